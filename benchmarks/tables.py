@@ -29,13 +29,13 @@ LEAST_PROCESSES = 3
 LEGEND = f"""
 *engine ×*: the best median of all others over the engine's, above 1 where the engine is faster.
 † fewer than {LEAST_PROCESSES} processes. ‡ throttled: the driver reported a reason, or the SM clock was
-below 95 % of its maximum. Bold: faster than every process of all others; no row with † or ‡ has a
-winner.
+below 95 % of its maximum. Bold: faster than every process of all others. There is no winner in a row
+with †, or with ‡ at only some of its figures.
 """
 
 
 def marks(lines: Sequence[Line]) -> str:
-    """`†` for few processes, `‡` where the GPU was throttled; a figure with a mark is not the fastest."""
+    """`†` for few processes, `‡` where the GPU was throttled."""
     few = "†" if len(medians(lines)) < LEAST_PROCESSES else ""
     return few + ("‡" if any(line.is_throttled for line in lines) else "")
 
@@ -51,9 +51,14 @@ def figure(lines: Sequence[Line], *, best: bool) -> Cell:
 
 
 def fastest(figures: Mapping[str, Sequence[Line]]) -> str | None:
-    """The runtime whose slowest process is faster than all processes of others; None inside the spread."""
+    """The runtime whose slowest process is faster than all processes of others; None inside the spread.
+
+    Large layers reach the power limit in every runtime, and are compared there; one that did beside one that
+    did not are not compared.
+    """
     timed = {name: medians(lines) for name, lines in figures.items() if medians(lines)}
-    if len(timed) < 2 or any(marks(figures[name]) for name in timed):
+    found = {marks(figures[name]) for name in timed}
+    if len(timed) < 2 or len(found) > 1 or "†" in found.pop():
         return None
     name = min(timed, key=lambda each: max(timed[each]))
     others = [found for other, found in timed.items() if other != name]

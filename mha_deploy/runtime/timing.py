@@ -36,6 +36,9 @@ class TimingPlan:
     """Warm-up is over when three rounds' medians differ by no more than this share."""
     rounds: int = 20
     """Most rounds of warm-up; after them the timing is taken, and reported as unstable."""
+    load_ms: float = 0.0
+    """Load before the warm-up, on the device. A GPU at its power limit lowers its clock some 50 ms after the
+    load began: without this, one runtime would be timed before that and another one after it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +95,10 @@ def measure_latency(
     clock = _Clock(launch, slots, stream)
     try:
         clock.run(samples=slots, calls=1)  # every slot once
-        calls = max(1, math.ceil(plan.sample_us / max(clock.median_of(10, 1), 0.1)))
+        call_us = max(clock.median_of(10, 1), 0.1)
+        calls = max(1, math.ceil(plan.sample_us / call_us))
+        for _ in range(math.ceil(plan.load_ms * 1e3 / (20 * calls * call_us))):
+            clock.run(20, calls)
         stable = settles(lambda: clock.median_of(20, calls), plan.agree, plan.rounds)
         host_us = clock.host_microseconds()
         samples = clock.run(max(plan.samples, 100), calls, while_busy=lambda: read_conditions(gpu))

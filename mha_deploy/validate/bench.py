@@ -16,6 +16,7 @@ from mha_deploy.runtime import child
 from mha_deploy.runtime.child import isolation
 from mha_deploy.runtime.cuda import open_gpu
 from mha_deploy.runtime.gpu import Throughput, measure_throughput
+from mha_deploy.runtime.timing import TimingPlan
 from mha_deploy.validate.evaluate import Evaluation, EvaluationPlan, evaluate, refused_rows
 from mha_deploy.validate.latency import WRONG_ANSWER, LatencyPoint, LatencyRow, latency_point, problem_of
 from mha_deploy.validate.runtimes import (
@@ -115,7 +116,7 @@ def bench_bundle(
         precision=bundle.manifest.precision,
         cases={},
         timed=_cases(bundle, options),
-        samples=options.samples,
+        timing=TimingPlan(samples=options.samples, load_ms=500),
         kernels=kernel_times if options.kernels else None,
     )
     evaluated, rows = list[Evaluation](), list[Mapping[str, LatencyRow]]()

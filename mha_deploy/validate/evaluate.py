@@ -20,7 +20,7 @@ from mha_deploy.model.precision import Precision
 from mha_deploy.model.spec import ModelSpec
 from mha_deploy.runtime.child import RuntimeCrash
 from mha_deploy.runtime.runner import Runner
-from mha_deploy.runtime.timing import KernelTime
+from mha_deploy.runtime.timing import KernelTime, TimingPlan
 from mha_deploy.validate.decode import DecodeReport, admits, evaluate_trace
 from mha_deploy.validate.error_map import MAPPED_RANKS, Heatmap, Projection, heatmap
 from mha_deploy.validate.invariance import InvarianceCheck, invariance_from_runner
@@ -42,7 +42,7 @@ class EvaluationPlan:
     cases: Mapping[str, Sequence[GoldenCase]]  # cases by kind: `golden`, `sweep`, `fresh`
     timed: Sequence[GoldenCase] = ()  # the cases to time it on
     invariance: bool = False  # whether rows must not care about their place; on golden cases
-    samples: int = 200  # samples of each timing
+    timing: TimingPlan = field(default_factory=TimingPlan)
     traces: Sequence[DecodeTrace] = ()  # tokens to step through, for a layer with a cache
     # Reports which kernels take the time; None where not requested
     kernels: Callable[[Runner, GoldenCase], tuple[KernelTime, ...]] | None = None
@@ -206,7 +206,7 @@ def _timed(
     cache = plan.spec.kv_cache
     if wrong is not None and cache is not None and case.sizes[cache.new] == 1:
         return replace(row, refused=f"{WRONG_ANSWER}: {wrong.case}/{wrong.output}: {wrong.problem}")
-    row = time_case(runner, case, plan.precision, row, samples=plan.samples, kernels=plan.kernels)
+    row = time_case(runner, case, plan.precision, row, timing=plan.timing, kernels=plan.kernels)
     if row.timing is not None:  # reported at once: a later crash does not lose it
         on_step(f"latency of {runtime.name}: {case.name} takes {row.timing.p50:.1f} µs")
     return row

@@ -154,7 +154,7 @@ def time_case(
     precision: Precision,
     row: LatencyRow,
     *,
-    samples: int,
+    timing: TimingPlan,
     kernels: Callable[[Runner, GoldenCase], tuple[KernelTime, ...]] | None = None,
 ) -> LatencyRow:
     """Time a runner on a case, if its answer is right before and after."""
@@ -162,17 +162,17 @@ def time_case(
         problem = problem_of(case, [runner.run(case.inputs)], precision)
         if problem is not None:
             return replace(row, refused=f"{WRONG_ANSWER}: {problem}")
-        timing = runner.time(case.inputs, TimingPlan(samples=samples))
-        problem = problem_of(case, timing.results, precision)
+        timed = runner.time(case.inputs, timing)
+        problem = problem_of(case, timed.results, precision)
         if problem is not None:
             return replace(row, refused=f"{WRONG_ANSWER} while it was timed: {problem}")
     except DeployError as error:
         return replace(row, refused=error.in_one_line)
-    timed = replace(row, timing=replace(timing, results=()))  # judged: caches among them may be gigabytes
+    row = replace(row, timing=replace(timed, results=()))  # judged: caches among them may be gigabytes
     try:
-        return replace(timed, kernels=kernels(runner, case)) if kernels else timed
+        return replace(row, kernels=kernels(runner, case)) if kernels else row
     except DeployError:  # no profiler here: the time stands without its kernels
-        return timed
+        return row
 
 
 def problem_of(case: GoldenCase, results: Sequence[Mapping[str, Any]], precision: Precision) -> str | None:

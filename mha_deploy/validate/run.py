@@ -23,6 +23,7 @@ from mha_deploy.runtime import CPU_RUNNERS, RUNNERS, available_cpu_backend, open
 from mha_deploy.runtime.child import RuntimeCrash
 from mha_deploy.runtime.cuda import find_gpu, open_gpu
 from mha_deploy.runtime.onnx_reference import evaluator_of
+from mha_deploy.runtime.timing import TimingPlan
 from mha_deploy.validate.bench import points_from_rows
 from mha_deploy.validate.conformance import conformance_table, mask_columns
 from mha_deploy.validate.decode import traces_of
@@ -167,7 +168,7 @@ class _Validation:
             cases={"golden": self.golden},
             timed=usual if timing else [],
             invariance=True,
-            samples=options.samples,
+            timing=TimingPlan(samples=options.samples),
             kernels=kernel_times if options.kernels else None,
             projection=output_projection(load_graph(self.bundle.model_path)),
             traces=traces_of(self.bundle, options),

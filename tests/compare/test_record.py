@@ -61,6 +61,13 @@ def test_few_processes_and_throttled_ones_are_marked_and_win_nothing(lines, mark
     assert "**" not in row
 
 
+def test_runtimes_that_were_all_throttled_are_compared():
+    capped = {"conditions": {**COOL, "sm_mhz": 1500, "throttled_by": ["power cap"]}}
+    row = row_of(three("a", 10.0, 10.1, 10.2, **capped) + three("b", 11.0, 11.0, 11.0, **capped))
+    assert "**10.1 (10.0–10.2)**" in row
+    assert row.count("‡") == 2
+
+
 def test_the_engine_is_compared_with_the_best_of_the_others():
     engine = {"name": "e", "backend": "tensorrt", "version": "8.6.1", "sha256": "1"}
     others = three("compile", 12.0, 12.0, 12.1) + three("eager", 30.0, 30.0, 30.0)

@@ -191,3 +191,21 @@ def test_twice_the_work_takes_about_twice_the_time(gpu):
         assert whole.conditions.sm_mhz is None or whole.conditions.sm_mhz > 0
         for buffer in (a, b, half_a, half_b):
             buffer.free()
+
+
+@pytest.mark.gpu
+def test_a_load_goes_before_the_samples(gpu):
+    """So that a power limit has lowered the clock before the first sample."""
+    with new_stream() as stream:
+        a, b, calls = cuda.Buffer(256 * MIB), cuda.Buffer(256 * MIB), [0, 0]
+        for index, load_ms in enumerate((0.0, 200.0)):
+
+            def launch(slot, index=index):
+                calls[index] += 1
+                b.copy_from(a, stream)
+
+            plan = TimingPlan(samples=100, rounds=3, load_ms=load_ms)
+            measured = timing.measure_latency(launch, 2, stream, gpu, plan, graph=False)
+        assert (calls[1] - calls[0]) * measured.p50 > 100_000
+        a.free()
+        b.free()

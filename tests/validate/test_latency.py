@@ -13,7 +13,7 @@ from mha_deploy.model.catalog import find_spec
 from mha_deploy.model.precision import find_precision
 from mha_deploy.runtime.cuda import Conditions
 from mha_deploy.runtime.runner import Runner, TensorInfo
-from mha_deploy.runtime.timing import Timing
+from mha_deploy.runtime.timing import Timing, TimingPlan
 from mha_deploy.validate.latency import LatencyRow, latency_point, time_case
 
 FP16 = find_precision("fp16")
@@ -124,7 +124,7 @@ class Answers(Runner):
 def timed(case, **options):
     runner = Answers(case, **options)
     blank = LatencyRow(name="answers", backend="answers", family="tensorrt")
-    return runner, time_case(runner, case, FP16, blank, samples=150)
+    return runner, time_case(runner, case, FP16, blank, timing=TimingPlan(samples=150))
 
 
 def test_a_right_answer_is_timed(opt):
@@ -151,7 +151,7 @@ def test_a_runner_on_the_cpu_has_no_time(opt):
 
     runner = OnCpu(opt)
     blank = LatencyRow(name="answers", backend="answers", family="onnxruntime")
-    result = time_case(runner, opt, FP16, blank, samples=100)
+    result = time_case(runner, opt, FP16, blank, timing=TimingPlan(samples=100))
     assert result.timing is None
     assert "would say nothing about a GPU" in result.refused
 
@@ -162,7 +162,7 @@ def test_a_refusal_is_one_line(opt):
             raise DeployError("No kernel.", got="this\nand that", hint="another")
 
     blank = LatencyRow(name="answers", backend="answers", family="pytorch")
-    result = time_case(Refuses(opt), opt, FP16, blank, samples=100)
+    result = time_case(Refuses(opt), opt, FP16, blank, timing=TimingPlan(samples=100))
     assert result.refused == "No kernel. this and that"
 
 
@@ -171,6 +171,6 @@ def test_a_profiler_that_fails_costs_no_time(opt):
         raise DeployError("The profiler saw no kernel.")
 
     blank = LatencyRow(name="answers", backend="answers", family="tensorrt")
-    result = time_case(Answers(opt), opt, FP16, blank, samples=100, kernels=no_profiler)
+    result = time_case(Answers(opt), opt, FP16, blank, timing=TimingPlan(samples=100), kernels=no_profiler)
     assert (result.refused, result.kernels) == (None, ())
     assert result.timing is not None
