@@ -14,8 +14,8 @@ from mha_deploy.graph.lower import DIALECTS, lower
 from mha_deploy.graph.plugin_node import is_plugin_attention
 from mha_deploy.model.precision import PRECISIONS
 from mha_deploy.runtime import open_runner
-from mha_deploy.runtime.tensorrt.build import build_engine
-from mha_deploy.runtime.tensorrt.request import BuildRequest
+from mha_deploy.runtime.tensorrt.builder import build_engine
+from mha_deploy.runtime.tensorrt.builder import BuildRequest
 from mha_deploy.validate.conformance import CASES, Case, MaskInput, case_model, combined
 
 FP16, FP32 = PRECISIONS["fp16"], PRECISIONS["fp32"]
@@ -43,9 +43,9 @@ def test_the_graph_has_the_attributes_of_the_case(case: Case, precision) -> None
     assert (facts.dtype, facts.rank) == (precision.name, 3)
     assert facts.is_causal == case.is_causal
     assert facts.scale == pytest.approx(case.scale)
-    assert facts.mask == ("none" if case.mask is None else "bool" if case.mask.is_bool else "float")
+    assert facts.mask == ("none" if case.mask is None else "bool" if case.mask.kind == "bool" else "float")
     assert facts.mask_dtype == {"none": None, "bool": "bool", "float": precision.name}[facts.mask]
-    assert (facts.mask_dims or ()) == case.mask_shape
+    assert facts.mask_dims == case.shapes.get("mask")
 
 
 def test_every_question_is_asked() -> None:
@@ -135,8 +135,8 @@ def test_models_of_different_opsets_are_refused() -> None:
 
 def test_a_mask_may_have_any_axes() -> None:
     case = Case(name="odd", about="", S=3, T=5, Hq=4, mask=MaskInput(pattern="scattered", axes="Hq 1 T"))
-    assert case.mask_shape == (4, 1, 5)
-    assert Case(name="none", about="").mask_shape == ()
+    assert case.shapes["mask"] == (4, 1, 5)
+    assert "mask" not in Case(name="none", about="").shapes
 
 
 # -- TensorRT-RTX, which builds without a GPU ------------------------------------------------------------

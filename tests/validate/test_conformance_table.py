@@ -13,19 +13,19 @@ from mha_deploy.graph.mutate import mutated
 from mha_deploy.graph.rules import target_from
 from mha_deploy.model.precision import PRECISIONS
 from mha_deploy.runtime import open_runner
-from mha_deploy.runtime.tensorrt.build import build_engine
-from mha_deploy.runtime.tensorrt.request import BuildRequest
-from mha_deploy.validate import conformance as oracle
+from mha_deploy.runtime.tensorrt.builder import build_engine
+from mha_deploy.runtime.tensorrt.builder import BuildRequest
 from mha_deploy.validate.conformance import (
     CASES,
+    LOWER_RIGHT,
+    NOWHERE,
     Case,
     MaskInput,
-    RunColumn,
-    absent_column,
+    Reading,
     conformance_table,
     draw_trial,
-    engine_column,
-    runner_column,
+    graph_column,
+    mask_columns,
     torch_column,
 )
 
@@ -50,8 +50,8 @@ def named(*names):
 
 def column_of(column, precision=FP16, cases=CASES, seed=0):
     """The only column of a table, by case."""
-    table = conformance_table([column], precision, cases=cases, seed=seed)
-    return {name: cells[column.name] for name, cells in table.cells.items()}
+    table = conformance_table({"it": column}, precision, cases=cases, seed=seed)
+    return {name: cells["it"] for name, cells in table.cells.items()}
 
 
 def unusual(cells):
@@ -67,6 +67,7 @@ UPPER_LEFT = ("conforms", "upper-left")
 FIRST_ROW = ("wrong", "every query attends to the keys of the first one")
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("path", "precision", "sentinel"),
     [
@@ -85,9 +86,10 @@ def test_pytorch_conforms(path, precision, sentinel):
     assert unusual(cells) == {"fully-masked-sentinel": sentinel, "own-causal": UPPER_LEFT}
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("precision", [FP16, FP32], ids=lambda precision: precision.name)
 def test_onnx_runtime_conforms_or_refuses(precision):
-    cells = column_of(runner_column("ort", in_ort, "onnx"), precision)
+    cells = column_of(graph_column(in_ort, "onnx"), precision)
     refused = {name: cells.pop(name) for name in ("broadcast-queries", "causal-broadcast")}
     assert unusual(cells) == {"fully-masked-sentinel": KEPT, "own-causal": UPPER_LEFT}
     for cell in refused.values():
@@ -96,7 +98,7 @@ def test_onnx_runtime_conforms_or_refuses(precision):
 
 
 def test_onnx_runtimes_own_operators_conform():
-    cells = column_of(runner_column("contrib", in_ort, "contrib"))
+    cells = column_of(graph_column(in_ort, "contrib"))
     assert unusual(cells) == {
         "fully-masked-sentinel": KEPT,
         "own-causal": (
@@ -108,14 +110,15 @@ def test_onnx_runtimes_own_operators_conform():
 
 def test_a_lowering_that_refuses_a_case_is_heard():
     wide = Case(name="wide", about="", S=24, D=264, mask=MaskInput(pattern="padding"))
-    cells = column_of(runner_column("plugin", in_ort, "plugin"), FP16, cases=[wide])
+    cells = column_of(graph_column(in_ort, "plugin"), FP16, cases=[wide])
     assert cells["wide"].status == "refused"
     assert cells["wide"].detail.startswith("The plugin dialect has no head size above 256 (node 'wide').")
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("precision", [FP16, BF16], ids=lambda precision: precision.name)
 def test_onnx_reference_misplaces_causal_under_a_mask_of_one_row(precision):
-    cells = column_of(runner_column("reference", in_reference, "onnx"), precision)
+    cells = column_of(graph_column(in_reference, "onnx"), precision)
     assert unusual(cells) == {
         "fully-masked-sentinel": KEPT,
         "own-causal": UPPER_LEFT,
@@ -125,9 +128,7 @@ def test_onnx_reference_misplaces_causal_under_a_mask_of_one_row(precision):
 
 
 def test_onnx_runtime_has_no_bfloat16_and_is_here_all_the_same():
-    cells = column_of(
-        runner_column("contrib", in_ort, "contrib"), BF16, cases=named("bool-mask", "fully-masked-bool")
-    )
+    cells = column_of(graph_column(in_ort, "contrib"), BF16, cases=named("bool-mask", "fully-masked-bool"))
     assert {cell.status for cell in cells.values()} == {"refused"}
     assert all("no CPU kernel" in cell.detail for cell in cells.values())
 
@@ -139,7 +140,7 @@ def test_onnx_runtime_has_no_bfloat16_and_is_here_all_the_same():
     ("precision", "seed"), [(FP16, 0), (BF16, 1), (FP32, 2)], ids=["fp16", "bf16", "fp32"]
 )
 def test_a_runtime_written_from_the_specification_conforms(precision, seed):
-    cells = column_of(runner_column("numpy", NumpyRunner, "onnx"), precision, seed=seed)
+    cells = column_of(graph_column(NumpyRunner, "onnx"), precision, seed=seed)
     assert unusual(cells) == {"fully-masked-sentinel": KEPT, "own-causal": UPPER_LEFT}
     assert all(0 < cell.share < 0.6 for cell in cells.values())
     assert all(0 < cell.error < 2 * precision.roundoff or precision == FP32 for cell in cells.values())
@@ -155,34 +156,32 @@ def test_the_oracle_is_pytorchs_float64(case):
     bias = torch.zeros(case.B, case.Hq, case.S, case.T, dtype=torch.float64)
     if case.mask is not None:
         mask = torch.from_numpy(trial.arrays["mask"])
-        bias = bias.masked_fill(~mask, -torch.inf) if case.mask.is_bool else bias + mask
+        bias = bias.masked_fill(~mask, -torch.inf) if case.mask.kind == "bool" else bias + mask
     if case.is_causal:
         bias = bias.masked_fill(~torch.ones(case.S, case.T, dtype=torch.bool).tril(), -torch.inf)
     wanted = torch.nn.functional.scaled_dot_product_attention(
         q, k, v, attn_mask=bias, enable_gqa=True
     ).nan_to_num(0.0)
-    np.testing.assert_allclose(oracle.exact_result(trial), wanted.numpy(), rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(trial.exact, wanted.numpy(), rtol=1e-9, atol=1e-12)
 
 
 def test_the_lower_right_corner_is_pytorchs():
     trial = draw_trial(BY_NAME["lower-right"], FP32, 0)
-    q, k, v = (
-        torch.from_numpy(oracle.split_heads(trial, trial.arrays[role]).astype(np.float64)) for role in "qkv"
-    )
+    q, k, v = (torch.from_numpy(trial.heads(trial.arrays[role]).astype(np.float64)) for role in "qkv")
     corner = causal_lower_right(trial.case.S, trial.case.T)
     wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=corner)
-    np.testing.assert_allclose(oracle.exact_result(trial), wanted.numpy(), rtol=1e-9, atol=1e-12)
-    own = oracle.exact_result(trial, oracle.Reading(mask=None, causal=oracle.LOWER_RIGHT))
-    np.testing.assert_array_equal(oracle.exact_result(trial), own)
+    np.testing.assert_allclose(trial.exact, wanted.numpy(), rtol=1e-9, atol=1e-12)
+    own = trial.result(Reading(mask=None, causal=LOWER_RIGHT))
+    np.testing.assert_array_equal(trial.exact, own)
 
 
 def test_rows_without_a_key_are_known_and_zero():
     counts = {}
     for case in CASES:
         trial = draw_trial(case, FP16, 0)
-        closed = oracle.fully_masked_queries(trial)
-        assert not oracle.exact_result(trial)[closed].any()
-        assert oracle.exact_result(trial)[~closed].any(axis=-1).all()
+        closed = trial.fully_masked
+        assert not trial.exact[closed].any()
+        assert trial.exact[~closed].any(axis=-1).all()
         counts[case.name] = int(closed.sum())
     closed_in = {name: count for name, count in counts.items() if count}
     # Every eighth of 40 queries; and in the second row of the batch, whose first 24 keys are padding.
@@ -196,12 +195,12 @@ def test_rows_without_a_key_are_known_and_zero():
 @pytest.mark.parametrize("precision", PRECISIONS.values(), ids=list(PRECISIONS))
 def test_the_sentinel_swallows_every_score_or_none(precision):
     trial = draw_trial(BY_NAME["fully-masked-sentinel"], precision, 0)
-    shifted = oracle.shifted_queries(trial)
+    shifted = trial.shifted
     assert shifted.sum() == 2 * 2 * 5
-    q, k = (oracle.split_heads(trial, trial.arrays[role].astype(np.float64)) for role in "qk")
+    q, k = (trial.heads(trial.arrays[role].astype(np.float64)) for role in "qk")
     scores = q @ k.swapaxes(-1, -2) * trial.case.scale
     assert 1 < np.abs(scores).max() < 4  # numbers near 1e4 are 8 apart in FP16, 64 in BF16
-    averaged = (oracle.rounded_result(trial) - oracle.averaged_result(trial).astype(precision.numpy))[shifted]
+    averaged = (trial.rounded - trial.averaged.astype(precision.numpy))[shifted]
     assert (np.abs(averaged.astype(np.float64)).max() < 1e-2) == (precision != FP32)
 
 
@@ -219,7 +218,7 @@ def test_every_mask_hides_and_shows_something():
             mask = draw_trial(case, FP16, 0).arrays["mask"]
             seen = mask if mask.dtype == bool else mask > -9000
             assert 0.1 < seen.mean() < 0.95, case.name
-            assert mask.shape == case.mask_shape
+            assert mask.shape == case.shapes["mask"]
 
 
 def test_an_unknown_pattern_is_refused():
@@ -232,7 +231,7 @@ def test_an_unknown_pattern_is_refused():
 
 CAUSAL = {case.name for case in CASES if case.is_causal}
 MASKED = {case.name for case in CASES if case.mask is not None}
-BOOLEAN = {name for name in MASKED if BY_NAME[name].mask.is_bool}
+BOOLEAN = {name for name in MASKED if BY_NAME[name].mask.kind == "bool"}
 ADDITIVE = MASKED - BOOLEAN
 CLOSED = {"fully-masked-bool", "fully-masked-inf", "causal-left-padding"}
 UNEQUAL = {name for name in CAUSAL if BY_NAME[name].S != BY_NAME[name].T}
@@ -270,10 +269,10 @@ def test_every_mistake_has_its_verdict():
     assert set(CAUGHT) == set(MISTAKES)
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_caught_where_it_is_made_and_named(mistake):
-    column = runner_column("wrong", lambda model: NumpyRunner(model, mistake), "onnx")
+    column = graph_column(lambda model: NumpyRunner(model, mistake), "onnx")
     # BF16 has the widest budget of the three: what is over it is over the others.
     wrong = {name: cell for name, cell in column_of(column, BF16).items() if cell.status == "wrong"}
     assert {name: cell.detail for name, cell in wrong.items()} == CAUGHT[mistake]
@@ -287,20 +286,16 @@ def test_an_average_under_the_sentinel_is_wrong_where_the_precision_does_not_exc
 
     def averages(trials):
         (trial,) = trials
-        y = np.where(
-            oracle.shifted_queries(trial)[..., None],
-            oracle.averaged_result(trial),
-            oracle.exact_result(trial),
-        )
+        y = np.where(trial.shifted[..., None], trial.averaged, trial.exact)
         joined = y.transpose(0, 2, 1, 3).reshape(case.B, case.S, -1)
         return {case.name: joined.astype(trial.precision.numpy)}
 
-    column = RunColumn(name="averages", run=averages)
-    assert unusual(column_of(column, FP16, cases=[case])) == {case.name: SWALLOWED}
+    assert unusual(column_of(averages, FP16, cases=[case])) == {case.name: SWALLOWED}
     wrong = {case.name: ("wrong", "averages all keys under -1e4")}
-    assert unusual(column_of(column, FP32, cases=[case])) == wrong
+    assert unusual(column_of(averages, FP32, cases=[case])) == wrong
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("mistake", "cases"),
     [
@@ -312,7 +307,7 @@ def test_an_average_under_the_sentinel_is_wrong_where_the_precision_does_not_exc
     ],
 )
 def test_a_wrong_graph_in_a_real_runtime_is_caught(mistake, cases):
-    column = runner_column("wrong", lambda model: in_ort(mutated(model, mistake) or model), "onnx")
+    column = graph_column(lambda model: in_ort(mutated(model, mistake) or model), "onnx")
     cells = column_of(column)
     refused = {name for name, cell in cells.items() if cell.status == "refused"}
     assert refused <= {"broadcast-queries", "causal-broadcast"}
@@ -340,7 +335,7 @@ class Builds:
 
 def test_all_cases_are_one_engine():
     builds = Builds(in_ort)
-    cells = column_of(engine_column("engine", builds, target=TRT_86, dialect="primitives"))
+    cells = column_of(graph_column(builds, "primitives", TRT_86))
     assert builds.sizes == [len(CASES) - 1]
     # ONNX Runtime computes FP16 in FP32 where the processor has no FP16: then -1e4 swallows nothing.
     sentinel = cells.pop("fully-masked-sentinel")
@@ -356,7 +351,7 @@ def test_all_cases_are_one_engine():
 @pytest.mark.parametrize(("precision", "found"), [(BF16, SWALLOWED), (FP16, KEPT), (FP32, KEPT)])
 def test_scores_that_rounding_loses_under_the_sentinel_are_noticed(precision, found):
     """In ONNX's evaluator, which rounds every result to its type on every processor."""
-    column = engine_column("engine", in_reference, target=RTX, dialect="primitives")
+    column = graph_column(in_reference, "primitives", RTX)
     cells = column_of(column, precision, cases=named("fully-masked-sentinel"))
     assert unusual(cells) == {"fully-masked-sentinel": found}
 
@@ -364,7 +359,7 @@ def test_scores_that_rounding_loses_under_the_sentinel_are_noticed(precision, fo
 def test_one_refusal_does_not_hide_the_rest():
     builds = Builds(in_ort)  # which refuses masks that broadcast, when it runs them
     cases = named("bool-mask", "broadcast-queries", "causal-wide", "own-causal")
-    cells = column_of(engine_column("engine", builds, target=RTX, dialect="trt"), cases=cases)
+    cells = column_of(graph_column(builds, "trt", RTX), cases=cases)
     assert builds.sizes == [4, 1, 1, 1, 1]
     assert {name: cell.status for name, cell in cells.items()} == {
         "bool-mask": "conforms",
@@ -377,14 +372,14 @@ def test_one_refusal_does_not_hide_the_rest():
 
 def test_the_trt_dialect_conforms_in_one_model():
     builds = Builds(in_reference)
-    cells = column_of(engine_column("engine", builds, target=RTX, dialect="trt"), BF16)
+    cells = column_of(graph_column(builds, "trt", RTX), BF16)
     assert builds.sizes == [len(CASES)]
     assert unusual(cells) == {"fully-masked-sentinel": KEPT, "own-causal": UPPER_LEFT}
 
 
 def test_what_no_lowering_cures_is_refused_before_anything_is_built():
     builds = Builds(in_ort)
-    cells = column_of(engine_column("engine", builds, target=TRT_86, dialect="primitives"), BF16)
+    cells = column_of(graph_column(builds, "primitives", TRT_86), BF16)
     assert builds.sizes == []
     assert {(cell.status, cell.detail) for cell in cells.values()} == {
         ("refused", "There is no bf16 before TensorRT 10.")
@@ -394,7 +389,7 @@ def test_what_no_lowering_cures_is_refused_before_anything_is_built():
 def test_a_target_of_unknown_alignment_gets_causal_as_a_mask_but_is_asked_for_its_own():
     builds = Builds(in_reference)
     cases = named("causal", "causal-wide", "own-causal")
-    column_of(engine_column("engine", builds, target=TRT_1014, dialect="trt"), cases=cases)
+    column_of(graph_column(builds, "trt", TRT_1014), cases=cases)
     (model,) = builds.models
     causal = {node.name: node.is_causal for node in attention_nodes(model)}
     assert causal == {"causal": True, "causal-wide": False, "own-causal": True}
@@ -406,8 +401,7 @@ def test_an_engine_of_the_lower_right_corner_is_seen_in_its_own_row_only():
         return NumpyRunner(model, "causal from the lower right")
 
     cases = named("causal", "own-causal")
-    column = engine_column("engine", misaligned, target=TRT_1014, dialect="trt")
-    table = conformance_table([column], FP16, cases=cases)
+    table = conformance_table({"engine": graph_column(misaligned, "trt", TRT_1014)}, FP16, cases=cases)
     assert unusual({name: cells["engine"] for name, cells in table.cells.items()}) == {
         "own-causal": ("wrong", "causal starts in the lower right corner")
     }
@@ -429,7 +423,7 @@ def rtx_builds(**options):
 def test_tensorrt_rtx_builds_all_cases_as_one_engine():
     pytest.importorskip("tensorrt_rtx")
     builds = rtx_builds(precision="bf16")
-    cells = column_of(engine_column("rtx", builds, target=RTX, dialect="trt"), BF16)
+    cells = column_of(graph_column(builds, "trt", RTX), BF16)
     assert builds.sizes == [len(CASES)]
     assert {cell.status for cell in cells.values()} == {"conforms"}
 
@@ -438,14 +432,14 @@ def test_tensorrt_rtx_refuses_fp32_unless_it_may_decompose():
     pytest.importorskip("tensorrt_rtx")
     cases = named("causal", "bool-mask")
     builds = rtx_builds(precision="fp32")
-    cells = column_of(engine_column("rtx", builds, target=RTX, dialect="trt"), FP32, cases=cases)
+    cells = column_of(graph_column(builds, "trt", RTX), FP32, cases=cases)
     assert builds.sizes == [2, 1, 1]
     for name, cell in cells.items():
         assert cell.status == "refused"
         assert cell.detail.startswith("Attention has no fused kernel for this target, and may not be")
         assert name in cell.detail
     builds = rtx_builds(precision="fp32", allow_decomposed=True)
-    cells = column_of(engine_column("rtx", builds, target=RTX, dialect="trt"), FP32, cases=cases)
+    cells = column_of(graph_column(builds, "trt", RTX), FP32, cases=cases)
     assert builds.sizes == [2]
     assert unusual(cells) == {}
 
@@ -454,7 +448,7 @@ def test_tensorrt_rtx_refuses_fp32_unless_it_may_decompose():
 
 
 def test_a_runtime_that_is_not_here_is_absent():
-    table = conformance_table([absent_column("tensorrt", "There is no GPU.")], FP16)
+    table = conformance_table({"tensorrt": "There is no GPU."}, FP16)
     assert {(cells["tensorrt"].status, cells["tensorrt"].detail) for cells in table.cells.values()} == {
         ("absent", "There is no GPU.")
     }
@@ -465,29 +459,20 @@ def not_installed(model):
     raise BackendUnavailable("It is not installed.", got="No module named 'it'")
 
 
-@pytest.mark.parametrize(
-    "column",
-    [
-        runner_column("it", not_installed, "onnx"),
-        engine_column("it", not_installed, target=RTX, dialect="trt"),
-    ],
-    ids=["runner", "engine"],
-)
-def test_a_runtime_that_cannot_open_anything_is_absent(column):
-    cells = column_of(column, cases=named("causal", "bool-mask"))
+@pytest.mark.parametrize("target", [None, RTX], ids=["runner", "engine"])
+def test_a_runtime_that_cannot_open_anything_is_absent(target):
+    cells = column_of(graph_column(not_installed, "trt", target), cases=named("causal", "bool-mask"))
     assert {str(cell) for cell in cells.values()} == {"absent: It is not installed. No module named 'it'"}
 
 
-@pytest.mark.parametrize("make", [runner_column, engine_column])
-def test_a_runtime_without_kernels_for_a_case_is_here(make):
+@pytest.mark.parametrize("target", [None, RTX], ids=["runner", "engine"])
+def test_a_runtime_without_kernels_for_a_case_is_here(target):
     def without_masks(model):
         if any(value.name.endswith("mask") for value in model.graph.inputs):
             raise BackendUnavailable("No kernel.")
         return in_reference(model)
 
-    options = {"target": RTX} if make is engine_column else {}
-    column = make("it", without_masks, dialect="trt", **options)
-    cells = column_of(column, cases=named("causal", "bool-mask"))
+    cells = column_of(graph_column(without_masks, "trt", target), cases=named("causal", "bool-mask"))
     assert {name: str(cell) for name, cell in cells.items()} == {
         "causal": "conforms",
         "bool-mask": "refused: No kernel.",
@@ -496,15 +481,13 @@ def test_a_runtime_without_kernels_for_a_case_is_here(make):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_pytorch_without_a_gpu_is_absent_on_cuda():
-    column = torch_column("sdpa", "cuda")
-    assert column.name == "sdpa cuda"
-    cells = column_of(column, cases=named("causal"))
+    cells = column_of(torch_column("sdpa", "cuda"), cases=named("causal"))
     assert str(cells["causal"]).startswith("absent: PyTorch sees no CUDA GPU.")
 
 
-def test_pytorch_has_no_other_ways():
-    with pytest.raises(DeployError, match="No such path"):
-        torch_column("plane")
+def test_a_column_has_the_name_of_its_device(monkeypatch):
+    monkeypatch.setattr("mha_deploy.validate.conformance.torch_device", lambda: "cuda")
+    assert list(mask_columns(FP16))[:3] == ["eager cuda", "sdpa cuda", "onnx-reference"]
 
 
 def test_what_pytorch_refuses_is_told(monkeypatch):
@@ -520,11 +503,11 @@ def test_what_pytorch_refuses_is_told(monkeypatch):
 
 
 def test_the_table_is_plain_data():
-    columns = [
-        runner_column("right", NumpyRunner, "onnx"),
-        runner_column("wrong", lambda model: NumpyRunner(model, "closed rows are NaN"), "onnx"),
-        absent_column("absent", "Not here."),
-    ]
+    columns = {
+        "right": graph_column(NumpyRunner, "onnx"),
+        "wrong": graph_column(lambda model: NumpyRunner(model, "closed rows are NaN"), "onnx"),
+        "absent": "Not here.",
+    }
     seen = []
     cases = named("causal", "fully-masked-bool", "own-causal")
     table = conformance_table(columns, FP16, seed=5, cases=cases, on_column=seen.append)
@@ -551,34 +534,28 @@ def test_the_table_is_plain_data():
 
 
 def test_another_seed_asks_with_other_numbers():
-    column = runner_column("numpy", NumpyRunner, "onnx")
+    column = graph_column(NumpyRunner, "onnx")
     errors = [column_of(column, cases=named("causal"), seed=seed)["causal"].error for seed in (0, 0, 1)]
     assert errors[0] == errors[1] != errors[2]
 
 
 def test_a_table_passes_unless_an_answer_is_wrong():
-    wrong = runner_column("wrong", lambda model: NumpyRunner(model, "causal from the lower right"), "onnx")
-    assert not conformance_table([wrong], FP16, cases=named("causal", "causal-wide")).passed
-    assert conformance_table([wrong], FP16, cases=named("causal", "own-causal")).passed
+    wrong = graph_column(lambda model: NumpyRunner(model, "causal from the lower right"), "onnx")
+    assert not conformance_table({"wrong": wrong}, FP16, cases=named("causal", "causal-wide")).passed
+    assert conformance_table({"wrong": wrong}, FP16, cases=named("causal", "own-causal")).passed
 
 
 def test_a_wrong_cell_tells_its_error():
-    wrong = runner_column("wrong", lambda model: NumpyRunner(model, "closed rows attend"), "onnx")
+    wrong = graph_column(lambda model: NumpyRunner(model, "closed rows attend"), "onnx")
     cell = column_of(wrong, cases=named("fully-masked-inf"))["fully-masked-inf"]
     trial = draw_trial(BY_NAME["fully-masked-inf"], FP16, 0)
-    exact = oracle.exact_result(trial)
+    exact = trial.exact
     # The mistake is in the closed rows alone, so its size is theirs.
-    attending = oracle.exact_result(trial, oracle.Reading(mask=None, causal=oracle.NOWHERE))
-    closed = oracle.fully_masked_queries(trial)
+    attending = trial.result(Reading(mask=None, causal=NOWHERE))
+    closed = trial.fully_masked
     error = np.linalg.norm(attending[closed]) / np.linalg.norm(exact)
     assert cell.error == pytest.approx(error, rel=1e-3)
     assert str(cell) == f"wrong ({cell.error:.2g}): not zeros for fully masked queries"
-
-
-def test_columns_have_different_names():
-    column = absent_column("twice", "")
-    with pytest.raises(DeployError, match="same name"):
-        conformance_table([column, column], FP16)
 
 
 def test_an_output_left_out_is_a_refusal():
@@ -587,14 +564,5 @@ def test_an_output_left_out_is_a_refusal():
         runner._run = lambda feeds: {}
         return runner
 
-    cells = column_of(runner_column("it", forgetful, "onnx"), cases=named("causal"))
+    cells = column_of(graph_column(forgetful, "onnx"), cases=named("causal"))
     assert str(cells["causal"]) == "refused: The runtime left out an output. causal.y"
-
-
-def test_a_column_is_a_name_and_a_function():
-    def zeros(trials):
-        return {trial.case.name: np.zeros_like(trial.arrays["q"]) for trial in trials}
-
-    cells = column_of(RunColumn(name="zeros", run=zeros))
-    assert {cell.status for cell in cells.values()} == {"wrong"}
-    assert all(cell.error == pytest.approx(1) for cell in cells.values())
