@@ -4,7 +4,8 @@
     python benchmarks/tables.py --check   # exit with 1 if they do not match the lines
 
 A table is between `<!-- table: NAME -->` and `<!-- end -->`. NAME is `evidence`, or a file of results: its
-latencies; with `:streams` behind it, calls per second; with `:builds`, what was fused.
+latencies; with `:streams` behind it, calls per second; with `:kernels`, where the time goes; with `:builds`,
+what was fused.
 
 A row of latencies is made of several processes: its figure is the median of their medians, its spread is from
 the smallest to the largest of them. No runtime is the fastest while another one is inside its spread.
@@ -102,6 +103,27 @@ def streams_table(lines: Sequence[Line]) -> Table:
     return Table(title="Calls per second", columns=heads, groups=[Group(rows=rows)])
 
 
+def kernels_table(lines: Sequence[Line]) -> Table:
+    """Where the time of a call goes: GEMMs, attention and all other kernels of each runtime, as profiled."""
+    kinds = {
+        "attention": r"sdpa|flash|fmha|attention",
+        "GEMMs": r"nvjet|gemm|gemv|cutlass|splitk|xmma",
+        "others": "",
+    }
+    last = {(line.row, line.runtime): line for line in lines if line.kernels}
+    rows = list[Row]()
+    for line in last.values():
+        spent, launches = dict.fromkeys(kinds, 0.0), 0.0
+        for name, calls, microseconds in line.kernels:
+            kind = next(kind for kind, pattern in kinds.items() if re.search(pattern, name, re.IGNORECASE))
+            spent[kind] += microseconds
+            launches += calls
+        cells = [f"{spent[kind]:.1f}" for kind in ("GEMMs", "attention", "others")]
+        rows.append([*map(text, (line.title, line.place, line.runtime, *cells, f"{launches:.0f}"))])
+    heads = columns("model", "sizes", "runtime", "#GEMMs", "#attention", "#others", "#launches")
+    return Table(title="Device time of one call in µs, by kernel", columns=heads, groups=[Group(rows=rows)])
+
+
 def builds_table(lines: Sequence[Line]) -> Table:
     """Fused attentions of all engines that were built: a row for every model, a column for every runtime."""
     built = {(line.model, line.precision, line.backend): line for line in lines if line.kind == "build"}
@@ -149,7 +171,7 @@ def contract():
     ]
 
 
-TABLES = {"": latency_table, "streams": streams_table, "builds": builds_table}
+TABLES = {"": latency_table, "streams": streams_table, "kernels": kernels_table, "builds": builds_table}
 
 
 def table(name):

@@ -64,6 +64,7 @@ class Line(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     parity: str = ""  # `passed`: the results of the timed calls are right; else why there is no time
     samples_us: list[float] = []
     timing: dict[str, Any] = {}  # calls per sample, CUDA graph, stability, memory; or streams and their rate
+    kernels: list[tuple[str, float, float]] = []  # name, launches and µs in one call, where requested
     conditions: dict[str, Any] = {}  # clocks, temperature, power and throttling, as the driver reported them
     format: int = FORMAT
 
@@ -113,6 +114,7 @@ def bench_lines(benches: Sequence[ModelBench], command: Sequence[str] | None = N
                         "samples_us": [round(sample, 4) for sample in row.timing.samples_us],
                         "timing": {name: getattr(row.timing, name) for name in kept},
                         "conditions": asdict(row.timing.conditions),
+                        "kernels": [(k.name, k.calls, round(k.microseconds, 3)) for k in row.kernels],
                     }
                 shown = {**data, "backend": row.backend, "parity": row.refused or "passed"}
                 found.append(_line(bench, row.name, {**shared, **shown, "kind": "time"}))

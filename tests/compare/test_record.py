@@ -16,7 +16,15 @@ from mha_deploy.validate.bench import ModelBench, ThroughputRow
 from mha_deploy.validate.latency import LatencyPoint, LatencyRow
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-from tables import PAGES, builds_table, evidence_table, latency_table, rewritten, streams_table
+from tables import (
+    PAGES,
+    builds_table,
+    evidence_table,
+    kernels_table,
+    latency_table,
+    rewritten,
+    streams_table,
+)
 
 COOL = {"sm_mhz": 1980, "sm_mhz_max": 1980, "throttled_by": []}
 
@@ -102,6 +110,9 @@ def test_calls_per_second_and_fusion_have_tables_of_their_own():
     assert markdown(streams_table([built, *loads])).splitlines()[-1].endswith("| 1,000 | 4,000 |")
     assert markdown(builds_table([built, *loads])).splitlines()[-1] == "| bert-base | 1/2 |"
     assert "**" not in markdown(latency_table([built, *loads]))  # neither is a latency
+    seen = [("nvjet_hsh_128", 2.0, 20.0), ("cudnn_sdpa_sm90", 1.0, 7.5), ("rotary", 1.0, 2.5)]
+    row = markdown(kernels_table([built, line(30.0, kernels=seen)])).splitlines()[-1]
+    assert row.endswith("| 20.0 | 7.5 | 2.5 | 4 |")
 
 
 def test_a_benchmark_becomes_lines_with_samples_and_hashes(bundles, tmp_path):
