@@ -18,8 +18,8 @@ from typing import Any
 import mha_deploy as md
 from mha_deploy.baselines.torch import kernel_times
 from mha_deploy.bundle.cases import golden_cases
+from mha_deploy.runtime.tensorrt.engine_verdict import engine_verdict
 from mha_deploy.runtime.tensorrt.kernels import kernels_from_profile
-from mha_deploy.runtime.tensorrt.verdict import engine_verdict
 from mha_deploy.validate.self_test import largest_share
 
 

@@ -18,11 +18,10 @@ import numpy as np
 
 from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.bundle.folder import Bundle, open_bundle
-from mha_deploy.engine.manifest import engine_path, open_engine
-from mha_deploy.engine.run import open_engine_runner
+from mha_deploy.engine.engine import engine_path, open_engine, open_engine_runner
 from mha_deploy.errors import DeployError
 from mha_deploy.runtime.cuda import Stream
-from mha_deploy.runtime.tensorrt.run import Slot, TensorRTRunner, first_admitting
+from mha_deploy.runtime.tensorrt.engine_runner import Slot, TensorRTRunner, first_admitting
 
 
 def main() -> None:

@@ -32,13 +32,10 @@ from mha_deploy.options import (
 if TYPE_CHECKING:
     import onnx
     import onnx_ir as ir
-    from torch import Tensor, nn  # noqa: TID251 (types only)
-    from typing_extensions import Unpack
-
     from mha_deploy.analyze.roofline import Analysis
     from mha_deploy.analyze.similarity import HeadSimilarity
     from mha_deploy.bundle.folder import Bundle
-    from mha_deploy.engine.manifest import Engine
+    from mha_deploy.engine.engine import Engine
     from mha_deploy.engine.plugins import Compiled, Found, PluginLibrary
     from mha_deploy.graph.fuse import FuseReport
     from mha_deploy.graph.rules import Eligibility
@@ -56,13 +53,16 @@ if TYPE_CHECKING:
     from mha_deploy.regression.compare import Comparison
     from mha_deploy.regression.matrix import Matrix, MatrixCell
     from mha_deploy.regression.record import Replay
-    from mha_deploy.report.table import Table
     from mha_deploy.runtime.runner import Runner
     from mha_deploy.serving.triton import Package
     from mha_deploy.validate import verdict
     from mha_deploy.validate.bench import ModelBench
     from mha_deploy.validate.bisect import Bisection
     from mha_deploy.validate.self_test import SelfTest
+    from torch import Tensor, nn  # noqa: TID251 (types only)
+    from typing_extensions import Unpack
+
+    from mha_deploy.report.table import Table
 
     AnyModel = TypeVar("AnyModel", onnx.ModelProto, ir.Model)
     AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
@@ -371,7 +371,6 @@ def import_onnx(
 
 def _arrays(inputs: Mapping[str, Any] | None) -> dict[str, Any]:
     import numpy as np
-
     from mha_deploy.files import open_regular
 
     found = {}
@@ -436,7 +435,6 @@ def fuse(model: AnyModel, *, verify: bool = True) -> tuple[AnyModel, FuseReport]
     """
     import onnx
     import onnx_ir as ir
-
     from mha_deploy.graph.file import graph_from_proto
     from mha_deploy.graph.fuse import fuse_attention
 
@@ -476,7 +474,7 @@ def check(
     from mha_deploy.engine.lowered import check_graph
     from mha_deploy.graph.file import load_graph
     from mha_deploy.graph.rules import requested_target
-    from mha_deploy.runtime.tensorrt.request import capabilities_of
+    from mha_deploy.runtime.tensorrt.builder import capabilities_of
 
     targets = [requested_target(target, version, each) for each in capabilities_of(sm) or (None,)]
     is_file = not _is_bundle(bundle) and Path(bundle).suffix == ".onnx"  # type: ignore[arg-type]
@@ -517,7 +515,7 @@ def build_engine(
         True
     """
     from mha_deploy.engine.build import engine_from_bundle
-    from mha_deploy.engine.profiles import parse_ranges
+    from mha_deploy.engine.engine import parse_ranges
 
     opened = _opened(bundle)
     texts = [
@@ -547,7 +545,7 @@ def open_engine(path: StrPath) -> Engine:
         Traceback (most recent call last):
         mha_deploy.errors.BundleError: There is no engine with a manifest here...
     """
-    from mha_deploy.engine.manifest import open_engine
+    from mha_deploy.engine.engine import open_engine
 
     return open_engine(Path(path))
 
@@ -603,7 +601,7 @@ def open_runner(model: Any, backend: str | None = None) -> Runner:
         >>> {name: array.shape for name, array in outputs.items()}
         {'output': (1, 3, 64)}
     """
-    from mha_deploy.engine.manifest import Engine
+    from mha_deploy.engine.engine import Engine
     from mha_deploy.runtime.kserve import ServerRunner, is_server_url
     from mha_deploy.runtime.polygraphy import PolygraphyRunner, is_polygraphy_runner
     from mha_deploy.runtime.runner import Runner
@@ -621,7 +619,7 @@ def open_runner(model: Any, backend: str | None = None) -> Runner:
     if isinstance(model, Runner):
         return model
     if isinstance(model, Engine):
-        from mha_deploy.engine.run import open_engine_runner
+        from mha_deploy.engine.engine import open_engine_runner
 
         return open_engine_runner(model)
     if has_own:
@@ -638,7 +636,6 @@ def open_runner(model: Any, backend: str | None = None) -> Runner:
 def _graph_runner(model: Any, backend: str | None) -> Runner:
     import onnx
     import onnx_ir as ir
-
     from mha_deploy.environment import can_import
     from mha_deploy.graph.file import graph_from_proto, load_graph
     from mha_deploy.runtime import open_runner
@@ -1149,8 +1146,8 @@ def _best_candidate(
     """
     import tempfile
 
+    from mha_deploy.engine.engine import default_backend
     from mha_deploy.engine.lowered import open_candidates
-    from mha_deploy.engine.manifest import default_backend
     from mha_deploy.engine.plugins import PluginError, library_for
     from mha_deploy.model.spec import AttentionSpec
     from mha_deploy.regression.candidates import Trial, choose, judged_trial
@@ -1198,10 +1195,10 @@ def _best_candidate(
 
 def _refuse_builder(settings: Any, precision: str) -> None:
     """Raise before an export what would prevent the build after it."""
+    from mha_deploy.engine.engine import default_backend
     from mha_deploy.engine.lowered import PLUGIN, open_candidates
-    from mha_deploy.engine.manifest import default_backend
     from mha_deploy.engine.plugins import library_for
-    from mha_deploy.runtime.tensorrt.request import parse_targets
+    from mha_deploy.runtime.tensorrt.builder import parse_targets
     from mha_deploy.runtime.tensorrt.versions import load
 
     parse_targets(settings.targets)
@@ -1503,14 +1500,14 @@ def inspect(path: StrPath, *, verify: bool = False) -> Inspection:
 
         bundle, engines = open_bundle(path) if verify else open_folder(path), []
         if any(path.glob("*/*.engine")):
-            from mha_deploy.engine.manifest import FOLDER
+            from mha_deploy.engine.engine import FOLDER
 
             engines = [open_engine(each) for each in sorted((path / FOLDER).glob("*.engine"))]
         for engine in engines:
             engine.check_bundle(path)
         return Inspection(path=path, bundle=bundle, verified=verify, engines=tuple(engines))
     from mha_deploy.bundle.folder import MANIFEST
-    from mha_deploy.engine.manifest import misfits_here
+    from mha_deploy.engine.engine import misfits_here
 
     engine = open_engine(path)
     folder = path.resolve().parent.parent

@@ -37,7 +37,7 @@ from mha_deploy.bundle.folder import MANIFEST, MODEL, BundleWriter, sha256
 from mha_deploy.bundle.traces import read_trace
 from mha_deploy.cli.tables import engine_renderable
 from mha_deploy.cli.verbs import engine_to_dict
-from mha_deploy.engine.manifest import EngineManifest, write_engine
+from mha_deploy.engine.engine import EngineManifest, write_engine
 
 ESCAPE = "\x1b[31mred"
 VALUES = (None, -1, 0, 2.5, True, "x", ESCAPE, [], {}, [None], {"a": None}, 10**25, 1e308)

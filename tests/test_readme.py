@@ -244,5 +244,6 @@ def test_every_path_in_the_text_exists(page):
 def test_lowering_rules_and_verdicts_are_found_from_the_readme():
     for page in ("README.md", "CONTRIBUTING.md"):
         text = (ROOT / page).read_text(encoding="utf-8")
-        for place in ("graph/lower/", "metrics.py", "runtime/tensorrt/verdict.py", "validate/verdict.py"):
+        verdicts = ("metrics.py", "runtime/tensorrt/engine_verdict.py", "validate/verdict.py")
+        for place in ("graph/lower/", *verdicts):
             assert f"`mha_deploy/{place}" in text, f"{page} does not say where {place} is"

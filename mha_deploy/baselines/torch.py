@@ -39,7 +39,7 @@ from mha_deploy.reference.attention import (
 from mha_deploy.reference.inputs import call_arguments, tensor_from_numpy, to_numpy
 from mha_deploy.reference.rotary import rotate
 from mha_deploy.runtime.cuda import Stream
-from mha_deploy.runtime.decode import refuse_overflow
+from mha_deploy.runtime.decode_loop import refuse_overflow
 from mha_deploy.runtime.gpu import GpuRunner, Prepared
 from mha_deploy.runtime.runner import Arrays, TensorInfo
 from mha_deploy.runtime.timing import KernelTime

@@ -8,12 +8,6 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich import box
-from rich.console import Group, RenderableType
-from rich.table import Table as Grid
-from rich.text import Text
-
-from mha_deploy.report.table import Cell, Table, table
 from mha_deploy.text import (
     budget_share,
     named,
@@ -25,12 +19,18 @@ from mha_deploy.text import (
     without_numbers,
     yes_no,
 )
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table as Grid
+from rich.text import Text
+
+from mha_deploy.report.table import Cell, Table, table
 
 if TYPE_CHECKING:  # a verb that has no such result to show does not load what makes it
     from mha_deploy.analyze.roofline import Analysis
     from mha_deploy.analyze.similarity import HeadSimilarity
     from mha_deploy.bundle.folder import Bundle
-    from mha_deploy.engine.manifest import Engine, EngineManifest
+    from mha_deploy.engine.engine import Engine, EngineManifest
     from mha_deploy.engine.plugins import Found
     from mha_deploy.graph.fuse import FuseReport
     from mha_deploy.graph.rules import Eligibility
@@ -130,6 +130,7 @@ def bundle_renderable(bundle: Bundle, *, details: bool = False) -> RenderableTyp
     ]
     if manifest.traces:
         from mha_deploy.bundle.traces import read_trace
+
         from mha_deploy.report.table import prompts_text
     for entry in manifest.traces:
         trace = read_trace(bundle.file(entry.file), spec, manifest.precision)
@@ -272,7 +273,7 @@ _NAME_WIDTH = 40
 
 def engine_renderable(engine: Engine, *, details: bool = False) -> RenderableType:
     """An engine in a few lines with its verdict; with `details`, its kernels too."""
-    from mha_deploy.engine.manifest import attention_summary, libraries_summary, where_built
+    from mha_deploy.engine.engine import attention_summary, libraries_summary, where_built
 
     manifest = engine.manifest
     built = f"{manifest.backend} {manifest.version} in {manifest.seconds:.1f} s, {where_built(manifest)}"
@@ -286,7 +287,7 @@ def engine_renderable(engine: Engine, *, details: bool = False) -> RenderableTyp
     lines += [("needs", library) for library in libraries_summary(manifest)]
     lines += [("note", note) for note in manifest.notes]
     if manifest.rebuilds is not None:
-        from mha_deploy.engine.manifest import rebuild_summary
+        from mha_deploy.engine.engine import rebuild_summary
 
         lines += [("rebuilds", line) for line in rebuild_summary(manifest.rebuilds)]
     blocks: list[RenderableType] = [_pairs(lines), rendered(_nodes_table(manifest))]
@@ -399,6 +400,7 @@ def _blocks(report: Report) -> Iterator[RenderableType]:
 def parity_renderable(report: ParityReport) -> RenderableType:
     """A row for every output of every case, or for every attention of a module, and the verdict."""
     from mha_deploy.report.schema import as_plain
+
     from mha_deploy.report.table import LAYERS, parity_table
 
     run = as_plain(report.to_dict())
@@ -443,6 +445,7 @@ def _layers_table(run: dict[str, Any]) -> Table:
 def decode_renderable(report: DecodeReport) -> RenderableType:
     """Errors at steps 1, 2, 4, … beside those of the module itself, then what is wrong, then the verdict."""
     from mha_deploy.report.schema import as_plain
+
     from mha_deploy.report.table import decode_problems, prompts_text, steps_table
 
     data = as_plain(report.to_dict())
@@ -484,6 +487,7 @@ def _invariance(evaluation: Evaluation) -> Text:
 def _conformance(result: ConformanceTable) -> RenderableType:
     """How each runtime treats masks."""
     from mha_deploy.report.schema import as_plain
+
     from mha_deploy.report.table import conformance_reasons, conformance_table
 
     data = as_plain(result.to_dict())
@@ -498,6 +502,7 @@ def _conformance(result: ConformanceTable) -> RenderableType:
 def point_renderable(point: LatencyPoint) -> RenderableType:
     """The latency of every backend at one set of sizes, and the longest kernels."""
     from mha_deploy.report.schema import as_plain
+
     from mha_deploy.report.table import kernels_table, latency_table, without_graph
 
     data = as_plain(point.to_dict())

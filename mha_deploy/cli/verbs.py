@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-
-import mha_deploy as md
 from mha_deploy.cli.arguments import (
     Axes,
     BundleFolder,
@@ -44,12 +42,13 @@ from mha_deploy.options import (
     ValidateOptions,
 )
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+import mha_deploy as md
 
+if TYPE_CHECKING:
     from mha_deploy.bundle.folder import Bundle
-    from mha_deploy.engine.manifest import Engine
+    from mha_deploy.engine.engine import Engine
     from mha_deploy.regression.matrix import MatrixCell
+    from rich.console import RenderableType
 
 
 def _show(*parts: RenderableType) -> None:

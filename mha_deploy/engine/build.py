@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import math
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -19,6 +19,22 @@ import onnx_ir as ir
 from mha_deploy.bundle.cases import GoldenCase, golden_cases
 from mha_deploy.bundle.commit import temporary_folder, write_atomically
 from mha_deploy.bundle.folder import MANIFEST, Bundle, sha256
+from mha_deploy.engine.engine import (
+    FOLDER,
+    Engine,
+    EngineManifest,
+    RebuildRecord,
+    default_backend,
+    default_profiles,
+    engine_path,
+    first_gpu,
+    open_engine_runner,
+    profile_names,
+    profile_shapes,
+    reasons_not_to_run,
+    with_unrecognised,
+    write_engine,
+)
 from mha_deploy.engine.lowered import (
     FP16,
     FP32,
@@ -31,24 +47,12 @@ from mha_deploy.engine.lowered import (
     with_carried,
     with_library,
 )
-from mha_deploy.engine.manifest import (
-    FOLDER,
-    Engine,
-    EngineManifest,
-    RebuildRecord,
-    default_backend,
-    engine_path,
-    first_gpu,
-    with_unrecognised,
-    write_engine,
-)
-from mha_deploy.engine.plugins import PluginError, PluginLibrary, find_plugins, load_plugins
-from mha_deploy.engine.profiles import default_profiles, profile_names, profile_shapes
-from mha_deploy.engine.run import (
-    engine_opener,
-    open_engine_runner,
-    reasons_not_to_run,
-    unprepared_profiles,
+from mha_deploy.engine.plugins import (
+    PluginError,
+    PluginLibrary,
+    find_plugins,
+    load_needed,
+    load_plugins,
 )
 from mha_deploy.errors import BackendUnavailable, BundleError, DeployError
 from mha_deploy.graph.attention_node import attention_nodes
@@ -56,13 +60,13 @@ from mha_deploy.graph.file import load_graph, save_graph
 from mha_deploy.metrics import judge_case
 from mha_deploy.model.precision import Precision
 from mha_deploy.options import EngineOptions
-from mha_deploy.runtime.child import call_isolated, isolation, send_to_parent
+from mha_deploy.runtime.child import RuntimeCrash, call_isolated, isolation, open_isolated, send_to_parent
 from mha_deploy.runtime.cuda import open_gpu
 from mha_deploy.runtime.runner import Runner
-from mha_deploy.runtime.tensorrt.build import OnProgress, build_with
-from mha_deploy.runtime.tensorrt.log import members
-from mha_deploy.runtime.tensorrt.request import BuildRequest, BuiltEngine
-from mha_deploy.runtime.tensorrt.verdict import EngineVerdict, engine_verdict, written_types
+from mha_deploy.runtime.tensorrt.builder import BuildRequest, BuiltEngine, OnProgress, build_with
+from mha_deploy.runtime.tensorrt.engine_runner import Profile, TensorRTRunner
+from mha_deploy.runtime.tensorrt.engine_verdict import EngineVerdict, engine_verdict, members, written_types
+from mha_deploy.runtime.tensorrt.kernels import LargeTensor
 from mha_deploy.runtime.tensorrt.versions import EngineError, TensorRT, load
 
 _LARGEST_WORKSPACE_MIB = 1 << 20  # 1 TiB
@@ -537,3 +541,102 @@ def twin_opener(engine: Engine, bundle: Bundle) -> Callable[[ir.Model], Runner]:
         accumulate=candidate["accumulate"],
     )
     return lambda model: open_lowered(lowered_for(rt, model, options)[0])
+
+
+# -- Temporary engines: variations of a graph for comparison, and mask cases -----------------------
+
+
+def engine_opener(
+    rt: TensorRT,
+    precision: str,
+    profiles: Sequence[Profile] = (),
+    plugins: Sequence[Mapping[str, Any]] = (),
+) -> Callable[[ir.Model], Runner]:
+    """A function that builds a lowered graph on this machine's GPU and loads it, in a child process."""
+
+    def open_model(model: ir.Model) -> Runner:
+        with tempfile.TemporaryDirectory(prefix="mha-deploy-") as folder:
+            path = Path(folder) / "model.onnx"
+            save_graph(model, path)
+            # A graph with float32 outputs computes in float32; a weakly typed build could use less otherwise.
+            wide = any(value.dtype == ir.DataType.FLOAT for value in model.graph.outputs)
+            request = BuildRequest(
+                onnx=path,
+                backend=rt.backend,
+                precision="fp32" if wide else precision,
+                profiles=profiles,
+                allow_decomposed=True,
+                optimization_level=1,  # these engines are not timed, and a shorter search builds them sooner
+            )
+            if not rt.in_every_process:
+                return _built_and_loaded(rt, request, plugins)
+            return open_isolated(rt.backend, rt.title, _built_and_loaded, None, request, plugins)
+
+    return open_model
+
+
+def _built_and_loaded(
+    rt: TensorRT | None, request: BuildRequest, plugins: Sequence[Mapping[str, Any]]
+) -> TensorRTRunner:
+    rt = rt or load(request.backend)  # in a child
+    load_needed(rt, plugins)
+    built = build_with(rt, request)
+    return TensorRTRunner(rt, built.plan, large_tensors=built.large_tensors)
+
+
+# -- Does every profile of a new engine have an execution context? ---------------------------------
+
+
+def unprepared_profiles(
+    rt: TensorRT,
+    plan: bytes,
+    names: Sequence[str],
+    *,
+    host_code: bool = False,
+    large_tensors: Sequence[LargeTensor] = (),
+) -> list[str]:
+    """A line for each profile of a new engine, by its name, that cannot be prepared on this machine's GPU.
+
+    Also empty where it cannot be tested: engines for other GPUs, or no cuda-bindings.
+    """
+    if rt.can.builds_without_gpu:
+        return []
+    arguments = (plan, names, host_code, tuple(large_tensors))
+    if not (isolation.enabled and rt.in_every_process):
+        return _unprepared(rt, *arguments)
+    step = "preparing the new engine"
+    try:
+        return call_isolated(rt.backend, _unprepared, rt.backend, *arguments, title=rt.title, step=step)
+    except RuntimeCrash as crash:
+        return [f"engine built, but it cannot be run: {crash.in_one_line}"]
+
+
+def _unprepared(
+    rt: TensorRT | str,
+    plan: bytes,
+    names: Sequence[str],
+    host_code: bool,
+    large_tensors: Sequence[LargeTensor],
+) -> list[str]:
+    rt = load(rt) if isinstance(rt, str) else rt  # in a child
+    try:
+        runner = TensorRTRunner(rt, plan, host_code=host_code, cuda_graph=False, large_tensors=large_tensors)
+    except BackendUnavailable:
+        return []
+    except DeployError as error:
+        return [f"engine built, but it cannot be loaded: {error.in_one_line}"]
+    problems = []
+    # A runner keeps the contexts of two calls, so a context must be possible beside another one.
+    with runner, ExitStack() as owned:
+        for index, profile in enumerate(runner.profiles):
+            usual = {name: shapes[1] for name, shapes in profile.items()}
+            try:
+                bound = runner.bind(usual, index)
+            except DeployError as error:
+                problems.append(
+                    f"engine built, but profile {names[index]} cannot be prepared: {error.got or error.what}"
+                )
+                continue
+            owned.close()
+            owned.callback(bound.close)
+    return problems

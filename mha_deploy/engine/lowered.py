@@ -8,13 +8,13 @@ from typing import Any
 import msgspec
 import onnx_ir as ir
 
-from mha_deploy.engine.manifest import EngineManifest, first_gpu
+from mha_deploy.engine.engine import EngineManifest, first_gpu
 from mha_deploy.engine.plugins import PluginLibrary, refuse_plugins
 from mha_deploy.errors import nearest
 from mha_deploy.graph.attention_node import attention_nodes
 from mha_deploy.graph.lower import lower
 from mha_deploy.graph.lower.cache import cache_form
-from mha_deploy.graph.plugin_node import DOMAIN, LINEAR, OP_TYPE, ROWWISE
+from mha_deploy.graph.plugin_node import DOMAIN, LINEAR, NORM_ACTIVATION, OP_TYPE
 from mha_deploy.graph.rules import (
     BEFORE_10,
     REFUSED,
@@ -27,6 +27,7 @@ from mha_deploy.graph.rules import (
     target_from,
 )
 from mha_deploy.options import EngineOptions
+from mha_deploy.runtime.tensorrt.builder import BuiltEngine, capabilities_of
 from mha_deploy.runtime.tensorrt.kernels import (
     ATTENTION,
     ELEMENTWISE,
@@ -37,7 +38,6 @@ from mha_deploy.runtime.tensorrt.kernels import (
     Kernel,
     dtype_of,
 )
-from mha_deploy.runtime.tensorrt.request import BuiltEngine, capabilities_of
 from mha_deploy.runtime.tensorrt.versions import EngineError, TensorRT
 
 # -- Which kernels compute attention and projections: TensorRT's own, or the plugin's --------------
@@ -190,7 +190,7 @@ def _refuse_without_attention(model: ir.Model, *, hint: str) -> None:
 
 # -- The plugin library in an engine: its layers, and its record in the manifest -------------------
 
-_CARRIES = {OP_TYPE: ATTENTION, LINEAR: MATMUL, ROWWISE: ELEMENTWISE}
+_CARRIES = {OP_TYPE: ATTENTION, LINEAR: MATMUL, NORM_ACTIVATION: ELEMENTWISE}
 
 
 def with_carried(built: BuiltEngine, lowered: ir.Model) -> BuiltEngine:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mha_deploy.engine.manifest import Engine
-from mha_deploy.engine.run import reasons_not_to_run
+from mha_deploy.engine.engine import Engine, reasons_not_to_run
 from mha_deploy.errors import DeployError
 from mha_deploy.report.table import Cell, Group, Row, Table, columns, number, share_cell, text
 from mha_deploy.text import error as error_text

@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from mha_deploy.bundle.commit import write_atomically
 from mha_deploy.bundle.folder import MANIFEST, Bundle, open_bundle
-from mha_deploy.engine.manifest import Engine, engines_of, open_engine
+from mha_deploy.engine.engine import Engine, engines_of, open_engine
 from mha_deploy.errors import BundleError, DeployError, nearest
 from mha_deploy.files import read_regular
 from mha_deploy.model.spec import Axis
@@ -85,7 +85,7 @@ class _Mask(Struct, frozen=True):
 
 
 class Rebuilds(Struct, frozen=True):
-    """How much an engine differs from build to build; see `engine/manifest.py`."""
+    """How much an engine differs from build to build; see `engine/engine.py`."""
 
     builds: int = 1
     seconds: list[float] = []

@@ -35,9 +35,7 @@ from mha_deploy import __version__
 from mha_deploy.bundle.commit import write_atomically
 from mha_deploy.bundle.folder import MANIFEST, open_bundle, sha256
 from mha_deploy.engine.build import engine_from_bundle
-from mha_deploy.engine.manifest import first_gpu
-from mha_deploy.engine.profiles import parse_ranges
-from mha_deploy.engine.run import reasons_not_to_run
+from mha_deploy.engine.engine import first_gpu, parse_ranges, reasons_not_to_run
 from mha_deploy.errors import BackendUnavailable, DeployError, nearest
 from mha_deploy.files import read_regular
 from mha_deploy.model.catalog import find_spec, is_factory

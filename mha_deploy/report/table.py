@@ -429,7 +429,7 @@ FUSION = {"fused": "good", "decomposed": "bad", "unknown": "doubt"}
 def engine_summary(engine: Data) -> str:
     """Fusion and precision of an engine: `1/1 fused, precision: fp16 (verified)`."""
     # Here, since a terminal that shows no engine need not load it.
-    from mha_deploy.engine.manifest import fusion_summary, precision_summary
+    from mha_deploy.engine.engine import fusion_summary, precision_summary
 
     fused, count = [*engine["fused"], 0, 0][:2]
     precision = precision_summary(engine["precision_status"], engine["precision"])

@@ -53,7 +53,7 @@ def _open_graph(backend: str, model: Path | ir.Model | PackedModel) -> Runner:
         from mha_deploy.runtime.ort import OrtCpuRunner
 
         return OrtCpuRunner(graph)
-    from mha_deploy.runtime.ort_cuda import OrtCudaRunner
+    from mha_deploy.runtime.ort import OrtCudaRunner
 
     return OrtCudaRunner(graph, dialect="onnx" if backend == "ort-cuda" else "contrib")
 

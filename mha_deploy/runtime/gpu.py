@@ -17,7 +17,7 @@ import numpy as np
 from mha_deploy.errors import DeployError
 from mha_deploy.runtime.child import isolation
 from mha_deploy.runtime.cuda import Event, Gpu, Stream, open_gpu
-from mha_deploy.runtime.decode import DecodeLoop, Launcher, open_decode_loop
+from mha_deploy.runtime.decode_loop import DecodeLoop, Launcher, open_decode_loop
 from mha_deploy.runtime.runner import Arrays, Runner
 from mha_deploy.runtime.timing import Timing, TimingPlan, measure_latency, slots_past_cache
 

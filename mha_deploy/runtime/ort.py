@@ -1,9 +1,13 @@
-"""ONNX Runtime on the CPU, and what its sessions share."""
+"""ONNX Runtime on the CPU, and with its CUDA provider as a user would run it: the graph as it is, no TF32."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-from collections.abc import Mapping
+import io
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +16,20 @@ import onnx_ir as ir
 
 from mha_deploy.errors import BackendUnavailable, DeployError
 from mha_deploy.graph.file import graph_of, weights_folder
+from mha_deploy.graph.lower import lower
+from mha_deploy.graph.lower.cache import TOTAL_LENGTH
 from mha_deploy.graph.upcast import with_float32_inside
+from mha_deploy.model.spec import CACHES, LENGTHS
+from mha_deploy.runtime.cuda import Stream, free_memory
+from mha_deploy.runtime.decode_loop import (
+    CallTensors,
+    Launcher,
+    StepCall,
+    check_room,
+    total_length,
+    written_in_place,
+)
+from mha_deploy.runtime.gpu import GpuRunner, Prepared
 from mha_deploy.runtime.runner import DTYPES, Arrays, Runner, TensorInfo
 
 # -- Sessions of ONNX Runtime, and arrays through them ---------------------------------------------
@@ -126,3 +143,339 @@ def _no_bfloat16(got: str) -> BackendUnavailable:
         got=got,
         hint="--backend onnx-reference (ONNX Runtime's CPU kernels have no bfloat16)",
     )
+
+
+# -- One call of ONNX Runtime whose inputs and outputs are bound to memory of the device -----------
+
+NO_CAPTURE = -1  # an id that ONNX Runtime never captures; 0 is its own
+
+# ONNX Runtime's errors where it does not capture: a session with copies between the devices or with control
+# flow (two wordings), an operator or option that does not support it, a capture that never ends; and CUDA's
+# own error for a kernel that waits or allocates meanwhile.
+_REFUSALS = (
+    "cannot use the graph capture feature",
+    "cannot use the cuda graph feature",
+    "not supported when graph capture is enabled",
+    "graph capture did not complete",
+    "not permitted when stream is capturing",
+    "failed due to a previous error during capture",
+)
+
+
+class NotCapturable(DeployError):
+    """A graph that ONNX Runtime may run, but not as a CUDA graph."""
+
+
+class BoundRun:
+    """A call that is bound to memory; `graph_id` is its number in a session that captures."""
+
+    def __init__(
+        self, ort: Any, session: Any, call: StepCall, outputs: Collection[str], *, graph_id: int = NO_CAPTURE
+    ) -> None:
+        self._session, self._call = session, call  # the binding does not own the arrays of the host
+        self._binding = session.io_binding()
+        self._options = ort.RunOptions()
+        self._options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+        self._options.add_run_config_entry("gpu_graph_id", str(graph_id))
+        for name, array in call.on_host.items():
+            self._binding.bind_cpu_input(name, array)
+        for name, tensor in call.tensors.items():  # an output may be where an input is
+            bind = self._binding.bind_output if name in outputs else self._binding.bind_input
+            shape, address = list(tensor.shape), tensor.buffer.address
+            bind(name, DEVICE, 0, onnx_type(tensor.dtype), shape, address)
+
+    def launch(self) -> None:
+        """Queue one call."""
+        self._session.run_with_iobinding(self._binding, self._options)
+
+
+def cannot_run(error: Exception, *, capture: bool) -> DeployError:
+    """An exception of ONNX Runtime as an error of this tool; `capture`: a CUDA graph was requested."""
+    if isinstance(error, DeployError):
+        return error
+    if capture and any(refusal in str(error).lower() for refusal in _REFUSALS):
+        return NotCapturable("ONNX Runtime cannot run this graph as a CUDA graph.", got=first_line(error))
+    return DeployError("ONNX Runtime's CUDA provider cannot run the graph.", got=first_line(error))
+
+
+# -- Which nodes ONNX Runtime runs on the CPU, and whether it may ----------------------------------
+
+CUDA, DEVICE = "CUDAExecutionProvider", "cuda"
+_CPU = "CPUExecutionProvider"
+RECORD_PLACEMENT = "session.record_ep_graph_assignment_info"
+_UNAVAILABLE = "ORT_CUDA_UNAVAILABLE"
+_LIBRARIES = ("libonnxruntime_providers_shared.so", "libonnxruntime_providers_cuda.so")
+_SHAPE_OPERATORS = frozenset(
+    {
+        *("Constant", "ConstantOfShape", "Identity", "Range", "Shape", "Size"),
+        *("Cast", "Concat", "Expand", "Gather", "Reshape", "Slice", "Split", "Squeeze", "Unsqueeze"),
+        *("Add", "Div", "Equal", "Max", "Min", "Mul", "ReduceProd", "Sub", "Where"),
+    }
+)
+
+
+def refuse_without_cuda(ort: Any) -> None:
+    """Refuse an ONNX Runtime without a CUDA provider: the CPU package, or one that it has overwritten."""
+    preload = getattr(ort, "preload_dlls", None)  # finds the CUDA and cuDNN that pip installed
+    if preload is not None:
+        with contextlib.redirect_stdout(io.StringIO()):  # the loader reports the same failures
+            preload()
+    providers = ort.get_available_providers()
+    if CUDA in providers:
+        return
+    if (Path(ort.__file__).parent / "capi" / _LIBRARIES[-1]).exists():
+        raise dropped_provider(ort)
+    raise BackendUnavailable(
+        f"ONNX Runtime {ort.__version__} has no CUDA provider: it is the package for CPUs.",
+        got=", ".join(providers),
+        hint='pip uninstall onnxruntime, then pip install "mha-deploy[ort-gpu]"',
+    )
+
+
+def dropped_provider(ort: Any) -> BackendUnavailable:
+    """The error of a provider whose libraries do not load; the reason is the loader's own."""
+    return BackendUnavailable(
+        "ONNX Runtime dropped its CUDA provider, and would run on the CPU.",
+        got=why_libraries_do_not_load(Path(ort.__file__).parent / "capi"),
+        hint=f"install the CUDA and cuDNN that ONNX Runtime {ort.__version__} was built for",
+    )
+
+
+def why_libraries_do_not_load(folder: Path) -> str:
+    """Why the provider's libraries do not load, which ONNX Runtime does not report."""
+    if os.environ.get(_UNAVAILABLE):  # set by the package itself; loading past it can crash
+        return f"{_UNAVAILABLE} is set: its CUDA libraries were not found"
+    for library in _LIBRARIES:
+        try:
+            ctypes.CDLL(str(folder / library))
+        except OSError as error:
+            return str(error)
+    return "its libraries load; the GPU or the driver may be too old for it"
+
+
+def nodes_on_cpu(session: Any) -> list[tuple[str, str]]:
+    """Operators and names of the nodes that a session runs on the CPU, where ONNX Runtime reports it."""
+    assignment = getattr(session, "get_provider_graph_assignment_info", None)
+    if assignment is None:
+        raise BackendUnavailable(
+            "This ONNX Runtime does not report which nodes run on the CPU.", hint="onnxruntime-gpu>=1.24"
+        )
+    parts = [part for part in assignment() if part.ep_name == _CPU]
+    return [(node.op_type, node.name) for part in parts for node in part.get_nodes()]
+
+
+def refuse_work_on_cpu(nodes: Iterable[tuple[str, str]], graph: ir.Model) -> None:
+    """Refuse nodes on the CPU that do more than compute shapes, and name them."""
+    # A node that ONNX Runtime made itself is not in our graph: its operator decides.
+    types = {node.name: [output.dtype for output in node.outputs if output.dtype] for node in graph.graph}
+    work = [
+        (operator, name)
+        for operator, name in nodes
+        if operator not in _SHAPE_OPERATORS or any(t.is_floating_point() for t in types.get(name, ()))
+    ]
+    if work:
+        raise DeployError(
+            "ONNX Runtime would run nodes on the CPU: its CUDA provider has no kernels for them.",
+            got=", ".join(f"{operator} {name}".strip() for operator, name in work),
+            hint="another precision, another dialect, or --backend ort-cpu",
+        )
+
+
+# -- The runner ------------------------------------------------------------------------------------
+
+# Changes the layout of nodes on the CPU, does nothing on a GPU, and crashes on x86-64 (1.31.1).
+CPU_LAYOUT = "NchwcTransformer"
+
+WARM_UP = 2
+"""How often a call runs before it is timed, the first time to be captured."""
+
+
+class OrtCudaRunner(GpuRunner):
+    """A graph in ONNX Runtime with the CUDA provider.
+
+    The dialect `onnx` runs it as it is, `contrib` with ONNX Runtime's own attention operators. With
+    `cuda_graph`, timed calls are launches of a CUDA graph, where ONNX Runtime captures it.
+
+    Attributes:
+        session: The graph, loaded to run without CUDA graphs.
+        all_inputs: The inputs of the graph, with the one that is computed here.
+        aliases: For each output that is written in place, the input whose memory it shares.
+    """
+
+    def __init__(self, model: Path | ir.Model, *, dialect: str = "onnx", cuda_graph: bool = True) -> None:
+        ort = import_onnxruntime()
+        refuse_without_cuda(ort)
+        super().__init__()
+        self.ort = ort
+        self._model = lower(graph_of(model), dialect)
+        self._serialized = ir.to_proto(self._model).SerializeToString()
+        self.graph = cuda_graph
+        self.name = f"ort-cuda{'' if dialect == 'onnx' else f'-{dialect}'} {ort.__version__}"
+        self.stream = Stream()
+        try:
+            self.session = self.open_session(capture=False)
+            refuse_work_on_cpu(nodes_on_cpu(self.session), self._model)
+            self.all_inputs, self.outputs = inputs_and_outputs(self.session)
+            # Computed here from the others.
+            self.inputs = {name: info for name, info in self.all_inputs.items() if name != TOTAL_LENGTH}
+            self.aliases = written_in_place(self.inputs, self.outputs)
+        except BaseException:
+            self.close()
+            raise
+
+    def open_session(self, *, capture: bool) -> Any:
+        """Load the graph once more, to run on the runner's stream; `capture` makes calls CUDA graphs."""
+        # As users run it: every fusion that its CUDA kernels have.
+        options = session_options(self.ort, self._model, level="ALL")
+        options.add_session_config_entry(RECORD_PLACEMENT, "1")
+        settings = {
+            "device_id": "0",
+            "user_compute_stream": str(self.stream.handle),
+            "use_tf32": "0",
+            "enable_cuda_graph": str(int(capture)),
+        }
+        try:
+            # Without enable_fallback=0 the package retries on the CPU when the provider raises.
+            session = self.ort.InferenceSession(
+                self._serialized,
+                options,
+                providers=[(CUDA, settings)],
+                enable_fallback=0,
+                disabled_optimizers=[CPU_LAYOUT],
+            )
+        except Exception as error:  # ONNX Runtime raises types of its own that share no base
+            raise cannot_run(error, capture=capture) from error
+        if CUDA not in session.get_providers():
+            raise dropped_provider(self.ort)
+        return session
+
+    def _run(self, feeds: Arrays) -> dict[str, np.ndarray]:
+        check_room(feeds)
+        try:
+            if self.aliases:
+                return self._run_in_place(feeds)
+            return run_bound(self.ort, self.session, feeds, self.outputs)
+        except DeployError:
+            raise
+        except Exception as error:
+            raise DeployError("ONNX Runtime failed on these inputs.", got=first_line(error)) from error
+
+    def _run_in_place(self, feeds: Arrays) -> dict[str, np.ndarray]:
+        """Run with each cache output in the memory of its input: later entries stay as they were."""
+        likes = {name: feeds[self.aliases.get(name, "x")] for name in self.outputs}
+        with self._bound(self.session, feeds, likes, NO_CAPTURE) as (memory, run):
+            run.launch()
+            self.stream.synchronize()
+            return memory.download(self.outputs)
+
+    @contextmanager
+    def _bound(
+        self, session: Any, feeds: Arrays, likes: Arrays, graph_id: int
+    ) -> Iterator[tuple[CallTensors, BoundRun]]:
+        """A call on the device with these inputs, and outputs with the shapes and types of `likes`."""
+        on_host = {}
+        if TOTAL_LENGTH in self.all_inputs:
+            S, T = feeds["x"].shape[1], feeds[CACHES[0]].shape[2]
+            on_host[TOTAL_LENGTH] = total_length(feeds[LENGTHS], S, T)
+        inputs, outputs = (
+            {name: (array.shape, array.dtype) for name, array in arrays.items()} for arrays in (feeds, likes)
+        )
+        memory = CallTensors(inputs, outputs, self.aliases, self.stream)
+        try:
+            memory.upload(feeds)
+            memory.clear_outputs()
+            call = StepCall(tensors=memory.tensors, on_host=on_host)
+            yield memory, BoundRun(self.ort, session, call, self.outputs, graph_id=graph_id)
+        finally:
+            self.stream.synchronize()
+            memory.close()
+
+    def _call_bytes(self, feeds: Arrays, results: Arrays) -> int:
+        apart = {name: array for name, array in results.items() if name not in self.aliases}
+        return super()._call_bytes(feeds, apart)
+
+    def _launcher(self) -> Launcher:
+        return OrtLauncher(self)
+
+    @contextmanager
+    def _prepare(self, feeds: Arrays, slots: int) -> Iterator[Prepared]:
+        """Slots whose calls are captured; else they are launched one by one, and the reason is reported."""
+        results = self._run(feeds)  # for the shapes of the outputs, which captured calls must know
+        before = free_memory()
+        with ExitStack() as owned:
+            calls: list[tuple[CallTensors, BoundRun]] = []
+            why: str | None = None
+            if self.graph:
+                try:
+                    calls = owned.enter_context(self._slots(feeds, results, slots, capture=True))
+                except NotCapturable as error:
+                    why = str(error.got)
+            if not calls:  # not inside `except`: the traceback would keep the failed session's memory alive
+                calls = owned.enter_context(self._slots(feeds, results, slots, capture=False))
+            yield Prepared(
+                launch=lambda slot: calls[slot][1].launch(),
+                results=lambda slot: calls[slot][0].download(self.outputs),
+                memory_bytes=before - free_memory(),
+                why_no_graph=why,
+            )
+
+    @contextmanager
+    def _slots(
+        self, feeds: Arrays, likes: Arrays, count: int, *, capture: bool
+    ) -> Iterator[list[tuple[CallTensors, BoundRun]]]:
+        """Calls in a session of their own, warmed up."""
+        session = self.open_session(capture=capture)
+        with ExitStack() as owned:
+            bound = [
+                owned.enter_context(self._bound(session, feeds, likes, number + 1 if capture else NO_CAPTURE))
+                for number in range(count)
+            ]
+            try:
+                try:
+                    # ONNX Runtime repeats the first run by itself until it has captured it.
+                    for _, run in bound:
+                        for _ in range(WARM_UP):
+                            run.launch()
+                    self.stream.synchronize()
+                except Exception as error:
+                    raise cannot_run(error, capture=capture) from error
+                for memory, _ in bound:  # results must come from a launch that was timed
+                    memory.clear_outputs()
+                yield bound
+            finally:
+                self.stream.synchronize()
+                bound.clear()  # before the memory that the calls are bound to
+
+    def close(self) -> None:
+        """Drop the session, and the weights with it; then the stream that it ran on."""
+        self.__dict__.pop("session", None)
+        self.stream.close()
+
+
+# -- ONNX Runtime under a decode loop --------------------------------------------------------------
+
+
+class OrtLauncher(Launcher):
+    """A graph in ONNX Runtime, launched on tensors of a decode loop; its runner must outlive it.
+
+    The output of a preallocated cache is bound to the memory of its input: GroupQueryAttention and
+    TensorScatter then write the new entries and nothing else.
+    """
+
+    def __init__(self, runner: OrtCudaRunner) -> None:
+        self.name, self.stream, self.in_place = runner.name, runner.stream, bool(runner.aliases)
+        self.inputs, self.outputs = runner.all_inputs, runner.outputs
+        self._runner = runner
+        self._running: BoundRun | None = None
+
+    def launch(self, call: StepCall, *, again: bool) -> None:
+        """Queue one call."""
+        try:
+            self._running = BoundRun(self._runner.ort, self._runner.session, call, self.outputs)
+            self._running.launch()
+        except Exception as error:  # ONNX Runtime raises types of its own that share no base
+            raise DeployError("ONNX Runtime failed on these tokens.", got=first_line(error)) from error
+
+    def close(self) -> None:
+        """Release the last call."""
+        self._running = None

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from mha_deploy.bundle.folder import MODEL, Bundle, open_bundle, sha256
+from mha_deploy.engine.engine import reasons_not_to_run
 from mha_deploy.engine.plugins import ENVIRONMENT
-from mha_deploy.engine.run import reasons_not_to_run
 from mha_deploy.errors import BackendUnavailable, BundleError, DeployError
 from mha_deploy.model.spec import KVCache, ModelSpec
 from mha_deploy.runtime import RUNNERS

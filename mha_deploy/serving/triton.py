@@ -15,9 +15,16 @@ import numpy as np
 from mha_deploy.bundle.cases import GoldenCase, golden_cases
 from mha_deploy.bundle.commit import exchange
 from mha_deploy.bundle.folder import MANIFEST, MODEL, Bundle, sha256
-from mha_deploy.engine.manifest import FOLDER, RTX, Engine, engines_of, manifest_path, where_built
+from mha_deploy.engine.engine import (
+    FOLDER,
+    RTX,
+    Engine,
+    engines_of,
+    manifest_path,
+    reasons_not_to_run,
+    where_built,
+)
 from mha_deploy.engine.plugins import library_needed
-from mha_deploy.engine.run import reasons_not_to_run
 from mha_deploy.environment import can_import
 from mha_deploy.errors import BackendUnavailable, DeployError, nearest
 from mha_deploy.model.spec import LENGTHS, ModelSpec, TensorSpec

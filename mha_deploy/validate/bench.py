@@ -9,7 +9,7 @@ from typing import Any
 from mha_deploy.analyze.cost import TimedPoint, points_from_text
 from mha_deploy.bundle.cases import GoldenCase, golden_cases
 from mha_deploy.bundle.folder import Bundle
-from mha_deploy.engine.manifest import Engine
+from mha_deploy.engine.engine import Engine
 from mha_deploy.errors import DeployError
 from mha_deploy.options import BenchOptions
 from mha_deploy.runtime import child

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from mha_deploy.engine.lowered import dialect_of
-from mha_deploy.engine.engine import first_gpu
 from mha_deploy.engine.build import engine_opener
+from mha_deploy.engine.engine import first_gpu
+from mha_deploy.engine.lowered import dialect_of
 from mha_deploy.environment import can_import
 from mha_deploy.errors import BackendUnavailable, DeployError, nearest
 from mha_deploy.graph.attention_node import attention_nodes

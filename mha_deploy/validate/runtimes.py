@@ -13,9 +13,7 @@ import onnx_ir as ir
 
 from mha_deploy.bundle.cases import GoldenCase
 from mha_deploy.bundle.folder import Bundle, open_bundle
-from mha_deploy.engine.manifest import Engine, engines_of
-from mha_deploy.engine.profiles import BACKENDS
-from mha_deploy.engine.run import open_engine_runner, reasons_not_to_run
+from mha_deploy.engine.engine import BACKENDS, Engine, engines_of, open_engine_runner, reasons_not_to_run
 from mha_deploy.environment import can_import
 from mha_deploy.errors import BackendUnavailable, DeployError, nearest
 from mha_deploy.model.precision import Precision

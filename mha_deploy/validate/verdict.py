@@ -13,7 +13,7 @@ import msgspec
 from mha_deploy import __version__
 from mha_deploy.bundle.folder import MANIFEST, Bundle, sha256
 from mha_deploy.bundle.manifest import Manifest
-from mha_deploy.engine.manifest import Engine, attention_summary, libraries_summary, where_built
+from mha_deploy.engine.engine import Engine, attention_summary, libraries_summary, where_built
 from mha_deploy.environment import RUN_PACKAGES, versions
 from mha_deploy.metrics import NOT_VERIFIED, OutputVerdict
 from mha_deploy.model.spec import Axis

@@ -11,8 +11,8 @@ from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.bundle.folder import MANIFEST, open_bundle, sha256
 from mha_deploy.engine import build as choose
 from mha_deploy.engine.build import Trial, chosen, fastest_engine, record
+from mha_deploy.engine.engine import Engine, EngineManifest, attention_summary, engine_path, write_engine
 from mha_deploy.engine.lowered import Candidate, open_candidates
-from mha_deploy.engine.manifest import Engine, EngineManifest, attention_summary, engine_path, write_engine
 from mha_deploy.engine.plugins import PluginError
 from mha_deploy.errors import BackendUnavailable, DeployError
 from mha_deploy.options import EngineOptions

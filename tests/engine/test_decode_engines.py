@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from mha_deploy.engine.build import judge_engine
+from mha_deploy.engine.engine import default_profiles, profile_names, profile_shapes
 from mha_deploy.engine.lowered import check_graph, dialect_of, targets_of
-from mha_deploy.engine.profiles import default_profiles, profile_names, profile_shapes
 from mha_deploy.export.canonical import canonical_from_module
 from mha_deploy.graph.file import save_graph
 from mha_deploy.graph.lower import lower
@@ -20,9 +20,8 @@ from mha_deploy.model.catalog import find_spec
 from mha_deploy.model.spec import AttentionSpec, Axis
 from mha_deploy.options import EngineOptions
 from mha_deploy.reference import build_module
-from mha_deploy.runtime.tensorrt.build import build_with
-from mha_deploy.runtime.tensorrt.request import BuildRequest, BuiltEngine
-from mha_deploy.runtime.tensorrt.verdict import EngineVerdict
+from mha_deploy.runtime.tensorrt.builder import BuildRequest, BuiltEngine, build_with
+from mha_deploy.runtime.tensorrt.engine_verdict import EngineVerdict
 from mha_deploy.runtime.tensorrt.versions import load
 
 pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")

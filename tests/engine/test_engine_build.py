@@ -7,12 +7,11 @@ import pytest
 
 from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.engine.build import engine_from_bundle
-from mha_deploy.engine.manifest import manifest_path, open_engine, write_engine
-from mha_deploy.engine.profiles import parse_ranges, profile_shapes
+from mha_deploy.engine.engine import manifest_path, open_engine, parse_ranges, profile_shapes, write_engine
 from mha_deploy.errors import BackendUnavailable, BundleError, DeployError, SpecError
 from mha_deploy.model.catalog import find_spec
 from mha_deploy.options import EngineOptions
-from mha_deploy.runtime.tensorrt.log import Message, collect
+from mha_deploy.runtime.tensorrt.versions import Message, collect
 
 pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")
 RTX = EngineOptions(backend="tensorrt-rtx", targets="8.9")
@@ -73,7 +72,7 @@ def test_what_tensorrt_cannot_hold_is_in_the_manifest_and_explained(bundle, monk
             messages.append(Message(severity="WARNING", text=text))
             yield messages
 
-    monkeypatch.setattr("mha_deploy.runtime.tensorrt.build.collect", with_warning)
+    monkeypatch.setattr("mha_deploy.runtime.tensorrt.builder.collect", with_warning)
     engine = engine_from_bundle(bundle("tiny-gqa"), options())
     manifest = open_engine(engine.path).manifest
     (tensor,) = manifest.large_tensors
@@ -106,7 +105,7 @@ def test_a_disk_that_is_full_leaves_no_engine_or_the_one_that_was_there(built, t
     path, plan = tmp_path / "engines" / "mine.engine", built.path.read_bytes()
     for kept in ([], ["mine.engine", "mine.json"]):
         with monkeypatch.context() as patch:
-            patch.setattr(f"mha_deploy.engine.manifest.{step}", full)
+            patch.setattr(f"mha_deploy.engine.engine.{step}", full)
             with pytest.raises(OSError, match="No space left"):
                 write_engine(path, plan, built.manifest)
         assert sorted(each.name for each in path.parent.iterdir()) == kept

@@ -11,7 +11,7 @@ from bundle_edit import copy_of
 
 from mha_deploy.bundle.folder import MANIFEST, open_bundle, sha256
 from mha_deploy.engine.build import engine_from_bundle
-from mha_deploy.engine.manifest import manifest_path, open_engine
+from mha_deploy.engine.engine import manifest_path, open_engine
 from mha_deploy.errors import DeployError
 from mha_deploy.export.exporter import bundle_from_spec
 from mha_deploy.model.catalog import find_spec

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mha_deploy.engine.manifest import fusion_summary, precision_summary
+from mha_deploy.engine.engine import fusion_summary, precision_summary
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from mha_deploy.engine import manifest as machine
-from mha_deploy.engine.manifest import Engine, EngineManifest
+from mha_deploy.engine import engine as machine
+from mha_deploy.engine.engine import Engine, EngineManifest
 from mha_deploy.errors import BackendUnavailable
 
 H200 = {"name": "NVIDIA H200", "compute_cap": "9.0"}

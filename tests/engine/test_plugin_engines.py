@@ -14,14 +14,15 @@ import cuda_fake
 from test_tensorrt_runner import fake
 
 from mha_deploy.bundle.folder import open_bundle, sha256
-from mha_deploy.engine import build, run
+from mha_deploy.engine import build
+from mha_deploy.engine import engine as engines
 from mha_deploy.engine import plugins as load
 from mha_deploy.engine.build import engine_from_bundle
-from mha_deploy.engine.manifest import open_engine
+from mha_deploy.engine.engine import open_engine
 from mha_deploy.engine.plugins import PluginError, load_library
 from mha_deploy.errors import DeployError
 from mha_deploy.options import EngineOptions
-from mha_deploy.runtime.tensorrt.build import parse_into
+from mha_deploy.runtime.tensorrt.builder import parse_into
 from mha_deploy.validate.verdict import engines_to_dict
 
 HALF = [{"Name": "t", "Dimensions": [1, 2], "Format/Datatype": "Row major linear FP16 format (kLINEAR)"}]
@@ -49,7 +50,7 @@ def machine(monkeypatch):
 
     def make(version="8.6.1"):
         rt = fake(version)
-        for module in (build, run):
+        for module in (build, engines):
             monkeypatch.setattr(module, "load", lambda backend: rt)
             monkeypatch.setattr(module, "first_gpu", lambda: GPU)
         return rt
@@ -77,7 +78,7 @@ def parsed(monkeypatch):
         seen.append(([node.op_type for node in onnx.load(source).graph.node], list(REGISTERED)))
         return parse_into(rt, parser, source, names)
 
-    monkeypatch.setattr("mha_deploy.runtime.tensorrt.build.parse_into", spy)
+    monkeypatch.setattr("mha_deploy.runtime.tensorrt.builder.parse_into", spy)
     return seen
 
 
@@ -124,8 +125,8 @@ def test_an_engine_is_loaded_after_its_library(place, built, monkeypatch):
     monkeypatch.setattr(load, "_loaded", {})
     REGISTERED.clear()
     rt = fake("8.6.1")
-    monkeypatch.setattr(run, "load", lambda backend: rt)
-    with run.open_engine_runner(engine):
+    monkeypatch.setattr(engines, "load", lambda backend: rt)
+    with engines.open_engine_runner(engine):
         assert [str(path)] == REGISTERED
 
 
@@ -134,10 +135,10 @@ def test_an_engine_without_its_library_says_how_to_get_it(place, built, monkeypa
     _, engine = built()
     path.unlink()
     monkeypatch.setattr(load, "_loaded", {})
-    (reason,) = run.reasons_not_to_run(engine)
+    (reason,) = engines.reasons_not_to_run(engine)
     assert "There is no plugin library for TensorRT 8 here." in reason
     with pytest.raises(PluginError, match="no plugin library for TensorRT 8") as caught:
-        run.open_engine_runner(engine)
+        engines.open_engine_runner(engine)
     assert "mha-deploy plugins build" in caught.value.hint
     assert caught.value.exit_code == 3
 
@@ -147,7 +148,7 @@ def test_an_engine_refuses_a_library_of_another_version(place, built, monkeypatc
     _, engine = built()
     write_library(place, version="0.2.0")
     with pytest.raises(PluginError, match="another version of the plugin library") as caught:
-        run.open_engine_runner(engine)
+        engines.open_engine_runner(engine)
     assert "is 0.2.0, the engine was built with 0.1.0" in caught.value.got
 
 
@@ -156,7 +157,7 @@ def test_an_engine_refuses_a_library_that_lacks_its_plugin(place, built):
     _, engine = built()
     write_library(place, plugins=[PLUGINS[0], PLUGINS[2]])
     with pytest.raises(PluginError, match="lacks what the engine needs") as caught:
-        run.open_engine_runner(engine)
+        engines.open_engine_runner(engine)
     assert caught.value.got == "MhaDeployLinear version 1"
 
 

@@ -8,8 +8,14 @@ import pytest
 
 from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.engine.build import engine_from_bundle
-from mha_deploy.engine.manifest import manifest_path, open_engine
-from mha_deploy.engine.profiles import default_profiles, parse_ranges, profile_names, profile_shapes
+from mha_deploy.engine.engine import (
+    default_profiles,
+    manifest_path,
+    open_engine,
+    parse_ranges,
+    profile_names,
+    profile_shapes,
+)
 from mha_deploy.errors import SpecError
 from mha_deploy.model.catalog import find_spec
 from mha_deploy.model.spec import Axis

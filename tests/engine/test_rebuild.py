@@ -8,7 +8,7 @@ import pytest
 import mha_deploy as md
 from mha_deploy.engine import build as rebuild
 from mha_deploy.engine.build import differing_kernels
-from mha_deploy.engine.manifest import rebuild_summary
+from mha_deploy.engine.engine import rebuild_summary
 
 
 def built(*tactics):

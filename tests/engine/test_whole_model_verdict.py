@@ -12,17 +12,16 @@ from onnx import TensorProto, helper, numpy_helper
 from mha_deploy.engine.build import judge_engine
 from mha_deploy.graph.ir import infer_shapes
 from mha_deploy.graph.lower import lower
-from mha_deploy.runtime.tensorrt.build import build_engine
-from mha_deploy.runtime.tensorrt.kernels import EngineTensor, Kernel
-from mha_deploy.runtime.tensorrt.log import members
-from mha_deploy.runtime.tensorrt.request import BuildRequest
-from mha_deploy.runtime.tensorrt.verdict import (
+from mha_deploy.runtime.tensorrt.builder import BuildRequest, build_engine
+from mha_deploy.runtime.tensorrt.engine_verdict import (
     WrittenTypes,
     engine_verdict,
     fusion_verdict,
+    members,
     precision_verdict,
     written_types,
 )
+from mha_deploy.runtime.tensorrt.kernels import EngineTensor, Kernel
 
 MHA = "_gemm_mha_v2_0x2e86b3c2d45288c25fdbfc4664620464"
 

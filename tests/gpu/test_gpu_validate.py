@@ -11,7 +11,7 @@ from bundle_edit import copy_of
 import mha_deploy as md
 from mha_deploy.bundle.folder import MANIFEST, open_bundle, sha256
 from mha_deploy.engine.build import engine_from_bundle
-from mha_deploy.engine.manifest import engine_path, manifest_path
+from mha_deploy.engine.engine import engine_path, manifest_path
 from mha_deploy.graph.file import load_graph, save_graph
 from mha_deploy.graph.mutate import mutated
 from mha_deploy.options import EngineOptions, ValidateOptions

@@ -14,8 +14,7 @@ from typing import Any
 import onnx_ir as ir
 import pytest
 
-from mha_deploy.runtime.tensorrt.log import Message, collect, logger_for
-from mha_deploy.runtime.tensorrt.versions import load
+from mha_deploy.runtime.tensorrt.versions import Message, collect, load, logger_for
 
 trt = pytest.importorskip("tensorrt_rtx")
 

@@ -14,8 +14,7 @@ from mha_deploy.graph.lower import DIALECTS, lower
 from mha_deploy.graph.plugin_node import is_plugin_attention
 from mha_deploy.model.precision import PRECISIONS
 from mha_deploy.runtime import open_runner
-from mha_deploy.runtime.tensorrt.builder import build_engine
-from mha_deploy.runtime.tensorrt.builder import BuildRequest
+from mha_deploy.runtime.tensorrt.builder import BuildRequest, build_engine
 from mha_deploy.validate.conformance import CASES, Case, MaskInput, case_model, combined
 
 FP16, FP32 = PRECISIONS["fp16"], PRECISIONS["fp32"]

@@ -24,8 +24,7 @@ from mha_deploy.graph.lower import lower
 from mha_deploy.graph.lower.cache import cache_form
 from mha_deploy.graph.lower.call import LoweringError
 from mha_deploy.graph.rules import check_operators, judge, operator_options, target_from
-from mha_deploy.runtime.tensorrt.build import build_engine
-from mha_deploy.runtime.tensorrt.request import BuildRequest
+from mha_deploy.runtime.tensorrt.builder import BuildRequest, build_engine
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", RuntimeWarning)

@@ -8,15 +8,14 @@ from attention_models import attention
 
 from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.engine.build import judge_engine
-from mha_deploy.engine.profiles import profile_shapes
+from mha_deploy.engine.engine import profile_shapes
 from mha_deploy.errors import DeployError
 from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.lower import lower
 from mha_deploy.graph.upcast import float32_twin, unfused_twin
 from mha_deploy.metrics import judge_case
 from mha_deploy.runtime import cpu_backend, open_runner
-from mha_deploy.runtime.tensorrt.build import build_engine
-from mha_deploy.runtime.tensorrt.request import BuildRequest
+from mha_deploy.runtime.tensorrt.builder import BuildRequest, build_engine
 
 MODELS = [
     ("tiny-gqa", "fp16"),

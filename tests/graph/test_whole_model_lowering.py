@@ -18,9 +18,8 @@ from mha_deploy.graph.lower import lower
 from mha_deploy.graph.lower.call import LoweringError
 from mha_deploy.graph.plugin_node import is_plugin_attention
 from mha_deploy.graph.rules import check, check_operators, group_findings, target_from
-from mha_deploy.runtime.tensorrt.build import build_engine
-from mha_deploy.runtime.tensorrt.log import members
-from mha_deploy.runtime.tensorrt.request import BuildRequest
+from mha_deploy.runtime.tensorrt.builder import BuildRequest, build_engine
+from mha_deploy.runtime.tensorrt.engine_verdict import members
 
 SIZES = ({"B": 2, "S": 5, "T": 7}, {"B": 3, "S": 11, "T": 4})
 QUICK = ("handmade",)

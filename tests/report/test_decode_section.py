@@ -9,12 +9,12 @@ from example_report import fresh
 from replayed import MEDDLERS, STEPS, decoded, right, stops_at, wrong_from
 from schema_text import schema_markdown
 
-from mha_deploy.engine.manifest import Engine, EngineManifest
+from mha_deploy.engine.engine import Engine, EngineManifest
 from mha_deploy.report.charts import EAGER
 from mha_deploy.report.page import report_page
 from mha_deploy.report.schema import as_plain, check_report
 from mha_deploy.report.table import place_text, prompts_text
-from mha_deploy.runtime.tensorrt.verdict import EngineVerdict, PrecisionVerdict
+from mha_deploy.runtime.tensorrt.engine_verdict import EngineVerdict, PrecisionVerdict
 from mha_deploy.validate.verdict import engines_to_dict
 
 

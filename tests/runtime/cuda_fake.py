@@ -46,17 +46,17 @@ DEVICE = Device()
 
 def install(monkeypatch) -> Device:
     """Put the fake in the place of the GPU, fresh."""
-    from mha_deploy.runtime import decode, gpu, ort_cuda, timing
-    from mha_deploy.runtime.tensorrt import run
+    from mha_deploy.runtime import decode_loop, gpu, ort, timing
+    from mha_deploy.runtime.tensorrt import engine_runner
 
     vars(DEVICE).update(vars(Device()))
     fake = Gpu(name="fake", compute_capability="9.0", l2_bytes=64, memory_bytes=1, pci_bus="0")
     monkeypatch.setattr(gpu, "open_gpu", lambda: fake)
-    for module in (run, ort_cuda):
+    for module in (engine_runner, ort):
         monkeypatch.setattr(module, "Stream", Stream)
-    monkeypatch.setattr(decode, "Buffer", Buffer)
+    monkeypatch.setattr(decode_loop, "Buffer", Buffer)
     monkeypatch.setattr(timing, "Event", Event)
-    monkeypatch.setattr(run, "capture", capture)
+    monkeypatch.setattr(engine_runner, "capture", capture)
     return DEVICE
 
 

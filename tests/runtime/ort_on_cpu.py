@@ -5,20 +5,19 @@ from __future__ import annotations
 import cuda_fake
 import numpy as np
 
-from mha_deploy.runtime import ort_cuda
-from mha_deploy.runtime.ort import OrtCpuRunner
-from mha_deploy.runtime.ort_cuda import OrtCudaRunner
+from mha_deploy.runtime import ort
+from mha_deploy.runtime.ort import OrtCpuRunner, OrtCudaRunner
 
 B, T = 2, 64
 
 
 def install(monkeypatch) -> cuda_fake.Device:
     """Put both in their places."""
-    monkeypatch.setattr(ort_cuda, "DEVICE", "cpu")
-    monkeypatch.setattr(ort_cuda, "CUDA", "CPUExecutionProvider")
+    monkeypatch.setattr(ort, "DEVICE", "cpu")
+    monkeypatch.setattr(ort, "CUDA", "CPUExecutionProvider")
     for check in ("refuse_without_cuda", "refuse_work_on_cpu"):
-        monkeypatch.setattr(ort_cuda, check, lambda *given: None)
-    monkeypatch.setattr(ort_cuda, "free_memory", lambda: 0)
+        monkeypatch.setattr(ort, check, lambda *given: None)
+    monkeypatch.setattr(ort, "free_memory", lambda: 0)
     return cuda_fake.install(monkeypatch)
 
 

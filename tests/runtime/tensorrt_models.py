@@ -15,9 +15,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.engine.build import engine_from_bundle
-from mha_deploy.engine.manifest import default_backend, open_engine
-from mha_deploy.engine.profiles import parse_ranges
-from mha_deploy.engine.run import reasons_not_to_run
+from mha_deploy.engine.engine import default_backend, open_engine, parse_ranges, reasons_not_to_run
 from mha_deploy.errors import BackendUnavailable
 from mha_deploy.options import EngineOptions
 from mha_deploy.runtime.cuda import find_gpu

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-FILES = ("build.py", "log.py", "run.py")
+FILES = ("builder.py", "versions.py", "engine_runner.py")
 
 OBJECTS = {
     "builder": "Builder",

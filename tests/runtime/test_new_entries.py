@@ -9,7 +9,7 @@ import pytest
 from mha_deploy.bundle.cases import with_entries
 from mha_deploy.errors import DeployError
 from mha_deploy.runtime import cuda
-from mha_deploy.runtime.decode import (
+from mha_deploy.runtime.decode_loop import (
     CacheShape,
     EngineCache,
     check_room,

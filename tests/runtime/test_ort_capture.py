@@ -12,8 +12,8 @@ from onnxruntime.capi.onnxruntime_pybind11_state import Fail
 from ort_on_cpu import drawn, opened, static_feeds
 
 from mha_deploy.errors import DeployError
-from mha_deploy.runtime import ort_cuda as ort_bound
-from mha_deploy.runtime.ort_cuda import NO_CAPTURE, NotCapturable, cannot_run
+from mha_deploy.runtime import ort as ort_bound
+from mha_deploy.runtime.ort import NO_CAPTURE, NotCapturable, cannot_run
 from mha_deploy.runtime.timing import TimingPlan
 
 QUICK = TimingPlan(samples=100, sample_us=1.0, rounds=3)

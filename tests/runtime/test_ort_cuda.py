@@ -11,10 +11,15 @@ from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.errors import BackendUnavailable, DeployError
 from mha_deploy.graph.file import load_graph
 from mha_deploy.runtime import GPU_RUNNERS, open_runner
-from mha_deploy.runtime import ort_cuda as placement
+from mha_deploy.runtime import ort as placement
 from mha_deploy.runtime.cuda import find_gpu
-from mha_deploy.runtime.ort import inputs_and_outputs, run_bound, session_options
-from mha_deploy.runtime.ort_cuda import nodes_on_cpu, refuse_work_on_cpu
+from mha_deploy.runtime.ort import (
+    inputs_and_outputs,
+    nodes_on_cpu,
+    refuse_work_on_cpu,
+    run_bound,
+    session_options,
+)
 from mha_deploy.runtime.timing import TimingPlan
 
 CPU_PACKAGE = "CUDAExecutionProvider" not in onnxruntime.get_available_providers()
@@ -175,7 +180,7 @@ def on_gpu(test):
 @pytest.mark.parametrize("cuda_graph", [True, False])
 @pytest.mark.parametrize("name", CAPTURED)
 def test_a_timed_call_gives_the_result_of_run(bundles, name, cuda_graph):
-    from mha_deploy.runtime.ort_cuda import OrtCudaRunner
+    from mha_deploy.runtime.ort import OrtCudaRunner
 
     bundle = bundles(name, "fp16")
     case = next(case for case in golden_cases(bundle) if case.name == "opt")
@@ -193,7 +198,7 @@ def test_a_timed_call_gives_the_result_of_run(bundles, name, cuda_graph):
 @pytest.mark.parametrize("cuda_graph", [True, False])
 def test_a_graph_that_cannot_be_captured_is_launched_and_says_why(bundles, cuda_graph):
     """Its key lengths are made on the CPU from shapes, and copied: ONNX Runtime captures no copies."""
-    from mha_deploy.runtime.ort_cuda import OrtCudaRunner
+    from mha_deploy.runtime.ort import OrtCudaRunner
 
     bundle = bundles("tiny-gqa", "fp16")
     case = next(case for case in golden_cases(bundle) if case.name == "opt")

@@ -11,9 +11,8 @@ from test_ort_cuda import on_gpu
 from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.errors import DeployError
 from mha_deploy.metrics import judge_case
-from mha_deploy.runtime import ort_cuda
-from mha_deploy.runtime.ort import OrtCpuRunner
-from mha_deploy.runtime.ort_cuda import OrtCudaRunner
+from mha_deploy.runtime import ort as ort_runtime
+from mha_deploy.runtime.ort import OrtCpuRunner, OrtCudaRunner
 from mha_deploy.runtime.timing import TimingPlan
 
 QUICK = TimingPlan(samples=100, sample_us=1.0, rounds=3)
@@ -78,13 +77,13 @@ def test_batch_elements_advance_by_their_counts(device, bundles, whole, layer):
 @pytest.mark.parametrize("layer", PREALLOCATED, ids="-".join)
 def test_the_caches_that_go_out_are_those_that_came_in(device, bundles, layer, monkeypatch):
     calls = []
-    real = ort_cuda.BoundRun.__init__
+    real = ort_runtime.BoundRun.__init__
 
     def init(self, ort, session, call, outputs, **more):
         calls.append(call.addresses)
         real(self, ort, session, call, outputs, **more)
 
-    monkeypatch.setattr(ort_cuda.BoundRun, "__init__", init)
+    monkeypatch.setattr(ort_runtime.BoundRun, "__init__", init)
     with opened(bundles, layer) as runner, runner.decode_loop(B=B) as loop:
         loop.feed(drawn(1))
         keys, values = (tensor.buffer.address for tensor in loop._held)
@@ -99,19 +98,19 @@ def test_the_caches_that_go_out_are_those_that_came_in(device, bundles, layer, m
 @pytest.mark.parametrize(("cuda_graph", "sessions"), [(True, ["0", "1"]), (False, ["0", "0"])])
 def test_timed_calls_are_captured_if_they_may(device, bundles, monkeypatch, cuda_graph, sessions):
     opens, ids = [], []
-    real = ort_cuda.OrtCudaRunner.open_session
-    bound = ort_cuda.BoundRun.__init__
+    real = ort_runtime.OrtCudaRunner.open_session
+    bound = ort_runtime.BoundRun.__init__
 
     def open_session(self, *, capture):
         opens.append(str(int(capture)))
         return real(self, capture=capture)
 
-    def init(self, *given, graph_id=ort_cuda.NO_CAPTURE):
+    def init(self, *given, graph_id=ort_runtime.NO_CAPTURE):
         ids.append(graph_id)
         bound(self, *given, graph_id=graph_id)
 
-    monkeypatch.setattr(ort_cuda.OrtCudaRunner, "open_session", open_session)
-    monkeypatch.setattr(ort_cuda.BoundRun, "__init__", init)
+    monkeypatch.setattr(ort_runtime.OrtCudaRunner, "open_session", open_session)
+    monkeypatch.setattr(ort_runtime.BoundRun, "__init__", init)
     with opened(bundles, PREALLOCATED[0], cuda_graph=cuda_graph) as runner:
         timing = runner.time(static_feeds(drawn(1), [3, 5]), QUICK)
     assert timing.graph is cuda_graph

@@ -17,11 +17,9 @@ import pytest
 from tensorrt_models import attention, layer, needs_rtx, primitives, profile
 
 from mha_deploy.errors import EXIT_VERDICT_FAILED, BackendUnavailable
-from mha_deploy.runtime.tensorrt.build import build_engine, inspect_kernels
+from mha_deploy.runtime.tensorrt.builder import BuildRequest, build_engine, inspect_kernels, read_names
+from mha_deploy.runtime.tensorrt.engine_verdict import engine_verdict, members
 from mha_deploy.runtime.tensorrt.kernels import kernels_from_plan
-from mha_deploy.runtime.tensorrt.log import members, read_names
-from mha_deploy.runtime.tensorrt.request import BuildRequest
-from mha_deploy.runtime.tensorrt.verdict import engine_verdict
 from mha_deploy.runtime.tensorrt.versions import EngineError, load
 
 pytestmark = needs_rtx

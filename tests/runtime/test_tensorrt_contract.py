@@ -15,8 +15,7 @@ from tensorrt_models import layer, needs_rtx, profile
 from tensorrt_names import FILES, OBJECTS, USED
 
 from mha_deploy.runtime import tensorrt as package
-from mha_deploy.runtime.tensorrt.build import build_with
-from mha_deploy.runtime.tensorrt.request import BuildRequest
+from mha_deploy.runtime.tensorrt.builder import BuildRequest, build_with
 from mha_deploy.runtime.tensorrt.versions import (
     PROBES,
     EngineError,
@@ -100,7 +99,7 @@ def test_only_the_files_of_the_table_hold_tensorrt_objects():
 
 
 def test_tensorrt_objects_go_by_the_names_of_the_table():
-    known = {*OBJECTS, "trt", "severity", "monitor"}
+    known = {*OBJECTS, "trt", "severity", "monitor", "module"}
     for file in FILES:
         for node in ast.walk(ast.parse((SOURCE / file).read_text())):
             if isinstance(node, ast.arg) and isinstance(node.annotation, ast.Name):

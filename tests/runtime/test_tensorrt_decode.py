@@ -12,14 +12,14 @@ from tensorrt_fake import ENGINES, FakeEngine
 from tensorrt_models import engine_on_gpu
 from test_tensorrt_runner import VERSIONS, fake
 
-from mha_deploy.engine.run import open_engine_runner
+from mha_deploy.engine.engine import open_engine_runner
 from mha_deploy.errors import DeployError
 from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.lower import lower
 from mha_deploy.runtime.cuda import Copy2D
 from mha_deploy.runtime.ort import OrtCpuRunner
 from mha_deploy.runtime.runner import TensorInfo
-from mha_deploy.runtime.tensorrt.run import TensorRTRunner, first_admitting
+from mha_deploy.runtime.tensorrt.engine_runner import TensorRTRunner, first_admitting
 from mha_deploy.runtime.tensorrt.versions import EngineError
 from mha_deploy.runtime.timing import TimingPlan
 

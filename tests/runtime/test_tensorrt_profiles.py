@@ -10,14 +10,12 @@ from test_tensorrt_runner import VERSIONS, fake
 
 from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.engine import build
-from mha_deploy.engine.build import engine_from_bundle
-from mha_deploy.engine.manifest import open_engine
-from mha_deploy.engine.profiles import parse_ranges
-from mha_deploy.engine.run import unprepared_profiles
+from mha_deploy.engine.build import engine_from_bundle, unprepared_profiles
+from mha_deploy.engine.engine import open_engine, parse_ranges
 from mha_deploy.errors import BackendUnavailable
 from mha_deploy.options import EngineOptions
-from mha_deploy.runtime.tensorrt.request import LargeTensor
-from mha_deploy.runtime.tensorrt.run import TensorRTRunner, first_admitting
+from mha_deploy.runtime.tensorrt.engine_runner import TensorRTRunner, first_admitting
+from mha_deploy.runtime.tensorrt.kernels import LargeTensor
 
 # TensorRT-RTX really builds in other tests; its fake cannot.
 WITH_GPU = [version for version in VERSIONS if not version.startswith("rtx")]

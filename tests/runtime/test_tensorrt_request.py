@@ -10,10 +10,9 @@ import pytest
 from tensorrt_models import attention, layer, needs_rtx
 
 from mha_deploy.errors import EXIT_BAD_INPUT, BackendUnavailable, DeployError
-from mha_deploy.runtime.tensorrt.build import build_engine
-from mha_deploy.runtime.tensorrt.log import Message, collect, errors, logger_for, members, read_names
-from mha_deploy.runtime.tensorrt.request import BuildRequest, parse_targets
-from mha_deploy.runtime.tensorrt.versions import EngineError, load
+from mha_deploy.runtime.tensorrt.builder import BuildRequest, build_engine, parse_targets, read_names
+from mha_deploy.runtime.tensorrt.engine_verdict import members
+from mha_deploy.runtime.tensorrt.versions import EngineError, Message, collect, errors, load, logger_for
 
 
 @pytest.mark.parametrize(

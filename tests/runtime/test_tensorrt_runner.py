@@ -13,17 +13,15 @@ from tensorrt_fake import make_module
 from tensorrt_models import engine_on_gpu, layer, needs_rtx, profile
 
 from mha_deploy.bundle.cases import golden_cases
-from mha_deploy.engine import run as engine_run
-from mha_deploy.engine.manifest import Engine, EngineManifest
-from mha_deploy.engine.run import open_engine_runner, reasons_not_to_run
+from mha_deploy.engine import engine as engines
+from mha_deploy.engine.engine import Engine, EngineManifest, open_engine_runner, reasons_not_to_run
 from mha_deploy.errors import BackendUnavailable, BundleError, DeployError
 from mha_deploy.metrics import judge_case
 from mha_deploy.runtime import cuda
 from mha_deploy.runtime.child import isolation
-from mha_deploy.runtime.tensorrt import run as bound
-from mha_deploy.runtime.tensorrt.build import build_with
-from mha_deploy.runtime.tensorrt.request import BuildRequest, LargeTensor
-from mha_deploy.runtime.tensorrt.run import (
+from mha_deploy.runtime.tensorrt import engine_runner as bound
+from mha_deploy.runtime.tensorrt.builder import BuildRequest, build_with
+from mha_deploy.runtime.tensorrt.engine_runner import (
     Recent,
     TensorRTRunner,
     admitting,
@@ -32,6 +30,7 @@ from mha_deploy.runtime.tensorrt.run import (
     load_engine,
     refuse_outside,
 )
+from mha_deploy.runtime.tensorrt.kernels import LargeTensor
 from mha_deploy.runtime.tensorrt.versions import EngineError, load, wrap
 from mha_deploy.runtime.timing import TimingPlan
 
@@ -426,8 +425,8 @@ def machine_with(monkeypatch):
                 raise BackendUnavailable("not here")
             return rt
 
-        monkeypatch.setattr(engine_run, "load", give)
-        monkeypatch.setattr(engine_run, "first_gpu", lambda: gpu)
+        monkeypatch.setattr(engines, "load", give)
+        monkeypatch.setattr(engines, "first_gpu", lambda: gpu)
 
     return make
 

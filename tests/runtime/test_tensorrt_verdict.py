@@ -8,19 +8,19 @@ from dataclasses import replace
 import pytest
 from test_tensorrt_layers import INSPECTOR_8, INSPECTOR_10, INSPECTOR_11
 
+from mha_deploy.runtime.tensorrt.engine_verdict import (
+    WrittenTypes,
+    engine_verdict,
+    fusion_verdict,
+    math_type,
+    precision_verdict,
+)
 from mha_deploy.runtime.tensorrt.kernels import (
     EngineTensor,
     Kernel,
     kernels_from_inspector,
     kernels_from_plan,
     kernels_from_profile,
-)
-from mha_deploy.runtime.tensorrt.verdict import (
-    WrittenTypes,
-    engine_verdict,
-    fusion_verdict,
-    math_type,
-    precision_verdict,
 )
 
 FUSED = Kernel(

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mha_deploy.runtime.tensorrt.build import constrain_types
+from mha_deploy.runtime.tensorrt.builder import constrain_types
 
 DataType = Enum("DataType", "HALF FLOAT INT32")
 LayerType = Enum("LayerType", "CONSTANT SHUFFLE MATRIX_MULTIPLY")

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from mha_deploy.runtime.tensorrt.request import LargeTensor, large_tensors, refuse_large
+from mha_deploy.runtime.tensorrt.kernels import LargeTensor, large_tensors, refuse_large
 from mha_deploy.runtime.tensorrt.versions import EngineError
 
 # As TensorRT 8.6.0 reported it of 32 heads over 8, one batch element, up to 8192 tokens.

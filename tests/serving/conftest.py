@@ -50,8 +50,7 @@ def with_engines(bundles, tmp_path):
     import hashlib
 
     from mha_deploy.bundle.folder import MANIFEST, open_bundle, sha256
-    from mha_deploy.engine.manifest import EngineManifest, write_engine
-    from mha_deploy.engine.profiles import default_profiles
+    from mha_deploy.engine.engine import EngineManifest, default_profiles, write_engine
 
     def make(name, *changes, precision="fp16"):
         folder = Path(shutil.copytree(bundles(name, precision).path, tmp_path / f"with-engines-{name}"))

@@ -13,8 +13,7 @@ from mha_deploy.graph.mutate import mutated
 from mha_deploy.graph.rules import target_from
 from mha_deploy.model.precision import PRECISIONS
 from mha_deploy.runtime import open_runner
-from mha_deploy.runtime.tensorrt.builder import build_engine
-from mha_deploy.runtime.tensorrt.builder import BuildRequest
+from mha_deploy.runtime.tensorrt.builder import BuildRequest, build_engine
 from mha_deploy.validate.conformance import (
     CASES,
     LOWER_RIGHT,

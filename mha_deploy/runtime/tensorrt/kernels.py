@@ -1,14 +1,17 @@
-"""The kernels of an engine, from the log, the plan and the inspector."""
+"""What TensorRT reports of an engine: its kernels, and tensors that are too large."""
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
+
+from msgspec import Struct
 
 from mha_deploy.runtime.tensorrt.versions import EngineError
 
@@ -429,4 +432,76 @@ def _kernels(program: str) -> Iterator[Kernel]:
                 outputs=tuple(tensors(_OUTPUTS, line)),
                 profile=profile,
                 source="plan",
+            )
+
+
+# -- Tensors that TensorRT does not support at the largest sizes, from the warnings of a build -----
+
+MOST_ELEMENTS = 2**31 - 1
+
+_WARNING = re.compile(
+    r"(?P<tensor>[^\s:]+): tensor volume exceeds \(2\^31\)-1, dimensions are \[(?P<dims>[^]]*)\]"
+)
+_TOKEN = re.compile(r"[()]|[^\s(),]+")
+_OPERATORS: Mapping[str, Callable[[Iterable[int]], int]] = {"*": math.prod, "+": sum}
+
+
+class LargeTensor(Struct, frozen=True, kw_only=True):
+    """A tensor that is too large at some sizes, as the manifest of an engine records it."""
+
+    tensor: str
+    dims: str
+    """Its dimensions, as TensorRT writes them: `1,8,(* 4 S),S`."""
+    axes: dict[str, tuple[str, int]]
+    """For each axis, an input and the dimension of it that has the axis' size."""
+
+    def elements(self, shapes: Mapping[str, Sequence[int]]) -> int | None:
+        """How many elements it has for inputs of these shapes; None where that is unknown."""
+        tokens = _TOKEN.findall(self.dims)[::-1]
+
+        def value(sizes: Mapping[str, int]) -> int:
+            token = tokens.pop()
+            if token != "(":
+                return int(token) if token.isdecimal() else sizes[token]
+            combine = _OPERATORS[tokens.pop()]
+            terms = []
+            while tokens[-1] != ")":
+                terms.append(value(sizes))
+            tokens.pop()
+            return combine(terms)
+
+        found = []
+        try:
+            sizes = {axis: shapes[name][place] for axis, (name, place) in self.axes.items()}
+            while tokens:
+                found.append(value(sizes))
+        except (KeyError, IndexError):
+            return None
+        return math.prod(found)
+
+    @property
+    def advice(self) -> str:
+        """What to do about it."""
+        return (
+            f"{self.tensor} [{self.dims}] is too large for TensorRT at the largest sizes, and such a call is "
+            "refused: build with smaller ones (--profile), or with --attention plugin, which stores no scores"
+        )
+
+
+def large_tensors(texts: Iterable[str], axes: dict[str, tuple[str, int]]) -> tuple[LargeTensor, ...]:
+    """The tensors in the warnings of a build, each once; `axes` are those of the graph."""
+    matches = (match for text in texts if (match := _WARNING.search(text)))
+    found = dict.fromkeys((match["tensor"], match["dims"]) for match in matches)
+    return tuple(LargeTensor(tensor=tensor, dims=dims, axes=axes) for tensor, dims in found)
+
+
+def refuse_large(tensors: Sequence[LargeTensor], shapes: Mapping[str, Sequence[int]]) -> None:
+    """Refuse a call for which one of these tensors is too large."""
+    for tensor in tensors:
+        elements = tensor.elements(shapes)
+        if elements is not None and elements > MOST_ELEMENTS:
+            raise EngineError(
+                "TensorRT does not support a tensor of this size.",
+                got=f"{tensor.tensor} with {elements:,} elements, at most {MOST_ELEMENTS:,} are possible",
+                hint="smaller sizes, or an engine that was built with --attention plugin",
             )

@@ -1,14 +1,18 @@
-"""Which TensorRT is installed, and its capabilities, probed by attribute name."""
+"""Which TensorRT is installed, its capabilities, probed by attribute name, and its messages."""
 
 from __future__ import annotations
 
 import importlib
+import os
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from mha_deploy.errors import EXIT_VERDICT_FAILED, BackendUnavailable, DeployError, nearest
+from mha_deploy.runtime.child import is_child
 
 
 class EngineError(DeployError):
@@ -193,3 +197,66 @@ def has(module: Any, dotted: str) -> bool:
     for part in dotted.split("."):
         value = getattr(value, part, missing)
     return value is not missing
+
+
+# -- One logger per process, whose messages are collected ------------------------------------------
+
+# On a machine without a driver every error has these besides; they are not the reason.
+_NOISE = ("catchCudaError", "cudaError 35")
+
+_loggers: dict[str, Any] = {}
+_sinks: list[list[Message]] = []
+_one_build_at_a_time = threading.RLock()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message:
+    """One message, and the names of the ONNX nodes in it."""
+
+    severity: str  # INTERNAL_ERROR, ERROR, WARNING, INFO or VERBOSE
+    text: str
+    nodes: tuple[str, ...] = ()
+
+
+@contextmanager
+def collect(rt: TensorRT) -> Iterator[list[Message]]:
+    """Collect the messages of one build in the list that it yields.
+
+    A second thread waits: builds share one logger, and their messages could not be distinguished.
+    """
+    with _one_build_at_a_time:
+        logger_for(rt)
+        sink: list[Message] = []
+        _sinks.append(sink)
+        try:
+            yield sink
+        finally:
+            # By identity: two empty lists are equal.
+            _sinks[:] = [kept for kept in _sinks if kept is not sink]
+
+
+def logger_for(rt: TensorRT) -> Any:
+    """The process's logger of this TensorRT, for its `Builder` and `Runtime`."""
+    trt = rt.module
+    if trt.__name__ in _loggers:
+        return _loggers[trt.__name__]
+
+    class Collector(trt.ILogger):  # type: ignore[misc,name-defined]
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+
+        def log(self, severity: Any, text: str) -> None:
+            # Called from C++ that cannot take an exception: nothing here may raise.
+            message = Message(severity=getattr(severity, "name", str(severity)), text=str(text))
+            for sink in tuple(_sinks):
+                sink.append(message)
+            if is_child():  # after a crash, its parent reads here where it was
+                os.write(2, f"{message.severity}: {message.text}\n".encode(errors="replace"))
+
+    return _loggers.setdefault(trt.__name__, Collector())
+
+
+def errors(messages: Iterable[Message]) -> list[Message]:
+    """The errors, without those that only report a missing GPU; all of them if no other is left."""
+    found = [message for message in messages if message.severity in ("INTERNAL_ERROR", "ERROR")]
+    return [message for message in found if not any(noise in message.text for noise in _NOISE)] or found

@@ -5,37 +5,250 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from mha_deploy.errors import BackendUnavailable
+import onnx
+from google.protobuf.message import DecodeError
+
+from mha_deploy.errors import BackendUnavailable, nearest
+from mha_deploy.runtime.tensorrt.engine_runner import Profile, load_engine
 from mha_deploy.runtime.tensorrt.kernels import (
     EngineTensor,
     Kernel,
+    LargeTensor,
     dtype_of,
     kernels_from_inspector,
     kernels_from_log,
     kernels_from_plan,
-)
-from mha_deploy.runtime.tensorrt.log import (
-    Message,
-    NodeNames,
-    collect,
-    errors,
-    logger_for,
-    read_names,
-    tensor_types,
-)
-from mha_deploy.runtime.tensorrt.request import (
-    HARDWARE_LEVELS,
-    BuildRequest,
-    BuiltEngine,
-    Profile,
     large_tensors,
 )
-from mha_deploy.runtime.tensorrt.run import load_engine
-from mha_deploy.runtime.tensorrt.versions import EngineError, NotFusedError, TensorRT, load
+from mha_deploy.runtime.tensorrt.versions import (
+    EngineError,
+    Message,
+    NotFusedError,
+    TensorRT,
+    collect,
+    errors,
+    load,
+    logger_for,
+)
+
+# -- The request for a build, and its result -------------------------------------------------------
+
+HARDWARE_LEVELS = {"ampere-plus": "AMPERE_PLUS", "same-compute-capability": "SAME_COMPUTE_CAPABILITY"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildRequest:
+    """One engine to build.
+
+    Args:
+        onnx: Path of the model, or the model itself. A model with external data needs its path.
+        backend: `tensorrt` or `tensorrt-rtx`.
+        precision: The precision of the graph: `fp16`, `bf16` or `fp32`.
+        profiles: Ranges of the input shapes, one mapping per optimisation profile.
+        targets: Compute capabilities to compile for (RTX only): `"8.9"`, `"89,120"`, `("8.9", "12.0")`.
+        optimization_level: TensorRT's builder optimization level, 0 to 5; None for its default.
+        workspace: Most bytes of scratch memory of a kernel; None for no limit.
+        timing_cache: Timings of earlier builds on this GPU.
+        version_compatible: Build an engine that later versions can load.
+        hardware_compatible: `ampere-plus` or `same-compute-capability`: other GPUs it shall run on.
+        weight_streaming: Let weights stay on the host.
+        refit: `all` or `identical`: weights that can be replaced later.
+        allow_decomposed: Let attention without a fused kernel be built from several. A graph in which
+            attention is written in primitive operators is always free to decompose.
+        precision_constraints: Constrain every layer to the graph's types where TensorRT chooses types by
+            itself (8.6; later networks are strongly typed).
+    """
+
+    onnx: bytes | str | Path
+    backend: str = "tensorrt-rtx"
+    precision: str = "fp16"
+    profiles: Sequence[Profile] = ()
+    targets: str | Sequence[str] = ()
+    optimization_level: int | None = None
+    workspace: int | None = None
+    timing_cache: bytes | None = field(default=None, repr=False)
+    version_compatible: bool = False
+    hardware_compatible: str | None = None
+    weight_streaming: bool = False
+    refit: Literal["all", "identical"] | None = None
+    allow_decomposed: bool = False
+    precision_constraints: bool = False
+
+    def __post_init__(self) -> None:
+        for what, value, known in (
+            ("precision", self.precision, ("fp16", "bf16", "fp32")),
+            ("hardware compatibility", self.hardware_compatible, tuple(HARDWARE_LEVELS)),
+            ("refit mode", self.refit, ("all", "identical")),
+        ):
+            if value is not None and value not in known:
+                raise EngineError(f"No such {what}.", got=value, hint=nearest(value, known))
+        if self.optimization_level is not None and not 0 <= self.optimization_level <= 5:
+            raise EngineError(
+                "The optimisation level is out of range.", got=self.optimization_level, hint="0-5"
+            )
+        if self.workspace is not None and self.workspace <= 0:
+            raise EngineError("The workspace must be a positive number of bytes.", got=self.workspace)
+
+    @property
+    def target_names(self) -> tuple[str, ...]:
+        """The targets as TensorRT-RTX calls them: `SM89`, `SM120`, `CURRENT`."""
+        return parse_targets(self.targets)
+
+    def options(self) -> dict[str, Any]:
+        """The options as plain data, for a manifest: everything but the model and the cache."""
+        others = ("onnx", "backend", "timing_cache")
+        return {
+            **{name: value for name, value in vars(self).items() if name not in others},
+            "profiles": [
+                {name: [list(shape) for shape in shapes] for name, shapes in profile.items()}
+                for profile in self.profiles
+            ],
+            "targets": list(self.target_names),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuiltEngine:
+    """An engine, and what the build reported."""
+
+    plan: bytes = field(repr=False)
+    seconds: float
+    strongly_typed: bool
+    """Whether its types are those of the graph."""
+    inputs: tuple[EngineTensor, ...]
+    outputs: tuple[EngineTensor, ...]
+    kernels: Mapping[str, tuple[Kernel, ...]]
+    """The engine's kernels as each source reports them: `log`, `plan`, `inspector`."""
+    warnings: tuple[Message, ...] = ()
+    """TensorRT's warnings, linked to nodes."""
+    notes: tuple[str, ...] = ()
+    """For the user: a stale timing cache, a source without kernels."""
+    large_tensors: tuple[LargeTensor, ...] = ()
+    timing_cache: bytes | None = field(default=None, repr=False)
+    """Timings to keep for the next build; None where they have no effect."""
+
+
+def parse_targets(targets: str | Sequence[str]) -> tuple[str, ...]:
+    """Compute capabilities as people write them, by TensorRT's names, each once, in the order given.
+
+    `"8.9,12.0"`, `"89 120"`, `("sm_89", "SM120")`, `"current"` become names like `SM89`.
+    """
+    names = []
+    for text in re.split(r"[,;\s]+", targets) if isinstance(targets, str) else targets:
+        match = re.fullmatch(r"(?:sm_?)?(?:(\d{1,2})\.(\d)|(\d{2,3}))", text.strip(), re.IGNORECASE)
+        if match is not None:
+            names.append(f"SM{match[3]}" if match[3] else f"SM{match[1]}{match[2]}")
+        elif text.upper() == "CURRENT":
+            names.append("CURRENT")
+        elif text:
+            raise EngineError("This is not a compute capability.", got=text, hint="write it as 8.9 or 89")
+    return tuple(dict.fromkeys(names))
+
+
+def capabilities_of(targets: str | Sequence[str]) -> list[str]:
+    """The targets that name a GPU, as compute capabilities: `8.9`, `12.0`."""
+    names = [name for name in parse_targets(targets) if name != "CURRENT"]
+    return [f"{name[2:-1]}.{name[-1]}" for name in names]
+
+
+# -- TensorRT's names for the nodes of an ONNX file ------------------------------------------------
+
+_SEPARATORS = re.compile(r"[\s\[\]{}()\"',;=]+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeNames:
+    """The nodes of a graph by TensorRT's names for them, in file order."""
+
+    names: tuple[str, ...]
+    operators: tuple[str, ...]
+    readers: dict[str, tuple[str, ...]]
+    """For each tensor, the nodes that read it."""
+    axes: dict[str, tuple[str, int]]
+    """For each named dimension, an input of the graph and its place there."""
+    has_external_data: bool = False
+
+    def at(self, index: int) -> str | None:
+        """The node at a place in the file, as TensorRT 8.6 reports errors."""
+        return self.names[index] if 0 <= index < len(self.names) else None
+
+    @property
+    def attention(self) -> tuple[str, ...]:
+        """The nodes that are attention in one operator, of whichever domain."""
+        pairs = zip(self.names, self.operators, strict=True)
+        return tuple(name for name, operator in pairs if operator.endswith("Attention"))
+
+    def link(self, messages: Iterable[Message]) -> list[Message]:
+        """The messages with the nodes in them, by name or by a tensor they read."""
+        known, linked = set(self.names), []
+        for message in messages:
+            words = [word.strip(".:") for word in _SEPARATORS.split(message.text)]
+            found = [word for word in words if word in known] or [
+                node for word in words for node in self.readers.get(word, ())
+            ]
+            linked.append(replace(message, nodes=tuple(dict.fromkeys(found))))
+        return linked
+
+
+def read_names(source: bytes | str | Path) -> NodeNames:
+    """Read the node names of an ONNX model, without its weights; refuse what is none, or an empty one."""
+    model = _load(source)
+    nodes = model.graph.node
+    if not nodes:
+        # TensorRT's parser accepts zero bytes as a valid, empty model.
+        raise EngineError("The ONNX model has no nodes.", got=_describe(source), hint="export it again")
+    # The parser names a node without a name for its first output.
+    names = [node.name or f"node_of_{node.output[0]}" for node in nodes]
+    readers: dict[str, list[str]] = {}
+    for name, node in zip(names, nodes, strict=True):
+        for tensor in filter(None, node.input):
+            readers.setdefault(tensor, []).append(name)
+    return NodeNames(
+        names=tuple(names),
+        operators=tuple(node.op_type for node in nodes),
+        readers={tensor: tuple(dict.fromkeys(users)) for tensor, users in readers.items()},
+        axes={
+            dim.dim_param: (value.name, place)
+            for value in model.graph.input
+            for place, dim in enumerate(value.type.tensor_type.shape.dim)
+            if dim.dim_param
+        },
+        has_external_data=any(
+            weight.data_location == onnx.TensorProto.EXTERNAL for weight in model.graph.initializer
+        ),
+    )
+
+
+def tensor_types(source: bytes | str | Path) -> dict[str, str]:
+    """The type of every tensor of an ONNX graph whose type is known, by its short name."""
+    graph = onnx.shape_inference.infer_shapes(_load(source)).graph
+    return {
+        value.name: dtype_of(onnx.TensorProto.DataType.Name(value.type.tensor_type.elem_type))
+        for value in (*graph.input, *graph.value_info, *graph.output)
+    }
+
+
+def _load(source: bytes | str | Path) -> onnx.ModelProto:
+    try:
+        if isinstance(source, bytes):
+            return onnx.load_model_from_string(source)
+        return onnx.load(str(source), load_external_data=False)
+    except (DecodeError, UnicodeDecodeError) as cause:
+        raise EngineError(
+            "This is not an ONNX model.", got=_describe(source), hint="give the model.onnx of a bundle"
+        ) from cause
+    except OSError as cause:
+        raise EngineError("The ONNX model cannot be read.", got=cause, hint="check the path") from cause
+
+
+def _describe(source: bytes | str | Path) -> str:
+    return f"{len(source)} bytes" if isinstance(source, bytes) else str(source)
+
 
 # -- From an ONNX file to a TensorRT network -------------------------------------------------------
 

@@ -63,6 +63,22 @@ _CORE = re.compile(
 )
 
 
+def members(names: Sequence[str], attention: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """The nodes of a lowered graph that each attention node of the canonical graph became.
+
+    That is itself if it still exists, and every node named `<attention>/...`; a node that matches two names
+    belongs to the longer one.
+    """
+    found: dict[str, list[str]] = {node: [] for node in attention}
+    for name in names:
+        prefix = name
+        while prefix and prefix not in found:
+            prefix = prefix.rpartition("/")[0]
+        if prefix:
+            found[prefix].append(name)
+    return {node: tuple(parts) for node, parts in found.items()}
+
+
 class Reported:
     """The kernels that one source reports for one profile, read once for all groups of nodes."""
 

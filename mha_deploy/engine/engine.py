@@ -1,4 +1,4 @@
-"""An engine on disk: the plan, its manifest, and the machines that it fits."""
+"""An engine on disk: the plan, its manifest and profiles, the machines that it fits, and its runner."""
 
 from __future__ import annotations
 
@@ -20,20 +20,18 @@ from msgspec import Meta, Struct, field
 from mha_deploy.bundle.commit import locked, written
 from mha_deploy.bundle.folder import MANIFEST, MODEL, open_bundle, sha256
 from mha_deploy.bundle.manifest import Manifest
-from mha_deploy.engine.plugins import other_builds, why_missing
-from mha_deploy.engine.profiles import BACKENDS, profile_shapes
+from mha_deploy.engine.plugins import load_needed, other_builds, why_missing
 from mha_deploy.environment import RUNTIMES, gpus, installed_version
-from mha_deploy.errors import BackendUnavailable, BundleError, DeployError
+from mha_deploy.errors import BackendUnavailable, BundleError, DeployError, SpecError
 from mha_deploy.files import check_plain, read_regular
 from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.rules import is_rtx_gpu
-from mha_deploy.model.spec import Axis
-from mha_deploy.runtime.child import isolation
+from mha_deploy.model.spec import Axis, ModelSpec
+from mha_deploy.runtime.child import isolation, open_isolated
 from mha_deploy.runtime.cuda import find_gpu
-from mha_deploy.runtime.tensorrt.kernels import ATTENTION, Kernel, kernels_from_plan
-from mha_deploy.runtime.tensorrt.log import members
-from mha_deploy.runtime.tensorrt.request import LargeTensor
-from mha_deploy.runtime.tensorrt.verdict import (
+from mha_deploy.runtime.runner import Runner
+from mha_deploy.runtime.tensorrt.engine_runner import TensorRTRunner
+from mha_deploy.runtime.tensorrt.engine_verdict import (
     DECOMPOSED,
     FUSED,
     UNDECIDED,
@@ -41,10 +39,85 @@ from mha_deploy.runtime.tensorrt.verdict import (
     NodeVerdict,
     PrecisionVerdict,
     fusion_verdict,
+    members,
     precision_verdict,
     written_types,
 )
-from mha_deploy.runtime.tensorrt.versions import MODULES
+from mha_deploy.runtime.tensorrt.kernels import ATTENTION, Kernel, LargeTensor, kernels_from_plan
+from mha_deploy.runtime.tensorrt.versions import MODULES, load
+
+# -- The optimisation profiles of an engine ---------------------------------------------------------
+
+Ranges = Mapping[str, Axis]
+
+_USUAL_BATCH = 8
+
+BACKENDS = ("tensorrt", "tensorrt-rtx")
+
+
+def parse_ranges(text: str, spec: ModelSpec) -> Ranges:
+    """Read one profile such as `B=1:8:32,S=1:128:512`; axes that are left out keep the spec's range."""
+    ranges: dict[str, Axis] = {}
+    for part in text.split(","):
+        name, separator, sizes = part.strip().partition("=")
+        if not separator:
+            raise SpecError("A profile has no range for an axis.", got=part, hint="B=1:8:32,S=1:128:512")
+        ranges[name] = Axis.parse(sizes, name=name)
+    for name, axis in ranges.items():
+        allowed = spec.axes.get(name)
+        if allowed is not None and not (allowed.min <= axis.min and axis.max <= allowed.max):
+            raise SpecError(
+                f"The graph was exported for {name} from {allowed.min} to {allowed.max}.",
+                got=f"{name}={axis}",
+                hint="a range inside it, or export again with --axis",
+            )
+    return spec.with_axes(ranges).axes
+
+
+def default_profiles(spec: ModelSpec, *, one: bool = False) -> list[Ranges]:
+    """The spec's own ranges; a layer with a cache gets one profile for prompts and one for single tokens.
+
+    Both share `one` profile where this TensorRT cannot prepare the second one.
+    """
+    if spec.cache == "none":
+        return [spec.axes]
+    if one:
+        # TensorRT 8.6 built a layer with a cache wrongly for every other batch when both its usual batch and
+        # its usual number of tokens were 1.
+        B = spec.axes["B"]
+        return [spec.axes if B.opt > 1 else {**spec.axes, "B": replace(B, opt=min(B.max, _USUAL_BATCH))}]
+    S = spec.axes["S"]
+    if S.min > 1 or S.max == 1:
+        return [spec.axes]
+    prompt, token = dict(spec.axes), {**spec.axes, "S": Axis(min=1, opt=1, max=1)}
+    if "P" in spec.axes:
+        prompt["P"] = replace(spec.axes["P"], opt=spec.axes["P"].min)
+    return [prompt, token]
+
+
+def profile_names(spec: ModelSpec, profiles: Sequence[Ranges]) -> list[str]:
+    """Names of the profiles: `prefill` and `decode` where one is for single tokens alone, else numbers."""
+    names = ["decode" if spec.cache != "none" and each["S"].max == 1 else "prefill" for each in profiles]
+    if "decode" not in names:
+        return [str(index) for index in range(len(profiles))]
+    return [
+        name if names.count(name) == 1 else f"{name}-{names[:index].count(name)}"
+        for index, name in enumerate(names)
+    ]
+
+
+def profile_shapes(
+    spec: ModelSpec, ranges: Ranges
+) -> dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
+    """The smallest, usual and largest shape of every input."""
+    bounds = [
+        {name: getattr(axis, bound) for name, axis in ranges.items()} for bound in ("min", "opt", "max")
+    ]
+    return {
+        tensor.name: (tensor.shape(bounds[0]), tensor.shape(bounds[1]), tensor.shape(bounds[2]))
+        for tensor in spec.inputs
+    }
+
 
 # -- Whether a plan confirms what the manifest beside it claims ------------------------------------
 
@@ -668,3 +741,60 @@ def rebuild_summary(record: RebuildRecord) -> list[str]:
         same = "the same kernels" if record["timing_cache"] else "other kernels"
         lines.append(f"built again from the timing cache: {same}")
     return lines
+
+
+# -- From an engine on disk to a runner, in a child process ----------------------------------------
+
+
+def open_engine_runner(engine: Engine, *, cuda_graph: bool = True) -> Runner:
+    """Load an engine into the TensorRT that built it; one that does not fit this machine is refused."""
+    backend, gpu = engine.manifest.backend, first_gpu()
+    reasons = misfits(engine, _module_version(backend), gpu)
+    if reasons:
+        raise BackendUnavailable(
+            f"{engine.path.name} cannot run here.",
+            got="; ".join(reasons),
+            hint="run it on a machine with a GPU that it was built for"
+            if gpu is None
+            else f"build one here: mha-deploy build-engine BUNDLE --backend {backend}",
+        )
+    rt = load(backend)
+    if not rt.in_every_process:
+        return open_in_this_process(engine, cuda_graph)
+    return open_isolated(rt.backend, rt.title, open_in_this_process, engine, cuda_graph)
+
+
+def open_in_this_process(engine: Engine, cuda_graph: bool = True) -> TensorRTRunner:
+    """Load an engine that fits this machine; see `open_engine_runner`."""
+    manifest = engine.manifest
+    rt = load(manifest.backend)
+    host_code = bool(manifest.options.get("version_compatible"))
+    if host_code:
+        isolation.refuse_untrusted(manifest.engine_sha256, f"{engine.path.name}, a version-compatible engine")
+    load_needed(rt, manifest.plugins or ())
+    return TensorRTRunner(
+        rt,
+        engine.path.read_bytes(),
+        # The runtime inside a version-compatible engine is code, and is executed: only on request.
+        host_code=host_code,
+        cuda_graph=cuda_graph,
+        in_place=manifest.in_place or {},
+        large_tensors=manifest.large_tensors,
+    )
+
+
+def reasons_not_to_run(engine: Engine) -> list[str]:
+    """Why an engine cannot run on this machine; empty where it can.
+
+    Unlike `misfits_here` it imports TensorRT, whose version may not be that of the installed package.
+    """
+    version = _module_version(engine.manifest.backend)
+    reasons = misfits(engine, version, first_gpu())
+    return reasons or why_missing(engine.manifest.plugins or (), version or engine.manifest.version)
+
+
+def _module_version(backend: str) -> str | None:
+    try:
+        return load(backend).version
+    except BackendUnavailable:
+        return None

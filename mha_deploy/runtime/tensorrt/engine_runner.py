@@ -13,7 +13,7 @@ import numpy as np
 from mha_deploy.errors import BackendUnavailable, DeployError
 from mha_deploy.model.spec import CACHES, CACHES_OUT, PAST
 from mha_deploy.runtime.cuda import Copy2D, CudaError, Graph, Stream, capture
-from mha_deploy.runtime.decode import (
+from mha_deploy.runtime.decode_loop import (
     CallTensors,
     Launcher,
     StepCall,
@@ -25,9 +25,12 @@ from mha_deploy.runtime.decode import (
 )
 from mha_deploy.runtime.gpu import GpuRunner, Prepared
 from mha_deploy.runtime.runner import DTYPES, Arrays, Closing, TensorInfo, check_kinds
-from mha_deploy.runtime.tensorrt.log import Message, collect, errors, logger_for
-from mha_deploy.runtime.tensorrt.request import LargeTensor, Profile, Shape, refuse_large
-from mha_deploy.runtime.tensorrt.versions import EngineError, TensorRT
+from mha_deploy.runtime.tensorrt.kernels import LargeTensor, refuse_large
+from mha_deploy.runtime.tensorrt.versions import EngineError, Message, TensorRT, collect, errors, logger_for
+
+Shape = tuple[int, ...]
+Profile = Mapping[str, tuple[Shape, Shape, Shape]]
+"""For each input, its smallest, most usual and largest shape."""
 
 # -- Which optimisation profile takes which shapes -------------------------------------------------
 
