@@ -1,4 +1,4 @@
-"""Whole Hugging Face models from a config, without any download: what `own_models_on_gpu.sh` deploys.
+"""Whole Hugging Face models from a config, without any download: what `record_on_gpu.sh` deploys.
 
 mha-deploy export benchmarks/own_models.py:bert_base -o bert
 """

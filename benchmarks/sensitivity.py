@@ -1,11 +1,15 @@
-"""Measure which share of the error budget a mistake uses: mistake × model × size.
+"""Measure which share of the error budget a mistake uses: mistake × model × size × runtime.
 
     python benchmarks/sensitivity.py [--tensorrt] [--out docs/sensitivity.md] [MODEL:B=8,S=128 ...]
     python benchmarks/sensitivity.py --mutations [MODEL ...]
 
-Each model runs in ONNX Runtime on the CPU, or with --tensorrt in an engine that is built for it. The effect
-of a mistake is computed in FP64, for the queries that it concerns, and added to what the runtime returned. It
-is judged on random and on probe inputs, as `validate` does; the largest share counts. Over 1 is caught.
+Each model runs in ONNX Runtime on the CPU, and in PyTorch with GEMMs whose partial sums are rounded to FP16
+every 16 terms, as tensor cores with FP16 accumulators do it. With --tensorrt it runs in engines that are
+built for it, with TensorRT's own kernels and with the plugin library; models in parallel processes.
+
+The effect of a mistake is computed in FP64, for the queries that it concerns, and added to what the runtime
+returned. It is judged on random and on probe inputs, as `validate` does; the largest share counts. Over 1 is
+caught.
 
 With --mutations, the self-test of every model in every precision: the share that the right graph uses, and
 the smallest that a mutation uses. From their distance the factors in `mha_deploy/metrics.py` were chosen.
@@ -15,15 +19,21 @@ from __future__ import annotations
 
 import argparse
 import math
+import multiprocessing
 import tempfile
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 
 import mha_deploy as md
 from mha_deploy.baselines.fresh import FreshCases, module_from_bundle
@@ -33,13 +43,36 @@ from mha_deploy.export.golden import fp64_twin
 from mha_deploy.metrics import judge_case
 from mha_deploy.model.precision import PRECISIONS
 from mha_deploy.reference.attention import Attention, merge_heads, split_heads
-from mha_deploy.reference.inputs import tensor_from_numpy, to_numpy
+from mha_deploy.reference.inputs import call_arguments, tensor_from_numpy, to_numpy
 from mha_deploy.validate.run import PROBE_ALLOWANCE
 from mha_deploy.validate.runtimes import RuntimeFinder, torch_device
 from mha_deploy.validate.self_test import largest_share
 
-DEFAULT = ("bert-base:B=8,S=128", "llama-3-8b:B=1,S=512", "llama-3-8b:B=1,S=2048")
+DEFAULT = ("bert-base:B=8,S=128", "llama-3-8b:B=1,S=512")
+ON_TENSORRT = ("bert-base:B=8,S=128", "llama-3-8b:B=1,S=2048")
 _CHANNEL = 7  # that gets a large bias
+_TERMS = 16  # that a tensor core adds before it rounds
+
+
+class HalfAccumulation(TorchFunctionMode):
+    """Multiply FP16 matrices with accumulators in FP16."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is F.linear and args[0].dtype == torch.float16:
+            result = self._matmul(args[0], args[1].T)
+            return result if len(args) < 3 or args[2] is None else result + args[2]
+        if func in (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__):
+            return self._matmul(*args) if args[0].dtype == torch.float16 else func(*args)
+        return func(*args, **(kwargs or {}))
+
+    def _matmul(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        a, b = a.float(), b.float()
+        sums = torch.zeros(1, dtype=torch.float16, device=a.device)
+        for i in range(0, a.shape[-1], _TERMS):
+            sums = (sums.float() + a[..., i : i + _TERMS] @ b[..., i : i + _TERMS, :]).half()
+        return sums
 
 
 class Layer:
@@ -141,40 +174,83 @@ def with_bias(case: GoldenCase, bias: float) -> GoldenCase:
     return replace(case, oracle={"output": oracle}, eager={"output": eager.astype(dtype)})
 
 
-def shares(model: str, sizes: dict[str, int], tensorrt: bool) -> Iterator[tuple[str, float]]:
-    """The accumulation assumed and a share for each mistake, the correct runtime first."""
-    with tempfile.TemporaryDirectory() as folder:
-        bundle = md.export(model, Path(folder) / "bundle", precision="fp16", golden=("min",))
-        if tensorrt:
-            md.build_engine(bundle)
-        finder = RuntimeFinder(bundle)
-        runtime = finder.running_engines()[0] if tensorrt else finder.named("ort-cpu")
-        kind, why = runtime.accumulation(bundle.manifest.precision)
-        precision = replace(bundle.manifest.precision, accumulate=kind)
-        maker, device = FreshCases(bundle, torch_device()), torch_device()
-        twin = fp64_twin(module_from_bundle(bundle, device=device))
-        worst: dict[str, tuple[float, str]] = {}
+@contextmanager
+def runtimes(bundle: Any, tensorrt: bool) -> Iterator[dict[str, tuple[Any, str, str]]]:
+    """By name: what runs a case, the type that its GEMMs are taken to accumulate in, and why."""
+    finder, opened = RuntimeFinder(bundle), {}
+    if tensorrt:
+        for attention in ("native", "plugin"):
+            started = time.monotonic()
+            accumulate = "fp32" if attention == "plugin" else "auto"
+            try:
+                md.build_engine(bundle, attention=attention, accumulate=accumulate, name=attention)
+            except md.DeployError as error:
+                print(f"no {attention} engine: {error}", flush=True)
+            print(f"{attention} engine: {time.monotonic() - started:.0f} s", flush=True)
+        finder.look_for_engines()
+        found = finder.running_engines()
+    else:
+        found = [finder.named("ort-cpu")]
+        module = module_from_bundle(bundle, device=torch_device())
+
+        def simulated(inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+            feeds = {name: tensor_from_numpy(array).to(torch_device()) for name, array in inputs.items()}
+            with torch.inference_mode(), HalfAccumulation():
+                return {"output": to_numpy(module(**call_arguments(module.spec, feeds)).cpu())}
+
+        opened["FP16 accumulation"] = simulated, "fp16", f"rounded every {_TERMS} terms"
+    for runtime in found:
+        name = f"TensorRT, {runtime.name}" if tensorrt else "ONNX Runtime"
         with runtime.open() as runner:
-            for probe, allowance in ((None, 1.0), ("edges", PROBE_ALLOWANCE), ("uniform", 1.0)):
-                case = maker.case(sizes, seed=1, probe=probe)
-                case = replace(case, allowance=allowance, uniform=probe == "uniform")
-                got, layer = runner.run(case.inputs)["output"], Layer(twin, case)
-                for name in ("correct", *MISTAKES):
-                    if name != "correct" and not applies(name, layer):
-                        continue
-                    wrong = got.astype(np.float64) if name == "correct" else wrong_output(name, layer, got)
-                    judged = case
-                    if "bias" in name:
-                        bias = 1e4 if "10,000" in name else 1e3
-                        judged, wrong[..., _CHANNEL] = with_bias(case, bias), wrong[..., _CHANNEL] + bias
-                    (verdict,) = judge_case(judged, {"output": wrong.astype(got.dtype)}, precision)
-                    place = verdict.deviation.local_at if verdict.deviation else ""
-                    found = verdict.share or math.inf, f"{probe or 'random'} inputs, largest in: {place}"
-                    worst[name] = max(worst.get(name, found), found)
-        print(f"{model} {sizes} in {runner.name}, accumulation in {kind}: {why}", flush=True)
-        for name, (share, where) in worst.items():
-            print(f"  {name}: {share:.2f} ({where})", flush=True)
-            yield name, share
+            opened[name] = runner.run, *runtime.accumulation(bundle.manifest.precision)
+            if runtime is found[-1]:
+                yield opened
+
+
+def shares(point: str, tensorrt: bool) -> dict[str, dict[str, float]]:
+    """For each runtime a share for each mistake, the correct result first."""
+    model, _, text = point.partition(":")
+    sizes = {axis: int(size) for axis, size in (part.split("=") for part in text.split(","))}
+    title, columns, device = f"{model} {'×'.join(map(str, sizes.values()))}", {}, torch_device()
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as pool:
+        bundle = md.export(model, Path(folder) / "bundle", precision="fp16", golden=("min",))
+        maker, twin = FreshCases(bundle, device), fp64_twin(module_from_bundle(bundle, device=device))
+        cases = {probe: maker.case(sizes, seed=1, probe=probe) for probe in ("weights", "edges")}
+        cases["edges"] = replace(cases["edges"], allowance=PROBE_ALLOWANCE)
+        layers = {probe: Layer(twin, case) for probe, case in cases.items()}
+        names = ["correct", *(name for name in MISTAKES if applies(name, layers["edges"]))]
+        with runtimes(bundle, tensorrt) as opened:
+            for runtime, (run, kind, why) in opened.items():
+                print(f"{title} in {runtime}, accumulation in {kind}: {why}", flush=True)
+                precision = replace(bundle.manifest.precision, accumulate=kind)
+                got = {probe: run(case.inputs)["output"] for probe, case in cases.items()}
+                trials = [
+                    (n, p, pool.submit(judge, n, cases[p], layers[p], got[p], precision, p))
+                    for n in names
+                    for p in cases
+                ]
+                worst: dict[str, tuple[float, str]] = {}
+                for name, _, trial in trials:
+                    worst[name] = max(worst.get(name, trial.result()), trial.result())
+                for name, (share, where) in worst.items():
+                    print(f"  {name}: {share:.2f} ({where})", flush=True)
+                columns[f"{title}, {runtime}"] = {name: share for name, (share, _) in worst.items()}
+    return columns
+
+
+def judge(
+    name: str, case: GoldenCase, layer: Layer, got: np.ndarray, precision: Any, probe: str
+) -> tuple[float, str]:
+    """The share of the budget that a runtime's result uses with a mistake, and where it is largest."""
+    wrong = got.astype(np.float64) if name == "correct" else wrong_output(name, layer, got)
+    if "bias" in name:
+        bias = 1e4 if "10,000" in name else 1e3
+        case, wrong[..., _CHANNEL] = with_bias(case, bias), wrong[..., _CHANNEL] + bias
+    (verdict,) = judge_case(case, {"output": wrong.astype(got.dtype)}, precision)
+    if verdict.budget is None or verdict.deviation is None:
+        return math.inf, str(verdict.problem)
+    used = {key: getattr(verdict.deviation, key) / limit for key, limit in verdict.budget.limits.items()}
+    return max(used.values()), f"{max(used, key=used.__getitem__)}, {probe}, {verdict.deviation.local_at}"
 
 
 def print_mutations(models: Sequence[str]) -> None:
@@ -207,17 +283,19 @@ def main() -> None:
     if arguments.mutations:
         return print_mutations(arguments.models)
     columns: dict[str, dict[str, float]] = {}
-    for point in arguments.models or DEFAULT:
-        model, _, text = point.partition(":")
-        sizes = {axis: int(size) for axis, size in (part.split("=") for part in text.split(","))}
-        title = f"{model} {'×'.join(str(size) for size in sizes.values())}"
-        columns[title] = dict(shares(model, sizes, arguments.tensorrt))
-    runtime = "TensorRT" if arguments.tensorrt else "ONNX Runtime on the CPU"
+    points = arguments.models or (ON_TENSORRT if arguments.tensorrt else DEFAULT)
+    # Engines are built side by side; on a CPU one model keeps all cores busy.
+    with ProcessPoolExecutor(
+        len(points) if arguments.tensorrt else 1, multiprocessing.get_context("spawn")
+    ) as pool:
+        for found in pool.map(shares, points, [arguments.tensorrt] * len(points)):
+            columns |= found
     found = versions(("tensorrt", "onnxruntime", "torch"))
     text = (
-        f"Share of the FP16 budget that a mistake uses in {runtime}; over 1 it is caught. The largest of the "
-        "shares on random inputs and on both kinds of probe inputs (see [parity](parity.md)). Written by "
-        "`python benchmarks/sensitivity.py --out docs/sensitivity.md`; versions: "
+        "Share of the FP16 budget that a mistake uses; over 1 it is caught. The largest of the shares on "
+        "random and on probe inputs (see [parity](parity.md)). FP16 accumulation: PyTorch with partial sums "
+        "that are rounded to FP16 every 16 terms. Written by `python benchmarks/sensitivity.py --out "
+        "docs/sensitivity.md`; versions: "
         + ", ".join(f"{name} {version}" for name, version in found.items())
         + "."
     )
