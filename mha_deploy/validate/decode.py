@@ -16,59 +16,18 @@ from mha_deploy.bundle.traces import DecodeTrace, check_trace, prefill_calls, re
 from mha_deploy.errors import BundleError, DeployError
 from mha_deploy.metrics import Budget, OutputVerdict, budget_from_eager, failed_to_run, judge_case, measure
 from mha_deploy.model.precision import Precision
-from mha_deploy.model.spec import LENGTHS, KVCache, ModelSpec, Sizes
+from mha_deploy.model.spec import LENGTHS, ModelSpec, Sizes
 from mha_deploy.options import ValidateOptions
 from mha_deploy.runtime.runner import Arrays, ProfiledRunner, Runner
 from mha_deploy.validate.runtimes import refuse_without_torch, torch_device
 
-# -- What the error of a step may be, and what all steps come to -----------------------------------
+OnStep = Callable[[int], None]
+"""Called before each step is run: with 0 for the prefill, then 1 to `trace.steps`."""
+
+# -- The verdict on all steps ----------------------------------------------------------------------
 
 _SHARE = 10  # a tenth of the steps at either end
 _SHOWN_FAILURES = 8
-_NEIGHBOURS = 8  # steps on either side whose budgets a step may use
-
-
-class StepBudgets:
-    """What the error of each step may be.
-
-    A step has one token of each batch element. The module's own error there is one draw from few numbers, by
-    chance a small one at some of a thousand steps. So a step may use the budgets of the steps around it, and
-    the error that is expected of its slices is that of all steps.
-
-    Args:
-        cases: One for each step, in order.
-        precision: Their precision.
-        together: All steps as one case, and the axis of the steps by output; None without.
-    """
-
-    def __init__(
-        self,
-        cases: Iterable[GoldenCase],
-        precision: Precision,
-        together: tuple[GoldenCase, Mapping[str, int]] | None = None,
-    ) -> None:
-        def budgets(case: GoldenCase) -> dict[str, Budget]:
-            return {
-                name: budget_from_eager(case.eager[name], oracle, precision)
-                for name, oracle in case.oracle.items()
-            }
-
-        self._each = [budgets(case) for case in cases]
-        self.together = budgets(together[0]) if together else {}
-        self._axes = together[1] if together else {}
-
-    def around(self, step: int) -> dict[str, Budget]:
-        """The largest budgets of every output near a step, counted from 1, measure by measure."""
-        near = self._each[max(0, step - 1 - _NEIGHBOURS) : step + _NEIGHBOURS]
-        found = {}
-        for name, own in self._each[step - 1].items():
-            limits = {key: max(each[name].limits[key] for each in near) for key in own.limits}
-            whole, noise = self.together.get(name), own.noise
-            if whole is not None and whole.noise is not None:
-                limits |= {"local": whole.local, "local_gain": whole.local_gain}
-                noise = whole.noise.cut(partial(np.take, indices=[step - 1], axis=self._axes[name]))
-            found[name] = Budget(**limits, noise=noise)
-        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,12 +138,9 @@ class DecodeLoop(Protocol):
 
 
 class HostDecodeLoop:
-    """Decodes with any runner; the cache is on the host, an input and an output of every call.
+    """Decodes a batch of B with any runner; the cache is on the host, an input and an output of every call.
 
-    Args:
-        runner: The model; it stays the caller's to close.
-        spec: What the model is; it must have a KV cache.
-        B: The batch size.
+    The runner stays the caller's to close.
     """
 
     most_tokens: int | None = None
@@ -197,13 +153,11 @@ class HostDecodeLoop:
                 got=f"inputs {sorted(runner.inputs)}",
                 hint=f"inputs {sorted(wanted)}",
             )
-        self._runner, self._cache = runner, cache
-        sizes = cache.call_sizes(spec, B, 1, 0)
-        self._held = {}
+        self._runner, self._cache, self.name = runner, cache, runner.name
+        sizes, self._held = cache.call_sizes(spec, B, 1, 0), {}
         for i, each in enumerate(cache.tensors):
             shape, dtype = wanted[each.input].shape(sizes), runner.inputs[each.input].dtype
             self._held[each.input] = np.full(shape, _UNREAD if i % 2 else -_UNREAD, dtype)
-        self.name = runner.name
         self.lengths = np.zeros(B, np.int32)
 
     def feed(self, tokens: Arrays, counts: np.ndarray | None = None) -> dict[str, np.ndarray]:
@@ -212,13 +166,11 @@ class HostDecodeLoop:
         if cache.is_preallocated:
             given[LENGTHS] = self.lengths
         elif counts is not None:
-            raise DeployError(
-                "The batch elements of a dynamic KV cache have one length.", got=f"counts {counts.tolist()}"
-            )
+            problem = "The batch elements of a dynamic KV cache have one length."
+            raise DeployError(problem, got=f"counts {counts.tolist()}")
         results = self._runner.run({**given, **self._held})
         needed = [*cache.outputs, *(each.output for each in cache.tensors)]
-        missing = [name for name in needed if name not in results]
-        if missing:
+        if missing := [name for name in needed if name not in results]:
             raise DeployError(f"{self.name} gave no {', '.join(missing)}.", got=sorted(results))
         name, axis = next(iter(cache.by_token.items()))
         S = tokens[name].shape[axis]
@@ -242,22 +194,22 @@ class HostDecodeLoop:
 
 
 class DeviceDecodeLoop:
-    """A decode loop of a runtime that keeps the cache of a layer on the device."""
+    """The decode loop of a runtime that keeps the cache of a layer on the device; see `DecodeLoop`."""
 
     def __init__(self, loop: Any) -> None:
         self._loop, self.name, self.most_tokens = loop, loop.name, loop.most_tokens
 
     @property
     def lengths(self) -> np.ndarray:
-        """See `DecodeLoop`; they may be set."""
+        """They may be set."""
         return np.asarray(self._loop.lengths)
 
     def feed(self, tokens: Arrays, counts: np.ndarray | None) -> Arrays:
-        """See `DecodeLoop`."""
+        """Run the tokens on the device."""
         return {"output": np.asarray(self._loop.feed(tokens["x"], counts))}
 
     def cache(self) -> Arrays:
-        """See `DecodeLoop`."""
+        """Keys and values, copied to the host."""
         return dict(zip(("key", "value"), map(np.asarray, self._loop.cache()), strict=True))
 
 
@@ -280,6 +232,7 @@ def open_decode_loop(runner: Runner, spec: ModelSpec, trace: DecodeTrace) -> Ite
 _T = TypeVar("_T")
 # The axes of an output and of a cached tensor.
 _PLACES = {3: ("batch element", "token"), 4: ("batch element", "head", "position")}
+_NEIGHBOURS = 8  # steps on either side whose budgets a step may use
 
 
 def run_decode_loop(
@@ -287,11 +240,9 @@ def run_decode_loop(
     trace: DecodeTrace,
     spec: ModelSpec,
     precision: Precision,
-    on_step: Callable[[int], None] | None = None,
+    on_step: OnStep = lambda step: None,
 ) -> DecodeReport:
     """Feed a trace to a decode loop with an empty cache, and judge everything that comes out.
-
-    `on_step` is called before each step is run: with 0 for the prefill, then 1 to `trace.steps`.
 
     Raises:
         DeployError: The trace is not one of this model, or the cache is not empty. What goes wrong later is a
@@ -305,82 +256,96 @@ def run_decode_loop(
             got=f"lengths {before.tolist()}",
             hint=f"{trace.B} zeros: open a new one",
         )
-    walk = _Walk(loop.name, trace, spec, precision)
-    walk.go(loop, on_step or (lambda step: None))
-    return walk.report()
+    run = _DecodeRun(loop.name, trace, spec, precision)
+    run.feed_all(loop, on_step)
+    return run.report()
 
 
-class _Walk:
+class _DecodeRun:
     """One pass through a trace."""
 
     def __init__(self, backend: str, trace: DecodeTrace, spec: ModelSpec, precision: Precision) -> None:
         self.backend, self.trace, self.spec, self.precision = backend, trace, spec, precision
         self.verdicts: list[OutputVerdict] = []
-        self.outputs: list[Arrays] = []
         self.errors: list[float | None] = []
         self.eager_errors: list[float | None] = []
         self.first_failed: int | None = None
 
-    @cached_property
-    def _steps(self) -> list[GoldenCase]:
-        return [self._case(step) for step in range(1, self.trace.steps + 1)]
+    # -- what must come out -----------------------------------------------------------------------
+
+    def _case(self, name: str, S: int, past: int, cut: Callable[[Arrays], Arrays]) -> GoldenCase:
+        """What some part of the trace must be."""
+        trace = self.trace
+        return GoldenCase(
+            name=f"{trace.name} {name}",
+            sizes=trace.cache.call_sizes(self.spec, trace.B, S, past),
+            inputs={},
+            oracle=cut(trace.oracle),
+            eager=cut(trace.eager),
+        )
 
     @cached_property
-    def _budgets(self) -> StepBudgets:
-        return StepBudgets(self._steps, self.precision, (self._all_steps, self.trace.cache.outputs))
+    def prefill(self) -> GoldenCase:
+        """What the prompts must give."""
+        trace, first, axes = self.trace, self.trace.longest_prompt, self.trace.cache.outputs
+
+        def cut(results: Arrays) -> Arrays:
+            parts = {name: np.take(results[name], np.arange(first), axis) for name, axis in axes.items()}
+            return {name: _without_padding(part, trace.prompt, axes[name]) for name, part in parts.items()}
+
+        return self._case("prefill", first, 0, cut)
+
+    @cached_property
+    def _steps(self) -> list[GoldenCase]:
+        past, count = self.trace.longest_prompt - 1, self.trace.steps
+        return [self._case(f"step {k}", 1, past + k, partial(self._at, step=k)) for k in range(1, count + 1)]
 
     @cached_property
     def _all_steps(self) -> GoldenCase:
         """All steps as one case: what a single step hardly shows adds up."""
-        return GoldenCase(
-            name=f"{self.trace.name} all steps",
-            sizes=self._sizes(1, self.trace.longest_prompt + self.trace.steps - 1),
-            inputs={},
-            oracle=self._joined([case.oracle for case in self._steps]),
-            eager=self._joined([case.eager for case in self._steps]),
+        steps = range(1, self.trace.steps + 1)
+        past = self.trace.longest_prompt + self.trace.steps - 1
+        return self._case(
+            "all steps", 1, past, lambda results: self._joined(self._at(results, k) for k in steps)
         )
 
-    def _joined(self, parts: Sequence[Arrays]) -> dict[str, np.ndarray]:
-        axes = self.trace.cache.outputs
-        return {name: np.concatenate([part[name] for part in parts], axis) for name, axis in axes.items()}
+    def _at(self, results: Arrays, step: int) -> Arrays:
+        return {name: self.trace.at_step(name, results[name], step) for name in self.trace.cache.outputs}
 
-    def go(self, loop: DecodeLoop, on_step: Callable[[int], None]) -> None:
+    def _joined(self, parts: Iterable[Arrays]) -> Arrays:
+        each, axes = list(parts), self.trace.cache.outputs
+        return {name: np.concatenate([part[name] for part in each], axis) for name, axis in axes.items()}
+
+    # -- what comes out ---------------------------------------------------------------------------
+
+    def feed_all(self, loop: DecodeLoop, on_step: OnStep) -> None:
         """Prefill, steps and cache, up to the first call that cannot be run."""
-        for step in range(self.trace.steps + 1):
+        trace, together = self.trace, _budgets(self._all_steps, self.precision)
+        budgets = [None, *step_budgets(self._steps, self.precision, together, trace.cache.outputs)]
+        fed: list[Arrays] = []
+        for step, case in enumerate([self.prefill, *self._steps]):
             on_step(step)
-            case = self._case(step)
-            verdicts, has_run = self._call(loop, step, case)
-            self._note(step, case, verdicts)
-            if not has_run:
+            try:
+                outputs = attempt(partial(self._fed, loop, step))
+                lengths = attempt(lambda: np.asarray(loop.lengths))
+            except DeployError as error:
+                self.note(step, case, failed_to_run(case, error.in_one_line))
                 return
+            if step:
+                fed.append(outputs)
+            else:
+                axes = trace.cache.outputs
+                outputs = {n: _without_padding(array, trace.prompt, axes[n]) for n, array in outputs.items()}
+            verdicts, wanted = self._judged(case, outputs, budgets[step]), trace.prompt + step
+            if not np.array_equal(lengths, wanted):
+                problem = f"{lengths.tolist()} tokens, not {wanted.tolist()}"
+                wrong = OutputVerdict(case=case.name, sizes=case.sizes, output="lengths", problem=problem)
+                verdicts.append(wrong)
+            self.note(step, case, verdicts)
         if all(verdict.deviation is not None for verdict in self.verdicts):  # else there is nothing to add up
-            got, budgets = self._joined(self.outputs), self._budgets.together
-            self.verdicts += [_placed(v) for v in judge_case(self._all_steps, got, self.precision, budgets)]
+            self.verdicts += self._judged(self._all_steps, self._joined(fed), together)
         if not getattr(loop, "hides_cache", False):  # a server may keep it to itself
-            self.verdicts += self._cache(loop)
-
-    def _call(self, loop: DecodeLoop, step: int, case: GoldenCase) -> tuple[list[OutputVerdict], bool]:
-        """The verdicts on one call, and whether it could be run."""
-        trace = self.trace
-        try:
-            outputs = attempt(lambda: self._fed(loop, step))
-            lengths = attempt(lambda: np.asarray(loop.lengths))
-        except DeployError as error:
-            return failed_to_run(case, error.in_one_line), False
-        if step == 0:
-            axes = trace.cache.outputs
-            outputs = {n: _without_padding(array, trace.prompt, axes[n]) for n, array in outputs.items()}
-        else:
-            self.outputs.append(outputs)
-        budgets = self._budgets.around(step) if step else None
-        verdicts = [_placed(v) for v in judge_case(case, outputs, self.precision, budgets)]
-        wanted = trace.prompt + step
-        if not np.array_equal(lengths, wanted):
-            problem = f"{lengths.tolist()} tokens, not {wanted.tolist()}"
-            verdicts.append(
-                OutputVerdict(case=case.name, sizes=case.sizes, output="lengths", problem=problem)
-            )
-        return verdicts, True
+            self.verdicts += self._judged_cache(loop)
 
     def _fed(self, loop: DecodeLoop, step: int) -> Arrays:
         """The outputs of a step, or of the prompt in as many calls as the decode loop needs for it."""
@@ -390,30 +355,22 @@ class _Walk:
         parts = [loop.feed(self.trace.prefill(part), counts) for part, counts in calls]
         return parts[0] if len(parts) == 1 else self._joined(parts)
 
-    def _case(self, step: int) -> GoldenCase:
-        """What the output of one call must be."""
-        trace, first = self.trace, self.trace.longest_prompt
+    def _judged(
+        self, case: GoldenCase, got: Arrays, budgets: Mapping[str, Budget] | None = None
+    ) -> list[OutputVerdict]:
+        """The verdicts on a case; an error that is out of budget is reported with its place."""
+        found = []
+        for verdict in judge_case(case, got, self.precision, budgets):
+            if verdict.is_wrong and verdict.deviation is not None:
+                index = verdict.deviation.worst_index
+                axes = zip(_PLACES.get(len(index), ()), index, strict=False)
+                places = ", ".join(f"{axis} {i}" for axis, i in axes)
+                verdict = replace(verdict, problem=f"{verdict.problem}; worst at {places or index}")
+            found.append(verdict)
+        return found
 
-        def cut(results: Arrays) -> dict[str, np.ndarray]:
-            if step:
-                return {name: trace.at_step(name, results[name], step) for name in trace.cache.outputs}
-            return {
-                name: _without_padding(np.take(results[name], np.arange(first), axis), trace.prompt, axis)
-                for name, axis in trace.cache.outputs.items()
-            }
-
-        return GoldenCase(
-            name=f"{trace.name} step {step}" if step else f"{trace.name} prefill",
-            sizes=self._sizes(1, first + step - 1) if step else self._sizes(first, 0),
-            inputs={},
-            oracle=cut(trace.oracle),
-            eager=cut(trace.eager),
-        )
-
-    def _sizes(self, S: int, past: int) -> dict[str, int]:
-        return self.trace.cache.call_sizes(self.spec, self.trace.B, S, past)
-
-    def _note(self, step: int, case: GoldenCase, verdicts: list[OutputVerdict]) -> None:
+    def note(self, step: int, case: GoldenCase, verdicts: list[OutputVerdict]) -> None:
+        """Keep the verdicts on one call."""
         self.verdicts += verdicts
         if self.first_failed is None and not all(verdict.passed for verdict in verdicts):
             self.first_failed = step
@@ -423,33 +380,28 @@ class _Walk:
             first = next(iter(case.oracle))
             self.eager_errors.append(measure(case.eager[first], case.oracle[first]).relative_l2)
 
-    def _cache(self, loop: DecodeLoop) -> list[OutputVerdict]:
+    def _judged_cache(self, loop: DecodeLoop) -> list[OutputVerdict]:
         """The verdicts on the cached tensors, once all tokens were fed."""
         trace, ends = self.trace, self.trace.prompt + self.trace.steps
-        axes = {each.name: each.axis for each in trace.cache.tensors}
-        case = GoldenCase(
-            name=f"{trace.name} cache",
-            sizes=self._sizes(1, trace.length - 1),
-            inputs={},
-            oracle={name: _without_padding(trace.oracle[name], ends, axis) for name, axis in axes.items()},
-            eager={name: _without_padding(trace.eager[name], ends, axis) for name, axis in axes.items()},
-        )
+
+        def valid(results: Arrays) -> Arrays:
+            tensors = trace.cache.tensors
+            return {each.name: _without_padding(results[each.name], ends, each.axis) for each in tensors}
+
+        def held() -> Arrays:
+            found = {name: np.asarray(entries) for name, entries in loop.cache().items()}
+            # A dynamic cache has as many entries as there are tokens, and no more.
+            for each in trace.cache.tensors if trace.cache.is_preallocated else ():
+                if (entries := found[each.name]).ndim > each.axis:
+                    count = min(trace.length, entries.shape[each.axis])
+                    found[each.name] = np.take(entries, np.arange(count), each.axis)
+            return valid(found)
+
+        case = self._case("cache", 1, trace.length - 1, valid)
         try:
-            got = attempt(lambda: self._entries(loop, ends))
+            return self._judged(case, attempt(held))
         except DeployError as error:
             return failed_to_run(case, error.in_one_line)
-        return [_placed(verdict) for verdict in judge_case(case, got, self.precision)]
-
-    def _entries(self, loop: DecodeLoop, ends: np.ndarray) -> dict[str, np.ndarray]:
-        cache, length, found = self.trace.cache, self.trace.length, {}
-        held = loop.cache()
-        for each in cache.tensors:
-            entries = np.asarray(held[each.name])
-            # A dynamic cache has as many entries as there are tokens, and no more.
-            if cache.is_preallocated and entries.ndim > each.axis:
-                entries = np.take(entries, np.arange(min(length, entries.shape[each.axis])), each.axis)
-            found[each.name] = _without_padding(entries, ends, each.axis)
-        return found
 
     def report(self) -> DecodeReport:
         """What was found."""
@@ -467,6 +419,38 @@ class _Walk:
         )
 
 
+def _budgets(case: GoldenCase, precision: Precision) -> dict[str, Budget]:
+    each = case.oracle.items()
+    return {name: budget_from_eager(case.eager[name], oracle, precision) for name, oracle in each}
+
+
+def step_budgets(
+    cases: Iterable[GoldenCase],
+    precision: Precision,
+    together: Mapping[str, Budget],
+    axes: Mapping[str, int],
+) -> list[dict[str, Budget]]:
+    """What the error of every output may be at each step; `cases` has one for each, in order.
+
+    A step has one token of each batch element. The module's own error there is one draw from few numbers, by
+    chance a small one at some of a thousand steps. So a step may use the budgets of the steps around it,
+    measure by measure, and the error that is expected of its slices is that of all steps `together`, which
+    lie along `axes`.
+    """
+    each, found = [_budgets(case, precision) for case in cases], []
+    for index, own in enumerate(each):
+        near, budgets = each[max(0, index - _NEIGHBOURS) : index + _NEIGHBOURS + 1], {}
+        for name, budget in own.items():
+            limits = {key: max(other[name].limits[key] for other in near) for key in budget.limits}
+            whole, noise = together.get(name), budget.noise
+            if whole is not None and whole.noise is not None:
+                limits |= {"local": whole.local, "local_gain": whole.local_gain}
+                noise = whole.noise.cut(partial(np.take, indices=[index], axis=axes[name]))
+            budgets[name] = Budget(**limits, noise=noise)
+        found.append(budgets)
+    return found
+
+
 def attempt(call: Callable[[], _T]) -> _T:
     """Call a runtime; whatever it raises is an error with a reason."""
     try:
@@ -481,18 +465,9 @@ def _without_padding(array: np.ndarray, ends: np.ndarray, axis: int) -> np.ndarr
     """Zeros from position `ends[b]` of batch element b on. An array of another shape stays as it is."""
     if array.ndim <= axis or len(array) != len(ends) or array.shape[axis] <= ends.min():
         return array
-    seen = np.arange(array.shape[axis]) < ends[:, None]
-    seen = seen.reshape(len(ends), *(1,) * (axis - 1), -1, *(1,) * (array.ndim - axis - 1))
-    return np.where(seen, array, array.dtype.type(0))
-
-
-def _placed(verdict: OutputVerdict) -> OutputVerdict:
-    """The same verdict; an error that is out of budget is said with its place."""
-    if not verdict.is_wrong or verdict.deviation is None:
-        return verdict
-    index = verdict.deviation.worst_index
-    places = ", ".join(f"{axis} {i}" for axis, i in zip(_PLACES.get(len(index), ()), index, strict=False))
-    return replace(verdict, problem=f"{verdict.problem}; worst at {places or index}")
+    others = [other for other in range(1, array.ndim) if other != axis]
+    is_real = np.expand_dims(np.arange(array.shape[axis]) < ends[:, None], others)
+    return np.where(is_real, array, array.dtype.type(0))
 
 
 # -- One runner and one trace: what its profiles do not take is left out, what fails is a verdict --
@@ -503,7 +478,7 @@ def evaluate_trace(
     trace: DecodeTrace,
     spec: ModelSpec,
     precision: Precision,
-    on_step: Callable[[int], None] | None = None,
+    on_step: OnStep = lambda step: None,
 ) -> DecodeReport | None:
     """Decode a trace with a runner, with the cache where the runtime keeps it best.
 
@@ -513,37 +488,34 @@ def evaluate_trace(
 
     def takes(calls: Iterable[tuple[int, int]]) -> bool:
         """Whether the profiles admit calls of so many new tokens behind so many."""
-        return all(
-            admits(runner, _no_feeds(spec, precision, trace.cache.call_sizes(spec, trace.B, S, past)))
-            for S, past in calls
-        )
+        sizes = (trace.cache.call_sizes(spec, trace.B, S, past) for S, past in calls)
+        return all(admits(runner, _no_feeds(spec, precision, each)) for each in sizes)
 
     steps = 1 if trace.cache.is_preallocated else trace.steps  # with a preallocated cache all are alike
     if not takes((1, trace.longest_prompt + step) for step in range(steps)):
         return None
-    walked: DecodeReport | None = None
+    report: DecodeReport | None = None
     try:
         with ExitStack() as owned:
             loop = attempt(lambda: owned.enter_context(open_decode_loop(runner, spec, trace)))
             # How a prompt is cut into calls is the decode loop's to say.
             parts = [part for part, _ in prefill_calls(trace.prompt, loop.most_tokens)]
             if takes((part.stop - part.start, part.start) for part in parts):
-                walked = run_decode_loop(loop, trace, spec, precision, on_step)
+                report = run_decode_loop(loop, trace, spec, precision, on_step)
             attempt(owned.close)
     except DeployError as error:
-        if walked is None:  # it has failed the prefill
-            walk = _Walk(runner.name, trace, spec, precision)
-            case = walk._case(0)
-            walk._note(0, case, failed_to_run(case, error.in_one_line))
-            return walk.report()
+        if report is None:  # it has failed the prefill
+            run = _DecodeRun(runner.name, trace, spec, precision)
+            run.note(0, run.prefill, failed_to_run(run.prefill, error.in_one_line))
+            return run.report()
         failure = OutputVerdict(  # devices report errors late
             case=f"{trace.name} end",
-            sizes=walked.verdicts[-1].sizes,
+            sizes=report.verdicts[-1].sizes,
             output="cache",
             problem=f"could not be closed: {error.in_one_line}",
         )
-        return replace(walked, verdicts=(*walked.verdicts, failure))
-    return walked
+        return replace(report, verdicts=(*report.verdicts, failure))
+    return report
 
 
 def admits(runner: Runner, feeds: Arrays) -> bool:
@@ -575,46 +547,32 @@ def traces_of(bundle: Bundle, options: ValidateOptions) -> list[DecodeTrace]:
         DeployError: Steps were requested of a model that has no KV cache, or no room for them.
         BackendUnavailable: They were requested, and there is no PyTorch to compute the expected results.
     """
-    spec = bundle.manifest.spec
+    spec, steps, found = bundle.manifest.spec, options.steps, list[DecodeTrace]()
     cache = spec.kv_cache
     if cache is None:
-        if options.steps:
-            raise DeployError(
-                f"{spec.name} has no KV cache.",
-                got=f"--steps {options.steps}",
-                hint="--cache dynamic or preallocated for a catalog layer, kv_cache= for a model of your own",
-            )
+        if steps:
+            hint = "--cache dynamic or preallocated for a catalog layer, kv_cache= for a model of your own"
+            raise DeployError(f"{spec.name} has no KV cache.", got=f"--steps {steps}", hint=hint)
         return []
-    found = []
     for entry in bundle.manifest.traces:
         found.append(read_trace(bundle.file(entry.file), spec, bundle.manifest.precision))
         if found[-1].name != entry.name:
-            raise BundleError(
-                "A decode trace has another name than its file.",
-                got=f"{entry.name} in {entry.file}",
-                hint="export again",
-            )
-    return [*found, _fresh(bundle, options, spec, cache)] if options.steps else found
-
-
-def _fresh(bundle: Bundle, options: ValidateOptions, spec: ModelSpec, cache: KVCache) -> DecodeTrace:
+            problem, got = "A decode trace has another name than its file.", f"{entry.name} in {entry.file}"
+            raise BundleError(problem, got=got, hint="export again")
+    if not steps:
+        return found
     prompt = options.prompt
     if prompt is None:  # of the usual length, or as much of it as leaves room for the steps
-        prompt = min(spec.axes[cache.new].opt, cache.room - options.steps)
+        prompt = min(spec.axes[cache.new].opt, cache.room - steps)
         if prompt < 1:
-            raise DeployError(
-                f"The cache of {spec.name} has no room for a prompt and so many steps.",
-                got=f"--steps {options.steps}",
-                hint=f"{cache.room - 1} steps at most" if cache.room > 1 else None,
-            )
+            problem = f"The cache of {spec.name} has no room for a prompt and so many steps."
+            hint = f"{cache.room - 1} steps at most" if cache.room > 1 else None
+            raise DeployError(problem, got=f"--steps {steps}", hint=hint)
     refuse_without_torch("of fresh tokens")
     from mha_deploy.baselines.fresh import fresh_trace
 
-    return fresh_trace(
-        bundle,
-        batch=spec.sizes("opt").get("B", 1) if options.batch is None else options.batch,
-        prompt=prompt,
-        steps=options.steps,
-        seed=options.seed,
-        device=torch_device(),
+    batch = spec.sizes("opt").get("B", 1) if options.batch is None else options.batch
+    fresh = fresh_trace(
+        bundle, batch=batch, prompt=prompt, steps=steps, seed=options.seed, device=torch_device()
     )
+    return [*found, fresh]

@@ -11,11 +11,10 @@ import numpy as np
 
 from mha_deploy.bundle.cases import read_case
 from mha_deploy.bundle.folder import Bundle
-from mha_deploy.errors import DeployError, nearest
+from mha_deploy.errors import DeployError
 from mha_deploy.graph.attention_node import valid_only, visible_keys
 from mha_deploy.graph.file import ProbedAttention, attention_probe, load_graph
 from mha_deploy.graph.precision import FP16_MAX, matmul_blocks, queries_and_keys
-from mha_deploy.model.precision import Precision
 from mha_deploy.model.spec import ModelSpec
 from mha_deploy.runtime import available_cpu_backend, open_runner
 
@@ -82,7 +81,7 @@ class Meter:
             )
         self.node, self._attention, self._scale = node, attention, node.softmax_scale
         self._tensors = {"Q": 0.0, "K": 0.0, "V": 0.0}
-        self._matmuls, self._scores, self._logits = _Extremes(), _Extremes(), _Extremes()
+        self._peaks: dict[tuple[str, int], Peak] = {}  # the lowest (-1) and the highest (1) of each kind
         self._mask_numbers: list[float] = []
         self._sums: list[SoftmaxSum] = []
         self._fully_masked = 0
@@ -90,10 +89,9 @@ class Meter:
 
     def see(self, case: str, arrays: Mapping[str, np.ndarray]) -> None:
         """Measure one case, given what the probe computed."""
-        given = {role: arrays[name] for role, name in self._attention.outputs.items()}
-        given = valid_only(self.node, given)
-        broken = False
-        for role, array in given.items():
+        inputs = {role: arrays[name] for role, name in self._attention.outputs.items()}
+        inputs, broken = valid_only(self.node, inputs), False
+        for role, array in inputs.items():
             usable = array < np.inf if role == "mask" else np.isfinite(array)  # -inf in a mask hides a key
             if count := array.size - int(np.count_nonzero(usable)):
                 broken = True
@@ -101,40 +99,55 @@ class Meter:
                 self._not_finite.append(f"{role} ({name}) in case {case}: {count:,} values")
         if broken:
             return
-        for role, past in {"Q": None, "K": "past", "V": "past_values"}.items():
-            both = [given[role], *([given[past]] if past in given else [])]
-            sizes = [float(np.abs(array).max(initial=0.0)) for array in both]
+        for role, past in {"Q": "", "K": "past", "V": "past_values"}.items():
+            sizes = (float(np.abs(inputs[each]).max(initial=0.0)) for each in (role, past) if each in inputs)
             self._tensors[role] = max(self._tensors[role], *sizes)
-        q, k = queries_and_keys(self.node, given)
-        visible = visible_keys(self.node, given, q.shape[2], k.shape[2])
-        mask = _Mask(
-            given.get("mask") if visible is None else visible,
-            is_causal=visible is None and self.node.is_causal,
-            shape=(*q.shape[:3], k.shape[2]),
-        )
-        self._mask_numbers += mask.numbers
-        largest = max(
-            self._see_block(_Block(case=case, rows=rows, head=head, queries=queries), matmul, mask)
-            for rows, head, queries, matmul in matmul_blocks(q, k)
-        )
-        self._sums.append(SoftmaxSum(case=case, keys=k.shape[2], largest=largest))
+        q, k = queries_and_keys(self.node, inputs)
+        T = k.shape[2]
+        visible = visible_keys(self.node, inputs, q.shape[2], T)
+        mask = inputs.get("mask") if visible is None else visible
+        numbers = [] if mask is None or mask.dtype == bool else _finite_numbers(mask)
+        sentinel = _sentinel_among(numbers)
+        self._mask_numbers += numbers
+        mask = None if mask is None else np.broadcast_to(mask, (*q.shape[:3], T))
+        largest = 0.0
+        for elements, head, queries, matmuls in matmul_blocks(q, k):
+            at = {"case": case, "row": elements.start, "head": head, "query": queries.start}
+            self._note("matmul", at, matmuls, np.True_)
+            logits = scores = self._scored(matmuls)
+            # The pairs that the softmax is given, and those that are seen: a sentinel hides a given one.
+            given = seen = np.ones((1, 1), bool)
+            if visible is None and self.node.is_causal:
+                given = seen = np.arange(T) <= np.arange(queries.start, queries.stop)[:, None]
+            if mask is not None and mask.dtype == bool:
+                given = seen = given & mask[elements, head, queries]
+            elif mask is not None:
+                added = mask[elements, head, queries].astype(np.float32)
+                logits, seen = (
+                    scores + added,
+                    given & (added > (-np.inf if sentinel is None else sentinel / 2)),
+                )
+            self._note("score", at, scores, seen)
+            self._note("logit", at, logits, seen)
+            self._fully_masked += int(np.count_nonzero(~np.broadcast_to(seen, logits.shape).any(-1)))
+            logits = np.where(given, logits, -np.inf)
+            top = logits.max(axis=-1, keepdims=True)
+            np.maximum(top, np.finfo(top.dtype).min, out=top)  # -inf − -inf of a query without keys is NaN
+            largest = max(largest, float(np.exp(logits - top).sum(axis=-1).max()))
+        self._sums.append(SoftmaxSum(case=case, keys=T, largest=largest))
 
-    def _see_block(self, block: _Block, matmuls: np.ndarray, mask: _Mask) -> float:
-        """Measure one block, and give its largest softmax sum."""
-        self._matmuls.see(block, matmuls, None)
-        scores = self._scored(matmuls)
-        added, given, seen = mask.of(block)
-        logits = scores if added is None else scores + added
-        self._logits.see(block, logits, seen)
-        if added is not None:
-            self._scores.see(block, scores, seen)
-        if seen is not None:
-            self._fully_masked += int(np.count_nonzero(~seen.any(-1)))  # causality alone closes none
-        if given is not None:
-            np.copyto(logits, -np.inf, where=~given)
-        top = logits.max(axis=-1, keepdims=True)
-        np.maximum(top, np.finfo(top.dtype).min, out=top)  # -inf − -inf of a query without keys is NaN
-        return float(np.exp(logits - top).sum(axis=-1).max())
+    def _note(
+        self, kind: str, at: Mapping[str, Any], values: np.ndarray, seen: np.ndarray | np.bool_
+    ) -> None:
+        """Keep the lowest and the highest of the values of a block that are seen, and their places."""
+        extremes = {-1: values.min(initial=np.inf, where=seen), 1: values.max(initial=-np.inf, where=seen)}
+        for sign, value in extremes.items():
+            old = self._peaks.get((kind, sign))
+            if sign * value > (-np.inf if old is None else sign * old.value):
+                place = np.unravel_index(((values == value) & seen).argmax(), values.shape)
+                row, query, key = (int(i) for i in place)
+                moved = {"row": at["row"] + row, "query": at["query"] + query, "key": key}
+                self._peaks[kind, sign] = Peak(**{**at, **moved, "value": float(value)})
 
     def _scored(self, matmuls: np.ndarray) -> np.ndarray:
         scores = matmuls * matmuls.dtype.type(self._scale)
@@ -143,19 +156,25 @@ class Meter:
 
     def figures(self) -> Figures:
         """What was measured so far."""
-        logits, matmuls, numbers = self._logits, self._matmuls, list(self._mask_numbers)
-        bounds = [float(self._scored(np.float64(p.value))) for p in (matmuls.low, matmuls.high) if p]
-        constant = self._attention.lowest_mask_constant
+
+        def of(kind: str) -> list[Peak]:
+            return [self._peaks[kind, sign] for sign in (1, -1) if (kind, sign) in self._peaks]
+
+        def largest(kind: str) -> Peak | None:
+            return max(of(kind), key=lambda peak: abs(peak.value), default=None)
+
+        bounds = [float(self._scored(np.float64(peak.value))) for peak in of("matmul")]
+        constant, numbers = self._attention.lowest_mask_constant, list(self._mask_numbers)
         if constant is not None and constant <= _SURELY_A_SENTINEL:  # a Cast may have made it -inf since
             numbers.append(constant)
         return Figures(
             tensors=dict(self._tensors),
             scale=self._scale,
-            matmul=matmuls.largest,
+            matmul=largest("matmul"),
             all_scores=(min(bounds), max(bounds)) if bounds else None,
-            score=(self._scores if self._scores.high else logits).largest,
-            logit=logits.largest,
-            exponent=logits.high.value if logits.high else None,
+            score=largest("score"),
+            logit=largest("logit"),
+            exponent=of("logit")[0].value if of("logit") else None,
             sums=tuple(self._sums),
             sentinel=None if self.node.mask == "bool" else _sentinel_among(numbers),
             fully_masked=self._fully_masked,
@@ -163,88 +182,14 @@ class Meter:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Block:
-    """Some queries of one head, of one or more batch elements."""
-
-    case: str
-    rows: slice
-    head: int
-    queries: slice
-
-
-class _Extremes:
-    """The lowest and the highest number so far."""
-
-    def __init__(self) -> None:
-        self.low: Peak | None = None
-        self.high: Peak | None = None
-
-    def see(self, block: _Block, values: np.ndarray, seen: np.ndarray | None) -> None:
-        """Look at the values of a block, or at those that are seen."""
-        where = True if seen is None else seen
-
-        def peak(value: float) -> Peak:
-            at = np.unravel_index(((values == value) & where).argmax(), values.shape)
-            row, query, key = (int(i) for i in at)
-            return Peak(
-                value=float(value),
-                case=block.case,
-                row=block.rows.start + row,
-                head=block.head,
-                query=block.queries.start + query,
-                key=key,
-            )
-
-        high = values.max(initial=-np.inf, where=where)
-        low = values.min(initial=np.inf, where=where)
-        if high > (self.high.value if self.high else -np.inf):
-            self.high = peak(high)
-        if low < (self.low.value if self.low else np.inf):
-            self.low = peak(low)
-
-    @property
-    def largest(self) -> Peak | None:
-        """The number of largest size."""
-        if self.low is None or self.high is None:
-            return None
-        return max(self.high, self.low, key=lambda peak: abs(peak.value))
-
-
-class _Mask:
-    """What a mask (boolean or of numbers) and causality do to each block of scores [B, Hq, S, T]."""
-
-    def __init__(self, mask: np.ndarray | None, *, is_causal: bool, shape: tuple[int, ...]) -> None:
-        self.shape, self._is_causal = shape, is_causal
-        self._mask = None if mask is None else np.broadcast_to(mask, shape)
-        # The lowest and the highest finite number that is not 0.
-        self.numbers: list[float] = []
-        flat = np.empty(0) if mask is None or mask.dtype == bool else mask.reshape(-1)
-        for start in range(0, flat.size, _CHUNK):
-            part = flat[start : start + _CHUNK].astype(np.float32)
-            numbers = part[np.isfinite(part) & (part != 0)]
-            self.numbers += [float(numbers.min()), float(numbers.max())] if numbers.size else []
-        sentinel = _sentinel_among(self.numbers)
-        self._hides_from = -np.inf if sentinel is None else sentinel / 2
-
-    def of(self, block: _Block) -> tuple[np.ndarray | None, np.ndarray | None, np.ndarray | None]:
-        """The numbers added to the scores, which pairs the softmax is given, and which are seen.
-
-        A pair hidden by a sentinel is given but not seen. None adds nothing, or leaves nothing out.
-        """
-        causal = None
-        if self._is_causal:
-            queries = np.arange(block.queries.start, block.queries.stop)
-            causal = np.arange(self.shape[3]) <= queries[:, None]
-        if self._mask is None:
-            return None, causal, causal
-        mask = self._mask[block.rows, block.head, block.queries]
-        if mask.dtype == bool:
-            seen = mask if causal is None else mask & causal
-            return None, seen, seen
-        added = mask.astype(np.float32)
-        seen = added > self._hides_from
-        return added, causal, seen if causal is None else seen & causal
+def _finite_numbers(mask: np.ndarray) -> list[float]:
+    """The lowest and the highest finite number of each part of a mask that is not 0."""
+    found: list[float] = []
+    for start in range(0, mask.size, _CHUNK):
+        part = mask.reshape(-1)[start : start + _CHUNK].astype(np.float32)
+        numbers = part[np.isfinite(part) & (part != 0)]
+        found += [float(numbers.min()), float(numbers.max())] if numbers.size else []
+    return found
 
 
 def _sentinel_among(numbers: Sequence[float]) -> float | None:
@@ -275,7 +220,7 @@ _SUM_IN_FP32 = "take kernels that sum the softmax in FP32"
 _SENTINEL = "hide keys by a boolean mask or -inf, which every lowering knows, or clamp the number to -32768"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Finding:
     """What was found, how bad it is (one of `STATUSES`), and what can be done."""
 
@@ -301,11 +246,6 @@ class NodeRange:
         """The worst that was found."""
         return max((finding.status for finding in self.findings), key=STATUSES.index, default=OK)
 
-    @property
-    def advice(self) -> tuple[str, ...]:
-        """What can be done about all of it, each thing once."""
-        return tuple(dict.fromkeys(line for finding in self.findings for line in finding.advice))
-
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON, the figures that people ask for first; null where there is none."""
         matmul, score, sums = self.figures.matmul, self.figures.score, self.figures.sums
@@ -318,7 +258,7 @@ class NodeRange:
             "max_keys": self.max_keys,
             "headroom": self.headroom if math.isfinite(self.headroom) else None,
             "findings": [asdict(finding) for finding in self.findings],
-            "advice": list(self.advice),
+            "advice": list(dict.fromkeys(line for finding in self.findings for line in finding.advice)),
             "figures": asdict(self.figures),
         }
 
@@ -327,48 +267,30 @@ class NodeRange:
 class RangeReport:
     """How near FP16's limit the attentions of a bundle come on its golden data."""
 
-    model: str
-    precision: str
-    backend: str
-    cases: tuple[str, ...]
+    precision: str  # that of the bundle
     nodes: tuple[NodeRange, ...]
-
-    @property
-    def worst(self) -> str:
-        """The worst status of all attentions."""
-        return max((node.status for node in self.nodes), key=STATUSES.index, default=OK)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON: a section of a report, which names model and precision itself."""
-        return {"worst": self.worst, "nodes": [node.to_dict() for node in self.nodes]}
+        worst = max((node.status for node in self.nodes), key=STATUSES.index, default=OK)
+        return {"worst": worst, "nodes": [node.to_dict() for node in self.nodes]}
 
 
 def fp16_range(bundle: Bundle, *, cases: Sequence[str] | None = None) -> RangeReport:
     """Measure every attention of a bundle on golden data, with projections accumulated in float32."""
-    manifest = bundle.manifest
-    by_name = {entry.name: entry for entry in manifest.golden}
-    wanted = list(by_name) if cases is None else list(dict.fromkeys(cases))
-    unknown = [name for name in wanted if name not in by_name]
-    if unknown or not wanted:
-        got = ", ".join(unknown) or "no names"
-        raise DeployError("The bundle has no such golden case.", got=got, hint=nearest(got, by_name))
-    probe = attention_probe(load_graph(bundle.model_path))
-    meters = [Meter(attention) for attention in probe.attentions]
-    with open_runner(available_cpu_backend(manifest.precision), probe.model) as runner:
-        for name in wanted:
-            arrays = runner.run(read_case(bundle, by_name[name]).inputs)
-            for meter in meters:
-                meter.see(name, arrays)
-    return RangeReport(
-        model=manifest.spec.name,
-        precision=manifest.precision.name,
-        backend=runner.name,
-        cases=tuple(wanted),
-        nodes=tuple(_node_range(meter, manifest.spec, manifest.precision) for meter in meters),
-    )
+    manifest, probe = bundle.manifest, attention_probe(load_graph(bundle.model_path))
+    meters, precision = [Meter(attention) for attention in probe.attentions], manifest.precision
+    with open_runner(available_cpu_backend(precision), probe.model) as runner:
+        for entry in manifest.golden:
+            if cases is None or entry.name in cases:
+                arrays = runner.run(read_case(bundle, entry).inputs)
+                for meter in meters:
+                    meter.see(entry.name, arrays)
+    nodes = tuple(_node_range(meter, manifest.spec, precision.name) for meter in meters)
+    return RangeReport(precision=precision.name, nodes=nodes)
 
 
-def _node_range(meter: Meter, spec: ModelSpec, precision: Precision) -> NodeRange:
+def _node_range(meter: Meter, spec: ModelSpec, precision: str) -> NodeRange:
     figures, node = meter.figures(), meter.node
     # The longest past and the most new keys; no more than a window, which is a mask in the graph.
     lengths = (node.T, node.past_length) if node.has_past else (node.T,)
@@ -387,20 +309,18 @@ def _node_range(meter: Meter, spec: ModelSpec, precision: Precision) -> NodeRang
         figures=figures,
         max_keys=max_keys,
         headroom=0.0 if figures.not_finite else headroom,
-        findings=tuple(_findings(figures, max_keys, precision.name)),
+        findings=(*_findings(figures, max_keys, precision), *_about_sentinel(figures)),
     )
 
 
 def _status_of(size: float) -> str:
-    if size > FP16_MAX:
-        return OVERFLOWS
-    return NEAR if size * NEAR_BELOW > FP16_MAX else OK
+    return OVERFLOWS if size > FP16_MAX else NEAR if size * NEAR_BELOW > FP16_MAX else OK
 
 
 def _findings(figures: Figures, max_keys: int, precision: str) -> Iterator[Finding]:
     bf16 = _BF16[precision]
     for line in figures.not_finite:
-        yield Finding(status=OVERFLOWS, what=f"{line} are NaN or infinite", advice=(bf16,))
+        yield Finding(OVERFLOWS, f"{line} are NaN or infinite", (bf16,))
     large: list[tuple[str, float, tuple[str, ...]]] = [
         (f"the largest |{name}|", size, (bf16,)) for name, size in figures.tensors.items()
     ]
@@ -416,17 +336,14 @@ def _findings(figures: Figures, max_keys: int, precision: str) -> Iterator[Findi
     if figures.score and figures.logit:
         size = max(abs(figures.score.value), abs(figures.logit.value))
         large.append(("the largest score", size, (_FP32_ISLAND, bf16)))
+    does = {OVERFLOWS: ("overflows", "would overflow in"), NEAR: ("is near the limit of",) * 2}
     for what, size, advice in large:
-        status = _status_of(size)
-        if status != OK:
-            does = {OVERFLOWS: ("overflows", "would overflow in"), NEAR: ("is near the limit of",) * 2}
+        if (status := _status_of(size)) != OK:
             verb = does[status][precision != "fp16"]
-            yield Finding(status=status, what=f"{what} is {size:,.0f}, which {verb} FP16", advice=advice)
+            yield Finding(status, f"{what} is {size:,.0f}, which {verb} FP16", advice)
     if figures.exponent is not None and figures.exponent > _LARGEST_EXPONENT:
         exp = f"exp({figures.exponent:.1f})"
-        yield Finding(
-            status=OK, what=f"{exp} overflows FP16 in a kernel that does not subtract the maximum first"
-        )
+        yield Finding(OK, f"{exp} overflows FP16 in a kernel that does not subtract the maximum first")
     measured = max((each.largest for each in figures.sums), default=0.0)
     if max(max_keys, measured) > _LAST_COUNT:
         status, overflow = OK, ""
@@ -436,9 +353,7 @@ def _findings(figures: Figures, max_keys: int, precision: str) -> Iterator[Findi
             f"the softmax sums up to {max_keys:,} keys (measured: {measured:,.1f}); "
             f"a sum of ones in FP16 stops at {_LAST_COUNT:,}{overflow}"
         )
-        status = max(status, _status_of(measured), key=STATUSES.index)
-        yield Finding(status=status, what=what, advice=(_SUM_IN_FP32,))
-    yield from _about_sentinel(figures)
+        yield Finding(max(status, _status_of(measured), key=STATUSES.index), what, (_SUM_IN_FP32,))
 
 
 def _about_sentinel(figures: Figures) -> Iterator[Finding]:
@@ -446,17 +361,19 @@ def _about_sentinel(figures: Figures) -> Iterator[Finding]:
     if figures.sentinel is None:
         return
     low, high = figures.all_scores or (0.0, 0.0)
-    size, reach = -figures.sentinel, max(-low, high)
-    name = f"the mask's {figures.sentinel:,.6g}"
+    size, reach, status = -figures.sentinel, max(-low, high), OVERFLOWS
+    what = f"the mask's {figures.sentinel:,.6g}"
     row = f"a fully masked query then gives NaN (the golden cases have {figures.fully_masked:,} of them)"
     if size >= _ROUNDS_TO_INFINITY:
-        yield Finding(status=OVERFLOWS, what=f"{name} is -inf in FP16: {row}", advice=(_SENTINEL,))
+        what += f" is -inf in FP16: {row}"
     elif size + reach >= _ROUNDS_TO_INFINITY:
-        what = f"{name} and a score of {-reach:,.1f} add up to -inf in FP16: {row}"
-        yield Finding(status=OVERFLOWS, what=what, advice=(_SENTINEL,))
+        what += f" and a score of {-reach:,.1f} add up to -inf in FP16: {row}"
     elif size + NEAR_BELOW * reach >= _ROUNDS_TO_INFINITY:
-        what = f"{name} leaves FP16 room for scores down to {size - _ROUNDS_TO_INFINITY:,.0f} only: {row}"
-        yield Finding(status=NEAR, what=what, advice=(_SENTINEL,))
+        status = NEAR
+        what += f" leaves FP16 room for scores down to {size - _ROUNDS_TO_INFINITY:,.0f} only: {row}"
     elif size < high - low + _FADED:
-        what = f"{name}, if it is to hide keys, is too small for scores from {low:,.1f} to {high:,.1f}"
-        yield Finding(status=NEAR, what=what, advice=(_SENTINEL,))
+        status = NEAR
+        what += f", if it is to hide keys, is too small for scores from {low:,.1f} to {high:,.1f}"
+    else:
+        return
+    yield Finding(status, what, (_SENTINEL,))

@@ -195,7 +195,7 @@ def ranges(*nodes, precision="fp16"):
         NodeRange(node=f"blocks.{i}.attention", figures=figures, max_keys=8, headroom=room, findings=reported)
         for i, (room, reported) in enumerate(nodes)
     )
-    return RangeReport(model="m", precision=precision, backend="ort-cpu", cases=("opt",), nodes=made)
+    return RangeReport(precision=precision, nodes=made)
 
 
 def sentences(report):

@@ -118,6 +118,7 @@ def test_what_stands_behind_the_valid_rows_is_not_measured(bundles, tmp_path, ru
     assert fp16_range(open_bundle(folder)).nodes == fp16_range(bundle).nodes
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", ["tiny-dynamic", "tiny-preallocated", "tiny-window"])
 def test_an_old_key_counts_for_the_matmul_and_for_the_score_where_it_is_seen(bundles, tmp_path, name):
     bundle = bundles(name)
@@ -144,35 +145,16 @@ def test_an_old_key_counts_for_the_matmul_and_for_the_score_where_it_is_seen(bun
 def test_the_most_keys_of_a_cache_are_its_past_and_the_new_ones(bundles):
     most = {
         name: fp16_range(bundles(name), cases=["min"]).nodes[0].max_keys
-        for name in ("tiny-gqa", "tiny-dynamic", "tiny-preallocated", "tiny-window", "tiny-softcap")
+        for name in ("tiny-gqa", "tiny-dynamic", "tiny-preallocated", "tiny-window")
     }
-    assert most == {
-        "tiny-gqa": 64,
-        "tiny-dynamic": 127,
-        "tiny-preallocated": 64,
-        "tiny-window": 12,
-        "tiny-softcap": 64,
-    }
-
-
-def test_chosen_cases_are_run(bundles):
-    report = fp16_range(bundles("tiny-mha"), cases=["odd", "min"])
-    assert report.cases == ("odd", "min")
-    assert [each.case for each in report.nodes[0].figures.sums] == ["odd", "min"]
-    assert report.backend.startswith("ort-cpu ")
-
-
-@pytest.mark.parametrize("cases", [["opt", "oddd"], []])
-def test_a_case_that_is_not_there_is_refused(bundles, cases):
-    with pytest.raises(DeployError, match="no such golden case") as caught:
-        fp16_range(bundles("tiny-mha"), cases=cases)
-    assert "odd" in caught.value.hint
+    assert most == {"tiny-gqa": 64, "tiny-dynamic": 127, "tiny-preallocated": 64, "tiny-window": 12}
 
 
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
 def test_the_report_is_plain_json(bundles, precision):
-    report = fp16_range(bundles("tiny-head-mix", precision))
+    bundle = bundles("tiny-head-mix", precision)
+    report = fp16_range(bundle)
     data = json.loads(json.dumps(report.to_dict(), allow_nan=False))
     assert data["worst"] == "ok"
     first, second = data["nodes"]
@@ -181,7 +163,7 @@ def test_the_report_is_plain_json(bundles, precision):
     assert first["largest_score"] == abs(report.nodes[0].figures.score.value)
     assert first["largest_softmax_sum"] == max(each.largest for each in report.nodes[0].figures.sums)
     assert second["max_keys"] == 4
-    assert first["figures"]["matmul"]["case"] in report.cases
+    assert first["figures"]["matmul"]["case"] in [entry.name for entry in bundle.manifest.golden]
 
 
 # -- one attention, as ONNX allows it ----------------------------------------------------------
@@ -338,7 +320,7 @@ def grown_to(bundle, folder, matmul):
     return with_weights(bundle, folder, q=factor, k=factor)
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("matmul", "status"), [(8000, "ok"), (8400, "near"), (65000, "near"), (66000, "overflows")]
 )
@@ -349,7 +331,7 @@ def test_the_status_follows_the_matmul(bundles, tmp_path, precision, matmul, sta
     rel = {"fp16": 1e-3, "bf16": 7e-3, "fp32": 1e-5}[precision]
     assert abs(node.figures.matmul.value) == pytest.approx(matmul, rel=rel)
     assert node.headroom == pytest.approx(FP16_MAX / matmul, rel=rel)
-    assert report.worst == node.status == status
+    assert report.to_dict()["worst"] == node.status == status
     about = [each.what for each in node.findings if "Q·Kᵀ" in each.what]
     assert len(about) == (status != "ok")
     if status == "overflows":
@@ -357,23 +339,27 @@ def test_the_status_follows_the_matmul(bundles, tmp_path, precision, matmul, sta
         assert ("which overflows FP16" in about[0]) == (precision == "fp16")
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("precision", "words"), [("fp16", "export with --precision bf16"), ("bf16", "stay with bf16")]
 )
 def test_large_matmuls_get_advice(bundles, tmp_path, precision, words):
     (node,) = fp16_range(grown_to(bundles("tiny-gqa", precision), tmp_path / "b", 70000)).nodes
-    assert any("fold the scale into the query projection" in line for line in node.advice)
-    assert any("in FP32" in line for line in node.advice)
-    assert any(words in line for line in node.advice)
+    advice = node.to_dict()["advice"]
+    assert all(
+        any(part in line for line in advice)
+        for part in ("fold the scale into the query projection", "in FP32", words)
+    )
 
 
 def test_folding_is_not_advised_where_the_scores_overflow_too(bundles, tmp_path):
     (node,) = fp16_range(grown_to(bundles("tiny-gqa", "fp32"), tmp_path / "b", 300_000)).nodes
     assert abs(node.figures.score.value) > FP16_MAX
     assert any("the largest score" in each.what for each in node.findings)
-    assert not any("fold" in line for line in node.advice)
+    assert not any("fold" in line for line in node.to_dict()["advice"])
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_a_tensor_that_overflows_already_is_named(bundles, tmp_path, name):
     bundle = with_weights(bundles("tiny-gqa"), tmp_path / "b", **{name: 25000.0})
@@ -401,7 +387,7 @@ def test_the_second_attention_is_judged_by_itself(bundles, tmp_path):
     bundle = with_weights(bundles("tiny-head-mix", "fp32"), tmp_path / "b", mix_q=1000.0, mix_k=1000.0)
     report = fp16_range(bundle)
     assert [node.status for node in report.nodes] == ["ok", "overflows"]
-    assert report.worst == "overflows"
+    assert report.to_dict()["worst"] == "overflows"
 
 
 # -- softmax -----------------------------------------------------------------------------------
@@ -426,13 +412,6 @@ def test_the_largest_sum_a_spec_allows_is_told(bundles, tmp_path, keys, status, 
     assert [words in each.what for each in about] == ([True] if words else [])
 
 
-def test_fp16_really_stops_counting_there():
-    total = np.float16(0)
-    for _ in range(3000):
-        total = np.float16(total + np.float16(1))
-    assert total == 2048
-
-
 def test_a_measured_sum_counts_for_the_headroom(bundles, tmp_path):
     bundle = with_weights(bundles("tiny-mha"), tmp_path / "b", q=0.0)
     (node,) = fp16_range(bundle).nodes
@@ -453,14 +432,14 @@ def test_nothing_but_zeros_has_no_headroom_to_tell(bundles, tmp_path):
 
 def test_exp_without_its_maximum_is_a_remark(bundles, tmp_path):
     told = {}
-    for factor in (0.5, 0.9, 1.1, 4.0):
+    for factor in (0.9, 1.1):
         bundle = with_weights(bundles("tiny-gqa", "fp32"), tmp_path / str(factor), q=factor)
         (node,) = fp16_range(bundle).nodes
         told[factor] = any("does not subtract the maximum" in each.what for each in node.findings)
         with np.errstate(over="ignore"):
             assert told[factor] == bool(np.isinf(np.exp(np.float16(node.figures.exponent))))
         assert node.status == "ok"
-    assert told == {0.5: False, 0.9: False, 1.1: True, 4.0: True}
+    assert told == {0.9: False, 1.1: True}
 
 
 # -- masks of numbers --------------------------------------------------------------------------
@@ -527,7 +506,7 @@ def test_a_low_sentinel_overflows_under_large_scores(bundles, tmp_path):
         assert np.isneginf(np.float16(-65504.0) + np.float16(-reach))
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("number", [-1e9, -65504.0, -32768.0, -1e4, -120.0, -30.0, -24.0, -5.0])
 @pytest.mark.parametrize("factor", [1.0, 8.0])
 def test_the_judgement_agrees_with_arithmetic_in_fp16(bundles, tmp_path, number, factor):
@@ -592,6 +571,7 @@ def test_minus_infinity_hides_keys_and_is_no_sentinel(bundles, tmp_path):
     assert node.figures.fully_masked == 2  # one query of one head in each row of the batch
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
 def test_a_mask_that_is_broken_is_named(bundles, tmp_path, bad):
     node = with_sentinel(bundles("tiny-additive"), tmp_path / "b", bad)
