@@ -10,7 +10,7 @@ import pytest
 
 PLUGINS = [
     {"name": name, "version": "1", "namespace": "mha_deploy"}
-    for name in ("MhaDeployAttention", "MhaDeployLinear", "MhaDeployRowwise")
+    for name in ("MhaDeployAttention", "MhaDeployLinear", "MhaDeployNormActivation")
 ]
 INFO = {
     "library": "mha_deploy_plugins",

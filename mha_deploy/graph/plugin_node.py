@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 OP_TYPE: Final = "MhaDeployAttention"
 LINEAR: Final = "MhaDeployLinear"
-ROWWISE: Final = "MhaDeployRowwise"
+NORM_ACTIVATION: Final = "MhaDeployNormActivation"
 DOMAIN: Final = "mha_deploy"
 VERSION: Final = "1"
 """The version of both nodes: their attributes, inputs and meaning. Another meaning is another version."""
@@ -17,7 +17,7 @@ VERSION_ATTRIBUTE: Final = "plugin_version"
 NAMESPACE_ATTRIBUTE: Final = "plugin_namespace"
 
 LAYER_NORM, RMS_NORM, GELU, GELU_TANH, SILU = range(5)
-"""Values of the attribute `operation` of a rowwise node."""
+"""Values of the attribute `operation` of a node of norm or activation."""
 
 NONE, TOP_LEFT, BOTTOM_RIGHT = range(3)
 """Values of the attribute `causal`: no diagonal, or the corner that the causal diagonal is aligned to."""

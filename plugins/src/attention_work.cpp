@@ -1,5 +1,5 @@
-// One call of the attention on a stream: queries and keys rotated or staged, new entries written into the
-// caches, keys counted, cuDNN, zeros where there was no key. Plans by shape are found once and kept.
+// One call of the attention on a stream: queries and keys rotated or staged, new keys and values written into
+// the caches, keys counted, cuDNN, zeros where there was no key. Plans by shape are found once and kept.
 #include "attention.h"
 #include "cudnn_attention.h"
 #include "driver.h"
@@ -37,7 +37,7 @@ struct Prepared {
     View output;
     DeviceMemory query_counts;  // S for every batch element
     DeviceMemory key_counts;    // T for every batch element, where cuDNN counts keys that nobody counted
-    CUfunction entries = nullptr;  // rotates, stages, and writes into the caches
+    CUfunction rotary_append = nullptr;  // rotates, stages, and writes into the caches
     CUfunction key_counts_kernel = nullptr;
     CUfunction empty_rows = nullptr;
     // Where things lie in the scratch memory, behind cuDNN's part.
@@ -113,7 +113,7 @@ std::optional<AttentionShapes> rounded_shapes(
     for (std::size_t i = 0; i < rounded.operands.size(); ++i) {
         Dims& dims = rounded.operands[i];
         int64_t& length = dims[dims.size() == 4 ? 2 : 1];
-        // New entries of a cache are as many as queries; other keys are rounded on their own.
+        // The new tokens of a cache are as many as queries; other keys are rounded on their own.
         bool const as_queries = parameters.has_cache || static_cast<int32_t>(i) == parameters.sources[0];
         length = as_queries ? rows : rounded_up(length, 64);
         dims[0] = batch;
@@ -154,7 +154,7 @@ struct Call {
     int output_pieces() const {  // of 16 bytes, in a row
         return static_cast<int>(int64_t{parameters.query_heads} * parameters.value_size / kElementsOfLoad);
     }
-    // Where Q, K or V begins: for a cache, the new entries of K and V.
+    // Where Q, K or V begins: for a cache, the new tokens of K and V.
     char* begin_of(Part part) const {
         auto const index = static_cast<std::size_t>(part);
         auto const* const source = input<char>(parameters.sources[index]);
@@ -189,84 +189,84 @@ Status copy_past(Call const& call) {
 }
 
 // The memory of a view, in pieces of 16 bytes; no heads where this part stays where it is.
-Entries entries_of(Call const& call, Part part) {
+HeadCopy head_copy_of(Call const& call, Part part) {
     auto const index = static_cast<std::size_t>(part);
     bool const cached = call.parameters.has_cache && part != Part::kQuery;
     void* const target = cached ? call.pointers.outputs[index] : call.scratch(call.prepared.staged_at[index]);
-    Entries entries{};
+    HeadCopy copy{};
     if (target == nullptr) {
-        return entries;
+        return copy;
     }
     View const view = view_of(call.parameters, call.shapes, part);
     View const& to = call.prepared.attended[index];
     bool const rotates = call.parameters.rotates() && part != Part::kValue;
-    entries.source = reinterpret_cast<uint4 const*>(call.begin_of(part));
-    entries.target = static_cast<uint4*>(target);
-    entries.batch_stride = view.strides[0] / kElementsOfLoad;
-    entries.head_stride = view.strides[1] / kElementsOfLoad;
-    entries.row_stride = view.strides[2] / kElementsOfLoad;
-    entries.target_batch_stride = to.strides[0] / kElementsOfLoad;
-    entries.target_head_stride = to.strides[1] / kElementsOfLoad;
-    entries.target_row_stride = to.strides[2] / kElementsOfLoad;
-    entries.heads = static_cast<int>(view.sizes[1]);
-    entries.units = static_cast<int>(view.sizes[3] / kElementsOfLoad);
-    entries.rotates = rotates ? 1 : 0;
+    copy.source = reinterpret_cast<uint4 const*>(call.begin_of(part));
+    copy.target = static_cast<uint4*>(target);
+    copy.batch_stride = view.strides[0] / kElementsOfLoad;
+    copy.head_stride = view.strides[1] / kElementsOfLoad;
+    copy.row_stride = view.strides[2] / kElementsOfLoad;
+    copy.target_batch_stride = to.strides[0] / kElementsOfLoad;
+    copy.target_head_stride = to.strides[1] / kElementsOfLoad;
+    copy.target_row_stride = to.strides[2] / kElementsOfLoad;
+    copy.heads = static_cast<int>(view.sizes[1]);
+    copy.units = static_cast<int>(view.sizes[3] / kElementsOfLoad);
+    copy.rotates = rotates ? 1 : 0;
     if (rotates && call.parameters.rotary == RotaryPairs::kHalves) {  // a thread moves both halves of pairs
-        entries.units -= static_cast<int>(call.parameters.rotary_size / kElementsOfLoad / 2);
+        copy.units -= static_cast<int>(call.parameters.rotary_size / kElementsOfLoad / 2);
     }
-    return entries;
+    return copy;
 }
 
-Status launch_entries(Call const& call, EntriesCall entries, int64_t rows) {
+Status launch_rotary_append(Call const& call, RotaryAppendCall append, int64_t rows) {
     bool const cache = call.parameters.has_cache;
     unsigned units = 0;
-    for (Entries const& part : {entries.query, entries.key, entries.value}) {
+    for (HeadCopy const& part : {append.query, append.key, append.value}) {
         units += static_cast<unsigned>(part.heads * part.units);
     }
     if (units == 0) {
         return Status();
     }
-    entries.rows = static_cast<int>(rows);
-    entries.filled_rows = entries.rows;
-    if (call.prepared.rounded && !cache && entries.value.heads > 0) {
+    append.rows = static_cast<int>(rows);
+    append.filled_rows = append.rows;
+    if (call.prepared.rounded && !cache && append.value.heads > 0) {
         int64_t const whole_tiles = (rows + kTileRows - 1) / kTileRows * kTileRows;
-        entries.filled_rows = static_cast<int>(std::min(whole_tiles, call.prepared.attended[1].sizes[2]));
+        append.filled_rows = static_cast<int>(std::min(whole_tiles, call.prepared.attended[1].sizes[2]));
     }
-    return call.launch(call.prepared.entries, static_cast<unsigned>(entries.filled_rows),
-        (units + kThreads - 1) / kThreads, static_cast<unsigned>(call.shapes.batch()), entries,
+    return call.launch(call.prepared.rotary_append, static_cast<unsigned>(append.filled_rows),
+        (units + kThreads - 1) / kThreads, static_cast<unsigned>(call.shapes.batch()), append,
         "rotate and write the new keys and values");
 }
 
-Status move_entries(Call const& call) {
+Status rotate_and_append(Call const& call) {
     AttentionParameters const& p = call.parameters;
-    EntriesCall entries{};
-    entries.query = entries_of(call, Part::kQuery);
-    entries.key = entries_of(call, Part::kKey);
-    entries.value = entries_of(call, Part::kValue);
+    RotaryAppendCall append{};
+    append.query = head_copy_of(call, Part::kQuery);
+    append.key = head_copy_of(call, Part::kKey);
+    append.value = head_copy_of(call, Part::kValue);
     if (p.rotates()) {
-        entries.rotary.cos = call.input(call.places.cos);
-        entries.rotary.sin = call.input(call.places.sin);
-        entries.rotary.given = call.input<int>(call.places.positions);
-        entries.rotary.positions = static_cast<int>(p.rotary_positions);
-        entries.rotary.table_rows = call.shapes.table_rows;
-        entries.rotary.pieces = static_cast<int>(p.rotary_size / kElementsOfLoad);
-        entries.rotary.interleaved = p.rotary == RotaryPairs::kNeighbours ? 1 : 0;
+        append.rotary.cos = call.input(call.places.cos);
+        append.rotary.sin = call.input(call.places.sin);
+        append.rotary.given = call.input<int>(call.places.positions);
+        append.rotary.positions = static_cast<int>(p.rotary_positions);
+        append.rotary.table_rows = call.shapes.table_rows;
+        append.rotary.pieces = static_cast<int>(p.rotary_size / kElementsOfLoad);
+        append.rotary.interleaved = p.rotary == RotaryPairs::kNeighbours ? 1 : 0;
     }
     if (p.has_cache) {
-        entries.starts = call.input<int>(call.places.starts);
-        entries.key_counts = static_cast<int*>(call.scratch(call.prepared.key_counts_at));
-        entries.cache_rows = static_cast<int>(call.shapes.cache_rows);
+        append.starts = call.input<int>(call.places.starts);
+        append.key_counts = static_cast<int*>(call.scratch(call.prepared.key_counts_at));
+        append.cache_rows = static_cast<int>(call.shapes.cache_rows);
     }
     int64_t const queries = call.queries();
     int64_t const keys = view_of(p, call.shapes, Part::kKey).sizes[2];
     if (keys == queries) {
-        return launch_entries(call, entries, queries);
+        return launch_rotary_append(call, append, queries);
     }
-    EntriesCall others = entries;
-    others.query = Entries{};
-    entries.key = entries.value = Entries{};
-    Status status = launch_entries(call, entries, queries);
-    return status.ok() ? launch_entries(call, others, keys) : status;
+    RotaryAppendCall others = append;
+    others.query = HeadCopy{};
+    append.key = append.value = HeadCopy{};
+    Status status = launch_rotary_append(call, append, queries);
+    return status.ok() ? launch_rotary_append(call, others, keys) : status;
 }
 
 unsigned blocks_for_rows(int rows) {
@@ -275,7 +275,7 @@ unsigned blocks_for_rows(int rows) {
 
 Status count_rows(Call const& call) {
     auto* const query_counts = static_cast<int*>(call.scratch(call.prepared.query_counts_at));
-    if (call.prepared.key_counts_kernel == nullptr) {  // a cache: its keys were counted with the new entries
+    if (call.prepared.key_counts_kernel == nullptr) {  // a cache: its keys were counted as they were written
         auto const count = static_cast<unsigned>(call.queries());
         return query_counts == nullptr
                    ? Status()
@@ -341,8 +341,8 @@ Status launch_attention(Call const& call, CudnnHandle const& handle) {
     if (!status.ok() || prepared.plan == nullptr) {
         return status.ok() ? clear_output(call) : status;
     }
-    if (prepared.entries != nullptr) {
-        status = move_entries(call);
+    if (prepared.rotary_append != nullptr) {
+        status = rotate_and_append(call);
     }
     if (status.ok()) {
         status = count_rows(call);
@@ -544,7 +544,8 @@ Status AttentionWork::State::make_dense(AttentionShapes const& shapes, Type type
     }
     if (status.ok() && (cache || p.rotates() || made.rounded)) {
         bool const half = type == Type::kHalf;
-        status = load_kernel(half ? "mha_deploy_entries_fp16" : "mha_deploy_entries_bf16", made.entries);
+        status = load_kernel(
+            half ? "mha_deploy_rotary_append_fp16" : "mha_deploy_rotary_append_bf16", made.rotary_append);
     }
     if (status.ok() && counts) {
         status = load_kernel("mha_deploy_key_counts", made.key_counts_kernel);

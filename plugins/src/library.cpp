@@ -38,8 +38,8 @@ namespace {
 std::array<Creator*, 3> const& creators() {
     static Creator attention(mha_deploy::trt::attention_kind());
     static Creator linear(mha_deploy::trt::linear_kind());
-    static Creator rowwise(mha_deploy::trt::rowwise_kind());
-    static std::array<Creator*, 3> const all{&attention, &linear, &rowwise};
+    static Creator norm_activation(mha_deploy::trt::norm_activation_kind());
+    static std::array<Creator*, 3> const all{&attention, &linear, &norm_activation};
     return all;
 }
 
@@ -136,6 +136,6 @@ extern "C" char const* mha_deploy_plugins_info() {
            ", \"tensorrt\": \"" MHA_DEPLOY_TENSORRT "\""
            ", \"cudnn_frontend\": \"" MHA_DEPLOY_CUDNN_FRONTEND "\""
            ", \"plugins\": [" MHA_DEPLOY_PLUGIN("MhaDeployAttention") ", "
-           MHA_DEPLOY_PLUGIN("MhaDeployLinear") ", " MHA_DEPLOY_PLUGIN("MhaDeployRowwise") "]"
+           MHA_DEPLOY_PLUGIN("MhaDeployLinear") ", " MHA_DEPLOY_PLUGIN("MhaDeployNormActivation") "]"
            ", \"architectures\": [" MHA_DEPLOY_ARCHITECTURES "]}";
 }

@@ -1,4 +1,4 @@
-// What the kernels of kernels/{entries,empty_rows,key_counts}.cu are given: read by both compilers.
+// What the kernels of kernels/{rotary_append,empty_rows,key_counts}.cu are given: read by both compilers.
 #pragma once
 
 #include <vector_types.h>
@@ -6,7 +6,7 @@
 namespace mha_deploy {
 
 // Q, K or V of the new tokens, and where they go. Strides are counted in pieces of 16 bytes.
-struct Entries {
+struct HeadCopy {
     uint4 const* source;
     uint4* target;
     long long batch_stride;
@@ -31,10 +31,10 @@ struct Rotary {
     int interleaved;
 };
 
-struct EntriesCall {
-    Entries query;
-    Entries key;
-    Entries value;
+struct RotaryAppendCall {
+    HeadCopy query;
+    HeadCopy key;
+    HeadCopy value;
     Rotary rotary;
     int const* starts;
     int* key_counts;  // null: there is no cache

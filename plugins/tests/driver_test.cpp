@@ -4,7 +4,7 @@
 // compute-sanitizer.
 #include "../src/driver.h"
 #include "../src/linear.h"
-#include "../src/rowwise.h"
+#include "../src/norm_activation.h"
 #include "check.h"
 #include "plugin_expect.h"
 
@@ -91,7 +91,7 @@ void note(Tally& tally, bool passed, std::string const& name, double error) {
     logger.last.clear();
 }
 
-// ---- attention with rotary embedding and a cache: kernels/entries.cu
+// ---- attention with rotary embedding and a cache: kernels/rotary_append.cu
 
 struct RotaryCase {
     int32_t pairs;      // 1 halves, 2 neighbours
@@ -304,7 +304,7 @@ void check_rotary(Tally& tally, RotaryCase const& c, DataType data_type, bool se
     note(tally, passed, name, error);
 }
 
-// ---- rows: kernels/rowwise.cu
+// ---- norms and activations: kernels/norm_activation.cu
 
 double activation(int32_t operation, double x) {
     if (operation == 2) {
@@ -316,8 +316,8 @@ double activation(int32_t operation, double x) {
     return x / (1.0 + std::exp(-x));
 }
 
-void check_rowwise(Tally& tally, int32_t operation, int64_t rows, int64_t width, bool second, bool bias,
-    DataType data_type) {
+void check_norm_activation(Tally& tally, int32_t operation, int64_t rows, int64_t width, bool second,
+    bool bias, DataType data_type) {
     Type const type = data_type == DataType::kHALF ? Type::kHalf : Type::kBFloat16;
     bool const norm = operation < 2;
     FieldList fields;
@@ -380,8 +380,9 @@ void check_rowwise(Tally& tally, int32_t operation, int64_t rows, int64_t width,
         error = std::max(error, relative_error(numbers_of(type, sum.download<uint16_t>()), sums));
     }
     note(tally, ran && error < tolerance(type) && y.intact() && sum.intact(),
-        "rowwise " + std::to_string(operation) + ", " + std::to_string(rows) + "x" + std::to_string(width)
-            + (second ? " second" : "") + (bias ? " bias" : "") + (type == Type::kHalf ? "" : " bf16"),
+        "norm or activation " + std::to_string(operation) + ", " + std::to_string(rows) + "x"
+            + std::to_string(width) + (second ? " second" : "") + (bias ? " bias" : "")
+            + (type == Type::kHalf ? "" : " bf16"),
         error);
 }
 
@@ -467,13 +468,13 @@ int main(int count, char** arguments) {
         check_rotary(tally, {1, 1, 64, true, 2, rows, 80}, type, false);
         check_rotary(tally, {1, 1, 64, true, 2, 4, 16, true}, type, false);
         for (int32_t const operation : {0, 1}) {
-            check_rowwise(tally, operation, 3, 768, true, operation == 0, type);
-            check_rowwise(tally, operation, 2, 8, false, false, type);
-            check_rowwise(tally, operation, small ? 1 : 5, 8200, true, true, type);
-            check_rowwise(tally, operation, small ? 1 : 3, 32768, false, false, type);
+            check_norm_activation(tally, operation, 3, 768, true, operation == 0, type);
+            check_norm_activation(tally, operation, 2, 8, false, false, type);
+            check_norm_activation(tally, operation, small ? 1 : 5, 8200, true, true, type);
+            check_norm_activation(tally, operation, small ? 1 : 3, 32768, false, false, type);
         }
         for (int32_t const operation : {2, 3, 4}) {
-            check_rowwise(tally, operation, 7, 776, operation != 2, false, type);
+            check_norm_activation(tally, operation, 7, 776, operation != 2, false, type);
         }
         for (bool const transposed : {false, true}) {
             check_linear(tally, small ? 8 : 48, transposed, type);

@@ -19,11 +19,11 @@ void test_names() {
     }
     expect(attention().getFieldNames()->nbFields == 17, "17 fields of attention");
     expect(linear().getFieldNames()->nbFields == 2, "2 fields of linear");
-    expect(creators()[2]->getFieldNames()->nbFields == 5, "5 fields of rowwise");
+    expect(creators()[2]->getFieldNames()->nbFields == 5, "5 fields of norm and activation");
     std::string const info = mha_deploy_plugins_info();
     for (char const* const part :
         {"\"library\": \"mha_deploy_plugins\"", "\"interface\": \"IPluginV", "\"tensorrt\": \"",
-            "\"cudnn_frontend\": \"1.", "MhaDeployAttention", "MhaDeployLinear", "MhaDeployRowwise",
+            "\"cudnn_frontend\": \"1.", "MhaDeployAttention", "MhaDeployLinear", "MhaDeployNormActivation",
             "\"architectures\": ["}) {
         expect(info.find(part) != std::string::npos, std::string("the library describes itself: ") + part);
     }

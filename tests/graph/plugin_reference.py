@@ -64,7 +64,7 @@ class MhaDeployLinear(OpRun):
         return ((y if bias is None else y + bias.astype(np.float64)).astype(x.dtype),)
 
 
-class MhaDeployRowwise(OpRun):
+class MhaDeployNormActivation(OpRun):
     """Residual and normalisation, or an activation."""
 
     op_domain = DOMAIN
@@ -88,7 +88,7 @@ class MhaDeployRowwise(OpRun):
         return ((y if second is None else y * second).astype(x.dtype),)
 
 
-REFERENCE_OPERATORS: list[type[OpRun]] = [MhaDeployAttention, MhaDeployLinear, MhaDeployRowwise]
+REFERENCE_OPERATORS: list[type[OpRun]] = [MhaDeployAttention, MhaDeployLinear, MhaDeployNormActivation]
 """The operators for ONNX's reference evaluator."""
 
 

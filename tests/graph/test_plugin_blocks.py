@@ -102,7 +102,7 @@ def test_a_block_with_rotary_embedding_norm_and_gate() -> None:
     inputs = {"x": shape, "residual": shape, "angles": (FP16, [1, "S", 8])}
     model = model_of(nodes, inputs, {"y": shape}, constants, opset=24)
     lowered = lower(model, "plugin", linear=True)
-    norm, silu = own_attributes(lowered, "MhaDeployRowwise")
+    norm, silu = own_attributes(lowered, "MhaDeployNormActivation")
     assert (norm["operation"], norm["has_second"], norm["keeps_sum"]) == (1, 1, 1)
     assert (silu["operation"], silu["has_second"]) == (4, 1)
     (attention,) = own_attributes(lowered, "MhaDeployAttention")
@@ -126,9 +126,9 @@ def test_a_block_with_layer_norm_and_gelu(approximate: str, operation: int) -> N
     shape = (FP16, ["B", "S", 64])
     model = model_of(nodes, {"x": shape}, {"y": shape}, constants)
     lowered = lower(model, "plugin", linear=True)
-    rowwise = [(own["operation"], own["has_second"]) for own in own_attributes(lowered, "MhaDeployRowwise")]
-    assert rowwise == [(0, 0), (operation, 0), (0, 1)]
-    assert set(operators(lowered)) == {"MhaDeployRowwise", "MhaDeployLinear"}
+    own_nodes = own_attributes(lowered, "MhaDeployNormActivation")
+    assert [(own["operation"], own["has_second"]) for own in own_nodes] == [(0, 0), (operation, 0), (0, 1)]
+    assert set(operators(lowered)) == {"MhaDeployNormActivation", "MhaDeployLinear"}
     assert_same(model, lowered, random_inputs(model, {"B": 2, "S": 5}), atol=2e-2)
 
 
@@ -138,11 +138,11 @@ def test_blocks(name: str, tmp_path: Any) -> None:
     make, counts, gone = MODELS[name]
     bundle = md.export(make(), tmp_path / "bundle", precision="fp16", golden=["min"])
     lowered = lower(ir.load(bundle.model_path), "plugin", linear=True)
-    rowwise = own_attributes(lowered, "MhaDeployRowwise")
-    norms = [own for own in rowwise if own["operation"] < 2]
+    own_nodes = own_attributes(lowered, "MhaDeployNormActivation")
+    norms = [own for own in own_nodes if own["operation"] < 2]
     with_residual = [own for own in norms if own["has_second"]]
     sums = sum(own["keeps_sum"] for own in norms)
-    alone, activations = len(norms) - len(with_residual), len(rowwise) - len(norms)
+    alone, activations = len(norms) - len(with_residual), len(own_nodes) - len(norms)
     assert (len(with_residual), sums, alone, activations) == counts
     assert not gone & set(operators(lowered))
     names = [value.name for value in lowered.graph.outputs]
@@ -156,4 +156,4 @@ def test_blocks(name: str, tmp_path: Any) -> None:
 @pytest.mark.slow
 def test_without_the_plugins_gemms_blocks_stay_as_they_are(tmp_path: Any) -> None:
     bundle = md.export(encoder(), tmp_path / "bundle", precision="fp16")
-    assert "MhaDeployRowwise" not in operators(lower(ir.load(bundle.model_path), "plugin"))
+    assert "MhaDeployNormActivation" not in operators(lower(ir.load(bundle.model_path), "plugin"))

@@ -133,7 +133,7 @@ def test_the_real_library_is_built_from_the_command_line(run_cli, tmp_path, monk
     assert done.code == 0, done.err
     library = json.loads(done.out)["library"]
     names = {each["name"] for each in library["plugins"]}
-    assert names == {"MhaDeployAttention", "MhaDeployLinear", "MhaDeployRowwise"}
+    assert names == {"MhaDeployAttention", "MhaDeployLinear", "MhaDeployNormActivation"}
     monkeypatch.setenv("MHA_DEPLOY_PLUGINS", str(tmp_path))
     listed = json.loads(run_cli("plugins", "list", "--json").out)["libraries"]
     assert library["sha256"] in [each["sha256"] for each in listed]

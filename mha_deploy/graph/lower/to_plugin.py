@@ -73,9 +73,9 @@ from mha_deploy.graph.plugin_node import (
     LINEAR,
     NO_WINDOW,
     NONE,
+    NORM_ACTIVATION,
     OP_TYPE,
     PER_TOKEN,
-    ROWWISE,
     SILU,
     TOP_LEFT,
     is_plugin_attention,
@@ -732,7 +732,7 @@ def finish(model: ir.Model, options: PluginOptions) -> None:
             cancel_transposes(node)
     if options.linear:
         write_linear(model)
-        write_rowwise(model)
+        write_norms_and_activations(model)
     taken = names_in(model)
     for node in [each for each in model.graph.all_nodes() if is_op(each, ROTARY, RMS_NORM)]:
         b = NodeBuilder(prefix_within(node.name or node.op_type, taken))
@@ -873,14 +873,14 @@ def _transposed(model: ir.Model, weight: ir.Value, taken: set[str]) -> ir.Value:
 # -- What stands between the GEMMs: residual and normalisation, activations ------------------------
 
 _MOST_COLUMNS = 32768
-_ROWWISE_TYPES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+_NORM_ACTIVATION_TYPES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
-def write_rowwise(model: ir.Model) -> None:
+def write_norms_and_activations(model: ir.Model) -> None:
     """Write normalisations, with the residual before them, and activations as nodes of the plugin."""
     taken = names_in(model)
     for node in list(model.graph.all_nodes()):
-        if node.graph is None or node.domain != "" or not node.inputs or not _is_rowwise(node.inputs[0]):
+        if node.graph is None or node.domain != "" or not node.inputs or not _has_kernel(node.inputs[0]):
             continue  # it went with an earlier one
         if is_op(node, "LayerNormalization", RMS_NORM):
             _write_norm(model, node, taken)
@@ -892,10 +892,10 @@ def write_rowwise(model: ir.Model) -> None:
     model.graph.sort()
 
 
-def _is_rowwise(value: ir.Value | None) -> bool:
+def _has_kernel(value: ir.Value | None) -> bool:
     shape = dims(value)
     width = shape[-1] if len(shape) > 1 else None
-    typed = value is not None and value.dtype in _ROWWISE_TYPES
+    typed = value is not None and value.dtype in _NORM_ACTIVATION_TYPES
     return typed and isinstance(width, int) and width % _ALIGNED == 0 and width <= _MOST_COLUMNS
 
 
@@ -961,10 +961,10 @@ def _write_node(
     **own: float,
 ) -> list[ir.Value]:
     """Replace a node; `own` are the attributes that are not zero."""
-    b = NodeBuilder(prefix_within(node.name or ROWWISE, taken))
+    b = NodeBuilder(prefix_within(node.name or NORM_ACTIVATION, taken))
     none = {"has_second": 0, "has_bias": 0, "keeps_sum": 0, "epsilon": 0.0}
     outputs = b.node(
-        ROWWISE,
+        NORM_ACTIVATION,
         inputs,
         outputs=1 + int(own.get("keeps_sum", 0)),
         domain=DOMAIN,

@@ -69,7 +69,7 @@ struct LayerKind {
 
 LayerKind const& attention_kind();
 LayerKind const& linear_kind();
-LayerKind const& rowwise_kind();
+LayerKind const& norm_activation_kind();
 
 // All sizes of x but the last, multiplied.
 Status rows_of(Dims const& x, int64_t& rows);

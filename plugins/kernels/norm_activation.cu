@@ -1,5 +1,5 @@
 // Residual and normalisation in one kernel, and activations: what stands between the GEMMs of a block.
-#include "../src/rowwise_kernels.h"
+#include "../src/norm_activation_kernels.h"
 #include "numbers.cuh"
 
 namespace {
@@ -139,7 +139,7 @@ __device__ void activate(ActivationCall const& call) {
 }  // namespace
 
 #define MHA_DEPLOY_NORM(type, name, pieces) \
-    extern "C" __global__ void mha_deploy_rowwise_norm##pieces##_##name(NormCall call) { \
+    extern "C" __global__ void mha_deploy_norm_activation_norm##pieces##_##name(NormCall call) { \
         normalise<type, pieces>(call); \
     }
 MHA_DEPLOY_NORM(__half, fp16, 1)
@@ -149,10 +149,10 @@ MHA_DEPLOY_NORM(__nv_bfloat16, bf16, 1)
 MHA_DEPLOY_NORM(__nv_bfloat16, bf16, 2)
 MHA_DEPLOY_NORM(__nv_bfloat16, bf16, 4)
 
-extern "C" __global__ void mha_deploy_rowwise_activation_fp16(ActivationCall call) {
+extern "C" __global__ void mha_deploy_norm_activation_act_fp16(ActivationCall call) {
     activate<__half>(call);
 }
 
-extern "C" __global__ void mha_deploy_rowwise_activation_bf16(ActivationCall call) {
+extern "C" __global__ void mha_deploy_norm_activation_act_bf16(ActivationCall call) {
     activate<__nv_bfloat16>(call);
 }

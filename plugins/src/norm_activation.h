@@ -12,7 +12,7 @@
 
 namespace mha_deploy {
 
-enum class Rowwise : int32_t {
+enum class Operation : int32_t {
     kLayerNorm = 0,
     kRmsNorm = 1,
     kGelu = 2,
@@ -21,14 +21,14 @@ enum class Rowwise : int32_t {
     kLast = kSilu
 };
 
-struct RowwiseParameters {
-    Rowwise operation = Rowwise::kLayerNorm;
+struct NormActivationParameters {
+    Operation operation = Operation::kLayerNorm;
     bool has_second = false;  // the residual of a norm, added before it; the factor of an activation
     bool has_bias = false;    // of a norm
     bool keeps_sum = false;   // x + residual is the second output
     float epsilon = 0.0F;
 
-    bool is_norm() const noexcept { return operation <= Rowwise::kRmsNorm; }
+    bool is_norm() const noexcept { return operation <= Operation::kRmsNorm; }
     // x, residual or factor, scale, bias: those there are
     int32_t inputs() const noexcept {
         return 1 + static_cast<int32_t>(has_second) + (is_norm() ? 1 + static_cast<int32_t>(has_bias) : 0);
@@ -46,14 +46,14 @@ struct RowwiseParameters {
     }
 };
 
-std::vector<std::byte> serialize(RowwiseParameters const& parameters);
-Status deserialize(void const* bytes, std::size_t size, RowwiseParameters& parameters);
+std::vector<std::byte> serialize(NormActivationParameters const& parameters);
+Status deserialize(void const* bytes, std::size_t size, NormActivationParameters& parameters);
 
 // x is [rows, width]. Whether there is a kernel for the width.
 Status check_width(int64_t width);
 
 // Launch; nothing is prepared, and no scratch memory is needed.
-Status run_rowwise(RowwiseParameters const& parameters, int64_t rows, int64_t width, Type type,
+Status run_norm_activation(NormActivationParameters const& parameters, int64_t rows, int64_t width, Type type,
     void const* const* inputs, void* const* outputs, CUstream stream);
 
 }  // namespace mha_deploy

@@ -1,7 +1,7 @@
-#include "rowwise.h"
+#include "norm_activation.h"
 
 #include "driver.h"
-#include "rowwise_kernels.h"
+#include "norm_activation_kernels.h"
 #include "serializer.h"
 
 #include <algorithm>
@@ -20,10 +20,11 @@ constexpr int64_t kMostPieces = 4;  // of one thread
 
 // By type: FP16, BF16. Norms by the pieces of a thread: 1, 2, 4.
 constexpr char const* kActivations[] = {
-    "mha_deploy_rowwise_activation_fp16", "mha_deploy_rowwise_activation_bf16"};
-constexpr char const* kNorms[][2] = {{"mha_deploy_rowwise_norm1_fp16", "mha_deploy_rowwise_norm1_bf16"},
-    {"mha_deploy_rowwise_norm2_fp16", "mha_deploy_rowwise_norm2_bf16"},
-    {"mha_deploy_rowwise_norm4_fp16", "mha_deploy_rowwise_norm4_bf16"}};
+    "mha_deploy_norm_activation_act_fp16", "mha_deploy_norm_activation_act_bf16"};
+constexpr char const* kNorms[][2] = {
+    {"mha_deploy_norm_activation_norm1_fp16", "mha_deploy_norm_activation_norm1_bf16"},
+    {"mha_deploy_norm_activation_norm2_fp16", "mha_deploy_norm_activation_norm2_bf16"},
+    {"mha_deploy_norm_activation_norm4_fp16", "mha_deploy_norm_activation_norm4_bf16"}};
 
 unsigned threads_for(int64_t pieces) {
     return static_cast<unsigned>((pieces + 31) / 32 * 32);
@@ -31,29 +32,29 @@ unsigned threads_for(int64_t pieces) {
 
 }  // namespace
 
-Status RowwiseParameters::check() const {
+Status NormActivationParameters::check() const {
     auto const number = static_cast<int32_t>(operation);
-    if (number < 0 || number > static_cast<int32_t>(Rowwise::kSilu)) {
-        return Status::failed("rowwise: operation must be 0 to 4, got " + std::to_string(number));
+    if (number < 0 || number > static_cast<int32_t>(Operation::kSilu)) {
+        return Status::failed("norm or activation: operation must be 0 to 4, got " + std::to_string(number));
     }
     if (!is_norm() && (has_bias || keeps_sum)) {
-        return Status::failed("rowwise: an activation has no bias and no second output; set both to 0");
+        return Status::failed("an activation has no bias and no second output; set both to 0");
     }
     if (keeps_sum && !has_second) {
-        return Status::failed("rowwise: keeps_sum needs a residual; set has_second to 1");
+        return Status::failed("keeps_sum needs a residual; set has_second to 1");
     }
     if (is_norm() && !(std::isfinite(epsilon) && epsilon >= 0.0F)) {
-        return Status::failed("rowwise: epsilon must be a number from 0 on, got " + std::to_string(epsilon));
+        return Status::failed("a norm's epsilon must be a number from 0 on, got " + std::to_string(epsilon));
     }
     return Status();
 }
 
-std::vector<std::byte> serialize(RowwiseParameters const& parameters) {
+std::vector<std::byte> serialize(NormActivationParameters const& parameters) {
     return fields_to_bytes(parameters, kMagic, kVersion);
 }
 
-Status deserialize(void const* bytes, std::size_t size, RowwiseParameters& parameters) {
-    return fields_from_bytes(bytes, size, kMagic, kVersion, "rowwise", parameters);
+Status deserialize(void const* bytes, std::size_t size, NormActivationParameters& parameters) {
+    return fields_from_bytes(bytes, size, kMagic, kVersion, "norm or activation", parameters);
 }
 
 Status check_width(int64_t width) {
@@ -61,11 +62,11 @@ Status check_width(int64_t width) {
         && width <= kElementsOfLoad * kMostThreads * kMostPieces) {
         return Status();
     }
-    return Status::failed("rowwise: the last axis must be a multiple of 8 from 8 to 32768, got "
+    return Status::failed("norm or activation: the last axis must be a multiple of 8 from 8 to 32768, got "
                           + std::to_string(width) + "; leave this node to TensorRT");
 }
 
-Status run_rowwise(RowwiseParameters const& parameters, int64_t rows, int64_t width, Type type,
+Status run_norm_activation(NormActivationParameters const& parameters, int64_t rows, int64_t width, Type type,
     void const* const* inputs, void* const* outputs, CUstream stream) {
     return guarded("run a normalisation or activation", [&]() -> Status {
         if (rows == 0) {
@@ -101,7 +102,7 @@ Status run_rowwise(RowwiseParameters const& parameters, int64_t rows, int64_t wi
         call.y = static_cast<uint4*>(outputs[0]);
         call.sum = parameters.keeps_sum ? static_cast<uint4*>(outputs[1]) : nullptr;
         call.pieces = static_cast<int>(pieces);
-        call.is_rms = parameters.operation == Rowwise::kRmsNorm ? 1 : 0;
+        call.is_rms = parameters.operation == Operation::kRmsNorm ? 1 : 0;
         call.epsilon = parameters.epsilon;
         int64_t const each = pieces <= kMostThreads ? 1 : pieces <= 2 * kMostThreads ? 2 : 4;
         RETURN_IF_FAILED(load_kernel(kNorms[each / 2][half ? 0 : 1], kernel));

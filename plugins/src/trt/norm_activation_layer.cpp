@@ -1,5 +1,5 @@
-// MhaDeployRowwise: residual and normalisation, or an activation.
-#include "../rowwise.h"
+// MhaDeployNormActivation: residual and normalisation, or an activation.
+#include "../norm_activation.h"
 
 #include "layer.h"
 
@@ -11,14 +11,16 @@ using nvinfer1::DimsExprs;
 
 namespace {
 
-constexpr char const* kName = "MhaDeployRowwise";
+constexpr char const* kName = "MhaDeployNormActivation";
 
-class RowwiseLayer final : public Layer {
+class NormActivationLayer final : public Layer {
 public:
-    explicit RowwiseLayer(RowwiseParameters const& parameters) : parameters_(parameters) {}
+    explicit NormActivationLayer(NormActivationParameters const& parameters) : parameters_(parameters) {}
 
     char const* name() const noexcept override { return kName; }
-    std::unique_ptr<Layer> clone() const override { return std::make_unique<RowwiseLayer>(parameters_); }
+    std::unique_ptr<Layer> clone() const override {
+        return std::make_unique<NormActivationLayer>(parameters_);
+    }
     std::vector<std::byte> parameter_bytes() const override { return serialize(parameters_); }
     int32_t inputs() const noexcept override { return parameters_.inputs(); }
     int32_t outputs() const noexcept override { return parameters_.outputs(); }
@@ -34,16 +36,17 @@ public:
     Status prepare(Type) override { return Status(); }
     std::size_t workspace_bytes(Type, bool) override { return 0; }
     Status run(Type type, CallMemory const& memory) override {
-        return run_rowwise(parameters_, rows_, width_, type, memory.inputs, memory.outputs, memory.stream);
+        return run_norm_activation(
+            parameters_, rows_, width_, type, memory.inputs, memory.outputs, memory.stream);
     }
 
 private:
-    RowwiseParameters parameters_;
+    NormActivationParameters parameters_;
     int64_t rows_ = 0;
     int64_t width_ = 0;
 };
 
-Status RowwiseLayer::resize(std::vector<Dims> const& inputs) {
+Status NormActivationLayer::resize(std::vector<Dims> const& inputs) {
     Dims const& x = inputs[0];
     if (x.empty()) {
         return Status::failed("x has no axis; give it [..., width]");
@@ -62,23 +65,23 @@ Status RowwiseLayer::resize(std::vector<Dims> const& inputs) {
 }
 
 Status from_fields(Fields& fields, std::unique_ptr<Layer>& layer) {
-    RowwiseParameters parameters;
+    NormActivationParameters parameters;
     Status status = take_fields(fields, parameters);
-    layer = status.ok() ? std::make_unique<RowwiseLayer>(parameters) : nullptr;
+    layer = status.ok() ? std::make_unique<NormActivationLayer>(parameters) : nullptr;
     return status;
 }
 
 Status from_bytes(void const* bytes, std::size_t size, std::unique_ptr<Layer>& layer) {
-    RowwiseParameters parameters;
+    NormActivationParameters parameters;
     Status status = deserialize(bytes, size, parameters);
-    layer = status.ok() ? std::make_unique<RowwiseLayer>(parameters) : nullptr;
+    layer = status.ok() ? std::make_unique<NormActivationLayer>(parameters) : nullptr;
     return status;
 }
 
 }  // namespace
 
-LayerKind const& rowwise_kind() {
-    static LayerKind const kind{kName, field_names<RowwiseParameters>(), from_fields, from_bytes};
+LayerKind const& norm_activation_kind() {
+    static LayerKind const kind{kName, field_names<NormActivationParameters>(), from_fields, from_bytes};
     return kind;
 }
 

@@ -1,4 +1,4 @@
-// What the kernels of kernels/rowwise.cu are given: read by both compilers.
+// What the kernels of kernels/norm_activation.cu are given: read by both compilers.
 #pragma once
 
 #include <vector_types.h>
@@ -24,7 +24,7 @@ struct ActivationCall {
     uint4 const* gate;
     uint4* y;
     long long pieces;
-    int kind;  // as Rowwise
+    int kind;  // as Operation
 };
 
 }  // namespace mha_deploy

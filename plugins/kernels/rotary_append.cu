@@ -5,8 +5,8 @@
 
 namespace {
 
-using mha_deploy::Entries;
-using mha_deploy::EntriesCall;
+using mha_deploy::HeadCopy;
+using mha_deploy::RotaryAppendCall;
 using mha_deploy::Rotary;
 using mha_deploy::from_float;
 using mha_deploy::to_float;
@@ -28,7 +28,7 @@ __device__ void store(uint4* address, Eight<T> const& eight) {
 }
 
 // The row of the tables that belongs to a token; one outside of them is taken from their end.
-__device__ long long table_row(EntriesCall const& call, int batch, int row) {
+__device__ long long table_row(RotaryAppendCall const& call, int batch, int row) {
     Rotary const& rotary = call.rotary;
     long long const token = static_cast<long long>(batch) * call.rows + row;
     long long place = row;
@@ -44,27 +44,27 @@ __device__ long long table_row(EntriesCall const& call, int batch, int row) {
 
 // One thread: two pieces of 16 bytes that hold eight pairs, or one that holds four, or one that is copied.
 template <typename T>
-__device__ void move(EntriesCall const& call, Entries const& entries, int batch, int row, long long target,
+__device__ void move(RotaryAppendCall const& call, HeadCopy const& copy, int batch, int row, long long target,
     int unit_of_all) {
     Rotary const& rotary = call.rotary;
-    int const head = unit_of_all / entries.units;
-    int const unit = unit_of_all % entries.units;
-    uint4 const* const from = entries.source + batch * entries.batch_stride + head * entries.head_stride
-                              + row * entries.row_stride;
-    uint4* const to = entries.target + batch * entries.target_batch_stride
-                      + head * entries.target_head_stride + target * entries.target_row_stride;
-    int const rotating = entries.rotates ? (rotary.interleaved ? rotary.pieces : rotary.pieces / 2) : 0;
+    int const head = unit_of_all / copy.units;
+    int const unit = unit_of_all % copy.units;
+    uint4 const* const from = copy.source + batch * copy.batch_stride + head * copy.head_stride
+                              + row * copy.row_stride;
+    uint4* const to = copy.target + batch * copy.target_batch_stride
+                      + head * copy.target_head_stride + target * copy.target_row_stride;
+    int const rotating = copy.rotates ? (rotary.interleaved ? rotary.pieces : rotary.pieces / 2) : 0;
     int const half = rotary.pieces / 2;
     if (row >= call.rows) {  // behind the last token: kernels read whole tiles, and zero times NaN is NaN
         uint4 const zero = make_uint4(0, 0, 0, 0);
-        to[unit >= rotating ? unit - rotating + (entries.rotates ? rotary.pieces : 0) : unit] = zero;
+        to[unit >= rotating ? unit - rotating + (copy.rotates ? rotary.pieces : 0) : unit] = zero;
         if (unit < rotating && !rotary.interleaved) {
             to[unit + half] = zero;
         }
         return;
     }
     if (unit >= rotating) {
-        int const piece = unit - rotating + (entries.rotates ? rotary.pieces : 0);
+        int const piece = unit - rotating + (copy.rotates ? rotary.pieces : 0);
         to[piece] = from[piece];
         return;
     }
@@ -100,7 +100,7 @@ __device__ void move(EntriesCall const& call, Entries const& entries, int batch,
 
 // A grid of (filled rows, units of all heads, batch).
 template <typename T>
-__device__ void move_entries(EntriesCall const& call) {
+__device__ void rotate_and_append(RotaryAppendCall const& call) {
     int const row = blockIdx.x;
     int const batch = blockIdx.z;
     int unit = blockIdx.y * blockDim.x + threadIdx.x;
@@ -134,10 +134,10 @@ __device__ void move_entries(EntriesCall const& call) {
 
 }  // namespace
 
-extern "C" __global__ void mha_deploy_entries_fp16(EntriesCall call) {
-    move_entries<__half>(call);
+extern "C" __global__ void mha_deploy_rotary_append_fp16(RotaryAppendCall call) {
+    rotate_and_append<__half>(call);
 }
 
-extern "C" __global__ void mha_deploy_entries_bf16(EntriesCall call) {
-    move_entries<__nv_bfloat16>(call);
+extern "C" __global__ void mha_deploy_rotary_append_bf16(RotaryAppendCall call) {
+    rotate_and_append<__nv_bfloat16>(call);
 }
