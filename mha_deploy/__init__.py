@@ -9,19 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mha_deploy.api import *  # noqa: F403
-    from mha_deploy.errors import DeployError
-    from mha_deploy.model.deployable import Deployable, Example
+    from mha_deploy.errors import DeployError as DeployError
+    from mha_deploy.model.deployable import Deployable as Deployable
+    from mha_deploy.model.deployable import Example as Example
 
 __version__ = "0.1.0"
-
-__all__ = [  # noqa: F405 (for type checkers they come with the star)
-    "BenchReport", "DeployError", "Deployable", "Deployment", "Example", "Inspection", "Model", "Report",
-    "__version__", "analyze", "bench", "bisect", "build_engine", "build_plugins", "check", "check_parity",
-    "compare", "compare_heads", "configure", "deploy", "doctor", "export", "find_plugin",
-    "find_plugin_parts", "fuse", "import_onnx", "inspect", "load_checkpoint", "load_model", "matrix",
-    "models", "open_bundle", "open_engine", "open_runner", "package", "plugins", "replay", "self_test",
-    "validate",
-]  # fmt: skip
 
 # Public names are loaded when they are used: `import mha_deploy` loads neither torch nor onnx.
 _API = "mha_deploy.api"
@@ -33,13 +25,18 @@ _ELSEWHERE = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name in _ELSEWHERE:
+        return getattr(import_module(_ELSEWHERE[name]), name)
+    api = import_module(_API)
+    if name == "__all__":
+        return sorted(["__version__", *_ELSEWHERE, *api.__all__])
+    if name not in api.__all__:
         raise AttributeError(f"module 'mha_deploy' has no attribute {name!r}")
-    return getattr(import_module(_ELSEWHERE.get(name, _API)), name)
+    return getattr(api, name)
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return list(__getattr__("__all__"))
 
 
 class _Verb(ModuleType):

@@ -32,6 +32,9 @@ from mha_deploy.options import (
 if TYPE_CHECKING:
     import onnx
     import onnx_ir as ir
+    from torch import Tensor, nn  # noqa: TID251 (types only)
+    from typing_extensions import Unpack
+
     from mha_deploy.analyze.roofline import Analysis
     from mha_deploy.analyze.similarity import HeadSimilarity
     from mha_deploy.bundle.folder import Bundle
@@ -53,16 +56,13 @@ if TYPE_CHECKING:
     from mha_deploy.regression.compare import Comparison
     from mha_deploy.regression.matrix import Matrix, MatrixCell
     from mha_deploy.regression.record import Replay
+    from mha_deploy.report.table import Table
     from mha_deploy.runtime.runner import Runner
     from mha_deploy.serving.triton import Package
     from mha_deploy.validate import verdict
     from mha_deploy.validate.bench import ModelBench
     from mha_deploy.validate.bisect import Bisection
     from mha_deploy.validate.self_test import SelfTest
-    from torch import Tensor, nn  # noqa: TID251 (types only)
-    from typing_extensions import Unpack
-
-    from mha_deploy.report.table import Table
 
     AnyModel = TypeVar("AnyModel", onnx.ModelProto, ir.Model)
     AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
@@ -78,10 +78,9 @@ OnStep = Callable[[str, int, int], None]
 __all__ = [
     "BenchReport", "Deployment", "Inspection", "Model", "Report", "analyze", "bench", "bisect",
     "build_engine", "build_plugins", "check", "check_parity", "compare", "compare_heads", "configure",
-    "deploy", "doctor",
-    "export", "find_plugin", "find_plugin_parts", "fuse", "import_onnx", "inspect", "load_checkpoint",
-    "load_model", "matrix", "models", "open_bundle", "open_engine", "open_runner", "package", "plugins",
-    "replay", "self_test", "validate",
+    "deploy", "doctor", "export", "find_plugin", "find_plugin_parts", "fuse", "fuse_file", "import_onnx",
+    "inspect", "load_checkpoint", "load_model", "matrix", "models", "open_bundle", "open_engine",
+    "open_runner", "package", "plugins", "replay", "self_test", "validate",
 ]  # fmt: skip
 
 
@@ -371,6 +370,7 @@ def import_onnx(
 
 def _arrays(inputs: Mapping[str, Any] | None) -> dict[str, Any]:
     import numpy as np
+
     from mha_deploy.files import open_regular
 
     found = {}
@@ -435,6 +435,7 @@ def fuse(model: AnyModel, *, verify: bool = True) -> tuple[AnyModel, FuseReport]
     """
     import onnx
     import onnx_ir as ir
+
     from mha_deploy.graph.file import graph_from_proto
     from mha_deploy.graph.fuse import fuse_attention
 
@@ -448,12 +449,83 @@ def fuse(model: AnyModel, *, verify: bool = True) -> tuple[AnyModel, FuseReport]
     )
 
 
+def fuse_file(
+    source: StrPath, output: StrPath, *, overwrite: bool = False, verify: bool = True
+) -> FuseReport:
+    """Write every attention of an ONNX file as one `Attention` node, into another file.
+
+    Large weights go to `OUTPUT.data` beside it. Both files are there in the end, or neither.
+
+    Args:
+        source: The file, of opset 13 or newer.
+        output: The file to write.
+        overwrite: Whether files that are there are replaced.
+        verify: See `fuse`, as for the report that is returned.
+
+    Raises:
+        DeployError: The file cannot be read, or the output would replace something else.
+
+    Example:
+        >>> md.fuse_file("out/tiny/model.onnx", "out/fused.onnx").complete
+        True
+    """
+    from mha_deploy.graph.file import load_graph, weight_files
+
+    source, output = Path(source), Path(output)
+    # Large weights go to a file beside the graph.
+    parts = (output, output.with_name(f"{output.name}.data"))
+    if output.exists() and not output.is_file():
+        raise DeployError("The output is not a file.", got=output)
+    if output.exists() and not overwrite:
+        raise DeployError("The output is there already.", got=output, hint="--overwrite")
+    # The weights of the source may be read until the new file is whole.
+    if output.exists() and source.exists() and output.samefile(source):
+        raise DeployError("The output is the input.", got=output, hint="write to another file")
+    if not output.absolute().parent.is_dir():
+        raise DeployError("The folder of the output does not exist.", got=output.parent)
+    original = load_graph(source)
+    needed = weight_files(original)
+    for path in parts:
+        if path.resolve() in needed:
+            raise DeployError(
+                "The output could replace weights of the input.", got=path, hint="write elsewhere"
+            )
+    if parts[1].exists() and not overwrite:
+        raise DeployError("The file for the weights is there already.", got=parts[1], hint="--overwrite")
+    model, report = fuse(original, verify=verify)
+    _save_graph(model, output)
+    return report
+
+
+def _save_graph(model: ir.Model, output: Path) -> None:
+    """Write beside the place and rename, all files or none; the graph last: it must not lack its weights."""
+    from mha_deploy.bundle.commit import temporary_folder
+    from mha_deploy.graph.file import save_graph
+
+    home = output.absolute().parent
+    with temporary_folder(home / output.name) as folder:
+        new, old, placed = folder / "new", folder / "old", list[str]()
+        new.mkdir()
+        old.mkdir()
+        save_graph(model, new / output.name)
+        parts = sorted((path.name for path in new.iterdir()), key=lambda name: name == output.name)
+        try:
+            if len(parts) > 1:  # an old graph must not be found beside new weights
+                for name in (each for each in reversed(parts) if (home / each).exists()):
+                    (home / name).replace(old / name)
+            for name in parts:
+                (new / name).replace(home / name)
+                placed.append(name)
+        except BaseException:
+            for name in placed:
+                (home / name).unlink()
+            for path in old.iterdir():
+                path.replace(home / path.name)
+            raise
+
+
 def check(
-    bundle: Bundle | StrPath,
-    target: str = "tensorrt-rtx",
-    version: str | None = None,
-    *,
-    sm: str = "",
+    bundle: Bundle | StrPath, target: str = "tensorrt-rtx", version: str | None = None, *, sm: str = ""
 ) -> list[Eligibility]:
     """Check whether a target can take and fuse every attention of a graph, without building anything.
 
@@ -636,6 +708,7 @@ def open_runner(model: Any, backend: str | None = None) -> Runner:
 def _graph_runner(model: Any, backend: str | None) -> Runner:
     import onnx
     import onnx_ir as ir
+
     from mha_deploy.environment import can_import
     from mha_deploy.graph.file import graph_from_proto, load_graph
     from mha_deploy.runtime import open_runner
@@ -783,17 +856,13 @@ def check_parity(bundle: Bundle | StrPath, runner: Any) -> ParityReport:
         >>> report.passed, len(report.verdicts)
         (True, 4)
     """
-    from mha_deploy.bundle.cases import golden_cases
     from mha_deploy.runtime.runner import Runner
     from mha_deploy.validate.self_test import parity_from_runner
 
     opened = _opened(bundle)
-    manifest = opened.manifest
     running = open_runner(runner)
     try:
-        return parity_from_runner(
-            running, golden_cases(opened), model=manifest.spec.name, precision=manifest.precision
-        )
+        return parity_from_runner(running, opened)
     finally:
         if not isinstance(runner, Runner):
             running.close()
@@ -1131,13 +1200,7 @@ def deploy(
 
 
 def _best_candidate(
-    found: Model,
-    out: Path,
-    settings: EngineOptions,
-    *,
-    latency: bool | None,
-    report: OnStep,
-    **exported: Any,
+    found: Model, out: Path, settings: EngineOptions, *, latency: bool | None, report: OnStep, **exported: Any
 ) -> tuple[tuple[str, EngineOptions], tuple[Any, ...]]:
     """Export, build and judge every candidate in a temporary folder.
 

@@ -52,7 +52,7 @@ class ExportOptions:
     )
     opset: int | None = option(None, "ONNX operator set: 23 or 24. default: the lowest that suffices")
     seed: int = option(0, "Seed of random weights and inputs.", min=0, max=2**32 - 1)
-    weights: Path | None = option(  # noqa: RUF009 (it is a field)
+    weights: Path | None = option(
         None,
         "A safetensors file, an index of several or the folder of a checkpoint; for your own model also a "
         "state dict. default: random weights, or your model's own",
@@ -122,8 +122,7 @@ class EngineOptions:
     workspace_mib: int | None = option(None, "Limit of the workspace memory, in MiB. default: TensorRT's own")
     version_compatible: bool = option(False, "Build an engine that later TensorRT versions can load.")
     hardware_compatible: str | None = option(
-        None,
-        "Hardware compatibility level: ampere-plus or same-compute-capability. default: this GPU only",
+        None, "Hardware compatibility level: ampere-plus or same-compute-capability. default: this GPU only"
     )
     weight_streaming: bool = option(False, "Allow weights to stay in host memory.")
     refit: str | None = option(None, "Refittable weights: all or identical. default: none can be refitted")
@@ -268,9 +267,7 @@ class BenchOptions:
     kernels: bool = option(False, _KERNELS)
     seed: int = option(1, "Seed of the inputs.", min=0, max=2**32 - 1)
     streams: Sequence[int] = option(
-        (),
-        "Numbers of CUDA streams, as 1,2,4,8: measure calls per second on so many, too.",
-        metavar="N,N",
+        (), "Numbers of CUDA streams, as 1,2,4,8: measure calls per second on so many, too.", metavar="N,N"
     )
 
 
@@ -330,6 +327,28 @@ class PackageKeywords(TypedDict, total=False):
     overwrite: bool
 
 
+# -- How native code and the code of bundles run ---------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """What the verbs that run something share; `md.configure` applies it to the process."""
+
+    trust_code: bool = option(
+        False,
+        "Run the factory that the bundle names, for fresh cases and PyTorch baselines: it is code of whoever "
+        "made the bundle.",
+    )
+    in_process: bool = option(
+        False,
+        "Run ONNX Runtime, TensorRT and PyTorch in this process instead of a child process, for a debugger. "
+        "A crash then ends this process.",
+    )
+    time_limit: float | None = option(
+        None, "Seconds after which a call of a runtime counts as hung. default: 3600", min=1.0
+    )
+
+
 # -- Upgrades --------------------------------------------------------------------------------------
 
 
@@ -347,10 +366,7 @@ class Limits:
         min=0.0,
     )
     size: float = option(
-        0.1,
-        "Growth of an engine, a graph or memory that is a regression, as a share.",
-        "--max-size",
-        min=0.0,
+        0.1, "Growth of an engine, a graph or memory that is a regression, as a share.", "--max-size", min=0.0
     )
     build_time: float = option(
         0.5, "Growth of a build time that is a regression, as a share.", "--max-build-time", min=0.0

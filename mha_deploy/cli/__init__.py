@@ -22,7 +22,6 @@ from typing import Any, TextIO
 import typer
 
 from mha_deploy.cli import verbs
-from mha_deploy.cli.fuse import fuse
 from mha_deploy.errors import EXIT_BAD_INPUT, DeployError, exit_as_error
 from mha_deploy.text import printable
 
@@ -39,7 +38,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for verb in (
-    verbs.deploy, verbs.export, fuse, verbs.check, verbs.build_engine, verbs.validate, verbs.bisect,
+    verbs.deploy, verbs.export, verbs.fuse, verbs.check, verbs.build_engine, verbs.validate, verbs.bisect,
     verbs.bench, verbs.compare, verbs.matrix, verbs.package, verbs.inspect, verbs.models, verbs.analyze,
     verbs.doctor,
 ):  # fmt: skip

@@ -1,195 +1,188 @@
-"""Arguments, options and progress that the verbs share."""
+"""What makes a function a verb: its options, progress while it works, its result on stdout, its exit code."""
 
 from __future__ import annotations
 
-import json
+import json as json_text
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import Field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import wraps
-from inspect import Parameter, signature
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 import mha_deploy as md
-from mha_deploy.errors import DeployError, SpecError
+from mha_deploy.errors import EXIT_VERDICT_FAILED, DeployError, SpecError
+from mha_deploy.options import RunOptions, option
 
-# -- Options from the records of options.py --------------------------------------------------------
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+# -- Options from the records of options.py and from the parameters of a verb ----------------------
 
 _KINDS: dict[str, Any] = {"str": str, "int": int, "float": float, "bool": bool, "Path": Path}
+JSON = option(False, "Print the result as JSON to stdout.")
 
 
-def takes(record: type, *names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a verb an option for every field of a record, or for the named ones.
+def argument(metavar: str, about: str, default: Any = MISSING) -> Any:
+    """A positional argument, beside `option`."""
+    details = {"metavar": metavar}
+    return field(
+        default=default, metadata={"about": about, "flags": (), "details": details, "is_argument": True}
+    )
 
-    The verb gets them as keywords of their names. They come after its arguments and before its own options,
-    which are keyword-only parameters.
+
+def chosen(record: type, *names: str) -> dict[str, Field[Any]]:
+    """The options of a record, or the named ones."""
+    return {each.name: each for each in fields(record) if (each.name in names if names else each.metadata)}
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a verb found."""
+
+    data: Any  # for `--json`
+    lines: Callable[[], Iterable[RenderableType]]  # for people; called only for them: Rich takes long to load
+    passed: bool = True  # the verdict, which is the exit code
+    save: Callable[[], Path] | None = None  # writes the report, once the result is printed
+
+
+def verb(*groups: dict[str, Field[Any]]) -> Callable[[Callable[..., Result | None]], Callable[..., None]]:
+    """Make a verb of a function whose parameters have an `option` or an `argument` as their default.
+
+    It gets the options of the groups as keywords, besides. Those of `RunOptions` are applied before it is
+    called, and `--json` prints its result for machines; the function gets it only if it has that parameter.
     """
 
-    def with_options(verb: Callable[..., None]) -> Callable[..., None]:
-        options = [each for each in fields(record) if (each.name in names if names else each.metadata)]
-        own = signature(verb)
-        hints = get_type_hints(verb, include_extras=True)
-        given = [
-            each.replace(annotation=hints.get(each.name, each.annotation))
-            for each in own.parameters.values()
-            if each.kind is not Parameter.VAR_KEYWORD
-        ]
-        places = [place for place, each in enumerate(given) if each.kind is Parameter.KEYWORD_ONLY]
-        first = places[0] if places else len(given)
-        given[first:first] = map(_parameter, options)
+    def made(function: Callable[..., Result | None]) -> Callable[..., None]:
+        parameters = signature(function).parameters.values()
+        own = {each.name: each for each in parameters if each.kind is not Parameter.VAR_KEYWORD}
+        known = {name: (str(each.annotation), each.default) for name, each in own.items()}
+        known |= {name: (str(each.type), each) for group in groups for name, each in group.items()}
+        known.setdefault("json", ("bool", JSON))
+        # Arguments first, and the verb's own options behind those of the records.
+        rank = {name: (name in own, name in chosen(RunOptions), name == "json") for name in known}
+        order = sorted(known, key=lambda name: ("is_argument" not in known[name][1].metadata, *rank[name]))
 
-        @wraps(verb)
+        @wraps(function)
         def called(**values: Any) -> None:
-            verb(**values | {each.name: _value(each, values[each.name]) for each in options})
+            values = {name: _value(name, known[name][0], value) for name, value in values.items()}
+            control = {name: values.pop(name) or None for name in chosen(RunOptions) if name in values}
+            if any(control.values()):
+                md.configure(**control)
+            json = values["json"] if "json" in own else values.pop("json")
+            result = function(**values)
+            if result is None:
+                return
+            if json:
+                typer.echo(json_text.dumps(result.data, indent=2))
+            else:
+                show(*result.lines())
+            if result.save is not None:
+                typer.echo(f"report: {result.save()}", err=json or values.get("markdown", False))
+            if not result.passed:
+                raise typer.Exit(EXIT_VERDICT_FAILED)
 
-        called.__signature__ = own.replace(parameters=given)  # type: ignore[attr-defined]
-        called.__annotations__ = {each.name: each.annotation for each in given}
+        shown = [_parameter(name, *known[name]) for name in order]
+        called.__signature__ = Signature(shown)  # type: ignore[attr-defined]
+        called.__annotations__ = {each.name: each.annotation for each in shown}
         return called
 
-    return with_options
+    return made
 
 
-def _parameter(field: Field[Any]) -> Parameter:
-    """The parameter of a verb that Typer makes an option of."""
-    default: Any = field.default
-    text, flags, about = str(field.type), field.metadata["flags"], field.metadata["about"]
-    kind: Any
+def _parameter(name: str, text: str, field: Field[Any]) -> Parameter:
+    """The parameter that Typer makes an option or an argument of."""
+    default = Parameter.empty if field.default is MISSING else field.default
+    is_argument = "is_argument" in field.metadata
+    flags, about = field.metadata["flags"], field.metadata["about"]
+    kind: Any = _KINDS.get(text.removesuffix(" | None"), str)
     if text == "Sequence[int]":
-        kind, default = str, ",".join(map(str, default))
+        default = ",".join(map(str, default))
     elif text.startswith("Sequence"):
-        kind, default = list[str] | None, None
-        about = "{} Can be repeated.{}{}".format(*about.partition(" default:"))
-    else:
-        kind = _KINDS[text.removesuffix(" | None")]
-        kind = kind | None if text.endswith(" | None") else kind
-    if text == "bool" and not default:
-        flags = flags or (f"--{field.name.replace('_', '-')}",)  # there is no need for --no-…
-    option = typer.Option(*flags, help=about, **field.metadata["details"])
-    annotation = Annotated[kind, option]
-    return Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+        kind, default = list[Path if text == "Sequence[Path]" else str] | None, None  # type: ignore[misc]
+        about = about if is_argument else "{} Can be repeated.{}{}".format(*about.partition(" default:"))
+    elif text.endswith(" | None"):
+        kind = kind | None
+    elif text == "bool" and not default:
+        flags = flags or (f"--{name.replace('_', '-')}",)  # there is no need for --no-…
+    info = (typer.Argument if is_argument else typer.Option)(*flags, help=about, **field.metadata["details"])
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info])
 
 
-def _value(field: Field[Any], value: Any) -> Any:
-    """What was given as the record wants it: lists as tuples, `1,8,32` as numbers."""
-    if not str(field.type).startswith("Sequence"):
+def _value(name: str, text: str, value: Any) -> Any:
+    """What was given as the verb wants it: lists as tuples, `1,8,32` as numbers."""
+    if not text.startswith("Sequence"):
         return value
-    if field.type != "Sequence[int]":
+    if text != "Sequence[int]":
         return tuple(value or ())
     parts = [part.strip() for part in value.split(",")] if value else []
     if not all(part.isdecimal() and int(part) for part in parts):
-        option = f"--{field.name}"
-        raise DeployError(f"{option} needs whole numbers.", got=value, hint=f"{option} 1,8,32")
+        raise DeployError(f"--{name} needs whole numbers.", got=value, hint=f"--{name} 1,8,32")
     return tuple(dict.fromkeys(map(int, parts)))
 
 
-# -- Arguments and options of several verbs --------------------------------------------------------
+# -- The model that several verbs take -------------------------------------------------------------
 
-Model = Annotated[
-    str,
-    typer.Argument(
-        metavar="[MODEL]",
-        help="A name from `mha-deploy models`, the path of a .toml spec or of an .onnx file, or your own "
-        "model as file.py:factory or package.module:factory. None with --hf.",
-    ),
-]
-Checkpoint = Annotated[
-    Path | None,
-    typer.Option(
-        "--hf",
-        metavar="FOLDER",
-        help="A Hugging Face checkpoint in place of MODEL: one attention layer, by its config.json, with its "
+BUNDLE = argument("BUNDLE", "The bundle: a folder that `export` or `deploy` wrote.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """The model of `export`, `deploy` and `analyze`."""
+
+    model: str = argument(
+        "[MODEL]",
+        "A name from `mha-deploy models`, the path of a .toml spec or of an .onnx file, or your own model as "
+        "file.py:factory or package.module:factory. None with --hf.",
+        "",
+    )
+    hf: Path | None = option(
+        None,
+        "A Hugging Face checkpoint in place of MODEL: one attention layer, by its config.json, with its "
         "weights.",
-    ),
-]
-Layer = Annotated[int, typer.Option(min=0, help="Layer of the --hf checkpoint.")]
-Inputs = Annotated[
-    list[str] | None,
-    typer.Option(
+        metavar="FOLDER",
+    )
+    layer: int = option(0, "Layer of the --hf checkpoint.", min=0)
+    axis: Sequence[str] = option(
+        (), "Range of a dynamic axis, as S=min:opt:max. default: the model's own", metavar="NAME=RANGE"
+    )
+    projections: str | None = option(
+        None, "Q, K and V projections: separate or packed in one GEMM. default: the spec's own"
+    )
+    cache: str | None = option(
+        None, "KV cache: none, dynamic (past in, present out) or preallocated. default: the spec's own"
+    )
+    inputs: Sequence[str] = option(
+        (),
+        "An input of an ONNX file. default: drawn by its name and type",
         "--input",
         metavar="NAME=FILE.npy",
-        help="An input of an ONNX file. Can be repeated. default: drawn by its name and type",
-    ),
-]
-BundleFolder = Annotated[
-    Path, typer.Argument(metavar="BUNDLE", help="The bundle: a folder that `export` or `deploy` wrote.")
-]
-Axes = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--axis",
-        metavar="NAME=RANGE",
-        help="Range of a dynamic axis, as S=min:opt:max. Can be repeated. default: the model's own",
-    ),
-]
-Projections = Annotated[
-    str | None,
-    typer.Option(help="Q, K and V projections: separate or packed in one GEMM. default: the spec's own"),
-]
-Cache = Annotated[
-    str | None,
-    typer.Option(
-        help="KV cache: none, dynamic (past in, present out) or preallocated. default: the spec's own"
-    ),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON to stdout.")]
-InProcess = Annotated[
-    bool,
-    typer.Option(
-        "--in-process",
-        callback=lambda value: value and md.configure(in_process=value),
-        help="Run ONNX Runtime, TensorRT and PyTorch in this process instead of a child process, for a "
-        "debugger. A crash then ends this process.",
-    ),
-]
-TimeLimit = Annotated[
-    float | None,
-    typer.Option(
-        "--time-limit",
-        min=1.0,
-        callback=lambda value: value and md.configure(time_limit=value),
-        help="Seconds after which a call of a runtime counts as hung. default: 3600",
-    ),
-]
-TrustCode = Annotated[
-    bool,
-    typer.Option(
-        "--trust-code",
-        callback=lambda value: value and md.configure(trust_code=value),
-        help="Run the factory that the bundle names, for fresh cases and PyTorch baselines: it is code of "
-        "whoever made the bundle.",
-    ),
-]
+    )
 
 
-def model_from_options(
-    model: str,
-    hf: Path | None,
-    layer: int,
-    prefix: str,
-    axis: Sequence[str] | None,
-    cache: str | None = None,
-    projections: str | None = None,
-) -> md.Model:
-    """The model that was named, or the layer of a checkpoint."""
-    axes = by_name(axis, "--axis", "S=min:opt:max")
+def taken_model(options: dict[str, Any]) -> md.Model:
+    """The model that was named, or the layer of a checkpoint; their options are taken out of the others."""
+    names = ("cache", "projections")
+    model, hf, layer = (options.pop(name) for name in ("model", "hf", "layer"))
+    more = {name: options.pop(name) for name in names if name in options}
+    axes = by_name(options.pop("axis"), "--axis", "S=min:opt:max")
     if (hf is None) == (not model):
         what = "Name a model, or a checkpoint." if hf is None else "--hf takes the place of MODEL."
-        raise SpecError(
-            what, got=model or "neither", hint="bert-base, file.py:factory or --hf FOLDER --layer 0"
-        )
+        hint = "bert-base, file.py:factory or --hf FOLDER --layer 0"
+        raise SpecError(what, got=model or "neither", hint=hint)
     if hf is None:
-        return md.load_model(model, axes=axes, cache=cache, projections=projections)
-    return md.load_checkpoint(hf, layer, prefix=prefix, axes=axes, cache=cache, projections=projections)
+        return md.load_model(model, axes=axes, **more)
+    return md.load_checkpoint(hf, layer, prefix=options["prefix"], axes=axes, **more)
 
 
-def by_name(texts: Sequence[str] | None, option: str, example: str) -> dict[str, str]:
+def by_name(texts: Sequence[str], option: str, example: str) -> dict[str, str]:
     """The values of an option such as `--axis S=1:8:16` by their names."""
     found = {}
-    for text in texts or ():
+    for text in texts:
         name, separator, value = text.partition("=")
         if not (name and separator and value):
             raise SpecError(f"{option} needs a name and a value.", got=text, hint=f"{option} {example}")
@@ -197,12 +190,15 @@ def by_name(texts: Sequence[str] | None, option: str, example: str) -> dict[str,
     return found
 
 
-def print_json(data: Any) -> None:
-    """Print a result for machines."""
-    typer.echo(json.dumps(data, indent=2))
+# -- Results on stdout; progress on stderr: a bar on a terminal, lines in a log --------------------
 
 
-# -- Progress on stderr: a bar on a terminal, lines in a log ---------------------------------------
+def show(*lines: RenderableType) -> None:
+    """Print tables with Rich, and plain lines as they are."""
+    from rich.console import Console
+
+    for line in lines:
+        typer.echo(line) if isinstance(line, str) else Console().print(line)
 
 
 @contextmanager

@@ -8,6 +8,31 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table as Grid
+from rich.text import Text
+
+from mha_deploy.report.table import (
+    FUSION,
+    LAYERS,
+    Cell,
+    Table,
+    as_plain,
+    conformance_reasons,
+    conformance_table,
+    decode_problems,
+    kernels_table,
+    latency_table,
+    layers_table,
+    parity_table,
+    prompts_text,
+    serving_table,
+    steps_table,
+    table,
+    throughput_table,
+    without_graph,
+)
 from mha_deploy.text import (
     budget_share,
     named,
@@ -19,12 +44,6 @@ from mha_deploy.text import (
     without_numbers,
     yes_no,
 )
-from rich import box
-from rich.console import Group, RenderableType
-from rich.table import Table as Grid
-from rich.text import Text
-
-from mha_deploy.report.table import Cell, Table, table
 
 if TYPE_CHECKING:  # a verb that has no such result to show does not load what makes it
     from mha_deploy.analyze.roofline import Analysis
@@ -37,7 +56,7 @@ if TYPE_CHECKING:  # a verb that has no such result to show does not load what m
     from mha_deploy.metrics import ParityReport
     from mha_deploy.model.spec import AttentionSpec
     from mha_deploy.regression.matrix import MatrixCell
-    from mha_deploy.validate.bench import ThroughputRow
+    from mha_deploy.validate.bench import ModelBench
     from mha_deploy.validate.bisect import Bisection
     from mha_deploy.validate.conformance import ConformanceTable
     from mha_deploy.validate.decode import DecodeReport
@@ -130,8 +149,6 @@ def bundle_renderable(bundle: Bundle, *, details: bool = False) -> RenderableTyp
     ]
     if manifest.traces:
         from mha_deploy.bundle.traces import read_trace
-
-        from mha_deploy.report.table import prompts_text
     for entry in manifest.traces:
         trace = read_trace(bundle.file(entry.file), spec, manifest.precision)
         words = f"{prompts_text(trace.prompt.tolist())}, then {trace.steps} single tokens"
@@ -313,8 +330,6 @@ def engine_renderable(engine: Engine, *, details: bool = False) -> RenderableTyp
 
 def _nodes_table(manifest: EngineManifest) -> Table:
     """A row for all attentions of one kernel: those of a model differ in their numbers only."""
-    from mha_deploy.report.table import FUSION
-
     groups = together(
         manifest.verdict.nodes,
         lambda node: (
@@ -388,8 +403,6 @@ def _blocks(report: Report) -> Iterator[RenderableType]:
         yield _conformance(report.conformance)
     yield from map(point_renderable, report.points)
     if report.serving:
-        from mha_deploy.report.table import serving_table
-
         yield rendered(serving_table([point.to_dict() for point in report.serving]))
     for finding in report.findings:
         yield Text(f"{finding.level}: {finding.text}", style=_LEVELS[finding.level])
@@ -399,10 +412,6 @@ def _blocks(report: Report) -> Iterator[RenderableType]:
 
 def parity_renderable(report: ParityReport) -> RenderableType:
     """A row for every output of every case, or for every attention of a module, and the verdict."""
-    from mha_deploy.report.schema import as_plain
-
-    from mha_deploy.report.table import LAYERS, parity_table
-
     run = as_plain(report.to_dict())
     if run["cases"] == LAYERS:
         built, noun, right = _layers_table(run), "attentions", "right"
@@ -420,8 +429,6 @@ def parity_renderable(report: ParityReport) -> RenderableType:
 
 def _layers_table(run: dict[str, Any]) -> Table:
     """All attentions; of many that pass, the first, the worst and the last, and how good the others are."""
-    from mha_deploy.report.table import layers_table
-
     good = [verdict for verdict in run["verdicts"] if verdict["passed"]]
     if len(good) <= _MOST_LAYERS:
         return layers_table([run])
@@ -444,10 +451,6 @@ def _layers_table(run: dict[str, Any]) -> Table:
 
 def decode_renderable(report: DecodeReport) -> RenderableType:
     """Errors at steps 1, 2, 4, … beside those of the module itself, then what is wrong, then the verdict."""
-    from mha_deploy.report.schema import as_plain
-
-    from mha_deploy.report.table import decode_problems, prompts_text, steps_table
-
     data = as_plain(report.to_dict())
     parts: list[RenderableType] = []
     if (built := steps_table([data])) is not None:
@@ -486,10 +489,6 @@ def _invariance(evaluation: Evaluation) -> Text:
 
 def _conformance(result: ConformanceTable) -> RenderableType:
     """How each runtime treats masks."""
-    from mha_deploy.report.schema import as_plain
-
-    from mha_deploy.report.table import conformance_reasons, conformance_table
-
     data = as_plain(result.to_dict())
     wrong = [f"{name}{words}" for name, words in conformance_reasons(data) if name.endswith(", wrong")]
     return Group(
@@ -501,10 +500,6 @@ def _conformance(result: ConformanceTable) -> RenderableType:
 
 def point_renderable(point: LatencyPoint) -> RenderableType:
     """The latency of every backend at one set of sizes, and the longest kernels."""
-    from mha_deploy.report.schema import as_plain
-
-    from mha_deploy.report.table import kernels_table, latency_table, without_graph
-
     data = as_plain(point.to_dict())
     built = latency_table([data])
     (group,) = built.groups
@@ -518,11 +513,11 @@ def point_renderable(point: LatencyPoint) -> RenderableType:
     return Group(*parts)
 
 
-def throughput_renderable(rows: Sequence[ThroughputRow]) -> RenderableType:
-    """Calls per second by number of streams."""
-    from mha_deploy.report.table import throughput_table
-
-    return rendered(throughput_table([row.to_dict() for row in rows]))
+def bench_renderable(found: ModelBench) -> RenderableType:
+    """The latencies of one model at every size, and its calls per second by number of streams."""
+    parts = [point_renderable(point) for point in found.points]
+    rows = [row.to_dict() for row in found.throughput]
+    return Group(*parts, *([rendered(throughput_table(rows))] if rows else []))
 
 
 def self_test_renderable(result: SelfTest) -> RenderableType:

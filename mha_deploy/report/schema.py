@@ -2,39 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import types
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, Union
 
 import msgspec
-import numpy as np
 from msgspec import Meta
 
 from mha_deploy.errors import DeployError
+from mha_deploy.report.table import as_plain
 from mha_deploy.validate.verdict import REPORT_FORMAT
-
-# -- Data as JSON can hold it ----------------------------------------------------------------------
-
-
-def as_plain(value: Any) -> Any:
-    """The same data in plain types; a number that is not finite becomes null.
-
-    A name from a file system may hold bytes that are no text; they are spelled out, since no UTF-8 file can
-    hold them.
-    """
-    if isinstance(value, str):
-        return value.encode("utf-8", "backslashreplace").decode("utf-8")
-    if isinstance(value, np.generic | np.ndarray):
-        return as_plain(value.tolist())
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {as_plain(str(key)): as_plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [as_plain(item) for item in value]
-    return value
-
 
 # -- The kinds of fields that the records of a report are made of ----------------------------------
 
@@ -354,8 +331,7 @@ REBUILDS = record(
         ),
         "times_us": field(dict[str, list[NUMBER]], "median time of each build, µs, by case"),
         "timing_cache": maybe(
-            FLAG,
-            "whether a build from its own timings has the same kernels; null where they have no effect",
+            FLAG, "whether a build from its own timings has the same kernels; null where they have no effect"
         ),
     }
 )
@@ -439,8 +415,7 @@ ROW = record(
         "tflops": maybe(NUMBER, "10¹² FLOP/s at p50; null if it was refused"),
         "gb_per_s": maybe(NUMBER, "10⁹ bytes/s at p50, counting the bytes of the point; null as above"),
         "tokens_per_s": maybe(
-            NUMBER,
-            "tokens/s through this layer at p50, all batch elements; null where it is no decode step",
+            NUMBER, "tokens/s through this layer at p50, all batch elements; null where it is no decode step"
         ),
         "roofline_share": maybe(NUMBER, "roofline bound over p50; null where there is none"),
         "kernels": list_of(
@@ -472,8 +447,7 @@ LATENCY = record(
                 "case": field(TEXT, "name of the case"),
                 "sizes": field(SIZES, "axis sizes"),
                 "past": maybe(
-                    WHOLE,
-                    "most valid entries of a preallocated KV cache before the call; null without one",
+                    WHOLE, "most valid entries of a preallocated KV cache before the call; null without one"
                 ),
                 "flops": field(NUMBER, "operations of one call"),
                 "bytes": field(NUMBER, "bytes that one call must move"),
@@ -511,8 +485,7 @@ SERVING = record(
 _HEAD = {
     "format": field(WHOLE, f"{REPORT_FORMAT}; any other number is refused"),
     "tool": field(
-        record({"name": field(TEXT, "`mha-deploy`"), "version": field(TEXT, "its version")}),
-        "what wrote it",
+        record({"name": field(TEXT, "`mha-deploy`"), "version": field(TEXT, "its version")}), "what wrote it"
     ),
     "created": field(TEXT, "when, in UTC, as `2026-01-31T12:00:00Z`"),
 }
