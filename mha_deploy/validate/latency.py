@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from mha_deploy.analyze.cost import LayerCost, StageCost, layer_cost
 from mha_deploy.analyze.roofline import find_gpu as find_peaks
 from mha_deploy.analyze.roofline import roofline_bound
@@ -99,6 +101,40 @@ class LatencyPoint:
             "gb_per_s": time and self.bytes / time / 1e3,
             "tokens_per_s": time and self.decoded and self.decoded / time * 1e6,
             "roofline_share": self.roofline.bound_us / time if time and self.roofline else None,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadPoint:
+    """How a server did under the load of some clients."""
+
+    clients: int  # how many clients sent requests at the same time
+    requests: int  # requests that were to be answered
+    latencies_ms: tuple[float, ...]  # the time of every answer, as the client sees it
+    # How many requests failed, by kind: `error`, `timeout`, `unreachable`, `not sent`
+    errors: Mapping[str, int]
+    first_error: str | None  # the first of them, in words
+    seconds: float  # from the first request to the last answer
+    judged: int  # outputs that were judged
+    wrong: int  # outputs that were wrong
+
+    def percentile(self, share: float) -> float | None:
+        """The time that this share of the answers did not exceed."""
+        return float(np.percentile(self.latencies_ms, 100 * share)) if self.latencies_ms else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON; see docs/report.md."""
+        answered = len(self.latencies_ms)
+        return {
+            "clients": self.clients,
+            "requests": self.requests,
+            "answered": answered,
+            "errors": dict(self.errors),
+            "first_error": self.first_error,
+            "per_second": answered / self.seconds if self.seconds > 0 else None,
+            **{f"p{int(100 * q)}_ms": self.percentile(q) for q in (0.5, 0.9, 0.99)},
+            "judged": self.judged,
+            "wrong": self.wrong,
         }
 
 

@@ -6,8 +6,13 @@ elements of different cases, and every result is put together again and judged a
 
 from __future__ import annotations
 
+import random
+import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,12 +24,12 @@ from mha_deploy.bundle.traces import DecodeTrace, take_tokens
 from mha_deploy.errors import DeployError
 from mha_deploy.metrics import OutputVerdict, ParityReport, failed_to_run, judge_case, parity_from_verdicts
 from mha_deploy.options import ValidateOptions
-from mha_deploy.runtime.kserve import ServerError, ServerRunner, served_name
+from mha_deploy.runtime.kserve import UNREACHABLE, ServerError, ServerRunner, served_name
 from mha_deploy.runtime.runner import Arrays
 from mha_deploy.text import plural
 from mha_deploy.validate.decode import DecodeReport, evaluate_trace, run_decode_loop, traces_of
 from mha_deploy.validate.evaluate import Evaluation
-from mha_deploy.validate.load import Load, LoadPoint, Part, Unit
+from mha_deploy.validate.latency import LoadPoint
 from mha_deploy.validate.run import drawn_cases
 from mha_deploy.validate.runtimes import Runtime, Unavailable
 from mha_deploy.validate.verdict import FAILURE, WARNING, Finding, Report, findings, headline
@@ -32,6 +37,7 @@ from mha_deploy.validate.verdict import FAILURE, WARNING, Finding, Report, findi
 T = TypeVar("T")
 OnStep = Callable[[str, int, int], None]
 SERVER = "server"
+_KEPT_BYTES = 256 << 20  # results that are kept to be judged, of one number of clients
 
 
 def validate_server(bundle: Bundle, options: ValidateOptions, on_step: OnStep = lambda *step: None) -> Report:
@@ -52,32 +58,29 @@ class _ServerValidation:
         self.spec, self.precision = bundle.manifest.spec, bundle.manifest.precision
         name = served_name(self.spec.name)
         self.runner = ServerRunner(options.url or "", model=name, timeout_s=options.timeout_s)
-        self.notes: list[str] = []
 
     def report(self) -> Report:
-        on_step, runner, name = self.on_step, self.runner, self.runner.model
-        options = self.options
+        on_step, runner, options, notes = self.on_step, self.runner, self.options, list[str]()
         traces = traces_of(self.bundle, options)
         golden, absent = list(golden_cases(self.bundle)), list[Unavailable]()
-        parity, decode, points = [], list[DecodeReport](), list[LoadPoint]()
+        parity, decode, points = list[ParityReport](), list[DecodeReport](), list[LoadPoint]()
         if runner.keeps_cache:
             units = self._sequences(traces)
             kept = "golden cases were not run: their KV cache is an input, and this server keeps its own"
-            self.notes.append(f"{kept}; the decode traces were replayed")
+            notes.append(f"{kept}; the decode traces were replayed")
         else:
             drawn, missing = drawn_cases(self.bundle, options, lambda step: on_step(step, 0, 0))
             absent += missing
             for kind, cases in {"golden": golden, **drawn}.items():
-                on_step(f"{name}: {kind} cases", 0, 0)
-                verdicts = [verdict for case in cases for verdict in self._judged(case)]
-                parity.append(self._parity(verdicts, kind))
+                on_step(f"{runner.model}: {kind} cases", 0, 0)
+                parity.append(self._parity([v for case in cases for v in self._judged(case)], kind))
             for trace in traces:
-                on_step(f"{name}: {trace.name}", 0, 0)
-                walked = evaluate_trace(runner, trace, self.spec, self.precision)
-                decode += [walked] if walked is not None else []
+                on_step(f"{runner.model}: {trace.name}", 0, 0)
+                decoded = evaluate_trace(runner, trace, self.spec, self.precision)
+                decode += [decoded] if decoded is not None else []
             units = self._elements([*golden, *(case for cases in drawn.values() for case in cases)])
         for clients in options.clients:
-            load = Load(options, clients, units, partial(on_step, plural(clients, "client")))
+            load = _Load(runner, options, clients, units, partial(on_step, plural(clients, "client")))
             load.run()
             verdicts, reports = self._judge(load)
             steps = [verdict for report in reports for verdict in report.verdicts]
@@ -85,13 +88,12 @@ class _ServerValidation:
             # Every repetition is judged; of each output the worst one is shown.
             if verdicts:
                 parity.append(self._parity(_worst(verdicts, lambda v: (v.case, v.output)), "served", clients))
-            label = f"{runner.name}, {clients} clients" if clients > 1 else runner.name
-            decode += [replace(each, backend=label) for each in _worst(reports, lambda r: r.trace)]
-            if load.is_gone:
+            decode += [replace(r, backend=self._label(clients)) for r in _worst(reports, lambda r: r.trace)]
+            if load.gone.is_set():
                 break
         runner.close()
         evaluation = Evaluation(
-            runtime=Runtime(name=name, family=SERVER, open=lambda: runner),
+            runtime=Runtime(name=runner.model, family=SERVER, open=lambda: runner),
             backend=runner.name,
             cases={"golden": golden},
             parity=tuple(parity),
@@ -111,17 +113,17 @@ class _ServerValidation:
             fault=None,
             findings=found,
             headline=headline([evaluation], (), (), found),
-            notes=tuple(self.notes),
+            notes=tuple(notes),
             serving=tuple(points),
         )
 
+    def _label(self, clients: int) -> str:
+        return self.runner.name + (f", {clients} clients" if clients > 1 else "")
+
     def _parity(self, verdicts: Sequence[OutputVerdict], cases: str, clients: int = 1) -> ParityReport:
+        model, backend = self.spec.name, self._label(clients)
         return parity_from_verdicts(
-            verdicts,
-            model=self.spec.name,
-            precision=self.precision,
-            backend=self.runner.name + (f", {clients} clients" if clients > 1 else ""),
-            cases=cases,
+            verdicts, model=model, precision=self.precision, backend=backend, cases=cases
         )
 
     def _judged(self, case: GoldenCase) -> list[OutputVerdict]:
@@ -130,9 +132,7 @@ class _ServerValidation:
         except DeployError as error:
             return failed_to_run(case, error.in_one_line)
 
-    # -- what the clients send -------------------------------------------------------------------
-
-    def _elements(self, cases: Sequence[GoldenCase]) -> list[Unit]:
+    def _elements(self, cases: Sequence[GoldenCase]) -> list[_Unit]:
         """The batch elements of every case, where the server batches them; else whole cases."""
         units = []
         for case in cases:
@@ -141,67 +141,162 @@ class _ServerValidation:
             whole = not self.runner.max_batch or any(array.shape[:1] != (B,) for array in arrays.values())
             parts = [slice(None)] if whole else [slice(b, b + 1) for b in range(B)]
             for place, part in enumerate(parts):
-                feeds = {name: array[part] for name, array in case.inputs.items()}
-                send = partial(_send_element, self.runner, feeds)
-                units.append(Unit(of=case, place=place, parts=len(parts), requests=1, send=send))
+                feeds: Arrays = {name: array[part] for name, array in case.inputs.items()}
+                units.append(_Unit(case, place, len(parts), 1, partial(iter, [(feeds, {})])))
         return units
 
-    def _sequences(self, traces: Sequence[DecodeTrace]) -> list[Unit]:
+    def _sequences(self, traces: Sequence[DecodeTrace]) -> list[_Unit]:
         """The batch elements of every trace, each a sequence of its own."""
         if not traces:
             problem = "The server keeps the KV cache, and the bundle has no decode trace to replay."
-            hint = "validate --steps 64, which needs PyTorch"
-            raise DeployError(problem, got=self.spec.name, hint=hint)
-        units = []
-        for trace in traces:
-            for b in range(trace.B):
-                send = partial(_send_sequence, self.runner, trace, b)
-                units.append(Unit(of=trace, place=b, parts=trace.B, requests=1 + trace.steps, send=send))
-        return units
+            raise DeployError(problem, got=self.spec.name, hint="validate --steps 64, which needs PyTorch")
+        return [
+            _Unit(trace, b, trace.B, 1 + trace.steps, partial(_sequence, trace, b))
+            for trace in traces
+            for b in range(trace.B)
+        ]
 
-    # -- what came back --------------------------------------------------------------------------
-
-    def _judge(self, load: Load) -> tuple[list[OutputVerdict], list[DecodeReport]]:
+    def _judge(self, load: _Load) -> tuple[list[OutputVerdict], list[DecodeReport]]:
         verdicts, reports = list[OutputVerdict](), list[DecodeReport]()
         for count, (subject, parts) in enumerate(load.results()):
             self.on_step(f"judging what {plural(load.clients, 'client')} got", count, 0)
             if isinstance(subject, DecodeTrace):
                 recorded = _Recorded(self.runner.name, subject, parts)
-                report = run_decode_loop(recorded, subject, self.spec, self.precision)
-                reports.append(report)
-                verdicts += [each for each in report.verdicts if each.case.endswith(" prefill")]
-                continue
-            error = next((part.error for part in parts if part.error is not None), None)
-            if error is not None:
+                reports.append(run_decode_loop(recorded, subject, self.spec, self.precision))
+                verdicts += [each for each in reports[-1].verdicts if each.case.endswith(" prefill")]
+            elif error := next((part.error for part in parts if part.error is not None), None):
                 verdicts += failed_to_run(subject, error.in_one_line)
-                continue
-            outputs = [part.outputs[0] for part in parts]
-            whole = {name: np.concatenate([each[name] for each in outputs]) for name in outputs[0]}
-            verdicts += judge_case(subject, whole, self.precision)
+            else:
+                outputs = [part.outputs[0] for part in parts]
+                whole = {name: np.concatenate([each[name] for each in outputs]) for name in outputs[0]}
+                verdicts += judge_case(subject, whole, self.precision)
         return verdicts, reports
 
 
-def _send_element(runner: ServerRunner, feeds: Arrays, part: Part) -> None:
-    part.request(lambda: runner.infer(feeds))
+# -- what clients send at the same time, and what came back ----------------------------------------
 
 
-def _send_sequence(runner: ServerRunner, trace: DecodeTrace, b: int, part: Part) -> None:
+@dataclass(frozen=True)
+class _Unit:
+    """What one client sends: a batch element of a case, or a whole sequence."""
+
+    of: GoldenCase | DecodeTrace
+    place: int  # its number among the parts of the case or the trace
+    parts: int
+    count: int  # of its requests
+    requests: Callable[[], Iterator[tuple[Arrays, dict[str, Any]]]]  # inputs, and place in a sequence
+
+
+@dataclass
+class _Part:
+    """What came back of a unit: outputs and times of every request, up to the first that failed."""
+
+    outputs: list[Arrays] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    error: DeployError | None = None
+    is_kept: bool = True
+
+
+def _sequence(trace: DecodeTrace, b: int) -> Iterator[tuple[Arrays, dict[str, Any]]]:
     """A prompt and its decode steps, under a correlation ID that no other sequence has."""
-    id = int(np.random.default_rng().integers(1, 2**62))
-
-    def send(positions: np.ndarray, *, start: bool, end: bool) -> None:
+    id, prompt = int(np.random.default_rng().integers(1, 2**62)), int(trace.prompt[b])
+    calls = [np.arange(prompt), *(np.array([prompt + step]) for step in range(trace.steps))]
+    for number, positions in enumerate(calls):
         feeds = {name: array[b : b + 1] for name, array in trace.inputs.items()}
         for name, axis in trace.cache.by_context.items():
             feeds[name] = np.take(feeds[name], np.arange(int(positions.max()) + 1), axis)
         for name, axis in trace.cache.by_token.items():
             feeds[name] = take_tokens(feeds[name], axis, positions[None])
-        place = {"sequence_id": id, "sequence_start": start, "sequence_end": end}
-        part.request(lambda: runner.infer(feeds, **place))
+        is_last = number == len(calls) - 1
+        yield feeds, {"sequence_id": id, "sequence_start": number == 0, "sequence_end": is_last}
 
-    prompt, steps = int(trace.prompt[b]), trace.steps
-    send(np.arange(prompt), start=True, end=not steps)
-    for step in range(steps):
-        send(np.array([prompt + step]), start=False, end=step == steps - 1)
+
+class _Load:
+    """Some clients that send the same units over and over, up to a number of requests."""
+
+    def __init__(
+        self,
+        runner: ServerRunner,
+        options: ValidateOptions,
+        clients: int,
+        units: Sequence[_Unit],
+        on_step: Callable[[int, int], None],
+    ) -> None:
+        self.clients, self._runner, self._units = clients, runner, units
+        self._options, self._on_step = options, on_step
+        each = sum(unit.count for unit in units)
+        rounds = max(1, -(-options.requests // each))
+        if max(unit.count for unit in units) > 1:  # sequences: enough of them to keep every client busy
+            rounds = max(rounds, -(-clients // len(units)))
+        # In a fixed, shuffled order: neighbours in a dynamic batch come from different cases.
+        self._work = [(round, index) for round in range(rounds) for index in range(len(units))]
+        random.Random(clients).shuffle(self._work)
+        self._requests = rounds * each
+        self._next, self._lock = 0, threading.Lock()
+        self.gone = threading.Event()  # the server could no longer be reached
+        self._parts: dict[tuple[int, int], _Part] = {}
+        self._seconds, self._kept = 0.0, 0
+
+    def run(self) -> None:
+        """Send everything, or until the server is gone or the time is over."""
+        started = time.perf_counter()
+        with ThreadPoolExecutor(self.clients) as pool:
+            until = time.monotonic() + self._options.limit_s
+            for job in [pool.submit(self._client, until) for _ in range(self.clients)]:
+                job.result()
+        self._seconds = time.perf_counter() - started
+
+    def _client(self, until: float) -> None:
+        while not self.gone.is_set() and time.monotonic() < until:
+            with self._lock:
+                if self._next == len(self._work):
+                    return
+                at, self._next = self._next, self._next + 1
+                self._on_step(at, len(self._work))
+            place = self._work[at]
+            part = self._parts[place] = _Part()
+            try:
+                for feeds, where in self._units[place[1]].requests():
+                    started = time.perf_counter()
+                    outputs = self._runner.infer(feeds, **where)
+                    part.seconds.append(time.perf_counter() - started)
+                    part.outputs.append(outputs)
+            except DeployError as error:
+                part.error = error
+                if getattr(error, "kind", "") == UNREACHABLE:
+                    self.gone.set()
+            with self._lock:
+                if place[0] and self._kept > _KEPT_BYTES:
+                    part.outputs, part.is_kept = [], False
+                self._kept += sum(array.nbytes for each in part.outputs for array in each.values())
+
+    def results(self) -> Iterator[tuple[GoldenCase | DecodeTrace, list[_Part]]]:
+        """Every case and trace of which all parts were sent and kept."""
+        found: dict[tuple[int, int], list[_Part]] = {}
+        for (round, index), part in sorted(self._parts.items()):
+            found.setdefault((round, index - self._units[index].place), []).append(part)
+        for (_, first), parts in found.items():
+            if len(parts) == self._units[first].parts and all(part.is_kept for part in parts):
+                yield self._units[first].of, parts
+
+    def point(self, verdicts: Sequence[OutputVerdict]) -> LoadPoint:
+        """The figures."""
+        parts = self._parts.values()
+        errors = [part.error for part in parts if part.error is not None]
+        kinds = Counter(getattr(error, "kind", "error") for error in errors)
+        latencies = tuple(1e3 * seconds for part in parts for seconds in part.seconds)
+        if unsent := self._requests - len(latencies) - sum(kinds.values()):
+            kinds["not sent"] = unsent
+        return LoadPoint(
+            clients=self.clients,
+            requests=self._requests,
+            latencies_ms=latencies,
+            errors=dict(kinds),
+            first_error=errors[0].in_one_line if errors else None,
+            seconds=self._seconds,
+            judged=len(verdicts),
+            wrong=sum(verdict.is_wrong for verdict in verdicts),
+        )
 
 
 class _Recorded:
@@ -210,7 +305,7 @@ class _Recorded:
     most_tokens: int | None = None
     hides_cache = True
 
-    def __init__(self, name: str, trace: DecodeTrace, parts: Sequence[Part]) -> None:
+    def __init__(self, name: str, trace: DecodeTrace, parts: Sequence[_Part]) -> None:
         self.name, self._trace, self._parts, self._call = name, trace, parts, 0
         self.lengths = np.zeros(trace.B, np.int32)
 
@@ -250,15 +345,14 @@ def _padded(array: np.ndarray, axis: int, length: int) -> np.ndarray:
 
 def _findings(point: LoadPoint, options: ValidateOptions) -> Iterator[Finding]:
     """What a load shows besides wrong results."""
-    failed = {kind: count for kind, count in point.errors.items() if kind != "not sent"}
-    clients = plural(point.clients, "client")
+    failed, clients = dict(point.errors), plural(point.clients, "client")
+    unsent = failed.pop("not sent", 0)
     if failed:
         counts = ", ".join(f"{count} {kind}" for kind, count in failed.items())
-        unsent = point.errors.get("not sent", 0)
         left = f"; {unsent} were not sent any more" if unsent else ""
         text = f"{clients}: {sum(failed.values())} of {point.requests} requests failed ({counts}){left}"
-        yield Finding(level=FAILURE, section="serving", text=f"{text}: {point.first_error}")
-    elif "not sent" in point.errors:
+        yield Finding(FAILURE, "serving", f"{text}: {point.first_error}")
+    elif unsent:
         answered = f"{len(point.latencies_ms)} of {point.requests} requests"
         text = f"{clients}: the limit of {options.limit_s:g} s was reached after {answered}"
-        yield Finding(level=WARNING, section="serving", text=text)
+        yield Finding(WARNING, "serving", text)
