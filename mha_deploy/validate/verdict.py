@@ -24,9 +24,8 @@ from mha_deploy.validate.conformance import WRONG, ConformanceTable
 from mha_deploy.validate.evaluate import Evaluation
 from mha_deploy.validate.fault import FaultReport
 from mha_deploy.validate.fp16_range import RangeReport
-from mha_deploy.validate.latency import LatencyPoint
+from mha_deploy.validate.latency import LatencyPoint, LoadPoint
 from mha_deploy.validate.layers import LAYERS
-from mha_deploy.validate.load import LoadPoint
 from mha_deploy.validate.runtimes import TENSORRT, Unavailable
 
 # -- Everything a validation found, and the verdict that follows from it ---------------------------
@@ -91,7 +90,7 @@ class Report:
             "parity": [report.to_dict() for each in self.evaluations for report in each.parity],
             "heatmaps": [heat.to_dict() for each in self.evaluations for heat in each.heatmaps],
             "decode": [report.to_dict() for each in self.evaluations for report in each.decode_reports],
-            "invariance": [check.to_dict() for each in self.evaluations for check in each.invariance],
+            "invariance": [asdict(check) for each in self.evaluations for check in each.invariance],
             "conformance": None if self.conformance is None else self.conformance.to_dict(),
             "range": None if self.ranges is None else self.ranges.to_dict(),
             "fault": None if self.fault is None else self.fault.to_dict(),
