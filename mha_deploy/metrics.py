@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from dataclasses import asdict, dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import ml_dtypes
@@ -32,7 +33,7 @@ class Deviation:
     # and cancels here, a wrong scale does not.
     gain: float
     # The largest error of any slice, over the error expected there; see `Noise`. A slice is one index of
-    # one axis (batch element, query, channel, head), one vector, one element, or everything.
+    # one axis (batch element, query, channel), one head, one vector, one element, or everything.
     local: float = 0.0
     local_gain: float = 0.0  # the largest gain of any slice, over what rounding leaves there
     local_at: str = ""  # where these are, the worse one of both: `batch element 7`
@@ -42,8 +43,16 @@ class Deviation:
     worst_want: float  # the oracle there
 
 
-def measure(got: np.ndarray, oracle: np.ndarray, noise: Noise | None = None) -> Deviation:
-    """Compare a finite result with the oracle, in float64; slice by slice where their noise is known."""
+def measure(
+    got: np.ndarray,
+    oracle: np.ndarray,
+    noise: Noise | None = None,
+    suspects: Mapping[str, np.ndarray] = MappingProxyType({}),
+) -> Deviation:
+    """Compare a finite result with the oracle, in float64; slice by slice where their noise is known.
+
+    `suspects` is what known mistakes would add to the oracle.
+    """
     result, oracle = np.atleast_1d(got.astype(np.float64)), np.atleast_1d(oracle)  # a loss is one number
     if not oracle.size:
         nothing: dict[str, Any] = dict.fromkeys(("relative_l2", "worst_row", "max_abs", "gain"), 0.0)
@@ -52,7 +61,7 @@ def measure(got: np.ndarray, oracle: np.ndarray, noise: Noise | None = None) -> 
     size = _rms(oracle) or 1.0  # an oracle of zeros: errors are then absolute
     row_sizes = np.maximum(_rms(oracle, axis=-1), _SMALLEST_ROW * size)
     worst = np.unravel_index(int(np.argmax(np.abs(error))), error.shape)
-    local, local_gain, local_at = (0.0, 0.0, "") if noise is None else noise.worst_slice(error)
+    local, local_gain, local_at = (0.0, 0.0, "") if noise is None else noise.worst_slice(error, suspects)
     norms = float(np.linalg.norm(result) * np.linalg.norm(oracle))
     return Deviation(
         relative_l2=float(_rms(error) / size),
@@ -93,11 +102,17 @@ _OF_MANY, _OF_FEW, _OF_EAGER = 0.57, 4.0, 0.6
 # The elements of a vector do not err by themselves: a rounded weight moves its whole head, and a narrow one
 # has few heads. So n counts less, and gains cancel less, by these widths over that of the vector.
 _NARROW, _NARROW_GAIN, _FEW = 1024, 192, 24
-# Sixteen times this many roundoffs are allowed for √K terms that are accumulated in FP16, K as the width.
-_FP16_SUM = 0.0625
+# A GEMM that accumulates K terms in FP16 errs by 0.2 √K roundoffs: engines of TensorRT 8.6 do, and partial
+# sums that are rounded every 16 terms. The factor times this many roundoffs is allowed, K as the width.
+_FP16_SUM = 0.075
 _FEW_VECTORS, _FEW_LARGE = 8, 32  # fewer do not show the mean of a channel, or the error of large values
 # So many elements are needed to believe one channel, or one vector, more than all of them.
 _CHANNEL_PRIOR, _VECTOR_PRIOR = 32, 128
+# An error may have this share of a known mistake in it, where chance leaves a fraction of that.
+_SUSPECT, _SUSPECT_CHANCE = 0.25, 0.02
+
+ToHeads = Callable[[np.ndarray], np.ndarray]
+"""Undoes an output projection: [B, S, E] to [B, Hq, S, D]."""
 
 
 def _common(values: np.ndarray, axis: int) -> float:
@@ -114,15 +129,26 @@ class Noise:
     element is the rounding of its own value, and eager's error in its vector times that in its channel.
 
     Args:
-        eager: What eager computed.
+        error: Eager's error.
         oracle: The oracle.
         precision: The precision of eager.
+        tiny: The rounding of the smallest normal number of eager's type.
+        to_heads: Brings an error back to the heads that an output projection mixes; each is judged, too.
+        widening: Of heads: how much more than eager a correct result of the whole output may err.
     """
 
-    def __init__(self, eager: np.ndarray, oracle: np.ndarray, precision: Precision) -> None:
+    def __init__(
+        self,
+        error: np.ndarray,
+        oracle: np.ndarray,
+        precision: Precision,
+        tiny: float,
+        to_heads: ToHeads | None = None,
+        widening: float | None = None,
+    ) -> None:
         shape = np.atleast_1d(oracle).shape
-        o = oracle.reshape(-1, shape[-1]).astype(np.float64)
-        error, rounding = eager.reshape(o.shape).astype(np.float64) - o, precision.roundoff
+        o, rounding = oracle.reshape(-1, shape[-1]).astype(np.float64), precision.roundoff
+        error = error.reshape(o.shape)
         # Queries with the same answer (padding, a single key) have the same error: it counts once.
         hashes = (o @ np.cos(np.arange(o.shape[1]))).astype(np.float32)
         _, distinct, which, copies = np.unique(
@@ -149,7 +175,6 @@ class Noise:
         large = np.abs(o) > 3 * scale
         relative = 1.5 * np.median(np.abs(error[large] / o[large])) if large.sum() >= _FEW_LARGE else 0.0
         own = np.square(np.clip(relative, _RESULT_ROUNDING * rounding, 2 * rounding) * o)
-        tiny = smallest_normal(eager.dtype) * rounding if eager.dtype.kind not in "iub" else 0.0
         level = max(_LEAST_NOISE * rounding, 1.5 * float(np.median((np.abs(error) / scale)[distinct])))
         typical = np.square(level * scale)
         # Of an element whose own rounding is all its error, nothing is learned about its neighbours.
@@ -164,17 +189,27 @@ class Noise:
         learned = np.square(level * scale) * np.outer(by_vector, np.maximum(by_channel, 1.0))
         least = np.square(_LEAST_NOISE * rounding * scale)
         self._expected = np.sqrt(np.maximum(learned, least) + own + tiny**2).reshape(shape)
-        # Accumulation in FP16 rounds each of about √K partial sums of a result, whatever eager's error is.
-        added = _FP16_SUM * math.sqrt(n_channels) * rounding * scale.reshape(shape)
-        is_narrow = (precision.name, precision.accumulate) == ("fp16", "fp16")
-        self._widened = np.maximum(1.0, added / self._expected) if is_narrow else np.ones((1,) * len(shape))
+        accumulated = fp16_accumulation(n_channels, precision)
+        self.widening = widening or max(1.0, accumulated / math.hypot(level, _RESULT_ROUNDING * rounding))
         self._signal = (centred.reshape(shape) / self._expected).astype(np.float32)
         self._weight = (1.0 / copies[which]).reshape(*shape[:-1], 1)
-        self._roundoff = rounding
+        self._precision = precision
         # What is common to all queries (or batch elements, heads, windows) of eager's error, or of the
         # answers themselves, has one error, which counts once and not once for each.
         both = error.reshape(shape) / self._expected, o.reshape(shape)
         self._shared = [max(_common(each, axis) for each in both) for axis in range(len(shape) - 1)]
+        everything = tuple(range(len(shape)))
+        self._slices = [(), *((axis,) for axis in everything)]
+        self._slices += [everything[:-1], everything] if len(shape) > 1 else []
+        if widening is not None:
+            self._slices = [(1,), (0, 1), (1, 2), (0, 1, 2)]
+        self._to_heads, self._heads, self._own = to_heads, None, (1.0, 1.0)
+        if to_heads is not None:
+            heads = to_heads(oracle.astype(np.float64))
+            self._heads = Noise(to_heads(error.reshape(shape)), heads, precision, tiny, None, self.widening)
+        # Eager's worst slice shows what chance leaves here.
+        local, gain, _ = self._worst(error.reshape(shape))
+        self._own = max(1.0, _OF_EAGER * local), max(1.0, _OF_EAGER * gain)
 
     def repeats(self, axes: Iterable[int]) -> float:
         """How often one and the same error is counted along axes."""
@@ -186,24 +221,51 @@ class Noise:
     def cut(self, part: Callable[[np.ndarray], np.ndarray]) -> Noise:
         """The same of a part of the tensor."""
         found = copy(self)
-        for name in ("_expected", "_signal", "_weight", "_widened"):
-            array = getattr(self, name)
-            setattr(found, name, part(array) if array.size > 1 else array)
+        for name in ("_expected", "_signal", "_weight"):
+            setattr(found, name, part(getattr(self, name)))
         return found
 
-    def worst_slice(self, error: np.ndarray) -> tuple[float, float, str]:
-        """The largest error and gain of a slice, in units of what is expected, and where the worse is."""
+    def worst_slice(
+        self, error: np.ndarray, suspects: Mapping[str, np.ndarray] = MappingProxyType({})
+    ) -> tuple[float, float, str]:
+        """The largest error and gain of a slice, in units of what is expected, and where the worse is.
+
+        A head that stands out is named beside another slice that is worse.
+        """
+        local, gain, place = self._worst(error)
+        if self._heads is not None and self._to_heads is not None:
+            in_heads = self._heads._worst(self._to_heads(error))
+            if max(in_heads[:2]) > max(local, gain):
+                place = in_heads[2]
+            elif head := self._heads._outstanding(self._to_heads(error)):
+                place = f"{place}; {head}"
+            local, gain = max(local, in_heads[0]), max(gain, in_heads[1])
+        for name, change in suspects.items():
+            along, across = change / self._expected, error / self._expected
+            power = float(np.square(along).sum())
+            if self.widening**2 * self.repeats(range(error.ndim)) <= _SUSPECT_CHANCE**2 * power:
+                share = abs(float((along * across).sum())) / power / _SUSPECT
+                found = share * FACTORS[self._precision.name, self._precision.accumulate]
+                place = f"what {name} changes" if found > max(local, gain) else place
+                gain = max(gain, found)
+        return local, gain, place
+
+    def _outstanding(self, error: np.ndarray) -> str:
+        """The head with the largest error, where that is several times the usual one of a head."""
+        sizes = np.sqrt(np.square(error / self._expected).mean((0, 2, 3)))
+        worst = int(np.argmax(sizes))
+        return f"head {worst}" if sizes[worst] > 3 * np.median(sizes) else ""
+
+    def _worst(self, error: np.ndarray) -> tuple[float, float, str]:
         z, weight = error / self._expected, np.broadcast_to(self._weight, error.shape)
-        squares, along = np.square(z / self._widened) * weight, z * self._signal
+        z = z / self.widening
+        squares, along = np.square(z) * weight, z * self._signal
         power, width = np.square(self._signal), z.shape[-1]
         found: list[tuple[float, float, str]] = []
         names = AXES.get(z.ndim, tuple(f"axis {axis}" for axis in range(z.ndim)))
-        everything = tuple(range(z.ndim))
-        slices = [(), *((axis,) for axis in everything)]
-        slices += [everything[:-1], everything] if z.ndim > 1 else []
-        for kept in slices:
-            away = tuple(axis for axis in everything if axis not in kept)
-            sizes, gains, count = np.abs(z / self._widened), np.zeros(()), np.ones(())
+        for kept in self._slices:
+            away = tuple(axis for axis in range(z.ndim) if axis not in kept)
+            sizes, gains, count = np.abs(z), np.zeros(()), np.ones(())
             whole_vectors = z.ndim - 1 in away
             if away:
                 weights = weight.sum(away)
@@ -211,18 +273,26 @@ class Noise:
                 count = np.maximum(weights / repeats, width if whole_vectors else 1)
                 sizes = np.sqrt(squares.sum(away) / weights)
                 strength = np.maximum(power.sum(away), 1e-30)
-                noise = np.maximum(_GAIN_NOISE / np.sqrt(strength), _FLOOR_GAIN * self._roundoff)
+                least = _FLOOR_GAIN * self._precision.roundoff / self.widening
+                noise = np.maximum(_GAIN_NOISE / np.sqrt(strength), least)
                 noise = noise * np.sqrt(repeats * (1 + _NARROW_GAIN / (width if whole_vectors else count)))
                 gains = np.abs(along.sum(away)) / strength / np.maximum(noise, _FAST_EXPONENTIAL)
             alike = 1 + (_NARROW / width if whole_vectors else _FEW / count if away else 0.0)
             allowed = _OF_MANY + _OF_FEW * np.sqrt(alike / count)
-            for values, is_gain in ((sizes / allowed, False), (gains, True)):
+            for values, own, is_gain in ((sizes / allowed, self._own[0], 0), (gains, self._own[1], 1)):
                 at = np.unravel_index(int(np.argmax(values)), np.shape(values))
                 place = ", ".join(f"{names[axis]} {int(i)}" for axis, i in zip(kept, at, strict=False))
-                worst = float(values[at])
+                worst = float(values[at]) / own
                 found.append((0.0 if is_gain else worst, worst if is_gain else 0.0, place or EVERYWHERE))
         local, gain = max(each[0] for each in found), max(each[1] for each in found)
         return local, gain, max(found, key=lambda each: max(each[:2]))[2]
+
+
+def fp16_accumulation(terms: int, precision: Precision) -> float:
+    """The error that accumulating so many terms in FP16 is expected to add, over the budget's factor."""
+    if (precision.name, precision.accumulate) != ("fp16", "fp16"):
+        return 0.0
+    return _FP16_SUM * math.sqrt(terms) * precision.roundoff
 
 
 # -- How far a result may be from the oracle: as far as the module itself is, times a factor -------
@@ -272,32 +342,36 @@ class Budget:
 
 
 # A case is judged many times, in other batches and while it is timed: its last budgets are kept.
-_RECENT: deque[tuple[np.ndarray, np.ndarray, Precision, Budget]] = deque(maxlen=4)
+_RECENT: deque[tuple[np.ndarray, np.ndarray, Precision, ToHeads | None, Budget]] = deque(maxlen=4)
 
 
-def budget_from_eager(eager: np.ndarray, oracle: np.ndarray, precision: Precision) -> Budget:
+def budget_from_eager(
+    eager: np.ndarray, oracle: np.ndarray, precision: Precision, to_heads: ToHeads | None = None
+) -> Budget:
     """Derive the budget of one tensor from the module's own error."""
     for known in _RECENT:
-        if known[0] is eager and known[1] is oracle and known[2] == precision:
-            return known[3]
-    noise = Noise(eager, oracle, precision) if oracle.size and eager.dtype.kind not in "iub" else None
-    own, roundoff = measure(eager, oracle, noise), precision.roundoff
-    factor = FACTORS[precision.name, precision.accumulate]
+        if known[0] is eager and known[1] is oracle and known[2:4] == (precision, to_heads):
+            return known[4]
+    noise, roundoff, width = None, precision.roundoff, oracle.shape[-1] if oracle.ndim else 1
+    if oracle.size and eager.dtype.kind not in "iub":
+        tiny = smallest_normal(eager.dtype) * roundoff
+        noise = Noise(eager.astype(np.float64) - oracle, oracle, precision, tiny, to_heads)
+    own, factor = measure(eager, oracle), FACTORS[precision.name, precision.accumulate]
     l2 = max(own.relative_l2, _FLOOR_L2 * roundoff)
+    wider = max(1.0, _OF_MANY * fp16_accumulation(width, precision) / l2)
     repeats = noise.repeats(range(oracle.ndim)) if noise else 1.0
-    cancelled = _GAIN_NOISE * l2 * math.sqrt(repeats / max(oracle.size, 1))
-    width = oracle.shape[-1] if oracle.ndim else 1
+    cancelled = _GAIN_NOISE * wider * l2 * math.sqrt(repeats / max(oracle.size, 1))
     few, few_channels = (1 + _OF_FEW / math.sqrt(max(count, 1)) for count in (oracle.size, width))
     budget = Budget(
-        relative_l2=factor * l2 * few,
-        worst_row=factor * max(own.worst_row, _FLOOR_ROW * roundoff) * few_channels,
-        max_abs=factor * max(own.max_abs, _FLOOR_MAX * roundoff),
+        relative_l2=factor * wider * l2 * few,
+        worst_row=factor * wider * max(own.worst_row, _FLOOR_ROW * roundoff) * few_channels,
+        max_abs=factor * wider * max(own.max_abs, _FLOOR_MAX * roundoff),
         gain=factor * max(own.gain, _FLOOR_GAIN * roundoff, cancelled, _FAST_EXPONENTIAL),
-        local=factor * max(_OF_EAGER * own.local, 1.0),
-        local_gain=factor * max(_OF_EAGER * own.local_gain, 1.0),
+        local=factor,
+        local_gain=factor,
         noise=noise,
     )
-    _RECENT.append((eager, oracle, precision, budget))
+    _RECENT.append((eager, oracle, precision, to_heads, budget))
     return budget
 
 
@@ -466,6 +540,7 @@ def judge_case(
     got: Mapping[str, np.ndarray],
     precision: Precision,
     budgets: Mapping[str, Budget] | None = None,
+    to_heads: Mapping[str, ToHeads] | None = None,
 ) -> list[OutputVerdict]:
     """Judge the outputs of one case: names, then types, shapes, finite values, and error.
 
@@ -476,10 +551,11 @@ def judge_case(
         got: What is judged.
         precision: The precision of both.
         budgets: What the error of an output may be, where that is not to come from the case alone.
+        to_heads: By output, how to undo a projection of heads: then every head is judged, too.
     """
-    known, rows = budgets or {}, new_entries(case, got)
+    known, heads, rows = budgets or {}, to_heads or {}, new_entries(case, got)
     verdicts = [
-        _judge_output(rows.case, name, rows.got.get(name), precision, known.get(name))
+        _judge_output(rows.case, name, rows.got.get(name), precision, known.get(name), heads.get(name))
         for name in sorted(set(case.oracle) | set(got))
     ]
     return [
@@ -489,7 +565,12 @@ def judge_case(
 
 
 def _judge_output(
-    case: GoldenCase, name: str, got: np.ndarray | None, precision: Precision, budget: Budget | None
+    case: GoldenCase,
+    name: str,
+    got: np.ndarray | None,
+    precision: Precision,
+    budget: Budget | None,
+    to_heads: ToHeads | None,
 ) -> OutputVerdict:
     verdict = OutputVerdict(case=case.name, sizes=case.sizes, output=name, problem=None)
     problem = _problem_before_error(case, name, got)
@@ -504,17 +585,12 @@ def _judge_output(
             problem = f"{wrong} of {got.size} differ, and {own} do in the module itself"
     else:
         problem = _why_not_verified(oracle, eager)
-    budget = budget or budget_from_eager(eager, oracle, precision)
+    budget = budget or budget_from_eager(eager, oracle, precision, to_heads)
     if case.allowance != 1:
         limits = {key: case.allowance * limit for key, limit in budget.limits.items()}
         budget = Budget(**limits, noise=budget.noise)
-    if case.uniform:
-        # The gain of a query shows coarse weights: the other limits have room. GEMMs that accumulate in FP16
-        # err to one side, too, and hide them: TensorRT 8.6 on an H200 used 1.2 of the usual budget.
-        room, gain = (4, 4) if precision.accumulate == "fp16" else (2, 1)
-        limits = {key: room * limit for key, limit in budget.limits.items()}
-        budget = Budget(**limits | {"local_gain": gain * budget.local_gain}, noise=budget.noise)
-    deviation = measure(got, oracle, budget.noise)
+    suspects = {mistake: changes[name] for mistake, changes in case.suspects.items() if name in changes}
+    deviation = measure(got, oracle, budget.noise, suspects)
     exceeded = [] if exact else budget.exceeded_by(deviation)
     if exceeded:
         place = f"; largest in: {deviation.local_at}" if deviation.local_at not in ("", EVERYWHERE) else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,10 +21,9 @@ from mha_deploy.bundle.cases import GoldenCase, read_case
 from mha_deploy.bundle.folder import Bundle
 from mha_deploy.bundle.traces import DecodeTrace, PlannedTrace, check_steps
 from mha_deploy.errors import BackendUnavailable, BundleError, DeployError
-from mha_deploy.export.eager import run_module
 from mha_deploy.export.exporter import exported_program
 from mha_deploy.export.golden import LayerCapture, ModuleCapture
-from mha_deploy.export.oracle import run_program
+from mha_deploy.export.oracle import run_module, run_program
 from mha_deploy.export.own_model import reopen_user_module
 from mha_deploy.export.plan import PlannedCase
 from mha_deploy.graph.file import load_graph
@@ -102,7 +102,7 @@ _COPIES_OF_SCORES = 3  # before the softmax, after it, and one in between
 
 
 def run_in_blocks(module: Attention, arguments: dict[str, Tensor], limit_bytes: int) -> tuple[Tensor, ...]:
-    """Run a layer as `export.eager.run_module` does, within a bound on memory.
+    """Run a layer as `export.oracle.run_module` does, within a bound on memory.
 
     Args:
         module: The layer.
@@ -229,7 +229,7 @@ class ProgramValues:
 # and at which position, shows in the output at any length. Among random keys it is one of thousands.
 _LOUDNESS = 4.0
 _CANDIDATES = 64
-_NOT_ZERO = 8  # tokens of uniform probes
+COARSE_WEIGHTS = "softmax weights in BF16"
 
 
 def _edges(end: int, length: int, window: int | None) -> list[int]:
@@ -279,15 +279,36 @@ def layer_probe(
     return loud
 
 
-def uniform_probe(feeds: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The inputs of a layer, with zeros for all but the first few tokens.
+class CoarseWeights(TorchFunctionMode):
+    """Compute attention with softmax weights that are rounded to BF16."""
 
-    Without a bias, the query of such a token has the same score with every key: its output is the mean of the
-    values, and a coarse softmax weight is an error of one sign in all channels.
-    """
-    x = feeds["x"].clone()
-    x[:, min(_NOT_ZERO, x.shape[1] // 2) :] = 0
-    return {**feeds, "x": x}
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return self._attention(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if func is torch.Tensor.softmax and result.dim() == 4:
+            return result.bfloat16().to(result.dtype)
+        return result
+
+    def _attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], dim=1) for each in (k, v))
+        scores = q @ k.transpose(-1, -2) * (scale or q.shape[-1] ** -0.5)
+        mask = causal_mask(q.shape[-2], k.shape[-2], q.device) if is_causal else attn_mask
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+        return scores.softmax(-1).nan_to_num(0.0).bfloat16().to(v.dtype) @ v
 
 
 def module_probe(spec: ModelSpec, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -328,9 +349,10 @@ class FreshCases:
             module = module_from_bundle(bundle, path="plain", device=device)
             limit = oracle_bytes or ORACLE_BYTES[torch.device(device).type]
             run_oracle = partial(run_in_blocks, limit_bytes=limit)
-            layer = LayerCapture(module, manifest.precision, 0, run_oracle=run_oracle, most_tokens=_CHUNK)
-            edges = partial(layer_probe, self.spec.layer, oracle=lambda: layer.oracle)
-            self._probes = {"edges": edges, "uniform": uniform_probe}
+            layer = LayerCapture(module, manifest.precision, 0, run_oracle=run_oracle)
+            layer.most_tokens = _CHUNK
+            edges = partial(layer_probe, self.spec.layer, oracle=lambda: layer.twin)
+            self._probes = {"edges": edges, "weights": dict}
             self._capture = layer
         else:
             program = ProgramValues(bundle)
@@ -356,8 +378,8 @@ class FreshCases:
             seed: Seed of the inputs; the same seed at the same sizes draws the same.
             ragged: Whether lengths go down to 1 and 0, where a catalog layer has lengths.
             past: Valid entries of a preallocated cache in every batch element; default: drawn.
-            probe: `edges` for large tokens where masks, windows and caches end, `uniform` for zeros behind
-                the first tokens, of catalog layers alone.
+            probe: `edges` for large tokens where masks, windows and caches end; `weights` to find out, too,
+                what coarse softmax weights would change, of catalog layers alone.
 
         Raises:
             SpecError: The sizes, or that many entries, are not for this model.
@@ -375,8 +397,14 @@ class FreshCases:
             got=sizes_name(sizes),
             hint="smaller sizes",
         )
+        planned = PlannedCase(name=name, sizes=dict(sizes), ragged=ragged, past=past)
         with self._drawing(seed, no_room):
-            return self._capture.capture(PlannedCase(name=name, sizes=dict(sizes), ragged=ragged, past=past))
+            case = self._capture.capture(planned)
+            if probe != "weights":
+                return case
+            with CoarseWeights():
+                coarse = self._capture.capture(planned).oracle["output"]
+        return replace(case, suspects={COARSE_WEIGHTS: {"output": coarse - case.oracle["output"]}})
 
     def trace(self, planned: PlannedTrace, *, seed: int) -> DecodeTrace:
         """Draw tokens, decode with the module, and compute the whole sequence in FP64.

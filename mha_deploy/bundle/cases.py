@@ -169,7 +169,7 @@ class GoldenCase:
 
     `flops` is the work of one call of a user's module, else 0. `cached` names, for each
     KV cache that goes out of a catalog layer, the one that came in. `allowance` is a factor on its budgets.
-    `uniform` says that most queries have the same score with every key.
+    `suspects` is what known mistakes would add to its outputs.
     """
 
     name: str
@@ -181,7 +181,7 @@ class GoldenCase:
     flops: int = 0
     cached: Mapping[str, str] = field(default_factory=dict)
     allowance: float = 1.0
-    uniform: bool = False
+    suspects: Mapping[str, Arrays] = field(default_factory=dict)
 
 
 def golden_cases(bundle: Bundle) -> Iterator[GoldenCase]:

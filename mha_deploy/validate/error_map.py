@@ -19,6 +19,7 @@ from mha_deploy.bundle.cases import GoldenCase
 from mha_deploy.errors import DeployError
 from mha_deploy.graph.attention_node import is_attention, read_attention
 from mha_deploy.graph.ir import made_by
+from mha_deploy.metrics import ToHeads
 
 _NOT_FED = "no projection of heads feeds it"
 MAPPED_RANKS = (3, 4)
@@ -29,6 +30,10 @@ _MOST_COLUMNS = 128
 _CHANNEL_GROUPS = 8
 _LARGEST_WIDTH = 2048  # a larger projection takes seconds to invert
 _LARGEST_AMPLIFICATION = 1000.0  # beyond it, the rounding of FP16 outputs would fill the whole map
+
+# A judged error comes back through directions of a hundredth of the projection's mean power and more, where
+# these are nine tenths of it.
+_DAMPING, _LEAST_BACK = 0.01, 0.9
 
 # What may stand between the heads and their projection without mixing them: layout, and gates on heads.
 _KEEPS_HEADS = frozenset({"Reshape", "Transpose", "Identity", "Cast", "Mul"})
@@ -41,6 +46,7 @@ class Projection:
     weight: np.ndarray  # its matrix, [Hq·D, E]
     bias: np.ndarray | None = None  # its bias, [E], or None
     heads: int  # how many heads lie side by side in what goes in
+    output: str = "output"  # the graph output that it feeds
 
     @cached_property
     def refusal(self) -> str | None:
@@ -72,8 +78,26 @@ class Projection:
 
     def pulled_back(self, values: np.ndarray) -> np.ndarray:
         """[B, S, E] to [B, Hq, S, D]."""
-        heads = values @ self.inverse
-        return heads.reshape(*heads.shape[:2], self.heads, -1).transpose(0, 2, 1, 3)
+        return self._by_head(values @ self.inverse)
+
+    def _by_head(self, values: np.ndarray) -> np.ndarray:
+        return values.reshape(*values.shape[:2], self.heads, -1).transpose(0, 2, 1, 3)
+
+    @cached_property
+    def to_heads(self) -> dict[str, ToHeads]:
+        """By output: how an error is brought back to the heads to be judged there; empty where it cannot be.
+
+        Directions that the projection nearly loses are left out: they would amplify rounding most.
+        """
+        if self.refusal is not None:
+            return {}
+        weight = self.weight.astype(np.float64)
+        square = weight @ weight.T
+        damped = square + _DAMPING * np.trace(square) / len(square) * np.eye(len(square))
+        inverse = np.linalg.solve(damped, weight).T
+        if np.einsum("ij,ji->", weight, inverse) < _LEAST_BACK * len(weight):
+            return {}
+        return {self.output: lambda error: self._by_head(error @ inverse)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +184,8 @@ def output_projection(model: ir.Model) -> Projection | None:
             continue
         weight, D = _constant(matmul.inputs[1]), _head_size(matmul.inputs[0])
         if weight is not None and weight.ndim == 2 and D is not None and weight.shape[0] % D == 0:
-            return Projection(weight=weight, bias=bias, heads=weight.shape[0] // D)
+            heads = weight.shape[0] // D
+            return Projection(weight=weight, bias=bias, heads=heads, output=str(output.name))
     return None
 
 

@@ -177,7 +177,8 @@ def _judged(
             raise
         # The engine was built for these shapes: not to run them is a verdict on it. So is a crash.
         return failed_to_run(case, error.in_one_line)
-    verdicts = judge_case(case, got, plan.precision)
+    to_heads = None if plan.projection is None else plan.projection.to_heads
+    verdicts = judge_case(case, got, plan.precision, to_heads=to_heads)
     # A cache may be wrong by its old entries alone: then there is no error to map.
     names = [v.output for v in verdicts if v.deviation and v.budget and v.budget.exceeded_by(v.deviation)]
     names = [name for name in names if case.oracle[name].ndim in MAPPED_RANKS]

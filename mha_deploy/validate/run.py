@@ -220,10 +220,11 @@ class _Validation:
     def _probes(self, profiles: Sequence[Mapping[str, Axis]]) -> list[GoldenCase]:
         """Large tokens at the edges of masks, windows and caches, at the usual sizes and profile corners.
 
-        At the usual sizes also uniform scores, which make coarse softmax weights visible.
+        At the usual sizes also random inputs, of which it is known what coarse softmax weights would change.
         """
         self.on_step("probe inputs and their FP64 oracle")
-        spec, limit = self.bundle.manifest.spec, self._oracle_limit
+        manifest, limit = self.bundle.manifest, self._oracle_limit
+        spec = manifest.spec
         try:
             fresh = self._fresh
         except DeployError as error:  # no PyTorch, or not the module's factory
@@ -239,8 +240,8 @@ class _Validation:
             sizes = shrunk(spec, sizes, spec.sizes("min"), limit)
             draw = partial(fresh.case, sizes, seed=self.options.seed, past=past)
             cases.append(replace(draw(probe="edges"), name=f"probe-{name}", allowance=PROBE_ALLOWANCE))
-            if spec.layer is not None and name in usual and sizes["S"] > 1:
-                cases.append(replace(draw(probe="uniform"), name=f"uniform-{name}", uniform=True))
+            if spec.layer is not None and name in usual and manifest.precision.name == "fp16":
+                cases.append(replace(draw(probe="weights"), name=f"weights-{name}"))
         return cases
 
     def _graph_probe(self) -> list[GoldenCase]:

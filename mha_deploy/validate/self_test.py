@@ -14,11 +14,11 @@ from mha_deploy.bundle.folder import Bundle
 from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.mutate import IN_CACHES, mutated, mutations
 from mha_deploy.metrics import OutputVerdict, ParityReport, judge_case, parity_from_verdicts
-from mha_deploy.model.precision import Precision
 from mha_deploy.options import ValidateOptions
 from mha_deploy.runtime import cpu_backend, open_runner
 from mha_deploy.runtime.runner import Runner
 from mha_deploy.validate.decode import evaluate_trace, traces_of
+from mha_deploy.validate.error_map import output_projection
 from mha_deploy.validate.run import drawn_cases
 
 # -- Parity of a graph alone: the bundle's own, or a variation of it -------------------------------
@@ -26,18 +26,20 @@ from mha_deploy.validate.run import drawn_cases
 
 def parity_from_runner(
     runner: Runner,
-    cases: Iterable[GoldenCase],
+    bundle: Bundle,
+    cases: Iterable[GoldenCase] | None = None,
     *,
-    model: str,
-    precision: Precision,
     on_case: Callable[[str], None] = lambda name: None,
 ) -> ParityReport:
-    """Run every case and judge what comes out."""
-    verdicts: list[OutputVerdict] = []
-    for case in cases:
+    """Run every case, by default the golden ones, and judge what comes out; head by head where that works."""
+    precision, verdicts = bundle.manifest.precision, list[OutputVerdict]()
+    projection = output_projection(load_graph(bundle.model_path))
+    heads = {} if projection is None else projection.to_heads
+    for case in golden_cases(bundle) if cases is None else cases:
         on_case(case.name)
-        verdicts += judge_case(case, runner.run(case.inputs), precision)
-    return parity_from_verdicts(verdicts, model=model, precision=precision, backend=runner.name)
+        verdicts += judge_case(case, runner.run(case.inputs), precision, to_heads=heads)
+    name = bundle.manifest.spec.name
+    return parity_from_verdicts(verdicts, model=name, precision=precision, backend=runner.name)
 
 
 def graph_parity(
@@ -49,15 +51,9 @@ def graph_parity(
     on_case: Callable[[str], None] = lambda name: None,
 ) -> ParityReport:
     """Run golden cases of a bundle, or others, through a runtime: by default one on the CPU."""
-    manifest = bundle.manifest
-    with open_runner(backend or cpu_backend(manifest.precision), model or bundle.model_path) as runner:
-        return parity_from_runner(
-            runner,
-            golden_cases(bundle) if cases is None else cases,
-            model=manifest.spec.name,
-            precision=manifest.precision,
-            on_case=on_case,
-        )
+    backend = backend or cpu_backend(bundle.manifest.precision)
+    with open_runner(backend, model or bundle.model_path) as runner:
+        return parity_from_runner(runner, bundle, cases, on_case=on_case)
 
 
 # -- Mutations of the bundle's own graph: each of them must fail the validation --------------------

@@ -72,9 +72,18 @@ def test_only_accumulation_in_fp16_has_the_large_budget(oracle):
         budget_from_eager(eager, oracle, dataclasses.replace(FP16, accumulate=kind)).limits
         for kind in ("fp32", "fp16")
     )
-    assert {name: wide[name] / limit for name, limit in usual.items()} == pytest.approx(
-        dict.fromkeys(usual, 4.0)
-    )
+    ratios = {name: wide[name] / limit for name, limit in usual.items()}
+    assert all(4 <= round(ratio, 6) < 5 for ratio in ratios.values()), ratios
+
+
+def test_accumulation_in_fp16_may_err_with_the_root_of_its_terms(oracle):
+    width = 4096
+    oracle = np.random.default_rng(0).standard_normal((1, 32, width))
+    eager = oracle.astype(np.float16)
+    error = 0.2 * math.sqrt(width) * FP16.roundoff * np.random.default_rng(1).standard_normal(oracle.shape)
+    for kind, low, high in (("fp16", 0.2, 0.5), ("fp32", 4, 100)):
+        budget = budget_from_eager(eager, oracle, dataclasses.replace(FP16, accumulate=kind))
+        assert low < budget.share_used(measure(oracle + error, oracle, budget.noise)) < high
 
 
 def test_an_exact_module_still_leaves_room_for_rounding(oracle):
