@@ -1570,13 +1570,14 @@ def inspect(path: StrPath, *, verify: bool = False) -> Inspection:
             engine.check_bundle(path)
         return Inspection(path=path, bundle=bundle, verified=verify, engines=tuple(engines))
     from mha_deploy.bundle.folder import MANIFEST
-    from mha_deploy.engine.engine import misfits_here
+    from mha_deploy.engine.engine import reasons_not_to_run
 
     engine = open_engine(path)
     folder = path.resolve().parent.parent
     if (folder / MANIFEST).is_file():
         engine.check_bundle(folder)
-    return Inspection(path=path, engines=(engine,), misfits=tuple(misfits_here(engine)))
+    misfits = tuple(reasons_not_to_run(engine, import_tensorrt=False))
+    return Inspection(path=path, engines=(engine,), misfits=misfits)
 
 
 # -- This machine ----------------------------------------------------------------------------------

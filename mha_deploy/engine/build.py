@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import onnx_ir as ir
@@ -19,55 +19,28 @@ import onnx_ir as ir
 from mha_deploy.bundle.cases import GoldenCase, golden_cases
 from mha_deploy.bundle.commit import temporary_folder, write_atomically
 from mha_deploy.bundle.folder import MANIFEST, Bundle, sha256
-from mha_deploy.engine.engine import (
-    FOLDER,
-    Engine,
-    EngineManifest,
-    RebuildRecord,
-    default_backend,
-    default_profiles,
-    engine_path,
-    first_gpu,
-    open_engine_runner,
-    profile_names,
-    profile_shapes,
-    reasons_not_to_run,
-    with_unrecognised,
-    write_engine,
-)
-from mha_deploy.engine.lowered import (
-    FP16,
-    FP32,
-    NATIVE,
-    PLUGIN,
-    Candidate,
-    dialect_for,
-    lowered_for,
-    open_candidates,
-    with_carried,
-    with_library,
-)
-from mha_deploy.engine.plugins import (
-    PluginError,
-    PluginLibrary,
-    find_plugins,
-    load_needed,
-    load_plugins,
-)
+from mha_deploy.engine import engine as engines
+from mha_deploy.engine.engine import Engine, first_gpu, open_engine_runner, reasons_not_to_run
+from mha_deploy.engine.lowered import FP16, FP32, NATIVE, PLUGIN, Candidate, dialect_for, lowered_for
+from mha_deploy.engine.lowered import open_candidates as candidates_for
+from mha_deploy.engine.plugins import PluginError, find_plugins, load_needed, load_plugins
 from mha_deploy.errors import BackendUnavailable, BundleError, DeployError
+from mha_deploy.graph import plugin_node
 from mha_deploy.graph.attention_node import attention_nodes
 from mha_deploy.graph.file import load_graph, save_graph
+from mha_deploy.graph.lower.cache import cache_form
 from mha_deploy.metrics import judge_case
-from mha_deploy.model.precision import Precision
 from mha_deploy.options import EngineOptions
 from mha_deploy.runtime.child import RuntimeCrash, call_isolated, isolation, open_isolated, send_to_parent
 from mha_deploy.runtime.cuda import open_gpu
 from mha_deploy.runtime.runner import Runner
+from mha_deploy.runtime.tensorrt import kernels as layers
 from mha_deploy.runtime.tensorrt.builder import BuildRequest, BuiltEngine, OnProgress, build_with
 from mha_deploy.runtime.tensorrt.engine_runner import Profile, TensorRTRunner
 from mha_deploy.runtime.tensorrt.engine_verdict import EngineVerdict, engine_verdict, members, written_types
-from mha_deploy.runtime.tensorrt.kernels import LargeTensor
 from mha_deploy.runtime.tensorrt.versions import EngineError, TensorRT, load
+
+T = TypeVar("T")
 
 _LARGEST_WORKSPACE_MIB = 1 << 20  # 1 TiB
 
@@ -90,10 +63,13 @@ def engine_from_bundle(
         path: Where the engine goes; default: into the bundle, under its name.
     """
     options = options or EngineOptions()
-    rt = load(options.backend or default_backend())
-    _workspace(options.workspace_mib)  # refused before a long build
+    rt = load(options.backend or engines.default_backend())
+    mib = options.workspace_mib
+    if mib is not None and not 0 < mib <= _LARGEST_WORKSPACE_MIB:
+        hint = f"--workspace-mib from 1 to {_LARGEST_WORKSPACE_MIB}, or leave it out"
+        raise EngineError("No GPU has a workspace of that size.", got=f"{mib} MiB", hint=hint)
     path = path or _free_path(bundle, rt, options)
-    candidates = open_candidates(rt, options, bundle.manifest.precision.name)
+    candidates = candidates_for(rt, options, bundle.manifest.precision.name)
     if any(candidate.attention == PLUGIN for candidate in candidates):
         find_plugins(rt)  # report a missing library before a long build
     build = partial(_engine_at, bundle=bundle, rt=rt, requested=options.attention, on_progress=on_progress)
@@ -104,7 +80,7 @@ def engine_from_bundle(
 
 def _free_path(bundle: Bundle, rt: TensorRT, options: EngineOptions) -> Path:
     """Where the engine goes in its bundle; refused where there is one that may not be overwritten."""
-    path = engine_path(bundle.path, options.name or rt.backend)
+    path = engines.engine_path(bundle.path, options.name or rt.backend)
     if path.exists() and not options.overwrite:
         raise BundleError("There is an engine of that name.", got=path, hint="another --name, or --overwrite")
     return path
@@ -124,8 +100,8 @@ def _engine_at(
     model = load_graph(bundle.model_path)
     library = find_plugins(rt) if options.attention == PLUGIN else None
     lowered, answers = lowered_for(rt, model, options)
-    ranges = list(options.profiles) or default_profiles(spec, one=not rt.can.shared_profiles)
-    cache = bundle.path / FOLDER / f"timing-{rt.backend}-{rt.version}.cache"
+    ranges = list(options.profiles) or engines.default_profiles(spec, one=not rt.can.shared_profiles)
+    cache = bundle.path / engines.FOLDER / f"timing-{rt.backend}-{rt.version}.cache"
     cached = rt.can.timing_cache and options.timing_cache and cache.is_file()
     # With `--precision auto` most graphs are FP16 throughout, and need no constraints.
     wide = spec.mixed and bool(bundle.manifest.checks.get("mixed precision", {}).get("kept"))
@@ -137,10 +113,10 @@ def _engine_at(
             onnx=onnx_path,
             backend=rt.backend,
             precision=precision,
-            profiles=[profile_shapes(spec, each) for each in ranges],
+            profiles=[engines.profile_shapes(spec, each) for each in ranges],
             targets=options.targets,
             optimization_level=options.optimization_level,
-            workspace=_workspace(options.workspace_mib),
+            workspace=None if options.workspace_mib is None else options.workspace_mib << 20,
             timing_cache=cache.read_bytes() if cached else None,
             version_compatible=options.version_compatible,
             hardware_compatible=options.hardware_compatible,
@@ -150,16 +126,26 @@ def _engine_at(
             # A TensorRT that chooses types by itself would narrow what the export kept in a wider type.
             precision_constraints=wide and not rt.can.strongly_typed_flag,
         )
-        built = with_carried(_built(rt, request, library, on_progress), lowered)
+        # Parsers and builders can crash.
+        on_message = None if on_progress is None else lambda progress: on_progress(*progress)
+        if isolation.enabled and rt.in_every_process:
+            arguments, step = (rt, request, library is not None, _report), "building the engine"
+            built = call_isolated(
+                rt.backend, _build, *arguments, title=rt.title, step=step, on_message=on_message
+            )
+        else:
+            built = _build(rt, request, library is not None, on_progress)
+    built = _with_carried(built, lowered)
     verdict = judge_engine(built, lowered, model, precision, len(ranges))
     # The source with the best information comes first.
     kernels = next(filter(None, map(built.kernels.get, ("inspector", "plan", "log"))), ())
     findings = dict.fromkeys(finding for answer in answers for finding in answer.findings)
-    names, large = profile_names(spec, ranges), built.large_tensors
+    names, large = engines.profile_names(spec, ranges), built.large_tensors
     unprepared = unprepared_profiles(
         rt, built.plan, names, host_code=options.version_compatible, large_tensors=large
     )
-    manifest = EngineManifest(
+    notes = [*unprepared, *built.notes, *(each.advice for each in large), *(m.text for m in built.warnings)]
+    manifest = engines.EngineManifest(
         backend=rt.backend,
         version=rt.version,
         gpu=None if rt.can.builds_without_gpu and "CURRENT" not in request.target_names else first_gpu(),
@@ -174,7 +160,7 @@ def _engine_at(
         engine_bytes=len(built.plan),
         seconds=round(built.seconds, 3),
         strongly_typed=built.strongly_typed,
-        verdict=with_unrecognised(verdict, bundle.manifest, profiles=len(ranges)),
+        verdict=engines.with_unrecognised(verdict, bundle.manifest, profiles=len(ranges)),
         kernels=[
             {
                 "name": kernel.name,
@@ -189,76 +175,130 @@ def _engine_at(
         ],
         options=request.options(),
         findings=[asdict(finding) for finding in findings],
-        notes=[
-            *unprepared,
-            *built.notes,
-            *(each.advice for each in large),
-            *(m.text for m in built.warnings),
-        ],
+        notes=notes,
         large_tensors=list(large),
     )
     if library is not None:
-        manifest = with_library(
-            manifest, library, lowered, requested=requested, accumulate=options.accumulate
+        in_place = cache_form(lowered).in_place
+        notes += [
+            f"caches in place: bind {out} to the memory of {source}" for out, source in in_place.items()
+        ]
+        manifest = msgspec.structs.replace(
+            manifest,
+            attention={"requested": requested, "chosen": PLUGIN, "accumulate": options.accumulate},
+            plugins=[library.record()],
+            in_place=in_place,
         )
-    engine = write_engine(path, built.plan, manifest, overwrite=options.overwrite)
+    engine = engines.write_engine(path, built.plan, manifest, overwrite=options.overwrite)
     if built.timing_cache:
         with contextlib.suppress(OSError):  # the engine is there: the next build is only slower
             write_atomically(cache, built.timing_cache)
     return engine
 
 
-def _built(
-    rt: TensorRT, request: BuildRequest, library: PluginLibrary | None, on_progress: OnProgress | None
+def _build(
+    rt: TensorRT, request: BuildRequest, with_plugins: bool, on_progress: OnProgress | None
 ) -> BuiltEngine:
-    """Build in a child process, since parsers and builders can crash."""
-    if not (isolation.enabled and rt.in_every_process):
-        if library is not None:
-            load_plugins(rt)
-        return build_with(rt, request, on_progress)
-    return call_isolated(
-        rt.backend,
-        _built_in_child,
-        request,
-        library is not None,
-        title=rt.title,
-        step="building the engine",
-        on_message=None if on_progress is None else lambda progress: on_progress(*progress),
-    )
-
-
-def _built_in_child(request: BuildRequest, with_plugins: bool) -> BuiltEngine:
-    rt = load(request.backend)
     if with_plugins:
         load_plugins(rt)
-    return build_with(rt, request, lambda *progress: send_to_parent(progress))
+    return build_with(rt, request, on_progress)
+
+
+def _report(*progress: Any) -> None:
+    """The progress of a build in a child process."""
+    send_to_parent(progress)
 
 
 def judge_engine(
     built: BuiltEngine, lowered: ir.Model, canonical: ir.Model, precision: str, profiles: int
 ) -> EngineVerdict:
     """Was every attention fused, and is the engine in the requested precision?"""
-    built = with_carried(built, lowered)
+    kernels = _with_carried(built, lowered).kernels
     names = [node.name or "" for node in lowered.graph.all_nodes()]
     attention = members(names, [node.name for node in attention_nodes(canonical)])
-    written = written_types(lowered)
-    return engine_verdict(built.kernels, attention, precision, profiles=profiles, written=written)
+    return engine_verdict(kernels, attention, precision, profiles=profiles, written=written_types(lowered))
 
 
-def _workspace(mib: int | None) -> int | None:
-    """The limit of the workspace in bytes."""
-    if mib is not None and not 0 < mib <= _LARGEST_WORKSPACE_MIB:
-        raise EngineError(
-            "No GPU has a workspace of that size.",
-            got=f"{mib} MiB",
-            hint=f"--workspace-mib from 1 to {_LARGEST_WORKSPACE_MIB}, or leave it out",
+_CARRIES = {
+    plugin_node.OP_TYPE: layers.ATTENTION,
+    plugin_node.LINEAR: layers.MATMUL,
+    plugin_node.NORM_ACTIVATION: layers.ELEMENTWISE,
+}
+
+
+def _with_carried(built: BuiltEngine, lowered: ir.Model) -> BuiltEngine:
+    """An engine whose plugin layers have types and a purpose, of which TensorRT reports only their names."""
+    nodes = {
+        node.name or "": node
+        for node in lowered.graph.all_nodes()
+        if node.domain == plugin_node.DOMAIN and node.op_type in _CARRIES
+    }
+
+    def marked(kernel: layers.Kernel) -> layers.Kernel:
+        node = next((nodes[name] for name in kernel.onnx_nodes if name in nodes), None)
+        if not kernel.is_plugin or node is None:
+            return kernel
+        values = [value for value in (*node.inputs, *node.outputs) if value is not None and value.dtype]
+        types = {value.name or "": layers.dtype_of(value.dtype.name) for value in values if value.dtype}
+        usual = next((dtype for dtype in types.values() if dtype in layers.FLOATING), layers.UNKNOWN)
+        # 8.6 does not report the types of dynamic sizes, and the library takes no others.
+        inputs, outputs = (
+            tuple(
+                replace(each, dtype=types.get(each.name, usual)) if each.dtype == layers.UNKNOWN else each
+                for each in tensors
+            )
+            for tensors in (kernel.inputs, kernel.outputs)
         )
-    return None if mib is None else mib << 20
+        return replace(kernel, carries=_CARRIES[node.op_type], inputs=inputs, outputs=outputs)
+
+    return replace(built, kernels={source: tuple(map(marked, ks)) for source, ks in built.kernels.items()})
+
+
+# -- Does every profile of a new engine have an execution context? ---------------------------------
+
+
+def unprepared_profiles(rt: TensorRT, plan: bytes, names: Sequence[str], **options: Any) -> list[str]:
+    """A line for each profile of a new engine, by its name, that cannot be prepared on this machine's GPU.
+
+    Also empty where it cannot be tested: engines for other GPUs, or no cuda-bindings. The `options` are those
+    of the runner.
+    """
+    if rt.can.builds_without_gpu:
+        return []
+    if not (isolation.enabled and rt.in_every_process):
+        return _unprepared(rt, plan, names, options)
+    step = "preparing the new engine"
+    try:
+        return call_isolated(rt.backend, _unprepared, rt, plan, names, options, title=rt.title, step=step)
+    except RuntimeCrash as crash:
+        return [f"engine built, but it cannot be run: {crash.in_one_line}"]
+
+
+def _unprepared(rt: TensorRT, plan: bytes, names: Sequence[str], options: Mapping[str, Any]) -> list[str]:
+    try:
+        runner = TensorRTRunner(rt, plan, cuda_graph=False, **options)
+    except BackendUnavailable:
+        return []
+    except DeployError as error:
+        return [f"engine built, but it cannot be loaded: {error.in_one_line}"]
+    problems = []
+    # A runner keeps the contexts of two calls, so a context must be possible beside another one.
+    with runner, ExitStack() as owned:
+        for name, (index, profile) in zip(names, enumerate(runner.profiles), strict=False):
+            usual = {tensor: shapes[1] for tensor, shapes in profile.items()}
+            try:
+                bound = runner.bind(usual, index)
+            except DeployError as error:
+                problems.append(
+                    f"engine built, but profile {name} cannot be prepared: {error.got or error.what}"
+                )
+                continue
+            owned.close()
+            owned.callback(bound.close)
+    return problems
 
 
 # -- Several candidates: each is built, judged and timed beside the others, and one is kept --------
-
-Build = Callable[[Path, EngineOptions], Engine]
 
 _TIMED = ("opt", "prefill", "decode")
 _ROUNDS = 2
@@ -286,19 +326,39 @@ class Trial:
         """The geometric mean over the cases: each has the same weight, however long it is."""
         return math.exp(sum(math.log(time) for time in self.times.values()) / len(self.times))
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for the manifest."""
-        return {
-            "attention": self.candidate.attention,
-            "accumulate": self.candidate.accumulate,
-            "us": round(self.microseconds, 3) if self.is_right else None,
-            "cases": {name: round(time, 3) for name, time in self.times.items()},
-            "refused": self.refused,
-        }
+    def attempt(self, work: Callable[..., T], *arguments: Any) -> T | None:
+        """Do a part of the work; what fails for this candidate alone is the reason to refuse it."""
+        try:
+            return work(*arguments)
+        except (PluginError, BackendUnavailable):
+            raise  # not specific to this candidate, and to be fixed by the user
+        except DeployError as error:
+            self.refused = error.in_one_line
+            return None
+
+    def time(self, runner: Runner, case: GoldenCase, bundle: Bundle) -> None:
+        """Time it on one case, judged with the type that the candidate's projections accumulate in."""
+        precision = bundle.manifest.precision
+        accumulate = self.candidate.accumulate if precision.name == FP16 else FP32
+        try:
+            once, timing = runner.run(case.inputs), runner.time(case.inputs)
+        except DeployError as error:
+            self.refused = f"{case.name}: {error.in_one_line}"
+            return
+        for result in (once, *timing.results):
+            for verdict in judge_case(case, result, replace(precision, accumulate=accumulate)):
+                if verdict.is_wrong:
+                    self.refused = f"wrong output in {case.name}, {verdict.output}: {verdict.problem}"
+                    return
+        self.times[case.name] = min(timing.p50, self.times.get(case.name, math.inf))
 
 
 def fastest_engine(
-    bundle: Bundle, options: EngineOptions, path: Path, candidates: Sequence[Candidate], build: Build
+    bundle: Bundle,
+    options: EngineOptions,
+    path: Path,
+    candidates: Sequence[Candidate],
+    build: Callable[[Path, EngineOptions], Engine],
 ) -> Engine:
     """Build every candidate in a temporary folder, time them, and keep one at the path.
 
@@ -315,18 +375,29 @@ def fastest_engine(
             hint="name one candidate: --attention plugin --accumulate fp32, or --attention native",
         ) from error
     path.parent.mkdir(exist_ok=True)
-    with temporary_folder(path.parent / "trying") as folder:
-        trials = [
-            _tried(candidate, folder / "engines" / f"{candidate.name}.engine", options, build)
-            for candidate in candidates
-        ]
-        _time(trials, bundle)
+    with temporary_folder(path.parent / "trying") as folder, ExitStack() as owned:
+        trials = [Trial(candidate=candidate) for candidate in candidates]
+        running: list[tuple[Trial, Runner]] = []
+        for trial in trials:
+            place = folder / "engines" / f"{trial.candidate.name}.engine"
+            trial.engine = trial.attempt(build, place, trial.candidate.applied_to(options))
+        for trial in trials:
+            runner = None if trial.engine is None else trial.attempt(open_engine_runner, trial.engine)
+            if runner is not None:
+                owned.callback(runner.close)
+                running.append((trial, runner))
+        for case in timed_cases(golden_cases(bundle), [each for _, each in running]) if running else ():
+            for trial, runner in running * _ROUNDS:
+                if not trial.refused:
+                    trial.time(runner, case, bundle)
+        owned.close()
         best = chosen(trials)
         if best.engine is None:
             raise EngineError("The chosen engine is missing.", hint="build it again")
         manifest = msgspec.structs.replace(best.engine.manifest, attention=record(trials, best, options))
-        plan = best.engine.path.read_bytes()
-        return write_engine(path, plan, manifest, overwrite=options.overwrite)
+        return engines.write_engine(
+            path, best.engine.path.read_bytes(), manifest, overwrite=options.overwrite
+        )
 
 
 def chosen(trials: Sequence[Trial]) -> Trial:
@@ -341,8 +412,7 @@ def chosen(trials: Sequence[Trial]) -> Trial:
     plugin = wide or narrow
     if wide and narrow and wide.microseconds > DEARER * narrow.microseconds:
         plugin = narrow
-    native = right.get(NATIVE)
-    found = [trial for trial in (native, plugin) if trial is not None]
+    found = [trial for trial in (right.get(NATIVE), plugin) if trial is not None]
     if not found:
         raise EngineError(
             "No candidate for this engine is right.",
@@ -352,62 +422,34 @@ def chosen(trials: Sequence[Trial]) -> Trial:
     return min(found, key=lambda trial: trial.microseconds)
 
 
-def record(trials: Sequence[Trial], best: Trial, options: EngineOptions) -> dict[str, Any]:
+def record(trials: Sequence[Trial], best: Trial, options: EngineOptions) -> engines.AttentionRecord:
     """The choice as the manifest records it. The plugin's time is that of its better candidate."""
-    times: dict[str, float | None] = {
-        kind: min(
-            (t.microseconds for t in trials if t.candidate.attention == kind and t.is_right), default=None
-        )
-        for kind in (NATIVE, PLUGIN)
-    }
+    times: dict[str, float] = {}
+    for trial in trials:
+        if trial.is_right:
+            kind = trial.candidate.attention
+            times[kind] = min(trial.microseconds, times.get(kind, math.inf))
     if best.candidate.attention == PLUGIN:
         times[PLUGIN] = best.microseconds
-    native, plugin = times[NATIVE], times[PLUGIN]
-
-    def rounded(figure: float | None) -> float | None:
-        return None if figure is None else round(figure, 3)
-
+    native, plugin = times.get(NATIVE), times.get(PLUGIN)
     return {
         "requested": options.attention,
         "chosen": best.candidate.attention,
         "accumulate": best.candidate.accumulate,
-        "native_us": rounded(native),
-        "plugin_us": rounded(plugin),
-        "ratio": rounded(native / plugin) if native and plugin else None,
-        "tried": [trial.to_dict() for trial in trials],
+        "native_us": native and round(native, 3),
+        "plugin_us": plugin and round(plugin, 3),
+        "ratio": round(native / plugin, 3) if native and plugin else None,
+        "tried": [
+            {
+                "attention": trial.candidate.attention,
+                "accumulate": trial.candidate.accumulate,
+                "us": round(trial.microseconds, 3) if trial.is_right else None,
+                "cases": {name: round(time, 3) for name, time in trial.times.items()},
+                "refused": trial.refused,
+            }
+            for trial in trials
+        ],
     }
-
-
-def _tried(candidate: Candidate, path: Path, options: EngineOptions, build: Build) -> Trial:
-    try:
-        return Trial(candidate=candidate, engine=build(path, candidate.applied_to(options)))
-    except (PluginError, BackendUnavailable):
-        raise  # not specific to this candidate, and to be fixed by the user
-    except DeployError as error:
-        return Trial(candidate=candidate, refused=error.in_one_line)
-
-
-def _time(trials: Sequence[Trial], bundle: Bundle) -> None:
-    with ExitStack() as owned:
-        running: list[tuple[Trial, Runner]] = []
-        for trial in trials:
-            if trial.engine is None:
-                continue
-            try:
-                runner = open_engine_runner(trial.engine)
-            except BackendUnavailable:
-                raise  # not specific to this candidate
-            except DeployError as error:
-                trial.refused = error.in_one_line
-                continue
-            owned.callback(runner.close)
-            running.append((trial, runner))
-        if not running:
-            return
-        for case in timed_cases(golden_cases(bundle), [runner for _, runner in running]):
-            for trial, runner in running * _ROUNDS:
-                if not trial.refused:
-                    _time_one(trial, runner, case, bundle.manifest.precision)
 
 
 def timed_cases(cases: Iterable[GoldenCase], runners: Sequence[Any]) -> list[GoldenCase]:
@@ -419,24 +461,6 @@ def timed_cases(cases: Iterable[GoldenCase], runners: Sequence[Any]) -> list[Gol
             hint="wider profiles, or name one candidate with --attention and --accumulate",
         )
     return [case for case in admitted if case.name in _TIMED] or admitted[:1]
-
-
-def _time_one(trial: Trial, runner: Runner, case: GoldenCase, precision: Precision) -> None:
-    """Time a trial on one case, judged with the type that the candidate's projections accumulate in."""
-    accumulate = trial.candidate.accumulate if precision.name == FP16 else FP32
-    precision = replace(precision, accumulate=accumulate)
-    try:
-        once = runner.run(case.inputs)
-        timing = runner.time(case.inputs)
-    except DeployError as error:
-        trial.refused = f"{case.name}: {error.in_one_line}"
-        return
-    for result in (once, *timing.results):
-        for verdict in judge_case(case, result, precision):
-            if verdict.is_wrong:
-                trial.refused = f"wrong output in {case.name}, {verdict.output}: {verdict.problem}"
-                return
-    trial.times[case.name] = min(timing.p50, trial.times.get(case.name, math.inf))
 
 
 # -- How much an engine differs from build to build: TensorRT chooses kernels by timing them -------
@@ -452,7 +476,7 @@ def rebuilt_engine(
     """
     if builds < 2:
         raise DeployError("Builds can be compared from two on.", got=builds, hint="--repeat 3")
-    rt = load(options.backend or default_backend())
+    rt = load(options.backend or engines.default_backend())
     path = _free_path(bundle, rt, options)
     path.parent.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".trying-", dir=path.parent) as folder:
@@ -466,29 +490,29 @@ def rebuilt_engine(
         built = [build(f"{number + 1} of {builds}", timing_cache=False) for number in range(builds)]
         cached = build("from the timing cache", timing_cache=True) if rt.can.timing_cache else None
         errors, times = _measured(built, bundle, on_progress)
-        record = RebuildRecord(
+        manifests = [each.manifest for each in built]
+        rebuilds = engines.RebuildRecord(
             builds=builds,
-            identical=len({each.manifest.engine_sha256 for each in built}) == 1,
+            identical=len({each.engine_sha256 for each in manifests}) == 1,
             differing=differing_kernels(built),
-            fused=[list(each.manifest.fused_count) for each in built],
-            seconds=[each.manifest.seconds for each in built],
-            engine_bytes=[each.manifest.engine_bytes for each in built],
+            fused=[list(each.fused_count) for each in manifests],
+            seconds=[each.seconds for each in manifests],
+            engine_bytes=[each.engine_bytes for each in manifests],
             errors=errors,
             times_us=times,
             timing_cache=None if cached is None else not differing_kernels([built[-1], cached]),
         )
-        kept = built[-1]
-        manifest = msgspec.structs.replace(kept.manifest, rebuilds=record)
-        return write_engine(path, kept.path.read_bytes(), manifest)
+        manifest = msgspec.structs.replace(manifests[-1], rebuilds=rebuilds)
+        return engines.write_engine(path, built[-1].path.read_bytes(), manifest)
 
 
-def differing_kernels(engines: Sequence[Engine]) -> list[dict[str, Any]]:
+def differing_kernels(built: Sequence[Engine]) -> list[dict[str, Any]]:
     """The ONNX nodes whose kernels are not the same in every build, with the kernels of each build."""
     found: dict[tuple[int, str], list[list[str]]] = {}
-    for index, engine in enumerate(engines):
+    for index, engine in enumerate(built):
         for kernel in engine.manifest.kernels:
             key = (kernel["profile"], ", ".join(sorted(kernel["nodes"])) or kernel["name"])
-            builds = found.setdefault(key, [[] for _ in engines])
+            builds = found.setdefault(key, [[] for _ in built])
             builds[index].append(kernel["tactic"] or kernel["name"])
     return [
         {"nodes": nodes, "profile": profile, "kernels": builds}
@@ -498,16 +522,14 @@ def differing_kernels(engines: Sequence[Engine]) -> list[dict[str, Any]]:
 
 
 def _measured(
-    engines: Sequence[Engine], bundle: Bundle, on_progress: OnProgress | None
+    built: Sequence[Engine], bundle: Bundle, on_progress: OnProgress | None
 ) -> tuple[dict[str, list[float | None]], dict[str, list[float]]]:
     """Shares of the error budget, and times, of every build; nothing where the engines cannot run here."""
     errors: dict[str, list[float | None]] = {}
     times: dict[str, list[float]] = {}
-    if reasons_not_to_run(engines[0]):
-        return errors, times
-    for number, engine in enumerate(engines):
+    for number, engine in enumerate([] if reasons_not_to_run(built[0]) else built):
         if on_progress is not None:
-            on_progress("run and time", number, len(engines))
+            on_progress("run and time", number, len(built))
         with open_engine_runner(engine) as runner:
             timed = [case.name for case in timed_cases(golden_cases(bundle), [runner])]
             for case in golden_cases(bundle):
@@ -520,37 +542,11 @@ def _measured(
     return errors, times
 
 
-# -- Variations of an engine that return inner values, built like it ------------------------------
-
-
-def lowered_opener(engine: Engine, bundle: Bundle) -> Callable[[ir.Model], Runner]:
-    """A function that builds a lowered graph with the profiles of an engine, and loads it."""
-    rt, manifest = load(engine.manifest.backend), bundle.manifest
-    profiles = [profile_shapes(manifest.spec, ranges) for ranges in engine.manifest.ranges]
-    return engine_opener(rt, manifest.precision.name, profiles, engine.manifest.plugins)
-
-
-def twin_opener(engine: Engine, bundle: Bundle) -> Callable[[ir.Model], Runner]:
-    """A function that builds a variation of a bundle's graph as an engine of it was built, and loads it."""
-    rt, open_lowered = load(engine.manifest.backend), lowered_opener(engine, bundle)
-    candidate = engine.manifest.attention
-    options = EngineOptions(
-        backend=engine.manifest.backend,
-        allow_decomposed=True,
-        attention=candidate["chosen"],
-        accumulate=candidate["accumulate"],
-    )
-    return lambda model: open_lowered(lowered_for(rt, model, options)[0])
-
-
 # -- Temporary engines: variations of a graph for comparison, and mask cases -----------------------
 
 
 def engine_opener(
-    rt: TensorRT,
-    precision: str,
-    profiles: Sequence[Profile] = (),
-    plugins: Sequence[Mapping[str, Any]] = (),
+    rt: TensorRT, precision: str, profiles: Sequence[Profile] = (), plugins: Sequence[Any] = ()
 ) -> Callable[[ir.Model], Runner]:
     """A function that builds a lowered graph on this machine's GPU and loads it, in a child process."""
 
@@ -570,73 +566,32 @@ def engine_opener(
             )
             if not rt.in_every_process:
                 return _built_and_loaded(rt, request, plugins)
-            return open_isolated(rt.backend, rt.title, _built_and_loaded, None, request, plugins)
+            return open_isolated(rt.backend, rt.title, _built_and_loaded, rt, request, plugins)
 
     return open_model
 
 
-def _built_and_loaded(
-    rt: TensorRT | None, request: BuildRequest, plugins: Sequence[Mapping[str, Any]]
-) -> TensorRTRunner:
-    rt = rt or load(request.backend)  # in a child
+def _built_and_loaded(rt: TensorRT, request: BuildRequest, plugins: Sequence[Any]) -> TensorRTRunner:
     load_needed(rt, plugins)
     built = build_with(rt, request)
     return TensorRTRunner(rt, built.plan, large_tensors=built.large_tensors)
 
 
-# -- Does every profile of a new engine have an execution context? ---------------------------------
+def lowered_opener(engine: Engine, bundle: Bundle) -> Callable[[ir.Model], Runner]:
+    """A function that builds a lowered graph with the profiles of an engine, and loads it."""
+    rt, manifest = load(engine.manifest.backend), bundle.manifest
+    profiles = [engines.profile_shapes(manifest.spec, ranges) for ranges in engine.manifest.ranges]
+    return engine_opener(rt, manifest.precision.name, profiles, engine.manifest.plugins)
 
 
-def unprepared_profiles(
-    rt: TensorRT,
-    plan: bytes,
-    names: Sequence[str],
-    *,
-    host_code: bool = False,
-    large_tensors: Sequence[LargeTensor] = (),
-) -> list[str]:
-    """A line for each profile of a new engine, by its name, that cannot be prepared on this machine's GPU.
-
-    Also empty where it cannot be tested: engines for other GPUs, or no cuda-bindings.
-    """
-    if rt.can.builds_without_gpu:
-        return []
-    arguments = (plan, names, host_code, tuple(large_tensors))
-    if not (isolation.enabled and rt.in_every_process):
-        return _unprepared(rt, *arguments)
-    step = "preparing the new engine"
-    try:
-        return call_isolated(rt.backend, _unprepared, rt.backend, *arguments, title=rt.title, step=step)
-    except RuntimeCrash as crash:
-        return [f"engine built, but it cannot be run: {crash.in_one_line}"]
-
-
-def _unprepared(
-    rt: TensorRT | str,
-    plan: bytes,
-    names: Sequence[str],
-    host_code: bool,
-    large_tensors: Sequence[LargeTensor],
-) -> list[str]:
-    rt = load(rt) if isinstance(rt, str) else rt  # in a child
-    try:
-        runner = TensorRTRunner(rt, plan, host_code=host_code, cuda_graph=False, large_tensors=large_tensors)
-    except BackendUnavailable:
-        return []
-    except DeployError as error:
-        return [f"engine built, but it cannot be loaded: {error.in_one_line}"]
-    problems = []
-    # A runner keeps the contexts of two calls, so a context must be possible beside another one.
-    with runner, ExitStack() as owned:
-        for index, profile in enumerate(runner.profiles):
-            usual = {name: shapes[1] for name, shapes in profile.items()}
-            try:
-                bound = runner.bind(usual, index)
-            except DeployError as error:
-                problems.append(
-                    f"engine built, but profile {names[index]} cannot be prepared: {error.got or error.what}"
-                )
-                continue
-            owned.close()
-            owned.callback(bound.close)
-    return problems
+def twin_opener(engine: Engine, bundle: Bundle) -> Callable[[ir.Model], Runner]:
+    """A function that builds a variation of a bundle's graph as an engine of it was built, and loads it."""
+    rt, open_lowered = load(engine.manifest.backend), lowered_opener(engine, bundle)
+    attention = engine.manifest.attention
+    options = EngineOptions(
+        backend=rt.backend,
+        allow_decomposed=True,
+        attention=attention["chosen"],
+        accumulate=attention["accumulate"],
+    )
+    return lambda model: open_lowered(lowered_for(rt, model, options)[0])

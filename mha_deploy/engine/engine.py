@@ -7,7 +7,7 @@ import importlib.util
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, TypedDict, TypeVar
@@ -30,19 +30,9 @@ from mha_deploy.model.spec import Axis, ModelSpec
 from mha_deploy.runtime.child import isolation, open_isolated
 from mha_deploy.runtime.cuda import find_gpu
 from mha_deploy.runtime.runner import Runner
-from mha_deploy.runtime.tensorrt.engine_runner import TensorRTRunner
-from mha_deploy.runtime.tensorrt.engine_verdict import (
-    DECOMPOSED,
-    FUSED,
-    UNDECIDED,
-    EngineVerdict,
-    NodeVerdict,
-    PrecisionVerdict,
-    fusion_verdict,
-    members,
-    precision_verdict,
-    written_types,
-)
+from mha_deploy.runtime.tensorrt import engine_verdict as verdicts
+from mha_deploy.runtime.tensorrt.engine_runner import Profile, TensorRTRunner
+from mha_deploy.runtime.tensorrt.engine_verdict import EngineVerdict, NodeVerdict, PrecisionVerdict
 from mha_deploy.runtime.tensorrt.kernels import ATTENTION, Kernel, LargeTensor, kernels_from_plan
 from mha_deploy.runtime.tensorrt.versions import MODULES, load
 
@@ -52,8 +42,6 @@ Ranges = Mapping[str, Axis]
 
 _USUAL_BATCH = 8
 
-BACKENDS = ("tensorrt", "tensorrt-rtx")
-
 
 def parse_ranges(text: str, spec: ModelSpec) -> Ranges:
     """Read one profile such as `B=1:8:32,S=1:128:512`; axes that are left out keep the spec's range."""
@@ -62,8 +50,7 @@ def parse_ranges(text: str, spec: ModelSpec) -> Ranges:
         name, separator, sizes = part.strip().partition("=")
         if not separator:
             raise SpecError("A profile has no range for an axis.", got=part, hint="B=1:8:32,S=1:128:512")
-        ranges[name] = Axis.parse(sizes, name=name)
-    for name, axis in ranges.items():
+        axis = ranges[name] = Axis.parse(sizes, name=name)
         allowed = spec.axes.get(name)
         if allowed is not None and not (allowed.min <= axis.min and axis.max <= allowed.max):
             raise SpecError(
@@ -81,18 +68,16 @@ def default_profiles(spec: ModelSpec, *, one: bool = False) -> list[Ranges]:
     """
     if spec.cache == "none":
         return [spec.axes]
+    B, S, P = (spec.axes.get(name) for name in "BSP")
     if one:
         # TensorRT 8.6 built a layer with a cache wrongly for every other batch when both its usual batch and
         # its usual number of tokens were 1.
-        B = spec.axes["B"]
-        return [spec.axes if B.opt > 1 else {**spec.axes, "B": replace(B, opt=min(B.max, _USUAL_BATCH))}]
-    S = spec.axes["S"]
-    if S.min > 1 or S.max == 1:
+        usual = B is None or B.opt > 1
+        return [spec.axes if usual else {**spec.axes, "B": replace(B, opt=min(B.max, _USUAL_BATCH))}]
+    if S is None or S.min > 1 or S.max == 1:
         return [spec.axes]
-    prompt, token = dict(spec.axes), {**spec.axes, "S": Axis(min=1, opt=1, max=1)}
-    if "P" in spec.axes:
-        prompt["P"] = replace(spec.axes["P"], opt=spec.axes["P"].min)
-    return [prompt, token]
+    prompt = spec.axes if P is None else {**spec.axes, "P": replace(P, opt=P.min)}
+    return [prompt, {**spec.axes, "S": Axis(min=1, opt=1, max=1)}]
 
 
 def profile_names(spec: ModelSpec, profiles: Sequence[Ranges]) -> list[str]:
@@ -106,172 +91,19 @@ def profile_names(spec: ModelSpec, profiles: Sequence[Ranges]) -> list[str]:
     ]
 
 
-def profile_shapes(
-    spec: ModelSpec, ranges: Ranges
-) -> dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
+def profile_shapes(spec: ModelSpec, ranges: Ranges) -> Profile:
     """The smallest, usual and largest shape of every input."""
-    bounds = [
+    low, opt, high = (
         {name: getattr(axis, bound) for name, axis in ranges.items()} for bound in ("min", "opt", "max")
-    ]
-    return {
-        tensor.name: (tensor.shape(bounds[0]), tensor.shape(bounds[1]), tensor.shape(bounds[2]))
-        for tensor in spec.inputs
-    }
+    )
+    return {each.name: (each.shape(low), each.shape(opt), each.shape(high)) for each in spec.inputs}
 
 
-# -- Whether a plan confirms what the manifest beside it claims ------------------------------------
-
-RTX = "tensorrt-rtx"
-_NOT_SHOWN = "the plan does not confirm the engine's manifest: "
-# The plans of every version begin so: `ptrt` up to 8.5, `ftrt` from 8.6 on, `vtrt` in TensorRT-RTX.
-_MAGIC = b"trt"
-# Fewer numbers, or numbers that are alike, are found in any file.
-_LEAST_NUMBERS, _LEAST_DIFFERENT = 16, 8
-_MATMULS = ("MatMul", "Gemm")
-
-Part = TypeVar("Part", NodeVerdict, PrecisionVerdict)
-
-
-def shown_verdict(plan: bytes, manifest: EngineManifest, bundle: Path | None) -> EngineVerdict:
-    """The verdict in an engine's manifest, in which everything that its plan does not show is unknown.
-
-    `bundle` is the one that contains the engine, if any.
-    """
-    verdict, precision, profiles = manifest.verdict, manifest.precision, len(manifest.profiles)
-    needed = manifest.backend == RTX
-    if not needed and not any(_from_plan(node) for node in verdict.nodes):
-        return verdict
-    # A plan does not tell what the layers of a library compute; only that a plugin is there can be detected.
-    kernels = [
-        replace(each, carries=ATTENTION) if each.is_plugin else each for each in kernels_from_plan(plan)
-    ]
-    graph = load_graph(bundle / MODEL) if bundle is not None and needed else None
-    if graph is not None and not (_holds_weights(plan, graph) and _has_their_sizes(kernels, graph)):
-        why = "its weights are not those of the bundle"
-        unknown = tuple(_unknown(node, why) for node in verdict.nodes)
-        return msgspec.structs.replace(verdict, nodes=unknown, precision=_unknown(verdict.precision, why))
-    names = sorted({name for kernel in kernels for name in kernel.onnx_nodes})
-    groups = members(names, {node.node: None for node in verdict.nodes})
-    shown = fusion_verdict(kernels, groups, profiles=profiles)
-    fused = {(each.node, each.profile): set(each.kernels) for each in shown if each.status == FUSED}
-
-    def confirmed(node: NodeVerdict) -> NodeVerdict:
-        if node.status != FUSED or not (needed or _from_plan(node)):
-            return node
-        found = fused.get((node.node, node.profile))
-        if found is not None and found.issuperset(node.kernels):
-            return node
-        return _unknown(node, "no fused kernel of that name computes it")
-
-    claimed = verdict.precision
-    # Some of its nodes may be wider because the graph asks for it.
-    if (
-        needed
-        and claimed.ok
-        and not (
-            precision_verdict(kernels, precision).ok
-            or (graph is not None and precision_verdict(kernels, precision, written_types(graph)).ok)
-        )
-    ):
-        claimed = _unknown(claimed, "its kernels are not in that precision")
-    nodes = tuple(map(confirmed, verdict.nodes))
-    return msgspec.structs.replace(verdict, nodes=nodes, precision=claimed)
-
-
-def _from_plan(node: NodeVerdict) -> bool:
-    return "plan" in node.source.split("+")
-
-
-def _holds_weights(plan: bytes, graph: ir.Model) -> bool:
-    """Whether any weight of the graph is in the plan; some are packed together, but never all of them."""
-    return any(needle in plan for needle in _weights(graph)) or next(_weights(graph), None) is None
-
-
-def _has_their_sizes(kernels: Sequence[Kernel], graph: ir.Model) -> bool:
-    """Whether most matmuls read as many weights as those nodes of the graph that they name.
-
-    A kernel may compute several of them in one, and pad their weights. Of some, the plan names no weights.
-    """
-    sizes = {
-        node.name: value.const_value.size
-        for node in graph.graph.all_nodes()
-        if node.op_type in _MATMULS
-        for value in node.inputs[1:2]
-        if value is not None and value.const_value is not None
-    }
-    fitting = []
-    for kernel in kernels:
-        read = max((math.prod(each.shape) for each in kernel.constants), default=0)
-        named = (
-            kernel.is_gemm and bool(kernel.onnx_nodes) and all(name in sizes for name in kernel.onnx_nodes)
-        )
-        if named and read > 1:
-            wanted = sum(sizes[name] for name in kernel.onnx_nodes)
-            fitting.append(wanted <= read < 2 * wanted)
-    return 2 * sum(fitting) >= len(fitting)
-
-
-def _weights(graph: ir.Model) -> Iterator[bytes]:
-    """The numbers of the weights, small ones first, as they are and transposed."""
-    tensors = [
-        value.const_value for value in graph.graph.initializers.values() if value.const_value is not None
-    ]
-    for tensor in sorted(tensors, key=lambda tensor: tensor.nbytes):
-        if tensor.size < _LEAST_NUMBERS or not tensor.dtype.is_floating_point():
-            continue
-        data = tensor.tobytes()
-        if len(np.unique(np.frombuffer(data, dtype=np.uint8))) < _LEAST_DIFFERENT:
-            continue
-        yield data
-        if len(tensor.shape) == 2:
-            yield np.ascontiguousarray(tensor.numpy().T).tobytes()
-
-
-def _unknown(part: Part, why: str) -> Part:
-    return msgspec.structs.replace(part, status=UNDECIDED, reason=_NOT_SHOWN + why)
-
-
-# -- The attentions of a bundle that are no node of its graph, in the verdict on an engine ---------
-
-_NOT_FUSED = " is not fused: "
-
-
-def unrecognised(manifest: Manifest) -> dict[str, str]:
-    """The attentions of a bundle that are no node of its graph, by names of their own, with the reasons."""
-    reasons = [note.partition(_NOT_FUSED)[::2] for note in manifest.notes if _NOT_FUSED in note]
-    found: dict[str, str] = {}
-    taken = {str(node["name"]) for node in manifest.attention}
-    for index in range(manifest.spec.attention_count - len(manifest.attention)):
-        name, reason = reasons[index] if index < len(reasons) else ("attention", "no reason is recorded")
-        free, count = name, 1
-        while free in taken or free in found:
-            count += 1
-            free = f"{name}_{count}"
-        found[free] = reason
-    return found
-
-
-def with_unrecognised(verdict: EngineVerdict, manifest: Manifest, *, profiles: int) -> EngineVerdict:
-    """The verdict on all attentions of a bundle, from that on the attention nodes of its graph."""
-    left = [
-        NodeVerdict(
-            node=name,
-            profile=profile,
-            status=DECOMPOSED,
-            reason=f"not one Attention node in the graph: {reason}",
-            source="graph",
-        )
-        for name, reason in unrecognised(manifest).items()
-        for profile in range(profiles)
-    ]
-    return msgspec.structs.replace(verdict, nodes=(*verdict.nodes, *left))
-
-
-# -- An engine on disk: the plan, and its manifest beside it ---------------------------------------
+# -- The manifest ----------------------------------------------------------------------------------
 
 FORMAT = 1
 FOLDER = "engines"
-_LARGEST_PLAN = 1 << 40
+RTX = "tensorrt-rtx"
 
 
 class KernelRecord(TypedDict):
@@ -312,10 +144,7 @@ class AttentionRecord(_ChosenAttention, total=False):
 
 
 class RebuildRecord(TypedDict):
-    """How much an engine differs from build to build.
-
-    `timing_cache`: whether a build from its own timings has the same kernels; None where it has no effect.
-    """
+    """How much an engine differs from build to build."""
 
     builds: int
     identical: bool
@@ -325,44 +154,31 @@ class RebuildRecord(TypedDict):
     engine_bytes: list[int]
     errors: dict[str, list[float | None]]
     times_us: dict[str, list[float]]
-    timing_cache: bool | None
+    timing_cache: bool | None  # whether a build from its own timings has the same kernels; None: no effect
 
 
 class EngineManifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What an engine is."""
 
-    backend: Annotated[str, Meta(pattern=f"^({'|'.join(BACKENDS)})$")]
-    version: str
-    """Version of the TensorRT that built it; another one cannot load it."""
-    gpu: dict[str, str] | None
-    """The GPU it was built on, or None where it was compiled for named targets."""
-    targets: list[str]
-    """Compute capabilities it was compiled for, as SM89; none for all from 8.0 on (RTX)."""
+    backend: Annotated[str, Meta(pattern=f"^({'|'.join(MODULES)})$")]
+    version: str  # of the TensorRT that built it; another one cannot load it
+    gpu: dict[str, str] | None  # that it was built on; None where it was compiled for named targets
+    targets: list[str]  # compute capabilities it was compiled for, as SM89; none for all from 8.0 on (RTX)
     model: str
-    precision: str
-    """The requested precision."""
-    dialect: str
-    """How attention was written for the parser."""
-    profiles: list[dict[str, str]]
-    """Axis ranges of each optimisation profile, as min:opt:max."""
-    bundle_sha256: str
-    """Hash of the manifest of the bundle it was built from."""
+    precision: str  # the requested one
+    dialect: str  # how attention was written for the parser
+    profiles: list[dict[str, str]]  # axis ranges of each, as min:opt:max
+    bundle_sha256: str  # of the manifest of the bundle it was built from
     engine_sha256: str
     engine_bytes: int
-    seconds: float
-    """How long the build took."""
-    strongly_typed: bool
-    """Whether its types are those of the graph."""
+    seconds: float  # how long the build took
+    strongly_typed: bool  # whether its types are those of the graph
     verdict: EngineVerdict
-    kernels: list[KernelRecord]
-    """The kernels, as the best source reports them."""
-    options: dict[str, Any]
-    """The options of the builder."""
-    findings: list[dict[str, Any]]
-    """What the check before the build found."""
+    kernels: list[KernelRecord]  # as the best source reports them
+    options: dict[str, Any]  # of the builder
+    findings: list[dict[str, Any]]  # of the check before the build
     notes: list[str]
-    profile_names: list[str] = field(default_factory=list)
-    """What each profile is called: its number, or `prefill` and `decode`."""
+    profile_names: list[str] = field(default_factory=list)  # numbers, or `prefill` and `decode`
     attention: AttentionRecord = field(
         default_factory=lambda: AttentionRecord(requested="native", chosen="native", accumulate="fp16")
     )
@@ -382,9 +198,7 @@ class EngineManifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     @property
     def ranges(self) -> list[dict[str, Axis]]:
         """The axis ranges of every optimisation profile."""
-        return [
-            {name: Axis.parse(text, name=name) for name, text in profile.items()} for profile in self.profiles
-        ]
+        return [{name: Axis.parse(text, name=name) for name, text in each.items()} for each in self.profiles]
 
     @property
     def fused_count(self) -> tuple[int, int]:
@@ -433,16 +247,15 @@ class Engine:
             raise BundleError("The engine was built from another bundle.", got=self.path, hint=hint)
         wrong = _misfit(self.manifest, open_bundle(bundle, verify=False).manifest)
         if wrong is not None:
-            raise BundleError(
-                "The engine's manifest does not fit its bundle.", got=f"{self.path}: {wrong}", hint=hint
-            )
+            problem = "The engine's manifest does not fit its bundle."
+            raise BundleError(problem, got=f"{self.path}: {wrong}", hint=hint)
 
 
 def _misfit(engine: EngineManifest, bundle: Manifest) -> str | None:
     """Where an engine's manifest differs from the bundle that it was built from."""
     if (engine.model, engine.precision) != (bundle.spec.name, bundle.precision.name):
         return f"{engine.model} {engine.precision}, not {bundle.spec.name} {bundle.precision.name}"
-    names = {*(str(node.get("name")) for node in bundle.attention), *unrecognised(bundle)}
+    names = {*(str(node.get("name")) for node in bundle.attention), *_unrecognised(bundle)}
     judged = {(node.node, node.profile) for node in engine.verdict.nodes}
     if judged != {(name, profile) for name in names for profile in range(len(engine.profiles))}:
         return f"a verdict on {len(judged)} attentions and profiles, not on {len(names)} attentions each"
@@ -456,34 +269,29 @@ def _misfit(engine: EngineManifest, bundle: Manifest) -> str | None:
     return None
 
 
-def fusion_summary(fused: int, count: int, nodes: Iterable[tuple[str, str]]) -> str:
-    """`10/12 fused`, or `10/12 fused, 2 unknown`; `nodes` are attention and status in each profile."""
-    statuses: dict[str, set[str]] = {}
-    for node, status in nodes:
-        statuses.setdefault(node, set()).add(status)
-    unknown = sum("unknown" in found and "decomposed" not in found for found in statuses.values())
-    return f"{fused}/{count} fused" + (f", {unknown} unknown" if unknown else "")
+# -- The plan and the manifest beside it -----------------------------------------------------------
 
-
-def precision_summary(status: str, requested: str) -> str:
-    """`precision: fp16 (verified)`, or `precision: mixed (requested: fp16)`."""
-    if status == "verified":
-        return f"precision: {requested} (verified)"
-    return f"precision: {status} (requested: {requested})"
+_LARGEST_PLAN = 1 << 40
+# The plans of every version begin so: `ptrt` up to 8.5, `ftrt` from 8.6 on, `vtrt` in TensorRT-RTX.
+_MAGIC = b"trt"
 
 
 def engine_path(bundle: Path, name: str) -> Path:
     """The path of the engine of that name in a bundle."""
     if not name or Path(name).name != name or name.startswith("."):
-        raise BundleError(
-            "This cannot be the name of an engine.", got=name, hint="letters, digits and dashes"
-        )
+        problem = "This cannot be the name of an engine."
+        raise BundleError(problem, got=name, hint="letters, digits and dashes")
     return bundle / FOLDER / f"{name}.engine"
 
 
 def manifest_path(engine: Path) -> Path:
     """The path of the manifest of an engine, beside it."""
     return engine.with_suffix(".json")
+
+
+def engines_of(bundle: Path) -> list[Engine]:
+    """The engines of a bundle, by name."""
+    return [open_engine(path) for path in sorted((bundle / FOLDER).glob("*.engine"))]
 
 
 def open_engine(path: Path) -> Engine:
@@ -493,28 +301,23 @@ def open_engine(path: Path) -> Engine:
     """
     beside = manifest_path(path)
     if not beside.exists() and not (path.is_file() and _partial(beside)):
-        raise BundleError(
-            "There is no engine with a manifest here.", got=path, hint="mha-deploy build-engine BUNDLE"
-        )
+        problem = "There is no engine with a manifest here."
+        raise BundleError(problem, got=path, hint="mha-deploy build-engine BUNDLE")
     if not path.is_file():
         raise BundleError("The engine is missing beside its manifest.", got=path, hint="rebuild it")
     plan = read_regular(path, _LARGEST_PLAN)
     manifest = _manifest_for(plan, beside)
     if plan[1:4] != _MAGIC:
-        raise BundleError(
-            "The engine is not a plan of TensorRT.",
-            got=f"{path}, which begins with {plan[:8]!r}" if plan else f"{path}, which is empty",
-            hint="rebuild it",
-        )
-    verdict = shown_verdict(plan, manifest, _bundle_of(path))
-    shown = msgspec.structs.replace(manifest, verdict=verdict)
+        begin = f"begins with {plan[:8]!r}" if plan else "is empty"
+        problem = "The engine is not a plan of TensorRT."
+        raise BundleError(problem, got=f"{path}, which {begin}", hint="rebuild it")
+    shown = msgspec.structs.replace(manifest, verdict=_shown_verdict(plan, manifest, _bundle_of(path)))
     return Engine(path=path, manifest=shown, is_shown=manifest.backend == RTX)
 
 
 def _manifest_for(plan: bytes, beside: Path) -> EngineManifest:
     """The manifest of a plan; under its temporary name where the process ended between two renames."""
-    digest = hashlib.sha256(plan).hexdigest()
-    failure: BundleError | None = None
+    digest, failure = hashlib.sha256(plan).hexdigest(), None
     for path in (beside, *_partial(beside)):
         try:
             manifest = _read_manifest(path)
@@ -523,11 +326,8 @@ def _manifest_for(plan: bytes, beside: Path) -> EngineManifest:
             continue
         if (manifest.engine_bytes, manifest.engine_sha256) == (len(plan), digest):
             return manifest
-    raise failure or BundleError(
-        "The engine was changed or cut short after it was built.",
-        got=beside.with_suffix(".engine"),
-        hint="rebuild it",
-    )
+    problem = "The engine was changed or cut short after it was built."
+    raise failure or BundleError(problem, got=beside.with_suffix(".engine"), hint="rebuild it")
 
 
 def _read_manifest(path: Path) -> EngineManifest:
@@ -535,9 +335,8 @@ def _read_manifest(path: Path) -> EngineManifest:
         data = msgspec.json.decode(read_regular(path))
         check_plain(data)
         if isinstance(data, dict) and data.get("format") != FORMAT:
-            raise BundleError(
-                "The engine has another format.", got=f"format {data.get('format')!r}", hint="rebuild it"
-            )
+            got = f"format {data.get('format')!r}"
+            raise BundleError("The engine has another format.", got=got, hint="rebuild it")
         manifest = msgspec.convert(data, EngineManifest)
         if manifest.gpu is not None and not manifest.gpu.keys() >= {"name", "compute_cap"}:
             raise ValueError("Object missing required field `compute_cap` - at `$.gpu`")
@@ -545,9 +344,8 @@ def _read_manifest(path: Path) -> EngineManifest:
             raise ValueError("Expected `bool` - at `$.options.version_compatible`")
         return manifest
     except (OSError, ValueError, msgspec.DecodeError, RecursionError) as error:
-        raise BundleError(
-            "The engine's manifest cannot be read.", got=f"{path}: {error}", hint="rebuild it"
-        ) from error
+        problem = "The engine's manifest cannot be read."
+        raise BundleError(problem, got=f"{path}: {error}", hint="rebuild it") from error
 
 
 def _bundle_of(engine: Path) -> Path | None:
@@ -556,30 +354,20 @@ def _bundle_of(engine: Path) -> Path | None:
     return folder.parent if folder.name == FOLDER and (folder.parent / MANIFEST).is_file() else None
 
 
-def engines_of(bundle: Path) -> list[Engine]:
-    """The engines of a bundle, by name."""
-    return [open_engine(path) for path in sorted((bundle / FOLDER).glob("*.engine"))]
-
-
 def write_engine(path: Path, plan: bytes, manifest: EngineManifest, *, overwrite: bool = True) -> Engine:
     """Write plan and manifest as one unit, also where the process is killed on the way.
 
     Both are complete on the disk before the first of two renames. After it the new manifest is the one that
-    fits the plan, under its temporary name as well: see `_manifest_for`.
-
-    Raises:
-        BundleError: An engine of that name came meanwhile, or the bundle was replaced.
+    fits the plan, under its temporary name as well: see `_manifest_for`. Refused where an engine of that name
+    came meanwhile, or the bundle was replaced.
     """
     path.parent.mkdir(exist_ok=True)
     beside, bundle = manifest_path(path), _bundle_of(path)
     text = msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"
     with locked(path.parent):
         if path.exists() and not overwrite:
-            raise BundleError(
-                "Another program built an engine of that name in the meantime.",
-                got=path,
-                hint="another --name, or --overwrite",
-            )
+            problem = "Another program built an engine of that name in the meantime."
+            raise BundleError(problem, got=path, hint="another --name, or --overwrite")
         if bundle is not None and sha256(bundle / MANIFEST) != manifest.bundle_sha256:
             raise BundleError("The bundle was replaced in the meantime.", got=bundle, hint="build again")
         stale = [*_partial(path), *_partial(beside)]  # of processes that were killed: the others wait
@@ -594,9 +382,135 @@ def write_engine(path: Path, plan: bytes, manifest: EngineManifest, *, overwrite
 
 def _partial(path: Path) -> list[Path]:
     """Files that were to become this one."""
-    return [
-        each for each in path.parent.glob(".*.partial-*") if each.name.startswith(f".{path.name}.partial-")
+    begin = f".{path.name}.partial-"
+    return [each for each in path.parent.glob(".*.partial-*") if each.name.startswith(begin)]
+
+
+# -- Whether a plan confirms what the manifest beside it claims ------------------------------------
+
+# Fewer numbers, or numbers that are alike, are found in any file.
+_LEAST_NUMBERS, _LEAST_DIFFERENT = 16, 8
+
+Part = TypeVar("Part", NodeVerdict, PrecisionVerdict)
+
+
+def _shown_verdict(plan: bytes, manifest: EngineManifest, bundle: Path | None) -> EngineVerdict:
+    """The verdict in an engine's manifest, in which everything that its plan does not show is unknown.
+
+    `bundle` is the one that contains the engine, if any.
+    """
+    verdict, claimed, needed = manifest.verdict, manifest.verdict.precision, manifest.backend == RTX
+    doubtful = [node for node in verdict.nodes if needed or "plan" in node.source.split("+")]
+    if not needed and not doubtful:
+        return verdict
+    # A plan does not tell what the layers of a library compute; only that a plugin is there can be detected.
+    kernels = [
+        replace(each, carries=ATTENTION) if each.is_plugin else each for each in kernels_from_plan(plan)
     ]
+    graph = load_graph(bundle / MODEL) if bundle is not None and needed else None
+    if graph is not None and not (_holds_weights(plan, graph) and _has_their_sizes(kernels, graph)):
+        why = "its weights are not those of the bundle"
+        nodes = tuple(_unknown(node, why) for node in verdict.nodes)
+        return msgspec.structs.replace(verdict, nodes=nodes, precision=_unknown(claimed, why))
+    names = sorted({name for kernel in kernels for name in kernel.onnx_nodes})
+    groups = verdicts.members(names, {node.node: None for node in verdict.nodes})
+    shown = verdicts.fusion_verdict(kernels, groups, profiles=len(manifest.profiles))
+    fused = {(each.node, each.profile): set(each.kernels) for each in shown if each.status == verdicts.FUSED}
+
+    def confirmed(node: NodeVerdict) -> NodeVerdict:
+        found = fused.get((node.node, node.profile))
+        if node.status != verdicts.FUSED or node not in doubtful:
+            return node
+        if found is not None and found.issuperset(node.kernels):
+            return node
+        return _unknown(node, "no fused kernel of that name computes it")
+
+    if needed and claimed.ok:
+        # Some of its nodes may be wider because the graph asks for it.
+        requests = [None] if graph is None else [None, verdicts.written_types(graph)]
+        if not any(verdicts.precision_verdict(kernels, manifest.precision, each).ok for each in requests):
+            claimed = _unknown(claimed, "its kernels are not in that precision")
+    return msgspec.structs.replace(verdict, nodes=tuple(map(confirmed, verdict.nodes)), precision=claimed)
+
+
+def _holds_weights(plan: bytes, graph: ir.Model) -> bool:
+    """Whether any weight of the graph is in the plan; some are packed together, but never all of them."""
+    tensors = [each.const_value for each in graph.graph.initializers.values() if each.const_value is not None]
+    searched = False
+    for tensor in sorted(tensors, key=lambda tensor: tensor.nbytes):
+        if tensor.size < _LEAST_NUMBERS or not tensor.dtype.is_floating_point():
+            continue
+        data = tensor.tobytes()
+        if len(np.unique(np.frombuffer(data, dtype=np.uint8))) < _LEAST_DIFFERENT:
+            continue
+        searched = True
+        if data in plan:
+            return True
+        if len(tensor.shape) == 2 and np.ascontiguousarray(tensor.numpy().T).tobytes() in plan:
+            return True
+    return not searched
+
+
+def _has_their_sizes(kernels: Sequence[Kernel], graph: ir.Model) -> bool:
+    """Whether most matmuls read as many weights as those nodes of the graph that they name.
+
+    A kernel may compute several of them in one, and pad their weights. Of some, the plan names no weights.
+    """
+    sizes = {
+        node.name: value.const_value.size
+        for node in graph.graph.all_nodes()
+        if node.op_type in ("MatMul", "Gemm")
+        for value in node.inputs[1:2]
+        if value is not None and value.const_value is not None
+    }
+    fitting = []
+    for kernel in kernels:
+        read = max((math.prod(each.shape) for each in kernel.constants), default=0)
+        if kernel.is_gemm and kernel.onnx_nodes and sizes.keys() >= set(kernel.onnx_nodes) and read > 1:
+            wanted = sum(sizes[name] for name in kernel.onnx_nodes)
+            fitting.append(wanted <= read < 2 * wanted)
+    return 2 * sum(fitting) >= len(fitting)
+
+
+def _unknown(part: Part, why: str) -> Part:
+    reason = f"the plan does not confirm the engine's manifest: {why}"
+    return msgspec.structs.replace(part, status=verdicts.UNDECIDED, reason=reason)
+
+
+# -- The attentions of a bundle that are no node of its graph, in the verdict on an engine ---------
+
+_NOT_FUSED = " is not fused: "
+
+
+def _unrecognised(manifest: Manifest) -> dict[str, str]:
+    """The attentions of a bundle that are no node of its graph, by names of their own, with the reasons."""
+    reasons = [note.partition(_NOT_FUSED)[::2] for note in manifest.notes if _NOT_FUSED in note]
+    found: dict[str, str] = {}
+    taken = {str(node["name"]) for node in manifest.attention}
+    for index in range(manifest.spec.attention_count - len(manifest.attention)):
+        name, reason = reasons[index] if index < len(reasons) else ("attention", "no reason is recorded")
+        free, count = name, 1
+        while free in taken or free in found:
+            count += 1
+            free = f"{name}_{count}"
+        found[free] = reason
+    return found
+
+
+def with_unrecognised(verdict: EngineVerdict, manifest: Manifest, *, profiles: int) -> EngineVerdict:
+    """The verdict on all attentions of a bundle, from that on the attention nodes of its graph."""
+    left = [
+        NodeVerdict(
+            node=name,
+            profile=profile,
+            status=verdicts.DECOMPOSED,
+            reason=f"not one Attention node in the graph: {reason}",
+            source="graph",
+        )
+        for name, reason in _unrecognised(manifest).items()
+        for profile in range(profiles)
+    ]
+    return msgspec.structs.replace(verdict, nodes=(*verdict.nodes, *left))
 
 
 # -- What this machine can build with and run on ---------------------------------------------------
@@ -607,8 +521,8 @@ def default_backend() -> str:
     installed = [name for name, module in MODULES.items() if importlib.util.find_spec(module) is not None]
     if "tensorrt" in installed and gpus():
         return "tensorrt"
-    if "tensorrt-rtx" in installed:
-        return "tensorrt-rtx"
+    if RTX in installed:
+        return RTX
     raise BackendUnavailable(
         "No TensorRT is here that can build on this machine.",
         got=f"installed: {', '.join(installed) or 'none'}; GPUs: {len(gpus())}",
@@ -624,17 +538,29 @@ def first_gpu() -> dict[str, str] | None:
     gpu = find_gpu()
     if gpu is not None:
         return {"name": gpu.name, "compute_cap": gpu.compute_capability}
-    found = gpus()
-    return found[0] if found else None
+    return next(iter(gpus()), None)
 
 
-def misfits_here(engine: Engine) -> list[str]:
-    """Why an engine cannot run on this machine; empty where it can."""
-    module = MODULES[engine.manifest.backend]
-    packages = next(runtime.packages for runtime in RUNTIMES if runtime.module == module)
-    version = next(filter(None, map(installed_version, packages)), None)
+def reasons_not_to_run(engine: Engine, *, import_tensorrt: bool = True) -> list[str]:
+    """Why an engine cannot run on this machine; empty where it can.
+
+    The version of TensorRT is that of the module, which is imported, or else of the installed package.
+    """
+    backend = engine.manifest.backend
+    if import_tensorrt:
+        version = _module_version(backend)
+    else:
+        packages = next(runtime.packages for runtime in RUNTIMES if runtime.module == MODULES[backend])
+        version = next(filter(None, map(installed_version, packages)), None)
     missing = why_missing(engine.manifest.plugins, version or engine.manifest.version)
     return [*misfits(engine, version, first_gpu()), *missing]
+
+
+def _module_version(backend: str) -> str | None:
+    try:
+        return load(backend).version
+    except BackendUnavailable:
+        return None
 
 
 def misfits(engine: Engine, backend_version: str | None, gpu: dict[str, str] | None) -> list[str]:
@@ -675,14 +601,69 @@ def _gpu_fits(manifest: EngineManifest, gpu: Mapping[str, str]) -> bool:
         return is_rtx_gpu((major, minor)) and (named if manifest.targets else (major, minor) >= (8, 0))
     if level == "ampere-plus":
         return (major, minor) >= (8, 0)
-    if level == "same-compute-capability":
-        return manifest.gpu["compute_cap"] == gpu["compute_cap"]
-    return manifest.gpu["name"] == gpu["name"]
+    key = "compute_cap" if level == "same-compute-capability" else "name"
+    return manifest.gpu[key] == gpu[key]
 
 
-# -- What computes attention in an engine, in words ------------------------------------------------
+# -- From an engine on disk to a runner, in a child process ----------------------------------------
+
+
+def open_engine_runner(engine: Engine, *, cuda_graph: bool = True) -> Runner:
+    """Load an engine into the TensorRT that built it; one that does not fit this machine is refused."""
+    backend, gpu = engine.manifest.backend, first_gpu()
+    reasons = misfits(engine, _module_version(backend), gpu)
+    if reasons:
+        raise BackendUnavailable(
+            f"{engine.path.name} cannot run here.",
+            got="; ".join(reasons),
+            hint="run it on a machine with a GPU that it was built for"
+            if gpu is None
+            else f"build one here: mha-deploy build-engine BUNDLE --backend {backend}",
+        )
+    rt = load(backend)
+    if not rt.in_every_process:
+        return _open_here(engine, cuda_graph)
+    return open_isolated(rt.backend, rt.title, _open_here, engine, cuda_graph)
+
+
+def _open_here(engine: Engine, cuda_graph: bool) -> TensorRTRunner:
+    """Load an engine that fits this machine, in this process."""
+    manifest = engine.manifest
+    rt = load(manifest.backend)
+    # The runtime inside a version-compatible engine is code, and is executed: only on request.
+    host_code = bool(manifest.options.get("version_compatible"))
+    if host_code:
+        isolation.refuse_untrusted(manifest.engine_sha256, f"{engine.path.name}, a version-compatible engine")
+    load_needed(rt, manifest.plugins)
+    return TensorRTRunner(
+        rt,
+        engine.path.read_bytes(),
+        host_code=host_code,
+        cuda_graph=cuda_graph,
+        in_place=manifest.in_place,
+        large_tensors=manifest.large_tensors,
+    )
+
+
+# -- An engine in words ----------------------------------------------------------------------------
 
 _PROJECTIONS = {"fp32": "projections that accumulate in FP32", "fp16": "TensorRT's own projections"}
+
+
+def fusion_summary(fused: int, count: int, nodes: Iterable[tuple[str, str]]) -> str:
+    """`10/12 fused`, or `10/12 fused, 2 unknown`; `nodes` are attention and status in each profile."""
+    statuses: dict[str, set[str]] = {}
+    for node, status in nodes:
+        statuses.setdefault(node, set()).add(status)
+    unknown = sum("unknown" in found and "decomposed" not in found for found in statuses.values())
+    return f"{fused}/{count} fused" + (f", {unknown} unknown" if unknown else "")
+
+
+def precision_summary(status: str, requested: str) -> str:
+    """`precision: fp16 (verified)`, or `precision: mixed (requested: fp16)`."""
+    if status == "verified":
+        return f"precision: {requested} (verified)"
+    return f"precision: {status} (requested: {requested})"
 
 
 def attention_summary(manifest: EngineManifest) -> str:
@@ -695,15 +676,12 @@ def attention_summary(manifest: EngineManifest) -> str:
         faster = f"the plugin is {ratio:.2f}" if ratio >= 1 else f"native is {1 / ratio:.2f}"
         parts.append(f"plugin {plugin} µs, native {native} µs: {faster} times as fast")
     for trial in attention.get("tried", ()):
+        name = f"{trial['attention']} with {_PROJECTIONS.get(trial['accumulate'], trial['accumulate'])}"
         if trial["refused"]:
-            parts.append(f"{_candidate(trial)} was not taken: {trial['refused']}")
+            parts.append(f"{name} was not taken: {trial['refused']}")
         elif ratio is None:
-            parts.append(f"{_candidate(trial)} {trial['us']:,.1f} µs")
+            parts.append(f"{name} {trial['us']:,.1f} µs")
     return "; ".join(parts)
-
-
-def _candidate(trial: Mapping[str, Any]) -> str:
-    return f"{trial['attention']} with {_PROJECTIONS.get(trial['accumulate'], trial['accumulate'])}"
 
 
 def libraries_summary(manifest: EngineManifest) -> list[str]:
@@ -725,14 +703,12 @@ def rebuild_summary(record: RebuildRecord) -> list[str]:
     ]
     if len({tuple(each) for each in record["fused"]}) > 1:
         lines.append("fused: " + ", ".join(f"{fused}/{count}" for fused, count in record["fused"]))
-    spans: dict[str, tuple[str, Sequence[float]]] = {
-        "build time": ("s", record["seconds"]),
-        "engine size": ("bytes", record["engine_bytes"]),
-        **{f"latency of {name}": ("µs", times) for name, times in record["times_us"].items()},
-    }
-    lines += [
-        f"{name}: {min(values):,.6g} to {max(values):,.6g} {unit}" for name, (unit, values) in spans.items()
+    spans: list[tuple[str, str, Sequence[float]]] = [
+        ("build time", "s", record["seconds"]),
+        ("engine size", "bytes", record["engine_bytes"]),
+        *((f"latency of {name}", "µs", times) for name, times in record["times_us"].items()),
     ]
+    lines += [f"{name}: {min(values):,.6g} to {max(values):,.6g} {unit}" for name, unit, values in spans]
     for name, shares in record["errors"].items():
         known = [share for share in shares if share is not None]
         if known:
@@ -741,60 +717,3 @@ def rebuild_summary(record: RebuildRecord) -> list[str]:
         same = "the same kernels" if record["timing_cache"] else "other kernels"
         lines.append(f"built again from the timing cache: {same}")
     return lines
-
-
-# -- From an engine on disk to a runner, in a child process ----------------------------------------
-
-
-def open_engine_runner(engine: Engine, *, cuda_graph: bool = True) -> Runner:
-    """Load an engine into the TensorRT that built it; one that does not fit this machine is refused."""
-    backend, gpu = engine.manifest.backend, first_gpu()
-    reasons = misfits(engine, _module_version(backend), gpu)
-    if reasons:
-        raise BackendUnavailable(
-            f"{engine.path.name} cannot run here.",
-            got="; ".join(reasons),
-            hint="run it on a machine with a GPU that it was built for"
-            if gpu is None
-            else f"build one here: mha-deploy build-engine BUNDLE --backend {backend}",
-        )
-    rt = load(backend)
-    if not rt.in_every_process:
-        return open_in_this_process(engine, cuda_graph)
-    return open_isolated(rt.backend, rt.title, open_in_this_process, engine, cuda_graph)
-
-
-def open_in_this_process(engine: Engine, cuda_graph: bool = True) -> TensorRTRunner:
-    """Load an engine that fits this machine; see `open_engine_runner`."""
-    manifest = engine.manifest
-    rt = load(manifest.backend)
-    host_code = bool(manifest.options.get("version_compatible"))
-    if host_code:
-        isolation.refuse_untrusted(manifest.engine_sha256, f"{engine.path.name}, a version-compatible engine")
-    load_needed(rt, manifest.plugins or ())
-    return TensorRTRunner(
-        rt,
-        engine.path.read_bytes(),
-        # The runtime inside a version-compatible engine is code, and is executed: only on request.
-        host_code=host_code,
-        cuda_graph=cuda_graph,
-        in_place=manifest.in_place or {},
-        large_tensors=manifest.large_tensors,
-    )
-
-
-def reasons_not_to_run(engine: Engine) -> list[str]:
-    """Why an engine cannot run on this machine; empty where it can.
-
-    Unlike `misfits_here` it imports TensorRT, whose version may not be that of the installed package.
-    """
-    version = _module_version(engine.manifest.backend)
-    reasons = misfits(engine, version, first_gpu())
-    return reasons or why_missing(engine.manifest.plugins or (), version or engine.manifest.version)
-
-
-def _module_version(backend: str) -> str | None:
-    try:
-        return load(backend).version
-    except BackendUnavailable:
-        return None

@@ -5,16 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-import msgspec
 import onnx_ir as ir
 
-from mha_deploy.engine.engine import EngineManifest, first_gpu
-from mha_deploy.engine.plugins import PluginLibrary, refuse_plugins
+from mha_deploy.engine.engine import first_gpu
+from mha_deploy.engine.plugins import refuse_plugins
 from mha_deploy.errors import nearest
 from mha_deploy.graph.attention_node import attention_nodes
 from mha_deploy.graph.lower import lower
-from mha_deploy.graph.lower.cache import cache_form
-from mha_deploy.graph.plugin_node import DOMAIN, LINEAR, NORM_ACTIVATION, OP_TYPE
 from mha_deploy.graph.rules import (
     BEFORE_10,
     REFUSED,
@@ -27,17 +24,7 @@ from mha_deploy.graph.rules import (
     target_from,
 )
 from mha_deploy.options import EngineOptions
-from mha_deploy.runtime.tensorrt.builder import BuiltEngine, capabilities_of
-from mha_deploy.runtime.tensorrt.kernels import (
-    ATTENTION,
-    ELEMENTWISE,
-    FLOATING,
-    MATMUL,
-    UNKNOWN,
-    EngineTensor,
-    Kernel,
-    dtype_of,
-)
+from mha_deploy.runtime.tensorrt.builder import capabilities_of
 from mha_deploy.runtime.tensorrt.versions import EngineError, TensorRT
 
 # -- Which kernels compute attention and projections: TensorRT's own, or the plugin's --------------
@@ -186,54 +173,3 @@ def dialect_for(rt: TensorRT, options: EngineOptions) -> str:
 def _refuse_without_attention(model: ir.Model, *, hint: str) -> None:
     if not attention_nodes(model):
         raise EngineError("The graph has no attention node.", hint=hint)
-
-
-# -- The plugin library in an engine: its layers, and its record in the manifest -------------------
-
-_CARRIES = {OP_TYPE: ATTENTION, LINEAR: MATMUL, NORM_ACTIVATION: ELEMENTWISE}
-
-
-def with_carried(built: BuiltEngine, lowered: ir.Model) -> BuiltEngine:
-    """An engine whose plugin layers have types and a purpose, of which TensorRT reports only their names."""
-    nodes = {
-        node.name or "": node
-        for node in lowered.graph.all_nodes()
-        if node.domain == DOMAIN and node.op_type in _CARRIES
-    }
-
-    def marked(kernel: Kernel) -> Kernel:
-        node = next((nodes[name] for name in kernel.onnx_nodes if name in nodes), None)
-        if not kernel.is_plugin or node is None:
-            return kernel
-        values = [value for value in (*node.inputs, *node.outputs) if value is not None]
-        types = {value.name or "": dtype_of(value.dtype.name) for value in values if value.dtype is not None}
-        usual = next((dtype for dtype in types.values() if dtype in FLOATING), UNKNOWN)
-
-        def typed(tensor: EngineTensor) -> EngineTensor:
-            # 8.6 does not report the types of dynamic sizes, and the library takes no others.
-            known = tensor.dtype != UNKNOWN
-            return tensor if known else replace(tensor, dtype=types.get(tensor.name, usual))
-
-        return replace(
-            kernel,
-            carries=_CARRIES[node.op_type],
-            inputs=tuple(map(typed, kernel.inputs)),
-            outputs=tuple(map(typed, kernel.outputs)),
-        )
-
-    return replace(built, kernels={source: tuple(map(marked, ks)) for source, ks in built.kernels.items()})
-
-
-def with_library(
-    manifest: EngineManifest, library: PluginLibrary, lowered: ir.Model, *, requested: str, accumulate: str
-) -> EngineManifest:
-    """A manifest with the library that the engine needs, and the caches that it writes in place."""
-    in_place = cache_form(lowered).in_place
-    notes = [f"caches in place: bind {out} to the memory of {source}" for out, source in in_place.items()]
-    return msgspec.structs.replace(
-        manifest,
-        attention={"requested": requested, "chosen": "plugin", "accumulate": accumulate},
-        plugins=[library.record()],
-        in_place=in_place,
-        notes=[*manifest.notes, *notes],
-    )

@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from mha_deploy.bundle.cases import GoldenCase
 from mha_deploy.bundle.folder import Bundle, open_bundle
-from mha_deploy.engine.engine import BACKENDS, Engine, engines_of, open_engine_runner, reasons_not_to_run
+from mha_deploy.engine.engine import Engine, engines_of, open_engine_runner, reasons_not_to_run
 from mha_deploy.environment import can_import
 from mha_deploy.errors import BackendUnavailable, DeployError, nearest
 from mha_deploy.model.precision import Precision
@@ -21,6 +21,7 @@ from mha_deploy.runtime import CPU_RUNNERS, RUNNERS, available_cpu_backend, chil
 from mha_deploy.runtime.cuda import find_gpu
 from mha_deploy.runtime.gpu import GpuRunner
 from mha_deploy.runtime.runner import Arrays, Runner
+from mha_deploy.runtime.tensorrt.versions import MODULES
 from mha_deploy.runtime.timing import KernelTime
 
 # -- What only PyTorch can do in a validation: say what is true of fresh inputs --------------------
@@ -181,7 +182,7 @@ class RuntimeFinder:
         for engine in self.engines:
             if engine.path.stem == name:
                 return self._engine(engine)
-        if name in BACKENDS:
+        if name in MODULES:
             raise BackendUnavailable(
                 "The bundle has no engine of that name.",
                 got=name,

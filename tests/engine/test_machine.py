@@ -1,3 +1,4 @@
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -79,10 +80,11 @@ def test_a_machine_without_gpu_or_runtime_says_so():
 def test_this_machine_is_requested_its_version_and_gpu(monkeypatch):
     monkeypatch.setattr(machine, "installed_version", lambda name: "8.6.0" if name == "tensorrt" else None)
     monkeypatch.setattr(machine, "gpus", lambda: [H200])
-    assert machine.misfits_here(engine()) == []
-    assert "tensorrt-rtx is not installed" in machine.misfits_here(engine(backend="tensorrt-rtx"))[0]
+    reasons = partial(machine.reasons_not_to_run, import_tensorrt=False)
+    assert reasons(engine()) == []
+    assert "tensorrt-rtx is not installed" in reasons(engine(backend="tensorrt-rtx"))[0]
     monkeypatch.setattr(machine, "gpus", list)
-    assert machine.misfits_here(engine()) == ["there is no NVIDIA GPU here"]
+    assert reasons(engine()) == ["there is no NVIDIA GPU here"]
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,6 @@ def open_ort_that_fails_at_37(backend, model):
     return runner
 
 
-def build_that_fails(request, with_plugins):
+def build_that_fails(rt, request, with_plugins, on_progress):
     print("VERBOSE: Parsing node: attention [Attention]", file=sys.stderr, flush=True)
     segmentation_fault()

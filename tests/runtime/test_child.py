@@ -220,7 +220,7 @@ def test_a_crash_at_one_size_fails_that_case(validated, monkeypatch):
 
 
 def test_a_build_that_crashes_names_the_node(run_cli, bundles, tmp_path, monkeypatch):
-    monkeypatch.setattr("mha_deploy.engine.build._built_in_child", failing.build_that_fails)
+    monkeypatch.setattr("mha_deploy.engine.build._build", failing.build_that_fails)
     folder = Path(shutil.copytree(bundles("tiny-gqa").path, tmp_path / "bundle"))
     done = run_cli("build-engine", folder)
     assert done.code == 1
@@ -232,7 +232,7 @@ def test_a_build_that_crashes_names_the_node(run_cli, bundles, tmp_path, monkeyp
 
 @pytest.mark.slow
 def test_deploy_reports_a_build_that_crashes(run_cli, tmp_path, monkeypatch):
-    monkeypatch.setattr("mha_deploy.engine.build._built_in_child", failing.build_that_fails)
+    monkeypatch.setattr("mha_deploy.engine.build._build", failing.build_that_fails)
     done = run_cli("deploy", "tiny-mha", "-o", tmp_path / "bundle")
     assert done.code == 1
     report = json.loads((tmp_path / "bundle/report.json").read_text())

@@ -144,6 +144,9 @@ class TensorRT:
         name = "TensorRT-RTX" if self.backend == "tensorrt-rtx" else "TensorRT"
         return f"{name} {self.version}"
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return load, (self.backend,)  # a child process imports it by itself
+
     @property
     def in_every_process(self) -> bool:
         """Whether another process that imports the package gets the same: not so for a fake in a test."""
