@@ -1637,27 +1637,18 @@ def plugins() -> dict[str, Any]:
         >>> sorted(md.plugins())
         ['libraries', 'places']
     """
-    from mha_deploy.engine.plugins import candidates, places
+    from mha_deploy.engine.plugins import PluginError, candidates, major, places
     from mha_deploy.environment import RUNTIMES, installed_version
 
     names = next(runtime.packages for runtime in RUNTIMES if runtime.module == "tensorrt")
     here = next((version for version in map(installed_version, names) if version), None)
     libraries: list[dict[str, Any]] = []
-    for each in candidates():
-        library = each.library
-        if library is None:
-            libraries.append({"path": str(each.path), "problem": each.problem, "fits": False})
+    for path, library in candidates():
+        if isinstance(library, PluginError):
+            libraries.append({"path": str(path), "problem": library.in_one_line, "fits": False})
             continue
-        fits = here is not None and here.split(".")[0] == library.tensorrt_major
-        libraries.append(
-            {
-                "path": str(each.path),
-                **library.to_dict(),
-                "problem": None,
-                "tensorrt_here": here,
-                "fits": fits,
-            }
-        )
+        fits = here is not None and major(here) == major(library.tensorrt)
+        libraries.append({**library.to_dict(), "problem": None, "tensorrt_here": here, "fits": fits})
     return {"places": [str(place) for place in places()], "libraries": libraries}
 
 
@@ -1674,12 +1665,10 @@ def find_plugin(backend: str = "tensorrt") -> PluginLibrary:
     Example:
         >>> md.find_plugin().path                                            # doctest: +SKIP
     """
-    from mha_deploy.engine.plugins import library_for, refuse_plugins
+    from mha_deploy.engine.plugins import find_plugins
     from mha_deploy.runtime.tensorrt.versions import load
 
-    rt = load(backend)
-    refuse_plugins(rt)
-    return library_for(rt.version)
+    return find_plugins(load(backend))
 
 
 def find_plugin_parts(
@@ -1707,16 +1696,16 @@ def find_plugin_parts(
         Traceback (most recent call last):
         mha_deploy...Error: The folder has no headers...
     """
-    from mha_deploy.engine.plugins import find_nvcc, find_parts
+    from mha_deploy.engine.plugins import find_parts
 
-    folders = {
+    given = {
         "tensorrt_include": tensorrt_include,
         "cudnn_include": cudnn_include,
         "cudnn_frontend_include": cudnn_frontend_include,
         "cuda_include": cuda_include,
+        "nvcc": nvcc,
     }
-    parts = find_parts({name: None if each is None else Path(each) for name, each in folders.items()})
-    return [*parts, find_nvcc(None if nvcc is None else Path(nvcc))]
+    return find_parts({name: None if each is None else Path(each) for name, each in given.items()})
 
 
 def build_plugins(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import platform
@@ -50,8 +49,11 @@ class _Plugin(msgspec.Struct, frozen=True):
     namespace: str
 
 
-class _Info(msgspec.Struct, frozen=True, kw_only=True):
-    """What a library says of itself: TensorRT's interface, the versions of the headers, its GPUs."""
+class PluginLibrary(msgspec.Struct, frozen=True, kw_only=True):
+    """A library that can be loaded on this machine; an engine needs the version that it was built with.
+
+    It describes itself: TensorRT's plugin interface, the versions of the headers, its plugins and GPUs.
+    """
 
     version: str
     interface: str
@@ -59,32 +61,17 @@ class _Info(msgspec.Struct, frozen=True, kw_only=True):
     cudnn_frontend: str
     plugins: tuple[_Plugin, ...]
     architectures: tuple[int | str, ...]
-
-
-class PluginLibrary(_Info, frozen=True, kw_only=True):
-    """A library that can be loaded on this machine; an engine needs the version that it was built with."""
-
-    path: Path
-    sha256: str
-
-    @property
-    def tensorrt_major(self) -> str:
-        """The TensorRT that can load it: `8`, `10`, `11`."""
-        return major(self.tensorrt)
-
-    def brings(self, name: str, version: str) -> bool:
-        """Whether it has a plugin."""
-        return any((each.name, each.version) == (name, version) for each in self.plugins)
+    path: Path = Path()
+    sha256: str = ""
 
     def record(self) -> dict[str, Any]:
         """The library as an engine's manifest records it. The path is this machine's own."""
-        kept = {name: self.to_dict()[name] for name in ("version", "sha256", "tensorrt", "plugins")}
-        return {"library": self.path.name, **kept}
+        kept = ("library", "version", "sha256", "tensorrt", "plugins")
+        return {name: self.to_dict()[name] for name in kept}
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, as plain data."""
-        data: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self, enc_hook=str))
-        return {"library": self.path.name, **data}
+        return {"library": self.path.name, **msgspec.json.decode(msgspec.json.encode(self, enc_hook=str))}
 
 
 def major(version: str) -> str:
@@ -93,11 +80,7 @@ def major(version: str) -> str:
 
 
 def read_library(path: Path) -> PluginLibrary:
-    """Read the description of a library.
-
-    Raises:
-        PluginError: It cannot be loaded here, or is not one of ours.
-    """
+    """Read the description of a library, or raise that it cannot be loaded here, or is not one of ours."""
     if not path.is_file():
         raise PluginError("There is no plugin library here.", got=path, hint=_REBUILD)
     path = path.resolve()
@@ -109,23 +92,17 @@ def _read(path: Path, changed: int) -> PluginLibrary:
     """The description, read once as long as the file does not change, in a process that may crash."""
     command = [sys.executable, "-I", "-c", _READ_INFO, str(path)]
     try:
-        done = subprocess.run(command, capture_output=True, timeout=60, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise PluginError(
-            "The plugin library cannot be read.", got=f"{path}: {error}", hint=_REBUILD
-        ) from error
-    if done.returncode != 0:
-        lines = done.stderr.decode(errors="replace").strip().splitlines()
-        last = (lines or [f"it ended with {done.returncode}"])[-1]
-        raise PluginError("The plugin library cannot be loaded here.", got=last, hint=_REBUILD)
-    try:
-        info = msgspec.json.decode(done.stdout, type=_Info)
-    except msgspec.MsgspecError as error:
-        raise PluginError(
-            "The plugin library has no valid description.", got=f"{path}: {error}", hint=_REBUILD
-        ) from error
-    known = msgspec.structs.asdict(info) | {"architectures": tuple(map(str, info.architectures))}
-    return PluginLibrary(**known, path=path, sha256=sha256(path))
+        done = subprocess.run(command, capture_output=True, timeout=60, check=True)
+        library = msgspec.json.decode(done.stdout, type=PluginLibrary)
+    except subprocess.CalledProcessError as error:
+        lines = error.stderr.decode(errors="replace").strip().splitlines()
+        last = (lines or [f"it ended with {error.returncode}"])[-1]
+        raise PluginError("The plugin library cannot be loaded here.", got=last, hint=_REBUILD) from error
+    except (OSError, subprocess.TimeoutExpired, msgspec.MsgspecError) as error:
+        what = "has no valid description" if isinstance(error, msgspec.MsgspecError) else "cannot be read"
+        raise PluginError(f"The plugin library {what}.", got=f"{path}: {error}", hint=_REBUILD) from error
+    architectures = tuple(map(str, library.architectures))
+    return msgspec.structs.replace(library, path=path, sha256=sha256(path), architectures=architectures)
 
 
 # -- The folders of the plugin's source and of built libraries -------------------------------------
@@ -142,17 +119,12 @@ def source_folder() -> Path:
     return installed if installed.is_dir() else _PACKAGE.parent / "plugins"
 
 
-def cache_folder() -> Path:
-    """The folder of libraries that belongs to this version of the tool."""
-    root = os.environ.get("XDG_CACHE_HOME")
-    base = Path(root) if root else Path.home() / ".cache"
-    return base / "mha-deploy" / "plugins" / __version__
-
-
 def places() -> list[Path]:
-    """Where libraries are searched for, in this order."""
+    """Where libraries are searched for: as named, then in the cache of this version of the tool."""
     named = os.environ.get(ENVIRONMENT)
-    return [*([Path(named).expanduser()] if named else []), cache_folder()]
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    cache = caches / "mha-deploy" / "plugins" / __version__
+    return [Path(named).expanduser(), cache] if named else [cache]
 
 
 def build_folder() -> Path:
@@ -164,32 +136,20 @@ def build_folder() -> Path:
 # -- The plugin libraries of this machine, and the one that fits a TensorRT ------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """A file that should be a library; `problem` where it cannot be used."""
-
-    path: Path
-    library: PluginLibrary | None = None
-    problem: str = ""
+def candidates() -> list[tuple[Path, PluginLibrary | PluginError]]:
+    """Every library of this machine, in the order of the search, or why it cannot be used."""
+    return [(path, _or_error(read_library, path)) for path in _files()]
 
 
-def candidates() -> list[Candidate]:
-    """Every library of this machine, in the order of the search."""
-    found = []
-    for path in _files():
-        try:
-            found.append(Candidate(path=path, library=read_library(path)))
-        except PluginError as error:
-            found.append(Candidate(path=path, problem=error.in_one_line))
-    return found
+def _or_error(find: Callable[..., PluginLibrary], *arguments: Any) -> PluginLibrary | PluginError:
+    try:
+        return find(*arguments)
+    except PluginError as error:
+        return error
 
 
 def library_for(version: str) -> PluginLibrary:
-    """The library that a TensorRT of this version can load: the first of its major version.
-
-    Raises:
-        PluginError: There is none; the error lists those of other versions.
-    """
+    """The library that a TensorRT of this version can load: the first of its major version."""
     others = []
     for path in _files():
         # A library of another TensorRT has its version in the name, and need not be loaded.
@@ -197,7 +157,7 @@ def library_for(version: str) -> PluginLibrary:
             others.append(str(path))
             continue
         library = read_library(path)
-        if library.tensorrt_major == major(version):
+        if major(library.tensorrt) == major(version):
             return library
         others.append(f"{path} (TensorRT {library.tensorrt})")
     looked = ", ".join(str(place) for place in places())
@@ -209,11 +169,7 @@ def library_for(version: str) -> PluginLibrary:
 
 
 def library_needed(record: Mapping[str, Any], version: str) -> PluginLibrary:
-    """The library of an entry of an engine manifest's `plugins`, for a TensorRT of this version.
-
-    Raises:
-        PluginError: There is none, or one of another version.
-    """
+    """The library of an entry of an engine manifest's `plugins`, for a TensorRT of this version."""
     library = library_for(version)
     if library.version != record["version"]:
         raise PluginError(
@@ -221,11 +177,11 @@ def library_needed(record: Mapping[str, Any], version: str) -> PluginLibrary:
             got=f"{library.path} is {library.version}, the engine was built with {record['version']}",
             hint="build the engine again, or install the mha-deploy that built it",
         )
-    missing = [each for each in record["plugins"] if not library.brings(each["name"], each["version"])]
-    if missing:
+    wanted = {(each["name"], each["version"]) for each in record["plugins"]}
+    if missing := sorted(wanted - {(each.name, each.version) for each in library.plugins}):
         raise PluginError(
             "The plugin library lacks what the engine needs.",
-            got=", ".join(f"{each['name']} version {each['version']}" for each in missing),
+            got=", ".join(f"{name} version {number}" for name, number in missing),
             hint="build the engine again",
         )
     return library
@@ -242,53 +198,39 @@ def _files() -> Iterator[Path]:
 
 def why_missing(records: Sequence[Mapping[str, Any]], version: str) -> list[str]:
     """Why the libraries that an engine needs cannot be loaded here; empty where they can."""
-    reasons = []
-    for record in records:
-        try:
-            library_needed(record, version)
-        except PluginError as error:
-            reasons.append(error.in_one_line)
-    return reasons
+    found = (_or_error(library_needed, record, version) for record in records)
+    return [each.in_one_line for each in found if isinstance(each, PluginError)]
 
 
 def other_builds(records: Sequence[Mapping[str, Any]], version: str) -> list[str]:
     """Notes on libraries here that an engine can use, but was not built with."""
-    notes = []
-    for record in records:
-        with contextlib.suppress(PluginError):  # `why_missing` reports those
-            library = library_needed(record, version)
-            if library.sha256 != record["sha256"]:
-                notes.append(
-                    f"the plugin library here is another build of version {library.version} "
-                    f"({library.sha256[:12]}, the engine was built with {record['sha256'][:12]})"
-                )
-    return notes
+    found = [(record["sha256"], _or_error(library_needed, record, version)) for record in records]
+    return [
+        f"the plugin library here is another build of version {library.version} "
+        f"({library.sha256[:12]}, the engine was built with {built_with[:12]})"
+        for built_with, library in found
+        if isinstance(library, PluginLibrary) and library.sha256 != built_with
+    ]
 
 
-# -- What the library is compiled against: TensorRT, cuDNN, cudnn-frontend, CUDA, nvcc -------------
-
-Places = Iterator[tuple[Path, str]]  # folders, and the origin of each path
+# -- What the library is compiled with: TensorRT, cuDNN, cudnn-frontend, CUDA, nvcc ----------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
     """Headers or a compiler that the build needs.
 
-    `files` are those that its folders must contain together, `places` where it may be, the likeliest first,
-    and `version` names the file and the defines with its version.
+    Its folders must contain all `files` together; `version` names the file and the defines with its version.
+    `places` are searched in this order, then the system's folders: `$NAME/...` where the environment has that
+    variable, absolute paths, and patterns for folders of Python packages.
     """
 
     key: str
     title: str
     install: str
-    files: tuple[str, ...] = ()
-    places: Callable[[], Places] = lambda: iter(())
+    files: tuple[str, ...]
+    places: tuple[str, ...]
     version: tuple[str, ...] = ()
-
-    @property
-    def variable(self) -> str:
-        """Its variable in CMake."""
-        return self.key.upper()
 
     @property
     def option(self) -> str:
@@ -307,78 +249,53 @@ class Found:
 
 
 def find_parts(given: Mapping[str, Path | None]) -> list[Found]:
-    """Find everything that the library is compiled against; folders may be given by the keys of `PARTS`.
-
-    Raises:
-        PluginError: Something is missing; the error lists all of it, and where it was searched for.
-    """
-    found = [_found(part, given.get(part.key)) for part in PARTS]
-    missing = [part for part, each in zip(PARTS, found, strict=True) if each is None]
+    """Find all that the library is compiled with; folders, and nvcc, may be given by the keys of `PARTS`."""
+    found = {part: _found(part, given.get(part.key)) for part in PARTS}
+    missing = {part: _places(part) for part, each in found.items() if each is None}
     if missing:
         lines = []
-        for part in missing:
-            looked = ", ".join(dict.fromkeys(str(path) for path, _ in part.places()))
+        for part, folders in missing.items():
+            looked = ", ".join(dict.fromkeys(str(folder) for folder, _ in folders))
             lines.append(f"{part.title} ({', '.join(part.files)}), looked in {looked}")
         raise PluginError(
-            "Headers that the plugin library needs are missing.",
+            "What the plugin library is built with is missing.",
             got="; ".join(lines),
-            hint="; ".join(f"{part.title}: {part.install}, or {part.option} FOLDER" for part in missing),
+            hint="; ".join(f"{part.title}: {part.install}, or {part.option} PATH" for part in missing),
         )
-    return [each for each in found if each is not None]
-
-
-def find_nvcc(given: Path | None) -> Found:
-    """Find the compiler of device code.
-
-    Raises:
-        PluginError: There is none.
-    """
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    places = [
-        (str(given) if given else None, "--nvcc"),
-        (f"{home}/bin/nvcc" if home else None, "CUDA_HOME"),
-        ("nvcc", "PATH"),
-        *((str(path / "nvcc"), by) for path, by in _packages("nvidia/cu[0-9]*/bin", "nvidia/cuda_nvcc/bin")),
-        ("/usr/local/cuda/bin/nvcc", "the system"),
-    ]
-    for name, by in places:
-        program = shutil.which(name) if name else None
-        if program is not None:
-            return Found(part=NVCC, paths=(Path(program),), by=by)
-        if name and by == "--nvcc":
-            raise PluginError("This is not a compiler.", got=name, hint="--nvcc PATH, the path of nvcc")
-    looked = ", ".join(name for name, _ in places if name)
-    raise PluginError(
-        "nvcc, which compiles for the GPU, is missing.", got=f"looked for {looked}", hint=NVCC.install
-    )
+    return [each for each in found.values() if each is not None]
 
 
 def _found(part: Part, named: Path | None) -> Found | None:
     """The folders of a part, as few as possible; None where a file is in none of them."""
+    if part is NVCC and named is not None:
+        program = shutil.which(named)
+        if program is None:
+            raise PluginError("This is not a compiler.", got=named, hint="--nvcc PATH, the path of nvcc")
+        return Found(part=part, paths=(Path(program),), by=part.option)
     if named is not None and not any((named / name).is_file() for name in part.files):
         raise PluginError(
             f"The folder has no headers of {part.title}.",
             got=f"{named} without {', '.join(part.files)}",
             hint=f"{part.option} FOLDER, the one with {part.files[0]}",
         )
-    places = [*([] if named is None else [(named, part.option)]), *part.places()]
     taken: dict[Path, str] = {}
     lacking = list(part.files)
-    for folder, by in places:
+    for folder, by in [*([] if named is None else [(named, part.option)]), *_places(part)]:
         if any((folder / name).is_file() for name in lacking):
             taken[folder] = by
             lacking = [name for name in lacking if not (folder / name).is_file()]
     if lacking:
         return None
+    paths = tuple(folder / "nvcc" for folder in taken) if part is NVCC else tuple(taken)
     by = ", ".join(dict.fromkeys(taken.values()))
-    return Found(part=part, paths=tuple(taken), by=by, version=_version(part, tuple(taken)))
+    return Found(part=part, paths=paths, by=by, version=_version(part, paths))
 
 
 def _version(part: Part, folders: Sequence[Path]) -> str:
     """The version in the defines of a header; empty where it has none."""
-    file, *names = part.version
+    file, *names = part.version or ("",)
     path = next((folder / file for folder in folders if (folder / file).is_file()), None)
-    text = "" if path is None else path.read_text(encoding="utf-8", errors="replace")
+    text = "" if path is None or not names else path.read_text(encoding="utf-8", errors="replace")
     defined: dict[str, str] = dict(re.findall(r"^\s*#define\s+(\w+)\s+(\w+)", text, re.MULTILINE))
     # A number may be the name of another define.
     numbers = [defined.get(defined.get(name, ""), defined.get(name, "")) for name in names]
@@ -389,51 +306,31 @@ def _version(part: Part, folders: Sequence[Path]) -> str:
     return ".".join(numbers)
 
 
-def _packages(*patterns: str) -> Places:
-    """Folders of Python packages that match a pattern, newest name first."""
-    roots = dict.fromkeys(Path(path) for path in (sysconfig.get_paths()["purelib"], *sys.path) if path)
-    for pattern in patterns:
-        for root in roots:
-            yield from ((path, "a Python package") for path in sorted(root.glob(pattern), reverse=True))
+def _places(part: Part) -> Iterator[tuple[Path, str]]:
+    """The folders that may hold a part, and the origin of each path."""
+    paths = sysconfig.get_paths()
+    # Wheels with headers may install them beside Python's own.
+    roots = (paths["purelib"], *sys.path, sys.prefix, Path(paths["include"]).parents[1])
+    for place in part.places:
+        if place.startswith("$"):
+            name, _, folder = place[1:].partition("/")
+            if os.environ.get(name):
+                yield from ((Path(each, folder), name) for each in os.environ[name].split(os.pathsep))
+        elif place.startswith("/"):
+            yield Path(place), "the system"
+        else:
+            for root in dict.fromkeys(Path(root) for root in roots if root):
+                yield from ((path, "a Python package") for path in sorted(root.glob(place), reverse=True))
+    yield from ((path, "the system") for path in _SYSTEM)
 
 
-def _system() -> Places:
-    yield Path(f"/usr/include/{platform.machine()}-linux-gnu"), "the system"
-    yield Path("/usr/include"), "the system"
-
-
-def _tensorrt() -> Places:
-    if root := os.environ.get("TENSORRT_ROOT"):
-        yield Path(root) / "include", "TENSORRT_ROOT"
-        yield Path(root), "TENSORRT_ROOT"
-    yield Path("/usr/local/tensorrt/include"), "the system"
-    yield Path("/opt/tensorrt/include"), "the system"
-    yield from _system()
-
-
-def _cuda() -> Places:
-    for name in ("CUDA_HOME", "CUDA_PATH"):
-        if os.environ.get(name):
-            yield Path(os.environ[name]) / "include", name
-    # nvidia/cu13, and not nvidia/cudnn; the others are the packages for CUDA 12.
-    twelve = (f"nvidia/{name}/include" for name in ("cuda_runtime", "cublas", "cuda_nvrtc", "cuda_nvcc"))
-    yield from _packages("nvidia/cu[0-9]*/include", *twelve, "nvidia/cuda_cccl/include")
-    yield Path("/usr/local/cuda/include"), "the system"
-    yield from _system()
-
-
-def _cudnn() -> Places:
-    yield from _packages("nvidia/cudnn/include")
-    yield from _system()
-    yield from _cuda()
-
-
-def _frontend() -> Places:
-    # Its wheel installs them beside Python's own headers, or into the packages, depending on pip's options.
-    yield from _packages("include", "nvidia/cudnn_frontend/include")
-    yield Path(sys.prefix) / "include", "a Python package"
-    yield Path(sysconfig.get_paths()["include"]).parent, "a Python package"
-    yield from _system()
+_SYSTEM = (Path(f"/usr/include/{platform.machine()}-linux-gnu"), Path("/usr/include"))
+_CUDA_12 = ("cuda_runtime", "cublas", "cuda_nvrtc", "cuda_nvcc", "cuda_cccl")
+_CUDA = (
+    *("$CUDA_HOME/include", "$CUDA_PATH/include", "nvidia/cu[0-9]*/include"),  # and not nvidia/cudnn
+    *(f"nvidia/{package}/include" for package in _CUDA_12),
+    "/usr/local/cuda/include",
+)
 
 
 def _tensorrt_headers() -> str:
@@ -442,54 +339,59 @@ def _tensorrt_headers() -> str:
         tag = f"v{'.'.join(metadata.version('tensorrt').split('.')[:2])}"
     except metadata.PackageNotFoundError:
         tag = "the tag of your version"
-    return (
-        "unpack NVIDIA's archive and set TENSORRT_ROOT, or apt install libnvinfer-dev, or take include/ of "
-        f"github.com/NVIDIA/TensorRT at {tag}"
-    )
+    archive = "unpack NVIDIA's archive and set TENSORRT_ROOT, or apt install libnvinfer-dev"
+    return f"{archive}, or take include/ of github.com/NVIDIA/TensorRT at {tag}"
 
 
+_TOOLKIT = "install the CUDA toolkit, or pip install 'mha-deploy[plugin]'"
+_NUMBERS = ("MAJOR", "MINOR", "PATCH")
+NVCC = Part(
+    key="nvcc",
+    title="nvcc",
+    install=_TOOLKIT,
+    files=("nvcc",),
+    places=(
+        *("$CUDA_HOME/bin", "$CUDA_PATH/bin", "$PATH"),
+        *("nvidia/cu[0-9]*/bin", "nvidia/cuda_nvcc/bin", "/usr/local/cuda/bin"),
+    ),
+)
 PARTS = (
     Part(
         key="tensorrt_include",
         title="TensorRT",
-        files=("NvInfer.h", "NvInferVersion.h"),
         install=_tensorrt_headers(),
-        places=_tensorrt,
-        version=("NvInferVersion.h", "NV_TENSORRT_MAJOR", "NV_TENSORRT_MINOR", "NV_TENSORRT_PATCH"),
+        files=("NvInfer.h", "NvInferVersion.h"),
+        places=(
+            *("$TENSORRT_ROOT/include", "$TENSORRT_ROOT"),
+            *("/usr/local/tensorrt/include", "/opt/tensorrt/include"),
+        ),
+        version=("NvInferVersion.h", *(f"NV_TENSORRT_{number}" for number in _NUMBERS)),
     ),
     Part(
         key="cudnn_include",
         title="cuDNN",
-        files=("cudnn.h", "cudnn_version.h"),
         install="pip install nvidia-cudnn-cu13",
-        places=_cudnn,
+        files=("cudnn.h", "cudnn_version.h"),
+        places=("nvidia/cudnn/include", *_CUDA),
         version=("cudnn_version.h", "CUDNN_MAJOR", "CUDNN_MINOR", "CUDNN_PATCHLEVEL"),
     ),
     Part(
         key="cudnn_frontend_include",
         title="cudnn-frontend",
-        files=("cudnn_frontend.h",),
         install="pip install nvidia-cudnn-frontend",
-        places=_frontend,
-        version=(
-            "cudnn_frontend_version.h",
-            *(f"CUDNN_FRONTEND_{part}_VERSION" for part in ("MAJOR", "MINOR", "PATCH")),
-        ),
+        files=("cudnn_frontend.h",),
+        places=("include", "nvidia/cudnn_frontend/include"),
+        version=("cudnn_frontend_version.h", *(f"CUDNN_FRONTEND_{number}_VERSION" for number in _NUMBERS)),
     ),
     Part(
         key="cuda_include",
         title="CUDA",
+        install=_TOOLKIT,
         files=("cuda.h", "cuda_runtime_api.h", "crt/host_defines.h", "cublasLt.h", "nvrtc.h", "nv/target"),
-        install="install the CUDA toolkit, or pip install 'mha-deploy[plugin]'",
-        places=_cuda,
+        places=_CUDA,
         version=("cuda.h", "CUDA_VERSION"),
     ),
-)
-
-NVCC = Part(
-    key="nvcc",
-    title="nvcc",
-    install="install the CUDA toolkit, or pip install 'mha-deploy[plugin]', or --nvcc PATH",
+    NVCC,
 )
 
 
@@ -497,7 +399,6 @@ NVCC = Part(
 
 OnStep = Callable[[str, int, int], None]
 
-_LAST_LINES = 30
 _MACHINE = slice(18, 20)  # of an ELF header: what processor the file is for
 # Ninja counts steps, Make reports a percentage.
 _PROGRESS = re.compile(r"^\[\s*(?:(\d+)/(\d+)|(\d+)%)\]")
@@ -518,9 +419,6 @@ def compile_library(
 
     Kernels are compiled for `architectures`, as `80;90`; default: CMake's own list. `on_step` is called with
     a step, its number and their count as each begins.
-
-    Raises:
-        PluginError: Something that is needed is missing, or the compiler fails.
     """
     cmake = shutil.which("cmake")
     if cmake is None:
@@ -535,19 +433,27 @@ def compile_library(
             command += ["-G", "Ninja"]
         for found in parts:
             folders = ";".join(str(path.resolve()) for path in found.paths)
-            command.append(f"-D{found.part.variable}={folders}")
+            command.append(f"-D{found.part.key.upper()}={folders}")
         if architectures:
             command.append(f"-DCUDA_ARCHITECTURES={architectures}")
         _run(command, "configure", on_step)
         jobs = str(os.cpu_count() or 1)
         _run([cmake, "--build", folder, "--target", "plugins", "--parallel", jobs], "compile", on_step)
-        return _moved(Path(folder), out)
+        built = next(Path(folder).glob(f"{PREFIX}*.so"), None)
+        if built is None:
+            raise PluginError("The build produced no library.", got="none", hint=f"{_REBUILD} again")
+        native = _is_for_this_machine(built)
+        if native:
+            read_library(built)  # one that cannot be loaded must not replace one that can
+        path = out / built.name
+        os.replace(built, path)
+        return Compiled(path=path, library=read_library(path) if native else None)
 
 
 def _run(command: Sequence[str], step: str, on_step: OnStep) -> None:
     """Run a command and report its progress; a failure has the last lines of its output."""
     on_step(step, 0, 0)
-    last: deque[str] = deque(maxlen=_LAST_LINES)
+    last: deque[str] = deque(maxlen=30)
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     ) as process:
@@ -557,28 +463,11 @@ def _run(command: Sequence[str], step: str, on_step: OnStep) -> None:
             if match is not None:
                 on_step(step, int(match[1] or match[3]), int(match[2] or 100))
     if process.returncode != 0:
-        lines = "\n    ".join(line for line in last if line)
         raise PluginError(
             f"The plugin library could not be built: {step} ended with {process.returncode}.",
-            got=f"its last lines are\n    {lines}",
+            got="\n    ".join(["its last lines are", *filter(None, last)]),
             hint="mha-deploy plugins build --help names the headers and compilers that can be chosen",
         )
-
-
-def _moved(folder: Path, out: Path) -> Compiled:
-    built = sorted(folder.glob(f"{PREFIX}*.so"))
-    if len(built) != 1:
-        raise PluginError(
-            "The build produced no library.",
-            got=", ".join(path.name for path in built) or "none",
-            hint="mha-deploy plugins build again, with an empty --out",
-        )
-    native = _is_for_this_machine(built[0])
-    if native:
-        read_library(built[0])  # one that cannot be loaded must not replace one that can
-    path = out / built[0].name
-    os.replace(built[0], path)
-    return Compiled(path=path, library=read_library(path) if native else None)
 
 
 def _is_for_this_machine(path: Path) -> bool:
@@ -594,11 +483,7 @@ _loaded: dict[str, PluginLibrary] = {}
 
 
 def find_plugins(rt: TensorRT) -> PluginLibrary:
-    """The library for a TensorRT, to be loaded in the process that builds or runs an engine.
-
-    Raises:
-        PluginError: There is none, or this TensorRT takes no plugins.
-    """
+    """The library for a TensorRT, to be loaded in the process that builds or runs an engine."""
     refuse_plugins(rt)
     return library_for(rt.version)
 
@@ -625,17 +510,16 @@ def refuse_plugins(rt: TensorRT) -> None:
 
 def _load(rt: TensorRT, library: PluginLibrary) -> PluginLibrary:
     earlier = _loaded.get(rt.module.__name__)
-    if earlier is not None and earlier.path.resolve() == library.path.resolve():
-        return earlier
-    if earlier is not None:
+    if earlier is None:
+        load_library(rt, library.path)
+        _loaded[rt.module.__name__] = earlier = library
+    if earlier.path != library.path:
         raise PluginError(
             "This process has loaded another plugin library already.",
             got=f"{earlier.path}, then {library.path}",
             hint="use one library in a process",
         )
-    load_library(rt, library.path)
-    _loaded[rt.module.__name__] = library
-    return library
+    return earlier
 
 
 def load_library(rt: TensorRT, path: Path) -> None:
@@ -643,9 +527,6 @@ def load_library(rt: TensorRT, path: Path) -> None:
 
     Its code runs in this process: only for libraries of one's own. `IPluginRegistry.load_library` is not the
     same function in 8.6.0 and 8.6.1: where the Python package and the library differ, it does something else.
-
-    Raises:
-        EngineError: It cannot be loaded, or TensorRT refuses it.
     """
     try:
         register = ctypes.CDLL(os.fspath(path)).mha_deploy_register_plugins

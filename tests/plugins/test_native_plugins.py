@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from mha_deploy.engine.plugins import PluginError, find_nvcc, find_parts, source_folder
+from mha_deploy.engine.plugins import PluginError, find_parts, source_folder
 
 
 @pytest.fixture(scope="module")
 def parts():
     """Headers and compiler, or a skip that says what is missing."""
     try:
-        return [*find_parts({}), find_nvcc(None)]
+        return find_parts({})
     except PluginError as error:
         pytest.skip(f"TensorRT headers are not here, or others: {error.got}")
 
@@ -30,7 +30,7 @@ def compiled(parts, tmp_path_factory):
     if cmake is None:
         pytest.skip("CMake is not here")
     folder = tmp_path_factory.mktemp("plugins")
-    options = [f"-D{each.part.variable}={';'.join(map(str, each.paths))}" for each in parts]
+    options = [f"-D{each.part.key.upper()}={';'.join(map(str, each.paths))}" for each in parts]
     configure = [cmake, "-S", str(source_folder()), "-B", str(folder), *options]
     run(*configure, "-DBUILD_TESTING=ON", "-DCUDA_ARCHITECTURES=80")
     run(cmake, "--build", str(folder), "--parallel", "2", "--target", "plugins", "plugin_test")

@@ -3,7 +3,7 @@
 import pytest
 
 from mha_deploy.engine import plugins as headers
-from mha_deploy.engine.plugins import PARTS, PluginError, find_nvcc, find_parts
+from mha_deploy.engine.plugins import PARTS, PluginError, find_parts
 
 VERSIONS = {
     "NvInferVersion.h": "#define MAJOR_HERE 11\n#define NV_TENSORRT_MAJOR MAJOR_HERE //!< major\n"
@@ -32,7 +32,7 @@ def bare(tmp_path, monkeypatch):
     monkeypatch.setattr(headers.sys, "prefix", str(tmp_path / "prefix"))
     paths = {"purelib": str(packages), "include": str(tmp_path / "python" / "include")}
     monkeypatch.setattr(headers.sysconfig, "get_paths", lambda: paths)
-    monkeypatch.setattr(headers, "_system", lambda: iter([(tmp_path / "system", "the system")]))
+    monkeypatch.setattr(headers, "_SYSTEM", (tmp_path / "system",))
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     for name in ("TENSORRT_ROOT", "CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
@@ -88,12 +88,12 @@ def test_cuda_may_lie_in_several_folders(bare):
 def test_everything_that_is_missing_is_reported_at_once(bare):
     for name in (*files_of("tensorrt_include"), *files_of("cudnn_frontend_include")):
         (bare / "system" / name).unlink()
-    with pytest.raises(PluginError, match="Headers that the plugin library needs are missing") as caught:
+    with pytest.raises(PluginError, match="What the plugin library is built with is missing") as caught:
         find_parts({})
     assert "TensorRT (NvInfer.h, NvInferVersion.h), looked in" in caught.value.got
     assert str(bare / "system") in caught.value.got
     assert "cuDNN (" not in caught.value.got
-    assert "pip install nvidia-cudnn-frontend, or --cudnn-frontend-include FOLDER" in caught.value.hint
+    assert "pip install nvidia-cudnn-frontend, or --cudnn-frontend-include PATH" in caught.value.hint
 
 
 def test_a_folder_without_the_headers_is_refused(bare):
@@ -112,12 +112,11 @@ def program(path):
 
 def test_the_compiler_is_the_named_one_else_that_of_the_toolkit_else_that_on_the_path(bare, monkeypatch):
     on_path = program(bare / "bin" / "nvcc")
-    assert find_nvcc(None).paths == (on_path,)
-    toolkit = program(bare / "cuda" / "bin" / "nvcc")
+    assert found()["nvcc"].paths == (on_path,)
+    program(bare / "cuda" / "bin" / "nvcc")
     monkeypatch.setenv("CUDA_HOME", str(bare / "cuda"))
-    assert find_nvcc(None).by == "CUDA_HOME"
-    named = program(bare / "named" / "nvcc")
-    assert find_nvcc(named).paths == (named,)
-    assert toolkit != named
+    assert found()["nvcc"].by == "CUDA_HOME"
+    named = program(bare / "named" / "nvcc-13")
+    assert found({"nvcc": named})["nvcc"].paths == (named,)
     with pytest.raises(PluginError, match="not a compiler"):
-        find_nvcc(bare / "nowhere" / "nvcc")
+        found({"nvcc": bare / "nowhere" / "nvcc"})
