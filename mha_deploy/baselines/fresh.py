@@ -229,7 +229,7 @@ class ProgramValues:
 # and at which position, shows in the output at any length. Among random keys it is one of thousands.
 _LOUDNESS = 4.0
 _CANDIDATES = 64
-COARSE_WEIGHTS = "softmax weights in BF16"
+COARSE = ("softmax weights", "queries and keys", "values", "heads", "outputs")
 
 
 def _edges(end: int, length: int, window: int | None) -> list[int]:
@@ -279,18 +279,24 @@ def layer_probe(
     return loud
 
 
-class CoarseWeights(TorchFunctionMode):
-    """Compute attention with softmax weights that are rounded to BF16."""
+class CoarseAttention(TorchFunctionMode):
+    """Compute attention with one of `COARSE` rounded to BF16."""
+
+    def __init__(self, part: str) -> None:
+        super().__init__()
+        self._part = part
+
+    def _rounded(self, part: str, *tensors: Tensor) -> Iterator[Tensor]:
+        return (each.bfloat16().to(each.dtype) if part == self._part else each for each in tensors)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            return self._attention(*args, **kwargs)
-        result = func(*args, **kwargs)
-        if func is torch.Tensor.softmax and result.dim() == 4:
-            return result.bfloat16().to(result.dtype)
+            return self._attention(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if func is torch.Tensor.softmax and result.dim() == 4:  # of a layer with a softcap
+            (result,) = self._rounded("softmax weights", result)
         return result
 
     def _attention(
@@ -304,11 +310,22 @@ class CoarseWeights(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> Tensor:
         k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], dim=1) for each in (k, v))
+        q, k = self._rounded("queries and keys", q, k)
+        (v,) = self._rounded("values", v)
         scores = q @ k.transpose(-1, -2) * (scale or q.shape[-1] ** -0.5)
         mask = causal_mask(q.shape[-2], k.shape[-2], q.device) if is_causal else attn_mask
         if mask is not None:
             scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-        return scores.softmax(-1).nan_to_num(0.0).bfloat16().to(v.dtype) @ v
+        (weights,) = self._rounded("softmax weights", scores.softmax(-1).nan_to_num(0.0))
+        (heads,) = self._rounded("heads", weights @ v)
+        return heads
+
+
+def _loud_steps(planned: PlannedTrace, feeds: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    x, steps = feeds["x"].clone(), planned.steps
+    for b, end in enumerate(planned.prompt):
+        x[b, sorted({0, end - 1, end, end + steps // 2, end + steps - 1})] *= _LOUDNESS
+    return {**feeds, "x": x}
 
 
 def module_probe(spec: ModelSpec, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -352,7 +369,7 @@ class FreshCases:
             layer = LayerCapture(module, manifest.precision, 0, run_oracle=run_oracle)
             layer.most_tokens = _CHUNK
             edges = partial(layer_probe, self.spec.layer, oracle=lambda: layer.twin)
-            self._probes = {"edges": edges, "weights": dict}
+            self._probes = {"edges": edges, "coarse": dict}
             self._capture = layer
         else:
             program = ProgramValues(bundle)
@@ -378,8 +395,8 @@ class FreshCases:
             seed: Seed of the inputs; the same seed at the same sizes draws the same.
             ragged: Whether lengths go down to 1 and 0, where a catalog layer has lengths.
             past: Valid entries of a preallocated cache in every batch element; default: drawn.
-            probe: `edges` for large tokens where masks, windows and caches end; `weights` to find out, too,
-                what coarse softmax weights would change, of catalog layers alone.
+            probe: `edges` for large tokens where masks, windows and caches end; `coarse` to find out, too,
+                what parts of attention in BF16 would change, of catalog layers alone.
 
         Raises:
             SpecError: The sizes, or that many entries, are not for this model.
@@ -400,19 +417,25 @@ class FreshCases:
         planned = PlannedCase(name=name, sizes=dict(sizes), ragged=ragged, past=past)
         with self._drawing(seed, no_room):
             case = self._capture.capture(planned)
-            if probe != "weights":
+            if probe != "coarse":
                 return case
-            with CoarseWeights():
-                coarse = self._capture.capture(planned).oracle["output"]
-        return replace(case, suspects={COARSE_WEIGHTS: {"output": coarse - case.oracle["output"]}})
+            oracle, feeds = case.oracle["output"], self._capture.draw(planned)
+            changed = {"outputs": to_numpy(torch.from_numpy(oracle).bfloat16().double())}
+            for part in COARSE[:-1]:
+                with CoarseAttention(part):
+                    changed[part] = to_numpy(self._capture.exact(feeds)["output"])
+        suspects = {f"{part} in BF16": {"output": each - oracle} for part, each in changed.items()}
+        return replace(case, suspects=suspects)
 
-    def trace(self, planned: PlannedTrace, *, seed: int) -> DecodeTrace:
+    def trace(self, planned: PlannedTrace, *, seed: int, probe: bool = False) -> DecodeTrace:
         """Draw tokens, decode with the module, and compute the whole sequence in FP64.
+
+        With `probe`, some tokens of a catalog layer are large: at the ends of the prompt, among the steps.
 
         Raises:
             DeployError: The model's axes or its cache do not allow it, or memory does not.
         """
-        self._capture.change = dict
+        self._capture.change = partial(_loud_steps, planned) if probe else dict
         no_room = DeployError(
             "The tokens do not fit the device's memory.",
             got=planned.name,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -20,10 +20,10 @@ from torch.profiler import ProfilerActivity, profile, supported_activities
 from mha_deploy.baselines.fresh import attention_spec, check_device, module_from_bundle
 from mha_deploy.bundle.folder import Bundle
 from mha_deploy.errors import BackendUnavailable, DeployError, exit_as_error, nearest, place_of_error
-from mha_deploy.export.eager import tensors_in
+from mha_deploy.export.oracle import tensors_in
 from mha_deploy.export.own_model import reopen_user_module
 from mha_deploy.model.precision import Precision
-from mha_deploy.model.spec import CACHES, FLOAT, PAST, AttentionSpec, ModelSpec, TensorSpec
+from mha_deploy.model.spec import CACHES, PAST, AttentionSpec, ModelSpec, TensorSpec
 from mha_deploy.reference import build_module
 from mha_deploy.reference.attention import (
     Attention,
@@ -33,11 +33,11 @@ from mha_deploy.reference.attention import (
     merge_causal,
     merge_heads,
     padding_mask,
+    rotate_heads,
     seen_from,
     split_heads,
 )
 from mha_deploy.reference.inputs import call_arguments, tensor_from_numpy, to_numpy
-from mha_deploy.reference.rotary import rotate
 from mha_deploy.runtime.cuda import Stream
 from mha_deploy.runtime.decode_loop import refuse_overflow
 from mha_deploy.runtime.gpu import GpuRunner, Prepared
@@ -145,18 +145,11 @@ class ServedLayer(nn.Module):
 
     def _heads(self, mask: Tensor | None, past: int = 0, *, is_whole: bool = False) -> Heads:
         """The layout; a whole mask holds causality and window already."""
-        spec = self.layer.spec
-        return Heads(
-            Hq=spec.Hq,
-            Hkv=spec.Hkv,
-            scale=spec.softmax_scale,
-            causal=not (is_whole and mask is not None) and (spec.causal or spec.cache != "none"),
-            weights=spec.weights,
-            window=None if is_whole and mask is not None else spec.window,
-            softcap=spec.softcap,
-            past=past,
-            sees_itself=spec.cache != "none",
-        )
+        spec, in_mask = self.layer.spec, is_whole and mask is not None
+        causal = not in_mask and (spec.causal or spec.cache != "none")
+        layout = self.layer._layout(causal=causal, past=past)
+        window = None if in_mask else spec.window
+        return replace(layout, window=window, sees_itself=spec.cache != "none")
 
     def forward(
         self,
@@ -181,11 +174,8 @@ class ServedLayer(nn.Module):
             new = self._prepare(query, key, past_key=past_key, key_cache=key_cache, **others)
             positions, mask, cos, sin = (new.get(name) for name in ("positions", "mask", "cos", "sin"))
         q, k, v = layer.project(query, key, value)
-        if spec.rope is not None and cos is not None and sin is not None:
-            q, k = (
-                rotate(x.unflatten(-1, (-1, spec.D)), cos, sin, interleaved=spec.rope.interleaved).flatten(-2)
-                for x in (q, k)
-            )
+        if cos is not None and sin is not None:
+            q, k = rotate_heads(spec, q, cos, sin), rotate_heads(spec, k, cos, sin)
         past = 0
         if spec.cache == "preallocated":
             caches = given(spec.name, key_cache=key_cache, value_cache=value_cache)
@@ -333,7 +323,6 @@ class UserModels:
         check_device(device)
         self.spec, self.precision, self.device = spec, precision, device
         self._user = reopen_user_module(spec, precision, device=device)
-        self._calls_sdpa: bool | None = None
 
     def in_service(self, baseline: Baseline) -> nn.Module:
         """The module as it is run and timed.
@@ -346,7 +335,7 @@ class UserModels:
             raise DeployError("The projections of your own module are as you wrote them.", got="packed")
         if baseline == _TUNED:
             raise DeployError("Your own module is compiled as you wrote it.", hint="the baseline `compile`")
-        calls_sdpa = self._has_sdpa()
+        calls_sdpa = self._calls_sdpa  # the module is run in any case, so that a failure is explained
         needs_sdpa = baseline.kernel is not None or not baseline.compiled
         if baseline.path == "sdpa" and needs_sdpa and not calls_sdpa:
             raise DeployError(
@@ -364,21 +353,20 @@ class UserModels:
         """Memory of the weights."""
         return self._user.weight_bytes
 
+    @cached_property
     @exit_as_error()
-    def _has_sdpa(self) -> bool:
-        if self._calls_sdpa is None:
-            inputs = {name: example.tensor for name, example in self._user.loaded.inputs.items()}
-            try:
-                with torch.inference_mode(), _Listener() as listener:
-                    self._user.module(**self._user.rounded(inputs))
-            except Exception as error:  # whatever the user's code raises
-                raise DeployError(
-                    f"The module does not run on {self.device}.",
-                    got=f"{place_of_error(error)}: {type(error).__name__}: {error}",
-                    hint="create tensors on the device of the inputs, as in torch.arange(n, device=x.device)",
-                ) from error
-            self._calls_sdpa = listener.heard
-        return self._calls_sdpa
+    def _calls_sdpa(self) -> bool:
+        inputs = {name: example.tensor for name, example in self._user.loaded.inputs.items()}
+        try:
+            with torch.inference_mode(), _Listener() as listener:
+                self._user.module(**self._user.rounded(inputs))
+        except Exception as error:  # whatever the user's code raises
+            raise DeployError(
+                f"The module does not run on {self.device}.",
+                got=f"{place_of_error(error)}: {type(error).__name__}: {error}",
+                hint="create tensors on the device of the inputs, as in torch.arange(n, device=x.device)",
+            ) from error
+        return listener.heard
 
 
 class _Flat(nn.Module):
@@ -487,18 +475,14 @@ class TorchRunner(GpuRunner):
         return [_Call(partial(self._call, own), pool, self._torch_stream) for own in arguments]
 
     def _call(self, arguments: dict[str, Tensor]) -> Outputs:
-        with self._settings():
-            return _as_tuple(self._module(**arguments))
-
-    @contextmanager
-    def _settings(self) -> Iterator[None]:
-        """What must hold while PyTorch chooses kernels; a captured call has chosen."""
-        with ExitStack() as stack:
-            if self._baseline.kernel is not None and not self._baseline.compiled:
-                stack.enter_context(sdpa_kernel(self._baseline.kernel))
-            if self._baseline.compiled:
-                stack.enter_context(torch._dynamo.config.patch(recompile_limit=_SHAPES_COMPILED))
-            yield
+        kernel = self._baseline.kernel
+        if self._baseline.compiled:  # a kernel is compiled in
+            settings = torch._dynamo.config.patch(recompile_limit=_SHAPES_COMPILED)
+        else:
+            settings = nullcontext() if kernel is None else sdpa_kernel(kernel)
+        with settings:
+            outputs = self._module(**arguments)
+        return outputs if isinstance(outputs, tuple) else (outputs,)
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -556,17 +540,8 @@ class _Call:
         return self._latest
 
 
-def _as_tuple(outputs: Any) -> Outputs:
-    return outputs if isinstance(outputs, tuple) else (outputs,)
-
-
 def _tensor_infos(tensors: tuple[TensorSpec, ...], precision: Precision) -> dict[str, TensorInfo]:
-    return {
-        tensor.name: TensorInfo(
-            dtype=precision.numpy if tensor.kind == FLOAT else np.dtype(tensor.kind), dims=tensor.dims
-        )
-        for tensor in tensors
-    }
+    return {each.name: TensorInfo(dtype=precision.numpy_of(each.kind), dims=each.dims) for each in tensors}
 
 
 # -- Which kernels take the time, whichever library of the process launched them -------------------

@@ -94,31 +94,24 @@ def _repeated(name: str, example: Tensor, shape: Sequence[int]) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportedModule:
-    """A module as a graph and as a program.
+    """A module as a graph and as a program."""
 
-    Args:
-        model: The graph. Its inputs and outputs have the user's names, its dimensions those of the axes.
-        program: The program, decomposed to what the graph was made from.
-        inputs: Names of the inputs, in the order of the graph.
-        outputs: The dimensions of every output, in the order of the graph. None stands for a size that is
-            no expression of axes and numbers.
-        nodes: FX node of every input and output by name, and of other values that could not keep the name of
-            their node; the rest has it.
-        traced_sizes: The size of every axis while it was traced.
-        unproven: Axes whose smaller sizes PyTorch did not prove, so that they were tried instead.
-        fixed: Axes that could not vary, with the one size that they have.
-        notes: What a reader should know, such as why.
-    """
-
+    # The graph. Its inputs and outputs have the user's names, its dimensions those of the axes.
     model: ir.Model
-    program: ExportedProgram
-    inputs: tuple[str, ...]
+    program: ExportedProgram  # the program, decomposed to what the graph was made from
+    inputs: tuple[str, ...]  # names of the inputs, in the order of the graph
+    # The dimensions of every output, in the order of the graph. None stands for a size that is no expression
+    # of axes and numbers.
     outputs: Mapping[str, tuple[Dim | None, ...]]
+    # FX node of every input and output by name, and of other values that could not keep the name of their
+    # node; the rest has it.
     nodes: Mapping[str, str]
-    traced_sizes: Mapping[str, int]
+    traced_sizes: Mapping[str, int]  # the size of every axis while it was traced
+    # Axes whose smaller sizes PyTorch did not prove, so that they were tried instead.
     unproven: tuple[str, ...] = ()
+    # Axes that could not vary, with the one size that they have.
     fixed: Mapping[str, Axis] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # what a reader should know, such as why
 
     def node_of(self, value: str) -> str | None:
         """The FX node that computes a value of the graph; None where there is none."""

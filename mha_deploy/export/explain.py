@@ -24,7 +24,7 @@ from torch.utils._sympy.functions import Min, MinMaxBase
 
 from mha_deploy.errors import ExportError
 from mha_deploy.export.axes import TORCH_NAME
-from mha_deploy.export.eager import Float32Accumulation
+from mha_deploy.export.oracle import Float32Accumulation
 
 # -- Around calls of PyTorch's exporter ------------------------------------------------------------
 

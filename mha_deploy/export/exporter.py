@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import onnx_ir as ir
+import onnx_ir.passes.common as common_passes
 import torch
+from torch import Tensor
 
 from mha_deploy.bundle.cases import GoldenCase, write_arrays
 from mha_deploy.bundle.folder import Bundle, sha256
@@ -16,19 +20,11 @@ from mha_deploy.bundle.manifest import LayersEntry
 from mha_deploy.bundle.traces import DecodeTrace, PlannedTrace
 from mha_deploy.errors import ExportError, exit_as_error, nearest
 from mha_deploy.export.axes import ExportedModule
-from mha_deploy.export.canonical import canonical_from_module, choose_opset, drop_exporter_metadata
+from mha_deploy.export.explain import first_cause, quiet, was_interrupted
 from mha_deploy.export.flow import OnStep, Source, Steps, export_bundle
-from mha_deploy.export.golden import LayerCapture, ModuleCapture, mixed_graph
+from mha_deploy.export.golden import Capture, LayerCapture, ModuleCapture, mixed_graph
 from mha_deploy.export.own_model import UserModule, drawn_inputs, open_user_module, state_digest
-from mha_deploy.export.plan import (
-    DEVICES,
-    MODULE_CASES,
-    OPSETS,
-    PlannedCase,
-    golden_budget,
-    golden_names,
-    plan_golden,
-)
+from mha_deploy.export.plan import MODULE_CASES, PlannedCase, golden_budget, golden_names, plan_golden
 from mha_deploy.export.program import attention_values, export_program
 from mha_deploy.graph.canonical import check_canonical
 from mha_deploy.graph.fuse.repair import share_tied_weights
@@ -39,9 +35,12 @@ from mha_deploy.model.spec import AttentionSpec, Axis, ModelSpec, TensorSpec
 from mha_deploy.options import AUTO, ExportOptions
 from mha_deploy.reference import build_module
 from mha_deploy.reference.attention import Attention
-from mha_deploy.reference.inputs import fed_to, random_inputs, to_numpy
+from mha_deploy.reference.inputs import call_arguments, fed_to, parameter_name, random_inputs, to_numpy
 from mha_deploy.reference.weights import read_weights
 from mha_deploy.runtime import available_cpu_backend, open_runner
+
+_OPSETS = (23, 24)
+_DEVICES = ("cpu", "cuda")
 
 
 def bundle_from_spec(
@@ -52,13 +51,8 @@ def bundle_from_spec(
 ) -> Bundle:
     """Export a catalog layer and everything needed to check it elsewhere.
 
-    Nothing is left at `target` if anything fails.
-
-    Args:
-        spec: The layer.
-        target: The folder to write.
-        options: How to export.
-        on_step: Called as each step begins, with its name, its number from 0, and how many there are.
+    Nothing is left at `target` if anything fails. `on_step` is called as each step begins, with its name, its
+    number from 0, and how many there are.
     """
     return export_bundle(_LayerSource(spec, options or ExportOptions()), target, on_step)
 
@@ -72,29 +66,17 @@ def bundle_from_factory(
     axes: Mapping[str, Axis] | None = None,
     on_step: OnStep = lambda name, number, count: None,
 ) -> Bundle:
-    """Export a user's own module and everything needed to check it elsewhere.
+    """Export a user's own module as `bundle_from_spec` does a layer; `axes` replace ranges of the factory.
 
-    Nothing is left at `target` if anything fails.
-
-    Args:
-        reference: `path/to/file.py:factory`, `package.module:factory`, or a `Deployable`. The manifest of a
-            `Deployable` names no factory: its module cannot be made again from the bundle.
-        target: The folder to write.
-        options: How to export.
-        axes: Axis ranges in place of the factory's.
-        on_step: Called as each step begins, with its name, its number from 0, and how many there are.
+    The manifest of a `Deployable` names no factory: its module cannot be made again from the bundle.
     """
     options = options or ExportOptions()
     try:
         return export_bundle(_ModuleSource(reference, options, axes), target, on_step)
     except ExportError as error:
         # Types and ranges are what `auto` is for: it exports the module in float32, as it is written.
-        text = f"{error.what} {error.got}"
-        if (
-            options.precision in ("fp16", "bf16")
-            and "auto" not in str(error.hint)
-            and _ABOUT_TYPES.search(text)
-        ):
+        about_types = _ABOUT_TYPES.search(f"{error.what} {error.got}")
+        if options.precision in ("fp16", "bf16") and "auto" not in str(error.hint) and about_types:
             hint = f"--precision auto{'' if error.hint is None else f', or {error.hint}'}"
             raise ExportError(error.what, got=error.got, hint=hint) from error
         raise
@@ -105,14 +87,41 @@ _ABOUT_TYPES = re.compile(
 )
 
 
+def choose_opset(layer: AttentionSpec | None, wanted: int | None) -> int:
+    """The operator set to export with: the first that has what a layer needs, or the wanted one."""
+    needed = _OPSETS[-1] if layer is not None and layer.cache == "preallocated" else _OPSETS[0]
+    if wanted is not None and wanted not in _OPSETS:
+        hint = f"one of {_OPSETS}"
+        raise ExportError("The canonical graph needs an operator set with Attention.", got=wanted, hint=hint)
+    if wanted is not None and wanted < needed:
+        what, hint = "A preallocated cache needs an operator set with TensorScatter.", f"--opset {needed}"
+        raise ExportError(what, got=wanted, hint=hint)
+    return wanted or needed
+
+
+class _TorchSource(Source):
+    """A module: what it computes is captured from it."""
+
+    capture: Capture
+
+    def captured(self, planned: PlannedCase) -> GoldenCase:
+        return self.capture.capture(planned)
+
+    def trace(self, planned: PlannedTrace) -> DecodeTrace:
+        return self.capture.trace(self.spec, planned)
+
+    def close(self) -> None:
+        if hasattr(self, "capture"):
+            self.capture.close()
+
+
 # -- A catalog layer -------------------------------------------------------------------------------
 
 
-class _LayerSource(Source):
+class _LayerSource(_TorchSource):
     """A catalog layer: its graph is canonical as the reference layer emits it."""
 
     module: Attention
-    capture: LayerCapture
 
     def __init__(self, layer: AttentionSpec, options: ExportOptions) -> None:
         self.layer, self.spec, self.options, self.cache = layer, layer.model, options, layer.cache
@@ -126,8 +135,8 @@ class _LayerSource(Source):
     def graph(self, folder: Path, step: Steps) -> ir.Model:
         step("weights")
         options = self.options
-        if options.device not in DEVICES:
-            raise ExportError("No such device.", got=options.device, hint=nearest(options.device, DEVICES))
+        if options.device not in _DEVICES:
+            raise ExportError("No such device.", got=options.device, hint=nearest(options.device, _DEVICES))
         if options.device == "cuda" and not torch.cuda.is_available():
             raise ExportError("There is no CUDA device.", got=options.device, hint="--device cpu")
         state = None
@@ -149,27 +158,18 @@ class _LayerSource(Source):
         """Check the graph, and that its dynamic axes are dynamic: run it at two sizes."""
         self.checks["graph"] = check_canonical(path, self.layer, self.precision)
         step("run at two shapes")
-        cases = plan_golden(self.spec, ("min", "odd")).cases
+        every = [case.sizes for case in plan_golden(self.spec, ("min", "odd")).cases]
         with open_runner(available_cpu_backend(self.precision), path) as runner:
-            for case in cases:
-                feeds = fed_to(self.module, random_inputs(self.layer, case.sizes, seed=0))
+            for sizes in every:
+                feeds = fed_to(self.module, random_inputs(self.layer, sizes, seed=0))
                 got = runner.run({name: to_numpy(tensor) for name, tensor in feeds.items()})
                 for tensor in self.spec.outputs:
-                    if got[tensor.name].shape != tensor.shape(case.sizes):
-                        raise ExportError(
-                            f"Output {tensor.name} does not follow the axes.",
-                            got=f"{got[tensor.name].shape} at {case.sizes}",
-                        )
-            sizes = [case.sizes for case in cases]
-            self.checks["dynamic axes"] = {"runtime": runner.name, "sizes": sizes}
+                    if (shape := got[tensor.name].shape) != tensor.shape(sizes):
+                        what = f"Output {tensor.name} does not follow the axes."
+                        raise ExportError(what, got=f"{shape} at {sizes}")
+            self.checks["dynamic axes"] = {"runtime": runner.name, "sizes": every}
         step("FP64 oracle")
         self.capture = LayerCapture(self.module, self.precision, self.options.seed)
-
-    def captured(self, planned: PlannedCase) -> GoldenCase:
-        return self.capture.capture(planned)
-
-    def trace(self, planned: PlannedTrace) -> DecodeTrace:
-        return self.capture.trace(self.spec, planned)
 
     def origin(self) -> str:
         weights = self.options.weights
@@ -181,12 +181,114 @@ class _LayerSource(Source):
         return f"{weights.resolve().name}, {where}, state SHA-256 {state_digest(self.module)}"
 
 
+_LEAST_TRACED = 2  # what PyTorch takes for a size that can vary
+
+
+def canonical_from_module(module: Attention, *, opset: int | None = None) -> ir.Model:
+    """A reference layer as a graph of ONNX's own `Attention` nodes, through torch.onnx.export.
+
+    The weights in the model share memory with the module's wherever they need no transposing.
+    """
+    spec, opset = module.spec, choose_opset(module.spec, opset)
+    parameter = next(module.parameters())
+    if parameter.device.type != "cpu":  # what is traced must not depend on where the golden cases run
+        weights = {name: tensor.cpu() for name, tensor in module.state_dict().items()}
+        module = build_module(spec, weights=weights, dtype=parameter.dtype)
+    # No axis of 0 or 1 where it can vary: the exporter would take it for a constant. A past of one entry at
+    # most is traced with more of them: tracing computes no numbers, so there is room.
+    most = {name: max(axis.max, _LEAST_TRACED) for name, axis in spec.axes.items()}
+    sizes = {
+        name: max(axis.min, min(most[name], 2 + i)) if axis.is_dynamic else axis.min
+        for i, (name, axis) in enumerate(spec.axes.items())
+    }
+    dims = {
+        name: torch.export.Dim(name, min=axis.min, max=most[name])
+        for name, axis in spec.axes.items()
+        if axis.is_dynamic
+    }
+    shapes = {
+        parameter_name(tensor): {i: dims[dim] for i, dim in enumerate(tensor.dims) if isinstance(dim, str)}
+        for tensor in spec.inputs
+    }
+    before, module.path = module.path, "onnx"
+    try:
+        with quiet():
+            program = torch.onnx.export(
+                module,
+                args=(),
+                kwargs=call_arguments(spec, fed_to(module, random_inputs(spec, sizes, seed=0))),
+                dynamo=True,
+                opset_version=opset,
+                dynamic_shapes=shapes,
+                input_names=[tensor.name for tensor in spec.inputs],
+                output_names=[tensor.name for tensor in spec.outputs],
+                verbose=False,
+            )
+    except torch.onnx.OnnxExporterError as error:
+        if was_interrupted(error):  # which the exporter takes for a failure of its own
+            raise KeyboardInterrupt from error
+        raise ExportError(f"PyTorch could not export {spec.name}.", got=first_cause(error)) from error
+    finally:
+        module.path = before
+    if program is None:
+        raise ExportError(f"PyTorch gave no ONNX program for {spec.name}.")
+    model = program.model
+    _name_by_module(model)
+    # The spec's shapes on the outputs: PyTorch gives the weights of Attention a length of 0.
+    for output, tensor in zip(model.graph.outputs, spec.outputs, strict=True):
+        output.shape = ir.Shape(tensor.dims)
+    _drop_exporter_metadata(model)
+    return model
+
+
+def _name_by_module(model: ir.Model) -> None:
+    """Name projections and attentions after the module, instead of the exporter's running numbers."""
+    attentions = 0
+    for node in model.graph:
+        if node.op_type == "Attention":
+            node.name = f"attention_{attentions}" if attentions else "attention"
+            attentions += 1
+            # Without its unused outputs: TensorRT takes a node with one output.
+            used = [output.is_graph_output() or bool(output.uses()) for output in node.outputs]
+            node.resize_outputs(max(index for index, is_used in enumerate(used) if is_used) + 1)
+            for output, is_used in zip(node.outputs, used, strict=False):
+                output.name = output.name if is_used else ""
+        elif node.op_type == "TensorScatter" and node.inputs[0] is not None:
+            node.name = f"{node.inputs[0].name}.update"
+        elif node.op_type == "MatMul":
+            scope = ast.literal_eval(node.metadata_props["pkg.torch.onnx.name_scopes"])[-2]
+            node.name = f"{scope}.matmul"
+            _settle_weight(model, node.inputs[1], f"{scope}.weight.T")
+
+
+def _settle_weight(model: ir.Model, value: ir.Value | None, name: str) -> None:
+    """Name the constant that the exporter folded `weight.T` into, and lay it out as it reads.
+
+    As a transposed view it would be written to disk number by number, which takes minutes for gigabytes.
+    """
+    if value is not None and value.is_initializer() and value.name is not None:
+        del model.graph.initializers[value.name]
+        value.name = name
+        model.graph.initializers[name] = value
+        if value.const_value is not None:
+            array = np.ascontiguousarray(value.const_value.numpy())
+            value.const_value = ir.Tensor(array, dtype=value.const_value.dtype, name=name)
+
+
+def _drop_exporter_metadata(model: ir.Model) -> None:
+    """Forget stack traces and the like: they hold paths of the export machine."""
+    common_passes.ClearMetadataAndDocStringPass()(model)
+    graph = model.graph  # the pass leaves what is written on inputs, outputs and weights
+    for value in (*graph.inputs, *graph.outputs, *graph.initializers.values()):
+        value.metadata_props.clear()
+
+
 # -- A user's module -------------------------------------------------------------------------------
 
 _LAYERS_BYTES = 1 << 30
 
 
-class _ModuleSource(Source):
+class _ModuleSource(_TorchSource):
     """A user's module: its program is exported, and its attentions are recognised in the graph."""
 
     golden = MODULE_CASES
@@ -216,12 +318,11 @@ class _ModuleSource(Source):
             prefix=options.prefix,
             axes=self.axes,
         )
-        self.notes += user.notes
         step.count += bool(user.loaded.kv_cache)
         step("ONNX graph")
         exported = self.exported = exported_program(user, opset=self.opset)
         self.user = user = replace(user, loaded=user.loaded.with_axes(exported.fixed))
-        self.notes += exported.notes
+        self.notes += [*user.notes, *exported.notes]
         step("attention")
         if self.precision.name != "bf16" and write_bfloat16_as_float32(exported.model):
             self.notes.append("what the module computes in BF16 is FP32 in the graph")
@@ -255,7 +356,7 @@ class _ModuleSource(Source):
             weights_prefix=user.weights_prefix,
             mixed=self.auto,
         )
-        drop_exporter_metadata(model)
+        _drop_exporter_metadata(model)
         return model
 
     def _tensor(self, value: ir.Value) -> TensorSpec:
@@ -273,28 +374,17 @@ class _ModuleSource(Source):
 
     def captured(self, planned: PlannedCase) -> GoldenCase:
         """One golden case; the spec is complete once the work of the case opt is known."""
-        case = self.capture.capture(planned)
+        case = super().captured(planned)
         if planned.name == "opt":
             self.spec = replace(self.spec, flops=case.flops)
         return case
 
-    def trace(self, planned: PlannedTrace) -> DecodeTrace:
-        return self.capture.trace(self.spec, planned)
-
-    def close(self) -> None:
-        if hasattr(self, "capture"):
-            self.capture.close()
-
     def layers(self, cases: list[GoldenCase], folder: Path, step: Steps) -> LayersEntry | None:
         """The values inside the first case whose attentions do not take too much memory."""
         step("look inside")
-        if not self.values:
-            return None
-        for case in cases:
+        for case in cases if self.values else ():
             inside = self.capture.look_inside(case, set(self.values.values()))
-            arrays = {
-                f"{kind}/{name}": array for kind, values in inside.items() for name, array in values.items()
-            }
+            arrays = {f"{kind}/{name}": each for kind in inside for name, each in inside[kind].items()}
             if sum(array.nbytes for array in arrays.values()) <= _LAYERS_BYTES:
                 file = f"layers/{case.name}.safetensors"
                 (folder / "layers").mkdir()
@@ -312,16 +402,14 @@ class _ModuleSource(Source):
 
 
 @exit_as_error()
-def exported_program(user: UserModule, *, opset: int = OPSETS[0]) -> ExportedModule:
+def exported_program(user: UserModule, *, opset: int = _OPSETS[0]) -> ExportedModule:
     """A module as PyTorch exports it: its graph, and the program that its FP64 oracle runs."""
+
+    def drawn(sizes: Mapping[str, int]) -> dict[str, Tensor]:
+        return drawn_inputs(user, "check", sizes, seed=1)
+
     loaded = user.loaded
-    examples = {name: example.tensor for name, example in loaded.inputs.items()}
+    examples = user.rounded({name: example.tensor for name, example in loaded.inputs.items()})
     return export_program(
-        user.module,
-        user.rounded(examples),
-        loaded.dims,
-        loaded.axes,
-        opset=opset,
-        output_names=loaded.outputs,
-        draw=lambda sizes: drawn_inputs(user, "check", sizes, seed=1),
+        user.module, examples, loaded.dims, loaded.axes, opset=opset, output_names=loaded.outputs, draw=drawn
     )

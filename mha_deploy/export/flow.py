@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -55,34 +55,19 @@ class Steps:
 
 
 class Source(ABC):
-    """A model that becomes a bundle: what differs from one kind of model to another.
-
-    Attributes:
-        options: How to export.
-        precision: The types in the graph.
-        auto: Whether its precision is chosen node by node.
-        opset: Version of the default ONNX operator set.
-        cache: The KV cache of a catalog layer.
-        golden: The golden cases by default.
-        spec: The model; known once there is a graph, complete once the golden cases are captured.
-        attentions: How many attentions it computes, fused or not.
-        places: Where in the source code each of them is, where that is known.
-        notes: What a reader should know.
-        checks: What the export checked of its own work.
-        steps: How many steps it has.
-    """
+    """A model that becomes a bundle: what differs from one kind of model to another."""
 
     options: ExportOptions
-    precision: Precision
-    auto: bool = False
+    precision: Precision  # the types in the graph
+    auto: bool = False  # whether its precision is chosen node by node
     opset: int
-    cache: str = "none"
-    golden: tuple[str, ...]
-    spec: ModelSpec
-    attentions: int
-    places: dict[str, str | None] | None = None
-    notes: list[str]
-    checks: Checks
+    cache: str = "none"  # the KV cache of a catalog layer
+    golden: tuple[str, ...]  # the golden cases by default
+    spec: ModelSpec  # known once there is a graph, complete once the golden cases are captured
+    attentions: int  # how many it computes, fused or not
+    places: dict[str, str | None] | None = None  # where in the source code they are, where that is known
+    notes: list[str]  # what a reader should know
+    checks: Checks  # what the export checked of its own work
     steps: int
 
     @abstractmethod
@@ -93,9 +78,9 @@ class Source(ABC):
     def captured(self, planned: PlannedCase) -> GoldenCase:
         """One golden case."""
 
-    @abstractmethod
     def trace(self, planned: PlannedTrace) -> DecodeTrace:
         """The decode trace of a model with a KV cache."""
+        raise ExportError("The model has no declared KV cache.", got=planned.name)
 
     @abstractmethod
     def origin(self) -> str:
@@ -155,7 +140,10 @@ def export_bundle(source: Source, target: Path, on_step: OnStep) -> Bundle:
         source.check(folder / MODEL, step)
         (folder / "golden").mkdir()
         cases = []
-        for case in _captured(source, step):
+        names, budget = options.golden or source.golden, golden_budget(options)
+        for planned in planned_cases(lambda: source.spec, names, budget, source.notes):
+            step(f"golden case {planned.name}")
+            case = source.captured(planned)
             refuse_implausible(f"golden case {case.name}", case.oracle, case.eager, source.precision)
             write_case(folder / "golden" / f"{case.name}.safetensors", case)
             cases.append(case)
@@ -178,7 +166,7 @@ def export_bundle(source: Source, target: Path, on_step: OnStep) -> Bundle:
                 attention=attention,
                 golden=[
                     GoldenEntry(
-                        name=c.name, file=f"golden/{c.name}.safetensors", sizes=dict(c.sizes), flops=c.flops
+                        name=c.name, file=f"golden/{c.name}.safetensors", sizes=c.sizes, flops=c.flops
                     )
                     for c in cases
                 ],
@@ -189,14 +177,6 @@ def export_bundle(source: Source, target: Path, on_step: OnStep) -> Bundle:
                 layers=layers,
             )
         )
-
-
-def _captured(source: Source, step: Steps) -> Iterator[GoldenCase]:
-    """The golden cases, captured one by one; what is left out is noted."""
-    names, budget = source.options.golden or source.golden, golden_budget(source.options)
-    for planned in planned_cases(lambda: source.spec, names, budget, source.notes):
-        step(f"golden case {planned.name}")
-        yield source.captured(planned)
 
 
 def _write_trace(source: Source, folder: Path, step: Steps) -> list[TraceEntry]:

@@ -1,10 +1,12 @@
-"""Golden cases and decode traces, captured from a model and its FP64 oracle."""
+"""Golden cases and decode traces: the same numbers through a module in its precision, and in FP64."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
+from itertools import chain
 from math import inf
 from pathlib import Path
 
@@ -15,27 +17,20 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from mha_deploy.bundle.cases import GoldenCase, cached_outputs
-from mha_deploy.bundle.traces import (
-    DecodeTrace,
-    PlannedTrace,
-    check_steps,
-    prefill_calls,
-    prefill_positions,
-)
-from mha_deploy.errors import ExportError, place_of_error
+from mha_deploy.bundle.traces import DecodeTrace, PlannedTrace, check_steps, prefill_calls, take_tokens
+from mha_deploy.errors import DeployError, ExportError, place_of_error
 from mha_deploy.export.axes import ExportedModule
-from mha_deploy.export.eager import Float32Accumulation, run_module, tensors_in
 from mha_deploy.export.explain import constant_error, overflow_error
-from mha_deploy.export.oracle import run_program
+from mha_deploy.export.oracle import Float32Accumulation, run_module, run_program, tensors_in
 from mha_deploy.export.own_model import UserModule, drawn_inputs
 from mha_deploy.export.plan import PlannedCase, looked_at
 from mha_deploy.graph.file import load_graph, save_graph, with_outputs
 from mha_deploy.graph.precision import PrecisionPlan, apply_plan, plan_precision
 from mha_deploy.metrics import relative_error
 from mha_deploy.model.precision import Precision
-from mha_deploy.model.spec import ModelSpec, Sizes
+from mha_deploy.model.spec import CACHE_TENSORS, LENGTHS, KVCache, ModelSpec
 from mha_deploy.reference import build_module
-from mha_deploy.reference.attention import Attention, Decoder, split_heads
+from mha_deploy.reference.attention import Attention, split_heads
 from mha_deploy.reference.inputs import (
     Feeds,
     call_arguments,
@@ -50,182 +45,16 @@ from mha_deploy.runtime.runner import Runner
 
 Arrays = dict[str, np.ndarray]
 
+# Rounding alone does not come near: the program would have to be another than the module.
+_SAME_PROGRAM = 0.25
+# Rounding to FP16 costs less than this many layers deep; more is a mistake, not rounding.
+_LARGEST_ERROR = 0.05
+
 
 def _arrays(tensors: Mapping[str, Tensor], *, exact: bool = False) -> Arrays:
     """Tensors as arrays; what is exact is kept in float64."""
     arrays = {name: to_numpy(tensor) for name, tensor in tensors.items()}
     return {n: a.astype(np.float64) if exact and a.dtype.kind == "f" else a for n, a in arrays.items()}
-
-
-def _refuse_overflow(
-    case: GoldenCase,
-    precision: Precision,
-    module: nn.Module,
-    *,
-    run: Callable[[], object] | None = None,
-    hint: str = "--precision bf16 or fp32",
-) -> None:
-    """Refuse a case on which the module itself overflows: its budget would be infinite.
-
-    Args:
-        case: The case.
-        precision: The precision of the module.
-        module: The module; its weights may be at fault.
-        run: Runs the module on the case again, to find the call that overflows.
-        hint: What helps against an overflow.
-    """
-    for name in case.eager:
-        # Some kernels of PyTorch give zeros where a weight is NaN; the oracle shows it.
-        results = (case.eager[name], case.oracle[name])
-        if not all(np.isfinite(array.astype(np.float64)).all() for array in results):
-            where = f"output {name} of golden case {case.name}"
-            raise overflow_error(where, precision.name, module=module, run=run, hint=hint)
-
-
-# -- Of a catalog layer: the module in its precision, and its twin in FP64 -------------------------
-
-# In units of the precision's roundoff: a gate is a sum of E matmuls of size one over √E, and engines that
-# accumulate in half precision lose several bits of it.
-_DECISION_MARGIN = 16.0
-
-RunOracle = Callable[[Attention, dict[str, Tensor]], tuple[Tensor, ...]]
-
-
-def fp64_twin(module: Attention, *, whole: bool = False) -> Attention:
-    """The oracle of a layer. It has the rounded weights: rounding them is the user's choice, not an error.
-
-    Args:
-        module: The layer.
-        whole: Whether it takes whole sequences without a KV cache: the oracle of decoding.
-    """
-    spec = module.spec.without_cache() if whole else module.spec
-    device = str(next(module.parameters()).device)
-    return build_module(spec, weights=module.state_dict(), dtype=torch.float64, device=device)
-
-
-class LayerCapture:
-    """Runs a catalog layer and its FP64 twin on the same numbers.
-
-    Args:
-        module: The layer with its weights rounded to the target precision.
-        precision: That precision.
-        seed: Seed of the inputs.
-        run_oracle: Runs the twin; another than `run_module` where memory is short.
-        most_tokens: How many tokens of a prompt the module takes in one call, where memory is short.
-
-    Attributes:
-        change: Changes the inputs that were drawn.
-    """
-
-    def __init__(
-        self,
-        module: Attention,
-        precision: Precision,
-        seed: int,
-        *,
-        run_oracle: RunOracle = run_module,
-        most_tokens: int | None = None,
-    ) -> None:
-        self.module, self.precision, self.seed = module, precision, seed
-        self.change: Callable[[Feeds], Feeds] = dict
-        self._run_oracle, self._most_tokens = run_oracle, most_tokens
-
-    @cached_property
-    def oracle(self) -> Attention:
-        """The layer in FP64."""
-        return fp64_twin(self.module)
-
-    def capture(self, planned: PlannedCase) -> GoldenCase:
-        """Run one case.
-
-        Raises:
-            ExportError: The module overflows.
-        """
-        spec = self.module.spec
-        drawn = random_inputs(
-            spec, planned.sizes, self.seed, label=planned.name, ragged=planned.ragged, past=planned.past
-        )
-        margin = _DECISION_MARGIN * self.precision.roundoff
-        feeds = clear_decisions(
-            self.oracle, fed_to(self.module, self.change(drawn)), self.seed, margin=margin
-        )
-        exact = {name: each.double() if each.is_floating_point() else each for name, each in feeds.items()}
-        eager = run_module(self.module, call_arguments(spec, feeds))
-        oracle = self._run_oracle(self.oracle, call_arguments(spec, exact))
-        names = [tensor.name for tensor in spec.outputs]
-        case = GoldenCase(
-            name=planned.name,
-            sizes=planned.sizes,
-            inputs=_arrays(feeds),
-            oracle=_arrays(dict(zip(names, oracle, strict=True))),
-            eager=_arrays(dict(zip(names, eager, strict=True))),
-            cached=cached_outputs(spec.model),
-        )
-        _refuse_overflow(case, self.precision, self.module)
-        return case
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-    def trace(self, model: ModelSpec, planned: PlannedTrace) -> DecodeTrace:
-        """Draw tokens, decode them with the module, and compute the whole sequence in FP64, without a cache.
-
-        Raises:
-            DeployError: The layer's axes or its cache do not allow it.
-            ExportError: The module itself overflows on these tokens.
-        """
-        spec, steps = self.module.spec, planned.steps
-        prompt = np.array(planned.prompt, np.int32)
-        cache = check_steps(model, prompt, steps)
-        sizes = {"B": len(prompt), "S": int(prompt.max()) + steps}
-        drawn = random_inputs(spec.without_cache(), sizes, self.seed, label=planned.name)
-        x = fed_to(self.module, drawn)["x"]
-        eager, oracle = self._decoded(x, prompt, steps), self._whole(x.double())
-        case = GoldenCase(name=planned.name, sizes={}, inputs={}, oracle=oracle, eager=eager)
-        _refuse_overflow(case, self.precision, self.module)
-        return DecodeTrace(
-            name=planned.name,
-            cache=cache,
-            inputs={"x": to_numpy(x)},
-            prompt=prompt,
-            steps=steps,
-            oracle=oracle,
-            eager=eager,
-        )
-
-    def _whole(self, x: Tensor) -> Arrays:
-        """The whole sequence in one call, which no mistake in a cache can touch."""
-        twin = fp64_twin(self.module, whole=True)
-        (output,) = self._run_oracle(twin, {"query": x})
-        with torch.inference_mode():
-            q, k, v = twin.project(x, None, None)
-            _, k = twin.rotate(q, k, torch.arange(x.shape[1], device=x.device))
-        key, value = (split_heads(each, twin.spec.Hkv).contiguous() for each in (k, v))
-        return _arrays({"output": output, "key": key, "value": value})
-
-    def _decoded(self, x: Tensor, prompt: np.ndarray, steps: int) -> Arrays:
-        """The module in its own precision: the prefill in one call, then one token a call."""
-        B, L, _ = x.shape
-        batch = torch.arange(B, device=x.device)
-        first = torch.from_numpy(prompt).to(x.device)
-        padded = torch.from_numpy(prefill_positions(prompt, steps)).to(x.device)
-        decoder, output = Decoder(self.module, B), torch.zeros_like(x)
-        with torch.inference_mode(), Float32Accumulation():
-            for part, counts in prefill_calls(prompt, self._most_tokens):
-                real = None if counts is None else torch.from_numpy(counts).to(x.device)
-                output[:, part] = decoder.feed(x[batch[:, None], padded[:, part]], real)
-            for step in range(steps):
-                output[batch, first + step] = decoder.feed(x[batch, first + step][:, None])[:, 0]
-        key, value = (each[:, :, :L].contiguous() for each in (decoder.keys, decoder.values))
-        return _arrays({"output": output, "key": key, "value": value})
-
-
-# -- Of a user's module: the module as it is, and its exported program in FP64 ---------------------
-
-# Rounding alone does not come near: the program would have to be another than the module.
-_SAME_PROGRAM = 0.25
-# Rounding to FP16 costs less than this many layers deep; more is a mistake, not rounding.
-_LARGEST_ERROR = 0.05
 
 
 def _attention_flops(query: list[int], key: list[int], value: list[int], *_: object, **__: object) -> int:
@@ -238,25 +67,253 @@ def _attention_flops(query: list[int], key: list[int], value: list[int], *_: obj
 _ON_CPU = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
 
 
-class ModuleCapture:
-    """Runs a user's module and its program on the same numbers.
-
-    Args:
-        user: The module; in float32 where there is a mixed graph.
-        exported: Its program.
-        seed: Seed of the inputs.
-        mixed: The graph of `--precision auto`, which stands for the module where budgets come from: PyTorch
-            does not compute in its mixture of types.
+class Capture(ABC):
+    """Captures a model: its inputs are drawn, run in its own precision, and evaluated in FP64.
 
     Attributes:
         change: Changes the inputs that were drawn.
+        remedy: What helps where the module overflows.
+        most_tokens: How many tokens of a prompt the module takes in one call, where memory is short.
     """
+
+    remedy: str
+    most_tokens: int | None = None
+
+    def __init__(self, module: nn.Module, precision: Precision, seed: int, outputs: Iterable[str]) -> None:
+        self.module, self.precision, self.seed, self._outputs = module, precision, seed, tuple(outputs)
+        self.change: Callable[[Feeds], Feeds] = dict
+
+    @abstractmethod
+    def draw(self, planned: PlannedCase) -> Feeds:
+        """The inputs of a case, as the module takes them."""
+
+    @abstractmethod
+    def exact(self, feeds: Feeds) -> Feeds:
+        """The outputs in FP64."""
+
+    @abstractmethod
+    def whole(self, spec: ModelSpec, cache: KVCache, planned: PlannedTrace) -> tuple[Feeds, Arrays]:
+        """All tokens of a trace in one call: its inputs with an empty KV cache, and what it gives in FP64."""
+
+    def arguments(self, feeds: Feeds) -> Feeds:
+        """Inputs by the parameters of `forward`."""
+        return feeds
+
+    def eager(self, feeds: Feeds, where: str) -> tuple[Feeds, int]:
+        """The outputs of the module as its user runs it, and its work."""
+        arguments, counter = self.arguments(feeds), FlopCounterMode(display=False, custom_mapping=_ON_CPU)
+        try:
+            with torch.inference_mode(), Float32Accumulation(), counter:
+                tensors = tensors_in(self.module(**arguments))
+        except (DeployError, torch.OutOfMemoryError):
+            raise
+        except (Exception, SystemExit) as error:  # whatever the user's code raises, sys.exit() included
+            constant = constant_error(error, self.module, lambda: self.module(**arguments))
+            if constant is not None:
+                raise constant from error
+            raise ExportError(
+                f"The module fails at the sizes of {where}.",
+                got=f"{place_of_error(error)}: {type(error).__name__}: {error}",
+                hint="axes that it takes, or a draw= for its inputs",
+            ) from error
+        return dict(zip(self._outputs, tensors, strict=True)), counter.get_total_flops()
+
+    def step(self, feeds: Feeds, where: str) -> Feeds:
+        """The outputs of one call of the decode loop."""
+        return self.eager(feeds, where)[0]
+
+    def close(self) -> None:  # noqa: B027 (only some open any)
+        """Close what was opened for the cases."""
+
+    def capture(self, planned: PlannedCase) -> GoldenCase:
+        """Run one case.
+
+        Raises:
+            ExportError: The module overflows, fails at these sizes, or is not what was exported.
+        """
+        feeds = self.draw(planned)
+        eager, flops = self.eager(feeds, f"golden case {planned.name}")
+        case = GoldenCase(
+            name=planned.name,
+            sizes=dict(planned.sizes),
+            inputs=_arrays(feeds),
+            oracle=_arrays(self.exact(feeds), exact=True),
+            eager=_arrays(eager),
+            flops=flops,
+        )
+        self.refuse_overflow(case, lambda: self.module(**self.arguments(feeds)))
+        return case
+
+    def refuse_overflow(self, case: GoldenCase, run: Callable[[], object] | None = None) -> None:
+        """Refuse a case on which the module itself overflows: its budget would be infinite."""
+        for name in case.eager:
+            # Some kernels of PyTorch give zeros where a weight is NaN; the oracle shows it.
+            results = (case.eager[name], case.oracle[name])
+            if not all(np.isfinite(array.astype(np.float64)).all() for array in results):
+                where = f"output {name} of golden case {case.name}"
+                raise overflow_error(
+                    where, self.precision.name, module=self.module, run=run, hint=self.remedy
+                )
+
+    def trace(self, spec: ModelSpec, planned: PlannedTrace) -> DecodeTrace:
+        """Draw tokens, decode them with the module, and compute the whole sequence in FP64, in one call.
+
+        Raises:
+            DeployError: The model's axes or its cache do not allow it.
+            ExportError: The module overflows or fails, or decoding gives something else than that call.
+        """
+        prompt = np.array(planned.prompt, np.int32)
+        cache = check_steps(spec, prompt, planned.steps)
+        feeds, oracle = self.whole(spec, cache, planned)
+        held = {each.input: feeds.pop(each.input) for each in cache.tensors}
+        trace = DecodeTrace(
+            name=planned.name,
+            cache=cache,
+            inputs=_arrays(feeds),
+            prompt=prompt,
+            steps=planned.steps,
+            oracle=oracle,
+            eager={},
+        )
+        eager = self._decoded(trace, held)
+        self.refuse_overflow(GoldenCase(name=trace.name, sizes={}, inputs={}, oracle=oracle, eager=eager))
+        for name, expected in oracle.items():
+            off = inf
+            if eager[name].shape == expected.shape:
+                off = relative_error(*(trace.defined({name: each})[name] for each in (eager[name], expected)))
+            if not off <= _SAME_PROGRAM:
+                raise ExportError(
+                    "Decoding token by token gives something else than one call with all tokens.",
+                    got=f"{name} is off by {off:.2g} of its size after {trace.steps} steps",
+                    hint="let new tokens attend to cached ones and none behind them, at positions that "
+                    "continue the cached ones; without kv_cache= decoding is not validated",
+                )
+        return replace(trace, eager=eager)
+
+    def _decoded(self, trace: DecodeTrace, held: Feeds) -> Arrays:
+        """The module in its own precision: the prefill in as few calls as it takes, then one token a call."""
+        cache, lengths = trace.cache, np.zeros(trace.B, np.int32)
+        parts: dict[str, list[np.ndarray]] = {name: [] for name in cache.outputs}
+        prefill = prefill_calls(trace.prompt, self.most_tokens)
+        calls = chain(
+            ((trace.prefill(part), counts, part.stop - part.start) for part, counts in prefill),
+            ((trace.tokens(step), None, 1) for step in range(1, trace.steps + 1)),
+        )
+        for number, (tokens, counts, S) in enumerate(calls):
+            given = tokens | ({LENGTHS: lengths} if cache.is_preallocated else {})
+            feeds = {name: tensor_from_numpy(array) for name, array in given.items()}
+            got = self.step(feeds | held, f"{trace.name}, call {number}")
+            held = {each.input: got[each.output] for each in cache.tensors}
+            lengths = lengths + (np.int32(S) if counts is None else counts)
+            for name, arrays in parts.items():
+                arrays.append(to_numpy(got[name]))
+        eager = {name: np.concatenate(arrays, cache.outputs[name]) for name, arrays in parts.items()}
+        eager |= {each.name: to_numpy(held[each.input]) for each in cache.tensors}
+        if not cache.is_preallocated:
+            return eager
+        # By call, the padding of shorter prompts comes before their steps.
+        at, prompt = np.arange(trace.length), trace.prompt[:, None]
+        order = np.where(at < prompt, at, np.minimum(at + trace.longest_prompt - prompt, trace.length - 1))
+        entries = {each.name: np.take(eager[each.name], at, each.axis) for each in cache.tensors}
+        return {n: take_tokens(eager[n], axis, order) for n, axis in cache.outputs.items()} | entries
+
+
+# -- Of a catalog layer: the FP64 twin has its weights ---------------------------------------------
+
+# In units of the precision's roundoff: a gate is a sum of E matmuls of size one over √E, and engines that
+# accumulate in half precision lose several bits of it.
+_DECISION_MARGIN = 16.0
+
+RunOracle = Callable[[Attention, dict[str, Tensor]], tuple[Tensor, ...]]
+
+
+def fp64_twin(module: Attention, *, whole: bool = False) -> Attention:
+    """The oracle of a layer. It has the rounded weights: rounding them is the user's choice, not an error.
+
+    With `whole` it takes whole sequences, without a KV cache: no mistake in a cache can touch it.
+    """
+    spec = module.spec.without_cache() if whole else module.spec
+    device = str(next(module.parameters()).device)
+    return build_module(spec, weights=module.state_dict(), dtype=torch.float64, device=device)
+
+
+class LayerCapture(Capture):
+    """Captures a catalog layer; `run_oracle` runs its twin in FP64, within a bound on memory if need be."""
+
+    module: Attention
+    remedy = "--precision bf16 or fp32"
+
+    def __init__(
+        self, module: Attention, precision: Precision, seed: int, *, run_oracle: RunOracle = run_module
+    ) -> None:
+        super().__init__(module, precision, seed, [tensor.name for tensor in module.spec.outputs])
+        self._run_oracle = run_oracle
+
+    @cached_property
+    def twin(self) -> Attention:
+        """The layer in FP64."""
+        return fp64_twin(self.module)
+
+    def draw(self, planned: PlannedCase) -> Feeds:
+        """Drawn from the seed, without tokens at which rounding decides."""
+        drawn = random_inputs(
+            self.module.spec,
+            planned.sizes,
+            self.seed,
+            label=planned.name,
+            ragged=planned.ragged,
+            past=planned.past,
+        )
+        margin = _DECISION_MARGIN * self.precision.roundoff
+        return clear_decisions(self.twin, fed_to(self.module, self.change(drawn)), self.seed, margin=margin)
+
+    def arguments(self, feeds: Feeds) -> Feeds:
+        """Inputs by the parameters of `Attention.forward`, on the device."""
+        return call_arguments(self.module.spec, fed_to(self.module, feeds))
+
+    def exact(self, feeds: Feeds) -> Feeds:
+        """The outputs of the twin."""
+        arguments = call_arguments(self.module.spec, fed_to(self.twin, feeds))
+        return dict(zip(self._outputs, self._run_oracle(self.twin, arguments), strict=True))
+
+    def capture(self, planned: PlannedCase) -> GoldenCase:
+        """Run one case; its file holds the new entries of a KV cache only."""
+        return replace(super().capture(planned), cached=cached_outputs(self.module.spec.model))
+
+    def whole(self, spec: ModelSpec, cache: KVCache, planned: PlannedTrace) -> tuple[Feeds, Arrays]:
+        """The tokens through the twin that has no cache."""
+        layer, twin = self.module.spec, fp64_twin(self.module, whole=True)
+        sizes = {"B": len(planned.prompt), "S": max(planned.prompt) + planned.steps}
+        drawn = self.change(random_inputs(twin.spec, sizes, self.seed, label=planned.name))
+        x = fed_to(self.module, drawn)["x"]
+        (output,) = self._run_oracle(twin, {"query": x.double()})
+        with torch.inference_mode():
+            q, k, v = twin.project(x.double(), None, None)
+            _, k = twin.rotate(q, k, torch.arange(x.shape[1], device=x.device))
+        key, value = (split_heads(each, layer.Hkv).contiguous() for each in (k, v))
+        entries = layer.axes["T"].max if cache.is_preallocated else 0
+        empty = x.new_zeros(len(x), layer.Hkv, entries, layer.D)
+        feeds = {"x": x} | dict.fromkeys(CACHE_TENSORS[layer.cache][0], empty)
+        return feeds, _arrays({"output": output, "key": key, "value": value})
+
+
+# -- Of a user's module: the FP64 oracle is its exported program -----------------------------------
+
+
+class ModuleCapture(Capture):
+    """Runs a user's module and its program.
+
+    `mixed` is the graph of `--precision auto`, which stands for the module where budgets come from: PyTorch
+    does not compute in its mixture of types. The module is in float32 then.
+    """
+
+    remedy = "--precision auto, bf16 or fp32"
 
     def __init__(
         self, user: UserModule, exported: ExportedModule, seed: int, mixed: ir.Model | None = None
     ) -> None:
-        self.user, self.exported, self.seed, self._mixed = user, exported, seed, mixed
-        self.change: Callable[[Feeds], Feeds] = dict
+        super().__init__(user.module, user.precision, seed, exported.outputs)
+        self.user, self.exported, self._mixed = user, exported, mixed
         inputs = [] if mixed is None else mixed.graph.inputs
         self._types = {str(value.name): value.dtype.numpy() for value in inputs if value.dtype is not None}
 
@@ -272,48 +329,32 @@ class ModuleCapture:
         if "_runner" in vars(self):
             vars(self).pop("_runner").close()
 
-    def inputs(self, name: str, sizes: Sizes) -> Feeds:
-        """The inputs of a case: drawn by the user's own function, or after the example.
-
-        They have the numbers that a mixed graph takes, in the types of the module.
-        """
-        drawn = self.change(drawn_inputs(self.user, name, sizes, self.seed))
+    def draw(self, planned: PlannedCase) -> Feeds:
+        """Drawn by the user's own function, or after the example: the numbers that a mixed graph takes."""
+        drawn = self.change(drawn_inputs(self.user, planned.name, planned.sizes, self.seed))
         if self._mixed is None:
             return drawn
         taken = self._as_taken(_arrays(drawn))
         return {key: torch.from_numpy(taken[key]).to(tensor.dtype) for key, tensor in drawn.items()}
 
-    def _as_taken(self, arrays: Arrays) -> Arrays:
+    def _as_taken(self, arrays: Mapping[str, np.ndarray]) -> Arrays:
         """Arrays in the types of the mixed graph."""
         return {key: array.astype(self._types.get(key, array.dtype)) for key, array in arrays.items()}
 
-    def capture(self, planned: PlannedCase) -> GoldenCase:
-        """Run one case.
+    def exact(self, feeds: Feeds) -> Feeds:
+        """The outputs of the program in FP64."""
+        return run_program(self.exported, feeds)[0]
 
-        Raises:
-            ExportError: The module overflows, fails at these sizes, or is not what was exported.
-        """
-        inputs = self.inputs(planned.name, planned.sizes)
-        eager, flops = self._eager(inputs, f"golden case {planned.name}")
-        oracle, _ = run_program(self.exported, inputs)
-        case = GoldenCase(
-            name=planned.name,
-            sizes=dict(planned.sizes),
-            inputs=_arrays(inputs),
-            oracle=_arrays(oracle, exact=True),
-            eager=_arrays(eager),
-            flops=flops,
-        )
-        module, precision = self.user.module, self.user.precision
-        hint = "--precision auto, bf16 or fp32"
-        _refuse_overflow(case, precision, module, run=lambda: module(**inputs), hint=hint)
-        _refuse_another_program(case)
+    def capture(self, planned: PlannedCase) -> GoldenCase:
+        """Run one case: the program must be the module, and near it the mixed graph."""
+        case = super().capture(planned)
+        self._refuse_another_program(case)
         if self._mixed is None:
             return case
-        taken = self._as_taken(dict(case.inputs))
+        taken = self._as_taken(case.inputs)
         got = self._runner.run(taken)
         case = replace(case, inputs=taken, eager={key: got[key] for key in case.oracle})
-        _refuse_overflow(case, precision, module)
+        self.refuse_overflow(case)
         for name, expected in case.oracle.items():
             off = relative_error(case.eager[name], expected)
             if not off <= _LARGEST_ERROR:
@@ -324,52 +365,36 @@ class ModuleCapture:
                 )
         return case
 
-    def trace(self, spec: ModelSpec, planned: PlannedTrace) -> DecodeTrace:
-        """Decode with the module, and compute the whole sequence with its program in FP64, in one call.
+    def _refuse_another_program(self, case: GoldenCase) -> None:
+        """Tracing may have settled a choice for the example's sizes or values: the program then differs."""
+        for name, oracle in case.oracle.items():
+            eager = case.eager[name]
+            far = f"shape {oracle.shape}, not {eager.shape}"
+            if eager.shape == oracle.shape:
+                off = relative_error(eager, oracle)
+                if off <= _SAME_PROGRAM:
+                    continue
+                far = f"off by {off:.2g} of its size"
+            raise ExportError(
+                "The exported program does not compute what the module does.",
+                got=f"output {name} of golden case {case.name}: {far}",
+                hint="a module whose control flow does not depend on sizes or values",
+            )
 
-        Raises:
-            ExportError: The module fails, or decoding gives something else than that call.
-        """
-        prompt = np.array(planned.prompt, np.int32)
-        cache = check_steps(spec, prompt, planned.steps)
-        sizes = cache.call_sizes(spec, len(prompt), planned.prompt[0] + planned.steps, 0)
-        whole = self.inputs(planned.name, sizes)
-        exact = _arrays(run_program(self.exported, whole)[0], exact=True)
-        held = {each.input: whole.pop(each.input) for each in cache.tensors}
+    def whole(self, spec: ModelSpec, cache: KVCache, planned: PlannedTrace) -> tuple[Feeds, Arrays]:
+        """The tokens through the program, behind an empty past."""
+        sizes = cache.call_sizes(spec, len(planned.prompt), planned.prompt[0] + planned.steps, 0)
+        feeds = self.draw(PlannedCase(name=planned.name, sizes=sizes))
+        exact = _arrays(self.exact(feeds), exact=True)
         results = {name: name for name in cache.outputs} | {each.name: each.output for each in cache.tensors}
-        trace = DecodeTrace(
-            name=planned.name,
-            cache=cache,
-            inputs=_arrays(whole),
-            prompt=prompt,
-            steps=planned.steps,
-            oracle={name: exact[output] for name, output in results.items()},
-            eager={},
-        )
-        parts: dict[str, list[np.ndarray]] = {name: [] for name in cache.outputs}
-        for step in range(planned.steps + 1):
-            tokens = trace.tokens(step) if step else trace.prefill()
-            feeds = {name: tensor_from_numpy(array) for name, array in tokens.items()} | held
-            if self._mixed is None:
-                got = self._eager(feeds, f"{planned.name}, step {step}")[0]
-            else:
-                returned = self._runner.run(self._as_taken(_arrays(feeds)))
-                got = {name: tensor_from_numpy(array) for name, array in returned.items()}
-            held = {each.input: got[each.output] for each in cache.tensors}
-            for name, arrays in parts.items():
-                arrays.append(to_numpy(got[name]))
-        eager = {name: np.concatenate(arrays, cache.outputs[name]) for name, arrays in parts.items()}
-        eager |= {each.name: to_numpy(held[each.input]) for each in cache.tensors}
-        for name, expected in trace.oracle.items():
-            off = relative_error(eager[name], expected) if eager[name].shape == expected.shape else inf
-            if not off <= _SAME_PROGRAM:
-                raise ExportError(
-                    "Decoding token by token gives something else than one call with all tokens.",
-                    got=f"{name} is off by {off:.2g} of its size after {trace.steps} steps",
-                    hint="let new tokens attend to cached ones and none behind them, at positions that "
-                    "continue the cached ones; without kv_cache= decoding is not validated",
-                )
-        return replace(trace, eager=eager)
+        return feeds, {name: exact[output] for name, output in results.items()}
+
+    def step(self, feeds: Feeds, where: str) -> Feeds:
+        """One call of the module, or of the mixed graph in its place."""
+        if self._mixed is None:
+            return super().step(feeds, where)
+        returned = self._runner.run(self._as_taken(_arrays(feeds)))
+        return {name: tensor_from_numpy(array) for name, array in returned.items()}
 
     def look_inside(self, case: GoldenCase, values: Collection[str]) -> dict[str, Arrays]:
         """Values of the graph in a case that was captured, by name: `oracle` and `eager`."""
@@ -377,56 +402,17 @@ class ModuleCapture:
         inputs = self.user.rounded({key: tensor_from_numpy(array) for key, array in case.inputs.items()})
         oracle = _arrays(run_program(self.exported, inputs, keep=values)[1], exact=True)
         if self._mixed is None:
-            eager = _arrays(run_program(self.exported, inputs, dtype="own", keep=values)[1])
-        else:
-            with open_runner("ort-cpu", with_outputs(self._mixed, values)) as runner:
-                got = runner.run(case.inputs)
-            eager = {name: got[name] for name in values}
-        return {"oracle": oracle, "eager": eager}
-
-    def _eager(self, inputs: Mapping[str, Tensor], name: str) -> tuple[dict[str, Tensor], int]:
-        """The module as the user runs it, and its work."""
-        counter = FlopCounterMode(display=False, custom_mapping=_ON_CPU)
-        try:
-            with torch.inference_mode(), Float32Accumulation(), counter:
-                tensors = tensors_in(self.user.module(**inputs))
-        except (Exception, SystemExit) as error:  # whatever the user's code raises, sys.exit() included
-            constant = constant_error(error, self.user.module, lambda: self.user.module(**inputs))
-            if constant is not None:
-                raise constant from error
-            raise ExportError(
-                f"The module fails at the sizes of {name}.",
-                got=f"{place_of_error(error)}: {type(error).__name__}: {error}",
-                hint="axes that it takes, or a draw= for its inputs",
-            ) from error
-        return dict(zip(self.exported.outputs, tensors, strict=True)), counter.get_total_flops()
-
-
-def _refuse_another_program(case: GoldenCase) -> None:
-    """Tracing may have settled a choice for the example's sizes or values, and the program then differs."""
-    for name, oracle in case.oracle.items():
-        eager = case.eager[name]
-        if eager.shape != oracle.shape:
-            far = f"shape {oracle.shape}, not {eager.shape}"
-        else:
-            off = relative_error(eager, oracle)
-            if off <= _SAME_PROGRAM:
-                continue
-            far = f"off by {off:.2g} of its size"
-        raise ExportError(
-            "The exported program does not compute what the module does.",
-            got=f"output {name} of golden case {case.name}: {far}",
-            hint="a module whose control flow does not depend on sizes or values",
-        )
+            return {
+                "oracle": oracle,
+                "eager": _arrays(run_program(self.exported, inputs, dtype="own", keep=values)[1]),
+            }
+        with open_runner("ort-cpu", with_outputs(self._mixed, values)) as runner:
+            got = runner.run(case.inputs)
+        return {"oracle": oracle, "eager": {name: got[name] for name in values}}
 
 
 def mixed_graph(model: ir.Model, capture: ModuleCapture, folder: Path) -> tuple[ir.Model, PrecisionPlan]:
-    """Write a float32 graph in FP16 where that holds its numbers.
-
-    Args:
-        model: The graph, its attentions fused.
-        capture: Draws the inputs on which its numbers are measured.
-        folder: Where the float32 graph may lie while it is run.
+    """Write a float32 graph with fused attentions in FP16 where that holds the numbers that are drawn.
 
     Raises:
         DeployError: ONNX Runtime cannot run the graph, or it has branches.
@@ -436,8 +422,8 @@ def mixed_graph(model: ir.Model, capture: ModuleCapture, folder: Path) -> tuple[
     try:
         wide = load_graph(path)  # large weights are read from disk, slice by slice
         measured = looked_at(capture.user.loaded.axes)
-        cases = {name: _arrays(capture.inputs(name, sizes)) for name, sizes in measured.items()}
-        plan = plan_precision(wide, measure_ranges(wide, cases))
+        planned = [PlannedCase(name=name, sizes=sizes) for name, sizes in measured.items()]
+        plan = plan_precision(wide, measure_ranges(wide, {p.name: _arrays(capture.draw(p)) for p in planned}))
         return apply_plan(model, plan), plan
     finally:
         for part in folder.glob("float32.onnx*"):

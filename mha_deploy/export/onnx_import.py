@@ -10,12 +10,12 @@ from zlib import crc32
 import numpy as np
 import onnx
 import onnx_ir as ir
+from ml_dtypes import bfloat16
 from onnx_ir.passes.common import InlinePass
 
 from mha_deploy.analyze.cost import sizes_name
 from mha_deploy.bundle.cases import GoldenCase
 from mha_deploy.bundle.folder import Bundle, sha256
-from mha_deploy.bundle.traces import DecodeTrace, PlannedTrace
 from mha_deploy.errors import DeployError, ExportError, SpecError, nearest
 from mha_deploy.export.flow import OnStep, Source, Steps, export_bundle
 from mha_deploy.export.plan import PlannedCase, looked_at
@@ -132,9 +132,16 @@ class _OnnxSource(Source):
     def captured(self, planned: PlannedCase) -> GoldenCase:
         name, sizes = planned.name, planned.sizes
         drawn = self.draw(name, sizes)
-        given = {k: array.astype(self._numpy_of(k)) for k, array in drawn.items()}
+        graph = self.model.graph if self.auto else self.original.graph
+        types = {str(value.name): value.dtype.numpy() for value in graph.inputs if value.dtype is not None}
+        given = {key: array.astype(types[key]) for key, array in drawn.items()}
+        is_float = {key for key, array in given.items() if array.dtype.kind == "f" or array.dtype == bfloat16}
         try:
-            oracle = self._reference(given)
+            wide = {
+                key: array.astype(np.float64) if key in is_float else array for key, array in given.items()
+            }
+            names = [str(value.name) for value in self.original.graph.outputs]
+            oracle = dict(zip(names, map(np.asarray, self._double.run(None, wide)), strict=True))
             eager = self._eager.run(given)
         except DeployError:
             raise
@@ -153,9 +160,6 @@ class _OnnxSource(Source):
                     hint="--input NAME=FILE.npy with real inputs, or --precision of the file",
                 )
         return GoldenCase(name=name, sizes=sizes, inputs=given, oracle=oracle, eager=dict(eager))
-
-    def trace(self, planned: PlannedTrace) -> DecodeTrace:
-        raise DeployError("An ONNX file has no declared KV cache.", got=planned.name)
 
     def origin(self) -> str:
         return f"{self.path.name}, SHA-256 {self.spec.state_sha256}"
@@ -179,11 +183,6 @@ class _OnnxSource(Source):
                 drawn[key] = _drawn(value, shape, random)
         return {key: array.astype(self._inputs[key].dtype.numpy()) for key, array in drawn.items()}  # type: ignore[union-attr]
 
-    def _numpy_of(self, name: str) -> np.dtype:
-        graph = self.model.graph if self.auto else self.original.graph
-        dtype = next(value.dtype for value in graph.inputs if value.name == name)
-        return np.dtype(dtype.numpy())  # type: ignore[union-attr]
-
     # -- results -----------------------------------------------------------------------------------
 
     @cached_property
@@ -199,12 +198,6 @@ class _OnnxSource(Source):
     @cached_property
     def _double(self) -> onnx.reference.ReferenceEvaluator:
         return evaluator_of(in_float64(self.original))
-
-    def _reference(self, given: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """The original in FP64."""
-        wide = {k: a.astype(np.float64) if _is_float(a) else a for k, a in given.items()}
-        names = [str(value.name) for value in self.original.graph.outputs]
-        return dict(zip(names, map(np.asarray, self._double.run(None, wide)), strict=True))
 
     def _output_dims(self) -> dict[str, tuple[Dim, ...]]:
         """The dimensions of the outputs as sums of axes and numbers, found by running the file."""
@@ -316,10 +309,6 @@ def _dim(name: str, seen: list[tuple[dict[str, int], int]], axes: Mapping[str, A
 
 
 # -- Inputs ----------------------------------------------------------------------------------------
-
-
-def _is_float(array: np.ndarray) -> bool:
-    return array.dtype.kind == "f" or array.dtype.name == "bfloat16"
 
 
 def _fitted(example: np.ndarray, shape: tuple[int, ...], name: str) -> np.ndarray:

@@ -1,22 +1,145 @@
-"""The FP64 oracle of an exported program: every type in it upcast, decisions kept."""
+"""Evaluate a module in its own precision, as a GPU rounds it, and its program in FP64: the oracle."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec
 from torch.fx import GraphModule, Interpreter, Node
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mha_deploy.errors import ExportError
 from mha_deploy.export.axes import ExportedModule
 
-# -- Find the integers that a program decides on by floating-point arithmetic over integers --------
+# -- In its own precision, also where the CPU has no fast arithmetic for it ------------------------
+
+_HALVES = (torch.float16, torch.bfloat16)
+_aten = torch.ops.aten
+# What accumulates: as a module calls it, and as an exported program does.
+_GEMMS = frozenset(
+    {
+        *(F.linear, F.scaled_dot_product_attention, torch.matmul, Tensor.matmul, Tensor.__matmul__),
+        *(_aten.linear, _aten.matmul, _aten.mm, _aten.bmm, _aten.addmm, _aten.baddbmm, _aten.einsum),
+        *(_aten.conv1d, _aten.conv2d, _aten.conv3d, _aten.convolution, _aten.scaled_dot_product_attention),
+    }
+)
+# Their type does not decide: a mask may be wider than the queries.
+_NO_OPERANDS = ("attn_mask", "bias", "out")
+
+
+class Float32Accumulation(TorchFunctionMode):
+    """Multiply half-precision matrices on a CPU as a GPU does.
+
+    The operands are in half precision, sums are kept in float32, and each matmul is rounded once. Most
+    CPUs have no such instruction, and PyTorch then takes minutes for what float32 does in a second.
+    `flex_attention` is not compiled inside: the compiler does not take a mode such as this one.
+    """
+
+    def __enter__(self) -> Float32Accumulation:
+        self._flex = dense_flex_attention()
+        self._flex.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._flex.__exit__(*error)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if _packet(func) not in _GEMMS:
+            return func(*args, **kwargs)
+        # All matrices may be given by keyword; the type of the first is that of the result.
+        operands = tree_leaves([*args, *(each for name, each in kwargs.items() if name not in _NO_OPERANDS)])
+        first = next((each for each in operands if isinstance(each, Tensor)), None)
+        if first is None or first.dtype not in _HALVES or first.device.type != "cpu":
+            return func(*args, **kwargs)
+        out = kwargs.get("out")
+        if out is not None:
+            return out.copy_(self.__torch_function__(func, types, args, {**kwargs, "out": None}))
+        args, kwargs = tree_map_only(Tensor, lambda x: x.float() if x.dtype in _HALVES else x, (args, kwargs))
+        return func(*args, **kwargs).to(first.dtype)
+
+
+@contextlib.contextmanager
+def dense_flex_attention() -> Iterator[None]:
+    """Let `flex_attention` compute its scores in plain operators, which can be exported.
+
+    Score and mask modifications are called once, on indices that broadcast to [B, H, S, T].
+    """
+    try:
+        from torch.nn.attention import flex_attention as flex
+    except ImportError:
+        yield
+        return
+
+    def block_mask(mask_mod: Any = None) -> Any:
+        one = torch.ones(1, 1, 1, dtype=torch.int32)  # one block that is larger than any length
+        large = flex._LARGE_SPARSE_BLOCK_SIZE
+        return flex.BlockMask.from_kv_blocks(
+            one, one[..., None] - 1, BLOCK_SIZE=large, mask_mod=mask_mod, compute_q_blocks=False
+        )
+
+    replaced = {
+        "flex_attention_hop": _dense_attention,
+        "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG": True,
+        "create_mask": lambda *_, **__: None,
+        "_convert_mask_to_block_mask": lambda *_, **__: (None, None),
+        "_create_sparse_block_from_block_mask": lambda blocks, mask_mod, *_, **__: block_mask(mask_mod),
+        "_create_empty_block_mask": lambda *_: block_mask(),
+    }
+    with contextlib.ExitStack() as stack:
+        for name in filter(vars(flex).__contains__, replaced):
+            stack.callback(setattr, flex, name, getattr(flex, name))
+            setattr(flex, name, replaced[name])
+        yield
+
+
+def _dense_attention(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Any, block_mask: Any, scale: float, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = (each.repeat_interleave(groups, 1) for each in (key, value))
+    wide = torch.promote_types(query.dtype, torch.float32)
+    scores = (query @ key.transpose(-2, -1)).to(wide) * scale
+    sizes = (*query.shape[:3], key.shape[2])
+    b, h, i, j = (
+        torch.arange(size, device=query.device).view([-1 if at == axis else 1 for axis in range(4)])
+        for at, size in enumerate(sizes)
+    )
+    scores = score_mod(scores, b, h, i, j).expand(sizes)
+    mask = block_mask[-1](b, h, i, j)
+    if mask.dim():  # without a mask it is one True
+        scores = torch.where(mask, scores, -math.inf)
+    weights = scores.softmax(-1)
+    weights = torch.where(weights.isnan(), 0.0, weights)  # a fully masked query
+    largest, log_sum = scores.amax(-1), scores.logsumexp(-1)
+    return weights.to(value.dtype) @ value, log_sum / math.log(2), largest / math.log(2)
+
+
+def tensors_in(result: Any) -> list[Tensor]:
+    """The tensors of what a module returned, in their order, however it nests them."""
+    return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+
+
+def run_module(module: torch.nn.Module, arguments: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    """Run a module without gradients: the tensors that it returns."""
+    with torch.inference_mode(), Float32Accumulation():
+        return tuple(tensors_in(module(**arguments)))
+
+
+# -- The integers that a program decides on by floating-point arithmetic over integers -------------
 
 _LEARNT = (InputKind.PARAMETER, InputKind.USER_INPUT)
 
@@ -26,6 +149,13 @@ def deciding_nodes(program: ExportedProgram) -> frozenset[str]:
 
     What depends on floating-point inputs or weights is not among them: there, FP64 is the reference.
     """
+
+    def kind(node: Node) -> str | None:
+        value = node.meta.get("val")
+        if not isinstance(value, Tensor):
+            return None
+        return "float" if value.is_floating_point() else "complex" if value.is_complex() else "discrete"
+
     computed = [node for node in program.graph.nodes if node.op == "call_function"]
     given = {spec.arg.name for spec in program.graph_signature.input_specs if spec.kind in _LEARNT}
     plain = {
@@ -34,21 +164,13 @@ def deciding_nodes(program: ExportedProgram) -> frozenset[str]:
         if node.op == "get_attr" or (node.op == "placeholder" and node.name not in given)
     }
     for node in computed:
-        if _kind(node) == "float" and all(n in plain for n in node.all_input_nodes if _kind(n) == "float"):
+        if kind(node) == "float" and all(n in plain for n in node.all_input_nodes if kind(n) == "float"):
             plain.add(node)
     deciding: set[Node] = set()
     for node in reversed(computed):
-        if node in plain and any(user in deciding or _kind(user) == "discrete" for user in node.users):
+        if node in plain and any(user in deciding or kind(user) == "discrete" for user in node.users):
             deciding.add(node)
     return frozenset(node.name for node in deciding)
-
-
-def _kind(node: Node) -> str | None:
-    """What a node computes: a tensor of floats, of complex numbers, or of integers; None for another."""
-    value = node.meta.get("val")
-    if not isinstance(value, Tensor):
-        return None
-    return "float" if value.is_floating_point() else "complex" if value.is_complex() else "discrete"
 
 
 # -- Run an exported program: in FP64 throughout, which is what is true of it, or in its own types -
@@ -57,15 +179,6 @@ Values = dict[str, Tensor]
 
 _WIDE = {torch.complex32: torch.complex128, torch.complex64: torch.complex128}
 _WIDE |= dict.fromkeys((torch.float16, torch.bfloat16, torch.float32), torch.float64)
-_HALVES = (torch.float16, torch.bfloat16)
-_aten = torch.ops.aten
-# What accumulates. In half precision a GPU does so in float32 and rounds once.
-_GEMMS = frozenset(
-    {
-        *(_aten.linear, _aten.matmul, _aten.mm, _aten.bmm, _aten.addmm, _aten.baddbmm, _aten.einsum),
-        *(_aten.conv1d, _aten.conv2d, _aten.conv3d, _aten.convolution, _aten.scaled_dot_product_attention),
-    }
-)
 # In float32 a mask of -1e9 absorbs the score that it is added to: a fully masked query gives the mean of the
 # values, and that is what the module means.
 _ABSORBING = -(2.0**26)
@@ -82,12 +195,7 @@ def run_program(
 ) -> tuple[Values, Values]:
     """Run the program of a module: its outputs by name, and the values of the graph that are to be kept.
 
-    Args:
-        exported: The module.
-        inputs: A tensor for every input; floats are upcast where needed.
-        dtype: `float64` for the oracle, `own` for the precision that the module was exported in. Matmuls
-            of half-precision matrices are then accumulated in float32 on a CPU, as GPUs do.
-        keep: Names of values of the graph to give out besides.
+    With `float64` it is the oracle; `own` is the precision that the module was exported in.
 
     Raises:
         ExportError: An input is missing, a kept value is no value of the program, or an operator computes
@@ -108,19 +216,21 @@ def run_program(
         target = spec.target or ""
         return program.constants[target] if target in program.constants else program.state_dict[target]
 
-    run = (_InFloat64 if dtype == "float64" else _InOwn)(program, [str(node) for node in nodes.values()])
-    with torch.no_grad(), run.surroundings():
+    run = (_InFloat64 if dtype == "float64" else _Interpreter)(program, map(str, nodes.values()))
+    # In FP64, new tensors of no given dtype, and quotients of integers, are FP64, too.
+    around = _default_dtype(torch.float64) if dtype == "float64" else Float32Accumulation()
+    with torch.no_grad(), around:
         results = run.run(*map(argument, program.graph_signature.input_specs))
     returned = [each for each in results[-len(program.graph_signature.user_outputs) :] if each is not None]
     outputs = dict(zip(exported.outputs, returned, strict=True))
     return outputs, {name: run.kept[str(node)] for name, node in nodes.items()}
 
 
-class _Keeping(Interpreter):
+class _Interpreter(Interpreter):
     """Runs a program and keeps some of its values; the others are freed as soon as they are not needed."""
 
     def __init__(
-        self, program: ExportedProgram, keep: Collection[str], branch: GraphModule | None = None
+        self, program: ExportedProgram, keep: Iterable[str], branch: GraphModule | None = None
     ) -> None:
         super().__init__(branch or program.graph_module, garbage_collect_values=True)
         self.kept: Values = {}
@@ -149,71 +259,49 @@ class _Keeping(Interpreter):
         """Run one operator."""
         return super().call_function(target, args, kwargs)
 
-    def surroundings(self) -> contextlib.AbstractContextManager[None]:
-        """What must be so around the run."""
-        return contextlib.nullcontext()
 
-
-class _InFloat64(_Keeping):
+class _InFloat64(_Interpreter):
     """Every floating-point number in FP64; weights are upcast where they are used, one by one."""
 
     def __init__(
-        self, program: ExportedProgram, keep: Collection[str], branch: GraphModule | None = None
+        self, program: ExportedProgram, keep: Iterable[str], branch: GraphModule | None = None
     ) -> None:
         super().__init__(program, keep, branch)
         self._deciding = deciding_nodes(program)
 
     def compute(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        packet = _packet(target)
         if self._node in self._deciding:
             with _default_dtype(torch.float32):
                 return super().compute(target, args, kwargs)
         if target is _aten.view.dtype:
             raise ExportError("The module reads the bits of its numbers.", got="Tensor.view(dtype)")
-        if _packet(target) is _aten.embedding:  # a table of gigabytes, of which some rows are read
+        if packet is _aten.embedding:  # a table of gigabytes, of which some rows are read
             return upcast(super().compute(target, args, kwargs))
         args, kwargs = tree_map_only(Tensor, upcast, (args, kwargs))
         args, kwargs = tree_map_only(torch.dtype, lambda dtype: _WIDE.get(dtype, dtype), (args, kwargs))
-        if _packet(target) in _HALF_TO_FLOAT:
+        if packet in _HALF_TO_FLOAT:
             args = (*args[:2], False)
-        if _packet(target) is _aten.scaled_dot_product_attention:
+        if packet is _aten.scaled_dot_product_attention:
             args, kwargs = _fully_masked_alike(args, kwargs)
         result = super().compute(target, args, kwargs)
-        if _packet(target) in _SUMS_OF_TWO and isinstance(result, Tensor) and result.is_floating_point():
+        if packet in _SUMS_OF_TWO and isinstance(result, Tensor) and result.is_floating_point():
             result = torch.where(result <= _ABSORBING, result.float().to(result.dtype), result)
-        for each in tree_leaves(result):
-            if isinstance(each, Tensor) and each.dtype in _WIDE:
-                raise ExportError(
-                    "An operator of the module does not compute in FP64.", got=f"{target}: {each.dtype}"
-                )
+        if narrow := [each.dtype for each in tensors_in(result) if each.dtype in _WIDE]:
+            got = f"{target}: {narrow[0]}"
+            raise ExportError("An operator of the module does not compute in FP64.", got=got)
         return result
 
     def output(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return tree_map_only(Tensor, upcast, super().output(target, args, kwargs))
-
-    def surroundings(self) -> contextlib.AbstractContextManager[None]:
-        """New tensors of no given dtype, and quotients of integers, are FP64."""
-        return _default_dtype(torch.float64)
-
-
-class _InOwn(_Keeping):
-    """Every number in the precision of the program; see `eager.Float32Accumulation` for the matmuls."""
-
-    def compute(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        first = next((each for each in tree_leaves(args) if isinstance(each, Tensor)), None)
-        if first is None or first.dtype not in _HALVES or first.device.type != "cpu":
-            return super().compute(target, args, kwargs)
-        if _packet(target) not in _GEMMS:
-            return super().compute(target, args, kwargs)
-        half = first.dtype
-        args, kwargs = tree_map_only(Tensor, lambda x: x.float() if x.dtype == half else x, (args, kwargs))
-        return super().compute(target, args, kwargs).to(half)
 
 
 def _fully_masked_alike(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Attention with zeros for queries whose scores the mask absorbs: they attend to all such keys alike."""
-    given = dict(zip(("query", "key", "value", "attn_mask"), args, strict=False)) | kwargs
+    names = ("query", "key", "value", "attn_mask")
+    given = dict(zip(names, args, strict=False)) | kwargs
     mask, rest = given.get("attn_mask"), args[4:]
     if mask is None or not mask.is_floating_point() or not mask.numel():
         return args, kwargs
@@ -221,13 +309,9 @@ def _fully_masked_alike(
     masked = (best <= _ABSORBING) & best.isfinite()
     if not bool(masked.any()):
         return args, kwargs
-    query = (
-        given["query"].clone().masked_fill_(masked, 0.0)
-    )  # a clone keeps the strides, which a view may need
+    query = given["query"].clone().masked_fill_(masked, 0.0)  # a clone keeps strides, which a view may need
     mask = torch.where(masked, mask - best, mask)
-    kwargs = {
-        name: each for name, each in kwargs.items() if name not in ("query", "key", "value", "attn_mask")
-    }
+    kwargs = {name: each for name, each in kwargs.items() if name not in names}
     return (query, given["key"], given["value"], mask, *rest), kwargs
 
 
@@ -243,8 +327,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 def upcast(tensor: Tensor) -> Tensor:
     """A floating-point tensor in FP64; others as they are."""
-    wide = _WIDE.get(tensor.dtype)
-    return tensor if wide is None else tensor.to(wide)
+    return tensor.to(_WIDE.get(tensor.dtype, tensor.dtype))
 
 
 def _packet(target: Callable[..., Any]) -> Any:

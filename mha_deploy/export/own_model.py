@@ -33,61 +33,41 @@ _SEE = "see mha_deploy.Deployable"
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel:
-    """What a factory gave, checked: the fields of a `Deployable`, without defaults.
+    """What a factory gave, checked: the fields of a `Deployable`, without defaults."""
 
-    Args:
-        factory: The reference it was loaded by; empty for a `Deployable` that was made in memory.
-        name: Name of the model.
-        module: The module, in evaluation mode.
-        inputs: An example of every input.
-        dims: The dimensions of every input: an axis, a sum, or a number.
-        axes: The named axes.
-        outputs: Names for the outputs, where the factory gave some.
-        kv_cache: Each input of a KV cache, and the output that takes its place in the next call.
-        summary: One line for people.
-    """
-
-    factory: str
-    name: str
-    module: nn.Module
-    inputs: Mapping[str, Example]
-    dims: Mapping[str, tuple[Dim, ...]]
-    axes: Mapping[str, Axis]
-    outputs: tuple[str, ...]
+    factory: str  # the reference it was loaded by; empty for a `Deployable` that was made in memory
+    name: str  # name of the model
+    module: nn.Module  # the module, in evaluation mode
+    inputs: Mapping[str, Example]  # an example of every input
+    dims: Mapping[str, tuple[Dim, ...]]  # the dimensions of every input: an axis, a sum, or a number
+    axes: Mapping[str, Axis]  # the named axes
+    outputs: tuple[str, ...]  # names for the outputs, where the factory gave some
+    # Each input of a KV cache, and the output that takes its place in the next call.
     kv_cache: Mapping[str, str]
-    summary: str
+    summary: str  # one line for people
 
     def with_axes(self, changed: Mapping[str, Axis]) -> LoadedModel:
         """The same model over other axis ranges."""
-        for name in changed:
-            if name not in self.axes:
-                raise ExportError(
-                    f"{self.name} has no axis {name!r}.", got=name, hint=nearest(name, self.axes)
-                )
+        for name in changed.keys() - self.axes.keys():
+            raise ExportError(f"{self.name} has no axis {name!r}.", got=name, hint=nearest(name, self.axes))
         return replace(self, axes={**self.axes, **changed})
 
 
 def load_factory(reference: str, *, seed: int = 0) -> LoadedModel:
-    """Load `path/to/file.py:factory` or `package.module:factory`, and call it under a seed of PyTorch.
-
-    Raises:
-        ExportError: There is no such factory, it failed, or what it gave is not a `Deployable`.
-    """
+    """Load `path/to/file.py:factory` or `package.module:factory`, and call it under a seed of PyTorch."""
     place, _, name = reference.rpartition(":")
     try:
         module = _from_file(Path(place)) if place.endswith(".py") else _from_package(place)
     except ExportError:
         raise
     except (Exception, SystemExit) as error:  # whatever the user's file raises
-        raise ExportError(
-            "The factory's module cannot be imported.", got=_place_and_text(error, place)
-        ) from error
+        got = _place_and_text(error, place)
+        raise ExportError("The factory's module cannot be imported.", got=got) from error
     factory = getattr(module, name, None)
     if not callable(factory):
         known = [key for key, value in vars(module).items() if inspect.isfunction(value)]
-        raise ExportError(
-            "The module has no such factory.", got=reference, hint=nearest(name, known) if known else None
-        )
+        hint = nearest(name, known) if known else None
+        raise ExportError("The module has no such factory.", got=reference, hint=hint)
     if needed := [each.name for each in _parameters(factory) if each.default is each.empty]:
         raise ExportError("A factory takes no arguments.", got=f"{reference} needs {', '.join(needed)}")
     torch.manual_seed(seed)
@@ -102,11 +82,7 @@ def load_factory(reference: str, *, seed: int = 0) -> LoadedModel:
 
 
 def load_deployable(given: Deployable) -> LoadedModel:
-    """Check a `Deployable` that was made in memory; its module is copied, as the export changes it.
-
-    Raises:
-        ExportError: It does not meet the contract, or its module cannot be copied.
-    """
+    """Check a `Deployable` that was made in memory; its module is copied, as the export changes it."""
     name = type(given.module).__name__
     try:
         module = copy.deepcopy(given.module)
@@ -140,9 +116,8 @@ def _from_package(name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise  # the module is there, and what it imports is not
-        raise ExportError(
-            "There is no such module.", got=name, hint="package.module:factory, or path/to/file.py:factory"
-        ) from error
+        hint = "package.module:factory, or path/to/file.py:factory"
+        raise ExportError("There is no such module.", got=name, hint=hint) from error
 
 
 def _look_in(folder: Path) -> None:
@@ -179,9 +154,8 @@ def _checked(given: Deployable, reference: str, name: str) -> LoadedModel:
     dims = {key: _dims(key, example, axes) for key, example in given.inputs.items()}
     used = {axis for each in dims.values() for axis in _names(each)}
     if unused := [axis for axis in axes if axis not in used]:
-        raise ExportError(
-            "No input has such an axis.", got=", ".join(unused), hint="name it in an Example, or leave it out"
-        )
+        hint = "name it in an Example, or leave it out"
+        raise ExportError("No input has such an axis.", got=", ".join(unused), hint=hint)
     found: dict[str, tuple[str, int]] = {}  # one axis has one size in all examples
     for key, example in given.inputs.items():
         for dim, size in zip(dims[key], example.tensor.shape, strict=True):
@@ -220,29 +194,22 @@ def _axis(name: object, sizes: object) -> Axis:
 def _dims(name: str, example: object, axes: Mapping[str, Axis]) -> tuple[Dim, ...]:
     """The dimensions of an input, where its example can be used."""
     if not isinstance(example, Example) or not isinstance(example.tensor, Tensor):
-        raise ExportError(
-            f"Input {name} is not an Example of a tensor.", got=type(example).__name__, hint=_SEE
-        )
+        got = type(example).__name__
+        raise ExportError(f"Input {name} is not an Example of a tensor.", got=got, hint=_SEE)
     if strange := [axis for axis in example.axes if axis is not None and not isinstance(axis, str)]:
-        raise ExportError(
-            f"Input {name} has an axis that is no name.", got=strange[0], hint="None for a fixed dimension"
-        )
+        hint = "None for a fixed dimension"
+        raise ExportError(f"Input {name} has an axis that is no name.", got=strange[0], hint=hint)
     if example.tensor.is_meta:
         raise ExportError(f"The example of input {name} has no numbers.", got="a tensor on meta")
     if example.tensor.is_floating_point() and bool(example.tensor.detach().isnan().any()):
         raise ExportError(f"The example of input {name} is not a number everywhere.", got="NaN")
     shape = tuple(example.tensor.shape)
     if len(example.axes) > len(shape):
-        raise ExportError(
-            f"Input {name} has more axis names than dimensions.", got=f"{example.axes} for shape {shape}"
-        )
-    for axis in _names(example.axes):
-        if axis not in axes:
-            raise ExportError(
-                f"Input {name} names an axis that has no range.",
-                got=axis,
-                hint=f"{nearest(axis, axes)} Ranges are given in axes={{...}}." if axes else _SEE,
-            )
+        got = f"{example.axes} for shape {shape}"
+        raise ExportError(f"Input {name} has more axis names than dimensions.", got=got)
+    if unknown := [axis for axis in _names(example.axes) if axis not in axes]:
+        hint = f"{nearest(unknown[0], axes)} Ranges are given in axes={{...}}." if axes else _SEE
+        raise ExportError(f"Input {name} names an axis that has no range.", got=unknown[0], hint=hint)
     named = (*example.axes, *(None,) * (len(shape) - len(example.axes)))
     return tuple(size if axis is None else axis for axis, size in zip(named, shape, strict=True))
 
@@ -261,8 +228,7 @@ def _check_forward(module: nn.Module, inputs: Mapping[str, Example]) -> None:
     for name in inputs:
         if name not in known and not takes_any:
             raise ExportError("forward() takes no such input.", got=name, hint=nearest(name, known))
-    missing = [key for key, each in known.items() if each.default is each.empty and key not in inputs]
-    if missing:
+    if missing := [key for key, each in known.items() if each.default is each.empty and key not in inputs]:
         raise ExportError("forward() needs inputs that have no example.", got=", ".join(missing), hint=_SEE)
 
 
@@ -274,25 +240,15 @@ _KEPT_WIDE = ("inv_freq", "original_inv_freq")
 
 @dataclass(frozen=True, kw_only=True)
 class UserModule:
-    """A module ready for export.
+    """A module ready for export."""
 
-    Args:
-        loaded: What its factory gave; its module is rounded.
-        precision: To what.
-        seed: PyTorch's seed while the factory ran.
-        weights_file: The file or checkpoint of its weights, if one was given.
-        state_sha256: Hash of weights and buffers before they were rounded.
-        weights_prefix: What their names begin with there.
-        notes: What a reader should know of them.
-    """
-
-    loaded: LoadedModel
-    precision: Precision
-    seed: int
-    weights_file: str | None
-    state_sha256: str
-    weights_prefix: str = ""
-    notes: tuple[str, ...] = ()
+    loaded: LoadedModel  # what its factory gave; its module is rounded
+    precision: Precision  # to what
+    seed: int  # PyTorch's seed while the factory ran
+    weights_file: str | None  # the file or checkpoint of its weights, if one was given
+    state_sha256: str  # hash of weights and buffers before they were rounded
+    weights_prefix: str = ""  # what their names begin with there
+    notes: tuple[str, ...] = ()  # what a reader should know of them
 
     @property
     def module(self) -> nn.Module:
@@ -315,11 +271,7 @@ class UserModule:
 
 
 def drawn_inputs(user: UserModule, label: str, sizes: Mapping[str, int], seed: int) -> dict[str, Tensor]:
-    """Inputs at some sizes, rounded: drawn by the user's own function, or after the example.
-
-    Raises:
-        ExportError: The user's function fails, or what it gives is not like the example.
-    """
+    """Inputs at some sizes, rounded: drawn by the user's own function, or after the example."""
     loaded, drawn = user.loaded, {}
     for key, example in loaded.inputs.items():
         shape = shape_of(key, example.tensor, loaded.dims[key], sizes)
@@ -329,18 +281,15 @@ def drawn_inputs(user: UserModule, label: str, sizes: Mapping[str, int], seed: i
         try:
             made = example.draw(shape, seeded_generator(seed, f"{label}/{key}"))
         except (Exception, SystemExit) as error:  # whatever the user's code raises, sys.exit() included
-            raise ExportError(
-                f"The draw of input {key} fails.", got=_place_and_text(error), hint=f"shape {shape}"
-            ) from error
+            what = f"The draw of input {key} fails."
+            raise ExportError(what, got=_place_and_text(error), hint=f"shape {shape}") from error
         if not isinstance(made, Tensor):
             raise ExportError(f"The draw of input {key} gives no tensor.", got=type(made).__name__)
-        if tuple(made.shape) != shape:
-            got = tuple(made.shape)
+        if (got := tuple(made.shape)) != shape:
             raise ExportError(f"The draw of input {key} gives another shape.", got=got, hint=str(shape))
-        wanted = example.tensor.dtype
-        if made.dtype != wanted and not (made.is_floating_point() and wanted.is_floating_point):
-            hint = str(wanted)
-            raise ExportError(f"The draw of input {key} gives another type.", got=made.dtype, hint=hint)
+        dtype, wanted = made.dtype, example.tensor.dtype
+        if dtype != wanted and not (dtype.is_floating_point and wanted.is_floating_point):
+            raise ExportError(f"The draw of input {key} gives another type.", got=dtype, hint=str(wanted))
         drawn[key] = made.detach()
     return user.rounded(drawn)
 
@@ -358,15 +307,9 @@ def open_user_module(
 ) -> UserModule:
     """Load a module, give it the weights of a file where there is one, and round it.
 
-    Args:
-        model: `path/to/file.py:factory`, `package.module:factory`, or a `Deployable`, which is not changed.
-        precision: The precision to round to.
-        seed: PyTorch's seed while the factory runs.
-        weights: A state dict that `torch.save` wrote, a safetensors file, an index of several, or the folder
-            of a checkpoint.
-        prefix: What the names of the module's tensors begin with there.
-        axes: Ranges in place of the factory's.
-        device: Where the module goes.
+    The model is `path/to/file.py:factory`, `package.module:factory`, or a `Deployable`, which is not changed;
+    `read_state` says what weights may be. The seed is PyTorch's while the factory runs, and `axes` are ranges
+    in place of the factory's.
 
     Raises:
         DeployError: The model does not meet the contract, or the file holds no weights for this module.
@@ -452,10 +395,11 @@ def _load_weights(module: nn.Module, path: Path, prefix: str) -> tuple[str, ...]
     loaded = {own[name].data_ptr() for name in state if name in own}
     if missing := [name for name in missing if name not in own or own[name].data_ptr() not in loaded]:
         wrong = [f"no {name}" for name in missing[:3]] + [f"{name} is unknown" for name in unknown[:3]]
-        hint = "--prefix, what the names of the module's tensors begin with in the checkpoint"
-        raise ExportError(
-            "The weights are not those of the module.", got=f"{path}: {', '.join(wrong)}", hint=hint
+        hint, got = (
+            "--prefix, what the names of the module's tensors begin with in the checkpoint",
+            ", ".join(wrong),
         )
+        raise ExportError("The weights are not those of the module.", got=f"{path}: {got}", hint=hint)
     more = f" and {len(unknown) - 8} more" if len(unknown) > 8 else ""
     return (f"not needed of {path.name}: {', '.join(unknown[:8])}{more}",) if unknown else ()
 

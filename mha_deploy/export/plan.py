@@ -19,9 +19,6 @@ from mha_deploy.errors import SpecError, nearest
 from mha_deploy.model.spec import Axis, ModelSpec, Sizes
 from mha_deploy.options import ExportOptions
 
-OPSETS = (23, 24)
-DEVICES = ("cpu", "cuda")
-
 CASES = ("min", "opt", "odd", "ragged", "large")
 CACHE_CASES = ("min", "prefill", "decode", "odd", "ragged", "large")
 MODULE_CASES = ("opt", "min", "odd", "large")  # opt first: its work bounds that of the others
@@ -32,32 +29,19 @@ _CACHE_BYTES = 1 << 30  # of the FP64 oracle's
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedCase:
-    """One case to capture.
-
-    Args:
-        name: Its name.
-        sizes: A size for every axis.
-        ragged: Whether the batch elements have lengths of their own, the extreme ones included.
-        past: Valid entries of a preallocated cache in every batch element; default: drawn.
-    """
+    """One case to capture."""
 
     name: str
     sizes: dict[str, int]
-    ragged: bool = False
-    past: int | None = None
+    ragged: bool = False  # whether the batch elements have lengths of their own, the extreme ones included
+    past: int | None = None  # valid entries of a preallocated cache in every batch element; None: drawn
 
 
 @dataclass(frozen=True, kw_only=True)
 class GoldenBudget(SizeLimit):
-    """What the large case may cost; the others are as large as the spec says.
+    """What the large case may cost; the others are as large as the spec says."""
 
-    Args:
-        gflop: Work in 10⁹ floating-point operations.
-        gib: Memory for the oracle's scores, activations and cache.
-        mb: Room on disk in 10⁶ bytes; as much as the opt case takes is always allowed.
-    """
-
-    mb: float = 25.0
+    mb: float = 25.0  # on disk, in 10⁶ bytes; as much as the opt case takes is always allowed
 
     def __str__(self) -> str:
         return f"{self.gflop:g} GFLOP, {self.gib:g} GiB and {self.mb:g} MB on disk"
@@ -84,13 +68,7 @@ class GoldenPlan:
 def plan_golden(
     spec: ModelSpec, wanted: Sequence[str] = (), budget: GoldenBudget | None = None
 ) -> GoldenPlan:
-    """Choose the cases.
-
-    Args:
-        spec: The model.
-        wanted: Names of cases, or sizes such as `B=2,S=33`; default: all that suit the model.
-        budget: Limit of the large case.
-    """
+    """Choose the cases: those wanted by name, or by sizes such as `B=2,S=33`; default: all that suit."""
     notes: list[str] = []
     cases = tuple(planned_cases(lambda: spec, wanted or golden_names(spec), budget or GoldenBudget(), notes))
     if not cases:
@@ -120,8 +98,12 @@ def planned_cases(
             notes.append(f"no {found.name} case: its sizes are those of another")
         else:
             cases.append(found)
-            if name == "large":
-                notes += _reduction_note(spec, found.sizes, budget)
+            less = [
+                f"{axis} = {most}" for axis, most in spec.sizes("max").items() if found.sizes[axis] < most
+            ]
+            if name == "large" and less:
+                text = ",".join(f"{axis}={size}" for axis, size in found.sizes.items())
+                notes.append(f"the large case has {text}: the axes allow {', '.join(less)}, beyond {budget}")
             yield found
 
 
@@ -148,10 +130,9 @@ def _plan_one(spec: ModelSpec, name: str, budget: GoldenBudget) -> PlannedCase |
         if all(sizes[axis] <= usual[axis] for axis in sizes):
             return f"nothing larger than opt fits {budget}"
         return PlannedCase(name=name, sizes=sizes)
-    # A prompt into an empty cache, or the token that fills it: what is timed by default.
-    point = next((point for point in usual_points(spec) if point.name == name), None)
-    if point is not None:
-        return PlannedCase(name=name, sizes=dict(point.sizes), past=point.past)
+    for point in usual_points(spec):  # a prompt into an empty cache, or the token that fills it: as timed
+        if point.name == name:
+            return PlannedCase(name=name, sizes=dict(point.sizes), past=point.past)
     single = "the layer takes single tokens only"
     return single if spec.axes["S"].max == 1 else "its usual call is the shortest"
 
@@ -179,10 +160,3 @@ def looked_at(axes: Mapping[str, Axis]) -> dict[str, dict[str, int]]:
     """The sizes at which the numbers of a graph are measured, for mixed precision."""
     bounds = {bound: {name: getattr(axis, bound) for name, axis in axes.items()} for bound in ("opt", "min")}
     return {**bounds, "odd": odd_sizes(axes)}
-
-
-def _reduction_note(spec: ModelSpec, sizes: Sizes, budget: GoldenBudget) -> list[str]:
-    """What of the largest sizes that the axes allow is in no golden case, in one line, or none."""
-    text = ",".join(f"{name}={size}" for name, size in sizes.items())
-    less = [f"{name} = {size}" for name, size in spec.sizes("max").items() if sizes[name] < size]
-    return [f"the large case has {text}: the axes allow {', '.join(less)}, beyond {budget}"] if less else []

@@ -32,7 +32,6 @@ from mha_deploy.export.axes import (
     shown_sizes,
     trace_sizes,
 )
-from mha_deploy.export.eager import Float32Accumulation, dense_flex_attention, tensors_in
 from mha_deploy.export.explain import (
     comparing_multiples,
     constant_error,
@@ -44,7 +43,7 @@ from mha_deploy.export.explain import (
     translation_error,
     was_interrupted,
 )
-from mha_deploy.export.oracle import run_program
+from mha_deploy.export.oracle import Float32Accumulation, dense_flex_attention, run_program, tensors_in
 from mha_deploy.graph.attention_node import is_attention
 from mha_deploy.model.spec import Axis, size_of
 
@@ -350,27 +349,17 @@ def export_program(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Traced:
-    """A module as PyTorch traced it, with the fields of `ExportedModule`.
+    """A module as PyTorch traced it, with the fields of `ExportedModule`."""
 
-    Args:
-        program: The program.
-        axes: Its axes; those that could not vary have one size.
-        sizes: What it was traced at.
-        unproven: Axes whose smaller sizes PyTorch did not prove.
-        outside: Sizes that break a guard of the program: it must be compared with the module there.
-        refusal: What to raise where that comparison fails: why the first attempt did.
-        fixed: Axes that could not vary.
-        notes: What a reader should know.
-    """
-
-    program: ExportedProgram
-    axes: Mapping[str, Axis]
-    sizes: dict[str, int]
-    unproven: tuple[str, ...] = ()
+    program: ExportedProgram  # the program
+    axes: Mapping[str, Axis]  # its axes; those that could not vary have one size
+    sizes: dict[str, int]  # what it was traced at
+    unproven: tuple[str, ...] = ()  # axes whose smaller sizes PyTorch did not prove
+    # Sizes that break a guard of the program: it must be compared with the module there.
     outside: Sequence[Mapping[str, int]] = ()
-    refusal: ExportError | None = None
-    fixed: Collection[str] = ()
-    notes: tuple[str, ...] = ()
+    refusal: ExportError | None = None  # what to raise where that comparison fails: why the first attempt did
+    fixed: Collection[str] = ()  # axes that could not vary
+    notes: tuple[str, ...] = ()  # what a reader should know
 
 
 def _traced(

@@ -22,11 +22,7 @@ _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 def checkpoint_files(path: Path) -> dict[str, Path]:
     """The safetensors file of every tensor, by the name of the tensor.
 
-    Args:
-        path: A safetensors file, an index of several (`*.safetensors.index.json`), or the folder of either.
-
-    Raises:
-        DeployError: There are no weights in safetensors, or the index names files elsewhere.
+    The path is a safetensors file, an index of several (`*.safetensors.index.json`), or the folder of either.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -38,16 +34,11 @@ def checkpoint_files(path: Path) -> dict[str, Path]:
         elif len(found) == 1 or (pickled and not found):
             path = (found or pickled)[0]
         else:
-            names = ", ".join(each.name for each in found) or "none"
-            raise DeployError(
-                "The folder has no safetensors file, or several without an index.", got=f"{path}: {names}"
-            )
+            got = f"{path}: {', '.join(each.name for each in found) or 'none'}"
+            raise DeployError("The folder has no safetensors file, or several without an index.", got=got)
     if path.suffix in _PICKLED:
-        raise DeployError(
-            "A pickle can run code when it is read, so it is not.",
-            got=path.name,
-            hint="safetensors: model.save_pretrained(FOLDER)",
-        )
+        hint = "safetensors: model.save_pretrained(FOLDER)"
+        raise DeployError("A pickle can run code when it is read, so it is not.", got=path.name, hint=hint)
     files: dict[str, Path] = {}
     for file in _indexed(path) if path.name.endswith(".index.json") else [path]:
         try:
@@ -113,25 +104,29 @@ class AttentionTensors:
 def find_attention(names: Iterable[str], prefix: str = "", layer: int | None = None) -> AttentionTensors:
     """Find the projections of one attention among the tensors of a checkpoint.
 
-    Args:
-        names: All tensors.
-        prefix: The module, such as `model.layers.0.self_attn`, or one that has a single attention in it.
-        layer: The layer that it is in, where no prefix is given.
-
-    Raises:
-        DeployError: There is none, there are several, or it has parts that no catalog layer has.
+    The prefix is its module, such as `model.layers.0.self_attn`, or one that has a single attention in it;
+    without a prefix, it is the attention of a layer.
     """
-    names = sorted(names)
-    prefix = prefix.removesuffix(".")
+    names, prefix = sorted(names), prefix.removesuffix(".")
     inside = [name for name in names if not prefix or name.startswith(f"{prefix}.")]
     if layer is not None:
         inside = [name for name in inside if next(filter(str.isdigit, name.split(".")), None) == str(layer)]
+
+    def is_complete(parts: Mapping[tuple[str, str], str]) -> bool:
+        roles = {role for role, kind in parts if kind == "weight"}
+        return bool(roles & {"qkv", "groups"}) or roles >= {"q", "k", "v"}
+
+    def below(name: str, root: str) -> tuple[str, str] | None:
+        """The role of a tensor of a module, or of its part `output`."""
+        parent, part = _part(name)
+        return part if parent in (root, f"{root}.output".removeprefix(".")) else None
+
     found: dict[str, dict[tuple[str, str], str]] = {}
     for name in inside:
         parent, part = _part(name)
         if part is not None and part[0] != "o":
             found.setdefault(parent, {})[part] = name
-    found = {parent: parts for parent, parts in found.items() if _is_complete(parts)}
+    found = {parent: parts for parent, parts in found.items() if is_complete(parts)}
     if len(found) > 1:
         found = {parent: parts for parent, parts in found.items() if not _CROSS.search(parent)} or found
     if len(found) != 1:
@@ -143,9 +138,8 @@ def find_attention(names: Iterable[str], prefix: str = "", layer: int | None = N
         )
     ((parent, parts),) = found.items()
     root, output = parent, dict[tuple[str, str], str]()
-    while True:
-        output = {part: name for name in names if (part := _below(name, root)) and part[0] == "o"}
-        if output or "." not in root:
+    while not (output := {part: n for n in names if (part := below(n, root)) and part[0] == "o"}):
+        if "." not in root:
             break
         root = root.rpartition(".")[0]  # BERT: attention.self.query, attention.output.dense
     if ("o", "weight") not in output:
@@ -153,8 +147,7 @@ def find_attention(names: Iterable[str], prefix: str = "", layer: int | None = N
     chosen = {**parts, **output}
     rest = [name for name in names if name.startswith(f"{root}." if root else "")] if root else inside
     rest = [name for name in rest if name not in chosen.values()]
-    changing = [name for name in rest if _CHANGES.search(name.removeprefix(root))]
-    if changing:
+    if changing := [name for name in rest if _CHANGES.search(name.removeprefix(root))]:
         raise DeployError(
             "A catalog layer cannot express this attention: it has more than four projections.",
             got=", ".join(changing[:4]),
@@ -174,17 +167,6 @@ def _part(name: str) -> tuple[str, tuple[str, str] | None]:
         parent, _, module = parent.rpartition(".")
     role = _ROLE_OF.get(module)
     return parent, None if role is None or kind not in ("weight", "bias") else (role, kind)
-
-
-def _below(name: str, root: str) -> tuple[str, str] | None:
-    """The role of a tensor of a module, or of its part `output`."""
-    parent, part = _part(name)
-    return part if parent in (root, f"{root}.output".removeprefix(".")) else None
-
-
-def _is_complete(parts: Mapping[tuple[str, str], str]) -> bool:
-    roles = {role for role, kind in parts if kind == "weight"}
-    return bool(roles & {"qkv", "groups"}) or roles >= {"q", "k", "v"}
 
 
 # -- The spec --------------------------------------------------------------------------------------
@@ -221,11 +203,7 @@ _LONGEST = 2048  # of the default axes; --axis raises it
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read the `config.json` of a checkpoint.
-
-    Raises:
-        SpecError: There is none, or it is not an object of JSON.
-    """
+    """Read the `config.json` of a checkpoint."""
     try:
         data = json.loads(read_regular(folder / CONFIG))
     except FileNotFoundError as error:
@@ -242,11 +220,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 def spec_from_config(config: Mapping[str, Any], layer: int, *, name: str, bias: bool) -> AttentionSpec:
     """The self attention of one layer of a checkpoint, as a layer of the catalog.
 
-    Args:
-        config: The `config.json` of a checkpoint.
-        layer: Which layer, from 0.
-        name: Name of the model.
-        bias: Whether any projection has a bias; the others then have zeros.
+    With `bias` any projection has one; the others then have zeros.
 
     Raises:
         SpecError: A layer of the catalog cannot express it; the message says what.
@@ -261,16 +235,13 @@ def spec_from_config(config: Mapping[str, Any], layer: int, *, name: str, bias: 
     layers = _number(config, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
     if not 0 <= layer < layers:
         raise SpecError("The model has no such layer.", got=layer, hint=f"0 to {layers - 1}")
-    D = _optional(config, "head_dim")
-    if D is None and E % Hq:
-        raise SpecError(
-            "The heads do not divide the width.", got=f"{E} / {Hq}", hint="head_dim in config.json"
-        )
-    D = D or E // Hq
+    D = _optional(config, "head_dim") or E // Hq
+    if _optional(config, "head_dim") is None and E % Hq:
+        hint = "head_dim in config.json"
+        raise SpecError("The heads do not divide the width.", got=f"{E} / {Hq}", hint=hint)
     _refuse_options(config, kind)
     longest = _optional(config, "max_position_embeddings", "n_positions", "max_seq_len", "seq_length") or 512
-    longest = min(longest, _LONGEST)
-    usual = min(128, longest)
+    longest, usual = min(longest, _LONGEST), min(128, longest)
     if kind in _VISION:
         image, patch = _optional(config, "image_size") or 224, _optional(config, "patch_size") or 16
         usual = longest = (image // patch) ** 2 + 1
@@ -296,10 +267,9 @@ def spec_from_config(config: Mapping[str, Any], layer: int, *, name: str, bias: 
 
 
 def _refused(kind: str, why: str) -> SpecError:
+    what = f"A catalog layer cannot express this attention: {why}."
     hint = "export the attention module itself: file.py:factory, see docs/own-models.md"
-    return SpecError(
-        f"A catalog layer cannot express this attention: {why}.", got=f"model_type {kind}", hint=hint
-    )
+    return SpecError(what, got=f"model_type {kind}", hint=hint)
 
 
 def _inner(config: Mapping[str, Any]) -> Mapping[str, Any]:

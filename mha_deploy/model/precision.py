@@ -13,21 +13,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """One floating-point format.
+    """One floating-point format."""
 
-    Args:
-        name: `fp16`, `bf16` or `fp32`.
-        torch_name: Its name in PyTorch, for `getattr(torch, ...)`, and in NumPy with ml_dtypes.
-        bytes: Size of one number.
-        significand_bits: Bits of the significand, the hidden one included.
-        accumulate: The type that GEMMs accumulate in.
-    """
-
-    name: str
-    torch_name: str
-    bytes: int
-    significand_bits: int
-    accumulate: str = "fp32"
+    name: str  # `fp16`, `bf16` or `fp32`
+    torch_name: str  # its name in PyTorch, for `getattr(torch, ...)`, and in NumPy with ml_dtypes
+    bytes: int  # size of one number
+    significand_bits: int  # bits of the significand, the hidden one included
+    accumulate: str = "fp32"  # the type that GEMMs accumulate in
 
     @property
     def roundoff(self) -> float:

@@ -44,20 +44,12 @@ class Axis:
 
     def __post_init__(self) -> None:
         sizes = (self.min, self.opt, self.max)
-        _refuse(
-            not all(type(size) is int and size >= 0 for size in sizes),
-            "An axis needs three whole numbers of at least 1; only P, the past, may be 0.",
-            self,
-            "for example 1:128:512",
-        )
+        what = "An axis needs three whole numbers of at least 1; only P, the past, may be 0."
+        wrong = not all(type(size) is int and size >= 0 for size in sizes)
+        _refuse(wrong, what, self, "for example 1:128:512")
         _refuse(self.max > _LARGEST_SIZE, f"An axis has at most {_LARGEST_SIZE} entries.", self)
-        in_order = ":".join(map(str, sorted(sizes)))
-        _refuse(
-            not self.min <= self.opt <= self.max,
-            "An axis must satisfy min <= opt <= max.",
-            self,
-            f"sort them: {in_order}",
-        )
+        wrong, hint = sorted(sizes) != [*sizes], f"sort them: {':'.join(map(str, sorted(sizes)))}"
+        _refuse(wrong, "An axis must satisfy min <= opt <= max.", self, hint)
 
     def __str__(self) -> str:
         return f"{self.min}:{self.opt}:{self.max}"
@@ -83,12 +75,8 @@ class Axis:
 
 def check_axis(name: str, axis: Axis) -> None:
     """Refuse an axis of size 0, unless it is the past: a KV cache begins empty."""
-    _refuse(
-        axis.min < 1 and name != "P",
-        "An axis needs three whole numbers of at least 1.",
-        f"{name} = {axis}" if name else axis,
-        "for example 1:128:512",
-    )
+    what, got = "An axis needs three whole numbers of at least 1.", f"{name} = {axis}" if name else axis
+    _refuse(axis.min < 1 and name != "P", what, got, "for example 1:128:512")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,12 +96,7 @@ _OPERATORS = {ast.Add: add, ast.Sub: sub, ast.Mult: mul, ast.FloorDiv: floordiv,
 
 
 def size_of(dim: str, sizes: Sizes) -> int:
-    """The value of a dimension such as `P+S` or `(L - 5)//8 + 1`.
-
-    Raises:
-        KeyError: An axis has no size.
-        SpecError: It is no expression of whole numbers, axes, and `+ - * // %`.
-    """
+    """The value of a dimension such as `P+S` or `(L - 5)//8 + 1`; a KeyError for an axis without a size."""
 
     def value(node: ast.AST) -> int:
         if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
@@ -134,42 +117,26 @@ def size_of(dim: str, sizes: Sizes) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class CachedTensor:
-    """One tensor of a KV cache.
+    """One tensor of a KV cache."""
 
-    Args:
-        name: Its name in decode traces and verdicts.
-        input: The input of a call.
-        output: The output that takes its place in the next call.
-        axis: The dimension along which the tokens lie.
-    """
-
-    name: str
-    input: str
-    output: str
-    axis: int
+    name: str  # its name in decode traces and verdicts
+    input: str  # the input of a call
+    output: str  # the output that takes its place in the next call
+    axis: int  # the dimension along which the tokens lie
 
 
 @dataclass(frozen=True, kw_only=True)
 class KVCache:
-    """How a model decodes: which tensors are cached, and how the other tensors follow the tokens.
+    """How a model decodes: which tensors are cached, and how the other tensors follow the tokens."""
 
-    Args:
-        tensors: The cached tensors.
-        new: The axis of new tokens.
-        past: The axis of tokens in the cache; None for a preallocated cache.
-        room: How many tokens all calls together may bring.
-        by_token: For each other input with an entry for each new token, that dimension.
-        by_context: For each other input that covers all tokens so far, such as a mask, that dimension.
-        outputs: For each output by token, the dimension of the tokens.
-    """
-
-    tensors: tuple[CachedTensor, ...]
-    new: str
-    past: str | None
-    room: int
-    by_token: Mapping[str, int]
+    tensors: tuple[CachedTensor, ...]  # the cached tensors
+    new: str  # the axis of new tokens
+    past: str | None  # the axis of tokens in the cache; None for a preallocated cache
+    room: int  # how many tokens all calls together may bring
+    by_token: Mapping[str, int]  # for each other input with an entry for each new token, that dimension
+    # For each other input that covers all tokens so far, such as a mask, that dimension.
     by_context: Mapping[str, int]
-    outputs: Mapping[str, int]
+    outputs: Mapping[str, int]  # for each output by token, the dimension of the tokens
 
     @property
     def is_preallocated(self) -> bool:
@@ -219,18 +186,12 @@ class NamedAxes:
 
     def check_sizes(self, sizes: Sizes) -> None:
         """Refuse sizes that are missing, unknown or outside the axes."""
-        _refuse(
-            set(sizes) != set(self.axes),
-            f"{self.name} needs a size for each of its axes {', '.join(self.axes)}.",
-            dict(sizes),
-        )
+        what = f"{self.name} needs a size for each of its axes {', '.join(self.axes)}."
+        _refuse(set(sizes) != set(self.axes), what, dict(sizes))
         for name, axis in self.axes.items():
-            _refuse(
-                not axis.min <= sizes[name] <= axis.max,
-                f"Axis {name} of {self.name} does not allow this size.",
-                f"{name}={sizes[name]}",
-                f"a size from {axis.min} to {axis.max}, or widen it with --axis {name}=min:opt:max",
-            )
+            what = f"Axis {name} of {self.name} does not allow this size."
+            hint = f"a size from {axis.min} to {axis.max}, or widen it with --axis {name}=min:opt:max"
+            _refuse(not axis.min <= sizes[name] <= axis.max, what, f"{name}={sizes[name]}", hint)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,61 +199,41 @@ class ModelSpec(NamedAxes):
     """A model as it was exported: a catalog layer, a user's module, or an ONNX file.
 
     It is the single source of input shapes, dynamic ONNX dimensions, TensorRT profiles and golden shapes.
-
-    Args:
-        name: Name of the model.
-        axes: The named sizes; B is the batch where there is one.
-        inputs: The inputs, in the order of the graph.
-        outputs: The outputs, in the order of the graph.
-        attention_count: How many attentions it computes, fused or not.
-        summary: One line for people.
-        layer: The catalog layer that it is, if it is one; everything else follows from it.
-        factory: What makes a user's module, as `file.py:factory` or `package.module:factory`; empty for one
-            that was exported from memory, and for an ONNX file.
-        cached: Each input of a module's KV cache, and the output that takes its place in the next call.
-        flops: Work of one call of a module at the usual sizes, as PyTorch counts it.
-        weight_bytes: Memory of its weights.
-        state_sha256: Hash of its weights and buffers before they were rounded; of an ONNX file, its own.
-        seed: PyTorch's seed while the factory ran.
-        weights_file: The file or checkpoint that its weights were read from, where one was given.
-        weights_prefix: What their names begin with there.
-        mixed: Whether its precision was chosen node by node.
     """
 
-    name: str
-    axes: Mapping[str, Axis]
-    inputs: tuple[TensorSpec, ...]
-    outputs: tuple[TensorSpec, ...]
-    attention_count: int
-    summary: str = ""
+    name: str  # name of the model
+    axes: Mapping[str, Axis]  # the named sizes; B is the batch where there is one
+    inputs: tuple[TensorSpec, ...]  # the inputs, in the order of the graph
+    outputs: tuple[TensorSpec, ...]  # the outputs, in the order of the graph
+    attention_count: int  # how many attentions it computes, fused or not
+    summary: str = ""  # one line for people
+    # The catalog layer that it is, if it is one; everything else follows from it.
     layer: AttentionSpec | None = None
+    # What makes a user's module, as `file.py:factory` or `package.module:factory`; empty for one that was
+    # exported from memory, and for an ONNX file.
     factory: str = ""
+    # Each input of a module's KV cache, and the output that takes its place in the next call.
     cached: Mapping[str, str] = field(default_factory=dict)
-    flops: int = 0
-    weight_bytes: int = 0
+    flops: int = 0  # work of one call of a module at the usual sizes, as PyTorch counts it
+    weight_bytes: int = 0  # memory of its weights
+    # Hash of its weights and buffers before they were rounded; of an ONNX file, its own.
     state_sha256: str = ""
-    seed: int = 0
+    seed: int = 0  # PyTorch's seed while the factory ran
+    # The file or checkpoint that its weights were read from, where one was given.
     weights_file: str | None = None
-    weights_prefix: str = ""
-    mixed: bool = False
+    weights_prefix: str = ""  # what their names begin with there
+    mixed: bool = False  # whether its precision was chosen node by node
 
     def __post_init__(self) -> None:
         for name in ("attention_count", "flops", "weight_bytes", "seed"):
             number = getattr(self, name)
             _refuse(number < 0, f"{ON_DISK.get(name, name)} must be a whole number.", number)
-        names = [{tensor.name for tensor in each} for each in (self.inputs, self.outputs)]
-        _refuse(
-            not (set(self.cached) <= names[0] and set(self.cached.values()) <= names[1]),
-            "The KV cache names tensors that are not there.",
-            dict(self.cached),
-        )
+        taken, made = ({tensor.name for tensor in each} for each in (self.inputs, self.outputs))
+        missing = not (taken >= set(self.cached) and made >= set(self.cached.values()))
+        _refuse(missing, "The KV cache names tensors that are not there.", dict(self.cached))
         for tensor in (*self.inputs, *self.outputs):
-            _refuse(
-                tensor.kind not in KINDS,
-                f"Tensor {tensor.name} has no such kind.",
-                tensor.kind,
-                ", ".join(KINDS),
-            )
+            what = f"Tensor {tensor.name} has no such kind."
+            _refuse(tensor.kind not in KINDS, what, tensor.kind, ", ".join(KINDS))
         for name, axis in self.axes.items():
             check_axis(name, axis)
 
@@ -324,11 +265,8 @@ class ModelSpec(NamedAxes):
         taken, made = ({tensor.name: tensor.dims for tensor in each} for each in (self.inputs, self.outputs))
         found = {name: _growing_axis(name, taken[name], made[self.cached[name]]) for name in self.cached}
         (_, past, new), *others = found.values()
-        _refuse(
-            any(each[1:] != (past, new) for each in others),
-            "The tensors of the KV cache do not grow along the same axes.",
-            found,
-        )
+        what = "The tensors of the KV cache do not grow along the same axes."
+        _refuse(any(each[1:] != (past, new) for each in others), what, found)
 
         def along(tensors: Mapping[str, tuple[Dim, ...]], *wanted: str) -> dict[str, int]:
             """The dimension of every other tensor that is one of the wanted."""
@@ -396,91 +334,57 @@ class SparseHeads:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupedMlp:
-    """Options of the grouped variant.
+    """Options of the grouped variant."""
 
-    Args:
-        groups: Number of groups; the heads of one interact through a linear layer, those of two do not.
-        hidden: Width of the MLP that mixes the groups.
-    """
-
-    groups: int
-    hidden: int
+    groups: int  # number of groups; the heads of one interact through a linear layer, those of two do not
+    hidden: int  # width of the MLP that mixes the groups
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
-    """Rotary position embedding: pairs of numbers are rotated by an angle that grows with the position.
+    """Rotary position embedding: pairs of numbers are rotated by an angle that grows with the position."""
 
-    Args:
-        base: Base of the geometric row of frequencies.
-        dims: How many numbers of a head are rotated, its first ones; default: all D.
-        interleaved: Whether the pairs are neighbours, (0, 1), (2, 3), …; otherwise they are (j, j + dims/2).
-        scaling: How the frequencies are stretched for longer contexts: `none`, `linear`, `ntk` or `llama3`.
-        factor: How much they are stretched.
-        low_freq_factor: For `llama3`: wavelengths above original_length / low_freq_factor get all of it.
-        high_freq_factor: For `llama3`: wavelengths below original_length / high_freq_factor stay.
-        original_length: For `llama3`: the context length of the training before it was stretched.
-    """
-
-    base: float = 10000.0
-    dims: int | None = None
+    base: float = 10000.0  # base of the geometric row of frequencies
+    dims: int | None = None  # how many numbers of a head are rotated, its first ones; default: all D
+    # Whether the pairs are neighbours, (0, 1), (2, 3), …; otherwise they are (j, j + dims/2).
     interleaved: bool = False
+    # How the frequencies are stretched for longer contexts: `none`, `linear`, `ntk` or `llama3`.
     scaling: str = "none"
-    factor: float = 1.0
+    factor: float = 1.0  # how much they are stretched
+    # For `llama3`: wavelengths above original_length / low_freq_factor get all of it.
     low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_length: int = 8192
+    high_freq_factor: float = 4.0  # for `llama3`: wavelengths below original_length / high_freq_factor stay
+    original_length: int = 8192  # for `llama3`: the context length of the training before it was stretched
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec(NamedAxes):
-    """One attention layer, complete enough to build, export, profile and test it.
+    """One attention layer, complete enough to build, export, profile and test it."""
 
-    Args:
-        name: Name of the model, as in `models/<name>.toml`.
-        Hq: Query heads.
-        Hkv: Key/value heads: Hq for multi-head, fewer for grouped-query, 1 for multi-query.
-        D: Head size; default: E / Hq.
-        E: Model width.
-        axes: Sizes of B and S; of T for cross attention and a preallocated cache; of P for a dynamic cache.
-        summary: One line for people.
-        variant: What happens to the heads after attention; one of `VARIANTS`.
-        attends: `self` or `cross`.
-        bias: Whether the projections have a bias.
-        mask: `none`, `padding` (from key lengths) or `additive` (a float bias on the scores).
-        causal: Whether a query attends only to keys at or before its own position.
-        scale: Factor on the scores; default: 1/sqrt(D).
-        weights: Whether the attention weights are a second output.
-        projections: `separate` q, k, v matrices or one `packed` matrix.
-        sparse_heads: Options, for that variant only.
-        grouped_mlp: Options, for that variant only.
-        rope: Rotary position embedding of queries and keys, if any.
-        window: How many keys a query attends to, itself included; default: all before it.
-        softcap: Bound of the scores: s becomes softcap · tanh(s / softcap), before any mask.
-        cache: `none`, `dynamic` (past keys and values come in, longer ones go out) or `preallocated` (buffers
-            of T entries, of which the first `lengths[b]` are valid before the call).
-    """
-
-    name: str
-    Hq: int
-    Hkv: int
-    D: int
-    E: int
+    name: str  # name of the model, as in `models/<name>.toml`
+    Hq: int  # query heads
+    Hkv: int  # key/value heads: Hq for multi-head, fewer for grouped-query, 1 for multi-query
+    D: int  # head size; default: E / Hq
+    E: int  # model width
+    # Sizes of B and S; of T for cross attention and a preallocated cache; of P for a dynamic cache.
     axes: Mapping[str, Axis]
-    summary: str = ""
-    variant: str = "attention"
-    attends: str = "self"
-    bias: bool = True
-    mask: str = "none"
-    causal: bool = False
-    scale: float | None = None
-    weights: bool = False
-    projections: str = "separate"
-    sparse_heads: SparseHeads | None = None
-    grouped_mlp: GroupedMlp | None = None
-    rope: Rope | None = None
-    window: int | None = None
+    summary: str = ""  # one line for people
+    variant: str = "attention"  # what happens to the heads after attention; one of `VARIANTS`
+    attends: str = "self"  # `self` or `cross`
+    bias: bool = True  # whether the projections have a bias
+    mask: str = "none"  # `none`, `padding` (from key lengths) or `additive` (a float bias on the scores)
+    causal: bool = False  # whether a query attends only to keys at or before its own position
+    scale: float | None = None  # factor on the scores; default: 1/sqrt(D)
+    weights: bool = False  # whether the attention weights are a second output
+    projections: str = "separate"  # `separate` q, k, v matrices or one `packed` matrix
+    sparse_heads: SparseHeads | None = None  # options, for that variant only
+    grouped_mlp: GroupedMlp | None = None  # options, for that variant only
+    rope: Rope | None = None  # rotary position embedding of queries and keys, if any
+    window: int | None = None  # how many keys a query attends to, itself included; default: all before it
+    # Bound of the scores: s becomes softcap · tanh(s / softcap), before any mask.
     softcap: float | None = None
+    # `none`, `dynamic` (past keys and values come in, longer ones go out) or `preallocated` (buffers of T
+    # entries, of which the first `lengths[b]` are valid before the call).
     cache: str = "none"
 
     def __post_init__(self) -> None:
@@ -512,9 +416,7 @@ class AttentionSpec(NamedAxes):
     @property
     def kind(self) -> str:
         """The head layout by its usual name."""
-        if self.Hkv == self.Hq:
-            return "MHA"
-        return "MQA" if self.Hkv == 1 else "GQA"
+        return "MHA" if self.Hkv == self.Hq else "MQA" if self.Hkv == 1 else "GQA"
 
     @property
     def softmax_scale(self) -> float:
@@ -524,9 +426,7 @@ class AttentionSpec(NamedAxes):
     @property
     def rope_dims(self) -> int:
         """How many numbers of a head the rotary embedding rotates: 0 without one."""
-        if self.rope is None:
-            return 0
-        return self.D if self.rope.dims is None else self.rope.dims
+        return 0 if self.rope is None else self.D if self.rope.dims is None else self.rope.dims
 
     @property
     def attention_count(self) -> int:
@@ -625,11 +525,9 @@ class AttentionSpec(NamedAxes):
         return replace(self, cache="none", axes=axes)
 
     def with_cache(self, cache: str) -> AttentionSpec:
-        """The same layer with another cache: its calls and its sequences stay as long as they were.
+        """The same layer with another of `CACHE_KINDS`: calls and sequences stay as long as they were.
 
-        Args:
-            cache: `none`, for whole sequences in one call; `dynamic`, which takes any past that one more
-                token fits behind; or `preallocated`.
+        A dynamic cache takes any past that one more token fits behind.
         """
         _one_of("cache", cache, CACHE_KINDS)
         if cache == self.cache:
@@ -665,12 +563,9 @@ class AttentionSpec(NamedAxes):
         whole_number("E", data["E"])
         data.setdefault("Hkv", data["Hq"])
         if "D" not in data:
-            _refuse(
-                data["E"] % data["Hq"] != 0,
-                "The model width does not split into the heads, and no head size is given.",
-                f"E={data['E']}, Hq={data['Hq']}",
-                "add D = <head size>",
-            )
+            what = "The model width does not split into the heads, and no head size is given."
+            got = f"E={data['E']}, Hq={data['Hq']}"
+            _refuse(data["E"] % data["Hq"] != 0, what, got, "add D = <head size>")
             data["D"] = data["E"] // data["Hq"]
         data["axes"] = axes_from(data["axes"])
         for key, options in (("sparse_heads", SparseHeads), ("grouped_mlp", GroupedMlp), ("rope", Rope)):
@@ -681,19 +576,13 @@ class AttentionSpec(NamedAxes):
 
 # -- The rules a layer must keep, each refused with what to change ---------------------------------
 
+VARIANTS = ("attention", "sparse-heads", "grouped-mlp", "head-mix")
 ATTENDS = ("self", "cross")
 MASKS = ("none", "padding", "additive")
 PROJECTIONS = ("separate", "packed")
-VARIANTS = ("attention", "sparse-heads", "grouped-mlp", "head-mix")
 CACHE_KINDS = ("none", "dynamic", "preallocated")
 SCALINGS = ("none", "linear", "ntk", "llama3")
-_CHOICES = {
-    "variant": VARIANTS,
-    "attends": ATTENDS,
-    "mask": MASKS,
-    "projections": PROJECTIONS,
-    "cache": CACHE_KINDS,
-}
+_CHOICES = dict(variant=VARIANTS, attends=ATTENDS, mask=MASKS, projections=PROJECTIONS, cache=CACHE_KINDS)
 _CACHE_AXES: dict[str, tuple[str, ...]] = {"none": (), "dynamic": ("P",), "preallocated": ("T",)}
 _AXIS_HINTS = {
     "T": 'self attention has T = S: leave T out, or set attends = "cross"',
@@ -705,6 +594,7 @@ _CACHED = {"attends": "self", "causal": True, "variant": "attention", "mask": "n
 
 def check_spec(spec: AttentionSpec) -> None:
     """Refuse a spec that does not describe an attention layer."""
+    Hq, cross = spec.Hq, 'attends = "cross"'
     for name in ("Hq", "Hkv", "D", "E"):
         whole_number(name, getattr(spec, name))
     for name in ("name", "summary"):
@@ -713,32 +603,21 @@ def check_spec(spec: AttentionSpec) -> None:
     for name in ("bias", "causal", "weights"):
         _true_or_false(name, getattr(spec, name))
     for name, default in (("scale", "1/sqrt(D)"), ("softcap", "none")):
-        number = getattr(spec, name)
-        _refuse(
-            number is not None and not _is_above(0, number),
-            f"{name} must be a positive number.",
-            number,
-            f"leave it out for {default}",
-        )
+        number, hint = getattr(spec, name), f"leave it out for {default}"
+        wrong = number is not None and not _is_above(0, number)
+        _refuse(wrong, f"{name} must be a positive number.", number, hint)
     if spec.window is not None:
         whole_number("window", spec.window)
     for name, known in _CHOICES.items():
         _one_of(name, getattr(spec, name), known)
-    _refuse(
-        spec.Hq % spec.Hkv != 0,
-        "The query heads cannot be shared evenly: Hq must be a multiple of Hkv.",
-        f"Hq={spec.Hq}, Hkv={spec.Hkv}",
-        f"Hkv from {_divisors(spec.Hq)}",
-    )
+    what = "The query heads cannot be shared evenly: Hq must be a multiple of Hkv."
+    _refuse(Hq % spec.Hkv != 0, what, f"Hq={Hq}, Hkv={spec.Hkv}", f"Hkv from {_divisors(Hq)}")
     if spec.cache != "none":  # before the axes: a layer that can have no cache needs none of its axes
         why = {"mask": " (the lengths of a preallocated cache are the padding)"}
         for name, value in _CACHED.items():
-            _refuse(
-                getattr(spec, name) != value,
-                f"A cache does not go with this {name}.",
-                f'cache = "{spec.cache}", {name} = {_toml(getattr(spec, name))}',
-                f"{name} = {_toml(value)}{why.get(name, '')}",
-            )
+            got = f'cache = "{spec.cache}", {name} = {_toml(getattr(spec, name))}'
+            hint = f"{name} = {_toml(value)}{why.get(name, '')}"
+            _refuse(getattr(spec, name) != value, f"A cache does not go with this {name}.", got, hint)
     wanted = ("B", "S", "T") if spec.is_cross else ("B", "S", *_CACHE_AXES[spec.cache])
     for name in spec.axes:
         hint = _AXIS_HINTS.get(name) or nearest(name, wanted)
@@ -746,118 +625,75 @@ def check_spec(spec: AttentionSpec) -> None:
     require("[axes]", spec.axes, wanted)
     for name, axis in spec.axes.items():
         check_axis(name, axis)
-    _refuse(
-        spec.is_cross and spec.causal,
-        "Causal cross attention has no single meaning: the diagonal can start at either corner.",
-        'attends = "cross", causal = true',
-        'causal = false with mask = "additive" and the mask you mean as attention_bias',
-    )
-    _refuse(
-        spec.is_cross and spec.projections == "packed",
+    what = "Causal cross attention has no single meaning: the diagonal can start at either corner."
+    hint = 'causal = false with mask = "additive" and the mask you mean as attention_bias'
+    _refuse(spec.is_cross and spec.causal, what, f"{cross}, causal = true", hint)
+    what, packed = (
         "Packed projections read one input, and cross attention has three.",
-        'attends = "cross", projections = "packed"',
-        'projections = "separate"',
+        'projections = "packed"',
     )
+    wrong = spec.is_cross and spec.projections == "packed"
+    _refuse(wrong, what, f"{cross}, {packed}", 'projections = "separate"')
     _check_variant(spec)
-    _refuse(
-        spec.window is not None and not spec.causal,
-        "A window counts keys back from the query, and this layer also looks ahead.",
-        f"window = {spec.window}, causal = false",
-        "causal = true",
-    )
+    what = "A window counts keys back from the query, and this layer also looks ahead."
+    wrong = spec.window is not None and not spec.causal
+    _refuse(wrong, what, f"window = {spec.window}, causal = false", "causal = true")
     if spec.rope is not None:
-        _check_rope(spec, spec.rope)
+        _refuse(
+            spec.is_cross,
+            "Rotary embedding needs queries and keys on one line of positions.",
+            cross,
+            'attends = "self", or drop [rope]',
+        )
+        _check_rope(spec.rope, spec.rope_dims, spec.D)
     if spec.cache == "preallocated":
         S, T = spec.axes["S"], spec.axes["T"]
-        _refuse(
-            T.is_dynamic,
-            "The capacity of a preallocated cache must be one number.",
-            f"T = {T}",
-            f"T = {T.max}",
-        )
-        _refuse(
-            S.max > T.max,
+        what = "The capacity of a preallocated cache must be one number."
+        _refuse(T.is_dynamic, what, f"T = {T}", f"T = {T.max}")
+        what, hint = (
             "One call may bring more tokens than the cache has entries.",
-            f"S up to {S.max}, T = {T.max}",
             f"S up to {T.max}, or a larger T",
         )
+        _refuse(S.max > T.max, what, f"S up to {S.max}, T = {T.max}", hint)
 
 
 def _check_variant(spec: AttentionSpec) -> None:
-    for variant, options in (("sparse-heads", spec.sparse_heads), ("grouped-mlp", spec.grouped_mlp)):
+    sparse, grouped, Hq = spec.sparse_heads, spec.grouped_mlp, spec.Hq
+    for variant, options in (("sparse-heads", sparse), ("grouped-mlp", grouped)):
         table, is_this = variant.replace("-", "_"), spec.variant == variant
-        _refuse(
-            is_this and options is None,
-            f"The variant {variant} needs its options.",
-            hint=f"add a [{table}] table",
-        )
-        _refuse(
-            not is_this and options is not None,
-            f"[{table}] belongs to another variant.",
-            spec.variant,
-            f'variant = "{variant}", or drop it',
-        )
-    if spec.sparse_heads is not None:
-        top_k = spec.sparse_heads.top_k
-        whole_number("top_k", top_k)
-        _true_or_false("renormalise", spec.sparse_heads.renormalise)
-        _refuse(top_k > spec.Hq, "top_k is more than all heads.", top_k, f"1 to {spec.Hq}")
-    if spec.grouped_mlp is not None:
-        groups = spec.grouped_mlp.groups
-        whole_number("hidden", spec.grouped_mlp.hidden)
-        whole_number("groups", groups)
-        _refuse(
-            spec.Hq % groups != 0,
-            "The heads cannot be grouped evenly.",
-            f"{groups} groups of {spec.Hq} heads",
-            f"groups from {_divisors(spec.Hq)}",
-        )
+        what, hint = f"The variant {variant} needs its options.", f"add a [{table}] table"
+        _refuse(is_this and options is None, what, hint=hint)
+        what, hint = f"[{table}] belongs to another variant.", f'variant = "{variant}", or drop it'
+        _refuse(not is_this and options is not None, what, spec.variant, hint)
+    if sparse is not None:
+        whole_number("top_k", sparse.top_k)
+        _true_or_false("renormalise", sparse.renormalise)
+        _refuse(sparse.top_k > Hq, "top_k is more than all heads.", sparse.top_k, f"1 to {Hq}")
+    if grouped is not None:
+        whole_number("hidden", grouped.hidden)
+        whole_number("groups", grouped.groups)
+        what, got = "The heads cannot be grouped evenly.", f"{grouped.groups} groups of {Hq} heads"
+        _refuse(Hq % grouped.groups != 0, what, got, f"groups from {_divisors(Hq)}")
 
 
-def _check_rope(spec: AttentionSpec, rope: Rope) -> None:
-    _refuse(
-        spec.is_cross,
-        "Rotary embedding needs queries and keys on one line of positions.",
-        'attends = "cross"',
-        'attends = "self", or drop [rope]',
-    )
+def _check_rope(rope: Rope, dims: int, D: int) -> None:
     _true_or_false("interleaved", rope.interleaved)
     _one_of("scaling", rope.scaling, SCALINGS)
-    dims = spec.rope_dims
     whole_number("dims", dims)
-    _refuse(
-        dims % 2 != 0 or dims > spec.D,
-        "Rotary embedding rotates pairs inside a head: dims must be even and at most D.",
-        f"dims={dims}, D={spec.D}",
-        f"an even number up to {spec.D}",
-    )
+    what = "Rotary embedding rotates pairs inside a head: dims must be even and at most D."
+    _refuse(dims % 2 != 0 or dims > D, what, f"dims={dims}, D={D}", f"an even number up to {D}")
     _refuse(not _is_above(1, rope.base), "base must be a number above 1.", rope.base, "base = 10000.0")
-    _refuse(
-        not (_is_above(1, rope.factor) or rope.factor == 1),
-        "factor must be a number of at least 1.",
-        rope.factor,
-        "factor = 8.0",
-    )
-    _refuse(
-        rope.scaling == "none" and rope.factor != 1,
-        "A factor without a scaling does nothing.",
-        f"factor = {rope.factor}",
-        "scaling = " + ", ".join(SCALINGS[1:]),
-    )
-    _refuse(
-        rope.scaling == "ntk" and dims < 4,
-        "NTK scaling needs two pairs or more.",
-        f"dims={dims}",
-        "dims of at least 4",
-    )
+    wrong = not (_is_above(1, rope.factor) or rope.factor == 1)
+    _refuse(wrong, "factor must be a number of at least 1.", rope.factor, "factor = 8.0")
+    wrong, hint = rope.scaling == "none" and rope.factor != 1, f"scaling = {', '.join(SCALINGS[1:])}"
+    _refuse(wrong, "A factor without a scaling does nothing.", f"factor = {rope.factor}", hint)
+    wrong = rope.scaling == "ntk" and dims < 4
+    _refuse(wrong, "NTK scaling needs two pairs or more.", f"dims={dims}", "dims of at least 4")
     whole_number("original_length", rope.original_length)
     low, high = rope.low_freq_factor, rope.high_freq_factor
-    _refuse(
-        not (_is_above(0, low) and _is_above(low, high)),
-        "The frequency factors must satisfy 0 < low_freq_factor < high_freq_factor.",
-        f"{low}, {high}",
-        "1.0 and 4.0, as Llama 3.1 has them",
-    )
+    what = "The frequency factors must satisfy 0 < low_freq_factor < high_freq_factor."
+    wrong = not (_is_above(0, low) and _is_above(low, high))
+    _refuse(wrong, what, f"{low}, {high}", "1.0 and 4.0, as Llama 3.1 has them")
 
 
 def _toml(value: object) -> str:
@@ -918,8 +754,7 @@ def refuse_unknown(where: str, data: Mapping[str, Any], known: tuple[str, ...]) 
 
 def require(where: str, data: Mapping[str, Any], keys: tuple[str, ...]) -> None:
     """Refuse data without these keys."""
-    missing = [key for key in keys if key not in data]
-    if missing:
+    if missing := [key for key in keys if key not in data]:
         raise SpecError(f"{where} lacks {', '.join(missing)}.", got=f"keys {', '.join(data) or 'none'}")
 
 

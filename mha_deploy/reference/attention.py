@@ -62,11 +62,7 @@ _WEIGHTS_AFTER_SOFTMAX = 3  # ONNX Attention's qk_matmul_output_mode
 
 @dataclass(frozen=True, kw_only=True)
 class Heads:
-    """How the heads are laid out and scored; the names are those of `AttentionSpec`.
-
-    `past` keys come before the first query. With `sees_itself` every query attends to a key whatever the
-    mask, as one does whose own key is there.
-    """
+    """How the heads are laid out and scored; the names are those of `AttentionSpec`."""
 
     Hq: int
     Hkv: int
@@ -75,13 +71,19 @@ class Heads:
     weights: bool = False
     window: int | None = None
     softcap: float | None = None
-    past: int = 0
-    sees_itself: bool = False
+    past: int = 0  # keys before the first query
+    sees_itself: bool = False  # every query attends to a key whatever the mask: its own is there
 
     @property
     def is_triangle(self) -> bool:
         """Whether the causal mask is the plain one that every runtime knows: no window, no past."""
         return self.causal and self.window is None and self.past == 0
+
+    @property
+    def onnx(self) -> dict[str, Any]:
+        """The attributes of an ONNX Attention node."""
+        heads = {"q_num_heads": self.Hq, "kv_num_heads": self.Hkv}
+        return {**heads, "scale": self.scale, "softcap": self.softcap or 0.0}
 
     def hides_nothing(self, S: int, T: int) -> bool:
         """Whether S queries attend to all T keys: nothing is causal, or one query is at the last."""
@@ -93,25 +95,17 @@ def attend(
 ) -> tuple[Tensor, Tensor | None]:
     """All heads side by side [B, S, Hq·D], and the attention weights [B, Hq, S, T] if requested.
 
-    A fully masked query gives zeros, never NaN.
-
-    Args:
-        q: Queries [B, S, Hq·D].
-        k: Keys [B, T, Hkv·D].
-        v: Values [B, T, Hkv·D].
-        mask: Boolean or float mask that broadcasts to [B, Hq, S, T].
-        heads: How the heads are laid out and scored.
-        path: `sdpa`, `plain` or `onnx`.
+    A fully masked query gives zeros, never NaN. Queries are [B, S, Hq·D], keys and values [B, T, Hkv·D]; a
+    boolean or float mask broadcasts to [B, Hq, S, T]. The path is `sdpa`, `plain` or `onnx`.
     """
     if path == "onnx":
         return _attend_onnx(q, k, v, mask, heads)
     q, k, v = split_heads(q, heads.Hq), split_heads(k, heads.Hkv), split_heads(v, heads.Hkv)
-    if path == "plain" or heads.softcap is not None:
-        weights = _attention_weights(q, k, mask, heads)
-        out = weights @ _repeat_kv(v, heads)
-        return merge_heads(out), weights if heads.weights else None
-    out = _fused_kernel(q, k, v, mask, heads)  # which keeps its weights to itself
-    return merge_heads(out), _attention_weights(q, k, mask, heads) if heads.weights else None
+    by_hand = path == "plain" or heads.softcap is not None
+    # PyTorch's fused kernel keeps its weights to itself.
+    weights = _attention_weights(q, k, mask, heads) if by_hand or heads.weights else None
+    out = weights @ _repeat_kv(v, heads) if by_hand else _fused_kernel(q, k, v, mask, heads)
+    return merge_heads(out), weights if heads.weights else None
 
 
 def split_heads(x: Tensor, H: int) -> Tensor:
@@ -153,14 +147,9 @@ def _fused_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, heads: H
     # PyTorch takes a mask or is_causal, not both, and its is_causal starts in the upper left corner.
     if mask is not None or not heads.is_triangle:
         mask = _with_causal(mask, q.shape[2], k.shape[2], heads, q.device)
+    is_causal = mask is None and not heads.hides_nothing(q.shape[2], k.shape[2])
     out = F.scaled_dot_product_attention(
-        q,
-        k,
-        v,
-        attn_mask=mask,
-        is_causal=mask is None and not heads.hides_nothing(q.shape[2], k.shape[2]),
-        scale=heads.scale,
-        enable_gqa=heads.Hq != heads.Hkv,
+        q, k, v, attn_mask=mask, is_causal=is_causal, scale=heads.scale, enable_gqa=heads.Hq != heads.Hkv
     )
     if mask is None or heads.sees_itself:
         return out
@@ -188,16 +177,10 @@ def _attend_onnx(
             hint="path plain to compute it; path onnx only exports it",
         )
     out, _, _, weights = torch.onnx.ops.attention(
-        q,
-        k,
-        v,
-        mask,
+        *(q, k, v, mask),
         is_causal=is_causal,
-        q_num_heads=heads.Hq,
-        kv_num_heads=heads.Hkv,
-        scale=heads.scale,
-        softcap=heads.softcap or 0.0,
         qk_matmul_output_mode=_WEIGHTS_AFTER_SOFTMAX if heads.weights else 0,
+        **heads.onnx,
     )
     return out, weights if heads.weights else None
 
@@ -216,16 +199,7 @@ def attend_dynamic(
     """
     _refuse_to_run()
     out, keys, values, _ = torch.onnx.ops.attention(
-        q,
-        k,
-        v,
-        mask,
-        *past,
-        is_causal=mask is None,
-        q_num_heads=heads.Hq,
-        kv_num_heads=heads.Hkv,
-        scale=heads.scale,
-        softcap=heads.softcap or 0.0,
+        q, k, v, mask, *past, is_causal=mask is None, **heads.onnx
     )
     return out, keys, values
 
@@ -244,24 +218,22 @@ def attend_static(
     [B, Hkv, S, D]. A mask [B, 1, S, T] stands for the causal one. Gives the heads, and the buffers.
     """
     _refuse_to_run()
+
+    def node(op_type: str, inputs: list[Any], attributes: dict[str, Any]) -> Tensor:
+        """A node whose output is like its first input."""
+        kind = {"dtype": inputs[0].dtype, "shape": inputs[0].shape}
+        return torch.onnx.ops.symbolic(op_type, inputs, attributes, **kind, version=_OPSET)
+
     starts = lengths.long()
     keys, values = (
-        _node("TensorScatter", [cache, rows, starts], {"axis": 2}, like=cache)
-        for cache, rows in zip(caches, new, strict=True)
+        node("TensorScatter", [cache, entries, starts], {"axis": 2})
+        for cache, entries in zip(caches, new, strict=True)
     )
     attributes: dict[str, Any] = {"is_causal": int(mask is None), "scale": heads.scale}
     if heads.softcap is not None:
         attributes["softcap"] = heads.softcap
-    queries = split_heads(q, heads.Hq)
-    inputs = [queries, keys, values, mask, None, None, starts + q.shape[1]]
-    return merge_heads(_node("Attention", inputs, attributes, like=queries)), keys, values
-
-
-def _node(op_type: str, inputs: list[Tensor | None], attributes: dict[str, Any], *, like: Tensor) -> Tensor:
-    """One node of ONNX's own operators, whose output has the type and shape of `like`."""
-    return torch.onnx.ops.symbolic(
-        op_type, inputs, attributes, dtype=like.dtype, shape=like.shape, version=_OPSET
-    )
+    inputs = [split_heads(q, heads.Hq), keys, values, mask, None, None, starts + q.shape[1]]
+    return merge_heads(node("Attention", inputs, attributes)), keys, values
 
 
 def _refuse_to_run() -> None:
@@ -310,23 +282,13 @@ class Attention(nn.Module):
         value_cache: Tensor | None = None,
         lengths: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, ...]:
-        """Compute the layer.
+        """The output [B, S, E], with the attention weights [B, Hq, S, T] if the spec asks for them.
 
-        Args:
-            query: [B, S, E]; self attention takes its keys and values from it too.
-            key: [B, T, E], for cross attention.
-            value: [B, T, E], for cross attention.
-            key_lengths: int32 [B], where the spec's mask is `padding`.
-            attention_bias: [1, Hq, S, T], where the spec's mask is `additive`.
-            past_key: [B, Hkv, P, D], where the spec's cache is `dynamic`.
-            past_value: The same shape.
-            key_cache: [B, Hkv, T, D], where the spec's cache is `preallocated`; it is not written to.
-            value_cache: The same shape.
-            lengths: int32 [B], how many entries of a preallocated cache are valid before this call.
-
-        Returns:
-            The output [B, S, E], with the attention weights [B, Hq, S, T] if the spec asks for them, or with
-            the keys and values to bring to the next call.
+        Self attention takes keys and values from the query [B, S, E], cross attention from key and value
+        [B, T, E]. A mask `padding` needs key_lengths, int32 [B], and `additive` an attention_bias
+        [1, Hq, S, T]. A `dynamic` cache brings its past [B, Hkv, P, D], a `preallocated` one the buffers
+        [B, Hkv, T, D], which are not written to, and how many of their entries are valid, int32 [B]. With a
+        cache, the keys and values to bring to the next call follow the output.
         """
         if self.spec.cache == "dynamic":
             return self._append(query, past_key, past_value)
@@ -387,11 +349,7 @@ class Attention(nn.Module):
             cos, sin = (table[positions] for table in self.rotary)  # nothing comes from the host
         else:
             cos, sin = rotary_tables(spec.rope, spec.rope_dims, positions, q.dtype)
-        q, k = (
-            rotate(x.unflatten(-1, (-1, spec.D)), cos, sin, interleaved=spec.rope.interleaved).flatten(-2)
-            for x in (q, k)
-        )
-        return q, k
+        return rotate_heads(spec, q, cos, sin), rotate_heads(spec, k, cos, sin)
 
     def _rotate_onnx(self, x: Tensor, H: int, positions: Tensor) -> Tensor:
         """One ONNX `RotaryEmbedding` node, which looks the angles of its positions up in tables."""
@@ -431,11 +389,7 @@ class Attention(nn.Module):
         return self.combine(heads, query), keys, values
 
     def _update(
-        self,
-        query: Tensor,
-        key_cache: Tensor | None,
-        value_cache: Tensor | None,
-        lengths: Tensor | None,
+        self, query: Tensor, key_cache: Tensor | None, value_cache: Tensor | None, lengths: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         key_cache, value_cache, lengths = given(
             self.spec.name, key_cache=key_cache, value_cache=value_cache, lengths=lengths
@@ -449,8 +403,7 @@ class Attention(nn.Module):
             layout = self._layout(causal=True)
             heads, keys, values = attend_static(q, (k, v), (key_cache, value_cache), lengths, window, layout)
             return self.combine(heads, query), keys, values
-        keys = write_entries(key_cache, k, positions)
-        values = write_entries(value_cache, v, positions)
+        keys, values = write_entries(key_cache, k, positions), write_entries(value_cache, v, positions)
         valid = [merge_heads(valid_entries(rows, lengths + S)) for rows in (keys, values)]
         mask = seen_from(positions, T, self.spec.window)[:, None]
         heads, _ = attend(q, valid[0], valid[1], mask, self._layout(causal=False), self.path)
@@ -472,6 +425,12 @@ class Attention(nn.Module):
             return None
         mask = seen_from(positions, T, self.spec.window)
         return mask[None, None] if mask.dim() == 2 else mask[:, None]
+
+
+def rotate_heads(spec: AttentionSpec, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The rotary embedding of heads side by side, [B, S, H·D]."""
+    interleaved = spec.rope is not None and spec.rope.interleaved
+    return rotate(x.unflatten(-1, (-1, spec.D)), cos, sin, interleaved=interleaved).flatten(-2)
 
 
 # -- Keys and values that are kept between calls ---------------------------------------------------
@@ -511,47 +470,10 @@ def check_room(lengths: Tensor, S: int, T: int) -> None:
 
 def given(layer: str, **tensors: Tensor | None) -> list[Tensor]:
     """The tensors that a layer with a cache needs; refuse a call that does not bring them."""
-    missing = [name for name, tensor in tensors.items() if tensor is None]
-    if missing:
+    if missing := [name for name, tensor in tensors.items() if tensor is None]:
         raise DeployError(
             f"{layer} keeps a cache, and the call brings none.",
             got=f"no {', '.join(missing)}",
-            hint="reference.attention.Decoder makes an empty one",
+            hint="an empty one has no past, or lengths of 0",
         )
     return [tensor for tensor in tensors.values() if tensor is not None]
-
-
-class Decoder:
-    """Feeds a layer with a cache new tokens, and keeps the keys, values and lengths of its B sequences."""
-
-    def __init__(self, module: Attention, B: int) -> None:
-        spec, parameter = module.spec, next(module.parameters())
-        if spec.cache == "none":
-            raise DeployError(
-                f"{spec.name} has no cache to decode with.", got="cache = none", hint='cache = "dynamic"'
-            )
-        self.module = module
-        rows = spec.axes["T"].max if spec.cache == "preallocated" else 0
-        self.keys = parameter.new_zeros(B, spec.Hkv, rows, spec.D)
-        self.values = torch.zeros_like(self.keys)
-        self.lengths = torch.zeros(B, dtype=torch.int32, device=parameter.device)
-
-    def feed(self, x: Tensor, counts: Tensor | None = None) -> Tensor:
-        """Run the layer on S new tokens of every batch element. [B, S, E] -> [B, S, E].
-
-        Of a preallocated cache, `counts` [B] of them may be real, with padding behind them. The output at
-        padding means nothing.
-        """
-        if self.module.spec.cache == "preallocated":
-            held = {"key_cache": self.keys, "value_cache": self.values, "lengths": self.lengths}
-        elif counts is None:
-            held = {"past_key": self.keys, "past_value": self.values}
-        else:
-            raise DeployError(
-                "The batch elements of a dynamic cache have one length.",
-                got="counts",
-                hint='cache = "preallocated"',
-            )
-        output, self.keys, self.values = self.module(x, **held)
-        self.lengths = self.lengths + (x.shape[1] if counts is None else counts.to(self.lengths))
-        return output

@@ -16,8 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mha_deploy.errors import ExportError
 from mha_deploy.export.axes import draw_inputs
-from mha_deploy.export.eager import Float32Accumulation
-from mha_deploy.export.oracle import run_program
+from mha_deploy.export.oracle import Float32Accumulation, run_program
 from mha_deploy.export.program import attention_values, export_program
 from mha_deploy.graph.attention_node import attention_nodes
 from mha_deploy.graph.fuse import fuse_attention

@@ -5,17 +5,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from layer_decoder import Decoder
 
 from mha_deploy.bundle.traces import PlannedTrace, check_trace, read_trace, write_trace
 from mha_deploy.errors import DeployError, ExportError
-from mha_deploy.export.eager import run_module
 from mha_deploy.export.golden import LayerCapture, fp64_twin
+from mha_deploy.export.oracle import run_module
 from mha_deploy.metrics import measure
 from mha_deploy.model.catalog import find_spec
 from mha_deploy.model.precision import PRECISIONS
 from mha_deploy.model.spec import Axis
 from mha_deploy.reference import build_module
-from mha_deploy.reference.attention import Decoder
 from mha_deploy.reference.inputs import to_numpy
 
 STEPS = 6

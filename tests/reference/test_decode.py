@@ -12,14 +12,15 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
+from layer_decoder import Decoder
 from onnx.reference import ReferenceEvaluator
 from test_rotary import published_frequencies, turned
 
 from mha_deploy.errors import DeployError
-from mha_deploy.export.canonical import canonical_from_module
+from mha_deploy.export.exporter import canonical_from_module
 from mha_deploy.model.spec import AttentionSpec
 from mha_deploy.reference import attention, build_module
-from mha_deploy.reference.attention import Attention, Decoder, split_heads
+from mha_deploy.reference.attention import Attention, split_heads
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from mha_deploy.export.eager import run_module
+from mha_deploy.export.oracle import run_module
 from mha_deploy.model.catalog import find_spec
 from mha_deploy.model.precision import PRECISIONS
 from mha_deploy.model.spec import FLOAT, Axis
@@ -178,17 +178,6 @@ def one_early(module, at=AT):
         new[:, row] = old[:, row] if row < old.shape[1] else 0
 
     return new_rows_spoiled(ModuleRunner(module), module.spec.cache, spoil, at)
-
-
-def lengths_held_back(module):
-    """One row of the batch is run with the length of the call before, from step 3 on."""
-
-    def before(call, feeds):
-        if call >= AT:
-            feeds["lengths"] = feeds["lengths"] - np.array([0, 1, 0], np.int32)
-        return feeds
-
-    return Meddled(ModuleRunner(module), before=before)
 
 
 class SwappedRows(HostDecodeLoop):

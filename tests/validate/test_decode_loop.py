@@ -6,14 +6,13 @@ from dataclasses import replace
 
 import decode_mistakes as wrong
 import numpy as np
-import onnx_ir as ir
 import pytest
 from decode_mistakes import LosesCount, Meddled, ModuleRunner, SwappedRows, cached, module_of
 
 from mha_deploy.bundle.cases import GoldenCase
 from mha_deploy.bundle.traces import PlannedTrace
 from mha_deploy.errors import DeployError
-from mha_deploy.export.canonical import canonical_from_module
+from mha_deploy.export.exporter import canonical_from_module
 from mha_deploy.export.golden import LayerCapture
 from mha_deploy.metrics import budget_from_eager
 from mha_deploy.model.catalog import find_spec
@@ -209,27 +208,6 @@ def test_a_length_that_is_not_advanced_is_caught_at_its_step(precision):
     )
     assert (step.case, step.output) == ("decode step 4", "output")
     assert step.problem.endswith("worst at batch element 1, token 0")
-
-
-@pytest.mark.sweep(1)
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_length_that_only_the_runtime_has_wrong_is_caught_too(precision):
-    report = judged(
-        wrong.lengths_held_back(captured("preallocated", precision)[0]), "preallocated", precision
-    )
-    assert report.first_failed == wrong.AT
-    assert report.failures[0].output == "output"
-    assert "worst at batch element 1" in report.failures[0].problem
-
-
-def test_an_exported_graph_that_looks_ahead_is_caught_in_the_prefill():
-    module, _ = captured("dynamic")
-    model = canonical_from_module(module)
-    (node,) = [node for node in model.graph if node.op_type == "Attention"]
-    node.attributes["is_causal"] = ir.AttrInt64("is_causal", 0)
-    with open_runner("ort-cpu", model) as runner:
-        report = judged(runner, "dynamic")
-    assert [verdict.case for verdict in report.failures] == ["decode prefill"]  # one new token sees all
 
 
 def test_a_value_that_is_not_finite_is_placed():
@@ -452,20 +430,6 @@ def test_a_step_may_use_the_budgets_around_it_and_no_others():
     loose = budget_from_eager(cases[20].eager["output"], cases[20].oracle["output"], precision)
     found = [budget["output"].relative_l2 == loose.relative_l2 for budget in budgets]
     assert found == [abs(step - 20) <= 8 for step in range(40)]
-
-
-def test_the_prefill_has_its_own_budget_and_the_steps_share_theirs():
-    report, (_, trace) = judged(ModuleRunner(captured("dynamic")[0]), "dynamic"), captured("dynamic")
-    eager, oracle = (results["output"][:, :5] for results in (trace.eager, trace.oracle))
-    assert report.verdicts[0].budget == budget_from_eager(eager, oracle, PRECISIONS["fp16"])
-    steps = [verdict.budget for verdict in report.verdicts if " step " in verdict.case]
-    alone = [budget_from_eager(*_at(trace, step), PRECISIONS["fp16"]) for step in range(1, STEPS + 1)]
-    assert {budget.relative_l2 for budget in steps} == {max(budget.relative_l2 for budget in alone)}
-    assert {budget.gain for budget in steps} == {max(budget.gain for budget in alone)}
-
-
-def _at(trace, step):
-    return [trace.at_step("output", results["output"], step) for results in (trace.eager, trace.oracle)]
 
 
 def test_a_report_that_lacks_steps_has_not_passed():

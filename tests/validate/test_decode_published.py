@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mha_deploy.bundle.traces import plan_trace
-from mha_deploy.export.canonical import canonical_from_module
+from mha_deploy.export.exporter import canonical_from_module
 from mha_deploy.export.golden import LayerCapture
 from mha_deploy.model.catalog import find_spec
 from mha_deploy.model.precision import find_precision
