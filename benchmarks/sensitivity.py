@@ -215,7 +215,7 @@ def shares(point: str, tensorrt: bool) -> dict[str, dict[str, float]]:
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as pool:
         bundle = md.export(model, Path(folder) / "bundle", precision="fp16", golden=("min",))
         maker, twin = FreshCases(bundle, device), fp64_twin(module_from_bundle(bundle, device=device))
-        cases = {probe: maker.case(sizes, seed=1, probe=probe) for probe in ("weights", "edges")}
+        cases = {probe: maker.case(sizes, seed=1, probe=probe) for probe in ("coarse", "edges")}
         cases["edges"] = replace(cases["edges"], allowance=PROBE_ALLOWANCE)
         layers = {probe: Layer(twin, case) for probe, case in cases.items()}
         names = ["correct", *(name for name in MISTAKES if applies(name, layers["edges"]))]

@@ -246,7 +246,7 @@ class Noise:
             if self.widening**2 * self.repeats(range(error.ndim)) <= _SUSPECT_CHANCE**2 * power:
                 share = abs(float((along * across).sum())) / power / _SUSPECT
                 found = share * FACTORS[self._precision.name, self._precision.accumulate]
-                place = f"what {name} changes" if found > max(local, gain) else place
+                place = f"an error as from {name}" if found > max(local, gain) else place
                 gain = max(gain, found)
         return local, gain, place
 

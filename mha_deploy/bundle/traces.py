@@ -46,6 +46,7 @@ class DecodeTrace:
             computed in one call, without a cache.
         eager: The same, decoded by the model in its own precision. Behind the last token of a batch element,
             neither is defined.
+        allowance: A factor on its budgets.
     """
 
     name: str
@@ -55,6 +56,7 @@ class DecodeTrace:
     steps: int
     oracle: Arrays
     eager: Arrays
+    allowance: float = 1.0
 
     @property
     def B(self) -> int:
