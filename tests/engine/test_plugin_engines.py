@@ -106,6 +106,15 @@ def test_fp32_accumulation_is_by_matmuls_of_the_library(place, built, parsed):
     assert engine.manifest.attention["accumulate"] == "fp32"
 
 
+@pytest.mark.parametrize(("version", "asked"), [("8.6.1", False), ("10.14.1", True)])
+def test_plugins_are_asked_for_aliases_where_tensorrt_has_them(place, built, version, asked):
+    write_library(place, tensorrt=version)
+    rt, _ = built("tiny-preallocated", version=version)
+    assert ("ALIASED_PLUGIN_IO_10_03" in rt.module.last.config._raised) == asked
+    rt, _ = built("tiny-gqa", version=version, attention="native")
+    assert "ALIASED_PLUGIN_IO_10_03" not in rt.module.last.config._raised
+
+
 def test_a_native_engine_needs_no_library(place, built):
     _, engine = built(attention="native")
     assert REGISTERED == []

@@ -106,6 +106,8 @@ def _parse(self: Any, data: bytes) -> bool:
         tensor = module.ITensor(name=node.output[0], shape=(1,), dtype=dtype)
         native = node.op_type == "Attention" and hasattr(kinds, "ATTENTION_INPUT")
         kind = kinds.ATTENTION_INPUT if native else kinds.SHUFFLE
+        if node.domain == "mha_deploy":
+            kind = getattr(kinds, "PLUGIN_V3", kind)
         network._layers.append(module.ILayer(type=kind, num_inputs=0, num_outputs=1, _tensors=[tensor]))
     for values, kept in ((model.graph.input, network._inputs), (model.graph.output, network._outputs)):
         for value in values:
@@ -302,6 +304,7 @@ BEHAVIOUR: dict[str, dict[str, Any]] = {
     "IBuilderConfig": {
         "set_flag": lambda self, flag: self._raised.append(flag.name),
         "clear_flag": lambda self, flag: self._cleared.append(flag.name),
+        "set_preview_feature": lambda self, feature, on: self._raised.append(feature.name) if on else None,
         "set_memory_pool_limit": lambda self, pool, size: self.__dict__.update(_pool=(pool.name, size)),
         "add_optimization_profile": lambda self, added: self._profiles.append(added._shapes) or 0,
         "get_tactic_sources": lambda self: (1 << len(self._module.TacticSource)) - 1,

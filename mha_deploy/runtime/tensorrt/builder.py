@@ -621,6 +621,10 @@ def build_with(rt: TensorRT, request: BuildRequest, on_progress: OnProgress | No
             constrain_types(rt, network, tensor_types(request.onnx), request.precision)
         config = builder.create_builder_config()
         notes = _fill_config(rt, config, request)
+        for index in range(network.num_layers if rt.can.aliased_plugin_io else 0):
+            layer = network.get_layer(index)
+            if layer.type == trt.LayerType.PLUGIN_V3:
+                config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
         inputs = tuple(_tensor(network.get_input(index)) for index in range(network.num_inputs))
         _add_profiles(builder, config, inputs, request.profiles)
         monitor = None

@@ -94,6 +94,11 @@ class Capabilities:
     """
     aliased_outputs: bool = _names("ICudaEngine.get_aliased_input_tensor")
     """An engine reports which outputs it writes in place of an input."""
+    # Plugins are asked which outputs are the memory of an input, where a preview feature is on (10.3).
+    aliased_plugin_io: bool = _names(
+        *("PreviewFeature.ALIASED_PLUGIN_IO_10_03", "IBuilderConfig.set_preview_feature"),
+        "LayerType.PLUGIN_V3",
+    )
     device_memory_v1: bool = _names("ICudaEngine.device_memory_size")
     """An engine reports its scratch memory by 8.6's name."""
     device_memory_v2: bool = _names("ICudaEngine.device_memory_size_v2")
