@@ -3,6 +3,7 @@
 #include "attention.h"
 #include "cudnn_attention.h"
 #include "driver.h"
+#include "handles.h"
 #include "plan_cache.h"
 #include "row_kernels.h"
 #include "sparse_heads.h"
@@ -334,7 +335,7 @@ Status copy_output(Call const& call) {
 }
 
 // The pointers must have been checked, and the workspace must hold `prepared.scratch_bytes`.
-Status launch_attention(Call const& call, CudnnHandle const& handle) {
+Status launch_attention(Call const& call, Handles* handles) {
     AttentionParameters const& p = call.parameters;
     Prepared const& prepared = call.prepared;
     Status status = p.has_cache ? copy_past(call) : Status();
@@ -370,7 +371,9 @@ Status launch_attention(Call const& call, CudnnHandle const& handle) {
     addresses.bias = const_cast<void*>(call.input(call.places.bias));
     addresses.query_counts = counts(prepared.query_counts_at, prepared.query_counts);
     addresses.key_counts = counts(prepared.key_counts_at, prepared.key_counts);
-    status = prepared.plan->launch(handle, addresses, call.workspace, call.stream);
+    CudnnHandle const handle(*handles);
+    RETURN_IF_FAILED(handle.status());
+    status = prepared.plan->launch(handle.get(), addresses, call.workspace, call.stream);
     if (status.ok() && prepared.rounded) {
         status = copy_output(call);
     }
@@ -399,8 +402,8 @@ struct AttentionWork::State {
     Status valid;
     std::size_t exact_left;  // sizes that may still get plans of their own
     Driver const* driver = nullptr;
-    Context context;  // the one that the handle, the plans and the memory belong to
-    CudnnHandle handle;
+    Context context;  // the one that the handles, the plans and the memory belong to
+    std::shared_ptr<Handles> handles;
     PlanCache<Prepared> prepared;
     std::vector<std::shared_ptr<Prepared>> leaving;  // evicted, but the device may still be at them
     // The latest call: most engines run one shape over and over.
@@ -493,7 +496,8 @@ Status AttentionWork::State::make_dense(AttentionShapes const& shapes, Type type
     Prepared& made) {
     AttentionParameters const& p = parameters;
     bool const cache = p.has_cache;
-    RETURN_IF_FAILED(handle.create());
+    RETURN_IF_FAILED(Handles::open(*driver, context, handles));
+    RETURN_IF_FAILED(CudnnHandle(*handles).status());  // made now, and not while a graph is recorded
     made.mask = mask_of(p, shapes, made.rounded);
     made.output = rows_view(made.batch, p.query_heads, shapes.queries(p), p.value_size);
     std::array<bool, 3> staged{};
@@ -639,7 +643,7 @@ Status AttentionWork::run(AttentionShapes const& shapes, Type type, AttentionPoi
         }
         Call const call{*state.driver, state.parameters, shapes, *entry, pointers,
             static_cast<char*>(workspace), stream, InputPlaces(state.parameters)};
-        return launch_attention(call, state.handle);
+        return launch_attention(call, state.handles.get());
     });
 }
 

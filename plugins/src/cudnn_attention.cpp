@@ -145,27 +145,20 @@ Status build_graph(fe::graph::Graph& graph, cudnnHandle_t handle) {
 
 }  // namespace
 
-CudnnHandle::~CudnnHandle() {
-    if (handle_ != nullptr) {
-        Status const status = guarded("let a cuDNN handle go", [this] {
-            fe::detail::destroy_handle(static_cast<cudnnHandle_t>(handle_));
-            return Status();
-        });
-        (void)status.ok();
-    }
+Status create_cudnn_handle(void*& handle) {
+    RETURN_IF_FAILED(load_cudnn());
+    cudnnHandle_t made = nullptr;
+    Status status = status_of_cudnn(fe::detail::create_handle(&made), "make a cuDNN handle");
+    handle = status.ok() ? made : nullptr;
+    return status;
 }
 
-Status CudnnHandle::create() {
-    return guarded("make a cuDNN handle", [this] {
-        if (handle_ != nullptr) {
-            return Status();
-        }
-        RETURN_IF_FAILED(load_cudnn());
-        cudnnHandle_t handle = nullptr;
-        Status status = status_of_cudnn(fe::detail::create_handle(&handle), "make a cuDNN handle");
-        handle_ = status.ok() ? handle : nullptr;
-        return status;
+void destroy_cudnn_handle(void* handle) noexcept {
+    Status const status = guarded("let a cuDNN handle go", [&] {
+        fe::detail::destroy_handle(static_cast<cudnnHandle_t>(handle));
+        return Status();
     });
+    (void)status.ok();
 }
 
 struct CudnnAttention::Graph {
@@ -209,10 +202,10 @@ std::size_t CudnnAttention::workspace_bytes() const noexcept {
     return graph_->workspace_bytes;
 }
 
-Status CudnnAttention::launch(CudnnHandle const& handle, CudnnAddresses const& addresses, void* workspace,
-    CUstream stream) const {
+Status CudnnAttention::launch(
+    void* handle, CudnnAddresses const& addresses, void* workspace, CUstream stream) const {
     return guarded("launch this attention", [&] {
-        auto* const cudnn = static_cast<cudnnHandle_t>(handle.get());
+        auto* const cudnn = static_cast<cudnnHandle_t>(handle);
         Status status = status_of_cudnn(fe::detail::set_stream(cudnn, stream), "use the stream");
         if (!status.ok()) {
             return status;

@@ -11,21 +11,9 @@
 
 namespace mha_deploy {
 
-// A cuDNN handle. It belongs to one AttentionWork: calls on two streams must not share one.
-class CudnnHandle {
-public:
-    CudnnHandle() = default;
-    CudnnHandle(CudnnHandle const&) = delete;
-    CudnnHandle& operator=(CudnnHandle const&) = delete;
-    ~CudnnHandle();
-
-    // Loads cuDNN where that has not happened yet. Not while a stream is being captured.
-    Status create();
-    void* get() const noexcept { return handle_; }
-
-private:
-    void* handle_ = nullptr;
-};
+// A handle of the current context. Loads cuDNN where that has not happened yet.
+Status create_cudnn_handle(void*& handle);
+void destroy_cudnn_handle(void* handle) noexcept;
 
 // Device memory of one launch. What the plan does not use may be null.
 struct CudnnAddresses {
@@ -58,8 +46,7 @@ public:
     CudnnAttention& operator=(CudnnAttention const&) = delete;
 
     std::size_t workspace_bytes() const noexcept;
-    Status launch(CudnnHandle const& handle, CudnnAddresses const& addresses, void* workspace,
-        CUstream stream) const;
+    Status launch(void* handle, CudnnAddresses const& addresses, void* workspace, CUstream stream) const;
 
 private:
     struct Graph;

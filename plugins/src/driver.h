@@ -45,7 +45,6 @@ namespace mha_deploy {
     X(destroy_graph, cuGraphDestroy) \
     X(create_event, cuEventCreate) \
     X(record_event, cuEventRecord) \
-    X(wait_event, cuEventSynchronize) \
     X(destroy_event, cuEventDestroy) \
     X(error_string, cuGetErrorString)
 
@@ -62,8 +61,9 @@ struct Counters {
     std::atomic<int> plans{0};
     std::atomic<int> allocations{0};
     std::atomic<int> synchronisations{0};
+    std::atomic<int> handles{0};
 
-    int all() const noexcept { return plans + allocations + synchronisations; }
+    int all() const noexcept { return plans + allocations + synchronisations + handles; }
 };
 inline Counters counters;
 

@@ -2,6 +2,7 @@
 
 #include "trt/layer.h"
 #include "trt/log.h"
+#include "trt/process.h"
 
 #if NV_TENSORRT_MAJOR >= 10
 #include "trt/plugin_v3.h"
@@ -16,8 +17,6 @@ using CreatorInterface = nvinfer1::IPluginCreator;
 #endif
 
 #include <cudnn_frontend_version.h>
-
-#include <dlfcn.h>
 
 #include <array>
 #include <mutex>
@@ -49,23 +48,11 @@ CreatorInterface* const* interfaces(int32_t& count) {
     return all.data();
 }
 
-#define MHA_DEPLOY_LIBRARY_OF(major) "libnvinfer.so." #major
-#define MHA_DEPLOY_LIBRARY(major) MHA_DEPLOY_LIBRARY_OF(major)
-
-constexpr char const* kTensorRT = MHA_DEPLOY_LIBRARY(NV_TENSORRT_MAJOR);
-
-// A function of the TensorRT in this process; it is not loaded for our sake.
-template <typename Function>
-Function* function_named(char const* name) {
-    void* const library = dlopen(kTensorRT, RTLD_LAZY | RTLD_NOLOAD);
-    return reinterpret_cast<Function*>(dlsym(library == nullptr ? RTLD_DEFAULT : library, name));
-}
-
 // The logger that TensorRT itself uses.
 class TensorRTLogger final : public nvinfer1::ILoggerFinder {
 public:
     nvinfer1::ILogger* findLogger() override {
-        auto* const get = function_named<nvinfer1::ILogger*()>("getLogger");
+        auto* const get = mha_deploy::trt::function_named<nvinfer1::ILogger*()>("getLogger");
         return get == nullptr ? nullptr : get();
     }
 };
@@ -84,10 +71,10 @@ bool is_registered(nvinfer1::IPluginRegistry& registry, char const* name) {
 // function has another place in the registry of 8.6.0 than in that of 8.6.1, so a caller made for one calls
 // something else in the other. What is there already stays.
 std::string register_creators() {
-    auto* const get = function_named<nvinfer1::IPluginRegistry*()>("getPluginRegistry");
-    nvinfer1::IPluginRegistry* const registry = get == nullptr ? nullptr : get();
+    nvinfer1::IPluginRegistry* const registry = mha_deploy::trt::plugin_registry();
     if (registry == nullptr) {
-        return std::string("there is no ") + kTensorRT + " in this process; load TensorRT before its plugins";
+        return std::string("there is no ") + mha_deploy::trt::kTensorRT
+               + " in this process; load TensorRT before its plugins";
     }
     static TensorRTLogger logger;
     static std::mutex mutex;

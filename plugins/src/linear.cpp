@@ -2,16 +2,21 @@
 
 #include "cublas_lt.h"
 #include "driver.h"
+#include "handles.h"
 #include "serializer.h"
 
 #include <algorithm>
 #include <array>
 #include <chrono>
-#include <cstring>
+#include <cstddef>
+#include <cstdio>
+#include <cstdlib>
 #include <iterator>
 #include <limits>
 #include <list>
+#include <map>
 #include <new>
+#include <optional>
 #include <utility>
 
 namespace mha_deploy {
@@ -216,22 +221,24 @@ uint64_t machine_of(Driver const& driver, CublasLt const& library) {
 // ---- measuring, while an engine is built
 
 constexpr int kProposals = 10;
-constexpr int kRounds = 5;
+constexpr std::size_t kRounds = 5;
 constexpr double kMeasuringSeconds = 1.5;  // for all sizes of one projection
 constexpr float kWorthwhile = 0.98F;       // another algorithm is taken from two per cent on in most rounds
+constexpr float kHopeless = 1.1F;          // and not compared further where it began ten per cent behind
 constexpr std::size_t kRotatedBytes = std::size_t{96} << 20;  // weights of several layers do not stay in L2
+constexpr int64_t kSmallBytes = int64_t{1} << 20;  // a GEMM that moves less takes no longer than its launch
 
-// Launches of one algorithm as a graph, timed by events: a small GEMM is shorter than its launch.
-class Timed {
+// Launches of one algorithm: a small GEMM is shorter than its launch, but not within a graph.
+class Launches {
 public:
-    explicit Timed(Driver const& driver) : driver_(driver) {}
-    Timed(Timed&& other) noexcept
+    explicit Launches(Driver const& driver) : driver_(driver) {}
+    Launches(Launches&& other) noexcept
         : driver_(other.driver_), graph_(std::exchange(other.graph_, nullptr)),
           executable_(std::exchange(other.executable_, nullptr)) {}
-    Timed(Timed const&) = delete;
-    Timed& operator=(Timed const&) = delete;
-    Timed& operator=(Timed&&) = delete;
-    ~Timed() {
+    Launches(Launches const&) = delete;
+    Launches& operator=(Launches const&) = delete;
+    Launches& operator=(Launches&&) = delete;
+    ~Launches() {
         if (executable_ != nullptr) {
             driver_.destroy_executable(executable_);
         }
@@ -240,23 +247,16 @@ public:
         }
     }
 
-    template <typename Launches>
-    bool record(CUstream stream, Launches const& launches) {
+    template <typename Work>
+    bool record(CUstream stream, Work const& work) {
         if (driver_.begin_capture(stream, CU_STREAM_CAPTURE_MODE_RELAXED) != CUDA_SUCCESS) {
             return false;
         }
-        bool const launched = launches();
+        bool const launched = work();
         bool const ended = driver_.end_capture(stream, &graph_) == CUDA_SUCCESS;
         return launched && ended && driver_.instantiate(&executable_, graph_, 0) == CUDA_SUCCESS;
     }
-
-    bool time(CUstream stream, CUevent begin, CUevent end, float& milliseconds) const {
-        return driver_.record_event(begin, stream) == CUDA_SUCCESS
-               && driver_.launch_graph(executable_, stream) == CUDA_SUCCESS
-               && driver_.record_event(end, stream) == CUDA_SUCCESS
-               && driver_.wait_event(end) == CUDA_SUCCESS
-               && driver_.elapsed(&milliseconds, begin, end) == CUDA_SUCCESS;
-    }
+    bool launch(CUstream stream) const { return driver_.launch_graph(executable_, stream) == CUDA_SUCCESS; }
 
 private:
     Driver const& driver_;
@@ -272,10 +272,8 @@ public:
     Bench(Bench const&) = delete;
     Bench& operator=(Bench const&) = delete;
     ~Bench() {
-        for (CUevent const event : {begin_, end_}) {
-            if (event != nullptr) {
-                driver_.destroy_event(event);
-            }
+        for (CUevent const event : events_) {
+            driver_.destroy_event(event);
         }
         if (stream_ != nullptr) {
             driver_.destroy_stream(stream_);
@@ -290,17 +288,55 @@ public:
         weight_bytes_ = bytes(most.inputs, most.outputs);
         weights_ = std::clamp<std::size_t>(kRotatedBytes / weight_bytes_, 1, 8);
         return driver_.create_stream(&stream_, CU_STREAM_NON_BLOCKING) == CUDA_SUCCESS
-               && driver_.create_event(&begin_, CU_EVENT_DEFAULT) == CUDA_SUCCESS
-               && driver_.create_event(&end_, CU_EVENT_DEFAULT) == CUDA_SUCCESS
                && fill(x_, bytes(most.rows, most.inputs)) && fill(weight_, weights_ * weight_bytes_)
                && fill(bias_, bytes(1, most.outputs)) && fill(y_, bytes(most.rows, most.outputs))
                && workspace_.allocate(driver_, kWorkspaceLimit).ok();
     }
 
-    // The fastest of the library's proposals; false where nothing could be measured.
-    bool fastest(LinearProblem const& problem, cublasLtMatmulAlgo_t& algorithm) {
-        Matmul matmul;
+    // The fastest of the library's proposals, or nothing where they could not be measured.
+    std::optional<cublasLtMatmulAlgo_t> fastest(LinearProblem const& problem) {
         std::vector<cublasLtMatmulHeuristicResult_t> proposals;
+        std::vector<Launches> launches;
+        if (!record_all(problem, proposals, launches)) {
+            return std::nullopt;
+        }
+        std::vector<std::size_t> order;
+        for (std::size_t i = 0; i < 2 * launches.size(); ++i) {
+            order.push_back(i % launches.size());
+        }
+        std::vector<float> const begun = times(launches, order);  // all once to warm up, then all once more
+        if (begun.empty()) {
+            return std::nullopt;
+        }
+        // Each that is left follows the library's favourite: a GPU changes its clocks meanwhile.
+        float const* const second = begun.data() + launches.size();
+        order.clear();
+        for (std::size_t i = 1; i < launches.size(); ++i) {
+            for (std::size_t round = 0; round < kRounds && second[i] < second[0] * kHopeless; ++round) {
+                order.insert(order.end(), {0, i});
+            }
+        }
+        std::vector<float> const compared = times(launches, order);
+        std::size_t best = 0;
+        float least = kWorthwhile;
+        for (std::size_t at = 0; at + 2 * kRounds <= compared.size(); at += 2 * kRounds) {
+            std::array<float, kRounds> ratios{};
+            for (std::size_t round = 0; round < kRounds; ++round) {
+                ratios[round] = compared[at + 2 * round + 1] / compared[at + 2 * round];
+            }
+            std::nth_element(ratios.begin(), ratios.begin() + kRounds / 2, ratios.end());
+            if (ratios[kRounds / 2] < least) {
+                least = ratios[kRounds / 2];
+                best = order[at + 1];
+            }
+        }
+        return proposals[best].algo;
+    }
+
+private:
+    bool record_all(LinearProblem const& problem, std::vector<cublasLtMatmulHeuristicResult_t>& proposals,
+        std::vector<Launches>& launches) {
+        Matmul matmul;
         if (!matmul.make(library_, handle_, problem, nullptr).ok()
             || !matmul.propose(kProposals, proposals).ok()) {
             return false;
@@ -308,16 +344,13 @@ public:
         auto const [rows, inputs, outputs] = problem.shape;
         double const operations = 2.0 * static_cast<double>(rows) * static_cast<double>(inputs)
                                   * static_cast<double>(outputs);
-        int const launches = operations > 1e11 ? 2 : 12;
-        std::vector<Timed> timed;
+        std::size_t const count = operations > 1e11 ? 2 : 12;
         for (auto const& proposal : proposals) {
-            timed.emplace_back(driver_);
             matmul.use(proposal.algo, proposal.workspaceSize);
-            bool const recorded = timed.back().record(stream_, [&] {
+            bool const recorded = launches.emplace_back(driver_).record(stream_, [&] {
                 bool ok = true;
-                for (int i = 0; ok && i < launches; ++i) {
-                    auto const weight =
-                        weight_.address() + static_cast<std::size_t>(i) % weights_ * weight_bytes_;
+                for (std::size_t i = 0; ok && i < count; ++i) {
+                    auto const weight = weight_.address() + i % weights_ * weight_bytes_;
                     LinearPointers const pointers{reinterpret_cast<void*>(x_.address()),
                         reinterpret_cast<void*>(weight), reinterpret_cast<void*>(bias_.address()),
                         reinterpret_cast<void*>(y_.address())};
@@ -325,36 +358,36 @@ public:
                 }
                 return ok;
             });
-            float warming = 0.0F;
-            if (!recorded || !timed.back().time(stream_, begin_, end_, warming)) {
+            if (!recorded) {
                 return false;
             }
         }
-        // Each is compared with the library's favourite right before it: a GPU changes its clocks meanwhile.
-        std::size_t best = 0;
-        float least = kWorthwhile;
-        for (std::size_t i = 1; i < timed.size(); ++i) {
-            std::array<float, kRounds> ratios{};
-            for (float& ratio : ratios) {
-                float first = 0.0F;
-                float other = 0.0F;
-                if (!timed[0].time(stream_, begin_, end_, first)
-                    || !timed[i].time(stream_, begin_, end_, other)) {
-                    return false;
-                }
-                ratio = other / first;
-            }
-            std::nth_element(ratios.begin(), ratios.begin() + kRounds / 2, ratios.end());
-            if (ratios[kRounds / 2] < least) {
-                least = ratios[kRounds / 2];
-                best = i;
-            }
-        }
-        algorithm = proposals[best].algo;
         return true;
     }
 
-private:
+    // Milliseconds of each, one right behind the other; the host waits only once, since a wait is long where
+    // other processes use the GPU. Nothing where something fails.
+    std::vector<float> times(std::vector<Launches> const& launches, std::vector<std::size_t> const& order) {
+        while (events_.size() <= order.size()) {
+            CUevent event = nullptr;
+            if (driver_.create_event(&event, CU_EVENT_DEFAULT) != CUDA_SUCCESS) {
+                return {};
+            }
+            events_.push_back(event);
+        }
+        bool ok = driver_.record_event(events_[0], stream_) == CUDA_SUCCESS;
+        for (std::size_t i = 0; ok && i < order.size(); ++i) {
+            ok = launches[order[i]].launch(stream_)
+                 && driver_.record_event(events_[i + 1], stream_) == CUDA_SUCCESS;
+        }
+        ok = driver_.synchronize(stream_) == CUDA_SUCCESS && ok;
+        std::vector<float> all(order.size());
+        for (std::size_t i = 0; ok && i < all.size(); ++i) {
+            ok = driver_.elapsed(&all[i], events_[i], events_[i + 1]) == CUDA_SUCCESS && all[i] > 0.0F;
+        }
+        return ok ? all : std::vector<float>();
+    }
+
     // Numbers between 1 and 2, of either sign: with zeros a GPU takes less power, and runs faster.
     bool fill(DeviceMemory& memory, std::size_t bytes) {
         std::vector<uint16_t> numbers(std::min<std::size_t>(bytes, std::size_t{1} << 20) / 2);
@@ -382,17 +415,86 @@ private:
     CublasLt const& library_;
     cublasLtHandle_t handle_;
     CUstream stream_ = nullptr;
-    CUevent begin_ = nullptr;
-    CUevent end_ = nullptr;
+    std::vector<CUevent> events_;
     std::size_t weight_bytes_ = 0;
     std::size_t weights_ = 1;
     DeviceMemory x_, weight_, bias_, y_, workspace_;
 };
 
-// Layers of one model have the same sizes: each is measured once in a process.
-struct Measured {
+// What was measured. Layers of one model have the same sizes, so it is kept for the process; and for others
+// of the same machine where MHA_DEPLOY_GEMM_CACHE names a file.
+class Measured {
+public:
+    // Machine, rows, inputs, outputs, type, bias, transposed.
+    using Key = std::array<uint64_t, 7>;
+
+    static Key key_of(uint64_t machine, LinearProblem const& problem) {
+        auto const [rows, inputs, outputs] = problem.shape;
+        return {machine, static_cast<uint64_t>(rows), static_cast<uint64_t>(inputs),
+            static_cast<uint64_t>(outputs), static_cast<uint64_t>(problem.type), problem.parameters.has_bias,
+            problem.parameters.transposed};
+    }
+
+    // Null where it was not measured; nothing where it was left to cuBLASLt.
+    std::optional<cublasLtMatmulAlgo_t> const* find(Key const& key) {
+        auto found = all_.find(key);
+        if (found == all_.end()) {
+            read_file();
+            found = all_.find(key);
+        }
+        return found == all_.end() ? nullptr : &found->second;
+    }
+
+    std::optional<cublasLtMatmulAlgo_t> const& add(
+        Key const& key, std::optional<cublasLtMatmulAlgo_t> const& algorithm) {
+        if (algorithm.has_value()) {
+            append_to_file(key, *algorithm);
+        }
+        return all_[key] = algorithm;
+    }
+
     std::mutex mutex;
-    std::vector<std::pair<uint64_t, std::pair<LinearProblem, cublasLtMatmulAlgo_t>>> all;  // by machine
+
+private:
+    struct Line {
+        Key key;
+        cublasLtMatmulAlgo_t algorithm;
+        uint64_t checksum;
+
+        uint64_t sum() const noexcept {
+            return blob::checksum(reinterpret_cast<std::byte const*>(this), offsetof(Line, checksum));
+        }
+    };
+    static_assert(sizeof(Line) == 128, "a line is written at once, and has no gaps");
+
+    static std::FILE* open_file(char const* mode) {
+        char const* const path = std::getenv("MHA_DEPLOY_GEMM_CACHE");
+        return path == nullptr || *path == '\0' ? nullptr : std::fopen(path, mode);
+    }
+    void read_file() {
+        if (std::FILE* const file = open_file("rb")) {
+            Line line{};
+            std::fseek(file, read_, SEEK_SET);
+            while (std::fread(&line, sizeof(line), 1, file) == 1) {
+                read_ += static_cast<long>(sizeof(line));
+                if (line.checksum == line.sum()) {
+                    all_.emplace(line.key, line.algorithm);
+                }
+            }
+            std::fclose(file);
+        }
+    }
+    static void append_to_file(Key const& key, cublasLtMatmulAlgo_t const& algorithm) {
+        if (std::FILE* const file = open_file("ab")) {
+            Line line{key, algorithm, 0};
+            line.checksum = line.sum();
+            std::fwrite(&line, sizeof(line), 1, file);
+            std::fclose(file);
+        }
+    }
+
+    std::map<Key, std::optional<cublasLtMatmulAlgo_t>> all_;
+    long read_ = 0;  // bytes of the file
 };
 
 Measured& shared_measurements() {
@@ -432,53 +534,55 @@ std::string LinearProblem::text() const {
 }
 
 void LinearTuning::measure(LinearParameters const& parameters, LinearShape const& most, Type type) {
+    int64_t const bytes = 2 * (most.rows * (most.inputs + most.outputs) + most.inputs * most.outputs);
     Driver const* driver = nullptr;
+    Context context;
+    std::shared_ptr<Handles> handles;
     CublasLt const* library = nullptr;
-    LtHandle handle(nullptr, nullptr);
-    if (most.rows < 1 || !load_driver(driver).ok()) {
-        return;
+    cublasLtHandle_t handle = nullptr;
+    if (most.rows < 1 || bytes < kSmallBytes || !load_driver(driver).ok()
+        || !current_context(*driver, context).ok() || !Handles::open(*driver, context, handles).ok()
+        || !handles->cublas_lt(library, handle).ok()) {
+        return;  // cuBLASLt's own choice will do
     }
     OutsideCapture const outside(*driver);
-    if (!make_handle(library, handle).ok()) {
-        return;
-    }
     std::lock_guard<std::mutex> const lock(mutex_);
     uint64_t const here = machine_of(*driver, *library);
     if (here != machine) {
-        entries.clear();
+        choices.clear();
         machine = here;
     }
     Measured& measured = shared_measurements();
     std::lock_guard<std::mutex> const one_at_a_time(measured.mutex);
     auto const begin = std::chrono::steady_clock::now();
-    Bench bench(*driver, *library, handle.get());
-    bool opened = false;
+    Bench bench(*driver, *library, handle);
+    std::optional<bool> opened;
     for (int64_t const rows : measured_rows(most.rows)) {
         LinearProblem const problem{{rows, most.inputs, most.outputs}, type, parameters, kFullAlignment};
-        if (std::any_of(entries.begin(), entries.end(),
-                [&](Entry const& each) { return each.shape == problem.shape && each.type == type; })) {
+        if (std::any_of(choices.begin(), choices.end(),
+                [&](Choice const& each) { return each.shape == problem.shape && each.type == type; })) {
             continue;
         }
-        auto known = std::find_if(measured.all.begin(), measured.all.end(),
-            [&](auto const& each) { return each.first == here && each.second.first == problem; });
-        if (known == measured.all.end()) {
+        Measured::Key const key = Measured::key_of(here, problem);
+        std::optional<cublasLtMatmulAlgo_t> const* known = measured.find(key);
+        if (known == nullptr) {
+            // What does not fit into the time is left to cuBLASLt, and not tried again for the next layer.
             std::chrono::duration<double> const spent = std::chrono::steady_clock::now() - begin;
-            opened = opened || bench.open(most);
-            cublasLtMatmulAlgo_t algorithm{};
-            if (!opened || spent.count() > kMeasuringSeconds || !bench.fastest(problem, algorithm)) {
-                return;  // cuBLASLt's own choice will do
-            }
-            known = measured.all.insert(measured.all.end(), {here, {problem, algorithm}});
+            opened = opened.has_value() ? opened : bench.open(most);
+            bool const in_time = *opened && spent.count() < kMeasuringSeconds;
+            known = &measured.add(key, in_time ? bench.fastest(problem) : std::nullopt);
         }
-        entries.push_back({problem.shape, type, known->second.second});
+        if (known->has_value()) {
+            choices.push_back({problem.shape, type, **known});
+        }
     }
 }
 
 cublasLtMatmulAlgo_t const* LinearTuning::find(LinearShape const& shape, Type type) const {
     std::lock_guard<std::mutex> const lock(mutex_);
-    auto const found = std::find_if(entries.begin(), entries.end(),
-        [&](Entry const& each) { return each.shape == shape && each.type == type; });
-    return found == entries.end() ? nullptr : &found->algorithm;
+    auto const found = std::find_if(choices.begin(), choices.end(),
+        [&](Choice const& each) { return each.shape == shape && each.type == type; });
+    return found == choices.end() ? nullptr : &found->algorithm;
 }
 
 std::vector<std::byte> serialize(LinearParameters const& parameters, LinearTuning const& tuning) {
@@ -486,13 +590,13 @@ std::vector<std::byte> serialize(LinearParameters const& parameters, LinearTunin
     writer.add(parameters.has_bias);
     writer.add(parameters.transposed);
     writer.add(tuning.machine);
-    writer.add(static_cast<uint32_t>(tuning.entries.size()));
-    for (LinearTuning::Entry const& entry : tuning.entries) {
-        writer.add(entry.shape.rows);
-        writer.add(entry.shape.inputs);
-        writer.add(entry.shape.outputs);
-        writer.add(static_cast<int32_t>(entry.type));
-        for (uint64_t const word : entry.algorithm.data) {
+    writer.add(static_cast<uint32_t>(tuning.choices.size()));
+    for (LinearTuning::Choice const& choice : tuning.choices) {
+        writer.add(choice.shape.rows);
+        writer.add(choice.shape.inputs);
+        writer.add(choice.shape.outputs);
+        writer.add(static_cast<int32_t>(choice.type));
+        for (uint64_t const word : choice.algorithm.data) {
             writer.add(word);
         }
     }
@@ -507,17 +611,17 @@ Status deserialize(void const* bytes, std::size_t size, LinearParameters& parame
     reader.take(parameters.transposed);
     reader.take(tuning.machine);
     reader.take(count);
-    tuning.entries.resize(std::min<std::size_t>(count, size / sizeof(cublasLtMatmulAlgo_t)));
-    for (LinearTuning::Entry& entry : tuning.entries) {
+    tuning.choices.resize(std::min<std::size_t>(count, size / sizeof(cublasLtMatmulAlgo_t)));
+    for (LinearTuning::Choice& choice : tuning.choices) {
         int32_t type = 0;
-        reader.take(entry.shape.rows);
-        reader.take(entry.shape.inputs);
-        reader.take(entry.shape.outputs);
+        reader.take(choice.shape.rows);
+        reader.take(choice.shape.inputs);
+        reader.take(choice.shape.outputs);
         reader.take(type);
-        for (uint64_t& word : entry.algorithm.data) {
+        for (uint64_t& word : choice.algorithm.data) {
             reader.take(word);
         }
-        entry.type = static_cast<Type>(type);
+        choice.type = static_cast<Type>(type);
     }
     return reader.finish();
 }
@@ -576,8 +680,9 @@ struct LinearWork::State {
     std::shared_ptr<LinearTuning const> tuning;
     Driver const* driver = nullptr;
     Context context;  // the one that the handle and the memory belong to
+    std::shared_ptr<Handles> handles;
     CublasLt const* library = nullptr;
-    LtHandle handle{nullptr, nullptr};
+    cublasLtHandle_t handle = nullptr;
     std::list<Plan> plans;  // the last used first
 
     // Once; later only a look at whether the context is still the same.
@@ -590,9 +695,9 @@ struct LinearWork::State {
                        : Status::failed("a projection was prepared in one CUDA context; got another one; "
                                         "try an execution context for each");
         }
-        OutsideCapture const outside(*driver);
         context = current;
-        return make_handle(library, handle);
+        RETURN_IF_FAILED(Handles::open(*driver, context, handles));
+        return handles->cublas_lt(library, handle);
     }
 
     Status find(LinearProblem const& problem, bool capturing, Plan*& plan) {
@@ -616,7 +721,7 @@ struct LinearWork::State {
             problem.alignment == kFullAlignment && tuning->machine == machine_of(*driver, *library);
         std::list<Plan> made(1);
         Status status = made.front().matmul.make(
-            *library, handle.get(), problem, tuned ? tuning->find(problem.shape, problem.type) : nullptr);
+            *library, handle, problem, tuned ? tuning->find(problem.shape, problem.type) : nullptr);
         if (status.ok()) {
             plans.splice(plans.begin(), made);
             plan = &plans.front();

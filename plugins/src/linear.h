@@ -55,20 +55,20 @@ struct LinearProblem {
 class LinearTuning {
 public:
     // Measure the proposals of cuBLASLt at all powers of two, and three quarters of them, up to the most
-    // rows, and at these. Needs a GPU; whatever fails or takes too long keeps the first proposal.
+    // rows, and at these. Needs a GPU; what is small, fails or takes too long keeps the first proposal.
     void measure(LinearParameters const& parameters, LinearShape const& most, Type type);
 
     // The algorithm that was fastest, or null.
     cublasLtMatmulAlgo_t const* find(LinearShape const& shape, Type type) const;
 
-    struct Entry {
+    struct Choice {
         LinearShape shape;
         Type type = Type::kHalf;
         cublasLtMatmulAlgo_t algorithm{};
     };
-    // What they belong to: GPU and library, as one number. Entries of another machine are ignored.
+    // What they belong to: GPU and library, as one number. Those of another machine are ignored.
     uint64_t machine = 0;
-    std::vector<Entry> entries;
+    std::vector<Choice> choices;
 
 private:
     mutable std::mutex mutex_;

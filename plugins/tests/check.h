@@ -15,7 +15,8 @@
 
 namespace mha_deploy::check {
 
-// What tests want of the driver. The names in cuda.h are macros for the versioned ones, hence the two steps.
+// What only tests want of the driver. The names in cuda.h are macros for the versioned ones, hence the two
+// steps.
 #define MHA_DEPLOY_TEST_FUNCTIONS(X) \
     X(device_get, cuDeviceGet) \
     X(device_name, cuDeviceGetName) \
@@ -23,40 +24,23 @@ namespace mha_deploy::check {
     X(set_context, cuCtxSetCurrent) \
     X(destroy_context, cuCtxDestroy) \
     X(describe_address, cuPointerGetAttributes) \
-    X(allocate, cuMemAlloc) \
-    X(free, cuMemFree) \
     X(set, cuMemsetD8) \
-    X(to_device, cuMemcpyHtoD) \
     X(to_host, cuMemcpyDtoH) \
-    X(create_stream, cuStreamCreate) \
-    X(destroy_stream, cuStreamDestroy) \
-    X(synchronize, cuStreamSynchronize) \
-    X(begin_capture, cuStreamBeginCapture) \
-    X(end_capture, cuStreamEndCapture) \
-    X(instantiate, cuGraphInstantiateWithFlags) \
-    X(launch_graph, cuGraphLaunch) \
-    X(destroy_executable, cuGraphExecDestroy) \
-    X(destroy_graph, cuGraphDestroy) \
-    X(create_event, cuEventCreate) \
-    X(record_event, cuEventRecord) \
-    X(wait_event, cuEventSynchronize) \
-    X(destroy_event, cuEventDestroy)
+    X(wait_event, cuEventSynchronize)
 #define MHA_DEPLOY_NAME_OF(function) #function
 #define MHA_DEPLOY_MEMBER(member, function) decltype(&function) member = nullptr;
 #define MHA_DEPLOY_LOAD(member, function) \
     member = reinterpret_cast<decltype(member)>(dlsym(library, MHA_DEPLOY_NAME_OF(function)));
 
-struct Gpu {
+struct Gpu : Driver {
     MHA_DEPLOY_TEST_FUNCTIONS(MHA_DEPLOY_MEMBER)
-    // The forms that every driver has.
-    CUresult (*create_context)(CUcontext*, unsigned, CUdevice) = nullptr;
-    CUresult (*elapsed)(float*, CUevent, CUevent) = nullptr;
+    CUresult (*create_context)(CUcontext*, unsigned, CUdevice) = nullptr;  // the form that every driver has
     CUcontext context = nullptr;
 
-    explicit Gpu(void* library) {
+    explicit Gpu(Driver const& driver) : Driver(driver) {
+        void* const library = dlopen("libcuda.so.1", RTLD_NOW);
         MHA_DEPLOY_TEST_FUNCTIONS(MHA_DEPLOY_LOAD)
         MHA_DEPLOY_LOAD(create_context, cuCtxCreate_v2)
-        elapsed = reinterpret_cast<decltype(elapsed)>(dlsym(library, "cuEventElapsedTime"));
     }
 };
 
@@ -83,7 +67,7 @@ inline Gpu const& gpu() {
         if (Status const status = load_driver(driver); !status.ok()) {
             stop(status.reason());
         }
-        Gpu made(dlopen("libcuda.so.1", RTLD_NOW));
+        Gpu made(*driver);
         CUdevice device = 0;
         char name[128] = "";
         must(made.device_get(&device, 0), "find a device");
@@ -96,14 +80,15 @@ inline Gpu const& gpu() {
     return shared;
 }
 
-// Device memory with as many bytes behind it that nobody may touch: `intact` says whether nobody did.
+// Device memory with bytes before and behind it that nobody may touch: `intact` is whether nobody did.
 class Buffer {
 public:
     static constexpr std::size_t kGuardBytes = 256;
 
     explicit Buffer(std::size_t bytes) : bytes_(bytes) {
-        must(gpu().allocate(&address_, bytes + kGuardBytes), "take device memory");
-        must(gpu().set(address_, 0xa5, bytes + kGuardBytes), "fill device memory");
+        must(gpu().allocate(&address_, bytes + 2 * kGuardBytes), "take device memory");
+        must(gpu().set(address_, 0xa5, bytes + 2 * kGuardBytes), "fill device memory");
+        address_ += kGuardBytes;
         settle();
     }
     template <typename Value>
@@ -116,7 +101,7 @@ public:
     Buffer& operator=(Buffer&&) = delete;
     ~Buffer() {
         if (address_ != 0) {
-            gpu().free(address_);
+            gpu().free(address_ - kGuardBytes);
         }
     }
 
@@ -126,7 +111,7 @@ public:
             stop("a test uploads more than its buffer holds");
         }
         if (!values.empty()) {
-            must(gpu().to_device(address_, values.data(), values.size() * sizeof(Value)), "upload");
+            must(gpu().copy_from_host(address_, values.data(), values.size() * sizeof(Value)), "upload");
             settle();
         }
     }
@@ -143,14 +128,10 @@ public:
         return values;
     }
     bool intact() const {
-        std::vector<unsigned char> guard(kGuardBytes);
-        must(gpu().to_host(guard.data(), address_ + bytes_, kGuardBytes), "download");
-        for (unsigned char const byte : guard) {
-            if (byte != 0xa5) {
-                return false;
-            }
-        }
-        return true;
+        std::vector<unsigned char> guards(2 * kGuardBytes);
+        must(gpu().to_host(guards.data(), address_ - kGuardBytes, kGuardBytes), "download");
+        must(gpu().to_host(guards.data() + kGuardBytes, address_ + bytes_, kGuardBytes), "download");
+        return std::all_of(guards.begin(), guards.end(), [](unsigned char byte) { return byte == 0xa5; });
     }
     void* get() const { return reinterpret_cast<void*>(address_); }
     std::size_t bytes() const { return bytes_; }

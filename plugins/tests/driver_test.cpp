@@ -15,6 +15,14 @@ using namespace host;
 using mha_deploy::Type;
 using namespace mha_deploy::check;
 
+#if NV_TENSORRT_MAJOR >= 10
+// The plugins find TensorRT's registry by this name.
+static Registry registry;
+extern "C" __attribute__((visibility("default"))) nvinfer1::IPluginRegistry* getPluginRegistry() noexcept {
+    return &registry;
+}
+#endif
+
 namespace {
 
 using Sizes = std::vector<std::vector<int64_t>>;
@@ -390,15 +398,15 @@ void check_norm_activation(Tally& tally, int32_t operation, int64_t rows, int64_
 
 void check_linear(Tally& tally, int64_t rows, bool transposed, DataType data_type) {
     Type const type = data_type == DataType::kHALF ? Type::kHalf : Type::kBFloat16;
-    constexpr int64_t kInputs = 256;
-    constexpr int64_t kOutputs = 384;
+    constexpr int64_t kInputs = 1024;  // large enough to be measured
+    constexpr int64_t kOutputs = 520;
     FieldList fields = linear_fields(1);
     fields.set("transposed", {transposed ? 1 : 0});
     Sizes const weight{transposed ? std::vector<int64_t>{kOutputs, kInputs}
                                   : std::vector<int64_t>{kInputs, kOutputs}};
     Sizes const sizes{{1, rows, kInputs}, weight[0], {kOutputs}};
     std::vector<uint16_t> const x = random_bits(type, elements(sizes[0]), 1);
-    std::vector<uint16_t> const w = random_bits(type, elements(sizes[1]), 2, 0.06);
+    std::vector<uint16_t> const w = random_bits(type, elements(sizes[1]), 2, 0.03);
     std::vector<uint16_t> const bias = random_bits(type, kOutputs, 3);
     Buffer const device_x(x);
     Buffer const device_w(w);
@@ -445,6 +453,40 @@ void check_aliases(Tally& tally) {
 #endif
 }
 
+// Layers of one context share its handles: TensorRT's registry counts them, and the last one frees them.
+void check_handles(Tally& tally) {
+    Sizes const sizes{{1, 8, 1024}, {1024, 256}, {256}};
+    std::vector<DataType> const types(3, DataType::kHALF);
+    std::vector<Buffer> inputs;
+    for (auto const& each : sizes) {
+        inputs.emplace_back(random_bits(Type::kHalf, elements(each), 1));
+    }
+    Buffer const y(elements({8, 256}) * 2);
+    Stream const stream;
+    std::vector<std::unique_ptr<Node>> nodes;
+    int const before = mha_deploy::counters.handles;
+    bool ran = true;
+    for (int i = 0; i < 4; ++i) {
+        nodes.push_back(std::make_unique<Node>(linear(), linear_fields(1), sizes, types));
+        Buffer const space(nodes.back()->workspace_bytes + 256);
+        ran = nodes.back()->run(sizes, types, {inputs[0].get(), inputs[1].get(), inputs[2].get()}, {y.get()},
+                  space, stream)
+              && ran;
+        // The first one is made while the engine is built, where nothing is attached yet.
+        ran = ran && mha_deploy::counters.handles - before <= 2;
+    }
+    tally.note(ran, "four layers share a handle", std::to_string(mha_deploy::counters.handles - before));
+#if NV_TENSORRT_MAJOR >= 10
+    bool const counted = registry.held.size() == 1 && registry.held.begin()->second.owners == 4;
+    nodes.resize(1);
+    bool const kept = registry.held.size() == 1 && registry.held.begin()->second.owners == 1;
+    int const released = registry.released;
+    nodes.clear();
+    tally.note(counted && kept && registry.held.empty() && registry.released == released + 1,
+        "the handles are a plugin resource of the execution contexts");
+#endif
+}
+
 }  // namespace
 
 int main(int count, char** arguments) {
@@ -453,6 +495,7 @@ int main(int count, char** arguments) {
     (void)gpu();
     Tally tally;
     check_aliases(tally);
+    check_handles(tally);
     std::vector<DataType> types{DataType::kHALF};
 #if NV_TENSORRT_MAJOR >= 10
     types.push_back(DataType::kBF16);

@@ -29,7 +29,7 @@ inline void fill_with(Buffer const& buffer, std::vector<uint16_t> const& numbers
     std::size_t const step = numbers.size() * sizeof(uint16_t);
     for (std::size_t at = 0; at < buffer.bytes(); at += step) {
         auto const to = reinterpret_cast<CUdeviceptr>(buffer.get()) + at;
-        must(gpu().to_device(to, numbers.data(), std::min(step, buffer.bytes() - at)), "upload");
+        must(gpu().copy_from_host(to, numbers.data(), std::min(step, buffer.bytes() - at)), "upload");
     }
     must(gpu().synchronize(nullptr), "wait for device memory");
 }

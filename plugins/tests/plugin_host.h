@@ -12,6 +12,7 @@
 
 #include <cstring>
 #include <deque>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -134,6 +135,66 @@ private:
     std::vector<PluginField> fields_;
     nvinfer1::PluginFieldCollection collection_{};
 };
+
+#if NV_TENSORRT_MAJOR >= 10
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wdeprecated-declarations"  // 10 still has functions for the older interface
+// Counts plugin resources as TensorRT's registry does; of the rest nothing is asked here. Which functions
+// there are depends on the version, so none is marked as overriding.
+class Registry final : public nvinfer1::IPluginRegistry {
+public:
+    struct Held {
+        nvinfer1::IPluginResource* clone;
+        int owners;
+    };
+
+    nvinfer1::IPluginResource* acquirePluginResource(
+        char const* key, nvinfer1::IPluginResource* resource) noexcept {
+        auto const found = held.find(key);
+        Held& one = found != held.end() ? found->second : held[key] = Held{resource->clone(), 0};
+        ++one.owners;
+        return one.clone;
+    }
+    int32_t releasePluginResource(char const* key) noexcept {
+        auto const found = held.find(key);
+        if (found == held.end()) {
+            return 1;
+        }
+        if (--found->second.owners == 0) {
+            released += found->second.clone->release() == 0 ? 1 : 0;
+            delete found->second.clone;
+            held.erase(found);
+        }
+        return 0;
+    }
+
+    using Creator = nvinfer1::IPluginCreatorInterface;
+    void setErrorRecorder(nvinfer1::IErrorRecorder* const) noexcept {}
+    nvinfer1::IErrorRecorder* getErrorRecorder() const noexcept { return nullptr; }
+    bool isParentSearchEnabled() const { return false; }
+    void setParentSearchEnabled(bool const) {}
+    void* loadLibrary(char const*) noexcept { return nullptr; }
+    void deregisterLibrary(void*) noexcept {}
+    bool registerCreator(Creator&, char const* const) noexcept { return true; }
+    Creator* const* getAllCreators(int32_t* const) const noexcept { return nullptr; }
+    Creator* const* getAllCreatorsRecursive(int32_t* const) noexcept { return nullptr; }
+    Creator* getCreator(char const* const, char const* const, char const* const) noexcept { return nullptr; }
+    bool deregisterCreator(Creator const&) noexcept { return true; }
+#if NV_TENSORRT_MAJOR == 10
+    using OldCreator = nvinfer1::IPluginCreator;
+    bool registerCreator(OldCreator&, char const* const) noexcept { return true; }
+    OldCreator* const* getPluginCreatorList(int32_t* const) const noexcept { return nullptr; }
+    OldCreator* getPluginCreator(char const* const, char const* const, char const* const) noexcept {
+        return nullptr;
+    }
+    bool deregisterCreator(OldCreator const&) noexcept { return true; }
+#endif
+
+    std::map<std::string, Held> held;
+    int released = 0;
+};
+#pragma GCC diagnostic pop
+#endif
 
 inline nvinfer1::Dims dims(std::vector<int64_t> const& sizes) {
     nvinfer1::Dims dims{};

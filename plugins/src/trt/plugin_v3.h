@@ -4,6 +4,7 @@
 
 #include "body.h"
 #include "log.h"
+#include "resource.h"
 
 #include <NvInferRuntime.h>
 
@@ -50,8 +51,14 @@ public:
     PluginV3* clone() noexcept override {
         return guarded<PluginV3*>(getPluginName(), nullptr, [&] { return new PluginV3(body_->clone()); });
     }
+    // The memory of a call is TensorRT's workspace, so of the context's resources none is needed; the handles
+    // of cuDNN and cuBLASLt are shared through the registry.
     nvinfer1::IPluginV3* attachToContext(nvinfer1::IPluginResourceContext*) noexcept override {
-        return clone();
+        return guarded<PluginV3*>(getPluginName(), nullptr, [&] {
+            auto attached = std::make_unique<PluginV3>(body_->clone());
+            attached->handles_.acquire();
+            return attached.release();
+        });
     }
 
     char const* getPluginName() const noexcept override { return body_->layer().name(); }
@@ -122,6 +129,7 @@ private:
             getPluginName(), 1, [&] { return logged_ok(getPluginName(), work()) ? 0 : 1; });
     }
 
+    AttachedHandles handles_;
     std::unique_ptr<PluginBody> body_;
     // What getFieldsToSerialize points to has to outlive the call.
     std::vector<std::byte> bytes_;
