@@ -80,7 +80,8 @@ inline Gpu const& gpu() {
     return shared;
 }
 
-// Device memory with bytes before and behind it that nobody may touch: `intact` is whether nobody did.
+// Device memory with bytes before and behind it that nobody may touch: `intact` is whether nobody did. What
+// was not written yet is NaN, in 16 and in 32 bits, so that nobody reads it unnoticed.
 class Buffer {
 public:
     static constexpr std::size_t kGuardBytes = 256;
@@ -89,7 +90,7 @@ public:
         must(gpu().allocate(&address_, bytes + 2 * kGuardBytes), "take device memory");
         must(gpu().set(address_, 0xa5, bytes + 2 * kGuardBytes), "fill device memory");
         address_ += kGuardBytes;
-        settle();
+        fill(0xff);
     }
     template <typename Value>
     explicit Buffer(std::vector<Value> const& values) : Buffer(values.size() * sizeof(Value)) {

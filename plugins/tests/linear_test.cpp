@@ -1,4 +1,5 @@
-// Projections on a GPU against sums in double. `--time` prints times of projections of known models.
+// Projections on a GPU against sums in double. `--small` keeps to few sizes, for compute-sanitizer; `--time`
+// prints times of projections of known models.
 #include "../src/linear.h"
 #include "check.h"
 #include "linear_times.h"
@@ -281,6 +282,13 @@ void check_tuning(Tally& tally, Case const& c) {
         std::to_string(measured) + " sizes, " + format("error %.2e", worst));
 }
 
+void check_small(Tally& tally) {
+    check_case(tally, {{7, 128, 384}, Type::kHalf, true});
+    check_case(tally, {{65, 256, 512}, Type::kBFloat16, true, 8});
+    check_tuning(tally, {{16, 768, 1024}, Type::kHalf, false, 0, true});
+    check_capture(tally, {{5, 64, 64}, Type::kHalf, true}, true);
+}
+
 void check_all(Tally& tally) {
     LinearShape const shapes[] = {{1, 4096, 6144}, {8, 768, 2304}, {1024, 768, 768}, {100, 96, 200},
         {3072, 1024, 3072}, {1, 64, 64}, {7, 128, 384}, {333, 512, 1536}, {129, 1024, 1000}};
@@ -309,11 +317,12 @@ void check_all(Tally& tally) {
 
 int main(int argc, char** argv) {
     (void)gpu();
-    if (argc > 1 && std::string(argv[1]) == "--time") {
+    std::string const only = argc > 1 ? argv[1] : "";
+    if (only == "--time") {
         time_all();
         return 0;
     }
     Tally tally;
-    check_all(tally);
+    only == "--small" ? check_small(tally) : check_all(tally);
     return tally.finish();
 }
