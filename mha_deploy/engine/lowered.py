@@ -13,7 +13,6 @@ from mha_deploy.errors import nearest
 from mha_deploy.graph.attention_node import attention_nodes
 from mha_deploy.graph.lower import lower
 from mha_deploy.graph.rules import (
-    BEFORE_10,
     REFUSED,
     WRONG_ANSWER,
     Eligibility,
@@ -135,7 +134,7 @@ def lowered_for(rt: TensorRT, model: ir.Model, options: EngineOptions) -> tuple[
                 hint="; ".join(finding.remedy for finding in hopeless),
             )
     if dialect == "primitives":
-        exact = not any(BEFORE_10.covers(target) for target in targets)
+        exact = not any(target.is_among("tensorrt < 10") for target in targets)
         return lower(model, dialect, gqa=options.gqa or AUTO, shift_masks=exact), answers
     chosen: dict[str, Any] = {"decompose": True} if options.allow_decomposed else {}
     chosen |= operator_options([finding for target in targets for finding in check_operators(model, target)])

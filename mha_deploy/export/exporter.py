@@ -27,7 +27,7 @@ from mha_deploy.export.own_model import UserModule, drawn_inputs, open_user_modu
 from mha_deploy.export.plan import MODULE_CASES, PlannedCase, golden_budget, golden_names, plan_golden
 from mha_deploy.export.program import attention_values, export_program
 from mha_deploy.graph.canonical import check_canonical
-from mha_deploy.graph.fuse.repair import share_tied_weights
+from mha_deploy.graph.fuse import share_tied_weights
 from mha_deploy.graph.precision import write_bfloat16_as_float32
 from mha_deploy.model.deployable import Deployable
 from mha_deploy.model.precision import find_precision

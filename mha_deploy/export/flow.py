@@ -29,8 +29,7 @@ from mha_deploy.export.plan import PlannedCase, golden_budget, planned_cases
 from mha_deploy.graph.attention_node import attention_nodes, is_attention, short_dtype
 from mha_deploy.graph.canonical import check_module
 from mha_deploy.graph.file import load_graph, save_graph
-from mha_deploy.graph.fuse import fuse_attention
-from mha_deploy.graph.fuse.values import place_of
+from mha_deploy.graph.fuse import fuse_attention, place_of
 from mha_deploy.graph.precision import PrecisionPlan
 from mha_deploy.model.precision import Precision
 from mha_deploy.model.spec import FLOAT, Dim, ModelSpec, TensorSpec

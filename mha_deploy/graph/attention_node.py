@@ -17,26 +17,14 @@ from mha_deploy.graph.ir import Dim, dim, dims, input_at, is_op, node_name, outp
 Q, K, V, MASK, PAST_KEY, PAST_VALUE, NONPAD_KV_SEQLEN = range(7)
 Y, PRESENT_KEY, PRESENT_VALUE, QK_OUTPUT = range(4)
 
-INPUT_ROLES = {
-    "Q": Q,
-    "K": K,
-    "V": V,
-    "mask": MASK,
-    "past": PAST_KEY,
-    "past_values": PAST_VALUE,
-    "lengths": NONPAD_KV_SEQLEN,
-}
-"""The names under which the functions on arrays take the inputs."""
+INPUT_ROLES = ("Q", "K", "V", "mask", "past", "past_values", "lengths")
+"""The names under which the functions on arrays take the inputs, in their order."""
 
 UNBOUNDED = -1
 """The window size without a limit."""
 
-_SHORT_NAMES = {
-    ir.DataType.FLOAT16: "fp16",
-    ir.DataType.BFLOAT16: "bf16",
-    ir.DataType.FLOAT: "fp32",
-    ir.DataType.DOUBLE: "fp64",
-}
+_SHORT_NAMES = {ir.DataType.FLOAT16: "fp16", ir.DataType.BFLOAT16: "bf16"}
+_SHORT_NAMES |= {ir.DataType.FLOAT: "fp32", ir.DataType.DOUBLE: "fp64"}
 
 
 def is_attention(node: ir.Node) -> bool:
@@ -59,15 +47,15 @@ def attention_nodes(model: ir.Model) -> list[AttentionNode]:
 def read_attention(node: ir.Node, *, opset: int | None = None, graph: str = "") -> AttentionNode:
     """Read one `Attention` node; `opset` is that of its graph, for a node without its own version."""
     q, mask = input_at(node, Q), input_at(node, MASK)
-    precision = _int(node, "softmax_precision", None)
+    precision = _attribute(node, "softmax_precision", None)
     return AttentionNode(
         name=node_name(node),
         graph=graph,
         opset=node.version or opset,
         dtype=None if q is None else short_dtype(q.dtype),
         **_sizes(node),
-        scale=_float(node, "scale", None),
-        is_causal=_int(node, "is_causal", 0) == 1,
+        scale=_attribute(node, "scale", None),
+        is_causal=_attribute(node, "is_causal", 0) == 1,
         mask=_mask_kind(mask),
         mask_dtype=None if mask is None else short_dtype(mask.dtype),
         mask_dims=None if rank(mask) is None else dims(mask),
@@ -75,18 +63,17 @@ def read_attention(node: ir.Node, *, opset: int | None = None, graph: str = "") 
         past_length=dim(input_at(node, PAST_KEY), 2),
         has_present=any(output_at(node, at) is not None for at in (PRESENT_KEY, PRESENT_VALUE)),
         has_nonpad_kv_seqlen=input_at(node, NONPAD_KV_SEQLEN) is not None,
-        qk_output_mode=None if output_at(node, QK_OUTPUT) is None else _int(node, "qk_matmul_output_mode", 0),
-        softcap=_float(node, "softcap", 0.0) or 0.0,
+        qk_output_mode=_attribute(node, "qk_matmul_output_mode", 0) if output_at(node, QK_OUTPUT) else None,
+        softcap=_attribute(node, "softcap", 0.0),
         softmax_precision=None if precision is None else short_dtype(ir.DataType(precision)),
-        left_window=_int(node, "left_window_size", UNBOUNDED),
-        right_window=_int(node, "right_window_size", UNBOUNDED),
+        left_window=_attribute(node, "left_window_size", UNBOUNDED),
+        right_window=_attribute(node, "right_window_size", UNBOUNDED),
     )
 
 
 def inputs_by_role(node: ir.Node) -> dict[str, ir.Value]:
     """The inputs of an `Attention` node by their names in `INPUT_ROLES`, without those that are omitted."""
-    values = {role: input_at(node, position) for role, position in INPUT_ROLES.items()}
-    return {role: value for role, value in values.items() if value is not None}
+    return {role: value for role, value in zip(INPUT_ROLES, node.inputs, strict=False) if value is not None}
 
 
 def short_dtype(dtype: ir.DataType | None) -> str | None:
@@ -101,38 +88,26 @@ def _sizes(node: ir.Node) -> dict[str, Any]:
     sizes = {"rank": found, "B": dim(q, 0), "S": dim(q, length), "T": dim(k, length)}
     if found == 4:
         return {**sizes, "Hq": dim(q, 1), "Hkv": dim(k, 1), "D": dim(q, 3), "Dv": dim(v, 3)}
-    Hq, Hkv = _int(node, "q_num_heads", None), _int(node, "kv_num_heads", None)
-    return {**sizes, "Hq": Hq, "Hkv": Hkv, "D": _split(dim(q, 2), Hq), "Dv": _split(dim(v, 2), Hkv)}
-
-
-def _split(width: Dim, heads: int | None) -> int | None:
-    return width // heads if isinstance(width, int) and heads else None
+    Hq, Hkv = _attribute(node, "q_num_heads", None), _attribute(node, "kv_num_heads", None)
+    widths = {"D": (dim(q, 2), Hq), "Dv": (dim(v, 2), Hkv)}
+    split = {name: size // H if isinstance(size, int) and H else None for name, (size, H) in widths.items()}
+    return {**sizes, "Hq": Hq, "Hkv": Hkv, **split}
 
 
 def _mask_kind(mask: ir.Value | None) -> str:
-    if mask is None:
-        return "none"
-    if mask.dtype is None:
-        return "unknown"
+    if mask is None or mask.dtype is None:
+        return "none" if mask is None else "unknown"
     if mask.dtype == ir.DataType.BOOL:
         return "bool"
     return "float" if mask.dtype.is_floating_point() else "int"
 
 
-def _int(node: ir.Node, name: str, default: Any) -> Any:
-    attribute = _attribute(node, name)
-    return default if attribute is None else attribute.as_int()
-
-
-def _float(node: ir.Node, name: str, default: float | None) -> float | None:
-    attribute = _attribute(node, name)
-    return default if attribute is None else attribute.as_float()
-
-
-def _attribute(node: ir.Node, name: str) -> ir.Attr | None:
+def _attribute(node: ir.Node, name: str, default: Any) -> Any:
+    """A number; inside a function it may refer to the caller's, and is not known here."""
     attribute = node.attributes.get(name)
-    # Inside a function an attribute may refer to the caller's: its value is not known here.
-    return None if attribute is None or attribute.is_ref() else attribute
+    if attribute is None or attribute.is_ref():
+        return default
+    return attribute.as_float() if isinstance(attribute.value, float) else attribute.as_int()
 
 
 # -- Arrays of one attention: its inputs by role, as a probe outputs them --------------------------

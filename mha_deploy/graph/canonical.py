@@ -12,19 +12,8 @@ import onnx_ir as ir
 
 from mha_deploy.bundle.folder import Bundle
 from mha_deploy.errors import BundleError, ExportError
-from mha_deploy.graph.attention_node import (
-    NONPAD_KV_SEQLEN,
-    PAST_KEY,
-    PAST_VALUE,
-    PRESENT_KEY,
-    PRESENT_VALUE,
-    K,
-    Q,
-    V,
-    attention_nodes,
-    is_attention,
-    short_dtype,
-)
+from mha_deploy.graph import attention_node as an
+from mha_deploy.graph.attention_node import attention_nodes, is_attention, short_dtype
 from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.ir import dims, input_at, is_op, made_by, output_at
 from mha_deploy.model.precision import Precision
@@ -44,11 +33,7 @@ _FLOATS = frozenset({ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.FLOA
 
 
 def check_canonical(path: Path, spec: AttentionSpec, precision: Precision) -> list[str]:
-    """Check an exported file, and return what was checked.
-
-    Raises:
-        ExportError: The file is not the canonical graph of the spec.
-    """
+    """Check that a file is the canonical graph of a spec, else an ExportError; return what was checked."""
     check_layer(_checked_onnx(path), spec, precision)
     return [
         "onnx.checker with strict shape inference",
@@ -65,18 +50,13 @@ def check_layer(model: ir.Model, spec: AttentionSpec, precision: Precision) -> N
     """Check that a graph is the canonical one of a catalog layer; see `check_canonical`."""
     found = attention_nodes(model)
     if len(found) != spec.attention_count:
-        raise ExportError(
-            f"{spec.name} must have {spec.attention_count} fused attention node(s).",
-            got=f"{len(found)}: {', '.join(node.name for node in found) or 'none'}",
-        )
+        what = f"{spec.name} must have {spec.attention_count} fused attention node(s)."
+        raise ExportError(what, got=f"{len(found)}: {', '.join(node.name for node in found) or 'none'}")
     # Only attention has a MatMul of two computed tensors.
-    unfused = [
-        node.name
-        for node in model.graph
-        if is_op(node, "MatMul") and not any(v is None or v.is_initializer() for v in node.inputs)
-    ]
+    matmuls = [node for node in model.graph if is_op(node, "MatMul")]
+    unfused = [each for each in matmuls if not any(v is None or v.is_initializer() for v in each.inputs)]
     if unfused:
-        raise ExportError("An attention was left unfused.", got=", ".join(map(str, unfused)))
+        raise ExportError("An attention was left unfused.", got=", ".join(str(each.name) for each in unfused))
     first = found[0]
     # A window has no attribute: it is a mask, and the mask is causal too.
     wanted = (spec.Hq, spec.Hkv, spec.D, spec.causal and spec.window is None)
@@ -84,10 +64,8 @@ def check_layer(model: ir.Model, spec: AttentionSpec, precision: Precision) -> N
     if got != wanted:
         raise ExportError("The attention node does not have the spec's heads (Hq, Hkv, D, causal).", got=got)
     scale = 1 / math.sqrt(spec.D) if spec.scale is None else spec.scale
-    for name, number, specified in (
-        ("scale", first.softmax_scale or 0.0, scale),
-        ("softcap", first.softcap, spec.softcap or 0.0),
-    ):
+    pairs = {"scale": (first.softmax_scale or 0.0, scale), "softcap": (first.softcap, spec.softcap or 0.0)}
+    for name, (number, specified) in pairs.items():
         if not math.isclose(number, specified, rel_tol=1e-6):
             what = f"The attention node does not have the spec's {name}."
             raise ExportError(what, got=number, hint=f"wanted {specified}")
@@ -107,15 +85,13 @@ def check_layer(model: ir.Model, spec: AttentionSpec, precision: Precision) -> N
         allowed = {precision.name} if node.op_type in _IN_PRECISION else gate_types
         for value in (*node.inputs, *node.outputs):
             if value is not None and value.dtype in _FLOATS and short_dtype(value.dtype) not in allowed:
-                raise ExportError(
-                    f"The graph was requested in {precision.name}.",
-                    got=f"{value.name} of {node.op_type} {node.name} is {value.dtype}",
-                )
+                got = f"{value.name} of {node.op_type} {node.name} is {value.dtype}"
+                raise ExportError(f"The graph was requested in {precision.name}.", got=got)
 
 
 def _neighbours(attention: ir.Node) -> Iterator[ir.Node]:
     """The nodes between the projections and Q, K and V, and between attention and the output projection."""
-    before = [input_at(attention, position) for position in (Q, K, V)]
+    before = [input_at(attention, position) for position in (an.Q, an.K, an.V)]
     while before:
         value = before.pop()
         node = value.producer() if value is not None else None
@@ -131,27 +107,22 @@ def _neighbours(attention: ir.Node) -> Iterator[ir.Node]:
 
 def _cache_of(attention: ir.Node) -> str:
     """The kind of the cache between the graph's own inputs and outputs: none, dynamic or preallocated."""
-    past = [input_at(attention, at) for at in (PAST_KEY, PAST_VALUE)]
-    present = [output_at(attention, at) for at in (PRESENT_KEY, PRESENT_VALUE)]
-    if all(v is not None and v.is_graph_input() for v in past) and all(
-        v is not None and v.is_graph_output() for v in present
-    ):
+
+    def are(inputs: list[ir.Value | None], outputs: list[ir.Value | None]) -> bool:
+        taken = all(value is not None and value.is_graph_input() for value in inputs)
+        return taken and all(value is not None and value.is_graph_output() for value in outputs)
+
+    past = [input_at(attention, at) for at in (an.PAST_KEY, an.PAST_VALUE)]
+    if are(past, [output_at(attention, at) for at in (an.PRESENT_KEY, an.PRESENT_VALUE)]):
         return "dynamic"
-    updated = [input_at(attention, at) for at in (K, V)]
+    updated = [input_at(attention, at) for at in (an.K, an.V)]
     caches = [input_at(made_by(value, "TensorScatter"), 0) for value in updated]
-    if input_at(attention, NONPAD_KV_SEQLEN) is None or not all(
-        v is not None and v.is_graph_output() for v in updated
-    ):
-        return "none"
-    return "preallocated" if all(v is not None and v.is_graph_input() for v in caches) else "none"
+    counted = input_at(attention, an.NONPAD_KV_SEQLEN) is not None
+    return "preallocated" if counted and are(caches, updated) else "none"
 
 
 def check_module(path: Path, spec: ModelSpec, precision: Precision) -> list[str]:
-    """Check the exported file of a user's module, and return what was checked.
-
-    Raises:
-        ExportError: The file is not valid, or not the module that the spec describes.
-    """
+    """Check that a file is the module that a spec describes, else an ExportError; return what was checked."""
     model = _checked_onnx(path)
     check_interface(model, spec, precision)
     fused = len(attention_nodes(model))
@@ -177,9 +148,8 @@ def check_interface(model: ir.Model, spec: ModelSpec, precision: Precision) -> N
         wanted = [(t.name, kinds.get(t.kind, t.kind), t.dims) for t in tensors]
         got = [(v.name, short_dtype(v.dtype), dims(v)) for v in values]
         if got != wanted:
-            raise ExportError(
-                "The graph does not have the spec's inputs or outputs.", got=got, hint=f"wanted {wanted}"
-            )
+            what = "The graph does not have the spec's inputs or outputs."
+            raise ExportError(what, got=got, hint=f"wanted {wanted}")
 
 
 # -- The manifest of a bundle: what the graph says is derived, not believed --------------------------

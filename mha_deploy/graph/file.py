@@ -80,8 +80,7 @@ class _Checker:
         if key not in self.runs:
             self.runs[key] = None  # under way
             self.runs[key] = self.check(self.functions[key], frozenset(), {})
-        runs = self.runs[key]
-        if runs is None:
+        if (runs := self.runs[key]) is None:
             raise _refused(f"function {key[1]} calls itself")
         return runs
 
@@ -92,11 +91,7 @@ class _Checker:
         known: Mapping[str, TensorProto],
         depth: int = 0,
     ) -> int:
-        """Check a graph or function.
-
-        `outside` are the values of the graphs around it, of which there are `depth`, and `known` those that
-        are constant.
-        """
+        """Check a body inside `depth` others; `outside` are their values, `known` the constant ones."""
         if depth > _DEEPEST:
             raise _refused(f"subgraphs are nested more than {_DEEPEST} deep")
         constants = dict(known)
@@ -135,16 +130,15 @@ class _Checker:
                 raise _refused(f"nothing computes {missing[0]}, an input of {_title(node)}")
             _check_heads(node)
             _check_size(node, constants)
-            is_loop = node.op_type == "Loop" and bool(node.input)
-            trips = max(_integers(constants.get(node.input[0])) or [1]) if is_loop else 1
             inner = 0
             for attribute in node.attribute:
                 if attribute.HasField("sparse_tensor") or attribute.sparse_tensors:
                     raise _refused(f"{_title(node)} has a sparse tensor")
-                for graph in _graphs(attribute):
-                    inner += self.check(graph, inside, constants, depth + 1)
+                inner += sum(self.check(each, inside, constants, depth + 1) for each in _graphs(attribute))
             if (node.domain, node.op_type) in self.functions:
                 inner += self.runs_of_function((node.domain, node.op_type))
+            is_loop = node.op_type == "Loop" and bool(node.input)
+            trips = max(_integers(constants.get(node.input[0])), default=1) if is_loop else 1
             runs += 1 + max(trips, 1) * inner
             reads.append(set(_names_read(node)))
         makers = {name: at for at, node in enumerate(body.node) for name in node.output if name}
@@ -192,15 +186,13 @@ class _Checker:
             raise _refused(f"the weights of {name} are in another file, {location or 'without a name'}")
         path = self.folder / location
         if self.folder not in path.resolve().parents:
-            raise DeployError(
-                "The graph keeps weights outside its folder.", got=f"{name}: {printable(location)}"
-            )
+            got = f"{name}: {printable(location)}"
+            raise DeployError("The graph keeps weights outside its folder.", got=got)
         if not path.is_file():
             raise _refused(f"the weights of {name} are not there: {path}")
         if self.files is not None and path.resolve().relative_to(self.folder).as_posix() not in self.files:
-            raise DeployError(
-                "The graph reads a file that the manifest does not list.", got=path, hint="export again"
-            )
+            what = "The graph reads a file that the manifest does not list."
+            raise DeployError(what, got=path, hint="export again")
         try:
             offset = int(entries.get("offset", "0") or 0)
             length = int(entries.get("length", str(wanted)) or wanted)
@@ -233,7 +225,7 @@ def _check_heads(node: NodeProto) -> None:
     for name, count in heads.items():
         if not least <= count <= MOST_HEADS:
             raise _refused(f"{_title(node)} has {name} = {count}")
-    queries, keys = (heads.get(name) for name in ("q_num_heads", "kv_num_heads"))
+    queries, keys = heads.get("q_num_heads"), heads.get("kv_num_heads")
     if queries and keys and queries % keys:
         raise _refused(f"{_title(node)} has {queries} query heads for {keys} key/value heads")
 
@@ -331,12 +323,15 @@ def graph_of(model: Path | ir.Model) -> ir.Model:
     return load_graph(model) if isinstance(model, Path) else model
 
 
+def _weights(model: ir.Model) -> list[ir.TensorProtocol]:
+    values = [value for graph in model.graphs() for value in graph.initializers.values()]
+    return [value.const_value for value in values if value.const_value is not None]
+
+
 def weights_folder(model: ir.Model) -> Path | None:
     """The folder of the external weights of a graph; None where it has none."""
-    for value in model.graph.initializers.values():
-        if isinstance(value.const_value, ir.ExternalTensor):
-            return Path(value.const_value.base_dir)
-    return None
+    outside = (Path(each.base_dir) for each in _weights(model) if isinstance(each, ir.ExternalTensor))
+    return next(outside, None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -350,10 +345,8 @@ class PackedModel:
     def of(cls, model: ir.Model) -> PackedModel:
         """Pack a graph."""
         folder = weights_folder(model)
-        return cls(
-            content=ir.to_proto(model).SerializeToString(),
-            folder=None if folder is None else folder.resolve(),
-        )
+        content = ir.to_proto(model).SerializeToString()
+        return cls(content=content, folder=None if folder is None else folder.resolve())
 
     def unpacked(self) -> ir.Model:
         """The graph again; its external weights stay on disk until they are used."""
@@ -365,10 +358,8 @@ class PackedModel:
 
 def weight_files(model: ir.Model) -> set[Path]:
     """The files of the external weights and constants of a graph and its subgraphs."""
-    weights = [value.const_value for graph in model.graphs() for value in graph.initializers.values()]
-    constants = [attribute.as_tensor() for _, attribute in _constants(model)]
-    outside = [tensor for tensor in (*weights, *constants) if isinstance(tensor, ir.ExternalTensor)]
-    return {Path(tensor.path).resolve() for tensor in outside}
+    tensors = [*_weights(model), *(attribute.as_tensor() for _, attribute in _constants(model))]
+    return {Path(each.path).resolve() for each in tensors if isinstance(each, ir.ExternalTensor)}
 
 
 def _constants(model: ir.Model) -> Iterator[tuple[ir.Node, ir.Attr]]:
@@ -383,8 +374,7 @@ def save_graph(model: ir.Model, path: Path) -> None:
 
     External weights are copied: the new file does not refer to the old ones.
     """
-    weights = [value.const_value for graph in model.graphs() for value in graph.initializers.values()]
-    size = sum(tensor.nbytes for tensor in weights if tensor is not None)
+    size = sum(tensor.nbytes for tensor in _weights(model))
     external = f"{path.name}.data" if size > EXTERNAL_DATA_FROM else None
     copy = model.clone()  # weights are shared
     for value in (each for graph in copy.graphs() for each in graph.initializers.values()):
@@ -430,20 +420,15 @@ def with_outputs(model: ir.Model, names: Collection[str]) -> ir.Model:
 
 @dataclass(frozen=True, kw_only=True)
 class ProbedAttention:
-    """Which outputs of a probe are the inputs of one attention.
+    """Which outputs of a probe are the inputs of one attention."""
 
-    Args:
-        node: Its attributes and shapes.
-        outputs: The probe's output for each of `Q`, `K`, `V` and, where there are, `mask`, `past` (keys),
-            `past_values` and `lengths` (of the valid keys).
-        tensors: The names that the same tensors have in the model.
-        lowest_mask_constant: The lowest finite number among the constants that the mask is computed from. A
-            Cast may change it before it reaches the mask.
-    """
-
-    node: AttentionNode
+    node: AttentionNode  # its attributes and shapes
+    # the probe's output for each of `Q`, `K`, `V` and, where there are, `mask`, `past` (keys), `past_values`
+    # and `lengths` (of the valid keys)
     outputs: Mapping[str, str]
-    tensors: Mapping[str, str]
+    tensors: Mapping[str, str]  # the names that the same tensors have in the model
+    # the lowest finite number among the constants that the mask is computed from; a Cast may change it before
+    # it reaches the mask
     lowest_mask_constant: float | None
 
 
@@ -469,31 +454,27 @@ def attention_probe(model: ir.Model) -> Probe:
     if not everywhere:
         raise DeployError("The graph has no Attention node.", got=model.graph.name)
     if len(nodes) != len(everywhere):
-        raise DeployError(
-            "An attention is inside a function or a branch, where its inputs cannot be outputs.",
-            got=", ".join(f"{node.name} in {node.graph}" for node in everywhere),
-            hint="inline the functions of the graph",
-        )
-    outputs: list[ir.Value] = []
-    attentions = []
+        what = "An attention is inside a function or a branch, where its inputs cannot be outputs."
+        got = ", ".join(f"{node.name} in {node.graph}" for node in everywhere)
+        raise DeployError(what, got=got, hint="inline the functions of the graph")
+    outputs, attentions = list[ir.Value](), list[ProbedAttention]()
     for index, node in enumerate(nodes):
-        present, shown = inputs_by_role(node), dict[str, str]()
+        present = inputs_by_role(node)
+        shown = {role: f"probe_{index}/{role}" for role in present}
         for role, value in present.items():
             # After an Identity: the value may be a graph input, a weight, or an input twice.
-            shown[role] = name = f"probe_{index}/{role}"
-            identity = ir.node("Identity", inputs=[value], name=name)
+            identity = ir.node("Identity", inputs=[value], name=shown[role])
             output = identity.outputs[0]
-            output.name, output.type, output.shape = name, value.type, value.shape
+            output.name, output.type, output.shape = shown[role], value.type, value.shape
             copy.graph.insert_before(node, identity)
             outputs.append(output)
-        attentions.append(
-            ProbedAttention(
-                node=read_attention(node),
-                outputs=shown,
-                tensors={role: str(value.name) for role, value in present.items()},
-                lowest_mask_constant=_lowest_constant(present.get("mask")),
-            )
+        probed = ProbedAttention(
+            node=read_attention(node),
+            outputs=shown,
+            tensors={role: str(value.name) for role, value in present.items()},
+            lowest_mask_constant=_lowest_constant(present.get("mask")),
         )
+        attentions.append(probed)
     copy.graph.outputs[:] = outputs
     RemoveUnusedNodesPass()(copy)
     return Probe(model=copy, attentions=tuple(attentions))
@@ -501,19 +482,12 @@ def attention_probe(model: ir.Model) -> Probe:
 
 def _lowest_constant(value: ir.Value | None) -> float | None:
     """The lowest finite number of the floating-point constants that a value is computed from."""
-    found: list[float] = []
-    pending, seen = [value], set[int]()
-    while pending:
-        value = pending.pop()
-        if value is None or id(value) in seen:
-            continue
-        seen.add(id(value))
-        tensor, node = constant(value), value.producer()
+    found = list[float]()
+    for each in {value, *(each for node in cone([value]) for each in node.inputs)}:
+        tensor = constant(each)
         if tensor is not None and tensor.dtype.is_floating_point():
             array = tensor.numpy().astype(np.float64)
-            found += [float(array.min(initial=np.inf, where=np.isfinite(array)))]
-        if node is not None:
-            pending.extend(node.inputs)
+            found.append(float(array.min(initial=np.inf, where=np.isfinite(array))))
     return min((number for number in found if number < np.inf), default=None)
 
 
@@ -522,14 +496,13 @@ def _lowest_constant(value: ir.Value | None) -> float | None:
 
 def cone(values: Iterable[ir.Value | None]) -> set[ir.Node]:
     """The nodes that these values are computed from, those that compute them included."""
-    found: set[ir.Node] = set()
-    pending = [value.producer() for value in values if value is not None]
+    found, pending = set[ir.Node](), list(values)
     while pending:
-        node = pending.pop()
-        if node is None or node in found:
-            continue
-        found.add(node)
-        pending += [value.producer() for value in node.inputs if value is not None]
+        value = pending.pop()
+        node = None if value is None else value.producer()
+        if node is not None and node not in found:
+            found.add(node)
+            pending += node.inputs
     return found
 
 

@@ -83,9 +83,12 @@ def same_size(one: Dim, other: Dim) -> bool:
 
 
 def constant(value: ir.Value | None) -> ir.TensorProtocol | None:
-    """The tensor of an initializer or a `Constant` node; None for every other value."""
+    """The tensor of an initializer or a `Constant` node; None for every other value.
+
+    An initializer that is a graph input as well can be given another value.
+    """
     try:
-        return None if value is None else ir.convenience.get_const_tensor(value)
+        return None if value is None or value.is_graph_input() else ir.convenience.get_const_tensor(value)
     except ValueError:  # a Constant in a form that onnx_ir does not read, such as a sparse one
         return None
 
@@ -103,8 +106,8 @@ def constant_number(value: ir.Value | None) -> float | None:
 
 
 def perm(node: ir.Node) -> tuple[int, ...]:
-    """The permutation of a Transpose; empty where it reverses the axes."""
-    return tuple(node.attributes.get_ints("perm", ()) or ())
+    """The permutation of a Transpose; without one, the axes are reversed."""
+    return tuple(node.attributes.get_ints("perm") or reversed(range(rank(node.inputs[0]) or 0)))
 
 
 # -- Change a graph --------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from mha_deploy.errors import DeployError, nearest
 from mha_deploy.graph.attention_node import AttentionNode, is_attention
 from mha_deploy.graph.ir import is_op, node_name, same_size
 from mha_deploy.graph.lower.cache import CachedAttention, read_cache, rows_name
-from mha_deploy.graph.lower.operators import RMS_NORM, ROTARY, SCATTER, obstacle_to_update_in_place
+from mha_deploy.graph.lower.operators import obstacle_to_update_in_place
 
 # -- Targets, rules and findings -------------------------------------------------------------------
 
@@ -39,22 +40,23 @@ _RELEASES = {TENSORRT: {8: 6, 9: 3, 10: 16, 11: 4}, TENSORRT_RTX: {1: 7}}
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """What the engine is built for.
+    """What the engine is built for."""
 
-    Args:
-        product: `tensorrt` or `tensorrt-rtx`.
-        version: Its version; None for the newest.
-        compute_capability: That of the GPU, such as (8, 9); None where it is not known.
-    """
-
-    product: str
-    version: Version | None = None
-    compute_capability: tuple[int, int] | None = None
+    product: str  # `tensorrt` or `tensorrt-rtx`
+    version: Version | None = None  # its version; None for the newest
+    compute_capability: tuple[int, int] | None = None  # that of the GPU; None where it is not known
 
     def __post_init__(self) -> None:
-        known = (TENSORRT, TENSORRT_RTX)
-        if self.product not in known:
-            raise DeployError("No such target.", got=self.product, hint=nearest(self.product, known))
+        if self.product not in _RELEASES:
+            raise DeployError("No such target.", got=self.product, hint=nearest(self.product, _RELEASES))
+
+    def is_among(self, versions: str) -> bool:
+        """Whether it is among versions such as `tensorrt >= 10.14 < 11`."""
+        product, *words = versions.split()
+        limits = dict(zip(words[::2], (_numbers("version", word) for word in words[1::2]), strict=True))
+        if product != self.product or self.version is None:
+            return product == self.product and "<" not in limits
+        return limits.get(">=", (0,)) <= self.version < limits.get("<", (math.inf,))
 
     def is_below(self, major: int, minor: int) -> bool:
         """Whether the GPU is known to have a lower compute capability."""
@@ -63,9 +65,7 @@ class Target:
     def __str__(self) -> str:
         version = "" if self.version is None else " " + ".".join(map(str, self.version))
         gpu = self.compute_capability
-        return f"{self.product}{version}" + (
-            "" if gpu is None else f" on compute capability {gpu[0]}.{gpu[1]}"
-        )
+        return f"{self.product}{version}" + (f" on compute capability {gpu[0]}.{gpu[1]}" if gpu else "")
 
 
 def target_from(product: str, version: str | None = None, compute_capability: str | None = None) -> Target:
@@ -83,20 +83,15 @@ def target_from(product: str, version: str | None = None, compute_capability: st
 def requested_target(
     product: str, version: str | None = None, compute_capability: str | None = None
 ) -> Target:
-    """A target that a user named, which must exist; what is installed may be newer than the rules.
-
-    Raises:
-        DeployError: There is no such version or GPU.
-    """
+    """A target that a user named, which must exist; what is installed may be newer than the rules."""
     target = target_from(product, version, compute_capability)
     newest = _RELEASES[product].get(target.version[0]) if target.version else 0
     if newest is None or (target.version is not None and target.version[1:2] > (newest,)):
         known = ", ".join(f"{major}.0 to {major}.{minor}" for major, minor in _RELEASES[product].items())
         raise DeployError(f"No such version of {product} is known.", got=version, hint=known)
     if compute_capability is not None and compute_capability not in _CAPABILITIES:
-        raise DeployError(
-            "No GPU has that compute capability.", got=compute_capability, hint=", ".join(_CAPABILITIES)
-        )
+        what, known = "No GPU has that compute capability.", ", ".join(_CAPABILITIES)
+        raise DeployError(what, got=compute_capability, hint=known)
     return target
 
 
@@ -104,26 +99,6 @@ def _numbers(what: str, text: str) -> Version:
     if not re.fullmatch(r"[0-9]{1,4}(\.[0-9]{1,4}){0,3}", text):
         raise DeployError(f"The {what} is not made of numbers.", got=text, hint="such as 10.14")
     return tuple(int(part) for part in text.split("."))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Versions:
-    """A version range of one product: from `since`, to just before `before`."""
-
-    product: str
-    since: Version = (0,)
-    before: Version | None = None
-
-    def covers(self, target: Target) -> bool:
-        """Whether the target is among them; a target without a version is the newest."""
-        if target.product != self.product:
-            return False
-        if target.version is None:
-            return self.before is None
-        return target.version >= self.since and (self.before is None or target.version < self.before)
-
-
-BEFORE_10 = Versions(product=TENSORRT, before=(10,))
 
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -136,10 +111,11 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     message: str = ""
     cured_by: str | None = None
     needs: tuple[str, ...] = ()
+    operators: tuple[str, ...] = ()
 
     def covers(self, target: Target) -> bool:
         """Whether the target is among the versions."""
-        return any(_versions(text).covers(target) for text in self.targets)
+        return any(map(target.is_among, self.targets))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,13 +132,6 @@ class Finding:
     needs: tuple[str, ...]
 
 
-def _versions(text: str) -> Versions:
-    """Read `tensorrt >= 10.14 < 11`."""
-    product, *words = text.split()
-    limits = dict(zip(words[::2], (_numbers("version", word) for word in words[1::2]), strict=True))
-    return Versions(product=product, since=limits.get(">=", (0,)), before=limits.get("<"))
-
-
 RULES: dict[str, Rule] = msgspec.toml.decode(
     Path(__file__).with_suffix(".toml").read_bytes(), type=dict[str, Rule]
 )
@@ -171,35 +140,22 @@ RULES: dict[str, Rule] = msgspec.toml.decode(
 
 def _worst_first(node: str, messages: Iterable[tuple[str, str]]) -> list[Finding]:
     """The findings about a node, from rules and their messages, in the order of their severity."""
-    found = []
-    for name, message in messages:
-        rule = RULES[name]
-        found.append(
-            Finding(
-                node=node,
-                rule=name,
-                severity=rule.severity,
-                message=message,
-                remedy=rule.remedy,
-                source=rule.source,
-                cured_by=rule.cured_by,
-                needs=rule.needs,
-            )
+    copied = ("severity", "remedy", "source", "cured_by", "needs")
+    found = [
+        Finding(
+            node=node, rule=name, message=message, **{each: getattr(RULES[name], each) for each in copied}
         )
+        for name, message in messages
+    ]
     return sorted(found, key=lambda finding: SEVERITIES.index(finding.severity))
 
 
 @dataclass(frozen=True, kw_only=True)
 class FindingGroup:
-    """One finding about several nodes, such as the layers of a model.
+    """One finding about several nodes, such as the layers of a model."""
 
-    Args:
-        finding: The finding, with the message of the first node.
-        nodes: All nodes it applies to, each once, in order.
-    """
-
-    finding: Finding
-    nodes: tuple[str, ...]
+    finding: Finding  # with the message of the first node
+    nodes: tuple[str, ...]  # all nodes it applies to, each once, in order
 
     @property
     def label(self) -> str:
@@ -219,27 +175,15 @@ def group_findings(findings: Iterable[Finding]) -> list[FindingGroup]:
 
 # -- The operators around attention ----------------------------------------------------------------
 
-# Operators of opset 17 that are not in the list of operators of the 8.6 parser.
-_NOT_IN_86 = frozenset(
-    (
-        *("Bernoulli", "BitShift", "BlackmanWindow", "Compress", "ConcatFromSequence", "ConvInteger"),
-        *("DFT", "Det", "DynamicQuantizeLinear", "HammingWindow", "HannWindow", "Hardmax"),
-        *("MatMulInteger", "MaxRoiPool", "MaxUnpool", "MelWeightMatrix", "Multinomial", "QLinearConv"),
-        *("QLinearMatMul", "STFT", "SequenceAt", "SequenceConstruct", "SequenceInsert"),
-        *("SplitToSequence", "Unique"),
-    )
-)
-
 
 def _missing(node: ir.Node) -> str:
     return f"The parser has no {node.op_type} before TensorRT 10.15."
 
 
 def _sums_integers(node: ir.Node) -> str | None:
-    x = node.inputs[0]
-    if x is None or x.dtype is None or x.dtype.is_floating_point():
-        return None
-    return "CumSum becomes a loop, and its documentation lists no integers."
+    dtype = None if node.inputs[0] is None else node.inputs[0].dtype
+    floating = dtype is None or dtype.is_floating_point()
+    return None if floating else "CumSum becomes a loop, and its documentation lists no integers."
 
 
 def _not_in_place(node: ir.Node) -> str | None:
@@ -248,10 +192,9 @@ def _not_in_place(node: ir.Node) -> str | None:
 
 
 def _in_place(node: ir.Node) -> str | None:
-    if obstacle_to_update_in_place(node) is not None:
-        return None
-    cache = node.inputs[0]
-    return f"The cache is updated in place: {cache.name if cache else ''} and {node.outputs[0].name} are one."
+    cache = node.inputs[0].name if node.inputs[0] is not None else ""
+    text = f"The cache is updated in place: {cache} and {node.outputs[0].name} are one."
+    return text if obstacle_to_update_in_place(node) is None else None
 
 
 def _as_rows(node: ir.Node) -> str | None:
@@ -259,36 +202,29 @@ def _as_rows(node: ir.Node) -> str | None:
     readers = [use.node for use in node.outputs[0].uses() if is_attention(use.node)]
     if not any(isinstance(read_cache(reader), CachedAttention) for reader in readers):
         return None
-    name = str(node.outputs[0].name)
-    return (
-        f"The cache is read in place, and its new entries are the output: {rows_name(name)} replaces {name}."
-    )
+    name, read = str(node.outputs[0].name), "The cache is read in place, and its new entries are the output"
+    return f"{read}: {rows_name(name)} replaces {name}."
 
 
-_LATE = frozenset({ROTARY, SCATTER, RMS_NORM})
-_SCATTER = frozenset({SCATTER})
-
-_OPERATORS: dict[str, tuple[frozenset[str], Callable[[ir.Node], str | None]]] = {
-    "no-decode-operator-primitives": (_LATE, _missing),
-    "no-decode-operator": (_LATE, _missing),
-    "no-operator": (_NOT_IN_86, lambda node: f"The parser of TensorRT 8.6 has no {node.op_type}."),
-    "integer-cumsum": (frozenset({"CumSum"}), _sums_integers),
-    "cache-update": (_SCATTER, _not_in_place),
-    "cache-in-place": (_SCATTER, _in_place),
-    "cache-rows": (_SCATTER, _as_rows),
+_OPERATORS: dict[str, Callable[[ir.Node], str | None]] = {
+    "no-decode-operator-primitives": _missing,
+    "no-decode-operator": _missing,
+    "no-operator": lambda node: f"The parser of TensorRT 8.6 has no {node.op_type}.",
+    "integer-cumsum": _sums_integers,
+    "cache-update": _not_in_place,
+    "cache-in-place": _in_place,
+    "cache-rows": _as_rows,
 }
-"""The operators that a rule is about, and its message for a node; None where it does not apply."""
+"""The message of a rule about operators for a node; None where it does not apply."""
 
 
 def check_operators(model: ir.Model, target: Target) -> list[Finding]:
     """The findings about the operators around attention, the worst first for each node."""
-    covering = {name: rule for name, rule in _OPERATORS.items() if RULES[name].covers(target)}
+    covering = {name: say for name, say in _OPERATORS.items() if RULES[name].covers(target)}
     found: list[Finding] = []
     for node in model.graph.all_nodes():
-        messages = (
-            (name, applies(node)) for name, (types, applies) in covering.items() if is_op(node, *types)
-        )
-        found += _worst_first(node_name(node), [(name, text) for name, text in messages if text])
+        said = {name: say(node) for name, say in covering.items() if is_op(node, *RULES[name].operators)}
+        found += _worst_first(node_name(node), [(name, text) for name, text in said.items() if text])
     return found
 
 
@@ -309,27 +245,14 @@ def _v_head_size_differs(node: AttentionNode, target: Target) -> bool:
     return isinstance(node.D, int) and isinstance(node.Dv, int) and node.Dv != node.D
 
 
-def _float_mask_of_other_type(node: AttentionNode, target: Target) -> bool:
-    return node.mask in ("float", "int") and node.dtype is not None and node.mask_dtype != node.dtype
-
-
 def _causal_is_not_square(node: AttentionNode, target: Target) -> bool:
     alone = not node.has_past and not node.has_nonpad_kv_seqlen
     return node.is_causal and alone and not same_size(node.S, node.T)
 
 
-def _not_an_rtx_gpu(node: AttentionNode, target: Target) -> bool:
-    gpu = target.compute_capability
-    return gpu is not None and not is_rtx_gpu(gpu)
-
-
 def _one_query(node: AttentionNode) -> bool:
     """A single query has a kernel of its own, with wider limits."""
     return node.S == 1 and isinstance(node.D, int) and 8 <= node.D <= 256 and node.D % 8 == 0
-
-
-def _head_size_out_of_range(node: AttentionNode, target: Target) -> bool:
-    return isinstance(node.D, int) and not 16 <= node.D <= 256 and not _one_query(node)
 
 
 def _head_size_unaligned(node: AttentionNode, target: Target) -> bool:
@@ -353,7 +276,9 @@ _ATTENTIONS: dict[str, Callable[[AttentionNode, Target], bool]] = {
     "v-head-size": _v_head_size_differs,
     "heads-unknown": lambda node, target: node.rank == 3 and (node.Hq is None or node.Hkv is None),
     "mask-and-causal": lambda node, target: node.mask != "none" and node.is_causal,
-    "mask-dtype": _float_mask_of_other_type,
+    "mask-dtype": lambda node, target: (
+        node.mask in ("float", "int") and node.dtype is not None and node.mask_dtype != node.dtype
+    ),
     "short-mask": lambda node, target: node.mask_may_be_short,
     "nonpad-kv-seqlen": lambda node, target: node.has_nonpad_kv_seqlen,
     "window": lambda node, target: node.has_window,
@@ -363,12 +288,16 @@ _ATTENTIONS: dict[str, Callable[[AttentionNode, Target], bool]] = {
     "causal-alignment-unknown": _causal_is_not_square,
     "fp64": lambda node, target: "fp64" in (node.dtype, node.softmax_precision),
     "bf16-version": lambda node, target: node.dtype == "bf16",
-    "rtx-gpu": _not_an_rtx_gpu,
+    "rtx-gpu": lambda node, target: (
+        target.compute_capability is not None and not is_rtx_gpu(target.compute_capability)
+    ),
     "bf16-gpu": lambda node, target: node.dtype == "bf16" and target.is_below(8, 0),
     "qk-output-unfused": lambda node, target: node.has_qk_output,
     "softcap-unfused": lambda node, target: node.softcap != 0,
     "v-head-size-unfused": _v_head_size_differs,
-    "head-size-range": _head_size_out_of_range,
+    "head-size-range": lambda node, target: (
+        isinstance(node.D, int) and not 16 <= node.D <= 256 and not _one_query(node)
+    ),
     "head-size-multiple": _head_size_unaligned,
     "head-size-padded": _head_size_unaligned,
     "fp32": lambda node, target: node.dtype == "fp32" and not _one_query(node),
@@ -417,10 +346,8 @@ class Eligibility:
 
     def _any(self, *severities: str, cured: bool = True) -> bool:
         """Whether a finding has one of the severities; with `cured` false, only what no lowering cures."""
-        return any(
-            finding.severity in severities and (cured or finding.cured_by is None)
-            for finding in self.findings
-        )
+        counted = (each for each in self.findings if cured or each.cured_by is None)
+        return any(finding.severity in severities for finding in counted)
 
 
 def check(nodes: Sequence[AttentionNode], target: Target) -> list[Finding]:

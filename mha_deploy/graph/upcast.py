@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from mha_deploy.errors import DeployError
 from mha_deploy.graph.attention_node import is_attention
-from mha_deploy.graph.ir import graph_of_node, infer_shapes, is_op
+from mha_deploy.graph.ir import infer_shapes, is_op
 from mha_deploy.graph.lower import lower
 from mha_deploy.graph.lower.call import copy_of
 
@@ -38,30 +38,24 @@ def _upcast(model: ir.Model, operators: tuple[str, ...]) -> ir.Model:
     copy = model.clone()
     if any(value.dtype is None for node in copy.graph for value in node.outputs if value.name):
         infer_shapes(copy)  # other people's files often omit types
-    for node in list(copy.graph):
-        if is_op(node, *operators):
-            _upcast_node(node)
+    for node in [node for node in copy.graph if is_op(node, *operators)]:
+        for position, value in enumerate(node.inputs):
+            if value is not None and value.dtype in _HALVES:
+                cast = _cast(value, ir.DataType.FLOAT, f"{node.name}/input_{position}")
+                copy.graph.insert_before(node, cast)
+                node.replace_input_with(position, cast.outputs[0])
+        for output in node.outputs:
+            half, name = output.dtype, output.name
+            if half is None or half not in _HALVES or not name:
+                continue
+            cast = _cast(output, half, f"{node.name}/{name}")
+            rounded = cast.outputs[0]
+            output.replace_all_uses_with(rounded, replace_graph_outputs=True)
+            cast.replace_input_with(0, output)
+            output.name, rounded.name = f"{name}/float32", name
+            output.type = ir.TensorType(ir.DataType.FLOAT)  # a new one: copies of a model share their types
+            copy.graph.insert_after(node, cast)
     return copy
-
-
-def _upcast_node(node: ir.Node) -> None:
-    graph = graph_of_node(node)
-    for position, value in enumerate(node.inputs):
-        if value is not None and value.dtype in _HALVES:
-            cast = _cast(value, ir.DataType.FLOAT, f"{node.name}/input_{position}")
-            graph.insert_before(node, cast)
-            node.replace_input_with(position, cast.outputs[0])
-    for output in node.outputs:
-        half, name = output.dtype, output.name
-        if half is None or half not in _HALVES or not name:
-            continue
-        cast = _cast(output, half, f"{node.name}/{name}")
-        rounded = cast.outputs[0]
-        output.replace_all_uses_with(rounded, replace_graph_outputs=True)
-        cast.replace_input_with(0, output)
-        output.name, rounded.name = f"{name}/float32", name
-        output.type = ir.TensorType(ir.DataType.FLOAT)  # a new one: copies of a model share their types
-        graph.insert_after(node, cast)
 
 
 def _cast(value: ir.Value, to: ir.DataType, name: str) -> ir.Node:
@@ -94,16 +88,11 @@ def unfused_twin(model: ir.Model) -> ir.Model:
         if _SOFTMAX_PRECISION not in node.attributes:
             node.attributes[_SOFTMAX_PRECISION] = ir.AttrInt64(_SOFTMAX_PRECISION, int(ir.DataType.FLOAT))
     twin = lower(copy, "primitives", cache="copy")  # the outputs stay as they are
-    inner = [
-        node.outputs[0]
-        for node in twin.graph
-        if node.name not in before and str(node.name).rpartition("/")[2] in _INNER
-    ]
+    added = (node for node in twin.graph if node.name not in before)
+    inner = [node.outputs[0] for node in added if str(node.name).rpartition("/")[2] in _INNER]
     if not attentions or len(inner) != len(_INNER) * len(attentions):
-        raise DeployError(
-            "The scores of an attention cannot be graph outputs.",
-            got=f"{len(attentions)} attentions, {len(inner)} of their tensors in the main graph",
-        )
+        got = f"{len(attentions)} attentions, {len(inner)} of their tensors in the main graph"
+        raise DeployError("The scores of an attention cannot be graph outputs.", got=got)
     twin.graph.outputs.extend(value for value in inner if not value.is_graph_output())
     return twin
 

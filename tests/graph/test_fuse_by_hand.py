@@ -185,7 +185,7 @@ def test_nan_in_a_mask_does_not_end_the_run(shape):
     np.testing.assert_array_equal(run(new, feeds)[0], run(model, feeds)[0])
 
 
-PARTS = ["pattern.read_scores", "write_attention", "masks.build_mask"]
+PARTS = ["pattern.read_scores", "write_attention", "masks._build_mask"]
 
 
 @pytest.mark.parametrize("part", PARTS)

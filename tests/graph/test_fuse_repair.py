@@ -9,8 +9,7 @@ import onnxruntime
 import pytest
 
 from mha_deploy.graph.attention_node import attention_nodes
-from mha_deploy.graph.fuse import fuse_attention
-from mha_deploy.graph.fuse.repair import share_tied_weights
+from mha_deploy.graph.fuse import fuse_attention, share_tied_weights
 from mha_deploy.graph.ir import infer_shapes
 
 LOWEST = float(np.finfo(np.float32).min)

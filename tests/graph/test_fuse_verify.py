@@ -8,7 +8,7 @@ from hand_graphs import D, H, Hand, S, check_same, fused, random_feeds, run
 from onnx import TensorProto
 
 import mha_deploy as md
-from mha_deploy.graph.fuse import masks, scores
+from mha_deploy.graph.fuse import masks, pattern
 from mha_deploy.graph.fuse.verify import NotVerified
 
 LOWEST = float(np.finfo(np.float32).min)
@@ -32,13 +32,13 @@ def test_what_is_fused_was_verified():
 @pytest.mark.parametrize("shape", [(2, H, S, 8), ("B", H, "S", 8)])
 def test_a_wrong_node_is_left_as_it_was(shape, monkeypatch):
     """Every layer of the same structure is left, with a reason, and nothing else happens to the file."""
-    right = scores._before_factor
+    right = pattern._before_factor
 
     def wrong(operand):
         found = right(operand)
         return found and type(found)(**{**vars(found), "factor": found.factor * 1.001})
 
-    monkeypatch.setattr(scores, "_before_factor", wrong)
+    monkeypatch.setattr(pattern, "_before_factor", wrong)
     g = Hand(shape=shape)
     y = "q"
     for _ in range(3):
@@ -263,7 +263,7 @@ def test_an_attention_node_with_a_mask_of_fewer_keys_stays():
 
 def test_a_wrong_repair_of_an_attention_node_is_left(monkeypatch):
     """A mask that is taken for the causal triangle, and is none."""
-    monkeypatch.setattr(masks, "_hidden_by_triangle", lambda term: -np.inf)
+    monkeypatch.setattr(masks, "triangle_of", lambda value: masks.Triangle(1.0, 0.0))
     g = Hand()
     model = g.model(g.op("Attention", "q", "k", "v", g.input("m", [2, 1, S, S], TensorProto.BOOL)))
     new, report = fused(model)

@@ -11,8 +11,7 @@ import torch
 import whole_models as whole
 
 from mha_deploy.graph.attention_node import attention_nodes
-from mha_deploy.graph.fuse import fuse_attention
-from mha_deploy.graph.fuse.repair import share_tied_weights
+from mha_deploy.graph.fuse import fuse_attention, share_tied_weights
 
 pytest.importorskip("transformers")
 

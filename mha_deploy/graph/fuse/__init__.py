@@ -3,59 +3,114 @@
 A softmax whose result comes to a matmul of two computed tensors is a candidate. From it the scores are
 followed back to Q and K, and the weights forward to V. What stands between becomes part of the node (scale,
 masks, causal, softcap, precision, grouped heads), or the candidate stays as it is, and the report says why.
-Attention that is no candidate is counted as well (`pattern.py`): a report is about all attention of a graph.
+Attention that is no candidate is counted as well (`leftover.py`): a report is about all attention of a graph.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Collection, Sequence
-from typing import TypeVar
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
 
 import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass
 
 from mha_deploy.graph.attention_node import is_attention
+from mha_deploy.graph.fuse.leftover import leftover_attentions
 from mha_deploy.graph.fuse.masks import FULLY_MASKED, Masks
-from mha_deploy.graph.fuse.pattern import Pattern, leftover_attentions, read_pattern
-from mha_deploy.graph.fuse.repair import repair_rotary, repaired_attention, share_tied_weights
-from mha_deploy.graph.fuse.scores import Normalisation, comes_to_matmul, softmax_at
-from mha_deploy.graph.fuse.sizes import infer_sizes, name_inputs, product
+from mha_deploy.graph.fuse.pattern import Normalisation, Pattern, comes_to_matmul, read_pattern, softmax_at
 from mha_deploy.graph.fuse.values import (
-    FusedAttention,
-    FuseReport,
     NoScores,
     NotExpressible,
     NotFused,
-    Repair,
-    UnfusedSoftmax,
+    Size,
     from_old_opset,
+    infer_sizes,
     module_of,
+    name_inputs,
     place_of,
+    product,
     raise_opset,
     sizes_of,
 )
 from mha_deploy.graph.fuse.verify import Boundary, compare, cut_out, mask_stops
-from mha_deploy.graph.fuse.write import insert_attention, remove_unused, write_attention
+from mha_deploy.graph.fuse.write import (
+    insert_attention,
+    remove_unused,
+    repair_rotary,
+    repaired_attention,
+    share_tied_weights,
+    write_attention,
+)
 from mha_deploy.graph.ir import NodeBuilder, is_op, names_in, replace_node
 
-__all__ = [
-    "FuseReport",
-    "FusedAttention",
-    "NotFused",
-    "Repair",
-    "UnfusedSoftmax",
-    "fuse_attention",
-    "share_tied_weights",
-]
-
+__all__ = ["FuseReport", "FusedAttention", "NotFused", "Repair", "UnfusedSoftmax"]
+__all__ += ["from_old_opset", "fuse_attention", "place_of", "share_tied_weights"]
 
 EXPANDED = (
     "Q, K and V are expanded to each other and to the mask: the file does not tell that their sizes are equal"
 )
 
 _T = TypeVar("_T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusedAttention:
+    """One attention that is now one `Attention` node."""
+
+    name: str  # name of the new node: the module it came from where the file says, else its softmax
+    place: str | None  # source file and line, where the file says
+    Hq: int  # query heads; 1 where the heads are part of the batch
+    Hkv: int  # key/value heads
+    D: Size  # head size of queries and keys
+    scale: float  # factor on the scores, gathered from wherever it stood
+    mask: str  # `none`, `bool` or `float`
+    causal: bool  # whether the triangle became the attribute `is_causal`
+    softcap: float = 0.0  # bound of the scores; 0 for none
+    weights: bool = False  # whether the weights are an output as well, since the file uses them elsewhere
+    notes: tuple[str, ...] = ()  # what differs from the file, and where
+    verified: bool = False  # whether it was compared with the original nodes on drawn inputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnfusedSoftmax:
+    """A normalisation between two matmuls that was left as it is."""
+
+    name: str  # the module it came from, else the softmax node
+    place: str | None  # source file and line, where the file says
+    reason: str  # why it is not fused
+    recognised: bool = False  # whether it was recognised, and ONNX's `Attention` cannot express it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repair:
+    """A node of the exporter's that was brought into the canonical form."""
+
+    name: str  # name of the node in the new model
+    changes: tuple[str, ...]  # what was changed, in words
+
+
+@dataclass(frozen=True, kw_only=True)
+class FuseReport:
+    """What became of every candidate of a graph."""
+
+    fused: tuple[FusedAttention, ...]  # attentions that are one node now
+    unfused: tuple[UnfusedSoftmax, ...]  # candidates that are as they were
+    already: tuple[str, ...] = ()  # names, in the new model, of the `Attention` nodes that were there before
+    repairs: tuple[Repair, ...] = ()  # what was changed about those, and about nodes around them
+    layers: tuple[str, ...] = ()  # names of all `Attention` nodes of the new model in the order of execution
+
+    @property
+    def complete(self) -> bool:
+        """Whether every candidate was fused."""
+        return not self.unfused
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain data for JSON."""
+        return {"complete": self.complete, **asdict(self)}
 
 
 def fuse_attention(model: ir.Model, *, verify: bool = True, copy: bool = True) -> tuple[ir.Model, FuseReport]:
@@ -84,14 +139,15 @@ def fuse_attention(model: ir.Model, *, verify: bool = True, copy: bool = True) -
     unnamed = name_inputs(work)
     infer_sizes(work)
     fusion = _Fusion(work, verify)
-    fusion.run()
+    report = fusion.run()
     if fusion.changed:
-        infer_sizes(raise_opset(work), only_missing=True)
+        raise_opset(work)
+        infer_sizes(work, only_missing=True)
     for value, shape in unnamed.items():
         value.shape = shape
-    if fusion.changed:
-        return work, fusion.report()
-    return model.clone() if copy else model, fusion.report()
+    if not fusion.changed:
+        work = model.clone() if copy else model
+    return work, report
 
 
 class _Fusion:
@@ -105,7 +161,7 @@ class _Fusion:
         # Why a structure is left as it was, or what differs on purpose.
         self._compared: dict[str, NotFused | tuple[str, ...]] = {}
         self._fused: list[FusedAttention] = []
-        self._unfused: dict[ir.Node, UnfusedSoftmax] = {}
+        self._unfused: dict[ir.Node, NotFused] = {}
         self._already: list[str] = []
         self._repairs: list[Repair] = []
         self._layers: list[str] = []
@@ -116,17 +172,7 @@ class _Fusion:
         """Whether the model is another than before."""
         return bool(self._fused or self._repairs or self._renamed)
 
-    def report(self) -> FuseReport:
-        """What was found."""
-        return FuseReport(
-            fused=tuple(self._fused),
-            unfused=tuple(self._unfused.values()),
-            already=tuple(self._already),
-            repairs=tuple(self._repairs),
-            layers=tuple(self._layers),
-        )
-
-    def run(self) -> None:
+    def run(self) -> FuseReport:
         """Visit every node, and count what is left."""
         for node in list(self._model.graph.all_nodes()):
             if node.graph is not None:  # else it was part of an attention
@@ -134,12 +180,26 @@ class _Fusion:
         if any(each.weights for each in self._fused):
             self._model.graph.sort()  # what used the weights may stand before the matmul with V
         left, features = leftover_attentions(self._model.graph)
-        self._unfused = {node: each for node, each in self._unfused.items() if node not in features}
+        refusals = {node: each for node, each in self._unfused.items() if node not in features}
         for node, refusal in left.items():
-            if node not in self._unfused:
-                self._unfused[node] = _left(node, refusal or _reason(node))
-        order = {node: index for index, node in enumerate(self._model.graph.all_nodes())}
-        self._unfused = dict(sorted(self._unfused.items(), key=lambda item: order[item[0]]))
+            if node not in refusals:
+                refusals[node] = refusal or _reason(node)
+        return FuseReport(
+            fused=tuple(self._fused),
+            unfused=tuple(
+                UnfusedSoftmax(
+                    name=module_of(node),
+                    place=place_of(node),
+                    reason=refusals[node].in_one_line,
+                    recognised=isinstance(refusals[node], NotExpressible),
+                )
+                for node in self._model.graph.all_nodes()
+                if node in refusals
+            ),
+            already=tuple(self._already),
+            repairs=tuple(self._repairs),
+            layers=tuple(self._layers),
+        )
 
     def _visit(self, node: ir.Node) -> None:
         """Fuse around a softmax, or repair a node that the exporter fused."""
@@ -148,11 +208,11 @@ class _Fusion:
         elif is_op(node, "RotaryEmbedding"):
             name = node.name or module_of(node)
             self._note(name, repair_rotary(node, NodeBuilder(self._free(name))))
-        elif (softmax := softmax_at(node)) is not None and comes_to_matmul(softmax.result):
+        elif (softmax := softmax_at(node)) is not None and comes_to_matmul(node.outputs[0]):
             try:
                 self._fuse(softmax)
             except NotFused as refusal:
-                self._unfused[node] = _left(node, refusal)
+                self._unfused[node] = refusal
 
     def _fuse(self, softmax: Normalisation) -> None:
         pattern = _tried(lambda: read_pattern(softmax))
@@ -228,13 +288,13 @@ class _Fusion:
             repaired = _tried(lambda: repaired_attention(node, builder, self._masks))
             if repaired is None:
                 return
-            old, new = [node.outputs[0]], [repaired.result]
-            self._verified(old, repaired.boundary, builder, lambda: new)
+            self._verified([node.outputs[0]], repaired.boundary, builder, lambda: [repaired.result])
         except NotFused as refusal:
             self._note(name, [f"left as it was. {refusal.in_one_line}"])
             return
+        before = list(node.inputs)
         replace_node(node, builder, {0: repaired.result})
-        remove_unused([value for value in repaired.before if value is not None])
+        remove_unused(before)
         self._note(name, repaired.changes)
 
     def _free(self, name: str) -> str:
@@ -250,11 +310,8 @@ class _Fusion:
 
 def _unused(name: str, taken: Collection[str]) -> str:
     """The name, with a number where it is taken."""
-    return next(
-        each
-        for each in (name, *(f"{name}_{count}" for count in range(2, len(taken) + 3)))
-        if each not in taken
-    )
+    names = itertools.chain([name], (f"{name}_{count}" for count in itertools.count(2)))
+    return next(each for each in names if each not in taken)
 
 
 def _tried(call: Callable[[], _T]) -> _T:
@@ -283,36 +340,22 @@ def _reason(softmax: ir.Node) -> NotFused:
 
 def _boundary(pattern: Pattern) -> Boundary:
     """What is drawn to compare an attention with its original: Q, K, V and the masks."""
-    letters, operands = pattern.letters, (pattern.q, pattern.k, pattern.v)
-    masks = [term.value for term in pattern.masking.terms]
-    masks += [pattern.sink.value] if pattern.sink is not None else []
-    drawn = mask_stops(masks)
-    tensors = [*pattern.masking.terms, *pattern.multipliers]
+    operands, terms = (pattern.q, pattern.k, pattern.v), pattern.masking.terms
+    drawn = mask_stops([*(term.value for term in terms), *([pattern.sink.value] if pattern.sink else [])])
     dims = {
         str(each.value.name): tuple(
             product(pattern.sizes.get(letter) or letter for letter in axis) or axis if size is None else size
             for axis, size in zip(each.axes[-len(known) :], known, strict=False)
         )
-        for each in (*operands, *tensors)
+        for each in (*operands, *terms, *pattern.multipliers)
         if (known := sizes_of(each.value))
     }
-    depth = pattern.q.dim(letters.size)
-    width = depth if isinstance(depth, int) else 8
-    spread = (2.0 / (pattern.scale * math.sqrt(width))) ** 0.5
+    depth = pattern.q.dim(pattern.letters.size)
+    spread = (2.0 / (pattern.scale * math.sqrt(depth if isinstance(depth, int) else 8))) ** 0.5
+    amounts = {value: amount for value, amount in drawn.items() if amount is not None}
+    amounts |= {pattern.q.value: spread, pattern.k.value: spread, pattern.v.value: 1.0}
     return Boundary(
         stops=frozenset((*(each.value for each in operands), *drawn)),
         dims=dims,
-        spread={str(value.name): amount for value, amount in drawn.items() if amount is not None}
-        | {
-            str(each.value.name): amount for each, amount in zip(operands, (spread, spread, 1.0), strict=True)
-        },
-    )
-
-
-def _left(softmax: ir.Node, refusal: NotFused) -> UnfusedSoftmax:
-    return UnfusedSoftmax(
-        name=module_of(softmax),
-        place=place_of(softmax),
-        reason=refusal.in_one_line,
-        recognised=isinstance(refusal, NotExpressible),
+        spread={str(value.name): amount for value, amount in amounts.items()},
     )

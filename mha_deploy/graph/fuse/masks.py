@@ -1,9 +1,10 @@
-"""Recognise masks: padding, fills, triangles, and queries that are fully masked."""
+"""Recognise masks (padding, fills, triangles, fully masked queries), decide what they become, write them."""
 
 from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -12,8 +13,6 @@ import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
-from mha_deploy.graph.fuse.scores import Axes, Bias, Fill, Term
-from mha_deploy.graph.fuse.sizes import product
 from mha_deploy.graph.fuse.values import (
     NotExpressible,
     NotFused,
@@ -21,14 +20,70 @@ from mha_deploy.graph.fuse.values import (
     adds_leading_ones,
     array_of,
     holds,
-    ints_of,
-    same_dim,
+    product,
     same_dims,
     same_or_cut,
     scalar_of,
     sizes_of,
 )
-from mha_deploy.graph.ir import NodeBuilder, input_at, is_op, made_by, rank
+from mha_deploy.graph.ir import NodeBuilder, constant_ints, input_at, is_op, made_by, rank, same_size
+
+Axes = tuple[str, ...]
+"""The axes of a tensor: each a letter as in an einsum, or several where a Reshape joined them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fill:
+    """Scores that are set to one number."""
+
+    value: ir.Value  # a boolean tensor
+    shown: bool  # the value of the condition where the score stays
+    fill: float  # the number elsewhere
+    axes: Axes  # the axes of the scores there; the condition is aligned to the last of them
+    # whether it was added to the score, which it is far larger than, and not put in its place
+    added: bool = False
+
+    @property
+    def hides(self) -> bool:
+        """Whether the key has no weight at all, whatever the others are."""
+        return self.fill == -math.inf
+
+    @property
+    def is_put(self) -> bool:
+        """Whether masked scores are set to a finite number."""
+        return not self.hides and not self.added
+
+    def keys(self, builder: NodeBuilder, *, shown: bool = True) -> ir.Value:
+        """True for the keys that it shows, or for those that it hides."""
+        if self.shown == shown:
+            return self.value
+        inner = input_at(made_by(self.value, "Not"), 0)
+        return builder.op("Not", self.value, name="visible") if inner is None else inner
+
+    def applied(self, scores: ir.Value, number: ir.Value, builder: NodeBuilder) -> ir.Value:
+        """The scores with a number in the place of those that it hides."""
+        pair = (scores, number) if self.shown else (number, scores)
+        return builder.op("Where", self.value, *pair, name="mask")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bias:
+    """A tensor that is added to the scores, times a constant."""
+
+    value: ir.Value  # the tensor
+    factor: float  # the constant
+    axes: Axes  # the axes of the scores there; the tensor is aligned to the last of them
+
+    def scaled(self, builder: NodeBuilder, dtype: ir.DataType) -> ir.Value:
+        """What it adds to the scores."""
+        value = self.value
+        if self.factor != 1.0:
+            value = builder.op("Mul", value, builder.constant(self.factor, value.dtype or dtype), name="bias")
+        return value if self.value.dtype == dtype else builder.op("Cast", value, to=int(dtype), name="bias")
+
+
+Term = Fill | Bias
+
 
 # -- Prove that a tensor is the causal triangle, from the nodes that compute it --------------------
 
@@ -49,22 +104,23 @@ class _Index(NamedTuple):
 
 
 _Found = Triangle | _Index | None
-_ELEMENTWISE: dict[str, Callable[..., float]] = {
-    "Equal": lambda x, y: float(x == y),
-    "Greater": lambda x, y: float(x > y),
-    "GreaterOrEqual": lambda x, y: float(x >= y),
-    "Less": lambda x, y: float(x < y),
-    "LessOrEqual": lambda x, y: float(x <= y),
-    "Not": lambda x: float(not x),
-    "And": lambda x, y: float(bool(x) and bool(y)),
-    "Or": lambda x, y: float(bool(x) or bool(y)),
-    "Neg": lambda x: -x,
-    "Add": lambda x, y: x + y,
-    "Sub": lambda x, y: x - y,
-    "Mul": lambda x, y: x * y,
+_COMPARISONS: dict[str, Callable[..., float]]
+_COMPARISONS = {
+    "Greater": operator.gt,
+    "GreaterOrEqual": operator.ge,
+    "Less": operator.lt,
+    "LessOrEqual": operator.le,
+}
+_ELEMENTWISE = _COMPARISONS | {
+    **{
+        "Equal": operator.eq,
+        "Not": operator.not_,
+        "And": lambda x, y: bool(x and y),
+        "Or": lambda x, y: bool(x or y),
+    },
+    **{"Neg": operator.neg, "Add": operator.add, "Sub": operator.sub, "Mul": operator.mul},
     "Where": lambda condition, x, y: x if condition else y,
 }
-_COMPARISONS = frozenset({"Greater", "GreaterOrEqual", "Less", "LessOrEqual"})
 _LAYOUT = frozenset({"Identity", "Unsqueeze", "Reshape", "Squeeze", "Expand"})
 
 
@@ -87,12 +143,12 @@ def _follow(value: ir.Value | None, depth: int) -> _Found:
         start, _, step = (scalar_of(each) for each in node.inputs)
         return _Index(down=None) if start == 0 and step == 1 else None
     if node.op_type in _ELEMENTWISE:
-        return _from_elementwise(node, depth)
-    if node.op_type not in _LAYOUT and node.op_type not in ("Cast", "Slice", "Trilu"):
+        return _from_elementwise(node, [_follow(each, depth + 1) for each in node.inputs])
+    if node.op_type not in (*_LAYOUT, "Cast", "Slice", "Trilu"):
         return None
     found = _follow(node.inputs[0], depth + 1)
     if found is None or node.op_type in _LAYOUT:
-        return _laid_out(found, node)
+        return _laid_out(found, sizes_of(node.inputs[0]), sizes_of(value))
     to = ir.DataType(node.attributes.get_int("to", 0))
     if isinstance(found, _Index):
         # Counting stays counting in whole numbers only: float16 cannot hold a long row.
@@ -103,7 +159,7 @@ def _follow(value: ir.Value | None, depth: int) -> _Found:
         kept = found._replace(visible=0.0) if upper else found._replace(hidden=0.0)
         return kept if offset == upper else None
     if node.op_type == "Slice":  # a piece that begins at the corner is a triangle as well, whatever its end
-        starts, steps = ints_of(node.inputs[1]), ints_of(input_at(node, 4)) if len(node.inputs) > 4 else [1]
+        starts, steps = constant_ints(node, 1), constant_ints(node, 4) if len(node.inputs) > 4 else (1,)
         corner = starts is not None and steps is not None and set(starts) <= {0} and set(steps) <= {1}
         return found if corner or found.visible == found.hidden else None
     if to == ir.DataType.BOOL:
@@ -134,107 +190,78 @@ def _index_of(shape: Sequence[Size]) -> _Found:
     return _Index(down=True) if shape[-2] != 1 else None
 
 
-def _laid_out(found: _Found, node: ir.Node) -> _Found:
-    source, result = node.inputs[0], sizes_of(node.outputs[0])
-    before = sizes_of(source)
-    if found is None or result is None or before is None:
+def _laid_out(found: _Found, before: list[Size] | None, after: list[Size] | None) -> _Found:
+    if found is None or after is None or before is None:
         return None
     if isinstance(found, _Index):
-        long = [size for size in result if size != 1]
+        long = [size for size in after if size != 1]
         kept = len(long) == 1 and long == [size for size in before if size != 1]
-        return _index_of(result) if kept else None
-    if found.visible == found.hidden:
-        return found
+        return _index_of(after) if kept else None
     # The matrix must stay the last two axes, and the axes before it must stay 1.
-    same = len(before) >= 2 and len(result) >= 2 and same_dims(result[-2:], before[-2:])
-    return found if same and all(size == 1 for size in result[:-2]) else None
+    same = len(before) >= 2 and len(after) >= 2 and same_dims(after[-2:], before[-2:])
+    alone = same and all(size == 1 for size in after[:-2])
+    return found if alone or found.visible == found.hidden else None
 
 
-def _from_elementwise(node: ir.Node, depth: int) -> _Found:
-    parts = [_follow(value, depth + 1) for value in node.inputs]
-    if any(part is None for part in parts):
-        return None
-    if any(isinstance(part, _Index) for part in parts):
-        return _compare(node.op_type, parts)
-    triangles = [part for part in parts if isinstance(part, Triangle)]
-    if not all(_keeps_size(*pair, node.outputs[0]) for pair in zip(triangles, node.inputs, strict=True)):
-        return None
-    compute = _ELEMENTWISE[node.op_type]
-    return Triangle(
-        compute(*(each.visible for each in triangles)), compute(*(each.hidden for each in triangles))
-    )
-
-
-def _keeps_size(part: Triangle, value: ir.Value | None, result: ir.Value) -> bool:
-    """Whether a part has all rows and columns of the result.
-
-    A piece of a triangle may have one row, which broadcasting copies: that is no triangle any more.
-    """
-    if part.visible == part.hidden:
-        return True
-    before, after = sizes_of(value), sizes_of(result)
-    if before is None or after is None or len(before) < 2:
-        return False
-    return all(map(same_or_cut, before[-2:], after[-2:]))
-
-
-def _compare(op_type: str, parts: list[_Found]) -> _Found:
-    """Positions of keys beside positions of queries: `key <= query` and its kin."""
+def _from_elementwise(node: ir.Node, parts: list[_Found]) -> _Found:
+    compute, triangles = _ELEMENTWISE[node.op_type], [each for each in parts if isinstance(each, Triangle)]
+    if len(triangles) == len(parts):
+        after = sizes_of(node.outputs[0])
+        for part, value in zip(triangles, node.inputs, strict=True):
+            before = sizes_of(value)
+            # A piece of a triangle may have one row, which broadcasting copies: it is no triangle any more.
+            if part.visible != part.hidden and (
+                before is None
+                or after is None
+                or len(before) < 2
+                or not all(map(same_or_cut, before[-2:], after[-2:]))
+            ):
+                return None
+        return Triangle(*(float(compute(*numbers)) for numbers in zip(*triangles, strict=True)))
+    # Positions of keys beside positions of queries: `key <= query` and its kin.
     first, second = parts if len(parts) == 2 else (None, None)
-    if not isinstance(first, _Index):
+    if not isinstance(first, _Index) or second is None:
         return None
     if isinstance(second, Triangle):  # `position >= 0` holds for all positions
-        highest = {"GreaterOrEqual": 0.0, "Greater": -1.0}.get(op_type, math.nan)
+        highest = {"GreaterOrEqual": 0.0, "Greater": -1.0}.get(node.op_type, math.nan)
         return Triangle(1.0, 1.0) if max(second) <= highest else None
-    if not isinstance(second, _Index) or (first.down is True) == (second.down is True):
-        return None
-    if op_type not in _COMPARISONS:
+    if (first.down is True) == (second.down is True) or node.op_type not in _COMPARISONS:
         return None
     # Before the diagonal, on it, and after it.
-    before, at, after = (_ELEMENTWISE[op_type](*((0, key) if first.down else (key, 0))) for key in (-1, 0, 1))
-    return Triangle(before, after) if before == at else None
+    past, same, future = (compute(*((0, key) if first.down else (key, 0))) for key in (-1, 0, 1))
+    return Triangle(past, future) if past == same else None
 
 
 # -- Take a boolean mask apart: the conditions that all must hold, without those that always do ----
 
 _MAX_PARTS = 64  # more than any model needs; bounds the walk in a hostile file
 
-Condition = tuple[ir.Value, bool]
-"""A boolean tensor, and the value of it that shows a key."""
 
+def _conditions_of(condition: ir.Value, shown: bool) -> list[tuple[ir.Value, bool]]:
+    """The conditions that together show a key, each with the value that shows it.
 
-def conditions_of(condition: ir.Value, shown: bool) -> list[Condition]:
-    """The conditions that together show a key, those that always hold left out.
-
-    A copy over more rows (Expand) is taken before copying: a mask is broadcast anyway.
+    Those that always hold are left out. A copy over more rows (Expand) is taken before copying: a mask is
+    broadcast anyway.
     """
-    found: list[Condition] = []
-    pending: list[Condition] = [(condition, shown)]
+    found, pending = list[tuple[ir.Value, bool]](), [(condition, shown)]
     while pending and len(found) + len(pending) < _MAX_PARTS:
         value, shown = pending.pop()
-        inner = _inner(value, shown)
-        if inner is not None:
-            pending.extend(reversed(inner))
-        elif (value, shown) not in found:
+        node = value.producer()
+        inputs = [] if node is None else [each for each in node.inputs if each is not None]
+        if node is None or not inputs or None in node.inputs:
+            inputs = []
+        elif is_op(node, "Not"):
+            shown = not shown
+        elif is_op(node, "Identity", "Expand") or adds_leading_ones(node):
+            inputs = inputs[:1]
+        elif not is_op(node, "And" if shown else "Or"):
+            inputs = []
+        pending.extend((each, shown) for each in reversed(inputs))
+        if not inputs and (value, shown) not in found:
             constant = triangle_of(value)
             if constant is None or {bool(each) for each in constant} != {shown}:
                 found.append((value, shown))
     return found + pending
-
-
-def _inner(value: ir.Value, shown: bool) -> list[Condition] | None:
-    """What a condition consists of; None for one that is not made of others."""
-    node = value.producer()
-    inputs = [] if node is None else [each for each in node.inputs if each is not None]
-    if node is None or not inputs or None in node.inputs:
-        return None
-    if is_op(node, "Not"):
-        return [(inputs[0], not shown)]
-    if is_op(node, "And" if shown else "Or"):
-        return [(each, shown) for each in inputs]
-    if is_op(node, "Identity", "Expand") or adds_leading_ones(node):
-        return [(inputs[0], shown)]
-    return None
 
 
 # -- Read the masks of an attention as plainly as they can be expressed, without changing a number ------
@@ -247,14 +274,26 @@ _ABSORBS = -1e30  # added to a score in float32, bfloat16 or float64, it leaves 
 _ABSORBS_SMALL = -3e8
 
 
-def plain_terms(terms: list[Term], dtype: ir.DataType) -> list[Term]:
+def _plain_terms(terms: list[Term], dtype: ir.DataType) -> list[Term]:
     """The same masks in their simplest pieces, the one nearest to the softmax first."""
     pieces = [piece for term in terms for piece in _taken_apart(term, dtype)]
     added = [piece for piece in pieces if isinstance(piece, Fill) and piece.added and not piece.hides]
     # Two of them make -inf where both hide a key, and what is added later might be another.
     if added and (len(added) > 1 or pieces[0] is not added[0]):
         pieces = list(terms)
-    return [piece for term in pieces for piece in _needed(term)]
+    found = list[Term]()
+    for term in pieces:
+        parts = _conditions_of(term.value, term.shown) if isinstance(term, Fill) else []
+        split = (
+            isinstance(term, Fill)
+            and term.hides
+            and any(triangle_of(value) is not None for value, _ in parts)
+        )
+        if isinstance(term, Bias) or (len(parts) > 1 and not split):  # more nodes, and nothing gained
+            found.append(term)
+        else:
+            found += [replace(term, value=value, shown=shown) for value, shown in parts]
+    return found
 
 
 def _taken_apart(term: Term, dtype: ir.DataType) -> list[Term]:
@@ -271,12 +310,12 @@ def _taken_apart(term: Term, dtype: ir.DataType) -> list[Term]:
     first = node.inputs[0] if spread else _before_reshapes(term.value)
     if first is not None:
         return _taken_apart(replace(term, value=first), dtype)
-    if is_op(node, "Where"):
+    if is_op(node, "Where") and term.factor > 0:
         return _from_where(term, node, dtype)
     if (choice := _choice(term.value, 0)) is not None and term.factor > 0:
         for shown, (kept, other) in ((True, choice[1:]), (False, choice[:0:-1])):
-            if kept == 0.0 and math.isfinite(other) and _absorbs(other * term.factor, term, dtype):
-                fill = other * term.factor
+            fill = other * term.factor
+            if kept == 0.0 and math.isfinite(other) and _absorbs(fill, term, dtype):
                 return [Fill(value=choice[0], shown=shown, fill=fill, axes=term.axes, added=True)]
     if is_op(node, "Add"):
         sides = [replace(term, value=each) for each in node.inputs if each is not None]
@@ -290,12 +329,14 @@ def _choice(value: ir.Value | None, depth: int) -> tuple[ir.Value, float, float]
     node = None if value is None else value.producer()
     if value is None or node is None or depth > _MAX_DEPTH or value.dtype is None:
         return None
-    if is_op(node, "Cast") and (source := node.inputs[0]) is not None and value.dtype.is_floating_point():
-        if source.dtype == ir.DataType.BOOL:
-            return source, 1.0, 0.0
-        return _choice(source, depth + 1) if holds(value.dtype, source.dtype) else None
-    if not is_op(node, "Add", "Sub", "Mul") or not value.dtype.is_floating_point():
+    if not is_op(node, "Cast", "Add", "Sub", "Mul") or not value.dtype.is_floating_point():
         return None
+    if is_op(node, "Cast"):
+        source = node.inputs[0]
+        if source is not None and source.dtype == ir.DataType.BOOL:
+            return source, 1.0, 0.0
+        kept = source is not None and holds(value.dtype, source.dtype)
+        return _choice(source, depth + 1) if kept else None
     for at in (0, 1):
         found, number = _choice(node.inputs[at], depth + 1), scalar_of(node.inputs[1 - at])
         if found is None or number is None or len(sizes_of(node.inputs[1 - at] or value) or ()) > 1:
@@ -320,7 +361,7 @@ def _before_reshapes(value: ir.Value) -> ir.Value | None:
 
 def _from_where(term: Bias, node: ir.Node, dtype: ir.DataType) -> list[Term]:
     condition, first, second = node.inputs
-    if condition is None or first is None or second is None or not term.factor > 0:
+    if condition is None or first is None or second is None:
         return [term]
     for shown, kept, other in ((True, first, second), (False, second, first)):
         number = scalar_of(other)
@@ -339,16 +380,6 @@ def _absorbs(number: float, term: Bias, dtype: ir.DataType) -> bool:
     """Whether a number leaves nothing of a score that it is added to, in the type of the sum."""
     half = dtype == (term.value.dtype or dtype) == ir.DataType.FLOAT16
     return number == -math.inf or number <= (_LOWEST_HALF if half else _ABSORBS)
-
-
-def _needed(term: Term) -> list[Term]:
-    """A fill by the conditions that can hide a key; nothing where none can."""
-    if isinstance(term, Bias):
-        return [term]
-    parts = conditions_of(term.value, term.shown)
-    if len(parts) > 1 and not (term.hides and any(triangle_of(value) is not None for value, _ in parts)):
-        return [term]  # taking it apart would only make more nodes
-    return [replace(term, value=value, shown=shown) for value, shown in parts]
 
 
 # -- Decide what the masks of an attention become --------------------------------------------------
@@ -375,8 +406,8 @@ class Masking:
     terms: tuple[Term, ...]  # what remains of the masks, the one nearest to the softmax first
     kind: str  # `none`, `bool` or `float`
     notes: tuple[str, ...]  # what a user should know
-    even: bool = False  # whether queries whose keys are all filled must become zero, see `even_mask`
-    exact: bool = False  # whether the masks are applied one after the other as in the file, see `exact_mask`
+    even: bool = False  # whether queries whose keys are all filled must become zero, see `_even_mask`
+    exact: bool = False  # whether the masks are applied one after the other as in the file, see `_exact_mask`
 
 
 def decide_masking(
@@ -403,12 +434,11 @@ def decide_masking(
     """
     lowest = float(ml_dtypes.finfo(dtype.numpy()).min)
     given = [_as_fill(term) for term in terms]
-    plain = plain_terms(given, dtype)
+    plain = _plain_terms(given, dtype)
     weakest = -softcap - _FAR_BELOW if softcap else max(_WEAKEST_FILL, 0.99 * lowest)
-    at = _causal_at(plain, (lowest, weakest), sizes[0], order) if same_dim(*sizes) else None
+    at = _causal_at(plain, (lowest, weakest), sizes[0], order) if same_size(*sizes) else None
     rest = [term for index, term in enumerate(plain) if index != at]
-    fills = [term.fill for term in plain if isinstance(term, Fill) and _is_put(term)]
-    highest = max(fills, default=-math.inf)
+    highest = max((each.fill for each in plain if isinstance(each, Fill) and each.is_put), default=-math.inf)
     notes = (GUARDED,) if guarded else ()
     if not highest <= weakest:
         what = "Masked scores are set to a number that other scores could be below."
@@ -442,7 +472,7 @@ def _needs_exact(terms: list[Term], dtype: ir.DataType) -> bool:
     biases = [term for term in terms if isinstance(term, Bias)]
     if len({term.fill for term in finite}) > 1 or (added and len(finite) > 1):
         return True
-    if any(_is_put(term) or dtype == ir.DataType.FLOAT16 for term in finite):
+    if any(term.is_put or dtype == ir.DataType.FLOAT16 for term in finite):
         return bool(biases)
     # A number that is lowest in a wider type would be -inf in that of Q.
     if any(term.value.dtype != dtype and not _is_bounded(term.value, 0) for term in biases):
@@ -462,11 +492,6 @@ def _is_bounded(value: ir.Value | None, depth: int) -> bool:
     return all(_is_bounded(each, depth + 1) for each in parts)
 
 
-def _is_put(term: Term) -> bool:
-    """Whether masked scores are set to a finite number."""
-    return isinstance(term, Fill) and not term.hides and not term.added
-
-
 def _causal_at(terms: list[Term], enough: tuple[float, float], size: Size, order: Axes) -> int | None:
     """The position of a mask that is the causal triangle and can be the attribute.
 
@@ -475,25 +500,21 @@ def _causal_at(terms: list[Term], enough: tuple[float, float], size: Size, order
     for index, term in enumerate(terms):
         dims = sizes_of(term.value) or ()
         square = len(dims) >= 2 and all(same_or_cut(each, size) for each in dims[-2:])
-        hidden = _hidden_by_triangle(term) if square and term.axes[-2:] == order else None
+        found = triangle_of(term.value) if square and term.axes[-2:] == order else None
+        if found is None:
+            continue
+        # The number on the future keys; the others must be left alone.
+        if isinstance(term, Fill):
+            hidden = term.fill if bool(found.visible) == term.shown != bool(found.hidden) else math.nan
+        else:
+            hidden = found.hidden * term.factor if found.visible == 0 else math.nan
         filled_after = any(isinstance(outer, Fill) and not outer.hides for outer in terms[:index])
         if hidden == -math.inf and not filled_after:
             return index
         # A finite number hides future keys only as long as each row has a visible one: nothing else may mask.
-        if hidden is not None and hidden <= enough[_is_put(term)] and len(terms) == 1:
+        if hidden <= enough[isinstance(term, Fill) and term.is_put] and len(terms) == 1:
             return index
     return None
-
-
-def _hidden_by_triangle(term: Term) -> float | None:
-    """The number on the future keys, where a mask is the triangle and leaves the others alone."""
-    found = triangle_of(term.value)
-    if found is None:
-        return None
-    if isinstance(term, Fill):
-        return term.fill if bool(found.visible) == term.shown != bool(found.hidden) else None
-    hidden = found.hidden * term.factor
-    return hidden if found.visible == 0 and hidden < 0 else None
 
 
 def _as_fill(term: Term) -> Term:
@@ -514,45 +535,33 @@ def _check_types(terms: list[Term], dtype: ir.DataType) -> None:
             raise NotFused("The tensor that is added to the scores has another type than Q.", got=got)
 
 
-def build_mask(masking: Masking, builder: NodeBuilder, dtype: ir.DataType) -> ir.Value:
-    """Write the remaining masks, of which there must be one, as one tensor in the layout of the scores."""
+# -- Write the masks as one tensor -----------------------------------------------------------------
+
+LayOut = Callable[[ir.Value, Sequence[Term]], ir.Value]
+"""Brings a tensor that has the last axes of the scores, as some terms do, into the layout of the mask."""
+
+
+def _build_mask(masking: Masking, builder: NodeBuilder, dtype: ir.DataType) -> ir.Value:
+    """The remaining masks, of which there must be one, in the layout of the scores."""
     if masking.kind == "bool":
-        return visible_keys(masking.terms, builder)
-    zero = builder.constant(0.0, dtype)
-    total: ir.Value | None = None
+        return _visible_keys(masking.terms, builder)
+    zero, total = builder.constant(0.0, dtype), None
     for term in reversed(masking.terms):
         if isinstance(term, Fill):
             number = builder.constant(-math.inf if term.hides else ABSORBING, dtype)
-            pair = (zero if total is None else total, number)
-            total = builder.op("Where", term.value, *(pair if term.shown else pair[::-1]), name="mask")
+            total = term.applied(zero if total is None else total, number, builder)
         else:
-            bias = _above_lowest(scaled_bias(term, builder, dtype), term, builder, dtype)
+            bias = _above_lowest(term.scaled(builder, dtype), term, builder, dtype)
             total = bias if total is None else builder.op("Add", total, bias, name="mask")
     if total is None:
         raise ValueError("A mask needs a term.")
     return total
 
 
-def visible_keys(terms: Iterable[Term], builder: NodeBuilder) -> ir.Value:
+def _visible_keys(terms: Iterable[Term], builder: NodeBuilder) -> ir.Value:
     """True where no condition masks the key; there must be one."""
-    shown = [
-        term.value if term.shown else negated(term.value, builder) for term in terms if isinstance(term, Fill)
-    ]
+    shown = [term.keys(builder) for term in terms if isinstance(term, Fill)]
     return functools.reduce(lambda one, other: builder.op("And", one, other, name="visible"), shown)
-
-
-def negated(condition: ir.Value, builder: NodeBuilder) -> ir.Value:
-    """The opposite of a condition, without a second `Not`."""
-    inner = input_at(made_by(condition, "Not"), 0)
-    return builder.op("Not", condition, name="visible") if inner is None else inner
-
-
-def scaled_bias(term: Bias, builder: NodeBuilder, dtype: ir.DataType) -> ir.Value:
-    """What an added tensor adds to the scores."""
-    value = term.value
-    if term.factor != 1.0:
-        value = builder.op("Mul", value, builder.constant(term.factor, value.dtype or dtype), name="bias")
-    return value if term.value.dtype == dtype else builder.op("Cast", value, to=int(dtype), name="bias")
 
 
 def _above_lowest(bias: ir.Value, term: Bias, builder: NodeBuilder, dtype: ir.DataType) -> ir.Value:
@@ -581,38 +590,36 @@ def spans(terms: tuple[Term, ...], sizes: tuple[Size, Size]) -> bool:
     return any(len(shape) >= 2 and same_dims(shape[-2:], sizes) for shape in shapes)
 
 
-# -- Fully masked queries, where no number in a float mask gives them the right result -------------
-
-LayOut = Callable[[ir.Value, int], ir.Value]
-"""Brings a tensor that has the last axes of the scores, so many of them, into the layout of the mask."""
+# Fully masked queries, where no number in a float mask gives them the right result:
 
 
-def even_mask(fills: tuple[Term, ...], builder: NodeBuilder, lay_out: LayOut) -> tuple[ir.Value, ir.Value]:
+def _even_mask(terms: Sequence[Term], builder: NodeBuilder, lay_out: LayOut) -> tuple[ir.Value, ir.Value]:
     """The mask, and `[·, ·, ·, 1]`: True for each fully masked query, which must become zero."""
-    visible = lay_out(visible_keys(fills, builder), rank_of(fills))
+    fills = [term for term in terms if isinstance(term, Fill)]
+    visible = lay_out(_visible_keys(fills, builder), fills)
     # Maximum over booleans came with opset 20 only, so it is taken over numbers.
     numbers = builder.op("Cast", visible, to=int(ir.DataType.FLOAT))
     most = builder.op("ReduceMax", numbers, builder.ints(-1), keepdims=1)
     empty = builder.op("Not", builder.op("Cast", most, to=int(ir.DataType.BOOL)), name="fully_masked")
-    if not any(isinstance(term, Fill) and term.hides for term in fills):
+    if not any(term.hides for term in fills):
         return builder.op("Or", visible, empty, name="mask"), empty
     # The score is the finite number where the fill nearest to the softmax is: that decides.
     filled: ir.Value | None = None
-    for term in (each for each in reversed(fills) if isinstance(each, Fill)):
-        shown = term.value if term.shown else negated(term.value, builder)
+    for term in reversed(fills):
+        shown = term.keys(builder)
         if not term.hides:
-            hidden = negated(term.value, builder) if term.shown else term.value
+            hidden = term.keys(builder, shown=False)
             filled = hidden if filled is None else builder.op("Or", filled, hidden)
         elif filled is not None:
             filled = builder.op("And", filled, shown)
     if filled is None:
         raise ValueError("Even rows need a finite fill.")
-    filled = builder.op("And", lay_out(filled, rank_of(fills)), empty)
+    filled = builder.op("And", lay_out(filled, fills), empty)
     return builder.op("Or", visible, filled, name="mask"), empty
 
 
-def exact_mask(
-    terms: tuple[Term, ...], builder: NodeBuilder, dtype: ir.DataType, lay_out: LayOut
+def _exact_mask(
+    terms: Sequence[Term], builder: NodeBuilder, dtype: ir.DataType, lay_out: LayOut
 ) -> tuple[ir.Value, ir.Value]:
     """The masks applied to scores of 0, and True for each query that must become zero.
 
@@ -626,19 +633,18 @@ def exact_mask(
     # The masks are applied in the widest type, and one that holds the fills.
     types = [term.value.dtype for term in terms if isinstance(term, Bias) and term.value.dtype is not None]
     wide = max([dtype, *types], key=lambda each: each.itemsize)
-    finite = [term.fill for term in terms if isinstance(term, Fill) and not term.hides]
-    if any(fill < float(ml_dtypes.finfo(wide.numpy()).min) for fill in finite):
+    fills = [term for term in reversed(terms) if isinstance(term, Fill)]
+    if any(term.fill < float(ml_dtypes.finfo(wide.numpy()).min) for term in fills if not term.hides):
         wide = ir.DataType.FLOAT
     total = builder.constant(0.0, wide)
     for term in reversed(terms):
         if isinstance(term, Bias):
-            total = builder.op("Add", total, scaled_bias(term, builder, wide))
-            continue
-        number = builder.constant(term.fill, wide)
-        total = builder.op("Where", term.value, *((total, number) if term.shown else (number, total)))
+            total = builder.op("Add", total, term.scaled(builder, wide))
+        else:
+            total = term.applied(total, builder.constant(term.fill, wide), builder)
     # Reductions of float16 and bfloat16 are missing in some runtimes.
     reduced = wide if wide == ir.DataType.DOUBLE else ir.DataType.FLOAT
-    total = lay_out(builder.op("Cast", total, to=int(reduced)), rank_of(terms))
+    total = lay_out(builder.op("Cast", total, to=int(reduced)), terms)
 
     def best_of(numbers: ir.Value) -> ir.Value:
         return builder.op("ReduceMax", numbers, builder.ints(-1), keepdims=1)
@@ -649,8 +655,8 @@ def exact_mask(
     absorbing = -32768.0 if wide == ir.DataType.FLOAT16 else _ABSORBS_SMALL if narrowed else ABSORBING
     zero = builder.op("LessOrEqual", best, builder.constant(absorbing, reduced))
     infinite = builder.constant(-math.inf, reduced)
-    if fills := [term for term in reversed(terms) if isinstance(term, Fill)]:
-        shown = lay_out(visible_keys(fills, builder), rank_of(fills))
+    if fills:
+        shown = lay_out(_visible_keys(fills, builder), fills)
         best_shown = best_of(builder.op("Where", shown, total, infinite))
         best_filled = best_of(builder.op("Where", shown, infinite, total))
         zero = builder.op("Or", zero, builder.op("GreaterOrEqual", best_filled, best_shown))
@@ -658,11 +664,6 @@ def exact_mask(
     zero = builder.op("And", zero, some, name="masked_query")
     mask = builder.op("Where", some if narrowed else zero, builder.op("Sub", total, best), total)
     return builder.op("Cast", mask, name="mask", to=int(dtype)), zero
-
-
-def rank_of(terms: Sequence[Term]) -> int:
-    """How many axes of the scores the masks have together."""
-    return max(rank(term.value) or 0 for term in terms)
 
 
 # -- Write the masks of attentions, each once: the layers of a model share theirs ------------------
@@ -706,10 +707,30 @@ class Masks:
         key = (masking.terms, masking.kind, masking.exact, dtype, place.order, sizes, id(graph))
         if key in self._written:
             return self._written[key][0]
-        written = _spelled_out(masking, place, dtype, sizes)
+        builder, scores = place.builder, masking.terms[0].axes
+        alike = all(term.axes == scores for term in masking.terms) and set(scores) == set(place.order)
+        if not alike:
+            terms = (replace(each, value=place.regrouped(each.value, each.axes)) for each in masking.terms)
+            masking = replace(masking, terms=tuple(terms))
+
+        def lay_out(value: ir.Value, terms: Sequence[Term]) -> ir.Value:
+            rows = max(rank(term.value) or 0 for term in terms)
+            return place.aligned(value, rows, scores) if alike else value
+
+        zero: ir.Value | None = None
+        if masking.even:
+            mask, zero = _even_mask(masking.terms, builder, lay_out)
+        elif masking.exact:
+            mask, zero = _exact_mask(masking.terms, builder, dtype, lay_out)
+        else:
+            mask = lay_out(_build_mask(masking, builder, dtype), masking.terms)
+        if not alike or scores != place.order or not spans(masking.terms, sizes):
+            q, k = place.rows
+            mask = builder.expand(mask, 1, 1, builder.size(q, -2), builder.size(k, -2))
+        written = Written(mask=mask, zero=zero)
         # An axis that is joined from others has the batch of one attention.
         if None not in sizes and len(place.order[0]) == 1:
-            self._written[key] = written, place.builder
+            self._written[key] = written, builder
         return written
 
 
@@ -731,22 +752,18 @@ class Place:
 
     def regrouped(self, value: ir.Value, axes: Axes) -> ir.Value:
         """The same for a tensor of scores whose axes are joined in another way."""
-        builder, given = self.builder, sizes_of(value) or []
-        dims = [1] * (len(axes) - len(given)) + given
+        builder, given, dtype = self.builder, sizes_of(value) or [], value.dtype
+        missing = len(axes) - len(given)
         apart = dict[str, Size]()
-        for axis, size in zip(axes, dims, strict=True):
-            apart |= dict.fromkeys(axis, 1) if size == 1 else {each: self.sizes[each] for each in axis}
-            if len(axis) == 1:
-                apart[axis] = size
+        for axis, size in zip(axes, [1] * missing + given, strict=True):
+            whole = len(axis) == 1 or size == 1
+            apart |= {letter: size if whole else self.sizes[letter] for letter in axis}
         if len(apart) != len(given):
-            missing = len(dims) - len(given)
-            wanted = list[int | ir.Value]()
-            for letter, size in apart.items():
-                at = axes.index(letter) - missing if letter in axes else -1
-                if at >= 0:
-                    wanted.append(builder.size(value, at))
-                else:
-                    wanted.append(size if isinstance(size, int) else -1)
+            own = {axis: at for at, axis in enumerate(axes[missing:])}
+            wanted = [
+                builder.size(value, own[each]) if each in own else size if isinstance(size, int) else -1
+                for each, size in apart.items()
+            ]
             if wanted.count(-1) > 1:
                 raise NotFused("A mask has several sizes that are not known.", got=list(apart.values()))
             value = builder.reshape(value, *wanted)
@@ -761,7 +778,10 @@ class Place:
             tail = builder.op("Shape", value, start=len(self.order[0]))
             shape = builder.op("Concat", builder.ints(-1 if joined else 1), tail, axis=0, name="shape")
             value = builder.op("Reshape", value, shape)
-        return builder.unsqueeze(value, HEAD_AXIS) if len(self.order) == 3 else value
+        value = builder.unsqueeze(value, HEAD_AXIS) if len(self.order) == 3 else value
+        if dtype is not None:
+            value.dtype = dtype
+        return value
 
     def _size(self, letter: str) -> int | ir.Value:
         """The size of a letter of the batch, at run time if need be."""
@@ -785,31 +805,3 @@ def transposed(value: ir.Value, axes: Axes, order: Axes, builder: NodeBuilder) -
     if value.dtype is not None:
         result.dtype = value.dtype
     return result
-
-
-def _spelled_out(masking: Masking, place: Place, dtype: ir.DataType, sizes: tuple[Size, Size]) -> Written:
-    builder, scores = place.builder, masking.terms[0].axes
-    alike = all(term.axes == scores for term in masking.terms) and set(scores) == set(place.order)
-    if not alike:
-        masking = replace(masking, terms=tuple(_regrouped(term, place) for term in masking.terms))
-
-    def lay_out(value: ir.Value, rank: int) -> ir.Value:
-        return place.aligned(value, rank, scores) if alike else value
-
-    zero: ir.Value | None = None
-    if masking.even:
-        mask, zero = even_mask(masking.terms, builder, lay_out)
-    elif masking.exact:
-        mask, zero = exact_mask(masking.terms, builder, dtype, lay_out)
-    else:
-        mask = lay_out(build_mask(masking, builder, dtype), rank_of(masking.terms))
-    if not alike or scores != place.order or not spans(masking.terms, sizes):
-        mask = builder.expand(mask, 1, 1, builder.size(place.rows[0], -2), builder.size(place.rows[1], -2))
-    return Written(mask=mask, zero=zero)
-
-
-def _regrouped(term: Term, place: Place) -> Term:
-    value = place.regrouped(term.value, term.axes)
-    if term.value.dtype is not None:
-        value.dtype = term.value.dtype
-    return replace(term, value=value)

@@ -1,4 +1,8 @@
-"""What is known of the values of a graph: constants, shapes, sources; and the records of a fusion."""
+"""What is known of the values of a graph: constants, where a node came from, and symbolic sizes.
+
+ONNX's shape inference gives up at `Reshape(x, Concat(Gather(Shape(x), 0), ...))` with a varying batch. Here a
+size is a number or a product of names, and the contents of small integer tensors are followed as sizes.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,9 @@ import ast
 import functools
 import math
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from fractions import Fraction
 
 import ml_dtypes
 import numpy as np
@@ -18,190 +22,17 @@ import onnx_ir as ir
 
 from mha_deploy.bundle.manifest import GENERATED
 from mha_deploy.errors import DeployError
-from mha_deploy.graph.ir import input_at, is_op, made_by
-
-# -- What is known of a value: its numbers, its sizes ----------------------------------------------
-
-# Over arrays of one number, in their own type; the result of Pow has the type of the base.
-_SCALAR_OPS: dict[str, Callable[..., np.ndarray | None]] = {
-    "Sqrt": np.sqrt,
-    "Reciprocal": lambda x: np.ones_like(x) / x,
-    "Neg": np.negative,
-    "Mul": np.multiply,
-    "Div": lambda x, y: _divided(x, y),
-    "Pow": lambda x, y: np.power(x.astype(np.float64), y.astype(np.float64)).astype(x.dtype),
-}
-_SAME_SCALAR = frozenset({"Identity", "Expand", "Reshape", "Squeeze", "Unsqueeze"})
-Size = int | str | None
-"""A number, a product of names such as `4*B*S`, or None where it is not known."""
-FACTORS = re.compile(r"[\w.]+(\*[\w.]+)*")
-_MAX_DEPTH = 64  # more than any constant needs; bounds the walk in a hostile file
-
-
-def array_of(value: ir.Value | None) -> np.ndarray | None:
-    """The numbers of a constant; None for anything that is computed or given."""
-    tensor = tensor_of(value)
-    return None if tensor is None else tensor.numpy()
-
-
-def tensor_of(value: ir.Value | None) -> ir.TensorProtocol | None:
-    """The tensor of a constant, its numbers not read yet; None for anything that is computed or given."""
-    return None if value is None or value.is_graph_input() else ir.convenience.get_const_tensor(value)
-
-
-def scalar_of(value: ir.Value | None) -> float | None:
-    """The one number that a tensor holds everywhere, where that follows from constants alone.
-
-    It is computed in the types of the graph: 7 / 2 is 3 in integers, -1e9 is -inf in float16. NaN is None.
-    """
-    with np.errstate(all="ignore"):
-        found = _scalar(value, 0)
-        number = math.nan if found is None else float(found)
-    return None if math.isnan(number) else number
-
-
-def _scalar(value: ir.Value | None, depth: int) -> np.ndarray | None:
-    """The number as an array without axes, in the type of the value."""
-    tensor = tensor_of(value)
-    if tensor is not None:
-        known = tensor.size == 1 and tensor.dtype != ir.DataType.STRING
-        return tensor.numpy().reshape(()) if known else None
-    node = value.producer() if value is not None else None
-    if node is None or node.domain != "" or depth > _MAX_DEPTH:
-        return None
-    if node.op_type in _SAME_SCALAR:
-        return _scalar(node.inputs[0], depth + 1)
-    if node.op_type == "Gather":
-        return _size_read(node)
-    if node.op_type == "Cast":
-        return _cast(_scalar(node.inputs[0], depth + 1), ir.DataType(node.attributes.get_int("to", 0)))
-    if node.op_type not in _SCALAR_OPS:
-        return None
-    numbers = [_scalar(each, depth + 1) for each in node.inputs]
-    try:
-        return None if any(each is None for each in numbers) else _SCALAR_OPS[node.op_type](*numbers)
-    except (ArithmeticError, TypeError, ValueError):
-        return None
-
-
-def _size_read(node: ir.Node) -> np.ndarray | None:
-    """The fixed size that `Gather(Shape(x), axis)` reads."""
-    shape, at = made_by(node.inputs[0], "Shape"), ints_of(node.inputs[1])
-    dims = sizes_of(input_at(shape, 0))
-    if (
-        shape is None
-        or dims is None
-        or at is None
-        or len(at) != 1
-        or set(shape.attributes) & {"start", "end"}
-    ):
-        return None
-    size = dims[at[0]] if -len(dims) <= at[0] < len(dims) else None
-    return np.asarray(size, np.int64) if isinstance(size, int) else None
-
-
-def _cast(number: np.ndarray | None, to: ir.DataType) -> np.ndarray | None:
-    if number is None or to in (ir.DataType.STRING, ir.DataType.UNDEFINED):
-        return None
-    if to.is_integer():
-        # What becomes of numbers beyond the type differs between runtimes.
-        info = ml_dtypes.iinfo(to.numpy())
-        if not int(info.min) <= float(number) <= int(info.max):
-            return None
-    return number.astype(to.numpy())
-
-
-def _divided(x: np.ndarray, y: np.ndarray) -> np.ndarray | None:
-    if x.dtype.kind not in "iu":
-        return np.divide(x, y)
-    if not y:
-        return None
-    quotient = abs(int(x)) // abs(int(y))  # ONNX rounds towards zero, Python downwards
-    return np.asarray(quotient if (int(x) < 0) == (int(y) < 0) else -quotient, x.dtype)
-
-
-def ints_of(value: ir.Value | None) -> list[int] | None:
-    """The integers of a constant, such as axes."""
-    array = array_of(value)
-    return None if array is None else [int(each) for each in array.ravel()]
-
-
-def sizes_of(value: ir.Value | None) -> list[Size] | None:
-    """The sizes of a value; None where its number of axes is not known."""
-    if value is None or value.shape is None:
-        return None
-    return [each if isinstance(each, int) else _plain(each.value) for each in value.shape]
-
-
-@functools.lru_cache(maxsize=4096)
-def _plain(size: str | None) -> int | str | None:
-    """A size as a product of names, where it is one: exporters write `(S**2)//S`."""
-    if size is None or FACTORS.fullmatch(size):
-        return size
-    try:
-        simple = ir.SymbolicDim(size).simplify().value
-    except (ArithmeticError, AttributeError, SyntaxError, TypeError, ValueError):
-        return size
-    return size if simple is None else int(simple) if simple.isdigit() else simple
-
-
-def dtype_of(value: ir.Value) -> ir.DataType:
-    """The type of a value; float32 where the file does not say."""
-    return value.dtype or ir.DataType.FLOAT
-
-
-def holds(wide: ir.DataType | None, narrow: ir.DataType | None) -> bool:
-    """Whether a cast from one floating-point type to another keeps every value."""
-    if wide is None or narrow is None or not (wide.is_floating_point() and narrow.is_floating_point()):
-        return False
-    outer, inner = (ml_dtypes.finfo(each.numpy()) for each in (wide, narrow))
-    return bool(
-        outer.nmant >= inner.nmant
-        and float(outer.max) >= float(inner.max)
-        and float(outer.smallest_subnormal) <= float(inner.smallest_subnormal)
-    )
-
-
-def same_dim(first: Size, second: Size) -> bool:
-    """Whether two dimensions are certainly equal: the same number or the same name."""
-    return first is not None and first == second
-
-
-def same_dims(first: Sequence[Size], second: Sequence[Size]) -> bool:
-    """Whether two shapes are certainly equal."""
-    return len(first) == len(second) and all(map(same_dim, first, second))
-
-
-def same_or_cut(dim: Size, size: Size) -> bool:
-    """Whether a dimension is certainly a size, wherever the file does not fail.
-
-    A buffer of N rows, cut to S, has min(N, S) of them, and the exporter says so. Beyond N the file fails.
-    """
-    if same_dim(dim, size):
-        return True
-    name = re.escape(str(size))
-    found = re.fullmatch(rf"Min\((?:(\d+), {name}|{name}, (\d+))\)", str(dim))
-    return found is not None and int(found[1] or found[2]) > 1  # a single row would be broadcast
-
-
-def perm_of(node: ir.Node) -> list[int]:
-    """The permutation of a Transpose; without one, the axes are reversed."""
-    perm = node.attributes.get_ints("perm")
-    dims = sizes_of(node.inputs[0]) if node.inputs[0] is not None else None
-    return list(perm) if perm is not None else list(reversed(range(len(dims or ()))))
-
-
-def adds_leading_ones(node: ir.Node) -> bool:
-    """Whether a node only puts axes of size 1 in front, which broadcasting would do as well."""
-    source = node.inputs[0] if is_op(node, "Unsqueeze", "Reshape") else None
-    before, after = sizes_of(source), sizes_of(node.outputs[0])
-    if before is None or after is None or len(after) < len(before):
-        return False
-    more = len(after) - len(before)
-    return all(size == 1 for size in after[:more]) and same_dims(after[more:], before)
-
-
-# -- What a fusion found ---------------------------------------------------------------------------
+from mha_deploy.graph.ir import (
+    constant,
+    constant_ints,
+    dims,
+    infer_shapes,
+    input_at,
+    is_op,
+    made_by,
+    perm,
+    same_size,
+)
 
 
 class NotFused(DeployError):
@@ -216,102 +47,91 @@ class NoScores(NotFused):
     """No matmul of two computed tensors stands before the softmax."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class FusedAttention:
-    """One attention that is now one `Attention` node.
+# -- The numbers of constants ----------------------------------------------------------------------
 
-    Args:
-        name: Name of the new node: the module it came from where the file says, else its softmax.
-        place: Source file and line, where the file says.
-        Hq: Query heads; 1 where the heads are part of the batch.
-        Hkv: Key/value heads.
-        D: Head size of queries and keys.
-        scale: Factor on the scores, gathered from wherever it stood.
-        mask: `none`, `bool` or `float`.
-        causal: Whether the triangle became the attribute `is_causal`.
-        softcap: Bound of the scores; 0 for none.
-        weights: Whether the weights are an output as well, since the file uses them elsewhere.
-        notes: What differs from the file, and where.
-        verified: Whether it was compared with the original nodes on drawn inputs.
+# Over arrays of one number, in their own type; the result of Pow has the type of the base.
+_SCALAR_OPS: dict[str, Callable[..., np.ndarray]] = {
+    "Sqrt": np.sqrt,
+    "Reciprocal": lambda x: np.ones_like(x) / x,
+    "Neg": np.negative,
+    "Mul": np.multiply,
+    # ONNX rounds a quotient of integers towards zero.
+    "Div": lambda x, y: (
+        np.asarray(math.trunc(Fraction(int(x), int(y))), x.dtype) if x.dtype.kind in "iu" else np.divide(x, y)
+    ),
+    "Pow": lambda x, y: np.power(x.astype(np.float64), y.astype(np.float64)).astype(x.dtype),
+}
+_SAME_SCALAR = frozenset({"Identity", "Expand", "Reshape", "Squeeze", "Unsqueeze"})
+MAX_DEPTH = 64  # more than any constant or mask needs; bounds the walk in a hostile file
+
+
+def array_of(value: ir.Value | None) -> np.ndarray | None:
+    """The numbers of a constant; None for anything that is computed or given."""
+    tensor = constant(value)
+    return None if tensor is None else tensor.numpy()
+
+
+def scalar_of(value: ir.Value | None) -> float | None:
+    """The one number that a tensor holds everywhere, where that follows from constants alone.
+
+    It is computed in the types of the graph: 7 / 2 is 3 in integers, -1e9 is -inf in float16. NaN is None.
     """
-
-    name: str
-    place: str | None
-    Hq: int
-    Hkv: int
-    D: Size
-    scale: float
-    mask: str
-    causal: bool
-    softcap: float = 0.0
-    weights: bool = False
-    notes: tuple[str, ...] = ()
-    verified: bool = False
+    with np.errstate(all="ignore"):
+        try:
+            found = _scalar(value, 0)
+        except (ArithmeticError, TypeError, ValueError):
+            return None
+        number = math.nan if found is None else float(found)
+    return None if math.isnan(number) else number
 
 
-@dataclass(frozen=True, kw_only=True)
-class UnfusedSoftmax:
-    """A normalisation between two matmuls that was left as it is.
+def _scalar(value: ir.Value | None, depth: int) -> np.ndarray | None:
+    """The number as an array without axes, in the type of the value."""
+    tensor = constant(value)
+    if tensor is not None:
+        known = tensor.size == 1 and tensor.dtype != ir.DataType.STRING
+        return tensor.numpy().reshape(()) if known else None
+    node = value.producer() if value is not None else None
+    if node is None or node.domain != "" or depth > MAX_DEPTH:
+        return None
+    if node.op_type == "Gather":  # of `Shape(x)`: a fixed size
+        shape, at = made_by(node.inputs[0], "Shape"), constant_ints(node, 1)
+        dims = (
+            None if shape is None or set(shape.attributes) & {"start", "end"} else sizes_of(shape.inputs[0])
+        )
+        one = dims is not None and at is not None and len(at) == 1 and -len(dims) <= at[0] < len(dims)
+        size = dims[at[0]] if one and dims and at else None
+        return np.asarray(size, np.int64) if isinstance(size, int) else None
+    if node.op_type not in (*_SAME_SCALAR, "Cast", *_SCALAR_OPS):
+        return None
+    numbers = list[np.ndarray]()
+    for each in node.inputs if node.op_type in _SCALAR_OPS else node.inputs[:1]:
+        if (number := _scalar(each, depth + 1)) is None:
+            return None
+        numbers.append(number)
+    if node.op_type == "Cast":
+        to = ir.DataType(node.attributes.get_int("to", 0))
+        if to in (ir.DataType.STRING, ir.DataType.UNDEFINED):
+            return None
+        limits = ml_dtypes.iinfo(to.numpy()) if to.is_integer() else None
+        # What becomes of numbers beyond the type differs between runtimes.
+        beyond = limits and not int(limits.min) <= float(numbers[0]) <= int(limits.max)
+        return None if beyond else numbers[0].astype(to.numpy())
+    return _SCALAR_OPS[node.op_type](*numbers) if node.op_type in _SCALAR_OPS else numbers[0]
 
-    Args:
-        name: The module it came from, else the softmax node.
-        place: Source file and line, where the file says.
-        reason: Why it is not fused.
-        recognised: Whether it was recognised, and ONNX's `Attention` cannot express it.
-    """
 
-    name: str
-    place: str | None
-    reason: str
-    recognised: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Repair:
-    """A node of the exporter's that was brought into the canonical form.
-
-    Args:
-        name: Name of the node in the new model.
-        changes: What was changed, in words.
-    """
-
-    name: str
-    changes: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class FuseReport:
-    """What became of every candidate of a graph.
-
-    Args:
-        fused: Attentions that are one node now.
-        unfused: Candidates that are as they were.
-        already: Names, in the new model, of the `Attention` nodes that were there before.
-        repairs: What was changed about those, and about nodes around them.
-        layers: Names of all `Attention` nodes of the new model in the order of execution.
-    """
-
-    fused: tuple[FusedAttention, ...]
-    unfused: tuple[UnfusedSoftmax, ...]
-    already: tuple[str, ...] = ()
-    repairs: tuple[Repair, ...] = ()
-    layers: tuple[str, ...] = ()
-
-    @property
-    def complete(self) -> bool:
-        """Whether every candidate was fused."""
-        return not self.unfused
-
-    def to_dict(self) -> dict[str, Any]:
-        """The report as plain data for JSON."""
-        return {"complete": self.complete, **asdict(self)}
+def holds(wide: ir.DataType | None, narrow: ir.DataType | None) -> bool:
+    """Whether a cast from one floating-point type to another keeps every value."""
+    if wide is None or narrow is None or not (wide.is_floating_point() and narrow.is_floating_point()):
+        return False
+    outer, inner = (ml_dtypes.finfo(each.numpy()) for each in (wide, narrow))
+    range_held = float(outer.max) >= float(inner.max)
+    small_held = float(outer.smallest_subnormal) <= float(inner.smallest_subnormal)
+    return bool(outer.nmant >= inner.nmant and range_held and small_held)
 
 
 # -- Where a node came from, as PyTorch's exporter wrote it down -----------------------------------
 
-_SCOPES = "pkg.torch.onnx.name_scopes"
-_TRACE = "pkg.torch.onnx.stack_trace"
-_FX_NODE = "pkg.torch.onnx.fx_node"
 _SOFTMAX_TYPE = re.compile(r"aten\.softmax\.int\]\(.*\btorch\.(float16|bfloat16|float32|float64)\b")
 _TYPES = {"float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
 _TYPES |= {"float32": ir.DataType.FLOAT, "float64": ir.DataType.DOUBLE}
@@ -321,7 +141,7 @@ _FRAME = re.compile(r'File "([^"\n]+)", line (\d+)')
 def module_of(node: ir.Node) -> str:
     """The module that holds a node, such as `layers.0.attn`; the node's own name where nobody says."""
     try:
-        scopes = ast.literal_eval(node.metadata_props.get(_SCOPES, "[]"))
+        scopes = ast.literal_eval(node.metadata_props.get("pkg.torch.onnx.name_scopes", "[]"))
     except (ValueError, SyntaxError):
         scopes = []
     # The last scope is the operator.
@@ -331,7 +151,7 @@ def module_of(node: ir.Node) -> str:
 
 def place_of(node: ir.Node) -> str | None:
     """The source line of a node as `file:line`: the innermost frame outside PyTorch that is written down."""
-    frames = _FRAME.findall(node.metadata_props.get(_TRACE, ""))
+    frames = _FRAME.findall(node.metadata_props.get("pkg.torch.onnx.stack_trace", ""))
     own = [frame for frame in frames if "/site-packages/torch/" not in frame[0].replace("\\", "/")]
     return ":".join((own or frames)[-1]) if frames else None
 
@@ -341,7 +161,7 @@ def softmax_type_of(node: ir.Node) -> ir.DataType | None:
 
     The exporter writes such a softmax in the type of its input and casts the result, then drops the casts.
     """
-    found = _SOFTMAX_TYPE.search(node.metadata_props.get(_FX_NODE, ""))
+    found = _SOFTMAX_TYPE.search(node.metadata_props.get("pkg.torch.onnx.fx_node", ""))
     return None if found is None else _TYPES[found.group(1)]
 
 
@@ -349,6 +169,7 @@ def softmax_type_of(node: ir.Node) -> ir.DataType | None:
 
 ATTENTION_OPSET = 23
 _OLDEST, _CONVERTED_TO = 13, 18
+_SMALL = 1024  # bytes of a constant that the version converter may need
 # The same node means something else since this version.
 _CHANGED_SINCE = {"DFT": 20, "GroupNormalization": 21}
 # Other names of the same modes since opset 20.
@@ -365,18 +186,16 @@ def from_old_opset(model: ir.Model) -> ir.Model:
     if current >= _CONVERTED_TO:
         return model
     if current < _OLDEST:
-        raise DeployError(
-            f"The graph is older than opset {_OLDEST}.", got=f"opset {current}", hint="export it again"
-        )
-    for value in model.graph.initializers.values():
-        if isinstance(tensor := value.const_value, ir.ExternalTensor) and tensor.nbytes <= _SMALL:
-            value.const_value = ir.Tensor(tensor.numpy().copy(), tensor.dtype, name=tensor.name)
+        what = f"The graph is older than opset {_OLDEST}."
+        raise DeployError(what, got=f"opset {current}", hint="export it again")
     # The converter takes no more than 2 GiB and knows no folder of external data: large weights stay outside.
-    kept = {
-        name: value
-        for name, value in model.graph.initializers.items()
-        if value.const_value is not None and value.const_value.nbytes > _SMALL
-    }
+    kept = dict[str, ir.Value]()
+    for name, value in model.graph.initializers.items():
+        tensor = value.const_value
+        if tensor is not None and tensor.nbytes > _SMALL:
+            kept[name] = value
+        elif isinstance(tensor, ir.ExternalTensor):
+            value.const_value = ir.Tensor(tensor.numpy().copy(), tensor.dtype, name=tensor.name)
     inputs = list(model.graph.inputs)
     try:
         for name, value in kept.items():
@@ -385,11 +204,11 @@ def from_old_opset(model: ir.Model) -> ir.Model:
                 model.graph.inputs.append(value)
         proto = onnx.version_converter.convert_version(ir.to_proto(model), _CONVERTED_TO)
     except Exception as error:  # the converter raises RuntimeError and protobuf's own types
-        raise DeployError(
+        what, hint = (
             f"The graph cannot be converted to opset {_CONVERTED_TO}.",
-            got=f"opset {current}: {error}",
-            hint="export it again with a newer opset",
-        ) from error
+            "export it with a newer opset",
+        )
+        raise DeployError(what, got=f"opset {current}: {error}", hint=hint) from error
     finally:
         for value in kept.values():
             if value not in inputs:
@@ -397,23 +216,21 @@ def from_old_opset(model: ir.Model) -> ir.Model:
             model.graph.register_initializer(value)
     new = ir.from_proto(proto)
     for value in list(new.graph.inputs):
-        old = kept.get(str(value.name))
-        if old is not None:
+        if (old := kept.get(str(value.name))) is not None:
             value.const_value = old.const_value
             if old not in inputs:
                 new.graph.inputs.remove(value)
             new.graph.register_initializer(value)
     new.metadata_props.update(model.metadata_props)
     known = {value.name: value.shape for node in model.graph.all_nodes() for value in node.outputs}
-    for node in new.graph.all_nodes():
-        for value in node.outputs:
-            if value.is_graph_output():
-                continue
-            shape = known.get(value.name)
-            if shape is not None and not any(_is_made_up(size) for size in shape):
-                value.shape = shape
-            elif value.shape is not None:  # the converter gives every size that it does not know a new name
-                value.shape = ir.Shape([None if _is_made_up(size) else size for size in value.shape])
+    for value in (each for node in new.graph.all_nodes() for each in node.outputs):
+        shape = known.get(value.name)
+        if value.is_graph_output():
+            continue
+        if shape is not None and not any(_is_made_up(size) for size in shape):
+            value.shape = shape
+        elif value.shape is not None:  # the converter gives every size that it does not know a new name
+            value.shape = ir.Shape([None if _is_made_up(size) else size for size in value.shape])
     return new
 
 
@@ -422,10 +239,7 @@ def _is_made_up(size: int | ir.SymbolicDim) -> bool:
     return not isinstance(size, int) and (size.value is None or size.value.startswith(GENERATED))
 
 
-_SMALL = 1024  # bytes
-
-
-def raise_opset(model: ir.Model) -> ir.Model:
+def raise_opset(model: ir.Model) -> None:
     """Declare opset 23 for a model of opset 18 to 22, where its nodes mean the same there.
 
     Raises:
@@ -433,14 +247,11 @@ def raise_opset(model: ir.Model) -> ir.Model:
     """
     current = model.opset_imports.get("", 1)
     if current >= ATTENTION_OPSET:
-        return model
+        return
     for node in model.graph.all_nodes():
         if node.domain == "" and current < _CHANGED_SINCE.get(node.op_type, 0):
-            raise DeployError(
-                f"{node.op_type} means something else in opset {ATTENTION_OPSET}.",
-                got=node.name,
-                hint=f"export the module at opset {ATTENTION_OPSET}",
-            )
+            what = f"{node.op_type} means something else in opset {ATTENTION_OPSET}."
+            raise DeployError(what, got=node.name, hint=f"export the module at opset {ATTENTION_OPSET}")
         if is_op(node, "GridSample") and current < 20:
             mode = node.attributes.get_string("mode", "bilinear") or "bilinear"
             node.attributes.add(ir.AttrString("mode", _GRID_MODES.get(mode, mode)))
@@ -448,4 +259,357 @@ def raise_opset(model: ir.Model) -> ir.Model:
     model.graph.opset_imports[""] = ATTENTION_OPSET
     needed = onnx.helper.find_min_ir_version_for([onnx.helper.make_opsetid("", ATTENTION_OPSET)], True)
     model.ir_version = max(model.ir_version, needed)
-    return model
+
+
+# -- Sizes: numbers, products of names, or not known -----------------------------------------------
+
+Size = int | str | None
+"""A number, a product of names such as `4*B*S`, or None where it is not known."""
+_FACTORS = re.compile(r"[\w.]+(\*[\w.]+)*")
+
+
+def sizes_of(value: ir.Value | None) -> list[Size] | None:
+    """The sizes of a value; None where its number of axes is not known."""
+    if value is None or value.shape is None:
+        return None
+    return [each if isinstance(each, int) else _plain(each.value) for each in value.shape]
+
+
+@functools.lru_cache(maxsize=4096)
+def _plain(size: str | None) -> Size:
+    """A size as a product of names, where it is one: exporters write `(S**2)//S`."""
+    if size is None or _FACTORS.fullmatch(size):
+        return size
+    try:
+        simple = ir.SymbolicDim(size).simplify().value
+    except (ArithmeticError, AttributeError, SyntaxError, TypeError, ValueError):
+        return size
+    return size if simple is None else int(simple) if simple.isdigit() else simple
+
+
+def same_dims(first: Sequence[Size], second: Sequence[Size]) -> bool:
+    """Whether two shapes are certainly equal."""
+    return len(first) == len(second) and all(map(same_size, first, second))
+
+
+def same_or_cut(dim: Size, size: Size) -> bool:
+    """Whether a dimension is certainly a size, wherever the file does not fail.
+
+    A buffer of N rows, cut to S, has min(N, S) of them, and the exporter says so. Beyond N the file fails.
+    """
+    name = re.escape(str(size))
+    found = re.fullmatch(rf"Min\((?:(\d+), {name}|{name}, (\d+))\)", str(dim))
+    # A single row would be broadcast.
+    return same_size(dim, size) or (found is not None and int(found[1] or found[2]) > 1)
+
+
+def adds_leading_ones(node: ir.Node) -> bool:
+    """Whether a node only puts axes of size 1 in front, which broadcasting would do as well."""
+    before = sizes_of(node.inputs[0]) if is_op(node, "Unsqueeze", "Reshape") else None
+    after = sizes_of(node.outputs[0])
+    if before is None or after is None or len(after) < len(before):
+        return False
+    more = len(after) - len(before)
+    return all(size == 1 for size in after[:more]) and same_dims(after[more:], before)
+
+
+def product(sizes: Iterable[Size]) -> Size:
+    """The product of sizes; None where one is not known."""
+    number, names = 1, list[str]()
+    for size in sizes:
+        if size is None:
+            return None
+        more, others = _factors(size)
+        number, names = number * more, names + others
+    return _text(number, names)
+
+
+def quotient(size: Size, divisor: Size) -> Size:
+    """A size divided by another; None where it is not certainly whole."""
+    if size is None or divisor is None:
+        return None
+    number, names = _factors(size)
+    by, others = _factors(divisor)
+    left = Counter(names)
+    left.subtract(others)
+    if not by or number % by or min(left.values(), default=0) < 0:
+        return None
+    return _text(number // by, list(left.elements()))
+
+
+def _factors(size: int | str) -> tuple[int, list[str]]:
+    if isinstance(size, int):
+        return size, []
+    parts = size.split("*") if _FACTORS.fullmatch(size) else [size]
+    number = math.prod(int(part) for part in parts if part.isdigit())
+    return number, [part for part in parts if not part.isdigit()]
+
+
+def _text(number: int, names: list[str]) -> int | str:
+    if not names or not number:
+        return number
+    return "*".join([*([str(number)] if number != 1 else []), *sorted(names)])
+
+
+# -- Symbolic shape inference ----------------------------------------------------------------------
+
+_MAX_CONTENT = 32
+_SAME_SHAPE = frozenset(
+    {"Identity", "Cast", "Softmax", "LogSoftmax", "LayerNormalization", "RMSNormalization", "Dropout"}
+    | {"Trilu", "Neg", "Sqrt", "Tanh", "Erf", "Sigmoid", "Relu", "Gelu", "Exp", "Log", "Abs", "Reciprocal"}
+    | {"Floor", "Not", "IsNaN", "Clip", "Sin", "Cos", "CumSum"}
+)
+_BROADCAST = frozenset(
+    {"Add", "Sub", "Mul", "Div", "Pow", "Where", "And", "Or", "Xor", "Max", "Min", "Mod", "Equal", "Greater"}
+    | {"GreaterOrEqual", "Less", "LessOrEqual"}
+)
+_SAME_CONTENT = frozenset({"Identity", "Cast", "Unsqueeze", "Squeeze", "Reshape"})
+
+
+def name_inputs(model: ir.Model) -> dict[ir.Value, ir.Shape]:
+    """Name the sizes of inputs that have no name, so that they are known to be equal wherever they come to.
+
+    Returns:
+        The shapes before.
+    """
+    before = dict[ir.Value, ir.Shape]()
+    for index, value in enumerate(model.graph.inputs):
+        dims = sizes_of(value)
+        if dims is not None and None in dims:
+            named = [f"input{index}.{at}" if size is None else size for at, size in enumerate(dims)]
+            before[value], value.shape = ir.Shape(dims), ir.Shape(named)
+    return before
+
+
+def infer_sizes(model: ir.Model, *, only_missing: bool = False) -> None:
+    """Give every value of a model its type and the sizes that follow from those of the inputs."""
+    nodes = list(model.graph.all_nodes())
+    before = {value: sizes_of(value) for node in nodes for value in node.outputs}
+    missing = {value for value in before if value.name and (value.dtype is None or value.shape is None)}
+    if missing or (not only_missing and any(None in (sizes or ()) for sizes in before.values())):
+        infer_shapes(model)
+        for value, known in before.items():
+            # Names that ONNX makes up for unknown sizes are those of one run only.
+            found = [None if GENERATED in str(each) else each for each in sizes_of(value) or ()]
+            if known is not None and len(known) == len(found):
+                pairs = zip(known, found, strict=True)
+                found = [new if isinstance(new, int) or old is None else old for old, new in pairs]
+            if value.shape is not None:
+                value.shape = ir.Shape(found)
+    walk = _Walk({str(each) for value in model.graph.inputs for each in sizes_of(value) or ()})
+    for node in nodes:
+        if not only_missing or not missing.isdisjoint(node.outputs):
+            walk.visit(node)
+
+
+def graphs_in(node: ir.Node) -> list[ir.Graph]:
+    """The bodies and branches of a node."""
+    found = list[ir.Graph]()
+    for each in node.attributes.values():
+        if each.type == ir.AttributeType.GRAPH:
+            found.append(each.as_graph())
+        elif each.type == ir.AttributeType.GRAPHS:
+            found.extend(each.as_graphs())
+    return found
+
+
+class _Walk:
+    """The contents of small integer tensors so far."""
+
+    def __init__(self, own: set[str]) -> None:
+        self._own, self._contents = own, dict[ir.Value, list[Size]]()
+
+    def visit(self, node: ir.Node) -> None:
+        """Take in one node."""
+        if node.domain != "" or not node.outputs:
+            return
+        output = node.outputs[0]
+        if output.dtype in (ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL):
+            content = self._content_after(node)
+            if content is not None and len(content) <= _MAX_CONTENT:
+                self._contents[output] = content
+        known = sizes_of(output)
+        if known is None or not all(map(self._is_known, known)):
+            found = self._sizes_after(node)
+            if found is None or (known is not None and len(known) != len(found)):
+                return
+            pairs = zip(known or found, found, strict=True)
+            known = [old if new is None or self._is_known(old) else new for old, new in pairs]
+        if known != (None if output.shape is None else list(dims(output))):
+            output.shape = ir.Shape(known)
+
+    def _is_known(self, size: Size) -> bool:
+        return isinstance(size, int) or (size is not None and (size in self._own or GENERATED not in size))
+
+    def content(self, value: ir.Value | None) -> list[Size] | None:
+        """The numbers of a small integer tensor."""
+        if value is None or value in self._contents:
+            return None if value is None else self._contents[value]
+        if value.dtype not in (ir.DataType.INT64, ir.DataType.INT32) or value.shape is None:
+            return None
+        if any(not isinstance(each, int) or each > _MAX_CONTENT for each in value.shape):
+            return None
+        array = array_of(value)
+        return None if array is None or array.size > _MAX_CONTENT else [int(each) for each in array.ravel()]
+
+    def _content_after(self, node: ir.Node) -> list[Size] | None:
+        first = node.inputs[0] if node.inputs else None
+        if is_op(node, "Shape"):
+            dims = sizes_of(first)
+            start, end = node.attributes.get_int("start", 0), node.attributes.get_int("end", None)
+            return None if dims is None else dims[start:end]
+        if node.op_type in _SAME_CONTENT:
+            return self.content(first)
+        given = list[list[Size]]()
+        for each in node.inputs:
+            if (part := self.content(each)) is None:
+                return None
+            given.append(part)
+        if not given:
+            return None
+        if is_op(node, "Concat"):
+            return [each for part in given for each in part]
+        if is_op(node, "Gather"):
+            data, at = given
+            return [data[each] for each in at if isinstance(each, int) and -len(data) <= each < len(data)]
+        if is_op(node, "Slice") and len(given) >= 3:
+            bounds = [part[0] for part in given[1:] if part and isinstance(part[0], int)]
+            step = bounds[3] if len(bounds) > 3 else 1
+            return given[0][bounds[0] : bounds[1] : step] if len(bounds) == len(given) - 1 and step else None
+        if is_op(node, "ConstantOfShape"):
+            count, fill = next(iter(given[0]), None), node.attributes.get("value")
+            number = int(fill.as_tensor().numpy().ravel()[0]) if fill is not None else 0
+            return [number] * count if isinstance(count, int) and count <= _MAX_CONTENT else None
+        if is_op(node, "ReduceProd"):
+            return [product(given[0])]
+        if not is_op(node, *_CONTENT_OPS):
+            return None
+        length = max(map(len, given))
+        if any(len(part) not in (1, length) for part in given):
+            return None
+        return [_CONTENT_OPS[node.op_type](*(part[at % len(part)] for part in given)) for at in range(length)]
+
+    def _sizes_after(self, node: ir.Node) -> list[Size] | None:
+        first = sizes_of(node.inputs[0]) if node.inputs else None
+        if node.op_type in _BROADCAST:
+            return _broadcast([sizes_of(each) for each in node.inputs])
+        if is_op(node, "Range"):
+            start, limit, step = (self.content(each) for each in node.inputs)
+            return list(limit) if start == [0] and step == [1] and limit is not None else None
+        if is_op(node, "ConstantOfShape"):
+            return self.content(node.inputs[0])
+        if first is None:
+            return None
+        if node.op_type in _SAME_SHAPE:
+            return first
+        if is_op(node, "Reshape"):
+            allow_zero = bool(node.attributes.get_int("allowzero", 0))
+            return _reshaped(first, self.content(node.inputs[1]), allow_zero)
+        if is_op(node, "Expand"):
+            return _broadcast([first, self.content(node.inputs[1])])
+        if is_op(node, "Tile"):
+            repeats = self.content(node.inputs[1])
+            return None if repeats is None else [product(pair) for pair in zip(first, repeats, strict=False)]
+        if is_op(node, "Transpose"):
+            return [first[axis] for axis in perm(node)]
+        if is_op(node, "MatMul"):
+            right = sizes_of(node.inputs[1])
+            if right is None or len(first) < 2 or len(right) < 2:
+                return None
+            lead = _broadcast([first[:-2], right[:-2]]) if len(first) + len(right) > 4 else []
+            return None if lead is None else [*lead, first[-2], right[-1]]
+        if is_op(node, "Einsum"):
+            return _einsum(node)
+        if is_op(node, "Unsqueeze", "Squeeze"):
+            axes = self.content(input_at(node, 1))
+            if axes is None:
+                return None
+            count = len(first) + len(axes) * is_op(node, "Unsqueeze")
+            at = {axis % count for axis in axes if isinstance(axis, int)}
+            if is_op(node, "Squeeze"):
+                return [size for axis, size in enumerate(first) if axis not in at]
+            rest = iter(first)
+            return [1 if axis in at else next(rest) for axis in range(count)]
+        if node.op_type.startswith("Reduce") and node.attributes.get_int("keepdims", 1) == 1:
+            axes = self.content(input_at(node, 1))
+            at = {axis % len(first) for axis in axes or () if isinstance(axis, int)}
+            return [1 if axis in at else size for axis, size in enumerate(first)] if at else None
+        if is_op(node, "GatherElements"):
+            return sizes_of(node.inputs[1])
+        if is_op(node, "Slice"):
+            starts, ends, chosen, steps = (self.content(input_at(node, each)) for each in range(1, 5))
+            left = list(first)
+            for each, (begin, end) in enumerate(zip(starts or (), ends or (), strict=False)):
+                place = each if chosen is None else chosen[each]
+                if not isinstance(place, int):
+                    return None
+                # `table[:, :S]` of a table that is long enough, as positions are looked up
+                whole = begin == 0 and isinstance(end, str) and (steps is None or steps[each] == 1)
+                left[place] = end if whole else None
+            return left if starts and ends else None
+        if is_op(node, "Gather"):
+            picked, axis = sizes_of(node.inputs[1]), node.attributes.get_int("axis", 0) % max(len(first), 1)
+            return None if picked is None else [*first[:axis], *picked, *first[axis + 1 :]]
+        return None
+
+
+def _equal(one: Size, other: Size) -> Size:
+    if one is None or other is None:
+        return None
+    apart = (isinstance(one, int) and isinstance(other, int)) or -1 in (one, other)  # a size is not negative
+    return 1 if one == other else 0 if apart else None
+
+
+def _sum(one: Size, other: Size, sign: int = 1) -> Size:
+    if isinstance(one, int) and isinstance(other, int):
+        return one + sign * other
+    return one if other == 0 else None
+
+
+# Of numbers and sizes, one by one.
+_CONTENT_OPS: dict[str, Callable[..., Size]] = {
+    "Mul": lambda *given: product(given),
+    "Div": quotient,
+    "Where": lambda chosen, one, other: one if chosen == 1 else other if chosen == 0 else None,
+    "Equal": _equal,
+    "Add": _sum,
+    "Sub": lambda one, other: _sum(one, other, -1),
+}
+
+
+def _broadcast(shapes: Sequence[list[Size] | None]) -> list[Size] | None:
+    given = [shape for shape in shapes if shape is not None]
+    if len(given) < len(shapes):
+        return None
+    result = list[Size]()
+    for at in range(-max(map(len, given)), 0):
+        sizes = {shape[at] for shape in given if -at <= len(shape) and shape[at] != 1}
+        fixed = [size for size in sizes if isinstance(size, int)]
+        result.append(fixed[0] if fixed else sizes.pop() if len(sizes) == 1 else 1 if not sizes else None)
+    return result
+
+
+def _reshaped(source: list[Size], wanted: list[Size] | None, allow_zero: bool) -> list[Size] | None:
+    if wanted is None:
+        return None
+    kept = 0 if allow_zero else len(source)
+    result = [source[at] if size == 0 and at < kept else size for at, size in enumerate(wanted)]
+    for open_size in (-1, None):
+        if result.count(open_size) == 1:
+            at = result.index(open_size)
+            result[at] = quotient(product(source), product(each for each in result if each != open_size))
+            break
+    return result
+
+
+def _einsum(node: ir.Node) -> list[Size] | None:
+    inputs, arrow, out = (node.attributes.get_string("equation") or "").replace(" ", "").partition("->")
+    found = dict[str, Size]()
+    for text, value in zip(inputs.split(","), node.inputs, strict=False):
+        dims = sizes_of(value)
+        if dims is None or len(dims) != len(text):
+            return None
+        for letter, size in zip(text, dims, strict=True):
+            if found.get(letter, 1) in (1, None):
+                found[letter] = size
+    return [found.get(letter) for letter in out] if arrow and "." not in inputs else None

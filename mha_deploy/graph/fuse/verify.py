@@ -17,8 +17,8 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from mha_deploy.graph.fuse.values import ATTENTION_OPSET, NotFused, tensor_of
-from mha_deploy.graph.ir import is_op, reference_evaluator
+from mha_deploy.graph.fuse.values import ATTENTION_OPSET, NotFused
+from mha_deploy.graph.ir import constant, dims, is_op, reference_evaluator
 
 Dims = tuple[int | str, ...]
 """The sizes of a tensor; a dynamic one as the expression that the file gives for it."""
@@ -28,20 +28,11 @@ _MAX_MASK_NODES = 64
 _MAX_SCORES = 2**28  # elements; a static graph larger than that takes minutes in the evaluator
 _MANY_SCORES = 2**22  # beyond that, one draw has to do
 # What a mask is not cut open for: its numbers are as good as drawn ones.
-_PRODUCTS = ("MatMul", "Gemm", "Einsum", "Conv", "Attention", "LSTM", "GRU")
-_CONTROL = frozenset({"If", "Loop", "Scan"})
+_MATMULS = ("MatMul", "Gemm", "Einsum", "Conv", "Attention", "LSTM", "GRU")
 # Sizes of the dynamic axes, in the order of their names: distinct odd ones first. A graph may need sizes that
 # divide each other, that are equal, or of which some are 1.
-_SIZES = (
-    (3, 5, 7, 2, 9, 11),
-    (2, 7, 5, 3, 11, 9),
-    (1, 4, 4, 4, 4, 4),
-    (4, 1, 4, 4, 4, 4),
-    (4,),
-    (12,),
-    (2,),
-    (1,),
-)
+_SIZES: list[tuple[int, ...]] = [(3, 5, 7, 2, 9, 11), (2, 7, 5, 3, 11, 9), (1, 4, 4, 4, 4, 4)]
+_SIZES += [(4, 1, 4, 4, 4, 4), (4,), (12,), (2,), (1,)]
 _ENOUGH = 2  # choices of sizes that must run, where so many do
 _ENLARGED = 6  # attempts at making sizes positive that follow from others, each with four times the others
 # Rounding of both sides, relative to the largest result; scores far from 0 are rounded more coarsely.
@@ -84,6 +75,19 @@ class Boundary:
     dims: Mapping[str, Dims]  # sizes of Q, K, V and masks by name
     spread: Mapping[str, float]  # standard deviation of the numbers that are drawn for Q, K and V, by name
 
+    def dims_of(self, value: ir.Value, *, drawn: bool = False) -> Dims | None:
+        """The sizes of a value; None where the file does not know one of them.
+
+        One of a value that is drawn gets a name of its own.
+        """
+        if value.name in self.dims:
+            return self.dims[str(value.name)]
+        if value.shape is None:
+            return None
+        unnamed = [f"unknown.{id(value)}.{axis}" if drawn else None for axis in range(len(value.shape))]
+        known = [new if each is None else each for each, new in zip(dims(value), unnamed, strict=True)]
+        return None if None in known else tuple(known)  # type: ignore[arg-type]
+
 
 def cut_out(results: Sequence[ir.Value], boundary: Boundary, compared: Collection[str] = ()) -> Region:
     """The region that ends in some values.
@@ -91,10 +95,8 @@ def cut_out(results: Sequence[ir.Value], boundary: Boundary, compared: Collectio
     Raises:
         NotVerified: It is too large, or holds a graph.
     """
-    nodes = list[ir.Node]()
-    inputs = dict[str, ir.Value]()
-    sizes = dict[str, Dims]()
-    constants = dict[str, ir.TensorProtocol]()
+    nodes, inputs = list[ir.Node](), dict[str, ir.Value]()
+    sizes, constants = dict[str, Dims](), dict[str, ir.TensorProtocol]()
     done, pending = set[ir.Node](), [(each, False) for each in results]
     while pending:
         value, visited = pending.pop()
@@ -102,7 +104,7 @@ def cut_out(results: Sequence[ir.Value], boundary: Boundary, compared: Collectio
         if value in boundary.stops and value not in results:
             inputs[name] = value
         elif node is None:
-            if (tensor := tensor_of(value)) is None:
+            if (tensor := constant(value)) is None:
                 inputs[name] = value
             else:
                 constants[name] = tensor
@@ -120,13 +122,12 @@ def cut_out(results: Sequence[ir.Value], boundary: Boundary, compared: Collectio
     if any(each.type == ir.AttributeType.GRAPH for node in nodes for each in node.attributes.values()):
         raise NotVerified("a control-flow operator lies between Q and the result.")
     key = _key(nodes, results, sizes, boundary)
-    new = key not in compared
+    tensors = [(name, each) for name, each in constants.items() if key not in compared]
     return Region(
-        nodes=tuple(ir.serde.serialize_node(node) for node in nodes if new),
+        nodes=tuple(ir.serde.serialize_node(node) for node in nodes if key not in compared),
         constants=tuple(
             ir.serde.serialize_tensor(ir.Tensor(each.numpy(), each.dtype, name=name))
-            for name, each in constants.items()
-            if new
+            for name, each in tensors
         ),
         inputs=inputs,
         sizes=sizes,
@@ -150,9 +151,9 @@ def mask_stops(masks: Iterable[ir.Value]) -> dict[ir.Value, float | None]:
             if node is None or value in seen:
                 continue
             seen.add(value)
-            if is_op(node, *_PRODUCTS):
+            if is_op(node, *_MATMULS):
                 drawn[value] = 1.0
-            elif len(seen) > _MAX_MASK_NODES or node.domain != "" or node.op_type in _CONTROL:
+            elif len(seen) > _MAX_MASK_NODES or node.domain != "" or is_op(node, "If", "Loop", "Scan"):
                 drawn = {mask: None}
                 break
             elif not is_op(node, "Shape"):
@@ -164,28 +165,9 @@ def mask_stops(masks: Iterable[ir.Value]) -> dict[ir.Value, float | None]:
 def _outer_size(node: ir.Node, boundary: Boundary) -> Dims | None:
     """What a Shape node gives, where that is known without its input."""
     source = node.inputs[0] if is_op(node, "Shape") else None
-    if source is None or source in boundary.stops:
-        return None
-    dims = _dims(source, boundary)
-    if dims is None:
-        return None
-    return dims[node.attributes.get_int("start", 0) : node.attributes.get_int("end", len(dims))]
-
-
-def _dims(value: ir.Value, boundary: Boundary, *, drawn: bool = False) -> Dims | None:
-    """The sizes of a value; None where the file does not know one of them.
-
-    One of a value that is drawn gets a name of its own.
-    """
-    if value.name in boundary.dims:
-        return boundary.dims[str(value.name)]
-    if value.shape is None:
-        return None
-    found = [each if isinstance(each, int) else each.value for each in value.shape]
-    known = tuple(
-        f"unknown.{id(value)}.{axis}" if each is None and drawn else each for axis, each in enumerate(found)
-    )
-    return None if None in known else known  # type: ignore[return-value]
+    known = None if source is None or source in boundary.stops else boundary.dims_of(source)
+    start, end = node.attributes.get_int("start", 0), node.attributes.get_int("end", None)
+    return None if known is None else known[start:end]
 
 
 def _key(
@@ -206,12 +188,12 @@ def _key(
             return "-"
         if value not in numbers:
             numbers[value] = len(numbers)
-            tensor = tensor_of(value) if value.producer() is None else None
+            tensor = constant(value) if value.producer() is None else None
             if tensor is not None:
                 put("constant", tensor.dtype, tensor.shape, hashlib.sha256(tensor.tobytes()).hexdigest())
             else:
-                dims = sizes.get(str(value.name)) or _dims(value, boundary) or ()
-                put("input", value.dtype, *map(size, dims), value.name in sizes)
+                known = sizes.get(str(value.name)) or boundary.dims_of(value) or ()
+                put("input", value.dtype, *map(size, known), value.name in sizes)
         return str(numbers[value])
 
     for node in nodes:
@@ -235,37 +217,32 @@ def compare(old: Region, new: Region, boundary: Boundary, opset: int) -> bool:
         NotFused: The two differ.
     """
     first, second = _evaluator(old, opset), _evaluator(new, max(opset, ATTENTION_OPSET))
-    inputs = {**old.inputs, **new.inputs}
+    inputs, outer = {**old.inputs, **new.inputs}, {**old.sizes, **new.sizes}
     ran, filled, failure = 0, False, ""
-    dims = {name: _dims(value, boundary, drawn=True) for name, value in inputs.items()} | {
-        name: dims for region in (old, new) for name, dims in region.sizes.items()
-    }
-    if None in dims.values():
+    wanted = {name: boundary.dims_of(value, drawn=True) for name, value in inputs.items()} | outer
+    if None in wanted.values():
         raise NotVerified("the number of axes of an input is not known.")
     for choice in _SIZES:
         try:
-            numbers = _numbers([each or () for each in dims.values()], choice)
+            numbers = _numbers([each or () for each in wanted.values()], choice)
         except ValueError as error:
             failure = str(error)
             continue
-        found = {
+        shapes = {
             name: tuple(each if isinstance(each, int) else numbers[each] for each in several or ())
-            for name, several in dims.items()
+            for name, several in wanted.items()
         }
-        shapes = {name: found[name] for name in inputs}
-        outer = {name: found[name] for name in (*old.sizes, *new.sizes)}
-        count = max(
-            (math.prod(shape[:-1]) * shape[-2] for shape in shapes.values() if len(shape) > 1), default=0
-        )
+        drawn = {name: shapes[name] for name in inputs}
+        count = max((math.prod(each[:-1]) * each[-2] for each in drawn.values() if len(each) > 1), default=0)
         if count > _MAX_SCORES:
             raise NotVerified("the fixed sizes are too large.", got=count)
         for draw in (0, 1, 2, 3) if count < _MANY_SCORES else (1,):
             random = np.random.default_rng(draw)
             feeds = {
                 name: _drawn(random, draw, inputs[name], shape, boundary.spread.get(name))
-                for name, shape in shapes.items()
+                for name, shape in drawn.items()
             }
-            feeds |= {name: np.array(dims, np.int64) for name, dims in outer.items()}
+            feeds |= {name: np.array(shapes[name], np.int64) for name in outer}
             try:
                 want = first(feeds)
             except _Failed as error:
@@ -295,7 +272,7 @@ def _numbers(wanted: Iterable[Dims], choice: Sequence[int]) -> dict[str, int]:
         ValueError: A size is not positive.
     """
     bound, names = dict[str, int](), dict[str, list[str]]()
-    for dim in (each for dims in wanted for each in dims if isinstance(each, str)):
+    for dim in (each for several in wanted for each in several if isinstance(each, str)):
         names[dim] = [each for each in _NAME.findall(dim) if each not in _FUNCTIONS]
         for name in names[dim]:
             bound.setdefault(name, choice[len(bound) % len(choice)])

@@ -1,17 +1,32 @@
-"""Write a recognised attention as one node, and remove what only the old nodes needed."""
+"""Write a recognised attention as one node, and bring nodes that an exporter wrote into the same form."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import onnx_ir as ir
 
-from mha_deploy.graph.fuse.masks import GUARDED, HEAD_AXIS, Masks, Place, transposed
-from mha_deploy.graph.fuse.pattern import Pattern
-from mha_deploy.graph.fuse.scores import Axes, Sink
-from mha_deploy.graph.fuse.sizes import product
-from mha_deploy.graph.fuse.values import NotFused, Size, dtype_of, sizes_of
-from mha_deploy.graph.ir import NodeBuilder, replace_node, replace_value
+from mha_deploy.graph.attention_node import MASK, NONPAD_KV_SEQLEN, PAST_KEY, AttentionNode, read_attention
+from mha_deploy.graph.fuse.masks import (
+    GUARDED,
+    HEAD_AXIS,
+    Axes,
+    Bias,
+    Fill,
+    Masking,
+    Masks,
+    Place,
+    Term,
+    decide_masking,
+    spans,
+    transposed,
+)
+from mha_deploy.graph.fuse.pattern import Operand, Pattern, Sink, unwrap
+from mha_deploy.graph.fuse.values import NotFused, Size, product, sizes_of
+from mha_deploy.graph.fuse.verify import Boundary, mask_stops
+from mha_deploy.graph.ir import NodeBuilder, input_at, is_op, replace_node, replace_value
 
 _WEIGHTS = 3  # qk_matmul_output_mode: the result of the softmax
 
@@ -23,16 +38,15 @@ def write_attention(pattern: Pattern, builder: NodeBuilder, masks: Masks) -> lis
         What stands for the result, and for the weights where they are used.
     """
     letters, weights = pattern.letters, pattern.weights
-    dtype = dtype_of(pattern.q.value)
+    dtype = pattern.q.value.dtype or ir.DataType.FLOAT
     scores = letters.order(letters.query, letters.key)
-    orders = (
-        (letters.query, letters.size),
-        (letters.key, letters.size),
-        (letters.key, letters.value_size),
-    )
     q, k, v = (
-        rejoined(each.value, each.axes, letters.order(*order), each.sizes, builder)
-        for each, order in zip((pattern.q, pattern.k, pattern.v), orders, strict=True)
+        _rejoined(each.value, each.axes, letters.order(*order), each.sizes, builder)
+        for each, order in (
+            (pattern.q, (letters.query, letters.size)),
+            (pattern.k, (letters.key, letters.size)),
+            (pattern.v, (letters.key, letters.value_size)),
+        )
     )
     q, k, v = _broadcast(pattern, (q, k, v), builder)
     place = Place(order=scores, sizes=pattern.sizes, rows=(q, k), builder=builder)
@@ -48,9 +62,7 @@ def write_attention(pattern: Pattern, builder: NodeBuilder, masks: Masks) -> lis
         k, v = (builder.op("Pad", each, pads, name="with_sink") for each in (k, v))
     for each in pattern.multipliers:
         # The same for all keys, so it can as well be applied to Q.
-        factor = place.regrouped(each.value, each.axes)
-        if each.value.dtype != dtype:
-            factor = builder.op("Cast", factor, to=int(dtype))
+        factor = builder.cast(place.regrouped(each.value, each.axes), dtype)
         q = builder.op("Div" if each.divides else "Mul", q, factor, name="scaled_q")
     if zero is not None:
         q = builder.op("Where", zero, builder.constant(0.0, dtype), q, name="zeroed_q")
@@ -71,9 +83,7 @@ def write_attention(pattern: Pattern, builder: NodeBuilder, masks: Masks) -> lis
             "qk_matmul_output_mode": None if weights is None else _WEIGHTS,
         },
     )
-    attention = outputs[0].producer()
-    if attention is not None:
-        attention.metadata_props.update(pattern.softmax.metadata_props)
+    builder.nodes[-1].metadata_props.update(pattern.softmax.metadata_props)
     results = [(outputs[0], letters.order(letters.query, letters.value_size), pattern.out)]
     if weights is not None:
         outputs[1].name = outputs[2].name = ""  # present keys and values are not used
@@ -85,7 +95,7 @@ def write_attention(pattern: Pattern, builder: NodeBuilder, masks: Masks) -> lis
         if dtype == ir.DataType.DOUBLE and GUARDED in pattern.masking.notes:
             # Kernels give 0 for a fully masked query; float64 has none, and its definition gives NaN.
             value = builder.op("Where", builder.op("IsNaN", value), builder.constant(0.0, dtype), value)
-        found.append(rejoined(value, order, wanted, pattern.sizes, builder))
+        found.append(_rejoined(value, order, wanted, pattern.sizes, builder))
     return found
 
 
@@ -95,10 +105,7 @@ def _with_sink(sink: Sink, mask: ir.Value | None, place: Place, dtype: ir.DataTy
     if mask is None:
         zero = builder.unsqueeze(builder.constant(0.0, dtype), 0, 1, 2, 3)
         mask = builder.expand(zero, 1, 1, builder.size(q, -2), builder.size(k, -2))
-    own = place.regrouped(sink.value, sink.axes)
-    if sink.value.dtype != dtype:
-        own = builder.op("Cast", own, to=int(dtype))
-    one = builder.ints(1)
+    own, one = builder.cast(place.regrouped(sink.value, sink.axes), dtype), builder.ints(1)
     heads = builder.op("Concat", builder.op("Shape", own, start=0, end=2), one, one, axis=0, name="shape")
     mask = builder.op("Expand", mask, heads)
     queries = builder.op("Concat", builder.op("Shape", mask, start=0, end=3), one, axis=0, name="shape")
@@ -126,7 +133,7 @@ def _broadcast(
 
 def insert_attention(pattern: Pattern, builder: NodeBuilder, results: list[ir.Value]) -> None:
     """Put the built nodes into the graph, and remove what only the old ones needed."""
-    operands = [value for value in pattern.last.inputs if value is not None]
+    operands = list(pattern.last.inputs)
     replace_node(pattern.last, builder, {0: results[0]}, keep=results[1:])
     remove_unused(operands)
     if pattern.weights is not None:
@@ -135,19 +142,17 @@ def insert_attention(pattern: Pattern, builder: NodeBuilder, results: list[ir.Va
         remove_unused([old])
 
 
-def rejoined(
+def _rejoined(
     value: ir.Value, axes: Axes, order: Axes, sizes: Mapping[str, Size], builder: NodeBuilder
 ) -> ir.Value:
     """A value with its axes joined in another way and in another order."""
     if set(axes) == set(order):
         return transposed(value, axes, order, builder)
-    dims = sizes_of(value) or [None] * len(axes)
-    own = {axis: size for axis, size in zip(axes, dims, strict=True) if len(axis) == 1}
+    own = dict(zip(axes, sizes_of(value) or [None] * len(axes), strict=True))
     known = {letter: own.get(letter, sizes.get(letter)) for letter in "".join(axes)}
-    apart = tuple("".join(axes))
+    apart, letters = tuple("".join(axes)), tuple("".join(order))
     value = _reshaped(value, axes, apart, known, builder)
-    value = transposed(value, apart, tuple("".join(order)), builder)
-    return _reshaped(value, tuple("".join(order)), order, known, builder)
+    return _reshaped(transposed(value, apart, letters, builder), letters, order, known, builder)
 
 
 def _reshaped(
@@ -173,17 +178,163 @@ def _reshaped(
     return result
 
 
-def remove_unused(values: list[ir.Value]) -> None:
+def remove_unused(values: Sequence[ir.Value | None]) -> None:
     """Remove the nodes and constants that led only to these values."""
     pending = list(values)
     while pending:
         value = pending.pop()
-        if value.uses() or value.is_graph_output() or value.is_graph_input():
+        if value is None or value.uses() or value.is_graph_output() or value.is_graph_input():
             continue
         node = value.producer()
         if node is None:
             if value.graph is not None and value.name is not None and value.is_initializer():
                 del value.graph.initializers[value.name]
         elif node.graph is not None and not any(out.uses() or out.is_graph_output() for out in node.outputs):
-            pending.extend(each for each in node.inputs if each is not None)
+            pending.extend(node.inputs)
             node.graph.remove(node, safe=True)
+
+
+# -- Bring an `Attention` node that the exporter wrote into the canonical form ---------------------
+
+_SCORES = ("b", "h", "s", "t")
+_KEYS, _VALUES = ("b", "h", "t", "d"), ("b", "h", "t", "e")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repaired:
+    """A plainer node, built beside the graph."""
+
+    result: ir.Value  # what stands for the result
+    boundary: Boundary  # what is drawn to compare the two
+    changes: list[str]  # what is different, in words
+
+
+def repaired_attention(node: ir.Node, builder: NodeBuilder, masks: Masks) -> Repaired | None:
+    """A simpler `Attention` node that computes the same; None where there is nothing to simplify."""
+    old = read_attention(node)
+    more = any(input_at(node, at) is not None for at in range(PAST_KEY, NONPAD_KV_SEQLEN + 1))
+    if old.rank != 4 or more or any(each.uses() or each.is_graph_output() for each in node.outputs[1:]):
+        return None
+    inputs, attributes = list(node.inputs), dict(node.attributes)
+    stops = [value for value in inputs[:MASK] if value is not None]
+    changes = list[str]()
+    shared = _shared_heads(node, old)
+    if shared is not None:
+        for at, each, order in zip((1, 2), shared, (_KEYS, _VALUES), strict=True):
+            inputs[at] = _rejoined(each.value, each.axes, order, each.sizes, builder)
+        stops[1:] = [each.value for each in shared]
+        changes.append(f"K and V are not repeated: {shared[0].dim('h')} heads for {old.Hq}")
+    q, k, mask = (input_at(node, at) for at in (0, 1, MASK))
+    lengths = (sizes_of(q) or [None] * 4)[2], (sizes_of(k) or [None] * 4)[2]
+    masking = _simpler_masking(mask, old, (q and q.dtype) or ir.DataType.FLOAT, lengths)
+    if masking is not None and (q := inputs[0]) is not None and (k := inputs[1]) is not None:
+        place = Place(order=_SCORES, sizes={}, rows=(q, k), builder=builder)
+        dtype = q.dtype or ir.DataType.FLOAT
+        inputs[MASK] = masks.write(masking, place, dtype, lengths, node.graph).mask
+        words = list[str]()
+        if masking.causal:
+            attributes["is_causal"] = ir.AttrInt64("is_causal", 1)
+            words += [] if old.is_causal else ["the causal triangle is the attribute"]
+        if masking.kind == "none":
+            words.append("no mask is left")
+        elif old.mask == "float" and masking.kind == "bool":
+            words.append("the mask is boolean")
+        changes += words or ["the mask is written as one of queries and keys"]
+    if not changes:
+        return None
+    while inputs and inputs[-1] is None:
+        inputs.pop()
+    (result,) = builder.node("Attention", inputs, name=builder.prefix)
+    new = builder.nodes[-1]
+    new.name, new.version = node.name, node.version
+    new.attributes.update(attributes)
+    new.metadata_props.update(node.metadata_props)
+    masked = [mask] if masking is None else [term.value for term in masking.terms]
+    drawn = mask_stops(each for each in masked if each is not None) | dict.fromkeys(stops, 1.0)
+    spread = {str(value.name): amount for value, amount in drawn.items() if amount is not None}
+    boundary = Boundary(stops=frozenset(drawn), dims={}, spread=spread)
+    return Repaired(result=result, boundary=boundary, changes=changes)
+
+
+def _shared_heads(node: ir.Node, old: AttentionNode) -> tuple[Operand, Operand] | None:
+    """K and V before their heads were repeated."""
+    k, v = input_at(node, 1), input_at(node, 2)
+    if k is None or v is None or sizes_of(k) is None or sizes_of(v) is None:
+        return None
+    one = unwrap(Operand(value=k, axes=_KEYS), wanted=_KEYS, head="h", scaled=False)
+    other = unwrap(Operand(value=v, axes=_VALUES), wanted=_VALUES, head="h", scaled=False)
+    Hkv, group = one.dim("h"), one.group
+    if not isinstance(Hkv, int) or Hkv != other.dim("h") or not group == other.group > 1:
+        return None
+    return (one, other) if old.Hq == old.Hkv == Hkv * group else None
+
+
+def _simpler_masking(
+    mask: ir.Value | None, old: AttentionNode, dtype: ir.DataType, sizes: tuple[Size, Size]
+) -> Masking | None:
+    """What the mask becomes; None where it stays."""
+    if mask is None or mask.shape is None or old.mask not in ("bool", "float"):
+        return None
+    term: Term = Bias(value=mask, factor=1.0, axes=_SCORES)
+    if old.mask == "bool":
+        term = Fill(value=mask, shown=True, fill=-float("inf"), axes=_SCORES)
+    pairs = list(zip(mask.shape[-2:], sizes, strict=False))
+    if any(isinstance(each, int) and isinstance(size, int) and each not in (1, size) for each, size in pairs):
+        return None  # a mask of fewer keys than there are, which masks the others
+    try:
+        masking = decide_masking([term], dtype=dtype, sizes=sizes, guarded=False, order=_SCORES[-2:])
+    except NotFused:
+        return None
+    return None if masking.terms == (term,) and spans(masking.terms, sizes) else masking
+
+
+def repair_rotary(node: ir.Node, builder: NodeBuilder) -> list[str]:
+    """Copy the tables of a `RotaryEmbedding` over the batch, if there is but one: what was changed."""
+    x, tables = input_at(node, 0), {at: input_at(node, at) for at in (1, 2)}
+    batch = sizes_of(x)
+    if x is None or batch is None or batch[0] == 1 or input_at(node, 3) is not None:  # 3: the positions
+        return []
+    shapes = [sizes_of(table) or [] for table in tables.values()]
+    if any(len(shape) != 3 or shape[0] != 1 for shape in shapes):
+        return []
+    rows = builder.size(x, 0)
+    for at, table in tables.items():
+        if table is not None:
+            node.replace_input_with(at, builder.expand(table, rows, 1, 1, name="table"))
+    if node.graph is not None:
+        node.graph.insert_before(node, builder.live_nodes(each for each in node.inputs if each is not None))
+    return ["the tables are copied over the batch"]
+
+
+def share_tied_weights(model: ir.Model) -> tuple[str, ...]:
+    """Replace every transposed copy of an embedding table by a Transpose of the table, in the model itself.
+
+    Only constants with the transposed shape of a table are read, and compared number by number.
+
+    Returns:
+        The names of the constants that are gone.
+    """
+    graph, gone = model.graph, list[str]()
+    constants = {
+        value: tensor for value in graph.initializers.values() if (tensor := value.const_value) is not None
+    }
+    for table, numbers in constants.items():
+        looked_up = any(is_op(use.node, "Gather") and use.idx == 0 for use in table.uses())
+        for copy, tensor in constants.items() if looked_up and len(numbers.shape) == 2 else ():
+            alike = copy.dtype == table.dtype and tuple(tensor.shape) == tuple(numbers.shape)[::-1]
+            own = copy is not table and not copy.is_graph_output() and not copy.is_graph_input()
+            if not alike or not own or str(copy.name) in gone:
+                continue
+            one, other = tensor.numpy(), numbers.numpy().T
+            # A row tells most others apart, without going through all of them.
+            if not np.array_equal(one[:1], other[:1]) or not np.array_equal(one, other):
+                continue
+            name = f"{copy.name}/transposed"
+            node = ir.node("Transpose", [table], {"perm": [1, 0]}, name=name)
+            new = node.outputs[0]
+            new.name, new.type, new.shape = name, copy.type, copy.shape
+            copy.replace_all_uses_with(new)
+            graph.insert_before(graph[0], node)
+            del graph.initializers[str(copy.name)]
+            gone.append(str(copy.name))
+    return tuple(gone)

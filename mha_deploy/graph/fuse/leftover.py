@@ -1,0 +1,189 @@
+"""Find attention that no node stands for, whatever lies between its two matmuls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import onnx_ir as ir
+
+from mha_deploy.graph.attention_node import is_attention
+from mha_deploy.graph.fuse.pattern import softmax_at
+from mha_deploy.graph.fuse.values import NotExpressible, NotFused, graphs_in, module_of, sizes_of
+from mha_deploy.graph.ir import is_op, made_by, node_name, rank
+
+_CHOICES = ("Gather", "GatherND", "GatherElements", "Slice")
+_NORMS = frozenset({"LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization"})
+# Activations that some models have in the place of the softmax.
+_ACTIVATIONS = frozenset(
+    {"Sigmoid", "Relu", "Softplus", "HardSigmoid", "Exp", "Elu", "Gelu", "Tanh", "Pow", "Softmax"}
+    | {"LogSoftmax", "Hardmax", "LpNormalization", "ThresholdedRelu", "LeakyRelu", "Celu", "Selu", "Softsign"}
+    | {"HardSwish", "Erf", "Mish"}
+)
+# What may stand between the two matmuls of an attention without softmax; a norm or a projection may not.
+_BETWEEN = _ACTIVATIONS | frozenset(
+    {"Add", "Sub", "Mul", "Div", "Neg", "Abs", "Max", "Min", "Clip", "Where", "Sqrt", "Reciprocal", "Trilu"}
+    | {"Cast", "Identity", "Dropout", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Expand", "CumSum"}
+    | {"Slice", "Split", "Concat", "Pad", "Log", "ScatterElements", "Sign"}
+)
+_NO_SOFTMAX = "Attention always has one."
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Carried:
+    """What a value depends on."""
+
+    computed: bool = False  # whether it depends on an input of the graph; else it is a weight
+    scores: bool = False  # whether a GEMM of two computed tensors stands behind it, and no softmax between
+    normed: bool = False  # whether a normalisation layer stands behind it
+    sizes: frozenset[int] = frozenset()  # the fixed sizes of those GEMMs' axes
+    # the softmaxes of such scores that stand behind it, and no matmul with V between
+    softmaxes: frozenset[ir.Node] = frozenset()
+    # the GEMMs of two computed tensors behind it, with only small steps between
+    matmuls: frozenset[ir.Node] = frozenset()
+    activations: frozenset[ir.Node] = frozenset()  # the activations among those steps
+    # softmaxes of something else than scores behind it, and behind those GEMMs
+    features: frozenset[ir.Node] = frozenset()
+
+    def behind_projection(self, **changed: Any) -> _Carried:
+        """The same without what only small steps carry on."""
+        nothing = frozenset[ir.Node]()
+        return replace(self, matmuls=nothing, activations=nothing, features=nothing, **changed)
+
+
+_NOTHING = _Carried()
+_COMPUTED = _Carried(computed=True)
+
+
+def leftover_attentions(graph: ir.Graph) -> tuple[dict[ir.Node, NotFused | None], set[ir.Node]]:
+    """The nodes of a graph, and of the graphs in it, that are part of an attention.
+
+    Returns:
+        Softmaxes, and what stands in their place, in the order of the graph, with why they are not
+        expressible; None where that is not known. Then softmaxes that only make features of Q and K.
+    """
+    walk = _Walk()
+    walk.carried |= {value: _COMPUTED for value in graph.inputs if not value.is_initializer()}
+    walk.follow(graph)
+    found, modules = walk.softmaxes, set[str]()
+    for matmul, activation in walk.linear.items():  # once for each module
+        node = activation or matmul
+        if module_of(node) not in modules:
+            modules.add(module_of(node))
+            what = f"{node.op_type} stands in the place of the softmax; {_NO_SOFTMAX}"
+            if activation is None:
+                what = f"No softmax stands between its matmuls (linear attention); {_NO_SOFTMAX}"
+            found[node] = NotExpressible(what)
+    return found, walk.features
+
+
+class _Walk:
+    """The values so far, and what was found."""
+
+    def __init__(self) -> None:
+        self.carried: dict[ir.Value, _Carried] = {}
+        self.softmaxes: dict[ir.Node, NotFused | None] = {}
+        # The second matmul of an attention without softmax, and what stands between the two.
+        self.linear: dict[ir.Node, ir.Node | None] = {}
+        self.features: set[ir.Node] = set()
+
+    def follow(self, graph: ir.Graph) -> None:
+        """Take in the nodes of a graph, in their order."""
+        for node in graph:
+            if inner := graphs_in(node):
+                self._branches(node, inner)
+            else:
+                self.carried |= dict.fromkeys(node.outputs, self._after(node))
+
+    def _of(self, values: Iterable[ir.Value | None]) -> list[_Carried]:
+        return [_NOTHING if value is None else self.carried.get(value, _NOTHING) for value in values]
+
+    def _after(self, node: ir.Node) -> _Carried:
+        given = self._of(node.inputs)
+        joined = _joined(given)
+        if not joined.computed:
+            return _NOTHING
+        if "Attention" in node.op_type:
+            if not is_attention(node):
+                what = f"{node.domain or 'ONNX'}'s {node.op_type} is not ONNX's Attention."
+                self.softmaxes[node] = NotExpressible(what)
+            return _COMPUTED
+        if is_op(node, "Shape", "Size"):
+            return _COMPUTED
+        if is_op(node, *_CHOICES) and not given[0].computed and (rank(node.inputs[0]) or 0) > 2:
+            return _NOTHING  # the weights of chosen experts
+        here = frozenset({node})
+        if (softmax := softmax_at(node)) is not None:
+            # The router of a mixture of experts depends on scores as well, over many layers, but runs over
+            # the experts: a fixed size that the scores do not have.
+            dims, axis = sizes_of(softmax.source), softmax.axis
+            size = dims[axis] if dims is not None and -len(dims) <= axis < len(dims) else None
+            if not joined.scores or (isinstance(size, int) and size not in joined.sizes):
+                return replace(_COMPUTED, features=here)
+            for matmul in joined.matmuls:
+                self.linear.pop(matmul, None)  # it computes the scores of this softmax
+            return replace(_COMPUTED, softmaxes=here)
+        expanded = _expanded_matmul(node)
+        if expanded is not None:
+            given = self._of(expanded.inputs)
+        elif not is_op(node, "MatMul", "Gemm", "Einsum"):
+            if node.domain != "" or node.op_type not in _BETWEEN:
+                return joined.behind_projection(normed=joined.normed or node.op_type in _NORMS)
+            acts = joined.matmuls and node.op_type in _ACTIVATIONS
+            return replace(joined, activations=joined.activations | here) if acts else joined
+        for each in joined.softmaxes:
+            self.softmaxes.setdefault(each)
+        operands = [each for each in (given if is_op(node, "Einsum") else given[:2]) if each.computed]
+        if len(operands) < 2:
+            # Scores are not normalised and then projected: behind both is the next layer.
+            return joined.behind_projection(scores=joined.scores and not joined.normed)
+        weights = [bool(each.softmaxes) for each in operands]
+        if any(weights) and not all(weights):
+            return _COMPUTED  # the matmul with V
+        if joined.matmuls - self.linear.keys() and not any(weights):
+            self.linear[node] = next(iter(sorted(joined.activations, key=node_name)), None)
+            self.features |= joined.features
+        sizes = frozenset(size for size in sizes_of(node.outputs[0]) or () if isinstance(size, int))
+        return replace(_COMPUTED, scores=True, sizes=sizes, matmuls=here, features=joined.features)
+
+    def _branches(self, node: ir.Node, graphs: list[ir.Graph]) -> None:
+        """Follow If, Loop and Scan; the values of a loop are followed a second time around it."""
+        given, rounds = self._of(node.inputs), 2 if node.op_type in ("Loop", "Scan") else 1
+        # The first result of a Loop's body is its condition, which is no output.
+        skipped = int(node.op_type == "Loop")
+        for graph in graphs:
+            for around in range(rounds):
+                results = self._of(graph.outputs)
+                for at, value in enumerate(graph.inputs):
+                    again = results[at - skipped : at - skipped + 1] if around and at >= skipped else []
+                    self.carried[value] = _joined([*given[at : at + 1], *again, _COMPUTED])
+                self.follow(graph)
+        for at, value in enumerate(node.outputs, skipped):
+            ends = self._of(graph.outputs[at] for graph in graphs if at < len(graph.outputs))
+            self.carried[value] = _joined([*ends, _COMPUTED])
+
+
+def _expanded_matmul(node: ir.Node) -> ir.Node | None:
+    """The Mul of `ReduceSum(Mul(x, y))`, where each is copied along an axis of the other: a GEMM."""
+    inner = made_by(node.inputs[0], "Mul") if is_op(node, "ReduceSum") else None
+    if inner is None or None in inner.inputs:
+        return None
+    one, other = (sizes_of(value) for value in inner.inputs)
+    if one is None or other is None or len(one) != len(other):
+        return None
+    pairs = list(zip(one, other, strict=True))
+    return inner if any(x == 1 != y for x, y in pairs) and any(y == 1 != x for x, y in pairs) else None
+
+
+def _joined(given: list[_Carried]) -> _Carried:
+    kept = [each for each in given if each is not _NOTHING]
+    if len(kept) < 2:
+        return kept[0] if kept else _NOTHING
+    if all(each is _COMPUTED for each in kept):
+        return _COMPUTED
+    joined = dict[str, Any]()
+    for name in (each.name for each in fields(_Carried)):
+        parts = [getattr(each, name) for each in kept]
+        joined[name] = any(parts) if isinstance(parts[0], bool) else frozenset().union(*parts)
+    return _Carried(**joined)
