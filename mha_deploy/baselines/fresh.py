@@ -39,22 +39,25 @@ from mha_deploy.reference.inputs import tensor_from_numpy, to_numpy
 def module_from_bundle(
     bundle: Bundle, *, path: str = "plain", device: str = "cpu", dtype: torch.dtype | None = None
 ) -> Attention:
-    """Build the layer of a bundle.
-
-    Args:
-        bundle: The bundle.
-        path: How attention is computed; see `reference.core`.
-        device: Where the weights go.
-        dtype: What they are converted to; the bundle's precision if not given.
-    """
+    """Build the layer of a bundle; its weights become those of a dtype; default: the bundle's precision."""
     check_device(device)
     manifest, spec = bundle.manifest, attention_spec(bundle)
-    dtype = dtype or getattr(torch, manifest.precision.torch_name)
+    kind = dtype or getattr(torch, manifest.precision.torch_name)
     initializers = load_graph(bundle.model_path).graph.initializers
-    names = list(build_module(spec, device="meta").state_dict())
+
+    def read(name: str) -> Tensor:
+        value = initializers.get(f"{name}.T", initializers.get(name))
+        stored = None if value is None else value.const_value
+        if stored is None:
+            raise BundleError("The graph does not hold a weight of its layer.", got=name, hint="export again")
+        tensor = tensor_from_numpy(stored.numpy()).to(device, kind)
+        if isinstance(stored, ir.ExternalTensor):
+            stored.release()  # else the file stays mapped
+        return tensor.T.contiguous() if f"{name}.T" in initializers else tensor
+
     # One at a time: the largest layers are gigabytes.
-    state = {name: _read(initializers, name, device, dtype) for name in names}
-    return build_module(spec, weights=state, dtype=dtype, device=device, path=path)
+    state = {name: read(name) for name in build_module(spec, device="meta").state_dict()}
+    return build_module(spec, weights=state, dtype=kind, device=device, path=path)
 
 
 def attention_spec(bundle: Bundle) -> AttentionSpec:
@@ -66,34 +69,11 @@ def attention_spec(bundle: Bundle) -> AttentionSpec:
 
 
 def check_device(device: str) -> None:
-    """Refuse a GPU that PyTorch does not see.
-
-    Raises:
-        BackendUnavailable: PyTorch was built without CUDA, or finds no GPU.
-    """
+    """Refuse a GPU that PyTorch does not find."""
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
-        raise BackendUnavailable(
-            "PyTorch sees no CUDA GPU.", got=f"torch {torch.__version__}, {built}", hint="mha-deploy doctor"
-        )
-
-
-def _read(initializers: Mapping[str, ir.Value], name: str, device: str, dtype: torch.dtype) -> Tensor:
-    if f"{name}.T" in initializers:
-        return _tensor(initializers[f"{name}.T"]).to(device, dtype).T.contiguous()
-    if name in initializers:
-        return _tensor(initializers[name]).to(device, dtype)
-    raise BundleError("The graph does not hold a weight of its layer.", got=name, hint="export again")
-
-
-def _tensor(value: ir.Value) -> Tensor:
-    stored = value.const_value
-    if stored is None:
-        raise BundleError("A weight of the graph has no value.", got=value.name, hint="export again")
-    tensor = tensor_from_numpy(stored.numpy())
-    if isinstance(stored, ir.ExternalTensor):
-        stored.release()  # else the file stays mapped
-    return tensor
+        got = f"torch {torch.__version__}, {built}"
+        raise BackendUnavailable("PyTorch sees no CUDA GPU.", got=got, hint="mha-deploy doctor")
 
 
 # -- The FP64 oracle at sizes whose scores do not fit memory at once -------------------------------
@@ -102,43 +82,25 @@ _COPIES_OF_SCORES = 3  # before the softmax, after it, and one in between
 
 
 def run_in_blocks(module: Attention, arguments: dict[str, Tensor], limit_bytes: int) -> tuple[Tensor, ...]:
-    """Run a layer as `export.oracle.run_module` does, within a bound on memory.
+    """Run a layer as `export.oracle.run_module` does, within a bound on memory; the outputs are on the CPU.
 
-    Args:
-        module: The layer.
-        arguments: Its inputs, by the names of `Attention.forward`.
-        limit_bytes: Memory for scores and activations of one block; one query of one batch row always runs.
-
-    Returns:
-        The outputs, on the CPU.
+    The bound is on scores and activations of one block; one query of one batch element always runs.
     """
-    batch = arguments["query"].shape[0]
-    rows = max(1, limit_bytes // _bytes_per_row(module, arguments))
+    spec, (batch, S) = module.spec, arguments["query"].shape[:2]
+    sizes = {"B": 1, "S": S}
+    for name, axis, dim in (("past_key", "P", 2), ("key_cache", "T", 2), ("key", "T", 1)):
+        if name in arguments:
+            sizes[axis] = arguments[name].shape[dim]
+    count = max(1, limit_bytes // oracle_bytes(spec.model, sizes))
     blocks = []
-    for start in range(0, batch, rows):
-        taken = _batch_slice(arguments, slice(start, start + rows))
+    for start in range(0, batch, count):
+        taken = {
+            name: tensor if name == "attention_bias" else tensor[start : start + count]  # which all share
+            for name, tensor in arguments.items()
+        }
         with QueriesInBlocks(limit_bytes):
             blocks.append([output.cpu() for output in run_module(module, taken)])
     return tuple(torch.cat(parts) for parts in zip(*blocks, strict=True))
-
-
-def _bytes_per_row(module: Attention, arguments: dict[str, Tensor]) -> int:
-    spec = module.spec
-    sizes = {"B": 1, "S": arguments["query"].shape[1]}
-    if spec.cache == "dynamic":
-        sizes["P"] = arguments["past_key"].shape[2]
-    elif spec.cache == "preallocated":
-        sizes["T"] = arguments["key_cache"].shape[2]
-    elif spec.is_cross:
-        sizes["T"] = arguments["key"].shape[1]
-    return oracle_bytes(spec.model, sizes)
-
-
-def _batch_slice(arguments: dict[str, Tensor], rows: slice) -> dict[str, Tensor]:
-    return {
-        name: tensor if name == "attention_bias" else tensor[rows]  # which all rows share
-        for name, tensor in arguments.items()
-    }
 
 
 class QueriesInBlocks(TorchFunctionMode):
@@ -167,19 +129,15 @@ class QueriesInBlocks(TorchFunctionMode):
     ) -> Tensor:
         S, T = q.shape[-2], k.shape[-2]
         bytes_per_query = _COPIES_OF_SCORES * q.element_size() * q.shape[0] * q.shape[1] * T
-        rows = max(1, self._limit_bytes // bytes_per_query)
-        if rows >= S:
-            return F.scaled_dot_product_attention(
-                q, k, v, attn_mask=attn_mask, is_causal=is_causal, **options
-            )
+        count, attend = max(1, self._limit_bytes // bytes_per_query), F.scaled_dot_product_attention
+        if count >= S:
+            return attend(q, k, v, attn_mask=attn_mask, is_causal=is_causal, **options)
         mask = causal_mask(S, T, q.device) if is_causal else attn_mask
         blocks = []
-        for start in range(0, S, rows):
-            queries = slice(start, start + rows)
-            visible = mask if mask is None or mask.shape[-2] == 1 else mask[..., queries, :]
-            blocks.append(
-                F.scaled_dot_product_attention(q[..., queries, :], k, v, attn_mask=visible, **options)
-            )
+        for start in range(0, S, count):
+            part = slice(start, start + count)
+            visible = mask if mask is None or mask.shape[-2] == 1 else mask[..., part, :]
+            blocks.append(attend(q[..., part, :], k, v, attn_mask=visible, **options))
         return torch.cat(blocks, dim=-2)
 
 
@@ -187,14 +145,7 @@ class QueriesInBlocks(TorchFunctionMode):
 
 
 class ProgramValues:
-    """The module of a bundle, and what is true of values inside it.
-
-    Args:
-        bundle: The bundle.
-
-    Raises:
-        DeployError: The factory is not here, or gives other weights than those in the bundle.
-    """
+    """The module of a bundle, which its factory must make again, and what is true of values inside it."""
 
     def __init__(self, bundle: Bundle) -> None:
         spec, own = bundle.manifest.spec, bundle.manifest.precision
@@ -212,14 +163,10 @@ class ProgramValues:
         inputs = {name: tensor_from_numpy(array) for name, array in case.inputs.items()}
         outputs, kept = run_program(self.exported, inputs, keep=known)
         for name, oracle in case.oracle.items():
-            found = to_numpy(outputs[name]) if name in outputs else None
-            is_same = found is not None and found.shape == oracle.shape
-            if found is None or not is_same or not np.allclose(found, oracle, rtol=1e-6, atol=1e-9):
-                raise BundleError(
-                    "The factory's module computes something else now than when it was exported.",
-                    got=f"output {name} of golden case {case.name}",
-                    hint="export again",
-                )
+            found = to_numpy(outputs[name]) if name in outputs else np.empty(())
+            if found.shape != oracle.shape or not np.allclose(found, oracle, rtol=1e-6, atol=1e-9):
+                what = "The factory's module computes something else now than when it was exported."
+                raise BundleError(what, got=f"output {name} of golden case {case.name}", hint="export again")
         return {name: to_numpy(tensor) for name, tensor in kept.items()}
 
 
@@ -349,10 +296,8 @@ ORACLE_BYTES = {"cpu": 2 * _GIB, "cuda": 16 * _GIB}
 class FreshCases:
     """Makes cases for the model of a bundle, with its own weights.
 
-    Args:
-        bundle: The bundle.
-        device: Where a catalog layer and its FP64 twin run; a user's module runs on the CPU.
-        oracle_bytes: Memory that the oracle of a layer may take besides its weights; see `ORACLE_BYTES`.
+    A catalog layer and its FP64 twin run on a device, and the oracle may take `oracle_bytes` besides its
+    weights, by default `ORACLE_BYTES`; a user's module runs on the CPU.
 
     Raises:
         DeployError: The factory is not here, or gives another module than that in the bundle.
@@ -409,11 +354,8 @@ class FreshCases:
         ragged = ragged and self.spec.layer is not None
         name = f"fresh-{sizes_name(sizes)}-seed{seed}{'-ragged' if ragged else ''}"
         self._capture.change = self._probes[probe] if probe else dict
-        no_room = DeployError(
-            "There is no room to compute what is true at these sizes.",
-            got=sizes_name(sizes),
-            hint="smaller sizes",
-        )
+        what = "There is no room to compute what is true at these sizes."
+        no_room = DeployError(what, got=sizes_name(sizes), hint="smaller sizes")
         planned = PlannedCase(name=name, sizes=dict(sizes), ragged=ragged, past=past)
         with self._drawing(seed, no_room):
             case = self._capture.capture(planned)
@@ -436,11 +378,8 @@ class FreshCases:
             DeployError: The model's axes or its cache do not allow it, or memory does not.
         """
         self._capture.change = partial(_loud_steps, planned) if probe else dict
-        no_room = DeployError(
-            "The tokens do not fit the device's memory.",
-            got=planned.name,
-            hint="a smaller batch, or a shorter prompt",
-        )
+        what, hint = "The tokens do not fit the device's memory.", "a smaller batch, or a shorter prompt"
+        no_room = DeployError(what, got=planned.name, hint=hint)
         with self._drawing(seed, no_room):
             return self._capture.trace(self.spec, planned)
 
@@ -463,15 +402,7 @@ _CHUNK = 256  # tokens of a prompt that the module takes at once: it keeps all t
 def fresh_trace(
     bundle: Bundle, *, batch: int, prompt: int, steps: int, seed: int, device: str = "cuda"
 ) -> DecodeTrace:
-    """Draw tokens and compute what decoding must give.
-
-    Args:
-        bundle: The bundle of a model with a KV cache.
-        batch: The batch size; all prompts have one length.
-        prompt: Tokens of the prompt.
-        steps: Single tokens behind it.
-        seed: Seed of the tokens.
-        device: Where a catalog layer is computed: `cpu` or `cuda`.
+    """Draw prompts of one length and single tokens behind them, and compute what decoding must give.
 
     Raises:
         DeployError: The model's axes or its cache do not allow it, or memory does not.

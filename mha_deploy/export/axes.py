@@ -34,9 +34,6 @@ def draw_inputs(
     Floats are normal with the example's mean and deviation. Integers, booleans and masks (floats with
     infinities or very large numbers) are cut from the example, or repeat it: only values that were shown
     appear.
-
-    Raises:
-        ExportError: An axis has no size, or there is nothing to repeat.
     """
     return {
         name: draw_one(name, tensor, shape_of(name, tensor, dims.get(name, ()), sizes), seed)
@@ -50,7 +47,15 @@ def draw_one(name: str, example: Tensor, shape: Sequence[int], seed: int) -> Ten
     if is_drawn and example.numel():  # no mask
         is_drawn = not example.isinf().any() and float(example.abs().max()) <= LARGEST_ACTIVATION
     if not is_drawn:
-        return _repeated(name, example, shape)
+        result = example.detach()
+        for dim, (have, want) in enumerate(zip(example.shape, shape, strict=True)):
+            if have == 0 != want:
+                what = f"The example of input {name} is empty: there is nothing to repeat."
+                hint = "an example with at least one element in each dimension"
+                raise ExportError(what, got=tuple(example.shape), hint=hint)
+            if have != want:
+                result = result.index_select(dim, torch.arange(want, device=example.device) % have)
+        return result.clone()
     numbers = example.detach().double().cpu()
     mean, deviation = (numbers.mean(), numbers.std(correction=0)) if numbers.numel() else (0.0, 1.0)
     drawn = torch.randn(tuple(shape), generator=seeded_generator(seed, name), dtype=torch.float64)
@@ -62,31 +67,14 @@ def shape_of(
 ) -> tuple[int, ...]:
     """The shape of an input at other sizes; dimensions without a name stay as they are."""
     if len(dims) > example.dim():
-        raise ExportError(
-            f"Input {name} has more names than dimensions.", got=f"{tuple(dims)} for {tuple(example.shape)}"
-        )
+        got = f"{tuple(dims)} for {tuple(example.shape)}"
+        raise ExportError(f"Input {name} has more names than dimensions.", got=got)
     named = [*dims, *[None] * (example.dim() - len(dims))]
     full = [size if dim is None else dim for dim, size in zip(named, example.shape, strict=True)]
     try:
         return TensorSpec(name=name, kind="float", dims=tuple(full)).shape(sizes)
     except KeyError as error:
         raise ExportError(f"Input {name} names an axis that has no size.", got=error.args[0]) from error
-
-
-def _repeated(name: str, example: Tensor, shape: Sequence[int]) -> Tensor:
-    """The example cut or repeated along each dimension."""
-    result = example.detach()
-    for dim, (have, want) in enumerate(zip(example.shape, shape, strict=True)):
-        if have == want:
-            continue
-        if have == 0:
-            raise ExportError(
-                f"The example of input {name} is empty: there is nothing to repeat.",
-                got=tuple(example.shape),
-                hint="an example with at least one element in each dimension",
-            )
-        result = result.index_select(dim, torch.arange(want, device=example.device) % have)
-    return result.clone()
 
 
 # -- A module that was exported: its graph, and the program that the graph was made from -----------
@@ -143,28 +131,26 @@ def trace_sizes(example: Mapping[str, Tensor], dims: NamedDims, axes: Mapping[st
     """
     shown = shown_sizes(example, dims)
     sizes = {name: axis.min for name, axis in axes.items() if not axis.is_dynamic}
-    taken = set(sizes.values()) | _fixed_sizes(example, dims)
+    taken = set(sizes.values())
+    for key, tensor in example.items():
+        named = [*dims.get(key, ()), *[None] * tensor.dim()]
+        taken |= {size for dim, size in zip(named, tensor.shape, strict=False) if not isinstance(dim, str)}
     for name, axis in sorted(axes.items(), key=lambda item: item[1].max):
         if axis.is_dynamic:
-            sizes[name] = _free_size(axis, shown.get(name), taken)
-            taken.add(sizes[name])
+            least = max(axis.min, _LEAST)
+            liked = [size for size in (shown.get(name, 0), *_PRIMES) if size >= _EASY]
+            every = [*liked, *range(_EASY, _EASY + 64), *range(least, least + 64)]
+            size = next((s for s in every if least <= s <= axis.max and s not in taken), least)
+            while size in taken:  # a fixed size may be anything, another axis never the same
+                size += 1
+            sizes[name] = size
+            taken.add(size)
     return {name: sizes[name] for name in axes}
 
 
 def inside(axes: Mapping[str, Axis], sizes: Mapping[str, int]) -> dict[str, int]:
     """The sizes, moved into the ranges of their axes."""
     return {name: min(max(sizes[name], axis.min), axis.max) for name, axis in axes.items()}
-
-
-def _free_size(axis: Axis, shown: int | None, taken: set[int]) -> int:
-    least = max(axis.min, _LEAST)
-    liked = [size for size in (shown, *_PRIMES) if size is not None and size >= _EASY]
-    every = [*liked, *range(_EASY, _EASY + 64), *range(least, least + 64)]
-    inside = [size for size in every if least <= size <= axis.max]
-    size = next((size for size in inside if size not in taken), least)
-    while size in taken:  # a fixed size may be anything, another axis never the same
-        size += 1
-    return size
 
 
 def shown_sizes(example: Mapping[str, Tensor], dims: NamedDims) -> dict[str, int]:
@@ -175,14 +161,6 @@ def shown_sizes(example: Mapping[str, Tensor], dims: NamedDims) -> dict[str, int
         for dim, size in zip(dims.get(name, ()), tensor.shape, strict=False)
         if isinstance(dim, str)
     }
-
-
-def _fixed_sizes(example: Mapping[str, Tensor], dims: NamedDims) -> set[int]:
-    fixed = set()
-    for name, tensor in example.items():
-        named = [*dims.get(name, ()), *[None] * tensor.dim()]
-        fixed |= {size for dim, size in zip(named, tensor.shape, strict=False) if not isinstance(dim, str)}
-    return fixed
 
 
 Kind = Literal["ranges", "from traced", "automatic"]
@@ -248,8 +226,7 @@ class AxisNames:
                 value.shape = ir.Shape([self._onnx_dim(dim) for dim in value.shape])
 
     def _dim(self, text: str) -> NamedDim | None:
-        found = self._sum(text)
-        if found is not None:
+        if (found := self._sum(text)) is not None:
             return found
         found = _SQUARE.sub(r"\1*\1", self._replaced(text))
         try:

@@ -30,17 +30,29 @@ from mha_deploy.export.oracle import Float32Accumulation
 
 
 @contextlib.contextmanager
+def swapped(owner: Any, name: str, value: object) -> Iterator[None]:
+    """Another attribute for a while."""
+    before = vars(owner)[name]  # not getattr: it binds methods
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+@contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Silence the exporter's progress prints, and its warnings about packages that are not used here."""
-    exporter = logging.getLogger("torch.onnx")
-    level = exporter.level
-    exporter.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        exporter.setLevel(level)
+    with (
+        contextlib.ExitStack() as stack,
+        warnings.catch_warnings(),
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
+        exporter = logging.getLogger("torch.onnx")
+        stack.callback(exporter.setLevel, exporter.level)
+        exporter.setLevel(logging.ERROR)
+        warnings.simplefilter("ignore")
+        yield
 
 
 @contextlib.contextmanager
@@ -52,7 +64,7 @@ def comparing_multiples() -> Iterator[None]:
     if hasattr(MinMaxBase, "_collapse_known_multiplicative_terms"):
         yield
         return
-    old = MinMaxBase.__dict__["_find_localzeros"]
+    old = vars(MinMaxBase)["_find_localzeros"]
 
     def found(cls: type, values: Iterable[Any], **options: Any) -> set[Any]:
         kept = set(old.__func__(cls, values, **options))
@@ -63,11 +75,8 @@ def comparing_multiples() -> Iterator[None]:
             return kept
         return {(min if cls is Min else max)(first, second) * size}
 
-    MinMaxBase._find_localzeros = classmethod(found)  # type: ignore[method-assign,assignment]
-    try:
+    with swapped(MinMaxBase, "_find_localzeros", classmethod(found)):
         yield
-    finally:
-        MinMaxBase._find_localzeros = old  # type: ignore[method-assign]
 
 
 def was_interrupted(error: BaseException | None) -> bool:
@@ -104,6 +113,7 @@ _SYMBOL = re.compile(r"\bs\d+\b")
 _RANGE_GUARD = re.compile(r"float16|isfinite|isinf|isnan")
 _GUARD = re.compile(r"eval (?:\[guard suppressed\] )?(.*) \[guard added\]")
 
+_OPERATOR = re.compile(r"op='([\w.]+)'|Calling FX node: .*?target=torch\.ops\.([\w.]+)")
 _FILE_LINE = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 
 SizeNames = Callable[[str, int], str]
@@ -125,9 +135,14 @@ def explain_failure(error: Exception, name_of: SizeNames, trace_again: Callable[
     about_sizes = _VIOLATED.search(text) is not None
     listener = _Listener(name_of)
     if about_sizes or _SYMBOL.search(text):
-        _listen(listener, trace_again)
-    unknown = _UNKNOWN.search(text)
-    if unknown:
+        log = logging.getLogger(_SHAPES_LOG)
+        with contextlib.ExitStack() as stack, silenced(but=_SHAPES_LOG), contextlib.suppress(Exception):
+            for name, value in {"handlers": [listener], "propagate": False}.items():
+                stack.enter_context(swapped(log, name, value))
+            stack.callback(log.setLevel, log.level)
+            log.setLevel(logging.INFO)
+            trace_again()  # which fails: that is being explained
+    if unknown := _UNKNOWN.search(text):
         return ExportError(
             "The module returns an object that is not made of tensors.",
             got=unknown[1],
@@ -145,11 +160,9 @@ def explain_failure(error: Exception, name_of: SizeNames, trace_again: Callable[
     if constants := dict(_CONSTANT.findall(text)):
         axes, places = " and ".join(constants), listener.places
         always = [_joined(places.get(axis), f"{axis} is always {size}") for axis, size in constants.items()]
-        return ExportError(
-            f"The module works for one size of {axes} only.",
-            got="; ".join(always),
-            hint=f"fix {axes} to one size, or let the module take it from its inputs",
-        )
+        what = f"The module works for one size of {axes} only."
+        hint = f"fix {axes} to one size, or let the module take it from its inputs"
+        return ExportError(what, got="; ".join(always), hint=hint)
     return _not_for_all_sizes(text, name_of, listener.places)
 
 
@@ -174,16 +187,12 @@ def _remedy(text: str) -> str | None:
 def translation_error(error: Exception, program: ExportedProgram) -> ExportError:
     """The error for an operator that PyTorch cannot write as ONNX, with the user's line."""
     cause = first_cause(error)
-    operator = re.search(
-        r"op='([\w.]+)'|Calling FX node: .*?target=torch\.ops\.([\w.]+)", f"{cause}\n{error}"
-    )
+    operator = _OPERATOR.search(f"{cause}\n{error}")
     name = (operator[1] or operator[2]) if operator else ""
     named = [node for node in program.graph.nodes if name and str(node.target).startswith(name)]
-    place = last_own_line(_frames(named[0])) if named else None
+    got = _joined(last_own_line(_frames(named[0])) if named else None, cause[:_LONGEST])
     return ExportError(
-        "PyTorch could not write the module as ONNX.",
-        got=_joined(place, cause[:_LONGEST]),
-        hint=_remedy(str(error) + cause),
+        "PyTorch could not write the module as ONNX.", got=got, hint=_remedy(str(error) + cause)
     )
 
 
@@ -194,23 +203,18 @@ def _frames(node: Node) -> list[traceback.FrameSummary]:
 
 
 def _not_for_all_sizes(text: str, name_of: SizeNames, places: dict[str, str]) -> ExportError:
-    def named(match: re.Match[str]) -> str:
-        return name_of(match[1], int(match[2]))
-
-    guards = [(axis, _SIZE.sub(named, guard)) for axis, guard in _NOT_ALL.findall(text)]
+    guards = [
+        (axis, _SIZE.sub(lambda match: name_of(match[1], int(match[2])), guard))
+        for axis, guard in _NOT_ALL.findall(text)
+    ]
     guards.sort(key=lambda each: "!=" in each[1])  # those are single sizes that were not traced
-    fixes = _FIX.search(text)
-    lines = [line.strip() for line in fixes[1].splitlines()] if fixes else []
-    violated = _VIOLATED.search(text)
-    axes = violated[1] if violated else ""
+    fixes, violated = _FIX.search(text), _VIOLATED.search(text)
+    hint = "a narrower range, or a module that takes any size"
+    if fixes:
+        hint = f"PyTorch suggests {'; '.join(line.strip() for line in fixes[1].splitlines())}"
     needed = _joined(places.get(guards[0][0]), f"it needs {guards[0][1]}") if guards else text.splitlines()[0]
-    return ExportError(
-        f"The module does not work for every size of {axes}.",
-        got=needed,
-        hint=f"PyTorch suggests {'; '.join(lines)}"
-        if lines
-        else "a narrower range, or a module that takes any size",
-    )
+    what = f"The module does not work for every size of {violated[1] if violated else ''}."
+    return ExportError(what, got=needed, hint=hint)
 
 
 def _joined(place: str | None, text: str) -> str:
@@ -247,32 +251,13 @@ class _Listener(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Read one message."""
         text = record.getMessage()
-        created = _CREATED.match(text)
-        if created:
+        if created := _CREATED.match(text):
             self.axes[created[1]] = self._name_of(created[2], int(created[3]))
         guard = _GUARD.match(text)
-        if not guard:
-            return
-        place = last_own_line(traceback.extract_stack())
-        for symbol in _SYMBOL.findall(guard[1]):
+        place = last_own_line(traceback.extract_stack()) if guard else None
+        for symbol in _SYMBOL.findall(guard[1]) if guard else ():
             if symbol in self.axes and place is not None:
                 self.places.setdefault(self.axes[symbol], place)
-
-
-def _listen(listener: logging.Handler, trace_again: Callable[[], object]) -> None:
-    """Trace again, with PyTorch's log of sizes going to the listener."""
-    log = logging.getLogger(_SHAPES_LOG)
-    handlers, propagate, level = log.handlers, log.propagate, log.level
-    with silenced(but=_SHAPES_LOG):
-        log.handlers, log.propagate = [listener], False
-        log.setLevel(logging.INFO)
-        try:
-            trace_again()
-        except Exception:  # noqa: BLE001 (the failure that is being explained)
-            return
-        finally:
-            log.handlers, log.propagate = handlers, propagate
-            log.setLevel(level)
 
 
 @contextlib.contextmanager
@@ -280,15 +265,13 @@ def silenced(*, but: str = "") -> Iterator[None]:
     """Let PyTorch log nothing: the error has what it logs of a failure."""
     known = logging.getLogger().manager.loggerDict
     names = [name for name in known if name.split(".")[0] == "torch" and name != but]
-    loggers = [logger for logger in map(logging.getLogger, names) if not logger.disabled]
-    for logger in loggers:
-        logger.disabled = True
-    try:
-        with contextlib.redirect_stderr(io.StringIO()):  # it prints programs there, too
-            yield
-    finally:
-        for logger in loggers:
-            logger.disabled = False
+    with (
+        contextlib.ExitStack() as stack,
+        contextlib.redirect_stderr(io.StringIO()),
+    ):  # it prints programs there
+        for logger in map(logging.getLogger, names):
+            stack.enter_context(swapped(logger, "disabled", True))
+        yield
 
 
 # -- Why numbers of a module are not finite: its weights, a constant beyond its type, an overflow --
@@ -338,26 +321,18 @@ def overflow_error(
     where: str, precision: str, *, module: nn.Module, run: Callable[[], object] | None = None, hint: str
 ) -> ExportError:
     """The message about a result that is not finite; `run` runs the module again, to find the call."""
-    nan = _weights_with(torch.isnan, (*module.named_parameters(), *module.named_buffers()))
-    if nan:
-        return ExportError(
-            "The module's weights contain NaN.", got=nan, hint="weights without NaN; no precision helps"
-        )
+    if nan := _weights_with(torch.isnan, (*module.named_parameters(), *module.named_buffers())):
+        helps = "weights without NaN; no precision helps"
+        return ExportError("The module's weights contain NaN.", got=nan, hint=helps)
     first = None if run is None else _first_overflow(run)
     # Not buffers: a causal mask of -inf is one.
     infinite = None if first else _weights_with(torch.isinf, module.named_parameters())
     if infinite:
+        what = f"The module's weights contain infinite numbers in {precision}."
         finite = "" if precision == "fp32" else f"; {hint} if rounding to {precision} made them infinite"
-        return ExportError(
-            f"The module's weights contain infinite numbers in {precision}.",
-            got=infinite,
-            hint=f"finite weights{finite}",
-        )
-    return ExportError(
-        f"The module itself overflows in {precision}: its own result is not finite.",
-        got=where if first is None else f"{where}; first at {first}",
-        hint=hint,
-    )
+        return ExportError(what, got=infinite, hint=f"finite weights{finite}")
+    what = f"The module itself overflows in {precision}: its own result is not finite."
+    return ExportError(what, got=where if first is None else f"{where}; first at {first}", hint=hint)
 
 
 def _weights_with(test: Callable[[Tensor], Tensor], weights: Iterable[tuple[str, Tensor]]) -> str | None:

@@ -24,13 +24,12 @@ from mha_deploy.export.axes import ExportedModule
 _HALVES = (torch.float16, torch.bfloat16)
 _aten = torch.ops.aten
 # What accumulates: as a module calls it, and as an exported program does.
-_GEMMS = frozenset(
-    {
-        *(F.linear, F.scaled_dot_product_attention, torch.matmul, Tensor.matmul, Tensor.__matmul__),
-        *(_aten.linear, _aten.matmul, _aten.mm, _aten.bmm, _aten.addmm, _aten.baddbmm, _aten.einsum),
-        *(_aten.conv1d, _aten.conv2d, _aten.conv3d, _aten.convolution, _aten.scaled_dot_product_attention),
-    }
+_PROGRAM_GEMMS = (
+    *(_aten.linear, _aten.matmul, _aten.mm, _aten.bmm, _aten.addmm, _aten.baddbmm, _aten.einsum),
+    *(_aten.conv1d, _aten.conv2d, _aten.conv3d, _aten.convolution, _aten.scaled_dot_product_attention),
 )
+_GEMMS = {F.linear, F.scaled_dot_product_attention, torch.matmul, Tensor.matmul, Tensor.__matmul__}
+_GEMMS |= {getattr(packet, name) for packet in _PROGRAM_GEMMS for name in packet.overloads()}
 # Their type does not decide: a mask may be wider than the queries.
 _NO_OPERANDS = ("attn_mask", "bias", "out")
 
@@ -57,7 +56,7 @@ class Float32Accumulation(TorchFunctionMode):
         self, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if _packet(func) not in _GEMMS:
+        if func not in _GEMMS:
             return func(*args, **kwargs)
         # All matrices may be given by keyword; the type of the first is that of the result.
         operands = tree_leaves([*args, *(each for name, each in kwargs.items() if name not in _NO_OPERANDS)])

@@ -40,6 +40,7 @@ from mha_deploy.export.explain import (
     quiet,
     refuse_infinite_constants,
     silenced,
+    swapped,
     translation_error,
     was_interrupted,
 )
@@ -56,9 +57,6 @@ def named_outputs(program: ExportedProgram, given: Sequence[str], taken: Collect
     """The FX node of every tensor that a program returns, by name, in order; what is None has no name.
 
     The names are the given ones, or made of the keys of what is returned; none of them may be `taken`.
-
-    Raises:
-        ExportError: Something else than tensors is returned, or the given names do not fit.
     """
     specs = [spec for spec in program.graph_signature.output_specs if spec.kind is OutputKind.USER_OUTPUT]
     keys = _keys(program.call_spec.out_spec, len(specs))
@@ -75,12 +73,9 @@ def named_outputs(program: ExportedProgram, given: Sequence[str], taken: Collect
     if not found:
         raise ExportError("The module returns no tensor.")
     if given and len(given) != len(found):
-        raise ExportError(
-            "The names of the outputs do not fit what the module returns.",
-            got=f"{len(given)} names for {len(found)} tensors: {', '.join(key for key, _ in found)}",
-        )
-    clash = [name for name in given if name in taken or list(given).count(name) > 1]
-    if clash:
+        got = f"{len(given)} names for {len(found)} tensors: {', '.join(key for key, _ in found)}"
+        raise ExportError("The names of the outputs do not fit what the module returns.", got=got)
+    if clash := [name for name in given if name in taken or list(given).count(name) > 1]:
         raise ExportError("The names of the outputs are not their own.", got=", ".join(clash))
     named: dict[str, str] = {}
     for name, (_, node) in zip(given or [key for key, _ in found], found, strict=True):
@@ -93,33 +88,23 @@ def named_outputs(program: ExportedProgram, given: Sequence[str], taken: Collect
 
 
 def _keys(spec: TreeSpec | None, count: int) -> list[str]:
-    """A name for every leaf of a structure."""
+    """A name for every leaf of a structure, of the keys that lead to it: `output_1`, `hidden_states_2`."""
     keys = [f"{_NAME}_{index}" if index else _NAME for index in range(count)]
     if spec is None or spec.num_leaves != count:
         return keys
-    structure = tree_unflatten([_Leaf(index) for index in range(count)], spec)
-    for leaf, path in _leaves(structure, ()):
-        # `output`, `output_1`, `hidden_states_2`: the keys that lead to a tensor
+    for leaf, path in _leaves(tree_unflatten(range(count), spec), ()):
         parts = [str(part) for part in path]
         if not path or isinstance(path[0], int):
             parts = [_NAME, *parts[1:]] if not path or path[0] == 0 else [_NAME, *parts]
-        keys[leaf.index] = re.sub(r"\W", "_", "_".join(parts))
+        keys[leaf] = re.sub(r"\W", "_", "_".join(parts))
     return keys
 
 
-@dataclasses.dataclass(frozen=True)
-class _Leaf:
-    """Stands for a tensor in the structure that the module returns."""
-
-    index: int
-
-
-def _leaves(part: Any, path: tuple[str | int, ...]) -> Iterator[tuple[_Leaf, tuple[str | int, ...]]]:
-    if isinstance(part, _Leaf):
-        yield part, path
-        return
+def _leaves(part: Any, path: tuple[str | int, ...]) -> Iterator[tuple[int, tuple[str | int, ...]]]:
     members: Iterable[tuple[Any, Any]] = ()
-    if isinstance(part, Mapping):
+    if isinstance(part, int):
+        yield part, path
+    elif isinstance(part, Mapping):
         members = [(str(key), value) for key, value in part.items()]
     elif isinstance(part, tuple) and hasattr(part, "_fields"):
         members = zip(part._fields, part, strict=True)
@@ -134,7 +119,6 @@ def _leaves(part: Any, path: tuple[str | int, ...]) -> Iterator[tuple[_Leaf, tup
 # -- Whether a program still is its module at sizes that PyTorch could not trace it at -------------
 
 DrawInputs = Callable[[Mapping[str, int]], dict[str, Tensor]]
-"""Makes inputs of some sizes on which a module can run."""
 
 _TRACED_FROM = 2
 _MOST_TRIED = 8
@@ -158,36 +142,25 @@ def _check_repeats(module: nn.Module, example: Mapping[str, Tensor]) -> None:
 def _check_sizes(
     exported: ExportedModule, module: nn.Module, draw: DrawInputs, every: Iterable[Mapping[str, int]]
 ) -> None:
-    """Run module and program at sizes that were not traced, and compare them.
-
-    Raises:
-        ExportError: The module does not run at such a size, or the program computes something else there.
-    """
-    hint = "axes that begin at a larger size, or a draw= for its inputs"
+    """Run module and program at sizes that were not traced, and compare them."""
+    larger, drawn = "axes that begin at a larger size", "a draw= for its inputs"
     for sizes in every:
         example = draw(sizes)
         at = ", ".join(f"{name}={size}" for name, size in sizes.items())
-        wanted = _tensors(module, example, "the smallest sizes of its axes", at, hint)
+        wanted = _tensors(module, example, "the smallest sizes of its axes", at, f"{larger}, or {drawn}")
         try:
             outputs, _ = run_program(exported, example, dtype="own")
         except (RuntimeError, IndexError) as error:
-            raise ExportError(
-                "The exported program does not run at the smallest sizes of its axes.",
-                got=f"{at}: {str(error).splitlines()[0]}",
-                hint="axes that begin at a larger size",
-            ) from error
+            what = "The exported program does not run at the smallest sizes of its axes."
+            raise ExportError(what, got=f"{at}: {str(error).splitlines()[0]}", hint=larger) from error
         for (name, got), want in zip(outputs.items(), wanted, strict=True):
-            if want.shape == got.shape and (
-                _close(want, got) or _is_noise(exported, example, name, want, got)
-            ):
+            same_shape = want.shape == got.shape
+            if same_shape and (_close(want, got) or _is_noise(exported, example, name, want, got)):
                 continue
             if want.isfinite().all() and not got.isfinite().all():
                 refuse_infinite_constants(exported.program, f"output {name} at {at}")
-            raise ExportError(
-                "The module does something else at its smaller sizes, which its trace does not show.",
-                got=f"output {name} at {at}",
-                hint="axes that begin at a larger size",
-            )
+            what = "The module does something else at its smaller sizes, which its trace does not show."
+            raise ExportError(what, got=f"output {name} at {at}", hint=larger)
 
 
 def _tensors(
@@ -294,16 +267,11 @@ def export_program(
     output_names: Sequence[str] = (),
     draw: DrawInputs | None = None,
 ) -> ExportedModule:
-    """Export a module.
+    """Export a module; it is traced in evaluation mode, and left as it was.
 
-    Args:
-        module: The module; it is traced in evaluation mode, and left as it was.
-        inputs: An example of every input, by the parameter of `forward` that takes it.
-        dims: Names of their dimensions.
-        axes: The range of every axis that they name. An axis of one size is a number in the graph.
-        opset: ONNX operator set.
-        output_names: Names of the outputs; default: from the keys of what `forward` returns.
-        draw: Makes inputs of some sizes on which the module can run; default: they look like `inputs`.
+    `inputs` are examples by the parameter of `forward`, `dims` names their dimensions, and an axis of one
+    size is a number in the graph. Outputs without names get them from the keys of what `forward` returns.
+    `draw` makes inputs of some sizes on which the module can run; default: they look like `inputs`.
 
     Raises:
         ExportError: PyTorch cannot export it, an axis cannot vary as wanted, an input is not used, the
@@ -311,7 +279,7 @@ def export_program(
     """
     with _evaluating(module):
         with _explicit_forward(module, list(inputs)), _batched_experts(module):
-            traced = _traced(module, inputs, dims, axes)
+            traced = _Tracer(module, inputs, dims).traced(axes)
         axes, sizes = traced.axes, traced.sizes
         names = list(named_outputs(traced.program, output_names, list(inputs)))
         model, program = _translated(traced.program, draw_inputs(inputs, dims, sizes, seed=0), opset)
@@ -362,75 +330,68 @@ class _Traced:
     notes: tuple[str, ...] = ()  # what a reader should know
 
 
-def _traced(
-    module: nn.Module, inputs: Mapping[str, Tensor], dims: NamedDims, axes: Mapping[str, Axis]
-) -> _Traced:
-    """Trace a module: with the ranges of its axes, else with PyTorch's own, else with fewer dynamic axes."""
-    sizes = trace_sizes(inputs, dims, axes)
+@dataclasses.dataclass(frozen=True)
+class _Tracer:
+    """Traces a module with inputs like its example."""
 
-    def trace(kind: Kind = "ranges") -> ExportedProgram:
-        return _export(module, inputs, dims, axes, kind)
+    module: nn.Module
+    inputs: Mapping[str, Tensor]
+    dims: NamedDims
 
-    def name_of(name: str, index: int) -> str:
-        named = dims.get(name, ())
-        return str(named[index]) if index < len(named) else f"{name}.shape[{index}]"
+    def traced(self, axes: Mapping[str, Axis]) -> _Traced:
+        """With the ranges of its axes, else with PyTorch's own, else with fewer dynamic axes."""
+        sizes = trace_sizes(self.inputs, self.dims, axes)
+        trace = partial(self.export, axes, "ranges")
 
-    first = _tried(trace)
-    if isinstance(first, ExportedProgram):
-        return _Traced(program=first, axes=axes, sizes=sizes)
-    if may_be_small_sizes(first):
-        # A size that follows from others, such as S-1, may be 1 at a small one: a constant for PyTorch.
-        second = _tried(lambda: trace("from traced"))
-        if isinstance(second, ExportedProgram):
-            small = tuple(name for name, axis in axes.items() if axis.min < sizes[name])
-            return _Traced(program=second, axes=axes, sizes=sizes, unproven=small)
-    refusal = explain_failure(first, name_of, trace)
-    found = _automatic(module, inputs, dims, axes)
-    if isinstance(found, _Traced):
-        return dataclasses.replace(found, refusal=refusal)
-    dynamic = [name for name, axis in axes.items() if axis.is_dynamic]
-    shown = inside(axes, {**sizes, **shown_sizes(inputs, dims)})
-    for fixed in dict.fromkeys((tuple(sorted(found)), tuple(dynamic[1:]), tuple(dynamic))):
-        for at in ({name: axes[name].opt for name in fixed}, {name: shown[name] for name in fixed}):
-            narrow = {name: Axis(min=size, opt=size, max=size) for name, size in at.items()}
-            found = _automatic(module, inputs, dims, {**axes, **narrow}) if fixed else set()
-            if isinstance(found, _Traced):
-                sizes_of = ", ".join(f"{name}={size}" for name, size in at.items())
-                note = f"{sizes_of} only: {refusal.what} {refusal.got or ''}".strip()
-                return dataclasses.replace(found, fixed=fixed, notes=(note,))
-    raise refusal from first
+        def name_of(name: str, index: int) -> str:
+            named = self.dims.get(name, ())
+            return str(named[index]) if index < len(named) else f"{name}.shape[{index}]"
 
+        first = _tried(trace)
+        if isinstance(first, ExportedProgram):
+            return _Traced(program=first, axes=axes, sizes=sizes)
+        if may_be_small_sizes(first):
+            # A size that follows from others, such as S-1, may be 1 at a small one: a constant for PyTorch.
+            second = _tried(partial(self.export, axes, "from traced"))
+            if isinstance(second, ExportedProgram):
+                small = tuple(name for name, axis in axes.items() if axis.min < sizes[name])
+                return _Traced(program=second, axes=axes, sizes=sizes, unproven=small)
+        refusal = explain_failure(first, name_of, trace)
+        found = self.automatic(axes)
+        if isinstance(found, _Traced):
+            return dataclasses.replace(found, refusal=refusal)
+        dynamic = [name for name, axis in axes.items() if axis.is_dynamic]
+        shown = inside(axes, {**sizes, **shown_sizes(self.inputs, self.dims)})
+        for fixed in dict.fromkeys((tuple(sorted(found)), tuple(dynamic[1:]), tuple(dynamic))):
+            for at in ({name: axes[name].opt for name in fixed}, {name: shown[name] for name in fixed}):
+                narrow = {name: Axis(min=size, opt=size, max=size) for name, size in at.items()}
+                found = self.automatic({**axes, **narrow}) if fixed else set()
+                if isinstance(found, _Traced):
+                    sizes_of = ", ".join(f"{name}={size}" for name, size in at.items())
+                    note = f"{sizes_of} only: {refusal.what} {refusal.got or ''}".strip()
+                    return dataclasses.replace(found, fixed=fixed, notes=(note,))
+        raise refusal from first
 
-def _automatic(
-    module: nn.Module, inputs: Mapping[str, Tensor], dims: NamedDims, axes: Mapping[str, Axis]
-) -> _Traced | set[str]:
-    """The module with the ranges that PyTorch finds, or the axes that it cannot let vary, where it tells."""
-    constant: set[str] = set()
-    for strict in (False, True):
-        program = _tried(partial(_export, module, inputs, dims, axes, "automatic", strict=strict))
-        if isinstance(program, ExportedProgram):
-            if not (static := _static_axes(program, dims, axes)):
-                sizes = trace_sizes(inputs, dims, axes)
-                outside = list(_outside_guards(program, dims, axes, sizes))
-                return _Traced(program=program, axes=axes, sizes=sizes, outside=outside)
-            constant = constant or static
-    return constant
+    def automatic(self, axes: Mapping[str, Axis]) -> _Traced | set[str]:
+        """With the ranges that PyTorch finds; or the axes that it cannot let vary, where it tells."""
+        constant: set[str] = set()
+        for strict in (False, True):
+            program = _tried(partial(self.export, axes, "automatic", strict=strict))
+            if isinstance(program, ExportedProgram):
+                if not (static := _static_axes(program, self.dims, axes)):
+                    sizes = trace_sizes(self.inputs, self.dims, axes)
+                    outside = list(_outside_guards(program, self.dims, axes, sizes))
+                    return _Traced(program=program, axes=axes, sizes=sizes, outside=outside)
+                constant = constant or static
+        return constant
 
-
-def _export(
-    module: nn.Module,
-    inputs: Mapping[str, Tensor],
-    dims: NamedDims,
-    axes: Mapping[str, Axis],
-    kind: Kind,
-    *,
-    strict: bool = False,
-) -> ExportedProgram:
-    sizes = trace_sizes(inputs, dims, axes)
-    example = draw_inputs(inputs, dims, sizes, seed=0)
-    shapes = dynamic_shapes(dims, list(example), axes, sizes, kind=kind)
-    with comparing_multiples(), _settled_types():
-        return torch.export.export(module, (), example, dynamic_shapes=shapes, strict=strict)
+    def export(self, axes: Mapping[str, Axis], kind: Kind, *, strict: bool = False) -> ExportedProgram:
+        """Call PyTorch."""
+        sizes = trace_sizes(self.inputs, self.dims, axes)
+        example = draw_inputs(self.inputs, self.dims, sizes, seed=0)
+        shapes = dynamic_shapes(self.dims, list(example), axes, sizes, kind=kind)
+        with comparing_multiples(), _settled_types():
+            return torch.export.export(self.module, (), example, dynamic_shapes=shapes, strict=strict)
 
 
 def _static_axes(program: ExportedProgram, dims: NamedDims, axes: Mapping[str, Axis]) -> set[str]:
@@ -652,18 +613,13 @@ def _write_pair(graph: Graph, node: Node, pairs: dict[Node, tuple[Any, Any]]) ->
 @contextlib.contextmanager
 def _batched_experts(module: nn.Module) -> Iterator[None]:
     """Let Transformers' mixtures of experts multiply in batches: ONNX has no grouped GEMM."""
-    configs: dict[int, Any] = {
-        id(part.config): part.config for part in module.modules() if hasattr(part, "config")
-    }
-    before = [(each, getattr(each, "_experts_implementation", None)) for each in configs.values()]
-    switched = [(each, kind) for each, kind in before if kind in ("grouped_mm", "eager")]
-    for config, _ in switched:
-        config._experts_implementation = "batched_mm"
-    try:
+    name = "_experts_implementation"
+    with contextlib.ExitStack() as stack:
+        for config in [part.config for part in module.modules() if hasattr(part, "config")]:
+            if getattr(config, name, None) in ("grouped_mm", "eager"):  # parts may share it
+                stack.callback(setattr, config, name, getattr(config, name))
+                setattr(config, name, "batched_mm")
         yield
-    finally:
-        for config, kind in switched:
-            config._experts_implementation = kind
 
 
 @contextlib.contextmanager
@@ -682,11 +638,8 @@ def _settled_types() -> Iterator[None]:
         )
         return self if settled else convert(self, *args, **kwargs)
 
-    nn.Module.to = to  # type: ignore[assignment, method-assign]
-    try:
+    with swapped(nn.Module, "to", to):
         yield
-    finally:
-        nn.Module.to = convert  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
@@ -716,14 +669,11 @@ def _explicit_forward(module: nn.Module, names: Sequence[str]) -> Iterator[None]
 @contextlib.contextmanager
 def _evaluating(module: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients; afterwards every part trains again that did."""
-    training = {part: part.training for part in module.modules()}
-    module.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for part, was in training.items():
-            part.training = was
+    with contextlib.ExitStack() as stack, torch.no_grad():
+        for part in module.modules():
+            stack.callback(setattr, part, "training", part.training)
+        module.eval()
+        yield
 
 
 # -- what goes in and out ----------------------------------------------------------------------------
@@ -733,22 +683,17 @@ def _refuse_changes(program: ExportedProgram) -> None:
     """A graph cannot write to a module's buffers, nor to what it is given."""
     kinds = {OutputKind.BUFFER_MUTATION: "its buffer", OutputKind.USER_INPUT_MUTATION: "its input"}
     written = [spec for spec in program.graph_signature.output_specs if spec.kind in kinds]
-    changed = [f"{kinds[spec.kind]} {spec.target}" for spec in written]
-    if changed:
-        raise ExportError(
-            "The module writes to what it should only read.",
-            got=", ".join(changed),
-            hint="copy it before changing it in place",
-        )
+    if changed := ", ".join(f"{kinds[spec.kind]} {spec.target}" for spec in written):
+        hint = "copy it before changing it in place"
+        raise ExportError("The module writes to what it should only read.", got=changed, hint=hint)
 
 
 def _cast_outputs(model: ir.Model, returned: Sequence[Tensor]) -> None:
     """Give every output its type in the program: PyTorch forgets the cast behind a half-precision sum."""
     for index, (value, tensor) in enumerate(zip(list(model.graph.outputs), returned, strict=True)):
         if tensor.is_complex():
-            raise ExportError(
-                "The module returns complex numbers.", got=tensor.dtype, hint="torch.view_as_real"
-            )
+            hint = "torch.view_as_real"
+            raise ExportError("The module returns complex numbers.", got=tensor.dtype, hint=hint)
         wanted = _FLOATS.get(tensor.dtype)
         if wanted is None or value.dtype in (None, wanted):
             continue
@@ -763,9 +708,8 @@ def _fed_nodes(program: ExportedProgram) -> dict[str, str]:
     """The FX node of every input by its name: PyTorch renames some, such as `input`."""
     spec = program.call_spec.in_spec
     names = [] if spec is None else list(spec.unflatten([None] * spec.num_leaves)[1])
-    nodes = [
-        each.arg.name for each in program.graph_signature.input_specs if each.kind is InputKind.USER_INPUT
-    ]
+    specs = program.graph_signature.input_specs
+    nodes = [each.arg.name for each in specs if each.kind is InputKind.USER_INPUT]
     return dict(zip(names, nodes, strict=True))
 
 
@@ -774,13 +718,9 @@ def _returned_nodes(program: ExportedProgram) -> list[str]:
 
     Its signature does not know the casts that the exporter puts behind some of them, its graph does.
     """
-    returned = program.graph.output_node().args[0]
-    specs = program.graph_signature.output_specs
-    return [
-        node.name
-        for node, spec in zip(returned, specs, strict=True)  # type: ignore[arg-type]
-        if isinstance(node, Node) and spec.kind is OutputKind.USER_OUTPUT
-    ]
+    returned: Any = program.graph.output_node().args[0]
+    pairs = zip(returned, program.graph_signature.output_specs, strict=True)
+    return [n.name for n, spec in pairs if isinstance(n, Node) and spec.kind is OutputKind.USER_OUTPUT]
 
 
 def _settle_inputs(model: ir.Model, fed: Mapping[str, str], order: list[str]) -> None:
@@ -788,9 +728,8 @@ def _settle_inputs(model: ir.Model, fed: Mapping[str, str], order: list[str]) ->
     values = dict(zip(fed, model.graph.inputs, strict=True))
     unused = [name for name, value in values.items() if not value.uses() and not value.is_graph_output()]
     if unused:
-        raise ExportError(
-            "The result does not depend on every input.", got=", ".join(unused), hint="leave these inputs out"
-        )
+        hint = "leave these inputs out"
+        raise ExportError("The result does not depend on every input.", got=", ".join(unused), hint=hint)
     for name, value in values.items():
         value.name = name
     model.graph.inputs[:] = [values[name] for name in order]

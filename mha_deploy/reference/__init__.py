@@ -72,15 +72,10 @@ def _check_state(spec: AttentionSpec, state: StateDict) -> None:
     missing, extra = wanted.keys() - state.keys(), state.keys() - wanted.keys()
     if missing or extra:
         lists = [", ".join(sorted(names)) or "none" for names in (missing, extra)]
-        raise DeployError(
-            f"The weights do not belong to {spec.name}.",
-            got=f"missing: {lists[0]}; not used: {lists[1]}",
-            hint=f"name them {', '.join(sorted(wanted))}",
-        )
+        got, hint = f"missing: {lists[0]}; not used: {lists[1]}", f"name them {', '.join(sorted(wanted))}"
+        raise DeployError(f"The weights do not belong to {spec.name}.", got=got, hint=hint)
     for name, parameter in wanted.items():
-        if state[name].shape != parameter.shape:
-            raise DeployError(
-                f"The weight {name} has the wrong shape for {spec.name}.",
-                got=tuple(state[name].shape),
-                hint=f"{tuple(parameter.shape)}",
-            )
+        shape, wants = tuple(state[name].shape), tuple(parameter.shape)
+        if shape != wants:
+            what = f"The weight {name} has the wrong shape for {spec.name}."
+            raise DeployError(what, got=shape, hint=f"{wants}")

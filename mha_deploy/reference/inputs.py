@@ -31,13 +31,8 @@ def random_inputs(
 ) -> Feeds:
     """Draw one set of inputs in float32: normal activations and caches, ALiBi biases, and lengths.
 
-    Args:
-        spec: The layer.
-        sizes: A size for every axis.
-        seed: Seed of the draw.
-        label: Makes draws of one seed differ, such as the name of the case.
-        ragged: Whether lengths go down to 1 and 0; otherwise they are at least half.
-        past: Valid entries of a preallocated cache in every batch element; default: drawn.
+    Labels make draws of one seed differ. Ragged lengths go down to 1 and 0; others are at least half. `past`
+    is how many entries of a preallocated cache are valid in every batch element; default: drawn.
     """
     generator, B = seeded_generator(seed, label), sizes["B"]
 
@@ -109,11 +104,9 @@ def clear_decisions(module: Attention, feeds: Feeds, seed: int, *, margin: float
         fresh = torch.randn(query.shape, generator=generator).to(query)
         query = torch.where(unclear[..., None], fresh, query)
     else:
-        raise ExportError(
-            f"The gate of {module.spec.name} leaves no clear choice of heads.",
-            got=f"tokens whose gates differ by less than {margin:.2g}, after {_REDRAWS} draws",
-            hint="a higher precision, or weights with a gate that decides",
-        )
+        what = f"The gate of {module.spec.name} leaves no clear choice of heads."
+        got = f"tokens whose gates differ by less than {margin:.2g}, after {_REDRAWS} draws"
+        raise ExportError(what, got=got, hint="a higher precision, or weights with a gate that decides")
     return {**feeds, name: query}
 
 

@@ -33,17 +33,11 @@ def random_state(spec: AttentionSpec, shapes: Mapping[str, torch.Size], seed: in
     state = {}
     for index, (name, shape) in enumerate(sorted(shapes.items())):
         generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
-        state[name] = torch.randn(shape, generator=generator) * _std(spec, name, shape)
+        std = _BIAS_STD if name.endswith("bias") else 1.0 / math.sqrt(shape[-1])
+        if name in ("q.weight", "k.weight"):
+            std *= math.sqrt(SCORE_STD / (spec.softmax_scale * math.sqrt(spec.D)))
+        state[name] = torch.randn(shape, generator=generator) * std
     return state
-
-
-def _std(spec: AttentionSpec, name: str, shape: torch.Size) -> float:
-    if name.endswith("bias"):
-        return _BIAS_STD
-    std = 1.0 / math.sqrt(shape[-1])
-    if name in ("q.weight", "k.weight"):
-        std *= math.sqrt(SCORE_STD / (spec.softmax_scale * math.sqrt(spec.D)))
-    return std
 
 
 def pack_projections(state: StateDict) -> dict[str, Tensor]:
@@ -89,16 +83,9 @@ class LayerWeights:
 def read_weights(
     path: Path, spec: AttentionSpec | None = None, *, prefix: str = "", layer: int | None = None
 ) -> LayerWeights:
-    """Read the weights of one layer from a checkpoint.
+    """Read the weights of one attention from a checkpoint; see `checkpoint_files` and `find_attention`.
 
-    Args:
-        path: A safetensors file, an index of several, or the folder of a checkpoint.
-        spec: The layer: how many heads a stacked matrix has. None reads a file as it is.
-        prefix: The attention in the checkpoint, such as `model.layers.0.self_attn`; default: the only one.
-        layer: The layer that it is in, where no prefix is given.
-
-    Raises:
-        DeployError: There is no such attention, or its weights are not floating point.
+    The spec says how many heads a stacked matrix has; without one, a file is read as it is.
     """
     files = checkpoint_files(path)
     # The names of the reference layer: what is missing or left over is reported where it is built.
@@ -133,11 +120,9 @@ def _separated(
             state[f"{role}.{kind}"] = tensor
             continue
         if tensor.shape[0] != stacked:
-            raise DeployError(
-                "The stacked projection does not fit the heads.",
-                got=f"{tensor.shape[0]} rows",
-                hint=f"{stacked}: Hq = {spec.Hq}, Hkv = {spec.Hkv}, D = {spec.D}",
-            )
+            hint = f"{stacked}: Hq = {spec.Hq}, Hkv = {spec.Hkv}, D = {spec.D}"
+            got = f"{tensor.shape[0]} rows"
+            raise DeployError("The stacked projection does not fit the heads.", got=got, hint=hint)
         if role == "qkv":
             split = dict(zip("qkv", tensor.split(list(rows.values())), strict=True))
         else:
@@ -164,11 +149,8 @@ def _tensor(file: Path, name: str) -> Tensor:
     except (SafetensorError, OSError) as error:
         raise DeployError("The weights are not a safetensors file.", got=f"{file}: {error}") from error
     if tensor.dtype not in _FLOATS:
-        raise DeployError(
-            "A weight is not floating point of 16 bits or more.",
-            got=f"{name}: {tensor.dtype}",
-            hint="a checkpoint that is not quantised",
-        )
+        got, hint = f"{name}: {tensor.dtype}", "a checkpoint that is not quantised"
+        raise DeployError("A weight is not floating point of 16 bits or more.", got=got, hint=hint)
     return tensor
 
 
@@ -176,21 +158,18 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def read_state(path: Path, prefix: str = "") -> StateDict:
-    """Read the whole state of a module, buffers included: by its ending, what `torch.save` wrote.
+    """Read the state of a module, buffers included, of which the names begin with a prefix.
 
-    Args:
-        path: A state dict, a safetensors file, an index of several, or the folder of a checkpoint.
-        prefix: What the names of the module's tensors begin with in the checkpoint; the others are left out.
+    The path is a state dict that `torch.save` wrote, by its ending, or what `checkpoint_files` takes.
     """
     if path.suffix in _PICKLED:
         state = _read_pickled(path)
     else:
-        from safetensors import safe_open
+        from safetensors.torch import load_file
 
-        state, files = {}, checkpoint_files(path)
-        for file in dict.fromkeys(files.values()):
-            with safe_open(file, "pt") as tensors:
-                state |= {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
+        state = {}
+        for file in dict.fromkeys(checkpoint_files(path).values()):
+            state |= load_file(file)
     start = f"{prefix.removesuffix('.')}." if prefix else ""
     return {name.removeprefix(start): state[name] for name in state if name.startswith(start)}
 
