@@ -16,19 +16,38 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import partial
 from typing import Any
 
 import onnx
 import onnx_ir as ir
-from onnx_ir.passes.common import CheckerPass
+from onnx_ir.passes.common import CheckerPass, RemoveUnusedNodesPass
 
 from mha_deploy.errors import DeployError, nearest
-from mha_deploy.graph.attention_node import attention_nodes
-from mha_deploy.graph.ir import infer_shapes
+from mha_deploy.graph.attention_node import QK_OUTPUT, attention_nodes, is_attention
+from mha_deploy.graph.ir import (
+    NodeBuilder,
+    dim,
+    dims,
+    import_domains,
+    infer_shapes,
+    is_op,
+    names_in,
+    node_name,
+    output_at,
+    prefix_within,
+    replace_node,
+)
 from mha_deploy.graph.lower import to_contrib, to_plugin, to_primitives, to_trt
 from mha_deploy.graph.lower.cache import CacheForm, cache_form
-from mha_deploy.graph.lower.call import LoweringError, OperatorRules, copy_of, rewrite
+from mha_deploy.graph.lower.call import (
+    AttentionCall,
+    LoweringError,
+    OperatorCall,
+    OperatorRules,
+    copy_of,
+    read_call,
+    take_mask_before_expand,
+)
 from mha_deploy.graph.lower.opset import to_opset
 
 __all__ = ["DIALECTS", "CacheForm", "LoweringError", "cache_form", "lower"]
@@ -44,7 +63,7 @@ class Dialect:
     """One form of attention.
 
     Args:
-        rule: Writes one attention in it; None leaves every attention as it is.
+        rule: Writes one attention in it: its outputs by position, or None to keep the node.
         options: The record of its options.
         operators: From its options to the rules for the operators around attention.
         caches: Writes attention and its cache as one, before the other rules; changes the model.
@@ -52,40 +71,34 @@ class Dialect:
         finish: Runs when every attention is written; changes the model.
     """
 
-    rule: Callable[..., dict[int, ir.Value] | None] | None
+    rule: Callable[[AttentionCall, NodeBuilder, Any], dict[int, ir.Value] | None] | None
     options: type = NoOptions
     operators: Callable[[Any], OperatorRules] = lambda options: {}
     caches: Callable[..., None] | None = None
-    broadcasts: bool = False
+    broadcasts: bool = True
     finish: Callable[..., None] | None = None
 
 
 DIALECTS = {
     "onnx": Dialect(rule=None),
-    "trt": Dialect(
-        rule=to_trt.lower_to_trt,
-        options=to_trt.TrtOptions,
-        operators=to_trt.operator_rules,
-        broadcasts=True,
-    ),
+    "trt": Dialect(rule=to_trt.lower_to_trt, options=to_trt.TrtOptions, operators=to_trt.operator_rules),
     "primitives": Dialect(
         rule=to_primitives.lower_to_primitives,
         options=to_primitives.PrimitivesOptions,
         operators=lambda options: to_primitives.OPERATOR_RULES,
-        caches=to_primitives.give_rows_out,
-        broadcasts=True,
+        caches=to_primitives.read_caches_in_place,
     ),
     "contrib": Dialect(
         rule=to_contrib.lower_to_contrib,
         operators=lambda options: to_contrib.OPERATOR_RULES,
         caches=to_contrib.append_to_caches,
+        broadcasts=False,
     ),
     "plugin": Dialect(
         rule=to_plugin.lower_to_plugin,
         options=to_plugin.PluginOptions,
         operators=to_plugin.operator_rules,
         caches=to_plugin.prepare,
-        broadcasts=True,
         finish=to_plugin.finish,
     ),
 }
@@ -117,27 +130,50 @@ def lower(model: ir.Model, dialect: str, **options: Any) -> ir.Model:
         choices = getattr(chosen.options, "CHOICES", {}).get(key)
         if choices is not None and value not in choices:
             raise DeployError(f"Not a choice for {key}.", got=value, hint=nearest(str(value), choices))
-    settings = chosen.options(**options)
+    settings, lowered = chosen.options(**options), copy_of(model)
     if chosen.rule is None:
-        return _checked_copy(model, dialect)
-    rule = partial(chosen.rule, options=settings)
-    operators = chosen.operators(settings)
-    lowered = copy_of(model)
+        return _checked(lowered, dialect)
     if chosen.caches is not None:
         chosen.caches(lowered, settings, dialect=dialect)
-    rewrite(lowered, rule, dialect=dialect, broadcasts=chosen.broadcasts, operators=operators)
+    _rewrite(lowered, chosen, settings, dialect)
     if chosen.finish is not None:
         chosen.finish(lowered, settings)
     opset = getattr(settings, "opset", None)
     return lowered if opset is None else infer_shapes(to_opset(lowered, opset, dialect=dialect))
 
 
-def _checked_copy(model: ir.Model, dialect: str) -> ir.Model:
-    """A copy with its shapes inferred; refused where ONNX does not allow it.
+def _rewrite(lowered: ir.Model, chosen: Dialect, settings: Any, dialect: str) -> None:
+    """Apply the rules of a dialect to every attention of the model, which is changed, and around them."""
+    opset, taken, operators = lowered.opset_imports.get(""), names_in(lowered), chosen.operators(settings)
+    for node in list(lowered.graph.all_nodes()):
+        outputs: dict[int, ir.Value] | None = None
+        if is_attention(node) and chosen.rule is not None:
+            if chosen.broadcasts:
+                take_mask_before_expand(node)
+            call = read_call(node, opset=opset, dialect=dialect)
+            scores = output_at(node, QK_OUTPUT)
+            if scores is not None and dims(scores) and (call.past_key is not None or dim(scores, 3) == 0):
+                # ONNX infers the length of the past alone, or 0, where that of the new keys has a name.
+                scores.shape = ir.Shape([*dims(scores)[:3], None])
+            builder = NodeBuilder(prefix_within(call.attention.name, taken))
+            outputs = chosen.rule(call, builder, settings)
+        elif is_op(node, *operators):
+            builder = NodeBuilder(prefix_within(node_name(node), taken))
+            output = operators[node.op_type](OperatorCall(node=node, dialect=dialect), builder)
+            outputs = None if output is None else {0: output}
+        if outputs is not None:
+            replace_node(node, builder, outputs)
+            import_domains(lowered, builder)
+    if chosen.broadcasts:
+        RemoveUnusedNodesPass()(lowered)  # the Expand of a mask, and the shape it was expanded to
+    infer_shapes(lowered)
+
+
+def _checked(copy: ir.Model, dialect: str) -> ir.Model:
+    """A model in ONNX's own form; refused where ONNX does not allow it.
 
     Unlike the other dialects this one needs no shapes: what the graph does not state is left to the runtime.
     """
-    copy = copy_of(model)
     for node in attention_nodes(copy):
         # The specification forbids both, and the checker does not detect them.
         problem = None
@@ -152,7 +188,7 @@ def _checked_copy(model: ir.Model, dialect: str) -> ir.Model:
     except (onnx.checker.ValidationError, ir.passes.PassError) as error:
         raise LoweringError(
             "place for an invalid graph",
-            node=model.graph.name or "main",
+            node=copy.graph.name or "main",
             dialect=dialect,
             got=str(error.__cause__ or error).strip().splitlines()[0],
             hint="export it again, or repair the node",

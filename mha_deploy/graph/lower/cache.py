@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
@@ -65,20 +66,17 @@ class CacheForm:
 
 def cache_form(model: ir.Model) -> CacheForm:
     """Read the form from a lowered model."""
-    rows, in_place = (
-        json.loads(model.metadata_props.get(note, "{}")) for note in (ENTRIES_NOTE, IN_PLACE_NOTE)
-    )
-    return CacheForm(rows=rows, in_place=in_place)
+    return CacheForm(rows=_noted(model, ENTRIES_NOTE), in_place=_noted(model, IN_PLACE_NOTE))
 
 
-def note_entries(model: ir.Model, rows: dict[str, str]) -> None:
-    """Add outputs of new entries to the metadata of the model."""
-    model.metadata_props[ENTRIES_NOTE] = json.dumps({**cache_form(model).rows, **rows})
+def _noted(model: ir.Model, note: str) -> dict[str, str]:
+    caches: dict[str, str] = json.loads(model.metadata_props.get(note, "{}"))
+    return caches
 
 
-def note_in_place(model: ir.Model, caches: dict[str, str]) -> None:
-    """Add outputs that are caches updated in place to the metadata of the model."""
-    model.metadata_props[IN_PLACE_NOTE] = json.dumps({**cache_form(model).in_place, **caches})
+def note_caches(model: ir.Model, note: str, caches: dict[str, str]) -> None:
+    """Add outputs and their caches to the metadata of the model, under one of the notes."""
+    model.metadata_props[note] = json.dumps(_noted(model, note) | caches)
 
 
 def rows_name(output: str) -> str:
@@ -90,28 +88,21 @@ def rows_name(output: str) -> str:
 
 # -- Recognise an attention with its cache ---------------------------------------------------------
 
-PREALLOCATED, DYNAMIC = "preallocated", "dynamic"
 
-# Operators that pass on the numbers of their first input.
-_SAME_NUMBERS = ("Cast", "Identity", "Squeeze", "Unsqueeze", "Reshape")
-
-
-@dataclass(frozen=True, kw_only=True)
-class CachedAttention:
-    """One attention and its cache.
+class CachedAttention(NamedTuple):
+    """One attention and its cache, dynamic or preallocated.
 
     Args:
-        kind: `preallocated` or `dynamic`.
-        node: The attention.
         past_key: Keys of earlier calls, a graph input: `[B, Hkv, T, D]`, or `[B, Hkv, P, D]` if dynamic.
+        past_value: Values of earlier calls.
         new_key: Keys of the S new tokens, in the rank of the node's inputs.
+        new_value: Values of the new tokens.
         key_out: The graph output with the new keys in it.
+        value_out: The graph output with the new values in it.
         starts: Valid entries of each batch element before the call; None if dynamic.
         updates: The nodes that write the new entries; none if dynamic.
     """
 
-    kind: str
-    node: ir.Node
     past_key: ir.Value
     past_value: ir.Value
     new_key: ir.Value
@@ -124,17 +115,13 @@ class CachedAttention:
 
 def read_cache(node: ir.Node) -> CachedAttention | Obstacle | None:
     """The cache of an attention; None where it has none, and why where it is not of a known form."""
+    has_past = input_at(node, an.PAST_KEY) is not None
+    updates = [made_by(input_at(node, at), scatter.SCATTER) for at in (an.K, an.V)]
+    if not has_past and not any(updates):
+        return None
     if output_at(node, an.QK_OUTPUT) is not None:
-        has_cache = input_at(node, an.PAST_KEY) is not None or any(_updates(node))
-        return Obstacle("cache beside scores as an output", "qk_matmul_output") if has_cache else None
-    if input_at(node, an.PAST_KEY) is not None:
-        return _read_dynamic(node)
-    return _read_static(node) if any(_updates(node)) else None
-
-
-def _updates(node: ir.Node) -> list[ir.Node | None]:
-    """The nodes that write keys and values into a cache."""
-    return [made_by(input_at(node, at), scatter.SCATTER) for at in (an.K, an.V)]
+        return Obstacle("cache beside scores as an output", "qk_matmul_output")
+    return _read_dynamic(node) if has_past else _read_preallocated(node, *updates)
 
 
 def _read_dynamic(node: ir.Node) -> CachedAttention | Obstacle:
@@ -146,35 +133,28 @@ def _read_dynamic(node: ir.Node) -> CachedAttention | Obstacle:
         return Obstacle("past that is no graph input", past_key.name)
     if key_out is None or value_out is None or not all(_is_only_output(out, 0) for out in outs):
         return Obstacle("present that is not just a graph output", [out and out.name for out in outs])
-    return CachedAttention(
-        kind=DYNAMIC,
-        node=node,
-        past_key=past_key,
-        past_value=past_value,
-        new_key=k,
-        new_value=v,
-        key_out=key_out,
-        value_out=value_out,
-    )
+    return CachedAttention(past_key, past_value, k, v, key_out, value_out)
 
 
 def _is_only_output(value: ir.Value | None, readers: int) -> bool:
     """Whether a value is exactly one graph output, and read by so many nodes."""
-    graph = None if value is None else value.graph
-    outputs = [] if graph is None else [out for out in graph.outputs if out is value]
-    return value is not None and len(outputs) == 1 and len(value.uses()) == readers
+    outputs = () if value is None or value.graph is None else value.graph.outputs
+    alone = sum(out is value for out in outputs) == 1
+    return value is not None and alone and len(value.uses()) == readers
 
 
-def _read_static(node: ir.Node) -> CachedAttention | Obstacle:
-    key_update, value_update = _updates(node)
+def _read_preallocated(
+    node: ir.Node, key_update: ir.Node | None, value_update: ir.Node | None
+) -> CachedAttention | Obstacle:
     if key_update is None or value_update is None:
         return Obstacle("cache of only keys or only values", node.name)
     updates = (key_update, value_update)
     obstacle = next(filter(None, map(scatter.obstacle_to_update_in_place, updates)), None)
     if obstacle is not None:
         return obstacle
-    if not all(_is_only_output(update.outputs[0], 1) for update in updates):
-        return Obstacle("cache with other readers", [update.outputs[0].name for update in updates])
+    key_out, value_out = outs = [update.outputs[0] for update in updates]
+    if not all(_is_only_output(out, 1) for out in outs):
+        return Obstacle("cache with other readers", [out.name for out in outs])
     (past_key, new_key), (past_value, new_value) = (update.inputs[:2] for update in updates)
     starts = [input_at(update, 2) for update in updates]
     if past_key is None or past_value is None or new_key is None or new_value is None or starts[0] is None:
@@ -184,18 +164,7 @@ def _read_static(node: ir.Node) -> CachedAttention | Obstacle:
         return Obstacle("cache whose valid entries do not end with the new ones", key_update.name)
     if not all(same_size(S, dim(value, 2)) for value in (new_value, input_at(node, an.Q))):
         return Obstacle("cache with more or fewer new entries than queries", f"{S} new keys")
-    return CachedAttention(
-        kind=PREALLOCATED,
-        node=node,
-        past_key=past_key,
-        past_value=past_value,
-        new_key=new_key,
-        new_value=new_value,
-        key_out=key_update.outputs[0],
-        value_out=value_update.outputs[0],
-        starts=starts[0],
-        updates=updates,
-    )
+    return CachedAttention(past_key, past_value, new_key, new_value, key_out, value_out, starts[0], updates)
 
 
 def _ends_behind(node: ir.Node, starts: ir.Value, S: Dim) -> bool:
@@ -209,7 +178,7 @@ def _ends_behind(node: ir.Node, starts: ir.Value, S: Dim) -> bool:
 
 def _origin(value: ir.Value | None) -> ir.Value | None:
     """The value that has the same numbers before casts and reshapes."""
-    while (node := made_by(value, *_SAME_NUMBERS)) is not None:
+    while (node := made_by(value, "Cast", "Identity", "Squeeze", "Unsqueeze", "Reshape")) is not None:
         value = node.inputs[0]
     return value
 
@@ -233,14 +202,14 @@ def _number(value: ir.Value | None) -> Dim:
 
 # -- Replace attentions together with their caches -------------------------------------------------
 
-Wanted = Callable[[ir.Node], CachedAttention | None]
-"""The cache of an attention, if the dialect writes both as one."""
 
-Write = Callable[[AttentionCall, NodeBuilder, CachedAttention], None]
-"""Replaces an attention and its cache by new nodes."""
-
-
-def rewrite_caches(model: ir.Model, wanted: Wanted, write: Write, *, dialect: str) -> None:
+def rewrite_caches(
+    model: ir.Model,
+    wanted: Callable[[ir.Node], CachedAttention | None],
+    write: Callable[[AttentionCall, NodeBuilder, CachedAttention], None],
+    *,
+    dialect: str,
+) -> None:
     """Write the attentions that are wanted, each with its cache; the model is changed."""
     taken, written = names_in(model), False
     for node in [node for node in model.graph.all_nodes() if is_attention(node)]:
@@ -255,12 +224,7 @@ def rewrite_caches(model: ir.Model, wanted: Wanted, write: Write, *, dialect: st
 
 
 def take_over(
-    model: ir.Model,
-    call: AttentionCall,
-    b: NodeBuilder,
-    cache: CachedAttention,
-    y: ir.Value,
-    states: Sequence[ir.Value],
+    model: ir.Model, node: ir.Node, b: NodeBuilder, cache: CachedAttention, y: ir.Value, *states: ir.Value
 ) -> None:
     """Replace an attention and the updates of its preallocated cache by one operator.
 
@@ -268,7 +232,7 @@ def take_over(
     """
     for old, new in zip((cache.key_out, cache.value_out), states, strict=True):
         replace_value(old, new)
-    replace_node(call.node, b, {Y: y}, keep=states)
+    replace_node(node, b, {Y: y}, keep=states)
     for update in cache.updates:
         model.graph.remove(update, safe=True)
     import_domains(model, b)

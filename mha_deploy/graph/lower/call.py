@@ -4,31 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import onnx_ir as ir
-from onnx_ir.passes.common import InlinePass, RemoveUnusedNodesPass
+from onnx_ir.passes.common import InlinePass
 
 from mha_deploy.errors import DeployError
 from mha_deploy.graph import attention_node as an
-from mha_deploy.graph.attention_node import AttentionNode, is_attention
+from mha_deploy.graph.attention_node import AttentionNode
 from mha_deploy.graph.ir import (
     NodeBuilder,
     Size,
     dim,
-    dims,
-    import_domains,
     infer_shapes,
     input_at,
     is_op,
     made_by,
-    names_in,
     node_name,
-    output_at,
-    prefix_within,
     rank,
-    replace_node,
     same_size,
 )
 
@@ -45,20 +38,30 @@ class LoweringError(DeployError):
         self.dialect = dialect
 
 
-# -- One attention to be lowered: its values, types and head sizes ---------------------------------
+# -- One node to be lowered: an attention with its types and head sizes, or another operator -------
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionCall:
+class OperatorCall:
+    """One node to be lowered to a dialect, which messages name."""
+
+    node: ir.Node
+    dialect: str
+
+    def refuse(self, feature: str, *, got: object = None, hint: str | None = None) -> LoweringError:
+        """The error that names the feature of this node that the dialect cannot express."""
+        return LoweringError(feature, node=node_name(self.node), dialect=self.dialect, got=got, hint=hint)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionCall(OperatorCall):
     """An `Attention` node whose types and head sizes are known.
 
     `attention` has its attributes and shapes, `lengths` the number of valid keys of each batch element
-    (`nonpad_kv_seqlen`), and `dtype` is the type of q, k and v. The dialect is used in messages.
+    (`nonpad_kv_seqlen`), and `dtype` is the type of q, k and v.
     """
 
     attention: AttentionNode
-    node: ir.Node
-    dialect: str
     q: ir.Value
     k: ir.Value
     v: ir.Value
@@ -88,6 +91,11 @@ class AttentionCall:
         return same_size(self.attention.S, self.attention.T)
 
     @property
+    def has_fp64(self) -> bool:
+        """Whether the tensors or the softmax are in FP64."""
+        return "fp64" in (self.attention.dtype, self.attention.softmax_precision)
+
+    @property
     def may_mask_queries_fully(self) -> bool:
         """Whether there may be fully masked queries; their output is zero."""
         attention = self.attention
@@ -96,64 +104,46 @@ class AttentionCall:
         # A window can be entirely beyond the last key, unless every query has a key of its own.
         return attention.has_window and not self.is_square
 
-    def refuse(self, feature: str, *, got: object = None, hint: str | None = None) -> LoweringError:
-        """The error that names the feature of this node that the dialect cannot express."""
-        return LoweringError(feature, node=self.attention.name, dialect=self.dialect, got=got, hint=hint)
+
+_INPUTS = ("q", "k", "v", "mask", "past_key", "past_value", "lengths")
 
 
-def read_call(node: ir.Node, *, opset: int | None, dialect: str) -> AttentionCall:
+def read_call(node: ir.Node, *, opset: int | None = None, dialect: str) -> AttentionCall:
     """Read a node for lowering; refuse what ONNX does not allow or leaves open, and unknown head sizes."""
-    attention = an.read_attention(node, opset=opset)
-    q, k, v = (input_at(node, at) for at in (an.Q, an.K, an.V))
-    refuse = partial(
-        LoweringError,
-        node=attention.name,
-        dialect=dialect,
-        hint="state the shapes of Q, K and V in the graph, and q_num_heads and kv_num_heads for 3-D inputs",
-    )
+    attention, refuse = an.read_attention(node, opset=opset), OperatorCall(node=node, dialect=dialect).refuse
+    hint = "state the shapes of Q, K and V in the graph, and q_num_heads and kv_num_heads for 3-D inputs"
+    inputs: dict[str, Any] = {name: input_at(node, at) for at, name in enumerate(_INPUTS)}
+    q, k, v, mask, past_key, past_value, lengths = inputs.values()
     if q is None or k is None or v is None or q.dtype is None or attention.rank not in (3, 4):
-        raise refuse("query, key and value of known rank and type", got=f"rank {attention.rank}")
+        raise refuse("query, key and value of known rank and type", got=f"rank {attention.rank}", hint=hint)
     sizes = {name: getattr(attention, name) for name in ("Hq", "Hkv", "D", "Dv")}
     for name, size in sizes.items():
         if not isinstance(size, int):
-            raise refuse(f"head layout without a fixed {name}", got=size)
-    call = AttentionCall(
-        attention=attention,
-        node=node,
-        dialect=dialect,
-        q=q,
-        k=k,
-        v=v,
-        mask=input_at(node, an.MASK),
-        past_key=input_at(node, an.PAST_KEY),
-        past_value=input_at(node, an.PAST_VALUE),
-        lengths=input_at(node, an.NONPAD_KV_SEQLEN),
-        dtype=q.dtype,
-        **sizes,
-    )
+            raise refuse(f"head layout without a fixed {name}", got=size, hint=hint)
+    call = AttentionCall(node=node, dialect=dialect, attention=attention, dtype=q.dtype, **inputs, **sizes)
     if call.Hq % call.Hkv:
-        raise call.refuse("uneven head groups", got=f"Hq={call.Hq}, Hkv={call.Hkv}", hint="Hq = n · Hkv")
+        raise refuse("uneven head groups", got=f"Hq={call.Hq}, Hkv={call.Hkv}", hint="Hq = n · Hkv")
     if call.scale < 0 or attention.softcap < 0:
-        raise call.refuse("negative scale or softcap", got=f"{call.scale:g}, {attention.softcap:g}")
-    if v.dtype is not None and v.dtype != call.dtype:
-        raise call.refuse("V of another type than Q", got=v.dtype, hint="cast V")
-    if (call.past_key is None) != (call.past_value is None):
-        raise call.refuse("past of only keys or only values", hint="give past_key and past_value together")
-    if call.past_key is not None and call.lengths is not None:
-        raise call.refuse("nonpad_kv_seqlen together with past_key", hint="use one of the two kinds of cache")
-    if call.mask is None:
+        raise refuse("negative scale or softcap", got=f"{call.scale:g}, {attention.softcap:g}")
+    if v.dtype is not None and v.dtype != q.dtype:
+        raise refuse("V of another type than Q", got=v.dtype, hint="cast V")
+    if (past_key is None) != (past_value is None):
+        raise refuse("past of only keys or only values", hint="give past_key and past_value together")
+    if past_key is not None and lengths is not None:
+        raise refuse("nonpad_kv_seqlen together with past_key", hint="use one of the two kinds of cache")
+    if mask is None:
         return call
     shape = attention.mask_dims
     if attention.mask == "unknown" or shape is None:
-        raise call.refuse("mask of unknown type or rank", got=call.mask.name, hint="state it in the graph")
+        raise refuse("mask of unknown type or rank", got=mask.name, hint="state it in the graph")
     if len(shape) > 4 or not shape:
-        raise call.refuse("mask of this rank", got=shape, hint="a mask has 1 to 4 dimensions")
+        raise refuse("mask of this rank", got=shape, hint="a mask has 1 to 4 dimensions")
     heads = shape[-3] if len(shape) > 2 else 1
     if isinstance(heads, int) and heads not in (1, call.Hq):
-        raise call.refuse("mask for another number of heads", got=shape, hint=f"1 or {call.Hq} heads")
-    if shape[-1] == 1 and (attention.T != 1 or call.past_key is not None):
+        raise refuse("mask for another number of heads", got=shape, hint=f"1 or {call.Hq} heads")
+    if shape[-1] == 1 and (attention.T != 1 or past_key is not None):
         # ONNX calls it broadcastable and also specifies that a short mask is padded: two different results.
-        raise call.refuse("mask with a single key column", got=shape, hint="expand it to T columns")
+        raise refuse("mask with a single key column", got=shape, hint="expand it to T columns")
     return call
 
 
@@ -213,34 +203,11 @@ def as_input_rank(b: NodeBuilder, call: AttentionCall, y: ir.Value) -> ir.Value:
     return merge_heads(b, y, call.Hq * call.Dv, name="merged") if call.attention.rank == 3 else y
 
 
-# -- Replace every attention of a model, and the operators around it -------------------------------
+# -- What every dialect does before its rules ------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class OperatorCall:
-    """One node of another operator to be lowered to a dialect."""
-
-    node: ir.Node
-    dialect: str
-
-    @property
-    def name(self) -> str:
-        """Name of the node; its output's where it has none."""
-        return node_name(self.node)
-
-    def refuse(self, feature: str, *, got: object = None, hint: str | None = None) -> LoweringError:
-        """The error that names the feature of this node that the dialect cannot express."""
-        return LoweringError(feature, node=self.name, dialect=self.dialect, got=got, hint=hint)
-
-
-OperatorRule = Callable[[OperatorCall, NodeBuilder], ir.Value | None]
-"""Builds the replacement of one node: its output, or None to keep the node."""
-
-OperatorRules = Mapping[str, OperatorRule]
-"""The rules by operator."""
-
-Rule = Callable[[AttentionCall, NodeBuilder], dict[int, ir.Value] | None]
-"""Builds the replacement of one attention: outputs by position, or None to keep the node."""
+OperatorRules = Mapping[str, Callable[[OperatorCall, NodeBuilder], ir.Value | None]]
+"""By operator, what builds the replacement of one node: its output, or None to keep the node."""
 
 _LOWERED = ("Attention", "RotaryEmbedding", "TensorScatter", "RMSNormalization")
 
@@ -252,41 +219,6 @@ def copy_of(model: ir.Model) -> ir.Model:
     if any(is_op(node, *_LOWERED) for node in inner):
         InlinePass()(copy)
     return infer_shapes(copy)
-
-
-def rewrite(
-    lowered: ir.Model, rule: Rule, *, dialect: str, broadcasts: bool, operators: OperatorRules
-) -> None:
-    """Apply a rule to every attention of the model, which is changed, and rules to the operators around them.
-
-    `broadcasts` means that masks may broadcast over the queries.
-    """
-    opset = lowered.opset_imports.get("")
-    taken = names_in(lowered)
-    for node in list(lowered.graph.all_nodes()):
-        if is_attention(node):
-            if broadcasts:
-                take_mask_before_expand(node)
-            call = read_call(node, opset=opset, dialect=dialect)
-            scores = output_at(node, an.QK_OUTPUT)
-            if scores is not None and dims(scores) and (call.past_key is not None or dim(scores, 3) == 0):
-                # ONNX infers the length of the past alone, or 0, where that of the new keys has a name.
-                scores.shape = ir.Shape([*dims(scores)[:3], None])
-            builder = NodeBuilder(prefix_within(call.attention.name, taken))
-            outputs = rule(call, builder)
-        elif node.domain == "" and node.op_type in operators:
-            other = OperatorCall(node=node, dialect=dialect)
-            builder = NodeBuilder(prefix_within(other.name, taken))
-            output = operators[node.op_type](other, builder)
-            outputs = None if output is None else {0: output}
-        else:
-            continue
-        if outputs is not None:
-            replace_node(node, builder, outputs)
-            import_domains(lowered, builder)
-    if broadcasts:
-        RemoveUnusedNodesPass()(lowered)  # the Expand of a mask, and the shape it was expanded to
-    infer_shapes(lowered)
 
 
 def take_mask_before_expand(node: ir.Node) -> None:

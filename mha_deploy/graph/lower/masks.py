@@ -8,6 +8,7 @@ the mask). The bias on the scores and the fully masked queries follow from these
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import reduce
 
 import ml_dtypes
 import onnx_ir as ir
@@ -26,13 +27,9 @@ _SMALL_BIAS = 256.0
 
 @dataclass(frozen=True, kw_only=True)
 class Mask:
-    """A mask.
+    """A mask: `visible` is True where the query attends to the key, `additive` is added to the scores.
 
-    Args:
-        visible: True where the query attends to the key; None where no key is excluded.
-        additive: Numbers added to the scores, in the mask's own type; None for none.
-        heads: 1, or Hq where heads differ.
-        one_row: Whether the mask is the same for all queries.
+    `heads` is 1, or Hq where heads differ; with `one_row` the mask is the same for all queries.
     """
 
     visible: ir.Value | None
@@ -53,10 +50,10 @@ def input_mask(b: NodeBuilder, call: AttentionCall, T: Size) -> Mask | None:
         return None
     if dims is None:
         raise call.refuse("mask of unknown rank")
-    dtype, missing_axes = _dtype(mask), 4 - len(dims)
-    dims = (1,) * missing_axes + dims
+    dtype, missing_axes = _dtype(mask), range(4 - len(dims))
+    dims = (*(1 for _ in missing_axes), *dims)
     if missing_axes:
-        mask = b.unsqueeze(mask, *range(missing_axes))
+        mask = b.unsqueeze(mask, *missing_axes)
     if not isinstance(dims[1], int):
         mask = b.expand(mask, 1, call.Hq, 1, 1)
     if kind == "int":
@@ -86,11 +83,49 @@ def input_mask(b: NodeBuilder, call: AttentionCall, T: Size) -> Mask | None:
 
 def with_geometry(b: NodeBuilder, call: AttentionCall, mask: Mask | None, S: Size, T: Size) -> Mask | None:
     """The mask input combined with causality, window and key lengths."""
-    geometry = _geometry(b, call, S, T)
-    alike = not _depends_on_query(call) or call.attention.S == 1
+    ahead, back = _ahead(call), call.attention.left_window
+    alike = (ahead is None and back < 0) or call.attention.S == 1
+    key, tests = None, list[ir.Value]()
+    if ahead is not None or back >= 0 or call.lengths is not None:
+        key = positions_along(b, T, axis=3)
+    if ahead is not None or back >= 0:
+        # The position of each query among the keys: after the past, or at the end of the valid keys.
+        own = positions_along(b, S, axis=2)
+        if call.past_key is not None:
+            own = b.op("Add", own, b.as_tensor(b.size(call.past_key, 2)))
+        elif call.lengths is not None:
+            own = b.op("Add", own, b.op("Sub", b.reshape(call.lengths, -1, 1, 1, 1), b.as_tensor(S)))
+        if ahead is not None:
+            tests.append(b.op("Less", key, b.op("Add", own, b.ints(ahead + 1))))
+        if back >= 0:
+            tests.append(b.op("Greater", key, b.op("Add", own, b.ints(-back - 1))))
+    # A causal query attends to keys up to (valid keys − S + i), never past the last valid one.
+    if call.lengths is not None and ahead != 0:
+        tests.append(b.op("Less", key, b.reshape(call.lengths, -1, 1, 1, 1)))
+    geometry = reduce(lambda one, other: b.op("And", one, other), tests) if tests else None
     if mask is None:
         return None if geometry is None else Mask(visible=geometry, additive=None, heads=1, one_row=alike)
     return replace(mask, visible=_both(b, mask.visible, geometry), one_row=mask.one_row and alike)
+
+
+def _ahead(call: AttentionCall) -> int | None:
+    """How many keys after its own position a query attends to; None for all."""
+    attention = call.attention
+    if attention.is_causal:
+        # One new token: its own key is the last one.
+        return None if attention.S == attention.T == 1 and call.lengths is None else 0
+    return attention.right_window if attention.right_window >= 0 else None
+
+
+def positions_along(b: NodeBuilder, size: Size, *, axis: int) -> ir.Value:
+    """0, 1, 2 … along one axis of a 4-D tensor."""
+    return b.reshape(b.count_up(size), *(-1 if at == axis else 1 for at in range(4)))
+
+
+def _both(b: NodeBuilder, one: ir.Value | None, other: ir.Value | None) -> ir.Value | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return b.op("And", one, other, name="visible")
 
 
 def bias_of(b: NodeBuilder, call: AttentionCall, mask: Mask, *, in_score_type: bool = False) -> ir.Value:
@@ -182,62 +217,6 @@ def zero_masked_queries(b: NodeBuilder, call: AttentionCall, rows: ir.Value | No
     if rows is None:
         return x
     return b.op("Where", rows, x, b.constant(0.0, call.dtype), name="closed_rows_zero")
-
-
-# -- Causality, window and key lengths -------------------------------------------------------------
-
-
-def _geometry(b: NodeBuilder, call: AttentionCall, S: Size, T: Size) -> ir.Value | None:
-    """True where query i attends to key j by causality, window and lengths; None where these mask nothing."""
-    ahead, back = _sight_ahead(call), call.attention.left_window
-    if ahead is None and back < 0 and call.lengths is None:
-        return None
-    key = positions_along(b, T, axis=3)
-    tests = []
-    if _depends_on_query(call):
-        # The position of each query among the keys: after the past, or at the end of the valid keys.
-        own = positions_along(b, S, axis=2)
-        if call.past_key is not None:
-            own = b.op("Add", own, b.as_tensor(b.size(call.past_key, 2)))
-        elif call.lengths is not None:
-            own = b.op("Add", own, b.op("Sub", b.reshape(call.lengths, -1, 1, 1, 1), b.as_tensor(S)))
-        if ahead is not None:
-            tests.append(b.op("Less", key, b.op("Add", own, b.ints(ahead + 1))))
-        if back >= 0:
-            tests.append(b.op("Greater", key, b.op("Add", own, b.ints(-back - 1))))
-    # A causal query attends to keys up to (valid keys − S + i), never past the last valid one.
-    if call.lengths is not None and ahead != 0:
-        tests.append(b.op("Less", key, b.reshape(call.lengths, -1, 1, 1, 1)))
-    visible = tests[0]
-    for test in tests[1:]:
-        visible = b.op("And", visible, test)
-    return visible
-
-
-def _sight_ahead(call: AttentionCall) -> int | None:
-    """How many keys after its own position a query attends to; None for all."""
-    attention = call.attention
-    if attention.is_causal and attention.S == attention.T == 1 and call.lengths is None:
-        return None  # one new token: its own key is the last one
-    if attention.is_causal:
-        return 0
-    return attention.right_window if attention.right_window >= 0 else None
-
-
-def _depends_on_query(call: AttentionCall) -> bool:
-    """Whether the visible keys depend on the position of the query."""
-    return _sight_ahead(call) is not None or call.attention.left_window >= 0
-
-
-def positions_along(b: NodeBuilder, size: Size, *, axis: int) -> ir.Value:
-    """0, 1, 2 … along one axis of a 4-D tensor."""
-    return b.reshape(b.count_up(size), *(-1 if at == axis else 1 for at in range(4)))
-
-
-def _both(b: NodeBuilder, one: ir.Value | None, other: ir.Value | None) -> ir.Value | None:
-    if one is None or other is None:
-        return other if one is None else one
-    return b.op("And", one, other, name="visible")
 
 
 # -- Types ------------------------------------------------------------------------------------------

@@ -28,12 +28,9 @@ def rms_norm_to_primitives(call: OperatorCall, b: NodeBuilder) -> ir.Value:
     data = b.cast(x, wide)
     # From `axis` to the last one, counted from the end; a negative axis needs no rank.
     axis = attributes.get_int("axis", -1)
-    if axis >= 0:
-        if x.shape is None:
-            got, hint = f"axis {axis}", "state the shape of x"
-            raise call.refuse("normalisation of unknown rank", got=got, hint=hint)
-        axis -= len(x.shape)
-    axes = b.ints(*range(axis, 0))
+    if axis >= 0 and x.shape is None:
+        raise call.refuse("normalisation of unknown rank", got=f"axis {axis}", hint="state the shape of x")
+    axes = b.ints(*range(axis if axis < 0 else axis - len(x.shape or ()), 0))
     mean = b.op("ReduceMean", b.op("Mul", data, data), axes, keepdims=1, name="mean_square")
     epsilon = b.constant(attributes.get_float("epsilon", 1e-5), wide)
     normal = b.op("Div", data, b.op("Sqrt", b.op("Add", mean, epsilon)), name="normalised")
@@ -52,16 +49,9 @@ ROTARY = "RotaryEmbedding"
 class Rotary:
     """The inputs and attributes of a RotaryEmbedding node.
 
-    Args:
-        x: `[B, H, S, D]` or `[B, S, H·D]`.
-        cos: Cosines: `[positions, R/2]`, or `[B, S, R/2]` without position ids.
-        sin: Sines, of the same shape.
-        positions: `[B, S]`, the table row of each token; None where cos and sin are per token already.
-        rank: 3 or 4, that of x.
-        heads: H.
-        size: D.
-        rotated: R, how many elements of a head are rotated; the rest stays.
-        interleaved: Whether a pair is two adjacent elements.
+    `x` is `[B, heads, S, size]` or `[B, S, heads·size]`. `cos` and `sin` are `[positions, rotated/2]`, and
+    `positions`, `[B, S]`, the table row of each token; or, without it, `[B, S, rotated/2]`. So many elements
+    of a head are rotated, the rest stays. Where it is `interleaved`, a pair is two adjacent elements.
     """
 
     x: ir.Value
@@ -78,21 +68,18 @@ class Rotary:
 def rotary_to_primitives(call: OperatorCall, b: NodeBuilder) -> ir.Value:
     """Write a RotaryEmbedding with elementwise multiplications and additions."""
     rotary = read_rotary(call)
-    R, D = rotary.rotated, rotary.size
+    R, D, ids = rotary.rotated, rotary.size, rotary.positions
     x = rotary.x if rotary.rank == 4 else b.reshape(rotary.x, 0, 0, rotary.heads, D)
-    tables = []
-    for table in (rotary.cos, rotary.sin):
-        if rotary.positions is not None:
-            table = b.op("Gather", table, rotary.positions, axis=0, name="angles")
-        tables.append(b.unsqueeze(table, 1 if rotary.rank == 4 else 2))  # an axis of size 1 for the heads
-    cos, sin = tables
-    rest: list[ir.Value] = []  # the elements that are not rotated
+
+    def angles(table: ir.Value) -> ir.Value:  # with an axis of size 1 for the heads
+        rows = table if ids is None else b.op("Gather", table, ids, axis=0, name="angles")
+        return b.unsqueeze(rows, 1 if rotary.rank == 4 else 2)
+
+    cos, sin = angles(rotary.cos), angles(rotary.sin)
+    # `rest` are the elements that are not rotated.
     if rotary.interleaved:
         slices = [(0, R, 2), (1, R, 2), *([(R, D, 1)] if D > R else [])]
-        one, other, *rest = (
-            b.op("Slice", x, b.ints(start), b.ints(end), b.ints(3), b.ints(step))
-            for start, end, step in slices
-        )
+        one, other, *rest = (b.op("Slice", x, *map(b.ints, (i, end, 3, step))) for i, end, step in slices)
     else:
         sizes = (R // 2, R // 2, D - R) if D > R else (R // 2, R // 2)
         one, other, *rest = b.node("Split", [x, b.ints(*sizes)], outputs=len(sizes), attributes={"axis": 3})
@@ -142,27 +129,26 @@ def read_rotary(call: OperatorCall) -> Rotary:
         hint = "state the heads and the head size; num_heads for a 3-D input"
         raise call.refuse("rotary embedding without a fixed head size", got=shape, hint=hint)
     size = width if len(shape) == 4 else width // heads
-    rotated = call.node.attributes.get_int("rotary_embedding_dim", 0) or size
-    if rotated % 2 or rotated > size or (len(shape) == 3 and width % heads):
-        raise call.refuse("rotary embedding of this size", got=f"{rotated} of {shape}, {heads} heads")
+    R = call.node.attributes.get_int("rotary_embedding_dim", 0) or size
+    if R % 2 or size < R or (len(shape) == 3 and width % heads):
+        raise call.refuse("rotary embedding of this size", got=f"{R} of {shape}, {heads} heads")
+    ids, pairs = input_at(call.node, 3), call.node.attributes.get_int("interleaved", 0) == 1
     return Rotary(
         x=x,
         cos=cos,
         sin=sin,
-        positions=input_at(call.node, 3),
+        positions=ids,
         rank=len(shape),
         heads=heads,
         size=size,
-        rotated=rotated,
-        interleaved=call.node.attributes.get_int("interleaved", 0) == 1,
+        rotated=R,
+        interleaved=pairs,
     )
 
 
 # -- TensorScatter, the update of a preallocated KV cache ------------------------------------------
 
 SCATTER = "TensorScatter"
-
-_FLOATS = frozenset({ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
 
 
 class Obstacle(NamedTuple):
@@ -174,19 +160,19 @@ class Obstacle(NamedTuple):
 
 def obstacle_to_update_in_place(node: ir.Node) -> Obstacle | None:
     """What keeps a TensorScatter from being TensorRT's cache update; None where it can be."""
-    cache = input_at(node, 0)
+    cache, result = input_at(node, 0), node.outputs[0]
     if _is_circular(node):
         return Obstacle("circular TensorScatter", "mode=circular")
     if cache is None or not cache.is_graph_input():
         return Obstacle("TensorScatter into a cache that is no graph input", cache and cache.name)
     if rank(cache) != 4 or _axis(node, 4) != 2:
         return Obstacle("TensorScatter other than along axis 2 of [B, H, T, D]", dims(cache))
-    if cache.dtype not in _FLOATS:
+    if cache.dtype not in (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16):
         return Obstacle("TensorScatter of this type", cache.dtype)
     if not isinstance(dim(cache, 2), int):
         return Obstacle("TensorScatter into a cache of dynamic length", str(cache.shape))
-    if not node.outputs[0].is_graph_output():
-        return Obstacle("TensorScatter whose result is no graph output", node.outputs[0].name)
+    if not result.is_graph_output():
+        return Obstacle("TensorScatter whose result is no graph output", result.name)
     return None
 
 
@@ -204,7 +190,12 @@ def scatter_to_primitives(call: OperatorCall, b: NodeBuilder) -> ir.Value:
     if cache is None or update is None or update.shape is None:
         raise call.refuse("TensorScatter of unknown rank", hint="state the shape of the update")
     axis = _axis(call.node, len(update.shape))
-    slots = _along(b, update, axis, axis)
+
+    def along(at: int) -> ir.Value:
+        """0, 1, 2 … along one axis of the indices, which have one axis more than the leading ones."""
+        return b.reshape(b.count_up(b.size(update, at)), *(-1 if i == at else 1 for i in range(axis + 2)))
+
+    slots = along(axis)
     if starts is not None:
         slots = b.op("Add", slots, b.reshape(starts, -1, *[1] * (axis + 1)), name="slot")
     if _is_circular(call.node):
@@ -214,14 +205,9 @@ def scatter_to_primitives(call: OperatorCall, b: NodeBuilder) -> ir.Value:
         slots = b.op("Sub", slots, whole, name="wrapped")
     # One index for each axis up to the sequence; whole head vectors follow, so there are few indices.
     lead = b.shape_of(*(b.size(update, at) for at in range(axis + 1)), 1)
-    planes = [*(_along(b, update, at, axis) for at in range(axis)), slots]
+    planes = [*map(along, range(axis)), slots]
     index = b.op("Concat", *(b.op("Expand", plane, lead) for plane in planes), axis=axis + 1, name="index")
     return b.op("ScatterND", cache, index, update, name="updated")
-
-
-def _along(b: NodeBuilder, update: ir.Value, at: int, axis: int) -> ir.Value:
-    """0, 1, 2 … along one axis of the indices, which have one axis more than the leading ones."""
-    return b.reshape(b.count_up(b.size(update, at)), *(-1 if i == at else 1 for i in range(axis + 2)))
 
 
 def _is_circular(node: ir.Node) -> bool:

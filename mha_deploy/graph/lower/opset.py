@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import onnx
 import onnx_ir as ir
@@ -196,29 +195,21 @@ def _problem(node: ir.Node, current: int, version: int) -> str | None:
         return None
     if node.op_type in _CHANGED_MEANING:
         return "it computes something else there"
-    return _attribute_problem(node, old, new) or _type_problem(node, old)
-
-
-def _attribute_problem(node: ir.Node, old: Any, new: Any) -> str | None:
-    for name in list(node.attributes):
+    for name, attribute in list(node.attributes.items()):
         if name in old.attributes:
-            if node.attributes[name].value in _NEWER_VALUES.get((node.op_type, name), ()):
-                return f"it uses {name}={node.attributes[name].value}"
+            if attribute.value in _NEWER_VALUES.get((node.op_type, name), ()):
+                return f"it uses {name}={attribute.value}"
             continue
         default = new.attributes[name].default_value if name in new.attributes else None
-        if default is None or _value(node.attributes[name]) != onnx.helper.get_attribute_value(default):
+        value = attribute.value.encode() if attribute.type == ir.AttributeType.STRING else attribute.value
+        if default is None or value != onnx.helper.get_attribute_value(default):
             return f"it uses the attribute {name}"
         node.attributes.pop(name)  # the default
-    return None
-
-
-def _type_problem(node: ir.Node, old: Any) -> str | None:
     last = old.inputs[-1] if old.inputs else None
     variadic = last is not None and last.option == onnx.defs.OpSchema.FormalParameterOption.Variadic
     if len(node.inputs) > len(old.inputs) and not variadic:
         return f"it has {len(node.inputs)} inputs"
-    sides = (("input", node.inputs, old.inputs), ("output", node.outputs, old.outputs))
-    for side, values, formals in sides:
+    for side, values, formals in (("input", node.inputs, old.inputs), ("output", node.outputs, old.outputs)):
         for index, value in enumerate(values):
             formal = formals[min(index, len(formals) - 1)]
             if value is None or value.dtype is None:
@@ -227,7 +218,3 @@ def _type_problem(node: ir.Node, old: Any) -> str | None:
             if f"tensor({name})" not in formal.types:
                 return f"{side} {formal.name} is {value.dtype.name}"
     return None
-
-
-def _value(attribute: ir.Attr) -> Any:
-    return attribute.value.encode() if attribute.type == ir.AttributeType.STRING else attribute.value

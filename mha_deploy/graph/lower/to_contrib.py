@@ -12,7 +12,6 @@ import onnx_ir as ir
 from mha_deploy.graph.attention_node import PRESENT_KEY, PRESENT_VALUE, Y
 from mha_deploy.graph.ir import NodeBuilder, same_size
 from mha_deploy.graph.lower.cache import (
-    PREALLOCATED,
     TOTAL_LENGTH,
     CachedAttention,
     read_cache,
@@ -43,9 +42,8 @@ OPERATOR_RULES = {"RotaryEmbedding": rotary_to_contrib, "TensorScatter": scatter
 def lower_to_contrib(call: AttentionCall, b: NodeBuilder, options: object) -> dict[int, ir.Value]:
     """Write one attention as MultiHeadAttention or GroupQueryAttention."""
     attention = call.attention
-    if "fp64" in (attention.dtype, attention.softmax_precision):
-        got = attention.softmax_precision or attention.dtype
-        raise call.refuse("fp64", got=got, hint="dialect onnx")
+    if call.has_fp64:
+        raise call.refuse("fp64", got="fp64", hint="dialect onnx")
     if attention.has_qk_output:
         mode = f"qk_matmul_output_mode={attention.qk_output_mode}"
         raise call.refuse("attention weights as output", got=mode, hint="dialect onnx or primitives")
@@ -64,17 +62,15 @@ def lower_to_contrib(call: AttentionCall, b: NodeBuilder, options: object) -> di
 
 
 def _why_not_group_query(call: AttentionCall) -> str | None:
-    if not call.is_square:
-        return "other key than query length"
-    if call.lengths is not None:
-        return "nonpad_kv_seqlen"
-    if call.Dv != call.D:
-        return "V head size other than K's"
-    if call.D % 8:
-        return "head size no multiple of 8"
-    if call.past_key is not None and call.attention.S != 1 and call.attention.B != 1:
-        return "several tokens after a past in several batch elements"
-    return None
+    several = call.past_key is not None and call.attention.S != 1 and call.attention.B != 1
+    problems = {
+        "other key than query length": not call.is_square,
+        "nonpad_kv_seqlen": call.lengths is not None,
+        "V head size other than K's": call.Dv != call.D,
+        "head size no multiple of 8": call.D % 8,
+        "several tokens after a past in several batch elements": several,
+    }
+    return next((problem for problem, applies in problems.items() if applies), None)
 
 
 def _multi_head(call: AttentionCall, b: NodeBuilder) -> dict[int, ir.Value]:
@@ -205,18 +201,16 @@ def append_to_caches(model: ir.Model, options: object, *, dialect: str) -> None:
 
     def wanted(node: ir.Node) -> CachedAttention | None:
         cache = read_cache(node)
-        if not isinstance(cache, CachedAttention) or cache.kind != PREALLOCATED:
+        if not isinstance(cache, CachedAttention) or cache.starts is None:
             return None
-        call = read_call(node, opset=None, dialect=dialect)
-        fp64 = "fp64" in (call.attention.dtype, call.attention.softmax_precision)
-        if not call.attention.is_causal or call.mask is not None or fp64:
+        call = read_call(node, dialect=dialect)
+        if not call.attention.is_causal or call.mask is not None or call.has_fp64:
             return None
+        what, sizes = "preallocated cache of", f"K {call.D}, V {call.Dv}"
         if call.D % 8:
-            what = "preallocated cache of a head size no multiple of 8"
-            raise call.refuse(what, got=call.D, hint="dialect onnx")
+            raise call.refuse(f"{what} a head size no multiple of 8", got=call.D, hint="dialect onnx")
         if call.Dv != call.D:
-            what = "preallocated cache of V head size other than K's"
-            raise call.refuse(what, got=f"K {call.D}, V {call.Dv}", hint="dialect onnx")
+            raise call.refuse(f"{what} V head size other than K's", got=sizes, hint="dialect onnx")
         return cache
 
     def write(call: AttentionCall, b: NodeBuilder, cache: CachedAttention) -> None:
@@ -226,20 +220,18 @@ def append_to_caches(model: ir.Model, options: object, *, dialect: str) -> None:
         if total is None:  # one for all attentions
             total = ir.val(TOTAL_LENGTH, ir.DataType.INT32, [])
             model.graph.inputs.append(total)
-        tensors += [cache.past_key, cache.past_value, _last_entries(b, call, cache), total]
+        tensors += [cache.past_key, cache.past_value, _last_entries(b, call, cache.starts), total]
         attributes = _group_query_attributes(call, call.attention.left_window)
         y, *states = _contrib(b, GROUP_QUERY, [*tensors], 3, attributes)
-        take_over(model, call, b, cache, split_heads(b, y, call.Hq, call.D), states)
+        take_over(model, call.node, b, cache, split_heads(b, y, call.Hq, call.D), *states)
 
     rewrite_caches(model, wanted, write, dialect=dialect)
 
 
-def _last_entries(b: NodeBuilder, call: AttentionCall, cache: CachedAttention) -> ir.Value:
+def _last_entries(b: NodeBuilder, call: AttentionCall, starts: ir.Value | None) -> ir.Value:
     """Index of the last valid entry of each batch element after the call: lengths + S − 1, int32 [B]."""
-    if cache.starts is None:
-        raise call.refuse("preallocated cache without lengths", hint="dialect onnx")
     S = query_length(b, call)
-    first = b.op("Cast", cache.starts, to=int(ir.DataType.INT32), name="first_new_row")
+    first = b.op("Cast", starts, to=int(ir.DataType.INT32), name="first_new_row")
     if S == 1:
         return first
     if isinstance(S, int):

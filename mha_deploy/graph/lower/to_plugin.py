@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import CommonSubexpressionEliminationPass, RemoveUnusedNodesPass
 
+from mha_deploy.graph import plugin_node as plugin
 from mha_deploy.graph.attention_node import PRESENT_KEY, PRESENT_VALUE, Y
 from mha_deploy.graph.ir import (
     Dim,
@@ -27,16 +29,18 @@ from mha_deploy.graph.ir import (
     is_op,
     made_by,
     names_in,
+    new_initializer,
     perm,
     prefix_within,
     rank,
     replace_node,
     same_size,
 )
+from mha_deploy.graph.lower import masks
 from mha_deploy.graph.lower.cache import (
-    PREALLOCATED,
+    IN_PLACE_NOTE,
     CachedAttention,
-    note_in_place,
+    note_caches,
     read_cache,
     rewrite_caches,
     take_over,
@@ -44,49 +48,19 @@ from mha_deploy.graph.lower.cache import (
 from mha_deploy.graph.lower.call import (
     AttentionCall,
     OperatorCall,
-    OperatorRule,
+    OperatorRules,
     key_length,
     read_call,
     split_heads,
     split_inputs,
 )
-from mha_deploy.graph.lower.masks import (
-    attending_queries,
-    bias_of,
-    input_mask,
-    narrows,
-    with_geometry,
-    zero_masked_queries,
-)
 from mha_deploy.graph.lower.operators import RMS_NORM, ROTARY, Rotary, read_rotary
 from mha_deploy.graph.lower.pack import Projection, pack_in_place, projection_at
 from mha_deploy.graph.lower.to_primitives import OPERATOR_RULES as PRIMITIVE_RULES
-from mha_deploy.graph.plugin_node import (
-    BOTTOM_RIGHT,
-    DOMAIN,
-    FROM_STARTS,
-    FROM_ZERO,
-    GELU,
-    GELU_TANH,
-    GIVEN,
-    LAYER_NORM,
-    LINEAR,
-    NO_WINDOW,
-    NONE,
-    NORM_ACTIVATION,
-    OP_TYPE,
-    PER_TOKEN,
-    SILU,
-    TOP_LEFT,
-    is_plugin_attention,
-    lookup_attributes,
-)
-from mha_deploy.graph.plugin_node import RMS_NORM as RMS_NORM_OPERATION
 
 # -- What the node cannot express, or has no kernels for -------------------------------------------
 
 _LARGEST_HEAD = 256
-_TYPES = ("fp16", "bf16")
 
 
 def refuse_what_is_missing(call: AttentionCall) -> None:
@@ -105,17 +79,16 @@ def refuse_what_is_missing(call: AttentionCall) -> None:
 
 def refuse_without_kernel(call: AttentionCall) -> None:
     """Refuse types and head sizes for which the plugin has no kernel."""
-    if call.attention.dtype not in _TYPES:
+    if call.attention.dtype not in ("fp16", "bf16"):
         feature = "fp64" if call.attention.dtype == "fp64" else "type but fp16 and bf16"
         raise call.refuse(feature, got=call.attention.dtype, hint="export in fp16 or bf16")
     for name, size in (("D", call.D), ("Dv", call.Dv)):
+        got, other = f"{name}={size}", "dialect primitives"
         if size % 8:
-            hint = "pad the heads in the model, or dialect primitives"
-            raise call.refuse("head size no multiple of 8", got=f"{name}={size}", hint=hint)
+            hint = f"pad the heads in the model, or {other}"
+            raise call.refuse("head size no multiple of 8", got=got, hint=hint)
         if size > _LARGEST_HEAD:
-            raise call.refuse(
-                f"head size above {_LARGEST_HEAD}", got=f"{name}={size}", hint="dialect primitives"
-            )
+            raise call.refuse(f"head size above {_LARGEST_HEAD}", got=got, hint=other)
 
 
 # -- Where queries, keys and values are in memory, so that the plugin reads them without a copy ----
@@ -123,7 +96,7 @@ def refuse_without_kernel(call: AttentionCall) -> None:
 # Kernels load 16 bytes at a time, eight elements of two bytes.
 _ALIGNED = 8
 
-HEADS_FIRST = (0, 2, 1, 3)  # [B, L, H, D] to [B, H, L, D]
+_HEADS_FIRST = (0, 2, 1, 3)  # [B, L, H, D] to [B, H, L, D]
 _PACKED_FIRST = (2, 0, 3, 1, 4)  # [B, L, 3, H, D] to [3, B, H, L, D]
 
 
@@ -151,101 +124,79 @@ def place_of(value: ir.Value, heads: int, size: int) -> Place:
     """The `[B, L, ·]` tensor that a `[B, L, H·D]` or `[B, H, L, D]` input was taken from; else the input."""
     rows = value
     if rank(value) == 4:
-        packed = _before_unbinding(value, heads, size)
+        # A model may reshape a packed projection to [B, L, 3, H, D], transpose, and unbind.
+        whole, index = _taken_from_first_axis(value)
+        packed = _before_transpose(whole, _PACKED_FIRST, heads, size)
         if packed is not None:
-            return packed
-        before = before_heads_first(value, heads, size)
+            count = int(dim(packed, 2) or 0) // (heads * size)
+            place = Place(packed, index % count * heads * size)
+            if _is_aligned(place):
+                return place
+        before = _before_transpose(value, _HEADS_FIRST, heads, size)
         if before is None:
             return Place(value, 0)
         rows = before
-    place = _before_cuts(rows)
-    return place if _is_aligned(place) else Place(rows, 0)
-
-
-def before_heads_first(value: ir.Value, heads: int, size: int) -> ir.Value | None:
-    """The `[B, L, H·D]` before a Reshape and a Transpose to `[B, H, L, D]`; None where there are none."""
-    transpose = made_by(value, "Transpose")
-    moved = transpose is not None and perm(transpose) == HEADS_FIRST
-    split = made_by(input_at(transpose, 0), "Reshape") if moved else None
-    rows = None if split is None else split.inputs[0]
-    if rows is None or split is None or rank(rows) != 3:
-        return None
-    before, after = dims(rows), dims(split.outputs[0])
-    if len(after) != 4 or after[2:] != (heads, size) or before[2] != heads * size:
-        return None
-    # A reshape keeps the number of elements: where one of the two leading sizes is equal, so is the other.
-    return rows if any(same_size(before[at], after[at]) for at in (0, 1)) else None
-
-
-def _before_cuts(value: ir.Value) -> Place:
-    """The tensor that a value was sliced from by Split and Slice."""
-    place = Place(value, 0)
-    while True:
-        node = place.tensor.producer()
-        begin = None if node is None else _begin_of_cut(node, place.tensor, axis=2)
-        whole = None if node is None else node.inputs[0]
+    place = Place(rows, 0)
+    while True:  # before it was cut by Split and Slice
+        begin, whole = _cut_from(place.tensor, axis=2)
         if begin is None or whole is None or rank(whole) != 3:
-            return place
+            return place if _is_aligned(place) else Place(rows, 0)
         place = Place(whole, place.offset + begin)
 
 
-def _begin_of_cut(node: ir.Node, part: ir.Value, *, axis: int) -> int | None:
-    """The offset of a part that a Split or Slice takes along an axis; None for another axis."""
-    axes_meant = (axis, axis - len(dims(part)))
-    if is_op(node, "Split") and (node.attributes.get_int("axis", 0) or 0) in axes_meant:
-        sizes = [dims(output)[axis] if dims(output) else None for output in node.outputs]
+def _before_transpose(
+    value: ir.Value | None, permutation: tuple[int, ...], heads: int, size: int
+) -> ir.Value | None:
+    """The `[B, L, ·]` before a Reshape to `[B, L, …, H, D]` and a Transpose; None where there are none."""
+    transpose = made_by(value, "Transpose")
+    moved = transpose is not None and perm(transpose) == permutation
+    split = made_by(input_at(transpose, 0), "Reshape") if moved else None
+    rows = input_at(split, 0)
+    if rows is None or split is None or rank(rows) != 3:
+        return None
+    before, after = dims(rows), dims(split.outputs[0])
+    inner = [each for each in after[2:] if isinstance(each, int)]
+    if len(after) != len(permutation) or after[-2:] != (heads, size) or len(inner) != len(after) - 2:
+        return None
+    # A reshape keeps the number of elements: where one of the two leading sizes is equal, so is the other.
+    same = any(same_size(before[at], after[at]) for at in (0, 1))
+    return rows if before[2] == math.prod(inner) and same else None
+
+
+def _cut_from(part: ir.Value, *, axis: int) -> tuple[int | None, ir.Value | None]:
+    """The offset of a part that a Split or Slice takes along an axis, and the whole; None for another cut."""
+    node, axes_meant = part.producer(), (axis, axis - len(dims(part)))
+    if node is not None and is_op(node, "Split") and (node.attributes.get_int("axis", 0) or 0) in axes_meant:
+        sizes = [dim(output, axis) for output in node.outputs]
         before = sizes[: list(node.outputs).index(part)]
         known = [size for size in before if isinstance(size, int)]
-        return sum(known) if len(known) == len(before) else None
-    if is_op(node, "Slice"):
+        return sum(known) if len(known) == len(before) else None, node.inputs[0]
+    if node is not None and is_op(node, "Slice"):
         starts, axes, steps = (constant_ints(node, at) for at in (1, 3, 4))
         one_step = input_at(node, 4) is None or steps == (1,)
         along = axes is not None and len(axes) == 1 and axes[0] in axes_meant
-        if starts is not None and len(starts) == 1 and along and one_step:
-            return starts[0] if starts[0] >= 0 else None
-    return None
+        if starts is not None and len(starts) == 1 and along and one_step and starts[0] >= 0:
+            return starts[0], node.inputs[0]
+    return None, None
 
 
 def _is_aligned(place: Place) -> bool:
-    shape = dims(place.tensor)
-    width = shape[-1] if shape else None
+    width = dims(place.tensor)[-1] if dims(place.tensor) else None
     return isinstance(width, int) and width % _ALIGNED == 0 and place.offset % _ALIGNED == 0
 
 
-def _before_unbinding(value: ir.Value, heads: int, size: int) -> Place | None:
-    """The `[B, L, 3·H·D]` of a model that reshapes to [B, L, 3, H, D], transposes, and unbinds."""
-    taken = _taken_from_first_axis(value)
-    transpose = None if taken is None else made_by(taken[0], "Transpose")
-    moved = transpose is not None and perm(transpose) == _PACKED_FIRST
-    split = made_by(input_at(transpose, 0), "Reshape") if moved else None
-    rows = None if split is None else split.inputs[0]
-    if taken is None or split is None or rows is None or rank(rows) != 3:
-        return None
-    before, after = dims(rows), dims(split.outputs[0])
-    if len(after) != 5 or after[3:] != (heads, size) or not isinstance(after[2], int):
-        return None
-    whole = before[2] == after[2] * heads * size
-    if not whole or not any(same_size(before[at], after[at]) for at in (0, 1)):
-        return None
-    place = Place(rows, taken[1] % after[2] * heads * size)
-    return place if _is_aligned(place) else None
-
-
-def _taken_from_first_axis(value: ir.Value) -> tuple[ir.Value, int] | None:
+def _taken_from_first_axis(value: ir.Value) -> tuple[ir.Value | None, int]:
     """The tensor and the index, where a value is one element of its first axis."""
     node = made_by(value, "Gather", "Squeeze")
-    if node is None:
-        return None
-    if node.op_type == "Gather" and (node.attributes.get_int("axis", 0) or 0) == 0:
-        index, whole = constant_ints(node, 1), node.inputs[0]
-        scalar = node.inputs[1] is not None and rank(node.inputs[1]) == 0
-        return (whole, index[0]) if whole is not None and index is not None and scalar else None
-    part = node.inputs[0] if node.op_type == "Squeeze" and constant_ints(node, 1) == (0,) else None
-    cut = None if part is None else part.producer()
-    if part is None or cut is None or dims(part)[:1] != (1,):
-        return None
-    begin, whole = _begin_of_cut(cut, part, axis=0), cut.inputs[0]
-    return (whole, begin) if whole is not None and begin is not None else None
+    if node is not None and node.op_type == "Gather" and not node.attributes.get_int("axis", 0):
+        index = constant_ints(node, 1)
+        return (node.inputs[0], index[0]) if index is not None and rank(node.inputs[1]) == 0 else (None, 0)
+    part = input_at(node, 0)
+    squeezed = node is not None and node.op_type == "Squeeze" and constant_ints(node, 1) == (0,)
+    if part is None or not squeezed or dims(part)[:1] != (1,):
+        return None, 0
+    begin, whole = _cut_from(part, axis=0)
+    return (whole, begin) if begin is not None else (None, 0)
 
 
 # -- Padding masks: key lengths that were compared with positions ----------------------------------
@@ -253,8 +204,8 @@ def _taken_from_first_axis(value: ir.Value) -> tuple[ir.Value, int] | None:
 # Operators that keep the elements of their first input in their order.
 _LAYOUT = ("Identity", "Reshape", "Squeeze", "Unsqueeze")
 _INTEGERS = (ir.DataType.INT32, ir.DataType.INT64)
-_LESS, _GREATER = "Less", "Greater"
-_OPPOSITE = {"GreaterOrEqual": _LESS, "LessOrEqual": _GREATER}
+# What is not ≥ is <, and what is not ≤ is >.
+_OPPOSITE = {"GreaterOrEqual": "Less", "LessOrEqual": "Greater"}
 
 
 def prefix_lengths(mask: ir.Value, *, batch: Dim) -> ir.Value | None:
@@ -262,60 +213,45 @@ def prefix_lengths(mask: ir.Value, *, batch: Dim) -> ir.Value | None:
     if len(dims(mask)) != 4:
         return None  # of another rank, the first axis is not the batch
     condition: ir.Value | None = _before_layout(mask)
-    inverted = False
-    where = made_by(condition, "Where")
+    inverted, where = False, made_by(condition, "Where")
     if where is not None:  # 0 and -inf, added to the scores
         numbers = [constant_number(each) for each in where.inputs[1:]]
         if sorted(each if each is not None else math.nan for each in numbers) != [-math.inf, 0.0]:
             return None
         condition, inverted = where.inputs[0], numbers[0] != 0.0
-    compared = _compared(condition, inverted=inverted)
-    if compared is None:
+    while (negation := made_by(condition, "Not")) is not None:
+        condition, inverted = negation.inputs[0], not inverted
+    node = made_by(condition, "Less", "Greater", *_OPPOSITE)
+    kind = None if node is None else _OPPOSITE.get(node.op_type) if inverted else node.op_type
+    if node is None or kind not in ("Less", "Greater"):
         return None
-    counted, lengths = compared
+    counted, lengths = node.inputs if kind == "Less" else reversed(node.inputs)
     shape = dims(lengths)
-    if lengths.dtype not in _INTEGERS or not shape or any(size != 1 for size in shape[1:]):
+    if counted is None or lengths is None or lengths.dtype not in _INTEGERS or len(shape) < 2:
         return None
-    if len(shape) < len(dims(counted)) or not same_size(shape[0], batch) or len(shape) < 2:
-        return None
-    return _one_axis(lengths) if _counts_up(counted) else None
+    of_batch = same_size(shape[0], batch) and all(size == 1 for size in shape[1:])
+    is_prefix = of_batch and len(shape) >= len(dims(counted)) and _counts_up(counted)
+    return _one_axis(lengths) if is_prefix else None
 
 
 def _before_layout(mask: ir.Value) -> ir.Value:
     """A mask before it was reshaped or expanded: `[B, 1 …, T]`, in the same order."""
     value, may_expand = mask, True
     while True:
-        node = value.producer()
-        source = node.inputs[0] if node is not None and node.domain == "" and node.inputs else None
+        node = made_by(value, "Expand", *_LAYOUT)
+        source = input_at(node, 0)
         if node is None or source is None:
             return value
         before, after = dims(source), dims(value)
         ends = len(before) > 1 and same_size(before[0], after[0]) and same_size(before[-1], after[-1])
-        plain = all(size == 1 for size in before[1:-1])
-        aligned = len(before) == len(after)  # Expand counts axes from the last: a shorter mask has no batch
-        if node.op_type == "Expand" and may_expand and ends and plain and aligned:
-            value = source
-        elif node.op_type in _LAYOUT and ends and plain and all(size == 1 for size in after[1:-1]):
-            value, may_expand = source, False
-        else:
+        if not ends or any(size != 1 for size in before[1:-1]):
             return value
-
-
-def _compared(value: ir.Value | None, *, inverted: bool = False) -> tuple[ir.Value, ir.Value] | None:
-    """The two sides of `counted < lengths`, in any spelling."""
-    node = None if value is None else value.producer()
-    if node is None or node.domain != "":
-        return None
-    if node.op_type == "Not":
-        return _compared(node.inputs[0], inverted=not inverted)
-    # What is not ≥ is <, and what is not ≤ is >.
-    kind = _OPPOSITE.get(node.op_type) if inverted else node.op_type
-    if kind not in (_LESS, _GREATER):
-        return None
-    one, other = node.inputs
-    if one is None or other is None:
-        return None
-    return (one, other) if kind == _LESS else (other, one)
+        # Expand counts axes from the last: a shorter mask has no batch.
+        if node.op_type == "Expand" and not (may_expand and len(before) == len(after)):
+            return value
+        if node.op_type != "Expand" and any(size != 1 for size in after[1:-1]):
+            return value
+        value, may_expand = source, may_expand and node.op_type == "Expand"
 
 
 def _counts_up(value: ir.Value) -> bool:
@@ -323,11 +259,10 @@ def _counts_up(value: ir.Value) -> bool:
     shape = dims(value)
     if not shape or any(size != 1 for size in shape[:-1]):
         return False
-    node = value.producer()
-    tensor = constant(value)
+    node, tensor = made_by(value, "Range"), constant(value)
     if tensor is not None:
         return bool(np.array_equal(tensor.numpy().reshape(-1), np.arange(tensor.size)))
-    if node is not None and is_op(node, "Range"):
+    if node is not None:
         return constant_number(node.inputs[0]) == 0.0 and constant_number(node.inputs[2]) == 1.0
     source = _same_integers(value)
     return source is not None and _counts_up(source)
@@ -336,11 +271,9 @@ def _counts_up(value: ir.Value) -> bool:
 def _one_axis(lengths: ir.Value) -> ir.Value | None:
     """Lengths before axes of size 1 were added."""
     value: ir.Value | None = lengths
-    while value is not None and value.dtype in _INTEGERS:
-        if len(dims(value)) == 1:
-            return value
+    while value is not None and value.dtype in _INTEGERS and len(dims(value)) != 1:
         value = _same_integers(value)
-    return None
+    return value if value is not None and value.dtype in _INTEGERS else None
 
 
 def _same_integers(value: ir.Value) -> ir.Value | None:
@@ -358,13 +291,12 @@ def _same_integers(value: ir.Value) -> ir.Value | None:
 class Diagonal(NamedTuple):
     """The attributes `causal`, `left_window` and `right_window` of the node."""
 
-    causal: int = NONE
-    left: int = NO_WINDOW
-    right: int = NO_WINDOW
+    causal: int = plugin.NONE
+    left: int = plugin.NO_WINDOW
+    right: int = plugin.NO_WINDOW
 
 
-@dataclass(frozen=True, kw_only=True)
-class PluginMask:
+class PluginMask(NamedTuple):
     """Which keys a query attends to.
 
     `key_lengths` are valid keys of each batch element, int32 `[B]`; `bias` is added to the scores, `[B or 1,
@@ -379,37 +311,35 @@ class PluginMask:
     heads: int = 1
 
 
-def read_plugin_mask(
-    b: NodeBuilder, call: AttentionCall, S: Size, T: Size, *, in_cache: bool = False
-) -> PluginMask:
+def read_plugin_mask(b: NodeBuilder, call: AttentionCall, S: Size, T: Size, *, in_cache: bool) -> PluginMask:
     """The mask over T keys, past included; with `in_cache` the plugin derives the key lengths itself."""
     diagonal = diagonal_of(call)
     # cuDNN has no kernel with a bias and a diagonal that ends at the last valid key.
     no_kernel = call.lengths is not None and call.mask is not None
-    if diagonal is None or (diagonal.causal == BOTTOM_RIGHT and no_kernel):
-        mask = whole = with_geometry(b, call, input_mask(b, call, T), S, T)
+    if diagonal is None or (diagonal.causal == plugin.BOTTOM_RIGHT and no_kernel):
+        mask = whole = masks.read_mask(b, call, S, T)
         diagonal, key_lengths = Diagonal(), None
     else:
         lengths, is_alone = None, call.lengths is None and not call.attention.mask_may_be_short
         # In the lower right corner the diagonal would end at the last valid key; in ONNX it ends at the last.
-        if call.mask is not None and is_alone and diagonal.causal != BOTTOM_RIGHT:
+        if call.mask is not None and is_alone and diagonal.causal != plugin.BOTTOM_RIGHT:
             lengths = prefix_lengths(call.mask, batch=call.attention.B)
-        mask = input_mask(b, call, T) if lengths is None else None
+        mask = masks.input_mask(b, call, T) if lengths is None else None
         if lengths is None and not in_cache:
             lengths = call.lengths
         key_lengths = None if lengths is None else as_int32(b, lengths, name="key_lengths")
-        whole = None if mask is None else with_geometry(b, call, mask, S, T)
+        whole = None if mask is None else masks.with_geometry(b, call, mask, S, T)
     if mask is None:
-        return PluginMask(diagonal=diagonal, key_lengths=key_lengths)
+        return PluginMask(diagonal, key_lengths)
     # What overflows is shifted by the largest number of the visible keys.
-    mask = whole if narrows(call, mask) and whole is not None else mask
-    bias = bias_of(b, call, mask)
+    mask = whole if masks.narrows(call, mask) and whole is not None else mask
+    bias = masks.bias_of(b, call, mask)
     shape = call.attention.mask_dims or ()
     queries = shape[-2] if len(shape) > 1 else None
     # The kernels do not broadcast the bias over queries.
     if mask.one_row or not (call.mask is None or same_size(call.attention.S, queries)):
         bias = b.expand(bias, 1, 1, S, 1, name="bias_of_each_query")
-    attending = attending_queries(b, call, whole)
+    attending = masks.attending_queries(b, call, whole)
     by_batch = whole is not None and whole.one_row and whole.heads == 1 and diagonal == Diagonal()
     whole_batch = len(shape) == 4 and same_size(shape[0], call.attention.B)
     if attending is not None and by_batch and whole_batch and key_lengths is None:
@@ -419,9 +349,7 @@ def read_plugin_mask(
         keys, none = b.cast(b.as_tensor(T), ir.DataType.INT32), b.constant(0, ir.DataType.INT32)
         key_lengths, attending = b.op("Where", rows, keys, none, name="key_lengths"), None
         key_lengths.dtype, key_lengths.shape = ir.DataType.INT32, ir.Shape([call.attention.B])
-    return PluginMask(
-        diagonal=diagonal, key_lengths=key_lengths, bias=bias, attending=attending, heads=mask.heads
-    )
+    return PluginMask(diagonal, key_lengths, bias, attending, mask.heads)
 
 
 def diagonal_of(call: AttentionCall) -> Diagonal | None:
@@ -431,12 +359,12 @@ def diagonal_of(call: AttentionCall) -> Diagonal | None:
     causal = attention.is_causal or attention.right_window == 0
     if not causal and not attention.has_window:
         return Diagonal()
-    left, right = attention.left_window, NO_WINDOW if causal else attention.right_window
+    left, right = attention.left_window, plugin.NO_WINDOW if causal else attention.right_window
     if call.past_key is None and call.lengths is None:
-        return Diagonal(TOP_LEFT if causal else NONE, left, right)
+        return Diagonal(plugin.TOP_LEFT if causal else plugin.NONE, left, right)
     # After a past, or up to the last valid key: the lower right corner, if every query has its own key.
     aligned = call.lengths is not None or call.is_square
-    return Diagonal(BOTTOM_RIGHT, left, right) if causal and aligned else None
+    return Diagonal(plugin.BOTTOM_RIGHT, left, right) if causal and aligned else None
 
 
 def as_int32(b: NodeBuilder, value: ir.Value, *, name: str) -> ir.Value:
@@ -452,7 +380,7 @@ def as_int32(b: NodeBuilder, value: ir.Value, *, name: str) -> ir.Value:
 # -- Rotary embeddings before the attention, which the node computes itself ------------------------
 
 
-def operator_rules(options: PluginOptions) -> dict[str, OperatorRule]:
+def operator_rules(options: PluginOptions) -> OperatorRules:
     """The rules for the operators around attention, but those that nodes of the plugin may take in.
 
     `finish` writes what is left of them.
@@ -470,7 +398,7 @@ class PluginRotary(NamedTuple):
 
 
 def take_rotary(
-    b: NodeBuilder, call: AttentionCall, query: Place, key: Place, starts: ir.Value | None = None
+    b: NodeBuilder, call: AttentionCall, query: Place, key: Place, starts: ir.Value | None
 ) -> tuple[PluginRotary, Place, Place] | None:
     """The rotary embedding that both queries and keys come from, and where they lie before it."""
     one, other = (None if place.offset else _rotary_at(place.tensor, call) for place in (query, key))
@@ -480,17 +408,18 @@ def take_rotary(
     if mode is None:
         return None
     same = one.cos is other.cos and one.sin is other.sin and mode == other_mode
-    same = same and (mode != GIVEN or one.positions is other.positions)
+    same = same and (mode != plugin.GIVEN or one.positions is other.positions)
     alike = (one.rotated, one.interleaved) == (other.rotated, other.interleaved)
     heads = (one.heads, one.size, other.heads, other.size) == (call.Hq, call.D, call.Hkv, call.D)
     whole = one.rotated % (_ALIGNED if one.interleaved else 2 * _ALIGNED) == 0
     is_written_out = dims(one.cos)[-1:] == (one.rotated,)  # both halves are in the tables
-    ranks = is_written_out or (rank(one.cos), rank(one.sin)) == ((3, 3) if mode == PER_TOKEN else (2, 2))
+    wanted = (3, 3) if mode == plugin.PER_TOKEN else (2, 2)
+    ranks = is_written_out or (rank(one.cos), rank(one.sin)) == wanted
     typed = one.cos.dtype == one.sin.dtype == call.dtype
     if not (same and alike and heads and whole and ranks and typed):
         return None
     positions = None
-    if mode == GIVEN and one.positions is not None:
+    if mode == plugin.GIVEN and one.positions is not None:
         positions = as_int32(b, one.positions, name="positions")
     if is_written_out:
         cos, sin = (_half_table(b, table, one.rotated // 2) for table in (one.cos, one.sin))
@@ -532,10 +461,9 @@ def _rotary_at(value: ir.Value, call: AttentionCall) -> Rotary | None:
 
 
 def _orders(node: ir.Node | None) -> list[tuple[ir.Value, ir.Value]]:
-    if node is None or len(node.inputs) != 2 or None in node.inputs:
-        return []
-    one, other = (each for each in node.inputs if each is not None)
-    return [(one, other), (other, one)]
+    """The two inputs of a node in both orders."""
+    one, other = input_at(node, 0), input_at(node, 1)
+    return [] if one is None or other is None else [(one, other), (other, one)]
 
 
 def _is_rotated_half(value: ir.Value, x: ir.Value) -> bool:
@@ -544,13 +472,9 @@ def _is_rotated_half(value: ir.Value, x: ir.Value) -> bool:
     size = dims(x)[-1] if rank(x) == 4 else None
     if concat is None or not isinstance(size, int) or concat.attributes.get_int("axis", 0) not in (-1, 3):
         return False
-    negative = made_by(concat.inputs[0], "Neg") if concat.inputs[0] is not None else None
-    halves = [input_at(negative, 0), input_at(concat, 1)]
+    halves = [input_at(made_by(concat.inputs[0], "Neg"), 0), input_at(concat, 1)]
     for part, begin in zip(halves, (size // 2, 0), strict=True):
-        node = None if part is None else part.producer()
-        if part is None or node is None or input_at(node, 0) is not x:
-            return False
-        if dims(part)[-1] != size // 2 or _begin_of_cut(node, part, axis=3) != begin:
+        if part is None or dims(part)[-1:] != (size // 2,) or _cut_from(part, axis=3) != (begin, x):
             return False
     return len(concat.inputs) == 2
 
@@ -559,20 +483,16 @@ def _table_of_halves(value: ir.Value) -> ir.Value | None:
     """The `[B or 1, S, R]` before an axis for the heads, where its second half repeats the first."""
     unsqueeze = made_by(value, "Unsqueeze")
     table = input_at(unsqueeze, 0) if unsqueeze is not None and constant_ints(unsqueeze, 1) == (1,) else None
-    if table is None or rank(table) != 3:
+    source = table
+    while (node := made_by(source, "Cast", "Cos", "Sin", "Identity", "Mul")) is not None:
+        if node.op_type == "Mul" and constant_number(node.inputs[1]) is None:
+            return None  # not the scaling of the attention
+        source = node.inputs[0]
+    concat = made_by(source, "Concat")
+    if concat is None or table is None or rank(table) != 3 or len(concat.inputs) != 2:
         return None
-    source: ir.Value | None = table
-    while source is not None:
-        node = source.producer()
-        if node is not None and is_op(node, "Cast", "Cos", "Sin", "Identity"):
-            source = node.inputs[0]
-        elif node is not None and is_op(node, "Mul") and constant_number(node.inputs[1]) is not None:
-            source = node.inputs[0]  # the scaling of the attention
-        else:
-            whole = node is not None and is_op(node, "Concat") and len(node.inputs) == 2
-            last = whole and node is not None and node.attributes.get_int("axis", 0) in (-1, 2)
-            return table if last and node is not None and node.inputs[0] is node.inputs[1] else None
-    return None
+    last = concat.attributes.get_int("axis", 0) in (-1, 2)
+    return table if last and concat.inputs[0] is concat.inputs[1] else None
 
 
 def _positions(rotary: Rotary, starts: ir.Value | None, *, batch: Dim) -> int | None:
@@ -580,23 +500,21 @@ def _positions(rotary: Rotary, starts: ir.Value | None, *, batch: Dim) -> int | 
     value = rotary.positions
     if value is None:
         tokens = dims(rotary.cos)[0]
-        return PER_TOKEN if same_size(tokens, batch) else FROM_ZERO if tokens == 1 else None
+        return plugin.PER_TOKEN if same_size(tokens, batch) else plugin.FROM_ZERO if tokens == 1 else None
     source = input_at(made_by(value, "Expand"), 0) or value
     if _counts_up(source):
-        return FROM_ZERO
-    add = made_by(source, "Add")
-    if add is not None and starts is not None:
-        for counted, begin in (add.inputs, reversed(add.inputs)):
-            first = None if begin is None else _one_axis(begin)
-            counts = counted is not None and _counts_up(counted)
-            if counts and first is not None and _before_cast(first) is _before_cast(starts):
-                return FROM_STARTS
-    return GIVEN
+        return plugin.FROM_ZERO
+    for counted, begin in _orders(made_by(source, "Add")) if starts is not None else ():
+        first = _one_axis(begin)
+        if first is not None and _counts_up(counted) and _before_cast(first) is _before_cast(starts):
+            return plugin.FROM_STARTS
+    return plugin.GIVEN
 
 
-def _before_cast(value: ir.Value) -> ir.Value:
-    source = input_at(made_by(value, "Cast"), 0)
-    return value if source is None or source.dtype not in _INTEGERS else _before_cast(source)
+def _before_cast(value: ir.Value | None) -> ir.Value | None:
+    while (source := input_at(made_by(value, "Cast"), 0)) is not None and source.dtype in _INTEGERS:
+        value = source
+    return value
 
 
 # -- The dialect -----------------------------------------------------------------------------------
@@ -613,8 +531,6 @@ class PluginOptions:
 
     linear: bool = False
     opset: int | None = 17
-
-    CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {}
 
 
 def lower_to_plugin(call: AttentionCall, b: NodeBuilder, options: PluginOptions) -> dict[int, ir.Value]:
@@ -638,54 +554,51 @@ def prepare(model: ir.Model, options: PluginOptions, *, dialect: str) -> None:
 
     def wanted(node: ir.Node) -> CachedAttention | None:
         cache = read_cache(node)
-        if not isinstance(cache, CachedAttention) or cache.kind != PREALLOCATED:
+        if not isinstance(cache, CachedAttention) or cache.starts is None:
             return None
-        return None if diagonal_of(read_call(node, opset=None, dialect=dialect)) is None else cache
+        return None if diagonal_of(read_call(node, dialect=dialect)) is None else cache
 
     def write(call: AttentionCall, b: NodeBuilder, cache: CachedAttention) -> None:
         refuse_what_is_missing(call)
-        if cache.starts is None:
-            raise call.refuse("preallocated cache without lengths", hint="dialect primitives")
         key = place_of(cache.new_key, call.Hkv, call.D)
         value = place_of(cache.new_value, call.Hkv, call.Dv)
-        inputs = (cache.past_key, cache.past_value)
-        y, *states = _write_attention(b, call, key, value, (*inputs, cache.starts))
-        take_over(model, call, b, cache, y, states)
-        note_in_place(
-            model, {str(new.name): str(past.name) for new, past in zip(states, inputs, strict=True)}
-        )
+        y, *states = _write_attention(b, call, key, value, cache)
+        take_over(model, call.node, b, cache, y, *states)
+        pasts = zip(states, (cache.past_key, cache.past_value), strict=True)
+        note_caches(model, IN_PLACE_NOTE, {str(state.name): str(past.name) for state, past in pasts})
 
     rewrite_caches(model, wanted, write, dialect=dialect)
 
 
 def _write_attention(
-    b: NodeBuilder, call: AttentionCall, key: Place, value: Place, cache: tuple[ir.Value, ...] = ()
+    b: NodeBuilder, call: AttentionCall, key: Place, value: Place, cache: CachedAttention | None = None
 ) -> list[ir.Value]:
     """Write the node; its outputs, the first one in the rank that the attention was written in.
 
-    `cache` is a preallocated cache that the node updates, `[B, Hkv, T, D]` twice, and the `[B]` entries that
-    are valid before the call; K and V are its new entries then.
+    With a preallocated cache, which the node updates, K and V are its new entries.
     """
     query, rotary = place_of(call.q, call.Hq, call.D), None
-    if cache or (call.past_key is None and call.is_square):
-        taken = take_rotary(b, call, query, key, cache[2] if cache else None)
+    starts = None if cache is None else cache.starts
+    if cache is not None or (call.past_key is None and call.is_square):
+        taken = take_rotary(b, call, query, key, starts)
         if taken is not None:
             rotary, query, key = taken
-    if cache:
-        T = b.size(cache[0], 2)
-        cache = (*cache[:2], as_int32(b, cache[2], name="starts"))
+    states_in: list[ir.Value] = []
+    if cache is not None and starts is not None:
+        T = b.size(cache.past_key, 2)
+        states_in = [cache.past_key, cache.past_value, as_int32(b, starts, name="starts")]
     else:
         T = key.length(b, call) if call.past_key is None else key_length(b, call)
-    mask = read_plugin_mask(b, call, query.length(b, call), T, in_cache=bool(cache))
+    mask = read_plugin_mask(b, call, query.length(b, call), T, in_cache=bool(states_in))
     places = (query, key, value)
     tensors = list(dict.fromkeys(place.tensor for place in places))
     tables = () if rotary is None else (rotary.rotary.cos, rotary.rotary.sin, rotary.positions)
-    inputs = [*tensors, mask.bias, mask.key_lengths, *cache, *tables]
+    inputs = [*tensors, mask.bias, mask.key_lengths, *states_in, *tables]
     y, *states = b.node(
-        OP_TYPE,
+        plugin.OP_TYPE,
         [value for value in inputs if value is not None],
-        outputs=3 if cache else 1,
-        domain=DOMAIN,
+        outputs=3 if states_in else 1,
+        domain=plugin.DOMAIN,
         name=b.prefix,
         attributes={
             "query_heads": call.Hq,
@@ -701,21 +614,21 @@ def _write_attention(
             "has_bias": int(mask.bias is not None),
             "has_key_lengths": int(mask.key_lengths is not None),
             "has_gates": 0,
-            "has_cache": int(bool(cache)),
+            "has_cache": int(bool(states_in)),
             "rotary": 0 if rotary is None else 2 if rotary.rotary.interleaved else 1,
             "rotary_size": 0 if rotary is None else rotary.rotary.rotated,
-            "rotary_positions": FROM_ZERO if rotary is None else rotary.mode,
-            **lookup_attributes(),
+            "rotary_positions": plugin.FROM_ZERO if rotary is None else rotary.mode,
+            **plugin.lookup_attributes(),
         },
     )
     y.dtype, y.shape = call.dtype, ir.Shape([call.attention.B, call.attention.S, call.Hq * call.Dv])
     kept = y
     if mask.attending is not None and mask.heads == 1:
-        kept = zero_masked_queries(b, call, b.op("Squeeze", mask.attending, b.ints(1)), y)
+        kept = masks.zero_masked_queries(b, call, b.op("Squeeze", mask.attending, b.ints(1)), y)
     elif mask.attending is not None:
         # Where heads differ, they get an axis of their own; no data moves.
         apart = b.reshape(y, 0, 0, call.Hq, call.Dv)
-        kept = zero_masked_queries(b, call, b.transpose(mask.attending, 0, 2, 1, 3), apart)
+        kept = masks.zero_masked_queries(b, call, b.transpose(mask.attending, 0, 2, 1, 3), apart)
         kept = b.reshape(kept, 0, 0, call.Hq * call.Dv, name="closed_rows_merged")
     kept.dtype, kept.shape = call.dtype, y.shape
     return [kept if call.attention.rank == 3 else split_heads(b, kept, call.Hq, call.Dv), *states]
@@ -723,7 +636,7 @@ def _write_attention(
 
 def finish(model: ir.Model, options: PluginOptions) -> None:
     """Remove transposes that cancel; write gates as inputs and projections as nodes of the plugin."""
-    attentions = [node for node in model.graph.all_nodes() if is_plugin_attention(node)]
+    attentions = [node for node in model.graph.all_nodes() if plugin.is_plugin_attention(node)]
     for node in attentions:
         cancel_transposes(node)
     RemoveUnusedNodesPass()(model)  # gates are taken only where they are the only consumer of the heads
@@ -744,22 +657,18 @@ def finish(model: ir.Model, options: PluginOptions) -> None:
 
 # -- Gates: factors on the heads of each token, as an input of the node; heads with 0 are skipped --
 
-_HEAD_SIZES = (32, 64, 96, 128)
-_OTHERS = ("has_bias", "has_cache", "has_gates")
-
 
 def take_gates(attention: ir.Node) -> bool:
     """Give the gates after an attention to the plugin's node, which is changed; whether there were any."""
     own = attention.attributes
-    windows = [own.get_int(name, NO_WINDOW) for name in ("left_window", "right_window")]
-    plain = not any(own.get_int(name, 0) for name in _OTHERS) and windows == [NO_WINDOW, NO_WINDOW]
+    windows = {own.get_int(name, plugin.NO_WINDOW) for name in ("left_window", "right_window")}
+    others = any(own.get_int(name, 0) for name in ("has_bias", "has_cache", "has_gates"))
+    plain = not others and windows == {plugin.NO_WINDOW}
     found = _gated(attention) if plain and has_gate_kernel(attention) else None
-    if found is None:
+    if found is None or not pays(attention, found[2]):
         return False
     split, gate, factor = found
-    if not pays(attention, factor):
-        return False
-    graph, unsqueeze = graph_of_node(attention), made_by(factor, "Unsqueeze")
+    unsqueeze = made_by(factor, "Unsqueeze")
     if unsqueeze is not None and constant_ints(unsqueeze, 1) in ((-1,), (3,)):
         gates = unsqueeze.inputs[0]  # [B, S, Hq]
     else:
@@ -767,20 +676,19 @@ def take_gates(attention: ir.Node) -> bool:
         gates = b.reshape(factor, 0, 0, own.get_int("query_heads", 0))
         gates.type, gates.shape = factor.type, ir.Shape(dims(factor)[:3])
         graph_of_node(gate).insert_before(gate, b.nodes)
-    count = len(attention.inputs)
-    attention.resize_inputs(count + 1)
-    attention.replace_input_with(count, gates)
+    attention.resize_inputs(len(attention.inputs) + 1)
+    attention.replace_input_with(len(attention.inputs) - 1, gates)
     own.add(ir.AttrInt64("has_gates", 1))
     gate.outputs[0].replace_all_uses_with(split.outputs[0])
-    graph.sort()  # the gates may be computed after the attention
+    graph_of_node(attention).sort()  # the gates may be computed after the attention
     return True
 
 
 def has_gate_kernel(attention: ir.Node) -> bool:
     """Whether there is a kernel with gates for the head sizes of an attention."""
     own = attention.attributes
-    size = own.get_int("head_size", 0)
-    return size in _HEAD_SIZES and own.get_int("value_size", 0) == size and own.get_float("scale", 0.0) > 0.0
+    size, sizes = own.get_int("head_size", 0), (32, 64, 96, 128)
+    return size in sizes and own.get_int("value_size", 0) == size and own.get_float("scale", 0.0) > 0.0
 
 
 def pays(attention: ir.Node, factor: ir.Value) -> bool:
@@ -793,12 +701,9 @@ def pays(attention: ir.Node, factor: ir.Value) -> bool:
     value: ir.Value | None = factor
     while (node := made_by(value, "Unsqueeze", "Cast", "Reshape", "Identity")) is not None:
         value = node.inputs[0]
-    scatter = made_by(value, "ScatterElements")
-    chosen = dims(input_at(scatter, 1))[-1:]
+    chosen = dims(input_at(made_by(value, "ScatterElements"), 1))[-1:] or (None,)
     heads, size = (attention.attributes.get_int(name, 0) for name in ("query_heads", "head_size"))
-    return all(
-        isinstance(count, int) and count * (2 if size <= 64 else 4) <= heads for count in chosen or ("",)
-    )
+    return isinstance(chosen[0], int) and chosen[0] * (2 if size <= 64 else 4) <= heads
 
 
 def _gated(attention: ir.Node) -> tuple[ir.Node, ir.Node, ir.Value] | None:
@@ -809,9 +714,9 @@ def _gated(attention: ir.Node) -> tuple[ir.Node, ir.Node, ir.Value] | None:
     y = attention.outputs[0]
     split = _only_reader(y, "Reshape")
     gate = None if split is None else _only_reader(split.outputs[0], "Mul")
+    heads, size = (attention.attributes.get_int(name, 0) for name in ("query_heads", "value_size"))
     if split is None or gate is None or gate.outputs[0].is_graph_output():
         return None
-    heads, size = (attention.attributes.get_int(name, 0) for name in ("query_heads", "value_size"))
     B, S, _ = dims(y)
     if dims(split.outputs[0])[2:] != (heads, size):
         return None
@@ -834,22 +739,27 @@ def _only_reader(value: ir.Value, op_type: str) -> ir.Node | None:
 
 
 def write_linear(model: ir.Model) -> None:
-    """Write every matmul with constant weights, biases included, as a node of the plugin."""
-    taken = names_in(model)
-    weights: dict[ir.Value, ir.Value] = {}
+    """Write every matmul with constant weights, biases included, as a node of the plugin.
+
+    The weight is stored as PyTorch keeps it, `[N, K]`: on an H200 cuBLASLt's GEMMs took up to 7 % less.
+    """
+    taken, weights = names_in(model), dict[ir.Value, ir.Value]()
     for matmul in [node for node in model.graph.all_nodes() if is_op(node, "MatMul")]:
         projection = projection_at(matmul)
         if projection is None or not dims(projection.x) or not has_linear_kernel(projection):
             continue
-        b = NodeBuilder(prefix_within(matmul.name or projection.y.name or LINEAR, taken))
-        bias, add = projection.bias, projection.add
-        if bias is not None and dims(bias) != dims(projection.weight)[1:]:
+        b = NodeBuilder(prefix_within(matmul.name or projection.y.name or plugin.LINEAR, taken))
+        weight, bias, add = projection.weight, projection.bias, projection.add
+        if bias is not None and dims(bias) != dims(weight)[1:]:
             bias = add = None  # not one number for each column: it stays an Add
-        weight = weights.get(projection.weight) or _transposed(model, projection.weight, taken)
-        weights[projection.weight] = weight
-        inputs = [projection.x, weight, *([] if bias is None else [bias])]
-        attributes = {"has_bias": int(bias is not None), "transposed": 1, **lookup_attributes()}
-        y = b.node(LINEAR, inputs, domain=DOMAIN, name=b.prefix, attributes=attributes)[0]
+        tensor = constant(weight)
+        if weight not in weights and tensor is not None:
+            array = np.ascontiguousarray(tensor.numpy().T)
+            name = prefix_within(f"{weight.name}/transposed", taken)
+            weights[weight] = new_initializer(model.graph, name, array, weight.dtype)
+        inputs = [projection.x, weights[weight], *([] if bias is None else [bias])]
+        attributes = {"has_bias": int(bias is not None), "transposed": 1, **plugin.lookup_attributes()}
+        y = b.node(plugin.LINEAR, inputs, domain=plugin.DOMAIN, name=b.prefix, attributes=attributes)[0]
         graph = graph_of_node(matmul)
         replace_node(add or matmul, b, {0: y})
         if add is not None:
@@ -857,23 +767,16 @@ def write_linear(model: ir.Model) -> None:
         import_domains(model, b)
 
 
-def _transposed(model: ir.Model, weight: ir.Value, taken: set[str]) -> ir.Value:
-    """The weight as PyTorch keeps it, `[N, K]`: on an H200 cuBLASLt's GEMMs took up to 7 % less with it."""
-    tensor = constant(weight)
-    if tensor is None:
-        raise ValueError(f"Weight {weight.name!r} of a projection is not constant.")
-    array = np.ascontiguousarray(tensor.numpy().T)
-    name = prefix_within(f"{weight.name}/transposed", taken)
-    value = ir.Value(name=name, const_value=ir.Tensor(array, dtype=weight.dtype, name=name))
-    value.type, value.shape = weight.type, ir.Shape(array.shape)
-    model.graph.register_initializer(value)
-    return value
+def has_linear_kernel(projection: Projection) -> bool:
+    """Whether the plugin has a GEMM for the types of a projection."""
+    return projection.x.dtype == projection.weight.dtype and projection.x.dtype in _HALVES
 
 
 # -- What stands between the GEMMs: residual and normalisation, activations ------------------------
 
 _MOST_COLUMNS = 32768
-_NORM_ACTIVATION_TYPES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+Inputs = Sequence[ir.Value | None]
+_HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
 def write_norms_and_activations(model: ir.Model) -> None:
@@ -886,7 +789,7 @@ def write_norms_and_activations(model: ir.Model) -> None:
             _write_norm(model, node, taken)
         elif is_op(node, "Gelu"):
             tanh = node.attributes.get_string("approximate", "none") == "tanh"
-            _write_node(model, node, taken, [node.inputs[0]], GELU_TANH if tanh else GELU)
+            _write_node(model, node, taken, node.inputs[:1], plugin.GELU_TANH if tanh else plugin.GELU)
         elif is_op(node, "Mul"):
             _write_silu(model, node, taken)
     model.graph.sort()
@@ -895,7 +798,7 @@ def write_norms_and_activations(model: ir.Model) -> None:
 def _has_kernel(value: ir.Value | None) -> bool:
     shape = dims(value)
     width = shape[-1] if len(shape) > 1 else None
-    typed = value is not None and value.dtype in _NORM_ACTIVATION_TYPES
+    typed = value is not None and value.dtype in _HALVES
     return typed and isinstance(width, int) and width % _ALIGNED == 0 and width <= _MOST_COLUMNS
 
 
@@ -907,19 +810,18 @@ def _write_norm(model: ir.Model, node: ir.Node, taken: set[str]) -> None:
     shaped = all(each.dtype == x.dtype and dims(each) == dims(x)[-1:] for each in vectors)
     if not shaped or node.attributes.get_int("axis", -1) not in (-1, len(dims(x)) - 1):
         return
-    add, residual, keeps_sum = made_by(x, "Add"), None, False
+    add, keeps_sum, terms = made_by(x, "Add"), False, [x]
     if add is not None and not x.is_graph_output():
-        one, other = add.inputs
-        if one is not None and other is not None and _same_shape(one, x) and _same_shape(other, x):
-            keeps_sum = len(list(x.uses())) > 1
-            x, residual = one, other
+        parts = [each for each in add.inputs if each is not None and _same_shape(each, x)]
+        if len(parts) == 2:
+            keeps_sum, terms = len(list(x.uses())) > 1, parts
     outputs = _write_node(
         model,
         node,
         taken,
-        [each for each in (x, residual, scale, bias) if each is not None],
-        RMS_NORM_OPERATION if is_op(node, RMS_NORM) else LAYER_NORM,
-        has_second=int(residual is not None),
+        [*terms, *vectors],
+        plugin.RMS_NORM if is_op(node, RMS_NORM) else plugin.LAYER_NORM,
+        has_second=len(terms) - 1,
         has_bias=int(bias is not None),
         keeps_sum=int(keeps_sum),
         epsilon=node.attributes.get_float("epsilon", 1e-5) or 0.0,
@@ -930,19 +832,16 @@ def _write_norm(model: ir.Model, node: ir.Node, taken: set[str]) -> None:
 
 def _write_silu(model: ir.Model, node: ir.Node, taken: set[str]) -> None:
     """`x · sigmoid(x)`, and a factor of the same shape behind it."""
-    for x, sigmoid in (node.inputs, tuple(reversed(node.inputs))):
-        if (
-            x is None
-            or node.outputs[0].is_graph_output()
-            or input_at(made_by(sigmoid, "Sigmoid"), 0) is not x
-        ):
+    y = node.outputs[0]
+    for x, sigmoid in _orders(node) if not y.is_graph_output() else ():
+        if input_at(made_by(sigmoid, "Sigmoid"), 0) is not x:
             continue
-        gate = _only_reader(node.outputs[0], "Mul")
-        factors = [] if gate is None else [each for each in gate.inputs if each is not node.outputs[0]]
+        gate = _only_reader(y, "Mul")
+        factors = [] if gate is None else [each for each in gate.inputs if each is not y]
         if gate is not None and factors and factors[0] is not None and _same_shape(factors[0], x):
-            _write_node(model, gate, taken, [x, factors[0]], SILU, has_second=1)
+            _write_node(model, gate, taken, [x, factors[0]], plugin.SILU, has_second=1)
         else:
-            _write_node(model, node, taken, [x], SILU)
+            _write_node(model, node, taken, [x], plugin.SILU)
         return
 
 
@@ -953,35 +852,21 @@ def _same_shape(one: ir.Value, other: ir.Value) -> bool:
 
 
 def _write_node(
-    model: ir.Model,
-    node: ir.Node,
-    taken: set[str],
-    inputs: list[ir.Value | None],
-    operation: int,
-    **own: float,
+    model: ir.Model, node: ir.Node, taken: set[str], inputs: Inputs, operation: int, **own: float
 ) -> list[ir.Value]:
     """Replace a node; `own` are the attributes that are not zero."""
-    b = NodeBuilder(prefix_within(node.name or NORM_ACTIVATION, taken))
+    b = NodeBuilder(prefix_within(node.name or plugin.NORM_ACTIVATION, taken))
     none = {"has_second": 0, "has_bias": 0, "keeps_sum": 0, "epsilon": 0.0}
+    attributes = {"operation": operation, **none, **own, **plugin.lookup_attributes()}
+    count, op_type = 1 + int(own.get("keeps_sum", 0)), plugin.NORM_ACTIVATION
     outputs = b.node(
-        NORM_ACTIVATION,
-        inputs,
-        outputs=1 + int(own.get("keeps_sum", 0)),
-        domain=DOMAIN,
-        name=b.prefix,
-        attributes={"operation": operation, **none, **own, **lookup_attributes()},
+        op_type, inputs, outputs=count, domain=plugin.DOMAIN, name=b.prefix, attributes=attributes
     )
     for output in outputs:
         output.type, output.shape = node.outputs[0].type, node.outputs[0].shape
     replace_node(node, b, {0: outputs[0]})
     import_domains(model, b)
     return list(outputs)
-
-
-def has_linear_kernel(projection: Projection) -> bool:
-    """Whether the plugin has a GEMM for the types of a projection."""
-    types = {projection.x.dtype, projection.weight.dtype}
-    return types in ({ir.DataType.FLOAT16}, {ir.DataType.BFLOAT16})
 
 
 # -- Reshapes and transposes after the node that cancel --------------------------------------------
@@ -1001,7 +886,8 @@ def cancel_transposes(attention: ir.Node) -> None:
         for split in _readers(value, "Reshape"):
             for transpose in _readers(split.outputs[0], "Transpose"):
                 for back in _readers(transpose.outputs[0], "Transpose"):
-                    if perm(transpose) == perm(back) == HEADS_FIRST and not back.outputs[0].is_graph_output():
+                    same_order = perm(transpose) == perm(back) == _HEADS_FIRST
+                    if same_order and not back.outputs[0].is_graph_output():
                         back.outputs[0].replace_all_uses_with(split.outputs[0])
             for merge in _readers(split.outputs[0], "Reshape"):
                 if _has_shape_of(value, merge.outputs[0]) and not merge.outputs[0].is_graph_output():
