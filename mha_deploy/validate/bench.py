@@ -6,11 +6,19 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mha_deploy.analyze.cost import TimedPoint, points_from_text
+from mha_deploy.analyze.cost import (
+    TimedPoint,
+    oracle_cache_bytes,
+    points_from_text,
+    sizes_name,
+    usual_points,
+    with_full_cache,
+)
 from mha_deploy.bundle.cases import GoldenCase, golden_cases
 from mha_deploy.bundle.folder import Bundle
 from mha_deploy.engine.engine import Engine
 from mha_deploy.errors import DeployError
+from mha_deploy.model.spec import Axis, ModelSpec
 from mha_deploy.options import BenchOptions
 from mha_deploy.runtime import child
 from mha_deploy.runtime.child import isolation
@@ -18,7 +26,7 @@ from mha_deploy.runtime.cuda import open_gpu
 from mha_deploy.runtime.gpu import Throughput, measure_throughput
 from mha_deploy.runtime.timing import TimingPlan
 from mha_deploy.validate.evaluate import Evaluation, EvaluationPlan, evaluate, refused_rows
-from mha_deploy.validate.latency import WRONG_ANSWER, LatencyPoint, LatencyRow, latency_point, problem_of
+from mha_deploy.validate.latency import WRONG_ANSWER, LatencyPoint, LatencyRow, latency_points, problem_of
 from mha_deploy.validate.runtimes import (
     INSTALL,
     ONNX_RUNTIME,
@@ -30,10 +38,12 @@ from mha_deploy.validate.runtimes import (
     kernel_times,
     refuse_without_torch,
 )
-from mha_deploy.validate.sweep import bench_points
 from mha_deploy.validate.verdict import engines_to_dict, frame, latency_to_dict, model_to_dict
 
 OnStep = Callable[[str], None]
+
+_MOST_STEPS = 6  # a grid has at most this many batches and as many lengths
+_ORACLE_CACHE_BYTES = 16 << 30  # what the cache of a grid's point may take in the memory of an FP64 oracle
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,18 +142,17 @@ def bench_bundle(
     for runtime, timed in zip(runtimes, rows, strict=True) if options.streams else ():
         for case in plan.timed:
             row = ThroughputRow(case=case.name, sizes=case.sizes, name=runtime.name, family=runtime.family)
-            row = replace(row, refused=timed[case.name].refused)
-            if row.refused is None:
-                on_step(f"throughput of {runtime.name}: {case.name}")
-            loads += (
-                [row] if row.refused is not None else _on_streams(runtime, row, case, plan, options.streams)
-            )
+            if refused := timed[case.name].refused:
+                loads.append(replace(row, refused=refused))
+                continue
+            on_step(f"throughput of {runtime.name}: {case.name}")
+            loads += _on_streams(runtime, row, case, plan, options.streams)
     return ModelBench(
         bundle=bundle,
         engines=tuple(finder.engines),
         evaluations=tuple(evaluated),
         absent=tuple(finder.absent),
-        points=points_from_rows(plan.timed, rows, bundle),
+        points=latency_points(plan.timed, rows, bundle),
         throughput=tuple(loads),
     )
 
@@ -164,22 +173,10 @@ def _on_streams(
         yield replace(row, refused=error.in_one_line)
         return
     for each in found:
-        problem = problem_of(case, each.results, plan.precision)
-        if problem is None:
-            yield replace(row, measured=replace(each, results=()))
-        else:
+        if problem := problem_of(case, each.results, plan.precision):
             yield replace(row, refused=f"{WRONG_ANSWER} on {each.streams} streams: {problem}")
-
-
-def points_from_rows(
-    cases: Sequence[GoldenCase], rows: Sequence[Mapping[str, LatencyRow]], bundle: Bundle
-) -> tuple[LatencyPoint, ...]:
-    """One point for every case: the rows of all runtimes."""
-    manifest = bundle.manifest
-    return tuple(
-        latency_point(case, [each[case.name] for each in rows], manifest.spec, manifest.precision)
-        for case in cases
-    )
+        else:
+            yield replace(row, measured=replace(each, results=()))
 
 
 def _cases(bundle: Bundle, options: BenchOptions) -> list[GoldenCase]:
@@ -205,3 +202,38 @@ def _cases(bundle: Bundle, options: BenchOptions) -> list[GoldenCase]:
                 drawn = fresh.case(point.sizes, seed=options.seed, past=point.past)
                 known[place] = replace(drawn, name=point.name)
     return [known[place] for place in wanted]
+
+
+def bench_points(spec: ModelSpec) -> tuple[TimedPoint, ...]:
+    """A grid of batches and lengths to time, powers of two, with the usual points always in it.
+
+    A layer with a cache is timed at its decode step: over batches and past lengths of a dynamic cache, over
+    batches alone of a preallocated one, which is full. Cross attention has S and T of the same length where
+    both vary. Points whose cache an FP64 oracle has no room for are left out.
+    """
+    usual = usual_points(spec)
+    found = {(point.past, *point.sizes.items()): point for point in usual}
+    # The axes that a length is for: those that vary, or all where none does; for a step, the cache's own.
+    lengths = [name for name in spec.axes if name != "B"]
+    names = [name for name in lengths if spec.axes[name].is_dynamic] or lengths
+    names = {"none": names, "dynamic": ["P"]}.get(spec.cache, ["T"])
+    axes = [spec.axes[name] for name in names]
+    smallest, largest = min(axis.min for axis in axes), max(axis.max for axis in axes)
+    for B in _powers(spec.axes["B"]):
+        for length in _powers(Axis(min=smallest, opt=axes[0].opt, max=largest)):
+            clipped = {name: max(spec.axes[name].min, min(length, spec.axes[name].max)) for name in names}
+            sizes = {**usual[-1].sizes, "B": B, **clipped}
+            spec.check_sizes(sizes)
+            if oracle_cache_bytes(spec, sizes) <= _ORACLE_CACHE_BYTES:
+                point = with_full_cache(spec, sizes_name(sizes), sizes)
+                found.setdefault((point.past, *point.sizes.items()), point)
+    short_first = sorted(found.values(), key=lambda each: ([each.sizes[x] for x in lengths], each.sizes["B"]))
+    return tuple(short_first)
+
+
+def _powers(axis: Axis) -> list[int]:
+    """Powers of two in a range, thinned to a few; the usual size where there is none."""
+    powers = [2**k for k in range(axis.max.bit_length()) if axis.min <= 2**k <= axis.max] or [axis.opt]
+    last = len(powers) - 1
+    thinned = [powers[round(i * last / (_MOST_STEPS - 1))] for i in range(_MOST_STEPS)]
+    return powers if last < _MOST_STEPS else thinned

@@ -1,4 +1,8 @@
-"""The first attention, and the first node, that is wrong."""
+"""Every attention of a module by itself, and the first attention and the first node that are wrong.
+
+A model may be right as a whole while one of its attentions is off. Where it is wrong, the first wrong
+attention shows where to look. What PyTorch computed there in FP64 is in the bundle, by the name of the value.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +13,96 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from mha_deploy.bundle.cases import GoldenCase, read_case
+from mha_deploy.bundle.cases import GoldenCase, read_arrays, read_case, refuse_implausible, refuse_infinite
 from mha_deploy.bundle.folder import Bundle
 from mha_deploy.environment import can_import
-from mha_deploy.errors import DeployError
+from mha_deploy.errors import BundleError, DeployError
 from mha_deploy.graph.file import cone, load_graph, value_named, with_outputs
-from mha_deploy.metrics import Budget, OutputVerdict, judge_case, measure
+from mha_deploy.metrics import (
+    Budget,
+    OutputVerdict,
+    ParityReport,
+    judge_case,
+    measure,
+    parity_from_verdicts,
+)
+from mha_deploy.model.precision import Precision
 from mha_deploy.runtime import available_cpu_backend, open_runner
-from mha_deploy.validate.layers import OpenModel, judge_layers, layers_case
+from mha_deploy.runtime.runner import Arrays, Runner
 
-# -- Which part of a model is wrong? The first attention that leaves its oracle, and then the f ----
-
-Reference = Callable[[Sequence[str]], Mapping[str, np.ndarray]]
+LAYERS = "layers"
+OpenModel = Callable[[ir.Model], Runner]
+Reference = Callable[[Sequence[str]], Arrays]
 """Gives what values of the graph must be, by their names; those it does not know are left out."""
 
 _FLOATS = frozenset({ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.FLOAT})
+
+# -- Every attention by itself ---------------------------------------------------------------------
+
+
+def layers_case(bundle: Bundle) -> GoldenCase | None:
+    """The golden case that is known inside: its results are those of every attention, by node name.
+
+    None for a bundle without such a case.
+
+    Raises:
+        BundleError: The file is not what the manifest says.
+    """
+    entry = bundle.manifest.layers
+    if entry is None:
+        return None
+    golden = next((each for each in bundle.manifest.golden if each.name == entry.case), None)
+    if golden is None:
+        raise BundleError("The manifest names no such golden case.", got=entry.case, hint="export again")
+    wanted = {f"{group}/{value}" for group in ("oracle", "eager") for value in entry.values.values()}
+
+    def check(names: list[str]) -> None:
+        problem = "The look inside the module holds strange arrays."
+        got = ", ".join(sorted(set(names) - wanted))
+        if not got and (missing := sorted(wanted - set(names))):
+            problem, got = "The look inside the module is incomplete.", f"{entry.file}: no {missing[0]}"
+        if got:
+            raise BundleError(problem, got=got, hint="export again")
+
+    arrays = read_arrays(bundle.file(entry.file), check)
+    oracle, eager = (
+        {node: arrays[f"{group}/{value}"] for node, value in entry.values.items()}
+        for group in ("oracle", "eager")
+    )
+    refuse_infinite(entry.file, (*oracle.items(), *eager.items()))
+    refuse_implausible(entry.file, oracle, eager, bundle.manifest.precision)
+    return replace(read_case(bundle, golden), name=LAYERS, oracle=oracle, eager=eager)
+
+
+def layer_parity(
+    bundle: Bundle, open_model: OpenModel, accumulation: tuple[str, str] = ("fp32", "")
+) -> ParityReport | None:
+    """Judge every attention of a module in a runtime; None where the bundle does not know them."""
+    case, entry, precision = layers_case(bundle), bundle.manifest.layers, bundle.manifest.precision
+    if case is None or entry is None:
+        return None
+    with open_model(with_outputs(load_graph(bundle.model_path), entry.values.values())) as runner:
+        got = runner.run(case.inputs)
+    by_node = {node: got[value] for node, value in entry.values.items() if value in got}
+    return parity_from_verdicts(
+        _judge_layers(case, by_node, replace(precision, accumulate=accumulation[0])),
+        model=bundle.manifest.spec.name,
+        precision=precision,
+        backend=runner.name,
+        cases=LAYERS,
+        accumulation=accumulation,
+    )
+
+
+def _judge_layers(case: GoldenCase, got: Arrays, precision: Precision) -> list[OutputVerdict]:
+    """The verdicts on the attentions that are there, in the order in which they run."""
+    there = [node for node in case.oracle if node in got]
+    oracle, eager = ({node: each[node] for node in there} for each in (case.oracle, case.eager))
+    verdicts = judge_case(replace(case, oracle=oracle, eager=eager), got, precision)
+    return sorted(verdicts, key=lambda verdict: there.index(verdict.output))
+
+
+# -- The first attention that leaves its oracle, and then the first node ---------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,13 +122,14 @@ class Bisection:
     model: str  # name of the model
     backend: str  # the runtime
     case: str  # the golden case that was looked at
-    wrong: str | None  # what is wrong with the whole; None where it is right, and then nothing was looked for
+    # What is wrong with the whole; None where it is right, and then nothing was looked for
+    wrong: str | None = None
     attentions: int  # how many attentions the bundle knows
-    last_right: str | None  # the last attention that is right, if any is
-    first_wrong: str | None  # the first that is wrong, if any is
-    first_node: Suspect | None  # the first node whose result is wrong
+    last_right: str | None = None  # the last attention that is right, if any is
+    first_wrong: str | None = None  # the first that is wrong, if any is
+    first_node: Suspect | None = None  # the first node whose result is wrong
     # Nodes before it of whose results the reference knows nothing: it may be one of them
-    unseen: tuple[str, ...]
+    unseen: tuple[str, ...] = ()
     runs: int  # how often the runtime was built or opened, the whole model included
     reference: str = ""  # what the values inside were compared with
 
@@ -66,21 +146,11 @@ def bisect_bundle(
     on_step: Callable[[str], None] = lambda name: None,
 ) -> Bisection:
     """Find where a runtime leaves the oracle: the whole model, its attentions, then its nodes."""
-    search = _Search(bundle, open_model, reference, on_step)
+    search, name = _Search(bundle, open_model, reference, on_step), bundle.manifest.spec.name
     judged = judge_case(search.case, search.run(()), bundle.manifest.precision)
     whole = next((verdict for verdict in judged if verdict.is_wrong), None)
-    found = Bisection(
-        model=bundle.manifest.spec.name,
-        backend=backend,
-        case=search.case.name,
-        wrong=None,
-        attentions=len(search.values),
-        last_right=None,
-        first_wrong=None,
-        first_node=None,
-        unseen=(),
-        runs=search.runs,
-    )
+    count, case = len(search.values), search.case.name
+    found = Bisection(model=name, backend=backend, case=case, attentions=count, runs=search.runs)
     if whole is None:
         return found
     last_right, first = search.attentions()
@@ -111,7 +181,8 @@ class _Search:
     def __init__(
         self, bundle: Bundle, open_model: OpenModel, reference: Reference, on_step: Callable[[str], None]
     ) -> None:
-        self.bundle, self.open_model, self.reference, self.on_step = bundle, open_model, reference, on_step
+        self.precision, self.open_model = bundle.manifest.precision, open_model
+        self.reference, self.on_step = reference, on_step
         self.model, self.layers = load_graph(bundle.model_path), layers_case(bundle)
         self.case, self.runs = bisected_case(bundle), 0
         entry = bundle.manifest.layers
@@ -125,15 +196,13 @@ class _Search:
 
     def attentions(self) -> tuple[str | None, OutputVerdict | None]:
         """The last attention that is right, and the verdict on the first that is wrong."""
-        names = list(self.values)
+        names = list(self.values) if self.layers is not None else []
         right, wrong, verdict = -1, len(names), None
-        while wrong - right > 1:
+        while self.layers is not None and wrong - right > 1:
             middle = (right + wrong) // 2
-            name = names[middle]
+            name, value = names[middle], self.values[names[middle]]
             self.on_step(f"attention: {name}")
-            if self.layers is None:
-                raise DeployError("The bundle knows no attention by itself.", got=name)
-            (found,) = judge_layers(self.layers, self.run((self.values[name],)), self.bundle, only=name)
+            (found,) = _judge_layers(self.layers, {name: self.run((value,))[value]}, self.precision)
             if found.is_wrong:
                 wrong, verdict = middle, found
             else:
@@ -160,14 +229,11 @@ class _Search:
                 problems[node] = found
             suspects = [each for each in suspects if (each in inside) is (found is not None)]
             untried = [each for each in untried if each in suspects and each not in problems]
-        wrong = next((node for node in suspects if node in problems), None)
         unseen = [str(node.name) for node in suspects if node not in problems]
-        if wrong is None:
-            return None, unseen
-        suspect = Suspect(
-            node=str(wrong.name), operator=wrong.op_type, value=results[wrong], problem=problems[wrong]
-        )
-        return suspect, unseen
+        for wrong in (node for node in suspects if node in problems):
+            name, problem = str(wrong.name), problems[wrong]
+            return Suspect(node=name, operator=wrong.op_type, value=results[wrong], problem=problem), unseen
+        return None, unseen
 
     def _problem(self, name: str, wanted: Mapping[str, np.ndarray], budget: Budget | None) -> str | None:
         """What is wrong with a value; None where it is right."""
@@ -204,7 +270,7 @@ def reference_for(bundle: Bundle, case: GoldenCase, backend: str) -> tuple[Refer
     trusted = available_cpu_backend(bundle.manifest.precision)
     trusted = _OTHER.get(trusted, trusted) if trusted == backend else trusted
 
-    def values(names: Sequence[str]) -> Mapping[str, np.ndarray]:
+    def values(names: Sequence[str]) -> Arrays:
         with open_runner(trusted, with_outputs(load_graph(bundle.model_path), names)) as runner:
             got = runner.run(case.inputs)
         return {name: got[name] for name in names}

@@ -196,17 +196,6 @@ UPPER_LEFT, LOWER_RIGHT, FIRST_ROW, NOWHERE = "upper-left", "lower-right", "firs
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
-    """What a runtime may take a trial for."""
-
-    mask: np.ndarray | None  # the mask it reads
-    causal: str  # the corner that causal starts from; `FIRST_ROW`: all queries are taken for the first one
-    interleaved: bool = (
-        False  # whether query head h shares key head h mod Hkv, instead of its neighbours' one
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
 class Trial:
     """One case in one precision; `arrays` are `q`, `k`, `v`, and `mask` where the case has one."""
 
@@ -215,20 +204,23 @@ class Trial:
     arrays: Mapping[str, np.ndarray]
 
     @property
-    def as_written(self) -> Reading:
-        """What ONNX specifies."""
-        return Reading(mask=self.arrays.get("mask"), causal=UPPER_LEFT if self.case.is_causal else NOWHERE)
+    def as_written(self) -> dict[str, Any]:
+        """What ONNX specifies: the mask, and the corner that causal starts from."""
+        return {"mask": self.arrays.get("mask"), "causal": UPPER_LEFT if self.case.is_causal else NOWHERE}
 
     @cached_property
     def exact(self) -> np.ndarray:
         """The result in float64, heads apart: [B, Hq, S, D]."""
-        return self.result(self.as_written)
+        return self.result(**self.as_written)
 
     @cached_property
     def rounded(self) -> np.ndarray:
         """That of a plain implementation in the trial's precision: accumulated in float32, then rounded."""
         half = self.precision.numpy
-        return self.result(self.as_written, np.float32, lambda x: x.astype(half).astype(x.dtype)).astype(half)
+        written = self.as_written
+        return self.result(
+            **written, working=np.float32, step=lambda x: x.astype(half).astype(x.dtype)
+        ).astype(half)
 
     @cached_property
     def averaged(self) -> np.ndarray:
@@ -238,13 +230,13 @@ class Trial:
     @cached_property
     def fully_masked(self) -> np.ndarray:
         """Which queries are fully masked: [B, Hq, S]."""
-        return np.all(np.isneginf(self._bias(self.as_written)), axis=-1)
+        return np.all(np.isneginf(self._bias(**self.as_written)), axis=-1)
 
     @cached_property
     def shifted(self) -> np.ndarray:
         """Which queries have the sentinel for every key: [B, Hq, S]."""
         sentinel = float(np.asarray(SENTINEL, self.precision.numpy))  # bfloat16 has no -10000, but -9984
-        return np.all(self._bias(self.as_written) == sentinel, axis=-1)
+        return np.all(self._bias(**self.as_written) == sentinel, axis=-1)
 
     def heads(self, y: np.ndarray) -> np.ndarray:
         """[B, S, Hq·D] to [B, Hq, S, D]."""
@@ -252,15 +244,26 @@ class Trial:
 
     def result(
         self,
-        reading: Reading,
+        *,
+        mask: np.ndarray | None,
+        causal: str,
+        interleaved: bool = False,
         working: type[np.floating[Any]] = np.float64,
         step: Callable[[np.ndarray], np.ndarray] = lambda x: x,
     ) -> np.ndarray:
-        """The formula in a working type; `step` rounds every intermediate result."""
+        """The formula, with the mask and the corner that a runtime may read.
+
+        Args:
+            mask: The mask that is read; None for none.
+            causal: The corner that causal starts from; `FIRST_ROW` where all queries are taken for the first.
+            interleaved: Whether query head h shares key head h mod Hkv, instead of its neighbours' one.
+            working: The type to compute in.
+            step: Rounds every intermediate result.
+        """
         q = self.heads(self.arrays["q"].astype(working))
-        k, v = (self._shared(role, working, reading.interleaved) for role in "kv")
+        k, v = (self._shared(role, working, interleaved) for role in "kv")
         scores = step(step(q @ k.swapaxes(-1, -2)) * working(self.case.scale))
-        biased = step(scores + self._bias(reading).astype(working))
+        biased = step(scores + self._bias(mask, causal).astype(working))
         top = biased.max(axis=-1, keepdims=True)
         weights = np.exp(biased - np.where(np.isneginf(top), 0.0, top))
         total = weights.sum(axis=-1, keepdims=True)
@@ -271,16 +274,14 @@ class Trial:
         heads, group = self.heads(self.arrays[role].astype(working)), self.case.Hq // self.case.Hkv
         return np.concatenate([heads] * group, axis=1) if interleaved else np.repeat(heads, group, axis=1)
 
-    def _bias(self, reading: Reading) -> np.ndarray:
+    def _bias(self, mask: np.ndarray | None, causal: str) -> np.ndarray:
         """What is added to the scores, as float64 [B, Hq, S, T]."""
-        case, mask = self.case, np.zeros(1) if reading.mask is None else reading.mask
+        case, mask = self.case, np.zeros(1) if mask is None else mask
         bias = np.where(mask, 0.0, -np.inf) if mask.dtype == bool else mask.astype(np.float64)
         bias = np.broadcast_to(bias, (case.B, case.Hq, case.S, case.T))
         queries = np.arange(case.S)[:, None]
         last = {UPPER_LEFT: queries, LOWER_RIGHT: queries + case.T - case.S, FIRST_ROW: 0 * queries}
-        if reading.causal == NOWHERE:
-            return bias
-        return np.where(np.arange(case.T) <= last[reading.causal], bias, -np.inf)
+        return bias if causal == NOWHERE else np.where(np.arange(case.T) <= last[causal], bias, -np.inf)
 
 
 def draw_trial(case: Case, precision: Precision, seed: int) -> Trial:
@@ -395,23 +396,23 @@ def _misreadings(trial: Trial, got: np.ndarray) -> Iterator[tuple[str, np.ndarra
     if shifted.any():
         yield "gives zeros under -1e4", np.where(shifted, 0.0, exact)
         yield "averages all keys under -1e4", np.where(shifted, trial.averaged, exact)
-    case, right, mask = trial.case, trial.as_written, trial.arrays.get("mask")
-    wrong: dict[str, Reading] = {}
+    case, mask = trial.case, trial.arrays.get("mask")
+    wrong: dict[str, dict[str, Any]] = {}
     if case.is_causal:
-        wrong["causal starts in the lower right corner"] = replace(right, causal=LOWER_RIGHT)
-        wrong["causal is ignored"] = replace(right, causal=NOWHERE)
-        wrong["every query attends to the keys of the first one"] = replace(right, causal=FIRST_ROW)
+        wrong["causal starts in the lower right corner"] = {"causal": LOWER_RIGHT}
+        wrong["causal is ignored"] = {"causal": NOWHERE}
+        wrong["every query attends to the keys of the first one"] = {"causal": FIRST_ROW}
     if mask is not None:
-        wrong["the mask is ignored"] = replace(right, mask=None)
+        wrong["the mask is ignored"] = {"mask": None}
     if mask is not None and mask.dtype == bool:
-        wrong["the mask is read upside down"] = replace(right, mask=~mask)
-        wrong["the boolean mask is added as 0 and 1"] = replace(right, mask=mask.astype(np.float64))
+        wrong["the mask is read upside down"] = {"mask": ~mask}
+        wrong["the boolean mask is added as 0 and 1"] = {"mask": mask.astype(np.float64)}
     elif mask is not None:
-        wrong["the additive mask is read as boolean"] = replace(right, mask=mask != 0)
-        wrong["only whether the mask is 0 counts"] = replace(right, mask=mask == 0)
+        wrong["the additive mask is read as boolean"] = {"mask": mask != 0}
+        wrong["only whether the mask is 0 counts"] = {"mask": mask == 0}
     if case.Hq != case.Hkv:
-        wrong["query heads use the wrong key heads"] = replace(right, interleaved=True)
-    yield from ((words, trial.result(reading)) for words, reading in wrong.items())
+        wrong["query heads use the wrong key heads"] = {"interleaved": True}
+    yield from ((words, trial.result(**trial.as_written | reading)) for words, reading in wrong.items())
 
 
 # -- The runtimes of the table: trials in, answers out ---------------------------------------------

@@ -16,7 +16,7 @@ from mha_deploy.bundle.traces import DecodeTrace, check_trace, prefill_calls, re
 from mha_deploy.errors import BundleError, DeployError
 from mha_deploy.metrics import Budget, OutputVerdict, budget_from_eager, failed_to_run, judge_case, measure
 from mha_deploy.model.precision import Precision
-from mha_deploy.model.spec import LENGTHS, ModelSpec, Sizes
+from mha_deploy.model.spec import LENGTHS, ModelSpec
 from mha_deploy.options import ValidateOptions
 from mha_deploy.runtime.runner import Arrays, ProfiledRunner, Runner
 from mha_deploy.validate.runtimes import refuse_without_torch, torch_device
@@ -115,17 +115,13 @@ _UNREAD = 8.0
 class DecodeLoop(Protocol):
     """A model with its KV cache, on the host or on a device."""
 
-    @property
-    def name(self) -> str:
-        """The runtime, with its version."""
+    name: str  # the runtime, with its version
+    # How many tokens of a batch element one call may bring; None where only the cache bounds them
+    most_tokens: int | None
 
     @property
     def lengths(self) -> np.ndarray:
         """How many tokens of each batch element are in the cache, int32 [B]; zeros at first."""
-
-    @property
-    def most_tokens(self) -> int | None:
-        """How many tokens of a batch element one call may bring; None where only the cache bounds them."""
 
     def feed(self, tokens: Arrays, counts: np.ndarray | None) -> Arrays:
         """Run S new tokens of every batch element, of which `counts` [B] are real, with padding behind them.
@@ -282,6 +278,7 @@ class _DecodeRun:
             inputs={},
             oracle=cut(trace.oracle),
             eager=cut(trace.eager),
+            allowance=trace.allowance,
         )
 
     @cached_property
@@ -488,8 +485,14 @@ def evaluate_trace(
 
     def takes(calls: Iterable[tuple[int, int]]) -> bool:
         """Whether the profiles admit calls of so many new tokens behind so many."""
-        sizes = (trace.cache.call_sizes(spec, trace.B, S, past) for S, past in calls)
-        return all(admits(runner, _no_feeds(spec, precision, each)) for each in sizes)
+        for S, past in calls:
+            sizes, feeds = trace.cache.call_sizes(spec, trace.B, S, past), dict[str, np.ndarray]()
+            for tensor in spec.inputs:  # a single zero each, which takes no memory
+                zero = np.zeros((), precision.numpy_of(tensor.kind))
+                feeds[tensor.name] = np.broadcast_to(zero, tensor.shape(sizes))
+            if not admits(runner, feeds):
+                return False
+        return True
 
     steps = 1 if trace.cache.is_preallocated else trace.steps  # with a preallocated cache all are alike
     if not takes((1, trace.longest_prompt + step) for step in range(steps)):
@@ -528,14 +531,6 @@ def admits(runner: Runner, feeds: Arrays) -> bool:
         return True
 
 
-def _no_feeds(spec: ModelSpec, precision: Precision, sizes: Sizes) -> Arrays:
-    """Inputs of these sizes that take no memory: a single zero each."""
-    return {
-        tensor.name: np.broadcast_to(np.zeros((), precision.numpy_of(tensor.kind)), tensor.shape(sizes))
-        for tensor in spec.inputs
-    }
-
-
 # -- The tokens that a model with a KV cache decodes: the bundle's own, and fresh ones -------------
 
 
@@ -566,8 +561,8 @@ def traces_of(bundle: Bundle, options: ValidateOptions) -> list[DecodeTrace]:
         prompt = min(spec.axes[cache.new].opt, cache.room - steps)
         if prompt < 1:
             problem = f"The cache of {spec.name} has no room for a prompt and so many steps."
-            hint = f"{cache.room - 1} steps at most" if cache.room > 1 else None
-            raise DeployError(problem, got=f"--steps {steps}", hint=hint)
+            most = f"{cache.room - 1} steps at most" if cache.room > 1 else None
+            raise DeployError(problem, got=f"--steps {steps}", hint=most)
     refuse_without_torch("of fresh tokens")
     from mha_deploy.baselines.fresh import fresh_trace
 

@@ -41,9 +41,9 @@ class EvaluationPlan:
     precision: Precision  # its precision, which sets the budgets
     cases: Mapping[str, Sequence[GoldenCase]]  # cases by kind: `golden`, `sweep`, `fresh`
     timed: Sequence[GoldenCase] = ()  # the cases to time it on
-    invariance: bool = False  # whether rows must not care about their place; on golden cases
+    invariance: bool = False  # whether batch elements must not depend on their place; on golden cases
     timing: TimingPlan = field(default_factory=TimingPlan)
-    traces: Sequence[DecodeTrace] = ()  # tokens to step through, for a layer with a cache
+    traces: Sequence[DecodeTrace] = ()  # tokens to decode, for a layer with a cache
     # Reports which kernels take the time; None where not requested
     kernels: Callable[[Runner, GoldenCase], tuple[KernelTime, ...]] | None = None
     # The output projection, which the map of errors is pulled back through
@@ -54,13 +54,13 @@ class EvaluationPlan:
 class Evaluation:
     """What came out for one runtime."""
 
-    runtime: Runtime  # who it was
+    runtime: Runtime  # what was run
     backend: str  # the runner's own name, with its version
     # The cases it was judged on, by kind
     cases: Mapping[str, Sequence[GoldenCase]] = field(default_factory=dict, repr=False)
     outside: tuple[str, ...] = ()  # names of the cases and traces that its profiles do not admit
     parity: tuple[ParityReport, ...] = ()  # the verdicts, one report for each kind of cases
-    invariance: tuple[InvarianceCheck, ...] = ()  # whether rows cared about their place
+    invariance: tuple[InvarianceCheck, ...] = ()  # whether batch elements depend on their place
     heatmaps: tuple[Heatmap, ...] = ()  # where the errors lie
     decode_reports: tuple[DecodeReport, ...] = ()  # whether it decodes rightly, one report for each trace
     # Why decoding is not verified, for a model with a KV cache; else None
@@ -69,7 +69,7 @@ class Evaluation:
 
     @property
     def label(self) -> str:
-        """Who it was, for people: two engines of one TensorRT differ by name only."""
+        """The runtime, for people: two engines of one TensorRT differ by name only."""
         name = self.runtime.name
         return self.backend if self.backend.startswith(name) else f"{name} ({self.backend})"
 
@@ -93,8 +93,8 @@ class Evaluation:
     @property
     def wrong_cases(self) -> list[str]:
         """Names of the cases that were run and have a wrong output."""
-        verdicts = [verdict for report in self.parity for verdict in report.verdicts]
-        return list(dict.fromkeys(v.case for v in verdicts if not v.passed and v.was_run))
+        failed = (v for report in self.parity for v in report.verdicts if not v.passed)
+        return list(dict.fromkeys(verdict.case for verdict in failed if verdict.was_run))
 
 
 def evaluate(runtime: Runtime, plan: EvaluationPlan, on_step: OnStep = lambda name: None) -> Evaluation:
@@ -106,25 +106,19 @@ def evaluate(runtime: Runtime, plan: EvaluationPlan, on_step: OnStep = lambda na
         kind, _ = accumulation = runtime.accumulation(plan.precision)
         plan = replace(plan, precision=replace(plan.precision, accumulate=kind))
         heatmaps: list[Heatmap] = []
-        # The profiles of an engine may be narrower than the layer's axes.
-        cases = {
-            kind: [case for case in given if admits(runner, case.inputs)]
-            for kind, given in plan.cases.items()
-        }
-        outside = [
-            case.name
-            for kind, given in plan.cases.items()
-            for case in given
-            if all(case is not other for other in cases[kind])
-        ]
-        parity = []
-        for kind in [kind for kind, given in cases.items() if given]:
-            verdicts: list[OutputVerdict] = []
-            for case in cases[kind]:
+        cases, outside, parity = dict[str, list[GoldenCase]](), list[str](), list[ParityReport]()
+        for kind, given in plan.cases.items():
+            # The profiles of an engine may be narrower than the layer's axes.
+            cases[kind], verdicts = [], list[OutputVerdict]()
+            for case in given:
+                if not admits(runner, case.inputs):
+                    outside.append(case.name)
+                    continue
                 on_step(f"{runtime.name}: {case.name}")
+                cases[kind].append(case)
                 verdicts += _judged(runtime, runner, case, plan, heatmaps)
-            parity.append(
-                parity_from_verdicts(
+            if verdicts:
+                report = parity_from_verdicts(
                     verdicts,
                     model=plan.spec.name,
                     precision=plan.precision,
@@ -132,7 +126,7 @@ def evaluate(runtime: Runtime, plan: EvaluationPlan, on_step: OnStep = lambda na
                     cases=kind,
                     accumulation=accumulation,
                 )
-            )
+                parity.append(report)
         checks: tuple[InvarianceCheck, ...] = ()
         if plan.invariance and runtime.family == TENSORRT:
             on_step(f"{runtime.name}: batch elements in other places")
@@ -140,15 +134,14 @@ def evaluate(runtime: Runtime, plan: EvaluationPlan, on_step: OnStep = lambda na
         decoded: list[DecodeReport] = []
         for trace in plan.traces:
 
-            def report(step: int, trace: DecodeTrace = trace) -> None:
+            def progress(step: int, trace: DecodeTrace = trace) -> None:
                 if step % _STEPS_REPORTED == 0:
                     on_step(f"{runtime.name}: {trace.name}, step {step} of {trace.steps}")
 
-            found = evaluate_trace(runner, trace, plan.spec, plan.precision, report)
-            if found is None:  # its calls are outside the engine's profiles
-                outside.append(trace.name)
-            else:
+            if found := evaluate_trace(runner, trace, plan.spec, plan.precision, progress):
                 decoded.append(found)
+            else:  # its calls are outside the engine's profiles
+                outside.append(trace.name)
         why_not = None
         if not decoded and plan.spec.kv_cache is not None and plan.cases:  # else it is only timed
             why_not = "its profiles take no trace" if plan.traces else "the bundle has no trace"
@@ -180,11 +173,10 @@ def _judged(
     to_heads = None if plan.projection is None else plan.projection.to_heads
     verdicts = judge_case(case, got, plan.precision, to_heads=to_heads)
     # A cache may be wrong by its old entries alone: then there is no error to map.
-    names = [v.output for v in verdicts if v.deviation and v.budget and v.budget.exceeded_by(v.deviation)]
-    names = [name for name in names if case.oracle[name].ndim in MAPPED_RANKS]
+    mapped = [v for v in verdicts if v.deviation and case.oracle[v.output].ndim in MAPPED_RANKS]
+    names = [v.output for v in mapped if v.deviation and v.budget and v.budget.exceeded_by(v.deviation)]
     if not names and case.name in _MAPPED:
-        names = [v.output for v in verdicts if v.output == "output" and v.passed]
-        names = [name for name in names if case.oracle[name].ndim in MAPPED_RANKS]
+        names = [v.output for v in mapped if v.output == "output" and v.passed]
     entries = new_entries(case, got)
     for name in names:
         found = heatmap(runner.name, entries.case, name, entries.got[name], plan.projection)

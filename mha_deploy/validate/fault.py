@@ -49,11 +49,6 @@ class Trial:
     share: float | None = None  # the largest share of the budget used; None where there is no number
     problem: str | None = None  # the first thing that was wrong, or why it could not be tried
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; what could not be tried says so in its name, and has not passed."""
-        name = self.name if self.passed is not None else f"{self.name}, {self.problem}"
-        return {"name": name, "passed": bool(self.passed), "share": self.share}
-
 
 @dataclass(frozen=True, kw_only=True)
 class FaultReport:
@@ -64,16 +59,20 @@ class FaultReport:
     trials: tuple[Trial, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        trials = [trial.to_dict() for trial in self.trials]
+        """Plain data for JSON; what could not be tried says so in its name, and has not passed."""
+        trials = [
+            {
+                "name": each.name if each.passed is not None else f"{each.name}, {each.problem}",
+                "passed": bool(each.passed),
+                "share": each.share,
+            }
+            for each in self.trials
+        ]
         return {"at_fault": self.at_fault, "explanation": self.explanation, "trials": trials}
 
 
 def attribute_fault(
-    bundle: Bundle,
-    failing_cases: Sequence[GoldenCase],
-    open_twin: OpenTwin,
-    accumulate: str = "fp32",
+    bundle: Bundle, failing_cases: Sequence[GoldenCase], open_twin: OpenTwin, accumulate: str = "fp32"
 ) -> FaultReport:
     """Find out what an engine's wrong answers come from.
 
@@ -84,8 +83,6 @@ def attribute_fault(
             more outputs than the model, and the last ones of the float32 twin are float32.
         accumulate: The type that the engine's GEMMs accumulate in.
     """
-    if not failing_cases:
-        raise DeployError("There is nothing to fault anybody for: no case fails.")
     precision = replace(bundle.manifest.precision, accumulate=accumulate)
     model, trusted, name = load_graph(bundle.model_path), available_cpu_backend(precision), precision.name
     trials: list[Trial] = []
@@ -109,8 +106,7 @@ def attribute_fault(
         elif exact is False and graph is True:  # neither fusion nor precision is left in it
             at_fault = LOWERING
     missing = "; ".join(f"{trial.name} {trial.problem}" for trial in trials if trial.passed is None)
-    unknown = f"A trial that would have shown it is missing: {missing}."
-    explanation = _EXPLANATIONS.get(at_fault, unknown)
+    explanation = _EXPLANATIONS.get(at_fault, f"A trial that would have shown it is missing: {missing}.")
     return FaultReport(at_fault=at_fault, explanation=explanation, trials=tuple(trials))
 
 

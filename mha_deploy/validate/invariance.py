@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
@@ -37,10 +37,6 @@ class InvarianceCheck:
     share: float | None = None  # the largest share of the budget that was used; None where there is no number
     problem: str | None = None  # why it failed
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return asdict(self)
-
 
 def invariance_from_runner(
     runner: Runner,
@@ -55,17 +51,14 @@ def invariance_from_runner(
     has_batch = "B" in spec.axes and all(_is_batched(tensor, spec) for tensor in spec.outputs)
     found: list[InvarianceCheck] = []
     for case in cases if has_batch else ():
-        bench = _Bench(runner, case, spec, precision)
-        found += [bench.check(*planned) for planned in bench.plan(limit or SizeLimit())]
-    batch = spec.axes["B"] if has_batch else None
+        moved = _MovedCase(runner, case, spec, precision)
+        found += [moved.check(*planned) for planned in moved.plan(limit or SizeLimit())]
+    is_fixed = has_batch and not spec.axes["B"].is_dynamic
+    profiled = isinstance(runner, ProfiledRunner)
     why = {
         SLOT: "no case has two batch elements",
-        SIZE: "no other batch is allowed"
-        if batch is None or batch.is_dynamic
-        else f"the batch is fixed at {batch.min}",
-        PROFILE: "no case fits two profiles"
-        if isinstance(runner, ProfiledRunner)
-        else "the runtime has no profiles",
+        SIZE: f"the batch is fixed at {spec.axes['B'].min}" if is_fixed else "no other batch is allowed",
+        PROFILE: "no case fits two profiles" if profiled else "the runtime has no profiles",
     }
     for check in CHECKS:
         if all(other.check != check for other in found):
@@ -83,17 +76,15 @@ def _is_batched(tensor: TensorSpec, spec: ModelSpec) -> bool:
     return bool(tensor.dims) and tensor.dims[0] == ("B" if batch.is_dynamic else batch.min)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Trial:
+class _Trial(NamedTuple):
     """One run: its inputs, and the batch element of the case in each slot, None for a stranger."""
 
     feeds: Arrays
-    elements: tuple[int | None, ...]
+    elements: list[int | None]
     profile: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Answer:
+class _Answer(NamedTuple):
     """What one run gave for one batch element of the case, and where it was then."""
 
     element: int
@@ -101,7 +92,7 @@ class _Answer:
     values: Arrays
 
 
-class _Bench:
+class _MovedCase:
     """A case in a runtime: plans trials, runs them, and judges their answers."""
 
     def __init__(self, runner: Runner, case: GoldenCase, spec: ModelSpec, precision: Precision) -> None:
@@ -115,8 +106,6 @@ class _Bench:
     def profiles(self, feeds: Arrays) -> list[int] | None:
         """The profiles that admit inputs; None for a runtime without profiles."""
         return self.runner.profiles_for(feeds) if isinstance(self.runner, ProfiledRunner) else None
-
-    # -- what is run -------------------------------------------------------------------------------
 
     def plan(self, limit: SizeLimit) -> Iterator[tuple[str, str, Iterable[_Trial]]]:
         """Every check with what it varies and its trials."""
@@ -139,45 +128,33 @@ class _Bench:
                     yield SIZE, f"batch {size} instead of {B}", trials
         profiles = self.profiles(self.case.inputs) or []
         if len(profiles) > 1:
-            under = [
-                _Trial(feeds=self.case.inputs, elements=tuple(range(B)), profile=each) for each in profiles
-            ]
+            under = [_Trial(self.case.inputs, [*range(B)], profile) for profile in profiles]
             yield PROFILE, f"profile {', '.join(map(str, profiles))}", under
+
+    def _batched(self) -> dict[str, TensorSpec]:
+        return {tensor.name: tensor for tensor in self.spec.inputs if _is_batched(tensor, self.spec)}
 
     def _rearranged(self, elements: list[int]) -> _Trial:
         """The given batch elements of the case, in that order."""
         inputs = self.case.inputs
-        feeds = {
-            tensor.name: inputs[tensor.name][elements]
-            if _is_batched(tensor, self.spec)
-            else inputs[tensor.name]
-            for tensor in self.spec.inputs
-        }
-        return _Trial(feeds=feeds, elements=tuple(elements))
+        return _Trial({**inputs, **{name: inputs[name][elements] for name in self._batched()}}, [*elements])
 
     def _among_strangers(self, element: int) -> _Trial:
         """One batch element where it was, among neighbours that change places and sign."""
-        B, feeds = self.case.sizes["B"], {}
-        for tensor in self.spec.inputs:
-            array = self.case.inputs[tensor.name]
-            if _is_batched(tensor, self.spec):
-                strange = np.roll(array, 1, axis=0)
-                # Numbers beyond any activation are meant to mask something: they keep their sign.
-                is_signed = tensor.kind == FLOAT and np.abs(array).max(initial=0.0) <= LARGEST_ACTIVATION
-                strange = -strange if is_signed else strange
-                strange[element] = array[element]
-                array = strange
-            feeds[tensor.name] = array
-        return _Trial(feeds=feeds, elements=tuple(i if i == element else None for i in range(B)))
-
-    # -- what comes out ----------------------------------------------------------------------------
+        feeds = dict(self.case.inputs)
+        for name, tensor in self._batched().items():
+            array, strange = feeds[name], np.roll(feeds[name], 1, axis=0)
+            # Numbers beyond any activation are meant to mask something: they keep their sign.
+            is_signed = tensor.kind == FLOAT and np.abs(array).max(initial=0.0) <= LARGEST_ACTIVATION
+            feeds[name] = -strange if is_signed else strange
+            feeds[name][element] = array[element]
+        return _Trial(feeds, [i if i == element else None for i in range(self.case.sizes["B"])])
 
     def check(self, check: str, detail: str, trials: Iterable[_Trial]) -> InvarianceCheck:
         """Run the trials of one check and judge all answers."""
         try:
-            problem, bitwise, share = self._judge(
-                [answer for trial in trials for answer in self._answers(trial)]
-            )
+            answers = [answer for trial in trials for answer in self._answers(trial)]
+            problem, bitwise, share = self._judge(answers)
         except DeployError as error:
             problem, bitwise, share = " ".join(str(error).split()), False, math.inf
         return InvarianceCheck(
@@ -196,15 +173,16 @@ class _Bench:
             got = self.runner.run_in_profile(trial.feeds, trial.profile)
         else:
             got = self.runner.run(trial.feeds)
+        count = len(trial.elements)
         for name, oracle in self.case.oracle.items():
-            wanted = (len(trial.elements), *oracle.shape[1:])  # every output of a layer has its batch first
+            wanted = (count, *oracle.shape[1:])  # every output of a layer has its batch first
             if name not in got or got[name].shape != wanted:
                 shape = got[name].shape if name in got else "nothing"
                 raise DeployError(f"{name} has the wrong shape.", got=shape, hint=str(wanted))
         for slot, element in enumerate(trial.elements):
             if element is not None:
                 values = {name: got[name][slot] for name in self.case.oracle}
-                yield _Answer(element=element, place=f"slot {slot} of {len(trial.elements)}", values=values)
+                yield _Answer(element, f"slot {slot} of {count}", values)
 
     def _judge(self, answers: list[_Answer]) -> tuple[str | None, bool, float]:
         """Judge the first answers of all batch elements as the case, then the second ones, and so on.
@@ -227,9 +205,9 @@ class _Bench:
                     worst = chosen[verdict.deviation.worst_index[0]] if verdict.deviation else None
                     if worst is not None:
                         problem += f"; worst: batch element {worst.element} in {worst.place}"
-            bitwise = bitwise and all(
-                array.dtype == self.plain[name].dtype and array.tobytes() == self.plain[name].tobytes()
-                for name, array in result.items()
+            plain = self.plain.items()
+            bitwise &= all(
+                result[name].tobytes() == array.tobytes() for name, array in plain if name in result
             )
         return problem, bitwise, share
 

@@ -12,6 +12,7 @@ from mha_deploy.analyze.cost import LayerCost, StageCost, layer_cost
 from mha_deploy.analyze.roofline import find_gpu as find_peaks
 from mha_deploy.analyze.roofline import roofline_bound
 from mha_deploy.bundle.cases import GoldenCase
+from mha_deploy.bundle.folder import Bundle
 from mha_deploy.errors import DeployError
 from mha_deploy.metrics import judge_case
 from mha_deploy.model.precision import Precision
@@ -55,11 +56,11 @@ class LatencyPoint:
     sizes: Mapping[str, int]  # its axis sizes
     flops: int  # work of one call
     bytes: int  # least traffic of one call
-    roofline: Roofline | None  # the floor; None for a GPU without figures
+    roofline: Roofline | None  # None for a GPU without figures
     rows: tuple[LatencyRow, ...]  # one for every runtime
-    # The most rows of a preallocated cache that are valid before the call; None for other layers
+    # The most entries of a preallocated KV cache that are valid before the call; None for other layers
     past: int | None = None
-    # Tokens that one decode step brings, one for every row of the batch; None for other calls
+    # Tokens that one decode step brings, one for every batch element; None for other calls
     decoded: int | None = None
 
     @property
@@ -85,6 +86,7 @@ class LatencyPoint:
     def figures(self, row: LatencyRow) -> dict[str, float | None]:
         """What the time of a row means: speed-ups, rates, and its share of the roofline."""
         time = None if row.timing is None else row.timing.p50
+        eager = next((each for each in self.rows if each.name == EAGER), None)
 
         def speedup_over(other: LatencyRow | None) -> float | None:
             """How many times faster it is than another, if both were timed on one device."""
@@ -93,9 +95,7 @@ class LatencyPoint:
             return other.timing.p50 / row.timing.p50 if other.timing.gpu == row.timing.gpu else None
 
         return {
-            "speedup_over_eager": speedup_over(
-                next((each for each in self.rows if each.name == EAGER), None)
-            ),
+            "speedup_over_eager": speedup_over(eager),
             "speedup_over_best_pytorch": speedup_over(self.best_pytorch),
             "tflops": time and self.flops / time / 1e6,
             "gb_per_s": time and self.bytes / time / 1e3,
@@ -118,13 +118,10 @@ class LoadPoint:
     judged: int  # outputs that were judged
     wrong: int  # outputs that were wrong
 
-    def percentile(self, share: float) -> float | None:
-        """The time that this share of the answers did not exceed."""
-        return float(np.percentile(self.latencies_ms, 100 * share)) if self.latencies_ms else None
-
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; see docs/report.md."""
-        answered = len(self.latencies_ms)
+        answered, shares = len(self.latencies_ms), (50, 90, 99)
+        times = np.percentile(self.latencies_ms, shares).tolist() if answered else [None] * 3
         return {
             "clients": self.clients,
             "requests": self.requests,
@@ -132,10 +129,18 @@ class LoadPoint:
             "errors": dict(self.errors),
             "first_error": self.first_error,
             "per_second": answered / self.seconds if self.seconds > 0 else None,
-            **{f"p{int(100 * q)}_ms": self.percentile(q) for q in (0.5, 0.9, 0.99)},
+            **{f"p{share}_ms": time for share, time in zip(shares, times, strict=True)},
             "judged": self.judged,
             "wrong": self.wrong,
         }
+
+
+def latency_points(
+    cases: Sequence[GoldenCase], rows: Sequence[Mapping[str, LatencyRow]], bundle: Bundle
+) -> tuple[LatencyPoint, ...]:
+    """One point for every case: the rows of all runtimes."""
+    spec, precision = bundle.manifest.spec, bundle.manifest.precision
+    return tuple(latency_point(case, [each[case.name] for each in rows], spec, precision) for case in cases)
 
 
 def latency_point(
@@ -195,12 +200,10 @@ def time_case(
 ) -> LatencyRow:
     """Time a runner on a case, if its answer is right before and after."""
     try:
-        problem = problem_of(case, [runner.run(case.inputs)], precision)
-        if problem is not None:
+        if problem := problem_of(case, [runner.run(case.inputs)], precision):
             return replace(row, refused=f"{WRONG_ANSWER}: {problem}")
         timed = runner.time(case.inputs, timing)
-        problem = problem_of(case, timed.results, precision)
-        if problem is not None:
+        if problem := problem_of(case, timed.results, precision):
             return replace(row, refused=f"{WRONG_ANSWER} while it was timed: {problem}")
     except DeployError as error:
         return replace(row, refused=error.in_one_line)
@@ -213,8 +216,5 @@ def time_case(
 
 def problem_of(case: GoldenCase, results: Sequence[Mapping[str, Any]], precision: Precision) -> str | None:
     """The first wrong output among several results of a case."""
-    for result in results:
-        for verdict in judge_case(case, result, precision):
-            if verdict.is_wrong:
-                return f"{verdict.output}: {verdict.problem}"
-    return None
+    verdicts = (verdict for result in results for verdict in judge_case(case, result, precision))
+    return next((f"{each.output}: {each.problem}" for each in verdicts if each.is_wrong), None)

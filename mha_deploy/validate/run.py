@@ -2,37 +2,39 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mha_deploy.analyze.cost import SizeLimit, shrunk, usual_points
+from mha_deploy.analyze.cost import SizeLimit, odd_sizes, shrunk, usual_points
 from mha_deploy.bundle.cases import GoldenCase, golden_cases, refuse_implausible
 from mha_deploy.bundle.folder import Bundle
+from mha_deploy.bundle.traces import DecodeTrace, plan_trace
 from mha_deploy.engine.build import lowered_opener, twin_opener
 from mha_deploy.environment import can_import
 from mha_deploy.errors import BackendUnavailable, DeployError
 from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.upcast import in_float64
-from mha_deploy.model.spec import FLOAT, Axis
+from mha_deploy.metrics import ParityReport
+from mha_deploy.model.spec import FLOAT, Axis, ModelSpec, Sizes
 from mha_deploy.options import ValidateOptions
 from mha_deploy.runtime import CPU_RUNNERS, RUNNERS, available_cpu_backend, open_runner
 from mha_deploy.runtime.child import RuntimeCrash
 from mha_deploy.runtime.cuda import find_gpu, open_gpu
 from mha_deploy.runtime.onnx_reference import evaluator_of
 from mha_deploy.runtime.timing import TimingPlan
-from mha_deploy.validate.bench import points_from_rows
+from mha_deploy.validate.bisect import OpenModel, layer_parity
 from mha_deploy.validate.conformance import conformance_table, mask_columns
 from mha_deploy.validate.decode import traces_of
 from mha_deploy.validate.error_map import output_projection
 from mha_deploy.validate.evaluate import Evaluation, EvaluationPlan, evaluate, refused_rows
 from mha_deploy.validate.fault import FaultReport, attribute_fault, graph_at_fault
 from mha_deploy.validate.fp16_range import RangeReport, fp16_range
-from mha_deploy.validate.latency import LatencyRow
-from mha_deploy.validate.layers import OpenModel, layer_parity
+from mha_deploy.validate.latency import LatencyRow, latency_points
 from mha_deploy.validate.runtimes import (
     Runtime,
     RuntimeFinder,
@@ -41,13 +43,11 @@ from mha_deploy.validate.runtimes import (
     refuse_without_torch,
     torch_device,
 )
-from mha_deploy.validate.sweep import random_sizes, sweep_points
 from mha_deploy.validate.verdict import (
-    LEVELS,
     Report,
+    concluded,
     coverage_findings,
     findings,
-    headline,
     not_covered,
     unfused_findings,
 )
@@ -57,6 +57,7 @@ if TYPE_CHECKING:
 
 
 OnStep = Callable[[str], None]
+Build = Callable[[Evaluation], None]
 
 ONNX_REFERENCE = "onnx-reference"
 
@@ -65,14 +66,14 @@ _TIMED = ("opt", "prefill", "decode")
 
 # Large scores round more coarsely, by chance in the heads that matter. A mistake is hundreds of times larger.
 PROBE_ALLOWANCE = 6.0
-_LOUDNESS = 4.0  # of the large tokens
+_LOUDNESS, _LOUD_STEPS = 4.0, 8  # of the large tokens, and the decode steps with some of them
 
 
 def validate_bundle(
     bundle: Bundle,
     options: ValidateOptions | None = None,
     *,
-    build: Callable[[Evaluation], None] | None = None,
+    build: Build | None = None,
     on_step: OnStep = lambda name: None,
 ) -> Report:
     """Run every available runtime on the golden cases, judge the results, and time them.
@@ -110,47 +111,31 @@ class _Validation:
         self.notes: list[str] = []
         self.broken: list[Unavailable] = []
 
-    def report(self, build: Callable[[Evaluation], None] | None) -> Report:
+    def report(self, build: Build | None) -> Report:
         """Everything, in the order in which it is needed."""
-        plan = self._plan()
-        judged = self._named(plan) if self.options.backends else self._graph_and_engines(plan, build)
+        plan, options, manifest = self._plan(), self.options, self.bundle.manifest
+        judged = self._named(plan) if options.backends else self._graph_and_engines(plan, build)
         judged_rows, self.rows = self.rows, []
         evaluated = [*self._baselines(plan), *judged]
-        self.rows += judged_rows  # what is compared against comes first in a table
-        ranges, fault, manifest = self._ranges(), self._fault(judged), self.bundle.manifest
-        table = None
-        if self.options.conformance:
-            columns = mask_columns(manifest.precision)
-            table = conformance_table(
-                columns, manifest.precision, on_column=lambda n: self.on_step(f"masks: {n}")
-            )
-        points = points_from_rows(plan.timed, self.rows, self.bundle) if self.rows else ()
-        engines, absent = tuple(self.finder.engines), (*self.finder.absent, *self.broken)
-        missing = not_covered(judged, engines, manifest.spec.axes)
-        found = sorted(
-            (
-                *unfused_findings(manifest, self.options),
-                *findings(
-                    evaluated, absent, self.broken, engines, points, ranges, table, fault, self.options
-                ),
-                *coverage_findings(missing, self.options),
-            ),
-            key=lambda finding: LEVELS.index(finding.level),
-        )
-        return Report(
+        rows = [*self.rows, *judged_rows]  # what is compared against comes first in a table
+        ranges, fault, table = self._ranges(), self._fault(judged), None
+        if options.conformance:
+            columns, on_column = mask_columns(manifest.precision), lambda name: self.on_step(f"masks: {name}")
+            table = conformance_table(columns, manifest.precision, on_column=on_column)
+        report = Report(
             bundle=self.bundle,
             evaluations=tuple(evaluated),
-            absent=absent,
-            engines=engines,
-            points=points,
+            absent=(*self.finder.absent, *self.broken),
+            engines=tuple(self.finder.engines),
+            points=latency_points(plan.timed, rows, self.bundle) if rows else (),
             ranges=ranges,
             conformance=table,
             fault=fault,
-            findings=tuple(found),
-            headline=headline(judged, engines, points, found, missing),
             notes=tuple(self.notes),
-            not_verified=tuple(text for _, text in missing),
         )
+        missing = not_covered(judged, report.engines, manifest.spec.axes)
+        found = [*unfused_findings(manifest, options), *findings(report, options, self.broken)]
+        return concluded(report, judged, [*found, *coverage_findings(missing, options)], missing)
 
     # -- what is evaluated ----------------------------------------------------------------------
 
@@ -186,9 +171,13 @@ class _Validation:
 
     @cached_property
     def _random(self) -> list[GoldenCase]:
-        """As many cases of random sizes as were requested."""
-        seeds = range(self.options.seed, self.options.seed + self.options.fresh)
-        return [self._fresh.case(random_sizes(self.bundle.manifest.spec, seed), seed=seed) for seed in seeds]
+        """As many cases as were requested, with sizes from anywhere in the axes that an oracle can afford."""
+        spec, cases = self.bundle.manifest.spec, list[GoldenCase]()
+        for seed in range(self.options.seed, self.options.seed + self.options.fresh):
+            dice = random.Random(seed)
+            sizes = {name: dice.randint(axis.min, axis.max) for name, axis in spec.axes.items()}
+            cases.append(self._fresh.case(shrunk(spec, sizes, spec.sizes("min"), SizeLimit()), seed=seed))
+        return cases
 
     @cached_property
     def _fresh(self) -> FreshCases:
@@ -215,12 +204,14 @@ class _Validation:
                 if requested:
                     raise
                 self.finder.absent.append(Unavailable(name=title, reason=error.in_one_line))
-        return replace(plan, cases=cases)
+        return replace(
+            plan, cases=cases, traces=[*plan.traces, *(self._loud_trace if "probe" in cases else ())]
+        )
 
     def _probes(self, profiles: Sequence[Mapping[str, Axis]]) -> list[GoldenCase]:
         """Large tokens at the edges of masks, windows and caches, at the usual sizes and profile corners.
 
-        At the usual sizes also random inputs, of which it is known what coarse softmax weights would change.
+        At the usual sizes also random inputs, of which it is known what parts in BF16 would change.
         """
         self.on_step("probe inputs and their FP64 oracle")
         manifest, limit = self.bundle.manifest, self._oracle_limit
@@ -241,8 +232,18 @@ class _Validation:
             draw = partial(fresh.case, sizes, seed=self.options.seed, past=past)
             cases.append(replace(draw(probe="edges"), name=f"probe-{name}", allowance=PROBE_ALLOWANCE))
             if spec.layer is not None and name in usual and manifest.precision.name == "fp16":
-                cases.append(replace(draw(probe="weights"), name=f"weights-{name}"))
+                cases.append(replace(draw(probe="coarse"), name=f"coarse-{name}"))
         return cases
+
+    @cached_property
+    def _loud_trace(self) -> list[DecodeTrace]:
+        """Large tokens among those that a layer with a KV cache decodes; none without PyTorch."""
+        spec = self.bundle.manifest.spec
+        planned = plan_trace(spec, _LOUD_STEPS)
+        if isinstance(planned, str) or spec.layer is None or not can_import("torch"):
+            return []
+        trace = self._fresh.trace(replace(planned, name="probe-steps"), seed=self.options.seed, probe=True)
+        return [replace(trace, allowance=PROBE_ALLOWANCE)]
 
     def _graph_probe(self) -> list[GoldenCase]:
         """Large tokens in the usual golden case, with the bundle's own graph in FP64 as the oracle.
@@ -252,33 +253,21 @@ class _Validation:
         manifest, graph = self.bundle.manifest, load_graph(self.bundle.model_path)
         usual = next((case for case in self.golden if case.name in _TIMED), self.golden[0])
         inputs = {name: array.copy() for name, array in usual.inputs.items()}
-        hidden = [
-            t
-            for t in manifest.spec.inputs
-            if t.kind == FLOAT and len(t.dims) == 3 and isinstance(t.dims[1], str)
-        ]
-        for tensor in hidden:
-            array = inputs[tensor.name]
+        floats = [each for each in manifest.spec.inputs if each.kind == FLOAT and len(each.dims) == 3]
+        hidden = [inputs[each.name] for each in floats if isinstance(each.dims[1], str)]
+        for array in hidden:
             last = array.shape[1] - 1
             array[:, sorted({0, last // 2, last})] *= array.dtype.type(_LOUDNESS)
         if not hidden or not self._oracle_limit.allows(manifest.spec, usual.sizes):
             raise DeployError("There are no hidden states of a size that can be probed.")
-        wide = {
-            name: array if array.dtype.kind in "iub" else array.astype(np.float64)
-            for name, array in inputs.items()
-        }
-        results = evaluator_of(in_float64(graph)).run(None, wide)
-        oracle = {
-            str(value.name): np.asarray(each)
-            for value, each in zip(graph.graph.outputs, results, strict=True)
-        }
+        wide = {n: x if x.dtype.kind in "iub" else x.astype(np.float64) for n, x in inputs.items()}
+        results = map(np.asarray, evaluator_of(in_float64(graph)).run(None, wide))
+        oracle = dict(zip((str(value.name) for value in graph.graph.outputs), results, strict=True))
         with open_runner(available_cpu_backend(manifest.precision), self.bundle.model_path) as runner:
             eager = runner.run(inputs)
         refuse_implausible("the probe inputs", oracle, eager, manifest.precision)
-        name = f"probe-{usual.name}"
-        return [
-            replace(usual, name=name, inputs=inputs, oracle=oracle, eager=eager, allowance=PROBE_ALLOWANCE)
-        ]
+        probe = replace(usual, name=f"probe-{usual.name}", inputs=inputs, oracle=oracle, eager=eager)
+        return [replace(probe, allowance=PROBE_ALLOWANCE)]
 
     @property
     def _oracle_limit(self) -> SizeLimit:
@@ -295,12 +284,9 @@ class _Validation:
         """The runtimes that were requested; one that cannot run is an error."""
         named = [self.finder.named(name) for name in dict.fromkeys(self.options.backends)]
         plan = self._with_fresh(plan, [each for each in named if each.engine is not None])
-        judged = [self._unless_it_crashes(runtime, plan) for runtime in named]
-        return [each for each in judged if each is not None]
+        return list(filter(None, [self._tried(runtime, plan) for runtime in named]))
 
-    def _graph_and_engines(
-        self, plan: EvaluationPlan, build: Callable[[Evaluation], None] | None
-    ) -> list[Evaluation]:
+    def _graph_and_engines(self, plan: EvaluationPlan, build: Build | None) -> list[Evaluation]:
         """The graph in a runtime that can be trusted, then the engines that were built from it."""
         graph = self._graph(self._with_fresh(plan, ()))
         if build is not None and graph is not None and graph.is_right:  # that of a wrong graph only distracts
@@ -311,79 +297,68 @@ class _Validation:
             self.finder.look_for_engines()
         engines = self.finder.running_engines()
         plan = self._with_fresh(plan, engines) if engines else plan
-        judged = [graph, *(self._evaluated_engine(engine, plan) for engine in engines)]
-        return [each for each in judged if each is not None]
-
-    def _evaluated_engine(self, engine: Runtime, plan: EvaluationPlan) -> Evaluation | None:
-        """An engine that fits this machine and cannot be loaded is wrong, not absent."""
-        try:
-            return self._evaluated(engine, plan)
-        except BackendUnavailable as error:
-            self.finder.absent.append(Unavailable(name=engine.name, reason=error.in_one_line))
-        except DeployError as error:
-            self.broken.append(Unavailable(name=engine.name, reason=error.in_one_line))
-        return None
+        return list(filter(None, [graph, *(self._tried(engine, plan) for engine in engines)]))
 
     def _graph(self, plan: EvaluationPlan) -> Evaluation | None:
         """The graph in the first runtime that loads it; None where all of them crash."""
         candidates = self.finder.graphs()
         for runtime in candidates:
             try:
-                evaluated = self._unless_it_crashes(runtime, plan)
+                if (evaluated := self._tried(runtime, plan)) is not None:
+                    return evaluated
             except DeployError as error:
                 if runtime is candidates[-1] and not self.broken:
                     raise
                 self.finder.absent.append(Unavailable(name=runtime.name, reason=error.in_one_line))
-            else:
-                if evaluated is not None:
-                    return evaluated
         # ONNX's evaluator is slow, and it is Python: it does not crash.
         known = [runtime.name for runtime in candidates]
         return None if ONNX_REFERENCE in known else self._evaluated(self.finder.named(ONNX_REFERENCE), plan)
 
-    def _unless_it_crashes(self, runtime: Runtime, plan: EvaluationPlan) -> Evaluation | None:
-        """Examine a runtime; one that crashes while it loads the model has failed, and the others go on."""
+    def _tried(self, runtime: Runtime, plan: EvaluationPlan) -> Evaluation | None:
+        """Evaluate a runtime; one that crashes while it loads the model has failed, and the others go on.
+
+        So has an engine that fits this machine and cannot be loaded, unless it was requested by name.
+        """
         try:
             return self._evaluated(runtime, plan)
-        except RuntimeCrash as crash:
-            self.broken.append(Unavailable(name=runtime.name, reason=crash.in_one_line))
+        except DeployError as error:
+            may_fail = runtime.engine is not None and not self.options.backends
+            if not may_fail and not isinstance(error, RuntimeCrash):
+                raise
+            found = Unavailable(name=runtime.name, reason=error.in_one_line)
+            (self.finder.absent if isinstance(error, BackendUnavailable) else self.broken).append(found)
             return None
 
     def _evaluated(self, runtime: Runtime, plan: EvaluationPlan) -> Evaluation:
         # A graph on the CPU is checked there, not timed.
         plan = plan if runtime.is_timed else replace(plan, timed=())
-        evaluation = self._with_layers(evaluate(runtime, plan, self.on_step), plan)
+        evaluation = evaluate(runtime, plan, self.on_step)
         if plan.timed:
             self.rows.append(evaluation.rows)
-        return evaluation
+        layers = self._layer_parity(runtime) if plan.cases else None
+        return replace(evaluation, parity=(*evaluation.parity, layers)) if layers else evaluation
 
-    def _with_layers(self, evaluation: Evaluation, plan: EvaluationPlan) -> Evaluation:
+    def _layer_parity(self, runtime: Runtime) -> ParityReport | None:
         """Judge every attention of a module: in ONNX Runtime, and on request in an engine's twin."""
-        runtime = evaluation.runtime
-        if self.bundle.manifest.layers is None or not plan.cases:
-            return evaluation
-        if runtime.name in RUNNERS:
-            opener: OpenModel = partial(open_runner, runtime.name)
-        elif runtime.engine is not None and self.options.layers:
+        opener: OpenModel
+        if self.bundle.manifest.layers is not None and runtime.name in RUNNERS:
+            opener = partial(open_runner, runtime.name)
+        elif self.bundle.manifest.layers is not None and runtime.engine is not None and self.options.layers:
             opener = twin_opener(runtime.engine, self.bundle)
         else:
-            return evaluation
-        self.on_step(f"{runtime.name}: every attention by itself")
+            return None
+        what = "every attention by itself"
+        self.on_step(f"{runtime.name}: {what}")
         try:
-            report = layer_parity(self.bundle, opener, runtime.accumulation(plan.precision))
+            return layer_parity(self.bundle, opener, runtime.accumulation(self.bundle.manifest.precision))
         except RuntimeCrash as crash:
-            self.broken.append(
-                Unavailable(name=f"{runtime.name}, every attention by itself", reason=crash.in_one_line)
-            )
-            return evaluation
-        return replace(evaluation, parity=(*evaluation.parity, *([report] if report else [])))
+            self.broken.append(Unavailable(name=f"{runtime.name}, {what}", reason=crash.in_one_line))
+            return None
 
     def _baselines(self, plan: EvaluationPlan) -> list[Evaluation]:
-        """PyTorch's ways beside it: judged on the case that they are timed on, and no more."""
+        """PyTorch's baselines beside it: judged on the case that they are timed on, and no more."""
         found: list[Evaluation] = []
-        if self.options.backends or not plan.timed:
-            return found
-        for runtime in self.finder.baselines():
+        for runtime in self.finder.baselines() if plan.timed and not self.options.backends else ():
             try:
                 found.append(self._evaluated(runtime, replace(plan, cases={}, traces=())))
             except DeployError as error:
@@ -410,14 +385,76 @@ class _Validation:
         """
         for each in judged:
             engine, wrong = each.runtime.engine, each.wrong_cases
-            if not wrong:
-                continue
-            if engine is None:
-                if each.runtime.name in CPU_RUNNERS:
-                    return graph_at_fault(each.runtime.name, each.share)
-                continue
-            self.on_step("whose fault it is")
+            if engine is None and wrong and each.runtime.name in CPU_RUNNERS:
+                return graph_at_fault(each.runtime.name, each.share)
+            # An attention inside may be wrong alone: then no case shows what its engine does.
             cases = [case for kind in each.cases.values() for case in kind if case.name in wrong]
-            kind, _ = each.runtime.accumulation(self.bundle.manifest.precision)
-            return attribute_fault(self.bundle, cases, lowered_opener(engine, self.bundle), kind)
+            if engine is not None and cases:
+                self.on_step("whose fault it is")
+                kind, _ = each.runtime.accumulation(self.bundle.manifest.precision)
+                return attribute_fault(self.bundle, cases, lowered_opener(engine, self.bundle), kind)
         return None
+
+
+# -- which sizes to try: the corners of every optimisation profile, or any ---------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepPoint:
+    """One set of sizes to try."""
+
+    name: str  # what is special about it
+    sizes: Mapping[str, int]  # the size of every axis
+    note: str = ""  # what had to be made smaller
+
+
+def sweep_points(
+    spec: ModelSpec, profiles: Sequence[Mapping[str, Axis]] = (), *, limit: SizeLimit | None = None
+) -> tuple[SweepPoint, ...]:
+    """Choose the corners of every profile, or of the spec's axes, each set of sizes once.
+
+    What costs more than the limit is shrunk, down to the usual sizes, and a note says so.
+    """
+    limit = limit or SizeLimit()
+    points: dict[tuple[int, ...], SweepPoint] = {}
+    for index, axes in enumerate(profiles or [spec.axes]):
+        prefix = f"profile-{index}-" if len(profiles) > 1 else ""
+        for corner, (wanted, sizes) in _corners(spec, axes, limit).items():
+            text = ",".join(f"{name}={size}" for name, size in wanted.items())
+            note = f"{text} was shrunk to stay within {limit}" if sizes != wanted else ""
+            if not limit.allows(spec, sizes):
+                shrunken = ",".join(f"{name}={size}" for name, size in sizes.items())
+                note = f"{text} was shrunk to {shrunken}, which " if sizes != wanted else ""
+                note += f"costs more than {limit}"
+            key = tuple(sizes[axis] for axis in spec.axes)
+            if key not in points:
+                points[key] = SweepPoint(name=prefix + corner, sizes=sizes, note=note)
+            elif note:  # another corner of the same sizes: what was shrunk to get there stays noted
+                notes = [points[key].note, f"{prefix}{corner}: {note}"]
+                points[key] = replace(points[key], note="; ".join(filter(None, notes)))
+    return tuple(points.values())
+
+
+def _corners(spec: ModelSpec, axes: Mapping[str, Axis], limit: SizeLimit) -> dict[str, tuple[Sizes, Sizes]]:
+    """The sizes wanted at each corner, and those that the limit leaves of them."""
+    smallest, usual, largest = (
+        {name: getattr(axis, bound) for name, axis in axes.items()} for bound in ("min", "opt", "max")
+    )
+    wanted: dict[str, Sizes] = {
+        "max": largest,
+        "odd": odd_sizes(axes),
+        "small-batch-long": {**largest, "B": smallest["B"]},
+        "large-batch-short": {**smallest, "B": largest["B"]},
+    }
+    if "T" in axes:
+        wanted["few-queries-many-keys"] = {**usual, "S": smallest["S"], "T": largest["T"]}
+        wanted["many-queries-few-keys"] = {**usual, "S": largest["S"], "T": smallest["T"]}
+    # The usual sizes are run anyway: nothing is shrunk below them, or the largest would be the smaller.
+    corners: dict[str, tuple[Sizes, Sizes]] = {"min": (smallest, smallest), "opt": (usual, usual)}
+    for name, sizes in wanted.items():
+        least = {axis: min(size, usual[axis]) for axis, size in sizes.items()}
+        corners[name] = (sizes, shrunk(spec, sizes, least, limit))
+    # Odd lengths: one element is missing from the last tile.
+    long = corners["small-batch-long"][1]
+    odd = {name: max(axis.min, (long[name] - 1) | 1) for name, axis in axes.items()} | {"B": long["B"]}
+    return {**corners, "largest-odd": (odd, odd)}

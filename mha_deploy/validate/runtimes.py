@@ -24,7 +24,7 @@ from mha_deploy.runtime.runner import Arrays, Runner
 from mha_deploy.runtime.tensorrt.versions import MODULES
 from mha_deploy.runtime.timing import KernelTime
 
-# -- What only PyTorch can do in a validation: say what is true of fresh inputs --------------------
+# -- What only PyTorch can do in a validation: compute what is right for fresh inputs --------------
 
 INSTALL = 'pip install "mha-deploy[export]"'
 
@@ -32,11 +32,8 @@ INSTALL = 'pip install "mha-deploy[export]"'
 def refuse_without_torch(what: str, hint: str = INSTALL) -> None:
     """Refuse what only PyTorch can compute (the results expected `what`), where it is not installed."""
     if not can_import("torch"):
-        raise BackendUnavailable(
-            f"Only PyTorch can compute the results expected {what}.",
-            got="PyTorch is not installed",
-            hint=hint,
-        )
+        problem = f"Only PyTorch can compute the results expected {what}."
+        raise BackendUnavailable(problem, got="PyTorch is not installed", hint=hint)
 
 
 def torch_device() -> str:
@@ -44,7 +41,7 @@ def torch_device() -> str:
     return "cpu" if find_gpu() is None else "cuda"
 
 
-# -- Which kernels take the time. PyTorch's profiler sees every library's, TensorRT's too ----------
+# -- Which kernels take the time. PyTorch's profiler records every library's, TensorRT's too -------
 
 _SHOWN = 12
 
@@ -65,7 +62,7 @@ def _profiled(runner: Runner, feeds: Arrays) -> tuple[KernelTime, ...]:
     return tuple(runner.watch(feeds, profiled)[:_SHOWN])
 
 
-# -- Who takes part in a validation: the graph in ONNX Runtime, the engines, and PyTorch's own  ----
+# -- Which runtimes take part: the graph in ONNX Runtime, the engines, and PyTorch's baselines -----
 
 PYTORCH, ONNX_RUNTIME, TENSORRT, ONNX = "pytorch", "onnxruntime", "tensorrt", "onnx"
 
@@ -81,7 +78,7 @@ DEFAULT_BASELINES = tuple(name for name in TORCH_BASELINES if name not in _ON_RE
 
 @dataclass(frozen=True, kw_only=True)
 class Runtime:
-    """One baseline to run the model."""
+    """One of the runtimes that can run the model."""
 
     name: str  # as it is written on a command line and in a report
     family: str  # whose it is: `pytorch`, `onnxruntime`, `tensorrt` or `onnx`
@@ -121,18 +118,14 @@ class Runtime:
 @lru_cache
 def _measured_accumulation(backend: str) -> tuple[str, str]:
     """The type that FP16 matmuls of a runner accumulate in: to 2048, FP16 can add no 1."""
-    ones = 4095
-    inputs = [
-        ir.val(name, ir.DataType.FLOAT16, shape)
-        for name, shape in (("a", (1, ones + 1)), ("b", (ones + 1, 8)))
-    ]
-    matmul = ir.node("MatMul", inputs)
-    output = matmul.outputs[0]
-    output.name, output.type, output.shape = "y", inputs[0].type, ir.Shape((1, 8))
-    graph = ir.Graph(inputs, [output], nodes=[matmul], opset_imports={"": 23}, name="accumulation")
-    a, b = np.ones((1, ones + 1), np.float16), np.ones((ones + 1, 8), np.float16)
+    ones, K = 4095, 4096
+    model = ir.from_onnx_text(
+        f"""<ir_version: 10, opset_import: ["": 23]>
+        accumulation (float16[1,{K}] a, float16[{K},8] b) => (float16[1,8] y) {{y = MatMul(a, b)}}"""
+    )
+    a, b = np.ones((1, K), np.float16), np.ones((K, 8), np.float16)
     a[0, 0] = 2048
-    with open_runner(backend, ir.Model(graph, ir_version=10)) as runner:
+    with open_runner(backend, model) as runner:
         found = float(runner.run({"a": a, "b": b})["y"][0, 0])
     kind = "fp32" if found > 2048 + ones / 2 else "fp16"
     return kind, f"{runner.name} accumulates in {kind.upper()}: 2048 and {ones:,} ones are {found:,.0f}"
@@ -179,17 +172,17 @@ class RuntimeFinder:
             return self._graph(name)
         if name in TORCH_BASELINES:
             return self._torch(name)
-        for engine in self.engines:
-            if engine.path.stem == name:
-                return self._engine(engine)
+        engines = {engine.path.stem: engine for engine in self.engines}
+        if name in engines:
+            return self._engine(engines[name])
         if name in MODULES:
             raise BackendUnavailable(
                 "The bundle has no engine of that name.",
                 got=name,
                 hint=f"mha-deploy build-engine {self.bundle.path} --backend {name}",
             )
-        known = [*RUNNERS, *TORCH_BASELINES, *(engine.path.stem for engine in self.engines)]
-        raise DeployError("No such backend.", got=name, hint=nearest(name, known))
+        hint = nearest(name, [*RUNNERS, *TORCH_BASELINES, *engines])
+        raise DeployError("No such backend.", got=name, hint=hint)
 
     def graphs(self) -> list[Runtime]:
         """The graph in the runtime that checks it: on the GPU where that can be, else on the CPU."""
@@ -219,15 +212,12 @@ class RuntimeFinder:
         return [self._torch(baseline) for baseline in DEFAULT_BASELINES]
 
     def _graph(self, backend: str) -> Runtime:
-        family = ONNX if backend == "onnx-reference" else ONNX_RUNTIME
-        return Runtime(
-            name=backend, family=family, open=partial(open_runner, backend, self.bundle.model_path)
-        )
+        family, open_ = ONNX if backend == "onnx-reference" else ONNX_RUNTIME, partial(open_runner, backend)
+        return Runtime(name=backend, family=family, open=partial(open_, self.bundle.model_path))
 
     def _engine(self, engine: Engine) -> Runtime:
-        return Runtime(
-            name=engine.path.stem, family=TENSORRT, open=partial(open_engine_runner, engine), engine=engine
-        )
+        open_ = partial(open_engine_runner, engine)
+        return Runtime(name=engine.path.stem, family=TENSORRT, open=open_, engine=engine)
 
     def _torch(self, baseline: str) -> Runtime:
         return Runtime(name=baseline, family=PYTORCH, open=partial(self._open_torch, baseline))
@@ -235,9 +225,8 @@ class RuntimeFinder:
     def _open_torch(self, baseline: str) -> Runner:
         if not can_import("torch"):
             raise BackendUnavailable("PyTorch is not installed.", got=baseline, hint=INSTALL)
-        return child.open_isolated(
-            child.PYTORCH, f"PyTorch ({baseline})", _open_torch, baseline, self.bundle.path
-        )
+        title = f"PyTorch ({baseline})"
+        return child.open_isolated(child.PYTORCH, title, _open_torch, baseline, self.bundle.path)
 
 
 def _open_torch(baseline: str, bundle: Path) -> Runner:

@@ -25,18 +25,13 @@ from mha_deploy.validate.run import drawn_cases
 
 
 def parity_from_runner(
-    runner: Runner,
-    bundle: Bundle,
-    cases: Iterable[GoldenCase] | None = None,
-    *,
-    on_case: Callable[[str], None] = lambda name: None,
+    runner: Runner, bundle: Bundle, cases: Iterable[GoldenCase] | None = None
 ) -> ParityReport:
     """Run every case, by default the golden ones, and judge what comes out; head by head where that works."""
     precision, verdicts = bundle.manifest.precision, list[OutputVerdict]()
     projection = output_projection(load_graph(bundle.model_path))
     heads = {} if projection is None else projection.to_heads
     for case in golden_cases(bundle) if cases is None else cases:
-        on_case(case.name)
         verdicts += judge_case(case, runner.run(case.inputs), precision, to_heads=heads)
     name = bundle.manifest.spec.name
     return parity_from_verdicts(verdicts, model=name, precision=precision, backend=runner.name)
@@ -48,12 +43,11 @@ def graph_parity(
     *,
     model: ir.Model | None = None,
     cases: Iterable[GoldenCase] | None = None,
-    on_case: Callable[[str], None] = lambda name: None,
 ) -> ParityReport:
     """Run golden cases of a bundle, or others, through a runtime: by default one on the CPU."""
     backend = backend or cpu_backend(bundle.manifest.precision)
     with open_runner(backend, model or bundle.model_path) as runner:
-        return parity_from_runner(runner, bundle, cases, on_case=on_case)
+        return parity_from_runner(runner, bundle, cases)
 
 
 # -- Mutations of the bundle's own graph: each of them must fail the validation --------------------
@@ -83,25 +77,17 @@ class SelfTest:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; an infinite share is null."""
-        return {
-            "passed": self.passed,
-            "right": {"passed": self.right.passed, "share": _finite(largest_share(self.right))},
-            "mistakes": [
-                {"mistake": catch.mistake, "caught": catch.caught, "share": _finite(catch.share)}
-                for catch in self.catches
-            ],
-        }
 
+        def finite(share: float) -> float | None:
+            return share if math.isfinite(share) else None
 
-def _finite(share: float) -> float | None:
-    return share if math.isfinite(share) else None  # JSON has no infinity
+        mistakes = [{**vars(catch), "share": finite(catch.share)} for catch in self.catches]
+        right = {"passed": self.right.passed, "share": finite(largest_share(self.right))}
+        return {"passed": self.passed, "right": right, "mistakes": mistakes}
 
 
 def self_test(
-    bundle: Bundle,
-    backend: str | None = None,
-    *,
-    on_mistake: Callable[[str], None] = lambda name: None,
+    bundle: Bundle, backend: str | None = None, *, on_mistake: Callable[[str], None] = lambda name: None
 ) -> SelfTest:
     """Validate the bundle's own graph, then every mutated copy of it.
 
@@ -121,11 +107,9 @@ def self_test(
         decoded = [verdict for each in found if each is not None for verdict in each.verdicts]
         return replace(report, verdicts=(*report.verdicts, *decoded))
 
-    # Which mutations have no effect is known of catalog layers only.
-    wrong = {mistake: mutated(model, mistake, manifest.spec.layer) for mistake in mutations()}
     catches = []
-    for mistake, graph in wrong.items():
-        if graph is not None:
+    for mistake in mutations():  # which of them have no effect is known of catalog layers only
+        if (graph := mutated(model, mistake, manifest.spec.layer)) is not None:
             on_mistake(mistake)
             report = judged(graph, mistake in IN_CACHES)
             catches.append(Catch(mistake=mistake, caught=not report.passed, share=largest_share(report)))
@@ -134,8 +118,5 @@ def self_test(
 
 def largest_share(report: ParityReport) -> float:
     """The largest share of a budget that any output used; infinite where one had no number to compare."""
-    shares = [
-        verdict.budget.share_used(verdict.deviation) if verdict.budget and verdict.deviation else float("inf")
-        for verdict in report.verdicts
-    ]
-    return max(shares, default=float("inf"))
+    shares = [math.inf if verdict.share is None else verdict.share for verdict in report.verdicts]
+    return max(shares, default=math.inf)

@@ -32,7 +32,7 @@ from mha_deploy.validate.evaluate import Evaluation
 from mha_deploy.validate.latency import LoadPoint
 from mha_deploy.validate.run import drawn_cases
 from mha_deploy.validate.runtimes import Runtime, Unavailable
-from mha_deploy.validate.verdict import FAILURE, WARNING, Finding, Report, findings, headline
+from mha_deploy.validate.verdict import FAILURE, WARNING, Finding, Report, concluded, findings
 
 T = TypeVar("T")
 OnStep = Callable[[str, int, int], None]
@@ -99,23 +99,15 @@ class _ServerValidation:
             parity=tuple(parity),
             decode_reports=tuple(decode),
         )
-        plain = findings([evaluation], (), (), (), (), None, None, None, options)
-        served = [each for point in points for each in _findings(point, options)]
-        found = tuple(sorted((*plain, *served), key=lambda each: each.level != FAILURE))
-        return Report(
+        report = Report(
             bundle=self.bundle,
             evaluations=(evaluation,),
             absent=tuple(absent),
-            engines=(),
-            points=(),
-            ranges=None,
-            conformance=None,
-            fault=None,
-            findings=found,
-            headline=headline([evaluation], (), (), found),
             notes=tuple(notes),
             serving=tuple(points),
         )
+        served = [each for point in points for each in _findings(point, options)]
+        return concluded(report, [evaluation], [*findings(report, options), *served])
 
     def _label(self, clients: int) -> str:
         return self.runner.name + (f", {clients} clients" if clients > 1 else "")

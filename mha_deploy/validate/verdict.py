@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import msgspec
@@ -20,12 +20,12 @@ from mha_deploy.model.spec import Axis
 from mha_deploy.options import ValidateOptions
 from mha_deploy.runtime.cuda import driver_version, find_gpu
 from mha_deploy.text import named, together, without_numbers
+from mha_deploy.validate.bisect import LAYERS
 from mha_deploy.validate.conformance import WRONG, ConformanceTable
 from mha_deploy.validate.evaluate import Evaluation
 from mha_deploy.validate.fault import FaultReport
 from mha_deploy.validate.fp16_range import RangeReport
-from mha_deploy.validate.latency import LatencyPoint, LoadPoint
-from mha_deploy.validate.layers import LAYERS
+from mha_deploy.validate.latency import LatencyPoint, LatencyRow, LoadPoint
 from mha_deploy.validate.runtimes import TENSORRT, Unavailable
 
 # -- Everything a validation found, and the verdict that follows from it ---------------------------
@@ -48,17 +48,17 @@ class Report:
     """A validation."""
 
     bundle: Bundle  # what was validated
-    evaluations: tuple[Evaluation, ...]  # every runtime that took part
-    absent: tuple[Unavailable, ...]  # who could not, and why
-    engines: tuple[Engine, ...]  # the engines of the bundle
-    points: tuple[LatencyPoint, ...]  # latencies
-    ranges: RangeReport | None  # how near FP16's limit the attention comes
-    conformance: ConformanceTable | None  # the table of masks, where requested
-    fault: FaultReport | None  # what is at fault, where an engine is wrong
-    findings: tuple[Finding, ...]  # the verdict's sentences
-    headline: str  # the verdict in one line
+    evaluations: tuple[Evaluation, ...] = ()  # every runtime that took part
+    absent: tuple[Unavailable, ...] = ()  # the runtimes that could not, and why
+    engines: tuple[Engine, ...] = ()  # the engines of the bundle
+    points: tuple[LatencyPoint, ...] = ()  # latencies
+    ranges: RangeReport | None = None  # how near FP16's limit the attention comes
+    conformance: ConformanceTable | None = None  # the table of masks, where requested
+    fault: FaultReport | None = None  # what is at fault, where an engine is wrong
     notes: tuple[str, ...] = ()  # what a reader should know besides
     serving: tuple[LoadPoint, ...] = ()  # how a server did under load
+    findings: tuple[Finding, ...] = ()  # the verdict's sentences
+    headline: str = ""  # the verdict in one line
     not_verified: tuple[str, ...] = ()  # what was not run: engines, profiles, sizes
 
     @property
@@ -98,7 +98,7 @@ class Report:
             "latency": latency_to_dict(self.points),
             "serving": [point.to_dict() for point in self.serving],
             "notes": [
-                *(f"{absent.name} did not take part: {absent.reason}" for absent in self.absent),
+                *(f"{each.name} did not take part: {each.reason}" for each in self.absent),
                 *self.notes,
             ],
         }
@@ -143,30 +143,26 @@ def engines_to_dict(
     """The engines, and whether they were run."""
     reasons = {each.name: each.reason for each in absent}
     ran = {each.runtime.name for each in evaluations if each.runtime.engine is not None}
-    return [_engine_to_dict(engine, engine.path.stem in ran, reasons) for engine in engines]
-
-
-def _engine_to_dict(engine: Engine, ran: bool, reasons: dict[str, str]) -> dict[str, Any]:
-    manifest, name = engine.manifest, engine.path.stem
-    return {
-        "name": name,
-        "backend": manifest.backend,
-        "version": manifest.version,
-        "precision": manifest.precision,
-        "built": where_built(manifest),
-        "ran": ran,
-        "why_not": None if ran else reasons.get(name, "not requested"),
-        "fused": list(manifest.fused_count),
-        "precision_status": manifest.verdict.precision.status,
-        "nodes": msgspec.to_builtins(manifest.verdict.nodes),
-        "seconds": manifest.seconds,
-        "engine_bytes": manifest.engine_bytes,
-        "profiles": [dict(profile) for profile in manifest.profiles],
-        "attention": attention_summary(manifest),
-        "plugins": libraries_summary(manifest),
-        "profile_names": [manifest.profile_name(index) for index in range(len(manifest.profiles))],
-        "rebuilds": manifest.rebuilds,
-    }
+    found = []
+    for name, manifest in ((engine.path.stem, engine.manifest) for engine in engines):
+        plain = ("backend", "version", "precision", "seconds", "engine_bytes", "rebuilds")
+        found.append(
+            {
+                "name": name,
+                **{each: getattr(manifest, each) for each in plain},
+                "built": where_built(manifest),
+                "ran": name in ran,
+                "why_not": None if name in ran else reasons.get(name, "not requested"),
+                "fused": list(manifest.fused_count),
+                "precision_status": manifest.verdict.precision.status,
+                "nodes": msgspec.to_builtins(manifest.verdict.nodes),
+                "profiles": [dict(profile) for profile in manifest.profiles],
+                "attention": attention_summary(manifest),
+                "plugins": libraries_summary(manifest),
+                "profile_names": [manifest.profile_name(index) for index in range(len(manifest.profiles))],
+            }
+        )
+    return found
 
 
 def latency_to_dict(points: Sequence[LatencyPoint]) -> dict[str, Any] | None:
@@ -183,40 +179,57 @@ FAILURE, WARNING, NOTE = LEVELS = "failure", "warning", "note"
 _SHOWN_MISSING = 3  # sizes in the headline
 
 
+def concluded(
+    report: Report,
+    judged: Sequence[Evaluation],
+    found: Sequence[Finding],
+    missing: Sequence[tuple[str, str]] = (),
+) -> Report:
+    """The report with its verdict: the findings, failures first, and the headline."""
+    ranked = tuple(sorted(found, key=lambda finding: LEVELS.index(finding.level)))
+    line = _headline(report, judged, ranked, missing)
+    return replace(report, findings=ranked, headline=line, not_verified=tuple(text for _, text in missing))
+
+
 def findings(
-    evaluations: Sequence[Evaluation],
-    absent: Sequence[Unavailable],
-    broken: Sequence[Unavailable],
-    engines: Sequence[Engine],
-    points: Sequence[LatencyPoint],
-    ranges: RangeReport | None,
-    conformance: ConformanceTable | None,
-    fault: FaultReport | None,
-    options: ValidateOptions,
-) -> tuple[Finding, ...]:
-    """Everything worth a sentence, failures first."""
-    found = [*_about_runtimes(evaluations)]
+    report: Report, options: ValidateOptions, broken: Sequence[Unavailable] = ()
+) -> Iterator[Finding]:
+    """Everything in a report that is worth a sentence."""
+    yield from _about_runtimes(report.evaluations)
     for each in broken:
         text = f"{each.name} fits this machine and failed to run the model: {each.reason}"
-        found.append(Finding(FAILURE, "engine", text))
-    found += _about_engines(engines, [each for each in absent if each not in broken], evaluations, options)
-    found += _about_profiles(evaluations)
-    if fault is not None:
-        found.append(Finding(NOTE, "parity", f"at fault: {fault.at_fault}. {fault.explanation}"))
-    found += [*_about_range(ranges), *_about_masks(conformance), *_about_latency(points)]
-    return tuple(sorted(found, key=lambda finding: LEVELS.index(finding.level)))
+        yield Finding(FAILURE, "engine", text)
+    yield from _about_engines(report, [each for each in report.absent if each not in broken], options)
+    for evaluation in report.evaluations:
+        if evaluation.outside and not evaluation.parity:
+            text = f"{evaluation.label} was compared with nothing: every case is outside its profiles"
+            yield Finding(FAILURE, "engine", text)
+        elif evaluation.outside:
+            text = f"{evaluation.label} was not run on {', '.join(evaluation.outside)}: outside its profiles"
+            yield Finding(NOTE, "engine", text)
+    if report.fault is not None:
+        at_fault, explanation = report.fault.at_fault, report.fault.explanation
+        yield Finding(NOTE, "parity", f"at fault: {at_fault}. {explanation}")
+    yield from _about_range(report.ranges)
+    table = report.conformance
+    for case in table.rows if table is not None else ():
+        for column, cell in table.cells[case.name].items() if table and not case.diagnostic else ():
+            if cell.status == WRONG:
+                text = f"{column} is wrong on masks: {case.name}, {cell.detail}"
+                yield Finding(WARNING, "conformance", text)
+    yield from _about_latency(report.points)
 
 
-def unfused_findings(manifest: Manifest, options: ValidateOptions) -> tuple[Finding, ...]:
+def unfused_findings(manifest: Manifest, options: ValidateOptions) -> Iterator[Finding]:
     """Attentions of a user's module that are no attention node in the graph, so no runtime can fuse them."""
     fused, of = len(manifest.attention), manifest.spec.attention_count
     if fused >= of:
-        return ()
+        return
     reasons = [note for note in manifest.notes if " is not fused: " in note]
     more = f", and {len(reasons) - 1} more" if len(reasons) > 1 else ""
     why = f" ({reasons[0]}{more})" if reasons else ""
     text = f"{fused} of {of} attentions are one node in the graph{why}"
-    return (Finding(FAILURE if options.require_fused else WARNING, "fusion", text),)
+    yield Finding(FAILURE if options.require_fused else WARNING, "fusion", text)
 
 
 def not_covered(
@@ -250,26 +263,20 @@ def not_covered(
     return tuple(dict.fromkeys(found))
 
 
-def coverage_findings(missing: Sequence[tuple[str, str]], options: ValidateOptions) -> tuple[Finding, ...]:
+def coverage_findings(missing: Sequence[tuple[str, str]], options: ValidateOptions) -> Iterator[Finding]:
     """What was not run, as a failure where it was required."""
-    found = []
-    for kind, required in (
-        ("run", options.require_run or options.require_coverage),
-        ("coverage", options.require_coverage),
-    ):
-        words = [text for each, text in missing if each == kind]
-        if words:
+    required = {"run": options.require_run or options.require_coverage, "coverage": options.require_coverage}
+    for kind, is_required in required.items():
+        if words := [text for each, text in missing if each == kind]:
             text = f"{NOT_VERIFIED}, since not run: {'; '.join(words)}"
-            found.append(Finding(FAILURE if required else NOTE, "coverage", text))
-    return tuple(found)
+            yield Finding(FAILURE if is_required else NOTE, "coverage", text)
 
 
-def headline(
+def _headline(
+    report: Report,
     evaluations: Sequence[Evaluation],
-    engines: Sequence[Engine],
-    points: Sequence[LatencyPoint],
     found: Sequence[Finding],
-    missing: Sequence[tuple[str, str]] = (),
+    missing: Sequence[tuple[str, str]],
 ) -> str:
     """The verdict in one line: is it right, is it fused, is it in its precision, is it fast."""
     failures = [finding.text for finding in found if finding.level == FAILURE]
@@ -280,19 +287,21 @@ def headline(
         return "nothing was checked"
     ran = [each for each in judged if each.runtime.engine is not None]
     parts = ["; ".join(_outputs(each) for each in ran or judged)]
-    not_run = [engine for engine in engines if all(engine is not each.runtime.engine for each in ran)]
-    if engines and not ran:
+    not_run = [each for each in report.engines if all(each is not other.runtime.engine for other in ran)]
+    if report.engines and not ran:
         parts[0] = f"the graph is right ({parts[0]})"
         names = ", ".join(engine.path.stem for engine in not_run)
         parts.append(f"engine {names} built and inspected, NOT RUN")
-    if not engines:  # an engine counts the attentions itself
+    if not report.engines:  # an engine counts the attentions itself
         parts += [finding.text for finding in found if finding.section == "fusion"]
     for engine in [each.runtime.engine for each in ran] or not_run:
         if engine is not None and not ran and not engine.is_shown:
             parts.append("fusion and precision not verified")
         elif engine is not None:
             parts += [engine.manifest.fusion_summary, engine.manifest.precision_summary]
-    parts += _speed((ran or judged)[0], points)
+    name = (ran or judged)[0].runtime.name
+    for point in report.points[:1]:
+        parts += [_speed(row, point) for row in point.rows if row.name == name and row.timing]
     sizes = [text for kind, text in missing if kind == "coverage"]
     more = f" and {len(sizes) - _SHOWN_MISSING} more" if len(sizes) > _SHOWN_MISSING else ""
     parts += [f"{NOT_VERIFIED}: {', '.join(sizes[:_SHOWN_MISSING])}{more}"] if sizes else []
@@ -300,30 +309,24 @@ def headline(
 
 
 def _outputs(evaluation: Evaluation) -> str:
-    counts = {True: [0, 0], False: [0, 0]}  # of attentions and of outputs: right ones, and all
+    right = {True: list[bool](), False: list[bool]()}  # of attentions and of outputs
     for report in evaluation.parity:
-        count = counts[report.cases == LAYERS]
-        count[0] += sum(verdict.passed for verdict in report.verdicts)
-        count[1] += len(report.verdicts)
-    text = f"{evaluation.label}: {counts[False][0]}/{counts[False][1]} outputs within budget"
-    if any(report.cases == LAYERS for report in evaluation.parity):
-        text += f", {counts[True][0]}/{counts[True][1]} attentions right"
+        right[report.cases == LAYERS] += [verdict.passed for verdict in report.verdicts]
+    text = f"{evaluation.label}: {sum(right[False])}/{len(right[False])} outputs within budget"
+    if right[True]:
+        text += f", {sum(right[True])}/{len(right[True])} attentions right"
     if evaluation.not_decoded_because is not None:
         return f"{text}, not decoded"
     steps = sum(report.steps for report in evaluation.decode_reports)
     return f"{text}, right at all {steps} decode steps" if steps else text
 
 
-def _speed(subject: Evaluation, points: Sequence[LatencyPoint]) -> Iterator[str]:
-    for point in points[:1]:
-        row = next((row for row in point.rows if row.name == subject.runtime.name and row.timing), None)
-        if row is None or row.timing is None:
-            return
-        text = f"{row.timing.p50:.1f} µs"
-        ratio, best = point.figures(row)["speedup_over_best_pytorch"], point.best_pytorch
-        if ratio is not None and best is not None:
-            text += f", {ratio:.2f} × the speed of the best PyTorch ({best.name})"
-        yield text
+def _speed(row: LatencyRow, point: LatencyPoint) -> str:
+    ratio, best = point.figures(row)["speedup_over_best_pytorch"], point.best_pytorch
+    text = f"{row.timing.p50:.1f} µs" if row.timing else ""
+    if ratio is not None and best is not None:
+        text += f", {ratio:.2f} × the speed of the best PyTorch ({best.name})"
+    return text
 
 
 def _about_runtimes(evaluations: Sequence[Evaluation]) -> Iterator[Finding]:
@@ -359,27 +362,20 @@ def _about_runtimes(evaluations: Sequence[Evaluation]) -> Iterator[Finding]:
 
 
 def _about_engines(
-    engines: Sequence[Engine],
-    absent: Sequence[Unavailable],
-    evaluations: Sequence[Evaluation],
-    options: ValidateOptions,
+    report: Report, absent: Sequence[Unavailable], options: ValidateOptions
 ) -> Iterator[Finding]:
-    required = options.require_fused or options.require_precision
+    engines, required = report.engines, options.require_fused or options.require_precision
     if not engines and required:
         yield Finding(FAILURE, "fusion", "the bundle has no engine that could be fused or in its precision")
-    for engine in engines:
-        name, manifest = engine.path.stem, engine.manifest
+    for name, manifest in ((engine.path.stem, engine.manifest) for engine in engines):
         if not manifest.all_fused:
             level = FAILURE if options.require_fused else WARNING
             yield Finding(level, "fusion", f"engine {name}: {manifest.fusion_summary}")
         if not manifest.is_in_precision:
             level = FAILURE if options.require_precision else WARNING
             yield Finding(level, "precision", f"engine {name}: {manifest.precision_summary}")
-    for engine in engines:
-        if narrowed := engine.manifest.verdict.precision.narrowed:  # which may overflow
-            text = (
-                f"engine {engine.path.stem} multiplies {len(narrowed)} matmuls in fewer bits than the graph"
-            )
+        if narrowed := manifest.verdict.precision.narrowed:  # which may overflow
+            text = f"engine {name} multiplies {len(narrowed)} matmuls in fewer bits than the graph"
             yield Finding(WARNING, "precision", text)
     names = {engine.path.stem for engine in engines}
     for each in absent:
@@ -387,23 +383,13 @@ def _about_engines(
             text = f"engine {each.name} was built and inspected, but not run: {each.reason}"
             yield Finding(NOTE, "engine", text)
     for engine in engines:  # of which nothing is known but what their manifests claim
-        ran = any(each.runtime.engine is engine and each.parity for each in evaluations)
+        ran = any(each.runtime.engine is engine and each.parity for each in report.evaluations)
         if not ran and not engine.is_shown:
             text = (
                 f"fusion and precision of engine {engine.path.stem} are not verified: "
                 "it did not run here, and only TensorRT can read its plan"
             )
             yield Finding(FAILURE if required else WARNING, "fusion", text)
-
-
-def _about_profiles(evaluations: Sequence[Evaluation]) -> Iterator[Finding]:
-    for each in evaluations:
-        if each.outside and not each.parity:
-            text = f"{each.label} was compared with nothing: every case is outside its profiles"
-            yield Finding(FAILURE, "engine", text)
-        elif each.outside:
-            text = f"{each.label} was not run on {', '.join(each.outside)}: outside its profiles"
-            yield Finding(NOTE, "engine", text)
 
 
 def _about_range(ranges: RangeReport | None) -> Iterator[Finding]:
@@ -425,14 +411,6 @@ def _about_range(ranges: RangeReport | None) -> Iterator[Finding]:
         if len({text for _, _, text in alike}) > 1:
             alike.sort(key=lambda each: each[0].headroom)
         yield Finding(level, "range", f"{named([node.node for node, _, _ in alike])}: {alike[0][2]}")
-
-
-def _about_masks(table: ConformanceTable | None) -> Iterator[Finding]:
-    for case in [] if table is None else [case for case in table.rows if not case.diagnostic]:
-        for column, cell in table.cells[case.name].items() if table else ():
-            if cell.status == WRONG:
-                text = f"{column} is wrong on masks: {case.name}, {cell.detail}"
-                yield Finding(WARNING, "conformance", text)
 
 
 def _about_latency(points: Sequence[LatencyPoint]) -> Iterator[Finding]:

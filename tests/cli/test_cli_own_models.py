@@ -18,7 +18,7 @@ from mha_deploy.graph.rules import target_from
 from mha_deploy.metrics import Budget, Deviation, OutputVerdict, ParityReport
 from mha_deploy.options import EngineOptions, ValidateOptions
 from mha_deploy.validate.fp16_range import Figures, Finding, NodeRange, RangeReport
-from mha_deploy.validate.verdict import findings
+from mha_deploy.validate.verdict import Report, findings
 
 LONG = "model.encoder.block.{}.layer.0.SelfAttention"
 
@@ -199,7 +199,7 @@ def ranges(*nodes, precision="fp16"):
 
 
 def sentences(report):
-    return [each.text for each in findings([], [], [], [], [], report, None, None, ValidateOptions())]
+    return [each.text for each in findings(Report(bundle=None, ranges=report), ValidateOptions())]
 
 
 def near(what, advice="take bf16"):

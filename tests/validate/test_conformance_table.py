@@ -9,7 +9,6 @@ from torch.nn.attention.bias import causal_lower_right
 
 from mha_deploy.errors import BackendUnavailable, DeployError
 from mha_deploy.graph.attention_node import attention_nodes
-from mha_deploy.graph.mutate import mutated
 from mha_deploy.graph.rules import target_from
 from mha_deploy.model.precision import PRECISIONS
 from mha_deploy.runtime import open_runner
@@ -20,7 +19,6 @@ from mha_deploy.validate.conformance import (
     NOWHERE,
     Case,
     MaskInput,
-    Reading,
     conformance_table,
     draw_trial,
     graph_column,
@@ -170,25 +168,8 @@ def test_the_lower_right_corner_is_pytorchs():
     corner = causal_lower_right(trial.case.S, trial.case.T)
     wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=corner)
     np.testing.assert_allclose(trial.exact, wanted.numpy(), rtol=1e-9, atol=1e-12)
-    own = trial.result(Reading(mask=None, causal=LOWER_RIGHT))
+    own = trial.result(mask=None, causal=LOWER_RIGHT)
     np.testing.assert_array_equal(trial.exact, own)
-
-
-def test_rows_without_a_key_are_known_and_zero():
-    counts = {}
-    for case in CASES:
-        trial = draw_trial(case, FP16, 0)
-        closed = trial.fully_masked
-        assert not trial.exact[closed].any()
-        assert trial.exact[~closed].any(axis=-1).all()
-        counts[case.name] = int(closed.sum())
-    closed_in = {name: count for name, count in counts.items() if count}
-    # Every eighth of 40 queries; and in the second row of the batch, whose first 24 keys are padding.
-    assert closed_in == {
-        "fully-masked-bool": 2 * 2 * 5,
-        "fully-masked-inf": 2 * 2 * 5,
-        "causal-left-padding": 2 * 24,
-    }
 
 
 @pytest.mark.parametrize("precision", PRECISIONS.values(), ids=list(PRECISIONS))
@@ -209,15 +190,6 @@ def test_inputs_come_from_the_seed_and_the_name_alone():
     assert all((first[role] == again[role]).all() for role in ("q", "k", "v", "mask"))
     assert not (first["q"] == draw_trial(case, FP16, 4).arrays["q"]).all()
     assert not (first["q"] == draw_trial(BY_NAME["bool-mask"], FP16, 3).arrays["q"]).all()
-
-
-def test_every_mask_hides_and_shows_something():
-    for case in CASES:
-        if case.mask is not None:
-            mask = draw_trial(case, FP16, 0).arrays["mask"]
-            seen = mask if mask.dtype == bool else mask > -9000
-            assert 0.1 < seen.mean() < 0.95, case.name
-            assert mask.shape == case.shapes["mask"]
 
 
 def test_an_unknown_pattern_is_refused():
@@ -292,25 +264,6 @@ def test_an_average_under_the_sentinel_is_wrong_where_the_precision_does_not_exc
     assert unusual(column_of(averages, FP16, cases=[case])) == {case.name: SWALLOWED}
     wrong = {case.name: ("wrong", "averages all keys under -1e4")}
     assert unusual(column_of(averages, FP32, cases=[case])) == wrong
-
-
-@pytest.mark.sweep(2)
-@pytest.mark.parametrize(
-    ("mistake", "cases"),
-    [
-        ("mask dropped", MASKED),
-        ("causal dropped", CAUSAL),
-        ("causal off by one", CAUSAL),
-        ("KV heads swapped", set(BY_NAME)),
-        ("groups interleaved", {"gqa-mask"}),
-    ],
-)
-def test_a_wrong_graph_in_a_real_runtime_is_caught(mistake, cases):
-    column = graph_column(lambda model: in_ort(mutated(model, mistake) or model), "onnx")
-    cells = column_of(column)
-    refused = {name for name, cell in cells.items() if cell.status == "refused"}
-    assert refused <= {"broadcast-queries", "causal-broadcast"}
-    assert {name for name, cell in cells.items() if cell.status == "wrong"} == cases - refused
 
 
 # -- engines -------------------------------------------------------------------------------------------
@@ -532,12 +485,6 @@ def test_the_table_is_plain_data():
     assert closed["absent"]["status"] == "absent"
 
 
-def test_another_seed_asks_with_other_numbers():
-    column = graph_column(NumpyRunner, "onnx")
-    errors = [column_of(column, cases=named("causal"), seed=seed)["causal"].error for seed in (0, 0, 1)]
-    assert errors[0] == errors[1] != errors[2]
-
-
 def test_a_table_passes_unless_an_answer_is_wrong():
     wrong = graph_column(lambda model: NumpyRunner(model, "causal from the lower right"), "onnx")
     assert not conformance_table({"wrong": wrong}, FP16, cases=named("causal", "causal-wide")).passed
@@ -550,7 +497,7 @@ def test_a_wrong_cell_tells_its_error():
     trial = draw_trial(BY_NAME["fully-masked-inf"], FP16, 0)
     exact = trial.exact
     # The mistake is in the closed rows alone, so its size is theirs.
-    attending = trial.result(Reading(mask=None, causal=NOWHERE))
+    attending = trial.result(mask=None, causal=NOWHERE)
     closed = trial.fully_masked
     error = np.linalg.norm(attending[closed]) / np.linalg.norm(exact)
     assert cell.error == pytest.approx(error, rel=1e-3)

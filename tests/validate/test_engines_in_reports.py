@@ -40,11 +40,11 @@ class Stand(Runner):
         return self.run(feeds)
 
 
-@pytest.fixture
-def bundle(bundles, tmp_path):
+@pytest.fixture(scope="module")
+def bundle(bundles, tmp_path_factory):
     """A bundle with an engine in it."""
     pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")
-    opened = open_bundle(copy_of(bundles("tiny-gqa"), tmp_path / "bundle"))
+    opened = open_bundle(copy_of(bundles("tiny-gqa"), tmp_path_factory.mktemp("engines") / "bundle"))
     engine_from_bundle(opened, EngineOptions(backend="tensorrt-rtx", targets="8.9"))
     return opened
 
@@ -142,9 +142,9 @@ def test_an_engine_of_other_inputs_has_failed(running, bundle):
 
 
 def test_somebody_who_is_asked_for_by_name_and_wrong_fails(bundle, monkeypatch):
-    """A PyTorch way too: that it is only a baseline elsewhere is no excuse here."""
+    """A PyTorch baseline too: that it is only a baseline elsewhere is no excuse here."""
     wrong = Stand(bundle, factor=1.5, name="torch eager")
-    monkeypatch.setattr(RuntimeFinder, "_open_torch", lambda self, way: wrong)
+    monkeypatch.setattr(RuntimeFinder, "_open_torch", lambda self, name: wrong)
     report = validate_bundle(bundle, ValidateOptions(backends=("eager",), latency=False, probe=False))
     assert not report.passed
     assert "wrong on 4 of 4 outputs" in report.headline

@@ -1,6 +1,7 @@
 """A row gets the same answer wherever it is; runners that are wrong in one place only are caught."""
 
 import json
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -17,17 +18,9 @@ from mha_deploy.validate.invariance import CHECKS, invariance_from_runner
 
 # Between them: every kind of input, every variant, shared heads, two outputs.
 NAMES = [
-    "tiny-gqa",
-    "tiny-cross-padding",
-    "tiny-additive-causal",
-    "tiny-weights",
-    "tiny-head-mix",
-    "tiny-sparse-heads",
-    "tiny-grouped-mlp",
-    "tiny-dynamic",
-    "tiny-preallocated",
-    "tiny-window",
-]
+    "tiny-gqa", "tiny-cross-padding", "tiny-additive-causal", "tiny-weights", "tiny-head-mix",
+    "tiny-sparse-heads", "tiny-grouped-mlp", "tiny-dynamic", "tiny-preallocated", "tiny-window",
+]  # fmt: skip
 FP16 = PRECISIONS["fp16"]
 
 
@@ -102,7 +95,7 @@ def neighbours(checks):
 # -- right runners -----------------------------------------------------------------------------
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_right_runner_passes(opened, name):
     spec, cases, runner = opened(name)
@@ -117,7 +110,7 @@ def test_a_right_runner_passes(opened, name):
 
 
 def test_checks_are_plain_json_with_the_fields_of_the_report(opened):
-    data = json.loads(json.dumps([check.to_dict() for check in checked(*opened("tiny-mha"))]))
+    data = json.loads(json.dumps([asdict(check) for check in checked(*opened("tiny-mha"))]))
     for check in data:
         assert list(check) == ["backend", "case", "check", "detail", "passed", "bitwise", "share", "problem"]
         assert check["check"] in CHECKS
@@ -173,17 +166,6 @@ def test_one_row_has_no_other_slot(opened):
 
 
 # -- wrong runners -----------------------------------------------------------------------------
-
-
-def test_rows_that_leak_into_each_other_are_caught(opened):
-    spec, cases, runner = opened("tiny-mha")
-
-    def leak(feeds, got):
-        mean = got["output"].astype(np.float32).mean(axis=0, keepdims=True)
-        return {"output": (got["output"] + 0.02 * mean).astype(np.float16)}
-
-    checks = checked(spec, cases, Altered(runner, after=leak))
-    assert not any(check.passed or check.bitwise for check in neighbours(checks))
 
 
 def of_size(x):
@@ -260,30 +242,12 @@ def test_the_lengths_of_the_first_slot_used_for_all_are_caught(opened):
     assert not alone.bitwise
 
 
-def test_an_error_in_the_last_slot_only_is_caught_and_placed(opened):
-    spec, cases, runner = opened("tiny-mha")
-    (large,) = (case for case in cases if case.name == "large")
-    checks = checked(spec, [large], Altered(runner, after=lambda feeds, got: scaled(got, 1.05, -1)))
-    slot = next(check for check in checks if check.check == "batch slot")
-    assert slot.problem.startswith("output: out of budget: ")
-    assert slot.problem.endswith("in slot 3 of 4")
-    assert slot.share > 1
-
-
 def test_an_error_at_batch_one_only_is_caught_there_and_nowhere_else(opened):
     spec, cases, runner = opened("tiny-mha")
     (large,) = (case for case in cases if case.name == "large")
     wrong = Altered(runner, after=lambda feeds, got: scaled(got, 1.01) if len(got["output"]) == 1 else got)
     checks = checked(spec, [large], wrong)
     assert [check.detail for check in checks if not check.passed] == ["batch 1 instead of 4"]
-
-
-def test_an_error_in_a_larger_batch_only_is_caught_there_and_nowhere_else(opened):
-    spec, cases, runner = opened("tiny-mha")
-    (opt,) = (case for case in cases if case.name == "opt")
-    wrong = Altered(runner, after=lambda feeds, got: scaled(got, 1.01, 3) if len(got["output"]) == 4 else got)
-    checks = checked(spec, [opt], wrong)
-    assert [check.detail for check in checks if not check.passed] == ["batch 4 instead of 2"]
 
 
 def test_another_rounding_is_told_and_passes(opened):
@@ -342,10 +306,9 @@ def test_a_case_runs_in_every_profile_that_takes_it(opened):
     assert set(profiled.used) == {0, 1}
 
 
-@pytest.mark.parametrize("wrong", [0, 1])
-def test_an_error_in_one_profile_is_caught(opened, wrong):
+def test_an_error_in_one_profile_is_caught(opened):
     spec, cases, runner = opened("tiny-mha")
-    checks = checked(spec, cases, Profiled(runner, wrong=wrong))
+    checks = checked(spec, cases, Profiled(runner, wrong=1))
     assert failed(checks) == {"profile"}
 
 
@@ -377,9 +340,6 @@ def last_takes_the_first(*names):
     ("name", "tensors"),
     [
         ("tiny-dynamic", ["past_key"]),
-        ("tiny-dynamic", ["past_value"]),
-        ("tiny-window", ["past_key", "past_value"]),
-        ("tiny-preallocated", ["key_cache"]),
         ("tiny-preallocated", ["value_cache"]),
         ("tiny-preallocated", ["lengths"]),
     ],

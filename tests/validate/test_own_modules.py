@@ -14,7 +14,7 @@ from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.engine.build import engine_from_bundle
 from mha_deploy.errors import DeployError
 from mha_deploy.options import EngineOptions, ValidateOptions
-from mha_deploy.validate.layers import layers_case
+from mha_deploy.validate.bisect import layers_case
 from mha_deploy.validate.run import validate_bundle
 
 OWN = Path(__file__).parents[1] / "own_models.py"
@@ -56,15 +56,12 @@ def judged(report):
     return next(each for each in report.evaluations if each.parity)
 
 
-@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("name", "precision", "count"),
     [
         ("encoder", "fp16", 3),
-        ("one_layer", "bf16", 1),
-        ("one_layer", "fp32", 1),
-        pytest.param("encoder", "bf16", 3, marks=pytest.mark.slow),
-        pytest.param("encoder", "fp32", 3, marks=pytest.mark.slow),
+        pytest.param("one_layer", "bf16", 1, marks=pytest.mark.slow),
+        pytest.param("one_layer", "fp32", 1, marks=pytest.mark.slow),
     ],
 )
 def test_the_graph_and_every_attention_are_right(own_bundles, name, precision, count):

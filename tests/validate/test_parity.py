@@ -5,7 +5,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mha_deploy.bundle.cases import GoldenCase, golden_cases
+from mha_deploy.bundle.cases import GoldenCase
 from mha_deploy.metrics import ParityReport, judge_case, parity_from_verdicts
 from mha_deploy.model.precision import PRECISIONS
 from mha_deploy.validate.self_test import graph_parity
@@ -23,10 +23,6 @@ def case():
 
 def problems(case, got):
     return {verdict.output: verdict.problem for verdict in judge_case(case, got, FP16)}
-
-
-def test_the_modules_own_result_passes(case):
-    assert problems(case, case.eager) == {"output": None, "weights": None}
 
 
 def test_a_missing_output_fails(case):
@@ -156,9 +152,3 @@ def test_the_report_is_plain_json_and_names_the_runtime(bundles):
     assert data["backend"].startswith("ort-cpu ")
     assert {verdict["output"] for verdict in data["verdicts"]} == {"output", "weights"}
     assert set(data["verdicts"][0]["budget"]) < set(data["verdicts"][0]["deviation"])
-
-
-def test_every_case_is_announced_before_it_runs(bundles):
-    bundle, seen = bundles("tiny-mha"), []
-    graph_parity(bundle, on_case=seen.append)
-    assert seen == [case.name for case in golden_cases(bundle)]

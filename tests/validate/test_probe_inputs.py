@@ -32,7 +32,7 @@ def test_a_right_graph_stays_below_half_of_a_probe_budget(bundles, name):
     bundle = bundles(name)
     precision = bundle.manifest.precision
     with open_runner(cpu_backend(precision), bundle.model_path) as runner:
-        for probe, allowance in (("edges", PROBE_ALLOWANCE), ("weights", 1.0)):
+        for probe, allowance in (("edges", PROBE_ALLOWANCE), ("coarse", 1.0)):
             for case in probes(bundle, probe):
                 case = replace(case, allowance=allowance)
                 assert max(v.share for v in judge_case(case, runner.run(case.inputs), precision)) < 0.5
@@ -41,7 +41,7 @@ def test_a_right_graph_stays_below_half_of_a_probe_budget(bundles, name):
 def test_validate_runs_probes_by_default_and_names_them(bundles):
     report = md.validate(bundles("tiny-gqa"), latency=False).to_dict()
     assert [run["cases"] for run in report["parity"]] == ["golden", "probe"]
-    assert [each["case"] for each in report["parity"][1]["verdicts"]] == ["probe-opt", "weights-opt"]
+    assert [each["case"] for each in report["parity"][1]["verdicts"]] == ["probe-opt", "coarse-opt"]
     without = md.validate(bundles("tiny-gqa"), latency=False, probe=False).to_dict()
     assert [run["cases"] for run in without["parity"]] == ["golden"]
 

@@ -1,6 +1,7 @@
 """A whole validation without a GPU: the graph is run; engines are built, inspected and told of."""
 
 import json
+import shutil
 
 import onnx
 import pytest
@@ -29,10 +30,10 @@ def bare(bundles, tmp_path):
     return lambda name: open_bundle(copy_of(bundles(name), tmp_path / name))
 
 
-@pytest.fixture
-def with_engine(folder):
+@pytest.fixture(scope="module")
+def with_engine(bundles, tmp_path_factory):
     pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")
-    bundle = open_bundle(folder)
+    bundle = open_bundle(copy_of(bundles("tiny-gqa"), tmp_path_factory.mktemp("engine") / "bundle"))
     engine_from_bundle(bundle, EngineOptions(backend="tensorrt-rtx", targets="8.9"))
     return bundle
 
@@ -76,10 +77,11 @@ def test_an_engine_that_is_asked_for_by_name_must_run(with_engine):
         validate_bundle(with_engine, ValidateOptions(backends=("tensorrt-rtx",)))
 
 
-def test_an_engine_of_another_bundle_is_refused(with_engine):
-    edit_manifest(with_engine.path, lambda data: data["notes"].append("changed"))
+def test_an_engine_of_another_bundle_is_refused(with_engine, tmp_path):
+    folder = shutil.copytree(with_engine.path, tmp_path / "bundle")
+    edit_manifest(folder, lambda data: data["notes"].append("changed"))
     with pytest.raises(BundleError, match="another bundle"):
-        validate_bundle(open_bundle(with_engine.path))
+        validate_bundle(open_bundle(folder))
 
 
 def test_an_engine_that_is_not_fused_fails_only_where_that_is_required(bundles, tmp_path):
@@ -168,16 +170,16 @@ def test_a_name_that_nobody_has_is_refused_with_the_nearest(bare):
 
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", ["ort-cuda", "eager", "sdpa-cudnn", "compile"])
-def test_what_needs_a_gpu_says_so(bare, name):
+def test_what_needs_a_gpu_says_so(bare, in_process, name):
     with pytest.raises(BackendUnavailable):
         validate_bundle(bare("tiny-mha"), ValidateOptions(backends=(name,)))
 
 
-def test_the_names_of_pytorchs_ways_are_those_of_the_baselines():
+def test_the_names_of_pytorch_are_those_of_the_baselines():
     from mha_deploy.baselines.torch import BASELINES
 
     assert tuple(BASELINES) == TORCH_BASELINES
 
 
-def test_without_a_gpu_there_are_no_baselines(bare):
-    assert RuntimeFinder(bare("tiny-mha")).baselines() == []
+def test_without_a_gpu_there_are_no_baselines(bundles):
+    assert RuntimeFinder(bundles("tiny-mha")).baselines() == []

@@ -5,11 +5,11 @@ import pytest
 from mha_deploy.analyze.cost import SizeLimit, odd_sizes, shrunk, usual_points
 from mha_deploy.model.catalog import catalog_names, find_spec
 from mha_deploy.model.spec import Axis
-from mha_deploy.validate.sweep import bench_points, sweep_points
+from mha_deploy.validate.bench import bench_points
+from mha_deploy.validate.run import sweep_points
 
 MHA, CROSS, LLAMA = find_spec("tiny-mha"), find_spec("tiny-cross"), find_spec("llama-3-8b")
 DYNAMIC, PREALLOCATED = find_spec("tiny-dynamic"), find_spec("tiny-preallocated")
-SPECS = pytest.mark.parametrize("name", catalog_names())
 
 
 def ranges(**texts):
@@ -34,7 +34,6 @@ def test_a_layer_without_profiles_is_tried_at_the_corners_of_its_own_axes():
         "large-batch-short": {"B": 4, "S": 1},
         "largest-odd": {"B": 1, "S": 63},
     }
-    assert {point.profile for point in plan} == {None}
     assert {point.note for point in plan} == {""}
 
 
@@ -44,14 +43,13 @@ def test_cross_attention_also_gets_lengths_that_differ():
     assert sizes["many-queries-few-keys"] == {"B": 2, "S": 64, "T": 1}
 
 
-@SPECS
-def test_every_shipped_spec_is_tried_inside_its_axes_and_each_size_once(name):
-    spec = find_spec(name)
-    plan = sweep_points(spec)
-    for point in plan:
-        spec.check_sizes(point.sizes)
-    assert len({tuple(point.sizes.items()) for point in plan}) == len(plan)
-    assert len({point.name for point in plan}) == len(plan)
+def test_every_shipped_spec_is_tried_inside_its_axes_and_each_size_once():
+    for spec in map(find_spec, catalog_names()):
+        plan = sweep_points(spec)
+        for point in plan:
+            spec.check_sizes(point.sizes)
+        assert len({tuple(point.sizes.items()) for point in plan}) == len(plan), spec.name
+        assert len({point.name for point in plan}) == len(plan), spec.name
 
 
 def test_every_profile_is_tried_and_shared_corners_once():
@@ -64,15 +62,8 @@ def test_every_profile_is_tried_and_shared_corners_once():
     assert "profile-1-min" not in sizes, "the same sizes as profile-0-small-batch-long"
     assert len({tuple(point.sizes.items()) for point in plan}) == len(plan)
     for point in plan:
-        assert point.profile == int(point.name.split("-")[1])
-        for axis, size in point.sizes.items():
-            assert profiles[point.profile][axis].min <= size <= profiles[point.profile][axis].max
-
-
-def test_one_profile_gives_its_number_and_plain_names():
-    plan = sweep_points(MHA, [ranges(B="1:1:2", S="1:8:16")])
-    assert {point.profile for point in plan} == {0}
-    assert by_name(plan)["max"] == {"B": 2, "S": 16}
+        profile = profiles[int(point.name.split("-")[1])]
+        assert all(profile[axis].min <= size <= profile[axis].max for axis, size in point.sizes.items())
 
 
 # -- odd lengths -------------------------------------------------------------------------------
@@ -132,17 +123,15 @@ def test_a_profile_is_not_shrunk_below_its_own_smallest_sizes():
 # -- latencies ---------------------------------------------------------------------------------
 
 
-@SPECS
-def test_a_grid_is_small_inside_the_axes_and_has_the_usual_sizes(name):
-    spec = find_spec(name)
-    points = bench_points(spec)
-    assert 1 <= len(points) <= 38
-    assert [point for point in points if point in usual_points(spec)] == sorted(
-        usual_points(spec), key=lambda point: point.sizes["S"]
-    )
-    assert len({point.name for point in points}) == len(points)
-    for point in points:
-        spec.check_sizes(point.sizes)
+def test_a_grid_is_small_inside_the_axes_and_has_the_usual_sizes():
+    for spec in map(find_spec, catalog_names()):
+        points, usual = bench_points(spec), usual_points(spec)
+        assert 1 <= len(points) <= 38, spec.name
+        found = [point for point in points if point in usual]
+        assert found == sorted(usual, key=lambda point: point.sizes["S"]), spec.name
+        assert len({point.name for point in points}) == len(points), spec.name
+        for point in points:
+            spec.check_sizes(point.sizes)
 
 
 def test_a_grid_has_powers_of_two_from_the_smallest_to_the_largest():
@@ -193,10 +182,3 @@ def test_a_cache_that_an_oracle_has_no_room_for_is_left_out():
     assert max(found) == (4096, max(P for B, P in found if B == 4096))
     assert max(B * P for B, P in found) * 2 * 2 * 2 * 16 * 8 <= 16 << 30
     assert (1, 131072) in found
-
-
-@pytest.mark.parametrize("name", ["tiny-dynamic", "tiny-preallocated", "tiny-window"])
-def test_the_corners_of_a_cached_layer_are_inside_its_axes(name):
-    spec = find_spec(name)
-    for point in sweep_points(spec):
-        spec.check_sizes(point.sizes)

@@ -1,4 +1,4 @@
-"""Which tokens a bundle is stepped through: its own, which must be what it says, and those asked for."""
+"""Which tokens a bundle decodes: its own, which must be what it says, and those that were requested."""
 
 import shutil
 
@@ -85,19 +85,19 @@ def fresh(bundle, **options):
     return traces_of(bundle, ValidateOptions(**options))[-1]
 
 
-@pytest.mark.parametrize(("steps", "prompt"), [(1, 16), (48, 16), (50, 14), (63, 1)])
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize(("steps", "prompt"), [(1, 16), (50, 14), (63, 1)])
 @pytest.mark.parametrize("name", CACHES)
 def test_the_usual_prompt_leaves_room_for_the_steps(bundles, name, steps, prompt):
     trace = fresh(bundles(name), steps=steps)
     assert (trace.steps, np.unique(trace.prompt).tolist(), trace.B) == (steps, [prompt], 2)
 
 
-@pytest.mark.parametrize("steps", [64, 80, 1000])
 @pytest.mark.parametrize("name", CACHES)
-def test_more_steps_than_there_is_room_for_are_refused(bundles, name, steps):
+def test_more_steps_than_there_is_room_for_are_refused(bundles, name):
     with pytest.raises(DeployError, match="no room for a prompt") as caught:
-        fresh(bundles(name), steps=steps)
-    assert (caught.value.got, caught.value.hint) == (f"--steps {steps}", "63 steps at most")
+        fresh(bundles(name), steps=64)
+    assert (caught.value.got, caught.value.hint) == ("--steps 64", "63 steps at most")
 
 
 @pytest.mark.parametrize(

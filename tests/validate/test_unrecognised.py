@@ -15,28 +15,23 @@ def copied(own_bundles, tmp_path):
     return lambda name: shutil.copytree(own_bundles(name).path, tmp_path / name)
 
 
-@pytest.mark.parametrize(
+MODELS = pytest.mark.parametrize(
     ("name", "fused"), [("talking", 1), pytest.param("only_talking", 0, marks=pytest.mark.slow)]
 )
-def test_the_manifest_counts_talking_heads(name, fused, own_bundles):
+
+
+@MODELS
+def test_the_manifest_and_a_validation_count_talking_heads(name, fused, own_bundles):
     manifest = own_bundles(name).manifest
     assert (len(manifest.attention), manifest.spec.attention_count) == (fused, 2)
     assert sum("blocks.1.attention" in note for note in manifest.notes) == 1
-
-
-@pytest.mark.parametrize(
-    ("name", "told"), [("talking", "1 of 2"), pytest.param("only_talking", "0 of 2", marks=pytest.mark.slow)]
-)
-def test_a_validation_counts_them_in_its_headline(name, told, own_bundles):
     report = validate_bundle(own_bundles(name), ValidateOptions(probe=False))
     assert report.passed, report.headline
-    assert told in report.headline
+    assert f"{fused} of 2" in report.headline
     assert not validate_bundle(own_bundles(name), ValidateOptions(require_fused=True, probe=False)).passed
 
 
-@pytest.mark.parametrize(
-    ("name", "fused"), [("talking", 1), pytest.param("only_talking", 0, marks=pytest.mark.slow)]
-)
+@MODELS
 def test_an_engine_counts_them(name, fused, copied, run_cli):
     pytest.importorskip("tensorrt_rtx")
     folder = copied(name)
