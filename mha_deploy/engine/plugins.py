@@ -31,12 +31,10 @@ from mha_deploy.runtime.tensorrt.versions import EngineError, TensorRT
 PREFIX = "libmha_deploy_plugins_trt"
 
 _REBUILD = "mha-deploy plugins build"
-_READ_INFO = """
-import ctypes, sys
+_READ_INFO = """import ctypes, sys
 info = ctypes.CDLL(sys.argv[1]).mha_deploy_plugins_info
 info.restype = ctypes.c_char_p
-sys.stdout.buffer.write(info())
-"""
+sys.stdout.buffer.write(info())"""
 
 
 class PluginError(BackendUnavailable):
@@ -251,11 +249,11 @@ class Found:
 def find_parts(given: Mapping[str, Path | None]) -> list[Found]:
     """Find all that the library is compiled with; folders, and nvcc, may be given by the keys of `PARTS`."""
     found = {part: _found(part, given.get(part.key)) for part in PARTS}
-    missing = {part: _places(part) for part, each in found.items() if each is None}
+    missing = [part for part, each in found.items() if each is None]
     if missing:
         lines = []
-        for part, folders in missing.items():
-            looked = ", ".join(dict.fromkeys(str(folder) for folder, _ in folders))
+        for part in missing:
+            looked = ", ".join(dict.fromkeys(str(folder) for folder, _ in _places(part)))
             lines.append(f"{part.title} ({', '.join(part.files)}), looked in {looked}")
         raise PluginError(
             "What the plugin library is built with is missing.",
@@ -399,7 +397,6 @@ PARTS = (
 
 OnStep = Callable[[str, int, int], None]
 
-_MACHINE = slice(18, 20)  # of an ELF header: what processor the file is for
 # Ninja counts steps, Make reports a percentage.
 _PROGRESS = re.compile(r"^\[\s*(?:(\d+)/(\d+)|(\d+)%)\]")
 
@@ -473,13 +470,13 @@ def _run(command: Sequence[str], step: str, on_step: OnStep) -> None:
 def _is_for_this_machine(path: Path) -> bool:
     """Whether a library is for the kind of processor that Python runs on: compilers can be for another."""
     with path.open("rb") as ours, open(sys.executable, "rb") as python:
-        return ours.read(20)[_MACHINE] == python.read(20)[_MACHINE]
+        return ours.read(20)[18:] == python.read(20)[18:]  # the field of an ELF header for it
 
 
 # -- Load the library into a TensorRT, once a process ----------------------------------------------
 
-# The registry belongs to the module of a TensorRT, and lives as long as the process.
-_loaded: dict[str, PluginLibrary] = {}
+# By TensorRT's module: its registry lives as long as the process.
+_loaded: dict[str, Path] = {}
 
 
 def find_plugins(rt: TensorRT) -> PluginLibrary:
@@ -488,14 +485,15 @@ def find_plugins(rt: TensorRT) -> PluginLibrary:
     return library_for(rt.version)
 
 
-def load_plugins(rt: TensorRT) -> PluginLibrary:
+def load_plugins(rt: TensorRT) -> None:
     """Find the library for a TensorRT, and load it."""
-    return _load(rt, find_plugins(rt))
+    _load(rt, find_plugins(rt))
 
 
-def load_needed(rt: TensorRT, records: Sequence[Mapping[str, Any]]) -> list[PluginLibrary]:
+def load_needed(rt: TensorRT, records: Sequence[Mapping[str, Any]]) -> None:
     """Load the libraries in an engine's manifest."""
-    return [_load(rt, library_needed(record, rt.version)) for record in records]
+    for record in records:
+        _load(rt, library_needed(record, rt.version))
 
 
 def refuse_plugins(rt: TensorRT) -> None:
@@ -508,18 +506,17 @@ def refuse_plugins(rt: TensorRT) -> None:
         )
 
 
-def _load(rt: TensorRT, library: PluginLibrary) -> PluginLibrary:
+def _load(rt: TensorRT, library: PluginLibrary) -> None:
     earlier = _loaded.get(rt.module.__name__)
     if earlier is None:
         load_library(rt, library.path)
-        _loaded[rt.module.__name__] = earlier = library
-    if earlier.path != library.path:
+        _loaded[rt.module.__name__] = earlier = library.path
+    if earlier != library.path:
         raise PluginError(
             "This process has loaded another plugin library already.",
-            got=f"{earlier.path}, then {library.path}",
+            got=f"{earlier}, then {library.path}",
             hint="use one library in a process",
         )
-    return earlier
 
 
 def load_library(rt: TensorRT, path: Path) -> None:
