@@ -96,7 +96,7 @@ def verb(*groups: dict[str, Field[Any]]) -> Callable[[Callable[..., Result | Non
 
 def _parameter(name: str, text: str, field: Field[Any]) -> Parameter:
     """The parameter that Typer makes an option or an argument of."""
-    default = Parameter.empty if field.default is MISSING else field.default
+    default: Any = Parameter.empty if field.default is MISSING else field.default
     is_argument = "is_argument" in field.metadata
     flags, about = field.metadata["flags"], field.metadata["about"]
     kind: Any = _KINDS.get(text.removesuffix(" | None"), str)

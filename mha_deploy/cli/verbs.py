@@ -109,7 +109,12 @@ def deploy(
     # A catalog layer has no weights of its own that could overflow: `auto` is FP16 there.
     written = "fp16" if precision == AUTO and hasattr(model.source, "Hq") else precision
     target = out or Path("bundles") / f"{name}-{written}"
-    more = {"engine": engine, "latency": latency, "candidates": candidates, "on_result": reached.append}
+    more: dict[str, Any] = {
+        "engine": engine,
+        "latency": latency,
+        "candidates": candidates,
+        "on_result": reached.append,
+    }
     try:
         with steps(f"deploy {model.name}") as on_step:
             done = md.deploy(model, target, inputs=files, on_step=on_step, **more, **options)

@@ -7,7 +7,6 @@ import pytest
 from example_decode import break_decode, decode
 from example_report import fresh
 from replayed import MEDDLERS, STEPS, decoded, right, stops_at, wrong_from
-from schema_text import schema_markdown
 
 from mha_deploy.engine.engine import Engine, EngineManifest
 from mha_deploy.report.charts import EAGER
@@ -47,11 +46,6 @@ def test_the_example_has_the_keys_of_what_the_decode_loop_gives():
     real, made = decoded().to_dict(), decode("tensorrt 8.6.1")
     assert list(real) == list(made)
     assert set(decoded(wrong_from(3)).to_dict()["failures"][0]) == set(break_decode(made)["failures"][0])
-
-
-def test_a_verdict_on_decoding_is_described_once():
-    assert schema_markdown().count("### `decode[]`") == 1
-    assert "### `decode[].failures[]`" not in schema_markdown()
 
 
 def test_a_finding_about_decoding_leads_to_its_section():
