@@ -1,9 +1,11 @@
 """Libraries that say of themselves what a test wants, and have no plugins behind it."""
 
+import functools
 import json
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -27,19 +29,26 @@ def file_name(major: str = "8") -> str:
     return f"libmha_deploy_plugins_trt{major}.so"
 
 
-def write_library(folder: Path, *, comment: str = "", code: str | None = None, **changes) -> Path:
-    """Compile a library that tells this of itself."""
+@functools.cache
+def _compiled(source: str) -> bytes:
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("a C compiler is not here")
+    with tempfile.NamedTemporaryFile(suffix=".so") as made:
+        command = [compiler, "-shared", "-fPIC", "-x", "c", "-", "-o", made.name]
+        subprocess.run(command, input=source, text=True, check=True, capture_output=True)
+        return Path(made.name).read_bytes()
+
+
+def write_library(folder: Path, *, comment: str = "", code: str | None = None, **changes) -> Path:
+    """Compile a library that tells this of itself."""
     info = {**INFO, **changes}
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / file_name(str(info["tensorrt"]).split(".")[0])
     text = json.dumps(json.dumps(info))  # a JSON text is a C text, too
     source = code or f"char const* mha_deploy_plugins_info(void) {{ return {text}; }}\n"
-    source += f'char const* comment = "{comment}";\n'
-    command = [compiler, "-shared", "-fPIC", "-x", "c", "-", "-o", str(path)]
-    subprocess.run(command, input=source, text=True, check=True, capture_output=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / file_name(str(info["tensorrt"]).split(".")[0])
+    path.unlink(missing_ok=True)  # a loaded one must not change
+    path.write_bytes(_compiled(f'{source}char const* comment = "{comment}";\n'))
     return path
 
 

@@ -223,10 +223,20 @@ uint64_t machine_of(Driver const& driver, CublasLt const& library) {
 constexpr int kProposals = 10;
 constexpr std::size_t kRounds = 5;
 constexpr double kMeasuringSeconds = 1.5;  // for all sizes of one projection
-constexpr float kWorthwhile = 0.98F;       // another algorithm is taken from two per cent on in most rounds
-constexpr float kHopeless = 1.1F;          // and not compared further where it began ten per cent behind
+constexpr float kHopeless = 1.1F;  // an algorithm that begins ten per cent behind is not compared further
 constexpr std::size_t kRotatedBytes = std::size_t{96} << 20;  // weights of several layers do not stay in L2
 constexpr int64_t kSmallBytes = int64_t{1} << 20;  // a GEMM that moves less takes no longer than its launch
+
+double operations_of(LinearShape const& shape) {
+    return 2.0 * static_cast<double>(shape.rows) * static_cast<double>(shape.inputs)
+           * static_cast<double>(shape.outputs);
+}
+
+// Another algorithm than the first is taken from two per cent on, in most rounds. Large GEMMs run at the
+// power limit of a GPU, where times of the same algorithm differ by more: five.
+float worthwhile(LinearShape const& shape) {
+    return operations_of(shape) > 5e10 ? 0.95F : 0.98F;
+}
 
 // Launches of one algorithm: a small GEMM is shorter than its launch, but not within a graph.
 class Launches {
@@ -318,7 +328,7 @@ public:
         }
         std::vector<float> const compared = times(launches, order);
         std::size_t best = 0;
-        float least = kWorthwhile;
+        float least = worthwhile(problem.shape);
         for (std::size_t at = 0; at + 2 * kRounds <= compared.size(); at += 2 * kRounds) {
             std::array<float, kRounds> ratios{};
             for (std::size_t round = 0; round < kRounds; ++round) {
@@ -341,10 +351,7 @@ private:
             || !matmul.propose(kProposals, proposals).ok()) {
             return false;
         }
-        auto const [rows, inputs, outputs] = problem.shape;
-        double const operations = 2.0 * static_cast<double>(rows) * static_cast<double>(inputs)
-                                  * static_cast<double>(outputs);
-        std::size_t const count = operations > 1e11 ? 2 : 12;
+        std::size_t const count = operations_of(problem.shape) > 1e11 ? 2 : 12;
         for (auto const& proposal : proposals) {
             matmul.use(proposal.algo, proposal.workspaceSize);
             bool const recorded = launches.emplace_back(driver_).record(stream_, [&] {
