@@ -25,7 +25,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,8 +40,8 @@ from mha_deploy.baselines.fresh import FreshCases, module_from_bundle
 from mha_deploy.bundle.cases import GoldenCase
 from mha_deploy.environment import versions
 from mha_deploy.export.golden import fp64_twin
-from mha_deploy.metrics import judge_case
-from mha_deploy.model.precision import PRECISIONS
+from mha_deploy.metrics import Budget, budget_from_eager, judge_case
+from mha_deploy.model.precision import PRECISIONS, Precision
 from mha_deploy.reference.attention import Attention, merge_heads, split_heads
 from mha_deploy.reference.inputs import call_arguments, tensor_from_numpy, to_numpy
 from mha_deploy.validate.run import PROBE_ALLOWANCE
@@ -199,12 +199,12 @@ def runtimes(bundle: Any, tensorrt: bool) -> Iterator[dict[str, tuple[Any, str, 
                 return {"output": to_numpy(module(**call_arguments(module.spec, feeds)).cpu())}
 
         opened["FP16 accumulation"] = simulated, "fp16", f"rounded every {_TERMS} terms"
-    for runtime in found:
-        name = f"TensorRT, {runtime.name}" if tensorrt else "ONNX Runtime"
-        with runtime.open() as runner:
+    with ExitStack() as owned:
+        for runtime in found:
+            name = f"TensorRT, {runtime.name}" if tensorrt else "ONNX Runtime"
+            runner = owned.enter_context(runtime.open())
             opened[name] = runner.run, *runtime.accumulation(bundle.manifest.precision)
-            if runtime is found[-1]:
-                yield opened
+        yield opened
 
 
 def shares(point: str, tensorrt: bool) -> dict[str, dict[str, float]]:
@@ -224,13 +224,17 @@ def shares(point: str, tensorrt: bool) -> dict[str, dict[str, float]]:
                 print(f"{title} in {runtime}, accumulation in {kind}: {why}", flush=True)
                 precision = replace(bundle.manifest.precision, accumulate=kind)
                 got = {probe: run(case.inputs)["output"] for probe, case in cases.items()}
+                budgets = {
+                    p: budget_from_eager(case.eager["output"], case.oracle["output"], precision)
+                    for p, case in cases.items()
+                }
                 trials = [
-                    (n, p, pool.submit(judge, n, cases[p], layers[p], got[p], precision, p))
+                    (n, pool.submit(judge, n, cases[p], layers[p], got[p], precision, p, budgets[p]))
                     for n in names
                     for p in cases
                 ]
                 worst: dict[str, tuple[float, str]] = {}
-                for name, _, trial in trials:
+                for name, trial in trials:
                     worst[name] = max(worst.get(name, trial.result()), trial.result())
                 for name, (share, where) in worst.items():
                     print(f"  {name}: {share:.2f} ({where})", flush=True)
@@ -239,14 +243,21 @@ def shares(point: str, tensorrt: bool) -> dict[str, dict[str, float]]:
 
 
 def judge(
-    name: str, case: GoldenCase, layer: Layer, got: np.ndarray, precision: Any, probe: str
+    name: str,
+    case: GoldenCase,
+    layer: Layer,
+    got: np.ndarray,
+    precision: Precision,
+    probe: str,
+    budget: Budget,
 ) -> tuple[float, str]:
     """The share of the budget that a runtime's result uses with a mistake, and where it is largest."""
     wrong = got.astype(np.float64) if name == "correct" else wrong_output(name, layer, got)
     if "bias" in name:
         bias = 1e4 if "10,000" in name else 1e3
         case, wrong[..., _CHANNEL] = with_bias(case, bias), wrong[..., _CHANNEL] + bias
-    (verdict,) = judge_case(case, {"output": wrong.astype(got.dtype)}, precision)
+    budgets = {} if "bias" in name else {"output": budget}
+    (verdict,) = judge_case(case, {"output": wrong.astype(got.dtype)}, precision, budgets)
     if verdict.budget is None or verdict.deviation is None:
         return math.inf, str(verdict.problem)
     used = {key: getattr(verdict.deviation, key) / limit for key, limit in verdict.budget.limits.items()}

@@ -349,7 +349,7 @@ def budget_from_eager(
     eager: np.ndarray, oracle: np.ndarray, precision: Precision, to_heads: ToHeads | None = None
 ) -> Budget:
     """Derive the budget of one tensor from the module's own error."""
-    for known in _RECENT:
+    for known in tuple(_RECENT):
         if known[0] is eager and known[1] is oracle and known[2:4] == (precision, to_heads):
             return known[4]
     noise, roundoff, width = None, precision.roundoff, oracle.shape[-1] if oracle.ndim else 1
@@ -358,7 +358,7 @@ def budget_from_eager(
         noise = Noise(eager.astype(np.float64) - oracle, oracle, precision, tiny, to_heads)
     own, factor = measure(eager, oracle), FACTORS[precision.name, precision.accumulate]
     l2 = max(own.relative_l2, _FLOOR_L2 * roundoff)
-    wider = max(1.0, _OF_MANY * fp16_accumulation(width, precision) / l2)
+    wider = max(1.0, fp16_accumulation(width, precision) / l2)
     repeats = noise.repeats(range(oracle.ndim)) if noise else 1.0
     cancelled = _GAIN_NOISE * wider * l2 * math.sqrt(repeats / max(oracle.size, 1))
     few, few_channels = (1 + _OF_FEW / math.sqrt(max(count, 1)) for count in (oracle.size, width))
