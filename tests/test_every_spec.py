@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from graph_parity import graph_parity
 from tiny_specs import TINY, in_precisions
 
 from mha_deploy.baselines.fresh import module_from_bundle
@@ -21,7 +22,6 @@ from mha_deploy.model.catalog import catalog_names, find_spec
 from mha_deploy.model.precision import PRECISIONS
 from mha_deploy.options import EngineOptions, ExportOptions
 from mha_deploy.reference.inputs import call_arguments, tensor_from_numpy, to_numpy
-from mha_deploy.validate.self_test import graph_parity
 
 # The variants of the others are those of the tiny specs: they are for `-m slow`, and some take gigabytes.
 QUICK = ("bert-base", "gpt2")
@@ -104,7 +104,7 @@ def test_the_layer_of_a_bundle_gives_the_golden_results(bundles, name, precision
                 )
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(2)
 @in_precisions("fp16", "bf16", names=[name for name in TINY if find_spec(name).softcap is None])
 def test_a_tiny_model_builds_fused_in_its_precision(bundles, name, precision):
     assert_builds_fused(bundles(name, precision))

@@ -33,11 +33,8 @@ def moved(bundle, folder):
 
 
 @pytest.mark.parametrize("name", CACHED)
-@pytest.mark.sweep(2)
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_what_is_read_is_what_was_captured(bundles, tmp_path, name, precision):
-    bundle = bundles(name, precision)
-    wanted = find_precision(precision)
+def test_what_is_read_is_what_was_captured(bundles, tmp_path, name):
+    bundle, wanted = bundles(name), find_precision("fp16")
     module = build_module(bundle.manifest.spec.layer, dtype=getattr(torch, wanted.torch_name), path="plain")
     capture = LayerCapture(module, wanted, seed=0)
     planned = {case.name: case for case in plan_golden(bundle.manifest.spec).cases}

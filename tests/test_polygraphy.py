@@ -17,16 +17,16 @@ from mha_deploy.options import ExportOptions
 
 pytestmark = pytest.mark.skipif(find_spec("polygraphy") is None, reason="Polygraphy is not installed")
 
-# Polygraphy runs the graph in ONNX Runtime as it is, and that sums FP16 matmuls in FP16 on most CPUs: these
-# are bounds on such sums of 64 matmuls of size one, not on the layer.
-TOLERANCE = {"fp16": 0.05, "fp32": 1e-4}
+# Polygraphy runs the graph in ONNX Runtime as it is, and that accumulates FP16 matmuls in FP16 on most CPUs:
+# this is a bound on such sums of 64 terms of size one, not on the layer.
+TOLERANCE = 0.05
 
 
 # One interpreter for all runs: importing Polygraphy's tools takes longer than they do.
 RUN_ALL = """
 import contextlib, io, json, sys
 from polygraphy.tools import main
-told = []
+reported = []
 for arguments in json.loads(sys.argv[1]):
     sys.argv, text = ["polygraphy", *arguments], io.StringIO()
     with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
@@ -34,46 +34,32 @@ for arguments in json.loads(sys.argv[1]):
             code = main()
         except SystemExit as stop:
             code = stop.code
-    told.append([code or 0, text.getvalue()])
-print(json.dumps(told))
+    reported.append([code or 0, text.getvalue()])
+print(json.dumps(reported))
 """
 
 
-def arguments(folder, precision):
-    golden, tolerance = folder / "golden" / "polygraphy", str(TOLERANCE[precision])
+def arguments(folder):
+    golden = folder / "golden" / "polygraphy"
     command = ["run", folder / "model.onnx", "--onnxrt"]
     command += ["--load-inputs", golden / "inputs.json", "--load-outputs", golden / "outputs.json"]
-    return [*map(str, command), "--atol", tolerance, "--rtol", "0"]
+    return [*map(str, command), "--atol", str(TOLERANCE), "--rtol", "0"]
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """Bundles that were asked for the files, by precision."""
-    return {
-        precision: bundle_from_spec(
-            find_model("tiny-gqa"),
-            tmp_path_factory.mktemp(precision) / "bundle",
-            ExportOptions(precision=precision, polygraphy=True, golden=("min", "odd")),
-        )
-        for precision in TOLERANCE
-    }
-
-
-@pytest.fixture(scope="module")
-def polygraphy(made, tmp_path_factory):
-    """What Polygraphy's command line says of every bundle, and of a copy in which one number was altered."""
-    folders = {}
-    for precision, tolerance in TOLERANCE.items():
-        bundle = made[precision]
-        altered = copy_of(bundle, tmp_path_factory.mktemp("altered") / precision)
-        alter_last_element(altered, 4 * tolerance)
-        folders |= {(precision, "right"): bundle.path, (precision, "altered"): altered}
-    commands = json.dumps([arguments(folder, precision) for (precision, _), folder in folders.items()])
+def polygraphy(tmp_path_factory):
+    """What Polygraphy's command line says of a bundle, and of a copy in which one number was altered."""
+    folder = tmp_path_factory.mktemp("polygraphy")
+    options = ExportOptions(polygraphy=True, golden=("min", "odd"))
+    bundle = bundle_from_spec(find_model("tiny-gqa"), folder / "bundle", options)
+    altered = copy_of(bundle, folder / "altered")
+    alter_last_element(altered, 4 * TOLERANCE)
+    commands = json.dumps([arguments(each) for each in (bundle.path, altered)])
     done = subprocess.run(
         [sys.executable, "-c", RUN_ALL, commands], capture_output=True, text=True, timeout=110, check=False
     )
     assert done.returncode == 0, done.stderr
-    return dict(zip(folders, json.loads(done.stdout.splitlines()[-1]), strict=True))
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def alter_last_element(folder, amount):
@@ -90,17 +76,7 @@ def alter_last_element(folder, amount):
     path.write_text(json.dumps(data))
 
 
-@pytest.mark.parametrize("precision", TOLERANCE)
-def test_polygraphy_passes_every_case(made, polygraphy, precision):
-    code, text = polygraphy[precision, "right"]
-    assert code == 0, text
-    count = len(made[precision].manifest.golden)
-    assert f"Passed: {count}/{count} iterations" in text
-
-
-@pytest.mark.parametrize("precision", TOLERANCE)
-def test_polygraphy_fails_where_one_number_was_altered(made, polygraphy, precision):
-    code, text = polygraphy[precision, "altered"]
-    assert code == 1, text
-    count = len(made[precision].manifest.golden)
-    assert f"Passed: {count - 1}/{count} iterations" in text
+def test_polygraphy_passes_every_case_and_fails_where_one_number_was_altered(polygraphy):
+    for (code, text), (wanted, passed) in zip(polygraphy, ((0, 2), (1, 1)), strict=True):
+        assert code == wanted, text
+        assert f"Passed: {passed}/2 iterations" in text

@@ -59,17 +59,11 @@ def explain_refusal(name: str, error: Exception, warnings: Iterable[str], *, com
         return error
     first_line = (str(error).strip() or type(error).__name__).partition("\n")[0]
     if any(words in str(error) for words in _NO_KERNEL):
-        return DeployError(
-            f"{name} has no kernel for these inputs.",
-            got=_reasons(warnings) or first_line,
-            hint="another baseline; `sdpa` lets PyTorch choose",
-        )
+        what, hint = f"{name} has no kernel for these inputs.", "another baseline; `sdpa` lets PyTorch choose"
+        return DeployError(what, got=_reasons(warnings) or first_line, hint=hint)
     if compiled and type(error).__module__.startswith(_COMPILERS):
-        return BackendUnavailable(
-            f"{name} cannot compile the layer here.",
-            got=first_line,
-            hint="torch.compile needs Triton and a C compiler",
-        )
+        hint = "torch.compile needs Triton and a C compiler"
+        return BackendUnavailable(f"{name} cannot compile the layer here.", got=first_line, hint=hint)
     return DeployError(f"{name} failed on these inputs.", got=first_line)
 
 
@@ -279,11 +273,9 @@ class TorchModels:
 
     def _packed_spec(self) -> AttentionSpec:
         if self.spec.is_cross or self.spec.projections == "packed":
-            raise DeployError(
-                "The layer has no three projections of one input to pack.",
-                got="cross attention" if self.spec.is_cross else "packed projections",
-                hint="the baseline sdpa-cudnn",
-            )
+            got = "cross attention" if self.spec.is_cross else "packed projections"
+            hint = "the baseline sdpa-cudnn"
+            raise DeployError("The layer has no three projections of one input to pack.", got=got, hint=hint)
         return replace(self.spec, projections="packed")
 
     def in_service(self, baseline: Baseline) -> nn.Module:
@@ -361,11 +353,9 @@ class UserModels:
             with torch.inference_mode(), _Listener() as listener:
                 self._user.module(**self._user.rounded(inputs))
         except Exception as error:  # whatever the user's code raises
-            raise DeployError(
-                f"The module does not run on {self.device}.",
-                got=f"{place_of_error(error)}: {type(error).__name__}: {error}",
-                hint="create tensors on the device of the inputs, as in torch.arange(n, device=x.device)",
-            ) from error
+            got = f"{place_of_error(error)}: {type(error).__name__}: {error}"
+            hint = "create tensors on the device of the inputs, as in torch.arange(n, device=x.device)"
+            raise DeployError(f"The module does not run on {self.device}.", got=got, hint=hint) from error
         return listener.heard
 
 

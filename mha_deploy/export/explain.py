@@ -143,11 +143,9 @@ def explain_failure(error: Exception, name_of: SizeNames, trace_again: Callable[
             log.setLevel(logging.INFO)
             trace_again()  # which fails: that is being explained
     if unknown := _UNKNOWN.search(text):
-        return ExportError(
-            "The module returns an object that is not made of tensors.",
-            got=unknown[1],
-            hint="a wrapper that returns tensors, or an option of the module such as use_cache=False",
-        )
+        what = "The module returns an object that is not made of tensors."
+        hint = "a wrapper that returns tensors, or an option of the module such as use_cache=False"
+        return ExportError(what, got=unknown[1], hint=hint)
     if not about_sizes:
         place = last_own_line(traceback.extract_tb(error.__traceback__))
         cause = _SYMBOL.sub(lambda match: listener.axes.get(match[0], match[0]), first_cause(error))
@@ -288,11 +286,9 @@ def constant_error(error: BaseException, module: nn.Module, run: Callable[[], ob
         return None
     types = [_SHORT.get(each.dtype) for each in module.parameters()]
     short = next(filter(None, types), "its precision")
-    return ExportError(
-        f"The module does not run in {short}: it uses a number that {short} cannot hold.",
-        got=_first_overflow(run) or str(error).splitlines()[0],
-        hint=f"--precision auto, or {_SMALLER_NUMBER}",
-    )
+    what = f"The module does not run in {short}: it uses a number that {short} cannot hold."
+    hint = f"--precision auto, or {_SMALLER_NUMBER}"
+    return ExportError(what, got=_first_overflow(run) or str(error).splitlines()[0], hint=hint)
 
 
 def refuse_infinite_constants(program: ExportedProgram, where: str) -> None:
@@ -310,11 +306,9 @@ def refuse_infinite_constants(program: ExportedProgram, where: str) -> None:
                 place = last_own_line(_frames(node))
                 found.append(_joined(place, f"{number:g} in {_SHORT.get(dtype, dtype)}"))
     if constants := ", ".join(dict.fromkeys(found)):
-        raise ExportError(
-            "The exported program overflows where the module does not.",
-            got=f"{where}: {constants} is infinite",
-            hint=f"--precision auto, bf16 or fp32, or {_SMALLER_NUMBER}",
-        )
+        what = "The exported program overflows where the module does not."
+        hint = f"--precision auto, bf16 or fp32, or {_SMALLER_NUMBER}"
+        raise ExportError(what, got=f"{where}: {constants} is infinite", hint=hint)
 
 
 def overflow_error(

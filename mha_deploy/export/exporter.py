@@ -365,11 +365,8 @@ class _ModuleSource(_TorchSource):
         if dims is None and value.shape is not None:
             dims = tuple(dim if isinstance(dim, int) else dim.value for dim in value.shape)
         if dims is None or any(dim is None for dim in dims):
-            raise ExportError(
-                f"A size of output {name} is no expression of axes and numbers.",
-                got=dims,
-                hint="return it in a shape that follows the axes",
-            )
+            what = f"A size of output {name} is no expression of axes and numbers."
+            raise ExportError(what, got=dims, hint="return it in a shape that follows the axes")
         return self.tensor(value, tuple(dims))  # type: ignore[arg-type]
 
     def captured(self, planned: PlannedCase) -> GoldenCase:

@@ -25,7 +25,7 @@ from mha_deploy.bundle.manifest import Checks, GoldenEntry, LayersEntry, Manifes
 from mha_deploy.bundle.traces import DecodeTrace, PlannedTrace, plan_trace, write_trace
 from mha_deploy.environment import versions
 from mha_deploy.errors import ExportError
-from mha_deploy.export.plan import PlannedCase, golden_budget, planned_cases
+from mha_deploy.export.plan import PlannedCase, golden_budget, planned_cases, refuse_unknown_case
 from mha_deploy.graph.attention_node import attention_nodes, is_attention, short_dtype
 from mha_deploy.graph.canonical import check_module
 from mha_deploy.graph.file import load_graph, save_graph
@@ -130,6 +130,8 @@ class Source(ABC):
 def export_bundle(source: Source, target: Path, on_step: OnStep) -> Bundle:
     """Write the bundle of a model; nothing is left at `target` if anything fails."""
     options, step = source.options, Steps(on_step, source.steps)
+    for name in options.golden:
+        refuse_unknown_case(name)  # before the work begins
     if options.polygraphy:
         refuse_polygraphy(source.cache, source.precision)
     with closing(source), BundleWriter(target, overwrite=options.overwrite) as writer:

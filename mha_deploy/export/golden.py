@@ -111,11 +111,9 @@ class Capture(ABC):
             constant = constant_error(error, self.module, lambda: self.module(**arguments))
             if constant is not None:
                 raise constant from error
-            raise ExportError(
-                f"The module fails at the sizes of {where}.",
-                got=f"{place_of_error(error)}: {type(error).__name__}: {error}",
-                hint="axes that it takes, or a draw= for its inputs",
-            ) from error
+            got = f"{place_of_error(error)}: {type(error).__name__}: {error}"
+            hint = "axes that it takes, or a draw= for its inputs"
+            raise ExportError(f"The module fails at the sizes of {where}.", got=got, hint=hint) from error
         return dict(zip(self._outputs, tensors, strict=True)), counter.get_total_flops()
 
     def step(self, feeds: Feeds, where: str) -> Feeds:
@@ -358,11 +356,9 @@ class ModuleCapture(Capture):
         for name, expected in case.oracle.items():
             off = relative_error(case.eager[name], expected)
             if not off <= _LARGEST_ERROR:
-                raise ExportError(
-                    "The mixed graph is too far from the module.",
-                    got=f"output {name} of golden case {case.name}: off by {off:.2g} of its size",
-                    hint="--precision bf16 or fp32",
-                )
+                got = f"output {name} of golden case {case.name}: off by {off:.2g} of its size"
+                hint = "--precision bf16 or fp32"
+                raise ExportError("The mixed graph is too far from the module.", got=got, hint=hint)
         return case
 
     def _refuse_another_program(self, case: GoldenCase) -> None:
@@ -375,11 +371,9 @@ class ModuleCapture(Capture):
                 if off <= _SAME_PROGRAM:
                     continue
                 far = f"off by {off:.2g} of its size"
-            raise ExportError(
-                "The exported program does not compute what the module does.",
-                got=f"output {name} of golden case {case.name}: {far}",
-                hint="a module whose control flow does not depend on sizes or values",
-            )
+            what = "The exported program does not compute what the module does."
+            hint = "a module whose control flow does not depend on sizes or values"
+            raise ExportError(what, got=f"output {name} of golden case {case.name}: {far}", hint=hint)
 
     def whole(self, spec: ModelSpec, cache: KVCache, planned: PlannedTrace) -> tuple[Feeds, Arrays]:
         """The tokens through the program, behind an empty past."""

@@ -146,11 +146,9 @@ class _OnnxSource(Source):
         except DeployError:
             raise
         except Exception as error:  # ONNX's evaluator raises types that share no base
-            raise ExportError(
-                f"The file cannot be evaluated at the sizes of golden case {name}.",
-                got=f"{type(error).__name__}: {error}",
-                hint="other --axis ranges, or --input NAME=FILE.npy for inputs that cannot be drawn",
-            ) from error
+            what = f"The file cannot be evaluated at the sizes of golden case {name}."
+            hint = "other --axis ranges, or --input NAME=FILE.npy for inputs that cannot be drawn"
+            raise ExportError(what, got=f"{type(error).__name__}: {error}", hint=hint) from error
         for key, expected in oracle.items():
             off = relative_error(eager[key], expected)
             if not off <= _LARGEST_ERROR:
@@ -206,11 +204,9 @@ class _OnnxSource(Source):
             try:
                 seen.append((sizes, self._session.run(self.draw(name, sizes))))
             except DeployError as error:
-                raise ExportError(
-                    "The file does not run at these sizes.",
-                    got=f"{sizes_name(sizes)}: {error.in_one_line}",
-                    hint="--axis NAME=N for an axis that is fixed in the file, --input NAME=FILE.npy",
-                ) from error
+                what = "The file does not run at these sizes."
+                hint = "--axis NAME=N for an axis that is fixed in the file, --input NAME=FILE.npy"
+                raise ExportError(what, got=f"{sizes_name(sizes)}: {error.in_one_line}", hint=hint) from error
         dims = {}
         for value in self.original.graph.outputs:
             name = str(value.name)
@@ -301,11 +297,9 @@ def _dim(name: str, seen: list[tuple[dict[str, int], int]], axes: Mapping[str, A
         more = {size - sizes[first] for sizes, size in seen}
         if len(more) == 1 and min(more) > 0:
             return f"{first}+{more.pop()}"
-    raise ExportError(
-        f"A size of output {name} is not a sum of axes and numbers.",
-        got="; ".join(f"{size} at {sizes_name(sizes)}" for sizes, size in seen),
-        hint="--axis NAME=N fixes an axis",
-    )
+    got = "; ".join(f"{size} at {sizes_name(sizes)}" for sizes, size in seen)
+    hint = "--axis NAME=N fixes an axis"
+    raise ExportError(f"A size of output {name} is not a sum of axes and numbers.", got=got, hint=hint)
 
 
 # -- Inputs ----------------------------------------------------------------------------------------

@@ -247,11 +247,9 @@ class _Interpreter(Interpreter):
             condition, *branches, operands = args
             return type(self)(self._program, (), branches[0 if condition else 1]).run(*operands)
         if isinstance(target, torch._ops.HigherOrderOperator):
-            raise ExportError(
-                "The module has control flow that its FP64 reference cannot follow.",
-                got=target.name(),
-                hint="torch.where, torch.cond, or a loop over a fixed number of steps",
-            )
+            what = "The module has control flow that its FP64 reference cannot follow."
+            hint = "torch.where, torch.cond, or a loop over a fixed number of steps"
+            raise ExportError(what, got=target.name(), hint=hint)
         return self.compute(target, args, kwargs)
 
     def compute(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

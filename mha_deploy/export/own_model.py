@@ -87,11 +87,8 @@ def load_deployable(given: Deployable) -> LoadedModel:
     try:
         module = copy.deepcopy(given.module)
     except Exception as error:  # whatever the user's tensors and attributes raise
-        raise ExportError(
-            "The module cannot be copied.",
-            got=f"{name}: {type(error).__name__}: {error}",
-            hint="export a factory that makes it: path/to/file.py:factory",
-        ) from error
+        what, hint = "The module cannot be copied.", "export a factory that makes it: path/to/file.py:factory"
+        raise ExportError(what, got=f"{name}: {type(error).__name__}: {error}", hint=hint) from error
     return _checked(replace(given, module=module), "", name)
 
 
@@ -321,11 +318,8 @@ def open_user_module(
     notes = () if weights is None else _load_weights(module, weights, prefix)
     tensors = (*module.named_parameters(), *module.named_buffers())
     if empty := [name for name, tensor in tensors if tensor.is_meta]:
-        raise ExportError(
-            "The module has weights without numbers.",
-            got=f"{len(empty)} on the meta device: {', '.join(empty[:3])}",
-            hint="a factory that makes or loads them",
-        )
+        what, hint = "The module has weights without numbers.", "a factory that makes or loads them"
+        raise ExportError(what, got=f"{len(empty)} on the meta device: {', '.join(empty[:3])}", hint=hint)
     module.requires_grad_(False)
     digest = state_digest(module)
     _round(module, getattr(torch, precision.torch_name))
@@ -349,11 +343,9 @@ def reopen_user_module(spec: ModelSpec, precision: Precision, *, device: str = "
         BundleError: It gives other weights than those in the bundle, or there is no factory.
     """
     if not spec.factory:
-        raise BundleError(
-            f"{spec.name} was exported from an object in memory: nothing here can make its module again.",
-            got="no factory in the manifest",
-            hint="for fresh inputs and PyTorch baselines, export path/to/file.py:factory",
-        )
+        what = f"{spec.name} was exported from an object in memory: nothing here can make its module again."
+        hint = "for fresh inputs and PyTorch baselines, export path/to/file.py:factory"
+        raise BundleError(what, got="no factory in the manifest", hint=hint)
     isolation.refuse_untrusted(spec.factory)
     user = open_user_module(
         spec.factory,

@@ -84,6 +84,13 @@ def golden_names(spec: ModelSpec) -> tuple[str, ...]:
     return CASES if spec.cache == "none" else CACHE_CASES
 
 
+def refuse_unknown_case(name: str, known: Sequence[str] = (*CASES, *CACHE_CASES)) -> None:
+    """Refuse a case that is neither known by name nor given by its sizes."""
+    if "=" not in name and name not in known and name != "opt":
+        hint = f"{nearest(name, known)} Or sizes, such as B=2,S=33."
+        raise SpecError("No such golden case.", got=name, hint=hint)
+
+
 def planned_cases(
     model: Callable[[], ModelSpec], names: Sequence[str], budget: GoldenBudget, notes: list[str]
 ) -> Iterator[PlannedCase]:
@@ -112,9 +119,7 @@ def _plan_one(spec: ModelSpec, name: str, budget: GoldenBudget) -> PlannedCase |
     if "=" in name:
         sizes = spec.parse_sizes(name)
         return PlannedCase(name=sizes_name(sizes), sizes=sizes)
-    if name not in golden_names(spec) and name != "opt":
-        hint = f"{nearest(name, golden_names(spec))} Or sizes, such as B=2,S=33."
-        raise SpecError("No such golden case.", got=name, hint=hint)
+    refuse_unknown_case(name, golden_names(spec))
     if name in ("min", "opt"):
         # The least that a dynamic cache holds is nothing, too.
         past = 0 if name == "min" and spec.cache == "preallocated" else None

@@ -65,11 +65,9 @@ def named_outputs(program: ExportedProgram, given: Sequence[str], taken: Collect
         if isinstance(spec.arg, TensorArgument):
             found.append((key, spec.arg.name))
         elif not (isinstance(spec.arg, ConstantArgument) and spec.arg.value is None):
-            raise ExportError(
-                "The module returns something that is not a tensor.",
-                got=f"{key}: {getattr(spec.arg, 'value', spec.arg.name)}",
-                hint="a wrapper that returns tensors only",
-            )
+            what = "The module returns something that is not a tensor."
+            hint = "a wrapper that returns tensors only"
+            raise ExportError(what, got=f"{key}: {getattr(spec.arg, 'value', spec.arg.name)}", hint=hint)
     if not found:
         raise ExportError("The module returns no tensor.")
     if given and len(given) != len(found):
@@ -132,11 +130,9 @@ def _check_repeats(module: nn.Module, example: Mapping[str, Tensor]) -> None:
     first, second = (_tensors(module, example, where, "as it was traced", hint) for _ in range(2))
     for index, (one, other) in enumerate(zip(first, second, strict=True)):
         if one.shape != other.shape or not torch.allclose(one, other, rtol=1e-6, atol=0, equal_nan=True):
-            raise ExportError(
-                "The module gives something else when it is called again with the same inputs.",
-                got=f"tensor {index} of what it returns",
-                hint="a module without randomness and without memory of earlier calls",
-            )
+            what = "The module gives something else when it is called again with the same inputs."
+            hint = "a module without randomness and without memory of earlier calls"
+            raise ExportError(what, got=f"tensor {index} of what it returns", hint=hint)
 
 
 def _check_sizes(
@@ -174,11 +170,9 @@ def _tensors(
         if constant is not None:
             raise constant from error
         is_half = any(each.dtype in _TOLERANCE for each in (*module.parameters(), *example.values()))
-        raise ExportError(
-            f"The module does not run at {where}.",
-            got=f"{at}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
-            hint=f"{hint}, or --precision auto if it runs in float32" if is_half else hint,
-        ) from error
+        got = f"{at}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        hint = f"{hint}, or --precision auto if it runs in float32" if is_half else hint
+        raise ExportError(f"The module does not run at {where}.", got=got, hint=hint) from error
     return tensors_in(returned)
 
 

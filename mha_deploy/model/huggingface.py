@@ -131,11 +131,9 @@ def find_attention(names: Iterable[str], prefix: str = "", layer: int | None = N
         found = {parent: parts for parent, parts in found.items() if not _CROSS.search(parent)} or found
     if len(found) != 1:
         where = f"below {prefix!r}" if prefix else "in the checkpoint"
-        raise DeployError(
-            f"There is no single attention {where}.",
-            got=", ".join(list(found)[:6]) or f"no q, k and v among {', '.join(inside[:4] or names[:4])}",
-            hint=f"--prefix {next(iter(found), 'model.layers.0.self_attn')}",
-        )
+        got = ", ".join(list(found)[:6]) or f"no q, k and v among {', '.join(inside[:4] or names[:4])}"
+        hint = f"--prefix {next(iter(found), 'model.layers.0.self_attn')}"
+        raise DeployError(f"There is no single attention {where}.", got=got, hint=hint)
     ((parent, parts),) = found.items()
     root, output = parent, dict[tuple[str, str], str]()
     while not (output := {part: n for n in names if (part := below(n, root)) and part[0] == "o"}):
@@ -148,11 +146,9 @@ def find_attention(names: Iterable[str], prefix: str = "", layer: int | None = N
     rest = [name for name in names if name.startswith(f"{root}." if root else "")] if root else inside
     rest = [name for name in rest if name not in chosen.values()]
     if changing := [name for name in rest if _CHANGES.search(name.removeprefix(root))]:
-        raise DeployError(
-            "A catalog layer cannot express this attention: it has more than four projections.",
-            got=", ".join(changing[:4]),
-            hint="export the attention module itself: file.py:factory, see docs/own-models.md",
-        )
+        what = "A catalog layer cannot express this attention: it has more than four projections."
+        hint = "export the attention module itself: file.py:factory, see docs/own-models.md"
+        raise DeployError(what, got=", ".join(changing[:4]), hint=hint)
     return AttentionTensors(prefix=root, names=chosen, ignored=tuple(rest))
 
 

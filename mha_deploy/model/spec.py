@@ -314,11 +314,8 @@ def _growing_axis(name: str, taken: tuple[Dim, ...], made: tuple[Dim, ...]) -> t
         if before in parts and len(parts) == 2 and not any(part.isdigit() for part in parts):
             parts.remove(str(before))
             return axis, str(before), parts[0]
-    raise SpecError(
-        f"The KV cache {name} does not grow by the new tokens.",
-        got=f"{taken} in, {made} out",
-        hint="an axis such as P in the input, and P+S in the output",
-    )
+    got, hint = f"{taken} in, {made} out", "an axis such as P in the input, and P+S in the output"
+    raise SpecError(f"The KV cache {name} does not grow by the new tokens.", got=got, hint=hint)
 
 
 # -- An attention layer of the catalog -------------------------------------------------------------

@@ -171,11 +171,9 @@ def _attend_onnx(
     capped = heads.softcap is not None and (is_causal or mask is not None)
     if capped and not torch.compiler.is_exporting():
         # PyTorch's own stand-in for the ONNX node caps after masking, which makes -inf a finite score.
-        raise DeployError(
-            "PyTorch cannot run the ONNX attention with a softcap and a mask: it caps the mask too.",
-            got=f"softcap = {heads.softcap}, path = onnx",
-            hint="path plain to compute it; path onnx only exports it",
-        )
+        what = "PyTorch cannot run the ONNX attention with a softcap and a mask: it caps the mask too."
+        hint = "path plain to compute it; path onnx only exports it"
+        raise DeployError(what, got=f"softcap = {heads.softcap}, path = onnx", hint=hint)
     out, _, _, weights = torch.onnx.ops.attention(
         *(q, k, v, mask),
         is_causal=is_causal,
@@ -238,11 +236,8 @@ def attend_static(
 
 def _refuse_to_run() -> None:
     if not torch.compiler.is_exporting():
-        raise DeployError(
-            "PyTorch cannot run the ONNX nodes of a cache, only export them.",
-            got="path = onnx",
-            hint="path sdpa or plain to compute the layer",
-        )
+        what = "PyTorch cannot run the ONNX nodes of a cache, only export them."
+        raise DeployError(what, got="path = onnx", hint="path sdpa or plain to compute the layer")
 
 
 # -- Multi-head, grouped-query and multi-query attention -------------------------------------------
@@ -461,19 +456,14 @@ def check_room(lengths: Tensor, S: int, T: int) -> None:
     if torch.compiler.is_compiling() or lengths.is_meta:
         return
     if bool((lengths < 0).any()) or bool((lengths + S > T).any()):
-        raise DeployError(
-            "The new tokens do not fit into the cache.",
-            got=f"lengths {lengths.tolist()}, {S} new tokens, {T} entries",
-            hint=f"lengths from 0 to {T - S}, or a cache with more entries",
-        )
+        what = "The new tokens do not fit into the cache."
+        hint = f"lengths from 0 to {T - S}, or a cache with more entries"
+        raise DeployError(what, got=f"lengths {lengths.tolist()}, {S} new tokens, {T} entries", hint=hint)
 
 
 def given(layer: str, **tensors: Tensor | None) -> list[Tensor]:
     """The tensors that a layer with a cache needs; refuse a call that does not bring them."""
     if missing := [name for name, tensor in tensors.items() if tensor is None]:
-        raise DeployError(
-            f"{layer} keeps a cache, and the call brings none.",
-            got=f"no {', '.join(missing)}",
-            hint="an empty one has no past, or lengths of 0",
-        )
+        got, hint = f"no {', '.join(missing)}", "an empty one has no past, or lengths of 0"
+        raise DeployError(f"{layer} keeps a cache, and the call brings none.", got=got, hint=hint)
     return [tensor for tensor in tensors.values() if tensor is not None]

@@ -14,7 +14,7 @@ from mha_deploy.export.exporter import bundle_from_spec, canonical_from_module, 
 from mha_deploy.export.plan import plan_golden
 from mha_deploy.graph.attention_node import attention_nodes
 from mha_deploy.graph.canonical import check_canonical
-from mha_deploy.graph.file import load_graph, save_graph
+from mha_deploy.graph.file import load_graph
 from mha_deploy.model.catalog import find_spec
 from mha_deploy.model.precision import find_precision
 from mha_deploy.model.spec import Axis
@@ -157,14 +157,17 @@ def test_the_operator_set_is_the_first_that_suffices():
     assert caught.value.hint == "--opset 24"
 
 
-def test_the_check_of_the_graph_tells_one_cache_from_another(tmp_path):
-    dynamic = find_spec("tiny-dynamic")
-    save_graph(canonical_from_module(build_module(dynamic)), tmp_path / "model.onnx")
-    check_canonical(tmp_path / "model.onnx", dynamic, find_precision("fp32"))
+def test_the_check_of_the_graph_tells_one_cache_from_another(bundles):
+    dynamic, path, fp16 = (
+        find_spec("tiny-dynamic"),
+        bundles("tiny-dynamic").model_path,
+        find_precision("fp16"),
+    )
+    check_canonical(path, dynamic, fp16)
     with pytest.raises(ExportError, match="cache of the kind preallocated"):
-        check_canonical(tmp_path / "model.onnx", dynamic.with_cache("preallocated"), find_precision("fp32"))
+        check_canonical(path, dynamic.with_cache("preallocated"), fp16)
     with pytest.raises(ExportError, match="0 RotaryEmbedding"):
-        check_canonical(tmp_path / "model.onnx", replace(dynamic, rope=None), find_precision("fp32"))
+        check_canonical(path, replace(dynamic, rope=None), fp16)
 
 
 def test_any_causal_layer_can_be_given_a_cache():

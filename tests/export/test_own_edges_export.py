@@ -100,7 +100,7 @@ def test_the_call_that_overflows_is_named(tmp_path):
     assert "--precision auto" in caught.value.hint
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow  # those of a catalog layer are named by the same code: tests/export/test_exporter.py
 @pytest.mark.parametrize(
     ("factory", "precision", "weight", "said"),
     [
