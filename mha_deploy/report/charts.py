@@ -7,10 +7,11 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape as _escape
 from itertools import pairwise, product
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
+
+from markupsafe import Markup, escape
 
 from mha_deploy.text import error, plural, short, sizes_joined, sizes_text, tick
 
@@ -21,61 +22,35 @@ Data = Mapping[str, Any]
 # Control characters cannot be read, and those that reverse the direction of text could disguise a name.
 _UNREADABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ufffe\uffff]")
 
-_VOID = frozenset({"meta", "link", "br", "hr", "col"})
-
-
-class Html(str):
-    """Text that is markup already."""
-
-    def __html__(self) -> str:
-        """Itself, for templates."""
-        return self
-
 
 def readable(words: str) -> str:
     """Text without control characters."""
     return _UNREADABLE.sub("\ufffd", words)
 
 
-def escaped(value: object) -> Html:
+def escaped(value: object) -> Markup:
     """The value as markup: itself if it is markup, else its text, harmless in elements and attributes."""
-    if isinstance(value, Html):
+    if isinstance(value, Markup):
         return value
-    if isinstance(value, float):
-        value = f"{value:.2f}".rstrip("0").rstrip(".")
-    return Html(_escape(readable(str(value)), quote=True))
+    text = f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
+    return escape(readable(text))
 
 
-def tag(name: str, /, *children: object, **attributes: object) -> Html:
-    """One element.
-
-    Args:
-        name: Its name.
-        children: What is in it; None is nothing.
-        attributes: `class_` is written `class`, `data_x` `data-x`. None and False are left out, True stands
-            without a value.
-    """
-    opening = "".join(_attribute(key, value) for key, value in attributes.items())
-    if name in _VOID:
-        return Html(f"<{name}{opening}>")
-    return Html(f"<{name}{opening}>{join(children)}</{name}>")
-
-
-def join(children: Iterable[object]) -> Html:
-    """Everything one after the other; None is nothing."""
-    return Html("".join(escaped(child) for child in children if child is not None))
-
-
-def _attribute(key: str, value: object) -> str:
-    if value is None or value is False:
-        return ""
-    name = key.rstrip("_").replace("_", "-")
+def tag(name: str, /, *children: object, **attributes: object) -> Markup:
+    """One element; what is None is left out. `class_` is written `class`, `data_x` `data-x`."""
+    named = {key.rstrip("_").replace("_", "-"): value for key, value in attributes.items()}
     # Markup has been escaped for elements; in an attribute it is text like any other.
-    return (
-        f" {name}"
-        if value is True
-        else f' {name}="{escaped(str(value) if isinstance(value, str) else value)}"'
-    )
+    opening = [
+        f' {key}="{escaped(str(value) if isinstance(value, str) else value)}"'
+        for key, value in named.items()
+        if value is not None
+    ]
+    return Markup(f"<{name}{''.join(opening)}>{join(children)}</{name}>")
+
+
+def join(children: Iterable[object]) -> Markup:
+    """Everything one after the other; None is nothing."""
+    return Markup("".join(escaped(child) for child in children if child is not None))
 
 
 # -- Colours and marks. A row has the same of both in every chart of a page ------------------------
@@ -157,7 +132,20 @@ class Scale:
 
     def ticks(self) -> list[float]:
         """Round values that divide the axis, at most about eight."""
-        return _log_ticks(self.low, self.high) if self.log else _linear_ticks(self.low, self.high)
+        low, high = self.low, self.high
+        if not self.log:
+            rough = (high - low) / 5
+            power = 10.0 ** math.floor(math.log10(rough))
+            step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * 0.999)
+            first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+            return [index * step for index in range(first, last + 1)]
+        decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        for steps in ((1, 2, 3, 4, 5, 6, 7, 8, 9), (1, 2, 5), (1, 3), (1,)):
+            found = [step * 10.0**decade for decade in decades for step in steps]
+            found = [value for value in found if low <= value <= high]
+            if len(found) <= 7:
+                return found
+        return found[:: math.ceil(len(found) / 7)]
 
 
 def linear_scale(values: Sequence[float], start: float, end: float) -> Scale:
@@ -172,64 +160,29 @@ def log_scale(values: Sequence[float], start: float, end: float, *, margin: floa
     return Scale(low=low, high=high, start=start, end=end, log=True)
 
 
-def _linear_ticks(low: float, high: float) -> list[float]:
-    rough = (high - low) / 5
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * 0.999)
-    first = math.ceil(low / step - 1e-9)
-    return [index * step for index in range(first, math.floor(high / step + 1e-9) + 1)]
-
-
-def _log_ticks(low: float, high: float) -> list[float]:
-    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    for steps in ((1, 2, 3, 4, 5, 6, 7, 8, 9), (1, 2, 5), (1, 3), (1,)):
-        found = [step * 10.0**decade for decade in decades for step in steps]
-        found = [value for value in found if low <= value <= high]
-        if len(found) <= 7:
-            return found
-    return found[:: math.ceil(len(found) / 7)]
-
-
-def chart(width: float, height: float, *children: object, label: str, css: str = "") -> Html:
-    """A drawing of a fixed size; its container scrolls where the screen is narrower.
-
-    Args:
-        width: Its width.
-        height: Its height.
-        children: What is drawn.
-        label: What a screen reader says.
-        css: Further classes.
-    """
-    box = f"0 0 {width:g} {height:g}"
-    drawing = tag(
-        "svg",
-        *children,
-        class_=f"chart {css}".strip(),
-        viewBox=box,
-        width=width,
-        height=height,
-        role="img",
-        aria_label=label,
-    )
+def chart(width: float, height: float, *children: object, label: str, css: str) -> Markup:
+    """A drawing of a fixed size, with its name for a screen reader; a narrow screen scrolls it."""
+    size = {"viewBox": f"0 0 {width:g} {height:g}", "width": width, "height": height}
+    drawing = tag("svg", *children, class_=f"chart {css}", **size, role="img", aria_label=label)
     return tag("div", drawing, class_="scroll")
 
 
-def text(x: float, y: float, content: str, *, anchor: str = "start", css: str | None = None) -> Html:
+def text(x: float, y: float, content: str, *, anchor: str = "start", css: str | None = None) -> Markup:
     """A label, vertically centred on `y`."""
     return tag("text", content, x=x, y=y + 4, text_anchor=None if anchor == "start" else anchor, class_=css)
 
 
-def line(x1: float, y1: float, x2: float, y2: float, css: str) -> Html:
+def line(x1: float, y1: float, x2: float, y2: float, css: str) -> Markup:
     """A straight line."""
     return tag("line", x1=x1, y1=y1, x2=x2, y2=y2, class_=css)
 
 
-def polyline(points: Sequence[tuple[float, float]], css: str) -> Html:
+def polyline(points: Sequence[tuple[float, float]], css: str) -> Markup:
     """A line through several points."""
     return tag("polyline", points=" ".join(f"{x:.1f},{y:.1f}" for x, y in points), class_=css)
 
 
-def mark(kind: str, x: float, y: float, css: str, *, title: str | None = None, radius: float = 4.0) -> Html:
+def mark(kind: str, x: float, y: float, css: str, *, title: str | None = None, radius: float = 4.0) -> Markup:
     """A circle, a square or a diamond."""
     hover = tag("title", title) if title else None
     if kind == "square":
@@ -243,7 +196,7 @@ def mark(kind: str, x: float, y: float, css: str, *, title: str | None = None, r
     return tag("circle", hover, cx=x, cy=y, r=radius, class_=f"mark {css}")
 
 
-def bottom_axis(scale: Scale, top: float, bottom: float, ticks: Sequence[float] | None = None) -> Html:
+def bottom_axis(scale: Scale, top: float, bottom: float, ticks: Sequence[float] | None = None) -> Markup:
     """Ticks with numbers under the plot, and a hairline up from each."""
     values = scale.ticks() if ticks is None else ticks
     parts = []
@@ -253,7 +206,7 @@ def bottom_axis(scale: Scale, top: float, bottom: float, ticks: Sequence[float] 
     return join([*parts, line(scale.start, bottom, scale.end, bottom, "axis")])
 
 
-def left_axis(scale: Scale, left: float, right: float, words: Callable[[float], str] = tick) -> Html:
+def left_axis(scale: Scale, left: float, right: float, words: Callable[[float], str] = tick) -> Markup:
     """Ticks with numbers left of the plot, and a hairline from each."""
     parts = []
     for value in scale.ticks():
@@ -296,14 +249,11 @@ Look = Mapping[str, Series]
 
 def needs_log(points: Sequence[Data]) -> bool:
     """Whether the rows of some point differ so much that all points need a log scale."""
-    for point in points:
-        timed = [row["timing"]["p50_us"] for row in point["rows"] if row["timing"]]
-        if timed and max(timed) > _LOG_FROM * min(timed):
-            return True
-    return False
+    timed = [[row["timing"]["p50_us"] for row in point["rows"] if row["timing"]] for point in points]
+    return any(found and max(found) > _LOG_FROM * min(found) for found in timed)
 
 
-def latency_bars(point: Data, look: Look, *, log: bool) -> Html | None:
+def latency_bars(point: Data, look: Look, *, log: bool) -> Markup | None:
     """Bars of p50, whiskers to p90 and p99, and the roofline bound; None where nothing was timed."""
     rows = [row for row in point["rows"] if row["timing"]]
     if not rows:
@@ -327,7 +277,7 @@ def latency_bars(point: Data, look: Look, *, log: bool) -> Html | None:
     return chart(_BARS_WIDTH, bottom + 36, *parts, label=label, css="bars")
 
 
-def _bar(row: Data, scale: Scale, y: float, look: Look) -> Html:
+def _bar(row: Data, scale: Scale, y: float, look: Look) -> Markup:
     timing, series = row["timing"], look[row["name"]]
     p50, p90, p99 = (scale.place(timing[key]) for key in ("p50_us", "p90_us", "p99_us"))
     # On a log scale a length means nothing, so the value is a mark on a thin stem.
@@ -348,13 +298,12 @@ def _bar(row: Data, scale: Scale, y: float, look: Look) -> Html:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Panel:
-    """Points that differ in one axis alone."""
+class Panel(NamedTuple):
+    """Points that differ in one axis alone: the axis, the sizes that stay the same, the points by size."""
 
-    axis: str  # that axis
-    fixed: Mapping[str, int]  # the sizes that stay the same
-    points: tuple[Mapping[str, Any], ...]  # the points, by size
+    axis: str
+    fixed: Mapping[str, int]
+    points: Sequence[Data]
 
 
 def sweep_panels(points: Sequence[Data]) -> Iterator[Panel]:
@@ -374,10 +323,10 @@ def sweep_panels(points: Sequence[Data]) -> Iterator[Panel]:
                 groups.setdefault(rest, {})[point["sizes"][axis]] = point
         for rest, found in sorted(groups.items()):
             if len(found) > 1:
-                yield Panel(axis=axis, fixed=dict(rest), points=tuple(found[size] for size in sorted(found)))
+                yield Panel(axis, dict(rest), [found[size] for size in sorted(found)])
 
 
-def sweep_chart(panel: Panel, look: Look) -> Html | None:
+def sweep_chart(panel: Panel, look: Look) -> Markup | None:
     """The p50 of every row along one axis, both axes logarithmic; None where no row has two points."""
     curves: dict[str, list[tuple[int, float]]] = {}
     for name in look:
@@ -413,7 +362,7 @@ def sweep_chart(panel: Panel, look: Look) -> Html | None:
 
 def end_labels(
     curves: Mapping[str, Sequence[tuple[float, float]]], across: Scale, up: Scale, right: float, look: Look
-) -> Html:
+) -> Markup:
     """The names at the ends of their curves, moved apart, with a hairline to where they belong."""
     ends = [found[-1] for found in curves.values()]
     wanted = [up.place(us) for _, us in ends]
@@ -439,25 +388,15 @@ _MARKS = 12  # of a curve at most, to tell it by without its colour, and to poin
 Errors = Sequence[float | None]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Point:
+class _Point(NamedTuple):
     """The error of a step, or the median of several: from `first` to `last`."""
 
     first: int
     last: int
     error: float
 
-    @property
-    def middle(self) -> float:
-        return (self.first + self.last) / 2
-
-    @property
-    def words(self) -> str:
-        several = f"median of steps {self.first} to {self.last}"
-        return f"{several if self.last > self.first else f'step {self.first}'}: {error(self.error)}"
-
     def place(self, across: Scale, up: Scale) -> tuple[float, float]:
-        return across.place(self.middle), up.place(self.error)
+        return across.place((self.first + self.last) / 2), up.place(self.error)
 
 
 def decode_curves(reports: Sequence[Data]) -> dict[str, Errors]:
@@ -485,23 +424,16 @@ def decode_look(names: Sequence[str], latency: Data | None, look: Look) -> dict[
     here = {series.colour for series in known.values()}
     free = [each for each in product((False, True), range(len(LIGHT))) if each not in taken]
     order = iter(sorted(free, key=lambda each: each[1] in here))
-    return {name: known.get(name) or _unknown(name, *next(order, (True, 0))) for name in names}
+    families = {EAGER: "pytorch", "torch": "pytorch", "tensorrt": "tensorrt", "onnx": "onnx"}
+    for name in (each for each in names if each not in known):
+        hollow, colour = next(order, (True, 0))
+        family = next((families[each] for each in families if name.startswith(each)), "onnxruntime")
+        known[name] = Series(colour=colour, mark=FAMILIES[family], hollow=hollow)
+    return known
 
 
-def _unknown(name: str, hollow: bool, colour: int) -> Series:
-    family = next((each for each in ("tensorrt", "onnx") if name.startswith(each)), "onnxruntime")
-    shape = FAMILIES["pytorch" if name == EAGER or name.startswith("torch") else family]
-    return Series(colour=colour, mark=shape, hollow=hollow)
-
-
-def decode_chart(curves: Mapping[str, Errors], first_failed: Sequence[int], look: Look) -> Html | None:
-    """The relative error over the steps; None where nothing was measured.
-
-    Args:
-        curves: The errors of steps 1, 2, …, by name.
-        first_failed: Steps to mark: where a runtime went wrong first.
-        look: How each curve looks.
-    """
+def decode_chart(curves: Mapping[str, Errors], first_failed: Sequence[int], look: Look) -> Markup | None:
+    """The relative errors of steps 1, 2, … by name, and where a runtime failed first; None for no errors."""
     known = {name: errors for name, errors in curves.items() if any(each is not None for each in errors)}
     if not known:
         return None
@@ -522,9 +454,8 @@ def decode_chart(curves: Mapping[str, Errors], first_failed: Sequence[int], look
     if is_pooled(steps):
         parts += [_lines(_runs(known[name]), across, up, f"each {look[name].css}") for name in known]
     parts += [_decode_curve(name, found, across, up, look) for name, found in shown.items()]
-    ends = {
-        name: [(point.middle, point.error) for run in found for point in run] for name, found in shown.items()
-    }
+    points = {name: [point for run in found for point in run] for name, found in shown.items()}
+    ends = {name: [((p.first + p.last) / 2, p.error) for p in found[-1:]] for name, found in points.items()}
     parts.append(end_labels(ends, across, up, right, look))
     parts.append(text((left + right) / 2, bottom + 28, "step", anchor="middle", css="muted"))
     if up.log:
@@ -546,7 +477,7 @@ def _runs(errors: Errors, size: float = 1.0) -> Iterator[list[_Point]]:
     for start, end in pairwise(edges):
         found = [value for value in errors[start:end] if value is not None]
         if found:
-            run.append(_Point(first=start + 1, last=min(end, len(errors)), error=median(found)))
+            run.append(_Point(start + 1, min(end, len(errors)), median(found)))
         elif run:
             yield run
             run = []
@@ -554,12 +485,14 @@ def _runs(errors: Errors, size: float = 1.0) -> Iterator[list[_Point]]:
         yield run
 
 
-def _lines(runs: Iterable[Sequence[_Point]], across: Scale, up: Scale, css: str) -> Html:
+def _lines(runs: Iterable[Sequence[_Point]], across: Scale, up: Scale, css: str) -> Markup:
     long = (run for run in runs if len(run) > 1)
     return join(polyline([point.place(across, up) for point in run], f"curve {css}") for run in long)
 
 
-def _decode_curve(name: str, runs: Sequence[Sequence[_Point]], across: Scale, up: Scale, look: Look) -> Html:
+def _decode_curve(
+    name: str, runs: Sequence[Sequence[_Point]], across: Scale, up: Scale, look: Look
+) -> Markup:
     """A line with some marks; what stands between two gaps has its mark, for it has no line."""
     series, points = look[name], [point for run in runs for point in run]
     every = math.ceil(len(points) / _MARKS)
@@ -569,11 +502,13 @@ def _decode_curve(name: str, runs: Sequence[Sequence[_Point]], across: Scale, up
         for index, point in enumerate(points, 1)
         if index % every == 0 or point is points[-1] or point in alone
     ]
-    marks = [
-        mark(series.mark, *point.place(across, up), series.css, title=f"{name}, {point.words}", radius=3.2)
-        for point in marked
-    ]
-    return join([_lines(runs, across, up, series.css), *marks])
+    parts = [_lines(runs, across, up, series.css)]
+    for point in marked:
+        several = point.last > point.first
+        where = f"median of steps {point.first} to {point.last}" if several else f"step {point.first}"
+        title = f"{name}, {where}: {error(point.error)}"
+        parts.append(mark(series.mark, *point.place(across, up), series.css, title=title, radius=3.2))
+    return join(parts)
 
 
 # -- Where the errors are: a map of heads and positions --------------------------------------------
@@ -588,12 +523,11 @@ _LOG_FROM_HEATMAP = 20.0
 Grid = Sequence[Sequence[float | None]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class HeatScale:
-    """Which step of the colour scale a value has."""
+class HeatScale(NamedTuple):
+    """The smallest value of every step of colour, then the largest of all; whether steps are equal ratios."""
 
-    edges: tuple[float, ...]  # smallest value of every step, then the largest value of all
-    log: bool  # whether the steps are equal ratios
+    edges: tuple[float, ...]
+    log: bool
 
     def step(self, value: float) -> int:
         """The number of the step, from 0."""
@@ -607,29 +541,23 @@ def heat_scale(maps: Sequence[Data]) -> HeatScale:
     low, high = min(positive), max(positive)
     if high > _LOG_FROM_HEATMAP * low:
         low = max(low, high * 1e-6)
-        ratio = math.log(high / low)
-        return HeatScale(edges=tuple(low * math.exp(ratio * i / _STEPS) for i in range(_STEPS + 1)), log=True)
-    return HeatScale(edges=tuple(high * i / _STEPS for i in range(_STEPS + 1)), log=False)
+        return HeatScale(tuple(low * (high / low) ** (i / _STEPS) for i in range(_STEPS + 1)), True)
+    return HeatScale(tuple(high * i / _STEPS for i in range(_STEPS + 1)), False)
 
 
-def heat_legend(scale: HeatScale, *, has_gaps: bool) -> Html:
+def heat_legend(maps: Sequence[Data], scale: HeatScale) -> Markup:
     """The steps with their numbers."""
     steps = [
         tag("li", tag("span", class_=f"swatch q{i}"), f"{error(low)} to {error(high)}")
         for i, (low, high) in enumerate(pairwise(scale.edges))
     ]
-    if has_gaps:
+    if any(value is None for each in maps for row in each["values"] for value in row):
         steps.append(tag("li", tag("span", class_="swatch qn"), "no finite number"))
     kind = "equal ratios" if scale.log else "equal steps"
     return tag("div", tag("p", f"Relative RMS error, {kind}"), tag("ul", *steps), class_="heat-legend")
 
 
-def has_gaps(maps: Sequence[Data]) -> bool:
-    """Whether some cell has no finite number."""
-    return any(value is None for each in maps for row in each["values"] for value in row)
-
-
-def heatmap(data: Data, scale: HeatScale) -> Html | None:
+def heatmap(data: Data, scale: HeatScale) -> Markup | None:
     """One map; None where it has no cells."""
     values, down, merged = pooled(data["values"])
     columns = max((len(row) for row in values), default=0)
@@ -656,9 +584,8 @@ def heatmap(data: Data, scale: HeatScale) -> Html | None:
     parts += [text(_LEFT + c * width, bottom + 12, str(c * each)) for c in range(0, columns, step)]
     parts.append(text(_LEFT + _MAP_WIDTH, bottom + 28, cut(data["columns"], 200), anchor="end", css="muted"))
     parts.append(text(0, bottom + 28, f"{cut(data['rows'], 200)} ↓", css="muted"))
-    label = (
-        f"Error per {data['rows']} and {data['columns']}: {data['backend']}, {data['case']}, {data['output']}"
-    )
+    what = f"{data['backend']}, {data['case']}, {data['output']}"
+    label = f"Error per {data['rows']} and {data['columns']}: {what}"
     return chart(_LEFT + _MAP_WIDTH + 16, bottom + 38, *parts, label=label, css="heatmap")
 
 
@@ -683,7 +610,7 @@ def pooled(values: Grid) -> tuple[list[list[float | None]], int, int]:
 _WIDTH_ROOFLINE, _HEIGHT_ROOFLINE, _LEFT_ROOFLINE, _RIGHT_MARGIN = 1080.0, 360.0, 56.0, 16.0
 
 
-def roofline_plots(points: Sequence[Data], look: Look) -> list[Html]:
+def roofline_plots(points: Sequence[Data], look: Look) -> list[Markup]:
     """One plot for every roof: points of one GPU and precision share theirs."""
     roofs: dict[tuple[float, float], list[Data]] = {}
     for point in points:
@@ -693,7 +620,7 @@ def roofline_plots(points: Sequence[Data], look: Look) -> list[Html]:
     return [_plot(found, *peaks, look) for peaks, found in roofs.items()]
 
 
-def _plot(points: Sequence[Data], tflops: float, gb_per_s: float, look: Look) -> Html:
+def _plot(points: Sequence[Data], tflops: float, gb_per_s: float, look: Look) -> Markup:
     ridge = tflops * 1e3 / gb_per_s  # FLOP per byte from which on arithmetic is the limit
     intensities = [point["flops"] / point["bytes"] for point in points]
     across = log_scale([*intensities, ridge], _LEFT_ROOFLINE, _WIDTH_ROOFLINE - _RIGHT_MARGIN, margin=1.9)
@@ -713,7 +640,7 @@ def _plot(points: Sequence[Data], tflops: float, gb_per_s: float, look: Look) ->
     return chart(_WIDTH_ROOFLINE, _HEIGHT_ROOFLINE, *parts, label=label, css="roofline")
 
 
-def _roof(across: Scale, up: Scale, tflops: float, gb_per_s: float, ridge: float) -> Html:
+def _roof(across: Scale, up: Scale, tflops: float, gb_per_s: float, ridge: float) -> Markup:
     lowest = max(across.low, up.low * 1e3 / gb_per_s)
     slope = (across.place(lowest), up.place(lowest * gb_per_s / 1e3))
     corner, end = (across.place(ridge), up.place(tflops)), (across.end, up.place(tflops))
@@ -722,7 +649,7 @@ def _roof(across: Scale, up: Scale, tflops: float, gb_per_s: float, ridge: float
     return join([polyline([slope, corner, end], "roof"), peak, memory])
 
 
-def _column(point: Data, across: Scale, up: Scale, top: float, look: Look) -> Html:
+def _column(point: Data, across: Scale, up: Scale, top: float, look: Look) -> Markup:
     """The rows of one point above each other, and a bar at the sum of the stages' roofline bounds."""
     roof = point["roofline"]
     x, limit = across.place(point["flops"] / point["bytes"]), point["flops"] / roof["bound_us"] / 1e6
@@ -753,14 +680,9 @@ def _column_labels(points: Sequence[Data], across: Scale) -> tuple[list[tuple[fl
 
 def roofline_summary(points: Sequence[Data]) -> str:
     """The plot in one sentence, for whoever cannot see it."""
-    shares = [
-        (row["roofline_share"], row["name"], point)
-        for point in points
-        for row in point["rows"]
-        if row["roofline_share"]
-    ]
-    best = max(shares, key=lambda found: found[0], default=None)
-    if best is None:
+    rows = [(row, point) for point in points for row in point["rows"] if row["roofline_share"]]
+    if not rows:
         return ""
-    share, name, point = best
-    return f"Nearest to its roofline bound: {name} at {sizes_text(point['sizes'])}, {share:.0%}."
+    best, point = max(rows, key=lambda found: found[0]["roofline_share"])
+    where = f"{best['name']} at {sizes_text(point['sizes'])}, {best['roofline_share']:.0%}"
+    return f"Nearest to its roofline bound: {where}."

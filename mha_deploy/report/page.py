@@ -5,61 +5,18 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup
+
 from mha_deploy.bundle.commit import refuse_foreign, write_atomically
-from mha_deploy.report.charts import (
-    Html,
-    Look,
-    decode_chart,
-    decode_curves,
-    decode_look,
-    has_gaps,
-    heat_legend,
-    heat_scale,
-    heatmap,
-    is_pooled,
-    latency_bars,
-    mark,
-    needs_log,
-    palette_css,
-    readable,
-    roofline_plots,
-    roofline_summary,
-    series_of,
-    sweep_chart,
-    sweep_panels,
-)
+from mha_deploy.report import charts
+from mha_deploy.report import table as tables
+from mha_deploy.report.charts import Data, Look
 from mha_deploy.report.schema import plain_bench, plain_report
-from mha_deploy.report.table import (
-    LAYERS,
-    Data,
-    bench_points,
-    conformance_reasons,
-    conformance_table,
-    decode_table,
-    engine_summary,
-    fastest,
-    fusion_table,
-    invariance_table,
-    kernels_table,
-    latency_table,
-    layers_table,
-    markdown,
-    markdown_text,
-    overview_table,
-    parity_table,
-    point_sizes,
-    range_table,
-    serving_table,
-    steps_table,
-    throughput_table,
-    trials_table,
-    without_graph,
-)
 from mha_deploy.text import (
     NOTHING,
     budget_share,
@@ -93,19 +50,23 @@ def report_sections(data: Data, look: Look) -> tuple[list[Section], list[str]]:
     found = data["fault"]
     fault: list[Part] = [] if found is None else [("fault", found)]
     if found and found["trials"]:
-        fault.append(("table", trials_table(found["trials"])))
-    checks = data["invariance"]
+        fault.append(("table", tables.trials_table(found["trials"])))
+    checks, served = data["invariance"], data["serving"]
     wanted: dict[str, tuple[str, str, Sequence[Part]]] = {
         "fault": ("What is at fault", "", fault),
         "parity": ("Parity", "", _parity(data)),
         "maps": ("Error maps", "Where the errors are", _heatmaps(data["heatmaps"])),
         "decode": ("Decode", "", _decode(data, look)),
-        "invariance": ("Invariance", "", [("table", invariance_table(checks))] if checks else []),
+        "invariance": ("Invariance", "", [("table", tables.invariance_table(checks))] if checks else []),
         "conformance": ("Mask conformance", "", _conformance(data["conformance"])),
         "range": ("FP16 range", "", _fp16_range(data["range"])),
         "fusion": ("Fusion", "Engines and fusion", _fusion(data)),
         "latency": ("Latency", "", _latency(data, look)),
-        "serving": ("Serving", "Through the server", _serving(data["serving"])),
+        "serving": (
+            "Serving",
+            "Through the server",
+            [("table", tables.serving_table(served))] if served else [],
+        ),
         "notes": ("Notes", "", [("list", data["notes"])] if data["notes"] else []),
         "environment": ("Environment", "", environment(data["environment"], data["model"])),
     }
@@ -126,11 +87,12 @@ def bench_sections(data: Data, look: Look) -> list[Section]:
         name, found = f"{entry['model']['name']} {entry['model']['precision']}", entry["latency"]
         timed = latency_parts(found, look) if found and found["points"] else [("text", "Nothing was timed.")]
         engines = [
-            f"{engine['name']} {engine['version']}: {engine_summary(engine)}" for engine in entry["engines"]
+            f"{engine['name']} {engine['version']}: {tables.engine_summary(engine)}"
+            for engine in entry["engines"]
         ]
         parts = [("text", entry["model"]["summary"]), ("text", "; ".join(engines) or "0 engines"), *timed]
         if entry["throughput"]:
-            parts.append(("table", throughput_table(entry["throughput"])))
+            parts.append(("table", tables.throughput_table(entry["throughput"])))
         sections.append(Section(name=f"model-{index}", title=name, link=name, parts=parts))
     if data["notes"]:
         sections.append(Section(name="notes", title="Notes", link="Notes", parts=[("list", data["notes"])]))
@@ -147,27 +109,27 @@ def _parity(data: Data) -> list[Part]:
         return [("text", f"No result was compared{f': {reasons[0]}' if reasons else ' in this run'}.")]
     note = "Errors are relative to the FP64 oracle. A budget is a multiple of eager PyTorch's own error."
     parts: list[Part] = [("lead", note)]
-    if runs := [run for run in data["parity"] if run["cases"] != LAYERS]:
-        parts.append(("table", parity_table(runs)))
-    if inside := [run for run in data["parity"] if run["cases"] == LAYERS and run["verdicts"]]:
-        parts.append(("table", layers_table(inside)))
+    if runs := [run for run in data["parity"] if run["cases"] != tables.LAYERS]:
+        parts.append(("table", tables.parity_table(runs)))
+    if inside := [run for run in data["parity"] if run["cases"] == tables.LAYERS and run["verdicts"]]:
+        parts.append(("table", tables.layers_table(inside)))
     return parts
 
 
 def _heatmaps(maps: Sequence[Data]) -> list[Part]:
     if not maps:
         return []
-    scale = heat_scale(maps)
+    scale = charts.heat_scale(maps)
     figures = []
     for each in maps:
-        if (chart := heatmap(each, scale)) is not None:
+        if (chart := charts.heatmap(each, scale)) is not None:
             note = f". {each['note'][:1].upper()}{each['note'][1:]}" if each["note"] else ""
             caption = f"{each['case']}, {each['output']}{note}"
             figures.append({"name": each["backend"], "caption": caption, "chart": chart})
     if not figures:
         return [("text", "The maps have no cells.")]
     lead = "All maps share one scale. Numbers appear under the pointer."
-    return [("lead", lead), ("markup", heat_legend(scale, has_gaps=has_gaps(maps))), ("charts", figures)]
+    return [("lead", lead), ("markup", charts.heat_legend(maps, scale)), ("charts", figures)]
 
 
 _DECODE = (
@@ -181,32 +143,28 @@ def _decode(data: Data, look: Look) -> list[Part]:
     reports = data["decode"]
     if not reports:
         return []
-    parts: list[Part] = [("lead", _DECODE), ("table", decode_table(reports))]
+    parts: list[Part] = [("lead", _DECODE), ("table", tables.decode_table(reports))]
     for trace in dict.fromkeys(report["trace"] for report in reports):
         same = [report for report in reports if report["trace"] == trace]
-        curves = decode_curves(same)
+        curves = charts.decode_curves(same)
         wrong = [report["first_failed"] for report in same if report["first_failed"]]
-        chart = decode_chart(curves, wrong, decode_look(list(curves), data["latency"], look))
+        chart = charts.decode_chart(curves, wrong, charts.decode_look(list(curves), data["latency"], look))
         words = "Relative L2 by step"
-        if is_pooled(max(map(len, curves.values()))):
+        if charts.is_pooled(max(map(len, curves.values()))):
             words += "; thin lines are single steps, thick ones medians"
         words += "; a dashed line is the first wrong step" if wrong else ""
         figure = {"caption": words, "chart": chart, "otherwise": "No step gave anything to measure."}
         parts += [("heading", f"Trace {trace}"), ("figure", figure)]
-        if (table := steps_table(same)) is not None:
+        if (table := tables.steps_table(same)) is not None:
             parts.append(("table", table))
     return parts
-
-
-def _serving(points: Sequence[Data]) -> list[Part]:
-    return [("table", serving_table(points))] if points else []
 
 
 def _conformance(found: Data | None) -> list[Part]:
     if found is None:
         return []
-    reasons = conformance_reasons(found)
-    return [("table", conformance_table(found)), *([("reasons", reasons)] if reasons else [])]
+    reasons = tables.conformance_reasons(found)
+    return [("table", tables.conformance_table(found)), *([("reasons", reasons)] if reasons else [])]
 
 
 def _fp16_range(found: Data | None) -> list[Part]:
@@ -221,7 +179,7 @@ def _fp16_range(found: Data | None) -> list[Part]:
             alike.sort(key=lambda node: float("inf") if node["headroom"] is None else node["headroom"])
         if words := _range_words(alike[0]):
             reasons.append((named([node["node"] for node in alike]), f": {words}"))
-    return [("table", range_table(found["nodes"])), *([("reasons", reasons)] if reasons else [])]
+    return [("table", tables.range_table(found["nodes"])), *([("reasons", reasons)] if reasons else [])]
 
 
 def _range_words(node: Data) -> str:
@@ -239,7 +197,7 @@ def _fusion(data: Data) -> list[Part]:
         for engine in engines
         if not engine["ran"]
     ]
-    return [("table", fusion_table(engines)), *idle]
+    return [("table", tables.fusion_table(engines)), *idle]
 
 
 # -- How fast everything is ------------------------------------------------------------------------
@@ -267,11 +225,11 @@ def latency_parts(found: Data, look: Look) -> list[Part]:
         low, high = min(counts), max(counts)
         lead += f" {low if low == high else f'{low} to {high}'} samples each."
     lead += " The roofline bound follows from the datasheet's peak rates; it is not a prediction."
-    log = needs_log(points)
+    log = charts.needs_log(points)
     bars = [
         {
             **_named(point),
-            "chart": latency_bars(point, look, log=log),
+            "chart": charts.latency_bars(point, look, log=log),
             "otherwise": "Nothing was timed at this size.",
             "refused": [(row["name"], row["refused"]) for row in point["rows"] if row["refused"] is not None],
         }
@@ -284,42 +242,42 @@ def latency_parts(found: Data, look: Look) -> list[Part]:
             "caption": f"{f' at {sizes_text(panel.fixed)}' if panel.fixed else ''}, µs",
             "chart": chart,
         }
-        for panel in (sweep_panels(points) if len(points) > 1 else ())
-        if (chart := sweep_chart(panel, look)) is not None
+        for panel in (charts.sweep_panels(points) if len(points) > 1 else ())
+        if (chart := charts.sweep_chart(panel, look)) is not None
     ]
     if curves:
         parts += [("heading", "Over lengths and batches"), ("charts", curves)]
-    if plots := roofline_plots(points, look):
+    if plots := charts.roofline_plots(points, look):
         words = (
             "Each column is one size. The line is the roof of the GPU; the short bar in a column is the "
-            f"bound of this layer, whose stages run one after the other. {roofline_summary(points)}"
+            f"bound of this layer, whose stages run one after the other. {charts.roofline_summary(points)}"
         )
         timed = {row["name"] for point in points for row in point["rows"] if row["timing"]}
         parts += [("heading", "Roofline"), ("lead", words), ("legend", [n for n in look if n in timed])]
         parts += [("figure", {"css": "wide", "chart": plot}) for plot in plots]
-    parts += [("heading", "All figures"), ("table", latency_table(points))]
+    parts += [("heading", "All figures"), ("table", tables.latency_table(points))]
     profiled = [point for point in points if any(row["kernels"] for row in point["rows"])]
     if profiled:
         parts.append(("heading", "Longest kernels"))
     for index, point in enumerate(profiled):
-        parts.append(("fold", {**_named(point), "table": kernels_table(point), "open": index == 0}))
+        parts.append(("fold", {**_named(point), "table": tables.kernels_table(point), "open": index == 0}))
     return parts
 
 
 def _named(point: Data) -> dict[str, str]:
     """The name of a point and its sizes, the first of them in bold."""
-    name, sizes = point_name(point["case"], point["sizes"]), point_sizes(point)
+    name, sizes = point_name(point["case"], point["sizes"]), tables.point_sizes(point)
     return {"name": name, "caption": sizes} if name else {"name": sizes, "caption": ""}
 
 
 def _overview(data: Data) -> list[Part]:
-    table, points = overview_table(data), [point for _, point in bench_points(data)]
+    table, points = tables.overview_table(data), [point for _, point in tables.bench_points(data)]
     if table is None:
         return [("text", "Nothing was timed.")]
     parts: list[Part] = [("table", table)]
-    if note := without_graph(points):
+    if note := tables.without_graph(points):
         parts.append(("text", f"* {note}"))
-    best = [name for name in map(fastest, points) if name is not None]
+    best = [name for name in map(tables.fastest, points) if name is not None]
     if best:
         counts = sorted(((best.count(name), name) for name in dict.fromkeys(best)), key=lambda each: -each[0])
         wins = ", ".join(f"{name} {count}" for count, name in counts)
@@ -328,18 +286,12 @@ def _overview(data: Data) -> list[Part]:
 
 
 def bench_markdown(data: Data) -> str:
-    """A Markdown table of a benchmark: p50 in µs, the fastest of each line in bold, and the roofline bound.
-
-    What was timed without a CUDA graph has an asterisk, and a line below names it.
-
-    Args:
-        data: A benchmark as docs/report.md describes it.
-    """
+    """A Markdown table: p50 in µs, the fastest in bold, the roofline bound; an asterisk for no CUDA graph."""
     plain = plain_bench(data)
-    table = overview_table(plain)
-    note = without_graph([point for _, point in bench_points(plain)])
-    below = f"\n\\* {markdown_text(note)}\n" if note else ""
-    return (markdown(table) if table else "Nothing was timed.\n") + below
+    table = tables.overview_table(plain)
+    note = tables.without_graph([point for _, point in tables.bench_points(plain)])
+    below = f"\n\\* {tables.markdown_text(note)}\n" if note else ""
+    return (tables.markdown(table) if table else "Nothing was timed.\n") + below
 
 
 # -- The machine, the model and the run at a glance ------------------------------------------------
@@ -398,7 +350,10 @@ def ordered_findings(data: Data, present: Iterable[str]) -> list[dict[str, str]]
 
 def key_facts(data: Data) -> list[tuple[str, str | list[str]]]:
     """The run in a few facts."""
-    gpu, outputs = data["environment"]["gpu"], [run for run in data["parity"] if run["cases"] != LAYERS]
+    gpu, outputs = (
+        data["environment"]["gpu"],
+        [run for run in data["parity"] if run["cases"] != tables.LAYERS],
+    )
     judged = [verdict for run in outputs for verdict in run["verdicts"]]
     right = sum(verdict["passed"] for verdict in judged)
     every = [verdict for run in data["parity"] for verdict in run["verdicts"]]
@@ -406,7 +361,7 @@ def key_facts(data: Data) -> list[tuple[str, str | list[str]]]:
     largest = f"{budget_share(max(shares))} of its budget" if shares else NOTHING
     if any(verdict["share"] is None and not verdict["passed"] for verdict in every):
         largest = "not finite"
-    fused = [f"{each['name']}: {engine_summary(each)}" for each in data["engines"]]
+    fused = [f"{each['name']}: {tables.engine_summary(each)}" for each in data["engines"]]
     return [
         ("attention", _attention(data["model"], data["parity"])),
         ("checked", f"{right} of {plural(len(judged), 'output')} right" if judged else "nothing was run"),
@@ -426,7 +381,7 @@ def _attention(model: Data, parity: Sequence[Data]) -> str:
     counts = [
         (sum(verdict["passed"] for verdict in run["verdicts"]), len(run["verdicts"]))
         for run in parity
-        if run["cases"] == LAYERS
+        if run["cases"] == tables.LAYERS
     ]
     if counts:
         right, of = min(counts)  # the runtime in which the fewest are
@@ -452,10 +407,10 @@ def _fastest_engine(latency: Data | None) -> str:
 _FOLDER = Path(__file__).resolve().parent
 
 
-def report_page(data: Mapping[str, Any]) -> str:
+def report_page(data: Data) -> str:
     """The page of a validation run."""
     plain = plain_report(data)
-    look = series_of([plain["latency"]])
+    look = charts.series_of([plain["latency"]])
     sections, absent = report_sections(plain, look)
     word, model = plain["verdict"]["outcome"].upper(), plain["model"]
     return _rendered(
@@ -470,10 +425,10 @@ def report_page(data: Mapping[str, Any]) -> str:
     )
 
 
-def bench_page(data: Mapping[str, Any]) -> str:
+def bench_page(data: Data) -> str:
     """The page of a benchmark."""
     plain = plain_bench(data)
-    look = series_of([entry["latency"] for entry in plain["models"]])
+    look = charts.series_of([entry["latency"] for entry in plain["models"]])
     gpu = plain["environment"]["gpu"]
     return _rendered(
         plain,
@@ -485,26 +440,13 @@ def bench_page(data: Mapping[str, Any]) -> str:
 
 
 def sections_page(
-    data: Mapping[str, Any],
-    title: str,
-    subtitle: str,
-    sections: Sequence[Section],
-    *,
-    passed: bool | None = None,
+    data: Data, title: str, subtitle: str, sections: Sequence[Section], *, passed: bool | None = None
 ) -> str:
-    """A page of sections.
-
-    Args:
-        data: What wrote it and when: `tool` and `created`.
-        title: Its title.
-        subtitle: The result in one line.
-        sections: The sections.
-        passed: The verdict; None where there is none.
-    """
+    """A page of sections, with its verdict where there is one; `data` says what wrote it, and when."""
     return _rendered(data, title=title, subtitle=subtitle, sections=sections, passed=passed, look={})
 
 
-def _rendered(plain: Mapping[str, Any], **context: Any) -> str:
+def _rendered(plain: Data, **context: Any) -> str:
     from jinja2 import Environment, FileSystemLoader  # here: only a page needs it
 
     environment = Environment(
@@ -512,10 +454,10 @@ def _rendered(plain: Mapping[str, Any], **context: Any) -> str:
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
-        finalize=lambda value: readable(value) if type(value) is str else value,
+        finalize=lambda value: charts.readable(value) if type(value) is str else value,
     )
     script = (_FOLDER / "sort.js").read_text(encoding="utf-8").strip()
-    style = palette_css() + "\n" + (_FOLDER / "style.css").read_text(encoding="utf-8").strip()
+    style = charts.palette_css() + "\n" + (_FOLDER / "style.css").read_text(encoding="utf-8").strip()
     # Nothing may be loaded, and no script may run but ours, even if an escape were forgotten.
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = (
@@ -523,10 +465,10 @@ def _rendered(plain: Mapping[str, Any], **context: Any) -> str:
         f"script-src 'sha256-{digest}'"
     )
     page = environment.get_template("page.html.j2").render(
-        script=Html(script),
-        style=Html(style),
+        script=Markup(script),
+        style=Markup(style),
         policy=policy,
-        mark=mark,
+        mark=charts.mark,
         tool=plain["tool"],
         created=plain["created"],
         **context,
@@ -537,24 +479,23 @@ def _rendered(plain: Mapping[str, Any], **context: Any) -> str:
 # -- Reports and benchmarks on disk: the data, and beside it the page ------------------------------
 
 
-def write_report(folder: Path, data: Mapping[str, Any]) -> tuple[Path, Path]:
+def write_report(folder: Path, data: Data) -> tuple[Path, Path]:
     """Write `report.json` and `report.html`, and give their paths."""
-    plain = plain_report(data)
-    return _write(folder, "report", plain, report_page(plain))
+    return _write(folder, "report", plain_report(data), report_page)
 
 
-def write_bench(folder: Path, data: Mapping[str, Any]) -> tuple[Path, Path]:
+def write_bench(folder: Path, data: Data) -> tuple[Path, Path]:
     """Write `bench.json` and `bench.html`, and give their paths."""
-    plain = plain_bench(data)
-    return _write(folder, "bench", plain, bench_page(plain))
+    return _write(folder, "bench", plain_bench(data), bench_page)
 
 
-def _write(folder: Path, name: str, plain: dict[str, Any], page: str) -> tuple[Path, Path]:
+def _write(folder: Path, name: str, plain: Data, page: Callable[[Data], str]) -> tuple[Path, Path]:
     # The page is made before anything is written: a failure leaves the old pair as it was.
     text = json.dumps(plain, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    contents = {folder / f"{name}.json": text, folder / f"{name}.html": page(plain)}
     folder.mkdir(parents=True, exist_ok=True)
     refuse_foreign(folder, name)
-    data_path, page_path = folder / f"{name}.json", folder / f"{name}.html"
-    write_atomically(data_path, text.encode("utf-8"))
-    write_atomically(page_path, page.encode("utf-8"))
+    for path, content in contents.items():
+        write_atomically(path, content.encode("utf-8"))
+    data_path, page_path = contents
     return data_path, page_path

@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 from example_report import fresh
+from markupsafe import Markup
 
 from mha_deploy.report.charts import (
     DARK,
@@ -14,7 +15,6 @@ from mha_deploy.report.charts import (
     HEAT_LIGHT,
     LIGHT,
     LIGHT_PAGE,
-    Html,
     Scale,
     cut,
     escaped,
@@ -124,13 +124,13 @@ def test_numbers_are_short(words, wanted):
 
 
 def test_text_is_escaped_in_elements_and_attributes():
-    made = tag("b", "<i>&", title="\"'<", data_x="1", open=True, hidden=False)
-    assert made == '<b title="&quot;&#x27;&lt;" data-x="1" open>&lt;i&gt;&amp;</b>'
-    assert tag("b", Html("<i>")) == "<b><i></b>"
-    assert tag("b", title=Html('"')) == '<b title="&quot;"></b>'
+    made = tag("b", "<i>&", title="\"'<", data_x="1", hidden=None)
+    assert made == '<b title="&#34;&#39;&lt;" data-x="1">&lt;i&gt;&amp;</b>'
+    assert tag("b", Markup("<i>")) == "<b><i></b>"
+    assert tag("b", title=Markup('"')) == '<b title="&#34;"></b>'
 
 
-def test_control_characters_and_turned_text_are_replaced():
+def test_control_characters_and_reversed_text_are_replaced():
     assert escaped("a\x00\u202eb\x9bc\n") == "a\ufffd\ufffdb\ufffdc\n"
 
 
