@@ -308,7 +308,7 @@ def _places(part: Part) -> Iterator[tuple[Path, str]]:
     """The folders that may hold a part, and the origin of each path."""
     paths = sysconfig.get_paths()
     # Wheels with headers may install them beside Python's own.
-    roots = (paths["purelib"], *sys.path, sys.prefix, Path(paths["include"]).parents[1])
+    roots = (paths["purelib"], *sys.path, sys.prefix, str(Path(paths["include"]).parents[1]))
     for place in part.places:
         if place.startswith("$"):
             name, _, folder = place[1:].partition("/")
@@ -426,13 +426,11 @@ def compile_library(
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".building-", dir=out) as folder:
         command = [cmake, "-S", str(source), "-B", folder, "-DCMAKE_BUILD_TYPE=Release"]
-        if shutil.which("ninja"):
-            command += ["-G", "Ninja"]
+        command += ["-G", "Ninja"] if shutil.which("ninja") else []
         for found in parts:
-            folders = ";".join(str(path.resolve()) for path in found.paths)
-            command.append(f"-D{found.part.key.upper()}={folders}")
-        if architectures:
-            command.append(f"-DCUDA_ARCHITECTURES={architectures}")
+            paths = ";".join(str(path.resolve()) for path in found.paths)
+            command.append(f"-D{found.part.key.upper()}={paths}")
+        command += [f"-DCUDA_ARCHITECTURES={architectures}"] if architectures else []
         _run(command, "configure", on_step)
         jobs = str(os.cpu_count() or 1)
         _run([cmake, "--build", folder, "--target", "plugins", "--parallel", jobs], "compile", on_step)

@@ -81,16 +81,23 @@ inline Gpu const& gpu() {
 }
 
 // Device memory with bytes before and behind it that nobody may touch: `intact` is whether nobody did. What
-// was not written yet is NaN, in 16 and in 32 bits, so that nobody reads it unnoticed.
+// was not written yet is NaN, in 16 and in 32 bits, so that nobody reads it unnoticed; for initcheck, which
+// finds such reads by itself, MHA_DEPLOY_TEST_UNFILLED leaves it as it is.
 class Buffer {
 public:
     static constexpr std::size_t kGuardBytes = 256;
 
     explicit Buffer(std::size_t bytes) : bytes_(bytes) {
         must(gpu().allocate(&address_, bytes + 2 * kGuardBytes), "take device memory");
-        must(gpu().set(address_, 0xa5, bytes + 2 * kGuardBytes), "fill device memory");
         address_ += kGuardBytes;
-        fill(0xff);
+        for (CUdeviceptr const guard : {address_ - kGuardBytes, address_ + bytes}) {
+            must(gpu().set(guard, 0xa5, kGuardBytes), "fill device memory");
+        }
+        static bool const unfilled = std::getenv("MHA_DEPLOY_TEST_UNFILLED") != nullptr;
+        if (!unfilled && bytes > 0) {
+            must(gpu().set(address_, 0xff, bytes), "fill device memory");
+        }
+        settle();
     }
     template <typename Value>
     explicit Buffer(std::vector<Value> const& values) : Buffer(values.size() * sizeof(Value)) {
