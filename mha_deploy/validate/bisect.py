@@ -18,14 +18,7 @@ from mha_deploy.bundle.folder import Bundle
 from mha_deploy.environment import can_import
 from mha_deploy.errors import BundleError, DeployError
 from mha_deploy.graph.file import cone, load_graph, value_named, with_outputs
-from mha_deploy.metrics import (
-    Budget,
-    OutputVerdict,
-    ParityReport,
-    judge_case,
-    measure,
-    parity_from_verdicts,
-)
+from mha_deploy.metrics import Budget, OutputVerdict, ParityReport, judge_case, measure, parity_from_verdicts
 from mha_deploy.model.precision import Precision
 from mha_deploy.runtime import available_cpu_backend, open_runner
 from mha_deploy.runtime.runner import Arrays, Runner

@@ -14,7 +14,15 @@ from mha_deploy.bundle.cases import GoldenCase
 from mha_deploy.bundle.folder import Bundle
 from mha_deploy.bundle.traces import DecodeTrace, check_trace, prefill_calls, read_trace
 from mha_deploy.errors import BundleError, DeployError
-from mha_deploy.metrics import Budget, OutputVerdict, budget_from_eager, failed_to_run, judge_case, measure
+from mha_deploy.metrics import (
+    Budget,
+    OutputVerdict,
+    ToHeads,
+    budget_from_eager,
+    failed_to_run,
+    judge_case,
+    measure,
+)
 from mha_deploy.model.precision import Precision
 from mha_deploy.model.spec import LENGTHS, ModelSpec
 from mha_deploy.options import ValidateOptions
@@ -317,7 +325,7 @@ class _DecodeRun:
 
     def feed_all(self, loop: DecodeLoop, on_step: OnStep) -> None:
         """Prefill, steps and cache, up to the first call that cannot be run."""
-        trace, together = self.trace, _budgets(self._all_steps, self.precision)
+        trace, together = self.trace, case_budgets(self._all_steps, self.precision)
         budgets = [None, *step_budgets(self._steps, self.precision, together, trace.cache.outputs)]
         fed: list[Arrays] = []
         for step, case in enumerate([self.prefill, *self._steps]):
@@ -416,16 +424,19 @@ class _DecodeRun:
         )
 
 
-def _budgets(case: GoldenCase, precision: Precision) -> dict[str, Budget]:
-    each = case.oracle.items()
-    return {name: budget_from_eager(case.eager[name], oracle, precision) for name, oracle in each}
+def case_budgets(
+    case: GoldenCase, precision: Precision, to_heads: Mapping[str, ToHeads] | None = None
+) -> dict[str, Budget]:
+    """What the error of every output may be, from the case alone."""
+    heads = to_heads or {}
+    return {
+        name: budget_from_eager(case.eager[name], oracle, precision, heads.get(name))
+        for name, oracle in case.oracle.items()
+    }
 
 
 def step_budgets(
-    cases: Iterable[GoldenCase],
-    precision: Precision,
-    together: Mapping[str, Budget],
-    axes: Mapping[str, int],
+    cases: Iterable[GoldenCase], precision: Precision, together: Mapping[str, Budget], axes: Mapping[str, int]
 ) -> list[dict[str, Budget]]:
     """What the error of every output may be at each step; `cases` has one for each, in order.
 
@@ -434,7 +445,7 @@ def step_budgets(
     measure by measure, and the error that is expected of its slices is that of all steps `together`, which
     lie along `axes`.
     """
-    each, found = [_budgets(case, precision) for case in cases], []
+    each, found = [case_budgets(case, precision) for case in cases], []
     for index, own in enumerate(each):
         near, budgets = each[max(0, index - _NEIGHBOURS) : index + _NEIGHBOURS + 1], {}
         for name, budget in own.items():

@@ -13,41 +13,44 @@ from mha_deploy.bundle.cases import GoldenCase, golden_cases
 from mha_deploy.bundle.folder import Bundle
 from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.mutate import IN_CACHES, mutated, mutations
-from mha_deploy.metrics import OutputVerdict, ParityReport, judge_case, parity_from_verdicts
+from mha_deploy.metrics import (
+    Budget,
+    OutputVerdict,
+    ParityReport,
+    judge_case,
+    new_entries,
+    parity_from_verdicts,
+)
 from mha_deploy.options import ValidateOptions
 from mha_deploy.runtime import cpu_backend, open_runner
 from mha_deploy.runtime.runner import Runner
-from mha_deploy.validate.decode import evaluate_trace, traces_of
+from mha_deploy.validate.decode import case_budgets, evaluate_trace, traces_of
 from mha_deploy.validate.error_map import output_projection
 from mha_deploy.validate.run import drawn_cases
 
-# -- Parity of a graph alone: the bundle's own, or a variation of it -------------------------------
+# -- Parity of a runner alone ----------------------------------------------------------------------
 
 
 def parity_from_runner(
-    runner: Runner, bundle: Bundle, cases: Iterable[GoldenCase] | None = None
+    runner: Runner,
+    bundle: Bundle,
+    cases: Iterable[GoldenCase] | None = None,
+    budgets: dict[str, dict[str, Budget]] | None = None,
 ) -> ParityReport:
-    """Run every case, by default the golden ones, and judge what comes out; head by head where that works."""
+    """Run every case, by default the golden ones, and judge what comes out; head by head where that works.
+
+    `budgets` keeps the budgets of the cases by their names, for the next runner.
+    """
     precision, verdicts = bundle.manifest.precision, list[OutputVerdict]()
     projection = output_projection(load_graph(bundle.model_path))
     heads = {} if projection is None else projection.to_heads
     for case in golden_cases(bundle) if cases is None else cases:
-        verdicts += judge_case(case, runner.run(case.inputs), precision, to_heads=heads)
+        if budgets is not None and case.name not in budgets:
+            budgets[case.name] = case_budgets(new_entries(case, case.eager).case, precision, heads)
+        known = None if budgets is None else budgets[case.name]
+        verdicts += judge_case(case, runner.run(case.inputs), precision, known, heads)
     name = bundle.manifest.spec.name
     return parity_from_verdicts(verdicts, model=name, precision=precision, backend=runner.name)
-
-
-def graph_parity(
-    bundle: Bundle,
-    backend: str | None = None,
-    *,
-    model: ir.Model | None = None,
-    cases: Iterable[GoldenCase] | None = None,
-) -> ParityReport:
-    """Run golden cases of a bundle, or others, through a runtime: by default one on the CPU."""
-    backend = backend or cpu_backend(bundle.manifest.precision)
-    with open_runner(backend, model or bundle.model_path) as runner:
-        return parity_from_runner(runner, bundle, cases)
 
 
 # -- Mutations of the bundle's own graph: each of them must fail the validation --------------------
@@ -98,12 +101,15 @@ def self_test(
     drawn, _ = drawn_cases(bundle, ValidateOptions(sweep=False), lambda step: None)
     cases, traces = [*golden_cases(bundle), *drawn.get("probe", ())], traces_of(bundle, ValidateOptions())
 
+    budgets: dict[str, dict[str, Budget]] = {}
+
     def judged(graph: ir.Model, decoding: bool) -> ParityReport:
-        report = graph_parity(bundle, backend, model=graph, cases=cases)
-        if not decoding or not traces:
-            return report
         with open_runner(backend or cpu_backend(manifest.precision), graph) as runner:
-            found = [evaluate_trace(runner, trace, manifest.spec, manifest.precision) for trace in traces]
+            report = parity_from_runner(runner, bundle, cases, budgets)
+            found = [
+                evaluate_trace(runner, trace, manifest.spec, manifest.precision)
+                for trace in (traces if decoding else ())
+            ]
         decoded = [verdict for each in found if each is not None for verdict in each.verdicts]
         return replace(report, verdicts=(*report.verdicts, *decoded))
 

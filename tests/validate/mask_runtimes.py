@@ -80,11 +80,9 @@ class NumpyRunner(Runner):
     def _in_reach(self, S, T):
         if self._mistake == "causal of the first query":
             return np.tile(np.arange(T) == 0, (S, 1))
-        shift = {
-            "causal from the lower right": T - S,
-            "causal ignored": T,
-            "causal off by one": 1,
-        }.get(self._mistake, 0)
+        shift = {"causal from the lower right": T - S, "causal ignored": T, "causal off by one": 1}.get(
+            self._mistake, 0
+        )
         return np.tri(S, T, shift, dtype=bool)
 
     def _bias(self, mask):

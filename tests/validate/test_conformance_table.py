@@ -296,7 +296,7 @@ def test_all_cases_are_one_engine():
         "own-causal": (
             "refused",
             "The primitives dialect writes causal as a mask: the runtime's own is not used.",
-        ),
+        )
     }
 
 

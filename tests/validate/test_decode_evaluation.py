@@ -254,10 +254,7 @@ def test_profiles_that_take_no_trace_are_told_of(static, monkeypatch):
     report = validate_bundle(static, OPTIONS)
     assert report.passed, report.findings
     ((level, text),) = decode_findings(report)
-    assert (level, text) == (
-        "warning",
-        "ort-cuda (stand 1.0) decoded no tokens: its profiles take no trace",
-    )
+    assert (level, text) == ("warning", "ort-cuda (stand 1.0) decoded no tokens: its profiles take no trace")
     assert "not decoded" in report.headline
 
 

@@ -94,7 +94,7 @@ def test_a_graph_that_shifts_positions_passes_no_step(bundle, tmp_path):
     assert report.first_failed == 0
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("name", "message"),
     [

@@ -4,11 +4,11 @@ import json
 import ml_dtypes
 import numpy as np
 import pytest
+from graph_parity import graph_parity
 
 from mha_deploy.bundle.cases import GoldenCase
 from mha_deploy.metrics import ParityReport, judge_case, parity_from_verdicts
 from mha_deploy.model.precision import PRECISIONS
-from mha_deploy.validate.self_test import graph_parity
 
 FP16 = PRECISIONS["fp16"]
 

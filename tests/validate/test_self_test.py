@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
+from graph_parity import graph_parity
 from tiny_specs import in_precisions
 
 from mha_deploy.bundle.cases import golden_cases
@@ -14,8 +15,8 @@ from mha_deploy.model.catalog import find_spec
 from mha_deploy.model.spec import Axis
 from mha_deploy.options import ExportOptions
 from mha_deploy.runtime import cpu_backend, open_runner
-from mha_deploy.validate.self_test import graph_parity, self_test
 from mha_deploy.validate.self_test import largest_share as budget_share
+from mha_deploy.validate.self_test import self_test
 
 CACHED = {
     "causal dropped",
