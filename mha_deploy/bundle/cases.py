@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import product
 from math import prod
 from pathlib import Path
 
@@ -88,16 +89,12 @@ def read_arrays(
 # -- What a golden case keeps of a KV cache: the entries that the call wrote -----------------------
 
 Arrays = Mapping[str, np.ndarray]
-# For each cache that goes out, the one that came in.
-CACHE_INPUTS = {
-    out: taken for taken_out in CACHE_TENSORS.values() for taken, out in zip(*taken_out, strict=True)
-}
 
 
 def cached_outputs(spec: ModelSpec) -> dict[str, str]:
     """For each KV cache that goes out of a catalog layer, the one that came in."""
-    takes = {tensor.name for tensor in spec.inputs} if spec.cache != "none" else set()
-    return {out: taken for out, taken in CACHE_INPUTS.items() if taken in takes}
+    taken, out = CACHE_TENSORS.get(spec.cache, ((), ()))
+    return dict(zip(out, taken, strict=True))
 
 
 def stored_outputs(spec: ModelSpec) -> tuple[TensorSpec, ...]:
@@ -131,24 +128,6 @@ def rows_from(cache: np.ndarray, starts: np.ndarray, S: int) -> np.ndarray:
     return np.stack([rows[:, start : start + S] for rows, start in zip(cache, starts, strict=True)])
 
 
-def _only_new_entries(results: Arrays, inputs: Arrays, cached: Mapping[str, str]) -> dict[str, np.ndarray]:
-    """The results of a call, with the new entries in place of whole caches."""
-    changed = {
-        name: rows_from(results[name], written_from(inputs, taken), inputs["x"].shape[1])
-        for name, taken in cached.items()
-    }
-    return {**results, **changed}
-
-
-def _with_old_entries(results: Arrays, inputs: Arrays, cached: Mapping[str, str]) -> dict[str, np.ndarray]:
-    """The results of a call, with whole caches in place of the new entries."""
-    changed = {
-        name: with_entries(inputs[taken], results[name], written_from(inputs, taken))
-        for name, taken in cached.items()
-    }
-    return {**results, **changed}
-
-
 def with_entries(before: np.ndarray, new: np.ndarray, starts: np.ndarray) -> np.ndarray:
     """A copy of a cache with the new entries in their places: in their type, and as long as they need it."""
     B, Hkv, T, D = before.shape
@@ -165,12 +144,7 @@ def with_entries(before: np.ndarray, new: np.ndarray, starts: np.ndarray) -> np.
 
 @dataclass(frozen=True, kw_only=True)
 class GoldenCase:
-    """One case: inputs, FP64 oracle, and the results of the module itself.
-
-    `flops` is the work of one call of a user's module, else 0. `cached` names, for each
-    KV cache that goes out of a catalog layer, the one that came in. `allowance` is a factor on its budgets.
-    `suspects` is what known mistakes would add to its outputs.
-    """
+    """One case: inputs, FP64 oracle, and the results of the module itself."""
 
     name: str
     sizes: Mapping[str, int]
@@ -178,22 +152,20 @@ class GoldenCase:
     oracle: Arrays
     eager: Arrays
     note: str = ""
-    flops: int = 0
-    cached: Mapping[str, str] = field(default_factory=dict)
-    allowance: float = 1.0
-    suspects: Mapping[str, Arrays] = field(default_factory=dict)
+    flops: int = 0  # the work of one call of a user's module, else 0
+    cached: Mapping[str, str] = field(default_factory=dict)  # see `cached_outputs`
+    allowance: float = 1.0  # a factor on its budgets
+    suspects: Mapping[str, Arrays] = field(default_factory=dict)  # what mistakes would add to its outputs
 
 
 def golden_cases(bundle: Bundle) -> Iterator[GoldenCase]:
     """Read the golden cases of a bundle one by one."""
-    for entry in bundle.manifest.golden:
-        yield read_case(bundle, entry)
+    return (read_case(bundle, entry) for entry in bundle.manifest.golden)
 
 
 def read_case(bundle: Bundle, entry: GoldenEntry) -> GoldenCase:
     """Read one case, checking it against the spec."""
     spec, precision = bundle.manifest.spec, bundle.manifest.precision
-    cached = cached_outputs(spec)
     groups = {"inputs": spec.inputs, "oracle": spec.outputs, "eager": spec.outputs}
     known = {f"{group}/{tensor.name}" for group, tensors in groups.items() for tensor in tensors}
 
@@ -219,16 +191,10 @@ def read_case(bundle: Bundle, entry: GoldenEntry) -> GoldenCase:
     eager = take_arrays(arrays, "eager", stored_outputs(spec), entry.sizes, precision)
     refuse_infinite(entry.file, (*oracle.items(), *eager.items()))
     refuse_implausible(entry.file, oracle, eager, precision)
-    return GoldenCase(
-        name=entry.name,
-        sizes=entry.sizes,
-        inputs=inputs,
-        oracle=_with_old_entries(oracle, inputs, cached),
-        eager=_with_old_entries(eager, inputs, cached),
-        note=entry.note,
-        flops=entry.flops,
-        cached=cached,
-    )
+    for results, (name, taken) in product((oracle, eager), cached_outputs(spec).items()):
+        results[name] = with_entries(inputs[taken], results[name], written_from(inputs, taken))
+    about = {"name": entry.name, "sizes": entry.sizes, "note": entry.note, "flops": entry.flops}
+    return GoldenCase(**about, inputs=inputs, oracle=oracle, eager=eager, cached=cached_outputs(spec))
 
 
 def refuse_infinite(file: str, results: Iterable[tuple[str, np.ndarray]]) -> None:
@@ -279,13 +245,19 @@ def refuse_implausible(file: str, oracle: Arrays, eager: Arrays, precision: Prec
 
 
 def write_case(path: Path, case: GoldenCase) -> None:
-    """Write one case."""
-    groups = {
-        "inputs": case.inputs,
-        "oracle": _only_new_entries(case.oracle, case.inputs, case.cached),
-        "eager": _only_new_entries(case.eager, case.inputs, case.cached),
-    }
-    write_arrays(path, {f"{group}/{name}": a for group, each in groups.items() for name, a in each.items()})
+    """Write one case; of a KV cache, the entries that the call wrote."""
+    inputs = case.inputs
+    arrays = {f"inputs/{name}": array for name, array in inputs.items()}
+    for group, results in (("oracle", case.oracle), ("eager", case.eager)):
+        for name, array in results.items():
+            taken = case.cached.get(name)
+            new = (
+                array
+                if taken is None
+                else rows_from(array, written_from(inputs, taken), inputs["x"].shape[1])
+            )
+            arrays[f"{group}/{name}"] = new
+    write_arrays(path, arrays)
 
 
 def take_arrays(
@@ -306,10 +278,10 @@ def take_arrays(
                 hint=f"shape {tensor.shape(sizes)}: export again",
             )
         wanted = np.dtype(np.float64 if tensor.kind == FLOAT else tensor.kind)
-        if precision is None and wanted.kind == "f":  # what is true is known in FP64, also of float32
+        if precision is not None:
+            wanted = precision.numpy_of(tensor.kind)
+        elif wanted.kind == "f":  # what is true is known in FP64, also of float32
             wanted = np.dtype(np.float64)
-        elif tensor.kind == FLOAT and precision is not None:
-            wanted = precision.numpy
         if array.dtype != wanted:
             raise BundleError(
                 "A golden array has the wrong type.",
@@ -352,12 +324,10 @@ def _polygraphy_array(array: np.ndarray) -> dict[str, str]:
 
 def refuse_polygraphy(cache: str, precision: Precision) -> None:
     """Refuse golden cases that have no Polygraphy form."""
-    reason = None
-    if cache != "none":
-        reason = f"cache = {cache}: Polygraphy would compare whole caches, not only the new entries"
-    elif precision.name == "bf16":
+    reason = f"cache = {cache}: Polygraphy would compare whole caches, not only the new entries"
+    if cache == "none":
         reason = "bf16: Polygraphy's JSON holds NumPy arrays, which have no bfloat16"
-    if reason is not None:
+    if cache != "none" or precision.name == "bf16":
         raise ExportError(
             "There are no Polygraphy files of such a bundle.", got=reason, hint="leave out --polygraphy"
         )

@@ -39,63 +39,35 @@ class FileEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionNode:
-    """One `Attention` node of an ONNX graph.
+    """One `Attention` node of an ONNX graph."""
 
-    Args:
-        name: Name of the node; its first output's name where it has none.
-        graph: Name of its graph or function.
-        opset: Version of the ONNX operator set it is written in.
-        rank: 3 for `[B, S, Hq·D]`, 4 for `[B, Hq, S, D]`.
-        dtype: Type of Q, K and V: `fp16`, `bf16`, `fp32` or `fp64`.
-        B: Batch.
-        S: Query length.
-        T: Length of the K input, without the past.
-        Hq: Query heads.
-        Hkv: Key/value heads.
-        D: Head size of queries and keys.
-        Dv: Head size of values.
-        scale: Factor on the scores as written; None for the default.
-        is_causal: Whether a query attends only to keys up to its own position.
-        mask: `none`, `bool`, `float`, `int`, or `unknown` where the graph does not state its type.
-        mask_dtype: Type of the mask, by its short name.
-        mask_dims: Dimensions of the mask.
-        has_past: Whether past keys and values are inputs.
-        past_length: Length of the past.
-        has_present: Whether the concatenated keys or values are outputs.
-        has_nonpad_kv_seqlen: Whether each batch element has its own number of valid keys.
-        qk_output_mode: Which stage of the scores is the fourth output, 0 to 3; None where it is not used.
-        softcap: Bound of the scores; 0 for none.
-        softmax_precision: Type the softmax is computed in; None for the default.
-        left_window: How many earlier keys a query attends to; -1 for all.
-        right_window: How many later keys a query attends to; -1 for all.
-    """
-
-    name: str
-    graph: str
-    opset: int | None
-    rank: int | None
-    dtype: str | None
-    B: Dim
-    S: Dim
-    T: Dim
-    Hq: Dim
-    Hkv: Dim
-    D: Dim
-    Dv: Dim
-    scale: float | None
-    is_causal: bool
-    mask: str
-    mask_dtype: str | None
-    mask_dims: tuple[Dim, ...] | None
-    has_past: bool
-    past_length: Dim
-    has_present: bool
-    has_nonpad_kv_seqlen: bool
+    name: str  # name of the node; its first output's name where it has none
+    graph: str  # name of its graph or function
+    opset: int | None  # version of the ONNX operator set it is written in
+    rank: int | None  # 3 for `[B, S, Hq·D]`, 4 for `[B, Hq, S, D]`
+    dtype: str | None  # type of Q, K and V: `fp16`, `bf16`, `fp32` or `fp64`
+    B: Dim  # batch
+    S: Dim  # query length
+    T: Dim  # length of the K input, without the past
+    Hq: Dim  # query heads
+    Hkv: Dim  # key/value heads
+    D: Dim  # head size of queries and keys
+    Dv: Dim  # head size of values
+    scale: float | None  # factor on the scores as written; None for the default
+    is_causal: bool  # whether a query attends only to keys up to its own position
+    mask: str  # `none`, `bool`, `float`, `int`, or `unknown` where the graph does not state its type
+    mask_dtype: str | None  # type of the mask, by its short name
+    mask_dims: tuple[Dim, ...] | None  # dimensions of the mask
+    has_past: bool  # whether past keys and values are inputs
+    past_length: Dim  # length of the past
+    has_present: bool  # whether the concatenated keys or values are outputs
+    has_nonpad_kv_seqlen: bool  # whether each batch element has its own number of valid keys
+    # Which stage of the scores is the fourth output, 0 to 3; None where it is not used
     qk_output_mode: int | None
-    softcap: float
-    softmax_precision: str | None
-    left_window: int
-    right_window: int
+    softcap: float  # bound of the scores; 0 for none
+    softmax_precision: str | None  # type the softmax is computed in; None for the default
+    left_window: int  # how many earlier keys a query attends to; -1 for all
+    right_window: int  # how many later keys a query attends to; -1 for all
 
     @property
     def kind(self) -> str | None:
@@ -158,8 +130,7 @@ else:
 
     class AttentionRecord(
         TypedDict(
-            "_Attention",
-            {**get_type_hints(AttentionNode), "kind": str | None, "softmax_scale": float | None},
+            "_Attention", {**get_type_hints(AttentionNode), "kind": str | None, "softmax_scale": float | None}
         ),
         total=False,
     ):
@@ -186,17 +157,11 @@ class TraceEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class LayersEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The result of every attention of a module in one golden case.
+    """The result of every attention of a module in one golden case."""
 
-    Args:
-        case: The golden case whose inputs they belong to.
-        file: The arrays.
-        values: For every attention node, the value of the graph that was kept.
-    """
-
-    case: str
-    file: str
-    values: dict[str, str]
+    case: str  # the golden case whose inputs they belong to
+    file: str  # the arrays
+    values: dict[str, str]  # for every attention node, the value of the graph that was kept
 
 
 Checks = TypedDict(
@@ -208,36 +173,22 @@ Checks = TypedDict(
 
 
 class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a bundle is.
+    """What a bundle is."""
 
-    Args:
-        spec: The layer or the user's module, with the axes it was exported for.
-        precision: The types in the graph.
-        opset: Version of the default ONNX operator set.
-        weights: Where the weights came from, for people: a seed or a file name and its hash.
-        attention: The fused attention nodes, as found in the graph.
-        golden: The golden cases.
-        checks: What the export checked of its own work, and how.
-        versions: Versions of everything that took part.
-        files: Size and SHA-256 of every file but the manifest.
-        notes: What a reader should know, such as golden cases that were left out.
-        traces: The decode traces of a layer with a KV cache.
-        layers: The results inside a user's module.
-        format: Version of the bundle format.
-    """
-
-    format: int = FORMAT
-    spec: Spec
-    precision: Precision
-    opset: Annotated[int, Meta(ge=1, le=1000)]
-    weights: str
-    attention: list[AttentionRecord]
-    golden: Annotated[list[GoldenEntry], Meta(min_length=1)]
-    traces: list[TraceEntry] = field(default_factory=list)
-    layers: LayersEntry | None = None
-    checks: Checks
-    versions: dict[str, str]
+    format: int = FORMAT  # version of the bundle format
+    spec: Spec  # the layer or the user's module, with the axes it was exported for
+    precision: Precision  # the types in the graph
+    opset: Annotated[int, Meta(ge=1, le=1000)]  # version of the default ONNX operator set
+    weights: str  # where the weights came from, for people: a seed or a file name and its hash
+    attention: list[AttentionRecord]  # the fused attention nodes, as found in the graph
+    golden: Annotated[list[GoldenEntry], Meta(min_length=1)]  # the golden cases
+    traces: list[TraceEntry] = field(default_factory=list)  # the decode traces of a layer with a KV cache
+    layers: LayersEntry | None = None  # the results inside a user's module
+    checks: Checks  # what the export checked of its own work, and how
+    versions: dict[str, str]  # versions of everything that took part
+    # Size and SHA-256 of every file but the manifest
     files: dict[str, FileEntry] = field(default_factory=dict)
+    # What a reader should know, such as golden cases that were left out
     notes: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:

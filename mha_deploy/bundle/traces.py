@@ -33,30 +33,22 @@ from mha_deploy.model.spec import INT32, KVCache, ModelSpec, TensorSpec
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeTrace:
-    """Tokens to decode, and what must come of them.
+    """Tokens to decode, and what must come of them."""
 
-    Args:
-        name: Its name, and that of its file.
-        cache: How the model decodes.
-        inputs: All inputs but those of the cache, as one call with all L = max(prompt) + steps tokens takes
-            them. Batch element b has prompt[b] + steps tokens; those behind them pad its prompt.
-        prompt: How many tokens of each batch element the prefill brings, int32 [B].
-        steps: How many single tokens follow.
-        oracle: float64: every output by token, and every cached tensor with its L entries, by name. It is
-            computed in one call, without a cache.
-        eager: The same, decoded by the model in its own precision. Behind the last token of a batch element,
-            neither is defined.
-        allowance: A factor on its budgets.
-    """
-
-    name: str
-    cache: KVCache
+    name: str  # its name, and that of its file
+    cache: KVCache  # how the model decodes
+    # All inputs but those of the cache, as one call with all L = max(prompt) + steps tokens takes them.
+    # Batch element b has prompt[b] + steps tokens; those behind them pad its prompt
     inputs: Arrays
-    prompt: np.ndarray
-    steps: int
+    prompt: np.ndarray  # how many tokens of each batch element the prefill brings, int32 [B]
+    steps: int  # how many single tokens follow
+    # Float64: every output by token, and every cached tensor with its L entries, by name. It is
+    # computed in one call, without a cache
     oracle: Arrays
+    # The same, decoded by the model in its own precision. Behind the last token of a batch element,
+    # neither is defined
     eager: Arrays
-    allowance: float = 1.0
+    allowance: float = 1.0  # A factor on its budgets
 
     @property
     def B(self) -> int:
