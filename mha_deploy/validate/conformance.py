@@ -251,14 +251,10 @@ class Trial:
         working: type[np.floating[Any]] = np.float64,
         step: Callable[[np.ndarray], np.ndarray] = lambda x: x,
     ) -> np.ndarray:
-        """The formula, with the mask and the corner that a runtime may read.
+        """The formula in a working type, with the mask and the corner of causal that a runtime may read.
 
-        Args:
-            mask: The mask that is read; None for none.
-            causal: The corner that causal starts from; `FIRST_ROW` where all queries are taken for the first.
-            interleaved: Whether query head h shares key head h mod Hkv, instead of its neighbours' one.
-            working: The type to compute in.
-            step: Rounds every intermediate result.
+        With `FIRST_ROW`, all queries are taken for the first one. Heads are `interleaved` where query head h
+        shares key head h mod Hkv, instead of its neighbours' one. `step` rounds every intermediate result.
         """
         q = self.heads(self.arrays["q"].astype(working))
         k, v = (self._shared(role, working, interleaved) for role in "kv")

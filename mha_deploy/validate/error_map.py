@@ -127,46 +127,32 @@ def heatmap(
     if got.shape != oracle.shape or oracle.ndim not in MAPPED_RANKS:
         raise DeployError(f"{output_name} cannot be mapped.", got=got.shape, hint=str(oracle.shape))
     with np.errstate(invalid="ignore", over="ignore"):  # what is not finite stays so, and becomes null
-        error = got.astype(np.float64) - oracle
-        rows, error, truth, note = _by_row(error, oracle, projection)
+        # Error and truth as [B, rows, S, ·].
+        rows, note, error, truth = HEAD, "", got.astype(np.float64) - oracle, oracle
+        if oracle.ndim == 3:
+            is_fed = projection is not None and projection.weight.shape[1] == oracle.shape[-1]
+            refusal = projection.refusal if projection is not None else None
+            if projection is None or refusal or not is_fed:  # or it is that of another output
+                groups = (*oracle.shape[:2], math.gcd(oracle.shape[2], _CHANNEL_GROUPS), -1)
+                error, truth = (each.reshape(groups).transpose(0, 2, 1, 3) for each in (error, truth))
+                rows, note = CHANNEL_GROUP, f"rows are groups of output channels: {refusal or _NOT_FED}"
+            else:
+                truth = oracle if projection.bias is None else oracle - projection.bias.astype(np.float64)
+                error, truth = projection.pulled_back(error), projection.pulled_back(truth)
+                factor = f"{projection.amplification:.1f} times as large"
+                note = "pulled back through the output projection, which makes rounding of the output look "
+                note += factor
         # Root mean square per row and bin of positions.
         squares = np.mean(np.square(error), axis=(0, 3))
         size = -(-squares.shape[1] // _MOST_COLUMNS)
         starts = np.arange(0, squares.shape[1], size)
         counts = np.diff(np.append(starts, squares.shape[1]))
         values = np.sqrt(np.add.reduceat(squares, starts, axis=1) / counts)
+    values = values / (math.sqrt(np.mean(np.square(truth))) or 1.0)
+    name = case.name
     return Heatmap(
-        backend=backend,
-        case=case.name,
-        output=output_name,
-        rows=rows,
-        values=values / (math.sqrt(np.mean(np.square(truth))) or 1.0),
-        bin=size,
-        note=note,
+        backend=backend, case=name, output=output_name, rows=rows, values=values, bin=size, note=note
     )
-
-
-def _by_row(
-    error: np.ndarray, oracle: np.ndarray, projection: Projection | None
-) -> tuple[str, np.ndarray, np.ndarray, str]:
-    """What a row is, error and truth as [B, rows, S, ·], and how they came about."""
-    if oracle.ndim == 4:
-        return HEAD, error, oracle, ""
-    refusal = _NOT_FED if projection is None else projection.refusal
-    if projection is not None and refusal is None and projection.weight.shape[1] != oracle.shape[-1]:
-        refusal = _NOT_FED  # it is that of another output
-    if projection is None or refusal is not None:
-        note = f"rows are groups of output channels: {refusal}"
-        B, S, E = oracle.shape
-        shape = B, S, math.gcd(E, _CHANNEL_GROUPS), -1
-        grouped = [values.reshape(shape).transpose(0, 2, 1, 3) for values in (error, oracle)]
-        return CHANNEL_GROUP, grouped[0], grouped[1], note
-    truth = oracle if projection.bias is None else oracle - projection.bias.astype(np.float64)
-    note = (
-        "pulled back through the output projection, "
-        f"which makes rounding of the output look {projection.amplification:.1f} times as large"
-    )
-    return HEAD, projection.pulled_back(error), projection.pulled_back(truth), note
 
 
 # -- the projection --------------------------------------------------------------------------------

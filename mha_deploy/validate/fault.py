@@ -22,8 +22,7 @@ from mha_deploy.bundle.folder import Bundle
 from mha_deploy.errors import DeployError
 from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.upcast import float32_twin, unfused_twin
-from mha_deploy.metrics import judge_case
-from mha_deploy.model.precision import Precision
+from mha_deploy.metrics import OutputVerdict, judge_case
 from mha_deploy.runtime import available_cpu_backend, open_runner
 from mha_deploy.runtime.runner import Runner
 
@@ -88,8 +87,24 @@ def attribute_fault(
     trials: list[Trial] = []
 
     def passes(what: str, open_: Callable[[], Runner]) -> bool | None:
-        trials.append(_trial(what, open_, failing_cases, precision))
-        return trials[-1].passed
+        """Run the failing cases in something else than the engine; None where that cannot be tried."""
+        step, verdicts = "built", list[OutputVerdict]()
+        try:
+            with open_() as runner:
+                step = "run"
+                for case in failing_cases:
+                    got = runner.run(case.inputs)
+                    own = {output: got[output] for output in got if output in case.oracle}  # a twin has more
+                    verdicts += judge_case(case, own, precision)
+        except DeployError as error:
+            problem = f"could not be {step}: {' '.join(str(error).split())}"
+            trials.append(Trial(name=what, passed=None, problem=problem))
+            return None
+        wrong = next((f"{v.case}/{v.output}: {v.problem}" for v in verdicts if v.is_wrong), None)
+        share = max((math.inf if v.share is None else v.share for v in verdicts), default=math.inf)
+        finite = share if math.isfinite(share) else None
+        trials.append(Trial(name=what, passed=wrong is None, share=finite, problem=wrong))
+        return wrong is None
 
     at_fault = UNKNOWN
     graph = passes(f"the graph in {trusted}", lambda: open_runner(trusted, model))
@@ -108,32 +123,6 @@ def attribute_fault(
     missing = "; ".join(f"{trial.name} {trial.problem}" for trial in trials if trial.passed is None)
     explanation = _EXPLANATIONS.get(at_fault, f"A trial that would have shown it is missing: {missing}.")
     return FaultReport(at_fault=at_fault, explanation=explanation, trials=tuple(trials))
-
-
-def _trial(
-    name: str, open_: Callable[[], Runner], cases: Sequence[GoldenCase], precision: Precision
-) -> Trial:
-    """Run the failing cases in something else than the engine."""
-    step = "built"
-    try:
-        with open_() as runner:
-            step = "run"
-            verdicts = []
-            for case in cases:
-                got = runner.run(case.inputs)
-                own = {output: got[output] for output in got if output in case.oracle}  # a twin has more
-                verdicts += judge_case(case, own, precision)
-    except DeployError as error:
-        problem = f"could not be {step}: {' '.join(str(error).split())}"
-        return Trial(name=name, passed=None, problem=problem)
-    wrong = next((verdict for verdict in verdicts if verdict.is_wrong), None)
-    shares = [math.inf if verdict.share is None else verdict.share for verdict in verdicts]
-    return Trial(
-        name=name,
-        passed=wrong is None,
-        share=max(shares) if shares and math.isfinite(max(shares)) else None,
-        problem=None if wrong is None else f"{wrong.case}/{wrong.output}: {wrong.problem}",
-    )
 
 
 def graph_at_fault(backend: str, share: float | None) -> FaultReport:
