@@ -39,23 +39,12 @@ def refusal(**changes):
 # -- axes --------------------------------------------------------------------------------------
 
 
-def test_an_axis_reads_three_sizes():
+def test_an_axis_reads_three_sizes_or_one_and_prints_what_it_parses():
     assert Axis.parse("1:128:512") == Axis(min=1, opt=128, max=512)
-
-
-def test_an_axis_of_one_number_is_fixed():
-    axis = Axis.parse("1500")
-    assert axis == Axis(min=1500, opt=1500, max=1500)
-    assert not axis.is_dynamic
-
-
-def test_an_axis_is_dynamic_only_if_it_has_more_than_one_size():
-    assert Axis(min=1, opt=1, max=2).is_dynamic
-    assert not Axis(min=2, opt=2, max=2).is_dynamic
-
-
-def test_an_axis_prints_what_it_parses():
+    assert Axis.parse("1500") == Axis(min=1500, opt=1500, max=1500)
     assert str(Axis.parse("1:8:32")) == "1:8:32"
+    assert Axis(min=1, opt=1, max=2).is_dynamic
+    assert not Axis.parse("1500").is_dynamic
 
 
 @pytest.mark.parametrize(

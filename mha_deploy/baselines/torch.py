@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -23,13 +23,13 @@ from mha_deploy.errors import BackendUnavailable, DeployError, exit_as_error, ne
 from mha_deploy.export.oracle import tensors_in
 from mha_deploy.export.own_model import reopen_user_module
 from mha_deploy.model.precision import Precision
-from mha_deploy.model.spec import CACHES, PAST, AttentionSpec, ModelSpec, TensorSpec
+from mha_deploy.model.spec import CACHES, LENGTHS, PAST, ModelSpec, TensorSpec
 from mha_deploy.reference import build_module
 from mha_deploy.reference.attention import (
     Attention,
     Heads,
     attend,
-    given,
+    brought,
     merge_causal,
     merge_heads,
     padding_mask,
@@ -59,18 +59,14 @@ def explain_refusal(name: str, error: Exception, warnings: Iterable[str], *, com
         return error
     first_line = (str(error).strip() or type(error).__name__).partition("\n")[0]
     if any(words in str(error) for words in _NO_KERNEL):
+        texts = dict.fromkeys(text.partition(_PLACE_IN_SOURCE)[0].strip() for text in warnings)
+        reasons = [text for text in texts if not any(words in text for words in _NO_REASON)]
         what, hint = f"{name} has no kernel for these inputs.", "another baseline; `sdpa` lets PyTorch choose"
-        return DeployError(what, got=_reasons(warnings) or first_line, hint=hint)
+        return DeployError(what, got="; ".join(reasons or texts) or first_line, hint=hint)
     if compiled and type(error).__module__.startswith(_COMPILERS):
         hint = "torch.compile needs Triton and a C compiler"
         return BackendUnavailable(f"{name} cannot compile the layer here.", got=first_line, hint=hint)
     return DeployError(f"{name} failed on these inputs.", got=first_line)
-
-
-def _reasons(warnings: Iterable[str]) -> str:
-    texts = dict.fromkeys(text.partition(_PLACE_IN_SOURCE)[0].strip() for text in warnings)
-    reasons = [text for text in texts if not any(words in text for words in _NO_REASON)]
-    return "; ".join(reasons or texts)
 
 
 # -- A layer as it is served: caches in place, masks and tables computed once per model ------------
@@ -93,40 +89,32 @@ class ServedLayer(nn.Module):
 
     def prepare(self, arguments: dict[str, Tensor]) -> dict[str, Tensor]:
         """What a model computes once for all its layers: `mask`, `positions`, `cos`, `sin`, `attending`."""
-        prepared = self._prepare(**{name: arguments[name] for name in arguments if name != "value"})
+        prepared = self._prepared(arguments)
         mask = prepared.get("mask")
         if mask is not None and mask.dtype == torch.bool:
             B, S = arguments["query"].shape[:2]
-            prepared["mask"] = mask.expand(B, 1, S, mask.shape[-1]).contiguous()
+            prepared["mask"] = mask = mask.expand(B, 1, S, mask.shape[-1]).contiguous()
         if mask is not None and self.layer.spec.cache == "none":
-            mask = prepared["mask"]
             attending = (mask if mask.dtype == torch.bool else ~mask.isneginf()).any(-1, keepdim=True)
             if not attending.all():
                 prepared["attending"] = attending
         return {**arguments, **prepared}
 
-    def _prepare(
-        self,
-        query: Tensor,
-        key: Tensor | None = None,
-        key_lengths: Tensor | None = None,
-        attention_bias: Tensor | None = None,
-        past_key: Tensor | None = None,
-        key_cache: Tensor | None = None,
-        lengths: Tensor | None = None,
-        **_: Tensor | None,
-    ) -> dict[str, Tensor]:
-        spec, S, past = self.layer.spec, query.shape[1], 0
+    def _prepared(self, arguments: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        spec, query, past = self.layer.spec, arguments["query"], 0
+        S, mask = query.shape[1], arguments.get("attention_bias")
         if spec.cache == "preallocated":
-            key_cache, lengths = given(spec.name, key_cache=key_cache, lengths=lengths)
+            held = {name: arguments.get(name) for name in (CACHES[0], LENGTHS)}
+            key_cache, lengths = brought(spec.name, **held)
             positions = lengths.long()[:, None] + torch.arange(S, device=query.device)
-            mask: Tensor | None = seen_from(positions, key_cache.shape[2], spec.window)[:, None]
+            mask = seen_from(positions, key_cache.shape[2], spec.window)[:, None]
         else:
             if spec.cache == "dynamic":
-                past = given(spec.name, past_key=past_key)[0].shape[2]
-            T = past + (query if key is None else key).shape[1]
+                past = brought(spec.name, past_key=arguments.get("past_key"))[0].shape[2]
+            T = past + arguments.get("key", query).shape[1]
             positions = torch.arange(past, past + S, device=query.device)
-            mask = attention_bias if key_lengths is None else padding_mask(key_lengths, T)
+            if "key_lengths" in arguments:
+                mask = padding_mask(arguments["key_lengths"], T)
             heads = self._heads(mask, past)
             if (mask is not None or not heads.is_triangle) and not heads.hides_nothing(S, T):
                 mask = merge_causal(mask, S, T, query.device, past, spec.window)
@@ -145,41 +133,24 @@ class ServedLayer(nn.Module):
         window = None if in_mask else spec.window
         return replace(layout, window=window, sees_itself=spec.cache != "none")
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor | None = None,
-        value: Tensor | None = None,
-        past_key: Tensor | None = None,
-        past_value: Tensor | None = None,
-        key_cache: Tensor | None = None,
-        value_cache: Tensor | None = None,
-        positions: Tensor | None = None,
-        cos: Tensor | None = None,
-        sin: Tensor | None = None,
-        mask: Tensor | None = None,
-        attending: Tensor | None = None,
-        **others: Tensor | None,
-    ) -> Tensor | tuple[Tensor, ...]:
-        """Compute the layer, as `Attention.forward` describes it."""
-        spec, layer = self.layer.spec, self.layer
-        is_prepared = positions is not None
-        if positions is None:
-            new = self._prepare(query, key, past_key=past_key, key_cache=key_cache, **others)
-            positions, mask, cos, sin = (new.get(name) for name in ("positions", "mask", "cos", "sin"))
-        q, k, v = layer.project(query, key, value)
+    def forward(self, query: Tensor, **others: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """Compute the layer, as `Attention.forward` describes it, also with what `prepare` adds."""
+        spec, layer, past, arguments = self.layer.spec, self.layer, 0, {"query": query, **others}
+        is_prepared = "positions" in arguments
+        found = arguments if is_prepared else self._prepared(arguments)
+        positions, mask, cos, sin = (found.get(name) for name in ("positions", "mask", "cos", "sin"))
+        q, k, v = layer.project(query, arguments.get("key"), arguments.get("value"))
         if cos is not None and sin is not None:
             q, k = rotate_heads(spec, q, cos, sin), rotate_heads(spec, k, cos, sin)
-        past = 0
         if spec.cache == "preallocated":
-            caches = given(spec.name, key_cache=key_cache, value_cache=value_cache)
+            caches = brought(spec.name, **{name: arguments.get(name) for name in CACHES})
             batch = torch.arange(query.shape[0], device=query.device)[:, None]
             for cache, entries in zip(caches, (k, v), strict=True):
                 # An index_put: torch.compile does this in place; for a scatter it copies the buffer.
                 cache[batch, :, positions] = entries.unflatten(-1, (spec.Hkv, spec.D))
             k, v = (merge_heads(cache) for cache in caches)
         elif spec.cache == "dynamic":
-            pasts = given(spec.name, past_key=past_key, past_value=past_value)
+            pasts = brought(spec.name, **{name: arguments.get(name) for name in PAST})
             past = pasts[0].shape[2]
             k, v = (torch.cat((merge_heads(old), n), dim=1) for old, n in zip(pasts, (k, v), strict=True))
             caches = [split_heads(k, spec.Hkv), split_heads(v, spec.Hkv)]
@@ -188,8 +159,8 @@ class ServedLayer(nn.Module):
             layout = replace(layout, sees_itself=True)
         with nullcontext() if self.kernel is None else sdpa_kernel(self.kernel):
             heads, weights = attend(q, k, v, mask, layout, layer.path)
-        if attending is not None:
-            heads = merge_heads(split_heads(heads, spec.Hq).masked_fill(~attending, 0.0))
+        if "attending" in arguments:
+            heads = merge_heads(split_heads(heads, spec.Hq).masked_fill(~arguments["attending"], 0.0))
         output = layer.combine(heads, query)
         if spec.cache != "none":
             return (output, *caches)
@@ -259,11 +230,16 @@ class TorchModels:
         self.device = device
         self._first = module_from_bundle(bundle, path="plain", device=device)
         self._built = {("plain", False): self._first}
+        self._can_pack = not self.spec.is_cross and self.spec.projections != "packed"
 
     def module(self, path: str, *, packed: bool = False) -> Attention:
         """The layer with its attention computed along a path; packed: with one projection, not three."""
+        if packed and not self._can_pack:
+            got = "cross attention" if self.spec.is_cross else "packed projections"
+            hint = "the baseline sdpa-cudnn"
+            raise DeployError("The layer has no three projections of one input to pack.", got=got, hint=hint)
         if (path, packed) not in self._built:
-            spec = self._packed_spec() if packed else self.spec
+            spec = replace(self.spec, projections="packed") if packed else self.spec
             dtype = getattr(torch, self.precision.torch_name)
             # Weights that are of this type on this device already are not copied.
             self._built[path, packed] = build_module(
@@ -271,17 +247,9 @@ class TorchModels:
             )
         return self._built[path, packed]
 
-    def _packed_spec(self) -> AttentionSpec:
-        if self.spec.is_cross or self.spec.projections == "packed":
-            got = "cross attention" if self.spec.is_cross else "packed projections"
-            hint = "the baseline sdpa-cudnn"
-            raise DeployError("The layer has no three projections of one input to pack.", got=got, hint=hint)
-        return replace(self.spec, projections="packed")
-
     def in_service(self, baseline: Baseline) -> nn.Module:
         """The layer as it is run and timed: one with a cache decodes without needless copies of it."""
-        can_pack = not self.spec.is_cross and self.spec.projections != "packed"
-        layer = self.module(baseline.path, packed=baseline.packed or (baseline.tuned and can_pack))
+        layer = self.module(baseline.path, packed=baseline.packed or (baseline.tuned and self._can_pack))
         if self.spec.cache == "none" and not baseline.tuned:
             return layer
         return ServedLayer(layer, baseline.kernel if baseline.compiled else None)

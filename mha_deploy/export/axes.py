@@ -236,10 +236,8 @@ class AxisNames:
         return found
 
     def _onnx_dim(self, dim: int | ir.SymbolicDim) -> int | str | None:
-        if isinstance(dim, int):
-            return dim
-        if dim.value is None:
-            return None
+        if isinstance(dim, int) or dim.value is None:
+            return dim if isinstance(dim, int) else None
         name = self._sum(dim.value)
         return self._replaced(dim.value) if name is None else name
 

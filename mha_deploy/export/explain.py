@@ -86,6 +86,22 @@ def was_interrupted(error: BaseException | None) -> bool:
     return error is not None
 
 
+def onnx_program(
+    module: nn.Module | ExportedProgram, explained: Callable[[Exception], ExportError], **options: Any
+) -> torch.onnx.ONNXProgram:
+    """Call PyTorch's exporter; what it raises is explained."""
+    try:
+        with quiet():
+            program = torch.onnx.export(module, (), dynamo=True, verbose=False, **options)
+    except torch.onnx.OnnxExporterError as error:
+        if was_interrupted(error):
+            raise KeyboardInterrupt from error
+        raise explained(error) from error
+    if program is None:
+        raise ExportError("PyTorch gave no ONNX program.")
+    return program
+
+
 def first_cause(error: BaseException) -> str:
     """What began it: the exporter's own text only says at which of its steps that was."""
     while error.__cause__ is not None:

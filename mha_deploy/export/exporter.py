@@ -20,7 +20,7 @@ from mha_deploy.bundle.manifest import LayersEntry
 from mha_deploy.bundle.traces import DecodeTrace, PlannedTrace
 from mha_deploy.errors import ExportError, exit_as_error, nearest
 from mha_deploy.export.axes import ExportedModule
-from mha_deploy.export.explain import first_cause, quiet, was_interrupted
+from mha_deploy.export.explain import first_cause, onnx_program, swapped
 from mha_deploy.export.flow import OnStep, Source, Steps, export_bundle
 from mha_deploy.export.golden import Capture, LayerCapture, ModuleCapture, mixed_graph
 from mha_deploy.export.own_model import UserModule, drawn_inputs, open_user_module, state_digest
@@ -210,29 +210,16 @@ def canonical_from_module(module: Attention, *, opset: int | None = None) -> ir.
         parameter_name(tensor): {i: dims[dim] for i, dim in enumerate(tensor.dims) if isinstance(dim, str)}
         for tensor in spec.inputs
     }
-    before, module.path = module.path, "onnx"
-    try:
-        with quiet():
-            program = torch.onnx.export(
-                module,
-                args=(),
-                kwargs=call_arguments(spec, fed_to(module, random_inputs(spec, sizes, seed=0))),
-                dynamo=True,
-                opset_version=opset,
-                dynamic_shapes=shapes,
-                input_names=[tensor.name for tensor in spec.inputs],
-                output_names=[tensor.name for tensor in spec.outputs],
-                verbose=False,
-            )
-    except torch.onnx.OnnxExporterError as error:
-        if was_interrupted(error):  # which the exporter takes for a failure of its own
-            raise KeyboardInterrupt from error
-        raise ExportError(f"PyTorch could not export {spec.name}.", got=first_cause(error)) from error
-    finally:
-        module.path = before
-    if program is None:
-        raise ExportError(f"PyTorch gave no ONNX program for {spec.name}.")
-    model = program.model
+    with swapped(module, "path", "onnx"):
+        model = onnx_program(
+            module,
+            lambda error: ExportError(f"PyTorch could not export {spec.name}.", got=first_cause(error)),
+            kwargs=call_arguments(spec, fed_to(module, random_inputs(spec, sizes, seed=0))),
+            opset_version=opset,
+            dynamic_shapes=shapes,
+            input_names=[tensor.name for tensor in spec.inputs],
+            output_names=[tensor.name for tensor in spec.outputs],
+        ).model
     _name_by_module(model)
     # The spec's shapes on the outputs: PyTorch gives the weights of Attention a length of 0.
     for output, tensor in zip(model.graph.outputs, spec.outputs, strict=True):
@@ -257,22 +244,15 @@ def _name_by_module(model: ir.Model) -> None:
             node.name = f"{node.inputs[0].name}.update"
         elif node.op_type == "MatMul":
             scope = ast.literal_eval(node.metadata_props["pkg.torch.onnx.name_scopes"])[-2]
-            node.name = f"{scope}.matmul"
-            _settle_weight(model, node.inputs[1], f"{scope}.weight.T")
-
-
-def _settle_weight(model: ir.Model, value: ir.Value | None, name: str) -> None:
-    """Name the constant that the exporter folded `weight.T` into, and lay it out as it reads.
-
-    As a transposed view it would be written to disk number by number, which takes minutes for gigabytes.
-    """
-    if value is not None and value.is_initializer() and value.name is not None:
-        del model.graph.initializers[value.name]
-        value.name = name
-        model.graph.initializers[name] = value
-        if value.const_value is not None:
-            array = np.ascontiguousarray(value.const_value.numpy())
-            value.const_value = ir.Tensor(array, dtype=value.const_value.dtype, name=name)
+            node.name, name, value = f"{scope}.matmul", f"{scope}.weight.T", node.inputs[1]
+            if value is not None and value.is_initializer() and value.const_value is not None:
+                # The constant that the exporter folded `weight.T` into, laid out as it reads: a transposed
+                # view would be written to disk number by number, which takes minutes for gigabytes.
+                del model.graph.initializers[str(value.name)]
+                value.name = name
+                model.graph.initializers[name] = value
+                array = np.ascontiguousarray(value.const_value.numpy())
+                value.const_value = ir.Tensor(array, dtype=value.const_value.dtype, name=name)
 
 
 def _drop_exporter_metadata(model: ir.Model) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from zlib import crc32
@@ -74,21 +74,22 @@ class _OnnxSource(Source):
     ) -> None:
         self.path, self.options, self.examples = path, options, inputs
         self.notes, self.checks = [], {}
-        self.original = _loaded(path)
+        model = load_graph(path)
+        if model.functions:
+            InlinePass()(model)
+        self.original = from_old_opset(model)
+        self.original.ir_version = min(self.original.ir_version, _NEWEST_IR)
         own = _precision_of(self.original)
         # A float32 file in FP16 is converted node by node: what FP16 cannot hold stays wider.
         self.auto = own == "fp32" and options.precision in (AUTO, "fp16")
         if not self.auto and options.precision not in (AUTO, own):
             hint = f"--precision {own}" + (", or auto for FP16 where it holds the values" * (own == "fp32"))
-            raise ExportError(
-                "The file has another precision.", got=f"{own}, not {options.precision}", hint=hint
-            )
+            got = f"{own}, not {options.precision}"
+            raise ExportError("The file has another precision.", got=got, hint=hint)
         self.precision = find_precision("fp16" if self.auto else own)
-        unknown = [name for name in inputs if name not in self._inputs]
-        if unknown:
-            raise ExportError(
-                "The file has no such input.", got=unknown[0], hint=nearest(unknown[0], self._inputs)
-            )
+        if unknown := [name for name in inputs if name not in self._inputs]:
+            hint = nearest(unknown[0], self._inputs)
+            raise ExportError("The file has no such input.", got=unknown[0], hint=hint)
         self.dims, self.axes = _named_axes(self._inputs, axes)
         self.steps = 4 + self.auto + len(options.golden or self.golden)
 
@@ -175,11 +176,10 @@ class _OnnxSource(Source):
         for key, value in self._inputs.items():
             shape = TensorSpec(name=key, kind=FLOAT, dims=self.dims[key]).shape(sizes)
             random = np.random.default_rng([seed, crc32(key.encode())])
-            if key in self.examples:
-                drawn[key] = _fitted(self.examples[key], shape, key)
-            else:
-                drawn[key] = _drawn(value, shape, random)
-        return {key: array.astype(self._inputs[key].dtype.numpy()) for key, array in drawn.items()}  # type: ignore[union-attr]
+            example = self.examples.get(key)
+            array = _drawn(value, shape, random) if example is None else _fitted(example, shape, key)
+            drawn[key] = array.astype(value.dtype.numpy())  # type: ignore[union-attr]
+        return drawn
 
     # -- results -----------------------------------------------------------------------------------
 
@@ -200,9 +200,12 @@ class _OnnxSource(Source):
     def _output_dims(self) -> dict[str, tuple[Dim, ...]]:
         """The dimensions of the outputs as sums of axes and numbers, found by running the file."""
         seen = []
-        for name, sizes in _distinct(self.axes):
+        for start in (0, 1):
+            # Every axis and every sum of two axes has a size of its own, if possible.
+            wanted = {n: axis.min + 1 + start + 3 * i for i, (n, axis) in enumerate(self.axes.items())}
+            sizes = {n: min(wanted[n], axis.max) for n, axis in self.axes.items()}
             try:
-                seen.append((sizes, self._session.run(self.draw(name, sizes))))
+                seen.append((sizes, self._session.run(self.draw(f"shape {start}", sizes))))
             except DeployError as error:
                 what = "The file does not run at these sizes."
                 hint = "--axis NAME=N for an axis that is fixed in the file, --input NAME=FILE.npy"
@@ -221,15 +224,6 @@ class _OnnxSource(Source):
 # -- The file --------------------------------------------------------------------------------------
 
 
-def _loaded(path: Path) -> ir.Model:
-    model = load_graph(path)
-    if model.functions:
-        InlinePass()(model)
-    model = from_old_opset(model)
-    model.ir_version = min(model.ir_version, _NEWEST_IR)
-    return model
-
-
 def _precision_of(model: ir.Model) -> str:
     """The precision of most weights, or of the inputs where there are none."""
     counts: dict[str, int] = {}
@@ -238,9 +232,8 @@ def _precision_of(model: ir.Model) -> str:
         if kind in PRECISIONS:
             counts[kind] = counts.get(kind, 0) + (value.const_value.size if value.const_value else 1)
     if not counts:
-        raise ExportError(
-            "The file has no floating-point tensors in fp16, bf16 or fp32.", got=model.graph.name
-        )
+        what = "The file has no floating-point tensors in fp16, bf16 or fp32."
+        raise ExportError(what, got=model.graph.name)
     return max(counts, key=lambda kind: counts[kind])
 
 
@@ -267,20 +260,9 @@ def _named_axes(
                 axes.setdefault(axis, given.get(axis, _BATCH if position == 0 else _LENGTH))
             parts.append(symbol)
         dims[name] = tuple(parts)
-    unknown = [axis for axis in given if axis not in axes]
-    if unknown:
+    if unknown := [axis for axis in given if axis not in axes]:
         raise SpecError("The file has no such axis.", got=unknown[0], hint=nearest(unknown[0], axes))
     return dims, axes
-
-
-def _distinct(axes: Mapping[str, Axis]) -> Iterator[tuple[str, dict[str, int]]]:
-    """Two sets of sizes in which every axis and every sum of two axes has a size of its own, if possible."""
-    for start in (0, 1):
-        sizes: dict[str, int] = {}
-        for i, (name, axis) in enumerate(axes.items()):
-            wanted = axis.min + 1 + start + 3 * i
-            sizes[name] = min(max(wanted, axis.min), axis.max)
-        yield f"shape {start}", sizes
 
 
 def _dim(name: str, seen: list[tuple[dict[str, int], int]], axes: Mapping[str, Axis]) -> Dim:
@@ -308,9 +290,8 @@ def _dim(name: str, seen: list[tuple[dict[str, int], int]], axes: Mapping[str, A
 def _fitted(example: np.ndarray, shape: tuple[int, ...], name: str) -> np.ndarray:
     """An example at another shape: cut, or repeated."""
     if example.ndim != len(shape):
-        raise ExportError(
-            f"The example of input {name} has another rank.", got=example.shape, hint=str(shape)
-        )
+        what = f"The example of input {name} has another rank."
+        raise ExportError(what, got=example.shape, hint=str(shape))
     for axis, size in enumerate(shape):
         example = np.take(example, np.arange(size) % max(example.shape[axis], 1), axis)
     return example

@@ -21,7 +21,7 @@ from mha_deploy.errors import BundleError, ExportError, exit_as_error, nearest, 
 from mha_deploy.export.axes import draw_one, shape_of
 from mha_deploy.model.deployable import Deployable, Example
 from mha_deploy.model.precision import Precision
-from mha_deploy.model.spec import Axis, Dim, ModelSpec
+from mha_deploy.model.spec import Axis, Dim, ModelSpec, NamedAxes
 from mha_deploy.reference.inputs import seeded_generator
 from mha_deploy.reference.weights import read_state
 from mha_deploy.runtime.child import isolation
@@ -32,7 +32,7 @@ _SEE = "see mha_deploy.Deployable"
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadedModel:
+class LoadedModel(NamedAxes):
     """What a factory gave, checked: the fields of a `Deployable`, without defaults."""
 
     factory: str  # the reference it was loaded by; empty for a `Deployable` that was made in memory
@@ -45,12 +45,6 @@ class LoadedModel:
     # Each input of a KV cache, and the output that takes its place in the next call.
     kv_cache: Mapping[str, str]
     summary: str  # one line for people
-
-    def with_axes(self, changed: Mapping[str, Axis]) -> LoadedModel:
-        """The same model over other axis ranges."""
-        for name in changed.keys() - self.axes.keys():
-            raise ExportError(f"{self.name} has no axis {name!r}.", got=name, hint=nearest(name, self.axes))
-        return replace(self, axes={**self.axes, **changed})
 
 
 def load_factory(reference: str, *, seed: int = 0) -> LoadedModel:

@@ -37,6 +37,7 @@ from mha_deploy.export.explain import (
     constant_error,
     explain_failure,
     may_be_small_sizes,
+    onnx_program,
     quiet,
     refuse_infinite_constants,
     silenced,
@@ -229,16 +230,13 @@ def _outside_guards(
         for size in sorted(each for each in near | {axis.opt} if axis.min <= each <= axis.max):
             sizes = {**traced, name: size}
             given = {symbol: size_of(dim, sizes) for symbol, dim in symbols.items()}
-            if not all(_holds(guard, given) for guard in guards):
+            try:
+                is_broken = any(guard.xreplace(given) is sympy.false for guard in guards)
+            except (ZeroDivisionError, RuntimeError, TypeError):  # half of one size, divided by
+                is_broken = True
+            if is_broken:
                 yield sizes
                 break
-
-
-def _holds(guard: Any, sizes: Mapping[Any, int]) -> bool:
-    try:
-        return guard.xreplace(sizes) is not sympy.false
-    except (ZeroDivisionError, RuntimeError, TypeError):  # half of one size, divided by
-        return False
 
 
 # -- From anybody's module to an ONNX graph, together with the program it was made from ------------
@@ -415,24 +413,12 @@ def _translated(
 ) -> tuple[ir.Model, ExportedProgram]:
     _write_for_onnx(traced)
     _write_complex_as_real(traced)
-    try:
-        with quiet():
-            result = torch.onnx.export(
-                traced, (), kwargs=example, dynamo=True, opset_version=opset, verbose=False
-            )
-    except torch.onnx.OnnxExporterError as error:
-        if was_interrupted(error):
-            raise KeyboardInterrupt from error
-        raise translation_error(error, traced) from error
-    if result is None or result.exported_program is None:
-        raise ExportError("PyTorch gave no ONNX program.")
-    _settle_norms(result.model)
-    return result.model, result.exported_program
-
-
-def _settle_norms(model: ir.Model) -> None:
-    """Let RMSNormalization compute in the type of its scale: ONNX infers the type of its other input."""
-    for node in list(model.graph.all_nodes()):
+    explained = partial(translation_error, program=traced)
+    result = onnx_program(traced, explained, kwargs=example, opset_version=opset)
+    if result.exported_program is None:
+        raise ExportError("PyTorch gave no program with the ONNX graph.")
+    # RMSNormalization computes in the type of its scale, and ONNX infers the type of its other input.
+    for node in list(result.model.graph.all_nodes()):
         if node.op_type != "RMSNormalization" or node.domain or node.graph is None:
             continue
         value, scale = node.inputs[:2]
@@ -443,6 +429,7 @@ def _settle_norms(model: ir.Model) -> None:
         cast.outputs[0].type, cast.outputs[0].shape = scale.type, value.shape
         node.graph.insert_before(node, cast)
         node.replace_input_with(0, cast.outputs[0])
+    return result.model, result.exported_program
 
 
 def _write_for_onnx(program: ExportedProgram) -> None:

@@ -35,20 +35,16 @@ def find_spec(model: str) -> AttentionSpec:
         return read_spec(Path(model))
     names = catalog_names()
     if model not in names:
-        raise SpecError(
-            "No model of that name.", got=model, hint=f"{nearest(model, names)} Or a path to a .toml file."
-        )
+        hint = f"{nearest(model, names)} Or a path to a .toml file."
+        raise SpecError("No model of that name.", got=model, hint=hint)
     return read_spec(catalog_folder() / f"{model}.toml")
 
 
 def is_factory(model: str) -> bool:
     """Whether this names a factory of a user's own model, and not a spec."""
     place, separator, name = model.rpartition(":")
-    return bool(separator) and name.isidentifier() and (place.endswith(".py") or _is_module_name(place))
-
-
-def _is_module_name(text: str) -> bool:
-    return all(part.isidentifier() for part in text.split("."))
+    is_module = all(part.isidentifier() for part in place.split("."))
+    return bool(separator) and name.isidentifier() and (place.endswith(".py") or is_module)
 
 
 def read_spec(path: Path) -> AttentionSpec:
@@ -63,9 +59,8 @@ def read_spec(path: Path) -> AttentionSpec:
     except (ValueError, RecursionError) as error:  # also numbers of thousands of digits
         raise SpecError("The spec file is not valid TOML.", got=f"{path}: {error}") from error
     if "name" in data:
-        raise SpecError(
-            "A spec file is named by its file name.", got=f"{path}: name = ...", hint="drop `name`"
-        )
+        got = f"{path}: name = ..."
+        raise SpecError("A spec file is named by its file name.", got=got, hint="drop `name`")
     try:
         return AttentionSpec.from_dict({"name": path.stem, **data})
     except SpecError as error:

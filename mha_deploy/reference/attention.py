@@ -286,9 +286,10 @@ class Attention(nn.Module):
         cache, the keys and values to bring to the next call follow the output.
         """
         if self.spec.cache == "dynamic":
-            return self._append(query, past_key, past_value)
+            return self._append(query, *brought(self.spec.name, past_key=past_key, past_value=past_value))
         if self.spec.cache == "preallocated":
-            return self._update(query, key_cache, value_cache, lengths)
+            held = {"key_cache": key_cache, "value_cache": value_cache, "lengths": lengths}
+            return self._update(query, *brought(self.spec.name, **held))
         heads, weights = self.heads(query, key, value, key_lengths, attention_bias)
         output = self.combine(heads, query)
         return output if weights is None else (output, weights)
@@ -366,10 +367,7 @@ class Attention(nn.Module):
 
     # -- with a cache --------------------------------------------------------------------------
 
-    def _append(
-        self, query: Tensor, past_key: Tensor | None, past_value: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        past_key, past_value = given(self.spec.name, past_key=past_key, past_value=past_value)
+    def _append(self, query: Tensor, past_key: Tensor, past_value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         past = past_key.shape[2]
         positions = past + torch.arange(query.shape[1], device=query.device)
         layout = self._layout(causal=True, past=past)
@@ -384,11 +382,8 @@ class Attention(nn.Module):
         return self.combine(heads, query), keys, values
 
     def _update(
-        self, query: Tensor, key_cache: Tensor | None, value_cache: Tensor | None, lengths: Tensor | None
+        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, lengths: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        key_cache, value_cache, lengths = given(
-            self.spec.name, key_cache=key_cache, value_cache=value_cache, lengths=lengths
-        )
         S, T = query.shape[1], key_cache.shape[2]
         check_room(lengths, S, T)
         positions = lengths[:, None] + torch.arange(S, device=query.device)
@@ -461,7 +456,7 @@ def check_room(lengths: Tensor, S: int, T: int) -> None:
         raise DeployError(what, got=f"lengths {lengths.tolist()}, {S} new tokens, {T} entries", hint=hint)
 
 
-def given(layer: str, **tensors: Tensor | None) -> list[Tensor]:
+def brought(layer: str, **tensors: Tensor | None) -> list[Tensor]:
     """The tensors that a layer with a cache needs; refuse a call that does not bring them."""
     if missing := [name for name, tensor in tensors.items() if tensor is None]:
         got, hint = f"no {', '.join(missing)}", "an empty one has no past, or lengths of 0"

@@ -36,13 +36,9 @@ def frequencies(rope: Rope, dims: int) -> Tensor:
     if rope.scaling == "ntk":
         base = base * rope.factor ** (dims / (dims - 2))
     theta = base ** (-torch.arange(0, dims, 2, dtype=torch.float64) / dims)
-    if rope.scaling == "linear":
-        return theta / rope.factor
-    return _by_wavelength(theta, rope) if rope.scaling == "llama3" else theta
-
-
-def _by_wavelength(theta: Tensor, rope: Rope) -> Tensor:
-    """Short waves stay, long ones are stretched, and between them one passes into the other."""
+    if rope.scaling != "llama3":
+        return theta / rope.factor if rope.scaling == "linear" else theta
+    # Short waves stay, long ones are stretched, and between them one passes into the other.
     low, high = rope.low_freq_factor, rope.high_freq_factor
     periods = rope.original_length * theta / (2 * math.pi)  # L/λ: how often a pair rotates in L positions
     kept = ((periods - low) / (high - low)).clamp(0, 1)
@@ -56,14 +52,7 @@ def rotary_tables(rope: Rope, dims: int, positions: Tensor, dtype: torch.dtype) 
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
-    """Turn the pairs of every head.
-
-    Args:
-        x: Heads [B, S, H, D].
-        cos: [B, S, dims/2], or [S, dims/2] for all rows.
-        sin: The same shape.
-        interleaved: Whether the pairs are neighbours.
-    """
+    """Rotate the pairs of every head [B, S, H, D]; cos and sin are [B, S, dims/2], or [S, dims/2] for all."""
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # the same for every head
     rotated, rest = x.split([2 * cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]], dim=-1)
     a, b = (rotated[..., 0::2], rotated[..., 1::2]) if interleaved else rotated.chunk(2, dim=-1)

@@ -80,7 +80,9 @@ class SparseHeadAttention(Attention):
     def gates(self, query: Tensor) -> Tensor:
         """softmax(G) on the chosen heads and zero elsewhere. [B, S, E] -> [B, S, Hq]."""
         options = _options(self)
-        logits = _at_least_float32(self.gate(query))
+        logits = self.gate(query)
+        # Gates are few and decide much: they are compared and normalised in float32, as routers usually are.
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         best, chosen = logits.topk(options.top_k, dim=-1)  # [B, S, top_k]
         # Renormalising softmax(G) over some of its heads is the softmax over those heads alone.
         gates = best.softmax(-1) if options.renormalise else logits.softmax(-1).gather(_HEADS, chosen)
@@ -98,11 +100,6 @@ class SparseHeadAttention(Attention):
             return torch.full(logits.shape[:-1], float("inf"), dtype=logits.dtype, device=logits.device)
         best = logits.topk(top_k + 1, dim=-1).values
         return best[..., -2] - best[..., -1]
-
-
-def _at_least_float32(logits: Tensor) -> Tensor:
-    # Gates are few and decide much: they are compared and normalised in float32, as routers usually are.
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def _options(module: Attention) -> SparseHeads:
