@@ -327,15 +327,8 @@ REGRESSION, INCONCLUSIVE, IMPROVEMENT, CHANGED, SAME = (
 
 # Statuses by rank: what falls is worse.
 _RANKS: Mapping[str, Mapping[str, int]] = {
-    "verdict": {
-        "passed": 3,
-        "built": 2,
-        "not verified": 2,
-        "failed": 1,
-        "refused": 1,
-        "crashed": 0,
-        "unavailable": 0,
-    },
+    "verdict": {"passed": 3, "built": 2, "not verified": 2, "failed": 1, "refused": 1, "crashed": 0}
+    | {"unavailable": 0},
     "fusion": {"fused": 2, "unknown": 1, "decomposed": 0},
     "precision": {"verified": 2, "unknown": 1, "mixed": 0},
     "invariance": {"passed": 1, "failed": 0},

@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -140,9 +139,7 @@ class MatrixCell:
     runtime: str
     gpu: str
     options: str
-    status: str = (
-        "unavailable"  # or `passed`; `built`, not run; `failed`, `refused` by the runtime; `crashed`
-    )
+    status: str = "unavailable"  # `passed`; `built`, not run; `failed`; `refused` by the runtime; `crashed`
     why: str = ""
     version: str = ""
     key: str = ""  # what the result depends on, as a hash
@@ -463,10 +460,19 @@ class Matrix:
 
     def tables(self) -> list[Table]:
         """A heat map of the results; then errors, latencies, sizes and build times, where there are any."""
-        found = [self._table("Fusion and verdict of every cell", _verdict_cell)]
+
+        def verdict(cell: MatrixCell) -> TableCell:
+            note = cell.why if cell.status not in ("passed", "built") else ""
+            return TableCell(text=cell.summary, status=_MARKS.get(cell.status, "none"), note=note)
+
+        found = [self._table("Fusion and verdict of every cell", verdict)]
         for title, read, as_text in _FIGURES:
-            if any(read(cell) is not None for cell in self.cells):
-                found.append(self._table(title, partial(_figure, read=read, as_text=as_text)))
+            figures = {cell.place: read(cell) for cell in self.cells}
+            shown = {
+                place: number(each, as_text(each)) for place, each in figures.items() if each is not None
+            }
+            if shown:
+                found.append(self._table(title, lambda cell, shown=shown: shown.get(cell.place, text(None))))
         return found
 
     def _table(self, title: str, shown: Callable[[MatrixCell], TableCell]) -> Table:
@@ -521,18 +527,6 @@ class Matrix:
         append_lines(path, [build_line(vars(cell)) for cell in built])
 
 
-def _verdict_cell(cell: MatrixCell) -> TableCell:
-    note = cell.why if cell.status not in ("passed", "built") else ""
-    return TableCell(text=cell.summary, status=_MARKS.get(cell.status, "none"), note=note)
-
-
-def _figure(
-    cell: MatrixCell, *, read: Callable[[MatrixCell], float | None], as_text: Callable[[Any], str]
-) -> TableCell:
-    value = read(cell)
-    return text(None) if value is None else number(value, as_text(value))
-
-
 def _share(cell: MatrixCell) -> float | None:
     runs = (cell.report or {}).get("parity") or ()
     return max((each["share"] or 0.0 for run in runs for each in run["verdicts"]), default=None)
@@ -553,13 +547,10 @@ _FIGURES: Sequence[tuple[str, Callable[[MatrixCell], float | None], Callable[[An
 
 
 def run_matrix(
-    plan: Plan,
-    folder: Path,
-    workers: LocalWorkers | RayWorkers,
-    export: Export,
-    on_cell: OnCell | None = None,
+    plan: Plan, folder: Path, workers: Workers, export: Export, on_cell: OnCell | None = None
 ) -> Matrix:
     """Do what is missing of a plan; bundles and results are kept in `folder`, `on_cell` gets every cell."""
+    on_cell = on_cell or (lambda *_: None)
     probes = {(each.name, gpu): workers.probe(each, gpu) for each in plan.runtimes for gpu in plan.gpus}
     cells: dict[tuple[str, ...], MatrixCell] = {}
     tasks: list[_Task] = []
@@ -575,54 +566,35 @@ def run_matrix(
             problem = error.in_one_line
         for runtime, gpu, options in product(plan.runtimes, plan.gpus, plan.options):
             found = probes[runtime.name, gpu]
-            cell = MatrixCell(
-                model=name,
-                precision=precision,
-                runtime=runtime.name,
-                gpu=gpu,
-                options=options,
-                version=found.get("version", ""),
-                why=problem or found.get("problem", ""),
-            )
+            place = {"model": name, "precision": precision, "runtime": runtime.name, "gpu": gpu}
+            why = problem or found.get("problem", "")
+            cell = MatrixCell(**place, options=options, version=found.get("version", ""), why=why)
             if cell.place in cells:  # another model of the same name
                 cell = replace(cell, model=f"{name} ({model.model})")
             if bundle is None or "problem" in found:
                 cells[cell.place] = cell
                 continue
             chosen, device = plan.options[options], NO_GPU if gpu == NO_GPU else found["gpu"]
-            # Everything that a result depends on.
-            parts = [
-                sha256(bundle / MANIFEST),
-                runtime.backend,
-                found["version"],
-                device,
-                chosen,
-                __version__,
-            ]
-            cell = replace(cell, key=_digest(parts)[:32])
+            manifest = sha256(bundle / MANIFEST)
+            depends_on = [manifest, runtime.backend, found["version"], device, chosen, __version__]
+            cell = replace(cell, key=_digest(depends_on)[:32])
             known = _kept(folder, cell)
             cells[cell.place] = known or cell
             if known is None:
                 about = {"backend": runtime.backend, "options": chosen, "time_limit": plan.time_limit}
                 request = {"bundle": str(bundle.resolve()), **about}
                 tasks.append(_Task(cell, runtime, request))
-    waiting, finished = {task.cell.place for task in tasks}, 0
-
-    def finish(cell: MatrixCell) -> None:
-        nonlocal finished
-        cells[cell.place], finished = cell, finished + 1
-        if on_cell is not None:
-            on_cell(cell, finished, len(cells))
-
-    for cell in [cell for place, cell in cells.items() if place not in waiting]:
-        finish(cell)
-    for task, result in workers.run(tasks):
-        cell = replace(task.cell, **result)
+    waiting = {task.cell.place for task in tasks}
+    done = [cell for place, cell in cells.items() if place not in waiting]
+    for count, cell in enumerate(done, 1):
+        on_cell(cell, count, len(cells))
+    for count, (task, result) in enumerate(workers.run(tasks), len(done) + 1):
+        cells[task.cell.place] = cell = replace(task.cell, **result)
         if cell.status in _FINAL:
             path = folder / "cells" / f"{cell.key}.json"
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, json.dumps(as_plain(dict(vars(cell)))).encode())
-        finish(cell)
+        on_cell(cell, count, len(cells))
     return Matrix(plan=plan, cells=tuple(cells.values()))
 
 
