@@ -7,6 +7,7 @@ functions. Heavy packages are imported by the function that needs them. Errors a
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -186,8 +187,6 @@ def load_model(
     source = model.source if isinstance(model, Model) else model
     if isinstance(source, os.PathLike):
         source = os.fspath(source)
-    known = {"cache": cache, "projections": projections}
-    asked = ", ".join(f"{option}={value!r}" for option, value in known.items() if value is not None)
     if isinstance(source, str) and not _is_onnx(source) and not is_factory(source):
         source = find_spec(source)
     if isinstance(source, AttentionSpec):
@@ -196,8 +195,10 @@ def load_model(
         source = source if projections is None else replace(source, projections=projections)
         known_as = model if isinstance(model, Model) else Model(name=source.name, source=source)
         return replace(known_as, source=source)
-    if asked:
-        raise DeployError("Only a catalog layer has these options.", got=asked)
+    given = {"cache": cache, "projections": projections}
+    if any(given.values()):
+        got = ", ".join(f"{option}={value!r}" for option, value in given.items() if value is not None)
+        raise DeployError("Only a catalog layer has these options.", got=got)
     if not isinstance(source, str | Deployable):
         raise DeployError(
             "This is not a model.",
@@ -297,13 +298,7 @@ def export(
 
     chosen = ExportOptions(**options)
     _refuse_export(out, chosen)
-    own = weights is None and not chosen.prefix
-    chosen = replace(
-        chosen,
-        weights=found.weights if weights is None else Path(weights),
-        prefix=chosen.prefix or found.prefix,
-        layer=found.layer if own else None,
-    )
+    chosen = replace(chosen, **_weights(found, weights, chosen.prefix))
     report = on_step or _silent
     if _is_onnx(found.source):
         from mha_deploy.export.onnx_import import bundle_from_onnx
@@ -323,6 +318,13 @@ def export(
     if isinstance(found.source, AttentionSpec):
         return bundle_from_spec(found.source, Path(out), chosen, report)
     return bundle_from_factory(found.source, Path(out), chosen, axes=found.axes, on_step=report)
+
+
+def _weights(model: Model, weights: StrPath | None, prefix: str) -> dict[str, Any]:
+    """Where the weights are: those that were asked for, or the model's own."""
+    own = weights is None and not prefix
+    place = model.weights if weights is None else Path(weights)
+    return {"weights": place, "prefix": prefix or model.prefix, "layer": model.layer if own else None}
 
 
 def _refuse_export(out: StrPath, options: ExportOptions) -> None:
@@ -740,24 +742,12 @@ class Report:
     def __init__(self, record: verdict.Report) -> None:
         self.record = record
 
-    @property
-    def passed(self) -> bool:
+        self.passed: bool = record.passed
         """Whether something was checked and nothing failed."""
-        return self.record.passed
-
-    @property
-    def headline(self) -> str:
+        self.headline: str = record.headline
         """The verdict in one line."""
-        return self.record.headline
-
-    @property
-    def findings(self) -> tuple[verdict.Finding, ...]:
+        self.findings: tuple[verdict.Finding, ...] = record.findings
         """The verdict's findings, each with `level` and text."""
-        return self.record.findings
-
-    def to_dict(self) -> dict[str, Any]:
-        """The report as plain data, as docs/report.md describes it."""
-        return self._data
 
     @cached_property
     def _data(self) -> dict[str, Any]:
@@ -765,10 +755,12 @@ class Report:
 
         return plain_report(self.record.to_dict())
 
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain data, as docs/report.md describes it."""
+        return self._data
+
     def to_json(self) -> str:
         """The same as JSON text."""
-        import json
-
         return json.dumps(self.to_dict(), indent=1, ensure_ascii=False, allow_nan=False)
 
     def to_html(self) -> str:
@@ -1051,11 +1043,11 @@ def self_test(
     from mha_deploy.validate.self_test import self_test
 
     names, report = mutations(), on_step or _silent
-    return self_test(
-        _opened(bundle),
-        backend,
-        on_mistake=lambda name: report(f"mutations: {name}", names.index(name), len(names)),
-    )
+
+    def on_mistake(name: str) -> None:
+        report(f"mutations: {name}", names.index(name), len(names))
+
+    return self_test(_opened(bundle), backend, on_mistake=on_mistake)
 
 
 # -- From a model to a verdict in one call ---------------------------------------------------------
@@ -1144,12 +1136,9 @@ def deploy(
     _refuse_export(out, ExportOptions(**options))
     precision = options.get("precision", AUTO)
     settings = EngineOptions(
-        backend=backend,
-        targets=targets,
-        allow_decomposed=allow_decomposed,
-        attention=attention,
-        accumulate=accumulate,
-    )
+        backend=backend, targets=targets, allow_decomposed=allow_decomposed,
+        attention=attention, accumulate=accumulate,
+    )  # fmt: skip
     if engine:
         _refuse_builder(settings, precision)
     tried: tuple[Any, ...] = ()
@@ -1189,14 +1178,8 @@ def deploy(
     )
     record = validate_bundle(bundle, judged, build=build if engine else None, on_step=_by_name(report))
     trials, chosen, why = tried or ((), None, "")
-    return Deployment(
-        bundle=bundle,
-        engine=built[0] if built else None,
-        report=Report(record),
-        candidates=tuple(trials),
-        chosen=chosen,
-        why=why,
-    )
+    compared: dict[str, Any] = {"candidates": tuple(trials), "chosen": chosen, "why": why}
+    return Deployment(bundle=bundle, engine=next(iter(built), None), report=Report(record), **compared)
 
 
 def _best_candidate(
@@ -1455,16 +1438,8 @@ def compare_heads(
         from tempfile import TemporaryDirectory
 
         with TemporaryDirectory() as folder:
-            case = "opt" if at is None else at
-            made = export(
-                found,
-                Path(folder) / "bundle",
-                precision="fp32",
-                seed=seed,
-                weights=weights,
-                prefix=prefix,
-                golden=(case,),
-            )
+            options: ExportKeywords = {"precision": "fp32", "golden": (at or "opt",), "seed": seed}
+            made = export(found, Path(folder) / "bundle", weights=weights, prefix=prefix, **options)
             return _bundle_heads(made, attention)
     if attention is not None:
         raise DeployError("A catalog layer has one attention.", got=attention, hint="leave it out")
@@ -1474,15 +1449,7 @@ def compare_heads(
         sizes = {"B": sizes["B"], "S": key_length(spec, sizes)}
         spec = spec.without_cache()
     feeds = random_feeds(spec, sizes, seed) if inputs is None else read_inputs(Path(inputs), spec)
-    own = weights is None and not prefix
-    return head_similarity(
-        spec,
-        feeds,
-        seed=seed,
-        weights=found.weights if weights is None else Path(weights),
-        prefix=prefix or found.prefix,
-        layer=found.layer if own else None,
-    )
+    return head_similarity(spec, feeds, seed=seed, **_weights(found, weights, prefix))
 
 
 def _bundle_heads(bundle: Bundle, attention: str | None) -> HeadSimilarity:
@@ -1596,9 +1563,9 @@ def doctor(*, load: bool = False) -> dict[str, Any]:
         >>> sorted(md.doctor()["can"])
         ['build-engine', 'export', 'run-engines', 'validate']
     """
-    from mha_deploy.environment import examine, report
+    from mha_deploy.environment import examine
 
-    return report(examine(load=load))
+    return examine(load=load)
 
 
 def configure(

@@ -9,8 +9,8 @@ import platform
 import shutil
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib import metadata
+from typing import Any, NamedTuple
 
 from mha_deploy import __version__
 
@@ -53,8 +53,7 @@ def versions(packages: tuple[str, ...] = EXPORT_PACKAGES) -> dict[str, str]:
 # -- Which runtimes, versions and GPUs are here, and what can be done with them --------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Runtime:
+class Runtime(NamedTuple):
     """One package and what it is for."""
 
     name: str  # what people call it
@@ -66,91 +65,94 @@ class Runtime:
     slow: bool = False  # whether importing it takes long: then it is tried only on request
 
 
-@dataclass(frozen=True, kw_only=True)
-class Finding:
-    """The state of one runtime on this machine; `loaded` if it was imported to see that it works."""
-
-    runtime: Runtime
-    version: str | None
-    problem: str | None = None
-    note: str = ""
-    loaded: bool = False
-
-    @property
-    def works(self) -> bool:
-        """Whether it is here, and nothing is known to be wrong with it."""
-        return self.version is not None and self.problem is None
-
-
-_EXPORT, _CUDA = 'pip install "mha-deploy[export]"', 'pip install "mha-deploy[cuda]"'
-RUNTIMES = tuple(
-    Runtime(name=name, module=module, packages=packages, gives=gives, install=install, **more)
-    for name, module, packages, gives, install, more in (
-        ("PyTorch", "torch", ("torch",), "export", _EXPORT, {"slow": True}),
-        ("onnxscript", "onnxscript", ("onnxscript",), "export", _EXPORT, {"slow": True}),
-        (
-            "ONNX", "onnx", ("onnx",), "check, validate --backend onnx-reference", "pip install mha-deploy",
-            {"slow": True},
-        ),
-        (
-            "ONNX Runtime", "onnxruntime", ("onnxruntime", "onnxruntime-gpu"), "validate --backend ort-cpu",
-            'pip install "mha-deploy[ort]"  (or [ort-gpu], not both)', {},
-        ),
-        (
-            "TensorRT", "tensorrt", ("tensorrt", "tensorrt-cu13", "tensorrt-cu12"),
-            "build-engine on this machine's GPU", 'pip install "mha-deploy[trt]"', {"one_of": False},
-        ),
-        (
-            "TensorRT-RTX", "tensorrt_rtx", ("tensorrt-rtx-cu13", "tensorrt-rtx-cu12"),
-            "build-engine without a GPU", 'pip install "mha-deploy[rtx]"', {"one_of": False},
-        ),
-        (
-            "cuda-bindings", "cuda.bindings", ("cuda-bindings",), "run and time on a GPU: validate, bench",
-            _CUDA, {},
-        ),
-        (
-            "matplotlib", "matplotlib", ("matplotlib",), "analyze --heads", 'pip install "mha-deploy[plot]"',
-            {"slow": True},
-        ),
-    )
-)  # fmt: skip
+_EXPORT, _CUDA, _PLOT = (f'pip install "mha-deploy[{extra}]"' for extra in ("export", "cuda", "plot"))
+_ORT = 'pip install "mha-deploy[ort]"  (or [ort-gpu], not both)'
+_TENSORRT = ("tensorrt", "tensorrt-cu13", "tensorrt-cu12")
+_RTX = ("tensorrt-rtx-cu13", "tensorrt-rtx-cu12")
+RUNTIMES = (
+    Runtime("PyTorch", "torch", ("torch",), "export", _EXPORT, slow=True),
+    Runtime("onnxscript", "onnxscript", ("onnxscript",), "export", _EXPORT, slow=True),
+    Runtime(
+        "ONNX",
+        "onnx",
+        ("onnx",),
+        "check, validate --backend onnx-reference",
+        "pip install mha-deploy",
+        slow=True,
+    ),
+    Runtime(
+        "ONNX Runtime", "onnxruntime", ("onnxruntime", "onnxruntime-gpu"), "validate --backend ort-cpu", _ORT
+    ),
+    Runtime(
+        "TensorRT",
+        "tensorrt",
+        _TENSORRT,
+        "build-engine on this machine's GPU",
+        'pip install "mha-deploy[trt]"',
+        one_of=False,
+    ),
+    Runtime(
+        "TensorRT-RTX",
+        "tensorrt_rtx",
+        _RTX,
+        "build-engine without a GPU",
+        'pip install "mha-deploy[rtx]"',
+        one_of=False,
+    ),
+    Runtime(
+        "cuda-bindings", "cuda.bindings", ("cuda-bindings",), "run and time on a GPU: validate, bench", _CUDA
+    ),
+    Runtime("matplotlib", "matplotlib", ("matplotlib",), "analyze --heads", _PLOT, slow=True),
+)
 
 
-def examine(runtimes: Sequence[Runtime] = RUNTIMES, *, load: bool = False) -> list[Finding]:
-    """Look for every runtime, importing it to see that it works.
+def examine(runtimes: Sequence[Runtime] = RUNTIMES, *, load: bool = False) -> dict[str, Any]:
+    """Look for every runtime, importing it to see that it works, and for GPUs; all as plain data.
 
     Args:
         runtimes: What to look for.
         load: Whether to import those too that take long.
     """
-    return [_examine_one(runtime, load or not runtime.slow) for runtime in runtimes]
+    rows = [_examine_one(runtime, load or not runtime.slow) for runtime in runtimes]
+    working = {runtime.module for runtime, row in zip(runtimes, rows, strict=True) if row["works"]}
+    here, tensorrt, rtx = gpus(), "tensorrt" in working, "tensorrt_rtx" in working
+    can = {
+        "export": all(row["works"] for row in rows if row["gives"] == "export"),
+        "validate": any(row["works"] for row in rows if "validate --backend" in row["gives"]),
+        "build-engine": rtx or (tensorrt and bool(here)),
+        "run-engines": "cuda.bindings" in working and (tensorrt or rtx) and bool(here),
+    }
+    return {"versions": versions(()), "runtimes": rows, "gpus": here, "can": can}
 
 
-def _examine_one(runtime: Runtime, load: bool) -> Finding:
+def _examine_one(runtime: Runtime, load: bool) -> dict[str, Any]:
+    """The state of one runtime: `loaded` if it was imported, and its `problem` if it does not work."""
     found = [package for package in runtime.packages if installed_version(package) is not None]
-    if not can_import(runtime.module):
-        return Finding(runtime=runtime, version=None)
-    version = installed_version(found[0]) if found else "unknown"
-    if len(found) > 1 and runtime.one_of:
-        return Finding(
-            runtime=runtime, version=version, problem=f"{' and '.join(found)} overwrite each other"
-        )
-    if not load:
-        return Finding(runtime=runtime, version=version)
-    try:
-        module = importlib.import_module(runtime.module)
-    except Exception as error:  # noqa: BLE001 (a broken install can raise anything)
-        return Finding(runtime=runtime, version=version, problem=f"does not import: {error}")
-    return Finding(runtime=runtime, version=version, note=_note(runtime, module), loaded=True)
+    version = problem = None
+    loaded, note = False, ""
+    if can_import(runtime.module):
+        version = installed_version(found[0]) if found else "unknown"
+        if len(found) > 1 and runtime.one_of:
+            problem = f"{' and '.join(found)} overwrite each other"
+        elif load:
+            try:
+                module, loaded = importlib.import_module(runtime.module), True
+                note = _note(runtime.module, module)
+            except Exception as error:  # noqa: BLE001 (a broken install can raise anything)
+                problem, loaded = f"does not import: {error}", False
+    works = version is not None and problem is None
+    return {
+        "name": runtime.name, "version": version, "works": works, "loaded": loaded, "problem": problem,
+        "note": note, "gives": runtime.gives, "install": None if works else runtime.install,
+    }  # fmt: skip
 
 
-def _note(runtime: Runtime, module: object) -> str:
-    if runtime.module == "torch":
-        cuda = module.cuda  # type: ignore[attr-defined]
+def _note(name: str, module: Any) -> str:
+    if name == "torch":
+        cuda = module.cuda
         return f"CUDA: {cuda.get_device_name()}" if cuda.is_available() else "CPU only"
-    if runtime.module == "onnxruntime":
-        providers = module.get_available_providers()  # type: ignore[attr-defined]
-        return ", ".join(name.removesuffix("ExecutionProvider") for name in providers)
+    if name == "onnxruntime":
+        return ", ".join(each.removesuffix("ExecutionProvider") for each in module.get_available_providers())
     return ""
 
 
@@ -177,33 +179,3 @@ def gpus() -> list[dict[str, str]]:
         return []
     rows = [line.split(", ") for line in done.stdout.splitlines() if line.strip()]
     return [dict(zip(fields, row, strict=False)) for row in rows]
-
-
-def report(findings: Sequence[Finding]) -> dict[str, object]:
-    """Everything the doctor found, as plain data."""
-    working = {finding.runtime.module for finding in findings if finding.works}
-    here = gpus()
-    tensorrt, rtx = "tensorrt" in working, "tensorrt_rtx" in working
-    return {
-        "versions": versions(()),
-        "runtimes": [
-            {
-                "name": finding.runtime.name,
-                "version": finding.version,
-                "works": finding.works,
-                "loaded": finding.loaded,
-                "problem": finding.problem,
-                "note": finding.note,
-                "gives": finding.runtime.gives,
-                "install": None if finding.works else finding.runtime.install,
-            }
-            for finding in findings
-        ],
-        "gpus": here,
-        "can": {
-            "export": all(f.works for f in findings if f.runtime.gives == "export"),
-            "validate": any(f.works for f in findings if "validate --backend" in f.runtime.gives),
-            "build-engine": rtx or (tensorrt and bool(here)),
-            "run-engines": "cuda.bindings" in working and (tensorrt or rtx) and bool(here),
-        },
-    }

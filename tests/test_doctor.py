@@ -1,10 +1,10 @@
-"""The doctor tells what is here, what is broken, and how to install the rest."""
+"""The doctor reports what is here, what is broken, and how to install the rest."""
 
 import importlib.metadata
 import importlib.util
 import json
 import sys
-from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,13 +15,18 @@ from mha_deploy.environment import (
     examine,
     gpus,
     installed_version,
-    report,
     versions,
 )
 
 
 def runtime(module, packages=(), gives="something"):
-    return Runtime(name=module, module=module, packages=packages, gives=gives, install=f"get {module}")
+    return Runtime(module, module, packages, gives, f"get {module}")
+
+
+def state_of(known, **options):
+    """What the report says of one runtime."""
+    (row,) = examine([known], **options)["runtimes"]
+    return SimpleNamespace(**row)
 
 
 def broken_module(folder, monkeypatch, code):
@@ -43,55 +48,53 @@ def nvidia_smi(folder, monkeypatch, script):
 
 
 def test_what_is_here_works():
-    findings = {finding.runtime.name: finding for finding in examine(load=True)}
+    findings = {row["name"]: SimpleNamespace(**row) for row in examine(load=True)["runtimes"]}
     here = {"PyTorch", "onnxscript", "ONNX", "ONNX Runtime", "cuda-bindings", "matplotlib"}
     assert set(findings) == here | {"TensorRT", "TensorRT-RTX"}
     for name in here:
         assert (findings[name].works, findings[name].loaded) == (True, True), findings[name]
-        assert findings[name].version == importlib.metadata.version(findings[name].runtime.packages[0])
+        (package,) = (known.packages[0] for known in RUNTIMES if known.name == name)
+        assert findings[name].version == importlib.metadata.version(package)
     assert "CPU" in findings["ONNX Runtime"].note
     assert findings["PyTorch"].note.startswith(("CPU only", "CUDA: "))
 
 
 def test_what_takes_long_is_imported_on_request_only(tmp_path, monkeypatch):
-    broken = replace(broken_module(tmp_path, monkeypatch, "raise ImportError('no libcuda')"), slow=True)
-    (finding,) = examine([broken])
+    broken = broken_module(tmp_path, monkeypatch, "raise ImportError('no libcuda')")._replace(slow=True)
+    finding = state_of(broken)
     assert (finding.works, finding.loaded) == (True, False)
     assert "broken_runtime" not in sys.modules
-    (finding,) = examine([broken], load=True)
+    finding = state_of(broken, load=True)
     assert not finding.works
     assert "no libcuda" in finding.problem
 
 
 def test_what_is_absent_comes_with_its_command():
-    (finding,) = examine([runtime("surely_absent", ("surely-absent",))])
+    finding = state_of(runtime("surely_absent", ("surely-absent",)))
     assert (finding.version, finding.problem, finding.works) == (None, None, False)
-    (row,) = report([finding])["runtimes"]
-    assert row["install"] == "get surely_absent"
+    assert finding.install == "get surely_absent"
 
 
 @pytest.mark.parametrize(
     "code", ["raise ImportError('no libcuda')", "raise RuntimeError('no libcuda')", "1 +"]
 )
-def test_what_is_installed_but_broken_is_told_apart(tmp_path, monkeypatch, code):
-    (finding,) = examine([broken_module(tmp_path, monkeypatch, code)])
+def test_what_is_installed_but_broken_is_reported_so(tmp_path, monkeypatch, code):
+    finding = state_of(broken_module(tmp_path, monkeypatch, code))
     assert finding.version is not None
     assert not finding.works
     assert finding.problem.startswith("does not import: ")
     assert ("no libcuda" in finding.problem) or code == "1 +"
-    assert report([finding])["runtimes"][0]["install"] == "get broken_runtime"
+    assert finding.install == "get broken_runtime"
 
 
 def test_two_packages_with_one_module_are_a_problem():
-    (finding,) = examine(
-        [runtime("numpy", ("numpy", "onnx"))]
-    )  # both are installed: what matters is the count
+    finding = state_of(runtime("numpy", ("numpy", "onnx")))  # both are installed: what matters is the count
     assert finding.problem == "numpy and onnx overwrite each other"
     assert not finding.works
 
 
 def test_a_module_without_a_package_is_found_all_the_same():
-    (finding,) = examine([runtime("json", ("no-such-package",))])
+    finding = state_of(runtime("json", ("no-such-package",)))
     assert finding.works
     assert finding.version == "unknown"
 
@@ -108,7 +111,7 @@ def test_every_install_command_names_an_extra_that_exists():
 
 
 def test_the_report_is_plain_data():
-    facts = report(examine())
+    facts = examine()
     assert json.loads(json.dumps(facts)) == facts
     assert set(facts) == {"versions", "runtimes", "gpus", "can"}
     assert facts["can"] == {
@@ -127,9 +130,9 @@ def test_export_needs_all_of_its_packages_and_validation_one_of_its_runtimes():
         runtime("surely_absent", gives="validate --backend b"),
     ]
     no_engine = {"build-engine": False, "run-engines": False}
-    assert report(examine([*here, absent[1]]))["can"] == {"export": True, "validate": True, **no_engine}
-    assert report(examine([*here, absent[0]]))["can"] == {"export": False, "validate": True, **no_engine}
-    assert report(examine([here[0], absent[1]]))["can"] == {"export": True, "validate": False, **no_engine}
+    assert examine([*here, absent[1]])["can"] == {"export": True, "validate": True, **no_engine}
+    assert examine([*here, absent[0]])["can"] == {"export": False, "validate": True, **no_engine}
+    assert examine([here[0], absent[1]])["can"] == {"export": True, "validate": False, **no_engine}
 
 
 # -- GPUs ----------------------------------------------------------------------------------------

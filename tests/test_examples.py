@@ -61,7 +61,7 @@ def test_an_onnx_file_from_elsewhere(run):
     assert "1/1 outputs within budget" in printed
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tiny-dynamic", "tiny-preallocated"])
 def test_decode(run, name):
     printed = run("05_decode", name)

@@ -79,8 +79,10 @@ def refused_graphs(tmp_path, known, *verb):
             raise AssertionError(f"{name}: {error}") from error
 
 
-def test_a_graph_that_no_exporter_writes_is_refused(tmp_path):
-    refused_graphs(tmp_path, graphs(), "fuse", "-o", tmp_path / "out.onnx", "--overwrite")
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in (1, 2))])
+def test_a_graph_that_no_exporter_writes_is_refused(tmp_path, part):
+    some = dict(list(graphs().items())[part::3])
+    refused_graphs(tmp_path, some, "fuse", "-o", tmp_path / "out.onnx", "--overwrite")
     assert not (tmp_path / "out.onnx").exists()
 
 
@@ -661,9 +663,7 @@ def streamed(command, **options):
     return subprocess.run(["bash", "-c", program], capture_output=True, text=True, **options)
 
 
-def test_a_reader_that_leaves_and_a_stream_of_ascii_are_no_errors():
-    done = streamed("models --all | true")
-    assert (done.returncode, done.stderr) == (0, "")
+def test_a_stream_of_ascii_is_no_error():
     done = streamed("models --all", env={**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"})
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.isascii()

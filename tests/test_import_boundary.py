@@ -123,7 +123,7 @@ def without_torch(bundles, tmp_path_factory):
     target = tmp_path_factory.mktemp("no-torch") / "bundle"
     steps = {
         "deploy side": ("import", *DEPLOY_SIDE),
-        "validate": ("mha-deploy", "validate", bundles("tiny-gqa").path, "--json"),
+        "validate": ("mha-deploy", "validate", bundles("tiny-gqa").path, "--json", "--in-process"),
         "export": ("mha-deploy", "export", "tiny-mha", "-o", target),
         "reference": ("import", "mha_deploy.reference"),
         "exporter": ("import", "mha_deploy.export.exporter"),
@@ -136,9 +136,10 @@ def without_torch(bundles, tmp_path_factory):
 @pytest.fixture(scope="module")
 def without_runtimes(bundles):
     """What a machine with nothing but ONNX does, by the name of the step."""
+    bf16 = bundles("tiny-padding", "bf16").path
     steps = {
         "deploy side": ("import", *DEPLOY_SIDE),
-        "validate": ("mha-deploy", "validate", bundles("tiny-padding", "bf16").path, "--json"),
+        "validate": ("mha-deploy", "validate", bf16, "--json", "--in-process"),
         "models": ("mha-deploy", "models"),
         "analyze": ("mha-deploy", "analyze", "llama-3-8b"),
     }

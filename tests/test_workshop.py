@@ -43,6 +43,7 @@ def root(tmp_path):
     return tmp_path / "workshop"
 
 
+@pytest.mark.slow
 def test_processes_that_need_a_thing_at_once_make_it_once(root):
     with ProcessPoolExecutor(4, SPAWN) as pool:
         begins = [pool.submit(begun, root) for _ in range(2)]
@@ -82,6 +83,7 @@ def test_a_file_that_is_there_already_is_a_failure_like_any_other(root):
         Workshop(root).thing("thing", lambda folder: [(folder / "twice").mkdir() for _ in range(2)])
 
 
+@pytest.mark.slow
 def test_a_thing_whose_maker_died_is_not_tried_again(root):
     dying = SPAWN.Process(target=die, args=(root,))
     dying.start()

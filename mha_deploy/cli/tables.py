@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import isfinite
 from pathlib import Path
@@ -13,26 +13,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table as Grid
 from rich.text import Text
 
-from mha_deploy.report.table import (
-    FUSION,
-    LAYERS,
-    Cell,
-    Table,
-    as_plain,
-    conformance_reasons,
-    conformance_table,
-    decode_problems,
-    kernels_table,
-    latency_table,
-    layers_table,
-    parity_table,
-    prompts_text,
-    serving_table,
-    steps_table,
-    table,
-    throughput_table,
-    without_graph,
-)
+from mha_deploy.report import table as tables
+from mha_deploy.report.table import Cell, Table, as_plain, prompts_text, table
 from mha_deploy.text import (
     budget_share,
     named,
@@ -42,7 +24,6 @@ from mha_deploy.text import (
     together,
     without_hash,
     without_numbers,
-    yes_no,
 )
 
 if TYPE_CHECKING:  # a verb that has no such result to show does not load what makes it
@@ -147,9 +128,9 @@ def bundle_renderable(bundle: Bundle, *, details: bool = False) -> RenderableTyp
         ("fused", f"{len(manifest.attention)}/{spec.attention_count} attention as one ONNX Attention node"),
         ("golden", cases.replace(", ", ",")),
     ]
-    if manifest.traces:
-        from mha_deploy.bundle.traces import read_trace
     for entry in manifest.traces:
+        from mha_deploy.bundle.traces import read_trace
+
         trace = read_trace(bundle.file(entry.file), spec, manifest.precision)
         words = f"{prompts_text(trace.prompt.tolist())}, then {trace.steps} single tokens"
         lines.append(("trace", f"{entry.name}: {words}"))
@@ -170,61 +151,44 @@ def bundle_renderable(bundle: Bundle, *, details: bool = False) -> RenderableTyp
     made = "made with " + ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
     return Group(
         _pairs(lines),
-        attention_renderable(manifest.attention, grouped=layer is None),
+        attention_renderable(manifest.attention),
         rendered(files, title=True),
         Text(checks, style="dim"),
         Text(made, style="dim"),
     )
 
 
-def attention_renderable(nodes: Sequence[Mapping[str, Any]], *, grouped: bool = False) -> RenderableType:
-    """The attention nodes of a graph; of a user's module equal ones as one row, with their source lines."""
+def attention_renderable(nodes: Sequence[Mapping[str, Any]]) -> RenderableType:
+    """The attention nodes of a graph, equal ones as one row, with the source lines that are known."""
 
     def known(value: object) -> str:
         return "?" if value is None else str(value)
 
-    def scale(node: Mapping[str, Any]) -> str:
-        return "?" if node["softmax_scale"] is None else f"{node['softmax_scale']:.4g}"
-
-    def extras(node: Mapping[str, Any]) -> str:
-        found = {
+    def row(node: Mapping[str, Any]) -> tuple[str, ...]:
+        mask = ["causal"] * bool(node["is_causal"]) + [str(node["mask"])] * (node["mask"] != "none")
+        extras = {
             "past": node["has_past"],
             "present": node["has_present"],
             "weights": node["qk_output_mode"] is not None,
             "softcap": bool(node["softcap"]),
             "key lengths": node["has_nonpad_kv_seqlen"],
             "window": node["left_window"] >= 0 or node["right_window"] >= 0,
+            f"rank {node['rank']}": node["rank"] not in (None, 3),
         }
-        return ", ".join(name for name, present in found.items() if present) or "-"
-
-    def module_row(node: Mapping[str, Any]) -> tuple[str, ...]:
-        parts = ["causal"] * bool(node["is_causal"]) + [str(node["mask"])] * (node["mask"] != "none")
-        place = Path(node.get("place") or "-").parts[-2:]  # paths of libraries are long
-        heads = f"{known(node['Hq'])}/{known(node['Hkv'])}×{known(node['D'])}"
-        mask = " + ".join(parts) or "none"
-        return (heads, known(node["dtype"]), scale(node), mask, extras(node), "/".join(place))
-
-    title = plural(len(nodes), "attention node")
-    if grouped:
-        alike = together(nodes, lambda node: (without_numbers(node["name"]), module_row(node)))
-        merged = [(named([n["name"] for n in group], joint="\n"), *module_row(group[0])) for group in alike]
-        headings = ("attention", "Hq/Hkv×D", "type", "scale", "mask", "also", "source")
-        return rendered(table(title, headings, merged), title=True)
-    keys = ("kind", "Hq", "Hkv", "D", "dtype")
-    rows = [
-        (
-            node["name"],
-            *(known(node[key]) for key in keys),
-            scale(node),
-            known(node["mask"]),
-            yes_no(node["is_causal"]),
-            known(node["rank"]),
-            extras(node),
+        return (
+            known(node["kind"]),
+            f"{known(node['Hq'])}/{known(node['Hkv'])}×{known(node['D'])}",
+            known(node["dtype"]),
+            "?" if node["softmax_scale"] is None else f"{node['softmax_scale']:.4g}",
+            " + ".join(mask) or "none",
+            ", ".join(name for name, present in extras.items() if present) or "-",
+            "/".join(Path(node.get("place") or "-").parts[-2:]),  # paths of libraries are long
         )
-        for node in nodes
-    ]
-    names = ("node", "kind", "Hq", "Hkv", "D", "type", "scale", "mask", "causal", "rank", "also")
-    return rendered(table(title, names, rows), title=True)
+
+    alike = together(nodes, lambda node: (without_numbers(node["name"]), row(node)))
+    rows = [(named([node["name"] for node in group], joint="\n"), *row(group[0])) for group in alike]
+    headings = ("attention", "kind", "Hq/Hkv×D", "type", "scale", "mask", "also", "source")
+    return rendered(table(plural(len(nodes), "attention node"), headings, rows), title=True)
 
 
 def fuse_renderable(report: FuseReport) -> RenderableType:
@@ -290,7 +254,7 @@ _NAME_WIDTH = 40
 
 def engine_renderable(engine: Engine, *, details: bool = False) -> RenderableType:
     """An engine in a few lines with its verdict; with `details`, its kernels too."""
-    from mha_deploy.engine.engine import attention_summary, libraries_summary, where_built
+    from mha_deploy.engine.engine import attention_summary, libraries_summary, rebuild_summary, where_built
 
     manifest = engine.manifest
     built = f"{manifest.backend} {manifest.version} in {manifest.seconds:.1f} s, {where_built(manifest)}"
@@ -304,8 +268,6 @@ def engine_renderable(engine: Engine, *, details: bool = False) -> RenderableTyp
     lines += [("needs", library) for library in libraries_summary(manifest)]
     lines += [("note", note) for note in manifest.notes]
     if manifest.rebuilds is not None:
-        from mha_deploy.engine.engine import rebuild_summary
-
         lines += [("rebuilds", line) for line in rebuild_summary(manifest.rebuilds)]
     blocks: list[RenderableType] = [_pairs(lines), rendered(_nodes_table(manifest))]
     if details:
@@ -350,7 +312,7 @@ def _nodes_table(manifest: EngineManifest) -> Table:
             (
                 named([each.node for each in group], joint="\n"),
                 manifest.profile_name(node.profile),
-                Cell(text=node.status, status=FUSION[node.status]),
+                Cell(text=node.status, status=tables.FUSION[node.status]),
                 f"{evidence} [{node.source}]",
             )
         )
@@ -390,35 +352,29 @@ _LEVELS = {"failure": "red", "warning": "yellow", "note": "dim"}
 
 def report_renderable(report: Report) -> RenderableType:
     """The evidence first, then the findings: the last line on the screen is the verdict."""
-    return Group(*_blocks(report))
-
-
-def _blocks(report: Report) -> Iterator[RenderableType]:
+    blocks: list[RenderableType] = []
     for evaluation in report.evaluations:
-        yield from map(parity_renderable, evaluation.parity)
-        yield from map(decode_renderable, evaluation.decode_reports)
-        if evaluation.invariance:
-            yield _invariance(evaluation)
-    if report.conformance is not None:
-        yield _conformance(report.conformance)
-    yield from map(point_renderable, report.points)
+        blocks += map(parity_renderable, evaluation.parity)
+        blocks += map(decode_renderable, evaluation.decode_reports)
+        blocks += [_invariance(evaluation)] if evaluation.invariance else []
+    blocks += [] if report.conformance is None else [_conformance(report.conformance)]
+    blocks += map(point_renderable, report.points)
     if report.serving:
-        yield rendered(serving_table([point.to_dict() for point in report.serving]))
-    for finding in report.findings:
-        yield Text(f"{finding.level}: {finding.text}", style=_LEVELS[finding.level])
+        blocks.append(rendered(tables.serving_table([point.to_dict() for point in report.serving])))
+    blocks += [Text(f"{each.level}: {each.text}", style=_LEVELS[each.level]) for each in report.findings]
     style = {"passed": "green", "failed": "red"}.get(report.outcome, "yellow")
-    yield Text(f"{report.outcome.upper()}  {report.headline}", style=f"bold {style}")
+    return Group(*blocks, Text(f"{report.outcome.upper()}  {report.headline}", style=f"bold {style}"))
 
 
 def parity_renderable(report: ParityReport) -> RenderableType:
     """A row for every output of every case, or for every attention of a module, and the verdict."""
     run = as_plain(report.to_dict())
-    if run["cases"] == LAYERS:
+    if run["cases"] == tables.LAYERS:
         built, noun, right = _layers_table(run), "attentions", "right"
         sizes = f" at {sizes_text(run['verdicts'][0]['sizes'])}" if run["verdicts"] else ""
         where = f"{report.backend}{sizes}, each attention against its FP64 oracle"
     else:
-        built, noun, right = parity_table([run]), "outputs", "within budget"
+        built, noun, right = tables.parity_table([run]), "outputs", "within budget"
         where = f"{report.backend}, errors against the FP64 oracle"
     count, failed = len(report.verdicts), sum(not verdict.passed for verdict in report.verdicts)
     status = "wrong" if any(verdict.is_wrong for verdict in report.verdicts) else "not verified"
@@ -431,7 +387,7 @@ def _layers_table(run: dict[str, Any]) -> Table:
     """All attentions; of many that pass, the first, the worst and the last, and how good the others are."""
     good = [verdict for verdict in run["verdicts"] if verdict["passed"]]
     if len(good) <= _MOST_LAYERS:
-        return layers_table([run])
+        return tables.layers_table([run])
     kept = (good[0], max(good, key=lambda verdict: verdict["share"] or 0.0), good[-1])
     others = [verdict for verdict in good if verdict not in kept]
     listed = [verdict for verdict in run["verdicts"] if verdict not in others]
@@ -442,7 +398,7 @@ def _layers_table(run: dict[str, Any]) -> Table:
         "share": max((verdict["share"] or 0.0 for verdict in others), default=None),
         "deviation": {"relative_l2": max(errors, default=None)},
     }
-    built = layers_table([{**run, "verdicts": [*listed, worst]}])
+    built = tables.layers_table([{**run, "verdicts": [*listed, worst]}])
     (group,) = built.groups
     *rows, last = group.rows
     last = [replace(cell, text=f"≤ {cell.text}") if cell.order is not None else cell for cell in last]
@@ -453,9 +409,9 @@ def decode_renderable(report: DecodeReport) -> RenderableType:
     """Errors at steps 1, 2, 4, … beside those of the module itself, then what is wrong, then the verdict."""
     data = as_plain(report.to_dict())
     parts: list[RenderableType] = []
-    if (built := steps_table([data])) is not None:
+    if (built := tables.steps_table([data])) is not None:
         parts += [Text(f"trace {report.trace}, relative L2 by step"), rendered(built)]
-    parts += [Text(line, style="red") for line in decode_problems(data, _SHOWN_FAILURES)]
+    parts += [Text(line, style="red") for line in tables.decode_problems(data, _SHOWN_FAILURES)]
     where, steps = f"{report.backend}, {prompts_text(report.prompt)}", f"{report.steps:,}"
     head = f"at step {report.first_failed} of {steps} on {where}"
     if report.passed:
@@ -490,10 +446,10 @@ def _invariance(evaluation: Evaluation) -> Text:
 def _conformance(result: ConformanceTable) -> RenderableType:
     """How each runtime treats masks."""
     data = as_plain(result.to_dict())
-    wrong = [f"{name}{words}" for name, words in conformance_reasons(data) if name.endswith(", wrong")]
+    wrong = [f"{name}{words}" for name, words in tables.conformance_reasons(data) if name.endswith(", wrong")]
     return Group(
         Text(f"masks, {result.precision}"),
-        rendered(conformance_table(data)),
+        rendered(tables.conformance_table(data)),
         *(Text(line, style="red") for line in wrong),
     )
 
@@ -501,15 +457,15 @@ def _conformance(result: ConformanceTable) -> RenderableType:
 def point_renderable(point: LatencyPoint) -> RenderableType:
     """The latency of every backend at one set of sizes, and the longest kernels."""
     data = as_plain(point.to_dict())
-    built = latency_table([data])
+    built = tables.latency_table([data])
     (group,) = built.groups
     parts = [Text(f"latency at {group.title} · {group.about}"), rendered(built)]
-    if note := without_graph([data]):
+    if note := tables.without_graph([data]):
         parts.append(Text(note, style="dim"))
     for row in data["rows"]:
         row["kernels"] = row["kernels"][:_SHOWN_KERNELS]
     if any(row["kernels"] for row in data["rows"]):
-        parts.append(rendered(kernels_table(data)))
+        parts.append(rendered(tables.kernels_table(data)))
     return Group(*parts)
 
 
@@ -517,7 +473,7 @@ def bench_renderable(found: ModelBench) -> RenderableType:
     """The latencies of one model at every size, and its calls per second by number of streams."""
     parts = [point_renderable(point) for point in found.points]
     rows = [row.to_dict() for row in found.throughput]
-    return Group(*parts, *([rendered(throughput_table(rows))] if rows else []))
+    return Group(*parts, *([rendered(tables.throughput_table(rows))] if rows else []))
 
 
 def self_test_renderable(result: SelfTest) -> RenderableType:

@@ -46,8 +46,31 @@ from mha_deploy.serving.backend import TritonPythonModel
 __all__ = ["TritonPythonModel"]
 '''
 
+_README = """# {name}
 
-@dataclass(frozen=True, kw_only=True)
+{model}, packaged by mha-deploy for Triton's {variant} backend; it is run by {backends}.
+
+```bash
+TRITON=YY.MM    # a release {needs}
+docker run --rm{gpus} --shm-size=1g -p 8000:8000 -p 8001:8001 -p 8002:8002 \\
+  -v "$PWD/{repository}:/models" nvcr.io/nvidia/tritonserver:${{TRITON}}-py3 \\
+  {run}
+```
+
+Then, with the bundle at hand:
+
+```bash
+mha-deploy validate BUNDLE --url grpc://localhost:8001/{name}
+```
+
+"""
+_SEQUENCES = f"""A request is the prompt or the next tokens of one sequence: batch size 1, correlation ID,
+start and end flags. The KV cache stays on the server, and is freed at the end flag, or
+after {_IDLE_US // 1_000_000} s without a request.
+"""
+
+
+@dataclass(frozen=True)
 class Package:
     """A model in a repository; `command` starts the server, `max_batch` is 0 without dynamic batching."""
 
@@ -76,13 +99,9 @@ class _Packaging:
         if options.variant not in VARIANTS:
             hint = nearest(options.variant, VARIANTS)
             raise DeployError("There is no such variant.", got=options.variant, hint=hint)
-        for what, number, least in (
-            ("instances", options.instances, 1),
-            ("sequences", options.sequences, 1),
-            ("queue_delay_us", options.queue_delay_us, 0),
-            ("max_batch", 1 if options.max_batch is None else options.max_batch, 1),
-        ):
-            if number < least:
+        for what, least in (("instances", 1), ("sequences", 1), ("queue_delay_us", 0), ("max_batch", 1)):
+            number = getattr(options, what)
+            if number is not None and number < least:
                 raise DeployError(f"{what} is too small.", got=number, hint=f"{least} or more")
         self.bundle, self.repository, self.options = bundle, repository, options
         self.spec: ModelSpec = bundle.manifest.spec
@@ -223,10 +242,9 @@ class _Packaging:
     def _largest_batch(self) -> int | None:
         if "B" not in self.spec.axes:
             return None
-        largest = [self.spec.axes["B"].max]
         # A request is served by the profile that fits it, so the widest one of an engine counts.
-        largest += [max(ranges["B"].max for ranges in e.manifest.ranges) for e in self.engines]
-        return min(largest)
+        widest = [max(ranges["B"].max for ranges in e.manifest.ranges) for e in self.engines]
+        return min([self.spec.axes["B"].max, *widest])
 
     # -- what is written -------------------------------------------------------------------------
 
@@ -247,14 +265,7 @@ class _Packaging:
                     os.rename(place, Path(folder) / "old")
                 os.rename(new, place)
         files = sorted(path.relative_to(place).as_posix() for path in place.rglob("*") if path.is_file())
-        return Package(
-            path=place,
-            variant=self.options.variant,
-            backends=self.backends,
-            max_batch=self.max_batch,
-            command=command,
-            files=tuple(files),
-        )
+        return Package(place, self.options.variant, self.backends, self.max_batch, command, tuple(files))
 
     def _refuse_occupied(self, place: Path) -> None:
         if self.repository.exists() and not self.repository.is_dir():
@@ -318,7 +329,7 @@ class _Packaging:
     def _tensor(self, kind: Any, tensor: TensorSpec) -> Any:
         dtype = self.bundle.manifest.precision.numpy_of(tensor.kind)
         dims = tensor.dims[1:] if self.max_batch else tensor.dims
-        found = kind(name=tensor.name, data_type=f"TYPE_{_type_name(dtype)}")
+        found = kind(name=tensor.name, data_type=_type_name(dtype))
         found.dims.extend(dim if isinstance(dim, int) else -1 for dim in dims or (1,))
         if not dims:  # Triton has no tensor without dimensions: clients send [B, 1], the model gets [B]
             found.reshape.SetInParent()
@@ -368,7 +379,7 @@ class _Packaging:
                 file = f"{case.name}-{tensor.name}"
                 (folder / "warmup" / file).write_bytes(array.tobytes())
                 entry = warmup.inputs[tensor.name]
-                entry.data_type = schema.DataType.Value(f"TYPE_{_type_name(array.dtype)}")
+                entry.data_type = schema.DataType.Value(_type_name(array.dtype))
                 entry.dims.extend((array.shape[1:] if self.max_batch else array.shape) or (1,))
                 entry.input_data_file = file
 
@@ -386,40 +397,21 @@ class _Packaging:
 
     def _readme(self, command: str) -> str:
         versions = sorted({f"TensorRT {engine.manifest.version}" for engine in self.engines})
-        needs = f"with {' and '.join(versions)} inside" if versions else "of your choice"
-        gpus = " --gpus all" if self.on_gpu else ""
         extra = {"ort-cpu": "[ort]", "ort-cuda": "[ort-gpu]", "ort-cuda-contrib": "[ort-gpu]"}
         install = f'pip install "mha-deploy{extra.get(self.runtime or "", "[cuda]" if self.engines else "")}"'
-        run = command if self.options.variant == PLAN else f"bash -c '{install} && {command}'"
-        image = "nvcr.io/nvidia/tritonserver:${TRITON}-py3"
-        lines = [
-            f"# {self.name}",
-            "",
-            f"{self.spec.name} {self.bundle.manifest.precision.name}, packaged by mha-deploy for Triton's "
-            f"{self.options.variant} backend; it is run by {', '.join(self.backends)}.",
-            "",
-            "```bash",
-            f"TRITON=YY.MM    # a release {needs}",
-            f"docker run --rm{gpus} --shm-size=1g -p 8000:8000 -p 8001:8001 -p 8002:8002 \\",
-            f'  -v "$PWD/{self.repository.name}:/models" {image} \\',
-            f"  {run}",
-            "```",
-            "",
-            "Then, with the bundle at hand:",
-            "",
-            "```bash",
-            f"mha-deploy validate BUNDLE --url grpc://localhost:8001/{self.name}",
-            "```",
-            "",
-            *(f"- `{each.path.stem}` was built {where_built(each.manifest)}." for each in self.engines),
-        ]
-        if self.cached:
-            lines += [
-                "A request is the prompt or the next tokens of one sequence: batch size 1, correlation ID,",
-                "start and end flags. The KV cache stays on the server, and is freed at the end flag, or",
-                f"after {_IDLE_US // 1_000_000} s without a request.",
-            ]
-        return "\n".join(lines).rstrip() + "\n"
+        text = _README.format(
+            name=self.name,
+            model=f"{self.spec.name} {self.bundle.manifest.precision.name}",
+            variant=self.options.variant,
+            backends=", ".join(self.backends),
+            needs=f"with {' and '.join(versions)} inside" if versions else "of your choice",
+            gpus=" --gpus all" if self.on_gpu else "",
+            repository=self.repository.name,
+            run=command if self.options.variant == PLAN else f"bash -c '{install} && {command}'",
+        )
+        for each in self.engines:
+            text += f"- `{each.path.stem}` was built {where_built(each.manifest)}.\n"
+        return (text + (_SEQUENCES if self.cached else "")).rstrip() + "\n"
 
 
 def _admits(engine: Engine, case: GoldenCase) -> bool:
@@ -429,7 +421,7 @@ def _admits(engine: Engine, case: GoldenCase) -> bool:
 
 
 def _type_name(dtype: np.dtype) -> str:
-    return _TYPES.get(dtype.name, dtype.name.upper())
+    return f"TYPE_{_TYPES.get(dtype.name, dtype.name.upper())}"
 
 
 def _text(config: Any) -> str:

@@ -57,6 +57,7 @@ def test_a_layer_with_another_cache_has_another_default_folder(
     assert open_bundle(tmp_path / "bundles" / folder).manifest.spec.cache == cache
 
 
+@pytest.mark.slow
 def test_deploy_prints_one_json_document(run_cli, tmp_path):
     target = tmp_path / "b"
     options = ("--precision", "fp32", "--axis", "S=1:4:9", "--no-engine", "--json")
@@ -161,6 +162,7 @@ def test_an_engine_is_built_and_can_be_inspected(run_cli, folder):
     assert "changed or cut short" in changed.err
 
 
+@pytest.mark.slow
 @needs_rtx
 def test_progress_of_a_build_does_not_exceed_its_count(run_cli, folder):
     done = run_cli("build-engine", folder, "--backend", "tensorrt-rtx")

@@ -89,7 +89,7 @@ def test_inspect_reads_an_onnx_file(run_cli, bundles):
     assert (node["kind"], node["Hq"], node["Hkv"], node["D"], node["is_causal"]) == ("GQA", 4, 2, 16, True)
     assert node["softmax_scale"] == pytest.approx(0.25)
     text = run_cli("inspect", path).out
-    assert all(word in text for word in ("attention", "GQA", "fp16", "0.25", "yes"))
+    assert all(word in text for word in ("attention", "GQA", "fp16", "0.25", "causal"))
 
 
 def test_inspect_detects_a_changed_file(refused, bundles, tmp_path):

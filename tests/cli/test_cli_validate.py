@@ -149,6 +149,7 @@ def test_a_file_that_is_no_graph_is_bad_input(refused, folder):
     refused("validate", folder, what="not an ONNX model", got="model.onnx")
 
 
+@pytest.mark.slow
 @on_cpu
 def test_bf16_is_validated_by_the_runtime_that_has_it(run_cli, refused, bundles):
     path = bundles("tiny-padding", "bf16").path
@@ -193,6 +194,7 @@ def test_options_of_decode_steps_without_steps_are_refused(refused, bundles, opt
     refused("validate", bundles("tiny-dynamic").path, *options, what=what, got=given, hint=hint)
 
 
+@pytest.mark.slow
 def test_the_self_test_of_a_wrong_model_fails(run_cli, folder):
     replace_model(folder, wrong_scale)
     done = run_cli("validate", folder, "--self-test")

@@ -73,6 +73,7 @@ def facts(tmp_path_factory):
     return json.loads(found.group(1).replace("&quot;", '"').replace("&lt;", "<").replace("&amp;", "&"))
 
 
+@pytest.mark.slow
 def test_a_hostile_page_is_read_without_a_complaint(tmp_path):
     document, log = dumped(report_page(fresh("hostile")), tmp_path)
     assert '<main data-verdict="failed">' in document
