@@ -134,24 +134,10 @@ Status AttentionLayer::run(Type type, CallMemory const& memory) {
     return work_.run(shapes_, type, pointers_, memory.workspace, memory.workspace_bytes, memory.stream);
 }
 
-Status from_fields(Fields& fields, std::unique_ptr<Layer>& layer) {
-    AttentionParameters parameters;
-    Status status = take_fields(fields, parameters);
-    layer = status.ok() ? std::make_unique<AttentionLayer>(parameters) : nullptr;
-    return status;
-}
-
-Status from_bytes(void const* bytes, std::size_t size, std::unique_ptr<Layer>& layer) {
-    AttentionParameters parameters;
-    Status status = deserialize(bytes, size, parameters);
-    layer = status.ok() ? std::make_unique<AttentionLayer>(parameters) : nullptr;
-    return status;
-}
-
 }  // namespace
 
 LayerKind const& attention_kind() {
-    static LayerKind const kind{kName, field_names<AttentionParameters>(), from_fields, from_bytes};
+    static LayerKind const kind = kind_of<AttentionLayer, AttentionParameters>(kName);
     return kind;
 }
 

@@ -59,13 +59,31 @@ public:
     virtual Status run(Type type, CallMemory const& memory) = 0;
 };
 
-// One sort of plugin: its name, its fields, and the two ways to make one.
+// One kind of plugin: its name, its fields, and how one is made from fields and from bytes.
 struct LayerKind {
     char const* name;
     std::vector<nvinfer1::PluginField> fields;
     Status (*from_fields)(Fields& fields, std::unique_ptr<Layer>& layer);
     Status (*from_bytes)(void const* bytes, std::size_t size, std::unique_ptr<Layer>& layer);
 };
+
+// The kind of a layer that is made of its parameters alone.
+template <typename Made, typename Parameters>
+LayerKind kind_of(char const* name) {
+    return {name, field_names<Parameters>(),
+        [](Fields& fields, std::unique_ptr<Layer>& layer) {
+            Parameters parameters;
+            Status status = take_fields(fields, parameters);
+            layer = status.ok() ? std::make_unique<Made>(parameters) : nullptr;
+            return status;
+        },
+        [](void const* bytes, std::size_t size, std::unique_ptr<Layer>& layer) {
+            Parameters parameters;
+            Status status = deserialize(bytes, size, parameters);
+            layer = status.ok() ? std::make_unique<Made>(parameters) : nullptr;
+            return status;
+        }};
+}
 
 LayerKind const& attention_kind();
 LayerKind const& linear_kind();

@@ -64,24 +64,10 @@ Status NormActivationLayer::resize(std::vector<Dims> const& inputs) {
     return Status();
 }
 
-Status from_fields(Fields& fields, std::unique_ptr<Layer>& layer) {
-    NormActivationParameters parameters;
-    Status status = take_fields(fields, parameters);
-    layer = status.ok() ? std::make_unique<NormActivationLayer>(parameters) : nullptr;
-    return status;
-}
-
-Status from_bytes(void const* bytes, std::size_t size, std::unique_ptr<Layer>& layer) {
-    NormActivationParameters parameters;
-    Status status = deserialize(bytes, size, parameters);
-    layer = status.ok() ? std::make_unique<NormActivationLayer>(parameters) : nullptr;
-    return status;
-}
-
 }  // namespace
 
 LayerKind const& norm_activation_kind() {
-    static LayerKind const kind{kName, field_names<NormActivationParameters>(), from_fields, from_bytes};
+    static LayerKind const kind = kind_of<NormActivationLayer, NormActivationParameters>(kName);
     return kind;
 }
 
