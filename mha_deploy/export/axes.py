@@ -94,7 +94,6 @@ class ExportedModule:
     # FX node of every input and output by name, and of other values that could not keep the name of their
     # node; the rest has it.
     nodes: Mapping[str, str]
-    traced_sizes: Mapping[str, int]  # the size of every axis while it was traced
     # Axes whose smaller sizes PyTorch did not prove, so that they were tried instead.
     unproven: tuple[str, ...] = ()
     # Axes that could not vary, with the one size that they have.

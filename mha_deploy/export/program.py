@@ -200,13 +200,14 @@ def _close(want: Tensor, got: Tensor) -> bool:
     )
 
 
-def _sizes_to_try(axes: Mapping[str, Axis], exported: ExportedModule) -> Iterator[dict[str, int]]:
+def _sizes_to_try(
+    axes: Mapping[str, Axis], traced: Mapping[str, int], unproven: Iterable[str]
+) -> Iterator[dict[str, int]]:
     """All axes at their smallest, then each one through the sizes that PyTorch did not prove."""
-    traced = exported.traced_sizes
     small = {name: axis.min for name, axis in axes.items() if axis.is_dynamic and axis.min < _TRACED_FROM}
     if small:
         yield {**traced, **small}
-    for name in exported.unproven:
+    for name in unproven:
         last = min(traced[name] - 1, axes[name].max, axes[name].min + _MOST_TRIED)
         for size in range(axes[name].min, last + 1):
             yield {**traced, name: size}
@@ -290,7 +291,6 @@ def export_program(
             inputs=tuple(inputs),
             outputs={name: axis_names.dims_of(values[node].shape) for name, node in returned.items()},
             nodes={**moved, **fed, **returned},
-            traced_sizes=sizes,
             unproven=traced.unproven,
             fixed={name: axis for name, axis in axes.items() if name in traced.fixed},
             notes=traced.notes,
@@ -298,7 +298,8 @@ def export_program(
         draw = draw or (lambda at: draw_inputs(inputs, dims, at, seed=1))
         _check_repeats(module, draw(inside(axes, sizes)))
         try:
-            _check_sizes(exported, module, draw, (*_sizes_to_try(axes, exported), *traced.outside))
+            tried = (*_sizes_to_try(axes, sizes, traced.unproven), *traced.outside)
+            _check_sizes(exported, module, draw, tried)
         except ExportError as error:
             raise traced.refusal or error from error
     return exported
@@ -370,7 +371,16 @@ class _Tracer:
         for strict in (False, True):
             program = _tried(partial(self.export, axes, "automatic", strict=strict))
             if isinstance(program, ExportedProgram):
-                if not (static := _static_axes(program, self.dims, axes)):
+                values = {node.name: node.meta.get("val") for node in program.graph.nodes}
+                fed = {name: values[node].shape for name, node in _fed_nodes(program).items()}
+                varying = {name for name, axis in axes.items() if axis.is_dynamic}
+                pairs = [
+                    pair for name in fed for pair in zip(self.dims.get(name, ()), fed[name], strict=False)
+                ]
+                # A symbol may stand for a number.
+                if not (
+                    static := {str(dim) for dim, size in pairs if dim in varying and str(size).isdigit()}
+                ):
                     sizes = trace_sizes(self.inputs, self.dims, axes)
                     outside = list(_outside_guards(program, self.dims, axes, sizes))
                     return _Traced(program=program, axes=axes, sizes=sizes, outside=outside)
@@ -384,18 +394,6 @@ class _Tracer:
         shapes = dynamic_shapes(self.dims, list(example), axes, sizes, kind=kind)
         with comparing_multiples(), _settled_types():
             return torch.export.export(self.module, (), example, dynamic_shapes=shapes, strict=strict)
-
-
-def _static_axes(program: ExportedProgram, dims: NamedDims, axes: Mapping[str, Axis]) -> set[str]:
-    """The axes that became numbers while PyTorch traced."""
-    fed, values = _fed_nodes(program), {node.name: node.meta.get("val") for node in program.graph.nodes}
-    static = set()
-    for name, node in fed.items():
-        for dim, size in zip(dims.get(name, ()), values[node].shape, strict=False):
-            is_axis = isinstance(dim, str) and dim in axes and axes[dim].is_dynamic
-            if is_axis and str(size).isdigit():  # a symbol may stand for a number
-                static.add(str(dim))
-    return static
 
 
 def _tried(trace: Callable[[], ExportedProgram]) -> ExportedProgram | Exception:
@@ -461,21 +459,11 @@ def _write_for_onnx(program: ExportedProgram) -> None:
 
 
 _aten = torch.ops.aten
-# Operators that do the same to the real and to the imaginary part.
-_PARTWISE = frozenset(
-    {
-        *(_aten.view, _aten.reshape, _aten._unsafe_view, _aten.unsqueeze, _aten.squeeze, _aten.flatten),
-        *(_aten.slice, _aten.select, _aten.index, _aten.index_select, _aten.expand, _aten.cat, _aten.stack),
-        *(_aten.permute, _aten.transpose, _aten.clone, _aten.contiguous, _aten.alias, _aten.detach_),
-        *(_aten.detach, _aten.neg, _aten.repeat, _aten.unflatten, _aten.embedding),
-    }
-)
-_COMPLEX = frozenset(
-    {
-        *(_aten.view_as_complex, _aten.view_as_real, _aten.polar, _aten.complex, _aten.mul, _aten.real),
-        *(_aten.add, _aten.sub, _aten.imag, _aten.abs, _aten.conj, _aten._conj, _aten.resolve_conj),
-        *(_aten.to, _aten._to_copy),
-    }
+# Operators on complex numbers that are written here; first those that do the same to both parts.
+_ON_COMPLEX = (
+    "view reshape _unsafe_view unsqueeze squeeze flatten slice select index index_select expand cat stack neg "
+    "permute transpose clone contiguous alias detach detach_ repeat unflatten embedding "
+    "view_as_complex view_as_real polar complex mul real add sub imag abs conj _conj resolve_conj to _to_copy"
 )
 
 
@@ -490,10 +478,9 @@ def _write_complex_as_real(program: ExportedProgram) -> None:
             graph.erase_node(node)
     nodes = [node for node in graph.nodes if any(map(_is_complex, (node, *node.all_input_nodes)))]
     called = [node for node in nodes if node.op == "call_function"]
-    known = _PARTWISE | _COMPLEX
     for node in called:
-        packet = getattr(node.target, "overloadpacket", None)
-        if packet not in known or (packet in (_aten.to, _aten._to_copy) and not _is_complex(node)):
+        name = _operator(node)
+        if name not in _ON_COMPLEX.split() or (name in ("to", "_to_copy") and not _is_complex(node)):
             return
     if not called:
         return
@@ -506,12 +493,18 @@ def _write_complex_as_real(program: ExportedProgram) -> None:
             elif _is_complex(node):
                 emit = partial(_emit, graph, node)
                 real = emit(_aten.view_as_real.default, node)
-                pairs[node] = tuple(emit(_aten.select.int, real, -1, part) for part in (0, 1))  # type: ignore[assignment]
+                pairs[node] = emit(_aten.select.int, real, -1, 0), emit(_aten.select.int, real, -1, 1)
     for node in reversed(called):
         if not node.users:
             graph.erase_node(node)
     graph.lint()
     program.graph_module.recompile()
+
+
+def _operator(node: Node) -> str:
+    """The name of an operator of PyTorch, without its overload."""
+    packet = getattr(node.target, "overloadpacket", None)
+    return "" if packet is None else packet.__name__
 
 
 def _is_complex(node: Node) -> bool:
@@ -529,8 +522,8 @@ def _emit(graph: Graph, origin: Node, target: Any, *args: Any, **kwargs: Any) ->
 
 def _write_pair(graph: Graph, node: Node, pairs: dict[Node, tuple[Any, Any]]) -> None:
     """Write one operator on complex numbers: `pairs` gets its result, or its users another node."""
-    emit = partial(_emit, graph, node)
-    packet, args, kwargs = node.target.overloadpacket, node.args, node.kwargs  # type: ignore[union-attr]
+    emit, name = partial(_emit, graph, node), _operator(node)
+    args: tuple[Any, ...] = node.args
 
     def parts(value: Any) -> tuple[Any, Any]:
         if isinstance(value, Node):
@@ -546,47 +539,41 @@ def _write_pair(graph: Graph, node: Node, pairs: dict[Node, tuple[Any, Any]]) ->
             return emit(_aten.neg.default, alone) if one is None and target is _aten.sub.Tensor else alone
         return emit(target, one, other)
 
-    real: Any
-    imaginary: Any
     real, imaginary = parts(args[0])
-    if packet is _aten.view_as_complex:
-        pairs[node] = tuple(emit(_aten.select.int, args[0], -1, part) for part in (0, 1))  # type: ignore[assignment]
-    elif packet is _aten.complex:
-        pairs[node] = args[0], args[1]  # type: ignore[assignment]
-    elif packet is _aten.polar:
-        wave = [emit(each, args[1]) for each in (_aten.cos.default, _aten.sin.default)]
-        pairs[node] = tuple(times(args[0], each) for each in wave)  # type: ignore[assignment]
-    elif packet in (_aten.view_as_real, _aten.real, _aten.imag, _aten.abs):
-        if packet is _aten.view_as_real:
+    if name in ("view_as_real", "real", "imag", "abs"):
+        new = real if name == "real" else imaginary
+        if name == "view_as_real":
             new = emit(_aten.stack.default, [real, imaginary], -1)
-        elif packet is _aten.abs:
+        elif name == "abs":
             new = emit(_aten.sqrt.default, plus(times(real, real), times(imaginary, imaginary)))
-        else:
-            new = real if packet is _aten.real else imaginary
         node.replace_all_uses_with(new)
-    elif packet in (_aten.to, _aten._to_copy):
-        double = node.meta["val"].dtype == torch.complex128
-        wide = torch.float64 if double else torch.float32
+    elif name == "view_as_complex":
+        pairs[node] = emit(_aten.select.int, args[0], -1, 0), emit(_aten.select.int, args[0], -1, 1)
+    elif name == "complex":
+        pairs[node] = args[0], args[1]
+    elif name == "polar":
+        cosine, sine = emit(_aten.cos.default, args[1]), emit(_aten.sin.default, args[1])
+        pairs[node] = times(args[0], cosine), times(args[0], sine)
+    elif name in ("to", "_to_copy"):
+        wide = torch.float64 if node.meta["val"].dtype == torch.complex128 else torch.float32
         imaginary = emit(_aten.zeros_like.default, real) if imaginary is None else imaginary
-        pairs[node] = tuple(emit(_aten.to.dtype, each, wide) for each in (real, imaginary))  # type: ignore[assignment]
-    elif packet is _aten.mul:
+        pairs[node] = emit(_aten.to.dtype, real, wide), emit(_aten.to.dtype, imaginary, wide)
+    elif name == "mul":
         other_real, other_imaginary = parts(args[1])
         pairs[node] = (
             plus(times(real, other_real), times(imaginary, other_imaginary), _aten.sub.Tensor),
             plus(times(real, other_imaginary), times(imaginary, other_real)),
         )
-    elif packet in (_aten.add, _aten.sub):
-        target = _aten.add.Tensor if packet is _aten.add else _aten.sub.Tensor
-        pairs[node] = tuple(plus(*each, target) for each in zip(parts(args[0]), parts(args[1]), strict=True))  # type: ignore[assignment]
-    elif packet in (_aten.conj, _aten._conj):
-        pairs[node] = real, emit(_aten.neg.default, imaginary)
-    elif packet is _aten.resolve_conj:
-        pairs[node] = real, imaginary
+    elif name in ("add", "sub"):
+        target, other = getattr(_aten, name).Tensor, parts(args[1])
+        pairs[node] = plus(real, other[0], target), plus(imaginary, other[1], target)
+    elif name in ("conj", "_conj", "resolve_conj"):
+        pairs[node] = real, imaginary if name == "resolve_conj" else emit(_aten.neg.default, imaginary)
     else:
         made = []
         for part in (0, 1):
             chosen = {each: pair[part] for each, pair in pairs.items()}
-            given = tree_map_only(Node, lambda each, chosen=chosen: chosen.get(each, each), (args, kwargs))  # type: ignore[misc]
+            given = tree_map_only(Node, lambda each, c=chosen: c.get(each, each), (args, node.kwargs))  # type: ignore[misc]
             made.append(emit(node.target, *given[0], **given[1]))
         pairs[node] = made[0], made[1]
 
