@@ -110,6 +110,7 @@ _FEW_VECTORS, _FEW_LARGE = 8, 32  # fewer do not show the mean of a channel, or 
 _CHANNEL_PRIOR, _VECTOR_PRIOR = 32, 128
 # An error may have this share of a known mistake in it, where chance leaves a fraction of that.
 _SUSPECT, _SUSPECT_CHANCE = 0.25, 0.02
+_OUTSTANDING = 3.0  # a head with so many times the error of the usual head is named
 
 ToHeads = Callable[[np.ndarray], np.ndarray]
 """Undoes an output projection: [B, S, E] to [B, Hq, S, D]."""
@@ -230,31 +231,27 @@ class Noise:
     ) -> tuple[float, float, str]:
         """The largest error and gain of a slice, in units of what is expected, and where the worse is.
 
-        A head that stands out is named beside another slice that is worse.
+        A head whose error is several times the usual one of a head is named beside a worse slice.
         """
         local, gain, place = self._worst(error)
         if self._heads is not None and self._to_heads is not None:
-            in_heads = self._heads._worst(self._to_heads(error))
-            if max(in_heads[:2]) > max(local, gain):
-                place = in_heads[2]
-            elif head := self._heads._outstanding(self._to_heads(error)):
-                place = f"{place}; {head}"
-            local, gain = max(local, in_heads[0]), max(gain, in_heads[1])
+            by_head = self._to_heads(error)
+            head_local, head_gain, head_place = self._heads._worst(by_head)
+            sizes = np.sqrt(np.square(by_head / self._heads._expected).mean((0, 2, 3)))
+            if max(head_local, head_gain) > max(local, gain):
+                place = head_place
+            elif sizes.max() > _OUTSTANDING * np.median(sizes):
+                place = f"{place}; head {int(np.argmax(sizes))}"
+            local, gain = max(local, head_local), max(gain, head_gain)
         for name, change in suspects.items():
-            along, across = change / self._expected, error / self._expected
+            along = change / self._expected
             power = float(np.square(along).sum())
             if self.widening**2 * self.repeats(range(error.ndim)) <= _SUSPECT_CHANCE**2 * power:
-                share = abs(float((along * across).sum())) / power / _SUSPECT
+                share = abs(float((along * error / self._expected).sum())) / power / _SUSPECT
                 found = share * FACTORS[self._precision.name, self._precision.accumulate]
                 place = f"an error as from {name}" if found > max(local, gain) else place
                 gain = max(gain, found)
         return local, gain, place
-
-    def _outstanding(self, error: np.ndarray) -> str:
-        """The head with the largest error, where that is several times the usual one of a head."""
-        sizes = np.sqrt(np.square(error / self._expected).mean((0, 2, 3)))
-        worst = int(np.argmax(sizes))
-        return f"head {worst}" if sizes[worst] > 3 * np.median(sizes) else ""
 
     def _worst(self, error: np.ndarray) -> tuple[float, float, str]:
         z, weight = error / self._expected, np.broadcast_to(self._weight, error.shape)
@@ -485,11 +482,7 @@ class ParityReport:
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; see docs/report.md."""
         return {
-            "model": self.model,
-            "precision": self.precision,
-            "backend": self.backend,
-            "cases": self.cases,
-            "passed": self.passed,
+            **{name: getattr(self, name) for name in ("model", "precision", "backend", "cases", "passed")},
             "accumulation": dict(zip(("type", "why"), self.accumulation, strict=True)),
             "verdicts": [verdict.to_dict() for verdict in self.verdicts],
         }
@@ -517,14 +510,8 @@ def parity_from_verdicts(
         else each
         for each in verdicts
     )
-    return ParityReport(
-        model=model,
-        precision=precision.name,
-        backend=backend,
-        verdicts=judged,
-        cases=cases,
-        accumulation=accumulation,
-    )
+    about = {"model": model, "precision": precision.name, "backend": backend, "cases": cases}
+    return ParityReport(**about, verdicts=judged, accumulation=accumulation)
 
 
 def failed_to_run(case: GoldenCase, reason: str) -> list[OutputVerdict]:
@@ -553,49 +540,40 @@ def judge_case(
         budgets: What the error of an output may be, where that is not to come from the case alone.
         to_heads: By output, how to undo a projection of heads: then every head is judged, too.
     """
-    known, heads, rows = budgets or {}, to_heads or {}, new_entries(case, got)
-    verdicts = [
-        _judge_output(rows.case, name, rows.got.get(name), precision, known.get(name), heads.get(name))
-        for name in sorted(set(case.oracle) | set(got))
-    ]
-    return [
-        replace(verdict, problem=rows.spoiled[verdict.output]) if verdict.output in rows.spoiled else verdict
-        for verdict in verdicts
-    ]
-
-
-def _judge_output(
-    case: GoldenCase,
-    name: str,
-    got: np.ndarray | None,
-    precision: Precision,
-    budget: Budget | None,
-    to_heads: ToHeads | None,
-) -> OutputVerdict:
-    verdict = OutputVerdict(case=case.name, sizes=case.sizes, output=name, problem=None)
-    problem = _problem_before_error(case, name, got)
-    if problem is not None or got is None:
-        return replace(verdict, problem=problem)
-    oracle, eager, exact = case.oracle[name], case.eager[name], got.dtype.kind in "iub"
-    if exact:
-        # Integers and booleans are right or wrong: the next token is not nearly the right one. Where rounding
-        # decides, as in an argmax, the module itself is wrong at times. As many times more may be.
-        wrong, own = int((got != oracle).sum()), int((eager != oracle).sum())
-        if wrong > FACTORS[precision.name, precision.accumulate] * own:
-            problem = f"{wrong} of {got.size} differ, and {own} do in the module itself"
-    else:
-        problem = _why_not_verified(oracle, eager)
-    budget = budget or budget_from_eager(eager, oracle, precision, to_heads)
-    if case.allowance != 1:
-        limits = {key: case.allowance * limit for key, limit in budget.limits.items()}
-        budget = Budget(**limits, noise=budget.noise)
-    suspects = {mistake: changes[name] for mistake, changes in case.suspects.items() if name in changes}
-    deviation = measure(got, oracle, budget.noise, suspects)
-    exceeded = [] if exact else budget.exceeded_by(deviation)
-    if exceeded:
-        place = f"; largest in: {deviation.local_at}" if deviation.local_at not in ("", EVERYWHERE) else ""
-        problem = f"out of budget: {', '.join(exceeded)}{place}"
-    return replace(verdict, problem=problem, deviation=deviation, budget=budget)
+    rows, factor = new_entries(case, got), FACTORS[precision.name, precision.accumulate]
+    verdicts = []
+    for name in sorted(set(case.oracle) | set(got)):
+        verdict = OutputVerdict(case=case.name, sizes=case.sizes, output=name, problem=None)
+        result = rows.got.get(name)
+        problem = _problem_before_error(rows.case, name, result)
+        if problem is not None or result is None:
+            verdicts.append(replace(verdict, problem=rows.spoiled.get(name, problem)))
+            continue
+        oracle, eager, exact = rows.case.oracle[name], rows.case.eager[name], result.dtype.kind in "iub"
+        budget = (budgets or {}).get(name) or budget_from_eager(
+            eager, oracle, precision, (to_heads or {}).get(name)
+        )
+        if case.allowance != 1:
+            limits = {key: case.allowance * limit for key, limit in budget.limits.items()}
+            budget = Budget(**limits, noise=budget.noise)
+        suspects = {mistake: changes[name] for mistake, changes in case.suspects.items() if name in changes}
+        deviation = measure(result, oracle, budget.noise, suspects)
+        if exact:
+            # Integers and booleans are right or wrong: the next token is not nearly the right one. Where
+            # rounding decides, as in an argmax, the module errs at times. As many times more may be wrong.
+            wrong, own = int((result != oracle).sum()), int((eager != oracle).sum())
+            if wrong > factor * own:
+                problem = f"{wrong} of {result.size} differ, and {own} do in the module itself"
+        elif exceeded := budget.exceeded_by(deviation):
+            place = (
+                f"; largest in: {deviation.local_at}" if deviation.local_at not in ("", EVERYWHERE) else ""
+            )
+            problem = f"out of budget: {', '.join(exceeded)}{place}"
+        else:
+            problem = _why_not_verified(oracle, eager)
+        problem = rows.spoiled.get(name, problem)
+        verdicts.append(replace(verdict, problem=problem, deviation=deviation, budget=budget))
+    return verdicts
 
 
 def _why_not_verified(oracle: np.ndarray, eager: np.ndarray) -> str | None:
