@@ -32,6 +32,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -61,23 +62,18 @@ _LOG_LINES, _LOG_BYTES = 8, 1 << 15
 class Isolation:
     """How native code is run; one setting for the process."""
 
-    enabled: bool = True
-    """Whether runtimes get child processes. Off, a debugger sees them, and a crash ends everything."""
-    limit_s: float = 3600.0
-    """After how many seconds a call counts as hung."""
-    trust_code: bool = False
-    """Whether code that a bundle names or contains may run."""
+    enabled: bool = True  # children for runtimes; off, a debugger sees them, and a crash ends everything
+    limit_s: float = 3600.0  # after how many seconds a call counts as hung
+    trust_code: bool = False  # whether code that a bundle names or contains may run
+    # What may run in any case: factories that this process exported, hashes of engines that it built.
     own: set[str] = field(default_factory=set)
-    """What may run in any case: factories that this process exported, hashes of engines that it built."""
 
     def refuse_untrusted(self, code: str, title: str | None = None) -> None:
         """Refuse to run code of a bundle, a factory or the hash of an engine, without permission."""
         if not self.trust_code and code not in self.own:
-            raise BundleError(
-                "The bundle brings code of its author, which does not run without permission.",
-                got=title or code,
-                hint="--trust-code, or md.configure(trust_code=True), if you know who wrote it",
-            )
+            problem = "The bundle brings code of its author, which does not run without permission."
+            hint = "--trust-code, or md.configure(trust_code=True), if you know who wrote it"
+            raise BundleError(problem, got=title or code, hint=hint)
 
 
 isolation = Isolation()
@@ -132,8 +128,7 @@ class Child:
         """
         if self._crash is not None:
             raise RuntimeCrash("The runtime's process has ended before.", got=self._crash.what)
-        begin = self._log.seek(0, io.SEEK_END)
-        limit = isolation.limit_s
+        begin, limit = self._log.seek(0, io.SEEK_END), isolation.limit_s
         deadline = time.monotonic() + limit
         try:
             trust = (isolation.trust_code, isolation.own)
@@ -152,14 +147,20 @@ class Child:
                     on_message(content)
         except TimeoutError as error:
             self.kill()
-            self._crash = RuntimeCrash(
-                f"{title} did not answer within {limit:g} s while {step}.",
-                got=_tail(self._output(begin)) or None,
-                hint="--time-limit SECONDS, if it needs longer",
-            )
+            problem = f"{title} did not answer within {limit:g} s while {step}."
+            hint = "--time-limit SECONDS, if it needs longer"
+            self._crash = RuntimeCrash(problem, got=_tail(self._output(begin)) or None, hint=hint)
             raise self._crash from error
         except (EOFError, ConnectionError) as error:
-            self._crash = self._ended(title, step, since=begin)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(10)
+            self.kill()
+            output = self._output(begin)
+            nodes = re.findall(r"Parsing node: (\S+) \[", output)  # by TensorRT's parser
+            node = f", at node {nodes[-1]}" if nodes else ""
+            problem = f"{title} {_ending(self._process.returncode)} while {step}{node}."
+            hint = "--in-process with a debugger shows where; another version of the runtime may not"
+            self._crash = RuntimeCrash(problem, got=_tail(output) or None, hint=hint)
             raise self._crash from error
         except BaseException:  # interrupted: the result of the call in the child would have no reader
             self.kill()
@@ -168,25 +169,6 @@ class Child:
             return content  # type: ignore[no-any-return]
         raised, trace = content
         raise raised from _ChildTraceback(trace)
-
-    def _ended(self, title: str, step: str, *, since: int) -> RuntimeCrash:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(10)
-        self.kill()
-        code, output = self._process.returncode, self._output(since)
-        ending = f"ended its process with exit code {code}"
-        if code == -signal.SIGKILL:
-            ending = "was killed (SIGKILL; the machine may be out of memory)"
-        elif code < 0:
-            known = -code in set(signal.Signals)
-            ending = f"crashed with {signal.Signals(-code).name}" if known else f"was ended by signal {-code}"
-        nodes = re.findall(r"Parsing node: (\S+) \[", output)  # by TensorRT's parser
-        node = f", at node {nodes[-1]}" if nodes else ""
-        return RuntimeCrash(
-            f"{title} {ending} while {step}{node}.",
-            got=_tail(output) or None,
-            hint="--in-process with a debugger shows where; another version of the runtime may not",
-        )
 
     def _output(self, since: int) -> str:
         """The child's output since a place in its log; only the end of it where it is long."""
@@ -202,6 +184,30 @@ class Child:
         if self._process.poll() is None:
             self._process.kill()
         self._process.wait()
+
+
+def _ending(code: int) -> str:
+    """How a process ended, in words, from its exit code."""
+    if code == -signal.SIGKILL:
+        return "was killed (SIGKILL; the machine may be out of memory)"
+    if code >= 0:
+        return f"ended its process with exit code {code}"
+    known = -code in set(signal.Signals)
+    return f"crashed with {signal.Signals(-code).name}" if known else f"was ended by signal {-code}"
+
+
+def _tail(output: str) -> str:
+    """The last lines of a child's output; the Python stack of a crash only where there are no others."""
+    words, _, stack = output.partition("Fatal Python error: ")
+    lines = words.strip().splitlines()[-_LOG_LINES:] or stack.splitlines()[:_LOG_LINES]
+    return "\n".join(line[:200] for line in lines)
+
+
+class _ChildTraceback(Exception):
+    """Where an exception was raised in the child; shown as its cause."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
 
 
 _children: list[Child] = []
@@ -243,18 +249,11 @@ def _give_back(child: Child) -> None:
         child.kill()
 
 
-def call_isolated(
-    family: str,
-    function: Callable[..., T],
-    *arguments: Any,
-    title: str,
-    step: str,
-    on_message: Callable[[Any], None] | None = None,
-) -> T:
-    """Run one function in a child of a family; see `Child.call`."""
+def call_isolated(family: str, function: Callable[..., T], *arguments: Any, **call: Any) -> T:
+    """Run one function in a child of a family; the keywords are those of `Child.call`."""
     child = _take_child(family)
     try:
-        return child.call(function, *arguments, title=title, step=step, on_message=on_message)
+        return child.call(function, *arguments, **call)
     finally:
         _give_back(child)
 
@@ -277,7 +276,7 @@ def open_isolated(family: str, title: str, open_runner: Callable[..., Runner], *
 
 
 class ChildRunner(Runner):
-    """A runner that lives in a child process, with a number there; its attributes do not change."""
+    """A runner that lives in a child process; its attributes do not change."""
 
     def __init__(self, child: Child, number: int, attributes: Mapping[str, Any]) -> None:
         self._child: Child | None = child
@@ -297,8 +296,7 @@ class ChildRunner(Runner):
         """Check the inputs against the model, then run it."""
         return self.apply(methodcaller("run", dict(feeds)), step=f"running {_sizes(feeds)}")
 
-    def _run(self, feeds: Arrays) -> dict[str, np.ndarray]:
-        return self.run(feeds)
+    _run = run
 
     def time(self, feeds: Arrays, plan: Any = None) -> Any:
         """How long one call takes with inputs that are on the device already; measured in the child."""
@@ -306,8 +304,8 @@ class ChildRunner(Runner):
 
     def decode_loop(self, *, B: int, T: int | None = None) -> ChildDecodeLoop:
         """A decode loop with a cache on the device; close it before the runner."""
-        number, name, most = self.apply(_open_decode_loop, B, T, step="preparing the decode loop")
-        return ChildDecodeLoop(self, number, name, most, B)
+        opened = self.apply(_open_decode_loop, B, T, step="preparing the decode loop")
+        return ChildDecodeLoop(self, *opened, B)
 
     def close(self) -> None:
         """Close the runner in the child, and keep the child for the next one."""
@@ -336,15 +334,11 @@ class ProfiledChildRunner(ChildRunner):
 
 
 class ChildDecodeLoop(Closing):
-    """A decode loop in a child process; see `runtime.decode.DecodeLoop`."""
+    """A decode loop in a child process; see `runtime.decode_loop.DecodeLoop`."""
 
     def __init__(self, runner: ChildRunner, number: int, name: str, most: int | None, B: int) -> None:
-        self._runner, self._number = runner, number
-        self.name, self.most_tokens = name, most
-        self.lengths = np.zeros(B, np.int32)
-
-    def _apply(self, function: Callable[..., T], *arguments: Any, step: str) -> T:
-        return self._runner.apply(function, *arguments, step=step, number=self._number)
+        self.name, self.most_tokens, self.lengths = name, most, np.zeros(B, np.int32)
+        self._apply = partial(runner.apply, number=number)
 
     def feed(self, x: np.ndarray, counts: np.ndarray | None = None) -> np.ndarray:
         """Run S new tokens of every batch element."""
@@ -358,25 +352,11 @@ class ChildDecodeLoop(Closing):
 
     def close(self) -> None:
         """Free the device's memory."""
-        self._runner.apply(_close_decode_loop, self._number, step="closing the decode loop")
+        self._apply(_close_loop, step="closing the decode loop")
 
 
 def _sizes(feeds: Arrays) -> str:
     return ", ".join(f"{name} {list(array.shape)}" for name, array in feeds.items())
-
-
-def _tail(output: str) -> str:
-    """The last lines of a child's output; the Python stack of a crash only where there are no others."""
-    words, _, stack = output.partition("Fatal Python error: ")
-    lines = words.strip().splitlines()[-_LOG_LINES:] or stack.splitlines()[:_LOG_LINES]
-    return "\n".join(line[:200] for line in lines)
-
-
-class _ChildTraceback(Exception):
-    """Where an exception was raised in the child; shown as its cause."""
-
-    def __str__(self) -> str:
-        return f"\n{self.args[0]}"
 
 
 # -- messages --------------------------------------------------------------------------------------
@@ -554,5 +534,5 @@ def _feed(loop: Any, x: np.ndarray, counts: np.ndarray | None) -> tuple[np.ndarr
     return loop.feed(x, counts), loop.lengths
 
 
-def _close_decode_loop(runner: Runner, number: int) -> None:
-    _close_in_child(number)
+def _close_loop(loop: Any) -> None:
+    _close_in_child(next(number for number, thing in _objects.items() if thing is loop))

@@ -95,10 +95,7 @@ def test_names_are_those_of_tensorrt():
     model.graph.node[0].name = ""
     names = read_names(model.SerializeToString())
     assert names.names[:2] == ("node_of_q0", "proj_k0")
-    assert names.at(3) == "att0"
-    assert names.at(-1) is None
-    assert names.at(99) is None
-    assert names.attention == ("att0",)
+    assert (names.names[3], names.operators[3]) == ("att0", "Attention")
 
 
 def test_messages_are_linked_to_the_nodes_they_speak_of():

@@ -408,9 +408,9 @@ ADA = {"name": "NVIDIA GeForce RTX 4090", "compute_cap": "8.9"}
 
 
 def on_disk(path=Path("tiny.engine"), **changes):
-    known = dict.fromkeys(EngineManifest.__struct_fields__)
+    known = dict.fromkeys(EngineManifest.__struct_fields__) | {"plugins": [], "in_place": {}}
     manifest = EngineManifest(
-        **{**known, "backend": "tensorrt", "version": "8.6.1", "gpu": ADA, "options": {}}
+        **{**known, "backend": "tensorrt", "version": "8.6.1", "gpu": ADA, "options": {}, "large_tensors": []}
     )
     return Engine(path=path, manifest=msgspec.structs.replace(manifest, **changes))
 

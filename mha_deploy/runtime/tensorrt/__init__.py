@@ -1,5 +1,5 @@
-"""TensorRT 8.6 to 11 and TensorRT-RTX: `build.py` builds an engine, `run.py` runs it, `verdict.py` judges it.
+"""TensorRT 8.6 to 11 and TensorRT-RTX: `builder.py` builds an engine, `engine_runner.py` runs it.
 
-`versions.py` holds what the versions differ in, probed by name; `kernels.py` and `log.py` read what an engine
-became.
+`engine_verdict.py` judges it by its kernels, which `kernels.py` reads; `versions.py` holds what the versions
+differ in, probed by name.
 """

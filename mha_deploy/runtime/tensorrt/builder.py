@@ -14,17 +14,9 @@ import onnx
 from google.protobuf.message import DecodeError
 
 from mha_deploy.errors import BackendUnavailable, nearest
+from mha_deploy.runtime.tensorrt import kernels as reported
 from mha_deploy.runtime.tensorrt.engine_runner import Profile, load_engine
-from mha_deploy.runtime.tensorrt.kernels import (
-    EngineTensor,
-    Kernel,
-    LargeTensor,
-    dtype_of,
-    kernels_from_inspector,
-    kernels_from_log,
-    kernels_from_plan,
-    large_tensors,
-)
+from mha_deploy.runtime.tensorrt.kernels import EngineTensor, Kernel, LargeTensor, dtype_of
 from mha_deploy.runtime.tensorrt.versions import (
     EngineError,
     Message,
@@ -43,40 +35,25 @@ HARDWARE_LEVELS = {"ampere-plus": "AMPERE_PLUS", "same-compute-capability": "SAM
 
 @dataclass(frozen=True, kw_only=True)
 class BuildRequest:
-    """One engine to build.
+    """One engine to build."""
 
-    Args:
-        onnx: Path of the model, or the model itself. A model with external data needs its path.
-        backend: `tensorrt` or `tensorrt-rtx`.
-        precision: The precision of the graph: `fp16`, `bf16` or `fp32`.
-        profiles: Ranges of the input shapes, one mapping per optimisation profile.
-        targets: Compute capabilities to compile for (RTX only): `"8.9"`, `"89,120"`, `("8.9", "12.0")`.
-        optimization_level: TensorRT's builder optimization level, 0 to 5; None for its default.
-        workspace: Most bytes of scratch memory of a kernel; None for no limit.
-        timing_cache: Timings of earlier builds on this GPU.
-        version_compatible: Build an engine that later versions can load.
-        hardware_compatible: `ampere-plus` or `same-compute-capability`: other GPUs it shall run on.
-        weight_streaming: Let weights stay on the host.
-        refit: `all` or `identical`: weights that can be replaced later.
-        allow_decomposed: Let attention without a fused kernel be built from several. A graph in which
-            attention is written in primitive operators is always free to decompose.
-        precision_constraints: Constrain every layer to the graph's types where TensorRT chooses types by
-            itself (8.6; later networks are strongly typed).
-    """
-
-    onnx: bytes | str | Path
-    backend: str = "tensorrt-rtx"
-    precision: str = "fp16"
-    profiles: Sequence[Profile] = ()
-    targets: str | Sequence[str] = ()
-    optimization_level: int | None = None
-    workspace: int | None = None
-    timing_cache: bytes | None = field(default=None, repr=False)
-    version_compatible: bool = False
-    hardware_compatible: str | None = None
-    weight_streaming: bool = False
-    refit: Literal["all", "identical"] | None = None
+    onnx: bytes | str | Path  # the model, or its path, which one with external data needs
+    backend: str = "tensorrt-rtx"  # or `tensorrt`
+    precision: str = "fp16"  # of the graph: `fp16`, `bf16` or `fp32`
+    profiles: Sequence[Profile] = ()  # ranges of the input shapes, one mapping per optimisation profile
+    targets: str | Sequence[str] = ()  # to compile for (RTX only): `"8.9"`, `"89,120"`, `("8.9", "12.0")`
+    optimization_level: int | None = None  # of TensorRT's builder, 0 to 5; None for its default
+    workspace: int | None = None  # most bytes of scratch memory of a kernel; None for no limit
+    timing_cache: bytes | None = field(default=None, repr=False)  # of earlier builds on this GPU
+    version_compatible: bool = False  # later versions can load it
+    hardware_compatible: str | None = None  # with `ampere-plus` or `same-compute-capability`
+    weight_streaming: bool = False  # weights may stay on the host
+    refit: Literal["all", "identical"] | None = None  # which weights can be replaced later
+    # Let attention without a fused kernel be built from several. A graph in which attention is written in
+    # primitive operators is always free to decompose.
     allow_decomposed: bool = False
+    # Constrain every layer to the graph's types where TensorRT chooses types by itself (8.6; later networks
+    # are strongly typed).
     precision_constraints: bool = False
 
     def __post_init__(self) -> None:
@@ -87,10 +64,9 @@ class BuildRequest:
         ):
             if value is not None and value not in known:
                 raise EngineError(f"No such {what}.", got=value, hint=nearest(value, known))
-        if self.optimization_level is not None and not 0 <= self.optimization_level <= 5:
-            raise EngineError(
-                "The optimisation level is out of range.", got=self.optimization_level, hint="0-5"
-            )
+        level = self.optimization_level
+        if level is not None and not 0 <= level <= 5:
+            raise EngineError("The optimisation level is out of range.", got=level, hint="0-5")
         if self.workspace is not None and self.workspace <= 0:
             raise EngineError("The workspace must be a positive number of bytes.", got=self.workspace)
 
@@ -102,14 +78,11 @@ class BuildRequest:
     def options(self) -> dict[str, Any]:
         """The options as plain data, for a manifest: everything but the model and the cache."""
         others = ("onnx", "backend", "timing_cache")
-        return {
-            **{name: value for name, value in vars(self).items() if name not in others},
-            "profiles": [
-                {name: [list(shape) for shape in shapes] for name, shapes in profile.items()}
-                for profile in self.profiles
-            ],
-            "targets": list(self.target_names),
-        }
+        kept = {name: value for name, value in vars(self).items() if name not in others}
+        profiles = [
+            {name: list(map(list, shapes)) for name, shapes in profile.items()} for profile in self.profiles
+        ]
+        return {**kept, "profiles": profiles, "targets": list(self.target_names)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,19 +91,14 @@ class BuiltEngine:
 
     plan: bytes = field(repr=False)
     seconds: float
-    strongly_typed: bool
-    """Whether its types are those of the graph."""
+    strongly_typed: bool  # whether its types are those of the graph
     inputs: tuple[EngineTensor, ...]
     outputs: tuple[EngineTensor, ...]
-    kernels: Mapping[str, tuple[Kernel, ...]]
-    """The engine's kernels as each source reports them: `log`, `plan`, `inspector`."""
-    warnings: tuple[Message, ...] = ()
-    """TensorRT's warnings, linked to nodes."""
-    notes: tuple[str, ...] = ()
-    """For the user: a stale timing cache, a source without kernels."""
+    kernels: Mapping[str, tuple[Kernel, ...]]  # as each source reports them: `log`, `plan`, `inspector`
+    warnings: tuple[Message, ...] = ()  # TensorRT's, linked to nodes
+    notes: tuple[str, ...] = ()  # for the user: a stale timing cache, a source without kernels
     large_tensors: tuple[LargeTensor, ...] = ()
-    timing_cache: bytes | None = field(default=None, repr=False)
-    """Timings to keep for the next build; None where they have no effect."""
+    timing_cache: bytes | None = field(default=None, repr=False)  # for the next build; None: no effect
 
 
 def parse_targets(targets: str | Sequence[str]) -> tuple[str, ...]:
@@ -167,21 +135,9 @@ class NodeNames:
 
     names: tuple[str, ...]
     operators: tuple[str, ...]
-    readers: dict[str, tuple[str, ...]]
-    """For each tensor, the nodes that read it."""
-    axes: dict[str, tuple[str, int]]
-    """For each named dimension, an input of the graph and its place there."""
+    readers: dict[str, tuple[str, ...]]  # for each tensor, the nodes that read it
+    axes: dict[str, tuple[str, int]]  # for each named dimension, an input of the graph and its place there
     has_external_data: bool = False
-
-    def at(self, index: int) -> str | None:
-        """The node at a place in the file, as TensorRT 8.6 reports errors."""
-        return self.names[index] if 0 <= index < len(self.names) else None
-
-    @property
-    def attention(self) -> tuple[str, ...]:
-        """The nodes that are attention in one operator, of whichever domain."""
-        pairs = zip(self.names, self.operators, strict=True)
-        return tuple(name for name, operator in pairs if operator.endswith("Attention"))
 
     def link(self, messages: Iterable[Message]) -> list[Message]:
         """The messages with the nodes in them, by name or by a tensor they read."""
@@ -197,40 +153,30 @@ class NodeNames:
 
 def read_names(source: bytes | str | Path) -> NodeNames:
     """Read the node names of an ONNX model, without its weights; refuse what is none, or an empty one."""
-    model = _load(source)
-    nodes = model.graph.node
-    if not nodes:
+    graph = _load(source).graph
+    if not graph.node:
         # TensorRT's parser accepts zero bytes as a valid, empty model.
         raise EngineError("The ONNX model has no nodes.", got=_describe(source), hint="export it again")
     # The parser names a node without a name for its first output.
-    names = [node.name or f"node_of_{node.output[0]}" for node in nodes]
-    readers: dict[str, list[str]] = {}
-    for name, node in zip(names, nodes, strict=True):
+    names = [node.name or f"node_of_{node.output[0]}" for node in graph.node]
+    readers: dict[str, dict[str, None]] = {}
+    for name, node in zip(names, graph.node, strict=True):
         for tensor in filter(None, node.input):
-            readers.setdefault(tensor, []).append(name)
+            readers.setdefault(tensor, {})[name] = None
     return NodeNames(
         names=tuple(names),
-        operators=tuple(node.op_type for node in nodes),
-        readers={tensor: tuple(dict.fromkeys(users)) for tensor, users in readers.items()},
+        operators=tuple(node.op_type for node in graph.node),
+        readers={tensor: tuple(users) for tensor, users in readers.items()},
         axes={
             dim.dim_param: (value.name, place)
-            for value in model.graph.input
+            for value in graph.input
             for place, dim in enumerate(value.type.tensor_type.shape.dim)
             if dim.dim_param
         },
         has_external_data=any(
-            weight.data_location == onnx.TensorProto.EXTERNAL for weight in model.graph.initializer
+            weight.data_location == onnx.TensorProto.EXTERNAL for weight in graph.initializer
         ),
     )
-
-
-def tensor_types(source: bytes | str | Path) -> dict[str, str]:
-    """The type of every tensor of an ONNX graph whose type is known, by its short name."""
-    graph = onnx.shape_inference.infer_shapes(_load(source)).graph
-    return {
-        value.name: dtype_of(onnx.TensorProto.DataType.Name(value.type.tensor_type.elem_type))
-        for value in (*graph.input, *graph.value_info, *graph.output)
-    }
 
 
 def _load(source: bytes | str | Path) -> onnx.ModelProto:
@@ -239,9 +185,8 @@ def _load(source: bytes | str | Path) -> onnx.ModelProto:
             return onnx.load_model_from_string(source)
         return onnx.load(str(source), load_external_data=False)
     except (DecodeError, UnicodeDecodeError) as cause:
-        raise EngineError(
-            "This is not an ONNX model.", got=_describe(source), hint="give the model.onnx of a bundle"
-        ) from cause
+        hint = "give the model.onnx of a bundle"
+        raise EngineError("This is not an ONNX model.", got=_describe(source), hint=hint) from cause
     except OSError as cause:
         raise EngineError("The ONNX model cannot be read.", got=cause, hint="check the path") from cause
 
@@ -259,55 +204,27 @@ def parse_into(rt: TensorRT, parser: Any, source: bytes | str | Path, names: Nod
     in_memory = isinstance(source, bytes)
     if parser.parse(source) if in_memory else parser.parse_from_file(os.fspath(source)):
         return
-    found: dict[str, str | None] = {}
+    found: dict[str, str] = {}
     for index in range(parser.num_errors):
         parser_error = parser.get_error(index)
-        text, node = str(parser_error.desc()), names.at(parser_error.node())
+        text, place = str(parser_error.desc()), parser_error.node()
+        # 8.6 reports only the node's place in the file.
+        node, operator = (
+            (names.names[place], names.operators[place]) if 0 <= place < len(names.names) else ("", "")
+        )
         if rt.can.parser_node_names:
-            node = parser_error.node_name() or node
-            operator = parser_error.node_operator()
-        else:  # 8.6 reports only the node's place in the file
-            operator = names.operators[parser_error.node()] if node else ""
+            node, operator = parser_error.node_name() or node, parser_error.node_operator()
         found[_with_nodes(f"{operator}: {text}" if operator else text, (node,) if node else ())] = node
     raise EngineError(
         f"The ONNX parser of {rt.title} refuses the graph.",
         got="; ".join(found) or "no reason reported",
         hint="lower the graph for this target, or check which of its nodes the target takes",
-        nodes=tuple(dict.fromkeys(node for node in found.values() if node)),
+        nodes=tuple(dict.fromkeys(filter(None, found.values()))),
     )
-
-
-def _refuse_unused(rt: TensorRT, messages: Sequence[Message], names: NodeNames) -> None:
-    """Turn an input that TensorRT ignores into an error: the engine would compute something else.
-
-    It is the builder that reports it, not the parser, so this is checked when the plan is there.
-    """
-    # Linking reads every word of a message, and a verbose log has thousands of them.
-    unused = names.link(message for message in messages if message.text.startswith("Unused Input"))
-    if unused:
-        raise EngineError(
-            f"{rt.title} would ignore a part of the graph, and compute something else.",
-            got="; ".join(dict.fromkeys(_with_nodes(message.text, message.nodes) for message in unused)),
-            hint="lower the node to a form that this version reads, without that input",
-            nodes=tuple(dict.fromkeys(node for message in unused for node in message.nodes)),
-        )
 
 
 def _with_nodes(text: str, nodes: Sequence[str]) -> str:
     return f"node {', '.join(nodes)}: {text}" if nodes else text
-
-
-def _allow_decomposition(rt: TensorRT, network: Any) -> None:
-    """Let every attention layer be built from several kernels where there is no fused one."""
-    trt = rt.module
-    for index in range(network.num_layers if rt.can.attention else 0):
-        layer = network.get_layer(index)
-        if layer.type == trt.LayerType.ATTENTION_INPUT:
-            # `get_layer` returns the base class; this is how TensorRT's Python API casts down.
-            layer.__class__ = trt.IAttentionInputLayer
-            input_layer = layer
-            attention = input_layer.attention
-            attention.decomposable = True
 
 
 def constrain_types(rt: TensorRT, network: Any, types: Mapping[str, str], precision: str) -> None:
@@ -325,8 +242,7 @@ def constrain_types(rt: TensorRT, network: Any, types: Mapping[str, str], precis
         layer = network.get_layer(index)
         outputs = [_tensor(layer.get_output(place)) for place in range(layer.num_outputs)]
         if not outputs or not all(output.dtype in dtypes for output in outputs):
-            # Indices, shapes and truth values have one type only.
-            continue
+            continue  # indices, shapes and truth values have one type only
         is_constant = layer.type == trt.LayerType.CONSTANT
         if is_constant:
             layer.__class__ = trt.IConstantLayer  # how TensorRT's Python API casts down
@@ -350,8 +266,7 @@ def constrain_types(rt: TensorRT, network: Any, types: Mapping[str, str], precis
 def _tensor(trt_tensor: Any) -> EngineTensor:
     try:
         shape = tuple(int(size) for size in trt_tensor.shape)
-    except ValueError:
-        # An unknown rank is a shape of negative length, which Python cannot represent.
+    except ValueError:  # an unknown rank is a shape of negative length, which Python cannot represent
         shape = ()
     return EngineTensor(name=trt_tensor.name, dtype=dtype_of(trt_tensor.dtype.name), shape=shape)
 
@@ -364,20 +279,14 @@ def _refuse_unsupported(rt: TensorRT, request: BuildRequest) -> None:
     can, names, level = rt.can, request.target_names, request.hardware_compatible
     numbers = [name.removeprefix("SM") for name in can.compute_capabilities if name.startswith("SM")]
     known = ", ".join(f"{number[:-1]}.{number[-1]}" for number in numbers)
+    named = f"name the targets instead: {known}" if can.builds_without_gpu else None
+    typed = "a strongly typed network keeps the graph's types by itself: leave it out"
+    weakly = can.precision_constraints and not can.strongly_typed_flag
+    levels, has_cache = can.hardware_compatibility, request.timing_cache is not None
     for option, requested, supported, hint in (
         ("precision='bf16'", request.precision == "bf16", can.bf16_type, "export in fp16"),
-        (
-            "precision_constraints",
-            request.precision_constraints,
-            can.precision_constraints and not can.strongly_typed_flag,
-            "a strongly typed network keeps the graph's types by itself: leave it out",
-        ),
-        (
-            "timing_cache",
-            request.timing_cache is not None,
-            can.timing_cache,
-            "it has no effect: leave it out",
-        ),
+        ("precision_constraints", request.precision_constraints, weakly, typed),
+        ("timing_cache", has_cache, can.timing_cache, "it has no effect: leave it out"),
         ("version_compatible", request.version_compatible, can.version_compatible, "build on each version"),
         ("weight_streaming", request.weight_streaming, can.weight_streaming, "use TensorRT 10 or later"),
         ("refit='all'", request.refit == "all", can.refit, "build again with the new weights"),
@@ -385,25 +294,21 @@ def _refuse_unsupported(rt: TensorRT, request: BuildRequest) -> None:
         (
             f"hardware_compatible={level!r}",
             level is not None,
-            HARDWARE_LEVELS.get(level or "") in can.hardware_compatibility,
-            f"name the targets instead: {known}" if can.builds_without_gpu else None,
+            HARDWARE_LEVELS.get(level or "") in levels,
+            named,
         ),
     ):
         if requested and not supported:
             raise EngineError(f"{rt.title} does not support this option.", got=option, hint=hint)
     if names and not can.builds_without_gpu:
-        raise EngineError(
-            f"{rt.title} builds for the GPU of this machine, and for no other.",
-            got=f"targets {', '.join(names)}",
-            hint="leave the targets out, or use the backend tensorrt-rtx",
-        )
+        problem = f"{rt.title} builds for the GPU of this machine, and for no other."
+        hint = "leave the targets out, or use the backend tensorrt-rtx"
+        raise EngineError(problem, got=f"targets {', '.join(names)}", hint=hint)
     unknown = [name for name in names if name not in can.compute_capabilities]
     if unknown:
-        raise EngineError(
-            f"{rt.title} cannot compile for this compute capability.",
-            got=", ".join(unknown),
-            hint=f"one of {known}; for any other GPU use the backend tensorrt on that GPU",
-        )
+        problem = f"{rt.title} cannot compile for this compute capability."
+        hint = f"one of {known}; for any other GPU use the backend tensorrt on that GPU"
+        raise EngineError(problem, got=", ".join(unknown), hint=hint)
 
 
 def _fill_config(rt: TensorRT, config: Any, request: BuildRequest) -> list[str]:
@@ -458,21 +363,18 @@ def _add_profiles(
     """Check the profiles against the inputs, and add them: TensorRT silently accepts a misspelt name."""
     dynamic = [tensor.name for tensor in inputs if -1 in tensor.shape]
     if dynamic and not profiles:
-        raise EngineError(
-            "The graph has dynamic inputs, so the engine needs a profile.",
-            got=", ".join(dynamic),
-            hint="give min, opt and max shapes for them",
-        )
+        problem = "The graph has dynamic inputs, so the engine needs a profile."
+        raise EngineError(problem, got=", ".join(dynamic), hint="give min, opt and max shapes for them")
     known = {tensor.name: tensor for tensor in inputs}
     for index, profile in enumerate(profiles):
         unknown = [name for name in profile if name not in known]
         missing = [name for name in dynamic if name not in profile]
         if unknown or missing:
-            raise EngineError(
+            problem, got = (
                 f"Profile {index} does not name the inputs of the graph.",
-                got=f"unknown {unknown}, missing {missing}",
-                hint=f"the inputs are {', '.join(known)}",
+                f"unknown {unknown}, missing {missing}",
             )
+            raise EngineError(problem, got=got, hint=f"the inputs are {', '.join(known)}")
         trt_profile = builder.create_optimization_profile()
         for name, shapes in profile.items():
             what, fixed = f"Profile {index} does not fit the input {name!r}.", known[name].shape
@@ -491,31 +393,26 @@ def _add_profiles(
 
 # -- What a failed build means: the builder's errors in words a user can act on --------------------
 
-
 _NOT_FUSED = re.compile(r"is_decomposable\(\)|not supported by a dedicated kernel|no fused kernel")
-_KNOWN = (
-    (
-        r"graph_jit\.cpp.*CUDA_SUCCESS",
+_KNOWN = {
+    r"graph_jit\.cpp.*CUDA_SUCCESS": (
         "The builder has to run a kernel to prepare weights that stay replaceable, and finds no GPU",
         "build without refit, or on a machine with a GPU",
     ),
-    (
-        r"HW-specific datatypes",
+    r"HW-specific datatypes": (
         "A target has no hardware for a type in the graph",
         "leave that target out, or export in fp16",
     ),
-    (
-        r"element type \(\w+\) differs",
+    r"element type \(\w+\) differs": (
         "Two tensors of different types meet in one operator",
         "give the mask in the type of the queries",
     ),
-    (r"Build canceled", "The build was cancelled", "start it again"),
-    (
-        r"[Oo]ut of memory|OutOfMemory",
+    r"Build canceled": ("The build was cancelled", "start it again"),
+    r"[Oo]ut of memory|OutOfMemory": (
         "The GPU has not enough memory for this build",
         "set a smaller workspace, or smaller max shapes",
     ),
-)
+}
 
 
 def _build_failure(rt: TensorRT, messages: Sequence[Message], names: NodeNames) -> EngineError:
@@ -525,7 +422,9 @@ def _build_failure(rt: TensorRT, messages: Sequence[Message], names: NodeNames) 
     text = "; ".join(lines) or "the builder reported no reason"
     nodes = tuple(dict.fromkeys(node for message in found for node in message.nodes))
     if _NOT_FUSED.search(text):
-        nodes = nodes or names.attention  # where the builder does not report which, it is one of these
+        # Where the builder does not report which, it is one of those that are attention in one operator.
+        pairs = zip(names.names, names.operators, strict=True)
+        nodes = nodes or tuple(name for name, operator in pairs if operator.endswith("Attention"))
         return NotFusedError(
             f"Attention has no fused kernel for this target, and may not be decomposed ({rt.title}).",
             # The builder's own message is long, and has no more information.
@@ -533,7 +432,7 @@ def _build_failure(rt: TensorRT, messages: Sequence[Message], names: NodeNames) 
             hint="use fp16 or bf16 and a head size of 16 to 256; or --allow-decomposed, and lose speed",
             nodes=nodes,
         )
-    for sign, what, hint in _KNOWN:
+    for sign, (what, hint) in _KNOWN.items():
         if re.search(sign, text):
             return EngineError(f"{what} ({rt.title}).", got=text, hint=hint, nodes=nodes)
     return EngineError(f"{rt.title} could not build the engine.", got=text, nodes=nodes)
@@ -602,11 +501,9 @@ def build_with(rt: TensorRT, request: BuildRequest, on_progress: OnProgress | No
             builder = trt.Builder(logger_for(rt))
         except (TypeError, RuntimeError) as cause:
             # The binding turns a null pointer into TypeError: TensorRT proper finds no GPU.
-            raise BackendUnavailable(
-                f"{rt.title} cannot start its builder here.",
-                got=cause,
-                hint="use a machine with an NVIDIA GPU, or the backend tensorrt-rtx, which needs none",
-            ) from cause
+            problem = f"{rt.title} cannot start its builder here."
+            hint = "use a machine with an NVIDIA GPU, or the backend tensorrt-rtx, which needs none"
+            raise BackendUnavailable(problem, got=cause, hint=hint) from cause
         flags = 0
         if rt.can.strongly_typed_flag:
             flags |= 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
@@ -615,10 +512,22 @@ def build_with(rt: TensorRT, request: BuildRequest, on_progress: OnProgress | No
         network = builder.create_network(flags)
         parser = trt.OnnxParser(network, logger_for(rt))
         parse_into(rt, parser, request.onnx, names)
-        if request.allow_decomposed:
-            _allow_decomposition(rt, network)
+        # Let every attention layer be built from several kernels where there is no fused one.
+        for index in range(network.num_layers if request.allow_decomposed and rt.can.attention else 0):
+            layer = network.get_layer(index)
+            if layer.type == trt.LayerType.ATTENTION_INPUT:
+                # `get_layer` returns the base class; this is how TensorRT's Python API casts down.
+                layer.__class__ = trt.IAttentionInputLayer
+                input_layer = layer
+                attention = input_layer.attention
+                attention.decomposable = True
         if request.precision_constraints:
-            constrain_types(rt, network, tensor_types(request.onnx), request.precision)
+            graph = onnx.shape_inference.infer_shapes(_load(request.onnx)).graph
+            types = {
+                value.name: dtype_of(onnx.TensorProto.DataType.Name(value.type.tensor_type.elem_type))
+                for value in (*graph.input, *graph.value_info, *graph.output)
+            }
+            constrain_types(rt, network, types, request.precision)
         config = builder.create_builder_config()
         notes = _fill_config(rt, config, request)
         for index in range(network.num_layers if rt.can.aliased_plugin_io else 0):
@@ -636,8 +545,31 @@ def build_with(rt: TensorRT, request: BuildRequest, on_progress: OnProgress | No
         if serialised is None:
             raise _build_failure(rt, messages, names)
         plan, seconds = bytes(serialised), time.perf_counter() - started
-        _refuse_unused(rt, messages, names)
-        kernels, silent = _kernels(rt, request, plan, messages)
+        # An input that TensorRT ignores is an error: the engine would compute something else. It is the
+        # builder that reports it, not the parser. Linking reads every word of a message, and a verbose log
+        # has thousands of them.
+        unused = names.link(message for message in messages if message.text.startswith("Unused Input"))
+        if unused:
+            raise EngineError(
+                f"{rt.title} would ignore a part of the graph, and compute something else.",
+                got="; ".join(dict.fromkeys(_with_nodes(message.text, message.nodes) for message in unused)),
+                hint="lower the node to a form that this version reads, without that input",
+                nodes=tuple(dict.fromkeys(node for message in unused for node in message.nodes)),
+            )
+        kernels = {
+            "log": tuple(reported.kernels_from_log(message.text for message in messages)),
+            "plan": tuple(reported.kernels_from_plan(plan)),
+        }
+        if rt.can.builds_without_gpu:  # there is no other source
+            notes += [f"the {source} reports no kernels" for source, found in kernels.items() if not found]
+        elif rt.can.inspector:
+            try:
+                found = inspect_kernels(rt, plan, host_code=request.version_compatible)
+                kernels["inspector"] = tuple(found)
+            except EngineError as failure:
+                # The engine is built: that it cannot be inspected makes the verdict unknown, not the build
+                # void.
+                notes.append(f"the engine could not be inspected: {failure.got}")
         warned = tuple(names.link(message for message in messages if message.severity == "WARNING"))
         cache = config.get_timing_cache() if rt.can.timing_cache else None
         return BuiltEngine(
@@ -648,29 +580,10 @@ def build_with(rt: TensorRT, request: BuildRequest, on_progress: OnProgress | No
             outputs=tuple(_tensor(network.get_output(index)) for index in range(network.num_outputs)),
             kernels=kernels,
             warnings=warned,
-            notes=(*notes, *silent),
-            large_tensors=large_tensors((message.text for message in warned), names.axes),
+            notes=tuple(notes),
+            large_tensors=reported.large_tensors((message.text for message in warned), names.axes),
             timing_cache=None if cache is None else bytes(cache.serialize()),
         )
-
-
-def _kernels(
-    rt: TensorRT, request: BuildRequest, plan: bytes, messages: Sequence[Message]
-) -> tuple[dict[str, tuple[Kernel, ...]], list[str]]:
-    """The kernels by source, and notes on the sources that report none."""
-    found = {
-        "log": tuple(kernels_from_log(message.text for message in messages)),
-        "plan": tuple(kernels_from_plan(plan)),
-    }
-    if rt.can.builds_without_gpu:  # there is no other source
-        return found, [f"the {source} reports no kernels" for source, kernels in found.items() if not kernels]
-    if rt.can.inspector:
-        try:
-            found["inspector"] = tuple(inspect_kernels(rt, plan, host_code=request.version_compatible))
-        except EngineError as failure:
-            # The engine is built: that it cannot be inspected makes the verdict unknown, not the build void.
-            return found, [f"the engine could not be inspected: {failure.got}"]
-    return found, []
 
 
 def inspect_kernels(rt: TensorRT, plan: bytes, *, host_code: bool = False) -> list[Kernel]:
@@ -678,4 +591,5 @@ def inspect_kernels(rt: TensorRT, plan: bytes, *, host_code: bool = False) -> li
     trt = rt.module
     engine, _runtime = load_engine(rt, plan, host_code=host_code)  # which must outlive the engine
     inspector = engine.create_engine_inspector()
-    return kernels_from_inspector(str(inspector.get_engine_information(trt.LayerInformationFormat.JSON)))
+    text = str(inspector.get_engine_information(trt.LayerInformationFormat.JSON))
+    return reported.kernels_from_inspector(text)

@@ -57,11 +57,9 @@ def first_admitting(
     """
     found = admitting(profiles, shapes)
     if not found:
-        raise DeployError(
-            "No optimisation profile of the engine takes these shapes.",
-            got=_in_words(shapes),
-            hint="; ".join(f"profile {index}: {describe(each)}" for index, each in enumerate(profiles)),
-        )
+        ranges = "; ".join(f"profile {index}: {describe(each)}" for index, each in enumerate(profiles))
+        problem = "No optimisation profile of the engine takes these shapes."
+        raise DeployError(problem, got=_in_words(shapes), hint=ranges)
     if not tightest:
         return found[0]
     return min(found, key=lambda index: sum(math.prod(high) for _, _, high in profiles[index].values()))
@@ -70,15 +68,11 @@ def first_admitting(
 def refuse_outside(profiles: Sequence[Profile], index: int, shapes: Mapping[str, Shape]) -> None:
     """Refuse a profile that does not exist, or does not take these shapes."""
     if not 0 <= index < len(profiles):
-        raise DeployError(
-            "The engine has no such optimisation profile.", got=index, hint=f"0 to {len(profiles) - 1}"
-        )
+        hint = f"0 to {len(profiles) - 1}"
+        raise DeployError("The engine has no such optimisation profile.", got=index, hint=hint)
     if index not in admitting(profiles, shapes):
-        raise DeployError(
-            f"The optimisation profile {index} does not take these shapes.",
-            got=_in_words(shapes),
-            hint=describe(profiles[index]),
-        )
+        problem = f"The optimisation profile {index} does not take these shapes."
+        raise DeployError(problem, got=_in_words(shapes), hint=describe(profiles[index]))
 
 
 def describe(profile: Profile) -> str:
@@ -95,9 +89,6 @@ def _in_words(shapes: Mapping[str, Shape]) -> str:
 
 # -- The execution contexts that were used last ----------------------------------------------------
 
-_Key = tuple[int, tuple[tuple[str, Shape], ...]]
-
-
 Value = TypeVar("Value", bound=Closing)
 
 
@@ -109,7 +100,7 @@ class Recent(Generic[Value]):
 
     def __init__(self, most: int, *, shared: bool) -> None:
         self._most, self._shared = most, shared
-        self._kept: OrderedDict[_Key, Value] = OrderedDict()
+        self._kept: OrderedDict[tuple[int, tuple[tuple[str, Shape], ...]], Value] = OrderedDict()
 
     def get(self, profile: int, shapes: Mapping[str, Shape], make: Callable[[], Value]) -> Value:
         """The value of a profile and shapes; made where it is missing, after room was made for it."""
@@ -145,20 +136,15 @@ def load_engine(rt: TensorRT, plan: bytes, *, host_code: bool = False) -> tuple[
     with collect(rt) as messages:
         try:
             runtime = trt.Runtime(logger_for(rt))
-        except (TypeError, RuntimeError) as cause:
-            # The binding turns a null pointer into TypeError.
-            raise BackendUnavailable(
-                f"{rt.title} cannot start its runtime here.", got=cause, hint="mha-deploy doctor"
-            ) from cause
+        except (TypeError, RuntimeError) as cause:  # the binding turns a null pointer into TypeError
+            problem = f"{rt.title} cannot start its runtime here."
+            raise BackendUnavailable(problem, got=cause, hint="mha-deploy doctor") from cause
         if host_code and rt.can.version_compatible:
             runtime.engine_host_code_allowed = True
         engine = runtime.deserialize_cuda_engine(plan)
         if engine is None:
-            raise EngineError(
-                f"{rt.title} cannot load this engine here.",
-                got=_reasons(messages),
-                hint="load it with the version and on the GPU it was built for, or build it again",
-            )
+            hint = "load it with the version and on the GPU it was built for, or build it again"
+            raise EngineError(f"{rt.title} cannot load this engine here.", got=_reasons(messages), hint=hint)
         return engine, runtime
 
 
@@ -174,10 +160,8 @@ def _io_tensors(rt: TensorRT, engine: Any) -> tuple[dict[str, TensorInfo], dict[
     for index in range(engine.num_io_tensors):
         name = engine.get_tensor_name(index)
         if engine.get_tensor_location(name) == trt.TensorLocation.HOST:
-            raise EngineError(
-                f"The tensor {name} holds shapes, and is on the host.",
-                hint="export the model so that all of its inputs and outputs are data",
-            )
+            hint = "export the model so that all of its inputs and outputs are data"
+            raise EngineError(f"The tensor {name} holds shapes, and is on the host.", hint=hint)
         kind = engine.get_tensor_dtype(name)
         dtype = DTYPES.get(_ONNX_NAMES.get(kind.name, kind.name.lower()))
         if dtype is None:
@@ -186,22 +170,6 @@ def _io_tensors(rt: TensorRT, engine: Any) -> tuple[dict[str, TensorInfo], dict[
         is_input = engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT
         (inputs if is_input else outputs)[name] = TensorInfo(dtype=dtype, dims=dims)
     return inputs, outputs
-
-
-def _profile_ranges(engine: Any, inputs: Mapping[str, TensorInfo]) -> tuple[Profile, ...]:
-    """For each optimisation profile, the smallest, usual and largest shape of every input."""
-
-    def ranges(name: str, info: TensorInfo, index: int) -> tuple[Shape, Shape, Shape]:
-        fixed = tuple(size for size in info.dims if isinstance(size, int))
-        if len(fixed) == len(info.dims):  # the profiles need not contain it
-            return fixed, fixed, fixed
-        low, usual, high = (tuple(map(int, shape)) for shape in engine.get_tensor_profile_shape(name, index))
-        return low, usual, high
-
-    return tuple(
-        {name: ranges(name, info, index) for name, info in inputs.items()}
-        for index in range(engine.num_optimization_profiles)
-    )
 
 
 # -- One call with its shapes fixed: an execution context of its own, buffers, and a CUDA graph ----
@@ -274,11 +242,9 @@ class BoundContext(Closing):
             with self._listening("cannot be recorded into a CUDA graph"):
                 return capture(work, self.stream)
         except EngineError as error:
-            raise EngineError(
-                f"{self._rt.title} cannot record this call into a CUDA graph.",
-                got=error.got,
-                hint="cuda_graph=False runs it without one",
-            ) from error
+            problem = f"{self._rt.title} cannot record this call into a CUDA graph."
+            hint = "cuda_graph=False runs it without one"
+            raise EngineError(problem, got=error.got, hint=hint) from error
 
     @contextmanager
     def _listening(self, failure: str) -> Iterator[None]:
@@ -288,11 +254,9 @@ class BoundContext(Closing):
                 yield
             except EngineError:
                 raise
-            except (_Refused, RuntimeError, CudaError) as cause:
-                raise EngineError(
-                    f"{self._rt.title} {failure}.",
-                    got=f"{' '.join(str(cause).split())}: {_reasons(messages)}",
-                ) from cause
+            except (RuntimeError, CudaError) as cause:
+                got = f"{' '.join(str(cause).split())}: {_reasons(messages)}"
+                raise EngineError(f"{self._rt.title} {failure}.", got=got) from cause
 
     def close(self) -> None:
         """Destroy the graphs, then the context that they use: TensorRT does so without references to it."""
@@ -302,13 +266,10 @@ class BoundContext(Closing):
         self._context = None
 
 
-class _Refused(Exception):
-    """TensorRT returned a failure without an exception."""
-
-
 def _check(done: bool, what: str) -> None:
+    """Raise where TensorRT returned a failure without an exception."""
     if not done:
-        raise _Refused(what)
+        raise RuntimeError(what)
 
 
 class Slot(Closing):
@@ -399,11 +360,8 @@ class TensorRTRunner(GpuRunner):
     """
 
     profiles: tuple[Profile, ...]
-    """Of each optimisation profile, the smallest, usual and largest shape of every input."""
-    engine_outputs: Mapping[str, TensorInfo]
-    """The outputs of the engine itself: new KV-cache entries where `outputs` has whole caches."""
-    aliases: Mapping[str, str]
-    """For each output that is written in place, the input whose memory it shares."""
+    engine_outputs: Mapping[str, TensorInfo]  # new KV-cache entries where `outputs` has whole caches
+    aliases: Mapping[str, str]  # for each output that is written in place, the input whose memory it shares
 
     def __init__(
         self,
@@ -428,9 +386,23 @@ class TensorRTRunner(GpuRunner):
         if rt.can.aliased_outputs:
             shared = {name: engine.get_aliased_input_tensor(name) for name in self.engine_outputs}
             self.aliases |= {name: source for name, source in shared.items() if source}
-        self.profiles = _profile_ranges(engine, self.inputs)
+        self.profiles = tuple(
+            {name: self._ranges(name, info, index) for name, info in self.inputs.items()}
+            for index in range(engine.num_optimization_profiles)
+        )
         self._calls: Recent[Slot] = Recent(keep, shared=rt.can.shared_profiles)
         self.stream = Stream()
+
+    def _ranges(self, name: str, info: TensorInfo, profile: int) -> tuple[Shape, Shape, Shape]:
+        """The smallest, usual and largest shape of an input in a profile."""
+        fixed = tuple(size for size in info.dims if isinstance(size, int))
+        if len(fixed) == len(info.dims):  # the profiles need not contain it
+            return fixed, fixed, fixed
+        engine = self.loaded[0]
+        low, usual, high = (
+            tuple(map(int, shape)) for shape in engine.get_tensor_profile_shape(name, profile)
+        )
+        return low, usual, high
 
     def profiles_for(self, feeds: Arrays) -> list[int]:
         """The optimisation profiles that take these inputs; none where an engine of fixed sizes does not."""
@@ -451,10 +423,8 @@ class TensorRTRunner(GpuRunner):
             if name not in self.inputs or self.inputs[name].dtype != np.int32 or array.dtype != np.int64:
                 continue
             if array.size and not (limits.min <= array.min() and array.max() <= limits.max):
-                raise EngineError(
-                    f"Input {name} has numbers beyond INT32, and this engine takes no others.",
-                    got=f"{array.min()} to {array.max()}",
-                )
+                problem = f"Input {name} has numbers beyond INT32, and this engine takes no others."
+                raise EngineError(problem, got=f"{array.min()} to {array.max()}")
             narrowed[name] = array.astype(np.int32)
         return narrowed
 
@@ -595,11 +565,9 @@ class TensorRTLauncher(Launcher):
         wanted = call.shapes(self.outputs)  # there is memory for no others
         other = {name: bound.shapes[name] for name in wanted if bound.shapes[name] != wanted[name]}
         if other:
-            raise EngineError(
-                "The engine returns outputs of other shapes than a layer with a cache.",
-                got=other,
-                hint=", ".join(f"{name} {wanted[name]}" for name in other),
-            )
+            hint = ", ".join(f"{name} {wanted[name]}" for name in other)
+            problem = "The engine returns outputs of other shapes than a layer with a cache."
+            raise EngineError(problem, got=other, hint=hint)
         return bound
 
     def close(self) -> None:

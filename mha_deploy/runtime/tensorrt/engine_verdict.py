@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, Literal
 
 import onnx_ir as ir
@@ -163,22 +164,17 @@ class PrecisionVerdict(Struct, frozen=True, kw_only=True):
 
     requested: str
     status: str  # verified, mixed or unknown
-    counts: dict[str, int]
-    """How many tensors there are of each type, and kernels with a type in their names."""
+    counts: dict[str, int]  # of the tensors of each type, and of the kernels with a type in their names
+    # Matmuls and attentions with another floating-point type that is not the graph's; other kernels with one.
     offenders: tuple[Offender, ...] = ()
-    """Matmuls and attentions with another floating-point type that is not the graph's."""
     islands: tuple[Offender, ...] = ()
-    """Other kernels with one."""
-    reason: str = ""
-    """Why the answer is unknown; empty otherwise."""
-    notes: tuple[str, ...] = ()
-    """What else was detected: FP16 accumulation, kernels that are chosen on the device."""
-    has_untyped: bool = False
-    """Whether a matmul or attention was reported without its types."""
+    reason: str = ""  # why the answer is unknown; empty otherwise
+    notes: tuple[str, ...] = ()  # what else was detected: FP16 accumulation, kernels chosen on the device
+    has_untyped: bool = False  # whether a matmul or attention was reported without its types
+    # Matmuls and attentions with another type that the graph requests; matmuls that the graph keeps in a
+    # wider type than the engine multiplies in.
     written: tuple[Offender, ...] = ()
-    """Matmuls and attentions with another type that the graph requests."""
     narrowed: tuple[Offender, ...] = ()
-    """Matmuls that the graph keeps in a wider type than the engine multiplies in."""
 
     @property
     def ok(self) -> bool:
@@ -195,31 +191,28 @@ def precision_verdict(
     `written` in the graph; `verified` only where every kernel could be judged; else `unknown`.
     """
     heavy = [kernel for kernel in kernels if kernel.is_heavy]
-    light = [kernel for kernel in kernels if not kernel.is_heavy]
     # A graph that is of another type throughout is not in the requested precision, though it is written so.
     is_used = any(tensor.dtype == precision for kernel in heavy for tensor in _data(kernel))
     excuses = written if written and is_used else {}
-    others = [
-        (found, _is_written(kernel, role, found, excuses))
-        for kernel in heavy
-        for role, found in _offenders(kernel, precision)
-    ]
-    offenders = tuple(found for found, excused in others if not excused)
-    from_graph = tuple(found for found, excused in others if excused)
-    islands = tuple(found for kernel in light for _, found in _offenders(kernel, precision))
-    narrowed = tuple(found for kernel in heavy for found in _narrowed(kernel, written or {}))
+    offenders: list[Offender] = []
+    from_graph: list[Offender] = []
+    for kernel in heavy:
+        for role, found in _offenders(kernel, precision):
+            (from_graph if _is_written(kernel, role, found.dtype, excuses) else offenders).append(found)
+    islands = [each for k in kernels if not k.is_heavy for _, each in _offenders(k, precision)]
+    narrowed = [found for kernel in heavy for found in _narrowed(kernel, written or {})]
     reason = "" if offenders else _why_unknown(kernels, precision, written or {})
     return PrecisionVerdict(
         requested=precision,
         status="mixed" if offenders else "unknown" if reason else "verified",
         counts=_counts(kernels),
-        offenders=offenders,
-        islands=islands,
+        offenders=tuple(offenders),
+        islands=tuple(islands),
         reason=reason,
         notes=_notes(kernels, from_graph, narrowed, islands),
         has_untyped=any(_is_untyped(kernel) for kernel in heavy if not kernel.is_opaque),
-        written=from_graph,
-        narrowed=narrowed,
+        written=tuple(from_graph),
+        narrowed=tuple(narrowed),
     )
 
 
@@ -263,18 +256,21 @@ def _offenders(kernel: Kernel, precision: str) -> list[tuple[str, Offender]]:
 
 
 def _offender(kernel: Kernel, what: str, dtype: str) -> Offender:
-    return Offender(
-        kernel=kernel.name, tactic=kernel.tactic, what=what, dtype=dtype, onnx_nodes=kernel.onnx_nodes
-    )
+    nodes = kernel.onnx_nodes
+    return Offender(kernel=kernel.name, tactic=kernel.tactic, what=what, dtype=dtype, onnx_nodes=nodes)
 
 
-def _is_written(kernel: Kernel, role: str, offender: Offender, written: Written) -> bool:
+def _nodes(kernel: Kernel, written: Written) -> list[WrittenTypes]:
+    return [written[name] for name in kernel.onnx_nodes if name in written]
+
+
+def _is_written(kernel: Kernel, role: str, dtype: str, written: Written) -> bool:
     """Whether a node of the kernel has this type in the graph, at the same place."""
-    nodes = [written[name] for name in kernel.onnx_nodes if name in written]
+    nodes = _nodes(kernel, written)
     if role == _COMPUTES:
         matmuls = [node for node in nodes if node.is_matmul]
-        return bool(matmuls) and all(offender.dtype in node.reads for node in matmuls)
-    return any(offender.dtype in (node.reads if role == _READS else node.writes) for node in nodes)
+        return bool(matmuls) and all(dtype in node.reads for node in matmuls)
+    return any(dtype in (node.reads if role == _READS else node.writes) for node in nodes)
 
 
 def _narrowed(kernel: Kernel, written: Written) -> list[Offender]:
@@ -283,14 +279,11 @@ def _narrowed(kernel: Kernel, written: Written) -> list[Offender]:
     TensorRT-RTX 1.7.1 does so where the matmul is between two Casts, and rounds its weights too: one beyond
     the range of FP16 becomes infinite. Attention is left out: its kernels accumulate in FP32 inside.
     """
-    matmuls = [written[name] for name in kernel.onnx_nodes if name in written and written[name].is_matmul]
+    matmuls = [node for node in _nodes(kernel, written) if node.is_matmul]
     if kernel.is_fused_attention or not matmuls or any(node.reads != {"fp32"} for node in matmuls):
         return []
-    return [
-        _offender(kernel, tensor.name, tensor.dtype)
-        for tensor in kernel.inputs + kernel.constants
-        if tensor.dtype in ("fp16", "bf16")
-    ]
+    narrow = [each for each in kernel.inputs + kernel.constants if each.dtype in ("fp16", "bf16")]
+    return [_offender(kernel, tensor.name, tensor.dtype) for tensor in narrow]
 
 
 def _why_unknown(kernels: Sequence[Kernel], precision: str, written: Written) -> str:
@@ -303,20 +296,15 @@ def _why_unknown(kernels: Sequence[Kernel], precision: str, written: Written) ->
     if not any(dtype in FLOATING for dtype in _counts(kernels)):
         return "no floating-point tensor or kernel was reported"
     for kernel in kernels:
-        if _may_be_matmul(kernel, written):
+        nodes = _nodes(kernel, written)
+        # Neither its name nor its nodes exclude that it computes a matmul.
+        hidden = not (kernel.is_heavy or kernel.is_small or kernel.is_softmax)
+        if hidden and (not nodes or any(node.is_matmul for node in nodes)):
             others = [found.dtype for _, found in _offenders(kernel, precision)]
             if others or kernel.source == "profile":
                 types = f" in {others[0]}" if others else ""
                 return f"{kernel.label} may be a matmul{types}: its name does not show what it computes"
     return ""
-
-
-def _may_be_matmul(kernel: Kernel, written: Written) -> bool:
-    """Whether neither the name of a kernel nor its nodes exclude that it computes a matmul."""
-    if kernel.is_heavy or kernel.is_small or kernel.is_softmax:
-        return False
-    nodes = [written[name] for name in kernel.onnx_nodes if name in written]
-    return not nodes or any(node.is_matmul for node in nodes)
 
 
 def _not_reported(region: str) -> str:
@@ -338,9 +326,7 @@ def _counts(kernels: Iterable[Kernel]) -> dict[str, int]:
     counted: Counter[str] = Counter()
     for kernel in kernels:
         counted.update(tensor.dtype for tensor in _data(kernel))
-        named = _named_type(kernel)
-        if named != UNKNOWN:
-            counted[named] += 1
+        counted.update({_named_type(kernel)} - {UNKNOWN})
     return dict(counted.most_common())
 
 
@@ -387,12 +373,9 @@ class NodeVerdict(Struct, frozen=True, kw_only=True):
     node: str
     profile: int
     status: _Status
-    kernels: tuple[str, ...] = ()
-    """The kernels that prove it."""
-    reason: str = ""
-    """Why it is unknown, or how it is known where no kernel names the node."""
-    source: str = ""
-    """`log`, `plan`, `inspector`, `profile`, `graph`; several joined by `+`."""
+    kernels: tuple[str, ...] = ()  # that prove it
+    reason: str = ""  # why it is unknown, or how it is known where no kernel names the node
+    source: str = ""  # `log`, `plan`, `inspector`, `profile`, `graph`; several joined by `+`
 
 
 class EngineVerdict(Struct, frozen=True, kw_only=True):
@@ -400,8 +383,7 @@ class EngineVerdict(Struct, frozen=True, kw_only=True):
 
     nodes: tuple[NodeVerdict, ...]
     precision: PrecisionVerdict
-    disagreements: tuple[str, ...] = ()
-    """What two sources report differently."""
+    disagreements: tuple[str, ...] = ()  # what two sources report differently
 
     @property
     def fused_count(self) -> tuple[int, int]:
@@ -475,27 +457,26 @@ def _groups(attention: Attention) -> Groups:
 def _by_name(reported: Reported, node: str, profile: int) -> NodeVerdict:
     """Judge a node by the kernels that name it."""
     mine, fused, own = reported.named[node], reported.fused[node], reported.own[node]
-    parts = [kernel for kernel in mine if kernel.is_gemm or kernel.is_softmax]
+    verdict = partial(_verdict, node, profile, reported.source)
     if fused and not own:
-        return _verdict(node, profile, FUSED, fused, reported.source)
+        return verdict(FUSED, fused)
     # One attention is not computed twice: a fused kernel beside both belongs to something else.
     decomposed = any(kernel.is_gemm for kernel in own) and any(kernel.is_softmax for kernel in own)
+    parts = any(kernel.is_gemm or kernel.is_softmax for kernel in mine)
     is_clear = not any(kernel.is_opaque for kernel in mine) and reported.nameless is None
     if is_clear and (decomposed if fused else parts):
-        return _verdict(node, profile, DECOMPOSED, mine, reported.source)
-    reason = _why_undecided(reported, mine, profile)
+        return verdict(DECOMPOSED, mine)
     if fused:
         reason = f"{fused[0].label} is fused attention, but {own[0].label} computes a part of it as well"
-    return _verdict(node, profile, UNDECIDED, (), reported.source, reason)
+        return verdict(UNDECIDED, reason=reason)
+    return verdict(UNDECIDED, reason=_why_undecided(reported, mine, profile))
 
 
 def _verdict(
-    node: str, profile: int, status: _Status, kernels: Sequence[Kernel], source: str, reason: str = ""
+    node: str, profile: int, source: str, status: _Status, kernels: Sequence[Kernel] = (), reason: str = ""
 ) -> NodeVerdict:
-    labels = tuple(dict.fromkeys(kernel.label for kernel in kernels))
-    return NodeVerdict(
-        node=node, profile=profile, status=status, kernels=labels, reason=reason, source=source
-    )
+    found = tuple(dict.fromkeys(kernel.label for kernel in kernels))
+    return NodeVerdict(node=node, profile=profile, status=status, kernels=found, reason=reason, source=source)
 
 
 def _why_undecided(reported: Reported, mine: Sequence[Kernel], profile: int) -> str:
@@ -538,7 +519,7 @@ def _by_count(kernels: Sequence[Kernel], groups: Groups, profile: int, softmaxes
         )
         if len(softmax) > softmaxes:
             reason += f", and {softmax[0].label} is a softmax of its own"
-    return [_verdict(node, profile, status, proof, kernels[0].source, reason) for node in groups]
+    return [_verdict(node, profile, kernels[0].source, status, proof, reason) for node in groups]
 
 
 def _merged(mine: Sequence[NodeVerdict], profile: int, node: str) -> tuple[NodeVerdict, list[str]]:
@@ -554,22 +535,19 @@ def _merged(mine: Sequence[NodeVerdict], profile: int, node: str) -> tuple[NodeV
     if not known:
         return unknown, []
     first = known[0]
-    other = next((verdict for verdict in known[1:] if _differ(first, verdict)), None)
-    kept = replace(first, source=unknown.source)
+
+    def differs(other: NodeVerdict) -> bool:
+        # A profiler and the layer records spell a kernel differently, so only these two are compared; names
+        # of decomposed kernels differ by source.
+        comparable = {first.source, other.source} == {"log", "plan"} and first.status == FUSED
+        return first.status != other.status or (comparable and set(first.kernels) != set(other.kernels))
+
+    kept, other = replace(first, source=unknown.source), next(filter(differs, known[1:]), None)
     if other is None:
         return kept, []
     both = (f"the {v.source} reports {v.status} ({', '.join(v.kernels)})" for v in (first, other))
     conflict = f"{node}, profile {profile}: {', but '.join(both)}"
     return kept if first.status == other.status else replace(unknown, reason=conflict), [conflict]
-
-
-def _differ(one: NodeVerdict, other: NodeVerdict) -> bool:
-    """Whether two sources contradict each other; names of decomposed kernels differ by source."""
-    if one.status != other.status:
-        return True
-    # A profiler and the layer records spell a kernel differently, so only these two are compared.
-    comparable = {one.source, other.source} == {"log", "plan"}
-    return comparable and one.status == FUSED and set(one.kernels) != set(other.kernels)
 
 
 def _merge_precision(

@@ -82,17 +82,14 @@ class Kernel:
 
     name: str
     layer_type: str = ""
-    tactic: str = ""
-    """The kernel that was chosen."""
+    tactic: str = ""  # the kernel that was chosen
     onnx_nodes: tuple[str, ...] = ()
     inputs: tuple[EngineTensor, ...] = ()
     outputs: tuple[EngineTensor, ...] = ()
     constants: tuple[EngineTensor, ...] = ()
     profile: int = 0
-    source: str = ""
-    """Where it is reported: `log`, `plan`, `inspector` or `profile`."""
-    carries: str = ""
-    """What a layer of the plugin library computes: `attention`, `matmul` or `elementwise`."""
+    source: str = ""  # that reports it: `log`, `plan`, `inspector` or `profile`
+    carries: str = ""  # what a layer of the plugin library computes: `attention`, `matmul` or `elementwise`
 
     @property
     def is_plugin(self) -> bool:
@@ -109,36 +106,39 @@ class Kernel:
     @cached_property
     def is_gemm(self) -> bool:
         """Whether it is a plain matmul."""
-        return not self.is_fused_attention and bool(
-            self.carries == MATMUL or _GEMM.search(self.layer_type) or _GEMM.search(self.tactic)
-        )
+        named = self.carries == MATMUL or _GEMM.search(self.layer_type) or _GEMM.search(self.tactic)
+        return bool(named) and not self.is_fused_attention
 
     @cached_property
     def is_convolution(self) -> bool:
         """Whether it is a convolution, which is a matmul as well: patches of an image, sound."""
-        return not self.is_fused_attention and bool(
-            _CONVOLUTION.search(self.layer_type) or _CONVOLUTION_TACTIC.search(self.tactic)
-        )
+        named = _CONVOLUTION.search(self.layer_type) or _CONVOLUTION_TACTIC.search(self.tactic)
+        return bool(named) and not self.is_fused_attention
 
     @cached_property
     def is_heavy(self) -> bool:
         """Whether it does the work an engine is built for: matmuls, attention, or a hidden region."""
-        generated = self.layer_type not in ("", "kgen") or self.name.startswith("__")
-        matmul = self.is_gemm or (generated and bool(_GENERATED_MATMUL.search(self.name)))
-        return matmul or self.is_convolution or self.is_fused_attention or self.is_opaque
+        if self.is_gemm or self.is_convolution or self.is_fused_attention or self.is_opaque:
+            return True
+        generated = self.layer_type not in _GENERATED or self.name.startswith("__")
+        return generated and bool(_GENERATED_MATMUL.search(self.name))
 
     @cached_property
     def is_small(self) -> bool:
         """Whether its name shows that it only moves or maps data, or reduces it."""
+
+        def is_operator(word: str) -> bool:
+            return f" {word} " in _SMALL_OPERATORS or (len(word) == 3 and f" {word}" in _SMALL_OPERATORS)
+
         if self.is_heavy or self.is_plugin:
             return self.carries == ELEMENTWISE
-        if _is_small_operator(self.layer_type.lower()) or _SMALL_KERNEL.search(self.layer_type):
+        if is_operator(self.layer_type.lower()) or _SMALL_KERNEL.search(self.layer_type):
             return True
         generated = _GENERATED_NAME.match(self.name)
         if generated is None:
             return bool(_SMALL_KERNEL.search(self.tactic))
         operators = re.findall(r"[A-Z][a-z]*|[a-z]+", generated[1])
-        return bool(operators) and all(_is_small_operator(word.lower()) for word in operators)
+        return bool(operators) and all(is_operator(word.lower()) for word in operators)
 
     @cached_property
     def is_softmax(self) -> bool:
@@ -166,10 +166,6 @@ class Kernel:
         return self.inputs + self.constants + self.outputs
 
 
-def _is_small_operator(word: str) -> bool:
-    return f" {word} " in _SMALL_OPERATORS or (len(word) == 3 and f" {word}" in _SMALL_OPERATORS)
-
-
 def dtype_of(text: str) -> str:
     """The short name of a type, or `?`, from any spelling: `Half`, `Row major linear FP16 format`, ..."""
     match = _DTYPE.search(text)
@@ -186,10 +182,9 @@ def onnx_nodes_of(metadata: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def profile_of(texts: Iterable[str]) -> int:
+def _profile_of(texts: Iterable[str]) -> int:
     """The optimisation profile a group of names belongs to; names of profile 0 carry no mark."""
-    marks = [int(match) for text in texts for match in _PROFILE.findall(text)]
-    return max(marks, default=0)
+    return max((int(match) for text in texts for match in _PROFILE.findall(text)), default=0)
 
 
 def kernels_from_profile(names: Iterable[str], *, profile: int = 0) -> list[Kernel]:
@@ -215,12 +210,37 @@ def kernels_from_inspector(text: str) -> list[Kernel]:
         # Not strict: names of nodes are joined by a bare control character.
         layers = json.loads(text, strict=False)["Layers"]
     except (ValueError, KeyError, TypeError) as cause:
-        raise EngineError(
-            "This is not the JSON of TensorRT's engine inspector.",
-            got=text[:80],
-            hint="use LayerInformationFormat.JSON",
-        ) from cause
-    return _with_profiles([_from_json(layer) for layer in layers])
+        problem = "This is not the JSON of TensorRT's engine inspector."
+        raise EngineError(problem, got=text[:80], hint="use LayerInformationFormat.JSON") from cause
+
+    def tensors(layer: Mapping[str, Any], key: str) -> tuple[EngineTensor, ...]:
+        return tuple(
+            EngineTensor(
+                name=str(tensor.get("Name", "")),
+                dtype=dtype_of(str(tensor.get("Datatype") or tensor.get("Format/Datatype", ""))),
+                shape=tuple(int(size) for size in tensor.get("Dimensions") or ()),
+            )
+            for tensor in layer.get(key) or ()
+            if isinstance(tensor, Mapping)
+        )
+
+    kernels = []
+    for each in layers:
+        layer: Mapping[str, Any] = {"Name": each} if isinstance(each, str) else each
+        name, metadata = str(layer.get("Name", "")), str(layer.get("Metadata", ""))
+        kernels.append(
+            Kernel(
+                name=name,
+                layer_type=str(layer.get("LayerType", "")),
+                tactic=str(layer.get("TacticName", "")),
+                onnx_nodes=onnx_nodes_of(metadata) or _nodes_in_name(name),
+                inputs=tensors(layer, "Inputs"),
+                outputs=tensors(layer, "Outputs"),
+                constants=tensors(layer, "Constants"),
+                source="inspector",
+            )
+        )
+    return _with_profiles(kernels)
 
 
 def kernels_from_log(texts: Iterable[str]) -> list[Kernel]:
@@ -235,35 +255,6 @@ def kernels_from_log(texts: Iterable[str]) -> list[Kernel]:
     return kernels or _with_profiles(old)
 
 
-def _from_json(layer: Any) -> Kernel:
-    if isinstance(layer, str):
-        return Kernel(name=layer, onnx_nodes=_nodes_in_name(layer), source="inspector")
-    name = str(layer.get("Name", ""))
-    metadata = onnx_nodes_of(str(layer.get("Metadata", "")))
-    return Kernel(
-        name=name,
-        layer_type=str(layer.get("LayerType", "")),
-        tactic=str(layer.get("TacticName", "")),
-        onnx_nodes=metadata or _nodes_in_name(name),
-        inputs=_json_tensors(layer, "Inputs"),
-        outputs=_json_tensors(layer, "Outputs"),
-        constants=_json_tensors(layer, "Constants"),
-        source="inspector",
-    )
-
-
-def _json_tensors(layer: Mapping[str, Any], key: str) -> tuple[EngineTensor, ...]:
-    return tuple(
-        EngineTensor(
-            name=str(tensor.get("Name", "")),
-            dtype=dtype_of(str(tensor.get("Datatype") or tensor.get("Format/Datatype", ""))),
-            shape=tuple(int(size) for size in tensor.get("Dimensions") or ()),
-        )
-        for tensor in layer.get(key) or ()
-        if isinstance(tensor, Mapping)
-    )
-
-
 def _nodes_in_name(name: str) -> tuple[str, ...]:
     """Node names in a layer's name: `a + b`. A region's name has only its first and last node."""
     if name.startswith("{ForeignNode[") or _REGION.search(name):
@@ -272,6 +263,14 @@ def _nodes_in_name(name: str) -> tuple[str, ...]:
 
 
 def _from_block(text: str) -> Iterator[Kernel]:
+    def tensors(bodies: str) -> Iterator[EngineTensor]:
+        for body in _BODY.findall(bodies):
+            dtype = re.search(r"(?<!/)\bDatatype: (\w+)", body) or re.search(r"Format/Datatype: (.*)$", body)
+            dims = re.search(r"Dimensions: \[([-\d,\s]*)\]", body)
+            name = re.split(r", (?:Location|Dimensions): ", body, maxsplit=1)[0]
+            shape = _shape(dims[1]) if dims else ()
+            yield EngineTensor(name=name, dtype=dtype_of(dtype[1] if dtype else ""), shape=shape)
+
     for line in text.split("Layers:\n", 1)[1].split("\n\n")[0].splitlines():
         match = _RECORD.match(line)
         if match is None:
@@ -285,46 +284,33 @@ def _from_block(text: str) -> Iterator[Kernel]:
             layer_type=match["type"],
             tactic=tactic[1] if tactic else "",
             onnx_nodes=onnx_nodes_of(metadata) or _nodes_in_name(match["name"]),
-            inputs=_line_tensors(inputs + "]"),
-            constants=_line_tensors(constants + "]"),
-            outputs=_line_tensors(rest.split(", TacticName: ")[0]),
+            inputs=tuple(tensors(inputs + "]")),
+            constants=tuple(tensors(constants + "]")),
+            outputs=tuple(tensors(rest.split(", TacticName: ")[0])),
             source="log",
         )
-
-
-def _line_tensors(text: str) -> tuple[EngineTensor, ...]:
-    tensors = []
-    for body in _BODY.findall(text):
-        dtype = re.search(r"(?<!/)\bDatatype: (\w+)", body) or re.search(r"Format/Datatype: (.*)$", body)
-        dims = re.search(r"Dimensions: \[([-\d,\s]*)\]", body)
-        name = re.split(r", (?:Location|Dimensions): ", body, maxsplit=1)[0]
-        shape = _shape(dims[1]) if dims else ()
-        tensors.append(EngineTensor(name=name, dtype=dtype_of(dtype[1] if dtype else ""), shape=shape))
-    return tuple(tensors)
 
 
 def _from_old_lines(text: str) -> Iterator[Kernel]:
     """Lines of 8.6: `Layer(Myelin): {ForeignNode[a...b]}, Tactic: 0x0, x (Half[1,8]) -> y (Half[1,8])`."""
-    for line in text.splitlines():
-        match = _OLD_LINE.match(line.strip())
-        if match is None:
-            continue
-        inputs, _, outputs = match["io"].partition(" -> ")
+    for match in filter(None, (_OLD_LINE.match(line.strip()) for line in text.splitlines())):
+        inputs, outputs = (
+            tuple(
+                EngineTensor(
+                    name=each["name"].strip(), dtype=dtype_of(each["dtype"]), shape=_shape(each["shape"])
+                )
+                for each in _OLD_TENSOR.finditer(side)
+            )
+            for side in match["io"].partition(" -> ")[::2]
+        )
         yield Kernel(
             name=match["name"],
             layer_type=match["type"],
             onnx_nodes=_nodes_in_name(match["name"]),
-            inputs=_old_tensors(inputs),
-            outputs=_old_tensors(outputs),
+            inputs=inputs,
+            outputs=outputs,
             source="log",
         )
-
-
-def _old_tensors(text: str) -> tuple[EngineTensor, ...]:
-    return tuple(
-        EngineTensor(name=match["name"].strip(), dtype=dtype_of(match["dtype"]), shape=_shape(match["shape"]))
-        for match in _OLD_TENSOR.finditer(text)
-    )
 
 
 def _shape(text: str) -> tuple[int, ...]:
@@ -338,23 +324,17 @@ def _with_profiles(kernels: list[Kernel]) -> list[Kernel]:
     A kernel of a Myelin region is named after the region, not the profile, and an engine can have several
     regions per profile. The names of the region's inputs contain the profile, so the region decides.
     """
-    regions: dict[str, list[str]] = defaultdict(list)
-    for kernel in kernels:
-        regions[_region(kernel)] += [kernel.name, *(tensor.name for tensor in kernel.tensors)]
-    found = {region: profile_of(names) for region, names in regions.items()}
-    return [replace(kernel, profile=found[_region(kernel)]) for kernel in kernels]
-
-
-def _region(kernel: Kernel) -> str:
-    match = _REGION.search(kernel.name)
-    return match[1] if match else kernel.name
+    named: dict[str, list[str]] = defaultdict(list)
+    regions = [match[1] if (match := _REGION.search(each.name)) else each.name for each in kernels]
+    for region, kernel in zip(regions, kernels, strict=True):
+        named[region] += [kernel.name, *(tensor.name for tensor in kernel.tensors)]
+    profiles = {region: _profile_of(names) for region, names in named.items()}
+    return [replace(each, profile=profiles[region]) for region, each in zip(regions, kernels, strict=True)]
 
 
 # -- Kernels from the bytes of a plan, without a GPU and without a log -----------------------------
 
-_HEADER = b"header {\n"
-_MAIN = b"\nmain {\n"
-_END = b"\n}"
+_HEADER, _MAIN, _END = b"header {\n", b"\nmain {\n", b"\n}"
 
 _TENSOR = re.compile(
     r'tensor=\{.*? dims=\{(?P<dims>[^}]*)\}.*? name="(?P<name>[^"]*)".*? type=(?P<dtype>\w+)'
@@ -380,12 +360,8 @@ _KINDS = {"function": "kgen", "fully_connected": "gemm"}
 
 
 def kernels_from_plan(plan: bytes) -> list[Kernel]:
-    """The steps of every readable program in a plan."""
-    return [kernel for program in _programs(plan) for kernel in _kernels(program)]
-
-
-def _programs(plan: bytes) -> Iterator[str]:
-    """The text of each program, from its header to the end of its main block."""
+    """The steps of every readable program in a plan: its text from a header to the end of its main block."""
+    kernels: list[Kernel] = []
     start = plan.find(_HEADER)
     while start >= 0:
         following = plan.find(_HEADER, start + 1)
@@ -393,13 +369,14 @@ def _programs(plan: bytes) -> Iterator[str]:
         main = plan.find(_MAIN, start, limit)
         end = plan.find(_END, main + len(_MAIN), limit) if main >= 0 else -1
         if end >= 0:
-            yield plan[start:end].decode("utf-8", errors="replace")
+            kernels += _kernels(plan[start:end].decode("utf-8", errors="replace"))
         start = following
+    return kernels
 
 
 def _kernels(program: str) -> Iterator[Kernel]:
     head, _, main = program.partition(_MAIN.decode())
-    profile = profile_of([program])
+    profile = _profile_of([program])
     declared: dict[str, EngineTensor] = {}
     constants = set()
     for match in _TENSOR.finditer(head):
@@ -450,10 +427,8 @@ class LargeTensor(Struct, frozen=True, kw_only=True):
     """A tensor that is too large at some sizes, as the manifest of an engine records it."""
 
     tensor: str
-    dims: str
-    """Its dimensions, as TensorRT writes them: `1,8,(* 4 S),S`."""
-    axes: dict[str, tuple[str, int]]
-    """For each axis, an input and the dimension of it that has the axis' size."""
+    dims: str  # as TensorRT writes them: `1,8,(* 4 S),S`
+    axes: dict[str, tuple[str, int]]  # for each axis, an input and the dimension of it that has its size
 
     def elements(self, shapes: Mapping[str, Sequence[int]]) -> int | None:
         """How many elements it has for inputs of these shapes; None where that is unknown."""

@@ -31,6 +31,8 @@ class NotFusedError(EngineError):
     exit_code = EXIT_VERDICT_FAILED
 
 
+# -- The module and its capabilities ---------------------------------------------------------------
+
 MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
 INSTALL = {"tensorrt": "pip install tensorrt", "tensorrt-rtx": "pip install tensorrt-rtx-cu13"}
 
@@ -44,82 +46,65 @@ def _names(*names: str) -> bool:
 class Capabilities:
     """The capabilities of one TensorRT: the names that show each, and what it is."""
 
+    # An explicit batch has to be requested (8.6).
     explicit_batch_flag: bool = _names("NetworkDefinitionCreationFlag.EXPLICIT_BATCH")
-    """An explicit batch has to be requested (8.6)."""
+    # A network can take its types from the graph.
     strongly_typed_flag: bool = _names("NetworkDefinitionCreationFlag.STRONGLY_TYPED")
-    """A network can take its types from the graph."""
-    fp16_flag: bool = _names("BuilderFlag.FP16")
-    """FP16 can be allowed for a weakly typed network."""
+    fp16_flag: bool = _names("BuilderFlag.FP16")  # FP16 can be allowed for a weakly typed network
+    # There are BF16 tensors, and INT64 ones, which came with them: before, the parser converts to INT32.
     bf16_type: bool = _names("DataType.BF16")
-    """There are BF16 tensors, and INT64 ones, which came with them: before, the parser converts to INT32."""
+    # Layers can be constrained to a type in a weakly typed network.
     precision_constraints: bool = _names(
         "BuilderFlag.OBEY_PRECISION_CONSTRAINTS", "ILayer.precision", "ILayer.set_output_type"
     )
-    """Layers can be constrained to a type in a weakly typed network."""
-    tf32_flag: bool = _names("BuilderFlag.TF32")
-    """TF32 can be switched off."""
+    tf32_flag: bool = _names("BuilderFlag.TF32")  # TF32 can be switched off
     progress_monitor: bool = _names("IProgressMonitor", "IBuilderConfig.progress_monitor")
-    """The builder reports its progress."""
+    # Attention is a layer of its own, with a `decomposable` switch.
     attention: bool = _names(
-        "INetworkDefinition.add_attention",
-        "LayerType.ATTENTION_INPUT",
-        "IAttentionInputLayer.attention",
-        "IAttention.decomposable",
+        *("INetworkDefinition.add_attention", "LayerType.ATTENTION_INPUT"),
+        *("IAttentionInputLayer.attention", "IAttention.decomposable"),
     )
-    """Attention is a layer of its own, with a `decomposable` switch."""
+    # Timings can be kept from one build to the next, with effect.
     timing_cache: bool = _names("IBuilderConfig.create_timing_cache", "IBuilderConfig.set_timing_cache")
-    """Timings can be kept from one build to the next, with effect."""
+    # Engines for later versions can be built.
     version_compatible: bool = _names("BuilderFlag.VERSION_COMPATIBLE", "Runtime.engine_host_code_allowed")
-    """Engines for later versions can be built."""
-    weight_streaming: bool = _names("BuilderFlag.WEIGHT_STREAMING")
-    """Weights can stay on the host."""
-    refit: bool = _names("BuilderFlag.REFIT")
-    """All weights can be made replaceable."""
+    weight_streaming: bool = _names("BuilderFlag.WEIGHT_STREAMING")  # weights can stay on the host
+    refit: bool = _names("BuilderFlag.REFIT")  # all weights can be made replaceable
+    # Weights can be stripped and put back, if they are the same.
     refit_identical: bool = _names("BuilderFlag.REFIT_IDENTICAL")
-    """Weights can be stripped and put back, if they are the same."""
+    # The parser reports the name of the node it failed on.
     parser_node_names: bool = _names("ParserError.node_name", "ParserError.node_operator")
-    """The parser reports the name of the node it failed on."""
+    # The layers of a deserialised engine can be inspected.
     inspector: bool = _names(
-        "ICudaEngine.create_engine_inspector",
-        "EngineInspector.get_engine_information",
+        *("ICudaEngine.create_engine_inspector", "EngineInspector.get_engine_information"),
         "LayerInformationFormat.JSON",
     )
-    """The layers of a deserialised engine can be inspected."""
+    # Several execution contexts can use one optimisation profile at the same time; it came with that name.
+    # Without it (8.6), prompts and single tokens behind one cache cannot have a profile each: the engine is
+    # built, but has no execution context for the second profile ("Myelin", after "missing offset in
+    # id2offset"). Engines without a cache have two there. No attribute shows it.
     shared_profiles: bool = _names("ExecutionContextAllocationStrategy.STATIC")
-    """Several execution contexts can use one optimisation profile at the same time; it came with that name.
-
-    Without it (8.6), prompts and single tokens behind one cache cannot have a profile each: the engine is
-    built, but has no execution context for the second profile ("Myelin", after "missing offset in
-    id2offset"). Engines without a cache have two there. No attribute shows it.
-    """
+    # An engine reports which outputs it writes in place of an input.
     aliased_outputs: bool = _names("ICudaEngine.get_aliased_input_tensor")
-    """An engine reports which outputs it writes in place of an input."""
     # Plugins are asked which outputs are the memory of an input, where a preview feature is on (10.3).
     aliased_plugin_io: bool = _names(
         *("PreviewFeature.ALIASED_PLUGIN_IO_10_03", "IBuilderConfig.set_preview_feature"),
         "LayerType.PLUGIN_V3",
     )
+    # An engine reports its scratch memory by 8.6's name, and by 10's.
     device_memory_v1: bool = _names("ICudaEngine.device_memory_size")
-    """An engine reports its scratch memory by 8.6's name."""
     device_memory_v2: bool = _names("ICudaEngine.device_memory_size_v2")
-    """An engine reports its scratch memory by 10's name."""
+    # Kernels are compiled for the current shapes, at a chosen time (RTX).
     kernel_specialization: bool = _names(
-        "ICudaEngine.create_runtime_config",
+        *("ICudaEngine.create_runtime_config", "DynamicShapesKernelSpecializationStrategy.EAGER"),
         "IRuntimeConfig.dynamic_shapes_kernel_specialization_strategy",
-        "DynamicShapesKernelSpecializationStrategy.EAGER",
     )
-    """Kernels are compiled for the current shapes, at a chosen time (RTX)."""
+    # Networks take plugins, which libraries add to a registry: V2 up to 11, V3 from 10 on, none in RTX. The
+    # parser of RTX ends the process at a plugin's node where its library has its full name only.
     plugins: bool
-    """Networks take plugins, which libraries add to a registry: V2 up to 11, V3 from 10 on, none in RTX.
-
-    The parser of RTX ends the process at a plugin's node where its library has its full name only.
-    """
-    compute_capabilities: tuple[str, ...]
-    """Targets that can be named; empty where the local GPU is the target."""
-    hardware_compatibility: tuple[str, ...]
-    """Levels of compatibility with other GPUs."""
-    external_tactic_sources: tuple[str, ...]
-    """Other libraries with kernels for the builder, which a machine may have only as stubs."""
+    compute_capabilities: tuple[str, ...]  # targets that can be named; none where the local GPU is the target
+    hardware_compatibility: tuple[str, ...]  # levels of compatibility with other GPUs
+    external_tactic_sources: tuple[str, ...]  # libraries with kernels, which a machine may have as stubs only
 
     @property
     def builds_without_gpu(self) -> bool:
@@ -143,14 +128,13 @@ class TensorRT:
     version: str
     can: Capabilities
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return load, (self.backend,)  # a child process imports it by itself
+
     @property
     def title(self) -> str:
         """Its name and version, for messages."""
-        name = "TensorRT-RTX" if self.backend == "tensorrt-rtx" else "TensorRT"
-        return f"{name} {self.version}"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return load, (self.backend,)  # a child process imports it by itself
+        return f"{'TensorRT-RTX' if self.backend == 'tensorrt-rtx' else 'TensorRT'} {self.version}"
 
     @property
     def in_every_process(self) -> bool:
@@ -163,13 +147,11 @@ def load(backend: str) -> TensorRT:
     if backend not in MODULES:
         raise DeployError("No such TensorRT backend.", got=backend, hint=nearest(backend, MODULES))
     try:
-        module = importlib.import_module(MODULES[backend])
+        return wrap(importlib.import_module(MODULES[backend]), backend)
     except (ImportError, OSError) as cause:
         # A wheel whose CUDA libraries are missing fails with OSError, not ImportError.
-        raise BackendUnavailable(
-            f"The Python package {MODULES[backend]!r} cannot be imported.", got=cause, hint=INSTALL[backend]
-        ) from cause
-    return wrap(module, backend)
+        problem = f"The Python package {MODULES[backend]!r} cannot be imported."
+        raise BackendUnavailable(problem, got=cause, hint=INSTALL[backend]) from cause
 
 
 def wrap(module: Any, backend: str) -> TensorRT:
@@ -186,10 +168,9 @@ def probe(module: Any) -> Capabilities:
         return tuple(name for name in names if name != "NONE")
 
     found = {name: all(has(module, each) for each in names) for name, names in PROBES.items()}
-    targets = members("ComputeCapability")
+    targets, sources = members("ComputeCapability"), members("TacticSource")
     if targets:
         found.update(dict.fromkeys(_HOLLOW_ON_RTX, False))
-    sources = members("TacticSource")
     return Capabilities(
         **found,
         plugins=any(has(module, f"INetworkDefinition.add_plugin_v{version}") for version in (2, 3)),
