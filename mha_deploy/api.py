@@ -1439,7 +1439,8 @@ def compare_heads(
 
         with TemporaryDirectory() as folder:
             options: ExportKeywords = {"precision": "fp32", "golden": (at or "opt",), "seed": seed}
-            made = export(found, Path(folder) / "bundle", weights=weights, prefix=prefix, **options)
+            options["prefix"] = prefix
+            made = export(found, Path(folder) / "bundle", weights=weights, **options)
             return _bundle_heads(made, attention)
     if attention is not None:
         raise DeployError("A catalog layer has one attention.", got=attention, hint="leave it out")

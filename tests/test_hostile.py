@@ -567,7 +567,7 @@ def build():
 @pytest.fixture
 def evil(own_bundles, tmp_path):
     """A bundle whose factory leaves a mark, and the mark."""
-    folder, mark = copy_of(own_bundles("one_layer"), tmp_path / "bundle"), tmp_path / "mark"
+    folder, mark = copy_of(own_bundles(), tmp_path / "bundle"), tmp_path / "mark"
     (tmp_path / "evil.py").write_text(CODE.format(mark=str(mark)))
     edit_manifest(folder, lambda data: data["spec"].update(factory=f"{tmp_path / 'evil.py'}:build"))
     return folder, mark

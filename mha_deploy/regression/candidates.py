@@ -9,7 +9,6 @@ from mha_deploy.engine.engine import Engine, reasons_not_to_run
 from mha_deploy.errors import DeployError
 from mha_deploy.report.table import Cell, Group, Row, Table, columns, number, share_cell, text
 from mha_deploy.text import error as error_text
-from mha_deploy.text import short
 from mha_deploy.validate.verdict import Report
 
 NEAR = 1.05
@@ -101,9 +100,9 @@ def candidates_table(trials: Sequence[Trial], chosen: Trial) -> Table:
                 Cell(text=trial.name, status="best" if trial == chosen else ""),
                 status,
                 text(None if trial.fused is None else f"{trial.fused[0]}/{trial.fused[1]}"),
-                number(trial.error, error_text(trial.error)),
+                number(trial.error, error_text),
                 share_cell(trial.share, failed=bool(trial.refused)),
-                number(trial.p50, short(trial.p50)),
+                number(trial.p50),
                 text("yes" if front else None),
                 text("yes" if trial == chosen else trial.refused or None),
             ]

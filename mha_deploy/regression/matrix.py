@@ -468,9 +468,7 @@ class Matrix:
         found = [self._table("Fusion and verdict of every cell", verdict)]
         for title, read, as_text in _FIGURES:
             figures = {cell.place: read(cell) for cell in self.cells}
-            shown = {
-                place: number(each, as_text(each)) for place, each in figures.items() if each is not None
-            }
+            shown = {place: number(each, as_text) for place, each in figures.items() if each is not None}
             if shown:
                 found.append(self._table(title, lambda cell, shown=shown: shown.get(cell.place, text(None))))
         return found

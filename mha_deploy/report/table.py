@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -65,6 +65,7 @@ class Cell:
 
 
 Row = Sequence[Cell]
+RawRow = str | Sequence[Cell | str | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +83,7 @@ class Column:
 class Group:
     """Rows that belong together."""
 
-    rows: Sequence[Row]  # the rows; a cell that spans all columns explains the row above it
+    rows: Sequence[Any]  # the rows; a cell that spans all columns explains the row above it
     title: str = ""  # their heading; empty for none
     about: str = ""  # details behind the heading
 
@@ -114,17 +115,27 @@ def columns(*names: str) -> list[Column]:
 
 
 def table(
-    title: str, headings: Sequence[str], rows: Iterable[Sequence[Cell | str | None]], css: str = ""
+    title: str,
+    headings: Sequence[str],
+    rows: Iterable[RawRow] = (),
+    css: str = "",
+    groups: Sequence[Group] = (),
 ) -> Table:
-    """A table without groups; a string is plain text, and nothing is a dash."""
-    return Table(
-        title=title, columns=columns(*headings), groups=[Group(rows=list(map(cells, rows)))], css=css
-    )
+    """A table of rows, or of groups of them.
 
+    In a row, a string is plain text, and nothing is a dash. A string in place of a row is a sentence about
+    the row above it, in all columns.
+    """
+    shown = columns(*headings)
 
-def cells(row: Iterable[Cell | str | None]) -> Row:
-    """The cells of a row of which some are plain text."""
-    return [each if isinstance(each, Cell) else text(each) for each in row]
+    def cells(row: RawRow) -> Row:
+        if isinstance(row, str):
+            return [Cell(text=row, status="problem", span=len(shown))]
+        return [each if isinstance(each, Cell) else text(each) for each in row]
+
+    found = groups or [Group(rows=list(rows))]
+    made = [replace(group, rows=[cells(row) for row in group.rows]) for group in found]
+    return Table(title=title, columns=shown, groups=made, css=css)
 
 
 def text(words: str | None) -> Cell:
@@ -132,9 +143,9 @@ def text(words: str | None) -> Cell:
     return Cell(text=words or NOTHING)
 
 
-def number(value: float | None, words: str) -> Cell:
+def number(value: float | None, show: Callable[[Any], str] = short) -> Cell:
     """A number as it is shown, sorted by what it is."""
-    return Cell(text=words, order=value)
+    return Cell(text=show(value), order=value)
 
 
 def passed(value: bool, problem: str | None = None) -> Cell:
@@ -151,9 +162,9 @@ def share_cell(share: float | None, *, failed: bool = False) -> Cell:
     return Cell(text=budget_share(share), order=share, share=share)
 
 
-def spanning(words: str, columns: Sequence[Column], status: str = "problem") -> Row:
-    """A row of one sentence that explains the row above it."""
-    return [Cell(text=words, status=status, span=len(columns))]
+def digits(count: int) -> Callable[[float | None], str]:
+    """Show a number with so many digits behind the point."""
+    return lambda value: NOTHING if value is None else f"{value:,.{count}f}"
 
 
 # -- Parity ----------------------------------------------------------------------------------------
@@ -167,35 +178,34 @@ _ERRORS = ("#rel. L2", "#worst vector|vector", "#slice", "#gain", "+#1 − cos",
 def parity_table(runs: Sequence[Data]) -> Table:
     """A row for every output of every case, in a group for every run."""
     several = len({verdict["output"] for run in runs for verdict in run["verdicts"]}) > 1
-    shown = columns("case", "verdict", "sizes", f"{'' if several else '+'}output", *_ERRORS)
     groups = []
     for run in runs:
-        rows: list[Row] = []
+        rows: list[RawRow] = []
         for verdict in run["verdicts"]:
             result = passed(verdict["passed"], verdict["problem"])
-            place = (verdict["case"], result, sizes_text(verdict["sizes"]), verdict["output"])
-            rows += _judged(verdict, place, shown)
+            rows += _judged(verdict, verdict["case"], result, sizes_text(verdict["sizes"]), verdict["output"])
         kind = run["accumulation"]["type"].upper()
         title = f"{run['backend']}, {run['cases']} cases, budget for {kind} accumulation"
         groups.append(Group(title=title, rows=rows))
-    return Table(title="Error of every output, and its share of the budget", columns=shown, groups=groups)
+    headings = ("case", "verdict", "sizes", f"{'' if several else '+'}output", *_ERRORS)
+    return table("Error of every output, and its share of the budget", headings, groups=groups)
 
 
 def layers_table(runs: Sequence[Data]) -> Table:
     """A row for every attention of a user's module."""
-    shown = columns("attention", "verdict", _ERRORS[0], *(f"+{name}" for name in _ERRORS[1:-1]), _ERRORS[-1])
     groups = []
     for run in runs:
-        rows: list[Row] = []
+        rows: list[RawRow] = []
         for verdict in run["verdicts"]:
             name = Cell(text=verdict["output"], status="code")
-            rows += _judged(verdict, (name, passed(verdict["passed"], verdict["problem"])), shown)
+            rows += _judged(verdict, name, passed(verdict["passed"], verdict["problem"]))
         sizes = f" at {sizes_text(run['verdicts'][0]['sizes'])}" if run["verdicts"] else ""
         groups.append(Group(title=f"{run['backend']}{sizes}", rows=rows))
-    return Table(title="Every attention by itself, against its own oracle", columns=shown, groups=groups)
+    headings = ("attention", "verdict", _ERRORS[0], *(f"+{name}" for name in _ERRORS[1:-1]), _ERRORS[-1])
+    return table("Every attention by itself, against its own oracle", headings, groups=groups)
 
 
-def _judged(verdict: Data, place: Iterable[Cell | str], shown: Sequence[Column]) -> list[Row]:
+def _judged(verdict: Data, *place: Cell | str) -> list[RawRow]:
     """The row of a verdict and, where it did not pass, the reason below it."""
     deviation, budget = verdict["deviation"] or {}, verdict["budget"] or {}
     figures = []
@@ -205,10 +215,9 @@ def _judged(verdict: Data, place: Iterable[Cell | str], shown: Sequence[Column])
         hint = "" if limit is None else f"budget {error(limit)}"
         figures.append(Cell(text=error(value), order=value, status="over" if over else "", hint=hint))
     cosine = deviation.get("cosine")
-    rest = None if cosine is None else 1.0 - cosine
-    share = share_cell(verdict["share"], failed=not verdict["passed"])
-    row = cells((*place, *figures, number(rest, error(rest)), share))
-    return [row] if verdict["passed"] else [row, spanning(problem_text(verdict), shown)]
+    rest = number(None if cosine is None else 1.0 - cosine, error)
+    row = (*place, *figures, rest, share_cell(verdict["share"], failed=not verdict["passed"]))
+    return [row] if verdict["passed"] else [row, problem_text(verdict)]
 
 
 def problem_text(verdict: Data) -> str:
@@ -229,29 +238,25 @@ _LISTED_PROMPTS = 4
 
 def decode_table(reports: Sequence[Data]) -> Table:
     """The verdict on every runtime and trace."""
-    shown = columns(
-        "backend", "verdict", "trace", "prompts", "#steps", "first wrong", "#budget used",
-        "#growth", "#growth of eager",
-    )  # fmt: skip
-    rows: list[Row] = []
+    rows: list[RawRow] = []
     for report in reports:
         steps, run = grouped(report["steps"]), len(report["errors"])
         rows.append(
-            cells(
-                (
-                    report["backend"],
-                    passed(report["passed"]),
-                    report["trace"],
-                    prompts_text(report["prompt"]),
-                    number(report["steps"], f"{run:,} of {steps}" if run < report["steps"] else steps),
-                    place_text(report["first_failed"], report["failed"]),
-                    share_cell(report["share"], failed=not report["passed"]),
-                    *(number(report[key], times(report[key])) for key in ("growth", "eager_growth")),
-                )
+            (
+                report["backend"],
+                passed(report["passed"]),
+                report["trace"],
+                prompts_text(report["prompt"]),
+                Cell(text=f"{run:,} of {steps}" if run < report["steps"] else steps, order=report["steps"]),
+                place_text(report["first_failed"], report["failed"]),
+                share_cell(report["share"], failed=not report["passed"]),
+                *(number(report[key], times) for key in ("growth", "eager_growth")),
             )
         )
-        rows += [spanning(line, shown) for line in decode_problems(report)]
-    return Table(title="Decoding, by runtime and trace", columns=shown, groups=[Group(rows=rows)])
+        rows += decode_problems(report)
+    figures = ("#steps", "first wrong", "#budget used", "#growth", "#growth of eager")
+    headings = ("backend", "verdict", "trace", "prompts", *figures)
+    return table("Decoding, by runtime and trace", headings, rows)
 
 
 def decode_problems(report: Data, most: int | None = None) -> list[str]:
@@ -275,7 +280,7 @@ def steps_table(reports: Sequence[Data]) -> Table | None:
     rows = []
     for step in sorted({*(2**k for k in range(last.bit_length())), last}):
         at = [errors[step - 1] if step <= len(errors) else None for errors in curves.values()]
-        rows.append([number(step, grouped(step)), *(number(value, error(value)) for value in at)])
+        rows.append([number(step, grouped), *(number(value, error) for value in at)])
     title = f"Relative L2 at some steps of trace {reports[0]['trace']}"
     return table(title, ("#step", *(f"#{curve}" for curve in curves)), rows, css="compact")
 
@@ -303,38 +308,32 @@ def place_text(first_failed: int | None, failed: int) -> str:
 
 def invariance_table(checks: Sequence[Data]) -> Table:
     """What must not matter, and whether it does."""
-    shown = columns(
-        "what must not matter", "verdict", "compared", "backend", "case", "bitwise", "#budget used"
-    )
-    rows: list[Row] = []
+    rows: list[RawRow] = []
     for check in checks:
         share = share_cell(check["share"], failed=not check["passed"])
         found: tuple[Cell | str | None, ...] = (passed(check["passed"]), yes_no(check["bitwise"]), share)
         if check["passed"] and not check["case"]:  # there was nothing to compare, and the detail says why
             found = (Cell(text="not checked", status="none"), None, None)
         verdict, *rest = found
-        rows.append(cells((check["check"], verdict, check["detail"], check["backend"], check["case"], *rest)))
-        if check["problem"]:
-            rows.append(spanning(check["problem"], shown))
-    return Table(
-        title="Results that must not depend on other batch elements, batch sizes or profiles",
-        columns=shown,
-        groups=[Group(rows=rows)],
-    )
+        rows.append((check["check"], verdict, check["detail"], check["backend"], check["case"], *rest))
+        rows += [check["problem"]] if check["problem"] else []
+    title = "Results that must not depend on other batch elements, batch sizes or profiles"
+    headings = ("what must not matter", "verdict", "compared", "backend", "case", "bitwise", "#budget used")
+    return table(title, headings, rows)
 
 
 def serving_table(points: Sequence[Data]) -> Table:
     """How a server did, by the number of clients."""
     rows: list[tuple[Cell | str, ...]] = [
         (
-            number(point["clients"], str(point["clients"])),
+            number(point["clients"], str),
             f"{point['answered']}/{point['requests']}",
             Cell(
                 text=", ".join(f"{count} {kind}" for kind, count in point["errors"].items()) or "0",
                 status="problem" if any(point["errors"].values()) else "",
             ),
-            *(number(point[name], _figure(point[name], 2)) for name in ("p50_ms", "p90_ms", "p99_ms")),
-            _figure(point["per_second"], 1),
+            *(number(point[name], digits(2)) for name in ("p50_ms", "p90_ms", "p99_ms")),
+            digits(1)(point["per_second"]),
             Cell(text=f"{point['wrong']}/{point['judged']}", status="problem" if point["wrong"] else ""),
         )
         for point in points
@@ -342,10 +341,6 @@ def serving_table(points: Sequence[Data]) -> Table:
     names = ("p50 ms", "p90 ms", "p99 ms", "requests/s", "wrong outputs")
     headings = ("#clients", "#answered", "failed", *(f"#{name}" for name in names))
     return table("Through the server", headings, rows)
-
-
-def _figure(value: float | None, digits: int = 0) -> str:
-    return NOTHING if value is None else f"{value:,.{digits}f}"
 
 
 def throughput_table(rows: Sequence[Data]) -> Table:
@@ -356,15 +351,13 @@ def throughput_table(rows: Sequence[Data]) -> Table:
         if row["refused"] is not None:
             made.append(Cell(text=row["refused"], status="problem", span=4))
         else:
-            made.append(number(row["streams"], str(row["streams"])))
-            digits = {"per_second": 0, "p50_us": 1, "p99_us": 1}
-            made += [number(row[name], _figure(row[name], count)) for name, count in digits.items()]
+            made.append(number(row["streams"], str))
+            figures = {"per_second": 0, "p50_us": 1, "p99_us": 1}
+            made += [number(row[name], digits(count)) for name, count in figures.items()]
         groups.setdefault(sizes_text(row["sizes"]), []).append(made)
-    return Table(
-        title="Throughput on several CUDA streams",
-        columns=columns("runtime", "#streams", "#calls/s", "#p50 µs", "#p99 µs"),
-        groups=[Group(title=title, rows=found) for title, found in groups.items()],
-    )
+    found = [Group(title=title, rows=rows) for title, rows in groups.items()]
+    headings = ("runtime", "#streams", "#calls/s", "#p50 µs", "#p99 µs")
+    return table("Throughput on several CUDA streams", headings, groups=found)
 
 
 CONFORMANCE = {"conforms": "good", "wrong": "bad", "refused": "doubt", "absent": "none"}
@@ -385,12 +378,10 @@ def conformance_table(found: Data) -> Table:
         name = Cell(text=row["case"], status="code", note=row["about"])
         rows[row["diagnostic"]].append([name, *marks])
     diagnostic = Group(rows=rows[True], title="What runtimes do by default; not part of the verdict")
-    return Table(
-        title=f"Masks as ONNX defines them, {found['precision']}, seed {found['seed']}; "
-        "the numbers are relative L2",
-        columns=columns("mask", *found["columns"]),
-        groups=[Group(rows=rows[False]), *([diagnostic] if rows[True] else [])],
-        css="matrix",
+    title = f"Masks as ONNX defines them, {found['precision']}, seed {found['seed']}; "
+    groups = [Group(rows=rows[False]), *([diagnostic] if rows[True] else [])]
+    return table(
+        f"{title}the numbers are relative L2", ("mask", *found["columns"]), css="matrix", groups=groups
     )
 
 
@@ -422,8 +413,8 @@ def range_table(nodes: Sequence[Data]) -> Table:
         [
             Cell(text=node["node"], status="code"),
             Cell(text=node["status"], status=_RANGES[node["status"]]),
-            *(number(node[key], short(node[key])) for key in keys),
-            number(node["headroom"], times(node["headroom"])),
+            *(number(node[key]) for key in keys),
+            number(node["headroom"], times),
         ]
         for node in nodes
     ]
@@ -482,25 +473,20 @@ def fusion_table(engines: Sequence[Data]) -> Table:
         ]
         name = engine["name"] if engine["name"] != engine["backend"] else ""
         rows = [
-            cells(
-                (
-                    Cell(text=node["node"], status="code"),
-                    Cell(text=profile_name(node["profile"]), order=node["profile"]),
-                    Cell(text=node["status"], status=FUSION[node["status"]]),
-                    Cell(text="\n".join(node["kernels"]), status="code") if node["kernels"] else None,
-                    node["source"],
-                    node["reason"],
-                )
+            (
+                Cell(text=node["node"], status="code"),
+                Cell(text=profile_name(node["profile"]), order=node["profile"]),
+                Cell(text=node["status"], status=FUSION[node["status"]]),
+                Cell(text="\n".join(node["kernels"]), status="code") if node["kernels"] else None,
+                node["source"],
+                node["reason"],
             )
             for node in engine["nodes"]
         ]
         title = f"{name} {engine['backend']} {engine['version']}".strip()
         groups.append(Group(title=title, about=" · ".join(filter(None, about)), rows=rows))
-    return Table(
-        title="Every attention in the engines, with the evidence",
-        columns=columns("node", "profile", "status", "kernels", "evidence", "reason"),
-        groups=groups,
-    )
+    headings = ("node", "profile", "status", "kernels", "evidence", "reason")
+    return table("Every attention in the engines, with the evidence", headings, groups=groups)
 
 
 # -- Latency ---------------------------------------------------------------------------------------
@@ -548,21 +534,21 @@ def _timed(row: Data, shown: Sequence[Column], *, decodes: bool) -> Row:
     throttled = ", ".join(conditions["throttled_by"])
     return [
         name,
-        *(number(timing[key], short(timing[key])) for key in ("p50_us", "p90_us", "p99_us")),
-        *(number(row[key], times(row[key])) for key in ("speedup_over_eager", "speedup_over_best_pytorch")),
-        *(number(row[key], short(row[key])) for key in ("tflops", "gb_per_s")),
-        *([number(row["tokens_per_s"], short(row["tokens_per_s"]))] if decodes else []),
-        number(row["roofline_share"], percent(row["roofline_share"])),
-        number(timing["memory_bytes"], size(timing["memory_bytes"])),
-        number(timing["host_us"], short(timing["host_us"])),
+        *(number(timing[key]) for key in ("p50_us", "p90_us", "p99_us")),
+        *(number(row[key], times) for key in ("speedup_over_eager", "speedup_over_best_pytorch")),
+        *(number(row[key]) for key in ("tflops", "gb_per_s")),
+        *([number(row["tokens_per_s"])] if decodes else []),
+        number(row["roofline_share"], percent),
+        number(timing["memory_bytes"], size),
+        number(timing["host_us"]),
         text(yes_no(timing["graph"])),
         text("yes") if timing["stable"] else Cell(text="no", status="doubt"),
         Cell(
-            text=f"{_figure(clock)} of {_figure(most)}" if lower else _figure(clock),
+            text=digits(0)(clock) + (f" of {most:,.0f}" if lower else ""),
             order=clock,
             note=f"throttled: {throttled}" if throttled else "",
         ),
-        number(conditions["temperature_c"], _figure(conditions["temperature_c"])),
+        number(conditions["temperature_c"], digits(0)),
     ]
 
 
@@ -576,9 +562,9 @@ def kernels_table(point: Data) -> Table:
                 [
                     Cell(text=row["name"], series=row["name"]),
                     Cell(text=kernel["name"], status="code"),
-                    number(kernel["calls"], f"{kernel['calls']:g}"),
-                    number(kernel["microseconds"], short(kernel["microseconds"])),
-                    number(share, percent(share)),
+                    number(kernel["calls"], "{:g}".format),
+                    number(kernel["microseconds"]),
+                    number(share, percent),
                 ]
             )
     return table(f"Kernels at {point_sizes(point)}", ("backend", "kernel", "#calls", "#µs", "#of p50"), rows)
@@ -606,11 +592,11 @@ def overview_table(bench: Data) -> Table | None:
                 timed.append("refused" if row else None)
                 continue
             best, sign = name == fastest(point), "" if timing["graph"] else "*"
-            p50 = number(timing["p50_us"], short(timing["p50_us"]))
+            p50 = number(timing["p50_us"])
             timed.append(replace(p50, status="best" if best else "", suffix=sign))
         bound = point["roofline"]["bound_us"] if point["roofline"] else None
         sizes = (sizes_text if heading == "sizes" else sizes_joined)(point["sizes"])
-        rows.append((f"{model['name']} {model['precision']}", sizes, *timed, number(bound, short(bound))))
+        rows.append((f"{model['name']} {model['precision']}", sizes, *timed, number(bound)))
     headings = ("model", heading, *(f"#{name}" for name in names), "#roofline bound")
     return table("p50 in µs; the fastest of each line is bold", headings, rows)
 

@@ -36,10 +36,6 @@ HEAVY = {
     *("torch", "onnx", "onnx_ir", "onnxscript", "numpy", "ml_dtypes", "sympy", "safetensors", "matplotlib"),
     *("onnxruntime", "tensorrt", "tensorrt_rtx", "cuda", "pynvml", "transformers", "polygraphy"),
 }
-# Its own packages that import them.
-OWN_PACKAGES = {
-    f"mha_deploy.{name}" for name in ("runtime", "bundle", "graph", "golden", "reference", "plugins")
-}
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["-h"], *([verb, "--help"] for verb in VERBS)])
@@ -84,20 +80,16 @@ def test_help_lists_every_verb_in_the_order_of_use(run_cli):
     assert places == sorted(places)
 
 
-def test_help_loads_nothing_heavy():
-    """So that the help is printed at once, whatever is installed."""
-    done = run_all(*(("mha-deploy", *verb, "--help") for verb in ([], *([verb] for verb in VERBS))))
-    assert [step.code for step in done.steps] == [0] * (1 + len(VERBS)), done.steps
+def test_what_reads_text_alone_loads_nothing_heavy(tmp_path):
+    """Help and the catalog; a folder that is there, a precision or a model that is not: refused at once."""
+    answered = [("--help",), *((verb, "--help") for verb in VERBS), ("models",), ("models", "--json")]
+    wrong = (["tiny-mha", "-o", tmp_path], ["tiny-mha", "--precision", "fp8"], ["tiny-nothing"])
+    refused = [(verb, "-o", tmp_path / "new", *given) for verb in ("export", "deploy") for given in wrong]
+    done = run_all(*(("mha-deploy", *step) for step in (*answered, *refused)))
+    assert [step.code for step in done.steps] == [0] * len(answered) + [2] * len(refused), done.steps
     assert {"mha_deploy.cli", "typer"} <= set(done.modules)
     assert HEAVY.isdisjoint(name.partition(".")[0] for name in done.modules)
-    assert OWN_PACKAGES.isdisjoint(done.modules)
-
-
-def test_models_loads_nothing_heavy():
-    """It prints text files, which needs no library."""
-    done = run_all(("mha-deploy", "models"), ("mha-deploy", "models", "--json"))
-    assert [step.code for step in done.steps] == [0] * 2, done.steps
-    assert HEAVY.isdisjoint(name.partition(".")[0] for name in done.modules)
+    assert not list(tmp_path.iterdir())
 
 
 def test_inspect_loads_neither_onnx_nor_a_runtime(bundles):
@@ -116,16 +108,6 @@ def test_the_doctor_does_not_load_what_takes_seconds():
     assert "doctor --load" in step.out
     slow = {"torch", "onnx", "onnx_ir", "onnxscript", "sympy", "matplotlib"}
     assert slow.isdisjoint(name.partition(".")[0] for name in done.modules)
-
-
-def test_refusals_before_the_work_load_nothing_heavy(tmp_path):
-    """A folder that is there, a precision or a model that is not: refused at once."""
-    wrong = (["tiny-mha", "-o", tmp_path], ["tiny-mha", "--precision", "fp8"], ["tiny-nothing"])
-    steps = [[verb, "-o", tmp_path / "new", *given] for verb in ("export", "deploy") for given in wrong]
-    done = run_all(*(("mha-deploy", *step) for step in steps))
-    assert [step.code for step in done.steps] == [2] * 6, done.steps
-    assert HEAVY.isdisjoint(name.partition(".")[0] for name in done.modules)
-    assert not list(tmp_path.iterdir())
 
 
 def test_version(run_cli):
