@@ -279,10 +279,7 @@ def silenced(*, but: str = "") -> Iterator[None]:
     """Let PyTorch log nothing: the error has what it logs of a failure."""
     known = logging.getLogger().manager.loggerDict
     names = [name for name in known if name.split(".")[0] == "torch" and name != but]
-    with (
-        contextlib.ExitStack() as stack,
-        contextlib.redirect_stderr(io.StringIO()),
-    ):  # it prints programs there
+    with contextlib.ExitStack() as stack, contextlib.redirect_stderr(io.StringIO()):  # it prints there, too
         for logger in map(logging.getLogger, names):
             stack.enter_context(swapped(logger, "disabled", True))
         yield

@@ -346,34 +346,20 @@ class ModuleCapture(Capture):
     def capture(self, planned: PlannedCase) -> GoldenCase:
         """Run one case: the program must be the module, and near it the mixed graph."""
         case = super().capture(planned)
-        self._refuse_another_program(case)
+        # Tracing may have settled a choice for the example's sizes or values: the program then differs.
+        what = "The exported program does not compute what the module does."
+        _refuse_far(
+            case, _SAME_PROGRAM, what, "a module whose control flow does not depend on sizes or values"
+        )
         if self._mixed is None:
             return case
         taken = self._as_taken(case.inputs)
         got = self._runner.run(taken)
         case = replace(case, inputs=taken, eager={key: got[key] for key in case.oracle})
         self.refuse_overflow(case)
-        for name, expected in case.oracle.items():
-            off = relative_error(case.eager[name], expected)
-            if not off <= _LARGEST_ERROR:
-                got = f"output {name} of golden case {case.name}: off by {off:.2g} of its size"
-                hint = "--precision bf16 or fp32"
-                raise ExportError("The mixed graph is too far from the module.", got=got, hint=hint)
+        what = "The mixed graph is too far from the module."
+        _refuse_far(case, _LARGEST_ERROR, what, "--precision bf16 or fp32")
         return case
-
-    def _refuse_another_program(self, case: GoldenCase) -> None:
-        """Tracing may have settled a choice for the example's sizes or values: the program then differs."""
-        for name, oracle in case.oracle.items():
-            eager = case.eager[name]
-            far = f"shape {oracle.shape}, not {eager.shape}"
-            if eager.shape == oracle.shape:
-                off = relative_error(eager, oracle)
-                if off <= _SAME_PROGRAM:
-                    continue
-                far = f"off by {off:.2g} of its size"
-            what = "The exported program does not compute what the module does."
-            hint = "a module whose control flow does not depend on sizes or values"
-            raise ExportError(what, got=f"output {name} of golden case {case.name}: {far}", hint=hint)
 
     def whole(self, spec: ModelSpec, cache: KVCache, planned: PlannedTrace) -> tuple[Feeds, Arrays]:
         """The tokens through the program, behind an empty past."""
@@ -396,13 +382,24 @@ class ModuleCapture(Capture):
         inputs = self.user.rounded({key: tensor_from_numpy(array) for key, array in case.inputs.items()})
         oracle = _arrays(run_program(self.exported, inputs, keep=values)[1], exact=True)
         if self._mixed is None:
-            return {
-                "oracle": oracle,
-                "eager": _arrays(run_program(self.exported, inputs, dtype="own", keep=values)[1]),
-            }
-        with open_runner("ort-cpu", with_outputs(self._mixed, values)) as runner:
-            got = runner.run(case.inputs)
+            got = _arrays(run_program(self.exported, inputs, dtype="own", keep=values)[1])
+        else:
+            with open_runner("ort-cpu", with_outputs(self._mixed, values)) as runner:
+                got = runner.run(case.inputs)
         return {"oracle": oracle, "eager": {name: got[name] for name in values}}
+
+
+def _refuse_far(case: GoldenCase, most: float, what: str, hint: str) -> None:
+    """Refuse a case whose eager results are further from the oracle than this part of its size."""
+    for name, oracle in case.oracle.items():
+        eager = case.eager[name]
+        far = f"shape {oracle.shape}, not {eager.shape}"
+        if eager.shape == oracle.shape:
+            off = relative_error(eager, oracle)
+            if off <= most:
+                continue
+            far = f"off by {off:.2g} of its size"
+        raise ExportError(what, got=f"output {name} of golden case {case.name}: {far}", hint=hint)
 
 
 def mixed_graph(model: ir.Model, capture: ModuleCapture, folder: Path) -> tuple[ir.Model, PrecisionPlan]:

@@ -461,8 +461,8 @@ def _write_for_onnx(program: ExportedProgram) -> None:
 _aten = torch.ops.aten
 # Operators on complex numbers that are written here; first those that do the same to both parts.
 _ON_COMPLEX = (
-    "view reshape _unsafe_view unsqueeze squeeze flatten slice select index index_select expand cat stack neg "
-    "permute transpose clone contiguous alias detach detach_ repeat unflatten embedding "
+    "view reshape _unsafe_view unsqueeze squeeze flatten slice select index index_select expand cat stack "
+    "neg permute transpose clone contiguous alias detach detach_ repeat unflatten embedding "
     "view_as_complex view_as_real polar complex mul real add sub imag abs conj _conj resolve_conj to _to_copy"
 )
 
