@@ -27,7 +27,7 @@ class Deviation:
     """The error of one tensor against the FP64 oracle."""
 
     relative_l2: float  # ‖y − o‖ / ‖o‖ over the whole tensor
-    worst_row: float  # the same for the worst vector along the last axis: one token, or one query's weights
+    worst_vector: float  # the same for the worst vector along the last axis: one token, or one query's weights
     max_abs: float  # largest absolute error, in units of the root mean square of the oracle
     # |⟨y, o⟩ / ⟨o, o⟩ − 1|: how much larger or smaller the result is as a whole. Rounding goes both ways
     # and cancels here, a wrong scale does not.
@@ -55,7 +55,7 @@ def measure(
     """
     result, oracle = np.atleast_1d(got.astype(np.float64)), np.atleast_1d(oracle)  # a loss is one number
     if not oracle.size:
-        nothing: dict[str, Any] = dict.fromkeys(("relative_l2", "worst_row", "max_abs", "gain"), 0.0)
+        nothing: dict[str, Any] = dict.fromkeys(("relative_l2", "worst_vector", "max_abs", "gain"), 0.0)
         return Deviation(**nothing, cosine=1.0, worst_index=(), worst_got=0.0, worst_want=0.0)
     error = result - oracle
     size = _rms(oracle) or 1.0  # an oracle of zeros: errors are then absolute
@@ -65,7 +65,7 @@ def measure(
     norms = float(np.linalg.norm(result) * np.linalg.norm(oracle))
     return Deviation(
         relative_l2=float(_rms(error) / size),
-        worst_row=float(np.max(_rms(error, axis=-1) / row_sizes)),
+        worst_vector=float(np.max(_rms(error, axis=-1) / row_sizes)),
         max_abs=float(np.abs(error[worst]) / size),
         gain=abs(float(np.vdot(error, oracle))) / (oracle.size * float(size) ** 2),
         local=local,
@@ -317,7 +317,7 @@ class Budget:
     """The largest deviation that passes, measure by measure; see `Deviation`."""
 
     relative_l2: float
-    worst_row: float
+    worst_vector: float
     max_abs: float
     gain: float
     local: float = math.inf
@@ -361,7 +361,7 @@ def budget_from_eager(
     few, few_channels = (1 + _OF_FEW / math.sqrt(max(count, 1)) for count in (oracle.size, width))
     budget = Budget(
         relative_l2=factor * wider * l2 * few,
-        worst_row=factor * wider * max(own.worst_row, _FLOOR_ROW * roundoff) * few_channels,
+        worst_vector=factor * wider * max(own.worst_vector, _FLOOR_ROW * roundoff) * few_channels,
         max_abs=factor * wider * max(own.max_abs, _FLOOR_MAX * roundoff),
         gain=factor * max(own.gain, _FLOOR_GAIN * roundoff, cancelled, _FAST_EXPONENTIAL),
         local=factor,

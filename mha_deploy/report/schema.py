@@ -56,7 +56,7 @@ _MODEL = record(
 _GPU = record({str: "name compute_capability", int: "l2_bytes memory_bytes"})
 _ENVIRONMENT = record({_TEXT: "driver", str: "platform python", dict[str, str]: "versions"}, gpu=_GPU | None)
 
-_MEASURES = "relative_l2 worst_row max_abs gain local local_gain"
+_MEASURES = "relative_l2 worst_vector max_abs gain local local_gain"
 _DEVIATION = record(
     {_NUMBER: f"{_MEASURES} cosine worst_got worst_want", str: "local_at", list[int]: "worst_index"}
 )

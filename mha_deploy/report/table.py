@@ -209,7 +209,7 @@ def _judged(verdict: Data, *place: Cell | str) -> list[RawRow]:
     """The row of a verdict and, where it did not pass, the reason below it."""
     deviation, budget = verdict["deviation"] or {}, verdict["budget"] or {}
     figures = []
-    for key in ("relative_l2", "worst_row", "local", "gain"):
+    for key in ("relative_l2", "worst_vector", "local", "gain"):
         value, limit = deviation.get(key), budget.get(key)
         over = value is not None and limit is not None and value > limit
         hint = "" if limit is None else f"budget {error(limit)}"

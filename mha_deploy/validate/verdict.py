@@ -30,7 +30,7 @@ from mha_deploy.validate.runtimes import TENSORRT, Unavailable
 
 # -- Everything a validation found, and the verdict that follows from it ---------------------------
 
-REPORT_FORMAT = 2
+REPORT_FORMAT = 3
 """The format of report.json; readers refuse any other."""
 
 

@@ -34,13 +34,13 @@ def printed(renderable, width=80):
 
 def layers(count, *, wrong=(), worst=None, name="blocks.{}.attention"):
     """A report on that many attentions, of which some are wrong and one is the worst that passes."""
-    limit = Budget(relative_l2=1e-2, worst_row=1.0, max_abs=1.0, gain=1.0)
+    limit = Budget(relative_l2=1e-2, worst_vector=1.0, max_abs=1.0, gain=1.0)
 
     def verdict(i):
         error = 5e-2 if i in wrong else 8e-3 if i == worst else 1e-3
         deviation = Deviation(
             relative_l2=error,
-            worst_row=0.0,
+            worst_vector=0.0,
             max_abs=0.0,
             gain=0.0,
             cosine=1.0,

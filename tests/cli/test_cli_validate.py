@@ -13,7 +13,7 @@ from mha_deploy.report.schema import check_report
 from mha_deploy.runtime.cuda import find_gpu
 
 VERDICT = {"passed", "case", "sizes", "output", "problem", "deviation", "budget", "share"}
-MEASURES = {"relative_l2", "worst_row", "max_abs"}
+MEASURES = {"relative_l2", "worst_vector", "max_abs"}
 on_cpu = pytest.mark.skipif(find_gpu() is not None, reason="with a GPU, others take part")
 
 

@@ -23,7 +23,7 @@ HOSTILE = "</title><script>alert(1)</script><img src=x onerror=alert(2)>\"'&|`\u
 def passing():
     """A whole report from a machine with a GPU."""
     return {
-        "format": 2,
+        "format": 3,
         "tool": {"name": "mha-deploy", "version": "0.1.0"},
         "created": "2026-11-15T05:00:00Z",
         "verdict": {
@@ -200,7 +200,7 @@ def bench():
         for i, n in enumerate(names)
     ]
     return {
-        "format": 2,
+        "format": 3,
         "tool": {"name": "mha-deploy", "version": "0.1.0"},
         "created": "2026-11-15T05:00:00Z",
         "environment": environment(gpu=True),

@@ -255,4 +255,4 @@ def test_a_benchmark_of_nothing_makes_a_page():
 
 def test_data_that_does_not_keep_the_format_makes_no_page():
     with pytest.raises(DeployError, match="does not keep its format"):
-        report_page({"format": 2})
+        report_page({"format": 3})

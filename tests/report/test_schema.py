@@ -92,7 +92,7 @@ def first(found, step):
 @pytest.mark.parametrize(
     ("change", "place"),
     [
-        (lambda data: data.update(format=3), "format: 3"),
+        (lambda data: data.update(format=2), "format: 2"),
         (lambda data: data["verdict"].update(passed=1), "verdict.passed"),
         (lambda data: data["verdict"].update(headline=None), "verdict.headline"),
         (lambda data: data["verdict"]["findings"][0].update(level="fatal"), "verdict.findings[0].level"),
@@ -114,7 +114,7 @@ def test_what_is_wrong_is_named_with_its_place(change, place):
     assert line.startswith(place)
 
 
-@pytest.mark.parametrize("data", [None, [], "text", {}, {"format": 2}])
+@pytest.mark.parametrize("data", [None, [], "text", {}, {"format": 3}])
 def test_anything_can_be_checked(data):
     assert check_report(data)
     assert check_bench(data)
@@ -144,5 +144,5 @@ def test_a_name_that_is_no_text_is_spelled_out():
 @pytest.mark.parametrize("make", [plain_report, plain_bench])
 def test_data_that_does_not_keep_the_format_is_refused(make):
     with pytest.raises(DeployError, match="does not keep its format") as caught:
-        make({"format": 2})
+        make({"format": 3})
     assert "missing" in caught.value.got

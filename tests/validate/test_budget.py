@@ -18,7 +18,7 @@ def oracle():
 
 def test_an_exact_result_deviates_by_nothing(oracle):
     deviation = measure(oracle, oracle)
-    assert (deviation.relative_l2, deviation.worst_row, deviation.max_abs, deviation.gain) == (0, 0, 0, 0)
+    assert (deviation.relative_l2, deviation.worst_vector, deviation.max_abs, deviation.gain) == (0, 0, 0, 0)
     assert deviation.cosine == pytest.approx(1.0)
 
 
@@ -32,7 +32,7 @@ def test_each_measure_is_what_its_name_says(oracle):
     assert deviation.worst_want == oracle[1, 2, 7]
     assert deviation.max_abs == pytest.approx(3.0 / size)
     assert deviation.relative_l2 == pytest.approx(3.0 / np.linalg.norm(oracle))
-    assert deviation.worst_row == pytest.approx(3.0 / np.linalg.norm(oracle[1, 2]))
+    assert deviation.worst_vector == pytest.approx(3.0 / np.linalg.norm(oracle[1, 2]))
 
 
 def test_gain_sees_a_common_factor_and_not_noise(oracle):
@@ -46,8 +46,8 @@ def test_a_row_of_zeros_is_judged_by_the_size_of_the_tensor(oracle):
     oracle[0, 0] = 0.0
     wrong = oracle.copy()
     wrong[0, 0] = 0.5
-    assert np.isfinite(measure(wrong, oracle).worst_row)
-    assert measure(wrong, oracle).worst_row > 1.0
+    assert np.isfinite(measure(wrong, oracle).worst_vector)
+    assert measure(wrong, oracle).worst_vector > 1.0
 
 
 def test_an_oracle_of_zeros_is_judged_absolutely():
@@ -61,7 +61,7 @@ def test_the_budget_is_a_multiple_of_the_modules_own_error(oracle, precision):
     eager = (oracle * (1 + 20 * precision.roundoff)).astype(np.float64)
     own, budget = measure(eager, oracle), budget_from_eager(eager, oracle, precision)
     factor = FACTORS[precision.name, "fp32"]
-    for name in ("relative_l2", "worst_row", "max_abs", "gain"):
+    for name in ("relative_l2", "worst_vector", "max_abs", "gain"):
         assert factor <= getattr(budget, name) / getattr(own, name) * 1.001 < 1.6 * factor
     assert budget.share_used(measure(eager, oracle, budget.noise)) < 0.5
 
@@ -93,7 +93,7 @@ def test_an_exact_module_still_leaves_room_for_rounding(oracle):
     assert budget.relative_l2 < 3 * FP16.roundoff
 
 
-@pytest.mark.parametrize("name", ["relative_l2", "worst_row", "max_abs", "gain", "local", "local_gain"])
+@pytest.mark.parametrize("name", ["relative_l2", "worst_vector", "max_abs", "gain", "local", "local_gain"])
 def test_each_measure_alone_can_exceed_the_budget(oracle, name):
     budget = budget_from_eager(oracle, oracle, FP16)
     inside = measure(oracle, oracle, budget.noise)

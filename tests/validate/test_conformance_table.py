@@ -211,7 +211,7 @@ NUMBERS = {"additive-mask", "causal-additive-mask"}
 CAUGHT = {
     "causal from the lower right": {name: "causal starts in the lower right corner" for name in UNEQUAL},
     "causal ignored": {name: "causal is ignored" for name in CAUSAL},
-    "causal off by one": dict.fromkeys(CAUSAL, "out of budget: relative_l2, worst_row, max_abs, gain"),
+    "causal off by one": dict.fromkeys(CAUSAL, "out of budget: relative_l2, worst_vector, max_abs, gain"),
     "causal of the first query": dict.fromkeys(CAUSAL, FIRST_ROW[1]),
     "mask ignored": dict.fromkeys(MASKED, "the mask is ignored"),
     "mask upside down": dict.fromkeys(BOOLEAN, "the mask is read upside down"),
@@ -247,9 +247,9 @@ def test_a_mistake_is_caught_where_it_is_made_and_named(mistake):
     # BF16 has the widest budget of the three: what is over it is over the others.
     wrong = {name: cell for name, cell in column_of(column, BF16).items() if cell.status == "wrong"}
     assert {name: cell.detail for name, cell in wrong.items()} == CAUGHT[mistake]
-    # Where there are numbers of the right form, the error is told as well.
-    told = {name for name, cell in wrong.items() if cell.error is not None and cell.share > 1}
-    assert told == (set() if {"NaN", "infinite", "type", "shape"} & set(mistake.split()) else set(wrong))
+    # Where there are numbers of the right form, the error is reported as well.
+    reported = {name for name, cell in wrong.items() if cell.error is not None and cell.share > 1}
+    assert reported == (set() if {"NaN", "infinite", "type", "shape"} & set(mistake.split()) else set(wrong))
 
 
 def test_an_average_under_the_sentinel_is_wrong_where_the_precision_does_not_excuse_it():
@@ -442,7 +442,7 @@ def test_a_column_has_the_name_of_its_device(monkeypatch):
     assert list(mask_columns(FP16))[:3] == ["eager cuda", "sdpa cuda", "onnx-reference"]
 
 
-def test_what_pytorch_refuses_is_told(monkeypatch):
+def test_what_pytorch_refuses_is_reported(monkeypatch):
     def attend(*arguments):
         raise RuntimeError("No available kernel.\nAborting execution.")
 
