@@ -27,7 +27,7 @@ class Deviation:
     """The error of one tensor against the FP64 oracle."""
 
     relative_l2: float  # ‖y − o‖ / ‖o‖ over the whole tensor
-    worst_vector: float  # the same for the worst vector along the last axis: one token, or one query's weights
+    worst_vector: float  # the same for the worst vector along the last axis: one token, or a query's weights
     max_abs: float  # largest absolute error, in units of the root mean square of the oracle
     # |⟨y, o⟩ / ⟨o, o⟩ − 1|: how much larger or smaller the result is as a whole. Rounding goes both ways
     # and cancels here, a wrong scale does not.
