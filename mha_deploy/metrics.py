@@ -510,7 +510,7 @@ def parity_from_verdicts(
         else each
         for each in verdicts
     )
-    about = {"model": model, "precision": precision.name, "backend": backend, "cases": cases}
+    about: dict[str, Any] = {"model": model, "precision": precision.name, "backend": backend, "cases": cases}
     return ParityReport(**about, verdicts=judged, accumulation=accumulation)
 
 

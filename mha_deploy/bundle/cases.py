@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -193,7 +194,12 @@ def read_case(bundle: Bundle, entry: GoldenEntry) -> GoldenCase:
     refuse_implausible(entry.file, oracle, eager, precision)
     for results, (name, taken) in product((oracle, eager), cached_outputs(spec).items()):
         results[name] = with_entries(inputs[taken], results[name], written_from(inputs, taken))
-    about = {"name": entry.name, "sizes": entry.sizes, "note": entry.note, "flops": entry.flops}
+    about: dict[str, Any] = {
+        "name": entry.name,
+        "sizes": entry.sizes,
+        "note": entry.note,
+        "flops": entry.flops,
+    }
     return GoldenCase(**about, inputs=inputs, oracle=oracle, eager=eager, cached=cached_outputs(spec))
 
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -56,22 +56,18 @@ class DecodeTrace:
         return len(self.prompt)
 
     @property
-    def length(self) -> int:
-        """L, the tokens of the longest batch element."""
-        return self.longest_prompt + self.steps
-
-    @property
     def longest_prompt(self) -> int:
         """How many tokens the prefill brings, padding included."""
         return int(self.prompt.max())
 
-    @cached_property
-    def _prefill(self) -> np.ndarray:
-        return prefill_positions(self.prompt, self.steps)
+    @property
+    def length(self) -> int:
+        """L, the tokens of the longest batch element."""
+        return self.longest_prompt + self.steps
 
     def prefill(self, part: slice = slice(None)) -> dict[str, np.ndarray]:
         """The inputs of a call that brings a part of the prompts."""
-        return self.call(self._prefill[:, part])
+        return self.call(prefill_positions(self.prompt, self.steps)[:, part])
 
     def tokens(self, step: int) -> dict[str, np.ndarray]:
         """The inputs of one decode step, from 1 to `steps`."""
@@ -180,21 +176,15 @@ def plan_trace(spec: ModelSpec, steps: int = STEPS) -> PlannedTrace | str:
 
 def check_steps(spec: ModelSpec, prompt: np.ndarray, steps: int) -> KVCache:
     """How a model decodes; refuses prompts and a number of steps that its cache or its axes do not allow."""
-    cache = spec.kv_cache
+    cache, got = spec.kv_cache, f"prompts {prompt.tolist()}, {steps} steps"
     if cache is None:
         raise DeployError(f"{spec.name} has no KV cache.", got="no cached inputs")
     if not prompt.size or prompt.min() < 1 or steps < 1:
-        raise DeployError(
-            "A trace needs a prompt in every batch element, and a step.",
-            got=f"prompts {prompt.tolist()}, {steps} steps",
-            hint="at least 1 of each",
-        )
+        problem = "A trace needs a prompt in every batch element, and a step."
+        raise DeployError(problem, got=got, hint="at least 1 of each")
     if not cache.is_preallocated and (prompt != prompt[0]).any():
-        raise DeployError(
-            "The batch elements of a dynamic KV cache have one length.",
-            got=f"prompts {prompt.tolist()}",
-            hint="prompts of one length, or a preallocated cache",
-        )
+        problem = "The batch elements of a dynamic KV cache have one length."
+        raise DeployError(problem, got=got, hint="prompts of one length, or a preallocated cache")
     longest = int(prompt.max())
     sizes = [("B", len(prompt)), (cache.new, longest), (cache.new, 1)]
     for name, size in sizes if cache.past is None else [*sizes, (cache.past, 0)]:
@@ -269,14 +259,10 @@ _COUNTS = (TensorSpec(name="prompt", kind=INT32, dims=("B",)), TensorSpec(name="
 
 def write_trace(path: Path, trace: DecodeTrace) -> None:
     """Write a trace; the file's name is to be the trace's."""
-    given = {f"tokens/{name}": array for name, array in trace.inputs.items()}
-    counts = {"prompt": trace.prompt, "steps": np.array(trace.steps, np.int32)}
-    write_case(
-        path,
-        GoldenCase(
-            name=trace.name, sizes={}, inputs={**given, **counts}, oracle=trace.oracle, eager=trace.eager
-        ),
-    )
+    inputs = {f"tokens/{name}": array for name, array in trace.inputs.items()}
+    inputs |= {"prompt": trace.prompt, "steps": np.array(trace.steps, np.int32)}
+    results: dict[str, Any] = {"oracle": trace.oracle, "eager": trace.eager}
+    write_case(path, GoldenCase(name=trace.name, sizes={}, inputs=inputs, **results))
 
 
 def read_trace(path: Path, spec: ModelSpec, precision: Precision) -> DecodeTrace:

@@ -556,11 +556,8 @@ def _judged_share(old: Measurement, new: Measurement, limits: Limits) -> tuple[s
         return (CHANGED, "no error was measured") if lost else (SAME, "")
     growth, noise = new.value - old.value, max(old.noise, new.noise)
     if abs(growth) <= max(limits.error, noise):
-        grown = growth > limits.error
-        return SAME, f"within the {budget_share(noise)} of rebuilds" if noise and grown else ""
-    if growth < 0:
-        return IMPROVEMENT, ""
-    return REGRESSION, f"grown by {budget_share(growth)} of the budget"
+        return SAME, f"within the {budget_share(noise)} of rebuilds" if growth > limits.error else ""
+    return (IMPROVEMENT, "") if growth < 0 else (REGRESSION, f"grown by {budget_share(growth)} of the budget")
 
 
 def _judged_growth(section: str, old: Measurement, new: Measurement, limits: Limits) -> tuple[str, str]:

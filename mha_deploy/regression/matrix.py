@@ -564,7 +564,12 @@ def run_matrix(
             problem = error.in_one_line
         for runtime, gpu, options in product(plan.runtimes, plan.gpus, plan.options):
             found = probes[runtime.name, gpu]
-            place = {"model": name, "precision": precision, "runtime": runtime.name, "gpu": gpu}
+            place: dict[str, Any] = {
+                "model": name,
+                "precision": precision,
+                "runtime": runtime.name,
+                "gpu": gpu,
+            }
             why = problem or found.get("problem", "")
             cell = MatrixCell(**place, options=options, version=found.get("version", ""), why=why)
             if cell.place in cells:  # another model of the same name
