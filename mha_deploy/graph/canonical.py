@@ -85,8 +85,8 @@ def check_layer(model: ir.Model, spec: AttentionSpec, precision: Precision) -> N
         allowed = {precision.name} if node.op_type in _IN_PRECISION else gate_types
         for value in (*node.inputs, *node.outputs):
             if value is not None and value.dtype in _FLOATS and short_dtype(value.dtype) not in allowed:
-                got = f"{value.name} of {node.op_type} {node.name} is {value.dtype}"
-                raise ExportError(f"The graph was requested in {precision.name}.", got=got)
+                other = f"{value.name} of {node.op_type} {node.name} is {value.dtype}"
+                raise ExportError(f"The graph was requested in {precision.name}.", got=other)
 
 
 def _neighbours(attention: ir.Node) -> Iterator[ir.Node]:

@@ -47,13 +47,7 @@ def check_model(
 ) -> None:
     """Refuse a model with a cycle, tensors of other sizes than their bytes, or unbounded work.
 
-    Args:
-        model: The model, with its external weights still on disk.
-        folder: Where those are; None where the model must have none.
-        files: The files there that it may use; default: any.
-
-    Raises:
-        DeployError: It is not a model that an exporter writes; the error names the place.
+    `folder` holds its external weights (None: it must have none), in some of these `files` (default: any).
     """
     functions = {(each.domain, each.name): each for each in model.functions}
     if len(functions) < len(model.functions):
@@ -278,14 +272,9 @@ EXTERNAL_DATA_FROM = 256 << 20
 
 
 def load_graph(path: Path, *, files: Collection[str] | None = None) -> ir.Model:
-    """Read an ONNX file; its weights stay on disk until they are used.
+    """Read an ONNX file, which may come from anywhere and is checked; see `check_model`.
 
-    Args:
-        path: The file, which may come from anywhere.
-        files: The files beside it that may hold weights; default: any.
-
-    Raises:
-        DeployError: There is no such file, or it is not a valid model; see `check_model`.
+    Its weights stay on disk until they are used.
     """
     try:
         proto = onnx.ModelProto.FromString(read_regular(path, LARGEST_FILE))
@@ -312,8 +301,7 @@ def graph_from_proto(
         raise DeployError("The ONNX model cannot be read.", got=f"{type(error).__name__}: {error}") from error
     for node in nodes:
         heads = [each for each in (node.Hq, node.Hkv) if isinstance(each, int)]
-        uneven = len(heads) == 2 and 0 not in heads and heads[0] % heads[1]
-        if uneven or not all(1 <= each <= MOST_HEADS for each in heads):
+        if not all(1 <= each <= MOST_HEADS for each in heads) or (len(heads) == 2 and heads[0] % heads[1]):
             raise DeployError("An attention has no such heads.", got=f"{node.name}: {heads}")
     return model
 
@@ -398,11 +386,7 @@ def _in_memory(tensor: ir.ExternalTensor) -> ir.TensorProtocol:
 
 
 def with_outputs(model: ir.Model, names: Collection[str]) -> ir.Model:
-    """A copy of the model with these values of its main graph as outputs, too; weights are shared.
-
-    Raises:
-        DeployError: The main graph computes no such value, or its type is not known.
-    """
+    """A copy of the model with these values of its main graph as outputs, too; weights are shared."""
     copy = model.clone()
     found = {value.name: value for node in copy.graph for value in node.outputs if value.name in names}
     for name in names:
@@ -444,9 +428,6 @@ def attention_probe(model: ir.Model) -> Probe:
     """A copy of the model with the inputs of every attention as its only outputs.
 
     Unused nodes are removed. The graph inputs stay, so the copy takes the same arrays; weights are shared.
-
-    Raises:
-        DeployError: There is no attention, or one is in a function or a branch.
     """
     copy = model.clone()
     nodes = [node for node in copy.graph if is_attention(node)]

@@ -40,11 +40,9 @@ def input_at(node: ir.Node | None, position: int) -> ir.Value | None:
 
 def output_at(node: ir.Node, position: int) -> ir.Value | None:
     """The output at a position; None where it is omitted or has no name."""
-    if position >= len(node.outputs):
-        return None
-    output = node.outputs[position]
     # An empty name is how ONNX omits an output in the middle of the list.
-    return None if output.name == "" else output
+    omitted = position >= len(node.outputs) or node.outputs[position].name == ""
+    return None if omitted else node.outputs[position]
 
 
 def node_name(node: ir.Node) -> str:
@@ -83,10 +81,7 @@ def same_size(one: Dim, other: Dim) -> bool:
 
 
 def constant(value: ir.Value | None) -> ir.TensorProtocol | None:
-    """The tensor of an initializer or a `Constant` node; None for every other value.
-
-    An initializer that is a graph input as well can be given another value.
-    """
+    """The tensor of a `Constant` node, or of an initializer that is no graph input; else None."""
     try:
         return None if value is None or value.is_graph_input() else ir.convenience.get_const_tensor(value)
     except ValueError:  # a Constant in a form that onnx_ir does not read, such as a sparse one
@@ -124,9 +119,8 @@ def new_initializer(
 ) -> ir.Value:
     """Add an initializer to a graph; default: of the array's own type."""
     tensor = ir.Tensor(array, dtype=dtype, name=name) if dtype is not None else ir.tensor(array, name=name)
-    value = ir.Value(
-        name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(array.shape), const_value=tensor
-    )
+    shape, kind = ir.Shape(array.shape), ir.TensorType(tensor.dtype)
+    value = ir.Value(name=name, type=kind, shape=shape, const_value=tensor)
     graph.register_initializer(value)
     return value
 
@@ -167,19 +161,14 @@ def import_domains(model: ir.Model, builder: NodeBuilder) -> None:
 def replace_node(
     node: ir.Node, builder: NodeBuilder, outputs: dict[int, ir.Value], *, keep: Iterable[ir.Value] = ()
 ) -> None:
-    """Put new nodes in the place of a node, which is removed.
-
-    `outputs` replace its outputs, by position; the producers of `keep` are needed as well.
-    """
+    """Put new nodes, which compute `outputs` (by position) and `keep`, in the place of a node."""
     replaced: set[ir.Value] = set()
     for position, value in outputs.items():
-        old = output_at(node, position)
-        if old is None:
-            continue
-        # A graph output needs a node of its own: it can be neither an input nor another output.
-        new = value if builder.owns(value) and value not in replaced else builder.op("Identity", value)
-        replaced.add(new)
-        replace_value(old, new)
+        if (old := output_at(node, position)) is not None:
+            # A graph output needs a node of its own: it can be neither an input nor another output.
+            new = value if builder.owns(value) and value not in replaced else builder.op("Identity", value)
+            replaced.add(new)
+            replace_value(old, new)
     graph = graph_of_node(node)
     graph.insert_before(node, builder.live_nodes([*replaced, *keep]))
     graph.remove(node, safe=True)
@@ -219,16 +208,9 @@ class NodeBuilder:
         name: str | None = None,
         attributes: dict[str, Any] | None = None,
     ) -> Sequence[ir.Value]:
-        """Add a node and return its outputs.
+        """Add a node and return its outputs; None stands for an omitted input or attribute.
 
-        Args:
-            op_type: The operator.
-            inputs: Its inputs; None for one that is omitted.
-            outputs: The number of outputs.
-            domain: The operator set.
-            name: Last part of its name; default: the operator's. The prefix itself names the node that
-                replaces the whole.
-            attributes: Attributes as Python values; None for one that is omitted.
+        `name` is the last part of its name. The prefix itself names the node that replaces the whole.
         """
         node = ir.node(op_type, inputs, attributes or {}, domain=domain, num_outputs=outputs)
         is_whole = name == self.prefix
@@ -255,8 +237,7 @@ class NodeBuilder:
 
     def owns(self, value: ir.Value) -> bool:
         """Whether a value is produced by a node of this builder."""
-        producer = value.producer()
-        return producer is not None and any(producer is node for node in self.nodes)
+        return value.producer() in self.nodes
 
     # -- constants -----------------------------------------------------------------------------
 
@@ -265,8 +246,7 @@ class NodeBuilder:
         array = np.array(value, dtype=dtype.numpy())
         key = (dtype, array.shape, array.tobytes())
         if key not in self._constants:
-            tensor = ir.Tensor(array, dtype=dtype)
-            constant = self.op("Constant", value=tensor)
+            constant = self.op("Constant", value=ir.AttrTensor("value", ir.Tensor(array, dtype=dtype)))
             constant.dtype, constant.shape = dtype, ir.Shape(array.shape)
             self._constants[key] = constant
         return self._constants[key]

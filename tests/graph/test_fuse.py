@@ -240,6 +240,7 @@ def test_a_graph_without_anything_to_fuse_comes_back_as_it_was(attends):
     assert ir.to_proto(ir.from_proto(model)).SerializeToString() == new.SerializeToString()
 
 
+@pytest.mark.slow
 def test_the_softmax_keeps_its_precision():
     torch.manual_seed(1)
     layer = spelling(modules.cast_to_float32)().eval().half()

@@ -3,6 +3,7 @@
 import pkgutil
 
 import numpy as np
+import onnx
 import pytest
 from hand_graphs import D, H, Hand, S, check_same, fused, random_feeds, run
 from onnx import TensorProto
@@ -95,6 +96,20 @@ def test_a_piece_of_the_triangle_is_the_triangle_if_it_has_all_rows_and_columns(
     assert [each.causal for each in report.fused] == [(rows, columns) == (S, S)]
 
 
+def test_positions_that_do_not_begin_at_zero():
+    """Shape inference made up a name for the number of queries in the mask: it is no size of its own."""
+    g = Hand(shape=("B", H, "S", D))
+    count = g.op("Squeeze", g.op("Shape", "q", start=2, end=3))
+    keys = g.op("Range", g.const(0, np.int64), count, g.const(1, np.int64))
+    queries = g.op(
+        "Range", g.const(1, np.int64), g.op("Add", count, g.const(1, np.int64)), g.const(1, np.int64)
+    )
+    shown = g.op("LessOrEqual", keys, g.op("Unsqueeze", queries, g.ints(1)))
+    model = g.model(g.attend(g.op("Where", shown, g.scores(), g.const(-np.inf))))
+    report = check_same(onnx.shape_inference.infer_shapes(model))
+    assert [(each.causal, each.mask) for each in report.fused] == [(False, "bool")]
+
+
 # -- casts --------------------------------------------------------------------------------------------
 
 LOSSY = {
@@ -135,6 +150,17 @@ def test_casts_that_hold_every_value_are_nothing():
     assert len(check_same(g.model(g.op("MatMul", weights, "v"))).fused) == 1
 
 
+def test_a_softmax_in_a_wider_type_is_the_attribute():
+    g = Hand()
+    q, k, v = (g.cast(name, HALF) for name in "qkv")
+    scores = g.op("MatMul", q, g.op("Transpose", k, perm=[0, 1, 3, 2]))
+    weights = g.cast(g.op("Softmax", g.cast(scores, FLOAT)), HALF)
+    new, report = fused(g.model(g.cast(g.op("MatMul", weights, v), FLOAT)))
+    assert len(report.fused) == 1
+    (node,) = (each for each in new.graph.node if each.op_type == "Attention")
+    assert {each.name: each.i for each in node.attribute}["softmax_precision"] == FLOAT
+
+
 # -- constants that are computed ------------------------------------------------------------------------
 
 SCALES = {
@@ -153,6 +179,23 @@ def test_a_computed_scale_is_the_number_that_the_graph_computes(scale):
     g = Hand()
     report = check_same(g.model(g.attend(g.op("Mul", g.scores(), scale(g)))))
     assert len(report.fused) == 1
+
+
+@pytest.mark.parametrize(("op_type", "number"), [("Div", 0.0), ("Mul", np.inf), ("Mul", 0.0), ("Mul", -0.3)])
+def test_a_scale_that_no_attribute_has_is_named(op_type, number):
+    g = Hand()
+    report = fused(g.model(g.attend(g.op(op_type, g.scores(), g.const(number)))))[1]
+    assert [(left.recognised, "not positive" in left.reason) for left in report.unfused] == [(True, True)]
+
+
+@pytest.mark.parametrize("op_type", ["Mul", "Div"])
+@pytest.mark.parametrize("shape", [(2, 1, 1, 1), (2, H, S, 1)])
+def test_a_temperature_that_is_an_input(op_type, shape):
+    """The scores are multiplied by a tensor, and masked: no drawn temperature may be a number of masks."""
+    g = Hand()
+    scores = g.op(op_type, g.scores(), g.input("temperature", shape))
+    masked = g.op("Where", g.input("m", [2, 1, S, S], BOOL), scores, g.const(-1e9))
+    assert len(check_same(g.model(g.attend(masked))).fused) == 1
 
 
 def test_a_fill_beyond_fp16_is_minus_infinity():

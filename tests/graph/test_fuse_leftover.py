@@ -10,6 +10,7 @@ from fuse_modules import D, H, Layer
 from hand_graphs import Hand, S, check_same, fused, run
 from onnx import TensorProto
 
+import mha_deploy as md
 from mha_deploy.graph.fuse import fuse_attention
 
 MIX = np.random.default_rng(1).standard_normal((4, 4)).astype(np.float32)
@@ -286,6 +287,17 @@ def test_attention_inside_is_fused(name):
     np.testing.assert_allclose(run(new, feeds)[0], run(model, feeds)[0], atol=2e-5)
 
 
+def test_attention_in_a_branch_is_validated_at_the_outputs(tmp_path):
+    model = onnx.parser.parse_model(PARTS.replace("BODY", FUSED_INSIDE["a branch"]))
+    onnx.save(model, tmp_path / "model.onnx")
+    bundle = md.import_onnx(
+        tmp_path / "model.onnx", tmp_path / "bundle", axes={"S": "1:4:6"}, golden=("opt",)
+    )
+    report = md.validate(bundle, backends=("ort-cpu",), latency=False)
+    assert (report.passed, len(bundle.manifest.attention)) == (True, 1)
+    assert any("not measured" in note for note in report.to_dict()["notes"])
+
+
 def test_in_a_function():
     function = f"""<opset_import: ["" : 23], domain: "own">
     talk (q, k, v, mix) => (y) {{ {TALKING} y = MatMul (p3, v) }}"""
@@ -294,6 +306,7 @@ def test_in_a_function():
     assert (len(report.fused), len(report.unfused)) == (0, 1)
 
 
+@pytest.mark.slow
 def test_a_module_with_talking_heads_is_named_with_its_source_line():
     class Talking(Layer):
         def __init__(self):

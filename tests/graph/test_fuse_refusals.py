@@ -42,7 +42,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", REFUSED)
 def test_it_stays_and_the_report_says_where_and_why(name):
     make, reason = REFUSED[name]

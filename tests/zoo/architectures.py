@@ -33,7 +33,6 @@ class Entry:
         why: Why it is not exported, or not all attentions are fused.
         fails: A part of the message of an export that is refused.
         passes: Whether its outputs and attentions are within budget in ONNX Runtime.
-        quick: Whether it runs in the normal suite; `tests/test_examples.py` deploys a model of Transformers.
     """
 
     make: Callable[[], md.Deployable]
@@ -46,7 +45,6 @@ class Entry:
     why: str = ""
     fails: str = ""
     passes: bool = True
-    quick: bool = False
 
 
 ZOO: dict[str, Entry] = {}
@@ -837,7 +835,7 @@ def _own(kind: str):
 
 for _kind, _attentions in (("causal", 2), ("alibi", 2), ("cond", 4)):
     _name = "torch-cond" if _kind == "cond" else f"flex-attention-{_kind}"
-    add(_name, _own(_kind), family="PyTorch", library="torch", attentions=_attentions, quick=_kind == "cond")
+    add(_name, _own(_kind), family="PyTorch", library="torch", attentions=_attentions)
 
 
 def _transformer_encoder():

@@ -6,15 +6,12 @@ import pytest
 from architectures import ZOO
 from record import PAGE, RECORD, differences, expressible, measure, render
 
-# An export takes seconds, so few of them belong to the normal suite.
-NAMES = [name if entry.quick else pytest.param(name, marks=pytest.mark.slow) for name, entry in ZOO.items()]
 
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ZOO)
 def test_an_architecture_does_what_is_expected_of_it(name, tmp_path):
     pytest.importorskip(ZOO[name].library)
-    quick = {"engine": False, "golden": ("opt",)} if ZOO[name].quick else {}
-    found = measure(name, tmp_path, **quick)
+    found = measure(name, tmp_path)
     assert differences(name, found) == []
     # Attention in branches is validated at the outputs of the model, and the report says so.
     assert ("unmeasured" in found) == (name == "torch-cond")

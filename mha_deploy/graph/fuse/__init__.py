@@ -8,6 +8,7 @@ Attention that is no candidate is counted as well (`leftover.py`): a report is a
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import re
@@ -18,6 +19,7 @@ from typing import Any, TypeVar
 import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass
 
+from mha_deploy.bundle.manifest import GENERATED
 from mha_deploy.graph.attention_node import is_attention
 from mha_deploy.graph.fuse.leftover import leftover_attentions
 from mha_deploy.graph.fuse.masks import FULLY_MASKED, Masks
@@ -28,15 +30,15 @@ from mha_deploy.graph.fuse.values import (
     NotFused,
     Size,
     from_old_opset,
+    in_words,
     infer_sizes,
     module_of,
     name_inputs,
     place_of,
-    product,
     raise_opset,
     sizes_of,
 )
-from mha_deploy.graph.fuse.verify import Boundary, compare, cut_out, mask_stops
+from mha_deploy.graph.fuse.verify import FACTOR, Boundary, compare, cut_out, mask_stops
 from mha_deploy.graph.fuse.write import (
     insert_attention,
     remove_unused,
@@ -217,22 +219,21 @@ class _Fusion:
     def _fuse(self, softmax: Normalisation) -> None:
         pattern = _tried(lambda: read_pattern(softmax))
         builder = NodeBuilder(self._free(module_of(softmax.node)))
-        old = [pattern.last.outputs[0], *([pattern.weights.value] if pattern.weights else [])]
-        new, notes = self._verified(
-            old, _boundary(pattern), builder, lambda: write_attention(pattern, builder, self._masks)
-        )
+        old = [pattern.last.node.outputs[0], *([pattern.weights.value] if pattern.weights else [])]
+        write = functools.partial(write_attention, pattern, builder, self._masks)
+        new, notes = self._verified(old, _boundary(pattern), builder, write)
         insert_attention(pattern, builder, new)
         expanded = [EXPANDED] if pattern.batches or pattern.wider else []
         record = FusedAttention(
             name=builder.prefix,
             place=place_of(pattern.softmax),
-            Hq=pattern.Hq,
-            Hkv=pattern.Hkv,
+            Hq=pattern.heads[0],
+            Hkv=pattern.heads[1],
             D=pattern.q.dim(pattern.letters.size),
             scale=pattern.scale,
             mask=pattern.masking.kind,
             causal=pattern.masking.causal,
-            softcap=pattern.softcap,
+            softcap=pattern.scores.softcap,
             weights=pattern.weights is not None,
             notes=tuple(dict.fromkeys((*pattern.masking.notes, *expanded, *notes))),
             verified=self._verify,
@@ -247,13 +248,10 @@ class _Fusion:
         builder: NodeBuilder,
         write: Callable[[], list[ir.Value]],
     ) -> tuple[list[ir.Value], tuple[str, ...]]:
-        """Build nodes beside the graph and compare them with the old ones.
+        """Build nodes beside the graph and compare them with the old ones; where that fails, nothing is left.
 
         Returns:
             The new values, and what differs on purpose.
-
-        Raises:
-            NotFused: They differ, or the nodes cannot be built; there is no trace of them.
         """
         try:
             region = _tried(lambda: cut_out(old, border, self._compared)) if self._verify else None
@@ -288,14 +286,15 @@ class _Fusion:
             repaired = _tried(lambda: repaired_attention(node, builder, self._masks))
             if repaired is None:
                 return
-            self._verified([node.outputs[0]], repaired.boundary, builder, lambda: [repaired.result])
+            result, border, changes = repaired
+            self._verified([node.outputs[0]], border, builder, lambda: [result])
         except NotFused as refusal:
             self._note(name, [f"left as it was. {refusal.in_one_line}"])
             return
         before = list(node.inputs)
-        replace_node(node, builder, {0: repaired.result})
+        replace_node(node, builder, {0: result})
         remove_unused(before)
-        self._note(name, repaired.changes)
+        self._note(name, changes)
 
     def _free(self, name: str) -> str:
         """A prefix that no other name has."""
@@ -321,8 +320,7 @@ def _tried(call: Callable[[], _T]) -> _T:
     except NotFused:
         raise
     except Exception as error:
-        what = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise NotFused(f"The recogniser failed on it: {what}") from error
+        raise NotFused(f"The recogniser failed on it: {in_words(error)}") from error
 
 
 def _reason(softmax: ir.Node) -> NotFused:
@@ -341,21 +339,24 @@ def _reason(softmax: ir.Node) -> NotFused:
 def _boundary(pattern: Pattern) -> Boundary:
     """What is drawn to compare an attention with its original: Q, K, V and the masks."""
     operands, terms = (pattern.q, pattern.k, pattern.v), pattern.masking.terms
-    drawn = mask_stops([*(term.value for term in terms), *([pattern.sink.value] if pattern.sink else [])])
-    dims = {
-        str(each.value.name): tuple(
-            product(pattern.sizes.get(letter) or letter for letter in axis) or axis if size is None else size
-            for axis, size in zip(each.axes[-len(known) :], known, strict=False)
-        )
-        for each in (*operands, *terms, *pattern.multipliers)
-        if (known := sizes_of(each.value))
-    }
+    drawn = mask_stops(
+        [*(term.value for term in terms), *([pattern.scores.sink.value] if pattern.scores.sink else [])]
+    )
+    factors = [each.value for each in pattern.scores.multipliers]
+    dims = dict[str, tuple[int | str, ...]]()
+    for each in (*operands, *terms, *pattern.scores.multipliers):
+        if known := sizes_of(each.value):
+            dims[str(each.value.name)] = tuple(
+                pattern.size(axis) if size is None or GENERATED in str(size) else size
+                for axis, size in zip(each.axes[-len(known) :], known, strict=True)
+            )
     depth = pattern.q.dim(pattern.letters.size)
     spread = (2.0 / (pattern.scale * math.sqrt(depth if isinstance(depth, int) else 8))) ** 0.5
     amounts = {value: amount for value, amount in drawn.items() if amount is not None}
     amounts |= {pattern.q.value: spread, pattern.k.value: spread, pattern.v.value: 1.0}
+    amounts |= dict.fromkeys(factors, FACTOR)
     return Boundary(
-        stops=frozenset((*(each.value for each in operands), *drawn)),
+        stops=frozenset((*(each.value for each in operands), *drawn, *factors)),
         dims=dims,
         spread={str(value.name): amount for value, amount in amounts.items()},
     )

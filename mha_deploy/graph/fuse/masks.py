@@ -411,27 +411,18 @@ class Masking:
 
 
 def decide_masking(
-    terms: list[Term],
+    terms: list[Term],  # the one nearest to the softmax first
     *,
-    dtype: ir.DataType,
-    sizes: tuple[Size, Size],
-    guarded: bool,
+    dtype: ir.DataType,  # of Q, K and V
+    sizes: tuple[Size, Size],  # how many queries and keys there are
+    guarded: bool,  # whether NaN weights become 0
+    # The axes of queries and keys. Where they are not the last two of the scores, a triangle in the last two
+    # axes of a mask is not the causal one, and stays a mask.
     order: Axes,
-    softcap: float = 0.0,
-    sink: bool = False,
+    softcap: float = 0.0,  # bound of the scores; 0 for none
+    sink: bool = False,  # whether every query has a score that nothing masks: it is never fully masked
 ) -> Masking:
-    """Choose the strongest form that is certainly the same.
-
-    Args:
-        terms: The masks, the one nearest to the softmax first.
-        dtype: Type of Q, K and V.
-        sizes: How many queries and keys there are.
-        guarded: Whether NaN weights become 0.
-        order: The axes of queries and keys. Where they are not the last two of the scores, a triangle in the
-            last two axes of a mask is not the causal one, and stays a mask.
-        softcap: Bound of the scores; 0 for none.
-        sink: Whether every query has a score that nothing masks, so that it is never fully masked.
-    """
+    """Choose the strongest form that is certainly the same."""
     lowest = float(ml_dtypes.finfo(dtype.numpy()).min)
     given = [_as_fill(term) for term in terms]
     plain = _plain_terms(given, dtype)
@@ -565,10 +556,9 @@ def _visible_keys(terms: Iterable[Term], builder: NodeBuilder) -> ir.Value:
 
 
 def _above_lowest(bias: ir.Value, term: Bias, builder: NodeBuilder, dtype: ir.DataType) -> ir.Value:
-    """A mask that holds the number next to the lowest in its place.
+    """A mask with the next number in the place of the lowest, which ONNX Runtime takes for -inf.
 
-    ONNX Runtime takes the lowest number for -inf: a query with nothing else would be 0. Beside a score the
-    two are the same, but for float16, whose numbers are coarse there and small elsewhere.
+    A query with nothing else would be 0 there. Beside a score the two are the same, but for float16.
     """
     if dtype == ir.DataType.FLOAT16 or _is_bounded(term.value, 0):
         return bias
@@ -671,12 +661,8 @@ def _exact_mask(
 HEAD_AXIS = 1
 
 
-class Written(NamedTuple):
-    """A mask of the graph."""
-
-    mask: ir.Value | None  # `[B or 1, Hq or 1, S, T]`; None where nothing is masked
-    # `[B or 1, Hq or 1, S or 1, 1]`, True for queries that must become zero; None for none
-    zero: ir.Value | None = None
+Written = tuple[ir.Value | None, ir.Value | None]
+"""A mask `[B or 1, Hq or 1, S, T]`, and `[B or 1, Hq or 1, S or 1, 1]`: which queries must become zero."""
 
 
 class Masks:
@@ -695,15 +681,10 @@ class Masks:
     ) -> Written:
         """The mask, spelled out over queries and keys, and the queries that it wants to be zero.
 
-        Args:
-            masking: What the masks become.
-            place: Where it goes; its nodes must be inserted into the graph of the masks.
-            dtype: Type of Q, K and V.
-            sizes: How many queries and keys there are.
-            graph: The graph that holds the attention. A mask of a subgraph is unknown outside of it.
+        `graph` holds the attention: a mask of a subgraph is unknown outside of it.
         """
         if not masking.terms:
-            return Written(mask=None)
+            return None, None
         key = (masking.terms, masking.kind, masking.exact, dtype, place.order, sizes, id(graph))
         if key in self._written:
             return self._written[key][0]
@@ -727,11 +708,10 @@ class Masks:
         if not alike or scores != place.order or not spans(masking.terms, sizes):
             q, k = place.rows
             mask = builder.expand(mask, 1, 1, builder.size(q, -2), builder.size(k, -2))
-        written = Written(mask=mask, zero=zero)
         # An axis that is joined from others has the batch of one attention.
         if None not in sizes and len(place.order[0]) == 1:
-            self._written[key] = written, builder
-        return written
+            self._written[key] = (mask, zero), builder
+        return mask, zero
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -752,32 +732,22 @@ class Place:
 
     def regrouped(self, value: ir.Value, axes: Axes) -> ir.Value:
         """The same for a tensor of scores whose axes are joined in another way."""
-        builder, given, dtype = self.builder, sizes_of(value) or [], value.dtype
-        missing = len(axes) - len(given)
-        apart = dict[str, Size]()
-        for axis, size in zip(axes, [1] * missing + given, strict=True):
+        builder, dims, dtype = self.builder, sizes_of(value) or [], value.dtype
+        apart: dict[str, Size] = dict.fromkeys("".join(axes), 1)
+        axes = axes[len(axes) - len(dims) :]
+        for axis, size in zip(axes, dims, strict=True):
             whole = len(axis) == 1 or size == 1
             apart |= {letter: size if whole else self.sizes[letter] for letter in axis}
-        if len(apart) != len(given):
-            own = {axis: at for at, axis in enumerate(axes[missing:])}
-            wanted = [
-                builder.size(value, own[each]) if each in own else size if isinstance(size, int) else -1
-                for each, size in apart.items()
-            ]
-            if wanted.count(-1) > 1:
-                raise NotFused("A mask has several sizes that are not known.", got=list(apart.values()))
-            value = builder.reshape(value, *wanted)
-        letters = "".join(self.order)
-        value = transposed(value, tuple(apart), tuple(letters), builder)
-        if any(len(axis) > 1 for axis in self.order):
-            joined = [axis for axis in self.order if len(axis) > 1 and any(apart[each] != 1 for each in axis)]
-            if any(apart[each] == 1 and self.sizes[each] != 1 for axis in joined for each in axis):
-                full = "".join(joined)
-                value = builder.expand(value, *(self._size(each) if each in full else 1 for each in letters))
-            # The letters of the batch come first.
-            tail = builder.op("Shape", value, start=len(self.order[0]))
-            shape = builder.op("Concat", builder.ints(-1 if joined else 1), tail, axis=0, name="shape")
-            value = builder.op("Reshape", value, shape)
+        value = reshaped(value, axes, tuple(apart), apart, builder)
+        letters = tuple("".join(self.order))
+        value = transposed(value, tuple(apart), letters, builder)
+        # What is joined with a larger axis must be copied along it before.
+        joined = [axis for axis in self.order if len(axis) > 1 and any(apart[each] != 1 for each in axis)]
+        full = "".join(joined)
+        if any(apart[each] == 1 != self.sizes[each] for each in full):
+            value = builder.expand(value, *(self._size(each) if each in full else 1 for each in letters))
+            apart |= {letter: self.sizes[letter] for letter in full}
+        value = reshaped(value, letters, self.order, apart, builder)
         value = builder.unsqueeze(value, HEAD_AXIS) if len(self.order) == 3 else value
         if dtype is not None:
             value.dtype = dtype
@@ -793,6 +763,30 @@ class Place:
             raise NotFused("The batch of a mask has several sizes that are not known.", got=size)
         whole = self.builder.as_tensor(self.builder.size(self.rows[0], 0))
         return self.builder.op("Div", whole, self.builder.ints(others), name="size")
+
+
+def reshaped(
+    value: ir.Value, axes: Axes, wanted: Axes, sizes: Mapping[str, Size], builder: NodeBuilder
+) -> ir.Value:
+    """A value with its axes taken apart or joined; their order stays."""
+    if axes == wanted:
+        return value
+    dims = [product(sizes[letter] for letter in axis) for axis in wanted]
+    given = list[int | ir.Value]()
+    for axis, size in zip(wanted, dims, strict=True):
+        if isinstance(size, int):
+            given.append(size)
+        elif sum(not isinstance(each, int) for each in dims) == 1 or axis not in axes:
+            given.append(-1)
+        else:
+            given.append(builder.op("Shape", value, start=axes.index(axis), end=axes.index(axis) + 1))
+    if given.count(-1) > 1:
+        raise NotFused("Several sizes of Q, K, V or a mask are not known.", got=dims)
+    result = builder.reshape(value, *given)
+    result.shape = ir.Shape(dims)
+    if value.dtype is not None:
+        result.dtype = value.dtype
+    return result
 
 
 def transposed(value: ir.Value, axes: Axes, order: Axes, builder: NodeBuilder) -> ir.Value:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,6 +10,7 @@ from typing import NamedTuple
 
 import onnx_ir as ir
 
+from mha_deploy.bundle.manifest import GENERATED
 from mha_deploy.graph.fuse.masks import Axes, Bias, Fill, Masking, Term, decide_masking
 from mha_deploy.graph.fuse.values import (
     NoScores,
@@ -17,6 +19,7 @@ from mha_deploy.graph.fuse.values import (
     Size,
     array_of,
     holds,
+    product,
     quotient,
     same_dims,
     scalar_of,
@@ -174,14 +177,9 @@ class Operand:
 def unwrap(
     operand: Operand, *, wanted: Axes, head: str | None, scaled: bool = True, dtype: ir.DataType | None = None
 ) -> Operand:
-    """Walk back over layout, constant factors, upcasts and repeated heads.
+    """Walk back over layout, constant factors (`scaled`), upcasts of a `dtype`, and repeated heads.
 
-    Args:
-        operand: The side of a matmul.
-        wanted: The order of axes in which Attention takes it. A tensor that has it already is taken there.
-        head: The letter of the heads, if there is one.
-        scaled: Whether a constant factor may be taken off.
-        dtype: The type that a cast may be undone to.
+    A tensor that has the `wanted` order of axes, in which Attention takes it, is taken there.
     """
     ready = operand if operand.axes == wanted else None
     while True:
@@ -424,13 +422,20 @@ class Scores:
     wider: list[Wider] = field(default_factory=list)
     sink: Sink | None = None  # scores that are appended
 
+    def resolved(self) -> Scores:
+        """The same in letters that were not split."""
+        whole = self.alphabet.resolved
+        return replace(
+            self,
+            terms=[replace(each, axes=whole(each.axes)) for each in self.terms],
+            multipliers=[replace(each, axes=whole(each.axes)) for each in self.multipliers],
+            wider=[each._replace(axis=whole((each.axis,))[0]) for each in self.wider],
+            sink=self.sink and replace(self.sink, axes=whole(self.sink.axes)),
+        )
+
 
 def read_scores(softmax: Normalisation, alphabet: Alphabet) -> tuple[Scores, Matmul]:
-    """Walk back from a softmax to the matmul of its scores.
-
-    Raises:
-        NotFused: Something stands there that Attention cannot express.
-    """
+    """Walk back from a softmax to the matmul of its scores."""
     axes = tuple(alphabet.new(size) for size in sizes_of(softmax.source) or ())
     scores = Scores(alphabet=alphabet, axes=axes)
     value: ir.Value | None = softmax.source
@@ -500,8 +505,8 @@ def _scale(node: ir.Node, scores: Scores) -> ir.Value | None:
             raise NotFused(what, got=other.name)
         scores.multipliers.append(Multiplier(value=other, axes=scores.axes, divides=divides))
         return inner
-    scores.factor *= 1.0 / factor if divides else factor
-    if not scores.factor > 0:
+    scores.factor *= factor if not divides else 1.0 / factor if factor else math.inf
+    if not 0 < scores.factor < math.inf:
         raise NotExpressible("The scores are scaled by a number that is not positive.", got=factor)
     return inner
 
@@ -597,11 +602,9 @@ def _split(node: ir.Node) -> tuple[ir.Value, ir.Value]:
 
 
 def _matmul_behind(value: ir.Value | None) -> tuple[bool, int] | None:
-    """How a matmul of two computed tensors stands behind a value, with only small steps between.
+    """Whether a matmul of two computed tensors stands behind a value, with only small steps between.
 
-    Returns:
-        Whether its operands differ in the number of axes, as with a table of positions, and how many nodes
-        were passed; None where there is no such matmul.
+    If so, whether its operands differ in rank, as with a table of positions, and how many nodes were passed.
     """
     pending, passed = [value], set[ir.Node]()
     while pending and len(passed) < 200:
@@ -663,11 +666,7 @@ def comes_to_matmul(weights: ir.Value) -> bool:
 
 
 def _read_weights(softmax: Normalisation, axes: Axes, alphabet: Alphabet, sink: Sink | None) -> Weights:
-    """Walk from a softmax to the matmul with V.
-
-    Raises:
-        NotFused: The weights are changed on the way.
-    """
+    """Walk from a softmax to the matmul with V."""
     value, guarded = softmax.node.outputs[0], False
     used: UsedWeights | None = None
     passed = list[ir.Value]()
@@ -768,33 +767,34 @@ class Pattern:
     """One attention, read."""
 
     softmax: ir.Node  # its softmax
-    last: ir.Node  # the matmul with V, whose result is the result of attention
-    out: Axes  # the axes of that result
+    last: Matmul  # the matmul with V, whose result is the result of attention
     letters: Letters  # the names of the axes
     sizes: Mapping[str, Size]  # the sizes of all letters
     q: Operand  # queries, as they were before scaling and transposing
     k: Operand  # keys, before repeating as well
     v: Operand  # values, before repeating as well
     scale: float  # the factor on the scores
-    multipliers: tuple[Multiplier, ...]  # tensors that Q is multiplied with
-    softcap: float  # bound of the scores; 0 for none
+    scores: Scores  # the way from the first matmul to the softmax
     softmax_dtype: ir.DataType | None  # type of the softmax where it is not that of Q
     masking: Masking  # what the masks become
-    Hq: int  # query heads
-    Hkv: int  # key/value heads
+    heads: tuple[int, int]  # query heads, and key/value heads
     weights: UsedWeights | None  # the weights, where they are used elsewhere too
     batches: bool  # whether Q, K and V may have different batches, of which some are 1
     lengths: bool  # whether K may have a single key where V and a mask have more
     wider: tuple[Wider, ...]  # axes of masks that may be larger than those of Q and K
-    sink: Sink | None  # scores that are appended to those of the keys
+
+    def size(self, axis: str) -> int | str:
+        """The size of an axis of the scores, as Q and K have it; its own letters where that is not known."""
+        return product(map(self._size, axis)) or axis
+
+    def _size(self, letter: str) -> int | str:
+        own = [each.dim(letter) for each in (self.q, self.k) if any(letter in axis for axis in each.axes)]
+        known = (each for each in (self.sizes.get(letter), *own) if each and GENERATED not in str(each))
+        return next(known, letter)
 
 
 def read_pattern(softmax: Normalisation) -> Pattern:
-    """Recognise the attention around a softmax.
-
-    Raises:
-        NotFused: It is not attention, or not one that can be written as one node.
-    """
+    """Recognise the attention around a softmax, else raise a NotFused."""
     alphabet = Alphabet()
     scores, first = read_scores(softmax, alphabet)
     axes = tuple(string.ascii_letters[: (rank(softmax.source) or 0)])  # the first letters, in order
@@ -812,8 +812,8 @@ def read_pattern(softmax: Normalisation) -> Pattern:
         # Heads of an unknown number are part of the batch.
         letters = replace(letters, batch=letters.batch + letters.head, head=None)
         q, k, v = _operands(first, second, letters, at, alphabet.sizes)
-    wider = tuple(each._replace(axis=alphabet.resolved((each.axis,))[0]) for each in scores.wider)
-    batches, lengths = _check_sizes(q, k, v, letters, wider, is_op(second.node, "MatMul"))
+    scores = scores.resolved()
+    batches, lengths = _check_sizes(q, k, v, letters, scores.wider, is_op(second.node, "MatMul"))
     dtype = q.value.dtype
     types = [dtype, k.value.dtype, v.value.dtype, weights.value.dtype]
     if len(set(types)) != 1 or dtype is None:
@@ -825,7 +825,7 @@ def read_pattern(softmax: Normalisation) -> Pattern:
     softmax_types = [scores.softmax_dtype, softmax_type_of(softmax.node), first.node.outputs[0].dtype]
     wide_types = [each for each in softmax_types if each is not None and each.itemsize > dtype.itemsize]
     masking = decide_masking(
-        [replace(term, axes=alphabet.resolved(term.axes)) for term in scores.terms],
+        scores.terms,
         dtype=dtype,
         sizes=(q.dim(letters.query), k.dim(letters.key)),
         guarded=weights.guarded,
@@ -833,31 +833,27 @@ def read_pattern(softmax: Normalisation) -> Pattern:
         softcap=scores.softcap,
         sink=scores.sink is not None,
     )
-    Hq, Hkv = _heads(q, k, v, letters.head)
+    heads = _heads(q, k, v, letters.head)
     scale = scores.factor * q.factor * k.factor
-    if not scale > 0:
+    if not 0 < scale < math.inf:
         raise NotExpressible("The scores are scaled by a number that is not positive.", got=scale)
     return Pattern(
         softmax=softmax.node,
-        last=second.node,
-        out=second.out,
+        last=second,
         letters=letters,
         sizes=alphabet.sizes,
         q=q,
         k=k,
         v=v,
         scale=scale,
-        multipliers=tuple(replace(each, axes=alphabet.resolved(each.axes)) for each in scores.multipliers),
-        softcap=scores.softcap,
+        scores=scores,
         softmax_dtype=next(iter(wide_types), None),
         masking=masking,
-        Hq=Hq,
-        Hkv=Hkv,
+        heads=heads,
         weights=used,
         batches=batches,
         lengths=lengths,
-        sink=scores.sink and replace(scores.sink, axes=alphabet.resolved(scores.sink.axes)),
-        wider=tuple(each for each in wider if each.axis in (*letters.batch, letters.query)),
+        wider=tuple(each for each in scores.wider if each.axis in (*letters.batch, letters.query)),
     )
 
 
@@ -910,7 +906,7 @@ def _operands(
 
 
 def _check_sizes(
-    q: Operand, k: Operand, v: Operand, letters: Letters, wider: tuple[Wider, ...], contracted: bool
+    q: Operand, k: Operand, v: Operand, letters: Letters, wider: Sequence[Wider], contracted: bool
 ) -> tuple[bool, bool]:
     """Whether Q, K and V may differ in their batches, and K and V in their lengths."""
     lengths = [each.dim(letters.key) for each in (k, v)]

@@ -47,6 +47,11 @@ class NoScores(NotFused):
     """No matmul of two computed tensors stands before the softmax."""
 
 
+def in_words(error: Exception) -> str:
+    """An exception of somebody else's code in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
 # -- The numbers of constants ----------------------------------------------------------------------
 
 # Over arrays of one number, in their own type; the result of Pow has the type of the base.

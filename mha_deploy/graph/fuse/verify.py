@@ -17,7 +17,8 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from mha_deploy.graph.fuse.values import ATTENTION_OPSET, NotFused
+from mha_deploy.bundle.manifest import GENERATED
+from mha_deploy.graph.fuse.values import ATTENTION_OPSET, NotFused, in_words
 from mha_deploy.graph.ir import constant, dims, is_op, reference_evaluator
 
 Dims = tuple[int | str, ...]
@@ -40,6 +41,8 @@ _ROUNDING = {np.dtype(np.float64): 1e-11, np.dtype(np.float32): 3e-5, np.dtype(n
 _SHARP, _SHARP_HALF = 20.0, 1.5
 _EXTREME = 5e4  # scores of the last draw: far from each other, and above any fill
 _EXTREME_ROUNDING = 0.1
+FACTOR = 0.0  # the spread of what the scores are multiplied by or divided by: numbers around 1
+_Feeds = Mapping[str, np.ndarray]
 _NAME = re.compile(r"[A-Za-z_][\w.]*")
 _FUNCTIONS = frozenset({"Min", "Max", "floor", "ceiling", "Mod"})
 
@@ -73,28 +76,26 @@ class Boundary:
 
     stops: frozenset[ir.Value]  # the values that are drawn
     dims: Mapping[str, Dims]  # sizes of Q, K, V and masks by name
-    spread: Mapping[str, float]  # standard deviation of the numbers that are drawn for Q, K and V, by name
+    # standard deviation of the numbers that are drawn for Q, K and V, by name; `FACTOR` for positive ones
+    spread: Mapping[str, float]
 
     def dims_of(self, value: ir.Value, *, drawn: bool = False) -> Dims | None:
         """The sizes of a value; None where the file does not know one of them.
 
-        One of a value that is drawn gets a name of its own.
+        One of a value that is drawn gets a name of its own. A name that shape inference made up is no size.
         """
         if value.name in self.dims:
             return self.dims[str(value.name)]
-        if value.shape is None:
-            return None
-        unnamed = [f"unknown.{id(value)}.{axis}" if drawn else None for axis in range(len(value.shape))]
-        known = [new if each is None else each for each, new in zip(dims(value), unnamed, strict=True)]
-        return None if None in known else tuple(known)  # type: ignore[arg-type]
+        found = list[int | str]()
+        for axis, size in enumerate(dims(value)):
+            if not drawn and (size is None or GENERATED in str(size)):
+                return None
+            found.append(f"unknown.{id(value)}.{axis}" if size is None else size)
+        return None if value.shape is None else tuple(found)
 
 
 def cut_out(results: Sequence[ir.Value], boundary: Boundary, compared: Collection[str] = ()) -> Region:
-    """The region that ends in some values.
-
-    Raises:
-        NotVerified: It is too large, or holds a graph.
-    """
+    """The region that ends in some values; a NotVerified where it is too large, or holds a graph."""
     nodes, inputs = list[ir.Node](), dict[str, ir.Value]()
     sizes, constants = dict[str, Dims](), dict[str, ir.TensorProtocol]()
     done, pending = set[ir.Node](), [(each, False) for each in results]
@@ -207,14 +208,10 @@ def _key(
 
 
 def compare(old: Region, new: Region, boundary: Boundary, opset: int) -> bool:
-    """Run both regions on drawn inputs.
+    """Run both regions on drawn inputs; a NotFused where they differ, or the original cannot be run.
 
     Returns:
         Whether fully masked queries were NaN and are not any more.
-
-    Raises:
-        NotVerified: The original could not be run.
-        NotFused: The two differ.
     """
     first, second = _evaluator(old, opset), _evaluator(new, max(opset, ATTENTION_OPSET))
     inputs, outer = {**old.inputs, **new.inputs}, {**old.sizes, **new.sizes}
@@ -266,11 +263,7 @@ def compare(old: Region, new: Region, boundary: Boundary, opset: int) -> bool:
 
 
 def _numbers(wanted: Iterable[Dims], choice: Sequence[int]) -> dict[str, int]:
-    """Numbers for the sizes of a graph; the names in them get those of the choice, in their order.
-
-    Raises:
-        ValueError: A size is not positive.
-    """
+    """Numbers for the sizes of a graph; the names in them get those of the choice, in their order."""
     bound, names = dict[str, int](), dict[str, list[str]]()
     for dim in (each for several in wanted for each in several if isinstance(each, str)):
         names[dim] = [each for each in _NAME.findall(dim) if each not in _FUNCTIONS]
@@ -287,7 +280,7 @@ def _numbers(wanted: Iterable[Dims], choice: Sequence[int]) -> dict[str, int]:
     raise ValueError(f"The size {small[0]} is {found[small[0]]}.")
 
 
-def _evaluator(region: Region, opset: int) -> Callable[[Mapping[str, np.ndarray]], list[np.ndarray]]:
+def _evaluator(region: Region, opset: int) -> Callable[[_Feeds], list[np.ndarray]]:
     """A region in ONNX's reference evaluator: a function that raises `_Failed` where an operator fails."""
     names = [*region.inputs, *region.sizes]
     inputs, outputs = (
@@ -299,17 +292,16 @@ def _evaluator(region: Region, opset: int) -> Callable[[Mapping[str, np.ndarray]
     try:
         evaluator = reference_evaluator(model)
     except Exception as error:  # an operator that it does not have
-        what = " ".join(str(error).split())[:200]
-        raise NotVerified("ONNX's evaluator lacks an operator.", got=what) from error
+        raise NotVerified("ONNX's evaluator lacks an operator.", got=in_words(error)[:200]) from error
 
-    def run(feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+    def run(feeds: _Feeds) -> list[np.ndarray]:
         try:
             with np.errstate(all="ignore"):
                 return [
                     np.asarray(each) for each in evaluator.run(None, {name: feeds[name] for name in names})
                 ]
         except Exception as error:
-            raise _Failed(f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]) from error
+            raise _Failed(in_words(error)[:300]) from error
 
     return run
 
@@ -333,6 +325,8 @@ def _drawn(
         elif draw == 3 and shape:
             shown[0] = False
         return shown.astype(dtype)
+    if spread == FACTOR:
+        return random.uniform(0.5, 2.0, shape).astype(dtype)
     if spread is not None:
         # Beyond 16, a score changes the lowest number of float16.
         sharp = _SHARP_HALF if dtype == np.float16 else _SHARP
@@ -352,11 +346,7 @@ def _drawn(
 
 
 def _check(want: np.ndarray, got: np.ndarray, tolerance: float) -> bool:
-    """Compare two results, and say whether NaN of the first are numbers in the second.
-
-    Raises:
-        NotFused: They differ.
-    """
+    """Compare two results, and say whether NaN of the first are 0 in the second."""
     if want.shape != got.shape or want.dtype != got.dtype:
         got_what = f"{want.dtype}{list(want.shape)} and {got.dtype}{list(got.shape)}"
         raise NotFused("Left as it was: the Attention node gives another shape or type.", got=got_what)

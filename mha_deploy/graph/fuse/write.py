@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
@@ -20,11 +19,12 @@ from mha_deploy.graph.fuse.masks import (
     Place,
     Term,
     decide_masking,
+    reshaped,
     spans,
     transposed,
 )
 from mha_deploy.graph.fuse.pattern import Operand, Pattern, Sink, unwrap
-from mha_deploy.graph.fuse.values import NotFused, Size, product, sizes_of
+from mha_deploy.graph.fuse.values import NotFused, Size, sizes_of
 from mha_deploy.graph.fuse.verify import Boundary, mask_stops
 from mha_deploy.graph.ir import NodeBuilder, input_at, is_op, replace_node, replace_value
 
@@ -51,16 +51,16 @@ def write_attention(pattern: Pattern, builder: NodeBuilder, masks: Masks) -> lis
     q, k, v = _broadcast(pattern, (q, k, v), builder)
     place = Place(order=scores, sizes=pattern.sizes, rows=(q, k), builder=builder)
     lengths = pattern.q.dim(letters.query), pattern.k.dim(letters.key)
-    mask, zero = masks.write(pattern.masking, place, dtype, lengths, pattern.last.graph)
-    if pattern.sink is not None:
-        mask = _with_sink(pattern.sink, mask, place, dtype)
+    mask, zero = masks.write(pattern.masking, place, dtype, lengths, pattern.last.node.graph)
+    if pattern.scores.sink is not None:
+        mask = _with_sink(pattern.scores.sink, mask, place, dtype)
     if letters.head is None:
         q, k, v = (builder.unsqueeze(each, HEAD_AXIS) for each in (q, k, v))
-    if pattern.sink is not None:
+    if pattern.scores.sink is not None:
         # A key of zeros has the appended score, and a value of zeros drops its weight.
-        pads = builder.ints(0, 0, 0, 0, 0, 0, pattern.sink.count, 0)
+        pads = builder.ints(0, 0, 0, 0, 0, 0, pattern.scores.sink.count, 0)
         k, v = (builder.op("Pad", each, pads, name="with_sink") for each in (k, v))
-    for each in pattern.multipliers:
+    for each in pattern.scores.multipliers:
         # The same for all keys, so it can as well be applied to Q.
         factor = builder.cast(place.regrouped(each.value, each.axes), dtype)
         q = builder.op("Div" if each.divides else "Mul", q, factor, name="scaled_q")
@@ -78,13 +78,13 @@ def write_attention(pattern: Pattern, builder: NodeBuilder, masks: Masks) -> lis
         attributes={
             "scale": scale,
             "is_causal": int(pattern.masking.causal),
-            "softcap": pattern.softcap or None,
+            "softcap": pattern.scores.softcap or None,
             "softmax_precision": None if pattern.softmax_dtype is None else int(pattern.softmax_dtype),
             "qk_matmul_output_mode": None if weights is None else _WEIGHTS,
         },
     )
     builder.nodes[-1].metadata_props.update(pattern.softmax.metadata_props)
-    results = [(outputs[0], letters.order(letters.query, letters.value_size), pattern.out)]
+    results = [(outputs[0], letters.order(letters.query, letters.value_size), pattern.last.out)]
     if weights is not None:
         outputs[1].name = outputs[2].name = ""  # present keys and values are not used
         results.append((outputs[3], scores, weights.axes))
@@ -133,8 +133,8 @@ def _broadcast(
 
 def insert_attention(pattern: Pattern, builder: NodeBuilder, results: list[ir.Value]) -> None:
     """Put the built nodes into the graph, and remove what only the old ones needed."""
-    operands = list(pattern.last.inputs)
-    replace_node(pattern.last, builder, {0: results[0]}, keep=results[1:])
+    operands = list(pattern.last.node.inputs)
+    replace_node(pattern.last.node, builder, {0: results[0]}, keep=results[1:])
     remove_unused(operands)
     if pattern.weights is not None:
         old = pattern.weights.value
@@ -151,31 +151,8 @@ def _rejoined(
     own = dict(zip(axes, sizes_of(value) or [None] * len(axes), strict=True))
     known = {letter: own.get(letter, sizes.get(letter)) for letter in "".join(axes)}
     apart, letters = tuple("".join(axes)), tuple("".join(order))
-    value = _reshaped(value, axes, apart, known, builder)
-    return _reshaped(transposed(value, apart, letters, builder), letters, order, known, builder)
-
-
-def _reshaped(
-    value: ir.Value, axes: Axes, wanted: Axes, sizes: Mapping[str, Size], builder: NodeBuilder
-) -> ir.Value:
-    if axes == wanted:
-        return value
-    dims = [product(sizes[letter] for letter in axis) for axis in wanted]
-    given = list[int | ir.Value]()
-    for axis, size in zip(wanted, dims, strict=True):
-        if isinstance(size, int):
-            given.append(size)
-        elif sum(not isinstance(each, int) for each in dims) == 1 or axis not in axes:
-            given.append(-1)
-        else:
-            given.append(builder.op("Shape", value, start=axes.index(axis), end=axes.index(axis) + 1))
-    if given.count(-1) > 1:
-        raise NotFused("Several sizes of Q, K or V are not known.", got=dims)
-    result = builder.reshape(value, *given)
-    result.shape = ir.Shape(dims)
-    if value.dtype is not None:
-        result.dtype = value.dtype
-    return result
+    value = reshaped(value, axes, apart, known, builder)
+    return reshaped(transposed(value, apart, letters, builder), letters, order, known, builder)
 
 
 def remove_unused(values: Sequence[ir.Value | None]) -> None:
@@ -200,17 +177,14 @@ _SCORES = ("b", "h", "s", "t")
 _KEYS, _VALUES = ("b", "h", "t", "d"), ("b", "h", "t", "e")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Repaired:
-    """A plainer node, built beside the graph."""
+def repaired_attention(
+    node: ir.Node, builder: NodeBuilder, masks: Masks
+) -> tuple[ir.Value, Boundary, list[str]] | None:
+    """A simpler `Attention` node that computes the same, built beside the graph; None where there is none.
 
-    result: ir.Value  # what stands for the result
-    boundary: Boundary  # what is drawn to compare the two
-    changes: list[str]  # what is different, in words
-
-
-def repaired_attention(node: ir.Node, builder: NodeBuilder, masks: Masks) -> Repaired | None:
-    """A simpler `Attention` node that computes the same; None where there is nothing to simplify."""
+    Returns:
+        What stands for the result, what is drawn to compare the two, and what is different, in words.
+    """
     old = read_attention(node)
     more = any(input_at(node, at) is not None for at in range(PAST_KEY, NONPAD_KV_SEQLEN + 1))
     if old.rank != 4 or more or any(each.uses() or each.is_graph_output() for each in node.outputs[1:]):
@@ -230,7 +204,7 @@ def repaired_attention(node: ir.Node, builder: NodeBuilder, masks: Masks) -> Rep
     if masking is not None and (q := inputs[0]) is not None and (k := inputs[1]) is not None:
         place = Place(order=_SCORES, sizes={}, rows=(q, k), builder=builder)
         dtype = q.dtype or ir.DataType.FLOAT
-        inputs[MASK] = masks.write(masking, place, dtype, lengths, node.graph).mask
+        inputs[MASK] = masks.write(masking, place, dtype, lengths, node.graph)[0]
         words = list[str]()
         if masking.causal:
             attributes["is_causal"] = ir.AttrInt64("is_causal", 1)
@@ -252,8 +226,7 @@ def repaired_attention(node: ir.Node, builder: NodeBuilder, masks: Masks) -> Rep
     masked = [mask] if masking is None else [term.value for term in masking.terms]
     drawn = mask_stops(each for each in masked if each is not None) | dict.fromkeys(stops, 1.0)
     spread = {str(value.name): amount for value, amount in drawn.items() if amount is not None}
-    boundary = Boundary(stops=frozenset(drawn), dims={}, spread=spread)
-    return Repaired(result=result, boundary=boundary, changes=changes)
+    return result, Boundary(stops=frozenset(drawn), dims={}, spread=spread), changes
 
 
 def _shared_heads(node: ir.Node, old: AttentionNode) -> tuple[Operand, Operand] | None:
