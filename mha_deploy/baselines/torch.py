@@ -316,10 +316,9 @@ class UserModels:
     @cached_property
     @exit_as_error()
     def _calls_sdpa(self) -> bool:
-        inputs = {name: example.tensor for name, example in self._user.loaded.inputs.items()}
         try:
             with torch.inference_mode(), _Listener() as listener:
-                self._user.module(**self._user.rounded(inputs))
+                self._user.module(**self._user.examples)
         except Exception as error:  # whatever the user's code raises
             got = f"{place_of_error(error)}: {type(error).__name__}: {error}"
             hint = "create tensors on the device of the inputs, as in torch.arange(n, device=x.device)"

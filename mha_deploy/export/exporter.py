@@ -12,7 +12,6 @@ import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 import torch
-from torch import Tensor
 
 from mha_deploy.bundle.cases import GoldenCase, write_arrays
 from mha_deploy.bundle.folder import Bundle, sha256
@@ -298,10 +297,10 @@ class _ModuleSource(_TorchSource):
             prefix=options.prefix,
             axes=self.axes,
         )
-        step.count += bool(user.loaded.kv_cache)
+        step.count += bool(user.kv_cache)
         step("ONNX graph")
         exported = self.exported = exported_program(user, opset=self.opset)
-        self.user = user = replace(user, loaded=user.loaded.with_axes(exported.fixed))
+        self.user = user = user.with_axes(exported.fixed)
         self.notes += [*user.notes, *exported.notes]
         step("attention")
         if self.precision.name != "bf16" and write_bfloat16_as_float32(exported.model):
@@ -319,16 +318,15 @@ class _ModuleSource(_TorchSource):
         for value in model.graph.outputs:  # shape inference may have written a sum in another order
             if (dims := exported.outputs.get(str(value.name))) is not None:
                 value.shape = ir.Shape(dims)
-        loaded = user.loaded
         self.spec = ModelSpec(
-            name=loaded.name,
-            summary=loaded.summary,
-            axes=loaded.axes,
+            name=user.name,
+            summary=user.summary,
+            axes=user.axes,
             inputs=tuple(self._tensor(value) for value in model.graph.inputs),
             outputs=tuple(self._tensor(value) for value in model.graph.outputs),
             attention_count=self.attentions,
-            factory=loaded.factory,
-            cached=loaded.kv_cache,
+            factory=user.factory,
+            cached=user.kv_cache,
             weight_bytes=user.weight_bytes,
             state_sha256=user.state_sha256,
             seed=user.seed,
@@ -373,7 +371,7 @@ class _ModuleSource(_TorchSource):
         user = self.user
         if user.weights_file is not None:
             return f"{Path(user.weights_file).name}, state SHA-256 {user.state_sha256}"
-        if not user.loaded.factory:
+        if not user.factory:
             return f"of the exported object, state SHA-256 {user.state_sha256}"
         return f"from the factory, seed {user.seed}"
 
@@ -381,12 +379,12 @@ class _ModuleSource(_TorchSource):
 @exit_as_error()
 def exported_program(user: UserModule, *, opset: int = _OPSETS[0]) -> ExportedModule:
     """A module as PyTorch exports it: its graph, and the program that its FP64 oracle runs."""
-
-    def drawn(sizes: Mapping[str, int]) -> dict[str, Tensor]:
-        return drawn_inputs(user, "check", sizes, seed=1)
-
-    loaded = user.loaded
-    examples = user.rounded({name: example.tensor for name, example in loaded.inputs.items()})
     return export_program(
-        user.module, examples, loaded.dims, loaded.axes, opset=opset, output_names=loaded.outputs, draw=drawn
+        user.module,
+        user.examples,
+        user.dims,
+        user.axes,
+        opset=opset,
+        output_names=user.outputs,
+        draw=lambda sizes: drawn_inputs(user, "check", sizes, seed=1),
     )

@@ -319,7 +319,7 @@ class ModuleCapture(Capture):
     def _runner(self) -> Runner:
         """The mixed graph, loaded once for all cases."""
         if self._mixed is None:
-            raise ExportError("The module has no mixed graph.", got=self.user.loaded.name)
+            raise ExportError("The module has no mixed graph.", got=self.user.name)
         return open_runner("ort-cpu", self._mixed)
 
     def close(self) -> None:
@@ -412,7 +412,7 @@ def mixed_graph(model: ir.Model, capture: ModuleCapture, folder: Path) -> tuple[
     save_graph(model, path)
     try:
         wide = load_graph(path)  # large weights are read from disk, slice by slice
-        measured = looked_at(capture.user.loaded.axes)
+        measured = looked_at(capture.user.axes)
         planned = [PlannedCase(name=name, sizes=sizes) for name, sizes in measured.items()]
         plan = plan_precision(wide, measure_ranges(wide, {p.name: _arrays(capture.draw(p)) for p in planned}))
         return apply_plan(model, plan), plan

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from mha_deploy.errors import BundleError, ExportError, exit_as_error, nearest, place_of_error
 from mha_deploy.export.axes import draw_one, shape_of
 from mha_deploy.model.deployable import Deployable, Example
-from mha_deploy.model.precision import Precision
+from mha_deploy.model.precision import PRECISIONS, Precision
 from mha_deploy.model.spec import Axis, Dim, ModelSpec, NamedAxes
 from mha_deploy.reference.inputs import seeded_generator
 from mha_deploy.reference.weights import read_state
@@ -32,22 +32,46 @@ _SEE = "see mha_deploy.Deployable"
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadedModel(NamedAxes):
-    """What a factory gave, checked: the fields of a `Deployable`, without defaults."""
+class UserModule(NamedAxes):
+    """What a factory gave, checked: the fields of a `Deployable`, and how its weights were made."""
 
     factory: str  # the reference it was loaded by; empty for a `Deployable` that was made in memory
-    name: str  # name of the model
-    module: nn.Module  # the module, in evaluation mode
-    inputs: Mapping[str, Example]  # an example of every input
-    dims: Mapping[str, tuple[Dim, ...]]  # the dimensions of every input: an axis, a sum, or a number
-    axes: Mapping[str, Axis]  # the named axes
-    outputs: tuple[str, ...]  # names for the outputs, where the factory gave some
-    # Each input of a KV cache, and the output that takes its place in the next call.
-    kv_cache: Mapping[str, str]
-    summary: str  # one line for people
+    name: str
+    module: nn.Module  # in evaluation mode
+    inputs: Mapping[str, Example]
+    dims: Mapping[str, tuple[Dim, ...]]  # of every input: an axis, a sum, or a number
+    axes: Mapping[str, Axis]
+    outputs: tuple[str, ...]  # names, where the factory gave some
+    kv_cache: Mapping[str, str]  # from each input to the output that takes its place in the next call
+    summary: str
+    precision: Precision = PRECISIONS["fp32"]  # to which the module is rounded
+    seed: int = 0  # PyTorch's while the factory ran
+    weights_file: str | None = None  # the file or checkpoint of its weights, if one was given
+    weights_prefix: str = ""  # what their names begin with there
+    state_sha256: str = ""  # hash of weights and buffers before they were rounded
+    notes: tuple[str, ...] = ()  # what a reader should know of them
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory of the weights; one that several modules share counts once."""
+        return sum(parameter.nbytes for parameter in self.module.parameters())
+
+    def rounded(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Inputs in the module's precision, on its device."""
+        held = next((t.device for t in (*self.module.parameters(), *self.module.buffers())), None)
+        dtype = getattr(torch, self.precision.torch_name)
+        return {
+            name: tensor.to(held or "cpu", dtype if tensor.is_floating_point() else tensor.dtype)
+            for name, tensor in inputs.items()
+        }
+
+    @property
+    def examples(self) -> dict[str, Tensor]:
+        """The example of every input, as the module takes it."""
+        return self.rounded({name: example.tensor for name, example in self.inputs.items()})
 
 
-def load_factory(reference: str, *, seed: int = 0) -> LoadedModel:
+def load_factory(reference: str, *, seed: int = 0) -> UserModule:
     """Load `path/to/file.py:factory` or `package.module:factory`, and call it under a seed of PyTorch."""
     place, _, name = reference.rpartition(":")
     try:
@@ -75,7 +99,7 @@ def load_factory(reference: str, *, seed: int = 0) -> LoadedModel:
     return _checked(given, reference, name)
 
 
-def load_deployable(given: Deployable) -> LoadedModel:
+def load_deployable(given: Deployable) -> UserModule:
     """Check a `Deployable` that was made in memory; its module is copied, as the export changes it."""
     name = type(given.module).__name__
     try:
@@ -129,7 +153,7 @@ def _place_and_text(error: BaseException, where: str = "an unknown place") -> st
 # -- The contract of a `Deployable` ----------------------------------------------------------------
 
 
-def _checked(given: Deployable, reference: str, name: str) -> LoadedModel:
+def _checked(given: Deployable, reference: str, name: str) -> UserModule:
     if not isinstance(given.module, nn.Module):
         raise ExportError("The module is not an nn.Module.", got=type(given.module).__name__, hint=_SEE)
     if not given.inputs:
@@ -157,7 +181,7 @@ def _checked(given: Deployable, reference: str, name: str) -> LoadedModel:
     _check_forward(given.module, given.inputs)
     if not all(isinstance(each, str) and each for each in given.outputs):
         raise ExportError("An output has no name.", got=list(given.outputs))
-    return LoadedModel(
+    return UserModule(
         factory=reference,
         name=given.name or name.replace("_", "-"),
         module=given.module.eval(),
@@ -229,43 +253,11 @@ def _check_forward(module: nn.Module, inputs: Mapping[str, Example]) -> None:
 _KEPT_WIDE = ("inv_freq", "original_inv_freq")
 
 
-@dataclass(frozen=True, kw_only=True)
-class UserModule:
-    """A module ready for export."""
-
-    loaded: LoadedModel  # what its factory gave; its module is rounded
-    precision: Precision  # to what
-    seed: int  # PyTorch's seed while the factory ran
-    weights_file: str | None  # the file or checkpoint of its weights, if one was given
-    state_sha256: str  # hash of weights and buffers before they were rounded
-    weights_prefix: str = ""  # what their names begin with there
-    notes: tuple[str, ...] = ()  # what a reader should know of them
-
-    @property
-    def module(self) -> nn.Module:
-        """The module, rounded and in evaluation mode."""
-        return self.loaded.module
-
-    @property
-    def weight_bytes(self) -> int:
-        """Memory of the weights; one that several modules share counts once."""
-        return sum(parameter.nbytes for parameter in self.module.parameters())
-
-    def rounded(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Inputs in the module's precision, on its device."""
-        held = next((t.device for t in (*self.module.parameters(), *self.module.buffers())), None)
-        dtype = getattr(torch, self.precision.torch_name)
-        return {
-            name: tensor.to(held or "cpu", dtype if tensor.is_floating_point() else tensor.dtype)
-            for name, tensor in inputs.items()
-        }
-
-
 def drawn_inputs(user: UserModule, label: str, sizes: Mapping[str, int], seed: int) -> dict[str, Tensor]:
     """Inputs at some sizes, rounded: drawn by the user's own function, or after the example."""
-    loaded, drawn = user.loaded, {}
-    for key, example in loaded.inputs.items():
-        shape = shape_of(key, example.tensor, loaded.dims[key], sizes)
+    drawn = {}
+    for key, example in user.inputs.items():
+        shape = shape_of(key, example.tensor, user.dims[key], sizes)
         if example.draw is None:
             drawn[key] = draw_one(f"{label}/{key}", example.tensor, shape, seed)
             continue
@@ -316,10 +308,20 @@ def open_user_module(
         raise ExportError(what, got=f"{len(empty)} on the meta device: {', '.join(empty[:3])}", hint=hint)
     module.requires_grad_(False)
     digest = state_digest(module)
-    _round(module, getattr(torch, precision.torch_name))
+    kept = [
+        (owner, name, buffer)
+        for owner in module.modules()
+        for name, buffer in owner.named_buffers(recurse=False)
+        if name in _KEPT_WIDE
+    ]
+    # Not module.to(): it makes complex numbers, such as a table of rotations, real.
+    dtype = getattr(torch, precision.torch_name)
+    module._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+    for owner, name, buffer in kept:
+        setattr(owner, name, buffer)
     module.to(device)
-    return UserModule(
-        loaded=loaded,
+    return replace(
+        loaded,
         precision=precision,
         seed=seed,
         weights_file=None if weights is None else str(weights),
@@ -388,16 +390,3 @@ def _load_weights(module: nn.Module, path: Path, prefix: str) -> tuple[str, ...]
         raise ExportError("The weights are not those of the module.", got=f"{path}: {got}", hint=hint)
     more = f" and {len(unknown) - 8} more" if len(unknown) > 8 else ""
     return (f"not needed of {path.name}: {', '.join(unknown[:8])}{more}",) if unknown else ()
-
-
-def _round(module: nn.Module, dtype: torch.dtype) -> None:
-    kept = {
-        (owner, name): buffer
-        for owner in module.modules()
-        for name, buffer in owner.named_buffers(recurse=False)
-        if name in _KEPT_WIDE
-    }
-    # Not module.to(): it makes complex numbers, such as a table of rotations, real.
-    module._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
-    for (owner, name), buffer in kept.items():
-        setattr(owner, name, buffer)
