@@ -38,7 +38,7 @@ def command(*arguments):
     sys.argv = ["mha-deploy", *arguments]
     main()
 
-told = []
+reported = []
 for kind, arguments in json.loads(sys.argv[1]):
     out, err, code = io.StringIO(), io.StringIO(), 0
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -49,8 +49,8 @@ for kind, arguments in json.loads(sys.argv[1]):
         except BaseException:
             traceback.print_exc()
             code = 1
-    told.append({"code": code, "out": out.getvalue(), "err": err.getvalue()})
-print(json.dumps({"steps": told, "modules": sorted(sys.modules)}))
+    reported.append({"code": code, "out": out.getvalue(), "err": err.getvalue()})
+print(json.dumps({"steps": reported, "modules": sorted(sys.modules)}))
 """
 
 
@@ -76,5 +76,7 @@ def run_all(*steps, before="", **settings):
     given = json.dumps([[kind, list(map(str, arguments))] for kind, *arguments in steps])
     done = python(before + _RUN_ALL, given, **settings)
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout.splitlines()[-1])
-    return SimpleNamespace(steps=[SimpleNamespace(**each) for each in told["steps"]], modules=told["modules"])
+    reported = json.loads(done.stdout.splitlines()[-1])
+    return SimpleNamespace(
+        steps=[SimpleNamespace(**each) for each in reported["steps"]], modules=reported["modules"]
+    )

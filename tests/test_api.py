@@ -386,10 +386,10 @@ def test_the_docstrings_do_what_they_say(tmp_path, monkeypatch):
     tests = {test.name: test for test in doctest.DocTestFinder().find(api, "api", globs={"md": md})}
     first = tests.pop("api.export")  # writes the bundle of all others
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
-    told = []
+    reported = []
     for test in (first, *tests.values()):
-        runner.run(test, out=told.append)
-    assert runner.summarize(verbose=False).failed == 0, "".join(told)
+        runner.run(test, out=reported.append)
+    assert runner.summarize(verbose=False).failed == 0, "".join(reported)
     without = [name for name in api.__all__ if name[0].islower() and not _examples(tests, first, name)]
     assert without == []
 

@@ -111,16 +111,16 @@ def test_every_install_command_names_an_extra_that_exists():
 
 
 def test_the_report_is_plain_data():
-    facts = examine()
-    assert json.loads(json.dumps(facts)) == facts
-    assert set(facts) == {"versions", "runtimes", "gpus", "can"}
-    assert facts["can"] == {
+    found = examine()
+    assert json.loads(json.dumps(found)) == found
+    assert set(found) == {"versions", "runtimes", "gpus", "can"}
+    assert found["can"] == {
         "export": True,
         "validate": True,
         "build-engine": importlib.util.find_spec("tensorrt_rtx") is not None,
         "run-engines": bool(gpus()),
     }
-    assert all((row["install"] is None) == row["works"] for row in facts["runtimes"])
+    assert all((row["install"] is None) == row["works"] for row in found["runtimes"])
 
 
 def test_export_needs_all_of_its_packages_and_validation_one_of_its_runtimes():

@@ -155,7 +155,7 @@ class _Guarded:
         return self._stream.fileno()
 
     def _drop(self) -> None:
-        """Write the rest to nowhere: a reader that has seen enough is no error."""
+        """Write the rest to nowhere: a reader that stops early is no error."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self._stream.fileno())
         os.close(nowhere)

@@ -383,7 +383,7 @@ _WIDTH, _HEIGHT = 620.0, 264.0
 # The error of one token is a small sample, and hundreds of them hide each other: from so many steps on, the
 # curve is the median of some of them, over a faint line through all.
 _POOLED_FROM, _POOLS = 64, 24
-_MARKS = 12  # of a curve at most, to tell it by without its colour, and to point at
+_MARKS = 12  # of a curve at most, to recognise it without its colour, and to point at
 
 Errors = Sequence[float | None]
 

@@ -309,15 +309,15 @@ def environment(found: Data, model: Data | None) -> list[Part]:
         ]
     machine += [("driver", found["driver"] or NOTHING), ("platform", found["platform"])]
     versions = {"Python": found["python"], **{k: v for k, v in found["versions"].items() if k != "python"}}
-    parts: list[Part] = [("heading", "Machine"), ("facts", machine)]
-    parts += [("heading", "Versions"), ("facts", list(versions.items()))]
+    parts: list[Part] = [("heading", "Machine"), ("pairs", machine)]
+    parts += [("heading", "Versions"), ("pairs", list(versions.items()))]
     if model is not None:
         known = [("bundle", model["bundle"]), ("manifest SHA-256", model["bundle_sha256"])]
         known.append(("origin of weights", model["weights"]))
         spec = [
             (key, _value(value)) for key, value in model["spec"].items() if key not in ("name", "summary")
         ]
-        parts += [("heading", "Model"), ("facts", known + spec)]
+        parts += [("heading", "Model"), ("pairs", known + spec)]
     return parts
 
 
@@ -348,8 +348,8 @@ def ordered_findings(data: Data, present: Iterable[str]) -> list[dict[str, str]]
     return found
 
 
-def key_facts(data: Data) -> list[tuple[str, str | list[str]]]:
-    """The run in a few facts."""
+def key_figures(data: Data) -> list[tuple[str, str | list[str]]]:
+    """The run in a few figures."""
     gpu, outputs = (
         data["environment"]["gpu"],
         [run for run in data["parity"] if run["cases"] != tables.LAYERS],
@@ -418,7 +418,7 @@ def report_page(data: Data) -> str:
         title=f"{word}: {model['name']} {model['precision']}",
         report=plain,
         findings=ordered_findings(plain, [section.name for section in sections]),
-        facts=key_facts(plain),
+        figures=key_figures(plain),
         sections=sections,
         absent=absent,
         look=look,

@@ -78,9 +78,9 @@ g (float[B,4,S,8] q, float[B,4,S,8] k, float[B,4,S,8] v) => (float[B,4,S,8] y)
 def test_talking_heads_beside_a_plain_attention_are_the_exit_code(tmp_path, run_cli):
     onnx.save(onnx.parser.parse_model(TALKING), tmp_path / "in.onnx")
     done = run_cli("fuse", tmp_path / "in.onnx", "-o", tmp_path / "out.onnx", "--json")
-    told = json.loads(done.out)
+    reported = json.loads(done.out)
     assert done.code == 1
-    assert (told["complete"], len(told["fused"]), [each["name"] for each in told["unfused"]]) == (
+    assert (reported["complete"], len(reported["fused"]), [each["name"] for each in reported["unfused"]]) == (
         False,
         1,
         ["p"],
@@ -89,10 +89,12 @@ def test_talking_heads_beside_a_plain_attention_are_the_exit_code(tmp_path, run_
 
 def test_json(source, tmp_path, run_cli):
     done = run_cli("fuse", source, "-o", tmp_path / "out.onnx", "--json")
-    told = json.loads(done.out)
-    assert (told["complete"], told["unfused"]) == (True, [])
-    assert told["file"] == str(tmp_path / "out.onnx")
-    assert told["fused"][0] | {"name": "weights", "Hq": 4, "Hkv": 4, "mask": "none"} == told["fused"][0]
+    reported = json.loads(done.out)
+    assert (reported["complete"], reported["unfused"]) == (True, [])
+    assert reported["file"] == str(tmp_path / "out.onnx")
+    assert (
+        reported["fused"][0] | {"name": "weights", "Hq": 4, "Hkv": 4, "mask": "none"} == reported["fused"][0]
+    )
 
 
 def test_nothing_is_overwritten_unasked(source, tmp_path, run_cli, refused):

@@ -1,4 +1,4 @@
-"""`models`, `inspect`, `analyze` and `doctor` print the same facts for people and for machines."""
+"""`models`, `inspect`, `analyze` and `doctor` print the same results for people and for machines."""
 
 import json
 
@@ -200,12 +200,12 @@ def test_inputs_without_heads_are_refused(run_cli, tmp_path):
 
 def test_doctor_json(run_cli):
     done = run_cli("doctor", "--json")
-    facts = json.loads(done.out)
+    found = json.loads(done.out)
     assert done.code == 0
-    assert facts["can"]["export"]
-    assert facts["can"]["validate"]
-    assert {row["name"] for row in facts["runtimes"]} >= {"PyTorch", "ONNX", "ONNX Runtime", "matplotlib"}
-    assert all(row["works"] for row in facts["runtimes"] if row["name"] in ("PyTorch", "ONNX Runtime"))
+    assert found["can"]["export"]
+    assert found["can"]["validate"]
+    assert {row["name"] for row in found["runtimes"]} >= {"PyTorch", "ONNX", "ONNX Runtime", "matplotlib"}
+    assert all(row["works"] for row in found["runtimes"] if row["name"] in ("PyTorch", "ONNX Runtime"))
 
 
 def test_doctor_text(run_cli):

@@ -102,7 +102,7 @@ def test_versions_bound_the_rules() -> None:
     assert "computed-mask" not in rules(node(mask=("fp16", ("B", 1, "S", "S"))), TRT_8)
     assert "computed-mask" not in rules(node(is_causal=1), TRT_10)
     assert "grouped-heads" not in rules(node(Q, GROUPED), TRT_10)
-    # Windows and lengths become plain products on 8.6: nothing is ignored there.
+    # Windows and lengths become plain matmuls on 8.6: nothing is ignored there.
     assert "window" not in rules(node(opset=25, left_window_size=8), TRT_8)
 
 

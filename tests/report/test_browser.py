@@ -42,12 +42,12 @@ addEventListener("load", () => {
   const latency = captions.find((each) => each.textContent.startsWith("Latency")).parentNode;
   latency.querySelectorAll("thead th")[1].click();
   const order = [...latency.tBodies[0].rows].slice(1).map((row) => Number(row.cells[1].dataset.v));
-  const facts = {
+  const measured = {
     charts, wrong, order,
     fetched: performance.getEntriesByType("resource").length,
     width: document.documentElement.scrollWidth, view: document.documentElement.clientWidth,
   };
-  document.documentElement.dataset.facts = JSON.stringify(facts);
+  document.documentElement.dataset.measured = JSON.stringify(measured);
 });
 </script>
 """
@@ -64,11 +64,11 @@ def dumped(page, folder):
 
 
 @pytest.fixture(scope="module")
-def facts(tmp_path_factory):
+def measured(tmp_path_factory):
     """Measurements of a copy of the page, whose policy lets the test's script run."""
     page = re.sub(r"<meta http-equiv[^>]*>", "", report_page(fresh("passing")))
     document, _ = dumped(page.replace("<title>", MEASURE + "<title>", 1), tmp_path_factory.mktemp("measured"))
-    found = re.search(r'data-facts="([^"]*)"', document)
+    found = re.search(r'data-measured="([^"]*)"', document)
     assert found, document[:500]
     return json.loads(found.group(1).replace("&quot;", '"').replace("&lt;", "<").replace("&amp;", "&"))
 
@@ -84,26 +84,26 @@ def test_a_hostile_page_is_read_without_a_complaint(tmp_path):
     assert [line for line in log.splitlines() if "CONSOLE" in line] == []
 
 
-def test_nothing_is_fetched_and_nothing_goes_wrong(facts):
-    assert facts["fetched"] == 0
-    assert facts["wrong"] == []
+def test_nothing_is_fetched_and_nothing_goes_wrong(measured):
+    assert measured["fetched"] == 0
+    assert measured["wrong"] == []
 
 
-def test_every_chart_is_drawn(facts):
-    kinds = [chart["kind"] for chart in facts["charts"]]
+def test_every_chart_is_drawn(measured):
+    kinds = [chart["kind"] for chart in measured["charts"]]
     counts = {
         kind: kinds.count(f"chart {kind}") for kind in ("bars", "sweep", "roofline", "heatmap", "decode")
     }
     assert counts == {"bars": 6, "sweep": 5, "roofline": 1, "heatmap": 2, "decode": 1}
-    for chart in facts["charts"]:
+    for chart in measured["charts"]:
         left, top, right, bottom = chart["box"]
         assert right - left > 300
         assert bottom - top > 100
         assert chart["marks"] > 7
 
 
-def test_no_word_of_a_chart_is_cut_off(facts):
-    for chart in facts["charts"]:
+def test_no_word_of_a_chart_is_cut_off(measured):
+    for chart in measured["charts"]:
         left, top, right, bottom = chart["box"]
         for word in chart["words"]:
             x1, y1, x2, y2 = word["box"]
@@ -111,8 +111,8 @@ def test_no_word_of_a_chart_is_cut_off(facts):
             assert inside, (chart["kind"], word)
 
 
-def test_no_word_of_a_chart_covers_another(facts):
-    for chart in facts["charts"]:
+def test_no_word_of_a_chart_covers_another(measured):
+    for chart in measured["charts"]:
         words = chart["words"]
         for index, one in enumerate(words):
             for other in words[index + 1 :]:
@@ -124,10 +124,10 @@ def overlap(a, b):
     return min(a[2], b[2]) - max(a[0], b[0]) > 1 and min(a[3], b[3]) - max(a[1], b[1]) > 4
 
 
-def test_a_narrow_page_scrolls_inside_its_containers(facts):
-    assert facts["width"] <= facts["view"]
+def test_a_narrow_page_scrolls_inside_its_containers(measured):
+    assert measured["width"] <= measured["view"]
 
 
-def test_a_heading_sorts_its_table(facts):
-    assert len(facts["order"]) == 8
-    assert facts["order"] == sorted(facts["order"])
+def test_a_heading_sorts_its_table(measured):
+    assert len(measured["order"]) == 8
+    assert measured["order"] == sorted(measured["order"])

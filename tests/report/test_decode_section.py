@@ -72,8 +72,8 @@ def test_a_layer_with_a_cache_misses_it():
 def test_a_right_trace_is_reported_in_one_row():
     report = decoded()
     text = words(section(report_of(report.to_dict())))
-    told = f"replay 1.0 passed steps prompts of 5, 2 and 7 {STEPS} – {report.share:.0%}"
-    assert f"{told} {report.growth:.2f}× {report.eager_growth:.2f}×" in text
+    reported = f"replay 1.0 passed steps prompts of 5, 2 and 7 {STEPS} – {report.share:.0%}"
+    assert f"{reported} {report.growth:.2f}× {report.eager_growth:.2f}×" in text
     assert "first wrong step" not in text
 
 
@@ -114,7 +114,7 @@ def test_a_trace_without_a_step_has_no_chart():
 
 
 @pytest.mark.parametrize(
-    ("prompt", "told"),
+    ("prompt", "reported"),
     [
         ([7], "a prompt of 7"),
         ([7, 7], "2 prompts of 7"),
@@ -123,8 +123,8 @@ def test_a_trace_without_a_step_has_no_chart():
         ([], "no prompt"),
     ],
 )
-def test_prompts_in_words(prompt, told):
-    assert prompts_text(prompt) == told
+def test_prompts_in_words(prompt, reported):
+    assert prompts_text(prompt) == reported
 
 
 def test_a_wrong_cache_behind_right_steps_is_the_first_wrong_place():

@@ -44,10 +44,10 @@ def between(text, start, end):
     return text.split(start, 1)[1].split(end, 1)[0]
 
 
-@pytest.mark.parametrize(("wrong", "told"), [((), "3/3"), ((1,), "2/3")])
-def test_the_facts_say_how_many_attentions_are_right(wrong, told):
+@pytest.mark.parametrize(("wrong", "reported"), [((), "3/3"), ((1,), "2/3")])
+def test_the_figures_say_how_many_attentions_are_right(wrong, reported):
     text = words(report_page(module_report(wrong=wrong)))
-    assert f"attention module, {told} attentions right" in text
+    assert f"attention module, {reported} attentions right" in text
     assert "checked 5 of 5 outputs right" in text
 
 

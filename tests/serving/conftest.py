@@ -24,7 +24,7 @@ def served(bundles, tmp_path, monkeypatch):
     opened = []
 
     def serve(name, *, bundle=None, **handlers):
-        monkeypatch.setattr(isolation, "enabled", isolation.enabled)  # loading a served model turns it off
+        monkeypatch.setattr(isolation, "enabled", isolation.enabled)  # loading a served model disables it
         package = md.package(
             bundle or bundles(name), tmp_path / "models", backends=["ort-cpu"], overwrite=True
         )
