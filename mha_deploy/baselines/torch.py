@@ -317,13 +317,13 @@ class UserModels:
     @exit_as_error()
     def _calls_sdpa(self) -> bool:
         try:
-            with torch.inference_mode(), _Listener() as listener:
+            with torch.inference_mode(), _Detector() as detector:
                 self._user.module(**self._user.examples)
         except Exception as error:  # whatever the user's code raises
             got = f"{place_of_error(error)}: {type(error).__name__}: {error}"
             hint = "create tensors on the device of the inputs, as in torch.arange(n, device=x.device)"
             raise DeployError(f"The module does not run on {self.device}.", got=got, hint=hint) from error
-        return listener.heard
+        return detector.detected
 
 
 class _Flat(nn.Module):
@@ -338,17 +338,17 @@ class _Flat(nn.Module):
             return tuple(tensors_in(self.module(**inputs)))
 
 
-class _Listener(TorchFunctionMode):
-    """Hears whether PyTorch's fused attention is called."""
+class _Detector(TorchFunctionMode):
+    """Detects whether PyTorch's fused attention is called."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.heard = False
+        self.detected = False
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
     ) -> Any:
-        self.heard = self.heard or func is F.scaled_dot_product_attention
+        self.detected = self.detected or func is F.scaled_dot_product_attention
         return func(*args, **(kwargs or {}))
 
 
@@ -386,9 +386,8 @@ class TorchRunner(GpuRunner):
         self.inputs = _tensor_infos(models.spec.inputs, models.precision)
         self.outputs = _tensor_infos(models.spec.outputs, models.precision)
         self._module: Callable[..., Any] = models.in_service(self._baseline)
-        self._served = (
-            self._module if self._baseline.tuned and isinstance(self._module, ServedLayer) else None
-        )
+        is_served = self._baseline.tuned and isinstance(self._module, ServedLayer)
+        self._served: Any = self._module if is_served else None
         if self._baseline.compiled:
             # fullgraph: what cannot be compiled is an error, not a return to eager.
             mode = "max-autotune-no-cudagraphs" if self._baseline.autotune else None
@@ -408,7 +407,13 @@ class TorchRunner(GpuRunner):
         before = torch.cuda.memory_allocated()
         with torch.inference_mode(), torch.cuda.stream(self._torch_stream):
             with self._explained():
-                calls = self._calls(feeds, slots)
+                arguments = [self._arguments(feeds) for _ in range(slots)]
+                for _ in range(_WARM_UP):  # what is set up at the first call must not be captured
+                    self._call(arguments[0])
+                torch.cuda.synchronize()
+                # One for all: the graphs never run at the same time.
+                pool = torch.cuda.graph_pool_handle() if self.graph else None
+                calls = [_Call(partial(self._call, own), pool, self._torch_stream) for own in arguments]
                 for call in calls:  # every slot holds a result from here on
                     call.launch()
                 torch.cuda.synchronize()
@@ -422,15 +427,6 @@ class TorchRunner(GpuRunner):
             finally:
                 torch.cuda.synchronize()
 
-    def _calls(self, feeds: Arrays, slots: int) -> list[_Call]:
-        arguments = [self._arguments(feeds) for _ in range(slots)]
-        for _ in range(_WARM_UP):  # what is set up at the first call must not be captured
-            self._call(arguments[0])
-        torch.cuda.synchronize()
-        # One for all: the graphs never run at the same time.
-        pool = torch.cuda.graph_pool_handle() if self.graph else None
-        return [_Call(partial(self._call, own), pool, self._torch_stream) for own in arguments]
-
     def _call(self, arguments: dict[str, Tensor]) -> Outputs:
         kernel = self._baseline.kernel
         if self._baseline.compiled:  # a kernel is compiled in
@@ -443,7 +439,7 @@ class TorchRunner(GpuRunner):
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Turn what PyTorch raises, with the warnings in which it says why, into one error."""
+        """Make one error of what PyTorch raises and of the warnings with its reasons."""
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:

@@ -199,13 +199,13 @@ class _OnnxSource(Source):
 
     def _output_dims(self) -> dict[str, tuple[Dim, ...]]:
         """The dimensions of the outputs as sums of axes and numbers, found by running the file."""
-        seen = []
+        measured = []
         for start in (0, 1):
             # Every axis and every sum of two axes has a size of its own, if possible.
             wanted = {n: axis.min + 1 + start + 3 * i for i, (n, axis) in enumerate(self.axes.items())}
             sizes = {n: min(wanted[n], axis.max) for n, axis in self.axes.items()}
             try:
-                seen.append((sizes, self._session.run(self.draw(f"shape {start}", sizes))))
+                measured.append((sizes, self._session.run(self.draw(f"shape {start}", sizes))))
             except DeployError as error:
                 what = "The file does not run at these sizes."
                 hint = "--axis NAME=N for an axis that is fixed in the file, --input NAME=FILE.npy"
@@ -213,7 +213,7 @@ class _OnnxSource(Source):
         dims = {}
         for value in self.original.graph.outputs:
             name = str(value.name)
-            shapes = [(sizes, got[name].shape) for sizes, got in seen]
+            shapes = [(sizes, got[name].shape) for sizes, got in measured]
             dims[name] = tuple(
                 _dim(name, [(sizes, shape[axis]) for sizes, shape in shapes], self.axes)
                 for axis in range(len(shapes[0][1]))
@@ -265,21 +265,21 @@ def _named_axes(
     return dims, axes
 
 
-def _dim(name: str, seen: list[tuple[dict[str, int], int]], axes: Mapping[str, Axis]) -> Dim:
-    found = {size for _, size in seen}
+def _dim(name: str, measured: list[tuple[dict[str, int], int]], axes: Mapping[str, Axis]) -> Dim:
+    found = {size for _, size in measured}
     for axis in axes:
-        if all(sizes[axis] == size for sizes, size in seen) and axes[axis].is_dynamic:
+        if all(sizes[axis] == size for sizes, size in measured) and axes[axis].is_dynamic:
             return axis
     if len(found) == 1:
         return found.pop()
     for first in axes:
         for second in axes:
-            if first != second and all(sizes[first] + sizes[second] == size for sizes, size in seen):
+            if first != second and all(sizes[first] + sizes[second] == size for sizes, size in measured):
                 return f"{first}+{second}"
-        more = {size - sizes[first] for sizes, size in seen}
+        more = {size - sizes[first] for sizes, size in measured}
         if len(more) == 1 and min(more) > 0:
             return f"{first}+{more.pop()}"
-    got = "; ".join(f"{size} at {sizes_name(sizes)}" for sizes, size in seen)
+    got = "; ".join(f"{size} at {sizes_name(sizes)}" for sizes, size in measured)
     hint = "--axis NAME=N fixes an axis"
     raise ExportError(f"A size of output {name} is not a sum of axes and numbers.", got=got, hint=hint)
 

@@ -300,7 +300,7 @@ def open_user_module(
     found = load_factory(model, seed=seed) if isinstance(model, str) else load_deployable(model)
     loaded = found.with_axes(axes or {})
     module = loaded.module
-    isolation.own.add(loaded.factory)  # the user named it, or said that it may run
+    isolation.own.add(loaded.factory)  # the user named it, or allowed it to run
     notes = () if weights is None else _load_weights(module, weights, prefix)
     tensors = (*module.named_parameters(), *module.named_buffers())
     if empty := [name for name, tensor in tensors if tensor.is_meta]:

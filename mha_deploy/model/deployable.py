@@ -50,7 +50,7 @@ class Deployable:
         module: The module; it is exported in evaluation mode.
         inputs: An example of every input, by the name of the parameter of `forward`.
         axes: The sizes of every named axis: `min:opt:max` as text, three numbers, or an `Axis`. Name the
-            batch B: rows of a batch are then also tried in other places.
+            batch B: batch elements are then also tried in other places.
         outputs: Names of the outputs, where `forward` does not name them.
         kv_cache: For a decoder: each input that holds cached keys or values, and the output that takes its
             place in the next call, such as {"past_key": "present_key"}. The input has an axis of its own for

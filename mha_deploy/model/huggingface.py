@@ -169,7 +169,7 @@ def _part(name: str) -> tuple[str, tuple[str, str] | None]:
 
 CONFIG = "config.json"
 
-# Architectures with causal self attention, and those that look both ways. The names are `model_type`.
+# Architectures by `model_type`: with causal self attention, and with attention in both directions.
 _DECODERS = (
     *("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "gemma", "gemma2", "phi", "phi3"),
     *("cohere", "opt", "granite", "starcoder2", "stablelm", "olmo", "falcon", "gpt_neox", "gptj"),

@@ -341,7 +341,7 @@ class GroupedMlp:
 class Rope:
     """Rotary position embedding: pairs of numbers are rotated by an angle that grows with the position."""
 
-    base: float = 10000.0  # base of the geometric row of frequencies
+    base: float = 10000.0  # base of the geometric series of frequencies
     dims: int | None = None  # how many numbers of a head are rotated, its first ones; default: all D
     # Whether the pairs are neighbours, (0, 1), (2, 3), …; otherwise they are (j, j + dims/2).
     interleaved: bool = False

@@ -25,8 +25,8 @@ def padding_mask(key_lengths: Tensor, T: int) -> Tensor:
 def seen_from(positions: Tensor, T: int, window: int | None = None) -> Tensor:
     """A query at position p attends to keys 0..p, or the last `window`. [..., S] -> bool [..., S, T]."""
     keys, queries = torch.arange(T, device=positions.device), positions[..., None]
-    seen = keys <= queries
-    return seen if window is None else seen & (keys > queries - window)
+    visible = keys <= queries
+    return visible if window is None else visible & (keys > queries - window)
 
 
 def causal_mask(S: int, T: int, device: torch.device, past: int = 0, window: int | None = None) -> Tensor:
@@ -48,7 +48,7 @@ def alibi_bias(Hq: int, S: int, T: int) -> Tensor:
     """Attention with linear biases: -m_h · |s - t|, with m_h = 2^(-8(h+1)/Hq). float64 [1, Hq, S, T].
 
     Press et al., "Train Short, Test Long", 2021. The symmetric form, so that it also serves layers that
-    look both ways; under a causal mask it equals the paper's.
+    attend in both directions; under a causal mask it equals the paper's.
     """
     slopes = 2.0 ** (-8.0 * torch.arange(1, Hq + 1, dtype=torch.float64) / Hq)
     distance = (torch.arange(S)[:, None] - torch.arange(T)[None, :]).abs()
@@ -394,7 +394,7 @@ class Attention(nn.Module):
             heads, keys, values = attend_static(q, (k, v), (key_cache, value_cache), lengths, window, layout)
             return self.combine(heads, query), keys, values
         keys, values = write_entries(key_cache, k, positions), write_entries(value_cache, v, positions)
-        valid = [merge_heads(valid_entries(rows, lengths + S)) for rows in (keys, values)]
+        valid = [merge_heads(valid_entries(each, lengths + S)) for each in (keys, values)]
         mask = seen_from(positions, T, self.spec.window)[:, None]
         heads, _ = attend(q, valid[0], valid[1], mask, self._layout(causal=False), self.path)
         return self.combine(heads, query), keys, values
@@ -439,8 +439,8 @@ def write_entries(cache: Tensor, new: Tensor, positions: Tensor) -> Tensor:
 
 def valid_entries(cache: Tensor, ends: Tensor) -> Tensor:
     """The cache with zeros from `ends[b]` on: a weight of 0 times what memory held, say NaN, is not 0."""
-    rows = torch.arange(cache.shape[2], device=cache.device)
-    return cache.masked_fill((rows >= ends[:, None])[:, None, :, None], 0.0)
+    entries = torch.arange(cache.shape[2], device=cache.device)
+    return cache.masked_fill((entries >= ends[:, None])[:, None, :, None], 0.0)
 
 
 def check_room(lengths: Tensor, S: int, T: int) -> None:

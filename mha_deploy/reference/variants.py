@@ -53,7 +53,7 @@ class HeadMixAttention(Attention):
     def combine(self, heads: Tensor, query: Tensor) -> Tensor:
         """Mix the heads of each token, then project. [B, S, Hq·D] -> [B, S, E]."""
         spec = self.spec
-        tokens = heads.reshape(-1, spec.Hq, spec.D)  # [B·S, Hq, D]: every token is a batch row
+        tokens = heads.reshape(-1, spec.Hq, spec.D)  # [B·S, Hq, D]: every token is a batch element
         layout = Heads(Hq=1, Hkv=1, scale=1.0 / math.sqrt(spec.D))
         mixed, _ = attend(self.mix_q(tokens), self.mix_k(tokens), self.mix_v(tokens), None, layout, self.path)
         return self.o(mixed.reshape(heads.shape))

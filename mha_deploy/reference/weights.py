@@ -52,12 +52,12 @@ def pack_projections(state: StateDict) -> dict[str, Tensor]:
 
 def unpack_projections(state: StateDict, spec: AttentionSpec) -> dict[str, Tensor]:
     """Split a `qkv` matrix into q, k and v; what is separate already stays."""
-    rows = [spec.Hq * spec.D, spec.Hkv * spec.D, spec.Hkv * spec.D]
+    widths = [spec.Hq * spec.D, spec.Hkv * spec.D, spec.Hkv * spec.D]
     separate = {name: tensor for name, tensor in state.items() if not name.startswith("qkv.")}
     for suffix in ("weight", "bias"):
         stacked = state.get(f"qkv.{suffix}")
         if stacked is not None:
-            parts = stacked.split(rows)
+            parts = stacked.split(widths)
             separate.update({f"{name}.{suffix}": part for name, part in zip("qkv", parts, strict=True)})
     return separate
 
@@ -107,10 +107,10 @@ def _separated(
     spec: AttentionSpec, parts: Mapping[tuple[str, str], Tensor], notes: list[str]
 ) -> dict[str, Tensor]:
     """Split and transpose what is stacked, and add the biases that only some projections have."""
-    rows = {"q": spec.Hq * spec.D, "k": spec.Hkv * spec.D, "v": spec.Hkv * spec.D}
-    stacked = sum(rows.values())
+    widths = {"q": spec.Hq * spec.D, "k": spec.Hkv * spec.D, "v": spec.Hkv * spec.D}
+    stacked = sum(widths.values())
     given = parts.get(("qkv", "weight"))
-    # GPT-2's Conv1D holds matrices the other way round.
+    # GPT-2's Conv1D holds matrices transposed.
     transposed = given is not None and tuple(given.shape) == (spec.E, stacked) and stacked != spec.E
     state: dict[str, Tensor] = {}
     for (role, kind), tensor in parts.items():
@@ -124,7 +124,7 @@ def _separated(
             got = f"{tensor.shape[0]} rows"
             raise DeployError("The stacked projection does not fit the heads.", got=got, hint=hint)
         if role == "qkv":
-            split = dict(zip("qkv", tensor.split(list(rows.values())), strict=True))
+            split = dict(zip("qkv", tensor.split(list(widths.values())), strict=True))
         else:
             shared = spec.Hq // spec.Hkv
             groups = tensor.unflatten(0, (spec.Hkv, shared + 2, spec.D))
@@ -133,7 +133,7 @@ def _separated(
         state |= {f"{name}.{kind}": part.contiguous() for name, part in split.items()}
     if spec.bias:
         missing = [name for name in "qkvo" if f"{name}.bias" not in state]
-        sizes = {**rows, "o": spec.E}
+        sizes = {**widths, "o": spec.E}
         state |= {f"{name}.bias": torch.zeros(sizes[name]) for name in missing}
         if missing:
             notes.append(f"no bias in the checkpoint for {', '.join(missing)}: zeros")
