@@ -1,4 +1,4 @@
-"""A captured trace is true: its oracle is the layer without a cache, its eager results are stepped."""
+"""A captured trace is true: its oracle is the layer without a cache, its eager results are decoded."""
 
 from dataclasses import replace
 
@@ -65,11 +65,12 @@ def test_decode_loop_rounds_and_nothing_else(cache, precision):
             assert 0 < error.relative_l2 < 10 * PRECISIONS[precision].roundoff
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     "changes", [{}, {"rope": None}, {"window": 3}, {"softcap": 1.5}, {"projections": "packed"}]
 )
 @pytest.mark.parametrize("cache", CACHES)
-def test_the_oracle_is_what_stepping_in_fp64_gives(cache, changes):
+def test_the_oracle_is_what_decoding_in_fp64_gives(cache, changes):
     trace, spec = captured(cache, "fp16", **changes), layer(cache, **changes)
     exact = build_module(spec, weights=module_of(spec).state_dict(), dtype=torch.float64)
     for row in range(3):
@@ -83,7 +84,7 @@ def test_the_oracle_is_what_stepping_in_fp64_gives(cache, changes):
 
 
 @pytest.mark.parametrize("cache", CACHES)
-def test_eager_is_the_module_fed_as_a_stepper_is(cache):
+def test_eager_is_the_module_fed_token_by_token(cache):
     trace, module = captured(cache, "fp32"), module_of(layer(cache), "fp32")
     decoder = Decoder(module, 3)
     counts = torch.from_numpy(trace.prompt) if cache == "preallocated" else None
