@@ -134,7 +134,7 @@ class Child:
             trust = (isolation.trust_code, isolation.own)
             _send(self._pipe, (function, arguments, os.getcwd(), limit + _GRACE_S, trust))
             while True:
-                while not self._pipe.poll(1.0):
+                while not self._pipe.poll(min(1.0, max(0.0, deadline - time.monotonic()))):
                     # A process that the child started may keep the connection open after the child's end.
                     if not self.is_alive:
                         raise EOFError

@@ -39,9 +39,8 @@ def _runtime() -> Any:
     try:
         from cuda.bindings import runtime
     except (ImportError, OSError) as error:
-        raise BackendUnavailable(
-            "NVIDIA's cuda-bindings are not installed.", got=error, hint='pip install "mha-deploy[cuda]"'
-        ) from error
+        problem, hint = "NVIDIA's cuda-bindings are not installed.", 'pip install "mha-deploy[cuda]"'
+        raise BackendUnavailable(problem, got=error, hint=hint) from error
     return runtime
 
 
@@ -56,21 +55,19 @@ def _call(function: str, *arguments: Any) -> Any:
 @cache
 def open_gpu() -> Gpu:
     """The GPU; refused without bindings, driver or GPU."""
+    problem, hint = "There is no CUDA GPU to run on.", "mha-deploy doctor"
     if gpus_are_hidden():
-        raise BackendUnavailable(
-            "There is no CUDA GPU to run on.",
-            got=f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']!r}",
-            hint="unset CUDA_VISIBLE_DEVICES, or set it to the index of a GPU",
-        )
+        got = f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']!r}"
+        hint = "unset CUDA_VISIBLE_DEVICES, or set it to the index of a GPU"
+        raise BackendUnavailable(problem, got=got, hint=hint)
     try:
         count = _call("cudaGetDeviceCount")
     except CudaError as error:
-        hint = "mha-deploy doctor"
         if "InsufficientDriver" in str(error.got):
             hint = "an NVIDIA driver, or cuda-bindings 12 where the driver is older than CUDA 13"
-        raise BackendUnavailable("There is no CUDA GPU to run on.", got=error.got, hint=hint) from error
+        raise BackendUnavailable(problem, got=error.got, hint=hint) from error
     if not count:
-        raise BackendUnavailable("There is no CUDA GPU to run on.", got="0 devices", hint="mha-deploy doctor")
+        raise BackendUnavailable(problem, got="0 devices", hint=hint)
     _call("cudaSetDevice", 0)
     properties = _call("cudaGetDeviceProperties", 0)
     name = properties.name
@@ -118,9 +115,8 @@ class Buffer:
     def upload(self, array: np.ndarray, stream: Stream) -> None:
         """Copy an array to the device; the array must live until the stream has done so."""
         if array.nbytes != self.nbytes or not array.flags.c_contiguous:
-            raise CudaError(
-                "The array does not fit the buffer.", got=f"{array.nbytes} of {self.nbytes} bytes"
-            )
+            got = f"{array.nbytes} of {self.nbytes} bytes"
+            raise CudaError("The array does not fit the buffer.", got=got)
         _copy(self.address, array.ctypes.data, self.nbytes, "HostToDevice", stream)
 
     def copy_from(self, other: Buffer, stream: Stream) -> None:
@@ -129,17 +125,10 @@ class Buffer:
 
     def copy_2d(self, other: Buffer, copy: Copy2D, stream: Stream) -> None:
         """Copy pieces of another buffer into this one."""
-        _call(
-            "cudaMemcpy2DAsync",
-            self.address + copy.target,
-            copy.target_pitch,
-            other.address + copy.source,
-            copy.source_pitch,
-            copy.width,
-            copy.height,
-            _runtime().cudaMemcpyKind.cudaMemcpyDeviceToDevice,
-            stream.raw,
-        )
+        target, source = self.address + copy.target, other.address + copy.source
+        places = (target, copy.target_pitch, source, copy.source_pitch)
+        kind = _runtime().cudaMemcpyKind.cudaMemcpyDeviceToDevice
+        _call("cudaMemcpy2DAsync", *places, copy.width, copy.height, kind, stream.raw)
 
     def download(self, shape: tuple[int, ...], dtype: np.dtype, stream: Stream) -> np.ndarray:
         """Copy the beginning of the buffer to a new array, and wait for it."""
@@ -265,8 +254,7 @@ class Conditions:
     memory_mhz: int | None = None
     temperature_c: int | None = None
     power_w: float | None = None
-    throttled_by: tuple[str, ...] = ()
-    """Why the clocks were throttled; empty where they were not."""
+    throttled_by: tuple[str, ...] = ()  # why the clocks were throttled; empty where they were not
 
 
 def read_conditions(gpu: Gpu) -> Conditions:
@@ -294,7 +282,7 @@ def read_conditions(gpu: Gpu) -> Conditions:
         temperature_c=query("nvmlDeviceGetTemperature", pynvml.NVML_TEMPERATURE_GPU),
         power_w=None if power is None else power / 1000.0,
         throttled_by=tuple(
-            words for words, bit in _HELD_BACK.items() if (reasons or 0) & getattr(pynvml, bit, 0)
+            why for why, bit in _HELD_BACK.items() if (reasons or 0) & getattr(pynvml, bit, 0)
         ),
     )
 

@@ -73,24 +73,17 @@ def entry_copies(cache: CacheShape, lengths: np.ndarray, S: int) -> list[Copy2D]
     there is one for each batch element.
     """
     entry = cache.D * cache.dtype.itemsize
-    whole = Copy2D(
-        target=int(lengths[0]) * entry,
-        target_pitch=cache.T * entry,
-        source=0,
-        source_pitch=S * entry,
-        width=S * entry,
-        height=cache.B * cache.Hkv,
-    )
-    if (lengths == lengths[0]).all():
-        return [whole]
+    together = bool((lengths == lengths[0]).all())
     return [
-        replace(
-            whole,
+        Copy2D(
             target=(b * cache.Hkv * cache.T + int(length)) * entry,
+            target_pitch=cache.T * entry,
             source=b * cache.Hkv * S * entry,
-            height=cache.Hkv,
+            source_pitch=S * entry,
+            width=S * entry,
+            height=cache.Hkv * (cache.B if together else 1),
         )
-        for b, length in enumerate(lengths)
+        for b, length in enumerate(lengths[:1] if together else lengths)
     ]
 
 
@@ -107,11 +100,9 @@ def cache_copies(feeds: Arrays, outputs: Iterable[str]) -> list[tuple[str, str, 
 def refuse_overflow(lengths: np.ndarray, S: int, T: int) -> None:
     """Refuse new entries that the cache has no room for; padding is written as well, and counts."""
     if (lengths < 0).any() or (lengths + S > T).any():
-        raise DeployError(
-            "The new tokens do not fit into the cache.",
-            got=f"lengths {lengths.tolist()}, {S} new tokens, {T} entries",
-            hint=f"lengths from 0 to {T - S}, or a cache with more entries",
-        )
+        got = f"lengths {lengths.tolist()}, {S} new tokens, {T} entries"
+        hint = f"lengths from 0 to {T - S}, or a cache with more entries"
+        raise DeployError("The new tokens do not fit into the cache.", got=got, hint=hint)
 
 
 def check_room(feeds: Arrays) -> None:
@@ -249,8 +240,7 @@ class StepCall:
 
     tensors: Mapping[str, DeviceTensor]
     on_host: Mapping[str, np.ndarray] = field(default_factory=dict)
-    varies: bool = False
-    """Whether the next call has other shapes."""
+    varies: bool = False  # whether the next call has other shapes
 
     def shapes(self, names: Iterable[str]) -> dict[str, Shape]:
         """The shapes of some of the tensors."""
@@ -269,8 +259,7 @@ class Launcher(ABC):
     stream: Stream
     inputs: Mapping[str, TensorInfo]
     outputs: Mapping[str, TensorInfo]
-    in_place: bool
-    """Whether the output of a preallocated cache is the memory of its input."""
+    in_place: bool  # whether the output of a preallocated cache is the memory of its input
 
     def most_tokens(self, B: int) -> int | None:
         """How many tokens of each of B batch elements one call takes; None: as many as the cache."""
@@ -339,30 +328,26 @@ class DecodeLoop(Closing):
         check_feeds({"x": self._launcher.inputs["x"]}, {"x": x})
         B, S = x.shape[:2]
         if B != self._cache.B or not S:
-            raise DeployError(
-                "The tokens have another shape.",
-                got=x.shape,
-                hint=f"{self._cache.B} batch elements, each with at least one token",
-            )
+            hint = f"{self._cache.B} batch elements, each with at least one token"
+            raise DeployError("The tokens have another shape.", got=x.shape, hint=hint)
         advance = np.full(B, S, np.int32) if counts is None else counts.astype(np.int32)
         if advance.shape != (B,) or (advance < 0).any() or (advance > S).any():
-            raise DeployError(
-                "The counts are not those of these tokens.", got=counts, hint=f"0 to {S} a batch element"
-            )
+            hint = f"0 to {S} a batch element"
+            raise DeployError("The counts are not those of these tokens.", got=counts, hint=hint)
         if self._varies and (advance != S).any():
-            raise DeployError(
-                "The batch elements of a dynamic KV cache have one length.",
-                got=f"counts {advance.tolist()}",
-                hint=f"{S} each",
-            )
+            problem, got = "The batch elements of a dynamic KV cache have one length.", advance.tolist()
+            raise DeployError(problem, got=f"counts {got}", hint=f"{S} each")
         refuse_overflow(self.lengths, S, self._cache.T)
         frame, tokens = self._frame(S), np.ascontiguousarray(x)
         frame.tensors["x"].buffer.upload(tokens, self._stream)
         if LENGTHS in self._launcher.inputs:
             self._lengths.buffer.upload(self.lengths, self._stream)
         frame.clear_outputs()
-        self._launcher.launch(self._call(frame, S, self.lengths), again=S == 1)
-        self._copy_entries(frame, S, self.lengths)
+        self._launcher.launch(self._call(frame, S), again=S == 1)
+        if self._form is EngineCache.ENTRIES:
+            for tensor, entries in zip(self._held, ENTRIES, strict=True):
+                for copy in entry_copies(self._cache, self.lengths, S):
+                    tensor.buffer.copy_2d(frame.tensors[entries].buffer, copy, self._stream)
         output = frame.tensors["output"].download(self._stream)
         self._held, self._spare = self._spare, self._held
         self.lengths = self.lengths + advance
@@ -385,9 +370,9 @@ class DecodeLoop(Closing):
             frame.tensors["x"].buffer.fill(0, self._stream)
         return self._frames[S]
 
-    def _call(self, frame: CallTensors, S: int, lengths: np.ndarray) -> StepCall:
-        """The call at these lengths: the tokens, and the cache as it goes in and comes out."""
-        past, tensors = int(lengths[0]), dict(frame.tensors)
+    def _call(self, frame: CallTensors, S: int) -> StepCall:
+        """The next call: the tokens, and the cache as it goes in and comes out."""
+        past, tensors = int(self.lengths[0]), dict(frame.tensors)
         read: Sequence[DeviceTensor] = self._held
         written: Sequence[DeviceTensor] = self._spare
         if self._varies:
@@ -399,19 +384,12 @@ class DecodeLoop(Closing):
             tensors |= zip(self._form.outputs, written, strict=True)
         on_host = {}
         if TOTAL_LENGTH in self._launcher.inputs:
-            on_host[TOTAL_LENGTH] = total_length(lengths, S, self._cache.T)
+            on_host[TOTAL_LENGTH] = total_length(self.lengths, S, self._cache.T)
         return StepCall(tensors=tensors, on_host=on_host, varies=self._varies)
 
     def _cut(self, tensors: Iterable[DeviceTensor], length: int) -> tuple[DeviceTensor, ...]:
         """The first entries of the buffers, as caches of that length."""
         return tuple(replace(tensor, shape=self._cache.first(length)) for tensor in tensors)
-
-    def _copy_entries(self, frame: CallTensors, S: int, lengths: np.ndarray) -> None:
-        """Queue the copies of new entries to their places, where the layer returns them."""
-        if self._form is EngineCache.ENTRIES:
-            for tensor, entries in zip(self._held, ENTRIES, strict=True):
-                for copy in entry_copies(self._cache, lengths, S):
-                    tensor.buffer.copy_2d(frame.tensors[entries].buffer, copy, self._stream)
 
     def cache(self) -> tuple[np.ndarray, np.ndarray]:
         """Copies of keys and values, [B, Hkv, T, D]; of a dynamic cache [B, Hkv, length, D]."""
@@ -456,17 +434,14 @@ def open_decode_loop(launcher: Launcher, *, B: int, T: int | None = None) -> Dec
         batch, Hkv, entries, D = info.dims
         T = entries if T is None and isinstance(entries, int) else T
         if T is None:
-            raise DeployError(
-                "The maximum length of the dynamic KV cache is missing.", got="T = None", hint="give T"
-            )
+            problem = "The maximum length of the dynamic KV cache is missing."
+            raise DeployError(problem, got="T = None", hint="give T")
         if any(isinstance(dim, int) and size != dim for size, dim in ((B, batch), (T, entries))):
-            raise DeployError(
-                "The layer has a cache of another size.", got=f"B={B}, T={T}", hint=str(info.dims)
-            )
+            got = f"B={B}, T={T}"
+            raise DeployError("The layer has a cache of another size.", got=got, hint=str(info.dims))
         if not isinstance(Hkv, int) or not isinstance(D, int) or B < 1:
-            raise DeployError(
-                "The cache has no fixed heads, or no batch elements.", got=f"B={B}, {info.dims}"
-            )
+            got = f"B={B}, {info.dims}"
+            raise DeployError("The cache has no fixed heads, or no batch elements.", got=got)
         loop = DecodeLoop(launcher, form, CacheShape(B=B, Hkv=Hkv, T=T, D=D, dtype=info.dtype), E)
         owned.pop_all()
         return loop

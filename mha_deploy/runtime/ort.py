@@ -59,15 +59,15 @@ def session_options(ort: Any, graph: ir.Model, *, level: str) -> Any:
 
 def inputs_and_outputs(session: Any) -> tuple[dict[str, TensorInfo], dict[str, TensorInfo]]:
     """The inputs and outputs of a session."""
-    inputs: dict[str, TensorInfo] = {}
-    outputs: dict[str, TensorInfo] = {}
-    for tensors, infos in ((session.get_inputs(), inputs), (session.get_outputs(), outputs)):
-        for tensor in tensors:
-            dtype = DTYPES.get(tensor.type.removeprefix("tensor(").removesuffix(")"))
-            if dtype is None:
-                raise DeployError("A tensor of the graph has a type that is not supported here.", got=tensor)
-            infos[tensor.name] = TensorInfo(dtype=dtype, dims=tuple(tensor.shape))
-    return inputs, outputs
+
+    def info(tensor: Any) -> TensorInfo:
+        dtype = DTYPES.get(tensor.type.removeprefix("tensor(").removesuffix(")"))
+        if dtype is None:
+            raise DeployError("A tensor of the graph has a type that is not supported here.", got=tensor)
+        return TensorInfo(dtype=dtype, dims=tuple(tensor.shape))
+
+    inputs = {tensor.name: info(tensor) for tensor in session.get_inputs()}
+    return inputs, {tensor.name: info(tensor) for tensor in session.get_outputs()}
 
 
 def run_bound(ort: Any, session: Any, feeds: Arrays, outputs: Mapping[str, TensorInfo]) -> dict[str, Any]:
@@ -104,6 +104,10 @@ def first_line(error: BaseException) -> str:
 # -- ONNX Runtime, on the CPU ----------------------------------------------------------------------
 
 
+_NO_KERNEL = "ONNX Runtime has no CPU kernel for a node of this graph."
+_NO_BFLOAT16 = "--backend onnx-reference (ONNX Runtime's CPU kernels have no bfloat16)"
+
+
 class OrtCpuRunner(Runner):
     """A graph in ONNX Runtime with the CPU provider and no other."""
 
@@ -118,12 +122,12 @@ class OrtCpuRunner(Runner):
             self._session = ort.InferenceSession(upcast, options, providers=["CPUExecutionProvider"])
         except Exception as error:  # ONNX Runtime raises types of its own that share no base
             if "NOT_IMPLEMENTED" in str(error):
-                raise _no_bfloat16(first_line(error)) from error
+                raise BackendUnavailable(_NO_KERNEL, got=first_line(error), hint=_NO_BFLOAT16) from error
             raise DeployError("ONNX Runtime cannot load the graph.", got=first_line(error)) from error
         self.name = f"ort-cpu {ort.__version__}"
         self.inputs, self.outputs = inputs_and_outputs(self._session)
         if any(info.dtype.name == "bfloat16" for info in (*self.inputs.values(), *self.outputs.values())):
-            raise _no_bfloat16("an input or output of the graph")
+            raise BackendUnavailable(_NO_KERNEL, got="an input or output of the graph", hint=_NO_BFLOAT16)
 
     def _run(self, feeds: Arrays) -> dict[str, np.ndarray]:
         names = list(self.outputs)
@@ -137,14 +141,6 @@ class OrtCpuRunner(Runner):
         del self._session
 
 
-def _no_bfloat16(got: str) -> BackendUnavailable:
-    return BackendUnavailable(
-        "ONNX Runtime has no CPU kernel for a node of this graph.",
-        got=got,
-        hint="--backend onnx-reference (ONNX Runtime's CPU kernels have no bfloat16)",
-    )
-
-
 # -- One call of ONNX Runtime whose inputs and outputs are bound to memory of the device -----------
 
 NO_CAPTURE = -1  # an id that ONNX Runtime never captures; 0 is its own
@@ -153,12 +149,9 @@ NO_CAPTURE = -1  # an id that ONNX Runtime never captures; 0 is its own
 # flow (two wordings), an operator or option that does not support it, a capture that never ends; and CUDA's
 # own error for a kernel that waits or allocates meanwhile.
 _REFUSALS = (
-    "cannot use the graph capture feature",
-    "cannot use the cuda graph feature",
-    "not supported when graph capture is enabled",
-    "graph capture did not complete",
-    "not permitted when stream is capturing",
-    "failed due to a previous error during capture",
+    *("cannot use the graph capture feature", "cannot use the cuda graph feature"),
+    *("not supported when graph capture is enabled", "graph capture did not complete"),
+    *("not permitted when stream is capturing", "failed due to a previous error during capture"),
 )
 
 
@@ -225,11 +218,9 @@ def refuse_without_cuda(ort: Any) -> None:
         return
     if (Path(ort.__file__).parent / "capi" / _LIBRARIES[-1]).exists():
         raise dropped_provider(ort)
-    raise BackendUnavailable(
-        f"ONNX Runtime {ort.__version__} has no CUDA provider: it is the package for CPUs.",
-        got=", ".join(providers),
-        hint='pip uninstall onnxruntime, then pip install "mha-deploy[ort-gpu]"',
-    )
+    problem = f"ONNX Runtime {ort.__version__} has no CUDA provider: it is the package for CPUs."
+    hint = 'pip uninstall onnxruntime, then pip install "mha-deploy[ort-gpu]"'
+    raise BackendUnavailable(problem, got=", ".join(providers), hint=hint)
 
 
 def dropped_provider(ort: Any) -> BackendUnavailable:
@@ -257,9 +248,8 @@ def nodes_on_cpu(session: Any) -> list[tuple[str, str]]:
     """Operators and names of the nodes that a session runs on the CPU, where ONNX Runtime reports it."""
     assignment = getattr(session, "get_provider_graph_assignment_info", None)
     if assignment is None:
-        raise BackendUnavailable(
-            "This ONNX Runtime does not report which nodes run on the CPU.", hint="onnxruntime-gpu>=1.24"
-        )
+        problem = "This ONNX Runtime does not report which nodes run on the CPU."
+        raise BackendUnavailable(problem, hint="onnxruntime-gpu>=1.24")
     parts = [part for part in assignment() if part.ep_name == _CPU]
     return [(node.op_type, node.name) for part in parts for node in part.get_nodes()]
 
@@ -274,11 +264,9 @@ def refuse_work_on_cpu(nodes: Iterable[tuple[str, str]], graph: ir.Model) -> Non
         if operator not in _SHAPE_OPERATORS or any(t.is_floating_point() for t in types.get(name, ()))
     ]
     if work:
-        raise DeployError(
-            "ONNX Runtime would run nodes on the CPU: its CUDA provider has no kernels for them.",
-            got=", ".join(f"{operator} {name}".strip() for operator, name in work),
-            hint="another precision, another dialect, or --backend ort-cpu",
-        )
+        problem = "ONNX Runtime would run nodes on the CPU: its CUDA provider has no kernels for them."
+        got = ", ".join(f"{operator} {name}".strip() for operator, name in work)
+        raise DeployError(problem, got=got, hint="another precision, another dialect, or --backend ort-cpu")
 
 
 # -- The runner ------------------------------------------------------------------------------------
@@ -286,8 +274,7 @@ def refuse_work_on_cpu(nodes: Iterable[tuple[str, str]], graph: ir.Model) -> Non
 # Changes the layout of nodes on the CPU, does nothing on a GPU, and crashes on x86-64 (1.31.1).
 CPU_LAYOUT = "NchwcTransformer"
 
-WARM_UP = 2
-"""How often a call runs before it is timed, the first time to be captured."""
+WARM_UP = 2  # how often a call runs before it is timed, the first time to be captured
 
 
 class OrtCudaRunner(GpuRunner):
@@ -352,21 +339,18 @@ class OrtCudaRunner(GpuRunner):
     def _run(self, feeds: Arrays) -> dict[str, np.ndarray]:
         check_room(feeds)
         try:
-            if self.aliases:
-                return self._run_in_place(feeds)
-            return run_bound(self.ort, self.session, feeds, self.outputs)
+            if not self.aliases:
+                return run_bound(self.ort, self.session, feeds, self.outputs)
+            # Each cache output in the memory of its input: later entries stay as they were.
+            likes = {name: feeds[self.aliases.get(name, "x")] for name in self.outputs}
+            with self._bound(self.session, feeds, likes, NO_CAPTURE) as (memory, run):
+                run.launch()
+                self.stream.synchronize()
+                return memory.download(self.outputs)
         except DeployError:
             raise
         except Exception as error:
             raise DeployError("ONNX Runtime failed on these inputs.", got=first_line(error)) from error
-
-    def _run_in_place(self, feeds: Arrays) -> dict[str, np.ndarray]:
-        """Run with each cache output in the memory of its input: later entries stay as they were."""
-        likes = {name: feeds[self.aliases.get(name, "x")] for name in self.outputs}
-        with self._bound(self.session, feeds, likes, NO_CAPTURE) as (memory, run):
-            run.launch()
-            self.stream.synchronize()
-            return memory.download(self.outputs)
 
     @contextmanager
     def _bound(

@@ -131,6 +131,7 @@ def engines(bundles, tmp_path_factory):
     return engine
 
 
+@pytest.mark.sweep(1)
 @CACHED
 def test_an_engine_has_both_profiles_and_is_fused_in_both(engines, name):
     manifest = open_engine(engines(name).path).manifest
@@ -145,6 +146,7 @@ def test_an_engine_has_both_profiles_and_is_fused_in_both(engines, name):
     assert manifest.is_in_precision
 
 
+@pytest.mark.sweep(1)
 @CACHED
 def test_inspect_names_the_profiles(engines, run_cli, name):
     done = run_cli("inspect", engines(name).path)

@@ -32,10 +32,12 @@ def test_bfloat16_goes_in_and_comes_out(bundles):
         assert runner.name == f"onnx-reference {onnx.__version__}"
         assert runner.inputs["x"].dtype == ml_dtypes.bfloat16
         assert runner.inputs["key_lengths"].dtype == np.int32
-        for case in golden_cases(bundle):
+        small = [case for case in golden_cases(bundle) if case.inputs["x"].size <= 8192]
+        assert any((case.inputs["key_lengths"] == 0).any() for case in small), "one has a query without keys"
+        for case in small:
             output = runner.run(case.inputs)["output"]
             assert output.dtype == ml_dtypes.bfloat16
-            assert np.isfinite(output.astype(np.float64)).all(), "also the row that has no key"
+            assert np.isfinite(output.astype(np.float64)).all()
 
 
 def test_inputs_are_checked(bundles):
@@ -97,8 +99,8 @@ def test_a_graph_that_never_ends_is_ended_alone(tmp_path, monkeypatch):
     path.write_bytes(onnx.helper.make_model(graph).SerializeToString())
     with md.open_runner(path, backend="onnx-reference") as runner:
         assert runner.run({"trips": np.array(3), "yes": np.array(True)})["y"] == 3
-        monkeypatch.setattr(isolation, "limit_s", 2.0)
-        with pytest.raises(DeployError, match="did not answer within 2 s"):
+        monkeypatch.setattr(isolation, "limit_s", 0.25)
+        with pytest.raises(DeployError, match=r"did not answer within 0\.25 s"):
             runner.run({"trips": np.array(10**12), "yes": np.array(True)})
 
 

@@ -1,6 +1,7 @@
 """ONNX Runtime on the CPU: right where it has kernels, and plain about where it has none."""
 
 import platform
+import sys
 
 import numpy as np
 import onnx
@@ -73,6 +74,14 @@ def test_bfloat16_is_refused_with_the_backend_that_has_it(bundles):
     assert caught.value.exit_code == 3
 
 
+def test_without_onnx_runtime_its_installation_is_the_advice(bundles, monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)  # as an import that fails
+    with pytest.raises(BackendUnavailable, match="ONNX Runtime is not installed") as caught:
+        open_runner("ort-cpu", bundles("tiny-gqa").model_path)
+    assert caught.value.hint == 'pip install "mha-deploy[ort]"'
+
+
+@pytest.mark.slow
 def test_a_machine_without_onnx_runtime_is_advised_how_to_install_it(bundles):
     done = python(OPEN, bundles("tiny-gqa").model_path, blocked=("onnxruntime",))
     assert done.returncode == 3, done.stderr
