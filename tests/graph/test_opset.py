@@ -8,9 +8,14 @@ from attention_models import attention, random_feeds
 from conformance import run_in_ort
 from onnx import TensorProto, helper
 
-from mha_deploy.graph.lower import lower
+from mha_deploy.graph.lower import lower, opset
 from mha_deploy.graph.lower.call import LoweringError
-from mha_deploy.graph.lower.opset import to_opset
+
+
+def to_opset(model: ir.Model, version: int) -> ir.Model:
+    copy = model.clone()
+    opset.to_opset(copy, version)
+    return copy
 
 
 def one_node(node: onnx.NodeProto, opset: int, outputs: int = 1, **constants: list[int]) -> ir.Model:
@@ -86,13 +91,6 @@ def test_a_node_that_cannot_go_down_is_named(node: onnx.NodeProto, reason: str) 
     assert caught.value.node == "late_7"
     assert caught.value.feature == f"{node.op_type} in opset 17"
     assert "opset=None" in str(caught.value)
-
-
-def test_the_model_is_not_changed() -> None:
-    model = one_node(helper.make_node("ReduceMax", ["x", "axes"], ["y"]), 23, axes=[1])
-    before = ir.to_proto(model).SerializeToString(deterministic=True)
-    to_opset(model, 17)
-    assert ir.to_proto(model).SerializeToString(deterministic=True) == before
 
 
 def test_an_old_model_stays_as_it_is() -> None:

@@ -9,13 +9,18 @@ import pytest
 from conformance import run_in_ort
 from onnx import TensorProto, helper, numpy_helper
 
-from mha_deploy.graph.lower import lower
+from mha_deploy.graph.lower import lower, opset
 from mha_deploy.graph.lower.call import LoweringError
-from mha_deploy.graph.lower.opset import to_opset
 from mha_deploy.graph.rules import check_operators, target_from
 
 SHAPE = (2, 3, 8)
 X = np.random.default_rng(5).standard_normal(SHAPE).astype(np.float32)
+
+
+def to_opset(model: ir.Model, version: int) -> ir.Model:
+    copy = model.clone()
+    opset.to_opset(copy, version)
+    return copy
 
 
 def graph_of(*nodes, opset=23, kind=TensorProto.FLOAT, shape=SHAPE, **constants):

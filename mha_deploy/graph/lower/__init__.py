@@ -139,7 +139,9 @@ def lower(model: ir.Model, dialect: str, **options: Any) -> ir.Model:
     if chosen.finish is not None:
         chosen.finish(lowered, settings)
     opset = getattr(settings, "opset", None)
-    return lowered if opset is None else infer_shapes(to_opset(lowered, opset, dialect=dialect))
+    if opset is not None and (to_opset(lowered, opset, dialect=dialect) or chosen.finish is not None):
+        infer_shapes(lowered)
+    return lowered
 
 
 def _rewrite(lowered: ir.Model, chosen: Dialect, settings: Any, dialect: str) -> None:

@@ -9,7 +9,14 @@ import onnx
 import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass
 
-from mha_deploy.graph.ir import NodeBuilder, constant_ints, input_at, is_op, node_name, replace_node
+from mha_deploy.graph.ir import (
+    NodeBuilder,
+    constant_ints,
+    input_at,
+    is_op,
+    node_name,
+    replace_node,
+)
 from mha_deploy.graph.lower.call import LoweringError
 
 # -- How an operator is written before an opset: its new output, or None where it stays ------------
@@ -144,30 +151,30 @@ _NEWER_VALUES = {
 }
 
 
-def to_opset(model: ir.Model, version: int, *, dialect: str = "primitives") -> ir.Model:
-    """A copy of a model that needs no opset newer than `version`; `dialect` is named in messages.
+def to_opset(model: ir.Model, version: int, *, dialect: str = "primitives") -> bool:
+    """Let a model, which is changed, need no opset newer than `version`; whether it has new nodes.
 
     Raises:
         LoweringError: A node cannot be written in that opset.
     """
-    result = model.clone()
-    current = result.opset_imports.get("", version)
+    current = model.opset_imports.get("", version)
     if current <= version:
-        return result
-    if result.functions:
-        InlinePass()(result)
-    seen: set[str | None] = set()
-    for node in result.graph.all_nodes():  # the new nodes are named after the old ones
+        return False
+    if model.functions:
+        InlinePass()(model)
+    nodes, seen, changed = list(model.graph.all_nodes()), set[str | None](), False
+    for node in nodes:  # the new nodes are named after the old ones
         if node.name in seen and node.outputs:
             node.name = node.outputs[0].name
         seen.add(node.name)
-    for node in list(result.graph.all_nodes()):
+    for node in nodes:
         for since, names, rewrite in _REWRITES:
             if version < since and is_op(node, *names):
                 b = NodeBuilder(node_name(node))
                 if (y := rewrite(node, b)) is not None:
                     replace_node(node, b, {0: y})
-    for node in result.graph.all_nodes():
+                    changed = True
+    for node in model.graph.all_nodes():
         problem = _problem(node, current, version) if node.domain == "" else None
         if problem is not None:
             raise LoweringError(
@@ -178,10 +185,10 @@ def to_opset(model: ir.Model, version: int, *, dialect: str = "primitives") -> i
                 hint=f"opset=None keeps the model's own opset, for a target newer than opset {version}",
             )
         node.version = None
-    result.graph.opset_imports[""] = version
-    imports = [onnx.helper.make_opsetid(*item) for item in result.opset_imports.items()]
-    result.ir_version = min(result.ir_version, onnx.helper.find_min_ir_version_for(imports, True))
-    return result
+    model.graph.opset_imports[""] = version
+    imports = [onnx.helper.make_opsetid(*item) for item in model.opset_imports.items()]
+    model.ir_version = min(model.ir_version, onnx.helper.find_min_ir_version_for(imports, True))
+    return changed
 
 
 def _problem(node: ir.Node, current: int, version: int) -> str | None:
