@@ -2,21 +2,15 @@
 
 import torch
 
-from mha_deploy.errors import DeployError
-
 
 class Decoder:
     """Feeds a layer with a cache new tokens, and keeps the keys, values and lengths of its B sequences."""
 
     def __init__(self, module, B):
         spec, parameter = module.spec, next(module.parameters())
-        if spec.cache == "none":
-            raise DeployError(
-                f"{spec.name} has no cache to decode with.", got="cache = none", hint='cache = "dynamic"'
-            )
+        entries = spec.axes["T"].max if spec.cache == "preallocated" else 0
         self.module = module
-        rows = spec.axes["T"].max if spec.cache == "preallocated" else 0
-        self.keys = parameter.new_zeros(B, spec.Hkv, rows, spec.D)
+        self.keys = parameter.new_zeros(B, spec.Hkv, entries, spec.D)
         self.values = torch.zeros_like(self.keys)
         self.lengths = torch.zeros(B, dtype=torch.int32, device=parameter.device)
 
@@ -26,16 +20,9 @@ class Decoder:
         Of a preallocated cache, `counts` [B] of them may be real, with padding behind them. The output at
         padding means nothing.
         """
+        held = {"past_key": self.keys, "past_value": self.values}
         if self.module.spec.cache == "preallocated":
             held = {"key_cache": self.keys, "value_cache": self.values, "lengths": self.lengths}
-        elif counts is None:
-            held = {"past_key": self.keys, "past_value": self.values}
-        else:
-            raise DeployError(
-                "The batch elements of a dynamic cache have one length.",
-                got="counts",
-                hint='cache = "preallocated"',
-            )
         output, self.keys, self.values = self.module(x, **held)
         self.lengths = self.lengths + (x.shape[1] if counts is None else counts.to(self.lengths))
         return output

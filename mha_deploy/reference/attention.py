@@ -101,11 +101,12 @@ def attend(
     if path == "onnx":
         return _attend_onnx(q, k, v, mask, heads)
     q, k, v = split_heads(q, heads.Hq), split_heads(k, heads.Hkv), split_heads(v, heads.Hkv)
-    by_hand = path == "plain" or heads.softcap is not None
+    is_fused = path != "plain" and heads.softcap is None
     # PyTorch's fused kernel keeps its weights to itself.
-    weights = _attention_weights(q, k, mask, heads) if by_hand or heads.weights else None
-    out = weights @ _repeat_kv(v, heads) if by_hand else _fused_kernel(q, k, v, mask, heads)
-    return merge_heads(out), weights if heads.weights else None
+    weights = _attention_weights(q, k, mask, heads) if heads.weights or not is_fused else None
+    if is_fused or weights is None:
+        return merge_heads(_fused_kernel(q, k, v, mask, heads)), weights
+    return merge_heads(weights @ _repeat_kv(v, heads)), weights if heads.weights else None
 
 
 def split_heads(x: Tensor, H: int) -> Tensor:
@@ -377,7 +378,7 @@ class Attention(nn.Module):
             heads, keys, values = attend_dynamic(*tensors, (past_key, past_value), mask, layout)
             return self.combine(heads, query), keys, values
         q, k, v = self._new_entries(query, positions)
-        keys, values = append_entries(past_key, k), append_entries(past_value, v)
+        keys, values = torch.cat((past_key, k), dim=2), torch.cat((past_value, v), dim=2)
         heads, _ = attend(q, merge_heads(keys), merge_heads(values), None, layout, self.path)
         return self.combine(heads, query), keys, values
 
@@ -424,11 +425,6 @@ def rotate_heads(spec: AttentionSpec, x: Tensor, cos: Tensor, sin: Tensor) -> Te
 
 
 # -- Keys and values that are kept between calls ---------------------------------------------------
-
-
-def append_entries(past: Tensor, new: Tensor) -> Tensor:
-    """The past, then the new entries. [B, Hkv, P, D], [B, Hkv, S, D] -> [B, Hkv, P+S, D]."""
-    return torch.cat((past, new), dim=2)
 
 
 def write_entries(cache: Tensor, new: Tensor, positions: Tensor) -> Tensor:

@@ -5,7 +5,6 @@
 
 import functools
 import math
-from dataclasses import replace
 
 import numpy as np
 import onnx_ir as ir
@@ -19,7 +18,7 @@ from test_rotary import published_frequencies, turned
 from mha_deploy.errors import DeployError
 from mha_deploy.export.exporter import canonical_from_module
 from mha_deploy.model.spec import AttentionSpec
-from mha_deploy.reference import attention, build_module
+from mha_deploy.reference import build_module
 from mha_deploy.reference.attention import Attention, split_heads
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
@@ -285,126 +284,6 @@ def test_half_precision_steps_within_a_few_roundoffs_of_float64(cache, rope, dty
         assert error / (torch.finfo(dtype).eps / 2) < ALLOWED[dtype]
 
 
-# -- mistakes ----------------------------------------------------------------------------------
-
-
-def forget_the_past(monkeypatch):
-    """Start the diagonal in the upper left corner."""
-    layout, seen = Attention._layout, attention.seen_from
-    monkeypatch.setattr(Attention, "_layout", lambda self, *, causal, past=0: layout(self, causal=causal))
-    monkeypatch.setattr(
-        attention, "seen_from", lambda positions, *rest: seen(positions - positions[:, :1], *rest)
-    )
-
-
-def see_one_more(monkeypatch):
-    """Let the diagonal reach one key too far."""
-    layout, seen = Attention._layout, attention.seen_from
-    monkeypatch.setattr(
-        Attention, "_layout", lambda self, *, causal, past=0: layout(self, causal=causal, past=past + 1)
-    )
-    monkeypatch.setattr(attention, "seen_from", lambda positions, *rest: seen(positions + 1, *rest))
-
-
-def widen_the_window(monkeypatch):
-    """Count the window without the query itself."""
-    layout, seen = Attention._layout, attention.seen_from
-    monkeypatch.setattr(
-        Attention,
-        "_layout",
-        lambda self, **given: replace(layout(self, **given), window=self.spec.window + 1),
-    )
-    monkeypatch.setattr(
-        attention, "seen_from", lambda positions, rows, window: seen(positions, rows, window + 1)
-    )
-
-
-def turn_later(monkeypatch):
-    """Take the position of decoded tokens, not that of the prompt's, one too high."""
-    new_entries = Attention._new_entries
-    monkeypatch.setattr(
-        Attention,
-        "_new_entries",
-        lambda self, query, positions: new_entries(
-            self, query, positions + int(positions.max() >= query.shape[1])
-        ),
-    )
-
-
-def turn_twice(monkeypatch):
-    """Turn the keys of the cache again when they are used, as if it held them before the rotation."""
-    append, valid = attention.append_entries, attention.valid_entries
-
-    def again(rows):
-        tables = attention.rotary_tables(make(rope={}).rope, 16, torch.arange(rows.shape[2]), rows.dtype)
-        return attention.rotate(rows.transpose(1, 2), *tables, interleaved=False).transpose(1, 2)
-
-    monkeypatch.setattr(attention, "append_entries", lambda past, new: append(again(past), new))
-    monkeypatch.setattr(attention, "valid_entries", lambda rows, ends: valid(again(rows), ends))
-
-
-def keep_a_stale_row(monkeypatch):
-    """Leave the last new row of a call unwritten."""
-    append, write = attention.append_entries, attention.write_entries
-
-    def without_last(past, new):
-        stale = past[:, :, -1:] if past.shape[2] else torch.zeros_like(new[:, :, -1:])
-        return append(past, torch.cat((new[:, :, :-1], stale), dim=2))
-
-    monkeypatch.setattr(attention, "append_entries", without_last)
-    monkeypatch.setattr(
-        attention,
-        "write_entries",
-        lambda cache, new, positions: write(cache, new[:, :, :-1], positions[:, :-1]),
-    )
-
-
-def swap_rows(monkeypatch):
-    """Write the new rows of one sequence into the cache of another."""
-    append, write = attention.append_entries, attention.write_entries
-    monkeypatch.setattr(attention, "append_entries", lambda past, new: append(past, new.flip(0)))
-    monkeypatch.setattr(
-        attention,
-        "write_entries",
-        lambda cache, new, positions: write(cache, new.flip(0), positions),
-    )
-
-
-def swap_past_and_new(monkeypatch):
-    """Put the new rows before the past, or one row too early."""
-    append, write = attention.append_entries, attention.write_entries
-    monkeypatch.setattr(attention, "append_entries", lambda past, new: append(new, past))
-    monkeypatch.setattr(
-        attention,
-        "write_entries",
-        lambda cache, new, positions: write(cache, new, (positions - 1).clamp(0)),
-    )
-
-
-MISTAKES = (
-    forget_the_past,
-    see_one_more,
-    widen_the_window,
-    turn_later,
-    turn_twice,
-    keep_a_stale_row,
-    swap_rows,
-    swap_past_and_new,
-)
-
-
-@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
-@pytest.mark.parametrize("cache", CACHES)
-def test_a_mistake_shows_in_the_outputs(monkeypatch, cache, mistake):
-    changes = {"window": 3} if mistake is widen_the_window else {}
-    module, whole = pair(make(cache, {}, **changes))
-    x, sizes = tokens(), [4, 2, 3]
-    wanted = wanted_of(whole, x)  # before the mistake, which may be in what both layers share
-    assert max(errors(module, wanted, x, sizes)) < 1e-12
-    mistake(monkeypatch)
-    assert errors(module, wanted, x, sizes)[0] > 1e-3
-
-
 @pytest.mark.parametrize("cache", CACHES)
 def test_positions_that_are_all_one_too_high_show_only_in_the_cache(monkeypatch, cache):
     """The scores know only distances. Whoever else reads that cache would be off by one."""
@@ -415,18 +294,6 @@ def test_positions_that_are_all_one_too_high_show_only_in_the_cache(monkeypatch,
     output, held = errors(module, wanted, tokens(), [4, 2, 3])
     assert output < 1e-12
     assert held > 1e-3
-
-
-def test_lengths_of_the_wrong_row_show(monkeypatch):
-    module, whole = pair(make("preallocated", {}))
-    feed = Attention._update
-
-    def with_swapped_lengths(self, query, keys, values, lengths):
-        return feed(self, query, keys, values, lengths.flip(0))
-
-    monkeypatch.setattr(Attention, "_update", with_swapped_lengths)
-    outputs, _ = feed_ragged(module, tokens(), [(5, 1, 3), (1, 1, 1)])
-    assert not torch.allclose(outputs[0][5], whole(tokens())[0, 5], atol=1e-3)
 
 
 # -- how a cache is called ---------------------------------------------------------------------
@@ -476,14 +343,6 @@ def test_a_call_without_its_cache_is_refused(cache, missing):
     with pytest.raises(DeployError, match="the call brings none") as caught:
         build_module(make(cache))(tokens(torch.float32))
     assert missing in caught.value.got
-
-
-def test_what_has_no_such_cache_is_refused():
-    with pytest.raises(DeployError, match="has no cache"):
-        Decoder(build_module(make()), B)
-    dynamic = build_module(make("dynamic"))
-    with pytest.raises(DeployError, match="one length"):
-        Decoder(dynamic, B).feed(tokens(torch.float32), torch.ones(B))
 
 
 @pytest.mark.parametrize("cache", CACHES)
