@@ -352,7 +352,8 @@ def budget_from_eager(
     noise, roundoff, width = None, precision.roundoff, oracle.shape[-1] if oracle.ndim else 1
     if oracle.size and eager.dtype.kind not in "iub":
         tiny = smallest_normal(eager.dtype) * roundoff
-        noise = Noise(eager.astype(np.float64) - oracle, oracle, precision, tiny, to_heads)
+        heads = to_heads if oracle.ndim == 3 else None
+        noise = Noise(eager.astype(np.float64) - oracle, oracle, precision, tiny, heads)
     own, factor = measure(eager, oracle), FACTORS[precision.name, precision.accumulate]
     l2 = max(own.relative_l2, _FLOOR_L2 * roundoff)
     wider = max(1.0, fp16_accumulation(width, precision) / l2)
