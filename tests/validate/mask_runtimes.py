@@ -1,4 +1,4 @@
-"""A runtime written from the ONNX specification one head at a time, that can be told to make a mistake.
+"""A runtime written from the ONNX specification one head at a time, that can be made to make a mistake.
 
 It shares nothing with the oracle: where it makes no mistake, the two are checks of each other.
 """

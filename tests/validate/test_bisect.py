@@ -56,7 +56,7 @@ def scale_off(name):
     return change
 
 
-def product_off(block):
+def matmul_off(block):
     """Change the weight of the first matmul behind an attention."""
 
     def change(graph):
@@ -101,7 +101,7 @@ def test_a_wrong_attention_is_found(broken, program, block):
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("block", range(3))
 def test_a_wrong_node_between_two_attentions_is_found(broken, program, block):
-    change = product_off(block)
+    change = matmul_off(block)
     found = bisected(broken(change), program)
     assert found.last_right == ATTENTIONS[block]
     assert found.first_wrong == (ATTENTIONS[block + 1] if block < 2 else None)
@@ -161,8 +161,8 @@ def test_the_command(run_cli, broken, own_bundles, program, monkeypatch):
     wrong = run_cli("bisect", broken(scale_off(ATTENTIONS[1])).path, "--backend", "ort-cpu")
     assert wrong.code == 1
     assert f"FAILED  first at {ATTENTIONS[1]}" in wrong.out
-    told = run_cli("bisect", broken(scale_off(ATTENTIONS[2]), "other").path, "--json")
-    assert json.loads(told.out)["first_wrong"] == ATTENTIONS[2]
+    reported = run_cli("bisect", broken(scale_off(ATTENTIONS[2]), "other").path, "--json")
+    assert json.loads(reported.out)["first_wrong"] == ATTENTIONS[2]
 
 
 def test_what_cannot_be_looked_into_is_refused(refused, own_bundles):

@@ -126,7 +126,7 @@ NO_MEMORY = [DeployError("cudaMalloc failed.", got="no memory"), RuntimeError("c
 
 
 @pytest.mark.parametrize("error", NO_MEMORY, ids=lambda error: type(error).__name__)
-def test_a_stepper_that_cannot_be_opened_has_failed_the_prefill(static, loop, error):
+def test_a_decode_loop_that_cannot_be_opened_has_failed_the_prefill(static, loop, error):
     loop(opening=error)
     result = sit(static, Through(static))
     (report,) = result.decode_reports
@@ -142,7 +142,7 @@ def test_a_stepper_that_cannot_be_opened_has_failed_the_prefill(static, loop, er
 
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("error", NO_MEMORY, ids=lambda error: type(error).__name__)
-def test_a_stepper_that_cannot_be_closed_has_failed_and_its_steps_are_kept(static, loop, error):
+def test_a_decode_loop_that_cannot_be_closed_has_failed_and_its_steps_are_kept(static, loop, error):
     loop(closing=error)
     (report,) = sit(static, Through(static)).decode_reports
     (failure,) = report.failures
@@ -151,7 +151,7 @@ def test_a_stepper_that_cannot_be_closed_has_failed_and_its_steps_are_kept(stati
     assert (len(report.errors), report.first_failed, report.passed) == (40, None, False)
 
 
-def test_a_stepper_that_is_not_empty_is_a_verdict_too(static, monkeypatch):
+def test_a_decode_loop_that_is_not_empty_is_a_verdict_too(static, monkeypatch):
     @contextmanager
     def used(runner, spec, trace):
         yield HostDecodeLoop(runner, spec, trace.B + 1)
@@ -190,7 +190,7 @@ def outside(bundle, profiles):
 
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("profiles", NARROW.values(), ids=NARROW)
-def test_a_trace_outside_the_profiles_is_left_out_and_told(bundle, profiles):
+def test_a_trace_outside_the_profiles_is_left_out_and_reported(bundle, profiles):
     outside(bundle, profiles)
 
 
@@ -205,7 +205,7 @@ def test_every_past_of_a_trace_must_be_in_a_profile(bundles, profiles):
 
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("profiles", [[ALL], [{**ALL, "S": (2, 64)}, {**ALL, "S": (1, 1)}]], ids=len)
-def test_a_trace_inside_the_profiles_is_stepped_through(bundle, profiles):
+def test_a_trace_inside_the_profiles_is_decoded(bundle, profiles):
     result = sit(bundle, Profiled(bundle, *profiles))
     assert [report.passed for report in result.decode_reports] == [True]
     assert (result.outside, result.not_decoded_because) == ((), None)
@@ -213,7 +213,7 @@ def test_a_trace_inside_the_profiles_is_stepped_through(bundle, profiles):
 
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize(("most", "taken"), [(8, True), (16, True), (11, False), (9, True)])
-def test_a_prompt_is_cut_as_the_stepper_says_and_every_piece_must_fit(static, monkeypatch, most, taken):
+def test_a_prompt_is_cut_as_the_decode_loop_says_and_every_piece_must_fit(static, monkeypatch, most, taken):
     """24 tokens by 11 leave 2, which no profile takes; by 9 they leave 6."""
 
     @contextmanager
@@ -228,14 +228,14 @@ def test_a_prompt_is_cut_as_the_stepper_says_and_every_piece_must_fit(static, mo
     assert ("steps" in result.outside) is not taken
 
 
-# -- nobody was stepped ----------------------------------------------------------------------------
+# -- nothing was decoded ----------------------------------------------------------------------------
 
 
 def decode_findings(report):
     return [(finding.level, finding.text) for finding in report.findings if finding.section == "decode"]
 
 
-def test_a_bundle_without_a_trace_is_told_of(static, tmp_path):
+def test_a_bundle_without_a_trace_is_reported(static, tmp_path):
     folder = copy_of(static, tmp_path / "bundle")
     edit_manifest(folder, lambda data: data.update(traces=[]))
     report = validate_bundle(open_bundle(folder), OPTIONS)
@@ -246,7 +246,7 @@ def test_a_bundle_without_a_trace_is_told_of(static, tmp_path):
     assert report.headline.endswith("within budget, not decoded")
 
 
-def test_profiles_that_take_no_trace_are_told_of(static, monkeypatch):
+def test_profiles_that_take_no_trace_are_reported(static, monkeypatch):
     engine = Runtime(
         name="ort-cuda", family=ONNX_RUNTIME, open=lambda: Profiled(static, NARROW["one row"][0])
     )
@@ -258,13 +258,13 @@ def test_profiles_that_take_no_trace_are_told_of(static, monkeypatch):
     assert "not decoded" in report.headline
 
 
-def test_who_was_stepped_and_who_has_no_cache_is_not_warned_of(bundles, static, tmp_path):
+def test_what_decoded_and_what_has_no_cache_is_not_warned_of(bundles, static, tmp_path):
     report = validate_bundle(open_bundle(copy_of(static, tmp_path / "bundle")), OPTIONS)
     assert decode_findings(report) == []
     assert report.headline.endswith("right at all 40 decode steps")
     plain = validate_bundle(open_bundle(copy_of(bundles("tiny-gqa"), tmp_path / "plain")), OPTIONS)
     assert decode_findings(plain) == []
-    assert "stepped" not in plain.headline
+    assert "decode" not in plain.headline
 
 
 # -- times and shares ------------------------------------------------------------------------------

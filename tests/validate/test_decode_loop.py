@@ -76,7 +76,7 @@ def test_the_layer_passes(cache, precision, path):
     ]
     assert {verdict.output for verdict in report.verdicts[-2:]} == {"key", "value"}
     assert len(report.errors) == len(report.eager_errors) == STEPS
-    if path == "sdpa":  # as the eager module was stepped
+    if path == "sdpa":  # as the eager module was decoded
         assert report.errors == report.eager_errors
 
 
@@ -336,7 +336,7 @@ def test_a_trace_that_does_not_fit_is_refused():
     assert not loop.lengths.any()  # nothing was fed
 
 
-def test_a_stepper_must_be_empty_and_have_the_rows_of_the_trace():
+def test_a_decode_loop_must_be_empty_and_have_the_rows_of_the_trace():
     module, trace = captured("preallocated")
     loop = HostDecodeLoop(ModuleRunner(module), module.spec, B)
     loop.feed(trace.prefill(), trace.prompt)
@@ -351,7 +351,7 @@ def test_a_runner_of_another_layer_is_refused():
 
 
 @pytest.mark.parametrize("cache", CACHES)
-def test_a_runner_without_a_cache_of_its_own_is_stepped_from_the_host(cache):
+def test_a_runner_without_a_cache_of_its_own_is_decoded_on_the_host(cache):
     module, trace = captured(cache)
     with open_decode_loop(ModuleRunner(module), module.spec, trace) as loop:
         assert isinstance(loop, HostDecodeLoop)
@@ -377,10 +377,10 @@ def test_the_report_is_plain_data_and_shows_only_the_first_failures():
     assert data["share"] > 1
 
 
-def test_every_step_is_told_before_it_is_run():
-    told = []
-    judged(ModuleRunner(captured("dynamic")[0]), "dynamic", on_step=told.append)
-    assert told == list(range(STEPS + 1))
+def test_every_step_is_reported_before_it_is_run():
+    reported = []
+    judged(ModuleRunner(captured("dynamic")[0]), "dynamic", on_step=reported.append)
+    assert reported == list(range(STEPS + 1))
 
 
 def report_of(errors):

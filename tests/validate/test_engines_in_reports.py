@@ -1,5 +1,7 @@
 """What engines do to a verdict, with stand-ins for engines: this machine may have no GPU to run one on."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from bundle_edit import copy_of
@@ -8,25 +10,36 @@ from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.engine.build import engine_from_bundle
 from mha_deploy.errors import BackendUnavailable, DeployError
+from mha_deploy.model.precision import PRECISIONS
 from mha_deploy.options import EngineOptions, ValidateOptions
-from mha_deploy.runtime.runner import Runner
+from mha_deploy.runtime.cuda import find_gpu
+from mha_deploy.runtime.runner import Runner, TensorInfo
+from mha_deploy.validate import runtimes
+from mha_deploy.validate.evaluate import EvaluationPlan, evaluate
+from mha_deploy.validate.fault import FaultReport
 from mha_deploy.validate.run import validate_bundle
-from mha_deploy.validate.runtimes import RuntimeFinder
+from mha_deploy.validate.runtimes import ONNX_RUNTIME, TENSORRT, Runtime, RuntimeFinder
 
 
 class Stand(Runner):
     """Answers with the eager result of a golden case, times a factor; profiles up to some length."""
 
-    def __init__(self, bundle, *, factor=1.0, longest=1000, name="tensorrt-rtx 1.7"):
-        self.cases = list(golden_cases(bundle))
-        self.factor, self.longest, self.name = factor, longest, name
-        self.inputs, self.outputs = {}, {}
+    def __init__(
+        self, bundle, *, factor=1.0, only=None, fails_at=None, longest=1000, name="tensorrt-rtx 1.7"
+    ):
+        self.cases, self.asked = list(golden_cases(bundle)), []
+        self.factor, self.only, self.fails_at = factor, only, fails_at
+        self.longest, self.name, self.inputs, self.outputs = longest, name, {}, {}
 
     def run(self, feeds):
         for case in self.cases:
             if case.inputs["x"].shape == feeds["x"].shape and np.array_equal(case.inputs["x"], feeds["x"]):
+                self.asked.append(case.name)
+                if case.name == self.fails_at:
+                    raise DeployError("Myelin gave up.", got="cudaMemcpy2DAsync")
+                factor = self.factor if self.only in (None, case.name) else 1.0
                 return {
-                    name: (array.astype(np.float64) * self.factor).astype(array.dtype)
+                    name: (array.astype(np.float64) * factor).astype(array.dtype)
                     for name, array in case.eager.items()
                 }
         raise DeployError("A stand-in knows golden cases only.")
@@ -75,7 +88,7 @@ def test_a_right_engine_passes_and_speaks_in_the_headline(running, bundle):
     assert (engine["ran"], engine["why_not"]) == (True, None)
 
 
-def test_a_wrong_engine_fails_and_somebody_is_blamed(running, bundle, monkeypatch):
+def test_a_wrong_engine_fails_and_the_fault_is_attributed(running, bundle, monkeypatch):
     monkeypatch.setattr("mha_deploy.validate.run.lowered_opener", lambda *given: pytest.fail)
     monkeypatch.setattr(
         "mha_deploy.validate.run.attribute_fault", lambda bundle, cases, opener, accumulate: attributed(cases)
@@ -83,8 +96,6 @@ def test_a_wrong_engine_fails_and_somebody_is_blamed(running, bundle, monkeypatc
     seen = []
 
     def attributed(cases):
-        from mha_deploy.validate.fault import FaultReport
-
         seen.extend(case.name for case in cases)
         return FaultReport(at_fault="fusion", explanation="It is.", trials=())
 
@@ -102,7 +113,7 @@ def test_an_engine_that_was_compared_with_nothing_fails(running, bundle):
     assert "was compared with nothing" in report.headline
 
 
-def test_cases_outside_the_profiles_are_told_and_do_not_fail(running, bundle):
+def test_cases_outside_the_profiles_are_reported_and_do_not_fail(running, bundle):
     report = running(lambda: Stand(bundle, longest=16))
     assert report.passed
     assert ("note", "engine") in levels(report)
@@ -141,7 +152,7 @@ def test_an_engine_of_other_inputs_has_failed(running, bundle):
     assert "could not be run: The inputs have other names." in report.headline
 
 
-def test_somebody_who_is_asked_for_by_name_and_wrong_fails(bundle, monkeypatch):
+def test_a_runtime_requested_by_name_and_wrong_fails(bundle, monkeypatch):
     """A PyTorch baseline too: that it is only a baseline elsewhere is no excuse here."""
     wrong = Stand(bundle, factor=1.5, name="torch eager")
     monkeypatch.setattr(RuntimeFinder, "_open_torch", lambda self, name: wrong)
@@ -151,13 +162,11 @@ def test_somebody_who_is_asked_for_by_name_and_wrong_fails(bundle, monkeypatch):
 
 
 def test_a_graph_that_the_gpu_runtime_refuses_is_judged_on_the_cpu(bundle, monkeypatch):
-    from mha_deploy.validate import runtimes as runtimes
-
     def refuses():
         raise DeployError("ONNX Runtime would run nodes on the CPU.", got="TopK gate")
 
     def graphs(self):
-        cuda = runtimes.Runtime(name="ort-cuda", family="onnxruntime", open=refuses)
+        cuda = Runtime(name="ort-cuda", family="onnxruntime", open=refuses)
         return [cuda, self._graph("ort-cpu")]
 
     monkeypatch.setattr(RuntimeFinder, "graphs", graphs)
@@ -169,8 +178,6 @@ def test_a_graph_that_the_gpu_runtime_refuses_is_judged_on_the_cpu(bundle, monke
 
 
 def test_an_engine_named_with_an_option_must_run(bundle):
-    from mha_deploy.runtime.cuda import find_gpu
-
     if find_gpu() is not None:
         pytest.skip("there is a GPU")
     with pytest.raises(BackendUnavailable, match="cannot run here"):
@@ -180,7 +187,7 @@ def test_an_engine_named_with_an_option_must_run(bundle):
 
 
 @pytest.mark.parametrize("wrong", [False, True])
-def test_only_wrong_numbers_are_blamed_on_somebody(running, bundle, monkeypatch, wrong):
+def test_only_wrong_numbers_are_attributed(running, bundle, monkeypatch, wrong):
     """What could not be run says why itself, and twins take minutes to build."""
     asked = []
 
@@ -200,3 +207,138 @@ def test_only_wrong_numbers_are_blamed_on_somebody(running, bundle, monkeypatch,
     assert "is wrong on 4 of 4 outputs (golden; " in report.headline
     assert "no execution context: Myelin" in report.headline
     assert asked == ([[list(golden_cases(bundle))[1].name]] if wrong else [])
+
+
+# -- one runtime in a plan: what an engine is not built for is left out, what it fails on is a verdict --
+
+
+def verdict(*notes):
+    """What an engine's manifest says of its GEMMs."""
+    return SimpleNamespace(precision=SimpleNamespace(notes=notes))
+
+
+MANIFEST = SimpleNamespace(
+    backend="tensorrt",
+    version="11.4.0",
+    verdict=verdict(),
+    attention={"chosen": "native", "accumulate": "fp16"},
+)
+
+
+@pytest.fixture(scope="module")
+def plain(bundles):
+    return bundles("tiny-gqa")
+
+
+def evaluated(plain, *, engine=True, **options):
+    """What becomes of a stand-in on the golden cases, and the stand-in."""
+    runner, manifest = Stand(plain, **options), plain.manifest
+    runtime = Runtime(
+        name="engine",
+        family=TENSORRT if engine else ONNX_RUNTIME,
+        open=lambda: runner,
+        engine=SimpleNamespace(manifest=MANIFEST) if engine else None,
+    )
+    plan = EvaluationPlan(spec=manifest.spec, precision=manifest.precision, cases={"golden": runner.cases})
+    return evaluate(runtime, plan), runner
+
+
+def test_cases_outside_the_profiles_are_left_out(plain):
+    result, runner = evaluated(plain, longest=16)
+    longer = {case.name for case in runner.cases if case.sizes["S"] > 16}
+    assert longer
+    assert set(result.outside) == longer
+    assert set(runner.asked).isdisjoint(longer)
+    assert result.parity[0].passed
+    assert {each.case for each in result.parity[0].verdicts} == {c.name for c in runner.cases} - longer
+
+
+def test_an_engine_that_gives_up_on_a_case_has_failed_it(plain):
+    result, _ = evaluated(plain, fails_at="odd")
+    (report,) = result.parity
+    assert not report.passed
+    assert result.failed_cases == ["odd"]
+    (failed,) = [each for each in report.verdicts if not each.passed]
+    assert failed.problem == "could not be run: Myelin gave up. cudaMemcpy2DAsync"
+    assert (failed.deviation, failed.share) == (None, None)
+
+
+def test_a_runtime_that_gives_up_is_an_error_and_no_verdict(plain):
+    with pytest.raises(DeployError, match="Myelin gave up"):
+        evaluated(plain, fails_at="odd", engine=False)
+
+
+def test_there_is_a_map_of_the_usual_case_or_of_what_is_wrong(plain):
+    assert [heat.case for heat in evaluated(plain)[0].heatmaps] == ["opt"]
+    wrong, _ = evaluated(plain, factor=2.0, only="odd")
+    assert {heat.case for heat in wrong.heatmaps} == {"odd", "opt"}
+    (odd,) = [heat for heat in wrong.heatmaps if heat.case == "odd"]
+    assert np.nanmax(odd.values) > 0.5
+
+
+# -- the type that a runtime accumulates in -----------------------------------------------------------
+
+ASSUMED = {
+    "8.6": ({"version": "8.6.1"}, "fp16"),
+    "8.6 with the plugin's projections": (
+        {"version": "8.6.1", "attention": {"chosen": "plugin", "accumulate": "fp32"}},
+        "fp32",
+    ),
+    "8.6 with the plugin beside TensorRT's matmuls": (
+        {
+            "version": "8.6.1",
+            "attention": {"chosen": "plugin", "accumulate": "fp32"},
+            "verdict": verdict("24 matmuls accumulate in FP16, the first is h16816gemm"),
+        },
+        "fp16",
+    ),
+    "a newer one": ({}, "fp32"),
+    "a newer one whose kernels say FP16": (
+        {"verdict": verdict("1 matmuls accumulate in FP16, the first is x")},
+        "fp16",
+    ),
+    "kernels that are not known yet": (
+        {"verdict": verdict("the kernels of 3 matmuls are chosen on the device")},
+        "fp16",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ASSUMED)
+def test_the_budget_assumes_the_accumulation_of_the_kernels(name):
+    changes, expected = ASSUMED[name]
+    engine = SimpleNamespace(manifest=SimpleNamespace(**{**vars(MANIFEST), **changes}))
+    runtime = Runtime(name="e", family="tensorrt", open=lambda: None, engine=engine)
+    kind, why = runtime.accumulation(PRECISIONS["fp16"])
+    assert kind == expected
+    assert why
+    assert runtime.accumulation(PRECISIONS["bf16"])[0] == "fp32"
+
+
+@pytest.mark.parametrize("name", ["ort-cpu", "onnx-reference", "eager"])
+def test_runtimes_that_accumulate_in_fp32_have_the_smaller_budget(name):
+    runtime = Runtime(name=name, family="pytorch" if name == "eager" else "onnx", open=lambda: None)
+    kind, why = runtime.accumulation(PRECISIONS["fp16"])
+    assert kind == "fp32"
+    assert name == "eager" or "2048 and 4,095 ones are 6,144" in why
+
+
+def test_a_runner_whose_kernels_lose_the_ones_accumulates_in_fp16(monkeypatch):
+    class Lossy(Runner):
+        def __init__(self):
+            self.name, self.outputs = "lossy 1.0", {}
+            self.inputs = {each: TensorInfo(dtype=np.dtype(np.float16), dims=("M", "N")) for each in "ab"}
+
+        def _run(self, feeds):
+            total = np.float16(0)
+            for a, b in zip(feeds["a"][0], feeds["b"][:, 0], strict=True):
+                total += a * b
+            return {"y": np.full((1, 8), total)}
+
+    runtimes._measured_accumulation.cache_clear()
+    monkeypatch.setattr(runtimes, "open_runner", lambda *given: Lossy())
+    runtime = Runtime(name="ort-cuda", family="onnxruntime", open=lambda: None)
+    kind, why = runtime.accumulation(PRECISIONS["fp16"])
+    runtimes._measured_accumulation.cache_clear()
+    assert kind == "fp16"
+    assert why == "lossy 1.0 accumulates in FP16: 2048 and 4,095 ones are 2,048"

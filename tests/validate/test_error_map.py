@@ -89,7 +89,7 @@ def test_weights_have_their_heads_themselves():
     assert np.argwhere(heat.values).tolist() == [[3, 5]]
 
 
-# -- where heads cannot be told apart ----------------------------------------------------------
+# -- where heads cannot be distinguished ----------------------------------------------------------
 
 SQUARE = RNG.standard_normal((WIDTH, WIDTH))
 
@@ -124,7 +124,7 @@ def test_a_width_that_eight_does_not_divide_has_fewer_groups():
     assert heatmap("b", made_case(output=oracle), "output", oracle, None).values.shape == (4, 3)
 
 
-def test_how_much_rounding_is_amplified_is_told():
+def test_how_much_rounding_is_amplified_is_reported():
     orthogonal = np.linalg.qr(SQUARE)[0]
     case, got = planted(orthogonal)
     assert Projection(weight=orthogonal, heads=HQ).amplification == pytest.approx(1.0)

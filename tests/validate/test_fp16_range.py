@@ -362,7 +362,7 @@ def with_keys(bundle, folder, keys):
     ("keys", "status", "words"),
     [(2048, "ok", None), (2049, "ok", "stops at 2,048"), (70000, "near", "overflows above 65,504")],
 )
-def test_the_largest_sum_a_spec_allows_is_told(bundles, tmp_path, keys, status, words):
+def test_the_largest_sum_a_spec_allows_is_reported(bundles, tmp_path, keys, status, words):
     (node,) = fp16_range(with_keys(bundles("tiny-mha"), tmp_path / "b", keys)).nodes
     about = [each for each in node.findings if "the softmax sums" in each.what]
     assert node.max_keys == keys
@@ -389,15 +389,15 @@ def test_nothing_but_zeros_has_no_headroom_to_tell(bundles, tmp_path):
 
 
 def test_exp_without_its_maximum_is_a_remark(bundles, tmp_path):
-    told = {}
+    reported = {}
     for factor in (0.9, 1.1):
         bundle = with_weights(bundles("tiny-gqa", "fp32"), tmp_path / str(factor), q=factor)
         (node,) = fp16_range(bundle).nodes
-        told[factor] = any("does not subtract the maximum" in each.what for each in node.findings)
+        reported[factor] = any("does not subtract the maximum" in each.what for each in node.findings)
         with np.errstate(over="ignore"):
-            assert told[factor] == bool(np.isinf(np.exp(np.float16(node.figures.exponent))))
+            assert reported[factor] == bool(np.isinf(np.exp(np.float16(node.figures.exponent))))
         assert node.status == "ok"
-    assert told == {0.9: False, 1.1: True}
+    assert reported == {0.9: False, 1.1: True}
 
 
 # -- masks of numbers --------------------------------------------------------------------------

@@ -250,7 +250,7 @@ def test_an_error_at_batch_one_only_is_caught_there_and_nowhere_else(opened):
     assert [check.detail for check in checks if not check.passed] == ["batch 1 instead of 4"]
 
 
-def test_another_rounding_is_told_and_passes(opened):
+def test_another_rounding_is_reported_and_passes(opened):
     spec, cases, runner = opened("tiny-mha")
 
     def last_bit(feeds, got):

@@ -188,15 +188,15 @@ def test_a_mixed_module_is_judged_on_fresh_inputs(own_bundles):
 
 
 @pytest.mark.slow
-def test_an_engine_that_narrows_what_the_graph_keeps_wide_is_told(own_bundles, tmp_path):
+def test_an_engine_that_narrows_what_the_graph_keeps_wide_is_reported(own_bundles, tmp_path):
     pytest.importorskip("tensorrt_rtx")
     bundle = open_bundle(Path(shutil.copytree(own_bundles("overflowing", "auto").path, tmp_path / "copy")))
     engine = engine_from_bundle(bundle, EngineOptions(backend="tensorrt-rtx", targets="89"))
     assert engine.manifest.fused_count == (2, 2)
     narrowed = engine.manifest.verdict.precision.narrowed
     report = validate_bundle(bundle)
-    told = [finding for finding in report.findings if "in fewer bits than the graph" in finding.text]
-    assert bool(told) is bool(narrowed)
+    reported = [finding for finding in report.findings if "in fewer bits than the graph" in finding.text]
+    assert bool(reported) is bool(narrowed)
 
 
 # -- the command line --------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A whole validation without a GPU: the graph is run; engines are built, inspected and told of."""
+"""A whole validation without a GPU: the graph is run; engines are built, inspected and reported."""
 
 import json
 import shutil
@@ -55,7 +55,7 @@ def test_the_graph_is_run_and_the_report_keeps_its_schema(bare):
     assert [heat["case"] for heat in data["heatmaps"]] == ["opt"]
 
 
-def test_an_engine_that_cannot_run_here_is_told_of_and_does_not_fail(with_engine):
+def test_an_engine_that_cannot_run_here_is_reported_and_does_not_fail(with_engine):
     report = validate_bundle(with_engine)
     assert report.passed
     assert names(report) == ["ort-cpu"]
@@ -68,8 +68,8 @@ def test_an_engine_that_cannot_run_here_is_told_of_and_does_not_fail(with_engine
     assert report.outcome == "not verified"
     assert finding.text.startswith("engine tensorrt-rtx was built and inspected, but not run: ")
     assert report.headline.startswith("the graph is right (ort-cpu ")
-    told = "), engine tensorrt-rtx built and inspected, NOT RUN, 1/1 fused, precision: fp16 (verified)"
-    assert report.headline.endswith(told)
+    reported = "), engine tensorrt-rtx built and inspected, NOT RUN, 1/1 fused, precision: fp16 (verified)"
+    assert report.headline.endswith(reported)
 
 
 def test_an_engine_that_is_asked_for_by_name_must_run(with_engine):
