@@ -59,19 +59,14 @@ ABSORBING = -(2.0**29)
 
 @dataclass(frozen=True, kw_only=True)
 class ValueRange:
-    """The range of one tensor over all cases.
+    """The range of one tensor over all cases; NaN and infinities are in none of its numbers.
 
-    NaN, infinities and sentinels (1e30 and beyond, as in masks) are not in `largest`, `highest`, `smallest`.
-
-    Args:
-        largest: Largest magnitude.
-        highest: Largest number; -inf where there was none.
-        smallest: Smallest magnitude that is not 0; None where there was none.
-        sentinel: The sentinel of largest magnitude, with its sign; None where there was none.
+    Sentinels (1e30 and beyond, as in masks) count apart: `sentinel` is the one of largest magnitude, with its
+    sign. `largest` and `smallest` are magnitudes, `smallest` without 0, and `highest` is the largest number.
     """
 
     largest: float = 0.0
-    highest: float = float("-inf")
+    highest: float = -math.inf
     smallest: float | None = None
     sentinel: float | None = None
 
@@ -103,13 +98,20 @@ class Ranges:
     inner: Mapping[str, float]
 
 
-@dataclass(frozen=True, kw_only=True)
-class KeptNode:
-    """A node that is not written in FP16 but in `precision`, `fp32` or `bf16`.
+class Reason(NamedTuple):
+    """Why something is not written in FP16: the kind, the number that decided, and a sentence.
 
-    `kind` is `overflow`, `flushed`, `exact`, `mask`, `operator` or `between`, and `figure` the number that
-    decided, where one did.
+    The kind is `overflow`, `flushed`, `exact`, `mask`, `operator` or `between`.
     """
+
+    kind: str
+    figure: float | None
+    text: str
+
+
+@dataclass(frozen=True)
+class KeptNode:
+    """A node that is not written in FP16 but in `precision`, `fp32` or `bf16`, and why."""
 
     name: str
     op_type: str
@@ -119,7 +121,7 @@ class KeptNode:
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class KeptTensor:
     """A graph input or output that stays in float32, and why."""
 
@@ -128,7 +130,7 @@ class KeptTensor:
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Clamped:
     """A sentinel beyond FP16, and FP16's lowest or highest number that replaces it."""
 
@@ -165,14 +167,12 @@ class PrecisionPlan:
 
     def lines(self) -> list[str]:
         """The plan as text, one sentence a line."""
+        written = ((each, f"{each.found:.6g} is written as {each.written:.6g}") for each in self.clamped)
         return [
             *(f"{each.name} ({each.op_type}) stays {each.precision}: {each.reason}" for each in self.kept),
             *(f"input {each.name} stays fp32: {each.reason}" for each in self.inputs),
             *(f"output {each.name} stays fp32: {each.reason}" for each in self.outputs),
-            *(
-                f"{each.name}: {each.found:.6g} is written as {each.written:.6g}: {each.reason}"
-                for each in self.clamped
-            ),
+            *(f"{each.name}: {numbers}: {each.reason}" for each, numbers in written),
         ]
 
     def describe(self) -> dict[str, Any]:
@@ -303,18 +303,17 @@ def clamped_of(array: np.ndarray) -> float | None:
 
 _SCORE_ROLES = ("Q", "K", "V", "past", "lengths")
 _SUMS = ("ReduceSum", "ReduceMean", "ReduceL1", "GlobalAveragePool")
-_SUMS_OF_SQUARES = ("ReduceSumSquare", "ReduceL2", "LpNormalization")
-_SUMS_OF_POWERS = ("ReduceLogSumExp",)
+_SQUARES = ("ReduceSumSquare", "ReduceL2", "LpNormalization")
 _SOFTMAX = ("Softmax", "LogSoftmax")
 _NORMS = ("LayerNormalization", "RMSNormalization", "InstanceNormalization", "GroupNormalization")
 
-WORDS = (
-    {name: "its accumulated values reach" for name in (*_SUMS, *_SUMS_OF_POWERS, *_SOFTMAX)}
-    | {name: "its accumulated squares reach" for name in _SUMS_OF_SQUARES}
-    | {name: "the squares that it averages reach" for name in _NORMS}
-    | {"Attention": "its scores Q·Kᵀ·scale reach"}
-)
-"""What the intermediate number of an operator is, as text."""
+WORDS = {
+    **dict.fromkeys((*_SUMS, *_SOFTMAX, "ReduceLogSumExp"), "its accumulated values reach"),
+    **dict.fromkeys(_SQUARES, "its accumulated squares reach"),
+    **dict.fromkeys(_NORMS, "the squares that it averages reach"),
+    "Attention": "its scores Q·Kᵀ·scale reach",
+}
+"""What the largest intermediate number of an operator is, as text."""
 
 Read = Callable[[ir.Value], np.ndarray]
 
@@ -338,23 +337,20 @@ def inner_figure(node: ir.Node, read: Read) -> float:
         size = np.abs(x, dtype=np.float32)
         if node.op_type in _NORMS:
             return float(size.max()) ** 2
-        axes = _axes(node, x.ndim)
+        if node.op_type == "GlobalAveragePool":
+            axes: tuple[int, ...] = tuple(range(2, x.ndim))
+        elif node.op_type in (*_SOFTMAX, "LpNormalization"):
+            axes = (node.attributes.get_int("axis", -1),)
+        else:  # all of them where the graph does not state them
+            stated = node.attributes.get_ints("axes", None) or constant_ints(node, 1)
+            axes = tuple(range(x.ndim)) if stated is None else tuple(stated)
         if node.op_type in _SOFTMAX:
-            top = np.maximum(x.max(axis=axes, keepdims=True), np.finfo(np.float32).min)
-            return float(np.exp(x - top).sum(axis=axes).max())
-        if node.op_type in _SUMS_OF_POWERS:
-            return float(np.exp(x).sum(axis=axes).max())
-        return float((size if node.op_type in _SUMS else size * size).sum(axis=axes).max())
-
-
-def _axes(node: ir.Node, rank: int) -> tuple[int, ...]:
-    """The axes that a node reduces; all of them where the graph does not state them."""
-    if node.op_type == "GlobalAveragePool":
-        return tuple(range(2, rank))
-    if node.op_type in (*_SOFTMAX, "LpNormalization"):
-        return (node.attributes.get_int("axis", -1),)
-    axes = node.attributes.get_ints("axes", None) or constant_ints(node, 1)
-    return tuple(range(rank)) if axes is None else tuple(axes)
+            size = np.exp(x - np.maximum(x.max(axis=axes, keepdims=True), np.finfo(np.float32).min))
+        elif node.op_type == "ReduceLogSumExp":
+            size = np.exp(x)
+        elif node.op_type in _SQUARES:
+            size = size * size
+        return float(size.sum(axis=axes).max())
 
 
 def _largest_score(node: ir.Node, read: Read) -> float:
@@ -519,28 +515,27 @@ def data_values(graph: ir.Graph) -> set[ir.Value]:
 def mask_values(graph: ir.Graph, data: set[ir.Value]) -> set[ir.Value]:
     """The float32 values that are used only for masks of attention, inputs and constants among them."""
     masks: set[ir.Value] = set()
+
+    def masks_by(node: ir.Node, position: int, value: ir.Value) -> bool:
+        """Whether a node uses a value as a mask, or to compute one."""
+        if is_attention(node):
+            return position == MASK
+        if is_op(node, "Add") and value not in data:
+            scores = node.outputs[0]
+            uses = scores.uses()
+            if uses and not scores.is_graph_output() and all(is_op(use.node, "Softmax") for use in uses):
+                return True
+        outputs = [output for _, output in float_outputs(node)]
+        return is_op(node, *_MASK_OPERATORS) and bool(outputs) and masks.issuperset(outputs)
+
     made = (value for node in reversed(graph) for value in node.outputs)
     for value in (*made, *graph.inputs, *graph.initializers.values()):
         uses = value.uses()
         if value.dtype != FLOAT or not uses or value.is_graph_output():
             continue
-        if all(_is_mask_use(use.node, use.idx, value, masks, data) for use in uses):
+        if all(masks_by(use.node, use.idx, value) for use in uses):
             masks.add(value)
     return masks
-
-
-def _is_mask_use(
-    node: ir.Node, position: int, value: ir.Value, masks: set[ir.Value], data: set[ir.Value]
-) -> bool:
-    if is_attention(node):
-        return position == MASK
-    if is_op(node, "Add") and value not in data:
-        scores = node.outputs[0]
-        uses = scores.uses()
-        if uses and not scores.is_graph_output() and all(is_op(use.node, "Softmax") for use in uses):
-            return True
-    outputs = [output for _, output in float_outputs(node)]
-    return is_op(node, *_MASK_OPERATORS) and bool(outputs) and all(output in masks for output in outputs)
 
 
 def producers_within(value: ir.Value, within: set[ir.Value]) -> Iterator[ir.Node]:
@@ -566,45 +561,35 @@ def enclosed_nodes(graph: ir.Graph, kept: set[ir.Node], float32_inputs: set[str]
 
     A part of the graph that no kept node is connected to has no reason to be in float32.
     """
-    enclosed = {node for node in graph if node not in kept and _is_cheap(node)}
-    left = enclosed
-    while left:
-        inside = kept | enclosed
-        left = {node for node in enclosed if not _is_enclosed(node, inside, float32_inputs)}
-        enclosed = enclosed - left
-    near: set[ir.Node] = set()
-    pending = list(kept)
+
+    def is_cheap(node: ir.Node) -> bool:  # no matmul, and no large weights
+        if not _computes(node) or is_attention(node) or is_op(node, *_MATMULS) or node.domain != "":
+            return False
+        return not any(value.is_initializer() and long_axes(value) > 1 for _, value in float_inputs(node))
+
+    def is_within(node: ir.Node, inside: set[ir.Node]) -> bool:
+        for _, value in float_inputs(node):
+            known = value.is_initializer() or value.name in float32_inputs
+            if not known and value.producer() not in inside:
+                return False
+        results = [value for _, value in float_outputs(node)]
+        return not any(value.is_graph_output() or not inside.issuperset(readers(value)) for value in results)
+
+    def readers(value: ir.Value) -> list[ir.Node]:
+        return [use.node for use in value.uses() if not is_op(use.node, *TYPE_BLIND)]
+
+    enclosed = {node for node in graph if node not in kept and is_cheap(node)}
+    while left := {node for node in enclosed if not is_within(node, kept | enclosed)}:
+        enclosed -= left
+    near, pending = set[ir.Node](), list(kept)
     while pending:
         node = pending.pop()
-        producers = [value.producer() for _, value in float_inputs(node)]
-        readers = [reader for _, value in float_outputs(node) for reader in _readers(value)]
-        for other in (*producers, *readers):
-            if other is not None and other in enclosed and other not in near:
-                near.add(other)
-                pending.append(other)
+        around = {value.producer() for _, value in float_inputs(node)}
+        around.update(reader for _, value in float_outputs(node) for reader in readers(value))
+        found = {each for each in around if each is not None} & enclosed - near
+        near |= found
+        pending += found
     return [node for node in graph if node in near]
-
-
-def _is_cheap(node: ir.Node) -> bool:
-    """Whether a node costs little in float32: no matmul, and no large weights."""
-    if not _computes(node) or is_attention(node) or is_op(node, *_MATMULS) or node.domain != "":
-        return False
-    return not any(value.is_initializer() and long_axes(value) > 1 for _, value in float_inputs(node))
-
-
-def _is_enclosed(node: ir.Node, inside: set[ir.Node], float32_inputs: set[str]) -> bool:
-    for _, value in float_inputs(node):
-        producer = value.producer()
-        if producer not in inside and not value.is_initializer() and value.name not in float32_inputs:
-            return False
-    return all(
-        not value.is_graph_output() and all(use in inside for use in _readers(value))
-        for _, value in float_outputs(node)
-    )
-
-
-def _readers(value: ir.Value) -> list[ir.Node]:
-    return [use.node for use in value.uses() if not is_op(use.node, *TYPE_BLIND)]
 
 
 # -- Plan: which nodes stay in float32 -------------------------------------------------------------
@@ -615,14 +600,6 @@ _DIVIDERS = {"Div": 1, "Reciprocal": 0, "Log": 0}
 _BOUNDS = {"Clip": (1, 2), "Min": (0, 1), "Max": (0, 1)}
 # Operators between an epsilon and the division that it guards.
 _TO_DIVISION = ("Sqrt", "Expand", "Unsqueeze", "Identity")
-
-
-class Reason(NamedTuple):
-    """Why something is not written in FP16: the kind, the number that decided, and a sentence."""
-
-    kind: str
-    figure: float | None
-    text: str
 
 
 MARGIN = 4.0
@@ -678,25 +655,12 @@ class _Planner:
                 self._kept.setdefault(node, reason)
         inputs = tuple(self._tensors(self._graph.inputs))
         float32_inputs = {each.name for each in inputs}
-        for node in enclosed_nodes(self._graph, set(self._kept), float32_inputs):
-            self._kept[node] = Reason(
-                "between", None, "it is between nodes in float32, and would only add Casts"
-            )
-        kept = [
-            KeptNode(
-                name=str(node.name),
-                op_type=node.op_type,
-                precision=wide if is_attention(node) else "fp32",
-                kind=self._kept[node].kind,
-                figure=self._kept[node].figure,
-                reason=self._kept[node].text,
-            )
-            for node in nodes
-            if node in self._kept
-        ]
+        between = Reason("between", None, "it is between nodes in float32, and would only add Casts")
+        self._kept |= dict.fromkeys(enclosed_nodes(self._graph, set(self._kept), float32_inputs), between)
+        types = {node: wide if is_attention(node) else "fp32" for node in nodes if node in self._kept}
         results = [value for value in dict.fromkeys(self._graph.outputs) if value.producer() is not None]
         return PrecisionPlan(
-            kept=tuple(kept),
+            kept=tuple(KeptNode(str(n.name), n.op_type, to, *self._kept[n]) for n, to in types.items()),
             inputs=inputs,
             outputs=tuple(self._tensors(results)),
             clamped=tuple(self._clamped(float32_inputs)),
@@ -715,11 +679,10 @@ class _Planner:
             sentinel = self._sentinel(value) if value.is_graph_input() and value.dtype == FLOAT else None
             if reason is None and sentinel is not None:
                 # Cast to FP16 by the caller, it would be infinite.
-                reason = Reason(
-                    "mask", sentinel, f"it masks with {sentinel:,.6g}, which is clamped to FP16 inside"
-                )
+                text = f"it masks with {sentinel:,.6g}, which is clamped to FP16 inside"
+                reason = Reason("mask", sentinel, text)
             if reason is not None and reason.figure is not None:
-                yield KeptTensor(name=str(value.name), figure=reason.figure, reason=reason.text)
+                yield KeptTensor(str(value.name), reason.figure, reason.text)
 
     def _value(self, value: ir.Value) -> Reason | None:
         """Why an input or a computed tensor cannot be FP16."""
@@ -762,8 +725,7 @@ class _Planner:
         for value, number in found.items():
             if number is not None:
                 reason = "it masks keys, and so does this" if value in self._masks else "it means no bound"
-                written = float(np.copysign(FP16_MAX, number))
-                yield Clamped(name=str(value.name), found=number, written=written, reason=reason)
+                yield Clamped(str(value.name), number, math.copysign(FP16_MAX, number), reason)
 
     # -- nodes ---------------------------------------------------------------------------------
 
@@ -779,12 +741,9 @@ class _Planner:
             return Reason("overflow", figure, f"{WORDS[node.op_type]} {figure:,.6g}, {self._end}")
         if reason := self._divisor(node) or self._constants(node):
             return reason
-        sides = {"inputs": float_inputs(node), "outputs": float_outputs(node)}
-        if any(
-            accepted_type(self._opsets, node, side, at, HALF) == HALF
-            for side, values in sides.items()
-            for at, _ in values
-        ):
+        slots = [("inputs", at) for at, _ in float_inputs(node)]
+        slots += [("outputs", at) for at, _ in float_outputs(node)]
+        if any(accepted_type(self._opsets, node, *slot, HALF) == HALF for slot in slots):
             return None
         return Reason("operator", None, f"{node.op_type} is not known to take FP16")
 
@@ -832,9 +791,8 @@ class _Planner:
             if not to_index and not is_op(node, "Sin", "Cos"):
                 continue
             figure = self._any_range(value).largest
-            if (
-                not to_index and figure <= math.pi
-            ):  # beyond π, rounding the angle costs more than rounding its sine
+            # Beyond π, rounding the angle costs more than rounding its sine.
+            if not to_index and figure <= math.pi:
                 continue
             what = "an index" if to_index else "an angle"
             text = f"{value.name} reaches {figure:,.6g} and becomes {what}, which FP16 would round"
@@ -956,14 +914,13 @@ class _Writer:
                 _set_type(value, FLOAT if value.name in self._float32_inputs else HALF)
         for node in nodes:
             for position, value in list(float_outputs(node)):
-                dtype = accepted_type(self._opsets, node, "outputs", position, self._type_of(node))
+                dtype = self._accepted(node, "outputs", position)
                 _set_type(value, dtype)
                 _fix_attributes(node, dtype)
         for node, position, value in reads:
             if position == MASK and str(node.name) in self._fully_masked and self._open_queries(node, value):
                 continue
-            wanted = accepted_type(self._opsets, node, "inputs", position, self._type_of(node))
-            node.replace_input_with(position, self._as(value, wanted))
+            node.replace_input_with(position, self._as(value, self._accepted(node, "inputs", position)))
         for node, position, value in captured:
             node.replace_input_with(position, self._as(value, FLOAT))
         for value in outputs:
@@ -972,8 +929,8 @@ class _Writer:
             if not value.uses() and not value.is_graph_output():
                 self._drop(value)
 
-    def _type_of(self, node: ir.Node) -> ir.DataType:
-        return self._kept.get(str(node.name), HALF)
+    def _accepted(self, node: ir.Node, side: str, position: int) -> ir.DataType:
+        return accepted_type(self._opsets, node, side, position, self._kept.get(str(node.name), HALF))
 
     def _captured(self, nodes: list[ir.Node]) -> Iterator[tuple[ir.Node, int, ir.Value]]:
         """What nodes of branches and loops read of the main graph; there they stay in float32."""
@@ -1038,9 +995,8 @@ class _Writer:
         else:
             source = value
             if value.name in self._clamped and wanted != FLOAT:
-                bound = np.array(-_limit(wanted), np.float32)
-                name = self._free(f"{value.name}/lowest_{short}")
-                lowest = new_initializer(self._graph, name, bound, FLOAT)
+                bound, name = np.array(-_limit(wanted), np.float32), f"{value.name}/lowest_{short}"
+                lowest = new_initializer(self._graph, self._free(name), bound, FLOAT)
                 source = self._behind(value, "Max", [value, lowest], FLOAT, f"held_{short}")
             made = self._behind(source, "Cast", [source], wanted, short)
         self._made[key] = made
@@ -1054,8 +1010,7 @@ class _Writer:
         result = node.outputs[0]
         node.name = result.name = self._free(f"{place.name}/{name}")
         result.shape, result.type = place.shape, ir.TensorType(dtype)
-        producer = place.producer()
-        if producer is None:
+        if (producer := place.producer()) is None:
             self._graph.insert_before(self._graph[0], node)
         else:
             self._graph.insert_after(producer, node)
