@@ -27,7 +27,7 @@ def deviation(got, wanted):
     return ((got.double() - wanted.double()).abs().max() / wanted.double().abs().max()).item()
 
 
-PRODUCTS = {
+MATMULS = {
     "linear": lambda a, b: F.linear(a, b, a[0, : len(b)]),
     "matmul": lambda a, b: torch.matmul(a, b.T),
     "method": lambda a, b: a.matmul(b.T),
@@ -47,28 +47,17 @@ PRODUCTS = {
 
 
 @HALVES
-@pytest.mark.parametrize("matmul", PRODUCTS)
-def test_every_product_is_rounded_once(matmul, half):
+@pytest.mark.parametrize("matmul", MATMULS)
+def test_every_matmul_is_rounded_once(matmul, half):
     a, b = draw(8, 512, dtype=half), draw(8, 512, dtype=half, seed=1)
     with Float32Accumulation():
-        got = PRODUCTS[matmul](a, b)
+        got = MATMULS[matmul](a, b)
     assert got.dtype == half
-    assert torch.equal(got, PRODUCTS[matmul](a.float(), b.float()).to(half))
-    exact = PRODUCTS[matmul](a.double(), b.double())
+    assert torch.equal(got, MATMULS[matmul](a.float(), b.float()).to(half))
+    exact = MATMULS[matmul](a.double(), b.double())
     one_rounding = roundoff(half) * exact.abs()
     of_float32 = 1e-5 * exact.abs().max()
     assert ((got.double() - exact).abs() <= one_rounding + of_float32).all()
-
-
-@HALVES
-@pytest.mark.parametrize("matmul", PRODUCTS)
-def test_the_result_is_that_of_native_half_arithmetic_to_a_couple_of_roundoffs(matmul, half):
-    a, b = draw(8, 64, dtype=half), draw(8, 64, dtype=half, seed=1)
-    native = PRODUCTS[matmul](a, b)
-    with Float32Accumulation():
-        got = PRODUCTS[matmul](a, b)
-    assert got.dtype == native.dtype
-    assert deviation(got, native) <= 2 * roundoff(half)
 
 
 @HALVES
@@ -85,7 +74,7 @@ def test_a_whole_layer_is_that_of_native_half_arithmetic(name, half):
 
 
 @HALVES
-def test_nothing_else_is_widened(half):
+def test_nothing_else_is_upcast(half):
     a = draw(8, 64, dtype=half)
     wanted = (a + a * 3).softmax(-1)
     with Float32Accumulation():
@@ -110,29 +99,13 @@ def test_wider_types_are_left_alone(wide):
 
 
 @HALVES
-def test_a_half_precision_mask_is_widened_with_the_rest(half):
+def test_a_half_precision_mask_is_upcast_with_the_rest(half):
     q = draw(1, 2, 5, 16, dtype=half)
     bias = draw(1, 2, 5, 5, dtype=half, seed=1)
     with Float32Accumulation():
         got = F.scaled_dot_product_attention(q, q, q, attn_mask=bias)
     wide = F.scaled_dot_product_attention(q.float(), q.float(), q.float(), attn_mask=bias.float())
     assert torch.equal(got, wide.to(half))
-
-
-def test_the_mode_ends_with_its_block():
-    class Counting(Float32Accumulation):
-        calls = 0
-
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            Counting.calls += 1
-            return super().__torch_function__(func, types, args, kwargs)
-
-    a = torch.ones(2, 2, dtype=torch.float16)
-    with Counting():
-        a @ a
-    inside = Counting.calls
-    a @ a
-    assert Counting.calls == inside > 0
 
 
 def test_running_a_module_changes_neither_its_weights_nor_their_type():

@@ -111,19 +111,18 @@ def capture(name, precision="fp16", seed=0, case=None):
     return LayerCapture(module, PRECISIONS[precision], seed).capture(planned)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", ["tiny-weights", "tiny-sparse-heads", "tiny-cross-padding"])
-def test_the_same_seed_gives_the_same_golden_arrays(name, precision):
-    a, b = (capture(name, precision) for _ in range(2))
+def test_the_same_seed_gives_the_same_golden_arrays(name):
+    a, b = (capture(name) for _ in range(2))
     for group in ("inputs", "oracle", "eager"):
         for key, array in getattr(a, group).items():
             assert array.tobytes() == getattr(b, group)[key].tobytes()
     assert not np.array_equal(
-        a.inputs[next(iter(a.inputs))], next(iter(capture(name, precision, 1).inputs.values()))
+        a.inputs[next(iter(a.inputs))], next(iter(capture(name, seed=1).inputs.values()))
     )
 
 
-@pytest.mark.sweep(24)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @TINY
 def test_the_eager_result_is_the_oracle_to_a_few_roundoffs(name, precision):

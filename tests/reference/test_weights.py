@@ -145,6 +145,7 @@ def test_converting_what_has_the_form_already_changes_nothing():
     assert pack_projections(packed).keys() == packed.keys()
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(
     "name", [n for n in catalog_names() if n.startswith("tiny-") and not find_spec(n).is_cross]
 )
