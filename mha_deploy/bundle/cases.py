@@ -223,9 +223,6 @@ def refuse_implausible(file: str, oracle: Arrays, eager: Arrays, precision: Prec
 
     The budget of every runtime follows from the module's own error. With a ceiling on that error no budget
     can be so wide that a wrong result passes.
-
-    Raises:
-        BundleError: The oracle is not the one of this module and precision.
     """
     for name, true in oracle.items():
         got = eager[name]

@@ -40,11 +40,7 @@ _ENGINE_KEYS = {"backend", "bundle_sha256", "engine_sha256", "verdict"}
 
 
 def refuse_occupied(place: Path, *, overwrite: bool) -> tuple[str, ...]:
-    """Refuse a place that may not be written; gives the engines and reports that would go with its bundle.
-
-    Raises:
-        BundleError: Something is there that may not be replaced.
-    """
+    """Refuse a place that may not be written; gives the engines and reports that would go with its bundle."""
     if not os.path.lexists(place):
         return ()
     if not overwrite:
@@ -74,9 +70,6 @@ def commit_folder(new: Path, place: Path, *, overwrite: bool) -> tuple[str, ...]
 
     Where a bundle is replaced, the old one is afterwards at `new`, for the caller to remove. Gives the
     engines and reports that went with it.
-
-    Raises:
-        BundleError: Something is there that may not be replaced, or came while the new folder was made.
     """
     try:
         os.rename(new, place)  # fails where there is anything but an empty folder
@@ -110,11 +103,7 @@ def commit_folder(new: Path, place: Path, *, overwrite: bool) -> tuple[str, ...]
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Wait until no other process of this tool writes to a folder, and keep them waiting meanwhile.
-
-    Raises:
-        BundleError: Another process has not finished for minutes.
-    """
+    """Wait until no other process of this tool writes to a folder, and keep them waiting meanwhile."""
     handle, deadline = os.open(folder, os.O_RDONLY | os.O_CLOEXEC), time.monotonic() + _PATIENCE_S
     try:
         while True:
@@ -227,11 +216,7 @@ def written(path: Path, data: bytes) -> Iterator[Path]:
 
 
 def refuse_foreign(folder: Path, name: str) -> None:
-    """Refuse to replace a report, as JSON or as a page, that this tool did not write.
-
-    Raises:
-        BundleError: There is one.
-    """
+    """Refuse to replace a report, as JSON or as a page, that this tool did not write."""
     for path in (folder / f"{name}.json", folder / f"{name}.html"):
         if os.path.lexists(path) and not _is_extra(folder, path.name):
             raise BundleError(

@@ -198,12 +198,7 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @classmethod
     def from_dict(cls, data: object) -> Manifest:
-        """Read plain data.
-
-        Raises:
-            BundleError: The bundle has another format.
-            msgspec.ValidationError: A field is missing, unknown or of the wrong type.
-        """
+        """Read plain data."""
         if isinstance(data, Mapping):
             if (found := data.get("format")) != FORMAT:
                 raise BundleError(

@@ -266,12 +266,7 @@ def write_trace(path: Path, trace: DecodeTrace) -> None:
 
 
 def read_trace(path: Path, spec: ModelSpec, precision: Precision) -> DecodeTrace:
-    """Read a trace of a model, checking that it is one.
-
-    Raises:
-        BundleError: The file does not hold the arrays of a trace.
-        DeployError: They are those of another model or precision.
-    """
+    """Read a trace of a model, checking that it is one."""
     cache = spec.kv_cache
     if cache is None:
         raise DeployError(f"{spec.name} has no KV cache.", got=path.name)

@@ -64,11 +64,7 @@ def judged_trial(name: str, precision: str, engine: Engine, report: Report) -> T
 
 
 def choose(trials: Sequence[Trial]) -> tuple[Trial, str]:
-    """The candidate to keep, and why.
-
-    Raises:
-        DeployError: None is right.
-    """
+    """The candidate to keep, and why."""
     right = [trial for trial in trials if not trial.refused]
     if not right:
         raise DeployError(

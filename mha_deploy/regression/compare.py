@@ -204,11 +204,7 @@ _ACCEPTED = "report.json, bench.json, matrix.json, a bundle's folder, or an .eng
 
 
 def read_side(source: Any) -> Side:
-    """Read one side: a path (`matrix.json#NAME` for one runtime), a bundle, an engine, or a report's data.
-
-    Raises:
-        DeployError: It is none of these, or cannot be read.
-    """
+    """Read one side: a path (`matrix.json#NAME` for one runtime), a bundle, an engine, or a report's data."""
     if isinstance(source, Bundle):
         return _from_bundle(source)
     if isinstance(source, Engine):
@@ -732,11 +728,7 @@ def _xml(words: str) -> str:
 
 
 def compare(old: Any, new: Any, limits: Limits | None = None) -> Comparison:
-    """Compare two sides of one kind.
-
-    Raises:
-        DeployError: They cannot be read, or are of different kinds.
-    """
+    """Compare two sides of one kind."""
     limits = limits or Limits()
     for each in fields(limits):
         value = getattr(limits, each.name)

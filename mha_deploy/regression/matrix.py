@@ -90,11 +90,7 @@ _OPTIONS = {each.name for each in fields(EngineOptions)} - {"backend", "name", "
 
 
 def read_plan(source: Any) -> Plan:
-    """Read a plan: the path of a TOML file, a mapping, or a `Plan`.
-
-    Raises:
-        DeployError: It cannot be read, names something unknown, or is empty.
-    """
+    """Read a plan: the path of a TOML file, a mapping, or a `Plan`."""
     if isinstance(source, Plan):
         return source
     hint, is_data = "docs/matrix.md shows a plan", isinstance(source, Mapping)

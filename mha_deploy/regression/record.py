@@ -198,11 +198,7 @@ def append_lines(path: Path, lines: Iterable[Line]) -> None:
 
 
 def read_lines(path: Path) -> list[Line]:
-    """The lines of a file.
-
-    Raises:
-        DeployError: It cannot be read; the message names the line.
-    """
+    """The lines of a file."""
     try:
         texts = read_regular(path).splitlines()
     except OSError as error:
@@ -247,11 +243,7 @@ class Replay:
 
 
 def pick_line(source: str) -> tuple[Line, list[Line]]:
-    """The line that `FILE:NUMBER` names, and all lines of its runtime and row.
-
-    Raises:
-        DeployError: There is no such line, or it has no time.
-    """
+    """The line that `FILE:NUMBER` names, and all lines of its runtime and row."""
     name, _, number = source.rpartition(":")
     if not name or not number.isdigit():
         hint = "benchmarks/results/FILE.jsonl:12"
@@ -269,11 +261,7 @@ def pick_line(source: str) -> tuple[Line, list[Line]]:
 def replayed(
     source: str, bundle: Bundle, bench: Callable[[Line], ModelBench], tolerance: float = 0.05
 ) -> Replay:
-    """Measure the line `FILE:NUMBER` again with `bench`, and judge whether both agree.
-
-    Raises:
-        DeployError: The bundle is another one, or nothing was timed.
-    """
+    """Measure the line `FILE:NUMBER` again with `bench`, and judge whether both agree."""
     line, alike = pick_line(source)
     if model_to_dict(bundle)["bundle_sha256"] != line.bundle_sha256:
         raise DeployError(
