@@ -1,9 +1,10 @@
 """The C++ of the plugin library, where TensorRT's headers are: fields, sizes, bytes, and a real parser.
 
 Set TENSORRT_ROOT (and what else `mha-deploy plugins build` asks for) to run these; they need no GPU.
-Compiling takes minutes.
+Compiling takes minutes. TENSORRT_ROOTS may name the roots of more versions, separated as in PATH.
 """
 
+import os
 import shutil
 import subprocess
 import sys
@@ -58,6 +59,20 @@ def test_on_a_gpu(compiled, command):
     program, *options = command.split()
     run(shutil.which("cmake"), "--build", str(compiled), "--parallel", "2", "--target", program)
     assert " 0 failed," in run(str(compiled / program), *options)
+
+
+@pytest.mark.parametrize("root", os.environ.get("TENSORRT_ROOTS", "").split(os.pathsep))
+def test_tensorrts_side_compiles_without_a_warning(root):
+    """Against the headers of any version: interfaces come and go between minor ones."""
+    if not root:
+        pytest.skip("TENSORRT_ROOTS names no headers")
+    found = find_parts({"tensorrt_include": Path(root, "include")})
+    folders = [path for each in found if each.part.key != "nvcc" for path in each.paths]
+    command = ["c++", "-std=c++17", "-fsyntax-only", "-Wall", "-Wextra", "-Wpedantic", "-Werror"]
+    command += ['-DMHA_DEPLOY_VERSION="0"', '-DMHA_DEPLOY_ARCHITECTURES="90"']
+    command += [f"-isystem{folder}" for folder in folders]
+    for name in ("src/library.cpp", "src/trt/body.cpp", "src/trt/linear_layer.cpp", "tests/driver_test.cpp"):
+        run(*command, str(source_folder() / name))
 
 
 def test_nothing_is_linked_that_a_machine_without_a_gpu_lacks(compiled):
