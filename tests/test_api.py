@@ -78,7 +78,7 @@ def test_every_public_name_is_there_and_documented():
 @pytest.mark.parametrize("name", ["export", "validate"])
 def test_a_package_of_the_name_of_a_function_is_called_like_it(name):
     assert inspect.signature(getattr(md, name)) == inspect.signature(getattr(api, name))
-    assert inspect.ismodule(getattr(md, name))  # mha_deploy.export.plan can be imported, too
+    assert inspect.ismodule(getattr(md, name))  # mha_deploy.export.flow can be imported, too
 
 
 RECORDS = [

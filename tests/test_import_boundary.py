@@ -18,7 +18,7 @@ FILES = {
     for path in sorted(PACKAGE.rglob("*.py"))
 }
 TORCH_PACKAGES = ("mha_deploy.reference", "mha_deploy.export", "mha_deploy.baselines")
-TORCH_FREE = {"mha_deploy.export", "mha_deploy.export.plan", "mha_deploy.baselines"}
+TORCH_FREE = {"mha_deploy.export", "mha_deploy.export.flow", "mha_deploy.baselines"}
 EXPORT_SIDE = {name for name in FILES if name.startswith(TORCH_PACKAGES)} - TORCH_FREE
 DEPLOY_SIDE = [name for name in FILES if name not in EXPORT_SIDE]
 

@@ -22,10 +22,10 @@ from mha_deploy.bundle.folder import Bundle
 from mha_deploy.bundle.traces import DecodeTrace, PlannedTrace, check_steps
 from mha_deploy.errors import BackendUnavailable, BundleError, DeployError
 from mha_deploy.export.exporter import exported_program
+from mha_deploy.export.flow import PlannedCase
 from mha_deploy.export.golden import LayerCapture, ModuleCapture
 from mha_deploy.export.oracle import run_module, run_program
 from mha_deploy.export.own_model import reopen_user_module
-from mha_deploy.export.plan import PlannedCase
 from mha_deploy.graph.file import load_graph
 from mha_deploy.model.precision import find_precision
 from mha_deploy.model.spec import FLOAT, AttentionSpec, ModelSpec

@@ -20,10 +20,19 @@ from mha_deploy.bundle.traces import DecodeTrace, PlannedTrace
 from mha_deploy.errors import ExportError, exit_as_error, nearest
 from mha_deploy.export.axes import ExportedModule
 from mha_deploy.export.explain import first_cause, onnx_program, swapped
-from mha_deploy.export.flow import OnStep, Source, Steps, export_bundle
+from mha_deploy.export.flow import (
+    MODULE_CASES,
+    OnStep,
+    PlannedCase,
+    Source,
+    Steps,
+    export_bundle,
+    golden_budget,
+    golden_names,
+    plan_golden,
+)
 from mha_deploy.export.golden import Capture, LayerCapture, ModuleCapture, mixed_graph
 from mha_deploy.export.own_model import UserModule, drawn_inputs, open_user_module, state_digest
-from mha_deploy.export.plan import MODULE_CASES, PlannedCase, golden_budget, golden_names, plan_golden
 from mha_deploy.export.program import attention_values, export_program
 from mha_deploy.graph.canonical import check_canonical
 from mha_deploy.graph.fuse import share_tied_weights

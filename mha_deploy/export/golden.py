@@ -22,9 +22,9 @@ from mha_deploy.bundle.traces import DecodeTrace, PlannedTrace, check_steps, pre
 from mha_deploy.errors import DeployError, ExportError, place_of_error
 from mha_deploy.export.axes import ExportedModule
 from mha_deploy.export.explain import constant_error, overflow_error
+from mha_deploy.export.flow import PlannedCase, looked_at
 from mha_deploy.export.oracle import Float32Accumulation, run_module, run_program, tensors_in
 from mha_deploy.export.own_model import UserModule, drawn_inputs
-from mha_deploy.export.plan import PlannedCase, looked_at
 from mha_deploy.graph.file import load_graph, save_graph, with_outputs
 from mha_deploy.graph.precision import PrecisionPlan, apply_plan, plan_precision
 from mha_deploy.metrics import relative_error

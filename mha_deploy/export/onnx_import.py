@@ -17,8 +17,7 @@ from mha_deploy.analyze.cost import sizes_name
 from mha_deploy.bundle.cases import GoldenCase
 from mha_deploy.bundle.folder import Bundle, sha256
 from mha_deploy.errors import DeployError, ExportError, SpecError, nearest
-from mha_deploy.export.flow import OnStep, Source, Steps, export_bundle
-from mha_deploy.export.plan import PlannedCase, looked_at
+from mha_deploy.export.flow import OnStep, PlannedCase, Source, Steps, export_bundle, looked_at
 from mha_deploy.graph.attention_node import short_dtype
 from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.fuse import from_old_opset
