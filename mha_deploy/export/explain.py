@@ -165,12 +165,12 @@ def explain_failure(error: Exception, name_of: SizeNames, trace_again: Callable[
     if not about_sizes:
         place = last_own_line(traceback.extract_tb(error.__traceback__))
         cause = _SYMBOL.sub(lambda match: listener.axes.get(match[0], match[0]), first_cause(error))
-        hint = _remedy(text)
+        remedy = _remedy(text)
         file, _, line = (place or "").rpartition(":")
         if line and _RANGE_GUARD.search(linecache.getline(file, int(line))):  # which is in FP16 only
-            hint = "--precision auto: it traces the module in float32, without its branches for FP16"
+            remedy = "--precision auto: it traces the module in float32, without its branches for FP16"
         got = _joined(place, cause[:_LONGEST])
-        return ExportError("PyTorch could not trace the module.", got=got, hint=hint)
+        return ExportError("PyTorch could not trace the module.", got=got, hint=remedy)
     if constants := dict(_CONSTANT.findall(text)):
         axes, places = " and ".join(constants), listener.places
         always = [_joined(places.get(axis), f"{axis} is always {size}") for axis, size in constants.items()]
