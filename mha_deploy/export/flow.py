@@ -320,6 +320,10 @@ def export_bundle(source: Source, target: Path, on_step: OnStep) -> Bundle:
         attention = [node.describe() for node in attention_nodes(load_graph(folder / MODEL))]
         if source.places is not None:
             attention = [node | {"place": source.places.get(node["name"])} for node in attention]
+        files = {case.name: f"golden/{case.name}.safetensors" for case in cases}
+        golden = [
+            GoldenEntry(name=c.name, file=files[c.name], sizes=dict(c.sizes), flops=c.flops) for c in cases
+        ]
         return writer.finish(
             Manifest(
                 spec=source.spec,
@@ -327,12 +331,7 @@ def export_bundle(source: Source, target: Path, on_step: OnStep) -> Bundle:
                 opset=source.opset,
                 weights=source.origin(),
                 attention=attention,
-                golden=[
-                    GoldenEntry(
-                        name=c.name, file=f"golden/{c.name}.safetensors", sizes=c.sizes, flops=c.flops
-                    )
-                    for c in cases
-                ],
+                golden=golden,
                 checks=source.checks,
                 versions=versions(),
                 notes=source.notes,
