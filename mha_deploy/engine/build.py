@@ -36,7 +36,7 @@ from mha_deploy.runtime.cuda import open_gpu
 from mha_deploy.runtime.runner import Runner
 from mha_deploy.runtime.tensorrt import kernels as layers
 from mha_deploy.runtime.tensorrt.builder import BuildRequest, BuiltEngine, OnProgress, build_with
-from mha_deploy.runtime.tensorrt.engine_runner import Profile, TensorRTRunner
+from mha_deploy.runtime.tensorrt.engine_runner import BoundContext, Profile, TensorRTRunner
 from mha_deploy.runtime.tensorrt.engine_verdict import EngineVerdict, engine_verdict, members, written_types
 from mha_deploy.runtime.tensorrt.versions import EngineError, TensorRT, load
 
@@ -287,7 +287,7 @@ def _unprepared(rt: TensorRT, plan: bytes, names: Sequence[str], options: Mappin
         for name, (index, profile) in zip(names, enumerate(runner.profiles), strict=False):
             usual = {tensor: shapes[1] for tensor, shapes in profile.items()}
             try:
-                bound = runner.bind(usual, index)
+                bound = BoundContext(runner, index, usual)
             except DeployError as error:
                 problems.append(
                     f"engine built, but profile {name} cannot be prepared: {error.got or error.what}"
@@ -369,11 +369,10 @@ def fastest_engine(
     try:
         open_gpu()
     except BackendUnavailable as error:
-        raise BackendUnavailable(
-            "The faster candidate has to be measured, and there is no GPU to measure on.",
-            got=f"--attention {options.attention} --accumulate {options.accumulate}: {error.in_one_line}",
-            hint="name one candidate: --attention plugin --accumulate fp32, or --attention native",
-        ) from error
+        problem = "The faster candidate has to be measured, and there is no GPU to measure on."
+        got = f"--attention {options.attention} --accumulate {options.accumulate}: {error.in_one_line}"
+        hint = "name one candidate: --attention plugin --accumulate fp32, or --attention native"
+        raise BackendUnavailable(problem, got=got, hint=hint) from error
     path.parent.mkdir(exist_ok=True)
     with temporary_folder(path.parent / "trying") as folder, ExitStack() as owned:
         trials = [Trial(candidate=candidate) for candidate in candidates]
@@ -414,11 +413,9 @@ def chosen(trials: Sequence[Trial]) -> Trial:
         plugin = narrow
     found = [trial for trial in (right.get(NATIVE), plugin) if trial is not None]
     if not found:
-        raise EngineError(
-            "No candidate for this engine is right.",
-            got="; ".join(f"{trial.candidate.name}: {trial.refused}" for trial in trials),
-            hint="see the reason of each; --attention native builds without timing",
-        )
+        got = "; ".join(f"{trial.candidate.name}: {trial.refused}" for trial in trials)
+        hint = "see the reason of each; --attention native builds without timing"
+        raise EngineError("No candidate for this engine is right.", got=got, hint=hint)
     return min(found, key=lambda trial: trial.microseconds)
 
 
@@ -456,10 +453,9 @@ def timed_cases(cases: Iterable[GoldenCase], runners: Sequence[Any]) -> list[Gol
     """The usual cases that all engines admit, or else the first case that they do."""
     admitted = [case for case in cases if all(runner.profiles_for(case.inputs) for runner in runners)]
     if not admitted:
-        raise EngineError(
-            "No golden case of the bundle is within the profiles, so nothing can be timed.",
-            hint="wider profiles, or name one candidate with --attention and --accumulate",
-        )
+        problem = "No golden case of the bundle is within the profiles, so nothing can be timed."
+        hint = "wider profiles, or name one candidate with --attention and --accumulate"
+        raise EngineError(problem, hint=hint)
     return [case for case in admitted if case.name in _TIMED] or admitted[:1]
 
 

@@ -53,11 +53,9 @@ def parse_ranges(text: str, spec: ModelSpec) -> Ranges:
         axis = ranges[name] = Axis.parse(sizes, name=name)
         allowed = spec.axes.get(name)
         if allowed is not None and not (allowed.min <= axis.min and axis.max <= allowed.max):
-            raise SpecError(
-                f"The graph was exported for {name} from {allowed.min} to {allowed.max}.",
-                got=f"{name}={axis}",
-                hint="a range inside it, or export again with --axis",
-            )
+            problem = f"The graph was exported for {name} from {allowed.min} to {allowed.max}."
+            hint = "a range inside it, or export again with --axis"
+            raise SpecError(problem, got=f"{name}={axis}", hint=hint)
     return spec.with_axes(ranges).axes
 
 
@@ -68,13 +66,13 @@ def default_profiles(spec: ModelSpec, *, one: bool = False) -> list[Ranges]:
     """
     if spec.cache == "none":
         return [spec.axes]
-    B, S, P = (spec.axes.get(name) for name in "BSP")
     if one:
+        B = spec.axes["B"]
         # TensorRT 8.6 built a layer with a cache wrongly for every other batch when both its usual batch and
         # its usual number of tokens were 1.
-        usual = B is None or B.opt > 1
-        return [spec.axes if usual else {**spec.axes, "B": replace(B, opt=min(B.max, _USUAL_BATCH))}]
-    if S is None or S.min > 1 or S.max == 1:
+        return [spec.axes if B.opt > 1 else {**spec.axes, "B": replace(B, opt=min(B.max, _USUAL_BATCH))}]
+    S, P = spec.axes["S"], spec.axes.get("P")
+    if S.min > 1 or S.max == 1:
         return [spec.axes]
     prompt = spec.axes if P is None else {**spec.axes, "P": replace(P, opt=P.min)}
     return [prompt, {**spec.axes, "S": Axis(min=1, opt=1, max=1)}]
@@ -523,11 +521,9 @@ def default_backend() -> str:
         return "tensorrt"
     if RTX in installed:
         return RTX
-    raise BackendUnavailable(
-        "No TensorRT is here that can build on this machine.",
-        got=f"installed: {', '.join(installed) or 'none'}; GPUs: {len(gpus())}",
-        hint='pip install "mha-deploy[rtx]", which builds without a GPU',
-    )
+    got = f"installed: {', '.join(installed) or 'none'}; GPUs: {len(gpus())}"
+    hint = 'pip install "mha-deploy[rtx]", which builds without a GPU'
+    raise BackendUnavailable("No TensorRT is here that can build on this machine.", got=got, hint=hint)
 
 
 def first_gpu() -> dict[str, str] | None:
@@ -613,13 +609,10 @@ def open_engine_runner(engine: Engine, *, cuda_graph: bool = True) -> Runner:
     backend, gpu = engine.manifest.backend, first_gpu()
     reasons = misfits(engine, _module_version(backend), gpu)
     if reasons:
-        raise BackendUnavailable(
-            f"{engine.path.name} cannot run here.",
-            got="; ".join(reasons),
-            hint="run it on a machine with a GPU that it was built for"
-            if gpu is None
-            else f"build one here: mha-deploy build-engine BUNDLE --backend {backend}",
-        )
+        hint = f"build one here: mha-deploy build-engine BUNDLE --backend {backend}"
+        if gpu is None:
+            hint = "run it on a machine with a GPU that it was built for"
+        raise BackendUnavailable(f"{engine.path.name} cannot run here.", got="; ".join(reasons), hint=hint)
     rt = load(backend)
     if not rt.in_every_process:
         return _open_here(engine, cuda_graph)

@@ -57,16 +57,13 @@ def open_candidates(rt: TensorRT, options: EngineOptions, precision: str) -> lis
     if options.attention == NATIVE:
         return [Candidate(attention=NATIVE)]
     refuse_plugins(rt)
+    got = f"a graph in {precision}"
     if precision == "fp32":
-        raise EngineError(
-            "The attention plugin computes in FP16 and BF16.",
-            got="a graph in fp32",
-            hint="--attention native, or export in fp16",
-        )
+        hint = "--attention native, or export in fp16"
+        raise EngineError("The attention plugin computes in FP16 and BF16.", got=got, hint=hint)
     if precision == "bf16" and not rt.can.bf16_type:
-        raise EngineError(
-            f"{rt.title} has no BF16 for the attention plugin.", got="a graph in bf16", hint="export in fp16"
-        )
+        problem = f"{rt.title} has no BF16 for the attention plugin."
+        raise EngineError(problem, got=got, hint="export in fp16")
     accumulate = {FP32: [FP32], FP16: [FP16], AUTO: [FP32, FP16]}[options.accumulate]
     if options.accumulate == AUTO and precision != FP16:
         # BF16 matmuls accumulate in FP32 in every kernel.
@@ -85,20 +82,17 @@ def _refuse_unknown(options: EngineOptions) -> None:
         if value not in known:
             raise EngineError(f"No such choice for --{option}.", got=value, hint=nearest(value, known))
     if options.attention == PLUGIN and options.allow_decomposed:
-        raise EngineError(
-            "Attention of the plugin is one fused layer.", got="--allow-decomposed", hint="leave it out"
-        )
+        problem, got = "Attention of the plugin is one fused layer.", "--allow-decomposed"
+        raise EngineError(problem, got=got, hint="leave it out")
     if options.attention == NATIVE and options.accumulate == FP32:
-        raise EngineError(
-            "TensorRT chooses by itself how its own matmuls accumulate.",
-            got="--accumulate fp32 with --attention native",
-            hint="--attention plugin or auto: the plugin library has matmuls that accumulate in FP32",
-        )
+        problem, got = "TensorRT chooses by itself how its own matmuls accumulate.", "--attention native"
+        hint = "--attention plugin or auto: the plugin library has matmuls that accumulate in FP32"
+        raise EngineError(problem, got=f"--accumulate fp32 with {got}", hint=hint)
     if options.accumulate == FP32 and (options.workspace_mib or _SCRATCH_MIB) < _SCRATCH_MIB:
+        problem = f"The plugin's projections need {_SCRATCH_MIB} MiB of scratch memory."
+        got = f"--workspace-mib {options.workspace_mib} with --accumulate fp32"
         raise EngineError(
-            f"The plugin's projections need {_SCRATCH_MIB} MiB of scratch memory.",
-            got=f"--workspace-mib {options.workspace_mib} with --accumulate fp32",
-            hint=f"--workspace-mib {_SCRATCH_MIB} or more, or --accumulate fp16",
+            problem, got=got, hint=f"--workspace-mib {_SCRATCH_MIB} or more, or --accumulate fp16"
         )
 
 
@@ -110,9 +104,8 @@ def lowered_for(rt: TensorRT, model: ir.Model, options: EngineOptions) -> tuple[
     dialect = dialect_for(rt, options)
     if options.gqa is not None and dialect != "primitives":
         taker = "The attention plugin" if dialect == PLUGIN else rt.title
-        raise EngineError(
-            f"{taker} takes grouped heads as they are.", got=f"--gqa {options.gqa}", hint="leave it out"
-        )
+        got = f"--gqa {options.gqa}"
+        raise EngineError(f"{taker} takes grouped heads as they are.", got=got, hint="leave it out")
     if dialect == PLUGIN:
         # The library has its own kernel, whatever TensorRT's kernels can fuse.
         _refuse_without_attention(model, hint="--attention native")

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from mha_deploy.graph.file import PackedModel
     from mha_deploy.graph.precision import Cases, Ranges
 
-CPU_RUNNERS = ("ort-cpu", "onnx-reference")
-GPU_RUNNERS = ("ort-cuda", "ort-cuda-contrib")
+CPU_RUNNERS, GPU_RUNNERS = ("ort-cpu", "onnx-reference"), ("ort-cuda", "ort-cuda-contrib")
 RUNNERS = CPU_RUNNERS + GPU_RUNNERS
 
 
@@ -32,10 +31,8 @@ def open_runner(backend: str, model: Path | ir.Model) -> Runner:
 
     is_reference = backend == "onnx-reference"
     if not is_reference and not can_import("onnxruntime"):
-        extra = "ort" if backend == "ort-cpu" else "ort-gpu"
-        raise BackendUnavailable(
-            "ONNX Runtime is not installed.", got=backend, hint=f'pip install "mha-deploy[{extra}]"'
-        )
+        hint = f'pip install "mha-deploy[{"ort" if backend == "ort-cpu" else "ort-gpu"}]"'
+        raise BackendUnavailable("ONNX Runtime is not installed.", got=backend, hint=hint)
     packed = model if isinstance(model, Path) or not isolation.enabled else PackedModel.of(model)
     family = ONNX_REFERENCE if is_reference else ONNX_RUNTIME
     return open_isolated(family, backend, _open_graph, backend, packed)
@@ -49,12 +46,10 @@ def _open_graph(backend: str, model: Path | ir.Model | PackedModel) -> Runner:
         from mha_deploy.runtime.onnx_reference import OnnxReferenceRunner
 
         return OnnxReferenceRunner(graph)
+    from mha_deploy.runtime.ort import OrtCpuRunner, OrtCudaRunner
+
     if backend == "ort-cpu":
-        from mha_deploy.runtime.ort import OrtCpuRunner
-
         return OrtCpuRunner(graph)
-    from mha_deploy.runtime.ort import OrtCudaRunner
-
     return OrtCudaRunner(graph, dialect="onnx" if backend == "ort-cuda" else "contrib")
 
 

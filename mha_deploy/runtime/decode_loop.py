@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -307,12 +307,12 @@ class DecodeLoop(Closing):
             self._memory.close()
             raise
 
-    def _new_cache(self) -> tuple[DeviceTensor, DeviceTensor]:
+    def _new_cache(self) -> tuple[DeviceTensor, ...]:
         shape = self._cache.first(self._cache.T)
-        keys, values = (self._memory.tensor(shape, self._cache.dtype) for _ in range(2))
-        for tensor in (keys, values):
+        tensors = tuple(self._memory.tensor(shape, self._cache.dtype) for _ in CACHES)
+        for tensor in tensors:
             tensor.buffer.fill(0, self._stream)
-        return keys, values
+        return tensors
 
     def feed(self, x: np.ndarray, counts: np.ndarray | None = None) -> np.ndarray:
         """Run the layer on S new tokens of every batch element, and keep their keys and values.
@@ -373,8 +373,7 @@ class DecodeLoop(Closing):
     def _call(self, frame: CallTensors, S: int) -> StepCall:
         """The next call: the tokens, and the cache as it goes in and comes out."""
         past, tensors = int(self.lengths[0]), dict(frame.tensors)
-        read: Sequence[DeviceTensor] = self._held
-        written: Sequence[DeviceTensor] = self._spare
+        read, written = self._held, self._spare
         if self._varies:
             read, written = self._cut(read, past), self._cut(written, past + S)
         else:

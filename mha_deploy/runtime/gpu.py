@@ -28,10 +28,8 @@ T = TypeVar("T")
 class Prepared:
     """Calls with inputs on the device, ready to be launched many times."""
 
-    launch: Callable[[int], None]
-    """Queues one call with the inputs of a slot on the runner's stream, and does not wait."""
-    results: Callable[[int], dict[str, np.ndarray]]
-    """Waits, and copies the outputs of a slot to the host."""
+    launch: Callable[[int], None]  # queues one call with the inputs of a slot, and does not wait
+    results: Callable[[int], dict[str, np.ndarray]]  # waits, and copies the outputs of a slot to the host
     memory_bytes: int | None = None  # of all slots, weights included
     why_no_graph: str | None = None  # where one was requested
 
@@ -40,8 +38,7 @@ class GpuRunner(Runner):
     """A runner on the first GPU that is visible to this process."""
 
     stream: Stream
-    graph: bool = True
-    """Whether a timed call is the launch of a CUDA graph, where it can be one."""
+    graph: bool = True  # whether a timed call is the launch of a CUDA graph, where it can be one
 
     def __init__(self) -> None:
         self.can_decode = type(self)._launcher is not GpuRunner._launcher
@@ -141,8 +138,10 @@ def _measure(lanes: Sequence[GpuRunner], feeds: Arrays) -> Throughput:
                 with lock:  # capturing graphs and allocating disturb each other
                     given = runner.checked(feeds)
                     prepared: Prepared = owned.enter_context(runner._prepare(given, _SLOTS))
-                    if index == 0:
-                        calls[0] = _calibrated(runner, prepared)
+                    if index == 0:  # how many calls take about half a second on one stream
+                        _calls_take(_SLOTS, runner, prepared)
+                        each = _calls_take(10, runner, prepared) / 10
+                        calls[0] = int(min(_MOST, max(_FEWEST, _SECONDS / max(each, 1e-6))))
                 ready.wait()
                 events = [Event() for _ in range(calls[0] + 1)]
                 for event in events:
@@ -179,14 +178,10 @@ def _measure(lanes: Sequence[GpuRunner], feeds: Arrays) -> Throughput:
     )
 
 
-def _calibrated(runner: GpuRunner, prepared: Prepared) -> int:
-    """How many calls take about half a second on one stream."""
-    for call in range(_SLOTS):
-        prepared.launch(call)
-    runner.stream.synchronize()
+def _calls_take(count: int, runner: GpuRunner, prepared: Prepared) -> float:
+    """Seconds of some calls on one stream, until all are done."""
     started = time.perf_counter()
-    for call in range(10):
+    for call in range(count):
         prepared.launch(call % _SLOTS)
     runner.stream.synchronize()
-    each = (time.perf_counter() - started) / 10
-    return int(min(_MOST, max(_FEWEST, _SECONDS / max(each, 1e-6))))
+    return time.perf_counter() - started

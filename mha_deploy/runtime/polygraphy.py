@@ -28,8 +28,7 @@ class PolygraphyRunner(Runner):
     """
 
     device = "unknown"
-    outputs: dict[str, TensorInfo]
-    """Known after the first call: Polygraphy describes inputs only."""
+    outputs: dict[str, TensorInfo]  # known after the first call: Polygraphy describes inputs only
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
@@ -71,11 +70,8 @@ class PolygraphyRunner(Runner):
 
     def time(self, feeds: Arrays, plan: TimingPlan | None = None) -> Timing:
         """Refused: a Polygraphy runner measures wall-clock time of single calls, copies included."""
-        raise DeployError(
-            "A Polygraphy runner does not measure device time.",
-            got=self.name,
-            hint="open the engine or the bundle itself to time it",
-        )
+        hint = "open the engine or the bundle itself to time it"
+        raise DeployError("A Polygraphy runner does not measure device time.", got=self.name, hint=hint)
 
     def close(self) -> None:
         """Deactivate the runner, where it was activated here."""

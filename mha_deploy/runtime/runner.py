@@ -54,14 +54,11 @@ class Closing:
 class Runner(Closing, ABC):
     """A model loaded into one runtime; a context manager that owns the runtime's resources."""
 
-    name: str
-    """The backend, with its version."""
+    name: str  # the backend, with its version
     inputs: Mapping[str, TensorInfo]
     outputs: Mapping[str, TensorInfo]
-    device: str = "cpu"
-    """Where it computes: `cpu`, or the name of the GPU."""
-    can_decode: bool = False
-    """Whether it keeps a KV cache on its device and has a `decode_loop`."""
+    device: str = "cpu"  # where it computes: `cpu`, or the name of the GPU
+    can_decode: bool = False  # whether it keeps a KV cache on its device and has a `decode_loop`
 
     @abstractmethod
     def _run(self, feeds: Arrays) -> dict[str, np.ndarray]:
@@ -78,9 +75,8 @@ class Runner(Closing, ABC):
 
     def time(self, feeds: Arrays, plan: TimingPlan | None = None) -> Timing:
         """How long one call takes with inputs that are on the device already."""
-        raise DeployError(
-            f"{self.name} checks a graph on the CPU; its time would say nothing about a GPU.", got=self.device
-        )
+        problem = f"{self.name} checks a graph on the CPU; its time would say nothing about a GPU."
+        raise DeployError(problem, got=self.device)
 
     def apply(self, function: Callable[..., T], *arguments: Any, step: str = "") -> T:
         """Call a function of a module with the runner and the arguments, in the process of the runtime.

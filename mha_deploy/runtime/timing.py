@@ -28,14 +28,10 @@ _HOST_LAUNCHES = 20
 class TimingPlan:
     """How to measure."""
 
-    samples: int = 200
-    """How many samples to take; never fewer than 100."""
-    sample_us: float = 100.0
-    """A sample holds as many calls as fit this time, and at least one."""
-    agree: float = 0.02
-    """Warm-up is over when three rounds' medians differ by no more than this share."""
-    rounds: int = 20
-    """Most rounds of warm-up; after them the timing is taken, and reported as unstable."""
+    samples: int = 200  # how many to take; never fewer than 100
+    sample_us: float = 100.0  # a sample holds as many calls as fit this time, and at least one
+    agree: float = 0.02  # warm-up is over when three rounds' medians differ by no more than this share
+    rounds: int = 20  # most rounds of warm-up; after them the timing is taken, and reported as unstable
     load_ms: float = 0.0
     """Load before the warm-up, on the device. A GPU at its power limit lowers its clock some 50 ms after the
     load began: without this, one runtime would be timed before that and another one after it."""

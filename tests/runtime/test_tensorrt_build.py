@@ -103,6 +103,7 @@ def test_a_node_without_a_name_is_found_by_its_output():
     assert judge(model, ["y"]).all_fused
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", ["mha", "_gemm_mha_v2", "fmha_v2", "a] b, LayerType: kgen"])
 def test_a_misleading_node_name_makes_no_fusion(name):

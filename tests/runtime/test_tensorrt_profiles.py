@@ -46,6 +46,7 @@ def built(device, bundles, tmp_path, monkeypatch):
     return make
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("version", WITH_GPU)
 @pytest.mark.parametrize("name", CACHED)
 def test_a_layer_with_a_cache_has_two_profiles_where_both_can_be_prepared(built, name, version):

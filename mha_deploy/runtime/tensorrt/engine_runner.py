@@ -157,8 +157,7 @@ def _io_tensors(rt: TensorRT, engine: Any) -> tuple[dict[str, TensorInfo], dict[
     trt = rt.module
     inputs: dict[str, TensorInfo] = {}
     outputs: dict[str, TensorInfo] = {}
-    for index in range(engine.num_io_tensors):
-        name = engine.get_tensor_name(index)
+    for name in map(engine.get_tensor_name, range(engine.num_io_tensors)):
         if engine.get_tensor_location(name) == trt.TensorLocation.HOST:
             hint = "export the model so that all of its inputs and outputs are data"
             raise EngineError(f"The tensor {name} holds shapes, and is on the host.", hint=hint)
@@ -176,9 +175,10 @@ def _io_tensors(rt: TensorRT, engine: Any) -> tuple[dict[str, TensorInfo], dict[
 
 
 class BoundContext(Closing):
-    """An execution context of a runner, whose profile and input shapes are set.
+    """An execution context of a runner, with a profile for life and the shapes of the inputs.
 
-    The profile is fixed, the shapes are not. `graphs` are recorded calls by the addresses of their tensors.
+    `graphs` are recorded calls by the addresses of their tensors. Where a profile belongs to one context at a
+    time, the runner's own must be closed first.
     """
 
     def __init__(self, runner: TensorRTRunner, profile: int, shapes: Mapping[str, Shape]) -> None:
@@ -450,7 +450,7 @@ class TensorRTRunner(GpuRunner):
         shapes = _shapes(feeds)
 
         def new_call() -> Slot:
-            slot = Slot(self.bind(shapes, profile), owns_context=True)
+            slot = Slot(BoundContext(self, profile, shapes), owns_context=True)
             try:
                 slot.memory.upload(feeds)
                 slot.settle(record=self.graph)
@@ -460,13 +460,6 @@ class TensorRTRunner(GpuRunner):
             return slot
 
         return self._calls.get(profile, shapes, new_call)
-
-    def bind(self, shapes: Mapping[str, Shape], profile: int) -> BoundContext:
-        """A context that the caller closes.
-
-        Where a profile belongs to one context at a time, this runner's own must be closed first.
-        """
-        return BoundContext(self, profile, shapes)
 
     def _launcher(self) -> TensorRTLauncher:
         self._calls.close()  # where a profile belongs to one context at a time, the decode loop needs it
@@ -544,22 +537,11 @@ class TensorRTLauncher(Launcher):
 
     def launch(self, call: StepCall, *, again: bool) -> None:
         """Queue one call: the graph that was recorded of it, or the call itself, which is then recorded."""
-        bound, addresses = self._context(call), call.addresses
-        key = tuple(addresses.values())
-        if key in bound.graphs:
-            bound.graphs[key].launch(self.stream)
-            return
-        bound.enqueue(addresses)
-        if again and self._runner.graph and not call.varies:
-            self.stream.synchronize()
-            bound.graphs[key] = bound.record(addresses)
-
-    def _context(self, call: StepCall) -> BoundContext:
-        shapes = call.shapes(self.inputs)
+        shapes, addresses = call.shapes(self.inputs), call.addresses
         profile = first_admitting(self._runner.profiles, shapes, tightest=True)
         # One context takes all calls whose shapes change; it has no graphs that would be lost.
         fixed = {} if call.varies else shapes
-        bound = self._contexts.get(profile, fixed, lambda: self._runner.bind(shapes, profile))
+        bound = self._contexts.get(profile, fixed, lambda: BoundContext(self._runner, profile, shapes))
         if any(bound.shapes[name] != shape for name, shape in shapes.items()):
             bound.reshape(shapes)
         wanted = call.shapes(self.outputs)  # there is memory for no others
@@ -568,7 +550,14 @@ class TensorRTLauncher(Launcher):
             hint = ", ".join(f"{name} {wanted[name]}" for name in other)
             problem = "The engine returns outputs of other shapes than a layer with a cache."
             raise EngineError(problem, got=other, hint=hint)
-        return bound
+        key = tuple(addresses.values())
+        if key in bound.graphs:
+            bound.graphs[key].launch(self.stream)
+            return
+        bound.enqueue(addresses)
+        if again and self._runner.graph and not call.varies:
+            self.stream.synchronize()
+            bound.graphs[key] = bound.record(addresses)
 
     def close(self) -> None:
         """Destroy the graphs and the contexts."""

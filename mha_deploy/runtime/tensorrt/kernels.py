@@ -475,8 +475,6 @@ def refuse_large(tensors: Sequence[LargeTensor], shapes: Mapping[str, Sequence[i
     for tensor in tensors:
         elements = tensor.elements(shapes)
         if elements is not None and elements > MOST_ELEMENTS:
-            raise EngineError(
-                "TensorRT does not support a tensor of this size.",
-                got=f"{tensor.tensor} with {elements:,} elements, at most {MOST_ELEMENTS:,} are possible",
-                hint="smaller sizes, or an engine that was built with --attention plugin",
-            )
+            got = f"{tensor.tensor} with {elements:,} elements, at most {MOST_ELEMENTS:,} are possible"
+            hint = "smaller sizes, or an engine that was built with --attention plugin"
+            raise EngineError("TensorRT does not support a tensor of this size.", got=got, hint=hint)
