@@ -32,10 +32,11 @@ def test_builds_of_tensorrt_rtx_are_identical(bundles, tmp_path, run_cli):
     bundle = shutil.copytree(bundles("tiny-gqa").path, tmp_path / "bundle")
     done = run_cli("build-engine", bundle, "--backend", "tensorrt-rtx", "--repeat", "2")
     assert done.code == 0, done.err
-    assert "2 builds: identical plans" in done.out
     (path,) = (bundle / "engines").glob("*.engine")
     record = md.open_engine(path).manifest.rebuilds
-    assert (record["builds"], record["identical"], record["differing"]) == (2, True, [])
+    # RTX times no kernels at build time. If plans differ all the same, the record shows in what.
+    assert (record["builds"], record["identical"], record["differing"]) == (2, True, []), record
+    assert "2 builds: identical plans" in done.out
     assert len(record["seconds"]) == len(record["engine_bytes"]) == 2
     assert record["timing_cache"] is None  # it has no effect there
     assert record["errors"] == record["times_us"] == {} or md.doctor()["gpus"]
