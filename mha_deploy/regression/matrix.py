@@ -456,20 +456,21 @@ class Matrix:
 
     def tables(self) -> list[Table]:
         """A heat map of the results; then errors, latencies, sizes and build times, where there are any."""
-
-        def verdict(cell: MatrixCell) -> TableCell:
+        verdicts = {}
+        for cell in self.cells:
             note = cell.why if cell.status not in ("passed", "built") else ""
-            return TableCell(text=cell.summary, status=_MARKS.get(cell.status, "none"), note=note)
-
-        found = [self._table("Fusion and verdict of every cell", verdict)]
+            status = _MARKS.get(cell.status, "none")
+            verdicts[cell.place] = TableCell(text=cell.summary, status=status, note=note)
+        found = [self._table("Fusion and verdict of every cell", verdicts)]
         for title, read, as_text in _FIGURES:
             figures = {cell.place: read(cell) for cell in self.cells}
-            shown = {place: number(each, as_text) for place, each in figures.items() if each is not None}
-            if shown:
-                found.append(self._table(title, lambda cell, shown=shown: shown.get(cell.place, text(None))))
+            shown = {
+                place: number(each, as_text(each)) for place, each in figures.items() if each is not None
+            }
+            found += [self._table(title, shown)] if shown else []
         return found
 
-    def _table(self, title: str, shown: Callable[[MatrixCell], TableCell]) -> Table:
+    def _table(self, title: str, shown: Mapping[tuple[str, ...], TableCell]) -> Table:
         runtimes = list(dict.fromkeys(cell.runtime for cell in self.cells))
         versions = {cell.runtime: cell.version for cell in self.cells if cell.version}
         rows: dict[tuple[str, ...], dict[str, MatrixCell]] = {}
@@ -480,7 +481,10 @@ class Matrix:
             if len({key[place] for key in rows}) == 1:
                 del heads[place]
         table_rows: list[Row] = [
-            [*(text(key[place]) for place in heads), *(shown(by_runtime[name]) for name in runtimes)]
+            [
+                *(text(key[place]) for place in heads),
+                *(shown.get(by_runtime[name].place, text(None)) for name in runtimes),
+            ]
             for key, by_runtime in rows.items()
         ]
         titles = [f"{name} ({versions[name]})" if name in versions else name for name in runtimes]
