@@ -464,9 +464,7 @@ class Matrix:
         found = [self._table("Fusion and verdict of every cell", verdicts)]
         for title, read, as_text in _FIGURES:
             figures = {cell.place: read(cell) for cell in self.cells}
-            shown = {
-                place: number(each, as_text(each)) for place, each in figures.items() if each is not None
-            }
+            shown = {place: number(each, as_text) for place, each in figures.items() if each is not None}
             found += [self._table(title, shown)] if shown else []
         return found
 
