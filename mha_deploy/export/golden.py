@@ -257,15 +257,10 @@ class LayerCapture(Capture):
 
     def draw(self, planned: PlannedCase) -> Feeds:
         """Drawn from the seed, without tokens at which rounding decides."""
+        spec, margin = self.module.spec, _DECISION_MARGIN * self.precision.roundoff
         drawn = random_inputs(
-            self.module.spec,
-            planned.sizes,
-            self.seed,
-            label=planned.name,
-            ragged=planned.ragged,
-            past=planned.past,
+            spec, planned.sizes, self.seed, label=planned.name, ragged=planned.ragged, past=planned.past
         )
-        margin = _DECISION_MARGIN * self.precision.roundoff
         return clear_decisions(self.twin, fed_to(self.module, self.change(drawn)), self.seed, margin=margin)
 
     def arguments(self, feeds: Feeds) -> Feeds:
