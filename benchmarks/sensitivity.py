@@ -25,7 +25,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -199,12 +199,15 @@ def runtimes(bundle: Any, tensorrt: bool) -> Iterator[dict[str, tuple[Any, str, 
                 return {"output": to_numpy(module(**call_arguments(module.spec, feeds)).cpu())}
 
         opened["FP16 accumulation"] = simulated, "fp16", f"rounded every {_TERMS} terms"
-    with ExitStack() as owned:
-        for runtime in found:
-            name = f"TensorRT, {runtime.name}" if tensorrt else "ONNX Runtime"
-            runner = owned.enter_context(runtime.open())
-            opened[name] = runner.run, *runtime.accumulation(bundle.manifest.precision)
-        yield opened
+    for runtime in found:
+        name = f"TensorRT, {runtime.name}" if tensorrt else "ONNX Runtime"
+
+        def run(inputs: Mapping[str, np.ndarray], runtime: Any = runtime) -> Mapping[str, np.ndarray]:
+            with runtime.open() as runner:
+                return runner.run(inputs)
+
+        opened[name] = run, *runtime.accumulation(bundle.manifest.precision)
+    yield opened
 
 
 def shares(point: str, tensorrt: bool) -> dict[str, dict[str, float]]:
