@@ -84,20 +84,16 @@ def shape_of(
 class ExportedModule:
     """A module as a graph and as a program."""
 
-    # The graph. Its inputs and outputs have the user's names, its dimensions those of the axes.
-    model: ir.Model
+    model: ir.Model  # the graph, with the user's names of inputs, outputs and dimensions
     program: ExportedProgram  # the program, decomposed to what the graph was made from
     inputs: tuple[str, ...]  # names of the inputs, in the order of the graph
-    # The dimensions of every output, in the order of the graph. None stands for a size that is no expression
-    # of axes and numbers.
+    # The dimensions of every output, in order; None for a size that is no expression of axes and numbers.
     outputs: Mapping[str, tuple[Dim | None, ...]]
     # FX node of every input and output by name, and of other values that could not keep the name of their
     # node; the rest has it.
     nodes: Mapping[str, str]
-    # Axes whose smaller sizes PyTorch did not prove, so that they were tried instead.
-    unproven: tuple[str, ...] = ()
-    # Axes that could not vary, with the one size that they have.
-    fixed: Mapping[str, Axis] = field(default_factory=dict)
+    unproven: tuple[str, ...] = ()  # axes whose smaller sizes were tried, as PyTorch did not prove them
+    fixed: Mapping[str, Axis] = field(default_factory=dict)  # axes that could not vary, with their one size
     notes: tuple[str, ...] = ()  # what a reader should know, such as why
 
     def node_of(self, value: str) -> str | None:

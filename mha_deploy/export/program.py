@@ -316,8 +316,7 @@ class _Traced:
     axes: Mapping[str, Axis]  # its axes; those that could not vary have one size
     sizes: dict[str, int]  # what it was traced at
     unproven: tuple[str, ...] = ()  # axes whose smaller sizes PyTorch did not prove
-    # Sizes that break a guard of the program: it must be compared with the module there.
-    outside: Sequence[Mapping[str, int]] = ()
+    outside: Sequence[Mapping[str, int]] = ()  # sizes that break a guard, so that they must be tried
     refusal: ExportError | None = None  # what to raise where that comparison fails: why the first attempt did
     fixed: Collection[str] = ()  # axes that could not vary
     notes: tuple[str, ...] = ()  # what a reader should know

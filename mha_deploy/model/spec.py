@@ -134,8 +134,7 @@ class KVCache:
     past: str | None  # the axis of tokens in the cache; None for a preallocated cache
     room: int  # how many tokens all calls together may bring
     by_token: Mapping[str, int]  # for each other input with an entry for each new token, that dimension
-    # For each other input that covers all tokens so far, such as a mask, that dimension.
-    by_context: Mapping[str, int]
+    by_context: Mapping[str, int]  # for each that covers all tokens so far, such as a mask, that dimension
     outputs: Mapping[str, int]  # for each output by token, the dimension of the tokens
 
     @property
@@ -207,20 +206,15 @@ class ModelSpec(NamedAxes):
     outputs: tuple[TensorSpec, ...]  # the outputs, in the order of the graph
     attention_count: int  # how many attentions it computes, fused or not
     summary: str = ""  # one line for people
-    # The catalog layer that it is, if it is one; everything else follows from it.
-    layer: AttentionSpec | None = None
-    # What makes a user's module, as `file.py:factory` or `package.module:factory`; empty for one that was
-    # exported from memory, and for an ONNX file.
-    factory: str = ""
-    # Each input of a module's KV cache, and the output that takes its place in the next call.
+    layer: AttentionSpec | None = None  # the catalog layer that it is, if any; all else follows from it
+    factory: str = ""  # `file.py:factory` or `package.module:factory`, where one makes the module
+    # From each input of a module's KV cache to the output that takes its place in the next call.
     cached: Mapping[str, str] = field(default_factory=dict)
     flops: int = 0  # work of one call of a module at the usual sizes, as PyTorch counts it
     weight_bytes: int = 0  # memory of its weights
-    # Hash of its weights and buffers before they were rounded; of an ONNX file, its own.
-    state_sha256: str = ""
+    state_sha256: str = ""  # of weights and buffers before they were rounded; of an ONNX file, its own
     seed: int = 0  # PyTorch's seed while the factory ran
-    # The file or checkpoint that its weights were read from, where one was given.
-    weights_file: str | None = None
+    weights_file: str | None = None  # the file or checkpoint of its weights, where one was given
     weights_prefix: str = ""  # what their names begin with there
     mixed: bool = False  # whether its precision was chosen node by node
 
@@ -343,14 +337,11 @@ class Rope:
 
     base: float = 10000.0  # base of the geometric series of frequencies
     dims: int | None = None  # how many numbers of a head are rotated, its first ones; default: all D
-    # Whether the pairs are neighbours, (0, 1), (2, 3), …; otherwise they are (j, j + dims/2).
-    interleaved: bool = False
-    # How the frequencies are stretched for longer contexts: `none`, `linear`, `ntk` or `llama3`.
-    scaling: str = "none"
+    interleaved: bool = False  # whether pairs are neighbours, (0, 1), (2, 3), …; or else (j, j + dims/2)
+    scaling: str = "none"  # how frequencies are stretched for longer contexts; one of `SCALINGS`
     factor: float = 1.0  # how much they are stretched
-    # For `llama3`: wavelengths above original_length / low_freq_factor get all of it.
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0  # for `llama3`: wavelengths below original_length / high_freq_factor stay
+    low_freq_factor: float = 1.0  # for `llama3`: wavelengths above original_length / it get all of that
+    high_freq_factor: float = 4.0  # for `llama3`: wavelengths below original_length / it stay
     original_length: int = 8192  # for `llama3`: the context length of the training before it was stretched
 
 
@@ -363,8 +354,7 @@ class AttentionSpec(NamedAxes):
     Hkv: int  # key/value heads: Hq for multi-head, fewer for grouped-query, 1 for multi-query
     D: int  # head size; default: E / Hq
     E: int  # model width
-    # Sizes of B and S; of T for cross attention and a preallocated cache; of P for a dynamic cache.
-    axes: Mapping[str, Axis]
+    axes: Mapping[str, Axis]  # B, S; T for cross attention and a preallocated cache, P for a dynamic one
     summary: str = ""  # one line for people
     variant: str = "attention"  # what happens to the heads after attention; one of `VARIANTS`
     attends: str = "self"  # `self` or `cross`
@@ -378,8 +368,7 @@ class AttentionSpec(NamedAxes):
     grouped_mlp: GroupedMlp | None = None  # options, for that variant only
     rope: Rope | None = None  # rotary position embedding of queries and keys, if any
     window: int | None = None  # how many keys a query attends to, itself included; default: all before it
-    # Bound of the scores: s becomes softcap · tanh(s / softcap), before any mask.
-    softcap: float | None = None
+    softcap: float | None = None  # bounds scores: s becomes softcap · tanh(s / softcap), before any mask
     # `none`, `dynamic` (past keys and values come in, longer ones go out) or `preallocated` (buffers of T
     # entries, of which the first `lengths[b]` are valid before the call).
     cache: str = "none"
