@@ -154,11 +154,7 @@ class ProgramValues:
         self.exported = exported_program(self.user)
 
     def at(self, case: GoldenCase, names: Sequence[str]) -> dict[str, np.ndarray]:
-        """Values of the graph in FP64, by their names; what the program does not compute is left out.
-
-        Raises:
-            BundleError: The weights are the same, and what the factory's file does with them is not.
-        """
+        """Values of the graph in FP64, by their names; what the program does not compute is left out."""
         known = [name for name in names if self.exported.node_of(name) is not None]
         inputs = {name: tensor_from_numpy(array) for name, array in case.inputs.items()}
         outputs, kept = run_program(self.exported, inputs, keep=known)
@@ -298,9 +294,6 @@ class FreshCases:
 
     A catalog layer and its FP64 twin run on a device, and the oracle may take `oracle_bytes` besides its
     weights, by default `ORACLE_BYTES`; a user's module runs on the CPU.
-
-    Raises:
-        DeployError: The factory is not here, or gives another module than that in the bundle.
     """
 
     def __init__(self, bundle: Bundle, device: str, *, oracle_bytes: int | None = None) -> None:
@@ -342,11 +335,6 @@ class FreshCases:
             past: Valid entries of a preallocated cache in every batch element; default: drawn.
             probe: `edges` for large tokens where masks, windows and caches end; `coarse` to find out, too,
                 what parts of attention in BF16 would change, of catalog layers alone.
-
-        Raises:
-            SpecError: The sizes, or that many entries, are not for this model.
-            ExportError: The module itself overflows on these inputs.
-            DeployError: They do not fit the device's memory.
         """
         self.spec.check_sizes(sizes)
         if past is not None and self.spec.layer is not None:
@@ -373,9 +361,6 @@ class FreshCases:
         """Draw tokens, decode with the module, and compute the whole sequence in FP64.
 
         With `probe`, some tokens of a catalog layer are large: at the ends of the prompt, among the steps.
-
-        Raises:
-            DeployError: The model's axes or its cache do not allow it, or memory does not.
         """
         self._capture.change = partial(_loud_steps, planned) if probe else dict
         what, hint = "The tokens do not fit the device's memory.", "a smaller batch, or a shorter prompt"
@@ -402,11 +387,7 @@ _CHUNK = 256  # tokens of a prompt that the module takes at once: it keeps all t
 def fresh_trace(
     bundle: Bundle, *, batch: int, prompt: int, steps: int, seed: int, device: str = "cuda"
 ) -> DecodeTrace:
-    """Draw prompts of one length and single tokens behind them, and compute what decoding must give.
-
-    Raises:
-        DeployError: The model's axes or its cache do not allow it, or memory does not.
-    """
+    """Draw prompts of one length and single tokens behind them, and compute what decoding must give."""
     name = f"steps-B{batch}-prompt{prompt}-steps{steps}"
     planned = PlannedTrace(name=name, prompt=(prompt,) * batch, steps=steps)
     check_steps(bundle.manifest.spec, np.array(planned.prompt, np.int32), steps)

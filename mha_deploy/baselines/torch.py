@@ -255,11 +255,7 @@ class TorchModels:
         return ServedLayer(layer, baseline.kernel if baseline.compiled else None)
 
     def arguments(self, feeds: Arrays) -> dict[str, Tensor]:
-        """Inputs on the device, by the names that `in_service` calls them; each call has copies of its own.
-
-        Raises:
-            DeployError: The new tokens do not fit into a preallocated cache.
-        """
+        """Inputs on the device, by the names that `in_service` calls them; each call has its own copies."""
         if self.spec.cache == "preallocated":  # the device does not check the lengths
             refuse_overflow(feeds["lengths"], feeds["x"].shape[1], feeds["key_cache"].shape[2])
         tensors = {name: tensor_from_numpy(array).to(self.device) for name, array in feeds.items()}
@@ -273,11 +269,7 @@ class TorchModels:
 
 
 class UserModels:
-    """A user's module on one device, made by its factory once for all the baselines to run it.
-
-    Raises:
-        DeployError: The factory is not here, or gives other weights than those in the bundle.
-    """
+    """A user's module on one device, made by its factory once for all the baselines to run it."""
 
     def __init__(self, spec: ModelSpec, precision: Precision, device: str = "cuda") -> None:
         check_device(device)
@@ -285,12 +277,7 @@ class UserModels:
         self._user = reopen_user_module(spec, precision, device=device)
 
     def in_service(self, baseline: Baseline) -> nn.Module:
-        """The module as it is run and timed.
-
-        Raises:
-            DeployError: The module does not run on the device, or a kernel of PyTorch's fused attention is
-                requested, and the module does not call it.
-        """
+        """The module as it is run and timed."""
         if baseline.packed:
             raise DeployError("The projections of your own module are as you wrote them.", got="packed")
         if baseline == _TUNED:
@@ -540,11 +527,7 @@ def mean_by_name(runs: Iterable[tuple[str, float]], calls: int) -> list[KernelTi
 def attention_alone(
     arrays: Arrays, *, Hq: int, Hkv: int, scale: float, causal: bool, path: str, device: str
 ) -> np.ndarray:
-    """The attention of PyTorch on `q`, `k`, `v` and `mask`, without a layer around it.
-
-    Raises:
-        DeployError: PyTorch refuses the case.
-    """
+    """The attention of PyTorch on `q`, `k`, `v` and `mask`, without a layer around it."""
     tensors = {role: tensor_from_numpy(array).to(device) for role, array in arrays.items()}
     heads = Heads(Hq=Hq, Hkv=Hkv, scale=scale, causal=causal)
     try:

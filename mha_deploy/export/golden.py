@@ -126,11 +126,7 @@ class Capture(ABC):
         """Close what was opened for the cases."""
 
     def capture(self, planned: PlannedCase) -> GoldenCase:
-        """Run one case.
-
-        Raises:
-            ExportError: The module overflows, fails at these sizes, or is not what was exported.
-        """
+        """Run one case."""
         feeds = self.draw(planned)
         counter = FlopCounterMode(display=False, custom_mapping=_ON_CPU) if self.counts_work else None
         eager = self.eager(feeds, f"golden case {planned.name}", counter)
@@ -157,12 +153,7 @@ class Capture(ABC):
                 )
 
     def trace(self, spec: ModelSpec, planned: PlannedTrace) -> DecodeTrace:
-        """Draw tokens, decode them with the module, and compute the whole sequence in FP64, in one call.
-
-        Raises:
-            DeployError: The model's axes or its cache do not allow it.
-            ExportError: The module overflows or fails, or decoding gives something else than that call.
-        """
+        """Draw tokens, decode them with the module, and compute the whole sequence in FP64, in one call."""
         prompt = np.array(planned.prompt, np.int32)
         cache = check_steps(spec, prompt, planned.steps)
         feeds, oracle = self.whole(spec, cache, planned)
@@ -402,11 +393,7 @@ def _refuse_far(case: GoldenCase, most: float, what: str, hint: str) -> None:
 
 
 def mixed_graph(model: ir.Model, capture: ModuleCapture, folder: Path) -> tuple[ir.Model, PrecisionPlan]:
-    """Write a float32 graph with fused attentions in FP16 where that holds the numbers that are drawn.
-
-    Raises:
-        DeployError: ONNX Runtime cannot run the graph, or it has branches.
-    """
+    """Write a float32 graph with fused attentions in FP16 where that holds the numbers that are drawn."""
     path = folder / "float32.onnx"
     save_graph(model, path)
     try:

@@ -56,9 +56,6 @@ def bundle_from_onnx(
         axes: Ranges of the file's symbolic dimensions; default: 1:2:8 for a leading dimension, else 1:16:64.
         inputs: Examples of inputs; other sizes are cut from them or repeat them. The other inputs are drawn.
         on_step: Called as each step begins, with its name, its number from 0, and how many there are.
-
-    Raises:
-        ExportError: The file cannot be run, or an output has a size that is no sum of axes and numbers.
     """
     return export_bundle(_OnnxSource(path, options, axes or {}, inputs or {}), target, on_step)
 

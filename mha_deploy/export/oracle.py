@@ -195,10 +195,6 @@ def run_program(
     """Run the program of a module: its outputs by name, and the values of the graph that are to be kept.
 
     With `float64` it is the oracle; `own` is the precision that the module was exported in.
-
-    Raises:
-        ExportError: An input is missing, a kept value is no value of the program, or an operator computes
-            in less than FP64 whatever it is given.
     """
     program = exported.program
     nodes = {name: exported.node_of(name) for name in keep}

@@ -293,9 +293,6 @@ def open_user_module(
     The model is `path/to/file.py:factory`, `package.module:factory`, or a `Deployable`, which is not changed;
     `read_state` says what weights may be. The seed is PyTorch's while the factory runs, and `axes` are ranges
     in place of the factory's.
-
-    Raises:
-        DeployError: The model does not meet the contract, or the file holds no weights for this module.
     """
     found = load_factory(model, seed=seed) if isinstance(model, str) else load_deployable(model)
     loaded = found.with_axes(axes or {})
@@ -332,12 +329,7 @@ def open_user_module(
 
 
 def reopen_user_module(spec: ModelSpec, precision: Precision, *, device: str = "cpu") -> UserModule:
-    """The module of a bundle, made again by its factory.
-
-    Raises:
-        ExportError: The factory is not here any more, or gives something else.
-        BundleError: It gives other weights than those in the bundle, or there is no factory.
-    """
+    """The module of a bundle, made again by its factory."""
     if not spec.factory:
         what = f"{spec.name} was exported from an object in memory: nothing here can make its module again."
         hint = "for fresh inputs and PyTorch baselines, export path/to/file.py:factory"

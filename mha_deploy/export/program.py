@@ -265,10 +265,6 @@ def export_program(
     `inputs` are examples by the parameter of `forward`, `dims` names their dimensions, and an axis of one
     size is a number in the graph. Outputs without names get them from the keys of what `forward` returns.
     `draw` makes inputs of some sizes on which the module can run; default: they look like `inputs`.
-
-    Raises:
-        ExportError: PyTorch cannot export it, an axis cannot vary as wanted, an input is not used, the
-            module changes its own buffers or inputs, or gives other results each time.
     """
     with _evaluating(module):
         with _explicit_forward(module, list(inputs)), _batched_experts(module):

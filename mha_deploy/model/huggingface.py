@@ -217,9 +217,6 @@ def spec_from_config(config: Mapping[str, Any], layer: int, *, name: str, bias: 
     """The self attention of one layer of a checkpoint, as a layer of the catalog.
 
     With `bias` any projection has one; the others then have zeros.
-
-    Raises:
-        SpecError: A layer of the catalog cannot express it; the message says what.
     """
     kind = str(config.get("model_type", ""))
     if kind in _NOT_EXPRESSIBLE:

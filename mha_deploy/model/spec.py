@@ -247,11 +247,7 @@ class ModelSpec(NamedAxes):
 
     @property
     def kv_cache(self) -> KVCache | None:
-        """How it decodes; None for a model without a KV cache.
-
-        Raises:
-            SpecError: The cached tensors of a module do not grow by the new tokens.
-        """
+        """How it decodes; None for a model without a KV cache."""
         if self.layer is not None:
             return self.layer.kv_cache
         if not self.cached:
