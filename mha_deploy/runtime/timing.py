@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import cycle, pairwise
 from typing import Any
 
 import numpy as np
@@ -88,16 +89,38 @@ def measure_latency(
     launch: Callable[[int], None], slots: int, stream: Stream, gpu: Gpu, plan: TimingPlan, *, graph: bool
 ) -> Timing:
     """Time `launch`, which queues one call with the inputs of one slot on the stream, and does not wait."""
-    clock = _Clock(launch, slots, stream)
+    events: list[Event] = []
+    rotation = cycle(range(slots))  # from one run to the next as well
+    conditions: list[Conditions] = []
+
+    def queue(calls: int) -> None:
+        for _ in range(calls):
+            launch(next(rotation))
+
+    def run(samples: int, calls: int, while_busy: Callable[[], None] = lambda: None) -> list[float]:
+        """Queue all samples back to back; then wait, and read the events between them."""
+        events.extend(Event() for _ in range(samples + 1 - len(events)))
+        events[0].record(stream)
+        for sample in range(samples):
+            queue(calls)
+            events[sample + 1].record(stream)
+        while_busy()  # all is queued, and the device is still busy
+        stream.synchronize()
+        return [b.microseconds_since(a) / calls for a, b in pairwise(events[: samples + 1])]
+
     try:
-        clock.run(samples=slots, calls=1)  # every slot once
-        call_us = max(clock.median_of(10, 1), 0.1)
+        run(slots, 1)  # every slot once
+        call_us = max(float(np.median(run(10, 1))), 0.1)
         calls = max(1, math.ceil(plan.sample_us / call_us))
         for _ in range(math.ceil(plan.load_ms * 1e3 / (20 * calls * call_us))):
-            clock.run(20, calls)
-        stable = settles(lambda: clock.median_of(20, calls), plan.agree, plan.rounds)
-        host_us = clock.host_microseconds()
-        samples = clock.run(max(plan.samples, 100), calls, while_busy=lambda: read_conditions(gpu))
+            run(20, calls)
+        stable = settles(lambda: float(np.median(run(20, calls))), plan.agree, plan.rounds)
+        stream.synchronize()
+        started = time.perf_counter()
+        queue(_HOST_LAUNCHES)  # into an empty queue that has room
+        host_us = (time.perf_counter() - started) * 1e6 / _HOST_LAUNCHES
+        stream.synchronize()
+        samples = run(max(plan.samples, 100), calls, lambda: conditions.append(read_conditions(gpu)))
         return Timing(
             samples_us=tuple(samples),
             calls_per_sample=calls,
@@ -106,10 +129,11 @@ def measure_latency(
             stable=stable,
             host_us=host_us,
             gpu=gpu.name,
-            conditions=clock.conditions or Conditions(),
+            conditions=conditions[0],
         )
     finally:
-        clock.close()
+        for event in events:
+            event.close()
 
 
 def settles(measure: Callable[[], float], agree: float, rounds: int) -> bool:
@@ -121,50 +145,3 @@ def settles(measure: Callable[[], float], agree: float, rounds: int) -> bool:
         if len(last) == 3 and max(last) - min(last) <= agree * min(last):
             return True
     return False
-
-
-class _Clock:
-    """Times calls between events; the slots rotate from one run to the next."""
-
-    def __init__(self, launch: Callable[[int], None], slots: int, stream: Stream) -> None:
-        self._launch, self._slots, self._stream = launch, slots, stream
-        self._next = 0
-        self._events: list[Event] = []
-        self.conditions: Conditions | None = None
-
-    def run(
-        self, samples: int, calls: int, while_busy: Callable[[], Conditions] | None = None
-    ) -> Sequence[float]:
-        """Queue all samples back to back; then wait, and read the events between them."""
-        events = self._events
-        events += [Event() for _ in range(samples + 1 - len(events))]
-        events[0].record(self._stream)
-        for sample in range(samples):
-            for _ in range(calls):
-                self._call()
-            events[sample + 1].record(self._stream)
-        if while_busy is not None:  # all is queued, and the device is still busy
-            self.conditions = while_busy()
-        self._stream.synchronize()
-        return [events[i + 1].microseconds_since(events[i]) / calls for i in range(samples)]
-
-    def median_of(self, samples: int, calls: int) -> float:
-        return float(np.median(self.run(samples, calls)))
-
-    def host_microseconds(self) -> float:
-        """Host time of one launch into an empty queue that has room."""
-        self._stream.synchronize()
-        started = time.perf_counter()
-        for _ in range(_HOST_LAUNCHES):
-            self._call()
-        spent = time.perf_counter() - started
-        self._stream.synchronize()
-        return spent * 1e6 / _HOST_LAUNCHES
-
-    def _call(self) -> None:
-        self._launch(self._next)
-        self._next = (self._next + 1) % self._slots
-
-    def close(self) -> None:
-        for event in self._events:
-            event.close()
