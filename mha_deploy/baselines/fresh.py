@@ -326,15 +326,11 @@ class FreshCases:
         past: int | None = None,
         probe: str | None = None,
     ) -> GoldenCase:
-        """Draw inputs and compute what is true of them.
+        """Draw inputs and compute what is true of them; the same seed at the same sizes draws the same.
 
-        Args:
-            sizes: A size for every axis of the spec.
-            seed: Seed of the inputs; the same seed at the same sizes draws the same.
-            ragged: Whether lengths go down to 1 and 0, where a catalog layer has lengths.
-            past: Valid entries of a preallocated cache in every batch element; default: drawn.
-            probe: `edges` for large tokens where masks, windows and caches end; `coarse` to find out, too,
-                what parts of attention in BF16 would change, of catalog layers alone.
+        Ragged lengths of a catalog layer go down to 1 and 0. `past` entries of a preallocated cache are valid
+        in every batch element; default: drawn. The probe `edges` has large tokens where masks, windows and
+        caches end; `coarse` finds out what parts of attention in BF16 would change, of catalog layers alone.
         """
         self.spec.check_sizes(sizes)
         if past is not None and self.spec.layer is not None:

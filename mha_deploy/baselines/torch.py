@@ -75,12 +75,8 @@ def explain_refusal(name: str, error: Exception, warnings: Iterable[str], *, com
 class ServedLayer(nn.Module):
     """A layer as a tuned PyTorch model runs it; its calls take and return what those of the layer do.
 
-    A preallocated cache is written in place. Whether the new tokens fit is not checked: the lengths are
-    on the device.
-
-    Args:
-        layer: The layer; its weights are shared.
-        kernel: The one kernel that PyTorch's fused attention may use, compiled in; None: its choice.
+    A preallocated cache is written in place. Whether the new tokens fit is not checked: the lengths are on
+    the device. The kernel is the one that PyTorch's fused attention may use, compiled in; None: its choice.
     """
 
     def __init__(self, layer: Attention, kernel: SDPBackend | None = None) -> None:

@@ -69,21 +69,15 @@ _ON_CPU = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attentio
 
 
 class Capture(ABC):
-    """Captures a model: its inputs are drawn, run in its own precision, and evaluated in FP64.
+    """Captures a model: its inputs are drawn, run in its own precision, and evaluated in FP64."""
 
-    Attributes:
-        change: Changes the inputs that were drawn.
-        remedy: What helps where the module overflows.
-        most_tokens: How many tokens of a prompt the module takes in one call, where memory is short.
-    """
-
-    remedy: str
-    most_tokens: int | None = None
+    remedy: str  # what helps where the module overflows
+    most_tokens: int | None = None  # of a prompt that the module takes in one call, where memory is short
     counts_work = False  # that of a catalog layer follows from its spec
 
     def __init__(self, module: nn.Module, precision: Precision, seed: int, outputs: Iterable[str]) -> None:
         self.module, self.precision, self.seed, self._outputs = module, precision, seed, tuple(outputs)
-        self.change: Callable[[Feeds], Feeds] = dict
+        self.change: Callable[[Feeds], Feeds] = dict  # of what was drawn
 
     @abstractmethod
     def draw(self, planned: PlannedCase) -> Feeds:

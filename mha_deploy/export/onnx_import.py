@@ -46,16 +46,11 @@ def bundle_from_onnx(
     inputs: Mapping[str, np.ndarray] | None = None,
     on_step: OnStep = lambda name, number, count: None,
 ) -> Bundle:
-    """Make a bundle of an ONNX file.
+    """Make a bundle of an ONNX file of opset 13 or newer.
 
-    Args:
-        path: The file, of opset 13 or newer.
-        target: The folder to write.
-        options: How to export. With `auto` a float32 file becomes FP16, with FP32 where FP16 overflows, and
-            other files keep their precision.
-        axes: Ranges of the file's symbolic dimensions; default: 1:2:8 for a leading dimension, else 1:16:64.
-        inputs: Examples of inputs; other sizes are cut from them or repeat them. The other inputs are drawn.
-        on_step: Called as each step begins, with its name, its number from 0, and how many there are.
+    With `auto` a float32 file becomes FP16, with FP32 where FP16 overflows; other files keep their precision.
+    `axes` are ranges of symbolic dimensions; default: 1:2:8 for a leading dimension, else 1:16:64. Examples
+    of inputs are cut or repeated at other sizes; the other inputs are drawn.
     """
     return export_bundle(_OnnxSource(path, options, axes or {}, inputs or {}), target, on_step)
 

@@ -14,6 +14,7 @@ from typing import Any
 import onnx_ir as ir
 import sympy
 import torch
+from onnx_ir.tensor_adapters import from_torch_dtype
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind, TensorArgument
@@ -241,13 +242,6 @@ def _outside_guards(
 
 
 # -- From anybody's module to an ONNX graph, together with the program it was made from ------------
-
-_FLOATS = {
-    torch.float16: ir.DataType.FLOAT16,
-    torch.bfloat16: ir.DataType.BFLOAT16,
-    torch.float32: ir.DataType.FLOAT,
-    torch.float64: ir.DataType.DOUBLE,
-}
 
 
 def export_program(
@@ -657,7 +651,7 @@ def _cast_outputs(model: ir.Model, returned: Sequence[Tensor]) -> None:
         if tensor.is_complex():
             hint = "torch.view_as_real"
             raise ExportError("The module returns complex numbers.", got=tensor.dtype, hint=hint)
-        wanted = _FLOATS.get(tensor.dtype)
+        wanted = from_torch_dtype(tensor.dtype) if tensor.is_floating_point() else value.dtype
         if wanted is None or value.dtype in (None, wanted):
             continue
         cast = ir.node("Cast", [value], {"to": wanted})
