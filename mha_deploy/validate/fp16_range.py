@@ -47,23 +47,23 @@ class SoftmaxSum:
     largest: float
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Figures:
     """The numbers of one attention over some golden cases; None where no pair was there to measure."""
 
-    tensors: Mapping[str, float]  # largest absolute value of Q, K and V
+    tensors: dict[str, float]  # largest absolute value of Q, K and V
     scale: float  # the factor on the scores
-    matmul: Peak | None  # Q·Kᵀ of largest size before the scale, hidden pairs included
+    matmul: Peak | None = None  # Q·Kᵀ of largest size before the scale, hidden pairs included
     # Lowest and highest score after scale and softcap, hidden pairs included
-    all_scores: tuple[float, float] | None
-    score: Peak | None  # score of largest size, of the pairs that are seen
-    logit: Peak | None  # the same with the numbers of the mask added: what goes into the softmax
-    exponent: float | None  # the highest of those: what exp takes where the maximum is not subtracted first
-    sums: tuple[SoftmaxSum, ...]  # what the softmax sums, case by case
+    all_scores: tuple[float, float] | None = None
+    score: Peak | None = None  # score of largest size, of the pairs that are visible
+    logit: Peak | None = None  # the same with the numbers of the mask added: what goes into the softmax
+    exponent: float | None = None  # the highest of those: what exp takes without subtracting the maximum
+    sums: tuple[SoftmaxSum, ...] = ()  # what the softmax sums, case by case
     # The finite number with which the mask hides keys; None where it hides none, or by -inf
-    sentinel: float | None
-    fully_masked: int  # how many queries, counted in each head, see no key at all
-    not_finite: tuple[str, ...]  # inputs that hold NaN or infinity; their cases are not in the other numbers
+    sentinel: float | None = None
+    fully_masked: int = 0  # how many queries, counted in each head, attend to no key at all
+    not_finite: tuple[str, ...] = ()  # inputs with NaN or infinity; their cases are not in the other numbers
 
 
 class Meter:
@@ -79,107 +79,82 @@ class Meter:
                 got=node.name,
                 hint="a canonical graph, as mha-deploy export writes it",
             )
-        self.node, self._attention, self._scale = node, attention, node.softmax_scale
-        self._tensors = {"Q": 0.0, "K": 0.0, "V": 0.0}
-        self._peaks: dict[tuple[str, int], Peak] = {}  # the lowest (-1) and the highest (1) of each kind
-        self._mask_numbers: list[float] = []
-        self._sums: list[SoftmaxSum] = []
-        self._fully_masked = 0
-        self._not_finite: list[str] = []
+        self.node, self._attention = node, attention
+        self.figures = Figures(tensors={"Q": 0.0, "K": 0.0, "V": 0.0}, scale=node.softmax_scale)
+        # A Cast may have made -inf of a constant before it reaches the mask.
+        constant = attention.lowest_mask_constant
+        self._mask_numbers = [constant] if constant is not None and constant <= _SURELY_A_SENTINEL else []
 
     def see(self, case: str, arrays: Mapping[str, np.ndarray]) -> None:
         """Measure one case, given what the probe computed."""
-        inputs = {role: arrays[name] for role, name in self._attention.outputs.items()}
-        inputs, broken = valid_only(self.node, inputs), False
+        figures, inputs = self.figures, {role: arrays[n] for role, n in self._attention.outputs.items()}
+        inputs, broken = valid_only(self.node, inputs), list[str]()
         for role, array in inputs.items():
             usable = array < np.inf if role == "mask" else np.isfinite(array)  # -inf in a mask hides a key
             if count := array.size - int(np.count_nonzero(usable)):
-                broken = True
-                name = self._attention.tensors[role]
-                self._not_finite.append(f"{role} ({name}) in case {case}: {count:,} values")
+                broken.append(f"{role} ({self._attention.tensors[role]}) in case {case}: {count:,} values")
+        figures.not_finite += tuple(broken)
         if broken:
             return
         for role, past in {"Q": "", "K": "past", "V": "past_values"}.items():
             sizes = (float(np.abs(inputs[each]).max(initial=0.0)) for each in (role, past) if each in inputs)
-            self._tensors[role] = max(self._tensors[role], *sizes)
+            figures.tensors[role] = max(figures.tensors[role], *sizes)
         q, k = queries_and_keys(self.node, inputs)
         T = k.shape[2]
-        visible = visible_keys(self.node, inputs, q.shape[2], T)
-        mask = inputs.get("mask") if visible is None else visible
+        visible_in_cache = visible_keys(self.node, inputs, q.shape[2], T)
+        mask = inputs.get("mask") if visible_in_cache is None else visible_in_cache
         numbers = [] if mask is None or mask.dtype == bool else _finite_numbers(mask)
-        sentinel = _sentinel_among(numbers)
+        hides = _sentinel_among(numbers)
         self._mask_numbers += numbers
+        figures.sentinel = None if self.node.mask == "bool" else _sentinel_among(self._mask_numbers)
         mask = None if mask is None else np.broadcast_to(mask, (*q.shape[:3], T))
         largest = 0.0
         for elements, head, queries, matmuls in matmul_blocks(q, k):
-            at = {"case": case, "row": elements.start, "head": head, "query": queries.start}
-            self._note("matmul", at, matmuls, np.True_)
+            at = (case, elements.start, head, queries.start)
             logits = scores = self._scored(matmuls)
-            # The pairs that the softmax is given, and those that are seen: a sentinel hides a given one.
-            given = seen = np.ones((1, 1), bool)
-            if visible is None and self.node.is_causal:
-                given = seen = np.arange(T) <= np.arange(queries.start, queries.stop)[:, None]
+            # The pairs that the softmax is given, and the visible ones: a sentinel hides a given one.
+            given = visible = np.ones((1, 1), bool)
+            if visible_in_cache is None and self.node.is_causal:
+                given = visible = np.arange(T) <= np.arange(queries.start, queries.stop)[:, None]
             if mask is not None and mask.dtype == bool:
-                given = seen = given & mask[elements, head, queries]
+                given = visible = given & mask[elements, head, queries]
             elif mask is not None:
                 added = mask[elements, head, queries].astype(np.float32)
-                logits, seen = (
-                    scores + added,
-                    given & (added > (-np.inf if sentinel is None else sentinel / 2)),
-                )
-            self._note("score", at, scores, seen)
-            self._note("logit", at, logits, seen)
-            self._fully_masked += int(np.count_nonzero(~np.broadcast_to(seen, logits.shape).any(-1)))
+                logits, visible = scores + added, given & (added > (-np.inf if hides is None else hides / 2))
+            bounds = [float(self._scored(np.float64(each))) for each in (matmuls.min(), matmuls.max())]
+            bounds += figures.all_scores or ()
+            figures.all_scores = min(bounds), max(bounds)
+            figures.matmul = _larger(figures.matmul, matmuls, np.True_, at)
+            figures.score = _larger(figures.score, scores, visible, at)
+            figures.logit = _larger(figures.logit, logits, visible, at)
+            highest = float(logits.max(initial=-np.inf, where=visible))
+            if highest > (-np.inf if figures.exponent is None else figures.exponent):
+                figures.exponent = highest
+            figures.fully_masked += int(np.count_nonzero(~np.broadcast_to(visible, logits.shape).any(-1)))
             logits = np.where(given, logits, -np.inf)
             top = logits.max(axis=-1, keepdims=True)
             np.maximum(top, np.finfo(top.dtype).min, out=top)  # -inf − -inf of a query without keys is NaN
             largest = max(largest, float(np.exp(logits - top).sum(axis=-1).max()))
-        self._sums.append(SoftmaxSum(case=case, keys=T, largest=largest))
-
-    def _note(
-        self, kind: str, at: Mapping[str, Any], values: np.ndarray, seen: np.ndarray | np.bool_
-    ) -> None:
-        """Keep the lowest and the highest of the values of a block that are seen, and their places."""
-        extremes = {-1: values.min(initial=np.inf, where=seen), 1: values.max(initial=-np.inf, where=seen)}
-        for sign, value in extremes.items():
-            old = self._peaks.get((kind, sign))
-            if sign * value > (-np.inf if old is None else sign * old.value):
-                place = np.unravel_index(((values == value) & seen).argmax(), values.shape)
-                row, query, key = (int(i) for i in place)
-                moved = {"row": at["row"] + row, "query": at["query"] + query, "key": key}
-                self._peaks[kind, sign] = Peak(**{**at, **moved, "value": float(value)})
+        figures.sums += (SoftmaxSum(case=case, keys=T, largest=largest),)
 
     def _scored(self, matmuls: np.ndarray) -> np.ndarray:
-        scores = matmuls * matmuls.dtype.type(self._scale)
+        scores = matmuls * matmuls.dtype.type(self.figures.scale)
         cap = self.node.softcap
         return scores if cap <= 0 else cap * np.tanh(scores / cap)
 
-    def figures(self) -> Figures:
-        """What was measured so far."""
 
-        def of(kind: str) -> list[Peak]:
-            return [self._peaks[kind, sign] for sign in (1, -1) if (kind, sign) in self._peaks]
-
-        def largest(kind: str) -> Peak | None:
-            return max(of(kind), key=lambda peak: abs(peak.value), default=None)
-
-        bounds = [float(self._scored(np.float64(peak.value))) for peak in of("matmul")]
-        constant, numbers = self._attention.lowest_mask_constant, list(self._mask_numbers)
-        if constant is not None and constant <= _SURELY_A_SENTINEL:  # a Cast may have made it -inf since
-            numbers.append(constant)
-        return Figures(
-            tensors=dict(self._tensors),
-            scale=self._scale,
-            matmul=largest("matmul"),
-            all_scores=(min(bounds), max(bounds)) if bounds else None,
-            score=largest("score"),
-            logit=largest("logit"),
-            exponent=of("logit")[0].value if of("logit") else None,
-            sums=tuple(self._sums),
-            sentinel=None if self.node.mask == "bool" else _sentinel_among(numbers),
-            fully_masked=self._fully_masked,
-            not_finite=tuple(self._not_finite),
-        )
+def _larger(
+    old: Peak | None, values: np.ndarray, visible: np.ndarray | np.bool_, at: tuple[str, int, int, int]
+) -> Peak | None:
+    """The number of largest size: the old one, or one of a block that begins at a place."""
+    sizes = np.abs(values)
+    largest = sizes.max(initial=-1.0, where=visible)
+    if largest <= (-1.0 if old is None else abs(old.value)):
+        return old
+    place = np.unravel_index(((sizes == largest) & visible).argmax(), values.shape)
+    (case, element, head, query), (b, s, t) = at, (int(i) for i in place)
+    value = float(values[place])
+    return Peak(value=value, case=case, row=element + b, head=head, query=query + s, key=t)
 
 
 def _finite_numbers(mask: np.ndarray) -> list[float]:
@@ -291,7 +266,7 @@ def fp16_range(bundle: Bundle, *, cases: Sequence[str] | None = None) -> RangeRe
 
 
 def _node_range(meter: Meter, spec: ModelSpec, precision: str) -> NodeRange:
-    figures, node = meter.figures(), meter.node
+    figures, node = meter.figures, meter.node
     # The longest past and the most new keys; no more than a window, which is a mask in the graph.
     lengths = (node.T, node.past_length) if node.has_past else (node.T,)
     most = [spec.axes[dim].max for dim in lengths if isinstance(dim, str) and dim in spec.axes]

@@ -16,6 +16,7 @@ from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.runtime import open_runner
 from mha_deploy.validate.bisect import bisect_bundle, bisected_case, reference_for
 
+pytestmark = pytest.mark.usefixtures("in_process")  # quicker than a child process
 ATTENTIONS = [f"blocks.{i}.attention" for i in range(3)]
 
 

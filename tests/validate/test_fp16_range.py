@@ -17,6 +17,8 @@ from mha_deploy.graph.file import attention_probe, load_graph, save_graph
 from mha_deploy.runtime import open_runner
 from mha_deploy.validate.fp16_range import FP16_MAX, Meter, fp16_range
 
+pytestmark = pytest.mark.usefixtures("in_process")  # quicker than a child process
+
 # -- plain NumPy -------------------------------------------------------------------------------
 
 
@@ -153,7 +155,7 @@ def measured(feeds, *, dtype=TensorProto.FLOAT, inputs=None, **attributes):
     meter = Meter(probe.attentions[0])
     with open_runner("onnx-reference", probe.model) as runner:
         meter.see("only", runner.run(feeds))
-    return meter.figures()
+    return meter.figures
 
 
 def draw(*shape, seed=0, size=1.0):

@@ -16,6 +16,7 @@ from mha_deploy.runtime import open_runner
 from mha_deploy.runtime.runner import Runner
 from mha_deploy.validate.invariance import CHECKS, invariance_from_runner
 
+pytestmark = pytest.mark.usefixtures("in_process")  # quicker than a child process
 # Between them: every kind of input, every variant, shared heads, two outputs.
 NAMES = [
     "tiny-gqa", "tiny-cross-padding", "tiny-additive-causal", "tiny-weights", "tiny-head-mix",

@@ -18,6 +18,8 @@ from mha_deploy.runtime import cpu_backend, open_runner
 from mha_deploy.validate.self_test import largest_share as budget_share
 from mha_deploy.validate.self_test import self_test
 
+pytestmark = pytest.mark.usefixtures("in_process")  # quicker than a child process
+
 CACHED = {
     "causal dropped",
     "causal off by one",
