@@ -562,9 +562,14 @@ def _module_version(backend: str) -> str | None:
 def misfits(engine: Engine, backend_version: str | None, gpu: dict[str, str] | None) -> list[str]:
     """Why an engine cannot run with this version of its TensorRT and this GPU; empty where it can."""
     manifest, reasons = engine.manifest, []
+    compatible = bool(manifest.options.get("version_compatible"))
+    built, here = (
+        [int(part) for part in (version or "").split(".") if part.isdigit()]
+        for version in (manifest.version, backend_version)
+    )
     if backend_version is None:
         reasons.append(f"{manifest.backend} is not installed here")
-    elif not _version_fits(manifest, backend_version):
+    elif backend_version != manifest.version and not (compatible and built[:1] == here[:1] and here >= built):
         reasons.append(f"it was built by {manifest.backend} {manifest.version}, here is {backend_version}")
     if gpu is None:
         reasons.append("there is no NVIDIA GPU here")
@@ -578,15 +583,6 @@ def where_built(manifest: EngineManifest) -> str:
     if manifest.gpu is not None:
         return f"on {manifest.gpu['name']}"
     return f"for {', '.join(manifest.targets) or 'RTX GPUs from compute capability 8.0 on'}"
-
-
-def _version_fits(manifest: EngineManifest, here: str) -> bool:
-    if not manifest.options.get("version_compatible"):
-        return here == manifest.version
-    built, found = (
-        [int(part) for part in version.split(".") if part.isdigit()] for version in (manifest.version, here)
-    )
-    return built[:1] == found[:1] and found >= built
 
 
 def _gpu_fits(manifest: EngineManifest, gpu: Mapping[str, str]) -> bool:

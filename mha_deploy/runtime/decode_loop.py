@@ -164,27 +164,8 @@ class DeviceTensor:
         return self.buffer.download(self.shape, self.dtype, stream)
 
 
-class Memory:
-    """Tensors that are freed together, and their size."""
-
-    def __init__(self) -> None:
-        self._owned = ExitStack()
-        self.nbytes = 0
-
-    def tensor(self, shape: Shape, dtype: np.dtype) -> DeviceTensor:
-        """A new, uninitialised tensor."""
-        buffer = Buffer(math.prod(shape) * dtype.itemsize)
-        self._owned.callback(buffer.free)
-        self.nbytes += buffer.nbytes
-        return DeviceTensor(buffer=buffer, shape=shape, dtype=dtype)
-
-    def close(self) -> None:
-        """Free them all."""
-        self._owned.close()
-
-
-class CallTensors(Memory):
-    """The inputs and outputs of one call, by their names.
+class CallTensors(Closing):
+    """The inputs and outputs of one call, by their names; freed together.
 
     An output that is written in place is the memory of its input, by `aliases`: it is never cleared.
     """
@@ -196,20 +177,23 @@ class CallTensors(Memory):
         aliases: Mapping[str, str],
         stream: Stream,
     ) -> None:
-        super().__init__()
-        self._inputs, self._stream = tuple(inputs), stream
+        self._inputs, self._stream, self.nbytes = tuple(inputs), stream, 0
         self._own_outputs = [name for name in outputs if name not in aliases]
         self.tensors: dict[str, DeviceTensor] = {}
-        try:
+        with ExitStack() as owned:
             for name, (shape, dtype) in (*inputs.items(), *outputs.items()):
                 if name in aliases and name in outputs:
-                    shared = self.tensors[aliases[name]].buffer
-                    self.tensors[name] = DeviceTensor(buffer=shared, shape=shape, dtype=dtype)
+                    buffer = self.tensors[aliases[name]].buffer
                 else:
-                    self.tensors[name] = self.tensor(shape, dtype)
-        except BaseException:
-            self.close()
-            raise
+                    buffer = Buffer(math.prod(shape) * dtype.itemsize)
+                    owned.callback(buffer.free)
+                    self.nbytes += buffer.nbytes
+                self.tensors[name] = DeviceTensor(buffer=buffer, shape=shape, dtype=dtype)
+            self._owned = owned.pop_all()
+
+    def close(self) -> None:
+        """Free the memory."""
+        self._owned.close()
 
     def upload(self, feeds: Arrays) -> None:
         """Copy the inputs to the device, and wait for it."""
@@ -297,22 +281,22 @@ class DecodeLoop(Closing):
         self._varies = form is EngineCache.DYNAMIC
         self._launcher, self._form, self._cache, self._E = launcher, form, cache, E
         self._stream = launcher.stream
-        self._memory, self._frames = Memory(), dict[int, CallTensors]()
+        self._frames: dict[int, CallTensors] = {}
         swapped = self._varies or (form is EngineCache.PREALLOCATED and not launcher.in_place)
+        whole, numbers = (cache.first(cache.T), cache.dtype), range(1 + swapped)
+        caches = {f"{name} {number}": whole for number in numbers for name in CACHES}
+        lengths = {LENGTHS: ((cache.B,), np.dtype(np.int32))}
+        self._memory = CallTensors({**caches, **lengths}, {}, {}, self._stream)
+        tensors = self._memory.tensors
+        pairs = [tuple(tensors[f"{name} {number}"] for name in CACHES) for number in numbers]
+        self._held, self._spare = pairs[0], pairs[-1]
+        self._lengths = tensors[LENGTHS]
         try:
-            self._held = self._new_cache()
-            self._spare = self._new_cache() if swapped else self._held
-            self._lengths = self._memory.tensor((cache.B,), np.dtype(np.int32))
+            for name in caches:
+                tensors[name].buffer.fill(0, self._stream)
         except BaseException:
             self._memory.close()
             raise
-
-    def _new_cache(self) -> tuple[DeviceTensor, ...]:
-        shape = self._cache.first(self._cache.T)
-        tensors = tuple(self._memory.tensor(shape, self._cache.dtype) for _ in CACHES)
-        for tensor in tensors:
-            tensor.buffer.fill(0, self._stream)
-        return tensors
 
     def feed(self, x: np.ndarray, counts: np.ndarray | None = None) -> np.ndarray:
         """Run the layer on S new tokens of every batch element, and keep their keys and values.

@@ -71,19 +71,15 @@ def served_name(name: str) -> str:
 class ServerRunner(Runner):
     """A served model; any number of threads may call it, each over a connection of its own.
 
-    Args:
-        url: Where it is.
-        model: Its name, where the URL does not say.
-        timeout_s: Seconds after which a request counts as unanswered.
-
-    Raises:
-        BackendUnavailable: The server cannot be reached, the model is not ready, or no client is installed.
+    `model` is its name, where the URL does not say; `timeout_s` after how many seconds a request counts as
+    unanswered. `BackendUnavailable`: no server, no such model ready, or no client installed.
     """
 
     device = "server"
 
     def __init__(self, url: str, *, model: str = "", timeout_s: float = 30.0) -> None:
         self.url, self.timeout_s = ServerUrl.parse(url), timeout_s
+        self._is_grpc = self.url.scheme.startswith("grpc")
         if not can_import("tritonclient"):
             raise BackendUnavailable("The client of inference servers is not installed.", hint=INSTALL)
         self._local = threading.local()
@@ -187,10 +183,6 @@ class ServerRunner(Runner):
 
     # -- the connection --------------------------------------------------------------------------
 
-    @property
-    def _is_grpc(self) -> bool:
-        return self.url.scheme.startswith("grpc")
-
     def _client(self) -> tuple[Any, Any]:
         """The client library, and the connection of this thread."""
         if self._is_grpc:
@@ -207,15 +199,14 @@ class ServerRunner(Runner):
 
     def _described(self, method: str) -> Mapping[str, Any]:
         """What the server reports of itself or of the model, as plain data."""
-        place = {"model_name": self.model, "model_version": self.url.version}
-        names = place if "model" in method else {}
-        options: dict[str, Any] = dict(names)
-        if self._is_grpc:
-            options |= {"as_json": True, "client_timeout": self.timeout_s}
+        options: dict[str, Any] = {"as_json": True, "client_timeout": self.timeout_s} if self._is_grpc else {}
+        of_model = "model" in method
+        if of_model:
+            options |= {"model_name": self.model, "model_version": self.url.version}
         try:
             found = getattr(self._client()[1], method)(**options)
         except Exception as error:
-            what = "The server has no such model ready." if names else "The server cannot be reached."
+            what = "The server has no such model ready." if of_model else "The server cannot be reached."
             got = f"{self.url.scheme}://{self.url.address} {self.model}: {_line(error)}"
             hint = "start the server, or name the model: SCHEME://HOST:PORT/MODEL"
             raise BackendUnavailable(what, got=got, hint=hint) from error
@@ -230,8 +221,7 @@ class ServerRunner(Runner):
             if dtype is None:
                 problem = "A tensor of the served model has a type without a NumPy equivalent."
                 raise BackendUnavailable(problem, got=f"{each['name']}: {each['datatype']}")
-            shape = [int(dim) for dim in each.get("shape", ())]
-            dims = tuple(None if dim < 0 else dim for dim in shape)
+            dims = tuple(None if int(dim) < 0 else int(dim) for dim in each.get("shape", ()))
             dims = dims[:-1] if each["name"] in self._numbers else dims
             described[each["name"]] = TensorInfo(dtype=np.dtype(dtype), dims=dims)
         return described

@@ -469,7 +469,22 @@ def _by_name(reported: Reported, node: str, profile: int) -> NodeVerdict:
     if fused:
         reason = f"{fused[0].label} is fused attention, but {own[0].label} computes a part of it as well"
         return verdict(UNDECIDED, reason=reason)
-    return verdict(UNDECIDED, reason=_why_undecided(reported, mine, profile))
+    plugins = [kernel.label for kernel in mine if kernel.is_plugin]
+    foreign = [kernel.label for kernel in mine if kernel.is_fused_attention]
+    reason = "no kernel names it"
+    if not reported.kernels:
+        reason = f"no kernels of profile {profile} are reported"
+    elif reported.opaque is not None:
+        reason = _not_reported(reported.opaque)
+    elif reported.nameless is not None:
+        reason = f"{reported.nameless} is fused attention, but does not name its node"
+    elif plugins:
+        reason = f"the plugin {plugins[0]} computes it in an unknown way"
+    elif foreign:
+        reason = f"{foreign[0]} names a part of it, but computes another attention"
+    elif mine:
+        reason = f"{mine[0].label} names it, but no kernel that computes a matmul or softmax does"
+    return verdict(UNDECIDED, reason=reason)
 
 
 def _verdict(
@@ -477,24 +492,6 @@ def _verdict(
 ) -> NodeVerdict:
     found = tuple(dict.fromkeys(kernel.label for kernel in kernels))
     return NodeVerdict(node=node, profile=profile, status=status, kernels=found, reason=reason, source=source)
-
-
-def _why_undecided(reported: Reported, mine: Sequence[Kernel], profile: int) -> str:
-    if not reported.kernels:
-        return f"no kernels of profile {profile} are reported"
-    if reported.opaque is not None:
-        return _not_reported(reported.opaque)
-    if reported.nameless is not None:
-        return f"{reported.nameless} is fused attention, but does not name its node"
-    plugins = [kernel.label for kernel in mine if kernel.is_plugin]
-    if plugins:
-        return f"the plugin {plugins[0]} computes it in an unknown way"
-    foreign = [kernel.label for kernel in mine if kernel.is_fused_attention]
-    if foreign:
-        return f"{foreign[0]} names a part of it, but computes another attention"
-    if mine:
-        return f"{mine[0].label} names it, but no kernel that computes a matmul or softmax does"
-    return "no kernel names it"
 
 
 def _by_count(kernels: Sequence[Kernel], groups: Groups, profile: int, softmaxes: int) -> list[NodeVerdict]:
@@ -506,19 +503,16 @@ def _by_count(kernels: Sequence[Kernel], groups: Groups, profile: int, softmaxes
     fused = [kernel for kernel in kernels if kernel.is_fused_attention and "combine" not in kernel.tactic]
     softmax = [kernel for kernel in kernels if kernel.is_softmax]
     status: _Status = UNDECIDED
-    proof: Sequence[Kernel] = ()
+    proof: list[Kernel] = []
+    reason = f"{len(fused)} fused attention kernels for {len(groups)} attention nodes, without names of nodes"
     if len(fused) == len(groups) and len(softmax) <= softmaxes:
         status, proof = FUSED, fused
         reason = f"{len(fused)} fused attention kernels ran for {len(groups)} attention nodes"
     elif not fused and softmax:
         status, proof = DECOMPOSED, [kernel for kernel in kernels if kernel.is_gemm or kernel.is_softmax]
         reason = "no fused attention kernel ran, and a softmax of its own did"
-    else:
-        reason = (
-            f"{len(fused)} fused attention kernels for {len(groups)} attention nodes, without names of nodes"
-        )
-        if len(softmax) > softmaxes:
-            reason += f", and {softmax[0].label} is a softmax of its own"
+    elif len(softmax) > softmaxes:
+        reason += f", and {softmax[0].label} is a softmax of its own"
     return [_verdict(node, profile, kernels[0].source, status, proof, reason) for node in groups]
 
 
