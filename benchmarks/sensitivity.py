@@ -23,9 +23,8 @@ import multiprocessing
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -174,8 +173,7 @@ def with_bias(case: GoldenCase, bias: float) -> GoldenCase:
     return replace(case, oracle={"output": oracle}, eager={"output": eager.astype(dtype)})
 
 
-@contextmanager
-def runtimes(bundle: Any, tensorrt: bool) -> Iterator[dict[str, tuple[Any, str, str]]]:
+def runtimes(bundle: Any, tensorrt: bool) -> dict[str, tuple[Any, str, str]]:
     """By name: what runs a case, the type that its GEMMs are taken to accumulate in, and why."""
     finder, opened = RuntimeFinder(bundle), {}
     if tensorrt:
@@ -207,7 +205,7 @@ def runtimes(bundle: Any, tensorrt: bool) -> Iterator[dict[str, tuple[Any, str, 
                 return runner.run(inputs)
 
         opened[name] = run, *runtime.accumulation(bundle.manifest.precision)
-    yield opened
+    return opened
 
 
 def shares(point: str, tensorrt: bool) -> dict[str, dict[str, float]]:
@@ -222,26 +220,25 @@ def shares(point: str, tensorrt: bool) -> dict[str, dict[str, float]]:
         cases["edges"] = replace(cases["edges"], allowance=PROBE_ALLOWANCE)
         layers = {probe: Layer(twin, case) for probe, case in cases.items()}
         names = ["correct", *(name for name in MISTAKES if applies(name, layers["edges"]))]
-        with runtimes(bundle, tensorrt) as opened:
-            for runtime, (run, kind, why) in opened.items():
-                print(f"{title} in {runtime}, accumulation in {kind}: {why}", flush=True)
-                precision = replace(bundle.manifest.precision, accumulate=kind)
-                got = {probe: run(case.inputs)["output"] for probe, case in cases.items()}
-                budgets = {
-                    p: budget_from_eager(case.eager["output"], case.oracle["output"], precision)
-                    for p, case in cases.items()
-                }
-                trials = [
-                    (n, pool.submit(judge, n, cases[p], layers[p], got[p], precision, p, budgets[p]))
-                    for n in names
-                    for p in cases
-                ]
-                worst: dict[str, tuple[float, str]] = {}
-                for name, trial in trials:
-                    worst[name] = max(worst.get(name, trial.result()), trial.result())
-                for name, (share, where) in worst.items():
-                    print(f"  {name}: {share:.2f} ({where})", flush=True)
-                columns[f"{title}, {runtime}"] = {name: share for name, (share, _) in worst.items()}
+        for runtime, (run, kind, why) in runtimes(bundle, tensorrt).items():
+            print(f"{title} in {runtime}, accumulation in {kind}: {why}", flush=True)
+            precision = replace(bundle.manifest.precision, accumulate=kind)
+            got = {probe: run(case.inputs)["output"] for probe, case in cases.items()}
+            budgets = {
+                p: budget_from_eager(case.eager["output"], case.oracle["output"], precision)
+                for p, case in cases.items()
+            }
+            trials = [
+                (n, pool.submit(judge, n, cases[p], layers[p], got[p], precision, p, budgets[p]))
+                for n in names
+                for p in cases
+            ]
+            worst: dict[str, tuple[float, str]] = {}
+            for name, trial in trials:
+                worst[name] = max(worst.get(name, trial.result()), trial.result())
+            for name, (share, where) in worst.items():
+                print(f"  {name}: {share:.2f} ({where})", flush=True)
+            columns[f"{title}, {runtime}"] = {name: share for name, (share, _) in worst.items()}
     return columns
 
 

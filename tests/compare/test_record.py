@@ -16,15 +16,7 @@ from mha_deploy.validate.bench import ModelBench, ThroughputRow
 from mha_deploy.validate.latency import LatencyPoint, LatencyRow
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-from tables import (
-    PAGES,
-    builds_table,
-    evidence_table,
-    kernels_table,
-    latency_table,
-    rewritten,
-    streams_table,
-)
+from tables import PAGES, builds_table, evidence_table, kernels_table, latency_table, rewritten, streams_table
 
 COOL = {"sm_mhz": 1980, "sm_mhz_max": 1980, "throttled_by": []}
 
