@@ -56,17 +56,33 @@ class _Site:
     def output(self) -> tuple[ir.Value, ir.DataType]:
         """The heads, and their type."""
         value = self.node.outputs[Y]
-        if value.dtype is None:
-            raise _DoesNotApply
-        return value, value.dtype
+        return value, self.type_of(value)
 
     @property
     def heads(self) -> tuple[int, int]:
         """The number of query heads and the size of a value, which must be known."""
-        Hq, Dv = self.attention.Hq, self.attention.Dv
-        if not isinstance(Hq, int) or not isinstance(Dv, int):
+        return self.number(self.attention.Hq), self.number(self.attention.Dv)
+
+    @property
+    def length_axis(self) -> int:
+        """The axis of the queries and keys."""
+        return 1 if self.attention.rank == 3 else 2
+
+    def number(self, size: object, least: int = 1) -> int:
+        """A size that must be known, and not too small."""
+        if not isinstance(size, int) or size < least:
             raise _DoesNotApply
-        return Hq, Dv
+        return size
+
+    def type_of(self, value: ir.Value) -> ir.DataType:
+        """The type of a value, which must be known."""
+        if value.dtype is None:
+            raise _DoesNotApply
+        return value.dtype
+
+    def size(self, value: ir.Value, axis: int) -> ir.Value:
+        """The size of an axis, read at run time."""
+        return self.build.op("Shape", value, start=axis, end=axis + 1)
 
     def scatter(self, position: int) -> ir.Node | None:
         """The node that updates the preallocated cache that an input reads, if there is one."""
@@ -136,9 +152,7 @@ class _Site:
 
     def feed_reordered(self, position: int, order: list[int]) -> None:
         """Let the attention read the heads of an input in another order."""
-        size = self.attention.Dv if position == V else self.attention.D
-        if not isinstance(size, int):
-            raise _DoesNotApply
+        size = self.number(self.attention.Dv if position == V else self.attention.D)
         axis = 1
         if self.attention.rank == 3:  # the heads lie side by side
             axis, order = 2, [head * size + i for head in order for i in range(size)]
@@ -147,9 +161,8 @@ class _Site:
 
     def scaled_where(self, chosen: ir.Value, factor: float, dtype: ir.DataType) -> ir.Value:
         """A factor where a condition holds, and 1 elsewhere."""
-        return self.build.op(
-            "Where", chosen, self.build.constant(factor, dtype), self.build.constant(1.0, dtype)
-        )
+        numbers = [self.build.constant(number, dtype) for number in (factor, 1.0)]
+        return self.build.op("Where", chosen, *numbers)
 
 
 # -- Scores, masks and causality -------------------------------------------------------------------
@@ -191,9 +204,7 @@ def _past_forgotten(site: _Site) -> None:
     _other_diagonal(site, ahead=0, after_past=False)
 
 
-def _other_diagonal(
-    site: _Site, *, ahead: int, after_past: bool = True, only_query: int | None = None
-) -> None:
+def _other_diagonal(site: _Site, ahead: int, after_past: bool = True, only_query: int | None = None) -> None:
     """Write causality as a mask with another diagonal: `ahead` keys later, and after the past or not.
 
     `only_query` is the one query with that diagonal, counted from the end.
@@ -201,12 +212,11 @@ def _other_diagonal(
     node, build = site.node, site.build
     _causal_dropped(site)
     q, mask = site.input(Q), input_at(node, MASK)
-    axis = 1 if site.attention.rank == 3 else 2
-    S, T = (build.op("Shape", value, start=axis, end=axis + 1) for value in (q, site.input(K)))
+    S, T = (site.size(value, site.length_axis) for value in (q, site.input(K)))
     past, ends = input_at(node, PAST_KEY), input_at(node, NONPAD_KV_SEQLEN)
     start = None  # the position of the first query of every batch element
     if past is not None:
-        start = build.op("Shape", past, start=2, end=3)
+        start = site.size(past, 2)
         T = build.op("Add", start, T)
     elif ends is not None:
         start = build.op("Sub", ends, S)
@@ -223,10 +233,7 @@ def _other_diagonal(
     if mask is not None and site.attention.mask == "bool":
         visible = build.op("And", visible, mask)
     elif mask is not None:
-        _need(q.dtype is not None)
-        visible = build.op(
-            "Where", visible, mask, build.constant(float("-inf"), q.dtype or ir.DataType.FLOAT)
-        )
+        visible = build.op("Where", visible, mask, build.constant(float("-inf"), site.type_of(q)))
     site.feed(MASK, visible)
 
 
@@ -259,7 +266,7 @@ def _entry_late(site: _Site) -> None:
     for position in (K, V):
         scatter, build = site.scatter(position), site.build
         _need(scatter)
-        T, S = (build.op("Shape", site.input(at, scatter), start=2, end=3) for at in (0, _UPDATE))
+        T, S = (site.size(site.input(at, scatter), 2) for at in (0, _UPDATE))
         later = build.op("Add", site.input(_WRITE_INDICES, scatter), build.ints(1))
         site.feed(_WRITE_INDICES, build.op("Min", later, build.op("Sub", T, S)), scatter)
 
@@ -275,14 +282,12 @@ def _entries_stale(site: _Site) -> None:
 def _values_beyond_a_length(site: _Site) -> None:
     """The values of the last quarter of the keys are 5 % too large."""
     build, value = site.build, site.input(V)
-    _need(value.dtype is not None)
-    rank = site.attention.rank
-    axis = 1 if rank == 3 else 2
-    T = build.op("Shape", value, start=axis, end=axis + 1)
+    T = site.size(value, site.length_axis)
     first = build.op("Div", build.op("Mul", T, build.ints(3)), build.ints(4))
     late = build.op("GreaterOrEqual", build.count_up(T), first)
-    factor = site.scaled_where(late, 1.05, value.dtype or ir.DataType.FLOAT)
-    site.feed(V, build.op("Mul", value, build.unsqueeze(factor, *((0, 2) if rank == 3 else (0, 1, 3)))))
+    factor = site.scaled_where(late, 1.05, site.type_of(value))
+    others = (0, 2) if site.attention.rank == 3 else (0, 1, 3)
+    site.feed(V, build.op("Mul", value, build.unsqueeze(factor, *others)))
 
 
 def _bias_dropped(site: _Site) -> None:
@@ -291,8 +296,7 @@ def _bias_dropped(site: _Site) -> None:
     Without a key bias alone nothing changes: softmax cancels it.
     """
     value = site.new_entries(V)
-    split = made_by(value, "Split")
-    value = value if split is None else split.inputs[0]
+    value = input_at(made_by(value, "Split"), 0) or value
     add = made_by(value, "Add")
     if value is None or add is None:
         raise _DoesNotApply
@@ -305,7 +309,7 @@ def _bias_dropped(site: _Site) -> None:
 def _last_batch_element_off(site: _Site) -> None:
     """The heads of the last batch element are 0.5 % too large."""
     build, (output, dtype) = site.build, site.output
-    B = build.op("Shape", output, start=0, end=1)
+    B = site.size(output, 0)
     is_last = build.op("Equal", build.count_up(B), build.op("Sub", B, build.ints(1)))
     factor = build.unsqueeze(site.scaled_where(is_last, 1.005, dtype), *range(1, site.attention.rank or 4))
     site.follow(build.op("Mul", output, factor))
@@ -321,18 +325,14 @@ def _head_zero(site: _Site) -> None:
 
 def _kv_heads_swapped(site: _Site) -> None:
     """The first two key/value heads are swapped."""
-    Hkv = site.attention.Hkv
-    if not isinstance(Hkv, int) or Hkv < 2:
-        raise _DoesNotApply
+    Hkv = site.number(site.attention.Hkv, least=2)
     for position in (K, V):
         site.feed_reordered(position, [1, 0, *range(2, Hkv)])
 
 
 def _groups_interleaved(site: _Site) -> None:
     """Query heads share key/value heads in an interleaved order, instead of adjacent ones sharing one."""
-    Hkv, group = site.attention.Hkv, site.attention.group
-    if not isinstance(Hkv, int) or Hkv < 2 or not group or group < 2:
-        raise _DoesNotApply
+    Hkv, group = (site.number(size, least=2) for size in (site.attention.Hkv, site.attention.group))
     site.feed_reordered(Q, np.arange(Hkv * group).reshape(Hkv, group).T.reshape(-1).tolist())
 
 
@@ -456,25 +456,22 @@ def without_effect(spec: AttentionSpec) -> frozenset[str]:
     mask_hides = new > 1 or visible < keys
     if spec.mask in ("padding", "additive"):
         mask_hides = spec.mask == "padding" or visible > 1
+    in_rotated = keys > 1 and (visible > 1 or spec.cache != "none")
+    scores = ("scale off by 0.5 %", "scale missing", "softcap dropped", "groups interleaved")
+    causality = ("causal dropped", "causal off by one", "causal leak in one query")
+    rotary = ("rotary dropped", "rotary off by one", "rotary off by one on the last key")
     needs = {
         # The softmax of one score is 1, whatever the score.
-        "scale off by 0.5 %": visible > 1,
-        "scale missing": visible > 1,
-        "softcap dropped": visible > 1,
-        "groups interleaved": visible > 1,
+        **dict.fromkeys(scores, visible > 1),
         "mask dropped": mask_hides,
         "mask off by one": keys > 1 and mask_hides,
         # The last token of a call has no later key.
-        "causal dropped": new > 1,
-        "causal off by one": new > 1,
-        "causal leak in one query": new > 1,
+        **dict.fromkeys(causality, new > 1),
         # Where every call fills the cache, nothing is later or was there before.
         "entry one slot late": past > 0,
         "past forgotten": past > 0,
         "cache off by one": past > (1 if spec.cache == "dynamic" else 0),
         # Keys are in the cache as well as in the scores. At position 0 nothing is rotated.
-        "rotary dropped": keys > 1 and (visible > 1 or spec.cache != "none"),
-        "rotary off by one": keys > 1 and (visible > 1 or spec.cache != "none"),
-        "rotary off by one on the last key": keys > 1 and (visible > 1 or spec.cache != "none"),
+        **dict.fromkeys(rotary, in_rotated),
     }
     return frozenset(mutation for mutation, shows in needs.items() if not shows)

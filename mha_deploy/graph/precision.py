@@ -40,6 +40,7 @@ from mha_deploy.graph.ir import (
     infer_shapes,
     input_at,
     is_op,
+    names_in,
     new_initializer,
 )
 from mha_deploy.graph.upcast import retype
@@ -87,13 +88,11 @@ class Ranges:
     """The ranges that were measured on a float32 graph.
 
     Args:
-        cases: The names of the cases.
         values: The range of every float32 tensor that is an input or computed, by its name.
         inner: The largest intermediate magnitude of operators that accumulate: reductions, norms, softmax,
             and the scores Q·Kᵀ·scale of attention; by the node's name.
     """
 
-    cases: tuple[str, ...]
     values: Mapping[str, ValueRange]
     inner: Mapping[str, float]
 
@@ -203,11 +202,9 @@ def prepared(model: ir.Model) -> ir.Model:
     graph = copy.graph
     defaults = [str(value.name) for value in graph.inputs if value.is_initializer()]
     if defaults:
-        raise DeployError(
-            "A graph input has a default, which would need two types.",
-            got=", ".join(defaults),
-            hint="remove the initializers of graph inputs, or choose --precision fp32 or bf16",
-        )
+        hint = "remove the initializers of graph inputs, or choose --precision fp32 or bf16"
+        what = "A graph input has a default, which would need two types."
+        raise DeployError(what, got=", ".join(defaults), hint=hint)
     infer_shapes(copy)
     write_bfloat16_as_float32(copy)
     for node in [node for node in graph if is_op(node, "Constant")]:
@@ -226,11 +223,9 @@ def prepared(model: ir.Model) -> ir.Model:
         taken.add(node.name)
         for value in node.outputs:
             if value.name and value.dtype is None and value.uses():
-                raise DeployError(
-                    "The type of a tensor does not follow from the graph.",
-                    got=f"{value.name}, made by {node.domain or 'onnx'}.{node.op_type} {node.name}",
-                    hint="write its type into the graph (value_info)",
-                )
+                got = f"{value.name}, made by {node.domain or 'onnx'}.{node.op_type} {node.name}"
+                hint = "write its type into the graph (value_info)"
+                raise DeployError("The type of a tensor does not follow from the graph.", got=got, hint=hint)
     return copy
 
 
@@ -244,13 +239,10 @@ def write_bfloat16_as_float32(model: ir.Model) -> bool:
 
 def inner_graphs(node: ir.Node) -> list[ir.Graph]:
     """The branches of an `If`, or the body of a loop."""
-    found: list[ir.Graph] = []
-    for each in node.attributes.values():
-        if each.type == ir.AttributeType.GRAPH:
-            found.append(each.as_graph())
-        elif each.type == ir.AttributeType.GRAPHS:
-            found += each.as_graphs()
-    return found
+    attributes = node.attributes.values()
+    found = [each.as_graph() for each in attributes if each.type == ir.AttributeType.GRAPH]
+    lists = (each.as_graphs() for each in attributes if each.type == ir.AttributeType.GRAPHS)
+    return [*found, *(graph for each in lists for graph in each)]
 
 
 def float_inputs(node: ir.Node) -> Iterator[tuple[int, ir.Value]]:
@@ -433,7 +425,7 @@ def ranges_by(run: Run, model: ir.Model, cases: Cases, *, slice_bytes: int = SLI
                 if inner_inputs(node):
                     name = str(node.name)
                     inner[name] = max(inner.get(name, 0.0), inner_figure(node, read))
-    return Ranges(cases=tuple(cases), values=values, inner=inner)
+    return Ranges(values=values, inner=inner)
 
 
 def _slices(graph: ir.Graph, cases: Cases, slice_bytes: int) -> Iterator[list[ir.Node]]:
@@ -698,10 +690,11 @@ class _Planner:
         return None
 
     def _range(self, value: ir.Value) -> ValueRange:
-        if str(value.name) not in self._ranges.values:
+        measured = self._ranges.values.get(str(value.name))
+        if measured is None:
             hint = "measure_ranges(model, cases)"
             raise DeployError("The ranges were not measured on this graph.", got=value.name, hint=hint)
-        return self._ranges.values[str(value.name)]
+        return measured
 
     def _sentinel(self, value: ir.Value) -> float | None:
         """The number beyond FP16 that may be clamped, since it is a mask value or a bound."""
@@ -896,8 +889,8 @@ class _Writer:
         self._fully_masked = plan.fully_masked
         self._opened: dict[tuple[ir.Value, bool], tuple[ir.Value, ir.Value]] = {}
         self._made: dict[tuple[ir.Value, ir.DataType], ir.Value] = {}
-        self._taken = {str(value.name) for node in work.graph.all_nodes() for value in node.outputs}
-        self._taken |= {str(value.name) for value in work.graph.inputs} | set(work.graph.initializers)
+        self._taken = names_in(work) | {str(value.name) for value in work.graph.inputs}
+        self._taken |= set(work.graph.initializers)
         unknown = set(self._kept) - {str(node.name) for node in work.graph}
         if unknown:
             raise DeployError("The plan was made for another graph.", got=", ".join(sorted(unknown)))
@@ -911,11 +904,11 @@ class _Writer:
         outputs = [value for value in dict.fromkeys(self._graph.outputs) if value.dtype == FLOAT]
         for value in self._graph.inputs:
             if value.dtype == FLOAT:
-                _set_type(value, FLOAT if value.name in self._float32_inputs else HALF)
+                value.type = ir.TensorType(FLOAT if value.name in self._float32_inputs else HALF)
         for node in nodes:
             for position, value in list(float_outputs(node)):
                 dtype = self._accepted(node, "outputs", position)
-                _set_type(value, dtype)
+                value.type = ir.TensorType(dtype)  # a new one: copies of a model share their types
                 _fix_attributes(node, dtype)
         for node, position, value in reads:
             if position == MASK and str(node.name) in self._fully_masked and self._open_queries(node, value):
@@ -923,11 +916,22 @@ class _Writer:
             node.replace_input_with(position, self._as(value, self._accepted(node, "inputs", position)))
         for node, position, value in captured:
             node.replace_input_with(position, self._as(value, FLOAT))
-        for value in outputs:
-            self._give_out(value)
+        for value in outputs:  # under their own names
+            wanted = FLOAT if value.name in self._float32_outputs else HALF
+            if value.producer() is not None and value.dtype != wanted:
+                name, result = str(value.name), self._as(value, wanted)
+                value.name = self._free(f"{name}/{_SHORT[value.dtype or FLOAT]}")
+                result.name = name
+                self._graph.outputs[:] = [result if each is value else each for each in self._graph.outputs]
         for value in constants:
-            if not value.uses() and not value.is_graph_output():
-                self._drop(value)
+            if value.uses() or value.is_graph_output():
+                continue
+            self._graph.initializers.pop(str(value.name))
+            heirs = [new for (old, _), new in self._made.items() if old is value]
+            if len(heirs) == 1:  # a single replacement takes over the name
+                self._graph.initializers.pop(str(heirs[0].name))
+                heirs[0].name = value.name
+                self._graph.register_initializer(heirs[0])
 
     def _accepted(self, node: ir.Node, side: str, position: int) -> ir.DataType:
         return accepted_type(self._opsets, node, side, position, self._kept.get(str(node.name), HALF))
@@ -1016,25 +1020,6 @@ class _Writer:
             self._graph.insert_after(producer, node)
         return result
 
-    def _give_out(self, value: ir.Value) -> None:
-        """Give a graph output its type, under its own name."""
-        wanted = FLOAT if value.name in self._float32_outputs else HALF
-        if value.producer() is None or value.dtype == wanted:
-            return
-        name, result = str(value.name), self._as(value, wanted)
-        value.name = self._free(f"{name}/{_SHORT[value.dtype or FLOAT]}")
-        result.name = name
-        self._graph.outputs[:] = [result if each is value else each for each in self._graph.outputs]
-
-    def _drop(self, value: ir.Value) -> None:
-        """Remove a constant that no node reads in float32; a single replacement takes over its name."""
-        self._graph.initializers.pop(str(value.name))
-        heirs = [new for (old, _), new in self._made.items() if old is value]
-        if len(heirs) == 1:
-            self._graph.initializers.pop(str(heirs[0].name))
-            heirs[0].name = value.name
-            self._graph.register_initializer(heirs[0])
-
     def _free(self, name: str) -> str:
         while name in self._taken:
             name += "_"
@@ -1064,10 +1049,6 @@ def _opened_mask(
     opened.type = ir.TensorType(HALF)
     opened.shape = mask.shape if not attention.is_causal else None
     return opened, masked
-
-
-def _set_type(value: ir.Value, dtype: ir.DataType) -> None:
-    value.type = ir.TensorType(dtype)  # a new one: copies of a model share their types
 
 
 def _fix_attributes(node: ir.Node, dtype: ir.DataType) -> None:

@@ -84,7 +84,7 @@ def test_every_name_in_a_graph_begins_with_the_cases() -> None:
 # -- side by side ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_cases_can_be_combined_before_and_after_lowering(dialect: str) -> None:
     precision = FP16 if dialect == "plugin" else FP32

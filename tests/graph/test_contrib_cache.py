@@ -49,6 +49,7 @@ def compare(got: list[np.ndarray], wanted: list[np.ndarray], ends: np.ndarray) -
             np.testing.assert_allclose(row, row_wanted, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", CAUSAL)
 def test_the_operator_computes_the_same(name: str) -> None:
     model, calls = expected(name, "fixed")
@@ -158,6 +159,7 @@ def test_head_sizes_are_refused_by_name() -> None:
     assert caught.value.feature == "preallocated cache of a head size no multiple of 8"
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", ["not-causal", "masked"])
 def test_a_cache_without_causality_is_copied_before_multi_head_attention(name: str) -> None:
     for layer in (LAYERS[name], replace(LAYERS[name], Hkv=4)):

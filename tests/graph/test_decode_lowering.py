@@ -100,7 +100,7 @@ def ort_has_no_kernel(model: ir.Model, inputs: dict[str, np.ndarray]) -> bool:
     return grouped and min(B, S) > 1 and inputs["past_key"].shape[2] > 0
 
 
-@pytest.mark.sweep(24)
+@pytest.mark.sweep(10)
 @pytest.mark.parametrize(("dialect", "options"), LOWERINGS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", LAYERS)
@@ -113,6 +113,7 @@ def test_layer_computes_the_same(name: str, kind: str, dialect: str, options: di
                 np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(("dialect", "options"), LOWERINGS[1:])
 @pytest.mark.parametrize("kind", KINDS)
 def test_token_by_token_is_the_same_as_all_at_once(kind: str, dialect: str, options: dict[str, Any]) -> None:
@@ -211,6 +212,7 @@ OBSTACLES = {
 
 
 @needs_rtx
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", OBSTACLES)
 def test_what_tensorrt_refuses_is_refused_by_name_and_cured(name: str) -> None:
     from rtx_probe import Refused, build

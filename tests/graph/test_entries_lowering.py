@@ -59,6 +59,7 @@ def test_a_preallocated_cache_is_read_in_place_unless_asked_otherwise() -> None:
     assert readers(copied, "key_cache") == ["ScatterND"]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("layer", [Layer(), Layer(Hkv=4), Layer(S=1)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_only_one_matmul_reads_a_cache(kind: str, layer: Layer) -> None:
@@ -106,7 +107,7 @@ FORMS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.sweep(16)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("options", FORMS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", LAYERS)
@@ -136,6 +137,7 @@ def test_cache_entries_beyond_the_valid_ones_do_not_matter() -> None:
     assert not np.allclose(evaluate(lowered, inputs)[0][1], y[1])
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", ["grouped", "one-token", "window", "softcap"])
 def test_ragged_batch_elements_step_by_step(name: str) -> None:
     layer, starts = LAYERS[name], np.array([0, 3, 6])
@@ -153,6 +155,7 @@ def test_ragged_batch_elements_step_by_step(name: str) -> None:
         np.testing.assert_allclose(states[key], wanted[key], rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("gqa", ["fold", "broadcast", "repeat"])
 def test_a_mask_broadcasts_over_the_queries(kind: str, gqa: str) -> None:
@@ -227,6 +230,7 @@ BREAKS: dict[str, tuple[Callable[[ir.Model], None], str]] = {
 }
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", BREAKS)
 def test_another_pattern_is_copied_or_refused(name: str) -> None:
     model = fixed(Layer())
@@ -240,6 +244,7 @@ def test_another_pattern_is_copied_or_refused(name: str) -> None:
     assert caught.value.feature == feature
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("way", ["gather", "constant", "swapped", "two casts"])
 def test_the_pattern_as_other_exporters_write_it(way: str) -> None:
     model = fixed(Layer(S=1) if way == "constant" else Layer())

@@ -93,7 +93,7 @@ def evaluate(model: ir.Model, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
     return run_in_ort(ir.to_proto(model), feeds)
 
 
-@pytest.mark.sweep(60)
+@pytest.mark.sweep(20)
 @pytest.mark.parametrize(("dialect", "options"), LOWERINGS)
 @pytest.mark.parametrize("name", MODELS)
 def test_computes_the_same_at_two_shapes(name: str, dialect: str, options: dict[str, Any]) -> None:
@@ -138,6 +138,7 @@ def empty_row_feeds(model: ir.Model, *, kind: str) -> dict[str, np.ndarray]:
     return feeds
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("kind", ["bool", "fp32"])
 @pytest.mark.parametrize("mask_dims", [("S", "T"), ("B", 4, "S", "T")])
 @pytest.mark.parametrize("dialect", DIALECTS)
@@ -211,6 +212,7 @@ def test_a_visible_key_of_the_lowest_score_wins_over_masked_ones(
     np.testing.assert_allclose(y[0, 0], np.broadcast_to(feeds["v"][0, 0, :2].mean(axis=0), (2, 8)), atol=2e-3)
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("gqa", ["fold", "broadcast", "repeat"])
 @pytest.mark.parametrize("causal", [0, 1])
 @pytest.mark.parametrize("lowest", [-65504.0, -40000.0, 65504.0])
@@ -225,6 +227,7 @@ def test_an_fp16_mask_of_one_large_number_is_a_shift(lowest: float, causal: int,
     np.testing.assert_allclose(y, attend(model, feeds)[0], atol=3e-2)
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("kind", ["bool", "fp32"])
 @pytest.mark.parametrize("dialect", ["trt", "primitives", "contrib", "plugin"])
 @pytest.mark.parametrize("past", [None, "P"])

@@ -31,6 +31,7 @@ def count(model, op_type):
     return sum(node.op_type == op_type for node in model.graph)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("sentinel", [None, LOWEST, -1e9, -np.inf])
 def test_a_healthy_model_is_written_in_fp16_altogether(sentinel):
     model = encoder(sentinel=sentinel)

@@ -59,7 +59,7 @@ def has_kernel(lowered: ir.Model, sizes: dict[str, int]) -> bool:
     return not grouped or sizes["S"] == 1 or sizes["B"] == 1
 
 
-@pytest.mark.sweep(40)
+@pytest.mark.sweep(14)
 @pytest.mark.parametrize(("dialect", "options"), LOWERINGS, ids=[dialect for dialect, _ in LOWERINGS])
 @pytest.mark.parametrize("seed", range(60))
 def test_a_past_is_lowered_to_the_same_function(seed: int, dialect: str, options: dict[str, Any]) -> None:

@@ -72,7 +72,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_preallocated_cache_step_by_step(name: str, options: dict[str, Any]) -> None:
     sizes = LAYERS[name]
@@ -84,6 +84,7 @@ def test_preallocated_cache_step_by_step(name: str, options: dict[str, Any]) -> 
             assert_same(model, lowered, feeds(model, sizes, starts=starts, S=S), atol=8e-3)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", ["grouped", "one token", "bidirectional", "window", "mask"])
 def test_dynamic_cache_step_by_step(name: str) -> None:
     sizes = LAYERS[name]

@@ -113,6 +113,7 @@ def test_gates_go_into_the_node(name: str) -> None:
     assert_same(model, lowered, random_inputs(model, SIZES))
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", LEFT)
 def test_other_factors_stay_mul_nodes(name: str) -> None:
     model = LEFT[name]

@@ -79,6 +79,7 @@ SIGHTS: dict[str, tuple[ir.Model, tuple[int, int, int, int, int]]] = {
 }
 
 
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("name", SIGHTS)
 def test_words_and_numbers(name: str) -> None:
     model, words = SIGHTS[name]
@@ -222,7 +223,7 @@ def assert_as_matmuls(model: ir.Model, lowered: ir.Model, lengths: list[int]) ->
     np.testing.assert_allclose(got.astype(np.float64), wanted.astype(np.float64), rtol=0, atol=4e-3)
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("causal", [0, 1])
 @pytest.mark.parametrize("name", PREFIXES)
 def test_a_prefix_mask_becomes_lengths(name: str, causal: int) -> None:
@@ -238,6 +239,7 @@ def test_a_prefix_mask_becomes_lengths(name: str, causal: int) -> None:
         assert_as_matmuls(model, lowered, lengths)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_only_looks_like_a_prefix_stays_a_mask(name: str) -> None:
     model = masked(OTHERS[name])

@@ -129,6 +129,7 @@ MODELS: dict[str, tuple[ir.Model, dict[str, Any], list[str]]] = {
 }
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", MODELS)
 def test_packed_operands_are_read_in_place(name: str) -> None:
     model, places, left = MODELS[name]

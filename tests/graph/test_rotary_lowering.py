@@ -88,6 +88,7 @@ def test_published_case(name: str, dialect: str, options: dict[str, Any]) -> Non
         Runner.assert_similar_outputs(outputs, got, case.rtol, case.atol)
 
 
+@pytest.mark.sweep(15)
 @pytest.mark.parametrize(("dialect", "options"), LOWERINGS)
 @pytest.mark.parametrize("name", MODELS)
 def test_computes_the_same_at_dynamic_shapes(name: str, dialect: str, options: dict[str, Any]) -> None:

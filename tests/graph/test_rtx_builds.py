@@ -51,7 +51,7 @@ FUSED: list[tuple[str, dict[str, Any], tuple[Any, ...], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("dialect", "options", "dims", "features"), FUSED)
 def test_builds_and_fuses(
     dialect: str, options: dict[str, Any], dims: tuple[Any, ...], features: dict[str, Any]
@@ -99,6 +99,7 @@ AS_IT_IS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(("dims", "features"), AS_IT_IS)
 def test_rules_foretell_what_the_builder_does(dims: tuple[Any, ...], features: dict[str, Any]) -> None:
     model = attention(*dims, **{"dtype": "fp16", **features})
