@@ -52,7 +52,6 @@ ONNX_RUNTIME, ONNX_REFERENCE, TENSORRT, PYTORCH = "onnxruntime", "onnx", "tensor
 
 # What a child of a family imports before its first call.
 _PRELOADED = {ONNX_RUNTIME: ("mha_deploy.runtime.ort", "onnxruntime")}
-_IDLE_PER_FAMILY = 1  # an idle child of PyTorch on a GPU occupies gigabytes
 _SHARED_FROM = 1 << 16  # smaller messages are cheaper on the socket
 _GRACE_S = 30.0  # how much later than its parent a child enforces the time limit by itself
 _LOG_LINES, _LOG_BYTES = 8, 1 << 15
@@ -211,7 +210,7 @@ class _ChildTraceback(Exception):
 
 
 _children: list[Child] = []
-_idle: dict[str, list[Child]] = {}
+_idle: dict[str, Child] = {}  # one of a family: an idle child of PyTorch on a GPU occupies gigabytes
 # Children belong to the process that started them, and not to its forks.
 os.register_at_fork(after_in_child=_children.clear)
 os.register_at_fork(after_in_child=_idle.clear)
@@ -227,24 +226,22 @@ def end_children() -> None:
 
 def prepare_child(family: str) -> None:
     """Start a child in advance, so that it imports its runtime while this process works."""
-    if isolation.enabled and not _idle.get(family):
-        _idle.setdefault(family, []).append(Child(family))
+    if isolation.enabled and family not in _idle:
+        _idle[family] = Child(family)
 
 
 def _take_child(family: str) -> Child:
-    kept = _idle.get(family, [])
-    while kept:
-        child = kept.pop()
-        if child.is_alive:
-            return child
+    child = _idle.pop(family, None)
+    if child is not None and child.is_alive:
+        return child
+    if child is not None:
         child.kill()
     return Child(family)
 
 
 def _give_back(child: Child) -> None:
-    kept = _idle.setdefault(child.family, [])
-    if child.is_alive and len(kept) < _IDLE_PER_FAMILY:
-        kept.append(child)
+    if child.is_alive and child.family not in _idle:
+        _idle[child.family] = child
     else:
         child.kill()
 
