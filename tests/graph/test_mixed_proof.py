@@ -145,7 +145,6 @@ def test_slices_measure_the_same():
     """But for the last bits: what ONNX Runtime may fuse depends on which tensors are looked at."""
     model = encoder({"1.q": 150.0, "1.k": 150.0})
     whole, sliced = (measure_ranges(model, CASES, **how) for how in ({}, {"slice_bytes": 1}))
-    assert sliced.cases == whole.cases
     assert sliced.inner == pytest.approx(dict(whole.inner), rel=1e-4)
     assert sliced.values.keys() == whole.values.keys()
     for name, each in whole.values.items():
