@@ -46,7 +46,7 @@ def trial(candidate, *times, refused=""):
         ("auto", "fp32", "fp16", [WIDE]),
     ],
 )
-def test_the_options_leave_these_ways_open(attention, accumulate, precision, expected):
+def test_the_options_leave_these_candidates_open(attention, accumulate, precision, expected):
     rt = SimpleNamespace(can=SimpleNamespace(plugins=True, bf16_type=True), title="TensorRT 10")
     options = EngineOptions(attention=attention, accumulate=accumulate)
     found = open_candidates(rt, options, precision)

@@ -30,7 +30,7 @@ def tensor(name, dtype="fp16", *shape):
     return EngineTensor(name=name, dtype=dtype, shape=shape or (-1, 64))
 
 
-def product(name, dtype="fp16", *, nodes=None, reads=None, layer_type="gemm"):
+def matmul(name, dtype="fp16", *, nodes=None, reads=None, layer_type="gemm"):
     return Kernel(
         name=name,
         layer_type=layer_type,
@@ -66,7 +66,7 @@ def written(dtype, writes=None, *, is_matmul=True):
 
 
 def test_a_matmul_that_the_graph_keeps_in_fp32_is_no_fallback() -> None:
-    kernels = [product("mm"), product("angles", "fp32")]
+    kernels = [matmul("mm"), matmul("angles", "fp32")]
     types = {"mm": written("fp16"), "angles": written("fp32")}
     assert precision_verdict(kernels, "fp16").status == "mixed"
     verdict = precision_verdict(kernels, "fp16", types)
@@ -77,7 +77,7 @@ def test_a_matmul_that_the_graph_keeps_in_fp32_is_no_fallback() -> None:
 
 def test_a_matmul_that_is_fp16_in_the_graph_and_fp32_in_the_engine_fell_back() -> None:
     types = {"mm": written("fp16"), "other": written("fp16"), "norm": written("fp32", is_matmul=False)}
-    verdict = precision_verdict([product("mm"), product("other", "fp32")], "fp16", types)
+    verdict = precision_verdict([matmul("mm"), matmul("other", "fp32")], "fp16", types)
     assert verdict.status == "mixed"
     assert {found.kernel for found in verdict.offenders} == {"other"}
     assert verdict.written == ()
@@ -85,21 +85,21 @@ def test_a_matmul_that_is_fp16_in_the_graph_and_fp32_in_the_engine_fell_back() -
 
 def test_arithmetic_is_judged_by_the_matmuls_alone() -> None:
     """A cast beside a matmul explains a wide tensor, and never a wide multiplication."""
-    wide = product("mm", "fp32", nodes=("mm", "cast"), reads="fp16")
+    wide = matmul("mm", "fp32", nodes=("mm", "cast"), reads="fp16")
     types = {"mm": written("fp16"), "cast": written("fp16", "fp32", is_matmul=False)}
-    assert precision_verdict([product("other"), wide], "fp16", types).ok
+    assert precision_verdict([matmul("other"), wide], "fp16", types).ok
     slow = replace(wide, tactic="sm80_xmma_gemm_f32f32_f32f32_f32_tn_n")
-    assert precision_verdict([product("other"), slow], "fp16", types).status == "mixed"
+    assert precision_verdict([matmul("other"), slow], "fp16", types).status == "mixed"
 
 
 def test_a_graph_in_fp32_throughout_is_not_what_was_requested() -> None:
-    assert precision_verdict([product("mm", "fp32")], "fp16", {"mm": written("fp32")}).status == "mixed"
+    assert precision_verdict([matmul("mm", "fp32")], "fp16", {"mm": written("fp32")}).status == "mixed"
 
 
 @pytest.mark.parametrize("layer_type", ["correlation", "corrltn", "CaskConvolution"])
 def test_a_convolution_is_a_matmul(layer_type) -> None:
-    assert precision_verdict([product("patches", layer_type=layer_type)], "fp16").ok
-    verdict = precision_verdict([product("patches", "fp32", layer_type=layer_type)], "fp16")
+    assert precision_verdict([matmul("patches", layer_type=layer_type)], "fp16").ok
+    verdict = precision_verdict([matmul("patches", "fp32", layer_type=layer_type)], "fp16")
     assert verdict.status == "mixed"
     assert not verdict.islands
 
@@ -136,11 +136,11 @@ def test_a_matmul_between_casts_is_narrowed_and_reported(sandwich) -> None:
 
 def test_a_matmul_that_stays_wide_is_not_narrowed() -> None:
     kernels, types = (
-        [product("mm"), product("wide", "fp32")],
+        [matmul("mm"), matmul("wide", "fp32")],
         {"mm": written("fp16"), "wide": written("fp32")},
     )
     assert precision_verdict(kernels, "fp16", types).narrowed == ()
-    assert len(precision_verdict([product("wide")], "fp16", types).narrowed) == 2
+    assert len(precision_verdict([matmul("wide")], "fp16", types).narrowed) == 2
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +199,7 @@ def test_a_kernel_proves_the_attention_it_computes_and_not_one_whose_mask_it_nam
         name: tuple(f"{name}/{part}" for part in ("mask_bias", "scores", "weights", "sum")) for name in "ab"
     }
     mine = attention("b/scores", "b/weights", "b/sum", "a/mask_bias")
-    parts = [product("a/scores"), Kernel(name="__myl_MaxrSubExpSum", onnx_nodes=("a/weights",), source="log")]
+    parts = [matmul("a/scores"), Kernel(name="__myl_MaxrSubExpSum", onnx_nodes=("a/weights",), source="log")]
     first, second = fusion_verdict([mine, *parts], groups)
     assert (first.node, first.status) == ("a", "decomposed")
     assert (second.node, second.status) == ("b", "fused")
@@ -225,7 +225,7 @@ def steps_to_judge(layers):
         kernel
         for name in names
         for kernel in (
-            *(product(f"{name}_mm_{at}") for at in range(8)),
+            *(matmul(f"{name}_mm_{at}") for at in range(8)),
             attention(f"{name}/scores", f"{name}/weights"),
         )
     ]

@@ -62,7 +62,7 @@ RT = SimpleNamespace(
 )
 
 
-def product(weights_dtype):
+def matmul(weights_dtype):
     """A MatMul whose weights the parser brings to another rank, under a name of its own."""
     x, weight, turned, y = (Tensor(name) for name in ("x", "weight", "(Unnamed) output", "y"))
     return Network(
@@ -73,14 +73,14 @@ def product(weights_dtype):
 
 
 def test_weights_that_are_wide_in_the_graph_stay_wide_on_their_way_to_the_matmul():
-    network = product(np.float32)
+    network = matmul(np.float32)
     constrain_types(RT, network, {"x": "fp32", "y": "fp32"}, "fp16")
     assert [layer.precision for layer in network.layers] == [DataType.FLOAT] * 3
     assert all(layer.output_types == {0: DataType.FLOAT} for layer in network.layers)
 
 
 def test_weights_of_the_usual_type_are_left_alone_and_the_rest_is_constrained():
-    network = product(np.float16)
+    network = matmul(np.float16)
     constrain_types(RT, network, {"x": "fp16", "y": "fp16"}, "fp16")
     assert [layer.precision for layer in network.layers] == [None, DataType.HALF, DataType.HALF]
 
