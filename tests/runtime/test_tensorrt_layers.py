@@ -15,28 +15,27 @@ from mha_deploy.runtime.tensorrt.kernels import (
 )
 from mha_deploy.runtime.tensorrt.versions import EngineError
 
+
+def tensor(name, dims, **more):
+    return {"Name": name, "Dimensions": dims, **more}
+
+
+def of_8(name, dtype="Row major linear FP16 format"):
+    return tensor(name, [8, 128, 768], Location="Device", **{"Format/Datatype": dtype})
+
+
+def half(name, *dims):
+    return tensor(name, list(dims), **{"Format/Datatype": "Half"})
+
+
 # TensorRT 8.6: type and layout in one field, Myelin as one opaque layer, borders as names.
 INSPECTOR_8 = {
     "Layers": [
         {
             "Name": "Reformatting CopyNode for Input Tensor 0 to proj_q0",
             "LayerType": "Reformat",
-            "Inputs": [
-                {
-                    "Name": "x",
-                    "Location": "Device",
-                    "Dimensions": [8, 128, 768],
-                    "Format/Datatype": "Row major linear FP32",
-                }
-            ],
-            "Outputs": [
-                {
-                    "Name": "Reformatted Input Tensor 0 to proj_q0",
-                    "Location": "Device",
-                    "Dimensions": [8, 128, 768],
-                    "Format/Datatype": "Row major linear FP16 format",
-                }
-            ],
+            "Inputs": [of_8("x", "Row major linear FP32")],
+            "Outputs": [of_8("Reformatted Input Tensor 0 to proj_q0")],
             "ParameterType": "Reformat",
             "Origin": "REFORMAT",
             "TacticValue": "0x00000000000003e8",
@@ -44,22 +43,8 @@ INSPECTOR_8 = {
         {
             "Name": "proj_q0 + bias_q0",
             "LayerType": "MatrixMultiply",
-            "Inputs": [
-                {
-                    "Name": "Reformatted Input Tensor 0 to proj_q0",
-                    "Location": "Device",
-                    "Dimensions": [8, 128, 768],
-                    "Format/Datatype": "Row major linear FP16 format",
-                }
-            ],
-            "Outputs": [
-                {
-                    "Name": "q0",
-                    "Location": "Device",
-                    "Dimensions": [8, 128, 768],
-                    "Format/Datatype": "Row major linear FP16 format",
-                }
-            ],
+            "Inputs": [of_8("Reformatted Input Tensor 0 to proj_q0")],
+            "Outputs": [of_8("q0")],
             "ParameterType": "MatrixMultiply",
             "TacticName": "sm80_xmma_gemm_f16f16_f16f16_f16_tn_n_tilesize64x64x32_stage6_warpsize2x2x1",
             "TacticValue": "0x0000000000020318",
@@ -67,22 +52,8 @@ INSPECTOR_8 = {
         {
             "Name": "{ForeignNode[att0/transpose...att0/sum]}",
             "LayerType": "Myelin",
-            "Inputs": [
-                {
-                    "Name": "q0",
-                    "Location": "Device",
-                    "Dimensions": [8, 128, 768],
-                    "Format/Datatype": "Row major linear FP16 format",
-                }
-            ],
-            "Outputs": [
-                {
-                    "Name": "y",
-                    "Location": "Device",
-                    "Dimensions": [8, 128, 768],
-                    "Format/Datatype": "N/A due to dynamic shapes",
-                }
-            ],
+            "Inputs": [of_8("q0")],
+            "Outputs": [of_8("y", "N/A due to dynamic shapes")],
             "TacticValue": "0x0000000000000000",
         },
     ],
@@ -90,91 +61,57 @@ INSPECTOR_8 = {
 }
 
 # TensorRT 10.x: the same fields, but the kernels inside Myelin are listed, with metadata.
+FUSED_10 = {
+    "LayerType": "kgen",
+    "TacticName": "_gemm_mha_v2_0xbcebb264ff01c4c4f8078856729f8b7e",
+    "StreamId": 0,
+}
 INSPECTOR_10 = {
     "Layers": [
         {
             "Name": "__mye1744_0_myl0_0",
             "LayerType": "shape_call",
-            "Inputs": [],
-            "Outputs": [],
-            "TacticName": "",
-            "StreamId": 0,
-            "Metadata": "",
+            **{"Inputs": [], "Outputs": [], "TacticName": "", "StreamId": 0, "Metadata": ""},
         },
         {
             "Name": "_gemm_mha_v2_myl0_4",
-            "LayerType": "kgen",
-            "Inputs": [
-                {"Name": "__mye12_myl0", "Dimensions": [96, 128, 64], "Format/Datatype": "Half"},
-                {"Name": "__mye13_myl0", "Dimensions": [96, 64, 128], "Format/Datatype": "Half"},
-            ],
-            "Outputs": [{"Name": "__mye14_myl0", "Dimensions": [96, 128, 64], "Format/Datatype": "Half"}],
-            "TacticName": "_gemm_mha_v2_0xbcebb264ff01c4c4f8078856729f8b7e",
-            "StreamId": 0,
+            "Inputs": [half("__mye12_myl0", 96, 128, 64), half("__mye13_myl0", 96, 64, 128)],
+            "Outputs": [half("__mye14_myl0", 96, 128, 64)],
             "Metadata": "[ONNX Layer: /a/sum][ONNX Layer: /a/softmax][ONNX Layer: /a/scores]",
+            **FUSED_10,
         },
         {
             "Name": "_gemm_mha_v2_myl1_4",
-            "LayerType": "kgen",
-            "Inputs": [{"Name": "x [profile 1]", "Dimensions": [-1, 64], "Format/Datatype": "Half"}],
+            "Inputs": [half("x [profile 1]", -1, 64)],
             "Outputs": [],
-            "TacticName": "_gemm_mha_v2_0xbcebb264ff01c4c4f8078856729f8b7e",
-            "StreamId": 0,
             "Metadata": "[ONNX Layer: /a/softmax]",
+            **FUSED_10,
         },
     ],
     "Bindings": ["x", "y", "x [profile 1]", "y [profile 1]"],
 }
 
 # TensorRT 11.x and RTX: type and layout apart, borders as records.
+LINEAR = {"Datatype": "BFloat16", "Format": "(Linear) Row major linear format"}
+STRIDED = {"Datatype": "BFloat16", "Format": "(Arbitrary) Format with stride order = [1,2,0]"}
+RANGE_11 = {"MinShape": [1, 1, 128], "OptShape": [2, 1, 128], "MaxShape": [4, 1, 128]}
 INSPECTOR_11 = {
     "Layers": [
         {
             "Name": "_gemv_mha_v1_myl0_6",
             "LayerType": "kgen",
-            "Inputs": [
-                {
-                    "Name": "__mye5970_myl0",
-                    "Dimensions": [-1, 4, 1, 32],
-                    "Strides": [128, 32, 32, 1],
-                    "StrideOrder": [3, 2, 1, 0],
-                    "Datatype": "BFloat16",
-                    "Format": "(Linear) Row major linear format",
-                }
-            ],
+            "Inputs": [tensor("__mye5970_myl0", [-1, 4, 1, 32], Strides=[128, 32, 32, 1], **LINEAR)],
             "Constants": [],
-            "Outputs": [
-                {
-                    "Name": "__mye6133_myl0",
-                    "Dimensions": [-1, 1, 32],
-                    "Strides": [32, -1, 1],
-                    "StrideOrder": [1, 2, 0],
-                    "Datatype": "BFloat16",
-                    "Format": "(Arbitrary) Format with stride order = [1,2,0]",
-                }
-            ],
+            "Outputs": [tensor("__mye6133_myl0", [-1, 1, 32], Strides=[32, -1, 1], **STRIDED)],
             "TacticName": "_gemv_mha_v1_0x811d89f1f696d64c85d4ee3a10fceeaf_vec",
             "StreamId": 0,
             "Metadata": "[ONNX Layer: att0]",
         }
     ],
     "I/O Tensors": [
-        {
-            "Name": "x",
-            "IOMode": "Input",
-            "DataType": "BFloat16",
-            "Dimensions": [-1, -1, 128],
-            "Location": "Device",
-            "IsShapeInferenceIO": False,
-            "ProfileInfo": [
-                {
-                    "MinShape": [1, 1, 128],
-                    "OptShape": [2, 1, 128],
-                    "MaxShape": [4, 1, 128],
-                    "Format": "Row major linear BF16 format (kLINEAR)",
-                }
-            ],
-        }
+        tensor(
+            "x", [-1, -1, 128], IOMode="Input", DataType="BFloat16", Location="Device", ProfileInfo=[RANGE_11]
+        )
     ],
     "Engine Metadata": {"Multi-Device": "Disabled"},
 }
