@@ -1,7 +1,8 @@
 // This program plays TensorRT's part on a GPU, with the headers that the library is built against: create
 // from fields, configure, ask for workspace, save, load, attach to a context, announce sizes, enqueue. What
 // the plugins compute is compared with sums in double. `driver_test --small` keeps to sizes for
-// compute-sanitizer.
+// compute-sanitizer, `driver_test --own` also to layers without GEMMs: racecheck 2025.3 does not survive
+// cuBLASLt's kernels on Hopper.
 #include "../src/driver.h"
 #include "../src/linear.h"
 #include "../src/norm_activation.h"
@@ -490,12 +491,15 @@ void check_handles(Tally& tally) {
 }  // namespace
 
 int main(int count, char** arguments) {
-    bool const small = count > 1 && std::strcmp(arguments[1], "--small") == 0;
+    bool const own = count > 1 && std::strcmp(arguments[1], "--own") == 0;
+    bool const small = own || (count > 1 && std::strcmp(arguments[1], "--small") == 0);
     setLoggerFinder(&logger);
     (void)gpu();
     Tally tally;
     check_aliases(tally);
-    check_handles(tally);
+    if (!own) {
+        check_handles(tally);
+    }
     std::vector<DataType> types{DataType::kHALF};
 #if NV_TENSORRT_MAJOR >= 10
     types.push_back(DataType::kBF16);
@@ -519,8 +523,8 @@ int main(int count, char** arguments) {
         for (int32_t const operation : {2, 3, 4}) {
             check_norm_activation(tally, operation, 7, 776, operation != 2, false, type);
         }
-        for (bool const transposed : {false, true}) {
-            check_linear(tally, small ? 8 : 48, transposed, type);
+        for (int i = 0; !own && i < 2; ++i) {
+            check_linear(tally, small ? 8 : 48, i == 1, type);
         }
     }
     return tally.finish();

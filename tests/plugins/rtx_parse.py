@@ -18,7 +18,9 @@ FLAGS = dict.fromkeys(("has_bias", "has_key_lengths", "has_gates", "has_cache", 
 
 def model(query_heads):
     """One projection to queries, keys and values, and an attention that reads them in place."""
-    linear = helper.make_node("MhaDeployLinear", ["x", "w"], ["p"], name="linear", has_bias=0, **LOOKUP)
+    linear = helper.make_node(
+        "MhaDeployLinear", ["x", "w"], ["p"], name="linear", has_bias=0, transposed=0, **LOOKUP
+    )
     attributes = {
         "query_heads": query_heads,
         **{"key_heads": 2, "head_size": 64, "value_size": 64, "scale": 0.125, "causal": 2},
