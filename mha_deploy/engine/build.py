@@ -20,9 +20,9 @@ from mha_deploy.bundle.cases import GoldenCase, golden_cases
 from mha_deploy.bundle.commit import temporary_folder, write_atomically
 from mha_deploy.bundle.folder import MANIFEST, Bundle, sha256
 from mha_deploy.engine import engine as engines
+from mha_deploy.engine import lowered as lowering
 from mha_deploy.engine.engine import Engine, first_gpu, open_engine_runner, reasons_not_to_run
-from mha_deploy.engine.lowered import FP16, FP32, NATIVE, PLUGIN, Candidate, dialect_for, lowered_for
-from mha_deploy.engine.lowered import open_candidates as candidates_for
+from mha_deploy.engine.lowered import FP16, FP32, NATIVE, PLUGIN, Candidate
 from mha_deploy.engine.plugins import PluginError, find_plugins, load_needed, load_plugins
 from mha_deploy.errors import BackendUnavailable, BundleError, DeployError
 from mha_deploy.graph import plugin_node
@@ -69,7 +69,7 @@ def engine_from_bundle(
         hint = f"--workspace-mib from 1 to {_LARGEST_WORKSPACE_MIB}, or leave it out"
         raise EngineError("No GPU has a workspace of that size.", got=f"{mib} MiB", hint=hint)
     path = path or _free_path(bundle, rt, options)
-    candidates = candidates_for(rt, options, bundle.manifest.precision.name)
+    candidates = lowering.open_candidates(rt, options, bundle.manifest.precision.name)
     if any(candidate.attention == PLUGIN for candidate in candidates):
         find_plugins(rt)  # report a missing library before a long build
     build = partial(_engine_at, bundle=bundle, rt=rt, requested=options.attention, on_progress=on_progress)
@@ -99,7 +99,7 @@ def _engine_at(
     spec, precision = bundle.manifest.spec, bundle.manifest.precision.name
     model = load_graph(bundle.model_path)
     library = find_plugins(rt) if options.attention == PLUGIN else None
-    lowered, answers = lowered_for(rt, model, options)
+    lowered, answers = lowering.lowered_for(rt, model, options)
     ranges = list(options.profiles) or engines.default_profiles(spec, one=not rt.can.shared_profiles)
     cache = bundle.path / engines.FOLDER / f"timing-{rt.backend}-{rt.version}.cache"
     cached = rt.can.timing_cache and options.timing_cache and cache.is_file()
@@ -152,7 +152,7 @@ def _engine_at(
         targets=list(request.target_names),
         model=spec.name,
         precision=precision,
-        dialect=dialect_for(rt, options),
+        dialect=lowering.dialect_for(rt, options),
         profiles=[{name: str(axis) for name, axis in each.items()} for each in ranges],
         profile_names=names,
         bundle_sha256=sha256(bundle.path / MANIFEST),
@@ -590,4 +590,4 @@ def twin_opener(engine: Engine, bundle: Bundle) -> Callable[[ir.Model], Runner]:
         attention=attention["chosen"],
         accumulate=attention["accumulate"],
     )
-    return lambda model: open_lowered(lowered_for(rt, model, options)[0])
+    return lambda model: open_lowered(lowering.lowered_for(rt, model, options)[0])

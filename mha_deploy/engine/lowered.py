@@ -53,28 +53,6 @@ class Candidate:
 
 def open_candidates(rt: TensorRT, options: EngineOptions, precision: str) -> list[Candidate]:
     """The candidates that the options leave open; where there are several, they have to be timed."""
-    _refuse_unknown(options)
-    if options.attention == NATIVE:
-        return [Candidate(attention=NATIVE)]
-    refuse_plugins(rt)
-    got = f"a graph in {precision}"
-    if precision == "fp32":
-        hint = "--attention native, or export in fp16"
-        raise EngineError("The attention plugin computes in FP16 and BF16.", got=got, hint=hint)
-    if precision == "bf16" and not rt.can.bf16_type:
-        problem = f"{rt.title} has no BF16 for the attention plugin."
-        raise EngineError(problem, got=got, hint="export in fp16")
-    accumulate = {FP32: [FP32], FP16: [FP16], AUTO: [FP32, FP16]}[options.accumulate]
-    if options.accumulate == AUTO and precision != FP16:
-        # BF16 matmuls accumulate in FP32 in every kernel.
-        accumulate = [FP16]
-    found = [Candidate(attention=PLUGIN, accumulate=each) for each in accumulate]
-    if options.attention == AUTO and FP16 in accumulate:  # TensorRT's own matmuls do not guarantee FP32
-        return [Candidate(attention=NATIVE), *found]
-    return found
-
-
-def _refuse_unknown(options: EngineOptions) -> None:
     for option, value, known in (
         ("attention", options.attention, ATTENTIONS),
         ("accumulate", options.accumulate, (FP32, FP16, AUTO)),
@@ -94,6 +72,24 @@ def _refuse_unknown(options: EngineOptions) -> None:
         raise EngineError(
             problem, got=got, hint=f"--workspace-mib {_SCRATCH_MIB} or more, or --accumulate fp16"
         )
+    if options.attention == NATIVE:
+        return [Candidate(attention=NATIVE)]
+    refuse_plugins(rt)
+    got = f"a graph in {precision}"
+    if precision == "fp32":
+        hint = "--attention native, or export in fp16"
+        raise EngineError("The attention plugin computes in FP16 and BF16.", got=got, hint=hint)
+    if precision == "bf16" and not rt.can.bf16_type:
+        problem = f"{rt.title} has no BF16 for the attention plugin."
+        raise EngineError(problem, got=got, hint="export in fp16")
+    accumulate = {FP32: [FP32], FP16: [FP16], AUTO: [FP32, FP16]}[options.accumulate]
+    if options.accumulate == AUTO and precision != FP16:
+        # BF16 matmuls accumulate in FP32 in every kernel.
+        accumulate = [FP16]
+    found = [Candidate(attention=PLUGIN, accumulate=each) for each in accumulate]
+    if options.attention == AUTO and FP16 in accumulate:  # TensorRT's own matmuls do not guarantee FP32
+        return [Candidate(attention=NATIVE), *found]
+    return found
 
 
 # -- A bundle's graph as a TensorRT takes it: the dialect and its options --------------------------
