@@ -1,8 +1,9 @@
 """The public Python API: what `import mha_deploy as md` offers.
 
 Each function is a thin layer over the package that does the work, and the command line calls the same
-functions. Heavy packages are imported by the function that needs them. Errors are subclasses of
-`mha_deploy.DeployError`.
+functions. Heavy packages are imported by the function that needs them. What cannot be done as asked is a
+`mha_deploy.DeployError`, with what happened, what was got and what to try; a function lists the subclasses
+that it raises.
 """
 
 from __future__ import annotations
@@ -153,9 +154,6 @@ def load_model(
         cache: KV cache of a catalog layer: `none`, `dynamic` or `preallocated`; default: the spec's own.
         projections: Projections of a catalog layer: `separate` or `packed`; default: the spec's own.
 
-    Raises:
-        DeployError: There is no such model, or an option does not apply to it.
-
     Example:
         >>> model = md.load_model("tiny-mha", axes={"S": "1:32:128"})
         >>> model.name, str(model.source.axes["S"])
@@ -235,9 +233,6 @@ def load_checkpoint(
         cache: See `load_model`.
         projections: See `load_model`.
 
-    Raises:
-        DeployError: There is no such checkpoint, or a catalog layer cannot express its attention.
-
     Example:
         >>> md.load_checkpoint("out")
         Traceback (most recent call last):
@@ -286,7 +281,6 @@ def export(
 
     Raises:
         BackendUnavailable: PyTorch or its ONNX exporter is not installed.
-        DeployError: The model cannot be exported; the message says why.
 
     Example:
         >>> bundle = md.export("tiny-mha", "out/tiny", precision="fp32")
@@ -359,9 +353,6 @@ def import_onnx(
         on_step: Called as each step begins.
         options: See `export`: `precision`, `golden`, `seed`, `overwrite`.
 
-    Raises:
-        DeployError: The file cannot be read, run or converted; the message says why.
-
     Example:
         >>> bundle = md.import_onnx("out/tiny/model.onnx", "out/imported", precision="fp32")
         >>> len(bundle.manifest.attention), bundle.manifest.spec.summary
@@ -426,9 +417,6 @@ def fuse(model: AnyModel, *, verify: bool = True) -> tuple[AnyModel, FuseReport]
     Returns:
         The new model, of the same type, and a report: `fused`, `unfused` with reasons, `already`, `complete`.
 
-    Raises:
-        DeployError: The model cannot be written in opset 23.
-
     Example:
         >>> import onnx
         >>> model, fusion = md.fuse(onnx.load("out/tiny/model.onnx"))
@@ -463,9 +451,6 @@ def fuse_file(
         output: The file to write.
         overwrite: Whether files that are there are replaced.
         verify: See `fuse`, as for the report that is returned.
-
-    Raises:
-        DeployError: The file cannot be read, or the output would replace something else.
 
     Example:
         >>> md.fuse_file("out/tiny/model.onnx", "out/fused.onnx").complete
@@ -581,7 +566,6 @@ def build_engine(
 
     Raises:
         BackendUnavailable: The TensorRT that was asked for is not installed or cannot build here.
-        DeployError: The graph cannot be built as asked.
 
     Example:
         >>> engine = md.build_engine("out/tiny", backend="tensorrt-rtx")     # doctest: +SKIP
@@ -635,7 +619,6 @@ def package(bundle: Bundle | StrPath, repository: StrPath, **options: Unpack[Pac
 
     Raises:
         BackendUnavailable: Triton's schema is not installed, or a plugin library is missing.
-        DeployError: The bundle cannot be served so; the message says why.
 
     Example:
         >>> md.package("out/tiny", "out/models", backends=["ort-cpu"]).max_batch
@@ -666,7 +649,6 @@ def open_runner(model: Any, backend: str | None = None) -> Runner:
 
     Raises:
         BackendUnavailable: The runtime is not installed or cannot run here.
-        DeployError: The model cannot be loaded.
 
     Example:
         >>> import numpy as np
@@ -952,7 +934,6 @@ def replay(line: str, bundle: Bundle | StrPath | None = None, *, tolerance: floa
         `status` (`agrees`, `differs` or `not comparable`), `why`, `recorded` and `measured`.
 
     Raises:
-        DeployError: There is no such line, or the bundle is another one.
         BackendUnavailable: There is no GPU, or the runtime cannot run here.
 
     Example:
@@ -984,9 +965,6 @@ def bisect(
 
     Returns:
         `wrong`, `first_wrong`, `first_node`, and the `reference` that values inside were compared with.
-
-    Raises:
-        DeployError: The backend cannot return values inside the graph.
 
     Example:
         >>> found = md.bisect("out/tiny")
@@ -1125,7 +1103,6 @@ def deploy(
 
     Raises:
         BackendUnavailable: No engine can be built here as requested; raised before the export.
-        DeployError: The model cannot be exported or built.
 
     Example:
         >>> done = md.deploy("tiny-mha", "out/deployed", precision="fp32", engine=False)
@@ -1272,9 +1249,6 @@ def compare(old: Any, new: Any, **options: Any) -> Comparison:
         The changes: `passed`, `regressions`, `headline`, `changes`; `to_markdown()`, `to_junit()`,
         `to_html()` and `to_json()`.
 
-    Raises:
-        DeployError: They cannot be read, or are of different kinds.
-
     Example:
         >>> md.compare("out/tiny", "out/tiny").passed
         True
@@ -1310,7 +1284,6 @@ def matrix(
         The `cells`, each with its `status` and `report`; `passed`, `headline`, `save(folder)`.
 
     Raises:
-        DeployError: The plan cannot be read.
         BackendUnavailable: Ray was asked for and is not there.
 
     Example:
@@ -1371,9 +1344,6 @@ def analyze(
         at: Sizes, as `"B=1,S=2048"`, or of a layer with a KV cache `prefill` or `decode`; default: the
             optimum of every axis, and with a KV cache the decode step.
         axes: See `load_model`.
-
-    Raises:
-        DeployError: This is not a catalog layer, or there are no figures for that GPU.
 
     Example:
         >>> analysis = md.analyze("bert-base", at="B=1,S=128")

@@ -6,14 +6,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
-RUNTIMES = (
-    "tensorrt",
-    "tensorrt_rtx",
-    "onnxruntime",
-    "matplotlib",
-    "polygraphy",
-    "onnxscript",
-)
+RUNTIMES = ("tensorrt", "tensorrt_rtx", "onnxruntime", "matplotlib", "polygraphy", "onnxscript")
 
 _BLOCK = """
 import sys

@@ -62,48 +62,41 @@ def main() -> None:
     """
     as_json = "--json" in sys.argv[1:]
     with _signals_as_interrupts() as ended_by, _guarded_streams() as stdout:
-        code, error = EXIT_INTERNAL_ERROR, dict[str, str | None]()
+        code, printed = EXIT_INTERNAL_ERROR, False
+        error: DeployError | None = None
         try:
             app(standalone_mode=True)
             code = 0
         except DeployError as raised:
-            code, error = raised.exit_code, {"what": raised.what, "got": raised.got, "hint": raised.hint}
+            code, error = raised.exit_code, raised
         except OSError as raised:
-            code, error = EXIT_BAD_INPUT, _error("The operating system reported an error.", str(raised))
-        except (MemoryError, RuntimeError) as raised:
-            if not isinstance(raised, MemoryError) and "allocate memory" not in str(raised):  # PyTorch's own
-                error = _bug(raised)
-            else:
-                code, error = EXIT_BAD_INPUT, _error("There is too little memory.", str(raised) or None)
+            code, error = EXIT_BAD_INPUT, DeployError("The operating system reported an error.", got=raised)
         except KeyboardInterrupt:
             code = EXIT_INTERRUPTED
         except SystemExit as stop:
             code = stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
             if code == EXIT_BAD_INPUT and as_json:  # Typer printed what is wrong with the command line
-                usage = getattr(stop.__context__, "message", None)
-                error = _error("The command line is not valid.", usage, "--help")
+                usage, printed = getattr(stop.__context__, "message", None), True
+                error = DeployError("The command line is not valid.", got=usage, hint="--help")
         except BaseException as raised:  # noqa: BLE001 (a bug of this tool: its exit code is not a verdict)
-            error = _bug(raised)
+            no_memory = isinstance(raised, RuntimeError) and "allocate memory" in str(raised)  # PyTorch's own
+            if isinstance(raised, MemoryError) or no_memory:
+                code = EXIT_BAD_INPUT
+                error = DeployError("There is too little memory.", got=str(raised) or None)
+            else:
+                traceback.print_exception(raised)
+                got, hint = f"{type(raised).__name__}: {raised}", "report it with the traceback"
+                error = DeployError("This is a bug in mha-deploy.", got=got, hint=hint)
         if code == EXIT_INTERRUPTED:  # Ctrl-C, also as Typer reports it, or another signal
-            typer.echo("terminated" if ended_by else "interrupted", err=True)
+            error, printed = DeployError("terminated" if ended_by else "interrupted"), True
+            typer.echo(error.what, err=True)
             code = 128 + ended_by[0] if ended_by else code
-            error = _error("terminated" if ended_by else "interrupted")
-        elif error and error["what"] != "The command line is not valid.":
-            shown = DeployError(str(error["what"]), got=error["got"], hint=error["hint"])
-            typer.echo(f"error: {shown}", err=True)
+        if error and not printed:
+            typer.echo(f"error: {error}", err=True)
         if error and as_json and not stdout.has_text:
-            typer.echo(json.dumps({"error": {**error, "exit_code": code}}, indent=2))
+            shown = {"what": error.what, "got": error.got, "hint": error.hint, "exit_code": code}
+            typer.echo(json.dumps({"error": shown}, indent=2))
     sys.exit(code)
-
-
-def _error(what: str, got: str | None = None, hint: str | None = None) -> dict[str, str | None]:
-    return {"what": what, "got": got, "hint": hint}
-
-
-def _bug(raised: BaseException) -> dict[str, str | None]:
-    traceback.print_exception(raised)
-    what = "This is a bug in mha-deploy."
-    return _error(what, f"{type(raised).__name__}: {raised}", "report it with the traceback")
 
 
 # What Rich writes to a terminal: styles and movements of the cursor.

@@ -203,11 +203,7 @@ def show(*lines: RenderableType) -> None:
 
 @contextmanager
 def steps(title: str) -> Iterator[Callable[[str, int, int], None]]:
-    """Show the steps of a long job.
-
-    Yields a function to call as each step begins, with its name, its number from 0, and their count, which
-    is 0 where it is not known.
-    """
+    """Show the steps of a long job; yields what the API calls as `on_step`."""
     from rich.console import Console
 
     console = Console(stderr=True)

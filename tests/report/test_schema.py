@@ -7,14 +7,7 @@ import pytest
 from schema_text import DOC, documented_tables, fields_of, records, schema_tables
 
 from mha_deploy.errors import DeployError
-from mha_deploy.report.schema import (
-    REPORT,
-    as_plain,
-    check_bench,
-    check_report,
-    plain_bench,
-    plain_report,
-)
+from mha_deploy.report.schema import REPORT, as_plain, check_bench, check_report, plain_bench, plain_report
 
 
 def problems_after(change):
