@@ -415,6 +415,15 @@ def test_the_others_give_the_same_graph(node: dict[str, Any]) -> None:
         assert [name for name in names if name in differing(node)] == [names[0]]
 
 
+def test_a_mask_beyond_the_range_of_fp16_masks_under_any_scores() -> None:
+    """Found at random: saturated at -65504, a mask of -600,000 let a score of 40,000 win over -40,000."""
+    node = node_by(lambda *choices: choices[0], seed=4211379745)
+    node |= {"rank": 3, "dtype": "fp16", "Hkv": 3, "Hq": 12, "S": 5, "T": 2, "D": 5, "Dv": 12, "past": 3}
+    node |= {"mask": "int32", "mask_rank": 2, "mask_ones": [False, False, True]}
+    node |= {"values": "extreme", "scores": "extreme", "symbolic": {"T", "M", "own"}}
+    assert {outcome for _, outcome in examine(node, LOWERINGS)} == {"right"}
+
+
 @pytest.fixture
 def rare_collections() -> Iterator[None]:
     """Graphs are full of cycles: looking for them among all that is imported takes a tenth of the time."""

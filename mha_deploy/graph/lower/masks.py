@@ -148,7 +148,7 @@ def bias_of(b: NodeBuilder, call: AttentionCall, mask: Mask, *, in_score_type: b
     if mask.visible is not None:
         numbers = b.op("Where", mask.visible, numbers, b.constant(NEG_INF, dtype))
         numbers.dtype = dtype
-    return _to_score_type(b, call, _without_large_top(b, numbers))
+    return _to_score_type(b, call, _without_large_top(b, numbers), shifted=True)
 
 
 def without_lost_queries(b: NodeBuilder, call: AttentionCall, mask: Mask, q: ir.Value) -> ir.Value:
@@ -222,8 +222,12 @@ def zero_masked_queries(b: NodeBuilder, call: AttentionCall, rows: ir.Value | No
 # -- Types ------------------------------------------------------------------------------------------
 
 
-def _to_score_type(b: NodeBuilder, call: AttentionCall, mask: ir.Value) -> ir.Value:
-    """Cast a mask to the type of the scores: values beyond its range saturate, -inf stays -inf."""
+def _to_score_type(b: NodeBuilder, call: AttentionCall, mask: ir.Value, *, shifted: bool = False) -> ir.Value:
+    """Cast a mask to the type of the scores: values beyond its range saturate, -inf stays -inf.
+
+    In a shifted mask what is below that range becomes -inf: the largest bias of the query is near 0, and a
+    saturated one would let a high score win over the key that has it.
+    """
     dtype = _dtype(mask)
     if dtype == call.dtype:
         return mask
@@ -231,7 +235,7 @@ def _to_score_type(b: NodeBuilder, call: AttentionCall, mask: ir.Value) -> ir.Va
         return b.cast(mask, call.dtype, name="mask_cast")
     low, high = (b.constant(sign * _lowest(call.dtype), dtype) for sign in (1, -1))
     finite = b.cast(b.op("Clip", mask, low, high), call.dtype, name="mask_cast")
-    masked = b.op("Less", mask, b.constant(_lowest(dtype), dtype))
+    masked = b.op("Less", mask, low if shifted else b.constant(_lowest(dtype), dtype))
     return b.op("Where", masked, b.constant(NEG_INF, call.dtype), finite, name="mask_cast")
 
 
