@@ -133,7 +133,12 @@ def test_a_planted_mistake_fails_the_golden_cases(bundles, tmp_path, mistake):
     assert any(place in problem for problem in problems), problems
 
 
-COARSE = {"queries and keys": 1, "values": 2, "heads": None}
+COARSE = {
+    "queries and keys": through_bf16(1),
+    "values": through_bf16(2),
+    "heads": through_bf16(None),
+    "q.weight": lambda g: weight(g, "q.weight.T", lambda array: array.astype(ml_dtypes.bfloat16)),
+}
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +151,7 @@ def coarse_cases(bundles):
 def test_a_part_of_attention_in_bf16_is_named(bundles, coarse_cases, part):
     bundle = bundles("tiny-rope")
     model = load_graph(bundle.model_path).clone()
-    through_bf16(COARSE[part])(model.graph)
+    COARSE[part](model.graph)
     with open_runner("ort-cpu", model) as runner:
         report = parity_from_runner(runner, bundle, coarse_cases)
     assert any(f"{part} in BF16" in (verdict.problem or "") for verdict in report.verdicts)

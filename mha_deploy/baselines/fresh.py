@@ -172,7 +172,8 @@ class ProgramValues:
 # and at which position, shows in the output at any length. Among random keys it is one of thousands.
 _LOUDNESS = 4.0
 _CANDIDATES = 64
-COARSE = ("softmax weights", "queries and keys", "values", "heads", "outputs")
+COARSE = ("softmax weights", "queries and keys", "values", "heads")
+_SMALL = 1 << 20  # numbers of an output: every weight by itself takes minutes for more
 
 
 def _edges(end: int, length: int, window: int | None) -> list[int]:
@@ -223,11 +224,11 @@ def layer_probe(
 
 
 class CoarseAttention(TorchFunctionMode):
-    """Compute attention with one of `COARSE` rounded to BF16."""
+    """Compute attention with one of `COARSE`, or a weight of the layer, rounded to BF16."""
 
-    def __init__(self, part: str) -> None:
+    def __init__(self, part: str, layer: Attention) -> None:
         super().__init__()
-        self._part = part
+        self._part, self._weights = part, {id(each): name for name, each in layer.named_parameters()}
 
     def _rounded(self, part: str, *tensors: Tensor) -> Iterator[Tensor]:
         return (each.bfloat16().to(each.dtype) if part == self._part else each for each in tensors)
@@ -237,6 +238,9 @@ class CoarseAttention(TorchFunctionMode):
     ) -> Any:
         if func is F.scaled_dot_product_attention:
             return self._attention(*args, **(kwargs or {}))
+        if func is F.linear:
+            (weight,) = self._rounded(self._weights.get(id(args[1]), ""), args[1])
+            args = (args[0], weight, *args[2:])
         result = func(*args, **(kwargs or {}))
         if func is torch.Tensor.softmax and result.dim() == 4:  # of a layer with a softcap
             (result,) = self._rounded("softmax weights", result)
@@ -343,12 +347,16 @@ class FreshCases:
         planned = PlannedCase(name=name, sizes=dict(sizes), ragged=ragged, past=past)
         with self._drawing(seed, no_room):
             case = self._capture.capture(planned)
-            if probe != "coarse":
+            if probe != "coarse" or not isinstance(self._capture, LayerCapture):
                 return case
-            oracle, feeds = case.oracle["output"], self._capture.draw(planned)
+            oracle, feeds, twin = case.oracle["output"], self._capture.draw(planned), self._capture.twin
+            x = feeds["x"]
+            coarse_x = {**feeds, "x": x.bfloat16().to(x.dtype)}
             changed = {"outputs": to_numpy(torch.from_numpy(oracle).bfloat16().double())}
-            for part in COARSE[:-1]:
-                with CoarseAttention(part):
+            changed["inputs"] = to_numpy(self._capture.exact(coarse_x)["output"])
+            weights = [name for name, each in twin.named_parameters() if each.dim() == 2]
+            for part in (*COARSE, *(weights if oracle.size <= _SMALL else ())):
+                with CoarseAttention(part, twin):
                     changed[part] = to_numpy(self._capture.exact(feeds)["output"])
         suspects = {f"{part} in BF16": {"output": each - oracle} for part, each in changed.items()}
         return replace(case, suspects=suspects)
