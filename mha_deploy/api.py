@@ -870,9 +870,10 @@ def bench(
         >>> md.BenchReport([timing]).save("out/tiny")                        # doctest: +SKIP
     """
     from mha_deploy.runtime.cuda import open_gpu
+
+    open_gpu()  # before anything else is loaded or hashed: there may be nothing to time on
     from mha_deploy.validate.bench import bench_bundle
 
-    open_gpu()  # before the bundle is hashed: there is nothing to time on
     return bench_bundle(_opened(bundle), BenchOptions(**options), on_step=_by_name(on_step))
 
 
