@@ -514,13 +514,10 @@ def _decode_curve(
 # -- Where the errors are: a map of heads and positions --------------------------------------------
 
 _STEPS = len(HEAT_LIGHT)
-_MOST_COLUMNS, _MOST_ROWS = 128, 128
 _MAP_WIDTH, _LEFT, _TOP = 500.0, 40.0, 6.0
 
 # Over this ratio a linear scale would show one bad head and nothing else.
 _LOG_FROM_HEATMAP = 20.0
-
-Grid = Sequence[Sequence[float | None]]
 
 
 class HeatScale(NamedTuple):
@@ -559,25 +556,24 @@ def heat_legend(maps: Sequence[Data], scale: HeatScale) -> Markup:
 
 def heatmap(data: Data, scale: HeatScale) -> Markup | None:
     """One map; None where it has no cells."""
-    values, down, merged = pooled(data["values"])
+    values, each = data["values"], data["bin"]
     columns = max((len(row) for row in values), default=0)
     if not columns:
         return None
     width, height = _MAP_WIDTH / columns, min(max(300.0 / len(values), 3.0), 16.0)
-    each = data["bin"] * merged
     cells = []
     for r, row in enumerate(values):
         for c, value in enumerate(row):
             first, words = c * each, "no finite number" if value is None else error(value)
             last = f"–{first + each - 1}" if each > 1 else ""
-            title = f"{data['rows']} {r * down}, {data['columns']} {first}{last}: {words}"
+            title = f"{data['rows']} {r}, {data['columns']} {first}{last}: {words}"
             css = "qn" if value is None else f"q{scale.step(value)}"
             place = {"x": _LEFT + c * width, "y": _TOP + r * height, "width": width, "height": height}
             cells.append(tag("rect", tag("title", title), **place, class_=css))
     bottom = _TOP + height * len(values)
     parts = [tag("g", *cells, class_="cells")]
     parts += [
-        text(_LEFT - 6, _TOP + (r + 0.5) * height, str(r * down), anchor="end")
+        text(_LEFT - 6, _TOP + (r + 0.5) * height, str(r), anchor="end")
         for r in range(0, len(values), max(1, math.ceil(12 / height)))
     ]
     step = next(n for n in (1, 2, 4, 5, 8, 10, 16, 20, 32, 64) if n * width >= 40 or n == 64)
@@ -587,22 +583,6 @@ def heatmap(data: Data, scale: HeatScale) -> Markup | None:
     what = f"{data['backend']}, {data['case']}, {data['output']}"
     label = f"Error per {data['rows']} and {data['columns']}: {what}"
     return chart(_LEFT + _MAP_WIDTH + 16, bottom + 38, *parts, label=label, css="heatmap")
-
-
-def pooled(values: Grid) -> tuple[list[list[float | None]], int, int]:
-    """A grid of at most 128 × 128: the largest of every block, and how many rows and columns a block has."""
-    columns = max((len(row) for row in values), default=0)
-    down, across = math.ceil(len(values) / _MOST_ROWS) or 1, math.ceil(columns / _MOST_COLUMNS) or 1
-    if down == across == 1:
-        return [list(row) for row in values], 1, 1
-
-    def worst(r: int, c: int) -> float | None:
-        block = [value for row in values[r : r + down] for value in row[c : c + across]]
-        finite = [value for value in block if value is not None]
-        return max(finite) if len(finite) == len(block) and finite else None
-
-    rows = range(0, len(values), down)
-    return [[worst(r, c) for c in range(0, columns, across)] for r in rows], down, across
 
 
 # -- The roofline plot: what the GPU allows at most, and what every row reached --------------------

@@ -24,7 +24,6 @@ from mha_deploy.report.charts import (
     linear_scale,
     log_scale,
     needs_log,
-    pooled,
     roofline_plots,
     series_of,
     spread,
@@ -213,21 +212,6 @@ def test_odd_maps_can_be_drawn(values):
 def test_a_map_without_cells_is_not_drawn(values):
     data = map_of(values)
     assert heatmap(data, heat_scale([data])) is None
-
-
-def test_a_large_map_keeps_its_largest_errors():
-    values = np.zeros((32, 1000))
-    values[3, 777] = 1.0
-    blocks, down, across = pooled(values.tolist())
-    assert (down, across) == (1, 8)
-    assert len(blocks[0]) == 125
-    assert blocks[3][777 // 8] == 1.0
-
-
-def test_a_block_with_a_hole_is_a_hole():
-    values = [[0.1] * 200]
-    values[0][5] = None
-    assert pooled(values)[0][0][2] is None
 
 
 # -- colours ---------------------------------------------------------------------------------------
