@@ -30,8 +30,8 @@ LEAST_PROCESSES = 3
 LEGEND = f"""
 *engine ×*: the best median of all others over the engine's, above 1 where the engine is faster.
 † fewer than {LEAST_PROCESSES} processes. ‡ throttled: the driver reported a reason, or the SM clock was
-below 95 % of its maximum. Bold: faster than every process of all others. There is no winner in a row
-with †, or with ‡ at only some of its figures.
+below 95 % of its maximum. Bold: faster than every process of all others; never a figure with †, and
+none in a row with ‡ at only some of its figures.
 """
 
 
@@ -58,10 +58,12 @@ def fastest(figures: Mapping[str, Sequence[Line]]) -> str | None:
     did not are not compared.
     """
     timed = {name: medians(lines) for name, lines in figures.items() if medians(lines)}
-    found = {marks(figures[name]) for name in timed}
-    if len(timed) < 2 or len(found) > 1 or "†" in found.pop():
+    throttled = {"‡" in marks(figures[name]) for name in timed}
+    if len(timed) < 2 or len(throttled) > 1:
         return None
     name = min(timed, key=lambda each: max(timed[each]))
+    if "†" in marks(figures[name]):
+        return None
     others = [found for other, found in timed.items() if other != name]
     return name if all(max(timed[name]) < min(found) for found in others) else None
 
