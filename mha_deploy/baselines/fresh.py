@@ -350,10 +350,9 @@ class FreshCases:
             if probe != "coarse" or not isinstance(self._capture, LayerCapture):
                 return case
             oracle, feeds, twin = case.oracle["output"], self._capture.draw(planned), self._capture.twin
-            x = feeds["x"]
-            coarse_x = {**feeds, "x": x.bfloat16().to(x.dtype)}
+            tokens = {name: each.bfloat16().to(each.dtype) for name, each in feeds.items() if each.dim() == 3}
             changed = {"outputs": to_numpy(torch.from_numpy(oracle).bfloat16().double())}
-            changed["inputs"] = to_numpy(self._capture.exact(coarse_x)["output"])
+            changed["inputs"] = to_numpy(self._capture.exact({**feeds, **tokens})["output"])
             weights = [name for name, each in twin.named_parameters() if each.dim() == 2]
             for part in (*COARSE, *(weights if oracle.size <= _SMALL else ())):
                 with CoarseAttention(part, twin):
