@@ -173,7 +173,7 @@ class ProgramValues:
 _LOUDNESS = 4.0
 _CANDIDATES = 64
 COARSE = ("softmax weights", "queries and keys", "values", "heads")
-_SMALL = 1 << 20  # numbers of an output: every weight by itself takes minutes for more
+_SMALL = 1 << 18  # numbers of an output: every weight by itself takes long for more
 
 
 def _edges(end: int, length: int, window: int | None) -> list[int]:
