@@ -69,7 +69,7 @@ def test_a_real_model_builds_fused_in_fp16(real_bundle):
     assert_builds_fused(real_bundle)
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(3)
 @in_precisions("fp16", "bf16", "fp32")
 def test_a_tiny_model_validates_in_every_precision(bundles, name, precision):
     assert_validates(bundles(name, precision))
@@ -83,7 +83,7 @@ def outputs(module, case):
     return {t.name: to_numpy(result) for t, result in zip(module.spec.outputs, results, strict=True)}
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(3)
 @in_precisions(*PRECISIONS)
 def test_the_layer_of_a_bundle_gives_the_golden_results(bundles, name, precision):
     # But for the order of sums: on a CPU without bfloat16, PyTorch gives oneDNN up for the process at the

@@ -132,7 +132,7 @@ def test_an_oracle_with_little_memory_gives_the_same_case(bundles):
 # -- blocks --------------------------------------------------------------------------------------
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("limit", [1, 1 << 12, 1 << 30])
 @pytest.mark.parametrize("name", TINY)
 def test_blocks_change_nothing(name, limit):

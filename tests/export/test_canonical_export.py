@@ -81,7 +81,7 @@ def exported(bundles, tmp_path_factory):
     return path
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(4)
 @EXPORTED
 def test_the_graph_is_canonical(exported, name, precision, opset):
     path, spec = exported(name, precision, opset), find_spec(name)
@@ -194,7 +194,7 @@ def _assert_weights(graph, spec, float_type):
     assert all(len(onnx.numpy_helper.to_array(tensor).reshape(-1)) <= 4 for tensor in rest)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(2)
 @EXPORTED
 def test_the_file_says_nothing_of_the_exporter_or_its_machine(exported, name, precision, opset):
     content = exported(name, precision, opset).read_bytes()

@@ -130,7 +130,7 @@ CASES = {
 }
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
 def test_a_module_that_cannot_be_exported_is_explained(make, capfd):
     what, got, line = CASES[make]

@@ -177,7 +177,7 @@ def test_a_mask_and_a_window_must_both_hold(mask):
 # -- stepping ----------------------------------------------------------------------------------
 
 
-@pytest.mark.sweep(20)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("rope", ROPES)
@@ -236,7 +236,7 @@ PLANS = {
 }
 
 
-@pytest.mark.sweep(15)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("rope", ROPES)

@@ -52,7 +52,7 @@ def inputs(spec, *, ragged=True):
     return random_inputs(spec, spec.sizes("opt"), seed=1, ragged=ragged)
 
 
-@pytest.mark.sweep(18)
+@pytest.mark.sweep(10)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -64,7 +64,7 @@ def test_both_paths_agree_in_float64(variant, mask, kind, Hkv):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
-@pytest.mark.sweep(18)
+@pytest.mark.sweep(10)
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mask", MASKS)
