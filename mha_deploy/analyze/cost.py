@@ -15,12 +15,9 @@ from mha_deploy.model.spec import AttentionSpec, Axis, ModelSpec, Sizes
 class StageCost:
     """The cost of one stage.
 
-    Args:
-        name: What the stage does.
-        growth: The order of its FLOPs per batch element, in the symbols of the spec.
-        parameters: Learned numbers, biases included.
-        flops: Floating point operations, 2 per multiply-add.
-        bytes: Weights, inputs and outputs, each moved once.
+    `growth` is the order of its FLOPs per batch element, in the symbols of the spec. `parameters` are learned
+    numbers, biases included; `flops` count 2 per multiply-add; `bytes` are weights, inputs and outputs, each
+    moved once.
     """
 
     name: str
@@ -36,30 +33,21 @@ class StageCost:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerCost:
-    """The cost of a layer at one set of sizes, stage by stage in the order of execution."""
+class LayerCost(StageCost):
+    """The cost of a layer at one set of sizes, stage by stage in the order of execution.
+
+    What one stage passes to the next is written and read again.
+    """
 
     stages: tuple[StageCost, ...]
 
-    @property
-    def parameters(self) -> int:
-        """Learned numbers of the whole layer."""
-        return sum(stage.parameters for stage in self.stages)
 
-    @property
-    def flops(self) -> int:
-        """FLOPs of the whole layer."""
-        return sum(stage.flops for stage in self.stages)
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of all stages; what one stage passes to the next is written and read again."""
-        return sum(stage.bytes for stage in self.stages)
-
-    @property
-    def intensity(self) -> float:
-        """Arithmetic intensity of the whole layer: FLOPs per byte moved."""
-        return self.flops / self.bytes
+def cost_of(*stages: StageCost) -> LayerCost:
+    """The cost of stages that run one after the other."""
+    counts = {
+        name: sum(getattr(stage, name) for stage in stages) for name in ("parameters", "flops", "bytes")
+    }
+    return LayerCost(name="layer", growth="", stages=stages, **counts)
 
 
 def key_length(spec: AttentionSpec, sizes: Sizes) -> int:
@@ -80,29 +68,21 @@ def past_keys(spec: AttentionSpec, sizes: Sizes, lengths: Sequence[int] | None =
         return [past] * sizes["B"]
     found = [int(length) for length in lengths]
     if spec.cache != "preallocated" or len(found) != sizes["B"]:
-        raise SpecError(
-            "Only a preallocated KV cache has lengths, one for every batch element.",
-            got=f"{len(found)} lengths, cache = {spec.cache}, B = {sizes['B']}",
-        )
+        got = f"{len(found)} lengths, cache = {spec.cache}, B = {sizes['B']}"
+        raise SpecError("Only a preallocated KV cache has lengths, one for every batch element.", got=got)
     room = sizes["T"] - sizes["S"]
     if not all(0 <= length <= room for length in found):
-        raise SpecError(
-            "The new tokens do not fit into the KV cache.", got=f"lengths {found}", hint=f"0 to {room}"
-        )
+        what = "The new tokens do not fit into the KV cache."
+        raise SpecError(what, got=f"lengths {found}", hint=f"0 to {room}")
     return found
 
 
 def layer_cost(
     spec: AttentionSpec, sizes: Sizes, bytes_per_element: int, *, lengths: Sequence[int] | None = None
 ) -> LayerCost:
-    """The cost of a layer at one set of sizes.
+    """The cost of a layer at one set of sizes, inside its axes; `lengths` as in `past_keys`.
 
-    Args:
-        spec: The layer.
-        sizes: A size for each of its axes, inside their ranges.
-        bytes_per_element: 2 for FP16 and BF16, 4 for FP32; weights and activations alike.
-        lengths: Valid entries of a preallocated KV cache before the call, one for every batch element;
-            default: full after it.
+    `bytes_per_element` is 2 for FP16 and BF16, 4 for FP32; weights and activations alike.
     """
     spec.check_sizes(sizes)
     B, S, T, past = sizes["B"], sizes["S"], key_length(spec, sizes), past_keys(spec, sizes, lengths)
@@ -113,23 +93,19 @@ def layer_cost(
     attended = projected + sum(min(each, T if spec.window is None else spec.window - 1) for each in past)
 
     def stage(
-        name: str, growth: str, *, flops: int, elements: int, parameters: int = 0, other: int = 0
+        name: str, growth: str, flops: int, elements: int, parameters: int = 0, other: int = 0
     ) -> StageCost:
         """A stage from its counts; `other` is bytes that do not depend on the precision."""
         total = (parameters + elements) * bytes_per_element + other
         return StageCost(name=name, growth=growth, parameters=parameters, flops=flops, bytes=total)
 
     def linear(
-        name: str, growth: str, inputs: int, outputs: int, *, bias: bool = spec.bias, copies: int = 1
+        name: str, growth: str, inputs: int, outputs: int, bias: bool = spec.bias, n: int = 1
     ) -> StageCost:
-        """Linear layers on parts of every token, which read and write all of them."""
-        return stage(
-            name,
-            growth,
-            parameters=copies * (inputs * outputs + (outputs if bias else 0)),
-            flops=2 * tokens * copies * inputs * outputs,
-            elements=tokens * copies * (inputs + outputs),
-        )
+        """Linear layers on n parts of every token, which read and write all of them."""
+        weights = n * (inputs * outputs + (outputs if bias else 0))
+        flops, elements = 2 * tokens * n * inputs * outputs, tokens * n * (inputs + outputs)
+        return stage(name, growth, flops, elements, weights)
 
     # Queries, keys and values as one stage: self attention reads x once, however it is packed.
     projections = stage(
@@ -165,21 +141,16 @@ def layer_cost(
         hidden = spec.grouped_mlp.hidden if spec.grouped_mlp else 0
         groups = spec.grouped_mlp.groups if spec.grouped_mlp else 1
         after = [
-            linear("linear within groups", "S·E²/groups", width // groups, width // groups, copies=groups),
+            linear("linear within groups", "S·E²/groups", width // groups, width // groups, n=groups),
             linear("MLP in", "S·E·hidden", width, hidden),
             linear("MLP out", "S·E·hidden", hidden, E),
         ]
     elif spec.variant == "head-mix":
         # A second attention inside each token: its Hq heads are the sequence, and they share D x D matrices.
-        mix = stage(
-            "mix projections",
-            "S·E·D",
-            parameters=3 * (D * D + (D if spec.bias else 0)),
-            flops=3 * 2 * heads * D,
-            elements=4 * heads,
-        )
+        parameters = 3 * (D * D + (D if spec.bias else 0))
+        mix = stage("mix projections", "S·E·D", 3 * 2 * heads * D, 4 * heads, parameters)
         after = [mix, stage("mix attention", "S·E·Hq", flops=4 * heads * Hq, elements=4 * heads), output]
-    return LayerCost(stages=(projections, attention, *after))
+    return cost_of(projections, attention, *after)
 
 
 def _pairs(spec: AttentionSpec, S: int, T: int, past: int) -> int:
@@ -217,12 +188,7 @@ _ODD_LENGTHS = (37, 13, 7, 5, 3)
 
 @dataclass(frozen=True, kw_only=True)
 class SizeLimit:
-    """Cost limit of one run of a layer.
-
-    Args:
-        gflop: Work in 10⁹ floating-point operations.
-        gib: Memory for the oracle's scores, activations and KV cache.
-    """
+    """Cost limit of one run of a layer: its work, and the memory of the oracle, KV cache included."""
 
     gflop: float = 100.0
     gib: float = 4.0
@@ -296,13 +262,10 @@ PREFILL, DECODE, USUAL = "prefill", "decode", "opt"
 
 @dataclass(frozen=True, kw_only=True)
 class TimedPoint:
-    """One set of sizes to time a layer at.
+    """One set of sizes to time a layer at: `opt`, `prefill`, `decode`, or named by its sizes.
 
-    Args:
-        name: `opt`, `prefill`, `decode`, or its sizes.
-        sizes: The size of every axis.
-        past: Valid entries of a preallocated KV cache before the call, of every batch element: they are data,
-            not an axis. None for other layers.
+    `past` are the valid entries of a preallocated KV cache before the call, of every batch element: they are
+    data, not an axis. None for other layers.
     """
 
     name: str
@@ -321,9 +284,8 @@ def usual_points(spec: ModelSpec) -> tuple[TimedPoint, ...]:
     if spec.cache == "none":
         return (TimedPoint(name=USUAL, sizes=usual),)
     empty = {"P": least["P"]} if spec.cache == "dynamic" else {}
-    prefill = TimedPoint(
-        name=PREFILL, sizes={**usual, **empty}, past=0 if spec.cache == "preallocated" else None
-    )
+    past = 0 if spec.cache == "preallocated" else None
+    prefill = TimedPoint(name=PREFILL, sizes={**usual, **empty}, past=past)
     decode = with_full_cache(spec, DECODE, {**usual, "S": least["S"]})
     return (prefill, decode) if usual["S"] > least["S"] else (decode,)
 
@@ -348,10 +310,7 @@ def points_from_text(spec: ModelSpec, text: str) -> tuple[TimedPoint, ...]:
         return named
     if "=" not in text and spec.cache != "none":
         names = (USUAL, *(point.name for point in usual))
-        raise SpecError(
-            f"{spec.name} has no such point to time.",
-            got=text,
-            hint=f"{nearest(text, names)} Or sizes, as B=1,S=1.",
-        )
+        hint = f"{nearest(text, names)} Or sizes, as B=1,S=1."
+        raise SpecError(f"{spec.name} has no such point to time.", got=text, hint=hint)
     sizes = spec.parse_sizes(text)
     return (with_full_cache(spec, sizes_name(sizes), sizes),)

@@ -10,14 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from mha_deploy.analyze.cost import (
-    LayerCost,
-    StageCost,
-    key_length,
-    kv_cache_bytes,
-    kv_cache_bytes_per_token,
-    layer_cost,
-)
+from mha_deploy.analyze.cost import LayerCost, StageCost, key_length, kv_cache_bytes, layer_cost
 from mha_deploy.errors import DeployError, nearest
 from mha_deploy.model.precision import find_precision
 from mha_deploy.model.spec import AttentionSpec, Sizes
@@ -34,17 +27,10 @@ _FIGURES = Path(__file__).resolve().parent / "gpus.toml"
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """Peak figures of one GPU: dense tensor-core rates with FP32 accumulation, plain FP32, memory.
+    """Peak figures of one GPU: dense tensor-core rates with FP32 accumulation, FP32 without TF32, memory.
 
-    Args:
-        name: The short name.
-        fp16_tflops: Dense FP16 rate in 10^12 FLOP/s.
-        bf16_tflops: Dense BF16 rate in 10^12 FLOP/s.
-        fp32_tflops: FP32 rate without TF32, in 10^12 FLOP/s.
-        memory_gb_per_s: Memory bandwidth in 10^9 bytes/s.
-        compute_capability: As CUDA counts it, for example `9.0`.
-        source: Where the figures come from.
-        aliases: Other names of the same GPU.
+    Rates are in 10^12 FLOP/s, the bandwidth in 10^9 bytes/s. `source` says where the figures come from, and
+    `aliases` are other names of the same GPU.
     """
 
     name: str
@@ -70,9 +56,7 @@ class Gpu:
 def known_gpus() -> tuple[Gpu, ...]:
     """All GPUs of the table, in its order."""
     table = tomllib.loads(_FIGURES.read_text(encoding="utf-8"))
-    return tuple(
-        Gpu(name=name, **{**figures, "aliases": tuple(figures["aliases"])}) for name, figures in table.items()
-    )
+    return tuple(Gpu(name=name, **each | {"aliases": tuple(each["aliases"])}) for name, each in table.items())
 
 
 def gpu_names() -> list[str]:
@@ -96,13 +80,10 @@ def _letters(name: str) -> str:
 
 # -- The roofline bound: the least time that FLOPs and bytes need ----------------------------------
 
-COMPUTE = "compute"
-MEMORY = "memory"
-
 
 @dataclass(frozen=True, kw_only=True)
 class StageBound:
-    """The roofline bound of one stage."""
+    """The roofline bound of one stage: the time for its arithmetic, and for its memory traffic."""
 
     cost: StageCost
     compute_seconds: float
@@ -116,7 +97,7 @@ class StageBound:
     @property
     def bound_by(self) -> str:
         """`compute` or `memory`."""
-        return COMPUTE if self.compute_seconds >= self.memory_seconds else MEMORY
+        return "compute" if self.compute_seconds >= self.memory_seconds else "memory"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,6 +150,10 @@ class Analysis:
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; times in seconds, sizes in bytes."""
         cost, bound, gpu = self.cost, self.bound, self.gpu
+        stages = [
+            {"intensity": each.cost.intensity, "bound_seconds": each.seconds, "bound_by": each.bound_by}
+            for each in bound.stages
+        ]
         return {
             "model": self.spec.name,
             "kind": self.spec.kind,
@@ -182,15 +167,7 @@ class Analysis:
                 "compute_capability": gpu.compute_capability,
                 "source": gpu.source,
             },
-            "stages": [
-                {
-                    **vars(stage.cost),
-                    "intensity": stage.cost.intensity,
-                    "bound_seconds": stage.seconds,
-                    "bound_by": stage.bound_by,
-                }
-                for stage in bound.stages
-            ],
+            "stages": [vars(stage) | bounds for stage, bounds in zip(cost.stages, stages, strict=True)],
             "total": {
                 "parameters": cost.parameters,
                 "flops": cost.flops,
@@ -204,12 +181,7 @@ class Analysis:
 
 
 def analyze_layer(
-    spec: AttentionSpec,
-    sizes: Sizes,
-    precision: str,
-    gpu: str | Gpu,
-    *,
-    lengths: Sequence[int] | None = None,
+    spec: AttentionSpec, sizes: Sizes, precision: str, gpu: str | Gpu, *, lengths: Sequence[int] | None = None
 ) -> Analysis:
     """Count the FLOPs and bytes of a layer and its roofline bound; nothing is run.
 
@@ -226,6 +198,6 @@ def analyze_layer(
         gpu=figures,
         cost=cost,
         bound=roofline_bound(cost, figures, precision, tokens=sizes["B"] * sizes["S"]),
-        kv_bytes_per_token=kv_cache_bytes_per_token(spec, element),
+        kv_bytes_per_token=kv_cache_bytes(spec, 1, 1, element),
         kv_bytes=kv_cache_bytes(spec, sizes["B"], key_length(spec, sizes), element),
     )

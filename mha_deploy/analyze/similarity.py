@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,15 @@ from mha_deploy.model.spec import INT32, AttentionSpec, Sizes, TensorSpec
 
 def read_inputs(path: Path, spec: AttentionSpec) -> dict[str, np.ndarray]:
     """Read the inputs of a layer, float32 or int32, from an .npz file; they must agree with the spec."""
-    arrays = read_npz(path, lambda names: _check_names(spec, names))
-    _check_names(spec, arrays)
+    wanted = [tensor.name for tensor in spec.inputs]
+
+    def check_names(names: Collection[str]) -> None:
+        if sorted(names) != sorted(wanted):
+            got, hint = ", ".join(sorted(names)) or "none", f"exactly: {', '.join(wanted)}"
+            raise DeployError(f"{spec.name} takes other inputs.", got=got, hint=hint)
+
+    arrays = read_npz(path, check_names)
+    check_names(arrays)
     sizes = {name: axis.min for name, axis in spec.axes.items() if not axis.is_dynamic}
     for tensor in spec.inputs:
         _check_array(tensor, arrays[tensor.name], sizes)
@@ -28,35 +36,18 @@ def read_inputs(path: Path, spec: AttentionSpec) -> dict[str, np.ndarray]:
     if spec.mask == "padding":
         lengths, longest = arrays["key_lengths"], sizes[spec.key_axis]
         if lengths.min() < 0 or lengths.max() > longest:
-            raise DeployError(
-                "The number of valid keys of a batch element is out of range.",
-                got=f"key_lengths from {lengths.min()} to {lengths.max()}",
-                hint=f"0 to {longest}",
-            )
-    return {
-        tensor.name: arrays[tensor.name].astype(np.int32 if tensor.kind == INT32 else np.float32)
-        for tensor in spec.inputs
-    }
-
-
-def _check_names(spec: AttentionSpec, names: Mapping[str, np.ndarray] | list[str]) -> None:
-    wanted = [tensor.name for tensor in spec.inputs]
-    if sorted(names) != sorted(wanted):
-        raise DeployError(
-            f"{spec.name} takes other inputs.",
-            got=", ".join(sorted(names)) or "none",
-            hint=f"exactly: {', '.join(wanted)}",
-        )
+            got = f"key_lengths from {lengths.min()} to {lengths.max()}"
+            what = "The number of valid keys of a batch element is out of range."
+            raise DeployError(what, got=got, hint=f"0 to {longest}")
+    types = {tensor.name: np.int32 if tensor.kind == INT32 else np.float32 for tensor in spec.inputs}
+    return {name: arrays[name].astype(dtype) for name, dtype in types.items()}
 
 
 def _check_array(tensor: TensorSpec, array: np.ndarray, sizes: dict[str, int]) -> None:
     """Compare type and shape with the spec; the first tensor that has an axis sets its size."""
     if not np.issubdtype(array.dtype, np.integer if tensor.kind == INT32 else np.floating):
-        raise DeployError(
-            f"Input {tensor.name} has the wrong type.",
-            got=array.dtype,
-            hint="int32" if tensor.kind == INT32 else "float32 (BF16 has no .npz form)",
-        )
+        hint = "int32" if tensor.kind == INT32 else "float32 (BF16 has no .npz form)"
+        raise DeployError(f"Input {tensor.name} has the wrong type.", got=array.dtype, hint=hint)
     # A mask may hold -inf; +inf and NaN mean nothing anywhere.
     allowed = np.isfinite(array) if tensor.name != "attention_bias" else (array < np.inf)
     if not allowed.all():
@@ -86,8 +77,8 @@ class HeadSimilarity:
     Args:
         matrix: ρ as float64 [Hq, Hq], symmetric. Its diagonal is 1, or 0 for a head that is zero everywhere;
             ρ_ij is 0 too where heads i and j are never both non-zero.
-        redundancy: The mean of |ρ_ij| over i ≠ j: 0 for orthogonal heads and for a
-            single head, 1 for heads that are all parallel.
+        redundancy: The mean of |ρ_ij| over i ≠ j: 0 for orthogonal heads and for a single head, 1 for heads
+            that are all parallel.
         pair: The two heads with the largest |ρ_ij|, counted from 0; None for a single head.
         tokens: Tokens that took part: at least one head is not zero there.
         attention: Of a user's model: the attention that was compared.
@@ -121,11 +112,9 @@ class HeadSimilarity:
         """Draw ρ as a heatmap under a title with the redundancy; the file appears whole or not at all."""
         if path.suffix.lower() != ".png":
             raise DeployError("The heatmap is a PNG.", got=path, hint=path.with_suffix(".png").name)
-        try:
+        with _needed("matplotlib", "plot"):
             from matplotlib.backends.backend_agg import FigureCanvasAgg
             from matplotlib.figure import Figure
-        except ImportError as error:
-            raise _missing("matplotlib", "plot", error) from error
         Hq = len(self.matrix)
         side = min(12.0, max(4.5, 0.5 * Hq + 2.0))
         figure = Figure(figsize=(side + 0.8, side), layout="constrained")
@@ -154,10 +143,8 @@ class HeadSimilarity:
 
 def random_feeds(spec: AttentionSpec, sizes: Sizes, seed: int) -> Mapping[str, Any]:
     """Random inputs to compare the heads on."""
-    try:
+    with _needed("PyTorch", "export"):
         from mha_deploy.reference.inputs import random_inputs
-    except ImportError as error:
-        raise _missing("PyTorch", "export", error) from error
     return random_inputs(spec, sizes, seed)
 
 
@@ -175,21 +162,17 @@ def head_similarity(
     `inputs` are arrays or tensors by name, as `spec.inputs` lists them. The attention in the checkpoint is
     named by its prefix or by its layer.
     """
-    try:
+    with _needed("PyTorch", "export"):
         from mha_deploy.reference import build_module
         from mha_deploy.reference.weights import read_weights
-    except ImportError as error:
-        raise _missing("PyTorch", "export", error) from error
     state = None if weights is None else read_weights(weights, spec, prefix=prefix, layer=layer).state
     return similarity_from_module(build_module(spec, seed=seed, weights=state), inputs)
 
 
 def similarity_from_module(module: Any, inputs: Mapping[str, Any]) -> HeadSimilarity:
     """Compare the heads of a reference module in float32, for example one with trained weights."""
-    try:
+    with _needed("PyTorch", "export"):
         import torch  # noqa: TID251 - heads are computed by the reference module, on the export side
-    except ImportError as error:
-        raise _missing("PyTorch", "export", error) from error
     spec: AttentionSpec = module.spec
     tensors = {name: torch.as_tensor(array) for name, array in inputs.items()}
     query = tensors.pop(spec.inputs[0].name)  # its name differs between the graph and the module
@@ -218,10 +201,8 @@ def similarity_from_heads(heads: np.ndarray) -> HeadSimilarity:
         together += alive.T.astype(np.float64) @ alive.astype(np.float64)
         tokens += int(alive.any(axis=1).sum())
     if not tokens:
-        raise DeployError(
-            "The heads are zero for every token: there is nothing to compare.",
-            hint="inputs with queries that are not fully masked",
-        )
+        what = "The heads are zero for every token: there is nothing to compare."
+        raise DeployError(what, hint="inputs with queries that are not fully masked")
     matrix = np.clip(cosines / np.maximum(together, 1.0), -1.0, 1.0)
     if Hq == 1:
         return HeadSimilarity(matrix=matrix, redundancy=0.0, pair=None, tokens=tokens)
@@ -232,7 +213,11 @@ def similarity_from_heads(heads: np.ndarray) -> HeadSimilarity:
     return HeadSimilarity(matrix=matrix, redundancy=float(size.mean()), pair=pair, tokens=tokens)
 
 
-def _missing(what: str, extra: str, error: ImportError) -> BackendUnavailable:
-    return BackendUnavailable(
-        f"{what} is not installed.", got=error, hint=f'pip install "mha-deploy[{extra}]"'
-    )
+@contextmanager
+def _needed(what: str, extra: str) -> Iterator[None]:
+    """Imports of what an extra of this package installs."""
+    try:
+        yield
+    except ImportError as error:
+        hint = f'pip install "mha-deploy[{extra}]"'
+        raise BackendUnavailable(f"{what} is not installed.", got=error, hint=hint) from error

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mha_deploy.analyze.cost import LayerCost, StageCost, layer_cost
+from mha_deploy.analyze.cost import LayerCost, StageCost, cost_of, layer_cost
 from mha_deploy.analyze.roofline import find_gpu as find_peaks
 from mha_deploy.analyze.roofline import roofline_bound
 from mha_deploy.bundle.cases import GoldenCase
@@ -157,7 +157,7 @@ def latency_point(
         moved = sum(array.nbytes for array in (*case.inputs.values(), *case.eager.values()))
         moved += spec.weight_bytes
         whole = StageCost(name=spec.name, growth="", parameters=0, flops=case.flops, bytes=moved)
-        cost = LayerCost(stages=(whole,))
+        cost = cost_of(whole)
     gpus = {row.timing.gpu for row in rows if row.timing}
     return LatencyPoint(
         case=case.name,
