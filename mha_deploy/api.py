@@ -182,33 +182,28 @@ def load_model(
         name: sizes if isinstance(sizes, Axis) else Axis.parse(_sizes(sizes), name=name)
         for name, sizes in (axes or {}).items()
     }
-    source = model.source if isinstance(model, Model) else model
-    if isinstance(source, os.PathLike):
-        source = os.fspath(source)
+    known = model if isinstance(model, Model) else None
+    source: Any = known.source if known else os.fspath(model) if isinstance(model, os.PathLike) else model
     if isinstance(source, str) and not _is_onnx(source) and not is_factory(source):
         source = find_spec(source)
     if isinstance(source, AttentionSpec):
-        source = source if cache is None else source.with_cache(cache)
-        source = source.with_axes(ranges)
+        source = (source if cache is None else source.with_cache(cache)).with_axes(ranges)
         source = source if projections is None else replace(source, projections=projections)
-        known_as = model if isinstance(model, Model) else Model(name=source.name, source=source)
-        return replace(known_as, source=source)
-    given = {"cache": cache, "projections": projections}
-    if any(given.values()):
-        got = ", ".join(f"{option}={value!r}" for option, value in given.items() if value is not None)
+        return replace(known or Model(name=source.name, source=source), source=source)
+    options = {"cache": cache, "projections": projections}
+    if any(options.values()):
+        got = ", ".join(f"{option}={value!r}" for option, value in options.items() if value is not None)
         raise DeployError("Only a catalog layer has these options.", got=got)
     if not isinstance(source, str | Deployable):
-        raise DeployError(
-            "This is not a model.",
-            got=_shown(model),
-            hint="a catalog name, file.toml, file.py:factory, a Deployable, or an nn.Module",
-        )
-    if isinstance(model, Model):
-        return replace(model, axes={**model.axes, **ranges})
-    if _is_onnx(source):
-        return Model(name=Path(str(source)).stem, source=source, axes=ranges)
-    called = source.rpartition(":")[2].replace("_", "-") if isinstance(source, str) else source.name
-    return Model(name=called or type(getattr(source, "module", None)).__name__, source=source, axes=ranges)
+        hint = "a catalog name, file.toml, file.py:factory, a Deployable, or an nn.Module"
+        raise DeployError("This is not a model.", got=_shown(model), hint=hint)
+    if known:
+        return replace(known, axes={**known.axes, **ranges})
+    if isinstance(source, Deployable):
+        called = source.name or type(source.module).__name__
+    else:
+        called = Path(source).stem if _is_onnx(source) else source.rpartition(":")[2].replace("_", "-")
+    return Model(name=called, source=source, axes=ranges)
 
 
 def load_checkpoint(
