@@ -51,7 +51,7 @@ def test_what_is_read_is_what_was_captured(bundles, tmp_path, name):
 
 
 @pytest.mark.parametrize("name", CACHED)
-def test_a_file_holds_no_old_row_twice(bundles, name):
+def test_a_file_holds_no_old_entry_twice(bundles, name):
     bundle = bundles(name)
     for entry in bundle.manifest.golden:
         layer = bundle.manifest.spec.layer
@@ -61,7 +61,7 @@ def test_a_file_holds_no_old_row_twice(bundles, name):
         assert set(shapes.values()) == {(entry.sizes["B"], Hkv, S, D)}
 
 
-def test_rows_go_out_and_back_ragged():
+def test_entries_go_out_and_back_ragged():
     rng = np.random.default_rng(0)
     inputs = {
         "x": np.zeros((3, 2, 8)),
@@ -89,7 +89,7 @@ def test_lengths_that_do_not_fit_are_refused(bundles, tmp_path):
         read_case(forged, entry)
 
 
-def test_large_caches_get_few_rows():
+def test_large_caches_get_small_batches():
     spec = AttentionSpec.from_dict(
         {
             "name": "long",

@@ -123,7 +123,7 @@ def test_cross_attention_takes_query_key_and_value():
 
 
 @pytest.mark.parametrize("where", [{}, {"attends": "cross", "axes": CROSS}])
-def test_padding_adds_one_length_per_row_as_the_last_input(where):
+def test_padding_adds_one_length_per_batch_element_as_the_last_input(where):
     spec = make(mask="padding", **where)
     assert spec.inputs[-1] == TensorSpec(name="key_lengths", kind=INT32, dims=("B",))
     assert spec.inputs[:-1] == make(**where).inputs
@@ -263,7 +263,7 @@ def test_only_the_past_may_be_empty():
         make(**DYNAMIC).with_axes({"S": Axis(min=0, opt=1, max=1)})
 
 
-def test_rope_turns_the_whole_head_unless_told():
+def test_rope_rotates_the_whole_head_by_default():
     assert make().rope_dims == 0
     assert make(rope={}).rope_dims == 16
     assert make(rope={"dims": 4}).rope_dims == 4

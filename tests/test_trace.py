@@ -69,7 +69,7 @@ def test_the_prefill_is_the_prompts_and_padding_that_never_comes_again():
     assert np.array_equal(np.sort(fed, axis=1), np.sort(made.inputs["x"], axis=1))  # every token once
 
 
-def test_a_step_has_the_token_behind_each_rows_own():
+def test_a_step_has_the_token_behind_those_of_each_batch_element():
     made = trace()
     for step in range(1, STEPS + 1):
         wanted = [made.inputs["x"][row, first + step - 1] for row, first in enumerate(PROMPT)]
@@ -198,7 +198,7 @@ def steps_refused(spec, prompt, steps, match):
     return str(caught.value)
 
 
-def test_a_preallocated_cache_is_filled_to_its_last_row_and_no_further():
+def test_a_preallocated_cache_is_filled_to_its_last_entry_and_no_further():
     check_steps(layer(), np.array([60, 3], np.int32), 4)
     assert "4 steps at most" in steps_refused(layer(), [60, 3], 5, "do not fit into the cache")
 
@@ -209,7 +209,7 @@ def test_a_dynamic_cache_takes_what_its_past_allows():
 
 
 @pytest.mark.parametrize("cache", ["preallocated", "dynamic"])
-def test_a_prompt_that_leaves_no_room_is_told_how_much_there_is(cache):
+def test_a_prompt_that_leaves_no_room_is_refused_with_how_much_there_is(cache):
     assert "64 tokens in all at most" in steps_refused(layer(cache), [64, 64], 1, "do not fit into the cache")
 
 

@@ -37,7 +37,7 @@ def test_the_kernels_of_a_matmul_are_listed():
 
 
 @pytest.mark.gpu
-def test_the_kernels_inside_a_graph_are_seen():
+def test_the_kernels_inside_a_graph_are_detected():
     a = torch.randn(1024, 1024, device="cuda", dtype=torch.float16)
     side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     side.wait_stream(torch.cuda.current_stream())

@@ -76,7 +76,7 @@ def test_golden_cases_hold_a_prompt_and_a_token(bundle):
         assert cases["prefill"].inputs["past_key"].shape[2] == 0
 
 
-def test_old_rows_come_out_as_they_went_in(bundle):
+def test_old_entries_come_out_as_they_went_in(bundle):
     spec = bundle.manifest.spec
     case = next(case for case in golden_cases(bundle) if case.name == "decode")
     if spec.cache == "dynamic":

@@ -57,13 +57,13 @@ def test_the_same_seed_gives_the_same_weights():
         ("bad_range", "Axis S is not a range"),
     ],
 )
-def test_what_does_not_meet_the_contract_is_told(name, says):
+def test_what_does_not_meet_the_contract_is_reported(name, says):
     with pytest.raises(DeployError) as error:
         load_factory(f"{HERE}:{name}")
     assert says in str(error.value)
 
 
-def test_a_failure_is_told_with_its_place():
+def test_a_failure_is_reported_with_its_place():
     with pytest.raises(DeployError) as error:
         load_factory(f"{HERE}:fails")
     assert f"{HERE}:" in str(error.value)

@@ -144,13 +144,13 @@ def test_prefill_is_the_usual_prompt_into_an_empty_cache():
     assert (static.sizes, static.past) == ({"B": 2, "S": 16, "T": 64}, 0)
 
 
-def test_decode_is_one_token_behind_the_usual_past_or_in_the_last_row():
+def test_decode_is_one_token_behind_the_usual_past_or_in_the_last_entry():
     dynamic, static = only(DYNAMIC, "decode"), only(PREALLOCATED, "decode")
     assert (dynamic.sizes, dynamic.past) == ({"B": 2, "S": 1, "P": 24}, None)
     assert (static.sizes, static.past) == ({"B": 2, "S": 1, "T": 64}, 63)
 
 
-def test_a_cache_that_is_never_empty_or_stepped_by_one_gets_the_least_that_is_allowed():
+def test_a_cache_that_is_never_empty_or_decoded_by_one_gets_the_least_that_is_allowed():
     spec = axes(DYNAMIC, P="8:16:32", S="4:8:16")
     assert only(spec, "prefill").sizes == {"B": 2, "S": 8, "P": 8}
     assert only(spec, "decode").sizes == {"B": 2, "S": 4, "P": 16}
@@ -321,7 +321,7 @@ def test_a_trace_fits_a_preallocated_cache_with_prompts_of_their_own(T):
     ],
     ids=lambda spec: f"{spec.name} {' '.join(map(str, spec.axes.values()))}",
 )
-def test_a_layer_that_cannot_be_stepped_from_nothing_has_no_trace(spec):
+def test_a_layer_that_cannot_decode_from_nothing_has_no_trace(spec):
     assert plan_trace(spec).startswith("no trace: ")
 
 

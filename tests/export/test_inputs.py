@@ -49,7 +49,7 @@ def test_cross_attention_has_three_inputs_of_its_own():
 
 @pytest.mark.parametrize("B", [4, 7])
 @pytest.mark.parametrize("seed", range(5))
-def test_ragged_lengths_have_a_row_without_keys_one_with_one_and_a_full_one(B, seed):
+def test_ragged_lengths_have_a_batch_element_without_keys_one_with_one_and_a_full_one(B, seed):
     rows = lengths(B, 24, ragged=True, seed=seed).tolist()
     assert {0, 1, 24} <= set(rows)
     assert all(0 <= row <= 24 for row in rows)
@@ -60,7 +60,7 @@ def test_a_ragged_batch_of_one_is_cut_short_but_not_empty():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_other_lengths_are_at_least_half_and_one_row_is_full(seed):
+def test_other_lengths_are_at_least_half_and_one_is_full(seed):
     rows = lengths(4, 25, ragged=False, seed=seed).tolist()
     assert 25 in rows
     assert all(13 <= row <= 25 for row in rows)
@@ -151,7 +151,7 @@ def test_a_golden_token_chooses_its_heads_clearly():
         assert module.decision_margin(x).min() >= 16 * PRECISIONS["bf16"].roundoff
 
 
-def test_a_ragged_golden_case_holds_a_row_without_keys():
+def test_a_ragged_golden_case_holds_a_batch_element_without_keys():
     (planned,) = plan_golden(PADDING, ("ragged",)).cases
     case = capture("tiny-padding", case=planned)
     empty = case.inputs["key_lengths"] == 0

@@ -129,7 +129,7 @@ class SeenProducts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_products_of_halves_are_summed_in_float32():
+def test_matmuls_of_halves_accumulate_in_float32():
     given, inputs = exported("by hand", "", True), inputs_of("by hand", "", True, B=2, S=5)
     with SeenProducts() as seen:
         outputs, _ = run_program(given, inputs, dtype="own")

@@ -68,7 +68,7 @@ def test_a_layer_on_cuda_agrees_with_float64_on_the_cpu(name, dtype, path):
 @pytest.mark.parametrize(
     "name", ["tiny-additive", "tiny-additive-causal", "tiny-padding", "tiny-causal-padding"]
 )
-def test_a_query_that_sees_no_key_gives_zero_heads_on_cuda(name, dtype, path):
+def test_a_fully_masked_query_gives_zero_heads_on_cuda(name, dtype, path):
     spec = find_spec(name)
     module = build_module(spec, dtype=dtype, device="cuda", path=path)
     feeds = random_inputs(spec, {"B": 4, "S": 37}, seed=0)

@@ -194,7 +194,7 @@ def test_decode_loop_is_the_whole_sequence_whatever_the_steps(cache, Hkv, rope, 
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("path", ["sdpa", "plain"])
 @pytest.mark.parametrize("cache", CACHES)
-def test_either_path_takes_every_way_to_step(cache, path, window):
+def test_either_path_decodes_in_any_chunks(cache, path, window):
     module, whole = pair(make(cache, {}, **options(window, None)), path)
     wanted = wanted_of(whole, tokens())
     for sizes in CHUNKS:
@@ -241,7 +241,7 @@ PLANS = {
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("rope", ROPES)
 @pytest.mark.parametrize("path", ["sdpa", "plain"])
-def test_ragged_rows_step_as_if_each_were_alone(path, rope, window, plan):
+def test_ragged_batch_elements_decode_as_if_each_were_alone(path, rope, window, plan):
     module, whole = pair(
         make("preallocated", ROPES[rope], softcap=1.5 if path == "plain" else None, **options(window, None)),
         path,
@@ -256,7 +256,7 @@ def test_ragged_rows_step_as_if_each_were_alone(path, rope, window, plan):
             torch.testing.assert_close(got[b, :, :length], rows[b, :, :length], rtol=0, atol=1e-12)
 
 
-def test_what_memory_holds_behind_the_valid_rows_is_never_read():
+def test_what_memory_holds_behind_the_valid_entries_is_never_read():
     module, whole = pair(make("preallocated", {}))
     x = tokens()
     for module.path in ("sdpa", "plain"):
@@ -271,7 +271,7 @@ def test_what_memory_holds_behind_the_valid_rows_is_never_read():
 @pytest.mark.parametrize("dtype", ALLOWED, ids=str)
 @pytest.mark.parametrize("rope", ["no rope", "half", "llama3"])
 @pytest.mark.parametrize("cache", CACHES)
-def test_half_precision_steps_within_a_few_roundoffs_of_float64(cache, rope, dtype):
+def test_half_precision_decodes_within_a_few_roundoffs_of_float64(cache, rope, dtype):
     spec = make(cache, ROPES[rope], window=4, softcap=20.0)
     module = build_module(spec, dtype=dtype)
     oracle = build_module(spec.without_cache(), weights=module.state_dict(), dtype=torch.float64)
@@ -313,7 +313,7 @@ def test_a_call_leaves_the_buffers_of_its_caller_alone():
         assert torch.equal(tensor, old)
 
 
-def test_only_the_new_rows_are_written():
+def test_only_the_new_entries_are_written():
     module, x, keys, values, lengths = static_call()
     _, new, _ = module(x, key_cache=keys, value_cache=values, lengths=lengths)
     for b, length in enumerate(lengths.tolist()):
@@ -322,7 +322,7 @@ def test_only_the_new_rows_are_written():
 
 
 @pytest.mark.parametrize("lengths", [(0, 11, 0), (0, -1, 0)])
-def test_rows_outside_the_buffer_are_refused_before_anything_is_written(lengths):
+def test_entries_outside_the_buffer_are_refused_before_anything_is_written(lengths):
     module, x, keys, values, lengths = static_call(lengths=lengths)
     before = keys.clone()
     with pytest.raises(DeployError, match="do not fit into the cache") as caught:
@@ -332,7 +332,7 @@ def test_rows_outside_the_buffer_are_refused_before_anything_is_written(lengths)
     assert torch.equal(keys, before)
 
 
-def test_a_cache_can_be_filled_to_its_last_row():
+def test_a_cache_can_be_filled_to_its_last_entry():
     module, whole = pair(make("preallocated", {}))
     x = torch.cat((tokens(), tokens(seed=1)), dim=1)[:, :T]
     assert max(errors(module, wanted_of(whole, x), x, [5, 4, 3])) < 1e-12
@@ -422,7 +422,7 @@ def exported():
     [pytest.param(graph, marks=() if graph in QUICK else pytest.mark.slow) for graph in GRAPHS],
     ids=lambda graph: "-".join(map(str, (graph[0].__name__, *graph[1:]))),
 )
-def test_the_exported_graph_steps_as_the_whole_sequence(exported, graph):
+def test_the_exported_graph_decodes_as_the_whole_sequence(exported, graph):
     module, whole, x, allowed = exported(*graph)
     wanted = wanted_of(whole, x.double())
     for sizes in CHUNKS:
@@ -434,7 +434,7 @@ def test_the_exported_graph_steps_as_the_whole_sequence(exported, graph):
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("runtime", RUNTIMES, ids=lambda runtime: runtime.__name__)
-def test_the_exported_graph_steps_ragged_rows(exported, runtime, plan, window):
+def test_the_exported_graph_decodes_ragged_batch_elements(exported, runtime, plan, window):
     module, whole, x, allowed = exported(runtime, "preallocated", window, 1.5)
     # Unlike the layer, the graph reads what stands behind the valid rows, with a weight of 0: no NaN here.
     outputs, decoder = feed_ragged(module, x, PLANS[plan], rubbish=1000.0)

@@ -8,7 +8,7 @@ from mha_deploy.reference.attention import alibi_bias, causal_mask, merge_causal
 CPU = torch.device("cpu")
 
 
-def test_padding_shows_each_row_its_first_keys():
+def test_padding_shows_each_batch_element_its_first_keys():
     mask = padding_mask(torch.tensor([0, 1, 3], dtype=torch.int32), 3)
     assert mask.shape == (3, 1, 1, 3)
     assert mask[:, 0, 0].tolist() == [[False] * 3, [True, False, False], [True] * 3]

@@ -110,7 +110,7 @@ def is_blind(spec, S):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mask", MASKS[1:])
-def test_a_query_that_sees_no_key_gives_zero_heads_and_zero_weights(mask, kind, dtype):
+def test_a_fully_masked_query_gives_zero_heads_and_zero_weights(mask, kind, dtype):
     spec = make("attention", mask, kind, weights=True)
     module = build_module(spec, dtype=dtype)
     arguments = call_arguments(spec, fed_to(module, blind_inputs(spec)))
@@ -126,20 +126,20 @@ def test_a_query_that_sees_no_key_gives_zero_heads_and_zero_weights(mask, kind, 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("mask", MASKS[1:])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_no_variant_makes_a_nan_of_a_query_that_sees_no_key(variant, mask, dtype):
+def test_no_variant_makes_a_nan_of_a_fully_masked_query(variant, mask, dtype):
     spec = make(variant, mask, "causal")
     for (output,) in run(spec, dtype, blind_inputs(spec)):
         assert output.isfinite().all()
 
 
-def test_the_output_of_a_query_that_sees_no_key_is_the_bias_of_the_projection():
+def test_the_output_of_a_fully_masked_query_is_the_bias_of_the_projection():
     spec = make("attention", "padding", "self")
     module = build_module(spec)
     output = module(**call_arguments(spec, blind_inputs(spec)))
     assert torch.equal(output[0], module.o.bias.expand_as(output[0]))
 
 
-def test_padding_reads_nothing_beyond_the_length_of_a_row():
+def test_padding_reads_nothing_beyond_the_length_of_a_batch_element():
     spec = make("attention", "padding", "cross")
     feeds = inputs(spec, ragged=False)
     feeds["key_lengths"][:] = torch.tensor([3, 9, 1, 5])

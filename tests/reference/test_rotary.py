@@ -73,7 +73,7 @@ def test_llama_3_1_keeps_short_waves_and_stretches_long_ones():
 
 @pytest.mark.parametrize("dims", [16, 6, 2], ids=["full", "partial", "one pair"])
 @pytest.mark.parametrize("interleaved", PAIRS.values(), ids=PAIRS)
-def test_turning_is_a_complex_product(interleaved, dims):
+def test_rotating_is_a_complex_multiplication(interleaved, dims):
     x = torch.randn(2, 5, 3, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     positions = torch.tensor([[0, 1, 2, 3, 4], [7, 8, 9, 10, 11]])
     cos, sin = rotary_tables(Rope(), dims, positions, torch.float64)
@@ -87,7 +87,7 @@ def test_turning_is_a_complex_product(interleaved, dims):
 
 @pytest.mark.parametrize("interleaved", PAIRS.values(), ids=PAIRS)
 @pytest.mark.parametrize("dims", [16, 6])
-def test_turning_agrees_with_the_onnx_operator(interleaved, dims):
+def test_rotating_agrees_with_the_onnx_operator(interleaved, dims):
     x = torch.randn(2, 5, 3, 16, generator=torch.Generator().manual_seed(0))
     positions = torch.tensor([[0, 1, 2, 3, 4], [7, 8, 9, 10, 11]])
     cos, sin = rotary_tables(Rope(), dims, positions, x.dtype)
@@ -110,7 +110,7 @@ def test_tables_are_rounded_once_from_float64(dtype):
 
 
 @pytest.mark.parametrize("interleaved", PAIRS.values(), ids=PAIRS)
-def test_a_product_depends_on_the_distance_only(interleaved):
+def test_a_score_depends_on_the_distance_only(interleaved):
     q, k = torch.randn(2, 1, 1, 1, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
     def score(p, r):
