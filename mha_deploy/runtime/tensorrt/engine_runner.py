@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Generic, TypeVar
@@ -100,7 +99,7 @@ class Recent(Generic[Value]):
 
     def __init__(self, most: int, *, shared: bool) -> None:
         self._most, self._shared = most, shared
-        self._kept: OrderedDict[tuple[int, tuple[tuple[str, Shape], ...]], Value] = OrderedDict()
+        self._kept: dict[tuple[int, tuple[tuple[str, Shape], ...]], Value] = {}  # the last used is the last
 
     def get(self, profile: int, shapes: Mapping[str, Shape], make: Callable[[], Value]) -> Value:
         """The value of a profile and shapes; made where it is missing, after room was made for it."""
@@ -108,17 +107,18 @@ class Recent(Generic[Value]):
         if not self._shared:
             for other in [kept for kept in self._kept if kept[0] == profile and kept != key]:
                 self._kept.pop(other).close()
-        if key not in self._kept:
+        value = self._kept.pop(key, None)
+        if value is None:
             while len(self._kept) >= self._most:
-                self._kept.popitem(last=False)[1].close()
-            self._kept[key] = make()
-        self._kept.move_to_end(key)
-        return self._kept[key]
+                self._kept.pop(next(iter(self._kept))).close()
+            value = make()
+        self._kept[key] = value
+        return value
 
     def close(self) -> None:
         """Close all values."""
         while self._kept:
-            self._kept.popitem(last=False)[1].close()
+            self._kept.pop(next(iter(self._kept))).close()
 
 
 # -- From a plan to an engine, and its inputs and outputs ------------------------------------------
