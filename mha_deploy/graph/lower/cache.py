@@ -160,7 +160,7 @@ def _read_preallocated(
     if past_key is None or past_value is None or new_key is None or new_value is None or starts[0] is None:
         return Obstacle("cache without the positions of its new entries", key_update.name)
     S = dim(new_key, 2)
-    if _origin(starts[0]) is not _origin(starts[1]) or not _ends_behind(node, starts[0], S):
+    if origin(starts[0]) is not origin(starts[1]) or not _ends_behind(node, starts[0], S):
         return Obstacle("cache whose valid entries do not end with the new ones", key_update.name)
     if not all(same_size(S, dim(value, 2)) for value in (new_value, input_at(node, an.Q))):
         return Obstacle("cache with more or fewer new entries than queries", f"{S} new keys")
@@ -169,14 +169,14 @@ def _read_preallocated(
 
 def _ends_behind(node: ir.Node, starts: ir.Value, S: Dim) -> bool:
     """Whether the valid keys of the attention are those before the call and the S new ones."""
-    add = made_by(_origin(input_at(node, an.NONPAD_KV_SEQLEN)), "Add")
+    add = made_by(origin(input_at(node, an.NONPAD_KV_SEQLEN)), "Add")
     if add is None:
         return False
     pairs = (add.inputs, add.inputs[::-1])
-    return any(_origin(before) is _origin(starts) and same_size(S, _number(new)) for before, new in pairs)
+    return any(origin(before) is origin(starts) and same_size(S, _number(new)) for before, new in pairs)
 
 
-def _origin(value: ir.Value | None) -> ir.Value | None:
+def origin(value: ir.Value | None) -> ir.Value | None:
     """The value that has the same numbers before casts and reshapes."""
     while (node := made_by(value, "Cast", "Identity", "Squeeze", "Unsqueeze", "Reshape")) is not None:
         value = node.inputs[0]
@@ -185,13 +185,13 @@ def _origin(value: ir.Value | None) -> ir.Value | None:
 
 def _number(value: ir.Value | None) -> Dim:
     """The single number of a value, or the name of the axis whose size it is."""
-    value = _origin(value)
+    value = origin(value)
     tensor = constant(value)
     if tensor is not None:
         numbers = tensor.numpy().reshape(-1)
         return int(numbers[0]) if numbers.size == 1 else None
     gather = made_by(value, "Gather")
-    shape = made_by(_origin(input_at(gather, 0)) if gather is not None else value, "Shape")
+    shape = made_by(origin(input_at(gather, 0)) if gather is not None else value, "Shape")
     x = input_at(shape, 0)
     if shape is None or x is None or x.shape is None:
         return None

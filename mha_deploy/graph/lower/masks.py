@@ -144,11 +144,17 @@ def bias_of(b: NodeBuilder, call: AttentionCall, mask: Mask, *, in_score_type: b
         return plain_bias(b, call, mask, masked=_FAR_BELOW)
     if not (in_score_type and is_fp16) and not narrows(call, mask):
         return plain_bias(b, call, mask)
+    return _to_score_type(b, call, _without_large_top(b, wide_bias(b, mask, numbers)))
+
+
+def wide_bias(b: NodeBuilder, mask: Mask, numbers: ir.Value) -> ir.Value:
+    """The numbers of a mask in their own type, and -inf for masked keys."""
+    if mask.visible is None:
+        return numbers
     dtype = _dtype(numbers)
-    if mask.visible is not None:
-        numbers = b.op("Where", mask.visible, numbers, b.constant(NEG_INF, dtype))
-        numbers.dtype = dtype
-    return _to_score_type(b, call, _without_large_top(b, numbers), shifted=True)
+    bias = b.op("Where", mask.visible, numbers, b.constant(NEG_INF, dtype))
+    bias.dtype = dtype
+    return bias
 
 
 def without_lost_queries(b: NodeBuilder, call: AttentionCall, mask: Mask, q: ir.Value) -> ir.Value:
@@ -222,11 +228,10 @@ def zero_masked_queries(b: NodeBuilder, call: AttentionCall, rows: ir.Value | No
 # -- Types ------------------------------------------------------------------------------------------
 
 
-def _to_score_type(b: NodeBuilder, call: AttentionCall, mask: ir.Value, *, shifted: bool = False) -> ir.Value:
-    """Cast a mask to the type of the scores: values beyond its range saturate, -inf stays -inf.
+def _to_score_type(b: NodeBuilder, call: AttentionCall, mask: ir.Value) -> ir.Value:
+    """Cast a mask to the type of the scores; what is below its range becomes -inf.
 
-    In a shifted mask what is below that range becomes -inf: the largest bias of the query is near 0, and a
-    saturated one would let a high score win over the key that has it.
+    The largest bias of a query is near 0 then, and a saturated one would let a high score win over that key.
     """
     dtype = _dtype(mask)
     if dtype == call.dtype:
@@ -235,7 +240,7 @@ def _to_score_type(b: NodeBuilder, call: AttentionCall, mask: ir.Value, *, shift
         return b.cast(mask, call.dtype, name="mask_cast")
     low, high = (b.constant(sign * _lowest(call.dtype), dtype) for sign in (1, -1))
     finite = b.cast(b.op("Clip", mask, low, high), call.dtype, name="mask_cast")
-    masked = b.op("Less", mask, low if shifted else b.constant(_lowest(dtype), dtype))
+    masked = b.op("Less", mask, low)
     return b.op("Where", masked, b.constant(NEG_INF, call.dtype), finite, name="mask_cast")
 
 

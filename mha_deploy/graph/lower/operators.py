@@ -133,17 +133,8 @@ def read_rotary(call: OperatorCall) -> Rotary:
     if R % 2 or size < R or (len(shape) == 3 and width % heads):
         raise call.refuse("rotary embedding of this size", got=f"{R} of {shape}, {heads} heads")
     ids, pairs = input_at(call.node, 3), call.node.attributes.get_int("interleaved", 0) == 1
-    return Rotary(
-        x=x,
-        cos=cos,
-        sin=sin,
-        positions=ids,
-        rank=len(shape),
-        heads=heads,
-        size=size,
-        rotated=R,
-        interleaved=pairs,
-    )
+    sizes = {"rank": len(shape), "heads": heads, "size": size, "rotated": R}
+    return Rotary(x=x, cos=cos, sin=sin, positions=ids, interleaved=pairs, **sizes)
 
 
 # -- TensorScatter, the update of a preallocated KV cache ------------------------------------------

@@ -17,7 +17,7 @@ from mha_deploy.graph.ir import (
     node_name,
     replace_node,
 )
-from mha_deploy.graph.lower.call import LoweringError
+from mha_deploy.graph.lower.call import OperatorCall
 
 # -- How an operator is written before an opset: its new output, or None where it stays ------------
 
@@ -48,17 +48,13 @@ def _swish(node: ir.Node, b: NodeBuilder) -> ir.Value | None:
 
 def _mish(node: ir.Node, b: NodeBuilder) -> ir.Value | None:
     """Mish (18): x · tanh(softplus(x))."""
-    x = node.inputs[0]
-    return b.op("Mul", x, b.op("Tanh", b.op("Softplus", x)), name="mish")
+    return b.op("Mul", node.inputs[0], b.op("Tanh", b.op("Softplus", node.inputs[0])), name="mish")
 
 
 def _axes_to_attribute(node: ir.Node, b: NodeBuilder) -> None:
     """Axes became an input in opset 18; without any, all are reduced unless `noop_with_empty_axes`."""
-    axes = constant_ints(node, 1)
-    if axes is None and input_at(node, 1) is not None:
-        return
-    keeps = node.attributes.get_int("noop_with_empty_axes", 0)
-    if not axes and keeps:
+    axes, keeps = constant_ints(node, 1), node.attributes.get_int("noop_with_empty_axes", 0)
+    if (axes is None and input_at(node, 1) is not None) or (not axes and keeps):
         return
     if axes:
         node.attributes.add(ir.AttrInt64s("axes", axes))
@@ -177,13 +173,9 @@ def to_opset(model: ir.Model, version: int, *, dialect: str = "primitives") -> b
     for node in model.graph.all_nodes():
         problem = _problem(node, current, version) if node.domain == "" else None
         if problem is not None:
-            raise LoweringError(
-                f"{node.op_type} in opset {version}",
-                node=node_name(node),
-                dialect=dialect,
-                got=problem,
-                hint=f"opset=None keeps the model's own opset, for a target newer than opset {version}",
-            )
+            hint = f"opset=None keeps the model's own opset, for a target newer than opset {version}"
+            call = OperatorCall(node=node, dialect=dialect)
+            raise call.refuse(f"{node.op_type} in opset {version}", got=problem, hint=hint)
         node.version = None
     model.graph.opset_imports[""] = version
     imports = [onnx.helper.make_opsetid(*item) for item in model.opset_imports.items()]

@@ -98,13 +98,17 @@ def _pack(group: list[Projection], attention: ir.Node) -> None:
     if not isinstance(graph, ir.Graph):
         return
     # No slash after the attention's own name: that prefix is reserved for its lowering.
-    b = NodeBuilder(_free_name(graph, f"{attention.name or attention.outputs[0].name}_qkv"))
+    name, count = f"{attention.name or attention.outputs[0].name}_qkv", 1
+    while f"{name if count == 1 else f'{name}{count}'}_weight" in graph.initializers:
+        count += 1
+    b = NodeBuilder(name if count == 1 else f"{name}{count}")
     weights = [_numbers(projection.weight) for projection in group]
-    zeros = (np.zeros(weight.shape[1], weight.dtype) for weight in weights)
-    biases = [zero if p.bias is None else _numbers(p.bias) for p, zero in zip(group, zeros, strict=True)]
-    y = b.op(
-        "MatMul", group[0].x, new_initializer(graph, f"{b.prefix}_weight", np.concatenate(weights, axis=1))
-    )
+    biases = [
+        np.zeros(weight.shape[1], weight.dtype) if each.bias is None else _numbers(each.bias)
+        for each, weight in zip(group, weights, strict=True)
+    ]
+    packed = new_initializer(graph, f"{b.prefix}_weight", np.concatenate(weights, axis=1))
+    y = b.op("MatMul", group[0].x, packed)
     if any(projection.bias is not None for projection in group):
         y = b.op("Add", y, new_initializer(graph, f"{b.prefix}_bias", np.concatenate(biases)))
     sizes = b.ints(*(weight.shape[1] for weight in weights))
@@ -117,14 +121,6 @@ def _pack(group: list[Projection], attention: ir.Node) -> None:
         for value in (projection.weight, projection.bias):
             if value is not None and value.is_initializer() and not value.uses() and value.name:
                 graph.initializers.pop(value.name)
-
-
-def _free_name(graph: ir.Graph, name: str) -> str:
-    count, free = 1, name
-    while f"{free}_weight" in graph.initializers:
-        count += 1
-        free = f"{name}{count}"
-    return free
 
 
 def _is_constant(value: ir.Value, rank: int) -> bool:

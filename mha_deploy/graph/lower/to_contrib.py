@@ -11,13 +11,8 @@ import onnx_ir as ir
 
 from mha_deploy.graph.attention_node import PRESENT_KEY, PRESENT_VALUE, Y
 from mha_deploy.graph.ir import NodeBuilder, same_size
-from mha_deploy.graph.lower.cache import (
-    TOTAL_LENGTH,
-    CachedAttention,
-    read_cache,
-    rewrite_caches,
-    take_over,
-)
+from mha_deploy.graph.lower import cache as kv
+from mha_deploy.graph.lower import masks
 from mha_deploy.graph.lower.call import (
     AttentionCall,
     as_input_rank,
@@ -28,7 +23,6 @@ from mha_deploy.graph.lower.call import (
     split_heads,
     split_inputs,
 )
-from mha_deploy.graph.lower.masks import Mask, attending_queries, bias_of, read_mask, zero_masked_queries
 from mha_deploy.graph.lower.operators import rotary_to_contrib, scatter_to_primitives
 from mha_deploy.graph.lower.to_primitives import group_form
 
@@ -84,7 +78,7 @@ def _multi_head(call: AttentionCall, b: NodeBuilder) -> dict[int, ir.Value]:
     own_causal = call.is_square and (call.past_key is None or joins_past)
     hides = call.mask is not None or call.lengths is not None or attention.has_window
     explicit = hides or (attention.is_causal and not own_causal)
-    mask = read_mask(b, call, query_length(b, call), T) if explicit else None
+    mask = masks.read_mask(b, call, query_length(b, call), T) if explicit else None
     attributes = {
         "num_heads": call.Hq,
         "scale": call.scale,
@@ -110,7 +104,7 @@ def _group_query(call: AttentionCall, b: NodeBuilder) -> dict[int, ir.Value]:
     own_window = attention.is_causal and attention.has_window and call.mask is None
     explicit = call.mask is not None or (attention.has_window and not own_window)
     T = key_length(b, call)
-    mask = read_mask(b, call, query_length(b, call), T) if explicit else None
+    mask = masks.read_mask(b, call, query_length(b, call), T) if explicit else None
     # The index of the last key for each batch element, and the number of keys.
     total = b.op("Cast", b.as_tensor(T), to=int(ir.DataType.INT32))
     last = b.op("Sub", total, b.constant([1], ir.DataType.INT32))
@@ -158,11 +152,11 @@ def _contrib(
     )
 
 
-def _bias(b: NodeBuilder, call: AttentionCall, mask: Mask | None) -> ir.Value | None:
+def _bias(b: NodeBuilder, call: AttentionCall, mask: masks.Mask | None) -> ir.Value | None:
     """The bias of every query: these operators do not broadcast over queries."""
     if mask is None:
         return None
-    bias, shape = bias_of(b, call, mask, in_score_type=True), call.attention.mask_dims or ()
+    bias, shape = masks.bias_of(b, call, mask, in_score_type=True), call.attention.mask_dims or ()
     queries = shape[-2] if len(shape) > 1 else 1
     whole = not mask.one_row and (call.mask is None or same_size(call.attention.S, queries))
     return bias if whole else b.expand(bias, 1, 1, query_length(b, call), 1)
@@ -177,14 +171,15 @@ def _above_lowest(b: NodeBuilder, call: AttentionCall, bias: ir.Value | None) ->
     return b.op("Where", b.op("Equal", bias, b.constant(float(lowest), call.dtype)), above, bias)
 
 
-def _finish(b: NodeBuilder, call: AttentionCall, mask: Mask | None, y: ir.Value) -> ir.Value:
+def _finish(b: NodeBuilder, call: AttentionCall, mask: masks.Mask | None, y: ir.Value) -> ir.Value:
     """Zero fully masked queries, and bring the result to the rank the node was written in."""
-    rows = attending_queries(b, call, mask)
+    rows = masks.attending_queries(b, call, mask)
     if mask is None or rows is None:
         return y if call.attention.rank == 3 else split_heads(b, y, call.Hq, call.Dv)
     if call.attention.rank == 3 and mask.heads == 1:
-        return zero_masked_queries(b, call, b.op("Squeeze", rows, b.ints(1)), y)
-    return as_input_rank(b, call, zero_masked_queries(b, call, rows, split_heads(b, y, call.Hq, call.Dv)))
+        return masks.zero_masked_queries(b, call, b.op("Squeeze", rows, b.ints(1)), y)
+    y = masks.zero_masked_queries(b, call, rows, split_heads(b, y, call.Hq, call.Dv))
+    return as_input_rank(b, call, y)
 
 
 # -- A preallocated KV cache, which GroupQueryAttention updates in place ---------------------------
@@ -199,9 +194,9 @@ def append_to_caches(model: ir.Model, options: object, *, dialect: str) -> None:
         LoweringError: The operator does not have the head size of a preallocated cache.
     """
 
-    def wanted(node: ir.Node) -> CachedAttention | None:
-        cache = read_cache(node)
-        if not isinstance(cache, CachedAttention) or cache.starts is None:
+    def wanted(node: ir.Node) -> kv.CachedAttention | None:
+        cache = kv.read_cache(node)
+        if not isinstance(cache, kv.CachedAttention) or cache.starts is None:
             return None
         call = read_call(node, dialect=dialect)
         if not call.attention.is_causal or call.mask is not None or call.has_fp64:
@@ -213,19 +208,19 @@ def append_to_caches(model: ir.Model, options: object, *, dialect: str) -> None:
             raise call.refuse(f"{what} V head size other than K's", got=sizes, hint="dialect onnx")
         return cache
 
-    def write(call: AttentionCall, b: NodeBuilder, cache: CachedAttention) -> None:
+    def write(call: AttentionCall, b: NodeBuilder, cache: kv.CachedAttention) -> None:
         new = (call.q, call.Hq), (cache.new_key, call.Hkv), (cache.new_value, call.Hkv)
         tensors = [merge_heads(b, x, heads * call.D) for x, heads in new]
-        total = next((value for value in model.graph.inputs if value.name == TOTAL_LENGTH), None)
+        total = next((value for value in model.graph.inputs if value.name == kv.TOTAL_LENGTH), None)
         if total is None:  # one for all attentions
-            total = ir.val(TOTAL_LENGTH, ir.DataType.INT32, [])
+            total = ir.val(kv.TOTAL_LENGTH, ir.DataType.INT32, [])
             model.graph.inputs.append(total)
         tensors += [cache.past_key, cache.past_value, _last_entries(b, call, cache.starts), total]
         attributes = _group_query_attributes(call, call.attention.left_window)
         y, *states = _contrib(b, GROUP_QUERY, [*tensors], 3, attributes)
-        take_over(model, call.node, b, cache, split_heads(b, y, call.Hq, call.D), *states)
+        kv.take_over(model, call.node, b, cache, split_heads(b, y, call.Hq, call.D), *states)
 
-    rewrite_caches(model, wanted, write, dialect=dialect)
+    kv.rewrite_caches(model, wanted, write, dialect=dialect)
 
 
 def _last_entries(b: NodeBuilder, call: AttentionCall, starts: ir.Value | None) -> ir.Value:

@@ -36,15 +36,8 @@ from mha_deploy.graph.ir import (
     replace_node,
     same_size,
 )
+from mha_deploy.graph.lower import cache as kv
 from mha_deploy.graph.lower import masks
-from mha_deploy.graph.lower.cache import (
-    IN_PLACE_NOTE,
-    CachedAttention,
-    note_caches,
-    read_cache,
-    rewrite_caches,
-    take_over,
-)
 from mha_deploy.graph.lower.call import (
     AttentionCall,
     OperatorCall,
@@ -259,30 +252,21 @@ def _counts_up(value: ir.Value) -> bool:
     shape = dims(value)
     if not shape or any(size != 1 for size in shape[:-1]):
         return False
-    node, tensor = made_by(value, "Range"), constant(value)
+    source = kv.origin(value)
+    node, tensor = made_by(source, "Range"), constant(source)
     if tensor is not None:
         return bool(np.array_equal(tensor.numpy().reshape(-1), np.arange(tensor.size)))
-    if node is not None:
-        return constant_number(node.inputs[0]) == 0.0 and constant_number(node.inputs[2]) == 1.0
-    source = _same_integers(value)
-    return source is not None and _counts_up(source)
+    return node is not None and [constant_number(node.inputs[at]) for at in (0, 2)] == [0.0, 1.0]
 
 
 def _one_axis(lengths: ir.Value) -> ir.Value | None:
-    """Lengths before axes of size 1 were added."""
+    """Lengths before axes of size 1 were added, and before a Cast between integer types."""
     value: ir.Value | None = lengths
-    while value is not None and value.dtype in _INTEGERS and len(dims(value)) != 1:
-        value = _same_integers(value)
-    return value if value is not None and value.dtype in _INTEGERS else None
-
-
-def _same_integers(value: ir.Value) -> ir.Value | None:
-    """The value before a layout operator, or before a Cast between integer types."""
-    node = made_by(value, "Cast", *_LAYOUT)
-    source = input_at(node, 0)
-    if node is None or source is None or node.op_type != "Cast":
-        return source
-    return source if source.dtype in _INTEGERS and value.dtype in _INTEGERS else None
+    while value is not None and value.dtype in _INTEGERS:
+        if len(dims(value)) == 1:
+            return value
+        value = input_at(made_by(value, "Cast", *_LAYOUT), 0)
+    return None
 
 
 # -- The mask as attributes and inputs of the node: diagonal, window, key lengths, bias ------------
@@ -505,16 +489,9 @@ def _positions(rotary: Rotary, starts: ir.Value | None, *, batch: Dim) -> int | 
     if _counts_up(source):
         return plugin.FROM_ZERO
     for counted, begin in _orders(made_by(source, "Add")) if starts is not None else ():
-        first = _one_axis(begin)
-        if first is not None and _counts_up(counted) and _before_cast(first) is _before_cast(starts):
+        if _counts_up(counted) and kv.origin(begin) is kv.origin(starts):
             return plugin.FROM_STARTS
     return plugin.GIVEN
-
-
-def _before_cast(value: ir.Value | None) -> ir.Value | None:
-    while (source := input_at(made_by(value, "Cast"), 0)) is not None and source.dtype in _INTEGERS:
-        value = source
-    return value
 
 
 # -- The dialect -----------------------------------------------------------------------------------
@@ -552,26 +529,26 @@ def prepare(model: ir.Model, options: PluginOptions, *, dialect: str) -> None:
     if pack_in_place(model):
         infer_shapes(model)
 
-    def wanted(node: ir.Node) -> CachedAttention | None:
-        cache = read_cache(node)
-        if not isinstance(cache, CachedAttention) or cache.starts is None:
+    def wanted(node: ir.Node) -> kv.CachedAttention | None:
+        cache = kv.read_cache(node)
+        if not isinstance(cache, kv.CachedAttention) or cache.starts is None:
             return None
         return None if diagonal_of(read_call(node, dialect=dialect)) is None else cache
 
-    def write(call: AttentionCall, b: NodeBuilder, cache: CachedAttention) -> None:
+    def write(call: AttentionCall, b: NodeBuilder, cache: kv.CachedAttention) -> None:
         refuse_what_is_missing(call)
         key = place_of(cache.new_key, call.Hkv, call.D)
         value = place_of(cache.new_value, call.Hkv, call.Dv)
         y, *states = _write_attention(b, call, key, value, cache)
-        take_over(model, call.node, b, cache, y, *states)
+        kv.take_over(model, call.node, b, cache, y, *states)
         pasts = zip(states, (cache.past_key, cache.past_value), strict=True)
-        note_caches(model, IN_PLACE_NOTE, {str(state.name): str(past.name) for state, past in pasts})
+        kv.note_caches(model, kv.IN_PLACE_NOTE, {str(state.name): str(past.name) for state, past in pasts})
 
-    rewrite_caches(model, wanted, write, dialect=dialect)
+    kv.rewrite_caches(model, wanted, write, dialect=dialect)
 
 
 def _write_attention(
-    b: NodeBuilder, call: AttentionCall, key: Place, value: Place, cache: CachedAttention | None = None
+    b: NodeBuilder, call: AttentionCall, key: Place, value: Place, cache: kv.CachedAttention | None = None
 ) -> list[ir.Value]:
     """Write the node; its outputs, the first one in the rank that the attention was written in.
 

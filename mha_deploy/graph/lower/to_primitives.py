@@ -12,15 +12,8 @@ import onnx_ir as ir
 
 from mha_deploy.graph.attention_node import PRESENT_KEY, PRESENT_VALUE, QK_OUTPUT, Y
 from mha_deploy.graph.ir import NodeBuilder, Size, replace_node
+from mha_deploy.graph.lower import cache as kv
 from mha_deploy.graph.lower import masks
-from mha_deploy.graph.lower.cache import (
-    ENTRIES_NOTE,
-    CachedAttention,
-    note_caches,
-    read_cache,
-    rewrite_caches,
-    rows_name,
-)
 from mha_deploy.graph.lower.call import (
     AttentionCall,
     as_input_rank,
@@ -194,7 +187,12 @@ def lower_to_primitives(
         bias = masks.bias_of(b, call, mask, in_score_type=not as_it_is)
         biased = b.op("Add", capped, form.bias(mask, bias, S, T), name="scores_biased")
     weights = form.softmax(biased)
-    if mode == 2 and mask is not None:
+    if mode == 2 and mask is not None and mask.additive is not None and masks.narrows(call, mask):
+        # The sum may be within the range of the scores where the mask is not.
+        bias, dtype = masks.wide_bias(b, mask, mask.additive), mask.additive.dtype or ir.DataType.FLOAT
+        wide = b.op("Add", b.op("Cast", capped, to=int(dtype)), form.bias(mask, bias, S, T))
+        biased = b.op("Cast", wide, to=int(call.dtype), name="scores_masked")
+    elif mode == 2 and mask is not None:
         bias = masks.plain_bias(b, call, mask)
         biased = b.op("Add", capped, form.bias(mask, bias, S, T), name="scores_masked")
     y = form.restore(form.weighted(weights, heads.v), call.Dv)
@@ -216,8 +214,8 @@ def read_caches_in_place(model: ir.Model, options: PrimitivesOptions, *, dialect
         LoweringError: `cache` is `rows`, and a cache cannot be read in place.
     """
 
-    def wanted(node: ir.Node) -> CachedAttention | None:
-        cache = read_cache(node)
+    def wanted(node: ir.Node) -> kv.CachedAttention | None:
+        cache = kv.read_cache(node)
         if isinstance(cache, Obstacle):
             if options.cache == ROWS:
                 call = read_call(node, dialect=dialect)
@@ -226,7 +224,7 @@ def read_caches_in_place(model: ir.Model, options: PrimitivesOptions, *, dialect
         # The outputs of a dynamic cache are the whole present, so it is only changed on request.
         return None if cache is None or (cache.starts is None and options.cache != ROWS) else cache
 
-    def write(call: AttentionCall, b: NodeBuilder, cache: CachedAttention) -> None:
+    def write(call: AttentionCall, b: NodeBuilder, cache: kv.CachedAttention) -> None:
         new_key, new_value = cache.new_key, cache.new_value
         if call.attention.rank == 3:
             new_key = split_heads(b, new_key, call.Hkv, call.D, name="k_heads")
@@ -237,7 +235,7 @@ def read_caches_in_place(model: ir.Model, options: PrimitivesOptions, *, dialect
         pasts = (cache.past_key, cache.past_value)
         for old, entries, past in zip(outs, new, pasts, strict=True):
             # A node of its own: the rules for other operators may replace the producer.
-            row, name = b.op("Identity", entries), rows_name(str(old.name))
+            row, name = b.op("Identity", entries), kv.rows_name(str(old.name))
             for value in (value for node in model.graph.all_nodes() for value in node.outputs):
                 value.name = f"{name}_inner" if value.name == name else value.name
             row.name, row.type = name, old.type
@@ -246,14 +244,14 @@ def read_caches_in_place(model: ir.Model, options: PrimitivesOptions, *, dialect
         replace_node(call.node, b, {Y: y}, keep=rows)
         for update in cache.updates:
             model.graph.remove(update, safe=True)
-        note_caches(model, ENTRIES_NOTE, {str(row.name): past for row, past in rows.items()})
+        kv.note_caches(model, kv.ENTRIES_NOTE, {str(row.name): past for row, past in rows.items()})
 
     if options.cache != COPY:
-        rewrite_caches(model, wanted, write, dialect=dialect)
+        kv.rewrite_caches(model, wanted, write, dialect=dialect)
 
 
 def _cached_attention(
-    form: GroupForm, cache: CachedAttention, new_key: ir.Value, new_value: ir.Value
+    form: GroupForm, cache: kv.CachedAttention, new_key: ir.Value, new_value: ir.Value
 ) -> ir.Value:
     """Scores of the past and of the new tokens apart, one softmax over both, and two matmuls with V."""
     b, call = form.b, form.call
@@ -283,7 +281,7 @@ def _cut_columns(b: NodeBuilder, x: ir.Value, T: Size) -> tuple[ir.Value, ir.Val
 
 
 def _plain_biases(
-    form: GroupForm, cache: CachedAttention, S: Size, T: Size
+    form: GroupForm, cache: kv.CachedAttention, S: Size, T: Size
 ) -> tuple[ir.Value | None, ir.Value | None]:
     """Mask the entries of a cache of T that are not valid yet, and the future among the S new tokens."""
     b, call = form.b, form.call
@@ -302,7 +300,7 @@ def _plain_biases(
 
 
 def _split_bias(
-    form: GroupForm, cache: CachedAttention, mask: Mask, S: Size, T: Size
+    form: GroupForm, cache: kv.CachedAttention, mask: Mask, S: Size, T: Size
 ) -> tuple[ir.Value, ir.Value]:
     """Split the bias over all keys into those of the past and of the new tokens."""
     b, call, starts = form.b, form.call, cache.starts
