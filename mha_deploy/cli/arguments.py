@@ -29,10 +29,8 @@ JSON = option(False, "Print the result as JSON to stdout.")
 
 def argument(metavar: str, about: str, default: Any = MISSING) -> Any:
     """A positional argument, beside `option`."""
-    details = {"metavar": metavar}
-    return field(
-        default=default, metadata={"about": about, "flags": (), "details": details, "is_argument": True}
-    )
+    metadata = {"about": about, "flags": (), "details": {"metavar": metavar}, "is_argument": True}
+    return field(default=default, metadata=metadata)
 
 
 def chosen(record: type, *names: str) -> dict[str, Field[Any]]:
@@ -45,7 +43,7 @@ class Result:
     """What a verb found."""
 
     data: Any  # for `--json`
-    lines: Callable[[], Iterable[RenderableType]]  # for people; called only for them: Rich takes long to load
+    lines: Callable[[], Iterable[RenderableType]]  # for people; made only for them
     passed: bool = True  # the verdict, which is the exit code
     save: Callable[[], Path] | None = None  # writes the report, once the result is printed
 
@@ -58,21 +56,24 @@ def verb(*groups: dict[str, Field[Any]]) -> Callable[[Callable[..., Result | Non
     """
 
     def made(function: Callable[..., Result | None]) -> Callable[..., None]:
-        parameters = signature(function).parameters.values()
+        parameters, control = signature(function).parameters.values(), chosen(RunOptions)
         own = {each.name: each for each in parameters if each.kind is not Parameter.VAR_KEYWORD}
         known = {name: (str(each.annotation), each.default) for name, each in own.items()}
         known |= {name: (str(each.type), each) for group in groups for name, each in group.items()}
         known.setdefault("json", ("bool", JSON))
-        # Arguments first, and the verb's own options behind those of the records.
-        rank = {name: (name in own, name in chosen(RunOptions), name == "json") for name in known}
-        order = sorted(known, key=lambda name: ("is_argument" not in known[name][1].metadata, *rank[name]))
+
+        def place(name: str) -> int:
+            """Arguments first, then the options of records, the verb's own, and those of all verbs."""
+            if "is_argument" in known[name][1].metadata:
+                return 0
+            return 3 if name in control or name == "json" else 1 + (name in own)
 
         @wraps(function)
         def called(**values: Any) -> None:
             values = {name: _value(name, known[name][0], value) for name, value in values.items()}
-            control = {name: values.pop(name) or None for name in chosen(RunOptions) if name in values}
-            if any(control.values()):
-                md.configure(**control)
+            settings = {name: values.pop(name) or None for name in control if name in values}
+            if any(settings.values()):
+                md.configure(**settings)
             json = values["json"] if "json" in own else values.pop("json")
             result = function(**values)
             if result is None:
@@ -86,7 +87,7 @@ def verb(*groups: dict[str, Field[Any]]) -> Callable[[Callable[..., Result | Non
             if not result.passed:
                 raise typer.Exit(EXIT_VERDICT_FAILED)
 
-        shown = [_parameter(name, *known[name]) for name in order]
+        shown = [_parameter(name, *known[name]) for name in sorted(known, key=place)]
         called.__signature__ = Signature(shown)  # type: ignore[attr-defined]
         called.__annotations__ = {each.name: each.annotation for each in shown}
         return called
@@ -197,8 +198,12 @@ def show(*lines: RenderableType) -> None:
     """Print tables with Rich, and plain lines as they are."""
     from rich.console import Console
 
+    console = Console()
     for line in lines:
-        typer.echo(line) if isinstance(line, str) else Console().print(line)
+        if isinstance(line, str):
+            typer.echo(line)
+        else:
+            console.print(line)
 
 
 @contextmanager
