@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
@@ -103,10 +104,9 @@ class _Checker:
             inputs, outputs = [each.name for each in body.input], [each.name for each in body.output]
         else:
             inputs, outputs = list(body.input), list(body.output)
-        made = [name for node in body.node for name in node.output if name]
-        if len(set(made)) < len(made) or not set(made).isdisjoint(inputs):
-            twice = next(name for name in made if made.count(name) > 1 or name in inputs)
-            raise _refused(f"value {twice} is computed twice")
+        made = Counter(name for node in body.node for name in node.output if name)
+        if twice := [name for name, count in (made + Counter(inputs)).items() if count > 1 and name in made]:
+            raise _refused(f"value {twice[0]} is computed twice")
         _check_names((body.name, *inputs, *outputs, *made, *constants))
         inside = outside | {*inputs, *constants, *made}
         if missing := [name for name in outputs if name and name not in inside]:

@@ -350,11 +350,6 @@ class Eligibility:
         return any(finding.severity in severities for finding in counted)
 
 
-def check(nodes: Sequence[AttentionNode], target: Target) -> list[Finding]:
-    """The findings about these nodes on this target, the worst first for each node."""
-    return [finding for answer in judge(nodes, target) for finding in answer.findings]
-
-
 def judge(nodes: Sequence[AttentionNode], target: Target) -> list[Eligibility]:
     """The answer for each node."""
     covering = {name: applies for name, applies in _ATTENTIONS.items() if RULES[name].covers(target)}

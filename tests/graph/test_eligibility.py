@@ -15,7 +15,6 @@ from mha_deploy.graph.rules import (
     RULES,
     SEVERITIES,
     Target,
-    check,
     judge,
     target_from,
 )
@@ -35,7 +34,7 @@ def model(*dims: Any, dtype: str = "fp16", **features: Any) -> ir.Model:
 
 
 def rules(found: AttentionNode, target: Target) -> dict[str, str]:
-    return {finding.rule: finding.severity for finding in check([found], target)}
+    return {finding.rule: finding.severity for finding in judge([found], target)[0].findings}
 
 
 def with_size(D: int) -> tuple[Any, ...]:
@@ -167,7 +166,8 @@ def test_old_tensorrt_is_cured_by_primitives() -> None:
 
 
 def test_findings_are_sorted_by_severity_and_have_a_remedy() -> None:
-    found = check([node(dtype="fp32", lengths=True, past=None, softcap=2.0, mask=("bool", ("S", "S")))], RTX)
+    many = node(dtype="fp32", lengths=True, past=None, softcap=2.0, mask=("bool", ("S", "S")))
+    found = judge([many], RTX)[0].findings
     order = [SEVERITIES.index(finding.severity) for finding in found]
     assert order == sorted(order)
     assert all(finding.node == "att" and finding.message and finding.remedy for finding in found)

@@ -17,7 +17,7 @@ from mha_deploy.graph.ir import NodeBuilder, input_at
 from mha_deploy.graph.lower import lower
 from mha_deploy.graph.lower.call import LoweringError
 from mha_deploy.graph.plugin_node import is_plugin_attention
-from mha_deploy.graph.rules import check, check_operators, group_findings, target_from
+from mha_deploy.graph.rules import check_operators, group_findings, judge, target_from
 from mha_deploy.runtime.tensorrt.builder import BuildRequest, build_engine
 from mha_deploy.runtime.tensorrt.engine_verdict import members
 
@@ -153,7 +153,8 @@ def test_every_attention_of_an_engine_is_fused(whole, dialect) -> None:
 def test_equal_layers_are_one_finding(whole) -> None:
     _, model, _ = whole
     nodes, target = attention_nodes(model), target_from("tensorrt", "8.6.1")
-    findings = [*check(nodes, target), *check_operators(model, target)]
+    about_attention = [finding for answer in judge(nodes, target) for finding in answer.findings]
+    findings = [*about_attention, *check_operators(model, target)]
     groups = group_findings(findings)
     assert sum(len(group.nodes) for group in groups) == len(findings) > len(groups)
     assert len({(group.finding.rule, group.finding.message) for group in groups}) == len(groups)
@@ -168,7 +169,8 @@ def test_findings_for_two_targets_are_counted_once() -> None:
     findings = [
         finding
         for capability in ("8.9", "9.0")
-        for finding in check(nodes, target_from("tensorrt", "8.6.1", capability))
+        for answer in judge(nodes, target_from("tensorrt", "8.6.1", capability))
+        for finding in answer.findings
     ]
     assert all(len(group.nodes) <= len(nodes) for group in group_findings(findings))
 

@@ -177,15 +177,25 @@ class _Fusion:
     def run(self) -> FuseReport:
         """Visit every node, and count what is left."""
         for node in list(self._model.graph.all_nodes()):
-            if node.graph is not None:  # else it was part of an attention
-                self._visit(node)
+            if node.graph is None:
+                continue  # it was part of an attention
+            if is_attention(node):
+                self._keep(node)
+            elif is_op(node, "RotaryEmbedding"):
+                name = node.name or module_of(node)
+                self._note(name, repair_rotary(node, NodeBuilder(self._free(name))))
+            elif (softmax := softmax_at(node)) is not None and comes_to_matmul(node.outputs[0]):
+                try:
+                    self._fuse(softmax)
+                except NotFused as refusal:
+                    self._unfused[node] = refusal
         if any(each.weights for each in self._fused):
             self._model.graph.sort()  # what used the weights may stand before the matmul with V
         left, features = leftover_attentions(self._model.graph)
         refusals = {node: each for node, each in self._unfused.items() if node not in features}
-        for node, refusal in left.items():
+        for node, why in left.items():
             if node not in refusals:
-                refusals[node] = refusal or _reason(node)
+                refusals[node] = why or _reason(node)
         return FuseReport(
             fused=tuple(self._fused),
             unfused=tuple(
@@ -202,19 +212,6 @@ class _Fusion:
             repairs=tuple(self._repairs),
             layers=tuple(self._layers),
         )
-
-    def _visit(self, node: ir.Node) -> None:
-        """Fuse around a softmax, or repair a node that the exporter fused."""
-        if is_attention(node):
-            self._keep(node)
-        elif is_op(node, "RotaryEmbedding"):
-            name = node.name or module_of(node)
-            self._note(name, repair_rotary(node, NodeBuilder(self._free(name))))
-        elif (softmax := softmax_at(node)) is not None and comes_to_matmul(node.outputs[0]):
-            try:
-                self._fuse(softmax)
-            except NotFused as refusal:
-                self._unfused[node] = refusal
 
     def _fuse(self, softmax: Normalisation) -> None:
         pattern = _tried(lambda: read_pattern(softmax))

@@ -739,15 +739,13 @@ class Place:
             whole = len(axis) == 1 or size == 1
             apart |= {letter: size if whole else self.sizes[letter] for letter in axis}
         value = reshaped(value, axes, tuple(apart), apart, builder)
-        letters = tuple("".join(self.order))
-        value = transposed(value, tuple(apart), letters, builder)
         # What is joined with a larger axis must be copied along it before.
         joined = [axis for axis in self.order if len(axis) > 1 and any(apart[each] != 1 for each in axis)]
         full = "".join(joined)
         if any(apart[each] == 1 != self.sizes[each] for each in full):
-            value = builder.expand(value, *(self._size(each) if each in full else 1 for each in letters))
+            value = builder.expand(value, *(self._size(each) if each in full else 1 for each in apart))
             apart |= {letter: self.sizes[letter] for letter in full}
-        value = reshaped(value, letters, self.order, apart, builder)
+        value = rejoined(value, tuple(apart), self.order, apart, builder)
         value = builder.unsqueeze(value, HEAD_AXIS) if len(self.order) == 3 else value
         if dtype is not None:
             value.dtype = dtype
@@ -763,6 +761,19 @@ class Place:
             raise NotFused("The batch of a mask has several sizes that are not known.", got=size)
         whole = self.builder.as_tensor(self.builder.size(self.rows[0], 0))
         return self.builder.op("Div", whole, self.builder.ints(others), name="size")
+
+
+def rejoined(
+    value: ir.Value, axes: Axes, order: Axes, sizes: Mapping[str, Size], builder: NodeBuilder
+) -> ir.Value:
+    """A value with its axes joined in another way and in another order."""
+    if set(axes) == set(order):
+        return transposed(value, axes, order, builder)
+    own = dict(zip(axes, sizes_of(value) or (), strict=False))
+    known = {letter: own.get(letter, sizes.get(letter)) for letter in "".join(axes)}
+    apart, letters = tuple("".join(axes)), tuple("".join(order))
+    value = reshaped(value, axes, apart, known, builder)
+    return reshaped(transposed(value, apart, letters, builder), letters, order, known, builder)
 
 
 def reshaped(

@@ -123,11 +123,17 @@ def is_matmul(node: ir.Node | None) -> bool:
     return all(each is not None and (constant(each) is None or (rank(each) or 0) > 2) for each in node.inputs)
 
 
+def _inputs(node: ir.Node) -> tuple[ir.Value, ...]:
+    """The inputs of a node, none of which may be omitted."""
+    found = tuple(each for each in node.inputs if each is not None)
+    if len(found) < len(node.inputs):
+        raise NotFused(f"{node.op_type} {node.name} lacks an input.")
+    return found
+
+
 def read_matmul(node: ir.Node) -> Matmul:
     """Read a MatMul or an Einsum."""
-    left, right = node.inputs
-    if left is None or right is None:
-        raise NotFused(f"The matmul {node.name} lacks an operand.")
+    left, right = _inputs(node)
     ranks = [(rank(value) or 0) for value in (left, right)]
     if is_op(node, "MatMul"):
         if ranks[0] != ranks[1] or not 3 <= ranks[0] <= _MAX_RANK:
@@ -533,9 +539,7 @@ def _add(node: ir.Node, scores: Scores) -> ir.Value | None:
 
 
 def _where(node: ir.Node, scores: Scores) -> ir.Value | None:
-    condition, first, second = node.inputs
-    if condition is None or first is None or second is None:
-        raise NotFused("A Where of the scores lacks an input.")
+    condition, first, second = _inputs(node)
     shown = _matmul_behind(first) is not None
     inner, other = (first, second) if shown else (second, first)
     fill = scalar_of(other)
@@ -556,10 +560,10 @@ def _mask(node: ir.Node, inner: ir.Value, term: Term, scores: Scores) -> ir.Valu
 
 
 def _concat(node: ir.Node, scores: Scores) -> ir.Value | None:
-    inner = [value for value in node.inputs if _matmul_behind(value)]
-    others = [value for value in node.inputs if value not in inner]
+    inner = [value for value in _inputs(node) if _matmul_behind(value)]
+    others = [value for value in _inputs(node) if value not in inner]
     axis = node.attributes.get_int("axis", -1)
-    if len(inner) != 1 or len(others) != 1 or inner[0] is None or others[0] is None or scores.sink:
+    if len(inner) != 1 or len(others) != 1 or scores.sink:
         raise NotFused("Concat of several parts stands between the scores and the softmax.", got=node.name)
     count, keys = (sizes_of(value) or [None] for value in (others[0], inner[0]))
     size = count[axis] if -len(count) <= axis < len(count) else None
@@ -591,9 +595,7 @@ _PASSED = frozenset({*_STEPS, "Slice", "Max", "Min", "Clip"})
 
 def _split(node: ir.Node) -> tuple[ir.Value, ir.Value]:
     """The input that carries the scores, and the other."""
-    first, second = node.inputs
-    if first is None or second is None:
-        raise NotFused(f"A {node.op_type} of the scores lacks an input.")
+    first, second = _inputs(node)
     one, other = _matmul_behind(first), _matmul_behind(second)
     if one and other and not is_op(node, "Add", "Sub"):
         raise NotFused(f"The scores are made of two matmuls ({node.op_type}).")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -11,7 +11,6 @@ from mha_deploy.graph.attention_node import MASK, NONPAD_KV_SEQLEN, PAST_KEY, At
 from mha_deploy.graph.fuse.masks import (
     GUARDED,
     HEAD_AXIS,
-    Axes,
     Bias,
     Fill,
     Masking,
@@ -19,9 +18,8 @@ from mha_deploy.graph.fuse.masks import (
     Place,
     Term,
     decide_masking,
-    reshaped,
+    rejoined,
     spans,
-    transposed,
 )
 from mha_deploy.graph.fuse.pattern import Operand, Pattern, Sink, unwrap
 from mha_deploy.graph.fuse.values import NotFused, Size, sizes_of
@@ -41,7 +39,7 @@ def write_attention(pattern: Pattern, builder: NodeBuilder, masks: Masks) -> lis
     dtype = pattern.q.value.dtype or ir.DataType.FLOAT
     scores = letters.order(letters.query, letters.key)
     q, k, v = (
-        _rejoined(each.value, each.axes, letters.order(*order), each.sizes, builder)
+        rejoined(each.value, each.axes, letters.order(*order), each.sizes, builder)
         for each, order in (
             (pattern.q, (letters.query, letters.size)),
             (pattern.k, (letters.key, letters.size)),
@@ -95,7 +93,7 @@ def write_attention(pattern: Pattern, builder: NodeBuilder, masks: Masks) -> lis
         if dtype == ir.DataType.DOUBLE and GUARDED in pattern.masking.notes:
             # Kernels give 0 for a fully masked query; float64 has none, and its definition gives NaN.
             value = builder.op("Where", builder.op("IsNaN", value), builder.constant(0.0, dtype), value)
-        found.append(_rejoined(value, order, wanted, pattern.sizes, builder))
+        found.append(rejoined(value, order, wanted, pattern.sizes, builder))
     return found
 
 
@@ -142,19 +140,6 @@ def insert_attention(pattern: Pattern, builder: NodeBuilder, results: list[ir.Va
         remove_unused([old])
 
 
-def _rejoined(
-    value: ir.Value, axes: Axes, order: Axes, sizes: Mapping[str, Size], builder: NodeBuilder
-) -> ir.Value:
-    """A value with its axes joined in another way and in another order."""
-    if set(axes) == set(order):
-        return transposed(value, axes, order, builder)
-    own = dict(zip(axes, sizes_of(value) or [None] * len(axes), strict=True))
-    known = {letter: own.get(letter, sizes.get(letter)) for letter in "".join(axes)}
-    apart, letters = tuple("".join(axes)), tuple("".join(order))
-    value = reshaped(value, axes, apart, known, builder)
-    return reshaped(transposed(value, apart, letters, builder), letters, order, known, builder)
-
-
 def remove_unused(values: Sequence[ir.Value | None]) -> None:
     """Remove the nodes and constants that led only to these values."""
     pending = list(values)
@@ -195,7 +180,7 @@ def repaired_attention(
     shared = _shared_heads(node, old)
     if shared is not None:
         for at, each, order in zip((1, 2), shared, (_KEYS, _VALUES), strict=True):
-            inputs[at] = _rejoined(each.value, each.axes, order, each.sizes, builder)
+            inputs[at] = rejoined(each.value, each.axes, order, each.sizes, builder)
         stops[1:] = [each.value for each in shared]
         changes.append(f"K and V are not repeated: {shared[0].dim('h')} heads for {old.Hq}")
     q, k, mask = (input_at(node, at) for at in (0, 1, MASK))
