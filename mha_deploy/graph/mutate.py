@@ -19,7 +19,7 @@ from mha_deploy.graph.attention_node import (
     is_attention,
     read_attention,
 )
-from mha_deploy.graph.ir import NodeBuilder, graph_of_node, input_at, made_by
+from mha_deploy.graph.ir import NodeBuilder, graph_of_node, input_at, made_by, rank
 from mha_deploy.model.spec import AttentionSpec
 
 # -- The attention that is mutated -----------------------------------------------------------------
@@ -73,6 +73,10 @@ class _Site:
         if not isinstance(size, int) or size < least:
             raise _DoesNotApply
         return size
+
+    def rank_of(self, value: ir.Value) -> int:
+        """The rank of a value, which must be known."""
+        return self.number(rank(value))
 
     def type_of(self, value: ir.Value) -> ir.DataType:
         """The type of a value, which must be known."""
@@ -256,9 +260,8 @@ def _newest_entry_zero(site: _Site) -> None:
     for position in (K, V):
         scatter = site.scatter(position)
         node, at = (site.node, position) if scatter is None else (scatter, _UPDATE)
-        shape = site.input(at, node).shape
-        _need(shape is not None)
-        site.feed_changed_last(node, at, len(shape or ()) // 2, lambda last: site.build.op("Sub", last, last))
+        axis = site.rank_of(site.input(at, node)) // 2
+        site.feed_changed_last(node, at, axis, lambda last: site.build.op("Sub", last, last))
 
 
 def _entry_late(site: _Site) -> None:
@@ -365,18 +368,14 @@ def _rotary_dropped(site: _Site) -> None:
     rotary.outputs[0].replace_all_uses_with(site.input(0, rotary))
 
 
-def _rotary_off_by_one(site: _Site) -> None:
-    """The keys are rotated by the position before; rotating the queries alike would change nothing."""
+def _rotary_off_by_one(site: _Site, *, only_last: bool = False) -> None:
+    """New keys are rotated by the position before; rotating the queries alike would change nothing."""
     rotary = site.key_rotation()
-    site.feed(_POSITIONS, site.one_less(site.input(_POSITIONS, rotary)), rotary)
-
-
-def _rotary_off_on_last(site: _Site) -> None:
-    """The last new key is rotated by the position before."""
-    rotary = site.key_rotation()
-    shape = site.input(_POSITIONS, rotary).shape
-    _need(shape is not None)
-    site.feed_changed_last(rotary, _POSITIONS, len(shape or ()) - 1, site.one_less)
+    positions = site.input(_POSITIONS, rotary)
+    if only_last:
+        site.feed_changed_last(rotary, _POSITIONS, site.rank_of(positions) - 1, site.one_less)
+    else:
+        site.feed(_POSITIONS, site.one_less(positions), rotary)
 
 
 # -- The mutations by name, and those without effect -----------------------------------------------
@@ -403,19 +402,12 @@ _MUTATIONS: dict[str, Callable[[_Site], None]] = {
     "heads transposed": _heads_transposed,
     "rotary dropped": _rotary_dropped,
     "rotary off by one": _rotary_off_by_one,
-    "rotary off by one on the last key": _rotary_off_on_last,
+    "rotary off by one on the last key": lambda site: _rotary_off_by_one(site, only_last=True),
     "bias dropped": _bias_dropped,
     "NaN": _not_a_number,
 }
 
-
-IN_CACHES = (
-    "past forgotten",
-    "cache off by one",
-    "newest entry zero",
-    "entry one slot late",
-    "stale entries",
-)
+IN_CACHES = "past forgotten", "cache off by one", "newest entry zero", "entry one slot late", "stale entries"
 """The mutations that show while tokens are decoded one by one."""
 
 
