@@ -87,7 +87,6 @@ class _Mask(Struct, frozen=True):
 class Rebuilds(Struct, frozen=True):
     """How much an engine differs from build to build; see `engine/engine.py`."""
 
-    builds: int = 1
     seconds: list[float] = []
     engine_bytes: list[int] = []
     errors: dict[str, list[float | None]] = {}
@@ -103,7 +102,6 @@ class _Engine(Struct, frozen=True):
     fused: list[int] = []
     nodes: list[_Node] = []
     ran: bool = False
-    why_not: str | None = None
     seconds: float | None = None
     engine_bytes: int | None = None
     profiles: list[dict[str, str]] = []
@@ -162,15 +160,6 @@ class _Environment(Struct, frozen=True):
     versions: dict[str, str] = {}
 
 
-class _Contents(Struct, frozen=True):
-    """What only a bundle tells: its golden cases and traces, its graph, the ranges of its axes."""
-
-    cases: list[str] = []
-    attention: int = 0
-    axes: dict[str, str] = {}
-    graph_bytes: int = 0
-
-
 class Result(Struct, frozen=True):
     """What is known of one model, from a report, a benchmark, a bundle, an engine or a cell of a matrix."""
 
@@ -186,7 +175,7 @@ class Result(Struct, frozen=True):
     range: list[_Node] = []
     engines: list[_Engine] = []
     latency: list[_Point] = []
-    contents: _Contents | None = None
+    contents: dict[str, Any] = {}  # of a bundle: its cases and traces, attentions, axes, size of its graph
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,7 +234,9 @@ def _from_data(data: Any, name: str, runtime: str) -> Side:
         # The lists of these records are all that is read of them.
         lists = {"conformance": "rows", "range": "nodes", "latency": "points"}
         flat = [{key: (each.get(key) or {}).get(name, []) for key, name in lists.items()} for each in found]
-        results = tuple(msgspec.convert({**a, **b}, Result) for a, b in zip(found, flat, strict=True))
+        results = tuple(
+            msgspec.convert({**a, **b, "contents": {}}, Result) for a, b in zip(found, flat, strict=True)
+        )
         created = msgspec.convert(data.get("created", ""), str)
     except (msgspec.ValidationError, TypeError, AttributeError, KeyError) as failure:
         problem, hint = f"The {kind} does not keep its format.", "docs/report.md, matrix.md"
@@ -281,7 +272,7 @@ def _from_bundle(bundle: Bundle) -> Side:
     manifest, created = bundle.manifest, ""
     built = engines_to_dict(engines_of(bundle.path), (), ())
     data: dict[str, Any] = {"model": model_to_dict(bundle), "engines": built}
-    ran: dict[tuple[Any, ...], dict[str, Any]] = {}
+    ran: dict[tuple[Any, ...], bool] = {}
 
     def identity(engine: Mapping[str, Any]) -> tuple[Any, ...]:
         return engine["name"], engine["engine_bytes"], engine["seconds"]
@@ -295,11 +286,10 @@ def _from_bundle(bundle: Bundle) -> Side:
             if result.model.bundle_sha256 == data["model"]["bundle_sha256"]:
                 known = msgspec.to_builtins(result)
                 data |= {key: known[key] for key in known if known[key] and key not in ("model", "engines")}
-                ran |= {identity(each): each for each in known["engines"]}
+                ran |= {identity(each): each["ran"] for each in known["engines"]}
                 created = written.created
     for engine in built:  # one that was built again after the report did not run
-        judged = ran.get(identity(engine))
-        engine |= {key: judged[key] for key in ("ran", "why_not")} if judged else {}
+        engine["ran"] = ran.get(identity(engine), engine["ran"])
     cases = [f"golden case {case.name}" for case in manifest.golden]
     data["contents"] = {
         "cases": [*cases, *(f"trace {trace.name}" for trace in manifest.traces)],
@@ -438,12 +428,12 @@ def measurements(result: Result, names: Mapping[str, str] | None = None) -> Meas
             if row.timing is not None and row.timing.memory_bytes:
                 add("size", f"{name} at {place}, memory", _bytes(name, row.timing.memory_bytes))
     if result.contents:
-        for case in result.contents.cases:
+        for case in result.contents["cases"]:
             add("coverage", case, Measurement("text", "bundle", case, "there"))
-        add("coverage", "attention nodes in the graph", _count("bundle", result.contents.attention))
-        for axis, span in result.contents.axes.items():
+        add("coverage", "attention nodes in the graph", _count("bundle", result.contents["attention"]))
+        for axis, span in result.contents["axes"].items():
             add("coverage", f"axis {axis}", Measurement("range", "bundle", span, span))
-        add("size", "graph", _bytes("bundle", result.contents.graph_bytes))
+        add("size", "graph", _bytes("bundle", result.contents["graph_bytes"]))
     for subject, value in _environment(result, names):
         add("environment", subject, Measurement("text", "", value, value or NOTHING))
     return found
