@@ -65,44 +65,24 @@ class Runtime(NamedTuple):
     slow: bool = False  # whether importing it takes long: then it is tried only on request
 
 
-_EXPORT, _CUDA, _PLOT = (f'pip install "mha-deploy[{extra}]"' for extra in ("export", "cuda", "plot"))
-_ORT = 'pip install "mha-deploy[ort]"  (or [ort-gpu], not both)'
-_TENSORRT = ("tensorrt", "tensorrt-cu13", "tensorrt-cu12")
-_RTX = ("tensorrt-rtx-cu13", "tensorrt-rtx-cu12")
+def _install(extra: str) -> str:
+    return f'pip install "mha-deploy[{extra}]"'
+
+
+_ORT = f"{_install('ort')}  (or [ort-gpu], not both)"
+_TENSORRT, _RTX = ("tensorrt", "tensorrt-cu13", "tensorrt-cu12"), ("tensorrt-rtx-cu13", "tensorrt-rtx-cu12")
+_ONNX, _GPU = "check, validate --backend onnx-reference", "run and time on a GPU: validate, bench"
+_HERE, _ANYWHERE = "build-engine on this machine's GPU", "build-engine without a GPU"
+_ORTS = ("onnxruntime", "onnxruntime-gpu")
 RUNTIMES = (
-    Runtime("PyTorch", "torch", ("torch",), "export", _EXPORT, slow=True),
-    Runtime("onnxscript", "onnxscript", ("onnxscript",), "export", _EXPORT, slow=True),
-    Runtime(
-        "ONNX",
-        "onnx",
-        ("onnx",),
-        "check, validate --backend onnx-reference",
-        "pip install mha-deploy",
-        slow=True,
-    ),
-    Runtime(
-        "ONNX Runtime", "onnxruntime", ("onnxruntime", "onnxruntime-gpu"), "validate --backend ort-cpu", _ORT
-    ),
-    Runtime(
-        "TensorRT",
-        "tensorrt",
-        _TENSORRT,
-        "build-engine on this machine's GPU",
-        'pip install "mha-deploy[trt]"',
-        one_of=False,
-    ),
-    Runtime(
-        "TensorRT-RTX",
-        "tensorrt_rtx",
-        _RTX,
-        "build-engine without a GPU",
-        'pip install "mha-deploy[rtx]"',
-        one_of=False,
-    ),
-    Runtime(
-        "cuda-bindings", "cuda.bindings", ("cuda-bindings",), "run and time on a GPU: validate, bench", _CUDA
-    ),
-    Runtime("matplotlib", "matplotlib", ("matplotlib",), "analyze --heads", _PLOT, slow=True),
+    Runtime("PyTorch", "torch", ("torch",), "export", _install("export"), slow=True),
+    Runtime("onnxscript", "onnxscript", ("onnxscript",), "export", _install("export"), slow=True),
+    Runtime("ONNX", "onnx", ("onnx",), _ONNX, "pip install mha-deploy", slow=True),
+    Runtime("ONNX Runtime", "onnxruntime", _ORTS, "validate --backend ort-cpu", _ORT),
+    Runtime("TensorRT", "tensorrt", _TENSORRT, _HERE, _install("trt"), one_of=False),
+    Runtime("TensorRT-RTX", "tensorrt_rtx", _RTX, _ANYWHERE, _install("rtx"), one_of=False),
+    Runtime("cuda-bindings", "cuda.bindings", ("cuda-bindings",), _GPU, _install("cuda")),
+    Runtime("matplotlib", "matplotlib", ("matplotlib",), "analyze --heads", _install("plot"), slow=True),
 )
 
 
