@@ -74,8 +74,9 @@ def test_validate_steps_through_the_trace_of_a_bundle(run_cli, bundles, tmp_path
     assert done.code == 0
     assert re.search(r"PASSED  \d+ decode steps on ort-cpu \S+, prompts of \d+, \d+ and \d+", done.out)
     data = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
-    (decoded,) = data["decode"]
-    assert decoded["passed"]
+    decoded, loud = data["decode"]
+    assert (decoded["trace"], loud["trace"]) == ("steps", "probe-steps")
+    assert decoded["passed"] and loud["passed"]
     assert len(decoded["errors"]) == decoded["steps"]
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert page.count('class="chart decode"') == 1
+    assert page.count('class="chart decode"') == 2
