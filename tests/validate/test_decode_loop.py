@@ -22,7 +22,6 @@ from mha_deploy.runtime import open_runner
 from mha_deploy.validate.decode import (
     DecodeReport,
     HostDecodeLoop,
-    open_decode_loop,
     run_decode_loop,
     step_budgets,
 )
@@ -348,14 +347,6 @@ def test_a_runner_of_another_layer_is_refused():
     for spec in (cached("preallocated"), find_spec("tiny-rope")):
         with pytest.raises(DeployError, match="with a KV cache"):
             HostDecodeLoop(ModuleRunner(captured("dynamic")[0]), spec, B)
-
-
-@pytest.mark.parametrize("cache", CACHES)
-def test_a_runner_without_a_cache_of_its_own_is_decoded_on_the_host(cache):
-    module, trace = captured(cache)
-    with open_decode_loop(ModuleRunner(module), module.spec, trace) as loop:
-        assert isinstance(loop, HostDecodeLoop)
-        assert run_decode_loop(loop, trace, module.spec, PRECISIONS["fp16"]).passed
 
 
 def test_a_dynamic_cache_takes_no_counts():
