@@ -107,17 +107,18 @@ def streams_table(lines: Sequence[Line]) -> Table:
 
 def kernels_table(lines: Sequence[Line]) -> Table:
     """Where the time of a call goes: GEMMs, attention and all other kernels of each runtime, as profiled."""
-    kinds = {
-        "attention": r"sdpa|flash|fmha|attention",
-        "GEMMs": r"nvjet|gemm|gemv|cutlass|splitk|xmma",
-        "others": "",
-    }
+    kinds = (  # kernels that PyTorch generates are named after all that they fuse
+        ("others", r"^triton_(poi|per|red)"),
+        ("attention", r"sdpa|flash|fmha|attention|lean_reduction"),
+        ("GEMMs", r"nvjet|gemm|gemv|cutlass|splitk|xmma|triton_tem"),
+        ("others", ""),
+    )
     last = {(line.row, line.runtime): line for line in lines if line.kernels}
     rows = list[Row]()
     for line in last.values():
-        spent, launches = dict.fromkeys(kinds, 0.0), 0.0
+        spent, launches = Counter[str](), 0.0
         for name, calls, microseconds in line.kernels:
-            kind = next(kind for kind, pattern in kinds.items() if re.search(pattern, name, re.IGNORECASE))
+            kind = next(kind for kind, pattern in kinds if re.search(pattern, name, re.IGNORECASE))
             spent[kind] += microseconds
             launches += calls
         cells = [f"{spent[kind]:.1f}" for kind in ("GEMMs", "attention", "others")]
