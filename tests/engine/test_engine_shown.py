@@ -97,8 +97,13 @@ def test_the_beginning_of_a_plan_shows_nothing(engine, run_cli):
     assert run_cli("validate", engine.parents[1], *REQUIRED).code == 1
 
 
-@pytest.mark.sweep(1)
-@pytest.mark.parametrize("other", ["of another precision", "of another model", "of other weights"])
+OTHERS = [
+    "of another precision",
+    *(pytest.param(other, marks=pytest.mark.slow) for other in ("of another model", "of other weights")),
+]
+
+
+@pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.parametrize("whose", ["own manifest", "foreign manifest"])
 def test_the_plan_of_another_model_is_not_verified(engine, others, run_cli, other, whose):
     bundle = engine.parents[1]
