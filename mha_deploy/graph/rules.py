@@ -220,11 +220,12 @@ _OPERATORS: dict[str, Callable[[ir.Node], str | None]] = {
 
 def check_operators(model: ir.Model, target: Target) -> list[Finding]:
     """The findings about the operators around attention, the worst first for each node."""
-    covering = {name: say for name, say in _OPERATORS.items() if RULES[name].covers(target)}
+    covering = {name: message for name, message in _OPERATORS.items() if RULES[name].covers(target)}
     found: list[Finding] = []
     for node in model.graph.all_nodes():
-        said = {name: say(node) for name, say in covering.items() if is_op(node, *RULES[name].operators)}
-        found += _worst_first(node_name(node), [(name, text) for name, text in said.items() if text])
+        about = [name for name in covering if is_op(node, *RULES[name].operators)]
+        messages = [(name, covering[name](node)) for name in about]
+        found += _worst_first(node_name(node), [(name, text) for name, text in messages if text])
     return found
 
 

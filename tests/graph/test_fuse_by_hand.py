@@ -228,6 +228,24 @@ def test_nan_in_a_mask_does_not_end_the_run(shape):
     np.testing.assert_array_equal(run(new, feeds)[0], run(model, feeds)[0])
 
 
+DOUBLED = {
+    "conditions": ("And", lambda g, x: g.op("Where", x, g.scores(), g.const(-np.inf))),
+    "numbers": ("Add", lambda g, x: g.op("Add", g.scores(), x)),
+    "scales": ("Mul", lambda g, x: g.op("Mul", g.scores(), x)),
+}
+
+
+@pytest.mark.parametrize("name", DOUBLED)
+def test_a_value_that_is_reached_in_very_many_ways(name):
+    """`x + x` forty times: a walk that goes every way would not come back."""
+    op_type, apply = DOUBLED[name]
+    g = Hand()
+    x = g.const(LOWER, bool) if op_type == "And" else g.const(0.0 if op_type == "Add" else 1.0)
+    for _ in range(40):
+        x = g.op(op_type, x, x)
+    assert len(check_same(g.model(g.attend(apply(g, x)))).fused) == 1
+
+
 PARTS = ["pattern.read_scores", "write_attention", "masks._build_mask"]
 
 

@@ -52,9 +52,7 @@ from mha_deploy.graph.ir import NodeBuilder, is_op, names_in, replace_node
 __all__ = ["FuseReport", "FusedAttention", "NotFused", "Repair", "UnfusedSoftmax"]
 __all__ += ["from_old_opset", "fuse_attention", "place_of", "share_tied_weights"]
 
-EXPANDED = (
-    "Q, K and V are expanded to each other and to the mask: the file does not tell that their sizes are equal"
-)
+EXPANDED = "Q, K and V are expanded to each other and to the mask: the file does not state equal sizes"
 
 _T = TypeVar("_T")
 

@@ -25,6 +25,7 @@ from mha_deploy.graph.fuse.values import (
     same_or_cut,
     scalar_of,
     sizes_of,
+    walk,
 )
 from mha_deploy.graph.ir import NodeBuilder, constant_ints, input_at, is_op, made_by, rank, same_size
 
@@ -87,8 +88,6 @@ Term = Fill | Bias
 
 # -- Prove that a tensor is the causal triangle, from the nodes that compute it --------------------
 
-_MAX_DEPTH = 24  # more than any spelling needs; bounds the walk in a hostile file
-
 
 class Triangle(NamedTuple):
     """A matrix of two values: where the key is not after the query, and where it is."""
@@ -126,13 +125,12 @@ _LAYOUT = frozenset({"Identity", "Unsqueeze", "Reshape", "Squeeze", "Expand"})
 
 def triangle_of(value: ir.Value | None) -> Triangle | None:
     """The triangle that a value certainly is in its last two axes, the others being 1; else None."""
-    found = _follow(value, 0)
+    found = _follow(value)
     return found if isinstance(found, Triangle) else None
 
 
-def _follow(value: ir.Value | None, depth: int) -> _Found:
-    if value is None or depth > _MAX_DEPTH:
-        return None
+@walk
+def _follow(value: ir.Value, depth: int) -> _Found:
     array = array_of(value)
     if array is not None:
         return _from_array(array)
@@ -244,8 +242,12 @@ def _conditions_of(condition: ir.Value, shown: bool) -> list[tuple[ir.Value, boo
     broadcast anyway.
     """
     found, pending = list[tuple[ir.Value, bool]](), [(condition, shown)]
+    seen = set[tuple[ir.Value, bool]]()
     while pending and len(found) + len(pending) < _MAX_PARTS:
         value, shown = pending.pop()
+        if (value, shown) in seen:
+            continue
+        seen.add((value, shown))
         node = value.producer()
         inputs = [] if node is None else [each for each in node.inputs if each is not None]
         if node is None or not inputs or None in node.inputs:
@@ -257,7 +259,7 @@ def _conditions_of(condition: ir.Value, shown: bool) -> list[tuple[ir.Value, boo
         elif not is_op(node, "And" if shown else "Or"):
             inputs = []
         pending.extend((each, shown) for each in reversed(inputs))
-        if not inputs and (value, shown) not in found:
+        if not inputs:
             constant = triangle_of(value)
             if constant is None or {bool(each) for each in constant} != {shown}:
                 found.append((value, shown))
@@ -268,7 +270,7 @@ def _conditions_of(condition: ir.Value, shown: bool) -> list[tuple[ir.Value, boo
 
 # A sum of two float16 beyond this is -inf; up to it, the sum with a score is this number again.
 _LOWEST_HALF = -65472.0
-_MAX_RESHAPES = 4
+_MAX_RESHAPES, _MAX_SUMS = 4, 6
 _ABSORBS = -1e30  # added to a score in float32, bfloat16 or float64, it leaves only itself
 # Added in float32 it absorbs scores below 16, as float16's lowest number does in float16.
 _ABSORBS_SMALL = -3e8
@@ -296,8 +298,8 @@ def _plain_terms(terms: list[Term], dtype: ir.DataType) -> list[Term]:
     return found
 
 
-def _taken_apart(term: Term, dtype: ir.DataType) -> list[Term]:
-    """An added mask as what it hides and what it adds to the rest."""
+def _taken_apart(term: Term, dtype: ir.DataType, sums: int = 0) -> list[Term]:
+    """An added mask, inside so many sums, as what it hides and what it adds to the rest."""
     if isinstance(term, Fill):
         return [term]
     if scalar_of(term.value) == 0.0:
@@ -309,25 +311,26 @@ def _taken_apart(term: Term, dtype: ir.DataType) -> list[Term]:
     spread = is_op(node, "Identity", "Expand") or adds_leading_ones(node)
     first = node.inputs[0] if spread else _before_reshapes(term.value)
     if first is not None:
-        return _taken_apart(replace(term, value=first), dtype)
+        return _taken_apart(replace(term, value=first), dtype, sums)
     if is_op(node, "Where") and term.factor > 0:
-        return _from_where(term, node, dtype)
-    if (choice := _choice(term.value, 0)) is not None and term.factor > 0:
+        return _from_where(term, node, dtype, sums)
+    if (choice := _choice(term.value)) is not None and term.factor > 0:
         for shown, (kept, other) in ((True, choice[1:]), (False, choice[:0:-1])):
             fill = other * term.factor
             if kept == 0.0 and math.isfinite(other) and _absorbs(fill, term, dtype):
                 return [Fill(value=choice[0], shown=shown, fill=fill, axes=term.axes, added=True)]
-    if is_op(node, "Add"):
+    if is_op(node, "Add") and sums < _MAX_SUMS:
         sides = [replace(term, value=each) for each in node.inputs if each is not None]
-        parts = [part for side in reversed(sides) for part in _taken_apart(side, dtype)]
+        parts = [part for side in reversed(sides) for part in _taken_apart(side, dtype, sums + 1)]
         return parts if len(parts) < 2 or any(isinstance(part, Fill) for part in parts) else [term]
     return [term]
 
 
-def _choice(value: ir.Value | None, depth: int) -> tuple[ir.Value, float, float] | None:
+@walk
+def _choice(value: ir.Value, depth: int) -> tuple[ir.Value, float, float] | None:
     """A condition, and the numbers of a tensor where it is true and where not, as in `(1 - m) * x`."""
-    node = None if value is None else value.producer()
-    if value is None or node is None or depth > _MAX_DEPTH or value.dtype is None:
+    node = value.producer()
+    if node is None or value.dtype is None:
         return None
     if not is_op(node, "Cast", "Add", "Sub", "Mul") or not value.dtype.is_floating_point():
         return None
@@ -359,7 +362,7 @@ def _before_reshapes(value: ir.Value) -> ir.Value | None:
     return None
 
 
-def _from_where(term: Bias, node: ir.Node, dtype: ir.DataType) -> list[Term]:
+def _from_where(term: Bias, node: ir.Node, dtype: ir.DataType, sums: int) -> list[Term]:
     condition, first, second = node.inputs
     if condition is None or first is None or second is None:
         return [term]
@@ -368,7 +371,7 @@ def _from_where(term: Bias, node: ir.Node, dtype: ir.DataType) -> list[Term]:
         fill = None if number is None else number * term.factor
         if fill is None or not _absorbs(fill, term, dtype) or scalar_of(kept) == number:
             continue
-        rest = _taken_apart(replace(term, value=kept), dtype)
+        rest = _taken_apart(replace(term, value=kept), dtype, sums)
         # What -inf hides may be anything, NaN too: it must stay hidden by this very Where.
         if rest and fill == -math.inf:
             return [term]
@@ -466,18 +469,19 @@ def _needs_exact(terms: list[Term], dtype: ir.DataType) -> bool:
     if any(term.is_put or dtype == ir.DataType.FLOAT16 for term in finite):
         return bool(biases)
     # A number that is lowest in a wider type would be -inf in that of Q.
-    if any(term.value.dtype != dtype and not _is_bounded(term.value, 0) for term in biases):
+    if any(term.value.dtype != dtype and not _is_bounded(term.value) for term in biases):
         return True
-    return bool(added) and not all(_is_bounded(term.value, 0) for term in biases)
+    return bool(added) and not all(_is_bounded(term.value) for term in biases)
 
 
-def _is_bounded(value: ir.Value | None, depth: int) -> bool:
+@walk
+def _is_bounded(value: ir.Value, depth: int) -> bool:
     """Whether a tensor is made of constants far from the lowest number, such as a table of biases."""
     array = array_of(value)
     if array is not None:
         return bool(np.abs(array.astype(np.float64)).max(initial=0.0) < _LARGEST_BIAS)
-    node = None if value is None else value.producer()
-    if node is None or depth > _MAX_DEPTH or not is_op(node, "Add", *_BOUNDED):
+    node = value.producer()
+    if node is None or not is_op(node, "Add", *_BOUNDED):
         return False
     parts = node.inputs if is_op(node, "Add") else node.inputs[:1]
     return all(_is_bounded(each, depth + 1) for each in parts)
@@ -560,7 +564,7 @@ def _above_lowest(bias: ir.Value, term: Bias, builder: NodeBuilder, dtype: ir.Da
 
     A query with nothing else would be 0 there. Beside a score the two are the same, but for float16.
     """
-    if dtype == ir.DataType.FLOAT16 or _is_bounded(term.value, 0):
+    if dtype == ir.DataType.FLOAT16 or _is_bounded(term.value):
         return bias
     kind = dtype.numpy()
     lowest = ml_dtypes.finfo(kind).min

@@ -415,7 +415,7 @@ class Sink:
 
 @dataclass(kw_only=True)
 class Scores:
-    """The way from the matmul to the softmax."""
+    """What lies between the matmul and the softmax."""
 
     alphabet: Alphabet  # the letters of the axes
     axes: Axes  # the axes where the walk is; at its end, those of the matmul
@@ -459,14 +459,14 @@ def read_scores(softmax: Normalisation, alphabet: Alphabet) -> tuple[Scores, Mat
             what = "The scores before the softmax are used elsewhere too."
             raise NotExpressible(what, got=", ".join(names))
         if len(scores.axes) != (rank(value) or 0) or not scores.axes:
-            raise NotFused("The file does not tell the shape of the scores.")
+            raise NotFused("The file does not state the shape of the scores.")
         if is_matmul(node):
             matmul = read_matmul(node)
             return scores, matmul.named(alphabet, dict(zip(matmul.out, scores.axes, strict=True)))
         if node.domain != "" or node.op_type not in _STEPS:
             raise NotFused(f"{node.op_type} stands between the scores and the softmax.")
         value, own = _STEPS[node.op_type](node, scores), ()
-    raise NotFused("The way from the scores to the softmax is too long.")
+    raise NotFused("Too many nodes lie between the scores and the softmax.")
 
 
 def _transpose(node: ir.Node, scores: Scores) -> ir.Value | None:
@@ -521,7 +521,7 @@ def _check_spread(node: ir.Node, inner: ir.Value | None, other: ir.Value, scores
     """Attention has the batch and the heads of Q, whatever the mask has."""
     before, after = sizes_of(inner), sizes_of(node.outputs[0])
     if before is None or after is None or len(before) != len(after):
-        raise NotFused("The file does not tell the shape of the scores.")
+        raise NotFused("The file does not state the shape of the scores.")
     if any(size == 1 and result != 1 for size, result in zip(before, after, strict=True)):
         raise NotFused("A mask makes the scores larger than the matmul of Q and K.", got=list(after))
     dims = sizes_of(other) or []
@@ -623,7 +623,7 @@ def _matmul_behind(value: ir.Value | None) -> tuple[bool, int] | None:
 
 # -- What stands between the softmax and the matmul with V -----------------------------------------
 
-# What a candidate's weights may pass on the way to the matmul: more than can be fused, so that it is named.
+# What a candidate's weights may pass before the matmul: more than can be fused, so that it is named.
 _PASSED_WEIGHTS = frozenset(
     {"Cast", "Identity", "Dropout", "Where", "Mul", "Div", "Pow", "Transpose", "Reshape", "Slice", "Squeeze"}
     | {"Unsqueeze", "Expand", "Gather"}
@@ -640,7 +640,7 @@ class UsedWeights(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
-    """The way from the softmax to the matmul with V."""
+    """What lies between the softmax and the matmul with V."""
 
     value: ir.Value  # the weights as the matmul takes them
     matmul: ir.Node  # the node of the matmul
@@ -684,13 +684,13 @@ def _read_weights(softmax: Normalisation, axes: Axes, alphabet: Alphabet, sink: 
         node, position = on[0]
         if len(uses) > 1 or value.is_graph_output():
             if used is not None:
-                what = "The attention weights are used elsewhere too, in two ways."
+                what = "The attention weights are used elsewhere too, in two places."
                 raise NotExpressible(what, got=value.name)
             used = UsedWeights(value, axes)
         if is_matmul(node):
             # They may be rounded once, to the type that the matmul takes: so does Attention.
             if lossy := [str(each.dtype) for each in passed if not holds(each.dtype, value.dtype)]:
-                what = "The attention weights are rounded on the way to V."
+                what = "The attention weights are rounded before the matmul with V."
                 raise NotExpressible(what, got=", ".join(lossy))
             if sink is not None and (used is not None or sink.outer in "".join(axes)):
                 raise NotExpressible("The weights of appended scores are used.", got=value.name)
@@ -714,7 +714,7 @@ def _read_weights(softmax: Normalisation, axes: Axes, alphabet: Alphabet, sink: 
             raise NotFused(f"{node.op_type} stands between the softmax and the matmul with V.", got=node.name)
         passed.append(value)
         value = node.outputs[0]
-    raise NotFused("The way from the softmax to the matmul with V is too long.")
+    raise NotFused("Too many nodes lie between the softmax and the matmul with V.")
 
 
 def _without_sink(node: ir.Node, axes: Axes, sink: Sink) -> Axes:
@@ -776,7 +776,7 @@ class Pattern:
     k: Operand  # keys, before repeating as well
     v: Operand  # values, before repeating as well
     scale: float  # the factor on the scores
-    scores: Scores  # the way from the first matmul to the softmax
+    scores: Scores  # what lies between the first matmul and the softmax
     softmax_dtype: ir.DataType | None  # type of the softmax where it is not that of Q
     masking: Masking  # what the masks become
     heads: tuple[int, int]  # query heads, and key/value heads
@@ -894,7 +894,7 @@ def _operands(
     sides = ((first, at), (first, 1 - at), (second, 1 - position))
     raw = [Operand(value=each.values[side], axes=each.axes[side], sizes=sizes) for each, side in sides]
     if any(sizes_of(each.value) is None for each in raw):
-        raise NotFused("The file does not tell the shapes of Q, K and V.")
+        raise NotFused("The file does not state the shapes of Q, K and V.")
     key_order = letters.order(letters.key, letters.size)
     value_order = letters.order(letters.key, letters.value_size)
     dtype, q = raw[2].value.dtype, raw[0]  # Q and K may have been upcast for the scores alone

@@ -13,6 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
+from typing import TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -52,6 +53,32 @@ def in_words(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
+_T = TypeVar("_T")
+_MAX_DEPTH = 32  # more than any constant or mask needs; bounds the walk in a hostile file
+
+
+def walk(function: Callable[[ir.Value, int], _T]) -> Callable[..., _T | None]:
+    """Remember what a recursive walk back from a value found, as long as it lasts.
+
+    A value may be reached in exponentially many ways: `x + x` twenty times has a million.
+    """
+    known = dict[tuple[ir.Value, int], tuple[_T]]()
+
+    @functools.wraps(function)
+    def remembered(value: ir.Value | None, depth: int = 0) -> _T | None:
+        if value is None or depth > _MAX_DEPTH:
+            return None
+        try:
+            found = known.get((value, depth)) or (function(value, depth),)
+            known[value, depth] = found
+            return found[0]
+        finally:
+            if depth == 0:
+                known.clear()
+
+    return remembered
+
+
 # -- The numbers of constants ----------------------------------------------------------------------
 
 # Over arrays of one number, in their own type; the result of Pow has the type of the base.
@@ -67,7 +94,6 @@ _SCALAR_OPS: dict[str, Callable[..., np.ndarray]] = {
     "Pow": lambda x, y: np.power(x.astype(np.float64), y.astype(np.float64)).astype(x.dtype),
 }
 _SAME_SCALAR = frozenset({"Identity", "Expand", "Reshape", "Squeeze", "Unsqueeze"})
-MAX_DEPTH = 64  # more than any constant or mask needs; bounds the walk in a hostile file
 
 
 def array_of(value: ir.Value | None) -> np.ndarray | None:
@@ -83,21 +109,22 @@ def scalar_of(value: ir.Value | None) -> float | None:
     """
     with np.errstate(all="ignore"):
         try:
-            found = _scalar(value, 0)
+            found = _scalar(value)
         except (ArithmeticError, TypeError, ValueError):
             return None
         number = math.nan if found is None else float(found)
     return None if math.isnan(number) else number
 
 
-def _scalar(value: ir.Value | None, depth: int) -> np.ndarray | None:
+@walk
+def _scalar(value: ir.Value, depth: int) -> np.ndarray | None:
     """The number as an array without axes, in the type of the value."""
     tensor = constant(value)
     if tensor is not None:
         known = tensor.size == 1 and tensor.dtype != ir.DataType.STRING
         return tensor.numpy().reshape(()) if known else None
-    node = value.producer() if value is not None else None
-    if node is None or node.domain != "" or depth > MAX_DEPTH:
+    node = value.producer()
+    if node is None or node.domain != "":
         return None
     if node.op_type == "Gather":  # of `Shape(x)`: a fixed size
         shape, at = made_by(node.inputs[0], "Shape"), constant_ints(node, 1)
@@ -401,10 +428,10 @@ def infer_sizes(model: ir.Model, *, only_missing: bool = False) -> None:
                 found = [new if isinstance(new, int) or old is None else old for old, new in pairs]
             if value.shape is not None:
                 value.shape = ir.Shape(found)
-    walk = _Walk({str(each) for value in model.graph.inputs for each in sizes_of(value) or ()})
+    following = _Walk({str(each) for value in model.graph.inputs for each in sizes_of(value) or ()})
     for node in nodes:
         if not only_missing or not missing.isdisjoint(node.outputs):
-            walk.visit(node)
+            following.visit(node)
 
 
 def graphs_in(node: ir.Node) -> list[ir.Graph]:
