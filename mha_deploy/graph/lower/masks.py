@@ -158,15 +158,19 @@ def wide_bias(b: NodeBuilder, mask: Mask, numbers: ir.Value) -> ir.Value:
 
 
 def without_lost_queries(b: NodeBuilder, call: AttentionCall, mask: Mask, q: ir.Value) -> ir.Value:
-    """Queries for an FP16 mask that is added as it is: zero where its largest number is near the lowest.
+    """Queries for an FP16 softmax: zero where the largest number of the mask leaves nothing of the scores.
 
-    Such a number plus a score overflows, and the softmax of a query that has it for every key is NaN. FP16
-    rounds every score away beside it, so that with a query of zeros the result is the same and finite.
+    That is near the lowest number of FP16 for a mask that is added as it is, and -1e30 for a wider one. Such
+    a number plus a score may overflow, and the softmax of a query that has it for every key is NaN. With a
+    query of zeros the result is finite.
     """
-    if call.dtype != ir.DataType.FLOAT16 or mask.additive is None or narrows(call, mask):
+    if call.dtype != ir.DataType.FLOAT16 or mask.additive is None:
         return q
-    top = b.op("ReduceMax", mask.additive, b.ints(-1), keepdims=1)
-    lost = b.op("Less", top, b.constant(_lowest(call.dtype) / 2, call.dtype), name="query_is_lost")
+    dtype, wide = _dtype(mask.additive), narrows(call, mask)
+    numbers = wide_bias(b, mask, mask.additive) if wide else mask.additive
+    top = b.op("ReduceMax", numbers, b.ints(-1), keepdims=1)
+    least = b.constant(_FAR_BELOW if wide else _lowest(dtype) / 2, dtype)
+    lost = b.op("Less", top, least, name="query_is_lost")
     return b.op("Where", lost, b.constant(0.0, call.dtype), q, name="q_kept")
 
 

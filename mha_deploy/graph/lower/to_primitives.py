@@ -178,7 +178,7 @@ def lower_to_primitives(
     q, mode = heads.q, call.attention.qk_output_mode
     # A mask that is combined with others or whose scores are an output is computed in any case.
     as_it_is = not options.shift_masks and mask is not None and mask.visible is None and mode is None
-    if as_it_is and mask is not None:
+    if mask is not None and (as_it_is or (mode is None and masks.narrows(call, mask))):
         q = masks.without_lost_queries(b, call, mask, q)
     query, keys = form.query(q), b.transpose(heads.k, 0, 1, 3, 2, name="k_transposed")
     raw = b.op("MatMul", query, form.keys(keys, call.D, None), name="scores")
