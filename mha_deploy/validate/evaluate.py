@@ -100,7 +100,8 @@ class Evaluation:
 def evaluate(runtime: Runtime, plan: EvaluationPlan, on_step: OnStep = lambda name: None) -> Evaluation:
     """Open a runtime, judge it, and time it where its answers are right.
 
-    One that decodes wrongly has no time for single tokens.
+    One that is wrong in any case has no time at the sizes of that case, and one that decodes wrongly none for
+    single tokens.
     """
     with runtime.open() as runner:
         kind, _ = accumulation = runtime.accumulation(plan.precision)
@@ -145,6 +146,11 @@ def evaluate(runtime: Runtime, plan: EvaluationPlan, on_step: OnStep = lambda na
         why_not = None
         if not decoded and plan.spec.kv_cache is not None and plan.cases:  # else it is only timed
             why_not = "its profiles take no trace" if plan.traces else "the bundle has no trace"
+        sizes = {case.name: case.sizes for given in cases.values() for case in given}
+        failures = [(sizes[v.case], v) for report in parity for v in report.verdicts if v.is_wrong]
+        if plan.spec.kv_cache is not None:
+            token = {plan.spec.kv_cache.new: 1}
+            failures += [(token, failure) for report in decoded for failure in report.failures]
         return Evaluation(
             runtime=runtime,
             backend=runner.name,
@@ -155,7 +161,7 @@ def evaluate(runtime: Runtime, plan: EvaluationPlan, on_step: OnStep = lambda na
             heatmaps=tuple(heatmaps),
             decode_reports=tuple(decoded),
             not_decoded_because=why_not,
-            rows={case.name: _timed(runtime, runner, case, plan, decoded, on_step) for case in plan.timed},
+            rows={case.name: _timed(runtime, runner, case, plan, failures, on_step) for case in plan.timed},
         )
 
 
@@ -190,15 +196,15 @@ def _timed(
     runner: Runner,
     case: GoldenCase,
     plan: EvaluationPlan,
-    decoded: Sequence[DecodeReport],
+    failures: Sequence[tuple[Mapping[str, int], OutputVerdict]],
     on_step: OnStep,
 ) -> LatencyRow:
+    """The time of a case; none at sizes that a failure has."""
     on_step(f"latency of {runtime.name}: {case.name}")
     row = LatencyRow(name=runtime.name, backend=runner.name, family=runtime.family)
-    wrong = next((failure for report in decoded for failure in report.failures), None)
-    cache = plan.spec.kv_cache
-    if wrong is not None and cache is not None and case.sizes[cache.new] == 1:
-        return replace(row, refused=f"{WRONG_ANSWER}: {wrong.case}/{wrong.output}: {wrong.problem}")
+    for sizes, wrong in failures:
+        if sizes.items() <= case.sizes.items():
+            return replace(row, refused=f"{WRONG_ANSWER}: {wrong.case}/{wrong.output}: {wrong.problem}")
     row = time_case(runner, case, plan.precision, row, timing=plan.timing, kernels=plan.kernels)
     if row.timing is not None:  # reported at once: a later crash does not lose it
         on_step(f"latency of {runtime.name}: {case.name} takes {row.timing.p50:.1f} µs")

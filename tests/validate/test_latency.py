@@ -20,7 +20,9 @@ from mha_deploy.runtime.runner import Runner, TensorInfo
 from mha_deploy.runtime.timing import Timing, TimingPlan
 from mha_deploy.validate import bench
 from mha_deploy.validate.bench import BenchOptions, ModelBench, bench_to_dict
+from mha_deploy.validate.evaluate import EvaluationPlan, evaluate
 from mha_deploy.validate.latency import LatencyRow, latency_point, time_case
+from mha_deploy.validate.runtimes import Runtime
 
 FP16 = find_precision("fp16")
 DYNAMIC, PREALLOCATED, WHOLE = (find_spec(f"tiny-{name}") for name in ("dynamic", "preallocated", "gqa"))
@@ -150,6 +152,21 @@ def test_an_answer_that_is_wrong_only_while_it_is_timed_has_no_time(opt):
     _, result = timed(opt, timed_factor=1.02)
     assert result.timing is None
     assert result.refused.startswith("wrong answer while it was timed")
+
+
+def test_a_runtime_that_is_wrong_on_other_inputs_has_no_time_at_their_sizes(opt):
+    def scaled(arrays):
+        return {name: (array * 1.02).astype(array.dtype) for name, array in arrays.items()}
+
+    other = replace(opt, name="probe-opt", oracle=scaled(opt.oracle), eager=scaled(opt.eager))
+    elsewhere = replace(other, name="odd", sizes={**opt.sizes, "S": opt.sizes["S"] + 1})
+    for case, refused in ((other, True), (elsewhere, False)):
+        runner = Answers(opt)
+        runtime = Runtime(name="answers", family="pytorch", open=lambda runner=runner: runner)
+        plan = EvaluationPlan(spec=WHOLE, precision=FP16, cases={"probe": [case]}, timed=[opt])
+        found = evaluate(runtime, plan).rows["opt"]
+        assert (found.timing is None, runner.timed) == (refused, not refused)
+        assert (found.refused or "").startswith("wrong answer: probe-opt/output" if refused else "")
 
 
 def test_a_runner_on_the_cpu_has_no_time(opt):
