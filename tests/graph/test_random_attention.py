@@ -440,7 +440,8 @@ def test_scores_with_a_mask_beyond_the_range_of_fp16_are_added_in_its_type() -> 
     assert dict(examine(node, ["trt", "fold"])) == {"trt": "right", "fold": "right"}
 
 
-def test_a_query_whose_keys_all_have_the_lowest_number_of_float32_is_finite() -> None:
+@pytest.mark.parametrize("mode", [None, 0, 1, 2, 3])
+def test_a_query_whose_keys_all_have_the_lowest_number_of_float32_is_finite(mode: int | None) -> None:
     """Found at random: -32,768 for such a mask plus a score of -40,000 was NaN in FP16."""
     node = node_by(lambda *choices: choices[0], seed=2253237837)
     node |= {
@@ -456,6 +457,8 @@ def test_a_query_whose_keys_all_have_the_lowest_number_of_float32_is_finite() ->
     }
     node |= {"attributes": {"is_causal": 1, "scale": 4.0}, "mask": "fp32", "mask_rank": 2}
     node |= {"mask_ones": [True] * 3, "values": "lowest", "scores": "extreme"}
+    if mode is not None:
+        node |= {"weights": True, "attributes": node["attributes"] | {"qk_matmul_output_mode": mode}}
     assert {outcome for _, outcome in examine(node, ["fold", "broadcast", "repeat"])} == {"right"}
 
 

@@ -178,15 +178,18 @@ def lower_to_primitives(
     q, mode = heads.q, call.attention.qk_output_mode
     # A mask that is combined with others or whose scores are an output is computed in any case.
     as_it_is = not options.shift_masks and mask is not None and mask.visible is None and mode is None
-    if mask is not None and (as_it_is or (mode is None and masks.narrows(call, mask))):
+    if mask is not None and (as_it_is or masks.narrows(call, mask)):
         q = masks.without_lost_queries(b, call, mask, q)
-    query, keys = form.query(q), b.transpose(heads.k, 0, 1, 3, 2, name="k_transposed")
-    raw = b.op("MatMul", query, form.keys(keys, call.D, None), name="scores")
+    keys = form.keys(b.transpose(heads.k, 0, 1, 3, 2, name="k_transposed"), call.D, None)
+    raw = b.op("MatMul", form.query(q), keys, name="scores")
     capped = biased = form.softcap(raw)
     if mask is not None:
         bias = masks.bias_of(b, call, mask, in_score_type=not as_it_is)
         biased = b.op("Add", capped, form.bias(mask, bias, S, T), name="scores_biased")
     weights = form.softmax(biased)
+    if mode in (0, 1, 2) and q is not heads.q:  # the scores that are an output are those of every query
+        raw = b.op("MatMul", form.query(heads.q), keys, name="scores_of_all")
+        capped = form.softcap(raw)
     if mode == 2 and mask is not None and mask.additive is not None and masks.narrows(call, mask):
         # The sum may be within the range of the scores where the mask is not.
         bias, dtype = masks.wide_bias(b, mask, mask.additive), mask.additive.dtype or ir.DataType.FLOAT
