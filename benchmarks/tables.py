@@ -30,15 +30,20 @@ LEAST_PROCESSES = 3
 LEGEND = f"""
 *engine ×*: the best median of all others over the engine's, above 1 where the engine is faster.
 † fewer than {LEAST_PROCESSES} processes. ‡ throttled: the driver reported a reason, or the SM clock was
-below 95 % of its maximum. Bold: faster than every process of all others; never a figure with †, and
-none in a row with ‡ at only some of its figures.
+below 95 % of its maximum. § host-bound: a launch took the host more than 80 % of the time of a call.
+Bold: faster than every process of all others; never a figure with †, and none in a row with § or
+with ‡ at only some of its figures.
 """
 
 
 def marks(lines: Sequence[Line]) -> str:
-    """`†` for few processes, `‡` where the GPU was throttled."""
-    few = "†" if len(medians(lines)) < LEAST_PROCESSES else ""
-    return few + ("‡" if any(line.is_throttled for line in lines) else "")
+    """`†` for few processes, `‡` where the GPU was throttled, `§` where it waited for the host."""
+    found = {
+        "†": len(medians(lines)) < LEAST_PROCESSES,
+        "‡": any(line.is_throttled for line in lines),
+        "§": any(line.is_host_bound for line in lines),
+    }
+    return "".join(mark for mark, applies in found.items() if applies)
 
 
 def figure(lines: Sequence[Line], *, best: bool) -> Cell:
@@ -58,14 +63,14 @@ def fastest(figures: Mapping[str, Sequence[Line]]) -> str | None:
     did not are not compared.
     """
     timed = {name: medians(lines) for name, lines in figures.items() if medians(lines)}
-    throttled = {"‡" in marks(figures[name]) for name in timed}
-    if len(timed) < 2 or len(throttled) > 1:
+    found = {name: marks(figures[name]) for name in timed}
+    if len(timed) < 2 or "§" in "".join(found.values()) or len({"‡" in each for each in found.values()}) > 1:
         return None
     name = min(timed, key=lambda each: max(timed[each]))
-    if "†" in marks(figures[name]):
+    if "†" in found[name]:
         return None
-    others = [found for other, found in timed.items() if other != name]
-    return name if all(max(timed[name]) < min(found) for found in others) else None
+    others = [each for other, each in timed.items() if other != name]
+    return name if all(max(timed[name]) < min(each) for each in others) else None
 
 
 def latency_table(lines: Sequence[Line]) -> Table:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import subprocess
 import sys
@@ -79,6 +80,11 @@ class Line(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         clock, highest = self.conditions.get("sm_mhz"), self.conditions.get("sm_mhz_max")
         low = clock is not None and highest is not None and clock < _LOW_CLOCK * highest
         return low or bool(self.conditions.get("throttled_by"))
+
+    @property
+    def is_host_bound(self) -> bool:
+        """Whether a launch took the host about as long as the call took: then the device waited for it."""
+        return (self.timing.get("host_us") or 0.0) > 0.8 * (self.p50 or math.inf)
 
     @property
     def row(self) -> tuple[Any, ...]:

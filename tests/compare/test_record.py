@@ -53,6 +53,7 @@ def test_the_fastest_of_a_row_is_outside_the_spread_of_all_others():
         (three("a", 10.0, 10.1), "†"),
         (three("a", 10.0, 10.1, 10.2, conditions={**COOL, "throttled_by": ["power cap"]}), "‡"),
         (three("a", 10.0, 10.1, 10.2, conditions={**COOL, "sm_mhz": 1500}), "‡"),
+        (three("a", 10.0, 10.1, 10.2, timing={"host_us": 9.5}), "§"),
     ],
 )
 def test_few_processes_and_throttled_ones_are_marked_and_win_nothing(lines, mark):
