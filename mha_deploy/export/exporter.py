@@ -36,7 +36,7 @@ from mha_deploy.export.own_model import UserModule, drawn_inputs, open_user_modu
 from mha_deploy.export.program import attention_values, export_program
 from mha_deploy.graph.canonical import check_canonical
 from mha_deploy.graph.fuse import share_tied_weights
-from mha_deploy.graph.precision import write_bfloat16_as_float32
+from mha_deploy.graph.mixed_precision import write_bfloat16_as_float32
 from mha_deploy.model.deployable import Deployable
 from mha_deploy.model.precision import find_precision
 from mha_deploy.model.spec import AttentionSpec, Axis, ModelSpec, TensorSpec

@@ -40,7 +40,7 @@ from mha_deploy.graph.attention_node import attention_nodes, is_attention, short
 from mha_deploy.graph.canonical import check_module
 from mha_deploy.graph.file import load_graph, save_graph
 from mha_deploy.graph.fuse import fuse_attention, place_of
-from mha_deploy.graph.precision import PrecisionPlan
+from mha_deploy.graph.mixed_precision import PrecisionPlan
 from mha_deploy.model.precision import Precision
 from mha_deploy.model.spec import FLOAT, Axis, Dim, ModelSpec, Sizes, TensorSpec
 from mha_deploy.options import ExportOptions

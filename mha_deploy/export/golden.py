@@ -26,7 +26,7 @@ from mha_deploy.export.flow import PlannedCase, looked_at
 from mha_deploy.export.oracle import Float32Accumulation, run_module, run_program, tensors_in
 from mha_deploy.export.own_model import UserModule, drawn_inputs
 from mha_deploy.graph.file import load_graph, save_graph, with_outputs
-from mha_deploy.graph.precision import PrecisionPlan, apply_plan, plan_precision
+from mha_deploy.graph.mixed_precision import PrecisionPlan, apply_plan, plan_precision
 from mha_deploy.metrics import relative_error
 from mha_deploy.model.precision import Precision
 from mha_deploy.model.spec import CACHE_TENSORS, LENGTHS, KVCache, ModelSpec

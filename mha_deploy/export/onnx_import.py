@@ -21,7 +21,7 @@ from mha_deploy.export.flow import OnStep, PlannedCase, Source, Steps, export_bu
 from mha_deploy.graph.attention_node import short_dtype
 from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.fuse import from_old_opset
-from mha_deploy.graph.precision import apply_plan, plan_precision
+from mha_deploy.graph.mixed_precision import apply_plan, plan_precision
 from mha_deploy.graph.upcast import in_float64
 from mha_deploy.metrics import relative_error
 from mha_deploy.model.precision import PRECISIONS, find_precision

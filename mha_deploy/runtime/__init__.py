@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
     from mha_deploy.graph.file import PackedModel
-    from mha_deploy.graph.precision import Cases, Ranges
+    from mha_deploy.graph.mixed_precision import Cases, Ranges
 
 CPU_RUNNERS, GPU_RUNNERS = ("ort-cpu", "onnx-reference"), ("ort-cuda", "ort-cuda-contrib")
 RUNNERS = CPU_RUNNERS + GPU_RUNNERS
@@ -69,7 +69,7 @@ def measure_ranges(model: Path | ir.Model, cases: Cases, *, slice_bytes: int | N
     At most about `slice_bytes` of tensors are looked at in one run; default: that of the meter.
     """
     from mha_deploy.graph.file import graph_of
-    from mha_deploy.graph.precision import SLICE_BYTES, ranges_by
+    from mha_deploy.graph.mixed_precision import SLICE_BYTES, ranges_by
 
     def run(graph: ir.Model, fed: Cases) -> Iterator[Mapping[str, np.ndarray]]:
         with open_runner("ort-cpu", graph) as runner:

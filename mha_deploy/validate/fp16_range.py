@@ -14,7 +14,7 @@ from mha_deploy.bundle.folder import Bundle
 from mha_deploy.errors import DeployError
 from mha_deploy.graph.attention_node import valid_only, visible_keys
 from mha_deploy.graph.file import ProbedAttention, attention_probe, load_graph
-from mha_deploy.graph.precision import FP16_MAX, matmul_blocks, queries_and_keys
+from mha_deploy.graph.mixed_precision import FP16_MAX, matmul_blocks, queries_and_keys
 from mha_deploy.model.spec import ModelSpec
 from mha_deploy.runtime import available_cpu_backend, open_runner
 

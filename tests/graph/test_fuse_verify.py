@@ -8,7 +8,7 @@ from hand_graphs import D, H, Hand, S, check_same, fused, random_feeds, run
 from onnx import TensorProto
 
 import mha_deploy as md
-from mha_deploy.graph.fuse import masks, pattern
+from mha_deploy.graph.fuse import mask_pattern, pattern
 from mha_deploy.graph.fuse.verify import NotVerified
 
 LOWEST = float(np.finfo(np.float32).min)
@@ -263,7 +263,7 @@ def test_an_attention_node_with_a_mask_of_fewer_keys_stays():
 
 def test_a_wrong_repair_of_an_attention_node_is_left(monkeypatch):
     """A mask that is taken for the causal triangle, and is none."""
-    monkeypatch.setattr(masks, "triangle_of", lambda value: masks.Triangle(1.0, 0.0))
+    monkeypatch.setattr(mask_pattern, "triangle_of", lambda value: mask_pattern.Triangle(1.0, 0.0))
     g = Hand()
     model = g.model(g.op("Attention", "q", "k", "v", g.input("m", [2, 1, S, S], TensorProto.BOOL)))
     new, report = fused(model)

@@ -7,7 +7,7 @@ import pytest
 from decode_models import Layer, dynamic, feeds, fixed
 from mixed_models import distance, kept_in_float32
 
-from mha_deploy.graph.precision import apply_plan, plan_precision
+from mha_deploy.graph.mixed_precision import apply_plan, plan_precision
 from mha_deploy.runtime import measure_ranges, open_runner
 
 FORMS = {"dynamic": (dynamic, "past_key", 5), "fixed": (fixed, "key_cache", 0)}

@@ -7,7 +7,7 @@ import pytest
 from mixed_models import LOWEST, distance, encoder, feeds, kept_in_float32, run, run_as_written
 
 from mha_deploy.graph.attention_node import attention_nodes
-from mha_deploy.graph.precision import PrecisionPlan, apply_plan, plan_precision
+from mha_deploy.graph.mixed_precision import PrecisionPlan, apply_plan, plan_precision
 from mha_deploy.runtime import measure_ranges, open_runner
 
 CASES = {"short": feeds(S=5), "long": feeds(S=12, seed=1)}

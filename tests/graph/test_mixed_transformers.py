@@ -12,7 +12,7 @@ from mixed_models import distance, kept_in_float32
 
 from mha_deploy.graph.attention_node import attention_nodes
 from mha_deploy.graph.fuse import fuse_attention
-from mha_deploy.graph.precision import PrecisionPlan, apply_plan, plan_precision
+from mha_deploy.graph.mixed_precision import PrecisionPlan, apply_plan, plan_precision
 from mha_deploy.runtime import measure_ranges, open_runner
 
 transformers = pytest.importorskip("transformers")

@@ -8,7 +8,7 @@ from mixed_models import LOWEST, E, Graph, distance, encoder, feeds, kept_in_flo
 from onnx import TensorProto, helper
 
 from mha_deploy.errors import DeployError
-from mha_deploy.graph.precision import apply_plan, plan_precision
+from mha_deploy.graph.mixed_precision import apply_plan, plan_precision
 from mha_deploy.runtime import measure_ranges
 
 F32, I64 = TensorProto.FLOAT, TensorProto.INT64

@@ -12,7 +12,7 @@ from onnx import TensorProto, helper
 
 from mha_deploy.bundle.folder import MODEL, open_bundle
 from mha_deploy.errors import DeployError
-from mha_deploy.graph import precision
+from mha_deploy.graph import mixed_precision
 from mha_deploy.graph.file import attention_probe, load_graph, save_graph
 from mha_deploy.runtime import open_runner
 from mha_deploy.validate.fp16_range import FP16_MAX, Meter, fp16_range
@@ -66,7 +66,7 @@ def test_the_headroom_is_the_limit_over_the_largest_number(bundles):
 def test_blocks_change_nothing(bundles, monkeypatch, name, block):
     bundle, cases = bundles(name), ["odd"]
     whole = fp16_range(bundle, cases=cases)
-    monkeypatch.setattr(precision, "_BLOCK", block)
+    monkeypatch.setattr(mixed_precision, "_BLOCK", block)
     for node, cut in zip(whole.nodes, fp16_range(bundle, cases=cases).nodes, strict=True):
         near = [pytest.approx(each.largest, rel=1e-5) for each in node.figures.sums]
         assert [each.largest for each in cut.figures.sums] == near

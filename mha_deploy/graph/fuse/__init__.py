@@ -22,7 +22,7 @@ from onnx_ir.passes.common import InlinePass
 from mha_deploy.bundle.manifest import GENERATED
 from mha_deploy.graph.attention_node import is_attention
 from mha_deploy.graph.fuse.leftover import leftover_attentions
-from mha_deploy.graph.fuse.masks import FULLY_MASKED, Masks
+from mha_deploy.graph.fuse.mask_pattern import FULLY_MASKED, Masks
 from mha_deploy.graph.fuse.pattern import Normalisation, Pattern, comes_to_matmul, read_pattern, softmax_at
 from mha_deploy.graph.fuse.values import (
     NoScores,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import onnx_ir as ir
 
 from mha_deploy.bundle.manifest import GENERATED
-from mha_deploy.graph.fuse.masks import Axes, Bias, Fill, Masking, Term, decide_masking
+from mha_deploy.graph.fuse.mask_pattern import Axes, Bias, Fill, Masking, Term, decide_masking
 from mha_deploy.graph.fuse.values import (
     NoScores,
     NotExpressible,

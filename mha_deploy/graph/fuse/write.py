@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from mha_deploy.graph.attention_node import MASK, NONPAD_KV_SEQLEN, PAST_KEY, AttentionNode, read_attention
-from mha_deploy.graph.fuse.masks import (
+from mha_deploy.graph.fuse.mask_pattern import (
     GUARDED,
     HEAD_AXIS,
     Bias,
