@@ -67,7 +67,7 @@ def test_a_twin_gives_the_right_answers(bundles, name, precision, twin_of):
             got = runner.run(case.inputs)
             own = {output: got[output] for output in case.oracle}
             verdicts = judge_case(case, own, bundle.manifest.precision)
-            assert [verdict.problem for verdict in verdicts if not verdict.passed] == []
+            assert [verdict.problem for verdict in verdicts if verdict.is_wrong] == []
 
 
 def test_scores_and_weights_are_the_named_outputs(bundles):
