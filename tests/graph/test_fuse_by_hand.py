@@ -246,7 +246,7 @@ def test_a_value_that_is_reached_in_very_many_ways(name):
     assert len(check_same(g.model(g.attend(apply(g, x)))).fused) == 1
 
 
-PARTS = ["pattern.read_scores", "write_attention", "masks._build_mask"]
+PARTS = ["pattern.read_scores", "write_attention", "mask_pattern._build_mask"]
 
 
 @pytest.mark.parametrize("part", PARTS)
