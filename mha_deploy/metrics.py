@@ -523,6 +523,11 @@ def failed_to_run(case: GoldenCase, reason: str) -> list[OutputVerdict]:
     ]
 
 
+def same_bits(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> bool:
+    """Whether all outputs of one result are bit by bit those of another."""
+    return all(array.tobytes() == other[name].tobytes() for name, array in one.items())
+
+
 def judge_case(
     case: GoldenCase,
     got: Mapping[str, np.ndarray],

@@ -13,7 +13,7 @@ import numpy as np
 from mha_deploy.analyze.cost import SizeLimit, shrunk
 from mha_deploy.bundle.cases import GoldenCase
 from mha_deploy.errors import DeployError
-from mha_deploy.metrics import judge_case
+from mha_deploy.metrics import judge_case, same_bits
 from mha_deploy.model.deployable import LARGEST_ACTIVATION
 from mha_deploy.model.precision import Precision
 from mha_deploy.model.spec import FLOAT, ModelSpec, TensorSpec
@@ -205,10 +205,7 @@ class _MovedCase:
                     worst = chosen[verdict.deviation.worst_index[0]] if verdict.deviation else None
                     if worst is not None:
                         problem += f"; worst: batch element {worst.element} in {worst.place}"
-            plain = self.plain.items()
-            bitwise &= all(
-                result[name].tobytes() == array.tobytes() for name, array in plain if name in result
-            )
+            bitwise &= same_bits(result, self.plain)
         return problem, bitwise, share
 
 

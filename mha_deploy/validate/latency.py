@@ -14,7 +14,7 @@ from mha_deploy.analyze.roofline import roofline_bound
 from mha_deploy.bundle.cases import GoldenCase
 from mha_deploy.bundle.folder import Bundle
 from mha_deploy.errors import DeployError
-from mha_deploy.metrics import judge_case
+from mha_deploy.metrics import judge_case, same_bits
 from mha_deploy.model.precision import Precision
 from mha_deploy.model.spec import ModelSpec
 from mha_deploy.runtime.runner import Runner
@@ -204,7 +204,8 @@ def time_case(
         if problem := problem_of(case, [first], precision):
             return replace(row, refused=f"{WRONG_ANSWER}: {problem}")
         timed = runner.time(case.inputs, timing)
-        others = [result for result in timed.results if not _are_equal(result, first)]
+        # Most kernels repeat their results, and judging gigabytes of cache takes long.
+        others = [result for result in timed.results if not same_bits(result, first)]
         if problem := problem_of(case, others, precision):
             return replace(row, refused=f"{WRONG_ANSWER} while it was timed: {problem}")
     except DeployError as error:
@@ -214,11 +215,6 @@ def time_case(
         return replace(row, kernels=kernels(runner, case)) if kernels else row
     except DeployError:  # no profiler here: the time stands without its kernels
         return row
-
-
-def _are_equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Bit by bit: most kernels repeat their results, and judging gigabytes of cache takes longer."""
-    return all(one[name].tobytes() == other[name].tobytes() for name in one)
 
 
 def problem_of(case: GoldenCase, results: Sequence[Mapping[str, Any]], precision: Precision) -> str | None:
