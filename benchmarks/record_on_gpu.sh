@@ -6,15 +6,15 @@
 # FOLDER and LINES are written into the lines as they are given: relative paths, such as out/record, can be replayed anywhere.
 # Needs a GPU, TensorRT with the plugin library (mha-deploy plugins where), PyTorch and transformers, and the root of the
 # checkout as the current folder. Exports and builds run side by side; the rows come after them, one at a time. PyTorch
-# compiles in the first process and reads its cache in the others. On an H200 with 16 cores exports and builds
-# took 145 s, the first round 340, and a later one with two baselines 190. No row begins later than LIMIT seconds after the
-# start, and what is missing is named at the end. A second run of this script builds nothing again, and adds processes to
-# the same lines: ROUNDS=1 for those that are missing.
+# compiles in the first process and reads its cache in the others. The first round has all baselines; the others have those
+# that can be the best one of their row, since a baseline costs a tenth of the round. On an H200 with 16 cores exports and
+# builds took 145 s and the first round 340. No row begins later than LIMIT seconds after the start, and what is missing
+# is named at the end. A second run of this script builds nothing again, and adds processes to the same lines.
 set -uo pipefail
 folder=$1
 lines=${2:-benchmarks/results/h200.jsonl}
 python=${PYTHON:-python3}
-baselines=${BASELINES:-compile compile-tuned compile-cudnn}  # more, and slower: sdpa-cudnn-packed
+all=${BASELINES:-compile compile-tuned compile-cudnn}  # more, and slower: sdpa-cudnn-packed
 rounds=${ROUNDS:-3} limit=${LIMIT:-1200}
 deploy() { "$python" -m mha_deploy "$@"; }
 missing=()
@@ -26,13 +26,11 @@ prepared() { # name, model, options of export -- options of build-engine
   [ -f "$bundle/engines/plugin32.engine" ] || deploy build-engine "$bundle" --backend tensorrt --name plugin32 \
     --attention plugin --accumulate fp32 "${@:2}"
 }
-timed() { # name, more options of bench
+timed() { # name, baselines, more options of bench
   if [ $SECONDS -ge "$limit" ]; then missing+=("$1"); return; fi
   local backends=(--backend plugin32) each started=$SECONDS
-  for each in $baselines; do backends+=(--backend "$each"); done
-  # compile-tuned is one layer written anew: there is none for a whole model, which is compiled as it is written.
-  case $1 in whole-*) backends=(--backend plugin32 --backend compile --backend compile-cudnn --trust-code) ;; esac
-  deploy bench "$folder/$1" "${backends[@]}" -o "$folder/bench-$1" --record "$lines" "${@:2}" \
+  for each in $2; do backends+=(--backend "$each"); done
+  deploy bench "$folder/$1" "${backends[@]}" -o "$folder/bench-$1" --record "$lines" --trust-code "${@:3}" \
     >> "$folder/bench-$1.log" 2>&1 || missing+=("$1 (see $folder/bench-$1.log)")
   echo "$1: $((SECONDS - started)) s"
 }
@@ -52,17 +50,20 @@ sizes=(--golden min --golden opt)
 wait
 echo "exports and builds: $SECONDS s"
 
+small=$all gpt3=$all
+whole="compile compile-cudnn"  # compile-tuned is one layer written anew: a whole model is compiled as it is written
 for round in $(seq "$rounds"); do
   kernels=() && [ "$round" = 1 ] && kernels=(--kernels)
-  timed bert-base --at opt "${kernels[@]}"
-  timed bert-large --at opt "${kernels[@]}"
-  timed llama --at B=1,S=2048 --at B=1,S=8192 "${kernels[@]}"
-  timed gpt3 --at opt "${kernels[@]}"
-  timed decode --at B=1,S=1,T=4096 --at B=32,S=1,T=4096 "${kernels[@]}"
-  timed whole-bert --at opt "${kernels[@]}"
-  timed whole-llama --at opt "${kernels[@]}"
+  timed bert-base "$small" --at opt "${kernels[@]}"
+  timed bert-large "$small" --at opt "${kernels[@]}"
+  timed llama "$all" --at B=1,S=2048 --at B=1,S=8192 "${kernels[@]}"
+  timed gpt3 "$gpt3" --at opt "${kernels[@]}"
+  timed decode "$small" --at B=1,S=1,T=4096 --at B=32,S=1,T=4096 "${kernels[@]}"
+  timed whole-bert "$whole" --at opt "${kernels[@]}"
+  timed whole-llama "$whole" --at opt "${kernels[@]}"
   # Every stream compiles for itself; on an engine all of them share the weights.
-  [ "$round" = 1 ] && baselines=compile-cudnn timed bert-base --at opt --streams 1,2,4,8
+  [ "$round" = 1 ] && timed bert-base compile-cudnn --at opt --streams 1,2,4,8
+  small="compile-tuned compile-cudnn" gpt3="compile compile-tuned" whole=compile
 done
 echo "all: $SECONDS s"
 [ ${#missing[@]} = 0 ] || { printf 'not measured: %s\n' "${missing[@]}"; exit 1; }
