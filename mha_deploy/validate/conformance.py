@@ -9,9 +9,8 @@ attribute for the lower right corner (the last query attends to the last key). I
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -22,7 +21,7 @@ from mha_deploy.engine.build import engine_opener
 from mha_deploy.engine.engine import first_gpu
 from mha_deploy.engine.lowered import dialect_of
 from mha_deploy.environment import can_import
-from mha_deploy.errors import BackendUnavailable, DeployError, nearest
+from mha_deploy.errors import BackendUnavailable, DeployError
 from mha_deploy.graph.attention_node import attention_nodes
 from mha_deploy.graph.ir import NodeBuilder
 from mha_deploy.graph.lower import lower
@@ -80,11 +79,11 @@ class Case:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of `q`, `k`, `v`, and of the `mask` where there is one."""
         key = (self.B, self.T, self.Hkv * self.D)
-        axes = self.mask.axes.split() if self.mask is not None else []
-        mask = tuple(1 if axis == "1" else getattr(self, axis) for axis in axes)
-        return {"q": (self.B, self.S, self.Hq * self.D), "k": key, "v": key} | (
-            {"mask": mask} if axes else {}
-        )
+        shapes: dict[str, tuple[int, ...]] = {"q": (self.B, self.S, self.Hq * self.D), "k": key, "v": key}
+        if self.mask is not None:
+            axes = self.mask.axes.split()
+            shapes["mask"] = tuple(1 if axis == "1" else getattr(self, axis) for axis in axes)
+        return shapes
 
     def tensor(self, role: str) -> str:
         """The name in the graph of `q`, `k`, `v`, `mask` or `y`."""
@@ -92,58 +91,38 @@ class Case:
         return f"{self.name}.{role}"
 
 
-_SCATTERED, _MASKED, _INF = MaskInput("scattered"), MaskInput("fully-masked"), "-inf"
-_LOWER_RIGHT = MaskInput("lower-right", axes="1 1 S T")
-_LEFT, _ONE_ROW = MaskInput("left-padding", axes="B 1 S T"), MaskInput("padding", axes="B 1 1 T")
+_SCATTERED, _ONE_ROW = MaskInput("scattered"), MaskInput("padding", axes="B 1 1 T")
 _causal, _wide = partial(Case, is_causal=True), partial(Case, S=_SHORT)
 
 CASES: tuple[Case, ...] = (
     _causal("causal", "is_causal, as many queries as keys"),
     _causal("causal-wide", "is_causal, fewer queries than keys: upper left", S=_SHORT),
     _causal("causal-tall", "is_causal, more queries than keys: upper left", T=_SHORT),
-    _wide(
-        "lower-right",
-        "the last query attends to the last key, as in decoding: written as a mask",
-        _LOWER_RIGHT,
-    ),
+    _wide("lower-right", "the last query attends to the last key, as in decoding: written as a mask",
+          MaskInput("lower-right", axes="1 1 S T")),
     _wide("bool-mask", "boolean mask for every head", _SCATTERED),
-    _wide(
-        "additive-mask",
-        "numbers added to the scores, -inf among them",
-        MaskInput("scattered", "bias", "1 Hq S T"),
-    ),
+    _wide("additive-mask", "numbers added to the scores, -inf among them",
+          MaskInput("scattered", "bias", "1 Hq S T")),
     _wide("sentinel-mask", "-1e4 for masked keys", MaskInput("scattered", "sentinel")),
     _causal("causal-bool-mask", "is_causal and a boolean mask", _SCATTERED),
     _causal("causal-additive-mask", "is_causal and an additive mask", MaskInput("scattered", "bias")),
-    _wide("fully-masked-bool", "queries fully masked by a boolean mask: zeros", _MASKED),
-    _wide("fully-masked-inf", "queries fully masked by -inf: zeros", replace(_MASKED, kind=_INF)),
-    _wide(
-        "fully-masked-sentinel",
-        "-1e4 for every key of a query: a shift, which softmax cancels",
-        replace(_MASKED, kind="sentinel"),
-    ),
+    _wide("fully-masked-bool", "queries fully masked by a boolean mask: zeros", MaskInput("fully-masked")),
+    _wide("fully-masked-inf", "queries fully masked by -inf: zeros", MaskInput("fully-masked", "-inf")),
+    _wide("fully-masked-sentinel", "-1e4 for every key of a query: a shift, which softmax cancels",
+          MaskInput("fully-masked", "sentinel")),
     _wide("padding", "every batch element has its own number of keys", MaskInput("padding", axes="B 1 S T")),
-    _causal(
-        "causal-left-padding", "is_causal and left padding: the first queries are fully masked, zeros", _LEFT
-    ),
-    _wide(
-        "masked-blocks",
-        "every key of the first blocks of 64 or 128 is masked, as by left padding",
-        _LEFT,
-        T=_BLOCKS,
-    ),
-    _wide("masked-blocks-inf", "the same by -inf", replace(_LEFT, kind=_INF), T=_BLOCKS),
+    _causal("causal-left-padding", "is_causal and left padding: the first queries are fully masked, zeros",
+            MaskInput("left-padding", axes="B 1 S T")),
+    _wide("masked-blocks", "every key of the first blocks of 64 or 128 is masked, as by left padding",
+          MaskInput("left-padding", axes="B 1 S T"), T=_BLOCKS),
+    _wide("masked-blocks-inf", "the same by -inf", MaskInput("left-padding", "-inf", "B 1 S T"), T=_BLOCKS),
     Case("gqa-mask", "grouped heads under a mask for every query head", _SCATTERED, Hq=4),
     _wide("broadcast-queries", "padding mask that broadcasts over the queries", _ONE_ROW),
     _wide("broadcast-2d", "mask of queries and keys only", MaskInput("scattered", axes="S T")),
     _causal("causal-broadcast", "is_causal and a padding mask that broadcasts over the queries", _ONE_ROW),
-    _causal(
-        "own-causal",
-        "the corner of the runtime's own is_causal when lengths differ; ONNX: upper left",
-        S=_SHORT,
-        diagnostic=True,
-    ),
-)
+    _causal("own-causal", "the corner of the runtime's own is_causal when lengths differ; ONNX: upper left",
+            S=_SHORT, diagnostic=True),
+)  # fmt: skip
 """Every case, in the order of the table."""
 
 
@@ -161,27 +140,17 @@ def case_model(case: Case, precision: Precision) -> ir.Model:
 
 
 def combined(models: Sequence[ir.Model]) -> ir.Model:
-    """Several models of cases, as they are or lowered, as one; the models are not changed.
-
-    Raises:
-        DeployError: They share a name, or have different operator sets.
-    """
+    """Several models of different cases, all lowered alike, as one; the models are not changed."""
     graphs, opsets = [model.clone().graph for model in models], dict[str, int]()
-    for domain, version in (each for graph in graphs for each in graph.opset_imports.items()):
-        if opsets.setdefault(domain, version) != version:
-            got = f"{domain or 'onnx'} {opsets[domain]} and {version}"
-            raise DeployError("Models with different operator sets cannot be combined.", got=got)
-    nodes = [node for graph in graphs for node in graph]
     inputs, outputs = ([v for graph in graphs for v in getattr(graph, x)] for x in ("inputs", "outputs"))
-    names = Counter(value.name for value in [*inputs, *(out for node in nodes for out in node.outputs)])
-    if shared := [str(name) for name, count in names.items() if count > 1]:
-        raise DeployError("Models that share names cannot be combined.", got=", ".join(shared))
+    nodes = [node for graph in graphs for node in graph]
     for graph in graphs:  # a value, and a node, is in one graph
+        opsets |= graph.opset_imports
         graph.inputs.clear()
         graph.outputs.clear()
         graph.remove(list(graph))
     graph = ir.Graph(inputs, outputs, nodes=nodes, opset_imports=opsets, name="conformance")
-    return ir.Model(graph, ir_version=min(model.ir_version for model in models))
+    return ir.Model(graph, ir_version=models[0].ir_version)
 
 
 # -- A case with numbers, and the ONNX formula in NumPy: exactly, rounded, and as it could be misread --
@@ -217,10 +186,8 @@ class Trial:
     def rounded(self) -> np.ndarray:
         """That of a plain implementation in the trial's precision: accumulated in float32, then rounded."""
         half = self.precision.numpy
-        written = self.as_written
-        return self.result(
-            **written, working=np.float32, step=lambda x: x.astype(half).astype(x.dtype)
-        ).astype(half)
+        plain = partial(self.result, working=np.float32, step=lambda x: x.astype(half).astype(x.dtype))
+        return plain(**self.as_written).astype(half)
 
     @cached_property
     def averaged(self) -> np.ndarray:
@@ -296,21 +263,16 @@ def _drawn_mask(case: Case, mask: MaskInput, rng: np.random.Generator) -> np.nda
     # Each batch element after the first is shorter.
     lengths = case.T - np.arange(case.B) * (case.T // (case.B + 1))
     padding = keys < lengths[:, None, None, None]
-
-    def scattered() -> np.ndarray:
-        """Keys here and there, among them one that is_causal leaves to the query as well."""
-        return (keys == np.minimum(queries, case.T - 1)) | (rng.random(shape) < _VISIBLE_SHARE)
-
-    patterns: dict[str, Callable[[], np.ndarray]] = {
+    # Keys here and there, among them one that is_causal leaves to the query as well.
+    scattered = (keys == np.minimum(queries, case.T - 1)) | (rng.random(shape) < _VISIBLE_SHARE)
+    patterns = {
         "scattered": scattered,
-        "fully-masked": lambda: scattered() & (queries % _MASKED_EVERY != _MASKED_EVERY - 1),
-        "lower-right": lambda: keys <= queries + case.T - case.S,
-        "padding": lambda: padding,
-        "left-padding": lambda: padding[..., ::-1],
+        "fully-masked": scattered & (queries % _MASKED_EVERY != _MASKED_EVERY - 1),
+        "lower-right": keys <= queries + case.T - case.S,
+        "padding": padding,
+        "left-padding": padding[..., ::-1],
     }
-    if mask.pattern not in patterns:
-        raise DeployError("No such mask pattern.", got=mask.pattern, hint=nearest(mask.pattern, patterns))
-    visible = np.broadcast_to(patterns[mask.pattern](), shape)
+    visible = np.broadcast_to(patterns[mask.pattern], shape)
     if mask.kind == "bool":
         return visible.copy()
     # Halves: among them are zeros, which a runtime could take for False.
@@ -362,11 +324,9 @@ def judge_answer(trial: Trial, answer: Answer) -> Cell:
         if not budget.exceeded_by(deviation):
             return Cell(CONFORMS, shows, deviation.relative_l2, budget.share_used(deviation))
     deviation = measure(got, trial.exact)
-    misread = (
-        words for words, wrong in _misreadings(trial, got) if not budget.exceeded_by(measure(got, wrong))
-    )
-    detail = next(misread, None) or f"out of budget: {', '.join(budget.exceeded_by(deviation))}"
-    return Cell(WRONG, detail, deviation.relative_l2, budget.share_used(deviation))
+    detail = f"out of budget: {', '.join(budget.exceeded_by(deviation))}"
+    misread = (words for words, by in _misreadings(trial, got) if not budget.exceeded_by(measure(got, by)))
+    return Cell(WRONG, next(misread, detail), deviation.relative_l2, budget.share_used(deviation))
 
 
 def _allowed(trial: Trial) -> tuple[dict[str, np.ndarray], Budget]:
@@ -419,31 +379,25 @@ Column = Callable[[Sequence[Trial]], Mapping[str, Answer]]
 
 
 def graph_column(open_model: Open, dialect: str, target: Target | None = None) -> Column:
-    """A runtime that loads lowered graphs, and runs one case after the other.
-
-    With a target it is one whose builds are slow: the cases that the target takes are one engine, which runs
-    once.
-    """
+    """A runtime that loads lowered graphs: all that the target takes in one model, or else one by one."""
 
     def run(trials: Sequence[Trial]) -> Mapping[str, Answer]:
-        answers, models = dict[str, Answer](), dict[str, ir.Model]()
+        answers, taken = dict[str, Answer](), list[tuple[Trial, ir.Model]]()
         for trial in trials:
             try:
-                models[trial.case.name] = _lowered(trial, dialect, target)
+                taken.append((trial, _lowered(trial, dialect, target)))
             except DeployError as error:
                 answers[trial.case.name] = error
-        taken = [trial for trial in trials if trial.case.name in models]
-        if target is not None and taken:
+        try:
+            return answers | (_run(open_model, taken) if taken else {})
+        except DeployError as error:
+            _raise_if_absent(open_model, error)
+        for each in taken:  # one case that is refused must not hide the others
             try:
-                return answers | _run(open_model, combined(list(models.values())), taken)
+                answers |= _run(open_model, [each])
             except DeployError as error:
                 _raise_if_absent(open_model, error)
-        for trial in taken:  # one case that is refused must not hide the others
-            try:
-                answers |= _run(open_model, models[trial.case.name], [trial])
-            except DeployError as error:
-                _raise_if_absent(open_model, error)
-                answers[trial.case.name] = error
+                answers[each[0].case.name] = error
         return answers
 
     return run
@@ -457,11 +411,8 @@ def _lowered(trial: Trial, dialect: str, target: Target | None) -> ir.Model:
         (answer,) = judge(attention_nodes(model), target)
         severe = [each for each in answer.findings if each.severity in (REFUSED, WRONG_ANSWER)]
         if hopeless := [finding for finding in severe if finding.cured_by is None]:
-            message, hint = (
-                " ".join(each.message for each in hopeless),
-                "; ".join(each.remedy for each in hopeless),
-            )
-            raise DeployError(message, hint=hint)
+            remedies = "; ".join(each.remedy for each in hopeless)
+            raise DeployError(" ".join(each.message for each in hopeless), hint=remedies)
         options = {} if is_diagnostic or dialect != "trt" else answer.options
     lowered = lower(model, dialect, **options)
     if is_diagnostic and not any(node.is_causal for node in attention_nodes(lowered)):
@@ -469,24 +420,24 @@ def _lowered(trial: Trial, dialect: str, target: Target | None) -> ir.Model:
     return lowered
 
 
-def _run(open_model: Open, model: ir.Model, trials: Sequence[Trial]) -> dict[str, Answer]:
-    """Open a model that holds these trials, and run it once."""
-    feeds = {trial.case.tensor(role): array for trial in trials for role, array in trial.arrays.items()}
-    with open_model(model) as runner:
+def _run(open_model: Open, taken: Sequence[tuple[Trial, ir.Model]]) -> dict[str, Answer]:
+    """Run trials once, as one model."""
+    with open_model(combined([model for _, model in taken])) as runner:
+        feeds = {trial.case.tensor(role): array for trial, _ in taken for role, array in trial.arrays.items()}
         outputs = runner.run(feeds)
-    missing = sorted({trial.case.tensor("y") for trial in trials} - set(outputs))
-    if missing:
+    wanted = {trial.case.name: trial.case.tensor("y") for trial, _ in taken}
+    if missing := sorted(set(wanted.values()) - set(outputs)):
         raise DeployError("The runtime left out an output.", got=", ".join(missing))
-    return {trial.case.name: outputs[trial.case.tensor("y")] for trial in trials}
+    return {name: outputs[y] for name, y in wanted.items()}
+
+
+_SIMPLEST = '<ir_version: 8, opset_import: ["": 17]> simplest (float[1] x) => (float[1] y) {y = Identity(x)}'
 
 
 def _raise_if_absent(open_model: Open, error: DeployError) -> None:
     """Distinguish a runtime that is not here from one without kernels for a graph: open the simplest one."""
     if isinstance(error, BackendUnavailable):
-        text = (
-            '<ir_version: 8, opset_import: ["": 17]> simplest (float[1] x) => (float[1] y) {y = Identity(x)}'
-        )
-        open_model(ir.from_onnx_text(text)).close()
+        open_model(ir.from_onnx_text(_SIMPLEST)).close()
 
 
 # -- The table: one row for each case, one column for each runtime ---------------------------------
@@ -552,10 +503,8 @@ def conformance_table(
         except BackendUnavailable as error:
             for row in cells.values():
                 row[name] = Cell(ABSENT, error.in_one_line)
-    names = tuple(columns)
-    return ConformanceTable(
-        precision=precision.name, seed=seed, rows=tuple(cases), columns=names, cells=cells
-    )
+    about: dict[str, Any] = {"precision": precision.name, "seed": seed, "columns": tuple(columns)}
+    return ConformanceTable(rows=tuple(cases), cells=cells, **about)
 
 
 # -- The runtimes of this machine as columns of the table ------------------------------------------

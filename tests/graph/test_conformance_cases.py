@@ -7,14 +7,13 @@ import onnx
 import onnx_ir as ir
 import pytest
 from attention_models import random_feeds
+from rtx_engines import build_rtx
 
-from mha_deploy.errors import DeployError
 from mha_deploy.graph.attention_node import attention_nodes
 from mha_deploy.graph.lower import DIALECTS, lower
 from mha_deploy.graph.plugin_node import is_plugin_attention
 from mha_deploy.model.precision import PRECISIONS
 from mha_deploy.runtime import open_runner
-from mha_deploy.runtime.tensorrt.builder import BuildRequest, build_engine
 from mha_deploy.validate.conformance import CASES, Case, MaskInput, case_model, combined
 
 FP16, FP32 = PRECISIONS["fp16"], PRECISIONS["fp32"]
@@ -120,18 +119,6 @@ def test_the_models_are_not_changed() -> None:
     assert [ir.to_proto(model).SerializeToString() for model in models] == before
 
 
-def test_models_with_a_common_name_are_refused() -> None:
-    model = case_model(CASES[0], FP16)
-    with pytest.raises(DeployError, match=r"share names(.|\n)*causal\.q"):
-        combined([model, model])
-
-
-def test_models_of_different_opsets_are_refused() -> None:
-    one, other = (case_model(case, FP16) for case in CASES[:2])
-    with pytest.raises(DeployError, match=r"different operator sets(.|\n)*onnx 17 and 23"):
-        combined([lower(one, "primitives"), other])
-
-
 def test_a_mask_may_have_any_axes() -> None:
     case = Case(name="odd", about="", S=3, T=5, Hq=4, mask=MaskInput(pattern="scattered", axes="Hq 1 T"))
     assert case.shapes["mask"] == (4, 1, 5)
@@ -146,7 +133,7 @@ def test_a_mask_may_have_any_axes() -> None:
 def test_tensorrt_rtx_takes_and_fuses_every_case(dialect: str) -> None:
     pytest.importorskip("tensorrt_rtx")
     model = combined([lower(case_model(case, FP16), dialect) for case in CASES])
-    built = build_engine(BuildRequest(onnx=ir.to_proto(model).SerializeToString(), targets="8.9"))
+    built = build_rtx(model, targets="8.9")
     assert [tensor.name for tensor in built.outputs] == [case.tensor("y") for case in CASES]
     assert {tensor.name for tensor in built.inputs} == set(names(model.graph.inputs))
     assert sum(kernel.is_fused_attention for kernel in built.kernels["log"]) == len(CASES)

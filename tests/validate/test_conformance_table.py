@@ -1,18 +1,17 @@
 import json
 
 import numpy as np
-import onnx_ir as ir
 import pytest
 import torch
 from mask_runtimes import MISTAKES, NumpyRunner
+from rtx_engines import build_rtx
 from torch.nn.attention.bias import causal_lower_right
 
-from mha_deploy.errors import BackendUnavailable, DeployError
+from mha_deploy.errors import BackendUnavailable
 from mha_deploy.graph.attention_node import attention_nodes
 from mha_deploy.graph.rules import target_from
 from mha_deploy.model.precision import PRECISIONS
 from mha_deploy.runtime import open_runner
-from mha_deploy.runtime.tensorrt.builder import BuildRequest, build_engine
 from mha_deploy.validate.conformance import (
     CASES,
     LOWER_RIGHT,
@@ -192,12 +191,6 @@ def test_inputs_come_from_the_seed_and_the_name_alone():
     assert not (first["q"] == draw_trial(BY_NAME["bool-mask"], FP16, 3).arrays["q"]).all()
 
 
-def test_an_unknown_pattern_is_refused():
-    case = Case(name="odd", about="", mask=MaskInput(pattern="scatered"))
-    with pytest.raises(DeployError, match="did you mean 'scattered'"):
-        draw_trial(case, FP16, 0)
-
-
 # -- runtimes that are wrong on purpose ------------------------------------------------------------------
 
 CAUSAL = {case.name for case in CASES if case.is_causal}
@@ -364,8 +357,7 @@ def rtx_builds(**options):
     """Really builds engines; the numbers come from ONNX's evaluator, for there may be no GPU to run them."""
 
     def open_model(model):
-        onnx_bytes = ir.to_proto(model).SerializeToString()
-        build_engine(BuildRequest(onnx=onnx_bytes, targets="8.9", **options))
+        build_rtx(model, targets="8.9", **options)
         return in_reference(model)
 
     return Builds(open_model)
