@@ -249,20 +249,19 @@ class _Fusion:
             The new values, and what differs on purpose.
         """
         try:
-            region = _tried(lambda: cut_out(old, border, self._compared)) if self._verify else None
+            region = _tried(lambda: cut_out(old, border)) if self._verify else None
             known = () if region is None else self._compared.get(region.key)
-            if isinstance(known, NotFused):
-                raise known
-            new = _tried(write)
+            new = [] if isinstance(known, NotFused) else _tried(write)
             if known is None and region is not None:
                 try:
                     opset = self._model.opset_imports.get("", 1)
                     emptied = _tried(lambda: compare(region, cut_out(new, border), border, opset))
                     known = (FULLY_MASKED,) if emptied else ()
                 except NotFused as refusal:
-                    self._compared[region.key] = refusal
-                    raise
+                    known = refusal
                 self._compared[region.key] = known
+            if isinstance(known, NotFused):
+                raise known
             return new, known or ()
         except NotFused:
             self._masks.forget(builder)
@@ -333,25 +332,17 @@ def _reason(softmax: ir.Node) -> NotFused:
 
 def _boundary(pattern: Pattern) -> Boundary:
     """What is drawn to compare an attention with its original: Q, K, V and the masks."""
-    operands, terms = (pattern.q, pattern.k, pattern.v), pattern.masking.terms
-    drawn = mask_stops(
-        [*(term.value for term in terms), *([pattern.scores.sink.value] if pattern.scores.sink else [])]
-    )
-    factors = [each.value for each in pattern.scores.multipliers]
-    dims = dict[str, tuple[int | str, ...]]()
-    for each in (*operands, *terms, *pattern.scores.multipliers):
+    terms, scores = pattern.masking.terms, pattern.scores
+    dims = dict[ir.Value, tuple[int | str, ...]]()
+    for each in (pattern.q, pattern.k, pattern.v, *terms, *scores.multipliers):
         if known := sizes_of(each.value):
-            dims[str(each.value.name)] = tuple(
+            dims[each.value] = tuple(
                 pattern.size(axis) if size is None or GENERATED in str(size) else size
                 for axis, size in zip(each.axes[-len(known) :], known, strict=True)
             )
     depth = pattern.q.dim(pattern.letters.size)
     spread = (2.0 / (pattern.scale * math.sqrt(depth if isinstance(depth, int) else 8))) ** 0.5
-    amounts = {value: amount for value, amount in drawn.items() if amount is not None}
-    amounts |= {pattern.q.value: spread, pattern.k.value: spread, pattern.v.value: 1.0}
-    amounts |= dict.fromkeys(factors, FACTOR)
-    return Boundary(
-        stops=frozenset((*(each.value for each in operands), *drawn, *factors)),
-        dims=dims,
-        spread={str(value.name): amount for value, amount in amounts.items()},
-    )
+    drawn = mask_stops([*(term.value for term in terms), *([scores.sink.value] if scores.sink else [])])
+    drawn |= {pattern.q.value: spread, pattern.k.value: spread, pattern.v.value: 1.0}
+    drawn |= dict.fromkeys((each.value for each in scores.multipliers), FACTOR)
+    return Boundary(drawn=drawn, dims=dims)

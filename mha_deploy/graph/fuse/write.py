@@ -210,8 +210,7 @@ def repaired_attention(
     new.metadata_props.update(node.metadata_props)
     masked = [mask] if masking is None else [term.value for term in masking.terms]
     drawn = mask_stops(each for each in masked if each is not None) | dict.fromkeys(stops, 1.0)
-    spread = {str(value.name): amount for value, amount in drawn.items() if amount is not None}
-    return result, Boundary(stops=frozenset(drawn), dims={}, spread=spread), changes
+    return result, Boundary(drawn=drawn, dims={}), changes
 
 
 def _shared_heads(node: ir.Node, old: AttentionNode) -> tuple[Operand, Operand] | None:
