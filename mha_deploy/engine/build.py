@@ -35,7 +35,7 @@ from mha_deploy.runtime.child import RuntimeCrash, call_isolated, isolation, ope
 from mha_deploy.runtime.cuda import open_gpu
 from mha_deploy.runtime.runner import Runner
 from mha_deploy.runtime.tensorrt import kernels as layers
-from mha_deploy.runtime.tensorrt.builder import BuildRequest, BuiltEngine, OnProgress, build_with
+from mha_deploy.runtime.tensorrt.builder import BuildRequest, BuiltEngine, OnProgress, build_engine
 from mha_deploy.runtime.tensorrt.engine_runner import BoundContext, Profile, TensorRTRunner
 from mha_deploy.runtime.tensorrt.engine_verdict import EngineVerdict, engine_verdict, members, written_types
 from mha_deploy.runtime.tensorrt.versions import EngineError, TensorRT, load
@@ -111,7 +111,6 @@ def _engine_at(
         save_graph(lowered, onnx_path)
         request = BuildRequest(
             onnx=onnx_path,
-            backend=rt.backend,
             precision=precision,
             profiles=[engines.profile_shapes(spec, each) for each in ranges],
             targets=options.targets,
@@ -144,7 +143,7 @@ def _engine_at(
     unprepared = unprepared_profiles(
         rt, built.plan, names, host_code=options.version_compatible, large_tensors=large
     )
-    notes = [*unprepared, *built.notes, *(each.advice for each in large), *(m.text for m in built.warnings)]
+    notes = [*unprepared, *built.notes, *(each.advice for each in large), *built.warnings]
     manifest = engines.EngineManifest(
         backend=rt.backend,
         version=rt.version,
@@ -201,7 +200,7 @@ def _build(
 ) -> BuiltEngine:
     if with_plugins:
         load_plugins(rt)
-    return build_with(rt, request, on_progress)
+    return build_engine(rt, request, on_progress)
 
 
 def _report(*progress: Any) -> None:
@@ -554,7 +553,6 @@ def engine_opener(
             wide = any(value.dtype == ir.DataType.FLOAT for value in model.graph.outputs)
             request = BuildRequest(
                 onnx=path,
-                backend=rt.backend,
                 precision="fp32" if wide else precision,
                 profiles=profiles,
                 allow_decomposed=True,
@@ -569,7 +567,7 @@ def engine_opener(
 
 def _built_and_loaded(rt: TensorRT, request: BuildRequest, plugins: Sequence[Any]) -> TensorRTRunner:
     load_needed(rt, plugins)
-    built = build_with(rt, request)
+    built = build_engine(rt, request)
     return TensorRTRunner(rt, built.plan, large_tensors=built.large_tensors)
 
 

@@ -20,7 +20,7 @@ from mha_deploy.model.catalog import find_spec
 from mha_deploy.model.spec import AttentionSpec, Axis
 from mha_deploy.options import EngineOptions
 from mha_deploy.reference import build_module
-from mha_deploy.runtime.tensorrt.builder import BuildRequest, BuiltEngine, build_with
+from mha_deploy.runtime.tensorrt.builder import BuildRequest, BuiltEngine, build_engine
 from mha_deploy.runtime.tensorrt.engine_verdict import EngineVerdict
 from mha_deploy.runtime.tensorrt.versions import load
 
@@ -66,12 +66,11 @@ def decoder(request, cache, tmp_path_factory):
     profiles = default_profiles(spec)
     wanted = BuildRequest(
         onnx=path,
-        backend=rt.backend,
         precision="fp16",
         profiles=[profile_shapes(spec, each) for each in profiles],
         targets="8.9",
     )
-    built = build_with(rt, wanted)
+    built = build_engine(rt, wanted)
     verdict = judge_engine(built, lowered, model, "fp16", len(profiles))
     for file in path.parent.iterdir():  # hundreds of megabytes
         file.unlink()

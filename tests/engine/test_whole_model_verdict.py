@@ -8,11 +8,11 @@ import onnx
 import onnx_ir as ir
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from rtx_engines import build_rtx
 
 from mha_deploy.engine.build import judge_engine
 from mha_deploy.graph.ir import infer_shapes
 from mha_deploy.graph.lower import lower
-from mha_deploy.runtime.tensorrt.builder import BuildRequest, build_engine
 from mha_deploy.runtime.tensorrt.engine_verdict import (
     WrittenTypes,
     engine_verdict,
@@ -115,8 +115,7 @@ def test_an_engine_with_a_layer_kept_in_fp32_is_as_requested(mixed_graph) -> Non
     pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")
     lowered = lower(mixed_graph, "trt")
     profile = {"x": ((1, 2, 64), (2, 16, 64), (4, 32, 64))}
-    onnx_bytes = ir.to_proto(lowered).SerializeToString()
-    built = build_engine(BuildRequest(onnx=onnx_bytes, profiles=[profile], targets="89"))
+    built = build_rtx(lowered, profiles=[profile], targets="89")
     verdict = judge_engine(built, lowered, mixed_graph, "fp16", 1)
     assert verdict.all_fused
     assert verdict.precision.ok, verdict.precision.offenders
@@ -128,7 +127,7 @@ def test_an_engine_with_a_layer_kept_in_fp32_is_as_requested(mixed_graph) -> Non
 def test_a_matmul_between_casts_is_narrowed_and_reported(sandwich) -> None:
     """If this fails, TensorRT has learnt to keep such matmuls, and weights beyond FP16 are safe there."""
     pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")
-    built = build_engine(BuildRequest(onnx=ir.to_proto(sandwich).SerializeToString(), targets="89"))
+    built = build_rtx(sandwich, targets="89")
     verdict = engine_verdict(built.kernels, [], "fp16", written=written_types(sandwich)).precision
     assert {"wide"} <= {name for found in verdict.narrowed for name in found.onnx_nodes}
     assert any("matmuls of FP32 in the graph multiply fp16" in note for note in verdict.notes)

@@ -5,6 +5,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 from attention_models import attention
+from rtx_engines import build_rtx
 
 from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.engine.build import judge_engine
@@ -15,7 +16,6 @@ from mha_deploy.graph.lower import lower
 from mha_deploy.graph.upcast import float32_twin, unfused_twin
 from mha_deploy.metrics import judge_case
 from mha_deploy.runtime import cpu_backend, open_runner
-from mha_deploy.runtime.tensorrt.builder import BuildRequest, build_engine
 
 MODELS = [
     ("tiny-gqa", "fp16"),
@@ -118,13 +118,12 @@ def built(bundle, lowered):
     """The engine of a graph, and the status of each of its attentions."""
     pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")
     manifest = bundle.manifest
-    request = BuildRequest(
-        onnx=ir.to_proto(lowered).SerializeToString(),
+    engine = build_rtx(
+        lowered,
         precision=manifest.precision.name,
         profiles=[profile_shapes(manifest.spec, manifest.spec.axes)],
         targets="8.9",
     )
-    engine = build_engine(request)
     canonical = load_graph(bundle.model_path)
     verdict = judge_engine(engine, lowered, canonical, manifest.precision.name, 1)
     return engine, [node.status for node in verdict.nodes]

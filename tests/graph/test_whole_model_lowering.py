@@ -10,6 +10,7 @@ import pytest
 import small_transformers as small
 from conformance import run_in_reference
 from onnx import helper
+from rtx_engines import build_rtx
 
 from mha_deploy.engine.build import judge_engine
 from mha_deploy.graph.attention_node import MASK, attention_nodes
@@ -18,7 +19,6 @@ from mha_deploy.graph.lower import lower
 from mha_deploy.graph.lower.call import LoweringError
 from mha_deploy.graph.plugin_node import is_plugin_attention
 from mha_deploy.graph.rules import check_operators, group_findings, judge, target_from
-from mha_deploy.runtime.tensorrt.builder import BuildRequest, build_engine
 from mha_deploy.runtime.tensorrt.engine_verdict import members
 
 SIZES = ({"B": 2, "S": 5, "T": 7}, {"B": 3, "S": 11, "T": 4})
@@ -140,8 +140,7 @@ def test_every_attention_of_an_engine_is_fused(whole, dialect) -> None:
         key: tuple(tuple(RANGES.get(axis, (axis,) * 3)[at] for axis in axes) for at in range(3))
         for key, axes in small.MODELS[name].inputs.items()
     }
-    onnx_bytes = ir.to_proto(lowered).SerializeToString()
-    built = build_engine(BuildRequest(onnx=onnx_bytes, profiles=[profile], targets="89"))
+    built = build_rtx(lowered, profiles=[profile], targets="89")
     verdict = judge_engine(built, lowered, model, "fp16", 1)
     count = small.MODELS[name].attentions
     assert verdict.fused_count == (count, count)

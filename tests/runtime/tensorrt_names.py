@@ -37,7 +37,6 @@ USED: dict[str, str | None] = {
     "INetworkDefinition.get_output": None,
     "INetworkDefinition.num_layers": None,
     "INetworkDefinition.get_layer": None,
-    "OnnxParser.parse": None,
     "OnnxParser.parse_from_file": None,
     "OnnxParser.num_errors": None,
     "OnnxParser.get_error": None,

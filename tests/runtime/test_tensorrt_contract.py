@@ -10,12 +10,12 @@ from pathlib import Path
 import onnx
 import pytest
 from extract_trt_surfaces import EXTRACT, extract, read_surfaces
+from rtx_engines import build_rtx
 from tensorrt_fake import make_module
 from tensorrt_models import layer, needs_rtx, profile
 from tensorrt_names import FILES, OBJECTS, USED
 
 from mha_deploy.runtime import tensorrt as package
-from mha_deploy.runtime.tensorrt.builder import BuildRequest, build_with
 from mha_deploy.runtime.tensorrt.versions import (
     PROBES,
     EngineError,
@@ -230,18 +230,17 @@ def rule_of(options: dict) -> str:
 @pytest.mark.parametrize("version", VERSIONS)
 def test_every_option_is_set_or_refused_by_name(version, options):
     rt = fake(KEPT[version])
-    request = BuildRequest(onnx=MODEL, backend=rt.backend, profiles=[profile()], **options)
     if rule_of(options) in refused(version):
         with pytest.raises(EngineError, match=version.replace("rtx-", "")) as caught:
-            build_with(rt, request)
+            build_rtx(MODEL, rt=rt, profiles=[profile()], **options)
         assert caught.value.got
     else:
-        assert build_with(rt, request).plan == b"ftrt plan"
+        assert build_rtx(MODEL, rt=rt, profiles=[profile()], **options).plan == b"ftrt plan"
 
 
 def test_8_6_is_weakly_typed_with_fp16_allowed_and_no_outside_libraries():
     rt = fake(KEPT["8.6.1"])
-    built = build_with(rt, BuildRequest(onnx=MODEL, backend="tensorrt", profiles=[profile()]))
+    built = build_rtx(MODEL, rt=rt, profiles=[profile()])
     trt, last = rt.module, rt.module.last
     assert not built.strongly_typed
     assert last.network._flags == 1 << int(trt.NetworkDefinitionCreationFlag.EXPLICIT_BATCH)
@@ -255,7 +254,7 @@ def test_8_6_is_weakly_typed_with_fp16_allowed_and_no_outside_libraries():
 @pytest.mark.parametrize("version", ["10.0.1", "10.14.1", "10.16.1", "11.0.0", "11.4.0", "rtx-1.7.1"])
 def test_later_versions_are_strongly_typed_without_precision_flags(version):
     rt = fake(KEPT[version])
-    built = build_with(rt, BuildRequest(onnx=MODEL, backend=rt.backend, profiles=[profile()]))
+    built = build_rtx(MODEL, rt=rt, profiles=[profile()])
     strong = 1 << int(rt.module.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
     assert built.strongly_typed
     assert rt.module.last.network._flags & strong
@@ -266,9 +265,7 @@ def test_precision_constraints_hold_every_layer_to_its_type_in_the_graph():
     rt, model = fake(KEPT["8.6.1"]), layer()
     island = onnx.helper.make_node("Cast", ["y"], ["wide"], to=onnx.TensorProto.FLOAT)
     model.graph.node.extend([island, onnx.helper.make_node("Shape", ["wide"], ["size"])])
-    data = model.SerializeToString()
-    request = BuildRequest(onnx=data, backend="tensorrt", profiles=[profile()], precision_constraints=True)
-    build_with(rt, request)
+    build_rtx(model, rt=rt, profiles=[profile()], precision_constraints=True)
     *layers, shape = rt.module.last.network._layers
     assert rt.module.last.config._raised == ["FP16", "OBEY_PRECISION_CONSTRAINTS"]
     assert [each.precision.name for each in layers] == ["HALF"] * 5 + ["FLOAT"]
@@ -279,8 +276,7 @@ def test_precision_constraints_hold_every_layer_to_its_type_in_the_graph():
 @pytest.mark.parametrize("version", ["10.14.1", "11.4.0", "rtx-1.7.1"])
 def test_allow_decomposed_reaches_the_attention_layer(version):
     rt = fake(KEPT[version])
-    request = BuildRequest(onnx=MODEL, backend=rt.backend, profiles=[profile()], allow_decomposed=True)
-    build_with(rt, request)
+    build_rtx(MODEL, rt=rt, profiles=[profile()], allow_decomposed=True)
     kinds = rt.module.LayerType
     found = [each for each in rt.module.last.network._layers if each.type == kinds.ATTENTION_INPUT]
     assert [each.attention.decomposable for each in found] == [True]
@@ -290,16 +286,13 @@ def test_8_6_names_the_refused_node_by_its_place_in_the_file():
     model = layer()
     model.graph.node[3].op_type = "Refused"
     rt = fake(KEPT["8.6.1"])
-    request = BuildRequest(onnx=model.SerializeToString(), backend="tensorrt", profiles=[profile()])
-    with pytest.raises(EngineError, match="node att0: Refused: no importer") as caught:
-        build_with(rt, request)
-    assert caught.value.nodes == ("att0",)
+    with pytest.raises(EngineError, match="node att0: Refused: no importer"):
+        build_rtx(model, rt=rt, profiles=[profile()])
 
 
 def test_a_stale_timing_cache_is_dropped_and_reported():
     rt = fake(KEPT["8.6.1"])
-    request = BuildRequest(onnx=MODEL, backend="tensorrt", profiles=[profile()], timing_cache=b"stale")
-    built = build_with(rt, request)
+    built = build_rtx(MODEL, rt=rt, profiles=[profile()], timing_cache=b"stale")
     assert "timing cache" in built.notes[0]
     assert built.timing_cache == b"+timings"
 
@@ -307,8 +300,7 @@ def test_a_stale_timing_cache_is_dropped_and_reported():
 @pytest.mark.parametrize("version", VERSIONS)
 def test_progress_is_reported_where_the_version_has_it(version):
     rt, reported = fake(KEPT[version]), []
-    request = BuildRequest(onnx=MODEL, backend=rt.backend, profiles=[profile()])
-    build_with(rt, request, lambda *event: reported.append(event))
+    build_rtx(MODEL, lambda *event: reported.append(event), rt=rt, profiles=[profile()])
     expected = [("Building", 0, 2), ("Building", 1, 2), ("Building", 2, 2)]
     assert reported == ([] if version == "8.6.1" else expected)
 
@@ -320,19 +312,19 @@ def test_a_callback_that_fails_cancels_the_build_itself():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        build_with(rt, BuildRequest(onnx=MODEL, backend="tensorrt", profiles=[profile()]), fail)
+        build_rtx(MODEL, fail, rt=rt, profiles=[profile()])
     assert rt.module.last.cancelled
 
 
 def test_the_hint_fits_the_version():
     rt = fake(KEPT["8.6.1"])
     with pytest.raises(EngineError, match=r"8\.6\.1") as caught:
-        build_with(rt, BuildRequest(onnx=MODEL, backend="tensorrt", weight_streaming=True))
+        build_rtx(MODEL, rt=rt, weight_streaming=True)
     assert caught.value.hint == "use TensorRT 10 or later"
 
 
 @pytest.mark.parametrize("version", ["8.6.1", "10.16.1", "11.4.0"])
 def test_the_inspector_is_used_where_the_builder_has_a_gpu(version):
     rt = fake(KEPT[version])
-    built = build_with(rt, BuildRequest(onnx=MODEL, backend="tensorrt", profiles=[profile()]))
+    built = build_rtx(MODEL, rt=rt, profiles=[profile()])
     assert [kernel.name for kernel in built.kernels["inspector"]] == ["fake"]

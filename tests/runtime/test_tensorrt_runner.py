@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 from extract_trt_surfaces import EXTRACT
+from rtx_engines import build_rtx
 from tensorrt_fake import make_module
 from tensorrt_models import engine_on_gpu, layer, needs_rtx, profile
 
@@ -20,7 +21,6 @@ from mha_deploy.metrics import judge_case
 from mha_deploy.runtime import cuda
 from mha_deploy.runtime.child import isolation
 from mha_deploy.runtime.tensorrt import engine_runner as bound
-from mha_deploy.runtime.tensorrt.builder import BuildRequest, build_with
 from mha_deploy.runtime.tensorrt.engine_runner import (
     Recent,
     TensorRTRunner,
@@ -393,8 +393,7 @@ no_gpu = pytest.mark.skipif(cuda.find_gpu() is not None, reason="here is a GPU")
 @no_gpu
 def test_an_engine_that_cannot_be_loaded_says_why():
     rt = load("tensorrt-rtx")
-    model = layer().SerializeToString()
-    plan = build_with(rt, BuildRequest(onnx=model, profiles=[profile()], targets="8.9")).plan
+    plan = build_rtx(layer(), profiles=[profile()], targets="8.9").plan
     with pytest.raises(EngineError, match="cannot load this engine here") as caught:
         load_engine(rt, plan)
     assert "cuda" in caught.value.got.lower()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +25,6 @@ from mha_deploy.runtime.tensorrt.versions import (
     TensorRT,
     collect,
     errors,
-    load,
     logger_for,
 )
 
@@ -37,8 +37,7 @@ HARDWARE_LEVELS = {"ampere-plus": "AMPERE_PLUS", "same-compute-capability": "SAM
 class BuildRequest:
     """One engine to build."""
 
-    onnx: bytes | str | Path  # the model, or its path, which one with external data needs
-    backend: str = "tensorrt-rtx"  # or `tensorrt`
+    onnx: Path  # the model, with its external data beside it
     precision: str = "fp16"  # of the graph: `fp16`, `bf16` or `fp32`
     profiles: Sequence[Profile] = ()  # ranges of the input shapes, one mapping per optimisation profile
     targets: str | Sequence[str] = ()  # to compile for (RTX only): `"8.9"`, `"89,120"`, `("8.9", "12.0")`
@@ -67,8 +66,6 @@ class BuildRequest:
         level = self.optimization_level
         if level is not None and not 0 <= level <= 5:
             raise EngineError("The optimisation level is out of range.", got=level, hint="0-5")
-        if self.workspace is not None and self.workspace <= 0:
-            raise EngineError("The workspace must be a positive number of bytes.", got=self.workspace)
 
     @property
     def target_names(self) -> tuple[str, ...]:
@@ -77,8 +74,7 @@ class BuildRequest:
 
     def options(self) -> dict[str, Any]:
         """The options as plain data, for a manifest: everything but the model and the cache."""
-        others = ("onnx", "backend", "timing_cache")
-        kept = {name: value for name, value in vars(self).items() if name not in others}
+        kept = {name: value for name, value in vars(self).items() if name not in ("onnx", "timing_cache")}
         profiles = [
             {name: list(map(list, shapes)) for name, shapes in profile.items()} for profile in self.profiles
         ]
@@ -95,7 +91,7 @@ class BuiltEngine:
     inputs: tuple[EngineTensor, ...]
     outputs: tuple[EngineTensor, ...]
     kernels: Mapping[str, tuple[Kernel, ...]]  # as each source reports them: `log`, `plan`, `inspector`
-    warnings: tuple[Message, ...] = ()  # TensorRT's, linked to nodes
+    warnings: tuple[str, ...] = ()  # TensorRT's
     notes: tuple[str, ...] = ()  # for the user: a stale timing cache, a source without kernels
     large_tensors: tuple[LargeTensor, ...] = ()
     timing_cache: bytes | None = field(default=None, repr=False)  # for the next build; None: no effect
@@ -131,100 +127,78 @@ _SEPARATORS = re.compile(r"[\s\[\]{}()\"',;=]+")
 
 @dataclass(frozen=True, kw_only=True)
 class NodeNames:
-    """The nodes of a graph by TensorRT's names for them, in file order."""
+    """The nodes of a graph by TensorRT's names for them, in file order, each with its operator."""
 
-    names: tuple[str, ...]
-    operators: tuple[str, ...]
-    readers: dict[str, tuple[str, ...]]  # for each tensor, the nodes that read it
+    nodes: tuple[tuple[str, str], ...]
+    readers: Mapping[str, Sequence[str]]  # for each tensor, the nodes that read it
     axes: dict[str, tuple[str, int]]  # for each named dimension, an input of the graph and its place there
-    has_external_data: bool = False
 
-    def link(self, messages: Iterable[Message]) -> list[Message]:
-        """The messages with the nodes in them, by name or by a tensor they read."""
-        known, linked = set(self.names), []
-        for message in messages:
-            words = [word.strip(".:") for word in _SEPARATORS.split(message.text)]
-            found = [word for word in words if word in known] or [
-                node for word in words for node in self.readers.get(word, ())
-            ]
-            linked.append(replace(message, nodes=tuple(dict.fromkeys(found))))
-        return linked
+    def mentioned(self, text: str) -> list[str]:
+        """The nodes that a message mentions, by name or by a tensor they read."""
+        known, words = {name for name, _ in self.nodes}, [w.strip(".:") for w in _SEPARATORS.split(text)]
+        readers = (node for word in words for node in self.readers.get(word, ()))
+        return list(dict.fromkeys([word for word in words if word in known] or readers))
+
+    def located(self, text: str) -> str:
+        """A message in one line, behind the nodes that it mentions: `node a, b: text`."""
+        return _with_nodes(self.mentioned(text), " ".join(text.split()))
 
 
-def read_names(source: bytes | str | Path) -> NodeNames:
+def _with_nodes(nodes: Sequence[str], text: str) -> str:
+    return f"node {', '.join(nodes)}: {text}" if nodes else text
+
+
+def read_names(path: Path) -> NodeNames:
     """Read the node names of an ONNX model, without its weights; refuse what is none, or an empty one."""
-    graph = _load(source).graph
+    graph = _load(path).graph
     if not graph.node:
         # TensorRT's parser accepts zero bytes as a valid, empty model.
-        raise EngineError("The ONNX model has no nodes.", got=_describe(source), hint="export it again")
+        raise EngineError("The ONNX model has no nodes.", got=path, hint="export it again")
     # The parser names a node without a name for its first output.
-    names = [node.name or f"node_of_{node.output[0]}" for node in graph.node]
-    readers: dict[str, dict[str, None]] = {}
-    for name, node in zip(names, graph.node, strict=True):
+    nodes = tuple((node.name or f"node_of_{node.output[0]}", node.op_type) for node in graph.node)
+    readers: dict[str, list[str]] = defaultdict(list)
+    for (name, _), node in zip(nodes, graph.node, strict=True):
         for tensor in filter(None, node.input):
-            readers.setdefault(tensor, {})[name] = None
-    return NodeNames(
-        names=tuple(names),
-        operators=tuple(node.op_type for node in graph.node),
-        readers={tensor: tuple(users) for tensor, users in readers.items()},
-        axes={
-            dim.dim_param: (value.name, place)
-            for value in graph.input
-            for place, dim in enumerate(value.type.tensor_type.shape.dim)
-            if dim.dim_param
-        },
-        has_external_data=any(
-            weight.data_location == onnx.TensorProto.EXTERNAL for weight in graph.initializer
-        ),
-    )
+            readers[tensor].append(name)
+    axes = {
+        dim.dim_param: (value.name, place)
+        for value in graph.input
+        for place, dim in enumerate(value.type.tensor_type.shape.dim)
+        if dim.dim_param
+    }
+    return NodeNames(nodes=nodes, readers=readers, axes=axes)
 
 
-def _load(source: bytes | str | Path) -> onnx.ModelProto:
+def _load(path: Path) -> onnx.ModelProto:
     try:
-        if isinstance(source, bytes):
-            return onnx.load_model_from_string(source)
-        return onnx.load(str(source), load_external_data=False)
+        return onnx.load(str(path), load_external_data=False)
     except (DecodeError, UnicodeDecodeError) as cause:
         hint = "give the model.onnx of a bundle"
-        raise EngineError("This is not an ONNX model.", got=_describe(source), hint=hint) from cause
+        raise EngineError("This is not an ONNX model.", got=path, hint=hint) from cause
     except OSError as cause:
         raise EngineError("The ONNX model cannot be read.", got=cause, hint="check the path") from cause
-
-
-def _describe(source: bytes | str | Path) -> str:
-    return f"{len(source)} bytes" if isinstance(source, bytes) else str(source)
 
 
 # -- From an ONNX file to a TensorRT network -------------------------------------------------------
 
 
-def parse_into(rt: TensorRT, parser: Any, source: bytes | str | Path, names: NodeNames) -> None:
+def parse_into(rt: TensorRT, parser: Any, path: Path, names: NodeNames) -> None:
     """Parse the model into the network of the parser, or report which node is refused and why."""
-    # Only from its path does the parser find weights that are in another file.
-    in_memory = isinstance(source, bytes)
-    if parser.parse(source) if in_memory else parser.parse_from_file(os.fspath(source)):
+    if parser.parse_from_file(os.fspath(path)):
         return
-    found: dict[str, str] = {}
-    for index in range(parser.num_errors):
-        parser_error = parser.get_error(index)
-        text, place = str(parser_error.desc()), parser_error.node()
-        # 8.6 reports only the node's place in the file.
-        node, operator = (
-            (names.names[place], names.operators[place]) if 0 <= place < len(names.names) else ("", "")
-        )
+    found = []
+    for parser_error in map(parser.get_error, range(parser.num_errors)):
+        place = parser_error.node()  # in the file, which is all that 8.6 reports
+        node, operator = names.nodes[place] if 0 <= place < len(names.nodes) else ("", "")
         if rt.can.parser_node_names:
             node, operator = parser_error.node_name() or node, parser_error.node_operator()
-        found[_with_nodes(f"{operator}: {text}" if operator else text, (node,) if node else ())] = node
+        text = f"{operator}: {parser_error.desc()}" if operator else str(parser_error.desc())
+        found.append(_with_nodes([node] if node else [], text))
     raise EngineError(
         f"The ONNX parser of {rt.title} refuses the graph.",
-        got="; ".join(found) or "no reason reported",
+        got="; ".join(dict.fromkeys(found)) or "no reason reported",
         hint="lower the graph for this target, or check which of its nodes the target takes",
-        nodes=tuple(dict.fromkeys(filter(None, found.values()))),
     )
-
-
-def _with_nodes(text: str, nodes: Sequence[str]) -> str:
-    return f"node {', '.join(nodes)}: {text}" if nodes else text
 
 
 def constrain_types(rt: TensorRT, network: Any, types: Mapping[str, str], precision: str) -> None:
@@ -417,25 +391,22 @@ _KNOWN = {
 
 def _build_failure(rt: TensorRT, messages: Sequence[Message], names: NodeNames) -> EngineError:
     """The error of a build that returned nothing, from the messages of the builder."""
-    found = names.link(errors(messages))
-    lines = dict.fromkeys(_with_nodes(" ".join(message.text.split()), message.nodes) for message in found)
-    text = "; ".join(lines) or "the builder reported no reason"
-    nodes = tuple(dict.fromkeys(node for message in found for node in message.nodes))
+    found = errors(messages)
+    text = "; ".join(dict.fromkeys(map(names.located, found))) or "the builder reported no reason"
     if _NOT_FUSED.search(text):
         # Where the builder does not report which, it is one of those that are attention in one operator.
-        pairs = zip(names.names, names.operators, strict=True)
-        nodes = nodes or tuple(name for name, operator in pairs if operator.endswith("Attention"))
+        nodes = list(dict.fromkeys(node for each in found for node in names.mentioned(each)))
+        nodes = nodes or [name for name, operator in names.nodes if operator.endswith("Attention")]
         return NotFusedError(
             f"Attention has no fused kernel for this target, and may not be decomposed ({rt.title}).",
             # The builder's own message is long, and has no more information.
             got=f"{'one of' if len(nodes) > 1 else 'node'} {', '.join(nodes)}",
             hint="use fp16 or bf16 and a head size of 16 to 256; or --allow-decomposed, and lose speed",
-            nodes=nodes,
         )
     for sign, (what, hint) in _KNOWN.items():
         if re.search(sign, text):
-            return EngineError(f"{what} ({rt.title}).", got=text, hint=hint, nodes=nodes)
-    return EngineError(f"{rt.title} could not build the engine.", got=text, nodes=nodes)
+            return EngineError(f"{what} ({rt.title}).", got=text, hint=hint)
+    return EngineError(f"{rt.title} could not build the engine.", got=text)
 
 
 # -- The progress of the builder (`IProgressMonitor`; 8.6 has none) --------------------------------
@@ -479,20 +450,13 @@ def _make_monitor(trt: Any, on_progress: OnProgress) -> Any:
     return Monitor()
 
 
-# -- From an ONNX model to an engine, with everything that is needed to judge it -------------------
+# -- The build -------------------------------------------------------------------------------------
 
 
-def build_engine(request: BuildRequest, on_progress: OnProgress | None = None) -> BuiltEngine:
-    """Build an engine with the TensorRT that the request names; see `build_with`."""
-    return build_with(load(request.backend), request, on_progress)
-
-
-def build_with(rt: TensorRT, request: BuildRequest, on_progress: OnProgress | None = None) -> BuiltEngine:
+def build_engine(rt: TensorRT, request: BuildRequest, on_progress: OnProgress | None = None) -> BuiltEngine:
     """Build an engine. An exception that `on_progress` raises cancels the build and is raised here."""
     trt = rt.module
     names = read_names(request.onnx)
-    if names.has_external_data and isinstance(request.onnx, bytes):
-        raise EngineError("The weights of this model are in another file.", hint="give the model's path")
     _refuse_unsupported(rt, request)
     started = time.perf_counter()
     with collect(rt) as messages:
@@ -512,15 +476,6 @@ def build_with(rt: TensorRT, request: BuildRequest, on_progress: OnProgress | No
         network = builder.create_network(flags)
         parser = trt.OnnxParser(network, logger_for(rt))
         parse_into(rt, parser, request.onnx, names)
-        # Let every attention layer be built from several kernels where there is no fused one.
-        for index in range(network.num_layers if request.allow_decomposed and rt.can.attention else 0):
-            layer = network.get_layer(index)
-            if layer.type == trt.LayerType.ATTENTION_INPUT:
-                # `get_layer` returns the base class; this is how TensorRT's Python API casts down.
-                layer.__class__ = trt.IAttentionInputLayer
-                input_layer = layer
-                attention = input_layer.attention
-                attention.decomposable = True
         if request.precision_constraints:
             graph = onnx.shape_inference.infer_shapes(_load(request.onnx)).graph
             types = {
@@ -530,10 +485,17 @@ def build_with(rt: TensorRT, request: BuildRequest, on_progress: OnProgress | No
             constrain_types(rt, network, types, request.precision)
         config = builder.create_builder_config()
         notes = _fill_config(rt, config, request)
-        for index in range(network.num_layers if rt.can.aliased_plugin_io else 0):
-            layer = network.get_layer(index)
-            if layer.type == trt.LayerType.PLUGIN_V3:
+        for layer in map(network.get_layer, range(network.num_layers)):
+            if rt.can.aliased_plugin_io and layer.type == trt.LayerType.PLUGIN_V3:
                 config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
+            # Attention may be built from several kernels where there is no fused one.
+            decomposable = request.allow_decomposed and rt.can.attention
+            if decomposable and layer.type == trt.LayerType.ATTENTION_INPUT:
+                # `get_layer` returns the base class; this is how TensorRT's Python API casts down.
+                layer.__class__ = trt.IAttentionInputLayer
+                input_layer = layer
+                attention = input_layer.attention
+                attention.decomposable = True
         inputs = tuple(_tensor(network.get_input(index)) for index in range(network.num_inputs))
         _add_profiles(builder, config, inputs, request.profiles)
         monitor = None
@@ -546,16 +508,12 @@ def build_with(rt: TensorRT, request: BuildRequest, on_progress: OnProgress | No
             raise _build_failure(rt, messages, names)
         plan, seconds = bytes(serialised), time.perf_counter() - started
         # An input that TensorRT ignores is an error: the engine would compute something else. It is the
-        # builder that reports it, not the parser. Linking reads every word of a message, and a verbose log
-        # has thousands of them.
-        unused = names.link(message for message in messages if message.text.startswith("Unused Input"))
+        # builder that reports it, not the parser.
+        unused = [message.text for message in messages if message.text.startswith("Unused Input")]
         if unused:
-            raise EngineError(
-                f"{rt.title} would ignore a part of the graph, and compute something else.",
-                got="; ".join(dict.fromkeys(_with_nodes(message.text, message.nodes) for message in unused)),
-                hint="lower the node to a form that this version reads, without that input",
-                nodes=tuple(dict.fromkeys(node for message in unused for node in message.nodes)),
-            )
+            problem = f"{rt.title} would ignore a part of the graph, and compute something else."
+            hint = "lower the node to a form that this version reads, without that input"
+            raise EngineError(problem, got="; ".join(dict.fromkeys(map(names.located, unused))), hint=hint)
         kernels = {
             "log": tuple(reported.kernels_from_log(message.text for message in messages)),
             "plan": tuple(reported.kernels_from_plan(plan)),
@@ -570,7 +528,7 @@ def build_with(rt: TensorRT, request: BuildRequest, on_progress: OnProgress | No
                 # The engine is built: that it cannot be inspected makes the verdict unknown, not the build
                 # void.
                 notes.append(f"the engine could not be inspected: {failure.got}")
-        warned = tuple(names.link(message for message in messages if message.severity == "WARNING"))
+        warnings = tuple(message.text for message in messages if message.severity == "WARNING")
         cache = config.get_timing_cache() if rt.can.timing_cache else None
         return BuiltEngine(
             plan=plan,
@@ -579,9 +537,9 @@ def build_with(rt: TensorRT, request: BuildRequest, on_progress: OnProgress | No
             inputs=inputs,
             outputs=tuple(_tensor(network.get_output(index)) for index in range(network.num_outputs)),
             kernels=kernels,
-            warnings=warned,
+            warnings=warnings,
             notes=tuple(notes),
-            large_tensors=reported.large_tensors((message.text for message in warned), names.axes),
+            large_tensors=reported.large_tensors(warnings, names.axes),
             timing_cache=None if cache is None else bytes(cache.serialize()),
         )
 

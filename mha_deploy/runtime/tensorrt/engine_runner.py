@@ -149,7 +149,7 @@ def load_engine(rt: TensorRT, plan: bytes, *, host_code: bool = False) -> tuple[
 
 
 def _reasons(messages: Iterable[Message]) -> str:
-    return "; ".join(message.text for message in errors(messages)) or "no reason reported"
+    return "; ".join(errors(messages)) or "no reason reported"
 
 
 def _io_tensors(rt: TensorRT, engine: Any) -> tuple[dict[str, TensorInfo], dict[str, TensorInfo]]:

@@ -6,23 +6,17 @@ import importlib
 import os
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from mha_deploy.errors import EXIT_VERDICT_FAILED, BackendUnavailable, DeployError, nearest
 from mha_deploy.runtime.child import is_child
 
 
 class EngineError(DeployError):
-    """TensorRT refused the graph, the options or the plan; `nodes` are the ONNX nodes in question."""
-
-    def __init__(
-        self, what: str, *, got: object = None, hint: str | None = None, nodes: Sequence[str] = ()
-    ) -> None:
-        super().__init__(what, got=got, hint=hint)
-        self.nodes = tuple(nodes)
+    """TensorRT refused the graph, the options or the plan."""
 
 
 class NotFusedError(EngineError):
@@ -198,13 +192,11 @@ _sinks: list[list[Message]] = []
 _one_build_at_a_time = threading.RLock()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Message:
-    """One message, and the names of the ONNX nodes in it."""
+class Message(NamedTuple):
+    """One message; its severity is INTERNAL_ERROR, ERROR, WARNING, INFO or VERBOSE."""
 
-    severity: str  # INTERNAL_ERROR, ERROR, WARNING, INFO or VERBOSE
+    severity: str
     text: str
-    nodes: tuple[str, ...] = ()
 
 
 @contextmanager
@@ -236,7 +228,7 @@ def logger_for(rt: TensorRT) -> Any:
 
         def log(self, severity: Any, text: str) -> None:
             # Called from C++ that cannot take an exception: nothing here may raise.
-            message = Message(severity=getattr(severity, "name", str(severity)), text=str(text))
+            message = Message(getattr(severity, "name", str(severity)), str(text))
             for sink in tuple(_sinks):
                 sink.append(message)
             if is_child():  # after a crash, its parent reads here where it was
@@ -245,7 +237,7 @@ def logger_for(rt: TensorRT) -> Any:
     return _loggers.setdefault(trt.__name__, Collector())
 
 
-def errors(messages: Iterable[Message]) -> list[Message]:
-    """The errors, without those that only report a missing GPU; all of them if no other is left."""
-    found = [message for message in messages if message.severity in ("INTERNAL_ERROR", "ERROR")]
-    return [message for message in found if not any(noise in message.text for noise in _NOISE)] or found
+def errors(messages: Iterable[Message]) -> list[str]:
+    """The texts of the errors, without those that only report a missing GPU; all if no other is left."""
+    found = [message.text for message in messages if message.severity in ("INTERNAL_ERROR", "ERROR")]
+    return [text for text in found if not any(noise in text for noise in _NOISE)] or found
