@@ -12,22 +12,24 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, replace
 from functools import cached_property
 from html import escape
 from inspect import Parameter, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Union
 
-from mha_deploy.errors import BackendUnavailable, DeployError
+from mha_deploy.errors import DeployError, needed
 from mha_deploy.options import (
     AUTO,
+    OF_DEPLOY,
     BenchOptions,
     EngineOptions,
     ExportOptions,
     Limits,
     PackageOptions,
     ValidateOptions,
+    chosen,
     options_text,
 )
 
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
     from mha_deploy.model.spec import AttentionSpec, Axis
     from mha_deploy.options import (
         BenchKeywords,
+        DeployKeywords,
         EngineKeywords,
         ExportKeywords,
         PackageKeywords,
@@ -86,22 +89,21 @@ __all__ = [
 ]  # fmt: skip
 
 
-def _takes(record: type) -> Callable[[AnyFunction], AnyFunction]:
+def _takes(options: Mapping[str, Field[Any]]) -> Callable[[AnyFunction], AnyFunction]:
     """Show the options that a function passes on to a record: in its signature and in its docstring."""
 
     def shown(function: AnyFunction) -> AnyFunction:
         own = signature(function)
         given = [each for each in own.parameters.values() if each.kind is not Parameter.VAR_KEYWORD]
-        names = {each.name for each in given}
-        options = [each for each in fields(record) if each.metadata and each.name not in names]
+        rest = {name: each for name, each in options.items() if name not in own.parameters}
         given += [
-            Parameter(each.name, Parameter.KEYWORD_ONLY, default=each.default, annotation=each.type)
-            for each in options
+            Parameter(name, Parameter.KEYWORD_ONLY, default=each.default, annotation=each.type)
+            for name, each in rest.items()
         ]
         function.__signature__ = own.replace(parameters=given)  # type: ignore[attr-defined]
         before, line, after = (function.__doc__ or "").partition("        options:")
-        text = options_text(record, [each.name for each in options])
-        function.__doc__ = f"{before}{text}\n{after.partition(chr(10))[2]}" if line else before
+        text = f"{before}{options_text(rest)}\n{after.partition(chr(10))[2]}"
+        function.__doc__ = text if line else before
         return function
 
     return shown
@@ -151,8 +153,10 @@ def load_model(
         axes: Axis ranges, as `{"S": "1:128:512"}`: of an `nn.Module` those that its examples name, of
             everything else ranges in place of its own.
         name: Name of an `nn.Module`; default: that of its class.
-        cache: KV cache of a catalog layer: `none`, `dynamic` or `preallocated`; default: the spec's own.
-        projections: Projections of a catalog layer: `separate` or `packed`; default: the spec's own.
+        cache: KV cache of a catalog layer: none, dynamic (past in, present out) or preallocated; default: the
+            spec's own.
+        projections: Q, K and V projections of a catalog layer: separate, or packed in one GEMM; default: the
+            spec's own.
 
     Example:
         >>> model = md.load_model("tiny-mha", axes={"S": "1:32:128"})
@@ -170,12 +174,9 @@ def load_model(
                 got=type(model).__name__,
                 hint='example_inputs={"x": Example(tensor, "B", "S")}, axes={"B": "1:4:8", "S": "1:128:512"}',
             )
-        inputs = {
-            k: each if isinstance(each, Example) else Example(each) for k, each in example_inputs.items()
-        }
-        called = name or type(model).__name__
-        model = Deployable(module=model, inputs=inputs, axes=axes or {}, name=called)  # type: ignore[arg-type]
-        axes = None
+        given = {k: v if isinstance(v, Example) else Example(v) for k, v in example_inputs.items()}
+        name = name or type(model).__name__
+        model, axes = Deployable(module=model, inputs=given, axes=axes or {}, name=name), None  # type: ignore[arg-type]
     elif example_inputs is not None or name:
         raise DeployError("Only an nn.Module takes example inputs and a name.", got=_shown(model))
     ranges = {
@@ -190,9 +191,8 @@ def load_model(
         source = (source if cache is None else source.with_cache(cache)).with_axes(ranges)
         source = source if projections is None else replace(source, projections=projections)
         return replace(known or Model(name=source.name, source=source), source=source)
-    options = {"cache": cache, "projections": projections}
-    if any(options.values()):
-        got = ", ".join(f"{option}={value!r}" for option, value in options.items() if value is not None)
+    if cache or projections:
+        got = f"cache={cache!r}, projections={projections!r}"
         raise DeployError("Only a catalog layer has these options.", got=got)
     if not isinstance(source, str | Deployable):
         hint = "a catalog name, file.toml, file.py:factory, a Deployable, or an nn.Module"
@@ -245,7 +245,7 @@ def load_checkpoint(
     return replace(model, weights=path, prefix=prefix, layer=None if prefix else layer)
 
 
-@_takes(ExportOptions)
+@_takes(chosen(ExportOptions))
 def export(
     model: AnySource,
     out: StrPath,
@@ -296,14 +296,8 @@ def export(
         return bundle_from_onnx(source, Path(out), chosen, axes=found.axes, inputs=examples, on_step=report)
     if inputs:
         raise DeployError("Only an ONNX file takes inputs.", got=", ".join(inputs))
-    try:
+    with needed("Exporting needs PyTorch and its ONNX exporter.", "export"):
         from mha_deploy.export.exporter import bundle_from_factory, bundle_from_spec
-    except ImportError as error:
-        raise BackendUnavailable(
-            "Exporting needs PyTorch and its ONNX exporter.",
-            got=error,
-            hint='pip install "mha-deploy[export]"',
-        ) from error
     if isinstance(found.source, AttentionSpec):
         return bundle_from_spec(found.source, Path(out), chosen, report)
     return bundle_from_factory(found.source, Path(out), chosen, axes=found.axes, on_step=report)
@@ -429,9 +423,8 @@ def fuse(model: AnyModel, *, verify: bool = True) -> tuple[AnyModel, FuseReport]
         return ir.to_proto(fused), report
     if isinstance(model, ir.Model):
         return fuse_attention(model, verify=verify)
-    raise DeployError(
-        "This is not an ONNX model.", got=_shown(model), hint="onnx.load(path), or onnx_ir.load(path)"
-    )
+    hint = "onnx.load(path), or onnx_ir.load(path)"
+    raise DeployError("This is not an ONNX model.", got=_shown(model), hint=hint)
 
 
 def fuse_file(
@@ -444,8 +437,11 @@ def fuse_file(
     Args:
         source: The file, of opset 13 or newer.
         output: The file to write.
-        overwrite: Whether files that are there are replaced.
-        verify: See `fuse`, as for the report that is returned.
+        overwrite: Replace files that are there already.
+        verify: Compare every new node with the original on drawn inputs, and keep only equal ones.
+
+    Returns:
+        The report; see `fuse`.
 
     Example:
         >>> md.fuse_file("out/tiny/model.onnx", "out/fused.onnx").complete
@@ -454,7 +450,6 @@ def fuse_file(
     from mha_deploy.graph.file import load_graph, weight_files
 
     source, output = Path(source), Path(output)
-    # Large weights go to a file beside the graph.
     parts = (output, output.with_name(f"{output.name}.data"))
     if output.exists() and not output.is_file():
         raise DeployError("The output is not a file.", got=output)
@@ -467,11 +462,9 @@ def fuse_file(
         raise DeployError("The folder of the output does not exist.", got=output.parent)
     original = load_graph(source)
     needed = weight_files(original)
-    for path in parts:
-        if path.resolve() in needed:
-            raise DeployError(
-                "The output could replace weights of the input.", got=path, hint="write elsewhere"
-            )
+    if taken := [path for path in parts if path.resolve() in needed]:
+        what = "The output could replace weights of the input."
+        raise DeployError(what, got=taken[0], hint="write elsewhere")
     if parts[1].exists() and not overwrite:
         raise DeployError("The file for the weights is there already.", got=parts[1], hint="--overwrite")
     model, report = fuse(original, verify=verify)
@@ -513,9 +506,9 @@ def check(
 
     Args:
         bundle: A bundle, its folder, or an ONNX file whose attention is fused.
-        target: `tensorrt` or `tensorrt-rtx`.
-        version: Its version, as `"10.3"`; default: the newest.
-        sm: Compute capabilities of the GPUs, as `"9.0"` or `"89,120"`; default: any.
+        target: tensorrt or tensorrt-rtx.
+        version: Version of the target, as 8.6 or 10.14; default: the newest known.
+        sm: Compute capabilities of the GPUs, as 9.0 or 89,120; default: any.
 
     Returns:
         One record for each attention and target: `taken`, `fused`, both also `_when_lowered`, and `findings`.
@@ -539,7 +532,7 @@ def check(
 # -- Engines ---------------------------------------------------------------------------------------
 
 
-@_takes(EngineOptions)
+@_takes(chosen(EngineOptions))
 def build_engine(
     bundle: Bundle | StrPath,
     *,
@@ -554,8 +547,8 @@ def build_engine(
         bundle: The bundle, or its folder; the engine is written into it.
         profiles: Optimization profiles, as `"B=1:8:32,S=1:128:512"` or `{"B": "1:8:32"}`; default: the axis
             ranges of the model.
-        repeat: How many builds; from 2 on, each without the timings of the others, and
-            `engine.manifest.rebuilds` says how much they differ.
+        repeat: Number of builds. From 2 on, each starts without kernel timings, and what differs between them
+            is reported: kernels, sizes, and on a GPU errors and latencies. The last one is kept.
         on_step: Called as the builder reports progress.
         options: The fields of `mha_deploy.options.EngineOptions`.
 
@@ -603,7 +596,7 @@ def open_engine(path: StrPath) -> Engine:
     return open_engine(Path(path))
 
 
-@_takes(PackageOptions)
+@_takes(chosen(PackageOptions))
 def package(bundle: Bundle | StrPath, repository: StrPath, **options: Unpack[PackageKeywords]) -> Package:
     """Write a bundle into a Triton model repository.
 
@@ -664,9 +657,8 @@ def open_runner(model: Any, backend: str | None = None) -> Runner:
         model = open_engine(model) if model.suffix == ".engine" else model
     has_own = isinstance(model, Runner | Engine) or is_polygraphy_runner(model)
     if has_own and backend is not None:
-        raise DeployError(
-            "The backend of a runner or an engine cannot be chosen.", got=backend, hint="leave it out"
-        )
+        what = "The backend of a runner or an engine cannot be chosen."
+        raise DeployError(what, got=backend, hint="leave it out")
     if isinstance(model, Runner):
         return model
     if isinstance(model, Engine):
@@ -695,11 +687,8 @@ def _graph_runner(model: Any, backend: str | None) -> Runner:
     graph = graph_from_proto(model) if isinstance(model, onnx.ModelProto) else model
     graph = load_graph(graph) if isinstance(graph, Path) else graph
     if not isinstance(graph, ir.Model):
-        raise DeployError(
-            "This cannot be run.",
-            got=_shown(model),
-            hint="an engine, a bundle, an ONNX model, or a Polygraphy runner",
-        )
+        hint = "an engine, a bundle, an ONNX model, or a Polygraphy runner"
+        raise DeployError("This cannot be run.", got=_shown(model), hint=hint)
     if backend is None:
         has_bf16 = any(value.dtype == ir.DataType.BFLOAT16 for value in graph.graph.inputs)
         backend = "ort-cpu" if can_import("onnxruntime") and not has_bf16 else "onnx-reference"
@@ -750,9 +739,7 @@ class Report:
         """Write the page to a file, and give its path."""
         from mha_deploy.bundle.commit import write_atomically
 
-        page = self.to_html().encode("utf-8")
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(Path(path), page)
+        write_atomically(Path(path), self.to_html().encode("utf-8"))
         return Path(path)
 
     def save(self, folder: StrPath) -> Path:
@@ -770,7 +757,7 @@ class Report:
         return f"<Report {'passed' if self.passed else 'failed'}: {self.headline}>"
 
 
-@_takes(ValidateOptions)
+@_takes(chosen(ValidateOptions))
 def validate(
     bundle: Bundle | StrPath, *, on_step: OnStep | None = None, **options: Unpack[ValidateKeywords]
 ) -> Report:
@@ -801,11 +788,8 @@ def validate(
     elsewhere = ("backends", "engine", "latency", "sweep", "layers", "conformance", "kernels")
     given = [name for name in (*elsewhere, "require_fused", "require_precision") if getattr(chosen, name)]
     if given:
-        raise DeployError(
-            "A server is judged in place of the runtimes of this machine.",
-            got=f"{chosen.url} and {', '.join(given)}",
-            hint="one of them at a time",
-        )
+        what, got = "A server is judged in place of the runtimes of this machine.", ", ".join(given)
+        raise DeployError(what, got=f"{chosen.url} and {got}", hint="one of them at a time")
     return Report(validate_server(_opened(bundle), chosen, on_step or _silent))
 
 
@@ -840,7 +824,7 @@ def check_parity(bundle: Bundle | StrPath, runner: Any) -> ParityReport:
 # -- Timing and fault search -----------------------------------------------------------------------
 
 
-@_takes(BenchOptions)
+@_takes(chosen(BenchOptions))
 def bench(
     bundle: Bundle | StrPath, *, on_step: OnStep | None = None, **options: Unpack[BenchKeywords]
 ) -> ModelBench:
@@ -955,7 +939,7 @@ def bisect(
 
     Args:
         bundle: The bundle, or its folder.
-        backend: A runtime or the name of an engine; default: the first engine that runs here, else a CPU
+        backend: A runtime, or the name of an engine; default: the first engine that runs here, else a CPU
             runtime.
         on_step: Called before each part that is tried.
 
@@ -986,9 +970,8 @@ def bisect(
     else:
         runtime = running[0] if backend is None else finder.named(backend)
         if runtime.engine is None:
-            raise DeployError(
-                "Only an engine or a graph runtime can be bisected.", got=backend, hint=", ".join(RUNNERS)
-            )
+            what = "Only an engine or a graph runtime can be bisected."
+            raise DeployError(what, got=backend, hint=", ".join(RUNNERS))
         name, open_model = runtime.name, twin_opener(runtime.engine, opened)
     report("reference", 0, 0)
     reference, title = reference_for(opened, bisected_case(opened), name)
@@ -1056,7 +1039,7 @@ class Deployment:
         return candidates_table(self.candidates, self.chosen)
 
 
-@_takes(ExportOptions)
+@_takes(chosen(ExportOptions) | chosen(EngineOptions, *OF_DEPLOY))
 def deploy(
     model: AnySource,
     out: StrPath,
@@ -1064,16 +1047,11 @@ def deploy(
     weights: StrPath | None = None,
     inputs: Mapping[str, Any] | None = None,
     engine: bool = True,
-    backend: str | None = None,
-    targets: str = "",
-    allow_decomposed: bool = False,
-    attention: str = "native",
-    accumulate: str = "auto",
     latency: bool | None = None,
     candidates: bool | None = False,
     on_step: OnStep | None = None,
     on_result: Callable[[Any], None] | None = None,
-    **options: Unpack[ExportKeywords],
+    **options: Unpack[DeployKeywords],
 ) -> Deployment:
     """Export a model, build an engine once its graph is right, and validate both.
 
@@ -1082,20 +1060,15 @@ def deploy(
         out: The folder to write.
         weights: See `export`.
         inputs: See `export`.
-        engine: Whether to build an engine. It must then be fused and in the graph's precision.
-        backend: See `build_engine`, like the next four.
-        targets: Compute capabilities to compile for (TensorRT-RTX).
-        allow_decomposed: Whether attention without a fused kernel is built from several.
-        attention: `native`, `plugin` or `auto`.
-        accumulate: Accumulation of the projections: `fp16`, `fp32` or `auto`.
-        latency: Whether to time; default: where there is a GPU.
+        engine: Build an engine. It must then be fused and in the graph's precision.
+        latency: Measure latency; default: if there is a GPU.
         candidates: Whether to export and build FP16, BF16, FP16 with FP32 where it overflows, and with the
             plugin's accumulations, and to keep the best; the precision must be `auto`. None: where that is
             so, and there is a GPU.
         on_step: Called as each step begins.
         on_result: Called with the bundle, with the evaluation of its graph, and with the engine, as soon as
             each is there: what was reached before a later step fails.
-        options: The fields of `mha_deploy.options.ExportOptions`.
+        options: The fields of `mha_deploy.options.ExportOptions`, and some of `EngineOptions`.
 
     Raises:
         BackendUnavailable: No engine can be built here as requested; raised before the export.
@@ -1106,37 +1079,29 @@ def deploy(
         (True, None)
     """
     found, reached, report = load_model(model), on_result or (lambda result: None), on_step or _silent
-    _refuse_export(out, ExportOptions(**options))
-    precision = options.get("precision", AUTO)
-    settings = EngineOptions(
-        backend=backend, targets=targets, allow_decomposed=allow_decomposed,
-        attention=attention, accumulate=accumulate,
-    )  # fmt: skip
+    exported: dict[str, Any] = {"weights": weights, "inputs": inputs, **options}
+    settings = EngineOptions(**{name: exported.pop(name) for name in OF_DEPLOY if name in exported})
+    precision, overwrite = exported.pop("precision", AUTO), exported.pop("overwrite", False)
+    _refuse_export(out, ExportOptions(precision=precision, overwrite=overwrite))
     if engine:
         _refuse_builder(settings, precision)
     tried: tuple[Any, ...] = ()
     if candidates and (precision != AUTO or not engine):
-        raise DeployError(
-            "Candidates are engines in several precisions.",
-            got=f"precision {precision}{'' if engine else ', no engine'}",
-            hint="precision auto, with an engine",
-        )
+        what, got = "Candidates are engines in several precisions.", f"precision {precision}"
+        got += "" if engine else ", no engine"
+        raise DeployError(what, got=got, hint="precision auto, with an engine")
     if candidates is None and precision == AUTO and engine:
         from mha_deploy.environment import gpus
 
         candidates = bool(gpus())
     if candidates:
-        files = {"weights": weights, "inputs": inputs}
-        exported = {name: value for name, value in options.items() if name not in ("precision", "overwrite")}
-        best = _best_candidate(
-            found, Path(out), settings, latency=latency, report=report, **files, **exported
-        )
-        (options["precision"], settings), tried = best
+        best = _best_candidate(found, Path(out), settings, latency=latency, report=report, **exported)
+        (precision, settings), tried = best
     from mha_deploy.runtime.child import ONNX_RUNTIME, prepare_child
     from mha_deploy.validate.run import validate_bundle
 
     prepare_child(ONNX_RUNTIME)  # it imports its runtime while PyTorch exports
-    bundle = export(found, out, weights=weights, inputs=inputs, on_step=report, **options)
+    bundle = export(found, out, precision=precision, overwrite=overwrite, on_step=report, **exported)
     reached(bundle)
     built: list[Engine] = []
 
@@ -1147,7 +1112,7 @@ def deploy(
         reached(built[0])
 
     judged = ValidateOptions(
-        latency=latency, require_fused=engine and not allow_decomposed, require_precision=engine
+        latency=latency, require_fused=engine and not settings.allow_decomposed, require_precision=engine
     )
     record = validate_bundle(bundle, judged, build=build if engine else None, on_step=_by_name(report))
     trials, chosen, why = tried or ((), None, "")
@@ -1231,7 +1196,7 @@ def _refuse_builder(settings: Any, precision: str) -> None:
 # -- Upgrades --------------------------------------------------------------------------------------
 
 
-@_takes(Limits)
+@_takes(chosen(Limits))
 def compare(old: Any, new: Any, **options: Any) -> Comparison:
     """Compare two reports, benchmarks, bundles, engines or matrices of one model: did anything get worse?
 
@@ -1251,11 +1216,9 @@ def compare(old: Any, new: Any, **options: Any) -> Comparison:
     """
     from mha_deploy.regression.compare import compare
 
-    unknown = set(options) - set(vars(Limits()))
-    if unknown:
-        raise DeployError(
-            "No such threshold.", got=", ".join(sorted(unknown)), hint=f"one of: {', '.join(vars(Limits()))}"
-        )
+    known = vars(Limits())
+    if unknown := sorted(set(options) - set(known)):
+        raise DeployError("No such threshold.", got=", ".join(unknown), hint=f"one of: {', '.join(known)}")
     return compare(old, new, Limits(**options))
 
 
@@ -1270,9 +1233,9 @@ def matrix(
     """Build and judge every combination of a plan: models, precisions, runtimes, GPUs and options.
 
     Args:
-        plan: A TOML file, or the same as a mapping; see docs/matrix.md.
-        out: Where bundles and results are kept; a second run does only what is missing there.
-        jobs: Local processes, this many at a time, instead of Ray; default: Ray if it is installed, else 1.
+        plan: The plan: a TOML file, or the same as a mapping; see docs/matrix.md.
+        out: Folder of bundles and results. A second run does only what is missing there.
+        jobs: Local processes, this many at a time, instead of Ray; default: Ray, or 1 without it.
         address: Address of a Ray cluster; default: Ray on this machine.
         on_cell: Called with every cell as it is done, how many are done, and how many there are.
 
@@ -1335,10 +1298,10 @@ def analyze(
 
     Args:
         model: A catalog layer, as `load_model` takes it.
-        gpu: `h200`, `h100`, `a100`, `rtx-4090`, `rtx-5090` or `orin`.
-        precision: `fp16`, `bf16` or `fp32`.
-        at: Sizes, as `"B=1,S=2048"`, or of a layer with a KV cache `prefill` or `decode`; default: the
-            optimum of every axis, and with a KV cache the decode step.
+        gpu: GPU whose peak figures are used: h200, h100, a100, rtx-4090, rtx-5090 or orin.
+        precision: Precision of weights and activations: fp16, bf16 or fp32.
+        at: Sizes, as B=1,S=2048, or of a layer with a KV cache prefill or decode; default: the optimum of
+            every axis; with a KV cache, the decode step.
         axes: See `load_model`.
 
     Example:
@@ -1372,13 +1335,13 @@ def compare_heads(
     Args:
         model: What `load_model` takes, or a `Bundle`.
         at: Sizes of the random inputs; see `analyze`.
-        inputs: An `.npz` file of inputs in place of random ones, for a catalog layer.
+        inputs: An .npz file of inputs to compare the heads of a catalog layer on; default: random inputs.
         example_inputs: See `load_model`.
         axes: See `load_model`.
         seed: Seed of weights and random inputs.
         weights: See `export`.
         prefix: See `export`.
-        attention: The attention of the user's own model, by its name; default: the first.
+        attention: The attention of your own model whose heads are compared; default: the first.
 
     Returns:
         The mean cosine of every pair of heads: `matrix`, `redundancy`; `save_png(path)` draws it.
@@ -1398,9 +1361,8 @@ def compare_heads(
     found = load_model(model, example_inputs=example_inputs, axes=axes)  # type: ignore[arg-type]
     if not hasattr(found.source, "Hq"):
         if inputs is not None:
-            raise DeployError(
-                "Only a catalog layer takes an .npz file.", got=inputs, hint="Example(..., draw=)"
-            )
+            what = "Only a catalog layer takes an .npz file."
+            raise DeployError(what, got=inputs, hint="Example(..., draw=)")
         from tempfile import TemporaryDirectory
 
         with TemporaryDirectory() as folder:
@@ -1433,9 +1395,8 @@ def _bundle_heads(bundle: Bundle, attention: str | None) -> HeadSimilarity:
     nodes = {str(node.name): node for node in model.graph if is_attention(node)}
     if not nodes or attention not in (None, *nodes):
         wrong = attention or f"{bundle.manifest.spec.name} has no Attention node"
-        raise DeployError(
-            "There is no such attention.", got=wrong, hint=nearest(wrong, nodes) if nodes else None
-        )
+        hint = nearest(wrong, nodes) if nodes else None
+        raise DeployError("There is no such attention.", got=wrong, hint=hint)
     outputs = {name: str(node.outputs[0].name) for name, node in nodes.items()}
     backend = available_cpu_backend(bundle.manifest.precision)
     with open_graph(backend, with_outputs(model, outputs.values())) as runner:
@@ -1474,9 +1435,9 @@ def inspect(path: StrPath, *, verify: bool = False) -> Inspection:
     """Open a bundle, an engine or an ONNX file, and check its hashes.
 
     Args:
-        path: A bundle's folder, an `.engine` file, or an `.onnx` file.
-        verify: Whether to compare the manifest of a bundle with its graph, as `open_bundle` does; that loads
-            ONNX, which takes a second.
+        path: A bundle, an .engine file or an .onnx file.
+        verify: Compare the manifest of a bundle with its graph as well, as all other functions and commands
+            do. It takes a second, since it loads ONNX.
 
     Raises:
         BundleError: It is missing, changed, of another format, or an engine of another bundle.
@@ -1521,7 +1482,8 @@ def doctor(*, load: bool = False) -> dict[str, Any]:
     """Report which runtimes and GPUs this machine has, what each is for, and how to install the rest.
 
     Args:
-        load: Whether to import PyTorch and the other packages that take seconds to import, too.
+        load: Import PyTorch, ONNX, onnxscript and matplotlib as well, to check that they work; default: they
+            are only looked up, since importing them takes seconds.
 
     Returns:
         Plain data: `versions`, `runtimes`, `gpus` and `can`.
@@ -1538,14 +1500,14 @@ def doctor(*, load: bool = False) -> dict[str, Any]:
 def configure(
     *, in_process: bool | None = None, time_limit: float | None = None, trust_code: bool | None = None
 ) -> None:
-    """Set how native code and the code of bundles run, for the whole process.
+    """Set how native code and the code of bundles run, for the whole process; None leaves it as it is.
 
     Args:
-        in_process: Whether ONNX Runtime, TensorRT and PyTorch run in this process instead of a child; for a
-            debugger. default: unchanged, at first False.
-        time_limit: Seconds after which a call of a runtime counts as hung; default: unchanged, at first 3600.
-        trust_code: Whether the factory that a bundle names may run, for fresh cases and PyTorch baselines;
-            default: unchanged, at first only factories that this process exported.
+        in_process: Run ONNX Runtime, TensorRT and PyTorch in this process instead of a child process, for a
+            debugger. A crash then ends this process.
+        time_limit: Seconds after which a call of a runtime counts as hung; default: 3600.
+        trust_code: Run the factory that a bundle names, for fresh cases and PyTorch baselines: it is code of
+            whoever made the bundle; default: only factories that this process exported.
 
     Example:
         >>> md.configure(time_limit=3600)
@@ -1590,7 +1552,7 @@ def find_plugin(backend: str = "tensorrt") -> PluginLibrary:
     """The plugin library that a backend would load.
 
     Args:
-        backend: `tensorrt` or `tensorrt-rtx`.
+        backend: tensorrt or tensorrt-rtx.
 
     Raises:
         PluginError: There is none, or the backend takes no plugin.
@@ -1616,11 +1578,11 @@ def find_plugin_parts(
     """Find the headers and the compiler that the plugin library is built with.
 
     Args:
-        tensorrt_include: Folder of TensorRT's headers; default: searched for, like the others.
-        cudnn_include: Folder of cuDNN's headers.
-        cudnn_frontend_include: Folder of cudnn-frontend's headers.
-        cuda_include: Folder of CUDA's headers.
-        nvcc: The CUDA compiler.
+        tensorrt_include: Folder of TensorRT's headers; default: searched for.
+        cudnn_include: Folder of cuDNN's headers; default: searched for.
+        cudnn_frontend_include: Folder of cudnn-frontend's headers; default: searched for.
+        cuda_include: Folder of CUDA's headers; default: searched for.
+        nvcc: The CUDA compiler; default: searched for.
 
     Raises:
         BackendUnavailable: Something is missing; the message says how to install it.
@@ -1633,12 +1595,9 @@ def find_plugin_parts(
     from mha_deploy.engine.plugins import find_parts
 
     given = {
-        "tensorrt_include": tensorrt_include,
-        "cudnn_include": cudnn_include,
-        "cudnn_frontend_include": cudnn_frontend_include,
-        "cuda_include": cuda_include,
-        "nvcc": nvcc,
-    }
+        "tensorrt_include": tensorrt_include, "cudnn_include": cudnn_include,
+        "cudnn_frontend_include": cudnn_frontend_include, "cuda_include": cuda_include, "nvcc": nvcc,
+    }  # fmt: skip
     return find_parts({name: None if each is None else Path(each) for name, each in given.items()})
 
 
@@ -1653,8 +1612,8 @@ def build_plugins(
 
     Args:
         parts: What `find_plugin_parts` returned; default: all searched for.
-        out: The folder to write; default: `MHA_DEPLOY_PLUGINS`, or the cache folder.
-        architectures: GPUs to compile for, as `"80,90"`; default: the usual ones.
+        out: Folder to write; default: $MHA_DEPLOY_PLUGINS, or the cache folder.
+        architectures: GPU architectures to compile for, as 80,90; default: those that nvcc supports.
         on_step: Called as each step begins.
 
     Returns:
@@ -1705,9 +1664,8 @@ def _spec(model: Any, axes: Axes | None) -> AttentionSpec:
 
     source = load_model(model, axes=axes).source
     if not isinstance(source, AttentionSpec):
-        raise DeployError(
-            "Only a catalog layer can be analyzed.", got=_shown(model), hint="a name from `mha-deploy models`"
-        )
+        hint = "a name from `mha-deploy models`"
+        raise DeployError("Only a catalog layer can be analyzed.", got=_shown(model), hint=hint)
     return source
 
 

@@ -76,6 +76,20 @@ class BackendUnavailable(DeployError):
 
 
 @contextmanager
+def needed(what: str, extra: str) -> Iterator[None]:
+    """Imports of what an extra of this package installs.
+
+    Raises:
+        BackendUnavailable: It is not installed.
+    """
+    try:
+        yield
+    except ImportError as error:
+        hint = f'pip install "mha-deploy[{extra}]"'
+        raise BackendUnavailable(what, got=error, hint=hint) from error
+
+
+@contextmanager
 def exit_as_error() -> Iterator[None]:
     """Make `sys.exit()` in the code of a user's model an error: its code must not read as a verdict.
 

@@ -8,7 +8,7 @@ type checkers know the keywords.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from textwrap import TextWrapper
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -31,11 +31,15 @@ def option(default: Any, about: str, *flags: str, **details: Any) -> Any:
     return field(default=default, metadata={"about": about, "flags": flags, "details": details})
 
 
-def options_text(record: type, names: Sequence[str]) -> str:
-    """Options of a record as lines of the `Args:` of a docstring."""
-    about = {each.name: each.metadata["about"] for each in fields(record) if each.name in names}
+def chosen(record: type, *names: str) -> dict[str, Field[Any]]:
+    """The options of a record, or the named ones."""
+    return {each.name: each for each in fields(record) if (each.name in names if names else each.metadata)}
+
+
+def options_text(options: Mapping[str, Field[Any]]) -> str:
+    """Options as lines of the `Args:` of a docstring."""
     wrapped = TextWrapper(110, initial_indent=" " * 8, subsequent_indent=" " * 12, break_on_hyphens=False)
-    return "\n".join(wrapped.fill(f"{name}: {words}") for name, words in about.items())
+    return "\n".join(wrapped.fill(f"{name}: {each.metadata['about']}") for name, each in options.items())
 
 
 # -- Export ----------------------------------------------------------------------------------------
@@ -162,6 +166,20 @@ class EngineKeywords(TypedDict, total=False):
     gqa: str | None
     overwrite: bool
     timing_cache: bool
+
+
+OF_DEPLOY = ("backend", "targets", "allow_decomposed", "attention", "accumulate")
+"""The options of an engine that `md.deploy` takes, besides those of an export."""
+
+
+class DeployKeywords(ExportKeywords, total=False):
+    """The fields of `ExportOptions`, and those of `EngineOptions` that are in `OF_DEPLOY`."""
+
+    backend: str | None
+    targets: str
+    allow_decomposed: bool
+    attention: str
+    accumulate: str
 
 
 # -- Validation and timing -------------------------------------------------------------------------
@@ -325,28 +343,6 @@ class PackageKeywords(TypedDict, total=False):
     queue_delay_us: int
     sequences: int
     overwrite: bool
-
-
-# -- How native code and the code of bundles run ---------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunOptions:
-    """What the verbs that run something share; `md.configure` applies it to the process."""
-
-    trust_code: bool = option(
-        False,
-        "Run the factory that the bundle names, for fresh cases and PyTorch baselines: it is code of whoever "
-        "made the bundle.",
-    )
-    in_process: bool = option(
-        False,
-        "Run ONNX Runtime, TensorRT and PyTorch in this process instead of a child process, for a debugger. "
-        "A crash then ends this process.",
-    )
-    time_limit: float | None = option(
-        None, "Seconds after which a call of a runtime counts as hung. default: 3600", min=1.0
-    )
 
 
 # -- Upgrades --------------------------------------------------------------------------------------

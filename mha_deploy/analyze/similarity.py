@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mha_deploy.bundle.cases import read_npz
-from mha_deploy.errors import BackendUnavailable, DeployError
+from mha_deploy.errors import DeployError, needed
 from mha_deploy.model.spec import INT32, AttentionSpec, Sizes, TensorSpec
 
 # -- Inputs from an .npz file, checked against the spec --------------------------------------------
@@ -112,7 +111,7 @@ class HeadSimilarity:
         """Draw ρ as a heatmap under a title with the redundancy; the file appears whole or not at all."""
         if path.suffix.lower() != ".png":
             raise DeployError("The heatmap is a PNG.", got=path, hint=path.with_suffix(".png").name)
-        with _needed("matplotlib", "plot"):
+        with needed("matplotlib is not installed.", "plot"):
             from matplotlib.backends.backend_agg import FigureCanvasAgg
             from matplotlib.figure import Figure
         Hq = len(self.matrix)
@@ -143,7 +142,7 @@ class HeadSimilarity:
 
 def random_feeds(spec: AttentionSpec, sizes: Sizes, seed: int) -> Mapping[str, Any]:
     """Random inputs to compare the heads on."""
-    with _needed("PyTorch", "export"):
+    with needed("PyTorch is not installed.", "export"):
         from mha_deploy.reference.inputs import random_inputs
     return random_inputs(spec, sizes, seed)
 
@@ -162,7 +161,7 @@ def head_similarity(
     `inputs` are arrays or tensors by name, as `spec.inputs` lists them. The attention in the checkpoint is
     named by its prefix or by its layer.
     """
-    with _needed("PyTorch", "export"):
+    with needed("PyTorch is not installed.", "export"):
         from mha_deploy.reference import build_module
         from mha_deploy.reference.weights import read_weights
     state = None if weights is None else read_weights(weights, spec, prefix=prefix, layer=layer).state
@@ -171,7 +170,7 @@ def head_similarity(
 
 def similarity_from_module(module: Any, inputs: Mapping[str, Any]) -> HeadSimilarity:
     """Compare the heads of a reference module in float32, for example one with trained weights."""
-    with _needed("PyTorch", "export"):
+    with needed("PyTorch is not installed.", "export"):
         import torch  # noqa: TID251 - heads are computed by the reference module, on the export side
     spec: AttentionSpec = module.spec
     tensors = {name: torch.as_tensor(array) for name, array in inputs.items()}
@@ -211,13 +210,3 @@ def similarity_from_heads(heads: np.ndarray) -> HeadSimilarity:
     best = int(size.argmax())
     pair = (int(first[best]), int(second[best]))
     return HeadSimilarity(matrix=matrix, redundancy=float(size.mean()), pair=pair, tokens=tokens)
-
-
-@contextmanager
-def _needed(what: str, extra: str) -> Iterator[None]:
-    """Imports of what an extra of this package installs."""
-    try:
-        yield
-    except ImportError as error:
-        hint = f'pip install "mha-deploy[{extra}]"'
-        raise BackendUnavailable(f"{what} is not installed.", got=error, hint=hint) from error

@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import json as json_text
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field
 from functools import wraps
-from inspect import Parameter, Signature, signature
+from inspect import Parameter, Signature, getdoc, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-import mha_deploy as md
+from mha_deploy import api as md
 from mha_deploy.errors import EXIT_VERDICT_FAILED, DeployError, SpecError
-from mha_deploy.options import RunOptions, option
+from mha_deploy.options import chosen, option
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-# -- Options from the records of options.py and from the parameters of a verb ----------------------
+# -- Options from the records of options.py, from functions of the API, and of a verb itself -------
 
-_KINDS: dict[str, Any] = {"str": str, "int": int, "float": float, "bool": bool, "Path": Path}
+_KINDS: dict[str, Any] = {
+    "str": str, "int": int, "float": float, "bool": bool, "Path": Path, "StrPath": Path,
+}  # fmt: skip
 JSON = option(False, "Print the result as JSON to stdout.")
 
 
@@ -33,9 +36,30 @@ def argument(metavar: str, about: str, default: Any = MISSING) -> Any:
     return field(default=default, metadata=metadata)
 
 
-def chosen(record: type, *names: str) -> dict[str, Field[Any]]:
-    """The options of a record, or the named ones."""
-    return {each.name: each for each in fields(record) if (each.name in names if names else each.metadata)}
+def taken(function: Callable[..., Any], *names: str, **details: dict[str, Any]) -> dict[str, Field[Any]]:
+    """Parameters of a function of the API as options, with what its docstring says of them as their help.
+
+    Args:
+        function: The function.
+        names: Its parameters.
+        details: Of some of them: further arguments of `typer.Option`, and `flags`.
+    """
+    args = (getdoc(function) or "").partition("Args:\n")[2].partition("\n\n")[0]
+    about = dict(re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", args, re.MULTILINE))
+    made = {}
+    for name in names:
+        parameter, more = signature(function).parameters[name], dict(details.get(name, {}))
+        words = " ".join(about.get(name, "").split())
+        made[name] = option(parameter.default, words, *more.pop("flags", ()), **more)
+        made[name].type = parameter.annotation
+    return made
+
+
+CONTROL = taken(
+    md.configure, "trust_code", "in_process", "time_limit",
+    trust_code={"flags": ("--trust-code",)}, in_process={"flags": ("--in-process",)}, time_limit={"min": 1.0},
+)  # fmt: skip
+"""How native code and the code of bundles run: what the verbs that run something share."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +75,12 @@ class Result:
 def verb(*groups: dict[str, Field[Any]]) -> Callable[[Callable[..., Result | None]], Callable[..., None]]:
     """Make a verb of a function whose parameters have an `option` or an `argument` as their default.
 
-    It gets the options of the groups as keywords, besides. Those of `RunOptions` are applied before it is
+    It gets the options of the groups as keywords, besides. Those of `CONTROL` are applied before it is
     called, and `--json` prints its result for machines; the function gets it only if it has that parameter.
     """
 
     def made(function: Callable[..., Result | None]) -> Callable[..., None]:
-        parameters, control = signature(function).parameters.values(), chosen(RunOptions)
+        parameters = signature(function).parameters.values()
         own = {each.name: each for each in parameters if each.kind is not Parameter.VAR_KEYWORD}
         known = {name: (str(each.annotation), each.default) for name, each in own.items()}
         known |= {name: (str(each.type), each) for group in groups for name, each in group.items()}
@@ -66,12 +90,12 @@ def verb(*groups: dict[str, Field[Any]]) -> Callable[[Callable[..., Result | Non
             """Arguments first, then the options of records, the verb's own, and those of all verbs."""
             if "is_argument" in known[name][1].metadata:
                 return 0
-            return 3 if name in control or name == "json" else 1 + (name in own)
+            return 3 if name in CONTROL or name == "json" else 1 + (name in own)
 
         @wraps(function)
         def called(**values: Any) -> None:
             values = {name: _value(name, known[name][0], value) for name, value in values.items()}
-            settings = {name: values.pop(name) or None for name in control if name in values}
+            settings = {name: values.pop(name) for name in CONTROL if name in values}
             if any(settings.values()):
                 md.configure(**settings)
             json = values["json"] if "json" in own else values.pop("json")
@@ -151,12 +175,6 @@ class ModelOptions:
     axis: Sequence[str] = option(
         (), "Range of a dynamic axis, as S=min:opt:max. default: the model's own", metavar="NAME=RANGE"
     )
-    projections: str | None = option(
-        None, "Q, K and V projections: separate or packed in one GEMM. default: the spec's own"
-    )
-    cache: str | None = option(
-        None, "KV cache: none, dynamic (past in, present out) or preallocated. default: the spec's own"
-    )
     inputs: Sequence[str] = option(
         (),
         "An input of an ONNX file. default: drawn by its name and type",
@@ -165,11 +183,13 @@ class ModelOptions:
     )
 
 
+MODEL = chosen(ModelOptions) | taken(md.load_model, "projections", "cache")
+
+
 def taken_model(options: dict[str, Any]) -> md.Model:
     """The model that was named, or the layer of a checkpoint; their options are taken out of the others."""
-    names = ("cache", "projections")
     model, hf, layer = (options.pop(name) for name in ("model", "hf", "layer"))
-    more = {name: options.pop(name) for name in names if name in options}
+    more = {name: options.pop(name) for name in ("cache", "projections") if name in options}
     axes = by_name(options.pop("axis"), "--axis", "S=min:opt:max")
     if (hf is None) == (not model):
         what = "Name a model, or a checkpoint." if hf is None else "--hf takes the place of MODEL."

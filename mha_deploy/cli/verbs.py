@@ -5,41 +5,43 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, asdict, replace
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.text import Text
 
-import mha_deploy as md
+from mha_deploy import api as md
 from mha_deploy.cli import tables
 from mha_deploy.cli.arguments import (
     BUNDLE,
+    CONTROL,
     JSON,
-    ModelOptions,
+    MODEL,
     Result,
     argument,
     by_name,
-    chosen,
     show,
     steps,
+    taken,
     taken_model,
     verb,
 )
 from mha_deploy.errors import EXIT_VERDICT_FAILED, DeployError
 from mha_deploy.options import (
     AUTO,
+    OF_DEPLOY,
     BenchOptions,
     EngineOptions,
     ExportOptions,
     Limits,
     PackageOptions,
-    RunOptions,
     ValidateOptions,
+    chosen,
     option,
 )
 
@@ -50,13 +52,13 @@ if TYPE_CHECKING:
     from mha_deploy.engine.manifest import Engine
     from mha_deploy.regression.matrix import MatrixCell
 
-RUN = chosen(RunOptions, "in_process", "time_limit")
-RUN_CODE = chosen(RunOptions)  # of verbs that run the code a bundle names
+# Verbs that run no code that a bundle names need not trust it.
+RUN = {name: each for name, each in CONTROL.items() if name != "trust_code"}
 
 # -- From a model to a bundle ----------------------------------------------------------------------
 
 
-@verb(chosen(ModelOptions), chosen(ExportOptions), RUN)
+@verb(MODEL, chosen(ExportOptions), RUN)
 def export(out: Path = option(MISSING, "The folder to write.", "-o", "--out"), **options: Any) -> Result:
     """Export an attention layer, your own model or an ONNX file to an ONNX bundle with fused attention."""
     files = by_name(options.pop("inputs"), "--input", "input_ids=ids.npy")
@@ -74,9 +76,10 @@ def _report_removed(bundle: Bundle) -> None:
 
 
 @verb(
-    chosen(ModelOptions),
+    MODEL,
     chosen(ExportOptions, "precision", "seed", "weights", "prefix", "overwrite"),
-    chosen(EngineOptions, "backend", "targets", "allow_decomposed", "attention", "accumulate"),
+    chosen(EngineOptions, *OF_DEPLOY),
+    taken(md.deploy, "engine", "latency"),
     RUN,
 )
 def deploy(
@@ -87,8 +90,6 @@ def deploy(
         "-o",
         "--out",
     ),
-    engine: bool = option(True, "Whether to build an engine."),
-    latency: bool | None = option(None, "Measure latency. default: if there is a GPU"),
     candidates: bool | None = option(
         None,
         "With --precision auto: build FP16, BF16, FP16 with FP32 where it overflows, and the plugin's "
@@ -109,15 +110,10 @@ def deploy(
     # A catalog layer has no weights of its own that could overflow: `auto` is FP16 there.
     written = "fp16" if precision == AUTO and hasattr(model.source, "Hq") else precision
     target = out or Path("bundles") / f"{name}-{written}"
-    more: dict[str, Any] = {
-        "engine": engine,
-        "latency": latency,
-        "candidates": candidates,
-        "on_result": reached.append,
-    }
+    options |= {"candidates": candidates, "inputs": files, "on_result": reached.append}
     try:
         with steps(f"deploy {model.name}") as on_step:
-            done = md.deploy(model, target, inputs=files, on_step=on_step, **more, **options)
+            done = md.deploy(model, target, on_step=on_step, **options)
     except DeployError:
         if reached:  # the bundle is written and its graph may be verified: print that first
             _report_removed(reached[0])
@@ -145,31 +141,23 @@ def deploy(
 # -- Graphs, engines and serving -------------------------------------------------------------------
 
 
-@verb()
+@verb(taken(md.fuse_file, "overwrite", "verify"))
 def fuse(
     source: Path = argument("IN.onnx", "An ONNX file, of opset 13 or newer."),
     output: Path = option(MISSING, "The file to write.", "-o", "--output", metavar="OUT.onnx"),
-    overwrite: bool = option(False, "Replace a file that is there already."),
-    verify: bool = option(
-        True, "Compare every new node with the original on drawn inputs, and keep only equal ones."
-    ),
+    **options: Any,
 ) -> Result:
     """Write the attention of an ONNX file as single Attention nodes; list what is not fused, and why."""
-    report = md.fuse_file(source, output, overwrite=overwrite, verify=verify)
+    report = md.fuse_file(source, output, **options)
     return Result(
         {"file": str(output), **report.to_dict()}, lambda: [tables.fuse_renderable(report)], report.complete
     )
 
 
-@verb()
-def check(
-    bundle: Path = BUNDLE,
-    target: str = option("tensorrt-rtx", "tensorrt or tensorrt-rtx."),
-    version: str | None = option(None, "Version of the target, as 8.6 or 10.14. default: the newest known"),
-    sm: str = option("", "Compute capabilities of the GPUs, as 9.0 or 89,120. default: any"),
-) -> Result:
+@verb(taken(md.check, "target", "version", "sm"))
+def check(bundle: Path = BUNDLE, **options: Any) -> Result:
     """Report for every attention node whether a target supports and fuses it, and if not, why."""
-    answers = md.check(bundle, target, version, sm=sm)
+    answers = md.check(bundle, **options)
     verdicts = ("taken", "fused", "taken_when_lowered", "fused_when_lowered")
     data = [
         {
@@ -188,15 +176,9 @@ def check(
     )
 
 
-@verb(chosen(EngineOptions), RUN)
+@verb(chosen(EngineOptions), taken(md.build_engine, "repeat", repeat={"min": 1}), RUN)
 def build_engine(
     bundle: Path = BUNDLE,
-    repeat: int = option(
-        1,
-        "Number of builds. From 2 on, each starts without kernel timings, and what differs between them is "
-        "reported: kernels, sizes, and on a GPU errors and latencies. The last one is kept.",
-        min=1,
-    ),
     require_fused: bool = option(False, "Exit with 1 unless every attention is fused."),
     require_precision: bool = option(False, "Exit with 1 unless the engine is in the graph's precision."),
     **options: Any,
@@ -205,7 +187,7 @@ def build_engine(
     opened = md.open_bundle(bundle)
     with steps(f"build {opened.manifest.spec.name}") as on_step:
         on_step("lower, parse and build", 0, 0)
-        engine = md.build_engine(opened, repeat=repeat, on_step=on_step, **options)
+        engine = md.build_engine(opened, on_step=on_step, **options)
     manifest = engine.manifest
     passed = (manifest.all_fused or not require_fused) and (manifest.is_in_precision or not require_precision)
     return Result(engine_to_dict(engine), lambda: [tables.engine_renderable(engine)], passed=passed)
@@ -238,30 +220,21 @@ plugins = typer.Typer(
     help="Build the plugin library of fused attention for TensorRT, and list the ones on this machine.",
     no_args_is_help=True,
 )
-INCLUDE = option(None, "Folder of its header files. default: searched for")
 
 
 @plugins.command()
-@verb()
-def build(
-    tensorrt_include: Path | None = INCLUDE,
-    cudnn_include: Path | None = INCLUDE,
-    cudnn_frontend_include: Path | None = INCLUDE,
-    cuda_include: Path | None = INCLUDE,
-    nvcc: Path | None = option(None, "The CUDA compiler. default: searched for"),
-    arch: str = option("", "GPU architectures to compile for, as 80,90. default: those that nvcc supports"),
-    out: Path | None = option(None, "Folder to write. default: $MHA_DEPLOY_PLUGINS, or the cache folder"),
-    json: bool = JSON,
-) -> Result:
+@verb(
+    taken(md.find_plugin_parts, *signature(md.find_plugin_parts).parameters),
+    taken(md.build_plugins, "architectures", "out", architectures={"flags": ("--arch",)}),
+)
+def build(json: bool = JSON, **options: Any) -> Result:
     """Compile the plugin library against the TensorRT headers of this machine."""
-    parts = md.find_plugin_parts(
-        tensorrt_include=tensorrt_include, cudnn_include=cudnn_include,
-        cudnn_frontend_include=cudnn_frontend_include, cuda_include=cuda_include, nvcc=nvcc,
-    )  # fmt: skip
+    how = {name: options.pop(name) for name in ("architectures", "out")}
+    parts = md.find_plugin_parts(**options)
     if not json:
         show(tables.parts_renderable(parts))
     with steps("build the plugin library") as on_step:
-        made = md.build_plugins(parts, out=out, architectures=arch, on_step=on_step)
+        made = md.build_plugins(parts, on_step=on_step, **how)
     found = {
         each.part.key: {"paths": list(map(str, each.paths)), "by": each.by, "version": each.version}
         for each in parts
@@ -314,7 +287,7 @@ def where(backend: str = typer.Option("tensorrt", help="tensorrt or tensorrt-rtx
 # -- Verdicts and times ----------------------------------------------------------------------------
 
 
-@verb(chosen(ValidateOptions), RUN_CODE)
+@verb(chosen(ValidateOptions), CONTROL)
 def validate(
     bundle: Path = BUNDLE,
     out: Path | None = option(
@@ -363,23 +336,17 @@ def _refuse_unwritable(folder: Path) -> None:
         raise DeployError("The report cannot be written there.", got=folder, hint=hint)
 
 
-@verb(RUN_CODE)
-def bisect(
-    bundle: Path = BUNDLE,
-    backend: str | None = option(
-        None,
-        "A runtime, or the name of an engine. default: the first engine that runs here, else a CPU runtime",
-    ),
-) -> Result:
+@verb(taken(md.bisect, "backend"), CONTROL)
+def bisect(bundle: Path = BUNDLE, **options: Any) -> Result:
     """Find the first attention, and then the first node, at which an engine or runtime deviates."""
     opened = md.open_bundle(bundle)
     with steps(f"bisect {opened.manifest.spec.name}") as on_step:
-        found = md.bisect(opened, backend, on_step=on_step)
+        found = md.bisect(opened, on_step=on_step, **options)
 
     return Result(found.to_dict(), lambda: [tables.bisection_renderable(found)], passed=found.wrong is None)
 
 
-@verb(chosen(BenchOptions), RUN_CODE)
+@verb(chosen(BenchOptions), CONTROL)
 def bench(
     bundles: Sequence[Path] = argument("BUNDLE", "One or more bundles, with their engines built.", ()),
     out: Path | None = option(
@@ -480,25 +447,26 @@ def compare(
     return Result(found.to_dict(), lines, passed=found.passed)
 
 
-@verb()
+@verb(
+    taken(md.matrix, "out", "jobs", "address", out={"flags": ("-o", "--out")}, jobs={"min": 1}),
+)
 def matrix(
     plan: Path = argument("PLAN", "The plan, a TOML file; see docs/matrix.md."),
-    out: Path = option(
-        Path("matrix"), "Folder of results. A second run does only what is missing there.", "-o", "--out"
-    ),
-    jobs: int | None = option(
-        None, "Local processes, this many at a time, instead of Ray. default: Ray, or 1 without it", min=1
-    ),
-    address: str | None = option(None, "Address of a Ray cluster. default: Ray on this machine"),
     markdown: bool = option(False, "Print the heat map as Markdown to stdout."),
     record: Path | None = option(
         None, "Add every engine that was built but not run to this file as a line.", metavar="FILE"
     ),
+    **options: Any,
 ) -> Result:
     """Build and judge every combination of models, precisions, runtimes, GPUs and options of a plan."""
-    with _cells() as on_cell:
-        found = md.matrix(plan, out, jobs=jobs, address=address, on_cell=on_cell)
-    page = found.save(out)
+    with steps("matrix") as on_step:
+
+        def on_cell(cell: MatrixCell, done: int, total: int) -> None:
+            again = "" if cell.is_new else ", from an earlier run"
+            on_step(f"{cell.model} {cell.precision}, {cell.runtime}, {cell.summary}{again}", done - 1, total)
+
+        found = md.matrix(plan, on_cell=on_cell, **options)
+    page = found.save(options["out"])
     if record is not None:
         found.record(record)
 
@@ -515,46 +483,17 @@ def matrix(
     return Result(found.to_dict(), lines, passed=found.passed, save=lambda: page)
 
 
-@contextmanager
-def _cells() -> Iterator[Callable[[MatrixCell, int, int], None]]:
-    """Show the cells as they are done: a live table on a terminal, elsewhere a line for each."""
-    from rich.console import Console
-    from rich.live import Live
-
-    console = Console(stderr=True)
-    cells: list[MatrixCell] = []
-
-    def print_line(cell: MatrixCell, done: int, total: int) -> None:
-        again = "" if cell.is_new else ", from an earlier run"
-        line = f"{done}/{total} {cell.model} {cell.precision}, {cell.runtime}: {cell.summary}{again}"
-        console.print(line, highlight=False, markup=False)
-
-    if not console.is_terminal:
-        yield print_line
-        return
-    with Live(console=console, transient=True, refresh_per_second=4) as live:
-
-        def update(cell: MatrixCell, done: int, total: int) -> None:
-            cells.append(cell)
-            live.update(tables.cells_renderable(cells[-console.height + 6 :], f"{done} of {total} cells"))
-
-        yield update
-
-
 # -- What is known without running anything --------------------------------------------------------
 
 
-@verb()
+@verb(taken(md.inspect, "verify"))
 def inspect(
-    path: Path = argument("PATH", "A bundle, an .engine file or an .onnx file."),
-    verify: bool = option(
-        False, "Compare the manifest of a bundle with its graph as well, as every other verb does."
-    ),
+    path: Path = argument("PATH", "A bundle, an .engine file or an .onnx file."), **options: Any
 ) -> Result:
     """Show what is in a bundle, an engine or an ONNX file, and check its hashes."""
-    found = md.inspect(path, verify=verify)
+    found = md.inspect(path, **options)
     if found.bundle is not None:
-        graph = "matches" if verify else "not compared"
+        graph = "matches" if found.verified else "not compared"
         data = {"bundle": str(path), "hashes": "match", "graph": graph} | found.bundle.manifest.to_dict()
     elif found.engines:
         here = {"misfits": list(found.misfits), "shown": found.engines[0].is_shown}
@@ -569,7 +508,7 @@ def inspect(
                 manifest = engine.manifest
                 fused = manifest.fusion_summary + ("" if engine.is_shown else " (not verified)")
                 yield f"engine {engine.path}: {manifest.backend} {manifest.version}, {fused}"
-            if not verify:
+            if not found.verified:
                 yield "The hashes match. The manifest was not compared with the graph: --verify does that."
         elif found.engines:
             yield tables.engine_renderable(found.engines[0], details=True)
@@ -591,37 +530,31 @@ def models(every: bool = option(False, "Include the small layers of the tests.",
 
 
 @verb(
-    chosen(ModelOptions, "model", "hf", "layer", "axis"), chosen(ExportOptions, "weights", "prefix", "seed")
+    {name: MODEL[name] for name in ("model", "hf", "layer", "axis")},
+    chosen(ExportOptions, "weights", "prefix", "seed"),
+    taken(md.analyze, "gpu", "precision", "at"),
+    taken(md.compare_heads, "attention", "inputs"),
 )
 def analyze(
-    gpu: str = option(
-        "h200", "GPU whose peak figures are used: h200, h100, a100, rtx-4090, rtx-5090 or orin."
-    ),
-    precision: str = option("fp16", "Precision of weights and activations: fp16, bf16 or fp32."),
-    at: str | None = option(
-        None,
-        "Sizes, as B=1,S=2048, or of a layer with a KV cache prefill or decode. default: the optimum of "
-        "every axis; with a KV cache, the decode step",
-    ),
     heads: Path | None = option(
         None,
         "Compare the heads as well, and write a heatmap to this PNG file. Needs PyTorch. Your own model is "
         "analyzed by this alone.",
     ),
-    attention: str | None = option(None, "The attention of your own model for --heads. default: the first"),
-    inputs: Path | None = option(None, "An .npz file of inputs for --heads. default: random inputs"),
     **options: Any,
 ) -> Result:
     """Count parameters, FLOPs and bytes per stage, and the roofline bound. Nothing is run without --heads."""
-    if inputs is not None and heads is None:
-        raise DeployError("--inputs is only used with --heads.", got=inputs, hint="add --heads FILE.png")
+    if options["inputs"] is not None and heads is None:
+        problem, hint = "--inputs is only used with --heads.", "add --heads FILE.png"
+        raise DeployError(problem, got=options["inputs"], hint=hint)
     model = taken_model(options)
+    counted = {name: options.pop(name) for name in ("gpu", "precision")} | {"at": options["at"]}
     analysis = similarity = None
     if hasattr(model.source, "Hq") or heads is None:
-        analysis = md.analyze(model, gpu=gpu, precision=precision, at=at)
+        analysis = md.analyze(model, **counted)
     data = {} if analysis is None else analysis.to_dict()
     if heads is not None:
-        similarity = md.compare_heads(model, at=at, inputs=inputs, attention=attention, **options)
+        similarity = md.compare_heads(model, **options)
         name = f" {similarity.attention}" if similarity.attention else ""
         similarity.save_png(heads, title=f"{model.name}{name}: similarity of heads")
         data["heads"] = similarity.to_dict()
@@ -635,16 +568,10 @@ def analyze(
     return Result(data, lines)
 
 
-@verb()
-def doctor(
-    load: bool = option(
-        False,
-        "Import PyTorch, ONNX, onnxscript and matplotlib as well, to check that they work. default: they are "
-        "only looked up, since importing them takes seconds",
-    ),
-) -> Result:
+@verb(taken(md.doctor, "load"))
+def doctor(**options: Any) -> Result:
     """Show which runtimes and GPUs this machine has, what each is for, and how to install the rest."""
-    found = md.doctor(load=load)
+    found = md.doctor(**options)
 
     def lines() -> Iterator[RenderableType]:
         own = found["versions"]
