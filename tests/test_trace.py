@@ -265,12 +265,12 @@ def other(name, array):
 )
 def test_a_trace_of_another_layer_or_precision_is_refused(made):
     check_trace(layer(), trace(), FP16)
-    with pytest.raises(DeployError, match="does not fit"):
+    with pytest.raises(DeployError, match="does not hold"):
         check_trace(layer(), made, FP16)
 
 
 def test_a_trace_whose_lengths_do_not_add_up_is_refused():
-    with pytest.raises(DeployError, match="does not fit"):
+    with pytest.raises(DeployError, match="does not hold"):
         check_trace(layer(), replace(trace(), steps=STEPS + 1), FP16)
 
 

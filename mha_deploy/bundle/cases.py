@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import numpy as np
 
 from mha_deploy.bundle.folder import Bundle
@@ -22,13 +22,14 @@ from mha_deploy.files import open_regular
 from mha_deploy.model.precision import Precision
 from mha_deploy.model.spec import CACHE_TENSORS, CACHES, FLOAT, LENGTHS, ModelSpec, TensorSpec
 
-# -- NumPy archives of users: nothing is unpickled, every failure is a DeployError -----------------
+# -- Files of arrays that anybody may have written: nothing is unpickled -----------------------------
+
+CheckNames = Callable[[list[str]], None]
+"""May refuse the names of the arrays in a file before any of them is read."""
 
 
-def read_npz(
-    path: Path, check_names: Callable[[list[str]], None] = lambda names: None
-) -> dict[str, np.ndarray]:
-    """Read every array of an .npz file; `check_names` may refuse their names before any array is read."""
+def read_npz(path: Path, check_names: CheckNames = lambda names: None) -> dict[str, np.ndarray]:
+    """Read every array of a user's .npz file."""
     try:
         with open_regular(path) as file:
             archive = np.load(file, allow_pickle=False)
@@ -45,30 +46,19 @@ def read_npz(
     except DeployError:
         raise
     except Exception as error:  # NumPy, zipfile and the decompressors raise types that share no base
-        raise DeployError(
-            "The .npz file cannot be read.",
-            got=f"{path}: {error}",
-            hint="numpy.savez(path, name=array, ...), without objects",
-        ) from error
-
-
-# -- Arrays of a bundle ----------------------------------------------------------------------------
+        hint = "numpy.savez(path, name=array, ...), without objects"
+        raise DeployError("The .npz file cannot be read.", got=f"{path}: {error}", hint=hint) from error
 
 
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write arrays by name, as `group/name`, in the safetensors format."""
+    """Write the arrays of a bundle by name, as `group/name`, in the safetensors format."""
     from safetensors.numpy import save
 
     path.write_bytes(save({name: np.asarray(array, order="C") for name, array in arrays.items()}))
 
 
-def read_arrays(
-    path: Path, check_names: Callable[[list[str]], None] = lambda names: None
-) -> dict[str, np.ndarray]:
-    """Read every array of a safetensors file; `check_names` may refuse their names before any array is read.
-
-    The file may come from anywhere: its header must agree with its size before any array is allocated.
-    """
+def read_arrays(path: Path, check_names: CheckNames = lambda names: None) -> dict[str, np.ndarray]:
+    """Read every array of a safetensors file, whose header must agree with its size."""
     import ml_dtypes  # noqa: F401  # registers bfloat16 with NumPy, which safetensors asks for by name
     from safetensors import safe_open
 
@@ -82,9 +72,8 @@ def read_arrays(
     except DeployError:
         raise
     except Exception as error:  # safetensors and NumPy raise types that share no base
-        raise BundleError(
-            "The file of arrays cannot be read.", got=f"{path}: {error}", hint="export again"
-        ) from error
+        problem = "The file of arrays cannot be read."
+        raise BundleError(problem, got=f"{path}: {error}", hint="export again") from error
 
 
 # -- What a golden case keeps of a KV cache: the entries that the call wrote -----------------------
@@ -172,34 +161,24 @@ def read_case(bundle: Bundle, entry: GoldenEntry) -> GoldenCase:
 
     def check_names(names: list[str]) -> None:
         if strangers := sorted(set(names) - known):
-            raise BundleError(
-                "A golden case holds arrays that the spec does not name.",
-                got=", ".join(strangers),
-                hint="export again",
-            )
+            problem = "A golden case holds arrays that the spec does not name."
+            raise BundleError(problem, got=", ".join(strangers), hint="export again")
 
     arrays = read_arrays(bundle.file(entry.file), check_names)
     inputs = take_arrays(arrays, "inputs", spec.inputs, entry.sizes, precision)
     if LENGTHS in inputs:
         lengths, room = inputs[LENGTHS], inputs[CACHES[0]].shape[2] - inputs["x"].shape[1]
         if (lengths < 0).any() or (lengths > room).any():
-            raise BundleError(
-                "The new entries of a golden case do not fit its cache.",
-                got=f"{entry.file}: lengths {lengths.tolist()}",
-                hint=f"0 to {room}: export again",
-            )
+            problem, got = "The new entries of a golden case do not fit its cache.", lengths.tolist()
+            raise BundleError(problem, got=f"{entry.file}: lengths {got}", hint=f"0 to {room}: export again")
     oracle = take_arrays(arrays, "oracle", stored_outputs(spec), entry.sizes, None)
     eager = take_arrays(arrays, "eager", stored_outputs(spec), entry.sizes, precision)
     refuse_infinite(entry.file, (*oracle.items(), *eager.items()))
     refuse_implausible(entry.file, oracle, eager, precision)
     for results, (name, taken) in product((oracle, eager), cached_outputs(spec).items()):
         results[name] = with_entries(inputs[taken], results[name], written_from(inputs, taken))
-    about: dict[str, Any] = {
-        "name": entry.name,
-        "sizes": entry.sizes,
-        "note": entry.note,
-        "flops": entry.flops,
-    }
+    about = msgspec.structs.asdict(entry)
+    del about["file"]
     return GoldenCase(**about, inputs=inputs, oracle=oracle, eager=eager, cached=cached_outputs(spec))
 
 
@@ -253,13 +232,9 @@ def write_case(path: Path, case: GoldenCase) -> None:
     arrays = {f"inputs/{name}": array for name, array in inputs.items()}
     for group, results in (("oracle", case.oracle), ("eager", case.eager)):
         for name, array in results.items():
-            taken = case.cached.get(name)
-            new = (
-                array
-                if taken is None
-                else rows_from(array, written_from(inputs, taken), inputs["x"].shape[1])
-            )
-            arrays[f"{group}/{name}"] = new
+            if taken := case.cached.get(name):
+                array = rows_from(array, written_from(inputs, taken), inputs["x"].shape[1])
+            arrays[f"{group}/{name}"] = array
     write_arrays(path, arrays)
 
 
@@ -269,28 +244,21 @@ def take_arrays(
     tensors: Iterable[TensorSpec],
     sizes: Mapping[str, int],
     precision: Precision | None,
+    owner: str = "A golden case",
 ) -> dict[str, np.ndarray]:
-    """Pick one group of arrays; `precision` None means float64."""
+    """Pick one group of arrays, which must be as the spec describes them; `precision` None means float64."""
     taken = {}
     for tensor in tensors:
-        array = arrays.get(f"{group}/{tensor.name}")
-        if array is None or array.shape != tensor.shape(sizes):
-            raise BundleError(
-                f"A golden case does not hold {group}/{tensor.name} as the spec describes it.",
-                got="nothing" if array is None else f"shape {array.shape}",
-                hint=f"shape {tensor.shape(sizes)}: export again",
-            )
         wanted = np.dtype(np.float64 if tensor.kind == FLOAT else tensor.kind)
         if precision is not None:
             wanted = precision.numpy_of(tensor.kind)
         elif wanted.kind == "f":  # what is true is known in FP64, also of float32
             wanted = np.dtype(np.float64)
-        if array.dtype != wanted:
-            raise BundleError(
-                "A golden array has the wrong type.",
-                got=f"{group}/{tensor.name}: {array.dtype}",
-                hint=f"{wanted}: export again",
-            )
+        array, shape = arrays.get(f"{group}/{tensor.name}"), tensor.shape(sizes)
+        if array is None or (array.dtype, array.shape) != (wanted, shape):
+            problem = f"{owner} does not hold {group}/{tensor.name} as the spec describes it."
+            got = "nothing" if array is None else f"{array.dtype} {array.shape}"
+            raise BundleError(problem, got=got, hint=f"{wanted} {shape}: export again")
         taken[tensor.name] = array
     return taken
 
@@ -331,6 +299,5 @@ def refuse_polygraphy(cache: str, precision: Precision) -> None:
     if cache == "none":
         reason = "bf16: Polygraphy's JSON holds NumPy arrays, which have no bfloat16"
     if cache != "none" or precision.name == "bf16":
-        raise ExportError(
-            "There are no Polygraphy files of such a bundle.", got=reason, hint="leave out --polygraphy"
-        )
+        problem = "There are no Polygraphy files of such a bundle."
+        raise ExportError(problem, got=reason, hint="leave out --polygraphy")

@@ -194,7 +194,8 @@ def _replace_in_two_steps(new: Path, place: Path) -> None:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write a file under a temporary name and rename it; nothing is left if that fails."""
+    """Write a file under a temporary name, in a folder that is made if need be, and rename it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     with written(path, data) as temporary:
         os.replace(temporary, path)
 

@@ -190,18 +190,17 @@ def check_steps(spec: ModelSpec, prompt: np.ndarray, steps: int) -> KVCache:
     for name, size in sizes if cache.past is None else [*sizes, (cache.past, 0)]:
         axis = spec.axes.get(name)
         if axis is not None and not axis.min <= size <= axis.max:
-            raise DeployError(
-                f"Axis {name} of {spec.name} does not allow these steps.",
-                got=f"{name}={size}",
-                hint=f"a size from {axis.min} to {axis.max}, or export it for others",
-            )
+            problem = f"Axis {name} of {spec.name} does not allow these steps."
+            hint = f"a size from {axis.min} to {axis.max}, or export it for others"
+            raise DeployError(problem, got=f"{name}={size}", hint=hint)
     if longest + steps > cache.room:
         most = cache.room - longest
-        raise DeployError(
+        hint = f"{most} steps at most" if most > 0 else f"{cache.room} tokens in all at most"
+        problem, got = (
             f"The tokens do not fit into the cache of {spec.name}.",
-            got=f"a prompt of {longest} tokens and {steps} steps",
-            hint=f"{most} steps at most" if most > 0 else f"{cache.room} tokens in all at most",
+            f"a prompt of {longest} tokens",
         )
+        raise DeployError(problem, got=f"{got} and {steps} steps", hint=hint)
     return cache
 
 
@@ -210,22 +209,14 @@ def check_trace(spec: ModelSpec, trace: DecodeTrace, precision: Precision) -> No
     cache = check_steps(spec, trace.prompt, trace.steps)
     inputs, results = trace_tensors(spec, cache)
     sizes = {**cache.call_sizes(spec, trace.B, trace.length, 0), "L": trace.length}
-    groups = [
-        ("", trace.inputs, inputs),
-        ("eager/", trace.eager, results),
-        ("oracle/", trace.oracle, results),
-    ]
-    for group, arrays, tensors in groups:
-        for tensor in tensors:
-            array = arrays.get(tensor.name)
-            dtype = np.dtype(np.float64) if group == "oracle/" else precision.numpy_of(tensor.kind)
-            if array is None or array.shape != tensor.shape(sizes) or array.dtype != dtype:
-                raise DeployError(
-                    f"The trace {trace.name} is not one of {spec.name} in this precision: "
-                    f"{group}{tensor.name} does not fit.",
-                    got="nothing" if array is None else f"{array.dtype} {array.shape}",
-                    hint=f"{dtype} {tensor.shape(sizes)}",
-                )
+    for group, arrays, tensors in (
+        ("inputs", trace.inputs, inputs),
+        ("eager", trace.eager, results),
+        ("oracle", trace.oracle, results),
+    ):
+        found = {f"{group}/{name}": array for name, array in arrays.items()}
+        kept_in = None if group == "oracle" else precision
+        take_arrays(found, group, tensors, sizes, kept_in, f"The trace {trace.name} of {spec.name}")
 
 
 def trace_tensors(spec: ModelSpec, cache: KVCache) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
@@ -275,23 +266,17 @@ def read_trace(path: Path, spec: ModelSpec, precision: Precision) -> DecodeTrace
     known |= {f"{group}/{tensor.name}" for group in ("oracle", "eager") for tensor in results}
 
     def check_names(names: list[str]) -> None:
-        if set(names) != known:
-            raise BundleError(
-                "The file does not hold the arrays of a decode trace.",
-                got=", ".join(sorted(set(names) ^ known)),
-                hint="export again",
-            )
+        if others := sorted(set(names) ^ known):
+            problem = "The file does not hold the arrays of a decode trace."
+            raise BundleError(problem, got=", ".join(others), hint="export again")
 
     arrays = read_arrays(path, check_names)
     B = arrays["inputs/prompt"].size
     counts = take_arrays(arrays, "inputs", _COUNTS, {"B": B}, precision)
     prompt, steps = counts["prompt"], int(counts["steps"])
     if not B or prompt.min() < 1 or steps < 1:
-        raise BundleError(
-            "The lengths of a decode trace do not add up.",
-            got=f"{path.name}: prompts {prompt.tolist()}, {steps} steps",
-            hint="export again",
-        )
+        problem, got = "The lengths of a decode trace do not add up.", f"prompts {prompt.tolist()}"
+        raise BundleError(problem, got=f"{path.name}: {got}, {steps} steps", hint="export again")
     length = int(prompt.max()) + steps
     sizes = {**cache.call_sizes(spec, B, length, 0), "L": length}
     trace = DecodeTrace(
@@ -305,5 +290,5 @@ def read_trace(path: Path, spec: ModelSpec, precision: Precision) -> DecodeTrace
     )
     refuse_infinite(path.name, [*trace.inputs.items(), *trace.oracle.items(), *trace.eager.items()])
     refuse_implausible(path.name, trace.defined(trace.oracle), trace.defined(trace.eager), precision)
-    check_trace(spec, trace, precision)
+    check_steps(spec, prompt, steps)
     return trace

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import msgspec
-from msgspec import Struct
 
 from mha_deploy.bundle.commit import write_atomically
 from mha_deploy.bundle.folder import MANIFEST, Bundle, open_bundle
@@ -20,8 +19,8 @@ from mha_deploy.errors import BundleError, DeployError, nearest
 from mha_deploy.files import read_regular
 from mha_deploy.model.spec import Axis
 from mha_deploy.options import Limits
-from mha_deploy.report.page import Section, sections_page
-from mha_deploy.report.schema import as_plain
+from mha_deploy.report.page import sections_page
+from mha_deploy.report.schema import as_plain, many
 from mha_deploy.report.table import Cell, Group, Row, Table, columns, markdown, markdown_text, text
 from mha_deploy.text import NOTHING, budget_share, named, plural, short, size, sizes_text, together
 from mha_deploy.validate.verdict import engines_to_dict, frame, model_to_dict
@@ -29,153 +28,51 @@ from mha_deploy.validate.verdict import engines_to_dict, frame, model_to_dict
 # -- What is read of a report: a subset, so that reports of other versions of this tool can be read --
 
 
-class _Output(Struct, frozen=True):
-    case: str
-    output: str
-    passed: bool
-    problem: str | None = None
-    share: float | None = None
-    deviation: dict[str, Any] | None = None
-    budget: dict[str, Any] | None = None
-
-    @property
-    def used(self) -> float | None:
-        """The largest share of the budget: the recorded one, or that of the errors beside it."""
-        errors, limits = (
-            {key: n for key, n in (each or {}).items() if isinstance(n, int | float) and n > 0}
-            for each in (self.deviation, self.budget)
-        )
-        shares = [self.share, *(errors[key] / limits[key] for key in limits if key in errors)]
-        return max((share for share in shares if share is not None), default=None)
+def _part(needed: Mapping[Any, str], optional: Mapping[Any, str] | None = None) -> Any:
+    """A record of a report, by the types of the keys that are read; an optional one is None where missing."""
+    known: list[Any] = [(name, kind) for kind, names in needed.items() for name in names.split()]
+    for kind, names in (optional or {}).items():
+        known += [(name, kind | None, None) for name in names.split()]
+    return msgspec.defstruct("Part", known, frozen=True)
 
 
-class _Parity(Struct, frozen=True):
-    backend: str
-    cases: str
-    verdicts: list[_Output] = []
+_DATA = dict[str, Any]
+_MODEL = _part({str: "name precision"}, {str: "bundle_sha256 weights"})
+_VERDICT = _part({bool: "passed"}, {str: "headline outcome"})
+_ENVIRONMENT = _part({}, {_DATA: "gpu", str: "driver platform", dict[str, str]: "versions"})
+_OUTPUT = _part(
+    {str: "case output", bool: "passed"}, {str: "problem", float: "share", _DATA: "deviation budget"}
+)
+_PARITY = _part({str: "backend cases"}, {many(_OUTPUT): "verdicts"})
+_DECODE = _part({str: "backend trace", bool: "passed", int: "steps"}, {float: "share"})
+_INVARIANCE = _part({str: "backend case check", bool: "passed"}, {str: "detail"})
+_NODE = _part({str: "status"}, {str: "node", int: "profile", list[str]: "kernels"})
+_MASK = _part({str: "case", many(_NODE, str): "cells"}, {bool: "diagnostic"})
+_REBUILDS = _part({}, {list[float]: "seconds engine_bytes", dict[str, list[float | None]]: "errors times_us"})
+_ENGINE = _part(
+    {str: "name backend version precision precision_status"},
+    {
+        bool: "ran", float: "seconds", int: "engine_bytes", list[int]: "fused", many(_NODE): "nodes",
+        str: "attention", list[str]: "plugins", list[dict[str, str]]: "profiles", _REBUILDS: "rebuilds",
+    },
+)  # fmt: skip
+_TIMING = _part({float: "p50_us p90_us"}, {bool: "stable graph", int: "memory_bytes", _DATA: "conditions"})
+_ROW = _part({str: "name"}, {str: "backend refused", _TIMING: "timing"})
+_POINT = _part({str: "case", dict[str, int]: "sizes", many(_ROW): "rows"}, {int: "past"})
+_RESULT = _part(
+    {_MODEL: "model"},
+    {
+        str: "place cell", _VERDICT: "verdict", _ENVIRONMENT: "environment", many(_PARITY): "parity",
+        many(_DECODE): "decode", many(_INVARIANCE): "invariance", _part({many(_MASK): "rows"}): "conformance",
+        _part({many(_NODE): "nodes"}): "range", many(_ENGINE): "engines",
+        _part({many(_POINT): "points"}): "latency", _DATA: "contents",
+    },
+)  # fmt: skip
+Result = Any
+"""A `_RESULT`: what is known of one model, from a report, benchmark, bundle, engine or cell of a matrix.
 
-
-class _Decode(Struct, frozen=True):
-    backend: str
-    trace: str
-    passed: bool
-    steps: int
-    share: float | None = None
-
-
-class _Invariance(Struct, frozen=True):
-    backend: str
-    case: str
-    check: str
-    passed: bool
-    detail: str = ""
-
-
-class _Node(Struct, frozen=True):
-    status: str
-    node: str = ""
-    profile: int | None = None
-    kernels: list[str] = []
-
-
-class _Mask(Struct, frozen=True):
-    case: str
-    cells: dict[str, _Node]
-    diagnostic: bool = False
-
-
-class Rebuilds(Struct, frozen=True):
-    """How much an engine differs from build to build; see `engine/engine.py`."""
-
-    seconds: list[float] = []
-    engine_bytes: list[int] = []
-    errors: dict[str, list[float | None]] = {}
-    times_us: dict[str, list[float]] = {}
-
-
-class _Engine(Struct, frozen=True):
-    name: str
-    backend: str
-    version: str
-    precision: str
-    precision_status: str
-    fused: list[int] = []
-    nodes: list[_Node] = []
-    ran: bool = False
-    seconds: float | None = None
-    engine_bytes: int | None = None
-    profiles: list[dict[str, str]] = []
-    attention: str = ""
-    plugins: list[str] = []
-    rebuilds: Rebuilds | None = None
-
-
-class _Timing(Struct, frozen=True):
-    p50_us: float
-    p90_us: float
-    stable: bool = True
-    graph: bool = True
-    conditions: dict[str, Any] = {}
-    memory_bytes: int | None = None
-
-
-class _Row(Struct, frozen=True):
-    name: str
-    backend: str = ""
-    refused: str | None = None
-    timing: _Timing | None = None
-
-
-class _Point(Struct, frozen=True):
-    case: str
-    sizes: dict[str, int]
-    rows: list[_Row]
-    past: int | None = None
-
-
-class _Verdict(Struct, frozen=True):
-    passed: bool
-    headline: str = ""
-    outcome: str = ""
-
-    @property
-    def status(self) -> str:
-        """`passed`, `failed` or `not verified`."""
-        if self.passed:
-            return self.outcome or "passed"
-        return "failed" if self.outcome in ("", "passed") else self.outcome
-
-
-class _Model(Struct, frozen=True):
-    name: str
-    precision: str
-    bundle_sha256: str = ""
-    weights: str = ""
-
-
-class _Environment(Struct, frozen=True):
-    gpu: dict[str, Any] | None = None
-    driver: str | None = None
-    platform: str = ""
-    versions: dict[str, str] = {}
-
-
-class Result(Struct, frozen=True):
-    """What is known of one model, from a report, a benchmark, a bundle, an engine or a cell of a matrix."""
-
-    model: _Model
-    place: str = ""
-    cell: str = ""
-    verdict: _Verdict | None = None
-    environment: _Environment | None = None
-    parity: list[_Parity] = []
-    decode: list[_Decode] = []
-    invariance: list[_Invariance] = []
-    conformance: list[_Mask] = []
-    range: list[_Node] = []
-    engines: list[_Engine] = []
-    latency: list[_Point] = []
-    contents: dict[str, Any] = {}  # of a bundle: its cases and traces, attentions, axes, size of its graph
+The `contents` are those of a bundle: its cases and traces, attentions, axes, and the size of its graph.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,12 +128,7 @@ def _from_data(data: Any, name: str, runtime: str) -> Side:
     try:
         found = [data] if kind == "report" else _cells(data["cells"], runtime) if kind == "matrix" else []
         found += [{**shared, **entry} for entry in data["models"]] if kind == "benchmark" else []
-        # The lists of these records are all that is read of them.
-        lists = {"conformance": "rows", "range": "nodes", "latency": "points"}
-        flat = [{key: (each.get(key) or {}).get(name, []) for key, name in lists.items()} for each in found]
-        results = tuple(
-            msgspec.convert({**a, **b, "contents": {}}, Result) for a, b in zip(found, flat, strict=True)
-        )
+        results = tuple(msgspec.convert({**each, "contents": None}, _RESULT) for each in found)
         created = msgspec.convert(data.get("created", ""), str)
     except (msgspec.ValidationError, TypeError, AttributeError, KeyError) as failure:
         problem, hint = f"The {kind} does not keep its format.", "docs/report.md, matrix.md"
@@ -262,43 +154,43 @@ def _cells(cells: Sequence[Mapping[str, Any]], runtime: str) -> list[Mapping[str
 
 
 def _from_engine(engine: Engine) -> Side:
-    manifest = engine.manifest
-    model = {"name": manifest.model, "precision": manifest.precision}
-    data = {"model": model, "engines": engines_to_dict([engine], (), ())}
-    return Side(name=str(engine.path), kind="engine", results=(msgspec.convert(data, Result),))
+    model = _MODEL(name=engine.manifest.model, precision=engine.manifest.precision)
+    result = _RESULT(model=model, engines=_read_engines([engine]))
+    return Side(name=str(engine.path), kind="engine", results=(result,))
+
+
+def _read_engines(engines: Sequence[Engine]) -> Any:
+    return msgspec.convert(engines_to_dict(engines, (), ()), many(_ENGINE))
 
 
 def _from_bundle(bundle: Bundle) -> Side:
     manifest, created = bundle.manifest, ""
-    built = engines_to_dict(engines_of(bundle.path), (), ())
-    data: dict[str, Any] = {"model": model_to_dict(bundle), "engines": built}
+    model, found = msgspec.convert(model_to_dict(bundle), _MODEL), dict[str, Any]()
     ran: dict[tuple[Any, ...], bool] = {}
 
-    def identity(engine: Mapping[str, Any]) -> tuple[Any, ...]:
-        return engine["name"], engine["engine_bytes"], engine["seconds"]
+    def identity(engine: Any) -> tuple[Any, ...]:
+        return engine.name, engine.engine_bytes, engine.seconds
 
-    for name in (BENCH_FILE, REPORT_FILE):
-        if not (bundle.path / name).is_file():
-            continue
-        written = read_side(bundle.path / name)
-        for result in written.results:
+    for path in (bundle.path / BENCH_FILE, bundle.path / REPORT_FILE):
+        for side in [read_side(path)] if path.is_file() else []:
             # A report of an earlier bundle in this folder says nothing on this one.
-            if result.model.bundle_sha256 == data["model"]["bundle_sha256"]:
-                known = msgspec.to_builtins(result)
-                data |= {key: known[key] for key in known if known[key] and key not in ("model", "engines")}
-                ran |= {identity(each): each["ran"] for each in known["engines"]}
-                created = written.created
-    for engine in built:  # one that was built again after the report did not run
-        engine["ran"] = ran.get(identity(engine), engine["ran"])
+            for earlier in [one for one in side.results if one.model.bundle_sha256 == model.bundle_sha256]:
+                found |= {key: part for key, part in msgspec.structs.asdict(earlier).items() if part}
+                ran |= {identity(each): each.ran for each in earlier.engines or ()}
+                created = side.created
+    found["engines"] = [  # one that was built again after the report did not run
+        msgspec.structs.replace(each, ran=ran.get(identity(each), False))
+        for each in _read_engines(engines_of(bundle.path))
+    ]
     cases = [f"golden case {case.name}" for case in manifest.golden]
-    data["contents"] = {
+    found["contents"] = {
         "cases": [*cases, *(f"trace {trace.name}" for trace in manifest.traces)],
         "attention": len(manifest.attention),
         "axes": {name: str(axis) for name, axis in manifest.spec.axes.items()},
         "graph_bytes": sum(entry.bytes for name, entry in manifest.files.items() if "model.onnx" in name),
     }
-    results = (msgspec.convert(data, Result),)
-    return Side(name=str(bundle.path), kind="bundle", results=results, created=created)
+    result = _RESULT(**{**found, "model": model})
+    return Side(name=str(bundle.path), kind="bundle", results=(result,), created=created)
 
 
 # -- Measurements: everything that is compared, each under a key that both sides share -------------
@@ -339,10 +231,6 @@ class Measurement:
     doubt: str = ""  # why the value is not reliable; of a status: the kernels behind it
 
 
-Key = tuple[str, str]  # section, subject
-Measurements = dict[Key, Measurement]
-
-
 @dataclass(frozen=True)
 class Change:
     """One row of a comparison: `section` is one of `SECTIONS`, `why` is what the `level` follows from."""
@@ -356,16 +244,145 @@ class Change:
     model: str = ""
 
 
-def _status(section: str, owner: str, status: str, kernels: Sequence[str] = ()) -> Measurement:
-    return Measurement("status", owner, _RANKS[section].get(status, 1), status, doubt="\n".join(kernels))
+Measurements = dict[tuple[str, str], Measurement]  # by section and subject
+Measured = Iterator[tuple[str, str, Measurement]]
+
+
+def measurements(result: Result, names: Mapping[str, str] | None = None) -> Measurements:
+    """Everything of a result that can be compared; `names` are those of engines on the other side."""
+    found: Measurements = {}
+    for section, subject, item in _measured(result, names or {}):
+        key, count = (section, subject), 1
+        while key in found:  # two engines of one TensorRT have the same name in a report
+            count += 1
+            key = (section, f"{subject} ({count})")
+        found[key] = item
+    return found
+
+
+def _measured(result: Result, names: Mapping[str, str]) -> Measured:
+    if result.cell:
+        yield "verdict", "cell", _plain("status", "", result.cell)
+    if result.verdict:
+        passed, outcome = result.verdict.passed, result.verdict.outcome or "passed"
+        status = "failed" if outcome == "passed" and not passed else outcome
+        yield "verdict", "validation", _plain("status", "", status)
+    engines = result.engines or ()
+    rebuilds = {f"{each.backend} {each.version}": each.rebuilds for each in engines}
+    for run in result.parity or ():
+        owner = _without_version(run.backend)
+        for each in run.verdicts or ():
+            noise = _rebuild_span(rebuilds.get(run.backend), "errors", f"{each.case}/{each.output}")
+            yield "error", f"{owner}, {run.cases}: {each.case}/{each.output}", _share(owner, each, noise)
+    for decoded in result.decode or ():
+        owner = _without_version(decoded.backend)
+        problem = None if decoded.passed else "wrong"
+        output = _OUTPUT("", "", passed=decoded.passed, problem=problem, share=decoded.share)
+        yield "decode", f"{owner}: {decoded.trace}", _share(owner, output)
+        yield "coverage", f"{owner}: {decoded.trace}, decode steps", _plain("count", owner, decoded.steps)
+    for check in result.invariance or ():
+        owner, status = _without_version(check.backend), "passed" if check.passed else "failed"
+        subject = f"{owner}: {check.check} {check.case}, {check.detail or ''}".strip(" ,")
+        yield "invariance", subject, _plain("status", owner, status)
+    for mask in result.conformance.rows if result.conformance else ():
+        for runtime, cell in () if mask.diagnostic else mask.cells.items():
+            owner = _without_version(runtime)
+            yield "conformance", f"{owner}: {mask.case}", _plain("status", owner, cell.status)
+    for node in result.range.nodes if result.range else ():
+        yield "range", node.node or "", _plain("status", "FP16 range", node.status)
+    for engine in engines:
+        yield from _of_engine(engine, names.get(engine.name, engine.name))
+    for point in result.latency.points if result.latency else ():
+        place = sizes_text(point.sizes) + ("" if point.past is None else f", past {point.past}")
+        for row in point.rows:
+            name = names.get(row.name, row.name)
+            noise = _rebuild_span(rebuilds.get(row.backend), "times_us", point.case)
+            yield "latency", f"{name} at {place}", _time(name, row, noise)
+            if row.timing is not None and row.timing.memory_bytes:
+                yield "size", f"{name} at {place}, memory", _bytes(name, row.timing.memory_bytes)
+    if result.contents:
+        for case in result.contents["cases"]:
+            yield "coverage", case, Measurement("text", "bundle", case, "there")
+        count = result.contents["attention"]
+        yield "coverage", "attention nodes in the graph", _plain("count", "bundle", count)
+        for axis, span in result.contents["axes"].items():
+            yield "coverage", f"axis {axis}", _plain("range", "bundle", span)
+        yield "size", "graph", _bytes("bundle", result.contents["graph_bytes"])
+    for subject, value in _environment(result, names):
+        yield "environment", subject, Measurement("text", "", value, value or NOTHING)
+
+
+def _of_engine(engine: Any, name: str) -> Measured:
+    owner = f"engine {name}"
+    for node in engine.nodes or ():
+        profile = "" if node.profile is None else f", profile {node.profile}"
+        fusion = replace(_plain("status", owner, node.status), doubt="\n".join(node.kernels or ()))
+        yield "fusion", f"{name}: {node.node or ''}{profile}", fusion
+    if engine.fused:
+        yield "fusion", f"{name}: attentions that are fused", _plain("count", owner, engine.fused[0])
+    yield "precision", f"{name}: verified", _plain("status", owner, engine.precision_status)
+    yield "precision", f"{name}: requested", _plain("text", owner, engine.precision)
+    yield "coverage", f"{name}: run", _plain("status", owner, "ran" if engine.ran else "not run")
+    for index, ranges in enumerate(engine.profiles or ()):
+        for axis, span in ranges.items():
+            yield "coverage", f"{name}: profile {index}, axis {axis}", _plain("range", owner, span)
+    if engine.engine_bytes is not None:
+        noise = _rebuild_span(engine.rebuilds, "engine_bytes")
+        yield "size", f"{name}: engine", _bytes(owner, engine.engine_bytes, noise)
+    if engine.seconds is not None:
+        shown, noise = f"{short(engine.seconds)} s", _rebuild_span(engine.rebuilds, "seconds")
+        yield "build time", name, Measurement("growth", owner, engine.seconds, shown, noise)
+
+
+def _environment(result: Result, names: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    yield "weights", result.model.weights or ""
+    yield "bundle", (result.model.bundle_sha256 or "")[:12]
+    for engine in result.engines or ():
+        name = names.get(engine.name, engine.name)
+        yield f"{name}: built by", f"{engine.backend} {engine.version}"
+        yield f"{name}: attention", engine.attention or ""
+        yield f"{name}: plugins", ", ".join(engine.plugins or ())
+    here = result.environment
+    if here is not None:
+        yield "GPU", str(here.gpu.get("name")) if here.gpu else "none"
+        yield "driver", here.driver or "none"
+        yield "platform", here.platform or ""
+        yield from (here.versions or {}).items()
+
+
+def _plain(kind: str, owner: str, value: Any) -> Measurement:
+    return Measurement(kind, owner, value, str(value))
 
 
 def _bytes(owner: str, count: int, noise: float = 0.0) -> Measurement:
     return Measurement("growth", owner, count, size(count), noise)
 
 
-def _count(owner: str, count: int) -> Measurement:
-    return Measurement("count", owner, count, str(count))
+def _share(owner: str, found: Any, noise: float = 0.0) -> Measurement:
+    """The largest share of the budget that an output uses: the recorded one, or that of its errors."""
+    errors, limits = (
+        {key: n for key, n in (each or {}).items() if isinstance(n, int | float) and n > 0}
+        for each in (found.deviation, found.budget)
+    )
+    shares = [found.share, *(errors[key] / limits[key] for key in limits if key in errors)]
+    used = max((share for share in shares if share is not None), default=None)
+    shown = "no finite number" if used is None else budget_share(used)
+    if not found.passed:
+        unverified = (found.problem or "").startswith("not verified")
+        shown = "not verified" if unverified else f"wrong ({shown})"
+    return Measurement("share", owner, used, shown, noise, found.passed)
+
+
+def _time(owner: str, row: Any, rebuild_noise: float) -> Measurement:
+    timing = row.timing
+    if timing is None:
+        return Measurement("growth", owner, None, f"not timed: {row.refused or 'no reason was given'}")
+    throttled = ", ".join(map(str, (timing.conditions or {}).get("throttled_by") or ()))
+    doubts = [f"throttled by {throttled}"] if throttled else []
+    doubts += ["the time did not settle"] if timing.stable is False else []
+    noise = max(timing.p90_us - timing.p50_us, rebuild_noise)
+    shown = f"{short(timing.p50_us)} µs{', no CUDA graph' if timing.graph is False else ''}"
+    return Measurement("growth", owner, timing.p50_us, shown, noise, doubt="; ".join(doubts))
 
 
 def _without_version(backend: str) -> str:
@@ -373,128 +390,11 @@ def _without_version(backend: str) -> str:
     return re.sub(r"\s*\bv?\d+(\.\d+)+\S*", "", backend).strip()
 
 
-def _span(values: Iterable[float | None]) -> float:
-    known = [value for value in values if value is not None]
-    return max(known) - min(known) if known else 0.0
-
-
-def measurements(result: Result, names: Mapping[str, str] | None = None) -> Measurements:
-    """Everything of a result that can be compared; `names` are those of engines on the other side."""
-    found: Measurements = {}
-    names = names or {}
-
-    def add(section: str, subject: str, item: Measurement) -> None:
-        key, count = (section, subject), 1
-        while key in found:  # two engines of one TensorRT have the same name in a report
-            count += 1
-            key = (section, f"{subject} ({count})")
-        found[key] = item
-
-    if result.cell:
-        add("verdict", "cell", _status("verdict", "", result.cell))
-    if result.verdict:
-        add("verdict", "validation", _status("verdict", "", result.verdict.status))
-    rebuilds = {f"{each.backend} {each.version}": each.rebuilds for each in result.engines if each.rebuilds}
-    for run in result.parity:
-        owner, known = _without_version(run.backend), rebuilds.get(run.backend)
-        for each in run.verdicts:
-            noise = _span(known.errors.get(f"{each.case}/{each.output}", ())) if known else 0.0
-            add("error", f"{owner}, {run.cases}: {each.case}/{each.output}", _share(owner, each, noise))
-    for decoded in result.decode:
-        owner = _without_version(decoded.backend)
-        problem = None if decoded.passed else "wrong"
-        output = _Output("", "", passed=decoded.passed, problem=problem, share=decoded.share)
-        add("decode", f"{owner}: {decoded.trace}", _share(owner, output))
-        add("coverage", f"{owner}: {decoded.trace}, decode steps", _count(owner, decoded.steps))
-    for check in result.invariance:
-        owner, passed = _without_version(check.backend), "passed" if check.passed else "failed"
-        subject = f"{owner}: {check.check} {check.case}, {check.detail}".strip(" ,")
-        add("invariance", subject, _status("invariance", owner, passed))
-    for mask in result.conformance:
-        for runtime, cell in () if mask.diagnostic else mask.cells.items():
-            owner = _without_version(runtime)
-            add("conformance", f"{owner}: {mask.case}", _status("conformance", owner, cell.status))
-    for node in result.range:
-        add("range", node.node, _status("range", "FP16 range", node.status))
-    for engine in result.engines:
-        name = names.get(engine.name, engine.name)
-        for key, item in _engine_measurements(engine, name):
-            add(*key, item)
-    for point in result.latency:
-        place = sizes_text(point.sizes) + ("" if point.past is None else f", past {point.past}")
-        for row in point.rows:
-            name = names.get(row.name, row.name)
-            add("latency", f"{name} at {place}", _time(name, row, point.case, rebuilds.get(row.backend)))
-            if row.timing is not None and row.timing.memory_bytes:
-                add("size", f"{name} at {place}, memory", _bytes(name, row.timing.memory_bytes))
-    if result.contents:
-        for case in result.contents["cases"]:
-            add("coverage", case, Measurement("text", "bundle", case, "there"))
-        add("coverage", "attention nodes in the graph", _count("bundle", result.contents["attention"]))
-        for axis, span in result.contents["axes"].items():
-            add("coverage", f"axis {axis}", Measurement("range", "bundle", span, span))
-        add("size", "graph", _bytes("bundle", result.contents["graph_bytes"]))
-    for subject, value in _environment(result, names):
-        add("environment", subject, Measurement("text", "", value, value or NOTHING))
-    return found
-
-
-def _engine_measurements(engine: _Engine, name: str) -> Iterator[tuple[Key, Measurement]]:
-    owner, rebuilds = f"engine {name}", engine.rebuilds or Rebuilds()
-    for node in engine.nodes:
-        profile = "" if node.profile is None else f", profile {node.profile}"
-        yield ("fusion", f"{name}: {node.node}{profile}"), _status("fusion", owner, node.status, node.kernels)
-    if engine.fused:
-        yield ("fusion", f"{name}: attentions that are fused"), _count(owner, engine.fused[0])
-    yield ("precision", f"{name}: verified"), _status("precision", owner, engine.precision_status)
-    requested = Measurement("text", owner, engine.precision, engine.precision)
-    yield ("precision", f"{name}: requested"), requested
-    yield ("coverage", f"{name}: run"), _status("coverage", owner, "ran" if engine.ran else "not run")
-    for index, ranges in enumerate(engine.profiles):
-        for axis, span in ranges.items():
-            subject = f"{name}: profile {index}, axis {axis}"
-            yield ("coverage", subject), Measurement("range", owner, span, span)
-    if engine.engine_bytes is not None:
-        noise = _span(rebuilds.engine_bytes)
-        yield ("size", f"{name}: engine"), _bytes(owner, engine.engine_bytes, noise)
-    if engine.seconds is not None:
-        shown, noise = f"{short(engine.seconds)} s", _span(rebuilds.seconds)
-        yield ("build time", name), Measurement("growth", owner, engine.seconds, shown, noise)
-
-
-def _environment(result: Result, names: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    yield "weights", result.model.weights
-    yield "bundle", result.model.bundle_sha256[:12]
-    for engine in result.engines:
-        name = names.get(engine.name, engine.name)
-        yield f"{name}: built by", f"{engine.backend} {engine.version}"
-        yield f"{name}: attention", engine.attention
-        yield f"{name}: plugins", ", ".join(engine.plugins)
-    here = result.environment
-    if here is not None:
-        yield "GPU", str(here.gpu.get("name")) if here.gpu else "none"
-        yield "driver", here.driver or "none"
-        yield "platform", here.platform
-        yield from here.versions.items()
-
-
-def _share(owner: str, found: _Output, noise: float = 0.0) -> Measurement:
-    unverified = not found.passed and (found.problem or "").startswith("not verified")
-    used = "no finite number" if found.used is None else budget_share(found.used)
-    shown = "not verified" if unverified else used if found.passed else f"wrong ({used})"
-    return Measurement("share", owner, found.used, shown, noise, found.passed)
-
-
-def _time(owner: str, row: _Row, case: str, rebuilds: Rebuilds | None) -> Measurement:
-    timing = row.timing
-    if timing is None:
-        return Measurement("growth", owner, None, f"not timed: {row.refused or 'no reason was given'}")
-    throttled = ", ".join(map(str, timing.conditions.get("throttled_by") or ()))
-    doubts = [f"throttled by {throttled}"] if throttled else []
-    doubts += [] if timing.stable else ["the time did not settle"]
-    noise = max(timing.p90_us - timing.p50_us, _span(rebuilds.times_us.get(case, ())) if rebuilds else 0.0)
-    shown = f"{short(timing.p50_us)} µs{'' if timing.graph else ', no CUDA graph'}"
-    return Measurement("growth", owner, timing.p50_us, shown, noise, doubt="; ".join(doubts))
+def _rebuild_span(rebuilds: Any, figure: str, of: str = "") -> float:
+    """How much a figure of an engine, or that of one case, differs from build to build."""
+    found = getattr(rebuilds, figure, None) or ()
+    values = [value for value in (found.get(of, ()) if of and found else found) if value is not None]
+    return max(values) - min(values) if values else 0.0
 
 
 # -- The rules -------------------------------------------------------------------------------------
@@ -502,17 +402,17 @@ def _time(owner: str, row: _Row, case: str, rebuilds: Rebuilds | None) -> Measur
 
 def _judged(section: str, old: Measurement, new: Measurement, limits: Limits) -> tuple[str, str]:
     """The level of a change, and why."""
-    if old.kind == "status":
-        level = _direction(old.value, new.value)
-        if level == SAME and old.doubt != new.doubt:
-            return CHANGED, "other kernels"
-        return level, "fusion lost" if level == REGRESSION and section == "fusion" else ""
     if old.kind == "share":
         return _judged_share(old, new, limits)
     if old.kind == "growth":
         return _judged_growth(section, old, new, limits)
     if old.kind == "count":
         return _direction(old.value, new.value), ""
+    if old.kind == "status":
+        level = _direction(*(_RANKS[section].get(each.value, 1) for each in (old, new)))
+        if level == SAME and old.doubt != new.doubt:
+            return CHANGED, "other kernels"
+        return level, "fusion lost" if level == REGRESSION and section == "fusion" else ""
     if old.value == new.value:
         return SAME, ""
     if old.kind == "range":
@@ -524,7 +424,8 @@ def _judged_alone(section: str, new: Measurement) -> tuple[str, str]:
     """The level of something that only the new side has: good where it is right, else a regression."""
     if section in _FIGURES or new.kind == "text" or (section == "latency" and new.value is None):
         return CHANGED, "new"
-    if not new.passed or (new.kind == "status" and section != "coverage" and new.value == 0):
+    is_worst = new.kind == "status" and section != "coverage" and _RANKS[section].get(new.value) == 0
+    if not new.passed or is_worst:
         return REGRESSION, "new, and not right"
     return IMPROVEMENT, "new"
 
@@ -610,18 +511,12 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; see docs/compare.md."""
-        data = {
-            **{key: value for key, value in frame().items() if key != "environment"},
-            "passed": self.passed,
-            "headline": self.headline,
-            **{
-                key: {"name": side.name, "kind": side.kind, "created": side.created}
-                for key, side in (("old", self.old), ("new", self.new))
-            },
-            "limits": dict(vars(self.limits)),
-            "changes": [dict(vars(change)) for change in self.changes],
-        }
-        return dict(as_plain(data))
+        data = {**frame(), "passed": self.passed, "headline": self.headline}
+        del data["environment"]
+        for key, side in (("old", self.old), ("new", self.new)):
+            data[key] = {"name": side.name, "kind": side.kind, "created": side.created}
+        changes = [vars(change) for change in self.changes]
+        return dict(as_plain({**data, "limits": vars(self.limits), "changes": changes}))
 
     def to_json(self) -> str:
         """The same as JSON text."""
@@ -682,30 +577,26 @@ class Comparison:
 
     def to_html(self) -> str:
         """A page with both sides beside each other."""
-        table, sides = self.table(everything=True), []
+        sides = []
         for side in (self.old, self.new):
             verdict = side.results[0].verdict if side.results else None
-            sides.append((side.name, side.kind, side.created, verdict.headline if verdict else ""))
+            sides.append((side.name, side.kind, side.created, verdict and verdict.headline))
         heads = ("source", "kind", "written", "verdict")
         rows = [[text(head), *map(text, values)] for head, *values in zip(heads, *sides, strict=True)]
         shown, groups = columns("", "old", "new"), [Group(rows=rows)]
-        summary = Table(title="The two sides", columns=shown, groups=groups, css="compact")
-        sections = [Section(name="sides", title=summary.title, link="sides", parts=[("table", summary)])]
-        for group in table.groups:
-            name, title = group.title.replace(" ", "-"), group.title[0].upper() + group.title[1:]
-            part = replace(table, title=f"{group.title}: old and new", groups=[replace(group, title="")])
-            sections.append(Section(name=name, title=title, link=group.title, parts=[("table", part)]))
+        tables = [Table(title="The two sides", columns=shown, groups=groups, css="compact")]
+        for group in (table := self.table(everything=True)).groups:
+            name = group.title[0].upper() + group.title[1:]
+            tables.append(replace(table, title=name, groups=[replace(group, title="")]))
         title = f"Comparison: {Path(self.old.name).name} and {Path(self.new.name).name}"
-        return sections_page(self.to_dict(), title, self.headline, sections, passed=self.passed)
+        return sections_page(self.to_dict(), title, {each.title: [("table", each)] for each in tables})
 
     def save_junit(self, path: Path) -> None:
         """Write the JUnit XML to a file."""
-        path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, self.to_junit().encode("utf-8"))
 
     def save_html(self, path: Path) -> None:
         """Write the page to a file."""
-        path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, self.to_html().encode("utf-8"))
 
 
@@ -774,9 +665,9 @@ def _pairs(old: Sequence[Result], new: Sequence[Result]) -> Iterator[tuple[Resul
 
 
 def _changes(old: Result, new: Result, limits: Limits) -> list[Change]:
-    names = {}
-    if len(old.engines) == len(new.engines) == 1:  # whatever the only engine is called
-        names = {new.engines[0].name: old.engines[0].name}
+    names, engines = {}, [each.engines or () for each in (old, new)]
+    if len(engines[0]) == len(engines[1]) == 1:  # whatever the only engine is called
+        names = {engines[1][0].name: engines[0][0].name}
     before, after = measurements(old), measurements(new, names)
     found = []
     models = [f"{each.model.name} {each.model.precision}" for each in (old, new)]

@@ -40,7 +40,7 @@ from mha_deploy.files import read_regular
 from mha_deploy.model.catalog import find_spec, is_factory
 from mha_deploy.options import EngineOptions, ValidateOptions
 from mha_deploy.regression.record import append_lines, build_line
-from mha_deploy.report.page import Section, sections_page
+from mha_deploy.report.page import sections_page
 from mha_deploy.report.schema import as_plain
 from mha_deploy.report.table import Cell as TableCell
 from mha_deploy.report.table import Group, Row, Table, columns, markdown, number, text
@@ -102,21 +102,19 @@ def read_plan(source: Any) -> Plan:
     for what in ("models", "runtimes", "precisions", "gpus", "options"):
         if not getattr(plan, what):
             raise DeployError("The plan is empty.", got=f"no {what}", hint=hint)
-    names = [runtime.name for runtime in plan.runtimes]
-    repeated = [name for name in dict.fromkeys(names) if names.count(name) > 1]
-    if repeated:
-        raise DeployError("Two runtimes have the same name.", got=", ".join(repeated), hint="another name")
+    names = set[str]()
     for runtime in plan.runtimes:
+        name, place = runtime.name, runtime.path or runtime.python
+        if name in names:
+            raise DeployError("Two runtimes have the same name.", got=name, hint="another name")
         if sum(map(bool, (runtime.path, runtime.python, runtime.pip))) > 1:
-            places = "one of path, python and pip"
-            raise DeployError("A runtime is in one place.", got=runtime.name, hint=places)
-        place = runtime.path or runtime.python
+            raise DeployError("A runtime is in one place.", got=name, hint="one of path, python and pip")
         if place and not Path(place).exists():
-            raise DeployError("The runtime is not there.", got=f"{runtime.name}: {place}", hint=hint)
-    for name, options in plan.options.items():
-        for key in options:
-            if key not in _OPTIONS:
-                raise DeployError("No such option.", got=f"{name}: {key}", hint=nearest(key, _OPTIONS))
+            raise DeployError("The runtime is not there.", got=f"{name}: {place}", hint=hint)
+        names.add(name)
+    for name, key in ((name, key) for name, options in plan.options.items() for key in options):
+        if key not in _OPTIONS:
+            raise DeployError("No such option.", got=f"{name}: {key}", hint=nearest(key, _OPTIONS))
     return plan
 
 
@@ -262,10 +260,10 @@ class LocalWorkers:
         found = self._call(runtime, gpu, {"probe": True, "backend": runtime.backend}, 600.0)
         if "version" not in found:
             return {"problem": found.get("problem") or found["why"]}
-        if gpu not in (NO_GPU, ANY_GPU) and gpu.lower() not in found["gpu"].lower():
-            return {"problem": f"the GPU here is {found['gpu'] or 'none'}"}
         if gpu != NO_GPU and not found["gpu"]:
             return {"problem": "there is no NVIDIA GPU here"}
+        if gpu not in (NO_GPU, ANY_GPU) and gpu.lower() not in found["gpu"].lower():
+            return {"problem": f"the GPU here is {found['gpu']}"}
         return found
 
     def run(self, tasks: Sequence[_Task]) -> Iterator[tuple[_Task, Mapping[str, Any]]]:
@@ -450,7 +448,7 @@ class Matrix:
             "passed": self.passed,
             "headline": self.headline,
             "plan": msgspec.to_builtins(self.plan),
-            "cells": [dict(vars(cell)) for cell in self.cells],
+            "cells": [vars(cell) for cell in self.cells],
         }
         return dict(as_plain(data))
 
@@ -495,24 +493,19 @@ class Matrix:
 
     def to_html(self) -> str:
         """A page with a heat map."""
-        sections = [
-            Section(name=f"table-{index}", title=table.title, link=table.title, parts=[("table", table)])
-            for index, table in enumerate(self.tables())
-        ]
+        sections: dict[str, list[Any]] = {table.title: [("table", table)] for table in self.tables()}
         reasons = [
             (f"{cell.model} {cell.precision}, {cell.runtime}", f" {cell.status}: {cell.why}")
             for cell in self.cells
             if cell.status not in ("passed", "built")
         ]
         if reasons:
-            parts = [("reasons", reasons)]
-            sections.append(Section(name="reasons", title="Reasons", link="reasons", parts=parts))
-        return sections_page(self.to_dict(), "Matrix", self.headline, sections, passed=self.passed)
+            sections["Reasons"] = [("reasons", reasons)]
+        return sections_page(self.to_dict(), "Matrix", sections)
 
     def save(self, folder: Path) -> Path:
         """Write `matrix.json` and `matrix.html`; gives the path of the page."""
         page, data = self.to_html(), json.dumps(self.to_dict(), indent=1, ensure_ascii=False)
-        folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / "matrix.json", data.encode() + b"\n")
         write_atomically(folder / "matrix.html", page.encode())
         return folder / "matrix.html"
@@ -562,14 +555,10 @@ def run_matrix(
             problem = error.in_one_line
         for runtime, gpu, options in product(plan.runtimes, plan.gpus, plan.options):
             found = probes[runtime.name, gpu]
-            place: dict[str, Any] = {
-                "model": name,
-                "precision": precision,
-                "runtime": runtime.name,
-                "gpu": gpu,
-            }
-            why = problem or found.get("problem", "")
-            cell = MatrixCell(**place, options=options, version=found.get("version", ""), why=why)
+            cell = MatrixCell(
+                model=name, precision=precision, runtime=runtime.name, gpu=gpu, options=options,
+                version=found.get("version", ""), why=problem or found.get("problem", ""),
+            )  # fmt: skip
             if cell.place in cells:  # another model of the same name
                 cell = replace(cell, model=f"{name} ({model.model})")
             if bundle is None or "problem" in found:
@@ -582,9 +571,8 @@ def run_matrix(
             known = _kept(folder, cell)
             cells[cell.place] = known or cell
             if known is None:
-                about = {"backend": runtime.backend, "options": chosen, "time_limit": plan.time_limit}
-                request = {"bundle": str(bundle.resolve()), **about}
-                tasks.append(_Task(cell, runtime, request))
+                request = {"backend": runtime.backend, "options": chosen, "time_limit": plan.time_limit}
+                tasks.append(_Task(cell, runtime, {**request, "bundle": str(bundle.resolve())}))
     waiting = {task.cell.place for task in tasks}
     done = [cell for place, cell in cells.items() if place not in waiting]
     for count, cell in enumerate(done, 1):
@@ -592,9 +580,8 @@ def run_matrix(
     for count, (task, result) in enumerate(workers.run(tasks), len(done) + 1):
         cells[task.cell.place] = cell = replace(task.cell, **result)
         if cell.status in _FINAL:
-            path = folder / "cells" / f"{cell.key}.json"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, json.dumps(as_plain(dict(vars(cell)))).encode())
+            data = json.dumps(as_plain(vars(cell))).encode()
+            write_atomically(folder / "cells" / f"{cell.key}.json", data)
         on_cell(cell, count, len(cells))
     return Matrix(plan=plan, cells=tuple(cells.values()))
 

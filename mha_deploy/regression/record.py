@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
@@ -24,7 +24,6 @@ from mha_deploy.text import short, sizes_text
 from mha_deploy.validate.bench import ModelBench
 from mha_deploy.validate.verdict import frame, model_to_dict
 
-FORMAT = 1
 _LOW_CLOCK = 0.95
 
 
@@ -67,7 +66,7 @@ class Line(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     timing: dict[str, Any] = {}  # calls per sample, CUDA graph, stability, memory; or streams and their rate
     kernels: list[tuple[str, float, float]] = []  # name, launches and µs in one call, where requested
     conditions: dict[str, Any] = {}  # clocks, temperature, power and throttling, as the driver reported them
-    format: int = FORMAT
+    format: Literal[1] = 1
 
     @property
     def p50(self) -> float | None:
@@ -125,18 +124,16 @@ def bench_lines(benches: Sequence[ModelBench], command: Sequence[str] | None = N
                 shown = {**data, "backend": row.backend, "parity": row.refused or "passed"}
                 found.append(_line(bench, row.name, {**shared, **shown, "kind": "time"}))
         for load in bench.throughput:
-            known = load.to_dict()
-            data = {key: known[key] for key in ("case", "sizes")}
-            data["timing"] = {key: known[key] for key in ("streams", "per_second", "p50_us", "p99_us")}
+            rates = {key: load.to_dict()[key] for key in ("streams", "per_second", "p50_us", "p99_us")}
+            data = {"case": load.case, "sizes": dict(load.sizes), "timing": rates}
             shown = {**data, "backend": backends[load.name], "parity": load.refused or "passed"}
             found.append(_line(bench, load.name, {**shared, **shown, "kind": "throughput"}))
     return found
 
 
 def _line(bench: ModelBench, runtime: str, data: Mapping[str, Any]) -> Line:
-    model, manifest = model_to_dict(bench.bundle), None
-    for engine in bench.engines:
-        manifest = engine.manifest if engine.path.stem == runtime else manifest
+    model = model_to_dict(bench.bundle)
+    manifest = next((each.manifest for each in bench.engines if each.path.stem == runtime), None)
     about = manifest and {
         "name": runtime,
         "backend": manifest.backend,
@@ -214,8 +211,6 @@ def read_lines(path: Path) -> list[Line]:
     for number, content in enumerate(texts, 1):
         try:
             found.append(msgspec.json.decode(content, type=Line))
-            if found[-1].format != FORMAT:
-                raise msgspec.ValidationError(f"format {found[-1].format}")
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             problem = f"{path}:{number}: {error}"
             raise DeployError("The record has a line of another format.", got=problem) from error
@@ -270,11 +265,8 @@ def replayed(
     """Measure the line `FILE:NUMBER` again with `bench`, and judge whether both agree."""
     line, alike = pick_line(source)
     if model_to_dict(bundle)["bundle_sha256"] != line.bundle_sha256:
-        raise DeployError(
-            "The line was measured with another bundle.",
-            got=f"{bundle.path}, not {line.bundle_sha256[:12]}",
-            hint=f"export it again: {' '.join(line.command)}",
-        )
+        got, hint = f"{bundle.path}, not {line.bundle_sha256[:12]}", f"export again: {' '.join(line.command)}"
+        raise DeployError("The line was measured with another bundle.", got=got, hint=hint)
     new = [each for each in bench_lines([bench(line)]) if each.runtime == line.runtime]
     found = [each for each in new if (each.sizes, each.past) == (line.sizes, line.past)]
     if not found or found[0].p50 is None:

@@ -439,11 +439,14 @@ def bench_page(data: Data) -> str:
     )
 
 
-def sections_page(
-    data: Data, title: str, subtitle: str, sections: Sequence[Section], *, passed: bool | None = None
-) -> str:
-    """A page of sections, with its verdict where there is one; `data` says what wrote it, and when."""
-    return _rendered(data, title=title, subtitle=subtitle, sections=sections, passed=passed, look={})
+def sections_page(data: Data, title: str, parts: Mapping[str, Sequence[Part]]) -> str:
+    """A page with a section for every heading; `data` has the verdict, what wrote it, and when."""
+    sections = [
+        Section(name=f"section-{index}", title=heading, link=heading, parts=each)
+        for index, (heading, each) in enumerate(parts.items())
+    ]
+    shown = {"title": title, "subtitle": data["headline"], "passed": data["passed"]}
+    return _rendered(data, sections=sections, look={}, **shown)
 
 
 def _rendered(plain: Data, **context: Any) -> str:
