@@ -1,5 +1,6 @@
 """The commands of the README run, its links and paths exist, and CI runs its test command."""
 
+import ast
 import os
 import re
 import runpy
@@ -18,6 +19,7 @@ from mha_deploy.runtime.cuda import find_gpu
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 DOCS = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS]
 TABLE = re.findall(r"^\| `(mha-deploy [^`]+)` \|", README, re.MULTILINE)
 BASH = "\n".join(re.findall(r"```bash\n(.+?)```", README, re.DOTALL)).replace("\\\n", " ")
 COMMANDS = sorted({*TABLE, *re.findall(r"^mha-deploy .+$", BASH, re.MULTILINE)})
@@ -231,7 +233,7 @@ def test_ci_cannot_hang():
 
 
 def test_every_link_leads_to_a_file():
-    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS]:
+    for page in PAGES:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
@@ -246,9 +248,47 @@ def test_every_path_in_the_text_exists(page):
     assert [path for path in within if not (ROOT / "mha_deploy" / path).exists()] == []
 
 
-def test_lowering_rules_and_verdicts_are_found_from_the_readme():
-    for page in ("README.md", "CONTRIBUTING.md"):
-        text = (ROOT / page).read_text(encoding="utf-8")
-        verdicts = ("metrics.py", "runtime/tensorrt/engine_verdict.py", "validate/verdict.py")
-        for place in ("graph/lower/", *verdicts):
-            assert f"`mha_deploy/{place}" in text, f"{page} does not say where {place} is"
+PATH = r"`((?:mha_deploy|tests)/[\w/]+\.py)`"
+NAMES = r"((?:`[\w.]+`(?:,\s| and\s|,\sand\s)?)+)"
+
+
+def named_places(text):
+    """Every (path, name) of `path`: `name`, `name` and of `name` in `path`."""
+    found = [(path, names) for path, names in re.findall(rf"{PATH}:\s{NAMES}", text)]
+    found += [(path, names) for names, path in re.findall(rf"{NAMES}\s(?:in|of)\s{PATH}", text)]
+    return [(path, name) for path, names in found for name in re.findall(r"`([\w.]+)`", names)]
+
+
+def defined_in(body):
+    """Dotted names of what a module, and the classes in it, define."""
+    for node in body:
+        if isinstance(node, ast.ClassDef):
+            yield from (f"{node.name}.{inner}" for inner in defined_in(node.body))
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            yield node.name
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = getattr(node, "targets", None) or [node.target]
+            yield from (each.id for each in ast.walk(ast.Tuple(targets)) if isinstance(each, ast.Name))
+
+
+def test_every_name_is_in_the_file_that_the_text_says():
+    wrong, count = [], 0
+    for page in PAGES:
+        for path, name in named_places(page.read_text(encoding="utf-8")):
+            body = ast.parse((ROOT / path).read_text(encoding="utf-8")).body
+            count += 1
+            wrong += [] if name in set(defined_in(body)) else [f"{page.name}: {name} in {path}"]
+    assert wrong == []
+    assert count > 20
+
+
+def test_the_questions_of_a_newcomer_are_answered_before_anything_else():
+    """Each by a place, a command or an option; their names are checked above."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("\n## ")[0]
+    answers = dict(re.findall(r"^\| ([^|]+\?) \| (.+) \|$", text, re.MULTILINE))
+    topics = "lowering rule, fused, precision, budget, runtime, dialect, catalog, exit code 1, engine ran"
+    for topic in topics.split(", "):
+        assert any(topic in question and re.search(r"[`(]", answers[question]) for question in answers), topic
+    readme = README.partition("## Where the code is")[2]
+    for path in ("graph/lower/", "metrics.py", "runtime/tensorrt/engine_verdict.py", "validate/verdict.py"):
+        assert f"`mha_deploy/{path}" in readme, f"README.md does not say where {path} is"
