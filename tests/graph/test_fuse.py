@@ -96,13 +96,10 @@ CASES = {
 }
 
 
-# An export takes a second or two: all spellings but one, and the second operator set, are for `-m slow`.
-QUICK = "repeat_interleave"
-SPELLINGS = [
-    pytest.param(name, opset, marks=() if (name, opset) == (QUICK, OPSETS[0]) else pytest.mark.slow)
-    for name in CASES
-    for opset in OPSETS
-]
+# An export takes seconds: one spelling is written by PyTorch's older exporter, all others are for `-m slow`.
+QUICK = ("repeat_interleave", "torchscript")
+SPELLINGS = [QUICK]
+SPELLINGS += [pytest.param(name, opset, marks=pytest.mark.slow) for name in CASES for opset in OPSETS]
 
 
 @functools.cache
@@ -113,6 +110,8 @@ def module_of(name):
 
 @functools.cache
 def exported(name, opset):
+    if opset == "torchscript":
+        return modules.export_by_torchscript(module_of(name), CASES[name].kind, 18)
     return modules.export(module_of(name), CASES[name].kind, opset)
 
 
@@ -194,7 +193,7 @@ def test_a_stack_gives_one_node_for_each_layer_and_names_them():
 
 
 def test_nothing_else_changes():
-    model = exported(QUICK, 18)
+    model = exported(*QUICK)
     before = ir.to_proto(model).SerializeToString()
     fused, _ = fuse_attention(model)
     assert ir.to_proto(model).SerializeToString() == before
@@ -209,8 +208,9 @@ def test_nothing_else_changes():
     assert all(any(v.uses() or v.is_graph_output() for v in node.outputs) for node in fused.graph)
 
 
+@pytest.mark.slow
 def test_the_new_node_says_where_it_came_from():
-    fused, report = fuse_attention(exported(QUICK, 18))
+    fused, report = fuse_attention(exported(QUICK[0], OPSETS[0]))
     assert report.fused[0].place == f"{modules.__file__}:{source_line(ATTEND)}"
     (node,) = [node for node in fused.graph if node.op_type == "Attention"]
     assert "pkg.torch.onnx.stack_trace" in node.metadata_props

@@ -246,7 +246,30 @@ def test_a_value_that_is_reached_in_very_many_ways(name):
     assert len(check_same(g.model(g.attend(apply(g, x)))).fused) == 1
 
 
-PARTS = ["pattern.read_scores", "write_attention", "mask_pattern._build_mask"]
+@pytest.mark.parametrize("spelled", ["added", "put", "added twice"])
+def test_masked_scores_that_are_bounded_by_the_lowest_number(spelled):
+    """`max(scores + mask, lowest)`: a query whose mask is -inf everywhere is the mean of V, not 0."""
+    g = Hand()
+    lowest = g.const(np.finfo(np.float32).min)
+    if spelled == "put":
+        masked = g.op("Where", g.input("m", [2, 1, S, S], BOOL), g.scores(), g.const(-np.inf))
+    else:
+        masked = g.op("Add", g.scores(), g.input("m", [2, 1, S, S]))
+        masked = g.op("Add", masked, "m") if spelled == "added twice" else masked
+    model = g.model(g.attend(g.op("Max", masked, lowest)))
+    new, report = fused(model)
+    assert len(report.fused) == (spelled != "added twice")
+    feeds = random_feeds(model)
+    if spelled == "put":
+        feeds["m"][:, :, 2] = False
+    else:
+        feeds["m"] = np.where(feeds["m"] < 0, np.float32(-np.inf), 0)
+        feeds["m"][:, :, 2] = -np.inf
+        feeds["m"][:, :, 3, 1:] = np.finfo(np.float32).min
+    np.testing.assert_allclose(run(new, feeds)[0], run(model, feeds)[0], atol=2e-5)
+
+
+PARTS = ["pattern.read_scores", "write_attention", "mask_pattern._visible_keys"]
 
 
 @pytest.mark.parametrize("part", PARTS)

@@ -42,7 +42,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSED)
 def test_it_stays_and_the_report_says_where_and_why(name):
     make, reason = REFUSED[name]
@@ -95,6 +95,23 @@ def by_hand(q=("B", 4, "S", 8), k=("B", 4, "S", 8), v=("B", 4, "S", 8), *, opset
     return ir.from_proto(
         helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=10)
     )
+
+
+@pytest.mark.parametrize("fusible", [True, False])
+def test_the_module_and_the_source_line_come_from_the_exporter(fusible):
+    model = by_hand(extra=() if fusible else ELSEWHERE, scores="s" if fusible else "s2")
+    (softmax,) = (node for node in model.graph if node.op_type == "Softmax")
+    frames = 'File "own.py", line 7, in forward\nFile "/x/site-packages/torch/nn.py", line 3, in softmax'
+    softmax.metadata_props["pkg.torch.onnx.name_scopes"] = "['', 'layers.0.attn', 'softmax']"
+    softmax.metadata_props["pkg.torch.onnx.stack_trace"] = frames
+    fused, report = fuse_attention(model)
+    (found,) = report.fused if fusible else report.unfused
+    assert (found.name, found.place) == ("layers.0.attn", "own.py:7")
+    assert [frames] == [
+        node.metadata_props["pkg.torch.onnx.stack_trace"]
+        for node in fused.graph
+        if node.op_type == ("Attention" if fusible else "Softmax")
+    ]
 
 
 def test_without_metadata_the_name_is_that_of_the_softmax():

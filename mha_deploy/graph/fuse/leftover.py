@@ -10,8 +10,8 @@ import onnx_ir as ir
 
 from mha_deploy.graph.attention_node import is_attention
 from mha_deploy.graph.fuse.pattern import softmax_at
-from mha_deploy.graph.fuse.values import NotExpressible, NotFused, graphs_in, module_of, sizes_of
-from mha_deploy.graph.ir import is_op, made_by, node_name, rank
+from mha_deploy.graph.fuse.values import NotExpressible, NotFused, module_of, sizes_of
+from mha_deploy.graph.ir import graphs_in, is_op, made_by, node_name, rank
 
 _CHOICES = ("Gather", "GatherND", "GatherElements", "Slice")
 _NORMS = frozenset({"LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization"})

@@ -27,7 +27,7 @@ from mha_deploy.graph.fuse.values import (
     sizes_of,
     walk,
 )
-from mha_deploy.graph.ir import NodeBuilder, constant_ints, input_at, is_op, made_by, rank, same_size
+from mha_deploy.graph.ir import NodeBuilder, constant_ints, input_at, is_op, made_by, same_size
 
 Axes = tuple[str, ...]
 """The axes of a tensor: each a letter as in an einsum, or several where a Reshape joined them."""
@@ -74,16 +74,24 @@ class Bias:
     value: ir.Value  # the tensor
     factor: float  # the constant
     axes: Axes  # the axes of the scores there; the tensor is aligned to the last of them
+    clipped: bool = False  # whether the lowest number of its type stands for all below it, -inf too
 
     def scaled(self, builder: NodeBuilder, dtype: ir.DataType) -> ir.Value:
         """What it adds to the scores."""
         value = self.value
         if self.factor != 1.0:
             value = builder.op("Mul", value, builder.constant(self.factor, value.dtype or dtype), name="bias")
-        return value if self.value.dtype == dtype else builder.op("Cast", value, to=int(dtype), name="bias")
+        if self.value.dtype != dtype:
+            value = builder.op("Cast", value, to=int(dtype), name="bias")
+        return builder.op("Max", value, builder.constant(lowest_of(dtype), dtype)) if self.clipped else value
 
 
 Term = Fill | Bias
+
+
+def lowest_of(dtype: ir.DataType) -> float:
+    """The lowest number of a floating-point type."""
+    return float(ml_dtypes.finfo(dtype.numpy()).min)
 
 
 # -- Prove that a tensor is the causal triangle, from the nodes that compute it --------------------
@@ -300,7 +308,7 @@ def _plain_terms(terms: list[Term], dtype: ir.DataType) -> list[Term]:
 
 def _taken_apart(term: Term, dtype: ir.DataType, sums: int = 0) -> list[Term]:
     """An added mask, inside so many sums, as what it hides and what it adds to the rest."""
-    if isinstance(term, Fill):
+    if isinstance(term, Fill) or term.clipped:
         return [term]
     if scalar_of(term.value) == 0.0:
         return []
@@ -426,7 +434,7 @@ def decide_masking(
     sink: bool = False,  # whether every query has a score that nothing masks: it is never fully masked
 ) -> Masking:
     """Choose the strongest form that is certainly the same."""
-    lowest = float(ml_dtypes.finfo(dtype.numpy()).min)
+    lowest = lowest_of(dtype)
     given = [_as_fill(term) for term in terms]
     plain = _plain_terms(given, dtype)
     weakest = -softcap - _FAR_BELOW if softcap else max(_WEAKEST_FILL, 0.99 * lowest)
@@ -515,7 +523,7 @@ def _causal_at(terms: list[Term], enough: tuple[float, float], size: Size, order
 def _as_fill(term: Term) -> Term:
     """An added `Where(mask, 0, -inf)` as the boolean mask that it is."""
     node = made_by(term.value, "Where")
-    if node is None or node.inputs[0] is None or not isinstance(term, Bias):
+    if node is None or node.inputs[0] is None or isinstance(term, Fill) or term.clipped:
         return term
     numbers = [scalar_of(node.inputs[1]), scalar_of(node.inputs[2])]
     if sorted(each for each in numbers if each is not None) != [-math.inf, 0.0] or not term.factor > 0:
@@ -532,24 +540,17 @@ def _check_types(terms: list[Term], dtype: ir.DataType) -> None:
 
 # -- Write the masks as one tensor -----------------------------------------------------------------
 
-LayOut = Callable[[ir.Value, Sequence[Term]], ir.Value]
-"""Brings a tensor that has the last axes of the scores, as some terms do, into the layout of the mask."""
 
-
-def _build_mask(masking: Masking, builder: NodeBuilder, dtype: ir.DataType) -> ir.Value:
-    """The remaining masks, of which there must be one, in the layout of the scores."""
-    if masking.kind == "bool":
-        return _visible_keys(masking.terms, builder)
-    zero, total = builder.constant(0.0, dtype), None
-    for term in reversed(masking.terms):
+def _float_mask(terms: Sequence[Term], builder: NodeBuilder, dtype: ir.DataType) -> ir.Value:
+    """What the masks add to the scores."""
+    zero = total = builder.constant(0.0, dtype)
+    for term in reversed(terms):
         if isinstance(term, Fill):
             number = builder.constant(-math.inf if term.hides else ABSORBING, dtype)
-            total = term.applied(zero if total is None else total, number, builder)
+            total = term.applied(total, number, builder)
         else:
             bias = _above_lowest(term.scaled(builder, dtype), term, builder, dtype)
-            total = bias if total is None else builder.op("Add", total, bias, name="mask")
-    if total is None:
-        raise ValueError("A mask needs a term.")
+            total = bias if total is zero else builder.op("Add", total, bias, name="mask")
     return total
 
 
@@ -566,15 +567,14 @@ def _above_lowest(bias: ir.Value, term: Bias, builder: NodeBuilder, dtype: ir.Da
     """
     if dtype == ir.DataType.FLOAT16 or _is_bounded(term.value):
         return bias
-    kind = dtype.numpy()
-    lowest = ml_dtypes.finfo(kind).min
-    above = float(np.nextafter(lowest, kind.type(0)))
+    lowest, kind = lowest_of(dtype), dtype.numpy().type
+    above = float(np.nextafter(kind(lowest), kind(0)))
     node = made_by(bias, "Mul")
     if node is not None and bias is term.value:
         for value, other in (node.inputs, node.inputs[::-1]):
-            if value is not None and scalar_of(value) == float(lowest) and not sizes_of(value):
+            if value is not None and scalar_of(value) == lowest and not sizes_of(value):
                 return builder.op("Mul", other, builder.constant(above, dtype), name="bias")
-    is_lowest = builder.op("Equal", bias, builder.constant(float(lowest), dtype))
+    is_lowest = builder.op("Equal", bias, builder.constant(lowest, dtype))
     return builder.op("Where", is_lowest, builder.constant(above, dtype), bias, name="bias")
 
 
@@ -587,34 +587,25 @@ def spans(terms: tuple[Term, ...], sizes: tuple[Size, Size]) -> bool:
 # Fully masked queries, where no number in a float mask gives them the right result:
 
 
-def _even_mask(terms: Sequence[Term], builder: NodeBuilder, lay_out: LayOut) -> tuple[ir.Value, ir.Value]:
+def _even_mask(terms: Sequence[Term], builder: NodeBuilder) -> tuple[ir.Value, ir.Value]:
     """The mask, and `[·, ·, ·, 1]`: True for each fully masked query, which must become zero."""
     fills = [term for term in terms if isinstance(term, Fill)]
-    visible = lay_out(_visible_keys(fills, builder), fills)
+    visible = _visible_keys(fills, builder)
     # Maximum over booleans came with opset 20 only, so it is taken over numbers.
     numbers = builder.op("Cast", visible, to=int(ir.DataType.FLOAT))
     most = builder.op("ReduceMax", numbers, builder.ints(-1), keepdims=1)
     empty = builder.op("Not", builder.op("Cast", most, to=int(ir.DataType.BOOL)), name="fully_masked")
     if not any(term.hides for term in fills):
         return builder.op("Or", visible, empty, name="mask"), empty
-    # The score is the finite number where the fill nearest to the softmax is: that decides.
-    filled: ir.Value | None = None
+    # The fill nearest to the softmax decides whether a score is the finite number. Some fill hides each key.
+    filled = empty
     for term in reversed(fills):
-        shown = term.keys(builder)
-        if not term.hides:
-            hidden = term.keys(builder, shown=False)
-            filled = hidden if filled is None else builder.op("Or", filled, hidden)
-        elif filled is not None:
-            filled = builder.op("And", filled, shown)
-    if filled is None:
-        raise ValueError("Even rows need a finite fill.")
-    filled = builder.op("And", lay_out(filled, fills), empty)
-    return builder.op("Or", visible, filled, name="mask"), empty
+        other = term.keys(builder, shown=term.hides)
+        filled = builder.op("And" if term.hides else "Or", filled, other)
+    return builder.op("Or", visible, builder.op("And", filled, empty), name="mask"), empty
 
 
-def _exact_mask(
-    terms: Sequence[Term], builder: NodeBuilder, dtype: ir.DataType, lay_out: LayOut
-) -> tuple[ir.Value, ir.Value]:
+def _exact_mask(terms: Sequence[Term], builder: NodeBuilder, dtype: ir.DataType) -> tuple[ir.Value, ir.Value]:
     """The masks applied to scores of 0, and True for each query that must become zero.
 
     With a query of zeros the scores are what the masks make of 0. That is exact where filled keys outweigh
@@ -628,7 +619,7 @@ def _exact_mask(
     types = [term.value.dtype for term in terms if isinstance(term, Bias) and term.value.dtype is not None]
     wide = max([dtype, *types], key=lambda each: each.itemsize)
     fills = [term for term in reversed(terms) if isinstance(term, Fill)]
-    if any(term.fill < float(ml_dtypes.finfo(wide.numpy()).min) for term in fills if not term.hides):
+    if any(term.fill < lowest_of(wide) for term in fills if not term.hides):
         wide = ir.DataType.FLOAT
     total = builder.constant(0.0, wide)
     for term in reversed(terms):
@@ -638,7 +629,7 @@ def _exact_mask(
             total = term.applied(total, builder.constant(term.fill, wide), builder)
     # Reductions of float16 and bfloat16 are missing in some runtimes.
     reduced = wide if wide == ir.DataType.DOUBLE else ir.DataType.FLOAT
-    total = lay_out(builder.op("Cast", total, to=int(reduced)), terms)
+    total = builder.op("Cast", total, to=int(reduced))
 
     def best_of(numbers: ir.Value) -> ir.Value:
         return builder.op("ReduceMax", numbers, builder.ints(-1), keepdims=1)
@@ -650,7 +641,7 @@ def _exact_mask(
     zero = builder.op("LessOrEqual", best, builder.constant(absorbing, reduced))
     infinite = builder.constant(-math.inf, reduced)
     if fills:
-        shown = lay_out(_visible_keys(fills, builder), fills)
+        shown = _visible_keys(fills, builder)
         best_shown = best_of(builder.op("Where", shown, total, infinite))
         best_filled = best_of(builder.op("Where", shown, infinite, total))
         zero = builder.op("Or", zero, builder.op("GreaterOrEqual", best_filled, best_shown))
@@ -692,24 +683,17 @@ class Masks:
         key = (masking.terms, masking.kind, masking.exact, dtype, place.order, sizes, id(graph))
         if key in self._written:
             return self._written[key][0]
-        builder, scores = place.builder, masking.terms[0].axes
-        alike = all(term.axes == scores for term in masking.terms) and set(scores) == set(place.order)
-        if not alike:
-            terms = (replace(each, value=place.regrouped(each.value, each.axes)) for each in masking.terms)
-            masking = replace(masking, terms=tuple(terms))
-
-        def lay_out(value: ir.Value, terms: Sequence[Term]) -> ir.Value:
-            rows = max(rank(term.value) or 0 for term in terms)
-            return place.aligned(value, rows, scores) if alike else value
-
-        zero: ir.Value | None = None
+        builder, zero = place.builder, None
+        terms = [replace(each, value=place.aligned(each.value, each.axes)) for each in masking.terms]
         if masking.even:
-            mask, zero = _even_mask(masking.terms, builder, lay_out)
+            mask, zero = _even_mask(terms, builder)
         elif masking.exact:
-            mask, zero = _exact_mask(masking.terms, builder, dtype, lay_out)
+            mask, zero = _exact_mask(terms, builder, dtype)
+        elif masking.kind == "bool":
+            mask = _visible_keys(terms, builder)
         else:
-            mask = lay_out(_build_mask(masking, builder, dtype), masking.terms)
-        if not alike or scores != place.order or not spans(masking.terms, sizes):
+            mask = _float_mask(terms, builder, dtype)
+        if any(each.axes != place.order for each in masking.terms) or not spans(masking.terms, sizes):
             q, k = place.rows
             mask = builder.expand(mask, 1, 1, builder.size(q, -2), builder.size(k, -2))
         # An axis that is joined from others has the batch of one attention.
@@ -727,16 +711,23 @@ class Place:
     rows: tuple[ir.Value, ir.Value]  # Q and K in the layout of Attention, from which unknown sizes are read
     builder: NodeBuilder  # holds the new nodes
 
-    def aligned(self, value: ir.Value, rank: int, axes: Axes) -> ir.Value:
-        """A tensor that is aligned to the last axes of the scores, as `[B or 1, H or 1, S or 1, T or 1]`."""
-        if rank < len(axes):
-            value = self.builder.unsqueeze(value, *range(len(axes) - rank))
-        value = transposed(value, axes, self.order, self.builder)
-        return self.builder.unsqueeze(value, HEAD_AXIS) if len(self.order) == 3 else value
-
-    def regrouped(self, value: ir.Value, axes: Axes) -> ir.Value:
-        """The same for a tensor of scores whose axes are joined in another way."""
+    def aligned(self, value: ir.Value, axes: Axes) -> ir.Value:
+        """A tensor that is aligned to the last axes of scores, as `[B or 1, H or 1, S or 1, T or 1]`."""
         builder, dims, dtype = self.builder, sizes_of(value) or [], value.dtype
+        if set(axes) == set(self.order):
+            missing = range(len(axes) - len(dims))
+            value = transposed(
+                builder.unsqueeze(value, *missing) if missing else value, axes, self.order, builder
+            )
+        else:
+            value = self._regrouped(value, axes, dims)
+        value = builder.unsqueeze(value, HEAD_AXIS) if len(self.order) == 3 else value
+        value.dtype = dtype
+        return value
+
+    def _regrouped(self, value: ir.Value, axes: Axes, dims: Sequence[Size]) -> ir.Value:
+        """The same for a tensor of scores whose axes are joined in another way."""
+        builder = self.builder
         apart: dict[str, Size] = dict.fromkeys("".join(axes), 1)
         axes = axes[len(axes) - len(dims) :]
         for axis, size in zip(axes, dims, strict=True):
@@ -749,11 +740,7 @@ class Place:
         if any(apart[each] == 1 != self.sizes[each] for each in full):
             value = builder.expand(value, *(self._size(each) if each in full else 1 for each in apart))
             apart |= {letter: self.sizes[letter] for letter in full}
-        value = rejoined(value, tuple(apart), self.order, apart, builder)
-        value = builder.unsqueeze(value, HEAD_AXIS) if len(self.order) == 3 else value
-        if dtype is not None:
-            value.dtype = dtype
-        return value
+        return rejoined(value, tuple(apart), self.order, apart, builder)
 
     def _size(self, letter: str) -> int | ir.Value:
         """The size of a letter of the batch, at run time if need be."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import onnx_ir as ir
 
 from mha_deploy.bundle.manifest import GENERATED
-from mha_deploy.graph.fuse.mask_pattern import Axes, Bias, Fill, Masking, Term, decide_masking
+from mha_deploy.graph.fuse.mask_pattern import Axes, Bias, Fill, Masking, Term, decide_masking, lowest_of
 from mha_deploy.graph.fuse.values import (
     NoScores,
     NotExpressible,
@@ -99,16 +99,6 @@ class Matmul:
         left, right, out = (".".join(each) for each in (*self.axes, self.out))
         return f"{left},{right}->{out}"
 
-    def named(self, alphabet: Alphabet, known: Mapping[str, str]) -> Matmul:
-        """The same matmul in the letters of an alphabet."""
-        names = dict(known)
-        for value, axes in zip(self.values, self.axes, strict=True):
-            for axis, size in zip(axes, sizes_of(value) or (), strict=False):
-                if axis not in names:
-                    names[axis] = alphabet.new(size)
-        left, right, out = (tuple(names.get(axis, axis) for axis in axes) for axes in (*self.axes, self.out))
-        return replace(self, axes=(left, right), out=out)
-
     def resolved(self, alphabet: Alphabet) -> Matmul:
         """The same matmul in letters that were not split."""
         left, right, out = (alphabet.resolved(axes) for axes in (*self.axes, self.out))
@@ -131,8 +121,8 @@ def _inputs(node: ir.Node) -> tuple[ir.Value, ...]:
     return found
 
 
-def read_matmul(node: ir.Node) -> Matmul:
-    """Read a MatMul or an Einsum."""
+def read_matmul(node: ir.Node, alphabet: Alphabet, at: int, axes: Axes) -> Matmul:
+    """Read a MatMul or an Einsum of which an operand (`at` 0 or 1) or the result (2) has these axes."""
     left, right = _inputs(node)
     ranks = [(rank(value) or 0) for value in (left, right)]
     if is_op(node, "MatMul"):
@@ -154,7 +144,14 @@ def read_matmul(node: ir.Node) -> Matmul:
         texts = [text.replace("...", dots[len(dots) - here :] if here else "") for text, here in pairs]
     if any(len(set(text)) != len(text) for text in texts):
         raise NotFused(f"The einsum {node.name} takes a diagonal.")
-    first, second, result = map(tuple, texts)
+    if len(texts[at]) != len(axes):
+        raise NotFused(f"The matmul {node.name} has another number of axes than the scores.")
+    names = dict(zip(texts[at], axes, strict=True))
+    for value, text in zip((left, right), texts, strict=False):
+        for letter, size in zip(text, sizes_of(value) or (), strict=False):
+            if letter not in names:
+                names[letter] = alphabet.new(size)
+    first, second, result = (tuple(names.get(letter, letter) for letter in text) for text in texts)
     return Matmul(node=node, values=(left, right), axes=(first, second), out=result)
 
 
@@ -427,6 +424,7 @@ class Scores:
     # axes of masks and multipliers that may be larger than those of the scores
     wider: list[Wider] = field(default_factory=list)
     sink: Sink | None = None  # scores that are appended
+    clipped: ir.DataType | None = None  # the type whose lowest number bounds the masked scores, if one does
 
     def resolved(self) -> Scores:
         """The same in letters that were not split."""
@@ -461,8 +459,7 @@ def read_scores(softmax: Normalisation, alphabet: Alphabet) -> tuple[Scores, Mat
         if len(scores.axes) != (rank(value) or 0) or not scores.axes:
             raise NotFused("The file does not state the shape of the scores.")
         if is_matmul(node):
-            matmul = read_matmul(node)
-            return scores, matmul.named(alphabet, dict(zip(matmul.out, scores.axes, strict=True)))
+            return scores, read_matmul(node, alphabet, 2, scores.axes)
         if node.domain != "" or node.op_type not in _STEPS:
             raise NotFused(f"{node.op_type} stands between the scores and the softmax.")
         value, own = _STEPS[node.op_type](node, scores), ()
@@ -555,7 +552,25 @@ def _mask(node: ir.Node, inner: ir.Value, term: Term, scores: Scores) -> ir.Valu
         raise NotExpressible("A mask is applied before the softcap; Attention applies it after.")
     if scores.multipliers:
         raise NotExpressible("A mask is applied before the scores are scaled by a tensor.")
+    if scores.clipped is not None:
+        if scores.terms or (isinstance(term, Bias) and term.value.dtype != scores.clipped):
+            raise NotFused("Several masks are applied, or one of another type, before their sum is bounded.")
+        if isinstance(term, Bias):
+            term = replace(term, clipped=True)
+        else:
+            term = replace(term, fill=max(term.fill, lowest_of(scores.clipped)))
     scores.terms.append(term)
+    return inner
+
+
+def _clip(node: ir.Node, scores: Scores) -> ir.Value | None:
+    """`Max(scores, lowest)`: masked scores are not -inf. In float16 the lowest number absorbs no score."""
+    inner, other = _split(node)
+    plain = scores.factor == 1.0 and not (scores.terms or scores.multipliers or scores.softcap)
+    dtype = inner.dtype
+    if not plain or dtype in (None, ir.DataType.FLOAT16) or scalar_of(other) != lowest_of(dtype):
+        raise NotFused(f"{node.op_type} stands between the scores and the softmax.")
+    scores.clipped = dtype
     return inner
 
 
@@ -586,11 +601,11 @@ def _tanh(node: ir.Node, scores: Scores) -> ir.Value | None:
     return node.inputs[0]
 
 
-_STEPS = {"Cast": _cast, "Where": _where, "Tanh": _tanh, "Concat": _concat}
+_STEPS = {"Cast": _cast, "Where": _where, "Tanh": _tanh, "Concat": _concat, "Max": _clip}
 _STEPS |= dict.fromkeys(("Mul", "Div"), _scale) | dict.fromkeys(("Add", "Sub"), _add)
 _STEPS |= dict.fromkeys(("Identity", "Transpose"), _transpose)
 _STEPS |= dict.fromkeys(("Reshape", "Squeeze", "Unsqueeze"), _reshape)
-_PASSED = frozenset({*_STEPS, "Slice", "Max", "Min", "Clip"})
+_PASSED = frozenset({*_STEPS, "Slice", "Min", "Clip"})
 
 
 def _split(node: ir.Node) -> tuple[ir.Value, ir.Value]:
@@ -803,11 +818,9 @@ def read_pattern(softmax: Normalisation) -> Pattern:
     weights = _read_weights(softmax, axes, alphabet, scores.sink)
     if scores.sink is not None:
         axes = tuple(scores.sink.inner if each == scores.sink.outer else each for each in axes)
-    second, at = read_matmul(weights.matmul), weights.position
-    if len(second.axes[at]) != len(weights.axes):
-        raise NotFused("The weights have another number of axes than the scores.")
-    second = second.named(alphabet, dict(zip(second.axes[at], weights.axes, strict=True)))
-    first, second = first.resolved(alphabet), second.resolved(alphabet)
+    at = weights.position
+    second = read_matmul(weights.matmul, alphabet, at, weights.axes).resolved(alphabet)
+    first = first.resolved(alphabet)
     letters = _letters(alphabet.resolved(axes), softmax.axis, first, second, at)
     q, k, v = _operands(first, second, letters, at, alphabet.sizes)
     if letters.head is not None and not all(isinstance(each.dim(letters.head), int) for each in (q, k, v)):

@@ -154,19 +154,13 @@ def _scalar(value: ir.Value, depth: int) -> np.ndarray | None:
 
 def holds(wide: ir.DataType | None, narrow: ir.DataType | None) -> bool:
     """Whether a cast from one floating-point type to another keeps every value."""
-    if wide is None or narrow is None or not (wide.is_floating_point() and narrow.is_floating_point()):
-        return False
-    outer, inner = (ml_dtypes.finfo(each.numpy()) for each in (wide, narrow))
-    range_held = float(outer.max) >= float(inner.max)
-    small_held = float(outer.smallest_subnormal) <= float(inner.smallest_subnormal)
-    return bool(outer.nmant >= inner.nmant and range_held and small_held)
+    floats = [each for each in (wide, narrow) if each is not None and each.is_floating_point()]
+    return len(floats) == 2 and np.can_cast(floats[1].numpy(), floats[0].numpy())
 
 
 # -- Where a node came from, as PyTorch's exporter wrote it down -----------------------------------
 
 _SOFTMAX_TYPE = re.compile(r"aten\.softmax\.int\]\(.*\btorch\.(float16|bfloat16|float32|float64)\b")
-_TYPES = {"float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
-_TYPES |= {"float32": ir.DataType.FLOAT, "float64": ir.DataType.DOUBLE}
 _FRAME = re.compile(r'File "([^"\n]+)", line (\d+)')
 
 
@@ -194,7 +188,7 @@ def softmax_type_of(node: ir.Node) -> ir.DataType | None:
     The exporter writes such a softmax in the type of its input and casts the result, then drops the casts.
     """
     found = _SOFTMAX_TYPE.search(node.metadata_props.get("pkg.torch.onnx.fx_node", ""))
-    return None if found is None else _TYPES[found.group(1)]
+    return None if found is None else ir.DataType.from_numpy(np.dtype(found[1]))
 
 
 # -- Take a model up to the opset that has `Attention` ---------------------------------------------
@@ -432,17 +426,6 @@ def infer_sizes(model: ir.Model, *, only_missing: bool = False) -> None:
     for node in nodes:
         if not only_missing or not missing.isdisjoint(node.outputs):
             following.visit(node)
-
-
-def graphs_in(node: ir.Node) -> list[ir.Graph]:
-    """The bodies and branches of a node."""
-    found = list[ir.Graph]()
-    for each in node.attributes.values():
-        if each.type == ir.AttributeType.GRAPH:
-            found.append(each.as_graph())
-        elif each.type == ir.AttributeType.GRAPHS:
-            found.extend(each.as_graphs())
-    return found
 
 
 class _Walk:

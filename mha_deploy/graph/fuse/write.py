@@ -60,7 +60,7 @@ def write_attention(pattern: Pattern, builder: NodeBuilder, masks: Masks) -> lis
         k, v = (builder.op("Pad", each, pads, name="with_sink") for each in (k, v))
     for each in pattern.scores.multipliers:
         # The same for all keys, so it can as well be applied to Q.
-        factor = builder.cast(place.regrouped(each.value, each.axes), dtype)
+        factor = builder.cast(place.aligned(each.value, each.axes), dtype)
         q = builder.op("Div" if each.divides else "Mul", q, factor, name="scaled_q")
     if zero is not None:
         q = builder.op("Where", zero, builder.constant(0.0, dtype), q, name="zeroed_q")
@@ -103,7 +103,7 @@ def _with_sink(sink: Sink, mask: ir.Value | None, place: Place, dtype: ir.DataTy
     if mask is None:
         zero = builder.unsqueeze(builder.constant(0.0, dtype), 0, 1, 2, 3)
         mask = builder.expand(zero, 1, 1, builder.size(q, -2), builder.size(k, -2))
-    own, one = builder.cast(place.regrouped(sink.value, sink.axes), dtype), builder.ints(1)
+    own, one = builder.cast(place.aligned(sink.value, sink.axes), dtype), builder.ints(1)
     heads = builder.op("Concat", builder.op("Shape", own, start=0, end=2), one, one, axis=0, name="shape")
     mask = builder.op("Expand", mask, heads)
     queries = builder.op("Concat", builder.op("Shape", mask, start=0, end=3), one, axis=0, name="shape")
