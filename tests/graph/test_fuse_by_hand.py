@@ -215,6 +215,57 @@ def test_a_factor_on_q_that_makes_the_batch_larger_stays_on_q():
     check_same(g.model(g.attend(scores)))
 
 
+@pytest.mark.parametrize(
+    ("shape", "count"), [((2, 1, 1, S), 1), ((2, 1, S, 1), 0), ((S,), 1), ((2, H, S, S), 0)]
+)
+def test_a_temperature_beside_scores_of_keys_and_queries(shape, count):
+    """Scores `[K, Q]`: the last axis is that of the queries, and each may have a temperature of its own."""
+    g = Hand()
+    scores = g.op("MatMul", "k", g.op("Transpose", "q", perm=[0, 1, 3, 2]))
+    weights = g.op("Softmax", g.op("Mul", scores, g.input("temperature", shape)), axis=2)
+    report = check_same(g.model(g.op("Einsum", weights, "v", equation="bhts,bhtd->bhsd")))
+    assert len(report.fused) == count
+    assert all("not the same for all keys" in left.reason for left in report.unfused)
+
+
+@pytest.mark.parametrize("spelled", ["negated", "subtracted"])
+def test_attention_by_distance(spelled):
+    """`-|q - k|²` is twice the matmul, less the squares: two signs that cancel."""
+    g = Hand()
+    squares = [g.op("ReduceSumSquare", name, g.ints(-1), keepdims=1) for name in "qk"]
+    both = g.op("Add", squares[0], g.op("Transpose", squares[1], perm=[0, 1, 3, 2]))
+    twice = g.op("Mul", g.scores(), g.const(0.5))
+    pair = (both, twice) if spelled == "negated" else (twice, both)
+    distance = g.op("Sub", *pair)
+    report = check_same(g.model(g.attend(g.op("Neg", distance) if spelled == "negated" else distance)))
+    assert [each.scale for each in report.fused] == [0.5]
+
+
+def test_a_negative_scale_is_named():
+    g = Hand()
+    report = check_same(g.model(g.attend(g.op("Neg", g.scores()))))
+    assert [(left.recognised, "not positive" in left.reason) for left in report.unfused] == [(True, True)]
+
+
+EINSUMS = {
+    "one head": ("bhsd,btd->bhst", "bhst,bte->bhse", (2, S, D), (H, 1)),
+    "groups": ("bsgrd,btgd->bgrst", "bgrst,btge->bsgre", (2, S, 2, D), (2, 1)),
+    "no batch": ("hsd,td->hst", "hst,te->hse", (S, D), (1, 1)),
+}
+
+
+@pytest.mark.parametrize("name", EINSUMS)
+def test_an_einsum_without_the_axis_of_the_repeated_heads(name):
+    first, second, keys, heads = EINSUMS[name]
+    g = Hand()
+    g.inputs |= {each: (FLOAT, keys) for each in "kv"}
+    g.input("q", {"one head": (2, H, S, D), "groups": (2, S, 2, 2, D), "no batch": (H, S, D)}[name])
+    weights = g.op("Softmax", g.op("Einsum", "q", "k", equation=first))
+    y = g.op("Einsum", weights, "v", equation=second)
+    report = check_same(g.model(g.op("Reshape", y, g.ints(1, 1, 1, -1))))
+    assert [(each.Hq, each.Hkv) for each in report.fused] == [heads]
+
+
 # -- what the recogniser cannot handle ---------------------------------------------------------------------
 
 

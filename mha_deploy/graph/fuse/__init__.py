@@ -192,7 +192,7 @@ class _Fusion:
         left, features = leftover_attentions(self._model.graph)
         refusals = {node: each for node, each in self._unfused.items() if node not in features}
         for node, why in left.items():
-            if node not in refusals:
+            if isinstance(refusals.get(node), NoScores | None):
                 refusals[node] = why or _reason(node)
         return FuseReport(
             fused=tuple(self._fused),
@@ -317,17 +317,16 @@ def _tried(call: Callable[[], _T]) -> _T:
         raise NotFused(f"The recogniser failed on it: {in_words(error)}") from error
 
 
-def _reason(softmax: ir.Node) -> NotFused:
-    """Why a softmax that is certainly part of an attention is no candidate."""
-    found = softmax_at(softmax)
+def _reason(node: ir.Node) -> NotFused:
+    """Why a softmax that is certainly part of an attention is not fused."""
     try:
-        if found is not None:
-            _tried(lambda: read_pattern(found))
+        if (softmax := softmax_at(node)) is not None:
+            _tried(lambda: read_pattern(softmax))
     except NoScores:
         return NotFused("What stands between the matmul of Q and K and the softmax is not recognised.")
     except NotFused as refusal:
         return refusal
-    return NotFused("What stands between the softmax and the matmul with V is not recognised.")
+    return NotFused("It was not recognised.")
 
 
 def _boundary(pattern: Pattern) -> Boundary:

@@ -758,9 +758,13 @@ def rejoined(
     value: ir.Value, axes: Axes, order: Axes, sizes: Mapping[str, Size], builder: NodeBuilder
 ) -> ir.Value:
     """A value with its axes joined in another way and in another order."""
+    own = dict(zip(axes, sizes_of(value) or (), strict=False))
+    if missing := [letter for letter in "".join(order) if letter not in "".join(axes)]:
+        value, axes = builder.unsqueeze(value, *range(len(missing))), (*missing, *axes)
+        own = dict.fromkeys(missing, 1) | own
+        value.shape = ir.Shape(list(own.values()))
     if set(axes) == set(order):
         return transposed(value, axes, order, builder)
-    own = dict(zip(axes, sizes_of(value) or (), strict=False))
     known = {letter: own.get(letter, sizes.get(letter)) for letter in "".join(axes)}
     apart, letters = tuple("".join(axes)), tuple("".join(order))
     value = reshaped(value, axes, apart, known, builder)

@@ -416,6 +416,7 @@ class Scores:
 
     alphabet: Alphabet  # the letters of the axes
     axes: Axes  # the axes where the walk is; at its end, those of the matmul
+    key: str  # the axis of the keys among them
     factor: float = 1.0  # the constant the matmul is multiplied by
     terms: list[Term] = field(default_factory=list)  # the masks, the one nearest to the softmax first
     softcap: float = 0.0  # bound by a tanh; 0 for none
@@ -441,7 +442,9 @@ class Scores:
 def read_scores(softmax: Normalisation, alphabet: Alphabet) -> tuple[Scores, Matmul]:
     """Walk back from a softmax to the matmul of its scores."""
     axes = tuple(alphabet.new(size) for size in sizes_of(softmax.source) or ())
-    scores = Scores(alphabet=alphabet, axes=axes)
+    if not -len(axes) <= softmax.axis < len(axes):
+        raise NotFused("The file does not state the shape of the scores.")
+    scores = Scores(alphabet=alphabet, axes=axes, key=axes[softmax.axis])
     value: ir.Value | None = softmax.source
     own = softmax.nodes
     for _ in range(_MAX_STEPS):
@@ -456,7 +459,7 @@ def read_scores(softmax: Normalisation, alphabet: Alphabet) -> tuple[Scores, Mat
             names += ["an output of the graph"] if value.is_graph_output() else []
             what = "The scores before the softmax are used elsewhere too."
             raise NotExpressible(what, got=", ".join(names))
-        if len(scores.axes) != (rank(value) or 0) or not scores.axes:
+        if len(scores.axes) != (rank(value) or 0):
             raise NotFused("The file does not state the shape of the scores.")
         if is_matmul(node):
             return scores, read_matmul(node, alphabet, 2, scores.axes)
@@ -503,15 +506,22 @@ def _scale(node: ir.Node, scores: Scores) -> ir.Value | None:
     _check_spread(node, inner, other, scores)
     if factor is None:
         dims = sizes_of(other)
-        if dims is None or (dims and dims[-1] != 1) or other.dtype != inner.dtype:
+        places = [at for at, axis in enumerate(scores.axes, -len(scores.axes)) if scores.key in axis]
+        same = dims is not None and len(places) == 1 and (len(dims) < -places[0] or dims[places[0]] == 1)
+        if not same or other.dtype != inner.dtype:
             what = "The scores are scaled by something that is not the same for all keys."
             raise NotFused(what, got=other.name)
         scores.multipliers.append(Multiplier(value=other, axes=scores.axes, divides=divides))
         return inner
     scores.factor *= factor if not divides else 1.0 / factor if factor else math.inf
-    if not 0 < scores.factor < math.inf:
+    if not 0 < abs(scores.factor) < math.inf:
         raise NotExpressible("The scores are scaled by a number that is not positive.", got=factor)
     return inner
+
+
+def _negate(node: ir.Node, scores: Scores) -> ir.Value | None:
+    scores.factor = -scores.factor
+    return node.inputs[0]
 
 
 def _check_spread(node: ir.Node, inner: ir.Value | None, other: ir.Value, scores: Scores) -> None:
@@ -529,9 +539,11 @@ def _check_spread(node: ir.Node, inner: ir.Value | None, other: ir.Value, scores
 
 def _add(node: ir.Node, scores: Scores) -> ir.Value | None:
     inner, other = _split(node)
-    if node.op_type == "Sub" and inner is not node.inputs[0]:
-        raise NotFused("The scores are subtracted from something.")
-    factor = -scores.factor if node.op_type == "Sub" else scores.factor
+    factor = scores.factor
+    if node.op_type == "Sub" and inner is node.inputs[0]:
+        factor = -factor
+    elif node.op_type == "Sub":  # the scores are subtracted
+        scores.factor = -factor
     return _mask(node, inner, Bias(value=other, factor=factor, axes=scores.axes), scores)
 
 
@@ -587,21 +599,22 @@ def _concat(node: ir.Node, scores: Scores) -> ir.Value | None:
     if not plain or not isinstance(size, int) or len(outer) != 1 or len(keys) != len(scores.axes):
         raise NotExpressible("The scores are changed after others were appended to them.", got=node.name)
     letter = scores.alphabet.new(keys[axis])
-    scores.axes = tuple(letter if each == outer else each for each in scores.axes)
+    scores.axes, scores.key = tuple(letter if each == outer else each for each in scores.axes), letter
     first = node.inputs[0] is others[0]
     scores.sink = Sink(value=others[0], axes=scores.axes, outer=outer, inner=letter, count=size, first=first)
     return inner[0]
 
 
 def _tanh(node: ir.Node, scores: Scores) -> ir.Value | None:
-    if scores.softcap or scores.multipliers:
-        raise NotExpressible("The scores pass two tanh, or are scaled by a tensor after one.")
+    if scores.softcap or scores.multipliers or scores.factor < 0:
+        what = "The scores pass two tanh, or are scaled by a tensor or a negative number after one."
+        raise NotExpressible(what)
     # softcap · tanh(x / softcap): the factors so far are the softcap, those before it the scale over it.
     scores.softcap = scores.factor
     return node.inputs[0]
 
 
-_STEPS = {"Cast": _cast, "Where": _where, "Tanh": _tanh, "Concat": _concat, "Max": _clip}
+_STEPS = {"Cast": _cast, "Where": _where, "Tanh": _tanh, "Concat": _concat, "Max": _clip, "Neg": _negate}
 _STEPS |= dict.fromkeys(("Mul", "Div"), _scale) | dict.fromkeys(("Add", "Sub"), _add)
 _STEPS |= dict.fromkeys(("Identity", "Transpose"), _transpose)
 _STEPS |= dict.fromkeys(("Reshape", "Squeeze", "Unsqueeze"), _reshape)
@@ -695,7 +708,8 @@ def _read_weights(softmax: Normalisation, axes: Axes, alphabet: Alphabet, sink: 
         on = [use for use in uses if is_matmul(use.node) or _leads_on(use.node)]
         on = [use for use in on if is_matmul(use.node) or comes_to_matmul(use.node.outputs[0])]
         if not on:
-            raise NotFused("The weights come to no matmul.", got=value.name)
+            what = "What stands between the softmax and the matmul with V is not recognised."
+            raise NotFused(what, got=value.name)
         node, position = on[0]
         if len(uses) > 1 or value.is_graph_output():
             if used is not None:
@@ -883,12 +897,15 @@ def _letters(axes: Axes, axis: int, first: Matmul, second: Matmul, position: int
     shared = set(left) & set(right)
     batches = [letter for letter in out if letter in shared]
     queries = [letter for letter in out if letter not in shared and letter != key]
+    # An einsum may leave out the axis of the heads where K and V have one: like another axis of queries.
+    alone = [letter for letter in queries[:-1] if letter not in values]
+    batches, queries = batches + alone, [letter for letter in queries if letter not in alone]
     sizes = [letter for letter in left + right if letter not in out]
     sizes_v = [letter for letter in values if letter not in out]
     if set(sizes) - shared or len(set(sizes)) != 1 or not batches or len(queries) != 1 or len(sizes_v) != 1:
         raise NotFused("The two matmuls are not those of attention.", got=f"{first} and {second}")
     wanted = {*batches, queries[0], sizes_v[0]}
-    if set(values) != {*batches, key, sizes_v[0]} or set(result) != wanted:
+    if {*values, *alone} != {*batches, key, sizes_v[0]} or set(result) != wanted:
         raise NotFused("The matmul with V is not that of attention.", got=str(second))
     return Letters(
         batch="".join(batches[:-1]) or batches[0],
