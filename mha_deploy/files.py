@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import errno
+import json
 import math
 import os
 import stat
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
+
+import msgspec
 
 from mha_deploy.text import printable
 
@@ -39,6 +43,30 @@ def read_regular(path: Path, limit: int = LARGEST_TEXT) -> bytes:
         if size > limit:
             raise OSError(errno.EFBIG, f"Larger than {limit:,} bytes", str(path))
         return file.read(size)  # with a large limit, read(limit) would allocate that much
+
+
+def read_json(path: Path) -> Any:
+    """The plain data in a JSON file.
+
+    Raises:
+        OSError: It is no regular file, or too large.
+        ValueError, msgspec.DecodeError, RecursionError: It is no JSON, or an object has a field twice.
+    """
+    content = read_regular(path)
+    data = msgspec.json.decode(content)  # first: it refuses what `json` takes, such as NaN
+    refuse_duplicates(content)
+    return data
+
+
+def refuse_duplicates(content: bytes) -> None:
+    """Refuse JSON in which an object has a field twice: every reader takes another one of them."""
+
+    def check(pairs: list[tuple[str, Any]]) -> None:
+        if len(dict(pairs)) < len(pairs):
+            (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
+            raise ValueError(f"Object has the field `{printable(name)[:80]}` more than once")
+
+    json.loads(content, object_pairs_hook=check)
 
 
 def check_plain(data: Any, at: str = "$", depth: int = 0) -> None:

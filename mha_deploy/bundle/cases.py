@@ -18,7 +18,7 @@ import numpy as np
 from mha_deploy.bundle.folder import Bundle
 from mha_deploy.bundle.manifest import GoldenEntry
 from mha_deploy.errors import BundleError, DeployError, ExportError
-from mha_deploy.files import open_regular
+from mha_deploy.files import LARGEST_TEXT, open_regular, refuse_duplicates
 from mha_deploy.model.precision import Precision
 from mha_deploy.model.spec import CACHE_TENSORS, CACHES, FLOAT, LENGTHS, ModelSpec, TensorSpec
 
@@ -65,6 +65,8 @@ def read_arrays(path: Path, check_names: CheckNames = lambda names: None) -> dic
     try:
         if not path.is_file():
             raise FileNotFoundError(f"no such file: {path}")
+        with open_regular(path) as header:
+            refuse_duplicates(header.read(min(int.from_bytes(header.read(8), "little"), LARGEST_TEXT)))
         with safe_open(path, framework="np") as file:
             names = list(file.keys())
             check_names(names)

@@ -25,7 +25,7 @@ import msgspec
 from mha_deploy.bundle.commit import commit_folder, refuse_occupied, temporary_folder
 from mha_deploy.bundle.manifest import FileEntry, Manifest
 from mha_deploy.errors import BundleError
-from mha_deploy.files import check_plain, open_regular, read_regular
+from mha_deploy.files import check_plain, open_regular, read_json
 
 MANIFEST = "manifest.json"
 MODEL = "model.onnx"
@@ -73,12 +73,12 @@ def open_bundle(path: Path, *, verify: bool = True) -> Bundle:
     """Read a bundle, and by default check the hash of every file."""
     manifest_path = path / MANIFEST
     try:
-        data = msgspec.json.decode(read_regular(manifest_path))
+        data = read_json(manifest_path)
     except (FileNotFoundError, NotADirectoryError) as error:
         made = "a folder made by mha-deploy export MODEL -o FOLDER"
         hint = made if path.exists() else f"mha-deploy export MODEL -o {path}"
         raise BundleError("There is no bundle here.", got=path, hint=hint) from error
-    except (OSError, UnicodeDecodeError, msgspec.DecodeError, RecursionError) as error:
+    except (OSError, ValueError, msgspec.DecodeError, RecursionError) as error:
         raise BundleError("The manifest cannot be read.", got=f"{manifest_path}: {error}") from error
     try:
         check_plain(data)

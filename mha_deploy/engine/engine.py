@@ -23,7 +23,7 @@ from mha_deploy.bundle.manifest import Manifest
 from mha_deploy.engine.plugins import load_needed, other_builds, why_missing
 from mha_deploy.environment import RUNTIMES, gpus, installed_version
 from mha_deploy.errors import BackendUnavailable, BundleError, DeployError, SpecError
-from mha_deploy.files import check_plain, read_regular
+from mha_deploy.files import check_plain, read_json, read_regular
 from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.rules import is_rtx_gpu
 from mha_deploy.model.spec import Axis, ModelSpec
@@ -330,7 +330,7 @@ def _manifest_for(plan: bytes, beside: Path) -> EngineManifest:
 
 def _read_manifest(path: Path) -> EngineManifest:
     try:
-        data = msgspec.json.decode(read_regular(path))
+        data = read_json(path)
         check_plain(data)
         if isinstance(data, dict) and data.get("format") != FORMAT:
             got = f"format {data.get('format')!r}"

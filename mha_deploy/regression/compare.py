@@ -16,7 +16,7 @@ from mha_deploy.bundle.commit import write_atomically
 from mha_deploy.bundle.folder import MANIFEST, Bundle, open_bundle
 from mha_deploy.engine.engine import Engine, engines_of, open_engine
 from mha_deploy.errors import BundleError, DeployError, nearest
-from mha_deploy.files import read_regular
+from mha_deploy.files import read_json
 from mha_deploy.model.spec import Axis
 from mha_deploy.options import Limits
 from mha_deploy.report.page import sections_page
@@ -109,10 +109,10 @@ def read_side(source: Any) -> Side:
     if path.suffix == ".engine":
         return _from_engine(open_engine(path))
     try:
-        data = msgspec.json.decode(read_regular(path))
+        data = read_json(path)
     except FileNotFoundError as failure:
         raise DeployError("There is no such file.", got=path, hint=_ACCEPTED) from failure
-    except (OSError, UnicodeDecodeError, msgspec.DecodeError, RecursionError) as failure:
+    except (OSError, ValueError, msgspec.DecodeError, RecursionError) as failure:
         raise DeployError("This cannot be compared.", got=f"{path}: {failure}", hint=_ACCEPTED) from failure
     return _from_data(data, str(source), runtime)
 
