@@ -265,12 +265,14 @@ def test_small_external_weights_build(folder):
 
 def test_manifests_that_are_no_files_are_refused(folder):
     path = folder / MANIFEST
-    deep = "[" * 100_000
+    deep, text = "[" * 100_000, path.read_text()
     for name, make in {
         "pipe": lambda: os.mkfifo(path),
         "device": lambda: path.symlink_to("/dev/zero"),
         "deep": lambda: path.write_text(deep),
         "deep object": lambda: path.write_text('{"a":' * 50_000),
+        "a field twice": lambda: path.write_text('{"format": 1,' + text[1:]),
+        "not a number": lambda: path.write_text('{"opset": NaN,' + text[1:]),
         "digits": lambda: path.write_text('{"format": ' + "9" * 10_000 + "}"),
         "terabyte": lambda: os.truncate(os.open(path, os.O_CREAT | os.O_RDWR), 1 << 40),
     }.items():
@@ -279,6 +281,19 @@ def test_manifests_that_are_no_files_are_refused(folder):
         outcome = forked("inspect", folder)
         assert outcome.code == 2, (name, outcome)
         assert "Traceback" not in outcome.err, name
+
+
+def test_an_array_that_a_file_has_twice_is_refused(folder):
+    """Readers differ in which one they take."""
+    path = next((folder / "golden").iterdir())
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = content[8 : 8 + length].rstrip()
+    name, entry = next(item for item in json.loads(header).items() if item[0] != "__metadata__")
+    header = header[:-1] + f",{json.dumps(name)}:{json.dumps(entry)}}}".encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + length :])
+    with pytest.raises(md.DeployError, match="more than once"):
+        read_arrays(path)
 
 
 SPECS = {
