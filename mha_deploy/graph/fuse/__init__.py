@@ -214,7 +214,7 @@ class _Fusion:
     def _fuse(self, softmax: Normalisation) -> None:
         pattern = _tried(lambda: read_pattern(softmax))
         builder = NodeBuilder(self._free(module_of(softmax.node)))
-        old = [pattern.last.node.outputs[0], *([pattern.weights.value] if pattern.weights else [])]
+        old = [pattern.last.node.outputs[0], *([pattern.weights[0]] if pattern.weights else [])]
         write = functools.partial(write_attention, pattern, builder, self._masks)
         new, notes = self._verified(old, _boundary(pattern), builder, write)
         insert_attention(pattern, builder, new)

@@ -113,17 +113,9 @@ def is_matmul(node: ir.Node | None) -> bool:
     return all(each is not None and (constant(each) is None or (rank(each) or 0) > 2) for each in node.inputs)
 
 
-def _inputs(node: ir.Node) -> tuple[ir.Value, ...]:
-    """The inputs of a node, none of which may be omitted."""
-    found = tuple(each for each in node.inputs if each is not None)
-    if len(found) < len(node.inputs):
-        raise NotFused(f"{node.op_type} {node.name} lacks an input.")
-    return found
-
-
 def read_matmul(node: ir.Node, alphabet: Alphabet, at: int, axes: Axes) -> Matmul:
     """Read a MatMul or an Einsum of which an operand (`at` 0 or 1) or the result (2) has these axes."""
-    left, right = _inputs(node)
+    left, right = filter(None, node.inputs)
     ranks = [(rank(value) or 0) for value in (left, right)]
     if is_op(node, "MatMul"):
         if ranks[0] != ranks[1] or not 3 <= ranks[0] <= _MAX_RANK:
@@ -548,7 +540,7 @@ def _add(node: ir.Node, scores: Scores) -> ir.Value | None:
 
 
 def _where(node: ir.Node, scores: Scores) -> ir.Value | None:
-    condition, first, second = _inputs(node)
+    condition, first, second = filter(None, node.inputs)
     shown = _matmul_behind(first) is not None
     inner, other = (first, second) if shown else (second, first)
     fill = scalar_of(other)
@@ -587,8 +579,9 @@ def _clip(node: ir.Node, scores: Scores) -> ir.Value | None:
 
 
 def _concat(node: ir.Node, scores: Scores) -> ir.Value | None:
-    inner = [value for value in _inputs(node) if _matmul_behind(value)]
-    others = [value for value in _inputs(node) if value not in inner]
+    given = list(filter(None, node.inputs))
+    inner = [value for value in given if _matmul_behind(value)]
+    others = [value for value in given if value not in inner]
     axis = node.attributes.get_int("axis", -1)
     if len(inner) != 1 or len(others) != 1 or scores.sink:
         raise NotFused("Concat of several parts stands between the scores and the softmax.", got=node.name)
@@ -623,7 +616,7 @@ _PASSED = frozenset({*_STEPS, "Slice", "Min", "Clip"})
 
 def _split(node: ir.Node) -> tuple[ir.Value, ir.Value]:
     """The input that carries the scores, and the other."""
-    first, second = _inputs(node)
+    first, second = filter(None, node.inputs)
     one, other = _matmul_behind(first), _matmul_behind(second)
     if one and other and not is_op(node, "Add", "Sub"):
         raise NotFused(f"The scores are made of two matmuls ({node.op_type}).")
@@ -659,13 +652,6 @@ _PASSED_WEIGHTS = frozenset(
 _MAX_STEPS_WEIGHTS = 8
 
 
-class UsedWeights(NamedTuple):
-    """Weights that something else than the matmul with V uses, and their axes."""
-
-    value: ir.Value
-    axes: Axes
-
-
 @dataclass(frozen=True, kw_only=True)
 class Weights:
     """What lies between the softmax and the matmul with V."""
@@ -675,7 +661,7 @@ class Weights:
     position: int  # which of its operands they are
     axes: Axes  # their axes there
     guarded: bool  # whether NaN is replaced by 0, as PyTorch's own attention does for fully masked queries
-    used: UsedWeights | None  # the weights, where they are used elsewhere too
+    used: tuple[ir.Value, Axes] | None  # the weights with their axes, where they are used elsewhere too
 
 
 def _leads_on(node: ir.Node) -> bool:
@@ -698,7 +684,7 @@ def comes_to_matmul(weights: ir.Value) -> bool:
 def _read_weights(softmax: Normalisation, axes: Axes, alphabet: Alphabet, sink: Sink | None) -> Weights:
     """Walk from a softmax to the matmul with V."""
     value, guarded = softmax.node.outputs[0], False
-    used: UsedWeights | None = None
+    used: tuple[ir.Value, Axes] | None = None
     passed = list[ir.Value]()
     for _ in range(_MAX_STEPS_WEIGHTS):
         if (after := _after_guard(value)) is not None:
@@ -715,7 +701,7 @@ def _read_weights(softmax: Normalisation, axes: Axes, alphabet: Alphabet, sink: 
             if used is not None:
                 what = "The attention weights are used elsewhere too, in two places."
                 raise NotExpressible(what, got=value.name)
-            used = UsedWeights(value, axes)
+            used = (value, axes)
         if is_matmul(node):
             # They may be rounded once, to the type that the matmul takes: so does Attention.
             if lossy := [str(each.dtype) for each in passed if not holds(each.dtype, value.dtype)]:
@@ -809,7 +795,7 @@ class Pattern:
     softmax_dtype: ir.DataType | None  # type of the softmax where it is not that of Q
     masking: Masking  # what the masks become
     heads: tuple[int, int]  # query heads, and key/value heads
-    weights: UsedWeights | None  # the weights, where they are used elsewhere too
+    weights: tuple[ir.Value, Axes] | None  # the weights with their axes, where they are used elsewhere too
     batches: bool  # whether Q, K and V may have different batches, of which some are 1
     lengths: bool  # whether K may have a single key where V and a mask have more
     wider: tuple[Wider, ...]  # axes of masks that may be larger than those of Q and K
@@ -847,10 +833,10 @@ def read_pattern(softmax: Normalisation) -> Pattern:
     types = [dtype, k.value.dtype, v.value.dtype, weights.value.dtype]
     if len(set(types)) != 1 or dtype is None:
         raise NotFused("Q, K, V and the weights have different types.", got=", ".join(map(str, types)))
-    used = weights.used and weights.used._replace(axes=alphabet.resolved(weights.used.axes))
-    if used is not None and used.value.dtype != dtype:  # as an output of Attention they have the type of Q
+    used = weights.used and (weights.used[0], alphabet.resolved(weights.used[1]))
+    if used is not None and used[0].dtype != dtype:  # as an output of Attention they have the type of Q
         what = "The attention weights are used elsewhere too, in another type than Q."
-        raise NotExpressible(what, got=f"{used.value.dtype}, Q is {dtype}")
+        raise NotExpressible(what, got=f"{used[0].dtype}, Q is {dtype}")
     softmax_types = [scores.softmax_dtype, softmax_type_of(softmax.node), first.node.outputs[0].dtype]
     wide_types = [each for each in softmax_types if each is not None and each.itemsize > dtype.itemsize]
     masking = decide_masking(

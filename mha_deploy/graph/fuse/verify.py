@@ -7,6 +7,7 @@ in ONNX's reference evaluator at small sizes. Equal structures are run once.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,7 +20,7 @@ import onnx_ir as ir
 
 from mha_deploy.bundle.manifest import GENERATED
 from mha_deploy.graph.fuse.values import ATTENTION_OPSET, NotFused, in_words
-from mha_deploy.graph.ir import constant, dims, is_op, reference_evaluator
+from mha_deploy.graph.ir import constant, dims, graphs_in, is_op, reference_evaluator
 
 Dims = tuple[int | str, ...]
 """The sizes of a tensor; a dynamic one as the expression that the file gives for it."""
@@ -97,39 +98,38 @@ def cut_out(results: Sequence[ir.Value], boundary: Boundary) -> Region:
     nodes, names, symbols = list[onnx.NodeProto](), dict[ir.Value, str](), dict[str, str]()
     inputs, sizes, constants = dict[ir.Value, str](), dict[str, Dims](), dict[str, ir.TensorProtocol]()
     digest, pending = hashlib.sha256(), [(each, False) for each in results]
+    fresh = (f"v{count}" for count in itertools.count())
 
     def put(*parts: object) -> None:
         digest.update("\0".join(map(str, parts)).encode() + b"\n")
 
-    def renamed(several: Iterable[object]) -> list[str]:
-        # The same expression in other names is the same structure.
-        named = (
-            _NAME.sub(lambda found: symbols.setdefault(found[0], f"d{len(symbols)}"), str(each))
-            for each in several
-        )
-        return list(named)
+    def renamed(wanted: Dims) -> str:
+        # The same expressions in other names are the same structure.
+        return _NAME.sub(lambda found: symbols.setdefault(found[0], f"d{len(symbols)}"), str(wanted))
 
     while pending:
         value, visited = pending.pop()
         if value in names:
             continue
-        node, name = value.producer(), f"v{len(names)}"
-        if (node is None and constant(value) is None) or (value in boundary.drawn and value not in results):
-            inputs[value] = names[value] = name
-            put("input", value.dtype, *renamed(boundary.dims_of(value) or ()))
-        elif node is None and (tensor := constant(value)) is not None:
-            constants[name], names[value] = tensor, name
+        node, tensor = value.producer(), constant(value)
+        if (value in boundary.drawn and value not in results) or (node is None and tensor is None):
+            inputs[value] = names[value] = next(fresh)
+            put("input", value.dtype, renamed(boundary.dims_of(value) or ()))
+        elif node is None and tensor is not None:
+            names[value] = next(fresh)
+            constants[names[value]] = tensor
             put("constant", tensor.dtype, tensor.shape, hashlib.sha256(tensor.tobytes()).hexdigest())
         elif node is not None and (known := _outer_size(node, boundary)) is not None:
-            sizes[name], names[value] = known, name
-            put("sizes", *renamed(known))
+            names[value] = next(fresh)
+            sizes[names[value]] = known
+            put("sizes", renamed(known))
         elif node is not None and visited:
-            new = {each: f"v{len(names) + at}" for at, each in enumerate(node.outputs)}
+            new = {each: next(fresh) for each in node.outputs}
             nodes.append(_renamed(node, names, new))
             names = new | names  # one of them may be drawn
             put(nodes[-1].SerializeToString(deterministic=True), *(each.dtype for each in node.outputs))
         elif node is not None:
-            if any(each.type == ir.AttributeType.GRAPH for each in node.attributes.values()):
+            if graphs_in(node):
                 raise NotVerified("a control-flow operator lies between Q and the result.")
             if len(nodes) + len(pending) > _MAX_NODES:
                 raise NotVerified("more nodes than can be checked lie between Q and the result.")

@@ -85,7 +85,7 @@ def write_attention(pattern: Pattern, builder: NodeBuilder, masks: Masks) -> lis
     results = [(outputs[0], letters.order(letters.query, letters.value_size), pattern.last.out)]
     if weights is not None:
         outputs[1].name = outputs[2].name = ""  # present keys and values are not used
-        results.append((outputs[3], scores, weights.axes))
+        results.append((outputs[3], scores, weights[1]))
     found = list[ir.Value]()
     for value, order, wanted in results:
         if letters.head is None:
@@ -135,7 +135,7 @@ def insert_attention(pattern: Pattern, builder: NodeBuilder, results: list[ir.Va
     replace_node(pattern.last.node, builder, {0: results[0]}, keep=results[1:])
     remove_unused(operands)
     if pattern.weights is not None:
-        old = pattern.weights.value
+        old = pattern.weights[0]
         replace_value(old, results[1])
         remove_unused([old])
 
