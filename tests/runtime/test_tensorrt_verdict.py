@@ -427,6 +427,12 @@ PARTS = {name: tuple(f"{name}/{part}" for part in ("mask", "scores", "weights", 
         (TWO, [mha("a"), gemm("a"), exp_sum("a"), mha("b")], ["decomposed", "fused"]),
         (TWO, [mha("a"), gemm("a"), mha("b"), exp_sum("b")], ["unknown", "unknown"]),
         (PARTS, [mha("a/scores"), gemm("a/sum"), mha("b/sum")], ["unknown", "fused"]),
+        # A softmax in several kernels.
+        (
+            PARTS,
+            [mha("a/scores"), kernel("__myl_SubExp_myl0_2", "a/weights"), mha("b/sum")],
+            ["unknown", "fused"],
+        ),
         # A projection with the scale of an attention in its epilogue.
         (TWO, [gemm("proj", "a"), mha("a"), gemm("b", "out"), mha("b")], ["fused", "fused"]),
     ],
@@ -439,6 +445,8 @@ def test_a_stray_name_does_not_outweigh_gemm_and_softmax():
     groups = {"a": ("a/norm", "a/scores", "a/weights", "a/weighted_values")}
     norm = kernel("x", "a/norm", tactic="cross_mha_norm_kernel")
     assert statuses([norm], groups) == ["unknown"]
+    for tactic in (norm.tactic, "mha_transpose_qkv", "fmha_permute", "mha_copy_cache"):
+        assert statuses([kernel("x", *groups["a"], tactic=tactic)], groups) == ["unknown"]
     parts = [gemm("a/scores"), exp_sum("a/weights"), gemm("a/weighted_values")]
     assert statuses([norm, *parts], groups) == ["decomposed"]
 
@@ -498,6 +506,8 @@ FMHA16 = "fmha_v2_flash_attention_fp16_S_128_sm90"
         (["ampere_scudnn_128x64_relu_interior_nn_v1", FMHA16], "mixed"),
         (["volta_dgemm_64x64_nn", FMHA16], "mixed"),
         (["fmha_cutlassF_f32_aligned_64x64_rf_sm80"], "mixed"),
+        (["fmha_v2_flash_attention_int8_S_64_sm90", GEMM], "mixed"),
+        (["sm80_xmma_gemm_i8i8_i8i32_f32_tn_n", FMHA16], "mixed"),
         (["fmha_cutlassF_f32_aligned_64x64_rf_sm80", GEMM], "mixed"),
         (["fmha_cutlassF_f16_aligned_64x64_rf_sm80", GEMM], "verified"),
         (["fmha_cutlassF_bf16_aligned_64x64_rf_sm80", GEMM], "mixed"),

@@ -251,7 +251,8 @@ def _offenders(kernel: Kernel, precision: str) -> list[tuple[str, Offender]]:
     return [
         (role, _offender(kernel, what, dtype))
         for role, what, dtype in dict.fromkeys(found)
-        if dtype in FLOATING and dtype != precision
+        # Whole numbers are indices and sizes, unless a matmul or an attention computes in them.
+        if dtype != precision and (dtype in FLOATING or (role == _COMPUTES and dtype != UNKNOWN))
     ]
 
 

@@ -35,6 +35,8 @@ FLOATING = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "fp4")
 _FUSED_TACTIC = re.compile(
     r"(?<![a-z])mha(?![a-z])|mha\d|fmha|flash_?(attn|attention|fwd)|sdpa", re.IGNORECASE
 )
+# Kernels beside an attention may be named after it.
+_BESIDE_ATTENTION = re.compile(r"norm|transpos|permut|reformat|copy|memset|convert", re.IGNORECASE)
 _FUSED_NAME = re.compile(r"^_ge(mm|mv)_mha_v\d+\w*_myl\d+_\d+(?: \[profile \d+\])?$")
 _GENERATED = ("kgen", "")
 _GEMM = re.compile(
@@ -60,7 +62,7 @@ _SMALL_KERNEL = re.compile(
     r"|padding|relu|gelu|sigmoid|tanh|activation|rotary|embedding|quantize|iota|scan|combine|shape|signal|wait",
     re.IGNORECASE,
 )
-_SOFTMAX = re.compile(r"[Ss]oft_?[Mm]ax|Maxr?\w*Sub\w*Exp|ExpSum")
+_SOFTMAX = re.compile(r"[Ss]oft_?[Mm]ax|Maxr?\w*Sub\w*Exp|SubExp|ExpSum")
 _PLUGIN = re.compile(r"plugin|custom_layer", re.IGNORECASE)
 _LAYER_PREFIX = re.compile(r"^shuffle_(?:output|input)_(?:\d+_)?")
 _LAYER_SUFFIX = re.compile(r"_(?:matrix_multiply|reshape|transpose|elementwise|softmax)$")
@@ -99,8 +101,10 @@ class Kernel:
     @cached_property
     def is_fused_attention(self) -> bool:
         """Whether it computes a whole attention: both matmuls and the softmax."""
-        if self.carries == ATTENTION or _FUSED_TACTIC.search(self.tactic):
+        if self.carries == ATTENTION:
             return True
+        if _FUSED_TACTIC.search(self.tactic):
+            return not _BESIDE_ATTENTION.search(self.tactic)
         return self.layer_type in _GENERATED and bool(_FUSED_NAME.match(self.name))
 
     @cached_property
