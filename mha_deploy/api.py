@@ -1018,8 +1018,8 @@ class Deployment:
         bundle: The bundle.
         engine: The engine in it; None where none was asked for.
         report: The validation of both.
-        candidates: The precisions that were tried, where they were compared; `chosen` is one of them.
-        chosen: The one that was kept.
+        candidates: The precisions that were tried, where they were compared.
+        chosen: The candidate that was kept.
         why: Why it was chosen.
     """
 
@@ -1085,7 +1085,7 @@ def deploy(
     _refuse_export(out, ExportOptions(precision=precision, overwrite=overwrite))
     if engine:
         _refuse_builder(settings, precision)
-    tried: tuple[Any, ...] = ()
+    tried: dict[str, Any] = {}
     if candidates and (precision != AUTO or not engine):
         what, got = "Candidates are engines in several precisions.", f"precision {precision}"
         got += "" if engine else ", no engine"
@@ -1096,7 +1096,7 @@ def deploy(
         candidates = bool(gpus())
     if candidates:
         best = _best_candidate(found, Path(out), settings, latency=latency, report=report, **exported)
-        (precision, settings), tried = best
+        precision, settings, tried = best
     from mha_deploy.runtime.child import ONNX_RUNTIME, prepare_child
     from mha_deploy.validate.run import validate_bundle
 
@@ -1115,18 +1115,16 @@ def deploy(
         latency=latency, require_fused=engine and not settings.allow_decomposed, require_precision=engine
     )
     record = validate_bundle(bundle, judged, build=build if engine else None, on_step=_by_name(report))
-    trials, chosen, why = tried or ((), None, "")
-    compared: dict[str, Any] = {"candidates": tuple(trials), "chosen": chosen, "why": why}
-    return Deployment(bundle=bundle, engine=next(iter(built), None), report=Report(record), **compared)
+    return Deployment(bundle=bundle, engine=next(iter(built), None), report=Report(record), **tried)
 
 
 def _best_candidate(
     found: Model, out: Path, settings: EngineOptions, *, latency: bool | None, report: OnStep, **exported: Any
-) -> tuple[tuple[str, EngineOptions], tuple[Any, ...]]:
+) -> tuple[str, EngineOptions, dict[str, Any]]:
     """Export, build and judge every candidate in a temporary folder.
 
     Returns:
-        The precision and the options of the best one; and all of them, the best one, and why.
+        The precision and the options of the best one, and the fields of a `Deployment` that list them all.
     """
     import tempfile
 
@@ -1174,7 +1172,7 @@ def _best_candidate(
                 judged = validate_bundle(bundle, ValidateOptions(latency=latency, sweep=False))
                 trials += [judged_trial(name, precision, engine, judged) for name, engine in built.items()]
     best, why = choose(trials)
-    return options[best.name], (trials, best, why)
+    return *options[best.name], {"candidates": tuple(trials), "chosen": best, "why": why}
 
 
 def _refuse_builder(settings: Any, precision: str) -> None:

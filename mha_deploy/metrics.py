@@ -490,15 +490,9 @@ class ParityReport:
 
 
 def parity_from_verdicts(
-    verdicts: Iterable[OutputVerdict],
-    *,
-    model: str,
-    precision: Precision,
-    backend: str,
-    cases: str = "golden",
-    accumulation: tuple[str, str] = ("fp32", ""),
+    verdicts: Iterable[OutputVerdict], *, precision: Precision, **about: Any
 ) -> ParityReport:
-    """Put verdicts together that were reached one by one.
+    """Put verdicts together that were reached one by one; `about` are further fields of the report.
 
     An oracle of zeros is right where every query of a case is masked: such a case passes if another one
     verifies the output.
@@ -511,8 +505,7 @@ def parity_from_verdicts(
         else each
         for each in verdicts
     )
-    about: dict[str, Any] = {"model": model, "precision": precision.name, "backend": backend, "cases": cases}
-    return ParityReport(**about, verdicts=judged, accumulation=accumulation)
+    return ParityReport(verdicts=judged, precision=precision.name, **about)
 
 
 def failed_to_run(case: GoldenCase, reason: str) -> list[OutputVerdict]:

@@ -184,21 +184,38 @@ class DeployKeywords(ExportKeywords, total=False):
 
 # -- Validation and timing -------------------------------------------------------------------------
 
-_BACKENDS = (
-    "A backend to run: the name of an engine, ort-cuda, ort-cpu, onnx-reference, eager, sdpa-cudnn … "
-    "default: the graph, every engine that can run here, and the PyTorch baselines"
-)
-_ENGINE = "Run only this engine. default: all engines of the bundle"
-_SAMPLES = "Samples of each timing."
-_KERNELS = "List the kernels that take the time. Needs PyTorch's profiler."
+
+@dataclass(frozen=True, kw_only=True)
+class TimedOptions:
+    """What is run and timed: of a validation and of a benchmark."""
+
+    backends: Sequence[str] = option(
+        (),
+        "A backend to run: the name of an engine, ort-cuda, ort-cpu, onnx-reference, eager, sdpa-cudnn … "
+        "default: the graph, every engine that can run here, and the PyTorch baselines",
+        "--backend",
+        metavar="NAME",
+    )
+    engine: str | None = option(None, "Run only this engine. default: all engines of the bundle")
+    samples: int = option(200, "Samples of each timing.", min=100)
+    kernels: bool = option(False, "List the kernels that take the time. Needs PyTorch's profiler.")
+    seed: int = option(1, "Seed of the inputs that are drawn.", min=0, max=2**32 - 1)
+
+
+class TimedKeywords(TypedDict, total=False):
+    """The fields of `TimedOptions`."""
+
+    backends: Sequence[str]
+    engine: str | None
+    samples: int
+    kernels: bool
+    seed: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class ValidateOptions:
+class ValidateOptions(TimedOptions):
     """What to validate; `limit_s` is how long one number of clients may send requests to a server."""
 
-    backends: Sequence[str] = option((), _BACKENDS, "--backend", metavar="NAME")
-    engine: str | None = option(None, _ENGINE)
     latency: bool | None = option(None, "Measure latency. default: if there is a GPU")
     sweep: bool | None = option(
         None, "Run every optimization profile at its corners. default: if an engine and PyTorch can run here"
@@ -218,15 +235,12 @@ class ValidateOptions:
         "returns each attention.",
     )
     conformance: bool = option(False, "Also test the mask semantics of every runtime.")
-    samples: int = option(200, _SAMPLES, min=100)
-    kernels: bool = option(False, _KERNELS)
     require_fused: bool = option(False, "Fail unless every attention of the engines is fused.")
     require_precision: bool = option(False, "Fail unless the engines compute in the precision of the graph.")
     require_run: bool = option(False, "Fail unless every engine was run.")
     require_coverage: bool = option(
         False, "Fail unless every engine, profile and axis was run up to its maximum."
     )
-    seed: int = option(1, "Seed of fresh inputs.", min=0, max=2**32 - 1)
     url: str | None = option(
         None,
         "Validate through a server: grpc://HOST:PORT or http://HOST:PORT, with /MODEL behind it where the "
@@ -243,11 +257,9 @@ class ValidateOptions:
     limit_s: float = 120.0
 
 
-class ValidateKeywords(TypedDict, total=False):
+class ValidateKeywords(TimedKeywords, total=False):
     """The fields of `ValidateOptions`."""
 
-    backends: Sequence[str]
-    engine: str | None
     latency: bool | None
     sweep: bool | None
     probe: bool | None
@@ -257,13 +269,10 @@ class ValidateKeywords(TypedDict, total=False):
     batch: int | None
     layers: bool
     conformance: bool
-    samples: int
-    kernels: bool
     require_fused: bool
     require_precision: bool
     require_run: bool
     require_coverage: bool
-    seed: int
     url: str | None
     clients: Sequence[int]
     requests: int
@@ -271,7 +280,7 @@ class ValidateKeywords(TypedDict, total=False):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchOptions:
+class BenchOptions(TimedOptions):
     """What to time."""
 
     at: Sequence[str] = option(
@@ -279,25 +288,15 @@ class BenchOptions:
         "Sizes, as B=8,S=128, or opt, prefill or decode. default: a sweep over batches and lengths",
         metavar="SIZES",
     )
-    backends: Sequence[str] = option((), _BACKENDS, "--backend", metavar="NAME")
-    engine: str | None = option(None, _ENGINE)
-    samples: int = option(200, _SAMPLES, min=100)
-    kernels: bool = option(False, _KERNELS)
-    seed: int = option(1, "Seed of the inputs.", min=0, max=2**32 - 1)
     streams: Sequence[int] = option(
         (), "Numbers of CUDA streams, as 1,2,4,8: measure calls per second on so many, too.", metavar="N,N"
     )
 
 
-class BenchKeywords(TypedDict, total=False):
+class BenchKeywords(TimedKeywords, total=False):
     """The fields of `BenchOptions`."""
 
     at: Sequence[str]
-    backends: Sequence[str]
-    engine: str | None
-    samples: int
-    kernels: bool
-    seed: int
     streams: Sequence[int]
 
 

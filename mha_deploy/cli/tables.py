@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,17 +13,8 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from mha_deploy.report import table as tables
-from mha_deploy.report.table import Cell, Table, as_plain, prompts_text, table
-from mha_deploy.text import (
-    budget_share,
-    named,
-    plural,
-    short,
-    sizes_text,
-    together,
-    without_hash,
-    without_numbers,
-)
+from mha_deploy.report.table import Cell, Data, Table, as_plain, prompts_text, table
+from mha_deploy.text import named, plural, short, sizes_text, together, without_hash, without_numbers
 
 if TYPE_CHECKING:  # a verb that has no such result to show does not load what makes it
     from mha_deploy.analyze.roofline import Analysis
@@ -34,16 +24,9 @@ if TYPE_CHECKING:  # a verb that has no such result to show does not load what m
     from mha_deploy.engine.plugins import Found
     from mha_deploy.graph.fuse import FuseReport
     from mha_deploy.graph.rules import Eligibility
-    from mha_deploy.metrics import ParityReport
     from mha_deploy.model.spec import AttentionSpec
-    from mha_deploy.validate.bench import ModelBench
     from mha_deploy.validate.bisect import Bisection
-    from mha_deploy.validate.conformance import ConformanceTable
-    from mha_deploy.validate.decode import DecodeReport
-    from mha_deploy.validate.evaluate import Evaluation
-    from mha_deploy.validate.latency import LatencyPoint
     from mha_deploy.validate.self_test import SelfTest
-    from mha_deploy.validate.verdict import Report
 
 # -- One table, lines and verdicts -----------------------------------------------------------------
 
@@ -61,13 +44,13 @@ def rendered(built: Table, *, title: bool = False, fill: str = "") -> Renderable
         title: Whether its title is shown.
         fill: The column that takes the rest of the width.
     """
-    parts: list[RenderableType] = []
+    parts: list[RenderableType] = [Text(built.title, style="italic")] if title else []
     for group in built.groups:
-        grid = Grid(
-            title=built.title if title else None, title_justify="left", expand=bool(fill),
-            box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0),
-        )  # fmt: skip
+        grid = Grid(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), expand=bool(fill))
         below = list[Text]()
+        if group.title:
+            about = f" · {group.about}" if group.about else ""
+            parts.append(Text.assemble((group.title, "bold"), about))
         for column in built.columns:
             if not column.wide:
                 fills = column.name == fill
@@ -349,40 +332,40 @@ _MOST_LAYERS, _SHOWN_FAILURES, _SHOWN_KERNELS = 8, 4, 6
 _LEVELS = {"failure": "red", "warning": "yellow", "note": "dim"}
 
 
-def report_renderable(report: Report) -> RenderableType:
-    """The evidence first, then the findings: the last line on the screen is the verdict."""
-    blocks: list[RenderableType] = []
-    for evaluation in report.evaluations:
-        blocks += map(parity_renderable, evaluation.parity)
-        blocks += map(decode_renderable, evaluation.decode_reports)
-        blocks += [_invariance(evaluation)] if evaluation.invariance else []
-    blocks += [] if report.conformance is None else [_conformance(report.conformance)]
-    blocks += map(point_renderable, report.points)
-    if report.serving:
-        blocks.append(rendered(tables.serving_table([point.to_dict() for point in report.serving])))
-    blocks += [Text(f"{each.level}: {each.text}", style=_LEVELS[each.level]) for each in report.findings]
-    style = {"passed": "green", "failed": "red"}.get(report.outcome, "yellow")
-    return Group(*blocks, Text(f"{report.outcome.upper()}  {report.headline}", style=f"bold {style}"))
+def report_renderable(report: Data) -> RenderableType:
+    """A report from its data: the evidence first, then the findings. The last line is the verdict."""
+    model = f"{report['model']['name']} {report['model']['precision']}"
+    blocks: list[RenderableType] = [Text(f"{model}, errors against the FP64 oracle", style="bold")]
+    blocks += [parity_renderable(run) for run in report["parity"]]
+    blocks += [decode_renderable(report["decode"])] if report["decode"] else []
+    blocks += map(_invariance, together(report["invariance"], lambda check: check["backend"]))
+    blocks += [_conformance(report["conformance"])] if report["conformance"] else []
+    blocks += [latency_renderable(report["latency"]["points"])] if report["latency"] else []
+    blocks += [rendered(tables.serving_table(report["serving"]))] if report["serving"] else []
+    verdict = report["verdict"]
+    for finding in verdict["findings"]:
+        blocks.append(Text(f"{finding['level']}: {finding['text']}", style=_LEVELS[finding["level"]]))
+    style = {"passed": "green", "failed": "red"}.get(verdict["outcome"], "yellow")
+    head = f"{verdict['outcome'].upper()}  {verdict['headline']}"
+    return Group(*blocks, Text(head, style=f"bold {style}"))
 
 
-def parity_renderable(report: ParityReport) -> RenderableType:
+def parity_renderable(run: Data) -> RenderableType:
     """A row for every output of every case, or for every attention of a module, and the verdict."""
-    run = as_plain(report.to_dict())
+    run = as_plain(run)
     if run["cases"] == tables.LAYERS:
         built, noun, right = _layers_table(run), "attentions", "right"
-        sizes = f" at {sizes_text(run['verdicts'][0]['sizes'])}" if run["verdicts"] else ""
-        where = f"{report.backend}{sizes}, each attention against its FP64 oracle"
     else:
         built, noun, right = tables.parity_table([run]), "outputs", "within budget"
-        where = f"{report.backend}, errors against the FP64 oracle"
-    count, failed = len(report.verdicts), sum(not verdict.passed for verdict in report.verdicts)
-    status = "wrong" if any(verdict.is_wrong for verdict in report.verdicts) else "not verified"
-    words = f"{count}/{count} {noun} {right}" if report.passed else f"{failed} of {count} {noun} are {status}"
-    head = _head(report.passed, words)
-    return Group(rendered(built), head, Text(f"{report.model} {report.precision} on {where}"))
+    count, failed = len(run["verdicts"]), [each for each in run["verdicts"] if not each["passed"]]
+    is_wrong = any(not tables.is_unverified(each) for each in failed)
+    words = f"{count}/{count} {noun} {right}"
+    if not run["passed"]:
+        words = f"{len(failed)} of {count} {noun} are {'wrong' if is_wrong else 'not verified'}"
+    return Group(rendered(built), _head(run["passed"], words))
 
 
-def _layers_table(run: dict[str, Any]) -> Table:
+def _layers_table(run: Data) -> Table:
     """All attentions; of many that pass, the first, the worst and the last, and how good the others are."""
     good = [verdict for verdict in run["verdicts"] if verdict["passed"]]
     if len(good) <= _MOST_LAYERS:
@@ -404,75 +387,49 @@ def _layers_table(run: dict[str, Any]) -> Table:
     return replace(built, groups=[replace(group, rows=[*rows, last])])
 
 
-def decode_renderable(report: DecodeReport) -> RenderableType:
-    """Errors at steps 1, 2, 4, … beside those of the module itself, then what is wrong, then the verdict."""
-    data = as_plain(report.to_dict())
-    parts: list[RenderableType] = []
-    if (built := tables.steps_table([data])) is not None:
-        parts += [Text(f"trace {report.trace}, relative L2 by step"), rendered(built)]
-    parts += [Text(line, style="red") for line in tables.decode_problems(data, _SHOWN_FAILURES)]
-    where, steps = f"{report.backend}, {prompts_text(report.prompt)}", f"{report.steps:,}"
-    head = f"at step {report.first_failed} of {steps} on {where}"
-    if report.passed:
-        head = f"{steps} decode steps on {where}"
-    elif not report.first_failed:
-        side = "in the cache after" if report.first_failed is None else "at the prefill before"
-        head = f"{side} {steps} steps on {where}"
-    share = "no error was measured"
-    if report.share is not None:
-        used = budget_share(report.share) if isfinite(report.share) else "an infinite share"
-        share = f"{used} of the budget at most"
-    growths = (report.growth, report.eager_growth)
-    own, eager = ("unknown" if each is None else f"{each:,.2f}" for each in growths)
-    growth = Text(f"{share}; growth of the error {own}, of eager's own {eager}")
-    return Group(*parts, _head(report.passed, head), growth)
+def decode_renderable(reports: Sequence[Data]) -> RenderableType:
+    """Errors at steps 1, 2, 4, … beside those of the module itself, then the verdicts and what is wrong."""
+    by_trace = map(tables.steps_table, together(reports, lambda report: report["trace"]))
+    errors = [rendered(built, title=True) for built in by_trace if built is not None]
+    return Group(*errors, rendered(tables.decode_table(reports, _SHOWN_FAILURES)))
 
 
-def _invariance(evaluation: Evaluation) -> Text:
+def _invariance(checks: Sequence[Data]) -> Text:
     """In one line: what was varied, how often, and whether every result was bitwise the same."""
     from mha_deploy.validate.invariance import CHECKS
 
-    parts = []
+    parts, judged = [], [check for check in checks if check["case"]]
     for name in CHECKS:
-        checks = [check for check in evaluation.invariance if check.check == name and check.case]
-        passed = sum(check.passed for check in checks)
-        parts.append(f"{name} {passed}/{len(checks)}" if checks else f"{name}: not applicable")
-    judged = [check for check in evaluation.invariance if check.case]
-    same = ", bitwise the same" if judged and all(check.bitwise for check in judged) else ""
-    return Text(f"{evaluation.backend}, batch elements in other places: {', '.join(parts)}{same}")
+        found = [check["passed"] for check in judged if check["check"] == name]
+        parts.append(f"{name} {sum(found)}/{len(found)}" if found else f"{name}: not applicable")
+    same = ", bitwise the same" if judged and all(check["bitwise"] for check in judged) else ""
+    return Text(f"{checks[0]['backend']}, batch elements in other places: {', '.join(parts)}{same}")
 
 
-def _conformance(result: ConformanceTable) -> RenderableType:
+def _conformance(found: Data) -> RenderableType:
     """How each runtime treats masks."""
-    data = as_plain(result.to_dict())
-    wrong = [f"{name}{words}" for name, words in tables.conformance_reasons(data) if name.endswith(", wrong")]
-    return Group(
-        Text(f"masks, {result.precision}"),
-        rendered(tables.conformance_table(data)),
-        *(Text(line, style="red") for line in wrong),
-    )
+    reasons = [name + words for name, words in tables.conformance_reasons(found) if name.endswith(", wrong")]
+    below = [Text(line, style="red") for line in reasons]
+    return Group(rendered(tables.conformance_table(found), title=True), *below)
 
 
-def point_renderable(point: LatencyPoint) -> RenderableType:
-    """The latency of every backend at one set of sizes, and the longest kernels."""
-    data = as_plain(point.to_dict())
-    built = tables.latency_table([data])
-    (group,) = built.groups
-    parts = [Text(f"latency at {group.title} · {group.about}"), rendered(built)]
-    if note := tables.without_graph([data]):
+def latency_renderable(points: Sequence[Data]) -> RenderableType:
+    """The latency of every backend at every size, and the longest kernels."""
+    parts = [rendered(tables.latency_table(points))]
+    if note := tables.without_graph(points):
         parts.append(Text(note, style="dim"))
-    for row in data["rows"]:
-        row["kernels"] = row["kernels"][:_SHOWN_KERNELS]
-    if any(row["kernels"] for row in data["rows"]):
-        parts.append(rendered(tables.kernels_table(data)))
+    for point in points:
+        rows = [{**row, "kernels": row["kernels"][:_SHOWN_KERNELS]} for row in point["rows"]]
+        if any(row["kernels"] for row in rows):
+            parts.append(rendered(tables.kernels_table({**point, "rows": rows}), title=True))
     return Group(*parts)
 
 
-def bench_renderable(found: ModelBench) -> RenderableType:
+def bench_renderable(found: Data) -> RenderableType:
     """The latencies of one model at every size, and its calls per second by number of streams."""
-    parts = [point_renderable(point) for point in found.points]
-    rows = [row.to_dict() for row in found.throughput]
-    return Group(*parts, *([rendered(tables.throughput_table(rows))] if rows else []))
+    parts = [latency_renderable(found["latency"]["points"])] if found["latency"] else []
+    parts += [rendered(tables.throughput_table(found["throughput"]))] if found["throughput"] else []
+    return Group(*parts)
 
 
 def self_test_renderable(result: SelfTest) -> RenderableType:

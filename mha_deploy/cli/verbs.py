@@ -6,14 +6,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import MISSING, asdict, replace
+from dataclasses import MISSING, asdict
 from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.text import Text
 
 from mha_deploy import api as md
 from mha_deploy.cli import tables
@@ -117,7 +116,8 @@ def deploy(
     except DeployError:
         if reached:  # the bundle is written and its graph may be verified: print that first
             _report_removed(reached[0])
-            verified = [tables.parity_renderable(each) for graph in reached[1:2] for each in graph.parity]
+            runs = [run.to_dict() for graph in reached[1:2] for run in graph.parity]
+            verified = map(tables.parity_renderable, runs)
             show(*([] if json else [tables.bundle_renderable(reached[0]), *verified]))
         raise
     _report_removed(done.bundle)
@@ -133,7 +133,7 @@ def deploy(
         yield tables.bundle_renderable(done.bundle)
         if done.engine is not None:
             yield tables.engine_renderable(done.engine)
-        yield tables.report_renderable(done.report.record)
+        yield tables.report_renderable(done.report.to_dict())
 
     return Result(data, lines, done.report.passed, partial(done.report.save, done.bundle.path))
 
@@ -322,10 +322,8 @@ def validate(
     with steps(f"validate {name}") as on_step:
         result = md.validate(opened, on_step=on_step, **options)
 
-    save = partial(result.save, folder) if report else None
-    return Result(
-        result.to_dict(), lambda: [tables.report_renderable(result.record)], passed=result.passed, save=save
-    )
+    data, save = result.to_dict(), partial(result.save, folder) if report else None
+    return Result(data, lambda: [tables.report_renderable(data)], passed=result.passed, save=save)
 
 
 def _refuse_unwritable(folder: Path) -> None:
@@ -391,10 +389,10 @@ def bench(
     for path, name in names.items():
         with steps(f"bench {name}") as on_step:
             timed = md.bench(path, on_step=on_step, **options)
-        if not json and not markdown:
-            show(name, tables.bench_renderable(timed))
         # Written after every model: a later one may fail, and what was measured must not get lost.
         report = md.BenchReport([*report.records, timed])
+        if not json and not markdown:
+            show(name, tables.bench_renderable(report.to_dict()["models"][-1]))
         page = report.save(folder)
         if record is not None:
             md.BenchReport([timed]).record(record)
@@ -439,9 +437,7 @@ def compare(
         if markdown:
             yield found.to_markdown()
             return
-        table = found.table(everything=everything)
-        for group in table.groups:
-            yield from (Text(group.title, style="bold"), tables.rendered(replace(table, groups=[group])))
+        yield tables.rendered(found.table(everything=everything))
         yield f"{'PASSED' if found.passed else 'FAILED'}  {found.headline}"
 
     return Result(found.to_dict(), lines, passed=found.passed)

@@ -328,51 +328,74 @@ def sweep_panels(points: Sequence[Data]) -> Iterator[Panel]:
 
 def sweep_chart(panel: Panel, look: Look) -> Markup | None:
     """The p50 of every row along one axis, both axes logarithmic; None where no row has two points."""
-    curves: dict[str, list[tuple[int, float]]] = {}
+    curves: dict[str, list[list[_Point]]] = {}
     for name in look:
-        found = [
-            (point["sizes"][panel.axis], row["timing"]["p50_us"])
+        timed = {
+            point["sizes"][panel.axis]: row["timing"]["p50_us"]
             for point in panel.points
             for row in point["rows"]
             if row["name"] == name and row["timing"]
-        ]
-        if len(found) > 1:
-            curves[name] = found
+        }
+        if len(timed) > 1:
+            found = [_Point(size, us, f"{name} at {size}: {short(us)} µs") for size, us in timed.items()]
+            curves[name] = [found]
     if not curves:
         return None
     left, top, bottom = 46.0, 12.0, _PANEL_HEIGHT - 36
     right = _PANEL_WIDTH + left
     sizes = [point["sizes"][panel.axis] for point in panel.points]
     across = log_scale(sizes, left, right, margin=1.12)
-    up = log_scale([us for found in curves.values() for _, us in found], bottom, top)
+    up = log_scale([point.y for (found,) in curves.values() for point in found], bottom, top)
     parts = [bottom_axis(across, top, bottom, sizes), left_axis(up, left, right)]
-    for name, found in curves.items():
-        series = look[name]
-        places = [(across.place(size), up.place(us)) for size, us in found]
-        parts.append(polyline(places, f"curve {series.css}"))
-        parts += [
-            mark(series.mark, x, y, series.css, title=f"{name} at {size}: {short(us)} µs", radius=3.2)
-            for (x, y), (size, us) in zip(places, found, strict=True)
-        ]
-    parts.append(end_labels(curves, across, up, right, look))
+    parts.append(_curves(curves, across, up, look))
     parts.append(text((left + right) / 2, bottom + 28, panel.axis, anchor="middle", css="muted"))
     label = f"p50 in µs along {panel.axis} at {sizes_text(panel.fixed)}, for {', '.join(curves)}"
     return chart(right + _LABEL_WIDTH, _PANEL_HEIGHT, *parts, label=label, css="sweep")
 
 
-def end_labels(
-    curves: Mapping[str, Sequence[tuple[float, float]]], across: Scale, up: Scale, right: float, look: Look
-) -> Markup:
-    """The names at the ends of their curves, moved apart, with a hairline to where they belong."""
-    ends = [found[-1] for found in curves.values()]
-    wanted = [up.place(us) for _, us in ends]
-    last = max(size for size, _ in ends)
+# -- Curves, and their names beside them -----------------------------------------------------------
+
+_MARKS = 12  # of a curve at most, to recognise it without its colour, and to point at
+
+
+class _Point(NamedTuple):
+    """A point of a curve, and the text under the pointer."""
+
+    x: float
+    y: float
+    title: str
+
+
+Runs = Sequence[Sequence[_Point]]
+"""A curve: runs of points without a gap. No line may hide what was not measured."""
+
+
+def _curves(curves: Mapping[str, Runs], across: Scale, up: Scale, look: Look) -> Markup:
+    """A line through every run, some marks, and the names at the ends, moved apart, with a hairline to them.
+
+    What stands alone between two gaps has its mark, for it has no line.
+    """
     parts = []
-    for name, (size, _), y, place in zip(curves, ends, wanted, spread(wanted, up.end, up.start), strict=True):
-        css = f"leader {look[name].css}{' early' if size < last else ''}"
-        parts.append(line(across.place(size) + 5, y, right + 5, place, css))
-        parts.append(text(right + 8, place, cut(name, _LABEL_WIDTH - 8)))
+    for name, runs in curves.items():
+        series, points = look[name], [point for run in runs for point in run]
+        every = math.ceil(len(points) / _MARKS)
+        parts.append(_lines(runs, across, up, series.css))
+        for index, point in enumerate(points, 1):
+            if index % every == 0 or point is points[-1] or [point] in runs:
+                place = across.place(point.x), up.place(point.y)
+                parts.append(mark(series.mark, *place, series.css, title=point.title, radius=3.2))
+    ends = [runs[-1][-1] for runs in curves.values()]
+    wanted, last = [up.place(end.y) for end in ends], max(end.x for end in ends)
+    for name, end, y, place_y in zip(curves, ends, wanted, spread(wanted, up.end, up.start), strict=True):
+        css = f"leader {look[name].css}{' early' if end.x < last else ''}"
+        parts.append(line(across.place(end.x) + 5, y, across.end + 5, place_y, css))
+        parts.append(text(across.end + 8, place_y, cut(name, _LABEL_WIDTH - 8)))
     return join(parts)
+
+
+def _lines(runs: Runs, across: Scale, up: Scale, css: str) -> Markup:
+    long = (run for run in runs if len(run) > 1)
+    return join(polyline([(across.place(p.x), up.place(p.y)) for p in run], f"curve {css}") for run in long)
 
 
 # -- The chart of the decode section: the error of every step, beside that of the module itself ----
@@ -383,20 +406,8 @@ _WIDTH, _HEIGHT = 620.0, 264.0
 # The error of one token is a small sample, and hundreds of them hide each other: from so many steps on, the
 # curve is the median of some of them, over a faint line through all.
 _POOLED_FROM, _POOLS = 64, 24
-_MARKS = 12  # of a curve at most, to recognise it without its colour, and to point at
 
 Errors = Sequence[float | None]
-
-
-class _Point(NamedTuple):
-    """The error of a step, or the median of several: from `first` to `last`."""
-
-    first: int
-    last: int
-    error: float
-
-    def place(self, across: Scale, up: Scale) -> tuple[float, float]:
-        return across.place((self.first + self.last) / 2), up.place(self.error)
 
 
 def decode_curves(reports: Sequence[Data]) -> dict[str, Errors]:
@@ -449,18 +460,15 @@ def decode_chart(curves: Mapping[str, Errors], first_failed: Sequence[int], look
     for step in sorted(set(first_failed) - {0}):
         x = across.place(step)
         parts.append(tag("g", tag("title", f"first wrong step: {step}"), line(x, top, x, bottom, "bound")))
-    size = steps / _POOLS if is_pooled(steps) else 1.0
-    shown = {name: list(_runs(errors, size)) for name, errors in known.items()}
     if is_pooled(steps):
-        parts += [_lines(_runs(known[name]), across, up, f"each {look[name].css}") for name in known]
-    parts += [_decode_curve(name, found, across, up, look) for name, found in shown.items()]
-    points = {name: [point for run in found for point in run] for name, found in shown.items()}
-    ends = {name: [((p.first + p.last) / 2, p.error) for p in found[-1:]] for name, found in points.items()}
-    parts.append(end_labels(ends, across, up, right, look))
+        parts += [_lines(_runs(name, known[name]), across, up, f"each {look[name].css}") for name in known]
+    size = steps / _POOLS if is_pooled(steps) else 1.0
+    shown = {name: _runs(name, errors, size) for name, errors in known.items()}
+    parts.append(_curves(shown, across, up, look))
     parts.append(text((left + right) / 2, bottom + 28, "step", anchor="middle", css="muted"))
     if up.log:
         parts.append(text(right, bottom + 28, "log scale", anchor="end", css="muted"))
-    last = ", ".join(f"{name} {error(found[-1][1])}" for name, found in ends.items())
+    last = ", ".join(f"{name} {error(runs[-1][-1].y)}" for name, runs in shown.items())
     label = f"Relative error over {plural(steps, 'step')}, at the end: {last}"
     return chart(right + _LABEL_WIDTH, _HEIGHT, *parts, label=label, css="decode")
 
@@ -470,45 +478,19 @@ def is_pooled(steps: int) -> bool:
     return steps >= _POOLED_FROM
 
 
-def _runs(errors: Errors, size: float = 1.0) -> Iterator[list[_Point]]:
-    """Medians of about `size` steps each, in runs without a gap: no line may hide what was not measured."""
-    run: list[_Point] = []
+def _runs(name: str, errors: Errors, size: float = 1.0) -> Runs:
+    """Medians of about `size` steps each."""
+    runs: list[list[_Point]] = [[]]
     edges = [round(index * size) for index in range(math.ceil(len(errors) / size) + 1)]
     for start, end in pairwise(edges):
-        found = [value for value in errors[start:end] if value is not None]
+        found, last = [value for value in errors[start:end] if value is not None], min(end, len(errors))
         if found:
-            run.append(_Point(start + 1, min(end, len(errors)), median(found)))
-        elif run:
-            yield run
-            run = []
-    if run:
-        yield run
-
-
-def _lines(runs: Iterable[Sequence[_Point]], across: Scale, up: Scale, css: str) -> Markup:
-    long = (run for run in runs if len(run) > 1)
-    return join(polyline([point.place(across, up) for point in run], f"curve {css}") for run in long)
-
-
-def _decode_curve(
-    name: str, runs: Sequence[Sequence[_Point]], across: Scale, up: Scale, look: Look
-) -> Markup:
-    """A line with some marks; what stands between two gaps has its mark, for it has no line."""
-    series, points = look[name], [point for run in runs for point in run]
-    every = math.ceil(len(points) / _MARKS)
-    alone = {run[0] for run in runs if len(run) == 1}
-    marked = [
-        point
-        for index, point in enumerate(points, 1)
-        if index % every == 0 or point is points[-1] or point in alone
-    ]
-    parts = [_lines(runs, across, up, series.css)]
-    for point in marked:
-        several = point.last > point.first
-        where = f"median of steps {point.first} to {point.last}" if several else f"step {point.first}"
-        title = f"{name}, {where}: {error(point.error)}"
-        parts.append(mark(series.mark, *point.place(across, up), series.css, title=title, radius=3.2))
-    return join(parts)
+            several = f"median of steps {start + 1} to {last}"
+            where, middle = several if last > start + 1 else f"step {last}", median(found)
+            runs[-1].append(_Point((start + 1 + last) / 2, middle, f"{name}, {where}: {error(middle)}"))
+        elif runs[-1]:
+            runs.append([])
+    return [run for run in runs if run]
 
 
 # -- Where the errors are: a map of heads and positions --------------------------------------------

@@ -6,9 +6,9 @@ import base64
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
@@ -35,54 +35,39 @@ Part = tuple[str, Any]
 """The kind of a part, as `parts.html.j2` lists them, and its value."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Section:
-    """A section of the page; `link` is its name in the list of sections."""
+class Section(NamedTuple):
+    """A section of the page."""
 
     name: str
     title: str
-    link: str
     parts: Sequence[Part]
 
 
 def report_sections(data: Data, look: Look) -> tuple[list[Section], list[str]]:
-    """The sections of a report, and the names of those that were not part of the run."""
-    found = data["fault"]
-    fault: list[Part] = [] if found is None else [("fault", found)]
-    if found and found["trials"]:
-        fault.append(("table", tables.trials_table(found["trials"])))
-    checks, served = data["invariance"], data["serving"]
-    wanted: dict[str, tuple[str, str, Sequence[Part]]] = {
-        "fault": ("What is at fault", "", fault),
-        "parity": ("Parity", "", _parity(data)),
-        "maps": ("Error maps", "Where the errors are", _heatmaps(data["heatmaps"])),
-        "decode": ("Decode", "", _decode(data, look)),
-        "invariance": ("Invariance", "", [("table", tables.invariance_table(checks))] if checks else []),
-        "conformance": ("Mask conformance", "", _conformance(data["conformance"])),
-        "range": ("FP16 range", "", _fp16_range(data["range"])),
-        "fusion": ("Fusion", "Engines and fusion", _fusion(data)),
-        "latency": ("Latency", "", _latency(data, look)),
-        "serving": (
-            "Serving",
-            "Through the server",
-            [("table", tables.serving_table(served))] if served else [],
-        ),
-        "notes": ("Notes", "", [("list", data["notes"])] if data["notes"] else []),
-        "environment": ("Environment", "", environment(data["environment"], data["model"])),
-    }
-    sections = [
-        Section(name=name, title=title or link, link=link, parts=parts)
-        for name, (link, title, parts) in wanted.items()
-        if parts
+    """The sections of a report, and the titles of those that were not part of the run."""
+    checks, served, notes = data["invariance"], data["serving"], data["notes"]
+    every = [
+        Section("fault", "What is at fault", _fault(data["fault"])),
+        Section("parity", "Parity", _parity(data)),
+        Section("maps", "Error maps", _heatmaps(data["heatmaps"])),
+        Section("decode", "Decode", _decode(data, look)),
+        Section("invariance", "Invariance", [("table", tables.invariance_table(checks))] if checks else []),
+        Section("conformance", "Mask conformance", _conformance(data["conformance"])),
+        Section("range", "FP16 range", _fp16_range(data["range"])),
+        Section("fusion", "Engines and fusion", _fusion(data)),
+        Section("latency", "Latency", _latency(data, look)),
+        Section("serving", "Serving", [("table", tables.serving_table(served))] if served else []),
+        Section("notes", "Notes", [("list", notes)] if notes else []),
+        Section("environment", "Environment", environment(data["environment"], data["model"])),
     ]
     optional = {"fault", "notes", "serving"} | (set() if "cache" in data["model"]["spec"] else {"decode"})
-    absent = [link for name, (link, _, parts) in wanted.items() if not parts and name not in optional]
-    return sections, absent
+    absent = [each.title for each in every if not each.parts and each.name not in optional]
+    return [each for each in every if each.parts], absent
 
 
 def bench_sections(data: Data, look: Look) -> list[Section]:
     """The sections of a benchmark."""
-    sections = [Section(name="overview", title="Overview", link="Overview", parts=_overview(data))]
+    sections = [Section("overview", "Overview", _overview(data))]
     for index, entry in enumerate(data["models"]):
         name, found = f"{entry['model']['name']} {entry['model']['precision']}", entry["latency"]
         timed = latency_parts(found, look) if found and found["points"] else [("text", "Nothing was timed.")]
@@ -93,14 +78,20 @@ def bench_sections(data: Data, look: Look) -> list[Section]:
         parts = [("text", entry["model"]["summary"]), ("text", "; ".join(engines) or "0 engines"), *timed]
         if entry["throughput"]:
             parts.append(("table", tables.throughput_table(entry["throughput"])))
-        sections.append(Section(name=f"model-{index}", title=name, link=name, parts=parts))
+        sections.append(Section(f"model-{index}", name, parts))
     if data["notes"]:
-        sections.append(Section(name="notes", title="Notes", link="Notes", parts=[("list", data["notes"])]))
-    parts = environment(data["environment"], None)
-    return [*sections, Section(name="environment", title="Environment", link="Environment", parts=parts)]
+        sections.append(Section("notes", "Notes", [("list", data["notes"])]))
+    return [*sections, Section("environment", "Environment", environment(data["environment"], None))]
 
 
 # -- Whether results are right ---------------------------------------------------------------------
+
+
+def _fault(found: Data | None) -> list[Part]:
+    if found is None:
+        return []
+    trials: list[Part] = [("table", tables.trials_table(found["trials"]))] if found["trials"] else []
+    return [("fault", found), *trials]
 
 
 def _parity(data: Data) -> list[Part]:
@@ -441,24 +432,25 @@ def bench_page(data: Data) -> str:
 
 def sections_page(data: Data, title: str, parts: Mapping[str, Sequence[Part]]) -> str:
     """A page with a section for every heading; `data` has the verdict, what wrote it, and when."""
-    sections = [
-        Section(name=f"section-{index}", title=heading, link=heading, parts=each)
-        for index, (heading, each) in enumerate(parts.items())
-    ]
+    sections = [Section(f"section-{i}", heading, each) for i, (heading, each) in enumerate(parts.items())]
     shown = {"title": title, "subtitle": data["headline"], "passed": data["passed"]}
     return _rendered(data, sections=sections, look={}, **shown)
 
 
-def _rendered(plain: Data, **context: Any) -> str:
+@cache
+def _template() -> Any:
     from jinja2 import Environment, FileSystemLoader  # here: only a page needs it
 
-    environment = Environment(
+    return Environment(
         loader=FileSystemLoader(_FOLDER / "templates"),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
         finalize=lambda value: charts.readable(value) if type(value) is str else value,
-    )
+    ).get_template("page.html.j2")
+
+
+def _rendered(plain: Data, **context: Any) -> str:
     script = (_FOLDER / "sort.js").read_text(encoding="utf-8").strip()
     style = charts.palette_css() + "\n" + (_FOLDER / "style.css").read_text(encoding="utf-8").strip()
     # Nothing may be loaded, and no script may run but ours, even if an escape were forgotten.
@@ -467,7 +459,7 @@ def _rendered(plain: Data, **context: Any) -> str:
         "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'; "
         f"script-src 'sha256-{digest}'"
     )
-    page = environment.get_template("page.html.j2").render(
+    page: str = _template().render(
         script=Markup(script),
         style=Markup(style),
         policy=policy,

@@ -213,12 +213,12 @@ def check_bench(data: Any) -> list[str]:
 
 def plain_report(data: Any) -> dict[str, Any]:
     """The data of a report in plain types; an error if it does not keep the format."""
-    return _checked("report", as_plain(data), check_report)
+    return _plain("report", data, check_report)
 
 
 def plain_bench(data: Any) -> dict[str, Any]:
     """The data of a benchmark in plain types; an error if it does not keep the format."""
-    return _checked("benchmark", as_plain(data), check_bench)
+    return _plain("benchmark", data, check_bench)
 
 
 def _problems(data: Any, schema: Any) -> list[str]:
@@ -232,11 +232,9 @@ def _problems(data: Any, schema: Any) -> list[str]:
     return []
 
 
-def _checked(what: str, plain: Any, check: Callable[[Any], list[str]]) -> dict[str, Any]:
+def _plain(what: str, data: Any, check: Callable[[Any], list[str]]) -> dict[str, Any]:
+    plain: dict[str, Any] = as_plain(data)
     if problems := check(plain):
-        raise DeployError(
-            f"The {what} does not keep its format.",
-            got="; ".join(problems),
-            hint="docs/report.md lists every field",
-        )
-    return dict(plain)
+        what, hint = f"The {what} does not keep its format.", "docs/report.md lists every field"
+        raise DeployError(what, got="; ".join(problems), hint=hint)
+    return plain

@@ -148,11 +148,14 @@ def number(value: float | None, show: Callable[[Any], str] = short) -> Cell:
     return Cell(text=show(value), order=value)
 
 
-def passed(value: bool, problem: str | None = None) -> Cell:
+def passed(value: bool) -> Cell:
     """The verdict of one row."""
-    if not value and (problem or "").startswith("not verified"):
-        return Cell(text="not verified", status="doubt")
     return Cell(text="passed", status="good") if value else Cell(text="FAILED", status="bad")
+
+
+def is_unverified(verdict: Data) -> bool:
+    """Whether an output has neither passed nor failed."""
+    return (verdict["problem"] or "").startswith("not verified")
 
 
 def share_cell(share: float | None, *, failed: bool = False) -> Cell:
@@ -182,8 +185,7 @@ def parity_table(runs: Sequence[Data]) -> Table:
     for run in runs:
         rows: list[RawRow] = []
         for verdict in run["verdicts"]:
-            result = passed(verdict["passed"], verdict["problem"])
-            rows += _judged(verdict, verdict["case"], result, sizes_text(verdict["sizes"]), verdict["output"])
+            rows += _judged(verdict, verdict["case"], sizes_text(verdict["sizes"]), verdict["output"])
         kind = run["accumulation"]["type"].upper()
         title = f"{run['backend']}, {run['cases']} cases, budget for {kind} accumulation"
         groups.append(Group(title=title, rows=rows))
@@ -197,16 +199,17 @@ def layers_table(runs: Sequence[Data]) -> Table:
     for run in runs:
         rows: list[RawRow] = []
         for verdict in run["verdicts"]:
-            name = Cell(text=verdict["output"], status="code")
-            rows += _judged(verdict, name, passed(verdict["passed"], verdict["problem"]))
+            rows += _judged(verdict, Cell(text=verdict["output"], status="code"))
         sizes = f" at {sizes_text(run['verdicts'][0]['sizes'])}" if run["verdicts"] else ""
         groups.append(Group(title=f"{run['backend']}{sizes}", rows=rows))
     headings = ("attention", "verdict", _ERRORS[0], *(f"+{name}" for name in _ERRORS[1:-1]), _ERRORS[-1])
     return table("Every attention by itself, against its own oracle", headings, groups=groups)
 
 
-def _judged(verdict: Data, *place: Cell | str) -> list[RawRow]:
+def _judged(verdict: Data, name: Cell | str, *place: str) -> list[RawRow]:
     """The row of a verdict and, where it did not pass, the reason below it."""
+    unverified = Cell(text="not verified", status="doubt")
+    result = unverified if is_unverified(verdict) else passed(verdict["passed"])
     deviation, budget = verdict["deviation"] or {}, verdict["budget"] or {}
     figures = []
     for key in ("relative_l2", "worst_vector", "local", "gain"):
@@ -216,14 +219,15 @@ def _judged(verdict: Data, *place: Cell | str) -> list[RawRow]:
         figures.append(Cell(text=error(value), order=value, status="over" if over else "", hint=hint))
     cosine = deviation.get("cosine")
     rest = number(None if cosine is None else 1.0 - cosine, error)
-    row = (*place, *figures, rest, share_cell(verdict["share"], failed=not verdict["passed"]))
+    share = share_cell(verdict["share"], failed=not verdict["passed"])
+    row = (name, result, *place, *figures, rest, share)
     return [row] if verdict["passed"] else [row, problem_text(verdict)]
 
 
 def problem_text(verdict: Data) -> str:
     """Why an output failed, and where it is worst."""
     words, worst = verdict["problem"] or "failed", verdict["deviation"]
-    if worst is not None and not words.startswith("not verified"):
+    if worst is not None and not is_unverified(verdict):
         place = ", ".join(map(str, worst["worst_index"]))
         ends = (worst["worst_got"], worst["worst_want"])
         got, want = ("no finite number" if each is None else f"{each:.6g}" for each in ends)
@@ -236,8 +240,8 @@ def problem_text(verdict: Data) -> str:
 _LISTED_PROMPTS = 4
 
 
-def decode_table(reports: Sequence[Data]) -> Table:
-    """The verdict on every runtime and trace."""
+def decode_table(reports: Sequence[Data], most: int | None = None) -> Table:
+    """The verdict on every runtime and trace, with so many of the checks that failed."""
     rows: list[RawRow] = []
     for report in reports:
         steps, run = grouped(report["steps"]), len(report["errors"])
@@ -253,8 +257,8 @@ def decode_table(reports: Sequence[Data]) -> Table:
                 *(number(report[key], times) for key in ("growth", "eager_growth")),
             )
         )
-        rows += decode_problems(report)
-    figures = ("#steps", "first wrong", "#budget used", "#growth", "#growth of eager")
+        rows += decode_problems(report, most)
+    figures = ("#steps", "first wrong|wrong at", "#budget used|used", "#growth", "#growth of eager|eager's")
     headings = ("backend", "verdict", "trace", "prompts", *figures)
     return table("Decoding, by runtime and trace", headings, rows)
 

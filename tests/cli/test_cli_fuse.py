@@ -12,18 +12,15 @@ from onnx import TensorProto, helper
 
 def attention(path, *, axis=-1):
     """A small unfused attention; over another axis it is not one."""
-    nodes = [
-        helper.make_node("Transpose", ["k"], ["kt"], perm=[0, 1, 3, 2]),
-        helper.make_node("MatMul", ["q", "kt"], ["s"]),
-        helper.make_node("Softmax", ["s"], ["p"], axis=axis, name="weights"),
-        helper.make_node("MatMul", ["p", "v"], ["y"]),
-    ]
-    shape = ["B", 4, "S", 8]
-    inputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name in "qkv"]
-    graph = helper.make_graph(
-        nodes, "g", inputs, [helper.make_tensor_value_info("y", TensorProto.FLOAT, shape)]
-    )
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10), path)
+    text = f"""
+    <ir_version: 10, opset_import: ["" : 18]>
+    g (float[B,4,S,8] q, float[B,4,S,8] k, float[B,4,S,8] v) => (float[B,4,S,8] y) {{
+       kt = Transpose <perm = [0, 1, 3, 2]> (k)
+       s = MatMul (q, kt)
+       p = Softmax <axis = {axis}> (s)
+       y = MatMul (p, v)
+    }}"""
+    onnx.save(onnx.parser.parse_model(text), path)
     return path
 
 
@@ -33,21 +30,30 @@ def source(tmp_path):
 
 
 def test_it_writes_one_node_and_says_so(source, tmp_path, run_cli):
-    done = run_cli("fuse", source, "-o", tmp_path / "out.onnx")
+    output = tmp_path / "out.onnx"
+    done = run_cli("fuse", source, "-o", output)
     assert done.code == 0, done.err
-    assert "1 fused, 0 recognised but not expressible, 0 not recognised" in " ".join(done.out.split())
-    assert "4/4×8" in done.out
-    written = onnx.load(tmp_path / "out.onnx")
+    text = " ".join(done.out.split())
+    assert "1 fused, 0 recognised but not expressible, 0 not recognised" in text
+    assert "1 of 1 verified" in text
+    assert "4/4×8" in text
+    written = onnx.load(output)
     onnx.checker.check_model(written, full_check=True)
     assert [node.op_type for node in written.graph.node] == ["Attention"]
     assert {path.name for path in tmp_path.iterdir()} == {"in.onnx", "out.onnx"}
 
 
-def test_it_says_how_many_were_verified(source, tmp_path, run_cli):
-    done = run_cli("fuse", source, "-o", tmp_path / "out.onnx")
-    assert "1 of 1 verified" in " ".join(done.out.split())
-    done = run_cli("fuse", source, "-o", tmp_path / "out.onnx", "--overwrite", "--no-verify", "--json")
-    assert [each["verified"] for each in json.loads(done.out)["fused"]] == [False]
+def test_nothing_is_overwritten_unasked(source, tmp_path, run_cli, refused):
+    output = tmp_path / "out.onnx"
+    output.write_text("mine")
+    refused("fuse", source, "-o", output, what="there already", got="out.onnx", hint="--overwrite")
+    assert output.read_text() == "mine"
+    done = run_cli("fuse", source, "-o", output, "--overwrite", "--no-verify", "--json")
+    assert (done.code, onnx.load(output).graph.node[0].op_type) == (0, "Attention")
+    reported = json.loads(done.out)
+    assert (reported["complete"], reported["unfused"], reported["file"]) == (True, [], str(output))
+    wanted = {"name": "p", "Hq": 4, "Hkv": 4, "mask": "none", "verified": False}
+    assert {name: reported["fused"][0][name] for name in wanted} == wanted
 
 
 def test_what_stays_is_named_and_is_the_exit_code(tmp_path, run_cli):
@@ -80,30 +86,8 @@ def test_talking_heads_beside_a_plain_attention_are_the_exit_code(tmp_path, run_
     done = run_cli("fuse", tmp_path / "in.onnx", "-o", tmp_path / "out.onnx", "--json")
     reported = json.loads(done.out)
     assert done.code == 1
-    assert (reported["complete"], len(reported["fused"]), [each["name"] for each in reported["unfused"]]) == (
-        False,
-        1,
-        ["p"],
-    )
-
-
-def test_json(source, tmp_path, run_cli):
-    done = run_cli("fuse", source, "-o", tmp_path / "out.onnx", "--json")
-    reported = json.loads(done.out)
-    assert (reported["complete"], reported["unfused"]) == (True, [])
-    assert reported["file"] == str(tmp_path / "out.onnx")
-    assert (
-        reported["fused"][0] | {"name": "weights", "Hq": 4, "Hkv": 4, "mask": "none"} == reported["fused"][0]
-    )
-
-
-def test_nothing_is_overwritten_unasked(source, tmp_path, run_cli, refused):
-    output = tmp_path / "out.onnx"
-    output.write_text("mine")
-    refused("fuse", source, "-o", output, what="there already", got="out.onnx", hint="--overwrite")
-    assert output.read_text() == "mine"
-    assert run_cli("fuse", source, "-o", output, "--overwrite").code == 0
-    assert onnx.load(output).graph.node[0].op_type == "Attention"
+    assert (reported["complete"], len(reported["fused"])) == (False, 1)
+    assert [each["name"] for each in reported["unfused"]] == ["p"]
 
 
 def test_weights_beside_the_output_are_not_lost(source, tmp_path, refused):
@@ -217,18 +201,13 @@ def results(path):
     """What ONNX Runtime computes from a file, its external data read from the file's own folder."""
     session = onnxruntime.InferenceSession(path)
     random = np.random.default_rng(0)
-    feeds = {
-        each.name: np.array(True)
-        if each.type == "tensor(bool)"
-        else random.standard_normal(each.shape, np.float32)
-        for each in session.get_inputs()
-    }
-    return session.run(None, feeds)[0]
+    feeds = {each.name: random.standard_normal(each.shape, np.float32) for each in session.get_inputs()}
+    return session.run(None, feeds | ({"c": np.array(True)} if "c" in feeds else {}))[0]
 
 
-@pytest.mark.parametrize("large", [False, True])
-@pytest.mark.parametrize("inside_if", [False, True])
-@pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.parametrize(
+    ("elsewhere", "inside_if", "large"), [(True, True, True), (False, True, False), (True, False, False)]
+)
 def test_the_weights_of_another_folder_come_along(
     elsewhere, inside_if, large, tmp_path, run_cli, monkeypatch
 ):
@@ -295,7 +274,7 @@ def test_a_rename_that_fails_leaves_the_old_pair(failing, tmp_path, run_cli, mon
     assert {path.name: path.read_bytes() for path in home.iterdir()} == before
 
 
-@pytest.mark.parametrize("opset", [13, 15, 17])
+@pytest.mark.parametrize("opset", [13, 17])
 def test_files_of_old_opsets_are_converted(opset, tmp_path, run_cli):
     """The axes of ReduceMax and ReduceSum moved between attributes and inputs; weights stay in their file."""
     source = with_weights(tmp_path / "in.onnx")

@@ -10,18 +10,17 @@ from rich.console import Console
 
 from mha_deploy.analyze.cost import layer_cost
 from mha_deploy.bundle.cases import GoldenCase, golden_cases
-from mha_deploy.cli.tables import point_renderable
+from mha_deploy.cli.tables import latency_renderable
 from mha_deploy.errors import BackendUnavailable, DeployError
 from mha_deploy.model.catalog import find_spec
 from mha_deploy.model.precision import find_precision
-from mha_deploy.report.schema import check_bench
+from mha_deploy.report.schema import as_plain, check_bench
 from mha_deploy.runtime.cuda import Conditions
 from mha_deploy.runtime.runner import Runner, TensorInfo
 from mha_deploy.runtime.timing import Timing, TimingPlan
 from mha_deploy.validate import bench
 from mha_deploy.validate.bench import BenchOptions, ModelBench, bench_to_dict
-from mha_deploy.validate.evaluate import EvaluationPlan, evaluate
-from mha_deploy.validate.latency import LatencyRow, latency_point, time_case
+from mha_deploy.validate.evaluate import EvaluationPlan, LatencyRow, evaluate, latency_point, time_case
 from mha_deploy.validate.runtimes import Runtime
 
 FP16 = find_precision("fp16")
@@ -73,8 +72,8 @@ def test_rates_follow_from_the_work_and_the_time(opt):
     figures = at.figures(engine)
     assert figures["tflops"] == pytest.approx(cost.flops / 2e-6 / 1e12)
     assert figures["gb_per_s"] == pytest.approx(cost.bytes / 2e-6 / 1e9)
-    assert figures["roofline_share"] == pytest.approx(at.roofline.bound_us / 2.0)
-    assert (at.roofline.gpu, at.roofline.tflops_peak, at.roofline.gb_per_s_peak) == ("H200", 989.5, 4800.0)
+    assert figures["roofline_share"] == pytest.approx(at.roofline["bound_us"] / 2.0)
+    assert [at.roofline[key] for key in ("gpu", "tflops_peak", "gb_per_s_peak")] == ["H200", 989.5, 4800.0]
 
 
 def test_there_is_no_ratio_across_devices(opt):
@@ -190,12 +189,13 @@ def test_a_refusal_is_one_line(opt):
     assert result.refused == "No kernel. this and that"
 
 
-def test_a_profiler_that_fails_costs_no_time(opt):
+def test_a_profiler_that_fails_costs_no_time(opt, monkeypatch):
     def no_profiler(runner, case):
         raise DeployError("The profiler saw no kernel.")
 
     blank = LatencyRow(name="answers", backend="answers", family="tensorrt")
-    result = time_case(Answers(opt), opt, FP16, blank, timing=TimingPlan(samples=100), kernels=no_profiler)
+    monkeypatch.setattr("mha_deploy.validate.evaluate.kernel_times", no_profiler)
+    result = time_case(Answers(opt), opt, FP16, blank, timing=TimingPlan(samples=100), kernels=True)
     assert (result.refused, result.kernels) == (None, ())
     assert result.timing is not None
 
@@ -211,7 +211,7 @@ def decode_point(spec, sizes, *rows, lengths=None):
 
 def printed(at):
     console = Console(width=80, record=True, file=io.StringIO())
-    console.print(point_renderable(at))
+    console.print(latency_renderable([as_plain(at.to_dict())]))
     return console.export_text()
 
 
@@ -220,8 +220,8 @@ def test_a_decode_step_has_tokens_a_second():
     refused = LatencyRow(name="sdpa-flash", backend="torch", family="pytorch", refused="no kernel")
     at = decode_point(DYNAMIC, {"B": 4, "S": 1, "P": 63}, eager, refused, engine)
     assert [at.figures(each)["tokens_per_s"] for each in at.rows] == pytest.approx([1e5, None, 2e5])
-    assert at.roofline.bound == "memory"
-    share = at.figures(engine)["gb_per_s"] / at.roofline.gb_per_s_peak
+    assert at.roofline["bound"] == "memory"
+    share = at.figures(engine)["gb_per_s"] / at.roofline["gb_per_s_peak"]
     assert at.figures(engine)["roofline_share"] == pytest.approx(share), "all stages are bound by memory"
     data = json.loads(json.dumps(at.to_dict()))
     assert [each["tokens_per_s"] for each in data["rows"]] == pytest.approx([1e5, None, 2e5])
