@@ -143,7 +143,7 @@ SECOND = [helper.make_node("MatMul", ["q", "kt"], ["r"]), helper.make_node("Mul"
 @pytest.mark.parametrize(
     ("nodes", "reason"),
     [
-        ([helper.make_node("Relu", ["s"], ["s2"])], "Its input is not a matmul"),
+        ([helper.make_node("Relu", ["s"], ["s2"])], "What stands between the matmul of Q and K"),
         ([helper.make_node("Clip", ["s"], ["s2"])], "Clip stands between the scores and the softmax."),
         (ELSEWHERE, "The scores before the softmax are used elsewhere"),
         (SECOND, "The scores are made of two matmuls"),

@@ -65,6 +65,15 @@ def test_equal_structures_are_compared_once(monkeypatch):
     assert (len(report.fused), len(calls)) == (5, 1)
 
 
+def test_a_comparison_of_nothing_but_nan_is_none():
+    g = Hand()
+    never = g.op("Sqrt", g.op("Sub", g.const(-1.0), g.op("Abs", g.input("b", [2, 1, S, S]))))
+    _, report = fused(g.model(g.attend(g.op("Add", g.scores(), never))))
+    assert [(left.reason[:12], "every result is NaN" in left.reason) for left in report.unfused] == [
+        ("Not verified", True)
+    ]
+
+
 def test_what_cannot_be_compared_stays(monkeypatch):
     def lacks(*given, **named):
         raise NotVerified("ONNX's evaluator lacks an operator.")

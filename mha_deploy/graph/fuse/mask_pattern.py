@@ -435,8 +435,7 @@ def decide_masking(
 ) -> Masking:
     """Choose the strongest form that is certainly the same."""
     lowest = lowest_of(dtype)
-    given = [_as_fill(term) for term in terms]
-    plain = _plain_terms(given, dtype)
+    plain = _plain_terms(terms, dtype)
     weakest = -softcap - _FAR_BELOW if softcap else max(_WEAKEST_FILL, 0.99 * lowest)
     at = _causal_at(plain, (lowest, weakest), sizes[0], order) if same_size(*sizes) else None
     rest = [term for index, term in enumerate(plain) if index != at]
@@ -452,7 +451,7 @@ def decide_masking(
     if not rest:
         return Masking(causal=at is not None, terms=(), kind="none", notes=notes)
     if _needs_exact(plain, dtype):
-        return Masking(causal=False, terms=tuple(given), kind="float", notes=notes, exact=True)
+        return Masking(causal=False, terms=tuple(terms), kind="float", notes=notes, exact=True)
     # No float16 absorbs any score. A query may be fully masked only because of the triangle.
     even = dtype == ir.DataType.FLOAT16 and any(isinstance(term, Fill) and not term.hides for term in rest)
     if even:
@@ -518,17 +517,6 @@ def _causal_at(terms: list[Term], enough: tuple[float, float], size: Size, order
         if hidden <= enough[isinstance(term, Fill) and term.is_put] and len(terms) == 1:
             return index
     return None
-
-
-def _as_fill(term: Term) -> Term:
-    """An added `Where(mask, 0, -inf)` as the boolean mask that it is."""
-    node = made_by(term.value, "Where")
-    if node is None or node.inputs[0] is None or isinstance(term, Fill) or term.clipped:
-        return term
-    numbers = [scalar_of(node.inputs[1]), scalar_of(node.inputs[2])]
-    if sorted(each for each in numbers if each is not None) != [-math.inf, 0.0] or not term.factor > 0:
-        return term
-    return Fill(value=node.inputs[0], shown=numbers[0] == 0.0, fill=-math.inf, axes=term.axes)
 
 
 def _check_types(terms: list[Term], dtype: ir.DataType) -> None:

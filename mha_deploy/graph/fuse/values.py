@@ -128,19 +128,16 @@ def _scalar(value: ir.Value, depth: int) -> np.ndarray | None:
         return None
     if node.op_type == "Gather":  # of `Shape(x)`: a fixed size
         shape, at = made_by(node.inputs[0], "Shape"), constant_ints(node, 1)
-        dims = (
-            None if shape is None or set(shape.attributes) & {"start", "end"} else sizes_of(shape.inputs[0])
-        )
-        one = dims is not None and at is not None and len(at) == 1 and -len(dims) <= at[0] < len(dims)
-        size = dims[at[0]] if one and dims and at else None
+        whole = shape is not None and not set(shape.attributes) & {"start", "end"}
+        dims = (sizes_of(input_at(shape, 0)) if whole else None) or []
+        size = dims[at[0]] if at and len(at) == 1 and -len(dims) <= at[0] < len(dims) else None
         return np.asarray(size, np.int64) if isinstance(size, int) else None
     if node.op_type not in (*_SAME_SCALAR, "Cast", *_SCALAR_OPS):
         return None
-    numbers = list[np.ndarray]()
-    for each in node.inputs if node.op_type in _SCALAR_OPS else node.inputs[:1]:
-        if (number := _scalar(each, depth + 1)) is None:
-            return None
-        numbers.append(number)
+    given = node.inputs if node.op_type in _SCALAR_OPS else node.inputs[:1]
+    numbers = [number for each in given if (number := _scalar(each, depth + 1)) is not None]
+    if len(numbers) < len(given):
+        return None
     if node.op_type == "Cast":
         to = ir.DataType(node.attributes.get_int("to", 0))
         if to in (ir.DataType.STRING, ir.DataType.UNDEFINED):
@@ -215,38 +212,32 @@ def from_old_opset(model: ir.Model) -> ir.Model:
         what = f"The graph is older than opset {_OLDEST}."
         raise DeployError(what, got=f"opset {current}", hint="export it again")
     # The converter takes no more than 2 GiB and knows no folder of external data: large weights stay outside.
-    kept = dict[str, ir.Value]()
+    kept, inputs = dict[str, ir.Value](), list(model.graph.inputs)
     for name, value in model.graph.initializers.items():
         tensor = value.const_value
         if tensor is not None and tensor.nbytes > _SMALL:
             kept[name] = value
         elif isinstance(tensor, ir.ExternalTensor):
             value.const_value = ir.Tensor(tensor.numpy().copy(), tensor.dtype, name=tensor.name)
-    inputs = list(model.graph.inputs)
     try:
-        for name, value in kept.items():
+        for name in kept:
             del model.graph.initializers[name]
-            if value not in inputs:
-                model.graph.inputs.append(value)
+        model.graph.inputs.extend(value for value in kept.values() if value not in inputs)
         proto = onnx.version_converter.convert_version(ir.to_proto(model), _CONVERTED_TO)
     except Exception as error:  # the converter raises RuntimeError and protobuf's own types
-        what, hint = (
-            f"The graph cannot be converted to opset {_CONVERTED_TO}.",
-            "export it with a newer opset",
-        )
-        raise DeployError(what, got=f"opset {current}: {error}", hint=hint) from error
+        what = f"The graph cannot be converted to opset {_CONVERTED_TO}."
+        got, hint = f"opset {current}: {error}", "export it with a newer opset"
+        raise DeployError(what, got=got, hint=hint) from error
     finally:
+        del model.graph.inputs[len(inputs) :]
         for value in kept.values():
-            if value not in inputs:
-                model.graph.inputs.remove(value)
             model.graph.register_initializer(value)
     new = ir.from_proto(proto)
-    for value in list(new.graph.inputs):
+    for value in new.graph.inputs:
         if (old := kept.get(str(value.name))) is not None:
             value.const_value = old.const_value
-            if old not in inputs:
-                new.graph.inputs.remove(value)
             new.graph.register_initializer(value)
+    del new.graph.inputs[len(inputs) :]
     new.metadata_props.update(model.metadata_props)
     known = {value.name: value.shape for node in model.graph.all_nodes() for value in node.outputs}
     for value in (each for node in new.graph.all_nodes() for each in node.outputs):
@@ -475,12 +466,8 @@ class _Walk:
             return None if dims is None else dims[start:end]
         if node.op_type in _SAME_CONTENT:
             return self.content(first)
-        given = list[list[Size]]()
-        for each in node.inputs:
-            if (part := self.content(each)) is None:
-                return None
-            given.append(part)
-        if not given:
+        given = [part for each in node.inputs if (part := self.content(each)) is not None]
+        if not given or len(given) < len(node.inputs):
             return None
         if is_op(node, "Concat"):
             return [each for part in given for each in part]
