@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -37,15 +38,16 @@ def _part(needed: Mapping[Any, str], optional: Mapping[Any, str] | None = None) 
 
 
 _DATA = dict[str, Any]
-_MODEL = _part({str: "name precision"}, {str: "bundle_sha256 weights"})
-_VERDICT = _part({bool: "passed"}, {str: "headline outcome"})
+_MODEL = _part({str: "name precision"}, {str: "bundle_sha256 weights", _DATA: "spec"})
+_VERDICT = _part({bool: "passed"}, {str: "headline outcome", list[str]: "not_verified"})
 _ENVIRONMENT = _part({}, {_DATA: "gpu", str: "driver platform", dict[str, str]: "versions"})
 _OUTPUT = _part(
-    {str: "case output", bool: "passed"}, {str: "problem", float: "share", _DATA: "deviation budget"}
+    {str: "case output", bool: "passed"},
+    {str: "problem", float: "share", _DATA: "deviation budget", dict[str, int]: "sizes"},
 )
 _PARITY = _part({str: "backend cases"}, {many(_OUTPUT): "verdicts"})
-_DECODE = _part({str: "backend trace", bool: "passed", int: "steps"}, {float: "share"})
-_INVARIANCE = _part({str: "backend case check", bool: "passed"}, {str: "detail"})
+_DECODE = _part({str: "backend trace", bool: "passed", int: "steps"}, {float: "share", list[int]: "prompt"})
+_INVARIANCE = _part({str: "backend case check", bool: "passed"}, {str: "detail", float: "share"})
 _NODE = _part({str: "status"}, {str: "node", int: "profile", list[str]: "kernels"})
 _MASK = _part({str: "case", many(_NODE, str): "cells"}, {bool: "diagnostic"})
 _REBUILDS = _part({}, {list[float]: "seconds engine_bytes", dict[str, list[float | None]]: "errors times_us"})
@@ -71,7 +73,7 @@ _RESULT = _part(
 Result = Any
 """A `_RESULT`: what is known of one model, from a report, benchmark, bundle, engine or cell of a matrix.
 
-The `contents` are those of a bundle: its cases and traces, attentions, axes, and the size of its graph.
+The `contents` are those of a bundle: its cases and traces, attentions, and the size of its graph.
 """
 
 
@@ -214,6 +216,8 @@ _RANKS: Mapping[str, Mapping[str, int]] = {
     "range": {"ok": 2, "near": 1, "overflows": 0},
     "coverage": {"ran": 1, "not run": 0},
 }
+# A spread (p90 − p50) that grew by this share of p50 leaves a latency inconclusive.
+_TAIL = 0.5
 # Sections in which a missing figure is no loss of coverage.
 _FIGURES = ("environment", "size", "build time")
 
@@ -228,6 +232,8 @@ class Measurement:
     shown: str
     noise: float = 0.0  # how much it varies between rebuilds or samples, in its own unit
     passed: bool = True  # of a share: whether the result is right
+    errors: Mapping[str, float] = field(default_factory=dict)  # of a share: what was measured, by name
+    budget: Mapping[str, float] = field(default_factory=dict)  # of a share: the limits of these
     doubt: str = ""  # why the value is not reliable; of a status: the kernels behind it
 
 
@@ -267,6 +273,9 @@ def _measured(result: Result, names: Mapping[str, str]) -> Measured:
         passed, outcome = result.verdict.passed, result.verdict.outcome or "passed"
         status = "failed" if outcome == "passed" and not passed else outcome
         yield "verdict", "validation", _plain("status", "", status)
+        missing = result.verdict.not_verified or ()
+        verified = Measurement("count", "", -len(missing), f"not verified: {'; '.join(missing) or 'nothing'}")
+        yield "coverage", "what was run", verified
     engines = result.engines or ()
     rebuilds = {f"{each.backend} {each.version}": each.rebuilds for each in engines}
     for run in result.parity or ():
@@ -274,16 +283,19 @@ def _measured(result: Result, names: Mapping[str, str]) -> Measured:
         for each in run.verdicts or ():
             noise = _rebuild_span(rebuilds.get(run.backend), "errors", f"{each.case}/{each.output}")
             yield "error", f"{owner}, {run.cases}: {each.case}/{each.output}", _share(owner, each, noise)
+        for case, sizes in {each.case: each.sizes for each in run.verdicts or () if each.sizes}.items():
+            extent = Measurement("count", owner, math.prod(sizes.values()), sizes_text(sizes))
+            yield "coverage", f"{owner}, {run.cases}: sizes of {case}", extent
     for decoded in result.decode or ():
         owner = _without_version(decoded.backend)
-        problem = None if decoded.passed else "wrong"
-        output = _OUTPUT("", "", passed=decoded.passed, problem=problem, share=decoded.share)
-        yield "decode", f"{owner}: {decoded.trace}", _share(owner, output)
-        yield "coverage", f"{owner}: {decoded.trace}, decode steps", _plain("count", owner, decoded.steps)
+        trace = f"{owner}: {decoded.trace}"
+        yield "decode", trace, _share(owner, _OUTPUT("", "", decoded.passed, share=decoded.share))
+        yield "coverage", f"{trace}, decode steps", _plain("count", owner, decoded.steps)
+        yield "coverage", f"{trace}, tokens of prompts", _plain("count", owner, sum(decoded.prompt or ()))
     for check in result.invariance or ():
-        owner, status = _without_version(check.backend), "passed" if check.passed else "failed"
+        owner = _without_version(check.backend)
         subject = f"{owner}: {check.check} {check.case}, {check.detail or ''}".strip(" ,")
-        yield "invariance", subject, _plain("status", owner, status)
+        yield "invariance", subject, _share(owner, _OUTPUT("", "", check.passed, share=check.share))
     for mask in result.conformance.rows if result.conformance else ():
         for runtime, cell in () if mask.diagnostic else mask.cells.items():
             owner = _without_version(runtime)
@@ -308,6 +320,9 @@ def _measured(result: Result, names: Mapping[str, str]) -> Measured:
         for axis, span in result.contents["axes"].items():
             yield "coverage", f"axis {axis}", _plain("range", "bundle", span)
         yield "size", "graph", _bytes("bundle", result.contents["graph_bytes"])
+    for axis, sizes in ((result.model.spec or {}).get("axes") or {}).items():
+        span = ":".join(map(str, sizes.values())) if isinstance(sizes, dict) else str(sizes)
+        yield "coverage", f"axis {axis}", _plain("range", "model", span)
     for subject, value in _environment(result, names):
         yield "environment", subject, Measurement("text", "", value, value or NOTHING)
 
@@ -337,6 +352,9 @@ def _of_engine(engine: Any, name: str) -> Measured:
 def _environment(result: Result, names: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     yield "weights", result.model.weights or ""
     yield "bundle", (result.model.bundle_sha256 or "")[:12]
+    for attribute, value in (result.model.spec or {}).items():
+        if attribute != "axes":
+            yield f"model: {attribute}", str(value)
     for engine in result.engines or ():
         name = names.get(engine.name, engine.name)
         yield f"{name}: built by", f"{engine.backend} {engine.version}"
@@ -370,7 +388,7 @@ def _share(owner: str, found: Any, noise: float = 0.0) -> Measurement:
     if not found.passed:
         unverified = (found.problem or "").startswith("not verified")
         shown = "not verified" if unverified else f"wrong ({shown})"
-    return Measurement("share", owner, used, shown, noise, found.passed)
+    return Measurement("share", owner, used, shown, noise, found.passed, errors=errors, budget=limits)
 
 
 def _time(owner: str, row: Any, rebuild_noise: float) -> Measurement:
@@ -441,7 +459,10 @@ def _judged_share(old: Measurement, new: Measurement, limits: Limits) -> tuple[s
     if old.value is None or new.value is None:
         lost = new.value is None and old.value is not None
         return (CHANGED, "no error was measured") if lost else (SAME, "")
-    growth, noise = new.value - old.value, max(old.noise, new.noise)
+    # Under one budget: with a wider one, a larger error takes a smaller share.
+    shared = old.budget.keys() & new.errors.keys() if old.budget != new.budget else ()
+    used = max((new.errors[key] / old.budget[key] for key in shared), default=new.value)
+    growth, noise = used - old.value, max(old.noise, new.noise)
     if abs(growth) <= max(limits.error, noise):
         return SAME, f"within the {budget_share(noise)} of rebuilds" if growth > limits.error else ""
     return (IMPROVEMENT, "") if growth < 0 else (REGRESSION, f"grown by {budget_share(growth)} of the budget")
@@ -456,6 +477,8 @@ def _judged_growth(section: str, old: Measurement, new: Measurement, limits: Lim
     least = share * min(old.value, new.value)
     if section == "build time":
         least = max(least, limits.build_seconds)
+    if section == "latency" and new.noise - old.noise > max(growth, _TAIL * old.value):
+        return INCONCLUSIVE, f"its spread grew from {short(old.noise)} to {short(new.noise)} µs"
     if abs(growth) <= max(least, noise):
         is_noisy = section == "latency" and growth > least
         return SAME, f"within the measured spread of {short(noise)} µs" if is_noisy else ""

@@ -47,6 +47,14 @@ def mask_wrong(data):
     next(cell for cell in row["cells"].values() if cell["status"] == "conforms")["status"] = "wrong"
 
 
+def budget_wider(data):
+    """The error doubles and takes half the share, as when kernels come to accumulate in FP16."""
+    found = verdict(data)
+    found["budget"] = {name: 4 * limit for name, limit in found["budget"].items()}
+    found["deviation"] |= {name: 2 * found["deviation"][name] for name in found["budget"]}
+    found["share"] /= 2
+
+
 # Each kind of regression: how it is planted in a report, and the section that must report it.
 PLANTED = {
     "fusion lost": ("fusion", lambda d: engine(d)["nodes"][0].update(status="decomposed", kernels=["gemm"])),
@@ -58,6 +66,7 @@ PLANTED = {
     "error over budget": ("error", lambda d: verdict(d, passed=False, problem="out of budget", share=1.4)),
     "error grown": ("error", lambda d: verdict(d, share=verdict(d)["share"] + 0.2)),
     "deviation grown": ("error", deviation_grown),
+    "error grown under a wider budget": ("error", budget_wider),
     "error not finite": (
         "error",
         lambda d: verdict(d, passed=False, problem="12 values are NaN", share=None, deviation=None),
@@ -65,6 +74,8 @@ PLANTED = {
     "not verified": ("error", lambda d: verdict(d, passed=False, problem="not verified: the oracle is zero")),
     "decode wrong": ("decode", lambda d: d["decode"][1].update(passed=False, first_failed=3, share=4.0)),
     "decode shorter": ("coverage", lambda d: d["decode"][1].update(steps=d["decode"][1]["steps"] // 2)),
+    "prompt shorter": ("coverage", lambda d: d["decode"][1].update(prompt=[1])),
+    "invariance nearly broken": ("invariance", lambda d: d["invariance"][1].update(share=0.9)),
     "invariance broken": ("invariance", lambda d: d["invariance"][1].update(passed=False)),
     "mask wrong": ("conformance", mask_wrong),
     "range overflows": ("range", lambda d: d["range"]["nodes"][0].update(status="overflows")),
@@ -73,6 +84,9 @@ PLANTED = {
     "point missing": ("coverage", lambda d: d["latency"]["points"].pop(0)),
     "memory grown": ("size", lambda d: timed(d)["timing"].update(memory_bytes=10**9)),
     "case missing": ("coverage", lambda d: d["parity"][ENGINE]["verdicts"].pop(0)),
+    "case smaller": ("coverage", lambda d: d["parity"][ENGINE]["verdicts"][1]["sizes"].update(S=64)),
+    "less verified": ("coverage", lambda d: d["verdict"]["not_verified"].append("B above 8")),
+    "axis narrower": ("coverage", lambda d: d["model"]["spec"]["axes"]["S"].update(max=256)),
     "runtime missing": ("coverage", lambda d: d["parity"].pop(GRAPH)),
     "engine not run": ("coverage", lambda d: engine(d).update(ran=False, why_not="no NVIDIA GPU here")),
     "engine missing": ("coverage", lambda d: d["engines"].clear()),
@@ -131,6 +145,25 @@ def test_a_latency_within_its_own_spread_is_no_regression():
     found = md.compare(old, new)
     assert found.passed
     assert any("spread" in change.why for change in found.changes if change.section == "latency")
+
+
+def test_a_latency_whose_spread_grew_is_inconclusive():
+    for slowdown in (1.0, 1.3):
+        new = passing()
+        timing = timed(new)["timing"]
+        timing["p50_us"] *= slowdown
+        timing["p90_us"] = 5 * timing["p50_us"]
+        found = md.compare(passing(), new)
+        (change,) = (change for change in found.changes if change.level == "inconclusive")
+        assert "its spread grew" in change.why
+        assert not md.compare(passing(), new, strict=True).passed
+
+
+def test_another_model_of_the_same_name_is_a_change():
+    new = passing()
+    new["model"]["spec"]["Hkv"] = 4
+    (change,) = (change for change in md.compare(passing(), new).changes if change.level != "same")
+    assert (change.subject, change.old, change.new) == ("model: Hkv", "12", "4")
 
 
 @pytest.mark.parametrize("side", [0, 1])
