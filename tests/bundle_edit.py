@@ -9,11 +9,13 @@ import numpy as np
 from mha_deploy.bundle.cases import GoldenCase, read_arrays, write_arrays, write_case
 from mha_deploy.bundle.folder import MANIFEST, MODEL, BundleWriter, sha256
 from mha_deploy.bundle.manifest import GoldenEntry, Manifest
+from mha_deploy.engine.engine import EngineManifest
 from mha_deploy.errors import DeployError
 from mha_deploy.graph.attention_node import attention_nodes
 from mha_deploy.graph.file import load_graph
 from mha_deploy.model.catalog import find_spec
 from mha_deploy.model.precision import PRECISIONS
+from mha_deploy.runtime.tensorrt.engine_verdict import EngineVerdict, PrecisionVerdict
 
 SIZES = {"B": 2, "S": 3}
 
@@ -31,6 +33,20 @@ def manifest(name="tiny-mha", precision="fp16"):
         versions={"mha-deploy": "0"},
         notes=["a note"],
     )
+
+
+def engine_manifest(nodes=(), **changes):
+    """The manifest of an engine of two profiles, with the verdicts of these nodes."""
+    ranges = {"B": "1:2:4", "S": "1:16:64"}
+    precision = PrecisionVerdict(requested="fp16", status="verified", counts={})
+    known = {
+        "backend": "tensorrt-rtx", "version": "1.7.1", "gpu": None, "targets": [], "model": "tiny-mha",
+        "precision": "fp16", "dialect": "trt", "profiles": [ranges, ranges | {"S": "1:1:1"}],
+        "bundle_sha256": "", "engine_sha256": "", "engine_bytes": 1, "seconds": 1.0, "strongly_typed": True,
+        "verdict": EngineVerdict(nodes=tuple(nodes), precision=precision), "kernels": [], "options": {},
+        "findings": [], "notes": [],
+    }  # fmt: skip
+    return EngineManifest(**known | changes)
 
 
 def golden_case(name="tiny-mha", precision="fp16"):

@@ -1,22 +1,20 @@
 """What the terminal shows of many attentions: equal ones once, and nothing that is wrong left out."""
 
 import io
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
+from bundle_edit import engine_manifest
 from rich.console import Console
 
-from mha_deploy.bundle.folder import open_bundle
+import mha_deploy as md
 from mha_deploy.cli.tables import eligibility_renderable, engine_renderable, parity_renderable
-from mha_deploy.engine.build import engine_from_bundle
-from mha_deploy.engine.lowered import check_graph
-from mha_deploy.graph.file import load_graph
-from mha_deploy.graph.rules import target_from
+from mha_deploy.engine.engine import Engine
 from mha_deploy.metrics import Budget, Deviation, OutputVerdict, ParityReport
-from mha_deploy.options import EngineOptions, ValidateOptions
+from mha_deploy.options import ValidateOptions
+from mha_deploy.runtime.tensorrt.engine_verdict import NodeVerdict
 from mha_deploy.validate.fp16_range import Figures, Finding, NodeRange, RangeReport
 from mha_deploy.validate.verdict import Report, findings
 
@@ -101,56 +99,57 @@ def test_long_names_fit_a_terminal(count):
     assert LONG.format(0) in text
 
 
+# -- engines -----------------------------------------------------------------------------------------
+
+NODES = [
+    NodeVerdict(
+        node=f"blocks.{i}.attention",
+        profile=0,
+        status="fused",
+        kernels=("_gemm_mha_v2_0x" + "cd" * 16,),
+        source="log+plan",
+    )
+    for i in range(3)
+]
+
+
+def engine_text(nodes):
+    engine = Engine(path=Path("engines/rtx.engine"), manifest=engine_manifest(nodes))
+    return printed(engine_renderable(engine), width=120)
+
+
+def node_rows(nodes):
+    lines = engine_text(nodes).splitlines()
+    return [" ".join(line.split()) for line in lines if " fused " in line or "more" in line]
+
+
+def test_attentions_of_one_kernel_are_one_row():
+    first, more = node_rows(NODES)
+    assert first == f"blocks.0.attention 0 fused {NODES[0].kernels[0]} [log+plan]"
+    assert more == "and 2 more"
+
+
+def test_a_hash_is_shown_only_where_it_is_the_same():
+    other = msgspec.structs.replace(NODES[2], kernels=("_gemm_mha_v2_0x" + "ab" * 16,))
+    first, more = node_rows([*NODES[:2], other])
+    assert first == "blocks.0.attention 0 fused _gemm_mha_v2_… [log+plan]"
+    assert more == "and 2 more"
+
+
+@pytest.mark.parametrize(
+    "change", [{"kernels": ("_gemv_mha_v1_0x" + "ab" * 16,)}, {"status": "decomposed"}, {"profile": 1}]
+)
+def test_an_attention_with_another_kernel_or_status_has_its_own_row(change):
+    text = engine_text([NODES[0], msgspec.structs.replace(NODES[1], **change), NODES[2]])
+    assert "blocks.1.attention" in text
+    assert "and 1 more" in text
+
+
 # -- a real bundle ---------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def deployed(own_bundles, tmp_path_factory):
-    """A bundle of three equal layers with an engine."""
-    pytest.importorskip("tensorrt_rtx")
-    folder = tmp_path_factory.mktemp("deployed") / "bundle"
-    bundle = open_bundle(Path(shutil.copytree(own_bundles().path, folder)))
-    return bundle, engine_from_bundle(bundle, EngineOptions(backend="tensorrt-rtx", targets="89"))
-
-
-def node_rows(engine):
-    text = printed(engine_renderable(engine), width=120)
-    return [" ".join(line.split()) for line in text.splitlines() if " fused " in line or "more" in line]
-
-
-def test_attentions_of_one_kernel_are_one_row(deployed):
-    _, engine = deployed
-    first, more = node_rows(engine)
-    assert first.startswith("blocks.0.attention 0 fused _gemm_mha_v2_0x")
-    assert more == "and 2 more"
-
-
-def test_a_hash_is_shown_only_where_it_is_the_same(deployed):
-    _, engine = deployed
-    nodes = list(engine.manifest.verdict.nodes)
-    nodes[2] = msgspec.structs.replace(nodes[2], kernels=("_gemm_mha_v2_0x" + "ab" * 16,))
-    first, more = node_rows(with_nodes(engine, nodes))
-    assert first == f"blocks.0.attention 0 fused _gemm_mha_v2_… [{nodes[0].source}]"
-    assert more == "and 2 more"
-
-
-def test_an_attention_with_another_kernel_or_status_has_its_own_row(deployed):
-    _, engine = deployed
-    for change in ({"kernels": ("_gemv_mha_v1_0x" + "ab" * 16,)}, {"status": "decomposed"}, {"profile": 1}):
-        nodes = list(engine.manifest.verdict.nodes)
-        nodes[1] = msgspec.structs.replace(nodes[1], **change)
-        text = printed(engine_renderable(with_nodes(engine, nodes)), width=120)
-        assert "blocks.1.attention" in text
-        assert "and 1 more" in text
-
-
-def with_nodes(engine, nodes):
-    verdict = msgspec.structs.replace(engine.manifest.verdict, nodes=tuple(nodes))
-    return replace(engine, manifest=msgspec.structs.replace(engine.manifest, verdict=verdict))
-
-
-def test_inspect_names_the_lines_of_the_source(deployed, run_cli, monkeypatch):
-    bundle, _ = deployed
+def test_inspect_names_the_lines_of_the_source(own_bundles, run_cli):
+    bundle = own_bundles()
     done = run_cli("inspect", bundle.path)
     place = bundle.manifest.attention[0]["place"]
     assert f"tests/own_models.py:{place.rpartition(':')[2]}" in done.out
@@ -161,17 +160,15 @@ def test_inspect_names_the_lines_of_the_source(deployed, run_cli, monkeypatch):
     assert "the results of 3 attentions in opt" in done.out
 
 
-def test_check_groups_findings_of_equal_layers(deployed):
-    bundle, _ = deployed
-    answers = check_graph(load_graph(bundle.model_path), target_from("tensorrt", "8.6"))
+def test_check_groups_findings_of_equal_layers(own_bundles):
+    answers = md.check(own_bundles(), "tensorrt", "8.6")
     text = " ".join(printed(eligibility_renderable(answers)).split())
     assert text.startswith("tensorrt 8.6: blocks.0.attention and 2 more are taken, but not fused")
     assert text.count("no Attention operator before") == 1
 
 
-def test_check_names_the_nodes_of_a_finding(deployed):
-    bundle, _ = deployed
-    first, second, third = check_graph(load_graph(bundle.model_path), target_from("tensorrt", "8.6"))
+def test_check_names_the_nodes_of_a_finding(own_bundles):
+    first, second, third = md.check(own_bundles(), "tensorrt", "8.6")
     odd = replace(second.findings[0], message="It is odd.", rule="odd")
     answers = [first, replace(second, findings=(*second.findings, odd)), third]
     text = printed(eligibility_renderable(answers))

@@ -4,16 +4,16 @@ import re
 from pathlib import Path
 
 import pytest
+from bundle_edit import engine_manifest
 from example_decode import break_decode, decode
 from example_report import fresh
 from replayed import MEDDLERS, STEPS, decoded, right, stops_at, wrong_from
 
-from mha_deploy.engine.engine import Engine, EngineManifest
+from mha_deploy.engine.engine import Engine
 from mha_deploy.report.charts import EAGER
 from mha_deploy.report.page import report_page
 from mha_deploy.report.schema import as_plain, check_report
 from mha_deploy.report.table import place_text, prompts_text
-from mha_deploy.runtime.tensorrt.engine_verdict import EngineVerdict, PrecisionVerdict
 from mha_deploy.validate.verdict import engines_to_dict
 
 
@@ -128,12 +128,8 @@ def test_prompts_in_words(prompt, reported):
 
 
 def test_a_wrong_cache_behind_right_steps_is_the_first_wrong_place():
-    assert [place_text(None, 0), place_text(None, 2), place_text(0, 9), place_text(3, 9)] == [
-        "–",
-        "cache",
-        "prefill",
-        "step 3",
-    ]
+    places = [place_text(*given) for given in ((None, 0), (None, 2), (0, 9), (3, 9))]
+    assert places == ["–", "cache", "prefill", "step 3"]
 
 
 def test_every_trace_has_a_chart():
@@ -166,33 +162,6 @@ def test_profiles_are_called_by_their_names():
 
 @pytest.mark.parametrize("names", [["prefill", "decode"], []], ids=["named", "of old"])
 def test_a_report_names_every_profile(names):
-    engine = Engine(path=Path("engines/rtx.engine"), manifest=manifest(profile_names=names))
+    engine = Engine(path=Path("engines/rtx.engine"), manifest=engine_manifest(profile_names=names))
     (data,) = engines_to_dict([engine], [], [])
     assert data["profile_names"] == (names or ["0", "1"])
-
-
-def manifest(**changes):
-    ranges = {"B": "1:2:4", "S": "1:16:64"}
-    return EngineManifest(
-        backend="tensorrt-rtx",
-        version="1.7.1",
-        gpu=None,
-        targets=[],
-        model="tiny-preallocated",
-        precision="fp16",
-        dialect="trt",
-        profiles=[ranges, ranges | {"S": "1:1:1"}],
-        bundle_sha256="",
-        engine_sha256="",
-        engine_bytes=1,
-        seconds=1.0,
-        strongly_typed=True,
-        verdict=EngineVerdict(
-            nodes=(), precision=PrecisionVerdict(requested="fp16", status="verified", counts={})
-        ),
-        kernels=[],
-        options={},
-        findings=[],
-        notes=[],
-        **changes,
-    )
