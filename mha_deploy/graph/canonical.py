@@ -15,7 +15,7 @@ from mha_deploy.errors import BundleError, ExportError
 from mha_deploy.graph import attention_node as an
 from mha_deploy.graph.attention_node import attention_nodes, is_attention, short_dtype
 from mha_deploy.graph.file import load_graph
-from mha_deploy.graph.ir import dims, input_at, is_op, made_by, output_at
+from mha_deploy.graph.ir import dims, input_at, is_op, made_by, nodes_behind, output_at
 from mha_deploy.model.precision import Precision
 from mha_deploy.model.spec import FLOAT, AttentionSpec, ModelSpec
 
@@ -91,13 +91,10 @@ def check_layer(model: ir.Model, spec: AttentionSpec, precision: Precision) -> N
 
 def _neighbours(attention: ir.Node) -> Iterator[ir.Node]:
     """The nodes between the projections and Q, K and V, and between attention and the output projection."""
-    before = [input_at(attention, position) for position in (an.Q, an.K, an.V)]
-    while before:
-        value = before.pop()
-        node = value.producer() if value is not None else None
-        if node is not None:
-            yield node
-            before += [node.inputs[0]] if node.op_type in _LAYOUT_OPS else []
+    yield from nodes_behind(
+        (input_at(attention, position) for position in (an.Q, an.K, an.V)),
+        lambda node: node.inputs[:1] if node.op_type in _LAYOUT_OPS else (),
+    )
     after = [attention]
     while after:
         for node, _ in after.pop().outputs[0].uses():

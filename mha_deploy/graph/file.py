@@ -9,22 +9,14 @@ from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-import numpy as np
 import onnx
 import onnx_ir as ir
 from onnx import AttributeProto, FunctionProto, GraphProto, NodeProto, TensorProto
-from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from mha_deploy.errors import DeployError
 from mha_deploy.files import read_regular
-from mha_deploy.graph.attention_node import (
-    AttentionNode,
-    attention_nodes,
-    inputs_by_role,
-    is_attention,
-    read_attention,
-)
-from mha_deploy.graph.ir import constant
+from mha_deploy.graph.attention_node import attention_nodes
+from mha_deploy.graph.ir import nodes_behind
 from mha_deploy.text import printable
 
 # -- Refuse a model that no exporter writes, before any code works on it ---------------------------
@@ -399,92 +391,9 @@ def with_outputs(model: ir.Model, names: Collection[str]) -> ir.Model:
     return copy
 
 
-# -- The inputs of every attention as outputs -------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProbedAttention:
-    """Which outputs of a probe are the inputs of one attention."""
-
-    node: AttentionNode  # its attributes and shapes
-    # the probe's output for each of `Q`, `K`, `V` and, where there are, `mask`, `past` (keys), `past_values`
-    # and `lengths` (of the valid keys)
-    outputs: Mapping[str, str]
-    tensors: Mapping[str, str]  # the names that the same tensors have in the model
-    # the lowest finite number among the constants that the mask is computed from; a Cast may change it before
-    # it reaches the mask
-    lowest_mask_constant: float | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Probe:
-    """A model whose outputs are the inputs of the attentions, and which is which."""
-
-    model: ir.Model
-    attentions: tuple[ProbedAttention, ...]
-
-
-def attention_probe(model: ir.Model) -> Probe:
-    """A copy of the model with the inputs of every attention as its only outputs.
-
-    Unused nodes are removed. The graph inputs stay, so the copy takes the same arrays; weights are shared.
-    """
-    copy = model.clone()
-    nodes = [node for node in copy.graph if is_attention(node)]
-    everywhere = attention_nodes(model)
-    if not everywhere:
-        raise DeployError("The graph has no Attention node.", got=model.graph.name)
-    if len(nodes) != len(everywhere):
-        what = "An attention is inside a function or a branch, where its inputs cannot be outputs."
-        got = ", ".join(f"{node.name} in {node.graph}" for node in everywhere)
-        raise DeployError(what, got=got, hint="inline the functions of the graph")
-    outputs, attentions = list[ir.Value](), list[ProbedAttention]()
-    for index, node in enumerate(nodes):
-        present = inputs_by_role(node)
-        shown = {role: f"probe_{index}/{role}" for role in present}
-        for role, value in present.items():
-            # After an Identity: the value may be a graph input, a weight, or an input twice.
-            identity = ir.node("Identity", inputs=[value], name=shown[role])
-            output = identity.outputs[0]
-            output.name, output.type, output.shape = shown[role], value.type, value.shape
-            copy.graph.insert_before(node, identity)
-            outputs.append(output)
-        probed = ProbedAttention(
-            node=read_attention(node),
-            outputs=shown,
-            tensors={role: str(value.name) for role, value in present.items()},
-            lowest_mask_constant=_lowest_constant(present.get("mask")),
-        )
-        attentions.append(probed)
-    copy.graph.outputs[:] = outputs
-    RemoveUnusedNodesPass()(copy)
-    return Probe(model=copy, attentions=tuple(attentions))
-
-
-def _lowest_constant(value: ir.Value | None) -> float | None:
-    """The lowest finite number of the floating-point constants that a value is computed from."""
-    found = list[float]()
-    for each in {value, *(each for node in cone([value]) for each in node.inputs)}:
-        tensor = constant(each)
-        if tensor is not None and tensor.dtype.is_floating_point():
-            array = tensor.numpy().astype(np.float64)
-            found.append(float(array.min(initial=np.inf, where=np.isfinite(array))))
-    return min((number for number in found if number < np.inf), default=None)
-
-
-# -- What a value of a graph is computed from ------------------------------------------------------
-
-
 def cone(values: Iterable[ir.Value | None]) -> set[ir.Node]:
     """The nodes that these values are computed from, those that compute them included."""
-    found, pending = set[ir.Node](), list(values)
-    while pending:
-        value = pending.pop()
-        node = None if value is None else value.producer()
-        if node is not None and node not in found:
-            found.add(node)
-            pending += node.inputs
-    return found
+    return set(nodes_behind(values))
 
 
 def value_named(graph: ir.Graph, name: str) -> ir.Value | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 Size = int | ir.Value
 """A size in a shape: a number, or a 1-D tensor of one element computed from another tensor's shape."""
+
+HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
 # -- Read nodes and values -------------------------------------------------------------------------
@@ -55,6 +57,34 @@ def graph_of_node(node: ir.Node) -> ir.Graph | ir.Function:
     if node.graph is None:
         raise ValueError(f"Node {node.name!r} belongs to no graph.")
     return node.graph
+
+
+def graphs_in(node: ir.Node) -> list[ir.Graph]:
+    """The branches of an `If`, or the body of a loop."""
+    found = list[ir.Graph]()
+    for each in node.attributes.values():
+        if each.type == ir.AttributeType.GRAPH:
+            found.append(each.as_graph())
+        elif each.type == ir.AttributeType.GRAPHS:
+            found.extend(each.as_graphs())
+    return found
+
+
+def nodes_behind(
+    values: Iterable[ir.Value | None],
+    follow: Callable[[ir.Node], Iterable[ir.Value | None]] = lambda node: node.inputs,
+) -> Iterator[ir.Node]:
+    """The nodes that values are computed from, each once, the nearest first.
+
+    `follow` gives the inputs of a node that are followed further.
+    """
+    pending, seen = list(values), set[ir.Node]()
+    for value in pending:  # it grows
+        node = None if value is None else value.producer()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            pending += follow(node)
 
 
 def rank(value: ir.Value | None) -> int | None:
@@ -110,6 +140,7 @@ def perm(node: ir.Node) -> tuple[int, ...]:
 
 def infer_shapes(model: ir.Model) -> ir.Model:
     """Fill in the shapes that follow from the others; the rest stays unknown."""
+    import_domains(model)
     ShapeInferencePass(check_type=False, strict_mode=False, data_prop=True)(model)
     return model
 
@@ -152,9 +183,9 @@ def prefix_within(name: str, taken: set[str]) -> str:
     return prefix
 
 
-def import_domains(model: ir.Model, builder: NodeBuilder) -> None:
+def import_domains(model: ir.Model) -> None:
     """Import the operator sets of new nodes."""
-    for node in builder.nodes:
+    for node in model.graph.all_nodes():
         model.opset_imports.setdefault(node.domain, 1)
 
 

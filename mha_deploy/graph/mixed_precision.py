@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import product
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ import onnx
 import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass, RemoveUnusedNodesPass
 
-from mha_deploy.errors import DeployError, nearest
+from mha_deploy.errors import DeployError
 from mha_deploy.graph.attention_node import (
     MASK,
     AttentionNode,
@@ -31,17 +31,20 @@ from mha_deploy.graph.attention_node import (
     inputs_by_role,
     is_attention,
     read_attention,
+    short_dtype,
     valid_only,
 )
 from mha_deploy.graph.ir import (
     NodeBuilder,
     constant,
     constant_ints,
+    graphs_in,
     infer_shapes,
     input_at,
     is_op,
     names_in,
     new_initializer,
+    nodes_behind,
 )
 from mha_deploy.graph.upcast import retype
 
@@ -63,37 +66,32 @@ class ValueRange:
     """The range of one tensor over all cases; NaN and infinities are in none of its numbers.
 
     Sentinels (1e30 and beyond, as in masks) count apart: `sentinel` is the one of largest magnitude, with its
-    sign. `largest` and `smallest` are magnitudes, `smallest` without 0, and `highest` is the largest number.
+    sign, or 0. `largest` and `smallest` are magnitudes, `smallest` without 0, and `highest` is the largest
+    number.
     """
 
     largest: float = 0.0
     highest: float = -math.inf
-    smallest: float | None = None
-    sentinel: float | None = None
+    smallest: float = math.inf
+    sentinel: float = 0.0
 
     def joined(self, other: ValueRange) -> ValueRange:
         """The range of both."""
-        smallest = [each.smallest for each in (self, other) if each.smallest is not None]
-        sentinels = [each.sentinel for each in (self, other) if each.sentinel is not None]
         return ValueRange(
             largest=max(self.largest, other.largest),
             highest=max(self.highest, other.highest),
-            smallest=min(smallest, default=None),
-            sentinel=max(sentinels, key=abs, default=None),
+            smallest=min(self.smallest, other.smallest),
+            sentinel=max(self.sentinel, other.sentinel, key=abs),
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ranges:
-    """The ranges that were measured on a float32 graph.
+    """The ranges that were measured on a float32 graph."""
 
-    Args:
-        values: The range of every float32 tensor that is an input or computed, by its name.
-        inner: The largest intermediate magnitude of operators that accumulate: reductions, norms, softmax,
-            and the scores Q·Kᵀ·scale of attention; by the node's name.
-    """
-
-    values: Mapping[str, ValueRange]
+    values: Mapping[str, ValueRange]  # of every float32 tensor that is an input or computed, by its name
+    # The largest intermediate magnitude of operators that accumulate (reductions, norms, softmax, and the
+    # scores Q·Kᵀ·scale of attention), by the node's name
     inner: Mapping[str, float]
 
 
@@ -110,7 +108,7 @@ class Reason(NamedTuple):
 
 @dataclass(frozen=True)
 class KeptNode:
-    """A node that is not written in FP16 but in `precision`, `fp32` or `bf16`, and why."""
+    """A node that is not written in FP16 but in `precision`, `fp32`, and why."""
 
     name: str
     op_type: str
@@ -141,28 +139,18 @@ class Clamped:
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionPlan:
-    """Which parts of a graph are not written in FP16.
+    """Which parts of a graph are not written in FP16."""
 
-    Args:
-        kept: The nodes, in the order of the graph.
-        inputs: Graph inputs that stay in float32.
-        outputs: Graph outputs that stay in float32.
-        clamped: Sentinels that are written as FP16's lowest or highest number.
-        fully_masked: Attentions in FP16 whose masks have a sentinel, with that number. Their fully masked
-            queries give what they give in float32.
-        nodes: How many nodes of the graph compute with float32 numbers.
-        attentions: How many of them are `Attention`.
-        margin: How far below FP16's largest number everything else was.
-    """
-
-    kept: tuple[KeptNode, ...]
-    inputs: tuple[KeptTensor, ...]
-    outputs: tuple[KeptTensor, ...]
-    clamped: tuple[Clamped, ...]
-    nodes: int
-    attentions: int
-    margin: float
-    fully_masked: Mapping[str, float] = field(default_factory=dict)
+    kept: tuple[KeptNode, ...]  # in the order of the graph
+    inputs: tuple[KeptTensor, ...]  # graph inputs that stay in float32
+    outputs: tuple[KeptTensor, ...]  # graph outputs that stay in float32
+    clamped: tuple[Clamped, ...]  # sentinels that are written as FP16's lowest or highest number
+    nodes: int  # how many nodes of the graph compute with float32 numbers
+    attentions: int  # how many of them are `Attention`
+    margin: float  # how far below FP16's largest number everything else was
+    # Attentions in FP16 whose masks have a sentinel, with that number: their fully masked queries give what
+    # they give in float32
+    fully_masked: Mapping[str, float]
 
     def lines(self) -> list[str]:
         """The plan as text, one sentence a line."""
@@ -176,16 +164,14 @@ class PrecisionPlan:
 
     def describe(self) -> dict[str, Any]:
         """The record as plain data for JSON."""
-        return {key: list(each) if isinstance(each, tuple) else each for key, each in asdict(self).items()}
+        return asdict(self)
 
 
 # -- The form of a graph that measuring, planning and writing share --------------------------------
 
-FLOAT, HALF, BF16 = ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16
+FLOAT, HALF = ir.DataType.FLOAT, ir.DataType.FLOAT16
 TYPE_BLIND = frozenset({"Shape", "Size"})
 """Operators that read only the shape of a tensor."""
-
-_ONNX_NAMES = {HALF: "tensor(float16)", BF16: "tensor(bfloat16)", FLOAT: "tensor(float)"}
 
 
 def prepared(model: ir.Model) -> ir.Model:
@@ -234,15 +220,7 @@ def write_bfloat16_as_float32(model: ir.Model) -> bool:
 
     The numbers of BF16 are numbers of float32, so this only leaves out roundings.
     """
-    return retype(model, (BF16,), FLOAT)
-
-
-def inner_graphs(node: ir.Node) -> list[ir.Graph]:
-    """The branches of an `If`, or the body of a loop."""
-    attributes = node.attributes.values()
-    found = [each.as_graph() for each in attributes if each.type == ir.AttributeType.GRAPH]
-    lists = (each.as_graphs() for each in attributes if each.type == ir.AttributeType.GRAPHS)
-    return [*found, *(graph for each in lists for graph in each)]
+    return retype(model, (ir.DataType.BFLOAT16,), FLOAT)
 
 
 def float_inputs(node: ir.Node) -> Iterator[tuple[int, ir.Value]]:
@@ -266,13 +244,11 @@ def constant_of(value: ir.Value) -> np.ndarray | None:
     return None if tensor is None else tensor.numpy()
 
 
-def accepted_type(
-    opsets: Mapping[str, int], node: ir.Node, side: str, position: int, wanted: ir.DataType
-) -> ir.DataType:
-    """The wanted type, or float32 where the operator does not accept it; `side` is inputs or outputs."""
+def takes_half(opsets: Mapping[str, int], node: ir.Node, side: str, position: int) -> bool:
+    """Whether the operator accepts FP16 there; `side` is inputs or outputs."""
     slots = _slots(node.op_type, node.domain, opsets.get(node.domain, 1), side)
     # The last one may be variadic.
-    return wanted if slots and _ONNX_NAMES[wanted] in slots[min(position, len(slots) - 1)] else FLOAT
+    return bool(slots) and "tensor(float16)" in slots[min(position, len(slots) - 1)]
 
 
 @cache
@@ -283,12 +259,6 @@ def _slots(op_type: str, domain: str, version: int, side: str) -> list[frozenset
     except onnx.defs.SchemaError:
         return []
     return [frozenset(slot.types) for slot in getattr(schema, side)]
-
-
-def clamped_of(array: np.ndarray) -> float | None:
-    """The finite number of largest magnitude beyond FP16; None where there is none."""
-    beyond = array[np.isfinite(array) & (np.abs(array) > FP16_MAX)]
-    return float(beyond[np.abs(beyond).argmax()]) if beyond.size else None
 
 
 # -- The largest intermediate number of an operator that accumulates -------------------------------
@@ -308,6 +278,7 @@ WORDS = {
 """What the largest intermediate number of an operator is, as text."""
 
 Read = Callable[[ir.Value], np.ndarray]
+"""Gives the array of a value of a graph."""
 
 
 def inner_inputs(node: ir.Node) -> list[ir.Value]:
@@ -408,24 +379,34 @@ def ranges_by(run: Run, model: ir.Model, cases: Cases, *, slice_bytes: int = SLI
             for feeds in cases.values():
                 add(str(value.name), feeds[str(value.name)])
     for nodes in _slices(model.graph, cases, slice_bytes):
-        names = {value.name for node in nodes for value in _needed(node)}
-        probe = model.clone()
-        probe.graph.outputs[:] = [v for node in probe.graph for v in node.outputs if v.name in names]
-        RemoveUnusedNodesPass()(probe)
-        for feeds, outputs in zip(cases.values(), run(probe, cases), strict=True):
-            arrays = {**feeds, **outputs}
-
-            def read(value: ir.Value, arrays: Mapping[str, np.ndarray] = arrays) -> np.ndarray:
-                array = constant_of(value)
-                return arrays[str(value.name)] if array is None else array
-
+        for read in values_on(run, model, [value for node in nodes for value in _needed(node)], cases):
             for node in nodes:
                 for _, value in float_outputs(node):
-                    add(str(value.name), arrays[str(value.name)])
+                    add(str(value.name), read(value))
                 if inner_inputs(node):
                     name = str(node.name)
                     inner[name] = max(inner.get(name, 0.0), inner_figure(node, read))
     return Ranges(values=values, inner=inner)
+
+
+def values_on(run: Run, model: ir.Model, values: Iterable[ir.Value], cases: Cases) -> Iterator[Read]:
+    """Run a graph on every case in turn, and yield what reads these values: inputs, constants and results.
+
+    Nothing else is computed; weights are shared.
+    """
+    names = {value.name for value in values if value.producer() is not None}
+    probe = model.clone()
+    probe.graph.outputs[:] = [value for node in probe.graph for value in node.outputs if value.name in names]
+    RemoveUnusedNodesPass()(probe)
+    results = run(probe, cases) if names else ({} for _ in cases)
+    for feeds, found in zip(cases.values(), results, strict=True):
+        arrays = {**feeds, **found}
+
+        def read(value: ir.Value, arrays: Mapping[str, np.ndarray] = arrays) -> np.ndarray:
+            array = constant_of(value)
+            return arrays[str(value.name)] if array is None else array
+
+        yield read
 
 
 def _slices(graph: ir.Graph, cases: Cases, slice_bytes: int) -> Iterator[list[ir.Node]]:
@@ -457,23 +438,27 @@ def _slices(graph: ir.Graph, cases: Cases, slice_bytes: int) -> Iterator[list[ir
 
 
 def _needed(node: ir.Node) -> list[ir.Value]:
-    """The tensors that a run must output to measure a node: its results, and what its intermediates need."""
+    """The tensors that a node is measured by: its results, and what its intermediates need."""
     outputs = [value for _, value in float_outputs(node)]
-    return outputs and [*outputs, *(value for value in inner_inputs(node) if value.producer() is not None)]
+    return outputs and [*outputs, *inner_inputs(node)]
 
 
 def range_of(array: np.ndarray) -> ValueRange:
     """The range of one array."""
     size = np.abs(array)
     usual = size < SENTINEL_FROM  # not NaN, nor infinite, nor a sentinel
-    nonzero = usual & (size > 0)
-    strange = array[np.isfinite(array) & ~usual]
     return ValueRange(
         largest=float(size.max(initial=0.0, where=usual)),
         highest=float(array.max(initial=-np.inf, where=usual)),
-        smallest=float(size.min(initial=np.inf, where=nonzero)) if nonzero.any() else None,
-        sentinel=float(strange[np.abs(strange).argmax()]) if strange.size else None,
+        smallest=float(size.min(initial=np.inf, where=usual & (size > 0))),
+        sentinel=_farthest(array, ~usual),
     )
+
+
+def _farthest(array: np.ndarray, chosen: np.ndarray) -> float:
+    """The finite number of largest magnitude among the chosen ones; 0 where there is none."""
+    numbers = array[chosen & np.isfinite(array)]
+    return float(numbers[np.abs(numbers).argmax()]) if numbers.size else 0.0
 
 
 # -- The role of a tensor: data, a mask, or positions that must be exact ---------------------------
@@ -532,15 +517,11 @@ def mask_values(graph: ir.Graph, data: set[ir.Value]) -> set[ir.Value]:
 
 def producers_within(value: ir.Value, within: set[ir.Value]) -> Iterator[ir.Node]:
     """The nodes that compute a value through values of a set, its own producer first."""
-    pending, seen = [value], set[ir.Value]()
-    while pending:
-        value = pending.pop()
-        node = value.producer()
-        if value in seen or value not in within or node is None:
-            continue
-        seen.add(value)
-        yield node
-        pending.extend(each for _, each in float_inputs(node))
+
+    def inside(node: ir.Node) -> list[ir.Value]:
+        return [each for _, each in float_inputs(node) if each in within]
+
+    return nodes_behind([value] if value in within else [], inside)
 
 
 # -- Cheap nodes between float32 nodes: in FP16 they would only add Casts --------------------------
@@ -597,28 +578,21 @@ _TO_DIVISION = ("Sqrt", "Expand", "Unsqueeze", "Identity")
 MARGIN = 4.0
 """How far below FP16's largest number measured ones must stay: other inputs may have larger ones."""
 
-WIDE = ("fp32", "bf16")
 
-
-def plan_precision(
-    model: ir.Model, ranges: Ranges, *, margin: float = MARGIN, wide: str = "fp32"
-) -> PrecisionPlan:
+def plan_precision(model: ir.Model, ranges: Ranges, *, margin: float = MARGIN) -> PrecisionPlan:
     """Decide what is not written in FP16.
 
     Args:
         model: The graph, in float32; it is not changed.
         ranges: What was measured on it.
         margin: How many times larger than measured a number may become before FP16 overflows.
-        wide: What attention is kept in: `fp32`, or `bf16` where the target has it. Other nodes stay in fp32.
 
     Raises:
         DeployError: The graph has branches, or the ranges are not of this graph.
     """
-    if wide not in WIDE:
-        raise DeployError("Attention is kept in fp32 or bf16.", got=wide, hint=nearest(wide, WIDE))
     if not 1.0 <= margin <= FP16_MAX:
         raise DeployError("The margin is a factor of 1 or more.", got=margin)
-    return _Planner(prepared(model), ranges, margin).plan(wide)
+    return _Planner(prepared(model), ranges, margin).plan()
 
 
 class _Planner:
@@ -628,15 +602,13 @@ class _Planner:
         self._graph, self._ranges, self._margin = work.graph, ranges, margin
         self._opsets = work.opset_imports
         self._limit = FP16_MAX / margin
-        self._end = f"and FP16 ends at {FP16_MAX:,.0f}"
-        if margin != 1:
-            self._end += f" (kept from {self._limit:,.0f} on)"
+        self._end = f"and FP16 ends at {FP16_MAX:,.0f} (kept from {self._limit:,.0f} on)"
         self._data = data_values(work.graph)
         self._masks = mask_values(work.graph, self._data)
         self._kept: dict[ir.Node, Reason] = {}
         self._fully_masked: dict[str, float] = {}
 
-    def plan(self, wide: str) -> PrecisionPlan:
+    def plan(self) -> PrecisionPlan:
         """Find the nodes, then what follows for inputs, outputs and constants."""
         nodes = [node for node in self._graph if _computes(node)]
         for node in nodes:
@@ -649,10 +621,10 @@ class _Planner:
         float32_inputs = {each.name for each in inputs}
         between = Reason("between", None, "it is between nodes in float32, and would only add Casts")
         self._kept |= dict.fromkeys(enclosed_nodes(self._graph, set(self._kept), float32_inputs), between)
-        types = {node: wide if is_attention(node) else "fp32" for node in nodes if node in self._kept}
+        kept = [node for node in nodes if node in self._kept]
         results = [value for value in dict.fromkeys(self._graph.outputs) if value.producer() is not None]
         return PrecisionPlan(
-            kept=tuple(KeptNode(str(n.name), n.op_type, to, *self._kept[n]) for n, to in types.items()),
+            kept=tuple(KeptNode(str(n.name), n.op_type, "fp32", *self._kept[n]) for n in kept),
             inputs=inputs,
             outputs=tuple(self._tensors(results)),
             clamped=tuple(self._clamped(float32_inputs)),
@@ -668,8 +640,8 @@ class _Planner:
         """The graph inputs or outputs that stay in float32."""
         for value in values:
             reason = self._value(value)
-            sentinel = self._sentinel(value) if value.is_graph_input() and value.dtype == FLOAT else None
-            if reason is None and sentinel is not None:
+            sentinel = self._sentinel(value) if value.is_graph_input() and value.dtype == FLOAT else 0.0
+            if reason is None and sentinel:
                 # Cast to FP16 by the caller, it would be infinite.
                 text = f"it masks with {sentinel:,.6g}, which is clamped to FP16 inside"
                 reason = Reason("mask", sentinel, text)
@@ -685,7 +657,7 @@ class _Planner:
         if size > self._limit:
             return Reason("overflow", size, f"{value.name} reaches {size:,.6g}, {self._end}")
         size = measured.largest
-        if 0 < size < FLUSHED_BELOW * self._margin and measured.sentinel is None:
+        if 0 < size < FLUSHED_BELOW * self._margin and not measured.sentinel:
             return Reason("flushed", size, f"{value.name} is {size:.3g} at most, which FP16 flushes to 0")
         return None
 
@@ -696,27 +668,25 @@ class _Planner:
             raise DeployError("The ranges were not measured on this graph.", got=value.name, hint=hint)
         return measured
 
-    def _sentinel(self, value: ir.Value) -> float | None:
-        """The number beyond FP16 that may be clamped, since it is a mask value or a bound."""
+    def _sentinel(self, value: ir.Value) -> float:
+        """The number beyond FP16 that may be clamped, since it is a mask value or a bound; 0 for none."""
+        array = constant_of(value)
+        if array is not None:
+            return _farthest(array, np.abs(array) > FP16_MAX)
         measured = self._range(value)
-        if measured.sentinel is not None:
-            return measured.sentinel
-        lowest = -measured.largest
-        return lowest if value in self._masks and lowest < -FP16_MAX else None
+        is_low = value in self._masks and measured.largest > FP16_MAX
+        return measured.sentinel or (-measured.largest if is_low else 0.0)
 
     def _clamped(self, float32_inputs: set[str]) -> Iterator[Clamped]:
         """Constants that nodes in FP16 read, and float32 values with sentinels that they read."""
-        found: dict[ir.Value, float | None] = {}
-        for value in self._graph.initializers.values():
-            if value.dtype == FLOAT and any(use.node not in self._kept for use in value.uses()):
-                array = constant_of(value)
-                found[value] = None if array is None else clamped_of(array)
+        constants = [value for value in self._graph.initializers.values() if value.dtype == FLOAT]
+        found = [each for each in constants if any(use.node not in self._kept for use in each.uses())]
         for node in self._graph:
             if node in self._kept or node.op_type == "ConstantOfShape":
-                found |= {value: self._sentinel(value) for _, value in float_outputs(node)}
-        found |= {each: self._sentinel(each) for each in self._graph.inputs if each.name in float32_inputs}
-        for value, number in found.items():
-            if number is not None:
+                found += [value for _, value in float_outputs(node)]
+        found += [value for value in self._graph.inputs if value.name in float32_inputs]
+        for value in found:
+            if number := self._sentinel(value):
                 reason = "it masks keys, and so does this" if value in self._masks else "it means no bound"
                 yield Clamped(str(value.name), number, math.copysign(FP16_MAX, number), reason)
 
@@ -724,7 +694,7 @@ class _Planner:
 
     def _node(self, node: ir.Node) -> Reason | None:
         """Why a node cannot be written in FP16, by the numbers around and inside it."""
-        if inner_graphs(node):
+        if graphs_in(node):
             return Reason("operator", None, "what is inside a branch or loop is not measured")
         for _, value in (*float_outputs(node), *float_inputs(node)):
             if reason := self._value(value):
@@ -736,7 +706,7 @@ class _Planner:
             return reason
         slots = [("inputs", at) for at, _ in float_inputs(node)]
         slots += [("outputs", at) for at, _ in float_outputs(node)]
-        if any(accepted_type(self._opsets, node, *slot, HALF) == HALF for slot in slots):
+        if any(takes_half(self._opsets, node, *slot) for slot in slots):
             return None
         return Reason("operator", None, f"{node.op_type} is not known to take FP16")
 
@@ -746,7 +716,7 @@ class _Planner:
         if value is None or value.dtype != FLOAT or value.is_initializer():
             return None
         smallest = self._range(value).smallest
-        if smallest is None or smallest >= FLUSHED_BELOW * self._margin:
+        if smallest >= FLUSHED_BELOW * self._margin:
             return None
         text = f"its divisor {value.name} is as small as {smallest:.3g}, which FP16 flushes to 0"
         return Reason("flushed", smallest, text)
@@ -815,9 +785,8 @@ class _Planner:
             mask = input_at(node, MASK)
             if mask is None or mask.dtype != FLOAT:
                 continue
-            array = constant_of(mask)
-            sentinel = self._sentinel(mask) if array is None else clamped_of(array)
-            if sentinel is None:
+            sentinel = self._sentinel(mask)
+            if not sentinel:
                 continue
             if node not in self._kept:
                 self._fully_masked[str(node.name)] = sentinel
@@ -835,7 +804,7 @@ class _Planner:
         ranges = [self._any_range(value) for _, value in float_inputs(node)]
         if not is_op(node, "Add", "Sub", "Where", "Min", "Max") or len(ranges) < 2:
             return False
-        sizes = [each.largest if each.sentinel is None else -each.sentinel for each in ranges]
+        sizes = [-each.sentinel if each.sentinel else each.largest for each in ranges]
         if is_op(node, "Add", "Sub"):
             return max(sizes) > FP16_MAX and min(sizes) > 0
         return len({size for size in sizes if size > FP16_MAX}) > 1
@@ -848,12 +817,11 @@ class _Planner:
 
 def _computes(node: ir.Node) -> bool:
     """Whether a node reads or writes float32 numbers."""
-    return bool(inner_graphs(node) or next(float_inputs(node), None) or next(float_outputs(node), None))
+    return bool(graphs_in(node) or next(float_inputs(node), None) or next(float_outputs(node), None))
 
 
 # -- Write the graph -------------------------------------------------------------------------------
 
-_SHORT = {FLOAT: "fp32", HALF: "fp16", BF16: "bf16"}
 # Attributes that name the type of a result.
 _TYPE_ATTRIBUTES = ("to", "dtype", "output_dtype", "output_datatype")
 
@@ -881,8 +849,7 @@ class _Writer:
 
     def __init__(self, work: ir.Model, plan: PrecisionPlan) -> None:
         self._graph, self._opsets = work.graph, work.opset_imports
-        types = {"fp32": FLOAT, "bf16": BF16}
-        self._kept = {each.name: types[each.precision] for each in plan.kept}
+        self._kept = {each.name for each in plan.kept}
         self._float32_inputs = {each.name for each in plan.inputs}
         self._float32_outputs = {each.name for each in plan.outputs}
         self._clamped = {each.name for each in plan.clamped}
@@ -891,7 +858,7 @@ class _Writer:
         self._made: dict[tuple[ir.Value, ir.DataType], ir.Value] = {}
         self._taken = names_in(work) | {str(value.name) for value in work.graph.inputs}
         self._taken |= set(work.graph.initializers)
-        unknown = set(self._kept) - {str(node.name) for node in work.graph}
+        unknown = self._kept - {str(node.name) for node in work.graph}
         if unknown:
             raise DeployError("The plan was made for another graph.", got=", ".join(sorted(unknown)))
 
@@ -920,7 +887,7 @@ class _Writer:
             wanted = FLOAT if value.name in self._float32_outputs else HALF
             if value.producer() is not None and value.dtype != wanted:
                 name, result = str(value.name), self._as(value, wanted)
-                value.name = self._free(f"{name}/{_SHORT[value.dtype or FLOAT]}")
+                value.name = self._free(f"{name}/{short_dtype(value.dtype)}")
                 result.name = name
                 self._graph.outputs[:] = [result if each is value else each for each in self._graph.outputs]
         for value in constants:
@@ -934,12 +901,13 @@ class _Writer:
                 self._graph.register_initializer(heirs[0])
 
     def _accepted(self, node: ir.Node, side: str, position: int) -> ir.DataType:
-        return accepted_type(self._opsets, node, side, position, self._kept.get(str(node.name), HALF))
+        in_half = str(node.name) not in self._kept and takes_half(self._opsets, node, side, position)
+        return HALF if in_half else FLOAT
 
     def _captured(self, nodes: list[ir.Node]) -> Iterator[tuple[ir.Node, int, ir.Value]]:
         """What nodes of branches and loops read of the main graph; there they stay in float32."""
         own = {value for node in nodes for value in node.outputs} | set(self._graph.inputs)
-        pending = [graph for node in nodes for graph in inner_graphs(node)]
+        pending = [graph for node in nodes for graph in graphs_in(node)]
         for graph in pending:
             for position, output in enumerate(graph.outputs):
                 if output in own:  # so that a Cast can come before it
@@ -947,7 +915,7 @@ class _Writer:
                     inner = graph.outputs[position] = node.outputs[0]
                     inner.name, inner.type = self._free(f"{output.name}/inner"), output.type
             for node in graph:
-                pending += inner_graphs(node)
+                pending += graphs_in(node)
                 yield from ((node, at, value) for at, value in float_inputs(node) if value in own)
 
     def _open_queries(self, node: ir.Node, mask: ir.Value) -> bool:
@@ -988,7 +956,7 @@ class _Writer:
         """The value in a type: itself, or one Cast for all consumers."""
         if value.dtype == wanted:
             return value
-        key, short = (value, wanted), _SHORT[wanted]
+        key, short = (value, wanted), str(short_dtype(wanted))
         if key in self._made:
             return self._made[key]
         if value.is_initializer():
@@ -999,7 +967,7 @@ class _Writer:
         else:
             source = value
             if value.name in self._clamped and wanted != FLOAT:
-                bound, name = np.array(-_limit(wanted), np.float32), f"{value.name}/lowest_{short}"
+                bound, name = np.array(wanted.min, np.float32), f"{value.name}/lowest_{short}"
                 lowest = new_initializer(self._graph, self._free(name), bound, FLOAT)
                 source = self._behind(value, "Max", [value, lowest], FLOAT, f"held_{short}")
             made = self._behind(source, "Cast", [source], wanted, short)
@@ -1064,12 +1032,7 @@ def _fix_attributes(node: ir.Node, dtype: ir.DataType) -> None:
         node.attributes.add(ir.AttrTensor("value", tensor))
 
 
-def _limit(dtype: ir.DataType) -> float:
-    """The largest finite number of a type."""
-    return FP16_MAX if dtype == HALF else float(ir.DataType(dtype).max)
-
-
 def _clamp(array: np.ndarray, dtype: ir.DataType) -> np.ndarray:
     """The array in another type, its finite numbers clamped to the limits of that type."""
-    finite = np.clip(array, -_limit(dtype), _limit(dtype))
+    finite = np.clip(array, float(dtype.min), float(dtype.max))
     return np.where(np.isfinite(array), finite, array).astype(dtype.numpy())

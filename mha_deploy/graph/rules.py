@@ -14,7 +14,7 @@ import onnx_ir as ir
 from mha_deploy.errors import DeployError, nearest
 from mha_deploy.graph.attention_node import AttentionNode, is_attention
 from mha_deploy.graph.ir import is_op, node_name, same_size
-from mha_deploy.graph.lower.cache import CachedAttention, read_cache, rows_name
+from mha_deploy.graph.lower.cache import read_cache, rows_name
 from mha_deploy.graph.lower.operators import obstacle_to_update_in_place
 
 # -- Targets, rules and findings -------------------------------------------------------------------
@@ -200,7 +200,7 @@ def _in_place(node: ir.Node) -> str | None:
 def _as_rows(node: ir.Node) -> str | None:
     """The message where the primitives lowering outputs only the new entries of this cache."""
     readers = [use.node for use in node.outputs[0].uses() if is_attention(use.node)]
-    if not any(isinstance(read_cache(reader), CachedAttention) for reader in readers):
+    if not any(map(read_cache, readers)):
         return None
     name, read = str(node.outputs[0].name), "The cache is read in place, and its new entries are the output"
     return f"{read}: {rows_name(name)} replaces {name}."

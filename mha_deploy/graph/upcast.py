@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from mha_deploy.errors import DeployError
 from mha_deploy.graph.attention_node import is_attention
-from mha_deploy.graph.ir import infer_shapes, is_op
+from mha_deploy.graph.ir import HALVES, infer_shapes, is_op
 from mha_deploy.graph.lower import lower
 from mha_deploy.graph.lower.call import copy_of
 
@@ -21,7 +21,6 @@ _MATMULS = ("MatMul", "Gemm", "Einsum", "Attention", "Conv", "ConvTranspose")
 _NORMS = tuple(f"{kind}Normalization" for kind in ("Layer", "RMS", "Batch", "Group", "Instance"))
 _REDUCTIONS = ("ReduceMean", "ReduceSum", "ReduceL2", "AveragePool", "GlobalAveragePool", "Softmax")
 _OTHERS_IN_FLOAT32 = (*_NORMS, *_REDUCTIONS, "Gelu", "Erf", "Tanh", "Sigmoid")
-_HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
 def with_float32_matmuls(model: ir.Model) -> ir.Model:
@@ -40,13 +39,13 @@ def _upcast(model: ir.Model, operators: tuple[str, ...]) -> ir.Model:
         infer_shapes(copy)  # other people's files often omit types
     for node in [node for node in copy.graph if is_op(node, *operators)]:
         for position, value in enumerate(node.inputs):
-            if value is not None and value.dtype in _HALVES:
+            if value is not None and value.dtype in HALVES:
                 cast = _cast(value, ir.DataType.FLOAT, f"{node.name}/input_{position}")
                 copy.graph.insert_before(node, cast)
                 node.replace_input_with(position, cast.outputs[0])
         for output in node.outputs:
             half, name = output.dtype, output.name
-            if half is None or half not in _HALVES or not name:
+            if half is None or half not in HALVES or not name:
                 continue
             cast = _cast(output, half, f"{node.name}/{name}")
             rounded = cast.outputs[0]

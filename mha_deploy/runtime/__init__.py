@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -71,9 +72,12 @@ def measure_ranges(model: Path | ir.Model, cases: Cases, *, slice_bytes: int | N
     from mha_deploy.graph.file import graph_of
     from mha_deploy.graph.mixed_precision import SLICE_BYTES, ranges_by
 
-    def run(graph: ir.Model, fed: Cases) -> Iterator[Mapping[str, np.ndarray]]:
-        with open_runner("ort-cpu", graph) as runner:
-            for feeds in fed.values():
-                yield runner.run(feeds)
-
+    run = partial(run_cases, "ort-cpu")
     return ranges_by(run, graph_of(model), cases, slice_bytes=slice_bytes or SLICE_BYTES)
+
+
+def run_cases(name: str, model: ir.Model, cases: Cases) -> Iterator[Mapping[str, np.ndarray]]:
+    """Run a graph in a CPU runtime on every case in turn, and yield the outputs of each."""
+    with open_runner(name, model) as runner:
+        for feeds in cases.values():
+            yield runner.run(feeds)

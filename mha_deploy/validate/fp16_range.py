@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 
 from mha_deploy.bundle.cases import read_case
 from mha_deploy.bundle.folder import Bundle
 from mha_deploy.errors import DeployError
-from mha_deploy.graph.attention_node import valid_only, visible_keys
-from mha_deploy.graph.file import ProbedAttention, attention_probe, load_graph
-from mha_deploy.graph.mixed_precision import FP16_MAX, matmul_blocks, queries_and_keys
+from mha_deploy.graph.attention_node import (
+    attention_nodes,
+    inputs_by_role,
+    is_attention,
+    read_attention,
+    valid_only,
+    visible_keys,
+)
+from mha_deploy.graph.file import load_graph
+from mha_deploy.graph.ir import constant, nodes_behind
+from mha_deploy.graph.mixed_precision import FP16_MAX, Read, matmul_blocks, queries_and_keys, values_on
 from mha_deploy.model.spec import ModelSpec
-from mha_deploy.runtime import available_cpu_backend, open_runner
+from mha_deploy.runtime import available_cpu_backend, run_cases
 
 # -- Measure the numbers that a kernel meets inside an attention, from Q, K, V and the mask --------
 
@@ -67,10 +77,11 @@ class Figures:
 
 
 class Meter:
-    """Gathers the figures of one attention, as a probe shows it, case by case."""
+    """Gathers the figures of one attention of a graph, case by case."""
 
-    def __init__(self, attention: ProbedAttention) -> None:
-        node = attention.node
+    def __init__(self, attention: ir.Node) -> None:
+        self.node = node = read_attention(attention)
+        self.inputs = inputs_by_role(attention)
         cached = node.has_past or node.has_nonpad_kv_seqlen
         strange = node.has_window or (cached and node.mask not in ("none", "bool"))
         if strange or node.group is None or node.softmax_scale is None:
@@ -79,20 +90,19 @@ class Meter:
                 got=node.name,
                 hint="a canonical graph, as mha-deploy export writes it",
             )
-        self.node, self._attention = node, attention
         self.figures = Figures(tensors={"Q": 0.0, "K": 0.0, "V": 0.0}, scale=node.softmax_scale)
         # A Cast may have made -inf of a constant before it reaches the mask.
-        constant = attention.lowest_mask_constant
-        self._mask_numbers = [constant] if constant is not None and constant <= _SURELY_A_SENTINEL else []
+        lowest = lowest_constant(self.inputs.get("mask"))
+        self._mask_numbers = [lowest] if lowest is not None and lowest <= _SURELY_A_SENTINEL else []
 
-    def see(self, case: str, arrays: Mapping[str, np.ndarray]) -> None:
-        """Measure one case, given what the probe computed."""
-        figures, inputs = self.figures, {role: arrays[n] for role, n in self._attention.outputs.items()}
-        inputs, broken = valid_only(self.node, inputs), list[str]()
+    def see(self, case: str, read: Read) -> None:
+        """Measure one case, by what reads the inputs of the attention."""
+        figures, broken = self.figures, list[str]()
+        inputs = valid_only(self.node, {role: read(value) for role, value in self.inputs.items()})
         for role, array in inputs.items():
             usable = array < np.inf if role == "mask" else np.isfinite(array)  # -inf in a mask hides a key
             if count := array.size - int(np.count_nonzero(usable)):
-                broken.append(f"{role} ({self._attention.tensors[role]}) in case {case}: {count:,} values")
+                broken.append(f"{role} ({self.inputs[role].name}) in case {case}: {count:,} values")
         figures.not_finite += tuple(broken)
         if broken:
             return
@@ -141,6 +151,17 @@ class Meter:
         scores = matmuls * matmuls.dtype.type(self.figures.scale)
         cap = self.node.softcap
         return scores if cap <= 0 else cap * np.tanh(scores / cap)
+
+
+def lowest_constant(value: ir.Value | None) -> float | None:
+    """The lowest finite number of the floating-point constants that a value is computed from."""
+    found = list[float]()
+    for each in {value, *(each for node in nodes_behind([value]) for each in node.inputs)}:
+        tensor = constant(each)
+        if tensor is not None and tensor.dtype.is_floating_point():
+            array = tensor.numpy().astype(np.float64)
+            found.append(float(array.min(initial=np.inf, where=np.isfinite(array))))
+    return min((number for number in found if number < np.inf), default=None)
 
 
 def _larger(
@@ -253,16 +274,32 @@ class RangeReport:
 
 def fp16_range(bundle: Bundle, *, cases: Sequence[str] | None = None) -> RangeReport:
     """Measure every attention of a bundle on golden data, with projections accumulated in float32."""
-    manifest, probe = bundle.manifest, attention_probe(load_graph(bundle.model_path))
-    meters, precision = [Meter(attention) for attention in probe.attentions], manifest.precision
-    with open_runner(available_cpu_backend(precision), probe.model) as runner:
-        for entry in manifest.golden:
-            if cases is None or entry.name in cases:
-                arrays = runner.run(read_case(bundle, entry).inputs)
-                for meter in meters:
-                    meter.see(entry.name, arrays)
+    manifest, model = bundle.manifest, load_graph(bundle.model_path)
+    meters, precision = [Meter(node) for node in measurable_attentions(model)], manifest.precision
+    golden = {
+        entry.name: read_case(bundle, entry).inputs
+        for entry in manifest.golden
+        if cases is None or entry.name in cases
+    }
+    run = partial(run_cases, available_cpu_backend(precision))
+    inputs = [value for meter in meters for value in meter.inputs.values()]
+    for case, read in zip(golden, values_on(run, model, inputs, golden), strict=True):
+        for meter in meters:
+            meter.see(case, read)
     nodes = tuple(_node_range(meter, manifest.spec, precision.name) for meter in meters)
     return RangeReport(precision=precision.name, nodes=nodes)
+
+
+def measurable_attentions(model: ir.Model) -> list[ir.Node]:
+    """The attentions of a graph; refused where there are none, or where their inputs cannot be outputs."""
+    nodes, everywhere = [node for node in model.graph if is_attention(node)], attention_nodes(model)
+    if not everywhere:
+        raise DeployError("The graph has no Attention node.", got=model.graph.name)
+    if len(nodes) != len(everywhere):
+        what = "An attention is inside a function or a branch, where its inputs cannot be outputs."
+        got = ", ".join(f"{node.name} in {node.graph}" for node in everywhere)
+        raise DeployError(what, got=got, hint="inline the functions of the graph")
+    return nodes
 
 
 def _node_range(meter: Meter, spec: ModelSpec, precision: str) -> NodeRange:

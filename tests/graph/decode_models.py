@@ -122,9 +122,7 @@ def with_whole_states(
     whole = []
     for name, array in outputs.items():
         past = inputs.get(form.rows.get(name, ""))
-        if past is not None and "lengths" not in inputs:
-            array = np.concatenate([past, array], axis=2)
-        elif past is not None:
+        if past is not None:
             rows, array = array, past.copy()
             for b, begin in enumerate(inputs["lengths"]):
                 array[b, :, begin : begin + rows.shape[2]] = rows[b]

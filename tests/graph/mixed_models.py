@@ -11,8 +11,14 @@ import onnxruntime
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
+from mha_deploy.graph.mixed_precision import PrecisionPlan
+
 E, H, F, WORDS = 32, 4, 64, 50
 LOWEST = float(np.finfo(np.float32).min)
+NOTHING = PrecisionPlan(
+    kept=(), inputs=(), outputs=(), clamped=(), nodes=0, attentions=0, margin=1.0, fully_masked={}
+)
+"""Write everything in FP16."""
 
 
 class Graph:

@@ -56,7 +56,7 @@ LOWERINGS: list[tuple[str, dict[str, Any]]] = [
     ("trt", {"decompose": True, "decode_primitives": True}),
     ("primitives", {}),
     ("primitives", {"cache": "copy"}),
-    ("primitives", {"cache": "rows", "gqa": "broadcast"}),
+    ("primitives", {"gqa": "broadcast"}),
 ]
 # New tokens, and how many each batch element has before them: empty, one past for all, ragged.
 CALLS: dict[str, list[tuple[int, list[int]]]] = {

@@ -15,7 +15,6 @@ from rtx_engines import build_rtx
 from test_decode_lowering import (
     DECODE,
     ENGINE,
-    KINDS,
     LAYERS,
     PREFILL,
     evaluate,
@@ -28,10 +27,9 @@ from test_decode_lowering import (
 from mha_deploy.engine.build import judge_engine
 from mha_deploy.graph.lower import lower
 from mha_deploy.graph.lower.cache import cache_form
-from mha_deploy.graph.lower.call import LoweringError
 from mha_deploy.graph.rules import check_operators, target_from
 
-CACHES = {"dynamic": ("past_key", "past_value"), "fixed": ("key_cache", "value_cache")}
+CACHES = ("key_cache", "value_cache")
 
 
 def readers(model: ir.Model, name: str) -> list[str]:
@@ -42,17 +40,15 @@ def readers(model: ir.Model, name: str) -> list[str]:
 # -- the form ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_new_entries_replace_the_caches_as_outputs(kind: str) -> None:
-    lowered = lower(KINDS[kind](Layer()), "primitives", cache="rows")
+def test_new_entries_replace_the_caches_as_outputs() -> None:
+    lowered = lower(fixed(Layer()), "primitives")
     assert [value.name for value in lowered.graph.outputs] == ["y", "key_entries", "value_entries"]
     assert [str(value.shape) for value in lowered.graph.outputs[1:]] == ["[B,2,S,8]"] * 2
     saved = ir.from_proto(onnx.ModelProto.FromString(ir.to_proto(lowered).SerializeToString()))
-    assert cache_form(saved).rows == dict(zip(("key_entries", "value_entries"), CACHES[kind], strict=True))
+    assert cache_form(saved).rows == dict(zip(("key_entries", "value_entries"), CACHES, strict=True))
 
 
-def test_a_preallocated_cache_is_read_in_place_unless_asked_otherwise() -> None:
-    assert cache_form(lower(fixed(Layer()), "primitives")).rows
+def test_other_caches_are_copied() -> None:
     assert not cache_form(lower(dynamic(Layer()), "primitives")).rows
     copied = lower(fixed(Layer()), "primitives", cache="copy")
     assert not cache_form(copied).rows
@@ -61,16 +57,14 @@ def test_a_preallocated_cache_is_read_in_place_unless_asked_otherwise() -> None:
 
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("layer", [Layer(), Layer(Hkv=4), Layer(S=1)])
-@pytest.mark.parametrize("kind", KINDS)
-def test_only_one_matmul_reads_a_cache(kind: str, layer: Layer) -> None:
-    lowered = lower(KINDS[kind](layer), "primitives", cache="rows")
-    for name in CACHES[kind]:
+def test_only_one_matmul_reads_a_cache(layer: Layer) -> None:
+    lowered = lower(fixed(layer), "primitives")
+    for name in CACHES:
         assert set(readers(lowered, name)) - {"Shape"} == {"MatMul"}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_graph_is_one_that_8_6_parses(kind: str) -> None:
-    lowered = lower(KINDS[kind](Layer()), "primitives", cache="rows")
+def test_graph_is_one_that_8_6_parses() -> None:
+    lowered = lower(fixed(Layer()), "primitives")
     assert lowered.opset_imports[""] == 17
     onnx.checker.check_model(ir.to_proto(lowered), full_check=True)
     for node in lowered.graph:
@@ -82,8 +76,6 @@ def test_graph_is_one_that_8_6_parses(kind: str) -> None:
 def test_one_token_hides_nothing_among_the_new() -> None:
     masks = [node.name for node in lower(fixed(Layer(S=1)), "primitives").graph if node.op_type == "Where"]
     assert masks == ["att/mask_bias"]
-    alone = lower(dynamic(Layer(S=1)), "primitives", cache="rows")
-    assert not [node for node in alone.graph if node.op_type == "Where"]
 
 
 def test_another_value_of_that_name_is_renamed() -> None:
@@ -109,11 +101,10 @@ FORMS: list[dict[str, Any]] = [
 
 @pytest.mark.sweep(6)
 @pytest.mark.parametrize("options", FORMS)
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", LAYERS)
-def test_every_form_in_the_reference(name: str, kind: str, options: dict[str, Any]) -> None:
-    model, calls = expected(name, kind)
-    lowered = lower(model, "primitives", cache="rows", **options)
+def test_every_form_in_the_reference(name: str, options: dict[str, Any]) -> None:
+    model, calls = expected(name, "fixed")
+    lowered = lower(model, "primitives", **options)
     evaluator = ReferenceEvaluator(ir.to_proto(lowered))
     names = [value.name for value in lowered.graph.outputs]
     for inputs, outputs in calls:
@@ -128,7 +119,7 @@ def test_cache_entries_beyond_the_valid_ones_do_not_matter() -> None:
     inputs = feeds(model, layer, starts=starts, S=2)
     lowered = lower(model, "primitives")
     y, *_ = evaluate(lowered, inputs)
-    for name in CACHES["fixed"]:
+    for name in CACHES:
         inputs[name] = inputs[name].copy()
         for b, begin in enumerate(starts):
             inputs[name][b, :, begin:] = 1e4
@@ -143,7 +134,7 @@ def test_ragged_batch_elements_step_by_step(name: str) -> None:
     layer, starts = LAYERS[name], np.array([0, 3, 6])
     model = fixed(layer)
     lowered = lower(model, "primitives")
-    states = {key: feeds(model, layer, starts=[0, 3, 6], S=1)[key] for key in CACHES["fixed"]}
+    states = {key: feeds(model, layer, starts=[0, 3, 6], S=1)[key] for key in CACHES}
     wanted = dict(states)
     for step in range(4):
         token = feeds(model, layer, starts=list(starts + step), S=1, P=step)
@@ -156,24 +147,22 @@ def test_ragged_batch_elements_step_by_step(name: str) -> None:
 
 
 @pytest.mark.sweep(2)
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("gqa", ["fold", "broadcast", "repeat"])
-def test_a_mask_broadcasts_over_the_queries(kind: str, gqa: str) -> None:
+def test_a_mask_broadcasts_over_the_queries(gqa: str) -> None:
     layer = Layer(attention={}, mask=True, mask_rows=1)
-    model = KINDS[kind](layer)
-    lowered = lower(model, "primitives", cache="rows", gqa=gqa)
+    model = fixed(layer)
+    lowered = lower(model, "primitives", gqa=gqa)
     inputs = feeds(model, layer, starts=[4, 4], S=3, P=4)
     for got, wanted in zip(evaluate(lowered, inputs), reference(model, inputs), strict=True):
         np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_query_without_keys_gets_zeros(kind: str) -> None:
+def test_a_query_without_keys_gets_zeros() -> None:
     layer = LAYERS["masked"]
-    model = KINDS[kind](layer)
+    model = fixed(layer)
     inputs = feeds(model, layer, starts=[4, 4], S=3, P=4)
     inputs["mask"][..., 1, :] = False
-    y, *_ = evaluate(lower(model, "primitives", cache="rows"), inputs)
+    y, *_ = evaluate(lower(model, "primitives"), inputs)
     assert not y[:, 1].any()
     assert y[:, 0].any()
 
@@ -221,27 +210,14 @@ def other_axis(model: ir.Model) -> None:
     node_named(model, "S_new").attributes.add(ir.AttrInt64("end", 1))
 
 
-BREAKS: dict[str, tuple[Callable[[ir.Model], None], str]] = {
-    "other rows for values": (other_starts, "cache whose valid entries do not end with the new ones"),
-    "other valid rows": (other_ends, "cache whose valid entries do not end with the new ones"),
-    "batch instead of length": (other_axis, "cache whose valid entries do not end with the new ones"),
-    "another reader": (keys_read_twice, "cache with other readers"),
-    "circular": (circular, "circular TensorScatter"),
-}
-
-
 @pytest.mark.sweep(3)
-@pytest.mark.parametrize("name", BREAKS)
-def test_another_pattern_is_copied_or_refused(name: str) -> None:
+@pytest.mark.parametrize("change", [other_starts, other_ends, other_axis, keys_read_twice, circular])
+def test_another_pattern_is_copied(change: Callable[[ir.Model], None]) -> None:
     model = fixed(Layer())
-    change, feature = BREAKS[name]
     change(model)
     copied = lower(model, "primitives")
     assert not cache_form(copied).rows
     assert readers(copied, "key_cache") == ["ScatterND"]
-    with pytest.raises(LoweringError, match="cache=copy") as caught:
-        lower(model, "primitives", cache="rows")
-    assert caught.value.feature == feature
 
 
 @pytest.mark.sweep(2)
@@ -286,10 +262,9 @@ def test_8_6_reports_that_new_entries_are_the_output() -> None:
 
 @pytest.mark.slow
 @needs_rtx
-@pytest.mark.parametrize("kind", KINDS)
-def test_one_engine_serves_prompt_and_token(kind: str) -> None:
-    model = KINDS[kind](ENGINE)
-    lowered = lower(model, "primitives", cache="rows")
+def test_one_engine_serves_prompt_and_token() -> None:
+    model = fixed(ENGINE)
+    lowered = lower(model, "primitives")
     profiles = [shapes(lowered, sizes) for sizes in (PREFILL, DECODE)]
     built = build_rtx(lowered, profiles=profiles, targets="8.9")
     verdict = judge_engine(built, lowered, model, "fp16", len(profiles))

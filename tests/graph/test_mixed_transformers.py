@@ -8,11 +8,11 @@ import onnx
 import onnx_ir as ir
 import pytest
 import torch
-from mixed_models import distance, kept_in_float32
+from mixed_models import NOTHING, distance, kept_in_float32
 
 from mha_deploy.graph.attention_node import attention_nodes
 from mha_deploy.graph.fuse import fuse_attention
-from mha_deploy.graph.mixed_precision import PrecisionPlan, apply_plan, plan_precision
+from mha_deploy.graph.mixed_precision import apply_plan, plan_precision
 from mha_deploy.runtime import measure_ranges, open_runner
 
 transformers = pytest.importorskip("transformers")
@@ -24,7 +24,6 @@ SIZES = {
     "intermediate_size": 128,
     "vocab_size": 99,
 }
-NOTHING = PrecisionPlan(kept=(), inputs=(), outputs=(), clamped=(), nodes=0, attentions=0, margin=1.0)
 
 
 class Hidden(torch.nn.Module):

@@ -1,4 +1,6 @@
-"""What a probe shows is what goes into every attention, and it computes nothing else."""
+"""What is read of a graph is what goes into every attention, and nothing else is computed."""
+
+import functools
 
 import numpy as np
 import onnx
@@ -10,10 +12,14 @@ from onnx import TensorProto, helper, numpy_helper
 
 from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.errors import DeployError
-from mha_deploy.graph.file import attention_probe, load_graph
+from mha_deploy.graph.attention_node import MASK, inputs_by_role
+from mha_deploy.graph.file import load_graph
+from mha_deploy.graph.ir import input_at
+from mha_deploy.graph.mixed_precision import values_on
 from mha_deploy.reference import build_module
 from mha_deploy.reference.attention import padding_mask, seen_from, split_heads
-from mha_deploy.runtime import available_cpu_backend, open_runner
+from mha_deploy.runtime import available_cpu_backend, run_cases
+from mha_deploy.validate.fp16_range import lowest_constant, measurable_attentions
 
 # Between them: packed and separate projections, grouped heads, every mask, cross attention, two attentions,
 # rotary embedding, both kinds of cache, a window.
@@ -80,87 +86,69 @@ def cached_inputs(layer, feeds, Q, K, V):
     return {"Q": split_heads(Q, spec.Hq), **buffers, "lengths": (feeds["lengths"] + S).long()}
 
 
-@pytest.mark.sweep(3)
+def read_inputs(model, cases, backend):
+    """The attentions of a model, and what reads their inputs in each case."""
+    nodes = [node for node in model.graph if node.op_type == "Attention"]
+    values = [value for node in nodes for value in inputs_by_role(node).values()]
+    return nodes, values_on(functools.partial(run_cases, backend), model, values, cases)
+
+
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("name", "precision"),
     [
         *((name, "fp16") for name in NAMES),
-        ("tiny-padding", "bf16"),
+        ("tiny-packed", "bf16"),
         ("tiny-head-mix", "fp32"),
-        ("tiny-preallocated", "fp32"),
+        ("tiny-rope", "fp32"),
     ],
 )
-def test_the_probe_shows_the_inputs_of_every_attention(bundles, name, precision):
+def test_the_inputs_of_every_attention_are_read(bundles, name, precision):
     bundle = bundles(name, precision)
-    probe = attention_probe(load_graph(bundle.model_path))
-    with open_runner(available_cpu_backend(bundle.manifest.precision), probe.model) as runner:
-        for case in golden_cases(bundle):
-            got = runner.run(case.inputs)
-            for shown, wanted in zip(probe.attentions, exact_inputs(bundle, case), strict=True):
-                assert set(shown.outputs) == set(wanted)
-                for role, want in wanted.items():
-                    array = got[shown.outputs[role]].astype(want.dtype)
-                    assert array.shape == want.shape, role
-                    limit = TOLERANCE[precision] * max(1.0, np.abs(want * 1.0).max(initial=0.0))
-                    assert np.abs(array * 1.0 - want).max(initial=0.0) <= limit, role
+    model, golden = load_graph(bundle.model_path), list(golden_cases(bundle))
+    before = ir.to_proto(model).SerializeToString(deterministic=True)
+    cases = {case.name: case.inputs for case in golden}
+    nodes, reads = read_inputs(model, cases, available_cpu_backend(bundle.manifest.precision))
+    for case, read in zip(golden, reads, strict=True):
+        for node, wanted in zip(nodes, exact_inputs(bundle, case), strict=True):
+            got = inputs_by_role(node)
+            assert set(got) == set(wanted)
+            for role, want in wanted.items():
+                array = read(got[role]).astype(want.dtype)
+                assert array.shape == want.shape, role
+                limit = TOLERANCE[precision] * max(1.0, np.abs(want * 1.0).max(initial=0.0))
+                assert np.abs(array * 1.0 - want).max(initial=0.0) <= limit, role
+    assert ir.to_proto(model).SerializeToString(deterministic=True) == before
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_else_is_computed(bundles, name):
     model = load_graph(bundles(name).model_path)
-    probe = attention_probe(model)
-    shown = [output for each in probe.attentions for output in each.outputs.values()]
-    assert [value.name for value in probe.model.graph.outputs] == shown
-    count = sum(node.op_type == "Attention" for node in probe.model.graph)
-    assert count == len(probe.attentions) - 1  # the last one is not needed, those before it are
-    assert not any("TopK" in node.op_type for node in probe.model.graph)
-    weights = set(probe.model.graph.initializers)
-    assert not weights & {"o.weight.T", "o.bias", "gate.weight.T"}
-    for value in probe.model.graph.initializers.values():
+    nodes = [node for node in model.graph if node.op_type == "Attention"]
+    values = [value for node in nodes for value in inputs_by_role(node).values()]
+    probes = []
+    list(values_on(lambda probe, cases: probes.append(probe) or [{}], model, values, {"one": {}}))
+    (probe,) = probes
+    assert {value.name for value in probe.graph.outputs} == {v.name for v in values if v.producer()}
+    count = sum(node.op_type == "Attention" for node in probe.graph)
+    assert count == len(nodes) - 1  # the last one is not needed, those before it are
+    assert not any("TopK" in node.op_type for node in probe.graph)
+    assert not set(probe.graph.initializers) & {"o.weight.T", "o.bias", "gate.weight.T"}
+    for key, value in probe.graph.initializers.items():
         assert value.uses()
-
-
-@pytest.mark.sweep(3)
-@pytest.mark.parametrize("name", NAMES)
-def test_the_graph_takes_the_same_inputs_and_is_valid(bundles, name):
-    model = load_graph(bundles(name).model_path)
-    probe = attention_probe(model)
-    described = [[(v.name, v.dtype, str(v.shape)) for v in m.graph.inputs] for m in (model, probe.model)]
-    assert described[0] == described[1]
-    onnx.checker.check_model(ir.to_proto(probe.model), full_check=True)
-
-
-@pytest.mark.parametrize("name", ["tiny-gqa", "tiny-additive"])
-def test_the_model_is_not_changed_and_its_weights_are_shared(bundles, name):
-    model = load_graph(bundles(name).model_path)
-    before = ir.to_proto(model).SerializeToString(deterministic=True)
-    probe = attention_probe(model)
-    assert ir.to_proto(model).SerializeToString(deterministic=True) == before
-    for key, value in probe.model.graph.initializers.items():
         assert value.const_value is model.graph.initializers[key].const_value
+    onnx.checker.check_model(ir.to_proto(probe), full_check=True)
 
 
-def test_tensors_are_named_as_in_the_model(bundles):
-    model = load_graph(bundles("tiny-additive").model_path)
-    (shown,) = attention_probe(model).attentions
-    (node,) = [node for node in model.graph if node.op_type == "Attention"]
-    assert [shown.tensors[role] for role in ("Q", "K", "V", "mask")] == [v.name for v in node.inputs]
-    assert shown.tensors["mask"] == "attention_bias"
-    assert shown.node.name == node.name
-
-
-def test_one_tensor_may_be_all_three_inputs():
+def test_inputs_of_the_graph_need_no_run():
     model = attention((2, 3, 5, 8), (2, 3, 5, 8))
     node = model.graph[0]
     for position in (1, 2):
         node.replace_input_with(position, node.inputs[0])
     feeds = random_feeds(model, {})
-    (shown,) = attention_probe(model).attentions
-    with open_runner("ort-cpu", attention_probe(model).model) as runner:
-        got = runner.run(feeds)
-    for role in ("Q", "K", "V"):
-        assert (got[shown.outputs[role]] == feeds["q"]).all()
+    _, (read,) = read_inputs(model, {"only": feeds}, "no such runtime")
+    assert all((read(value) == feeds["q"]).all() for value in node.inputs)
 
 
 # -- constants behind the mask -----------------------------------------------------------------
@@ -189,16 +177,15 @@ def scalar(name, number, dtype=np.float32):
 
 
 def lowest(model):
-    return attention_probe(model).attentions[0].lowest_mask_constant
+    return lowest_constant(input_at(model.graph[-1], MASK))
 
 
 def test_a_constant_is_found_through_the_cast_that_loses_it():
     model = masked(where("hidden"), [scalar("zero", 0.0), scalar("hidden", -1e9)])
-    probe = attention_probe(model)
     assert lowest(model) == -1e9
     feeds = random_feeds(model, {})
-    with open_runner("ort-cpu", probe.model) as runner:
-        mask = runner.run(feeds)[probe.attentions[0].outputs["mask"]]
+    (node,), (read,) = read_inputs(model, {"only": feeds}, "ort-cpu")
+    mask = read(node.inputs[MASK])
     assert np.isneginf(mask[~feeds["seen"]]).all()
     assert (mask[feeds["seen"]] == 0).all()
 
@@ -245,7 +232,7 @@ def test_a_graph_without_attention_is_refused():
     model = attention((2, 3, 5, 8), (2, 3, 5, 8))
     model.graph[0].op_type = "Nothing"
     with pytest.raises(DeployError, match="no Attention node"):
-        attention_probe(model)
+        measurable_attentions(model)
 
 
 def test_an_attention_in_a_function_is_refused():
@@ -257,5 +244,5 @@ def test_an_attention_in_a_function_is_refused():
     graph = helper.make_graph([call], "outer", values[:3], values[3:])
     model = helper.make_model(graph, opset_imports=opsets, functions=[function], ir_version=10)
     with pytest.raises(DeployError, match="function or a branch") as caught:
-        attention_probe(ir.from_proto(model))
+        measurable_attentions(ir.from_proto(model))
     assert caught.value.got == "inner in Attend"

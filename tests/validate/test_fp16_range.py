@@ -13,8 +13,7 @@ from onnx import TensorProto, helper
 from mha_deploy.bundle.folder import MODEL, open_bundle
 from mha_deploy.errors import DeployError
 from mha_deploy.graph import mixed_precision
-from mha_deploy.graph.file import attention_probe, load_graph, save_graph
-from mha_deploy.runtime import open_runner
+from mha_deploy.graph.file import load_graph, save_graph
 from mha_deploy.validate.fp16_range import FP16_MAX, Meter, fp16_range
 
 pytestmark = pytest.mark.usefixtures("in_process")  # quicker than a child process
@@ -151,10 +150,9 @@ def measured(feeds, *, dtype=TensorProto.FLOAT, inputs=None, **attributes):
     proto = helper.make_model(
         helper.make_graph([node], "one", values, [y]), opset_imports=[helper.make_opsetid("", 24)]
     )
-    probe = attention_probe(ir.from_proto(onnx.shape_inference.infer_shapes(proto)))
-    meter = Meter(probe.attentions[0])
-    with open_runner("onnx-reference", probe.model) as runner:
-        meter.see("only", runner.run(feeds))
+    model = ir.from_proto(onnx.shape_inference.infer_shapes(proto))
+    meter = Meter(model.graph[0])
+    meter.see("only", lambda value: feeds[value.name])
     return meter.figures
 
 
@@ -334,7 +332,9 @@ def test_folding_is_not_advised_where_the_scores_overflow_too(bundles, tmp_path)
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_a_tensor_that_overflows_already_is_named(bundles, tmp_path, name):
     bundle = with_weights(bundles("tiny-gqa"), tmp_path / "b", **{name: 25000.0})
-    tensor = attention_probe(load_graph(bundle.model_path)).attentions[0].tensors[name.upper()]
+    graph = load_graph(bundle.model_path).graph
+    (attention,) = [node for node in graph if node.op_type == "Attention"]
+    tensor = attention.inputs["qkv".index(name)].name
     (node,) = fp16_range(bundle, cases=["min", "opt"]).nodes
     assert (node.status, node.headroom) == ("overflows", 0.0)
     assert f"{name.upper()} ({tensor}) in case opt: " in node.figures.not_finite[-1]

@@ -28,7 +28,6 @@ from mha_deploy.graph.ir import (
     NodeBuilder,
     dim,
     dims,
-    import_domains,
     infer_shapes,
     is_op,
     names_in,
@@ -60,23 +59,18 @@ class NoOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Dialect:
-    """One form of attention.
+    """One form of attention."""
 
-    Args:
-        rule: Writes one attention in it: its outputs by position, or None to keep the node.
-        options: The record of its options.
-        operators: From its options to the rules for the operators around attention.
-        caches: Writes attention and its cache as one, before the other rules; changes the model.
-        broadcasts: Whether masks may broadcast over the queries.
-        finish: Runs when every attention is written; changes the model.
-    """
-
+    # Writes one attention in it: its outputs by position, or None to keep the node
     rule: Callable[[AttentionCall, NodeBuilder, Any], dict[int, ir.Value] | None] | None
-    options: type = NoOptions
+    options: type = NoOptions  # the record of its options
+    # From its options to the rules for the operators around attention
     operators: Callable[[Any], OperatorRules] = lambda options: {}
+    # Writes attention and its cache as one, before the other rules; changes the model
     caches: Callable[..., None] | None = None
-    broadcasts: bool = True
-    finish: Callable[..., None] | None = None
+    broadcasts: bool = True  # whether masks may broadcast over the queries
+    finish: Callable[..., None] | None = None  # runs when every attention is written; changes the model
+    opset: int | None = None  # the highest opset the result may need; None keeps the model's own
 
 
 DIALECTS = {
@@ -87,6 +81,7 @@ DIALECTS = {
         options=to_primitives.PrimitivesOptions,
         operators=lambda options: to_primitives.OPERATOR_RULES,
         caches=to_primitives.read_caches_in_place,
+        opset=17,
     ),
     "contrib": Dialect(
         rule=to_contrib.lower_to_contrib,
@@ -100,6 +95,7 @@ DIALECTS = {
         operators=to_plugin.operator_rules,
         caches=to_plugin.prepare,
         finish=to_plugin.finish,
+        opset=17,
     ),
 }
 """The dialects by name."""
@@ -138,8 +134,8 @@ def lower(model: ir.Model, dialect: str, **options: Any) -> ir.Model:
     _rewrite(lowered, chosen, settings, dialect)
     if chosen.finish is not None:
         chosen.finish(lowered, settings)
-    opset = getattr(settings, "opset", None)
-    if opset is not None and (to_opset(lowered, opset, dialect=dialect) or chosen.finish is not None):
+    changed = chosen.opset is not None and to_opset(lowered, chosen.opset, dialect=dialect)
+    if changed or chosen.finish is not None:
         infer_shapes(lowered)
     return lowered
 
@@ -165,7 +161,6 @@ def _rewrite(lowered: ir.Model, chosen: Dialect, settings: Any, dialect: str) ->
             outputs = None if output is None else {0: output}
         if outputs is not None:
             replace_node(node, builder, outputs)
-            import_domains(lowered, builder)
     if chosen.broadcasts:
         RemoveUnusedNodesPass()(lowered)  # the Expand of a mask, and the shape it was expanded to
     infer_shapes(lowered)

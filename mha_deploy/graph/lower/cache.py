@@ -18,7 +18,6 @@ from mha_deploy.graph.ir import (
     constant,
     dim,
     dims,
-    import_domains,
     infer_shapes,
     input_at,
     made_by,
@@ -29,9 +28,8 @@ from mha_deploy.graph.ir import (
     replace_value,
     same_size,
 )
-from mha_deploy.graph.lower import operators as scatter
 from mha_deploy.graph.lower.call import AttentionCall, read_call, take_mask_before_expand
-from mha_deploy.graph.lower.operators import Obstacle
+from mha_deploy.graph.lower.operators import SCATTER, obstacle_to_update_in_place
 
 # -- The form of the cache in a lowered model ------------------------------------------------------
 
@@ -52,15 +50,11 @@ accepted, too, and wrong: the operator then overwrites the cache with a first pr
 
 @dataclass(frozen=True, kw_only=True)
 class CacheForm:
-    """How the runtime must handle the KV cache of a lowered model.
+    """How the runtime must handle the KV cache of a lowered model."""
 
-    Args:
-        rows: From each output of new entries to the cache input they belong to; empty where whole caches are
-            outputs, or where there is none.
-        in_place: From each output that is a whole cache to the input whose memory it must share.
-    """
-
+    # From each output of new entries to its cache input; empty where whole caches are outputs, or none are
     rows: dict[str, str] = field(default_factory=dict)
+    # From each output that is a whole cache to the input whose memory it must share
     in_place: dict[str, str] = field(default_factory=dict)
 
 
@@ -90,81 +84,45 @@ def rows_name(output: str) -> str:
 
 
 class CachedAttention(NamedTuple):
-    """One attention and its cache, dynamic or preallocated.
+    """One attention, and the preallocated cache that it updates."""
 
-    Args:
-        past_key: Keys of earlier calls, a graph input: `[B, Hkv, T, D]`, or `[B, Hkv, P, D]` if dynamic.
-        past_value: Values of earlier calls.
-        new_key: Keys of the S new tokens, in the rank of the node's inputs.
-        new_value: Values of the new tokens.
-        key_out: The graph output with the new keys in it.
-        value_out: The graph output with the new values in it.
-        starts: Valid entries of each batch element before the call; None if dynamic.
-        updates: The nodes that write the new entries; none if dynamic.
-    """
-
-    past_key: ir.Value
+    past_key: ir.Value  # the entries of earlier calls, a graph input: `[B, Hkv, T, D]`
     past_value: ir.Value
-    new_key: ir.Value
+    new_key: ir.Value  # those of the S new tokens: `[B, Hkv, S, D]`
     new_value: ir.Value
-    key_out: ir.Value
+    key_out: ir.Value  # the graph output with the new keys in it
     value_out: ir.Value
-    starts: ir.Value | None = None
-    updates: tuple[ir.Node, ...] = ()
+    starts: ir.Value  # valid entries of each batch element before the call
+    updates: tuple[ir.Node, ir.Node]  # the nodes that write the new entries
 
 
-def read_cache(node: ir.Node) -> CachedAttention | Obstacle | None:
-    """The cache of an attention; None where it has none, and why where it is not of a known form."""
-    has_past = input_at(node, an.PAST_KEY) is not None
-    updates = [made_by(input_at(node, at), scatter.SCATTER) for at in (an.K, an.V)]
-    if not has_past and not any(updates):
+def read_cache(node: ir.Node) -> CachedAttention | None:
+    """The preallocated cache of an attention; None where it has none, or one of another pattern."""
+    key_update, value_update = (made_by(input_at(node, at), SCATTER) for at in (an.K, an.V))
+    if key_update is None or value_update is None or output_at(node, an.QK_OUTPUT) is not None:
         return None
-    if output_at(node, an.QK_OUTPUT) is not None:
-        return Obstacle("cache beside scores as an output", "qk_matmul_output")
-    return _read_dynamic(node) if has_past else _read_preallocated(node, *updates)
-
-
-def _read_dynamic(node: ir.Node) -> CachedAttention | Obstacle:
-    k, v, past_key, past_value = (input_at(node, at) for at in (an.K, an.V, an.PAST_KEY, an.PAST_VALUE))
-    outs = key_out, value_out = [output_at(node, at) for at in (an.PRESENT_KEY, an.PRESENT_VALUE)]
-    if k is None or v is None or past_key is None or past_value is None:
-        return Obstacle("cache of only keys or only values", node.name)
-    if not (past_key.is_graph_input() and past_value.is_graph_input()):
-        return Obstacle("past that is no graph input", past_key.name)
-    if key_out is None or value_out is None or not all(_is_only_output(out, 0) for out in outs):
-        return Obstacle("present that is not just a graph output", [out and out.name for out in outs])
-    return CachedAttention(past_key, past_value, k, v, key_out, value_out)
-
-
-def _is_only_output(value: ir.Value | None, readers: int) -> bool:
-    """Whether a value is exactly one graph output, and read by so many nodes."""
-    outputs = () if value is None or value.graph is None else value.graph.outputs
-    alone = sum(out is value for out in outputs) == 1
-    return value is not None and alone and len(value.uses()) == readers
-
-
-def _read_preallocated(
-    node: ir.Node, key_update: ir.Node | None, value_update: ir.Node | None
-) -> CachedAttention | Obstacle:
-    if key_update is None or value_update is None:
-        return Obstacle("cache of only keys or only values", node.name)
     updates = (key_update, value_update)
-    obstacle = next(filter(None, map(scatter.obstacle_to_update_in_place, updates)), None)
-    if obstacle is not None:
-        return obstacle
-    key_out, value_out = outs = [update.outputs[0] for update in updates]
-    if not all(_is_only_output(out, 1) for out in outs):
-        return Obstacle("cache with other readers", [out.name for out in outs])
+    if any(map(obstacle_to_update_in_place, updates)) or not all(map(_is_read_once, updates)):
+        return None
     (past_key, new_key), (past_value, new_value) = (update.inputs[:2] for update in updates)
-    starts = [input_at(update, 2) for update in updates]
-    if past_key is None or past_value is None or new_key is None or new_value is None or starts[0] is None:
-        return Obstacle("cache without the positions of its new entries", key_update.name)
+    starts, value_starts = (input_at(update, 2) for update in updates)
+    if past_key is None or past_value is None or new_key is None or new_value is None or starts is None:
+        return None
+    # The valid entries end with the new ones, and there is one for each query.
     S = dim(new_key, 2)
-    if origin(starts[0]) is not origin(starts[1]) or not _ends_behind(node, starts[0], S):
-        return Obstacle("cache whose valid entries do not end with the new ones", key_update.name)
+    if origin(starts) is not origin(value_starts) or not _ends_behind(node, starts, S):
+        return None
     if not all(same_size(S, dim(value, 2)) for value in (new_value, input_at(node, an.Q))):
-        return Obstacle("cache with more or fewer new entries than queries", f"{S} new keys")
-    return CachedAttention(past_key, past_value, new_key, new_value, key_out, value_out, starts[0], updates)
+        return None
+    outs = (key_update.outputs[0], value_update.outputs[0])
+    return CachedAttention(past_key, past_value, new_key, new_value, *outs, starts, updates)
+
+
+def _is_read_once(update: ir.Node) -> bool:
+    """Whether the updated cache is one graph output, and only read by the attention."""
+    value = update.outputs[0]
+    outputs = () if value.graph is None else value.graph.outputs
+    return sum(out is value for out in outputs) == 1 and len(value.uses()) == 1
 
 
 def _ends_behind(node: ir.Node, starts: ir.Value, S: Dim) -> bool:
@@ -205,15 +163,16 @@ def _number(value: ir.Value | None) -> Dim:
 
 def rewrite_caches(
     model: ir.Model,
-    wanted: Callable[[ir.Node], CachedAttention | None],
     write: Callable[[AttentionCall, NodeBuilder, CachedAttention], None],
     *,
     dialect: str,
+    wanted: Callable[[AttentionCall], bool] = lambda call: True,
 ) -> None:
-    """Write the attentions that are wanted, each with its cache; the model is changed."""
+    """Write the attentions with a preallocated cache that are wanted; the model is changed."""
     taken, written = names_in(model), False
     for node in [node for node in model.graph.all_nodes() if is_attention(node)]:
-        if (cache := wanted(node)) is not None:
+        cache = read_cache(node)
+        if cache is not None and wanted(read_call(node, dialect=dialect)):
             take_mask_before_expand(node)
             call = read_call(node, opset=model.opset_imports.get(""), dialect=dialect)
             write(call, NodeBuilder(prefix_within(call.attention.name, taken)), cache)
@@ -235,4 +194,3 @@ def take_over(
     replace_node(node, b, {Y: y}, keep=states)
     for update in cache.updates:
         model.graph.remove(update, safe=True)
-    import_domains(model, b)

@@ -13,7 +13,7 @@ from functools import reduce
 import ml_dtypes
 import onnx_ir as ir
 
-from mha_deploy.graph.ir import NodeBuilder, Size
+from mha_deploy.graph.ir import NodeBuilder, Size, same_size
 from mha_deploy.graph.lower.call import AttentionCall
 
 NEG_INF = float("-inf")
@@ -145,6 +145,15 @@ def bias_of(b: NodeBuilder, call: AttentionCall, mask: Mask, *, in_score_type: b
     if not (in_score_type and is_fp16) and not narrows(call, mask):
         return plain_bias(b, call, mask)
     return _to_score_type(b, call, _without_large_top(b, wide_bias(b, mask, numbers)))
+
+
+def of_each_query(
+    b: NodeBuilder, call: AttentionCall, mask: Mask, bias: ir.Value, S: Size, name: str | None = None
+) -> ir.Value:
+    """The bias with a row for each of S queries, for kernels that do not broadcast over queries."""
+    shape = call.attention.mask_dims or ()
+    has_rows = call.mask is None or (len(shape) > 1 and same_size(call.attention.S, shape[-2]))
+    return bias if has_rows and not mask.one_row else b.expand(bias, 1, 1, S, 1, name=name)
 
 
 def wide_bias(b: NodeBuilder, mask: Mask, numbers: ir.Value) -> ir.Value:

@@ -6,14 +6,14 @@ the Attention nodes still show which matmuls are projections.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
 
 from mha_deploy.graph.attention_node import K, Q, V, is_attention
-from mha_deploy.graph.ir import NodeBuilder, constant, is_op, new_initializer, replace_value
+from mha_deploy.graph.ir import NodeBuilder, constant, is_op, new_initializer, nodes_behind, replace_value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,13 +64,12 @@ def _groups(attention: ir.Node) -> list[list[Projection]]:
     """The projections of Q, K and V that share an input, two or more together."""
     groups: dict[tuple[ir.Value, ir.Graph | ir.Function | None], list[Projection]] = {}
     seen: set[ir.Node] = set()
-    for position in (Q, K, V):
-        value = attention.inputs[position]
-        for matmul in matmuls_behind(value) if value is not None else ():
-            projection = None if matmul in seen else projection_at(matmul)
-            seen.add(matmul)
+    for position in (Q, K, V):  # up to the nearest MatMul on each path
+        for node in nodes_behind([attention.inputs[position]], _inputs_but_of_matmuls):
+            projection = None if node in seen else projection_at(node)
+            seen.add(node)
             if projection is not None:
-                groups.setdefault((projection.x, matmul.graph), []).append(projection)
+                groups.setdefault((projection.x, node.graph), []).append(projection)
     types = {
         key: {each.dtype for p in group for each in (p.weight, p.bias) if each is not None}
         for key, group in groups.items()
@@ -78,18 +77,8 @@ def _groups(attention: ir.Node) -> list[list[Projection]]:
     return [group for key, group in groups.items() if len(group) > 1 and len(types[key]) == 1]
 
 
-def matmuls_behind(value: ir.Value) -> Iterator[ir.Node]:
-    """The MatMuls that a value depends on, the nearest on each path."""
-    pending, seen = [value], set()
-    while pending:
-        node = pending.pop(0).producer()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if is_op(node, "MatMul"):
-            yield node
-        else:
-            pending += [x for x in node.inputs if x is not None]
+def _inputs_but_of_matmuls(node: ir.Node) -> Sequence[ir.Value | None]:
+    return () if is_op(node, "MatMul") else node.inputs
 
 
 def _pack(group: list[Projection], attention: ir.Node) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from mha_deploy.graph.attention_node import PRESENT_KEY, PRESENT_VALUE, Y
-from mha_deploy.graph.ir import NodeBuilder, same_size
+from mha_deploy.graph.ir import NodeBuilder
 from mha_deploy.graph.lower import cache as kv
 from mha_deploy.graph.lower import masks
 from mha_deploy.graph.lower.call import (
@@ -19,7 +19,6 @@ from mha_deploy.graph.lower.call import (
     key_length,
     merge_heads,
     query_length,
-    read_call,
     split_heads,
     split_inputs,
 )
@@ -153,13 +152,11 @@ def _contrib(
 
 
 def _bias(b: NodeBuilder, call: AttentionCall, mask: masks.Mask | None) -> ir.Value | None:
-    """The bias of every query: these operators do not broadcast over queries."""
+    """The bias of every query."""
     if mask is None:
         return None
-    bias, shape = masks.bias_of(b, call, mask, in_score_type=True), call.attention.mask_dims or ()
-    queries = shape[-2] if len(shape) > 1 else 1
-    whole = not mask.one_row and (call.mask is None or same_size(call.attention.S, queries))
-    return bias if whole else b.expand(bias, 1, 1, query_length(b, call), 1)
+    bias = masks.bias_of(b, call, mask, in_score_type=True)
+    return masks.of_each_query(b, call, mask, bias, query_length(b, call))
 
 
 def _above_lowest(b: NodeBuilder, call: AttentionCall, bias: ir.Value | None) -> ir.Value | None:
@@ -194,19 +191,15 @@ def append_to_caches(model: ir.Model, options: object, *, dialect: str) -> None:
         LoweringError: The operator does not have the head size of a preallocated cache.
     """
 
-    def wanted(node: ir.Node) -> kv.CachedAttention | None:
-        cache = kv.read_cache(node)
-        if not isinstance(cache, kv.CachedAttention) or cache.starts is None:
-            return None
-        call = read_call(node, dialect=dialect)
+    def wanted(call: AttentionCall) -> bool:
         if not call.attention.is_causal or call.mask is not None or call.has_fp64:
-            return None
+            return False
         what, sizes = "preallocated cache of", f"K {call.D}, V {call.Dv}"
         if call.D % 8:
             raise call.refuse(f"{what} a head size no multiple of 8", got=call.D, hint="dialect onnx")
         if call.Dv != call.D:
             raise call.refuse(f"{what} V head size other than K's", got=sizes, hint="dialect onnx")
-        return cache
+        return True
 
     def write(call: AttentionCall, b: NodeBuilder, cache: kv.CachedAttention) -> None:
         new = (call.q, call.Hq), (cache.new_key, call.Hkv), (cache.new_value, call.Hkv)
@@ -220,10 +213,10 @@ def append_to_caches(model: ir.Model, options: object, *, dialect: str) -> None:
         y, *states = _contrib(b, GROUP_QUERY, [*tensors], 3, attributes)
         kv.take_over(model, call.node, b, cache, split_heads(b, y, call.Hq, call.D), *states)
 
-    kv.rewrite_caches(model, wanted, write, dialect=dialect)
+    kv.rewrite_caches(model, write, dialect=dialect, wanted=wanted)
 
 
-def _last_entries(b: NodeBuilder, call: AttentionCall, starts: ir.Value | None) -> ir.Value:
+def _last_entries(b: NodeBuilder, call: AttentionCall, starts: ir.Value) -> ir.Value:
     """Index of the last valid entry of each batch element after the call: lengths + S − 1, int32 [B]."""
     S = query_length(b, call)
     first = b.op("Cast", starts, to=int(ir.DataType.INT32), name="first_new_row")

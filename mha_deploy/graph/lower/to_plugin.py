@@ -14,6 +14,7 @@ from onnx_ir.passes.common import CommonSubexpressionEliminationPass, RemoveUnus
 from mha_deploy.graph import plugin_node as plugin
 from mha_deploy.graph.attention_node import PRESENT_KEY, PRESENT_VALUE, Y
 from mha_deploy.graph.ir import (
+    HALVES,
     Dim,
     NodeBuilder,
     Size,
@@ -23,7 +24,6 @@ from mha_deploy.graph.ir import (
     dim,
     dims,
     graph_of_node,
-    import_domains,
     infer_shapes,
     input_at,
     is_op,
@@ -43,7 +43,6 @@ from mha_deploy.graph.lower.call import (
     OperatorCall,
     OperatorRules,
     key_length,
-    read_call,
     split_heads,
     split_inputs,
 )
@@ -317,14 +316,10 @@ def read_plugin_mask(b: NodeBuilder, call: AttentionCall, S: Size, T: Size, *, i
         return PluginMask(diagonal, key_lengths)
     # What overflows is shifted by the largest number of the visible keys.
     mask = whole if masks.narrows(call, mask) and whole is not None else mask
-    bias = masks.bias_of(b, call, mask)
-    shape = call.attention.mask_dims or ()
-    queries = shape[-2] if len(shape) > 1 else None
-    # The kernels do not broadcast the bias over queries.
-    if mask.one_row or not (call.mask is None or same_size(call.attention.S, queries)):
-        bias = b.expand(bias, 1, 1, S, 1, name="bias_of_each_query")
+    bias = masks.of_each_query(b, call, mask, masks.bias_of(b, call, mask), S, name="bias_of_each_query")
     attending = masks.attending_queries(b, call, whole)
     by_batch = whole is not None and whole.one_row and whole.heads == 1 and diagonal == Diagonal()
+    shape = call.attention.mask_dims or ()
     whole_batch = len(shape) == 4 and same_size(shape[0], call.attention.B)
     if attending is not None and by_batch and whole_batch and key_lengths is None:
         # All queries of a batch element are masked, or none: without keys the plugin gives zeros. A Where
@@ -373,18 +368,10 @@ def operator_rules(options: PluginOptions) -> OperatorRules:
     return {name: rule for name, rule in PRIMITIVE_RULES.items() if name not in later}
 
 
-class PluginRotary(NamedTuple):
-    """A rotary embedding of queries and new keys, how the rows of its tables are found, and given rows."""
-
-    rotary: Rotary
-    mode: int
-    positions: ir.Value | None
-
-
 def take_rotary(
     b: NodeBuilder, call: AttentionCall, query: Place, key: Place, starts: ir.Value | None
-) -> tuple[PluginRotary, Place, Place] | None:
-    """The rotary embedding that both queries and keys come from, and where they lie before it."""
+) -> tuple[Rotary, int, Place, Place] | None:
+    """The rotary embedding of both queries and keys, how its table rows are found, and both before it."""
     one, other = (None if place.offset else _rotary_at(place.tensor, call) for place in (query, key))
     if one is None or other is None:
         return None
@@ -409,7 +396,7 @@ def take_rotary(
         cos, sin = (_half_table(b, table, one.rotated // 2) for table in (one.cos, one.sin))
         one = replace(one, cos=cos, sin=sin)
     places = (place_of(one.x, one.heads, one.size), place_of(other.x, other.heads, other.size))
-    return PluginRotary(one, mode, positions), *places
+    return replace(one, positions=positions), mode, *places
 
 
 def _half_table(b: NodeBuilder, table: ir.Value, half: int) -> ir.Value:
@@ -499,15 +486,9 @@ def _positions(rotary: Rotary, starts: ir.Value | None, *, batch: Dim) -> int | 
 
 @dataclass(frozen=True, kw_only=True)
 class PluginOptions:
-    """Which nodes of the plugin are written.
+    """Which nodes of the plugin are written."""
 
-    Args:
-        linear: Write the projections around an attention as nodes of the plugin, which accumulate in FP32.
-        opset: The highest opset the result may need; None keeps the model's own.
-    """
-
-    linear: bool = False
-    opset: int | None = 17
+    linear: bool = False  # the projections around an attention, too: these nodes accumulate in FP32
 
 
 def lower_to_plugin(call: AttentionCall, b: NodeBuilder, options: PluginOptions) -> dict[int, ir.Value]:
@@ -529,12 +510,6 @@ def prepare(model: ir.Model, options: PluginOptions, *, dialect: str) -> None:
     if pack_in_place(model):
         infer_shapes(model)
 
-    def wanted(node: ir.Node) -> kv.CachedAttention | None:
-        cache = kv.read_cache(node)
-        if not isinstance(cache, kv.CachedAttention) or cache.starts is None:
-            return None
-        return None if diagonal_of(read_call(node, dialect=dialect)) is None else cache
-
     def write(call: AttentionCall, b: NodeBuilder, cache: kv.CachedAttention) -> None:
         refuse_what_is_missing(call)
         key = place_of(cache.new_key, call.Hkv, call.D)
@@ -544,7 +519,7 @@ def prepare(model: ir.Model, options: PluginOptions, *, dialect: str) -> None:
         pasts = zip(states, (cache.past_key, cache.past_value), strict=True)
         kv.note_caches(model, kv.IN_PLACE_NOTE, {str(state.name): str(past.name) for state, past in pasts})
 
-    kv.rewrite_caches(model, wanted, write, dialect=dialect)
+    kv.rewrite_caches(model, write, dialect=dialect, wanted=lambda call: diagonal_of(call) is not None)
 
 
 def _write_attention(
@@ -554,22 +529,22 @@ def _write_attention(
 
     With a preallocated cache, which the node updates, K and V are its new entries.
     """
-    query, rotary = place_of(call.q, call.Hq, call.D), None
+    query, rotary, mode = place_of(call.q, call.Hq, call.D), None, plugin.FROM_ZERO
     starts = None if cache is None else cache.starts
     if cache is not None or (call.past_key is None and call.is_square):
         taken = take_rotary(b, call, query, key, starts)
         if taken is not None:
-            rotary, query, key = taken
+            rotary, mode, query, key = taken
     states_in: list[ir.Value] = []
-    if cache is not None and starts is not None:
+    if cache is not None:
         T = b.size(cache.past_key, 2)
-        states_in = [cache.past_key, cache.past_value, as_int32(b, starts, name="starts")]
+        states_in = [cache.past_key, cache.past_value, as_int32(b, cache.starts, name="starts")]
     else:
         T = key.length(b, call) if call.past_key is None else key_length(b, call)
     mask = read_plugin_mask(b, call, query.length(b, call), T, in_cache=bool(states_in))
     places = (query, key, value)
     tensors = list(dict.fromkeys(place.tensor for place in places))
-    tables = () if rotary is None else (rotary.rotary.cos, rotary.rotary.sin, rotary.positions)
+    tables = () if rotary is None else (rotary.cos, rotary.sin, rotary.positions)
     inputs = [*tensors, mask.bias, mask.key_lengths, *states_in, *tables]
     y, *states = b.node(
         plugin.OP_TYPE,
@@ -592,9 +567,9 @@ def _write_attention(
             "has_key_lengths": int(mask.key_lengths is not None),
             "has_gates": 0,
             "has_cache": int(bool(states_in)),
-            "rotary": 0 if rotary is None else 2 if rotary.rotary.interleaved else 1,
-            "rotary_size": 0 if rotary is None else rotary.rotary.rotated,
-            "rotary_positions": plugin.FROM_ZERO if rotary is None else rotary.mode,
+            "rotary": 0 if rotary is None else 2 if rotary.interleaved else 1,
+            "rotary_size": 0 if rotary is None else rotary.rotated,
+            "rotary_positions": mode,
             **plugin.lookup_attributes(),
         },
     )
@@ -741,19 +716,17 @@ def write_linear(model: ir.Model) -> None:
         replace_node(add or matmul, b, {0: y})
         if add is not None:
             graph.remove(matmul, safe=True)
-        import_domains(model, b)
 
 
 def has_linear_kernel(projection: Projection) -> bool:
     """Whether the plugin has a GEMM for the types of a projection."""
-    return projection.x.dtype == projection.weight.dtype and projection.x.dtype in _HALVES
+    return projection.x.dtype == projection.weight.dtype and projection.x.dtype in HALVES
 
 
 # -- What stands between the GEMMs: residual and normalisation, activations ------------------------
 
 _MOST_COLUMNS = 32768
 Inputs = Sequence[ir.Value | None]
-_HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
 def write_norms_and_activations(model: ir.Model) -> None:
@@ -775,7 +748,7 @@ def write_norms_and_activations(model: ir.Model) -> None:
 def _has_kernel(value: ir.Value | None) -> bool:
     shape = dims(value)
     width = shape[-1] if len(shape) > 1 else None
-    typed = value is not None and value.dtype in _HALVES
+    typed = value is not None and value.dtype in HALVES
     return typed and isinstance(width, int) and width % _ALIGNED == 0 and width <= _MOST_COLUMNS
 
 
@@ -842,7 +815,6 @@ def _write_node(
     for output in outputs:
         output.type, output.shape = node.outputs[0].type, node.outputs[0].shape
     replace_node(node, b, {0: outputs[0]})
-    import_domains(model, b)
     return list(outputs)
 
 

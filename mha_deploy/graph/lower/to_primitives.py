@@ -19,19 +19,16 @@ from mha_deploy.graph.lower.call import (
     as_input_rank,
     key_length,
     query_length,
-    read_call,
-    split_heads,
     split_inputs,
 )
 from mha_deploy.graph.lower.masks import Mask
 from mha_deploy.graph.lower.operators import (
-    Obstacle,
     rms_norm_to_primitives,
     rotary_to_primitives,
     scatter_to_primitives,
 )
 
-AUTO, ROWS, COPY = "auto", "rows", "copy"
+AUTO, COPY = "auto", "copy"
 
 OPERATOR_RULES = {
     "RotaryEmbedding": rotary_to_primitives,
@@ -46,25 +43,18 @@ GROUP_FORMS = ("fold", "broadcast", "repeat")
 
 @dataclass(frozen=True, kw_only=True)
 class PrimitivesOptions:
-    """How to write the matmuls.
+    """How to write the matmuls."""
 
-    Args:
-        gqa: `auto`, `fold`, `broadcast` or `repeat`: the form of grouped heads.
-        cache: `copy` outputs whole caches with the new entries in them; `rows` outputs only the new entries
-            and reads the caches in place; `auto` is `rows` for a preallocated cache whose pattern is
-            recognised, else `copy`.
-        shift_masks: Subtract the largest number of an FP16 mask where it is large. That is exact, but it
-            computes the mask, and TensorRT 8.6 fuses attention only under a mask that is an input. Otherwise
-            a query whose keys all have about the lowest number of FP16 averages their values.
-        opset: The highest opset the result may need; None keeps the model's own.
-    """
-
-    gqa: str = AUTO
+    gqa: str = AUTO  # the form of grouped heads
+    # `copy` outputs whole caches with the new entries in them; `auto` reads a preallocated cache in place and
+    # outputs only the new entries, where its pattern is recognised
     cache: str = AUTO
+    # Subtract the largest number of an FP16 mask where it is large. That is exact, but it computes the mask,
+    # and TensorRT 8.6 fuses attention only under a mask that is an input. Otherwise a query whose keys all
+    # have about the lowest number of FP16 averages their values.
     shift_masks: bool = True
-    opset: int | None = 17
 
-    CHOICES: ClassVar = {"gqa": (AUTO, *GROUP_FORMS), "cache": (AUTO, ROWS, COPY)}
+    CHOICES: ClassVar = {"gqa": (AUTO, *GROUP_FORMS), "cache": (AUTO, COPY)}
 
 
 # -- The steps of attention in plain matmuls, for groups of query heads that share a key/value head --
@@ -128,7 +118,7 @@ class GroupForm(NamedTuple):
         perm = (0, 1, 2, 4, 3) if self.kind == "broadcast" else (0, 1, 3, 2)
         query = self.b.transpose(q, *perm, name="q_transposed")
         matmul = self.b.op("MatMul", self.keys(k, None, self.call.D), query, name="scores")
-        return self.b.transpose(matmul, *perm, name="scores_turned")
+        return self.b.transpose(matmul, *perm, name="scores_transposed")
 
     def softcap(self, scores: ir.Value) -> ir.Value:
         """Bound the scores: softcap · tanh(scores / softcap)."""
@@ -211,32 +201,13 @@ def lower_to_primitives(
 
 
 def read_caches_in_place(model: ir.Model, options: PrimitivesOptions, *, dialect: str) -> None:
-    """Write every attention with a cache in this form, if the option `cache` allows it; changes the model.
-
-    Raises:
-        LoweringError: `cache` is `rows`, and a cache cannot be read in place.
-    """
-
-    def wanted(node: ir.Node) -> kv.CachedAttention | None:
-        cache = kv.read_cache(node)
-        if isinstance(cache, Obstacle):
-            if options.cache == ROWS:
-                call = read_call(node, dialect=dialect)
-                raise call.refuse(cache.feature, got=cache.got, hint="cache=copy writes whole caches")
-            return None
-        # The outputs of a dynamic cache are the whole present, so it is only changed on request.
-        return None if cache is None or (cache.starts is None and options.cache != ROWS) else cache
+    """Write every attention with a preallocated cache in this form, but for `copy`; changes the model."""
 
     def write(call: AttentionCall, b: NodeBuilder, cache: kv.CachedAttention) -> None:
-        new_key, new_value = cache.new_key, cache.new_value
-        if call.attention.rank == 3:
-            new_key = split_heads(b, new_key, call.Hkv, call.D, name="k_heads")
-            new_value = split_heads(b, new_value, call.Hkv, call.Dv, name="v_heads")
-        new = (new_key, new_value)
-        y = _cached_attention(group_form(b, call, options.gqa), cache, *new)
-        rows, outs = {}, (cache.key_out, cache.value_out)
-        pasts = (cache.past_key, cache.past_value)
-        for old, entries, past in zip(outs, new, pasts, strict=True):
+        y = _cached_attention(group_form(b, call, options.gqa), cache)
+        of_keys = (cache.key_out, cache.new_key, cache.past_key)
+        rows = {}
+        for old, entries, past in (of_keys, (cache.value_out, cache.new_value, cache.past_value)):
             # A node of its own: the rules for other operators may replace the producer.
             row, name = b.op("Identity", entries), kv.rows_name(str(old.name))
             for value in (value for node in model.graph.all_nodes() for value in node.outputs):
@@ -250,30 +221,26 @@ def read_caches_in_place(model: ir.Model, options: PrimitivesOptions, *, dialect
         kv.note_caches(model, kv.ENTRIES_NOTE, {str(row.name): past for row, past in rows.items()})
 
     if options.cache != COPY:
-        kv.rewrite_caches(model, wanted, write, dialect=dialect)
+        kv.rewrite_caches(model, write, dialect=dialect)
 
 
-def _cached_attention(
-    form: GroupForm, cache: kv.CachedAttention, new_key: ir.Value, new_value: ir.Value
-) -> ir.Value:
+def _cached_attention(form: GroupForm, cache: kv.CachedAttention) -> ir.Value:
     """Scores of the past and of the new tokens apart, one softmax over both, and two matmuls with V."""
     b, call = form.b, form.call
     S, T = query_length(b, call), b.size(cache.past_key, 2)
     hides_more = call.mask is not None or call.attention.has_window
     mask = masks.read_mask(b, call, S, key_length(b, call)) if hides_more else None
     biases = _plain_biases(form, cache, S, T) if mask is None else _split_bias(form, cache, mask, S, T)
-    q = call.q if call.attention.rank == 4 else split_heads(b, call.q, call.Hq, call.D, name="q_heads")
-    query, scores = form.query(q), []
-    for k, bias in zip((cache.past_key, new_key), biases, strict=True):
+    query, scores = form.query(call.q), []
+    for k, bias in zip((cache.past_key, cache.new_key), biases, strict=True):
         capped = form.softcap(form.transposed_scores(query, k))
         scores.append(capped if bias is None else b.op("Add", capped, bias, name="scores_biased"))
     weights = form.softmax(b.op("Concat", *scores, axis=-1, name="all_scores"))
-    halves = zip(_cut_columns(b, weights, T), (cache.past_value, new_value), strict=True)
+    halves = zip(_cut_columns(b, weights, T), (cache.past_value, cache.new_value), strict=True)
     y = b.op("Add", *[form.weighted(half, v) for half, v in halves], name="summed_values")
     y = form.restore(y, call.Dv)
     # Without a mask no query is fully masked: it attends at least to itself.
-    y = masks.zero_masked_queries(b, call, masks.attending_queries(b, call, mask), y)
-    return as_input_rank(b, call, y)
+    return masks.zero_masked_queries(b, call, masks.attending_queries(b, call, mask), y)
 
 
 def _cut_columns(b: NodeBuilder, x: ir.Value, T: Size) -> tuple[ir.Value, ir.Value]:
@@ -285,7 +252,7 @@ def _cut_columns(b: NodeBuilder, x: ir.Value, T: Size) -> tuple[ir.Value, ir.Val
 
 def _plain_biases(
     form: GroupForm, cache: kv.CachedAttention, S: Size, T: Size
-) -> tuple[ir.Value | None, ir.Value | None]:
+) -> tuple[ir.Value, ir.Value | None]:
     """Mask the entries of a cache of T that are not valid yet, and the future among the S new tokens."""
     b, call = form.b, form.call
 
@@ -293,9 +260,7 @@ def _plain_biases(
         mask = Mask(visible=visible, additive=None, heads=1, one_row=one_row)
         return form.bias(mask, masks.bias_of(b, call, mask), S, columns)
 
-    past = new = None
-    if cache.starts is not None:
-        past = bias(_valid(b, cache.starts, T), T, one_row=True)
+    past, new = bias(_valid(b, cache.starts, T), T, one_row=True), None
     if call.attention.is_causal and call.attention.S != 1:
         key, query = (masks.positions_along(b, S, axis=axis) for axis in (3, 2))
         new = bias(b.op("Less", key, b.op("Add", query, b.ints(1))), S, one_row=False)
@@ -308,9 +273,6 @@ def _split_bias(
     """Split the bias over all keys into those of the past and of the new tokens."""
     b, call, starts = form.b, form.call, cache.starts
     bias = masks.bias_of(b, call, mask, in_score_type=True)
-    if starts is None:
-        # Laid out before the split: with an empty past, a reshape could not infer its size.
-        return _cut_columns(b, form.bias(mask, bias, S, key_length(b, call)), T)
     hidden = b.constant(masks.NEG_INF, call.dtype)
     past = b.op("Where", _valid(b, starts, T), bias, hidden, name="bias_past")
     # The new entries are at another position in each batch element: their columns are gathered.

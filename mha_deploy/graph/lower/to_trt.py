@@ -31,21 +31,16 @@ from mha_deploy.graph.lower.to_primitives import OPERATOR_RULES, PrimitivesOptio
 
 @dataclass(frozen=True, kw_only=True)
 class TrtOptions:
-    """Which rewrites are allowed.
+    """Which rewrites are allowed."""
 
-    Args:
-        decompose: Write a node that the fused operator cannot express as matmuls instead of
-            refusing it. It will be slower.
-        pad_heads: Where V's head size differs from K's, pad the smaller with zeros: exact, and fused.
-        explicit_causal: Write `is_causal` as a mask, too, unless there are certainly as many keys as
-            queries; for a target whose causal alignment is not documented.
-        decode_primitives: Write `RotaryEmbedding`, `TensorScatter` and `RMSNormalization` in primitive
-            operators: for TensorRT 10.14, which has none, and for a cache that cannot be updated in place.
-    """
-
+    # Write a node that the fused operator cannot express as matmuls, which are slower, instead of refusing it
     decompose: bool = False
-    pad_heads: bool = False
+    pad_heads: bool = False  # where V's head size differs from K's, pad the smaller: exact, and fused
+    # Write `is_causal` as a mask, too, unless there are certainly as many keys as queries; for a target whose
+    # causal alignment is not documented
     explicit_causal: bool = False
+    # Write the operators around attention in primitive ones: for TensorRT 10.14, which has none of them, and
+    # for a cache that cannot be updated in place
     decode_primitives: bool = False
 
 
@@ -60,7 +55,7 @@ def lower_to_trt(call: AttentionCall, b: NodeBuilder, options: TrtOptions) -> di
     if refusal is not None:
         if not options.decompose:
             raise refusal
-        return lower_to_primitives(call, b, PrimitivesOptions(opset=None))
+        return lower_to_primitives(call, b, PrimitivesOptions())
     attention, causal_as_mask = call.attention, options.explicit_causal and not call.is_square
     changes = len(call.node.inputs) > 3 or len(call.node.outputs) > 1 or call.Dv != call.D
     attributes = ("softmax_precision", "left_window_size", "right_window_size")
@@ -110,7 +105,7 @@ def _rebuild(call: AttentionCall, b: NodeBuilder, options: TrtOptions) -> dict[i
         # The scores are computed a second time: a fused kernel does not output its own. Their nodes have
         # another prefix, so that fusion verdicts do not count them as parts of the attention.
         side = NodeBuilder(f"{attention.name}_scores{b.prefix.removeprefix(attention.name)}")
-        scores = lower_to_primitives(call, side, PrimitivesOptions(opset=None))[QK_OUTPUT]
+        scores = lower_to_primitives(call, side, PrimitivesOptions())[QK_OUTPUT]
         b.nodes += side.live_nodes([scores])
         outputs[QK_OUTPUT] = scores
     return outputs
