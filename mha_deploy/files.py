@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import msgspec
-
+from mha_deploy.errors import DeployError
 from mha_deploy.text import printable
 
 # A manifest of the largest models has a few megabytes.
@@ -45,6 +44,15 @@ def read_regular(path: Path, limit: int = LARGEST_TEXT) -> bytes:
         return file.read(size)  # with a large limit, read(limit) would allocate that much
 
 
+def check_name(name: str) -> None:
+    """Refuse the name of a file that is not UTF-8: runtimes and the formats of our files do not take it."""
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        shown = name.encode("utf-8", "backslashreplace").decode()
+        raise DeployError("The name is not valid UTF-8.", got=shown, hint="rename it") from error
+
+
 def read_json(path: Path) -> Any:
     """The plain data in a JSON file.
 
@@ -52,6 +60,8 @@ def read_json(path: Path) -> Any:
         OSError: It is no regular file, or too large.
         ValueError, msgspec.DecodeError, RecursionError: It is no JSON, or an object has a field twice.
     """
+    import msgspec
+
     content = read_regular(path)
     data = msgspec.json.decode(content)  # first: it refuses what `json` takes, such as NaN
     refuse_duplicates(content)

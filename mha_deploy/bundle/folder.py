@@ -25,7 +25,7 @@ import msgspec
 from mha_deploy.bundle.commit import commit_folder, refuse_occupied, temporary_folder
 from mha_deploy.bundle.manifest import FileEntry, Manifest
 from mha_deploy.errors import BundleError
-from mha_deploy.files import check_plain, open_regular, read_json
+from mha_deploy.files import check_name, check_plain, open_regular, read_json
 
 MANIFEST = "manifest.json"
 MODEL = "model.onnx"
@@ -100,6 +100,7 @@ class BundleWriter:
 
     def __init__(self, target: Path, *, overwrite: bool = False) -> None:
         self.target, self.overwrite = target, overwrite
+        check_name(str(target))
         self.place = Path(os.path.realpath(target))  # a link stays, and what it leads to is replaced
         self._owned = ExitStack()
         refuse_occupied(self.place, overwrite=overwrite)

@@ -23,6 +23,7 @@ import typer
 
 from mha_deploy.cli import verbs
 from mha_deploy.errors import EXIT_BAD_INPUT, DeployError, exit_as_error
+from mha_deploy.files import check_name
 from mha_deploy.text import printable
 
 EXIT_INTERNAL_ERROR = 70
@@ -65,6 +66,8 @@ def main() -> None:
         code, printed = EXIT_INTERNAL_ERROR, False
         error: DeployError | None = None
         try:
+            for argument in sys.argv[1:]:
+                check_name(argument)
             app(standalone_mode=True)
             code = 0
         except DeployError as raised:
