@@ -680,6 +680,17 @@ def test_names_of_files_are_printed_without_their_control_characters(tmp_path):
         assert_refused(outcome)
 
 
+def test_a_name_that_is_not_utf_8_is_refused(tmp_path):
+    """ONNX, ONNX Runtime and safetensors do not take it, and nothing is written until they are asked."""
+    odd = os.fsdecode(os.fsencode(tmp_path) + b"/\xff")
+    commands = [("export", "tiny-mha", "-o", odd), ("inspect", odd, "--json"), ("fuse", odd, "-o", odd)]
+    for outcome in all_forked(commands):
+        assert_refused(outcome, "not valid UTF-8", "\\udcff")
+    with pytest.raises(md.DeployError, match="UTF-8"):
+        md.export("tiny-mha", odd)
+    assert list(tmp_path.iterdir()) == []
+
+
 def streamed(command, **options):
     """A command of a shell with a fresh interpreter."""
     program = f"set -o pipefail; '{sys.executable}' -m mha_deploy {command}"
