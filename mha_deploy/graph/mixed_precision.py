@@ -21,7 +21,7 @@ import onnx
 import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass, RemoveUnusedNodesPass
 
-from mha_deploy.errors import DeployError
+from mha_deploy.errors import DeployError, nearest
 from mha_deploy.graph.attention_node import (
     MASK,
     AttentionNode,
@@ -108,7 +108,7 @@ class Reason(NamedTuple):
 
 @dataclass(frozen=True)
 class KeptNode:
-    """A node that is not written in FP16 but in `precision`, `fp32`, and why."""
+    """A node that is not written in FP16 but in `precision`, `fp32` or `bf16`, and why."""
 
     name: str
     op_type: str
@@ -169,7 +169,8 @@ class PrecisionPlan:
 
 # -- The form of a graph that measuring, planning and writing share --------------------------------
 
-FLOAT, HALF = ir.DataType.FLOAT, ir.DataType.FLOAT16
+FLOAT, HALF, BF16 = ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16
+_NAMES = {FLOAT: "float", HALF: "float16", BF16: "bfloat16"}
 TYPE_BLIND = frozenset({"Shape", "Size"})
 """Operators that read only the shape of a tensor."""
 
@@ -220,7 +221,7 @@ def write_bfloat16_as_float32(model: ir.Model) -> bool:
 
     The numbers of BF16 are numbers of float32, so this only leaves out roundings.
     """
-    return retype(model, (ir.DataType.BFLOAT16,), FLOAT)
+    return retype(model, (BF16,), FLOAT)
 
 
 def float_inputs(node: ir.Node) -> Iterator[tuple[int, ir.Value]]:
@@ -244,11 +245,13 @@ def constant_of(value: ir.Value) -> np.ndarray | None:
     return None if tensor is None else tensor.numpy()
 
 
-def takes_half(opsets: Mapping[str, int], node: ir.Node, side: str, position: int) -> bool:
-    """Whether the operator accepts FP16 there; `side` is inputs or outputs."""
+def accepted_type(
+    opsets: Mapping[str, int], node: ir.Node, side: str, position: int, wanted: ir.DataType
+) -> ir.DataType:
+    """The wanted type, or float32 where the operator does not accept it; `side` is inputs or outputs."""
     slots = _slots(node.op_type, node.domain, opsets.get(node.domain, 1), side)
     # The last one may be variadic.
-    return bool(slots) and "tensor(float16)" in slots[min(position, len(slots) - 1)]
+    return wanted if slots and f"tensor({_NAMES[wanted]})" in slots[min(position, len(slots) - 1)] else FLOAT
 
 
 @cache
@@ -578,21 +581,28 @@ _TO_DIVISION = ("Sqrt", "Expand", "Unsqueeze", "Identity")
 MARGIN = 4.0
 """How far below FP16's largest number measured ones must stay: other inputs may have larger ones."""
 
+WIDE = {"fp32": FLOAT, "bf16": BF16}
 
-def plan_precision(model: ir.Model, ranges: Ranges, *, margin: float = MARGIN) -> PrecisionPlan:
+
+def plan_precision(
+    model: ir.Model, ranges: Ranges, *, margin: float = MARGIN, wide: str = "fp32"
+) -> PrecisionPlan:
     """Decide what is not written in FP16.
 
     Args:
         model: The graph, in float32; it is not changed.
         ranges: What was measured on it.
         margin: How many times larger than measured a number may become before FP16 overflows.
+        wide: What attention is kept in: `fp32`, or `bf16` where the target has it. Other nodes stay in fp32.
 
     Raises:
         DeployError: The graph has branches, or the ranges are not of this graph.
     """
+    if wide not in WIDE:
+        raise DeployError("Attention is kept in fp32 or bf16.", got=wide, hint=nearest(wide, WIDE))
     if not 1.0 <= margin <= FP16_MAX:
         raise DeployError("The margin is a factor of 1 or more.", got=margin)
-    return _Planner(prepared(model), ranges, margin).plan()
+    return _Planner(prepared(model), ranges, margin).plan(wide)
 
 
 class _Planner:
@@ -608,7 +618,7 @@ class _Planner:
         self._kept: dict[ir.Node, Reason] = {}
         self._fully_masked: dict[str, float] = {}
 
-    def plan(self) -> PrecisionPlan:
+    def plan(self, wide: str) -> PrecisionPlan:
         """Find the nodes, then what follows for inputs, outputs and constants."""
         nodes = [node for node in self._graph if _computes(node)]
         for node in nodes:
@@ -621,10 +631,10 @@ class _Planner:
         float32_inputs = {each.name for each in inputs}
         between = Reason("between", None, "it is between nodes in float32, and would only add Casts")
         self._kept |= dict.fromkeys(enclosed_nodes(self._graph, set(self._kept), float32_inputs), between)
-        kept = [node for node in nodes if node in self._kept]
+        types = {node: wide if is_attention(node) else "fp32" for node in nodes if node in self._kept}
         results = [value for value in dict.fromkeys(self._graph.outputs) if value.producer() is not None]
         return PrecisionPlan(
-            kept=tuple(KeptNode(str(n.name), n.op_type, "fp32", *self._kept[n]) for n in kept),
+            kept=tuple(KeptNode(str(n.name), n.op_type, to, *self._kept[n]) for n, to in types.items()),
             inputs=inputs,
             outputs=tuple(self._tensors(results)),
             clamped=tuple(self._clamped(float32_inputs)),
@@ -706,7 +716,7 @@ class _Planner:
             return reason
         slots = [("inputs", at) for at, _ in float_inputs(node)]
         slots += [("outputs", at) for at, _ in float_outputs(node)]
-        if any(takes_half(self._opsets, node, *slot) for slot in slots):
+        if any(accepted_type(self._opsets, node, *slot, HALF) == HALF for slot in slots):
             return None
         return Reason("operator", None, f"{node.op_type} is not known to take FP16")
 
@@ -849,7 +859,7 @@ class _Writer:
 
     def __init__(self, work: ir.Model, plan: PrecisionPlan) -> None:
         self._graph, self._opsets = work.graph, work.opset_imports
-        self._kept = {each.name for each in plan.kept}
+        self._kept = {each.name: WIDE[each.precision] for each in plan.kept}
         self._float32_inputs = {each.name for each in plan.inputs}
         self._float32_outputs = {each.name for each in plan.outputs}
         self._clamped = {each.name for each in plan.clamped}
@@ -858,7 +868,7 @@ class _Writer:
         self._made: dict[tuple[ir.Value, ir.DataType], ir.Value] = {}
         self._taken = names_in(work) | {str(value.name) for value in work.graph.inputs}
         self._taken |= set(work.graph.initializers)
-        unknown = self._kept - {str(node.name) for node in work.graph}
+        unknown = self._kept.keys() - {str(node.name) for node in work.graph}
         if unknown:
             raise DeployError("The plan was made for another graph.", got=", ".join(sorted(unknown)))
 
@@ -901,8 +911,7 @@ class _Writer:
                 self._graph.register_initializer(heirs[0])
 
     def _accepted(self, node: ir.Node, side: str, position: int) -> ir.DataType:
-        in_half = str(node.name) not in self._kept and takes_half(self._opsets, node, side, position)
-        return HALF if in_half else FLOAT
+        return accepted_type(self._opsets, node, side, position, self._kept.get(str(node.name), HALF))
 
     def _captured(self, nodes: list[ir.Node]) -> Iterator[tuple[ir.Node, int, ir.Value]]:
         """What nodes of branches and loops read of the main graph; there they stay in float32."""

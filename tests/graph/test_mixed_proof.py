@@ -86,6 +86,19 @@ def test_scores_that_overflow_keep_only_their_attention_float32():
         assert distance(next(iter(runner.run(OTHER).values())), exact) < 5e-2
 
 
+def test_attention_may_be_kept_in_bfloat16():
+    model = encoder({"1.q": 150.0, "1.k": 150.0}, sentinel=LOWEST)
+    plan = planned(model, wide="bf16")
+    attention = next(each for each in plan.kept if each.op_type == "Attention")
+    assert attention.precision == "bf16"
+    mixed = checked(model, plan)
+    assert [node.dtype for node in attention_nodes(mixed)] == ["fp16", "bf16"]
+    with open_runner("onnx-reference", mixed) as runner:
+        result = next(iter(runner.run(OTHER).values()))
+    assert result.dtype == np.float16
+    assert np.isfinite(result).all()
+
+
 def test_the_mask_of_a_float32_attention_masks_all_scores():
     """-65504 does not mask a score of 100,000: the mask is computed in float32, and clamped for the other."""
     model = encoder({"1.q": 150.0, "1.k": 150.0}, sentinel=LOWEST)

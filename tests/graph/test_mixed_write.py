@@ -288,10 +288,13 @@ def test_a_plan_or_ranges_of_another_graph_are_refused():
         plan_precision(g.model(X, {"y": ["B", E]}), ranges)
 
 
-def test_a_margin_below_one_is_refused():
+@pytest.mark.parametrize(
+    ("options", "words"), [({"wide": "fp8"}, "fp32 or bf16"), ({"margin": 0.5}, "margin")]
+)
+def test_options_that_mean_nothing_are_refused(options, words):
     model = encoder(layers=1)
-    with pytest.raises(DeployError, match="margin"):
-        plan_precision(model, measure_ranges(model, {"case": feeds()}), margin=0.5)
+    with pytest.raises(DeployError, match=words):
+        plan_precision(model, measure_ranges(model, {"case": feeds()}), **options)
 
 
 def test_ranges_need_a_case():

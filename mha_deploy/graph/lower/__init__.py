@@ -70,7 +70,6 @@ class Dialect:
     caches: Callable[..., None] | None = None
     broadcasts: bool = True  # whether masks may broadcast over the queries
     finish: Callable[..., None] | None = None  # runs when every attention is written; changes the model
-    opset: int | None = None  # the highest opset the result may need; None keeps the model's own
 
 
 DIALECTS = {
@@ -81,7 +80,6 @@ DIALECTS = {
         options=to_primitives.PrimitivesOptions,
         operators=lambda options: to_primitives.OPERATOR_RULES,
         caches=to_primitives.read_caches_in_place,
-        opset=17,
     ),
     "contrib": Dialect(
         rule=to_contrib.lower_to_contrib,
@@ -95,7 +93,6 @@ DIALECTS = {
         operators=to_plugin.operator_rules,
         caches=to_plugin.prepare,
         finish=to_plugin.finish,
-        opset=17,
     ),
 }
 """The dialects by name."""
@@ -134,7 +131,8 @@ def lower(model: ir.Model, dialect: str, **options: Any) -> ir.Model:
     _rewrite(lowered, chosen, settings, dialect)
     if chosen.finish is not None:
         chosen.finish(lowered, settings)
-    changed = chosen.opset is not None and to_opset(lowered, chosen.opset, dialect=dialect)
+    opset = getattr(settings, "opset", None)
+    changed = opset is not None and to_opset(lowered, opset, dialect=dialect)
     if changed or chosen.finish is not None:
         infer_shapes(lowered)
     return lowered

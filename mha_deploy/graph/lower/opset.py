@@ -173,7 +173,7 @@ def to_opset(model: ir.Model, version: int, *, dialect: str = "primitives") -> b
     for node in model.graph.all_nodes():
         problem = _problem(node, current, version) if node.domain == "" else None
         if problem is not None:
-            hint = "TensorRT-RTX, or TensorRT 10.14 or later, which take newer operators"
+            hint = f"opset=None keeps the model's own opset, for a target newer than opset {version}"
             call = OperatorCall(node=node, dialect=dialect)
             raise call.refuse(f"{node.op_type} in opset {version}", got=problem, hint=hint)
         node.version = None

@@ -488,6 +488,7 @@ def _positions(rotary: Rotary, starts: ir.Value | None, *, batch: Dim) -> int | 
 class PluginOptions:
     """Which nodes of the plugin are written."""
 
+    opset: int | None = 17  # the highest opset the result may need; None keeps the model's own
     linear: bool = False  # the projections around an attention, too: these nodes accumulate in FP32
 
 

@@ -53,6 +53,7 @@ class PrimitivesOptions:
     # and TensorRT 8.6 fuses attention only under a mask that is an input. Otherwise a query whose keys all
     # have about the lowest number of FP16 averages their values.
     shift_masks: bool = True
+    opset: int | None = 17  # the highest opset the result may need; None keeps the model's own
 
     CHOICES: ClassVar = {"gqa": (AUTO, *GROUP_FORMS), "cache": (AUTO, COPY)}
 
