@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import numpy as np
 import onnx_ir as ir
@@ -24,6 +25,8 @@ from mha_deploy.model.spec import AttentionSpec
 
 # -- The attention that is mutated -----------------------------------------------------------------
 
+_T = TypeVar("_T")
+
 # The inputs of TensorScatter and RotaryEmbedding by position.
 _UPDATE, _WRITE_INDICES = 1, 2
 _POSITIONS = 3
@@ -38,6 +41,13 @@ def _need(*conditions: object) -> None:
         raise _DoesNotApply
 
 
+def _known(value: _T | None) -> _T:
+    """Something that must be there, or be known."""
+    if value is None:
+        raise _DoesNotApply
+    return value
+
+
 class _Site:
     """One attention node, and the nodes that are inserted around it."""
 
@@ -47,16 +57,13 @@ class _Site:
 
     def input(self, position: int, node: ir.Node | None = None) -> ir.Value:
         """An input of the attention, or of another node, which must be there."""
-        value = input_at(node or self.node, position)
-        if value is None:
-            raise _DoesNotApply
-        return value
+        return _known(input_at(node or self.node, position))
 
     @property
     def output(self) -> tuple[ir.Value, ir.DataType]:
         """The heads, and their type."""
         value = self.node.outputs[Y]
-        return value, self.type_of(value)
+        return value, _known(value.dtype)
 
     @property
     def heads(self) -> tuple[int, int]:
@@ -74,27 +81,17 @@ class _Site:
             raise _DoesNotApply
         return size
 
-    def rank_of(self, value: ir.Value) -> int:
-        """The rank of a value, which must be known."""
-        return self.number(rank(value))
-
-    def type_of(self, value: ir.Value) -> ir.DataType:
-        """The type of a value, which must be known."""
-        if value.dtype is None:
-            raise _DoesNotApply
-        return value.dtype
-
     def size(self, value: ir.Value, axis: int) -> ir.Value:
         """The size of an axis, read at run time."""
         return self.build.op("Shape", value, start=axis, end=axis + 1)
 
-    def scatter(self, position: int) -> ir.Node | None:
-        """The node that updates the preallocated cache that an input reads, if there is one."""
-        return made_by(input_at(self.node, position), "TensorScatter")
+    def scatter(self, position: int) -> ir.Node:
+        """The node that updates the preallocated cache that an input reads, which must be there."""
+        return _known(made_by(input_at(self.node, position), "TensorScatter"))
 
     def new_entries(self, position: int) -> ir.Value | None:
         """The new keys or values: the input itself, or the update of a preallocated cache."""
-        scatter = self.scatter(position)
+        scatter = made_by(input_at(self.node, position), "TensorScatter")
         if scatter is None:
             return input_at(self.node, position)
         value = scatter.inputs[_UPDATE]
@@ -103,11 +100,8 @@ class _Site:
         return value
 
     def key_rotation(self) -> ir.Node:
-        """The rotary embedding of the new keys."""
-        rotary = made_by(self.new_entries(K), "RotaryEmbedding")
-        if rotary is None:
-            raise _DoesNotApply
-        return rotary
+        """The rotary embedding of the new keys, which must be there."""
+        return _known(made_by(self.new_entries(K), "RotaryEmbedding"))
 
     def feed(self, position: int, value: ir.Value, node: ir.Node | None = None) -> None:
         """Let the attention, or another node, read what was built instead of one of its inputs."""
@@ -193,7 +187,7 @@ def _mask_dropped(site: _Site) -> None:
 def _mask_off_by_one(site: _Site) -> None:
     """The mask is shifted by a key: every query attends to the first one that it should not."""
     _need(site.attention.mask == "bool")
-    site.feed_shifted(MASK, axis=3)
+    site.feed_shifted(MASK, axis=_known(rank(site.input(MASK))) - 1)
 
 
 def _causal_dropped(site: _Site) -> None:
@@ -237,7 +231,7 @@ def _other_diagonal(site: _Site, ahead: int, after_past: bool = True, only_query
     if mask is not None and site.attention.mask == "bool":
         visible = build.op("And", visible, mask)
     elif mask is not None:
-        visible = build.op("Where", visible, mask, build.constant(float("-inf"), site.type_of(q)))
+        visible = build.op("Where", visible, mask, build.constant(float("-inf"), _known(q.dtype)))
     site.feed(MASK, visible)
 
 
@@ -247,20 +241,19 @@ def _other_diagonal(site: _Site, ahead: int, after_past: bool = True, only_query
 def _cache_off_by_one(site: _Site) -> None:
     """The past is shifted by one entry, or the new entries are written one position early."""
     for position, past in ((K, PAST_KEY), (V, PAST_VALUE)):
-        scatter = site.scatter(position)
         if site.attention.has_past:
             site.feed_shifted(past, axis=2)
         else:
-            _need(scatter)
+            scatter = site.scatter(position)
             site.feed(_WRITE_INDICES, site.one_less(site.input(_WRITE_INDICES, scatter)), scatter)
 
 
 def _newest_entry_zero(site: _Site) -> None:
     """The last of the new keys and values is zero."""
     for position in (K, V):
-        scatter = site.scatter(position)
+        scatter = made_by(input_at(site.node, position), "TensorScatter")
         node, at = (site.node, position) if scatter is None else (scatter, _UPDATE)
-        axis = site.rank_of(site.input(at, node)) // 2
+        axis = _known(rank(site.input(at, node))) // 2
         site.feed_changed_last(node, at, axis, lambda last: site.build.op("Sub", last, last))
 
 
@@ -268,7 +261,6 @@ def _entry_late(site: _Site) -> None:
     """The new entries of a preallocated cache are written one slot late, where there is room."""
     for position in (K, V):
         scatter, build = site.scatter(position), site.build
-        _need(scatter)
         T, S = (site.size(site.input(at, scatter), 2) for at in (0, _UPDATE))
         later = build.op("Add", site.input(_WRITE_INDICES, scatter), build.ints(1))
         site.feed(_WRITE_INDICES, build.op("Min", later, build.op("Sub", T, S)), scatter)
@@ -277,9 +269,7 @@ def _entry_late(site: _Site) -> None:
 def _entries_stale(site: _Site) -> None:
     """Attention reads the preallocated cache as it was before the new entries were written."""
     for position in (K, V):
-        scatter = site.scatter(position)
-        _need(scatter)
-        site.node.replace_input_with(position, site.input(0, scatter))
+        site.node.replace_input_with(position, site.input(0, site.scatter(position)))
 
 
 def _values_beyond_a_length(site: _Site) -> None:
@@ -288,7 +278,7 @@ def _values_beyond_a_length(site: _Site) -> None:
     T = site.size(value, site.length_axis)
     first = build.op("Div", build.op("Mul", T, build.ints(3)), build.ints(4))
     late = build.op("GreaterOrEqual", build.count_up(T), first)
-    factor = site.scaled_where(late, 1.05, site.type_of(value))
+    factor = site.scaled_where(late, 1.05, _known(value.dtype))
     others = (0, 2) if site.attention.rank == 3 else (0, 1, 3)
     site.feed(V, build.op("Mul", value, build.unsqueeze(factor, *others)))
 
@@ -299,10 +289,8 @@ def _bias_dropped(site: _Site) -> None:
     Without a key bias alone nothing changes: softmax cancels it.
     """
     value = site.new_entries(V)
-    value = input_at(made_by(value, "Split"), 0) or value
-    add = made_by(value, "Add")
-    if value is None or add is None:
-        raise _DoesNotApply
+    value = _known(input_at(made_by(value, "Split"), 0) or value)
+    add = _known(made_by(value, "Add"))
     value.replace_all_uses_with(next(x for x in add.inputs if x is not None and not x.is_initializer()))
 
 
@@ -373,7 +361,7 @@ def _rotary_off_by_one(site: _Site, *, only_last: bool = False) -> None:
     rotary = site.key_rotation()
     positions = site.input(_POSITIONS, rotary)
     if only_last:
-        site.feed_changed_last(rotary, _POSITIONS, site.rank_of(positions) - 1, site.one_less)
+        site.feed_changed_last(rotary, _POSITIONS, _known(rank(positions)) - 1, site.one_less)
     else:
         site.feed(_POSITIONS, site.one_less(positions), rotary)
 
