@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from mha_deploy.serving.triton import Package
     from mha_deploy.validate import verdict
     from mha_deploy.validate.bench import ModelBench
-    from mha_deploy.validate.bisect import Bisection
+    from mha_deploy.validate.fault import Bisection
     from mha_deploy.validate.self_test import SelfTest
 
     AnyModel = TypeVar("AnyModel", onnx.ModelProto, ir.Model)
@@ -101,6 +101,7 @@ def _takes(options: Mapping[str, Field[Any]]) -> Callable[[AnyFunction], AnyFunc
             for name, each in rest.items()
         ]
         function.__signature__ = own.replace(parameters=given)  # type: ignore[attr-defined]
+        function.__options__ = options  # type: ignore[attr-defined]
         before, line, after = (function.__doc__ or "").partition("        options:")
         text = f"{before}{options_text(rest)}\n{after.partition(chr(10))[2]}"
         function.__doc__ = text if line else before
@@ -956,7 +957,7 @@ def bisect(
     from mha_deploy.engine.build import twin_opener
     from mha_deploy.runtime import RUNNERS
     from mha_deploy.runtime import open_runner as open_graph
-    from mha_deploy.validate.bisect import bisect_bundle, bisected_case, reference_for
+    from mha_deploy.validate.fault import bisect_bundle, bisected_case, reference_for
     from mha_deploy.validate.runtimes import RuntimeFinder
 
     opened, report = _opened(bundle), on_step or _silent

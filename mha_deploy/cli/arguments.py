@@ -37,21 +37,22 @@ def argument(metavar: str, about: str, default: Any = MISSING) -> Any:
 
 
 def taken(function: Callable[..., Any], *names: str, **details: dict[str, Any]) -> dict[str, Field[Any]]:
-    """Parameters of a function of the API as options, with what its docstring says of them as their help.
+    """Parameters of a function of the API as options: fields of its record, or as its docstring has them.
 
     Args:
         function: The function.
-        names: Its parameters.
-        details: Of some of them: further arguments of `typer.Option`, and `flags`.
+        names: Its parameters; default: the fields of its record, and those with details.
+        details: Of those in the docstring: further arguments of `typer.Option`, and `flags`.
     """
+    known: dict[str, Field[Any]] = getattr(function, "__options__", {})
     args = (getdoc(function) or "").partition("Args:\n")[2].partition("\n\n")[0]
     about = dict(re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", args, re.MULTILINE))
     made = {}
-    for name in names:
+    for name in names or (*known, *details):
         parameter, more = signature(function).parameters[name], dict(details.get(name, {}))
         words = " ".join(about.get(name, "").split())
-        made[name] = option(parameter.default, words, *more.pop("flags", ()), **more)
-        made[name].type = parameter.annotation
+        made[name] = known.get(name) or option(parameter.default, words, *more.pop("flags", ()), **more)
+        made[name].type = made[name].type or parameter.annotation
     return made
 
 

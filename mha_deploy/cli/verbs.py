@@ -31,18 +31,7 @@ from mha_deploy.cli.arguments import (
     verb,
 )
 from mha_deploy.errors import EXIT_VERDICT_FAILED, DeployError
-from mha_deploy.options import (
-    AUTO,
-    OF_DEPLOY,
-    BenchOptions,
-    EngineOptions,
-    ExportOptions,
-    Limits,
-    PackageOptions,
-    ValidateOptions,
-    chosen,
-    option,
-)
+from mha_deploy.options import AUTO, OF_DEPLOY, option
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -57,7 +46,7 @@ RUN = {name: each for name, each in CONTROL.items() if name != "trust_code"}
 # -- From a model to a bundle ----------------------------------------------------------------------
 
 
-@verb(MODEL, chosen(ExportOptions), RUN)
+@verb(MODEL, taken(md.export), RUN)
 def export(out: Path = option(MISSING, "The folder to write.", "-o", "--out"), **options: Any) -> Result:
     """Export an attention layer, your own model or an ONNX file to an ONNX bundle with fused attention."""
     files = by_name(options.pop("inputs"), "--input", "input_ids=ids.npy")
@@ -76,9 +65,7 @@ def _report_removed(bundle: Bundle) -> None:
 
 @verb(
     MODEL,
-    chosen(ExportOptions, "precision", "seed", "weights", "prefix", "overwrite"),
-    chosen(EngineOptions, *OF_DEPLOY),
-    taken(md.deploy, "engine", "latency"),
+    taken(md.deploy, "precision", "seed", "weights", "prefix", "overwrite", *OF_DEPLOY, "engine", "latency"),
     RUN,
 )
 def deploy(
@@ -176,7 +163,7 @@ def check(bundle: Path = BUNDLE, **options: Any) -> Result:
     )
 
 
-@verb(chosen(EngineOptions), taken(md.build_engine, "repeat", repeat={"min": 1}), RUN)
+@verb(taken(md.build_engine, repeat={"min": 1}), RUN)
 def build_engine(
     bundle: Path = BUNDLE,
     require_fused: bool = option(False, "Exit with 1 unless every attention is fused."),
@@ -200,7 +187,7 @@ def engine_to_dict(engine: Engine) -> dict[str, Any]:
     return {"engine": str(engine.path), **to_builtins(engine.manifest)}
 
 
-@verb(chosen(PackageOptions))
+@verb(taken(md.package))
 def package(
     bundle: Path = BUNDLE,
     triton: Path = option(MISSING, "The model repository to write or extend.", metavar="REPOSITORY"),
@@ -287,7 +274,7 @@ def where(backend: str = typer.Option("tensorrt", help="tensorrt or tensorrt-rtx
 # -- Verdicts and times ----------------------------------------------------------------------------
 
 
-@verb(chosen(ValidateOptions), CONTROL)
+@verb(taken(md.validate), CONTROL)
 def validate(
     bundle: Path = BUNDLE,
     out: Path | None = option(
@@ -344,7 +331,7 @@ def bisect(bundle: Path = BUNDLE, **options: Any) -> Result:
     return Result(found.to_dict(), lambda: [tables.bisection_renderable(found)], passed=found.wrong is None)
 
 
-@verb(chosen(BenchOptions), CONTROL)
+@verb(taken(md.bench), CONTROL)
 def bench(
     bundles: Sequence[Path] = argument("BUNDLE", "One or more bundles, with their engines built.", ()),
     out: Path | None = option(
@@ -415,7 +402,7 @@ def _in_processes(processes: int, record: Path | None) -> None:
 # -- Upgrades --------------------------------------------------------------------------------------
 
 
-@verb(chosen(Limits))
+@verb(taken(md.compare))
 def compare(
     old: str = argument(
         "OLD", "The old result: a report.json, bench.json or matrix.json, a bundle, or an .engine file."
@@ -527,7 +514,7 @@ def models(every: bool = option(False, "Include the small layers of the tests.",
 
 @verb(
     {name: MODEL[name] for name in ("model", "hf", "layer", "axis")},
-    chosen(ExportOptions, "weights", "prefix", "seed"),
+    taken(md.export, "weights", "prefix", "seed"),
     taken(md.analyze, "gpu", "precision", "at"),
     taken(md.compare_heads, "attention", "inputs"),
 )
