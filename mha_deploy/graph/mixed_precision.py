@@ -1009,13 +1009,13 @@ def _opened_mask(
 ) -> tuple[ir.Value, ir.Value]:
     """The mask in FP16 with fully masked queries moved up to 0, and True for those queries. [.., S, 1]."""
     total = mask if mask.dtype == FLOAT else builder.op("Cast", mask, to=int(FLOAT))
-    seen, infinite = total, builder.constant(-math.inf, FLOAT)
+    visible, infinite = total, builder.constant(-math.inf, FLOAT)
     if attention.is_causal:
         length = 2 if attention.rank == 4 else 1
         queries = builder.reshape(builder.count_up(builder.size(q, length)), -1, 1)
         keys = builder.count_up(builder.size(mask, -1))
-        seen = builder.op("Where", builder.op("LessOrEqual", keys, queries), total, infinite)
-    best = builder.op("ReduceMax", seen, builder.ints(-1), keepdims=1)
+        visible = builder.op("Where", builder.op("LessOrEqual", keys, queries), total, infinite)
+    best = builder.op("ReduceMax", visible, builder.ints(-1), keepdims=1)
     low = builder.op("LessOrEqual", best, builder.constant(-FP16_MAX / 2, FLOAT))
     masked = builder.op("And", low, builder.op("Greater", best, infinite), name="fully_masked")
     moved = builder.op("Where", masked, builder.op("Sub", total, best), total)

@@ -57,6 +57,7 @@ LOWERINGS: list[tuple[str, dict[str, Any]]] = [
     ("primitives", {}),
     ("primitives", {"cache": "copy"}),
     ("primitives", {"gqa": "broadcast"}),
+    ("primitives", {"gqa": "repeat"}),
 ]
 # New tokens, and how many each batch element has before them: empty, one past for all, ragged.
 CALLS: dict[str, list[tuple[int, list[int]]]] = {
