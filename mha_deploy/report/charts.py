@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
@@ -129,6 +128,13 @@ class Scale:
         else:
             part = (value - self.low) / (self.high - self.low)
         return self.start + (self.end - self.start) * min(max(part, 0.0), 1.0)
+
+    def value(self, place: float) -> float:
+        """The value that lies at a place."""
+        part = (place - self.start) / (self.end - self.start)
+        if self.log:
+            return self.low * (self.high / self.low) ** part
+        return self.low + (self.high - self.low) * part
 
     def ticks(self) -> list[float]:
         """Round values that divide the axis, at most about eight."""
@@ -502,33 +508,24 @@ _MAP_WIDTH, _LEFT, _TOP = 500.0, 40.0, 6.0
 _LOG_FROM_HEATMAP = 20.0
 
 
-class HeatScale(NamedTuple):
-    """The smallest value of every step of colour, then the largest of all; whether steps are equal ratios."""
-
-    edges: tuple[float, ...]
-    log: bool
-
-    def step(self, value: float) -> int:
-        """The number of the step, from 0."""
-        return min(max(bisect_right(self.edges, value) - 1, 0), _STEPS - 1)
-
-
-def heat_scale(maps: Sequence[Data]) -> HeatScale:
-    """One scale for all maps, so that they can be compared."""
+def heat_scale(maps: Sequence[Data]) -> Scale:
+    """From values to steps of colour; one scale for all maps, so that they can be compared."""
     values = [value for each in maps for row in each["values"] for value in row if value is not None]
     positive = [value for value in values if value > 0] or [1.0]
     low, high = min(positive), max(positive)
-    if high > _LOG_FROM_HEATMAP * low:
-        low = max(low, high * 1e-6)
-        return HeatScale(tuple(low * (high / low) ** (i / _STEPS) for i in range(_STEPS + 1)), True)
-    return HeatScale(tuple(high * i / _STEPS for i in range(_STEPS + 1)), False)
+    log = high > _LOG_FROM_HEATMAP * low
+    return Scale(low=max(low, high * 1e-6) if log else 0.0, high=high, start=0, end=_STEPS, log=log)
 
 
-def heat_legend(maps: Sequence[Data], scale: HeatScale) -> Markup:
+def heat_legend(maps: Sequence[Data], scale: Scale) -> Markup:
     """The steps with their numbers."""
     steps = [
-        tag("li", tag("span", class_=f"swatch q{i}"), f"{error(low)} to {error(high)}")
-        for i, (low, high) in enumerate(pairwise(scale.edges))
+        tag(
+            "li",
+            tag("span", class_=f"swatch q{i}"),
+            f"{error(scale.value(i))} to {error(scale.value(i + 1))}",
+        )
+        for i in range(_STEPS)
     ]
     if any(value is None for each in maps for row in each["values"] for value in row):
         steps.append(tag("li", tag("span", class_="swatch qn"), "no finite number"))
@@ -536,7 +533,7 @@ def heat_legend(maps: Sequence[Data], scale: HeatScale) -> Markup:
     return tag("div", tag("p", f"Relative RMS error, {kind}"), tag("ul", *steps), class_="heat-legend")
 
 
-def heatmap(data: Data, scale: HeatScale) -> Markup | None:
+def heatmap(data: Data, scale: Scale) -> Markup | None:
     """One map; None where it has no cells."""
     values, each = data["values"], data["bin"]
     columns = max((len(row) for row in values), default=0)
@@ -549,7 +546,7 @@ def heatmap(data: Data, scale: HeatScale) -> Markup | None:
             first, words = c * each, "no finite number" if value is None else error(value)
             last = f"–{first + each - 1}" if each > 1 else ""
             title = f"{data['rows']} {r}, {data['columns']} {first}{last}: {words}"
-            css = "qn" if value is None else f"q{scale.step(value)}"
+            css = "qn" if value is None else f"q{min(int(scale.place(value)), _STEPS - 1)}"
             place = {"x": _LEFT + c * width, "y": _TOP + r * height, "width": width, "height": height}
             cells.append(tag("rect", tag("title", title), **place, class_=css))
     bottom = _TOP + height * len(values)
