@@ -36,7 +36,7 @@ from mha_deploy.bundle.folder import MANIFEST, open_bundle, sha256
 from mha_deploy.engine.build import engine_from_bundle
 from mha_deploy.engine.engine import first_gpu, parse_ranges, reasons_not_to_run
 from mha_deploy.errors import BackendUnavailable, DeployError, nearest
-from mha_deploy.files import read_regular
+from mha_deploy.files import check_plain, read_regular
 from mha_deploy.model.catalog import find_spec, is_factory
 from mha_deploy.options import EngineOptions, ValidateOptions
 from mha_deploy.regression.record import append_lines, build_line
@@ -96,8 +96,9 @@ def read_plan(source: Any) -> Plan:
     hint, is_data = "docs/matrix.md shows a plan", isinstance(source, Mapping)
     try:
         data = source if is_data else msgspec.toml.decode(read_regular(Path(source)))
+        check_plain(data)
         plan = msgspec.convert(data, Plan)
-    except (OSError, UnicodeDecodeError, msgspec.DecodeError, ValueError) as error:
+    except (OSError, UnicodeDecodeError, msgspec.DecodeError, ValueError, RecursionError) as error:
         raise DeployError("The plan cannot be read.", got=f"{source}: {error}", hint=hint) from error
     for what in ("models", "runtimes", "precisions", "gpus", "options"):
         if not getattr(plan, what):
