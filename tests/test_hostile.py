@@ -317,6 +317,21 @@ def test_a_spec_file_that_is_none_is_refused(tmp_path, name):
         md.load_model(str(path))
 
 
+def test_the_plan_of_a_matrix_is_read_strictly(tmp_path):
+    path = tmp_path / "plan.toml"
+    frame = 'precisions = ["fp16"]\nruntimes = [{name = "rtx"}]\n'
+    for text in (
+        SPECS["deep"],
+        SPECS["digits"],
+        f'models = ["\\u001b[31m"]\n{frame}',
+        f"models = 3\n{frame}",
+    ):
+        path.write_text(text)
+        with pytest.raises(md.DeployError, match="plan cannot be read"):
+            md.matrix(path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 # -- Oracles ---------------------------------------------------------------------------------------
 
 
