@@ -132,11 +132,6 @@ def valid_only(attention: AttentionNode, inputs: Mapping[str, np.ndarray]) -> di
     return found
 
 
-def all_keys(attention: AttentionNode, inputs: Mapping[str, np.ndarray], k: np.ndarray) -> np.ndarray:
-    """The past, where there is one, and the keys of the call. [B, Hkv, T, D]."""
-    return np.concatenate((inputs["past"].astype(k.dtype), k), axis=2) if attention.has_past else k
-
-
 def visible_keys(
     attention: AttentionNode, inputs: Mapping[str, np.ndarray], S: int, T: int
 ) -> np.ndarray | None:

@@ -26,7 +26,6 @@ from mha_deploy.graph.attention_node import (
     MASK,
     AttentionNode,
     Q,
-    all_keys,
     by_head,
     inputs_by_role,
     is_attention,
@@ -340,8 +339,10 @@ def queries_and_keys(
     bound = sizes[0] * max(sizes[1:]) * inputs["Q"].shape[-1]
     # BF16 and FP32 tensors may be so large that their matmul does not fit float32.
     kind = np.dtype(np.float32 if bound < float(np.finfo(np.float32).max) else np.float64)
-    q, k = (by_head(inputs[role], heads) for role, heads in (("Q", attention.Hq), ("K", attention.Hkv)))
-    return q.astype(kind), all_keys(attention, inputs, k.astype(kind))
+    k = by_head(inputs["K"], attention.Hkv).astype(kind)
+    if attention.has_past:
+        k = np.concatenate((inputs["past"].astype(kind), k), axis=2)
+    return by_head(inputs["Q"], attention.Hq).astype(kind), k
 
 
 _BLOCK = 1 << 20  # pairs at a time: four megabytes

@@ -15,8 +15,6 @@ from mha_deploy.graph.fuse import fuse_attention
 from mha_deploy.graph.mixed_precision import apply_plan, plan_precision
 from mha_deploy.runtime import measure_ranges, open_runner
 
-transformers = pytest.importorskip("transformers")
-
 SIZES = {
     "hidden_size": 64,
     "num_hidden_layers": 2,
@@ -37,6 +35,7 @@ class Hidden(torch.nn.Module):
 
     def __init__(self, kind, factors, implementation):
         super().__init__()
+        transformers = pytest.importorskip("transformers")
         torch.manual_seed(0)
         config = getattr(transformers, f"{kind}Config")(**SIZES, attn_implementation=implementation)
         self.model = getattr(transformers, f"{kind}Model")(config).eval()
