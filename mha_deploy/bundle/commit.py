@@ -49,19 +49,14 @@ def refuse_occupied(place: Path, *, overwrite: bool) -> tuple[str, ...]:
         return ()
     manifest = _read_own_manifest(place)
     if manifest is None:
-        raise BundleError(
-            "Only a bundle is overwritten, and this is none.",
-            got=f"{place}, without a {_MANIFEST} of {_TOOL}",
-            hint="another -o, or remove it yourself",
-        )
+        got, hint = f"{place}, without a {_MANIFEST} of {_TOOL}", "another -o, or remove it yourself"
+        raise BundleError("Only a bundle is overwritten, and this is none.", got=got, hint=hint)
     extras, foreign = _contents(place, manifest)
     if foreign:
         more = f" and {len(foreign) - _SHOWN} more" if len(foreign) > _SHOWN else ""
-        raise BundleError(
-            f"The folder holds files that {_TOOL} did not write; they would be lost.",
-            got=f"{', '.join(foreign[:_SHOWN])}{more} in {place}",
-            hint="move them elsewhere, or another -o",
-        )
+        problem = f"The folder holds files that {_TOOL} did not write; they would be lost."
+        got = f"{', '.join(foreign[:_SHOWN])}{more} in {place}"
+        raise BundleError(problem, got=got, hint="move them elsewhere, or another -o")
     return extras
 
 
@@ -78,26 +73,18 @@ def commit_folder(new: Path, place: Path, *, overwrite: bool) -> tuple[str, ...]
         if error.errno not in _OCCUPIED:
             raise
         if not overwrite:
-            raise BundleError(
-                "Another program wrote the output folder in the meantime; it was left as it is.",
-                got=place,
-                hint="another -o, or --overwrite",
-            ) from error
+            problem = "Another program wrote the output folder in the meantime; it was left as it is."
+            raise BundleError(problem, got=place, hint="another -o, or --overwrite") from error
     with locked(place):
         gone = refuse_occupied(place, overwrite=True)
-        if not exchange(new, place):
-            _replace_in_two_steps(new, place)
+        _swap(new, place)
         # The old folder is at `new` now. What came into it since the check must not go with it.
         manifest = _read_own_manifest(new)
         extras, foreign = ((), (new.name,)) if manifest is None else _contents(new, manifest)
         if foreign or set(extras) - set(gone):
-            if not exchange(new, place):
-                _replace_in_two_steps(new, place)
-            raise BundleError(
-                "Another program wrote into the output folder in the meantime; it was left as it is.",
-                got=place,
-                hint="try again, or another -o",
-            )
+            _swap(new, place)
+            problem = "Another program wrote into the output folder in the meantime; it was left as it is."
+            raise BundleError(problem, got=place, hint="try again, or another -o")
     return gone
 
 
@@ -173,8 +160,10 @@ def exchange(one: Path, other: Path) -> bool:
     raise OSError(code, os.strerror(code), str(one), None, str(other))
 
 
-def _replace_in_two_steps(new: Path, place: Path) -> None:
-    """Rename the old folder aside and the new one to its place; the old one comes back if that fails."""
+def _swap(new: Path, place: Path) -> None:
+    """Let a new folder and the old one change places; in two steps, the old one comes back if one fails."""
+    if exchange(new, place):
+        return
     aside = Path(tempfile.mkdtemp(prefix=f".{place.name}.old-", dir=place.parent))
     old = aside / "bundle"
     try:
@@ -220,11 +209,8 @@ def refuse_foreign(folder: Path, name: str) -> None:
     """Refuse to replace a report, as JSON or as a page, that this tool did not write."""
     for path in (folder / f"{name}.json", folder / f"{name}.html"):
         if os.path.lexists(path) and not _is_extra(folder, path.name):
-            raise BundleError(
-                f"A file of that name is there, which {_TOOL} did not write.",
-                got=path,
-                hint="move it elsewhere, or another -o",
-            )
+            problem = f"A file of that name is there, which {_TOOL} did not write."
+            raise BundleError(problem, got=path, hint="move it elsewhere, or another -o")
 
 
 # -- what is ours ------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ import os
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from types import TracebackType
 
 import msgspec
 
@@ -56,17 +55,15 @@ class Bundle:
         root = self.path.resolve()
         for path in self.path.glob(f"{MODEL}*"):  # weights beside the graph are read with it
             if path.name not in self.manifest.files:
-                raise BundleError(
-                    "A file of the graph is not in the manifest.", got=path, hint="export again"
-                )
+                problem = "A file of the graph is not in the manifest."
+                raise BundleError(problem, got=path, hint="export again")
         for name, wanted in self.manifest.files.items():
             path = self.file(name)
             if not path.is_file() or path.resolve() != root / PurePosixPath(name):
                 raise BundleError("A file of the bundle is missing.", got=path, hint="export again")
             if path.stat().st_size != wanted.bytes or sha256(path) != wanted.sha256:
-                raise BundleError(
-                    "A file of the bundle was changed after export.", got=path, hint="export again"
-                )
+                problem = "A file of the bundle was changed after export."
+                raise BundleError(problem, got=path, hint="export again")
 
 
 def open_bundle(path: Path, *, verify: bool = True) -> Bundle:
@@ -86,9 +83,8 @@ def open_bundle(path: Path, *, verify: bool = True) -> Bundle:
         if MODEL not in manifest.files:  # a graph without a hash would go unchecked
             raise msgspec.ValidationError(f"Object missing required field `{MODEL}` - at `$.files`")
     except (msgspec.ValidationError, AttributeError, KeyError, TypeError, ValueError) as error:
-        raise BundleError(
-            "The manifest is not valid.", got=f"{manifest_path}: {error}", hint="export again"
-        ) from error
+        got = f"{manifest_path}: {error}"
+        raise BundleError("The manifest is not valid.", got=got, hint="export again") from error
     bundle = Bundle(path=path, manifest=manifest)
     if verify:
         bundle.verify()
@@ -127,9 +123,7 @@ class BundleWriter:
         removed = commit_folder(self.path, self.place, overwrite=self.overwrite)
         return Bundle(path=self.target, manifest=checked, removed=removed)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._owned.close()
 
 

@@ -201,11 +201,8 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """Read plain data."""
         if isinstance(data, Mapping):
             if (found := data.get("format")) != FORMAT:
-                raise BundleError(
-                    "The bundle has another format.",
-                    got=f"format {found!r}",
-                    hint=f"this version reads format {FORMAT}: export again with it",
-                )
+                hint = f"this version reads format {FORMAT}: export again with it"
+                raise BundleError("The bundle has another format.", got=f"format {found!r}", hint=hint)
             if missing := [name for name in cls.__struct_fields__ if name not in data]:
                 raise msgspec.ValidationError(f"Object missing required field `{missing[0]}`")
         read = msgspec.convert(data, cls)

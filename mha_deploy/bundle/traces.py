@@ -66,8 +66,10 @@ class DecodeTrace:
         return self.longest_prompt + self.steps
 
     def prefill(self, part: slice = slice(None)) -> dict[str, np.ndarray]:
-        """The inputs of a call that brings a part of the prompts."""
-        return self.call(prefill_positions(self.prompt, self.steps)[:, part])
+        """The inputs of a call that brings a part of the prompts, padded from behind the last token."""
+        positions = np.arange(self.longest_prompt)
+        padded = positions + self.steps * (positions >= self.prompt[:, None])  # [B, max(prompt)]
+        return self.call(padded[:, part])
 
     def tokens(self, step: int) -> dict[str, np.ndarray]:
         """The inputs of one decode step, from 1 to `steps`."""
@@ -106,15 +108,6 @@ def take_tokens(array: np.ndarray, axis: int, positions: np.ndarray) -> np.ndarr
         return np.take(array, positions[0], axis)
     by_token = np.moveaxis(array, axis, 1)
     return np.moveaxis(by_token[np.arange(len(positions))[:, None], positions], 1, axis)
-
-
-def prefill_positions(prompt: np.ndarray, steps: int) -> np.ndarray:
-    """The positions of the tokens of the prefill: the prompt, then padding from behind the last token.
-
-    [B] -> [B, max(prompt)].
-    """
-    positions = np.arange(prompt.max())
-    return positions + steps * (positions >= prompt[:, None])
 
 
 def prefill_calls(prompt: np.ndarray, most: int | None) -> Iterator[tuple[slice, np.ndarray | None]]:

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import math
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
@@ -23,13 +24,14 @@ from mha_deploy.engine import engine as engines
 from mha_deploy.engine import lowered as lowering
 from mha_deploy.engine.engine import Engine, first_gpu, open_engine_runner, reasons_not_to_run
 from mha_deploy.engine.lowered import FP16, FP32, NATIVE, PLUGIN, Candidate
-from mha_deploy.engine.plugins import PluginError, find_plugins, load_needed, load_plugins
+from mha_deploy.engine.plugins import find_plugins, load_needed
 from mha_deploy.errors import BackendUnavailable, BundleError, DeployError
 from mha_deploy.graph import plugin_node
 from mha_deploy.graph.attention_node import attention_nodes
 from mha_deploy.graph.file import load_graph, save_graph
 from mha_deploy.graph.lower.cache import cache_form
 from mha_deploy.metrics import judge_case
+from mha_deploy.model.precision import Precision
 from mha_deploy.options import EngineOptions
 from mha_deploy.runtime.child import RuntimeCrash, call_isolated, isolation, open_isolated, send_to_parent
 from mha_deploy.runtime.cuda import open_gpu
@@ -98,7 +100,7 @@ def _engine_at(
     """Build the one engine that the options request."""
     spec, precision = bundle.manifest.spec, bundle.manifest.precision.name
     model = load_graph(bundle.model_path)
-    library = find_plugins(rt) if options.attention == PLUGIN else None
+    plugins = [find_plugins(rt).record()] if options.attention == PLUGIN else []
     lowered, answers = lowering.lowered_for(rt, model, options)
     ranges = list(options.profiles) or engines.default_profiles(spec, one=not rt.can.shared_profiles)
     cache = bundle.path / engines.FOLDER / f"timing-{rt.backend}-{rt.version}.cache"
@@ -128,12 +130,10 @@ def _engine_at(
         # Parsers and builders can crash.
         on_message = None if on_progress is None else lambda progress: on_progress(*progress)
         if isolation.enabled and rt.in_every_process:
-            arguments, step = (rt, request, library is not None, _report), "building the engine"
-            built = call_isolated(
-                rt.backend, _build, *arguments, title=rt.title, step=step, on_message=on_message
-            )
+            about = {"title": rt.title, "step": "building the engine", "on_message": on_message}
+            built = call_isolated(rt.backend, _build, rt, request, plugins, _report, **about)
         else:
-            built = _build(rt, request, library is not None, on_progress)
+            built = _build(rt, request, plugins, on_progress)
     built = _with_carried(built, lowered)
     verdict = judge_engine(built, lowered, model, precision, len(ranges))
     # The source with the best information comes first.
@@ -177,17 +177,11 @@ def _engine_at(
         notes=notes,
         large_tensors=list(large),
     )
-    if library is not None:
+    if plugins:
         in_place = cache_form(lowered).in_place
-        notes += [
-            f"caches in place: bind {out} to the memory of {source}" for out, source in in_place.items()
-        ]
-        manifest = msgspec.structs.replace(
-            manifest,
-            attention={"requested": requested, "chosen": PLUGIN, "accumulate": options.accumulate},
-            plugins=[library.record()],
-            in_place=in_place,
-        )
+        notes += [f"caches in place: bind {out} to the memory of {at}" for out, at in in_place.items()]
+        attention = {"requested": requested, "chosen": PLUGIN, "accumulate": options.accumulate}
+        manifest = msgspec.structs.replace(manifest, attention=attention, plugins=plugins, in_place=in_place)
     engine = engines.write_engine(path, built.plan, manifest, overwrite=options.overwrite)
     if built.timing_cache:
         with contextlib.suppress(OSError):  # the engine is there: the next build is only slower
@@ -196,10 +190,9 @@ def _engine_at(
 
 
 def _build(
-    rt: TensorRT, request: BuildRequest, with_plugins: bool, on_progress: OnProgress | None
+    rt: TensorRT, request: BuildRequest, plugins: Sequence[Any], on_progress: OnProgress | None = None
 ) -> BuiltEngine:
-    if with_plugins:
-        load_plugins(rt)
+    load_needed(rt, plugins)
     return build_engine(rt, request, on_progress)
 
 
@@ -288,9 +281,8 @@ def _unprepared(rt: TensorRT, plan: bytes, names: Sequence[str], options: Mappin
             try:
                 bound = BoundContext(runner, index, usual)
             except DeployError as error:
-                problems.append(
-                    f"engine built, but profile {name} cannot be prepared: {error.got or error.what}"
-                )
+                why = error.got or error.what
+                problems.append(f"engine built, but profile {name} cannot be prepared: {why}")
                 continue
             owned.close()
             owned.callback(bound.close)
@@ -329,15 +321,14 @@ class Trial:
         """Do a part of the work; what fails for this candidate alone is the reason to refuse it."""
         try:
             return work(*arguments)
-        except (PluginError, BackendUnavailable):
+        except BackendUnavailable:
             raise  # not specific to this candidate, and to be fixed by the user
         except DeployError as error:
             self.refused = error.in_one_line
             return None
 
-    def time(self, runner: Runner, case: GoldenCase, bundle: Bundle) -> None:
+    def time(self, runner: Runner, case: GoldenCase, precision: Precision) -> None:
         """Time it on one case, judged with the type that the candidate's projections accumulate in."""
-        precision = bundle.manifest.precision
         accumulate = self.candidate.accumulate if precision.name == FP16 else FP32
         try:
             once, timing = runner.run(case.inputs), runner.time(case.inputs)
@@ -387,15 +378,14 @@ def fastest_engine(
         for case in timed_cases(golden_cases(bundle), [each for _, each in running]) if running else ():
             for trial, runner in running * _ROUNDS:
                 if not trial.refused:
-                    trial.time(runner, case, bundle)
+                    trial.time(runner, case, bundle.manifest.precision)
         owned.close()
         best = chosen(trials)
         if best.engine is None:
             raise EngineError("The chosen engine is missing.", hint="build it again")
         manifest = msgspec.structs.replace(best.engine.manifest, attention=record(trials, best, options))
-        return engines.write_engine(
-            path, best.engine.path.read_bytes(), manifest, overwrite=options.overwrite
-        )
+        plan = best.engine.path.read_bytes()
+        return engines.write_engine(path, plan, manifest, overwrite=options.overwrite)
 
 
 def chosen(trials: Sequence[Trial]) -> Trial:
@@ -420,14 +410,13 @@ def chosen(trials: Sequence[Trial]) -> Trial:
 
 def record(trials: Sequence[Trial], best: Trial, options: EngineOptions) -> engines.AttentionRecord:
     """The choice as the manifest records it. The plugin's time is that of its better candidate."""
-    times: dict[str, float] = {}
-    for trial in trials:
-        if trial.is_right:
-            kind = trial.candidate.attention
-            times[kind] = min(trial.microseconds, times.get(kind, math.inf))
-    if best.candidate.attention == PLUGIN:
-        times[PLUGIN] = best.microseconds
-    native, plugin = times.get(NATIVE), times.get(PLUGIN)
+
+    def fastest(kind: str) -> float | None:
+        found = [best] if best.candidate.attention == kind else trials
+        right = [each for each in found if each.is_right and each.candidate.attention == kind]
+        return min((each.microseconds for each in right), default=None)
+
+    native, plugin = fastest(NATIVE), fastest(PLUGIN)
     return {
         "requested": options.attention,
         "chosen": best.candidate.attention,
@@ -437,8 +426,7 @@ def record(trials: Sequence[Trial], best: Trial, options: EngineOptions) -> engi
         "ratio": round(native / plugin, 3) if native and plugin else None,
         "tried": [
             {
-                "attention": trial.candidate.attention,
-                "accumulate": trial.candidate.accumulate,
+                **vars(trial.candidate),
                 "us": round(trial.microseconds, 3) if trial.is_right else None,
                 "cases": {name: round(time, 3) for name, time in trial.times.items()},
                 "refused": trial.refused,
@@ -503,12 +491,11 @@ def rebuilt_engine(
 
 def differing_kernels(built: Sequence[Engine]) -> list[dict[str, Any]]:
     """The ONNX nodes whose kernels are not the same in every build, with the kernels of each build."""
-    found: dict[tuple[int, str], list[list[str]]] = {}
+    found = defaultdict[tuple[int, str], list[list[str]]](lambda: [[] for _ in built])
     for index, engine in enumerate(built):
         for kernel in engine.manifest.kernels:
-            key = (kernel["profile"], ", ".join(sorted(kernel["nodes"])) or kernel["name"])
-            builds = found.setdefault(key, [[] for _ in built])
-            builds[index].append(kernel["tactic"] or kernel["name"])
+            nodes = ", ".join(sorted(kernel["nodes"])) or kernel["name"]
+            found[kernel["profile"], nodes][index].append(kernel["tactic"] or kernel["name"])
     return [
         {"nodes": nodes, "profile": profile, "kernels": builds}
         for (profile, nodes), builds in found.items()
@@ -520,8 +507,7 @@ def _measured(
     built: Sequence[Engine], bundle: Bundle, on_progress: OnProgress | None
 ) -> tuple[dict[str, list[float | None]], dict[str, list[float]]]:
     """Shares of the error budget, and times, of every build; nothing where the engines cannot run here."""
-    errors: dict[str, list[float | None]] = {}
-    times: dict[str, list[float]] = {}
+    errors, times = defaultdict[str, list[float | None]](list), defaultdict[str, list[float]](list)
     for number, engine in enumerate([] if reasons_not_to_run(built[0]) else built):
         if on_progress is not None:
             on_progress("run and time", number, len(built))
@@ -531,10 +517,10 @@ def _measured(
                 if not runner.profiles_for(case.inputs):  # type: ignore[attr-defined]
                     continue
                 for verdict in judge_case(case, runner.run(case.inputs), bundle.manifest.precision):
-                    errors.setdefault(f"{case.name}/{verdict.output}", []).append(verdict.share)
+                    errors[f"{case.name}/{verdict.output}"].append(verdict.share)
                 if case.name in timed:
-                    times.setdefault(case.name, []).append(runner.time(case.inputs).p50)
-    return errors, times
+                    times[case.name].append(runner.time(case.inputs).p50)
+    return dict(errors), dict(times)
 
 
 # -- Temporary engines: variations of a graph for comparison, and mask cases -----------------------
@@ -566,8 +552,7 @@ def engine_opener(
 
 
 def _built_and_loaded(rt: TensorRT, request: BuildRequest, plugins: Sequence[Any]) -> TensorRTRunner:
-    load_needed(rt, plugins)
-    built = build_engine(rt, request)
+    built = _build(rt, request, plugins)
     return TensorRTRunner(rt, built.plan, large_tensors=built.large_tensors)
 
 
@@ -582,10 +567,6 @@ def twin_opener(engine: Engine, bundle: Bundle) -> Callable[[ir.Model], Runner]:
     """A function that builds a variation of a bundle's graph as an engine of it was built, and loads it."""
     rt, open_lowered = load(engine.manifest.backend), lowered_opener(engine, bundle)
     attention = engine.manifest.attention
-    options = EngineOptions(
-        backend=rt.backend,
-        allow_decomposed=True,
-        attention=attention["chosen"],
-        accumulate=attention["accumulate"],
-    )
+    candidate = Candidate(attention=attention["chosen"], accumulate=attention["accumulate"])
+    options = candidate.applied_to(EngineOptions(backend=rt.backend, allow_decomposed=True))
     return lambda model: open_lowered(lowering.lowered_for(rt, model, options)[0])

@@ -226,25 +226,18 @@ class EngineManifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """An engine whose manifest has been read.
+    """An engine whose manifest has been read."""
 
-    Args:
-        path: The plan.
-        manifest: What it is; as `open_engine` reads it, without the claims that its plan does not show.
-        is_shown: Whether its plan, or the build, showed the verdict; else it counts once the engine runs.
-    """
-
-    path: Path
-    manifest: EngineManifest
-    is_shown: bool = True
+    path: Path  # the plan
+    manifest: EngineManifest  # as `open_engine` reads it, without the claims that its plan does not show
+    is_shown: bool = True  # whether plan or build showed the verdict; else it counts once the engine runs
 
     def check_bundle(self, bundle: Path) -> None:
         """Refuse an engine that was built from another bundle, or whose manifest does not fit it."""
         hint = f"mha-deploy build-engine {bundle} --backend {self.manifest.backend} --overwrite"
         if sha256(bundle / MANIFEST) != self.manifest.bundle_sha256:
             raise BundleError("The engine was built from another bundle.", got=self.path, hint=hint)
-        wrong = _misfit(self.manifest, open_bundle(bundle, verify=False).manifest)
-        if wrong is not None:
+        if wrong := _misfit(self.manifest, open_bundle(bundle, verify=False).manifest):
             problem = "The engine's manifest does not fit its bundle."
             raise BundleError(problem, got=f"{self.path}: {wrong}", hint=hint)
 
@@ -393,10 +386,7 @@ Part = TypeVar("Part", NodeVerdict, PrecisionVerdict)
 
 
 def _shown_verdict(plan: bytes, manifest: EngineManifest, bundle: Path | None) -> EngineVerdict:
-    """The verdict in an engine's manifest, in which everything that its plan does not show is unknown.
-
-    `bundle` is the one that contains the engine, if any.
-    """
+    """The verdict of a manifest without what the plan does not show; `bundle` contains the engine, if any."""
     verdict, claimed, needed = manifest.verdict, manifest.verdict.precision, manifest.backend == RTX
     doubtful = [node for node in verdict.nodes if needed or "plan" in node.source.split("+")]
     if not needed and not doubtful:
@@ -416,12 +406,11 @@ def _shown_verdict(plan: bytes, manifest: EngineManifest, bundle: Path | None) -
     fused = {(each.node, each.profile): set(each.kernels) for each in shown if each.status == verdicts.FUSED}
 
     def confirmed(node: NodeVerdict) -> NodeVerdict:
-        found = fused.get((node.node, node.profile))
         if node.status != verdicts.FUSED or node not in doubtful:
             return node
-        if found is not None and found.issuperset(node.kernels):
-            return node
-        return _unknown(node, "no fused kernel of that name computes it")
+        found = fused.get((node.node, node.profile))
+        is_there = found is not None and found.issuperset(node.kernels)
+        return node if is_there else _unknown(node, "no fused kernel of that name computes it")
 
     if needed and claimed.ok:
         # Some of its nodes may be wider because the graph asks for it.
@@ -442,9 +431,7 @@ def _holds_weights(plan: bytes, graph: ir.Model) -> bool:
         if len(np.unique(np.frombuffer(data, dtype=np.uint8))) < _LEAST_DIFFERENT:
             continue
         searched = True
-        if data in plan:
-            return True
-        if len(tensor.shape) == 2 and np.ascontiguousarray(tensor.numpy().T).tobytes() in plan:
+        if data in plan or (len(tensor.shape) == 2 and tensor.numpy().T.tobytes() in plan):
             return True
     return not searched
 

@@ -69,9 +69,8 @@ def open_candidates(rt: TensorRT, options: EngineOptions, precision: str) -> lis
     if options.accumulate == FP32 and (options.workspace_mib or _SCRATCH_MIB) < _SCRATCH_MIB:
         problem = f"The plugin's projections need {_SCRATCH_MIB} MiB of scratch memory."
         got = f"--workspace-mib {options.workspace_mib} with --accumulate fp32"
-        raise EngineError(
-            problem, got=got, hint=f"--workspace-mib {_SCRATCH_MIB} or more, or --accumulate fp16"
-        )
+        hint = f"--workspace-mib {_SCRATCH_MIB} or more, or --accumulate fp16"
+        raise EngineError(problem, got=got, hint=hint)
     if options.attention == NATIVE:
         return [Candidate(attention=NATIVE)]
     refuse_plugins(rt)
@@ -117,11 +116,9 @@ def lowered_for(rt: TensorRT, model: ir.Model, options: EngineOptions) -> tuple[
             if finding.cured_by is None and finding.severity in (REFUSED, WRONG_ANSWER)
         ]
         if hopeless:
-            raise EngineError(
-                f"{answer.target} cannot take the node {answer.node.name}.",
-                got="; ".join(finding.message for finding in hopeless),
-                hint="; ".join(finding.remedy for finding in hopeless),
-            )
+            problem = f"{answer.target} cannot take the node {answer.node.name}."
+            got = "; ".join(finding.message for finding in hopeless)
+            raise EngineError(problem, got=got, hint="; ".join(finding.remedy for finding in hopeless))
     if dialect == "primitives":
         exact = not any(target.is_among("tensorrt < 10") for target in targets)
         return lower(model, dialect, gqa=options.gqa or AUTO, shift_masks=exact), answers

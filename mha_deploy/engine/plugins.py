@@ -158,30 +158,24 @@ def library_for(version: str) -> PluginLibrary:
         if major(library.tensorrt) == major(version):
             return library
         others.append(f"{path} (TensorRT {library.tensorrt})")
-    looked = ", ".join(str(place) for place in places())
-    raise PluginError(
-        f"There is no plugin library for TensorRT {major(version)} here.",
-        got=f"looked in {looked}" + (f"; found {', '.join(others)}" if others else ""),
-        hint=f"build it with `mha-deploy plugins build`, or name one in {ENVIRONMENT}",
-    )
+    looked = f"looked in {', '.join(map(str, places()))}"
+    problem = f"There is no plugin library for TensorRT {major(version)} here."
+    hint = f"build it with `mha-deploy plugins build`, or name one in {ENVIRONMENT}"
+    got = f"{looked}; found {', '.join(others)}" if others else looked
+    raise PluginError(problem, got=got, hint=hint)
 
 
 def library_needed(record: Mapping[str, Any], version: str) -> PluginLibrary:
     """The library of an entry of an engine manifest's `plugins`, for a TensorRT of this version."""
     library = library_for(version)
     if library.version != record["version"]:
-        raise PluginError(
-            "The engine needs another version of the plugin library.",
-            got=f"{library.path} is {library.version}, the engine was built with {record['version']}",
-            hint="build the engine again, or install the mha-deploy that built it",
-        )
-    wanted = {(each["name"], each["version"]) for each in record["plugins"]}
-    if missing := sorted(wanted - {(each.name, each.version) for each in library.plugins}):
-        raise PluginError(
-            "The plugin library lacks what the engine needs.",
-            got=", ".join(f"{name} version {number}" for name, number in missing),
-            hint="build the engine again",
-        )
+        got = f"{library.path} is {library.version}, the engine was built with {record['version']}"
+        hint = "build the engine again, or install the mha-deploy that built it"
+        raise PluginError("The engine needs another version of the plugin library.", got=got, hint=hint)
+    wanted = {f"{each['name']} version {each['version']}" for each in record["plugins"]}
+    if missing := sorted(wanted - {f"{each.name} version {each.version}" for each in library.plugins}):
+        problem = "The plugin library lacks what the engine needs."
+        raise PluginError(problem, got=", ".join(missing), hint="build the engine again")
     return library
 
 
@@ -248,19 +242,17 @@ class Found:
 
 def find_parts(given: Mapping[str, Path | None]) -> list[Found]:
     """Find all that the library is compiled with; folders, and nvcc, may be given by the keys of `PARTS`."""
-    found = {part: _found(part, given.get(part.key)) for part in PARTS}
-    missing = [part for part, each in found.items() if each is None]
+    found = [_found(part, given.get(part.key)) for part in PARTS]
+    missing = [part for part, each in zip(PARTS, found, strict=True) if each is None]
     if missing:
         lines = []
         for part in missing:
             looked = ", ".join(dict.fromkeys(str(folder) for folder, _ in _places(part)))
             lines.append(f"{part.title} ({', '.join(part.files)}), looked in {looked}")
-        raise PluginError(
-            "What the plugin library is built with is missing.",
-            got="; ".join(lines),
-            hint="; ".join(f"{part.title}: {part.install}, or {part.option} PATH" for part in missing),
-        )
-    return [each for each in found.values() if each is not None]
+        problem = "What the plugin library is built with is missing."
+        hint = "; ".join(f"{part.title}: {part.install}, or {part.option} PATH" for part in missing)
+        raise PluginError(problem, got="; ".join(lines), hint=hint)
+    return [each for each in found if each is not None]
 
 
 def _found(part: Part, named: Path | None) -> Found | None:
@@ -271,17 +263,14 @@ def _found(part: Part, named: Path | None) -> Found | None:
             raise PluginError("This is not a compiler.", got=named, hint="--nvcc PATH, the path of nvcc")
         return Found(part=part, paths=(Path(program),), by=part.option)
     if named is not None and not any((named / name).is_file() for name in part.files):
-        raise PluginError(
-            f"The folder has no headers of {part.title}.",
-            got=f"{named} without {', '.join(part.files)}",
-            hint=f"{part.option} FOLDER, the one with {part.files[0]}",
-        )
+        got, hint = f"{named} without {', '.join(part.files)}", f"the one with {part.files[0]}"
+        problem = f"The folder has no headers of {part.title}."
+        raise PluginError(problem, got=got, hint=f"{part.option} FOLDER, {hint}")
     taken: dict[Path, str] = {}
-    lacking = list(part.files)
+    lacking = set(part.files)
     for folder, by in [*([] if named is None else [(named, part.option)]), *_places(part)]:
-        if any((folder / name).is_file() for name in lacking):
-            taken[folder] = by
-            lacking = [name for name in lacking if not (folder / name).is_file()]
+        if held := {name for name in lacking if (folder / name).is_file()}:
+            taken[folder], lacking = by, lacking - held
     if lacking:
         return None
     paths = tuple(folder / "nvcc" for folder in taken) if part is NVCC else tuple(taken)
@@ -344,53 +333,42 @@ def _tensorrt_headers() -> str:
 _TOOLKIT = "install the CUDA toolkit, or pip install 'mha-deploy[plugin]'"
 _NUMBERS = ("MAJOR", "MINOR", "PATCH")
 NVCC = Part(
-    key="nvcc",
-    title="nvcc",
-    install=_TOOLKIT,
-    files=("nvcc",),
+    key="nvcc", title="nvcc", install=_TOOLKIT, files=("nvcc",),
     places=(
-        *("$CUDA_HOME/bin", "$CUDA_PATH/bin", "$PATH"),
-        *("nvidia/cu[0-9]*/bin", "nvidia/cuda_nvcc/bin", "/usr/local/cuda/bin"),
+        "$CUDA_HOME/bin", "$CUDA_PATH/bin", "$PATH", "nvidia/cu[0-9]*/bin", "nvidia/cuda_nvcc/bin",
+        "/usr/local/cuda/bin",
     ),
-)
+)  # fmt: skip
 PARTS = (
     Part(
-        key="tensorrt_include",
-        title="TensorRT",
-        install=_tensorrt_headers(),
+        key="tensorrt_include", title="TensorRT", install=_tensorrt_headers(),
         files=("NvInfer.h", "NvInferVersion.h"),
         places=(
-            *("$TENSORRT_ROOT/include", "$TENSORRT_ROOT"),
-            *("/usr/local/tensorrt/include", "/opt/tensorrt/include"),
+            "$TENSORRT_ROOT/include", "$TENSORRT_ROOT", "/usr/local/tensorrt/include",
+            "/opt/tensorrt/include",
         ),
         version=("NvInferVersion.h", *(f"NV_TENSORRT_{number}" for number in _NUMBERS)),
     ),
     Part(
-        key="cudnn_include",
-        title="cuDNN",
-        install="pip install nvidia-cudnn-cu13",
+        key="cudnn_include", title="cuDNN", install="pip install nvidia-cudnn-cu13",
         files=("cudnn.h", "cudnn_version.h"),
         places=("nvidia/cudnn/include", *_CUDA),
         version=("cudnn_version.h", "CUDNN_MAJOR", "CUDNN_MINOR", "CUDNN_PATCHLEVEL"),
     ),
     Part(
-        key="cudnn_frontend_include",
-        title="cudnn-frontend",
-        install="pip install nvidia-cudnn-frontend",
+        key="cudnn_frontend_include", title="cudnn-frontend", install="pip install nvidia-cudnn-frontend",
         files=("cudnn_frontend.h",),
         places=("include", "nvidia/cudnn_frontend/include"),
         version=("cudnn_frontend_version.h", *(f"CUDNN_FRONTEND_{number}_VERSION" for number in _NUMBERS)),
     ),
     Part(
-        key="cuda_include",
-        title="CUDA",
-        install=_TOOLKIT,
+        key="cuda_include", title="CUDA", install=_TOOLKIT,
         files=("cuda.h", "cuda_runtime_api.h", "crt/host_defines.h", "cublasLt.h", "nvrtc.h", "nv/target"),
         places=_CUDA,
         version=("cuda.h", "CUDA_VERSION"),
     ),
     NVCC,
-)
+)  # fmt: skip
 
 
 # -- From source to a library in its folder: CMake in a temporary folder, then one rename ----------
@@ -458,11 +436,9 @@ def _run(command: Sequence[str], step: str, on_step: OnStep) -> None:
             if match is not None:
                 on_step(step, int(match[1] or match[3]), int(match[2] or 100))
     if process.returncode != 0:
-        raise PluginError(
-            f"The plugin library could not be built: {step} ended with {process.returncode}.",
-            got="\n    ".join(["its last lines are", *filter(None, last)]),
-            hint="mha-deploy plugins build --help names the headers and compilers that can be chosen",
-        )
+        problem = f"The plugin library could not be built: {step} ended with {process.returncode}."
+        hint = "mha-deploy plugins build --help names the headers and compilers that can be chosen"
+        raise PluginError(problem, got="\n    ".join(["its last lines are", *filter(None, last)]), hint=hint)
 
 
 def _is_for_this_machine(path: Path) -> bool:
@@ -483,38 +459,27 @@ def find_plugins(rt: TensorRT) -> PluginLibrary:
     return library_for(rt.version)
 
 
-def load_plugins(rt: TensorRT) -> None:
-    """Find the library for a TensorRT, and load it."""
-    _load(rt, find_plugins(rt))
+def refuse_plugins(rt: TensorRT) -> None:
+    """Refuse a TensorRT that does not take plugins."""
+    if not rt.can.plugins:
+        got = "its Python API has no plugin layers, and its parser can end the process at one"
+        hint = "--attention native, or --backend tensorrt"
+        raise PluginError(f"{rt.title} does not take the attention plugin.", got=got, hint=hint)
 
 
 def load_needed(rt: TensorRT, records: Sequence[Mapping[str, Any]]) -> None:
     """Load the libraries in an engine's manifest."""
     for record in records:
-        _load(rt, library_needed(record, rt.version))
-
-
-def refuse_plugins(rt: TensorRT) -> None:
-    """Refuse a TensorRT that does not take plugins."""
-    if not rt.can.plugins:
-        raise PluginError(
-            f"{rt.title} does not take the attention plugin.",
-            got="its Python API has no plugin layers, and its parser can end the process at one",
-            hint="--attention native, or --backend tensorrt",
-        )
-
-
-def _load(rt: TensorRT, library: PluginLibrary) -> None:
-    earlier = _loaded.get(rt.module.__name__)
-    if earlier is None:
-        load_library(rt, library.path)
-        _loaded[rt.module.__name__] = earlier = library.path
-    if earlier != library.path:
-        raise PluginError(
-            "This process has loaded another plugin library already.",
-            got=f"{earlier}, then {library.path}",
-            hint="use one library in a process",
-        )
+        path = library_needed(record, rt.version).path
+        if rt.module.__name__ not in _loaded:
+            load_library(rt, path)
+        earlier = _loaded.setdefault(rt.module.__name__, path)
+        if earlier != path:
+            problem, got = (
+                "This process has loaded another plugin library already.",
+                f"{earlier}, then {path}",
+            )
+            raise PluginError(problem, got=got, hint="use one library in a process")
 
 
 def load_library(rt: TensorRT, path: Path) -> None:
@@ -531,8 +496,6 @@ def load_library(rt: TensorRT, path: Path) -> None:
     except (OSError, AttributeError) as cause:
         reason = str(cause)
     if reason is not None:
-        raise EngineError(
-            f"{rt.title} cannot load the plugin library.",
-            got=f"{path}: {reason}",
-            hint="build it for this TensorRT: mha-deploy plugins build",
-        )
+        problem = f"{rt.title} cannot load the plugin library."
+        hint = "build it for this TensorRT: mha-deploy plugins build"
+        raise EngineError(problem, got=f"{path}: {reason}", hint=hint)

@@ -67,11 +67,9 @@ def choose(trials: Sequence[Trial]) -> tuple[Trial, str]:
     """The candidate to keep, and why."""
     right = [trial for trial in trials if not trial.refused]
     if not right:
-        raise DeployError(
-            "No candidate is right.",
-            got="; ".join(f"{trial.name}: {trial.refused}" for trial in trials) or "no candidate",
-            hint="--precision fp32, or `mha-deploy bisect` on one of them",
-        )
+        got = "; ".join(f"{trial.name}: {trial.refused}" for trial in trials) or "no candidate"
+        hint = "--precision fp32, or `mha-deploy bisect` on one of them"
+        raise DeployError("No candidate is right.", got=got, hint=hint)
     quickest = min((trial.p50 for trial in right if trial.p50 is not None), default=None)
     near, why = right, "no latency was measured: the most fused, then the smallest error"
     if quickest is not None:

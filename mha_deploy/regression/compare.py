@@ -457,8 +457,7 @@ def _judged_share(old: Measurement, new: Measurement, limits: Limits) -> tuple[s
         what = "no longer verified" if new.shown == "not verified" else "out of budget"
         return (IMPROVEMENT, "") if new.passed else (REGRESSION, what)
     if old.value is None or new.value is None:
-        lost = new.value is None and old.value is not None
-        return (CHANGED, "no error was measured") if lost else (SAME, "")
+        return (SAME, "") if old.value is None else (CHANGED, "no error was measured")
     # Under one budget: with a wider one, a larger error takes a smaller share.
     shared = old.budget.keys() & new.errors.keys() if old.budget != new.budget else ()
     used = max((new.errors[key] / old.budget[key] for key in shared), default=new.value)
@@ -640,11 +639,9 @@ def compare(old: Any, new: Any, limits: Limits | None = None) -> Comparison:
             raise DeployError("A threshold cannot be negative.", got=f"{each.name} {value}", hint="0 or more")
     before, after = read_side(old), read_side(new)
     if before.kind != after.kind:
-        raise DeployError(
-            "Two results of one kind can be compared.",
-            got=f"{before.name} is a {before.kind}, {after.name} is a {after.kind}",
-            hint="two reports, two benchmarks, two bundles, two engines or two matrices",
-        )
+        got = f"{before.name} is a {before.kind}, {after.name} is a {after.kind}"
+        hint = "two reports, two benchmarks, two bundles, two engines or two matrices"
+        raise DeployError("Two results of one kind can be compared.", got=got, hint=hint)
     changes: list[Change] = []
     for first, second in _pairs(before.results, after.results):
         if first is not None and second is not None:
@@ -688,7 +685,8 @@ def _pairs(old: Sequence[Result], new: Sequence[Result]) -> Iterator[tuple[Resul
 
 
 def _changes(old: Result, new: Result, limits: Limits) -> list[Change]:
-    names, engines = {}, [each.engines or () for each in (old, new)]
+    names: dict[str, str] = {}
+    engines: list[Any] = [each.engines or () for each in (old, new)]
     if len(engines[0]) == len(engines[1]) == 1:  # whatever the only engine is called
         names = {engines[1][0].name: engines[0][0].name}
     before, after = measurements(old), measurements(new, names)

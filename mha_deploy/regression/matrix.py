@@ -46,7 +46,7 @@ from mha_deploy.report.table import Cell as TableCell
 from mha_deploy.report.table import Group, Row, Table, columns, markdown, number, text
 from mha_deploy.runtime.child import RuntimeCrash, isolation
 from mha_deploy.runtime.tensorrt.versions import load
-from mha_deploy.text import plural, short, size
+from mha_deploy.text import percent, plural, short, size
 from mha_deploy.validate.run import validate_bundle
 from mha_deploy.validate.verdict import FAILURE, engines_to_dict, frame, model_to_dict
 
@@ -455,36 +455,33 @@ class Matrix:
 
     def tables(self) -> list[Table]:
         """A heat map of the results; then errors, latencies, sizes and build times, where there are any."""
-        verdicts = {}
+        verdicts = []
         for cell in self.cells:
             note = cell.why if cell.status not in ("passed", "built") else ""
             status = _MARKS.get(cell.status, "none")
-            verdicts[cell.place] = TableCell(text=cell.summary, status=status, note=note)
+            verdicts.append(TableCell(text=cell.summary, status=status, note=note))
         found = [self._table("Fusion and verdict of every cell", verdicts)]
         for title, read, as_text in _FIGURES:
-            figures = {cell.place: read(cell) for cell in self.cells}
-            shown = {place: number(each, as_text) for place, each in figures.items() if each is not None}
-            found += [self._table(title, shown)] if shown else []
+            figures = [number(read(cell), as_text) for cell in self.cells]
+            if any(figure.order is not None for figure in figures):
+                found.append(self._table(title, figures))
         return found
 
-    def _table(self, title: str, shown: Mapping[tuple[str, ...], TableCell]) -> Table:
-        runtimes = list(dict.fromkeys(cell.runtime for cell in self.cells))
+    def _table(self, title: str, shown: Sequence[TableCell]) -> Table:
         versions = {cell.runtime: cell.version for cell in self.cells if cell.version}
-        rows: dict[tuple[str, ...], dict[str, MatrixCell]] = {}
-        for cell in self.cells:
-            rows.setdefault((cell.model, cell.precision, cell.gpu, cell.options), {})[cell.runtime] = cell
+        rows: dict[tuple[str, ...], dict[str, TableCell]] = {}
+        for cell, each in zip(self.cells, shown, strict=True):
+            rows.setdefault((cell.model, cell.precision, cell.gpu, cell.options), {})[cell.runtime] = each
         heads = {0: "model", 1: "precision", 2: "GPU", 3: "options"}
         for place in (2, 3):  # shown only where there are several
             if len({key[place] for key in rows}) == 1:
                 del heads[place]
+        runtimes = list(dict.fromkeys(cell.runtime for cell in self.cells))
+        titles = [f"{name} ({versions[name]})" if name in versions else name for name in runtimes]
         table_rows: list[Row] = [
-            [
-                *(text(key[place]) for place in heads),
-                *(shown.get(by_runtime[name].place, text(None)) for name in runtimes),
-            ]
+            [*(text(key[place]) for place in heads), *(by_runtime[name] for name in runtimes)]
             for key, by_runtime in rows.items()
         ]
-        titles = [f"{name} ({versions[name]})" if name in versions else name for name in runtimes]
         titled, groups = columns(*heads.values(), *titles), [Group(rows=table_rows)]
         return Table(title=title, columns=titled, groups=groups, css="matrix")
 
@@ -529,9 +526,9 @@ def _p50(cell: MatrixCell) -> float | None:
 
 
 _FIGURES: Sequence[tuple[str, Callable[[MatrixCell], float | None], Callable[[Any], str]]] = (
-    ("Largest share of the error budget", _share, lambda value: f"{value:.0%}"),
+    ("Largest share of the error budget", _share, percent),
     ("p50 of the first point that was timed, µs", _p50, short),
-    ("Engine size", lambda cell: cell.engine.get("engine_bytes"), lambda value: size(int(value))),
+    ("Engine size", lambda cell: cell.engine.get("engine_bytes"), size),
     ("Build time, s", lambda cell: cell.engine.get("seconds"), short),
 )
 

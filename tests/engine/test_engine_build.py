@@ -34,11 +34,9 @@ def bundle(bundles, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def built(bundles, tmp_path_factory):
+def built(rtx_engine):
     """One engine that tests only read."""
-    target = tmp_path_factory.mktemp("built") / "bundle"
-    shutil.copytree(bundles("tiny-gqa").path, target, ignore=shutil.ignore_patterns("engines"))
-    return engine_from_bundle(open_bundle(target), RTX)
+    return rtx_engine()
 
 
 def test_the_manifest_tells_what_the_engine_is(built):
@@ -89,8 +87,8 @@ def test_fp32_does_not_fuse_the_error_says_what_to_do_and_nothing_is_left(bundle
     assert not [path for path in opened.path.rglob("*") if "lowered" in path.name or path.suffix == ".engine"]
 
 
-def test_fp32_is_reported_decomposed_where_that_is_allowed(bundle):
-    manifest = engine_from_bundle(bundle("tiny-gqa", "fp32"), options(allow_decomposed=True)).manifest
+def test_fp32_is_reported_decomposed_where_that_is_allowed(rtx_engine):
+    manifest = rtx_engine(precision="fp32").manifest
     assert manifest.verdict.nodes[0].status == "decomposed"
     assert not manifest.all_fused
     assert any(finding["rule"] == "fp32" for finding in manifest.findings)
@@ -127,7 +125,10 @@ def test_an_engine_is_not_overwritten_unless_requested(built, tmp_path):
     opened = open_bundle(Path(shutil.copytree(built.path.parents[1], tmp_path / "bundle")))
     with pytest.raises(BundleError, match="engine of that name"):
         engine_from_bundle(opened, RTX)
-    assert engine_from_bundle(opened, options(overwrite=True)).path.name == built.path.name
+    again = engine_from_bundle(opened, options(overwrite=True, weight_streaming=True))
+    assert again.path.name == built.path.name
+    assert again.manifest.all_fused
+    assert again.manifest.options["weight_streaming"] is True  # the weights can be left on the host
 
 
 @pytest.mark.parametrize("name", ["../outside", "/abs", ".hidden", "a/b", ""])
@@ -158,12 +159,6 @@ def test_a_backend_that_is_not_here_is_named(bundles):
 def test_what_this_version_does_not_have_is_refused_by_name(bundles, changes, text):
     with pytest.raises(DeployError, match=text):
         engine_from_bundle(bundles("tiny-padding"), options(name="other", **changes))
-
-
-def test_weights_can_be_left_on_the_host(bundle):
-    manifest = engine_from_bundle(bundle("tiny-gqa"), options(weight_streaming=True)).manifest
-    assert manifest.all_fused
-    assert manifest.options["weight_streaming"] is True
 
 
 def test_profiles_outside_the_export_are_refused(bundles):

@@ -18,7 +18,7 @@ from mha_deploy.model.catalog import find_spec
 from mha_deploy.options import EngineOptions, ExportOptions
 
 pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")
-REQUIRED = ("--require-fused", "--require-precision", "--backend", "ort-cpu", "--no-report")
+REQUIRED = ("--require-fused", "--require-precision", "--backend", "ort-cpu", "--no-report", "--no-probe")
 
 
 def build(bundle, **changes):
@@ -27,7 +27,7 @@ def build(bundle, **changes):
 
 
 @pytest.fixture(scope="module")
-def others(bundles, tmp_path_factory):
+def others(bundles, rtx_engine, tmp_path_factory):
     """A function that gives the plan of another model; the last one has the same layers and other weights."""
     folder = tmp_path_factory.mktemp("others")
 
@@ -36,23 +36,17 @@ def others(bundles, tmp_path_factory):
         if other == "of other weights":
             options = ExportOptions(seed=7, golden=("min",))
             return build(bundle_from_spec(find_spec("tiny-gqa"), folder / "reseeded", options))
-        name = {"of another precision": ("tiny-gqa", "fp32"), "of another model": ("tiny-wide-heads",)}[other]
-        return build(open_bundle(copy_of(bundles(*name), folder / name[0])))
+        if other == "of another precision":
+            return rtx_engine(precision="fp32").path
+        return build(open_bundle(copy_of(bundles("tiny-wide-heads"), folder / "wide")))
 
     return make
 
 
-@pytest.fixture(scope="module")
-def built(bundles, tmp_path_factory):
-    """An engine, as it was built."""
-    copy = tmp_path_factory.mktemp("built") / "bundle"
-    shutil.copytree(bundles("tiny-gqa").path, copy, ignore=shutil.ignore_patterns("engines"))
-    return build(open_bundle(copy))
-
-
 @pytest.fixture
-def engine(built, tmp_path):
+def engine(rtx_engine, tmp_path):
     """An engine in a bundle of its own, to be altered."""
+    built = rtx_engine().path
     copy = shutil.copytree(built.parents[1], tmp_path / "bundle")
     return Path(copy) / built.relative_to(built.parents[1])
 
@@ -181,7 +175,7 @@ def test_a_plan_that_only_tensorrt_can_read_counts_only_where_it_runs(engine, ru
     done = run_cli("validate", bundle, *REQUIRED)
     assert done.code == 1, done.err
     assert "not verified" in done.out
-    done = run_cli("validate", bundle, "--backend", "ort-cpu", "--no-report")
+    done = run_cli("validate", bundle, *REQUIRED[2:])
     assert done.code == 0, done.err
     assert "fp16 (verified)" not in done.out
     assert "not verified" in run_cli("inspect", bundle).out

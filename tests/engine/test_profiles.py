@@ -176,7 +176,7 @@ def test_build_engine_prints_the_profiles_it_was_given(bundles, run_cli, tmp_pat
 
 
 def test_an_engine_written_before_profiles_had_names_still_opens(engines, run_cli, tmp_path):
-    engine = engines("tiny-dynamic")
+    engine = engines("tiny-preallocated")
     path = tmp_path / "old.engine"
     shutil.copy(engine.path, path)
     data = json.loads(manifest_path(engine.path).read_text(encoding="utf-8"))
