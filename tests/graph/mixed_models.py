@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 import onnx
 import onnx_ir as ir
-import onnxruntime
+from conformance import run_in_ort
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
@@ -106,11 +106,7 @@ def feeds(B=2, S=9, seed=0):
 
 def run(model, arrays):
     """What ONNX Runtime makes of a model as it is, in its own half-precision kernels where it has them."""
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
-    content = ir.to_proto(model).SerializeToString()
-    session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
-    return session.run(None, dict(arrays))[0]
+    return run_in_ort(ir.to_proto(model), dict(arrays))[0]
 
 
 def run_as_written(model, arrays):

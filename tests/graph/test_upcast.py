@@ -6,6 +6,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 from attention_models import attention
+from conformance import run_in_ort
 from onnx import helper, numpy_helper
 
 from mha_deploy.graph.upcast import with_float32_matmuls
@@ -78,13 +79,6 @@ def _model(nodes, weight):
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10)
 
 
-def run(model, x):
-    options = ort.SessionOptions()
-    options.log_severity_level = 3
-    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    return session.run(None, {"x": x})[0]
-
-
 def relative_error(got, exact):
     return np.linalg.norm(got.astype(np.float64) - exact) / np.linalg.norm(exact)
 
@@ -105,14 +99,14 @@ def widened(model):
 
 def test_an_upcast_matmul_is_exact_except_for_its_rounding(matmul):
     model, x, exact = matmul
-    got = run(widened(model), x)
+    got = run_in_ort(widened(model), {"x": x})[0]
     assert got.dtype == np.float16
     assert relative_error(got, exact) < 2.0**-11
 
 
 def test_upcasting_pays_off_where_half_precision_accumulates(matmul):
     model, x, exact = matmul
-    plain, wide = (relative_error(run(m, x), exact) for m in (model, widened(model)))
+    plain, wide = (relative_error(run_in_ort(each, {"x": x})[0], exact) for each in (model, widened(model)))
     if plain < 2.0**-10:
         pytest.skip(f"ONNX Runtime {ort.__version__} sums half-precision matmuls accurately on this CPU")
     assert plain > 5 * wide
