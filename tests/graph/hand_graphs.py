@@ -70,12 +70,21 @@ def fused(model):
     return ir.to_proto(new), report
 
 
-def run(model, feeds):
+def session_of(model):
+    """A model of onnx or onnx_ir in ONNX Runtime, without its optimisations."""
+    proto = model if isinstance(model, onnx.ModelProto) else ir.to_proto(model)
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.log_severity_level = 4
-    session = onnxruntime.InferenceSession(model.SerializeToString(), options, ["CPUExecutionProvider"])
-    return session.run(None, feeds)
+    options.log_severity_level, options.intra_op_num_threads = 4, 1
+    return onnxruntime.InferenceSession(proto.SerializeToString(), options, ["CPUExecutionProvider"])
+
+
+def run(model, feeds):
+    """The results for arrays or tensors, by name or in the order of the inputs."""
+    session = session_of(model)
+    names = [each.name for each in session.get_inputs()]
+    given = feeds if isinstance(feeds, dict) else dict(zip(names, feeds, strict=True))
+    return session.run(None, {name: np.asarray(given[name]) for name in names})
 
 
 def random_feeds(model, seed=0):

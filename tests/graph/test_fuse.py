@@ -8,13 +8,11 @@ import fuse_modules as modules
 import numpy as np
 import onnx
 import onnx_ir as ir
-import onnxruntime
 import pytest
 import torch
 from fuse_modules import Sizes, spelling
-from hand_graphs import Hand, S, check_same, random_feeds
+from hand_graphs import Hand, S, check_same, random_feeds, run
 from hand_graphs import fused as hand_fused
-from hand_graphs import run as run_proto
 from torch import nn
 
 import mha_deploy as md
@@ -113,14 +111,6 @@ def exported(name, opset):
     if opset == "torchscript":
         return modules.export_by_torchscript(module_of(name), CASES[name].kind, 18)
     return modules.export(module_of(name), CASES[name].kind, opset)
-
-
-def run(model, inputs):
-    session = onnxruntime.InferenceSession(
-        ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"]
-    )
-    names = [each.name for each in session.get_inputs()]
-    return session.run(None, dict(zip(names, (each.numpy() for each in inputs), strict=True)))
 
 
 def computed_matmuls(model):
@@ -266,7 +256,7 @@ def test_fully_masked_queries_keep_the_mean_of_v_however_large_the_scores():
     feeds = random_feeds(model)
     feeds["m"][0] = False
     assert report.complete
-    got = run_proto(new, feeds)[0]
+    got = run(new, feeds)[0]
     mean = feeds["v"][0].mean(axis=-2, keepdims=True)
     np.testing.assert_allclose(got[0], np.broadcast_to(mean, got[0].shape), atol=1e-5)
 

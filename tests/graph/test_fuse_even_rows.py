@@ -4,10 +4,10 @@ import copy
 import functools
 
 import fuse_modules as modules
+import hand_graphs
 import numpy as np
 import onnx
 import onnx_ir as ir
-import onnxruntime
 import pytest
 import torch
 from fuse_modules import D, H, Sizes, spelling
@@ -145,16 +145,11 @@ def exact(module, inputs):
 
 def run(model, inputs):
     """In ONNX Runtime; in ONNX's evaluator where that has no kernel for the type."""
-    proto, names = ir.to_proto(model), [each.name for each in model.graph.inputs]
     if inputs[0].dtype != BRAIN:
-        session = onnxruntime.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
-        feeds = dict(zip(names, (each.numpy() for each in inputs), strict=True))
-        return session.run(None, feeds)[0]
-    arrays = [
-        each.float().numpy().astype(ir.DataType.BFLOAT16.numpy()) if each.dtype == BRAIN else each.numpy()
-        for each in inputs
-    ]
-    evaluator = onnx.reference.ReferenceEvaluator(proto)
+        return hand_graphs.run(model, inputs)[0]
+    names, brain = [each.name for each in model.graph.inputs], ir.DataType.BFLOAT16.numpy()
+    arrays = [each.float().numpy().astype(brain) if each.dtype == BRAIN else each.numpy() for each in inputs]
+    evaluator = onnx.reference.ReferenceEvaluator(ir.to_proto(model))
     return np.asarray(evaluator.run(None, dict(zip(names, arrays, strict=True)))[0]).astype(np.float32)
 
 

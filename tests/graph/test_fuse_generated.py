@@ -4,6 +4,7 @@ import numpy as np
 import onnxruntime
 import pytest
 from attention_graphs import HALF, Graph, drawn
+from hand_graphs import session_of
 from onnx.reference import ReferenceEvaluator
 
 import mha_deploy as md
@@ -23,11 +24,8 @@ def is_same(want, got, rounding):
 
 def session(model):
     """The model in ONNX Runtime; None where that lacks an operator in this type."""
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.log_severity_level, options.intra_op_num_threads = 4, 1
     try:
-        return onnxruntime.InferenceSession(model.SerializeToString(), options, ["CPUExecutionProvider"])
+        return session_of(model)
     except onnxruntime.capi.onnxruntime_pybind11_state.NotImplemented:
         return None
 

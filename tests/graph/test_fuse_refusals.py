@@ -7,8 +7,9 @@ import onnx_ir as ir
 import pytest
 import torch
 from fuse_modules import spelling
+from hand_graphs import run
 from onnx import TensorProto, helper
-from test_fuse import ATTEND, SIZES, run, source_line
+from test_fuse import ATTEND, SIZES, source_line
 
 import mha_deploy as md
 from mha_deploy.errors import DeployError

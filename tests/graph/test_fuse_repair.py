@@ -5,8 +5,8 @@ import math
 import numpy as np
 import onnx
 import onnx_ir as ir
-import onnxruntime
 import pytest
+from hand_graphs import run
 
 from mha_deploy.graph.attention_node import attention_nodes
 from mha_deploy.graph.fuse import fuse_attention, share_tied_weights
@@ -42,15 +42,6 @@ def feeds(B=2, S=5, Hkv=4, **more):
     random = np.random.default_rng(0)
     made = {name: random.standard_normal((B, 4 if name == "q" else Hkv, S, 8)) for name in "qkv"}
     return {name: each.astype(np.float32) for name, each in made.items()} | more
-
-
-def run(model, inputs):
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4  # the axes that a graph does not use
-    session = onnxruntime.InferenceSession(
-        ir.to_proto(model).SerializeToString(), options, providers=["CPUExecutionProvider"]
-    )
-    return session.run(None, inputs)
 
 
 def fused_alike(model, inputs, *, atol=1e-6):

@@ -270,6 +270,20 @@ def test_an_attention_node_with_a_mask_of_fewer_keys_stays():
     assert [node.op_type for node in new.graph.node] == [node.op_type for node in model.graph.node]
 
 
+def test_an_attention_node_whose_fully_masked_queries_need_another_q_stays():
+    """In float16 no boolean mask alone gives the mean of V; nothing is drawn that would show it."""
+    g = Hand()
+    q, k, v = (g.cast(name, TensorProto.FLOAT16) for name in "qkv")
+    numbers = (g.const(0.0, np.float16), g.const(-65504.0, np.float16))
+    mask = g.op("Where", g.input("m", [2, 1, S, S], TensorProto.BOOL), *numbers)
+    model = g.model(g.cast(g.op("Attention", q, k, v, mask), TensorProto.FLOAT))
+    new, report = md.fuse(model, verify=False)
+    assert (len(report.already), report.repairs) == (1, ())
+    feeds = random_feeds(model) | {"m": np.zeros((2, 1, S, S), bool)}
+    want, got = (onnx.reference.ReferenceEvaluator(each).run(None, feeds)[0] for each in (model, new))
+    np.testing.assert_array_equal(got, want)
+
+
 def test_a_wrong_repair_of_an_attention_node_is_left(monkeypatch):
     """A mask that is taken for the causal triangle, and is none."""
     monkeypatch.setattr(mask_pattern, "triangle_of", lambda value: mask_pattern.Triangle(1.0, 0.0))

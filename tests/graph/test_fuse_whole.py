@@ -5,10 +5,10 @@ import functools
 import numpy as np
 import onnx
 import onnx_ir as ir
-import onnxruntime
 import pytest
 import torch
 import whole_models as whole
+from hand_graphs import run
 
 from mha_deploy.graph.attention_node import attention_nodes
 from mha_deploy.graph.fuse import fuse_attention, share_tied_weights
@@ -73,15 +73,6 @@ def made(name, attention, half=False):
 @functools.cache
 def exported(name, attention, half=False):
     return whole.exported(made(name, attention, half))
-
-
-def run(model, inputs):
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
-    session = onnxruntime.InferenceSession(
-        ir.to_proto(model).SerializeToString(), options, providers=["CPUExecutionProvider"]
-    )
-    return session.run(None, {each.name: inputs[each.name].numpy() for each in session.get_inputs()})
 
 
 def in_pytorch(model, inputs):

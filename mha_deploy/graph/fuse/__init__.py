@@ -8,13 +8,14 @@ Attention that is no candidate is counted as well (`leftover.py`): a report is a
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass
@@ -38,7 +39,7 @@ from mha_deploy.graph.fuse.values import (
     raise_opset,
     sizes_of,
 )
-from mha_deploy.graph.fuse.verify import FACTOR, Boundary, compare, cut_out, mask_stops
+from mha_deploy.graph.fuse.verify import FACTOR, Boundary, Region, compare, cut_out, mask_stops
 from mha_deploy.graph.fuse.write import (
     insert_attention,
     remove_unused,
@@ -53,8 +54,6 @@ __all__ = ["FuseReport", "FusedAttention", "NotFused", "Repair", "UnfusedSoftmax
 __all__ += ["from_old_opset", "fuse_attention", "place_of", "share_tied_weights"]
 
 EXPANDED = "Q, K and V are expanded to each other and to the mask: the file does not state equal sizes"
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,11 +211,13 @@ class _Fusion:
         )
 
     def _fuse(self, softmax: Normalisation) -> None:
-        pattern = _tried(lambda: read_pattern(softmax))
+        with _refusing():
+            pattern = read_pattern(softmax)
+            border = _boundary(pattern)
         builder = NodeBuilder(self._free(module_of(softmax.node)))
         old = [pattern.last.node.outputs[0], *([pattern.weights[0]] if pattern.weights else [])]
         write = functools.partial(write_attention, pattern, builder, self._masks)
-        new, notes = self._verified(old, _boundary(pattern), builder, write)
+        new, notes = self._verified(old, border, builder, write)
         insert_attention(pattern, builder, new)
         expanded = [EXPANDED] if pattern.batches or pattern.wider else []
         record = FusedAttention(
@@ -249,17 +250,12 @@ class _Fusion:
             The new values, and what differs on purpose.
         """
         try:
-            region = _tried(lambda: cut_out(old, border)) if self._verify else None
-            known = () if region is None else self._compared.get(region.key)
-            new = [] if isinstance(known, NotFused) else _tried(write)
-            if known is None and region is not None:
-                try:
-                    opset = self._model.opset_imports.get("", 1)
-                    emptied = _tried(lambda: compare(region, cut_out(new, border), border, opset))
-                    known = (FULLY_MASKED,) if emptied else ()
-                except NotFused as refusal:
-                    known = refusal
-                self._compared[region.key] = known
+            with _refusing():
+                region = cut_out(old, border) if self._verify else None
+                known = () if region is None else self._compared.get(region.key)
+                new = [] if isinstance(known, NotFused) else write()
+            if region is not None and known is None:
+                known = self._compared[region.key] = self._outcome(region, new, border)
             if isinstance(known, NotFused):
                 raise known
             return new, known or ()
@@ -267,6 +263,14 @@ class _Fusion:
             self._masks.forget(builder)
             builder.live_nodes(())
             raise
+
+    def _outcome(self, region: Region, new: list[ir.Value], border: Boundary) -> NotFused | tuple[str, ...]:
+        try:
+            with _refusing():
+                opset = self._model.opset_imports.get("", 1)
+                return (FULLY_MASKED,) if compare(region, cut_out(new, border), border, opset) else ()
+        except NotFused as refusal:
+            return refusal
 
     def _keep(self, node: ir.Node) -> None:
         """Name a node by its module, and write it as plainly as it can be."""
@@ -277,7 +281,8 @@ class _Fusion:
         self._layers.append(name)
         builder = NodeBuilder(self._free(name))
         try:
-            repaired = _tried(lambda: repaired_attention(node, builder, self._masks))
+            with _refusing():
+                repaired = repaired_attention(node, builder, self._masks)
             if repaired is None:
                 return
             result, border, changes = repaired
@@ -307,10 +312,11 @@ def _unused(name: str, taken: Collection[str]) -> str:
     return next(each for each in names if each not in taken)
 
 
-def _tried(call: Callable[[], _T]) -> _T:
-    """The result of a call; whatever fails in it, the attention is not fused."""
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
+    """Whatever fails inside, the attention is not fused."""
     try:
-        return call()
+        yield
     except NotFused:
         raise
     except Exception as error:
@@ -319,9 +325,11 @@ def _tried(call: Callable[[], _T]) -> _T:
 
 def _reason(node: ir.Node) -> NotFused:
     """Why a softmax that is certainly part of an attention is not fused."""
+    softmax = softmax_at(node)
     try:
-        if (softmax := softmax_at(node)) is not None:
-            _tried(lambda: read_pattern(softmax))
+        with _refusing():
+            if softmax is not None:
+                read_pattern(softmax)
     except NoScores:
         return NotFused("What stands between the matmul of Q and K and the softmax is not recognised.")
     except NotFused as refusal:

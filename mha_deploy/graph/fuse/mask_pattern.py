@@ -111,23 +111,12 @@ class _Index(NamedTuple):
 
 
 _Found = Triangle | _Index | None
-_COMPARISONS: dict[str, Callable[..., float]]
-_COMPARISONS = {
-    "Greater": operator.gt,
-    "GreaterOrEqual": operator.ge,
-    "Less": operator.lt,
-    "LessOrEqual": operator.le,
-}
-_ELEMENTWISE = _COMPARISONS | {
-    **{
-        "Equal": operator.eq,
-        "Not": operator.not_,
-        "And": lambda x, y: bool(x and y),
-        "Or": lambda x, y: bool(x or y),
-    },
-    **{"Neg": operator.neg, "Add": operator.add, "Sub": operator.sub, "Mul": operator.mul},
-    "Where": lambda condition, x, y: x if condition else y,
-}
+_COMPARISONS: dict[str, Callable[..., float]] = {"Greater": operator.gt, "GreaterOrEqual": operator.ge}
+_COMPARISONS |= {"Less": operator.lt, "LessOrEqual": operator.le}
+_ELEMENTWISE = _COMPARISONS | {"Add": operator.add, "Sub": operator.sub, "Mul": operator.mul}
+_ELEMENTWISE |= {"Neg": operator.neg, "Not": operator.not_, "Equal": operator.eq}
+_ELEMENTWISE |= {"And": lambda x, y: bool(x and y), "Or": lambda x, y: bool(x or y)}
+_ELEMENTWISE |= {"Where": lambda condition, x, y: x if condition else y}
 _LAYOUT = frozenset({"Identity", "Unsqueeze", "Reshape", "Squeeze", "Expand"})
 
 
@@ -214,14 +203,10 @@ def _from_elementwise(node: ir.Node, parts: list[_Found]) -> _Found:
     if len(triangles) == len(parts):
         after = sizes_of(node.outputs[0])
         for part, value in zip(triangles, node.inputs, strict=True):
-            before = sizes_of(value)
+            before = sizes_of(value) or ()
             # A piece of a triangle may have one row, which broadcasting copies: it is no triangle any more.
-            if part.visible != part.hidden and (
-                before is None
-                or after is None
-                or len(before) < 2
-                or not all(map(same_or_cut, before[-2:], after[-2:]))
-            ):
+            whole = after and len(before) >= 2 and all(map(same_or_cut, before[-2:], after[-2:]))
+            if part.visible != part.hidden and not whole:
                 return None
         return Triangle(*(float(compute(*numbers)) for numbers in zip(*triangles, strict=True)))
     # Positions of keys beside positions of queries: `key <= query` and its kin.
@@ -257,12 +242,10 @@ def _conditions_of(condition: ir.Value, shown: bool) -> list[tuple[ir.Value, boo
             continue
         seen.add((value, shown))
         node = value.producer()
-        inputs = [] if node is None else [each for each in node.inputs if each is not None]
-        if node is None or not inputs or None in node.inputs:
-            inputs = []
-        elif is_op(node, "Not"):
+        inputs = [] if node is None else list(filter(None, node.inputs))
+        if is_op(node, "Not"):
             shown = not shown
-        elif is_op(node, "Identity", "Expand") or adds_leading_ones(node):
+        elif node is not None and (is_op(node, "Identity", "Expand") or adds_leading_ones(node)):
             inputs = inputs[:1]
         elif not is_op(node, "And" if shown else "Or"):
             inputs = []
@@ -294,11 +277,7 @@ def _plain_terms(terms: list[Term], dtype: ir.DataType) -> list[Term]:
     found = list[Term]()
     for term in pieces:
         parts = _conditions_of(term.value, term.shown) if isinstance(term, Fill) else []
-        split = (
-            isinstance(term, Fill)
-            and term.hides
-            and any(triangle_of(value) is not None for value, _ in parts)
-        )
+        split = isinstance(term, Fill) and term.hides and any(triangle_of(value) for value, _ in parts)
         if isinstance(term, Bias) or (len(parts) > 1 and not split):  # more nodes, and nothing gained
             found.append(term)
         else:

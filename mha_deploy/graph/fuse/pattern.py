@@ -652,16 +652,8 @@ _PASSED_WEIGHTS = frozenset(
 _MAX_STEPS_WEIGHTS = 8
 
 
-@dataclass(frozen=True, kw_only=True)
-class Weights:
-    """What lies between the softmax and the matmul with V."""
-
-    value: ir.Value  # the weights as the matmul takes them
-    matmul: ir.Node  # the node of the matmul
-    position: int  # which of its operands they are
-    axes: Axes  # their axes there
-    guarded: bool  # whether NaN is replaced by 0, as PyTorch's own attention does for fully masked queries
-    used: tuple[ir.Value, Axes] | None  # the weights with their axes, where they are used elsewhere too
+UsedWeights = tuple[ir.Value, Axes]
+"""Weights that something else than the matmul with V uses, and their axes."""
 
 
 def _leads_on(node: ir.Node) -> bool:
@@ -681,10 +673,17 @@ def comes_to_matmul(weights: ir.Value) -> bool:
     return False
 
 
-def _read_weights(softmax: Normalisation, axes: Axes, alphabet: Alphabet, sink: Sink | None) -> Weights:
-    """Walk from a softmax to the matmul with V."""
+def _read_weights(
+    softmax: Normalisation, axes: Axes, alphabet: Alphabet, sink: Sink | None
+) -> tuple[Matmul, int, bool, UsedWeights | None]:
+    """Walk from a softmax to the matmul with V.
+
+    Returns:
+        The matmul; which operand the weights are; whether NaN is replaced by 0, as PyTorch's attention does
+        for fully masked queries; and the weights where they are used elsewhere too.
+    """
     value, guarded = softmax.node.outputs[0], False
-    used: tuple[ir.Value, Axes] | None = None
+    used: UsedWeights | None = None
     passed = list[ir.Value]()
     for _ in range(_MAX_STEPS_WEIGHTS):
         if (after := _after_guard(value)) is not None:
@@ -709,7 +708,7 @@ def _read_weights(softmax: Normalisation, axes: Axes, alphabet: Alphabet, sink: 
                 raise NotExpressible(what, got=", ".join(lossy))
             if sink is not None and (used is not None or sink.outer in "".join(axes)):
                 raise NotExpressible("The weights of appended scores are used.", got=value.name)
-            return Weights(value=value, matmul=node, position=position, axes=axes, guarded=guarded, used=used)
+            return read_matmul(node, alphabet, position, axes), position, guarded, used
         if is_op(node, "Transpose"):
             axes = tuple(axes[axis] for axis in perm(node))
         elif is_op(node, "Reshape", "Squeeze", "Unsqueeze") and position == 0:
@@ -795,7 +794,7 @@ class Pattern:
     softmax_dtype: ir.DataType | None  # type of the softmax where it is not that of Q
     masking: Masking  # what the masks become
     heads: tuple[int, int]  # query heads, and key/value heads
-    weights: tuple[ir.Value, Axes] | None  # the weights with their axes, where they are used elsewhere too
+    weights: UsedWeights | None  # the weights, where they are used elsewhere too
     batches: bool  # whether Q, K and V may have different batches, of which some are 1
     lengths: bool  # whether K may have a single key where V and a mask have more
     wider: tuple[Wider, ...]  # axes of masks that may be larger than those of Q and K
@@ -815,12 +814,10 @@ def read_pattern(softmax: Normalisation) -> Pattern:
     alphabet = Alphabet()
     scores, first = read_scores(softmax, alphabet)
     axes = tuple(string.ascii_letters[: (rank(softmax.source) or 0)])  # the first letters, in order
-    weights = _read_weights(softmax, axes, alphabet, scores.sink)
+    second, at, guarded, used = _read_weights(softmax, axes, alphabet, scores.sink)
     if scores.sink is not None:
         axes = tuple(scores.sink.inner if each == scores.sink.outer else each for each in axes)
-    at = weights.position
-    second = read_matmul(weights.matmul, alphabet, at, weights.axes).resolved(alphabet)
-    first = first.resolved(alphabet)
+    first, second = first.resolved(alphabet), second.resolved(alphabet)
     letters = _letters(alphabet.resolved(axes), softmax.axis, first, second, at)
     q, k, v = _operands(first, second, letters, at, alphabet.sizes)
     if letters.head is not None and not all(isinstance(each.dim(letters.head), int) for each in (q, k, v)):
@@ -830,20 +827,21 @@ def read_pattern(softmax: Normalisation) -> Pattern:
     scores = scores.resolved()
     batches, lengths = _check_sizes(q, k, v, letters, scores.wider, is_op(second.node, "MatMul"))
     dtype = q.value.dtype
-    types = [dtype, k.value.dtype, v.value.dtype, weights.value.dtype]
+    types = [dtype, k.value.dtype, v.value.dtype, second.values[at].dtype]
     if len(set(types)) != 1 or dtype is None:
         raise NotFused("Q, K, V and the weights have different types.", got=", ".join(map(str, types)))
-    used = weights.used and (weights.used[0], alphabet.resolved(weights.used[1]))
-    if used is not None and used[0].dtype != dtype:  # as an output of Attention they have the type of Q
-        what = "The attention weights are used elsewhere too, in another type than Q."
-        raise NotExpressible(what, got=f"{used[0].dtype}, Q is {dtype}")
+    if used is not None:
+        used = used[0], alphabet.resolved(used[1])
+        if used[0].dtype != dtype:  # as an output of Attention they have the type of Q
+            what = "The attention weights are used elsewhere too, in another type than Q."
+            raise NotExpressible(what, got=f"{used[0].dtype}, Q is {dtype}")
     softmax_types = [scores.softmax_dtype, softmax_type_of(softmax.node), first.node.outputs[0].dtype]
     wide_types = [each for each in softmax_types if each is not None and each.itemsize > dtype.itemsize]
     masking = decide_masking(
         scores.terms,
         dtype=dtype,
         sizes=(q.dim(letters.query), k.dim(letters.key)),
-        guarded=weights.guarded,
+        guarded=guarded,
         order=(letters.query, letters.key),
         softcap=scores.softcap,
         sink=scores.sink is not None,

@@ -242,7 +242,9 @@ def _simpler_masking(
         masking = decide_masking([term], dtype=dtype, sizes=sizes, guarded=False, order=_SCORES[-2:])
     except NotFused:
         return None
-    return None if masking.terms == (term,) and spans(masking.terms, sizes) else masking
+    # A mask that needs other queries beside it is no simpler.
+    stays = masking.even or masking.exact or (masking.terms == (term,) and spans(masking.terms, sizes))
+    return None if stays else masking
 
 
 def repair_rotary(node: ir.Node, builder: NodeBuilder) -> list[str]:
