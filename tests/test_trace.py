@@ -130,6 +130,7 @@ def test_an_array_too_many_is_named(tmp_path, name):
     assert caught.value.got == name
 
 
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("reshape", [lambda a: a[..., None], lambda a: a[None], lambda a: np.stack([a, a])])
 def test_a_wrong_shape_is_refused(tmp_path, name, reshape):
@@ -137,6 +138,7 @@ def test_a_wrong_shape_is_refused(tmp_path, name, reshape):
         altered(tmp_path, lambda arrays: arrays.update({name: reshape(arrays[name])}))
 
 
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("name", ["inputs/tokens/x", "inputs/prompt", *RESULTS])
 @pytest.mark.parametrize("cut", [lambda a: a[1:], lambda a: a[:0], lambda a: a[..., 1:]])
 def test_an_array_that_is_too_short_is_refused(tmp_path, name, cut):
@@ -144,6 +146,7 @@ def test_an_array_that_is_too_short_is_refused(tmp_path, name, cut):
         altered(tmp_path, lambda arrays: arrays.update({name: cut(arrays[name])}))
 
 
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", [np.int64, np.float32, np.complex64, np.bool_])
 def test_a_wrong_type_is_refused(tmp_path, name, dtype):

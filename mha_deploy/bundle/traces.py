@@ -10,7 +10,7 @@ step overwrote cannot pass for the right one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -263,25 +263,24 @@ def read_trace(path: Path, spec: ModelSpec, precision: Precision) -> DecodeTrace
             problem = "The file does not hold the arrays of a decode trace."
             raise BundleError(problem, got=", ".join(others), hint="export again")
 
+    def group(prefix: str, tensors: Iterable[TensorSpec]) -> dict[str, np.ndarray]:
+        return {tensor.name: arrays[f"{prefix}/{tensor.name}"] for tensor in tensors}
+
     arrays = read_arrays(path, check_names)
-    B = arrays["inputs/prompt"].size
-    counts = take_arrays(arrays, "inputs", _COUNTS, {"B": B}, precision)
-    prompt, steps = counts["prompt"], int(counts["steps"])
-    if not B or prompt.min() < 1 or steps < 1:
-        problem, got = "The lengths of a decode trace do not add up.", f"prompts {prompt.tolist()}"
-        raise BundleError(problem, got=f"{path.name}: {got}, {steps} steps", hint="export again")
-    length = int(prompt.max()) + steps
-    sizes = {**cache.call_sizes(spec, B, length, 0), "L": length}
+    counts = take_arrays(arrays, "inputs", _COUNTS, {"B": arrays["inputs/prompt"].size}, precision)
     trace = DecodeTrace(
         name=path.stem,
         cache=cache,
-        inputs=take_arrays(arrays, "inputs/tokens", inputs, sizes, precision),
-        prompt=prompt,
-        steps=steps,
-        oracle=take_arrays(arrays, "oracle", results, sizes, None),
-        eager=take_arrays(arrays, "eager", results, sizes, precision),
+        inputs=group("inputs/tokens", inputs),
+        prompt=counts["prompt"],
+        steps=int(counts["steps"]),
+        oracle=group("oracle", results),
+        eager=group("eager", results),
     )
+    try:
+        check_trace(spec, trace, precision)
+    except DeployError as error:
+        raise BundleError(error.what, got=f"{path.name}: {error.got}", hint="export again") from error
     refuse_infinite(path.name, [*trace.inputs.items(), *trace.oracle.items(), *trace.eager.items()])
     refuse_implausible(path.name, trace.defined(trace.oracle), trace.defined(trace.eager), precision)
-    check_steps(spec, prompt, steps)
     return trace
