@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import io
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from mha_deploy.bundle.cases import read_npz
+from mha_deploy.bundle.commit import written
 from mha_deploy.errors import DeployError, needed
 from mha_deploy.model.spec import INT32, AttentionSpec, Sizes, TensorSpec
 
@@ -27,7 +28,6 @@ def read_inputs(path: Path, spec: AttentionSpec) -> dict[str, np.ndarray]:
             raise DeployError(f"{spec.name} takes other inputs.", got=got, hint=hint)
 
     arrays = read_npz(path, check_names)
-    check_names(arrays)
     sizes = {name: axis.min for name, axis in spec.axes.items() if not axis.is_dynamic}
     for tensor in spec.inputs:
         _check_array(tensor, arrays[tensor.name], sizes)
@@ -130,14 +130,13 @@ class HeadSimilarity:
             for (row, column), value in np.ndenumerate(self.matrix.round(2) + 0.0):  # + 0.0: no "-0.00"
                 colour = "white" if abs(value) > 0.6 else "black"
                 axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=8, color=colour)
-        part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        drawn = io.BytesIO()
+        figure.savefig(drawn, format="png", dpi=150)
         try:
-            figure.savefig(part, format="png", dpi=150)
-            os.replace(part, path)
+            with written(path, drawn.getvalue()) as temporary:
+                temporary.replace(path)
         except OSError as error:
             raise DeployError("The heatmap cannot be written.", got=f"{path}: {error}") from error
-        finally:
-            part.unlink(missing_ok=True)
 
 
 def random_feeds(spec: AttentionSpec, sizes: Sizes, seed: int) -> Mapping[str, Any]:
