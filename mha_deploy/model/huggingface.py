@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mha_deploy.errors import DeployError, SpecError
-from mha_deploy.files import read_regular
+from mha_deploy.files import open_regular, read_regular
 from mha_deploy.model.spec import AttentionSpec, Axis, Rope
 
 # -- The files of a checkpoint ---------------------------------------------------------------------
@@ -42,6 +42,7 @@ def checkpoint_files(path: Path) -> dict[str, Path]:
     files: dict[str, Path] = {}
     for file in _indexed(path) if path.name.endswith(".index.json") else [path]:
         try:
+            open_regular(file).close()  # a pipe would block
             with safe_open(file, "np") as tensors:
                 files |= dict.fromkeys(tensors.keys(), file)
         except FileNotFoundError as error:

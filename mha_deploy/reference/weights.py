@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mha_deploy.errors import DeployError
+from mha_deploy.files import open_regular
 from mha_deploy.model.huggingface import checkpoint_files, find_attention
 from mha_deploy.model.spec import AttentionSpec
 
@@ -178,7 +179,8 @@ def _read_pickled(path: Path) -> StateDict:
     """A state dict; nothing but tensors is unpickled."""
     hint = "torch.save(module.state_dict(), FILE)"
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        with open_regular(path) as file:
+            state = torch.load(file, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
         raise DeployError("There is no such weight file.", got=path) from error
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
