@@ -176,7 +176,7 @@ def check_manifest(folder, values, call):
 @pytest.mark.parametrize(
     ("name", "values"),
     [
-        ("tiny-mha", FEW[::2]),
+        ("tiny-mha", (None, 10**25)),
         pytest.param("tiny-mha", FEW, marks=pytest.mark.slow),
         pytest.param("tiny-preallocated", FEW, marks=pytest.mark.slow),
     ],
@@ -329,6 +329,17 @@ def test_the_plan_of_a_matrix_is_read_strictly(tmp_path):
         path.write_text(text)
         with pytest.raises(md.DeployError, match="plan cannot be read"):
             md.matrix(path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("ending", ["safetensors", "pt"])
+def test_weights_that_are_no_file_are_refused(tmp_path, ending):
+    path = tmp_path / f"weights.{ending}"
+    for make in (os.mkfifo, lambda path: os.symlink("/dev/zero", path)):
+        make(path)
+        with pytest.raises(md.DeployError, match=r"Not a regular file|can run code"):
+            md.export("tiny-mha", tmp_path / "out", weights=path)
+        path.unlink()
     assert not (tmp_path / "out").exists()
 
 
