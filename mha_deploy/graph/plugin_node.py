@@ -13,9 +13,6 @@ DOMAIN: Final = "mha_deploy"
 VERSION: Final = "1"
 """The version of both nodes: their attributes, inputs and meaning. Another meaning is another version."""
 
-VERSION_ATTRIBUTE: Final = "plugin_version"
-NAMESPACE_ATTRIBUTE: Final = "plugin_namespace"
-
 LAYER_NORM, RMS_NORM, GELU, GELU_TANH, SILU = range(5)
 """Values of the attribute `operation` of a node of norm or activation."""
 
@@ -36,4 +33,4 @@ def is_plugin_attention(node: ir.Node) -> bool:
 
 def lookup_attributes() -> dict[str, Any]:
     """The attributes by which TensorRT finds the plugin of a node."""
-    return {VERSION_ATTRIBUTE: VERSION, NAMESPACE_ATTRIBUTE: DOMAIN}
+    return {"plugin_version": VERSION, "plugin_namespace": DOMAIN}

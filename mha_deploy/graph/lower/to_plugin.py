@@ -727,7 +727,6 @@ def has_linear_kernel(projection: Projection) -> bool:
 # -- What stands between the GEMMs: residual and normalisation, activations ------------------------
 
 _MOST_COLUMNS = 32768
-Inputs = Sequence[ir.Value | None]
 
 
 def write_norms_and_activations(model: ir.Model) -> None:
@@ -737,12 +736,12 @@ def write_norms_and_activations(model: ir.Model) -> None:
         if node.graph is None or node.domain != "" or not node.inputs or not _has_kernel(node.inputs[0]):
             continue  # it went with an earlier one
         if is_op(node, "LayerNormalization", RMS_NORM):
-            _write_norm(model, node, taken)
+            _write_norm(node, taken)
         elif is_op(node, "Gelu"):
             tanh = node.attributes.get_string("approximate", "none") == "tanh"
-            _write_node(model, node, taken, node.inputs[:1], plugin.GELU_TANH if tanh else plugin.GELU)
+            _write_node(node, taken, node.inputs[:1], plugin.GELU_TANH if tanh else plugin.GELU)
         elif is_op(node, "Mul"):
-            _write_silu(model, node, taken)
+            _write_silu(node, taken)
     model.graph.sort()
 
 
@@ -753,7 +752,7 @@ def _has_kernel(value: ir.Value | None) -> bool:
     return typed and isinstance(width, int) and width % _ALIGNED == 0 and width <= _MOST_COLUMNS
 
 
-def _write_norm(model: ir.Model, node: ir.Node, taken: set[str]) -> None:
+def _write_norm(node: ir.Node, taken: set[str]) -> None:
     x, scale, bias = (input_at(node, at) for at in range(3))
     if x is None or scale is None or len(node.outputs) > 1:
         return
@@ -767,7 +766,6 @@ def _write_norm(model: ir.Model, node: ir.Node, taken: set[str]) -> None:
         if len(parts) == 2:
             keeps_sum, terms = len(list(x.uses())) > 1, parts
     outputs = _write_node(
-        model,
         node,
         taken,
         [*terms, *vectors],
@@ -781,7 +779,7 @@ def _write_norm(model: ir.Model, node: ir.Node, taken: set[str]) -> None:
         add.outputs[0].replace_all_uses_with(outputs[1])
 
 
-def _write_silu(model: ir.Model, node: ir.Node, taken: set[str]) -> None:
+def _write_silu(node: ir.Node, taken: set[str]) -> None:
     """`x · sigmoid(x)`, and a factor of the same shape behind it."""
     y = node.outputs[0]
     for x, sigmoid in _orders(node) if not y.is_graph_output() else ():
@@ -790,9 +788,9 @@ def _write_silu(model: ir.Model, node: ir.Node, taken: set[str]) -> None:
         gate = _only_reader(y, "Mul")
         factors = [] if gate is None else [each for each in gate.inputs if each is not y]
         if gate is not None and factors and factors[0] is not None and _same_shape(factors[0], x):
-            _write_node(model, gate, taken, [x, factors[0]], plugin.SILU, has_second=1)
+            _write_node(gate, taken, [x, factors[0]], plugin.SILU, has_second=1)
         else:
-            _write_node(model, node, taken, [x], plugin.SILU)
+            _write_node(node, taken, [x], plugin.SILU)
         return
 
 
@@ -803,7 +801,7 @@ def _same_shape(one: ir.Value, other: ir.Value) -> bool:
 
 
 def _write_node(
-    model: ir.Model, node: ir.Node, taken: set[str], inputs: Inputs, operation: int, **own: float
+    node: ir.Node, taken: set[str], inputs: Sequence[ir.Value | None], operation: int, **own: float
 ) -> list[ir.Value]:
     """Replace a node; `own` are the attributes that are not zero."""
     b = NodeBuilder(prefix_within(node.name or plugin.NORM_ACTIVATION, taken))

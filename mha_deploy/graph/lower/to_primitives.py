@@ -37,15 +37,12 @@ OPERATOR_RULES = {
 }
 """How the operators around attention are written."""
 
-GROUP_FORMS = ("fold", "broadcast", "repeat")
-"""How the query heads that share a key/value head are written."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class PrimitivesOptions:
     """How to write the matmuls."""
 
-    gqa: str = AUTO  # the form of grouped heads
+    gqa: str = AUTO  # how the query heads that share a key/value head are written
     # `copy` outputs whole caches with the new entries in them; `auto` reads a preallocated cache in place and
     # outputs only the new entries, where its pattern is recognised
     cache: str = AUTO
@@ -55,7 +52,7 @@ class PrimitivesOptions:
     shift_masks: bool = True
     opset: int | None = 17  # the highest opset the result may need; None keeps the model's own
 
-    CHOICES: ClassVar = {"gqa": (AUTO, *GROUP_FORMS), "cache": (AUTO, COPY)}
+    CHOICES: ClassVar = {"gqa": (AUTO, "fold", "broadcast", "repeat"), "cache": (AUTO, COPY)}
 
 
 # -- The steps of attention in plain matmuls, for groups of query heads that share a key/value head --
