@@ -54,7 +54,7 @@ def written(tmp_path, where="nowhere"):
     return path
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("where", PLACES)
 def test_a_model_that_exits_is_refused_with_the_line(run_cli, tmp_path, where):
     path, out = written(tmp_path, where), tmp_path / "out" / "bundle"
