@@ -29,7 +29,7 @@ from mha_deploy.errors import BackendUnavailable, BundleError, DeployError
 from mha_deploy.graph import plugin_node
 from mha_deploy.graph.attention_node import attention_nodes
 from mha_deploy.graph.file import load_graph, save_graph
-from mha_deploy.graph.lower.cache import cache_form
+from mha_deploy.graph.lower.cache import IN_PLACE_NOTE, noted_caches
 from mha_deploy.metrics import judge_case
 from mha_deploy.model.precision import Precision
 from mha_deploy.options import EngineOptions
@@ -178,7 +178,7 @@ def _engine_at(
         large_tensors=list(large),
     )
     if plugins:
-        in_place = cache_form(lowered).in_place
+        in_place = noted_caches(lowered, IN_PLACE_NOTE)
         notes += [f"caches in place: bind {out} to the memory of {at}" for out, at in in_place.items()]
         attention = {"requested": requested, "chosen": PLUGIN, "accumulate": options.accumulate}
         manifest = msgspec.structs.replace(manifest, attention=attention, plugins=plugins, in_place=in_place)

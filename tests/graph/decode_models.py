@@ -15,7 +15,7 @@ import onnx
 import onnx_ir as ir
 from onnx import TensorProto, helper, numpy_helper
 
-from mha_deploy.graph.lower.cache import CacheForm
+from mha_deploy.graph.lower.cache import ENTRIES_NOTE, noted_caches
 
 _DTYPES = {"fp16": (TensorProto.FLOAT16, np.float16), "fp32": (TensorProto.FLOAT, np.float32)}
 
@@ -116,12 +116,12 @@ def feeds(model: ir.Model, layer: Layer, *, starts: list[int], S: int, P: int = 
 
 
 def with_whole_states(
-    form: CacheForm, inputs: dict[str, np.ndarray], outputs: dict[str, np.ndarray]
+    model: ir.Model, inputs: dict[str, np.ndarray], outputs: dict[str, np.ndarray]
 ) -> list[np.ndarray]:
     """The outputs with whole caches: rows that were given out alone are written into them."""
-    whole = []
+    whole, caches = [], noted_caches(model, ENTRIES_NOTE)
     for name, array in outputs.items():
-        past = inputs.get(form.rows.get(name, ""))
+        past = inputs.get(caches.get(name, ""))
         if past is not None:
             rows, array = array, past.copy()
             for b, begin in enumerate(inputs["lengths"]):

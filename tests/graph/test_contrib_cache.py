@@ -14,7 +14,7 @@ from decode_models import Layer, dynamic, feeds, fixed
 from test_decode_lowering import LAYERS, expected, reference
 
 from mha_deploy.graph.lower import lower
-from mha_deploy.graph.lower.cache import cache_form
+from mha_deploy.graph.lower.cache import ENTRIES_NOTE, noted_caches
 from mha_deploy.graph.lower.call import LoweringError
 
 CAUSAL = [name for name, layer in LAYERS.items() if "is_causal" in layer.attention]
@@ -70,7 +70,7 @@ def test_interface() -> None:
     assert [value.name for value in lowered.graph.outputs] == ["y", "key_cache_out", "value_cache_out"]
     total = lowered.graph.inputs[-1]
     assert (total.name, total.dtype, total.shape) == ("total_length", ir.DataType.INT32, ir.Shape([]))
-    assert not cache_form(lowered).rows
+    assert not noted_caches(lowered, ENTRIES_NOTE)
     assert "total_length" not in [value.name for value in lower(dynamic(Layer()), "contrib").graph.inputs]
     (node,) = [node for node in lowered.graph if node.op_type == "GroupQueryAttention"]
     assert [value.name for value in node.inputs[3:5]] == list(CACHES)

@@ -22,7 +22,6 @@ from rtx_engines import build_rtx
 from mha_deploy.engine.build import judge_engine
 from mha_deploy.graph.attention_node import attention_nodes
 from mha_deploy.graph.lower import lower
-from mha_deploy.graph.lower.cache import cache_form
 from mha_deploy.graph.lower.call import LoweringError
 from mha_deploy.graph.rules import check_operators, judge, operator_options, target_from
 
@@ -81,7 +80,7 @@ def evaluate(model: ir.Model, inputs: dict[str, np.ndarray]) -> list[np.ndarray]
     kept = attention_nodes(model)
     outputs = reference(model, inputs) if kept else run_in_ort(proto_of(model), inputs)
     named = dict(zip((value.name for value in model.graph.outputs), outputs, strict=True))
-    return with_whole_states(cache_form(model), inputs, named)
+    return with_whole_states(model, inputs, named)
 
 
 @functools.cache

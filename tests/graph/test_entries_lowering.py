@@ -23,7 +23,7 @@ from test_decode_lowering import (
 
 from mha_deploy.engine.build import judge_engine
 from mha_deploy.graph.lower import lower
-from mha_deploy.graph.lower.cache import cache_form
+from mha_deploy.graph.lower.cache import ENTRIES_NOTE, noted_caches
 from mha_deploy.graph.rules import check_operators, target_from
 
 CACHES = ("key_cache", "value_cache")
@@ -34,6 +34,11 @@ def readers(model: ir.Model, name: str) -> list[str]:
     return [use.node.op_type for use in value.uses()]
 
 
+def entries(model: ir.Model) -> dict[str, str]:
+    """From each output of new entries to its cache."""
+    return noted_caches(model, ENTRIES_NOTE)
+
+
 # -- the form ------------------------------------------------------------------------------------
 
 
@@ -42,13 +47,13 @@ def test_new_entries_replace_the_caches_as_outputs() -> None:
     assert [value.name for value in lowered.graph.outputs] == ["y", "key_entries", "value_entries"]
     assert [str(value.shape) for value in lowered.graph.outputs[1:]] == ["[B,2,S,8]"] * 2
     saved = ir.from_proto(onnx.ModelProto.FromString(ir.to_proto(lowered).SerializeToString()))
-    assert cache_form(saved).rows == dict(zip(("key_entries", "value_entries"), CACHES, strict=True))
+    assert entries(saved) == dict(zip(("key_entries", "value_entries"), CACHES, strict=True))
 
 
 def test_other_caches_are_copied() -> None:
-    assert not cache_form(lower(dynamic(Layer()), "primitives")).rows
+    assert not entries(lower(dynamic(Layer()), "primitives"))
     copied = lower(fixed(Layer()), "primitives", cache="copy")
-    assert not cache_form(copied).rows
+    assert not entries(copied)
     assert readers(copied, "key_cache") == ["ScatterND"]
 
 
@@ -192,7 +197,7 @@ def test_another_pattern_is_copied(change: Callable[[ir.Model], None]) -> None:
     model = fixed(Layer())
     change(model)
     copied = lower(model, "primitives")
-    assert not cache_form(copied).rows
+    assert not entries(copied)
     assert readers(copied, "key_cache") == ["ScatterND"]
 
 
@@ -221,7 +226,7 @@ def test_the_pattern_as_other_exporters_write_it(spelling: str) -> None:
         again = ir.node("Cast", [lengths], {"to": int(ir.DataType.INT64)})
         model.graph.insert_after(node_named(model, "write"), again)
         ends.replace_input_with(0, again.outputs[0])
-    assert cache_form(lower(model, "primitives")).rows
+    assert entries(lower(model, "primitives"))
 
 
 # -- engines -------------------------------------------------------------------------------------

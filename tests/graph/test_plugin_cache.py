@@ -13,7 +13,7 @@ from decode_models import Layer, dynamic, feeds, fixed
 from plugin_layers import assert_same, attributes_of, operators, plugin_node_of
 
 from mha_deploy.graph.lower import lower
-from mha_deploy.graph.lower.cache import cache_form
+from mha_deploy.graph.lower.cache import ENTRIES_NOTE, IN_PLACE_NOTE, noted_caches
 
 CALLS = [([0, 0], 3), ([2, 5], 3), ([4, 1], 1), ([9, 11], 1)]
 
@@ -42,9 +42,10 @@ def test_whole_caches_go_out() -> None:
     lowered = lower(model, "plugin")
     for before, after in zip(model.graph.outputs, lowered.graph.outputs, strict=True):
         assert (before.name, before.dtype, str(before.shape)) == (after.name, after.dtype, str(after.shape))
-    form = cache_form(ir.from_proto(onnx.ModelProto.FromString(ir.to_proto(lowered).SerializeToString())))
-    assert form.in_place == {"key_cache_out": "key_cache", "value_cache_out": "value_cache"}
-    assert not form.rows
+    saved = ir.from_proto(onnx.ModelProto.FromString(ir.to_proto(lowered).SerializeToString()))
+    in_place = {"key_cache_out": "key_cache", "value_cache_out": "value_cache"}
+    assert noted_caches(saved, IN_PLACE_NOTE) == in_place
+    assert not noted_caches(saved, ENTRIES_NOTE)
 
 
 def test_new_values_are_read_where_the_projection_left_them() -> None:
@@ -116,7 +117,7 @@ def test_a_cache_with_another_reader_is_copied_and_counted_by_lengths() -> None:
     model.graph.append(reader)
     model.graph.outputs.append(reader.outputs[0])
     lowered = lower(model, "plugin")
-    assert not cache_form(lowered).in_place
+    assert not noted_caches(lowered, IN_PLACE_NOTE)
     assert operators(lowered).count("ScatterND") == 2
     assert attributes_of(lowered, "causal", "has_key_lengths") == {"causal": 2, "has_key_lengths": 1}
     assert_same(model, lowered, feeds(model, layer(), starts=[2, 5], S=3), atol=8e-3)

@@ -37,7 +37,6 @@ from mha_deploy.graph.ir import (
     replace_node,
 )
 from mha_deploy.graph.lower import to_contrib, to_plugin, to_primitives, to_trt
-from mha_deploy.graph.lower.cache import CacheForm, cache_form
 from mha_deploy.graph.lower.call import (
     AttentionCall,
     LoweringError,
@@ -49,7 +48,7 @@ from mha_deploy.graph.lower.call import (
 )
 from mha_deploy.graph.lower.opset import to_opset
 
-__all__ = ["DIALECTS", "CacheForm", "LoweringError", "cache_form", "lower"]
+__all__ = ["DIALECTS", "LoweringError", "lower"]
 
 
 @dataclass(frozen=True, kw_only=True)

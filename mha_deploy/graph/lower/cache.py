@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import onnx_ir as ir
@@ -48,29 +47,15 @@ accepted, too, and wrong: the operator then overwrites the cache with a first pr
 """
 
 
-@dataclass(frozen=True, kw_only=True)
-class CacheForm:
-    """How the runtime must handle the KV cache of a lowered model."""
-
-    # From each output of new entries to its cache input; empty where whole caches are outputs, or none are
-    rows: dict[str, str] = field(default_factory=dict)
-    # From each output that is a whole cache to the input whose memory it must share
-    in_place: dict[str, str] = field(default_factory=dict)
-
-
-def cache_form(model: ir.Model) -> CacheForm:
-    """Read the form from a lowered model."""
-    return CacheForm(rows=_noted(model, ENTRIES_NOTE), in_place=_noted(model, IN_PLACE_NOTE))
-
-
-def _noted(model: ir.Model, note: str) -> dict[str, str]:
+def noted_caches(model: ir.Model, note: str) -> dict[str, str]:
+    """From each output that one of the notes of a lowered model is about to its cache."""
     caches: dict[str, str] = json.loads(model.metadata_props.get(note, "{}"))
     return caches
 
 
 def note_caches(model: ir.Model, note: str, caches: dict[str, str]) -> None:
     """Add outputs and their caches to the metadata of the model, under one of the notes."""
-    model.metadata_props[note] = json.dumps(_noted(model, note) | caches)
+    model.metadata_props[note] = json.dumps(noted_caches(model, note) | caches)
 
 
 def rows_name(output: str) -> str:
