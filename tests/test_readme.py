@@ -292,7 +292,7 @@ def test_every_name_is_in_the_file_that_the_text_says():
 def test_the_questions_of_a_newcomer_are_answered_before_anything_else():
     """Each by a place, a command or an option; their names are checked above."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("\n## ")[0]
-    answers = dict(re.findall(r"^\| ([^|]+\?) \| (.+) \|$", text, re.MULTILINE))
+    answers = dict(re.findall(r"^\| ([^|]+\?) \| (.+?) \|", text, re.MULTILINE))
     topics = "lowering rule, fused, precision, budget, runtime, dialect, catalog, exit code 1, engine ran"
     for topic in topics.split(", "):
         assert any(topic in question and re.search(r"[`(]", answers[question]) for question in answers), topic
