@@ -1,5 +1,7 @@
 """Mistakes that no mutation of the self-test makes: each fails, and the verdict names its place."""
 
+from dataclasses import replace
+
 import ml_dtypes
 import numpy as np
 import onnx_ir as ir
@@ -8,6 +10,7 @@ import pytest
 import mha_deploy as md
 from mha_deploy.graph.attention_node import is_attention
 from mha_deploy.graph.file import load_graph, save_graph
+from mha_deploy.graph.lower import lower
 from mha_deploy.metrics import judge_case
 from mha_deploy.options import ValidateOptions
 from mha_deploy.runtime import open_runner
@@ -155,6 +158,21 @@ def test_a_part_of_attention_in_bf16_is_named(bundles, coarse_cases, part):
     with open_runner("ort-cpu", model) as runner:
         report = parity_from_runner(runner, bundle, coarse_cases)
     assert any(f"{part} in BF16" in (verdict.problem or "") for verdict in report.verdicts)
+
+
+def test_scores_in_bf16_are_named_of_kernels_that_accumulate_in_fp16_too(bundles, coarse_cases):
+    """Their budget is wide enough for the error itself."""
+    bundle, (case,) = bundles("tiny-rope"), coarse_cases
+    model = lower(load_graph(bundle.model_path), "primitives")
+    (softmax,) = (node for node in model.graph if node.op_type == "Softmax")
+    down = ir.node("Cast", [softmax.inputs[0]], {"to": ir.DataType.BFLOAT16})
+    up = ir.node("Cast", [down.outputs[0]], {"to": ir.DataType.FLOAT16})
+    softmax.replace_input_with(0, up.outputs[0])
+    model.graph.insert_before(softmax, [down, up])
+    precision = replace(bundle.manifest.precision, accumulate="fp16")
+    with open_runner("ort-cpu", model) as runner:
+        (verdict,) = judge_case(case, runner.run(case.inputs), precision)
+    assert "scores in BF16" in verdict.problem
 
 
 def test_outputs_in_bf16_are_named(bundles, coarse_cases):

@@ -172,7 +172,7 @@ class ProgramValues:
 # and at which position, shows in the output at any length. Among random keys it is one of thousands.
 _LOUDNESS = 4.0
 _CANDIDATES = 64
-COARSE = ("softmax weights", "queries and keys", "values", "heads")
+COARSE = ("scores", "softmax weights", "queries and keys", "values", "heads")
 _SMALL = 1 << 18  # numbers of an output: every weight by itself takes long for more
 
 
@@ -241,10 +241,14 @@ class CoarseAttention(TorchFunctionMode):
         if func is F.linear:
             (weight,) = self._rounded(self._weights.get(id(args[1]), ""), args[1])
             args = (args[0], weight, *args[2:])
-        result = func(*args, **(kwargs or {}))
-        if func is torch.Tensor.softmax and result.dim() == 4:  # of a layer with a softcap
-            (result,) = self._rounded("softmax weights", result)
-        return result
+        if func is torch.Tensor.softmax and args[0].dim() == 4:  # of a layer with a softcap
+            return self._softmax(*args)
+        return func(*args, **(kwargs or {}))
+
+    def _softmax(self, scores: Tensor, dim: int = -1) -> Tensor:
+        (scores,) = self._rounded("scores", scores)
+        (weights,) = self._rounded("softmax weights", scores.softmax(dim))
+        return weights
 
     def _attention(
         self,
@@ -263,8 +267,7 @@ class CoarseAttention(TorchFunctionMode):
         mask = causal_mask(q.shape[-2], k.shape[-2], q.device) if is_causal else attn_mask
         if mask is not None:
             scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-        (weights,) = self._rounded("softmax weights", scores.softmax(-1).nan_to_num(0.0))
-        (heads,) = self._rounded("heads", weights @ v)
+        (heads,) = self._rounded("heads", self._softmax(scores).nan_to_num(0.0) @ v)
         return heads
 
 
