@@ -434,9 +434,8 @@ class Scores:
 def read_scores(softmax: Normalisation, alphabet: Alphabet) -> tuple[Scores, Matmul]:
     """Walk back from a softmax to the matmul of its scores."""
     axes = tuple(alphabet.new(size) for size in sizes_of(softmax.source) or ())
-    if not -len(axes) <= softmax.axis < len(axes):
-        raise NotFused("The file does not state the shape of the scores.")
-    scores = Scores(alphabet=alphabet, axes=axes, key=axes[softmax.axis])
+    key = axes[softmax.axis] if -len(axes) <= softmax.axis < len(axes) else ""
+    scores = Scores(alphabet=alphabet, axes=axes, key=key)
     value: ir.Value | None = softmax.source
     own = softmax.nodes
     for _ in range(_MAX_STEPS):
@@ -451,7 +450,7 @@ def read_scores(softmax: Normalisation, alphabet: Alphabet) -> tuple[Scores, Mat
             names += ["an output of the graph"] if value.is_graph_output() else []
             what = "The scores before the softmax are used elsewhere too."
             raise NotExpressible(what, got=", ".join(names))
-        if len(scores.axes) != (rank(value) or 0):
+        if not key or len(scores.axes) != (rank(value) or 0):
             raise NotFused("The file does not state the shape of the scores.")
         if is_matmul(node):
             return scores, read_matmul(node, alphabet, 2, scores.axes)
