@@ -21,7 +21,7 @@ from mha_deploy.bundle.folder import Bundle, open_bundle
 from mha_deploy.engine.engine import engine_path, open_engine, open_engine_runner
 from mha_deploy.errors import DeployError
 from mha_deploy.runtime.cuda import Stream
-from mha_deploy.runtime.tensorrt.engine_runner import Slot, TensorRTRunner, first_admitting
+from mha_deploy.runtime.tensorrt.engine_runner import BoundContext, Slot, TensorRTRunner, first_admitting
 
 
 def main() -> None:
@@ -70,8 +70,8 @@ def feeds_at(bundle: Bundle, runner: TensorRTRunner, sizes: dict[str, int]) -> d
 def call_nodes(runner: TensorRTRunner, feeds: dict[str, np.ndarray]) -> list[dict[str, str]]:
     """The nodes of one call, recorded after a first call that is not."""
     shapes = {name: array.shape for name, array in feeds.items()}
-    bound = runner.bind(shapes, first_admitting(runner.profiles, shapes, tightest=True))
-    slot = Slot(bound)
+    profile = first_admitting(runner.profiles, shapes, tightest=True)
+    slot = Slot(BoundContext(runner, profile, shapes), owns_context=True)
     try:
         slot.memory.upload(feeds)
         slot.settle(record=False)
@@ -79,7 +79,6 @@ def call_nodes(runner: TensorRTRunner, feeds: dict[str, np.ndarray]) -> list[dic
     finally:
         runner.stream.synchronize()
         slot.close()
-        bound.close()
 
 
 def recorded_nodes(slot: Slot, stream: Stream) -> list[dict[str, str]]:

@@ -1,13 +1,10 @@
 """Native code in a child process: a runtime that crashes or hangs ends its child, and not this tool.
 
-ONNX Runtime, TensorRT and PyTorch on a GPU are native code, and each of them can crash. A `Child` is a Python
-process that runs functions of this package; `open_isolated` opens a runner in one and returns a `Runner` that
-forwards to it. Calls are pickled, and their arrays cross in anonymous shared memory (one copy). A child that
-dies or exceeds the time limit becomes a `RuntimeCrash` with the signal, the step and the last lines of its
-output. Timing happens inside the child, so no latency contains the forwarding.
-
-A child whose runner was closed is kept and serves the next runner of its family: importing a runtime takes
-longer than most calls.
+A `Child` is a Python process that runs functions of this package; `open_isolated` opens a runner in one and
+returns a `Runner` that forwards to it. Calls are pickled, and their arrays cross in anonymous shared memory
+(one copy). A child that dies or exceeds the time limit becomes a `RuntimeCrash`. Timing happens inside the
+child, so no latency contains the forwarding. A child whose runner was closed serves the next runner of its
+family: importing a runtime takes longer than most calls.
 """
 
 from __future__ import annotations
@@ -32,7 +29,6 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import accumulate
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -120,10 +116,9 @@ class Child:
         step: str,
         on_message: Callable[[Any], None] | None = None,
     ) -> T:
-        """Run a function of a module in the child, since it is pickled by its name, and return its result.
+        """Run a function of a module, which is pickled by its name, in the child, and return its result.
 
-        Errors name the runtime (`title`) and what it does (`step`: `running case opt`). `on_message` receives
-        what the function sends with `send_to_parent` meanwhile.
+        Errors name the runtime (`title`) and its `step`; `on_message` receives what `send_to_parent` sends.
         """
         if self._crash is not None:
             raise RuntimeCrash("The runtime's process has ended before.", got=self._crash.what)
@@ -146,21 +141,15 @@ class Child:
                     on_message(content)
         except TimeoutError as error:
             self.kill()
-            problem = f"{title} did not answer within {limit:g} s while {step}."
             hint = "--time-limit SECONDS, if it needs longer"
-            self._crash = RuntimeCrash(problem, got=_tail(self._output(begin)) or None, hint=hint)
-            raise self._crash from error
+            raise self._ended(f"{title} did not answer within {limit:g} s", step, begin, hint) from error
         except (EOFError, ConnectionError) as error:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(10)
             self.kill()
-            output = self._output(begin)
-            nodes = re.findall(r"Parsing node: (\S+) \[", output)  # by TensorRT's parser
-            node = f", at node {nodes[-1]}" if nodes else ""
-            problem = f"{title} {_ending(self._process.returncode)} while {step}{node}."
             hint = "--in-process with a debugger shows where; another version of the runtime may not"
-            self._crash = RuntimeCrash(problem, got=_tail(output) or None, hint=hint)
-            raise self._crash from error
+            how = _ending(self._process.returncode)
+            raise self._ended(f"{title} {how}", step, begin, hint) from error
         except BaseException:  # interrupted: the result of the call in the child would have no reader
             self.kill()
             raise
@@ -169,11 +158,18 @@ class Child:
         raised, trace = content
         raise raised from _ChildTraceback(trace)
 
-    def _output(self, since: int) -> str:
-        """The child's output since a place in its log; only the end of it where it is long."""
+    def _ended(self, problem: str, step: str, since: int, hint: str) -> RuntimeCrash:
+        """The error of a call that ended the child, with its last lines and the node it was at."""
         end = self._log.seek(0, io.SEEK_END)
         self._log.seek(max(since, end - _LOG_BYTES))
-        return self._log.read().decode(errors="replace").strip()
+        output = self._log.read().decode(errors="replace").strip()
+        # The Python stack of a crash only where there is no other output.
+        words, _, stack = output.partition("Fatal Python error: ")
+        lines = words.strip().splitlines()[-_LOG_LINES:] or stack.splitlines()[:_LOG_LINES]
+        nodes = re.findall(r"Parsing node: (\S+) \[", output)[-1:]  # by TensorRT's parser
+        what = f"{problem} while {step}{''.join(f', at node {node}' for node in nodes)}."
+        self._crash = RuntimeCrash(what, got="\n".join(line[:200] for line in lines) or None, hint=hint)
+        return self._crash
 
     def kill(self) -> None:
         """End it now; the log can still be read."""
@@ -193,13 +189,6 @@ def _ending(code: int) -> str:
         return f"ended its process with exit code {code}"
     known = -code in set(signal.Signals)
     return f"crashed with {signal.Signals(-code).name}" if known else f"was ended by signal {-code}"
-
-
-def _tail(output: str) -> str:
-    """The last lines of a child's output; the Python stack of a crash only where there are no others."""
-    words, _, stack = output.partition("Fatal Python error: ")
-    lines = words.strip().splitlines()[-_LOG_LINES:] or stack.splitlines()[:_LOG_LINES]
-    return "\n".join(line[:200] for line in lines)
 
 
 class _ChildTraceback(Exception):
@@ -231,11 +220,10 @@ def prepare_child(family: str) -> None:
 
 
 def _take_child(family: str) -> Child:
-    child = _idle.pop(family, None)
-    if child is not None and child.is_alive:
+    child = _idle.pop(family, None) or Child(family)
+    if child.is_alive:
         return child
-    if child is not None:
-        child.kill()
+    child.kill()
     return Child(family)
 
 
@@ -256,10 +244,7 @@ def call_isolated(family: str, function: Callable[..., T], *arguments: Any, **ca
 
 
 def open_isolated(family: str, title: str, open_runner: Callable[..., Runner], *arguments: Any) -> Runner:
-    """Open a runner in a child process of a family, or in this one where isolation is off.
-
-    `open_runner` is a function of a module; `title` names the runtime in errors.
-    """
+    """Open a runner by a function of a module, in a child of a family, or here where isolation is off."""
     if not isolation.enabled:
         return open_runner(*arguments)
     child = _take_child(family)
@@ -268,12 +253,14 @@ def open_isolated(family: str, title: str, open_runner: Callable[..., Runner], *
     except BaseException:
         _give_back(child)
         raise
-    number, profiled, attributes = opened
+    profiled, number, attributes = opened
     return (ProfiledChildRunner if profiled else ChildRunner)(child, number, attributes)
 
 
-class ChildRunner(Runner):
-    """A runner that lives in a child process; its attributes do not change."""
+class _Remote(Closing):
+    """Something in a child process, by its number there; its attributes do not change."""
+
+    name: str
 
     def __init__(self, child: Child, number: int, attributes: Mapping[str, Any]) -> None:
         self._child: Child | None = child
@@ -281,13 +268,17 @@ class ChildRunner(Runner):
         vars(self).update(attributes)
 
     def apply(
-        self, function: Callable[..., T], *arguments: Any, step: str = "running", number: int | None = None
+        self, function: Callable[..., T], *arguments: Any, step: str = "running", last: bool = False
     ) -> T:
-        """Run a function in the child, on the runner or the decode loop of that number there."""
+        """Run a function on it in the child, which forgets it after the `last` call."""
         if self._child is None:
             raise DeployError(f"{self.name} is closed.")
-        number = self._number if number is None else number
-        return self._child.call(_apply_in_child, number, function, arguments, title=self.name, step=step)
+        call = (_apply_in_child, self._number, last, function, arguments)
+        return self._child.call(*call, title=self.name, step=step)
+
+
+class ChildRunner(_Remote, Runner):
+    """A runner that lives in a child process."""
 
     def run(self, feeds: Arrays) -> dict[str, np.ndarray]:
         """Check the inputs against the model, then run it."""
@@ -302,17 +293,18 @@ class ChildRunner(Runner):
     def decode_loop(self, *, B: int, T: int | None = None) -> ChildDecodeLoop:
         """A decode loop with a cache on the device; close it before the runner."""
         opened = self.apply(_open_decode_loop, B, T, step="preparing the decode loop")
-        return ChildDecodeLoop(self, *opened, B)
+        return ChildDecodeLoop(self._child, *opened)  # type: ignore[arg-type]
 
     def close(self) -> None:
         """Close the runner in the child, and keep the child for the next one."""
-        child, self._child = self._child, None
+        child = self._child
         if child is None:
             return
         try:
             if child.is_alive:
-                child.call(_close_in_child, self._number, title=self.name, step="closing it")
+                self.apply(methodcaller("close"), step="closing it", last=True)
         finally:
+            self._child = None
             _give_back(child)
 
 
@@ -330,26 +322,25 @@ class ProfiledChildRunner(ChildRunner):
         return self.apply(call, step=f"running {_sizes(feeds)}")
 
 
-class ChildDecodeLoop(Closing):
+class ChildDecodeLoop(_Remote):
     """A decode loop in a child process; see `runtime.decode_loop.DecodeLoop`."""
 
-    def __init__(self, runner: ChildRunner, number: int, name: str, most: int | None, B: int) -> None:
-        self.name, self.most_tokens, self.lengths = name, most, np.zeros(B, np.int32)
-        self._apply = partial(runner.apply, number=number)
+    lengths: np.ndarray
+    most_tokens: int | None
 
     def feed(self, x: np.ndarray, counts: np.ndarray | None = None) -> np.ndarray:
         """Run S new tokens of every batch element."""
         step = f"decoding {x.shape[1]} new tokens behind {self.lengths.tolist()}"
-        output, self.lengths = self._apply(_feed, x, counts, step=step)
+        output, self.lengths = self.apply(_feed, x, counts, step=step)
         return output
 
     def cache(self) -> tuple[np.ndarray, np.ndarray]:
         """Copies of keys and values."""
-        return self._apply(methodcaller("cache"), step="reading the cache")
+        return self.apply(methodcaller("cache"), step="reading the cache")
 
     def close(self) -> None:
         """Free the device's memory."""
-        self._apply(_close_loop, step="closing the decode loop")
+        self.apply(methodcaller("close"), step="closing the decode loop", last=True)
 
 
 def _sizes(feeds: Arrays) -> str:
@@ -444,19 +435,14 @@ def serve(handle: int, preload: tuple[str, ...], parent: int) -> None:
             os.chdir(folder)  # relative paths are the parent's
         except (EOFError, ConnectionError):
             break
-        except Exception as error:  # noqa: BLE001 (a call that cannot be unpickled: the parent raises it)
-            _send(_parent, ("error", (_sendable(error), traceback.format_exc())))
+        except Exception as error:  # noqa: BLE001 (a call that cannot be unpickled)
+            _send(_parent, _failure(error))
             continue
         faulthandler.dump_traceback_later(limit, exit=True)  # also where the parent is gone
         try:
             answer: tuple[str, Any] = ("result", function(*arguments))
-        except MemoryError:
-            answer = ("error", (DeployError("The runtime ran out of memory."), traceback.format_exc()))
-        except SystemExit as stop:
-            exited = DeployError("The code that was run ended its process.", got=f"sys.exit({stop.code!r})")
-            answer = ("error", (exited, traceback.format_exc()))
-        except Exception as error:  # noqa: BLE001 (raised again by the parent)
-            answer = ("error", (_sendable(error), traceback.format_exc()))
+        except (Exception, SystemExit) as error:  # noqa: BLE001
+            answer = _failure(error)
         faulthandler.cancel_dump_traceback_later()
         del function, arguments
         try:
@@ -464,7 +450,7 @@ def serve(handle: int, preload: tuple[str, ...], parent: int) -> None:
         except ConnectionError:
             break
         except Exception as error:  # noqa: BLE001 (a result that cannot be pickled is a bug: report it)
-            _send(_parent, ("error", (_sendable(error), traceback.format_exc())))
+            _send(_parent, _failure(error))
         del answer
     os._exit(0)  # native libraries can crash while they unload
 
@@ -479,13 +465,18 @@ def _limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (min(most), hard))
 
 
-def _sendable(error: Exception) -> Exception:
-    """An exception that the parent can raise as it is, or one with its type and message."""
+def _failure(error: BaseException) -> tuple[str, Any]:
+    """What the parent raises, and where it was raised here."""
+    trace = traceback.format_exc()
+    if isinstance(error, MemoryError):
+        error = DeployError("The runtime ran out of memory.")
+    elif isinstance(error, SystemExit):
+        error = DeployError("The code that was run ended its process.", got=f"sys.exit({error.code!r})")
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:  # noqa: BLE001 (exceptions of native modules may not pickle)
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return error
+        error = RuntimeError(f"{type(error).__name__}: {error}")
+    return "error", (error, trace)
 
 
 def _end_with_parent(parent: int) -> None:
@@ -496,25 +487,24 @@ def _end_with_parent(parent: int) -> None:
 
 def _open_in_child(
     open_runner: Callable[..., Runner], arguments: tuple[Any, ...]
-) -> tuple[int, bool, dict[str, Any]]:
+) -> tuple[bool, int, dict[str, Any]]:
     runner = open_runner(*arguments)
-    attributes = {name: getattr(runner, name) for name in ("name", "device", "can_decode")}
-    attributes |= {"inputs": dict(runner.inputs), "outputs": dict(runner.outputs)}
-    return _kept(runner), isinstance(runner, ProfiledRunner), attributes
+    return isinstance(runner, ProfiledRunner), *_kept(runner, "name device can_decode inputs outputs")
 
 
-def _kept(thing: object) -> int:
+def _open_decode_loop(runner: Any, B: int, T: int | None) -> tuple[int, dict[str, Any]]:
+    return _kept(runner.decode_loop(B=B, T=T), "name most_tokens lengths")
+
+
+def _kept(thing: object, attributes: str) -> tuple[int, dict[str, Any]]:
+    """The number under which the child keeps something for its parent, and some of its attributes."""
     number = max(_objects, default=0) + 1
     _objects[number] = thing
-    return number
+    return number, {name: getattr(thing, name) for name in attributes.split()}
 
 
-def _apply_in_child(number: int, function: Callable[..., T], arguments: tuple[Any, ...]) -> T:
-    return function(_objects[number], *arguments)
-
-
-def _close_in_child(number: int) -> None:
-    _objects.pop(number).close()
+def _apply_in_child(number: int, last: bool, function: Callable[..., T], arguments: tuple[Any, ...]) -> T:
+    return function(_objects.pop(number) if last else _objects[number], *arguments)
 
 
 def _profiles_for(runner: ProfiledRunner, kinds: Mapping[str, tuple[tuple[int, ...], Any]]) -> list[int]:
@@ -522,14 +512,5 @@ def _profiles_for(runner: ProfiledRunner, kinds: Mapping[str, tuple[tuple[int, .
     return runner.profiles_for(feeds)
 
 
-def _open_decode_loop(runner: Any, B: int, T: int | None) -> tuple[int, str, int | None]:
-    loop = runner.decode_loop(B=B, T=T)
-    return _kept(loop), loop.name, loop.most_tokens
-
-
 def _feed(loop: Any, x: np.ndarray, counts: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
     return loop.feed(x, counts), loop.lengths
-
-
-def _close_loop(loop: Any) -> None:
-    _close_in_child(next(number for number, thing in _objects.items() if thing is loop))

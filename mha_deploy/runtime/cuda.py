@@ -159,12 +159,11 @@ class Stream:
     """A stream of our own, or another library's by its handle."""
 
     def __init__(self, handle: int | None = None) -> None:
-        runtime = _runtime()
         self._is_ours = handle is None
         if handle is None:
-            self.raw = _call("cudaStreamCreateWithFlags", runtime.cudaStreamNonBlocking)
+            self.raw = _call("cudaStreamCreateWithFlags", _runtime().cudaStreamNonBlocking)
         else:
-            self.raw = runtime.cudaStream_t(handle)
+            self.raw = _runtime().cudaStream_t(handle)
         self.handle = int(self.raw)
 
     def synchronize(self) -> None:
@@ -272,18 +271,15 @@ def read_conditions(gpu: Gpu) -> Conditions:
             return None
 
     power = query("nvmlDeviceGetPowerUsage")
-    reasons = query("nvmlDeviceGetCurrentClocksEventReasons")
-    if reasons is None:  # the older name
-        reasons = query("nvmlDeviceGetCurrentClocksThrottleReasons")
+    names = ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons")
+    reasons = next(filter(None, map(query, names)), 0)  # by the older name, too
     return Conditions(
         sm_mhz=query("nvmlDeviceGetClockInfo", pynvml.NVML_CLOCK_SM),
         sm_mhz_max=query("nvmlDeviceGetMaxClockInfo", pynvml.NVML_CLOCK_SM),
         memory_mhz=query("nvmlDeviceGetClockInfo", pynvml.NVML_CLOCK_MEM),
         temperature_c=query("nvmlDeviceGetTemperature", pynvml.NVML_TEMPERATURE_GPU),
         power_w=None if power is None else power / 1000.0,
-        throttled_by=tuple(
-            why for why, bit in _HELD_BACK.items() if (reasons or 0) & getattr(pynvml, bit, 0)
-        ),
+        throttled_by=tuple(why for why, bit in _HELD_BACK.items() if reasons & getattr(pynvml, bit, 0)),
     )
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from mha_deploy.errors import DeployError
 from mha_deploy.graph.lower.cache import TOTAL_LENGTH
 from mha_deploy.model.spec import CACHES, CACHES_OUT, LENGTHS, PAST, PRESENT
 from mha_deploy.runtime.cuda import UNWRITTEN, Buffer, Copy2D, Stream
+from mha_deploy.runtime.gpu import GpuRunner
 from mha_deploy.runtime.runner import Arrays, Closing, TensorInfo, check_feeds
 
 # -- The forms of a KV cache, and where new entries go ---------------------------------------------
@@ -51,9 +53,8 @@ def written_in_place(inputs: Iterable[str], outputs: Iterable[str]) -> dict[str,
     return {}
 
 
-@dataclass(frozen=True, kw_only=True)
-class CacheShape:
-    """The sizes of a cache with room for T entries."""
+class CacheShape(NamedTuple):
+    """The sizes of a cache with room for T entries, and its type."""
 
     B: int
     Hkv: int
@@ -67,11 +68,7 @@ class CacheShape:
 
 
 def entry_copies(cache: CacheShape, lengths: np.ndarray, S: int) -> list[Copy2D]:
-    """How [B, Hkv, S, D] new entries get to their places in the cache.
-
-    The entries of one head are contiguous. So one copy serves all batch elements of equal lengths; otherwise
-    there is one for each batch element.
-    """
+    """How [B, Hkv, S, D] new entries get to their places; one copy serves batch elements of equal lengths."""
     entry = cache.D * cache.dtype.itemsize
     together = bool((lengths == lengths[0]).all())
     return [
@@ -91,9 +88,8 @@ def cache_copies(feeds: Arrays, outputs: Iterable[str]) -> list[tuple[str, str, 
     """The copies that a call needs behind it: cache, new entries and places. None for other forms."""
     if not set(ENTRIES) <= set(outputs):
         return []
-    B, Hkv, T, D = feeds[CACHES[0]].shape
-    shape = CacheShape(B=B, Hkv=Hkv, T=T, D=D, dtype=feeds[CACHES[0]].dtype)
-    places = entry_copies(shape, feeds[LENGTHS], feeds["x"].shape[1])
+    cache = feeds[CACHES[0]]
+    places = entry_copies(CacheShape(*cache.shape, cache.dtype), feeds[LENGTHS], feeds["x"].shape[1])
     return [(cache, new, place) for cache, new in zip(CACHES, ENTRIES, strict=True) for place in places]
 
 
@@ -112,10 +108,7 @@ def check_room(feeds: Arrays) -> None:
 
 
 def total_length(lengths: np.ndarray, S: int, T: int) -> np.ndarray:
-    """The total length for GroupQueryAttention, where S means a prompt into an empty cache.
-
-    Otherwise it is an upper bound only, and T serves every step.
-    """
+    """The total length for GroupQueryAttention: S for a prompt into an empty cache, else an upper bound."""
     return np.array(S if S > 1 and not lengths.any() else T, np.int32)
 
 
@@ -123,19 +116,17 @@ def presented_outputs(
     inputs: Mapping[str, TensorInfo], outputs: Mapping[str, TensorInfo]
 ) -> dict[str, TensorInfo]:
     """The outputs of the layer: whole caches where an engine returns only the new entries."""
-    whole = dict(zip(ENTRIES, zip(CACHES_OUT, CACHES, strict=True), strict=True))
-    presented = {}
-    for name, info in outputs.items():
-        out, cache = whole.get(name, (name, None))
-        presented[out] = info if cache is None else inputs[cache]
+    presented = dict(outputs)
+    for cache, new, out in zip(CACHES, ENTRIES, CACHES_OUT, strict=True):
+        if presented.pop(new, None) is not None:
+            presented[out] = inputs[cache]
     return presented
 
 
 def presented_results(feeds: Arrays, results: Arrays, written: Arrays | None = None) -> dict[str, np.ndarray]:
     """The results of an engine by the names of `presented_outputs`.
 
-    `written` are the caches into which the call has copied the entries, by the names of the inputs. For any
-    other cache, they are written into a copy here.
+    New entries are written into a copy of their cache, but for those that were `written` on the device.
     """
     presented, written = dict(results), written or {}
     for cache, new, out in zip(CACHES, ENTRIES, CACHES_OUT, strict=True):
@@ -165,10 +156,7 @@ class DeviceTensor:
 
 
 class CallTensors(Closing):
-    """The inputs and outputs of one call, by their names; freed together.
-
-    An output that is written in place is the memory of its input, by `aliases`: it is never cleared.
-    """
+    """The inputs and outputs of one call, freed together; by `aliases`, an output is an input's memory."""
 
     def __init__(
         self,
@@ -226,24 +214,14 @@ class StepCall:
     on_host: Mapping[str, np.ndarray] = field(default_factory=dict)
     varies: bool = False  # whether the next call has other shapes
 
-    def shapes(self, names: Iterable[str]) -> dict[str, Shape]:
-        """The shapes of some of the tensors."""
-        return {name: self.tensors[name].shape for name in names}
 
-    @property
-    def addresses(self) -> dict[str, int]:
-        """Where the tensors are."""
-        return {name: tensor.buffer.address for name, tensor in self.tensors.items()}
+class DecodingRunner(GpuRunner):
+    """A runner that is launched on tensors of a decode loop, too."""
 
-
-class Launcher(ABC):
-    """A loaded layer that is launched on tensors of the decode loop."""
-
-    name: str
-    stream: Stream
-    inputs: Mapping[str, TensorInfo]
-    outputs: Mapping[str, TensorInfo]
-    in_place: bool  # whether the output of a preallocated cache is the memory of its input
+    engine_inputs: Mapping[str, TensorInfo]  # with those that are computed here
+    engine_outputs: Mapping[str, TensorInfo]  # new KV-cache entries where `outputs` has whole caches
+    aliases: Mapping[str, str]  # for each output that is written in place, the input whose memory it shares
+    can_decode = True
 
     def most_tokens(self, B: int) -> int | None:
         """How many tokens of each of B batch elements one call takes; None: as many as the cache."""
@@ -254,8 +232,49 @@ class Launcher(ABC):
         """Queue one call, and do not wait; with `again` the same tensors will come again."""
 
     @abstractmethod
-    def close(self) -> None:
-        """Free what the calls needed; the layer stays loaded."""
+    def release(self) -> None:
+        """Free what the launches needed; the layer stays loaded."""
+
+    def decode_loop(self, *, B: int, T: int | None = None) -> DecodeLoop:
+        """The decode loop of the loaded layer for B batch elements; close it before the runner.
+
+        T is the most entries of a dynamic cache; a preallocated cache has its own number. A layer without a
+        cache, with other inputs besides, or of another size is refused.
+        """
+        with ExitStack() as owned:
+            owned.callback(self.release)
+            tensors = {**self.engine_inputs, **self.engine_outputs}
+            form = engine_cache(self.engine_inputs, self.engine_outputs)
+            if form is None:
+                raise DeployError("This layer has no cache to decode with.", got=sorted(self.engine_outputs))
+            lengths = () if form is EngineCache.DYNAMIC else (LENGTHS,)
+            expected = {"x", "output", *lengths, *form.inputs, *form.outputs}
+            other = expected ^ ({*tensors} - {TOTAL_LENGTH})
+            if other:
+                raise DeployError(
+                    "The layer has other inputs and outputs than a decode loop.", got=sorted(other)
+                )
+            E = tensors["x"].dims[2]
+            if not isinstance(E, int):
+                raise DeployError("The width of the layer is not fixed.", got=tensors["x"].dims)
+            dtypes = {name: str(tensors[name].dtype) for name in (*form.inputs, *form.outputs)}
+            if len(set(dtypes.values())) > 1:
+                raise DeployError("Keys and values come in and go out in different types.", got=dtypes)
+            info = tensors[form.inputs[0]]
+            batch, Hkv, entries, D = info.dims
+            T = entries if T is None and isinstance(entries, int) else T
+            if T is None:
+                problem = "The maximum length of the dynamic KV cache is missing."
+                raise DeployError(problem, got="T = None", hint="give T")
+            if any(isinstance(dim, int) and size != dim for size, dim in ((B, batch), (T, entries))):
+                got = f"B={B}, T={T}"
+                raise DeployError("The layer has a cache of another size.", got=got, hint=str(info.dims))
+            if not isinstance(Hkv, int) or not isinstance(D, int) or B < 1:
+                got = f"B={B}, {info.dims}"
+                raise DeployError("The cache has no fixed heads, or no batch elements.", got=got)
+            loop = DecodeLoop(self, form, CacheShape(B, Hkv, T, D, info.dtype), E)
+            owned.pop_all()
+            return loop
 
 
 # -- The decode loop -------------------------------------------------------------------------------
@@ -264,25 +283,23 @@ class Launcher(ABC):
 class DecodeLoop(Closing):
     """A layer and the KV cache that it generates with, on the device; a context manager.
 
-    One pair of buffers holds a preallocated cache that the layer updates in place, or whose new entries the
-    loop copies to their places. A layer that writes another cache gets a second pair, and the pairs are
-    swapped after every call. So are those of a dynamic cache, whose tensors are the first entries of their
-    buffers, more at every step.
-
-    Attributes:
-        name: The backend, with its version.
-        lengths: Tokens of each batch element so far, int32 [B].
-        most_tokens: How many tokens of a batch element one call takes; None where only the cache limits them.
+    One pair of buffers holds a cache that is updated in place. A layer that writes another cache gets a
+    second pair, and they are swapped after every call; so are those of a dynamic cache, which grows in them.
     """
 
-    def __init__(self, launcher: Launcher, form: EngineCache, cache: CacheShape, E: int) -> None:
-        self.name, self.most_tokens = launcher.name, launcher.most_tokens(cache.B)
+    name: str  # the backend, with its version
+    lengths: np.ndarray  # tokens of each batch element so far, int32 [B]
+    most_tokens: int | None  # of a batch element in one call; None where only the cache limits them
+
+    def __init__(self, runner: DecodingRunner, form: EngineCache, cache: CacheShape, E: int) -> None:
+        self.name, self.most_tokens = runner.name, runner.most_tokens(cache.B)
         self.lengths = np.zeros(cache.B, np.int32)
         self._varies = form is EngineCache.DYNAMIC
-        self._launcher, self._form, self._cache, self._E = launcher, form, cache, E
-        self._stream = launcher.stream
+        self._runner, self._form, self._cache, self._E = runner, form, cache, E
+        self._stream = runner.stream
         self._frames: dict[int, CallTensors] = {}
-        swapped = self._varies or (form is EngineCache.PREALLOCATED and not launcher.in_place)
+        in_place = [runner.aliases.get(out) for out in CACHES_OUT] == list(CACHES)
+        swapped = self._varies or (form is EngineCache.PREALLOCATED and not in_place)
         whole, numbers = (cache.first(cache.T), cache.dtype), range(1 + swapped)
         caches = {f"{name} {number}": whole for number in numbers for name in CACHES}
         lengths = {LENGTHS: ((cache.B,), np.dtype(np.int32))}
@@ -299,17 +316,12 @@ class DecodeLoop(Closing):
             raise
 
     def feed(self, x: np.ndarray, counts: np.ndarray | None = None) -> np.ndarray:
-        """Run the layer on S new tokens of every batch element, and keep their keys and values.
+        """Run the layer on new tokens [B, S, E], keep their keys and values, and return the output.
 
-        Args:
-            x: [B, S, E].
-            counts: How many of the S tokens of each batch element are real, int32 [B], with padding behind
-                them; default: all. The lengths advance by it. Padding needs room in the cache, too.
-
-        Returns:
-            The output [B, S, E]; undefined at padding.
+        `counts`, int32 [B], are the real tokens of each batch element, before its padding; default: all. The
+        lengths advance by it. Padding needs room in the cache, too, and its output is undefined.
         """
-        check_feeds({"x": self._launcher.inputs["x"]}, {"x": x})
+        check_feeds({"x": self._runner.engine_inputs["x"]}, {"x": x})
         B, S = x.shape[:2]
         if B != self._cache.B or not S:
             hint = f"{self._cache.B} batch elements, each with at least one token"
@@ -324,10 +336,10 @@ class DecodeLoop(Closing):
         refuse_overflow(self.lengths, S, self._cache.T)
         frame, tokens = self._frame(S), np.ascontiguousarray(x)
         frame.tensors["x"].buffer.upload(tokens, self._stream)
-        if LENGTHS in self._launcher.inputs:
+        if LENGTHS in self._runner.engine_inputs:
             self._lengths.buffer.upload(self.lengths, self._stream)
         frame.clear_outputs()
-        self._launcher.launch(self._call(frame, S), again=S == 1)
+        self._runner.launch(self._call(frame, S), again=S == 1)
         if self._form is EngineCache.ENTRIES:
             for tensor, entries in zip(self._held, ENTRIES, strict=True):
                 for copy in entry_copies(self._cache, self.lengths, S):
@@ -338,18 +350,15 @@ class DecodeLoop(Closing):
         return output
 
     def _frame(self, S: int) -> CallTensors:
-        """The tensors of a call with S tokens besides the cache; new entries where the layer returns them.
-
-        Those of single tokens are kept, any others until the next ones.
-        """
+        """The tensors of a call with S tokens besides the cache; those of single tokens are kept."""
         if S not in self._frames:
             for other in [other for other in self._frames if other != 1]:
                 self._frames.pop(other).close()
             shape: Shape = (self._cache.B, S, self._E)
-            outputs = {"output": (shape, self._launcher.outputs["output"].dtype)}
+            outputs = {"output": (shape, self._runner.engine_outputs["output"].dtype)}
             if self._form is EngineCache.ENTRIES:
                 outputs |= {name: (self._cache.first(S), self._cache.dtype) for name in ENTRIES}
-            inputs = {"x": (shape, self._launcher.inputs["x"].dtype)}
+            inputs = {"x": (shape, self._runner.engine_inputs["x"].dtype)}
             frame = self._frames[S] = CallTensors(inputs, outputs, {}, self._stream)
             frame.tensors["x"].buffer.fill(0, self._stream)
         return self._frames[S]
@@ -366,7 +375,7 @@ class DecodeLoop(Closing):
         if self._form is not EngineCache.ENTRIES:
             tensors |= zip(self._form.outputs, written, strict=True)
         on_host = {}
-        if TOTAL_LENGTH in self._launcher.inputs:
+        if TOTAL_LENGTH in self._runner.engine_inputs:
             on_host[TOTAL_LENGTH] = total_length(self.lengths, S, self._cache.T)
         return StepCall(tensors=tensors, on_host=on_host, varies=self._varies)
 
@@ -383,48 +392,8 @@ class DecodeLoop(Closing):
     def close(self) -> None:
         """Free the graphs, then the memory that they compute on; the layer stays loaded."""
         self._stream.synchronize()
-        self._launcher.close()
+        self._runner.release()
         for frame in self._frames.values():
             frame.close()
         self._frames.clear()
         self._memory.close()
-
-
-def open_decode_loop(launcher: Launcher, *, B: int, T: int | None = None) -> DecodeLoop:
-    """The decode loop of a loaded layer for B batch elements; the launcher is closed with it.
-
-    T is the most entries of a dynamic cache; a preallocated cache has its own number. A layer without a
-    cache, with other inputs besides, or of another size is refused.
-    """
-    with ExitStack() as owned:
-        owned.callback(launcher.close)
-        tensors = {**launcher.inputs, **launcher.outputs}
-        form = engine_cache(launcher.inputs, launcher.outputs)
-        if form is None:
-            raise DeployError("This layer has no cache to decode with.", got=sorted(launcher.outputs))
-        lengths = () if form is EngineCache.DYNAMIC else (LENGTHS,)
-        expected = {"x", "output", *lengths, *form.inputs, *form.outputs}
-        other = expected ^ ({*tensors} - {TOTAL_LENGTH})
-        if other:
-            raise DeployError("The layer has other inputs and outputs than a decode loop.", got=sorted(other))
-        E = tensors["x"].dims[2]
-        if not isinstance(E, int):
-            raise DeployError("The width of the layer is not fixed.", got=tensors["x"].dims)
-        dtypes = {name: str(tensors[name].dtype) for name in (*form.inputs, *form.outputs)}
-        if len(set(dtypes.values())) > 1:
-            raise DeployError("Keys and values come in and go out in different types.", got=dtypes)
-        info = tensors[form.inputs[0]]
-        batch, Hkv, entries, D = info.dims
-        T = entries if T is None and isinstance(entries, int) else T
-        if T is None:
-            problem = "The maximum length of the dynamic KV cache is missing."
-            raise DeployError(problem, got="T = None", hint="give T")
-        if any(isinstance(dim, int) and size != dim for size, dim in ((B, batch), (T, entries))):
-            got = f"B={B}, T={T}"
-            raise DeployError("The layer has a cache of another size.", got=got, hint=str(info.dims))
-        if not isinstance(Hkv, int) or not isinstance(D, int) or B < 1:
-            got = f"B={B}, {info.dims}"
-            raise DeployError("The cache has no fixed heads, or no batch elements.", got=got)
-        loop = DecodeLoop(launcher, form, CacheShape(B=B, Hkv=Hkv, T=T, D=D, dtype=info.dtype), E)
-        owned.pop_all()
-        return loop

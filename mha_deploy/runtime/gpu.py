@@ -17,7 +17,6 @@ import numpy as np
 from mha_deploy.errors import DeployError
 from mha_deploy.runtime.child import isolation
 from mha_deploy.runtime.cuda import Event, Gpu, Stream, open_gpu
-from mha_deploy.runtime.decode_loop import DecodeLoop, Launcher, open_decode_loop
 from mha_deploy.runtime.runner import Arrays, Runner
 from mha_deploy.runtime.timing import Timing, TimingPlan, measure_latency, slots_past_cache
 
@@ -41,7 +40,6 @@ class GpuRunner(Runner):
     graph: bool = True  # whether a timed call is the launch of a CUDA graph, where it can be one
 
     def __init__(self) -> None:
-        self.can_decode = type(self)._launcher is not GpuRunner._launcher
         self.gpu: Gpu = open_gpu()
         self.device = self.gpu.name
 
@@ -52,14 +50,6 @@ class GpuRunner(Runner):
     def _call_bytes(self, feeds: Arrays, results: Arrays) -> int:
         """Device memory of the inputs and outputs of one call."""
         return sum(array.nbytes for array in (*feeds.values(), *results.values()))
-
-    def _launcher(self) -> Launcher:
-        """The loaded layer, for a decode loop."""
-        raise DeployError(f"{self.name} has no decode loop.", hint="TensorRT or ONNX Runtime")
-
-    def decode_loop(self, *, B: int, T: int | None = None) -> DecodeLoop:
-        """A decode loop with a cache on the device, see `open_decode_loop`; close it before the runner."""
-        return open_decode_loop(self._launcher(), B=B, T=T)
 
     def watch(self, feeds: Arrays, watcher: Callable[[Callable[[], None], Callable[[], None]], T]) -> T:
         """Call a watcher, such as a profiler, with functions that launch one call and that wait for it."""

@@ -6,18 +6,14 @@ import re
 import ssl
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import numpy as np
 
 from mha_deploy.environment import can_import
 from mha_deploy.errors import EXIT_VERDICT_FAILED, BackendUnavailable, DeployError
-from mha_deploy.runtime.runner import Arrays, Runner, TensorInfo, check_kinds
-
-if TYPE_CHECKING:
-    from mha_deploy.runtime.timing import Timing, TimingPlan
+from mha_deploy.runtime.runner import Arrays, Runner, TensorInfo, check_kinds, error_line
 
 SCHEMES = ("grpc", "grpcs", "http", "https")
 INSTALL = 'pip install "mha-deploy[serving]"'
@@ -33,9 +29,8 @@ class ServerError(DeployError):
     kind = ERROR
 
 
-@dataclass(frozen=True)
-class ServerUrl:
-    """Where a model is served; model and version may be left open."""
+class ServerUrl(NamedTuple):
+    """Where a model is served, `SCHEME://HOST:PORT[/MODEL[/VERSION]]`; model and version may be left open."""
 
     scheme: str
     address: str
@@ -44,7 +39,7 @@ class ServerUrl:
 
     @classmethod
     def parse(cls, url: str) -> ServerUrl:
-        """Read `SCHEME://HOST:PORT[/MODEL[/VERSION]]`."""
+        """Read and check a URL."""
         try:
             parts = urlsplit(url)
             port = parts.port
@@ -69,13 +64,15 @@ def served_name(name: str) -> str:
 
 
 class ServerRunner(Runner):
-    """A served model; any number of threads may call it, each over a connection of its own.
+    """A served model, `model` where the URL names none; each thread that calls it has its own connection.
 
-    `model` is its name, where the URL does not say; `timeout_s` after how many seconds a request counts as
-    unanswered. `BackendUnavailable`: no server, no such model ready, or no client installed.
+    `timeout_s` after how many seconds a request counts as unanswered. `BackendUnavailable`: no server, no
+    such model ready, or no client installed.
     """
 
     device = "server"
+    untimed = "has no device time: what a server takes is measured under load."
+    timed_by = "mha-deploy validate BUNDLE --url URL"
 
     def __init__(self, url: str, *, model: str = "", timeout_s: float = 30.0) -> None:
         self.url, self.timeout_s = ServerUrl.parse(url), timeout_s
@@ -126,16 +123,10 @@ class ServerRunner(Runner):
         check_kinds(self.inputs, feeds)
         return feeds
 
-    def time(self, feeds: Arrays, plan: TimingPlan | None = None) -> Timing:
-        """Refused: what a server takes is measured under load."""
-        hint = "mha-deploy validate BUNDLE --url URL"
-        raise DeployError("A server has no device time.", got=self.name, hint=hint)
-
     def infer(self, feeds: Arrays, **sequence: int) -> dict[str, np.ndarray]:
-        """Send one request and wait; `sequence_id`, `sequence_start` and `sequence_end` are its place in one.
+        """Send one request and wait; a `ServerError` where it is refused or not answered.
 
-        Raises:
-            ServerError: It was refused or not answered.
+        `sequence_id`, `sequence_start` and `sequence_end` are its place in a sequence.
         """
         from tritonclient.utils import np_to_triton_dtype
 
@@ -147,12 +138,11 @@ class ServerRunner(Runner):
             each.set_data_from_numpy(np.ascontiguousarray(array))
             inputs.append(each)
         binary = {} if self._is_grpc else {"binary_data": True}
+        timeout = {"client_timeout": self.timeout_s} if self._is_grpc else {}
         outputs = [library.InferRequestedOutput(name, **binary) for name in self.outputs]
         options: dict[str, Any] = {"model_version": self.url.version, "outputs": outputs, **sequence}
-        if self._is_grpc:
-            options["client_timeout"] = self.timeout_s
         try:
-            result = client.infer(self.model, inputs, **options)
+            result = client.infer(self.model, inputs, **options, **timeout)
             found = {name: result.as_numpy(name) for name in self.outputs}
         except Exception as error:  # of gRPC, of gevent and of sockets: no common base
             raise self._server_error(error) from error
@@ -164,7 +154,7 @@ class ServerRunner(Runner):
         return found
 
     def _server_error(self, error: Exception) -> ServerError:
-        text, status = _line(error), str(getattr(error, "status", lambda: "")() or "")
+        text, status = error_line(error), str(getattr(error, "status", lambda: "")() or "")
         kind, what = ERROR, "answered with an error"
         if "DEADLINE_EXCEEDED" in status or isinstance(error, TimeoutError) or "timed out" in text:
             kind, what = TIMEOUT, f"did not answer within {self.timeout_s:g} s"
@@ -207,7 +197,7 @@ class ServerRunner(Runner):
             found = getattr(self._client()[1], method)(**options)
         except Exception as error:
             what = "The server has no such model ready." if of_model else "The server cannot be reached."
-            got = f"{self.url.scheme}://{self.url.address} {self.model}: {_line(error)}"
+            got = f"{self.url.scheme}://{self.url.address} {self.model}: {error_line(error)}"
             hint = "start the server, or name the model: SCHEME://HOST:PORT/MODEL"
             raise BackendUnavailable(what, got=got, hint=hint) from error
         return found
@@ -225,7 +215,3 @@ class ServerRunner(Runner):
             dims = dims[:-1] if each["name"] in self._numbers else dims
             described[each["name"]] = TensorInfo(dtype=np.dtype(dtype), dims=dims)
         return described
-
-
-def _line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:500]

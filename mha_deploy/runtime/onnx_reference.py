@@ -18,7 +18,7 @@ from mha_deploy.errors import DeployError
 from mha_deploy.graph.file import graph_of, weights_folder
 from mha_deploy.graph.ir import reference_evaluator
 from mha_deploy.graph.upcast import with_float32_inside
-from mha_deploy.runtime.runner import DTYPES, Arrays, Runner, TensorInfo
+from mha_deploy.runtime.runner import Arrays, Runner, TensorInfo
 
 if TYPE_CHECKING:
     from onnx.reference import ReferenceEvaluator
@@ -55,8 +55,5 @@ def evaluator_of(model: ir.Model) -> ReferenceEvaluator:
 
 def _tensor_info(value: onnx.ValueInfoProto) -> TensorInfo:
     tensor = value.type.tensor_type
-    dtype = DTYPES.get(onnx.TensorProto.DataType.Name(tensor.elem_type).lower())
-    if dtype is None:
-        raise DeployError("A tensor of the graph has a type that is not supported here.", got=value.name)
-    dims = tuple(d.dim_value if d.HasField("dim_value") else d.dim_param or None for d in tensor.shape.dim)
-    return TensorInfo(dtype=dtype, dims=dims)
+    dims = (dim.dim_value if dim.HasField("dim_value") else dim.dim_param or None for dim in tensor.shape.dim)
+    return TensorInfo.of(value.name, onnx.TensorProto.DataType.Name(tensor.elem_type).lower(), dims)

@@ -23,14 +23,14 @@ from mha_deploy.model.spec import CACHES, LENGTHS
 from mha_deploy.runtime.cuda import Stream, free_memory
 from mha_deploy.runtime.decode_loop import (
     CallTensors,
-    Launcher,
+    DecodingRunner,
     StepCall,
     check_room,
     total_length,
     written_in_place,
 )
-from mha_deploy.runtime.gpu import GpuRunner, Prepared
-from mha_deploy.runtime.runner import DTYPES, Arrays, Runner, TensorInfo
+from mha_deploy.runtime.gpu import Prepared
+from mha_deploy.runtime.runner import Arrays, Runner, TensorInfo
 
 # -- Sessions of ONNX Runtime, and arrays through them ---------------------------------------------
 
@@ -59,15 +59,16 @@ def session_options(ort: Any, graph: ir.Model, *, level: str) -> Any:
 
 def inputs_and_outputs(session: Any) -> tuple[dict[str, TensorInfo], dict[str, TensorInfo]]:
     """The inputs and outputs of a session."""
-
-    def info(tensor: Any) -> TensorInfo:
-        dtype = DTYPES.get(tensor.type.removeprefix("tensor(").removesuffix(")"))
-        if dtype is None:
-            raise DeployError("A tensor of the graph has a type that is not supported here.", got=tensor)
-        return TensorInfo(dtype=dtype, dims=tuple(tensor.shape))
-
-    inputs = {tensor.name: info(tensor) for tensor in session.get_inputs()}
-    return inputs, {tensor.name: info(tensor) for tensor in session.get_outputs()}
+    inputs, outputs = (
+        {
+            each.name: TensorInfo.of(
+                each.name, each.type.removeprefix("tensor(").removesuffix(")"), each.shape
+            )
+            for each in tensors
+        }
+        for tensors in (session.get_inputs(), session.get_outputs())
+    )
+    return inputs, outputs
 
 
 def run_bound(ort: Any, session: Any, feeds: Arrays, outputs: Mapping[str, TensorInfo]) -> dict[str, Any]:
@@ -75,7 +76,9 @@ def run_bound(ort: Any, session: Any, feeds: Arrays, outputs: Mapping[str, Tenso
     binding = session.io_binding()
     arrays = {name: np.ascontiguousarray(array) for name, array in feeds.items()}  # values do not own them
     for name, array in arrays.items():
-        value = ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array, onnx_type(array.dtype))
+        value = ort.OrtValue.ortvalue_from_numpy_with_onnx_type(
+            array, int(ir.DataType.from_numpy(array.dtype))
+        )
         binding.bind_ortvalue_input(name, value)
     for name in outputs:
         binding.bind_output(name)  # to memory of the host
@@ -88,11 +91,6 @@ def run_bound(ort: Any, session: Any, feeds: Arrays, outputs: Mapping[str, Tenso
         content = bytearray(ctypes.string_at(value.data_ptr(), value.tensor_size_in_bytes()))
         results[name] = np.frombuffer(content, info.dtype).reshape(value.shape())
     return results
-
-
-def onnx_type(dtype: np.dtype) -> int:
-    """The number of a type in ONNX."""
-    return int(ir.DataType.from_numpy(dtype))
 
 
 def first_line(error: BaseException) -> str:
@@ -175,7 +173,7 @@ class BoundRun:
         for name, tensor in call.tensors.items():  # an output may be where an input is
             bind = self._binding.bind_output if name in outputs else self._binding.bind_input
             shape, address = list(tensor.shape), tensor.buffer.address
-            bind(name, DEVICE, 0, onnx_type(tensor.dtype), shape, address)
+            bind(name, DEVICE, 0, int(ir.DataType.from_numpy(tensor.dtype)), shape, address)
 
     def launch(self) -> None:
         """Queue one call."""
@@ -224,24 +222,19 @@ def refuse_without_cuda(ort: Any) -> None:
 
 
 def dropped_provider(ort: Any) -> BackendUnavailable:
-    """The error of a provider whose libraries do not load; the reason is the loader's own."""
-    return BackendUnavailable(
-        "ONNX Runtime dropped its CUDA provider, and would run on the CPU.",
-        got=why_libraries_do_not_load(Path(ort.__file__).parent / "capi"),
-        hint=f"install the CUDA and cuDNN that ONNX Runtime {ort.__version__} was built for",
-    )
-
-
-def why_libraries_do_not_load(folder: Path) -> str:
-    """Why the provider's libraries do not load, which ONNX Runtime does not report."""
+    """The error of a provider whose libraries do not load; the reason, which ONNX Runtime does not report."""
+    why = "its libraries load; the GPU or the driver may be too old for it"
     if os.environ.get(_UNAVAILABLE):  # set by the package itself; loading past it can crash
-        return f"{_UNAVAILABLE} is set: its CUDA libraries were not found"
-    for library in _LIBRARIES:
+        why = f"{_UNAVAILABLE} is set: its CUDA libraries were not found"
+    else:
         try:
-            ctypes.CDLL(str(folder / library))
+            for library in _LIBRARIES:
+                ctypes.CDLL(str(Path(ort.__file__).parent / "capi" / library))
         except OSError as error:
-            return str(error)
-    return "its libraries load; the GPU or the driver may be too old for it"
+            why = str(error)
+    problem = "ONNX Runtime dropped its CUDA provider, and would run on the CPU."
+    hint = f"install the CUDA and cuDNN that ONNX Runtime {ort.__version__} was built for"
+    return BackendUnavailable(problem, got=why, hint=hint)
 
 
 def nodes_on_cpu(session: Any) -> list[tuple[str, str]]:
@@ -277,17 +270,16 @@ CPU_LAYOUT = "NchwcTransformer"
 WARM_UP = 2  # how often a call runs before it is timed, the first time to be captured
 
 
-class OrtCudaRunner(GpuRunner):
+class OrtCudaRunner(DecodingRunner):
     """A graph in ONNX Runtime with the CUDA provider.
 
     The dialect `onnx` runs it as it is, `contrib` with ONNX Runtime's own attention operators. With
-    `cuda_graph`, timed calls are launches of a CUDA graph, where ONNX Runtime captures it.
-
-    Attributes:
-        session: The graph, loaded to run without CUDA graphs.
-        all_inputs: The inputs of the graph, with the one that is computed here.
-        aliases: For each output that is written in place, the input whose memory it shares.
+    `cuda_graph`, timed calls are launches of a CUDA graph, where ONNX Runtime captures it. The output of a
+    preallocated cache is bound to the memory of its input: GroupQueryAttention and TensorScatter then write
+    the new entries and nothing else.
     """
+
+    _running: BoundRun | None = None  # the last call of a decode loop
 
     def __init__(self, model: Path | ir.Model, *, dialect: str = "onnx", cuda_graph: bool = True) -> None:
         ort = import_onnxruntime()
@@ -302,9 +294,9 @@ class OrtCudaRunner(GpuRunner):
         try:
             self.session = self.open_session(capture=False)
             refuse_work_on_cpu(nodes_on_cpu(self.session), self._model)
-            self.all_inputs, self.outputs = inputs_and_outputs(self.session)
-            # Computed here from the others.
-            self.inputs = {name: info for name, info in self.all_inputs.items() if name != TOTAL_LENGTH}
+            self.engine_inputs, self.outputs = inputs_and_outputs(self.session)
+            self.engine_outputs = self.outputs
+            self.inputs = {name: info for name, info in self.engine_inputs.items() if name != TOTAL_LENGTH}
             self.aliases = written_in_place(self.inputs, self.outputs)
         except BaseException:
             self.close()
@@ -358,7 +350,7 @@ class OrtCudaRunner(GpuRunner):
     ) -> Iterator[tuple[CallTensors, BoundRun]]:
         """A call on the device with these inputs, and outputs with the shapes and types of `likes`."""
         on_host = {}
-        if TOTAL_LENGTH in self.all_inputs:
+        if TOTAL_LENGTH in self.engine_inputs:
             S, T = feeds["x"].shape[1], feeds[CACHES[0]].shape[2]
             on_host[TOTAL_LENGTH] = total_length(feeds[LENGTHS], S, T)
         inputs, outputs = (
@@ -378,8 +370,17 @@ class OrtCudaRunner(GpuRunner):
         apart = {name: array for name, array in results.items() if name not in self.aliases}
         return super()._call_bytes(feeds, apart)
 
-    def _launcher(self) -> Launcher:
-        return OrtLauncher(self)
+    def launch(self, call: StepCall, *, again: bool) -> None:
+        """Queue one call of a decode loop."""
+        try:
+            self._running = BoundRun(self.ort, self.session, call, self.outputs)
+            self._running.launch()
+        except Exception as error:  # ONNX Runtime raises types of its own that share no base
+            raise DeployError("ONNX Runtime failed on these tokens.", got=first_line(error)) from error
+
+    def release(self) -> None:
+        """Release the last call."""
+        self._running = None
 
     @contextmanager
     def _prepare(self, feeds: Arrays, slots: int) -> Iterator[Prepared]:
@@ -387,15 +388,14 @@ class OrtCudaRunner(GpuRunner):
         results = self._run(feeds)  # for the shapes of the outputs, which captured calls must know
         before = free_memory()
         with ExitStack() as owned:
-            calls: list[tuple[CallTensors, BoundRun]] = []
             why: str | None = None
-            if self.graph:
+            calls: list[tuple[CallTensors, BoundRun]] = []
+            for capture in (True, False) if self.graph else (False,):
                 try:
-                    calls = owned.enter_context(self._slots(feeds, results, slots, capture=True))
+                    calls = owned.enter_context(self._slots(feeds, results, slots, capture=capture))
+                    break
                 except NotCapturable as error:
                     why = str(error.got)
-            if not calls:  # not inside `except`: the traceback would keep the failed session's memory alive
-                calls = owned.enter_context(self._slots(feeds, results, slots, capture=False))
             yield Prepared(
                 launch=lambda slot: calls[slot][1].launch(),
                 results=lambda slot: calls[slot][0].download(self.outputs),
@@ -434,32 +434,3 @@ class OrtCudaRunner(GpuRunner):
         """Drop the session, and the weights with it; then the stream that it ran on."""
         self.__dict__.pop("session", None)
         self.stream.close()
-
-
-# -- ONNX Runtime under a decode loop --------------------------------------------------------------
-
-
-class OrtLauncher(Launcher):
-    """A graph in ONNX Runtime, launched on tensors of a decode loop; its runner must outlive it.
-
-    The output of a preallocated cache is bound to the memory of its input: GroupQueryAttention and
-    TensorScatter then write the new entries and nothing else.
-    """
-
-    def __init__(self, runner: OrtCudaRunner) -> None:
-        self.name, self.stream, self.in_place = runner.name, runner.stream, bool(runner.aliases)
-        self.inputs, self.outputs = runner.all_inputs, runner.outputs
-        self._runner = runner
-        self._running: BoundRun | None = None
-
-    def launch(self, call: StepCall, *, again: bool) -> None:
-        """Queue one call."""
-        try:
-            self._running = BoundRun(self._runner.ort, self._runner.session, call, self.outputs)
-            self._running.launch()
-        except Exception as error:  # ONNX Runtime raises types of its own that share no base
-            raise DeployError("ONNX Runtime failed on these tokens.", got=first_line(error)) from error
-
-    def close(self) -> None:
-        """Release the last call."""
-        self._running = None

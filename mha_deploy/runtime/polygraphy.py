@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from mha_deploy.errors import DeployError
-from mha_deploy.runtime.runner import Arrays, Runner, TensorInfo
-
-if TYPE_CHECKING:
-    from mha_deploy.runtime.timing import Timing, TimingPlan
+from mha_deploy.runtime.runner import Arrays, Runner, TensorInfo, error_line
 
 _INTERFACE = ("activate", "deactivate", "infer", "get_input_metadata")
 
@@ -28,6 +25,8 @@ class PolygraphyRunner(Runner):
     """
 
     device = "unknown"
+    untimed = "does not measure device time, but wall-clock time of single calls, copies included."
+    timed_by = "open the engine or the bundle itself to time it"
     outputs: dict[str, TensorInfo]  # known after the first call: Polygraphy describes inputs only
 
     def __init__(self, runner: Any) -> None:
@@ -54,7 +53,7 @@ class PolygraphyRunner(Runner):
                 self.close()
             if isinstance(error, DeployError):
                 raise
-            raise DeployError(f"{self.name} cannot be activated.", got=_first_line(error)) from error
+            raise DeployError(f"{self.name} cannot be activated.", got=error_line(error)) from error
 
     def _run(self, feeds: Arrays) -> dict[str, np.ndarray]:
         try:
@@ -62,16 +61,11 @@ class PolygraphyRunner(Runner):
             # A runner may reuse its buffers in the next call.
             arrays = {name: np.array(_on_host(value)) for name, value in got.items()}
         except Exception as error:
-            raise DeployError(f"{self.name} failed on these inputs.", got=_first_line(error)) from error
+            raise DeployError(f"{self.name} failed on these inputs.", got=error_line(error)) from error
         self.outputs = {
             name: TensorInfo(dtype=array.dtype, dims=(None,) * array.ndim) for name, array in arrays.items()
         }
         return arrays
-
-    def time(self, feeds: Arrays, plan: TimingPlan | None = None) -> Timing:
-        """Refused: a Polygraphy runner measures wall-clock time of single calls, copies included."""
-        hint = "open the engine or the bundle itself to time it"
-        raise DeployError("A Polygraphy runner does not measure device time.", got=self.name, hint=hint)
 
     def close(self) -> None:
         """Deactivate the runner, where it was activated here."""
@@ -93,7 +87,3 @@ def _on_host(value: Any) -> Any:
     if hasattr(value, "detach"):
         return value.detach().cpu().numpy()
     return value.numpy() if hasattr(value, "numpy") else value
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

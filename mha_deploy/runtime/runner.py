@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
@@ -37,6 +37,14 @@ class TensorInfo:
     dtype: np.dtype
     dims: tuple[int | str | None, ...]
 
+    @classmethod
+    def of(cls, name: str, dtype: str, dims: Iterable[Any]) -> TensorInfo:
+        """From what a runtime reports: the type by ONNX's name, and a dynamic size also as a negative one."""
+        if dtype not in DTYPES:
+            raise DeployError(f"The tensor {name} has a type that is not supported here.", got=dtype)
+        sizes = (None if isinstance(dim, int) and dim < 0 else dim for dim in dims)
+        return cls(dtype=DTYPES[dtype], dims=tuple(sizes))
+
 
 class Closing:
     """What is closed at the end of a `with` block."""
@@ -59,6 +67,9 @@ class Runner(Closing, ABC):
     outputs: Mapping[str, TensorInfo]
     device: str = "cpu"  # where it computes: `cpu`, or the name of the GPU
     can_decode: bool = False  # whether it keeps a KV cache on its device and has a `decode_loop`
+    # Why a runtime without a time has none, and what has one.
+    untimed: str = "checks a graph on the CPU; its time would say nothing about a GPU."
+    timed_by: str | None = None
 
     @abstractmethod
     def _run(self, feeds: Arrays) -> dict[str, np.ndarray]:
@@ -75,8 +86,7 @@ class Runner(Closing, ABC):
 
     def time(self, feeds: Arrays, plan: TimingPlan | None = None) -> Timing:
         """How long one call takes with inputs that are on the device already."""
-        problem = f"{self.name} checks a graph on the CPU; its time would say nothing about a GPU."
-        raise DeployError(problem, got=self.device)
+        raise DeployError(f"{self.name} {self.untimed}", got=self.device, hint=self.timed_by)
 
     def apply(self, function: Callable[..., T], *arguments: Any, step: str = "") -> T:
         """Call a function of a module with the runner and the arguments, in the process of the runtime.
@@ -102,9 +112,8 @@ def check_feeds(inputs: Mapping[str, TensorInfo], feeds: Arrays) -> None:
     check_kinds(inputs, feeds)
     for name, info in inputs.items():
         shape = feeds[name].shape
-        if len(shape) != len(info.dims) or any(
-            size != dim for size, dim in zip(shape, info.dims, strict=True) if isinstance(dim, int)
-        ):
+        fixed = [(size, dim) for size, dim in zip(shape, info.dims, strict=False) if isinstance(dim, int)]
+        if len(shape) != len(info.dims) or any(size != dim for size, dim in fixed):
             raise DeployError(f"Input {name} has the wrong shape.", got=shape, hint=str(info.dims))
 
 
@@ -116,3 +125,8 @@ def check_kinds(inputs: Mapping[str, TensorInfo], feeds: Arrays) -> None:
         dtype = feeds[name].dtype
         if dtype != info.dtype:
             raise DeployError(f"Input {name} has the wrong type.", got=dtype, hint=str(info.dtype))
+
+
+def error_line(error: BaseException) -> str:
+    """The type and the first line of an exception of another library."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:500]

@@ -63,9 +63,8 @@ def test_a_tensor_of_a_type_that_is_not_ours_is_refused(tmp_path):
     sides = [[value(name, onnx.TensorProto.DOUBLE, [1])] for name in "ab"]
     path = tmp_path / "model.onnx"
     path.write_bytes(onnx.helper.make_model(onnx.helper.make_graph([node], "g", *sides)).SerializeToString())
-    with pytest.raises(DeployError, match="type that is not supported") as caught:
+    with pytest.raises(DeployError, match="tensor a has a type that is not supported"):
         OnnxReferenceRunner(path)
-    assert caught.value.got == "a"
 
 
 def test_a_graph_that_fails_while_it_runs_is_an_error_not_a_trace(tmp_path):

@@ -101,7 +101,7 @@ def test_a_provider_that_is_there_but_not_offered_is_no_cpu_package(tmp_path):
 
 def test_the_packages_own_note_is_not_loaded_past(tmp_path, monkeypatch):
     monkeypatch.setenv("ORT_CUDA_UNAVAILABLE", "1")
-    assert "ORT_CUDA_UNAVAILABLE" in placement.why_libraries_do_not_load(tmp_path)
+    assert "ORT_CUDA_UNAVAILABLE" in placement.dropped_provider(FakeRuntime(tmp_path)).got
 
 
 def test_matmuls_and_attention_on_the_cpu_are_refused_by_name(bundles):

@@ -49,6 +49,7 @@ def fed(loop, x, sizes):
 # -- the numbers -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(20)
 @pytest.mark.parametrize("graph", [True, False])
 @pytest.mark.parametrize(
     ("version", "plan"),
@@ -350,7 +351,8 @@ def test_what_cannot_be_decoded_is_refused_and_frees_everything(device):
     with opened(b"rows") as runner, pytest.raises(DeployError, match="another size"):
         runner.decode_loop(B=2, T=9)
     with opened(b"rows") as runner:
-        runner.inputs = {**runner.inputs, "positions": TensorInfo(dtype=np.dtype(np.int64), dims=(None,))}
+        positions = TensorInfo(dtype=np.dtype(np.int64), dims=(None,))
+        runner.engine_inputs = {**runner.inputs, "positions": positions}
         with pytest.raises(DeployError, match="other inputs") as caught:
             runner.decode_loop(B=2)
         assert caught.value.got == "['positions']"

@@ -98,10 +98,7 @@ class BuiltEngine:
 
 
 def parse_targets(targets: str | Sequence[str]) -> tuple[str, ...]:
-    """Compute capabilities as people write them, by TensorRT's names, each once, in the order given.
-
-    `"8.9,12.0"`, `"89 120"`, `("sm_89", "SM120")`, `"current"` become names like `SM89`.
-    """
+    """Compute capabilities as people write them, `"8.9,12.0"` or `("sm_89", "120")`, by names like `SM89`."""
     names = []
     for text in re.split(r"[,;\s]+", targets) if isinstance(targets, str) else targets:
         match = re.fullmatch(r"(?:sm_?)?(?:(\d{1,2})\.(\d)|(\d{2,3}))", text.strip(), re.IGNORECASE)
@@ -202,12 +199,10 @@ def parse_into(rt: TensorRT, parser: Any, path: Path, names: NodeNames) -> None:
 
 
 def constrain_types(rt: TensorRT, network: Any, types: Mapping[str, str], precision: str) -> None:
-    """Constrain each layer of a weakly typed network to the types of the graph.
+    """Constrain each layer of a weakly typed network to the types of the graph, else to the `precision`.
 
-    The network itself does not know them: under weak typing it reports FP32 for every real number. Layers
-    that the parser adds (it reshapes weights, for one) keep the widest type among their inputs: weights that
-    the export kept in FP32 would otherwise be rounded to FP16 on their way. `types` are those of the graph;
-    everything that is not known to be wider is in `precision`.
+    The network reports FP32 for every real number. Layers that the parser adds (it reshapes weights, for
+    one) keep the widest type among their inputs: weights in FP32 would otherwise be rounded on their way.
     """
     trt = rt.module
     dtypes = {"fp16": trt.DataType.HALF, "fp32": trt.DataType.FLOAT}
@@ -251,12 +246,12 @@ def _tensor(trt_tensor: Any) -> EngineTensor:
 def _refuse_unsupported(rt: TensorRT, request: BuildRequest) -> None:
     """Refuse an option that this TensorRT does not support."""
     can, names, level = rt.can, request.target_names, request.hardware_compatible
-    numbers = [name.removeprefix("SM") for name in can.compute_capabilities if name.startswith("SM")]
-    known = ", ".join(f"{number[:-1]}.{number[-1]}" for number in numbers)
-    named = f"name the targets instead: {known}" if can.builds_without_gpu else None
+    known = ", ".join(capabilities_of(can.compute_capabilities))
+    named = f"name the targets instead: {known}" if known else None
     typed = "a strongly typed network keeps the graph's types by itself: leave it out"
     weakly = can.precision_constraints and not can.strongly_typed_flag
-    levels, has_cache = can.hardware_compatibility, request.timing_cache is not None
+    fits = HARDWARE_LEVELS.get(level or "") in can.hardware_compatibility
+    has_cache = request.timing_cache is not None
     for option, requested, supported, hint in (
         ("precision='bf16'", request.precision == "bf16", can.bf16_type, "export in fp16"),
         ("precision_constraints", request.precision_constraints, weakly, typed),
@@ -265,12 +260,7 @@ def _refuse_unsupported(rt: TensorRT, request: BuildRequest) -> None:
         ("weight_streaming", request.weight_streaming, can.weight_streaming, "use TensorRT 10 or later"),
         ("refit='all'", request.refit == "all", can.refit, "build again with the new weights"),
         ("refit='identical'", request.refit == "identical", can.refit_identical, "use TensorRT 10 or later"),
-        (
-            f"hardware_compatible={level!r}",
-            level is not None,
-            HARDWARE_LEVELS.get(level or "") in levels,
-            named,
-        ),
+        (f"hardware_compatible={level!r}", level is not None, fits, named),
     ):
         if requested and not supported:
             raise EngineError(f"{rt.title} does not support this option.", got=option, hint=hint)
@@ -344,11 +334,9 @@ def _add_profiles(
         unknown = [name for name in profile if name not in known]
         missing = [name for name in dynamic if name not in profile]
         if unknown or missing:
-            problem, got = (
-                f"Profile {index} does not name the inputs of the graph.",
-                f"unknown {unknown}, missing {missing}",
-            )
-            raise EngineError(problem, got=got, hint=f"the inputs are {', '.join(known)}")
+            problem = f"Profile {index} does not name the inputs of the graph."
+            got, hint = f"unknown {unknown}, missing {missing}", f"the inputs are {', '.join(known)}"
+            raise EngineError(problem, got=got, hint=hint)
         trt_profile = builder.create_optimization_profile()
         for name, shapes in profile.items():
             what, fixed = f"Profile {index} does not fit the input {name!r}.", known[name].shape
@@ -418,8 +406,7 @@ OnProgress = Callable[[str, int, int], None]
 def _make_monitor(trt: Any, on_progress: OnProgress) -> Any:
     """Wrap a callback for `IBuilderConfig.progress_monitor`.
 
-    An exception of the callback, Ctrl-C among them, cannot pass through the builder: it cancels the build and
-    is kept in `failure`, to be raised when the builder has returned.
+    What it raises, Ctrl-C among them, cancels the build; `failure` is raised when the builder has returned.
     """
 
     class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
@@ -525,8 +512,7 @@ def build_engine(rt: TensorRT, request: BuildRequest, on_progress: OnProgress | 
                 found = inspect_kernels(rt, plan, host_code=request.version_compatible)
                 kernels["inspector"] = tuple(found)
             except EngineError as failure:
-                # The engine is built: that it cannot be inspected makes the verdict unknown, not the build
-                # void.
+                # The engine is built: that it cannot be inspected only makes the verdict unknown.
                 notes.append(f"the engine could not be inspected: {failure.got}")
         warnings = tuple(message.text for message in messages if message.severity == "WARNING")
         cache = config.get_timing_cache() if rt.can.timing_cache else None

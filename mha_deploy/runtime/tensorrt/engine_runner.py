@@ -10,20 +10,12 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from mha_deploy.errors import BackendUnavailable, DeployError
-from mha_deploy.model.spec import CACHES, CACHES_OUT, PAST
+from mha_deploy.model.spec import PAST
+from mha_deploy.runtime import decode_loop as loops
 from mha_deploy.runtime.cuda import Copy2D, CudaError, Graph, Stream, capture
-from mha_deploy.runtime.decode_loop import (
-    CallTensors,
-    Launcher,
-    StepCall,
-    cache_copies,
-    check_room,
-    engine_cache,
-    presented_outputs,
-    presented_results,
-)
-from mha_deploy.runtime.gpu import GpuRunner, Prepared
-from mha_deploy.runtime.runner import DTYPES, Arrays, Closing, TensorInfo, check_kinds
+from mha_deploy.runtime.decode_loop import CallTensors, DecodeLoop, DecodingRunner, StepCall
+from mha_deploy.runtime.gpu import Prepared
+from mha_deploy.runtime.runner import Arrays, Closing, TensorInfo, check_kinds
 from mha_deploy.runtime.tensorrt.kernels import LargeTensor, refuse_large
 from mha_deploy.runtime.tensorrt.versions import EngineError, Message, TensorRT, collect, errors, logger_for
 
@@ -48,30 +40,22 @@ def admitting(profiles: Sequence[Profile], shapes: Mapping[str, Shape]) -> list[
 
 
 def first_admitting(
-    profiles: Sequence[Profile], shapes: Mapping[str, Shape], *, tightest: bool = False
+    profiles: Sequence[Profile],
+    shapes: Mapping[str, Shape],
+    *,
+    tightest: bool = False,
+    only: int | None = None,
 ) -> int:
-    """The first profile that takes these shapes; without one, the error lists what each takes.
-
-    The `tightest` is that with the smallest ranges instead, as one for single tokens.
-    """
-    found = admitting(profiles, shapes)
+    """The first profile that takes these shapes, or the `tightest`: with the smallest ranges."""
+    found = [index for index in admitting(profiles, shapes) if only in (None, index)]
     if not found:
         ranges = "; ".join(f"profile {index}: {describe(each)}" for index, each in enumerate(profiles))
-        problem = "No optimisation profile of the engine takes these shapes."
-        raise DeployError(problem, got=_in_words(shapes), hint=ranges)
+        which = "No optimisation profile" if only is None else f"No optimisation profile {only}"
+        got = ", ".join(f"{name} {'×'.join(map(str, shape))}" for name, shape in shapes.items())
+        raise DeployError(f"{which} of the engine takes these shapes.", got=got, hint=ranges)
     if not tightest:
         return found[0]
     return min(found, key=lambda index: sum(math.prod(high) for _, _, high in profiles[index].values()))
-
-
-def refuse_outside(profiles: Sequence[Profile], index: int, shapes: Mapping[str, Shape]) -> None:
-    """Refuse a profile that does not exist, or does not take these shapes."""
-    if not 0 <= index < len(profiles):
-        hint = f"0 to {len(profiles) - 1}"
-        raise DeployError("The engine has no such optimisation profile.", got=index, hint=hint)
-    if index not in admitting(profiles, shapes):
-        problem = f"The optimisation profile {index} does not take these shapes."
-        raise DeployError(problem, got=_in_words(shapes), hint=describe(profiles[index]))
 
 
 def describe(profile: Profile) -> str:
@@ -82,27 +66,20 @@ def describe(profile: Profile) -> str:
     )
 
 
-def _in_words(shapes: Mapping[str, Shape]) -> str:
-    return ", ".join(f"{name} {'×'.join(map(str, shape))}" for name, shape in shapes.items())
-
-
 # -- The execution contexts that were used last ----------------------------------------------------
 
 Value = TypeVar("Value", bound=Closing)
 
 
 class Recent(Generic[Value]):
-    """Keeps the `most` values used last by profile and shapes, and closes the others.
-
-    Where profiles are not `shared`, each belongs to one context at a time: that of other shapes goes first.
-    """
+    """Keeps the `most` values used last, and but for `shared` profiles one of each; closes the others."""
 
     def __init__(self, most: int, *, shared: bool) -> None:
         self._most, self._shared = most, shared
         self._kept: dict[tuple[int, tuple[tuple[str, Shape], ...]], Value] = {}  # the last used is the last
 
     def get(self, profile: int, shapes: Mapping[str, Shape], make: Callable[[], Value]) -> Value:
-        """The value of a profile and shapes; made where it is missing, after room was made for it."""
+        """The value of a profile and shapes; made where it is missing, after others were closed for it."""
         key = (profile, tuple(sorted(shapes.items())))
         if not self._shared:
             for other in [kept for kept in self._kept if kept[0] == profile and kept != key]:
@@ -129,8 +106,7 @@ _ONNX_NAMES = {"HALF": "float16", "BF16": "bfloat16"}  # of the types that ONNX 
 def load_engine(rt: TensorRT, plan: bytes, *, host_code: bool = False) -> tuple[Any, Any]:
     """Deserialise a plan on the GPU: the engine, and the runtime that it must not outlive.
 
-    `host_code` allows the runtime code in a version-compatible engine. Only for plans of one's own: it is
-    executed.
+    `host_code` lets the code in a version-compatible engine run: only for plans of one's own.
     """
     trt = rt.module
     with collect(rt) as messages:
@@ -162,12 +138,10 @@ def _io_tensors(rt: TensorRT, engine: Any) -> tuple[dict[str, TensorInfo], dict[
             hint = "export the model so that all of its inputs and outputs are data"
             raise EngineError(f"The tensor {name} holds shapes, and is on the host.", hint=hint)
         kind = engine.get_tensor_dtype(name)
-        dtype = DTYPES.get(_ONNX_NAMES.get(kind.name, kind.name.lower()))
-        if dtype is None:
-            raise EngineError(f"The tensor {name} has a type that is not supported here.", got=kind.name)
-        dims = tuple(None if size < 0 else int(size) for size in engine.get_tensor_shape(name))
+        dtype = _ONNX_NAMES.get(kind.name, kind.name.lower())
         is_input = engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT
-        (inputs if is_input else outputs)[name] = TensorInfo(dtype=dtype, dims=dims)
+        info = TensorInfo.of(name, dtype, map(int, engine.get_tensor_shape(name)))
+        (inputs if is_input else outputs)[name] = info
     return inputs, outputs
 
 
@@ -175,11 +149,7 @@ def _io_tensors(rt: TensorRT, engine: Any) -> tuple[dict[str, TensorInfo], dict[
 
 
 class BoundContext(Closing):
-    """An execution context of a runner, with a profile for life and the shapes of the inputs.
-
-    `graphs` are recorded calls by the addresses of their tensors. Where a profile belongs to one context at a
-    time, the runner's own must be closed first.
-    """
+    """An execution context with a profile for life; `graphs` are calls by the addresses of their tensors."""
 
     def __init__(self, runner: TensorRTRunner, profile: int, shapes: Mapping[str, Shape]) -> None:
         self.stream, self.aliases = runner.stream, runner.aliases
@@ -273,10 +243,7 @@ def _check(done: bool, what: str) -> None:
 
 
 class Slot(Closing):
-    """The tensors of one call, and the graph that computes on them; `owns_context`: it closes its context.
-
-    A launch changes an input that is written in place; launched again, it writes the same again.
-    """
+    """The tensors of one call, and the graph that computes on them; `owns_context`: it closes its context."""
 
     def __init__(self, bound: BoundContext, *, owns_context: bool = False) -> None:
         self.bound = bound
@@ -295,10 +262,7 @@ class Slot(Closing):
         self._addresses = {name: each.buffer.address for name, each in self.memory.tensors.items()}
 
     def settle(self, *, record: bool, copies: Sequence[tuple[str, str, Copy2D]] = ()) -> None:
-        """Run once on the inputs that are here, so that TensorRT does its one-time work; then `record` it.
-
-        `copies` of new KV-cache entries belong to a launch, behind the engine's own work.
-        """
+        """Run once, for TensorRT's one-time work, and record; `copies` of new cache entries end a launch."""
         self.memory.clear_outputs()
         self._copies = copies
         self.bound.enqueue(self._addresses)
@@ -329,13 +293,10 @@ class Slot(Closing):
         return self.memory.download(self.bound.outputs)
 
     def results(self, feeds: Arrays) -> dict[str, np.ndarray]:
-        """The outputs of the last launch.
-
-        With the caches of the device: entries that were not copied there must not be added here.
-        """
+        """The outputs of the last launch, with the caches of the device: nothing is copied here."""
         outputs = self.memory.download(self.bound.outputs)
         caches = self.memory.download({cache: None for cache, _, _ in self._copies})
-        return presented_results(feeds, outputs, caches)
+        return loops.presented_results(feeds, outputs, caches)
 
     def close(self) -> None:
         """Destroy the graph, and free the buffers."""
@@ -345,23 +306,20 @@ class Slot(Closing):
 # -- Run an engine: TensorRT 8.6 to 11 and TensorRT-RTX, without PyTorch ---------------------------
 
 
-class TensorRTRunner(GpuRunner):
+class TensorRTRunner(DecodingRunner):
     """An engine on the GPU of this process.
 
     Args:
         rt: The TensorRT that built it.
         plan: The serialised engine.
-        host_code: Allow the runtime code in a version-compatible engine; it is executed.
+        host_code: See `load_engine`.
         cuda_graph: Whether calls are recorded once and launched as a CUDA graph.
         in_place: From each output that a plugin can write into the memory of an input to that input.
         large_tensors: Tensors that TensorRT does not support at the largest sizes: such calls are refused.
-        keep: For how many shapes contexts, buffers and graphs are kept; each context has scratch memory for
-            the largest shapes of its profile.
+        keep: For how many shapes contexts are kept; each has scratch memory for the largest shapes.
     """
 
     profiles: tuple[Profile, ...]
-    engine_outputs: Mapping[str, TensorInfo]  # new KV-cache entries where `outputs` has whole caches
-    aliases: Mapping[str, str]  # for each output that is written in place, the input whose memory it shares
 
     def __init__(
         self,
@@ -381,7 +339,8 @@ class TensorRTRunner(GpuRunner):
         self.loaded = load_engine(rt, plan, host_code=host_code)
         engine = self.loaded[0]
         self.inputs, self.engine_outputs = _io_tensors(rt, engine)
-        self.outputs = presented_outputs(self.inputs, self.engine_outputs)
+        self.engine_inputs = self.inputs
+        self.outputs = loops.presented_outputs(self.inputs, self.engine_outputs)
         self.aliases = dict(in_place or {})
         if rt.can.aliased_outputs:
             shared = {name: engine.get_aliased_input_tensor(name) for name in self.engine_outputs}
@@ -391,6 +350,7 @@ class TensorRTRunner(GpuRunner):
             for index in range(engine.num_optimization_profiles)
         )
         self._calls: Recent[Slot] = Recent(keep, shared=rt.can.shared_profiles)
+        self._steps: Recent[BoundContext] = Recent(2, shared=rt.can.shared_profiles)  # of a decode loop
         self.stream = Stream()
 
     def _ranges(self, name: str, info: TensorInfo, profile: int) -> tuple[Shape, Shape, Shape]:
@@ -399,10 +359,8 @@ class TensorRTRunner(GpuRunner):
         if len(fixed) == len(info.dims):  # the profiles need not contain it
             return fixed, fixed, fixed
         engine = self.loaded[0]
-        low, usual, high = (
-            tuple(map(int, shape)) for shape in engine.get_tensor_profile_shape(name, profile)
-        )
-        return low, usual, high
+        low, usual, high = engine.get_tensor_profile_shape(name, profile)
+        return tuple(low), tuple(usual), tuple(high)
 
     def profiles_for(self, feeds: Arrays) -> list[int]:
         """The optimisation profiles that take these inputs; none where an engine of fixed sizes does not."""
@@ -431,55 +389,90 @@ class TensorRTRunner(GpuRunner):
     def run_in_profile(self, feeds: Arrays, profile: int) -> dict[str, np.ndarray]:
         """Run in a chosen profile."""
         feeds = self.checked(feeds)
-        refuse_outside(self.profiles, profile, _shapes(feeds))
-        return presented_results(feeds, self._call(feeds, profile).run(feeds))
+        first_admitting(self.profiles, _shapes(feeds), only=profile)
+        return loops.presented_results(feeds, self._call(feeds, profile).run(feeds))
 
     def _run(self, feeds: Arrays) -> dict[str, np.ndarray]:
-        return presented_results(feeds, self._usual_call(feeds).run(feeds))
+        return loops.presented_results(feeds, self._usual_call(feeds).run(feeds))
 
     def _call_bytes(self, feeds: Arrays, results: Arrays) -> int:
         return self._usual_call(feeds).memory.nbytes
 
     def _usual_call(self, feeds: Arrays) -> Slot:
         """The call in the first profile that fits; with a cache in the tightest, as decode loops do."""
-        cached = engine_cache(self.inputs, self.engine_outputs) is not None
+        cached = loops.engine_cache(self.inputs, self.engine_outputs) is not None
         return self._call(feeds, first_admitting(self.profiles, _shapes(feeds), tightest=cached))
 
     def _call(self, feeds: Arrays, profile: int) -> Slot:
-        check_room(feeds)
+        loops.check_room(feeds)
         shapes = _shapes(feeds)
 
         def new_call() -> Slot:
-            slot = Slot(BoundContext(self, profile, shapes), owns_context=True)
-            try:
+            with ExitStack() as owned:
+                slot = owned.enter_context(Slot(BoundContext(self, profile, shapes), owns_context=True))
                 slot.memory.upload(feeds)
                 slot.settle(record=self.graph)
-            except BaseException:
-                slot.close()
-                raise
-            return slot
+                owned.pop_all()
+                return slot
 
         return self._calls.get(profile, shapes, new_call)
 
-    def _launcher(self) -> TensorRTLauncher:
-        self._calls.close()  # where a profile belongs to one context at a time, the decode loop needs it
-        return TensorRTLauncher(self)
+    def decode_loop(self, *, B: int, T: int | None = None) -> DecodeLoop:
+        """See `DecodingRunner`. On 8.6, the runner itself cannot run in a profile that the loop uses."""
+        self._calls.close()
+        return super().decode_loop(B=B, T=T)
+
+    def most_tokens(self, B: int) -> int | None:
+        """The longest call that a profile for B batch elements takes into an empty cache, if any."""
+        fitting = [
+            profile["x"][2][1]
+            for profile in self.profiles
+            # The batch is the first dimension of every input of a decode loop.
+            if all(low[0] <= B <= high[0] for low, _, high in profile.values())
+            and all(profile[name][0][2] == 0 for name in PAST if name in profile)
+        ]
+        return max(fitting, default=None)
+
+    def launch(self, call: StepCall, *, again: bool) -> None:
+        """Queue one call: the graph that was recorded of it, or the call itself, which is then recorded."""
+        shapes = {name: call.tensors[name].shape for name in self.engine_inputs}
+        addresses = {name: tensor.buffer.address for name, tensor in call.tensors.items()}
+        profile = first_admitting(self.profiles, shapes, tightest=True)
+        # One context takes all calls whose shapes change; it has no graphs that would be lost.
+        fixed = {} if call.varies else shapes
+        bound = self._steps.get(profile, fixed, lambda: BoundContext(self, profile, shapes))
+        if any(bound.shapes[name] != shape for name, shape in shapes.items()):
+            bound.reshape(shapes)
+        wanted = {name: call.tensors[name].shape for name in self.engine_outputs}  # the memory that is there
+        other = {name: bound.shapes[name] for name in wanted if bound.shapes[name] != wanted[name]}
+        if other:
+            hint = ", ".join(f"{name} {wanted[name]}" for name in other)
+            problem = "The engine returns outputs of other shapes than a layer with a cache."
+            raise EngineError(problem, got=other, hint=hint)
+        key = tuple(addresses.values())
+        if key in bound.graphs:
+            bound.graphs[key].launch(self.stream)
+            return
+        bound.enqueue(addresses)
+        if again and self.graph and not call.varies:
+            self.stream.synchronize()
+            bound.graphs[key] = bound.record(addresses)
+
+    def release(self) -> None:
+        """Destroy the graphs and the contexts of a decode loop."""
+        self._steps.close()
 
     @contextmanager
     def _prepare(self, feeds: Arrays, slots: int) -> Iterator[Prepared]:
         """Slots of the profile that `run` takes; nothing else may run on this runner meanwhile."""
         bound = self._usual_call(feeds).bound
         with ExitStack() as owned:
-            prepared: list[Slot] = []
-            for _ in range(slots):
-                slot = Slot(bound)
-                owned.callback(slot.close)
-                if prepared:
+            prepared = [owned.enter_context(Slot(bound)) for _ in range(slots)]
+            prepared[0].memory.upload(feeds)
+            for slot in prepared:
+                if slot is not prepared[0]:
                     slot.memory.copy_inputs(prepared[0].memory)
-                else:
-                    slot.memory.upload(feeds)
-                slot.settle(record=self.graph, copies=cache_copies(feeds, self.engine_outputs))
-                prepared.append(slot)
+                slot.settle(record=self.graph, copies=loops.cache_copies(feeds, self.engine_outputs))
             try:
                 yield Prepared(
                     launch=lambda index: prepared[index].launch(),
@@ -505,60 +498,3 @@ class TensorRTRunner(GpuRunner):
 
 def _shapes(feeds: Arrays) -> dict[str, Shape]:
     return {name: tuple(array.shape) for name, array in feeds.items()}
-
-
-# -- TensorRT under a decode loop ------------------------------------------------------------------
-
-
-class TensorRTLauncher(Launcher):
-    """An engine, launched on tensors of a decode loop.
-
-    Its runner must outlive it. Where a profile belongs to one context at a time (8.6), the runner itself
-    cannot run in a profile that the launcher uses.
-    """
-
-    def __init__(self, runner: TensorRTRunner) -> None:
-        self.name, self.stream = runner.name, runner.stream
-        self.inputs, self.outputs = runner.inputs, runner.engine_outputs
-        self.in_place = [runner.aliases.get(out) for out in CACHES_OUT] == list(CACHES)
-        self._runner = runner
-        self._contexts: Recent[BoundContext] = Recent(2, shared=runner.rt.can.shared_profiles)
-
-    def most_tokens(self, B: int) -> int | None:
-        """The longest call that a profile for B batch elements takes into an empty cache, if any."""
-        fitting = [
-            profile["x"][2][1]
-            for profile in self._runner.profiles
-            # The batch is the first dimension of every input of a decode loop.
-            if all(low[0] <= B <= high[0] for low, _, high in profile.values())
-            and all(profile[name][0][2] == 0 for name in PAST if name in profile)
-        ]
-        return max(fitting, default=None)
-
-    def launch(self, call: StepCall, *, again: bool) -> None:
-        """Queue one call: the graph that was recorded of it, or the call itself, which is then recorded."""
-        shapes, addresses = call.shapes(self.inputs), call.addresses
-        profile = first_admitting(self._runner.profiles, shapes, tightest=True)
-        # One context takes all calls whose shapes change; it has no graphs that would be lost.
-        fixed = {} if call.varies else shapes
-        bound = self._contexts.get(profile, fixed, lambda: BoundContext(self._runner, profile, shapes))
-        if any(bound.shapes[name] != shape for name, shape in shapes.items()):
-            bound.reshape(shapes)
-        wanted = call.shapes(self.outputs)  # there is memory for no others
-        other = {name: bound.shapes[name] for name in wanted if bound.shapes[name] != wanted[name]}
-        if other:
-            hint = ", ".join(f"{name} {wanted[name]}" for name in other)
-            problem = "The engine returns outputs of other shapes than a layer with a cache."
-            raise EngineError(problem, got=other, hint=hint)
-        key = tuple(addresses.values())
-        if key in bound.graphs:
-            bound.graphs[key].launch(self.stream)
-            return
-        bound.enqueue(addresses)
-        if again and self._runner.graph and not call.varies:
-            self.stream.synchronize()
-            bound.graphs[key] = bound.record(addresses)
-
-    def close(self) -> None:
-        """Destroy the graphs and the contexts."""
-        self._contexts.close()

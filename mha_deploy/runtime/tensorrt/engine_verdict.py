@@ -65,10 +65,9 @@ _CORE = re.compile(
 
 
 def members(names: Sequence[str], attention: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """The nodes of a lowered graph that each attention node of the canonical graph became.
+    """The nodes of a lowered graph that each attention node became: itself, and every `<attention>/...`.
 
-    That is itself if it still exists, and every node named `<attention>/...`; a node that matches two names
-    belongs to the longer one.
+    A node that matches two names belongs to the longer one.
     """
     found: dict[str, list[str]] = {node: [] for node in attention}
     for name in names:
@@ -202,6 +201,11 @@ def precision_verdict(
     islands = [each for k in kernels if not k.is_heavy for _, each in _offenders(k, precision)]
     narrowed = [found for kernel in heavy for found in _narrowed(kernel, written or {})]
     reason = "" if offenders else _why_unknown(kernels, precision, written or {})
+    phrases = {
+        "{} matmuls have {} from the graph": from_graph,
+        "{} matmuls of FP32 in the graph multiply {}": narrowed,
+        "{} small kernels work in {}": islands,
+    }
     return PrecisionVerdict(
         requested=precision,
         status="mixed" if offenders else "unknown" if reason else "verified",
@@ -209,7 +213,7 @@ def precision_verdict(
         offenders=tuple(offenders),
         islands=tuple(islands),
         reason=reason,
-        notes=_notes(kernels, from_graph, narrowed, islands),
+        notes=_notes(kernels, phrases),
         has_untyped=any(_is_untyped(kernel) for kernel in heavy if not kernel.is_opaque),
         written=tuple(from_graph),
         narrowed=tuple(narrowed),
@@ -271,7 +275,7 @@ def _is_written(kernel: Kernel, role: str, dtype: str, written: Written) -> bool
     if role == _COMPUTES:
         matmuls = [node for node in nodes if node.is_matmul]
         return bool(matmuls) and all(dtype in node.reads for node in matmuls)
-    return any(dtype in (node.reads if role == _READS else node.writes) for node in nodes)
+    return any(dtype in getattr(node, role) for node in nodes)
 
 
 def _narrowed(kernel: Kernel, written: Written) -> list[Offender]:
@@ -331,12 +335,7 @@ def _counts(kernels: Iterable[Kernel]) -> dict[str, int]:
     return dict(counted.most_common())
 
 
-def _notes(
-    kernels: Sequence[Kernel],
-    written: Sequence[Offender],
-    narrowed: Sequence[Offender],
-    islands: Sequence[Offender],
-) -> tuple[str, ...]:
+def _notes(kernels: Sequence[Kernel], phrases: Mapping[str, Sequence[Offender]]) -> tuple[str, ...]:
     narrow = [kernel.tactic for kernel in kernels if _NARROW_SUM.search(kernel.tactic.lower())]
     later = sum(_CHOSEN_LATER in kernel.tactic for kernel in kernels)
     notes = []
@@ -344,11 +343,7 @@ def _notes(
         notes.append(f"{len(narrow)} matmuls accumulate in FP16, the first is {narrow[0]}")
     if later:
         notes.append(f"the kernels of {later} matmuls are chosen on the device")
-    for found, phrase in (
-        (written, "{} matmuls have {} from the graph"),
-        (narrowed, "{} matmuls of FP32 in the graph multiply {}"),
-        (islands, "{} small kernels work in {}"),
-    ):
+    for phrase, found in phrases.items():
         if found:
             names = list(dict.fromkeys(each.kernel for each in found))
             types = ", ".join(sorted({each.dtype for each in found}))
@@ -363,9 +358,6 @@ FUSED: Final = "fused"
 DECOMPOSED: Final = "decomposed"
 UNDECIDED: Final = "unknown"
 _NO_SOURCE = "no source reports its kernels"
-
-Attention = Groups | Iterable[str]
-"""The attention nodes; or, for each, the names of the nodes it was lowered to."""
 
 
 class NodeVerdict(Struct, frozen=True, kw_only=True):
@@ -402,7 +394,7 @@ class EngineVerdict(Struct, frozen=True, kw_only=True):
 
 def engine_verdict(
     sources: Mapping[str, Sequence[Kernel]],
-    attention: Attention,
+    attention: Groups | Iterable[str],
     precision: str,
     *,
     profiles: int = 1,
@@ -435,7 +427,11 @@ def engine_verdict(
 
 
 def fusion_verdict(
-    kernels: Sequence[Kernel], attention: Attention, *, profiles: int = 1, written: Written | None = None
+    kernels: Sequence[Kernel],
+    attention: Groups | Iterable[str],
+    *,
+    profiles: int = 1,
+    written: Written | None = None,
 ) -> list[NodeVerdict]:
     """Judge every attention node by the kernels of one source; further profiles only if kernels show them."""
     groups = _groups(attention)
@@ -451,7 +447,7 @@ def fusion_verdict(
     return verdicts
 
 
-def _groups(attention: Attention) -> Groups:
+def _groups(attention: Groups | Iterable[str]) -> Groups:
     return attention if isinstance(attention, Mapping) else {node: (node,) for node in attention}
 
 
@@ -467,13 +463,12 @@ def _by_name(reported: Reported, node: str, profile: int) -> NodeVerdict:
     is_clear = not any(kernel.is_opaque for kernel in mine) and reported.nameless is None
     if is_clear and (decomposed if fused else parts):
         return verdict(DECOMPOSED, mine)
-    if fused:
-        reason = f"{fused[0].label} is fused attention, but {own[0].label} computes a part of it as well"
-        return verdict(UNDECIDED, reason=reason)
     plugins = [kernel.label for kernel in mine if kernel.is_plugin]
     foreign = [kernel.label for kernel in mine if kernel.is_fused_attention]
     reason = "no kernel names it"
-    if not reported.kernels:
+    if fused:
+        reason = f"{fused[0].label} is fused attention, but {own[0].label} computes a part of it as well"
+    elif not reported.kernels:
         reason = f"no kernels of profile {profile} are reported"
     elif reported.opaque is not None:
         reason = _not_reported(reported.opaque)

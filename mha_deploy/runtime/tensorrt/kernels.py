@@ -216,105 +216,92 @@ def kernels_from_inspector(text: str) -> list[Kernel]:
     except (ValueError, KeyError, TypeError) as cause:
         problem = "This is not the JSON of TensorRT's engine inspector."
         raise EngineError(problem, got=text[:80], hint="use LayerInformationFormat.JSON") from cause
+    return _with_profiles(
+        [_kernel({"Name": each} if isinstance(each, str) else each, "inspector") for each in layers]
+    )
 
-    def tensors(layer: Mapping[str, Any], key: str) -> tuple[EngineTensor, ...]:
+
+def kernels_from_log(texts: Iterable[str]) -> list[Kernel]:
+    """The kernels in the layer records of a verbose build log, the last ones if there are several."""
+    records: list[dict[str, Any]] = []
+    old: list[dict[str, Any]] = []
+    for text in texts:
+        if "Layers:\n" in text:
+            records = list(_records(text))
+        elif "Layer(" in text:
+            old += _old_records(text)
+    return _with_profiles([_kernel(record, "log") for record in records or old])
+
+
+def _kernel(record: Mapping[str, Any], source: str) -> Kernel:
+    """A kernel from the record of a layer, whose fields have the inspector's names."""
+
+    def tensors(key: str) -> tuple[EngineTensor, ...]:
         return tuple(
             EngineTensor(
                 name=str(tensor.get("Name", "")),
                 dtype=dtype_of(str(tensor.get("Datatype") or tensor.get("Format/Datatype", ""))),
                 shape=tuple(int(size) for size in tensor.get("Dimensions") or ()),
             )
-            for tensor in layer.get(key) or ()
+            for tensor in record.get(key) or ()
             if isinstance(tensor, Mapping)
         )
 
-    kernels = []
-    for each in layers:
-        layer: Mapping[str, Any] = {"Name": each} if isinstance(each, str) else each
-        name, metadata = str(layer.get("Name", "")), str(layer.get("Metadata", ""))
-        kernels.append(
-            Kernel(
-                name=name,
-                layer_type=str(layer.get("LayerType", "")),
-                tactic=str(layer.get("TacticName", "")),
-                onnx_nodes=onnx_nodes_of(metadata) or _nodes_in_name(name),
-                inputs=tensors(layer, "Inputs"),
-                outputs=tensors(layer, "Outputs"),
-                constants=tensors(layer, "Constants"),
-                source="inspector",
-            )
-        )
-    return _with_profiles(kernels)
+    name, layer_type, tactic, metadata = (
+        str(record.get(key, "")) for key in ("Name", "LayerType", "TacticName", "Metadata")
+    )
+    nodes = onnx_nodes_of(metadata)
+    # A layer's name may have them: `a + b`. That of a region has only its first and last node.
+    if not nodes and not name.startswith("{ForeignNode[") and not _REGION.search(name):
+        nodes = tuple(_PROFILE.sub("", part).strip() for part in name.split(" + "))
+    return Kernel(
+        name=name,
+        layer_type=layer_type,
+        tactic=tactic,
+        onnx_nodes=nodes,
+        inputs=tensors("Inputs"),
+        outputs=tensors("Outputs"),
+        constants=tensors("Constants"),
+        source=source,
+    )
 
 
-def kernels_from_log(texts: Iterable[str]) -> list[Kernel]:
-    """The kernels in the layer records of a verbose build log, the last ones if there are several."""
-    kernels: list[Kernel] = []
-    old: list[Kernel] = []
-    for text in texts:
-        if "Layers:\n" in text:
-            kernels = _with_profiles(list(_from_block(text)))
-        elif "Layer(" in text:
-            old += _from_old_lines(text)
-    return kernels or _with_profiles(old)
+def _records(text: str) -> Iterator[dict[str, Any]]:
+    """The records of a log: `Name: a, LayerType: kgen, Inputs: [{ Name: x, Dimensions: [1,8] }], ...`."""
 
-
-def _nodes_in_name(name: str) -> tuple[str, ...]:
-    """Node names in a layer's name: `a + b`. A region's name has only its first and last node."""
-    if name.startswith("{ForeignNode[") or _REGION.search(name):
-        return ()
-    return tuple(_PROFILE.sub("", part).strip() for part in name.split(" + "))
-
-
-def _from_block(text: str) -> Iterator[Kernel]:
-    def tensors(bodies: str) -> Iterator[EngineTensor]:
+    def tensors(bodies: str) -> Iterator[dict[str, Any]]:
         for body in _BODY.findall(bodies):
             dtype = re.search(r"(?<!/)\bDatatype: (\w+)", body) or re.search(r"Format/Datatype: (.*)$", body)
             dims = re.search(r"Dimensions: \[([-\d,\s]*)\]", body)
             name = re.split(r", (?:Location|Dimensions): ", body, maxsplit=1)[0]
-            shape = _shape(dims[1]) if dims else ()
-            yield EngineTensor(name=name, dtype=dtype_of(dtype[1] if dtype else ""), shape=shape)
+            yield {"Name": name, "Datatype": dtype and dtype[1], "Dimensions": dims and _shape(dims[1])}
 
     for line in text.split("Layers:\n", 1)[1].split("\n\n")[0].splitlines():
-        match = _RECORD.match(line)
+        match, tactic = _RECORD.match(line), _TACTIC.search(line)
         if match is None:
             continue
         records, _, metadata = match["rest"].partition(", Metadata: ")
         inputs, _, rest = records.partition("], Outputs: [")
         inputs, _, constants = inputs.partition("], Constants: [")
-        tactic = _TACTIC.search(line)
-        yield Kernel(
-            name=match["name"],
-            layer_type=match["type"],
-            tactic=tactic[1] if tactic else "",
-            onnx_nodes=onnx_nodes_of(metadata) or _nodes_in_name(match["name"]),
-            inputs=tuple(tensors(inputs + "]")),
-            constants=tuple(tensors(constants + "]")),
-            outputs=tuple(tensors(rest.split(", TacticName: ")[0])),
-            source="log",
-        )
+        record = {"Name": match["name"], "LayerType": match["type"], "Metadata": metadata}
+        record |= {"TacticName": tactic[1]} if tactic else {}
+        outputs = rest.split(", TacticName: ")[0]
+        for key, bodies in (("Inputs", f"{inputs}]"), ("Constants", f"{constants}]"), ("Outputs", outputs)):
+            record[key] = tensors(bodies)
+        yield record
 
 
-def _from_old_lines(text: str) -> Iterator[Kernel]:
+def _old_records(text: str) -> Iterator[dict[str, Any]]:
     """Lines of 8.6: `Layer(Myelin): {ForeignNode[a...b]}, Tactic: 0x0, x (Half[1,8]) -> y (Half[1,8])`."""
     for match in filter(None, (_OLD_LINE.match(line.strip()) for line in text.splitlines())):
         inputs, outputs = (
-            tuple(
-                EngineTensor(
-                    name=each["name"].strip(), dtype=dtype_of(each["dtype"]), shape=_shape(each["shape"])
-                )
+            [
+                {"Name": each["name"].strip(), "Datatype": each["dtype"], "Dimensions": _shape(each["shape"])}
                 for each in _OLD_TENSOR.finditer(side)
-            )
+            ]
             for side in match["io"].partition(" -> ")[::2]
         )
-        yield Kernel(
-            name=match["name"],
-            layer_type=match["type"],
-            onnx_nodes=_nodes_in_name(match["name"]),
-            inputs=inputs,
-            outputs=outputs,
-            source="log",
-        )
+        yield {"Name": match["name"], "LayerType": match["type"], "Inputs": inputs, "Outputs": outputs}
 
 
 def _shape(text: str) -> tuple[int, ...]:

@@ -75,8 +75,7 @@ class Capabilities:
     )
     # Several execution contexts can use one optimisation profile at the same time; it came with that name.
     # Without it (8.6), prompts and single tokens behind one cache cannot have a profile each: the engine is
-    # built, but has no execution context for the second profile ("Myelin", after "missing offset in
-    # id2offset"). Engines without a cache have two there. No attribute shows it.
+    # built, but has no execution context for the second one (after "missing offset in id2offset").
     shared_profiles: bool = _names("ExecutionContextAllocationStrategy.STATIC")
     # An engine reports which outputs it writes in place of an input.
     aliased_outputs: bool = _names("ICudaEngine.get_aliased_input_tensor")
@@ -206,8 +205,8 @@ def collect(rt: TensorRT) -> Iterator[list[Message]]:
     A second thread waits: builds share one logger, and their messages could not be distinguished.
     """
     with _one_build_at_a_time:
-        logger_for(rt)
         sink: list[Message] = []
+        logger_for(rt)
         _sinks.append(sink)
         try:
             yield sink
