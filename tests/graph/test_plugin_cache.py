@@ -85,6 +85,17 @@ def test_preallocated_cache_step_by_step(name: str, options: dict[str, Any]) -> 
             assert_same(model, lowered, feeds(model, sizes, starts=starts, S=S), atol=8e-3)
 
 
+@pytest.mark.parametrize(("kind", "rotary"), [(1, {}), (2, {"interleaved": 1, "rotary_embedding_dim": 8})])
+def test_rotary_embedding_inside_the_node(kind: int, rotary: dict[str, int]) -> None:
+    sizes = layer(D=16, rotary=rotary)
+    model = fixed(sizes)
+    lowered = lower(model, "plugin")
+    words = {"rotary": kind, "rotary_size": sizes.rotated}
+    assert attributes_of(lowered, *words) == words
+    assert "RotaryEmbedding" not in operators(lowered)
+    assert_same(model, lowered, feeds(model, sizes, starts=[2, 5], S=3), atol=8e-3)
+
+
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", ["grouped", "one token", "bidirectional", "window", "mask"])
 def test_dynamic_cache_step_by_step(name: str) -> None:

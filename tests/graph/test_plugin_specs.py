@@ -76,15 +76,9 @@ def test_layer(name: str, bundles: Any) -> None:
 HALVES, NEIGHBOURS = {"dims": 16}, {"dims": 8, "interleaved": True}
 
 
-@pytest.mark.parametrize(
-    ("name", "rope"),
-    [
-        pytest.param("tiny-rope", HALVES, marks=pytest.mark.slow),
-        ("tiny-preallocated", NEIGHBOURS),
-        pytest.param("tiny-rope", NEIGHBOURS, marks=pytest.mark.slow),
-        pytest.param("tiny-preallocated", HALVES, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("rope", [HALVES, NEIGHBOURS])
+@pytest.mark.parametrize("name", ["tiny-rope", "tiny-preallocated"])
 def test_rotary_embedding_inside_the_node(name: str, rope: dict[str, Any], tmp_path: Any) -> None:
     spec = AttentionSpec.from_dict({**find_spec(name).to_dict(), "rope": rope})
     bundle = md.export(spec, tmp_path / "bundle", golden=["min"])
@@ -110,8 +104,7 @@ def test_gates_of_sparse_heads_go_into_the_node(bundles: Any) -> None:
     assert "Mul" not in operators(lowered)
 
 
-@pytest.mark.sweep(1)
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", [pytest.param("tiny-softcap", marks=pytest.mark.slow), "tiny-weights"])
 def test_refused_layer(name: str, bundles: Any) -> None:
     with pytest.raises(LoweringError) as caught:
         lower(ir.load(bundles(name).model_path), "plugin")
