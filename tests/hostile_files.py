@@ -241,6 +241,11 @@ def _calls(name, source, target):
     return helper.make_node(name, [source], [target], domain="f")
 
 
+def _in_function(*nodes):
+    """A model that calls a function of these nodes, from a to b."""
+    return model([_calls("g", "x", "y")], functions=[_function("g", nodes)])
+
+
 def _bomb(levels=30):
     """Functions that each call the next one twice."""
     functions = [
@@ -291,6 +296,11 @@ def _big(operator, *arrays):
     return model([node], [tensor(name, array) for name, array in zip(names, arrays, strict=True)])
 
 
+def _huge(name):
+    """A constant of 2^60 elements."""
+    return helper.make_node("Constant", [], [name], value=TensorProto(data_type=FLOAT, dims=[1 << 60]))
+
+
 @cache
 def graphs():
     """Models that are refused, by what is wrong with them."""
@@ -298,41 +308,29 @@ def graphs():
     sparse = helper.make_sparse_tensor(tensor("w", np.array([1.0], np.float32)), indices, [1 << 40])
     add = helper.make_node("Add", ["x", "w"], ["y"])
     short, long = bytes(8), bytes(1 << 12)
-    found = {
+    contrib = helper.make_node(
+        "MultiHeadAttention", ["x", "x", "x"], ["y"], domain="com.microsoft", num_heads=0
+    )
+    loop = helper.make_graph([identity("y", "z")], "then", [], [value("z")])
+    other = helper.make_graph([identity("x", "z2")], "else", [], [value("z2")])
+    return {
         "no heads": model([attention(q_num_heads=0)]),
         "no key heads": model([attention(kv_num_heads=0)]),
         "negative heads": model([attention(q_num_heads=-2)]),
         "a billion heads": model([attention(q_num_heads=10**9, kv_num_heads=7)]),
         "uneven heads": model([attention(q_num_heads=8, kv_num_heads=3)]),
         "no heads in a branch": _in_branch(attention(q_num_heads=0)),
-        "no heads in a function": model(
-            [_calls("g", "x", "y")],
-            functions=[
-                _function("g", [helper.make_node("Attention", ["a", "a", "a"], ["b"], q_num_heads=0)])
-            ],
+        "no heads in a function": _in_function(
+            helper.make_node("Attention", ["a", "a", "a"], ["b"], q_num_heads=0)
         ),
-        "contrib without heads": model(
-            [
-                helper.make_node(
-                    "MultiHeadAttention", ["x", "x", "x"], ["y"], domain="com.microsoft", num_heads=0
-                )
-            ]
-        ),
+        "contrib without heads": model([contrib]),
         "a cycle": model([identity("a", "b"), identity("b", "a"), identity("x", "y")]),
         "a cycle of one": model([helper.make_node("Add", ["x", "y"], ["y"])]),
         "a long cycle": model(
             [*(identity(f"a{i}", f"a{(i + 1) % 50}") for i in range(50)), identity("x", "y")]
         ),
         "a cycle through a branch": model(
-            [
-                helper.make_node(
-                    "If",
-                    ["c"],
-                    ["y"],
-                    then_branch=helper.make_graph([identity("y", "z")], "t", [], [value("z")]),
-                    else_branch=helper.make_graph([identity("x", "z2")], "e", [], [value("z2")]),
-                )
-            ],
+            [helper.make_node("If", ["c"], ["y"], then_branch=loop, else_branch=other)],
             [tensor("c", np.bool_(True))],
         ),
         "a value twice": model([identity("x", "y"), identity("x", "y")]),
@@ -340,9 +338,7 @@ def graphs():
         "a value from nowhere": model([identity("nowhere", "y")]),
         "a value from nowhere in a branch": _in_branch(identity("nowhere", "y")),
         "an output from nowhere": model([identity("x", "z")]),
-        "a function of itself": model(
-            [_calls("g", "x", "y")], functions=[_function("g", [_calls("g", "a", "b")])]
-        ),
+        "a function of itself": _in_function(_calls("g", "a", "b")),
         "two functions of each other": model(
             [_calls("g", "x", "y")],
             functions=[_function("g", [_calls("h", "a", "b")]), _function("h", [_calls("g", "a", "b")])],
@@ -366,25 +362,10 @@ def graphs():
         "an unknown type": model([add], [TensorProto(name="w", data_type=99, dims=[1], raw_data=b"0")]),
         "no type": model([add], [TensorProto(name="w", dims=[1], raw_data=b"0")]),
         "segments": _with_dims([4, 8], raw_data=bytes(128), segment=TensorProto.Segment(begin=0, end=1)),
-        "a constant of 2^60": model(
-            [helper.make_node("Constant", [], ["w"], value=TensorProto(data_type=FLOAT, dims=[1 << 60])), add]
-        ),
-        "a constant of 2^60 in a branch": _in_branch(
-            helper.make_node("Constant", [], ["y"], value=TensorProto(data_type=FLOAT, dims=[1 << 60]))
-        ),
-        "a constant of 2^60 in a function": model(
-            [_calls("g", "x", "y")],
-            functions=[
-                _function(
-                    "g",
-                    [
-                        helper.make_node(
-                            "Constant", [], ["w"], value=TensorProto(data_type=FLOAT, dims=[1 << 60])
-                        ),
-                        helper.make_node("Add", ["a", "w"], ["b"]),
-                    ],
-                )
-            ],
+        "a constant of 2^60": model([_huge("w"), add]),
+        "a constant of 2^60 in a branch": _in_branch(_huge("y")),
+        "a constant of 2^60 in a function": _in_function(
+            _huge("w"), helper.make_node("Add", ["a", "w"], ["b"])
         ),
         "a weight of 2^60 in a branch": _in_branch(
             add, TensorProto(name="w", data_type=FLOAT, dims=[1 << 60], raw_data=short)
@@ -413,7 +394,6 @@ def graphs():
         "external: a device": _external("/dev/zero"),
         "external: a folder": _external("."),
     }
-    return found
 
 
 OUTSIDE = {

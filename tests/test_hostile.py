@@ -12,7 +12,7 @@ from contextlib import suppress
 import numpy as np
 import onnx
 import pytest
-from bundle_edit import copy_of, edit_arrays, edit_manifest, fill, manifest, rehash
+from bundle_edit import copy_of, edit_arrays, edit_manifest, engine_manifest, fill, manifest, rehash
 from hostile_files import (
     OUTSIDE,
     all_forked,
@@ -37,24 +37,16 @@ from mha_deploy.bundle.folder import MANIFEST, MODEL, BundleWriter, sha256
 from mha_deploy.bundle.traces import read_trace
 from mha_deploy.cli.tables import engine_renderable
 from mha_deploy.cli.verbs import engine_to_dict
-from mha_deploy.engine.engine import EngineManifest, write_engine
+from mha_deploy.engine.engine import write_engine
+from mha_deploy.runtime.tensorrt.engine_verdict import NodeVerdict
 
 ESCAPE = "\x1b[31mred"
 VALUES = (None, -1, 0, 2.5, True, "x", ESCAPE, [], {}, [None], {"a": None}, 10**25, 1e308)
 FEW = (None, -1, ESCAPE, [None], 10**25)
 # Text and figures for people: any other value of the same type is as good.
 FREE = {
-    "note",
-    "notes",
-    "weights",
-    "summary",
-    "versions",
-    "checks",
-    "flops",
-    "weight_bytes",
-    "place",
-    "seconds",
-}
+    "note", "notes", "weights", "summary", "versions", "checks", "flops", "weight_bytes", "place", "seconds",
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -399,36 +391,16 @@ def test_a_trace_that_eager_misses_is_refused(bundles, tmp_path, factor):
 def engine_record(folder, plan):
     """The manifest of an engine that only TensorRT can read."""
     bundle = md.open_bundle(folder, verify=False).manifest
-    profile = {name: str(axis) for name, axis in bundle.spec.axes.items()}
-    node = {
-        "node": "attention",
-        "profile": 0,
-        "status": "fused",
-        "kernels": ["k"],
-        "reason": "",
-        "source": "log",
-    }
-    precision = {name: [] for name in ("offenders", "islands", "notes", "written", "narrowed")}
-    precision |= {"requested": "fp16", "status": "fp16", "counts": {}, "reason": "", "has_untyped": False}
-    return EngineManifest(
+    node = NodeVerdict(node="attention", profile=0, status="fused", kernels=("k",), source="log")
+    return engine_manifest(
+        [node],
         backend="tensorrt",
         version="10.3.0",
         gpu={"name": "NVIDIA H200", "compute_cap": "9.0"},
-        targets=[],
-        model=bundle.spec.name,
-        precision="fp16",
-        dialect="trt",
-        profiles=[profile],
+        profiles=[{name: str(axis) for name, axis in bundle.spec.axes.items()}],
         bundle_sha256=sha256(folder / MANIFEST),
         engine_sha256=hashlib.sha256(plan).hexdigest(),
         engine_bytes=len(plan),
-        seconds=0.0,
-        strongly_typed=True,
-        verdict={"nodes": [node], "precision": precision, "disagreements": []},
-        kernels=[],
-        options={},
-        findings=[],
-        notes=[],
     )
 
 
