@@ -23,21 +23,17 @@ _REDUCTIONS = ("ReduceMean", "ReduceSum", "ReduceL2", "AveragePool", "GlobalAver
 _OTHERS_IN_FLOAT32 = (*_NORMS, *_REDUCTIONS, "Gelu", "Erf", "Tanh", "Sigmoid")
 
 
-def with_float32_matmuls(model: ir.Model) -> ir.Model:
-    """A copy of the model whose matmuls, convolutions and attentions are in float32; weights are shared."""
-    return _upcast(model, _MATMULS)
-
-
 def with_float32_inside(model: ir.Model) -> ir.Model:
-    """The same for all that kernels compute in float32: normalisations, reductions, softmax, activations."""
-    return _upcast(model, (*_MATMULS, *_OTHERS_IN_FLOAT32))
+    """A copy with float32 where kernels have it: matmuls, norms, reductions, softmax, activations."""
+    return with_float32_matmuls(model, *_OTHERS_IN_FLOAT32)
 
 
-def _upcast(model: ir.Model, operators: tuple[str, ...]) -> ir.Model:
+def with_float32_matmuls(model: ir.Model, *others: str) -> ir.Model:
+    """A copy whose matmuls, convolutions, attentions and `others` are in float32; weights are shared."""
     copy = model.clone()
     if any(value.dtype is None for node in copy.graph for value in node.outputs if value.name):
         infer_shapes(copy)  # other people's files often omit types
-    for node in [node for node in copy.graph if is_op(node, *operators)]:
+    for node in [node for node in copy.graph if is_op(node, *_MATMULS, *others)]:
         for position, value in enumerate(node.inputs):
             if value is not None and value.dtype in HALVES:
                 cast = _cast(value, ir.DataType.FLOAT, f"{node.name}/input_{position}")
