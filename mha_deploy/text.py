@@ -56,14 +56,14 @@ def times(factor: float | None) -> str:
     return NOTHING if factor is None else f"{factor:,.2f}×" if factor < 100 else f"{factor:,.0f}×"
 
 
-def size(count: int | None) -> str:
-    """Bytes in the unit that keeps them short."""
+def size(count: int | None, unit: str = "B") -> str:
+    """Bytes, or a count of something else, with the prefix that keeps it short."""
     if count is None:
         return NOTHING
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+    for prefix, factor in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if count >= factor:
-            return f"{short(count / factor)} {unit}"
-    return f"{count} B"
+            return f"{short(count / factor)} {prefix}{unit}"
+    return f"{count} {unit}".rstrip()
 
 
 def grouped(value: int | None) -> str:

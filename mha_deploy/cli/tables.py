@@ -14,7 +14,7 @@ from rich.text import Text
 
 from mha_deploy.report import table as tables
 from mha_deploy.report.table import Cell, Data, Table, as_plain, prompts_text, table
-from mha_deploy.text import named, plural, short, sizes_text, together, without_hash, without_numbers
+from mha_deploy.text import named, plural, short, size, sizes_text, together, without_hash, without_numbers
 
 if TYPE_CHECKING:  # a verb that has no such result to show does not load what makes it
     from mha_deploy.analyze.roofline import Analysis
@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # a verb that has no such result to show does not load what m
     from mha_deploy.graph.fuse import FuseReport
     from mha_deploy.graph.rules import Eligibility
     from mha_deploy.model.spec import AttentionSpec
-    from mha_deploy.validate.bisect import Bisection
+    from mha_deploy.validate.fault import Bisection
     from mha_deploy.validate.self_test import SelfTest
 
 # -- One table, lines and verdicts -----------------------------------------------------------------
@@ -101,7 +101,7 @@ def bundle_renderable(bundle: Bundle, *, details: bool = False) -> RenderableTyp
     else:
         what += f"{layer.kind} {layer.Hq}/{layer.Hkv} heads of {layer.D}, width {layer.E}"
     axes = "  ".join(f"{name} {axis}" for name, axis in spec.axes.items())
-    size = sum(entry.bytes for entry in manifest.files.values())
+    total = sum(entry.bytes for entry in manifest.files.values())
     cases = "  ".join(f"{entry.name} {sizes_text(entry.sizes)}" for entry in manifest.golden)
     lines = [
         ("bundle", str(bundle.path)),
@@ -120,7 +120,7 @@ def bundle_renderable(bundle: Bundle, *, details: bool = False) -> RenderableTyp
         count = plural(len(manifest.layers.values), "attention")
         lines.append(("layers", f"the results of {count} in {manifest.layers.case}"))
     lines.append(("weights", manifest.weights))
-    lines.append(("size", f"{size / 1e6:,.1f} MB in {len(manifest.files)} files"))
+    lines.append(("size", f"{total / 1e6:,.1f} MB in {len(manifest.files)} files"))
     lines += [("note", note) for note in manifest.notes]
     if not details:
         return _pairs(lines)
@@ -516,7 +516,7 @@ def analysis_renderable(analysis: Analysis) -> RenderableType:
 
     def row(name: str, growth: str, cost: Any, seconds: float, bound_by: str) -> tuple[str, ...]:
         figures = (cost.flops / 1e9, cost.bytes / 1e6, cost.intensity, seconds * 1e6)
-        return (name, growth, _count(cost.parameters), *map(short, figures), bound_by)
+        return (name, growth, size(cost.parameters, unit=""), *map(short, figures), bound_by)
 
     rows = [row(s.cost.name, s.cost.growth, s.cost, s.seconds, s.bound_by) for s in bound.stages]
     rows.append(row("total", " ", cost, bound.seconds, " "))
@@ -533,14 +533,6 @@ def analysis_renderable(analysis: Analysis) -> RenderableType:
     ]
     note = Text("The bound follows from the datasheet's peak rates; it is not a prediction.", style="dim")
     return Group(heading, rendered(table("", headings, rows)), _pairs(closing), note)
-
-
-def _count(number: int) -> str:
-    """A count in the unit that keeps it short."""
-    for unit, size in (("G", 10**9), ("M", 10**6), ("k", 10**3)):
-        if number >= size:
-            return f"{short(number / size)} {unit}"
-    return str(number)
 
 
 def similarity_renderable(similarity: HeadSimilarity) -> RenderableType:

@@ -43,47 +43,6 @@ class Section(NamedTuple):
     parts: Sequence[Part]
 
 
-def report_sections(data: Data, look: Look) -> tuple[list[Section], list[str]]:
-    """The sections of a report, and the titles of those that were not part of the run."""
-    checks, served, notes = data["invariance"], data["serving"], data["notes"]
-    every = [
-        Section("fault", "What is at fault", _fault(data["fault"])),
-        Section("parity", "Parity", _parity(data)),
-        Section("maps", "Error maps", _heatmaps(data["heatmaps"])),
-        Section("decode", "Decode", _decode(data, look)),
-        Section("invariance", "Invariance", [("table", tables.invariance_table(checks))] if checks else []),
-        Section("conformance", "Mask conformance", _conformance(data["conformance"])),
-        Section("range", "FP16 range", _fp16_range(data["range"])),
-        Section("fusion", "Engines and fusion", _fusion(data)),
-        Section("latency", "Latency", _latency(data, look)),
-        Section("serving", "Serving", [("table", tables.serving_table(served))] if served else []),
-        Section("notes", "Notes", [("list", notes)] if notes else []),
-        Section("environment", "Environment", environment(data["environment"], data["model"])),
-    ]
-    optional = {"fault", "notes", "serving"} | (set() if "cache" in data["model"]["spec"] else {"decode"})
-    absent = [each.title for each in every if not each.parts and each.name not in optional]
-    return [each for each in every if each.parts], absent
-
-
-def bench_sections(data: Data, look: Look) -> list[Section]:
-    """The sections of a benchmark."""
-    sections = [Section("overview", "Overview", _overview(data))]
-    for index, entry in enumerate(data["models"]):
-        name, found = f"{entry['model']['name']} {entry['model']['precision']}", entry["latency"]
-        timed = latency_parts(found, look) if found and found["points"] else [("text", "Nothing was timed.")]
-        engines = [
-            f"{engine['name']} {engine['version']}: {tables.engine_summary(engine)}"
-            for engine in entry["engines"]
-        ]
-        parts = [("text", entry["model"]["summary"]), ("text", "; ".join(engines) or "0 engines"), *timed]
-        if entry["throughput"]:
-            parts.append(("table", tables.throughput_table(entry["throughput"])))
-        sections.append(Section(f"model-{index}", name, parts))
-    if data["notes"]:
-        sections.append(Section("notes", "Notes", [("list", data["notes"])]))
-    return [*sections, Section("environment", "Environment", environment(data["environment"], None))]
-
-
 # -- Whether results are right ---------------------------------------------------------------------
 
 
@@ -400,16 +359,33 @@ _FOLDER = Path(__file__).resolve().parent
 
 def report_page(data: Data) -> str:
     """The page of a validation run."""
-    plain = plain_report(data)
-    look = charts.series_of([plain["latency"]])
-    sections, absent = report_sections(plain, look)
-    word, model = plain["verdict"]["outcome"].upper(), plain["model"]
+    data = plain_report(data)
+    look = charts.series_of([data["latency"]])
+    checks, served, notes = data["invariance"], data["serving"], data["notes"]
+    every = [
+        Section("fault", "What is at fault", _fault(data["fault"])),
+        Section("parity", "Parity", _parity(data)),
+        Section("maps", "Error maps", _heatmaps(data["heatmaps"])),
+        Section("decode", "Decode", _decode(data, look)),
+        Section("invariance", "Invariance", [("table", tables.invariance_table(checks))] if checks else []),
+        Section("conformance", "Mask conformance", _conformance(data["conformance"])),
+        Section("range", "FP16 range", _fp16_range(data["range"])),
+        Section("fusion", "Engines and fusion", _fusion(data)),
+        Section("latency", "Latency", _latency(data, look)),
+        Section("serving", "Serving", [("table", tables.serving_table(served))] if served else []),
+        Section("notes", "Notes", [("list", notes)] if notes else []),
+        Section("environment", "Environment", environment(data["environment"], data["model"])),
+    ]
+    optional = {"fault", "notes", "serving"} | (set() if "cache" in data["model"]["spec"] else {"decode"})
+    absent = [each.title for each in every if not each.parts and each.name not in optional]
+    sections = [each for each in every if each.parts]
+    word, model = data["verdict"]["outcome"].upper(), data["model"]
     return _rendered(
-        plain,
+        data,
         title=f"{word}: {model['name']} {model['precision']}",
-        report=plain,
-        findings=ordered_findings(plain, [section.name for section in sections]),
-        figures=key_figures(plain),
+        report=data,
+        findings=ordered_findings(data, [section.name for section in sections]),
+        figures=key_figures(data),
         sections=sections,
         absent=absent,
         look=look,
@@ -418,16 +394,26 @@ def report_page(data: Data) -> str:
 
 def bench_page(data: Data) -> str:
     """The page of a benchmark."""
-    plain = plain_bench(data)
-    look = charts.series_of([entry["latency"] for entry in plain["models"]])
-    gpu = plain["environment"]["gpu"]
-    return _rendered(
-        plain,
-        title="Attention benchmark",
-        subtitle=gpu["name"] if gpu else "no GPU",
-        sections=bench_sections(plain, look),
-        look=look,
-    )
+    data = plain_bench(data)
+    look = charts.series_of([entry["latency"] for entry in data["models"]])
+    sections = [Section("overview", "Overview", _overview(data))]
+    for index, entry in enumerate(data["models"]):
+        name, found = f"{entry['model']['name']} {entry['model']['precision']}", entry["latency"]
+        timed = latency_parts(found, look) if found and found["points"] else [("text", "Nothing was timed.")]
+        engines = [
+            f"{engine['name']} {engine['version']}: {tables.engine_summary(engine)}"
+            for engine in entry["engines"]
+        ]
+        parts = [("text", entry["model"]["summary"]), ("text", "; ".join(engines) or "0 engines"), *timed]
+        if entry["throughput"]:
+            parts.append(("table", tables.throughput_table(entry["throughput"])))
+        sections.append(Section(f"model-{index}", name, parts))
+    if data["notes"]:
+        sections.append(Section("notes", "Notes", [("list", data["notes"])]))
+    sections.append(Section("environment", "Environment", environment(data["environment"], None)))
+    gpu = data["environment"]["gpu"]
+    subtitle = gpu["name"] if gpu else "no GPU"
+    return _rendered(data, title="Attention benchmark", subtitle=subtitle, sections=sections, look=look)
 
 
 def sections_page(data: Data, title: str, parts: Mapping[str, Sequence[Part]]) -> str:
