@@ -115,15 +115,8 @@ def _engine_at(
             onnx=onnx_path,
             precision=precision,
             profiles=[engines.profile_shapes(spec, each) for each in ranges],
-            targets=options.targets,
-            optimization_level=options.optimization_level,
-            workspace=None if options.workspace_mib is None else options.workspace_mib << 20,
+            options=options,
             timing_cache=cache.read_bytes() if cached else None,
-            version_compatible=options.version_compatible,
-            hardware_compatible=options.hardware_compatible,
-            weight_streaming=options.weight_streaming,
-            refit=options.refit,  # type: ignore[arg-type]
-            allow_decomposed=options.allow_decomposed and rt.can.attention,
             # A TensorRT that chooses types by itself would narrow what the export kept in a wider type.
             precision_constraints=wide and not rt.can.strongly_typed_flag,
         )
@@ -172,7 +165,7 @@ def _engine_at(
             }
             for kernel in kernels
         ],
-        options=request.options(),
+        options=request.record(),
         findings=[asdict(finding) for finding in findings],
         notes=notes,
         large_tensors=list(large),
@@ -541,8 +534,8 @@ def engine_opener(
                 onnx=path,
                 precision="fp32" if wide else precision,
                 profiles=profiles,
-                allow_decomposed=True,
-                optimization_level=1,  # these engines are not timed, and a shorter search builds them sooner
+                # These engines are not timed, and a shorter search builds them sooner.
+                options=EngineOptions(allow_decomposed=True, optimization_level=1),
             )
             if not rt.in_every_process:
                 return _built_and_loaded(rt, request, plugins)

@@ -68,7 +68,7 @@ def decoder(request, cache, tmp_path_factory):
         onnx=path,
         precision="fp16",
         profiles=[profile_shapes(spec, each) for each in profiles],
-        targets="8.9",
+        options=EngineOptions(targets="8.9"),
     )
     built = build_engine(rt, wanted)
     verdict = judge_engine(built, lowered, model, "fp16", len(profiles))

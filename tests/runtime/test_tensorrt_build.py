@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import json
 import os
@@ -18,6 +17,7 @@ from rtx_engines import build_rtx
 from tensorrt_models import attention, layer, needs_rtx, primitives, profile
 
 from mha_deploy.errors import EXIT_VERDICT_FAILED
+from mha_deploy.options import EngineOptions
 from mha_deploy.runtime.tensorrt.builder import BuildRequest, build_engine, inspect_kernels
 from mha_deploy.runtime.tensorrt.engine_verdict import engine_verdict, members
 from mha_deploy.runtime.tensorrt.kernels import kernels_from_plan
@@ -333,12 +333,12 @@ def test_the_verdict_is_plain_data():
 
 
 def test_the_options_are_plain_data():
-    request = BuildRequest(onnx=Path("model.onnx"), profiles=[profile()], targets="8.9", refit="all")
-    options = json.loads(json.dumps(request.options()))
-    assert options["targets"] == ["SM89"]
-    assert options["profiles"][0]["x"][0] == [1, 1, 128]
-    fields = {field.name for field in dataclasses.fields(BuildRequest)}
-    assert fields - set(options) == {"onnx", "timing_cache"}
+    options = EngineOptions(targets="8.9", refit="all", workspace_mib=4)
+    request = BuildRequest(onnx=Path("model.onnx"), profiles=[profile()], options=options)
+    recorded = json.loads(json.dumps(request.record()))
+    assert recorded["targets"] == ["SM89"]
+    assert recorded["profiles"][0]["x"][0] == [1, 1, 128]
+    assert (recorded["refit"], recorded["workspace_mib"], recorded["precision"]) == ("all", 4, "fp16")
 
 
 # -- progress and cancelling ----------------------------------------------------------------------------

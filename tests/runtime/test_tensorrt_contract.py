@@ -187,7 +187,7 @@ OPTIONS = [
     {"precision": "fp32"},
     {"precision": "bf16"},
     {"targets": "8.9"},
-    {"optimization_level": 2, "workspace": 1 << 20},
+    {"optimization_level": 2, "workspace_mib": 1},
     {"timing_cache": b"earlier"},
     {"version_compatible": True},
     {"hardware_compatible": "ampere-plus"},

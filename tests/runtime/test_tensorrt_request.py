@@ -13,6 +13,7 @@ from rtx_engines import build_rtx
 from tensorrt_models import attention, layer, needs_rtx
 
 from mha_deploy.errors import EXIT_BAD_INPUT, BackendUnavailable, DeployError
+from mha_deploy.options import EngineOptions
 from mha_deploy.runtime.tensorrt.builder import BuildRequest, parse_targets, read_names
 from mha_deploy.runtime.tensorrt.engine_verdict import members
 from mha_deploy.runtime.tensorrt.versions import EngineError, Message, collect, errors, load, logger_for
@@ -40,18 +41,16 @@ def test_what_is_no_target_is_refused(text):
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [
-        {"precision": "fp8"},
-        {"hardware_compatible": "ampere"},
-        {"refit": "some"},
-        {"optimization_level": 6},
-    ],
-    ids=str,
+    "wrong", [{"hardware_compatible": "ampere"}, {"refit": "some"}, {"optimization_level": 6}], ids=str
 )
 def test_a_value_that_no_version_knows_is_refused_at_once(wrong):
     with pytest.raises(EngineError):
-        BuildRequest(onnx=Path("model.onnx"), **wrong)
+        BuildRequest(onnx=Path("model.onnx"), options=EngineOptions(**wrong))
+
+
+def test_an_unknown_precision_is_refused_at_once():
+    with pytest.raises(EngineError, match="No such precision"):
+        BuildRequest(onnx=Path("model.onnx"), precision="fp8")
 
 
 def test_an_unknown_backend_is_refused_with_the_nearest():

@@ -9,12 +9,13 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import onnx
 from google.protobuf.message import DecodeError
 
 from mha_deploy.errors import BackendUnavailable, nearest
+from mha_deploy.options import EngineOptions
 from mha_deploy.runtime.tensorrt import kernels as reported
 from mha_deploy.runtime.tensorrt.engine_runner import Profile, load_engine
 from mha_deploy.runtime.tensorrt.kernels import EngineTensor, Kernel, LargeTensor, dtype_of
@@ -30,27 +31,22 @@ from mha_deploy.runtime.tensorrt.versions import (
 
 # -- The request for a build, and its result -------------------------------------------------------
 
+_RECORDED = (
+    *("allow_decomposed", "optimization_level", "workspace_mib", "version_compatible"),
+    *("hardware_compatible", "weight_streaming", "refit"),
+)
 HARDWARE_LEVELS = {"ampere-plus": "AMPERE_PLUS", "same-compute-capability": "SAME_COMPUTE_CAPABILITY"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class BuildRequest:
-    """One engine to build."""
+    """One engine to build, with the options of a user."""
 
     onnx: Path  # the model, with its external data beside it
     precision: str = "fp16"  # of the graph: `fp16`, `bf16` or `fp32`
     profiles: Sequence[Profile] = ()  # ranges of the input shapes, one mapping per optimisation profile
-    targets: str | Sequence[str] = ()  # to compile for (RTX only): `"8.9"`, `"89,120"`, `("8.9", "12.0")`
-    optimization_level: int | None = None  # of TensorRT's builder, 0 to 5; None for its default
-    workspace: int | None = None  # most bytes of scratch memory of a kernel; None for no limit
+    options: EngineOptions = field(default_factory=EngineOptions)
     timing_cache: bytes | None = field(default=None, repr=False)  # of earlier builds on this GPU
-    version_compatible: bool = False  # later versions can load it
-    hardware_compatible: str | None = None  # with `ampere-plus` or `same-compute-capability`
-    weight_streaming: bool = False  # weights may stay on the host
-    refit: Literal["all", "identical"] | None = None  # which weights can be replaced later
-    # Let attention without a fused kernel be built from several. A graph in which attention is written in
-    # primitive operators is always free to decompose.
-    allow_decomposed: bool = False
     # Constrain every layer to the graph's types where TensorRT chooses types by itself (8.6; later networks
     # are strongly typed).
     precision_constraints: bool = False
@@ -58,27 +54,31 @@ class BuildRequest:
     def __post_init__(self) -> None:
         for what, value, known in (
             ("precision", self.precision, ("fp16", "bf16", "fp32")),
-            ("hardware compatibility", self.hardware_compatible, tuple(HARDWARE_LEVELS)),
-            ("refit mode", self.refit, ("all", "identical")),
+            ("hardware compatibility", self.options.hardware_compatible, tuple(HARDWARE_LEVELS)),
+            ("refit mode", self.options.refit, ("all", "identical")),
         ):
             if value is not None and value not in known:
                 raise EngineError(f"No such {what}.", got=value, hint=nearest(value, known))
-        level = self.optimization_level
+        level = self.options.optimization_level
         if level is not None and not 0 <= level <= 5:
             raise EngineError("The optimisation level is out of range.", got=level, hint="0-5")
 
     @property
     def target_names(self) -> tuple[str, ...]:
         """The targets as TensorRT-RTX calls them: `SM89`, `SM120`, `CURRENT`."""
-        return parse_targets(self.targets)
+        return parse_targets(self.options.targets)
 
-    def options(self) -> dict[str, Any]:
-        """The options as plain data, for a manifest: everything but the model and the cache."""
-        kept = {name: value for name, value in vars(self).items() if name not in ("onnx", "timing_cache")}
-        profiles = [
-            {name: list(map(list, shapes)) for name, shapes in profile.items()} for profile in self.profiles
-        ]
-        return {**kept, "profiles": profiles, "targets": list(self.target_names)}
+    def record(self) -> dict[str, Any]:
+        """What the builder was given, as plain data for a manifest."""
+        return {
+            "precision": self.precision,
+            "precision_constraints": self.precision_constraints,
+            "profiles": [
+                {name: list(map(list, shapes)) for name, shapes in p.items()} for p in self.profiles
+            ],
+            **{name: getattr(self.options, name) for name in _RECORDED},
+            "targets": list(self.target_names),
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,7 +245,8 @@ def _tensor(trt_tensor: Any) -> EngineTensor:
 
 def _refuse_unsupported(rt: TensorRT, request: BuildRequest) -> None:
     """Refuse an option that this TensorRT does not support."""
-    can, names, level = rt.can, request.target_names, request.hardware_compatible
+    can, options, names = rt.can, request.options, request.target_names
+    level = options.hardware_compatible
     known = ", ".join(capabilities_of(can.compute_capabilities))
     named = f"name the targets instead: {known}" if known else None
     typed = "a strongly typed network keeps the graph's types by itself: leave it out"
@@ -256,10 +257,10 @@ def _refuse_unsupported(rt: TensorRT, request: BuildRequest) -> None:
         ("precision='bf16'", request.precision == "bf16", can.bf16_type, "export in fp16"),
         ("precision_constraints", request.precision_constraints, weakly, typed),
         ("timing_cache", has_cache, can.timing_cache, "it has no effect: leave it out"),
-        ("version_compatible", request.version_compatible, can.version_compatible, "build on each version"),
-        ("weight_streaming", request.weight_streaming, can.weight_streaming, "use TensorRT 10 or later"),
-        ("refit='all'", request.refit == "all", can.refit, "build again with the new weights"),
-        ("refit='identical'", request.refit == "identical", can.refit_identical, "use TensorRT 10 or later"),
+        ("version_compatible", options.version_compatible, can.version_compatible, "build on each version"),
+        ("weight_streaming", options.weight_streaming, can.weight_streaming, "use TensorRT 10 or later"),
+        ("refit='all'", options.refit == "all", can.refit, "build again with the new weights"),
+        ("refit='identical'", options.refit == "identical", can.refit_identical, "use TensorRT 10 or later"),
         (f"hardware_compatible={level!r}", level is not None, fits, named),
     ):
         if requested and not supported:
@@ -277,31 +278,31 @@ def _refuse_unsupported(rt: TensorRT, request: BuildRequest) -> None:
 
 def _fill_config(rt: TensorRT, config: Any, request: BuildRequest) -> list[str]:
     """Set every option but the profiles; returns notes for the manifest."""
-    trt = rt.module
+    trt, options = rt.module, request.options
     # Without details, no source reports the kernels' names and types.
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
-    if request.optimization_level is not None:
-        config.builder_optimization_level = request.optimization_level
-    if request.workspace is not None:
-        config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, request.workspace)
+    if options.optimization_level is not None:
+        config.builder_optimization_level = options.optimization_level
+    if options.workspace_mib is not None:
+        config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, options.workspace_mib << 20)
     # A flag is an attribute that some versions lack: it is not touched unless it is set.
     if request.precision == "fp16" and not rt.can.strongly_typed_flag:
         # A strongly typed network refuses it: its types are the graph's. BF16 came with such networks.
         config.set_flag(trt.BuilderFlag.FP16)
     if request.precision_constraints:
         config.set_flag(trt.BuilderFlag.OBEY_PRECISION_CONSTRAINTS)
-    if request.version_compatible:
+    if options.version_compatible:
         config.set_flag(trt.BuilderFlag.VERSION_COMPATIBLE)
-    if request.weight_streaming:
+    if options.weight_streaming:
         config.set_flag(trt.BuilderFlag.WEIGHT_STREAMING)
-    if request.refit == "all":
+    if options.refit == "all":
         config.set_flag(trt.BuilderFlag.REFIT)
-    elif request.refit == "identical":
+    elif options.refit == "identical":
         config.set_flag(trt.BuilderFlag.REFIT_IDENTICAL)
     if rt.can.tf32_flag:  # FP32 matmuls keep their inputs as they are
         config.clear_flag(trt.BuilderFlag.TF32)
-    if request.hardware_compatible is not None:
-        level = HARDWARE_LEVELS[request.hardware_compatible]
+    if options.hardware_compatible is not None:
+        level = HARDWARE_LEVELS[options.hardware_compatible]
         config.hardware_compatibility_level = getattr(trt.HardwareCompatibilityLevel, level)
     if request.target_names:
         config.num_compute_capabilities = len(request.target_names)
@@ -476,7 +477,7 @@ def build_engine(rt: TensorRT, request: BuildRequest, on_progress: OnProgress | 
             if rt.can.aliased_plugin_io and layer.type == trt.LayerType.PLUGIN_V3:
                 config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
             # Attention may be built from several kernels where there is no fused one.
-            decomposable = request.allow_decomposed and rt.can.attention
+            decomposable = request.options.allow_decomposed and rt.can.attention
             if decomposable and layer.type == trt.LayerType.ATTENTION_INPUT:
                 # `get_layer` returns the base class; this is how TensorRT's Python API casts down.
                 layer.__class__ = trt.IAttentionInputLayer
@@ -509,7 +510,7 @@ def build_engine(rt: TensorRT, request: BuildRequest, on_progress: OnProgress | 
             notes += [f"the {source} reports no kernels" for source, found in kernels.items() if not found]
         elif rt.can.inspector:
             try:
-                found = inspect_kernels(rt, plan, host_code=request.version_compatible)
+                found = inspect_kernels(rt, plan, host_code=request.options.version_compatible)
                 kernels["inspector"] = tuple(found)
             except EngineError as failure:
                 # The engine is built: that it cannot be inspected only makes the verdict unknown.
