@@ -14,11 +14,10 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from mha_deploy.errors import DeployError
 from mha_deploy.graph.file import graph_of, weights_folder
 from mha_deploy.graph.ir import reference_evaluator
 from mha_deploy.graph.upcast import with_float32_inside
-from mha_deploy.runtime.runner import Arrays, Runner, TensorInfo
+from mha_deploy.runtime.runner import Arrays, Runner, TensorInfo, foreign_errors
 
 if TYPE_CHECKING:
     from onnx.reference import ReferenceEvaluator
@@ -29,10 +28,8 @@ class OnnxReferenceRunner(Runner):
 
     def __init__(self, model: Path | ir.Model) -> None:
         graph = with_float32_inside(graph_of(model))
-        try:
+        with foreign_errors("The reference evaluator cannot load the graph."):
             self._evaluator = evaluator_of(graph)
-        except Exception as error:  # the evaluator raises types that share no base
-            raise DeployError("The reference evaluator cannot load the graph.", got=error) from error
         proto = self._evaluator.proto_
         self.name = f"onnx-reference {onnx.__version__}"
         self.inputs = {value.name: _tensor_info(value) for value in proto.graph.input}
@@ -40,10 +37,8 @@ class OnnxReferenceRunner(Runner):
 
     def _run(self, feeds: Arrays) -> dict[str, np.ndarray]:
         names = list(self.outputs)
-        try:
+        with foreign_errors("The reference evaluator failed on these inputs."):
             return dict(zip(names, self._evaluator.run(names, dict(feeds)), strict=True))
-        except Exception as error:  # the evaluator raises types that share no base
-            raise DeployError("The reference evaluator failed on these inputs.", got=error) from error
 
 
 def evaluator_of(model: ir.Model) -> ReferenceEvaluator:

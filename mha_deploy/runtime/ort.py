@@ -30,7 +30,7 @@ from mha_deploy.runtime.decode_loop import (
     written_in_place,
 )
 from mha_deploy.runtime.gpu import Prepared
-from mha_deploy.runtime.runner import Arrays, Runner, TensorInfo
+from mha_deploy.runtime.runner import Arrays, Runner, TensorInfo, foreign_errors
 
 # -- Sessions of ONNX Runtime, and arrays through them ---------------------------------------------
 
@@ -129,10 +129,8 @@ class OrtCpuRunner(Runner):
 
     def _run(self, feeds: Arrays) -> dict[str, np.ndarray]:
         names = list(self.outputs)
-        try:
+        with foreign_errors("ONNX Runtime failed on these inputs.", first_line):
             return dict(zip(names, self._session.run(names, dict(feeds)), strict=True))
-        except Exception as error:
-            raise DeployError("ONNX Runtime failed on these inputs.", got=first_line(error)) from error
 
     def close(self) -> None:
         """Drop the session, and the weights with it."""
@@ -330,7 +328,7 @@ class OrtCudaRunner(DecodingRunner):
 
     def _run(self, feeds: Arrays) -> dict[str, np.ndarray]:
         check_room(feeds)
-        try:
+        with foreign_errors("ONNX Runtime failed on these inputs.", first_line):
             if not self.aliases:
                 return run_bound(self.ort, self.session, feeds, self.outputs)
             # Each cache output in the memory of its input: later entries stay as they were.
@@ -339,10 +337,6 @@ class OrtCudaRunner(DecodingRunner):
                 run.launch()
                 self.stream.synchronize()
                 return memory.download(self.outputs)
-        except DeployError:
-            raise
-        except Exception as error:
-            raise DeployError("ONNX Runtime failed on these inputs.", got=first_line(error)) from error
 
     @contextmanager
     def _bound(
@@ -372,11 +366,9 @@ class OrtCudaRunner(DecodingRunner):
 
     def launch(self, call: StepCall, *, again: bool) -> None:
         """Queue one call of a decode loop."""
-        try:
+        with foreign_errors("ONNX Runtime failed on these tokens.", first_line):
             self._running = BoundRun(self.ort, self.session, call, self.outputs)
             self._running.launch()
-        except Exception as error:  # ONNX Runtime raises types of its own that share no base
-            raise DeployError("ONNX Runtime failed on these tokens.", got=first_line(error)) from error
 
     def release(self) -> None:
         """Release the last call."""

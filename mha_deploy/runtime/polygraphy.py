@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from mha_deploy.errors import DeployError
-from mha_deploy.runtime.runner import Arrays, Runner, TensorInfo, error_line
+from mha_deploy.runtime.runner import Arrays, Runner, TensorInfo, foreign_errors
 
 _INTERFACE = ("activate", "deactivate", "infer", "get_input_metadata")
 
@@ -34,9 +35,10 @@ class PolygraphyRunner(Runner):
         self._is_own = not getattr(runner, "is_active", False)
         self.name = f"polygraphy {getattr(runner, 'name', type(runner).__name__)}"
         self.outputs = {}
-        try:
+        with foreign_errors(f"{self.name} cannot be activated."), ExitStack() as owned:
             if self._is_own:
                 runner.activate()
+            owned.callback(self.close)
             try:
                 inputs = runner.get_input_metadata(use_numpy_dtypes=False)
             except TypeError:  # older versions have NumPy types only
@@ -48,20 +50,13 @@ class PolygraphyRunner(Runner):
                 )
                 for name, entry in inputs.items()
             }
-        except Exception as error:  # Polygraphy and the runtime below it share no base of their errors
-            if getattr(runner, "is_active", False):
-                self.close()
-            if isinstance(error, DeployError):
-                raise
-            raise DeployError(f"{self.name} cannot be activated.", got=error_line(error)) from error
+            owned.pop_all()
 
     def _run(self, feeds: Arrays) -> dict[str, np.ndarray]:
-        try:
+        with foreign_errors(f"{self.name} failed on these inputs."):
             got = self._runner.infer(dict(feeds))
             # A runner may reuse its buffers in the next call.
             arrays = {name: np.array(_on_host(value)) for name, value in got.items()}
-        except Exception as error:
-            raise DeployError(f"{self.name} failed on these inputs.", got=error_line(error)) from error
         self.outputs = {
             name: TensorInfo(dtype=array.dtype, dims=(None,) * array.ndim) for name, array in arrays.items()
         }

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
@@ -130,3 +131,14 @@ def check_kinds(inputs: Mapping[str, TensorInfo], feeds: Arrays) -> None:
 def error_line(error: BaseException) -> str:
     """The type and the first line of an exception of another library."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:500]
+
+
+@contextmanager
+def foreign_errors(problem: str, line: Callable[[Exception], str] = error_line) -> Iterator[None]:
+    """Turn the exceptions of another library, whose types share no base, into one error of this tool."""
+    try:
+        yield
+    except DeployError:
+        raise
+    except Exception as error:
+        raise DeployError(problem, got=line(error)) from error
