@@ -319,34 +319,6 @@ class Stack(nn.Module):
         return x
 
 
-# -- not to be fused ----------------------------------------------------------------------------------------
-
-
-def over_queries(q, k, v):
-    return (q @ k.transpose(-1, -2) * D**-0.5).softmax(-2) @ v
-
-
-def linear_attention(q, k, v):
-    return q.softmax(-1) @ (k.softmax(-2).mT @ v)
-
-
-def shorter_values(q, k, v):
-    return (q @ k.transpose(-1, -2) * D**-0.5).softmax(-1)[..., :-1] @ v[:, :, :-1]
-
-
-def active_dropout(q, k, v):
-    return F.dropout((q @ k.transpose(-1, -2) * D**-0.5).softmax(-1), 0.5, training=True) @ v
-
-
-def weak_fill(q, k, v, mask):
-    return (q @ k.transpose(-1, -2) * D**-0.5).masked_fill(~mask, -100.0).softmax(-1) @ v
-
-
-class ScaledKeys(Layer):
-    def attend(self, q, k, v):
-        return (q @ k.transpose(-1, -2) * v.mean(-1)[:, :, None, :]).softmax(-1) @ v
-
-
 # -- inputs and export -----------------------------------------------------------------------------------
 
 

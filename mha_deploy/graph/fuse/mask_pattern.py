@@ -680,24 +680,20 @@ class Place:
 
     def aligned(self, value: ir.Value, axes: Axes) -> ir.Value:
         """A tensor that is aligned to the last axes of scores, as `[B or 1, H or 1, S or 1, T or 1]`."""
-        builder, dims, dtype = self.builder, sizes_of(value) or [], value.dtype
+        dtype, own = value.dtype, axes[len(axes) - len(sizes_of(value) or ()) :]
         if set(axes) == set(self.order):
-            missing = range(len(axes) - len(dims))
-            value = transposed(
-                builder.unsqueeze(value, *missing) if missing else value, axes, self.order, builder
-            )
+            value = rejoined(value, own, self.order, self.sizes, self.builder)
         else:
-            value = self._regrouped(value, axes, dims)
-        value = builder.unsqueeze(value, HEAD_AXIS) if len(self.order) == 3 else value
+            value = self._regrouped(value, own, "".join(axes))
+        value = self.builder.unsqueeze(value, HEAD_AXIS) if len(self.order) == 3 else value
         value.dtype = dtype
         return value
 
-    def _regrouped(self, value: ir.Value, axes: Axes, dims: Sequence[Size]) -> ir.Value:
-        """The same for a tensor of scores whose axes are joined in another way."""
+    def _regrouped(self, value: ir.Value, axes: Axes, letters: str) -> ir.Value:
+        """The same for a tensor of scores, of these letters, whose axes are joined in another way."""
         builder = self.builder
-        apart: dict[str, Size] = dict.fromkeys("".join(axes), 1)
-        axes = axes[len(axes) - len(dims) :]
-        for axis, size in zip(axes, dims, strict=True):
+        apart: dict[str, Size] = dict.fromkeys(letters, 1)
+        for axis, size in zip(axes, sizes_of(value) or (), strict=True):
             whole = len(axis) == 1 or size == 1
             apart |= {letter: size if whole else self.sizes[letter] for letter in axis}
         value = reshaped(value, axes, tuple(apart), apart, builder)
@@ -727,9 +723,9 @@ def rejoined(
     """A value with its axes joined in another way and in another order."""
     own = dict(zip(axes, sizes_of(value) or (), strict=False))
     if missing := [letter for letter in "".join(order) if letter not in "".join(axes)]:
+        dtype, own = value.dtype, dict.fromkeys(missing, 1) | own
         value, axes = builder.unsqueeze(value, *range(len(missing))), (*missing, *axes)
-        own = dict.fromkeys(missing, 1) | own
-        value.shape = ir.Shape(list(own.values()))
+        value.dtype, value.shape = dtype, ir.Shape(list(own.values()))
     if set(axes) == set(order):
         return transposed(value, axes, order, builder)
     known = {letter: own.get(letter, sizes.get(letter)) for letter in "".join(axes)}
