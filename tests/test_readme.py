@@ -239,6 +239,14 @@ def test_ci_cannot_hang():
     assert "ended after its limit of 0.3 s" in hung.stdout
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_text_wraps_at_100_columns(page):
+    """Except for tables and what is printed."""
+    text = re.sub(r"^```.+?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    lines = (line for line in text.splitlines() if not line.lstrip().startswith("|"))
+    assert [line for line in lines if len(line) > 100] == []
+
+
 def test_every_link_leads_to_a_file():
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
