@@ -370,8 +370,8 @@ def _takes_any_number(module):
     )
 
 
-def export(module, kind, opset, *, dtype=torch.float32, dynamic=True):
-    """The module as PyTorch's exporter writes it, with dynamic batch and length unless they do not matter."""
+def export(module, kind, opset, *, dtype=torch.float32):
+    """The module as PyTorch's exporter writes it, with dynamic batch and length."""
     batch, length = torch.export.Dim("B", min=2, max=64), torch.export.Dim("S", min=2, max=64)
     axes = {
         "bool": {0: batch, 2: length, 3: length},
@@ -390,7 +390,7 @@ def export(module, kind, opset, *, dtype=torch.float32, dynamic=True):
             make_inputs(kind, Sizes(3, 7), dtype=dtype),
             dynamo=True,
             opset_version=opset,
-            dynamic_shapes=tuple(shapes) if dynamic else None,
+            dynamic_shapes=tuple(shapes),
             verbose=False,
         )
     return program.model
