@@ -39,6 +39,7 @@ def test_a_catalog_layer(run, tmp_path):
     assert (tmp_path / printed.partition("report: ")[2].partition("\n")[0]).is_file()
 
 
+@pytest.mark.slow
 def test_an_own_module(run):
     printed = run("02_own_module")
     assert printed.count("attention: ") == 1

@@ -165,7 +165,7 @@ def write_own_model(layers):
 
 
 def test_the_model_of_your_own_is_built_and_runs(tmp_path, monkeypatch):
-    """Its export is that of examples/02_own_module.py, which the tests run."""
+    """Modules of the kind are exported by tests/export, this one by a slow test."""
     monkeypatch.chdir(tmp_path)
     factory = write_own_model(1).rpartition(":")[2]
     made = runpy.run_path("my_model.py")[factory]()
