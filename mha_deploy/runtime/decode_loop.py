@@ -88,8 +88,9 @@ def cache_copies(feeds: Arrays, outputs: Iterable[str]) -> list[tuple[str, str, 
     """The copies that a call needs behind it: cache, new entries and places. None for other forms."""
     if not set(ENTRIES) <= set(outputs):
         return []
-    cache = feeds[CACHES[0]]
-    places = entry_copies(CacheShape(*cache.shape, cache.dtype), feeds[LENGTHS], feeds["x"].shape[1])
+    B, Hkv, T, D = feeds[CACHES[0]].shape
+    shape = CacheShape(B, Hkv, T, D, feeds[CACHES[0]].dtype)
+    places = entry_copies(shape, feeds[LENGTHS], feeds["x"].shape[1])
     return [(cache, new, place) for cache, new in zip(CACHES, ENTRIES, strict=True) for place in places]
 
 

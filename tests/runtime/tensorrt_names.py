@@ -33,8 +33,6 @@ USED: dict[str, str | None] = {
     "Builder.build_serialized_network": None,
     "INetworkDefinition.num_inputs": None,
     "INetworkDefinition.get_input": None,
-    "INetworkDefinition.num_outputs": None,
-    "INetworkDefinition.get_output": None,
     "INetworkDefinition.num_layers": None,
     "INetworkDefinition.get_layer": None,
     "OnnxParser.parse_from_file": None,

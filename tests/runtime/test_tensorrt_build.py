@@ -263,12 +263,6 @@ def test_a_model_with_external_data_is_built_from_its_path(tmp_path):
 
 def test_the_engine_says_what_it_is():
     built = build(layer(), profiles=[profile()], targets="8.9,12.0")
-    assert (built.inputs[0].name, built.inputs[0].dtype, built.inputs[0].shape) == (
-        "x",
-        "fp16",
-        (-1, -1, 128),
-    )
-    assert built.outputs[0].name == "y"
     assert built.strongly_typed
     assert built.seconds > 0
     assert built.timing_cache is None

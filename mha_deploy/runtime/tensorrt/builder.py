@@ -88,8 +88,6 @@ class BuiltEngine:
     plan: bytes = field(repr=False)
     seconds: float
     strongly_typed: bool  # whether its types are those of the graph
-    inputs: tuple[EngineTensor, ...]
-    outputs: tuple[EngineTensor, ...]
     kernels: Mapping[str, tuple[Kernel, ...]]  # as each source reports them: `log`, `plan`, `inspector`
     warnings: tuple[str, ...] = ()  # TensorRT's
     notes: tuple[str, ...] = ()  # for the user: a stale timing cache, a source without kernels
@@ -521,8 +519,6 @@ def build_engine(rt: TensorRT, request: BuildRequest, on_progress: OnProgress | 
             plan=plan,
             seconds=seconds,
             strongly_typed=rt.can.strongly_typed_flag,
-            inputs=inputs,
-            outputs=tuple(_tensor(network.get_output(index)) for index in range(network.num_outputs)),
             kernels=kernels,
             warnings=warnings,
             notes=tuple(notes),
