@@ -117,10 +117,7 @@ def measure_throughput(
 def _measure(lanes: Sequence[GpuRunner], feeds: Arrays) -> Throughput:
     """All streams at the same time, each with a thread that enters what its runtime keeps by thread."""
     lock, calls, clock = threading.Lock(), [_FEWEST], list[float]()
-    ready, begin, end = (
-        threading.Barrier(len(lanes), action=lambda: clock.append(time.perf_counter()), timeout=_WAIT_S)
-        for _ in range(3)
-    )
+    together = threading.Barrier(len(lanes), lambda: clock.append(time.perf_counter()), timeout=_WAIT_S)
 
     def work(index: int, runner: GpuRunner) -> tuple[list[float], Arrays]:
         try:
@@ -132,22 +129,21 @@ def _measure(lanes: Sequence[GpuRunner], feeds: Arrays) -> Throughput:
                         _calls_take(_SLOTS, runner, prepared)
                         each = _calls_take(10, runner, prepared) / 10
                         calls[0] = int(min(_MOST, max(_FEWEST, _SECONDS / max(each, 1e-6))))
-                ready.wait()
+                together.wait()
                 events = [Event() for _ in range(calls[0] + 1)]
                 for event in events:
                     owned.callback(event.close)
-                begin.wait()
+                together.wait()
                 events[0].record(runner.stream)
                 for call in range(calls[0]):
                     prepared.launch(call % _SLOTS)
                     events[call + 1].record(runner.stream)
                 runner.stream.synchronize()
-                end.wait()
+                together.wait()
                 times = [later.microseconds_since(earlier) for earlier, later in pairwise(events)]
                 return times, prepared.results((calls[0] - 1) % _SLOTS)
         except BaseException:
-            for barrier in (ready, begin, end):
-                barrier.abort()  # the others do not wait for this one
+            together.abort()  # the others do not wait for this one
             raise
 
     with ThreadPoolExecutor(len(lanes)) as pool:
