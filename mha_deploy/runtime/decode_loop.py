@@ -242,40 +242,34 @@ class DecodingRunner(GpuRunner):
         T is the most entries of a dynamic cache; a preallocated cache has its own number. A layer without a
         cache, with other inputs besides, or of another size is refused.
         """
-        with ExitStack() as owned:
-            owned.callback(self.release)
-            tensors = {**self.engine_inputs, **self.engine_outputs}
-            form = engine_cache(self.engine_inputs, self.engine_outputs)
-            if form is None:
-                raise DeployError("This layer has no cache to decode with.", got=sorted(self.engine_outputs))
-            lengths = () if form is EngineCache.DYNAMIC else (LENGTHS,)
-            expected = {"x", "output", *lengths, *form.inputs, *form.outputs}
-            other = expected ^ ({*tensors} - {TOTAL_LENGTH})
-            if other:
-                raise DeployError(
-                    "The layer has other inputs and outputs than a decode loop.", got=sorted(other)
-                )
-            E = tensors["x"].dims[2]
-            if not isinstance(E, int):
-                raise DeployError("The width of the layer is not fixed.", got=tensors["x"].dims)
-            dtypes = {name: str(tensors[name].dtype) for name in (*form.inputs, *form.outputs)}
-            if len(set(dtypes.values())) > 1:
-                raise DeployError("Keys and values come in and go out in different types.", got=dtypes)
-            info = tensors[form.inputs[0]]
-            batch, Hkv, entries, D = info.dims
-            T = entries if T is None and isinstance(entries, int) else T
-            if T is None:
-                problem = "The maximum length of the dynamic KV cache is missing."
-                raise DeployError(problem, got="T = None", hint="give T")
-            if any(isinstance(dim, int) and size != dim for size, dim in ((B, batch), (T, entries))):
-                got = f"B={B}, T={T}"
-                raise DeployError("The layer has a cache of another size.", got=got, hint=str(info.dims))
-            if not isinstance(Hkv, int) or not isinstance(D, int) or B < 1:
-                got = f"B={B}, {info.dims}"
-                raise DeployError("The cache has no fixed heads, or no batch elements.", got=got)
-            loop = DecodeLoop(self, form, CacheShape(B, Hkv, T, D, info.dtype), E)
-            owned.pop_all()
-            return loop
+        tensors = {**self.engine_inputs, **self.engine_outputs}
+        form = engine_cache(self.engine_inputs, self.engine_outputs)
+        if form is None:
+            raise DeployError("This layer has no cache to decode with.", got=sorted(self.engine_outputs))
+        lengths = () if form is EngineCache.DYNAMIC else (LENGTHS,)
+        expected = {"x", "output", *lengths, *form.inputs, *form.outputs}
+        other = expected ^ ({*tensors} - {TOTAL_LENGTH})
+        if other:
+            raise DeployError("The layer has other inputs and outputs than a decode loop.", got=sorted(other))
+        E = tensors["x"].dims[2]
+        if not isinstance(E, int):
+            raise DeployError("The width of the layer is not fixed.", got=tensors["x"].dims)
+        dtypes = {name: str(tensors[name].dtype) for name in (*form.inputs, *form.outputs)}
+        if len(set(dtypes.values())) > 1:
+            raise DeployError("Keys and values come in and go out in different types.", got=dtypes)
+        info = tensors[form.inputs[0]]
+        batch, Hkv, entries, D = info.dims
+        T = entries if T is None and isinstance(entries, int) else T
+        if T is None:
+            problem = "The maximum length of the dynamic KV cache is missing."
+            raise DeployError(problem, got="T = None", hint="give T")
+        if any(isinstance(dim, int) and size != dim for size, dim in ((B, batch), (T, entries))):
+            got = f"B={B}, T={T}"
+            raise DeployError("The layer has a cache of another size.", got=got, hint=str(info.dims))
+        if not isinstance(Hkv, int) or not isinstance(D, int) or B < 1:
+            got = f"B={B}, {info.dims}"
+            raise DeployError("The cache has no fixed heads, or no batch elements.", got=got)
+        return DecodeLoop(self, form, CacheShape(B, Hkv, T, D, info.dtype), E)
 
 
 # -- The decode loop -------------------------------------------------------------------------------
