@@ -254,27 +254,29 @@ def open_isolated(family: str, title: str, open_runner: Callable[..., Runner], *
         _give_back(child)
         raise
     profiled, number, attributes = opened
-    return (ProfiledChildRunner if profiled else ChildRunner)(child, number, attributes)
+    return (ProfiledChildRunner if profiled else ChildRunner)([child], number, attributes)
 
 
 class _Remote(Closing):
-    """Something in a child process, by its number there; its attributes do not change."""
+    """Something in a child process, by its number there; its attributes do not change.
+
+    `held` has the child, until the runner is closed; a decode loop shares it with its runner.
+    """
 
     name: str
 
-    def __init__(self, child: Child, number: int, attributes: Mapping[str, Any]) -> None:
-        self._child: Child | None = child
-        self._number = number
+    def __init__(self, held: list[Child], number: int, attributes: Mapping[str, Any]) -> None:
+        self._held, self._number = held, number
         vars(self).update(attributes)
 
     def apply(
         self, function: Callable[..., T], *arguments: Any, step: str = "running", last: bool = False
     ) -> T:
         """Run a function on it in the child, which forgets it after the `last` call."""
-        if self._child is None:
+        if not self._held:
             raise DeployError(f"{self.name} is closed.")
         call = (_apply_in_child, self._number, last, function, arguments)
-        return self._child.call(*call, title=self.name, step=step)
+        return self._held[0].call(*call, title=self.name, step=step)
 
 
 class ChildRunner(_Remote, Runner):
@@ -293,19 +295,17 @@ class ChildRunner(_Remote, Runner):
     def decode_loop(self, *, B: int, T: int | None = None) -> ChildDecodeLoop:
         """A decode loop with a cache on the device; close it before the runner."""
         opened = self.apply(_open_decode_loop, B, T, step="preparing the decode loop")
-        return ChildDecodeLoop(self._child, *opened)  # type: ignore[arg-type]
+        return ChildDecodeLoop(self._held, *opened)
 
     def close(self) -> None:
         """Close the runner in the child, and keep the child for the next one."""
-        child = self._child
-        if child is None:
+        if not self._held:
             return
         try:
-            if child.is_alive:
+            if self._held[0].is_alive:
                 self.apply(methodcaller("close"), step="closing it", last=True)
         finally:
-            self._child = None
-            _give_back(child)
+            _give_back(self._held.pop())
 
 
 class ProfiledChildRunner(ChildRunner):
