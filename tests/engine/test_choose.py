@@ -165,7 +165,7 @@ class Runner:
 @pytest.fixture
 def workbench(bundles, tmp_path, monkeypatch):
     """Build and time engines that are nothing but their names."""
-    bundle = open_bundle(copy_of(bundles("tiny-mha"), tmp_path / "bundle"))
+    bundle = open_bundle(copy_of(bundles("tiny-gqa"), tmp_path / "bundle"))
     known = dict.fromkeys(EngineManifest.__struct_fields__)
     runners = {}
     monkeypatch.setattr(choose, "open_gpu", lambda: None)
