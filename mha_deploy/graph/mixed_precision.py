@@ -363,11 +363,11 @@ Cases = Mapping[str, Mapping[str, np.ndarray]]
 Run = Callable[[ir.Model, Cases], Iterator[Mapping[str, np.ndarray]]]
 """Runs a graph on every case in turn, and yields the outputs of each."""
 
-SLICE_BYTES = 512 << 20
+_SLICE_BYTES = 512 << 20
 
 
-def ranges_by(run: Run, model: ir.Model, cases: Cases, *, slice_bytes: int = SLICE_BYTES) -> Ranges:
-    """Measure the ranges of a float32 graph on named cases; each run outputs about `slice_bytes`."""
+def ranges_by(run: Run, model: ir.Model, cases: Cases) -> Ranges:
+    """Measure the ranges of a float32 graph on named cases; each run outputs about `_SLICE_BYTES`."""
     if not cases:
         raise DeployError("Ranges need at least one case of inputs.", got="none")
     model = prepared(model)
@@ -382,7 +382,7 @@ def ranges_by(run: Run, model: ir.Model, cases: Cases, *, slice_bytes: int = SLI
         if value.dtype == FLOAT:
             for feeds in cases.values():
                 add(str(value.name), feeds[str(value.name)])
-    for nodes in _slices(model.graph, cases, slice_bytes):
+    for nodes in _slices(model.graph, cases):
         for read in values_on(run, model, [value for node in nodes for value in _needed(node)], cases):
             for node in nodes:
                 for _, value in float_outputs(node):
@@ -413,7 +413,7 @@ def values_on(run: Run, model: ir.Model, values: Iterable[ir.Value], cases: Case
         yield read
 
 
-def _slices(graph: ir.Graph, cases: Cases, slice_bytes: int) -> Iterator[list[ir.Node]]:
+def _slices(graph: ir.Graph, cases: Cases) -> Iterator[list[ir.Node]]:
     """The nodes to measure, so many at a time that their tensors have about that many bytes."""
     # The largest size of every named axis of the inputs; under the empty name the largest of all.
     sizes: dict[str, int] = {"": 1}
@@ -434,7 +434,7 @@ def _slices(graph: ir.Graph, cases: Cases, slice_bytes: int) -> Iterator[list[ir
         if needed:
             some.append(node)
             total += sum(map(count, needed))
-        if total >= slice_bytes:
+        if total >= _SLICE_BYTES:
             yield some
             some, total = [], 0
     if some:

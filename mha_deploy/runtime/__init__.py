@@ -64,16 +64,12 @@ def available_cpu_backend(precision: Precision) -> str:
     return cpu_backend(precision) if can_import("onnxruntime") else "onnx-reference"
 
 
-def measure_ranges(model: Path | ir.Model, cases: Cases, *, slice_bytes: int | None = None) -> Ranges:
-    """Run a float32 graph in ONNX Runtime, and measure every tensor and what operators hold inside.
-
-    At most about `slice_bytes` of tensors are looked at in one run; default: that of the meter.
-    """
+def measure_ranges(model: Path | ir.Model, cases: Cases) -> Ranges:
+    """Run a float32 graph in ONNX Runtime, and measure every tensor and what operators hold inside."""
     from mha_deploy.graph.file import graph_of
-    from mha_deploy.graph.mixed_precision import SLICE_BYTES, ranges_by
+    from mha_deploy.graph.mixed_precision import ranges_by
 
-    run = partial(run_cases, "ort-cpu")
-    return ranges_by(run, graph_of(model), cases, slice_bytes=slice_bytes or SLICE_BYTES)
+    return ranges_by(partial(run_cases, "ort-cpu"), graph_of(model), cases)
 
 
 def run_cases(name: str, model: ir.Model, cases: Cases) -> Iterator[Mapping[str, np.ndarray]]:
