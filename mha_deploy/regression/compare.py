@@ -61,13 +61,16 @@ _ENGINE = _part(
 _TIMING = _part({float: "p50_us p90_us"}, {bool: "stable graph", int: "memory_bytes", _DATA: "conditions"})
 _ROW = _part({str: "name"}, {str: "backend refused", _TIMING: "timing"})
 _POINT = _part({str: "case", dict[str, int]: "sizes", many(_ROW): "rows"}, {int: "past"})
+_SERVING = _part({int: "clients requests answered wrong"}, {float: "p50_ms p90_ms"})
+_THROUGHPUT = _part({str: "name", dict[str, int]: "sizes"}, {int: "streams", float: "per_second"})
 _RESULT = _part(
     {_MODEL: "model"},
     {
         str: "place cell", _VERDICT: "verdict", _ENVIRONMENT: "environment", many(_PARITY): "parity",
         many(_DECODE): "decode", many(_INVARIANCE): "invariance", _part({many(_MASK): "rows"}): "conformance",
         _part({many(_NODE): "nodes"}): "range", many(_ENGINE): "engines",
-        _part({many(_POINT): "points"}): "latency", _DATA: "contents",
+        _part({many(_POINT): "points"}): "latency", _DATA: "contents", many(_SERVING): "serving",
+        many(_THROUGHPUT): "throughput",
     },
 )  # fmt: skip
 Result = Any
@@ -312,6 +315,7 @@ def _measured(result: Result, names: Mapping[str, str]) -> Measured:
             yield "latency", f"{name} at {place}", _time(name, row, noise)
             if row.timing is not None and row.timing.memory_bytes:
                 yield "size", f"{name} at {place}, memory", _bytes(name, row.timing.memory_bytes)
+    yield from _under_load(result, names)
     if result.contents:
         for case in result.contents["cases"]:
             yield "coverage", case, Measurement("text", "bundle", case, "there")
@@ -325,6 +329,29 @@ def _measured(result: Result, names: Mapping[str, str]) -> Measured:
         yield "coverage", f"axis {axis}", _plain("range", "model", span)
     for subject, value in _environment(result, names):
         yield "environment", subject, Measurement("text", "", value, value or NOTHING)
+
+
+def _under_load(result: Result, names: Mapping[str, str]) -> Measured:
+    """Requests of many clients to a server, and calls on several streams."""
+    for load in result.serving or ():
+        owner, place = "server", f"server, {plural(load.clients, 'client')}"
+        answered = f"{load.answered} of {load.requests}"
+        share = load.answered / max(load.requests, 1)
+        yield "coverage", f"{place}: answers", Measurement("count", owner, share, answered)
+        yield "error", f"{place}: wrong", Measurement("count", owner, -load.wrong, str(load.wrong))
+        if load.p50_ms is not None:
+            spread = 1e3 * ((load.p90_ms or load.p50_ms) - load.p50_ms)
+            yield (
+                "latency",
+                place,
+                Measurement("growth", owner, 1e3 * load.p50_ms, f"{short(load.p50_ms)} ms", spread),
+            )
+    for calls in result.throughput or ():
+        owner = names.get(calls.name, calls.name)
+        place = f"{owner} at {sizes_text(calls.sizes)}, {plural(calls.streams or 1, 'stream')}"
+        shown = f"{short(calls.per_second)} calls/s" if calls.per_second else "not timed"
+        each_us = 1e6 / calls.per_second if calls.per_second else None
+        yield "latency", place, Measurement("growth", owner, each_us, shown)
 
 
 def _of_engine(engine: Any, name: str) -> Measured:

@@ -215,6 +215,27 @@ def bench_of(*reports):
     return {**frame, "models": entries, "notes": []}
 
 
+@pytest.mark.parametrize(
+    ("worse", "section"),
+    [({"answered": 200}, "coverage"), ({"wrong": 3}, "error"), ({"p50_ms": 9.0, "p90_ms": 9.5}, "latency")],
+)
+def test_a_server_that_got_worse_is_reported(worse, section):
+    old, new = passing(), passing()
+    load = {"clients": 8, "requests": 256, "answered": 256, "wrong": 0, "p50_ms": 4.0, "p90_ms": 4.5}
+    old["serving"], new["serving"] = [load], [load | worse]
+    assert [change.section for change in md.compare(old, new).regressions] == [section]
+    assert md.compare(old, old).passed
+
+
+def test_fewer_calls_on_several_streams_are_reported():
+    sides = [bench_of(passing()), bench_of(passing())]
+    for side, rate in zip(sides, (4000.0, 3000.0), strict=True):
+        calls = {"name": "tensorrt", "sizes": {"B": 1}, "streams": 4, "per_second": rate}
+        side["models"][0]["throughput"] = [calls]
+    (change,) = md.compare(*sides).regressions
+    assert (change.subject, change.old) == ("tensorrt at B=1, 4 streams", "4,000 calls/s")
+
+
 def test_benchmarks_of_several_models_are_paired_by_name_and_precision():
     other = passing()
     other["model"] |= {"name": "other"}
