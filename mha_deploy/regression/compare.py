@@ -340,12 +340,9 @@ def _under_load(result: Result, names: Mapping[str, str]) -> Measured:
         yield "coverage", f"{place}: answers", Measurement("count", owner, share, answered)
         yield "error", f"{place}: wrong", Measurement("count", owner, -load.wrong, str(load.wrong))
         if load.p50_ms is not None:
-            spread = 1e3 * ((load.p90_ms or load.p50_ms) - load.p50_ms)
-            yield (
-                "latency",
-                place,
-                Measurement("growth", owner, 1e3 * load.p50_ms, f"{short(load.p50_ms)} ms", spread),
-            )
+            shown, spread = f"{short(load.p50_ms)} ms", (load.p90_ms or load.p50_ms) - load.p50_ms
+            waited = Measurement("growth", owner, 1e3 * load.p50_ms, shown, noise=1e3 * spread)
+            yield "latency", place, waited
     for calls in result.throughput or ():
         owner = names.get(calls.name, calls.name)
         place = f"{owner} at {sizes_text(calls.sizes)}, {plural(calls.streams or 1, 'stream')}"
