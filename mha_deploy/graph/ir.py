@@ -139,8 +139,9 @@ def perm(node: ir.Node) -> tuple[int, ...]:
 
 
 def infer_shapes(model: ir.Model) -> ir.Model:
-    """Fill in the shapes that follow from the others; the rest stays unknown."""
-    import_domains(model)
+    """Import the operator sets of new nodes, and fill in the shapes that follow from the others."""
+    for node in model.graph.all_nodes():
+        model.opset_imports.setdefault(node.domain, 1)
     ShapeInferencePass(check_type=False, strict_mode=False, data_prop=True)(model)
     return model
 
@@ -181,12 +182,6 @@ def prefix_within(name: str, taken: set[str]) -> str:
         prefix = f"{name}_{count}"
     taken.add(f"{prefix}/")
     return prefix
-
-
-def import_domains(model: ir.Model) -> None:
-    """Import the operator sets of new nodes."""
-    for node in model.graph.all_nodes():
-        model.opset_imports.setdefault(node.domain, 1)
 
 
 def replace_node(
