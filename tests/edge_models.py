@@ -41,10 +41,17 @@ def deployable(function, *, inputs=None, axes=AXES, outputs=(), **parts):
 
 
 def many_outputs():
-    """Of all kinds and ranks: also sums, whose last cast PyTorch forgets, and a weight."""
+    """Of all kinds and ranks: also sums, whose last cast PyTorch forgets, and a weight.
+
+    Every matmul of the attention takes its operands by keyword.
+    """
 
     def function(self, x):
-        y = self.a(x)
+        q, k = (F.linear(input=x, weight=p.weight, bias=p.bias) for p in (self.a.q, self.a.k))
+        v = torch.matmul(input=x, other=self.a.v.weight)
+        q, k, v = (t.unflatten(-1, (2, 16)).transpose(1, 2) for t in (q, k, v))
+        y = F.scaled_dot_product_attention(query=q, key=k, value=v, is_causal=True)
+        y = y.transpose(1, 2).flatten(2).matmul(other=self.mix)
         return {
             "output": self.wide(y),
             "logits": y.float(),
@@ -54,20 +61,8 @@ def many_outputs():
             "weight": self.table,
         }
 
-    return deployable(function, wide=nn.Linear(E, 50), table=nn.Parameter(torch.randn(E, 500)))
-
-
-def by_keyword():
-    """An attention whose every matmul takes its operands by keyword."""
-
-    def function(self, x):
-        q, k = (F.linear(input=x, weight=p.weight, bias=p.bias) for p in (self.a.q, self.a.k))
-        v = torch.matmul(input=x, other=self.a.v.weight)
-        q, k, v = (t.unflatten(-1, (2, 16)).transpose(1, 2) for t in (q, k, v))
-        y = F.scaled_dot_product_attention(query=q, key=k, value=v, is_causal=True)
-        return y.transpose(1, 2).flatten(2).matmul(other=self.table)
-
-    return deployable(function, table=nn.Parameter(torch.randn(E, E)))
+    table, mix = (nn.Parameter(torch.randn(E, size)) for size in (500, E))
+    return deployable(function, wide=nn.Linear(E, 50), table=table, mix=mix)
 
 
 def zero_head():

@@ -25,8 +25,17 @@ from mha_deploy.runtime.child import isolation
 from mha_deploy.runtime.cuda import open_gpu
 from mha_deploy.runtime.gpu import Throughput, measure_throughput
 from mha_deploy.runtime.timing import TimingPlan
-from mha_deploy.validate.evaluate import Evaluation, EvaluationPlan, evaluate, refused_rows
-from mha_deploy.validate.latency import WRONG_ANSWER, LatencyPoint, LatencyRow, latency_points, problem_of
+from mha_deploy.validate.evaluate import (
+    WRONG_ANSWER,
+    Evaluation,
+    EvaluationPlan,
+    LatencyPoint,
+    LatencyRow,
+    evaluate,
+    latency_points,
+    problem_of,
+    refused_rows,
+)
 from mha_deploy.validate.runtimes import (
     INSTALL,
     ONNX_RUNTIME,
@@ -35,7 +44,6 @@ from mha_deploy.validate.runtimes import (
     Runtime,
     RuntimeFinder,
     Unavailable,
-    kernel_times,
     refuse_without_torch,
 )
 from mha_deploy.validate.verdict import engines_to_dict, frame, latency_to_dict, model_to_dict
@@ -96,12 +104,9 @@ class ModelBench:
 
 def bench_to_dict(benches: Sequence[ModelBench]) -> dict[str, Any]:
     """Plain data for JSON; see docs/report.md."""
-    absent = dict.fromkeys(
-        f"{bench.bundle.manifest.spec.name}: {each.name} did not take part: {each.reason}"
-        for bench in benches
-        for each in bench.absent
-    )
-    return {**frame(), "models": [bench.to_dict() for bench in benches], "notes": list(absent)}
+    absent = [(bench.bundle.manifest.spec.name, each) for bench in benches for each in bench.absent]
+    notes = list(dict.fromkeys(f"{name}: {each.sentence}" for name, each in absent))
+    return {**frame(), "models": [bench.to_dict() for bench in benches], "notes": notes}
 
 
 def bench_bundle(
@@ -127,7 +132,7 @@ def bench_bundle(
         cases={},
         timed=_cases(bundle, options),
         timing=TimingPlan(samples=options.samples, load_ms=500),
-        kernels=kernel_times if options.kernels else None,
+        kernels=options.kernels,
     )
     evaluated, rows = list[Evaluation](), list[Mapping[str, LatencyRow]]()
     for runtime in runtimes:

@@ -454,14 +454,19 @@ class ConformanceTable:
     cells: Mapping[str, Mapping[str, Cell]]
 
     @property
-    def passed(self) -> bool:
-        """Whether no answer is wrong.
+    def wrong(self) -> list[tuple[Case, str, Cell]]:
+        """The answers that are wrong, by case and column.
 
         Diagnostic rows do not count: they show what a runtime does by itself, and what is wrong about that
         is either avoided by its lowering or wrong in another row as well.
         """
-        judged = (self.cells[case.name].values() for case in self.rows if not case.diagnostic)
-        return not any(cell.status == WRONG for cells in judged for cell in cells)
+        cells = [(case, *cell) for case in self.rows for cell in self.cells[case.name].items()]
+        return [each for each in cells if each[2].status == WRONG and not each[0].diagnostic]
+
+    @property
+    def passed(self) -> bool:
+        """Whether no answer is wrong."""
+        return not self.wrong
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""

@@ -48,13 +48,11 @@ class DecodeReport:
     trace: str  # name of the trace
     prompt: tuple[int, ...]  # length of the prompt of every batch element
     steps: int  # how many single tokens were to follow
-    # For each output one for the prefill and one for every step that was run, and one for each cached
+    # One for each output of the prefill, of every step that was run and of all steps, and for each cached
     # tensor at the end; more where the lengths went wrong
     verdicts: tuple[OutputVerdict, ...]
-    # The step that failed first, 0 for the prefill; None where none did. The cache may still be wrong.
-    first_failed: int | None
-    # Relative L2 of the output of every step, None where it could not be measured
-    errors: tuple[float | None, ...]
+    first_failed: int | None  # the step that failed first, 0 for the prefill; the cache may still be wrong
+    errors: tuple[float | None, ...]  # relative L2 of every step; None where it could not be measured
     eager_errors: tuple[float | None, ...]  # the module's own
 
     @property
@@ -152,11 +150,8 @@ class HostDecodeLoop:
     def __init__(self, runner: Runner, spec: ModelSpec, B: int) -> None:
         wanted, cache = {tensor.name: tensor for tensor in spec.inputs}, spec.kv_cache
         if cache is None or sorted(runner.inputs) != sorted(wanted):
-            raise DeployError(
-                f"{runner.name} does not run {spec.name} with a KV cache.",
-                got=f"inputs {sorted(runner.inputs)}",
-                hint=f"inputs {sorted(wanted)}",
-            )
+            problem, got = f"{runner.name} does not run {spec.name} with a KV cache.", sorted(runner.inputs)
+            raise DeployError(problem, got=f"inputs {got}", hint=f"inputs {sorted(wanted)}")
         self._runner, self._cache, self.name = runner, cache, runner.name
         sizes, self._held = cache.call_sizes(spec, B, 1, 0), {}
         for i, each in enumerate(cache.tensors):
@@ -164,7 +159,7 @@ class HostDecodeLoop:
             self._held[each.input] = np.full(shape, _UNREAD if i % 2 else -_UNREAD, dtype)
         self.lengths = np.zeros(B, np.int32)
 
-    def feed(self, tokens: Arrays, counts: np.ndarray | None = None) -> dict[str, np.ndarray]:
+    def feed(self, tokens: Arrays, counts: np.ndarray | None = None) -> Arrays:
         """Run S new tokens of every batch element; see `DecodeLoop`."""
         cache, given = self._cache, {name: np.ascontiguousarray(array) for name, array in tokens.items()}
         if cache.is_preallocated:
@@ -183,11 +178,9 @@ class HostDecodeLoop:
             shape = list(before.shape)
             shape[each.axis] += 0 if cache.is_preallocated else S
             if after.shape != tuple(shape) or after.dtype != before.dtype:
-                raise DeployError(
-                    f"{self.name} gave a {each.output} that cannot be the next call's.",
-                    got=f"{after.dtype} {after.shape}",
-                    hint=f"{before.dtype} {tuple(shape)}",
-                )
+                problem = f"{self.name} gave a {each.output} that cannot be the next call's."
+                got, hint = f"{after.dtype} {after.shape}", f"{before.dtype} {tuple(shape)}"
+                raise DeployError(problem, got=got, hint=hint)
             self._held[each.input] = after
         self.lengths = (self.lengths + (S if counts is None else counts)).astype(np.int32)
         return {name: results[name] for name in cache.outputs}
@@ -253,13 +246,10 @@ def run_decode_loop(
             verdict.
     """
     check_trace(spec, trace, precision)
-    before = np.asarray(loop.lengths)
+    before, hint = np.asarray(loop.lengths), f"{trace.B} zeros: open a new one"
     if before.shape != (trace.B,) or before.any():
-        raise DeployError(
-            "The decode loop must begin with an empty cache.",
-            got=f"lengths {before.tolist()}",
-            hint=f"{trace.B} zeros: open a new one",
-        )
+        problem = "The decode loop must begin with an empty cache."
+        raise DeployError(problem, got=f"lengths {before.tolist()}", hint=hint)
     run = _DecodeRun(loop.name, trace, spec, precision)
     run.feed_all(loop, on_step)
     return run.report()
@@ -270,10 +260,8 @@ class _DecodeRun:
 
     def __init__(self, backend: str, trace: DecodeTrace, spec: ModelSpec, precision: Precision) -> None:
         self.backend, self.trace, self.spec, self.precision = backend, trace, spec, precision
-        self.verdicts: list[OutputVerdict] = []
-        self.errors: list[float | None] = []
-        self.eager_errors: list[float | None] = []
-        self.first_failed: int | None = None
+        self.calls: list[tuple[GoldenCase, list[OutputVerdict]]] = []  # the prefill and the steps
+        self.afterwards: list[OutputVerdict] = []  # all steps as one, and the cache
 
     # -- what must come out -----------------------------------------------------------------------
 
@@ -292,34 +280,35 @@ class _DecodeRun:
     @cached_property
     def prefill(self) -> GoldenCase:
         """What the prompts must give."""
-        trace, first, axes = self.trace, self.trace.longest_prompt, self.trace.cache.outputs
+        first, axes = self.trace.longest_prompt, self.trace.cache.outputs
 
         def cut(results: Arrays) -> Arrays:
             parts = {name: np.take(results[name], np.arange(first), axis) for name, axis in axes.items()}
-            return {name: _without_padding(part, trace.prompt, axes[name]) for name, part in parts.items()}
+            return self._prompts(parts)
 
         return self._case("prefill", first, 0, cut)
+
+    def _prompts(self, outputs: Arrays) -> Arrays:
+        axes = self.trace.cache.outputs
+        return {name: _without_padding(x, self.trace.prompt, axes[name]) for name, x in outputs.items()}
 
     @cached_property
     def _steps(self) -> list[GoldenCase]:
         past, count = self.trace.longest_prompt - 1, self.trace.steps
         return [self._case(f"step {k}", 1, past + k, partial(self._at, step=k)) for k in range(1, count + 1)]
 
-    @cached_property
-    def _all_steps(self) -> GoldenCase:
-        """All steps as one case: what a single step hardly shows adds up."""
-        steps = range(1, self.trace.steps + 1)
-        past = self.trace.longest_prompt + self.trace.steps - 1
-        return self._case(
-            "all steps", 1, past, lambda results: self._joined(self._at(results, k) for k in steps)
-        )
-
     def _at(self, results: Arrays, step: int) -> Arrays:
         return {name: self.trace.at_step(name, results[name], step) for name in self.trace.cache.outputs}
 
-    def _joined(self, parts: Iterable[Arrays]) -> Arrays:
-        each, axes = list(parts), self.trace.cache.outputs
-        return {name: np.concatenate([part[name] for part in each], axis) for name, axis in axes.items()}
+    @cached_property
+    def _all_steps(self) -> GoldenCase:
+        """All steps as one case: what a single step hardly shows adds up."""
+        oracle, eager = (self._joined([getattr(s, x) for s in self._steps]) for x in ("oracle", "eager"))
+        return replace(self._steps[-1], name=f"{self.trace.name} all steps", oracle=oracle, eager=eager)
+
+    def _joined(self, parts: Sequence[Arrays]) -> Arrays:
+        axes = self.trace.cache.outputs
+        return {name: np.concatenate([part[name] for part in parts], axis) for name, axis in axes.items()}
 
     # -- what comes out ---------------------------------------------------------------------------
 
@@ -334,23 +323,19 @@ class _DecodeRun:
                 outputs = attempt(partial(self._fed, loop, step))
                 lengths = attempt(lambda: np.asarray(loop.lengths))
             except DeployError as error:
-                self.note(step, case, failed_to_run(case, error.in_one_line))
+                self.calls.append((case, failed_to_run(case, error.in_one_line)))
                 return
-            if step:
-                fed.append(outputs)
-            else:
-                axes = trace.cache.outputs
-                outputs = {n: _without_padding(array, trace.prompt, axes[n]) for n, array in outputs.items()}
-            verdicts, wanted = self._judged(case, outputs, budgets[step]), trace.prompt + step
+            fed.append(outputs if step else self._prompts(outputs))
+            verdicts, wanted = self._judged(case, fed[-1], budgets[step]), trace.prompt + step
             if not np.array_equal(lengths, wanted):
                 problem = f"{lengths.tolist()} tokens, not {wanted.tolist()}"
                 wrong = OutputVerdict(case=case.name, sizes=case.sizes, output="lengths", problem=problem)
                 verdicts.append(wrong)
-            self.note(step, case, verdicts)
-        if all(verdict.deviation is not None for verdict in self.verdicts):  # else there is nothing to add up
-            self.verdicts += self._judged(self._all_steps, self._joined(fed), together)
+            self.calls.append((case, verdicts))
+        if all(each.deviation is not None for _, verdicts in self.calls for each in verdicts):
+            self.afterwards += self._judged(self._all_steps, self._joined(fed[1:]), together)
         if not getattr(loop, "hides_cache", False):  # a server may keep it to itself
-            self.verdicts += self._judged_cache(loop)
+            self.afterwards += self._judged_cache(loop)
 
     def _fed(self, loop: DecodeLoop, step: int) -> Arrays:
         """The outputs of a step, or of the prompt in as many calls as the decode loop needs for it."""
@@ -374,53 +359,43 @@ class _DecodeRun:
             found.append(verdict)
         return found
 
-    def note(self, step: int, case: GoldenCase, verdicts: list[OutputVerdict]) -> None:
-        """Keep the verdicts on one call."""
-        self.verdicts += verdicts
-        if self.first_failed is None and not all(verdict.passed for verdict in verdicts):
-            self.first_failed = step
-        if step:
-            deviation = verdicts[0].deviation
-            self.errors.append(deviation.relative_l2 if deviation else None)
-            first = next(iter(case.oracle))
-            self.eager_errors.append(measure(case.eager[first], case.oracle[first]).relative_l2)
-
     def _judged_cache(self, loop: DecodeLoop) -> list[OutputVerdict]:
         """The verdicts on the cached tensors, once all tokens were fed."""
         trace, ends = self.trace, self.trace.prompt + self.trace.steps
 
         def valid(results: Arrays) -> Arrays:
-            tensors = trace.cache.tensors
-            return {each.name: _without_padding(results[each.name], ends, each.axis) for each in tensors}
-
-        def held() -> Arrays:
-            found = {name: np.asarray(entries) for name, entries in loop.cache().items()}
-            # A dynamic cache has as many entries as there are tokens, and no more.
-            for each in trace.cache.tensors if trace.cache.is_preallocated else ():
-                if (entries := found[each.name]).ndim > each.axis:
+            found = {}
+            for each in trace.cache.tensors:
+                entries = np.asarray(results[each.name])
+                # A dynamic cache has as many entries as there are tokens, and no more.
+                if trace.cache.is_preallocated and entries.ndim > each.axis:
                     count = min(trace.length, entries.shape[each.axis])
-                    found[each.name] = np.take(entries, np.arange(count), each.axis)
-            return valid(found)
+                    entries = np.take(entries, np.arange(count), each.axis)
+                found[each.name] = _without_padding(entries, ends, each.axis)
+            return found
 
         case = self._case("cache", 1, trace.length - 1, valid)
         try:
-            return self._judged(case, attempt(held))
+            return self._judged(case, attempt(lambda: valid(loop.cache())))
         except DeployError as error:
             return failed_to_run(case, error.in_one_line)
 
     def report(self) -> DecodeReport:
         """What was found."""
+        trace, steps, first = self.trace, self.calls[1:], next(iter(self.trace.cache.outputs))
+        failed = (step for step, (_, found) in enumerate(self.calls) if not all(v.passed for v in found))
+        own = (measure(case.eager[first], case.oracle[first]).relative_l2 for case, _ in steps)
         return DecodeReport(
             model=self.spec.name,
             precision=self.precision.name,
             backend=self.backend,
-            trace=self.trace.name,
-            prompt=tuple(self.trace.prompt.tolist()),
-            steps=self.trace.steps,
-            verdicts=tuple(self.verdicts),
-            first_failed=self.first_failed,
-            errors=tuple(self.errors),
-            eager_errors=tuple(self.eager_errors),
+            trace=trace.name,
+            prompt=tuple(trace.prompt.tolist()),
+            steps=trace.steps,
+            verdicts=(*(verdict for _, found in self.calls for verdict in found), *self.afterwards),
+            first_failed=next(failed, None),
+            errors=tuple(found[0].deviation and found[0].deviation.relative_l2 for _, found in steps),
+            eager_errors=tuple(own),
         )
 
 
@@ -496,14 +471,13 @@ def evaluate_trace(
 
     def takes(calls: Iterable[tuple[int, int]]) -> bool:
         """Whether the profiles admit calls of so many new tokens behind so many."""
-        for S, past in calls:
-            sizes, feeds = trace.cache.call_sizes(spec, trace.B, S, past), dict[str, np.ndarray]()
-            for tensor in spec.inputs:  # a single zero each, which takes no memory
-                zero = np.zeros((), precision.numpy_of(tensor.kind))
-                feeds[tensor.name] = np.broadcast_to(zero, tensor.shape(sizes))
-            if not admits(runner, feeds):
-                return False
-        return True
+
+        def feeds(S: int, past: int) -> Arrays:  # a single zero for each input, which takes no memory
+            sizes, dtype = trace.cache.call_sizes(spec, trace.B, S, past), precision.numpy_of
+            zeros = ((each, np.zeros((), dtype(each.kind))) for each in spec.inputs)
+            return {each.name: np.broadcast_to(zero, each.shape(sizes)) for each, zero in zeros}
+
+        return all(admits(runner, feeds(S, past)) for S, past in calls)
 
     steps = 1 if trace.cache.is_preallocated else trace.steps  # with a preallocated cache all are alike
     if not takes((1, trace.longest_prompt + step) for step in range(steps)):
@@ -520,15 +494,11 @@ def evaluate_trace(
     except DeployError as error:
         if report is None:  # it has failed the prefill
             run = _DecodeRun(runner.name, trace, spec, precision)
-            run.note(0, run.prefill, failed_to_run(run.prefill, error.in_one_line))
+            run.calls.append((run.prefill, failed_to_run(run.prefill, error.in_one_line)))
             return run.report()
-        failure = OutputVerdict(  # devices report errors late
-            case=f"{trace.name} end",
-            sizes=report.verdicts[-1].sizes,
-            output="cache",
-            problem=f"could not be closed: {error.in_one_line}",
-        )
-        return replace(report, verdicts=(*report.verdicts, failure))
+        last, problem = report.verdicts[-1], f"could not be closed: {error.in_one_line}"
+        failure = OutputVerdict(case=f"{trace.name} end", sizes=last.sizes, output="cache", problem=problem)
+        return replace(report, verdicts=(*report.verdicts, failure))  # devices report errors late
     return report
 
 
@@ -578,7 +548,5 @@ def traces_of(bundle: Bundle, options: ValidateOptions) -> list[DecodeTrace]:
     from mha_deploy.baselines.fresh import fresh_trace
 
     batch = spec.sizes("opt").get("B", 1) if options.batch is None else options.batch
-    fresh = fresh_trace(
-        bundle, batch=batch, prompt=prompt, steps=steps, seed=options.seed, device=torch_device()
-    )
-    return [*found, fresh]
+    about: dict[str, Any] = {"seed": options.seed, "device": torch_device()}
+    return [*found, fresh_trace(bundle, batch=batch, prompt=prompt, steps=steps, **about)]

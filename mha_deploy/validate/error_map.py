@@ -130,18 +130,16 @@ def heatmap(
         # Error and truth as [B, rows, S, ·].
         rows, note, error, truth = HEAD, "", got.astype(np.float64) - oracle, oracle
         if oracle.ndim == 3:
-            is_fed = projection is not None and projection.weight.shape[1] == oracle.shape[-1]
             refusal = projection.refusal if projection is not None else None
-            if projection is None or refusal or not is_fed:  # or it is that of another output
+            if projection is None or refusal or projection.weight.shape[1] != oracle.shape[-1]:
                 groups = (*oracle.shape[:2], math.gcd(oracle.shape[2], _CHANNEL_GROUPS), -1)
                 error, truth = (each.reshape(groups).transpose(0, 2, 1, 3) for each in (error, truth))
                 rows, note = CHANNEL_GROUP, f"rows are groups of output channels: {refusal or _NOT_FED}"
             else:
                 truth = oracle if projection.bias is None else oracle - projection.bias.astype(np.float64)
                 error, truth = projection.pulled_back(error), projection.pulled_back(truth)
-                factor = f"{projection.amplification:.1f} times as large"
                 note = "pulled back through the output projection, which makes rounding of the output look "
-                note += factor
+                note += f"{projection.amplification:.1f} times as large"
         # Root mean square per row and bin of positions.
         squares = np.mean(np.square(error), axis=(0, 3))
         size = -(-squares.shape[1] // _MOST_COLUMNS)
@@ -149,10 +147,8 @@ def heatmap(
         counts = np.diff(np.append(starts, squares.shape[1]))
         values = np.sqrt(np.add.reduceat(squares, starts, axis=1) / counts)
     values = values / (math.sqrt(np.mean(np.square(truth))) or 1.0)
-    name = case.name
-    return Heatmap(
-        backend=backend, case=name, output=output_name, rows=rows, values=values, bin=size, note=note
-    )
+    about: dict[str, Any] = {"backend": backend, "case": case.name, "output": output_name, "note": note}
+    return Heatmap(**about, rows=rows, values=values, bin=size)
 
 
 # -- the projection --------------------------------------------------------------------------------
@@ -170,8 +166,8 @@ def output_projection(model: ir.Model) -> Projection | None:
             continue
         weight, D = _constant(matmul.inputs[1]), _head_size(matmul.inputs[0])
         if weight is not None and weight.ndim == 2 and D is not None and weight.shape[0] % D == 0:
-            heads = weight.shape[0] // D
-            return Projection(weight=weight, bias=bias, heads=heads, output=str(output.name))
+            name = str(output.name)
+            return Projection(weight=weight, bias=bias, heads=weight.shape[0] // D, output=name)
     return None
 
 

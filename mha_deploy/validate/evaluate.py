@@ -1,11 +1,17 @@
-"""Run one runtime through everything it is to be judged on, with its runner opened once."""
+"""Run one runtime through everything it is to be judged on, with its runner opened once, and time it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
+from mha_deploy.analyze.cost import LayerCost, StageCost, cost_of, layer_cost
+from mha_deploy.analyze.roofline import find_gpu as find_peaks
+from mha_deploy.analyze.roofline import roofline_bound
 from mha_deploy.bundle.cases import GoldenCase
+from mha_deploy.bundle.folder import Bundle
 from mha_deploy.bundle.traces import DecodeTrace
 from mha_deploy.errors import DeployError
 from mha_deploy.metrics import (
@@ -15,17 +21,183 @@ from mha_deploy.metrics import (
     judge_case,
     new_entries,
     parity_from_verdicts,
+    same_bits,
 )
 from mha_deploy.model.precision import Precision
 from mha_deploy.model.spec import ModelSpec
 from mha_deploy.runtime.child import RuntimeCrash
 from mha_deploy.runtime.runner import Runner
-from mha_deploy.runtime.timing import KernelTime, TimingPlan
+from mha_deploy.runtime.timing import KernelTime, Timing, TimingPlan
 from mha_deploy.validate.decode import DecodeReport, admits, evaluate_trace
 from mha_deploy.validate.error_map import MAPPED_RANKS, Heatmap, Projection, heatmap
 from mha_deploy.validate.invariance import InvarianceCheck, invariance_from_runner
-from mha_deploy.validate.latency import WRONG_ANSWER, LatencyRow, time_case
-from mha_deploy.validate.runtimes import TENSORRT, Runtime
+from mha_deploy.validate.runtimes import PYTORCH, TENSORRT, Runtime, kernel_times
+
+# -- Latency: one time for every right answer, beside the roofline bound ----------------------------
+
+EAGER = "eager"
+WRONG_ANSWER = "wrong answer"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatencyRow:
+    """The time of one runtime at one point, or why it has none."""
+
+    name: str  # the runtime
+    backend: str  # the runner's own name, with its version
+    family: str  # whose it is
+    timing: Timing | None = None  # the time
+    refused: str | None = None  # why there is no time
+    kernels: tuple[KernelTime, ...] = ()  # the kernels that take the time, longest first, where requested
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatencyPoint:
+    """Every runtime at one set of sizes."""
+
+    case: str  # name of the case that was timed
+    sizes: Mapping[str, int]  # its axis sizes
+    flops: int  # work of one call
+    bytes: int  # least traffic of one call
+    roofline: Mapping[str, Any] | None  # see `_roofline`; None for a GPU without figures
+    rows: tuple[LatencyRow, ...]  # one for every runtime
+    # The most entries of a preallocated KV cache that are valid before the call; None for other layers
+    past: int | None = None
+    # Tokens that one decode step brings, one for every batch element; None for other calls
+    decoded: int | None = None
+
+    @property
+    def best_pytorch(self) -> LatencyRow | None:
+        """The fastest of PyTorch's baselines."""
+        timed = [row for row in self.rows if row.family == PYTORCH and row.timing]
+        return min(timed, key=lambda row: row.timing.p50 if row.timing else 0.0, default=None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON; see docs/report.md."""
+        rows = [
+            {
+                **vars(row),
+                "timing": None if row.timing is None else row.timing.to_dict(),
+                **self.figures(row),
+                "kernels": [vars(kernel) for kernel in row.kernels],
+            }
+            for row in self.rows
+        ]
+        names = ("case", "sizes", "past", "flops", "bytes", "roofline")
+        return {**{name: getattr(self, name) for name in names}, "rows": rows}
+
+    def figures(self, row: LatencyRow) -> dict[str, float | None]:
+        """What the time of a row means: speed-ups, rates, and its share of the roofline."""
+        time = None if row.timing is None else row.timing.p50
+        eager = next((each for each in self.rows if each.name == EAGER), None)
+
+        def speedup_over(other: LatencyRow | None) -> float | None:
+            """How many times faster it is than another, if both were timed on one device."""
+            if other is None or other.timing is None or row.timing is None:
+                return None
+            return other.timing.p50 / row.timing.p50 if other.timing.gpu == row.timing.gpu else None
+
+        return {
+            "speedup_over_eager": speedup_over(eager),
+            "speedup_over_best_pytorch": speedup_over(self.best_pytorch),
+            "tflops": time and self.flops / time / 1e6,
+            "gb_per_s": time and self.bytes / time / 1e3,
+            "tokens_per_s": time and self.decoded and self.decoded / time * 1e6,
+            "roofline_share": self.roofline["bound_us"] / time if time and self.roofline else None,
+        }
+
+
+def latency_points(
+    cases: Sequence[GoldenCase], rows: Sequence[Mapping[str, LatencyRow]], bundle: Bundle
+) -> tuple[LatencyPoint, ...]:
+    """One point for every case: the rows of all runtimes."""
+    spec, precision = bundle.manifest.spec, bundle.manifest.precision
+    return tuple(latency_point(case, [each[case.name] for each in rows], spec, precision) for case in cases)
+
+
+def latency_point(
+    case: GoldenCase, rows: Sequence[LatencyRow], spec: ModelSpec, precision: Precision
+) -> LatencyPoint:
+    """Put the rows of one case together with what the work needs at least.
+
+    The work behind a preallocated cache is that of the case's own lengths.
+    """
+    lengths = case.inputs["lengths"].tolist() if spec.cache == "preallocated" else None
+    if spec.layer is not None:
+        cost = layer_cost(spec.layer, case.sizes, precision.bytes, lengths=lengths)
+    else:  # all that PyTorch counts, with every weight read once
+        moved = sum(
+            (array.nbytes for array in (*case.inputs.values(), *case.eager.values())), spec.weight_bytes
+        )
+        cost = cost_of(StageCost(name=spec.name, growth="", parameters=0, flops=case.flops, bytes=moved))
+    gpus = {row.timing.gpu for row in rows if row.timing}
+    return LatencyPoint(
+        case=case.name,
+        sizes=case.sizes,
+        flops=cost.flops,
+        bytes=cost.bytes,
+        roofline=_roofline(cost, case.sizes, precision, gpus.pop()) if len(gpus) == 1 else None,
+        rows=tuple(rows),
+        past=None if lengths is None else max(lengths),
+        decoded=case.sizes["B"] if spec.cache != "none" and case.sizes["S"] == 1 else None,
+    )
+
+
+def _roofline(
+    cost: LayerCost, sizes: Mapping[str, int], precision: Precision, gpu: str
+) -> dict[str, Any] | None:
+    """The least time that the work needs on this GPU, from its datasheet, and what sets most of it."""
+    try:
+        peaks = find_peaks(gpu)
+    except DeployError:  # its datasheet is not known
+        return None
+    least = roofline_bound(cost, peaks, precision.name, tokens=sizes.get("B", 1) * sizes.get("S", 1))
+    shares: dict[str, float] = {}
+    for stage in least.stages:
+        shares[stage.bound_by] = shares.get(stage.bound_by, 0.0) + stage.seconds
+    return {
+        "gpu": peaks.name,
+        "bound_us": least.seconds * 1e6,
+        "bound": max(shares, key=lambda name: shares[name]),  # `compute` or `memory`
+        "tflops_peak": peaks.peak_flops(precision.name) / 1e12,
+        "gb_per_s_peak": peaks.memory_gb_per_s,
+    }
+
+
+def time_case(
+    runner: Runner,
+    case: GoldenCase,
+    precision: Precision,
+    row: LatencyRow,
+    timing: TimingPlan,
+    kernels: bool = False,
+) -> LatencyRow:
+    """Time a runner on a case, if its answer is right before and after."""
+    try:
+        first = runner.run(case.inputs)
+        if problem := problem_of(case, [first], precision):
+            return replace(row, refused=f"{WRONG_ANSWER}: {problem}")
+        timed = runner.time(case.inputs, timing)
+        # Most kernels repeat their results, and judging gigabytes of cache takes long.
+        others = [result for result in timed.results if not same_bits(result, first)]
+        if problem := problem_of(case, others, precision):
+            return replace(row, refused=f"{WRONG_ANSWER} while it was timed: {problem}")
+    except DeployError as error:
+        return replace(row, refused=error.in_one_line)
+    row = replace(row, timing=replace(timed, results=()))  # judged: caches among them may be gigabytes
+    try:
+        return replace(row, kernels=kernel_times(runner, case)) if kernels else row
+    except DeployError:  # no profiler here: the time stands without its kernels
+        return row
+
+
+def problem_of(case: GoldenCase, results: Sequence[Mapping[str, Any]], precision: Precision) -> str | None:
+    """The first wrong output among several results of a case."""
+    verdicts = (verdict for result in results for verdict in judge_case(case, result, precision))
+    return next((f"{each.output}: {each.problem}" for each in verdicts if each.is_wrong), None)
+
+
+# -- Evaluation: a runtime is judged, then timed -----------------------------------------------------
 
 OnStep = Callable[[str], None]
 
@@ -44,10 +216,8 @@ class EvaluationPlan:
     invariance: bool = False  # whether batch elements must not depend on their place; on golden cases
     timing: TimingPlan = field(default_factory=TimingPlan)
     traces: Sequence[DecodeTrace] = ()  # tokens to decode, for a layer with a cache
-    # Reports which kernels take the time; None where not requested
-    kernels: Callable[[Runner, GoldenCase], tuple[KernelTime, ...]] | None = None
-    # The output projection, which the map of errors is pulled back through
-    projection: Projection | None = None
+    kernels: bool = False  # whether to report which kernels take the time
+    projection: Projection | None = None  # which the map of errors is pulled back through
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,25 +246,19 @@ class Evaluation:
     @property
     def share(self) -> float | None:
         """The largest share of a budget that was used, where there is a number."""
-        shares = [verdict.share for report in self.parity for verdict in report.verdicts]
-        shares += [report.share for report in self.decode_reports]
-        return max((share for share in shares if share is not None), default=None)
+        verdicts = [v for report in (*self.parity, *self.decode_reports) for v in report.verdicts]
+        return max((verdict.share for verdict in verdicts if verdict.share is not None), default=None)
 
     @property
     def is_right(self) -> bool:
         """Whether everything that it was judged on is right."""
-        return not self.failed_cases and all(report.passed for report in self.decode_reports)
-
-    @property
-    def failed_cases(self) -> list[str]:
-        """Names of the cases with a wrong output, or with none."""
-        return list(dict.fromkeys(v.case for report in self.parity for v in report.verdicts if not v.passed))
+        return all(report.passed for report in (*self.parity, *self.decode_reports))
 
     @property
     def wrong_cases(self) -> list[str]:
         """Names of the cases that were run and have a wrong output."""
-        failed = (v for report in self.parity for v in report.verdicts if not v.passed)
-        return list(dict.fromkeys(verdict.case for verdict in failed if verdict.was_run))
+        verdicts = (verdict for report in self.parity for verdict in report.verdicts)
+        return list(dict.fromkeys(v.case for v in verdicts if v.was_run and not v.passed))
 
 
 def evaluate(runtime: Runtime, plan: EvaluationPlan, on_step: OnStep = lambda name: None) -> Evaluation:
@@ -119,27 +283,21 @@ def evaluate(runtime: Runtime, plan: EvaluationPlan, on_step: OnStep = lambda na
                 cases[kind].append(case)
                 verdicts += _judged(runtime, runner, case, plan, heatmaps)
             if verdicts:
-                report = parity_from_verdicts(
-                    verdicts,
-                    model=plan.spec.name,
-                    precision=plan.precision,
-                    backend=runner.name,
-                    cases=kind,
-                    accumulation=accumulation,
-                )
-                parity.append(report)
+                about: dict[str, Any] = {"backend": runner.name, "accumulation": accumulation, "cases": kind}
+                about |= {"model": plan.spec.name, "precision": plan.precision}
+                parity.append(parity_from_verdicts(verdicts, **about))
         checks: tuple[InvarianceCheck, ...] = ()
         if plan.invariance and runtime.family == TENSORRT:
             on_step(f"{runtime.name}: batch elements in other places")
             checks = invariance_from_runner(runner, cases.get("golden", ()), plan.spec, plan.precision)
         decoded: list[DecodeReport] = []
+
+        def progress(trace: DecodeTrace, step: int) -> None:
+            if step % _STEPS_REPORTED == 0:
+                on_step(f"{runtime.name}: {trace.name}, step {step} of {trace.steps}")
+
         for trace in plan.traces:
-
-            def progress(step: int, trace: DecodeTrace = trace) -> None:
-                if step % _STEPS_REPORTED == 0:
-                    on_step(f"{runtime.name}: {trace.name}, step {step} of {trace.steps}")
-
-            if found := evaluate_trace(runner, trace, plan.spec, plan.precision, progress):
+            if found := evaluate_trace(runner, trace, plan.spec, plan.precision, partial(progress, trace)):
                 decoded.append(found)
             else:  # its calls are outside the engine's profiles
                 outside.append(trace.name)
@@ -205,7 +363,7 @@ def _timed(
     for sizes, wrong in failures:
         if sizes.items() <= case.sizes.items():
             return replace(row, refused=f"{WRONG_ANSWER}: {wrong.case}/{wrong.output}: {wrong.problem}")
-    row = time_case(runner, case, plan.precision, row, timing=plan.timing, kernels=plan.kernels)
+    row = time_case(runner, case, plan.precision, row, plan.timing, plan.kernels)
     if row.timing is not None:  # reported at once: a later crash does not lose it
         on_step(f"latency of {runtime.name}: {case.name} takes {row.timing.p50:.1f} µs")
     return row

@@ -1,32 +1,41 @@
-"""An engine is wrong: is the graph, the fusion, the precision or the lowering at fault?
+"""What is wrong, and where: the part of an engine that is at fault, and the first attention and node.
 
-    the graph in a trusted runtime   wrong   the graph
-    its unfused twin                 right   the fused kernel, or how attention is written for it
-    its unfused float32 twin         right   the precision
-                                     wrong   the lowering, or the runtime
-
-Each trial is run on the failing cases only, and the first conclusive one is the last.
+A model may be right as a whole while one of its attentions is off. What PyTorch computed there in FP64 is in
+the bundle, by the name of the value.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 
-from mha_deploy.bundle.cases import GoldenCase
+from mha_deploy.bundle.cases import GoldenCase, read_arrays, read_case, refuse_implausible, refuse_infinite
 from mha_deploy.bundle.folder import Bundle
-from mha_deploy.errors import DeployError
-from mha_deploy.graph.file import load_graph
+from mha_deploy.environment import can_import
+from mha_deploy.errors import BundleError, DeployError
+from mha_deploy.graph.file import load_graph, value_named, with_outputs
+from mha_deploy.graph.ir import nodes_behind
 from mha_deploy.graph.upcast import float32_twin, unfused_twin
-from mha_deploy.metrics import OutputVerdict, judge_case
+from mha_deploy.metrics import Budget, OutputVerdict, ParityReport, judge_case, measure, parity_from_verdicts
+from mha_deploy.model.precision import Precision
 from mha_deploy.runtime import available_cpu_backend, open_runner
-from mha_deploy.runtime.runner import Runner
+from mha_deploy.runtime.runner import Arrays, Runner
 
-OpenTwin = Callable[[ir.Model], Runner]
+OpenModel = Callable[[ir.Model], Runner]
+
+# -- An engine is wrong: is the graph, the fusion, the precision or the lowering at fault? -----------
+#
+#    the graph in a trusted runtime   wrong   the graph
+#    its unfused twin                 right   the fused kernel, or how attention is written for it
+#    its unfused float32 twin         right   the precision
+#                                     wrong   the lowering, or the runtime
+#
+# Each trial is run on the failing cases only, and the first conclusive one is the last.
 
 GRAPH, FUSION, PRECISION, LOWERING, UNKNOWN = "graph", "fusion", "precision", "lowering", "unknown"
 
@@ -43,10 +52,9 @@ _EXPLANATIONS = {
 class Trial:
     """One thing that was run instead of the engine."""
 
-    name: str  # what it was
-    passed: bool | None  # whether every failing case is right there; None where it could not be tried
+    name: str  # what it was, and why it could not be tried
+    passed: bool  # whether every failing case is right there
     share: float | None = None  # the largest share of the budget used; None where there is no number
-    problem: str | None = None  # the first thing that was wrong, or why it could not be tried
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,20 +66,12 @@ class FaultReport:
     trials: tuple[Trial, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; what could not be tried says so in its name, and has not passed."""
-        trials = [
-            {
-                "name": each.name if each.passed is not None else f"{each.name}, {each.problem}",
-                "passed": bool(each.passed),
-                "share": each.share,
-            }
-            for each in self.trials
-        ]
-        return {"at_fault": self.at_fault, "explanation": self.explanation, "trials": trials}
+        """Plain data for JSON."""
+        return asdict(self)
 
 
 def attribute_fault(
-    bundle: Bundle, failing_cases: Sequence[GoldenCase], open_twin: OpenTwin, accumulate: str = "fp32"
+    bundle: Bundle, failing_cases: Sequence[GoldenCase], open_twin: OpenModel, accumulate: str = "fp32"
 ) -> FaultReport:
     """Find out what an engine's wrong answers come from.
 
@@ -84,7 +84,7 @@ def attribute_fault(
     """
     precision = replace(bundle.manifest.precision, accumulate=accumulate)
     model, trusted, name = load_graph(bundle.model_path), available_cpu_backend(precision), precision.name
-    trials: list[Trial] = []
+    trials, missing = list[Trial](), list[str]()
 
     def passes(what: str, open_: Callable[[], Runner]) -> bool | None:
         """Run the failing cases in something else than the engine; None where that cannot be tried."""
@@ -98,13 +98,13 @@ def attribute_fault(
                     verdicts += judge_case(case, own, precision)
         except DeployError as error:
             problem = f"could not be {step}: {' '.join(str(error).split())}"
-            trials.append(Trial(name=what, passed=None, problem=problem))
+            trials.append(Trial(name=f"{what}, {problem}", passed=False))
+            missing.append(f"{what} {problem}")
             return None
-        wrong = next((f"{v.case}/{v.output}: {v.problem}" for v in verdicts if v.is_wrong), None)
+        passed = not any(verdict.is_wrong for verdict in verdicts)
         share = max((math.inf if v.share is None else v.share for v in verdicts), default=math.inf)
-        finite = share if math.isfinite(share) else None
-        trials.append(Trial(name=what, passed=wrong is None, share=finite, problem=wrong))
-        return wrong is None
+        trials.append(Trial(name=what, passed=passed, share=share if math.isfinite(share) else None))
+        return passed
 
     at_fault = UNKNOWN
     graph = passes(f"the graph in {trusted}", lambda: open_runner(trusted, model))
@@ -120,8 +120,8 @@ def attribute_fault(
             at_fault = PRECISION
         elif exact is False and graph is True:  # neither fusion nor precision is left in it
             at_fault = LOWERING
-    missing = "; ".join(f"{trial.name} {trial.problem}" for trial in trials if trial.passed is None)
-    explanation = _EXPLANATIONS.get(at_fault, f"A trial that would have shown it is missing: {missing}.")
+    unknown = f"A trial that would have shown it is missing: {'; '.join(missing)}."
+    explanation = _EXPLANATIONS.get(at_fault, unknown)
     return FaultReport(at_fault=at_fault, explanation=explanation, trials=tuple(trials))
 
 
@@ -129,3 +129,246 @@ def graph_at_fault(backend: str, share: float | None) -> FaultReport:
     """What a graph that is wrong in a trusted runtime proves by itself."""
     trial = Trial(name=f"the graph in {backend}", passed=False, share=share)
     return FaultReport(at_fault=GRAPH, explanation=_EXPLANATIONS[GRAPH], trials=(trial,))
+
+
+LAYERS = "layers"
+Reference = Callable[[Sequence[str]], Arrays]
+"""Gives what values of the graph must be, by their names; those it does not know are left out."""
+
+_FLOATS = frozenset({ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.FLOAT})
+
+# -- Every attention by itself ---------------------------------------------------------------------
+
+
+def layers_case(bundle: Bundle) -> GoldenCase | None:
+    """The golden case that is known inside: its results are those of every attention, by node name.
+
+    None for a bundle without such a case.
+
+    Raises:
+        BundleError: The file is not what the manifest says.
+    """
+    entry = bundle.manifest.layers
+    if entry is None:
+        return None
+    golden = next((each for each in bundle.manifest.golden if each.name == entry.case), None)
+    if golden is None:
+        raise BundleError("The manifest names no such golden case.", got=entry.case, hint="export again")
+    wanted = {f"{group}/{value}" for group in ("oracle", "eager") for value in entry.values.values()}
+
+    def check(names: list[str]) -> None:
+        if other := sorted(wanted ^ set(names)):
+            problem = "The look inside the module holds strange arrays, or is incomplete."
+            raise BundleError(problem, got=f"{entry.file}: {', '.join(other)}", hint="export again")
+
+    arrays = read_arrays(bundle.file(entry.file), check)
+    oracle, eager = (
+        {node: arrays[f"{group}/{value}"] for node, value in entry.values.items()}
+        for group in ("oracle", "eager")
+    )
+    refuse_infinite(entry.file, (*oracle.items(), *eager.items()))
+    refuse_implausible(entry.file, oracle, eager, bundle.manifest.precision)
+    return replace(read_case(bundle, golden), name=LAYERS, oracle=oracle, eager=eager)
+
+
+def layer_parity(
+    bundle: Bundle, open_model: OpenModel, accumulation: tuple[str, str] = ("fp32", "")
+) -> ParityReport | None:
+    """Judge every attention of a module in a runtime; None where the bundle does not know them."""
+    case, entry, precision = layers_case(bundle), bundle.manifest.layers, bundle.manifest.precision
+    if case is None or entry is None:
+        return None
+    with open_model(with_outputs(load_graph(bundle.model_path), entry.values.values())) as runner:
+        got = runner.run(case.inputs)
+    by_node = {node: got[value] for node, value in entry.values.items() if value in got}
+    return parity_from_verdicts(
+        _judge_layers(case, by_node, replace(precision, accumulate=accumulation[0])),
+        model=bundle.manifest.spec.name,
+        precision=precision,
+        backend=runner.name,
+        cases=LAYERS,
+        accumulation=accumulation,
+    )
+
+
+def _judge_layers(case: GoldenCase, got: Arrays, precision: Precision) -> list[OutputVerdict]:
+    """The verdicts on the attentions that are there, in the order in which they run."""
+    there = [node for node in case.oracle if node in got]
+    oracle, eager = ({node: each[node] for node in there} for each in (case.oracle, case.eager))
+    verdicts = judge_case(replace(case, oracle=oracle, eager=eager), got, precision)
+    return sorted(verdicts, key=lambda verdict: there.index(verdict.output))
+
+
+# -- The first attention that leaves its oracle, and then the first node ---------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suspect:
+    """A node that may be at fault."""
+
+    node: str  # its name
+    operator: str  # what it does
+    value: str  # its result
+    problem: str | None  # what is wrong with the result
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bisection:
+    """Where a model goes wrong."""
+
+    model: str  # name of the model
+    backend: str  # the runtime
+    case: str  # the golden case that was looked at
+    # What is wrong with the whole; None where it is right, and then nothing was looked for
+    wrong: str | None = None
+    attentions: int  # how many attentions the bundle knows
+    last_right: str | None = None  # the last attention that is right, if any is
+    first_wrong: str | None = None  # the first that is wrong, if any is
+    first_node: Suspect | None = None  # the first node whose result is wrong
+    # Nodes before it of whose results the reference knows nothing: it may be one of them
+    unseen: tuple[str, ...] = ()
+    runs: int  # how often the runtime was built or opened, the whole model included
+    reference: str = ""  # what the values inside were compared with
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return asdict(self)
+
+
+def bisect_bundle(
+    bundle: Bundle,
+    backend: str,
+    open_model: OpenModel,
+    reference: Reference,
+    on_step: Callable[[str], None] = lambda name: None,
+) -> Bisection:
+    """Find where a runtime leaves the oracle: the whole model, its attentions, then its nodes."""
+    search, name = _Search(bundle, open_model, reference, on_step), bundle.manifest.spec.name
+    judged = judge_case(search.case, search.run(()), bundle.manifest.precision)
+    whole = next((verdict for verdict in judged if verdict.is_wrong), None)
+    count, case = len(search.values), search.case.name
+    found = Bisection(model=name, backend=backend, case=case, attentions=count, runs=search.runs)
+    if whole is None:
+        return found
+    last_right, first = search.attentions()
+    bad = search.values[first.output] if first is not None else whole.output
+    good = [] if last_right is None else [search.values[last_right]]
+    node, unseen = search.nodes(bad, good, first or whole)
+    return replace(
+        found,
+        wrong=f"{whole.output}: {whole.problem}",
+        last_right=last_right,
+        first_wrong=first.output if first else None,
+        first_node=node,
+        unseen=tuple(unseen),
+        runs=search.runs,
+    )
+
+
+def bisected_case(bundle: Bundle) -> GoldenCase:
+    """The golden case that is looked into: the one whose attentions are known, or the usual one."""
+    layers, golden = bundle.manifest.layers, bundle.manifest.golden
+    wanted = layers.case if layers else "opt"
+    return read_case(bundle, next((entry for entry in golden if entry.name == wanted), golden[0]))
+
+
+class _Search:
+    """One search."""
+
+    def __init__(
+        self, bundle: Bundle, open_model: OpenModel, reference: Reference, on_step: Callable[[str], None]
+    ) -> None:
+        self.precision, self.open_model = bundle.manifest.precision, open_model
+        self.reference, self.on_step = reference, on_step
+        self.model, self.layers = load_graph(bundle.model_path), layers_case(bundle)
+        self.case, self.runs = bisected_case(bundle), 0
+        entry = bundle.manifest.layers
+        self.values = dict(entry.values) if entry else {}
+
+    def run(self, values: Sequence[str]) -> dict[str, np.ndarray]:
+        """The outputs of the model in the runtime, with more values given out."""
+        self.runs += 1
+        with self.open_model(with_outputs(self.model, values) if values else self.model) as runner:
+            return runner.run(self.case.inputs)
+
+    def attentions(self) -> tuple[str | None, OutputVerdict | None]:
+        """The last attention that is right, and the verdict on the first that is wrong."""
+        names, right, wrong, verdict = list(self.values), -1, len(self.values), None
+        while self.layers is not None and wrong - right > 1:
+            middle = (right + wrong) // 2
+            name, value = names[middle], self.values[names[middle]]
+            self.on_step(f"attention: {name}")
+            (found,) = _judge_layers(self.layers, {name: self.run((value,))[value]}, self.precision)
+            if found.is_wrong:
+                wrong, verdict = middle, found
+            else:
+                right = middle
+        return (names[right] if right >= 0 else None), verdict
+
+    def nodes(
+        self, bad: str, good: Sequence[str], verdict: OutputVerdict
+    ) -> tuple[Suspect | None, list[str]]:
+        """Halve what lies between values that are right and one that is wrong."""
+        graph = self.model.graph
+        cleared = set(nodes_behind(value_named(graph, name) for name in good))
+        within = set(nodes_behind([value_named(graph, bad)])) - cleared
+        suspects = [node for node in graph if node in within]
+        results = {node: str(node.outputs[0].name) for node in suspects if node.outputs}
+        wanted = self.reference([results[node] for node in results if node.outputs[0].dtype in _FLOATS])
+        problems = {suspects[-1]: verdict.problem} if suspects else {}
+        untried = [node for node in suspects[:-1] if results.get(node) in wanted]
+        while untried:
+            node = untried[len(untried) // 2]
+            found = self._problem(results[node], wanted, verdict.budget)
+            inside = set(nodes_behind(node.outputs[:1]))
+            if found is not None:
+                problems[node] = found
+            suspects = [each for each in suspects if (each in inside) is (found is not None)]
+            untried = [each for each in untried if each in suspects and each not in problems]
+        unseen = [str(node.name) for node in suspects if node not in problems]
+        for node in (node for node in suspects if node in problems):
+            about = {"node": str(node.name), "operator": node.op_type, "value": results[node]}
+            return Suspect(**about, problem=problems[node]), unseen
+        return None, unseen
+
+    def _problem(self, name: str, wanted: Mapping[str, np.ndarray], budget: Budget | None) -> str | None:
+        """What is wrong with a value; None where it is right."""
+        self.on_step(f"value: {name}")
+        got, want = self.run((name,))[name], wanted[name].astype(np.float64)
+        if got.shape != want.shape:
+            return f"shape {got.shape}, not {want.shape}"
+        if not np.isfinite(got.astype(np.float64)).all():
+            return None if not np.isfinite(want).all() else "values are NaN or infinite"
+        # Of the shape of an error only its size carries over from one value to another.
+        off = measure(got, want).relative_l2
+        return f"off by {off:.2g} of its size" if budget is None or off > budget.relative_l2 else None
+
+
+# -- Expected values inside a model, from a trusted source -----------------------------------------
+
+_OTHER = {"ort-cpu": "onnx-reference", "onnx-reference": "ort-cpu"}
+
+
+def reference_for(bundle: Bundle, case: GoldenCase, backend: str) -> tuple[Reference, str]:
+    """The most trusted source of values inside a model, and its name.
+
+    Of a user's module it is its program in FP64, where PyTorch and the factory are here. Otherwise it is the
+    bundle's own graph on a CPU, in another runtime than the one that is doubted.
+    """
+    if bundle.manifest.spec.layer is None and can_import("torch"):
+        from mha_deploy.baselines.fresh import ProgramValues
+
+        try:
+            program = ProgramValues(bundle)
+            return (lambda names: program.at(case, names)), "the module's program in FP64"
+        except DeployError:  # its factory is not here: the graph must do
+            pass
+    trusted = available_cpu_backend(bundle.manifest.precision)
+    trusted = _OTHER.get(trusted, trusted) if trusted == backend else trusted
+
+    def values(names: Sequence[str]) -> Arrays:
+        with open_runner(trusted, with_outputs(load_graph(bundle.model_path), names)) as runner:
+            got = runner.run(case.inputs)
+        return {name: got[name] for name in names}
+
+    return values, f"the graph in {trusted}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -60,13 +60,9 @@ def invariance_from_runner(
         SIZE: f"the batch is fixed at {spec.axes['B'].min}" if is_fixed else "no other batch is allowed",
         PROFILE: "no case fits two profiles" if profiled else "the runtime has no profiles",
     }
-    for check in CHECKS:
-        if all(other.check != check for other in found):
-            reason = why[check] if has_batch else "no axis B comes first in every output"
-            detail = f"not applicable: {reason}"
-            found.append(
-                InvarianceCheck(backend=runner.name, case="", check=check, detail=detail, passed=True)
-            )
+    for check in (each for each in CHECKS if all(other.check != each for other in found)):
+        detail = f"not applicable: {why[check] if has_batch else 'no axis B comes first in every output'}"
+        found.append(InvarianceCheck(backend=runner.name, case="", check=check, detail=detail, passed=True))
     return tuple(found)
 
 
@@ -152,21 +148,15 @@ class _MovedCase:
 
     def check(self, check: str, detail: str, trials: Iterable[_Trial]) -> InvarianceCheck:
         """Run the trials of one check and judge all answers."""
-        try:
-            answers = [answer for trial in trials for answer in self._answers(trial)]
-            problem, bitwise, share = self._judge(answers)
-        except DeployError as error:
-            problem, bitwise, share = " ".join(str(error).split()), False, math.inf
-        return InvarianceCheck(
-            backend=self.runner.name,
-            case=self.case.name,
-            check=check,
-            detail=detail,
-            passed=problem is None,
-            bitwise=bitwise,
-            share=share if math.isfinite(share) else None,
-            problem=problem,
+        found = InvarianceCheck(
+            backend=self.runner.name, case=self.case.name, check=check, detail=detail, passed=False
         )
+        try:
+            problem, bitwise, share = self._judge([each for trial in trials for each in self._answers(trial)])
+        except DeployError as error:
+            return replace(found, problem=" ".join(str(error).split()))
+        finite = share if math.isfinite(share) else None
+        return replace(found, passed=problem is None, bitwise=bitwise, share=finite, problem=problem)
 
     def _answers(self, trial: _Trial) -> Iterator[_Answer]:
         if trial.profile is not None and isinstance(self.runner, ProfiledRunner):

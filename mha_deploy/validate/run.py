@@ -27,30 +27,27 @@ from mha_deploy.runtime.child import RuntimeCrash
 from mha_deploy.runtime.cuda import find_gpu, open_gpu
 from mha_deploy.runtime.onnx_reference import evaluator_of
 from mha_deploy.runtime.timing import TimingPlan
-from mha_deploy.validate.bisect import OpenModel, layer_parity
 from mha_deploy.validate.conformance import conformance_table, mask_columns
 from mha_deploy.validate.decode import traces_of
 from mha_deploy.validate.error_map import output_projection
-from mha_deploy.validate.evaluate import Evaluation, EvaluationPlan, evaluate, refused_rows
-from mha_deploy.validate.fault import FaultReport, attribute_fault, graph_at_fault
+from mha_deploy.validate.evaluate import (
+    Evaluation,
+    EvaluationPlan,
+    LatencyRow,
+    evaluate,
+    latency_points,
+    refused_rows,
+)
+from mha_deploy.validate.fault import FaultReport, OpenModel, attribute_fault, graph_at_fault, layer_parity
 from mha_deploy.validate.fp16_range import RangeReport, fp16_range
-from mha_deploy.validate.latency import LatencyRow, latency_points
 from mha_deploy.validate.runtimes import (
     Runtime,
     RuntimeFinder,
     Unavailable,
-    kernel_times,
     refuse_without_torch,
     torch_device,
 )
-from mha_deploy.validate.verdict import (
-    Report,
-    concluded,
-    coverage_findings,
-    findings,
-    not_covered,
-    unfused_findings,
-)
+from mha_deploy.validate.verdict import Report, concluded
 
 if TYPE_CHECKING:
     from mha_deploy.baselines.fresh import FreshCases
@@ -133,9 +130,7 @@ class _Validation:
             fault=fault,
             notes=tuple(self.notes),
         )
-        missing = not_covered(judged, report.engines, manifest.spec.axes)
-        found = [*unfused_findings(manifest, options), *findings(report, options, self.broken)]
-        return concluded(report, judged, [*found, *coverage_findings(missing, options)], missing)
+        return concluded(report, judged, options, self.broken)
 
     # -- what is evaluated ----------------------------------------------------------------------
 
@@ -154,7 +149,7 @@ class _Validation:
             timed=usual if timing else [],
             invariance=True,
             timing=TimingPlan(samples=options.samples),
-            kernels=kernel_times if options.kernels else None,
+            kernels=options.kernels,
             projection=output_projection(load_graph(self.bundle.model_path)),
             traces=traces_of(self.bundle, options),
         )
@@ -214,8 +209,7 @@ class _Validation:
         At the usual sizes also random inputs, of which it is known what parts in BF16 would change.
         """
         self.on_step("probe inputs and their FP64 oracle")
-        manifest, limit = self.bundle.manifest, self._oracle_limit
-        spec = manifest.spec
+        manifest, limit, spec = self.bundle.manifest, self._oracle_limit, self.bundle.manifest.spec
         try:
             fresh = self._fresh
         except DeployError as error:  # no PyTorch, or not the module's factory
@@ -340,12 +334,12 @@ class _Validation:
 
     def _layer_parity(self, runtime: Runtime) -> ParityReport | None:
         """Judge every attention of a module: in ONNX Runtime, and on request in an engine's twin."""
-        opener: OpenModel
-        if self.bundle.manifest.layers is not None and runtime.name in RUNNERS:
+        opener: OpenModel | None = None
+        if runtime.name in RUNNERS:
             opener = partial(open_runner, runtime.name)
-        elif self.bundle.manifest.layers is not None and runtime.engine is not None and self.options.layers:
+        elif runtime.engine is not None and self.options.layers:
             opener = twin_opener(runtime.engine, self.bundle)
-        else:
+        if opener is None or self.bundle.manifest.layers is None:
             return None
         what = "every attention by itself"
         self.on_step(f"{runtime.name}: {what}")
@@ -420,11 +414,10 @@ def sweep_points(
     for index, axes in enumerate(profiles or [spec.axes]):
         prefix = f"profile-{index}-" if len(profiles) > 1 else ""
         for corner, (wanted, sizes) in _corners(spec, axes, limit).items():
-            text = ",".join(f"{name}={size}" for name, size in wanted.items())
+            text, left = (",".join(f"{name}={n}" for name, n in each.items()) for each in (wanted, sizes))
             note = f"{text} was shrunk to stay within {limit}" if sizes != wanted else ""
             if not limit.allows(spec, sizes):
-                shrunken = ",".join(f"{name}={size}" for name, size in sizes.items())
-                note = f"{text} was shrunk to {shrunken}, which " if sizes != wanted else ""
+                note = f"{text} was shrunk to {left}, which " if sizes != wanted else ""
                 note += f"costs more than {limit}"
             key = tuple(sizes[axis] for axis in spec.axes)
             if key not in points:

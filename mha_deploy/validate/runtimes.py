@@ -138,6 +138,11 @@ class Unavailable:
     name: str
     reason: str
 
+    @property
+    def sentence(self) -> str:
+        """For the notes of a report."""
+        return f"{self.name} did not take part: {self.reason}"
+
 
 class RuntimeFinder:
     """Finds the runtimes that can validate a bundle on this machine."""

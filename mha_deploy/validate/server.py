@@ -10,7 +10,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,19 +20,18 @@ import numpy as np
 
 from mha_deploy.bundle.cases import GoldenCase, golden_cases
 from mha_deploy.bundle.folder import Bundle
-from mha_deploy.bundle.traces import DecodeTrace, take_tokens
+from mha_deploy.bundle.traces import DecodeTrace
 from mha_deploy.errors import DeployError
 from mha_deploy.metrics import OutputVerdict, ParityReport, failed_to_run, judge_case, parity_from_verdicts
 from mha_deploy.options import ValidateOptions
 from mha_deploy.runtime.kserve import UNREACHABLE, ServerError, ServerRunner, served_name
 from mha_deploy.runtime.runner import Arrays
-from mha_deploy.text import plural
+from mha_deploy.text import plural, together
 from mha_deploy.validate.decode import DecodeReport, evaluate_trace, run_decode_loop, traces_of
 from mha_deploy.validate.evaluate import Evaluation
-from mha_deploy.validate.latency import LoadPoint
 from mha_deploy.validate.run import drawn_cases
 from mha_deploy.validate.runtimes import Runtime, Unavailable
-from mha_deploy.validate.verdict import FAILURE, WARNING, Finding, Report, concluded, findings
+from mha_deploy.validate.verdict import FAILURE, WARNING, Finding, Report, concluded
 
 T = TypeVar("T")
 OnStep = Callable[[str, int, int], None]
@@ -60,25 +59,24 @@ class _ServerValidation:
         self.runner = ServerRunner(options.url or "", model=name, timeout_s=options.timeout_s)
 
     def report(self) -> Report:
-        on_step, runner, options, notes = self.on_step, self.runner, self.options, list[str]()
-        traces = traces_of(self.bundle, options)
-        golden, absent = list(golden_cases(self.bundle)), list[Unavailable]()
-        parity, decode, points = list[ParityReport](), list[DecodeReport](), list[LoadPoint]()
+        on_step, runner, options = self.on_step, self.runner, self.options
+        traces, golden = traces_of(self.bundle, options), list(golden_cases(self.bundle))
+        parity, decode, points = list[ParityReport](), list[DecodeReport](), list[dict[str, Any]]()
+        absent, notes = tuple[Unavailable, ...](), tuple[str, ...]()
         if runner.keeps_cache:
             units = self._sequences(traces)
             kept = "golden cases were not run: their KV cache is an input, and this server keeps its own"
-            notes.append(f"{kept}; the decode traces were replayed")
+            notes = (f"{kept}; the decode traces were replayed",)
         else:
-            drawn, missing = drawn_cases(self.bundle, options, lambda step: on_step(step, 0, 0))
-            absent += missing
-            for kind, cases in {"golden": golden, **drawn}.items():
+            drawn, absent = drawn_cases(self.bundle, options, lambda step: on_step(step, 0, 0))
+            kinds = {"golden": golden, **drawn}
+            for kind, cases in kinds.items():
                 on_step(f"{runner.model}: {kind} cases", 0, 0)
                 parity.append(self._parity([v for case in cases for v in self._judged(case)], kind))
             for trace in traces:
                 on_step(f"{runner.model}: {trace.name}", 0, 0)
-                decoded = evaluate_trace(runner, trace, self.spec, self.precision)
-                decode += [decoded] if decoded is not None else []
-            units = self._elements([*golden, *(case for cases in drawn.values() for case in cases)])
+                decode += filter(None, [evaluate_trace(runner, trace, self.spec, self.precision)])
+            units = self._elements([case for cases in kinds.values() for case in cases])
         for clients in options.clients:
             load = _Load(runner, options, clients, units, partial(on_step, plural(clients, "client")))
             load.run()
@@ -99,24 +97,17 @@ class _ServerValidation:
             parity=tuple(parity),
             decode_reports=tuple(decode),
         )
-        report = Report(
-            bundle=self.bundle,
-            evaluations=(evaluation,),
-            absent=tuple(absent),
-            notes=tuple(notes),
-            serving=tuple(points),
-        )
+        about: dict[str, Any] = {"absent": absent, "notes": notes, "serving": tuple(points)}
+        report = Report(bundle=self.bundle, evaluations=(evaluation,), **about)
         served = [each for point in points for each in _findings(point, options)]
-        return concluded(report, [evaluation], [*findings(report, options), *served])
+        return concluded(report, [evaluation], options, served=served)
 
     def _label(self, clients: int) -> str:
         return self.runner.name + (f", {clients} clients" if clients > 1 else "")
 
     def _parity(self, verdicts: Sequence[OutputVerdict], cases: str, clients: int = 1) -> ParityReport:
-        model, backend = self.spec.name, self._label(clients)
-        return parity_from_verdicts(
-            verdicts, model=model, precision=self.precision, backend=backend, cases=cases
-        )
+        about: dict[str, Any] = {"model": self.spec.name, "precision": self.precision, "cases": cases}
+        return parity_from_verdicts(verdicts, backend=self._label(clients), **about)
 
     def _judged(self, case: GoldenCase) -> list[OutputVerdict]:
         try:
@@ -128,13 +119,12 @@ class _ServerValidation:
         """The batch elements of every case, where the server batches them; else whole cases."""
         units = []
         for case in cases:
-            arrays = {**case.inputs, **case.oracle}
-            B = case.sizes.get("B", 0)
-            whole = not self.runner.max_batch or any(array.shape[:1] != (B,) for array in arrays.values())
+            arrays, B = (*case.inputs.values(), *case.oracle.values()), case.sizes.get("B", 0)
+            whole = not self.runner.max_batch or any(array.shape[:1] != (B,) for array in arrays)
             parts = [slice(None)] if whole else [slice(b, b + 1) for b in range(B)]
-            for place, part in enumerate(parts):
+            for part in parts:
                 feeds: Arrays = {name: array[part] for name, array in case.inputs.items()}
-                units.append(_Unit(case, place, len(parts), 1, partial(iter, [(feeds, {})])))
+                units.append(_Unit(case, len(parts), 1, partial(iter, [(feeds, {})])))
         return units
 
     def _sequences(self, traces: Sequence[DecodeTrace]) -> list[_Unit]:
@@ -142,11 +132,8 @@ class _ServerValidation:
         if not traces:
             problem = "The server keeps the KV cache, and the bundle has no decode trace to replay."
             raise DeployError(problem, got=self.spec.name, hint="validate --steps 64, which needs PyTorch")
-        return [
-            _Unit(trace, b, trace.B, 1 + trace.steps, partial(_sequence, trace, b))
-            for trace in traces
-            for b in range(trace.B)
-        ]
+        elements = [(trace, b) for trace in traces for b in range(trace.B)]
+        return [_Unit(of, of.B, 1 + of.steps, partial(_sequence, of, b)) for of, b in elements]
 
     def _judge(self, load: _Load) -> tuple[list[OutputVerdict], list[DecodeReport]]:
         verdicts, reports = list[OutputVerdict](), list[DecodeReport]()
@@ -173,8 +160,7 @@ class _Unit:
     """What one client sends: a batch element of a case, or a whole sequence."""
 
     of: GoldenCase | DecodeTrace
-    place: int  # its number among the parts of the case or the trace
-    parts: int
+    parts: int  # how many units the case or the trace has
     count: int  # of its requests
     requests: Callable[[], Iterator[tuple[Arrays, dict[str, Any]]]]  # inputs, and place in a sequence
 
@@ -191,16 +177,11 @@ class _Part:
 
 def _sequence(trace: DecodeTrace, b: int) -> Iterator[tuple[Arrays, dict[str, Any]]]:
     """A prompt and its decode steps, under a correlation ID that no other sequence has."""
-    id, prompt = int(np.random.default_rng().integers(1, 2**62)), int(trace.prompt[b])
-    calls = [np.arange(prompt), *(np.array([prompt + step]) for step in range(trace.steps))]
-    for number, positions in enumerate(calls):
-        feeds = {name: array[b : b + 1] for name, array in trace.inputs.items()}
-        for name, axis in trace.cache.by_context.items():
-            feeds[name] = np.take(feeds[name], np.arange(int(positions.max()) + 1), axis)
-        for name, axis in trace.cache.by_token.items():
-            feeds[name] = take_tokens(feeds[name], axis, positions[None])
-        is_last = number == len(calls) - 1
-        yield feeds, {"sequence_id": id, "sequence_start": number == 0, "sequence_end": is_last}
+    id, inputs = int(np.random.default_rng().integers(1, 2**62)), trace.inputs.items()
+    own = replace(trace, inputs={name: x[b : b + 1] for name, x in inputs}, prompt=trace.prompt[b : b + 1])
+    for step in range(1 + own.steps):
+        flags = {"sequence_start": step == 0, "sequence_end": step == own.steps}
+        yield own.tokens(step) if step else own.prefill(), {"sequence_id": id, **flags}
 
 
 class _Load:
@@ -223,8 +204,7 @@ class _Load:
         # In a fixed, shuffled order: neighbours in a dynamic batch come from different cases.
         self._work = [(round, index) for round in range(rounds) for index in range(len(units))]
         random.Random(clients).shuffle(self._work)
-        self._requests = rounds * each
-        self._next, self._lock = 0, threading.Lock()
+        self._requests, self._lock = rounds * each, threading.Lock()
         self.gone = threading.Event()  # the server could no longer be reached
         self._parts: dict[tuple[int, int], _Part] = {}
         self._seconds, self._kept = 0.0, 0
@@ -233,62 +213,60 @@ class _Load:
         """Send everything, or until the server is gone or the time is over."""
         started = time.perf_counter()
         with ThreadPoolExecutor(self.clients) as pool:
-            until = time.monotonic() + self._options.limit_s
-            for job in [pool.submit(self._client, until) for _ in range(self.clients)]:
-                job.result()
+            for _ in pool.map(partial(self._send, started + self._options.limit_s), range(len(self._work))):
+                pass
         self._seconds = time.perf_counter() - started
 
-    def _client(self, until: float) -> None:
-        while not self.gone.is_set() and time.monotonic() < until:
-            with self._lock:
-                if self._next == len(self._work):
-                    return
-                at, self._next = self._next, self._next + 1
-                self._on_step(at, len(self._work))
-            place = self._work[at]
-            part = self._parts[place] = _Part()
-            try:
-                for feeds, where in self._units[place[1]].requests():
-                    started = time.perf_counter()
-                    outputs = self._runner.infer(feeds, **where)
-                    part.seconds.append(time.perf_counter() - started)
-                    part.outputs.append(outputs)
-            except DeployError as error:
-                part.error = error
-                if getattr(error, "kind", "") == UNREACHABLE:
-                    self.gone.set()
-            with self._lock:
-                if place[0] and self._kept > _KEPT_BYTES:
-                    part.outputs, part.is_kept = [], False
-                self._kept += sum(array.nbytes for each in part.outputs for array in each.values())
+    def _send(self, until: float, at: int) -> None:
+        if self.gone.is_set() or time.perf_counter() >= until:
+            return
+        with self._lock:
+            self._on_step(at, len(self._work))
+        round, index = place = self._work[at]
+        part = self._parts[place] = _Part()
+        try:
+            for feeds, where in self._units[index].requests():
+                started = time.perf_counter()
+                outputs = self._runner.infer(feeds, **where)
+                part.seconds.append(time.perf_counter() - started)
+                part.outputs.append(outputs)
+        except DeployError as error:
+            part.error = error
+            if getattr(error, "kind", "") == UNREACHABLE:
+                self.gone.set()
+        with self._lock:
+            if round and self._kept > _KEPT_BYTES:
+                part.outputs, part.is_kept = [], False
+            self._kept += sum(array.nbytes for each in part.outputs for array in each.values())
 
     def results(self) -> Iterator[tuple[GoldenCase | DecodeTrace, list[_Part]]]:
         """Every case and trace of which all parts were sent and kept."""
-        found: dict[tuple[int, int], list[_Part]] = {}
-        for (round, index), part in sorted(self._parts.items()):
-            found.setdefault((round, index - self._units[index].place), []).append(part)
-        for (_, first), parts in found.items():
-            if len(parts) == self._units[first].parts and all(part.is_kept for part in parts):
-                yield self._units[first].of, parts
+        sent = [(round, self._units[index], part) for (round, index), part in sorted(self._parts.items())]
+        for group in together(sent, lambda each: (each[0], id(each[1].of))):
+            (_, unit, _), parts = group[0], [part for _, _, part in group]
+            if len(parts) == unit.parts and all(part.is_kept for part in parts):
+                yield unit.of, parts
 
-    def point(self, verdicts: Sequence[OutputVerdict]) -> LoadPoint:
-        """The figures."""
-        parts = self._parts.values()
+    def point(self, verdicts: Sequence[OutputVerdict]) -> dict[str, Any]:
+        """The figures of this number of clients; see docs/report.md."""
+        parts, shares = self._parts.values(), (50, 90, 99)
         errors = [part.error for part in parts if part.error is not None]
         kinds = Counter(getattr(error, "kind", "error") for error in errors)
-        latencies = tuple(1e3 * seconds for part in parts for seconds in part.seconds)
-        if unsent := self._requests - len(latencies) - sum(kinds.values()):
+        latencies = [1e3 * seconds for part in parts for seconds in part.seconds]
+        if unsent := self._requests - len(latencies) - len(errors):
             kinds["not sent"] = unsent
-        return LoadPoint(
-            clients=self.clients,
-            requests=self._requests,
-            latencies_ms=latencies,
-            errors=dict(kinds),
-            first_error=errors[0].in_one_line if errors else None,
-            seconds=self._seconds,
-            judged=len(verdicts),
-            wrong=sum(verdict.is_wrong for verdict in verdicts),
-        )
+        times = np.percentile(latencies, shares).tolist() if latencies else [None] * len(shares)
+        return {
+            "clients": self.clients,
+            "requests": self._requests,
+            "answered": len(latencies),
+            "errors": dict(kinds),
+            "first_error": errors[0].in_one_line if errors else None,
+            "per_second": len(latencies) / self._seconds if self._seconds > 0 else None,
+            **{f"p{share}_ms": time for share, time in zip(shares, times, strict=True)},
+            "judged": len(verdicts),
+            "wrong": sum(verdict.is_wrong for verdict in verdicts),
+        }
 
 
 class _Recorded:
@@ -303,9 +281,8 @@ class _Recorded:
 
     def feed(self, tokens: Arrays, counts: np.ndarray | None) -> Arrays:
         call, self._call = self._call, self._call + 1
-        for part in self._parts:
-            if call >= len(part.outputs):
-                raise part.error or DeployError("The sequence was not sent to its end.")
+        for part in (part for part in self._parts if call >= len(part.outputs)):
+            raise part.error or DeployError("The sequence was not sent to its end.")
         prompt, longest = (self._trace.prompt, self._trace.longest_prompt) if call == 0 else (1, 1)
         self.lengths = (self.lengths + prompt).astype(np.int32)
         return {
@@ -323,10 +300,7 @@ def _worst(found: Iterable[T], key: Callable[[T], Hashable]) -> list[T]:
     def badness(each: Any) -> tuple[bool, float]:
         return not each.passed, each.share or 0.0
 
-    kinds: dict[Hashable, list[T]] = {}
-    for each in found:
-        kinds.setdefault(key(each), []).append(each)
-    return [max(alike, key=badness) for alike in kinds.values()]
+    return [max(alike, key=badness) for alike in together(found, key)]
 
 
 def _padded(array: np.ndarray, axis: int, length: int) -> np.ndarray:
@@ -335,16 +309,16 @@ def _padded(array: np.ndarray, axis: int, length: int) -> np.ndarray:
     return np.pad(array, [(0, max(0, missing) * (axis == each)) for each in range(array.ndim)])
 
 
-def _findings(point: LoadPoint, options: ValidateOptions) -> Iterator[Finding]:
+def _findings(point: Mapping[str, Any], options: ValidateOptions) -> Iterator[Finding]:
     """What a load shows besides wrong results."""
-    failed, clients = dict(point.errors), plural(point.clients, "client")
+    failed, clients, requests = dict(point["errors"]), plural(point["clients"], "client"), point["requests"]
     unsent = failed.pop("not sent", 0)
     if failed:
         counts = ", ".join(f"{count} {kind}" for kind, count in failed.items())
         left = f"; {unsent} were not sent any more" if unsent else ""
-        text = f"{clients}: {sum(failed.values())} of {point.requests} requests failed ({counts}){left}"
-        yield Finding(FAILURE, "serving", f"{text}: {point.first_error}")
+        text = f"{clients}: {sum(failed.values())} of {requests} requests failed ({counts}){left}"
+        yield Finding(FAILURE, "serving", f"{text}: {point['first_error']}")
     elif unsent:
-        answered = f"{len(point.latencies_ms)} of {point.requests} requests"
+        answered = f"{point['answered']} of {requests} requests"
         text = f"{clients}: the limit of {options.limit_s:g} s was reached after {answered}"
         yield Finding(WARNING, "serving", text)

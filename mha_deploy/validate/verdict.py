@@ -20,12 +20,10 @@ from mha_deploy.model.spec import Axis
 from mha_deploy.options import ValidateOptions
 from mha_deploy.runtime.cuda import driver_version, find_gpu
 from mha_deploy.text import named, together, without_numbers
-from mha_deploy.validate.bisect import LAYERS
-from mha_deploy.validate.conformance import WRONG, ConformanceTable
-from mha_deploy.validate.evaluate import Evaluation
-from mha_deploy.validate.fault import FaultReport
+from mha_deploy.validate.conformance import ConformanceTable
+from mha_deploy.validate.evaluate import Evaluation, LatencyPoint
+from mha_deploy.validate.fault import LAYERS, FaultReport
 from mha_deploy.validate.fp16_range import RangeReport
-from mha_deploy.validate.latency import LatencyPoint, LatencyRow, LoadPoint
 from mha_deploy.validate.runtimes import TENSORRT, Unavailable
 
 # -- Everything a validation found, and the verdict that follows from it ---------------------------
@@ -56,7 +54,7 @@ class Report:
     conformance: ConformanceTable | None = None  # the table of masks, where requested
     fault: FaultReport | None = None  # what is at fault, where an engine is wrong
     notes: tuple[str, ...] = ()  # what a reader should know besides
-    serving: tuple[LoadPoint, ...] = ()  # how a server did under load
+    serving: tuple[Mapping[str, Any], ...] = ()  # how a server did under load, as in report.json
     findings: tuple[Finding, ...] = ()  # the verdict's sentences
     headline: str = ""  # the verdict in one line
     not_verified: tuple[str, ...] = ()  # what was not run: engines, profiles, sizes
@@ -96,11 +94,8 @@ class Report:
             "fault": None if self.fault is None else self.fault.to_dict(),
             "engines": engines_to_dict(self.engines, self.absent, self.evaluations),
             "latency": latency_to_dict(self.points),
-            "serving": [point.to_dict() for point in self.serving],
-            "notes": [
-                *(f"{each.name} did not take part: {each.reason}" for each in self.absent),
-                *self.notes,
-            ],
+            "serving": list(self.serving),
+            "notes": [*(each.sentence for each in self.absent), *self.notes],
         }
 
 
@@ -143,26 +138,23 @@ def engines_to_dict(
     """The engines, and whether they were run."""
     reasons = {each.name: each.reason for each in absent}
     ran = {each.runtime.name for each in evaluations if each.runtime.engine is not None}
-    found = []
-    for name, manifest in ((engine.path.stem, engine.manifest) for engine in engines):
-        plain = ("backend", "version", "precision", "seconds", "engine_bytes", "rebuilds")
-        found.append(
-            {
-                "name": name,
-                **{each: getattr(manifest, each) for each in plain},
-                "built": where_built(manifest),
-                "ran": name in ran,
-                "why_not": None if name in ran else reasons.get(name, "not requested"),
-                "fused": list(manifest.fused_count),
-                "precision_status": manifest.verdict.precision.status,
-                "nodes": msgspec.to_builtins(manifest.verdict.nodes),
-                "profiles": [dict(profile) for profile in manifest.profiles],
-                "attention": attention_summary(manifest),
-                "plugins": libraries_summary(manifest),
-                "profile_names": [manifest.profile_name(index) for index in range(len(manifest.profiles))],
-            }
-        )
-    return found
+    plain = ("backend", "version", "precision", "seconds", "engine_bytes", "rebuilds", "profiles")
+    return [
+        {
+            "name": name,
+            **{each: getattr(manifest, each) for each in plain},
+            "built": where_built(manifest),
+            "ran": name in ran,
+            "why_not": None if name in ran else reasons.get(name, "not requested"),
+            "fused": list(manifest.fused_count),
+            "precision_status": manifest.verdict.precision.status,
+            "nodes": msgspec.to_builtins(manifest.verdict.nodes),
+            "attention": attention_summary(manifest),
+            "plugins": libraries_summary(manifest),
+            "profile_names": [manifest.profile_name(index) for index in range(len(manifest.profiles))],
+        }
+        for name, manifest in ((engine.path.stem, engine.manifest) for engine in engines)
+    ]
 
 
 def latency_to_dict(points: Sequence[LatencyPoint]) -> dict[str, Any] | None:
@@ -182,10 +174,16 @@ _SHOWN_MISSING = 3  # sizes in the headline
 def concluded(
     report: Report,
     judged: Sequence[Evaluation],
-    found: Sequence[Finding],
-    missing: Sequence[tuple[str, str]] = (),
+    options: ValidateOptions,
+    broken: Sequence[Unavailable] = (),
+    served: Sequence[Finding] = (),
 ) -> Report:
     """The report with its verdict: the findings, failures first, and the headline."""
+    found, missing = [*findings(report, options, broken), *served], tuple[tuple[str, str], ...]()
+    if not report.serving:  # which sizes and nodes a server has is its own
+        manifest = report.bundle.manifest
+        missing = not_covered(judged, report.engines, manifest.spec.axes)
+        found = [*unfused_findings(manifest, options), *found, *coverage_findings(missing, options)]
     ranked = tuple(sorted(found, key=lambda finding: LEVELS.index(finding.level)))
     line = _headline(report, judged, ranked, missing)
     return replace(report, findings=ranked, headline=line, not_verified=tuple(text for _, text in missing))
@@ -196,27 +194,20 @@ def findings(
 ) -> Iterator[Finding]:
     """Everything in a report that is worth a sentence."""
     yield from _about_runtimes(report.evaluations)
-    for each in broken:
-        text = f"{each.name} fits this machine and failed to run the model: {each.reason}"
+    for gone in broken:
+        text = f"{gone.name} fits this machine and failed to run the model: {gone.reason}"
         yield Finding(FAILURE, "engine", text)
     yield from _about_engines(report, [each for each in report.absent if each not in broken], options)
-    for evaluation in report.evaluations:
-        if evaluation.outside and not evaluation.parity:
-            text = f"{evaluation.label} was compared with nothing: every case is outside its profiles"
-            yield Finding(FAILURE, "engine", text)
-        elif evaluation.outside:
-            text = f"{evaluation.label} was not run on {', '.join(evaluation.outside)}: outside its profiles"
-            yield Finding(NOTE, "engine", text)
-    if report.fault is not None:
-        at_fault, explanation = report.fault.at_fault, report.fault.explanation
-        yield Finding(NOTE, "parity", f"at fault: {at_fault}. {explanation}")
+    for each in (each for each in report.evaluations if each.outside):
+        text = f"{each.label} was not run on {', '.join(each.outside)}: outside its profiles"
+        if not each.parity:
+            text = f"{each.label} was compared with nothing: every case is outside its profiles"
+        yield Finding(NOTE if each.parity else FAILURE, "engine", text)
+    if (fault := report.fault) is not None:
+        yield Finding(NOTE, "parity", f"at fault: {fault.at_fault}. {fault.explanation}")
     yield from _about_range(report.ranges)
-    table = report.conformance
-    for case in table.rows if table is not None else ():
-        for column, cell in table.cells[case.name].items() if table and not case.diagnostic else ():
-            if cell.status == WRONG:
-                text = f"{column} is wrong on masks: {case.name}, {cell.detail}"
-                yield Finding(WARNING, "conformance", text)
+    for case, column, cell in report.conformance.wrong if report.conformance is not None else ():
+        yield Finding(WARNING, "conformance", f"{column} is wrong on masks: {case.name}, {cell.detail}")
     yield from _about_latency(report.points)
 
 
@@ -226,8 +217,7 @@ def unfused_findings(manifest: Manifest, options: ValidateOptions) -> Iterator[F
     if fused >= of:
         return
     reasons = [note for note in manifest.notes if " is not fused: " in note]
-    more = f", and {len(reasons) - 1} more" if len(reasons) > 1 else ""
-    why = f" ({reasons[0]}{more})" if reasons else ""
+    why = f" ({named(reasons, joint=', ')})" if reasons else ""
     text = f"{fused} of {of} attentions are one node in the graph{why}"
     yield Finding(FAILURE if options.require_fused else WARNING, "fusion", text)
 
@@ -236,26 +226,26 @@ def not_covered(
     evaluations: Sequence[Evaluation], engines: Sequence[Engine], axes: Mapping[str, Axis]
 ) -> tuple[tuple[str, str], ...]:
     """What no runtime was judged on: kind (`run` or `coverage`) and a few words."""
-    found: list[tuple[str, str]] = []
     judged = [each for each in evaluations if each.parity]
-    ran = {id(each.runtime.engine) for each in judged if each.runtime.engine is not None}
-    found += [("run", f"engine {each.path.stem}") for each in engines if id(each) not in ran]
-    for each in [each for each in judged if each.runtime.engine is not None] or judged:
-        verdicts = [verdict for report in each.parity for verdict in report.verdicts]
-        verdicts += [verdict for report in each.decode_reports for verdict in report.verdicts]
+    ran = [each for each in judged if each.runtime.engine is not None]
+    not_run = (each for each in engines if all(each is not other.runtime.engine for other in ran))
+    found = [("run", f"engine {each.path.stem}") for each in not_run]
+    for each in ran or judged:
+        verdicts = [v for report in (*each.parity, *each.decode_reports) for v in report.verdicts]
         sizes = [verdict.sizes for verdict in verdicts if verdict.passed]
         engine = each.runtime.engine
         ranges = [axes] if engine is None else engine.manifest.ranges
         for index, profile in enumerate(ranges):
+            name = f"profile {index} of {each.runtime.name}"
             inside = [
                 one
                 for one in sizes
                 if all(profile[a].min <= n <= profile[a].max for a, n in one.items() if a in profile)
             ]
-            place = f" in profile {index} of {each.runtime.name}" if len(ranges) > 1 else ""
             if not inside:
-                found.append(("coverage", f"profile {index} of {each.runtime.name}"))
+                found.append(("coverage", name))
                 continue
+            place = f" in {name}" if len(ranges) > 1 else ""
             for axis, limits in profile.items():
                 largest = max((one[axis] for one in inside if axis in one), default=limits.max)
                 if largest < limits.max:
@@ -279,8 +269,7 @@ def _headline(
     missing: Sequence[tuple[str, str]],
 ) -> str:
     """The verdict in one line: is it right, is it fused, is it in its precision, is it fast."""
-    failures = [finding.text for finding in found if finding.level == FAILURE]
-    if failures:
+    if failures := [finding.text for finding in found if finding.level == FAILURE]:
         return failures[0] if len(failures) == 1 else f"{failures[0]} (and {len(failures) - 1} more)"
     judged = [each for each in evaluations if each.parity]
     if not judged:
@@ -299,9 +288,13 @@ def _headline(
             parts.append("fusion and precision not verified")
         elif engine is not None:
             parts += [engine.manifest.fusion_summary, engine.manifest.precision_summary]
-    name = (ran or judged)[0].runtime.name
     for point in report.points[:1]:
-        parts += [_speed(row, point) for row in point.rows if row.name == name and row.timing]
+        rows = [row for row in point.rows if row.name == (ran or judged)[0].runtime.name]
+        for p50, row in ((row.timing.p50, row) for row in rows if row.timing):
+            parts.append(f"{p50:.1f} µs")
+            ratio, best = point.figures(row)["speedup_over_best_pytorch"], point.best_pytorch
+            if ratio is not None and best is not None:
+                parts.append(f"{ratio:.2f} × the speed of the best PyTorch ({best.name})")
     sizes = [text for kind, text in missing if kind == "coverage"]
     more = f" and {len(sizes) - _SHOWN_MISSING} more" if len(sizes) > _SHOWN_MISSING else ""
     parts += [f"{NOT_VERIFIED}: {', '.join(sizes[:_SHOWN_MISSING])}{more}"] if sizes else []
@@ -309,24 +302,17 @@ def _headline(
 
 
 def _outputs(evaluation: Evaluation) -> str:
-    right = {True: list[bool](), False: list[bool]()}  # of attentions and of outputs
-    for report in evaluation.parity:
-        right[report.cases == LAYERS] += [verdict.passed for verdict in report.verdicts]
-    text = f"{evaluation.label}: {sum(right[False])}/{len(right[False])} outputs within budget"
-    if right[True]:
-        text += f", {sum(right[True])}/{len(right[True])} attentions right"
+    outputs, attentions = (
+        [v.passed for r in evaluation.parity if (r.cases == LAYERS) is inside for v in r.verdicts]
+        for inside in (False, True)
+    )
+    text = f"{evaluation.label}: {sum(outputs)}/{len(outputs)} outputs within budget"
+    if attentions:
+        text += f", {sum(attentions)}/{len(attentions)} attentions right"
     if evaluation.not_decoded_because is not None:
         return f"{text}, not decoded"
     steps = sum(report.steps for report in evaluation.decode_reports)
     return f"{text}, right at all {steps} decode steps" if steps else text
-
-
-def _speed(row: LatencyRow, point: LatencyPoint) -> str:
-    ratio, best = point.figures(row)["speedup_over_best_pytorch"], point.best_pytorch
-    text = f"{row.timing.p50:.1f} µs" if row.timing else ""
-    if ratio is not None and best is not None:
-        text += f", {ratio:.2f} × the speed of the best PyTorch ({best.name})"
-    return text
 
 
 def _about_runtimes(evaluations: Sequence[Evaluation]) -> Iterator[Finding]:
@@ -377,18 +363,15 @@ def _about_engines(
         if narrowed := manifest.verdict.precision.narrowed:  # which may overflow
             text = f"engine {name} multiplies {len(narrowed)} matmuls in fewer bits than the graph"
             yield Finding(WARNING, "precision", text)
-    names = {engine.path.stem for engine in engines}
-    for each in absent:
-        if each.name in names:
-            text = f"engine {each.name} was built and inspected, but not run: {each.reason}"
-            yield Finding(NOTE, "engine", text)
+        for each in absent:
+            if each.name == name:
+                text = f"engine {name} was built and inspected, but not run: {each.reason}"
+                yield Finding(NOTE, "engine", text)
     for engine in engines:  # of which nothing is known but what their manifests claim
         ran = any(each.runtime.engine is engine and each.parity for each in report.evaluations)
         if not ran and not engine.is_shown:
-            text = (
-                f"fusion and precision of engine {engine.path.stem} are not verified: "
-                "it did not run here, and only TensorRT can read its plan"
-            )
+            text = f"fusion and precision of engine {engine.path.stem} are not verified: it did not run "
+            text += "here, and only TensorRT can read its plan"
             yield Finding(FAILURE if required else WARNING, "fusion", text)
 
 

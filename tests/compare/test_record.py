@@ -13,7 +13,7 @@ from mha_deploy.runtime.cuda import Conditions
 from mha_deploy.runtime.gpu import Throughput
 from mha_deploy.runtime.timing import Timing
 from mha_deploy.validate.bench import ModelBench, ThroughputRow
-from mha_deploy.validate.latency import LatencyPoint, LatencyRow
+from mha_deploy.validate.evaluate import LatencyPoint, LatencyRow
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from tables import PAGES, builds_table, evidence_table, kernels_table, latency_table, rewritten, streams_table

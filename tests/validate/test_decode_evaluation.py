@@ -279,7 +279,7 @@ def test_a_wrong_decoder_has_no_time_for_single_tokens(static):
     assert right.timed == [16, 1]
     assert [row.refused for row in rows.values()] == ["There is no clock here."] * 2
     result = sit(static, wrong, timed=timed)
-    assert result.failed_cases == []
+    assert result.wrong_cases == []
     assert wrong.timed == [16]
     assert result.rows["prefill"].refused == "There is no clock here."
     assert result.rows["decode"].refused.startswith("wrong answer: steps step 1/output: out of budget")
@@ -331,5 +331,5 @@ def test_old_rows_that_were_changed_are_no_error_to_map(bundles):
         return results
 
     result = sit(bundle, Through(bundle, after), cases=golden(bundle, "decode"), traces=())
-    assert result.failed_cases == ["decode"]
+    assert result.wrong_cases == ["decode"]
     assert result.heatmaps == ()

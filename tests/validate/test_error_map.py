@@ -194,7 +194,7 @@ def test_scores_scaled_in_one_head_light_up_that_head(bundles):
     assert values[head].min() > 100 * values[others].max()
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", ["tiny-gqa", "tiny-sparse-heads", "tiny-head-mix", "tiny-weights"])
 def test_the_projection_of_a_graph_is_found(bundles, name):
     model = load_graph(bundles(name).model_path)
@@ -204,5 +204,13 @@ def test_the_projection_of_a_graph_is_found(bundles, name):
     assert (projection.bias == model.graph.initializers["o.bias"].const_value.numpy()).all()
 
 
-def test_an_mlp_is_no_projection_of_heads(bundles):
-    assert output_projection(load_graph(bundles("tiny-grouped-mlp").model_path)) is None
+def test_an_mlp_is_no_projection_of_heads():
+    text = """<ir_version: 10, opset_import: ["": 23]>
+    mlp (float[2,5,2] x) => (float[2,5,2] output) <float[2,2] w = {1, 2, 3, 4}> {
+        y = Attention <q_num_heads = 2, kv_num_heads = 2> (x, x, x)
+        h = MatMul(y, w)
+        a = Relu(h)
+        output = MatMul(a, w)
+    }"""
+    assert output_projection(ir.from_onnx_text(text)) is None
+    assert output_projection(ir.from_onnx_text(text.replace("MatMul(a, w)", "MatMul(y, w)"))).heads == 2

@@ -96,7 +96,7 @@ def neighbours(checks):
 # -- right runners -----------------------------------------------------------------------------
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_right_runner_passes(opened, name):
     spec, cases, runner = opened(name)
@@ -136,7 +136,7 @@ def test_a_larger_batch_stays_within_the_limit(opened):
 
 
 def test_a_bias_without_a_batch_stays_as_it_is(opened):
-    spec, cases, runner = opened("tiny-additive-causal")
+    spec, cases, runner = opened("tiny-additive")
     (opt,) = (case for case in cases if case.name == "opt")
     watched = Altered(runner)
     checked(spec, [opt], watched)
@@ -230,7 +230,7 @@ def test_every_row_is_put_into_every_slot_and_wrong_only_there_is_caught(opened)
 
 
 def test_the_lengths_of_the_first_slot_used_for_all_are_caught(opened):
-    spec, cases, runner = opened("tiny-weights")
+    spec, cases, runner = opened("tiny-padding")
     (ragged,) = (case for case in cases if case.name == "ragged")
 
     def first_for_all(feeds):
@@ -337,6 +337,7 @@ def last_takes_the_first(*names):
     return before
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("name", "tensors"),
     [

@@ -8,7 +8,11 @@ import pytest
 from decode_mistakes import Meddled
 
 import mha_deploy as md
+from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.bundle.folder import open_bundle
+from mha_deploy.graph.file import load_graph
+from mha_deploy.graph.mutate import mutated
+from mha_deploy.metrics import judge_case
 from mha_deploy.options import ValidateOptions
 from mha_deploy.runtime import open_runner
 from mha_deploy.validate.decode import evaluate_trace, traces_of
@@ -59,6 +63,14 @@ def test_every_precision_decodes(own_bundles, precision):
     report = validate_bundle(own_bundles("decoder", precision))
     assert report.passed, report.headline
     assert any(evaluation.decode_reports for evaluation in report.evaluations)
+
+
+def test_a_mask_of_two_axes_is_shifted_along_its_keys(bundle):
+    case = next(case for case in golden_cases(bundle) if case.name == "opt")
+    shifted = mutated(load_graph(bundle.model_path), "mask off by one")
+    with open_runner("ort-cpu", shifted) as runner:
+        verdicts = judge_case(case, runner.run(case.inputs), bundle.manifest.precision)
+    assert any(verdict.is_wrong for verdict in verdicts)
 
 
 def test_a_cache_that_loses_an_entry_is_caught(bundle):

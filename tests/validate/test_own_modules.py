@@ -14,7 +14,7 @@ from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.engine.build import engine_from_bundle
 from mha_deploy.errors import DeployError
 from mha_deploy.options import EngineOptions, ValidateOptions
-from mha_deploy.validate.bisect import layers_case
+from mha_deploy.validate.fault import layers_case
 from mha_deploy.validate.run import validate_bundle
 
 OWN = Path(__file__).parents[1] / "own_models.py"

@@ -24,7 +24,7 @@ def probes(bundle, probe="edges"):
         yield maker.case(point.sizes, seed=1, past=point.past, probe=probe)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "name", ["tiny-gqa", "tiny-rope", "tiny-window", "tiny-preallocated", "tiny-causal-padding"]
 )
@@ -76,7 +76,7 @@ def rotated(x, positions):
 
 
 def test_a_mistake_at_one_position_of_thousands_is_caught():
-    S, E, heads = 512, 256, 16
+    S, E, heads = 256, 128, 8
     drawn = np.random.default_rng(1).standard_normal((1, S, E)).astype(np.float32)
     loud = layer_probe(find_spec("tiny-rope"), {"x": tensor_from_numpy(drawn)})["x"].numpy()[0]
     x = loud.astype(np.float16).astype(np.float64)

@@ -71,7 +71,7 @@ ALWAYS = {
 }
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @in_precisions("fp16", "bf16", "fp32", names=LAYERS, every=("tiny-gqa", "tiny-preallocated"))
 def test_every_wrong_model_is_caught_and_the_right_one_passes(bundles, name, precision):
     result = self_test(bundles(name, precision))

@@ -37,11 +37,9 @@ def test_the_manifest_and_a_validation_count_talking_heads(name, fused, own_bund
 def test_an_engine_counts_them(name, fused, copied, run_cli):
     pytest.importorskip("tensorrt_rtx")
     folder = copied(name)
-    build = ("build-engine", folder, "--backend", "tensorrt-rtx", "--sm", "89")
-    done = run_cli(*build)
-    assert done.code == 0, done.err
+    done = run_cli("build-engine", folder, "--backend", "tensorrt-rtx", "--sm", "89", "--require-fused")
+    assert done.code == 1, done.err
     assert f"{fused}/2 fused" in done.out
-    assert run_cli(*build, "--overwrite", "--require-fused").code == 1
     report = validate_bundle(open_bundle(folder), ValidateOptions(probe=False))
     assert f"{fused}/2 fused" in report.headline
     (engine,) = report.engines
