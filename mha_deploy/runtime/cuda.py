@@ -283,12 +283,6 @@ def read_conditions(gpu: Gpu) -> Conditions:
     )
 
 
-def driver_version() -> str | None:
-    """Version of the NVIDIA driver."""
-    pynvml = _nvml()
-    return None if pynvml is None else str(pynvml.nvmlSystemGetDriverVersion())
-
-
 @cache
 def _nvml() -> Any:
     """NVML, ready to be called; None without it."""

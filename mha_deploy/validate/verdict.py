@@ -14,11 +14,11 @@ from mha_deploy import __version__
 from mha_deploy.bundle.folder import MANIFEST, Bundle, sha256
 from mha_deploy.bundle.manifest import Manifest
 from mha_deploy.engine.engine import Engine, attention_summary, libraries_summary, where_built
-from mha_deploy.environment import RUN_PACKAGES, versions
+from mha_deploy.environment import RUN_PACKAGES, gpus, versions
 from mha_deploy.metrics import NOT_VERIFIED, OutputVerdict
 from mha_deploy.model.spec import Axis
 from mha_deploy.options import ValidateOptions
-from mha_deploy.runtime.cuda import driver_version, find_gpu
+from mha_deploy.runtime.cuda import find_gpu
 from mha_deploy.text import named, together, without_numbers
 from mha_deploy.validate.conformance import ConformanceTable
 from mha_deploy.validate.evaluate import Evaluation, LatencyPoint
@@ -109,7 +109,7 @@ def frame() -> dict[str, Any]:
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "environment": {
             "gpu": None if gpu is None else {name: getattr(gpu, name) for name in shown},
-            "driver": driver_version(),
+            "driver": next((each.get("driver_version") for each in gpus()), None),
             "platform": platform.platform(),
             "python": platform.python_version(),
             "versions": versions(RUN_PACKAGES),
