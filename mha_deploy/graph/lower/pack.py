@@ -6,7 +6,6 @@ the Attention nodes still show which matmuls are projections.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -64,8 +63,11 @@ def _groups(attention: ir.Node) -> list[list[Projection]]:
     """The projections of Q, K and V that share an input, two or more together."""
     groups: dict[tuple[ir.Value, ir.Graph | ir.Function | None], list[Projection]] = {}
     seen: set[ir.Node] = set()
-    for position in (Q, K, V):  # up to the nearest MatMul on each path
-        for node in nodes_behind([attention.inputs[position]], _inputs_but_of_matmuls):
+    for position in (Q, K, V):
+        up_to_matmuls = nodes_behind(
+            [attention.inputs[position]], lambda node: () if is_op(node, "MatMul") else node.inputs
+        )
+        for node in up_to_matmuls:
             projection = None if node in seen else projection_at(node)
             seen.add(node)
             if projection is not None:
@@ -75,10 +77,6 @@ def _groups(attention: ir.Node) -> list[list[Projection]]:
         for key, group in groups.items()
     }
     return [group for key, group in groups.items() if len(group) > 1 and len(types[key]) == 1]
-
-
-def _inputs_but_of_matmuls(node: ir.Node) -> Sequence[ir.Value | None]:
-    return () if is_op(node, "MatMul") else node.inputs
 
 
 def _pack(group: list[Projection], attention: ir.Node) -> None:

@@ -234,18 +234,13 @@ def _cached_attention(form: GroupForm, cache: kv.CachedAttention) -> ir.Value:
         capped = form.softcap(form.transposed_scores(query, k))
         scores.append(capped if bias is None else b.op("Add", capped, bias, name="scores_biased"))
     weights = form.softmax(b.op("Concat", *scores, axis=-1, name="all_scores"))
-    halves = zip(_cut_columns(b, weights, T), (cache.past_value, cache.new_value), strict=True)
-    y = b.op("Add", *[form.weighted(half, v) for half, v in halves], name="summed_values")
-    y = form.restore(y, call.Dv)
+    cut, last = b.as_tensor(T), b.ints(-1)
+    past = b.op("Slice", weights, b.ints(0), cut, last, name="of_past")
+    new = b.op("Slice", weights, cut, b.ints(2**63 - 1), last, name="of_new")
+    parts = (form.weighted(past, cache.past_value), form.weighted(new, cache.new_value))
+    y = form.restore(b.op("Add", *parts, name="summed_values"), call.Dv)
     # Without a mask no query is fully masked: it attends at least to itself.
     return masks.zero_masked_queries(b, call, masks.attending_queries(b, call, mask), y)
-
-
-def _cut_columns(b: NodeBuilder, x: ir.Value, T: Size) -> tuple[ir.Value, ir.Value]:
-    """The key columns of the past and of the new tokens: slices, as T may be dynamic."""
-    cut, last = b.as_tensor(T), b.ints(-1)
-    past = b.op("Slice", x, b.ints(0), cut, last, name="of_past")
-    return past, b.op("Slice", x, cut, b.ints(2**63 - 1), last, name="of_new")
 
 
 def _plain_biases(
