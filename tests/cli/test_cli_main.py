@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 from fresh_python import run_all
 
 from mha_deploy import __version__, cli
@@ -57,6 +58,15 @@ def test_help_lists_every_verb_in_the_order_of_use(run_cli):
     text = run_cli("-h").out
     places = [text.index(f"│ {verb} ") for verb in VERBS]
     assert places == sorted(places)
+
+
+def test_every_option_of_every_verb_is_explained():
+    """Also those whose text is the docstring of a function of the API."""
+    group = typer.main.get_command(cli.app)
+    commands = [*group.commands.values(), *group.commands["plugins"].commands.values()]
+    assert len(commands) == len(VERBS) + 1 + 3
+    without = [(each.name, option.name) for each in commands for option in each.params if not option.help]
+    assert without == []
 
 
 def test_what_reads_text_alone_loads_nothing_heavy(tmp_path):
