@@ -7,7 +7,6 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from fresh_python import python
 
 from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.errors import BackendUnavailable, DeployError
@@ -15,18 +14,6 @@ from mha_deploy.metrics import measure
 from mha_deploy.runtime import open_runner
 from mha_deploy.runtime.child import RuntimeCrash, open_isolated
 from mha_deploy.runtime.ort import OrtCpuRunner
-
-OPEN = """
-import sys
-from pathlib import Path
-from mha_deploy.runtime import open_runner
-from mha_deploy.errors import BackendUnavailable
-try:
-    open_runner("ort-cpu", Path(sys.argv[1]))
-except BackendUnavailable as error:
-    print(error)
-    sys.exit(error.exit_code)
-"""
 
 
 def graph(nodes, inputs, outputs, opset=23):
@@ -79,14 +66,6 @@ def test_without_onnx_runtime_its_installation_is_the_advice(bundles, monkeypatc
     with pytest.raises(BackendUnavailable, match="ONNX Runtime is not installed") as caught:
         open_runner("ort-cpu", bundles("tiny-gqa").model_path)
     assert caught.value.hint == 'pip install "mha-deploy[ort]"'
-
-
-@pytest.mark.slow
-def test_a_machine_without_onnx_runtime_is_advised_how_to_install_it(bundles):
-    done = python(OPEN, bundles("tiny-gqa").model_path, blocked=("onnxruntime",))
-    assert done.returncode == 3, done.stderr
-    assert "ONNX Runtime is not installed" in done.stdout
-    assert 'try: pip install "mha-deploy[ort]"' in done.stdout
 
 
 def test_a_graph_with_an_unknown_node_is_refused_in_one_line(tmp_path):
