@@ -100,7 +100,7 @@ def _engine_at(
     """Build the one engine that the options request."""
     spec, precision = bundle.manifest.spec, bundle.manifest.precision.name
     model = load_graph(bundle.model_path)
-    plugins = [find_plugins(rt).record()] if options.attention == PLUGIN else []
+    plugins: list[Any] = [find_plugins(rt).record()] if options.attention == PLUGIN else []
     lowered, answers = lowering.lowered_for(rt, model, options)
     ranges = list(options.profiles) or engines.default_profiles(spec, one=not rt.can.shared_profiles)
     cache = bundle.path / engines.FOLDER / f"timing-{rt.backend}-{rt.version}.cache"
@@ -137,6 +137,8 @@ def _engine_at(
         rt, built.plan, names, host_code=options.version_compatible, large_tensors=large
     )
     notes = [*unprepared, *built.notes, *(each.advice for each in large), *built.warnings]
+    in_place = noted_caches(lowered, IN_PLACE_NOTE) if plugins else {}
+    notes += [f"caches in place: bind {out} to the memory of {at}" for out, at in in_place.items()]
     manifest = engines.EngineManifest(
         backend=rt.backend,
         version=rt.version,
@@ -168,13 +170,11 @@ def _engine_at(
         options=request.record(),
         findings=[asdict(finding) for finding in findings],
         notes=notes,
+        attention={"requested": requested, "chosen": options.attention, "accumulate": options.accumulate},
+        plugins=plugins,
+        in_place=in_place,
         large_tensors=list(large),
     )
-    if plugins:
-        in_place = noted_caches(lowered, IN_PLACE_NOTE)
-        notes += [f"caches in place: bind {out} to the memory of {at}" for out, at in in_place.items()]
-        attention = {"requested": requested, "chosen": PLUGIN, "accumulate": options.accumulate}
-        manifest = msgspec.structs.replace(manifest, attention=attention, plugins=plugins, in_place=in_place)
     engine = engines.write_engine(path, built.plan, manifest, overwrite=options.overwrite)
     if built.timing_cache:
         with contextlib.suppress(OSError):  # the engine is there: the next build is only slower
