@@ -1127,8 +1127,7 @@ def _best_candidate(
     Returns:
         The precision and the options of the best one, and the fields of a `Deployment` that list them all.
     """
-    import tempfile
-
+    from mha_deploy.bundle.commit import temporary_folder
     from mha_deploy.engine.engine import default_backend
     from mha_deploy.engine.lowered import open_candidates
     from mha_deploy.engine.plugins import PluginError, library_for
@@ -1150,12 +1149,12 @@ def _best_candidate(
     options: dict[str, tuple[str, EngineOptions]] = {}
     place = Path(os.path.realpath(out))
     place.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{place.name}.partial-", dir=place.parent) as folder:
+    with temporary_folder(place) as folder:
         for precision in wanted:
             shown = "mixed" if precision == "auto" else precision
             try:
                 report(f"candidate {shown}", len(trials), 0)
-                bundle = export(found, Path(folder) / shown, precision=precision, **exported)
+                bundle = export(found, folder / shown, precision=precision, **exported)
             except DeployError as error:
                 trials.append(Trial(name=shown, precision=precision, refused=error.in_one_line))
                 continue
