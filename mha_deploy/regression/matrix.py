@@ -224,12 +224,9 @@ def run_cell(request: Mapping[str, Any], archive: bytes | None = None) -> dict[s
                 failed = any(finding.level == FAILURE for finding in found.findings)
                 status = "passed" if found.passed else "failed" if failed else "built"
                 why, report = found.headline, found.to_dict()
-    except RuntimeCrash as error:
-        status, why = "crashed", error.in_one_line
-    except BackendUnavailable as error:
-        status, why = "unavailable", error.in_one_line
     except DeployError as error:
-        status, why = "refused", error.in_one_line
+        kinds = {RuntimeCrash: "crashed", BackendUnavailable: "unavailable", DeployError: "refused"}
+        status, why = next(kinds[kind] for kind in kinds if isinstance(error, kind)), error.in_one_line
     seconds = round(time.monotonic() - started, 3)
     return {"status": status, "why": why, "seconds": seconds, "engine_sha256": plan, "report": report}
 
@@ -290,14 +287,9 @@ class LocalWorkers:
             place = self._installed(runtime) if runtime.pip else runtime.path
         except DeployError as error:
             return _without_result("unavailable", error.in_one_line)
-        process = subprocess.Popen(
-            [runtime.python or sys.executable, "-m", "mha_deploy.regression.matrix"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | _variables(place, gpu),
-        )
+        command = [runtime.python or sys.executable, "-m", "mha_deploy.regression.matrix"]
+        pipe, variables = subprocess.PIPE, os.environ | _variables(place, gpu)
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=variables)
         self._running.add(process)
         try:
             out, err = process.communicate(json.dumps(request), timeout=limit)
