@@ -1590,13 +1590,11 @@ def find_plugin_parts(
         Traceback (most recent call last):
         mha_deploy...Error: The folder has no headers...
     """
+    # Every parameter is one of the parts.
+    given = {name: None if each is None else Path(each) for name, each in locals().items()}
     from mha_deploy.engine.plugins import find_parts
 
-    given = {
-        "tensorrt_include": tensorrt_include, "cudnn_include": cudnn_include,
-        "cudnn_frontend_include": cudnn_frontend_include, "cuda_include": cuda_include, "nvcc": nvcc,
-    }  # fmt: skip
-    return find_parts({name: None if each is None else Path(each) for name, each in given.items()})
+    return find_parts(given)
 
 
 def build_plugins(

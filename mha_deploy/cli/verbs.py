@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from mha_deploy.engine.manifest import Engine
     from mha_deploy.regression.matrix import MatrixCell
 
+OUT = ("-o", "--out")
 # Verbs that run no code that a bundle names need not trust it.
 RUN = {name: each for name, each in CONTROL.items() if name != "trust_code"}
 
@@ -47,7 +48,7 @@ RUN = {name: each for name, each in CONTROL.items() if name != "trust_code"}
 
 
 @verb(MODEL, taken(md.export), RUN)
-def export(out: Path = option(MISSING, "The folder to write.", "-o", "--out"), **options: Any) -> Result:
+def export(out: Path = option(MISSING, "The folder to write.", *OUT), **options: Any) -> Result:
     """Export an attention layer, your own model or an ONNX file to an ONNX bundle with fused attention."""
     files = by_name(options.pop("inputs"), "--input", "input_ids=ids.npy")
     model = taken_model(options)
@@ -73,8 +74,7 @@ def deploy(
         None,
         "The folder to write. default: bundles/MODEL-PRECISION, or bundles/MODEL-CACHE-PRECISION with a "
         "--cache that is not the spec's own",
-        "-o",
-        "--out",
+        *OUT,
     ),
     candidates: bool | None = option(
         None,
@@ -277,9 +277,7 @@ def where(backend: str = typer.Option("tensorrt", help="tensorrt or tensorrt-rtx
 @verb(taken(md.validate), CONTROL)
 def validate(
     bundle: Path = BUNDLE,
-    out: Path | None = option(
-        None, "Folder of report.json and report.html. default: the bundle", "-o", "--out"
-    ),
+    out: Path | None = option(None, "Folder of report.json and report.html. default: the bundle", *OUT),
     report: bool = option(True, "Write the report."),
     self_test: bool = option(False, "Only mutate the graph, and check that each mutation is detected."),
     **options: Any,
@@ -334,9 +332,7 @@ def bisect(bundle: Path = BUNDLE, **options: Any) -> Result:
 @verb(taken(md.bench), CONTROL)
 def bench(
     bundles: Sequence[Path] = argument("BUNDLE", "One or more bundles, with their engines built.", ()),
-    out: Path | None = option(
-        None, "Folder of bench.json and bench.html. default: the first bundle", "-o", "--out"
-    ),
+    out: Path | None = option(None, "Folder of bench.json and bench.html. default: the first bundle", *OUT),
     markdown: bool = option(False, "Print a Markdown table to stdout."),
     record: Path | None = option(
         None,
@@ -430,9 +426,7 @@ def compare(
     return Result(found.to_dict(), lines, passed=found.passed)
 
 
-@verb(
-    taken(md.matrix, "out", "jobs", "address", out={"flags": ("-o", "--out")}, jobs={"min": 1}),
-)
+@verb(taken(md.matrix, "out", "jobs", "address", out={"flags": OUT}, jobs={"min": 1}))
 def matrix(
     plan: Path = argument("PLAN", "The plan, a TOML file; see docs/matrix.md."),
     markdown: bool = option(False, "Print the heat map as Markdown to stdout."),
