@@ -199,6 +199,7 @@ def validated(run_cli, bundles, tmp_path):
 
 def test_a_runtime_that_crashes_fails_and_the_others_are_judged(validated, monkeypatch):
     monkeypatch.setattr(backends, "_open_graph", failing.open_ort_that_fails)
+    monkeypatch.setattr(child, "_PRELOADED", {})  # each of its processes ends before it needs ONNX Runtime
     done, report = validated()
     assert done.code == 1
     failures = [each["text"] for each in report["verdict"]["findings"] if each["level"] == "failure"]
