@@ -384,6 +384,7 @@ class _DecodeRun:
         """What was found."""
         trace, steps, first = self.trace, self.calls[1:], next(iter(self.trace.cache.outputs))
         failed = (step for step, (_, found) in enumerate(self.calls) if not all(v.passed for v in found))
+        deviations = (found[0].deviation for _, found in steps)
         own = (measure(case.eager[first], case.oracle[first]).relative_l2 for case, _ in steps)
         return DecodeReport(
             model=self.spec.name,
@@ -394,7 +395,7 @@ class _DecodeRun:
             steps=trace.steps,
             verdicts=(*(verdict for _, found in self.calls for verdict in found), *self.afterwards),
             first_failed=next(failed, None),
-            errors=tuple(found[0].deviation and found[0].deviation.relative_l2 for _, found in steps),
+            errors=tuple(each.relative_l2 if each else None for each in deviations),
             eager_errors=tuple(own),
         )
 

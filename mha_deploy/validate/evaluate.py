@@ -244,15 +244,20 @@ class Evaluation:
         return self.backend if self.backend.startswith(name) else f"{name} ({self.backend})"
 
     @property
+    def reports(self) -> tuple[ParityReport | DecodeReport, ...]:
+        """The verdicts on cases and on traces."""
+        return (*self.parity, *self.decode_reports)
+
+    @property
     def share(self) -> float | None:
         """The largest share of a budget that was used, where there is a number."""
-        verdicts = [v for report in (*self.parity, *self.decode_reports) for v in report.verdicts]
+        verdicts = (verdict for report in self.reports for verdict in report.verdicts)
         return max((verdict.share for verdict in verdicts if verdict.share is not None), default=None)
 
     @property
     def is_right(self) -> bool:
         """Whether everything that it was judged on is right."""
-        return all(report.passed for report in (*self.parity, *self.decode_reports))
+        return all(report.passed for report in self.reports)
 
     @property
     def wrong_cases(self) -> list[str]:

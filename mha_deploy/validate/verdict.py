@@ -231,7 +231,7 @@ def not_covered(
     not_run = (each for each in engines if all(each is not other.runtime.engine for other in ran))
     found = [("run", f"engine {each.path.stem}") for each in not_run]
     for each in ran or judged:
-        verdicts = [v for report in (*each.parity, *each.decode_reports) for v in report.verdicts]
+        verdicts = (verdict for report in each.reports for verdict in report.verdicts)
         sizes = [verdict.sizes for verdict in verdicts if verdict.passed]
         engine = each.runtime.engine
         ranges = [axes] if engine is None else engine.manifest.ranges
