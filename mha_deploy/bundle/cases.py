@@ -222,9 +222,9 @@ def refuse_implausible(file: str, oracle: Arrays, eager: Arrays, precision: Prec
                 share, most, what = gain, most * _GAIN_SHARE, "larger or smaller as a whole"
         if share > most:
             problem = "The module's own result is further from the oracle than rounding explains."
-            got = f"{file}: {name}, {share:.2g} {what}, at most {most:.2g} in {precision.name}"
+            found = f"{file}: {name}, {share:.2g} {what}, at most {most:.2g} in {precision.name}"
             hint = "export again, in a wider precision (--precision auto or fp32) where the model needs it"
-            raise BundleError(problem, got=got, hint=hint)
+            raise BundleError(problem, got=found, hint=hint)
 
 
 def write_case(path: Path, case: GoldenCase) -> None:
