@@ -38,7 +38,6 @@ import mha_deploy as md
 from mha_deploy.baselines.fresh import FreshCases, module_from_bundle
 from mha_deploy.bundle.cases import GoldenCase
 from mha_deploy.environment import versions
-from mha_deploy.export.golden import fp64_twin
 from mha_deploy.metrics import Budget, budget_from_eager, judge_case
 from mha_deploy.model.precision import PRECISIONS, Precision
 from mha_deploy.reference.attention import Attention, merge_heads, split_heads
@@ -215,7 +214,8 @@ def shares(point: str, tensorrt: bool) -> dict[str, dict[str, float]]:
     title, columns, device = f"{model} {'×'.join(map(str, sizes.values()))}", {}, torch_device()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as pool:
         bundle = md.export(model, Path(folder) / "bundle", precision="fp16", golden=("min",))
-        maker, twin = FreshCases(bundle, device), fp64_twin(module_from_bundle(bundle, device=device))
+        maker = FreshCases(bundle, device)
+        twin = module_from_bundle(bundle, path="sdpa", device=device, dtype=torch.float64)
         cases = {probe: maker.case(sizes, seed=1, probe=probe) for probe in ("coarse", "edges")}
         cases["edges"] = replace(cases["edges"], allowance=PROBE_ALLOWANCE)
         layers = {probe: Layer(twin, case) for probe, case in cases.items()}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,7 +14,6 @@ import onnx_ir as ir
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from mha_deploy.analyze.cost import oracle_bytes, past_keys, sizes_name
 from mha_deploy.bundle.cases import GoldenCase, read_case
@@ -24,7 +23,7 @@ from mha_deploy.errors import BackendUnavailable, BundleError, DeployError
 from mha_deploy.export.exporter import exported_program
 from mha_deploy.export.flow import PlannedCase
 from mha_deploy.export.golden import LayerCapture, ModuleCapture
-from mha_deploy.export.oracle import run_module, run_program
+from mha_deploy.export.oracle import Float64, Intercept, run_in_float64, run_program
 from mha_deploy.export.own_model import reopen_user_module
 from mha_deploy.graph.file import load_graph
 from mha_deploy.model.precision import find_precision
@@ -82,7 +81,7 @@ _COPIES_OF_SCORES = 3  # before the softmax, after it, and one in between
 
 
 def run_in_blocks(module: Attention, arguments: dict[str, Tensor], limit_bytes: int) -> tuple[Tensor, ...]:
-    """Run a layer as `export.oracle.run_module` does, within a bound on memory; the outputs are on the CPU.
+    """Run a layer as `run_in_float64` does, within a bound on memory; the outputs are on the CPU.
 
     The bound is on scores and activations of one block; one query of one batch element always runs.
     """
@@ -99,24 +98,20 @@ def run_in_blocks(module: Attention, arguments: dict[str, Tensor], limit_bytes: 
             for name, tensor in arguments.items()
         }
         with QueriesInBlocks(limit_bytes):
-            blocks.append([output.cpu() for output in run_module(module, taken)])
+            blocks.append([output.cpu() for output in run_in_float64(module, taken)])
     return tuple(torch.cat(parts) for parts in zip(*blocks, strict=True))
 
 
-class QueriesInBlocks(TorchFunctionMode):
+class QueriesInBlocks(Intercept):
     """Compute PyTorch's attention some queries at a time, where its scores would exceed a bound."""
 
     def __init__(self, limit_bytes: int) -> None:
         super().__init__()
         self._limit_bytes = limit_bytes
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is not F.scaled_dot_product_attention:
-            return func(*args, **kwargs)
-        return self._attention(*args, **kwargs)
+    def call(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """One call: attention in blocks, others as they are."""
+        return (self._attention if func is F.scaled_dot_product_attention else func)(*args, **kwargs)
 
     def _attention(
         self,
@@ -186,15 +181,14 @@ def _edges(end: int, length: int, window: int | None) -> list[int]:
 def _by_self_score(layer: Attention, x: Tensor) -> Tensor:
     """Which of the first tokens attend to themselves in the most heads, the best first. [B, n]."""
     spec, few = layer.spec, x[:, :_CANDIDATES]
-    parameter = next(layer.parameters())
-    with torch.inference_mode():
-        q, k, _ = layer.project(few.to(parameter), None, None)
+    with torch.inference_mode(), Float64():
+        q, k, _ = layer.project(few.to(next(layer.parameters()).device), None, None)
     q, k = split_heads(q, spec.Hq), split_heads(k, spec.Hkv).repeat_interleave(spec.Hq // spec.Hkv, 1)
     return (q * k).sum(-1).clamp(max=1.0).mean(1).argsort(-1, descending=True).to(x.device)
 
 
 def layer_probe(
-    spec: AttentionSpec, feeds: Mapping[str, Tensor], oracle: Callable[[], Attention] | None = None
+    spec: AttentionSpec, feeds: Mapping[str, Tensor], layer: Attention | None = None
 ) -> dict[str, Tensor]:
     """The inputs of a layer, with large tokens and cache entries at the edges of what is attended.
 
@@ -202,7 +196,7 @@ def layer_probe(
     that attend to themselves in many heads.
     """
     loud = {name: tensor.clone() for name, tensor in feeds.items()}
-    best = None if oracle is None or spec.is_cross else _by_self_score(oracle(), loud["x"])
+    best = None if layer is None or spec.is_cross else _by_self_score(layer, loud["x"])
     tokens = [loud[name] for name in (("key", "value") if spec.is_cross else ("x",))]
     caches = [
         tensor for name, tensor in loud.items() if name.startswith(("past_", "key_cache", "value_cache"))
@@ -223,27 +217,23 @@ def layer_probe(
     return loud
 
 
-class CoarseAttention(TorchFunctionMode):
-    """Compute attention with one of `COARSE`, or a weight of the layer, rounded to BF16."""
+class CoarseAttention(Intercept):
+    """Compute attention with one of `COARSE` rounded to BF16."""
 
-    def __init__(self, part: str, layer: Attention) -> None:
+    def __init__(self, part: str) -> None:
         super().__init__()
-        self._part, self._weights = part, {id(each): name for name, each in layer.named_parameters()}
+        self._part = part
 
     def _rounded(self, part: str, *tensors: Tensor) -> Iterator[Tensor]:
         return (each.bfloat16().to(each.dtype) if part == self._part else each for each in tensors)
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def call(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """One call, with the part of it rounded that is one of attention."""
         if func is F.scaled_dot_product_attention:
-            return self._attention(*args, **(kwargs or {}))
-        if func is F.linear:
-            (weight,) = self._rounded(self._weights.get(id(args[1]), ""), args[1])
-            args = (args[0], weight, *args[2:])
+            return self._attention(*args, **kwargs)
         if func is torch.Tensor.softmax and args[0].dim() == 4:  # of a layer with a softcap
             return self._softmax(*args)
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
     def _softmax(self, scores: Tensor, dim: int = -1) -> Tensor:
         (scores,) = self._rounded("scores", scores)
@@ -313,7 +303,7 @@ class FreshCases:
             run_oracle = partial(run_in_blocks, limit_bytes=limit)
             layer = LayerCapture(module, manifest.precision, 0, run_oracle=run_oracle)
             layer.most_tokens = _CHUNK
-            edges = partial(layer_probe, self.spec.layer, oracle=lambda: layer.twin)
+            edges = partial(layer_probe, self.spec.layer, layer=module)
             self._probes = {"edges": edges, "coarse": dict}
             self._capture = layer
         else:
@@ -352,14 +342,19 @@ class FreshCases:
             case = self._capture.capture(planned)
             if probe != "coarse" or not isinstance(self._capture, LayerCapture):
                 return case
-            oracle, feeds, twin = case.oracle["output"], self._capture.draw(planned), self._capture.twin
+            oracle, feeds = case.oracle["output"], self._capture.draw(planned)
             tokens = {name: each.bfloat16().to(each.dtype) for name, each in feeds.items() if each.dim() == 3}
             changed = {"outputs": to_numpy(torch.from_numpy(oracle).bfloat16().double())}
             changed["inputs"] = to_numpy(self._capture.exact({**feeds, **tokens})["output"])
-            weights = [name for name, each in twin.named_parameters() if each.dim() == 2]
-            for part in (*COARSE, *(weights if oracle.size <= _SMALL else ())):
-                with CoarseAttention(part, twin):
+            for part in COARSE:
+                with CoarseAttention(part):
                     changed[part] = to_numpy(self._capture.exact(feeds)["output"])
+            for part, weight in self._capture.module.named_parameters():
+                if weight.dim() == 2 and oracle.size <= _SMALL:
+                    with ExitStack() as stack:
+                        stack.callback(setattr, weight, "data", weight.data)
+                        weight.data = weight.bfloat16().to(weight.dtype)
+                        changed[part] = to_numpy(self._capture.exact(feeds)["output"])
         suspects = {f"{part} in BF16": {"output": each - oracle} for part, each in changed.items()}
         return replace(case, suspects=suspects)
 

@@ -14,13 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
 from mha_deploy.baselines.fresh import attention_spec, check_device, module_from_bundle
 from mha_deploy.bundle.folder import Bundle
 from mha_deploy.errors import BackendUnavailable, DeployError, exit_as_error, nearest, place_of_error
-from mha_deploy.export.oracle import tensors_in
+from mha_deploy.export.oracle import Intercept, tensors_in
 from mha_deploy.export.own_model import reopen_user_module
 from mha_deploy.model.precision import Precision
 from mha_deploy.model.spec import CACHES, LENGTHS, PAST, ModelSpec, TensorSpec
@@ -116,8 +115,6 @@ class ServedLayer(nn.Module):
                 mask = merge_causal(mask, S, T, query.device, past, spec.window)
         prepared = {"positions": positions} if mask is None else {"positions": positions, "mask": mask}
         if spec.rope is not None:
-            if self.layer.rotary is None:
-                raise DeployError("The layer has no rotary tables.", hint="reference.build_module makes them")
             prepared["cos"], prepared["sin"] = (table[positions] for table in self.layer.rotary)
         return prepared
 
@@ -224,8 +221,7 @@ class TorchModels:
     def __init__(self, bundle: Bundle, device: str = "cuda") -> None:
         self.spec, self.precision = attention_spec(bundle), bundle.manifest.precision
         self.device = device
-        self._first = module_from_bundle(bundle, path="plain", device=device)
-        self._built = {("plain", False): self._first}
+        self._layer = module_from_bundle(bundle, device=device)
         self._can_pack = not self.spec.is_cross and self.spec.projections != "packed"
 
     def module(self, path: str, *, packed: bool = False) -> Attention:
@@ -234,14 +230,12 @@ class TorchModels:
             got = "cross attention" if self.spec.is_cross else "packed projections"
             hint = "the baseline sdpa-cudnn"
             raise DeployError("The layer has no three projections of one input to pack.", got=got, hint=hint)
-        if (path, packed) not in self._built:
-            spec = replace(self.spec, projections="packed") if packed else self.spec
-            dtype = getattr(torch, self.precision.torch_name)
-            # Weights that are of this type on this device already are not copied.
-            self._built[path, packed] = build_module(
-                spec, weights=self._first.state_dict(), dtype=dtype, device=self.device, path=path
-            )
-        return self._built[path, packed]
+        return (self._packed if packed else self._layer).variation(path=path)
+
+    @cached_property
+    def _packed(self) -> Attention:
+        spec, dtype = replace(self.spec, projections="packed"), getattr(torch, self.precision.torch_name)
+        return build_module(spec, weights=self._layer.state_dict(), dtype=dtype, device=self.device)
 
     def in_service(self, baseline: Baseline) -> nn.Module:
         """The layer as it is run and timed: one with a cache decodes without needless copies of it."""
@@ -261,7 +255,7 @@ class TorchModels:
     @property
     def parameter_bytes(self) -> int:
         """Memory of the weights."""
-        return sum(parameter.nbytes for parameter in self._first.parameters())
+        return sum(parameter.nbytes for parameter in self._layer.parameters())
 
 
 class UserModels:
@@ -281,10 +275,8 @@ class UserModels:
         calls_sdpa = self._calls_sdpa  # the module is run in any case, so that a failure is explained
         needs_sdpa = baseline.kernel is not None or not baseline.compiled
         if baseline.path == "sdpa" and needs_sdpa and not calls_sdpa:
-            raise DeployError(
-                "The module writes its attention out: there is no fused kernel to choose.",
-                got="no call of scaled_dot_product_attention",
-            )
+            what = "The module writes its attention out: there is no fused kernel to choose."
+            raise DeployError(what, got="no call of scaled_dot_product_attention")
         return _Flat(self._user.module, baseline.kernel if baseline.compiled else None)
 
     def arguments(self, feeds: Arrays) -> dict[str, Tensor]:
@@ -321,18 +313,14 @@ class _Flat(nn.Module):
             return tuple(tensors_in(self.module(**inputs)))
 
 
-class _Detector(TorchFunctionMode):
+class _Detector(Intercept):
     """Detects whether PyTorch's fused attention is called."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.detected = False
+    detected = False
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def call(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         self.detected = self.detected or func is F.scaled_dot_product_attention
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 # -- PyTorch on a GPU behind the interface of every other runtime ---------------------------------------
@@ -484,9 +472,7 @@ def _tensor_infos(tensors: tuple[TensorSpec, ...], precision: Precision) -> dict
 
 
 def kernel_times(
-    launch: Callable[[], object],
-    synchronize: Callable[[], object] = torch.cuda.synchronize,
-    calls: int = 3,
+    launch: Callable[[], object], synchronize: Callable[[], object] = torch.cuda.synchronize, calls: int = 3
 ) -> list[KernelTime]:
     """The mean times of the kernels of a call, copies and fills included, the longest first."""
     if ProfilerActivity.CUDA not in supported_activities():
@@ -499,9 +485,8 @@ def kernel_times(
         synchronize()
     events = [event for event in profiler.events() or () if event.device_type.name == "CUDA"]
     if not events:
-        raise DeployError(
-            "The profiler saw no kernel.", hint="another profiler may hold the GPU, or CUPTI is missing"
-        )
+        hint = "another profiler may hold the GPU, or CUPTI is missing"
+        raise DeployError("The profiler detected no kernel.", hint=hint)
     return mean_by_name(((event.name, event.time_range.elapsed_us()) for event in events), calls)
 
 

@@ -10,7 +10,7 @@ import math
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.fx import Node
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils._sympy.functions import Min, MinMaxBase
 
-from mha_deploy.errors import ExportError
+from mha_deploy.errors import DeployError, ExportError, place_of_error
 from mha_deploy.export.axes import TORCH_NAME
-from mha_deploy.export.oracle import Float32Accumulation
+from mha_deploy.export.oracle import Float32Accumulation, Intercept, run_module
 
 # -- Around calls of PyTorch's exporter ------------------------------------------------------------
 
@@ -41,17 +40,18 @@ def swapped(owner: Any, name: str, value: object) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Silence the exporter's progress prints, and its warnings about packages that are not used here."""
-    with (
-        contextlib.ExitStack() as stack,
-        warnings.catch_warnings(),
-        contextlib.redirect_stdout(io.StringIO()),
-    ):
-        exporter = logging.getLogger("torch.onnx")
+def silenced(*, but: str = "") -> Iterator[None]:
+    """Let PyTorch print, warn and log nothing: the error has what it logs of a failure."""
+    known, nowhere = logging.getLogger().manager.loggerDict, io.StringIO()
+    names = [name for name in known if name.split(".")[0] == "torch" and name != but]
+    outputs = contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere)
+    exporter = logging.getLogger("torch.onnx")  # whose parts are imported by the first export
+    with contextlib.ExitStack() as stack, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         stack.callback(exporter.setLevel, exporter.level)
         exporter.setLevel(logging.ERROR)
-        warnings.simplefilter("ignore")
+        for change in (*outputs, *(swapped(logging.getLogger(name), "disabled", True) for name in names)):
+            stack.enter_context(change)
         yield
 
 
@@ -91,7 +91,7 @@ def onnx_program(
 ) -> torch.onnx.ONNXProgram:
     """Call PyTorch's exporter; what it raises is explained."""
     try:
-        with quiet():
+        with silenced():
             program = torch.onnx.export(module, (), dynamo=True, verbose=False, **options)
     except torch.onnx.OnnxExporterError as error:
         if was_interrupted(error):
@@ -274,17 +274,6 @@ class _Listener(logging.Handler):
                 self.places.setdefault(self.axes[symbol], place)
 
 
-@contextlib.contextmanager
-def silenced(*, but: str = "") -> Iterator[None]:
-    """Let PyTorch log nothing: the error has what it logs of a failure."""
-    known = logging.getLogger().manager.loggerDict
-    names = [name for name in known if name.split(".")[0] == "torch" and name != but]
-    with contextlib.ExitStack() as stack, contextlib.redirect_stderr(io.StringIO()):  # it prints there, too
-        for logger in map(logging.getLogger, names):
-            stack.enter_context(swapped(logger, "disabled", True))
-        yield
-
-
 # -- Why numbers of a module are not finite: its weights, a constant beyond its type, an overflow --
 
 _NO_SUCH_NUMBER = re.compile(r"value cannot be converted to type \S+ without overflow")
@@ -293,15 +282,25 @@ _MOST_NAMED = 3
 _SMALLER_NUMBER = "torch.finfo(x.dtype).min in place of the number"
 
 
-def constant_error(error: BaseException, module: nn.Module, run: Callable[[], object]) -> ExportError | None:
-    """The message about a number in a module that its precision cannot hold; None for another error."""
-    if not _NO_SUCH_NUMBER.search(str(error)):
-        return None
-    types = [_SHORT.get(each.dtype) for each in module.parameters()]
-    short = next(filter(None, types), "its precision")
-    what = f"The module does not run in {short}: it uses a number that {short} cannot hold."
-    hint = f"--precision auto, or {_SMALLER_NUMBER}"
-    return ExportError(what, got=_first_overflow(run) or str(error).splitlines()[0], hint=hint)
+def run_explained(
+    module: nn.Module, arguments: Mapping[str, Tensor], where: str, *, at: str = "", hint: str
+) -> tuple[Tensor, ...]:
+    """Run a module as its user does: the tensors that it returns. What it raises is explained."""
+    try:
+        return run_module(module, arguments)
+    except (DeployError, torch.OutOfMemoryError):
+        raise
+    except (Exception, SystemExit) as error:  # whatever the user's code raises, sys.exit() included
+        types = [_SHORT.get(each.dtype) for each in (*module.parameters(), *arguments.values())]
+        if _NO_SUCH_NUMBER.search(str(error)):
+            short = next(filter(None, types), "its precision")
+            what = f"The module does not run in {short}: it uses a number that {short} cannot hold."
+            hint = f"--precision auto, or {_SMALLER_NUMBER}"
+            got = _first_overflow(lambda: module(**arguments)) or str(error).splitlines()[0]
+            raise ExportError(what, got=got, hint=hint) from error
+        got = f"{at}{place_of_error(error)}: {type(error).__name__}: {error}"
+        hint = f"{hint}, or --precision auto if it runs in float32" if {"fp16", "bf16"} & {*types} else hint
+        raise ExportError(f"The module does not run at {where}.", got=got, hint=hint) from error
 
 
 def refuse_infinite_constants(program: ExportedProgram, where: str) -> None:
@@ -365,17 +364,12 @@ def _first_overflow(run: Callable[[], object]) -> str | None:
     return watch.found
 
 
-class _Watch(TorchFunctionMode):
+class _Watch(Intercept):
     """Notes the first call that makes numbers that are not finite from numbers that are."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: str | None = None
+    found: str | None = None
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def call(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         name = getattr(func, "__name__", str(func))
         if self.found is not None or "empty" in name:
             return func(*args, **kwargs)

@@ -16,10 +16,9 @@ import torch
 from mha_deploy.bundle.cases import GoldenCase, write_arrays
 from mha_deploy.bundle.folder import Bundle, sha256
 from mha_deploy.bundle.manifest import LayersEntry
-from mha_deploy.bundle.traces import DecodeTrace, PlannedTrace
 from mha_deploy.errors import ExportError, exit_as_error, nearest
 from mha_deploy.export.axes import ExportedModule
-from mha_deploy.export.explain import first_cause, onnx_program, swapped
+from mha_deploy.export.explain import first_cause, onnx_program
 from mha_deploy.export.flow import (
     MODULE_CASES,
     OnStep,
@@ -31,7 +30,7 @@ from mha_deploy.export.flow import (
     golden_names,
     plan_golden,
 )
-from mha_deploy.export.golden import Capture, LayerCapture, ModuleCapture, mixed_graph
+from mha_deploy.export.golden import LayerCapture, ModuleCapture, mixed_graph
 from mha_deploy.export.own_model import UserModule, drawn_inputs, open_user_module, state_digest
 from mha_deploy.export.program import attention_values, export_program
 from mha_deploy.graph.canonical import check_canonical
@@ -39,7 +38,7 @@ from mha_deploy.graph.fuse import share_tied_weights
 from mha_deploy.graph.mixed_precision import write_bfloat16_as_float32
 from mha_deploy.model.deployable import Deployable
 from mha_deploy.model.precision import find_precision
-from mha_deploy.model.spec import AttentionSpec, Axis, ModelSpec, TensorSpec
+from mha_deploy.model.spec import AttentionSpec, Axis, ModelSpec
 from mha_deploy.options import AUTO, ExportOptions
 from mha_deploy.reference import build_module
 from mha_deploy.reference.attention import Attention
@@ -107,26 +106,10 @@ def choose_opset(layer: AttentionSpec | None, wanted: int | None) -> int:
     return wanted or needed
 
 
-class _TorchSource(Source):
-    """A module: what it computes is captured from it."""
-
-    capture: Capture
-
-    def captured(self, planned: PlannedCase) -> GoldenCase:
-        return self.capture.capture(planned)
-
-    def trace(self, planned: PlannedTrace) -> DecodeTrace:
-        return self.capture.trace(self.spec, planned)
-
-    def close(self) -> None:
-        if hasattr(self, "capture"):
-            self.capture.close()
-
-
 # -- A catalog layer -------------------------------------------------------------------------------
 
 
-class _LayerSource(_TorchSource):
+class _LayerSource(Source):
     """A catalog layer: its graph is canonical as the reference layer emits it."""
 
     module: Attention
@@ -218,16 +201,15 @@ def canonical_from_module(module: Attention, *, opset: int | None = None) -> ir.
         parameter_name(tensor): {i: dims[dim] for i, dim in enumerate(tensor.dims) if isinstance(dim, str)}
         for tensor in spec.inputs
     }
-    with swapped(module, "path", "onnx"):
-        model = onnx_program(
-            module,
-            lambda error: ExportError(f"PyTorch could not export {spec.name}.", got=first_cause(error)),
-            kwargs=call_arguments(spec, fed_to(module, random_inputs(spec, sizes, seed=0))),
-            opset_version=opset,
-            dynamic_shapes=shapes,
-            input_names=[tensor.name for tensor in spec.inputs],
-            output_names=[tensor.name for tensor in spec.outputs],
-        ).model
+    model = onnx_program(
+        module.variation(path="onnx"),
+        lambda error: ExportError(f"PyTorch could not export {spec.name}.", got=first_cause(error)),
+        kwargs=call_arguments(spec, fed_to(module, random_inputs(spec, sizes, seed=0))),
+        opset_version=opset,
+        dynamic_shapes=shapes,
+        input_names=[tensor.name for tensor in spec.inputs],
+        output_names=[tensor.name for tensor in spec.outputs],
+    ).model
     _name_by_module(model)
     # The spec's shapes on the outputs: PyTorch gives the weights of Attention a length of 0.
     for output, tensor in zip(model.graph.outputs, spec.outputs, strict=True):
@@ -274,14 +256,18 @@ def _drop_exporter_metadata(model: ir.Model) -> None:
 # -- A user's module -------------------------------------------------------------------------------
 
 _LAYERS_BYTES = 1 << 30
+# What a spec has of its module.
+_OF_THE_MODULE = (
+    *("name", "summary", "axes", "factory", "weight_bytes", "state_sha256"),
+    *("seed", "weights_file", "weights_prefix"),
+)
 
 
-class _ModuleSource(_TorchSource):
+class _ModuleSource(Source):
     """A user's module: its program is exported, and its attentions are recognised in the graph."""
 
     golden = MODULE_CASES
     user: UserModule
-    exported: ExportedModule
     capture: ModuleCapture
 
     def __init__(
@@ -308,7 +294,7 @@ class _ModuleSource(_TorchSource):
         )
         step.count += bool(user.kv_cache)
         step("ONNX graph")
-        exported = self.exported = exported_program(user, opset=self.opset)
+        exported = exported_program(user, opset=self.opset)
         self.user = user = user.with_axes(exported.fixed)
         self.notes += [*user.notes, *exported.notes]
         step("attention")
@@ -325,36 +311,17 @@ class _ModuleSource(_TorchSource):
         self.values = attention_values(model, exported)
         self.note_places(model)
         for value in model.graph.outputs:  # shape inference may have written a sum in another order
-            if (dims := exported.outputs.get(str(value.name))) is not None:
-                value.shape = ir.Shape(dims)
+            value.shape = ir.Shape(exported.outputs[str(value.name)])
         self.spec = ModelSpec(
-            name=user.name,
-            summary=user.summary,
-            axes=user.axes,
-            inputs=tuple(self._tensor(value) for value in model.graph.inputs),
-            outputs=tuple(self._tensor(value) for value in model.graph.outputs),
+            **{name: getattr(user, name) for name in _OF_THE_MODULE},
+            inputs=self.tensors(model.graph.inputs),
+            outputs=self.tensors(model.graph.outputs),
             attention_count=self.attentions,
-            factory=user.factory,
             cached=user.kv_cache,
-            weight_bytes=user.weight_bytes,
-            state_sha256=user.state_sha256,
-            seed=user.seed,
-            weights_file=user.weights_file,
-            weights_prefix=user.weights_prefix,
             mixed=self.auto,
         )
         _drop_exporter_metadata(model)
         return model
-
-    def _tensor(self, value: ir.Value) -> TensorSpec:
-        name = str(value.name)
-        dims = self.exported.outputs.get(name)
-        if dims is None and value.shape is not None:
-            dims = tuple(dim if isinstance(dim, int) else dim.value for dim in value.shape)
-        if dims is None or any(dim is None for dim in dims):
-            what = f"A size of output {name} is no expression of axes and numbers."
-            raise ExportError(what, got=dims, hint="return it in a shape that follows the axes")
-        return self.tensor(value, tuple(dims))  # type: ignore[arg-type]
 
     def captured(self, planned: PlannedCase) -> GoldenCase:
         """One golden case; the spec is complete once the work of the case opt is known."""

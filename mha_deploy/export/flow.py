@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import gc
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import onnx_ir as ir
 
@@ -24,6 +25,7 @@ from mha_deploy.analyze.cost import (
     usual_points,
 )
 from mha_deploy.bundle.cases import (
+    Arrays,
     GoldenCase,
     refuse_implausible,
     refuse_polygraphy,
@@ -33,7 +35,7 @@ from mha_deploy.bundle.cases import (
 )
 from mha_deploy.bundle.folder import MODEL, Bundle, BundleWriter
 from mha_deploy.bundle.manifest import Checks, GoldenEntry, LayersEntry, Manifest, TraceEntry
-from mha_deploy.bundle.traces import DecodeTrace, PlannedTrace, plan_trace, write_trace
+from mha_deploy.bundle.traces import plan_trace, write_trace
 from mha_deploy.environment import versions
 from mha_deploy.errors import ExportError, SpecError, nearest
 from mha_deploy.graph.attention_node import attention_nodes, is_attention, short_dtype
@@ -41,8 +43,9 @@ from mha_deploy.graph.canonical import check_module
 from mha_deploy.graph.file import load_graph, save_graph
 from mha_deploy.graph.fuse import fuse_attention, place_of
 from mha_deploy.graph.mixed_precision import PrecisionPlan
+from mha_deploy.metrics import relative_error
 from mha_deploy.model.precision import Precision
-from mha_deploy.model.spec import FLOAT, Axis, Dim, ModelSpec, Sizes, TensorSpec
+from mha_deploy.model.spec import FLOAT, Axis, ModelSpec, Sizes, TensorSpec
 from mha_deploy.options import ExportOptions
 
 # -- Which golden cases an export gets: the corners of the axes, within a budget -------------------
@@ -195,6 +198,18 @@ def looked_at(axes: Mapping[str, Axis]) -> dict[str, dict[str, int]]:
     return {**bounds, "odd": odd_sizes(axes)}
 
 
+def refuse_far(where: str, got: Arrays, oracle: Arrays, most: float, what: str, hint: str) -> None:
+    """Refuse results that are further from the oracle than this part of its size."""
+    for name, expected in oracle.items():
+        far = f"shape {expected.shape}, not {got[name].shape}"
+        if got[name].shape == expected.shape:
+            off = relative_error(got[name], expected)
+            if off <= most:
+                continue
+            far = f"off by {off:.2g} of its size"
+        raise ExportError(what, got=f"output {name} of {where}: {far}", hint=hint)
+
+
 # -- The steps of an export, and what differs from one kind of model to another ---------------------
 
 OnStep = Callable[[str, int, int], None]
@@ -230,18 +245,15 @@ class Source(ABC):
     notes: list[str]  # what a reader should know
     checks: Checks  # what the export checked of its own work
     steps: int
+    capture: Any = None  # of a module, the `Capture` of what it computes
 
     @abstractmethod
     def graph(self, folder: Path, step: Steps) -> ir.Model:
         """The canonical graph; `folder` is where large files may lie meanwhile."""
 
-    @abstractmethod
     def captured(self, planned: PlannedCase) -> GoldenCase:
         """One golden case."""
-
-    def trace(self, planned: PlannedTrace) -> DecodeTrace:
-        """The decode trace of a model with a KV cache."""
-        raise ExportError("The model has no declared KV cache.", got=planned.name)
+        return self.capture.capture(planned)
 
     @abstractmethod
     def origin(self) -> str:
@@ -255,8 +267,10 @@ class Source(ABC):
         """The expected result of every attention in one golden case, where that is known."""
         return None
 
-    def close(self) -> None:  # noqa: B027 (only some open any)
+    def close(self) -> None:
         """Close the sessions that were opened for golden cases."""
+        if self.capture is not None:
+            self.capture.close()
 
     # -- of a model whose attentions are recognised in its graph -------------------------------
 
@@ -272,7 +286,9 @@ class Source(ABC):
 
     def note_precision(self, plan: PrecisionPlan) -> None:
         """Note what a mixed graph keeps wider than FP16."""
-        self.checks["mixed precision"] = plan.describe()
+        # Lists, as they are read back: a manifest equals the one in its file.
+        plain = {name: list(each) if isinstance(each, tuple) else each for name, each in asdict(plan).items()}
+        self.checks["mixed precision"] = plain
         lines = plan.lines()
         head = f"mixed precision: {len(plan.kept)} of {plan.nodes} nodes are wider than fp16"
         more = len(lines) - _PLAN_LINES
@@ -282,11 +298,19 @@ class Source(ABC):
         """Keep where in the source code the attentions are, before that is dropped from the graph."""
         self.places = {str(n.name): place_of(n) for n in model.graph.all_nodes() if is_attention(n)}
 
-    def tensor(self, value: ir.Value, dims: tuple[Dim, ...]) -> TensorSpec:
-        """An input or output of the graph."""
-        kind = short_dtype(value.dtype) or "unknown"
-        kind = FLOAT if kind == self.precision.name else _KINDS.get(kind, kind)
-        return TensorSpec(name=str(value.name), kind=kind, dims=dims)
+    def tensors(self, values: Iterable[ir.Value]) -> tuple[TensorSpec, ...]:
+        """The inputs or outputs of the graph."""
+        found = []
+        for value in values:
+            shape = (None,) if value.shape is None else value.shape
+            dims = tuple(dim.value if isinstance(dim, ir.SymbolicDim) else dim for dim in shape)
+            if None in dims:
+                what = f"A size of output {value.name} is no expression of axes and numbers."
+                raise ExportError(what, got=dims, hint="return it in a shape that follows the axes")
+            kind = short_dtype(value.dtype) or "unknown"
+            kind = FLOAT if kind == self.precision.name else _KINDS.get(kind, kind)
+            found.append(TensorSpec(name=str(value.name), kind=kind, dims=dims))  # type: ignore[arg-type]
+        return tuple(found)
 
 
 def export_bundle(source: Source, target: Path, on_step: OnStep) -> Bundle:
@@ -350,7 +374,7 @@ def _write_trace(source: Source, folder: Path, step: Steps) -> list[TraceEntry]:
     if isinstance(planned, str):
         source.notes.append(planned)
         return []
-    trace = source.trace(planned)
+    trace = source.capture.trace(source.spec, planned)
     file = f"traces/{trace.name}.safetensors"
     (folder / "traces").mkdir()
     write_trace(folder / file, trace)

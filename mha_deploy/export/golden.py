@@ -8,7 +8,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain
-from math import inf
 from pathlib import Path
 
 import numpy as np
@@ -19,18 +18,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mha_deploy.bundle.cases import GoldenCase, cached_outputs
 from mha_deploy.bundle.traces import DecodeTrace, PlannedTrace, check_steps, prefill_calls, take_tokens
-from mha_deploy.errors import DeployError, ExportError, place_of_error
+from mha_deploy.errors import ExportError
 from mha_deploy.export.axes import ExportedModule
-from mha_deploy.export.explain import constant_error, overflow_error
-from mha_deploy.export.flow import PlannedCase, looked_at
-from mha_deploy.export.oracle import Float32Accumulation, run_module, run_program, tensors_in
+from mha_deploy.export.explain import overflow_error, run_explained
+from mha_deploy.export.flow import PlannedCase, looked_at, refuse_far
+from mha_deploy.export.oracle import Float64, run_in_float64, run_program
 from mha_deploy.export.own_model import UserModule, drawn_inputs
 from mha_deploy.graph.file import load_graph, save_graph, with_outputs
 from mha_deploy.graph.mixed_precision import PrecisionPlan, apply_plan, plan_precision
-from mha_deploy.metrics import relative_error
 from mha_deploy.model.precision import Precision
 from mha_deploy.model.spec import CACHE_TENSORS, LENGTHS, KVCache, ModelSpec
-from mha_deploy.reference import build_module
 from mha_deploy.reference.attention import Attention, split_heads
 from mha_deploy.reference.inputs import (
     Feeds,
@@ -97,19 +94,9 @@ class Capture(ABC):
 
     def eager(self, feeds: Feeds, where: str, counter: FlopCounterMode | None = None) -> Feeds:
         """The outputs of the module as its user runs it; its work is counted where there is a counter."""
-        arguments = self.arguments(feeds)
-        try:
-            with torch.inference_mode(), Float32Accumulation(), counter or nullcontext():
-                tensors = tensors_in(self.module(**arguments))
-        except (DeployError, torch.OutOfMemoryError):
-            raise
-        except (Exception, SystemExit) as error:  # whatever the user's code raises, sys.exit() included
-            constant = constant_error(error, self.module, lambda: self.module(**arguments))
-            if constant is not None:
-                raise constant from error
-            got = f"{place_of_error(error)}: {type(error).__name__}: {error}"
-            hint = "axes that it takes, or a draw= for its inputs"
-            raise ExportError(f"The module fails at the sizes of {where}.", got=got, hint=hint) from error
+        where, hint = f"the sizes of {where}", "axes that it takes, or a draw= for its inputs"
+        with counter or nullcontext():
+            tensors = run_explained(self.module, self.arguments(feeds), where, hint=hint)
         return dict(zip(self._outputs, tensors, strict=True))
 
     def step(self, feeds: Feeds, where: str) -> Feeds:
@@ -163,17 +150,12 @@ class Capture(ABC):
         )
         eager = self._decoded(trace, held)
         self.refuse_overflow(GoldenCase(name=trace.name, sizes={}, inputs={}, oracle=oracle, eager=eager))
-        for name, expected in oracle.items():
-            off = inf
-            if eager[name].shape == expected.shape:
-                off = relative_error(*(trace.defined({name: each})[name] for each in (eager[name], expected)))
-            if not off <= _SAME_PROGRAM:
-                raise ExportError(
-                    "Decoding token by token gives something else than one call with all tokens.",
-                    got=f"{name} is off by {off:.2g} of its size after {trace.steps} steps",
-                    hint="let new tokens attend to cached ones and none behind them, at positions that "
-                    "continue the cached ones; without kv_cache= decoding is not validated",
-                )
+        what = "Decoding token by token gives something else than one call with all tokens."
+        hint = "let new tokens attend to cached ones and none behind them, at positions that continue theirs"
+        hint += "; without kv_cache= decoding is not validated"
+        same = all(eager[name].shape == array.shape for name, array in oracle.items())
+        got, true = (trace.defined(each) if same else each for each in (eager, oracle))
+        refuse_far(f"{trace.name}, after {trace.steps} steps", got, true, _SAME_PROGRAM, what, hint)
         return replace(trace, eager=eager)
 
     def _decoded(self, trace: DecodeTrace, held: Feeds) -> Arrays:
@@ -204,7 +186,7 @@ class Capture(ABC):
         return {n: take_tokens(eager[n], axis, order) for n, axis in cache.outputs.items()} | entries
 
 
-# -- Of a catalog layer: the FP64 twin has its weights ---------------------------------------------
+# -- Of a catalog layer, which runs in FP64 itself -------------------------------------------------
 
 # In units of the precision's roundoff: a gate is a sum of E matmuls of size one over √E, and engines that
 # accumulate in half precision lose several bits of it.
@@ -213,32 +195,20 @@ _DECISION_MARGIN = 16.0
 RunOracle = Callable[[Attention, dict[str, Tensor]], tuple[Tensor, ...]]
 
 
-def fp64_twin(module: Attention, *, whole: bool = False) -> Attention:
-    """The oracle of a layer. It has the rounded weights: rounding them is the user's choice, not an error.
-
-    With `whole` it takes whole sequences, without a KV cache: no mistake in a cache can touch it.
-    """
-    spec = module.spec.without_cache() if whole else module.spec
-    device = str(next(module.parameters()).device)
-    return build_module(spec, weights=module.state_dict(), dtype=torch.float64, device=device)
-
-
 class LayerCapture(Capture):
-    """Captures a catalog layer; `run_oracle` runs its twin in FP64, within a bound on memory if need be."""
+    """Captures a catalog layer; `run_oracle` runs it in FP64, within a bound on memory if need be.
+
+    The oracle has the rounded weights: rounding them is the user's choice, not an error.
+    """
 
     module: Attention
     remedy = "--precision bf16 or fp32"
 
     def __init__(
-        self, module: Attention, precision: Precision, seed: int, *, run_oracle: RunOracle = run_module
+        self, module: Attention, precision: Precision, seed: int, *, run_oracle: RunOracle = run_in_float64
     ) -> None:
         super().__init__(module, precision, seed, [tensor.name for tensor in module.spec.outputs])
-        self._run_oracle = run_oracle
-
-    @cached_property
-    def twin(self) -> Attention:
-        """The layer in FP64."""
-        return fp64_twin(self.module)
+        self._run_oracle, self.oracle = run_oracle, module.variation(path="sdpa")
 
     def draw(self, planned: PlannedCase) -> Feeds:
         """Drawn from the seed, without tokens at which rounding decides."""
@@ -246,31 +216,31 @@ class LayerCapture(Capture):
         drawn = random_inputs(
             spec, planned.sizes, self.seed, label=planned.name, ragged=planned.ragged, past=planned.past
         )
-        return clear_decisions(self.twin, fed_to(self.module, self.change(drawn)), self.seed, margin=margin)
+        return clear_decisions(self.module, fed_to(self.module, self.change(drawn)), self.seed, margin=margin)
 
     def arguments(self, feeds: Feeds) -> Feeds:
         """Inputs by the parameters of `Attention.forward`, on the device."""
         return call_arguments(self.module.spec, fed_to(self.module, feeds))
 
     def exact(self, feeds: Feeds) -> Feeds:
-        """The outputs of the twin."""
-        arguments = call_arguments(self.module.spec, fed_to(self.twin, feeds))
-        return dict(zip(self._outputs, self._run_oracle(self.twin, arguments), strict=True))
+        """The outputs of the layer in FP64."""
+        return dict(zip(self._outputs, self._run_oracle(self.oracle, self.arguments(feeds)), strict=True))
 
     def capture(self, planned: PlannedCase) -> GoldenCase:
         """Run one case; its file holds the new entries of a KV cache only."""
         return replace(super().capture(planned), cached=cached_outputs(self.module.spec.model))
 
     def whole(self, spec: ModelSpec, cache: KVCache, planned: PlannedTrace) -> tuple[Feeds, Arrays]:
-        """The tokens through the twin that has no cache."""
-        layer, twin = self.module.spec, fp64_twin(self.module, whole=True)
+        """The tokens through the layer without a KV cache: no mistake in a cache can touch it."""
+        layer = self.module.spec
+        oracle = self.oracle.variation(spec=layer.without_cache())
         sizes = {"B": len(planned.prompt), "S": max(planned.prompt) + planned.steps}
-        drawn = self.change(random_inputs(twin.spec, sizes, self.seed, label=planned.name))
+        drawn = self.change(random_inputs(oracle.spec, sizes, self.seed, label=planned.name))
         x = fed_to(self.module, drawn)["x"]
-        (output,) = self._run_oracle(twin, {"query": x.double()})
-        with torch.inference_mode():
-            q, k, v = twin.project(x.double(), None, None)
-            _, k = twin.rotate(q, k, torch.arange(x.shape[1], device=x.device))
+        (output,) = self._run_oracle(oracle, {"query": x})
+        with torch.inference_mode(), Float64():
+            q, k, v = oracle.project(x, None, None)
+            _, k = oracle.rotate(q, k, torch.arange(x.shape[1], device=x.device))
         key, value = (split_heads(each, layer.Hkv).contiguous() for each in (k, v))
         entries = layer.axes["T"].max if cache.is_preallocated else 0
         empty = x.new_zeros(len(x), layer.Hkv, entries, layer.D)
@@ -331,18 +301,17 @@ class ModuleCapture(Capture):
         """Run one case: the program must be the module, and near it the mixed graph."""
         case = super().capture(planned)
         # Tracing may have settled a choice for the example's sizes or values: the program then differs.
-        what = "The exported program does not compute what the module does."
-        _refuse_far(
-            case, _SAME_PROGRAM, what, "a module whose control flow does not depend on sizes or values"
-        )
+        where, what = f"golden case {case.name}", "The exported program is not what the module computes."
+        hint = "a module whose control flow does not depend on sizes or values"
+        refuse_far(where, case.eager, case.oracle, _SAME_PROGRAM, what, hint)
         if self._mixed is None:
             return case
         taken = self._as_taken(case.inputs)
         got = self._runner.run(taken)
         case = replace(case, inputs=taken, eager={key: got[key] for key in case.oracle})
         self.refuse_overflow(case)
-        what = "The mixed graph is too far from the module."
-        _refuse_far(case, _LARGEST_ERROR, what, "--precision bf16 or fp32")
+        what, hint = "The mixed graph is too far from the module.", "--precision bf16 or fp32"
+        refuse_far(where, case.eager, case.oracle, _LARGEST_ERROR, what, hint)
         return case
 
     def whole(self, spec: ModelSpec, cache: KVCache, planned: PlannedTrace) -> tuple[Feeds, Arrays]:
@@ -371,19 +340,6 @@ class ModuleCapture(Capture):
             with open_runner("ort-cpu", with_outputs(self._mixed, values)) as runner:
                 got = runner.run(case.inputs)
         return {"oracle": oracle, "eager": {name: got[name] for name in values}}
-
-
-def _refuse_far(case: GoldenCase, most: float, what: str, hint: str) -> None:
-    """Refuse a case whose eager results are further from the oracle than this part of its size."""
-    for name, oracle in case.oracle.items():
-        eager = case.eager[name]
-        far = f"shape {oracle.shape}, not {eager.shape}"
-        if eager.shape == oracle.shape:
-            off = relative_error(eager, oracle)
-            if off <= most:
-                continue
-            far = f"off by {off:.2g} of its size"
-        raise ExportError(what, got=f"output {name} of golden case {case.name}: {far}", hint=hint)
 
 
 def mixed_graph(model: ir.Model, capture: ModuleCapture, folder: Path) -> tuple[ir.Model, PrecisionPlan]:

@@ -1,10 +1,12 @@
-"""Evaluate a module in its own precision, as a GPU rounds it, and its program in FP64: the oracle."""
+"""Evaluate a module or its exported program: in its own precision, as a GPU rounds it, and in FP64."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -34,7 +36,34 @@ _GEMMS |= {getattr(packet, name) for packet in _PROGRAM_GEMMS for name in packet
 _NO_OPERANDS = ("attn_mask", "bias", "out")
 
 
-class Float32Accumulation(TorchFunctionMode):
+class Intercept(TorchFunctionMode):
+    """Passes every call of PyTorch to `call`; `around` is another context that the mode needs."""
+
+    def __init__(self, around: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
+        super().__init__()
+        self._around = around
+
+    def call(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Compute one call; others that it makes are not passed to it."""
+        raise NotImplementedError
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return self.call(func, args, kwargs or {})
+
+    def __enter__(self) -> Any:
+        self._entered = self._around()
+        self._entered.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._entered.__exit__(*error)
+
+
+class Float32Accumulation(Intercept):
     """Multiply half-precision matrices on a CPU as a GPU does.
 
     The operands are in half precision, sums are kept in float32, and each matmul is rounded once. Most
@@ -42,20 +71,11 @@ class Float32Accumulation(TorchFunctionMode):
     `flex_attention` is not compiled inside: the compiler does not take a mode such as this one.
     """
 
-    def __enter__(self) -> Float32Accumulation:
-        self._flex = dense_flex_attention()
-        self._flex.__enter__()
-        super().__enter__()
-        return self
+    def __init__(self) -> None:
+        super().__init__(dense_flex_attention)
 
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._flex.__exit__(*error)
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def call(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """One call: a GEMM of half-precision matrices in float32, others as they are."""
         if func not in _GEMMS:
             return func(*args, **kwargs)
         # All matrices may be given by keyword; the type of the first is that of the result.
@@ -65,7 +85,7 @@ class Float32Accumulation(TorchFunctionMode):
             return func(*args, **kwargs)
         out = kwargs.get("out")
         if out is not None:
-            return out.copy_(self.__torch_function__(func, types, args, {**kwargs, "out": None}))
+            return out.copy_(self.call(func, args, {**kwargs, "out": None}))
         args, kwargs = tree_map_only(Tensor, lambda x: x.float() if x.dtype in _HALVES else x, (args, kwargs))
         return func(*args, **kwargs).to(first.dtype)
 
@@ -76,11 +96,7 @@ def dense_flex_attention() -> Iterator[None]:
 
     Score and mask modifications are called once, on indices that broadcast to [B, H, S, T].
     """
-    try:
-        from torch.nn.attention import flex_attention as flex
-    except ImportError:
-        yield
-        return
+    from torch.nn.attention import flex_attention as flex  # here: it imports PyTorch's compiler
 
     def block_mask(mask_mod: Any = None) -> Any:
         one = torch.ones(1, 1, 1, dtype=torch.int32)  # one block that is larger than any length
@@ -172,7 +188,7 @@ def deciding_nodes(program: ExportedProgram) -> frozenset[str]:
     return frozenset(node.name for node in deciding)
 
 
-# -- Run an exported program: in FP64 throughout, which is what is true of it, or in its own types -
+# -- In FP64: the oracle ---------------------------------------------------------------------------
 
 Values = dict[str, Tensor]
 
@@ -183,6 +199,45 @@ _WIDE |= dict.fromkeys((torch.float16, torch.bfloat16, torch.float32), torch.flo
 _ABSORBING = -(2.0**26)
 _SUMS_OF_TWO = frozenset({_aten.add, _aten.add_, _aten.sub, _aten.sub_})
 _HALF_TO_FLOAT = frozenset({_aten._softmax, _aten._log_softmax})  # their third argument says: give float32
+
+
+class Float64(Intercept):
+    """Compute every call in FP64, also where it names another type: the oracle of what runs inside.
+
+    Weights are upcast where they are used, one by one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(partial(_default_dtype, torch.float64))  # of new tensors, and quotients of integers
+
+    def call(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """One call in FP64."""
+        packet = getattr(func, "overloadpacket", func)
+        if getattr(func, "__name__", "") == "__get__":  # an attribute, such as the shape
+            return func(*args, **kwargs)
+        if func is _aten.view.dtype:
+            raise ExportError("The module reads the bits of its numbers.", got="Tensor.view(dtype)")
+        if packet is _aten.embedding:  # a table of gigabytes, of which some rows are read
+            return upcast(func(*args, **kwargs))
+        args, kwargs = tree_map_only(Tensor, upcast, (args, kwargs))
+        args, kwargs = tree_map_only(torch.dtype, lambda dtype: _WIDE.get(dtype, dtype), (args, kwargs))
+        if packet in _HALF_TO_FLOAT:
+            args = (*args[:2], False)
+        if packet is _aten.scaled_dot_product_attention:
+            args, kwargs = _fully_masked_alike(args, kwargs)
+        result = func(*args, **kwargs)
+        if packet in _SUMS_OF_TWO and isinstance(result, Tensor) and result.is_floating_point():
+            result = torch.where(result <= _ABSORBING, result.float().to(result.dtype), result)
+        if narrow := [each.dtype for each in tensors_in(result) if each.dtype in _WIDE]:
+            got = f"{func}: {narrow[0]}"
+            raise ExportError("An operator of the module does not compute in FP64.", got=got)
+        return result
+
+
+def run_in_float64(module: torch.nn.Module, arguments: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    """Run a module in FP64, on its own weights: the tensors that it returns."""
+    with torch.inference_mode(), Float64():
+        return tuple(tensors_in(module(**{name: upcast(each) for name, each in arguments.items()})))
 
 
 def run_program(
@@ -196,7 +251,7 @@ def run_program(
 
     With `float64` it is the oracle; `own` is the precision that the module was exported in.
     """
-    program = exported.program
+    program, is_exact = exported.program, dtype == "float64"
     nodes = {name: exported.node_of(name) for name in keep}
     if unknown := [name for name, node in nodes.items() if node is None]:
         raise ExportError("The program computes no such value.", got=unknown[0])
@@ -211,29 +266,32 @@ def run_program(
         target = spec.target or ""
         return program.constants[target] if target in program.constants else program.state_dict[target]
 
-    run = (_InFloat64 if dtype == "float64" else _Interpreter)(program, map(str, nodes.values()))
-    # In FP64, new tensors of no given dtype, and quotients of integers, are FP64, too.
-    around = _default_dtype(torch.float64) if dtype == "float64" else Float32Accumulation()
-    with torch.no_grad(), around:
+    deciding = deciding_nodes(program) if is_exact else frozenset()
+    run = _Interpreter(program.graph_module, map(str, nodes.values()), deciding)
+    with torch.no_grad(), Float64() if is_exact else Float32Accumulation():
         results = run.run(*map(argument, program.graph_signature.input_specs))
     returned = [each for each in results[-len(program.graph_signature.user_outputs) :] if each is not None]
+    returned = [upcast(each) for each in returned] if is_exact else returned
     outputs = dict(zip(exported.outputs, returned, strict=True))
     return outputs, {name: run.kept[str(node)] for name, node in nodes.items()}
 
 
 class _Interpreter(Interpreter):
-    """Runs a program and keeps some of its values; the others are freed as soon as they are not needed."""
+    """Runs a program and keeps some of its values; the others are freed as soon as they are not needed.
+
+    The deciding nodes are computed in the types of the program.
+    """
 
     def __init__(
-        self, program: ExportedProgram, keep: Iterable[str], branch: GraphModule | None = None
+        self, graph: GraphModule, keep: Iterable[str] = (), deciding: Collection[str] = frozenset()
     ) -> None:
-        super().__init__(branch or program.graph_module, garbage_collect_values=True)
+        super().__init__(graph, garbage_collect_values=True)
         self.kept: Values = {}
-        self._program, self._keep, self._node = program, frozenset(keep), ""
+        self._keep, self._deciding = frozenset(keep), deciding
 
     def run_node(self, n: Node) -> Any:
-        self._node = n.name
-        result = super().run_node(n)
+        with _own_types() if n.name in self._deciding else nullcontext():
+            result = super().run_node(n)
         if n.name in self._keep:
             self.kept[n.name] = result.detach().clone()  # another operator may write into it
         return result
@@ -241,52 +299,12 @@ class _Interpreter(Interpreter):
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target is torch.ops.higher_order.cond:
             condition, *branches, operands = args
-            return type(self)(self._program, (), branches[0 if condition else 1]).run(*operands)
+            return _Interpreter(branches[0 if condition else 1]).run(*operands)
         if isinstance(target, torch._ops.HigherOrderOperator):
             what = "The module has control flow that its FP64 reference cannot follow."
             hint = "torch.where, torch.cond, or a loop over a fixed number of steps"
             raise ExportError(what, got=target.name(), hint=hint)
-        return self.compute(target, args, kwargs)
-
-    def compute(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one operator."""
         return super().call_function(target, args, kwargs)
-
-
-class _InFloat64(_Interpreter):
-    """Every floating-point number in FP64; weights are upcast where they are used, one by one."""
-
-    def __init__(
-        self, program: ExportedProgram, keep: Iterable[str], branch: GraphModule | None = None
-    ) -> None:
-        super().__init__(program, keep, branch)
-        self._deciding = deciding_nodes(program)
-
-    def compute(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        packet = _packet(target)
-        if self._node in self._deciding:
-            with _default_dtype(torch.float32):
-                return super().compute(target, args, kwargs)
-        if target is _aten.view.dtype:
-            raise ExportError("The module reads the bits of its numbers.", got="Tensor.view(dtype)")
-        if packet is _aten.embedding:  # a table of gigabytes, of which some rows are read
-            return upcast(super().compute(target, args, kwargs))
-        args, kwargs = tree_map_only(Tensor, upcast, (args, kwargs))
-        args, kwargs = tree_map_only(torch.dtype, lambda dtype: _WIDE.get(dtype, dtype), (args, kwargs))
-        if packet in _HALF_TO_FLOAT:
-            args = (*args[:2], False)
-        if packet is _aten.scaled_dot_product_attention:
-            args, kwargs = _fully_masked_alike(args, kwargs)
-        result = super().compute(target, args, kwargs)
-        if packet in _SUMS_OF_TWO and isinstance(result, Tensor) and result.is_floating_point():
-            result = torch.where(result <= _ABSORBING, result.float().to(result.dtype), result)
-        if narrow := [each.dtype for each in tensors_in(result) if each.dtype in _WIDE]:
-            got = f"{target}: {narrow[0]}"
-            raise ExportError("An operator of the module does not compute in FP64.", got=got)
-        return result
-
-    def output(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return tree_map_only(Tensor, upcast, super().output(target, args, kwargs))
 
 
 def _fully_masked_alike(
@@ -309,6 +327,12 @@ def _fully_masked_alike(
 
 
 @contextlib.contextmanager
+def _own_types() -> Iterator[None]:
+    with torch._C.DisableTorchFunction(), _default_dtype(torch.float32):
+        yield
+
+
+@contextlib.contextmanager
 def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -321,7 +345,3 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 def upcast(tensor: Tensor) -> Tensor:
     """A floating-point tensor in FP64; others as they are."""
     return tensor.to(_WIDE.get(tensor.dtype, tensor.dtype))
-
-
-def _packet(target: Callable[..., Any]) -> Any:
-    return getattr(target, "overloadpacket", target)

@@ -32,18 +32,12 @@ _SEE = "see mha_deploy.Deployable"
 
 
 @dataclass(frozen=True, kw_only=True)
-class UserModule(NamedAxes):
-    """What a factory gave, checked: the fields of a `Deployable`, and how its weights were made."""
+class UserModule(Deployable, NamedAxes):
+    """What a factory gave, checked, in evaluation mode; and how its weights were made."""
 
-    factory: str  # the reference it was loaded by; empty for a `Deployable` that was made in memory
-    name: str
-    module: nn.Module  # in evaluation mode
-    inputs: Mapping[str, Example]
-    dims: Mapping[str, tuple[Dim, ...]]  # of every input: an axis, a sum, or a number
     axes: Mapping[str, Axis]
-    outputs: tuple[str, ...]  # names, where the factory gave some
-    kv_cache: Mapping[str, str]  # from each input to the output that takes its place in the next call
-    summary: str
+    factory: str  # the reference it was loaded by; empty for a `Deployable` that was made in memory
+    dims: Mapping[str, tuple[Dim, ...]]  # of every input: an axis, a sum, or a number
     precision: Precision = PRECISIONS["fp32"]  # to which the module is rounded
     seed: int = 0  # PyTorch's while the factory ran
     weights_file: str | None = None  # the file or checkpoint of its weights, if one was given
@@ -75,7 +69,7 @@ def load_factory(reference: str, *, seed: int = 0) -> UserModule:
     """Load `path/to/file.py:factory` or `package.module:factory`, and call it under a seed of PyTorch."""
     place, _, name = reference.rpartition(":")
     try:
-        module = _from_file(Path(place)) if place.endswith(".py") else _from_package(place)
+        module = _imported(place)
     except ExportError:
         raise
     except (Exception, SystemExit) as error:  # whatever the user's file raises
@@ -110,34 +104,28 @@ def load_deployable(given: Deployable) -> UserModule:
     return _checked(replace(given, module=module), "", name)
 
 
-def _from_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise ExportError("There is no such file.", got=path, hint="path/to/file.py:factory")
+def _imported(place: str) -> ModuleType:
+    """The module of a factory: a file, or one that Python finds from here."""
+    path, is_file = Path(place), place.endswith(".py")
+    folder = str(path.resolve().parent if is_file else Path.cwd())  # where its neighbours are
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    if not is_file:
+        try:
+            return importlib.import_module(place)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{place}.".startswith(f"{error.name}."):
+                raise  # the module is there, and what it imports is not
+            hint = "package.module:factory, or path/to/file.py:factory"
+            raise ExportError("There is no such module.", got=place, hint=hint) from error
     name = f"_mha_deploy_factory_{path.stem}"
     found = importlib.util.spec_from_file_location(name, path.resolve())
-    if found is None or found.loader is None:
-        raise ExportError("This is not a Python file.", got=path)
+    if not path.is_file() or found is None or found.loader is None:
+        raise ExportError("There is no such file.", got=path, hint="path/to/file.py:factory")
     module = importlib.util.module_from_spec(found)
     sys.modules[name] = module  # dataclasses and pickles look their module up
-    _look_in(path.resolve().parent)  # where its neighbours are
     found.loader.exec_module(module)
     return module
-
-
-def _from_package(name: str) -> ModuleType:
-    _look_in(Path.cwd())
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # the module is there, and what it imports is not
-        hint = "package.module:factory, or path/to/file.py:factory"
-        raise ExportError("There is no such module.", got=name, hint=hint) from error
-
-
-def _look_in(folder: Path) -> None:
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
@@ -181,17 +169,9 @@ def _checked(given: Deployable, reference: str, name: str) -> UserModule:
     _check_forward(given.module, given.inputs)
     if not all(isinstance(each, str) and each for each in given.outputs):
         raise ExportError("An output has no name.", got=list(given.outputs))
-    return UserModule(
-        factory=reference,
-        name=given.name or name.replace("_", "-"),
-        module=given.module.eval(),
-        inputs=dict(given.inputs),
-        dims=dims,
-        axes=axes,
-        outputs=tuple(given.outputs),
-        kv_cache=dict(given.kv_cache),
-        summary=given.summary,
-    )
+    given.module.eval()
+    checked = {"name": given.name or name.replace("_", "-"), "axes": axes, "kv_cache": dict(given.kv_cache)}
+    return UserModule(**{**vars(given), **checked}, factory=reference, dims=dims)
 
 
 def _axis(name: object, sizes: object) -> Axis:
@@ -257,7 +237,7 @@ def drawn_inputs(user: UserModule, label: str, sizes: Mapping[str, int], seed: i
     """Inputs at some sizes, rounded: drawn by the user's own function, or after the example."""
     drawn = {}
     for key, example in user.inputs.items():
-        shape = shape_of(key, example.tensor, user.dims[key], sizes)
+        shape = shape_of(example.tensor, user.dims[key], sizes)
         if example.draw is None:
             drawn[key] = draw_one(f"{label}/{key}", example.tensor, shape, seed)
             continue
@@ -345,11 +325,10 @@ def reopen_user_module(spec: ModelSpec, precision: Precision, *, device: str = "
         device=device,
     )
     if user.state_sha256 != spec.state_sha256:
-        raise BundleError(
-            f"{spec.factory} gives other weights now than when it was exported.",
-            got=f"SHA-256 {user.state_sha256[:16]}…, not {spec.state_sha256[:16]}…",
-            hint="export again; a factory must give the same weights each time",
-        )
+        what = f"{spec.factory} gives other weights now than when it was exported."
+        got = f"SHA-256 {user.state_sha256[:16]}…, not {spec.state_sha256[:16]}…"
+        hint = "export again; a factory must give the same weights each time"
+        raise BundleError(what, got=got, hint=hint)
     return user
 
 
@@ -375,10 +354,7 @@ def _load_weights(module: nn.Module, path: Path, prefix: str) -> tuple[str, ...]
     loaded = {own[name].data_ptr() for name in state if name in own}
     if missing := [name for name in missing if name not in own or own[name].data_ptr() not in loaded]:
         wrong = [f"no {name}" for name in missing[:3]] + [f"{name} is unknown" for name in unknown[:3]]
-        hint, got = (
-            "--prefix, what the names of the module's tensors begin with in the checkpoint",
-            ", ".join(wrong),
-        )
+        got, hint = ", ".join(wrong), "--prefix, with which the module's names begin in the checkpoint"
         raise ExportError("The weights are not those of the module.", got=f"{path}: {got}", hint=hint)
     more = f" and {len(unknown) - 8} more" if len(unknown) > 8 else ""
     return (f"not needed of {path.name}: {', '.join(unknown[:8])}{more}",) if unknown else ()

@@ -35,18 +35,17 @@ from mha_deploy.export.axes import (
 )
 from mha_deploy.export.explain import (
     comparing_multiples,
-    constant_error,
     explain_failure,
     may_be_small_sizes,
     onnx_program,
-    quiet,
     refuse_infinite_constants,
+    run_explained,
     silenced,
     swapped,
     translation_error,
     was_interrupted,
 )
-from mha_deploy.export.oracle import Float32Accumulation, dense_flex_attention, run_program, tensors_in
+from mha_deploy.export.oracle import dense_flex_attention, run_program
 from mha_deploy.graph.attention_node import is_attention
 from mha_deploy.model.spec import Axis, size_of
 
@@ -129,7 +128,7 @@ _TOLERANCE = {torch.float16: 2e-2, torch.bfloat16: 1e-1}  # of the largest numbe
 def _check_repeats(module: nn.Module, example: Mapping[str, Tensor]) -> None:
     """Run a module twice: one that is random, or remembers earlier calls, has no reference."""
     where, hint = "the sizes of its example", "an example that it takes"
-    first, second = (_tensors(module, example, where, "as it was traced", hint) for _ in range(2))
+    first, second = (run_explained(module, example, where, hint=hint) for _ in range(2))
     for index, (one, other) in enumerate(zip(first, second, strict=True)):
         if one.shape != other.shape or not torch.allclose(one, other, rtol=1e-6, atol=0, equal_nan=True):
             what = "The module gives something else when it is called again with the same inputs."
@@ -145,7 +144,8 @@ def _check_sizes(
     for sizes in every:
         example = draw(sizes)
         at = ", ".join(f"{name}={size}" for name, size in sizes.items())
-        wanted = _tensors(module, example, "the smallest sizes of its axes", at, f"{larger}, or {drawn}")
+        where, hint = "the smallest sizes of its axes", f"{larger}, or {drawn}"
+        wanted = run_explained(module, example, where, at=f"{at}: ", hint=hint)
         try:
             outputs, _ = run_program(exported, example, dtype="own")
         except (RuntimeError, IndexError) as error:
@@ -159,23 +159,6 @@ def _check_sizes(
                 refuse_infinite_constants(exported.program, f"output {name} at {at}")
             what = "The module does something else at its smaller sizes, which its trace does not show."
             raise ExportError(what, got=f"output {name} at {at}", hint=larger)
-
-
-def _tensors(
-    module: nn.Module, example: Mapping[str, Tensor], where: str, at: str, hint: str
-) -> list[Tensor]:
-    try:
-        with torch.no_grad(), Float32Accumulation():
-            returned = module(**example)
-    except Exception as error:  # whatever the user's module raises
-        constant = constant_error(error, module, lambda: module(**example))
-        if constant is not None:
-            raise constant from error
-        is_half = any(each.dtype in _TOLERANCE for each in (*module.parameters(), *example.values()))
-        got = f"{at}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        hint = f"{hint}, or --precision auto if it runs in float32" if is_half else hint
-        raise ExportError(f"The module does not run at {where}.", got=got, hint=hint) from error
-    return tensors_in(returned)
 
 
 def _is_noise(
@@ -268,7 +251,12 @@ def export_program(
         model, program = _translated(traced.program, draw_inputs(inputs, dims, sizes, seed=0), opset)
         _refuse_changes(program)
         fed = _fed_nodes(program)
-        returned = dict(zip(names, _returned_nodes(program), strict=True))
+        # The signature of a program does not know the casts that the exporter puts behind some outputs.
+        results: Any = program.graph.output_node().args[0]
+        kinds = [spec.kind for spec in program.graph_signature.output_specs]
+        pairs = zip(results, kinds, strict=True)
+        kept = [n.name for n, kind in pairs if isinstance(n, Node) and kind is OutputKind.USER_OUTPUT]
+        returned = dict(zip(names, kept, strict=True))
         _settle_inputs(model, fed, list(inputs))
         values = {node.name: node.meta.get("val") for node in program.graph.nodes}
         _cast_outputs(model, [values[node] for node in returned.values()])
@@ -387,7 +375,7 @@ class _Tracer:
 
 def _tried(trace: Callable[[], ExportedProgram]) -> ExportedProgram | Exception:
     try:
-        with quiet(), silenced(), dense_flex_attention():
+        with silenced(), dense_flex_attention():
             return trace()
     except Exception as error:  # whatever the user's module raises, or PyTorch
         if was_interrupted(error):
@@ -668,16 +656,6 @@ def _fed_nodes(program: ExportedProgram) -> dict[str, str]:
     specs = program.graph_signature.input_specs
     nodes = [each.arg.name for each in specs if each.kind is InputKind.USER_INPUT]
     return dict(zip(names, nodes, strict=True))
-
-
-def _returned_nodes(program: ExportedProgram) -> list[str]:
-    """The FX nodes of the tensors that a program returns.
-
-    Its signature does not know the casts that the exporter puts behind some of them, its graph does.
-    """
-    returned: Any = program.graph.output_node().args[0]
-    pairs = zip(returned, program.graph_signature.output_specs, strict=True)
-    return [n.name for n, spec in pairs if isinstance(n, Node) and spec.kind is OutputKind.USER_OUTPUT]
 
 
 def _settle_inputs(model: ir.Model, fed: Mapping[str, str], order: list[str]) -> None:

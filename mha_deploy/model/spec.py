@@ -375,15 +375,8 @@ class AttentionSpec(NamedAxes):
     @property
     def model(self) -> ModelSpec:
         """The layer as a model to export: what a bundle knows of it."""
-        return ModelSpec(
-            name=self.name,
-            summary=self.summary,
-            axes=self.axes,
-            inputs=self.inputs,
-            outputs=self.outputs,
-            attention_count=self.attention_count,
-            layer=self,
-        )
+        same = ("name", "summary", "axes", "inputs", "outputs", "attention_count")
+        return ModelSpec(**{name: getattr(self, name) for name in same}, layer=self)
 
     @property
     def layer(self) -> AttentionSpec:
@@ -610,33 +603,24 @@ def check_spec(spec: AttentionSpec) -> None:
     what = "Causal cross attention has no single meaning: the diagonal can start at either corner."
     hint = 'causal = false with mask = "additive" and the mask you mean as attention_bias'
     _refuse(spec.is_cross and spec.causal, what, f"{cross}, causal = true", hint)
-    what, packed = (
-        "Packed projections read one input, and cross attention has three.",
-        'projections = "packed"',
-    )
-    wrong = spec.is_cross and spec.projections == "packed"
-    _refuse(wrong, what, f"{cross}, {packed}", 'projections = "separate"')
+    what = "Packed projections read one input, and cross attention has three."
+    wrong, got = spec.is_cross and spec.projections == "packed", f'{cross}, projections = "packed"'
+    _refuse(wrong, what, got, 'projections = "separate"')
     _check_variant(spec)
     what = "A window counts keys back from the query, and this layer also looks ahead."
     wrong = spec.window is not None and not spec.causal
     _refuse(wrong, what, f"window = {spec.window}, causal = false", "causal = true")
     if spec.rope is not None:
-        _refuse(
-            spec.is_cross,
-            "Rotary embedding needs queries and keys on one line of positions.",
-            cross,
-            'attends = "self", or drop [rope]',
-        )
+        what = "Rotary embedding needs queries and keys on one line of positions."
+        _refuse(spec.is_cross, what, cross, 'attends = "self", or drop [rope]')
         _check_rope(spec.rope, spec.rope_dims, spec.D)
     if spec.cache == "preallocated":
         S, T = spec.axes["S"], spec.axes["T"]
         what = "The capacity of a preallocated cache must be one number."
         _refuse(T.is_dynamic, what, f"T = {T}", f"T = {T.max}")
-        what, hint = (
-            "One call may bring more tokens than the cache has entries.",
-            f"S up to {T.max}, or a larger T",
-        )
-        _refuse(S.max > T.max, what, f"S up to {S.max}, T = {T.max}", hint)
+        what = "One call may bring more tokens than the cache has entries."
+        got, hint = f"S up to {S.max}, T = {T.max}", f"S up to {T.max}, or a larger T"
+        _refuse(S.max > T.max, what, got, hint)
 
 
 def _check_variant(spec: AttentionSpec) -> None:
@@ -749,6 +733,5 @@ def record_from(where: str, record: Any, data: Any) -> Any:
     try:
         return record(**data)
     except TypeError as error:
-        raise SpecError(
-            f"{where} is incomplete.", got=dict(data), hint=f"keys: {', '.join(known)}"
-        ) from error
+        hint = f"keys: {', '.join(known)}"
+        raise SpecError(f"{where} is incomplete.", got=dict(data), hint=hint) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -184,63 +185,6 @@ def _attend_onnx(
     return out, weights if heads.weights else None
 
 
-# -- Attention behind a cache, as the ONNX nodes that an export writes -----------------------------
-
-_OPSET = 24  # the first with TensorScatter and nonpad_kv_seqlen
-
-
-def attend_dynamic(
-    q: Tensor, k: Tensor, v: Tensor, past: tuple[Tensor, Tensor], mask: Tensor | None, heads: Heads
-) -> tuple[Tensor, Tensor, Tensor]:
-    """One Attention node that concatenates the past [B, Hkv, P, D] and the new entries [B, S, Hkv·D].
-
-    A mask [S, P+S] stands for the causal one. Gives the heads side by side, and all keys and values.
-    """
-    _refuse_to_run()
-    out, keys, values, _ = torch.onnx.ops.attention(
-        q, k, v, mask, *past, is_causal=mask is None, **heads.onnx
-    )
-    return out, keys, values
-
-
-def attend_static(
-    q: Tensor,
-    new: tuple[Tensor, Tensor],
-    caches: tuple[Tensor, Tensor],
-    lengths: Tensor,
-    mask: Tensor | None,
-    heads: Heads,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Two TensorScatter nodes that write the new entries, and an Attention that knows how many are valid.
-
-    The buffers [B, Hkv, T, D] have `lengths` valid entries before the call, and get those in `new`
-    [B, Hkv, S, D]. A mask [B, 1, S, T] stands for the causal one. Gives the heads, and the buffers.
-    """
-    _refuse_to_run()
-
-    def node(op_type: str, inputs: list[Any], attributes: dict[str, Any]) -> Tensor:
-        """A node whose output is like its first input."""
-        kind = {"dtype": inputs[0].dtype, "shape": inputs[0].shape}
-        return torch.onnx.ops.symbolic(op_type, inputs, attributes, **kind, version=_OPSET)
-
-    starts = lengths.long()
-    keys, values = (
-        node("TensorScatter", [cache, entries, starts], {"axis": 2})
-        for cache, entries in zip(caches, new, strict=True)
-    )
-    attributes: dict[str, Any] = {"is_causal": int(mask is None), "scale": heads.scale}
-    if heads.softcap is not None:
-        attributes["softcap"] = heads.softcap
-    inputs = [split_heads(q, heads.Hq), keys, values, mask, None, None, starts + q.shape[1]]
-    return merge_heads(node("Attention", inputs, attributes)), keys, values
-
-
-def _refuse_to_run() -> None:
-    if not torch.compiler.is_exporting():
-        what = "PyTorch cannot run the ONNX nodes of a cache, only export them."
-        raise DeployError(what, got="path = onnx", hint="path sdpa or plain to compute the layer")
-
-
 # -- Multi-head, grouped-query and multi-query attention -------------------------------------------
 
 
@@ -252,7 +196,7 @@ class Attention(nn.Module):
         self.spec = spec
         self.path = path
         # Cosines and sines of every position that the axes allow; path `onnx` keeps them in the graph.
-        self.rotary: tuple[Tensor, Tensor] | None = None
+        self.rotary: tuple[Tensor, ...] = ()
         E, queries, keys = spec.E, spec.Hq * spec.D, spec.Hkv * spec.D
         if spec.projections == "packed":
             self.qkv = nn.Linear(E, queries + 2 * keys, bias=spec.bias)
@@ -261,6 +205,12 @@ class Attention(nn.Module):
             self.k = nn.Linear(E, keys, bias=spec.bias)
             self.v = nn.Linear(E, keys, bias=spec.bias)
         self._add_output_stage()
+
+    def variation(self, **changes: Any) -> Attention:
+        """The same layer on the same weights, with another `path` or `spec`."""
+        changed = copy.copy(self)
+        vars(changed).update(changes)
+        return changed
 
     def _add_output_stage(self) -> None:
         self.o = nn.Linear(self.spec.Hq * self.spec.D, self.spec.E, bias=self.spec.bias)
@@ -286,6 +236,9 @@ class Attention(nn.Module):
         [B, Hkv, T, D], which are not written to, and how many of their entries are valid, int32 [B]. With a
         cache, the keys and values to bring to the next call follow the output.
         """
+        if self.spec.cache != "none" and self.path == "onnx" and not torch.compiler.is_exporting():
+            what = "PyTorch cannot run the ONNX nodes of a cache, only export them."
+            raise DeployError(what, got="path = onnx", hint="path sdpa or plain to compute the layer")
         if self.spec.cache == "dynamic":
             return self._append(query, *brought(self.spec.name, past_key=past_key, past_value=past_value))
         if self.spec.cache == "preallocated":
@@ -311,17 +264,8 @@ class Attention(nn.Module):
         return attend(q, k, v, mask, self._layout(causal=self.spec.causal), self.path)
 
     def _layout(self, *, causal: bool, past: int = 0) -> Heads:
-        spec = self.spec
-        return Heads(
-            Hq=spec.Hq,
-            Hkv=spec.Hkv,
-            scale=spec.softmax_scale,
-            causal=causal,
-            weights=spec.weights,
-            window=spec.window,
-            softcap=spec.softcap,
-            past=past,
-        )
+        same = {name: getattr(self.spec, name) for name in ("Hq", "Hkv", "weights", "window", "softcap")}
+        return Heads(**same, scale=self.spec.softmax_scale, causal=causal, past=past)
 
     def project(
         self, query: Tensor, key: Tensor | None, value: Tensor | None
@@ -341,26 +285,23 @@ class Attention(nn.Module):
         if spec.rope is None:
             return q, k
         if self.path == "onnx":
-            return self._rotate_onnx(q, spec.Hq, positions), self._rotate_onnx(k, spec.Hkv, positions)
-        if self.rotary is not None and self.rotary[0].device == q.device:
-            cos, sin = (table[positions] for table in self.rotary)  # nothing comes from the host
+            # ONNX `RotaryEmbedding` nodes, which look the angles of their positions up in tables.
+            dims = spec.rope_dims if spec.rope_dims < spec.D else 0
+            options: Any = {"interleaved": spec.rope.interleaved, "rotary_embedding_dim": dims}
+            cos, sin = self.rotary
+            q, k = (
+                torch.onnx.ops.rotary_embedding(
+                    x, cos, sin, positions.expand(x.shape[0], -1), num_heads=H, **options
+                )
+                for x, H in ((q, spec.Hq), (k, spec.Hkv))
+            )
+            return q, k
+        tables = self.rotary
+        if tables and tables[0].device == q.device and tables[0].dtype == q.dtype:
+            cos, sin = (table[positions] for table in tables)  # nothing comes from the host
         else:
             cos, sin = rotary_tables(spec.rope, spec.rope_dims, positions, q.dtype)
         return rotate_heads(spec, q, cos, sin), rotate_heads(spec, k, cos, sin)
-
-    def _rotate_onnx(self, x: Tensor, H: int, positions: Tensor) -> Tensor:
-        """One ONNX `RotaryEmbedding` node, which looks the angles of its positions up in tables."""
-        rope = self.spec.rope
-        if rope is None or self.rotary is None:
-            raise DeployError("The layer has no rotary tables.", hint="build_module(spec, path='onnx')")
-        return torch.onnx.ops.rotary_embedding(
-            x,
-            *self.rotary,
-            positions.expand(x.shape[0], -1),
-            interleaved=rope.interleaved,
-            num_heads=H,
-            rotary_embedding_dim=self.spec.rope_dims if self.spec.rope_dims < self.spec.D else 0,
-        )
 
     def combine(self, heads: Tensor, query: Tensor) -> Tensor:
         """The output stage: Concat(head_1 … head_Hq) W_O. [B, S, Hq·D] -> [B, S, E]."""
@@ -369,17 +310,20 @@ class Attention(nn.Module):
     # -- with a cache --------------------------------------------------------------------------
 
     def _append(self, query: Tensor, past_key: Tensor, past_value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        past = past_key.shape[2]
-        positions = past + torch.arange(query.shape[1], device=query.device)
+        past, S = past_key.shape[2], query.shape[1]
+        positions = past + torch.arange(S, device=query.device)
+        window = self._window_mask(positions, past + S) if self.path == "onnx" else None
+        q, k, v = self._rotated(query, positions)
         layout = self._layout(causal=True, past=past)
-        if self.path == "onnx":
-            mask = self._window_mask(positions, past + query.shape[1])
-            tensors = self._rotated(query, positions)
-            heads, keys, values = attend_dynamic(*tensors, (past_key, past_value), mask, layout)
-            return self.combine(heads, query), keys, values
-        q, k, v = self._new_entries(query, positions)
-        keys, values = torch.cat((past_key, k), dim=2), torch.cat((past_value, v), dim=2)
-        heads, _ = attend(q, merge_heads(keys), merge_heads(values), None, layout, self.path)
+        if self.path == "onnx":  # one Attention node, which concatenates past and new entries
+            cached = (window, past_key, past_value)
+            heads, keys, values, _ = torch.onnx.ops.attention(
+                q, k, v, *cached, is_causal=window is None, **layout.onnx
+            )
+        else:
+            keys = torch.cat((past_key, split_heads(k, self.spec.Hkv)), dim=2)
+            values = torch.cat((past_value, split_heads(v, self.spec.Hkv)), dim=2)
+            heads, _ = attend(q, merge_heads(keys), merge_heads(values), None, layout, self.path)
         return self.combine(heads, query), keys, values
 
     def _update(
@@ -388,22 +332,23 @@ class Attention(nn.Module):
         S, T = query.shape[1], key_cache.shape[2]
         check_room(lengths, S, T)
         positions = lengths[:, None] + torch.arange(S, device=query.device)
-        q, k, v = self._new_entries(query, positions)
-        if self.path == "onnx":
-            window = self._window_mask(positions, T)
-            layout = self._layout(causal=True)
-            heads, keys, values = attend_static(q, (k, v), (key_cache, value_cache), lengths, window, layout)
-            return self.combine(heads, query), keys, values
-        keys, values = write_entries(key_cache, k, positions), write_entries(value_cache, v, positions)
-        valid = [merge_heads(valid_entries(each, lengths + S)) for each in (keys, values)]
-        mask = seen_from(positions, T, self.spec.window)[:, None]
-        heads, _ = attend(q, valid[0], valid[1], mask, self._layout(causal=False), self.path)
-        return self.combine(heads, query), keys, values
-
-    def _new_entries(self, query: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Q side by side [B, S, Hq·D]; K and V as a cache holds them [B, Hkv, S, D]."""
         q, k, v = self._rotated(query, positions)
-        return q, split_heads(k, self.spec.Hkv), split_heads(v, self.spec.Hkv)
+        k, v = split_heads(k, self.spec.Hkv), split_heads(v, self.spec.Hkv)
+        if self.path == "onnx":
+            # Two nodes write the new entries, and an Attention knows how many are valid.
+            window, starts = self._window_mask(positions, T), lengths.long()
+            keys = _onnx_node("TensorScatter", [key_cache, k, starts], axis=2)
+            values = _onnx_node("TensorScatter", [value_cache, v, starts], axis=2)
+            inputs = [split_heads(q, self.spec.Hq), keys, values, window, None, None, starts + S]
+            options = {"is_causal": int(window is None), "scale": self.spec.softmax_scale}
+            options |= {} if self.spec.softcap is None else {"softcap": self.spec.softcap}
+            heads = merge_heads(_onnx_node("Attention", inputs, **options))
+        else:
+            keys, values = write_entries(key_cache, k, positions), write_entries(value_cache, v, positions)
+            valid = [merge_heads(valid_entries(each, lengths + S)) for each in (keys, values)]
+            mask = seen_from(positions, T, self.spec.window)[:, None]
+            heads, _ = attend(q, valid[0], valid[1], mask, self._layout(causal=False), self.path)
+        return self.combine(heads, query), keys, values
 
     def _rotated(self, query: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Q, K and V of the new tokens side by side, Q and K at their positions."""
@@ -416,6 +361,12 @@ class Attention(nn.Module):
             return None
         mask = seen_from(positions, T, self.spec.window)
         return mask[None, None] if mask.dim() == 2 else mask[:, None]
+
+
+def _onnx_node(op_type: str, inputs: list[Any], **attributes: Any) -> Tensor:
+    """A node whose output is like its first input, of the first opset with TensorScatter."""
+    kind = {"dtype": inputs[0].dtype, "shape": inputs[0].shape}
+    return torch.onnx.ops.symbolic(op_type, inputs, attributes, **kind, version=24)
 
 
 def rotate_heads(spec: AttentionSpec, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -98,7 +98,7 @@ def clear_decisions(module: Attention, feeds: Feeds, seed: int, *, margin: float
     query = feeds[name].clone()
     generator = seeded_generator(seed, "clear decisions")
     for _ in range(_REDRAWS):
-        unclear = module.decision_margin(query.double()) < margin
+        unclear = module.decision_margin(query) < margin
         if not unclear.any():
             break
         fresh = torch.randn(query.shape, generator=generator).to(query)

@@ -92,10 +92,10 @@ class SparseHeadAttention(Attention):
         """By how much each token's choice of heads is clear: G_(k) - G_(k+1). [B, S, E] -> [B, S].
 
         The choice jumps where two gates are equal, so tokens with a small margin test the rounding of
-        the gate and not the layer.
+        the gate and not the layer. The margin itself is computed in FP64.
         """
         top_k = _options(self).top_k
-        logits = self.gate(query)
+        logits = F.linear(query.double(), self.gate.weight.double())
         if top_k == self.spec.Hq:
             return torch.full(logits.shape[:-1], float("inf"), dtype=logits.dtype, device=logits.device)
         best = logits.topk(top_k + 1, dim=-1).values

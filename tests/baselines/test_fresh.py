@@ -8,7 +8,7 @@ from mha_deploy.baselines import fresh as blocked
 from mha_deploy.baselines.fresh import FreshCases, QueriesInBlocks, run_in_blocks
 from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.errors import ExportError, SpecError
-from mha_deploy.export.oracle import run_module
+from mha_deploy.export.oracle import run_in_float64
 from mha_deploy.metrics import judge_case
 from mha_deploy.model.catalog import catalog_names, find_spec
 from mha_deploy.model.spec import Axis
@@ -139,7 +139,7 @@ def test_blocks_change_nothing(name, limit):
     spec = find_spec(name)
     module = build_module(spec, dtype=torch.float64)
     arguments = call_arguments(spec, fed_to(module, random_inputs(spec, sizes_of(spec), seed=0, ragged=True)))
-    whole = run_module(module, arguments)
+    whole = run_in_float64(module, arguments)
     parts = run_in_blocks(module, arguments, limit)
     assert len(parts) == len(whole)
     for part, one in zip(parts, whole, strict=True):
@@ -152,7 +152,7 @@ def test_a_batch_of_fixed_size_is_split_too(name):
     spec = find_spec(name).with_axes({"B": Axis.parse("4")})
     module = build_module(spec, dtype=torch.float64)
     arguments = call_arguments(spec, fed_to(module, random_inputs(spec, sizes_of(spec), seed=0)))
-    whole, parts = run_module(module, arguments), run_in_blocks(module, arguments, 1)
+    whole, parts = run_in_float64(module, arguments), run_in_blocks(module, arguments, 1)
     for part, one in zip(parts, whole, strict=True):
         torch.testing.assert_close(part, one, rtol=1e-13, atol=1e-14)
 
@@ -164,8 +164,8 @@ def test_what_fits_is_run_at_once(monkeypatch):
     batches = []
     monkeypatch.setattr(
         blocked,
-        "run_module",
-        lambda module, taken: batches.append(taken["query"].shape[0]) or run_module(module, taken),
+        "run_in_float64",
+        lambda module, taken: batches.append(taken["query"].shape[0]) or run_in_float64(module, taken),
     )
     run_in_blocks(module, arguments, 1 << 30)
     run_in_blocks(module, arguments, 1)

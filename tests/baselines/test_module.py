@@ -61,7 +61,6 @@ def test_the_paths_of_one_layer_share_its_weights(bundles):
     models = TorchModels(bundles("tiny-gqa"), device="cpu")
     plain, fused = models.module("plain"), models.module("sdpa")
     assert (plain.path, fused.path) == ("plain", "sdpa")
-    assert models.module("sdpa") is fused
     for first, second in zip(plain.parameters(), fused.parameters(), strict=True):
         assert first.data_ptr() == second.data_ptr()
     assert models.parameter_bytes == sum(p.numel() for p in plain.parameters()) * 2

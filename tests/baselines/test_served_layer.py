@@ -10,7 +10,7 @@ from mha_deploy.export.oracle import run_module
 from mha_deploy.model.catalog import find_spec
 from mha_deploy.model.spec import AttentionSpec
 from mha_deploy.reference import build_module
-from mha_deploy.reference.attention import merge_heads
+from mha_deploy.reference.attention import Attention, merge_heads
 from mha_deploy.reference.inputs import call_arguments, fed_to, random_inputs, to_numpy
 
 CACHED = ("tiny-dynamic", "tiny-preallocated", "tiny-window")
@@ -188,7 +188,9 @@ def test_the_models_of_a_bundle_bring_it(bundles, name, precision):
 
 def test_a_layer_without_a_cache_is_run_as_it_is(bundles):
     models = TorchModels(bundles("tiny-gqa"), device="cpu")
-    assert models.in_service(find_baseline("eager")) is models.module("plain")
+    layer = models.in_service(find_baseline("eager"))
+    assert isinstance(layer, Attention)
+    assert layer.path == "plain"
 
 
 def test_tokens_that_do_not_fit_are_refused_before_they_are_on_the_device(bundles):

@@ -107,10 +107,3 @@ def check(name, folder):
 )
 def test_a_module_that_fp16_cannot_hold_is_the_same_function(name, tmp_path):
     check(name, tmp_path / "bundle")
-
-
-@pytest.mark.slow  # as tests/export/test_own_edges_export.py shows of a number that FP16 does not have
-def test_fp16_suggests_auto(tmp_path):
-    with pytest.raises(md.DeployError) as caught:
-        exported("fill -1e9", tmp_path / "bundle", precision="fp16")
-    assert "--precision auto" in caught.value.hint

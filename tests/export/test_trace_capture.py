@@ -9,8 +9,8 @@ from layer_decoder import Decoder
 
 from mha_deploy.bundle.traces import PlannedTrace, check_trace, read_trace, write_trace
 from mha_deploy.errors import DeployError, ExportError
-from mha_deploy.export.golden import LayerCapture, fp64_twin
-from mha_deploy.export.oracle import run_module
+from mha_deploy.export.golden import LayerCapture
+from mha_deploy.export.oracle import run_in_float64
 from mha_deploy.metrics import measure
 from mha_deploy.model.catalog import find_spec
 from mha_deploy.model.precision import PRECISIONS
@@ -97,24 +97,16 @@ def test_eager_is_the_module_fed_token_by_token(cache):
     assert np.array_equal(decoder.keys[:, :, : trace.length].numpy(), trace.eager["key"])
 
 
-def test_the_oracle_knows_of_no_cache():
-    module = module_of(layer("preallocated"))
-    twin = fp64_twin(module, whole=True)
-    assert twin.spec.cache == "none"
-    assert {p.dtype for p in twin.parameters()} == {torch.float64}
-    for name, weight in module.state_dict().items():  # rounded as the module's are
-        assert torch.equal(twin.state_dict()[name], weight.double())
-
-
-def test_what_runs_the_oracle_can_be_given():
+def test_the_oracle_knows_of_no_cache_and_what_runs_it_can_be_given():
     module, calls = module_of(layer("preallocated")), []
 
-    def run(twin, arguments):
-        calls.append(twin)
-        return run_module(twin, arguments)
+    def run(oracle, arguments):
+        calls.append(oracle)
+        return run_in_float64(oracle, arguments)
 
     trace = decoded(module, run_oracle=run)
-    assert [twin.spec.cache for twin in calls] == ["none"]
+    assert [oracle.spec.cache for oracle in calls] == ["none"]
+    assert calls[0].q.weight is module.q.weight  # rounded as the module's are
     assert np.array_equal(trace.oracle["output"], captured("preallocated").oracle["output"])
 
 
