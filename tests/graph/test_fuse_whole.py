@@ -43,7 +43,7 @@ SDPA = {
 # A finite number on the hidden keys stays a float mask: fully masked queries are then the mean of the values.
 EAGER = {name: [FLOAT if kind in (BOTH, BOOL) else kind for kind in kinds] for name, kinds in SDPA.items()}
 # No number of float16 absorbs any score: the mask is boolean, and such queries are zeroed for the mean.
-EAGER_HALF = EAGER | {"bert": [BOOL] * 2, "gpt2": [BOOL] * 2}
+EAGER_HALF = {name: [BOOL if kind == BOTH else kind for kind in kinds] for name, kinds in SDPA.items()}
 FIRST_LAYER = {
     "bert": "model.encoder.layer.0.attention.self",
     "gpt2": "model.transformer.h.0.attn",
