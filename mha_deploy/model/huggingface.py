@@ -179,19 +179,15 @@ _DECODERS = (
 )
 _ENCODERS = ("bert", "roberta", "xlm-roberta", "camembert", "electra", "distilbert")
 _VISION = ("vit", "deit", "dinov2")
-# What would be another function than the layers of the catalog compute.
-_NORMS = "it normalises queries and keys (q_norm, k_norm)"
-_MLA = "its keys and values are compressed (MLA)"
-_RELATIVE = "it adds a learned relative position bias to the scores"
+# What would be another function than the layers of the catalog compute, and whose attention it is.
 _NOT_EXPRESSIBLE = {
-    **dict.fromkeys(
-        ("qwen3", "qwen3_moe", "gemma3", "gemma3_text", "olmo2", "olmo3", "llama4", "llama4_text"), _NORMS
-    ),
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "minicpm3"), _MLA),
-    **dict.fromkeys(("t5", "mt5", "mpnet"), _RELATIVE),
-    **dict.fromkeys(("deberta", "deberta-v2"), "its attention is disentangled"),
-    "gpt_oss": "it has attention sinks",
-    "codegen": "its packed projection has a layout of its own (mp_num)",
+    "it normalises queries and keys (q_norm, k_norm)": "qwen3 qwen3_moe gemma3 gemma3_text olmo2 olmo3 "
+    "llama4 llama4_text",
+    "its keys and values are compressed (MLA)": "deepseek_v2 deepseek_v3 minicpm3",
+    "it adds a learned relative position bias to the scores": "t5 mt5 mpnet",
+    "its attention is disentangled": "deberta deberta-v2",
+    "it has attention sinks": "gpt_oss",
+    "its packed projection has a layout of its own (mp_num)": "codegen",
 }
 _NO_ROPE = (*_ENCODERS, *_VISION, "gpt2", "gpt_bigcode", "gpt_neo", "opt", "xglm", "biogpt")
 _ROTARY_SHARES = dict(gpt_neox=0.25, phi=0.5, stablelm=0.25, nemotron=0.5, persimmon=0.5, glm=0.5)
@@ -220,8 +216,9 @@ def spec_from_config(config: Mapping[str, Any], layer: int, *, name: str, bias: 
     With `bias` any projection has one; the others then have zeros.
     """
     kind = str(config.get("model_type", ""))
-    if kind in _NOT_EXPRESSIBLE:
-        raise _refused(kind, _NOT_EXPRESSIBLE[kind])
+    for why, kinds in _NOT_EXPRESSIBLE.items():
+        if kind in kinds.split():
+            raise _refused(kind, why)
     if kind not in (*_DECODERS, *_ENCODERS, *_VISION):
         raise _refused(kind or "no model_type", "its attention is not known here")
     E = _number(config, "hidden_size", "n_embd", "d_model", "dim")
@@ -344,11 +341,8 @@ def _rope(config: Mapping[str, Any], kind: str, layer: int, D: int) -> Rope | No
     share = _ROTARY_SHARES.get(kind, 1.0) if share is None else share
     dims = (_optional(config, "rotary_dim") or D) if kind == "gptj" else int(D * float(share))
     form = str(scaling.get("rope_type", scaling.get("type", "default")))
-    options: dict[str, Any] = {
-        "base": float(theta),
-        "dims": None if dims == D else dims,
-        "interleaved": kind in _INTERLEAVED,
-    }
+    options: dict[str, Any] = {"base": float(theta), "interleaved": kind in _INTERLEAVED}
+    options |= {} if dims == D else {"dims": dims}
     if form in ("linear", "llama3"):
         options |= {"scaling": form, "factor": float(scaling.get("factor", 1.0))}
     elif form not in ("default", "none"):
