@@ -47,12 +47,14 @@ def taken(function: Callable[..., Any], *names: str, **details: dict[str, Any]) 
     known: dict[str, Field[Any]] = getattr(function, "__options__", {})
     args = (getdoc(function) or "").partition("Args:\n")[2].partition("\n\n")[0]
     about = dict(re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", args, re.MULTILINE))
-    made = {}
+    parameters, made = signature(function).parameters, {}
     for name in names or (*known, *details):
-        parameter, more = signature(function).parameters[name], dict(details.get(name, {}))
-        words = " ".join(about.get(name, "").split())
-        made[name] = known.get(name) or option(parameter.default, words, *more.pop("flags", ()), **more)
-        made[name].type = made[name].type or parameter.annotation
+        if name in known:
+            made[name] = known[name]
+            continue
+        words, more = " ".join(about.get(name, "").split()), dict(details.get(name, {}))
+        made[name] = option(parameters[name].default, words, *more.pop("flags", ()), **more)
+        made[name].type = parameters[name].annotation
     return made
 
 
