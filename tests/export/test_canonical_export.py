@@ -81,7 +81,7 @@ def exported(bundles, tmp_path_factory):
     return path
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(3)
 @EXPORTED
 def test_the_graph_is_canonical(exported, name, precision, opset):
     path, spec = exported(name, precision, opset), find_spec(name)

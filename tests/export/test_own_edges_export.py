@@ -1,17 +1,22 @@
 """What an export of a user's module must refuse in words, and what it must not lose."""
 
 import json
+from dataclasses import replace
 
 import edge_models
+import msgspec
 import numpy as np
 import pytest
 import torch
+from bundle_edit import fill, manifest
 
 from mha_deploy.bundle.cases import golden_cases
+from mha_deploy.bundle.folder import BundleWriter, open_bundle
 from mha_deploy.errors import DeployError, ExportError
 from mha_deploy.export.exporter import bundle_from_factory
 from mha_deploy.export.own_model import load_factory, open_user_module, state_digest
 from mha_deploy.export.program import export_program
+from mha_deploy.model.catalog import find_spec
 from mha_deploy.model.precision import find_precision
 from mha_deploy.model.spec import Axis
 from mha_deploy.options import ExportOptions
@@ -176,11 +181,6 @@ def test_a_state_dict_has_names(tmp_path):
 
 
 def test_a_manifest_that_cannot_be_read_is_not_put_in_place(tmp_path):
-    import msgspec
-    from bundle_edit import fill, manifest
-
-    from mha_deploy.bundle.folder import BundleWriter
-
     broken = manifest()
     broken.golden.clear()
     with BundleWriter(tmp_path / "bundle") as writer:
@@ -203,12 +203,13 @@ def test_a_manifest_that_cannot_be_read_is_not_put_in_place(tmp_path):
         (("opset",), "23"),
     ],
 )
-def test_a_manifest_of_wrong_kinds_is_refused(own_bundles, tmp_path, where, wrong):
-    from bundle_edit import copy_of
-
-    from mha_deploy.bundle.folder import open_bundle
-
-    folder = copy_of(own_bundles(), tmp_path / "copy")
+def test_a_manifest_of_wrong_kinds_is_refused(tmp_path, where, wrong):
+    folder = tmp_path / "bundle"
+    own = replace(find_spec("tiny-mha").model, layer=None, factory="own.py:layer")
+    with BundleWriter(folder) as writer:
+        fill(writer.path)
+        writer.finish(msgspec.structs.replace(manifest(), spec=own))
+    assert open_bundle(folder).manifest.spec == own
     data = json.loads((folder / "manifest.json").read_text())
     part = data
     for key in where[:-1]:

@@ -107,6 +107,7 @@ def is_blind(spec, S):
     return (row == 0).expand(4, S) if spec.mask == "padding" else (query == 2).expand(4, S)
 
 
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mask", MASKS[1:])
@@ -123,6 +124,7 @@ def test_a_fully_masked_query_gives_zero_heads_and_zero_weights(mask, kind, dtyp
         assert torch.equal(weights.sum(-1).amax(1) == 0, blind)
 
 
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("mask", MASKS[1:])
 @pytest.mark.parametrize("variant", VARIANTS)
