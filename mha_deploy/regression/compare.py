@@ -191,7 +191,6 @@ def _from_bundle(bundle: Bundle) -> Side:
     found["contents"] = {
         "cases": [*cases, *(f"trace {trace.name}" for trace in manifest.traces)],
         "attention": len(manifest.attention),
-        "axes": {name: str(axis) for name, axis in manifest.spec.axes.items()},
         "graph_bytes": sum(entry.bytes for name, entry in manifest.files.items() if "model.onnx" in name),
     }
     result = _RESULT(**{**found, "model": model})
@@ -321,8 +320,6 @@ def _measured(result: Result, names: Mapping[str, str]) -> Measured:
             yield "coverage", case, Measurement("text", "bundle", case, "there")
         count = result.contents["attention"]
         yield "coverage", "attention nodes in the graph", _plain("count", "bundle", count)
-        for axis, span in result.contents["axes"].items():
-            yield "coverage", f"axis {axis}", _plain("range", "bundle", span)
         yield "size", "graph", _bytes("bundle", result.contents["graph_bytes"])
     for axis, sizes in ((result.model.spec or {}).get("axes") or {}).items():
         span = ":".join(map(str, sizes.values())) if isinstance(sizes, dict) else str(sizes)
