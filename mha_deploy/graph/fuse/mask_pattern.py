@@ -680,13 +680,13 @@ class Place:
 
     def aligned(self, value: ir.Value, axes: Axes) -> ir.Value:
         """A tensor that is aligned to the last axes of scores, as `[B or 1, H or 1, S or 1, T or 1]`."""
-        dtype, own = value.dtype, axes[len(axes) - len(sizes_of(value) or ()) :]
+        kind, own = value.type, axes[len(axes) - len(sizes_of(value) or ()) :]
         if set(axes) == set(self.order):
             value = rejoined(value, own, self.order, self.sizes, self.builder)
         else:
             value = self._regrouped(value, own, "".join(axes))
         value = self.builder.unsqueeze(value, HEAD_AXIS) if len(self.order) == 3 else value
-        value.dtype = dtype
+        value.type = kind
         return value
 
     def _regrouped(self, value: ir.Value, axes: Axes, letters: str) -> ir.Value:
@@ -723,9 +723,10 @@ def rejoined(
     """A value with its axes joined in another way and in another order."""
     own = dict(zip(axes, sizes_of(value) or (), strict=False))
     if missing := [letter for letter in "".join(order) if letter not in "".join(axes)]:
-        dtype, own = value.dtype, dict.fromkeys(missing, 1) | own
-        value, axes = builder.unsqueeze(value, *range(len(missing))), (*missing, *axes)
-        value.dtype, value.shape = dtype, ir.Shape(list(own.values()))
+        axes, kind = (*missing, *axes), value.type
+        own |= dict.fromkeys(missing, 1)
+        value = builder.unsqueeze(value, *range(len(missing)))
+        value.type, value.shape = kind, ir.Shape([own.get(axis) for axis in axes])
     if set(axes) == set(order):
         return transposed(value, axes, order, builder)
     known = {letter: own.get(letter, sizes.get(letter)) for letter in "".join(axes)}
@@ -753,8 +754,7 @@ def reshaped(
         raise NotFused("Several sizes of Q, K, V or a mask are not known.", got=dims)
     result = builder.reshape(value, *given)
     result.shape = ir.Shape(dims)
-    if value.dtype is not None:
-        result.dtype = value.dtype
+    result.type = value.type
     return result
 
 
@@ -765,6 +765,5 @@ def transposed(value: ir.Value, axes: Axes, order: Axes, builder: NodeBuilder) -
     result = builder.transpose(value, *(axes.index(axis) for axis in order))
     if value.shape is not None and len(value.shape) == len(axes):
         result.shape = ir.Shape([value.shape[axes.index(axis)] for axis in order])
-    if value.dtype is not None:
-        result.dtype = value.dtype
+    result.type = value.type
     return result
