@@ -523,12 +523,10 @@ def analysis_renderable(analysis: Analysis) -> RenderableType:
     # Narrow enough for a terminal of 80 columns; exact parameters are in the JSON.
     headings = ("stage", "grows as", "#params", "#GFLOP", "#MB", "#FLOP/byte", "#bound µs", "bound by")
     rate, cache = short(bound.tokens_per_second / 1e6), short(analysis.kv_bytes / 1e6)
+    per_token = f"{analysis.kv_bytes_per_token:,} bytes per token"
     closing = [
         ("Tokens/s at the roofline bound", f"{rate} million through this layer"),
-        (
-            "KV cache of this layer",
-            f"{analysis.kv_bytes_per_token:,} bytes per token, {cache} MB at these sizes",
-        ),
+        ("KV cache of this layer", f"{per_token}, {cache} MB at these sizes"),
         ("Peak figures", analysis.gpu.source),
     ]
     note = Text("The bound follows from the datasheet's peak rates; it is not a prediction.", style="dim")

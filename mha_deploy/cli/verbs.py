@@ -136,9 +136,8 @@ def fuse(
 ) -> Result:
     """Write the attention of an ONNX file as single Attention nodes; list what is not fused, and why."""
     report = md.fuse_file(source, output, **options)
-    return Result(
-        {"file": str(output), **report.to_dict()}, lambda: [tables.fuse_renderable(report)], report.complete
-    )
+    data = {"file": str(output), **report.to_dict()}
+    return Result(data, lambda: [tables.fuse_renderable(report)], report.complete)
 
 
 @verb(taken(md.check, "target", "version", "sm"))
@@ -155,12 +154,8 @@ def check(bundle: Path = BUNDLE, **options: Any) -> Result:
         }
         for answer in answers
     ]
-
-    return Result(
-        data,
-        lambda: [tables.eligibility_renderable(answers)],
-        passed=all(answer.fused_when_lowered for answer in answers),
-    )
+    passed = all(answer.fused_when_lowered for answer in answers)
+    return Result(data, lambda: [tables.eligibility_renderable(answers)], passed)
 
 
 @verb(taken(md.build_engine, repeat={"min": 1}), RUN)

@@ -300,20 +300,17 @@ def ordered_findings(data: Data, present: Iterable[str]) -> list[dict[str, str]]
 
 def key_figures(data: Data) -> list[tuple[str, str | list[str]]]:
     """The run in a few figures."""
-    gpu, outputs = (
-        data["environment"]["gpu"],
-        [run for run in data["parity"] if run["cases"] != tables.LAYERS],
-    )
-    judged = [verdict for run in outputs for verdict in run["verdicts"]]
+    gpu, runs = data["environment"]["gpu"], data["parity"]
+    judged = [verdict for run in runs if run["cases"] != tables.LAYERS for verdict in run["verdicts"]]
     right = sum(verdict["passed"] for verdict in judged)
-    every = [verdict for run in data["parity"] for verdict in run["verdicts"]]
+    every = [verdict for run in runs for verdict in run["verdicts"]]
     shares = [verdict["share"] for verdict in every if verdict["share"] is not None]
     largest = f"{budget_share(max(shares))} of its budget" if shares else NOTHING
     if any(verdict["share"] is None and not verdict["passed"] for verdict in every):
         largest = "not finite"
     fused = [f"{each['name']}: {tables.engine_summary(each)}" for each in data["engines"]]
     return [
-        ("attention", _attention(data["model"], data["parity"])),
+        ("attention", _attention(data["model"], runs)),
         ("checked", f"{right} of {plural(len(judged), 'output')} right" if judged else "nothing was run"),
         ("largest error", largest),
         ("fused", fused or "no engine"),
