@@ -112,6 +112,20 @@ def rows_of_head(factor, onto=None):
     return plant
 
 
+def keys_and_values_swapped(graph):
+    """In head 1."""
+    for kind in ("weight.T", "bias"):
+        key, value = (graph.initializers[f"{name}.{kind}"].const_value.numpy() for name in "kv")
+        for name, other in (("k", value), ("v", key)):
+            channels = other[..., D : 2 * D]
+            weight(graph, f"{name}.{kind}", of_head(1, lambda _, channels=channels: channels))
+
+
+def late_positions_repeat(graph):
+    for name in ("lifted_tensor_0", "lifted_tensor_1"):
+        weight(graph, name, lambda table: np.concatenate([table[:40], table[39:-1]]))
+
+
 MISTAKES = {
     "one head off by 3 %": ("tiny-rope", rows_of_head(1.03), "head 1"),
     "one head is another's": ("tiny-rope", rows_of_head(0.0, onto=0), "head 1"),
@@ -120,10 +134,14 @@ MISTAKES = {
     "interleaved rotary in one head": ("tiny-rope", interleaved_rotary_in_one_head, ""),
     "groups shifted by a head": ("tiny-gqa", other_groups, ""),
     "mask of another batch element": ("tiny-padding", rolled_lengths, "batch element"),
+    "keys and values of a head swapped": ("tiny-mha", keys_and_values_swapped, "head 1"),
+    "positions repeat from 40 on": ("tiny-rope", late_positions_repeat, ""),
+    "window a key narrower": ("tiny-window", lambda g: weight(g, "val_9", lambda width: width - 1), ""),
     "window a key wider": ("tiny-window", lambda g: weight(g, "val_9", lambda width: width + 1), ""),
 }
 
 
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_planted_mistake_fails_the_golden_cases(bundles, tmp_path, mistake):
     name, plant, place = MISTAKES[mistake]
