@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 import onnx
 import onnx_ir as ir
-import onnxruntime
 import pytest
 import small_transformers as small
-from conformance import run_in_reference
+from conformance import run_in_ort, run_in_reference
 from onnx import helper
 from rtx_engines import build_rtx
 
@@ -31,13 +30,6 @@ DIALECTS = ("onnx", "trt", "primitives", "contrib")
 TOLERANCE = {"primitives": 5e-4}
 
 
-def session_of(model):
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
-    proto = ir.to_proto(model).SerializeToString()
-    return onnxruntime.InferenceSession(proto, options, providers=["CPUExecutionProvider"])
-
-
 def with_a_row_for_every_query(model):
     """Masks as ONNX Runtime takes them: unlike TensorRT, it does not broadcast them over queries."""
     for attention in [node for node in model.graph if node.op_type == "Attention"]:
@@ -54,9 +46,9 @@ def with_a_row_for_every_query(model):
 def whole(request):
     """A model, its graph, and what the graph computes at two sizes, in float32."""
     model = small.fused(request.param)
-    session = session_of(small.in_float32(model))
+    wide = ir.to_proto(small.in_float32(model))
     feeds = [small.feeds_of(request.param, sizes, np.float32) for sizes in SIZES]
-    return request.param, model, [(each, session.run(None, each)[0]) for each in feeds]
+    return request.param, model, [(each, run_in_ort(wide, each)[0]) for each in feeds]
 
 
 @pytest.mark.sweep(2)
@@ -66,14 +58,14 @@ def test_every_dialect_computes_the_same(whole, dialect) -> None:
     lowered = lower(model, dialect)
     onnx.checker.check_model(ir.to_proto(lowered), full_check=dialect != "contrib")
     lowered = with_a_row_for_every_query(lowered) if dialect == "trt" else lowered
-    session = session_of(small.in_float32(lowered))
+    wide = ir.to_proto(small.in_float32(lowered))
     for feeds, wanted in cases:
-        got = session.run(None, feeds)[0]
+        got = run_in_ort(wide, feeds)[0]
         assert np.isfinite(wanted).all()
         assert np.abs(wanted).max() > 1
         np.testing.assert_allclose(got, wanted, rtol=0, atol=TOLERANCE.get(dialect, 2e-5))
     # As it is, in half precision, it is taken as well.
-    half = session_of(lowered).run(None, small.feeds_of(name, SIZES[0]))[0]
+    half = run_in_ort(ir.to_proto(lowered), small.feeds_of(name, SIZES[0]))[0]
     assert half.dtype == np.float16
     assert np.abs(half.astype(np.float32) - cases[0][1]).max() < 0.1
 
@@ -84,10 +76,10 @@ def test_plugin_computes_the_same_and_reads_packed_projections() -> None:
     lowered = lower(model, "plugin")
     attentions = [node for node in lowered.graph if is_plugin_attention(node)]
     assert [node.attributes["sources"].value for node in attentions] == [(0, 0, 0)] * 2
-    session, wide = session_of(small.in_float32(model)), ir.to_proto(small.in_float32(lowered))
+    exact, wide = (ir.to_proto(small.in_float32(each)) for each in (model, lowered))
     for sizes in SIZES:
         feeds = small.feeds_of("handmade", sizes, np.float32)
-        wanted = session.run(None, feeds)[0]
+        wanted = run_in_ort(exact, feeds)[0]
         np.testing.assert_allclose(run_in_reference(wide, feeds)[0], wanted, rtol=0, atol=2e-5)
 
 
@@ -98,7 +90,7 @@ def test_masks_and_positions_matter(whole) -> None:
     for node in broken.graph.all_nodes():
         if node.op_type == "Attention":
             node.attributes.add(ir.AttrFloat32("scale", 0.5 * node.attributes["scale"].as_float()))
-    got = session_of(broken).run(None, cases[0][0])[0]
+    got = run_in_ort(ir.to_proto(broken), cases[0][0])[0]
     assert np.abs(got - cases[0][1]).max() > 1e-2
 
 
