@@ -16,7 +16,6 @@ from onnx import AttributeProto, FunctionProto, GraphProto, NodeProto, TensorPro
 from mha_deploy.errors import DeployError
 from mha_deploy.files import read_regular
 from mha_deploy.graph.attention_node import attention_nodes
-from mha_deploy.graph.ir import nodes_behind
 from mha_deploy.text import printable
 
 # -- Refuse a model that no exporter writes, before any code works on it ---------------------------
@@ -389,11 +388,6 @@ def with_outputs(model: ir.Model, names: Collection[str]) -> ir.Model:
         if not value.is_graph_output():
             copy.graph.outputs.append(value)
     return copy
-
-
-def cone(values: Iterable[ir.Value | None]) -> set[ir.Node]:
-    """The nodes that these values are computed from, those that compute them included."""
-    return set(nodes_behind(values))
 
 
 def value_named(graph: ir.Graph, name: str) -> ir.Value | None:

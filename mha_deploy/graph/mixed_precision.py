@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from itertools import product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import onnx
@@ -160,10 +160,6 @@ class PrecisionPlan:
             *(f"output {each.name} stays fp32: {each.reason}" for each in self.outputs),
             *(f"{each.name}: {numbers}: {each.reason}" for each, numbers in written),
         ]
-
-    def describe(self) -> dict[str, Any]:
-        """The record as plain data for JSON."""
-        return asdict(self)
 
 
 # -- The form of a graph that measuring, planning and writing share --------------------------------
