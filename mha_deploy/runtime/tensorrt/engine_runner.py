@@ -307,17 +307,7 @@ class Slot(Closing):
 
 
 class TensorRTRunner(DecodingRunner):
-    """An engine on the GPU of this process.
-
-    Args:
-        rt: The TensorRT that built it.
-        plan: The serialised engine.
-        host_code: See `load_engine`.
-        cuda_graph: Whether calls are recorded once and launched as a CUDA graph.
-        in_place: From each output that a plugin can write into the memory of an input to that input.
-        large_tensors: Tensors that TensorRT does not support at the largest sizes: such calls are refused.
-        keep: For how many shapes contexts are kept; each has scratch memory for the largest shapes.
-    """
+    """An engine on the GPU of this process, by the TensorRT that built it."""
 
     profiles: tuple[Profile, ...]
 
@@ -326,11 +316,11 @@ class TensorRTRunner(DecodingRunner):
         rt: TensorRT,
         plan: bytes,
         *,
-        host_code: bool = False,
-        cuda_graph: bool = True,
-        in_place: Mapping[str, str] | None = None,
-        large_tensors: Sequence[LargeTensor] = (),
-        keep: int = 2,
+        host_code: bool = False,  # see `load_engine`
+        cuda_graph: bool = True,  # calls are recorded once and launched as a CUDA graph
+        in_place: Mapping[str, str] | None = None,  # outputs that a plugin can write into an input's memory
+        large_tensors: Sequence[LargeTensor] = (),  # not supported at some sizes: such calls are refused
+        keep: int = 2,  # for how many shapes; each context has scratch memory for the largest of its profile
     ) -> None:
         super().__init__()
         self.rt, self._plan_bytes, self.large_tensors = rt, len(plan), large_tensors

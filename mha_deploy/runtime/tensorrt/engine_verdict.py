@@ -393,22 +393,14 @@ class EngineVerdict(Struct, frozen=True, kw_only=True):
 
 
 def engine_verdict(
-    sources: Mapping[str, Sequence[Kernel]],
-    attention: Groups | Iterable[str],
+    sources: Mapping[str, Sequence[Kernel]],  # the kernels as each source reports them, or none
+    attention: Groups | Iterable[str],  # the nodes, or what each was lowered to
     precision: str,
     *,
     profiles: int = 1,
-    written: Written | None = None,
+    written: Written | None = None,  # in the graph the engine was built from, where it is available
 ) -> EngineVerdict:
-    """Judge an engine by everything that is known of its kernels.
-
-    Args:
-        sources: The kernels as each source reports them; a source with none is left out.
-        attention: The attention nodes, or what each was lowered to.
-        precision: The requested precision.
-        profiles: How many optimisation profiles the engine has.
-        written: The types in the graph the engine was built from, where it is available.
-    """
+    """Judge an engine by everything that is known of its kernels."""
     groups = _groups(attention)
     reported = {name: kernels for name, kernels in sources.items() if kernels}
     found: dict[tuple[int, str], list[NodeVerdict]] = {}
