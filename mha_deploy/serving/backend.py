@@ -24,6 +24,7 @@ from mha_deploy.model.spec import KVCache, ModelSpec
 from mha_deploy.runtime import RUNNERS
 from mha_deploy.runtime.child import isolation
 from mha_deploy.runtime.runner import Arrays, Runner
+from mha_deploy.text import together
 from mha_deploy.validate.decode import DeviceDecodeLoop, HostDecodeLoop
 from mha_deploy.validate.runtimes import RuntimeFinder
 
@@ -69,15 +70,15 @@ class ServedModel:
         """Run the requests of one batch; one that cannot be run does not fail the others."""
         if self._caches is not None:
             return self._caches.infer(requests)
-        groups: dict[Any, list[int]] = {}
-        for index, request in enumerate(requests):
-            key = sorted((name, array.shape[1:]) for name, array in request.feeds.items())
-            groups.setdefault(repr(key) if self._batched else index, []).append(index)
-        results: list[Arrays | DeployError] = [DeployError("not run")] * len(requests)
-        for group in groups.values():
-            for index, result in zip(group, self._merged([requests[i].feeds for i in group]), strict=True):
-                results[index] = result
-        return results
+
+        def shapes(index: int) -> Hashable:
+            feeds = requests[index].feeds.items()
+            return tuple(sorted((name, array.shape[1:]) for name, array in feeds)) if self._batched else index
+
+        results = dict[int, Arrays | DeployError]()
+        for group in together(range(len(requests)), shapes):
+            results |= zip(group, self._merged([requests[index].feeds for index in group]), strict=True)
+        return [results[index] for index in range(len(requests))]
 
     def _merged(self, feeds: Sequence[Arrays]) -> list[Arrays | DeployError]:
         """Several requests of the same shapes as one batch."""
@@ -102,17 +103,13 @@ def _opened(bundle: Bundle, backends: Sequence[str]) -> Runner:
     if len(backends) == 1 and backends[0] in RUNNERS:
         return finder.named(backends[0]).open()
     reasons = []
-    for engine in finder.engines:
-        if engine.path.stem in backends:
-            found = reasons_not_to_run(engine)
-            if not found:
-                return finder.named(engine.path.stem).open()
-            reasons.append(f"{engine.path.stem}: {'; '.join(found)}")
-    raise BackendUnavailable(
-        "No packaged engine can run here.",
-        got=" | ".join(reasons) or f"no engine named {', '.join(backends)}",
-        hint="build one on such a GPU and package it too, or package --backend ort-cuda",
-    )
+    for engine in (engine for engine in finder.engines if engine.path.stem in backends):
+        if not (found := reasons_not_to_run(engine)):
+            return finder.named(engine.path.stem).open()
+        reasons.append(f"{engine.path.stem}: {'; '.join(found)}")
+    got = " | ".join(reasons) or f"no engine named {', '.join(backends)}"
+    hint = "build one on such a GPU and package it too, or package --backend ort-cuda"
+    raise BackendUnavailable("No packaged engine can run here.", got=got, hint=hint)
 
 
 def _attempt(call: Callable[..., Arrays], *arguments: Any) -> Arrays | DeployError:
@@ -168,30 +165,28 @@ class Caches:
 
     def infer(self, requests: Sequence[ServedRequest]) -> list[Arrays | DeployError]:
         """Prompts and decode steps of different sequences."""
-        results: list[Arrays | DeployError] = [DeployError("not run")] * len(requests)
-        groups, present = dict[Hashable, list[int]](), set[Hashable]()
+        results, present = dict[int, Arrays | DeployError](), set[Hashable]()
         for index, request in enumerate(requests):
+            problem = None
             if request.sequence in present:
                 got = f"correlation ID {request.sequence}"
-                results[index] = DeployError("A sequence has one request at a time.", got=got)
-                continue
-            present.add(request.sequence)
-            if request.start:
+                problem = DeployError("A sequence has one request at a time.", got=got)
+            elif request.start:
                 self._begin(request.sequence)
-            problem = self._problem(request)
-            if problem is not None:
+            present.add(request.sequence)
+            if problem := problem or self._problem(request):
                 results[index] = problem
-                continue
-            S = _tokens(request.feeds, self._cache)
-            groups.setdefault(S if self._shared is not None else (index, S), []).append(index)
-        for group in groups.values():
-            found = self._fed([requests[index] for index in group])
-            for index, result in zip(group, found, strict=True):
-                results[index] = result
-        for request, result in zip(requests, results, strict=True):
-            if request.end or (isinstance(result, DeployError) and request.start):
+
+        def tokens(index: int) -> Hashable:
+            S = _tokens(requests[index].feeds, self._cache)
+            return S if self._shared is not None else (index, S)
+
+        for group in together([i for i in range(len(requests)) if i not in results], tokens):
+            results |= zip(group, self._fed([requests[index] for index in group]), strict=True)
+        for index, request in enumerate(requests):
+            if request.end or (isinstance(results[index], DeployError) and request.start):
                 self._sequences.pop(request.sequence, None)
-        return results
+        return [results[index] for index in range(len(requests))]
 
     def _begin(self, sequence: Hashable) -> None:
         self._sequences.pop(sequence, None)
@@ -211,11 +206,9 @@ class Caches:
     def _problem(self, request: ServedRequest) -> DeployError | None:
         found = self._sequences.get(request.sequence)
         if found is None:
-            return DeployError(
-                "The sequence is not known: it ended, or its cache was given to another one.",
-                got=f"correlation ID {request.sequence}",
-                hint="begin it again, with its prompt and the start flag",
-            )
+            problem = "The sequence is not known: it ended, or its cache was given to another one."
+            hint = "begin it again, with its prompt and the start flag"
+            return DeployError(problem, got=f"correlation ID {request.sequence}", hint=hint)
         found.used = time.monotonic()
         batch = {len(array) for array in request.feeds.values() if array.ndim}
         if batch != {1}:
@@ -257,11 +250,9 @@ class Caches:
             del self._sequences[key], idle[key]  # full: it could take no token anyway
         for slot in self._free():
             self._shared.lengths[slot] = 0
-        most = getattr(self._shared, "most_tokens", None)
-        return [
-            *([] if most is None else [most]),
-            *(self._cache.room - each.length for each in idle.values()),
-        ]
+        most = self._shared.most_tokens
+        room = [self._cache.room - each.length for each in idle.values()]
+        return room if most is None else [most, *room]
 
     def _call(self, members: Sequence[_Sequence], calls: Sequence[Arrays]) -> Arrays:
         if self._shared is None:
@@ -309,20 +300,15 @@ class TritonPythonModel:
 
         self._triton = triton
         array = np.arange(6, dtype=np.float32).reshape(2, 3)
-        if not np.array_equal(
-            triton.Tensor("check", array).as_numpy(), array
-        ):  # it would answer with nothing
-            raise BackendUnavailable(
-                "This server's Python backend does not read the arrays of the installed NumPy.",
-                got=f"NumPy {np.__version__}",
-                hint='pip install "numpy<2" in the environment of the server',
-            )
+        if not np.array_equal(triton.Tensor("check", array).as_numpy(), array):  # it would answer nothing
+            problem = "This server's Python backend does not read the arrays of the installed NumPy."
+            hint = 'pip install "numpy<2" in the environment of the server'
+            raise BackendUnavailable(problem, got=f"NumPy {np.__version__}", hint=hint)
         if args.get("model_instance_kind") == "GPU":  # runners take the first GPU that is visible
             device = args["model_instance_device_id"]
             visible = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
-            os.environ["CUDA_VISIBLE_DEVICES"] = (
-                visible[int(device)] if int(device) < len(visible) else device
-            )
+            chosen = visible[int(device)] if int(device) < len(visible) else device
+            os.environ["CUDA_VISIBLE_DEVICES"] = chosen
         config = json.loads(args["model_config"])
         settings = {name: each["string_value"] for name, each in config["parameters"].items()}
         self._inputs = [each["name"] for each in config["input"]]
@@ -344,8 +330,7 @@ class TritonPythonModel:
             taken.append(ServedRequest(feeds=feeds, sequence=request.correlation_id(), **is_at))
         for result in self._model.infer(taken):
             if isinstance(result, DeployError):
-                error = triton.TritonError(result.in_one_line)
-                responses.append(triton.InferenceResponse(error=error))
+                responses.append(triton.InferenceResponse(error=triton.TritonError(result.in_one_line)))
             else:
                 tensors = [triton.Tensor(name, np.ascontiguousarray(result[name])) for name in self._outputs]
                 responses.append(triton.InferenceResponse(output_tensors=tensors))

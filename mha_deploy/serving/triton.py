@@ -15,15 +15,7 @@ import numpy as np
 from mha_deploy.bundle.cases import GoldenCase, golden_cases
 from mha_deploy.bundle.commit import exchange
 from mha_deploy.bundle.folder import MANIFEST, MODEL, Bundle, sha256
-from mha_deploy.engine.engine import (
-    FOLDER,
-    RTX,
-    Engine,
-    engines_of,
-    manifest_path,
-    reasons_not_to_run,
-    where_built,
-)
+from mha_deploy.engine.engine import FOLDER, RTX, Engine, manifest_path, reasons_not_to_run, where_built
 from mha_deploy.engine.plugins import library_needed
 from mha_deploy.environment import can_import
 from mha_deploy.errors import BackendUnavailable, DeployError, nearest
@@ -33,6 +25,7 @@ from mha_deploy.runtime import GPU_RUNNERS, RUNNERS, available_cpu_backend
 from mha_deploy.runtime.cuda import find_gpu
 from mha_deploy.runtime.kserve import INSTALL, served_name
 from mha_deploy.serving.backend import BUNDLE, PLUGINS
+from mha_deploy.validate.runtimes import RuntimeFinder
 
 PYTHON, PLAN = "python", "tensorrt_plan"
 VARIANTS = (PYTHON, PLAN)
@@ -116,45 +109,45 @@ class _Packaging:
             got, hint = f"{self.spec.name} bf16", "--variant tensorrt_plan, or export in fp16 or fp32"
             raise DeployError("Triton's Python backend has no bfloat16 tensors.", got=got, hint=hint)
         # Raises where a library is missing, or is another version.
-        needed = [
-            (record, each.manifest.version) for each in self.engines for record in each.manifest.plugins
-        ]
-        self.libraries = sorted({library_needed(record, version).path for record, version in needed})
+        needed = [(record, each.manifest) for each in self.engines for record in each.manifest.plugins]
+        self.libraries = sorted(
+            {library_needed(record, manifest.version).path for record, manifest in needed}
+        )
         if options.variant == PLAN:
             self._refuse_plan()
-        self.cached = self.spec.kv_cache is not None
+        self.inputs, self.outputs, self.cached = self.spec.inputs, self.spec.outputs, False
+        if (cache := self.spec.kv_cache) is not None:  # it stays on the server, and so do its lengths
+            kept = {each.input for each in cache.tensors} | ({LENGTHS} if cache.is_preallocated else set())
+            self.inputs = tuple(each for each in self.inputs if each.name not in kept)
+            self.outputs = tuple(each for each in self.outputs if each.name in cache.outputs)
+            self.cached = True
         self.max_batch = self._max_batch()
 
     # -- what runs it ----------------------------------------------------------------------------
 
     def _chosen(self) -> tuple[list[Engine], str | None]:
         """The engines, or the runtime of the graph."""
-        found, wanted = engines_of(self.bundle.path), self.options.backends
-        for engine in found:
-            engine.check_bundle(self.bundle.path)
-        by_name = {engine.path.stem: engine for engine in found}
-        if wanted and all(name in by_name for name in wanted):
+        found, wanted = RuntimeFinder(self.bundle).engines, self.options.backends
+        by_name, is_plan = {engine.path.stem: engine for engine in found}, self.options.variant == PLAN
+        unknown = [name for name in wanted if name not in by_name]
+        if wanted and not unknown:
             return [by_name[name] for name in dict.fromkeys(wanted)], None
-        if wanted:
-            unknown = [name for name in wanted if name not in by_name]
-            if len(wanted) == 1 and wanted[0] in RUNNERS:
-                if self.options.variant == PLAN:
-                    problem = "A plan is an engine, not a graph in a runtime."
-                    raise DeployError(problem, got=wanted[0], hint="leave it out")
-                return [], wanted[0]
+        if len(wanted) == 1 and wanted[0] in RUNNERS:
+            if is_plan:
+                problem = "A plan is an engine, not a graph in a runtime."
+                raise DeployError(problem, got=wanted[0], hint="leave it out")
+            return [], wanted[0]
+        if unknown:
             hint = nearest(unknown[0], [*by_name, *RUNNERS])
             hint += "; one runtime, or engines" if len(wanted) > 1 else ""
             raise DeployError("The bundle has no engine of that name.", got=unknown[0], hint=hint)
-        if self.options.variant == PLAN:
-            plans = [engine for engine in found if engine.manifest.backend != RTX]
-            if not plans:
-                got = ", ".join(f"{name} ({e.manifest.backend})" for name, e in by_name.items()) or "none"
-                hint = "mha-deploy build-engine BUNDLE --backend tensorrt, or --variant python"
-                raise DeployError("The bundle has no TensorRT engine to serve as a plan.", got=got, hint=hint)
-            return plans, None
-        running = [engine for engine in found if not reasons_not_to_run(engine)]
-        if running:
-            return running, None
+        usable = [e for e in found if (e.manifest.backend != RTX if is_plan else not reasons_not_to_run(e))]
+        if is_plan and not usable:
+            got = ", ".join(f"{name} ({e.manifest.backend})" for name, e in by_name.items()) or "none"
+            hint = "mha-deploy build-engine BUNDLE --backend tensorrt, or --variant python"
+            raise DeployError("The bundle has no TensorRT engine to serve as a plan.", got=got, hint=hint)
+        if usable:
+            return usable, None
         if find_gpu() is not None and can_import("onnxruntime"):
             return [], "ort-cuda"
         return [], available_cpu_backend(self.bundle.manifest.precision)
@@ -197,14 +190,14 @@ class _Packaging:
             if wanted is not None:
                 problem, got = "A model with a KV cache has a batch of sequences.", f"max_batch {wanted}"
                 raise DeployError(problem, got=got, hint="--sequences")
-            cached = {each.output for each in self.spec.kv_cache.tensors} if self.spec.kv_cache else set()
-            served = {tensor.name for tensor in self._served_outputs()}
-            lost = [each.name for each in self.spec.outputs if each.name not in cached | served]
+            cached = [each.output for each in self.spec.kv_cache.tensors] if self.spec.kv_cache else []
+            served = [tensor.name for tensor in self.outputs]
+            lost = [each.name for each in self.spec.outputs if each.name not in (*cached, *served)]
             if lost or not served:
                 problem = "A sequence is served by outputs with an entry for each token."
                 hint = "return the outputs of all tokens, not only of the last one"
                 raise DeployError(problem, got=", ".join(lost) or "no output", hint=hint)
-            for tensor in (*self._served_inputs(), *self._served_outputs()):
+            for tensor in (*self.inputs, *self.outputs):
                 if not tensor.dims or tensor.dims[0] not in ("B", 1):
                     problem = "A sequence is one batch element, and this model has no batch."
                     hint = "export it with B as the first dimension of every input and output"
@@ -232,11 +225,11 @@ class _Packaging:
                 return f"the first dimension of {tensor.name} is not the batch B: {tensor.dims}"
             if any(isinstance(dim, str) and re.search(r"\bB\b", dim) for dim in tensor.dims[1:]):
                 return f"the batch is not only the first dimension of {tensor.name}: {tensor.dims}"
-        for engine in self.engines:
-            for index, ranges in enumerate(engine.manifest.ranges):
-                if ranges["B"].min > 1:
-                    name = engine.manifest.profile_name(index)
-                    return f"profile {name} of engine {engine.path.stem} begins with a batch of {ranges['B']}"
+        profiles = [(each, *profile) for each in self.engines for profile in enumerate(each.manifest.ranges)]
+        for engine, index, ranges in profiles:
+            if ranges["B"].min > 1:
+                name = engine.manifest.profile_name(index)
+                return f"profile {name} of engine {engine.path.stem} begins with a batch of {ranges['B']}"
         return None
 
     def _largest_batch(self) -> int | None:
@@ -273,8 +266,7 @@ class _Packaging:
         if not place.exists():
             return
         config = place / "config.pbtxt"
-        ours = config.is_file() and _OWNER in config.read_text(encoding="utf-8", errors="replace")
-        if not ours:
+        if not (config.is_file() and _OWNER in config.read_text(encoding="utf-8", errors="replace")):
             problem = "The repository has a folder of that name that mha-deploy did not write."
             raise DeployError(problem, got=place, hint="another --name")
         if not self.options.overwrite:
@@ -288,8 +280,8 @@ class _Packaging:
         options, version = self.options, folder / "1"
         version.mkdir()
         config = schema.ModelConfig(name=self.name, max_batch_size=self.max_batch)
-        config.input.extend(self._tensor(schema.ModelInput, each) for each in self._served_inputs())
-        config.output.extend(self._tensor(schema.ModelOutput, each) for each in self._served_outputs())
+        config.input.extend(self._tensor(schema.ModelInput, each) for each in self.inputs)
+        config.output.extend(self._tensor(schema.ModelOutput, each) for each in self.outputs)
         config.parameters[_OWNER].string_value = sha256(self.bundle.path / MANIFEST)
         group = config.instance_group.add(count=options.instances)
         group.kind = group.KIND_GPU if self.on_gpu else group.KIND_CPU
@@ -314,17 +306,6 @@ class _Packaging:
                 config.dynamic_batching.max_queue_delay_microseconds = options.queue_delay_us
             self._add_warmup(config, folder)
         return config
-
-    def _served_inputs(self) -> list[TensorSpec]:
-        cache = self.spec.kv_cache
-        kept = {each.input for each in cache.tensors} if cache is not None else set()
-        if cache is not None and cache.is_preallocated:
-            kept.add(LENGTHS)
-        return [tensor for tensor in self.spec.inputs if tensor.name not in kept]
-
-    def _served_outputs(self) -> list[TensorSpec]:
-        cache = self.spec.kv_cache
-        return [each for each in self.spec.outputs if cache is None or each.name in cache.outputs]
 
     def _tensor(self, kind: Any, tensor: TensorSpec) -> Any:
         dtype = self.bundle.manifest.precision.numpy_of(tensor.kind)
@@ -386,13 +367,12 @@ class _Packaging:
     # -- how it is started -----------------------------------------------------------------------
 
     def _command(self) -> str:
-        flags = ["tritonserver", "--model-repository=/models"]
-        if self.options.variant == PLAN:
+        flags, is_plan = ["tritonserver", "--model-repository=/models"], self.options.variant == PLAN
+        if is_plan and self.libraries:
             places = [f"/models/{self.name}/1/{PLUGINS}/{library.name}" for library in self.libraries]
-            if places:
-                flags.append(f"--backend-config=tensorrt,plugins={';'.join(places)}")
-            if any(engine.manifest.options.get("version_compatible") for engine in self.engines):
-                flags.append("--backend-config=tensorrt,version-compatible=true")
+            flags.append(f"--backend-config=tensorrt,plugins={';'.join(places)}")
+        if is_plan and any(engine.manifest.options.get("version_compatible") for engine in self.engines):
+            flags.append("--backend-config=tensorrt,version-compatible=true")
         return " ".join(f"'{flag}'" if ";" in flag else flag for flag in flags)
 
     def _readme(self, command: str) -> str:
