@@ -44,6 +44,7 @@ SDPA = {
 EAGER = {name: [FLOAT if kind in (BOTH, BOOL) else kind for kind in kinds] for name, kinds in SDPA.items()}
 # No number of float16 absorbs any score: the mask is boolean, and such queries are zeroed for the mean.
 EAGER_HALF = {name: [BOOL if kind == BOTH else kind for kind in kinds] for name, kinds in SDPA.items()}
+EAGER_HALF["t5"] = [FLOAT, FLOAT, FLOAT, BOOL, FLOAT, BOOL]  # no relative bias between decoder and encoder
 FIRST_LAYER = {
     "bert": "model.encoder.layer.0.attention.self",
     "gpt2": "model.transformer.h.0.attn",
