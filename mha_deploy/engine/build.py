@@ -122,7 +122,7 @@ def _engine_at(
         )
         # Parsers and builders can crash.
         on_message = None if on_progress is None else lambda progress: on_progress(*progress)
-        if isolation.enabled and rt.in_every_process:
+        if isolation.enabled:
             about = {"title": rt.title, "step": "building the engine", "on_message": on_message}
             built = call_isolated(rt.backend, _build, rt, request, plugins, _report, **about)
         else:
@@ -250,8 +250,6 @@ def unprepared_profiles(rt: TensorRT, plan: bytes, names: Sequence[str], **optio
     """
     if rt.can.builds_without_gpu:
         return []
-    if not (isolation.enabled and rt.in_every_process):
-        return _unprepared(rt, plan, names, options)
     step = "preparing the new engine"
     try:
         return call_isolated(rt.backend, _unprepared, rt, plan, names, options, title=rt.title, step=step)
@@ -537,8 +535,6 @@ def engine_opener(
                 # These engines are not timed, and a shorter search builds them sooner.
                 options=EngineOptions(allow_decomposed=True, optimization_level=1),
             )
-            if not rt.in_every_process:
-                return _built_and_loaded(rt, request, plugins)
             return open_isolated(rt.backend, rt.title, _built_and_loaded, rt, request, plugins)
 
     return open_model

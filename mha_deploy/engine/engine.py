@@ -597,8 +597,6 @@ def open_engine_runner(engine: Engine, *, cuda_graph: bool = True) -> Runner:
             hint = "run it on a machine with a GPU that it was built for"
         raise BackendUnavailable(f"{engine.path.name} cannot run here.", got="; ".join(reasons), hint=hint)
     rt = load(backend)
-    if not rt.in_every_process:
-        return _open_here(engine, cuda_graph)
     return open_isolated(rt.backend, rt.title, _open_here, engine, cuda_graph)
 
 

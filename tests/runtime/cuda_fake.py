@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from mha_deploy.runtime.child import isolation
 from mha_deploy.runtime.cuda import CudaError, Gpu
 
 
@@ -46,6 +47,7 @@ DEVICE = Device()
 
 def install(monkeypatch) -> Device:
     """Put the fake in the place of the GPU, fresh."""
+    monkeypatch.setattr(isolation, "enabled", False)  # other processes have no fake
     from mha_deploy.runtime import decode_loop, gpu, ort, timing
     from mha_deploy.runtime.tensorrt import engine_runner
 

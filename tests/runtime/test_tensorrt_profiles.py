@@ -143,7 +143,7 @@ def test_an_engine_that_cannot_be_loaded_is_reported(device, monkeypatch):
     )
 
 
-def test_without_a_gpu_nothing_is_tried(monkeypatch):
+def test_without_a_gpu_nothing_is_tried(in_process, monkeypatch):
     def none():
         raise BackendUnavailable("There is no GPU.")
 

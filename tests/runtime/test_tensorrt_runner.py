@@ -412,7 +412,7 @@ def on_disk(path=Path("tiny.engine"), **changes):
 
 
 @pytest.fixture
-def machine_with(monkeypatch):
+def machine_with(monkeypatch, in_process):
     """Make this a machine with a GPU and a TensorRT, or without."""
 
     def make(rt, gpu):

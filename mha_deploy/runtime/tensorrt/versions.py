@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import sys
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -128,11 +127,6 @@ class TensorRT:
     def title(self) -> str:
         """Its name and version, for messages."""
         return f"{'TensorRT-RTX' if self.backend == 'tensorrt-rtx' else 'TensorRT'} {self.version}"
-
-    @property
-    def in_every_process(self) -> bool:
-        """Whether another process that imports the package gets the same: not so for a fake in a test."""
-        return sys.modules.get(self.module.__name__) is self.module
 
 
 def load(backend: str) -> TensorRT:
