@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # a verb that has no such result to show does not load what m
     from mha_deploy.graph.fuse import FuseReport
     from mha_deploy.graph.rules import Eligibility
     from mha_deploy.model.spec import AttentionSpec
+    from mha_deploy.regression.matrix import MatrixCell
     from mha_deploy.validate.fault import Bisection
     from mha_deploy.validate.self_test import SelfTest
 
@@ -558,3 +559,9 @@ def runtimes_renderable(runtimes: Iterable[Mapping[str, Any]]) -> RenderableType
             state += f" ({each['note']})" if each["note"] else ""
         rows.append((each["name"], each["version"] or "-", each["gives"], state))
     return rendered(table("", ("runtime", "version", "for", "state"), rows))
+
+
+def cells_renderable(cells: Iterable[MatrixCell], title: str) -> RenderableType:
+    """The last cells of a matrix."""
+    rows = [(each.model, each.precision, each.runtime, each.summary, f"{each.seconds:.1f}") for each in cells]
+    return rendered(table(title, ("model", "precision", "runtime", "result", "#s"), rows), title=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING, asdict
 from functools import partial
 from inspect import signature
@@ -431,12 +432,7 @@ def matrix(
     **options: Any,
 ) -> Result:
     """Build and judge every combination of models, precisions, runtimes, GPUs and options of a plan."""
-    with steps("matrix") as on_step:
-
-        def on_cell(cell: MatrixCell, done: int, total: int) -> None:
-            again = "" if cell.is_new else ", from an earlier run"
-            on_step(f"{cell.model} {cell.precision}, {cell.runtime}, {cell.summary}{again}", done - 1, total)
-
+    with _cells() as on_cell:
         found = md.matrix(plan, on_cell=on_cell, **options)
     page = found.save(options["out"])
     if record is not None:
@@ -453,6 +449,32 @@ def matrix(
         yield f"{'PASSED' if found.passed else 'FAILED'}  {found.headline}"
 
     return Result(found.to_dict(), lines, passed=found.passed, save=lambda: page)
+
+
+@contextmanager
+def _cells() -> Iterator[Callable[[MatrixCell, int, int], None]]:
+    """Show the cells as they are done: a live table on a terminal, elsewhere a line for each."""
+    from rich.console import Console
+    from rich.live import Live
+
+    console = Console(stderr=True)
+    cells: list[MatrixCell] = []
+
+    def print_line(cell: MatrixCell, done: int, total: int) -> None:
+        again = "" if cell.is_new else ", from an earlier run"
+        line = f"{done}/{total} {cell.model} {cell.precision}, {cell.runtime}: {cell.summary}{again}"
+        console.print(line, highlight=False, markup=False)
+
+    if not console.is_terminal:
+        yield print_line
+        return
+    with Live(console=console, transient=True, refresh_per_second=4) as live:
+
+        def update(cell: MatrixCell, done: int, total: int) -> None:
+            cells.append(cell)
+            live.update(tables.cells_renderable(cells[-console.height + 6 :], f"{done} of {total} cells"))
+
+        yield update
 
 
 # -- What is known without running anything --------------------------------------------------------
