@@ -50,6 +50,18 @@ class Bundle:
             raise BundleError("The manifest names a file that is not part of the bundle.", got=name)
         return self.path / relative
 
+    def state(self) -> list[tuple[int, ...] | None]:
+        """What changes if a file is replaced: inode, size and time of each; None where it is gone."""
+
+        def stamp(path: Path) -> tuple[int, ...] | None:
+            try:
+                found = path.stat()
+            except OSError:
+                return None
+            return found.st_ino, found.st_size, found.st_mtime_ns
+
+        return [stamp(path) for path in (self.path / MANIFEST, *map(self.file, self.manifest.files))]
+
     def verify(self) -> None:
         """Compare every file with the size and hash in the manifest; a link is no file of the bundle."""
         root = self.path.resolve()

@@ -16,7 +16,7 @@ from mha_deploy.bundle.folder import Bundle
 from mha_deploy.bundle.traces import DecodeTrace, plan_trace
 from mha_deploy.engine.build import lowered_opener, twin_opener
 from mha_deploy.environment import can_import
-from mha_deploy.errors import BackendUnavailable, DeployError
+from mha_deploy.errors import BackendUnavailable, BundleError, DeployError
 from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.upcast import in_float64
 from mha_deploy.metrics import ParityReport
@@ -83,8 +83,14 @@ def validate_bundle(
 
     Raises:
         BackendUnavailable: A runtime that was requested by name cannot run here.
+        BundleError: The bundle was replaced meanwhile: its graph and its cases may not belong together.
     """
-    return _Validation(bundle, options or ValidateOptions(), on_step).report(build)
+    before = bundle.state()
+    report = _Validation(bundle, options or ValidateOptions(), on_step).report(build)
+    if bundle.state() != before:
+        problem = "The bundle was replaced while it was validated."
+        raise BundleError(problem, got=bundle.path, hint="validate it again")
+    return report
 
 
 def drawn_cases(
