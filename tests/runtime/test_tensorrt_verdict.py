@@ -155,7 +155,7 @@ def test_as_many_fused_kernels_as_nodes_is_fused():
         ("_gemv_mha_v1_0x12_vec", True),
         ("fmha_v2_flash_attention_fp16_S_64_sm90", True),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", True),
-        ("void flash_fwd_kernel<Flash_fwd_kernel_traits<64>>", True),
+        ("void flash_fwd_kernel<Flash_fwd_kernel_traits<64>, cute::Copy_Atom>", True),
         ("__myl_bb0_7_MulAddMaxSubExpSumDiv", False),
         (GEMM, False),
         ("permutationKernelPLC3", False),

@@ -35,7 +35,7 @@ FLOATING = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "fp4")
 _FUSED_TACTIC = re.compile(
     r"(?<![a-z])mha(?![a-z])|mha\d|fmha|flash_?(attn|attention|fwd)|sdpa", re.IGNORECASE
 )
-# Kernels beside an attention may be named after it.
+# Kernels beside an attention may be named after it. What its template is made of says nothing.
 _BESIDE_ATTENTION = re.compile(r"norm|transpos|permut|reformat|copy|memset|convert", re.IGNORECASE)
 _FUSED_NAME = re.compile(r"^_ge(mm|mv)_mha_v\d+\w*_myl\d+_\d+(?: \[profile \d+\])?$")
 _GENERATED = ("kgen", "")
@@ -104,7 +104,7 @@ class Kernel:
         if self.carries == ATTENTION:
             return True
         if _FUSED_TACTIC.search(self.tactic):
-            return not _BESIDE_ATTENTION.search(self.tactic)
+            return not _BESIDE_ATTENTION.search(self.tactic.partition("<")[0])
         return self.layer_type in _GENERATED and bool(_FUSED_NAME.match(self.name))
 
     @cached_property
