@@ -72,7 +72,7 @@ def check_device(device: str) -> None:
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
         got = f"torch {torch.__version__}, {built}"
-        raise BackendUnavailable("PyTorch sees no CUDA GPU.", got=got, hint="mha-deploy doctor")
+        raise BackendUnavailable("PyTorch finds no CUDA GPU.", got=got, hint="mha-deploy doctor")
 
 
 # -- The FP64 oracle at sizes whose scores do not fit memory at once -------------------------------

@@ -33,8 +33,8 @@ from mha_deploy.reference.attention import (
     merge_heads,
     padding_mask,
     rotate_heads,
-    seen_from,
     split_heads,
+    visible_from,
 )
 from mha_deploy.reference.inputs import call_arguments, tensor_from_numpy, to_numpy
 from mha_deploy.runtime.cuda import Stream
@@ -102,7 +102,7 @@ class ServedLayer(nn.Module):
             held = {name: arguments.get(name) for name in (CACHES[0], LENGTHS)}
             key_cache, lengths = brought(spec.name, **held)
             positions = lengths.long()[:, None] + torch.arange(S, device=query.device)
-            mask = seen_from(positions, key_cache.shape[2], spec.window)[:, None]
+            mask = visible_from(positions, key_cache.shape[2], spec.window)[:, None]
         else:
             if spec.cache == "dynamic":
                 past = brought(spec.name, past_key=arguments.get("past_key"))[0].shape[2]
@@ -124,7 +124,7 @@ class ServedLayer(nn.Module):
         causal = not in_mask and (spec.causal or spec.cache != "none")
         layout = self.layer._layout(causal=causal, past=past)
         window = None if in_mask else spec.window
-        return replace(layout, window=window, sees_itself=spec.cache != "none")
+        return replace(layout, window=window, attends_to_itself=spec.cache != "none")
 
     def forward(self, query: Tensor, **others: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Compute the layer, as `Attention.forward` describes it, also with what `prepare` adds."""
@@ -149,7 +149,7 @@ class ServedLayer(nn.Module):
             caches = [split_heads(k, spec.Hkv), split_heads(v, spec.Hkv)]
         layout = self._heads(mask, past, is_whole=True)
         if is_prepared:  # queries without a key are in `attending`
-            layout = replace(layout, sees_itself=True)
+            layout = replace(layout, attends_to_itself=True)
         with nullcontext() if self.kernel is None else sdpa_kernel(self.kernel):
             heads, weights = attend(q, k, v, mask, layout, layer.path)
         if "attending" in arguments:

@@ -343,7 +343,7 @@ class _Tracer:
         raise refusal from first
 
     def automatic(self, axes: Mapping[str, Axis]) -> _Traced | set[str]:
-        """With the ranges that PyTorch finds; or the axes that it cannot let vary, where it tells."""
+        """With the ranges that PyTorch finds; or the axes that it cannot let vary, where it reports them."""
         constant: set[str] = set()
         for strict in (False, True):
             program = _tried(partial(self.export, axes, "automatic", strict=strict))

@@ -23,7 +23,7 @@ def padding_mask(key_lengths: Tensor, T: int) -> Tensor:
     return positions < key_lengths[:, None, None, None]
 
 
-def seen_from(positions: Tensor, T: int, window: int | None = None) -> Tensor:
+def visible_from(positions: Tensor, T: int, window: int | None = None) -> Tensor:
     """A query at position p attends to keys 0..p, or the last `window`. [..., S] -> bool [..., S, T]."""
     keys, queries = torch.arange(T, device=positions.device), positions[..., None]
     visible = keys <= queries
@@ -32,7 +32,7 @@ def seen_from(positions: Tensor, T: int, window: int | None = None) -> Tensor:
 
 def causal_mask(S: int, T: int, device: torch.device, past: int = 0, window: int | None = None) -> Tensor:
     """Query s, at position past + s, attends to the keys up to its own position. bool [S, T]."""
-    return seen_from(torch.arange(past, past + S, device=device), T, window)
+    return visible_from(torch.arange(past, past + S, device=device), T, window)
 
 
 def merge_causal(
@@ -73,7 +73,7 @@ class Heads:
     window: int | None = None
     softcap: float | None = None
     past: int = 0  # keys before the first query
-    sees_itself: bool = False  # every query attends to a key whatever the mask: its own is there
+    attends_to_itself: bool = False  # every query attends to a key whatever the mask: its own is there
 
     @property
     def is_triangle(self) -> bool:
@@ -153,7 +153,7 @@ def _fused_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, heads: H
     out = F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=is_causal, scale=heads.scale, enable_gqa=heads.Hq != heads.Hkv
     )
-    if mask is None or heads.sees_itself:
+    if mask is None or heads.attends_to_itself:
         return out
     # Fully masked queries: PyTorch's half-precision CUDA kernels give other numbers than zeros.
     attended = mask if mask.dtype == torch.bool else ~mask.isneginf()
@@ -346,7 +346,7 @@ class Attention(nn.Module):
         else:
             keys, values = write_entries(key_cache, k, positions), write_entries(value_cache, v, positions)
             valid = [merge_heads(valid_entries(each, lengths + S)) for each in (keys, values)]
-            mask = seen_from(positions, T, self.spec.window)[:, None]
+            mask = visible_from(positions, T, self.spec.window)[:, None]
             heads, _ = attend(q, valid[0], valid[1], mask, self._layout(causal=False), self.path)
         return self.combine(heads, query), keys, values
 
@@ -359,7 +359,7 @@ class Attention(nn.Module):
         """What a window leaves to see, for an ONNX node: [1|B, 1, S, T]; None where there is no window."""
         if self.spec.window is None:
             return None
-        mask = seen_from(positions, T, self.spec.window)
+        mask = visible_from(positions, T, self.spec.window)
         return mask[None, None] if mask.dim() == 2 else mask[:, None]
 
 

@@ -38,7 +38,7 @@ def test_a_graph_without_one_of_the_weights_is_refused(bundles, tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_refused(bundles):
-    with pytest.raises(BackendUnavailable, match="PyTorch sees no CUDA GPU") as caught:
+    with pytest.raises(BackendUnavailable, match="PyTorch finds no CUDA GPU") as caught:
         module_from_bundle(bundles("tiny-gqa"), device="cuda")
     assert torch.__version__ in caught.value.got
     assert caught.value.exit_code == 3

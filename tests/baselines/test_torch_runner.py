@@ -66,7 +66,7 @@ def test_without_a_gpu_every_baseline_is_unavailable(bundles):
     models = TorchModels(bundles("tiny-gqa"), device="cpu")
     for baseline in BASELINES:
         for source in (bundles("tiny-gqa"), models):
-            with pytest.raises(BackendUnavailable, match="PyTorch sees no CUDA GPU") as caught:
+            with pytest.raises(BackendUnavailable, match="PyTorch finds no CUDA GPU") as caught:
                 open_torch_runner(baseline, source)
             assert caught.value.exit_code == 3
 

@@ -17,7 +17,7 @@ from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.ir import input_at
 from mha_deploy.graph.mixed_precision import values_on
 from mha_deploy.reference import build_module
-from mha_deploy.reference.attention import padding_mask, seen_from, split_heads
+from mha_deploy.reference.attention import padding_mask, split_heads, visible_from
 from mha_deploy.runtime import available_cpu_backend, run_cases
 from mha_deploy.validate.fp16_range import lowest_constant, measurable_attentions
 
@@ -76,7 +76,7 @@ def cached_inputs(layer, feeds, Q, K, V):
         Q, K = layer.rotate(Q, K, positions)
         first = {"Q": Q, "K": K, "V": V, "past": past[0], "past_values": past[1]}
         if spec.window is not None:
-            first["mask"] = seen_from(positions, past[0].shape[2] + S, spec.window)[None, None]
+            first["mask"] = visible_from(positions, past[0].shape[2] + S, spec.window)[None, None]
         return first
     Q, K = layer.rotate(Q, K, feeds["lengths"][:, None] + torch.arange(S))
     buffers = {"K": feeds["key_cache"].clone(), "V": feeds["value_cache"].clone()}

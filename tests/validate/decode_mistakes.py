@@ -97,7 +97,7 @@ class Patched(ModuleRunner):
 
 def upper_left(module):
     """Causal from the upper left corner, as TensorRT reads is_causal: a single query sees key 0."""
-    layout, seen = module._layout, attention.seen_from
+    layout, seen = module._layout, attention.visible_from
 
     def from_zero(positions, T, window=None):
         return seen(positions - positions[..., :1], T, window)
@@ -105,7 +105,7 @@ def upper_left(module):
     return Patched(
         module,
         (module, "_layout", lambda causal, past=0: layout(causal=causal)),
-        (attention, "seen_from", from_zero),
+        (attention, "visible_from", from_zero),
     )
 
 

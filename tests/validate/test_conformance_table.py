@@ -418,7 +418,7 @@ def test_a_runtime_without_kernels_for_a_case_is_here(target):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_pytorch_without_a_gpu_is_absent_on_cuda():
     cells = column_of(torch_column("sdpa", "cuda"), cases=named("causal"))
-    assert str(cells["causal"]).startswith("absent: PyTorch sees no CUDA GPU.")
+    assert str(cells["causal"]).startswith("absent: PyTorch finds no CUDA GPU.")
 
 
 def test_a_column_has_the_name_of_its_device(monkeypatch):
