@@ -209,7 +209,7 @@ class Attention(nn.Module):
     def variation(self, **changes: Any) -> Attention:
         """The same layer on the same weights, with another `path` or `spec`."""
         changed = copy.copy(self)
-        vars(changed).update(changes)
+        changed.__dict__.update(changes)
         return changed
 
     def _add_output_stage(self) -> None:
