@@ -709,8 +709,10 @@ class Report:
     def __init__(self, record: verdict.Report) -> None:
         self.record = record
 
+        self.outcome: str = record.outcome
+        """`passed`, `failed`, or `not verified`: nothing failed, and no engine of the bundle was run."""
         self.passed: bool = record.passed
-        """Whether something was checked and nothing failed."""
+        """Whether something was checked and nothing failed; true where the outcome is `not verified`, too."""
         self.headline: str = record.headline
         """The verdict in one line."""
         self.findings: tuple[verdict.Finding, ...] = record.findings
@@ -755,7 +757,7 @@ class Report:
         return f'<iframe srcdoc="{escape(self.to_html())}" style="{style}"></iframe>'
 
     def __repr__(self) -> str:
-        return f"<Report {'passed' if self.passed else 'failed'}: {self.headline}>"
+        return f"<Report {self.outcome}: {self.headline}>"
 
 
 @_takes(chosen(ValidateOptions))
@@ -774,8 +776,8 @@ def validate(
 
     Example:
         >>> report = md.validate("out/tiny", latency=False)
-        >>> report.passed
-        True
+        >>> report.outcome, report.passed
+        ('passed', True)
         >>> report.save_html("out/report.html").name
         'report.html'
     """
