@@ -250,7 +250,7 @@ def decode_table(reports: Sequence[Data], most: int | None = None) -> Table:
                 report["backend"],
                 passed(report["passed"]),
                 report["trace"],
-                prompts_text(report["prompt"]),
+                prompts_text(report["prompt"]).removeprefix("prompts of "),
                 Cell(text=f"{run:,} of {steps}" if run < report["steps"] else steps, order=report["steps"]),
                 place_text(report["first_failed"], report["failed"]),
                 share_cell(report["share"], failed=not report["passed"]),
@@ -259,7 +259,7 @@ def decode_table(reports: Sequence[Data], most: int | None = None) -> Table:
         )
         rows += decode_problems(report, most)
     figures = ("#steps", "first wrong|wrong at", "#budget used|used", "#growth", "#growth of eager|eager's")
-    headings = ("backend", "verdict", "trace", "prompts", *figures)
+    headings = ("backend", "verdict", "!trace", "prompts", *figures)
     return table("Decoding, by runtime and trace", headings, rows)
 
 

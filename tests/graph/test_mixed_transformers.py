@@ -95,7 +95,8 @@ def test_a_healthy_bert_keeps_nothing(implementation):
     model = exported("Bert", implementation=implementation)
     plan, mixed = mixed_of(model)
     assert not kept_in_float32(plan), plan.lines()
-    assert len(plan.clamped) == (implementation == "eager")  # its mask is made of float32's lowest number
+    (mask,) = plan.clamped  # float32's lowest number, or what PyTorch's exporter fills with
+    assert mask.found < -1e29
     assert distance(result_of(mixed, feeds(4, 30, 3)), result_of(model, feeds(4, 30, 3))) < 1e-3
 
 

@@ -72,7 +72,7 @@ def test_a_layer_with_a_cache_misses_it():
 def test_a_right_trace_is_reported_in_one_row():
     report = decoded()
     text = words(section(report_of(report.to_dict())))
-    reported = f"replay 1.0 passed steps prompts of 5, 2 and 7 {STEPS} – {report.share:.0%}"
+    reported = f"replay 1.0 passed steps 5, 2 and 7 {STEPS} – {report.share:.0%}"
     assert f"{reported} {report.growth:.2f}× {report.eager_growth:.2f}×" in text
     assert "first wrong step" not in text
 
@@ -90,7 +90,7 @@ def test_errors_stand_beside_those_of_the_module_at_doublings():
 def test_a_failure_is_reported_with_its_place():
     data = as_plain(decoded(wrong_from(3)).to_dict())
     text = words(section(report_of(data)))
-    assert f"FAILED steps prompts of 5, 2 and 7 {STEPS} step 3" in text
+    assert f"FAILED steps 5, 2 and 7 {STEPS} step 3" in text
     assert re.search(
         r"steps step 3/output: out of budget: [^;]*; largest in: [^;]*; worst at [^:]*token 0: got \S+, ora",
         text,

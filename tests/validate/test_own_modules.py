@@ -76,7 +76,7 @@ def test_the_graph_and_every_attention_are_right(own_bundles, name, precision, c
 def test_fresh_and_swept_cases(own_bundles):
     report = validate_bundle(own_bundles("one_layer", "fp32"), ValidateOptions(sweep=True, fresh=2))
     assert report.passed, report.headline
-    assert {each.cases for each in judged(report).parity} == {"golden", "sweep", "fresh", "layers"}
+    assert {each.cases for each in judged(report).parity} == {"golden", "probe", "sweep", "fresh", "layers"}
 
 
 def test_the_oracle_is_that_of_the_module(own_bundles):

@@ -60,14 +60,9 @@ LAYERS = {
     },
     "tiny-window": {"mask dropped", "mask off by one", "cache off by one", "heads transposed"},
 }
-ALWAYS = {
-    "scale off by 0.5 %",
-    "scale missing",
-    "NaN",
-    "newest entry zero",
-    "values beyond a length",
-    "last batch element off by 0.5 %",
-    "one head zero",
+ALWAYS = {"scale missing", "NaN", "newest entry zero", "values beyond a length", "one head zero"}
+SLIGHTLY = {  # what rounding leaves visible
+    share: {f"scale off by {share}", f"last batch element off by {share}"} for share in ("0.5 %", "4 %")
 }
 
 
@@ -77,7 +72,8 @@ def test_every_wrong_model_is_caught_and_the_right_one_passes(bundles, name, pre
     result = self_test(bundles(name, precision))
     assert result.right.passed
     assert [catch.mistake for catch in result.catches if not catch.caught] == []
-    assert {catch.mistake for catch in result.catches} >= ALWAYS | LAYERS[name]
+    made = ALWAYS | SLIGHTLY["4 %" if precision == "bf16" else "0.5 %"] | LAYERS[name]
+    assert {catch.mistake for catch in result.catches} >= made
     # A wrong model that does not even run would be no proof.
     assert [catch.mistake for catch in result.catches if math.isinf(catch.share)] == ["NaN"]
     assert result.passed
@@ -85,7 +81,7 @@ def test_every_wrong_model_is_caught_and_the_right_one_passes(bundles, name, pre
 
 # What cannot show within the axes: the future of a single token, a past that is always empty, the share of a
 # key that is seen alone.
-ALONE = {"scale off by 0.5 %", "scale missing", "groups interleaved"}
+ALONE = {"scale off by 0.5 %", "scale off by 4 %", "scale missing", "groups interleaved"}
 AHEAD = {"causal dropped", "causal off by one", "causal leak in one query"}
 NARROW = {
     "token by token": ("tiny-dynamic", {"S": "1"}, {}, AHEAD),
@@ -126,7 +122,7 @@ def test_only_a_mistake_that_cannot_show_is_left_out(tmp_path, layer, monkeypatc
 
 
 def test_the_layers_above_make_every_mistake():
-    assert set(mutations()) == ALWAYS.union(*LAYERS.values())
+    assert set(mutations()) == ALWAYS.union(*SLIGHTLY.values(), *LAYERS.values())
 
 
 def test_right_and_wrong_are_far_apart_in_fp16(bundles):
