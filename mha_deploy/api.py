@@ -286,22 +286,22 @@ def export(
     found = load_model(model, example_inputs=example_inputs, axes=axes)
     from mha_deploy.model.spec import AttentionSpec
 
-    chosen = ExportOptions(**options)
-    _refuse_export(out, chosen)
-    chosen = replace(chosen, **_weights(found, weights, chosen.prefix))
+    settings = ExportOptions(**options)
+    _refuse_export(out, settings)
+    settings = replace(settings, **_weights(found, weights, settings.prefix))
     report = on_step or _silent
     if _is_onnx(found.source):
         from mha_deploy.export.onnx_import import bundle_from_onnx
 
         source, examples = Path(str(found.source)), _arrays(inputs)
-        return bundle_from_onnx(source, Path(out), chosen, axes=found.axes, inputs=examples, on_step=report)
+        return bundle_from_onnx(source, Path(out), settings, axes=found.axes, inputs=examples, on_step=report)
     if inputs:
         raise DeployError("Only an ONNX file takes inputs.", got=", ".join(inputs))
     with needed("Exporting needs PyTorch and its ONNX exporter.", "export"):
         from mha_deploy.export.exporter import bundle_from_factory, bundle_from_spec
     if isinstance(found.source, AttentionSpec):
-        return bundle_from_spec(found.source, Path(out), chosen, report)
-    return bundle_from_factory(found.source, Path(out), chosen, axes=found.axes, on_step=report)
+        return bundle_from_spec(found.source, Path(out), settings, report)
+    return bundle_from_factory(found.source, Path(out), settings, axes=found.axes, on_step=report)
 
 
 def _weights(model: Model, weights: StrPath | None, prefix: str) -> dict[str, Any]:
@@ -570,12 +570,12 @@ def build_engine(
         for each in profiles
     ]
     ranges = [parse_ranges(text, opened.manifest.spec) for text in texts]
-    chosen = EngineOptions(profiles=ranges, **options)
+    settings = EngineOptions(profiles=ranges, **options)
     if repeat != 1:
         from mha_deploy.engine.build import rebuilt_engine
 
-        return rebuilt_engine(opened, chosen, repeat, on_step)
-    return engine_from_bundle(opened, chosen, on_step)
+        return rebuilt_engine(opened, settings, repeat, on_step)
+    return engine_from_bundle(opened, settings, on_step)
 
 
 def open_engine(path: StrPath) -> Engine:
@@ -781,19 +781,19 @@ def validate(
         >>> report.save_html("out/report.html").name
         'report.html'
     """
-    chosen = ValidateOptions(**options)
-    if chosen.url is None:
+    settings = ValidateOptions(**options)
+    if settings.url is None:
         from mha_deploy.validate.run import validate_bundle
 
-        return Report(validate_bundle(_opened(bundle), chosen, on_step=_by_name(on_step)))
+        return Report(validate_bundle(_opened(bundle), settings, on_step=_by_name(on_step)))
     from mha_deploy.validate.server import validate_server
 
     elsewhere = ("backends", "engine", "latency", "sweep", "layers", "conformance", "kernels")
-    given = [name for name in (*elsewhere, "require_fused", "require_precision") if getattr(chosen, name)]
+    given = [name for name in (*elsewhere, "require_fused", "require_precision") if getattr(settings, name)]
     if given:
         what, got = "A server is judged in place of the runtimes of this machine.", ", ".join(given)
-        raise DeployError(what, got=f"{chosen.url} and {got}", hint="one of them at a time")
-    return Report(validate_server(_opened(bundle), chosen, on_step or _silent))
+        raise DeployError(what, got=f"{settings.url} and {got}", hint="one of them at a time")
+    return Report(validate_server(_opened(bundle), settings, on_step or _silent))
 
 
 def check_parity(bundle: Bundle | StrPath, runner: Any) -> ParityReport:
@@ -1163,11 +1163,11 @@ def _best_candidate(
             built = {}
             for candidate in open_candidates(rt, settings, bundle.manifest.precision.name):
                 name = shown if candidate.name == "native" else f"{shown}, {candidate.name}"
-                chosen = candidate.applied_to(settings)
+                applied = candidate.applied_to(settings)
                 try:
                     report(f"candidate {name}", len(trials), 0)
-                    built[name] = build_engine(bundle, **vars(replace(chosen, name=candidate.name)))
-                    options[name] = precision, chosen
+                    built[name] = build_engine(bundle, **vars(replace(applied, name=candidate.name)))
+                    options[name] = precision, applied
                 except DeployError as error:
                     trials.append(Trial(name=name, precision=precision, refused=error.in_one_line))
             if built:
@@ -1405,9 +1405,9 @@ def _bundle_heads(bundle: Bundle, attention: str | None) -> HeadSimilarity:
     for name, node in nodes.items():
         heads = by_head(got[outputs[name]], read_attention(node).Hq).swapaxes(1, 2)  # [B, S, Hq, D]
         found[name] = similarity_from_heads(heads.reshape(-1, *heads.shape[2:]))
-    chosen = attention or next(iter(found))
-    others = {name: each.redundancy for name, each in found.items() if name != chosen}
-    return replace(found[chosen], attention=chosen, others=others)
+    shown = attention or next(iter(found))
+    others = {name: each.redundancy for name, each in found.items() if name != shown}
+    return replace(found[shown], attention=shown, others=others)
 
 
 @dataclass(frozen=True, kw_only=True)

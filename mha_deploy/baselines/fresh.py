@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -351,10 +351,11 @@ class FreshCases:
                     changed[part] = to_numpy(self._capture.exact(feeds)["output"])
             for part, weight in self._capture.module.named_parameters():
                 if weight.dim() == 2 and oracle.size <= _SMALL:
-                    with ExitStack() as stack:
-                        stack.callback(setattr, weight, "data", weight.data)
-                        weight.data = weight.bfloat16().to(weight.dtype)
+                    own, weight.data = weight.data, weight.bfloat16().to(weight.dtype)
+                    try:
                         changed[part] = to_numpy(self._capture.exact(feeds)["output"])
+                    finally:
+                        weight.data = own
         suspects = {f"{part} in BF16": {"output": each - oracle} for part, each in changed.items()}
         return replace(case, suspects=suspects)
 
