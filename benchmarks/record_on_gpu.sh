@@ -5,11 +5,11 @@
 #
 # FOLDER and LINES are written into the lines as they are given: relative paths, such as out/record, can be replayed anywhere.
 # Needs a GPU, TensorRT with the plugin library (mha-deploy plugins where), PyTorch and transformers, and the root of the
-# checkout as the current folder. Exports and builds run side by side; the rows come after them, one at a time. PyTorch
-# compiles in the first process and reads its cache in the others. The first round has all baselines; the others have those
-# that can be the best one of their row, since a baseline costs a tenth of the round. On an H200 with 16 cores exports and
-# builds took 145 s and the first round 340. No row begins later than LIMIT seconds after the start, and what is missing
-# is named at the end. A second run of this script builds nothing again, and adds processes to the same lines.
+# checkout as the current folder. Exports run side by side, builds one at a time, since they measure algorithms, and the
+# rows after them. PyTorch compiles in the first process and reads its cache in the others. The first round has all
+# baselines; the others have those that can be the best one of their row, since a baseline costs a tenth of the round. On
+# an H200 with 16 cores the three rounds took 670 s. No row begins later than LIMIT seconds after the start, and what is
+# missing is named at the end. A second run of this script builds nothing again, and adds processes to the same lines.
 set -uo pipefail
 folder=$1
 lines=${2:-benchmarks/results/h200.jsonl}
@@ -19,12 +19,13 @@ rounds=${ROUNDS:-3} limit=${LIMIT:-1200}
 deploy() { "$python" -m mha_deploy "$@"; }
 missing=()
 
-prepared() { # name, model, options of export -- options of build-engine
-  local bundle=$folder/$1 model=$2 exported=() && shift 2
-  while [ $# -gt 0 ] && [ "$1" != -- ]; do exported+=("$1"); shift; done
-  [ -f "$bundle/manifest.json" ] || deploy export "$model" -o "$bundle" --precision fp16 --device cuda "${exported[@]}" || return
-  [ -f "$bundle/engines/plugin32.engine" ] || deploy build-engine "$bundle" --backend tensorrt --name plugin32 \
-    --attention plugin --accumulate fp32 "${@:2}"
+exported() { # name, model, options of export
+  [ -f "$folder/$1/manifest.json" ] || deploy export "$2" -o "$folder/$1" --precision fp16 --device cuda "${@:3}" \
+    > "$folder/$1.log" 2>&1
+}
+built() { # name, options of build-engine
+  [ -f "$folder/$1/engines/plugin32.engine" ] || deploy build-engine "$folder/$1" --backend tensorrt --name plugin32 \
+    --attention plugin --accumulate fp32 "${@:2}" >> "$folder/$1.log" 2>&1
 }
 timed() { # name, baselines, more options of bench
   if [ $SECONDS -ge "$limit" ]; then missing+=("$1"); return; fi
@@ -37,17 +38,20 @@ timed() { # name, baselines, more options of bench
 
 mkdir -p "$folder"
 sizes=(--golden min --golden opt)
-(prepared bert-base bert-base "${sizes[@]}") > "$folder/bert-base.log" 2>&1 &
-(prepared bert-large bert-large "${sizes[@]}") > "$folder/bert-large.log" 2>&1 &
-(prepared llama llama-3-8b --axis B=1 --axis S=1:2048:8192 "${sizes[@]}") > "$folder/llama.log" 2>&1 &
-# Without --refit, TensorRT 8.6 prepares gigabytes of weights for every tactic.
-(prepared gpt3 gpt3-175b --axis B=1 --golden opt -- --profile B=1,S=512 --refit all) > "$folder/gpt3.log" 2>&1 &
-# One profile: TensorRT 8.6 cannot prepare a second one. Its optimal batch is not 1: with 1, other batches were wrong.
-(prepared decode llama-3-8b --cache preallocated --axis B=1:1:32 --axis S=1:256:3840 --axis T=4096 --golden min \
-  --golden decode -- --profile B=1:8:32,S=1:16:256) > "$folder/decode.log" 2>&1 &
-(prepared whole-bert benchmarks/own_models.py:bert_base "${sizes[@]}" --device cpu) > "$folder/whole-bert.log" 2>&1 &
-(prepared whole-llama benchmarks/own_models.py:llama_4_layers "${sizes[@]}" --device cpu) > "$folder/whole-llama.log" 2>&1 &
+exported bert-base bert-base "${sizes[@]}" &
+exported bert-large bert-large "${sizes[@]}" &
+exported llama llama-3-8b --axis B=1 --axis S=1:2048:8192 "${sizes[@]}" &
+exported gpt3 gpt3-175b --axis B=1 --golden opt &
+exported decode llama-3-8b --cache preallocated --axis B=1:1:32 --axis S=1:256:3840 --axis T=4096 --golden min \
+  --golden decode &
+exported whole-bert benchmarks/own_models.py:bert_base "${sizes[@]}" --device cpu &
+exported whole-llama benchmarks/own_models.py:llama_4_layers "${sizes[@]}" --device cpu &
 wait
+for name in bert-base bert-large llama whole-bert whole-llama; do built "$name"; done
+# Without --refit, TensorRT 8.6 prepares gigabytes of weights for every tactic.
+built gpt3 --profile B=1,S=512 --refit all
+# One profile: TensorRT 8.6 cannot prepare a second one. Its optimal batch is not 1: with 1, other batches were wrong.
+built decode --profile B=1:8:32,S=1:16:256
 echo "exports and builds: $SECONDS s"
 
 small=$all gpt3=$all
