@@ -16,15 +16,8 @@ from mha_deploy import __version__
 
 # -- Which versions of everything are here ---------------------------------------------------------
 
-EXPORT_PACKAGES = ("torch", "onnx", "onnx-ir", "onnxscript", "onnxruntime", "numpy")
-RUN_PACKAGES = (
-    *EXPORT_PACKAGES,
-    "onnxruntime-gpu",
-    "tensorrt",
-    "tensorrt-rtx-cu13",
-    "cuda-bindings",
-    "triton",
-)
+EXPORT_PACKAGES = ("torch", "onnx", "onnx-ir", "onnxscript", "onnxruntime", "onnxruntime-gpu", "numpy")
+RUN_PACKAGES = (*EXPORT_PACKAGES, "tensorrt", "tensorrt-rtx-cu13", "cuda-bindings", "triton")
 
 
 def installed_version(package: str) -> str | None:

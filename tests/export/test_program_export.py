@@ -246,7 +246,7 @@ class Flex(nn.Module):
 
         q = x.unflatten(-1, (4, 2)).transpose(1, 2)
         mask = create_block_mask(
-            lambda b, h, i, j: (i >= j) & (i - j < 3), None, None, x.shape[1], x.shape[1]
+            lambda b, h, i, j: (i >= j) & (i - j < 3), None, None, x.shape[1], x.shape[1], device=x.device
         )
         return flex_attention(
             q, q, q, score_mod=lambda s, b, h, i, j: s - self.slopes[h] * (i - j).abs(), block_mask=mask
