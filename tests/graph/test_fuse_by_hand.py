@@ -382,3 +382,73 @@ def test_a_sink_that_is_scaled_later_is_named():
     weights = g.op("Slice", g.op("Softmax", both), g.ints(0), g.ints(-1), g.ints(-1))
     report = check_same(g.model(g.op("MatMul", weights, "v")))
     assert [left.recognised for left in report.unfused] == [True]
+
+
+def test_attentions_that_share_a_mask_in_any_order():
+    """Two softmaxes, then the matmul of the second: the mask is written before both nodes."""
+    g = Hand()
+    bias = g.op("Mul", g.input("m", [2, 1, 1, S]), g.const(2.0))
+    one, other = (g.op("Softmax", g.op("Add", g.scores(), bias)) for _ in range(2))
+    second = g.op("MatMul", other, "v")
+    first = g.op("MatMul", one, "k")
+    model = g.model(first, second)
+    assert len(check_same(model).fused) == 2
+    onnx.checker.check_model(fused(model)[0])
+
+
+WITH_PAST = """
+<ir_version: 10, opset_import: ["" : 18]>
+g (float[2,S,96] x, float[2,4,P,8] pk, float[2,4,P,8] pv, float[96,96] w, bool c) => (float[2,4,S,8] y)
+<int64[2] flat = {-1, 96}, int64[5] shape = {2, -1, 3, 4, 8}, int64[3] parts = {1, 1, 1}, int64[1] two = {2},
+ int64[1] T = {3}, int64[1] all = {-1}> { BODY }
+"""
+STEP = """
+    x2 = Reshape (x, flat)
+    y2 = Gemm <transB = 1> (x2, w)
+    x5 = Reshape (y2, shape)
+    q5, k5, v5 = Split <axis = 2> (x5, parts)
+    q4 = Squeeze (q5, two)
+    k4 = Squeeze (k5, two)
+    v4 = Squeeze (v5, two)
+    q = Transpose <perm = [0, 2, 1, 3]> (q4)
+    kn = Transpose <perm = [0, 2, 1, 3]> (k4)
+    vn = Transpose <perm = [0, 2, 1, 3]> (v4)
+    k = Concat <axis = -2> (pk, kn)
+    v = Concat <axis = -2> (pv, vn)
+    s = Einsum <equation = "bhsd,bhtd->bhst"> (q, k)
+    sizes = Shape (s)
+    t = Gather (sizes, T)
+    rows = Concat <axis = 0> (all, t)
+    s2 = Reshape (s, rows)
+    p2 = Softmax (s2)
+    p = Reshape (p2, sizes)
+"""
+PLACES = {
+    "graph": STEP + 'y = Einsum <equation = "bhst,bhtd->bhsd"> (p, v)',
+    "branch": f"""y = If (c) <
+        then_branch = a () => (float[2,4,S,8] one) {{ {STEP} one = MatMul (p, v) }},
+        else_branch = b () => (float[2,4,S,8] other) {{ {STEP} o = MatMul (p, v) other = Neg (o) }}>""",
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_keys_behind_a_past(place):
+    """Their length is a sum, and no shape is stated inside a branch."""
+    model = onnx.parser.parse_model(WITH_PAST.replace("BODY", PLACES[place]))
+    new, report = fused(model)
+    assert (len(report.fused), report.unfused) == (2 if place == "branch" else 1, ())
+    random = np.random.default_rng(0)
+    for P, length, taken in ((3, 2, True), (0, 4, False), (5, 1, True)):
+        sizes = {"x": (2, length, 96), "pk": (2, 4, P, 8), "pv": (2, 4, P, 8), "w": (96, 96)}
+        feeds = {name: random.standard_normal(each).astype(np.float32) for name, each in sizes.items()}
+        feeds["c"] = np.array(taken)
+        np.testing.assert_allclose(run(new, feeds)[0], run(model, feeds)[0], atol=2e-5)
+
+
+@pytest.mark.parametrize("shape", [(1, H, S, D), (2, 1, S, D), (1, 1, S, D)])
+def test_a_softmax_of_rows_keeps_axes_of_size_1(shape):
+    g = Hand(shape)
+    scores = g.scores()
+    rows = g.op("Softmax", g.op("Reshape", scores, g.ints(-1, shape[2])))
+    weights = g.op("Reshape", rows, g.op("Shape", scores))
+    assert len(check_same(g.model(g.op("MatMul", weights, "v"))).fused) == 1

@@ -5,7 +5,7 @@ import onnx
 import onnx.reference
 import pytest
 from hand_graphs import D, H, Hand, S, check_same, fused, random_feeds, run
-from onnx import TensorProto
+from onnx import TensorProto, helper, numpy_helper
 
 import mha_deploy as md
 from mha_deploy.graph.fuse import mask_pattern, pattern
@@ -361,3 +361,17 @@ def test_a_length_that_a_convolution_leaves():
     mask = g.op("Add", g.scores(), g.input("bias", [2, 1, "(L - 5)//8", "(L - 5)//8"]))
     _, report = fused(g.model(g.attend(mask)))
     assert (len(report.fused), report.unfused) == (1, ())
+
+
+def test_initializers_that_are_inputs_as_well():
+    """Old exporters list every initializer as an input, the axes of an Unsqueeze too."""
+    g = Hand()
+    bias = g.op("Unsqueeze", g.input("m", [2, S]), g.ints(1, 2))
+    model = g.model(g.attend(g.op("Add", g.scores(), bias)))
+    defaults = {each.name: numpy_helper.to_array(each) for each in model.graph.initializer}
+    for name, numbers in defaults.items():
+        model.graph.input.append(helper.make_tensor_value_info(name, TensorProto.INT64, numbers.shape))
+    new, report = fused(model)
+    assert (len(report.fused), report.unfused) == (1, ())
+    feeds = random_feeds(model) | defaults
+    np.testing.assert_allclose(run(new, feeds)[0], run(model, feeds)[0], atol=2e-5)

@@ -186,8 +186,9 @@ class _Fusion:
                     self._fuse(softmax)
                 except NotFused as refusal:
                     self._unfused[node] = refusal
-        if any(each.weights for each in self._fused):
-            self._model.graph.sort()  # what used the weights may stand before the matmul with V
+        if self._fused:
+            # What uses the weights, or shares the mask, may stand before the matmul with V.
+            self._model.graph.sort()
         left, features = leftover_attentions(self._model.graph)
         refusals = {node: each for node, each in self._unfused.items() if node not in features}
         for node, why in left.items():

@@ -37,6 +37,7 @@ class Alphabet:
     def __init__(self) -> None:
         self.sizes: dict[str, Size] = {}
         self._parts: dict[str, str] = {}
+        self._ones: list[str] = []
 
     def new(self, size: Size) -> str:
         """A letter that is not used yet."""
@@ -75,10 +76,18 @@ class Alphabet:
                     left.insert(0, second)
                     letter, smaller = first, 1
                 taken, rest = taken + letter, smaller
-            result.append(taken or self.new(1))
+            result.append(taken or self._one("".join((*axes, *result))))
         while left and self.sizes[left[0]] == 1 and result:
             result[-1] += left.pop(0)
         return None if left else tuple(result)
+
+    def _one(self, taken: str) -> str:
+        """A letter for an axis of size 1 that a Reshape adds: if there is one, that which another dropped."""
+        free = [letter for letter in self._ones if letter not in taken]
+        if not free:
+            free = [self.new(1)]
+            self._ones += free
+        return free[0]
 
 
 # -- The two matmuls of attention, in the letters of an einsum however they are spelled ------------
@@ -117,6 +126,8 @@ def read_matmul(node: ir.Node, alphabet: Alphabet, at: int, axes: Axes) -> Matmu
     """Read a MatMul or an Einsum of which an operand (`at` 0 or 1) or the result (2) has these axes."""
     left, right = filter(None, node.inputs)
     ranks = [(rank(value) or 0) for value in (left, right)]
+    if 0 in ranks:
+        raise NotFused("The file does not state the shapes of Q, K and V.", got=f"operands of {node.name}")
     if is_op(node, "MatMul"):
         if ranks[0] != ranks[1] or not 3 <= ranks[0] <= _MAX_RANK:
             raise NotFused(f"The matmul {node.name} is of tensors with {ranks[0]} and {ranks[1]} axes.")

@@ -281,8 +281,10 @@ def raise_opset(model: ir.Model) -> None:
 # -- Sizes: numbers, products of names, or not known -----------------------------------------------
 
 Size = int | str | None
-"""A number, a product of names such as `4*B*S`, or None where it is not known."""
-_FACTORS = re.compile(r"[\w.]+(\*[\w.]+)*")
+"""A number, a product of names and sums such as `4*B*(P + S)`, or None where it is not known."""
+_NAME = re.compile(r"[\w.]+")
+_FACTOR = rf"(?:{_NAME.pattern}|\({_NAME.pattern}(?: \+ {_NAME.pattern})+\))"
+_FACTORS = re.compile(rf"{_FACTOR}(?:\*{_FACTOR})*")
 
 
 def sizes_of(value: ir.Value | None) -> list[Size] | None:
@@ -357,7 +359,7 @@ def quotient(size: Size, divisor: Size) -> Size:
 def _factors(size: int | str) -> tuple[int, list[str]]:
     if isinstance(size, int):
         return size, []
-    parts = size.split("*") if _FACTORS.fullmatch(size) else [size]
+    parts = [part.strip("()") for part in size.split("*")] if _FACTORS.fullmatch(size) else [size]
     number = math.prod(int(part) for part in parts if part.isdigit())
     return number, [part for part in parts if not part.isdigit()]
 
@@ -365,7 +367,10 @@ def _factors(size: int | str) -> tuple[int, list[str]]:
 def _text(number: int, names: list[str]) -> int | str:
     if not names or not number:
         return number
-    return "*".join([*([str(number)] if number != 1 else []), *sorted(names)])
+    if number == 1 and len(names) == 1:
+        return names[0]
+    parts = [name if _NAME.fullmatch(name) else f"({name})" for name in sorted(names)]
+    return "*".join([*([str(number)] if number != 1 else []), *parts])
 
 
 # -- Symbolic shape inference ----------------------------------------------------------------------
@@ -434,9 +439,14 @@ class _Walk:
             content = self._content_after(node)
             if content is not None and len(content) <= _MAX_CONTENT:
                 self._contents[output] = content
+        for each in node.outputs if is_op(node, "Split") else [output]:
+            self._complete(each, node)
+
+    def _complete(self, output: ir.Value, node: ir.Node) -> None:
+        """Give a result of a node the sizes that are not known yet."""
         known = sizes_of(output)
         if known is None or not all(map(self._is_known, known)):
-            found = self._sizes_after(node)
+            found = self._part(node, output) if is_op(node, "Split") else self._sizes_after(node)
             if found is None or (known is not None and len(known) != len(found)):
                 return
             pairs = zip(known or found, found, strict=True)
@@ -491,6 +501,19 @@ class _Walk:
             return None
         return [_CONTENT_OPS[node.op_type](*(part[at % len(part)] for part in given)) for at in range(length)]
 
+    def _part(self, node: ir.Node, output: ir.Value) -> list[Size] | None:
+        """The sizes of one result of a Split."""
+        sizes, index = sizes_of(node.inputs[0]), node.outputs.index(output)
+        axis, given = node.attributes.get_int("axis", 0), input_at(node, 1)
+        if sizes is None or not -len(sizes) <= axis < len(sizes):
+            return None
+        parts = self.content(given)
+        if given is None:
+            sizes[axis] = quotient(sizes[axis], len(node.outputs))
+        else:
+            sizes[axis] = parts[index] if parts is not None and index < len(parts) else None
+        return sizes
+
     def _sizes_after(self, node: ir.Node) -> list[Size] | None:
         first = sizes_of(node.inputs[0]) if node.inputs else None
         if node.op_type in _BROADCAST:
@@ -514,12 +537,18 @@ class _Walk:
             return None if repeats is None else [product(pair) for pair in zip(first, repeats, strict=False)]
         if is_op(node, "Transpose"):
             return [first[axis] for axis in perm(node)]
+        if is_op(node, "Concat"):
+            return _joined(node)
         if is_op(node, "MatMul"):
             right = sizes_of(node.inputs[1])
             if right is None or len(first) < 2 or len(right) < 2:
                 return None
             lead = _broadcast([first[:-2], right[:-2]]) if len(first) + len(right) > 4 else []
             return None if lead is None else [*lead, first[-2], right[-1]]
+        if is_op(node, "Gemm"):
+            right = sizes_of(node.inputs[1])
+            rows, columns = node.attributes.get_int("transA", 0), 1 - node.attributes.get_int("transB", 0)
+            return [first[rows], right[columns]] if right and len(first) == len(right) == 2 else None
         if is_op(node, "Einsum"):
             return _einsum(node)
         if is_op(node, "Unsqueeze", "Squeeze"):
@@ -562,9 +591,17 @@ def _equal(one: Size, other: Size) -> Size:
     return 1 if one == other else 0 if apart else None
 
 
-def _sum(one: Size, other: Size, sign: int = 1) -> Size:
+def _sum(one: Size, other: Size) -> Size:
     if isinstance(one, int) and isinstance(other, int):
-        return one + sign * other
+        return one + other
+    if one is None or other is None or any(isinstance(each, int) and each < 0 for each in (one, other)):
+        return None  # a difference could be negative, which no size is
+    return _plain(f"{one} + {other}")
+
+
+def _difference(one: Size, other: Size) -> Size:
+    if isinstance(one, int) and isinstance(other, int):
+        return one - other
     return one if other == 0 else None
 
 
@@ -575,7 +612,7 @@ _CONTENT_OPS: dict[str, Callable[..., Size]] = {
     "Where": lambda chosen, one, other: one if chosen == 1 else other if chosen == 0 else None,
     "Equal": _equal,
     "Add": _sum,
-    "Sub": lambda one, other: _sum(one, other, -1),
+    "Sub": _difference,
 }
 
 
@@ -588,6 +625,19 @@ def _broadcast(shapes: Sequence[list[Size] | None]) -> list[Size] | None:
         sizes = {shape[at] for shape in given if -at <= len(shape) and shape[at] != 1}
         fixed = [size for size in sizes if isinstance(size, int)]
         result.append(fixed[0] if fixed else sizes.pop() if len(sizes) == 1 else 1 if not sizes else None)
+    return result
+
+
+def _joined(node: ir.Node) -> list[Size] | None:
+    """The sizes of a Concat."""
+    shapes, axis = [sizes_of(each) for each in node.inputs], node.attributes.get_int("axis", 0)
+    given = [shape for shape in shapes if shape is not None]
+    ranks = {len(shape) for shape in given}
+    if len(given) < len(shapes) or len(ranks) != 1 or not -min(ranks) <= axis < min(ranks):
+        return None
+    # All have the other sizes, whatever it is that one of them states.
+    result = [next((size for size in sizes if size is not None), None) for sizes in zip(*given, strict=True)]
+    result[axis] = functools.reduce(_sum, (shape[axis] for shape in given))
     return result
 
 

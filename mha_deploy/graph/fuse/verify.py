@@ -114,7 +114,9 @@ def cut_out(results: Sequence[ir.Value], boundary: Boundary) -> Region:
         node, tensor = value.producer(), constant(value)
         if (value in boundary.drawn and value not in results) or (node is None and tensor is None):
             inputs[value] = names[value] = next(fresh)
-            put("input", value.dtype, renamed(boundary.dims_of(value) or ()))
+            default = _default_of(value)
+            given = None if default is None else hashlib.sha256(default.tobytes()).hexdigest()
+            put("input", value.dtype, renamed(boundary.dims_of(value) or ()), given)
         elif node is None and tensor is not None:
             names[value] = next(fresh)
             constants[names[value]] = tensor
@@ -140,6 +142,11 @@ def cut_out(results: Sequence[ir.Value], boundary: Boundary) -> Region:
     return Region(
         nodes=nodes, constants=constants, inputs=inputs, sizes=sizes, results=ends, key=digest.hexdigest()
     )
+
+
+def _default_of(value: ir.Value) -> ir.TensorProtocol | None:
+    """The numbers of an initializer that is an input as well, for which a caller may give others."""
+    return value.const_value if value.is_graph_input() else None
 
 
 def _renamed(node: ir.Node, names: Mapping[ir.Value, str], new: Mapping[ir.Value, str]) -> onnx.NodeProto:
@@ -295,6 +302,8 @@ def _drawn(
 ) -> np.ndarray:
     """Numbers for one input: plain ones, masks with fully masked queries, sharp scores, extreme ones."""
     dtype = (value.dtype or ir.DataType.FLOAT).numpy()
+    if (default := _default_of(value)) is not None:
+        return default.numpy()  # it may hold axes or sizes, for which other numbers mean nothing
     if value.dtype == ir.DataType.BOOL:
         shown = random.random(shape) < (0.9, 0.5, 0.7, 0.5)[draw]
         if draw and len(shape) > 1:
