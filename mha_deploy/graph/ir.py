@@ -112,8 +112,14 @@ def same_size(one: Dim, other: Dim) -> bool:
 
 def constant(value: ir.Value | None) -> ir.TensorProtocol | None:
     """The tensor of a `Constant` node, or of an initializer that is no graph input; else None."""
+    if value is None or value.is_graph_input():
+        return None
+    node = made_by(value, "Constant")
+    held = None if node is None else node.attributes.get("value")
+    if held is not None and not held.is_ref():
+        return held.as_tensor()  # onnx_ir's reader would name the tensor, which copies of a model share
     try:
-        return None if value is None or value.is_graph_input() else ir.convenience.get_const_tensor(value)
+        return ir.convenience.get_const_tensor(value)
     except ValueError:  # a Constant in a form that onnx_ir does not read, such as a sparse one
         return None
 

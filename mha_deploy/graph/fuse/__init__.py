@@ -186,8 +186,8 @@ class _Fusion:
                     self._fuse(softmax)
                 except NotFused as refusal:
                     self._unfused[node] = refusal
-        if self._fused:
-            # What uses the weights, or shares the mask, may stand before the matmul with V.
+        if not _is_sorted(self._model.graph):
+            # What uses the weights, or shares the mask, stands before the matmul with V.
             self._model.graph.sort()
         left, features = leftover_attentions(self._model.graph)
         refusals = {node: each for node, each in self._unfused.items() if node not in features}
@@ -305,6 +305,16 @@ class _Fusion:
     def _note(self, name: str, changes: list[str]) -> None:
         if changes:
             self._repairs.append(Repair(name=name, changes=tuple(changes)))
+
+
+def _is_sorted(graph: ir.Graph) -> bool:
+    """Whether every node stands after those that it uses."""
+    done = set[ir.Node | None]([None])
+    for node in graph.all_nodes():
+        if any(value is not None and value.producer() not in done for value in node.inputs):
+            return False
+        done.add(node)
+    return True
 
 
 def _unused(name: str, taken: Collection[str]) -> str:
