@@ -922,17 +922,11 @@ def replay(line: str, bundle: Bundle | StrPath | None = None, *, tolerance: floa
     Example:
         >>> md.replay("benchmarks/results/h200.jsonl:1", "out/bert").passed  # doctest: +SKIP
     """
-    from mha_deploy.regression.record import Line, pick_line, replayed
+    from mha_deploy.regression.record import pick_line, replayed
 
-    recorded, _ = pick_line(line)
+    recorded, alike = pick_line(line)
     opened = _opened(recorded.bundle if bundle is None else bundle)
-
-    def measure(wanted: Line) -> ModelBench:
-        at = ",".join(f"{axis}={size}" for axis, size in wanted.sizes.items())
-        named = wanted.case if wanted.case in ("opt", "prefill", "decode") else at
-        return bench(opened, at=[named], backends=[wanted.runtime], samples=len(wanted.samples_us))
-
-    return replayed(line, opened, measure, tolerance)
+    return replayed(recorded, alike, opened, bench, tolerance)
 
 
 def bisect(
@@ -1003,11 +997,11 @@ def self_test(
     from mha_deploy.validate.self_test import self_test
 
     names, report = mutations(), on_step or _silent
-
-    def on_mistake(name: str) -> None:
-        report(f"mutations: {name}", names.index(name), len(names))
-
-    return self_test(_opened(bundle), backend, on_mistake=on_mistake)
+    return self_test(
+        _opened(bundle),
+        backend,
+        on_mistake=lambda name: report(f"mutations: {name}", names.index(name), len(names)),
+    )
 
 
 # -- From a model to a verdict in one call ---------------------------------------------------------
@@ -1251,7 +1245,7 @@ def matrix(
         >>> [cell.summary for cell in found.cells]                           # doctest: +SKIP
         ['1/1 fused, not run']
     """
-    from contextlib import nullcontext
+    from contextlib import closing, nullcontext
 
     from mha_deploy.environment import can_import
     from mha_deploy.regression.matrix import LocalWorkers, ModelEntry, RayWorkers, read_plan, run_matrix
@@ -1263,7 +1257,8 @@ def matrix(
         export(model, target, precision=precision, seed=read.seed)
 
     on_ray = address is not None or (jobs is None and can_import("ray"))
-    opened: Any = RayWorkers(address, jobs) if on_ray else nullcontext(LocalWorkers(jobs or 1, Path(out)))
+    local = nullcontext(LocalWorkers(jobs or 1, Path(out)))
+    opened: Any = closing(RayWorkers(address, jobs)) if on_ray else local
     with opened as workers:
         return run_matrix(read, Path(out), workers, exported, on_cell)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mha_deploy.engine.engine import Engine, reasons_not_to_run
 from mha_deploy.errors import DeployError
-from mha_deploy.report.table import Cell, Group, Row, Table, columns, number, share_cell, text
+from mha_deploy.report.table import Cell, RawRow, Table, number, share_cell, table
 from mha_deploy.text import error as error_text
 from mha_deploy.validate.verdict import Report
 
@@ -82,7 +82,7 @@ def choose(trials: Sequence[Trial]) -> tuple[Trial, str]:
 def candidates_table(trials: Sequence[Trial], chosen: Trial) -> Table:
     """Every candidate: fusion, error and latency; which are on the Pareto front, and which was chosen."""
     right = [trial for trial in trials if not trial.refused]
-    rows: list[Row] = []
+    rows: list[RawRow] = []
     for trial in trials:
         front = not trial.refused and not any(other.beats(trial) for other in right)
         right_text, mark = ("right", "good") if trial.ran else ("graph right, not run", "doubt")
@@ -90,18 +90,16 @@ def candidates_table(trials: Sequence[Trial], chosen: Trial) -> Table:
         if trial.refused:
             status = Cell(text="refused", status="bad", note=trial.refused)
         rows.append(
-            [
+            (
                 Cell(text=trial.name, status="best" if trial == chosen else ""),
                 status,
-                text(None if trial.fused is None else f"{trial.fused[0]}/{trial.fused[1]}"),
+                None if trial.fused is None else f"{trial.fused[0]}/{trial.fused[1]}",
                 number(trial.error, error_text),
                 share_cell(trial.share, failed=bool(trial.refused)),
                 number(trial.p50),
-                text("yes" if front else None),
-                text("yes" if trial == chosen else trial.refused or None),
-            ]
+                "yes" if front else None,
+                "yes" if trial == chosen else trial.refused,
+            )
         )
-    heads = columns(
-        "candidate", "verdict", "fused", "#relative L2", "#budget used|used", "#p50 µs", "Pareto", "chosen"
-    )
-    return Table(title="Candidates for the precision", columns=heads, groups=[Group(rows=rows)])
+    figures = ("fused", "#relative L2", "#budget used|used", "#p50 µs", "Pareto", "chosen")
+    return table("Candidates for the precision", ("candidate", "verdict", *figures), rows)

@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -21,22 +22,15 @@ from mha_deploy.files import read_json
 from mha_deploy.model.spec import Axis
 from mha_deploy.options import Limits
 from mha_deploy.report.page import sections_page
-from mha_deploy.report.schema import as_plain, many
-from mha_deploy.report.table import Cell, Group, Row, Table, columns, markdown, markdown_text, text
+from mha_deploy.report.schema import as_plain, many, record
+from mha_deploy.report.table import Cell, Group, RawRow, Table, markdown, markdown_text, table
 from mha_deploy.text import NOTHING, budget_share, named, plural, short, size, sizes_text, together
 from mha_deploy.validate.verdict import engines_to_dict, frame, model_to_dict
 
 # -- What is read of a report: a subset, so that reports of other versions of this tool can be read --
 
 
-def _part(needed: Mapping[Any, str], optional: Mapping[Any, str] | None = None) -> Any:
-    """A record of a report, by the types of the keys that are read; an optional one is None where missing."""
-    known: list[Any] = [(name, kind) for kind, names in needed.items() for name in names.split()]
-    for kind, names in (optional or {}).items():
-        known += [(name, kind | None, None) for name in names.split()]
-    return msgspec.defstruct("Part", known, frozen=True)
-
-
+_part = partial(record, is_open=True)
 _DATA = dict[str, Any]
 _MODEL = _part({str: "name precision"}, {str: "bundle_sha256 weights", _DATA: "spec"})
 _VERDICT = _part({bool: "passed"}, {str: "headline outcome", list[str]: "not_verified"})
@@ -291,13 +285,13 @@ def _measured(result: Result, names: Mapping[str, str]) -> Measured:
     for decoded in result.decode or ():
         owner = _without_version(decoded.backend)
         trace = f"{owner}: {decoded.trace}"
-        yield "decode", trace, _share(owner, _OUTPUT("", "", decoded.passed, share=decoded.share))
+        yield "decode", trace, _share(owner, decoded)
         yield "coverage", f"{trace}, decode steps", _plain("count", owner, decoded.steps)
         yield "coverage", f"{trace}, tokens of prompts", _plain("count", owner, sum(decoded.prompt or ()))
     for check in result.invariance or ():
         owner = _without_version(check.backend)
         subject = f"{owner}: {check.check} {check.case}, {check.detail or ''}".strip(" ,")
-        yield "invariance", subject, _share(owner, _OUTPUT("", "", check.passed, share=check.share))
+        yield "invariance", subject, _share(owner, check)
     for mask in result.conformance.rows if result.conformance else ():
         for runtime, cell in () if mask.diagnostic else mask.cells.items():
             owner = _without_version(runtime)
@@ -398,16 +392,20 @@ def _bytes(owner: str, count: int, noise: float = 0.0) -> Measurement:
 
 
 def _share(owner: str, found: Any, noise: float = 0.0) -> Measurement:
-    """The largest share of the budget that an output uses: the recorded one, or that of its errors."""
+    """The largest share of the budget that a result uses: the recorded one, or that of its errors."""
     errors, limits = (
-        {key: n for key, n in (each or {}).items() if isinstance(n, int | float) and n > 0}
-        for each in (found.deviation, found.budget)
+        {
+            key: n
+            for key, n in (getattr(found, each, None) or {}).items()
+            if isinstance(n, int | float) and n > 0
+        }
+        for each in ("deviation", "budget")
     )
     shares = [found.share, *(errors[key] / limits[key] for key in limits if key in errors)]
     used = max((share for share in shares if share is not None), default=None)
     shown = "no finite number" if used is None else budget_share(used)
     if not found.passed:
-        unverified = (found.problem or "").startswith("not verified")
+        unverified = (getattr(found, "problem", None) or "").startswith("not verified")
         shown = "not verified" if unverified else f"wrong ({shown})"
     return Measurement("share", owner, used, shown, noise, found.passed, errors=errors, budget=limits)
 
@@ -568,31 +566,26 @@ class Comparison:
     def table(self, *, everything: bool = False) -> Table:
         """What changed, in a group for every section; with `everything` also what is the same."""
         several = len({change.model for change in self.changes}) > 1
-        shown = columns(*(["model"] if several else []), "what", "verdict", "old", "new", "why")
         ordered = sorted(self.changes, key=lambda change: list(_LEVELS).index(change.level))
         listed = [change for change in ordered if everything or change.level != SAME]
-        groups = []
-        for section in SECTIONS:
-            rows: list[Row] = []
-            found = [change for change in listed if change.section == section]
-            for alike in together(found, lambda change: replace(change, model="")):
-                change, models = alike[0], [each.model for each in alike]
-                level = Cell(text=change.level, status=_LEVELS[change.level])
-                values = map(text, (change.old, change.new, change.why))
-                place = [text(named(models))] if several else []
-                rows.append([*place, text(change.subject), level, *values])
-            if rows:
-                groups.append(Group(title=section, rows=rows))
-        return Table(title=f"{self.old.name} → {self.new.name}", columns=shown, groups=groups)
+        rows: dict[str, list[RawRow]] = {section: [] for section in SECTIONS}
+        for alike in together(listed, lambda change: replace(change, model="")):
+            change, models = alike[0], [each.model for each in alike]
+            level = Cell(text=change.level, status=_LEVELS[change.level])
+            place = [named(models)] if several else []
+            rows[change.section].append((*place, change.subject, level, change.old, change.new, change.why))
+        groups = [Group(title=section, rows=each) for section, each in rows.items() if each]
+        headings = (*(["model"] if several else []), "what", "verdict", "old", "new", "why")
+        return table(f"{self.old.name} → {self.new.name}", headings, groups=groups)
 
     def to_markdown(self) -> str:
         """A comment for a pull request: the headline, and a table for each section that changed."""
         word = "passed" if self.passed else "FAILED"
         names = f"{markdown_text(self.old.name)} → {markdown_text(self.new.name)}"
         parts = [f"### mha-deploy compare: {word}", f"{self.headline} ({names})"]
-        table = self.table()
-        for group in table.groups:
-            parts += [f"**{group.title}**", markdown(replace(table, groups=[group]))]
+        whole = self.table()
+        for group in whole.groups:
+            parts += [f"**{group.title}**", markdown(replace(whole, groups=[group]))]
         return "\n\n".join(part.strip() for part in parts) + "\n"
 
     def to_junit(self) -> str:
@@ -625,12 +618,9 @@ class Comparison:
             verdict = side.results[0].verdict if side.results else None
             sides.append((side.name, side.kind, side.created, verdict and verdict.headline))
         heads = ("source", "kind", "written", "verdict")
-        rows = [[text(head), *map(text, values)] for head, *values in zip(heads, *sides, strict=True)]
-        shown, groups = columns("", "old", "new"), [Group(rows=rows)]
-        tables = [Table(title="The two sides", columns=shown, groups=groups, css="compact")]
-        for group in (table := self.table(everything=True)).groups:
-            name = group.title[0].upper() + group.title[1:]
-            tables.append(replace(table, title=name, groups=[replace(group, title="")]))
+        tables = [table("The two sides", ("", "old", "new"), zip(heads, *sides, strict=True), css="compact")]
+        for group in (whole := self.table(everything=True)).groups:
+            tables.append(replace(whole, title=group.title.capitalize(), groups=[replace(group, title="")]))
         title = f"Comparison: {Path(self.old.name).name} and {Path(self.new.name).name}"
         return sections_page(self.to_dict(), title, {each.title: [("table", each)] for each in tables})
 

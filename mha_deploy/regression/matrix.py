@@ -42,8 +42,7 @@ from mha_deploy.options import EngineOptions, ValidateOptions
 from mha_deploy.regression.record import append_lines, build_line
 from mha_deploy.report.page import sections_page
 from mha_deploy.report.schema import as_plain
-from mha_deploy.report.table import Cell as TableCell
-from mha_deploy.report.table import Group, Row, Table, columns, markdown, number, text
+from mha_deploy.report.table import Cell, Table, markdown, number, table
 from mha_deploy.runtime.child import RuntimeCrash, isolation
 from mha_deploy.runtime.tensorrt.versions import load
 from mha_deploy.text import percent, plural, short, size
@@ -109,7 +108,9 @@ def read_plan(source: Any) -> Plan:
         if name in names:
             raise DeployError("Two runtimes have the same name.", got=name, hint="another name")
         if sum(map(bool, (runtime.path, runtime.python, runtime.pip))) > 1:
-            raise DeployError("A runtime is in one place.", got=name, hint="one of path, python and pip")
+            raise DeployError(
+                "A runtime is installed in one place only.", got=name, hint="one of path, python and pip"
+            )
         if place and not Path(place).exists():
             raise DeployError("The runtime is not there.", got=f"{name}: {place}", hint=hint)
         names.add(name)
@@ -232,7 +233,7 @@ def run_cell(request: Mapping[str, Any], archive: bytes | None = None) -> dict[s
 
 
 def _without_result(status: str, why: str) -> dict[str, Any]:
-    return {"status": status, "why": why, "seconds": 0.0, "report": None}
+    return {"status": status, "why": why}  # the rest as `MatrixCell` has it
 
 
 def _variables(place: str | None, gpu: str) -> dict[str, str]:
@@ -268,7 +269,7 @@ class LocalWorkers:
         """Run all tasks, and give each with its result as it ends."""
         pool = ThreadPoolExecutor(self.jobs)
         try:
-            waiting = {pool.submit(self._one, task): task for task in tasks}
+            waiting = {pool.submit(self._run, task): task for task in tasks}
             for done in as_completed(waiting):
                 yield waiting[done], done.result()
         finally:  # interrupted: what runs is ended, what waits is dropped
@@ -276,7 +277,7 @@ class LocalWorkers:
                 process.kill()
             pool.shutdown(cancel_futures=True)
 
-    def _one(self, task: _Task) -> Mapping[str, Any]:
+    def _run(self, task: _Task) -> Mapping[str, Any]:
         with nullcontext() if task.cell.gpu == NO_GPU else self._gpu:
             return self._call(task.runtime, task.cell.gpu, task.request, 2 * task.request["time_limit"])
 
@@ -335,7 +336,7 @@ class RayWorkers:
         except ImportError as error:
             hint = 'pip install "mha-deploy[matrix]", or --jobs N for local processes'
             raise BackendUnavailable("Ray is not installed.", got=error, hint=hint) from error
-        self.ray, self._own = ray, not ray.is_initialized()
+        self.ray, self._own = ray, not ray.is_initialized()  # somebody else's Ray goes on
         if self._own:
             settings: dict[str, Any] = {"num_cpus": jobs} if address is None else {"address": address}
             try:
@@ -344,10 +345,8 @@ class RayWorkers:
                 problem, got = "The Ray cluster cannot be reached.", f"{address}: {error}"
                 raise BackendUnavailable(problem, got=got, hint="ray status") from error
 
-    def __enter__(self) -> RayWorkers:
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
+        """Stop what was started."""
         if self._own:
             self.ray.shutdown()
 
@@ -451,7 +450,7 @@ class Matrix:
         for cell in self.cells:
             note = cell.why if cell.status not in ("passed", "built") else ""
             status = _MARKS.get(cell.status, "none")
-            verdicts.append(TableCell(text=cell.summary, status=status, note=note))
+            verdicts.append(Cell(text=cell.summary, status=status, note=note))
         found = [self._table("Fusion and verdict of every cell", verdicts)]
         for title, read, as_text in _FIGURES:
             figures = [number(read(cell), as_text) for cell in self.cells]
@@ -459,9 +458,9 @@ class Matrix:
                 found.append(self._table(title, figures))
         return found
 
-    def _table(self, title: str, shown: Sequence[TableCell]) -> Table:
+    def _table(self, title: str, shown: Sequence[Cell]) -> Table:
         versions = {cell.runtime: cell.version for cell in self.cells if cell.version}
-        rows: dict[tuple[str, ...], dict[str, TableCell]] = {}
+        rows: dict[tuple[str, ...], dict[str, Cell]] = {}
         for cell, each in zip(self.cells, shown, strict=True):
             rows.setdefault((cell.model, cell.precision, cell.gpu, cell.options), {})[cell.runtime] = each
         heads = {0: "model", 1: "precision", 2: "GPU", 3: "options"}
@@ -470,12 +469,11 @@ class Matrix:
                 del heads[place]
         runtimes = list(dict.fromkeys(cell.runtime for cell in self.cells))
         titles = [f"{name} ({versions[name]})" if name in versions else name for name in runtimes]
-        table_rows: list[Row] = [
-            [*(text(key[place]) for place in heads), *(by_runtime[name] for name in runtimes)]
+        lines = (
+            (*(key[place] for place in heads), *(by_runtime[name] for name in runtimes))
             for key, by_runtime in rows.items()
-        ]
-        titled, groups = columns(*heads.values(), *titles), [Group(rows=table_rows)]
-        return Table(title=title, columns=titled, groups=groups, css="matrix")
+        )
+        return table(title, (*heads.values(), *titles), lines, css="matrix")
 
     def to_markdown(self) -> str:
         """The heat map of the results as Markdown."""
@@ -483,7 +481,7 @@ class Matrix:
 
     def to_html(self) -> str:
         """A page with a heat map."""
-        sections: dict[str, list[Any]] = {table.title: [("table", table)] for table in self.tables()}
+        sections: dict[str, list[Any]] = {each.title: [("table", each)] for each in self.tables()}
         reasons = [
             (f"{cell.model} {cell.precision}, {cell.runtime}", f" {cell.status}: {cell.why}")
             for cell in self.cells

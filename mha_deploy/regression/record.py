@@ -260,14 +260,16 @@ def pick_line(source: str) -> tuple[Line, list[Line]]:
 
 
 def replayed(
-    source: str, bundle: Bundle, bench: Callable[[Line], ModelBench], tolerance: float = 0.05
+    line: Line, alike: Sequence[Line], bundle: Bundle, bench: Callable[..., ModelBench], tolerance: float
 ) -> Replay:
-    """Measure the line `FILE:NUMBER` again with `bench`, and judge whether both agree."""
-    line, alike = pick_line(source)
+    """Measure a line again with `bench`, which takes options, and judge whether it agrees with all alike."""
     if model_to_dict(bundle)["bundle_sha256"] != line.bundle_sha256:
         got, hint = f"{bundle.path}, not {line.bundle_sha256[:12]}", f"export again: {' '.join(line.command)}"
         raise DeployError("The line was measured with another bundle.", got=got, hint=hint)
-    new = [each for each in bench_lines([bench(line)]) if each.runtime == line.runtime]
+    sizes = ",".join(f"{axis}={size}" for axis, size in line.sizes.items())
+    at = line.case if line.case in ("opt", "prefill", "decode") else sizes
+    timed = bench(bundle, at=[at], backends=[line.runtime], samples=len(line.samples_us))
+    new = [each for each in bench_lines([timed]) if each.runtime == line.runtime]
     found = [each for each in new if (each.sizes, each.past) == (line.sizes, line.past)]
     if not found or found[0].p50 is None:
         why = found[0].parity if found else line.runtime

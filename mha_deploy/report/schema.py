@@ -13,15 +13,24 @@ from mha_deploy.report.table import as_plain
 from mha_deploy.validate.verdict import REPORT_FORMAT
 
 
-def record(plain: Mapping[Any, str], *, is_open: bool = False, **kinds: Any) -> Any:
-    """A dictionary with these keys, all of them there; only an open one may hold others.
+def record(
+    needed: Mapping[Any, str],
+    optional: Mapping[Any, str] | None = None,
+    *,
+    is_open: bool = False,
+    **kinds: Any,
+) -> Any:
+    """A dictionary with these keys; only an open one may hold others.
 
     Args:
-        plain: The names of keys, by their type.
+        needed: The names of keys that must be there, by their type.
+        optional: Those of keys that are None where they are missing.
         is_open: Whether further keys are allowed.
-        kinds: Keys whose type is a choice, a list or another record.
+        kinds: Needed keys whose type is a choice, a list or another record.
     """
-    fields = [(name, kind) for kind, names in plain.items() for name in names.split()]
+    fields: list[Any] = [(name, kind) for kind, names in needed.items() for name in names.split()]
+    for kind, names in (optional or {}).items():
+        fields += [(name, kind | None, None) for name in names.split()]
     closed = not is_open
     return msgspec.defstruct("Record", [*fields, *kinds.items()], kw_only=True, forbid_unknown_fields=closed)
 

@@ -119,7 +119,7 @@ def table(
     headings: Sequence[str],
     rows: Iterable[RawRow] = (),
     css: str = "",
-    groups: Sequence[Group] = (),
+    groups: Sequence[Group] | None = None,
 ) -> Table:
     """A table of rows, or of groups of them.
 
@@ -133,7 +133,7 @@ def table(
             return [Cell(text=row, status="problem", span=len(shown))]
         return [each if isinstance(each, Cell) else text(each) for each in row]
 
-    found = groups or [Group(rows=list(rows))]
+    found = [Group(rows=list(rows))] if groups is None else groups
     made = [replace(group, rows=[cells(row) for row in group.rows]) for group in found]
     return Table(title=title, columns=shown, groups=made, css=css)
 
@@ -189,7 +189,7 @@ def parity_table(runs: Sequence[Data]) -> Table:
         kind = run["accumulation"]["type"].upper()
         title = f"{run['backend']}, {run['cases']} cases, budget for {kind} accumulation"
         groups.append(Group(title=title, rows=rows))
-    headings = ("case", "verdict", "sizes", f"{'' if several else '+'}output", *_ERRORS)
+    headings = ("case", "verdict", "sizes", "!output" if several else "+output", *_ERRORS)
     return table("Error of every output, and its share of the budget", headings, groups=groups)
 
 
@@ -382,11 +382,10 @@ def conformance_table(found: Data) -> Table:
         name = Cell(text=row["case"], status="code", note=row["about"])
         rows[row["diagnostic"]].append([name, *marks])
     diagnostic = Group(rows=rows[True], title="What runtimes do by default; not part of the verdict")
-    title = f"Masks as ONNX defines them, {found['precision']}, seed {found['seed']}; "
+    about = f"{found['precision']}, seed {found['seed']}; the numbers are relative L2"
     groups = [Group(rows=rows[False]), *([diagnostic] if rows[True] else [])]
-    return table(
-        f"{title}the numbers are relative L2", ("mask", *found["columns"]), css="matrix", groups=groups
-    )
+    headings = ("mask", *found["columns"])
+    return table(f"Masks as ONNX defines them, {about}", headings, css="matrix", groups=groups)
 
 
 def conformance_reasons(found: Data) -> list[tuple[str, str]]:
@@ -397,14 +396,12 @@ def conformance_reasons(found: Data) -> list[tuple[str, str]]:
             cell = row["cells"][name]
             if cell["detail"]:
                 reasons.setdefault((name, cell["status"], cell["detail"]), []).append(row["case"])
-    order = ("wrong", "refused", "conforms", "absent")
-    return [
-        (
-            f"{name}, {status}",
-            f" ({'every mask' if len(masks) == len(found['rows']) else ', '.join(masks)}): {detail}",
-        )
-        for (name, status, detail), masks in sorted(reasons.items(), key=lambda item: order.index(item[0][1]))
-    ]
+    lines = []
+    for status in ("wrong", "refused", "conforms", "absent"):
+        for (name, _, detail), masks in (item for item in reasons.items() if item[0][1] == status):
+            about = "every mask" if len(masks) == len(found["rows"]) else ", ".join(masks)
+            lines.append((f"{name}, {status}", f" ({about}): {detail}"))
+    return lines
 
 
 _RANGES = {"ok": "good", "near": "doubt", "overflows": "bad"}
@@ -456,13 +453,7 @@ def fusion_table(engines: Sequence[Data]) -> Table:
     """A row for every attention node and profile of every engine."""
     groups = []
     for engine in engines:
-        names = engine["profile_names"]
-
-        def profile_name(index: int | None, names: Sequence[str] = names) -> str:
-            if index is None:
-                return NOTHING
-            return names[index] if 0 <= index < len(names) else str(index)
-
+        names = {None: NOTHING, **dict(enumerate(engine["profile_names"]))}
         seconds = "" if engine["seconds"] is None else f" in {short(engine['seconds'])} s"
         about = [
             engine_summary(engine),
@@ -471,7 +462,7 @@ def fusion_table(engines: Sequence[Data]) -> Table:
             f"built {engine['built']}{seconds}",
             size(engine["engine_bytes"]) if engine["engine_bytes"] is not None else "",
             *(
-                f"profile {profile_name(index)}: " + " ".join(f"{axis} {span}" for axis, span in each.items())
+                f"profile {names[index]}: " + " ".join(f"{axis} {span}" for axis, span in each.items())
                 for index, each in enumerate(engine["profiles"])
             ),
         ]
@@ -479,7 +470,7 @@ def fusion_table(engines: Sequence[Data]) -> Table:
         rows = [
             (
                 Cell(text=node["node"], status="code"),
-                Cell(text=profile_name(node["profile"]), order=node["profile"]),
+                Cell(text=names.get(node["profile"], str(node["profile"])), order=node["profile"]),
                 Cell(text=node["status"], status=FUSION[node["status"]]),
                 Cell(text="\n".join(node["kernels"]), status="code") if node["kernels"] else None,
                 node["source"],
@@ -507,7 +498,7 @@ def latency_table(points: Sequence[Data]) -> Table:
     decodes = any(row["tokens_per_s"] is not None for point in points for row in point["rows"])
     # GEMMs bound a prefill; memory and tokens are what counts in a decode step.
     prefill, decode = ("+", "") if decodes else ("", "+")
-    shown = columns(
+    headings = (
         "backend", "#p50 µs", f"{prefill}#p90 µs|p90", "#p99 µs|p99", "#× eager", "#× best PyTorch|× best",
         f"{prefill}#TFLOP/s", f"{decode}#GB/s", *(["#tokens/s"] if decodes else []), "#of roofline|roofline",
         "+#memory", "+#host µs", "+graph", "+stable", "+#SM MHz", "+#°C",
@@ -517,21 +508,16 @@ def latency_table(points: Sequence[Data]) -> Table:
         name, roof = point_name(point["case"], point["sizes"]), point["roofline"]
         bound = f" · roofline bound {short(roof['bound_us'])} µs, {roof['bound']}-bound" if roof else ""
         work = f"{short(point['flops'] / 1e9)} GFLOP · {size(int(point['bytes']))}{bound}"
-        groups.append(
-            Group(
-                title=f"{name} {point_sizes(point)}".strip(),
-                about=work,
-                rows=[_timed(row, shown, decodes=decodes) for row in point["rows"]],
-            )
-        )
-    return Table(title="Latency of every backend at every size", columns=shown, groups=groups)
+        rows = [_timed(row, len(headings), decodes=decodes) for row in point["rows"]]
+        groups.append(Group(title=f"{name} {point_sizes(point)}".strip(), about=work, rows=rows))
+    return table("Latency of every backend at every size", headings, groups=groups)
 
 
-def _timed(row: Data, shown: Sequence[Column], *, decodes: bool) -> Row:
+def _timed(row: Data, width: int, *, decodes: bool) -> Row:
     timing, name = row["timing"], Cell(text=row["name"], series=row["name"], hint=row["backend"])
     if timing is None:
         reason = f"not timed: {row['refused'] or 'no reason was given'}"
-        return [name, Cell(text=reason, status="aside", span=len(shown) - 1)]
+        return [name, Cell(text=reason, status="aside", span=width - 1)]
     conditions = timing["conditions"]
     clock, most = conditions["sm_mhz"], conditions["sm_mhz_max"]
     lower = clock is not None and most is not None and clock < most
@@ -559,18 +545,11 @@ def _timed(row: Data, shown: Sequence[Column], *, decodes: bool) -> Row:
 def kernels_table(point: Data) -> Table:
     """The longest kernels of every backend at one size."""
     rows: list[Row] = []
-    for row in point["rows"]:
-        for kernel in row["kernels"]:
-            share = kernel["microseconds"] / row["timing"]["p50_us"] if row["timing"] else None
-            rows.append(
-                [
-                    Cell(text=row["name"], series=row["name"]),
-                    Cell(text=kernel["name"], status="code"),
-                    number(kernel["calls"], "{:g}".format),
-                    number(kernel["microseconds"]),
-                    number(share, percent),
-                ]
-            )
+    for row, kernel in ((each, kernel) for each in point["rows"] for kernel in each["kernels"]):
+        backend, name = Cell(text=row["name"], series=row["name"]), Cell(text=kernel["name"], status="code")
+        share = kernel["microseconds"] / row["timing"]["p50_us"] if row["timing"] else None
+        calls, spent = number(kernel["calls"], "{:g}".format), number(kernel["microseconds"])
+        rows.append([backend, name, calls, spent, number(share, percent)])
     return table(f"Kernels at {point_sizes(point)}", ("backend", "kernel", "#calls", "#µs", "#of p50"), rows)
 
 
