@@ -143,6 +143,65 @@ def test_other_operators_of_attention_are_counted(op):
     assert [(left.recognised, op.split(".")[-1] in left.reason) for left in report.unfused] == [(True, True)]
 
 
+# As ONNX Runtime's optimiser writes attention, and its quantiser.
+FOREIGN = {
+    "com.microsoft's FusedMatMul computes the scores": """
+   s = com.microsoft.FusedMatMul <transB = 1> (q, k)
+   p = Softmax (s)
+   y = com.microsoft.FusedMatMul (p, v)
+""",
+    "What stands between the softmax and the matmul with V is not recognised.": """
+   kt = Transpose <perm = [0, 1, 3, 2]> (k)
+   s = MatMul (q, kt)
+   p = Softmax (s)
+   y = com.microsoft.FusedMatMul (p, v)
+""",
+    "com.microsoft's BiasSoftmax is not ONNX's Softmax.": """
+   kt = Transpose <perm = [0, 1, 3, 2]> (k)
+   s = MatMul (q, kt)
+   p = com.microsoft.BiasSoftmax <axis = 3> (s, s)
+   y = MatMul (p, v)
+""",
+    "ONNX's MatMulInteger computes the scores": """
+   kt = Transpose <perm = [0, 1, 3, 2]> (k)
+   qi, qs, qz = DynamicQuantizeLinear (q)
+   ki, ks, kz = DynamicQuantizeLinear (kt)
+   si = MatMulInteger (qi, ki, qz, kz)
+   sf = Cast <to = 1> (si)
+   qks = Mul (qs, ks)
+   s = Mul (sf, qks)
+   p = Softmax (s)
+   pi, ps, pz = DynamicQuantizeLinear (p)
+   vi, vs, vz = DynamicQuantizeLinear (v)
+   yi = MatMulInteger (pi, vi, pz, vz)
+   yf = Cast <to = 1> (yi)
+   pvs = Mul (ps, vs)
+   y = Mul (yf, pvs)
+""",
+    "ONNX's QLinearMatMul computes the scores": """
+   kt = Transpose <perm = [0, 1, 3, 2]> (k)
+   u = Constant <value = float {0.1}> ()
+   z = Constant <value = uint8 {128}> ()
+   qi = QuantizeLinear (q, u, z)
+   ki = QuantizeLinear (kt, u, z)
+   vi = QuantizeLinear (v, u, z)
+   si = QLinearMatMul (qi, u, z, ki, u, z, u, z)
+   s = DequantizeLinear (si, u, z)
+   p = Softmax (s)
+   pi = QuantizeLinear (p, u, z)
+   yi = QLinearMatMul (pi, u, z, vi, u, z, u, z)
+   y = DequantizeLinear (yi, u, z)
+""",
+}
+
+
+@pytest.mark.parametrize("reason", FOREIGN)
+def test_other_matmuls_and_softmaxes_are_counted(reason):
+    text = PARTS.replace('"own" : 1', '"com.microsoft" : 1').replace("BODY", FOREIGN[reason])
+    _, report = md.fuse(onnx.parser.parse_model(text))
+    assert (report.fused, [each.reason[: len(reason)] for each in report.unfused]) == ((), [reason])
+
+
 @pytest.mark.parametrize("chosen", ["Gather", "GatherND"])
 def test_experts_chosen_for_each_token_are_no_attention(chosen):
     """Two GEMMs of computed tensors with an activation between, but one of each is a table of weights."""

@@ -48,7 +48,7 @@ from mha_deploy.graph.fuse.write import (
     share_tied_weights,
     write_attention,
 )
-from mha_deploy.graph.ir import NodeBuilder, is_op, names_in, replace_node
+from mha_deploy.graph.ir import NodeBuilder, is_op, names_in, nodes_behind, replace_node
 
 __all__ = ["FuseReport", "FusedAttention", "NotFused", "Repair", "UnfusedSoftmax"]
 __all__ += ["from_old_opset", "fuse_attention", "place_of", "share_tied_weights"]
@@ -337,11 +337,16 @@ def _refusing() -> Iterator[None]:
 def _reason(node: ir.Node) -> NotFused:
     """Why a softmax that is certainly part of an attention is not fused."""
     softmax = softmax_at(node)
+    if softmax is None:
+        return NotFused(f"{node.domain}'s {node.op_type} is not ONNX's Softmax.")
     try:
         with _refusing():
-            if softmax is not None:
-                read_pattern(softmax)
+            read_pattern(softmax)
     except NoScores:
+        matmul = next((each for each in nodes_behind([softmax.source]) if "MatMul" in each.op_type), None)
+        if matmul is not None and not is_op(matmul, "MatMul"):
+            who = f"{matmul.domain or 'ONNX'}'s {matmul.op_type}"
+            return NotFused(f"{who} computes the scores; only ONNX's MatMul and Einsum are recognised.")
         return NotFused("What stands between the matmul of Q and K and the softmax is not recognised.")
     except NotFused as refusal:
         return refusal

@@ -114,6 +114,8 @@ class _Walk:
         if is_op(node, *_CHOICES) and not given[0].computed and (rank(node.inputs[0]) or 0) > 2:
             return _NOTHING  # the weights of chosen experts
         here = frozenset({node})
+        if node.domain != "" and "Softmax" in node.op_type and joined.scores:
+            return replace(_COMPUTED, softmaxes=here)
         if (softmax := softmax_at(node)) is not None:
             # The router of a mixture of experts depends on scores as well, over many layers, but runs over
             # the experts: a fixed size that the scores do not have.
@@ -127,13 +129,15 @@ class _Walk:
         expanded = _expanded_matmul(node)
         if expanded is not None:
             given = self._of(expanded.inputs)
-        elif not is_op(node, "MatMul", "Gemm", "Einsum"):
+        elif not is_op(node, "Gemm", "Einsum") and "MatMul" not in node.op_type:
             if node.domain != "" or node.op_type not in _BETWEEN:
                 return joined.behind_projection(normed=joined.normed or node.op_type in _NORMS)
             acts = joined.matmuls and node.op_type in _ACTIVATIONS
             return replace(joined, activations=joined.activations | here) if acts else joined
         for each in joined.softmaxes:
             self.softmaxes.setdefault(each)
+        if is_op(node, "QLinearMatMul"):
+            given = given[::3]  # each operand has a scale and a zero point
         operands = [each for each in (given if is_op(node, "Einsum") else given[:2]) if each.computed]
         if len(operands) < 2:
             # Scores are not normalised and then projected: behind both is the next layer.
