@@ -174,6 +174,23 @@ def test_the_model_of_your_own_is_built_and_runs(tmp_path, monkeypatch):
     assert set(made.axes) == {"B", "S"}
 
 
+def test_the_decoder_of_your_own_runs_with_and_without_cached_tokens(tmp_path):
+    """Its outputs are those that its cache names; decoders of the kind are validated by tests/validate."""
+    page = (ROOT / "docs/own-models.md").read_text(encoding="utf-8")
+    file = tmp_path / "my_decoder.py"
+    file.write_text(re.search(r"```python\n(# my_decoder.py\n.+?)```", page, re.DOTALL)[1], encoding="utf-8")
+    made = runpy.run_path(str(file))["decoder"]()
+    examples = {name: example.tensor for name, example in made.inputs.items()}
+    outputs = made.module(**examples)
+    assert set(made.kv_cache.values()) < set(outputs)
+    cached, new = examples["past_key"].shape[2], examples["ids"].shape[1]
+    for before, after in made.kv_cache.items():
+        assert outputs[after].shape[2] == cached + new
+        examples[before] = examples[before][:, :, :0]
+    examples["attention_mask"] = examples["attention_mask"][:, -new:]
+    assert made.module(**examples)["logits"].shape[:2] == examples["ids"].shape
+
+
 @pytest.mark.slow
 def test_the_model_of_your_own_is_deployed(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
@@ -301,7 +318,8 @@ def test_the_questions_of_a_newcomer_are_answered_before_anything_else():
     """Each by a place, a command or an option; their names are checked above."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("\n## ")[0]
     answers = dict(re.findall(r"^\| ([^|]+\?) \| (.+?) \|", text, re.MULTILINE))
-    topics = "lowering rule, fused, precision, budget, runtime, dialect, catalog, exit code 1, engine ran"
+    topics = "lowering rule, fused, precision, budget, runtime, dialect, catalog, exit code 1, engine ran, "
+    topics += "another exporter, baseline, option"
     for topic in topics.split(", "):
         assert any(topic in question and re.search(r"[`(]", answers[question]) for question in answers), topic
     readme = README.partition("## Where the code is")[2]
