@@ -197,7 +197,7 @@ def _in_place(node: ir.Node) -> str | None:
     return text if obstacle_to_update_in_place(node) is None else None
 
 
-def _as_rows(node: ir.Node) -> str | None:
+def _cache_entries(node: ir.Node) -> str | None:
     """The message where the primitives lowering outputs only the new entries of this cache."""
     readers = [use.node for use in node.outputs[0].uses() if is_attention(use.node)]
     if not any(map(read_cache, readers)):
@@ -213,7 +213,7 @@ _OPERATORS: dict[str, Callable[[ir.Node], str | None]] = {
     "integer-cumsum": _sums_integers,
     "cache-update": _not_in_place,
     "cache-in-place": _in_place,
-    "cache-rows": _as_rows,
+    "cache-entries": _cache_entries,
 }
 """The message of a rule about operators for a node; None where it does not apply."""
 
@@ -284,7 +284,7 @@ _ATTENTIONS: dict[str, Callable[[AttentionNode, Target], bool]] = {
     "nonpad-kv-seqlen": lambda node, target: node.has_nonpad_kv_seqlen,
     "window": lambda node, target: node.has_window,
     "bool-mask": lambda node, target: node.mask == "bool",
-    "empty-rows": lambda node, target: node.mask != "none",
+    "fully-masked-query": lambda node, target: node.mask != "none",
     "causal-upper-left": _causal_is_not_square,
     "causal-alignment-unknown": _causal_is_not_square,
     "fp64": lambda node, target: "fp64" in (node.dtype, node.softmax_precision),
@@ -302,7 +302,7 @@ _ATTENTIONS: dict[str, Callable[[AttentionNode, Target], bool]] = {
     "head-size-multiple": _head_size_unaligned,
     "head-size-padded": _head_size_unaligned,
     "fp32": lambda node, target: node.dtype == "fp32" and not _one_query(node),
-    "facts-unknown": lambda node, target: node.dtype is None or not isinstance(node.D, int),
+    "type-or-head-size-unknown": lambda node, target: node.dtype is None or not isinstance(node.D, int),
     "computed-mask": _mask_is_computed,
     "grouped-heads": lambda node, target: node.kind in ("GQA", "MQA"),
     "compute-capability": lambda node, target: target.is_below(7, 5),

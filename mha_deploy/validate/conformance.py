@@ -361,7 +361,7 @@ def _misreadings(trial: Trial, got: np.ndarray) -> Iterator[tuple[str, np.ndarra
     if mask is not None:
         wrong["the mask is ignored"] = {"mask": None}
     if mask is not None and mask.dtype == bool:
-        wrong["the mask is read upside down"] = {"mask": ~mask}
+        wrong["the mask is inverted"] = {"mask": ~mask}
         wrong["the boolean mask is added as 0 and 1"] = {"mask": mask.astype(np.float64)}
     elif mask is not None:
         wrong["the additive mask is read as boolean"] = {"mask": mask != 0}

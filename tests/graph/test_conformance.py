@@ -101,7 +101,7 @@ def test_plugin_takes_the_cases_it_has_kernels_for() -> None:
     assert outcome.failed == {}
     assert len(outcome.passed) >= 10
     assert {feature: len(names) for feature, names in by_feature(outcome).items()} == {
-        "type but fp16 and bf16": 57,
+        "types other than fp16 and bf16": 57,
         "softcap": 11,
         "attention weights as output": 15,
     }

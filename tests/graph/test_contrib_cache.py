@@ -156,7 +156,7 @@ def test_what_the_operator_does_not_take() -> None:
 def test_head_sizes_are_refused_by_name() -> None:
     with pytest.raises(LoweringError, match="dialect onnx") as caught:
         lower(fixed(Layer(D=4)), "contrib")
-    assert caught.value.feature == "preallocated cache of a head size no multiple of 8"
+    assert caught.value.feature == "preallocated cache of a head size that is not a multiple of 8"
 
 
 @pytest.mark.sweep(1)

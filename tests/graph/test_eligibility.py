@@ -63,7 +63,7 @@ def test_plain_attention_is_taken_and_fused(target: Target) -> None:
         ("nonpad-kv-seqlen", "wrong-answer", node(lengths=True)),
         ("window", "wrong-answer", node(opset=25, left_window_size=8)),
         ("bool-mask", "note", node(mask=("bool", ("S", "S")))),
-        ("empty-rows", "note", node(mask=("fp16", ("S", "S")))),
+        ("fully-masked-query", "note", node(mask=("fp16", ("S", "S")))),
         ("causal-upper-left", "note", node(Q, CROSS, is_causal=1)),
         ("head-size-range", "not-fused", node(*with_size(8))),
         ("head-size-range", "not-fused", node(*with_size(512))),
@@ -178,7 +178,7 @@ def test_unknown_types_and_shapes_are_reported_as_unknown() -> None:
     bare = model()
     for value in bare.graph.inputs:
         value.shape, value.type = None, None
-    assert rules(attention_nodes(bare)[0], RTX)["facts-unknown"] == "note"
+    assert rules(attention_nodes(bare)[0], RTX)["type-or-head-size-unknown"] == "note"
 
 
 SOME_VERSIONS = (("tensorrt", "8.6"), ("tensorrt", "10.14"), ("tensorrt", "11.0"), ("tensorrt-rtx", "1.7"))
@@ -189,7 +189,7 @@ def test_rules_are_well_formed() -> None:
     assert list(RULES) == [*_OPERATORS, *_ATTENTIONS]
     for name, rule in RULES.items():
         assert rule.severity in SEVERITIES
-        assert rule.source or name == "facts-unknown"
+        assert rule.source or name == "type-or-head-size-unknown"
         assert bool(rule.message) == (name in _ATTENTIONS)
         assert any(rule.covers(target_from(product, version)) for product, version in SOME_VERSIONS)
 

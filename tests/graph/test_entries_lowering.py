@@ -234,11 +234,11 @@ def test_the_pattern_as_other_exporters_write_it(spelling: str) -> None:
 
 def test_8_6_reports_that_new_entries_are_the_output() -> None:
     findings = check_operators(fixed(Layer()), target_from("tensorrt", "8.6.1"))
-    notes = [(finding.node, finding.message) for finding in findings if finding.rule == "cache-rows"]
+    notes = [(finding.node, finding.message) for finding in findings if finding.rule == "cache-entries"]
     assert [node for node, _ in notes] == ["key_update", "value_update"]
     assert "key_entries replaces key_cache_out" in notes[0][1]
     later = check_operators(fixed(Layer()), target_from("tensorrt", "10.15"))
-    assert "cache-rows" not in {finding.rule for finding in later}
+    assert "cache-entries" not in {finding.rule for finding in later}
 
 
 @pytest.mark.slow

@@ -21,10 +21,10 @@ MISTAKES = (
     "boolean mask added",
     "additive mask as boolean",
     "additive mask only where zero",
-    "closed rows are NaN",
-    "closed rows are infinite",
-    "closed rows are averages",
-    "closed rows attend",
+    "fully masked queries are NaN",
+    "fully masked queries are infinite",
+    "fully masked queries are averages",
+    "fully masked queries attend",
     "sentinel hides",
     "heads interleaved",
     "one NaN",
@@ -105,10 +105,10 @@ class NumpyRunner(Runner):
         bias = np.where(closed[:, None], 0.0, bias)
         weights = np.exp(scores + bias - (scores + bias).max(axis=1, keepdims=True))
         y = weights @ values / weights.sum(axis=1, keepdims=True)
-        if self._mistake != "closed rows attend":
+        if self._mistake != "fully masked queries attend":
             y[closed] = {
-                "closed rows are NaN": np.nan,
-                "closed rows are infinite": np.inf,
-                "closed rows are averages": values.mean(axis=0),
+                "fully masked queries are NaN": np.nan,
+                "fully masked queries are infinite": np.inf,
+                "fully masked queries are averages": values.mean(axis=0),
             }.get(self._mistake, 0.0)
         return y

@@ -108,7 +108,8 @@ def test_a_lowering_that_refuses_a_case_is_heard():
     wide = Case(name="wide", about="", S=24, D=264, mask=MaskInput(pattern="padding"))
     cells = column_of(graph_column(in_ort, "plugin"), FP16, cases=[wide])
     assert cells["wide"].status == "refused"
-    assert cells["wide"].detail.startswith("The plugin dialect has no head size above 256 (node 'wide').")
+    refusal = "The plugin dialect does not support head size above 256 (node 'wide')."
+    assert cells["wide"].detail.startswith(refusal)
 
 
 @pytest.mark.sweep(1)
@@ -207,17 +208,17 @@ CAUGHT = {
     "causal off by one": dict.fromkeys(CAUSAL, "out of budget: relative_l2, worst_vector, max_abs, gain"),
     "causal of the first query": dict.fromkeys(CAUSAL, FIRST_ROW[1]),
     "mask ignored": dict.fromkeys(MASKED, "the mask is ignored"),
-    "mask upside down": dict.fromkeys(BOOLEAN, "the mask is read upside down"),
+    "mask upside down": dict.fromkeys(BOOLEAN, "the mask is inverted"),
     "boolean mask added": dict.fromkeys(BOOLEAN, "the boolean mask is added as 0 and 1"),
     "additive mask as boolean": dict.fromkeys(ADDITIVE, "the additive mask is read as boolean"),
     "additive mask only where zero": {
         **dict.fromkeys(NUMBERS, "only whether the mask is 0 counts"),
         "fully-masked-sentinel": "gives zeros under -1e4",
     },
-    "closed rows are NaN": dict.fromkeys(CLOSED, "gives NaN for fully masked queries"),
-    "closed rows are infinite": dict.fromkeys(CLOSED, "gives infinity for fully masked queries"),
-    "closed rows are averages": dict.fromkeys(CLOSED, "averages all keys for fully masked queries"),
-    "closed rows attend": dict.fromkeys(CLOSED, "not zeros for fully masked queries"),
+    "fully masked queries are NaN": dict.fromkeys(CLOSED, "gives NaN for fully masked queries"),
+    "fully masked queries are infinite": dict.fromkeys(CLOSED, "gives infinity for fully masked queries"),
+    "fully masked queries are averages": dict.fromkeys(CLOSED, "averages all keys for fully masked queries"),
+    "fully masked queries attend": dict.fromkeys(CLOSED, "not zeros for fully masked queries"),
     "sentinel hides": {"fully-masked-sentinel": "gives zeros under -1e4"},
     "heads interleaved": {"gqa-mask": "query heads use the wrong key heads"},
     "one NaN": {case.name: f"gives NaN in 1 of {2 * case.Hq * case.S} rows" for case in CASES},
@@ -441,7 +442,7 @@ def test_what_pytorch_refuses_is_reported(monkeypatch):
 def test_the_table_is_plain_data():
     columns = {
         "right": graph_column(NumpyRunner, "onnx"),
-        "wrong": graph_column(lambda model: NumpyRunner(model, "closed rows are NaN"), "onnx"),
+        "wrong": graph_column(lambda model: NumpyRunner(model, "fully masked queries are NaN"), "onnx"),
         "absent": "Not here.",
     }
     seen = []
@@ -470,11 +471,11 @@ def test_the_table_is_plain_data():
 
 
 def test_a_wrong_cell_tells_its_error():
-    wrong = graph_column(lambda model: NumpyRunner(model, "closed rows attend"), "onnx")
+    wrong = graph_column(lambda model: NumpyRunner(model, "fully masked queries attend"), "onnx")
     cell = column_of(wrong, cases=named("fully-masked-inf"))["fully-masked-inf"]
     trial = draw_trial(BY_NAME["fully-masked-inf"], FP16, 0)
     exact = trial.exact
-    # The mistake is in the closed rows alone, so its size is theirs.
+    # The mistake is only in fully masked queries, and so is the error.
     attending = trial.result(mask=None, causal=NOWHERE)
     closed = trial.fully_masked
     error = np.linalg.norm(attending[closed]) / np.linalg.norm(exact)

@@ -181,7 +181,7 @@ def _checked(copy: ir.Model, dialect: str) -> ir.Model:
         CheckerPass()(copy)
     except (onnx.checker.ValidationError, ir.passes.PassError) as error:
         raise LoweringError(
-            "place for an invalid graph",
+            "an invalid graph",
             node=copy.graph.name or "main",
             dialect=dialect,
             got=str(error.__cause__ or error).strip().splitlines()[0],

@@ -32,7 +32,8 @@ class LoweringError(DeployError):
     def __init__(
         self, feature: str, *, node: str, dialect: str, got: object = None, hint: str | None = None
     ) -> None:
-        super().__init__(f"The {dialect} dialect has no {feature} (node {node!r}).", got=got, hint=hint)
+        what = f"The {dialect} dialect does not support {feature} (node {node!r})."
+        super().__init__(what, got=got, hint=hint)
         self.feature = feature
         self.node = node
         self.dialect = dialect
@@ -115,7 +116,7 @@ def read_call(node: ir.Node, *, opset: int | None = None, dialect: str) -> Atten
     inputs: dict[str, Any] = {name: input_at(node, at) for at, name in enumerate(_INPUTS)}
     q, k, v, mask, past_key, past_value, lengths = inputs.values()
     if q is None or k is None or v is None or q.dtype is None or attention.rank not in (3, 4):
-        raise refuse("query, key and value of known rank and type", got=f"rank {attention.rank}", hint=hint)
+        raise refuse("query, key or value of unknown rank or type", got=f"rank {attention.rank}", hint=hint)
     sizes = {name: getattr(attention, name) for name in ("Hq", "Hkv", "D", "Dv")}
     for name, size in sizes.items():
         if not isinstance(size, int):

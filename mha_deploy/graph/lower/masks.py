@@ -228,14 +228,14 @@ def attending_queries(b: NodeBuilder, call: AttentionCall, mask: Mask | None) ->
         visible = _both(b, b.op("Not", masked), visible)
     # Maximum over booleans came with opset 20 only, so it is taken over numbers.
     count = b.op("ReduceMax", b.op("Cast", visible, to=int(ir.DataType.FLOAT)), b.ints(-1), keepdims=1)
-    return b.op("Cast", count, to=int(ir.DataType.BOOL), name="query_is_open")
+    return b.op("Cast", count, to=int(ir.DataType.BOOL), name="query_attends")
 
 
 def zero_masked_queries(b: NodeBuilder, call: AttentionCall, rows: ir.Value | None, x: ir.Value) -> ir.Value:
     """Set the output of fully masked queries to zero, whatever was computed for them."""
     if rows is None:
         return x
-    return b.op("Where", rows, x, b.constant(0.0, call.dtype), name="closed_rows_zero")
+    return b.op("Where", rows, x, b.constant(0.0, call.dtype), name="fully_masked_to_zero")
 
 
 # -- Types ------------------------------------------------------------------------------------------

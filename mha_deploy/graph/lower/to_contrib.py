@@ -41,7 +41,7 @@ def lower_to_contrib(call: AttentionCall, b: NodeBuilder, options: object) -> di
         mode = f"qk_matmul_output_mode={attention.qk_output_mode}"
         raise call.refuse("attention weights as output", got=mode, hint="dialect onnx or primitives")
     if attention.scale == 0:
-        raise call.refuse("scale of 0", got=0, hint="dialect onnx: here 0 stands for the default scale")
+        raise call.refuse("scale of 0", got=0, hint="dialect onnx: in this one, 0 means the default scale")
     problem = _why_not_group_query(call)
     if not attention.softcap and (call.group == 1 or problem is not None):
         return _multi_head(call, b)
@@ -60,7 +60,7 @@ def _why_not_group_query(call: AttentionCall) -> str | None:
         "other key than query length": not call.is_square,
         "nonpad_kv_seqlen": call.lengths is not None,
         "V head size other than K's": call.Dv != call.D,
-        "head size no multiple of 8": call.D % 8,
+        "head size that is not a multiple of 8": call.D % 8,
         "several tokens after a past in several batch elements": several,
     }
     return next((problem for problem, applies in problems.items() if applies), None)
@@ -196,7 +196,9 @@ def append_to_caches(model: ir.Model, options: object, *, dialect: str) -> None:
             return False
         what, sizes = "preallocated cache of", f"K {call.D}, V {call.Dv}"
         if call.D % 8:
-            raise call.refuse(f"{what} a head size no multiple of 8", got=call.D, hint="dialect onnx")
+            raise call.refuse(
+                f"{what} a head size that is not a multiple of 8", got=call.D, hint="dialect onnx"
+            )
         if call.Dv != call.D:
             raise call.refuse(f"{what} V head size other than K's", got=sizes, hint="dialect onnx")
         return True

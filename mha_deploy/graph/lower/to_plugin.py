@@ -72,13 +72,13 @@ def refuse_what_is_missing(call: AttentionCall) -> None:
 def refuse_without_kernel(call: AttentionCall) -> None:
     """Refuse types and head sizes for which the plugin has no kernel."""
     if call.attention.dtype not in ("fp16", "bf16"):
-        feature = "fp64" if call.attention.dtype == "fp64" else "type but fp16 and bf16"
+        feature = "fp64" if call.attention.dtype == "fp64" else "types other than fp16 and bf16"
         raise call.refuse(feature, got=call.attention.dtype, hint="export in fp16 or bf16")
     for name, size in (("D", call.D), ("Dv", call.Dv)):
         got, other = f"{name}={size}", "dialect primitives"
         if size % 8:
             hint = f"pad the heads in the model, or {other}"
-            raise call.refuse("head size no multiple of 8", got=got, hint=hint)
+            raise call.refuse("head size that is not a multiple of 8", got=got, hint=hint)
         if size > _LARGEST_HEAD:
             raise call.refuse(f"head size above {_LARGEST_HEAD}", got=got, hint=other)
 
@@ -582,7 +582,7 @@ def _write_attention(
         # Where heads differ, they get an axis of their own; no data moves.
         apart = b.reshape(y, 0, 0, call.Hq, call.Dv)
         kept = masks.zero_masked_queries(b, call, b.transpose(mask.attending, 0, 2, 1, 3), apart)
-        kept = b.reshape(kept, 0, 0, call.Hq * call.Dv, name="closed_rows_merged")
+        kept = b.reshape(kept, 0, 0, call.Hq * call.Dv, name="heads_merged")
     kept.dtype, kept.shape = call.dtype, y.shape
     return [kept if call.attention.rank == 3 else split_heads(b, kept, call.Hq, call.Dv), *states]
 
