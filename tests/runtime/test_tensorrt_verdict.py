@@ -451,6 +451,23 @@ def test_a_stray_name_does_not_outweigh_gemm_and_softmax():
     assert statuses([norm, *parts], groups) == ["decomposed"]
 
 
+@pytest.mark.parametrize(
+    ("softmaxes", "named", "status"),
+    [((), (), "unknown"), (("router",), (), "fused"), (("router",), ("router",), "unknown")],
+)
+def test_a_softmax_that_names_no_node_must_be_one_of_the_graph(softmaxes, named, status):
+    """Beside a fused kernel: it is a softmax outside attention that no other kernel names, or unknown."""
+    types = WrittenTypes(reads=frozenset(), writes=frozenset(), is_matmul=False, is_softmax=True)
+    others = [replace(SOFTMAX, onnx_nodes=(name,)) for name in named]
+    (verdict,) = fusion_verdict(
+        [FUSED, replace(SOFTMAX, onnx_nodes=()), *others],
+        ["att0"],
+        written=dict.fromkeys(softmaxes, types),
+    )
+    assert verdict.status == status
+    assert status == "fused" or "softmax of no known node" in verdict.reason
+
+
 @pytest.mark.parametrize("node", ["_gemm_mha_v2", "_gemv_mha_v1"])
 def test_layers_named_after_a_node_are_no_kernels(node):
     layers = [f"{node}/{part}" for part in ("scores", "weights", "weighted_values")]

@@ -18,6 +18,7 @@ from mha_deploy.runtime.tensorrt.kernels import FLOATING, UNKNOWN, EngineTensor,
 # -- The types of the nodes in the graph: what a builder changed is not what the graph requests ----
 
 _MATMULS = frozenset({"MatMul", "Gemm", "Einsum", "Conv", "ConvTranspose", "MhaDeployLinear"})
+_SOFTMAXES = frozenset({"Softmax", "LogSoftmax", "ReduceLogSumExp"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +47,7 @@ def written_types(model: ir.Model) -> dict[str, WrittenTypes]:
             reads=types(node.inputs),
             writes=types(node.outputs),
             is_matmul=node.op_type in _MATMULS or node.op_type.endswith("Attention"),
-            is_softmax=node.op_type == "Softmax",
+            is_softmax=node.op_type in _SOFTMAXES,
         )
         for node in model.graph.all_nodes()
         if node.outputs
@@ -80,14 +81,22 @@ def members(names: Sequence[str], attention: Iterable[str]) -> dict[str, tuple[s
 
 
 class Reported:
-    """The kernels that one source reports for one profile, read once for all groups of nodes."""
+    """The kernels that one source reports for one profile, read once for all groups of nodes.
 
-    def __init__(self, kernels: Sequence[Kernel], groups: Groups) -> None:
+    `softmaxes` are the names of the softmaxes in the graph that belong to no attention, where it is known.
+    """
+
+    def __init__(self, kernels: Sequence[Kernel], groups: Groups, softmaxes: Iterable[str] | None) -> None:
         self.kernels = kernels
         self.source = kernels[0].source if kernels else ""
         self.opaque = next((kernel.name for kernel in kernels if kernel.is_opaque), None)
         # A fused kernel that names no node: it may compute any attention node.
         self.nameless = next((k.label for k in kernels if k.is_fused_attention and not k.onnx_nodes), None)
+        # A softmax kernel that names no node, more of them than softmaxes outside attention that no kernel
+        # names: it may compute a part of any attention node.
+        strays = [kernel.label for kernel in kernels if kernel.is_softmax and not kernel.onnx_nodes]
+        elsewhere = set(softmaxes or ()).difference(*(kernel.onnx_nodes for kernel in kernels))
+        self.stray_softmax = strays[0] if softmaxes is not None and len(strays) > len(elsewhere) else None
         # By attention node: the kernels that name a part of it, the fused ones that compute it, and the GEMMs
         # and softmaxes that compute its core and nothing else.
         self.named: dict[str, list[Kernel]] = {node: [] for node in groups}
@@ -428,12 +437,13 @@ def fusion_verdict(
     """Judge every attention node by the kernels of one source; further profiles only if kernels show them."""
     groups = _groups(attention)
     parts = {name for names in groups.values() for name in names}
-    softmaxes = sum(node.is_softmax and name not in parts for name, node in (written or {}).items())
+    softmaxes = [name for name, node in (written or {}).items() if node.is_softmax and name not in parts]
     verdicts = []
     for profile in range(max([profiles, *(kernel.profile + 1 for kernel in kernels)])):
-        reported = Reported([kernel for kernel in kernels if kernel.profile == profile], groups)
+        of_profile = [kernel for kernel in kernels if kernel.profile == profile]
+        reported = Reported(of_profile, groups, None if written is None else softmaxes)
         if reported.kernels and not any(kernel.onnx_nodes or kernel.is_opaque for kernel in reported.kernels):
-            verdicts += _by_count(reported.kernels, groups, profile, softmaxes)
+            verdicts += _by_count(reported.kernels, groups, profile, len(softmaxes))
         else:
             verdicts += [_by_name(reported, node, profile) for node in groups]
     return verdicts
@@ -447,7 +457,7 @@ def _by_name(reported: Reported, node: str, profile: int) -> NodeVerdict:
     """Judge a node by the kernels that name it."""
     mine, fused, own = reported.named[node], reported.fused[node], reported.own[node]
     verdict = partial(_verdict, node, profile, reported.source)
-    if fused and not own:
+    if fused and not own and reported.stray_softmax is None:
         return verdict(FUSED, fused)
     # One attention is not computed twice: a fused kernel beside both belongs to something else.
     decomposed = any(kernel.is_gemm for kernel in own) and any(kernel.is_softmax for kernel in own)
@@ -458,8 +468,11 @@ def _by_name(reported: Reported, node: str, profile: int) -> NodeVerdict:
     plugins = [kernel.label for kernel in mine if kernel.is_plugin]
     foreign = [kernel.label for kernel in mine if kernel.is_fused_attention]
     reason = "no kernel names it"
-    if fused:
+    if fused and own:
         reason = f"{fused[0].label} is fused attention, but {own[0].label} computes a part of it as well"
+    elif fused:
+        stray = f"{reported.stray_softmax} is a softmax of no known node"
+        reason = f"{fused[0].label} is fused attention, but {stray}"
     elif not reported.kernels:
         reason = f"no kernels of profile {profile} are reported"
     elif reported.opaque is not None:
