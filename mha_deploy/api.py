@@ -613,9 +613,9 @@ def package(bundle: Bundle | StrPath, repository: StrPath, **options: Unpack[Pac
         >>> md.package("out/tiny", "out/models", backends=["ort-cpu"]).max_batch
         4
     """
-    from mha_deploy.serving.triton import package_bundle
+    from mha_deploy.serving.triton import Packaging
 
-    return package_bundle(_opened(bundle), Path(repository), PackageOptions(**options))
+    return Packaging(_opened(bundle), Path(repository), PackageOptions(**options)).written()
 
 
 # -- Running ---------------------------------------------------------------------------------------

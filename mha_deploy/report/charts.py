@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from markupsafe import Markup, escape
 
-from mha_deploy.text import error, plural, short, sizes_joined, sizes_text, tick
+from mha_deploy.text import error, plural, short, sizes_joined, sizes_text, tick, together
 
 Data = Mapping[str, Any]
 
@@ -80,25 +80,22 @@ class Series:
 
 def series_of(latencies: Iterable[Mapping[str, Any] | None]) -> dict[str, Series]:
     """A look for every row name, in the order in which they are first met."""
-    found: dict[str, Series] = {}
-    for latency in latencies:
-        for point in latency["points"] if latency else ():
-            for row in point["rows"]:
-                if row["name"] not in found:
-                    round_, colour = divmod(len(found), len(LIGHT))
-                    mark = FAMILIES[row["family"]]
-                    found[row["name"]] = Series(colour=colour, mark=mark, hollow=round_ % 2 == 1)
-    return found
+    points = [point for latency in latencies if latency for point in latency["points"]]
+    families: dict[str, str] = {}
+    for row in (row for point in points for row in point["rows"]):
+        families.setdefault(row["name"], row["family"])
+    return {
+        name: Series(colour=i % len(LIGHT), mark=FAMILIES[family], hollow=i // len(LIGHT) % 2 == 1)
+        for i, (name, family) in enumerate(families.items())
+    }
 
 
 def palette_css() -> str:
     """The colours as custom properties of the style sheet."""
-
-    def properties(series: Iterable[str], heat: Iterable[str]) -> str:
-        named = [f"--s{i}:{colour}" for i, colour in enumerate(series)]
-        return ";".join([*named, *(f"--q{i}:{colour}" for i, colour in enumerate(heat))])
-
-    light, dark = properties(LIGHT, HEAT_LIGHT), properties(DARK, HEAT_DARK)
+    light, dark = (
+        ";".join(f"--{kind}{i}:{colour}" for kind in palette for i, colour in enumerate(palette[kind]))
+        for palette in ({"s": LIGHT, "q": HEAT_LIGHT}, {"s": DARK, "q": HEAT_DARK})
+    )
     used = [f".s{i}{{--c:var(--s{i})}}" for i in range(len(LIGHT))]
     used += [f".q{i}{{fill:var(--q{i});background:var(--q{i})}}" for i in range(len(HEAT_LIGHT))]
     dark_rule = f"@media screen and (prefers-color-scheme:dark){{:root{{{dark}}}}}"
@@ -183,6 +180,11 @@ def line(x1: float, y1: float, x2: float, y2: float, css: str) -> Markup:
     return tag("line", x1=x1, y1=y1, x2=x2, y2=y2, class_=css)
 
 
+def titled(title: str, *children: object) -> Markup:
+    """Something with text under the pointer."""
+    return tag("g", tag("title", title), *children)
+
+
 def polyline(points: Sequence[tuple[float, float]], css: str) -> Markup:
     """A line through several points."""
     return tag("polyline", points=" ".join(f"{x:.1f},{y:.1f}" for x, y in points), class_=css)
@@ -190,16 +192,15 @@ def polyline(points: Sequence[tuple[float, float]], css: str) -> Markup:
 
 def mark(kind: str, x: float, y: float, css: str, *, title: str | None = None, radius: float = 4.0) -> Markup:
     """A circle, a square or a diamond."""
-    hover = tag("title", title) if title else None
+    hover, css = tag("title", title) if title else None, f"mark {css}"
     if kind == "square":
         side = radius * 1.75
-        corner = {"x": x - side / 2, "y": y - side / 2}
-        return tag("rect", hover, width=side, height=side, class_=f"mark {css}", **corner)
+        return tag("rect", hover, width=side, height=side, class_=css, x=x - side / 2, y=y - side / 2)
     if kind == "diamond":
         reach = radius * 1.35
         path = f"M{x:.1f},{y - reach:.1f} l{reach:g},{reach:g} l-{reach:g},{reach:g} l-{reach:g},-{reach:g}z"
-        return tag("path", hover, d=path, class_=f"mark {css}")
-    return tag("circle", hover, cx=x, cy=y, r=radius, class_=f"mark {css}")
+        return tag("path", hover, d=path, class_=css)
+    return tag("circle", hover, cx=x, cy=y, r=radius, class_=css)
 
 
 def bottom_axis(scale: Scale, top: float, bottom: float, ticks: Sequence[float] | None = None) -> Markup:
@@ -289,16 +290,14 @@ def _bar(row: Data, scale: Scale, y: float, look: Look) -> Markup:
     # On a log scale a length means nothing, so the value is a mark on a thin stem.
     height = 3.0 if scale.log else 12.0
     shape = {"x": scale.start, "y": y - height / 2, "width": max(p50 - scale.start, 1.0), "height": height}
-    whisker = [line(p50, y, p99, y, "whisker"), line(p90, y - 3, p90, y + 3, "whisker")]
-    whisker.append(line(p99, y - 5, p99, y + 5, "whisker"))
+    whiskers = ((p50, y, p99, y), (p90, y - 3, p90, y + 3), (p99, y - 5, p99, y + 5))
     figures = ", ".join(f"{key} {short(timing[f'{key}_us'])} µs" for key in ("p50", "p90", "p99"))
-    return tag(
-        "g",
-        tag("title", f"{row['name']} ({row['backend']}): {figures}"),
+    return titled(
+        f"{row['name']} ({row['backend']}): {figures}",
         text(scale.start - 20, y, cut(row["name"], _NAME_WIDTH - 20), anchor="end"),
         mark(series.mark, scale.start - 10, y, series.css),
         tag("rect", class_=f"bar {series.css}", **shape),
-        *whisker,
+        *(line(*ends, "whisker") for ends in whiskers),
         mark(series.mark, p50, y, series.css) if scale.log else None,
         text(scale.end + _VALUE_WIDTH, y, short(timing["p50_us"]), anchor="end", css="value"),
     )
@@ -465,7 +464,7 @@ def decode_chart(curves: Mapping[str, Errors], first_failed: Sequence[int], look
     parts = [bottom_axis(across, top, bottom, whole), left_axis(up, left, right, error)]
     for step in sorted(set(first_failed) - {0}):
         x = across.place(step)
-        parts.append(tag("g", tag("title", f"first wrong step: {step}"), line(x, top, x, bottom, "bound")))
+        parts.append(titled(f"first wrong step: {step}", line(x, top, x, bottom, "bound")))
     if is_pooled(steps):
         parts += [_lines(_runs(name, known[name]), across, up, f"each {look[name].css}") for name in known]
     size = steps / _POOLS if is_pooled(steps) else 1.0
@@ -510,7 +509,7 @@ _LOG_FROM_HEATMAP = 20.0
 
 def heat_scale(maps: Sequence[Data]) -> Scale:
     """From values to steps of colour; one scale for all maps, so that they can be compared."""
-    values = [value for each in maps for row in each["values"] for value in row if value is not None]
+    values = (value for each in maps for row in each["values"] for value in row if value is not None)
     positive = [value for value in values if value > 0] or [1.0]
     low, high = min(positive), max(positive)
     log = high > _LOG_FROM_HEATMAP * low
@@ -519,18 +518,12 @@ def heat_scale(maps: Sequence[Data]) -> Scale:
 
 def heat_legend(maps: Sequence[Data], scale: Scale) -> Markup:
     """The steps with their numbers."""
-    steps = [
-        tag(
-            "li",
-            tag("span", class_=f"swatch q{i}"),
-            f"{error(scale.value(i))} to {error(scale.value(i + 1))}",
-        )
-        for i in range(_STEPS)
-    ]
+    steps = {f"q{i}": f"{error(scale.value(i))} to {error(scale.value(i + 1))}" for i in range(_STEPS)}
     if any(value is None for each in maps for row in each["values"] for value in row):
-        steps.append(tag("li", tag("span", class_="swatch qn"), "no finite number"))
+        steps["qn"] = "no finite number"
+    lines = [tag("li", tag("span", class_=f"swatch {css}"), words) for css, words in steps.items()]
     kind = "equal ratios" if scale.log else "equal steps"
-    return tag("div", tag("p", f"Relative RMS error, {kind}"), tag("ul", *steps), class_="heat-legend")
+    return tag("div", tag("p", f"Relative RMS error, {kind}"), tag("ul", *lines), class_="heat-legend")
 
 
 def heatmap(data: Data, scale: Scale) -> Markup | None:
@@ -571,12 +564,13 @@ _WIDTH_ROOFLINE, _HEIGHT_ROOFLINE, _LEFT_ROOFLINE, _RIGHT_MARGIN = 1080.0, 360.0
 
 def roofline_plots(points: Sequence[Data], look: Look) -> list[Markup]:
     """One plot for every roof: points of one GPU and precision share theirs."""
-    roofs: dict[tuple[float, float], list[Data]] = {}
-    for point in points:
-        roof = point["roofline"]
-        if roof and point["flops"] > 0 and point["bytes"] > 0 and any(row["tflops"] for row in point["rows"]):
-            roofs.setdefault((roof["tflops_peak"], roof["gb_per_s_peak"]), []).append(point)
-    return [_plot(found, *peaks, look) for peaks, found in roofs.items()]
+    timed = [each for each in points if each["roofline"] and any(row["tflops"] for row in each["rows"])]
+    counted = [point for point in timed if point["flops"] > 0 and point["bytes"] > 0]
+
+    def peaks(point: Data) -> tuple[float, float]:
+        return point["roofline"]["tflops_peak"], point["roofline"]["gb_per_s_peak"]
+
+    return [_plot(alike, *peaks(alike[0]), look) for alike in together(counted, peaks)]
 
 
 def _plot(points: Sequence[Data], tflops: float, gb_per_s: float, look: Look) -> Markup:
@@ -613,9 +607,7 @@ def _column(point: Data, across: Scale, up: Scale, top: float, look: Look) -> Ma
     roof = point["roofline"]
     x, limit = across.place(point["flops"] / point["bytes"]), point["flops"] / roof["bound_us"] / 1e6
     y = up.place(limit)
-    bar = tag(
-        "g", tag("title", f"bound of the stages: {short(limit)} TFLOP/s"), line(x - 8, y, x + 8, y, "limit")
-    )
+    bar = titled(f"bound of the stages: {short(limit)} TFLOP/s", line(x - 8, y, x + 8, y, "limit"))
     parts = [line(x, top, x, up.start, "leader"), bar]
     for row in (each for each in point["rows"] if each["tflops"]):
         series = look[row["name"]]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +30,7 @@ from mha_deploy.text import (
     times,
     together,
     without_numbers,
+    yes_no,
 )
 
 Part = tuple[str, Any]
@@ -46,9 +48,7 @@ class Section(NamedTuple):
 # -- Whether results are right ---------------------------------------------------------------------
 
 
-def _fault(found: Data | None) -> list[Part]:
-    if found is None:
-        return []
+def _fault(found: Data) -> list[Part]:
     trials: list[Part] = [("table", tables.trials_table(found["trials"]))] if found["trials"] else []
     return [("fault", found), *trials]
 
@@ -67,8 +67,6 @@ def _parity(data: Data) -> list[Part]:
 
 
 def _heatmaps(maps: Sequence[Data]) -> list[Part]:
-    if not maps:
-        return []
     scale = charts.heat_scale(maps)
     figures = []
     for each in maps:
@@ -89,38 +87,30 @@ _DECODE = (
 )
 
 
-def _decode(data: Data, look: Look) -> list[Part]:
-    reports = data["decode"]
-    if not reports:
-        return []
+def _decode(reports: Sequence[Data], latency: Data | None, look: Look) -> list[Part]:
     parts: list[Part] = [("lead", _DECODE), ("table", tables.decode_table(reports))]
-    for trace in dict.fromkeys(report["trace"] for report in reports):
-        same = [report for report in reports if report["trace"] == trace]
+    for same in together(reports, lambda report: report["trace"]):
         curves = charts.decode_curves(same)
         wrong = [report["first_failed"] for report in same if report["first_failed"]]
-        chart = charts.decode_chart(curves, wrong, charts.decode_look(list(curves), data["latency"], look))
+        chart = charts.decode_chart(curves, wrong, charts.decode_look(list(curves), latency, look))
         words = "Relative L2 by step"
         if charts.is_pooled(max(map(len, curves.values()))):
             words += "; thin lines are single steps, thick ones medians"
         words += "; a dashed line is the first wrong step" if wrong else ""
         figure = {"caption": words, "chart": chart, "otherwise": "No step gave anything to measure."}
-        parts += [("heading", f"Trace {trace}"), ("figure", figure)]
+        parts += [("heading", f"Trace {same[0]['trace']}"), ("figure", figure)]
         if (table := tables.steps_table(same)) is not None:
             parts.append(("table", table))
     return parts
 
 
-def _conformance(found: Data | None) -> list[Part]:
-    if found is None:
-        return []
+def _conformance(found: Data) -> list[Part]:
     reasons = tables.conformance_reasons(found)
     return [("table", tables.conformance_table(found)), *([("reasons", reasons)] if reasons else [])]
 
 
-def _fp16_range(found: Data | None) -> list[Part]:
+def _fp16_range(found: Data) -> list[Part]:
     """Whether the numbers fit into FP16, with advice once for all attentions that it is the same for."""
-    if found is None:
-        return []
     if not found["nodes"]:
         return [("text", "The graph has no attention node to measure.")]
     reasons = []
@@ -168,12 +158,10 @@ def latency_parts(found: Data, look: Look) -> list[Part]:
     """The charts and tables of one model."""
     points = found["points"]
     where = f" on {found['gpu']}" if found["gpu"] else ""
-    lead = f"Device time of one call{where}."
-    lead += " Bars end at p50, whiskers reach to p90 and p99."
-    counts = [row["timing"]["samples"] for point in points for row in point["rows"] if row["timing"]]
+    lead = f"Device time of one call{where}. Bars end at p50, whiskers reach to p90 and p99."
+    counts = {row["timing"]["samples"] for point in points for row in point["rows"] if row["timing"]}
     if counts:
-        low, high = min(counts), max(counts)
-        lead += f" {low if low == high else f'{low} to {high}'} samples each."
+        lead += f" {' to '.join(map(str, sorted({min(counts), max(counts)})))} samples each."
     lead += " The roofline bound follows from the datasheet's peak rates; it is not a prediction."
     log = charts.needs_log(points)
     bars = [
@@ -227,11 +215,10 @@ def _overview(data: Data) -> list[Part]:
     parts: list[Part] = [("table", table)]
     if note := tables.without_graph(points):
         parts.append(("text", f"* {note}"))
-    best = [name for name in map(tables.fastest, points) if name is not None]
+    best = Counter(name for name in map(tables.fastest, points) if name is not None)
     if best:
-        counts = sorted(((best.count(name), name) for name in dict.fromkeys(best)), key=lambda each: -each[0])
-        wins = ", ".join(f"{name} {count}" for count, name in counts)
-        parts.append(("text", f"Fastest, of {len(best)} sizes: {wins}."))
+        wins = ", ".join(f"{name} {count}" for name, count in best.most_common())
+        parts.append(("text", f"Fastest, of {best.total()} sizes: {wins}."))
     return parts
 
 
@@ -252,11 +239,8 @@ def environment(found: Data, model: Data | None) -> list[Part]:
     gpu = found["gpu"]
     machine = [("GPU", gpu["name"] if gpu else "none here")]
     if gpu:
-        machine += [
-            ("compute capability", gpu["compute_capability"]),
-            ("second-level cache", size(gpu["l2_bytes"])),
-            ("memory", size(gpu["memory_bytes"])),
-        ]
+        machine.append(("compute capability", gpu["compute_capability"]))
+        machine += [("second-level cache", size(gpu["l2_bytes"])), ("memory", size(gpu["memory_bytes"]))]
     machine += [("driver", found["driver"] or NOTHING), ("platform", found["platform"])]
     versions = {"Python": found["python"], **{k: v for k, v in found["versions"].items() if k != "python"}}
     parts: list[Part] = [("heading", "Machine"), ("pairs", machine)]
@@ -264,10 +248,9 @@ def environment(found: Data, model: Data | None) -> list[Part]:
     if model is not None:
         known = [("bundle", model["bundle"]), ("manifest SHA-256", model["bundle_sha256"])]
         known.append(("origin of weights", model["weights"]))
-        spec = [
-            (key, _value(value)) for key, value in model["spec"].items() if key not in ("name", "summary")
-        ]
-        parts += [("heading", "Model"), ("pairs", known + spec)]
+        spec = {key: value for key, value in model["spec"].items() if key not in ("name", "summary")}
+        known += [(key, _value(value)) for key, value in spec.items()]
+        parts += [("heading", "Model"), ("pairs", known)]
     return parts
 
 
@@ -282,20 +265,8 @@ def _value(value: object) -> str:
     if isinstance(value, (list, tuple)):
         return "; ".join(map(_value, value)) or NOTHING
     if isinstance(value, bool):
-        return "yes" if value else "no"
+        return yes_no(value)
     return NOTHING if value is None or value == "" else str(value)
-
-
-def ordered_findings(data: Data, present: Iterable[str]) -> list[dict[str, str]]:
-    """The findings, failures first, each with the section that it is about if the page has it."""
-    places = {"precision": "fusion", "engine": "fusion"}
-    levels = ("failure", "warning", "note")
-    names = set(present)
-    found = []
-    for finding in sorted(data["verdict"]["findings"], key=lambda each: levels.index(each["level"])):
-        place = places.get(finding["section"], finding["section"])
-        found.append({**finding, "place": place if place in names else ""})
-    return found
 
 
 def key_figures(data: Data) -> list[tuple[str, str | list[str]]]:
@@ -358,35 +329,38 @@ def report_page(data: Data) -> str:
     """The page of a validation run."""
     data = plain_report(data)
     look = charts.series_of([data["latency"]])
-    checks, served, notes = data["invariance"], data["serving"], data["notes"]
+
+    def section(name: str, title: str, make: Callable[[Any], list[Part]], key: str = "") -> Section:
+        found = data[key or name]
+        return Section(name, title, make(found) if found else [])
+
     every = [
-        Section("fault", "What is at fault", _fault(data["fault"])),
+        section("fault", "What is at fault", _fault),
         Section("parity", "Parity", _parity(data)),
-        Section("maps", "Error maps", _heatmaps(data["heatmaps"])),
-        Section("decode", "Decode", _decode(data, look)),
-        Section("invariance", "Invariance", [("table", tables.invariance_table(checks))] if checks else []),
-        Section("conformance", "Mask conformance", _conformance(data["conformance"])),
-        Section("range", "FP16 range", _fp16_range(data["range"])),
+        section("maps", "Error maps", _heatmaps, "heatmaps"),
+        section("decode", "Decode", lambda reports: _decode(reports, data["latency"], look)),
+        section("invariance", "Invariance", lambda checks: [("table", tables.invariance_table(checks))]),
+        section("conformance", "Mask conformance", _conformance),
+        section("range", "FP16 range", _fp16_range),
         Section("fusion", "Engines and fusion", _fusion(data)),
         Section("latency", "Latency", _latency(data, look)),
-        Section("serving", "Serving", [("table", tables.serving_table(served))] if served else []),
-        Section("notes", "Notes", [("list", notes)] if notes else []),
-        Section("environment", "Environment", environment(data["environment"], data["model"])),
+        section("serving", "Serving", lambda points: [("table", tables.serving_table(points))]),
+        section("notes", "Notes", lambda notes: [("list", notes)]),
+        section("environment", "Environment", lambda found: environment(found, data["model"])),
     ]
     optional = {"fault", "notes", "serving"} | (set() if "cache" in data["model"]["spec"] else {"decode"})
     absent = [each.title for each in every if not each.parts and each.name not in optional]
     sections = [each for each in every if each.parts]
-    word, model = data["verdict"]["outcome"].upper(), data["model"]
-    return _rendered(
-        data,
-        title=f"{word}: {model['name']} {model['precision']}",
-        report=data,
-        findings=ordered_findings(data, [section.name for section in sections]),
-        figures=key_figures(data),
-        sections=sections,
-        absent=absent,
-        look=look,
-    )
+    levels, places = ("failure", "warning", "note"), {"precision": "fusion", "engine": "fusion"}
+    places |= {each.name: each.name for each in sections}
+    findings = [
+        {**each, "place": places.get(each["section"], "")}
+        for each in sorted(data["verdict"]["findings"], key=lambda each: levels.index(each["level"]))
+    ]
+    model, figures = data["model"], key_figures(data)
+    title = f"{data['verdict']['outcome'].upper()}: {model['name']} {model['precision']}"
+    shown = {"title": title, "report": data, "findings": findings, "figures": figures, "absent": absent}
+    return _rendered(data, sections=sections, look=look, **shown)
 
 
 def bench_page(data: Data) -> str:

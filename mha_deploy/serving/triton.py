@@ -6,13 +6,14 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mha_deploy.bundle.cases import GoldenCase, golden_cases
+from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.bundle.commit import exchange
 from mha_deploy.bundle.folder import MANIFEST, MODEL, Bundle, sha256
 from mha_deploy.engine.engine import FOLDER, RTX, Engine, manifest_path, reasons_not_to_run, where_built
@@ -75,17 +76,9 @@ class Package:
     files: tuple[str, ...] = ()
 
 
-def package_bundle(bundle: Bundle, repository: Path, options: PackageOptions | None = None) -> Package:
-    """Write a model repository, or add a model to one.
+class Packaging:
+    """A bundle on its way into a model repository; refused where it cannot be served so."""
 
-    Raises:
-        BackendUnavailable: Triton's schema is not installed.
-        DeployError: The bundle cannot be served so; the message says why.
-    """
-    return _Packaging(bundle, repository, options or PackageOptions()).written()
-
-
-class _Packaging:
     def __init__(self, bundle: Bundle, repository: Path, options: PackageOptions) -> None:
         if not can_import("tritonclient"):
             raise BackendUnavailable("Triton's protobuf schema is not installed.", hint=INSTALL)
@@ -109,10 +102,9 @@ class _Packaging:
             got, hint = f"{self.spec.name} bf16", "--variant tensorrt_plan, or export in fp16 or fp32"
             raise DeployError("Triton's Python backend has no bfloat16 tensors.", got=got, hint=hint)
         # Raises where a library is missing, or is another version.
-        needed = [(record, each.manifest) for each in self.engines for record in each.manifest.plugins]
-        self.libraries = sorted(
-            {library_needed(record, manifest.version).path for record, manifest in needed}
-        )
+        manifests = [each.manifest for each in self.engines]
+        needed = {library_needed(record, each.version).path for each in manifests for record in each.plugins}
+        self.libraries = sorted(needed)
         if options.variant == PLAN:
             self._refuse_plan()
         self.inputs, self.outputs, self.cached = self.spec.inputs, self.spec.outputs, False
@@ -185,7 +177,11 @@ class _Packaging:
 
     def _max_batch(self) -> int:
         """The largest batch that the server may put together; 0 where it must not."""
-        wanted, most = self.options.max_batch, self._largest_batch()
+        wanted, most = self.options.max_batch, None
+        if "B" in self.spec.axes:
+            # A request is served by the profile that fits it, so the widest one of an engine counts.
+            widest = [max(ranges["B"].max for ranges in each.manifest.ranges) for each in self.engines]
+            most = min([self.spec.axes["B"].max, *widest])
         if self.cached:
             if wanted is not None:
                 problem, got = "A model with a KV cache has a batch of sequences.", f"max_batch {wanted}"
@@ -232,16 +228,10 @@ class _Packaging:
                 return f"profile {name} of engine {engine.path.stem} begins with a batch of {ranges['B']}"
         return None
 
-    def _largest_batch(self) -> int | None:
-        if "B" not in self.spec.axes:
-            return None
-        # A request is served by the profile that fits it, so the widest one of an engine counts.
-        widest = [max(ranges["B"].max for ranges in e.manifest.ranges) for e in self.engines]
-        return min([self.spec.axes["B"].max, *widest])
-
     # -- what is written -------------------------------------------------------------------------
 
     def written(self) -> Package:
+        """Write a model repository, or add the model to one."""
         place = self.repository / self.name
         self._refuse_occupied(place)
         self.repository.mkdir(parents=True, exist_ok=True)
@@ -251,7 +241,7 @@ class _Packaging:
             new, command = Path(folder) / self.name, self._command()
             new.mkdir()
             os.chmod(new, 0o755)
-            (new / "config.pbtxt").write_text(_text(self._config(new)), encoding="utf-8")
+            (new / "config.pbtxt").write_text(self._config(new), encoding="utf-8")
             (new / "README.md").write_text(self._readme(command), encoding="utf-8")
             if not (place.exists() and exchange(new, place)):
                 if place.exists():
@@ -262,7 +252,7 @@ class _Packaging:
 
     def _refuse_occupied(self, place: Path) -> None:
         if self.repository.exists() and not self.repository.is_dir():
-            raise DeployError("The model repository is no folder.", got=self.repository)
+            raise DeployError("The model repository is not a folder.", got=self.repository)
         if not place.exists():
             return
         config = place / "config.pbtxt"
@@ -273,8 +263,9 @@ class _Packaging:
             hint = "--overwrite, or another --name"
             raise DeployError("The repository has a model of that name.", got=place, hint=hint)
 
-    def _config(self, folder: Path) -> Any:
+    def _config(self, folder: Path) -> str:
         """Write the files of a version, and describe them to Triton."""
+        from google.protobuf import text_format
         from tritonclient.grpc import model_config_pb2 as schema
 
         options, version = self.options, folder / "1"
@@ -305,7 +296,10 @@ class _Packaging:
             if self.max_batch > 1:
                 config.dynamic_batching.max_queue_delay_microseconds = options.queue_delay_us
             self._add_warmup(config, folder)
-        return config
+        text = text_format.MessageToString(config)
+        if text_format.Parse(text, schema.ModelConfig()) != config:  # what Triton's schema does not take
+            raise DeployError("The configuration cannot be written as text.", got=text)
+        return text
 
     def _tensor(self, kind: Any, tensor: TensorSpec) -> Any:
         dtype = self.bundle.manifest.precision.numpy_of(tensor.kind)
@@ -348,8 +342,13 @@ class _Packaging:
         """The smallest and the usual golden case, so that no client waits for the first call."""
         from tritonclient.grpc import model_config_pb2 as schema
 
+        def admits(engine: Engine, sizes: Mapping[str, int]) -> bool:
+            """Whether one of its profiles, which may be narrower than the axes, takes these sizes."""
+            profiles = (profile.items() for profile in engine.manifest.ranges)
+            return any(all(axis.min <= sizes[name] <= axis.max for name, axis in each) for each in profiles)
+
         for case in golden_cases(self.bundle):
-            if case.name not in ("min", "opt") or not all(_admits(each, case) for each in self.engines):
+            if case.name not in ("min", "opt") or not all(admits(each, case.sizes) for each in self.engines):
                 continue
             (folder / "warmup").mkdir(exist_ok=True)
             warmup = config.model_warmup.add(name=case.name, batch_size=1)
@@ -394,21 +393,5 @@ class _Packaging:
         return (text + (_SEQUENCES if self.cached else "")).rstrip() + "\n"
 
 
-def _admits(engine: Engine, case: GoldenCase) -> bool:
-    """Whether an engine takes a case; profiles may be narrower than the axes."""
-    profiles = engine.manifest.ranges
-    return any(all(axis.min <= case.sizes[n] <= axis.max for n, axis in each.items()) for each in profiles)
-
-
 def _type_name(dtype: np.dtype) -> str:
     return f"TYPE_{_TYPES.get(dtype.name, dtype.name.upper())}"
-
-
-def _text(config: Any) -> str:
-    """The text form, read back: what Triton's schema does not take is not written."""
-    from google.protobuf import text_format
-
-    text = text_format.MessageToString(config)
-    if text_format.Parse(text, type(config)()) != config:
-        raise DeployError("The configuration cannot be written as text.", got=text)
-    return text
