@@ -452,3 +452,14 @@ def test_a_softmax_of_rows_keeps_axes_of_size_1(shape):
     rows = g.op("Softmax", g.op("Reshape", scores, g.ints(-1, shape[2])))
     weights = g.op("Reshape", rows, g.op("Shape", scores))
     assert len(check_same(g.model(g.op("MatMul", weights, "v"))).fused) == 1
+
+
+def test_names_of_inputs_and_initializers_are_taken():
+    g = Hand()
+    scores = g.op("Add", g.scores(), g.input("Softmax_3/bias", [2, 1, 1, S]))
+    model = g.model(g.op("Mul", g.attend(scores), g.const(0.5)))
+    assert [node.name for node in model.graph.node if node.op_type == "Softmax"] == ["Softmax_3"]
+    (constant,) = model.graph.initializer
+    constant.name = model.graph.node[-2].input[1] = "Softmax_3/attention"
+    report = check_same(model)
+    assert [each.name for each in report.fused] == ["Softmax_3_2"]

@@ -310,6 +310,24 @@ def test_in_graphs_of_a_graph(name):
     assert (len(report.fused), len(report.unfused)) == (0, count)
 
 
+OTHER_BRANCH = """
+   kt = Transpose <perm = [0, 1, 3, 2]> (k)
+   s = MatMul (q, kt)
+   p = Softmax (s)
+   y = If (c) <then_branch = a () => (float[2,4,S,8] ya) { ya = MatMul (p, v) },
+               else_branch = b () => (float[2,4,S,8] yb) { yb = MatMul (p, k) }>
+"""
+
+
+def test_weights_that_another_branch_uses():
+    """The weights of a node inside one branch are unknown in the other."""
+    model = onnx.parser.parse_model(PARTS.replace("BODY", OTHER_BRANCH))
+    new, report = md.fuse(model)
+    onnx.checker.check_model(new)
+    assert report.fused == ()
+    assert report.unfused[0].reason.startswith("The attention weights are used outside of the branch or loop")
+
+
 PLAIN = """
    kt = Transpose <perm = [0, 1, 3, 2]> (k)
    s = MatMul (q, kt)

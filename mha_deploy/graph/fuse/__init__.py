@@ -155,7 +155,9 @@ class _Fusion:
     def __init__(self, model: ir.Model, verify: bool) -> None:
         self._model, self._verify = model, verify
         # Every beginning of a name before a slash: new names must not begin like others.
-        self._taken = {name[: at.start()] for name in names_in(model) for at in re.finditer("/", name)}
+        given = (each for graph in model.graphs() for each in (*graph.inputs, *graph.initializers.values()))
+        names = names_in(model) | {str(each.name) for each in given}
+        self._taken = {name[: at.start()] for name in names for at in re.finditer("/", name)}
         self._masks = Masks()
         # Why a structure is left as it was, or what differs on purpose.
         self._compared: dict[str, NotFused | tuple[str, ...]] = {}

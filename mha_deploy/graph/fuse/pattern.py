@@ -26,7 +26,17 @@ from mha_deploy.graph.fuse.values import (
     sizes_of,
     softmax_type_of,
 )
-from mha_deploy.graph.ir import constant, constant_ints, input_at, is_op, made_by, perm, rank, same_size
+from mha_deploy.graph.ir import (
+    constant,
+    constant_ints,
+    input_at,
+    is_op,
+    made_by,
+    node_name,
+    perm,
+    rank,
+    same_size,
+)
 
 # -- Axes: letters as in an einsum, several for an axis that joins others --------------------------
 
@@ -125,12 +135,13 @@ def is_matmul(node: ir.Node | None) -> bool:
 def read_matmul(node: ir.Node, alphabet: Alphabet, at: int, axes: Axes) -> Matmul:
     """Read a MatMul or an Einsum of which an operand (`at` 0 or 1) or the result (2) has these axes."""
     left, right = filter(None, node.inputs)
+    name = node_name(node)
     ranks = [(rank(value) or 0) for value in (left, right)]
     if 0 in ranks:
-        raise NotFused("The file does not state the shapes of Q, K and V.", got=f"operands of {node.name}")
+        raise NotFused("The file does not state the shapes of Q, K and V.", got=f"operands of {name}")
     if is_op(node, "MatMul"):
         if ranks[0] != ranks[1] or not 3 <= ranks[0] <= _MAX_RANK:
-            raise NotFused(f"The matmul {node.name} is of tensors with {ranks[0]} and {ranks[1]} axes.")
+            raise NotFused(f"The matmul {name} is of tensors with {ranks[0]} and {ranks[1]} axes.")
         batch = string.ascii_uppercase[: ranks[0] - 2]
         texts = [f"{batch}sd", f"{batch}dt", f"{batch}st"]
     else:
@@ -138,7 +149,7 @@ def read_matmul(node: ir.Node, alphabet: Alphabet, at: int, axes: Axes) -> Matmu
         inputs, arrow, out = equation.partition("->")
         texts = [*inputs.split(","), out]
         if not arrow or len(texts) != 3:
-            raise NotFused(f"The einsum {node.name} is not a matmul of two tensors with a named result.")
+            raise NotFused(f"The einsum {name} is not a matmul of two tensors with a named result.")
         # The axes that an ellipsis stands for.
         hidden = [count - len(text.replace("...", "")) for text, count in zip(texts, ranks, strict=False)]
         hidden.append(max(*hidden, 0))
@@ -146,9 +157,9 @@ def read_matmul(node: ir.Node, alphabet: Alphabet, at: int, axes: Axes) -> Matmu
         pairs = zip(texts, hidden, strict=True)
         texts = [text.replace("...", dots[len(dots) - here :] if here else "") for text, here in pairs]
     if any(len(set(text)) != len(text) for text in texts):
-        raise NotFused(f"The einsum {node.name} takes a diagonal.")
+        raise NotFused(f"The einsum {name} takes a diagonal.")
     if len(texts[at]) != len(axes):
-        raise NotFused(f"The matmul {node.name} has another number of axes than the scores.")
+        raise NotFused(f"The matmul {name} has another number of axes than the scores.")
     names = dict(zip(texts[at], axes, strict=True))
     for value, text in zip((left, right), texts, strict=False):
         for letter, size in zip(text, sizes_of(value) or (), strict=False):
@@ -709,6 +720,9 @@ def _read_weights(
         if len(uses) > 1 or value.is_graph_output():
             if used is not None:
                 what = "The attention weights are used elsewhere too, in two places."
+                raise NotExpressible(what, got=value.name)
+            if node.graph is not softmax.node.graph:
+                what = "The attention weights are used outside of the branch or loop with the matmul with V."
                 raise NotExpressible(what, got=value.name)
             used = (value, axes)
         if is_matmul(node):
