@@ -137,7 +137,10 @@ def _parameter(name: str, text: str, field: Field[Any]) -> Parameter:
         kind = kind | None
     elif text == "bool" and not default:
         flags = flags or (f"--{name.replace('_', '-')}",)  # there is no need for --no-…
-    info = (typer.Argument if is_argument else typer.Option)(*flags, help=about, **field.metadata["details"])
+    details = dict(field.metadata["details"])
+    if text.removesuffix(" | None") == "bool":
+        details.setdefault("metavar", "")  # a flag takes no value, and help shows none
+    info = (typer.Argument if is_argument else typer.Option)(*flags, help=about, **details)
     return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info])
 
 
