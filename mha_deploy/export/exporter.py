@@ -332,7 +332,7 @@ class _ModuleSource(Source):
 
     def layers(self, cases: list[GoldenCase], folder: Path, step: Steps) -> LayersEntry | None:
         """The values inside the first case whose attentions do not take too much memory."""
-        step("look inside")
+        step("results of each attention")
         for case in cases if self.values else ():
             inside = self.capture.look_inside(case, set(self.values.values()))
             arrays = {f"{kind}/{name}": each for kind in inside for name, each in inside[kind].items()}

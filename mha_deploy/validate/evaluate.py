@@ -293,7 +293,7 @@ def evaluate(runtime: Runtime, plan: EvaluationPlan, on_step: OnStep = lambda na
                 parity.append(parity_from_verdicts(verdicts, **about))
         checks: tuple[InvarianceCheck, ...] = ()
         if plan.invariance and runtime.family == TENSORRT:
-            on_step(f"{runtime.name}: batch elements in other places")
+            on_step(f"{runtime.name}: batch elements in other slots")
             checks = invariance_from_runner(runner, cases.get("golden", ()), plan.spec, plan.precision)
         decoded: list[DecodeReport] = []
 

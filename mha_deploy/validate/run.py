@@ -390,7 +390,7 @@ class _Validation:
             # An attention inside may be wrong alone: then no case shows what its engine does.
             cases = [case for kind in each.cases.values() for case in kind if case.name in wrong]
             if engine is not None and cases:
-                self.on_step("whose fault it is")
+                self.on_step("fault attribution")
                 kind, _ = each.runtime.accumulation(self.bundle.manifest.precision)
                 return attribute_fault(self.bundle, cases, lowered_opener(engine, self.bundle), kind)
         return None
