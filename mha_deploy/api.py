@@ -11,9 +11,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, nullcontext, suppress
 from dataclasses import Field, dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from html import escape
 from inspect import Parameter, signature
 from pathlib import Path
@@ -646,7 +646,7 @@ def open_runner(model: Any, backend: str | None = None) -> Runner:
         >>> {name: array.shape for name, array in outputs.items()}
         {'output': (1, 3, 64)}
     """
-    from mha_deploy.engine.engine import Engine
+    from mha_deploy.engine.engine import Engine, open_engine_runner
     from mha_deploy.runtime.kserve import ServerRunner, is_server_url
     from mha_deploy.runtime.polygraphy import PolygraphyRunner, is_polygraphy_runner
     from mha_deploy.runtime.runner import Runner
@@ -662,28 +662,20 @@ def open_runner(model: Any, backend: str | None = None) -> Runner:
         raise DeployError(what, got=backend, hint="leave it out")
     if isinstance(model, Runner):
         return model
-    if isinstance(model, Engine):
-        from mha_deploy.engine.engine import open_engine_runner
-
-        return open_engine_runner(model)
     if has_own:
-        return PolygraphyRunner(model)
+        return open_engine_runner(model) if isinstance(model, Engine) else PolygraphyRunner(model)
     if _is_bundle(model) or (isinstance(model, Path) and model.suffix != ".onnx"):
         from mha_deploy.runtime import available_cpu_backend
         from mha_deploy.validate.runtimes import RuntimeFinder
 
         opened = _opened(model)
         return RuntimeFinder(opened).named(backend or available_cpu_backend(opened.manifest.precision)).open()
-    return _graph_runner(model, backend)
-
-
-def _graph_runner(model: Any, backend: str | None) -> Runner:
     import onnx
     import onnx_ir as ir
 
     from mha_deploy.environment import can_import
     from mha_deploy.graph.file import graph_from_proto, load_graph
-    from mha_deploy.runtime import open_runner
+    from mha_deploy.runtime import open_runner as open_graph
 
     graph = graph_from_proto(model) if isinstance(model, onnx.ModelProto) else model
     graph = load_graph(graph) if isinstance(graph, Path) else graph
@@ -693,7 +685,7 @@ def _graph_runner(model: Any, backend: str | None) -> Runner:
     if backend is None:
         has_bf16 = any(value.dtype == ir.DataType.BFLOAT16 for value in graph.graph.inputs)
         backend = "ort-cpu" if can_import("onnxruntime") and not has_bf16 else "onnx-reference"
-    return open_runner(backend, model if isinstance(model, Path) else graph)
+    return open_graph(backend, model if isinstance(model, Path) else graph)
 
 
 # -- Validation ------------------------------------------------------------------------------------
@@ -722,7 +714,7 @@ class Report:
     def _data(self) -> dict[str, Any]:
         from mha_deploy.report.schema import plain_report
 
-        return plain_report(self.record.to_dict())
+        return plain_report(self.record.to_dict())  # with the time and the machine: the same every time
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data, as docs/report.md describes it."""
@@ -815,13 +807,9 @@ def check_parity(bundle: Bundle | StrPath, runner: Any) -> ParityReport:
     from mha_deploy.runtime.runner import Runner
     from mha_deploy.validate.self_test import parity_from_runner
 
-    opened = _opened(bundle)
-    running = open_runner(runner)
-    try:
+    opened, is_open = _opened(bundle), isinstance(runner, Runner)
+    with nullcontext(runner) if is_open else open_runner(runner) as running:
         return parity_from_runner(running, opened)
-    finally:
-        if not isinstance(runner, Runner):
-            running.close()
 
 
 # -- Timing and fault search -----------------------------------------------------------------------
@@ -948,8 +936,6 @@ def bisect(
         >>> found.wrong is None, found.runs
         (True, 1)
     """
-    from functools import partial
-
     from mha_deploy.engine.build import twin_opener
     from mha_deploy.runtime import RUNNERS
     from mha_deploy.runtime import open_runner as open_graph
@@ -1245,8 +1231,6 @@ def matrix(
         >>> [cell.summary for cell in found.cells]                           # doctest: +SKIP
         ['1/1 fused, not run']
     """
-    from contextlib import closing, nullcontext
-
     from mha_deploy.environment import can_import
     from mha_deploy.regression.matrix import LocalWorkers, ModelEntry, RayWorkers, read_plan, run_matrix
 
@@ -1452,10 +1436,10 @@ def inspect(path: StrPath, *, verify: bool = False) -> Inspection:
         from mha_deploy.bundle.folder import open_bundle as open_folder
 
         bundle, engines = open_bundle(path) if verify else open_folder(path), []
-        if any(path.glob("*/*.engine")):
-            from mha_deploy.engine.engine import FOLDER
+        if any(path.glob("*/*.engine")):  # else there is no need to load what reads them
+            from mha_deploy.engine.engine import engines_of
 
-            engines = [open_engine(each) for each in sorted((path / FOLDER).glob("*.engine"))]
+            engines = engines_of(path)
         for engine in engines:
             engine.check_bundle(path)
         return Inspection(path=path, bundle=bundle, verified=verify, engines=tuple(engines))

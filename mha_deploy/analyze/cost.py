@@ -44,9 +44,8 @@ class LayerCost(StageCost):
 
 def cost_of(*stages: StageCost) -> LayerCost:
     """The cost of stages that run one after the other."""
-    counts = {
-        name: sum(getattr(stage, name) for stage in stages) for name in ("parameters", "flops", "bytes")
-    }
+    summed = ("parameters", "flops", "bytes")
+    counts = {name: sum(getattr(stage, name) for stage in stages) for name in summed}
     return LayerCost(name="layer", growth="", stages=stages, **counts)
 
 
@@ -206,10 +205,8 @@ class SizeLimit:
 def shrunk(spec: ModelSpec, sizes: Sizes, smallest: Sizes, limit: SizeLimit) -> dict[str, int]:
     """Halve the batch, then the longest axis, until the limit allows the sizes or nothing can shrink."""
     found = dict(sizes)
-    while not limit.allows(spec, found):
+    while not limit.allows(spec, found) and found != smallest:
         shrinkable = [name for name in found if found[name] > smallest[name]]
-        if not shrinkable:
-            break
         name = "B" if "B" in shrinkable else max(shrinkable, key=lambda axis: found[axis])
         found[name] = max(smallest[name], found[name] // 2)
     return found
@@ -222,11 +219,10 @@ def sizes_name(sizes: Sizes) -> str:
 
 def odd_sizes(axes: Mapping[str, Axis]) -> dict[str, int]:
     """Lengths that no kernel tiles evenly, and a batch of three where that is allowed."""
-    sizes = {
-        name: first_allowed(axis, (*_ODD_LENGTHS, (axis.min + 1) | 1, axis.min | 1))
+    return {
+        name: first_allowed(axis, (3,) if name == "B" else (*_ODD_LENGTHS, (axis.min + 1) | 1, axis.min | 1))
         for name, axis in axes.items()
     }
-    return {**sizes, "B": first_allowed(axes["B"], (3,))} if "B" in axes else sizes
 
 
 def first_allowed(axis: Axis, candidates: Sequence[int]) -> int:
@@ -303,10 +299,7 @@ def points_from_text(spec: ModelSpec, text: str) -> tuple[TimedPoint, ...]:
         SpecError: The text is none of them, or the sizes are outside the axes.
     """
     usual = usual_points(spec)
-    if text == USUAL:
-        return usual
-    named = tuple(point for point in usual if point.name == text)
-    if named:
+    if named := tuple(point for point in usual if text in (USUAL, point.name)):
         return named
     if "=" not in text and spec.cache != "none":
         names = (USUAL, *(point.name for point in usual))

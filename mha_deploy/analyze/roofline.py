@@ -66,16 +66,15 @@ def gpu_names() -> list[str]:
 
 def find_gpu(name: str) -> Gpu:
     """Look a GPU up by name or alias; case, spaces and dashes do not matter."""
-    wanted = _letters(name)
+
+    def letters(text: str) -> str:
+        return re.sub(r"[\s_-]+", "", text).lower()
+
     for gpu in known_gpus():
-        if wanted in {_letters(known) for known in (gpu.name, *gpu.aliases)}:
+        if letters(name) in map(letters, (gpu.name, *gpu.aliases)):
             return gpu
     typed = name.strip().lower().replace(" ", "-")
     raise DeployError("There are no peak figures for this GPU.", got=name, hint=nearest(typed, gpu_names()))
-
-
-def _letters(name: str) -> str:
-    return re.sub(r"[\s_-]+", "", name).lower()
 
 
 # -- The roofline bound: the least time that FLOPs and bytes need ----------------------------------
@@ -149,15 +148,11 @@ class Analysis:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; times in seconds, sizes in bytes."""
-        cost, bound, gpu = self.cost, self.bound, self.gpu
-        stages = [
-            {"intensity": each.cost.intensity, "bound_seconds": each.seconds, "bound_by": each.bound_by}
-            for each in bound.stages
-        ]
+        spec, cost, bound, gpu = self.spec, self.cost, self.bound, self.gpu
+        counts = ("parameters", "flops", "bytes", "intensity")
         return {
-            "model": self.spec.name,
-            "kind": self.spec.kind,
-            "variant": self.spec.variant,
+            "model": spec.name,
+            **{name: getattr(spec, name) for name in ("kind", "variant")},
             "sizes": dict(self.sizes),
             "precision": self.precision,
             "gpu": {
@@ -167,12 +162,17 @@ class Analysis:
                 "compute_capability": gpu.compute_capability,
                 "source": gpu.source,
             },
-            "stages": [vars(stage) | bounds for stage, bounds in zip(cost.stages, stages, strict=True)],
+            "stages": [
+                {
+                    **vars(each.cost),
+                    "intensity": each.cost.intensity,
+                    "bound_seconds": each.seconds,
+                    "bound_by": each.bound_by,
+                }
+                for each in bound.stages
+            ],
             "total": {
-                "parameters": cost.parameters,
-                "flops": cost.flops,
-                "bytes": cost.bytes,
-                "intensity": cost.intensity,
+                **{name: getattr(cost, name) for name in counts},
                 "bound_seconds": bound.seconds,
                 "tokens_per_second": bound.tokens_per_second,
             },
