@@ -114,13 +114,27 @@ SECOND = [helper.make_node("MatMul", ["q", "kt"], ["r"]), helper.make_node("Mul"
     [
         ([helper.make_node("Relu", ["s"], ["s2"])], "What stands between the matmul of Q and K"),
         ([helper.make_node("Clip", ["s"], ["s2"])], "Clip stands between the scores and the softmax."),
-        (ELSEWHERE, "The scores before the softmax are used elsewhere"),
+        (
+            [helper.make_node("Max", ["s", "q", "k"], ["s2"])],
+            "Max stands between the scores and the softmax.",
+        ),
+        (ELSEWHERE, "The scores before the softmax are used elsewhere too. Identity s2, Relu z"),
         (SECOND, "The scores are made of two matmuls"),
     ],
 )
 def test_steps_that_attention_cannot_say(nodes, reason):
     _, report = fuse_attention(by_hand(extra=nodes, scores="s2"))
     assert report.unfused[0].reason.startswith(reason)
+
+
+@pytest.mark.parametrize("node", ["Slice (q, i9, i9, i9)", "Transpose <perm = [0, 1, 2, 9]> (q)"])
+def test_an_axis_that_a_tensor_lacks(node):
+    """Such a file is not valid; it is not a failure of the tool."""
+    text = f"""<ir_version: 10, opset_import: ["" : 18]>
+    g (float[2,4,S,8] q, float[2,4,8,S] kt, float[2,4,S,8] v) => (float[2,4,S,8] y) <int64[1] i9 = {{9}}>
+    {{ q1 = {node} s = MatMul (q1, kt) p = Softmax (s) y = MatMul (p, v) }}"""
+    _, report = md.fuse(onnx.parser.parse_model(text))
+    assert [each.reason.startswith("The file does not state") for each in report.unfused] == [True]
 
 
 def test_a_mask_that_makes_the_batch_larger_stays():

@@ -468,7 +468,7 @@ def read_scores(softmax: Normalisation, alphabet: Alphabet) -> tuple[Scores, Mat
         # The nodes of a softmax count once.
         users = [user for user, _ in value.uses() if not is_op(user, "Shape") and user not in own[1:]]
         if value.is_graph_output() or len(users) > 1:
-            names = [f"{user.op_type} {user.name}" for user, _ in value.uses()]
+            names = [f"{user.op_type} {node_name(user)}" for user, _ in value.uses()]
             names += ["an output of the graph"] if value.is_graph_output() else []
             what = "The scores before the softmax are used elsewhere too."
             raise NotExpressible(what, got=", ".join(names))
@@ -590,6 +590,8 @@ def _mask(node: ir.Node, inner: ir.Value, term: Term, scores: Scores) -> ir.Valu
 
 def _clip(node: ir.Node, scores: Scores) -> ir.Value | None:
     """`Max(scores, lowest)`: masked scores are not -inf. In float16 the lowest number absorbs no score."""
+    if len(node.inputs) != 2:
+        raise NotFused(f"{node.op_type} stands between the scores and the softmax.")
     inner, other = _split(node)
     plain = scores.factor == 1.0 and not (scores.terms or scores.multipliers or scores.softcap)
     dtype = inner.dtype
@@ -605,13 +607,17 @@ def _concat(node: ir.Node, scores: Scores) -> ir.Value | None:
     others = [value for value in given if value not in inner]
     axis = node.attributes.get_int("axis", -1)
     if len(inner) != 1 or len(others) != 1 or scores.sink:
-        raise NotFused("Concat of several parts stands between the scores and the softmax.", got=node.name)
+        raise NotFused(
+            "Concat of several parts stands between the scores and the softmax.", got=node_name(node)
+        )
     count, keys = (sizes_of(value) or [None] for value in (others[0], inner[0]))
     size = count[axis] if -len(count) <= axis < len(count) else None
     plain = scores.factor == 1.0 and not (scores.terms or scores.multipliers or scores.softcap)
     outer = scores.axes[axis]
     if not plain or not isinstance(size, int) or len(outer) != 1 or len(keys) != len(scores.axes):
-        raise NotExpressible("The scores are changed after others were appended to them.", got=node.name)
+        raise NotExpressible(
+            "The scores are changed after others were appended to them.", got=node_name(node)
+        )
     letter = scores.alphabet.new(keys[axis])
     scores.axes, scores.key = tuple(letter if each == outer else each for each in scores.axes), letter
     first = node.inputs[0] is others[0]
@@ -726,6 +732,8 @@ def _read_weights(
                 raise NotExpressible(what, got=value.name)
             used = (value, axes)
         if is_matmul(node):
+            if None in (value.dtype, *(each.dtype for each in passed)):
+                raise NotFused("The file does not state the type of the attention weights.", got=value.name)
             # They may be rounded once, to the type that the matmul takes: so does Attention.
             if lossy := [str(each.dtype) for each in passed if not holds(each.dtype, value.dtype)]:
                 what = "The attention weights are rounded before the matmul with V."
@@ -739,7 +747,7 @@ def _read_weights(
             moved = alphabet.regrouped(axes, sizes_of(node.outputs[0]))
             if moved is None:
                 what = f"{node.op_type} stands between the softmax and the matmul with V, of unknown sizes."
-                raise NotFused(what, got=node.name)
+                raise NotFused(what, got=node_name(node))
             axes = moved
         elif sink is not None and is_op(node, "Slice") and position == 0:
             axes = _without_sink(node, axes, sink)
@@ -747,9 +755,11 @@ def _read_weights(
             training = input_at(node, 2)
             if training is not None and ((numbers := array_of(training)) is None or bool(numbers.any())):
                 what = "Dropout of the weights is active: export the module in eval mode."
-                raise NotFused(what, got=node.name)
+                raise NotFused(what, got=node_name(node))
         elif not is_op(node, "Cast", "Identity"):
-            raise NotFused(f"{node.op_type} stands between the softmax and the matmul with V.", got=node.name)
+            raise NotFused(
+                f"{node.op_type} stands between the softmax and the matmul with V.", got=node_name(node)
+            )
         passed.append(value)
         value = node.outputs[0]
     raise NotFused("Too many nodes lie between the softmax and the matmul with V.")
@@ -766,7 +776,7 @@ def _without_sink(node: ir.Node, axes: Axes, sink: Sink) -> Axes:
         found, size = sizes_of(node.outputs[0]), (sizes_of(node.inputs[0]) or [None])[key]
         ended = found is not None and isinstance(size, int) and found[key] == size - sink.count
     if not here or not begins or not ended:
-        raise NotFused("Slice stands between the softmax and the matmul with V.", got=node.name)
+        raise NotFused("Slice stands between the softmax and the matmul with V.", got=node_name(node))
     return tuple(sink.inner if each == sink.outer else each for each in axes)
 
 
