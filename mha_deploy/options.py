@@ -51,8 +51,8 @@ class ExportOptions:
 
     precision: str = option(
         AUTO,
-        "Types in the graph: fp16, bf16, fp32 or auto. auto is fp16; in your own model or a float32 .onnx "
-        "file with FP32 where fp16 overflows. Other .onnx files keep theirs.",
+        "Types in the graph: fp16, bf16, fp32 or auto. auto is fp16; your own model and a float32 .onnx file "
+        "have FP32 where fp16 overflows. Other .onnx files keep their types.",
     )
     opset: int | None = option(None, "ONNX operator set: 23 or 24. default: the lowest that suffices")
     seed: int = option(0, "Seed of random weights and inputs.", min=0, max=2**32 - 1)
@@ -63,8 +63,8 @@ class ExportOptions:
     )
     prefix: str = option(
         "",
-        "What the tensors of the model begin with in the checkpoint, as model.layers.0.self_attn. "
-        "default: found by its names",
+        "Prefix of the model's tensors in the checkpoint, such as model.layers.0.self_attn. default: found "
+        "by the names of the tensors",
     )
     layer: int | None = None
     golden: Sequence[str] = option(
@@ -138,7 +138,8 @@ class EngineOptions:
     accumulate: str = option(
         AUTO,
         "Accumulation of the projections. fp16: as TensorRT chooses. fp32: in the plugin library. auto: "
-        "with the plugin the better of both, else as TensorRT chooses.",
+        "with the plugin both are timed, and fp32 is kept unless it takes more than 5 % longer; else as "
+        "TensorRT chooses.",
     )
     gqa: str | None = option(
         None,
@@ -220,7 +221,9 @@ class ValidateOptions(TimedOptions):
     sweep: bool | None = option(
         None, "Run every optimization profile at its corners. default: if an engine and PyTorch can run here"
     )
-    probe: bool | None = option(None, "Try inputs that make masks, positions and caches visible. default: on")
+    probe: bool | None = option(
+        None, "Also run inputs that expose wrong masks, positions and caches. default: on"
+    )
     fresh: int = option(0, "Number of random cases besides those of the bundle. Needs PyTorch.", min=0)
     steps: int = option(
         0, "Decode steps besides those of the bundle, for a model with a KV cache. Needs PyTorch.", min=0
@@ -243,16 +246,16 @@ class ValidateOptions(TimedOptions):
     )
     url: str | None = option(
         None,
-        "Validate through a server: grpc://HOST:PORT or http://HOST:PORT, with /MODEL behind it where the "
-        "model has another name than the bundle's. It is judged in place of the runtimes of this machine.",
+        "Validate a server instead of the runtimes of this machine: grpc://HOST:PORT or http://HOST:PORT, "
+        "followed by /MODEL if the model has another name than the bundle.",
         metavar="URL",
     )
     clients: Sequence[int] = option(
-        (1, 8, 32), "Of a server: numbers of clients that send requests at the same time.", metavar="N,N"
+        (1, 8, 32), "With --url: numbers of clients that send requests at the same time.", metavar="N,N"
     )
-    requests: int = option(256, "Of a server: requests for each number of clients.", min=1)
+    requests: int = option(256, "With --url: requests for each number of clients.", min=1)
     timeout_s: float = option(
-        30.0, "Of a server: seconds after which a request counts as unanswered.", "--timeout", min=0.001
+        30.0, "With --url: seconds after which a request counts as unanswered.", "--timeout", min=0.001
     )
     limit_s: float = 120.0
 
@@ -289,7 +292,7 @@ class BenchOptions(TimedOptions):
         metavar="SIZES",
     )
     streams: Sequence[int] = option(
-        (), "Numbers of CUDA streams, as 1,2,4,8: measure calls per second on so many, too.", metavar="N,N"
+        (), "Also measure calls per second on these numbers of CUDA streams, as 1,2,4,8.", metavar="N,N"
     )
 
 
@@ -327,7 +330,7 @@ class PackageOptions:
     queue_delay_us: int = option(
         100, "Microseconds that a request may wait for others to share its batch.", min=0
     )
-    sequences: int = option(8, "Sequences that a model with a KV cache decodes at a time.", min=1)
+    sequences: int = option(8, "Sequences that a model with a KV cache decodes at the same time.", min=1)
     overwrite: bool = option(False, "Replace a packaged model of that name.")
 
 
@@ -352,19 +355,22 @@ class Limits:
     """What counts as a regression: growth, as a share of the old value."""
 
     error: float = option(
-        0.1, "Growth of an error that is a regression, as a share of its budget.", "--max-error", min=0.0
+        0.1, "Growth of an error that is a regression, as a fraction of its budget.", "--max-error", min=0.0
     )
     latency: float = option(
         0.05,
-        "Growth of a p50 that is a regression, as a share of it; less than its spread never is.",
+        "Growth of a p50 that is a regression, as a fraction; growth within its spread is not one.",
         "--max-latency",
         min=0.0,
     )
     size: float = option(
-        0.1, "Growth of an engine, a graph or memory that is a regression, as a share.", "--max-size", min=0.0
+        0.1,
+        "Growth of an engine, graph or memory that is a regression, as a fraction.",
+        "--max-size",
+        min=0.0,
     )
     build_time: float = option(
-        0.5, "Growth of a build time that is a regression, as a share.", "--max-build-time", min=0.0
+        0.5, "Growth of a build time that is a regression, as a fraction.", "--max-build-time", min=0.0
     )
     build_seconds: float = option(10.0, "Least growth of a build time that counts, in seconds.", min=0.0)
     coverage: bool = option(
