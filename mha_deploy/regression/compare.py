@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from xml.etree import ElementTree
 
 import msgspec
@@ -32,16 +31,17 @@ from mha_deploy.validate.verdict import engines_to_dict, frame, model_to_dict
 
 _part = partial(record, is_open=True)
 _DATA = dict[str, Any]
+_SHARE, _TIME = Annotated[float, msgspec.Meta(ge=0)], Annotated[float, msgspec.Meta(gt=0)]
 _MODEL = _part({str: "name precision"}, {str: "bundle_sha256 weights", _DATA: "spec"})
 _VERDICT = _part({bool: "passed"}, {str: "headline outcome", list[str]: "not_verified"})
 _ENVIRONMENT = _part({}, {_DATA: "gpu", str: "driver platform", dict[str, str]: "versions"})
 _OUTPUT = _part(
     {str: "case output", bool: "passed"},
-    {str: "problem", float: "share", _DATA: "deviation budget", dict[str, int]: "sizes"},
+    {str: "problem", _SHARE: "share", _DATA: "deviation budget", dict[str, int]: "sizes"},
 )
 _PARITY = _part({str: "backend cases"}, {many(_OUTPUT): "verdicts"})
-_DECODE = _part({str: "backend trace", bool: "passed", int: "steps"}, {float: "share", list[int]: "prompt"})
-_INVARIANCE = _part({str: "backend case check", bool: "passed"}, {str: "detail", float: "share"})
+_DECODE = _part({str: "backend trace", bool: "passed", int: "steps"}, {_SHARE: "share", list[int]: "prompt"})
+_INVARIANCE = _part({str: "backend case check", bool: "passed"}, {str: "detail", _SHARE: "share"})
 _NODE = _part({str: "status"}, {str: "node", int: "profile", list[str]: "kernels"})
 _MASK = _part({str: "case", many(_NODE, str): "cells"}, {bool: "diagnostic"})
 _REBUILDS = _part({}, {list[float]: "seconds engine_bytes", dict[str, list[float | None]]: "errors times_us"})
@@ -52,11 +52,11 @@ _ENGINE = _part(
         str: "attention", list[str]: "plugins", list[dict[str, str]]: "profiles", _REBUILDS: "rebuilds",
     },
 )  # fmt: skip
-_TIMING = _part({float: "p50_us p90_us"}, {bool: "stable graph", int: "memory_bytes", _DATA: "conditions"})
+_TIMING = _part({_TIME: "p50_us p90_us"}, {bool: "stable graph", int: "memory_bytes", _DATA: "conditions"})
 _ROW = _part({str: "name"}, {str: "backend refused", _TIMING: "timing"})
 _POINT = _part({str: "case", dict[str, int]: "sizes", many(_ROW): "rows"}, {int: "past"})
-_SERVING = _part({int: "clients requests answered wrong"}, {float: "p50_ms p90_ms"})
-_THROUGHPUT = _part({str: "name", dict[str, int]: "sizes"}, {int: "streams", float: "per_second"})
+_SERVING = _part({int: "clients requests answered wrong"}, {_TIME: "p50_ms p90_ms"})
+_THROUGHPUT = _part({str: "name", dict[str, int]: "sizes"}, {int: "streams", _TIME: "per_second"})
 _RESULT = _part(
     {_MODEL: "model"},
     {
@@ -222,7 +222,7 @@ _FIGURES = ("environment", "size", "build time")
 class Measurement:
     """One thing that is compared."""
 
-    kind: str  # how: `status`, `share`, `growth`, `count`, `range` or `text`
+    kind: str  # how: `status`, `share`, `growth`, `count`, `counts`, `range` or `text`
     owner: str  # its runtime or engine; one that is missing as a whole is reported once
     value: Any
     shown: str
@@ -280,14 +280,17 @@ def _measured(result: Result, names: Mapping[str, str]) -> Measured:
             noise = _rebuild_span(rebuilds.get(run.backend), "errors", f"{each.case}/{each.output}")
             yield "error", f"{owner}, {run.cases}: {each.case}/{each.output}", _share(owner, each, noise)
         for case, sizes in {each.case: each.sizes for each in run.verdicts or () if each.sizes}.items():
-            extent = Measurement("count", owner, math.prod(sizes.values()), sizes_text(sizes))
+            extent = Measurement("counts", owner, sizes, sizes_text(sizes))
             yield "coverage", f"{owner}, {run.cases}: sizes of {case}", extent
     for decoded in result.decode or ():
         owner = _without_version(decoded.backend)
         trace = f"{owner}: {decoded.trace}"
         yield "decode", trace, _share(owner, decoded)
         yield "coverage", f"{trace}, decode steps", _plain("count", owner, decoded.steps)
-        yield "coverage", f"{trace}, tokens of prompts", _plain("count", owner, sum(decoded.prompt or ()))
+        prompt = decoded.prompt or ()
+        tokens = {"longest": max(prompt, default=0), "all": sum(prompt)}
+        shown = f"{tokens['all']}, {tokens['longest']} in the longest"
+        yield "coverage", f"{trace}, tokens of prompts", Measurement("counts", owner, tokens, shown)
     for check in result.invariance or ():
         owner = _without_version(check.backend)
         subject = f"{owner}: {check.check} {check.case}, {check.detail or ''}".strip(" ,")
@@ -329,6 +332,7 @@ def _under_load(result: Result, names: Mapping[str, str]) -> Measured:
         answered = f"{load.answered} of {load.requests}"
         share = load.answered / max(load.requests, 1)
         yield "coverage", f"{place}: answers", Measurement("count", owner, share, answered)
+        yield "coverage", f"{place}: requests", _plain("count", owner, load.requests)
         yield "error", f"{place}: wrong", Measurement("count", owner, -load.wrong, str(load.wrong))
         if load.p50_ms is not None:
             shown, spread = f"{short(load.p50_ms)} ms", (load.p90_ms or load.p50_ms) - load.p50_ms
@@ -350,6 +354,9 @@ def _of_engine(engine: Any, name: str) -> Measured:
         yield "fusion", f"{name}: {node.node or ''}{profile}", fusion
     if engine.fused:
         yield "fusion", f"{name}: attentions that are fused", _plain("count", owner, engine.fused[0])
+        others = engine.fused[-1] - engine.fused[0]
+        decomposed = Measurement("count", owner, -others, str(others))
+        yield "fusion", f"{name}: attentions that are not fused", decomposed
     yield "precision", f"{name}: verified", _plain("status", owner, engine.precision_status)
     yield "precision", f"{name}: requested", _plain("text", owner, engine.precision)
     yield "coverage", f"{name}: run", _plain("status", owner, "ran" if engine.ran else "not run")
@@ -445,6 +452,9 @@ def _judged(section: str, old: Measurement, new: Measurement, limits: Limits) ->
         return _judged_growth(section, old, new, limits)
     if old.kind == "count":
         return _direction(old.value, new.value), ""
+    if old.kind == "counts":  # one of them that is smaller is not made up for by another
+        ways = {_direction(count, new.value.get(name, 0)) for name, count in old.value.items()}
+        return next((level for level in (REGRESSION, IMPROVEMENT) if level in ways), SAME), ""
     if old.kind == "status":
         level = _direction(*(_RANKS[section].get(each.value, 1) for each in (old, new)))
         if level == SAME and old.doubt != new.doubt:
@@ -464,6 +474,8 @@ def _judged_alone(section: str, new: Measurement) -> tuple[str, str]:
     is_worst = new.kind == "status" and section != "coverage" and _RANKS[section].get(new.value) == 0
     if not new.passed or is_worst:
         return REGRESSION, "new, and not right"
+    if new.kind == "status" and _RANKS[section].get(new.value) != max(_RANKS[section].values()):
+        return CHANGED, "new"
     return IMPROVEMENT, "new"
 
 
@@ -475,6 +487,8 @@ def _judged_share(old: Measurement, new: Measurement, limits: Limits) -> tuple[s
     if old.passed != new.passed:
         what = "no longer verified" if new.shown == "not verified" else "out of budget"
         return (IMPROVEMENT, "") if new.passed else (REGRESSION, what)
+    if bool(old.errors) != bool(new.errors):
+        return (IMPROVEMENT, "") if new.errors else (REGRESSION, "no error was measured")
     if old.value is None or new.value is None:
         return (SAME, "") if old.value is None else (CHANGED, "no error was measured")
     # Under one budget: with a wider one, a larger error takes a smaller share.
@@ -497,6 +511,8 @@ def _judged_growth(section: str, old: Measurement, new: Measurement, limits: Lim
         least = max(least, limits.build_seconds)
     if section == "latency" and new.noise - old.noise > max(growth, _TAIL * old.value):
         return INCONCLUSIVE, f"its spread grew from {short(old.noise)} to {short(new.noise)} µs"
+    if section == "latency" and max(least, old.noise) < growth <= new.noise:
+        return INCONCLUSIVE, f"only within its new spread of {short(new.noise)} µs"
     if abs(growth) <= max(least, noise):
         is_noisy = section == "latency" and growth > least
         return SAME, f"within the measured spread of {short(noise)} µs" if is_noisy else ""
@@ -510,9 +526,13 @@ def _judged_growth(section: str, old: Measurement, new: Measurement, limits: Lim
 
 def _judged_range(old: str, new: str) -> tuple[str, str]:
     try:
-        before, after = Axis.parse(old), Axis.parse(new)
+        before = Axis.parse(old)
     except DeployError:
         return CHANGED, ""
+    try:
+        after = Axis.parse(new)
+    except DeployError:
+        return REGRESSION, "no range"
     if after.min > before.min or after.max < before.max:
         return REGRESSION, "a narrower range"
     return (IMPROVEMENT if (after.min, after.max) != (before.min, before.max) else CHANGED), ""

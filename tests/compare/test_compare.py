@@ -59,6 +59,7 @@ def budget_wider(data):
 PLANTED = {
     "fusion lost": ("fusion", lambda d: engine(d)["nodes"][0].update(status="decomposed", kernels=["gemm"])),
     "fusion unknown": ("fusion", lambda d: engine(d)["nodes"][0].update(status="unknown")),
+    "one more, not fused": ("fusion", lambda d: engine(d).update(fused=[1, 2])),
     "fewer fused": ("fusion", lambda d: engine(d).update(fused=[0, 1])),
     "precision mixed": ("precision", lambda d: engine(d).update(precision_status="mixed")),
     "precision requested": ("precision", lambda d: engine(d).update(precision="fp32")),
@@ -72,8 +73,11 @@ PLANTED = {
         lambda d: verdict(d, passed=False, problem="12 values are NaN", share=None, deviation=None),
     ),
     "not verified": ("error", lambda d: verdict(d, passed=False, problem="not verified: the oracle is zero")),
+    "no error measured": ("error", lambda d: verdict(d, deviation=None, share=None)),
+    "share without its error": ("error", lambda d: verdict(d, deviation={}, share=0.01)),
     "decode wrong": ("decode", lambda d: d["decode"][1].update(passed=False, first_failed=3, share=4.0)),
     "decode shorter": ("coverage", lambda d: d["decode"][1].update(steps=d["decode"][1]["steps"] // 2)),
+    "longest prompt shorter": ("coverage", lambda d: d["decode"][1].update(prompt=[14, 14, 14])),
     "prompt shorter": ("coverage", lambda d: d["decode"][1].update(prompt=[1])),
     "invariance nearly broken": ("invariance", lambda d: d["invariance"][1].update(share=0.9)),
     "invariance broken": ("invariance", lambda d: d["invariance"][1].update(passed=False)),
@@ -84,12 +88,17 @@ PLANTED = {
     "point missing": ("coverage", lambda d: d["latency"]["points"].pop(0)),
     "memory grown": ("size", lambda d: timed(d)["timing"].update(memory_bytes=10**9)),
     "case missing": ("coverage", lambda d: d["parity"][ENGINE]["verdicts"].pop(0)),
+    "case larger in one axis": (
+        "coverage",
+        lambda d: d["parity"][ENGINE]["verdicts"][1]["sizes"].update(B=99, S=64),
+    ),
     "case smaller": ("coverage", lambda d: d["parity"][ENGINE]["verdicts"][1]["sizes"].update(S=64)),
     "less verified": ("coverage", lambda d: d["verdict"]["not_verified"].append("B above 8")),
     "axis narrower": ("coverage", lambda d: d["model"]["spec"]["axes"]["S"].update(max=256)),
     "runtime missing": ("coverage", lambda d: d["parity"].pop(GRAPH)),
     "engine not run": ("coverage", lambda d: engine(d).update(ran=False, why_not="no NVIDIA GPU here")),
     "engine missing": ("coverage", lambda d: d["engines"].clear()),
+    "profile without a range": ("coverage", lambda d: engine(d)["profiles"][0].update(S="1:1:1:1")),
     "profile narrower": ("coverage", lambda d: engine(d)["profiles"][0].update(S="1:128:256")),
     "engine larger": ("size", lambda d: engine(d).update(engine_bytes=2 * engine(d)["engine_bytes"])),
     "build slower": ("build time", lambda d: engine(d).update(seconds=5 * engine(d)["seconds"])),
@@ -111,7 +120,8 @@ def test_a_planted_regression_is_reported(name):
     assert not found.passed
     assert {change.section for change in found.regressions} == {PLANTED[name][0]}
     back = md.compare(new, passing())
-    assert back.passed or name in ("precision requested", "precision of the model")  # a change either way
+    either_way = ("precision requested", "precision of the model", "case larger in one axis")
+    assert back.passed or name in either_way
     assert any(change.level in ("improvement", "regression") for change in back.changes)
 
 
@@ -157,6 +167,41 @@ def test_a_latency_whose_spread_grew_is_inconclusive():
         (change,) = (change for change in found.changes if change.level == "inconclusive")
         assert "its spread grew" in change.why
         assert not md.compare(passing(), new, strict=True).passed
+
+
+def test_a_slower_call_is_not_excused_by_a_wider_spread_alone():
+    new = passing()
+    time = timed(new)["timing"]
+    time |= {"p90_us": 1.85 * time["p50_us"], "p50_us": 1.4 * time["p50_us"]}
+    found = md.compare(passing(), new)
+    (change,) = [each for each in found.changes if each.level == "inconclusive"]
+    assert change.section == "latency"
+    assert not md.compare(passing(), new, strict=True).passed
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        lambda d: timed(d)["timing"].update(p50_us=0.0),
+        lambda d: timed(d)["timing"].update(p90_us=-1.0),
+        lambda d: verdict(d, share=-0.5),
+        lambda d: d["decode"][0].update(share=-0.5),
+    ],
+)
+def test_figures_that_cannot_be_are_refused(plant):
+    """They would be improvements."""
+    new = passing()
+    plant(new)
+    with pytest.raises(md.DeployError, match="does not keep its format"):
+        md.compare(passing(), new)
+
+
+def test_an_attention_that_is_new_and_unknown_is_no_improvement():
+    new = passing()
+    node = {**engine(new)["nodes"][0], "node": "new", "status": "unknown", "kernels": []}
+    engine(new)["nodes"].append(node)
+    (change,) = [each for each in md.compare(passing(), new).changes if each.level != "same"]
+    assert (change.section, change.level) == ("fusion", "changed")
 
 
 def test_another_model_of_the_same_name_is_a_change():
@@ -217,7 +262,12 @@ def bench_of(*reports):
 
 @pytest.mark.parametrize(
     ("worse", "section"),
-    [({"answered": 200}, "coverage"), ({"wrong": 3}, "error"), ({"p50_ms": 9.0, "p90_ms": 9.5}, "latency")],
+    [
+        ({"answered": 200}, "coverage"),
+        ({"requests": 8, "answered": 8}, "coverage"),
+        ({"wrong": 3}, "error"),
+        ({"p50_ms": 9.0, "p90_ms": 9.5}, "latency"),
+    ],
 )
 def test_a_server_that_got_worse_is_reported(worse, section):
     old, new = passing(), passing()
