@@ -1485,8 +1485,8 @@ def configure(
         in_process: Run ONNX Runtime, TensorRT and PyTorch in this process instead of a child process, for a
             debugger. A crash then ends this process.
         time_limit: Seconds after which a call of a runtime counts as hung; default: 3600.
-        trust_code: Run the factory that a bundle names, for fresh cases and PyTorch baselines: it is code of
-            whoever made the bundle; default: only factories that this process exported.
+        trust_code: Run the factory that a bundle names, for fresh cases and PyTorch baselines. This runs code
+            of the bundle's author; default: only factories that this process exported.
 
     Example:
         >>> md.configure(time_limit=3600)
