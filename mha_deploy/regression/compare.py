@@ -524,15 +524,18 @@ def _judged_growth(section: str, old: Measurement, new: Measurement, limits: Lim
     return (INCONCLUSIVE, f"{why}; {'; '.join(doubts)}") if doubts else (REGRESSION, why)
 
 
+def _axis(text: str) -> Axis | None:
+    try:
+        return Axis.parse(text)
+    except DeployError:
+        return None
+
+
 def _judged_range(old: str, new: str) -> tuple[str, str]:
-    try:
-        before = Axis.parse(old)
-    except DeployError:
-        return CHANGED, ""
-    try:
-        after = Axis.parse(new)
-    except DeployError:
-        return REGRESSION, "no range"
+    before, after = _axis(old), _axis(new)
+    if before is None or after is None:
+        level = _direction(before is not None, after is not None)
+        return (CHANGED, "") if level == SAME else (level, "no range" if level == REGRESSION else "")
     if after.min > before.min or after.max < before.max:
         return REGRESSION, "a narrower range"
     return (IMPROVEMENT if (after.min, after.max) != (before.min, before.max) else CHANGED), ""
