@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Struct
@@ -62,7 +62,7 @@ class Line(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     sizes: dict[str, int] = {}
     past: int | None = None  # valid entries of a preallocated KV cache
     parity: str = ""  # `passed`: the results of the timed calls are right; else why there is no time
-    samples_us: list[float] = []
+    samples_us: list[Annotated[float, msgspec.Meta(gt=0)]] = []
     timing: dict[str, Any] = {}  # calls per sample, CUDA graph, stability, memory; or streams and their rate
     kernels: list[tuple[str, float, float]] = []  # name, launches and µs in one call, where requested
     conditions: dict[str, Any] = {}  # clocks, temperature, power and throttling, as the driver reported them
@@ -72,6 +72,11 @@ class Line(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def p50(self) -> float | None:
         """The median of the samples; None where there are none."""
         return median(self.samples_us) if self.samples_us else None
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether there are samples, of results that are right."""
+        return bool(self.samples_us) and self.parity == "passed"
 
     @property
     def is_throttled(self) -> bool:
@@ -244,7 +249,7 @@ class Replay:
 
 
 def pick_line(source: str) -> tuple[Line, list[Line]]:
-    """The line that `FILE:NUMBER` names, and all lines of its runtime and row."""
+    """The line that `FILE:NUMBER` names, and all lines of its runtime, bundle and row with right results."""
     name, _, number = source.rpartition(":")
     if not name or not number.isdigit():
         hint = "benchmarks/results/FILE.jsonl:12"
@@ -253,10 +258,14 @@ def pick_line(source: str) -> tuple[Line, list[Line]]:
     if not 1 <= int(number) <= len(lines):
         raise DeployError("The record has no such line.", got=source, hint=f"1 to {len(lines)}")
     line = lines[int(number) - 1]
-    if line.p50 is None:
-        raise DeployError("Nothing was timed in this line.", got=f"{line.runtime}: {line.parity}")
-    alike = [each for each in lines if (each.row, each.runtime) == (line.row, line.runtime)]
-    return line, [each for each in alike if each.samples_us]
+    if not line.is_timed:
+        problem = (
+            "Nothing was timed in this line." if line.p50 is None else "The timed results were not right."
+        )
+        raise DeployError(problem, got=f"{line.runtime}: {line.parity}")
+    same = ("row", "runtime", "backend", "bundle_sha256")
+    alike = [each for each in lines if all(getattr(each, name) == getattr(line, name) for name in same)]
+    return line, [each for each in alike if each.is_timed]
 
 
 def replayed(

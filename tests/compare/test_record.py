@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 import mha_deploy as md
-from mha_deploy.regression.record import Line, append_lines, bench_lines, judge_replay, read_lines
+from mha_deploy.regression.record import Line, append_lines, bench_lines, judge_replay, pick_line, read_lines
 from mha_deploy.report.table import markdown
 from mha_deploy.runtime.cuda import Conditions
 from mha_deploy.runtime.gpu import Throughput
@@ -172,3 +172,21 @@ def test_the_tables_of_the_pages_match_the_lines():
         text = page.read_text(encoding="utf-8")
         assert "<!-- table: " in text
         assert rewritten(text) == text, f"run benchmarks/tables.py: {page}"
+
+
+@pytest.mark.parametrize(
+    "other", [{"bundle_sha256": "1" * 64}, {"backend": "tensorrt 9.0"}, {"parity": "out of budget"}]
+)
+def test_a_time_is_compared_with_right_results_of_its_bundle_and_version_alone(tmp_path, other):
+    """Else a slow line of another one makes room for any time."""
+    append_lines(tmp_path / "r.jsonl", [line(10.0), line(99.0, run="2", **other), line(10.1, run="3")])
+    _, alike = pick_line(f"{tmp_path / 'r.jsonl'}:1")
+    assert [each.p50 for each in alike] == [10.0, 10.1]
+
+
+def test_lines_that_prove_nothing_are_refused(tmp_path, refused):
+    append_lines(tmp_path / "r.jsonl", [line(10.0, parity="out of budget")])
+    refused("bench", "--replay", f"{tmp_path / 'r.jsonl'}:1", what="were not right", got="out of budget")
+    text = (tmp_path / "r.jsonl").read_text(encoding="utf-8").replace("10.0", "-10.0")
+    (tmp_path / "negative.jsonl").write_text(text, encoding="utf-8")
+    refused("bench", "--replay", f"{tmp_path / 'negative.jsonl'}:1", what="another format", got="> 0")
