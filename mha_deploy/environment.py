@@ -6,7 +6,6 @@ import importlib
 import importlib.util
 import os
 import platform
-import shutil
 import subprocess
 from collections.abc import Sequence
 from importlib import metadata
@@ -138,17 +137,12 @@ def gpus_are_hidden() -> bool:
 def gpus() -> list[dict[str, str]]:
     """The NVIDIA GPUs of this machine, as its driver lists them; none where all are hidden from CUDA."""
     fields = ("name", "compute_cap", "memory.total", "driver_version")
-    if gpus_are_hidden() or shutil.which("nvidia-smi") is None:
+    if gpus_are_hidden():
         return []
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
     try:
-        done = subprocess.run(
-            ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-            timeout=20,
-            check=True,
-        )
-    except (subprocess.SubprocessError, OSError):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (subprocess.SubprocessError, OSError):  # there is no driver, or it does not answer
         return []
     rows = [line.split(", ") for line in done.stdout.splitlines() if line.strip()]
     return [dict(zip(fields, row, strict=False)) for row in rows]

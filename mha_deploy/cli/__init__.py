@@ -28,7 +28,7 @@ from mha_deploy.text import printable
 
 EXIT_INTERNAL_ERROR = 70
 EXIT_INTERRUPTED = 130
-_ENDING_SIGNALS = ("SIGTERM", "SIGHUP")
+_ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 app = typer.Typer(
     name="mha-deploy",
@@ -84,8 +84,10 @@ def main() -> None:
         except BaseException as raised:  # noqa: BLE001 (a bug of this tool: its exit code is not a verdict)
             no_memory = isinstance(raised, RuntimeError) and "allocate memory" in str(raised)  # PyTorch's own
             if isinstance(raised, MemoryError) or no_memory:
-                code = EXIT_BAD_INPUT
-                error = DeployError("There is too little memory.", got=str(raised) or None)
+                code, error = (
+                    EXIT_BAD_INPUT,
+                    DeployError("There is too little memory.", got=str(raised) or None),
+                )
             else:
                 traceback.print_exception(raised)
                 got, hint = f"{type(raised).__name__}: {raised}", "report it with the traceback"
@@ -121,28 +123,20 @@ class _Guarded:
         self.errors = "replace"
 
     def write(self, text: str) -> int:
-        if self.isatty():
-            text = "".join(
-                part if _STYLES.fullmatch(part) else printable(part) for part in _STYLES.split(text)
-            )
-        else:
-            text = printable(text)
+        parts = _STYLES.split(text) if self.isatty() else [text]  # every second one is a style
+        text = "".join(part if i % 2 else printable(part) for i, part in enumerate(parts))
         try:
             text.encode(self.encoding)
         except UnicodeEncodeError:
             text = text.translate(_PLAIN).encode(self.encoding, "replace").decode(self.encoding)
         self.has_text = self.has_text or bool(text)
-        try:
-            return self._stream.write(text)
-        except BrokenPipeError:
-            self._drop()
-            return len(text)
+        with self._reader_may_leave():
+            self._stream.write(text)
+        return len(text)
 
     def flush(self) -> None:
-        try:
+        with self._reader_may_leave():
             self._stream.flush()
-        except BrokenPipeError:
-            self._drop()
 
     def isatty(self) -> bool:
         return self._stream.isatty()
@@ -150,11 +144,15 @@ class _Guarded:
     def fileno(self) -> int:
         return self._stream.fileno()
 
-    def _drop(self) -> None:
-        """Write the rest to nowhere: a reader that stops early is no error."""
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, self._stream.fileno())
-        os.close(nowhere)
+    @contextmanager
+    def _reader_may_leave(self) -> Iterator[None]:
+        """Write the rest to nowhere then: a reader that stops early is no error."""
+        try:
+            yield
+        except BrokenPipeError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
 
 
 @contextmanager
@@ -183,9 +181,8 @@ def _signals_as_interrupts() -> Iterator[list[int]]:
         signal.signal(number, signal.SIG_DFL)
         raise KeyboardInterrupt
 
-    known = [getattr(signal, name) for name in _ENDING_SIGNALS if hasattr(signal, name)]
     # A signal that somebody else handles, or ignores as `nohup` does, stays theirs.
-    own = [each for each in known if signal.getsignal(each) is signal.SIG_DFL]
+    own = [each for each in _ENDING_SIGNALS if signal.getsignal(each) is signal.SIG_DFL]
     if threading.current_thread() is not threading.main_thread():
         own = []  # only the main thread may handle signals
     for each in own:

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import MISSING, asdict
 from functools import partial
 from inspect import signature
@@ -33,12 +33,13 @@ from mha_deploy.cli.arguments import (
 )
 from mha_deploy.errors import EXIT_VERDICT_FAILED, DeployError
 from mha_deploy.options import AUTO, OF_DEPLOY, option
+from mha_deploy.text import yes_no
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from mha_deploy.bundle.folder import Bundle
-    from mha_deploy.engine.manifest import Engine
+    from mha_deploy.engine.engine import Engine
     from mha_deploy.regression.matrix import MatrixCell
 
 OUT = ("-o", "--out")
@@ -144,17 +145,12 @@ def fuse(
 @verb(taken(md.check, "target", "version", "sm"))
 def check(bundle: Path = BUNDLE, **options: Any) -> Result:
     """Report for every attention node whether a target supports and fuses it, and if not, why."""
-    answers = md.check(bundle, **options)
-    verdicts = ("taken", "fused", "taken_when_lowered", "fused_when_lowered")
-    data = [
-        {
-            "node": answer.node.name,
-            "target": str(answer.target),
-            **{name: getattr(answer, name) for name in verdicts},
-            "findings": [asdict(finding) for finding in answer.findings],
-        }
-        for answer in answers
-    ]
+    answers, data = md.check(bundle, **options), []
+    for answer in answers:
+        verdicts = ("taken", "fused", "taken_when_lowered", "fused_when_lowered")
+        found = {name: getattr(answer, name) for name in verdicts}
+        findings = [asdict(finding) for finding in answer.findings]
+        data.append({"node": answer.node.name, "target": str(answer.target), **found, "findings": findings})
     passed = all(answer.fused_when_lowered for answer in answers)
     return Result(data, lambda: [tables.eligibility_renderable(answers)], passed)
 
@@ -222,9 +218,9 @@ def build(json: bool = JSON, **options: Any) -> Result:
         each.part.key: {"paths": list(map(str, each.paths)), "by": each.by, "version": each.version}
         for each in parts
     }
-    library = None if made.library is None else made.library.to_dict()
-    other = "The library is for another platform than this machine, and was not loaded here."
-    lines = [f"built {made.path}", *([other] if library is None else [])]
+    library, lines = made.library and made.library.to_dict(), [f"built {made.path}"]
+    if library is None:
+        lines.append("The library is for another platform than this machine, and was not loaded here.")
     return Result({"path": str(made.path), "found": found, "library": library}, lambda: lines)
 
 
@@ -245,12 +241,12 @@ def list_() -> Result:
         here = library["tensorrt_here"]
         fits = f"{fits} TensorRT {here} here" if here else "TensorRT is not installed here"
         names = ", ".join(f"{each['name']} {each['version']}" for each in library["plugins"])
+        gpus, frontend = ", ".join(library["architectures"]), library["cudnn_frontend"]
         lines += [
             f"  version {library['version']}, sha256 {library['sha256'][:16]}",
             f"  for TensorRT {library['tensorrt']} ({library['interface']}); {fits}",
             f"  plugins {names}",
-            f"  GPU architectures {', '.join(library['architectures'])}; "
-            f"cudnn-frontend {library['cudnn_frontend']}",
+            f"  GPU architectures {gpus}; cudnn-frontend {frontend}",
         ]
     return Result(found, lambda: lines)
 
@@ -457,24 +453,20 @@ def _cells() -> Iterator[Callable[[MatrixCell, int, int], None]]:
     from rich.console import Console
     from rich.live import Live
 
-    console = Console(stderr=True)
-    cells: list[MatrixCell] = []
+    console, cells = Console(stderr=True), list[MatrixCell]()
+    live = Live(console=console, transient=True, refresh_per_second=4) if console.is_terminal else None
 
-    def print_line(cell: MatrixCell, done: int, total: int) -> None:
+    def show_cell(cell: MatrixCell, done: int, total: int) -> None:
+        cells.append(cell)
+        if live is not None:
+            live.update(tables.cells_renderable(cells[-console.height + 6 :], f"{done} of {total} cells"))
+            return
         again = "" if cell.is_new else ", from an earlier run"
         line = f"{done}/{total} {cell.model} {cell.precision}, {cell.runtime}: {cell.summary}{again}"
         console.print(line, highlight=False, markup=False)
 
-    if not console.is_terminal:
-        yield print_line
-        return
-    with Live(console=console, transient=True, refresh_per_second=4) as live:
-
-        def update(cell: MatrixCell, done: int, total: int) -> None:
-            cells.append(cell)
-            live.update(tables.cells_renderable(cells[-console.height + 6 :], f"{done} of {total} cells"))
-
-        yield update
+    with live or nullcontext():
+        yield show_cell
 
 
 # -- What is known without running anything --------------------------------------------------------
@@ -573,10 +565,9 @@ def doctor(**options: Any) -> Result:
         yield tables.runtimes_renderable(found["runtimes"])
         if any(each["works"] and not each["loaded"] for each in found["runtimes"]):
             yield "installed: found, not imported; `mha-deploy doctor --load` imports it"
-        yield from [f"GPU: {', '.join(gpu.values())}" for gpu in found["gpus"]] or [
-            "GPU: none reported by nvidia-smi"
-        ]
-        yield from (f"{verb}: {'yes' if possible else 'no'}" for verb, possible in found["can"].items())
+        gpus = [", ".join(gpu.values()) for gpu in found["gpus"]] or ["none reported by nvidia-smi"]
+        yield from (f"GPU: {gpu}" for gpu in gpus)
+        yield from (f"{verb}: {yes_no(possible)}" for verb, possible in found["can"].items())
         yield (
             "bundles from others: files, graph and oracle are checked; code that a bundle names or contains "
             "runs only with --trust-code; TensorRT loads plans in a child process, so build engines yourself "

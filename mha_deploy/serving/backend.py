@@ -82,14 +82,14 @@ class ServedModel:
 
     def _merged(self, feeds: Sequence[Arrays]) -> list[Arrays | DeployError]:
         """Several requests of the same shapes as one batch."""
-        run, ends = self.runner.run, np.cumsum([len(next(iter(each.values()))) for each in feeds])[:-1]
-        if len(feeds) == 1:
-            return [_attempt(run, feeds[0])]
-        whole = _attempt(run, {name: np.concatenate([each[name] for each in feeds]) for name in feeds[0]})
-        if isinstance(whole, DeployError):  # which of them it is shows when they run one by one
-            return [_attempt(run, each) for each in feeds]
-        parts = {name: np.split(array, ends) for name, array in whole.items()}
-        return [{name: part[i] for name, part in parts.items()} for i in range(len(feeds))]
+        if len(feeds) > 1:
+            ends = np.cumsum([len(next(iter(each.values()))) for each in feeds])[:-1]
+            batch = {name: np.concatenate([each[name] for each in feeds]) for name in feeds[0]}
+            whole = _attempt(self.runner.run, batch)
+            if not isinstance(whole, DeployError):  # else it shows which one fails when they run one by one
+                parts = {name: np.split(array, ends) for name, array in whole.items()}
+                return [{name: part[i] for name, part in parts.items()} for i in range(len(feeds))]
+        return [_attempt(self.runner.run, each) for each in feeds]
 
     def close(self) -> None:
         """Free the runtime."""
@@ -167,14 +167,14 @@ class Caches:
         """Prompts and decode steps of different sequences."""
         results, present = dict[int, Arrays | DeployError](), set[Hashable]()
         for index, request in enumerate(requests):
-            problem = None
             if request.sequence in present:
                 got = f"correlation ID {request.sequence}"
-                problem = DeployError("A sequence has one request at a time.", got=got)
-            elif request.start:
-                self._begin(request.sequence)
+                results[index] = DeployError("A sequence has one request at a time.", got=got)
+                continue
             present.add(request.sequence)
-            if problem := problem or self._problem(request):
+            if request.start:
+                self._begin(request.sequence)
+            if (problem := self._problem(request)) is not None:
                 results[index] = problem
 
         def tokens(index: int) -> Hashable:
@@ -306,9 +306,8 @@ class TritonPythonModel:
             raise BackendUnavailable(problem, got=f"NumPy {np.__version__}", hint=hint)
         if args.get("model_instance_kind") == "GPU":  # runners take the first GPU that is visible
             device = args["model_instance_device_id"]
-            visible = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
-            chosen = visible[int(device)] if int(device) < len(visible) else device
-            os.environ["CUDA_VISIBLE_DEVICES"] = chosen
+            visible = list(filter(None, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")))
+            os.environ["CUDA_VISIBLE_DEVICES"] = dict(enumerate(visible)).get(int(device), device)
         config = json.loads(args["model_config"])
         settings = {name: each["string_value"] for name, each in config["parameters"].items()}
         self._inputs = [each["name"] for each in config["input"]]
