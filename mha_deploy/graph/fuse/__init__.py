@@ -291,7 +291,8 @@ class _Fusion:
             result, border, changes = repaired
             self._verified([node.outputs[0]], border, builder, lambda: [result])
         except NotFused as refusal:
-            self._note(name, [f"left as it was. {refusal.in_one_line}"])
+            why = refusal.in_one_line.removeprefix("Left as it was: ")
+            self._note(name, [f"left as it was: {why}"])
             return
         before = list(node.inputs)
         replace_node(node, builder, {0: result})
