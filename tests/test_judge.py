@@ -154,12 +154,57 @@ def test_a_planted_mistake_fails_the_golden_cases(bundles, tmp_path, mistake):
     assert any(place in problem for problem in problems), problems
 
 
+def in_int8(axis):
+    """Quantized by the largest number of each channel, or of all."""
+
+    def changed(array):
+        wide = array.astype(np.float64)
+        scale = np.abs(wide).max(axis, keepdims=True) / 127
+        return np.round(wide / scale) * scale
+
+    return changed
+
+
 COARSE = {
     "queries and keys": through_bf16(1),
     "values": through_bf16(2),
     "heads": through_bf16(None),
     "q.weight": lambda g: weight(g, "q.weight.T", lambda array: array.astype(ml_dtypes.bfloat16)),
 }
+
+
+def coarse_weights(graph):
+    """The softmax weights of a lowered graph go through BF16."""
+    (softmax,) = (node for node in graph if node.op_type == "Softmax")
+    users = list(softmax.outputs[0].uses())
+    down = ir.node("Cast", [softmax.outputs[0]], {"to": ir.DataType.BFLOAT16})
+    up = ir.node("Cast", [down.outputs[0]], {"to": ir.DataType.FLOAT16})
+    for user in users:
+        user.node.replace_input_with(user.idx, up.outputs[0])
+    graph.insert_after(softmax, [down, up])
+
+
+FEW_NUMBERS = {
+    "softmax weights in BF16": coarse_weights,
+    "v.weight in INT8, a scale for each channel": lambda g: weight(g, "v.weight.T", in_int8(0)),
+    "v.weight in INT8, one scale": lambda g: weight(g, "v.weight.T", in_int8(None)),
+}
+
+
+@pytest.mark.parametrize("accumulate", ["fp32", "fp16"])
+def test_coarse_parts_of_the_smallest_layer_are_named(bundles, accumulate):
+    """Its usual sizes have too few numbers to tell some of them from chance: more batch elements have."""
+    bundle = bundles("tiny-mha")
+    drawn, _ = drawn_cases(bundle, ValidateOptions(sweep=False), lambda step: None)
+    (case,) = (case for case in drawn["probe"] if case.suspects)
+    precision = replace(bundle.manifest.precision, accumulate=accumulate)
+    for part, plant in {"": lambda graph: None, **FEW_NUMBERS}.items():
+        model = lower(load_graph(bundle.model_path), "primitives")
+        plant(model.graph)
+        with open_runner("ort-cpu", model) as runner:
+            (verdict,) = judge_case(case, runner.run(case.inputs), precision)
+        assert verdict.passed is (part == "")
+        assert part in (verdict.problem or "")
 
 
 @pytest.fixture(scope="module")

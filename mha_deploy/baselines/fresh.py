@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -168,6 +169,22 @@ class ProgramValues:
 _LOUDNESS = 4.0
 _CANDIDATES = 64
 COARSE = ("scores", "softmax weights", "queries and keys", "values", "heads")
+_INT8_MOST = 127
+
+
+def _in_int8(weight: Tensor, dim: int | None) -> Tensor:
+    """A weight in INT8, with one scale for each output channel (`dim` 1: the inputs share it) or for all."""
+    wide = weight.double()
+    largest = wide.abs().max() if dim is None else wide.abs().amax(dim, keepdim=True)
+    scale = (largest / _INT8_MOST).clamp(min=torch.finfo(weight.dtype).tiny)
+    return (wide / scale).round() * scale
+
+
+_WEIGHTS_IN: dict[str, Callable[[Tensor], Tensor]] = {
+    "BF16": Tensor.bfloat16,
+    "INT8, a scale for each channel": partial(_in_int8, dim=1),
+    "INT8, one scale": partial(_in_int8, dim=None),
+}
 _SMALL = 1 << 18  # numbers of an output: every weight by itself takes long for more
 
 
@@ -327,7 +344,8 @@ class FreshCases:
 
         Ragged lengths of a catalog layer go down to 1 and 0. `past` entries of a preallocated cache are valid
         in every batch element; default: drawn. The probe `edges` has large tokens where masks, windows and
-        caches end; `coarse` finds out what parts of attention in BF16 would change, of catalog layers alone.
+        caches end; `coarse` finds out what parts of attention in BF16, and weights in INT8, would change, of
+        catalog layers alone.
         """
         self.spec.check_sizes(sizes)
         if past is not None and self.spec.layer is not None:
@@ -349,15 +367,16 @@ class FreshCases:
             for part in COARSE:
                 with CoarseAttention(part):
                     changed[part] = to_numpy(self._capture.exact(feeds)["output"])
-            for part, weight in self._capture.module.named_parameters():
-                if weight.dim() == 2 and oracle.size <= _SMALL:
-                    own, weight.data = weight.data, weight.bfloat16().to(weight.dtype)
-                    try:
-                        changed[part] = to_numpy(self._capture.exact(feeds)["output"])
-                    finally:
-                        weight.data = own
-        suspects = {f"{part} in BF16": {"output": each - oracle} for part, each in changed.items()}
-        return replace(case, suspects=suspects)
+            changed = {f"{part} in BF16": each for part, each in changed.items()}
+            parameters = dict(self._capture.module.named_parameters()) if oracle.size <= _SMALL else {}
+            matrices = {part: weight for part, weight in parameters.items() if weight.dim() == 2}
+            for (part, weight), (kind, rounded) in product(matrices.items(), _WEIGHTS_IN.items()):
+                own, weight.data = weight.data, rounded(weight.data).to(weight.dtype)
+                try:
+                    changed[f"{part} in {kind}"] = to_numpy(self._capture.exact(feeds)["output"])
+                finally:
+                    weight.data = own
+        return replace(case, suspects={name: {"output": each - oracle} for name, each in changed.items()})
 
     def trace(self, planned: PlannedTrace, *, seed: int, probe: bool = False) -> DecodeTrace:
         """Draw tokens, decode with the module, and compute the whole sequence in FP64.

@@ -64,6 +64,7 @@ _TIMED = ("opt", "prefill", "decode")
 # Large scores round more coarsely, by chance in the heads that matter. A mistake is hundreds of times larger.
 PROBE_ALLOWANCE = 6.0
 _LOUDNESS, _LOUD_STEPS = 4.0, 8  # of the large tokens, and the decode steps with some of them
+_COARSE_NUMBERS = 1 << 14  # of an output: enough to tell a part in BF16 from chance
 
 
 def validate_bundle(
@@ -232,7 +233,9 @@ class _Validation:
             draw = partial(fresh.case, sizes, seed=self.options.seed, past=past)
             cases.append(replace(draw(probe="edges"), name=f"probe-{name}", allowance=PROBE_ALLOWANCE))
             if spec.layer is not None and name in usual and manifest.precision.name == "fp16":
-                cases.append(replace(draw(probe="coarse"), name=f"coarse-{name}"))
+                more = {**sizes, "B": _batch_for_coarse(spec, sizes, profiles)}
+                case = fresh.case(more, seed=self.options.seed, past=past, probe="coarse")
+                cases.append(replace(case, name=f"coarse-{name}"))
         return cases
 
     @cached_property
@@ -388,6 +391,17 @@ class _Validation:
             if engine is None and wrong and each.runtime.name in CPU_RUNNERS:
                 return graph_at_fault(each.runtime.name, each.share)
             # An attention inside may be wrong alone: then no case shows what its engine does.
+def _batch_for_coarse(spec: ModelSpec, sizes: Sizes, profiles: Sequence[Mapping[str, Axis]]) -> int:
+    """So many batch elements that chance hides no part in BF16, where axes and profiles admit them."""
+
+    def admits(axes: Mapping[str, Axis]) -> bool:
+        return all(axes[name].min <= size <= axes[name].max for name, size in sizes.items() if name in axes)
+
+    most = max((axes["B"].max for axes in profiles if admits(axes)), default=spec.axes["B"].max)
+    in_one = math.prod(spec.outputs[0].shape({**sizes, "B": 1}))
+    return max(sizes["B"], min(most, math.ceil(_COARSE_NUMBERS / in_one)))
+
+
             cases = [case for kind in each.cases.values() for case in kind if case.name in wrong]
             if engine is not None and cases:
                 self.on_step("fault attribution")
