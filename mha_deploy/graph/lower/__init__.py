@@ -15,7 +15,7 @@ dialect cannot express is refused with a `LoweringError` that names the feature.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, make_dataclass
 from typing import Any
 
 import onnx
@@ -51,9 +51,7 @@ from mha_deploy.graph.lower.opset import to_opset
 __all__ = ["DIALECTS", "LoweringError", "lower"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class NoOptions:
-    """The options of a dialect that has none."""
+NoOptions = make_dataclass("NoOptions", [])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,19 +96,9 @@ DIALECTS = {
 
 
 def lower(model: ir.Model, dialect: str, **options: Any) -> ir.Model:
-    """Write every attention of a model in a dialect.
+    """A new model with every attention in one of `DIALECTS`; it computes the same and shares the weights.
 
-    Args:
-        model: A model with ONNX `Attention` nodes, and the operators around them. It is not changed.
-        dialect: One of `DIALECTS`.
-        **options: Options of the dialect: the fields of `TrtOptions`, `PrimitivesOptions` or `PluginOptions`.
-
-    Returns:
-        A new model that computes the same and shares the weights.
-
-    Raises:
-        LoweringError: A node uses a feature that the dialect cannot express.
-        DeployError: The dialect or an option is not known.
+    The options are the fields of `TrtOptions`, `PrimitivesOptions` or `PluginOptions`.
     """
     if dialect not in DIALECTS:
         raise DeployError("No such dialect.", got=dialect, hint=nearest(dialect, DIALECTS))
@@ -170,21 +158,14 @@ def _checked(copy: ir.Model, dialect: str) -> ir.Model:
     """
     for node in attention_nodes(copy):
         # The specification forbids both, and the checker does not detect them.
-        problem = None
-        if isinstance(node.Hq, int) and isinstance(node.Hkv, int) and node.Hq % node.Hkv:
-            problem = "uneven head groups"
-        elif node.has_past and node.has_nonpad_kv_seqlen:
-            problem = "nonpad_kv_seqlen together with past_key"
-        if problem is not None:
+        uneven = isinstance(node.Hq, int) and isinstance(node.Hkv, int) and node.Hq % node.Hkv
+        if uneven or (node.has_past and node.has_nonpad_kv_seqlen):
+            problem = "uneven head groups" if uneven else "nonpad_kv_seqlen together with past_key"
             raise LoweringError(problem, node=node.name, dialect=dialect, hint="export it again")
     try:
         CheckerPass()(copy)
     except (onnx.checker.ValidationError, ir.passes.PassError) as error:
-        raise LoweringError(
-            "an invalid graph",
-            node=copy.graph.name or "main",
-            dialect=dialect,
-            got=str(error.__cause__ or error).strip().splitlines()[0],
-            hint="export it again, or repair the node",
-        ) from error
+        got = str(error.__cause__ or error).strip().splitlines()[0]
+        graph, hint = copy.graph.name or "main", "export it again, or repair the node"
+        raise LoweringError("an invalid graph", node=graph, dialect=dialect, got=got, hint=hint) from error
     return copy

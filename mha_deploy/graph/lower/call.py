@@ -96,15 +96,6 @@ class AttentionCall(OperatorCall):
         """Whether the tensors or the softmax are in FP64."""
         return "fp64" in (self.attention.dtype, self.attention.softmax_precision)
 
-    @property
-    def may_mask_queries_fully(self) -> bool:
-        """Whether there may be fully masked queries; their output is zero."""
-        attention = self.attention
-        if attention.mask != "none" or attention.has_nonpad_kv_seqlen:
-            return True
-        # A window can be entirely beyond the last key, unless every query has a key of its own.
-        return attention.has_window and not self.is_square
-
 
 _INPUTS = ("q", "k", "v", "mask", "past_key", "past_value", "lengths")
 

@@ -45,11 +45,9 @@ def read_mask(b: NodeBuilder, call: AttentionCall, S: Size, T: Size) -> Mask | N
 
 def input_mask(b: NodeBuilder, call: AttentionCall, T: Size) -> Mask | None:
     """The mask input alone, without causal, window and key lengths, with all four axes; None without one."""
-    mask, dims, kind = call.mask, call.attention.mask_dims, call.attention.mask
+    mask, dims, kind = call.mask, call.attention.mask_dims or (), call.attention.mask
     if mask is None:
         return None
-    if dims is None:
-        raise call.refuse("mask of unknown rank")
     dtype, missing_axes = _dtype(mask), range(4 - len(dims))
     dims = (*(1 for _ in missing_axes), *dims)
     if missing_axes:
@@ -73,17 +71,18 @@ def input_mask(b: NodeBuilder, call: AttentionCall, T: Size) -> Mask | None:
         else:
             mask = b.op("Pad", mask, pads, b.constant(NEG_INF, dtype), name="mask_padded")
             mask.dtype = dtype
-    return Mask(
-        visible=mask if kind == "bool" else None,
-        additive=None if kind == "bool" else mask,
-        heads=1 if dims[1] == 1 else call.Hq,
-        one_row=dims[2] == 1,
-    )
+    visible, additive = (mask, None) if kind == "bool" else (None, mask)
+    heads = 1 if dims[1] == 1 else call.Hq
+    return Mask(visible=visible, additive=additive, heads=heads, one_row=dims[2] == 1)
 
 
 def with_geometry(b: NodeBuilder, call: AttentionCall, mask: Mask | None, S: Size, T: Size) -> Mask | None:
     """The mask input combined with causality, window and key lengths."""
-    ahead, back = _ahead(call), call.attention.left_window
+    attention, back = call.attention, call.attention.left_window
+    # How many keys after its own position a query attends to; None for all.
+    ahead = attention.right_window if attention.right_window >= 0 else None
+    if attention.is_causal:  # one new token: its own key is the last one
+        ahead = None if attention.S == attention.T == 1 and call.lengths is None else 0
     alike = (ahead is None and back < 0) or call.attention.S == 1
     key, tests = None, list[ir.Value]()
     if ahead is not None or back >= 0 or call.lengths is not None:
@@ -106,15 +105,6 @@ def with_geometry(b: NodeBuilder, call: AttentionCall, mask: Mask | None, S: Siz
     if mask is None:
         return None if geometry is None else Mask(visible=geometry, additive=None, heads=1, one_row=alike)
     return replace(mask, visible=_both(b, mask.visible, geometry), one_row=mask.one_row and alike)
-
-
-def _ahead(call: AttentionCall) -> int | None:
-    """How many keys after its own position a query attends to; None for all."""
-    attention = call.attention
-    if attention.is_causal:
-        # One new token: its own key is the last one.
-        return None if attention.S == attention.T == 1 and call.lengths is None else 0
-    return attention.right_window if attention.right_window >= 0 else None
 
 
 def positions_along(b: NodeBuilder, size: Size, *, axis: int) -> ir.Value:
@@ -218,7 +208,10 @@ def _without_large_top(b: NodeBuilder, numbers: ir.Value) -> ir.Value:
 
 def attending_queries(b: NodeBuilder, call: AttentionCall, mask: Mask | None) -> ir.Value | None:
     """`[·, ·, ·, 1]`, False for fully masked queries; None where there are certainly none."""
-    if mask is None or not call.may_mask_queries_fully:
+    attention = call.attention
+    # A window can be entirely beyond the last key, unless every query has a key of its own.
+    beyond = attention.has_window and not call.is_square
+    if mask is None or not (beyond or attention.mask != "none" or attention.has_nonpad_kv_seqlen):
         return None
     visible = mask.visible
     if mask.additive is not None:

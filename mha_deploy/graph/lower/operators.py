@@ -108,11 +108,8 @@ def rotary_to_contrib(call: OperatorCall, b: NodeBuilder) -> ir.Value:
         else:
             tokens = b.op("Mul", b.as_tensor(B), b.as_tensor(S), name="tokens")
             positions = b.reshape(b.count_up(tokens), B, S, name="rows")
-    attributes = {
-        "interleaved": int(rotary.interleaved),
-        "num_heads": rotary.heads,
-        "rotary_embedding_dim": rotary.rotated if rotary.rotated < rotary.size else None,
-    }
+    attributes: dict[str, int | None] = {"interleaved": int(rotary.interleaved), "num_heads": rotary.heads}
+    attributes["rotary_embedding_dim"] = rotary.rotated if rotary.rotated < rotary.size else None
     inputs = [rotary.x, positions, cos, sin]
     return b.node(ROTARY, inputs, domain="com.microsoft", name=b.prefix, attributes=attributes)[0]
 

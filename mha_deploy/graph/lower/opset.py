@@ -9,14 +9,7 @@ import onnx
 import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass
 
-from mha_deploy.graph.ir import (
-    NodeBuilder,
-    constant_ints,
-    input_at,
-    is_op,
-    node_name,
-    replace_node,
-)
+from mha_deploy.graph.ir import NodeBuilder, constant_ints, input_at, is_op, node_name, replace_node
 from mha_deploy.graph.lower.call import OperatorCall
 
 # -- How an operator is written before an opset: its new output, or None where it stays ------------
@@ -115,9 +108,8 @@ def _squeeze_by_name(node: ir.Node, b: NodeBuilder) -> ir.Value | None:
     return b.op("Squeeze", x, b.ints(0))
 
 
-_REDUCTIONS = tuple(
-    f"Reduce{kind}" for kind in ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "SumSquare")
-)
+_REDUCED = "L1 L2 LogSum LogSumExp Max Mean Min Prod SumSquare"
+_REDUCTIONS = tuple(f"Reduce{kind}" for kind in _REDUCED.split())
 
 # The opset with the newer form, the operators, and how to write them before it.
 _REWRITES: tuple[tuple[int, tuple[str, ...], Callable[[ir.Node, NodeBuilder], ir.Value | None]], ...] = (
@@ -148,11 +140,7 @@ _NEWER_VALUES = {
 
 
 def to_opset(model: ir.Model, version: int, *, dialect: str = "primitives") -> bool:
-    """Let a model, which is changed, need no opset newer than `version`; whether it has new nodes.
-
-    Raises:
-        LoweringError: A node cannot be written in that opset.
-    """
+    """Let a model, which is changed, need no opset newer than `version`; whether it has new nodes."""
     current = model.opset_imports.get("", version)
     if current <= version:
         return False
@@ -210,10 +198,7 @@ def _problem(node: ir.Node, current: int, version: int) -> str | None:
         return f"it has {len(node.inputs)} inputs"
     for side, values, formals in (("input", node.inputs, old.inputs), ("output", node.outputs, old.outputs)):
         for index, value in enumerate(values):
-            formal = formals[min(index, len(formals) - 1)]
-            if value is None or value.dtype is None:
-                continue
-            name = {"FLOAT": "float", "DOUBLE": "double"}.get(value.dtype.name, value.dtype.name.lower())
-            if f"tensor({name})" not in formal.types:
-                return f"{side} {formal.name} is {value.dtype.name}"
+            formal, dtype = formals[min(index, len(formals) - 1)], None if value is None else value.dtype
+            if dtype is not None and f"tensor({dtype.name.lower()})" not in formal.types:
+                return f"{side} {formal.name} is {dtype.name}"
     return None

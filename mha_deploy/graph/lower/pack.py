@@ -7,6 +7,8 @@ the Attention nodes still show which matmuls are projections.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain, count
+from typing import cast
 
 import numpy as np
 import onnx_ir as ir
@@ -85,10 +87,9 @@ def _pack(group: list[Projection], attention: ir.Node) -> None:
     if not isinstance(graph, ir.Graph):
         return
     # No slash after the attention's own name: that prefix is reserved for its lowering.
-    name, count = f"{attention.name or attention.outputs[0].name}_qkv", 1
-    while f"{name if count == 1 else f'{name}{count}'}_weight" in graph.initializers:
-        count += 1
-    b = NodeBuilder(name if count == 1 else f"{name}{count}")
+    name = f"{attention.name or attention.outputs[0].name}_qkv"
+    names = chain([name], (f"{name}{number}" for number in count(2)))
+    b = NodeBuilder(next(each for each in names if f"{each}_weight" not in graph.initializers))
     weights = [_numbers(projection.weight) for projection in group]
     biases = [
         np.zeros(weight.shape[1], weight.dtype) if each.bias is None else _numbers(each.bias)
@@ -111,12 +112,9 @@ def _pack(group: list[Projection], attention: ir.Node) -> None:
 
 
 def _is_constant(value: ir.Value, rank: int) -> bool:
-    tensor = ir.convenience.get_const_tensor(value, propagate_shape_type=True)
+    tensor = constant(value)
     return tensor is not None and len(tensor.shape) == rank
 
 
 def _numbers(value: ir.Value) -> np.ndarray:
-    tensor = constant(value)
-    if tensor is None:
-        raise ValueError(f"Value {value.name!r} is not constant.")
-    return tensor.numpy()
+    return cast(ir.TensorProtocol, constant(value)).numpy()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import ml_dtypes
@@ -47,11 +48,9 @@ def lower_to_contrib(call: AttentionCall, b: NodeBuilder, options: object) -> di
         return _multi_head(call, b)
     if problem is None:
         return _group_query(call, b)
-    raise call.refuse(
-        f"softcap with {problem}",
-        got=f"S={attention.S}, T={attention.T}, D={call.D}, Dv={call.Dv}, Hq={call.Hq}, Hkv={call.Hkv}",
-        hint="dialect onnx: ONNX Runtime's Attention has softcap",
-    )
+    got = f"S={attention.S}, T={attention.T}, D={call.D}, Dv={call.Dv}, Hq={call.Hq}, Hkv={call.Hkv}"
+    hint = "dialect onnx: ONNX Runtime's Attention has softcap"
+    raise call.refuse(f"softcap with {problem}", got=got, hint=hint)
 
 
 def _why_not_group_query(call: AttentionCall) -> str | None:
@@ -78,11 +77,8 @@ def _multi_head(call: AttentionCall, b: NodeBuilder) -> dict[int, ir.Value]:
     hides = call.mask is not None or call.lengths is not None or attention.has_window
     explicit = hides or (attention.is_causal and not own_causal)
     mask = masks.read_mask(b, call, query_length(b, call), T) if explicit else None
-    attributes = {
-        "num_heads": call.Hq,
-        "scale": call.scale,
-        "unidirectional": int(attention.is_causal and not explicit),
-    }
+    attributes = {"num_heads": call.Hq, "scale": call.scale}
+    attributes["unidirectional"] = int(attention.is_causal and not explicit)
     if joins_past:
         tensors = [*_merged(b, call), None, None, _bias(b, call, mask), call.past_key, call.past_value]
         y, key, value = _contrib(b, MULTI_HEAD, tensors, 3, attributes)
@@ -143,12 +139,10 @@ def _merged(b: NodeBuilder, call: AttentionCall) -> list[ir.Value]:
 
 def _contrib(
     b: NodeBuilder, op_type: str, tensors: list[ir.Value | None], outputs: int, attributes: dict[str, Any]
-) -> list[ir.Value]:
+) -> Sequence[ir.Value]:
     while tensors[-1] is None:
         tensors = tensors[:-1]
-    return list(
-        b.node(op_type, tensors, outputs=outputs, domain=DOMAIN, name=b.prefix, attributes=attributes)
-    )
+    return b.node(op_type, tensors, outputs=outputs, domain=DOMAIN, name=b.prefix, attributes=attributes)
 
 
 def _bias(b: NodeBuilder, call: AttentionCall, mask: masks.Mask | None) -> ir.Value | None:
@@ -185,10 +179,8 @@ def _finish(b: NodeBuilder, call: AttentionCall, mask: masks.Mask | None, y: ir.
 def append_to_caches(model: ir.Model, options: object, *, dialect: str) -> None:
     """Write every attention with a preallocated cache as one operator that appends to it; changes the model.
 
-    What the operator does not have (a mask, a bidirectional layer) is left to the other rules.
-
-    Raises:
-        LoweringError: The operator does not have the head size of a preallocated cache.
+    What the operator does not have (a mask, a bidirectional layer) is left to the other rules, but for head
+    sizes, which are refused.
     """
 
     def wanted(call: AttentionCall) -> bool:
@@ -196,9 +188,8 @@ def append_to_caches(model: ir.Model, options: object, *, dialect: str) -> None:
             return False
         what, sizes = "preallocated cache of", f"K {call.D}, V {call.Dv}"
         if call.D % 8:
-            raise call.refuse(
-                f"{what} a head size that is not a multiple of 8", got=call.D, hint="dialect onnx"
-            )
+            what = f"{what} a head size that is not a multiple of 8"
+            raise call.refuse(what, got=call.D, hint="dialect onnx")
         if call.Dv != call.D:
             raise call.refuse(f"{what} V head size other than K's", got=sizes, hint="dialect onnx")
         return True

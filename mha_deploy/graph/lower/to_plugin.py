@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from itertools import product
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -117,11 +118,11 @@ def place_of(value: ir.Value, heads: int, size: int) -> Place:
     rows = value
     if rank(value) == 4:
         # A model may reshape a packed projection to [B, L, 3, H, D], transpose, and unbind.
-        whole, index = _taken_from_first_axis(value)
-        packed = _before_transpose(whole, _PACKED_FIRST, heads, size)
-        if packed is not None:
+        part = _taken_from_first_axis(value)
+        packed = None if part is None else _before_transpose(part.tensor, _PACKED_FIRST, heads, size)
+        if part is not None and packed is not None:
             count = int(dim(packed, 2) or 0) // (heads * size)
-            place = Place(packed, index % count * heads * size)
+            place = Place(packed, part.offset % count * heads * size)
             if _is_aligned(place):
                 return place
         before = _before_transpose(value, _HEADS_FIRST, heads, size)
@@ -129,11 +130,9 @@ def place_of(value: ir.Value, heads: int, size: int) -> Place:
             return Place(value, 0)
         rows = before
     place = Place(rows, 0)
-    while True:  # before it was cut by Split and Slice
-        begin, whole = _cut_from(place.tensor, axis=2)
-        if begin is None or whole is None or rank(whole) != 3:
-            return place if _is_aligned(place) else Place(rows, 0)
-        place = Place(whole, place.offset + begin)
+    while (cut := _cut_from(place.tensor, axis=2)) is not None and rank(cut.tensor) == 3:
+        place = Place(cut.tensor, place.offset + cut.offset)
+    return place if _is_aligned(place) else Place(rows, 0)
 
 
 def _before_transpose(
@@ -155,21 +154,20 @@ def _before_transpose(
     return rows if before[2] == math.prod(inner) and same else None
 
 
-def _cut_from(part: ir.Value, *, axis: int) -> tuple[int | None, ir.Value | None]:
-    """The offset of a part that a Split or Slice takes along an axis, and the whole; None for another cut."""
-    node, axes_meant = part.producer(), (axis, axis - len(dims(part)))
-    if node is not None and is_op(node, "Split") and (node.attributes.get_int("axis", 0) or 0) in axes_meant:
-        sizes = [dim(output, axis) for output in node.outputs]
-        before = sizes[: list(node.outputs).index(part)]
+def _cut_from(part: ir.Value, *, axis: int) -> Place | None:
+    """The whole that a Split or Slice takes a part of along an axis, and the offset; None for another cut."""
+    node, axes_meant = made_by(part, "Split", "Slice"), (axis, axis - len(dims(part)))
+    whole = input_at(node, 0)
+    if node is None or whole is None:
+        return None
+    if node.op_type == "Split":
+        before = [dim(output, axis) for output in node.outputs[: node.outputs.index(part)]]
         known = [size for size in before if isinstance(size, int)]
-        return sum(known) if len(known) == len(before) else None, node.inputs[0]
-    if node is not None and is_op(node, "Slice"):
-        starts, axes, steps = (constant_ints(node, at) for at in (1, 3, 4))
-        one_step = input_at(node, 4) is None or steps == (1,)
-        along = axes is not None and len(axes) == 1 and axes[0] in axes_meant
-        if starts is not None and len(starts) == 1 and along and one_step and starts[0] >= 0:
-            return starts[0], node.inputs[0]
-    return None, None
+        along = (node.attributes.get_int("axis", 0) or 0) in axes_meant
+        return Place(whole, sum(known)) if along and len(known) == len(before) else None
+    begin, axes, steps = ((constant_ints(node, at) or ()) for at in (1, 3, 4))
+    along = len(axes) == 1 and axes[0] in axes_meant and (input_at(node, 4) is None or steps == (1,))
+    return Place(whole, begin[0]) if along and len(begin) == 1 and begin[0] >= 0 else None
 
 
 def _is_aligned(place: Place) -> bool:
@@ -177,18 +175,16 @@ def _is_aligned(place: Place) -> bool:
     return isinstance(width, int) and width % _ALIGNED == 0 and place.offset % _ALIGNED == 0
 
 
-def _taken_from_first_axis(value: ir.Value) -> tuple[ir.Value | None, int]:
+def _taken_from_first_axis(value: ir.Value) -> Place | None:
     """The tensor and the index, where a value is one element of its first axis."""
     node = made_by(value, "Gather", "Squeeze")
-    if node is not None and node.op_type == "Gather" and not node.attributes.get_int("axis", 0):
-        index = constant_ints(node, 1)
-        return (node.inputs[0], index[0]) if index is not None and rank(node.inputs[1]) == 0 else (None, 0)
-    part = input_at(node, 0)
-    squeezed = node is not None and node.op_type == "Squeeze" and constant_ints(node, 1) == (0,)
-    if part is None or not squeezed or dims(part)[:1] != (1,):
-        return None, 0
-    begin, whole = _cut_from(part, axis=0)
-    return (whole, begin) if begin is not None else (None, 0)
+    whole, index = input_at(node, 0), None if node is None else constant_ints(node, 1)
+    if node is None or whole is None or index is None:
+        return None
+    if node.op_type == "Squeeze":
+        return _cut_from(whole, axis=0) if index == (0,) and dims(whole)[:1] == (1,) else None
+    is_one = rank(node.inputs[1]) == 0 and not node.attributes.get_int("axis", 0)
+    return Place(whole, index[0]) if is_one else None
 
 
 # -- Padding masks: key lengths that were compared with positions ----------------------------------
@@ -228,22 +224,19 @@ def prefix_lengths(mask: ir.Value, *, batch: Dim) -> ir.Value | None:
 
 def _before_layout(mask: ir.Value) -> ir.Value:
     """A mask before it was reshaped or expanded: `[B, 1 …, T]`, in the same order."""
-    value, may_expand = mask, True
+    value, expanded = mask, True
     while True:
-        node = made_by(value, "Expand", *_LAYOUT)
+        node = made_by(value, *_LAYOUT, *(["Expand"] if expanded else []))
         source = input_at(node, 0)
         if node is None or source is None:
             return value
-        before, after = dims(source), dims(value)
+        before, after, expanded = dims(source), dims(value), node.op_type == "Expand"
         ends = len(before) > 1 and same_size(before[0], after[0]) and same_size(before[-1], after[-1])
-        if not ends or any(size != 1 for size in before[1:-1]):
-            return value
         # Expand counts axes from the last: a shorter mask has no batch.
-        if node.op_type == "Expand" and not (may_expand and len(before) == len(after)):
+        same = len(before) == len(after) if expanded else all(size == 1 for size in after[1:-1])
+        if not (ends and same and all(size == 1 for size in before[1:-1])):
             return value
-        if node.op_type != "Expand" and any(size != 1 for size in after[1:-1]):
-            return value
-        value, may_expand = source, may_expand and node.op_type == "Expand"
+        value = source
 
 
 def _counts_up(value: ir.Value) -> bool:
@@ -275,8 +268,8 @@ class Diagonal(NamedTuple):
     """The attributes `causal`, `left_window` and `right_window` of the node."""
 
     causal: int = plugin.NONE
-    left: int = plugin.NO_WINDOW
-    right: int = plugin.NO_WINDOW
+    left_window: int = plugin.NO_WINDOW
+    right_window: int = plugin.NO_WINDOW
 
 
 class PluginMask(NamedTuple):
@@ -378,9 +371,9 @@ def take_rotary(
     mode, other_mode = (_positions(rotary, starts, batch=call.attention.B) for rotary in (one, other))
     if mode is None:
         return None
-    same = one.cos is other.cos and one.sin is other.sin and mode == other_mode
-    same = same and (mode != plugin.GIVEN or one.positions is other.positions)
-    alike = (one.rotated, one.interleaved) == (other.rotated, other.interleaved)
+    tables = [(each.cos, each.sin, each.rotated, each.interleaved) for each in (one, other)]
+    alike = tables[0] == tables[1] and mode == other_mode
+    same = mode != plugin.GIVEN or one.positions is other.positions
     heads = (one.heads, one.size, other.heads, other.size) == (call.Hq, call.D, call.Hkv, call.D)
     whole = one.rotated % (_ALIGNED if one.interleaved else 2 * _ALIGNED) == 0
     is_written_out = dims(one.cos)[-1:] == (one.rotated,)  # both halves are in the tables
@@ -419,15 +412,14 @@ def _rotary_at(value: ir.Value, call: AttentionCall) -> Rotary | None:
     add = made_by(value, "Add")
     terms = [] if add is None else [made_by(each, "Mul") for each in add.inputs if each is not None]
     for direct, crossed in (terms, terms[::-1]) if len(terms) == 2 else ():
-        for x, cos in _orders(direct):
-            for rotated, sin in _orders(crossed):
-                cosines, sines = _table_of_halves(cos), _table_of_halves(sin)
-                if cosines is None or sines is None or not _is_rotated_half(rotated, x):
-                    continue
-                _, heads, _, size = dims(x)
-                if isinstance(heads, int) and isinstance(size, int):
-                    sizes: dict[str, int] = {"rank": 4, "heads": heads, "size": size, "rotated": size}
-                    return Rotary(x=x, cos=cosines, sin=sines, positions=None, interleaved=False, **sizes)
+        for (x, cos), (rotated, sin) in product(_orders(direct), _orders(crossed)):
+            cosines, sines = _table_of_halves(cos), _table_of_halves(sin)
+            if cosines is None or sines is None or not _is_rotated_half(rotated, x):
+                continue
+            _, heads, _, size = dims(x)
+            if isinstance(heads, int) and isinstance(size, int):
+                sizes: dict[str, int] = {"rank": 4, "heads": heads, "size": size, "rotated": size}
+                return Rotary(x=x, cos=cosines, sin=sines, positions=None, interleaved=False, **sizes)
     return None
 
 
@@ -445,7 +437,7 @@ def _is_rotated_half(value: ir.Value, x: ir.Value) -> bool:
         return False
     halves = [input_at(made_by(concat.inputs[0], "Neg"), 0), input_at(concat, 1)]
     for part, begin in zip(halves, (size // 2, 0), strict=True):
-        if part is None or dims(part)[-1:] != (size // 2,) or _cut_from(part, axis=3) != (begin, x):
+        if part is None or dims(part)[-1:] != (size // 2,) or _cut_from(part, axis=3) != (x, begin):
             return False
     return len(concat.inputs) == 2
 
@@ -453,8 +445,9 @@ def _is_rotated_half(value: ir.Value, x: ir.Value) -> bool:
 def _table_of_halves(value: ir.Value) -> ir.Value | None:
     """The `[B or 1, S, R]` before an axis for the heads, where its second half repeats the first."""
     unsqueeze = made_by(value, "Unsqueeze")
-    table = input_at(unsqueeze, 0) if unsqueeze is not None and constant_ints(unsqueeze, 1) == (1,) else None
-    source = table
+    source = table = input_at(unsqueeze, 0)
+    if unsqueeze is None or constant_ints(unsqueeze, 1) != (1,):
+        return None
     while (node := made_by(source, "Cast", "Cos", "Sin", "Identity", "Mul")) is not None:
         if node.op_type == "Mul" and constant_number(node.inputs[1]) is None:
             return None  # not the scaling of the attention
@@ -559,9 +552,7 @@ def _write_attention(
             "head_size": call.D,
             "value_size": call.Dv,
             "scale": float(call.scale),
-            "causal": mask.diagonal.causal,
-            "left_window": mask.diagonal.left,
-            "right_window": mask.diagonal.right,
+            **mask.diagonal._asdict(),
             "sources": [tensors.index(place.tensor) for place in places],
             "offsets": [place.offset for place in places],
             "has_bias": int(mask.bias is not None),
@@ -675,9 +666,8 @@ def _gated(attention: ir.Node) -> tuple[ir.Node, ir.Node, ir.Value] | None:
         return None
     for factor in gate.inputs:
         shape = dims(factor)
-        if factor is None or factor is split.outputs[0] or shape[2:] != (heads, 1):
-            continue
-        if same_size(shape[0], B) and same_size(shape[1], S):
+        per_head = factor is not split.outputs[0] and shape[2:] == (heads, 1)
+        if factor is not None and per_head and same_size(shape[0], B) and same_size(shape[1], S):
             return split, gate, factor
     return None
 
@@ -807,10 +797,8 @@ def _write_node(
     b = NodeBuilder(prefix_within(node.name or plugin.NORM_ACTIVATION, taken))
     none = {"has_second": 0, "has_bias": 0, "keeps_sum": 0, "epsilon": 0.0}
     attributes = {"operation": operation, **none, **own, **plugin.lookup_attributes()}
-    count, op_type = 1 + int(own.get("keeps_sum", 0)), plugin.NORM_ACTIVATION
-    outputs = b.node(
-        op_type, inputs, outputs=count, domain=plugin.DOMAIN, name=b.prefix, attributes=attributes
-    )
+    named: Any = {"domain": plugin.DOMAIN, "name": b.prefix, "outputs": 1 + int(own.get("keeps_sum", 0))}
+    outputs = b.node(plugin.NORM_ACTIVATION, inputs, **named, attributes=attributes)
     for output in outputs:
         output.type, output.shape = node.outputs[0].type, node.outputs[0].shape
     replace_node(node, b, {0: outputs[0]})

@@ -14,13 +14,7 @@ from mha_deploy.graph.attention_node import PRESENT_KEY, PRESENT_VALUE, QK_OUTPU
 from mha_deploy.graph.ir import NodeBuilder, Size, replace_node
 from mha_deploy.graph.lower import cache as kv
 from mha_deploy.graph.lower import masks
-from mha_deploy.graph.lower.call import (
-    AttentionCall,
-    as_input_rank,
-    key_length,
-    query_length,
-    split_inputs,
-)
+from mha_deploy.graph.lower.call import AttentionCall, as_input_rank, key_length, query_length, split_inputs
 from mha_deploy.graph.lower.masks import Mask
 from mha_deploy.graph.lower.operators import (
     rms_norm_to_primitives,
