@@ -101,11 +101,8 @@ def exit_as_error() -> Iterator[None]:
     try:
         yield
     except SystemExit as stop:
-        raise ExportError(
-            "The model's code ended the program.",
-            got=f"{place_of_error(stop)}: sys.exit({stop.code!r})",
-            hint="raise an exception there, or return",
-        ) from stop
+        got, hint = f"{place_of_error(stop)}: sys.exit({stop.code!r})", "raise an exception there, or return"
+        raise ExportError("The model's code ended the program.", got=got, hint=hint) from stop
 
 
 def place_of_error(error: BaseException, otherwise: str = "an unknown place") -> str:

@@ -148,34 +148,24 @@ class Analysis:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; times in seconds, sizes in bytes."""
-        spec, cost, bound, gpu = self.spec, self.cost, self.bound, self.gpu
-        counts = ("parameters", "flops", "bytes", "intensity")
+        spec, bound, gpu = self.spec, self.bound, self.gpu
+        layer = {"model": spec.name, "kind": spec.kind, "variant": spec.variant}
+        peaks = {"peak_flops": gpu.peak_flops(self.precision), "bandwidth": gpu.bandwidth}
+        origin = {"compute_capability": gpu.compute_capability, "source": gpu.source}
+        stages = []
+        for each in bound.stages:
+            bounds = {"bound_seconds": each.seconds, "bound_by": each.bound_by}
+            stages.append({**vars(each.cost), "intensity": each.cost.intensity, **bounds})
+        counted = ("parameters", "flops", "bytes", "intensity")
+        counts = {name: getattr(self.cost, name) for name in counted}
+        rates = {"bound_seconds": bound.seconds, "tokens_per_second": bound.tokens_per_second}
         return {
-            "model": spec.name,
-            **{name: getattr(spec, name) for name in ("kind", "variant")},
+            **layer,
             "sizes": dict(self.sizes),
             "precision": self.precision,
-            "gpu": {
-                "name": gpu.name,
-                "peak_flops": gpu.peak_flops(self.precision),
-                "bandwidth": gpu.bandwidth,
-                "compute_capability": gpu.compute_capability,
-                "source": gpu.source,
-            },
-            "stages": [
-                {
-                    **vars(each.cost),
-                    "intensity": each.cost.intensity,
-                    "bound_seconds": each.seconds,
-                    "bound_by": each.bound_by,
-                }
-                for each in bound.stages
-            ],
-            "total": {
-                **{name: getattr(cost, name) for name in counts},
-                "bound_seconds": bound.seconds,
-                "tokens_per_second": bound.tokens_per_second,
-            },
+            "gpu": {"name": gpu.name, **peaks, **origin},
+            "stages": stages,
+            "total": {**counts, **rates},
             "kv_cache": {"bytes_per_token": self.kv_bytes_per_token, "bytes": self.kv_bytes},
         }
 

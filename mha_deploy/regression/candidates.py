@@ -85,21 +85,15 @@ def candidates_table(trials: Sequence[Trial], chosen: Trial) -> Table:
     rows: list[RawRow] = []
     for trial in trials:
         front = not trial.refused and not any(other.beats(trial) for other in right)
-        right_text, mark = ("right", "good") if trial.ran else ("graph right, not run", "doubt")
-        status = Cell(text=right_text, status=mark)
+        status = Cell(text="right", status="good")
         if trial.refused:
             status = Cell(text="refused", status="bad", note=trial.refused)
-        rows.append(
-            (
-                Cell(text=trial.name, status="best" if trial == chosen else ""),
-                status,
-                None if trial.fused is None else f"{trial.fused[0]}/{trial.fused[1]}",
-                number(trial.error, error_text),
-                share_cell(trial.share, failed=bool(trial.refused)),
-                number(trial.p50),
-                "yes" if front else None,
-                "yes" if trial == chosen else trial.refused,
-            )
-        )
+        elif not trial.ran:
+            status = Cell(text="graph right, not run", status="doubt")
+        name = Cell(text=trial.name, status="best" if trial == chosen else "")
+        fused = None if trial.fused is None else f"{trial.fused[0]}/{trial.fused[1]}"
+        error, share = number(trial.error, error_text), share_cell(trial.share, failed=bool(trial.refused))
+        why = "yes" if trial == chosen else trial.refused
+        rows.append((name, status, fused, error, share, number(trial.p50), "yes" if front else None, why))
     figures = ("fused", "#relative L2", "#budget used|used", "#p50 µs", "Pareto", "chosen")
     return table("Candidates for the precision", ("candidate", "verdict", *figures), rows)

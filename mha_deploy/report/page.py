@@ -164,25 +164,17 @@ def latency_parts(found: Data, look: Look) -> list[Part]:
         lead += f" {' to '.join(map(str, sorted({min(counts), max(counts)})))} samples each."
     lead += " The roofline bound follows from the datasheet's peak rates; it is not a prediction."
     log = charts.needs_log(points)
-    bars = [
-        {
-            **_named(point),
-            "chart": charts.latency_bars(point, look, log=log),
-            "otherwise": "Nothing was timed at this size.",
-            "refused": [(row["name"], row["refused"]) for row in point["rows"] if row["refused"] is not None],
-        }
-        for point in points
-    ]
+    bars = []
+    for point in points:
+        refused = [(row["name"], row["refused"]) for row in point["rows"] if row["refused"] is not None]
+        drawn = {"chart": charts.latency_bars(point, look, log=log), "refused": refused}
+        bars.append({**_named(point), **drawn, "otherwise": "Nothing was timed at this size."})
     parts: list[Part] = [("lead", lead), ("heading", "By size"), ("charts", bars)]
-    curves = [
-        {
-            "name": f"p50 over {panel.axis}",
-            "caption": f"{f' at {sizes_text(panel.fixed)}' if panel.fixed else ''}, µs",
-            "chart": chart,
-        }
-        for panel in (charts.sweep_panels(points) if len(points) > 1 else ())
-        if (chart := charts.sweep_chart(panel, look)) is not None
-    ]
+    curves = []
+    for panel in charts.sweep_panels(points) if len(points) > 1 else ():
+        if (chart := charts.sweep_chart(panel, look)) is not None:
+            caption = f"{f' at {sizes_text(panel.fixed)}' if panel.fixed else ''}, µs"
+            curves.append({"name": f"p50 over {panel.axis}", "caption": caption, "chart": chart})
     if curves:
         parts += [("heading", "Over lengths and batches"), ("charts", curves)]
     if plots := charts.roofline_plots(points, look):
@@ -296,13 +288,9 @@ def _attention(model: Data, parity: Sequence[Data]) -> str:
     heads, shared, width = spec.get("Hq"), spec.get("Hkv"), spec.get("D")
     if heads and shared and width:
         return f"{model['kind']}, {heads}/{shared} heads of {width}"
-    counts = [
-        (sum(verdict["passed"] for verdict in run["verdicts"]), len(run["verdicts"]))
-        for run in parity
-        if run["cases"] == tables.LAYERS
-    ]
-    if counts:
-        right, of = min(counts)  # the runtime in which the fewest are
+    inside = [run["verdicts"] for run in parity if run["cases"] == tables.LAYERS]
+    if inside:  # the runtime in which the fewest are right
+        right, of = min((sum(each["passed"] for each in verdicts), len(verdicts)) for verdicts in inside)
         return f"{model['kind']}, {right}/{of} attentions right"
     count = spec.get("attentions")
     return f"{model['kind']}, {plural(count, 'attention')}" if count else str(model["kind"])
@@ -416,15 +404,8 @@ def _rendered(plain: Data, **context: Any) -> str:
         "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'; "
         f"script-src 'sha256-{digest}'"
     )
-    page: str = _template().render(
-        script=Markup(script),
-        style=Markup(style),
-        policy=policy,
-        mark=charts.mark,
-        tool=plain["tool"],
-        created=plain["created"],
-        **context,
-    )
+    context |= {"script": Markup(script), "style": Markup(style), "policy": policy, "mark": charts.mark}
+    page: str = _template().render(tool=plain["tool"], created=plain["created"], **context)
     return page.strip() + "\n"
 
 

@@ -244,19 +244,14 @@ def decode_table(reports: Sequence[Data], most: int | None = None) -> Table:
     """The verdict on every runtime and trace, with so many of the checks that failed."""
     rows: list[RawRow] = []
     for report in reports:
-        steps, run = grouped(report["steps"]), len(report["errors"])
-        rows.append(
-            (
-                report["backend"],
-                passed(report["passed"]),
-                report["trace"],
-                prompts_text(report["prompt"]).removeprefix("prompts of "),
-                Cell(text=f"{run:,} of {steps}" if run < report["steps"] else steps, order=report["steps"]),
-                place_text(report["first_failed"], report["failed"]),
-                share_cell(report["share"], failed=not report["passed"]),
-                *(number(report[key], times) for key in ("growth", "eager_growth")),
-            )
-        )
+        planned, run = grouped(report["steps"]), len(report["errors"])
+        prompts = prompts_text(report["prompt"]).removeprefix("prompts of ")
+        steps = f"{run:,} of {planned}" if run < report["steps"] else planned
+        wrong = place_text(report["first_failed"], report["failed"])
+        share = share_cell(report["share"], failed=not report["passed"])
+        growth = (number(report[key], times) for key in ("growth", "eager_growth"))
+        about = (report["backend"], passed(report["passed"]), report["trace"], prompts)
+        rows.append((*about, Cell(text=steps, order=report["steps"]), wrong, share, *growth))
         rows += decode_problems(report, most)
     figures = ("#steps", "first wrong|wrong at", "#budget used|used", "#growth", "#growth of eager|eager's")
     headings = ("backend", "verdict", "!trace", "prompts", *figures)
@@ -314,12 +309,12 @@ def invariance_table(checks: Sequence[Data]) -> Table:
     """What must not matter, and whether it does."""
     rows: list[RawRow] = []
     for check in checks:
+        verdict, bitwise = passed(check["passed"]), yes_no(check["bitwise"])
         share = share_cell(check["share"], failed=not check["passed"])
-        found: tuple[Cell | str | None, ...] = (passed(check["passed"]), yes_no(check["bitwise"]), share)
         if check["passed"] and not check["case"]:  # there was nothing to compare, and the detail says why
-            found = (Cell(text="not checked", status="none"), None, None)
-        verdict, *rest = found
-        rows.append((check["check"], verdict, check["detail"], check["backend"], check["case"], *rest))
+            verdict, bitwise, share = Cell(text="not checked", status="none"), "", text(None)
+        what = (check["check"], verdict, check["detail"], check["backend"], check["case"])
+        rows.append((*what, bitwise, share))
         rows += [check["problem"]] if check["problem"] else []
     title = "Results that must not depend on other batch elements, batch sizes or profiles"
     headings = ("what must not matter", "verdict", "compared", "backend", "case", "bitwise", "#budget used")
@@ -328,20 +323,15 @@ def invariance_table(checks: Sequence[Data]) -> Table:
 
 def serving_table(points: Sequence[Data]) -> Table:
     """How a server did, by the number of clients."""
-    rows: list[tuple[Cell | str, ...]] = [
-        (
-            number(point["clients"], str),
-            f"{point['answered']}/{point['requests']}",
-            Cell(
-                text=", ".join(f"{count} {kind}" for kind, count in point["errors"].items()) or "0",
-                status="problem" if any(point["errors"].values()) else "",
-            ),
-            *(number(point[name], digits(2)) for name in ("p50_ms", "p90_ms", "p99_ms")),
-            digits(1)(point["per_second"]),
-            Cell(text=f"{point['wrong']}/{point['judged']}", status="problem" if point["wrong"] else ""),
-        )
-        for point in points
-    ]
+    rows: list[RawRow] = []
+    for point in points:
+        clients, answered = number(point["clients"], str), f"{point['answered']}/{point['requests']}"
+        kinds = ", ".join(f"{count} {kind}" for kind, count in point["errors"].items())
+        failed = Cell(text=kinds or "0", status="problem" if any(point["errors"].values()) else "")
+        waited = (number(point[name], digits(2)) for name in ("p50_ms", "p90_ms", "p99_ms"))
+        rate = digits(1)(point["per_second"])
+        wrong = Cell(text=f"{point['wrong']}/{point['judged']}", status="problem" if point["wrong"] else "")
+        rows.append((clients, answered, failed, *waited, rate, wrong))
     names = ("p50 ms", "p90 ms", "p99 ms", "requests/s", "wrong outputs")
     headings = ("#clients", "#answered", "failed", *(f"#{name}" for name in names))
     return table("Through the server", headings, rows)
@@ -351,14 +341,12 @@ def throughput_table(rows: Sequence[Data]) -> Table:
     """Calls per second on several streams, by size and runtime."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
-        made = [Cell(text=row["name"], series=row["name"])]
+        figures = {"per_second": 0, "p50_us": 1, "p99_us": 1}
+        made = [number(row["streams"], str), *(number(row[key], digits(n)) for key, n in figures.items())]
         if row["refused"] is not None:
-            made.append(Cell(text=row["refused"], status="problem", span=4))
-        else:
-            made.append(number(row["streams"], str))
-            figures = {"per_second": 0, "p50_us": 1, "p99_us": 1}
-            made += [number(row[name], digits(count)) for name, count in figures.items()]
-        groups.setdefault(sizes_text(row["sizes"]), []).append(made)
+            made = [Cell(text=row["refused"], status="problem", span=4)]
+        runtime = Cell(text=row["name"], series=row["name"])
+        groups.setdefault(sizes_text(row["sizes"]), []).append([runtime, *made])
     found = [Group(title=title, rows=rows) for title, rows in groups.items()]
     headings = ("runtime", "#streams", "#calls/s", "#p50 µs", "#p99 µs")
     return table("Throughput on several CUDA streams", headings, groups=found)
@@ -371,16 +359,11 @@ def conformance_table(found: Data) -> Table:
     """Masks by runtimes."""
     rows: dict[bool, list[Row]] = {False: [], True: []}
     for row in found["rows"]:
-        marks = [
-            Cell(
-                text=cell["status"],
-                status=CONFORMANCE[cell["status"]],
-                note="" if cell["error"] is None else error(cell["error"]),
-            )
-            for cell in (row["cells"][name] for name in found["columns"])
-        ]
-        name = Cell(text=row["case"], status="code", note=row["about"])
-        rows[row["diagnostic"]].append([name, *marks])
+        made = [Cell(text=row["case"], status="code", note=row["about"])]
+        for cell in (row["cells"][name] for name in found["columns"]):
+            note = "" if cell["error"] is None else error(cell["error"])
+            made.append(Cell(text=cell["status"], status=CONFORMANCE[cell["status"]], note=note))
+        rows[row["diagnostic"]].append(made)
     diagnostic = Group(rows=rows[True], title="What runtimes do by default; not part of the verdict")
     about = f"{found['precision']}, seed {found['seed']}; the numbers are relative L2"
     groups = [Group(rows=rows[False]), *([diagnostic] if rows[True] else [])]
@@ -410,18 +393,14 @@ _RANGES = {"ok": "good", "near": "doubt", "overflows": "bad"}
 def range_table(nodes: Sequence[Data]) -> Table:
     """The largest numbers of every attention."""
     keys = ("largest_score_raw", "largest_score", "largest_softmax_sum", "max_keys")
-    rows = [
-        [
-            Cell(text=node["node"], status="code"),
-            Cell(text=node["status"], status=_RANGES[node["status"]]),
-            *(number(node[key]) for key in keys),
-            number(node["headroom"], times),
-        ]
-        for node in nodes
-    ]
+    rows = []
+    for node in nodes:
+        status = Cell(text=node["status"], status=_RANGES[node["status"]])
+        figures = (*(number(node[key]) for key in keys), number(node["headroom"], times))
+        rows.append([Cell(text=node["node"], status="code"), status, *figures])
     title = "Largest numbers of every attention on golden data; FP16 ends at 65,504"
-    figures = ("largest |q·k|", "scaled", "softmax sum", "keys at most", "headroom")
-    return table(title, ("node", "status", *(f"#{name}" for name in figures)), rows)
+    names = ("largest |q·k|", "scaled", "softmax sum", "keys at most", "headroom")
+    return table(title, ("node", "status", *(f"#{name}" for name in names)), rows)
 
 
 def trials_table(trials: Sequence[Data]) -> Table:
@@ -466,19 +445,15 @@ def fusion_table(engines: Sequence[Data]) -> Table:
                 for index, each in enumerate(engine["profiles"])
             ),
         ]
-        name = engine["name"] if engine["name"] != engine["backend"] else ""
-        rows = [
-            (
-                Cell(text=node["node"], status="code"),
-                Cell(text=names.get(node["profile"], str(node["profile"])), order=node["profile"]),
-                Cell(text=node["status"], status=FUSION[node["status"]]),
-                Cell(text="\n".join(node["kernels"]), status="code") if node["kernels"] else None,
-                node["source"],
-                node["reason"],
-            )
-            for node in engine["nodes"]
-        ]
-        title = f"{name} {engine['backend']} {engine['version']}".strip()
+        rows: list[RawRow] = []
+        for node in engine["nodes"]:
+            profile = Cell(text=names.get(node["profile"], str(node["profile"])), order=node["profile"])
+            status = Cell(text=node["status"], status=FUSION[node["status"]])
+            kernels = Cell(text="\n".join(node["kernels"]), status="code") if node["kernels"] else None
+            name = Cell(text=node["node"], status="code")
+            rows.append((name, profile, status, kernels, node["source"], node["reason"]))
+        named = f"{engine['name']} " if engine["name"] != engine["backend"] else ""
+        title = f"{named}{engine['backend']} {engine['version']}"
         groups.append(Group(title=title, about=" · ".join(filter(None, about)), rows=rows))
     headings = ("node", "profile", "status", "kernels", "evidence", "reason")
     return table("Every attention in the engines, with the evidence", headings, groups=groups)
@@ -521,6 +496,7 @@ def _timed(row: Data, width: int, *, decodes: bool) -> Row:
     conditions = timing["conditions"]
     clock, most = conditions["sm_mhz"], conditions["sm_mhz_max"]
     lower = clock is not None and most is not None and clock < most
+    megahertz = digits(0)(clock) + (f" of {most:,.0f}" if lower else "")
     throttled = ", ".join(conditions["throttled_by"])
     return [
         name,
@@ -533,11 +509,7 @@ def _timed(row: Data, width: int, *, decodes: bool) -> Row:
         number(timing["host_us"]),
         text(yes_no(timing["graph"])),
         text("yes") if timing["stable"] else Cell(text="no", status="doubt"),
-        Cell(
-            text=digits(0)(clock) + (f" of {most:,.0f}" if lower else ""),
-            order=clock,
-            note=f"throttled: {throttled}" if throttled else "",
-        ),
+        Cell(text=megahertz, order=clock, note=f"throttled: {throttled}" if throttled else ""),
         number(conditions["temperature_c"], digits(0)),
     ]
 
@@ -586,12 +558,8 @@ def overview_table(bench: Data) -> Table | None:
 
 def bench_points(bench: Data) -> list[tuple[Data, Data]]:
     """Every point that was timed, with its model."""
-    return [
-        (entry["model"], point)
-        for entry in bench["models"]
-        if entry["latency"]
-        for point in entry["latency"]["points"]
-    ]
+    timed = [entry for entry in bench["models"] if entry["latency"]]
+    return [(entry["model"], point) for entry in timed for point in entry["latency"]["points"]]
 
 
 def fastest(point: Data) -> str | None:
