@@ -375,3 +375,11 @@ def test_initializers_that_are_inputs_as_well():
     assert (len(report.fused), report.unfused) == (1, ())
     feeds = random_feeds(model) | defaults
     np.testing.assert_allclose(run(new, feeds)[0], run(model, feeds)[0], atol=2e-5)
+
+
+def test_a_file_that_cannot_be_run_is_quoted():
+    g = Hand(shape=(2, H, "S", D))
+    nothing = g.op("Range", g.const(0.5), g.const(0.5), g.const(0.5))
+    _, report = fused(g.model(g.attend(g.op("Add", g.scores(), nothing))))
+    assert report.fused == ()
+    assert "ValueError: Unable to multiply shapes" in report.unfused[0].reason

@@ -292,7 +292,9 @@ def _evaluator(
             with np.errstate(all="ignore"):
                 return [np.asarray(each) for each in evaluator.run(None, feeds)]
         except Exception as error:
-            raise _Failed(in_words(error)[:300]) from error
+            # The evaluator wraps what NumPy says of sizes that do not match.
+            cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+            raise _Failed(in_words(cause)[:300]) from error
 
     return run
 
