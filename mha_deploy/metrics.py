@@ -55,8 +55,8 @@ def measure(
     """
     result, oracle = np.atleast_1d(got.astype(np.float64)), np.atleast_1d(oracle)  # a loss is one number
     if not oracle.size:
-        nothing: dict[str, Any] = dict.fromkeys(("relative_l2", "worst_vector", "max_abs", "gain"), 0.0)
-        return Deviation(**nothing, cosine=1.0, worst_index=(), worst_got=0.0, worst_want=0.0)
+        nothing: dict[str, Any] = dict.fromkeys(Deviation.__annotations__, 0.0)
+        return Deviation(**nothing | {"cosine": 1.0, "worst_index": (), "local_at": ""})
     error = result - oracle
     size = _rms(oracle) or 1.0  # an oracle of zeros: errors are then absolute
     row_sizes = np.maximum(_rms(oracle, axis=-1), _SMALLEST_ROW * size)
@@ -84,13 +84,12 @@ def _rms(values: np.ndarray, axis: int | None = None) -> np.ndarray:
 
 # -- The error that is expected of every element ---------------------------------------------------
 
-AXES = {
+_AXES = {
     1: ("channel",),
     2: ("batch element", "channel"),
     3: ("batch element", "query", "channel"),
     4: ("batch element", "head", "query", "channel"),
 }
-"""What the axes of an output are, by its rank."""
 EVERYWHERE = "everywhere"
 
 # Rounding a result costs this many roundoffs of it on average, and what it was computed from at least so many
@@ -129,13 +128,9 @@ class Noise:
     A large channel (a bias of 10,000) or a large token must not hide the others. So the expected error of an
     element is the rounding of its own value, and eager's error in its vector times that in its channel.
 
-    Args:
-        error: Eager's error.
-        oracle: The oracle.
-        precision: The precision of eager.
-        tiny: The rounding of the smallest normal number of eager's type.
-        to_heads: Brings an error back to the heads that an output projection mixes; each is judged, too.
-        widening: Of heads: how much more than eager a correct result of the whole output may err.
+    `tiny` is the rounding of the smallest normal number. `to_heads` brings an error back to the heads that an
+    output projection mixes: each is judged, too, and there `widening` is how much more than eager a correct
+    result of the whole output may err.
     """
 
     def __init__(
@@ -185,8 +180,7 @@ class Noise:
         by_vector = (n_channels * ratio.mean(1) + _VECTOR_PRIOR) / (n_channels + _VECTOR_PRIOR)
         ratio /= by_vector[:, None]
         # The queries of a channel share the rounding of keys and values: a small error there is chance.
-        n = n_vectors
-        by_channel = (n * ratio[distinct].mean(0) + _CHANNEL_PRIOR) / (n + _CHANNEL_PRIOR)
+        by_channel = (n_vectors * ratio[distinct].mean(0) + _CHANNEL_PRIOR) / (n_vectors + _CHANNEL_PRIOR)
         learned = np.square(level * scale) * np.outer(by_vector, np.maximum(by_channel, 1.0))
         least = np.square(_LEAST_NOISE * rounding * scale)
         self._expected = np.sqrt(np.maximum(learned, least) + own + tiny**2).reshape(shape)
@@ -259,7 +253,7 @@ class Noise:
         squares, along = np.square(z) * weight, z * self._signal
         power, width = np.square(self._signal), z.shape[-1]
         found: list[tuple[float, float, str]] = []
-        names = AXES.get(z.ndim, tuple(f"axis {axis}" for axis in range(z.ndim)))
+        names = _AXES.get(z.ndim, tuple(f"axis {axis}" for axis in range(z.ndim)))
         for kept in self._slices:
             away = tuple(axis for axis in range(z.ndim) if axis not in kept)
             sizes, gains, count = np.abs(z), np.zeros(()), np.ones(())
@@ -376,19 +370,13 @@ def budget_from_eager(
 # -- A cache is judged by its new entries; those that were valid before must come out as they were --
 
 
-@dataclass(frozen=True, kw_only=True)
-class NewEntries:
-    """What is left to judge of a case."""
+def new_entries(
+    case: GoldenCase, got: Mapping[str, np.ndarray]
+) -> tuple[GoldenCase, dict[str, np.ndarray], dict[str, str]]:
+    """A case and its results with the new entries [B, Hkv, S, D] in place of whole caches.
 
-    case: GoldenCase  # the case, with the new entries [B, Hkv, S, D] in place of whole caches
-    got: Mapping[str, np.ndarray]  # the results likewise
-    spoiled: Mapping[str, str]  # for each cache whose old entries came out changed, which
-
-
-def new_entries(case: GoldenCase, got: Mapping[str, np.ndarray]) -> NewEntries:
-    """Take the new entries out of the caches of a case and of its results.
-
-    Results of another type or shape than the case's stay whole: the judge will say what is wrong with them.
+    And for each cache whose old entries came out changed, which. Results of another type or shape than the
+    case's stay whole: the judge will say what is wrong with them.
     """
     oracle, eager, results, spoiled = dict(case.oracle), dict(case.eager), dict(got), {}
     for name, given in case.cached.items():
@@ -407,18 +395,17 @@ def new_entries(case: GoldenCase, got: Mapping[str, np.ndarray]) -> NewEntries:
         oracle[name], eager[name], results[name] = (
             rows_from(each, starts, S) for each in (oracle[name], own, after)
         )
-    return NewEntries(case=replace(case, oracle=oracle, eager=eager), got=results, spoiled=spoiled)
+    return replace(case, oracle=oracle, eager=eager), results, spoiled
 
 
 # -- Is the result right? A verdict for every output of every golden case --------------------------
 
 # How the problem of a case begins that gave no numbers to judge.
-_NOT_RUN = "could not be run"
+NOT_RUN = "could not be run"
 
 # How the problem of an output begins that any result of zeros would match.
 NOT_VERIFIED = "not verified"
-_ALL_ZERO = f"{NOT_VERIFIED}: the oracle is zero everywhere"
-_CONSTANT = f"{NOT_VERIFIED}: the oracle is constant"
+_ALL_ZERO, _CONSTANT = "the oracle is zero everywhere", "the oracle is constant"
 _REMEDY = "give real weights (--weights), or scale those that the factory makes"
 
 
@@ -437,11 +424,6 @@ class OutputVerdict:
     def passed(self) -> bool:
         """Whether the output is right."""
         return self.problem is None
-
-    @property
-    def was_run(self) -> bool:
-        """Whether a result was judged: a runtime may give up on a case, and a case may verify nothing."""
-        return self.problem is None or not self.problem.startswith((_NOT_RUN, NOT_VERIFIED))
 
     @property
     def is_wrong(self) -> bool:
@@ -497,23 +479,25 @@ def parity_from_verdicts(
     An oracle of zeros is right where every query of a case is masked: such a case passes if another one
     verifies the output.
     """
-    verdicts = tuple(verdicts)
-    verified = {verdict.output for verdict in verdicts if verdict.passed}
-    judged = tuple(
-        replace(each, problem=None)
-        if each.output in verified and (each.problem or "").startswith((_ALL_ZERO, _CONSTANT))
-        else each
-        for each in verdicts
-    )
-    return ParityReport(verdicts=judged, precision=precision.name, **about)
+    judged = list(verdicts)
+    verified = {verdict.output for verdict in judged if verdict.passed}
+    empty = tuple(f"{NOT_VERIFIED}: {reason}" for reason in (_ALL_ZERO, _CONSTANT))
+    for index, each in enumerate(judged):
+        if each.output in verified and (each.problem or "").startswith(empty):
+            judged[index] = replace(each, problem=None)
+    return ParityReport(verdicts=tuple(judged), precision=precision.name, **about)
 
 
 def failed_to_run(case: GoldenCase, reason: str) -> list[OutputVerdict]:
     """The verdicts on a case that a runtime gave up on."""
-    problem = f"{_NOT_RUN}: {reason}"
-    return [
-        OutputVerdict(case=case.name, sizes=case.sizes, output=name, problem=problem) for name in case.oracle
-    ]
+    about: dict[str, Any] = {"case": case.name, "sizes": case.sizes, "problem": f"{NOT_RUN}: {reason}"}
+    return [OutputVerdict(output=name, **about) for name in case.oracle]
+
+
+def largest_share(verdicts: Iterable[OutputVerdict]) -> float | None:
+    """The largest share of a budget that was used; None where an output had no number to compare."""
+    shares = [verdict.share for verdict in verdicts]
+    return max((share for share in shares if share is not None), default=None) if None not in shares else None
 
 
 def same_bits(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> bool:
@@ -530,75 +514,63 @@ def judge_case(
 ) -> list[OutputVerdict]:
     """Judge the outputs of one case: names, then types, shapes, finite values, and error.
 
-    A cache is judged by its new rows, and the old ones must be as they were.
-
-    Args:
-        case: What is true, and what the module gave.
-        got: What is judged.
-        precision: The precision of both.
-        budgets: What the error of an output may be, where that is not to come from the case alone.
-        to_heads: By output, how to undo a projection of heads: then every head is judged, too.
+    A cache is judged by its new rows, and the old ones must be as they were. `budgets` are given where they
+    are not to come from the case alone; with `to_heads`, by output, every head is judged, too.
     """
-    rows, factor = new_entries(case, got), FACTORS[precision.name, precision.accumulate]
+    entries, results, spoiled = new_entries(case, got)
     # The factor for accumulation in FP16 has room for half of what an allowance is for.
     is_narrow = (precision.name, precision.accumulate) == ("fp16", "fp16")
     allowance, verdicts = max(1.0, case.allowance / (2 if is_narrow else 1)), []
     for name in sorted(set(case.oracle) | set(got)):
         verdict = OutputVerdict(case=case.name, sizes=case.sizes, output=name, problem=None)
-        result = rows.got.get(name)
-        problem = _problem_before_error(rows.case, name, result)
+        result = results.get(name)
+        problem = _problem_before_error(entries, name, result)
         if problem is not None or result is None:
-            verdicts.append(replace(verdict, problem=rows.spoiled.get(name, problem)))
+            verdicts.append(replace(verdict, problem=spoiled.get(name, problem)))
             continue
-        oracle, eager, exact = rows.case.oracle[name], rows.case.eager[name], result.dtype.kind in "iub"
-        budget = (budgets or {}).get(name) or budget_from_eager(
-            eager, oracle, precision, (to_heads or {}).get(name)
-        )
+        oracle, eager = entries.oracle[name], entries.eager[name]
+        budget = (budgets or {}).get(name)
+        budget = budget or budget_from_eager(eager, oracle, precision, (to_heads or {}).get(name))
         if allowance != 1:
             limits = {key: allowance * limit for key, limit in budget.limits.items()}
             budget = Budget(**limits, noise=budget.noise)
         suspects = {mistake: changes[name] for mistake, changes in case.suspects.items() if name in changes}
         deviation = measure(result, oracle, budget.noise, suspects)
-        if exact:
+        if result.dtype.kind in "iub":
             # Integers and booleans are right or wrong: the next token is not nearly the right one. Where
             # rounding decides, as in an argmax, the module errs at times. As many times more may be wrong.
             wrong, own = int((result != oracle).sum()), int((eager != oracle).sum())
-            if wrong > factor * own:
+            if wrong > FACTORS[precision.name, precision.accumulate] * own:
                 problem = f"{wrong} of {result.size} differ, and {own} do in the module itself"
         elif exceeded := budget.exceeded_by(deviation):
-            place = (
-                f"; largest in: {deviation.local_at}" if deviation.local_at not in ("", EVERYWHERE) else ""
-            )
-            problem = f"out of budget: {', '.join(exceeded)}{place}"
-        else:
-            problem = _why_not_verified(oracle, eager)
-        problem = rows.spoiled.get(name, problem)
+            problem = f"out of budget: {', '.join(exceeded)}"
+            if deviation.local_at not in ("", EVERYWHERE):
+                problem += f"; largest in: {deviation.local_at}"
+        elif reason := _shows_nothing(oracle, eager):
+            problem = f"{NOT_VERIFIED}: {reason}; {_REMEDY}"
+        problem = spoiled.get(name, problem)
         verdicts.append(replace(verdict, problem=problem, deviation=deviation, budget=budget))
     return verdicts
 
 
-def _why_not_verified(oracle: np.ndarray, eager: np.ndarray) -> str | None:
+def _shows_nothing(oracle: np.ndarray, eager: np.ndarray) -> str | None:
     """Why a comparison would show nothing: it is between zeros, or of numbers that the type does not have."""
     largest, smallest = float(np.abs(oracle).max(initial=0.0)), smallest_normal(eager.dtype)
     if not oracle.size:
         return None
     if largest == 0:
-        return f"{_ALL_ZERO}; {_REMEDY}"
+        return _ALL_ZERO
     if largest < smallest:
-        return (
-            f"{NOT_VERIFIED}: the oracle is at most {largest:.2g}, and the smallest normal number of "
-            f"{eager.dtype} is {smallest:.2g}; {_REMEDY}"
-        )
+        least = f"the smallest normal number of {eager.dtype} is {smallest:.2g}"
+        return f"the oracle is at most {largest:.2g}, and {least}"
     if not eager.any():
-        return (
-            f"{NOT_VERIFIED}: the module itself gives zeros where the oracle reaches {largest:.2g}; {_REMEDY}"
-        )
+        return f"the module itself gives zeros where the oracle reaches {largest:.2g}"
     roundoff = float(ml_dtypes.finfo(eager.dtype).eps) / 2
     vectors = oracle.reshape(-1, oracle.shape[-1]) if oracle.ndim else oracle.reshape(1, 1)
     if vectors.size > 1 and np.ptp(vectors) <= roundoff * largest:
-        return f"{_CONSTANT}, {largest:.2g} everywhere; {_REMEDY}"
+        return f"{_CONSTANT}, {largest:.2g} everywhere"
     if len(vectors) > 1 and vectors.shape[1] > 1 and (np.ptp(vectors, axis=0) <= roundoff * largest).all():
-        return f"{NOT_VERIFIED}: the oracle is the same vector at every position; {_REMEDY}"
+        return "the oracle is the same vector at every position"
     return None
 
 

@@ -85,14 +85,13 @@ def test_key_lengths_stay_whole_numbers(bundles):
 @pytest.mark.parametrize("name", ["inputs/x", "oracle/output", "eager/output"])
 def test_a_missing_array_is_named(folder, name):
     edit_arrays(folder, lambda arrays: arrays.pop(name))
-    error = refused(folder, f"does not hold {name}")
-    assert error.got == "nothing"
+    assert f"no {name}" in refused(folder, "does not hold the arrays").got
 
 
 @pytest.mark.parametrize("name", ["inputs/y", "oracle/weights", "anything"])
 def test_an_array_too_many_is_named(folder, name):
     edit_arrays(folder, lambda arrays: arrays.update({name: np.zeros(3)}))
-    assert name in str(refused(folder, "golden case"))
+    assert f": {name}" in refused(folder, "does not hold the arrays").got
 
 
 @pytest.mark.parametrize("name", ["inputs/x", "oracle/output", "eager/output"])

@@ -120,14 +120,14 @@ NAMES = ["inputs/tokens/x", "inputs/prompt", "inputs/steps", *RESULTS]
 def test_a_missing_array_is_named(tmp_path, name):
     with pytest.raises(BundleError, match="does not hold") as caught:
         altered(tmp_path, lambda arrays: arrays.pop(name))
-    assert caught.value.got == name
+    assert caught.value.got.endswith(f": no {name}")
 
 
 @pytest.mark.parametrize("name", ["inputs/y", "oracle/weights", "anything"])
 def test_an_array_too_many_is_named(tmp_path, name):
     with pytest.raises(BundleError, match="does not hold") as caught:
         altered(tmp_path, lambda arrays: arrays.update({name: np.zeros(3)}))
-    assert caught.value.got == name
+    assert caught.value.got.endswith(f": {name}")
 
 
 @pytest.mark.sweep(9)

@@ -6,7 +6,7 @@ import base64
 import io
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import prod
@@ -57,8 +57,11 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     path.write_bytes(save({name: np.asarray(array, order="C") for name, array in arrays.items()}))
 
 
-def read_arrays(path: Path, check_names: CheckNames = lambda names: None) -> dict[str, np.ndarray]:
-    """Read every array of a safetensors file, whose header must agree with its size."""
+def read_arrays(path: Path, known: Set[str] | None = None) -> dict[str, np.ndarray]:
+    """Read every array of a safetensors file, whose header must agree with its size.
+
+    Where they are `known`, a file that holds others or lacks one is refused before any is read.
+    """
     import ml_dtypes  # noqa: F401  # registers bfloat16 with NumPy, which safetensors asks for by name
     from safetensors import safe_open
 
@@ -68,8 +71,11 @@ def read_arrays(path: Path, check_names: CheckNames = lambda names: None) -> dic
         with open_regular(path) as header:
             refuse_duplicates(header.read(min(int.from_bytes(header.read(8), "little"), LARGEST_TEXT)))
         with safe_open(path, framework="np") as file:
-            names = list(file.keys())
-            check_names(names)
+            names = set(file.keys())
+            if known is not None and names != known:
+                strange = [*(f"no {name}" for name in sorted(known - names)), *sorted(names - known)]
+                problem = "The file does not hold the arrays that the manifest describes."
+                raise BundleError(problem, got=f"{path.name}: {', '.join(strange)}", hint="export again")
             return {name: file.get_tensor(name) for name in names}
     except DeployError:
         raise
@@ -158,23 +164,18 @@ def golden_cases(bundle: Bundle) -> Iterator[GoldenCase]:
 def read_case(bundle: Bundle, entry: GoldenEntry) -> GoldenCase:
     """Read one case, checking it against the spec."""
     spec, precision = bundle.manifest.spec, bundle.manifest.precision
-    groups = {"inputs": spec.inputs, "oracle": spec.outputs, "eager": spec.outputs}
-    known = {f"{group}/{tensor.name}" for group, tensors in groups.items() for tensor in tensors}
-
-    def check_names(names: list[str]) -> None:
-        if strangers := sorted(set(names) - known):
-            problem = "A golden case holds arrays that the spec does not name."
-            raise BundleError(problem, got=", ".join(strangers), hint="export again")
-
-    arrays = read_arrays(bundle.file(entry.file), check_names)
-    inputs = take_arrays(arrays, "inputs", spec.inputs, entry.sizes, precision)
+    groups = {"inputs": spec.inputs, "oracle": stored_outputs(spec), "eager": stored_outputs(spec)}
+    known = {f"{group}/{tensor.name}": tensor for group, tensors in groups.items() for tensor in tensors}
+    arrays = read_arrays(bundle.file(entry.file), known.keys())
+    check_arrays(arrays, known, entry.sizes, precision)
+    inputs, oracle, eager = (
+        {tensor.name: arrays[f"{group}/{tensor.name}"] for tensor in groups[group]} for group in groups
+    )
     if LENGTHS in inputs:
         lengths, room = inputs[LENGTHS], inputs[CACHES[0]].shape[2] - inputs["x"].shape[1]
         if (lengths < 0).any() or (lengths > room).any():
             problem, got = "The new entries of a golden case do not fit its cache.", lengths.tolist()
             raise BundleError(problem, got=f"{entry.file}: lengths {got}", hint=f"0 to {room}: export again")
-    oracle = take_arrays(arrays, "oracle", stored_outputs(spec), entry.sizes, None)
-    eager = take_arrays(arrays, "eager", stored_outputs(spec), entry.sizes, precision)
     refuse_infinite(entry.file, (*oracle.items(), *eager.items()))
     refuse_implausible(entry.file, oracle, eager, precision)
     for results, (name, taken) in product((oracle, eager), cached_outputs(spec).items()):
@@ -239,29 +240,22 @@ def write_case(path: Path, case: GoldenCase) -> None:
     write_arrays(path, arrays)
 
 
-def take_arrays(
+def check_arrays(
     arrays: Arrays,
-    group: str,
-    tensors: Iterable[TensorSpec],
+    known: Mapping[str, TensorSpec],
     sizes: Mapping[str, int],
-    precision: Precision | None,
+    precision: Precision,
     owner: str = "A golden case",
-) -> dict[str, np.ndarray]:
-    """Pick one group of arrays, which must be as the spec describes them; `precision` None means float64."""
-    taken = {}
-    for tensor in tensors:
-        wanted = np.dtype(np.float64 if tensor.kind == FLOAT else tensor.kind)
-        if precision is not None:
-            wanted = precision.numpy_of(tensor.kind)
-        elif wanted.kind == "f":  # what is true is known in FP64, also of float32
-            wanted = np.dtype(np.float64)
-        array, shape = arrays.get(f"{group}/{tensor.name}"), tensor.shape(sizes)
+) -> None:
+    """Refuse arrays, by `group/name`, that are not as the spec describes them; an oracle is float64."""
+    for name, tensor in known.items():
+        wanted, array, shape = precision.numpy_of(tensor.kind), arrays.get(name), tensor.shape(sizes)
+        if name.startswith("oracle/") and (tensor.kind == FLOAT or wanted.kind == "f"):
+            wanted = np.dtype(np.float64)  # what is true is known in FP64, also of float32
         if array is None or (array.dtype, array.shape) != (wanted, shape):
-            problem = f"{owner} does not hold {group}/{tensor.name} as the spec describes it."
+            problem = f"{owner} does not hold {name} as the spec describes it."
             got = "nothing" if array is None else f"{array.dtype} {array.shape}"
             raise BundleError(problem, got=got, hint=f"{wanted} {shape}: export again")
-        taken[tensor.name] = array
-    return taken
 
 
 # -- Polygraphy ------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
@@ -54,11 +54,10 @@ class Bundle:
         """What changes if a file is replaced: inode, size and time of each; None where it is gone."""
 
         def stamp(path: Path) -> tuple[int, ...] | None:
-            try:
+            with suppress(OSError):
                 found = path.stat()
-            except OSError:
-                return None
-            return found.st_ino, found.st_size, found.st_mtime_ns
+                return found.st_ino, found.st_size, found.st_mtime_ns
+            return None
 
         return [stamp(path) for path in (self.path / MANIFEST, *map(self.file, self.manifest.files))]
 

@@ -10,7 +10,7 @@ step overwrote cannot pass for the right one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,15 +20,15 @@ import numpy as np
 from mha_deploy.bundle.cases import (
     Arrays,
     GoldenCase,
+    check_arrays,
     read_arrays,
     refuse_implausible,
     refuse_infinite,
-    take_arrays,
     write_case,
 )
 from mha_deploy.errors import BundleError, DeployError
 from mha_deploy.model.precision import Precision
-from mha_deploy.model.spec import INT32, KVCache, ModelSpec, TensorSpec
+from mha_deploy.model.spec import INT32, LENGTHS, KVCache, ModelSpec, TensorSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,15 +91,20 @@ class DecodeTrace:
     def defined(self, results: Arrays) -> dict[str, np.ndarray]:
         """Outputs or cached tensors by token, with zeros behind the last token of each batch element."""
         axes = {**self.cache.outputs, **{each.name: each.axis for each in self.cache.tensors}}
-        real = np.arange(self.length) < (self.prompt + self.steps)[:, None]
-        found = {}
-        for name, array in results.items():
-            others = [axis for axis in range(1, array.ndim) if axis != axes[name]]
-            found[name] = np.where(np.expand_dims(real, others), array, array.dtype.type(0))
-        return found
+        ends = self.prompt + self.steps
+        return {name: without_padding(array, ends, axes[name]) for name, array in results.items()}
 
     def _positions(self, step: int) -> np.ndarray:
         return (self.prompt + step - 1)[:, None]
+
+
+def without_padding(array: np.ndarray, ends: np.ndarray, axis: int) -> np.ndarray:
+    """Zeros from position `ends[b]` of batch element b on. An array of another shape stays as it is."""
+    if array.ndim <= axis or len(array) != len(ends) or array.shape[axis] <= ends.min():
+        return array
+    others = [other for other in range(1, array.ndim) if other != axis]
+    is_real = np.expand_dims(np.arange(array.shape[axis]) < ends[:, None], others)
+    return np.where(is_real, array, array.dtype.type(0))
 
 
 def take_tokens(array: np.ndarray, axis: int, positions: np.ndarray) -> np.ndarray:
@@ -189,31 +194,23 @@ def check_steps(spec: ModelSpec, prompt: np.ndarray, steps: int) -> KVCache:
     if longest + steps > cache.room:
         most = cache.room - longest
         hint = f"{most} steps at most" if most > 0 else f"{cache.room} tokens in all at most"
-        problem, got = (
-            f"The tokens do not fit into the cache of {spec.name}.",
-            f"a prompt of {longest} tokens",
-        )
-        raise DeployError(problem, got=f"{got} and {steps} steps", hint=hint)
+        problem = f"The tokens do not fit into the cache of {spec.name}."
+        raise DeployError(problem, got=f"a prompt of {longest} tokens and {steps} steps", hint=hint)
     return cache
 
 
 def check_trace(spec: ModelSpec, trace: DecodeTrace, precision: Precision) -> None:
     """Refuse a trace of another model or precision, or one that is longer than the cache."""
     cache = check_steps(spec, trace.prompt, trace.steps)
-    inputs, results = trace_tensors(spec, cache)
     sizes = {**cache.call_sizes(spec, trace.B, trace.length, 0), "L": trace.length}
-    for group, arrays, tensors in (
-        ("inputs", trace.inputs, inputs),
-        ("eager", trace.eager, results),
-        ("oracle", trace.oracle, results),
-    ):
-        found = {f"{group}/{name}": array for name, array in arrays.items()}
-        kept_in = None if group == "oracle" else precision
-        take_arrays(found, group, tensors, sizes, kept_in, f"The trace {trace.name} of {spec.name}")
+    groups = {"inputs/tokens": trace.inputs, "oracle": trace.oracle, "eager": trace.eager}
+    arrays = {f"{group}/{name}": x for group, found in groups.items() for name, x in found.items()}
+    known = trace_tensors(spec, cache)
+    check_arrays(arrays, known, sizes, precision, f"The trace {trace.name} of {spec.name}")
 
 
-def trace_tensors(spec: ModelSpec, cache: KVCache) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
-    """The inputs and the results of a trace; L is the number of its tokens."""
+def trace_tensors(spec: ModelSpec, cache: KVCache) -> dict[str, TensorSpec]:
+    """The inputs and the results of a trace as its file names them; L is the number of its tokens."""
 
     def along(tensor: TensorSpec, axes: Mapping[str, int], name: str = "") -> TensorSpec:
         dims = list(tensor.dims)
@@ -221,24 +218,22 @@ def trace_tensors(spec: ModelSpec, cache: KVCache) -> tuple[tuple[TensorSpec, ..
             dims[axes[tensor.name]] = "L"
         return TensorSpec(name=name or tensor.name, kind=tensor.kind, dims=tuple(dims))
 
-    cached = {each.input: each for each in cache.tensors}
-    inputs = tuple(
-        along(along(tensor, cache.by_token), cache.by_context)
-        for tensor in spec.inputs
-        if tensor.name not in cached and not (cache.is_preallocated and tensor.name == "lengths")
-    )
-    outputs = tuple(along(tensor, cache.outputs) for tensor in spec.outputs if tensor.name in cache.outputs)
-    entries = tuple(
-        along(tensor, {tensor.name: cached[tensor.name].axis}, cached[tensor.name].name)
-        for tensor in spec.inputs
-        if tensor.name in cached
-    )
-    return inputs, (*outputs, *entries)
+    cached, found = {each.input: each for each in cache.tensors}, dict[str, TensorSpec]()
+    results = [along(tensor, cache.outputs) for tensor in spec.outputs if tensor.name in cache.outputs]
+    for tensor in spec.inputs:
+        if (each := cached.get(tensor.name)) is not None:
+            results.append(along(tensor, {tensor.name: each.axis}, each.name))
+        elif not (cache.is_preallocated and tensor.name == LENGTHS):
+            found[f"inputs/tokens/{tensor.name}"] = along(along(tensor, cache.by_token), cache.by_context)
+    return found | {f"{group}/{each.name}": each for group in ("oracle", "eager") for each in results}
 
 
 # -- Files -----------------------------------------------------------------------------------------
 
-_COUNTS = (TensorSpec(name="prompt", kind=INT32, dims=("B",)), TensorSpec(name="steps", kind=INT32, dims=()))
+_COUNTS = {
+    "inputs/prompt": TensorSpec(name="prompt", kind=INT32, dims=("B",)),
+    "inputs/steps": TensorSpec(name="steps", kind=INT32, dims=()),
+}
 
 
 def write_trace(path: Path, trace: DecodeTrace) -> None:
@@ -254,29 +249,15 @@ def read_trace(path: Path, spec: ModelSpec, precision: Precision) -> DecodeTrace
     cache = spec.kv_cache
     if cache is None:
         raise DeployError(f"{spec.name} has no KV cache.", got=path.name)
-    inputs, results = trace_tensors(spec, cache)
-    known = {f"inputs/tokens/{tensor.name}" for tensor in inputs} | {"inputs/prompt", "inputs/steps"}
-    known |= {f"{group}/{tensor.name}" for group in ("oracle", "eager") for tensor in results}
-
-    def check_names(names: list[str]) -> None:
-        if others := sorted(set(names) ^ known):
-            problem = "The file does not hold the arrays of a decode trace."
-            raise BundleError(problem, got=", ".join(others), hint="export again")
-
-    def group(prefix: str, tensors: Iterable[TensorSpec]) -> dict[str, np.ndarray]:
-        return {tensor.name: arrays[f"{prefix}/{tensor.name}"] for tensor in tensors}
-
-    arrays = read_arrays(path, check_names)
-    counts = take_arrays(arrays, "inputs", _COUNTS, {"B": arrays["inputs/prompt"].size}, precision)
-    trace = DecodeTrace(
-        name=path.stem,
-        cache=cache,
-        inputs=group("inputs/tokens", inputs),
-        prompt=counts["prompt"],
-        steps=int(counts["steps"]),
-        oracle=group("oracle", results),
-        eager=group("eager", results),
+    arrays = read_arrays(path, trace_tensors(spec, cache).keys() | _COUNTS)
+    prompt, steps = (arrays.pop(name) for name in _COUNTS)
+    check_arrays(dict(zip(_COUNTS, (prompt, steps), strict=True)), _COUNTS, {"B": prompt.size}, precision)
+    inputs, oracle, eager = (
+        {name.removeprefix(group): x for name, x in arrays.items() if name.startswith(group)}
+        for group in ("inputs/tokens/", "oracle/", "eager/")
     )
+    about: dict[str, Any] = {"cache": cache, "prompt": prompt, "steps": int(steps)}
+    trace = DecodeTrace(name=path.stem, inputs=inputs, oracle=oracle, eager=eager, **about)
     try:
         check_trace(spec, trace, precision)
     except DeployError as error:

@@ -435,14 +435,14 @@ def bench_renderable(found: Data) -> RenderableType:
 
 def self_test_renderable(result: SelfTest) -> RenderableType:
     """Every mutation, and by how much it exceeds the budget."""
-    from mha_deploy.validate.self_test import largest_share
+    from mha_deploy.metrics import largest_share
 
-    def row(name: str, share: float, good: bool, words: tuple[str, str]) -> tuple[str | Cell, ...]:
-        used = "not a number" if share == float("inf") else f"{share:,.2f}"
+    def row(name: str, share: float | None, good: bool, words: tuple[str, str]) -> tuple[str | Cell, ...]:
+        used = "not a number" if share is None else f"{share:,.2f}"
         return name, used, Cell(text=words[not good], status="good" if good else "bad")
 
     right = result.right.passed
-    rows = [row("as exported", largest_share(result.right), right, ("passed", "FAILED"))]
+    rows = [row("as exported", largest_share(result.right.verdicts), right, ("passed", "FAILED"))]
     rows += [row(each.mistake, each.share, each.caught, ("detected", "MISSED")) for each in result.catches]
     found = f"{sum(catch.caught for catch in result.catches)}/{len(result.catches)} mutations detected"
     found += "" if right else ", but the graph as exported is wrong itself"

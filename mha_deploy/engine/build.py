@@ -56,14 +56,7 @@ def engine_from_bundle(
     *,
     path: Path | None = None,
 ) -> Engine:
-    """Build an engine and judge it; it is written only when it is complete.
-
-    Args:
-        bundle: The bundle.
-        options: How to build.
-        on_progress: Called as the builder reports progress.
-        path: Where the engine goes; default: into the bundle, under its name.
-    """
+    """Build an engine and judge it; it is written only when it is complete, by default into its bundle."""
     options = options or EngineOptions()
     rt = load(options.backend or engines.default_backend())
     mib = options.workspace_mib
@@ -133,10 +126,9 @@ def _engine_at(
     kernels = next(filter(None, map(built.kernels.get, ("inspector", "plan", "log"))), ())
     findings = dict.fromkeys(finding for answer in answers for finding in answer.findings)
     names, large = engines.profile_names(spec, ranges), built.large_tensors
-    unprepared = unprepared_profiles(
-        rt, built.plan, names, host_code=options.version_compatible, large_tensors=large
-    )
-    notes = [*unprepared, *built.notes, *(each.advice for each in large), *built.warnings]
+    loaded: dict[str, Any] = {"host_code": options.version_compatible, "large_tensors": large}
+    notes = [*unprepared_profiles(rt, built.plan, names, **loaded), *built.notes]
+    notes += [*(each.advice for each in large), *built.warnings]
     in_place = noted_caches(lowered, IN_PLACE_NOTE) if plugins else {}
     notes += [f"caches in place: bind {out} to the memory of {at}" for out, at in in_place.items()]
     manifest = engines.EngineManifest(
@@ -223,17 +215,16 @@ def _with_carried(built: BuiltEngine, lowered: ir.Model) -> BuiltEngine:
         node = next((nodes[name] for name in kernel.onnx_nodes if name in nodes), None)
         if not kernel.is_plugin or node is None:
             return kernel
-        values = [value for value in (*node.inputs, *node.outputs) if value is not None and value.dtype]
+        values = (value for value in (*node.inputs, *node.outputs) if value is not None)
         types = {value.name or "": layers.dtype_of(value.dtype.name) for value in values if value.dtype}
         usual = next((dtype for dtype in types.values() if dtype in layers.FLOATING), layers.UNKNOWN)
-        # 8.6 does not report the types of dynamic sizes, and the library takes no others.
-        inputs, outputs = (
-            tuple(
-                replace(each, dtype=types.get(each.name, usual)) if each.dtype == layers.UNKNOWN else each
-                for each in tensors
-            )
-            for tensors in (kernel.inputs, kernel.outputs)
-        )
+
+        def typed(tensor: layers.EngineTensor) -> layers.EngineTensor:
+            # 8.6 does not report the types of dynamic sizes, and the library takes no others.
+            known = tensor.dtype != layers.UNKNOWN
+            return tensor if known else replace(tensor, dtype=types.get(tensor.name, usual))
+
+        inputs, outputs = (tuple(map(typed, tensors)) for tensors in (kernel.inputs, kernel.outputs))
         return replace(kernel, carries=_CARRIES[node.op_type], inputs=inputs, outputs=outputs)
 
     return replace(built, kernels={source: tuple(map(marked, ks)) for source, ks in built.kernels.items()})

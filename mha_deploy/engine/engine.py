@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import itertools
 import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, TypedDict, TypeVar
+from typing import Annotated, Any, NotRequired, TypedDict, TypeVar
 
 import msgspec
 import numpy as np
@@ -126,19 +128,16 @@ class LibraryRecord(TypedDict):
     plugins: list[dict[str, str]]
 
 
-class _ChosenAttention(TypedDict):
+class AttentionRecord(TypedDict):
+    """The implementation of attention; where it was measured, the cost of each candidate."""
+
     requested: str
     chosen: str
     accumulate: str
-
-
-class AttentionRecord(_ChosenAttention, total=False):
-    """The implementation of attention; where it was measured, the cost of each candidate."""
-
-    native_us: float | None
-    plugin_us: float | None
-    ratio: float | None
-    tried: list[dict[str, Any]]
+    native_us: NotRequired[float | None]
+    plugin_us: NotRequired[float | None]
+    ratio: NotRequired[float | None]
+    tried: NotRequired[list[dict[str, Any]]]
 
 
 class RebuildRecord(TypedDict):
@@ -392,9 +391,8 @@ def _shown_verdict(plan: bytes, manifest: EngineManifest, bundle: Path | None) -
     if not needed and not doubtful:
         return verdict
     # A plan does not tell what the layers of a library compute; only that a plugin is there can be detected.
-    kernels = [
-        replace(each, carries=ATTENTION) if each.is_plugin else each for each in kernels_from_plan(plan)
-    ]
+    found = kernels_from_plan(plan)
+    kernels = [replace(each, carries=ATTENTION) if each.is_plugin else each for each in found]
     graph = load_graph(bundle / MODEL) if bundle is not None and needed else None
     if graph is not None and not (_holds_weights(plan, graph) and _has_their_sizes(kernels, graph)):
         why = "its weights are not those of the bundle"
@@ -408,8 +406,8 @@ def _shown_verdict(plan: bytes, manifest: EngineManifest, bundle: Path | None) -
     def confirmed(node: NodeVerdict) -> NodeVerdict:
         if node.status != verdicts.FUSED or node not in doubtful:
             return node
-        found = fused.get((node.node, node.profile))
-        is_there = found is not None and found.issuperset(node.kernels)
+        there = fused.get((node.node, node.profile))
+        is_there = there is not None and there.issuperset(node.kernels)
         return node if is_there else _unknown(node, "no fused kernel of that name computes it")
 
     if needed and claimed.ok:
@@ -470,32 +468,24 @@ _NOT_FUSED = " is not fused: "
 def _unrecognised(manifest: Manifest) -> dict[str, str]:
     """The attentions of a bundle that are no node of its graph, by names of their own, with the reasons."""
     reasons = [note.partition(_NOT_FUSED)[::2] for note in manifest.notes if _NOT_FUSED in note]
-    found: dict[str, str] = {}
-    taken = {str(node["name"]) for node in manifest.attention}
+    found, taken = dict[str, str](), {str(node["name"]) for node in manifest.attention}
     for index in range(manifest.spec.attention_count - len(manifest.attention)):
         name, reason = reasons[index] if index < len(reasons) else ("attention", "no reason is recorded")
-        free, count = name, 1
-        while free in taken or free in found:
-            count += 1
-            free = f"{name}_{count}"
-        found[free] = reason
+        names = (name if number == 1 else f"{name}_{number}" for number in itertools.count(1))
+        found[next(each for each in names if each not in taken and each not in found)] = reason
     return found
 
 
 def with_unrecognised(verdict: EngineVerdict, manifest: Manifest, *, profiles: int) -> EngineVerdict:
     """The verdict on all attentions of a bundle, from that on the attention nodes of its graph."""
-    left = [
-        NodeVerdict(
-            node=name,
-            profile=profile,
-            status=verdicts.DECOMPOSED,
-            reason=f"not one Attention node in the graph: {reason}",
-            source="graph",
-        )
-        for name, reason in _unrecognised(manifest).items()
-        for profile in range(profiles)
-    ]
-    return msgspec.structs.replace(verdict, nodes=(*verdict.nodes, *left))
+    nodes = list(verdict.nodes)
+    for name, why in _unrecognised(manifest).items():
+        reason = f"not one Attention node in the graph: {why}"
+        nodes += [
+            NodeVerdict(node=name, profile=n, status=verdicts.DECOMPOSED, reason=reason, source="graph")
+            for n in range(profiles)
+        ]
+    return msgspec.structs.replace(verdict, nodes=tuple(nodes))
 
 
 # -- What this machine can build with and run on ---------------------------------------------------
@@ -540,10 +530,9 @@ def reasons_not_to_run(engine: Engine, *, import_tensorrt: bool = True) -> list[
 
 
 def _module_version(backend: str) -> str | None:
-    try:
+    with suppress(BackendUnavailable):
         return load(backend).version
-    except BackendUnavailable:
-        return None
+    return None
 
 
 def misfits(engine: Engine, backend_version: str | None, gpu: dict[str, str] | None) -> list[str]:
@@ -590,8 +579,7 @@ def _gpu_fits(manifest: EngineManifest, gpu: Mapping[str, str]) -> bool:
 def open_engine_runner(engine: Engine, *, cuda_graph: bool = True) -> Runner:
     """Load an engine into the TensorRT that built it; one that does not fit this machine is refused."""
     backend, gpu = engine.manifest.backend, first_gpu()
-    reasons = misfits(engine, _module_version(backend), gpu)
-    if reasons:
+    if reasons := misfits(engine, _module_version(backend), gpu):
         hint = f"build one here: mha-deploy build-engine BUNDLE --backend {backend}"
         if gpu is None:
             hint = "run it on a machine with a GPU that it was built for"

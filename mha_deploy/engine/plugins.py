@@ -158,10 +158,9 @@ def library_for(version: str) -> PluginLibrary:
         if major(library.tensorrt) == major(version):
             return library
         others.append(f"{path} (TensorRT {library.tensorrt})")
-    looked = f"looked in {', '.join(map(str, places()))}"
     problem = f"There is no plugin library for TensorRT {major(version)} here."
+    got = f"looked in {', '.join(map(str, places()))}" + (f"; found {', '.join(others)}" if others else "")
     hint = f"build it with `mha-deploy plugins build`, or name one in {ENVIRONMENT}"
-    got = f"{looked}; found {', '.join(others)}" if others else looked
     raise PluginError(problem, got=got, hint=hint)
 
 
@@ -242,17 +241,16 @@ class Found:
 
 def find_parts(given: Mapping[str, Path | None]) -> list[Found]:
     """Find all that the library is compiled with; folders, and nvcc, may be given by the keys of `PARTS`."""
-    found = [_found(part, given.get(part.key)) for part in PARTS]
-    missing = [part for part, each in zip(PARTS, found, strict=True) if each is None]
-    if missing:
-        lines = []
-        for part in missing:
-            looked = ", ".join(dict.fromkeys(str(folder) for folder, _ in _places(part)))
-            lines.append(f"{part.title} ({', '.join(part.files)}), looked in {looked}")
+    found = {part: _found(part, given.get(part.key)) for part in PARTS}
+    lines, hints = list[str](), list[str]()
+    for part in (part for part, each in found.items() if each is None):
+        looked = ", ".join(dict.fromkeys(str(folder) for folder, _ in _places(part)))
+        lines.append(f"{part.title} ({', '.join(part.files)}), looked in {looked}")
+        hints.append(f"{part.title}: {part.install}, or {part.option} PATH")
+    if lines:
         problem = "What the plugin library is built with is missing."
-        hint = "; ".join(f"{part.title}: {part.install}, or {part.option} PATH" for part in missing)
-        raise PluginError(problem, got="; ".join(lines), hint=hint)
-    return [each for each in found if each is not None]
+        raise PluginError(problem, got="; ".join(lines), hint="; ".join(hints))
+    return [each for each in found.values() if each is not None]
 
 
 def _found(part: Part, named: Path | None) -> Found | None:
@@ -475,11 +473,8 @@ def load_needed(rt: TensorRT, records: Sequence[Mapping[str, Any]]) -> None:
             load_library(rt, path)
         earlier = _loaded.setdefault(rt.module.__name__, path)
         if earlier != path:
-            problem, got = (
-                "This process has loaded another plugin library already.",
-                f"{earlier}, then {path}",
-            )
-            raise PluginError(problem, got=got, hint="use one library in a process")
+            problem = "This process has loaded another plugin library already."
+            raise PluginError(problem, got=f"{earlier}, then {path}", hint="use one library in a process")
 
 
 def load_library(rt: TensorRT, path: Path) -> None:

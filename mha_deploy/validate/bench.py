@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,11 +30,10 @@ from mha_deploy.validate.evaluate import (
     Evaluation,
     EvaluationPlan,
     LatencyPoint,
-    LatencyRow,
-    evaluate,
+    OnStep,
+    evaluate_all,
     latency_points,
     problem_of,
-    refused_rows,
 )
 from mha_deploy.validate.runtimes import (
     INSTALL,
@@ -47,8 +46,6 @@ from mha_deploy.validate.runtimes import (
     refuse_without_torch,
 )
 from mha_deploy.validate.verdict import engines_to_dict, frame, latency_to_dict, model_to_dict
-
-OnStep = Callable[[str], None]
 
 _MOST_STEPS = 6  # a grid has at most this many batches and as many lengths
 _ORACLE_CACHE_BYTES = 16 << 30  # what the cache of a grid's point may take in the memory of an FP64 oracle
@@ -112,11 +109,7 @@ def bench_to_dict(benches: Sequence[ModelBench]) -> dict[str, Any]:
 def bench_bundle(
     bundle: Bundle, options: BenchOptions | None = None, *, on_step: OnStep = lambda name: None
 ) -> ModelBench:
-    """Time every runtime that can run here.
-
-    Raises:
-        BackendUnavailable: There is no GPU, or a runtime that was requested by name cannot run here.
-    """
+    """Time every runtime that can run here; refused without a GPU, or where a requested runtime cannot."""
     options = options or BenchOptions()
     open_gpu()  # what follows takes a while: say now that there is nothing to time on
     finder, spec = RuntimeFinder(bundle, engine=options.engine), bundle.manifest.spec
@@ -134,15 +127,7 @@ def bench_bundle(
         timing=TimingPlan(samples=options.samples, load_ms=500),
         kernels=options.kernels,
     )
-    evaluated, rows = list[Evaluation](), list[Mapping[str, LatencyRow]]()
-    for runtime in runtimes:
-        try:
-            evaluated.append(evaluate(runtime, plan, on_step))
-            rows.append(evaluated[-1].rows)
-        except DeployError as error:
-            if options.backends:
-                raise
-            rows.append(refused_rows(runtime, error.in_one_line, plan.timed))
+    evaluated, rows = evaluate_all(runtimes, plan, on_step, strict=bool(options.backends))
     loads = list[ThroughputRow]()
     for runtime, timed in zip(runtimes, rows, strict=True) if options.streams else ():
         for case in plan.timed:

@@ -470,17 +470,13 @@ class ConformanceTable:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        rows = [
-            {
-                "case": case.name,
-                "about": case.about,
-                "diagnostic": case.diagnostic,
-                "cells": {name: asdict(cell) for name, cell in self.cells[case.name].items()},
-            }
-            for case in self.rows
-        ]
-        plain = {name: getattr(self, name) for name in ("precision", "seed", "passed")}
-        return {**plain, "columns": list(self.columns), "rows": rows}
+        rows = []
+        for case in self.rows:
+            cells = {name: asdict(cell) for name, cell in self.cells[case.name].items()}
+            about = {"case": case.name, "about": case.about, "diagnostic": case.diagnostic}
+            rows.append({**about, "cells": cells})
+        plain = {name: getattr(self, name) for name in ("precision", "seed", "passed", "columns")}
+        return {**plain, "rows": rows}
 
 
 def conformance_table(
@@ -508,8 +504,8 @@ def conformance_table(
         except BackendUnavailable as error:
             for row in cells.values():
                 row[name] = Cell(ABSENT, error.in_one_line)
-    about: dict[str, Any] = {"precision": precision.name, "seed": seed, "columns": tuple(columns)}
-    return ConformanceTable(rows=tuple(cases), cells=cells, **about)
+    rows, names = tuple(cases), tuple(columns)
+    return ConformanceTable(precision=precision.name, seed=seed, rows=rows, columns=names, cells=cells)
 
 
 # -- The runtimes of this machine as columns of the table ------------------------------------------
@@ -538,10 +534,9 @@ def torch_column(path: str, device: str = "cpu") -> Column:
         answers: dict[str, Answer] = {}
         for case, arrays in ((trial.case, trial.arrays) for trial in trials):
             sizes: dict[str, Any] = {"Hq": case.Hq, "Hkv": case.Hkv, "scale": case.scale}
+            how: dict[str, Any] = {"causal": case.is_causal, "path": path, "device": device}
             try:
-                answers[case.name] = attention_alone(
-                    arrays, **sizes, causal=case.is_causal, path=path, device=device
-                )
+                answers[case.name] = attention_alone(arrays, **sizes, **how)
             except DeployError as error:
                 answers[case.name] = error
         return answers

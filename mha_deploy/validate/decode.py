@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from typing import Any, Protocol, TypeVar
+from functools import partial
+from typing import Any, Protocol
 
 import numpy as np
 
 from mha_deploy.bundle.cases import GoldenCase
 from mha_deploy.bundle.folder import Bundle
-from mha_deploy.bundle.traces import DecodeTrace, check_trace, prefill_calls, read_trace
+from mha_deploy.bundle.traces import DecodeTrace, check_trace, prefill_calls, read_trace, without_padding
 from mha_deploy.errors import BundleError, DeployError
 from mha_deploy.metrics import (
     Budget,
@@ -26,7 +26,7 @@ from mha_deploy.metrics import (
 from mha_deploy.model.precision import Precision
 from mha_deploy.model.spec import LENGTHS, ModelSpec
 from mha_deploy.options import ValidateOptions
-from mha_deploy.runtime.runner import Arrays, ProfiledRunner, Runner
+from mha_deploy.runtime.runner import Arrays, ProfiledRunner, Runner, foreign_errors
 from mha_deploy.validate.runtimes import refuse_without_torch, torch_device
 
 OnStep = Callable[[int], None]
@@ -80,19 +80,14 @@ class DecodeReport:
         """The same of the module itself: outputs that shrink from step to step make relative errors grow."""
         return _growth(self.eager_errors)
 
-    @property
-    def table(self) -> list[tuple[int, float | None]]:
-        """Steps 1, 2, 4, 8, … and the last one, with their errors."""
-        last = len(self.errors)
-        steps = {2**k for k in range(last.bit_length())} | {last}
-        return [(step, self.errors[step - 1]) for step in sorted(steps) if 0 < step <= last]
-
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON: of the verdicts only the first failures, there may be thousands."""
         plain = ("model", "precision", "backend", "trace", "passed", "prompt", "steps", "first_failed")
-        figures = ("share", "errors", "eager_errors", "growth", "eager_growth", "table")
+        figures, last = ("share", "errors", "eager_errors", "growth", "eager_growth"), len(self.errors)
+        shown = sorted({2**k for k in range(last.bit_length())} | {last} - {0})
         return {
             **{name: getattr(self, name) for name in (*plain, *figures)},
+            "table": [(step, self.errors[step - 1]) for step in shown],
             "judged": len(self.verdicts),
             "failed": len(self.failures),
             "failures": [verdict.to_dict() for verdict in self.failures[:_SHOWN_FAILURES]],
@@ -226,7 +221,6 @@ def open_decode_loop(runner: Runner, spec: ModelSpec, trace: DecodeTrace) -> Ite
 
 # -- Is decoding right? Prefill and decode steps through any runtime, judged at every step ---------
 
-_T = TypeVar("_T")
 # The axes of an output and of a cached tensor.
 _PLACES = {3: ("batch element", "token"), 4: ("batch element", "head", "position")}
 _NEIGHBOURS = 8  # steps on either side whose budgets a step may use
@@ -242,8 +236,7 @@ def run_decode_loop(
     """Feed a trace to a decode loop with an empty cache, and judge everything that comes out.
 
     Raises:
-        DeployError: The trace is not one of this model, or the cache is not empty. What goes wrong later is a
-            verdict.
+        DeployError: The trace is not of this model, or the cache not empty; what fails later is a verdict.
     """
     check_trace(spec, trace, precision)
     before, hint = np.asarray(loop.lengths), f"{trace.B} zeros: open a new one"
@@ -260,8 +253,10 @@ class _DecodeRun:
 
     def __init__(self, backend: str, trace: DecodeTrace, spec: ModelSpec, precision: Precision) -> None:
         self.backend, self.trace, self.spec, self.precision = backend, trace, spec, precision
-        self.calls: list[tuple[GoldenCase, list[OutputVerdict]]] = []  # the prefill and the steps
-        self.afterwards: list[OutputVerdict] = []  # all steps as one, and the cache
+        self.axes = trace.cache.outputs  # by output, the axis of its tokens
+        self.calls = [self._call(step) for step in range(1 + trace.steps)]  # the prefill and the steps
+        self.found: list[list[OutputVerdict]] = []  # the verdicts on those that were run
+        self.afterwards: list[OutputVerdict] = []  # on all steps as one, and on the cache
 
     # -- what must come out -----------------------------------------------------------------------
 
@@ -277,53 +272,42 @@ class _DecodeRun:
             allowance=trace.allowance,
         )
 
-    @cached_property
-    def prefill(self) -> GoldenCase:
-        """What the prompts must give."""
-        first, axes = self.trace.longest_prompt, self.trace.cache.outputs
+    def _call(self, step: int) -> GoldenCase:
+        """What the prompts must give, as step 0, or one of the steps behind them."""
+        trace, axes, first = self.trace, self.axes, self.trace.longest_prompt
 
         def cut(results: Arrays) -> Arrays:
-            parts = {name: np.take(results[name], np.arange(first), axis) for name, axis in axes.items()}
-            return self._prompts(parts)
+            if step:
+                return {name: trace.at_step(name, results[name], step) for name in axes}
+            return self._prompts({x: np.take(results[x], np.arange(first), axes[x]) for x in axes})
 
-        return self._case("prefill", first, 0, cut)
+        name, S, past = (f"step {step}", 1, first + step - 1) if step else ("prefill", first, 0)
+        return self._case(name, S, past, cut)
 
     def _prompts(self, outputs: Arrays) -> Arrays:
-        axes = self.trace.cache.outputs
-        return {name: _without_padding(x, self.trace.prompt, axes[name]) for name, x in outputs.items()}
-
-    @cached_property
-    def _steps(self) -> list[GoldenCase]:
-        past, count = self.trace.longest_prompt - 1, self.trace.steps
-        return [self._case(f"step {k}", 1, past + k, partial(self._at, step=k)) for k in range(1, count + 1)]
-
-    def _at(self, results: Arrays, step: int) -> Arrays:
-        return {name: self.trace.at_step(name, results[name], step) for name in self.trace.cache.outputs}
-
-    @cached_property
-    def _all_steps(self) -> GoldenCase:
-        """All steps as one case: what a single step hardly shows adds up."""
-        oracle, eager = (self._joined([getattr(s, x) for s in self._steps]) for x in ("oracle", "eager"))
-        return replace(self._steps[-1], name=f"{self.trace.name} all steps", oracle=oracle, eager=eager)
+        return {name: without_padding(x, self.trace.prompt, self.axes[name]) for name, x in outputs.items()}
 
     def _joined(self, parts: Sequence[Arrays]) -> Arrays:
-        axes = self.trace.cache.outputs
-        return {name: np.concatenate([part[name] for part in parts], axis) for name, axis in axes.items()}
+        return {x: np.concatenate([part[x] for part in parts], axis) for x, axis in self.axes.items()}
 
     # -- what comes out ---------------------------------------------------------------------------
 
     def feed_all(self, loop: DecodeLoop, on_step: OnStep) -> None:
         """Prefill, steps and cache, up to the first call that cannot be run."""
-        trace, together = self.trace, case_budgets(self._all_steps, self.precision)
-        budgets = [None, *step_budgets(self._steps, self.precision, together, trace.cache.outputs)]
+        trace, steps = self.trace, self.calls[1:]
+        # All steps as one case: what a single step hardly shows adds up.
+        oracle, eager = (self._joined([getattr(case, x) for case in steps]) for x in ("oracle", "eager"))
+        whole = replace(steps[-1], name=f"{trace.name} all steps", oracle=oracle, eager=eager)
+        together = case_budgets(whole, self.precision)
+        budgets = [None, *step_budgets(steps, self.precision, together, self.axes)]
         fed: list[Arrays] = []
-        for step, case in enumerate([self.prefill, *self._steps]):
+        for step, case in enumerate(self.calls):
             on_step(step)
             try:
-                outputs = attempt(partial(self._fed, loop, step))
-                lengths = attempt(lambda: np.asarray(loop.lengths))
+                with foreign_errors("The decode loop failed."):
+                    outputs, lengths = self._fed(loop, step), np.asarray(loop.lengths)
             except DeployError as error:
-                self.calls.append((case, failed_to_run(case, error.in_one_line)))
+                self.found.append(failed_to_run(case, error.in_one_line))
                 return
             fed.append(outputs if step else self._prompts(outputs))
             verdicts, wanted = self._judged(case, fed[-1], budgets[step]), trace.prompt + step
@@ -331,9 +315,9 @@ class _DecodeRun:
                 problem = f"{lengths.tolist()} tokens, not {wanted.tolist()}"
                 wrong = OutputVerdict(case=case.name, sizes=case.sizes, output="lengths", problem=problem)
                 verdicts.append(wrong)
-            self.calls.append((case, verdicts))
-        if all(each.deviation is not None for _, verdicts in self.calls for each in verdicts):
-            self.afterwards += self._judged(self._all_steps, self._joined(fed[1:]), together)
+            self.found.append(verdicts)
+        if all(each.deviation is not None for verdicts in self.found for each in verdicts):
+            self.afterwards += self._judged(whole, self._joined(fed[1:]), together)
         if not getattr(loop, "hides_cache", False):  # a server may keep it to itself
             self.afterwards += self._judged_cache(loop)
 
@@ -349,14 +333,13 @@ class _DecodeRun:
         self, case: GoldenCase, got: Arrays, budgets: Mapping[str, Budget] | None = None
     ) -> list[OutputVerdict]:
         """The verdicts on a case; an error that is out of budget is reported with its place."""
-        found = []
-        for verdict in judge_case(case, got, self.precision, budgets):
+        found = judge_case(case, got, self.precision, budgets)
+        for number, verdict in enumerate(found):
             if verdict.is_wrong and verdict.deviation is not None:
                 index = verdict.deviation.worst_index
                 axes = zip(_PLACES.get(len(index), ()), index, strict=False)
                 places = ", ".join(f"{axis} {i}" for axis, i in axes)
-                verdict = replace(verdict, problem=f"{verdict.problem}; worst at {places or index}")
-            found.append(verdict)
+                found[number] = replace(verdict, problem=f"{verdict.problem}; worst at {places or index}")
         return found
 
     def _judged_cache(self, loop: DecodeLoop) -> list[OutputVerdict]:
@@ -371,21 +354,23 @@ class _DecodeRun:
                 if trace.cache.is_preallocated and entries.ndim > each.axis:
                     count = min(trace.length, entries.shape[each.axis])
                     entries = np.take(entries, np.arange(count), each.axis)
-                found[each.name] = _without_padding(entries, ends, each.axis)
+                found[each.name] = without_padding(entries, ends, each.axis)
             return found
 
         case = self._case("cache", 1, trace.length - 1, valid)
         try:
-            return self._judged(case, attempt(lambda: valid(loop.cache())))
+            with foreign_errors("The cache cannot be read."):
+                got = valid(loop.cache())
         except DeployError as error:
             return failed_to_run(case, error.in_one_line)
+        return self._judged(case, got)
 
     def report(self) -> DecodeReport:
         """What was found."""
-        trace, steps, first = self.trace, self.calls[1:], next(iter(self.trace.cache.outputs))
-        failed = (step for step, (_, found) in enumerate(self.calls) if not all(v.passed for v in found))
-        deviations = (found[0].deviation for _, found in steps)
-        own = (measure(case.eager[first], case.oracle[first]).relative_l2 for case, _ in steps)
+        trace, steps, first = self.trace, self.calls[1 : len(self.found)], next(iter(self.axes))
+        failed = (step for step, found in enumerate(self.found) if not all(v.passed for v in found))
+        deviations = (found[0].deviation for found in self.found[1:])
+        own = (measure(case.eager[first], case.oracle[first]).relative_l2 for case in steps)
         return DecodeReport(
             model=self.spec.name,
             precision=self.precision.name,
@@ -393,7 +378,7 @@ class _DecodeRun:
             trace=trace.name,
             prompt=tuple(trace.prompt.tolist()),
             steps=trace.steps,
-            verdicts=(*(verdict for _, found in self.calls for verdict in found), *self.afterwards),
+            verdicts=(*(verdict for found in self.found for verdict in found), *self.afterwards),
             first_failed=next(failed, None),
             errors=tuple(each.relative_l2 if each else None for each in deviations),
             eager_errors=tuple(own),
@@ -435,25 +420,6 @@ def step_budgets(
     return found
 
 
-def attempt(call: Callable[[], _T]) -> _T:
-    """Call a runtime; whatever it raises is an error with a reason."""
-    try:
-        return call()
-    except DeployError:
-        raise
-    except Exception as error:  # runtimes raise types that share no base
-        raise DeployError(f"{type(error).__name__}:", got=error) from error
-
-
-def _without_padding(array: np.ndarray, ends: np.ndarray, axis: int) -> np.ndarray:
-    """Zeros from position `ends[b]` of batch element b on. An array of another shape stays as it is."""
-    if array.ndim <= axis or len(array) != len(ends) or array.shape[axis] <= ends.min():
-        return array
-    others = [other for other in range(1, array.ndim) if other != axis]
-    is_real = np.expand_dims(np.arange(array.shape[axis]) < ends[:, None], others)
-    return np.where(is_real, array, array.dtype.type(0))
-
-
 # -- One runner and one trace: what its profiles do not take is left out, what fails is a verdict --
 
 
@@ -464,38 +430,33 @@ def evaluate_trace(
     precision: Precision,
     on_step: OnStep = lambda step: None,
 ) -> DecodeReport | None:
-    """Decode a trace with a runner, with the cache where the runtime keeps it best.
+    """Decode a trace with the cache where the runtime keeps it best; None where no profile takes a call."""
 
-    Returns:
-        The verdict, or None where the profiles of the runner's engine do not take a call of the trace.
-    """
-
-    def takes(calls: Iterable[tuple[int, int]]) -> bool:
-        """Whether the profiles admit calls of so many new tokens behind so many."""
-
-        def feeds(S: int, past: int) -> Arrays:  # a single zero for each input, which takes no memory
-            sizes, dtype = trace.cache.call_sizes(spec, trace.B, S, past), precision.numpy_of
-            zeros = ((each, np.zeros((), dtype(each.kind))) for each in spec.inputs)
-            return {each.name: np.broadcast_to(zero, each.shape(sizes)) for each, zero in zeros}
-
-        return all(admits(runner, feeds(S, past)) for S, past in calls)
+    def takes(S: int, past: int) -> bool:
+        """Whether a profile admits a call of so many new tokens behind so many."""
+        sizes = trace.cache.call_sizes(spec, trace.B, S, past)
+        # A single zero for each input takes no memory.
+        zeros = ((each, np.zeros((), precision.numpy_of(each.kind))) for each in spec.inputs)
+        return admits(runner, {each.name: np.broadcast_to(zero, each.shape(sizes)) for each, zero in zeros})
 
     steps = 1 if trace.cache.is_preallocated else trace.steps  # with a preallocated cache all are alike
-    if not takes((1, trace.longest_prompt + step) for step in range(steps)):
+    if not all(takes(1, trace.longest_prompt + step) for step in range(steps)):
         return None
     report: DecodeReport | None = None
     try:
         with ExitStack() as owned:
-            loop = attempt(lambda: owned.enter_context(open_decode_loop(runner, spec, trace)))
+            with foreign_errors("The decode loop cannot be opened."):
+                loop = owned.enter_context(open_decode_loop(runner, spec, trace))
             # How a prompt is cut into calls is the decode loop's to say.
             parts = [part for part, _ in prefill_calls(trace.prompt, loop.most_tokens)]
-            if takes((part.stop - part.start, part.start) for part in parts):
+            if all(takes(part.stop - part.start, part.start) for part in parts):
                 report = run_decode_loop(loop, trace, spec, precision, on_step)
-            attempt(owned.close)
+            with foreign_errors("The decode loop failed at its end."):
+                owned.close()
     except DeployError as error:
         if report is None:  # it has failed the prefill
             run = _DecodeRun(runner.name, trace, spec, precision)
-            run.calls.append((run.prefill, failed_to_run(run.prefill, error.in_one_line)))
+            run.found.append(failed_to_run(run.calls[0], error.in_one_line))
             return run.report()
         last, problem = report.verdicts[-1], f"could not be closed: {error.in_one_line}"
         failure = OutputVerdict(case=f"{trace.name} end", sizes=last.sizes, output="cache", problem=problem)
@@ -517,13 +478,7 @@ def admits(runner: Runner, feeds: Arrays) -> bool:
 
 
 def traces_of(bundle: Bundle, options: ValidateOptions) -> list[DecodeTrace]:
-    """The traces of a bundle, and one more where the options ask for steps.
-
-    Raises:
-        BundleError: A trace is not what the manifest says.
-        DeployError: Steps were requested of a model that has no KV cache, or no room for them.
-        BackendUnavailable: They were requested, and there is no PyTorch to compute the expected results.
-    """
+    """The traces of a bundle, and one more where the options ask for steps, which PyTorch computes."""
     spec, steps, found = bundle.manifest.spec, options.steps, list[DecodeTrace]()
     cache = spec.kv_cache
     if cache is None:
@@ -534,8 +489,8 @@ def traces_of(bundle: Bundle, options: ValidateOptions) -> list[DecodeTrace]:
     for entry in bundle.manifest.traces:
         found.append(read_trace(bundle.file(entry.file), spec, bundle.manifest.precision))
         if found[-1].name != entry.name:
-            problem, got = "A decode trace has another name than its file.", f"{entry.name} in {entry.file}"
-            raise BundleError(problem, got=got, hint="export again")
+            got = f"{entry.name} in {entry.file}"
+            raise BundleError("A decode trace has another name than its file.", got=got, hint="export again")
     if not steps:
         return found
     prompt = options.prompt

@@ -18,7 +18,7 @@ import onnx_ir as ir
 from mha_deploy.bundle.cases import GoldenCase
 from mha_deploy.errors import DeployError
 from mha_deploy.graph.attention_node import is_attention, read_attention
-from mha_deploy.graph.ir import made_by
+from mha_deploy.graph.ir import constant, made_by
 from mha_deploy.metrics import ToHeads
 
 _NOT_FED = "no projection of heads feeds it"
@@ -159,22 +159,16 @@ def output_projection(model: ir.Model) -> Projection | None:
     for output in model.graph.outputs:
         value, bias = output, None
         if (add := made_by(value, "Add")) is not None:
-            bias = next((_constant(x) for x in add.inputs if _constant(x) is not None), None)
-            value = next((x for x in add.inputs if x is not None and _constant(x) is None), value)
+            bias = next((constant(x) for x in add.inputs if constant(x) is not None), None)
+            value = next((x for x in add.inputs if x is not None and constant(x) is None), value)
         matmul = made_by(value, "MatMul")
         if matmul is None or matmul.inputs[0] is None:
             continue
-        weight, D = _constant(matmul.inputs[1]), _head_size(matmul.inputs[0])
-        if weight is not None and weight.ndim == 2 and D is not None and weight.shape[0] % D == 0:
-            name = str(output.name)
-            return Projection(weight=weight, bias=bias, heads=weight.shape[0] // D, output=name)
+        weight, D = constant(matmul.inputs[1]), _head_size(matmul.inputs[0])
+        if weight is not None and len(weight.shape) == 2 and D is not None and int(weight.shape[0]) % D == 0:
+            added, heads = None if bias is None else bias.numpy(), int(weight.shape[0]) // D
+            return Projection(weight=weight.numpy(), bias=added, heads=heads, output=str(output.name))
     return None
-
-
-def _constant(value: ir.Value | None) -> np.ndarray | None:
-    if value is None or not value.is_initializer() or value.const_value is None:
-        return None
-    return value.const_value.numpy()
 
 
 def _head_size(value: ir.Value) -> int | None:

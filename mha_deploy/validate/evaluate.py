@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ from mha_deploy.bundle.folder import Bundle
 from mha_deploy.bundle.traces import DecodeTrace
 from mha_deploy.errors import DeployError
 from mha_deploy.metrics import (
+    NOT_RUN,
     OutputVerdict,
     ParityReport,
     failed_to_run,
@@ -126,9 +127,7 @@ def latency_point(
     if spec.layer is not None:
         cost = layer_cost(spec.layer, case.sizes, precision.bytes, lengths=lengths)
     else:  # all that PyTorch counts, with every weight read once
-        moved = sum(
-            (array.nbytes for array in (*case.inputs.values(), *case.eager.values())), spec.weight_bytes
-        )
+        moved = spec.weight_bytes + sum(x.nbytes for x in (*case.inputs.values(), *case.eager.values()))
         cost = cost_of(StageCost(name=spec.name, growth="", parameters=0, flops=case.flops, bytes=moved))
     gpus = {row.timing.gpu for row in rows if row.timing}
     return LatencyPoint(
@@ -244,26 +243,26 @@ class Evaluation:
         return self.backend if self.backend.startswith(name) else f"{name} ({self.backend})"
 
     @property
-    def reports(self) -> tuple[ParityReport | DecodeReport, ...]:
+    def verdicts(self) -> list[OutputVerdict]:
         """The verdicts on cases and on traces."""
-        return (*self.parity, *self.decode_reports)
+        return [verdict for report in (*self.parity, *self.decode_reports) for verdict in report.verdicts]
 
     @property
     def share(self) -> float | None:
         """The largest share of a budget that was used, where there is a number."""
-        verdicts = (verdict for report in self.reports for verdict in report.verdicts)
-        return max((verdict.share for verdict in verdicts if verdict.share is not None), default=None)
+        return max((verdict.share for verdict in self.verdicts if verdict.share is not None), default=None)
 
     @property
     def is_right(self) -> bool:
         """Whether everything that it was judged on is right."""
-        return all(report.passed for report in self.reports)
+        return all(report.passed for report in (*self.parity, *self.decode_reports))
 
     @property
     def wrong_cases(self) -> list[str]:
         """Names of the cases that were run and have a wrong output."""
         verdicts = (verdict for report in self.parity for verdict in report.verdicts)
-        return list(dict.fromkeys(v.case for v in verdicts if v.was_run and not v.passed))
+        ran = (v for v in verdicts if v.is_wrong and not str(v.problem).startswith(NOT_RUN))
+        return list(dict.fromkeys(verdict.case for verdict in ran))
 
 
 def evaluate(runtime: Runtime, plan: EvaluationPlan, on_step: OnStep = lambda name: None) -> Evaluation:
@@ -346,9 +345,9 @@ def _judged(
     names = [v.output for v in mapped if v.deviation and v.budget and v.budget.exceeded_by(v.deviation)]
     if not names and case.name in _MAPPED:
         names = [v.output for v in mapped if v.output == "output" and v.passed]
-    entries = new_entries(case, got)
+    entries, results, _ = new_entries(case, got)
     for name in names:
-        found = heatmap(runner.name, entries.case, name, entries.got[name], plan.projection)
+        found = heatmap(runner.name, entries, name, results[name], plan.projection)
         note = "the entries of the cache that the call wrote" if name in case.cached else found.note
         heatmaps.append(replace(found, note=note))
     return verdicts
@@ -374,7 +373,18 @@ def _timed(
     return row
 
 
-def refused_rows(runtime: Runtime, reason: str, cases: Sequence[GoldenCase]) -> dict[str, LatencyRow]:
-    """Rows for a runtime that could not be opened."""
-    row = LatencyRow(name=runtime.name, backend=runtime.name, family=runtime.family, refused=reason)
-    return {case.name: row for case in cases}
+def evaluate_all(
+    runtimes: Iterable[Runtime], plan: EvaluationPlan, on_step: OnStep, *, strict: bool = False
+) -> tuple[list[Evaluation], list[Mapping[str, LatencyRow]]]:
+    """Evaluate runtimes, and their rows; of one that could not be opened they say why, unless `strict`."""
+    evaluated, rows = list[Evaluation](), list[Mapping[str, LatencyRow]]()
+    for runtime in runtimes:
+        try:
+            evaluated.append(evaluate(runtime, plan, on_step))
+            rows.append(evaluated[-1].rows)
+        except DeployError as error:
+            if strict:
+                raise
+            row = LatencyRow(name=runtime.name, backend=runtime.name, family=runtime.family)
+            rows.append({case.name: replace(row, refused=error.in_one_line) for case in plan.timed})
+    return evaluated, rows

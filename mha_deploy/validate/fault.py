@@ -6,7 +6,6 @@ the bundle, by the name of the value.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -21,7 +20,15 @@ from mha_deploy.errors import BundleError, DeployError
 from mha_deploy.graph.file import load_graph, value_named, with_outputs
 from mha_deploy.graph.ir import nodes_behind
 from mha_deploy.graph.upcast import float32_twin, unfused_twin
-from mha_deploy.metrics import Budget, OutputVerdict, ParityReport, judge_case, measure, parity_from_verdicts
+from mha_deploy.metrics import (
+    Budget,
+    OutputVerdict,
+    ParityReport,
+    judge_case,
+    largest_share,
+    measure,
+    parity_from_verdicts,
+)
 from mha_deploy.model.precision import Precision
 from mha_deploy.runtime import available_cpu_backend, open_runner
 from mha_deploy.runtime.runner import Arrays, Runner
@@ -73,14 +80,10 @@ class FaultReport:
 def attribute_fault(
     bundle: Bundle, failing_cases: Sequence[GoldenCase], open_twin: OpenModel, accumulate: str = "fp32"
 ) -> FaultReport:
-    """Find out what an engine's wrong answers come from.
+    """Find out what an engine's wrong answers come from; `accumulate` is the type of its GEMMs.
 
-    Args:
-        bundle: The bundle the engine was built from.
-        failing_cases: The cases it is wrong on.
-        open_twin: Builds a graph in the engine's runtime as the engine was built, and opens it. Twins have
-            more outputs than the model, and the last ones of the float32 twin are float32.
-        accumulate: The type that the engine's GEMMs accumulate in.
+    `open_twin` builds a graph in the engine's runtime as the engine was built, and opens it. Twins have more
+    outputs than the model, and the last ones of the float32 twin are float32.
     """
     precision = replace(bundle.manifest.precision, accumulate=accumulate)
     model, trusted, name = load_graph(bundle.model_path), available_cpu_backend(precision), precision.name
@@ -102,8 +105,7 @@ def attribute_fault(
             missing.append(f"{what} {problem}")
             return None
         passed = not any(verdict.is_wrong for verdict in verdicts)
-        share = max((math.inf if v.share is None else v.share for v in verdicts), default=math.inf)
-        trials.append(Trial(name=what, passed=passed, share=share if math.isfinite(share) else None))
+        trials.append(Trial(name=what, passed=passed, share=largest_share(verdicts)))
         return passed
 
     at_fault = UNKNOWN
@@ -141,27 +143,15 @@ _FLOATS = frozenset({ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.FLOA
 
 
 def layers_case(bundle: Bundle) -> GoldenCase | None:
-    """The golden case that is known inside: its results are those of every attention, by node name.
-
-    None for a bundle without such a case.
-
-    Raises:
-        BundleError: The file is not what the manifest says.
-    """
+    """The golden case that is known inside, if any: its results are those of the attentions, by node name."""
     entry = bundle.manifest.layers
     if entry is None:
         return None
     golden = next((each for each in bundle.manifest.golden if each.name == entry.case), None)
     if golden is None:
         raise BundleError("The manifest names no such golden case.", got=entry.case, hint="export again")
-    wanted = {f"{group}/{value}" for group in ("oracle", "eager") for value in entry.values.values()}
-
-    def check(names: list[str]) -> None:
-        if other := sorted(wanted ^ set(names)):
-            problem = "The look inside the module holds strange arrays, or is incomplete."
-            raise BundleError(problem, got=f"{entry.file}: {', '.join(other)}", hint="export again")
-
-    arrays = read_arrays(bundle.file(entry.file), check)
+    names = {f"{group}/{value}" for group in ("oracle", "eager") for value in entry.values.values()}
+    arrays = read_arrays(bundle.file(entry.file), names)
     oracle, eager = (
         {node: arrays[f"{group}/{value}"] for node, value in entry.values.items()}
         for group in ("oracle", "eager")
@@ -293,17 +283,17 @@ class _Search:
 
     def attentions(self) -> tuple[str | None, OutputVerdict | None]:
         """The last attention that is right, and the verdict on the first that is wrong."""
-        names, right, wrong, verdict = list(self.values), -1, len(self.values), None
-        while self.layers is not None and wrong - right > 1:
-            middle = (right + wrong) // 2
-            name, value = names[middle], self.values[names[middle]]
+        last_right, first_wrong, untried = None, None, list(self.values.items())
+        while self.layers is not None and untried:
+            middle = (len(untried) - 1) // 2
+            name, value = untried[middle]
             self.on_step(f"attention: {name}")
             (found,) = _judge_layers(self.layers, {name: self.run((value,))[value]}, self.precision)
             if found.is_wrong:
-                wrong, verdict = middle, found
+                first_wrong, untried = found, untried[:middle]
             else:
-                right = middle
-        return (names[right] if right >= 0 else None), verdict
+                last_right, untried = name, untried[middle + 1 :]
+        return last_right, first_wrong
 
     def nodes(
         self, bad: str, good: Sequence[str], verdict: OutputVerdict

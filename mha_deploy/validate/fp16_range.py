@@ -30,8 +30,6 @@ from mha_deploy.runtime import available_cpu_backend, run_cases
 
 # -- Measure the numbers that a kernel meets inside an attention, from Q, K, V and the mask --------
 
-_CHUNK = 1 << 20  # numbers of a mask at a time
-
 # Any lower number in a mask hides keys; biases such as ALiBi's reach some thousands.
 _SURELY_A_SENTINEL = -1e4
 
@@ -85,11 +83,9 @@ class Meter:
         cached = node.has_past or node.has_nonpad_kv_seqlen
         strange = node.has_window or (cached and node.mask not in ("none", "bool"))
         if strange or node.group is None or node.softmax_scale is None:
-            raise DeployError(
-                "The range is not measured with windows, numbers as a mask of a cache, or without heads.",
-                got=node.name,
-                hint="a canonical graph, as mha-deploy export writes it",
-            )
+            what = "The range is not measured with windows, numbers as a mask of a cache, or without heads."
+            hint = "a canonical graph, as mha-deploy export writes it"
+            raise DeployError(what, got=node.name, hint=hint)
         self.figures = Figures(tensors={"Q": 0.0, "K": 0.0, "V": 0.0}, scale=node.softmax_scale)
         # A Cast may have made -inf of a constant before it reaches the mask.
         lowest = lowest_constant(self.inputs.get("mask"))
@@ -113,7 +109,10 @@ class Meter:
         T = k.shape[2]
         visible_in_cache = visible_keys(self.node, inputs, q.shape[2], T)
         mask = inputs.get("mask") if visible_in_cache is None else visible_in_cache
-        numbers = [] if mask is None or mask.dtype == bool else _finite_numbers(mask)
+        numbers = list[float]()
+        if mask is not None and mask.dtype != bool:
+            finite = mask[np.isfinite(mask) & (mask != 0)]
+            numbers += [float(finite.min()), float(finite.max())] if finite.size else []
         hides = _sentinel_among(numbers)
         self._mask_numbers += numbers
         figures.sentinel = None if self.node.mask == "bool" else _sentinel_among(self._mask_numbers)
@@ -155,13 +154,13 @@ class Meter:
 
 def lowest_constant(value: ir.Value | None) -> float | None:
     """The lowest finite number of the floating-point constants that a value is computed from."""
-    found = list[float]()
+    lowest = math.inf
     for each in {value, *(each for node in nodes_behind([value]) for each in node.inputs)}:
         tensor = constant(each)
         if tensor is not None and tensor.dtype.is_floating_point():
             array = tensor.numpy().astype(np.float64)
-            found.append(float(array.min(initial=np.inf, where=np.isfinite(array))))
-    return min((number for number in found if number < np.inf), default=None)
+            lowest = float(array.min(initial=lowest, where=np.isfinite(array)))
+    return lowest if lowest < math.inf else None
 
 
 def _larger(
@@ -176,16 +175,6 @@ def _larger(
     (case, element, head, query), (b, s, t) = at, (int(i) for i in place)
     value = float(values[place])
     return Peak(value=value, case=case, row=element + b, head=head, query=query + s, key=t)
-
-
-def _finite_numbers(mask: np.ndarray) -> list[float]:
-    """The lowest and the highest finite number of each part of a mask that is not 0."""
-    found: list[float] = []
-    for start in range(0, mask.size, _CHUNK):
-        part = mask.reshape(-1)[start : start + _CHUNK].astype(np.float32)
-        numbers = part[np.isfinite(part) & (part != 0)]
-        found += [float(numbers.min()), float(numbers.max())] if numbers.size else []
-    return found
 
 
 def _sentinel_among(numbers: Sequence[float]) -> float | None:
@@ -276,11 +265,8 @@ def fp16_range(bundle: Bundle, *, cases: Sequence[str] | None = None) -> RangeRe
     """Measure every attention of a bundle on golden data, with projections accumulated in float32."""
     manifest, model = bundle.manifest, load_graph(bundle.model_path)
     meters, precision = [Meter(node) for node in measurable_attentions(model)], manifest.precision
-    golden = {
-        entry.name: read_case(bundle, entry).inputs
-        for entry in manifest.golden
-        if cases is None or entry.name in cases
-    }
+    chosen = [entry for entry in manifest.golden if cases is None or entry.name in cases]
+    golden = {entry.name: read_case(bundle, entry).inputs for entry in chosen}
     run = partial(run_cases, available_cpu_backend(precision))
     inputs = [value for meter in meters for value in meter.inputs.values()]
     for case, read in zip(golden, values_on(run, model, inputs, golden), strict=True):
@@ -337,14 +323,12 @@ def _findings(figures: Figures, max_keys: int, precision: str) -> Iterator[Findi
         (f"the largest |{name}|", size, (bf16,)) for name, size in figures.tensors.items()
     ]
     if figures.matmul:
-        size, scale = abs(figures.matmul.value), abs(figures.scale)
-        folding: tuple[str, ...] = (
-            "fold the scale into the query projection (multiply its weights and bias by it): "
-            f"the matmul is then at most {size * scale:,.0f}",
-        )
-        if STATUSES.index(_status_of(size * scale)) >= STATUSES.index(_status_of(size)):
-            folding = ()  # that alone would not make it smaller by enough to matter
-        large.append(("the largest Q·Kᵀ before the scale", size, (*folding, _FP32_ISLAND, bf16)))
+        size, folded = abs(figures.matmul.value), abs(figures.matmul.value * figures.scale)
+        advice: tuple[str, ...] = (_FP32_ISLAND, bf16)
+        if STATUSES.index(_status_of(folded)) < STATUSES.index(_status_of(size)):
+            folding = "fold the scale into the query projection (multiply its weights and bias by it)"
+            advice = (f"{folding}: the matmul is then at most {folded:,.0f}", *advice)
+        large.append(("the largest Q·Kᵀ before the scale", size, advice))
     if figures.score and figures.logit:
         size = max(abs(figures.score.value), abs(figures.logit.value))
         large.append(("the largest score", size, (_FP32_ISLAND, bf16)))
@@ -358,13 +342,10 @@ def _findings(figures: Figures, max_keys: int, precision: str) -> Iterator[Findi
         yield Finding(OK, f"{exp} overflows FP16 in a kernel that does not subtract the maximum first")
     measured = max((each.largest for each in figures.sums), default=0.0)
     if max(max_keys, measured) > _LAST_COUNT:
-        status, overflow = OK, ""
+        status, what = OK, f"the softmax sums up to {max_keys:,} keys (measured: {measured:,.1f}); "
+        what += f"a sum of ones in FP16 stops at {_LAST_COUNT:,}"
         if max_keys > FP16_MAX:
-            status, overflow = NEAR, f" and overflows above {FP16_MAX:,.0f}"
-        what = (
-            f"the softmax sums up to {max_keys:,} keys (measured: {measured:,.1f}); "
-            f"a sum of ones in FP16 stops at {_LAST_COUNT:,}{overflow}"
-        )
+            status, what = NEAR, f"{what} and overflows above {FP16_MAX:,.0f}"
         yield Finding(max(status, _status_of(measured), key=STATUSES.index), what, (_SUM_IN_FP32,))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,7 +12,7 @@ import numpy as np
 from mha_deploy.analyze.cost import SizeLimit, shrunk
 from mha_deploy.bundle.cases import GoldenCase
 from mha_deploy.errors import DeployError
-from mha_deploy.metrics import judge_case, same_bits
+from mha_deploy.metrics import OutputVerdict, judge_case, largest_share, same_bits
 from mha_deploy.model.deployable import LARGEST_ACTIVATION
 from mha_deploy.model.precision import Precision
 from mha_deploy.model.spec import FLOAT, ModelSpec, TensorSpec
@@ -155,8 +154,7 @@ class _MovedCase:
             problem, bitwise, share = self._judge([each for trial in trials for each in self._answers(trial)])
         except DeployError as error:
             return replace(found, problem=" ".join(str(error).split()))
-        finite = share if math.isfinite(share) else None
-        return replace(found, passed=problem is None, bitwise=bitwise, share=finite, problem=problem)
+        return replace(found, passed=problem is None, bitwise=bitwise, share=share, problem=problem)
 
     def _answers(self, trial: _Trial) -> Iterator[_Answer]:
         if trial.profile is not None and isinstance(self.runner, ProfiledRunner):
@@ -174,29 +172,29 @@ class _MovedCase:
                 values = {name: got[name][slot] for name in self.case.oracle}
                 yield _Answer(element, f"slot {slot} of {count}", values)
 
-    def _judge(self, answers: list[_Answer]) -> tuple[str | None, bool, float]:
+    def _judge(self, answers: list[_Answer]) -> tuple[str | None, bool, float | None]:
         """Judge the first answers of all batch elements as the case, then the second ones, and so on.
 
-        Returns:
-            The first problem, whether all is the same to the bit, and the largest share of the budget.
+        Gives the first problem, whether all is the same to the bit, and the largest share of the budget.
         """
         given = [[each for each in answers if each.element == i] for i in range(self.case.sizes["B"])]
-        problem, bitwise, share = None, True, 0.0
+        problem, bitwise, verdicts = None, True, list[OutputVerdict]()
         for attempt in range(max(map(len, given))):
             chosen = [each[min(attempt, len(each) - 1)] if each else None for each in given]
             result = {name: self.plain[name].copy() for name in self.case.oracle}
             for answer in filter(None, chosen):
                 for name, array in result.items():
                     array[answer.element] = answer.values[name]
-            for verdict in judge_case(self.case, result, self.precision):
-                share = max(share, math.inf if verdict.share is None else verdict.share)
+            judged = judge_case(self.case, result, self.precision)
+            verdicts += judged
+            for verdict in judged:
                 if verdict.is_wrong and problem is None:
                     problem = f"{verdict.output}: {verdict.problem}"
                     worst = chosen[verdict.deviation.worst_index[0]] if verdict.deviation else None
                     if worst is not None:
                         problem += f"; worst: batch element {worst.element} in {worst.place}"
             bitwise &= same_bits(result, self.plain)
-        return problem, bitwise, share
+        return problem, bitwise, largest_share(verdicts)
 
 
 def _spread(choices: range) -> list[int]:

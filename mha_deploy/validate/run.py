@@ -35,9 +35,10 @@ from mha_deploy.validate.evaluate import (
     Evaluation,
     EvaluationPlan,
     LatencyRow,
+    OnStep,
     evaluate,
+    evaluate_all,
     latency_points,
-    refused_rows,
 )
 from mha_deploy.validate.fault import FaultReport, OpenModel, attribute_fault, graph_at_fault, layer_parity
 from mha_deploy.validate.fp16_range import RangeReport, fp16_range
@@ -54,7 +55,6 @@ if TYPE_CHECKING:
     from mha_deploy.baselines.fresh import FreshCases
 
 
-OnStep = Callable[[str], None]
 Build = Callable[[Evaluation], None]
 
 ONNX_REFERENCE = "onnx-reference"
@@ -64,8 +64,8 @@ _TIMED = ("opt", "prefill", "decode")
 
 # Large scores round more coarsely, by chance in the heads that matter. A mistake is hundreds of times larger.
 PROBE_ALLOWANCE = 6.0
-_LOUDNESS, _LOUD_STEPS = 4.0, 8  # of the large tokens, and the decode steps with some of them
 _COARSE_NUMBERS = 1 << 14  # of an output: enough to tell a part in BF16 from chance
+_LOUDNESS, _LOUD_STEPS = 4.0, 8  # of the large tokens, and the decode steps with some of them
 
 
 def validate_bundle(
@@ -77,15 +77,9 @@ def validate_bundle(
 ) -> Report:
     """Run every available runtime on the golden cases, judge the results, and time them.
 
-    Args:
-        bundle: The bundle, with or without engines.
-        options: What to examine.
-        build: Called once the graph is known to be right, to build an engine that is judged next.
-        on_step: Called with the name of each step as it begins.
-
-    Raises:
-        BackendUnavailable: A runtime that was requested by name cannot run here.
-        BundleError: The bundle was replaced meanwhile: its graph and its cases may not belong together.
+    `build` is called once the graph is known to be right, to build an engine that is judged next. A runtime
+    that was requested by name and cannot run here is an error. So is a bundle that was replaced meanwhile:
+    its graph and its cases may not belong together.
     """
     before = bundle.state()
     report = _Validation(bundle, options or ValidateOptions(), on_step).report(build)
@@ -335,7 +329,7 @@ class _Validation:
 
     def _evaluated(self, runtime: Runtime, plan: EvaluationPlan) -> Evaluation:
         # A graph on the CPU is checked there, not timed.
-        plan = plan if runtime.is_timed else replace(plan, timed=())
+        plan = replace(plan, timed=()) if runtime.name in CPU_RUNNERS else plan
         evaluation = evaluate(runtime, plan, self.on_step)
         if plan.timed:
             self.rows.append(evaluation.rows)
@@ -361,12 +355,9 @@ class _Validation:
 
     def _baselines(self, plan: EvaluationPlan) -> list[Evaluation]:
         """PyTorch's baselines beside it: judged on the case that they are timed on, and no more."""
-        found: list[Evaluation] = []
-        for runtime in self.finder.baselines() if plan.timed and not self.options.backends else ():
-            try:
-                found.append(self._evaluated(runtime, replace(plan, cases={}, traces=())))
-            except DeployError as error:
-                self.rows.append(refused_rows(runtime, error.in_one_line, plan.timed))
+        runtimes = self.finder.baselines() if plan.timed and not self.options.backends else []
+        found, rows = evaluate_all(runtimes, replace(plan, cases={}, traces=()), self.on_step)
+        self.rows += rows
         return found
 
     # -- further checks ------------------------------------------------------------------------
@@ -392,6 +383,14 @@ class _Validation:
             if engine is None and wrong and each.runtime.name in CPU_RUNNERS:
                 return graph_at_fault(each.runtime.name, each.share)
             # An attention inside may be wrong alone: then no case shows what its engine does.
+            cases = [case for kind in each.cases.values() for case in kind if case.name in wrong]
+            if engine is not None and cases:
+                self.on_step("fault attribution")
+                kind, _ = each.runtime.accumulation(self.bundle.manifest.precision)
+                return attribute_fault(self.bundle, cases, lowered_opener(engine, self.bundle), kind)
+        return None
+
+
 def _batch_for_coarse(spec: ModelSpec, sizes: Sizes, profiles: Sequence[Mapping[str, Axis]]) -> int:
     """So many batch elements that chance hides no part in BF16, where axes and profiles admit them."""
 
@@ -401,14 +400,6 @@ def _batch_for_coarse(spec: ModelSpec, sizes: Sizes, profiles: Sequence[Mapping[
     most = max((axes["B"].max for axes in profiles if admits(axes)), default=spec.axes["B"].max)
     in_one = math.prod(spec.outputs[0].shape({**sizes, "B": 1}))
     return max(sizes["B"], min(most, math.ceil(_COARSE_NUMBERS / in_one)))
-
-
-            cases = [case for kind in each.cases.values() for case in kind if case.name in wrong]
-            if engine is not None and cases:
-                self.on_step("fault attribution")
-                kind, _ = each.runtime.accumulation(self.bundle.manifest.precision)
-                return attribute_fault(self.bundle, cases, lowered_opener(engine, self.bundle), kind)
-        return None
 
 
 # -- which sizes to try: the corners of every optimisation profile, or any ---------------------------

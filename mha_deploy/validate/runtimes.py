@@ -17,7 +17,7 @@ from mha_deploy.engine.engine import Engine, engines_of, open_engine_runner, rea
 from mha_deploy.environment import can_import
 from mha_deploy.errors import BackendUnavailable, DeployError, nearest
 from mha_deploy.model.precision import Precision
-from mha_deploy.runtime import CPU_RUNNERS, RUNNERS, available_cpu_backend, child, open_runner
+from mha_deploy.runtime import RUNNERS, available_cpu_backend, child, open_runner
 from mha_deploy.runtime.cuda import find_gpu
 from mha_deploy.runtime.gpu import GpuRunner
 from mha_deploy.runtime.runner import Arrays, Runner
@@ -84,11 +84,6 @@ class Runtime:
     family: str  # whose it is: `pytorch`, `onnxruntime`, `tensorrt` or `onnx`
     open: Callable[[], Runner]  # loads it; raises `DeployError` where it cannot run
     engine: Engine | None = None  # the engine, where it is one
-
-    @property
-    def is_timed(self) -> bool:
-        """Whether it runs on a GPU, where its time means something."""
-        return self.name not in CPU_RUNNERS
 
     def accumulation(self, precision: Precision) -> tuple[str, str]:
         """The type that its GEMMs may accumulate in, which sets the budget, and how that is known."""
@@ -168,11 +163,7 @@ class RuntimeFinder:
         vars(self).pop("engines", None)
 
     def named(self, name: str) -> Runtime:
-        """The runtime of that name.
-
-        Raises:
-            DeployError: There is none.
-        """
+        """The runtime of that name; refused where there is none."""
         if name in RUNNERS:
             return self._graph(name)
         if name in TORCH_BASELINES:
@@ -181,11 +172,8 @@ class RuntimeFinder:
         if name in engines:
             return self._engine(engines[name])
         if name in MODULES:
-            raise BackendUnavailable(
-                "The bundle has no engine of that name.",
-                got=name,
-                hint=f"mha-deploy build-engine {self.bundle.path} --backend {name}",
-            )
+            hint = f"mha-deploy build-engine {self.bundle.path} --backend {name}"
+            raise BackendUnavailable("The bundle has no engine of that name.", got=name, hint=hint)
         hint = nearest(name, [*RUNNERS, *TORCH_BASELINES, *engines])
         raise DeployError("No such backend.", got=name, hint=hint)
 

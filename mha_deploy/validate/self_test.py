@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +17,7 @@ from mha_deploy.metrics import (
     OutputVerdict,
     ParityReport,
     judge_case,
+    largest_share,
     new_entries,
     parity_from_verdicts,
 )
@@ -46,7 +46,7 @@ def parity_from_runner(
     heads = {} if projection is None else projection.to_heads
     for case in golden_cases(bundle) if cases is None else cases:
         if budgets is not None and case.name not in budgets:
-            budgets[case.name] = case_budgets(new_entries(case, case.eager).case, precision, heads)
+            budgets[case.name] = case_budgets(new_entries(case, case.eager)[0], precision, heads)
         known = None if budgets is None else budgets[case.name]
         verdicts += judge_case(case, runner.run(case.inputs), precision, known, heads)
     name = bundle.manifest.spec.name
@@ -62,8 +62,7 @@ class Catch:
 
     mistake: str  # what was done to the model
     caught: bool  # whether the verdict was a failure
-    # The largest share of an error budget it used; infinite where there was no number to compare
-    share: float
+    share: float | None  # the largest share of an error budget it used; None where there was no number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,14 +78,9 @@ class SelfTest:
         return self.right.passed and bool(self.catches) and all(catch.caught for catch in self.catches)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; an infinite share is null."""
-
-        def finite(share: float) -> float | None:
-            return share if math.isfinite(share) else None
-
-        mistakes = [{**vars(catch), "share": finite(catch.share)} for catch in self.catches]
-        right = {"passed": self.right.passed, "share": finite(largest_share(self.right))}
-        return {"passed": self.passed, "right": right, "mistakes": mistakes}
+        """Plain data for JSON."""
+        right = {"passed": self.right.passed, "share": largest_share(self.right.verdicts)}
+        return {"passed": self.passed, "right": right, "mistakes": [vars(catch) for catch in self.catches]}
 
 
 def self_test(
@@ -118,11 +112,6 @@ def self_test(
         if (graph := mutated(model, mistake, manifest.spec.layer)) is not None:
             on_mistake(mistake)
             report = judged(graph, mistake in IN_CACHES)
-            catches.append(Catch(mistake=mistake, caught=not report.passed, share=largest_share(report)))
+            share = largest_share(report.verdicts)
+            catches.append(Catch(mistake=mistake, caught=not report.passed, share=share))
     return SelfTest(right=judged(model, True), catches=tuple(catches))
-
-
-def largest_share(report: ParityReport) -> float:
-    """The largest share of a budget that any output used; infinite where one had no number to compare."""
-    shares = [math.inf if verdict.share is None else verdict.share for verdict in report.verdicts]
-    return max(shares, default=math.inf)

@@ -40,11 +40,7 @@ _KEPT_BYTES = 256 << 20  # results that are kept to be judged, of one number of 
 
 
 def validate_server(bundle: Bundle, options: ValidateOptions, on_step: OnStep = lambda *step: None) -> Report:
-    """Judge a served model by the golden cases and the decode traces of its bundle, under load.
-
-    Raises:
-        BackendUnavailable: The server cannot be reached, or the model is not ready.
-    """
+    """Judge a served model by the golden cases and the decode traces of its bundle, under load."""
     return _ServerValidation(bundle, options, on_step).report()
 
 

@@ -89,9 +89,9 @@ class Report:
             "heatmaps": [heat.to_dict() for each in self.evaluations for heat in each.heatmaps],
             "decode": [report.to_dict() for each in self.evaluations for report in each.decode_reports],
             "invariance": [asdict(check) for each in self.evaluations for check in each.invariance],
-            "conformance": None if self.conformance is None else self.conformance.to_dict(),
-            "range": None if self.ranges is None else self.ranges.to_dict(),
-            "fault": None if self.fault is None else self.fault.to_dict(),
+            "conformance": self.conformance and self.conformance.to_dict(),
+            "range": self.ranges and self.ranges.to_dict(),
+            "fault": self.fault and self.fault.to_dict(),
             "engines": engines_to_dict(self.engines, self.absent, self.evaluations),
             "latency": latency_to_dict(self.points),
             "serving": list(self.serving),
@@ -231,8 +231,7 @@ def not_covered(
     not_run = (each for each in engines if all(each is not other.runtime.engine for other in ran))
     found = [("run", f"engine {each.path.stem}") for each in not_run]
     for each in ran or judged:
-        verdicts = (verdict for report in each.reports for verdict in report.verdicts)
-        sizes = [verdict.sizes for verdict in verdicts if verdict.passed]
+        sizes = [verdict.sizes for verdict in each.verdicts if verdict.passed]
         engine = each.runtime.engine
         ranges = [axes] if engine is None else engine.manifest.ranges
         for index, profile in enumerate(ranges):
@@ -325,19 +324,17 @@ def _about_runtimes(evaluations: Sequence[Evaluation]) -> Iterator[Finding]:
     for each in evaluations:
         for report in each.parity:
             what = "attentions" if report.cases == LAYERS else "outputs"
-            wrong = [verdict for verdict in report.verdicts if verdict.is_wrong]
-            unknown = [verdict for verdict in report.verdicts if not verdict.passed and not verdict.is_wrong]
-            for verdicts, status in ((wrong, "wrong"), (unknown, NOT_VERIFIED)):
-                if verdicts:
-                    text = f"{each.label} is {status} on {len(verdicts)} of {len(report.verdicts)} {what}"
-                    yield Finding(FAILURE, "parity", f"{text} ({report.cases}; {shown(verdicts[0])})")
+            for status in ("wrong", NOT_VERIFIED):
+                failed = [v for v in report.verdicts if not v.passed and v.is_wrong is (status == "wrong")]
+                if failed:
+                    text = f"{each.label} is {status} on {len(failed)} of {len(report.verdicts)} {what}"
+                    yield Finding(FAILURE, "parity", f"{text} ({report.cases}; {shown(failed[0])})")
     for each in evaluations:
         if each.not_decoded_because is not None:
             yield Finding(WARNING, "decode", f"{each.label} decoded no tokens: {each.not_decoded_because}")
         for decoded in each.decode_reports:
             if not decoded.passed:
-                failures = decoded.failures
-                first = next((failure for failure in failures if failure.is_wrong), failures[0])
+                first = max(decoded.failures, key=lambda failure: failure.is_wrong)
                 status = "decodes wrongly" if first.is_wrong else f"is {NOT_VERIFIED} when decoding"
                 yield Finding(FAILURE, "decode", f"{each.label} {status} ({shown(first)})")
     for each in evaluations:
@@ -370,8 +367,8 @@ def _about_engines(
     for engine in engines:  # of which nothing is known but what their manifests claim
         ran = any(each.runtime.engine is engine and each.parity for each in report.evaluations)
         if not ran and not engine.is_shown:
-            text = f"fusion and precision of engine {engine.path.stem} are not verified: it did not run "
-            text += "here, and only TensorRT can read its plan"
+            why = "it did not run here, and only TensorRT can read its plan"
+            text = f"fusion and precision of engine {engine.path.stem} are not verified: {why}"
             yield Finding(FAILURE if required else WARNING, "fusion", text)
 
 

@@ -33,10 +33,10 @@ def verdict_on(case, got, name, precision):
 def test_the_right_rows_pass(given):
     case, name, got, precision = given
     assert all(verdict.passed for verdict in judge_case(case, got, precision))
-    rows = new_entries(case, got)
-    assert rows.case.oracle[name].shape[2] == rows.got[name].shape[2] == case.sizes["S"]
-    assert rows.case.oracle["output"] is case.oracle["output"]
-    assert not rows.spoiled
+    entries, results, spoiled = new_entries(case, got)
+    assert entries.oracle[name].shape[2] == results[name].shape[2] == case.sizes["S"]
+    assert entries.oracle["output"] is case.oracle["output"]
+    assert not spoiled
 
 
 def test_an_old_row_that_changed_by_a_bit_is_named(given):

@@ -18,7 +18,7 @@ def judged(*sizes, engine=None, passed=True):
     verdicts = [SimpleNamespace(sizes=each, passed=passed) for each in sizes]
     report = SimpleNamespace(verdicts=verdicts)
     runtime = SimpleNamespace(engine=engine, name="e")
-    return SimpleNamespace(parity=(report,), reports=(report,), runtime=runtime)
+    return SimpleNamespace(parity=(report,), verdicts=verdicts, runtime=runtime)
 
 
 def engine_of(*ranges):

@@ -404,9 +404,10 @@ def test_growth_is_the_last_tenth_over_the_first():
 
 
 def test_the_table_doubles_its_steps_and_ends_with_the_last():
-    assert [step for step, _ in report_of([0.5] * 1000).table] == [2**k for k in range(10)] + [1000]
-    assert report_of([0.1, None, 0.3, 0.4]).table == [(1, 0.1), (2, None), (4, 0.4)]
-    assert report_of([]).table == []
+    shown = report_of([0.5] * 1000).to_dict()["table"]
+    assert [step for step, _ in shown] == [2**k for k in range(10)] + [1000]
+    assert report_of([0.1, None, 0.3, 0.4]).to_dict()["table"] == [(1, 0.1), (2, None), (4, 0.4)]
+    assert report_of([]).to_dict()["table"] == []
 
 
 def test_a_step_may_use_the_budgets_around_it_and_no_others():

@@ -143,7 +143,7 @@ def test_the_look_inside_must_be_whole(copied):
     arrays.pop(f"oracle/{entry.values[ATTENTIONS[0]]}")
     write_arrays(path, arrays)
     rehash(copied.path)
-    with pytest.raises(DeployError, match="incomplete"):
+    with pytest.raises(DeployError, match="does not hold the arrays"):
         layers_case(open_bundle(copied.path))
 
 
