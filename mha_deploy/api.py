@@ -420,7 +420,7 @@ def fuse(model: AnyModel, *, verify: bool = True) -> tuple[AnyModel, FuseReport]
     from mha_deploy.graph.fuse import fuse_attention
 
     if isinstance(model, onnx.ModelProto):
-        fused, report = fuse_attention(graph_from_proto(model), verify=verify, copy=False)
+        fused, report = fuse_attention(graph_from_proto(model), verify=verify)
         return ir.to_proto(fused), report
     if isinstance(model, ir.Model):
         return fuse_attention(model, verify=verify)

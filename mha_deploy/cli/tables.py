@@ -219,9 +219,9 @@ def eligibility_renderable(answers: Sequence[Eligibility]) -> RenderableType:
         verdict = f"{alike[0].target}: {named(nodes)} {answered(alike[0], several=len(nodes) > 1)}"
         taken = "yellow" if alike[0].taken_when_lowered else "red"
         blocks.append(Text(verdict, style="green" if alike[0].fused_when_lowered else taken))
-        for group in group_findings(finding for answer in alike for finding in answer.findings):
-            about = "" if len(group.nodes) == len(nodes) else f"{group.label}: "
-            finding = group.finding
+        groups = group_findings(finding for answer in alike for finding in answer.findings)
+        for finding, concerned in groups.items():
+            about = "" if len(concerned) == len(nodes) else f"{named(concerned)}: "
             # What a lowering cures is no obstacle.
             label = f"done by the {finding.cured_by}" if finding.cured_by else finding.severity
             blocks.append(Text(f"  {label}: {about}{finding.message}"))

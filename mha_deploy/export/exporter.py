@@ -35,7 +35,7 @@ from mha_deploy.export.own_model import UserModule, drawn_inputs, open_user_modu
 from mha_deploy.export.program import attention_values, export_program
 from mha_deploy.graph.canonical import check_canonical
 from mha_deploy.graph.fuse import share_tied_weights
-from mha_deploy.graph.mixed_precision import write_bfloat16_as_float32
+from mha_deploy.graph.upcast import retype
 from mha_deploy.model.deployable import Deployable
 from mha_deploy.model.precision import find_precision
 from mha_deploy.model.spec import AttentionSpec, Axis, ModelSpec
@@ -298,7 +298,8 @@ class _ModuleSource(Source):
         self.user = user = user.with_axes(exported.fixed)
         self.notes += [*user.notes, *exported.notes]
         step("attention")
-        if self.precision.name != "bf16" and write_bfloat16_as_float32(exported.model):
+        bf16, fp32 = ir.DataType.BFLOAT16, ir.DataType.FLOAT
+        if self.precision.name != "bf16" and retype(exported.model, (bf16,), fp32):
             self.notes.append("what the module computes in BF16 is FP32 in the graph")
         model = self.fused(exported.model)
         share_tied_weights(model)

@@ -108,8 +108,9 @@ class _Checker:
                     self.check_tensor(tensor)
                 if node.op_type == "Constant" and len(node.output) == 1 and attribute.name == "value":
                     constants[node.output[0]] = attribute.t
-        reads, runs = list[set[str]](), 0
-        for node in body.node:
+        makers = {name: at for at, node in enumerate(body.node) for name in node.output if name}
+        needs, runs = dict[int, set[int]](), 0
+        for at, node in enumerate(body.node):
             _check_names((node.name, node.op_type, node.domain))
             if missing := [name for name in node.input if name and name not in inside]:
                 raise _refused(f"nothing computes {missing[0]}, an input of {_title(node)}")
@@ -125,9 +126,7 @@ class _Checker:
             is_loop = node.op_type == "Loop" and bool(node.input)
             trips = max(_integers(constants.get(node.input[0])), default=1) if is_loop else 1
             runs += 1 + max(trips, 1) * inner
-            reads.append(set(_names_read(node)))
-        makers = {name: at for at, node in enumerate(body.node) for name in node.output if name}
-        needs = {at: {makers[name] for name in names & makers.keys()} for at, names in enumerate(reads)}
+            needs[at] = {makers[name] for name in _names_read(node) if name in makers}
         try:
             TopologicalSorter(needs).prepare()
         except CycleError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -180,12 +181,9 @@ def prefix_within(name: str, taken: set[str]) -> str:
     Fusion verdicts find the parts of an attention by `<name>/`. So where values of that name exist already
     (the recogniser writes some), the new ones go one level deeper instead of under another name.
     """
-    if any(used.startswith(f"{name}/") for used in taken):
-        name = f"{name}/lowered"
-    prefix, count = name, 1
-    while any(used.startswith(f"{prefix}/") for used in taken):
-        count += 1
-        prefix = f"{name}_{count}"
+    deeper = f"{name}/lowered"
+    names = itertools.chain((name, deeper), (f"{deeper}_{count}" for count in itertools.count(2)))
+    prefix = next(each for each in names if not any(used.startswith(f"{each}/") for used in taken))
     taken.add(f"{prefix}/")
     return prefix
 
@@ -222,8 +220,6 @@ class NodeBuilder:
         self._used: dict[str, int] = {}
         self._constants: dict[tuple[ir.DataType, tuple[int, ...], bytes], ir.Value] = {}
 
-    # -- nodes ---------------------------------------------------------------------------------
-
     def op(
         self, op_type: str, *inputs: ir.Value | None, name: str | None = None, **attributes: Any
     ) -> ir.Value:
@@ -257,21 +253,15 @@ class NodeBuilder:
 
     def live_nodes(self, outputs: Iterable[ir.Value]) -> list[ir.Node]:
         """The nodes that these outputs depend on, in order; the others lose their inputs."""
-        wanted = {id(value) for value in outputs}
-        live: list[ir.Node] = []
-        for node in reversed(self.nodes):
-            if any(id(value) in wanted for value in node.outputs):
-                wanted.update(id(value) for value in node.inputs if value is not None)
-                live.insert(0, node)
-            else:
-                node.resize_inputs(0)
-        return live
+        own = set(self.nodes)
+        live = own.intersection(nodes_behind(outputs, lambda node: node.inputs if node in own else ()))
+        for node in own - live:
+            node.resize_inputs(0)
+        return [node for node in self.nodes if node in live]
 
     def owns(self, value: ir.Value) -> bool:
         """Whether a value is produced by a node of this builder."""
         return value.producer() in self.nodes
-
-    # -- constants -----------------------------------------------------------------------------
 
     def constant(self, value: float | Sequence[int], dtype: ir.DataType) -> ir.Value:
         """A constant of a type; equal constants are one node."""
@@ -293,8 +283,6 @@ class NodeBuilder:
             return self.ints(*range(size))
         start, step = (self.constant(number, ir.DataType.INT64) for number in (0, 1))
         return self.op("Range", start, self.op("Squeeze", size), step)
-
-    # -- shapes --------------------------------------------------------------------------------
 
     def size(self, value: ir.Value, axis: int) -> Size:
         """The size of an axis: a number where the graph states it, else read at run time."""

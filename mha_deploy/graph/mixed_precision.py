@@ -10,9 +10,9 @@ Attention stays one `Attention` node, whatever its type.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
 from itertools import product
 from typing import NamedTuple
 
@@ -22,17 +22,8 @@ import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass, RemoveUnusedNodesPass
 
 from mha_deploy.errors import DeployError, nearest
-from mha_deploy.graph.attention_node import (
-    MASK,
-    AttentionNode,
-    Q,
-    by_head,
-    inputs_by_role,
-    is_attention,
-    read_attention,
-    short_dtype,
-    valid_only,
-)
+from mha_deploy.graph import attention_node as an
+from mha_deploy.graph.attention_node import AttentionNode, is_attention, read_attention, short_dtype
 from mha_deploy.graph.ir import (
     NodeBuilder,
     constant,
@@ -45,7 +36,7 @@ from mha_deploy.graph.ir import (
     new_initializer,
     nodes_behind,
 )
-from mha_deploy.graph.upcast import retype
+from mha_deploy.graph.upcast import in_type, retype, retype_attributes
 
 # -- Records: measured ranges, and the plan --------------------------------------------------------
 
@@ -165,7 +156,7 @@ class PrecisionPlan:
 # -- The form of a graph that measuring, planning and writing share --------------------------------
 
 FLOAT, HALF, BF16 = ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16
-_NAMES = {FLOAT: "float", HALF: "float16", BF16: "bfloat16"}
+
 TYPE_BLIND = frozenset({"Shape", "Size"})
 """Operators that read only the shape of a tensor."""
 
@@ -188,7 +179,7 @@ def prepared(model: ir.Model) -> ir.Model:
         what = "A graph input has a default, which would need two types."
         raise DeployError(what, got=", ".join(defaults), hint=hint)
     infer_shapes(copy)
-    write_bfloat16_as_float32(copy)
+    retype(copy, (BF16,), FLOAT)  # the numbers of BF16 are numbers of float32
     for node in [node for node in graph if is_op(node, "Constant")]:
         old = node.outputs[0]
         tensor = constant(old)
@@ -209,14 +200,6 @@ def prepared(model: ir.Model) -> ir.Model:
                 hint = "write its type into the graph (value_info)"
                 raise DeployError("The type of a tensor does not follow from the graph.", got=got, hint=hint)
     return copy
-
-
-def write_bfloat16_as_float32(model: ir.Model) -> bool:
-    """Give every BF16 tensor the type float32, in place; whether there were any.
-
-    The numbers of BF16 are numbers of float32, so this only leaves out roundings.
-    """
-    return retype(model, (BF16,), FLOAT)
 
 
 def float_inputs(node: ir.Node) -> Iterator[tuple[int, ir.Value]]:
@@ -244,19 +227,12 @@ def accepted_type(
     opsets: Mapping[str, int], node: ir.Node, side: str, position: int, wanted: ir.DataType
 ) -> ir.DataType:
     """The wanted type, or float32 where the operator does not accept it; `side` is inputs or outputs."""
-    slots = _slots(node.op_type, node.domain, opsets.get(node.domain, 1), side)
-    # The last one may be variadic.
-    return wanted if slots and f"tensor({_NAMES[wanted]})" in slots[min(position, len(slots) - 1)] else FLOAT
-
-
-@cache
-def _slots(op_type: str, domain: str, version: int, side: str) -> list[frozenset[str]]:
-    """The types of the inputs or outputs by ONNX's schema; none for an operator that is not ONNX's."""
     try:
-        schema = onnx.defs.get_schema(op_type, version, domain)
-    except onnx.defs.SchemaError:
-        return []
-    return [frozenset(slot.types) for slot in getattr(schema, side)]
+        schema = onnx.defs.get_schema(node.op_type, opsets.get(node.domain, 1), node.domain)
+    except onnx.defs.SchemaError:  # the operator is not ONNX's
+        return FLOAT
+    slots = getattr(schema, side)[: position + 1]  # the last one may be variadic
+    return wanted if slots and f"tensor({wanted.name.lower()})" in slots[-1].types else FLOAT
 
 
 # -- The largest intermediate number of an operator that accumulates -------------------------------
@@ -279,20 +255,20 @@ Read = Callable[[ir.Value], np.ndarray]
 """Gives the array of a value of a graph."""
 
 
-def inner_inputs(node: ir.Node) -> list[ir.Value]:
+def inner_inputs(node: ir.Node) -> dict[str, ir.Value]:
     """The inputs that determine the largest intermediate number of a node; empty for other operators."""
     if is_attention(node):
-        return [value for role, value in inputs_by_role(node).items() if role in _SCORE_ROLES]
+        return {role: value for role, value in an.inputs_by_role(node).items() if role in _SCORE_ROLES}
     first = input_at(node, 0)
-    return [first] if first is not None and first.dtype == FLOAT and is_op(node, *WORDS) else []
+    return {"X": first} if first is not None and first.dtype == FLOAT and is_op(node, *WORDS) else {}
 
 
-def inner_figure(node: ir.Node, read: Read) -> float:
-    """The largest intermediate number of a node that has `inner_inputs`."""
+def inner_figure(node: ir.Node, inputs: Mapping[str, np.ndarray]) -> float:
+    """The largest intermediate number of a node that has these `inner_inputs`."""
     with np.errstate(all="ignore"):  # an overflow of float32 is reported as infinity
         if is_attention(node):
-            return _largest_score(node, read)
-        x = read(node.inputs[0]) if node.inputs[0] is not None else np.zeros(0, np.float32)
+            return _largest_score(read_attention(node), inputs)
+        x = inputs["X"]
         if not x.size:
             return 0.0
         size = np.abs(x, dtype=np.float32)
@@ -314,12 +290,9 @@ def inner_figure(node: ir.Node, read: Read) -> float:
         return float(size.sum(axis=axes).max())
 
 
-def _largest_score(node: ir.Node, read: Read) -> float:
+def _largest_score(attention: AttentionNode, inputs: Mapping[str, np.ndarray]) -> float:
     """The largest |Q·Kᵀ·scale|, masked pairs included: a kernel multiplies them all, and masks afterwards."""
-    attention = read_attention(node)
-    values = inputs_by_role(node)
-    inputs = {role: read(value) for role, value in values.items() if role in _SCORE_ROLES}
-    q, k = queries_and_keys(attention, valid_only(attention, inputs))
+    q, k = queries_and_keys(attention, an.valid_only(attention, inputs))
     if not q.size or not k.size:
         return 0.0
     scale = attention.softmax_scale if attention.softmax_scale is not None else q.shape[-1] ** -0.5
@@ -335,10 +308,10 @@ def queries_and_keys(
     bound = sizes[0] * max(sizes[1:]) * inputs["Q"].shape[-1]
     # BF16 and FP32 tensors may be so large that their matmul does not fit float32.
     kind = np.dtype(np.float32 if bound < float(np.finfo(np.float32).max) else np.float64)
-    k = by_head(inputs["K"], attention.Hkv).astype(kind)
+    k = an.by_head(inputs["K"], attention.Hkv).astype(kind)
     if attention.has_past:
         k = np.concatenate((inputs["past"].astype(kind), k), axis=2)
-    return by_head(inputs["Q"], attention.Hq).astype(kind), k
+    return an.by_head(inputs["Q"], attention.Hq).astype(kind), k
 
 
 _BLOCK = 1 << 20  # pairs at a time: four megabytes
@@ -367,26 +340,23 @@ def ranges_by(run: Run, model: ir.Model, cases: Cases) -> Ranges:
     if not cases:
         raise DeployError("Ranges need at least one case of inputs.", got="none")
     model = prepared(model)
-    values: dict[str, ValueRange] = {}
-    inner: dict[str, float] = {}
+    values: dict[str, ValueRange] = defaultdict(ValueRange)
+    inner: dict[str, float] = defaultdict(float)
 
-    def add(name: str, array: np.ndarray) -> None:
-        measured = range_of(array)
-        values[name] = measured.joined(values[name]) if name in values else measured
+    def add(value: ir.Value, array: np.ndarray) -> None:
+        values[str(value.name)] = values[str(value.name)].joined(range_of(array))
 
-    for value in model.graph.inputs:
-        if value.dtype == FLOAT:
-            for feeds in cases.values():
-                add(str(value.name), feeds[str(value.name)])
+    inputs = [value for value in model.graph.inputs if value.dtype == FLOAT]
+    for value, feeds in product(inputs, cases.values()):
+        add(value, feeds[str(value.name)])
     for nodes in _slices(model.graph, cases):
         for read in values_on(run, model, [value for node in nodes for value in _needed(node)], cases):
             for node in nodes:
                 for _, value in float_outputs(node):
-                    add(str(value.name), read(value))
-                if inner_inputs(node):
-                    name = str(node.name)
-                    inner[name] = max(inner.get(name, 0.0), inner_figure(node, read))
-    return Ranges(values=values, inner=inner)
+                    add(value, read(value))
+                if arrays := {role: read(value) for role, value in inner_inputs(node).items()}:
+                    inner[str(node.name)] = max(inner[str(node.name)], inner_figure(node, arrays))
+    return Ranges(values=dict(values), inner=dict(inner))
 
 
 def values_on(run: Run, model: ir.Model, values: Iterable[ir.Value], cases: Cases) -> Iterator[Read]:
@@ -440,7 +410,7 @@ def _slices(graph: ir.Graph, cases: Cases) -> Iterator[list[ir.Node]]:
 def _needed(node: ir.Node) -> list[ir.Value]:
     """The tensors that a node is measured by: its results, and what its intermediates need."""
     outputs = [value for _, value in float_outputs(node)]
-    return outputs and [*outputs, *inner_inputs(node)]
+    return outputs and [*outputs, *inner_inputs(node).values()]
 
 
 def range_of(array: np.ndarray) -> ValueRange:
@@ -496,7 +466,7 @@ def mask_values(graph: ir.Graph, data: set[ir.Value]) -> set[ir.Value]:
     def masks_by(node: ir.Node, position: int, value: ir.Value) -> bool:
         """Whether a node uses a value as a mask, or to compute one."""
         if is_attention(node):
-            return position == MASK
+            return position == an.MASK
         if is_op(node, "Add") and value not in data:
             scores = node.outputs[0]
             uses = scores.uses()
@@ -628,10 +598,10 @@ class _Planner:
         float32_inputs = {each.name for each in inputs}
         between = Reason("between", None, "it is between nodes in float32, and would only add Casts")
         self._kept |= dict.fromkeys(enclosed_nodes(self._graph, set(self._kept), float32_inputs), between)
-        types = {node: wide if is_attention(node) else "fp32" for node in nodes if node in self._kept}
+        kept = [(node, wide if is_attention(node) else "fp32") for node in nodes if node in self._kept]
         results = [value for value in dict.fromkeys(self._graph.outputs) if value.producer() is not None]
         return PrecisionPlan(
-            kept=tuple(KeptNode(str(n.name), n.op_type, to, *self._kept[n]) for n, to in types.items()),
+            kept=tuple(KeptNode(str(n.name), n.op_type, to, *self._kept[n]) for n, to in kept),
             inputs=inputs,
             outputs=tuple(self._tensors(results)),
             clamped=tuple(self._clamped(float32_inputs)),
@@ -640,8 +610,6 @@ class _Planner:
             margin=self._margin,
             fully_masked=self._fully_masked,
         )
-
-    # -- tensors -------------------------------------------------------------------------------
 
     def _tensors(self, values: Iterable[ir.Value]) -> Iterator[KeptTensor]:
         """The graph inputs or outputs that stay in float32."""
@@ -669,6 +637,9 @@ class _Planner:
         return None
 
     def _range(self, value: ir.Value) -> ValueRange:
+        """The range of a constant or a measured value."""
+        if (array := constant_of(value)) is not None:
+            return range_of(array)
         measured = self._ranges.values.get(str(value.name))
         if measured is None:
             hint = "measure_ranges(model, cases)"
@@ -677,8 +648,7 @@ class _Planner:
 
     def _sentinel(self, value: ir.Value) -> float:
         """The number beyond FP16 that may be clamped, since it is a mask value or a bound; 0 for none."""
-        array = constant_of(value)
-        if array is not None:
+        if (array := constant_of(value)) is not None:
             return _farthest(array, np.abs(array) > FP16_MAX)
         measured = self._range(value)
         is_low = value in self._masks and measured.largest > FP16_MAX
@@ -696,8 +666,6 @@ class _Planner:
             if number := self._sentinel(value):
                 reason = "it masks keys, and so does this" if value in self._masks else "it means no bound"
                 yield Clamped(str(value.name), number, math.copysign(FP16_MAX, number), reason)
-
-    # -- nodes ---------------------------------------------------------------------------------
 
     def _node(self, node: ir.Node) -> Reason | None:
         """Why a node cannot be written in FP16, by the numbers around and inside it."""
@@ -718,8 +686,7 @@ class _Planner:
         return Reason("operator", None, f"{node.op_type} is not known to take FP16")
 
     def _divisor(self, node: ir.Node) -> Reason | None:
-        position = _DIVIDERS.get(node.op_type)
-        value = None if position is None or node.domain else input_at(node, position)
+        value = input_at(node, _DIVIDERS[node.op_type]) if is_op(node, *_DIVIDERS) else None
         if value is None or value.dtype != FLOAT or value.is_initializer():
             return None
         smallest = self._range(value).smallest
@@ -730,8 +697,7 @@ class _Planner:
 
     def _constants(self, node: ir.Node) -> Reason | None:
         for position, value in float_inputs(node):
-            array = constant_of(value)
-            if array is None:
+            if (array := constant_of(value)) is None:
                 continue
             is_bound = value in self._masks or position in _BOUNDS.get(node.op_type, ())
             size = np.abs(array)
@@ -746,25 +712,21 @@ class _Planner:
                 return Reason("flushed", figure, text)
         return None
 
-    # -- nodes that follow from others ---------------------------------------------------------
-
     def _exact(self) -> Iterator[tuple[ir.Node, Reason]]:
         """Positions that become angles or indices, from the integers on."""
         free = {value for node in self._graph for _, value in float_outputs(node) if value not in self._data}
         for node in self._graph:
-            value = input_at(node, 0)
+            value, to = input_at(node, 0), node.outputs[0].dtype
             if value is None or value.dtype != FLOAT:
                 continue
-            to = node.outputs[0].dtype
             to_integer = is_op(node, "Cast") and to is not None and to.is_integer()
             to_index = value in free and (to_integer or is_op(node, "Floor", "Ceil", "Round", "Mod"))
             if not to_index and not is_op(node, "Sin", "Cos"):
                 continue
-            figure = self._any_range(value).largest
+            figure, what = self._range(value).largest, "an index" if to_index else "an angle"
             # Beyond π, rounding the angle costs more than rounding its sine.
             if not to_index and figure <= math.pi:
                 continue
-            what = "an index" if to_index else "an angle"
             text = f"{value.name} reaches {figure:,.6g} and becomes {what}, which FP16 would round"
             reason = Reason("exact", figure, text)
             yield node, reason
@@ -789,37 +751,27 @@ class _Planner:
         number overflows, and two sentinels are the same number.
         """
         for node in filter(is_attention, self._graph):
-            mask = input_at(node, MASK)
-            if mask is None or mask.dtype != FLOAT:
+            mask = input_at(node, an.MASK)
+            if mask is None or mask.dtype != FLOAT or not (sentinel := self._sentinel(mask)):
                 continue
-            sentinel = self._sentinel(mask)
-            if not sentinel:
-                continue
-            if node not in self._kept:
-                self._fully_masked[str(node.name)] = sentinel
-            makers = list(producers_within(mask, self._masks))
+            makers, text = list(producers_within(mask, self._masks)), f"it computes the mask of {node.name}"
             if node in self._kept:
-                text = f"it computes the mask of {node.name}, whose scores need {sentinel:,.6g}"
-            elif any(self._joins_sentinels(maker) for maker in makers):
-                text = f"it computes the mask of {node.name} from several terms, one of them {sentinel:,.6g}"
+                text += f", whose scores need {sentinel:,.6g}"
             else:
-                continue
-            yield from ((maker, Reason("mask", sentinel, text)) for maker in makers)
+                self._fully_masked[str(node.name)] = sentinel
+                text += f" from several terms, one of them {sentinel:,.6g}"
+            if node in self._kept or any(map(self._joins_sentinels, makers)):
+                yield from ((maker, Reason("mask", sentinel, text)) for maker in makers)
 
     def _joins_sentinels(self, node: ir.Node) -> bool:
         """Whether a node adds a number to a sentinel, or chooses among two of them."""
-        ranges = [self._any_range(value) for _, value in float_inputs(node)]
+        ranges = [self._range(value) for _, value in float_inputs(node)]
         if not is_op(node, "Add", "Sub", "Where", "Min", "Max") or len(ranges) < 2:
             return False
         sizes = [-each.sentinel if each.sentinel else each.largest for each in ranges]
         if is_op(node, "Add", "Sub"):
             return max(sizes) > FP16_MAX and min(sizes) > 0
         return len({size for size in sizes if size > FP16_MAX}) > 1
-
-    def _any_range(self, value: ir.Value) -> ValueRange:
-        """The range of a constant or a measured value."""
-        array = constant_of(value)
-        return self._range(value) if array is None else range_of(array)
 
 
 def _computes(node: ir.Node) -> bool:
@@ -828,9 +780,6 @@ def _computes(node: ir.Node) -> bool:
 
 
 # -- Write the graph -------------------------------------------------------------------------------
-
-# Attributes that name the type of a result.
-_TYPE_ATTRIBUTES = ("to", "dtype", "output_dtype", "output_datatype")
 
 
 def apply_plan(model: ir.Model, plan: PrecisionPlan) -> ir.Model:
@@ -857,8 +806,7 @@ class _Writer:
     def __init__(self, work: ir.Model, plan: PrecisionPlan) -> None:
         self._graph, self._opsets = work.graph, work.opset_imports
         self._kept = {each.name: WIDE[each.precision] for each in plan.kept}
-        self._float32_inputs = {each.name for each in plan.inputs}
-        self._float32_outputs = {each.name for each in plan.outputs}
+        self._float32_ends = {each.name for each in (*plan.inputs, *plan.outputs)}
         self._clamped = {each.name for each in plan.clamped}
         self._fully_masked = plan.fully_masked
         self._opened: dict[tuple[ir.Value, bool], tuple[ir.Value, ir.Value]] = {}
@@ -878,20 +826,20 @@ class _Writer:
         outputs = [value for value in dict.fromkeys(self._graph.outputs) if value.dtype == FLOAT]
         for value in self._graph.inputs:
             if value.dtype == FLOAT:
-                value.type = ir.TensorType(FLOAT if value.name in self._float32_inputs else HALF)
+                value.type = ir.TensorType(FLOAT if value.name in self._float32_ends else HALF)
         for node in nodes:
             for position, value in list(float_outputs(node)):
                 dtype = self._accepted(node, "outputs", position)
                 value.type = ir.TensorType(dtype)  # a new one: copies of a model share their types
-                _fix_attributes(node, dtype)
+                retype_attributes(node, (FLOAT,), dtype)
         for node, position, value in reads:
-            if position == MASK and str(node.name) in self._fully_masked and self._open_queries(node, value):
-                continue
-            node.replace_input_with(position, self._as(value, self._accepted(node, "inputs", position)))
+            is_mask = position == an.MASK and str(node.name) in self._fully_masked
+            if not is_mask or not self._open_queries(node, value):
+                node.replace_input_with(position, self._as(value, self._accepted(node, "inputs", position)))
         for node, position, value in captured:
             node.replace_input_with(position, self._as(value, FLOAT))
         for value in outputs:  # under their own names
-            wanted = FLOAT if value.name in self._float32_outputs else HALF
+            wanted = FLOAT if value.name in self._float32_ends else HALF
             if value.producer() is not None and value.dtype != wanted:
                 name, result = str(value.name), self._as(value, wanted)
                 value.name = self._free(f"{name}/{short_dtype(value.dtype)}")
@@ -931,7 +879,7 @@ class _Writer:
         is moved up to 0. Where float32 absorbs the scores in the sentinel, the query becomes zero as well.
         False where this cannot be, or no query is fully masked.
         """
-        attention, q, array = read_attention(node), input_at(node, Q), constant_of(mask)
+        attention, q, array = read_attention(node), input_at(node, an.Q), constant_of(mask)
         if q is None or attention.has_past or attention.has_nonpad_kv_seqlen:
             return False
         if array is not None and not attention.is_causal and (array.max(axis=-1) > -FP16_MAX / 2).all():
@@ -940,7 +888,7 @@ class _Writer:
         if key not in self._opened:
             self._opened[key] = _opened_mask(builder, mask, q, attention)
         opened, masked = self._opened[key]
-        node.replace_input_with(MASK, opened)
+        node.replace_input_with(an.MASK, opened)
         if self._fully_masked[str(node.name)] <= ABSORBING:
             zero = builder.constant(0.0, HALF)
             if attention.rank == 3:
@@ -952,11 +900,9 @@ class _Writer:
             else:
                 opened_q = builder.op("Where", masked, zero, q)
             opened_q.shape, opened_q.type = q.shape, ir.TensorType(HALF)
-            node.replace_input_with(Q, opened_q)
+            node.replace_input_with(an.Q, opened_q)
         self._graph.insert_before(node, builder.nodes)
         return True
-
-    # -- values in another type ----------------------------------------------------------------
 
     def _as(self, value: ir.Value, wanted: ir.DataType) -> ir.Value:
         """The value in a type: itself, or one Cast for all consumers."""
@@ -965,11 +911,9 @@ class _Writer:
         key, short = (value, wanted), str(short_dtype(wanted))
         if key in self._made:
             return self._made[key]
-        if value.is_initializer():
-            if value.const_value is None:
-                raise DeployError("A constant has no data.", got=value.name)
-            array = _clamp(value.const_value.numpy(), wanted)
-            made = new_initializer(self._graph, self._free(f"{value.name}/{short}"), array, wanted)
+        if (array := constant_of(value)) is not None:
+            name = self._free(f"{value.name}/{short}")
+            made = new_initializer(self._graph, name, in_type(array, wanted), wanted)
         else:
             source = value
             if value.name in self._clamped and wanted != FLOAT:
@@ -1023,22 +967,3 @@ def _opened_mask(
     opened.type = ir.TensorType(HALF)
     opened.shape = mask.shape if not attention.is_causal else None
     return opened, masked
-
-
-def _fix_attributes(node: ir.Node, dtype: ir.DataType) -> None:
-    """Set attributes that name the type of the result."""
-    for name in _TYPE_ATTRIBUTES:
-        attribute = node.attributes.get(name)
-        if attribute is not None and attribute.type == ir.AttributeType.INT and attribute.as_int() == FLOAT:
-            node.attributes.add(ir.AttrInt64(name, int(dtype)))
-    value = node.attributes.get("value")
-    if is_op(node, "ConstantOfShape", "Constant") and (value is None or value.as_tensor().dtype == FLOAT):
-        array = np.zeros(1, np.float32) if value is None else value.as_tensor().numpy()
-        tensor = ir.Tensor(_clamp(array, dtype), dtype=dtype)
-        node.attributes.add(ir.AttrTensor("value", tensor))
-
-
-def _clamp(array: np.ndarray, dtype: ir.DataType) -> np.ndarray:
-    """The array in another type, its finite numbers clamped to the limits of that type."""
-    finite = np.clip(array, float(dtype.min), float(dtype.max))
-    return np.where(np.isfinite(array), finite, array).astype(dtype.numpy())

@@ -8,18 +8,8 @@ from typing import TypeVar
 import numpy as np
 import onnx_ir as ir
 
-from mha_deploy.graph.attention_node import (
-    MASK,
-    NONPAD_KV_SEQLEN,
-    PAST_KEY,
-    PAST_VALUE,
-    K,
-    Q,
-    V,
-    Y,
-    is_attention,
-    read_attention,
-)
+from mha_deploy.graph import attention_node as an
+from mha_deploy.graph.attention_node import K, Q, V, Y, is_attention, read_attention
 from mha_deploy.graph.ir import NodeBuilder, graph_of_node, input_at, made_by, rank
 from mha_deploy.model.spec import AttentionSpec
 
@@ -96,12 +86,11 @@ class _Site:
 
     def new_entries(self, position: int) -> ir.Value | None:
         """The new keys or values: the input itself, or the update of a preallocated cache."""
-        scatter = made_by(input_at(self.node, position), "TensorScatter")
-        if scatter is None:
-            return input_at(self.node, position)
-        value = scatter.inputs[_UPDATE]
-        while (layout := made_by(value, "Transpose", "Reshape")) is not None:
-            value = layout.inputs[0]
+        value = input_at(self.node, position)
+        if (scatter := made_by(value, "TensorScatter")) is not None:
+            value = scatter.inputs[_UPDATE]
+            while (layout := made_by(value, "Transpose", "Reshape")) is not None:
+                value = layout.inputs[0]
         return value
 
     def key_rotation(self) -> ir.Node:
@@ -162,10 +151,12 @@ class _Site:
         value = self.input(position)
         self.feed(position, self.build.op("Gather", value, self.build.ints(*order), axis=axis))
 
-    def scaled_where(self, chosen: ir.Value, factor: float, dtype: ir.DataType) -> ir.Value:
-        """A factor where a condition holds, and 1 elsewhere."""
-        numbers = [self.build.constant(number, dtype) for number in (factor, 1.0)]
-        return self.build.op("Where", chosen, *numbers)
+    def scaled_where(self, chosen: ir.Value, axis: int, value: ir.Value, factor: float) -> ir.Value:
+        """A value times a factor, where a condition holds along an axis."""
+        numbers = [self.build.constant(number, _known(value.dtype)) for number in (factor, 1.0)]
+        others = (each for each in range(self.attention.rank or 4) if each != axis)
+        factors = self.build.unsqueeze(self.build.op("Where", chosen, *numbers), *others)
+        return self.build.op("Mul", value, factors)
 
 
 # -- Scores, masks and causality -------------------------------------------------------------------
@@ -186,13 +177,13 @@ def _softcap_dropped(site: _Site) -> None:
 def _mask_dropped(site: _Site) -> None:
     """Every query attends to the masked keys."""
     _need(site.attention.mask != "none")
-    site.node.replace_input_with(MASK, None)
+    site.node.replace_input_with(an.MASK, None)
 
 
 def _mask_off_by_one(site: _Site) -> None:
     """The mask is shifted by a key: every query attends to the first one that it should not."""
     _need(site.attention.mask == "bool")
-    site.feed_shifted(MASK, axis=_known(rank(site.input(MASK))) - 1)
+    site.feed_shifted(an.MASK, axis=_known(rank(site.input(an.MASK))) - 1)
 
 
 def _causal_dropped(site: _Site) -> None:
@@ -214,9 +205,9 @@ def _other_diagonal(site: _Site, ahead: int, after_past: bool = True, only_query
     """
     node, build = site.node, site.build
     _causal_dropped(site)
-    q, mask = site.input(Q), input_at(node, MASK)
+    q, mask = site.input(Q), input_at(node, an.MASK)
     S, T = (site.size(value, site.length_axis) for value in (q, site.input(K)))
-    past, ends = input_at(node, PAST_KEY), input_at(node, NONPAD_KV_SEQLEN)
+    past, ends = input_at(node, an.PAST_KEY), input_at(node, an.NONPAD_KV_SEQLEN)
     start = None  # the position of the first query of every batch element
     if past is not None:
         start = site.size(past, 2)
@@ -237,7 +228,7 @@ def _other_diagonal(site: _Site, ahead: int, after_past: bool = True, only_query
         visible = build.op("And", visible, mask)
     elif mask is not None:
         visible = build.op("Where", visible, mask, build.constant(float("-inf"), _known(q.dtype)))
-    site.feed(MASK, visible)
+    site.feed(an.MASK, visible)
 
 
 # -- Keys, values and caches -----------------------------------------------------------------------
@@ -245,7 +236,7 @@ def _other_diagonal(site: _Site, ahead: int, after_past: bool = True, only_query
 
 def _cache_off_by_one(site: _Site) -> None:
     """The past is shifted by one entry, or the new entries are written one position early."""
-    for position, past in ((K, PAST_KEY), (V, PAST_VALUE)):
+    for position, past in ((K, an.PAST_KEY), (V, an.PAST_VALUE)):
         if site.attention.has_past:
             site.feed_shifted(past, axis=2)
         else:
@@ -283,9 +274,7 @@ def _values_beyond_a_length(site: _Site) -> None:
     T = site.size(value, site.length_axis)
     first = build.op("Div", build.op("Mul", T, build.ints(3)), build.ints(4))
     late = build.op("GreaterOrEqual", build.count_up(T), first)
-    factor = site.scaled_where(late, 1.05, _known(value.dtype))
-    others = (0, 2) if site.attention.rank == 3 else (0, 1, 3)
-    site.feed(V, build.op("Mul", value, build.unsqueeze(factor, *others)))
+    site.feed(V, site.scaled_where(late, site.length_axis, value, 1.05))
 
 
 def _bias_dropped(site: _Site) -> None:
@@ -304,11 +293,10 @@ def _bias_dropped(site: _Site) -> None:
 
 def _last_batch_element_off(site: _Site, factor: float) -> None:
     """The heads of the last batch element are too large by a factor."""
-    build, (output, dtype) = site.build, site.output
+    build, output = site.build, site.node.outputs[Y]
     B = site.size(output, 0)
     is_last = build.op("Equal", build.count_up(B), build.op("Sub", B, build.ints(1)))
-    factors = build.unsqueeze(site.scaled_where(is_last, factor, dtype), *range(1, site.attention.rank or 4))
-    site.follow(build.op("Mul", output, factors))
+    site.follow(site.scaled_where(is_last, 0, output, factor))
 
 
 def _head_zero(site: _Site) -> None:
@@ -444,18 +432,12 @@ def without_effect(spec: AttentionSpec) -> frozenset[str]:
     if spec.mask in ("padding", "additive"):
         mask_hides = spec.mask == "padding" or visible > 1
     in_rotated = keys > 1 and (visible > 1 or spec.cache != "none")
-    scores = (
-        "scale off by 0.5 %",
-        "scale off by 4 %",
-        "scale missing",
-        "softcap dropped",
-        "groups interleaved",
+    scales, causality, rotary = (
+        [name for name in _MUTATIONS if name.startswith(first)] for first in ("scale", "causal", "rotary")
     )
-    causality = ("causal dropped", "causal off by one", "causal leak in one query")
-    rotary = ("rotary dropped", "rotary off by one", "rotary off by one on the last key")
     needs = {
         # The softmax of one score is 1, whatever the score.
-        **dict.fromkeys(scores, visible > 1),
+        **dict.fromkeys((*scales, "softcap dropped", "groups interleaved"), visible > 1),
         "mask dropped": mask_hides,
         "mask off by one": keys > 1 and mask_hides,
         # The last token of a call has no later key.

@@ -131,6 +131,10 @@ class Finding:
     cured_by: str | None
     needs: tuple[str, ...]
 
+    def __lt__(self, other: Finding) -> bool:
+        """The worse one comes first."""
+        return SEVERITIES.index(self.severity) < SEVERITIES.index(other.severity)
+
 
 RULES: dict[str, Rule] = msgspec.toml.decode(
     Path(__file__).with_suffix(".toml").read_bytes(), type=dict[str, Rule]
@@ -141,36 +145,21 @@ RULES: dict[str, Rule] = msgspec.toml.decode(
 def _worst_first(node: str, messages: Iterable[tuple[str, str]]) -> list[Finding]:
     """The findings about a node, from rules and their messages, in the order of their severity."""
     copied = ("severity", "remedy", "source", "cured_by", "needs")
-    found = [
+    return sorted(
         Finding(
             node=node, rule=name, message=message, **{each: getattr(RULES[name], each) for each in copied}
         )
         for name, message in messages
-    ]
-    return sorted(found, key=lambda finding: SEVERITIES.index(finding.severity))
+    )
 
 
-@dataclass(frozen=True, kw_only=True)
-class FindingGroup:
-    """One finding about several nodes, such as the layers of a model."""
-
-    finding: Finding  # with the message of the first node
-    nodes: tuple[str, ...]  # all nodes it applies to, each once, in order
-
-    @property
-    def label(self) -> str:
-        """The name of the first node, and how many more there are."""
-        others = len(self.nodes) - 1
-        return self.nodes[0] if not others else f"{self.nodes[0]} and {others} more"
-
-
-def group_findings(findings: Iterable[Finding]) -> list[FindingGroup]:
-    """Merge findings that differ only in the node, the worst first; those of several targets count once."""
-    groups: dict[Finding, dict[str, Finding]] = {}
-    for finding in findings:
-        groups.setdefault(replace(finding, node=""), {}).setdefault(finding.node, finding)
-    made = [FindingGroup(finding=next(iter(same.values())), nodes=tuple(same)) for same in groups.values()]
-    return sorted(made, key=lambda group: SEVERITIES.index(group.finding.severity))
+def group_findings(findings: Iterable[Finding]) -> dict[Finding, list[str]]:
+    """Findings that differ only in the node, the worst first, with the nodes; each node counts once."""
+    groups: dict[Finding, list[str]] = {}
+    for finding in sorted(findings):
+        nodes = groups.setdefault(replace(finding, node=""), [])
+        nodes += [] if finding.node in nodes else [finding.node]
+    return groups
 
 
 # -- The operators around attention ----------------------------------------------------------------

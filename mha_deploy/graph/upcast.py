@@ -104,7 +104,7 @@ def float32_twin(model: ir.Model) -> ir.Model:
 # -- In another type -------------------------------------------------------------------------------
 
 _FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
-_TYPE_ATTRIBUTES = ("to", "dtype", "output_dtype", "output_datatype", _SOFTMAX_PRECISION)
+_TYPE_ATTRIBUTES = ("to", "dtype", "output_dtype", "output_datatype")
 
 
 def in_float64(model: ir.Model) -> ir.Model:
@@ -119,23 +119,40 @@ def retype(model: ir.Model, before: Collection[ir.DataType], after: ir.DataType)
     values = [value for graph in model.graphs() for value in (*graph.inputs, *graph.initializers.values())]
     for node in model.graph.all_nodes():
         values += node.outputs
-        for name, attribute in list(node.attributes.items()):
-            if attribute.type == ir.AttributeType.INT and name in _TYPE_ATTRIBUTES:
-                if ir.DataType(attribute.as_int()) in before:
-                    node.attributes[name] = ir.AttrInt64(name, after.value)
-            elif attribute.type == ir.AttributeType.TENSOR and attribute.as_tensor().dtype in before:
-                node.attributes[name] = ir.AttrTensor(name, _in_type(attribute.as_tensor(), after))
-            elif ir.DataType.FLOAT in before and name in ("value_float", "value_floats"):  # of a Constant
-                number = attribute.as_float() if name == "value_float" else attribute.as_floats()
-                node.attributes.pop(name)
-                node.attributes["value"] = ir.AttrTensor("value", ir.tensor(np.array(number, after.numpy())))
+        retype_attributes(node, before, after, names=(*_TYPE_ATTRIBUTES, _SOFTMAX_PRECISION))
     found = [value for value in values if value.dtype in before]
     for value in found:
         value.type = ir.TensorType(after)  # a new one: copies of a model share their types
-        if value.const_value is not None:
-            value.const_value = _in_type(value.const_value, after)
+        if (tensor := value.const_value) is not None:
+            value.const_value = ir.tensor(in_type(tensor.numpy(), after), name=tensor.name)
     return bool(found)
 
 
-def _in_type(tensor: ir.TensorProtocol, dtype: ir.DataType) -> ir.TensorProtocol:
-    return ir.tensor(tensor.numpy().astype(dtype.numpy()), name=tensor.name)
+def retype_attributes(
+    node: ir.Node,
+    before: Collection[ir.DataType],
+    after: ir.DataType,
+    names: Collection[str] = _TYPE_ATTRIBUTES,
+) -> None:
+    """Give the constants of a node that have some types another type, and the results that `names` state."""
+    if is_op(node, "ConstantOfShape") and ir.DataType.FLOAT in before and "value" not in node.attributes:
+        node.attributes["value"] = ir.AttrTensor("value", ir.tensor(np.zeros(1, np.float32)))  # the default
+    for name, attribute in list(node.attributes.items()):
+        if attribute.type == ir.AttributeType.INT and name in names:
+            if ir.DataType(attribute.as_int()) in before:
+                node.attributes[name] = ir.AttrInt64(name, after.value)
+        elif attribute.type == ir.AttributeType.TENSOR and (tensor := attribute.as_tensor()).dtype in before:
+            new = ir.tensor(in_type(tensor.numpy(), after))
+            node.attributes[name] = ir.AttrTensor(name, new)
+        elif ir.DataType.FLOAT in before and name in ("value_float", "value_floats"):  # of a Constant
+            number = attribute.as_float() if name == "value_float" else attribute.as_floats()
+            node.attributes.pop(name)
+            node.attributes["value"] = ir.AttrTensor("value", ir.tensor(np.array(number, after.numpy())))
+
+
+def in_type(array: np.ndarray, dtype: ir.DataType) -> np.ndarray:
+    """The array in another type; finite numbers beyond a narrower one become its limits."""
+    if dtype.itemsize < array.itemsize:
+        clamped = np.clip(array, float(dtype.min), float(dtype.max))
+        array = np.where(np.isfinite(array), clamped, array)
+    return array.astype(dtype.numpy())

@@ -296,7 +296,7 @@ g (int64[N] ids) => (float[N,3] y)
     model = ir.from_proto(onnx.parser.parse_model(text))
     ids = {"ids": np.array([2, 0, 1])}
     before = run(model, ids)[0]
-    assert share_tied_weights(model) == ("transposed",)
+    share_tied_weights(model)
     assert set(model.graph.initializers) == {"table", "other"}
     onnx.checker.check_model(ir.to_proto(model), full_check=True)
     np.testing.assert_array_equal(run(model, ids)[0], before)

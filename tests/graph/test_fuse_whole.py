@@ -158,6 +158,6 @@ def test_tied_weights_are_there_once(name):
     model = made(name, "sdpa")
     fused, _ = fuse_attention(exported(name, "sdpa"))
     before = run(fused, model.inputs)
-    assert len(share_tied_weights(fused)) == 1
+    share_tied_weights(fused)
     assert len([each for each in fused.graph.initializers.values() if 99 in each.shape]) == 1
     close(run(fused, model.inputs), before, part=1e-6)

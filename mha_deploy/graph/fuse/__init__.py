@@ -24,7 +24,7 @@ from mha_deploy.bundle.manifest import GENERATED
 from mha_deploy.graph.attention_node import is_attention
 from mha_deploy.graph.fuse.leftover import leftover_attentions
 from mha_deploy.graph.fuse.mask_pattern import FULLY_MASKED, Masks
-from mha_deploy.graph.fuse.pattern import Normalisation, Pattern, comes_to_matmul, read_pattern, softmax_at
+from mha_deploy.graph.fuse.pattern import Normalisation, Pattern, comes_to_matmul, softmax_at
 from mha_deploy.graph.fuse.values import (
     NoScores,
     NotExpressible,
@@ -39,7 +39,7 @@ from mha_deploy.graph.fuse.values import (
     raise_opset,
     sizes_of,
 )
-from mha_deploy.graph.fuse.verify import FACTOR, Boundary, Region, compare, cut_out, mask_stops
+from mha_deploy.graph.fuse.verify import FACTOR, Boundary, Region, compare, mask_stops
 from mha_deploy.graph.fuse.write import (
     insert_attention,
     remove_unused,
@@ -92,12 +92,12 @@ class Repair:
     changes: tuple[str, ...]  # what was changed, in words
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class FuseReport:
     """What became of every candidate of a graph."""
 
-    fused: tuple[FusedAttention, ...]  # attentions that are one node now
-    unfused: tuple[UnfusedSoftmax, ...]  # candidates that are as they were
+    fused: tuple[FusedAttention, ...] = ()  # attentions that are one node now
+    unfused: tuple[UnfusedSoftmax, ...] = ()  # candidates that are as they were
     already: tuple[str, ...] = ()  # names, in the new model, of the `Attention` nodes that were there before
     repairs: tuple[Repair, ...] = ()  # what was changed about those, and about nodes around them
     layers: tuple[str, ...] = ()  # names of all `Attention` nodes of the new model in the order of execution
@@ -112,17 +112,16 @@ class FuseReport:
         return {"complete": self.complete, **asdict(self)}
 
 
-def fuse_attention(model: ir.Model, *, verify: bool = True, copy: bool = True) -> tuple[ir.Model, FuseReport]:
+def fuse_attention(model: ir.Model, *, verify: bool = True) -> tuple[ir.Model, FuseReport]:
     """Write every attention of a model as one `Attention` node, named by the module that it came from.
 
     Nodes that the exporter fused are brought into the same form: keys and values before they were repeated,
     the causal triangle as the attribute, masks that hide nothing left out.
 
     Args:
-        model: The model, of opset 13 or newer.
+        model: The model, of opset 13 or newer; it is not changed.
         verify: Whether every new node is compared with the nodes that it stands for, on drawn inputs. Where
             they differ, or cannot be compared, the attention stays as it was.
-        copy: Whether the model stays as it is, and a copy is changed.
 
     Returns:
         The new model, of opset 23 or newer, and what became of every candidate. Where nothing was fused, the
@@ -131,22 +130,21 @@ def fuse_attention(model: ir.Model, *, verify: bool = True, copy: bool = True) -
     Raises:
         DeployError: The model cannot be written in opset 23.
     """
-    work = model.clone() if copy else model
+    work = model.clone()
     if work.functions:
         InlinePass()(work)
     work = from_old_opset(work)
     unnamed = name_inputs(work)
     infer_sizes(work)
     fusion = _Fusion(work, verify)
-    report = fusion.run()
-    if fusion.changed:
-        raise_opset(work)
-        infer_sizes(work, only_missing=True)
+    fusion.run()
+    if not fusion.changed:
+        return model.clone(), fusion.report
+    raise_opset(work)
+    infer_sizes(work, only_missing=True)
     for value, shape in unnamed.items():
         value.shape = shape
-    if not fusion.changed:
-        work = model.clone() if copy else model
-    return work, report
+    return work, fusion.report
 
 
 class _Fusion:
@@ -161,20 +159,16 @@ class _Fusion:
         self._masks = Masks()
         # Why a structure is left as it was, or what differs on purpose.
         self._compared: dict[str, NotFused | tuple[str, ...]] = {}
-        self._fused: list[FusedAttention] = []
-        self._unfused: dict[ir.Node, NotFused] = {}
-        self._already: list[str] = []
-        self._repairs: list[Repair] = []
-        self._layers: list[str] = []
-        self._renamed = False
+        self.report, self._renamed = FuseReport(), False
 
     @property
     def changed(self) -> bool:
         """Whether the model is another than before."""
-        return bool(self._fused or self._repairs or self._renamed)
+        return bool(self.report.fused or self.report.repairs or self._renamed)
 
-    def run(self) -> FuseReport:
+    def run(self) -> None:
         """Visit every node, and count what is left."""
+        refusals = dict[ir.Node, NotFused]()
         for node in list(self._model.graph.all_nodes()):
             if node.graph is None:
                 continue  # it was part of an attention
@@ -186,43 +180,34 @@ class _Fusion:
             elif (softmax := softmax_at(node)) is not None and comes_to_matmul(node.outputs[0]):
                 try:
                     self._fuse(softmax)
-                except NotFused as refusal:
-                    self._unfused[node] = refusal
+                except NotFused as error:
+                    refusals[node] = error
         if not _is_sorted(self._model.graph):
             # What uses the weights, or shares the mask, stands before the matmul with V.
             self._model.graph.sort()
         left, features = leftover_attentions(self._model.graph)
-        refusals = {node: each for node, each in self._unfused.items() if node not in features}
+        refusals = {node: each for node, each in refusals.items() if node not in features}
         for node, why in left.items():
             if isinstance(refusals.get(node), NoScores | None):
                 refusals[node] = why or _reason(node)
-        return FuseReport(
-            fused=tuple(self._fused),
-            unfused=tuple(
-                UnfusedSoftmax(
-                    name=module_of(node),
-                    place=place_of(node),
-                    reason=refusals[node].in_one_line,
-                    recognised=isinstance(refusals[node], NotExpressible),
-                )
-                for node in self._model.graph.all_nodes()
-                if node in refusals
-            ),
-            already=tuple(self._already),
-            repairs=tuple(self._repairs),
-            layers=tuple(self._layers),
-        )
+        for node in self._model.graph.all_nodes():
+            if (refusal := refusals.get(node)) is not None:
+                name, recognised = module_of(node), isinstance(refusal, NotExpressible)
+                place, reason = place_of(node), refusal.in_one_line
+                left_over = UnfusedSoftmax(name=name, place=place, reason=reason, recognised=recognised)
+                self.report.unfused += (left_over,)
 
     def _fuse(self, softmax: Normalisation) -> None:
         with _refusing():
-            pattern = read_pattern(softmax)
+            pattern = Pattern(softmax)
             border = _boundary(pattern)
         builder = NodeBuilder(self._free(module_of(softmax.node)))
-        old = [pattern.last.node.outputs[0], *([pattern.weights[0]] if pattern.weights else [])]
+        old = [pattern.last.node.outputs[0], *([pattern.weights.value] if pattern.weights else [])]
         write = functools.partial(write_attention, pattern, builder, self._masks)
         new, notes = self._verified(old, border, builder, write)
         insert_attention(pattern, builder, new)
-        expanded = [EXPANDED] if pattern.batches or pattern.wider else []
+        wider = any(each.axis != pattern.letters.key for each in pattern.scores.wider)
+        expanded = [EXPANDED] if pattern.batches or wider else []
         record = FusedAttention(
             name=builder.prefix,
             place=place_of(pattern.softmax),
@@ -237,8 +222,8 @@ class _Fusion:
             notes=tuple(dict.fromkeys((*pattern.masking.notes, *expanded, *notes))),
             verified=self._verify,
         )
-        self._fused.append(record)
-        self._layers.append(record.name)
+        self.report.fused += (record,)
+        self.report.layers += (record.name,)
 
     def _verified(
         self,
@@ -254,7 +239,7 @@ class _Fusion:
         """
         try:
             with _refusing():
-                region = cut_out(old, border) if self._verify else None
+                region = Region(old, border) if self._verify else None
                 known = () if region is None else self._compared.get(region.key)
                 new = [] if isinstance(known, NotFused) else write()
             if region is not None and known is None:
@@ -271,17 +256,17 @@ class _Fusion:
         try:
             with _refusing():
                 opset = self._model.opset_imports.get("", 1)
-                return (FULLY_MASKED,) if compare(region, cut_out(new, border), border, opset) else ()
+                return (FULLY_MASKED,) if compare(region, Region(new, border), border, opset) else ()
         except NotFused as refusal:
             return refusal
 
     def _keep(self, node: ir.Node) -> None:
         """Name a node by its module, and write it as plainly as it can be."""
-        name = _unused(module_of(node), self._layers)
+        name = _unused(module_of(node), self.report.layers)
         self._renamed = self._renamed or node.name not in (name, None, "")
         node.name = name
-        self._already.append(name)
-        self._layers.append(name)
+        self.report.already += (name,)
+        self.report.layers += (name,)
         builder = NodeBuilder(self._free(name))
         try:
             with _refusing():
@@ -307,7 +292,7 @@ class _Fusion:
 
     def _note(self, name: str, changes: list[str]) -> None:
         if changes:
-            self._repairs.append(Repair(name=name, changes=tuple(changes)))
+            self.report.repairs += (Repair(name=name, changes=tuple(changes)),)
 
 
 def _is_sorted(graph: ir.Graph) -> bool:
@@ -344,7 +329,7 @@ def _reason(node: ir.Node) -> NotFused:
         return NotFused(f"{node.domain}'s {node.op_type} is not ONNX's Softmax.")
     try:
         with _refusing():
-            read_pattern(softmax)
+            Pattern(softmax)
     except NoScores:
         matmul = next((each for each in nodes_behind([softmax.source]) if "MatMul" in each.op_type), None)
         if matmul is not None and not is_op(matmul, "MatMul"):

@@ -623,25 +623,21 @@ def _exact_mask(terms: Sequence[Term], builder: NodeBuilder, dtype: ir.DataType)
 HEAD_AXIS = 1
 
 
-Written = tuple[ir.Value | None, ir.Value | None]
-"""A mask `[B or 1, Hq or 1, S, T]`, and `[B or 1, Hq or 1, S or 1, 1]`: which queries must become zero."""
-
-
 class Masks:
     """The masks that were written so far. Attentions must come in the order of the graph."""
 
     def __init__(self) -> None:
         # The key holds the values themselves, so that no id is used again for another.
-        self._written: dict[tuple[object, ...], tuple[Written, NodeBuilder]] = {}
+        self._written: dict[tuple[object, ...], tuple[ir.Value, ir.Value | None, NodeBuilder]] = {}
 
     def forget(self, builder: NodeBuilder) -> None:
         """Drop the masks of a builder whose nodes do not come into the graph."""
-        self._written = {key: each for key, each in self._written.items() if each[1] is not builder}
+        self._written = {key: each for key, each in self._written.items() if each[-1] is not builder}
 
     def write(
         self, masking: Masking, place: Place, dtype: ir.DataType, sizes: tuple[Size, Size], graph: object
-    ) -> Written:
-        """The mask, spelled out over queries and keys, and the queries that it wants to be zero.
+    ) -> tuple[ir.Value | None, ir.Value | None]:
+        """The mask `[B or 1, Hq or 1, S, T]`, and `[B or 1, Hq or 1, S or 1, 1]`: queries to become zero.
 
         `graph` holds the attention: a mask of a subgraph is unknown outside of it.
         """
@@ -649,7 +645,7 @@ class Masks:
             return None, None
         key = (masking.terms, masking.kind, masking.exact, dtype, place.order, sizes, id(graph))
         if key in self._written:
-            return self._written[key][0]
+            return self._written[key][:2]
         builder, zero = place.builder, None
         terms = [replace(each, value=place.aligned(each.value, each.axes)) for each in masking.terms]
         if masking.even:
@@ -665,7 +661,7 @@ class Masks:
             mask = builder.expand(mask, 1, 1, builder.size(q, -2), builder.size(k, -2))
         # An axis that is joined from others has the batch of one attention.
         if None not in sizes and len(place.order[0]) == 1:
-            self._written[key] = (mask, zero), builder
+            self._written[key] = mask, zero, builder
         return mask, zero
 
 

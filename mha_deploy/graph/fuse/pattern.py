@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import string
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import NamedTuple
 import onnx_ir as ir
 
 from mha_deploy.bundle.manifest import GENERATED
-from mha_deploy.graph.fuse.mask_pattern import Axes, Bias, Fill, Masking, Term, decide_masking, lowest_of
+from mha_deploy.graph.fuse.mask_pattern import Axes, Bias, Fill, Term, decide_masking, lowest_of
 from mha_deploy.graph.fuse.values import (
     NoScores,
     NotExpressible,
@@ -33,6 +34,7 @@ from mha_deploy.graph.ir import (
     is_op,
     made_by,
     node_name,
+    nodes_behind,
     perm,
     rank,
     same_size,
@@ -188,7 +190,7 @@ class Operand:
         dims = sizes_of(self.value) or ()
         if letter in self.axes and self.axes.index(letter) < len(dims):
             return dims[self.axes.index(letter)]
-        return self.sizes.get(letter) if any(letter in axis for axis in self.axes) else 1
+        return self.sizes.get(letter) if letter in "".join(self.axes) else 1
 
 
 def unwrap(
@@ -198,26 +200,23 @@ def unwrap(
 
     A tensor that has the `wanted` order of axes, in which Attention takes it, is taken there.
     """
-    ready = operand if operand.axes == wanted else None
+    ready: Operand | None = None
     while True:
-        moved = _before_transpose(operand) or _before_join(operand)
-        if moved is not None:
-            operand = moved
-            if ready is None and operand.axes == wanted:
-                ready = operand
-            continue
-        inner = (_before_factor(operand) if scaled else None) or _before_cast(operand, dtype)
-        if head:
-            inner = inner or _before_interleave(operand, head) or _before_expand(operand, head)
-        if inner is None:
-            return ready or operand
-        operand = inner
-        ready = operand if operand.axes == wanted else None
+        if ready is None and operand.axes == wanted:
+            ready = operand
+        if (before := _before_transpose(operand) or _before_join(operand)) is None:
+            before = (_before_factor(operand) if scaled else None) or _before_cast(operand, dtype)
+            if head:
+                before = before or _before_interleave(operand, head) or _before_expand(operand, head)
+            if before is None:
+                return ready or operand
+            ready = None
+        operand = before
 
 
 def _before_transpose(operand: Operand) -> Operand | None:
     node, order = made_by(operand.value, "Identity", "Transpose"), operand.axes
-    if (source := input_at(node, 0)) is not None and node is not None:
+    if node is not None and (source := node.inputs[0]) is not None:
         return replace(operand, value=source, axes=before_transpose(node, order))
     # `Reshape(Transpose(Reshape(x)))`, as the exporter writes scaled_dot_product_attention. The shapes prove
     # that it only swaps the last two axes of x: the first reshape keeps them and joins the others, the second
@@ -246,7 +245,7 @@ def _before_join(operand: Operand) -> Operand | None:
     """A tensor before a Reshape joined axes that the attention has apart."""
     source = input_at(made_by(operand.value, "Reshape"), 0)
     apart, dims = tuple("".join(operand.axes)), sizes_of(source)
-    if source is None or dims is None or len(apart) == len(operand.axes) or None in dims:
+    if source is None or dims is None or apart == operand.axes or None in dims:
         return None
     own = dict(zip(operand.axes, sizes_of(operand.value) or (), strict=False))
     known = [own.get(letter, operand.sizes.get(letter)) for letter in apart]
@@ -265,8 +264,7 @@ def _chain(value: ir.Value, *steps: tuple[str, ...]) -> list[ir.Value]:
     """A value and what it was made from, by nodes of these operators, the last one first; else nothing."""
     chain = [value]
     for op_types in steps:
-        source = input_at(made_by(chain[-1], *op_types), 0)
-        if source is None:
+        if (source := input_at(made_by(chain[-1], *op_types), 0)) is None:
             return []
         chain.append(source)
     return chain
@@ -300,14 +298,12 @@ def _before_interleave(operand: Operand, head: str) -> Operand | None:
     at = operand.axes.index(head)
     if len(source) != len(operand.axes) or len(wide) != len(source) + 1:
         return None
-    heads, group = source[at], wide[at + 1]
+    heads, group, before, after = source[at], wide[at + 1], source[:at], source[at + 1 :]
     if not isinstance(heads, int) or not isinstance(group, int):
         return None
-    proved = (
-        same_dims(thin, (*source[: at + 1], 1, *source[at + 1 :]))
-        and same_dims(wide, (*source[: at + 1], group, *source[at + 1 :]))
-        and same_dims(result, (*source[:at], heads * group, *source[at + 1 :]))
-    )
+    joined = [*before, heads * group, *after]
+    apart = [[*before, heads, copies, *after] for copies in (1, group)]
+    proved = all(map(same_dims, (thin, wide, result), (*apart, joined)))
     return replace(operand, value=chain[-1], group=operand.group * group) if proved else None
 
 
@@ -488,13 +484,13 @@ def _transpose(node: ir.Node, scores: Scores) -> ir.Value | None:
 
 
 def _reshape(node: ir.Node, scores: Scores) -> ir.Value | None:
-    source = node.inputs[0]
-    axes = scores.alphabet.regrouped(scores.axes, sizes_of(source))
+    before, after = sizes_of(node.inputs[0]), sizes_of(node.outputs[0])
+    axes = scores.alphabet.regrouped(scores.axes, before)
     if axes is None:
         what = f"{node.op_type} stands between the scores and the softmax, of unknown sizes."
-        raise NotFused(what, got=f"{sizes_of(source)} to {sizes_of(node.outputs[0])}")
+        raise NotFused(what, got=f"{before} to {after}")
     scores.axes = axes
-    return source
+    return node.inputs[0]
 
 
 def _cast(node: ir.Node, scores: Scores) -> ir.Value | None:
@@ -656,16 +652,10 @@ def _matmul_behind(value: ir.Value | None) -> tuple[bool, int] | None:
 
     If so, whether its operands differ in rank, as with a table of positions, and how many nodes were passed.
     """
-    pending, passed = [value], set[ir.Node]()
-    while pending and len(passed) < 200:
-        node = None if (each := pending.pop(0)) is None else each.producer()
-        if node is None or node in passed:
-            continue
+    behind = nodes_behind([value], lambda node: node.inputs if is_op(node, *_PASSED) else ())
+    for passed, node in enumerate(itertools.islice(behind, 200)):
         if is_matmul(node):
-            return rank(node.inputs[0]) != rank(node.inputs[1]), len(passed)
-        passed.add(node)
-        if node.domain == "" and node.op_type in _PASSED:
-            pending.extend(node.inputs)
+            return rank(node.inputs[0]) != rank(node.inputs[1]), passed
     return None
 
 
@@ -679,14 +669,6 @@ _PASSED_WEIGHTS = frozenset(
 _MAX_STEPS_WEIGHTS = 8
 
 
-UsedWeights = tuple[ir.Value, Axes]
-"""Weights that something else than the matmul with V uses, and their axes."""
-
-
-def _leads_on(node: ir.Node) -> bool:
-    return node.domain == "" and node.op_type in _PASSED_WEIGHTS
-
-
 def comes_to_matmul(weights: ir.Value) -> bool:
     """Whether the result of a softmax comes to a matmul of two computed tensors."""
     pending = [(weights, 0)]
@@ -695,14 +677,14 @@ def comes_to_matmul(weights: ir.Value) -> bool:
         for node, _ in value.uses():
             if is_matmul(node):
                 return True
-            if _leads_on(node) and steps < _MAX_STEPS_WEIGHTS:
+            if is_op(node, *_PASSED_WEIGHTS) and steps < _MAX_STEPS_WEIGHTS:
                 pending.append((node.outputs[0], steps + 1))
     return False
 
 
 def _read_weights(
     softmax: Normalisation, axes: Axes, alphabet: Alphabet, sink: Sink | None
-) -> tuple[Matmul, int, bool, UsedWeights | None]:
+) -> tuple[Matmul, int, bool, Operand | None]:
     """Walk from a softmax to the matmul with V.
 
     Returns:
@@ -710,14 +692,14 @@ def _read_weights(
         for fully masked queries; and the weights where they are used elsewhere too.
     """
     value, guarded = softmax.node.outputs[0], False
-    used: UsedWeights | None = None
+    used: Operand | None = None
     passed = list[ir.Value]()
     for _ in range(_MAX_STEPS_WEIGHTS):
         if (after := _after_guard(value)) is not None:
             value, guarded = after, True
             continue
         uses = [use for use in value.uses() if not is_op(use.node, "Shape")]
-        on = [use for use in uses if is_matmul(use.node) or _leads_on(use.node)]
+        on = [use for use in uses if is_matmul(use.node) or is_op(use.node, *_PASSED_WEIGHTS)]
         on = [use for use in on if is_matmul(use.node) or comes_to_matmul(use.node.outputs[0])]
         if not on:
             what = "What stands between the softmax and the matmul with V is not recognised."
@@ -730,7 +712,7 @@ def _read_weights(
             if node.graph is not softmax.node.graph:
                 what = "The attention weights are used outside of the branch or loop with the matmul with V."
                 raise NotExpressible(what, got=value.name)
-            used = (value, axes)
+            used = Operand(value=value, axes=axes)
         if is_matmul(node):
             if None in (value.dtype, *(each.dtype for each in passed)):
                 raise NotFused("The file does not state the type of the attention weights.", got=value.name)
@@ -812,96 +794,70 @@ class Letters:
         return (self.batch, *(self.head or ""), rows, columns)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Pattern:
-    """One attention, read."""
+    """The attention around a softmax, read; a NotFused where it is not recognised."""
 
-    softmax: ir.Node  # its softmax
-    last: Matmul  # the matmul with V, whose result is the result of attention
-    letters: Letters  # the names of the axes
-    sizes: Mapping[str, Size]  # the sizes of all letters
-    q: Operand  # queries, as they were before scaling and transposing
-    k: Operand  # keys, before repeating as well
-    v: Operand  # values, before repeating as well
-    scale: float  # the factor on the scores
-    scores: Scores  # what lies between the first matmul and the softmax
-    softmax_dtype: ir.DataType | None  # type of the softmax where it is not that of Q
-    masking: Masking  # what the masks become
-    heads: tuple[int, int]  # query heads, and key/value heads
-    weights: UsedWeights | None  # the weights, where they are used elsewhere too
-    batches: bool  # whether Q, K and V may have different batches, of which some are 1
-    lengths: bool  # whether K may have a single key where V and a mask have more
-    wider: tuple[Wider, ...]  # axes of masks that may be larger than those of Q and K
+    def __init__(self, softmax: Normalisation) -> None:
+        self.softmax, alphabet = softmax.node, Alphabet()
+        scores, first = read_scores(softmax, alphabet)
+        axes = tuple(string.ascii_letters[: (rank(softmax.source) or 0)])  # the first letters, in order
+        second, at, guarded, used = _read_weights(softmax, axes, alphabet, scores.sink)
+        if scores.sink is not None:
+            axes = tuple(scores.sink.inner if each == scores.sink.outer else each for each in axes)
+        first, second = first.resolved(alphabet), second.resolved(alphabet)
+        letters = _letters(alphabet.resolved(axes), softmax.axis, first, second, at)
+        q, k, v = _operands(first, second, letters, at, alphabet.sizes)
+        if letters.head is not None and not all(
+            isinstance(each.dim(letters.head), int) for each in (q, k, v)
+        ):
+            # Heads of an unknown number are part of the batch.
+            letters = replace(letters, batch=letters.batch + letters.head, head=None)
+            q, k, v = _operands(first, second, letters, at, alphabet.sizes)
+        self.scores = scores.resolved()  # what lies between the first matmul and the softmax
+        self.last = second  # the matmul with V, whose result is the result of attention
+        self.letters = letters  # the names of the axes
+        self.q, self.k, self.v = q, k, v  # as they were before scaling, transposing and repeating
+        # Whether Q, K and V may have different batches, of which some are 1, and whether K may have a single
+        # key where V and a mask have more.
+        contracted = is_op(second.node, "MatMul")
+        self.batches, self.lengths = _check_sizes(q, k, v, letters, self.scores.wider, contracted)
+        dtype = q.value.dtype
+        types = [dtype, k.value.dtype, v.value.dtype, second.values[at].dtype]
+        if len(set(types)) != 1 or dtype is None:
+            raise NotFused("Q, K, V and the weights have different types.", got=", ".join(map(str, types)))
+        if used is not None and used.value.dtype != dtype:  # as outputs of Attention they have the type of Q
+            what = "The attention weights are used elsewhere too, in another type than Q."
+            raise NotExpressible(what, got=f"{used.value.dtype}, Q is {dtype}")
+        # The weights, where they are used elsewhere too.
+        self.weights = used and replace(used, axes=alphabet.resolved(used.axes))
+        softmax_types = (scores.softmax_dtype, softmax_type_of(softmax.node), first.node.outputs[0].dtype)
+        wider = (each for each in softmax_types if each is not None and each.itemsize > dtype.itemsize)
+        self.softmax_dtype = next(wider, None)  # the type of the softmax where it is not that of Q
+        self.sizes = q.dim(letters.query), k.dim(letters.key)  # how many queries and keys there are
+        self.masking = decide_masking(
+            self.scores.terms,
+            dtype=dtype,
+            sizes=self.sizes,
+            guarded=guarded,
+            order=(letters.query, letters.key),
+            softcap=scores.softcap,
+            sink=scores.sink is not None,
+        )
+        self.scale = scores.factor * q.factor * k.factor
+        if not 0 < self.scale < math.inf:
+            what = "The scores are scaled by a number that is not positive."
+            raise NotExpressible(what, got=self.scale)
+        self.heads = _heads(q, k, v, letters.head)  # query heads, and key/value heads
 
     def size(self, axis: str) -> int | str:
         """The size of an axis of the scores, as Q and K have it; its own letters where that is not known."""
-        return product(map(self._size, axis)) or axis
 
-    def _size(self, letter: str) -> int | str:
-        own = [each.dim(letter) for each in (self.q, self.k) if any(letter in axis for axis in each.axes)]
-        known = (each for each in (self.sizes.get(letter), *own) if each and GENERATED not in str(each))
-        return next(known, letter)
+        def known(letter: str) -> int | str:
+            own = [each.dim(letter) for each in (self.q, self.k) if letter in "".join(each.axes)]
+            sizes = (self.q.sizes.get(letter), *own)
+            return next((size for size in sizes if size and GENERATED not in str(size)), letter)
 
-
-def read_pattern(softmax: Normalisation) -> Pattern:
-    """Recognise the attention around a softmax, else raise a NotFused."""
-    alphabet = Alphabet()
-    scores, first = read_scores(softmax, alphabet)
-    axes = tuple(string.ascii_letters[: (rank(softmax.source) or 0)])  # the first letters, in order
-    second, at, guarded, used = _read_weights(softmax, axes, alphabet, scores.sink)
-    if scores.sink is not None:
-        axes = tuple(scores.sink.inner if each == scores.sink.outer else each for each in axes)
-    first, second = first.resolved(alphabet), second.resolved(alphabet)
-    letters = _letters(alphabet.resolved(axes), softmax.axis, first, second, at)
-    q, k, v = _operands(first, second, letters, at, alphabet.sizes)
-    if letters.head is not None and not all(isinstance(each.dim(letters.head), int) for each in (q, k, v)):
-        # Heads of an unknown number are part of the batch.
-        letters = replace(letters, batch=letters.batch + letters.head, head=None)
-        q, k, v = _operands(first, second, letters, at, alphabet.sizes)
-    scores = scores.resolved()
-    batches, lengths = _check_sizes(q, k, v, letters, scores.wider, is_op(second.node, "MatMul"))
-    dtype = q.value.dtype
-    types = [dtype, k.value.dtype, v.value.dtype, second.values[at].dtype]
-    if len(set(types)) != 1 or dtype is None:
-        raise NotFused("Q, K, V and the weights have different types.", got=", ".join(map(str, types)))
-    if used is not None:
-        used = used[0], alphabet.resolved(used[1])
-        if used[0].dtype != dtype:  # as an output of Attention they have the type of Q
-            what = "The attention weights are used elsewhere too, in another type than Q."
-            raise NotExpressible(what, got=f"{used[0].dtype}, Q is {dtype}")
-    softmax_types = [scores.softmax_dtype, softmax_type_of(softmax.node), first.node.outputs[0].dtype]
-    wide_types = [each for each in softmax_types if each is not None and each.itemsize > dtype.itemsize]
-    masking = decide_masking(
-        scores.terms,
-        dtype=dtype,
-        sizes=(q.dim(letters.query), k.dim(letters.key)),
-        guarded=guarded,
-        order=(letters.query, letters.key),
-        softcap=scores.softcap,
-        sink=scores.sink is not None,
-    )
-    heads = _heads(q, k, v, letters.head)
-    scale = scores.factor * q.factor * k.factor
-    if not 0 < scale < math.inf:
-        raise NotExpressible("The scores are scaled by a number that is not positive.", got=scale)
-    return Pattern(
-        softmax=softmax.node,
-        last=second,
-        letters=letters,
-        sizes=alphabet.sizes,
-        q=q,
-        k=k,
-        v=v,
-        scale=scale,
-        scores=scores,
-        softmax_dtype=next(iter(wide_types), None),
-        masking=masking,
-        heads=heads,
-        weights=used,
-        batches=batches,
-        lengths=lengths,
-        wider=tuple(each for each in scores.wider if each.axis in (*letters.batch, letters.query)),
-    )
+        return product(map(known, axis)) or axis
 
 
 def _letters(axes: Axes, axis: int, first: Matmul, second: Matmul, position: int) -> Letters:
@@ -925,20 +881,14 @@ def _letters(axes: Axes, axis: int, first: Matmul, second: Matmul, position: int
     wanted = {*batches, queries[0], sizes_v[0]}
     if {*values, *alone} != {*batches, key, sizes_v[0]} or set(result) != wanted:
         raise NotFused("The matmul with V is not that of attention.", got=str(second))
-    return Letters(
-        batch="".join(batches[:-1]) or batches[0],
-        head=batches[-1] if len(batches) > 1 else None,
-        query=queries[0],
-        key=key,
-        size=sizes[0],
-        value_size=sizes_v[0],
-    )
+    batch, head = "".join(batches[:-1]) or batches[0], batches[-1] if len(batches) > 1 else None
+    return Letters(batch=batch, head=head, query=queries[0], key=key, size=sizes[0], value_size=sizes_v[0])
 
 
 def _operands(
     first: Matmul, second: Matmul, letters: Letters, position: int, sizes: Mapping[str, Size]
 ) -> tuple[Operand, Operand, Operand]:
-    at = 0 if any(letters.query in axis for axis in first.axes[0]) else 1
+    at = 0 if letters.query in "".join(first.axes[0]) else 1
     sides = ((first, at), (first, 1 - at), (second, 1 - position))
     raw = [Operand(value=each.values[side], axes=each.axes[side], sizes=sizes) for each, side in sides]
     if any(sizes_of(each.value) is None for each in raw):

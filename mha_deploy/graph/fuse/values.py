@@ -212,48 +212,43 @@ def from_old_opset(model: ir.Model) -> ir.Model:
         what = f"The graph is older than opset {_OLDEST}."
         raise DeployError(what, got=f"opset {current}", hint="export it again")
     # The converter takes no more than 2 GiB and knows no folder of external data: large weights stay outside.
-    kept, inputs = dict[str, ir.Value](), list(model.graph.inputs)
-    for name, value in model.graph.initializers.items():
+    light, kept = model.clone(), dict[str, ir.TensorProtocol]()
+    for name, value in list(light.graph.initializers.items()):
         tensor = value.const_value
         if tensor is not None and tensor.nbytes > _SMALL:
-            kept[name] = value
+            kept[name] = tensor
+            del light.graph.initializers[name]
+            light.graph.inputs.extend([] if value.is_graph_input() else [value])
         elif isinstance(tensor, ir.ExternalTensor):
             value.const_value = ir.Tensor(tensor.numpy().copy(), tensor.dtype, name=tensor.name)
     try:
-        for name in kept:
-            del model.graph.initializers[name]
-        model.graph.inputs.extend(value for value in kept.values() if value not in inputs)
-        proto = onnx.version_converter.convert_version(ir.to_proto(model), _CONVERTED_TO)
+        proto = onnx.version_converter.convert_version(ir.to_proto(light), _CONVERTED_TO)
     except Exception as error:  # the converter raises RuntimeError and protobuf's own types
         what = f"The graph cannot be converted to opset {_CONVERTED_TO}."
         got, hint = f"opset {current}: {error}", "export it with a newer opset"
         raise DeployError(what, got=got, hint=hint) from error
-    finally:
-        del model.graph.inputs[len(inputs) :]
-        for value in kept.values():
-            model.graph.register_initializer(value)
     new = ir.from_proto(proto)
     for value in new.graph.inputs:
-        if (old := kept.get(str(value.name))) is not None:
-            value.const_value = old.const_value
+        if (tensor := kept.get(str(value.name))) is not None:
+            value.const_value = tensor
             new.graph.register_initializer(value)
-    del new.graph.inputs[len(inputs) :]
+    del new.graph.inputs[len(model.graph.inputs) :]
     new.metadata_props.update(model.metadata_props)
     known = {value.name: value.shape for node in model.graph.all_nodes() for value in node.outputs}
+
+    def is_made_up(size: int | ir.SymbolicDim) -> bool:
+        """Whether a size is unknown, or has a name that shape inference gave it."""
+        return not isinstance(size, int) and (size.value is None or size.value.startswith(GENERATED))
+
     for value in (each for node in new.graph.all_nodes() for each in node.outputs):
         shape = known.get(value.name)
         if value.is_graph_output():
             continue
-        if shape is not None and not any(_is_made_up(size) for size in shape):
+        if shape is not None and not any(map(is_made_up, shape)):
             value.shape = shape
         elif value.shape is not None:  # the converter gives every size that it does not know a new name
-            value.shape = ir.Shape([None if _is_made_up(size) else size for size in value.shape])
+            value.shape = ir.Shape([None if is_made_up(size) else size for size in value.shape])
     return new
-
-
-def _is_made_up(size: int | ir.SymbolicDim) -> bool:
-    """Whether a size is unknown, or has a name that shape inference gave it."""
-    return not isinstance(size, int) and (size.value is None or size.value.startswith(GENERATED))
 
 
 def raise_opset(model: ir.Model) -> None:

@@ -20,7 +20,7 @@ import onnx_ir as ir
 
 from mha_deploy.bundle.manifest import GENERATED
 from mha_deploy.graph.fuse.values import ATTENTION_OPSET, NotFused, in_words
-from mha_deploy.graph.ir import constant, dims, graphs_in, is_op, reference_evaluator
+from mha_deploy.graph.ir import constant, dims, graphs_in, is_op, nodes_behind, reference_evaluator
 
 Dims = tuple[int | str, ...]
 """The sizes of a tensor; a dynamic one as the expression that the file gives for it."""
@@ -59,18 +59,6 @@ class NotVerified(NotFused):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Region:
-    """The nodes between some values of a graph and some results. Equal structures have equal names."""
-
-    nodes: list[onnx.NodeProto]  # the nodes, in the order of execution
-    constants: Mapping[str, ir.TensorProtocol]  # the initializers that they use
-    inputs: Mapping[ir.Value, str]  # what they are computed from, with its name here
-    sizes: Mapping[str, Dims]  # results of Shape nodes whose input is outside
-    results: list[str]  # names of the results
-    key: str  # digest of the structure: operators, attributes, constants, types, sizes
-
-
-@dataclass(frozen=True, kw_only=True)
 class Boundary:
     """Where the region of an attention begins."""
 
@@ -93,69 +81,66 @@ class Boundary:
         return None if value.shape is None else tuple(found)
 
 
-def cut_out(results: Sequence[ir.Value], boundary: Boundary) -> Region:
-    """The region that ends in some values; a NotVerified where it is too large, or holds a graph."""
-    nodes, names, symbols = list[onnx.NodeProto](), dict[ir.Value, str](), dict[str, str]()
-    inputs, sizes, constants = dict[ir.Value, str](), dict[str, Dims](), dict[str, ir.TensorProtocol]()
-    digest, pending = hashlib.sha256(), [(each, False) for each in results]
-    fresh = (f"v{count}" for count in itertools.count())
+class Region:
+    """The nodes that compute some values from a boundary. Equal structures have equal names and keys.
 
-    def put(*parts: object) -> None:
-        digest.update("\0".join(map(str, parts)).encode() + b"\n")
+    Raises:
+        NotVerified: It is too large, or holds a graph.
+    """
 
-    def renamed(wanted: Dims) -> str:
-        # The same expressions in other names are the same structure.
-        return _NAME.sub(lambda found: symbols.setdefault(found[0], f"d{len(symbols)}"), str(wanted))
+    def __init__(self, results: Sequence[ir.Value], boundary: Boundary) -> None:
+        self.graph = graph = onnx.GraphProto(name="region")  # its inputs have types and sizes as text
+        self.inputs = dict[ir.Value, str]()  # what the nodes are computed from, with its name here
+        self.sizes = dict[str, Dims]()  # results of Shape nodes whose input is outside: inputs as well
+        names, symbols, pending = dict[ir.Value, str](), dict[str, str](), [(each, False) for each in results]
+        fresh = (f"v{count}" for count in itertools.count())
 
-    while pending:
-        value, visited = pending.pop()
-        if value in names:
-            continue
-        node, tensor = value.producer(), constant(value)
-        if (value in boundary.drawn and value not in results) or (node is None and tensor is None):
-            inputs[value] = names[value] = next(fresh)
-            default = _default_of(value)
-            given = None if default is None else hashlib.sha256(default.tobytes()).hexdigest()
-            put("input", value.dtype, renamed(boundary.dims_of(value) or ()), given)
-        elif node is None and tensor is not None:
-            names[value] = next(fresh)
-            constants[names[value]] = tensor
-            put("constant", tensor.dtype, tensor.shape, hashlib.sha256(tensor.tobytes()).hexdigest())
-        elif node is not None and (known := _outer_size(node, boundary)) is not None:
-            names[value] = next(fresh)
-            sizes[names[value]] = known
-            put("sizes", renamed(known))
-        elif node is not None and visited:
-            new = {each: next(fresh) for each in node.outputs}
-            nodes.append(_renamed(node, names, new))
-            names = new | names  # one of them may be drawn
-            put(nodes[-1].SerializeToString(deterministic=True), *(each.dtype for each in node.outputs))
-        elif node is not None:
-            if graphs_in(node):
-                raise NotVerified("a control-flow operator lies between Q and the result.")
-            if len(nodes) + len(pending) > _MAX_NODES:
-                raise NotVerified("more nodes than can be checked lie between Q and the result.")
-            pending.append((value, True))
-            pending.extend((each, False) for each in reversed(node.inputs) if each is not None)
-    ends = [names[each] for each in results]
-    put("results", *ends)
-    return Region(
-        nodes=nodes, constants=constants, inputs=inputs, sizes=sizes, results=ends, key=digest.hexdigest()
-    )
+        def add_input(name: str, wanted: Dims, *more: object) -> None:
+            # The same expressions in other names are the same structure.
+            text = _NAME.sub(lambda found: symbols.setdefault(found[0], f"d{len(symbols)}"), str(wanted))
+            graph.input.append(onnx.ValueInfoProto(name=name, doc_string=" ".join(map(str, (text, *more)))))
+
+        while pending:
+            value, visited = pending.pop()
+            if value in names:
+                continue
+            node, tensor = value.producer(), constant(value)
+            if (value in boundary.drawn and value not in results) or (node is None and tensor is None):
+                self.inputs[value] = names[value] = next(fresh)
+                default = _default_of(value)
+                given = None if default is None else hashlib.sha256(default.tobytes()).hexdigest()
+                add_input(names[value], boundary.dims_of(value) or (), value.dtype, given)
+            elif node is None and tensor is not None:
+                names[value] = next(fresh)
+                own = ir.Tensor(tensor.numpy(), tensor.dtype, name=names[value])
+                graph.initializer.append(ir.serde.serialize_tensor(own))
+            elif node is not None and (known := _outer_size(node, boundary)) is not None:
+                names[value] = next(fresh)
+                self.sizes[names[value]] = known
+                add_input(names[value], known)
+            elif node is not None and visited:
+                new = {each: next(fresh) for each in node.outputs}
+                attributes = [
+                    ir.serde.serialize_attribute(each) for _, each in sorted(node.attributes.items())
+                ]
+                own_node = graph.node.add(op_type=node.op_type, domain=node.domain, attribute=attributes)
+                own_node.input.extend("" if each is None else names[each] for each in node.inputs)
+                own_node.output.extend("" if each.name == "" else new[each] for each in node.outputs)
+                names = new | names  # one of them may be drawn
+            elif node is not None:
+                if graphs_in(node):
+                    raise NotVerified("a control-flow operator lies between Q and the result.")
+                if len(graph.node) + len(pending) > _MAX_NODES:
+                    raise NotVerified("more nodes than can be checked lie between Q and the result.")
+                pending.append((value, True))
+                pending.extend((each, False) for each in reversed(node.inputs) if each is not None)
+        graph.output.extend(onnx.ValueInfoProto(name=names[each]) for each in results)
+        self.key = hashlib.sha256(graph.SerializeToString(deterministic=True)).hexdigest()
 
 
 def _default_of(value: ir.Value) -> ir.TensorProtocol | None:
     """The numbers of an initializer that is an input as well, for which a caller may give others."""
     return value.const_value if value.is_graph_input() else None
-
-
-def _renamed(node: ir.Node, names: Mapping[ir.Value, str], new: Mapping[ir.Value, str]) -> onnx.NodeProto:
-    """A node with the names of a region, and without what tells where it came from."""
-    attributes = [ir.serde.serialize_attribute(each) for _, each in sorted(node.attributes.items())]
-    given = ["" if each is None else names[each] for each in node.inputs]
-    proto = onnx.NodeProto(op_type=node.op_type, domain=node.domain, input=given, attribute=attributes)
-    proto.output.extend("" if each.name == "" else new[each] for each in node.outputs)
-    return proto
 
 
 def mask_stops(masks: Iterable[ir.Value]) -> dict[ir.Value, float | None]:
@@ -166,21 +151,14 @@ def mask_stops(masks: Iterable[ir.Value]) -> dict[ir.Value, float | None]:
     """
     stops = dict[ir.Value, float | None]()
     for mask in masks:
-        pending, seen, drawn = [mask], set[ir.Value](), dict[ir.Value, float | None]()
-        while pending:
-            value = pending.pop()
-            node = value.producer()
-            if node is None or value in seen:
-                continue
-            seen.add(value)
-            if is_op(node, *_MATMULS):
-                drawn[value] = 1.0
-            elif len(seen) > _MAX_MASK_NODES or node.domain != "" or is_op(node, "If", "Loop", "Scan"):
-                drawn = {mask: None}
-                break
-            elif not is_op(node, "Shape"):
-                pending.extend(each for each in node.inputs if each is not None)
-        stops |= drawn
+        behind = nodes_behind(
+            [mask], lambda node: () if is_op(node, "Shape", *_MATMULS) or node.domain != "" else node.inputs
+        )
+        nodes = list(itertools.islice(behind, _MAX_MASK_NODES + 1))
+        if len(nodes) > _MAX_MASK_NODES or any(node.domain != "" or graphs_in(node) for node in nodes):
+            stops[mask] = None
+        else:
+            stops |= {value: 1.0 for node in nodes if is_op(node, *_MATMULS) for value in node.outputs}
     return stops
 
 
@@ -270,16 +248,7 @@ def _evaluator(
     region: Region, opset: int
 ) -> Callable[[Mapping[ir.Value, np.ndarray], Mapping[str, int]], list[np.ndarray]]:
     """A region in ONNX's reference evaluator: a function that raises `_Failed` where an operator fails."""
-    inputs, outputs = (
-        [onnx.helper.make_value_info(name, onnx.TypeProto()) for name in some]
-        for some in ((*region.inputs.values(), *region.sizes), region.results)
-    )
-    constants = [
-        ir.serde.serialize_tensor(ir.Tensor(each.numpy(), each.dtype, name=name))
-        for name, each in region.constants.items()
-    ]
-    graph = onnx.helper.make_graph(region.nodes, "region", inputs, outputs, constants)
-    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", opset)])
+    model = onnx.helper.make_model(region.graph, opset_imports=[onnx.helper.make_opsetid("", opset)])
     try:
         evaluator = reference_evaluator(model)
     except Exception as error:  # an operator that it does not have

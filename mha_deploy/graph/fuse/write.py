@@ -47,16 +47,16 @@ def write_attention(pattern: Pattern, builder: NodeBuilder, masks: Masks) -> lis
         )
     )
     q, k, v = _broadcast(pattern, (q, k, v), builder)
-    place = Place(order=scores, sizes=pattern.sizes, rows=(q, k), builder=builder)
-    lengths = pattern.q.dim(letters.query), pattern.k.dim(letters.key)
-    mask, zero = masks.write(pattern.masking, place, dtype, lengths, pattern.last.node.graph)
-    if pattern.scores.sink is not None:
-        mask = _with_sink(pattern.scores.sink, mask, place, dtype)
+    place = Place(order=scores, sizes=pattern.q.sizes, rows=(q, k), builder=builder)
+    sink = pattern.scores.sink
+    mask, zero = masks.write(pattern.masking, place, dtype, pattern.sizes, pattern.last.node.graph)
+    if sink is not None:
+        mask = _with_sink(sink, mask, place, dtype)
     if letters.head is None:
         q, k, v = (builder.unsqueeze(each, HEAD_AXIS) for each in (q, k, v))
-    if pattern.scores.sink is not None:
+    if sink is not None:
         # A key of zeros has the appended score, and a value of zeros drops its weight.
-        pads = builder.ints(0, 0, 0, 0, 0, 0, pattern.scores.sink.count, 0)
+        pads = builder.ints(0, 0, 0, 0, 0, 0, sink.count, 0)
         k, v = (builder.op("Pad", each, pads, name="with_sink") for each in (k, v))
     for each in pattern.scores.multipliers:
         # The same for all keys, so it can as well be applied to Q.
@@ -85,7 +85,7 @@ def write_attention(pattern: Pattern, builder: NodeBuilder, masks: Masks) -> lis
     results = [(outputs[0], letters.order(letters.query, letters.value_size), pattern.last.out)]
     if weights is not None:
         outputs[1].name = outputs[2].name = ""  # present keys and values are not used
-        results.append((outputs[3], scores, weights[1]))
+        results.append((outputs[3], scores, weights.axes))
     found = list[ir.Value]()
     for value, order, wanted in results:
         if letters.head is None:
@@ -93,7 +93,7 @@ def write_attention(pattern: Pattern, builder: NodeBuilder, masks: Masks) -> lis
         if dtype == ir.DataType.DOUBLE and GUARDED in pattern.masking.notes:
             # Kernels give 0 for a fully masked query; float64 has none, and its definition gives NaN.
             value = builder.op("Where", builder.op("IsNaN", value), builder.constant(0.0, dtype), value)
-        found.append(rejoined(value, order, wanted, pattern.sizes, builder))
+        found.append(rejoined(value, order, wanted, pattern.q.sizes, builder))
     return found
 
 
@@ -117,11 +117,11 @@ def _broadcast(
     q, k, v = operands
     more = [1] * (2 if pattern.letters.head is None else 3)
     batches = [(value, 0) for value in operands if pattern.batches]
-    batches += [(each.value, each.at) for each in pattern.wider if each.axis in pattern.letters.batch]
+    batches += [(each.value, each.at) for each in pattern.scores.wider if each.axis in pattern.letters.batch]
     for value, at in batches:
         size = builder.size(value, at)
         q, k, v = (each if each is value else builder.expand(each, size, *more) for each in (q, k, v))
-    for each in pattern.wider:
+    for each in pattern.scores.wider:
         if each.axis == pattern.letters.query:
             q = builder.expand(q, *more[1:], builder.size(each.value, each.at), 1)
     if pattern.lengths:
@@ -135,9 +135,8 @@ def insert_attention(pattern: Pattern, builder: NodeBuilder, results: list[ir.Va
     replace_node(pattern.last.node, builder, {0: results[0]}, keep=results[1:])
     remove_unused(operands)
     if pattern.weights is not None:
-        old = pattern.weights[0]
-        replace_value(old, results[1])
-        remove_unused([old])
+        replace_value(pattern.weights.value, results[1])
+        remove_unused([pattern.weights.value])
 
 
 def remove_unused(values: Sequence[ir.Value | None]) -> None:
@@ -175,20 +174,18 @@ def repaired_attention(
     if old.rank != 4 or more or any(each.uses() or each.is_graph_output() for each in node.outputs[1:]):
         return None
     inputs, attributes = list(node.inputs), dict(node.attributes)
-    stops = [value for value in inputs[:MASK] if value is not None]
-    changes = list[str]()
-    shared = _shared_heads(node, old)
-    if shared is not None:
+    stops, changes = [value for value in inputs[:MASK] if value is not None], list[str]()
+    if (shared := _shared_heads(node, old)) is not None:
         for at, each, order in zip((1, 2), shared, (_KEYS, _VALUES), strict=True):
             inputs[at] = rejoined(each.value, each.axes, order, each.sizes, builder)
         stops[1:] = [each.value for each in shared]
         changes.append(f"K and V are not repeated: {shared[0].dim('h')} heads for {old.Hq}")
-    q, k, mask = (input_at(node, at) for at in (0, 1, MASK))
-    lengths = (sizes_of(q) or [None] * 4)[2], (sizes_of(k) or [None] * 4)[2]
-    masking = _simpler_masking(mask, old, (q and q.dtype) or ir.DataType.FLOAT, lengths)
-    if masking is not None and (q := inputs[0]) is not None and (k := inputs[1]) is not None:
+    (q, k), mask = inputs[:2], input_at(node, MASK)
+    lengths = (sizes_of(q) or [None] * 4)[2], (sizes_of(node.inputs[1]) or [None] * 4)[2]
+    dtype = (q and q.dtype) or ir.DataType.FLOAT
+    masking = _simpler_masking(mask, old, dtype, lengths)
+    if masking is not None and q is not None and k is not None:
         place = Place(order=_SCORES, sizes={}, rows=(q, k), builder=builder)
-        dtype = q.dtype or ir.DataType.FLOAT
         inputs[MASK] = masks.write(masking, place, dtype, lengths, node.graph)[0]
         words = list[str]()
         if masking.causal:
@@ -265,15 +262,12 @@ def repair_rotary(node: ir.Node, builder: NodeBuilder) -> list[str]:
     return ["the tables are copied over the batch"]
 
 
-def share_tied_weights(model: ir.Model) -> tuple[str, ...]:
+def share_tied_weights(model: ir.Model) -> None:
     """Replace every transposed copy of an embedding table by a Transpose of the table, in the model itself.
 
     Only constants with the transposed shape of a table are read, and compared number by number.
-
-    Returns:
-        The names of the constants that are gone.
     """
-    graph, gone = model.graph, list[str]()
+    graph = model.graph
     constants = {
         value: tensor for value in graph.initializers.values() if (tensor := value.const_value) is not None
     }
@@ -282,7 +276,7 @@ def share_tied_weights(model: ir.Model) -> tuple[str, ...]:
         for copy, tensor in constants.items() if looked_up and len(numbers.shape) == 2 else ():
             alike = copy.dtype == table.dtype and tuple(tensor.shape) == tuple(numbers.shape)[::-1]
             own = copy is not table and not copy.is_graph_output() and not copy.is_graph_input()
-            if not alike or not own or str(copy.name) in gone:
+            if not alike or not own or not copy.is_initializer():
                 continue
             one, other = tensor.numpy(), numbers.numpy().T
             # A row tells most others apart, without going through all of them.
@@ -295,5 +289,3 @@ def share_tied_weights(model: ir.Model) -> tuple[str, ...]:
             copy.replace_all_uses_with(new)
             graph.insert_before(graph[0], node)
             del graph.initializers[str(copy.name)]
-            gone.append(str(copy.name))
-    return tuple(gone)
