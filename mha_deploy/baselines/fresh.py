@@ -409,7 +409,6 @@ def fresh_trace(
     bundle: Bundle, *, batch: int, prompt: int, steps: int, seed: int, device: str = "cuda"
 ) -> DecodeTrace:
     """Draw prompts of one length and single tokens behind them, and compute what decoding must give."""
-    name = f"steps-B{batch}-prompt{prompt}-steps{steps}"
-    planned = PlannedTrace(name=name, prompt=(prompt,) * batch, steps=steps)
+    planned = PlannedTrace(name="drawn", prompt=(prompt,) * batch, steps=steps)
     check_steps(bundle.manifest.spec, np.array(planned.prompt, np.int32), steps)
     return FreshCases(bundle, device).trace(planned, seed=seed)
