@@ -41,7 +41,7 @@ def marks(lines: Sequence[Line]) -> str:
     found = {
         "†": len(medians(lines)) < LEAST_PROCESSES,
         "‡": any(line.is_throttled for line in lines),
-        "§": any(line.is_host_bound for line in lines),
+        "§": any(line.p50 and (line.timing.get("host_us") or 0.0) > 0.8 * line.p50 for line in lines),
     }
     return "".join(mark for mark, applies in found.items() if applies)
 

@@ -1362,13 +1362,12 @@ def compare_heads(
 
 def _bundle_heads(bundle: Bundle, attention: str | None) -> HeadSimilarity:
     """Compare the heads of every attention in the graph of a bundle, on its first golden case."""
+    from mha_deploy import runtime
     from mha_deploy.analyze.similarity import similarity_from_heads
     from mha_deploy.bundle.cases import golden_cases
     from mha_deploy.errors import nearest
     from mha_deploy.graph.attention_node import by_head, is_attention, read_attention
     from mha_deploy.graph.file import load_graph, with_outputs
-    from mha_deploy.runtime import available_cpu_backend
-    from mha_deploy.runtime import open_runner as open_graph
 
     model = load_graph(bundle.model_path)
     nodes = {str(node.name): node for node in model.graph if is_attention(node)}
@@ -1377,8 +1376,8 @@ def _bundle_heads(bundle: Bundle, attention: str | None) -> HeadSimilarity:
         hint = nearest(wrong, nodes) if nodes else None
         raise DeployError("There is no such attention.", got=wrong, hint=hint)
     outputs = {name: str(node.outputs[0].name) for name, node in nodes.items()}
-    backend = available_cpu_backend(bundle.manifest.precision)
-    with open_graph(backend, with_outputs(model, outputs.values())) as runner:
+    backend = runtime.available_cpu_backend(bundle.manifest.precision)
+    with runtime.open_runner(backend, with_outputs(model, outputs.values())) as runner:
         got = runner.run(next(iter(golden_cases(bundle))).inputs)
     found = {}
     for name, node in nodes.items():

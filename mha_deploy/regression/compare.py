@@ -614,14 +614,10 @@ class Comparison:
     def to_junit(self) -> str:
         """JUnit XML: a test case for everything that was compared, a failure for every regression."""
         worse = self.regressions
-        suite = ElementTree.Element(
-            "testsuite",
-            name="mha-deploy compare",
-            tests=str(len(self.changes)),
-            failures=str(len(worse)),
-            errors="0",
-            skipped=str(sum(change.level == INCONCLUSIVE and change not in worse for change in self.changes)),
-        )
+        skipped = sum(change.level == INCONCLUSIVE and change not in worse for change in self.changes)
+        counts = {"tests": len(self.changes), "failures": len(worse), "errors": 0, "skipped": skipped}
+        shown = {name: str(count) for name, count in counts.items()}
+        suite = ElementTree.Element("testsuite", {"name": "mha-deploy compare", **shown})
         for change in self.changes:
             place = ".".join(filter(None, ("mha-deploy", change.model, change.section)))
             case = ElementTree.SubElement(suite, "testcase", classname=_xml(place), name=_xml(change.subject))

@@ -435,14 +435,9 @@ class Matrix:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; see docs/matrix.md."""
-        data = {
-            **frame(),
-            "passed": self.passed,
-            "headline": self.headline,
-            "plan": msgspec.to_builtins(self.plan),
-            "cells": [vars(cell) for cell in self.cells],
-        }
-        return dict(as_plain(data))
+        verdict = {"passed": self.passed, "headline": self.headline}
+        plan, cells = msgspec.to_builtins(self.plan), [vars(cell) for cell in self.cells]
+        return dict(as_plain({**frame(), **verdict, "plan": plan, "cells": cells}))
 
     def tables(self) -> list[Table]:
         """A heat map of the results; then errors, latencies, sizes and build times, where there are any."""

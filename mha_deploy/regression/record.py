@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import platform
 import subprocess
 import sys
@@ -86,11 +85,6 @@ class Line(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return low or bool(self.conditions.get("throttled_by"))
 
     @property
-    def is_host_bound(self) -> bool:
-        """Whether a launch took the host about as long as the call took: then the device waited for it."""
-        return (self.timing.get("host_us") or 0.0) > 0.8 * (self.p50 or math.inf)
-
-    @property
     def row(self) -> tuple[Any, ...]:
         """What lines of one row of a table share."""
         return self.title, self.gpu, tuple(sorted(self.sizes.items())), self.past
@@ -140,13 +134,10 @@ def _line(bench: ModelBench, runtime: str, data: Mapping[str, Any]) -> Line:
     model = model_to_dict(bench.bundle)
     manifest = next((each.manifest for each in bench.engines if each.path.stem == runtime), None)
     about = manifest and {
-        "name": runtime,
-        "backend": manifest.backend,
-        "version": manifest.version,
-        "sha256": manifest.engine_sha256,
+        **{key: getattr(manifest, key) for key in ("backend", "version")},
+        **{"name": runtime, "sha256": manifest.engine_sha256, "fused": list(manifest.fused_count)},
         "plugins": [library["sha256"] for library in manifest.plugins],
         "attention": f"{manifest.attention['chosen']}, {manifest.attention['accumulate']}",
-        "fused": list(manifest.fused_count),
     }
     of_model = {"model": model["name"], **{key: model[key] for key in ("precision", "bundle_sha256")}}
     place = {"bundle": str(bench.bundle.path), "runtime": runtime, "engine": about}

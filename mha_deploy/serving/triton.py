@@ -40,21 +40,21 @@ from mha_deploy.serving.backend import TritonPythonModel
 __all__ = ["TritonPythonModel"]
 '''
 
-_README = """# {name}
+_README = """# {package.name}
 
-{model}, packaged by mha-deploy for Triton's {variant} backend; it is run by {backends}.
+{model}, packaged by mha-deploy for Triton's {package.options.variant} backend; it is run by {backends}.
 
 ```bash
 TRITON=YY.MM    # a release {needs}
 docker run --rm{gpus} --shm-size=1g -p 8000:8000 -p 8001:8001 -p 8002:8002 \\
-  -v "$PWD/{repository}:/models" nvcr.io/nvidia/tritonserver:${{TRITON}}-py3 \\
+  -v "$PWD/{package.repository.name}:/models" nvcr.io/nvidia/tritonserver:${{TRITON}}-py3 \\
   {run}
 ```
 
 Then, with the bundle at hand:
 
 ```bash
-mha-deploy validate BUNDLE --url grpc://localhost:8001/{name}
+mha-deploy validate BUNDLE --url grpc://localhost:8001/{package.name}
 ```
 
 """
@@ -379,13 +379,11 @@ class Packaging:
         extra = {"ort-cpu": "[ort]", "ort-cuda": "[ort-gpu]", "ort-cuda-contrib": "[ort-gpu]"}
         install = f'pip install "mha-deploy{extra.get(self.runtime or "", "[cuda]" if self.engines else "")}"'
         text = _README.format(
-            name=self.name,
+            package=self,
             model=f"{self.spec.name} {self.bundle.manifest.precision.name}",
-            variant=self.options.variant,
             backends=", ".join(self.backends),
             needs=f"with {' and '.join(versions)} inside" if versions else "of your choice",
             gpus=" --gpus all" if self.on_gpu else "",
-            repository=self.repository.name,
             run=command if self.options.variant == PLAN else f"bash -c '{install} && {command}'",
         )
         for each in self.engines:
