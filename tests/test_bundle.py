@@ -118,7 +118,7 @@ def test_json_that_is_no_manifest_is_refused(folder, content):
 @pytest.mark.parametrize("number", [1, FORMAT + 1, 0, None, str(FORMAT)])
 def test_another_format_is_refused_with_the_one_that_is_read(folder, number):
     edit_manifest(folder, lambda data: data.update(format=number))
-    error = refused(folder, "The bundle has another format")
+    error = refused(folder, "The format of the bundle is not supported")
     assert error.got == f"format {number!r}"
     assert f"reads format {FORMAT}" in error.hint
     assert "export again" in error.hint

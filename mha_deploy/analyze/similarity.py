@@ -25,7 +25,7 @@ def read_inputs(path: Path, spec: AttentionSpec) -> dict[str, np.ndarray]:
     def check_names(names: Collection[str]) -> None:
         if sorted(names) != sorted(wanted):
             got, hint = ", ".join(sorted(names)) or "none", f"exactly: {', '.join(wanted)}"
-            raise DeployError(f"{spec.name} takes other inputs.", got=got, hint=hint)
+            raise DeployError(f"The inputs are not those of {spec.name}.", got=got, hint=hint)
 
     arrays = read_npz(path, check_names)
     sizes = {name: axis.min for name, axis in spec.axes.items() if not axis.is_dynamic}

@@ -211,7 +211,7 @@ BASELINES = tuple(_BY_NAME)
 def find_baseline(name: str) -> Baseline:
     """Look a baseline up by name."""
     if name not in _BY_NAME:
-        raise DeployError("PyTorch is not run in such a baseline.", got=name, hint=nearest(name, BASELINES))
+        raise DeployError("No such PyTorch baseline.", got=name, hint=nearest(name, BASELINES))
     return _BY_NAME[name]
 
 
@@ -269,9 +269,9 @@ class UserModels:
     def in_service(self, baseline: Baseline) -> nn.Module:
         """The module as it is run and timed."""
         if baseline.packed:
-            raise DeployError("The projections of your own module are as you wrote them.", got="packed")
+            raise DeployError("Only the projections of a catalog layer can be packed.", got="packed")
         if baseline == _TUNED:
-            raise DeployError("Your own module is compiled as you wrote it.", hint="the baseline `compile`")
+            raise DeployError("Only a catalog layer has a tuned form.", hint="the baseline `compile`")
         calls_sdpa = self._calls_sdpa  # the module is run in any case, so that a failure is explained
         needs_sdpa = baseline.kernel is not None or not baseline.compiled
         if baseline.path == "sdpa" and needs_sdpa and not calls_sdpa:

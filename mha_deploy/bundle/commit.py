@@ -50,7 +50,7 @@ def refuse_occupied(place: Path, *, overwrite: bool) -> tuple[str, ...]:
     manifest = _read_own_manifest(place)
     if manifest is None:
         got, hint = f"{place}, without a {_MANIFEST} of {_TOOL}", "another -o, or remove it yourself"
-        raise BundleError("Only a bundle is overwritten, and this is none.", got=got, hint=hint)
+        raise BundleError("The folder is not a bundle, and only a bundle is overwritten.", got=got, hint=hint)
     extras, foreign = _contents(place, manifest)
     if foreign:
         more = f" and {len(foreign) - _SHOWN} more" if len(foreign) > _SHOWN else ""

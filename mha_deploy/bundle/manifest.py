@@ -202,7 +202,9 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if isinstance(data, Mapping):
             if (found := data.get("format")) != FORMAT:
                 hint = f"this version reads format {FORMAT}: export again with it"
-                raise BundleError("The bundle has another format.", got=f"format {found!r}", hint=hint)
+                raise BundleError(
+                    "The format of the bundle is not supported.", got=f"format {found!r}", hint=hint
+                )
             if missing := [name for name in cls.__struct_fields__ if name not in data]:
                 raise msgspec.ValidationError(f"Object missing required field `{missing[0]}`")
         read = msgspec.convert(data, cls)

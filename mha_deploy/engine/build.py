@@ -440,7 +440,7 @@ def rebuilt_engine(
     timings: with them a build is to be reproducible.
     """
     if builds < 2:
-        raise DeployError("Builds can be compared from two on.", got=builds, hint="--repeat 3")
+        raise DeployError("A comparison needs at least two builds.", got=builds, hint="--repeat 3")
     rt = load(options.backend or engines.default_backend())
     path = _free_path(bundle, rt, options)
     path.parent.mkdir(exist_ok=True)

@@ -326,7 +326,7 @@ def _read_manifest(path: Path) -> EngineManifest:
         check_plain(data)
         if isinstance(data, dict) and data.get("format") != FORMAT:
             got = f"format {data.get('format')!r}"
-            raise BundleError("The engine has another format.", got=got, hint="rebuild it")
+            raise BundleError("The format of the engine is not supported.", got=got, hint="rebuild it")
         manifest = msgspec.convert(data, EngineManifest)
         if manifest.gpu is not None and not manifest.gpu.keys() >= {"name", "compute_cap"}:
             raise ValueError("Object missing required field `compute_cap` - at `$.gpu`")
@@ -500,7 +500,7 @@ def default_backend() -> str:
         return RTX
     got = f"installed: {', '.join(installed) or 'none'}; GPUs: {len(gpus())}"
     hint = 'pip install "mha-deploy[rtx]", which builds without a GPU'
-    raise BackendUnavailable("No TensorRT is here that can build on this machine.", got=got, hint=hint)
+    raise BackendUnavailable("No TensorRT that can build on this machine is installed.", got=got, hint=hint)
 
 
 def first_gpu() -> dict[str, str] | None:

@@ -98,7 +98,7 @@ def onnx_program(
             raise KeyboardInterrupt from error
         raise explained(error) from error
     if program is None:
-        raise ExportError("PyTorch gave no ONNX program.")
+        raise ExportError("PyTorch returned no ONNX program.")
     return program
 
 

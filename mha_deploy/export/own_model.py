@@ -89,7 +89,7 @@ def load_factory(reference: str, *, seed: int = 0) -> UserModule:
         raise ExportError("The factory failed.", got=_place_and_text(error, reference)) from error
     if not isinstance(given, Deployable):
         got = f"{type(given).__name__} from {reference}"
-        raise ExportError("The factory gives no Deployable.", got=got, hint=_SEE)
+        raise ExportError("The factory does not return a Deployable.", got=got, hint=_SEE)
     return _checked(given, reference, name)
 
 
@@ -193,11 +193,11 @@ def _dims(name: str, example: object, axes: Mapping[str, Axis]) -> tuple[Dim, ..
         raise ExportError(f"Input {name} is not an Example of a tensor.", got=got, hint=_SEE)
     if strange := [axis for axis in example.axes if axis is not None and not isinstance(axis, str)]:
         hint = "None for a fixed dimension"
-        raise ExportError(f"Input {name} has an axis that is no name.", got=strange[0], hint=hint)
+        raise ExportError(f"Input {name} has an axis that is not a name.", got=strange[0], hint=hint)
     if example.tensor.is_meta:
         raise ExportError(f"The example of input {name} has no numbers.", got="a tensor on meta")
     if example.tensor.is_floating_point() and bool(example.tensor.detach().isnan().any()):
-        raise ExportError(f"The example of input {name} is not a number everywhere.", got="NaN")
+        raise ExportError(f"The example of input {name} has values that are not numbers.", got="NaN")
     shape = tuple(example.tensor.shape)
     if len(example.axes) > len(shape):
         got = f"{example.axes} for shape {shape}"
@@ -247,12 +247,12 @@ def drawn_inputs(user: UserModule, label: str, sizes: Mapping[str, int], seed: i
             what = f"The draw of input {key} fails."
             raise ExportError(what, got=_place_and_text(error), hint=f"shape {shape}") from error
         if not isinstance(made, Tensor):
-            raise ExportError(f"The draw of input {key} gives no tensor.", got=type(made).__name__)
+            raise ExportError(f"draw= of input {key} does not return a tensor.", got=type(made).__name__)
         if (got := tuple(made.shape)) != shape:
-            raise ExportError(f"The draw of input {key} gives another shape.", got=got, hint=str(shape))
+            raise ExportError(f"draw= of input {key} returns another shape.", got=got, hint=str(shape))
         dtype, wanted = made.dtype, example.tensor.dtype
         if dtype != wanted and not (dtype.is_floating_point and wanted.is_floating_point):
-            raise ExportError(f"The draw of input {key} gives another type.", got=dtype, hint=str(wanted))
+            raise ExportError(f"draw= of input {key} returns another type.", got=dtype, hint=str(wanted))
         drawn[key] = made.detach()
     return user.rounded(drawn)
 

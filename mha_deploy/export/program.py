@@ -75,7 +75,7 @@ def named_outputs(program: ExportedProgram, given: Sequence[str], taken: Collect
         got = f"{len(given)} names for {len(found)} tensors: {', '.join(key for key, _ in found)}"
         raise ExportError("The names of the outputs do not fit what the module returns.", got=got)
     if clash := [name for name in given if name in taken or list(given).count(name) > 1]:
-        raise ExportError("The names of the outputs are not their own.", got=", ".join(clash))
+        raise ExportError("The names of the outputs are not unique.", got=", ".join(clash))
     named: dict[str, str] = {}
     for name, (_, node) in zip(given or [key for key, _ in found], found, strict=True):
         free = f"{name}_out" if name in taken else name
@@ -391,7 +391,7 @@ def _translated(
     explained = partial(translation_error, program=traced)
     result = onnx_program(traced, explained, kwargs=example, opset_version=opset)
     if result.exported_program is None:
-        raise ExportError("PyTorch gave no program with the ONNX graph.")
+        raise ExportError("PyTorch returned no program with the ONNX graph.")
     # RMSNormalization computes in the type of its scale, and ONNX infers the type of its other input.
     for node in list(result.model.graph.all_nodes()):
         if node.op_type != "RMSNormalization" or node.domain or node.graph is None:
@@ -630,7 +630,7 @@ def _refuse_changes(program: ExportedProgram) -> None:
     written = [spec for spec in program.graph_signature.output_specs if spec.kind in kinds]
     if changed := ", ".join(f"{kinds[spec.kind]} {spec.target}" for spec in written):
         hint = "copy it before changing it in place"
-        raise ExportError("The module writes to what it should only read.", got=changed, hint=hint)
+        raise ExportError("The module changes its own inputs or buffers.", got=changed, hint=hint)
 
 
 def _cast_outputs(model: ir.Model, returned: Sequence[Tensor]) -> None:

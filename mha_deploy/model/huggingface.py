@@ -38,7 +38,9 @@ def checkpoint_files(path: Path) -> dict[str, Path]:
             raise DeployError("The folder has no safetensors file, or several without an index.", got=got)
     if path.suffix in _PICKLED:
         hint = "safetensors: model.save_pretrained(FOLDER)"
-        raise DeployError("A pickle can run code when it is read, so it is not.", got=path.name, hint=hint)
+        raise DeployError(
+            "A pickle can run code when it is read, so it is refused.", got=path.name, hint=hint
+        )
     files: dict[str, Path] = {}
     for file in _indexed(path) if path.name.endswith(".index.json") else [path]:
         try:

@@ -107,12 +107,12 @@ def size_of(dim: str, sizes: Sizes) -> int:
             return node.value
         if isinstance(node, ast.Name):
             return sizes[node.id]
-        raise SpecError("A dimension is no expression of axes and whole numbers.", got=dim)
+        raise SpecError("A dimension is not an expression of axes and whole numbers.", got=dim)
 
     try:
         return value(ast.parse(dim, mode="eval").body)
     except (SyntaxError, ValueError, RecursionError, ZeroDivisionError) as error:
-        raise SpecError("A dimension is no expression of axes and whole numbers.", got=dim) from error
+        raise SpecError("A dimension is not an expression of axes and whole numbers.", got=dim) from error
 
 
 @dataclass(frozen=True, kw_only=True)

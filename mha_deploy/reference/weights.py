@@ -185,9 +185,9 @@ def _read_pickled(path: Path) -> StateDict:
         raise DeployError("There is no such weight file.", got=path) from error
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
         reason = str(error).splitlines()[0]
-        raise DeployError("The file is no state dict.", got=f"{path}: {reason}", hint=hint) from error
+        raise DeployError("The file is not a state dict.", got=f"{path}: {reason}", hint=hint) from error
     if not isinstance(state, dict) or not all(
         isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in state.items()
     ):
-        raise DeployError("The file is no state dict.", got=path, hint=hint)
+        raise DeployError("The file is not a state dict.", got=path, hint=hint)
     return state

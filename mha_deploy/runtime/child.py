@@ -121,7 +121,7 @@ class Child:
         Errors name the runtime (`title`) and its `step`; `on_message` receives what `send_to_parent` sends.
         """
         if self._crash is not None:
-            raise RuntimeCrash("The runtime's process has ended before.", got=self._crash.what)
+            raise RuntimeCrash("The process of the runtime has already ended.", got=self._crash.what)
         begin, limit = self._log.seek(0, io.SEEK_END), isolation.limit_s
         deadline = time.monotonic() + limit
         try:

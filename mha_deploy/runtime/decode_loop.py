@@ -250,7 +250,7 @@ class DecodingRunner(GpuRunner):
         expected = {"x", "output", *lengths, *form.inputs, *form.outputs}
         other = expected ^ ({*tensors} - {TOTAL_LENGTH})
         if other:
-            raise DeployError("The layer has other inputs and outputs than a decode loop.", got=sorted(other))
+            raise DeployError("The inputs and outputs are not those of a decode loop.", got=sorted(other))
         E = tensors["x"].dims[2]
         if not isinstance(E, int):
             raise DeployError("The width of the layer is not fixed.", got=tensors["x"].dims)
@@ -320,11 +320,11 @@ class DecodeLoop(Closing):
         B, S = x.shape[:2]
         if B != self._cache.B or not S:
             hint = f"{self._cache.B} batch elements, each with at least one token"
-            raise DeployError("The tokens have another shape.", got=x.shape, hint=hint)
+            raise DeployError("The tokens have the wrong shape.", got=x.shape, hint=hint)
         advance = np.full(B, S, np.int32) if counts is None else counts.astype(np.int32)
         if advance.shape != (B,) or (advance < 0).any() or (advance > S).any():
             hint = f"0 to {S} a batch element"
-            raise DeployError("The counts are not those of these tokens.", got=counts, hint=hint)
+            raise DeployError("The counts do not match the tokens.", got=counts, hint=hint)
         if self._varies and (advance != S).any():
             problem, got = "The batch elements of a dynamic KV cache have one length.", advance.tolist()
             raise DeployError(problem, got=f"counts {got}", hint=f"{S} each")

@@ -121,7 +121,9 @@ def check_feeds(inputs: Mapping[str, TensorInfo], feeds: Arrays) -> None:
 def check_kinds(inputs: Mapping[str, TensorInfo], feeds: Arrays) -> None:
     """Refuse inputs whose names or types the model does not take, whatever their shapes."""
     if set(feeds) != set(inputs):
-        raise DeployError("The inputs have other names.", got=sorted(feeds), hint=f"give {sorted(inputs)}")
+        raise DeployError(
+            "The names of the inputs do not match.", got=sorted(feeds), hint=f"give {sorted(inputs)}"
+        )
     for name, info in inputs.items():
         dtype = feeds[name].dtype
         if dtype != info.dtype:

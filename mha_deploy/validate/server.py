@@ -48,7 +48,7 @@ class _ServerValidation:
     def __init__(self, bundle: Bundle, options: ValidateOptions, on_step: OnStep) -> None:
         if options.requests < 1 or not options.clients or min(options.clients) < 1:
             got = f"clients {list(options.clients)}, requests {options.requests}"
-            raise DeployError("There must be a client and a request.", got=got)
+            raise DeployError("At least one client and one request are needed.", got=got)
         self.bundle, self.options, self.on_step = bundle, options, on_step
         self.spec, self.precision = bundle.manifest.spec, bundle.manifest.precision
         name = served_name(self.spec.name)

@@ -82,7 +82,7 @@ def test_where_there_is_nothing_to_pack_the_packed_baseline_is_refused(bundles, 
 
 
 def test_an_unknown_baseline_is_refused_with_the_nearest():
-    with pytest.raises(DeployError, match="such a baseline") as caught:
+    with pytest.raises(DeployError, match="No such PyTorch baseline") as caught:
         find_baseline("sdpa-cudn")
     assert caught.value.hint == "did you mean 'sdpa-cudnn'?"
 

@@ -203,7 +203,7 @@ def test_a_manifest_of_another_format_is_refused(built, tmp_path):
     path = tmp_path / "other.engine"
     shutil.copy(built.path, path)
     data = json.loads(manifest_path(built.path).read_text())
-    for change, text in (({"format": 99}, "another format"), ({"surprise": 1}, "cannot be read")):
+    for change, text in (({"format": 99}, "format of the engine"), ({"surprise": 1}, "cannot be read")):
         manifest_path(path).write_text(json.dumps({**data, **change}))
         with pytest.raises(BundleError, match=text):
             open_engine(path)

@@ -44,7 +44,7 @@ def test_the_same_seed_gives_the_same_weights():
         ("encode", "did you mean 'encoder'"),
         ("fails", "no model today"),
         ("needs_arguments", "needs size"),
-        ("gives_a_module", "gives no Deployable"),
+        ("gives_a_module", "does not return a Deployable"),
         ("no_inputs", "no example inputs"),
         ("not_a_module", "not an nn.Module"),
         ("no_example", "mask is not an Example"),
@@ -139,8 +139,8 @@ def test_what_a_checkpoint_holds_besides_is_noted_and_its_prefix_dropped(tmp_pat
 def test_a_file_of_something_else(tmp_path):
     path = tmp_path / "weights.pt"
     torch.save([1, 2], path)
-    with pytest.raises(DeployError, match="no state dict"):
+    with pytest.raises(DeployError, match="not a state dict"):
         open_user_module(f"{HERE}:encoder", find_precision("fp16"), weights=path)
     path.write_text("nothing of the kind")
-    with pytest.raises(DeployError, match="no state dict"):
+    with pytest.raises(DeployError, match="not a state dict"):
         open_user_module(f"{HERE}:encoder", find_precision("fp16"), weights=path)

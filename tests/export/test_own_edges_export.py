@@ -176,7 +176,7 @@ def test_a_buffer_that_is_not_saved_is_hashed():
 
 def test_a_state_dict_has_names(tmp_path):
     torch.save({1: torch.ones(2)}, tmp_path / "weights.pt")
-    with pytest.raises(DeployError, match="no state dict"):
+    with pytest.raises(DeployError, match="not a state dict"):
         read_state(tmp_path / "weights.pt")
 
 

@@ -28,14 +28,14 @@ def test_inputs_that_fit_are_taken():
 def test_a_missing_input_is_refused_with_all_names():
     given = feeds()
     del given["key_lengths"]
-    with pytest.raises(DeployError, match="other names") as caught:
+    with pytest.raises(DeployError, match="names of the inputs do not match") as caught:
         check_feeds(INPUTS, given)
     assert caught.value.got == "['x']"
     assert caught.value.hint == "give ['key_lengths', 'x']"
 
 
 def test_an_input_too_many_is_refused():
-    with pytest.raises(DeployError, match="other names") as caught:
+    with pytest.raises(DeployError, match="names of the inputs do not match") as caught:
         check_feeds(INPUTS, feeds(mask=np.zeros(1)))
     assert "mask" in caught.value.got
 

@@ -142,14 +142,14 @@ def test_a_runtime_that_is_missing_after_all_is_absence_and_no_failure(running):
 def test_an_engine_of_other_inputs_has_failed(running, bundle):
     class Foreign(Stand):
         def profiles_for(self, feeds):
-            raise DeployError("The inputs have other names.")
+            raise DeployError("The names of the inputs do not match.")
 
         def run(self, feeds):
-            raise DeployError("The inputs have other names.")
+            raise DeployError("The names of the inputs do not match.")
 
     report = running(lambda: Foreign(bundle))
     assert not report.passed
-    assert "could not be run: The inputs have other names." in report.headline
+    assert "could not be run: The names of the inputs do not match." in report.headline
 
 
 def test_a_runtime_requested_by_name_and_wrong_fails(bundle, monkeypatch):
