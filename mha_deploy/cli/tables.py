@@ -208,10 +208,10 @@ def eligibility_renderable(answers: Sequence[Eligibility]) -> RenderableType:
     def answered(answer: Eligibility, *, several: bool = False) -> str:
         verb = "are" if several else "is"
         if answer.fused:
-            return f"{verb} taken and can be fused as {'they are' if several else 'it is'}"
+            return f"{verb} supported, and can be fused without lowering"
         if answer.fused_when_lowered:
-            return "can be fused once lowered"
-        return f"{verb} taken, but not fused" if answer.taken_when_lowered else f"{verb} not taken"
+            return "can be fused after lowering"
+        return f"{verb} supported, but not fused" if answer.taken_when_lowered else f"{verb} not supported"
 
     blocks: list[RenderableType] = []
     for alike in together(answers, lambda answer: (answer.target, answered(answer))):
@@ -404,7 +404,7 @@ def _invariance(checks: Sequence[Data]) -> Text:
         found = [check["passed"] for check in judged if check["check"] == name]
         parts.append(f"{name} {sum(found)}/{len(found)}" if found else f"{name}: not applicable")
     same = ", bitwise the same" if judged and all(check["bitwise"] for check in judged) else ""
-    return Text(f"{checks[0]['backend']}, batch elements in other places: {', '.join(parts)}{same}")
+    return Text(f"{checks[0]['backend']}, batch elements in other slots: {', '.join(parts)}{same}")
 
 
 def _conformance(found: Data) -> RenderableType:

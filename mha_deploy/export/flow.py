@@ -305,7 +305,7 @@ class Source(ABC):
             shape = (None,) if value.shape is None else value.shape
             dims = tuple(dim.value if isinstance(dim, ir.SymbolicDim) else dim for dim in shape)
             if None in dims:
-                what = f"A size of output {value.name} is no expression of axes and numbers."
+                what = f"A size of output {value.name} is not an expression of axes and numbers."
                 raise ExportError(what, got=dims, hint="return it in a shape that follows the axes")
             kind = short_dtype(value.dtype) or "unknown"
             kind = FLOAT if kind == self.precision.name else _KINDS.get(kind, kind)

@@ -47,11 +47,12 @@ OpenModel = Callable[[ir.Model], Runner]
 GRAPH, FUSION, PRECISION, LOWERING, UNKNOWN = "graph", "fusion", "precision", "lowering", "unknown"
 
 _EXPLANATIONS = {
-    GRAPH: "The bundle's own graph is wrong in a runtime that is trusted.",
-    FUSION: "In the same precision it is right once nothing can be fused: the fused kernel is wrong, or how "
-    "attention is written for it.",
-    PRECISION: "Unfused it is wrong as well, and right once attention is computed in float32.",
-    LOWERING: "The graph is right, and not even its unfused float32 twin is: the lowering or the runtime.",
+    GRAPH: "The bundle's own graph gives wrong results in a trusted runtime.",
+    FUSION: "In the same precision the engine is right when attention is not fused: the fused kernel is "
+    "wrong, or the way in which attention is written for it.",
+    PRECISION: "Without fusion the engine is wrong as well; with attention in float32 it is right.",
+    LOWERING: "The graph is right, but the engine is wrong even without fusion and in float32: the lowering "
+    "or the runtime is at fault.",
 }
 
 
@@ -112,17 +113,17 @@ def attribute_fault(
     graph = passes(f"the graph in {trusted}", lambda: open_runner(trusted, model))
     if graph is False:
         at_fault = GRAPH
-    elif unfused := passes(f"unfused twin, {name}", lambda: open_twin(unfused_twin(model))):
+    elif unfused := passes(f"unfused engine, {name}", lambda: open_twin(unfused_twin(model))):
         at_fault = FUSION
     else:
         exact: bool | None = unfused  # in float32 the two twins are one
         if name != "fp32":
-            exact = passes("unfused twin, fp32", lambda: open_twin(float32_twin(model)))
+            exact = passes("unfused engine, fp32", lambda: open_twin(float32_twin(model)))
         if exact is True and unfused is False:
             at_fault = PRECISION
         elif exact is False and graph is True:  # neither fusion nor precision is left in it
             at_fault = LOWERING
-    unknown = f"A trial that would have shown it is missing: {'; '.join(missing)}."
+    unknown = f"The cause is not known, because a trial is missing: {'; '.join(missing)}."
     explanation = _EXPLANATIONS.get(at_fault, unknown)
     return FaultReport(at_fault=at_fault, explanation=explanation, trials=tuple(trials))
 

@@ -163,7 +163,7 @@ def test_inspect_names_the_lines_of_the_source(own_bundles, run_cli):
 def test_check_groups_findings_of_equal_layers(own_bundles):
     answers = md.check(own_bundles(), "tensorrt", "8.6")
     text = " ".join(printed(eligibility_renderable(answers)).split())
-    assert text.startswith("tensorrt 8.6: blocks.0.attention and 2 more are taken, but not fused")
+    assert text.startswith("tensorrt 8.6: blocks.0.attention and 2 more are supported, but not fused")
     assert text.count("no Attention operator before") == 1
 
 
@@ -172,12 +172,12 @@ def test_check_names_the_nodes_of_a_finding(own_bundles):
     odd = replace(second.findings[0], message="It is odd.", rule="odd")
     answers = [first, replace(second, findings=(*second.findings, odd)), third]
     text = printed(eligibility_renderable(answers))
-    assert "blocks.0.attention and 2 more are taken" in text
+    assert "blocks.0.attention and 2 more are supported" in text
     assert "blocks.1.attention: It is odd." in text
     cured = replace(third, findings=tuple(each for each in third.findings if each.cured_by))
     text = printed(eligibility_renderable([first, second, cured]))
-    assert "blocks.0.attention and 1 more are taken, but not fused" in text
-    assert "blocks.2.attention can be fused once lowered" in text
+    assert "blocks.0.attention and 1 more are supported, but not fused" in text
+    assert "blocks.2.attention can be fused after lowering" in text
 
 
 # -- FP16 range ------------------------------------------------------------------------------------

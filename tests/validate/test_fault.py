@@ -99,7 +99,7 @@ def test_a_wrong_fused_kernel_is_at_fault_where_the_unfused_twin_is_right(bundle
     assert cases
     found = attribute_fault(bundle, cases, runtime)
     assert found.at_fault == "fusion"
-    assert names(found) == [("the graph in ort-cpu", True), ("unfused twin, fp16", True)]
+    assert names(found) == [("the graph in ort-cpu", True), ("unfused engine, fp16", True)]
     assert all(trial.share < 1 for trial in found.trials)
 
 
@@ -109,8 +109,8 @@ def test_a_runtime_that_is_always_wrong_is_at_fault_with_the_lowering(bundles):
     assert found.at_fault == "lowering"
     assert names(found) == [
         ("the graph in ort-cpu", True),
-        ("unfused twin, fp16", False),
-        ("unfused twin, fp32", False),
+        ("unfused engine, fp16", False),
+        ("unfused engine, fp32", False),
     ]
 
 
@@ -120,8 +120,8 @@ def test_scores_that_overflow_in_half_precision_are_at_fault(bundles, with_graph
     assert found.at_fault == "precision"
     assert names(found) == [
         ("the graph in ort-cpu", True),
-        ("unfused twin, fp16", False),
-        ("unfused twin, fp32", True),
+        ("unfused engine, fp16", False),
+        ("unfused engine, fp32", True),
     ]
     assert found.trials[1].share is None, "NaN or infinite"
 
@@ -218,7 +218,7 @@ def test_in_float32_there_is_one_twin(bundles):
 
     found = attribute_fault(bundle, list(golden_cases(bundle)), lambda model: Off(in_ort(model)))
     assert found.at_fault == "lowering"
-    assert names(found) == [("the graph in ort-cpu", True), ("unfused twin, fp32", False)]
+    assert names(found) == [("the graph in ort-cpu", True), ("unfused engine, fp32", False)]
 
 
 @pytest.mark.slow
@@ -236,7 +236,7 @@ def test_a_twin_that_stops_at_run_time_is_recorded(bundles):
 
     found = attribute_fault(bundle, list(golden_cases(bundle)), lambda model: Stops(in_ort(model)))
     assert found.at_fault == "unknown"
-    stopped = [f"unfused twin, {name}, could not be run: Out of memory." for name in ("fp16", "fp32")]
+    stopped = [f"unfused engine, {name}, could not be run: Out of memory." for name in ("fp16", "fp32")]
     assert [trial.name for trial in found.trials[1:]] == stopped
     assert Stops.closed == 2
 
@@ -248,5 +248,5 @@ def test_fault_is_plain_json_with_the_fields_of_the_report(bundles):
     assert list(data) == ["at_fault", "explanation", "trials"]
     assert all(list(trial) == ["name", "passed", "share"] for trial in data["trials"])
     assert data["trials"][0]["passed"] is True
-    assert data["trials"][1]["name"].startswith("unfused twin, fp16, could not be built: No builder.")
+    assert data["trials"][1]["name"].startswith("unfused engine, fp16, could not be built: No builder.")
     assert (data["trials"][1]["passed"], data["trials"][1]["share"]) == (False, None)
