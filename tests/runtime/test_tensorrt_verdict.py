@@ -279,6 +279,19 @@ def test_whole_numbers_are_no_offence():
     assert precision_verdict([shape], "fp16").status == "unknown"
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int4"])
+def test_a_matmul_with_quantized_weights_is_not_in_fp16(dtype):
+    """Its name and its other tensors may well be."""
+    half, weights = EngineTensor(name="x", dtype="fp16"), EngineTensor(name="w", dtype=dtype)
+    matmul = Kernel(
+        name="__fc1_myl0_1", layer_type="gemm", tactic="sm80_xmma_gemm_f16f16_f16f32_f32_tn_n",
+        inputs=(half,), outputs=(half,), constants=(weights,), source="log",
+    )  # fmt: skip
+    verdict = precision_verdict([FUSED, matmul], "fp16")
+    assert verdict.status == "mixed"
+    assert [(found.what, found.dtype) for found in verdict.offenders] == [("w", dtype)]
+
+
 def test_what_is_hidden_or_not_reported_is_unknown_unless_something_is_wrong_already():
     hidden = Kernel(name="{ForeignNode[a...b]}", layer_type="Myelin")
     untold = Kernel(name="k", inputs=(EngineTensor(name="t"),))
@@ -321,6 +334,9 @@ def test_the_inspector_of_8_6_finds_the_fp32_input():
         ("ampere_h16816gemm_64x64_ldg8_stages_64x5_tn", "fp16"),
         ("ampere_sgemm_32x128_tn", "fp32"),
         ("sm80_xmma_gemm_i8i8_i8i32_f32_tn_n", "int8"),
+        ("sm80_xmma_gemm_i8i32_i8i32_f32_tn_n", "int8"),
+        ("sm90_gemm_u4f16_f16f32_f32_tn_n", "int4"),
+        ("sm100_gemm_e2m1e2m1_f16f32_f32_tn_n", "fp4"),
         ("__myelin_CASK_STUB", "?"),
         ("_gemm_mha_v2_0xf16f16bf16f32f32", "?"),
     ],

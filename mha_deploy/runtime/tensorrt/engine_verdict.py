@@ -133,8 +133,10 @@ class Reported:
 _NVJET = r"nvjet_(?:sm\d+_)?(?!sm\d)"
 _MATH = (
     ("tf32", rf"tf32|tfloat32|{_NVJET}s"),
+    ("fp4", r"e2m1|fp4"),
     ("fp8", rf"e4m3|e5m2|fp8|{_NVJET}[qr]"),
-    ("int8", rf"i8i8|imma|int8|{_NVJET}i"),
+    ("int4", r"int4|w4a16|(?<![a-z0-9])[iu]4(?=f16|bf16)"),
+    ("int8", rf"i8i(?:8|32)|imma|int8|w8a16|{_NVJET}i"),
     ("bf16", rf"bf16|bfloat16|{_NVJET}t"),
     ("fp16", r"f16f16|fp16|(?<![a-z])h\d{3,5}(?!\d)|(?<![a-z])h(?:gemm|cudnn)|(?<![a-z])f16(?!f)|half"),
     ("fp16", rf"{_NVJET}h"),
@@ -154,6 +156,8 @@ _FACTOR = re.compile(r"_(alpha|beta)(_myl\d+)?$")
 _CHOSEN_LATER = "CASK_STUB"
 # Layers that only store or move data; around plugins, 8.6 does not report their types.
 _CARRIER = re.compile(r"^(constant|no_?op|shuffle|reformat|shape_?host_?to_?device)", re.IGNORECASE)
+# Of a matmul these are numbers that were quantized; elsewhere they are indices, sizes and masks.
+_QUANTIZED = frozenset({"int8", "uint8", "int4"})
 _READS, _WRITES, _COMPUTES = "reads", "writes", "computes"
 
 
@@ -261,11 +265,12 @@ def _offenders(kernel: Kernel, precision: str) -> list[tuple[str, Offender]]:
         (_WRITES if tensor.name in written else _READS, tensor.name, tensor.dtype) for tensor in _data(kernel)
     ]
     found.append((_COMPUTES, "kernel", _named_type(kernel)))
+    counted = {*FLOATING, *(_QUANTIZED if kernel.is_gemm or kernel.is_convolution else ())}
     return [
         (role, _offender(kernel, what, dtype))
         for role, what, dtype in dict.fromkeys(found)
         # Whole numbers are indices and sizes, unless a matmul or an attention computes in them.
-        if dtype != precision and (dtype in FLOATING or (role == _COMPUTES and dtype != UNKNOWN))
+        if dtype != precision and (dtype in counted or (role == _COMPUTES and dtype != UNKNOWN))
     ]
 
 
