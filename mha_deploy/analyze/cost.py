@@ -258,7 +258,7 @@ PREFILL, DECODE, USUAL = "prefill", "decode", "opt"
 
 @dataclass(frozen=True, kw_only=True)
 class TimedPoint:
-    """One set of sizes to time a layer at: `opt`, `prefill`, `decode`, or named by its sizes.
+    """One set of sizes to run or time a layer at: `opt`, `prefill`, `decode`, or named by its sizes.
 
     `past` are the valid entries of a preallocated KV cache before the call, of every batch element: they are
     data, not an axis. None for other layers.
@@ -267,6 +267,7 @@ class TimedPoint:
     name: str
     sizes: Mapping[str, int]
     past: int | None = None
+    note: str = ""  # what had to be made smaller
 
 
 def usual_points(spec: ModelSpec) -> tuple[TimedPoint, ...]:

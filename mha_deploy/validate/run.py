@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mha_deploy.analyze.cost import SizeLimit, odd_sizes, shrunk, usual_points
+from mha_deploy.analyze.cost import SizeLimit, TimedPoint, odd_sizes, shrunk, usual_points
 from mha_deploy.bundle.cases import GoldenCase, golden_cases, refuse_implausible
 from mha_deploy.bundle.folder import Bundle
 from mha_deploy.bundle.traces import DecodeTrace, plan_trace
@@ -49,7 +49,7 @@ from mha_deploy.validate.runtimes import (
     refuse_without_torch,
     torch_device,
 )
-from mha_deploy.validate.verdict import Report, concluded
+from mha_deploy.validate.verdict import Report, concluded, inside
 
 if TYPE_CHECKING:
     from mha_deploy.baselines.fresh import FreshCases
@@ -217,20 +217,17 @@ class _Validation:
         except DeployError as error:  # no PyTorch, or not the module's factory
             self.notes.append(f"the oracle of probe inputs is the graph in FP64: {error.in_one_line}")
             return self._graph_probe()
-        usual = {point.name: (point.sizes, point.past) for point in usual_points(spec)}
-        found = dict(usual)
-        for corner in sweep_points(spec, profiles, limit=limit) if profiles else ():
-            if corner.name.endswith(("max", "-long", "-keys", "largest-odd")):
-                found[corner.name] = (corner.sizes, None)
-        cases = []
-        for name, (sizes, past) in found.items():
-            sizes = shrunk(spec, sizes, spec.sizes("min"), limit)
-            draw = partial(fresh.case, sizes, seed=self.options.seed, past=past)
-            cases.append(replace(draw(probe="edges"), name=f"probe-{name}", allowance=PROBE_ALLOWANCE))
-            if spec.layer is not None and name in usual and manifest.precision.name == "fp16":
+        usual, cases = usual_points(spec), list[GoldenCase]()
+        corners = sweep_points(spec, profiles, limit=limit) if profiles else ()
+        ends = ("max", "-long", "-keys", "largest-odd")
+        for point in (*usual, *(corner for corner in corners if corner.name.endswith(ends))):
+            sizes = shrunk(spec, point.sizes, spec.sizes("min"), limit)
+            draw = partial(fresh.case, seed=self.options.seed, past=point.past)
+            edges = replace(draw(sizes, probe="edges"), allowance=PROBE_ALLOWANCE)
+            cases.append(replace(edges, name=f"probe-{point.name}"))
+            if spec.layer is not None and point in usual and manifest.precision.name == "fp16":
                 more = {**sizes, "B": _batch_for_coarse(spec, sizes, profiles)}
-                case = fresh.case(more, seed=self.options.seed, past=past, probe="coarse")
-                cases.append(replace(case, name=f"coarse-{name}"))
+                cases.append(replace(draw(more, probe="coarse"), name=f"coarse-{point.name}"))
         return cases
 
     @cached_property
@@ -393,11 +390,7 @@ class _Validation:
 
 def _batch_for_coarse(spec: ModelSpec, sizes: Sizes, profiles: Sequence[Mapping[str, Axis]]) -> int:
     """So many batch elements that chance hides no part in BF16, where axes and profiles admit them."""
-
-    def admits(axes: Mapping[str, Axis]) -> bool:
-        return all(axes[name].min <= size <= axes[name].max for name, size in sizes.items() if name in axes)
-
-    most = max((axes["B"].max for axes in profiles if admits(axes)), default=spec.axes["B"].max)
+    most = max((axes["B"].max for axes in profiles if inside(sizes, axes)), default=spec.axes["B"].max)
     in_one = math.prod(spec.outputs[0].shape({**sizes, "B": 1}))
     return max(sizes["B"], min(most, math.ceil(_COARSE_NUMBERS / in_one)))
 
@@ -405,24 +398,15 @@ def _batch_for_coarse(spec: ModelSpec, sizes: Sizes, profiles: Sequence[Mapping[
 # -- which sizes to try: the corners of every optimisation profile, or any ---------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class SweepPoint:
-    """One set of sizes to try."""
-
-    name: str  # what is special about it
-    sizes: Mapping[str, int]  # the size of every axis
-    note: str = ""  # what had to be made smaller
-
-
 def sweep_points(
     spec: ModelSpec, profiles: Sequence[Mapping[str, Axis]] = (), *, limit: SizeLimit | None = None
-) -> tuple[SweepPoint, ...]:
+) -> tuple[TimedPoint, ...]:
     """Choose the corners of every profile, or of the spec's axes, each set of sizes once.
 
     What costs more than the limit is shrunk, down to the usual sizes, and a note says so.
     """
     limit = limit or SizeLimit()
-    points: dict[tuple[int, ...], SweepPoint] = {}
+    points: dict[tuple[int, ...], TimedPoint] = {}
     for index, axes in enumerate(profiles or [spec.axes]):
         prefix = f"profile-{index}-" if len(profiles) > 1 else ""
         for corner, (wanted, sizes) in _corners(spec, axes, limit).items():
@@ -433,7 +417,7 @@ def sweep_points(
                 note += f"costs more than {limit}"
             key = tuple(sizes[axis] for axis in spec.axes)
             if key not in points:
-                points[key] = SweepPoint(name=prefix + corner, sizes=sizes, note=note)
+                points[key] = TimedPoint(name=prefix + corner, sizes=sizes, note=note)
             elif note:  # another corner of the same sizes: what was shrunk to get there stays noted
                 notes = [points[key].note, f"{prefix}{corner}: {note}"]
                 points[key] = replace(points[key], note="; ".join(filter(None, notes)))

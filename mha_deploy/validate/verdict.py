@@ -236,20 +236,21 @@ def not_covered(
         ranges = [axes] if engine is None else engine.manifest.ranges
         for index, profile in enumerate(ranges):
             name = f"profile {index} of {each.runtime.name}"
-            inside = [
-                one
-                for one in sizes
-                if all(profile[a].min <= n <= profile[a].max for a, n in one.items() if a in profile)
-            ]
-            if not inside:
+            ran_there = [one for one in sizes if inside(one, profile)]
+            if not ran_there:
                 found.append(("coverage", name))
                 continue
             place = f" in {name}" if len(ranges) > 1 else ""
             for axis, limits in profile.items():
-                largest = max((one[axis] for one in inside if axis in one), default=limits.max)
+                largest = max((one[axis] for one in ran_there if axis in one), default=limits.max)
                 if largest < limits.max:
                     found.append(("coverage", f"{axis} above {largest} (up to {limits.max}){place}"))
     return tuple(dict.fromkeys(found))
+
+
+def inside(sizes: Mapping[str, int], axes: Mapping[str, Axis]) -> bool:
+    """Whether sizes are within the ranges of a profile."""
+    return all(axes[name].min <= size <= axes[name].max for name, size in sizes.items() if name in axes)
 
 
 def coverage_findings(missing: Sequence[tuple[str, str]], options: ValidateOptions) -> Iterator[Finding]:
