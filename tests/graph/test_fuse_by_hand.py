@@ -463,3 +463,42 @@ def test_names_of_inputs_and_initializers_are_taken():
     constant.name = model.graph.node[-2].input[1] = "Softmax_3/attention"
     report = check_same(model)
     assert [each.name for each in report.fused] == ["Softmax_3_2"]
+
+
+CHUNKS = """
+<ir_version: 8, opset_import: ["" : 17]>
+g (float[B,S,96] x) => (float[B,4,S,8] y)
+<int64[1] i0 = {0}, int64[1] i1 = {1}, int64[1] i2 = {2}, int64[1] i3 = {3}, int64[1] last = {-1},
+ int64[2] heads = {4, 8}, int64[1] end = {9223372036854775807}> {
+    sizes = Shape (x)
+    width = Gather (sizes, last)
+    above = Add (width, i2)
+    one = Div (above, i3)
+    two = Mul (one, i2)
+    three = Mul (one, i3)
+    axis = Mod (last, i3)
+    q3 = Slice (x, i0, one, i2)
+    k3 = Slice (x, one, two, i2)
+    v3 = Slice (x, two, three, i2)
+    shape3 = Shape (q3)
+    front = Slice (shape3, i0, axis)
+    after = Add (axis, i1)
+    back = Slice (shape3, after, end)
+    shape4 = Concat <axis = 0> (front, heads, back)
+    q4 = Reshape (q3, shape4)
+    k4 = Reshape (k3, shape4)
+    v4 = Reshape (v3, shape4)
+    q = Transpose <perm = [0, 2, 1, 3]> (q4)
+    kt = Transpose <perm = [0, 2, 3, 1]> (k4)
+    v = Transpose <perm = [0, 2, 1, 3]> (v4)
+    s = MatMul (q, kt)
+    p = Softmax (s)
+    y = MatMul (p, v)
+}
+"""
+
+
+def test_chunks_and_axes_that_the_file_computes():
+    """As TorchScript's exporter writes `chunk` and `unflatten`."""
+    report = check_same(onnx.parser.parse_model(CHUNKS))
+    assert [(each.Hq, each.D) for each in report.fused] == [(4, 8)]

@@ -492,7 +492,7 @@ class _Walk:
             return [number] * count if isinstance(count, int) and count <= _MAX_CONTENT else None
         if is_op(node, "ReduceProd"):
             return [product(given[0])]
-        if not is_op(node, *_CONTENT_OPS):
+        if not is_op(node, *_CONTENT_OPS) or node.attributes.get_int("fmod", 0):
             return None
         length = max(map(len, given))
         if any(len(part) not in (1, length) for part in given):
@@ -572,14 +572,21 @@ class _Walk:
                 place = each if chosen is None else chosen[each]
                 if not isinstance(place, int):
                     return None
-                # `table[:, :S]` of a table that is long enough, as positions are looked up
-                whole = begin == 0 and isinstance(end, str) and (steps is None or steps[each] == 1)
-                left[place] = end if whole else None
+                step = 1 if steps is None else steps[each]
+                left[place] = _sliced(left[place], begin, end) if step == 1 else None
             return left if starts and ends else None
         if is_op(node, "Gather"):
             picked, axis = sizes_of(node.inputs[1]), node.attributes.get_int("axis", 0) % max(len(first), 1)
             return None if picked is None else [*first[:axis], *picked, *first[axis + 1 :]]
         return None
+
+
+def _sliced(size: Size, begin: Size, end: Size) -> Size:
+    """The size of an axis between two positions."""
+    if isinstance(size, int) and isinstance(begin, int) and isinstance(end, int):
+        return len(range(size)[begin:end])
+    # `table[:, :S]` of a table that is long enough, as positions are looked up
+    return end if begin == 0 and isinstance(end, str) else None
 
 
 def _equal(one: Size, other: Size) -> Size:
@@ -603,10 +610,21 @@ def _difference(one: Size, other: Size) -> Size:
     return one if other == 0 else None
 
 
+def _divided(one: Size, other: Size) -> Size:
+    if isinstance(one, int) and isinstance(other, int) and one >= 0 < other:
+        return one // other
+    return quotient(one, other)
+
+
+def _remainder(one: Size, other: Size) -> Size:
+    return one % other if isinstance(one, int) and isinstance(other, int) and other > 0 else None
+
+
 # Of numbers and sizes, one by one.
 _CONTENT_OPS: dict[str, Callable[..., Size]] = {
     "Mul": lambda *given: product(given),
-    "Div": quotient,
+    "Div": _divided,
+    "Mod": _remainder,
     "Where": lambda chosen, one, other: one if chosen == 1 else other if chosen == 0 else None,
     "Equal": _equal,
     "Add": _sum,
