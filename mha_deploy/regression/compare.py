@@ -104,7 +104,9 @@ def read_side(source: Any) -> Side:
         found = [each for each in (MANIFEST, REPORT_FILE, BENCH_FILE, MATRIX_FILE) if (path / each).is_file()]
         if found[:1] == [MANIFEST]:
             return _from_bundle(open_bundle(path))
-        path = path / found[0] if found else path
+        if not found:
+            raise DeployError("The folder has no result of mha-deploy.", got=path, hint=_ACCEPTED)
+        path = path / found[0]
     if path.suffix == ".engine":
         return _from_engine(open_engine(path))
     try:

@@ -327,6 +327,8 @@ def test_what_cannot_be_compared_is_refused(bundles, tmp_path, refused):
     report.write_text(json.dumps(cpu_only()))
     refused("compare", report, bundles("tiny-gqa").path, what="of one kind", got="is a bundle")
     refused("compare", report, tmp_path / "none.json", what="no such file", got="none.json")
+    (tmp_path / "empty").mkdir()
+    refused("compare", report, tmp_path / "empty", what="folder has no result", got="empty")
     for number, content in enumerate(
         ["[1]", "{", '{"parity": 3}', '{"parity": [{"cases": 1}], "model": {}}']
     ):
