@@ -14,25 +14,19 @@ from mha_deploy.validate.verdict import REPORT_FORMAT
 
 
 def record(
-    needed: Mapping[Any, str],
-    optional: Mapping[Any, str] | None = None,
-    *,
-    is_open: bool = False,
-    **kinds: Any,
+    needed: Mapping[Any, str], optional: Mapping[Any, str] | None = None, *, is_open: bool = False
 ) -> Any:
-    """A dictionary with these keys; only an open one may hold others.
+    """A dictionary with these keys, by their type; only an open one may hold others.
 
     Args:
-        needed: The names of keys that must be there, by their type.
+        needed: The names of keys that must be there.
         optional: Those of keys that are None where they are missing.
         is_open: Whether further keys are allowed.
-        kinds: Needed keys whose type is a choice, a list or another record.
     """
     fields: list[Any] = [(name, kind) for kind, names in needed.items() for name in names.split()]
     for kind, names in (optional or {}).items():
         fields += [(name, kind | None, None) for name in names.split()]
-    closed = not is_open
-    return msgspec.defstruct("Record", [*fields, *kinds.items()], kw_only=True, forbid_unknown_fields=closed)
+    return msgspec.defstruct("Record", fields, kw_only=True, forbid_unknown_fields=not is_open)
 
 
 def many(kind: Any, *key: type) -> Any:
@@ -52,69 +46,74 @@ SECTIONS = (
     "parity", "decode", "fusion", "precision", "latency", "range", "invariance", "conformance", "engine",
     "coverage", "serving",
 )  # fmt: skip
-_FINDING = record({str: "text"}, level=Literal["failure", "warning", "note"], section=Literal[SECTIONS])
+_LEVEL, _OUTCOME = Literal["failure", "warning", "note"], Literal["passed", "failed", "not verified"]
+_FINDING = record({str: "text", _LEVEL: "level", Literal[SECTIONS]: "section"})
 _VERDICT = record(
-    {bool: "passed", str: "headline", list[str]: "not_verified"},
-    outcome=Literal["passed", "failed", "not verified"],
-    findings=many(_FINDING),
-)
+    {
+        bool: "passed", _OUTCOME: "outcome", str: "headline", list[str]: "not_verified",
+        many(_FINDING): "findings",
+    }
+)  # fmt: skip
+_KIND = Literal["MHA", "GQA", "MQA", "module"]
 _MODEL = record(
-    {str: "name summary precision bundle bundle_sha256 weights", dict[str, Any]: "spec"},
-    kind=Literal["MHA", "GQA", "MQA", "module"],
+    {str: "name summary precision bundle bundle_sha256 weights", dict[str, Any]: "spec", _KIND: "kind"}
 )
 _GPU = record({str: "name compute_capability", int: "l2_bytes memory_bytes"})
-_ENVIRONMENT = record({_TEXT: "driver", str: "platform python", dict[str, str]: "versions"}, gpu=_GPU | None)
+_ENVIRONMENT = record(
+    {_TEXT: "driver", str: "platform python", dict[str, str]: "versions", _GPU | None: "gpu"}
+)
 
 _MEASURES = "relative_l2 worst_vector max_abs gain local local_gain"
 _DEVIATION = record(
     {_NUMBER: f"{_MEASURES} cosine worst_got worst_want", str: "local_at", list[int]: "worst_index"}
 )
+_BUDGET = record({_NUMBER: _MEASURES})
 _OUTPUT = record(
-    {str: "case output", _SIZES: "sizes", bool: "passed", _TEXT: "problem", _NUMBER: "share"},
-    deviation=_DEVIATION | None,
-    budget=record({_NUMBER: _MEASURES}) | None,
-)
+    {
+        str: "case output", _SIZES: "sizes", bool: "passed", _TEXT: "problem", _NUMBER: "share",
+        _DEVIATION | None: "deviation", _BUDGET | None: "budget",
+    }
+)  # fmt: skip
+_CASES = Literal["golden", "fresh", "sweep", "probe", "layers", "served"]
+_ACCUMULATION = record({str: "type why"})
 _PARITY = record(
-    {str: "model precision backend", bool: "passed"},
-    cases=Literal["golden", "fresh", "sweep", "probe", "layers", "served"],
-    accumulation=record({str: "type why"}),
-    verdicts=many(_OUTPUT),
-)
+    {
+        str: "model precision backend", bool: "passed", _CASES: "cases", _ACCUMULATION: "accumulation",
+        many(_OUTPUT): "verdicts",
+    }
+)  # fmt: skip
 _HEATMAP = record({str: "backend case output rows columns note", int: "bin", list[list[_NUMBER]]: "values"})
 _DECODE = record(
     {
         str: "model precision backend trace", bool: "passed", int: "steps judged failed",
         _WHOLE: "first_failed", _NUMBER: "share growth eager_growth", list[int]: "prompt",
-        list[_NUMBER]: "errors eager_errors", list[list[_NUMBER]]: "table",
-    },
-    failures=many(_OUTPUT),
+        list[_NUMBER]: "errors eager_errors", list[list[_NUMBER]]: "table", many(_OUTPUT): "failures",
+    }
 )  # fmt: skip
+_CHECK = Literal["batch slot", "batch size", "profile"]
 _INVARIANCE = record(
-    {str: "backend case detail", bool: "passed bitwise", _NUMBER: "share", _TEXT: "problem"},
-    check=Literal["batch slot", "batch size", "profile"],
+    {str: "backend case detail", bool: "passed bitwise", _NUMBER: "share", _TEXT: "problem", _CHECK: "check"}
 )
-_CELL = record(
-    {str: "detail", _NUMBER: "error share"}, status=Literal["conforms", "wrong", "refused", "absent"]
-)
+_TREATED = Literal["conforms", "wrong", "refused", "absent"]
+_CELL = record({str: "detail", _NUMBER: "error share", _TREATED: "status"})
+_MASK = record({str: "case about", bool: "diagnostic", many(_CELL, str): "cells"})
 _CONFORMANCE = record(
-    {str: "precision", int: "seed", bool: "passed", list[str]: "columns"},
-    rows=many(record({str: "case about", bool: "diagnostic"}, cells=many(_CELL, str))),
+    {str: "precision", int: "seed", bool: "passed", list[str]: "columns", many(_MASK): "rows"}
 )
 _FITS = Literal["ok", "near", "overflows"]
+_RANGE_FINDING = record({_FITS: "status", str: "what", list[str]: "advice"})
 _RANGE_NODE = record(
     {
         str: "node", int: "max_keys", list[str]: "advice", dict[str, Any]: "figures", _FITS: "status",
         _NUMBER: "largest_score_raw largest_score largest_softmax_sum headroom",
+        many(_RANGE_FINDING): "findings",
     },
-    findings=many(record({_FITS: "status", str: "what", list[str]: "advice"})),
     is_open=True,
 )  # fmt: skip
 _RANGE = record({_FITS: "worst", many(_RANGE_NODE): "nodes"})
-_FAULT = record(
-    {str: "explanation"},
-    at_fault=Literal["graph", "fusion", "precision", "lowering", "unknown"],
-    trials=many(record({str: "name", bool: "passed", _NUMBER: "share"})),
-)
+_AT_FAULT = Literal["graph", "fusion", "precision", "lowering", "unknown"]
+_TRIAL = record({str: "name", bool: "passed", _NUMBER: "share"})
+_FAULT = record({str: "explanation", _AT_FAULT: "at_fault", many(_TRIAL): "trials"})
 
 # -- What engines became, and how fast everything is -----------------------------------------------
 
@@ -125,18 +124,14 @@ _REBUILDS = record(
         dict[str, list[_NUMBER]]: "errors", dict[str, list[float]]: "times_us",
     }
 )  # fmt: skip
-_ENGINE_NODE = record(
-    {str: "node reason source", _WHOLE: "profile", list[str]: "kernels"},
-    status=Literal["fused", "decomposed", "unknown"],
-)
+_FUSED = Literal["fused", "decomposed", "unknown"]
+_ENGINE_NODE = record({str: "node reason source", _WHOLE: "profile", list[str]: "kernels", _FUSED: "status"})
 _ENGINE = record(
     {
         str: "name backend version precision built precision_status attention", bool: "ran", _TEXT: "why_not",
         list[int]: "fused", _NUMBER: "seconds", _WHOLE: "engine_bytes", list[dict[str, str]]: "profiles",
-        list[str]: "plugins profile_names",
-    },
-    nodes=many(_ENGINE_NODE),
-    rebuilds=_REBUILDS | None,
+        list[str]: "plugins profile_names", many(_ENGINE_NODE): "nodes", _REBUILDS | None: "rebuilds",
+    }
 )  # fmt: skip
 _CONDITIONS = record(
     {_NUMBER: "sm_mhz sm_mhz_max memory_mhz temperature_c power_w", list[str]: "throttled_by"}
@@ -145,27 +140,26 @@ _TIMING = record(
     {
         float: "p50_us p90_us p99_us", int: "samples calls_per_sample slots", bool: "graph stable",
         str: "gpu", _TEXT: "why_no_graph", _NUMBER: "host_us", _WHOLE: "memory_bytes",
-    },
-    conditions=_CONDITIONS,
+        _CONDITIONS: "conditions",
+    }
 )  # fmt: skip
 _RATES = "tflops gb_per_s tokens_per_s roofline_share"
+_FAMILY = Literal["pytorch", "onnxruntime", "tensorrt", "onnx"]
+_KERNEL = record({str: "name", float: "calls microseconds"})
 _ROW = record(
     {
-        str: "name backend", _TEXT: "refused",
-        _NUMBER: f"speedup_over_eager speedup_over_best_pytorch {_RATES}",
-    },
-    family=Literal["pytorch", "onnxruntime", "tensorrt", "onnx"],
-    timing=_TIMING | None,
-    kernels=many(record({str: "name", float: "calls microseconds"})),
+        str: "name backend", _TEXT: "refused", _FAMILY: "family", _TIMING | None: "timing",
+        _NUMBER: f"speedup_over_eager speedup_over_best_pytorch {_RATES}", many(_KERNEL): "kernels",
+    }
 )  # fmt: skip
-_ROOFLINE = record(
-    {str: "gpu", float: "bound_us tflops_peak gb_per_s_peak"}, bound=Literal["compute", "memory"]
-)
+_LIMIT = Literal["compute", "memory"]
+_ROOFLINE = record({str: "gpu", float: "bound_us tflops_peak gb_per_s_peak", _LIMIT: "bound"})
 _POINT = record(
-    {str: "case", _SIZES: "sizes", _WHOLE: "past", float: "flops bytes"},
-    roofline=_ROOFLINE | None,
-    rows=many(_ROW),
-)
+    {
+        str: "case", _SIZES: "sizes", _WHOLE: "past", float: "flops bytes", _ROOFLINE | None: "roofline",
+        many(_ROW): "rows",
+    }
+)  # fmt: skip
 _LATENCY = record({_TEXT: "gpu", many(_POINT): "points"})
 _SERVING = record(
     {
@@ -182,24 +176,22 @@ _THROUGHPUT = record(
 
 # -- What `report.json` and `bench.json` hold ------------------------------------------------------
 
-_HEAD: dict[Any, str] = {int: "format", str: "created", list[str]: "notes"}
-_SHARED = {"tool": record({str: "name version"}), "environment": _ENVIRONMENT}
-_OF_MODEL = {"model": _MODEL, "engines": many(_ENGINE), "latency": _LATENCY | None}
-REPORT = record(
-    _HEAD,
-    **_SHARED,
-    **_OF_MODEL,
-    verdict=_VERDICT,
-    parity=many(_PARITY),
-    heatmaps=many(_HEATMAP),
-    decode=many(_DECODE),
-    invariance=many(_INVARIANCE),
-    conformance=_CONFORMANCE | None,
-    range=_RANGE | None,
-    fault=_FAULT | None,
-    serving=many(_SERVING),
-)
-BENCH = record(_HEAD, **_SHARED, models=many(record({many(_THROUGHPUT): "throughput"}, **_OF_MODEL)))
+_TOOL = record({str: "name version"})
+_HEAD: dict[Any, str] = {
+    int: "format",
+    str: "created",
+    list[str]: "notes",
+    _TOOL: "tool",
+    _ENVIRONMENT: "environment",
+}
+_OF_MODEL: dict[Any, str] = {_MODEL: "model", many(_ENGINE): "engines", _LATENCY | None: "latency"}
+_JUDGED: dict[Any, str] = {
+    _VERDICT: "verdict", many(_PARITY): "parity", many(_HEATMAP): "heatmaps", many(_DECODE): "decode",
+    many(_INVARIANCE): "invariance", _CONFORMANCE | None: "conformance", _RANGE | None: "range",
+    _FAULT | None: "fault", many(_SERVING): "serving",
+}  # fmt: skip
+REPORT = record({**_HEAD, **_OF_MODEL, **_JUDGED})
+BENCH = record({**_HEAD, many(record({many(_THROUGHPUT): "throughput", **_OF_MODEL})): "models"})
 
 
 def check_report(data: Any) -> list[str]:
