@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Literal
 
 import msgspec
@@ -13,14 +13,16 @@ from mha_deploy.report.table import as_plain
 from mha_deploy.validate.verdict import REPORT_FORMAT
 
 
-def record(
-    needed: Mapping[Any, str], optional: Mapping[Any, str] | None = None, *, is_open: bool = False
-) -> Any:
-    """A dictionary with these keys, by their type; only an open one may hold others.
+Keys = dict[Any, str]
+"""The names of keys, by their type."""
+
+
+def record(needed: Keys, optional: Keys | None = None, *, is_open: bool = False) -> Any:
+    """A dictionary with these keys; only an open one may hold others.
 
     Args:
-        needed: The names of keys that must be there.
-        optional: Those of keys that are None where they are missing.
+        needed: The keys that must be there.
+        optional: Those that are None where they are missing.
         is_open: Whether further keys are allowed.
     """
     fields: list[Any] = [(name, kind) for kind, names in needed.items() for name in names.split()]
@@ -177,15 +179,9 @@ _THROUGHPUT = record(
 # -- What `report.json` and `bench.json` hold ------------------------------------------------------
 
 _TOOL = record({str: "name version"})
-_HEAD: dict[Any, str] = {
-    int: "format",
-    str: "created",
-    list[str]: "notes",
-    _TOOL: "tool",
-    _ENVIRONMENT: "environment",
-}
-_OF_MODEL: dict[Any, str] = {_MODEL: "model", many(_ENGINE): "engines", _LATENCY | None: "latency"}
-_JUDGED: dict[Any, str] = {
+_HEAD: Keys = {int: "format", str: "created", list[str]: "notes", _TOOL: "tool", _ENVIRONMENT: "environment"}
+_OF_MODEL: Keys = {_MODEL: "model", many(_ENGINE): "engines", _LATENCY | None: "latency"}
+_JUDGED: Keys = {
     _VERDICT: "verdict", many(_PARITY): "parity", many(_HEATMAP): "heatmaps", many(_DECODE): "decode",
     many(_INVARIANCE): "invariance", _CONFORMANCE | None: "conformance", _RANGE | None: "range",
     _FAULT | None: "fault", many(_SERVING): "serving",
