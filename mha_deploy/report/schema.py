@@ -12,7 +12,6 @@ from mha_deploy.errors import DeployError
 from mha_deploy.report.table import as_plain
 from mha_deploy.validate.verdict import REPORT_FORMAT
 
-
 Keys = dict[Any, str]
 """The names of keys, by their type."""
 
