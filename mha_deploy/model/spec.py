@@ -289,8 +289,7 @@ class ModelSpec(NamedAxes):
         """Plain data for a manifest; of a catalog layer as in `models/*.toml`."""
         if self.layer is not None:
             return self.layer.to_dict()
-        data = {ON_DISK.get(key, key): value for key, value in asdict(self).items() if key != "layer"}
-        return {**data, "axes": {name: asdict(axis) for name, axis in self.axes.items()}}
+        return {ON_DISK.get(key, key): value for key, value in asdict(self).items() if key != "layer"}
 
 
 # The names of these fields in a manifest.
@@ -520,13 +519,10 @@ class AttentionSpec(NamedAxes):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, readable back with `from_dict`."""
-        data = asdict(self)
-        data["axes"] = {name: asdict(axis) for name, axis in self.axes.items()}
-        if self.rope is not None:
-            data["rope"] = {key: value for key, value in data["rope"].items() if value is not None}
+        data = asdict(self, dict_factory=lambda pairs: {key: each for key, each in pairs if each is not None})
         if self.cache == "none":  # as it was written before there were caches
             del data["cache"]
-        return {key: value for key, value in data.items() if value is not None}
+        return data
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> AttentionSpec:
