@@ -170,11 +170,8 @@ def load_model(
 
     if hasattr(model, "forward"):  # an nn.Module, without importing PyTorch to ask
         if example_inputs is None:
-            raise DeployError(
-                "An nn.Module needs example inputs.",
-                got=type(model).__name__,
-                hint='example_inputs={"x": Example(tensor, "B", "S")}, axes={"B": "1:4:8", "S": "1:128:512"}',
-            )
+            hint = 'example_inputs={"x": Example(tensor, "B", "S")}, axes={"B": "1:4:8", "S": "1:128:512"}'
+            raise DeployError("An nn.Module needs example inputs.", got=type(model).__name__, hint=hint)
         given = {k: v if isinstance(v, Example) else Example(v) for k, v in example_inputs.items()}
         name = name or type(model).__name__
         model, axes = Deployable(module=model, inputs=given, axes=axes or {}, name=name), None  # type: ignore[arg-type]

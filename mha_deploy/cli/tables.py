@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # a verb that has no such result to show does not load what m
     from mha_deploy.graph.rules import Eligibility
     from mha_deploy.model.spec import AttentionSpec
     from mha_deploy.regression.matrix import MatrixCell
+    from mha_deploy.runtime.tensorrt.engine_verdict import NodeVerdict
     from mha_deploy.validate.fault import Bisection
     from mha_deploy.validate.self_test import SelfTest
 
@@ -52,27 +53,23 @@ def rendered(built: Table, *, title: bool = False, fill: str = "") -> Renderable
         if group.title:
             about = f" · {group.about}" if group.about else ""
             parts.append(Text.assemble((group.title, "bold"), about))
-        for column in built.columns:
-            if not column.wide:
-                fills = column.name == fill
-                grid.add_column(
-                    column.short or column.name,
-                    justify="right" if column.numeric else "left",
-                    no_wrap=column.whole,
-                    overflow="ellipsis" if fills and column.whole else "fold",
-                    ratio=1 if fills else None,
-                )
-        for row in group.rows:
-            if row[-1].span > 1:
-                name = f"{row[0].text}: " if len(row) > 1 else ""
-                below.append(Text(f"{name}{row[-1].text}", style=_STYLES[row[-1].status]))
-                continue
-            cells = [cell for cell, column in zip(row, built.columns, strict=True) if not column.wide]
-            grid.add_row(
-                *(Text(cell.text + cell.suffix, style=_STYLES.get(cell.status, "")) for cell in cells)
+        for column in (each for each in built.columns if not each.wide):
+            fills = column.name == fill
+            grid.add_column(
+                column.short or column.name,
+                justify="right" if column.numeric else "left",
+                no_wrap=column.whole,
+                overflow="ellipsis" if fills and column.whole else "fold",
+                ratio=1 if fills else None,
             )
-        parts += [grid] if grid.row_count else []
-        parts += below
+        for row in group.rows:
+            texts = [Text(cell.text + cell.suffix, style=_STYLES.get(cell.status, "")) for cell in row]
+            if row[-1].span == 1:
+                grid.add_row(*(t for t, column in zip(texts, built.columns, strict=True) if not column.wide))
+            else:
+                name = f"{row[0].text}: " if len(row) > 1 else ""
+                below.append(Text(f"{name}{row[-1].text}", style=texts[-1].style))
+        parts += [*([grid] if grid.row_count else []), *below]
     return Group(*parts)
 
 
@@ -104,13 +101,10 @@ def bundle_renderable(bundle: Bundle, *, details: bool = False) -> RenderableTyp
     axes = "  ".join(f"{name} {axis}" for name, axis in spec.axes.items())
     total = sum(entry.bytes for entry in manifest.files.values())
     cases = "  ".join(f"{entry.name} {sizes_text(entry.sizes)}" for entry in manifest.golden)
-    lines = [
-        ("bundle", str(bundle.path)),
-        ("model", what),
-        ("graph", f"{manifest.precision.name}, opset {manifest.opset}, axes {axes}"),
-        ("fused", f"{len(manifest.attention)}/{spec.attention_count} attention as one ONNX Attention node"),
-        ("golden", cases.replace(", ", ",")),
-    ]
+    fused = f"{len(manifest.attention)}/{spec.attention_count} attention as one ONNX Attention node"
+    lines = [("bundle", str(bundle.path)), ("model", what)]
+    lines.append(("graph", f"{manifest.precision.name}, opset {manifest.opset}, axes {axes}"))
+    lines += [("fused", fused), ("golden", cases.replace(", ", ","))]
     for entry in manifest.traces:
         from mha_deploy.bundle.traces import read_trace
 
@@ -125,30 +119,19 @@ def bundle_renderable(bundle: Bundle, *, details: bool = False) -> RenderableTyp
     lines += [("note", note) for note in manifest.notes]
     if not details:
         return _pairs(lines)
-    files = table(
-        "files, hashes checked",
-        ("file", "#bytes", "sha256"),
-        [(name, f"{file.bytes:,}", f"{file.sha256[:16]}…") for name, file in manifest.files.items()],
-    )
+    rows = [(name, f"{file.bytes:,}", f"{file.sha256[:16]}…") for name, file in manifest.files.items()]
+    files = rendered(table("files, hashes checked", ("file", "#bytes", "sha256"), rows), title=True)
     checks = "\n".join(f"checked: {check}" for check in manifest.checks.get("graph", []))
     made = "made with " + ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
-    return Group(
-        _pairs(lines),
-        attention_renderable(manifest.attention),
-        rendered(files, title=True),
-        Text(checks, style="dim"),
-        Text(made, style="dim"),
-    )
+    about = (Text(line, style="dim") for line in (checks, made))
+    return Group(_pairs(lines), attention_renderable(manifest.attention), files, *about)
 
 
 def attention_renderable(nodes: Sequence[Mapping[str, Any]]) -> RenderableType:
     """The attention nodes of a graph, equal ones as one row, with the source lines that are known."""
 
-    def known(value: object) -> str:
-        return "?" if value is None else str(value)
-
     def row(node: Mapping[str, Any]) -> tuple[str, ...]:
-        mask = ["causal"] * bool(node["is_causal"]) + [str(node["mask"])] * (node["mask"] != "none")
+        known = {name: "?" if value is None else str(value) for name, value in node.items()}
         extras = {
             "past": node["has_past"],
             "present": node["has_present"],
@@ -159,11 +142,11 @@ def attention_renderable(nodes: Sequence[Mapping[str, Any]]) -> RenderableType:
             f"rank {node['rank']}": node["rank"] not in (None, 3),
         }
         return (
-            known(node["kind"]),
-            f"{known(node['Hq'])}/{known(node['Hkv'])}×{known(node['D'])}",
-            known(node["dtype"]),
+            known["kind"],
+            f"{known['Hq']}/{known['Hkv']}×{known['D']}",
+            known["dtype"],
             "?" if node["softmax_scale"] is None else f"{node['softmax_scale']:.4g}",
-            " + ".join(mask) or "none",
+            _mask(node["is_causal"], node["mask"]),
             ", ".join(name for name, present in extras.items() if present) or "-",
             "/".join(Path(node.get("place") or "-").parts[-2:]),  # paths of libraries are long
         )
@@ -174,13 +157,18 @@ def attention_renderable(nodes: Sequence[Mapping[str, Any]]) -> RenderableType:
     return rendered(table(plural(len(nodes), "attention node"), headings, rows), title=True)
 
 
+def _mask(causal: bool, mask: str) -> str:
+    """The masks of an attention: `causal + bool`."""
+    return " + ".join(["causal"] * bool(causal) + [mask] * (mask != "none")) or "none"
+
+
 def fuse_renderable(report: FuseReport) -> RenderableType:
     """What was fused, what was not and why, and what was changed besides."""
     rows = []
     for each in report.fused:
-        mask = " + ".join(["causal"] * each.causal + [each.mask] * (each.mask != "none")) or "none"
         result = "; ".join(("fused", *["weights are an output too"] * each.weights, *each.notes))
-        rows.append((each.name, f"{each.Hq}/{each.Hkv}×{each.D}", f"{each.scale:.4g}", mask, result))
+        heads, mask = f"{each.Hq}/{each.Hkv}×{each.D}", _mask(each.causal, each.mask)
+        rows.append((each.name, heads, f"{each.scale:.4g}", mask, result))
     for left in report.unfused:
         where = f" ({left.place})" if left.place else ""
         what = "not expressible" if left.recognised else "not recognised"
@@ -254,16 +242,11 @@ def engine_renderable(engine: Engine, *, details: bool = False) -> RenderableTyp
         lines += [("rebuilds", line) for line in rebuild_summary(manifest.rebuilds)]
     blocks: list[RenderableType] = [_pairs(lines), rendered(_nodes_table(manifest))]
     if details:
-        rows = [
-            (
-                manifest.profile_name(kernel["profile"]),
-                Cell(text=kernel["name"], status="good" if kernel["fused_attention"] else ""),
-                kernel["type"],
-                ",".join(kernel["dtypes"]),
-                ", ".join(kernel["nodes"][:6]),
-            )
-            for kernel in manifest.kernels
-        ]
+        rows = []
+        for kernel in manifest.kernels:
+            name = Cell(text=kernel["name"], status="good" if kernel["fused_attention"] else "")
+            types, nodes = ",".join(kernel["dtypes"]), ", ".join(kernel["nodes"][:6])
+            rows.append((manifest.profile_name(kernel["profile"]), name, kernel["type"], types, nodes))
         title = plural(len(manifest.kernels), "kernel")
         kernels = table(title, ("#profile", "kernel", "!type", "!types", "nodes"), rows)
         blocks.append(rendered(kernels, title=True))
@@ -275,30 +258,19 @@ def engine_renderable(engine: Engine, *, details: bool = False) -> RenderableTyp
 
 def _nodes_table(manifest: EngineManifest) -> Table:
     """A row for all attentions of one kernel: those of a model differ in their numbers only."""
-    groups = together(
-        manifest.verdict.nodes,
-        lambda node: (
-            without_numbers(node.node),
-            without_numbers(node.reason),
-            node.profile,
-            node.status,
-            tuple(map(without_hash, node.kernels)),
-            node.source,
-        ),
-    )
-    rows = []
+
+    def kernel(node: NodeVerdict) -> Hashable:
+        texts = without_numbers(node.node), without_numbers(node.reason), *map(without_hash, node.kernels)
+        return texts, node.profile, node.status, node.source
+
+    rows, groups = [], together(manifest.verdict.nodes, kernel)
     for group in groups:
         node, kernels = group[0], [", ".join(each.kernels) for each in group]
         # A hash is shown where it is the same for all attentions of the row.
         evidence = kernels[0] or node.reason if len(set(kernels)) == 1 else without_hash(kernels[0])
-        rows.append(
-            (
-                named([each.node for each in group], joint="\n"),
-                manifest.profile_name(node.profile),
-                Cell(text=node.status, status=tables.FUSION[node.status]),
-                f"{evidence} [{node.source}]",
-            )
-        )
+        names = named([each.node for each in group], joint="\n")
+        status = Cell(text=node.status, status=tables.FUSION[node.status])
+        rows.append((names, manifest.profile_name(node.profile), status, f"{evidence} [{node.source}]"))
     brief = "!" if all(len(group[0].node) <= _NAME_WIDTH for group in groups) else ""
     return table("", (f"{brief}attention", "#profile", "verdict", "evidence"), rows)
 
@@ -375,12 +347,9 @@ def _layers_table(run: Data) -> Table:
     others = [verdict for verdict in good if verdict not in kept]
     listed = [verdict for verdict in run["verdicts"] if verdict not in others]
     errors = [verdict["deviation"]["relative_l2"] for verdict in others if verdict["deviation"]]
-    worst = {
-        **others[0],
-        "output": f"{len(others)} more",
-        "share": max((verdict["share"] or 0.0 for verdict in others), default=None),
-        "deviation": {"relative_l2": max(errors, default=None)},
-    }
+    share = max((verdict["share"] or 0.0 for verdict in others), default=None)
+    figures = {"share": share, "deviation": {"relative_l2": max(errors, default=None)}}
+    worst = {**others[0], "output": f"{len(others)} more", **figures}
     built = tables.layers_table([{**run, "verdicts": [*listed, worst]}])
     (group,) = built.groups
     *rows, last = group.rows
@@ -476,16 +445,10 @@ def bisection_renderable(found: Bisection) -> RenderableType:
 
 def models_renderable(models: Iterable[Mapping[str, Any]]) -> RenderableType:
     """The table of known models."""
-    rows = [
-        (
-            row["name"],
-            row["kind"],
-            f"{row['Hq']}/{row['Hkv']}×{row['D']}",
-            *(f"{row[key]:,}" for key in ("E", "parameters", "kv_bytes_per_token")),
-            row["summary"],
-        )
-        for row in models
-    ]
+    rows = []
+    for row in models:
+        heads, counts = f"{row['Hq']}/{row['Hkv']}×{row['D']}", ("E", "parameters", "kv_bytes_per_token")
+        rows.append((row["name"], row["kind"], heads, *(f"{row[key]:,}" for key in counts), row["summary"]))
     headings = ("!model", "!kind", "#Hq/Hkv×D", "#E", "#parameters", "#KV B/token", "!description")
     note = Text("One layer each; KV-cache bytes per token for FP16 or BF16.", style="dim")
     return Group(rendered(table("", headings, rows), fill="description"), note)
@@ -510,10 +473,10 @@ def analysis_renderable(analysis: Analysis) -> RenderableType:
     """A heading, a table of the stages, and the KV cache."""
     spec, cost, bound = analysis.spec, analysis.cost, analysis.bound
     heads = f"{spec.Hq} heads" if spec.Hkv == spec.Hq else f"{spec.Hq} query and {spec.Hkv} key/value heads"
+    what = f"  {spec.kind}, {heads} of {spec.D}, width {spec.E}\n"
     sizes = " ".join(f"{name}={size}" for name, size in analysis.sizes.items())
-    heading = Text(spec.name, style="bold")
-    heading.append(f"  {spec.kind}, {heads} of {spec.D}, width {spec.E}\n", style="not bold")
-    heading.append(f"{sizes}, {analysis.precision}, {analysis.gpu.name}", style="not bold dim")
+    where = f"{sizes}, {analysis.precision}, {analysis.gpu.name}"
+    heading = Text.assemble((spec.name, "bold"), what, (where, "dim"))
 
     def row(name: str, growth: str, cost: Any, seconds: float, bound_by: str) -> tuple[str, ...]:
         figures = (cost.flops / 1e9, cost.bytes / 1e6, cost.intensity, seconds * 1e6)

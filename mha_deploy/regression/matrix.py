@@ -44,6 +44,7 @@ from mha_deploy.report.page import sections_page
 from mha_deploy.report.schema import as_plain
 from mha_deploy.report.table import Cell, Table, markdown, number, table
 from mha_deploy.runtime.child import RuntimeCrash, isolation
+from mha_deploy.runtime.runner import error_line
 from mha_deploy.runtime.tensorrt.versions import load
 from mha_deploy.text import percent, plural, short, size
 from mha_deploy.validate.run import validate_bundle
@@ -401,9 +402,7 @@ class RayWorkers:
 
 def _first_line(error: BaseException) -> str:
     cause = getattr(error, "cause", None)  # what a Ray task raised is inside Ray's own error
-    error = cause if isinstance(cause, BaseException) else error
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+    return error_line(cause if isinstance(cause, BaseException) else error)
 
 
 # -- A run -----------------------------------------------------------------------------------------
