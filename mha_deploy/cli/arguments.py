@@ -166,7 +166,7 @@ class ModelOptions:
     """The model of `export`, `deploy` and `analyze`."""
 
     model: str = argument(
-        "[MODEL]",
+        "MODEL",
         "A name from `mha-deploy models`, the path of a .toml spec or of an .onnx file, or your own model as "
         "file.py:factory or package.module:factory. None with --hf.",
         "",

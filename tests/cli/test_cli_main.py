@@ -82,6 +82,7 @@ def test_what_reads_text_alone_loads_nothing_heavy(tmp_path):
         assert "unless given" not in " ".join(step.out.split())
         with_value = [line for line in step.out.splitlines() if "<bool>" in line]
         assert all("--help" in line or "--version" in line for line in with_value), "a flag takes no value"
+        assert "[[" not in step.out
         assert step.err == ""
     assert {"mha_deploy.cli", "typer"} <= set(done.modules)
     assert HEAVY.isdisjoint(name.partition(".")[0] for name in done.modules)
