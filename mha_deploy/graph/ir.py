@@ -158,8 +158,7 @@ def new_initializer(
 ) -> ir.Value:
     """Add an initializer to a graph; default: of the array's own type."""
     tensor = ir.Tensor(array, dtype=dtype, name=name) if dtype is not None else ir.tensor(array, name=name)
-    shape, kind = ir.Shape(array.shape), ir.TensorType(tensor.dtype)
-    value = ir.Value(name=name, type=kind, shape=shape, const_value=tensor)
+    value = ir.val(name, const_value=tensor)
     graph.register_initializer(value)
     return value
 

@@ -181,14 +181,12 @@ def prepared(model: ir.Model) -> ir.Model:
     infer_shapes(copy)
     retype(copy, (BF16,), FLOAT)  # the numbers of BF16 are numbers of float32
     for node in [node for node in graph if is_op(node, "Constant")]:
-        old = node.outputs[0]
-        tensor = constant(old)
-        if tensor is None or tensor.dtype != FLOAT or old.is_graph_output():
-            continue
-        new = ir.val(old.name, FLOAT, tensor.numpy().shape, const_value=tensor)
-        old.replace_all_uses_with(new)
-        graph.remove(node, safe=True)
-        graph.register_initializer(new)
+        old, tensor = node.outputs[0], constant(node.outputs[0])
+        if tensor is not None and tensor.dtype == FLOAT and not old.is_graph_output():
+            new = ir.val(old.name, const_value=tensor)
+            old.replace_all_uses_with(new)
+            graph.remove(node, safe=True)
+            graph.register_initializer(new)
     taken: set[str] = set()
     for node in graph:
         if not node.name or node.name in taken:

@@ -308,36 +308,15 @@ class Eligibility:
     node: AttentionNode
     target: Target
     findings: tuple[Finding, ...]
-
-    @property
-    def taken(self) -> bool:
-        """Whether the node builds as it is, and computes what ONNX specifies."""
-        return not self._any(REFUSED, WRONG_ANSWER)
-
-    @property
-    def fused(self) -> bool:
-        """Whether the node as it is can become one fused kernel."""
-        return self.taken and not self._any(NOT_FUSED)
-
-    @property
-    def taken_when_lowered(self) -> bool:
-        """Whether the node builds and is correct once lowered."""
-        return not self._any(REFUSED, WRONG_ANSWER, cured=False)
-
-    @property
-    def fused_when_lowered(self) -> bool:
-        """Whether the node can become one fused kernel once lowered."""
-        return self.taken_when_lowered and not self._any(NOT_FUSED, cured=False)
+    taken: bool  # whether the node builds as it is, and computes what ONNX specifies
+    fused: bool  # whether the node as it is can become one fused kernel
+    taken_when_lowered: bool  # whether the node builds and is correct once lowered
+    fused_when_lowered: bool  # whether the node can become one fused kernel once lowered
 
     @property
     def options(self) -> dict[str, bool]:
         """The options of the lowering that cure these findings."""
         return operator_options(self.findings)
-
-    def _any(self, *severities: str, cured: bool = True) -> bool:
-        """Whether a finding has one of the severities; with `cured` false, only what no lowering cures."""
-        counted = (each for each in self.findings if cured or each.cured_by is None)
-        return any(finding.severity in severities for finding in counted)
 
 
 def judge(nodes: Sequence[AttentionNode], target: Target) -> list[Eligibility]:
@@ -348,5 +327,16 @@ def judge(nodes: Sequence[AttentionNode], target: Target) -> list[Eligibility]:
         applying = [name for name, applies in covering.items() if applies(node, target)]
         fields = node.describe() if applying else {}
         found = _worst_first(node.name, [(name, RULES[name].message.format(**fields)) for name in applying])
-        answers.append(Eligibility(node=node, target=target, findings=tuple(found)))
+        severities = {finding.severity for finding in found}
+        not_cured = {finding.severity for finding in found if finding.cured_by is None}
+        answer = Eligibility(
+            node=node,
+            target=target,
+            findings=tuple(found),
+            taken=severities <= {NOT_FUSED, NOTE},
+            fused=severities <= {NOTE},
+            taken_when_lowered=not_cured <= {NOT_FUSED, NOTE},
+            fused_when_lowered=not_cured <= {NOTE},
+        )
+        answers.append(answer)
     return answers

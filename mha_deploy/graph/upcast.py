@@ -119,7 +119,7 @@ def retype(model: ir.Model, before: Collection[ir.DataType], after: ir.DataType)
     values = [value for graph in model.graphs() for value in (*graph.inputs, *graph.initializers.values())]
     for node in model.graph.all_nodes():
         values += node.outputs
-        retype_attributes(node, before, after, names=(*_TYPE_ATTRIBUTES, _SOFTMAX_PRECISION))
+        retype_attributes(node, before, after, _SOFTMAX_PRECISION)
     found = [value for value in values if value.dtype in before]
     for value in found:
         value.type = ir.TensorType(after)  # a new one: copies of a model share their types
@@ -128,17 +128,12 @@ def retype(model: ir.Model, before: Collection[ir.DataType], after: ir.DataType)
     return bool(found)
 
 
-def retype_attributes(
-    node: ir.Node,
-    before: Collection[ir.DataType],
-    after: ir.DataType,
-    names: Collection[str] = _TYPE_ATTRIBUTES,
-) -> None:
-    """Give the constants of a node that have some types another type, and the results that `names` state."""
+def retype_attributes(node: ir.Node, before: Collection[ir.DataType], after: ir.DataType, *more: str) -> None:
+    """Change types in the attributes of a node: of tensors, and those that the usual ones and `more` name."""
     if is_op(node, "ConstantOfShape") and ir.DataType.FLOAT in before and "value" not in node.attributes:
         node.attributes["value"] = ir.AttrTensor("value", ir.tensor(np.zeros(1, np.float32)))  # the default
     for name, attribute in list(node.attributes.items()):
-        if attribute.type == ir.AttributeType.INT and name in names:
+        if attribute.type == ir.AttributeType.INT and name in (*_TYPE_ATTRIBUTES, *more):
             if ir.DataType(attribute.as_int()) in before:
                 node.attributes[name] = ir.AttrInt64(name, after.value)
         elif attribute.type == ir.AttributeType.TENSOR and (tensor := attribute.as_tensor()).dtype in before:

@@ -9,7 +9,7 @@ from attention_models import attention
 from conformance import run_in_ort
 from onnx import helper, numpy_helper
 
-from mha_deploy.graph.upcast import with_float32_matmuls
+from mha_deploy.graph.upcast import in_float64, with_float32_matmuls
 
 NAMES = ["tiny-gqa", "tiny-weights", "tiny-head-mix", "tiny-sparse-heads", "tiny-grouped-mlp"]
 MATMULS = ("MatMul", "Gemm", "Attention")
@@ -110,3 +110,15 @@ def test_upcasting_pays_off_where_half_precision_accumulates(matmul):
     if plain < 2.0**-10:
         pytest.skip(f"ONNX Runtime {ort.__version__} sums half-precision matmuls accurately on this CPU")
     assert plain > 5 * wide
+
+
+def test_zeros_without_a_stated_type_are_in_float64_as_well():
+    text = """
+<ir_version: 10, opset_import: ["" : 23]>
+g (int64[1] shape, float[N] x) => (float[N] y) {
+   zeros = ConstantOfShape (shape)
+   y = Add (zeros, x)
+}"""
+    model = in_float64(ir.from_proto(onnx.parser.parse_model(text)))
+    onnx.checker.check_model(ir.to_proto(model), full_check=True)
+    assert {value.dtype for node in model.graph for value in node.outputs} <= {ir.DataType.DOUBLE, None}
