@@ -211,7 +211,7 @@ def eligibility_renderable(answers: Sequence[Eligibility]) -> RenderableType:
         for finding, concerned in groups.items():
             about = "" if len(concerned) == len(nodes) else f"{named(concerned)}: "
             # What a lowering cures is no obstacle.
-            label = f"done by the {finding.cured_by}" if finding.cured_by else finding.severity
+            label = f"handled by the {finding.cured_by}" if finding.cured_by else finding.severity
             blocks.append(Text(f"  {label}: {about}{finding.message}"))
             if not finding.cured_by:
                 blocks.append(Text(f"    try: {finding.remedy}", style="dim"))
