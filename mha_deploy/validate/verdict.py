@@ -232,6 +232,8 @@ def not_covered(
     found = [("run", f"engine {each.path.stem}") for each in not_run]
     for each in ran or judged:
         sizes = [verdict.sizes for verdict in each.verdicts if verdict.passed]
+        if each.not_decoded_because is not None:
+            found.append(("coverage", f"decode steps in {each.runtime.name}"))
         engine = each.runtime.engine
         ranges = [axes] if engine is None else engine.manifest.ranges
         for index, profile in enumerate(ranges):

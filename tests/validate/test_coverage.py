@@ -14,11 +14,13 @@ from mha_deploy.validate.run import sweep_points
 from mha_deploy.validate.verdict import not_covered
 
 
-def judged(*sizes, engine=None, passed=True):
+def judged(*sizes, engine=None, passed=True, not_decoded=None):
     verdicts = [SimpleNamespace(sizes=each, passed=passed) for each in sizes]
     report = SimpleNamespace(verdicts=verdicts)
     runtime = SimpleNamespace(engine=engine, name="e")
-    return SimpleNamespace(parity=(report,), verdicts=verdicts, runtime=runtime)
+    return SimpleNamespace(
+        parity=(report,), verdicts=verdicts, runtime=runtime, not_decoded_because=not_decoded
+    )
 
 
 def engine_of(*ranges):
@@ -36,6 +38,11 @@ def test_sizes_above_the_largest_case_are_not_verified():
     assert words(judged({"B": 4, "S": 16}, {"B": 1, "S": 64})) == []
     assert words(judged({"B": 4, "S": 16})) == ["S above 16 (up to 64)"]
     assert words(judged({"B": 4, "S": 64}, passed=False), judged({"B": 2, "S": 64})) != []
+
+
+def test_a_kv_cache_that_no_token_was_decoded_with_is_not_verified():
+    ran = {"B": 4, "S": 64}
+    assert words(judged(ran, not_decoded="the bundle has no decode trace")) == ["decode steps in e"]
 
 
 def test_an_engine_that_did_not_run_is_not_verified():
