@@ -58,7 +58,7 @@ def commands_of(page):
     """Every command line in a page: of its bash blocks, and of the table in the README."""
     text = page.read_text(encoding="utf-8")
     bash = "\n".join(re.findall(r"```bash\n(.+?)```", text, re.DOTALL)).replace("\\\n", " ")
-    found = re.findall(r"^mha-deploy ([^|>\n]+)", bash, re.MULTILINE)
+    found = re.findall(r"^(?:\w+/bin/)?mha-deploy ([^|>\n]+)", bash, re.MULTILINE)
     return sorted({*found, *(each.removeprefix("mha-deploy ") for each in TABLE if page.name == "README.md")})
 
 
