@@ -22,7 +22,7 @@ from onnx_ir.passes.common import InlinePass
 
 from mha_deploy.bundle.manifest import GENERATED
 from mha_deploy.graph.attention_node import is_attention
-from mha_deploy.graph.fuse.leftover import leftover_attentions
+from mha_deploy.graph.fuse.leftover import Leftovers
 from mha_deploy.graph.fuse.mask_pattern import FULLY_MASKED, Masks
 from mha_deploy.graph.fuse.pattern import Normalisation, Pattern, comes_to_matmul, softmax_at
 from mha_deploy.graph.fuse.values import (
@@ -185,9 +185,9 @@ class _Fusion:
         if not _is_sorted(self._model.graph):
             # What uses the weights, or shares the mask, stands before the matmul with V.
             self._model.graph.sort()
-        left, features = leftover_attentions(self._model.graph)
-        refusals = {node: each for node, each in refusals.items() if node not in features}
-        for node, why in left.items():
+        left = Leftovers(self._model.graph)
+        refusals = {node: each for node, each in refusals.items() if node not in left.features}
+        for node, why in left.found.items():
             if isinstance(refusals.get(node), NoScores | None):
                 refusals[node] = why or _reason(node)
         for node in self._model.graph.all_nodes():

@@ -56,48 +56,37 @@ _NOTHING = _Carried()
 _COMPUTED = _Carried(computed=True)
 
 
-def leftover_attentions(graph: ir.Graph) -> tuple[dict[ir.Node, NotFused | None], set[ir.Node]]:
-    """The nodes of a graph, and of the graphs in it, that are part of an attention.
+class Leftovers:
+    """The nodes of a graph, and of the graphs in it, that are part of an attention."""
 
-    Returns:
-        Softmaxes, and what stands in their place, in the order of the graph, with why they are not
-        expressible; None where that is not known. Then softmaxes that only make features of Q and K.
-    """
-    walk = _Walk()
-    walk.carried |= {value: _COMPUTED for value in graph.inputs if not value.is_initializer()}
-    walk.follow(graph)
-    found, modules = walk.softmaxes, set[str]()
-    for matmul, activation in walk.linear.items():  # once for each module
-        node = activation or matmul
-        if module_of(node) not in modules:
-            modules.add(module_of(node))
-            what = f"{node.op_type} stands in the place of the softmax; {_NO_SOFTMAX}"
-            if activation is None:
-                what = f"No softmax stands between its matmuls (linear attention); {_NO_SOFTMAX}"
-            found[node] = NotExpressible(what)
-    return found, walk.features
-
-
-class _Walk:
-    """The values so far, and what was found."""
-
-    def __init__(self) -> None:
-        self.carried: dict[ir.Value, _Carried] = {}
-        self.softmaxes: dict[ir.Node, NotFused | None] = {}
+    def __init__(self, graph: ir.Graph) -> None:
+        # Softmaxes, and what stands in their place, with why they are not expressible; None where that is
+        # not known.
+        self.found: dict[ir.Node, NotFused | None] = {}
+        self.features: set[ir.Node] = set()  # softmaxes that only make features of Q and K
         # The second matmul of an attention without softmax, and what stands between the two.
-        self.linear: dict[ir.Node, ir.Node | None] = {}
-        self.features: set[ir.Node] = set()
+        self._linear: dict[ir.Node, ir.Node | None] = {}
+        self._carried = {value: _COMPUTED for value in graph.inputs if not value.is_initializer()}
+        self._follow(graph)
+        modules = set[str]()
+        for matmul, activation in self._linear.items():  # once for each module
+            node = activation or matmul
+            if module_of(node) not in modules:
+                modules.add(module_of(node))
+                what = f"{node.op_type} stands in the place of the softmax; {_NO_SOFTMAX}"
+                if activation is None:
+                    what = f"No softmax stands between its matmuls (linear attention); {_NO_SOFTMAX}"
+                self.found[node] = NotExpressible(what)
 
-    def follow(self, graph: ir.Graph) -> None:
-        """Take in the nodes of a graph, in their order."""
+    def _follow(self, graph: ir.Graph) -> None:
         for node in graph:
             if inner := graphs_in(node):
                 self._branches(node, inner)
             else:
-                self.carried |= dict.fromkeys(node.outputs, self._after(node))
+                self._carried |= dict.fromkeys(node.outputs, self._after(node))
 
     def _of(self, values: Iterable[ir.Value | None]) -> list[_Carried]:
-        return [_NOTHING if value is None else self.carried.get(value, _NOTHING) for value in values]
+        return [_NOTHING if value is None else self._carried.get(value, _NOTHING) for value in values]
 
     def _after(self, node: ir.Node) -> _Carried:
         given = self._of(node.inputs)
@@ -107,7 +96,7 @@ class _Walk:
         if "Attention" in node.op_type:
             if not is_attention(node):
                 what = f"{node.domain or 'ONNX'}'s {node.op_type} is not ONNX's Attention."
-                self.softmaxes[node] = NotExpressible(what)
+                self.found[node] = NotExpressible(what)
             return _COMPUTED
         if is_op(node, "Shape", "Size"):
             return _COMPUTED
@@ -124,7 +113,7 @@ class _Walk:
             if not joined.scores or (isinstance(size, int) and size not in joined.sizes):
                 return replace(_COMPUTED, features=here)
             for matmul in joined.matmuls:
-                self.linear.pop(matmul, None)  # it computes the scores of this softmax
+                self._linear.pop(matmul, None)  # it computes the scores of this softmax
             return replace(_COMPUTED, softmaxes=here)
         expanded = _expanded_matmul(node)
         if expanded is not None:
@@ -135,7 +124,7 @@ class _Walk:
             acts = joined.matmuls and node.op_type in _ACTIVATIONS
             return replace(joined, activations=joined.activations | here) if acts else joined
         for each in joined.softmaxes:
-            self.softmaxes.setdefault(each)
+            self.found.setdefault(each)
         if is_op(node, "QLinearMatMul"):
             given = given[::3]  # each operand has a scale and a zero point
         operands = [each for each in (given if is_op(node, "Einsum") else given[:2]) if each.computed]
@@ -145,8 +134,8 @@ class _Walk:
         weights = [bool(each.softmaxes) for each in operands]
         if any(weights) and not all(weights):
             return _COMPUTED  # the matmul with V
-        if joined.matmuls - self.linear.keys() and not any(weights):
-            self.linear[node] = next(iter(sorted(joined.activations, key=node_name)), None)
+        if joined.matmuls - self._linear.keys() and not any(weights):
+            self._linear[node] = next(iter(sorted(joined.activations, key=node_name)), None)
             self.features |= joined.features
         sizes = frozenset(size for size in sizes_of(node.outputs[0]) or () if isinstance(size, int))
         return replace(_COMPUTED, scores=True, sizes=sizes, matmuls=here, features=joined.features)
@@ -161,11 +150,11 @@ class _Walk:
                 results = self._of(graph.outputs)
                 for at, value in enumerate(graph.inputs):
                     again = results[at - skipped : at - skipped + 1] if around and at >= skipped else []
-                    self.carried[value] = _joined([*given[at : at + 1], *again, _COMPUTED])
-                self.follow(graph)
+                    self._carried[value] = _joined([*given[at : at + 1], *again, _COMPUTED])
+                self._follow(graph)
         for at, value in enumerate(node.outputs, skipped):
             ends = self._of(graph.outputs[at] for graph in graphs if at < len(graph.outputs))
-            self.carried[value] = _joined([*ends, _COMPUTED])
+            self._carried[value] = _joined([*ends, _COMPUTED])
 
 
 def _expanded_matmul(node: ir.Node) -> ir.Node | None:
