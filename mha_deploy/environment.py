@@ -79,12 +79,7 @@ RUNTIMES = (
 
 
 def examine(runtimes: Sequence[Runtime] = RUNTIMES, *, load: bool = False) -> dict[str, Any]:
-    """Look for every runtime, importing it to see that it works, and for GPUs; all as plain data.
-
-    Args:
-        runtimes: What to look for.
-        load: Whether to import those too that take long.
-    """
+    """Look for every runtime and for GPUs; `load` imports those runtimes too that take long to import."""
     rows = [_examine_one(runtime, load or not runtime.slow) for runtime in runtimes]
     working = {runtime.module for runtime, row in zip(runtimes, rows, strict=True) if row["works"]}
     here, tensorrt, rtx = gpus(), "tensorrt" in working, "tensorrt_rtx" in working

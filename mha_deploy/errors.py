@@ -77,11 +77,7 @@ class BackendUnavailable(DeployError):
 
 @contextmanager
 def needed(what: str, extra: str) -> Iterator[None]:
-    """Imports of what an extra of this package installs.
-
-    Raises:
-        BackendUnavailable: It is not installed.
-    """
+    """Imports of what an extra of this package installs; an error of a missing one says how to install it."""
     try:
         yield
     except ImportError as error:
@@ -93,10 +89,7 @@ def needed(what: str, extra: str) -> Iterator[None]:
 def exit_as_error() -> Iterator[None]:
     """Make `sys.exit()` in the code of a user's model an error: its code must not read as a verdict.
 
-    Also a decorator, for functions that call such code.
-
-    Raises:
-        ExportError: The code ended the program; the error names the line.
+    Also a decorator, for functions that call such code. The error names the line.
     """
     try:
         yield
@@ -106,12 +99,7 @@ def exit_as_error() -> Iterator[None]:
 
 
 def place_of_error(error: BaseException, otherwise: str = "an unknown place") -> str:
-    """The last line of the user's own code on the way to an error, as `file.py:12`.
-
-    Args:
-        error: What was raised.
-        otherwise: The answer where no line of another file than ours led to it.
-    """
+    """The last line of the user's own code on the way to an error, as `file.py:12`."""
     ours = str(Path(__file__).parent)
     libraries = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
     frames = traceback.extract_tb(error.__traceback__)

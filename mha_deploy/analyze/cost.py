@@ -57,10 +57,8 @@ def key_length(spec: AttentionSpec, sizes: Sizes) -> int:
 def past_keys(spec: AttentionSpec, sizes: Sizes, lengths: Sequence[int] | None = None) -> list[int]:
     """The keys before the new tokens, of every batch element: none without a KV cache.
 
-    `lengths` are the valid entries of a preallocated KV cache before the call; default: full after it.
-
-    Raises:
-        SpecError: The lengths do not suit the layer or its sizes.
+    `lengths` are the valid entries of a preallocated KV cache before the call; default: full after it. They
+    are refused where they do not suit the layer or its sizes.
     """
     if lengths is None:
         past = key_length(spec, sizes) - sizes["S"] if spec.cache != "none" else 0
@@ -294,11 +292,7 @@ def with_full_cache(spec: ModelSpec, name: str, sizes: Mapping[str, int]) -> Tim
 
 
 def points_from_text(spec: ModelSpec, text: str) -> tuple[TimedPoint, ...]:
-    """Read `opt`, for all of `usual_points`; `prefill` or `decode`; or sizes such as `B=8,S=1,P=2048`.
-
-    Raises:
-        SpecError: The text is none of them, or the sizes are outside the axes.
-    """
+    """Read `opt`, for all of `usual_points`; `prefill` or `decode`; or sizes such as `B=8,S=1,P=2048`."""
     usual = usual_points(spec)
     if named := tuple(point for point in usual if text in (USUAL, point.name)):
         return named

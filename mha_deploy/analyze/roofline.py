@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from mha_deploy.analyze.cost import LayerCost, StageCost, key_length, kv_cache_bytes, layer_cost
+from mha_deploy.analyze.cost import LayerCost, StageCost, key_length, kv_cache_bytes_per_token, layer_cost
 from mha_deploy.errors import DeployError, nearest
 from mha_deploy.model.precision import find_precision
 from mha_deploy.model.spec import AttentionSpec, Sizes
@@ -132,10 +132,7 @@ def roofline_bound(cost: LayerCost, gpu: Gpu, precision: str, tokens: int) -> La
 
 @dataclass(frozen=True, kw_only=True)
 class Analysis:
-    """The cost and the roofline bound of a layer at some sizes on a GPU, stage by stage.
-
-    `kv_bytes_per_token` and `kv_bytes` are the KV-cache bytes of one token, and at these sizes.
-    """
+    """The cost and the roofline bound of a layer at some sizes on a GPU, stage by stage."""
 
     spec: AttentionSpec
     sizes: Mapping[str, int]
@@ -143,8 +140,16 @@ class Analysis:
     gpu: Gpu
     cost: LayerCost
     bound: LayerBound
-    kv_bytes_per_token: int
-    kv_bytes: int
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """KV-cache bytes of one token."""
+        return kv_cache_bytes_per_token(self.spec, find_precision(self.precision).bytes)
+
+    @property
+    def kv_bytes(self) -> int:
+        """KV-cache bytes at these sizes."""
+        return self.sizes["B"] * key_length(self.spec, self.sizes) * self.kv_bytes_per_token
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; times in seconds, sizes in bytes."""
@@ -175,19 +180,9 @@ def analyze_layer(
 ) -> Analysis:
     """Count the FLOPs and bytes of a layer and its roofline bound; nothing is run.
 
-    `gpu` is a name from `gpu_names()`, or the figures of another GPU. `lengths` are the valid entries of a
-    preallocated KV cache before the call; default: full after it.
+    `gpu` is a name from `gpu_names()`, or the figures of another GPU; `lengths` as in `past_keys`.
     """
-    figures = gpu if isinstance(gpu, Gpu) else find_gpu(gpu)
-    element = find_precision(precision).bytes
-    cost = layer_cost(spec, sizes, element, lengths=lengths)
-    return Analysis(
-        spec=spec,
-        sizes=dict(sizes),
-        precision=precision,
-        gpu=figures,
-        cost=cost,
-        bound=roofline_bound(cost, figures, precision, tokens=sizes["B"] * sizes["S"]),
-        kv_bytes_per_token=kv_cache_bytes(spec, 1, 1, element),
-        kv_bytes=kv_cache_bytes(spec, sizes["B"], key_length(spec, sizes), element),
-    )
+    gpu = gpu if isinstance(gpu, Gpu) else find_gpu(gpu)
+    cost = layer_cost(spec, sizes, find_precision(precision).bytes, lengths=lengths)
+    bound = roofline_bound(cost, gpu, precision, tokens=sizes["B"] * sizes["S"])
+    return Analysis(spec=spec, sizes=dict(sizes), precision=precision, gpu=gpu, cost=cost, bound=bound)

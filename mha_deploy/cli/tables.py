@@ -41,10 +41,7 @@ _STYLES = {
 def rendered(built: Table, *, title: bool = False, fill: str = "") -> RenderableType:
     """A table: the columns that a terminal has room for, then the sentences about its rows.
 
-    Args:
-        built: The table.
-        title: Whether its title is shown.
-        fill: The column that takes the rest of the width.
+    `fill` is the column that takes the rest of the width.
     """
     parts: list[RenderableType] = [Text(built.title, style="italic")] if title else []
     for group in built.groups:
