@@ -1101,11 +1101,7 @@ def deploy(
 def _best_candidate(
     found: Model, out: Path, settings: EngineOptions, *, latency: bool | None, report: OnStep, **exported: Any
 ) -> tuple[str, EngineOptions, dict[str, Any]]:
-    """Export, build and judge every candidate in a temporary folder.
-
-    Returns:
-        The precision and the options of the best one, and the fields of a `Deployment` that list them all.
-    """
+    """Export, build and judge every candidate: the precision and the options of the best one, and all."""
     from mha_deploy.bundle.commit import temporary_folder
     from mha_deploy.engine.engine import default_backend
     from mha_deploy.engine.lowered import open_candidates

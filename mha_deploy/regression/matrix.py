@@ -188,15 +188,11 @@ def probe(request: Mapping[str, Any]) -> dict[str, str]:
 
 
 def run_cell(request: Mapping[str, Any], archive: bytes | None = None) -> dict[str, Any]:
-    """Build an engine from a bundle, and validate it where it can run.
+    """Build an engine from a bundle, and validate it where it can run; gives fields of a `MatrixCell`.
 
-    Args:
-        request: `backend`, `options` of the build, `time_limit`, and `bundle`, the path of the bundle.
-        archive: The bundle as a tar archive, where workers do not share a file system.
-
-    Returns:
-        `status`, `why`, `seconds`, `engine_sha256` and `report`, as `MatrixCell` has them; without a GPU the
-        report has only the model, its engine and its environment.
+    The request has the `backend`, the `options` of the build, the `time_limit`, and the path of the `bundle`;
+    the archive is that bundle, where workers do not share a file system. Without a GPU the report has only
+    the model, its engine and its environment.
     """
     started, report, plan = time.monotonic(), None, ""
     isolation.limit_s = request["time_limit"]
