@@ -383,3 +383,20 @@ def test_a_file_that_cannot_be_run_is_quoted():
     _, report = fused(g.model(g.attend(g.op("Add", g.scores(), nothing))))
     assert report.fused == ()
     assert "ValueError: Unable to multiply shapes" in report.unfused[0].reason
+
+
+def test_a_mask_is_compared_over_keys_whose_number_is_a_sum(monkeypatch):
+    """The mask has a length of its own name. At length 1, which every file takes, it says nothing of keys."""
+    right = mask_pattern.Bias.scaled
+
+    def wrong(self, builder, dtype):
+        return builder.op("ReduceMax", right(self, builder, dtype), builder.ints(-1), keepdims=1)
+
+    monkeypatch.setattr(mask_pattern.Bias, "scaled", wrong)
+    g = Hand(shape=("B", H, "S", D))
+    past = [g.input(name, ["B", H, "P", D]) for name in ("past_k", "past_v")]
+    k, v = (g.op("Concat", *pair, axis=2) for pair in zip(past, "kv", strict=True))
+    scores = g.op("MatMul", "q", g.op("Transpose", k, perm=[0, 1, 3, 2]))
+    weights = g.op("Softmax", g.op("Add", scores, g.input("m", ["B", 1, 1, "T"])))
+    _, report = fused(g.model(g.op("MatMul", weights, v)))
+    assert ["does not compute the same" in left.reason for left in report.unfused] == [True]

@@ -182,9 +182,13 @@ def compare(old: Region, new: Region, boundary: Boundary, opset: int) -> bool:
         raise NotVerified("the number of axes of an input is not known.")
     wanted = [each or () for each in (*inputs.values(), *old.sizes.values(), *new.sizes.values())]
     ran, compared, filled, failure = 0, False, False, ""
-    for choice in _SIZES:
+    choices = [(choice, False) for choice in _SIZES]
+    if any(_is_sum(size) for each in wanted for size in each):
+        choices = [(choice, True) for choice in _SIZES[:_ENOUGH]] + choices
+    enough = _ENOUGH + len(choices) - len(_SIZES)
+    for choice, joined in choices:
         try:
-            numbers = _numbers(wanted, choice)
+            numbers = _numbers(wanted, choice, joined)
         except ValueError as error:
             failure = str(error)
             continue
@@ -214,7 +218,7 @@ def compare(old: Region, new: Region, boundary: Boundary, opset: int) -> bool:
                 compared |= not np.isnan(pair[0].astype(np.float64)).all()
         else:
             ran += 1
-        if ran == _ENOUGH or (ran and not numbers):
+        if ran == enough or (ran and not numbers):
             break
     if not ran or not compared:
         what = "the original nodes could not be run on drawn inputs."
@@ -226,13 +230,26 @@ def _shape(wanted: Dims, numbers: Mapping[str, int]) -> tuple[int, ...]:
     return tuple(each if isinstance(each, int) else numbers[each] for each in wanted)
 
 
-def _numbers(wanted: Iterable[Dims], choice: Sequence[int]) -> dict[str, int]:
-    """Numbers for the sizes of a graph; the names in them get those of the choice, in their order."""
+def _is_sum(size: int | str) -> bool:
+    """Whether a size is a sum, as the keys behind a past are."""
+    return " + " in str(size) and "*" not in str(size)
+
+
+def _numbers(wanted: Iterable[Dims], choice: Sequence[int], joined: bool) -> dict[str, int]:
+    """Numbers for the sizes of a graph; the names in them get those of the choice, in their order.
+
+    `joined`: a name that is in no sum gets what the sum of others is, as the length of a mask beside a past.
+    """
     bound, names = dict[str, int](), dict[str, list[str]]()
     for dim in (each for several in wanted for each in several if isinstance(each, str)):
         names[dim] = [each for each in _NAME.findall(dim) if each not in _FUNCTIONS]
         for name in names[dim]:
             bound.setdefault(name, choice[len(bound) % len(choice)])
+    if joined:
+        sums = [dim for dim in names if _is_sum(dim)]
+        parts = {name for dim in sums for name in names[dim]}
+        total = ir.SymbolicDim(sums[0]).evaluate(bound)
+        bound |= dict.fromkeys(bound.keys() - parts, int(total or 1))
     for _ in range(_ENLARGED):
         found = {dim: bound[dim] if dim in bound else ir.SymbolicDim(dim).evaluate(bound) for dim in names}
         small = [dim for dim, size in found.items() if not isinstance(size, int) or size < 1]
