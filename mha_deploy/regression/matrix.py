@@ -42,7 +42,7 @@ from mha_deploy.options import EngineOptions, ValidateOptions
 from mha_deploy.regression.record import append_lines, build_line
 from mha_deploy.report.page import sections_page
 from mha_deploy.report.schema import as_plain
-from mha_deploy.report.table import Cell, Table, markdown, number, table
+from mha_deploy.report.table import Cell, RawRow, Table, markdown, number, table
 from mha_deploy.runtime.child import RuntimeCrash, isolation
 from mha_deploy.runtime.runner import error_line
 from mha_deploy.runtime.tensorrt.versions import load
@@ -459,10 +459,10 @@ class Matrix:
                 del heads[place]
         runtimes = list(dict.fromkeys(cell.runtime for cell in self.cells))
         titles = [f"{name} ({versions[name]})" if name in versions else name for name in runtimes]
-        lines = (
-            (*(key[place] for place in heads), *(by_runtime[name] for name in runtimes))
+        lines: list[RawRow] = [
+            [*(key[place] for place in heads), *(by_runtime[name] for name in runtimes)]
             for key, by_runtime in rows.items()
-        )
+        ]
         return table(title, (*heads.values(), *titles), lines, css="matrix")
 
     def to_markdown(self) -> str:

@@ -432,7 +432,7 @@ def fusion_table(engines: Sequence[Data]) -> Table:
     """A row for every attention node and profile of every engine."""
     groups = []
     for engine in engines:
-        names = {None: NOTHING, **dict(enumerate(engine["profile_names"]))}
+        names: dict[int | None, str] = {None: NOTHING, **dict(enumerate(engine["profile_names"]))}
         seconds = "" if engine["seconds"] is None else f" in {short(engine['seconds'])} s"
         about = [
             engine_summary(engine),
