@@ -415,7 +415,7 @@ STEP = """
     vn = Transpose <perm = [0, 2, 1, 3]> (v4)
     k = Concat <axis = -2> (pk, kn)
     v = Concat <axis = -2> (pv, vn)
-    s = Einsum <equation = "bhsd,bhtd->bhst"> (q, k)
+    s = Einsum <equation = "...sd,...td->...st"> (q, k)
     sizes = Shape (s)
     t = Gather (sizes, T)
     rows = Concat <axis = 0> (all, t)

@@ -10,6 +10,7 @@ import ast
 import functools
 import math
 import re
+import string
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
@@ -672,12 +673,19 @@ def _reshaped(source: list[Size], wanted: list[Size] | None, allow_zero: bool) -
 
 def _einsum(node: ir.Node) -> list[Size] | None:
     inputs, arrow, out = (node.attributes.get_string("equation") or "").replace(" ", "").partition("->")
-    found = dict[str, Size]()
+    found, most = dict[str, Size](), 0
     for text, value in zip(inputs.split(","), node.inputs, strict=False):
         dims = sizes_of(value)
-        if dims is None or len(dims) != len(text):
+        hidden = len(dims or ()) - len(text.replace("...", ""))
+        if dims is None or hidden < 0 or (hidden and "..." not in text) or hidden > len(string.digits):
             return None
-        for letter, size in zip(text, dims, strict=True):
+        most = max(most, hidden)
+        for letter, size in zip(_spelled_out(text, hidden), dims, strict=True):
             if found.get(letter, 1) in (1, None):
                 found[letter] = size
-    return [found.get(letter) for letter in out] if arrow and "." not in inputs else None
+    return [found.get(letter) for letter in _spelled_out(out, most)] if arrow else None
+
+
+def _spelled_out(axes: str, hidden: int) -> str:
+    """The axes of an einsum with digits for those that an ellipsis stands for: the last one is 9."""
+    return axes.replace("...", string.digits[len(string.digits) - hidden :])
