@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from mha_deploy.bundle.folder import Bundle
     from mha_deploy.engine.engine import Engine
     from mha_deploy.regression.matrix import MatrixCell
+    from mha_deploy.report.table import Table
 
 OUT = ("-o", "--out")
 # Verbs that run no code that a bundle names need not trust it.
@@ -408,14 +409,16 @@ def compare(
         if path is not None:
             save(path)
 
-    def lines() -> Iterator[RenderableType]:
-        if markdown:
-            yield found.to_markdown()
-            return
-        yield tables.rendered(found.table(everything=everything))
-        yield f"{'PASSED' if found.passed else 'FAILED'}  {found.headline}"
+    shown = partial(_table_or_markdown, markdown, found, found.table(everything=everything))
+    return Result(found.to_dict(), shown, passed=found.passed)
 
-    return Result(found.to_dict(), lines, passed=found.passed)
+
+def _table_or_markdown(markdown: bool, found: Any, table: Table, *reasons: str) -> list[RenderableType]:
+    """A comparison or a matrix as Markdown, or as a table with reasons and the verdict."""
+    if markdown:
+        return [found.to_markdown()]
+    verdict = f"{'PASSED' if found.passed else 'FAILED'}  {found.headline}"
+    return [tables.rendered(table), *reasons, verdict]
 
 
 @verb(taken(md.matrix, "out", "jobs", "address", out={"flags": OUT}, jobs={"min": 1}))
@@ -434,17 +437,10 @@ def matrix(
     if record is not None:
         found.record(record)
 
-    def lines() -> Iterator[RenderableType]:
-        if markdown:
-            yield found.to_markdown()
-            return
-        yield tables.rendered(found.tables()[0])
-        for cell in found.cells:
-            if cell.status not in ("passed", "built"):
-                yield f"{cell.model} {cell.precision}, {cell.runtime}: {cell.status}: {cell.why}"
-        yield f"{'PASSED' if found.passed else 'FAILED'}  {found.headline}"
-
-    return Result(found.to_dict(), lines, passed=found.passed, save=lambda: page)
+    bad = [cell for cell in found.cells if cell.status not in ("passed", "built")]
+    reasons = [f"{each.model} {each.precision}, {each.runtime}: {each.status}: {each.why}" for each in bad]
+    shown = partial(_table_or_markdown, markdown, found, found.tables()[0], *reasons)
+    return Result(found.to_dict(), shown, passed=found.passed, save=lambda: page)
 
 
 @contextmanager

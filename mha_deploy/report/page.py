@@ -159,9 +159,10 @@ def latency_parts(found: Data, look: Look) -> list[Part]:
     points = found["points"]
     where = f" on {found['gpu']}" if found["gpu"] else ""
     lead = f"Device time of one call{where}. Bars end at p50, whiskers reach to p90 and p99."
-    counts = {row["timing"]["samples"] for point in points for row in point["rows"] if row["timing"]}
+    counts = [row["timing"]["samples"] for point in points for row in point["rows"] if row["timing"]]
     if counts:
-        lead += f" {' to '.join(map(str, sorted({min(counts), max(counts)})))} samples each."
+        low, high = min(counts), max(counts)
+        lead += f" {low if low == high else f'{low} to {high}'} samples each."
     lead += " The roofline bound follows from the datasheet's peak rates; it is not a prediction."
     log = charts.needs_log(points)
     bars = []
