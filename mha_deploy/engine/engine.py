@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, NotRequired, TypedDict, TypeVar
+from typing import Annotated, Any, TypedDict, TypeVar
 
 import msgspec
 import numpy as np
@@ -128,16 +128,19 @@ class LibraryRecord(TypedDict):
     plugins: list[dict[str, str]]
 
 
-class AttentionRecord(TypedDict):
-    """The implementation of attention; where it was measured, the cost of each candidate."""
-
+class _ChosenAttention(TypedDict):
     requested: str
     chosen: str
     accumulate: str
-    native_us: NotRequired[float | None]
-    plugin_us: NotRequired[float | None]
-    ratio: NotRequired[float | None]
-    tried: NotRequired[list[dict[str, Any]]]
+
+
+class AttentionRecord(_ChosenAttention, total=False):
+    """The implementation of attention; where it was measured, the cost of each candidate."""
+
+    native_us: float | None
+    plugin_us: float | None
+    ratio: float | None
+    tried: list[dict[str, Any]]
 
 
 class RebuildRecord(TypedDict):

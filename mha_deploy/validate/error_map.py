@@ -165,9 +165,10 @@ def output_projection(model: ir.Model) -> Projection | None:
         if matmul is None or matmul.inputs[0] is None:
             continue
         weight, D = constant(matmul.inputs[1]), _head_size(matmul.inputs[0])
-        if weight is not None and len(weight.shape) == 2 and D is not None and int(weight.shape[0]) % D == 0:
-            added, heads = None if bias is None else bias.numpy(), int(weight.shape[0]) // D
-            return Projection(weight=weight.numpy(), bias=added, heads=heads, output=str(output.name))
+        matrix, added = (None if each is None else each.numpy() for each in (weight, bias))
+        if matrix is not None and matrix.ndim == 2 and D is not None and matrix.shape[0] % D == 0:
+            heads, name = matrix.shape[0] // D, str(output.name)
+            return Projection(weight=matrix, bias=added, heads=heads, output=name)
     return None
 
 

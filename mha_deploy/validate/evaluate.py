@@ -245,7 +245,8 @@ class Evaluation:
     @property
     def verdicts(self) -> list[OutputVerdict]:
         """The verdicts on cases and on traces."""
-        return [verdict for report in (*self.parity, *self.decode_reports) for verdict in report.verdicts]
+        decoded = [verdict for report in self.decode_reports for verdict in report.verdicts]
+        return [*(verdict for report in self.parity for verdict in report.verdicts), *decoded]
 
     @property
     def share(self) -> float | None:
@@ -255,7 +256,8 @@ class Evaluation:
     @property
     def is_right(self) -> bool:
         """Whether everything that it was judged on is right."""
-        return all(report.passed for report in (*self.parity, *self.decode_reports))
+        decodes = all(report.passed for report in self.decode_reports)
+        return decodes and all(report.passed for report in self.parity)
 
     @property
     def wrong_cases(self) -> list[str]:
