@@ -13,6 +13,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from typing import NamedTuple
 
@@ -225,12 +226,18 @@ def accepted_type(
     opsets: Mapping[str, int], node: ir.Node, side: str, position: int, wanted: ir.DataType
 ) -> ir.DataType:
     """The wanted type, or float32 where the operator does not accept it; `side` is inputs or outputs."""
+    types = _types(node.op_type, node.domain, opsets.get(node.domain, 1), side, position)
+    return wanted if f"tensor({wanted.name.lower()})" in types else FLOAT
+
+
+@cache
+def _types(op_type: str, domain: str, version: int, side: str, position: int) -> frozenset[str]:
     try:
-        schema = onnx.defs.get_schema(node.op_type, opsets.get(node.domain, 1), node.domain)
+        schema = onnx.defs.get_schema(op_type, version, domain)
     except onnx.defs.SchemaError:  # the operator is not ONNX's
-        return FLOAT
+        return frozenset()
     slots = getattr(schema, side)[: position + 1]  # the last one may be variadic
-    return wanted if slots and f"tensor({wanted.name.lower()})" in slots[-1].types else FLOAT
+    return frozenset(slots[-1].types if slots else ())
 
 
 # -- The largest intermediate number of an operator that accumulates -------------------------------

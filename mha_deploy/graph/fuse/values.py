@@ -493,7 +493,7 @@ class _Walk:
             return [number] * count if isinstance(count, int) and count <= _MAX_CONTENT else None
         if is_op(node, "ReduceProd"):
             return [product(given[0])]
-        if not is_op(node, *_CONTENT_OPS) or node.attributes.get_int("fmod", 0):
+        if not is_op(node, *_CONTENT_OPS) or node.attributes.get_int("fmod", 0) == 1:
             return None
         length = max(map(len, given))
         if any(len(part) not in (1, length) for part in given):
@@ -573,8 +573,8 @@ class _Walk:
                 place = each if chosen is None else chosen[each]
                 if not isinstance(place, int):
                     return None
-                step = 1 if steps is None else steps[each]
-                left[place] = _sliced(left[place], begin, end) if step == 1 else None
+                dense = steps is None or steps[each] == 1
+                left[place] = _sliced(left[place], begin, end) if dense else None
             return left if starts and ends else None
         if is_op(node, "Gather"):
             picked, axis = sizes_of(node.inputs[1]), node.attributes.get_int("axis", 0) % max(len(first), 1)
