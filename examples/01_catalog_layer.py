@@ -25,7 +25,7 @@ for version in ("8.6", "10.3", "10.14"):
         print(f"TensorRT {version}: {found.node.name} is {verdict}")
 
 report = md.validate(bundle)
-print("passed:" if report.passed else "failed:", report.headline)
+print(f"{report.outcome}: {report.headline}")
 print("report:", report.save_html(out / "report.html"))
 
 with md.open_runner(bundle) as runner:

@@ -44,4 +44,4 @@ bundle = md.export(
 for node in bundle.manifest.attention:
     print("attention:", node["name"], "from", node["place"])
 report = md.validate(bundle)
-print("passed:" if report.passed else "failed:", report.headline)
+print(f"{report.outcome}: {report.headline}")

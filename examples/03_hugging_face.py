@@ -49,4 +49,4 @@ print(f"{model.name}: {len(bundle.manifest.attention)} attentions fused")
 for found in md.check(bundle, target="tensorrt", version="10.14"):
     print(f"{found.node.name}: {'fused' if found.fused_when_lowered else 'not fused'} by TensorRT 10.14")
 report = md.validate(bundle)
-print("passed:" if report.passed else "failed:", report.headline)
+print(f"{report.outcome}: {report.headline}")

@@ -1,6 +1,6 @@
 """A layer with a KV cache: export it, and validate it step by step against the FP64 oracle.
 
-The bundle holds a decode trace: prompts, tokens behind them, and the expected results. Run:
+The bundle holds a decode trace: prompts, the tokens that follow them, and the expected results. Run:
 
     python examples/05_decode.py [MODEL]
 
@@ -30,6 +30,6 @@ with md.open_runner(bundle) as runner:
 
 # The trace of the bundle, and a new one with 8 steps.
 report = md.validate(bundle, steps=8, prompt=5, batch=2)
-print("passed:" if report.passed else "failed:", report.headline)
+print(f"{report.outcome}: {report.headline}")
 for trace in report.to_dict()["decode"]:
     print(f"{trace['backend']}: {trace['trace']}: {'passed' if trace['passed'] else 'failed'}")
