@@ -17,6 +17,7 @@ from functools import cached_property, partial
 from html import escape
 from inspect import Parameter, signature
 from pathlib import Path
+from textwrap import TextWrapper
 from typing import TYPE_CHECKING, Any, TypeVar, Union
 
 from mha_deploy.errors import DeployError, needed
@@ -30,7 +31,6 @@ from mha_deploy.options import (
     PackageOptions,
     ValidateOptions,
     chosen,
-    options_text,
 )
 
 if TYPE_CHECKING:
@@ -103,8 +103,9 @@ def _takes(options: Mapping[str, Field[Any]]) -> Callable[[AnyFunction], AnyFunc
         function.__signature__ = own.replace(parameters=given)  # type: ignore[attr-defined]
         function.__options__ = options  # type: ignore[attr-defined]
         before, line, after = (function.__doc__ or "").partition("        options:")
-        text = f"{before}{options_text(rest)}\n{after.partition(chr(10))[2]}"
-        function.__doc__ = text if line else before
+        wrap = TextWrapper(110, initial_indent=" " * 8, subsequent_indent=" " * 12, break_on_hyphens=False)
+        about = "\n".join(wrap.fill(f"{name}: {each.metadata['about']}") for name, each in rest.items())
+        function.__doc__ = f"{before}{about}\n{after.partition(chr(10))[2]}" if line else before
         return function
 
     return shown

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
-from textwrap import TextWrapper
 from typing import TYPE_CHECKING, Any, TypedDict
 
 if TYPE_CHECKING:
@@ -34,12 +33,6 @@ def option(default: Any, about: str, *flags: str, **details: Any) -> Any:
 def chosen(record: type, *names: str) -> dict[str, Field[Any]]:
     """The options of a record, or the named ones."""
     return {each.name: each for each in fields(record) if (each.name in names if names else each.metadata)}
-
-
-def options_text(options: Mapping[str, Field[Any]]) -> str:
-    """Options as lines of the `Args:` of a docstring."""
-    wrapped = TextWrapper(110, initial_indent=" " * 8, subsequent_indent=" " * 12, break_on_hyphens=False)
-    return "\n".join(wrapped.fill(f"{name}: {each.metadata['about']}") for name, each in options.items())
 
 
 # -- Export ----------------------------------------------------------------------------------------
