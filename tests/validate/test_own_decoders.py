@@ -1,5 +1,6 @@
 """A user's own decoder: its KV cache is declared, and decoding is validated token by token."""
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from mha_deploy.metrics import judge_case
 from mha_deploy.options import ValidateOptions
 from mha_deploy.runtime import open_runner
 from mha_deploy.validate.decode import evaluate_trace, traces_of
+from mha_deploy.validate.fault import layer_parity
 from mha_deploy.validate.run import validate_bundle
 
 OWN = Path(__file__).parents[1] / "own_models.py"
@@ -71,6 +73,15 @@ def test_a_mask_of_two_axes_is_shifted_along_its_keys(bundle):
     with open_runner("ort-cpu", shifted) as runner:
         verdicts = judge_case(case, runner.run(case.inputs), bundle.manifest.precision)
     assert any(verdict.is_wrong for verdict in verdicts)
+
+
+@pytest.mark.parametrize("mistake", [None, "scale off by 0.5 %", "last batch element off by 0.5 %"])
+def test_a_mistake_that_the_logits_hide_shows_in_its_attention(bundle, mistake):
+    """What follows an attention may dilute its error until it is below the rounding of the outputs."""
+    graph = load_graph(bundle.model_path)
+    graph = graph if mistake is None else mutated(graph, mistake)
+    report = layer_parity(bundle, partial(open_runner, "ort-cpu"), model=graph)
+    assert report.passed is (mistake is None)
 
 
 def test_a_cache_that_loses_an_entry_is_caught(bundle):
