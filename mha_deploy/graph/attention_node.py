@@ -97,9 +97,8 @@ def _sizes(node: ir.Node) -> dict[str, Any]:
 def _mask_kind(mask: ir.Value | None) -> str:
     if mask is None or mask.dtype is None:
         return "none" if mask is None else "unknown"
-    if mask.dtype == ir.DataType.BOOL:
-        return "bool"
-    return "float" if mask.dtype.is_floating_point() else "int"
+    kind = "float" if mask.dtype.is_floating_point() else "int"
+    return "bool" if mask.dtype == ir.DataType.BOOL else kind
 
 
 def _attribute(node: ir.Node, name: str, default: Any) -> Any:
@@ -122,10 +121,8 @@ def by_head(array: np.ndarray, heads: Dim) -> np.ndarray:
 
 def valid_only(attention: AttentionNode, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The inputs with K and V zero beyond the valid entries, where the memory is undefined."""
-    if not attention.has_nonpad_kv_seqlen:
-        return dict(inputs)
     found = dict(inputs)
-    for role in ("K", "V"):
+    for role in ("K", "V") if attention.has_nonpad_kv_seqlen else ():
         heads = by_head(inputs[role], attention.Hkv)
         valid = np.arange(heads.shape[2]) < inputs["lengths"].reshape(-1, 1)
         found[role] = np.where(valid[:, None, :, None], heads, heads.dtype.type(0))
@@ -140,9 +137,9 @@ def visible_keys(
     It combines a boolean mask with causality and the number of valid keys. None without a cache, where the
     node's own mask and `is_causal` are the whole mask.
     """
-    if not attention.has_past and not attention.has_nonpad_kv_seqlen:
-        return None
     counted = attention.has_nonpad_kv_seqlen
+    if not attention.has_past and not counted:
+        return None
     ends = inputs["lengths"].reshape(-1, 1, 1, 1) if counted else np.full((1, 1, 1, 1), T)
     keys, queries = np.arange(T), np.arange(S)[:, None]
     if attention.is_causal:

@@ -249,7 +249,7 @@ def _numbers(wanted: Iterable[Dims], choice: Sequence[int], joined: bool) -> dic
         sums = [dim for dim in names if _is_sum(dim)]
         parts = {name for dim in sums for name in names[dim]}
         total = ir.SymbolicDim(sums[0]).evaluate(bound)
-        bound |= dict.fromkeys(bound.keys() - parts, int(total or 1))
+        bound |= dict.fromkeys(bound.keys() - parts, total if isinstance(total, int) else 1)
     for _ in range(_ENLARGED):
         found = {dim: bound[dim] if dim in bound else ir.SymbolicDim(dim).evaluate(bound) for dim in names}
         small = [dim for dim, size in found.items() if not isinstance(size, int) or size < 1]
