@@ -150,7 +150,7 @@ FOREIGN = {
    p = Softmax (s)
    y = com.microsoft.FusedMatMul (p, v)
 """,
-    "What stands between the softmax and the matmul with V is not recognised.": """
+    "What stands between the softmax and the matmul with V is not recognised. FusedMatMul y": """
    kt = Transpose <perm = [0, 1, 3, 2]> (k)
    s = MatMul (q, kt)
    p = Softmax (s)

@@ -112,7 +112,7 @@ SECOND = [helper.make_node("MatMul", ["q", "kt"], ["r"]), helper.make_node("Mul"
 @pytest.mark.parametrize(
     ("nodes", "reason"),
     [
-        ([helper.make_node("Relu", ["s"], ["s2"])], "What stands between the matmul of Q and K"),
+        ([helper.make_node("Relu", ["s"], ["s2"])], "Relu stands between the scores and the softmax. s2"),
         ([helper.make_node("Clip", ["s"], ["s2"])], "Clip stands between the scores and the softmax."),
         (
             [helper.make_node("Max", ["s", "q", "k"], ["s2"])],

@@ -24,7 +24,13 @@ from mha_deploy.bundle.manifest import GENERATED
 from mha_deploy.graph.attention_node import is_attention
 from mha_deploy.graph.fuse.leftover import Leftovers
 from mha_deploy.graph.fuse.mask_pattern import FULLY_MASKED, Masks
-from mha_deploy.graph.fuse.pattern import Normalisation, Pattern, comes_to_matmul, softmax_at
+from mha_deploy.graph.fuse.pattern import (
+    Normalisation,
+    Pattern,
+    comes_to_matmul,
+    softmax_at,
+    unknown_step,
+)
 from mha_deploy.graph.fuse.values import (
     NoScores,
     NotExpressible,
@@ -48,7 +54,7 @@ from mha_deploy.graph.fuse.write import (
     share_tied_weights,
     write_attention,
 )
-from mha_deploy.graph.ir import NodeBuilder, is_op, names_in, nodes_behind, replace_node
+from mha_deploy.graph.ir import NodeBuilder, is_op, names_in, node_name, nodes_behind, replace_node
 
 __all__ = ["FuseReport", "FusedAttention", "NotFused", "Repair", "UnfusedSoftmax"]
 __all__ += ["from_old_opset", "fuse_attention", "place_of", "share_tied_weights"]
@@ -335,7 +341,10 @@ def _reason(node: ir.Node) -> NotFused:
         if matmul is not None and not is_op(matmul, "MatMul"):
             who = f"{matmul.domain or 'ONNX'}'s {matmul.op_type}"
             return NotFused(f"{who} computes the scores; only ONNX's MatMul and Einsum are recognised.")
-        return NotFused("What stands between the matmul of Q and K and the softmax is not recognised.")
+        step = unknown_step(softmax)
+        if step is None:
+            return NotFused("What stands between the matmul of Q and K and the softmax is not recognised.")
+        return NotFused(f"{step.op_type} stands between the scores and the softmax.", got=node_name(step))
     except NotFused as refusal:
         return refusal
     return NotFused("It was not recognised.")

@@ -659,6 +659,17 @@ def _matmul_behind(value: ir.Value | None) -> tuple[bool, int] | None:
     return None
 
 
+def unknown_step(softmax: Normalisation) -> ir.Node | None:
+    """What stands nearest to a softmax between it and a matmul, and cannot be passed."""
+
+    def passes(node: ir.Node) -> bool:
+        return node.domain == "" and node.op_type in _PASSED
+
+    near = nodes_behind([softmax.source], lambda node: node.inputs if passes(node) else ())
+    others = (node for node in near if not passes(node))
+    return next((node for node in others if any(map(is_matmul, nodes_behind(node.inputs)))), None)
+
+
 # -- What stands between the softmax and the matmul with V -----------------------------------------
 
 # What a candidate's weights may pass before the matmul: more than can be fused, so that it is named.
@@ -703,7 +714,9 @@ def _read_weights(
         on = [use for use in on if is_matmul(use.node) or comes_to_matmul(use.node.outputs[0])]
         if not on:
             what = "What stands between the softmax and the matmul with V is not recognised."
-            raise NotFused(what, got=value.name)
+            raise NotFused(
+                what, got=", ".join(f"{each.node.op_type} {node_name(each.node)}" for each in uses)
+            )
         node, position = on[0]
         if len(uses) > 1 or value.is_graph_output():
             if used is not None:
