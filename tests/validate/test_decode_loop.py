@@ -272,8 +272,8 @@ def longer(rows):
 @pytest.mark.parametrize(
     ("cache", "problem"),
     [
-        (lambda held: 1 / 0, "could not be run: ZeroDivisionError"),
-        (lambda held: held[:1], "could not be run: ValueError"),
+        (lambda held: 1 / 0, "could not be run: The cache cannot be read. ZeroDivisionError"),
+        (lambda held: held[:1], "could not be run: The cache cannot be read. ValueError"),
         (lambda held: tuple(rows.reshape(-1) for rows in held), "shape (1248,), not (3, 2, 13, 16)"),
         (lambda held: tuple(rows.repeat(2, 2) for rows in held), "shape (3, 2, 26, 16), not (3, 2, 13, 16)"),
         (lambda held: tuple(longer(rows) for rows in held), "shape (3, 2, 14, 16), not (3, 2, 13, 16)"),
@@ -327,8 +327,8 @@ def test_a_trace_that_does_not_fit_is_refused():
     module, trace = captured("preallocated")
     loop = HostDecodeLoop(ModuleRunner(module), module.spec, B)
     small = module.spec.with_axes({"S": Axis.parse("1:8:14"), "T": Axis.parse("14")})
-    refused("does not hold eager/key as", loop, trace, replace(module.spec, Hkv=4))
-    refused("does not hold inputs/x as", loop, trace, module.spec, "bf16")
+    refused("does not hold oracle/key as", loop, trace, replace(module.spec, Hkv=4))
+    refused("does not hold inputs/tokens/x as", loop, trace, module.spec, "bf16")
     refused("do not fit into the cache", loop, trace, small)
     refused("one length", loop, trace, cached("dynamic"))
     refused("no KV cache", loop, trace, find_spec("tiny-rope"))
