@@ -203,8 +203,10 @@ class SizeLimit:
 def shrunk(spec: ModelSpec, sizes: Sizes, smallest: Sizes, limit: SizeLimit) -> dict[str, int]:
     """Halve the batch, then the longest axis, until the limit allows the sizes or nothing can shrink."""
     found = dict(sizes)
-    while not limit.allows(spec, found) and found != smallest:
+    while not limit.allows(spec, found):
         shrinkable = [name for name in found if found[name] > smallest[name]]
+        if not shrinkable:
+            break
         name = "B" if "B" in shrinkable else max(shrinkable, key=lambda axis: found[axis])
         found[name] = max(smallest[name], found[name] // 2)
     return found
