@@ -84,10 +84,8 @@ def main() -> None:
         except BaseException as raised:  # noqa: BLE001 (a bug of this tool: its exit code is not a verdict)
             no_memory = isinstance(raised, RuntimeError) and "allocate memory" in str(raised)  # PyTorch's own
             if isinstance(raised, MemoryError) or no_memory:
-                code, error = (
-                    EXIT_BAD_INPUT,
-                    DeployError("There is too little memory.", got=str(raised) or None),
-                )
+                code = EXIT_BAD_INPUT
+                error = DeployError("There is too little memory.", got=str(raised) or None)
             else:
                 traceback.print_exception(raised)
                 got, hint = f"{type(raised).__name__}: {raised}", "report it with the traceback"
