@@ -33,6 +33,8 @@ _HEADS = ("num_heads", "q_num_heads", "kv_num_heads")
 # The input that gives the size of the result, where it is constant.
 _SIZES = {"ConstantOfShape": 0, "Expand": 1, "Tile": 1}
 
+Body = GraphProto | FunctionProto
+
 
 def check_model(
     model: onnx.ModelProto, folder: Path | None = None, files: Collection[str] | None = None
@@ -71,11 +73,7 @@ class _Checker:
         return runs
 
     def check(
-        self,
-        body: GraphProto | FunctionProto,
-        outside: frozenset[str],
-        known: Mapping[str, TensorProto],
-        depth: int = 0,
+        self, body: Body, outside: frozenset[str], known: Mapping[str, TensorProto], depth: int = 0
     ) -> int:
         """Check a body inside `depth` others; `outside` are their values, `known` the constant ones."""
         if depth > _DEEPEST:

@@ -473,8 +473,7 @@ def mask_values(graph: ir.Graph, data: set[ir.Value]) -> set[ir.Value]:
         if is_attention(node):
             return position == an.MASK
         if is_op(node, "Add") and value not in data:
-            scores = node.outputs[0]
-            uses = scores.uses()
+            scores, uses = node.outputs[0], node.outputs[0].uses()
             if uses and not scores.is_graph_output() and all(is_op(use.node, "Softmax") for use in uses):
                 return True
         outputs = [output for _, output in float_outputs(node)]
@@ -482,10 +481,8 @@ def mask_values(graph: ir.Graph, data: set[ir.Value]) -> set[ir.Value]:
 
     made = (value for node in reversed(graph) for value in node.outputs)
     for value in (*made, *graph.inputs, *graph.initializers.values()):
-        uses = value.uses()
-        if value.dtype != FLOAT or not uses or value.is_graph_output():
-            continue
-        if all(masks_by(use.node, use.idx, value) for use in uses):
+        uses = [] if value.dtype != FLOAT or value.is_graph_output() else value.uses()
+        if uses and all(masks_by(use.node, use.idx, value) for use in uses):
             masks.add(value)
     return masks
 
@@ -516,10 +513,9 @@ def enclosed_nodes(graph: ir.Graph, kept: set[ir.Node], float32_inputs: set[str]
         return not any(value.is_initializer() and long_axes(value) > 1 for _, value in float_inputs(node))
 
     def is_within(node: ir.Node, inside: set[ir.Node]) -> bool:
-        for _, value in float_inputs(node):
-            known = value.is_initializer() or value.name in float32_inputs
-            if not known and value.producer() not in inside:
-                return False
+        read = (v for _, v in float_inputs(node) if not v.is_initializer() and v.name not in float32_inputs)
+        if any(value.producer() not in inside for value in read):
+            return False
         results = [value for _, value in float_outputs(node)]
         return not any(value.is_graph_output() or not inside.issuperset(readers(value)) for value in results)
 
@@ -647,8 +643,8 @@ class _Planner:
             return range_of(array)
         measured = self._ranges.values.get(str(value.name))
         if measured is None:
-            hint = "measure_ranges(model, cases)"
-            raise DeployError("The ranges were not measured on this graph.", got=value.name, hint=hint)
+            what, hint = "The ranges were not measured on this graph.", "measure_ranges(model, cases)"
+            raise DeployError(what, got=value.name, hint=hint)
         return measured
 
     def _sentinel(self, value: ir.Value) -> float:
@@ -788,14 +784,10 @@ def _computes(node: ir.Node) -> bool:
 
 
 def apply_plan(model: ir.Model, plan: PrecisionPlan) -> ir.Model:
-    """Write the graph in FP16, except what the plan keeps in another type.
+    """A copy in FP16 of the float32 graph that a plan was made for, except what the plan keeps wider.
 
     Inputs and outputs are FP16, except those that the plan names. Integers and booleans are not changed.
     A constant that nodes of two types read is stored once in each.
-
-    Args:
-        model: The graph that the plan was made for, in float32; it is not changed.
-        plan: What is not written in FP16.
 
     Raises:
         DeployError: The plan names nodes that are not in the graph.
