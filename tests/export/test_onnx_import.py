@@ -202,3 +202,14 @@ def test_the_command_line_deploys_a_file(file, tmp_path, run_cli):
     refused = run_cli("export", file, "-o", tmp_path / "other", "--input", "input_ids")
     assert refused.code == 2
     assert "--input" in refused.err
+
+
+def test_weights_that_are_inputs_as_well_are_weights(file, tmp_path):
+    """As files of IR version 3 have them, and TorchScript's exporter with keep_initializers_as_inputs."""
+    model = onnx.load(file)
+    for each in model.graph.initializer:
+        model.graph.input.append(helper.make_tensor_value_info(each.name, each.data_type, each.dims))
+    onnx.save(model, tmp_path / "listed.onnx")
+    bundle = md.import_onnx(tmp_path / "listed.onnx", tmp_path / "bundle", golden=("opt",), precision="fp32")
+    assert [each.name for each in bundle.manifest.spec.inputs] == ["input_ids", "attention_mask"]
+    assert len(bundle.manifest.attention) == 1
