@@ -31,7 +31,7 @@ def can_import(module: str) -> bool:
     """Whether a module is there to be imported; nothing is imported."""
     try:
         return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):  # somebody forbids it, or made it by hand
+    except (ImportError, ValueError):  # the import is blocked, or the module has no spec
         return False
 
 

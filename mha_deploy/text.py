@@ -96,7 +96,7 @@ def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
-# -- Text that somebody else wrote -----------------------------------------------------------------
+# -- Text from files and other programs ------------------------------------------------------------
 
 # Everything that a terminal may act on: C0 and C1 controls but tab and newline, line and paragraph
 # separators, marks that reorder text, and what has no encoding.

@@ -179,7 +179,7 @@ def _signals_as_interrupts() -> Iterator[list[int]]:
         signal.signal(number, signal.SIG_DFL)
         raise KeyboardInterrupt
 
-    # A signal that somebody else handles, or ignores as `nohup` does, stays theirs.
+    # A signal that already has a handler, or is ignored as under `nohup`, is left alone.
     own = [each for each in _ENDING_SIGNALS if signal.getsignal(each) is signal.SIG_DFL]
     if threading.current_thread() is not threading.main_thread():
         own = []  # only the main thread may handle signals

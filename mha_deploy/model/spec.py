@@ -189,7 +189,7 @@ class NamedAxes:
         _refuse(set(sizes) != set(self.axes), what, dict(sizes))
         for name, axis in self.axes.items():
             what = f"Axis {name} of {self.name} does not allow this size."
-            hint = f"a size from {axis.min} to {axis.max}, or widen it with --axis {name}=min:opt:max"
+            hint = f"a size from {axis.min} to {axis.max}, or another range: --axis {name}=min:opt:max"
             _refuse(not axis.min <= sizes[name] <= axis.max, what, f"{name}={sizes[name]}", hint)
 
 

@@ -333,7 +333,7 @@ class RayWorkers:
         except ImportError as error:
             hint = 'pip install "mha-deploy[matrix]", or --jobs N for local processes'
             raise BackendUnavailable("Ray is not installed.", got=error, hint=hint) from error
-        self.ray, self._own = ray, not ray.is_initialized()  # somebody else's Ray goes on
+        self.ray, self._own = ray, not ray.is_initialized()  # a Ray that was running before goes on
         if self._own:
             settings: dict[str, Any] = {"num_cpus": jobs} if address is None else {"address": address}
             try:

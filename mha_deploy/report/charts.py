@@ -630,7 +630,7 @@ def _column_labels(points: Sequence[Data], across: Scale) -> tuple[list[tuple[fl
 
 
 def roofline_summary(points: Sequence[Data]) -> str:
-    """The plot in one sentence, for whoever cannot see it."""
+    """The plot in one sentence, for readers who cannot see it."""
     rows = [(row, point) for point in points for row in point["rows"] if row["roofline_share"]]
     if not rows:
         return ""

@@ -50,7 +50,7 @@ class NoScores(NotFused):
 
 
 def in_words(error: Exception) -> str:
-    """An exception of somebody else's code in one line."""
+    """An exception of another library in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
