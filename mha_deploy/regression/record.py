@@ -134,10 +134,13 @@ def _line(bench: ModelBench, runtime: str, data: Mapping[str, Any]) -> Line:
     model = model_to_dict(bench.bundle)
     manifest = next((each.manifest for each in bench.engines if each.path.stem == runtime), None)
     about = manifest and {
-        **{key: getattr(manifest, key) for key in ("backend", "version")},
-        **{"name": runtime, "sha256": manifest.engine_sha256, "fused": list(manifest.fused_count)},
+        "name": runtime,
+        "backend": manifest.backend,
+        "version": manifest.version,
+        "sha256": manifest.engine_sha256,
         "plugins": [library["sha256"] for library in manifest.plugins],
         "attention": f"{manifest.attention['chosen']}, {manifest.attention['accumulate']}",
+        "fused": list(manifest.fused_count),
     }
     of_model = {"model": model["name"], **{key: model[key] for key in ("precision", "bundle_sha256")}}
     place = {"bundle": str(bench.bundle.path), "runtime": runtime, "engine": about}
