@@ -7,6 +7,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import onnx
@@ -14,6 +15,7 @@ import pytest
 
 from mha_deploy.cli import app, main
 from mha_deploy.model.catalog import find_spec, read_spec
+from mha_deploy.model.spec import AttentionSpec
 from mha_deploy.runtime.cuda import find_gpu
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -151,6 +153,13 @@ def test_the_spec_of_your_own_exports_with_its_weights(folder, monkeypatch):
     save_file(dict(random_weights(read_spec(Path("my-layer.toml")), seed=1)), "layer0.safetensors")
     assert run(monkeypatch, command[0]) == 0
     assert run(monkeypatch, "mha-deploy validate my-layer") == 0
+
+
+def test_every_key_of_a_layer_spec_is_listed():
+    page = (ROOT / "docs/own-models.md").read_text(encoding="utf-8")
+    section = page.partition("## A layer spec\n")[2].partition("\n## ")[0]
+    keys = {field.name for field in fields(AttentionSpec)} - {"name"}  # which is that of the file
+    assert keys - set(re.findall(r"`\[?(\w+)\]?`", section)) == set()
 
 
 def write_own_model(layers):
