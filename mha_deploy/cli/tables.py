@@ -138,15 +138,11 @@ def attention_renderable(nodes: Sequence[Mapping[str, Any]]) -> RenderableType:
             "window": node["left_window"] >= 0 or node["right_window"] >= 0,
             f"rank {node['rank']}": node["rank"] not in (None, 3),
         }
-        return (
-            known["kind"],
-            f"{known['Hq']}/{known['Hkv']}×{known['D']}",
-            known["dtype"],
-            "?" if node["softmax_scale"] is None else f"{node['softmax_scale']:.4g}",
-            _mask(node["is_causal"], node["mask"]),
-            ", ".join(name for name, present in extras.items() if present) or "-",
-            "/".join(Path(node.get("place") or "-").parts[-2:]),  # paths of libraries are long
-        )
+        heads, mask = f"{known['Hq']}/{known['Hkv']}×{known['D']}", _mask(node["is_causal"], node["mask"])
+        scale = "?" if node["softmax_scale"] is None else f"{node['softmax_scale']:.4g}"
+        also = ", ".join(name for name, present in extras.items() if present) or "-"
+        source = "/".join(Path(node.get("place") or "-").parts[-2:])  # paths of libraries are long
+        return known["kind"], heads, known["dtype"], scale, mask, also, source
 
     alike = together(nodes, lambda node: (without_numbers(node["name"]), row(node)))
     rows = [(named([node["name"] for node in group], joint="\n"), *row(group[0])) for group in alike]

@@ -132,12 +132,11 @@ def _fusion(data: Data) -> list[Part]:
     if not engines:
         reasons = [finding["text"] for finding in findings if finding["section"] == "engine"]
         return [("text", f"No engine was built: {reasons[0]}." if reasons else "The bundle has no engine.")]
-    idle = [
-        ("text", f"{engine['name']} was not run here: {engine['why_not'] or 'no reason was given'}.")
-        for engine in engines
-        if not engine["ran"]
-    ]
-    return [("table", tables.fusion_table(engines)), *idle]
+    parts: list[Part] = [("table", tables.fusion_table(engines))]
+    for engine in (each for each in engines if not each["ran"]):
+        why = engine["why_not"] or "no reason was given"
+        parts.append(("text", f"{engine['name']} was not run here: {why}."))
+    return parts
 
 
 # -- How fast everything is ------------------------------------------------------------------------
