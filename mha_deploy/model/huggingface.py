@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,10 +38,8 @@ def checkpoint_files(path: Path) -> dict[str, Path]:
             got = f"{path}: {', '.join(each.name for each in found) or 'none'}"
             raise DeployError("The folder has no safetensors file, or several without an index.", got=got)
     if path.suffix in _PICKLED:
-        hint = "safetensors: model.save_pretrained(FOLDER)"
-        raise DeployError(
-            "A pickle can run code when it is read, so it is refused.", got=path.name, hint=hint
-        )
+        what = "A pickle can run code when it is read, so it is refused."
+        raise DeployError(what, got=path.name, hint="safetensors: model.save_pretrained(FOLDER)")
     files: dict[str, Path] = {}
     for file in _indexed(path) if path.name.endswith(".index.json") else [path]:
         try:
@@ -87,6 +86,7 @@ _CHANGES = re.compile(
     r"\b(scales|qweight|qzeros|weight_scale)|kv_a_|kv_b_",
     re.IGNORECASE,
 )
+_AS_MODULE = "export the attention module itself: file.py:factory, see docs/own-models.md"
 _CROSS = re.compile(r"cross|encoder_attn|encdec|enc_attn", re.IGNORECASE)
 
 
@@ -115,43 +115,37 @@ def find_attention(names: Iterable[str], prefix: str = "", layer: int | None = N
     if layer is not None:
         inside = [name for name in inside if next(filter(str.isdigit, name.split(".")), None) == str(layer)]
 
-    def is_complete(parts: Mapping[tuple[str, str], str]) -> bool:
-        roles = {role for role, kind in parts if kind == "weight"}
+    inputs, outputs = (defaultdict[str, dict[tuple[str, str], str]](dict) for _ in range(2))
+    for name in names:
+        parent, part = _part(name)
+        if part is not None and part[0] == "o":
+            outputs["" if parent == "output" else parent.removesuffix(".output")][part] = name
+        elif part is not None and name in inside:
+            inputs[parent][part] = name
+
+    def is_attention(module: str) -> bool:
+        roles = {role for role, kind in inputs[module] if kind == "weight"}
         return bool(roles & {"qkv", "groups"}) or roles >= {"q", "k", "v"}
 
-    def below(name: str, root: str) -> tuple[str, str] | None:
-        """The role of a tensor of a module, or of its part `output`."""
-        parent, part = _part(name)
-        return part if parent in (root, f"{root}.output".removeprefix(".")) else None
-
-    found: dict[str, dict[tuple[str, str], str]] = {}
-    for name in inside:
-        parent, part = _part(name)
-        if part is not None and part[0] != "o":
-            found.setdefault(parent, {})[part] = name
-    found = {parent: parts for parent, parts in found.items() if is_complete(parts)}
+    found = list(filter(is_attention, inputs))
     if len(found) > 1:
-        found = {parent: parts for parent, parts in found.items() if not _CROSS.search(parent)} or found
+        found = [module for module in found if not _CROSS.search(module)] or found
     if len(found) != 1:
         where = f"below {prefix!r}" if prefix else "in the checkpoint"
-        got = ", ".join(list(found)[:6]) or f"no q, k and v among {', '.join(inside[:4] or names[:4])}"
+        got = ", ".join(found[:6]) or f"no q, k and v among {', '.join(inside[:4] or names[:4])}"
         hint = f"--prefix {next(iter(found), 'model.layers.0.self_attn')}"
         raise DeployError(f"There is no single attention {where}.", got=got, hint=hint)
-    ((parent, parts),) = found.items()
-    root, output = parent, dict[tuple[str, str], str]()
-    while not (output := {part: n for n in names if (part := below(n, root)) and part[0] == "o"}):
-        if "." not in root:
-            break
+    root, parts = found[0], inputs[found[0]]
+    while not outputs[root] and "." in root:
         root = root.rpartition(".")[0]  # BERT: attention.self.query, attention.output.dense
-    if ("o", "weight") not in output:
+    if ("o", "weight") not in outputs[root]:
         raise DeployError("The attention has no output projection.", got=", ".join(sorted(parts.values())))
-    chosen = {**parts, **output}
-    rest = [name for name in names if name.startswith(f"{root}." if root else "")] if root else inside
+    chosen = {**parts, **outputs[root]}
+    rest = [name for name in names if name.startswith(f"{root}.")] if root else inside
     rest = [name for name in rest if name not in chosen.values()]
     if changing := [name for name in rest if _CHANGES.search(name.removeprefix(root))]:
         what = "A catalog layer cannot express this attention: it has more than four projections."
-        hint = "export the attention module itself: file.py:factory, see docs/own-models.md"
-        raise DeployError(what, got=", ".join(changing[:4]), hint=hint)
+        raise DeployError(what, got=", ".join(changing[:4]), hint=_AS_MODULE)
     return AttentionTensors(prefix=root, names=chosen, ignored=tuple(rest))
 
 
@@ -261,8 +255,7 @@ def spec_from_config(config: Mapping[str, Any], layer: int, *, name: str, bias: 
 
 def _refused(kind: str, why: str) -> SpecError:
     what = f"A catalog layer cannot express this attention: {why}."
-    hint = "export the attention module itself: file.py:factory, see docs/own-models.md"
-    return SpecError(what, got=f"model_type {kind}", hint=hint)
+    return SpecError(what, got=f"model_type {kind}", hint=_AS_MODULE)
 
 
 def _inner(config: Mapping[str, Any]) -> Mapping[str, Any]:

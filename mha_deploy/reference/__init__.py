@@ -11,7 +11,7 @@ from mha_deploy.model.spec import AttentionSpec
 from mha_deploy.reference.attention import Attention
 from mha_deploy.reference.rotary import rotary_tables
 from mha_deploy.reference.variants import GroupedMlpAttention, HeadMixAttention, SparseHeadAttention
-from mha_deploy.reference.weights import StateDict, in_form_of, pack_projections, random_state
+from mha_deploy.reference.weights import StateDict, drawn_parameter, in_form_of, pack_projections
 
 __all__ = ["Attention", "build_module", "random_weights"]
 
@@ -55,7 +55,11 @@ def build_module(
 
 def random_weights(spec: AttentionSpec, seed: int) -> StateDict:
     """Draw the weights of a layer in float32, as separate projections."""
-    return random_state(spec, {name: p.shape for name, p in _separate_parameters(spec).items()}, seed)
+    # Each parameter has its own generator, so that adding one does not change the others.
+    return {
+        name: drawn_parameter(spec, name, parameter.shape, seed * 1_000_003 + index)
+        for index, (name, parameter) in enumerate(sorted(_separate_parameters(spec).items()))
+    }
 
 
 def _separate_parameters(spec: AttentionSpec) -> StateDict:

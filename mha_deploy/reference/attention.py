@@ -176,12 +176,8 @@ def _attend_onnx(
         what = "PyTorch cannot run the ONNX attention with a softcap and a mask: it caps the mask too."
         hint = "path plain to compute it; path onnx only exports it"
         raise DeployError(what, got=f"softcap = {heads.softcap}, path = onnx", hint=hint)
-    out, _, _, weights = torch.onnx.ops.attention(
-        *(q, k, v, mask),
-        is_causal=is_causal,
-        qk_matmul_output_mode=_WEIGHTS_AFTER_SOFTMAX if heads.weights else 0,
-        **heads.onnx,
-    )
+    options = {**heads.onnx, "qk_matmul_output_mode": _WEIGHTS_AFTER_SOFTMAX if heads.weights else 0}
+    out, _, _, weights = torch.onnx.ops.attention(q, k, v, mask, is_causal=is_causal, **options)
     return out, weights if heads.weights else None
 
 
@@ -273,30 +269,23 @@ class Attention(nn.Module):
         """Q [B, S, Hq·D], K and V [B, T, Hkv·D]."""
         if self.spec.projections == "packed":
             queries, keys = self.spec.Hq * self.spec.D, self.spec.Hkv * self.spec.D
-            q, k, v = self.qkv(query).split([queries, keys, keys], dim=-1)
-            return q, k, v
-        key = query if key is None else key
-        value = query if value is None else value
+            return self.qkv(query).split([queries, keys, keys], dim=-1)
+        key, value = (query if given is None else given for given in (key, value))
         return self.q(query), self.k(key), self.v(value)
 
     def rotate(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """The rotary embedding of Q [B, S, Hq·D] and K [B, S, Hkv·D] at positions [S] or [B, S], if any."""
-        spec = self.spec
+        spec, tables = self.spec, self.rotary
         if spec.rope is None:
             return q, k
         if self.path == "onnx":
             # ONNX `RotaryEmbedding` nodes, which look the angles of their positions up in tables.
             dims = spec.rope_dims if spec.rope_dims < spec.D else 0
             options: Any = {"interleaved": spec.rope.interleaved, "rotary_embedding_dim": dims}
-            cos, sin = self.rotary
-            q, k = (
-                torch.onnx.ops.rotary_embedding(
-                    x, cos, sin, positions.expand(x.shape[0], -1), num_heads=H, **options
-                )
-                for x, H in ((q, spec.Hq), (k, spec.Hkv))
-            )
+            (cos, sin), rotated = tables, torch.onnx.ops.rotary_embedding
+            q = rotated(q, cos, sin, positions.expand(q.shape[0], -1), num_heads=spec.Hq, **options)
+            k = rotated(k, cos, sin, positions.expand(k.shape[0], -1), num_heads=spec.Hkv, **options)
             return q, k
-        tables = self.rotary
         if tables and tables[0].device == q.device and tables[0].dtype == q.dtype:
             cos, sin = (table[positions] for table in tables)  # nothing comes from the host
         else:
@@ -316,10 +305,8 @@ class Attention(nn.Module):
         q, k, v = self._rotated(query, positions)
         layout = self._layout(causal=True, past=past)
         if self.path == "onnx":  # one Attention node, which concatenates past and new entries
-            cached = (window, past_key, past_value)
-            heads, keys, values, _ = torch.onnx.ops.attention(
-                q, k, v, *cached, is_causal=window is None, **layout.onnx
-            )
+            given = (q, k, v, window, past_key, past_value)
+            heads, keys, values, _ = torch.onnx.ops.attention(*given, is_causal=window is None, **layout.onnx)
         else:
             keys = torch.cat((past_key, split_heads(k, self.spec.Hkv)), dim=2)
             values = torch.cat((past_value, split_heads(v, self.spec.Hkv)), dim=2)
@@ -344,8 +331,12 @@ class Attention(nn.Module):
             options |= {} if self.spec.softcap is None else {"softcap": self.spec.softcap}
             heads = merge_heads(_onnx_node("Attention", inputs, **options))
         else:
-            keys, values = write_entries(key_cache, k, positions), write_entries(value_cache, v, positions)
-            valid = [merge_heads(valid_entries(each, lengths + S)) for each in (keys, values)]
+            # A copy of the caches with the new entries at their positions.
+            index = positions.long()[:, None, :, None].expand_as(k)
+            keys, values = key_cache.scatter(2, index, k), value_cache.scatter(2, index, v)
+            # Zeros behind the valid entries: a weight of 0 times what memory held, say NaN, is not 0.
+            invalid = (torch.arange(T, device=query.device) >= (lengths + S)[:, None])[:, None, :, None]
+            valid = [merge_heads(each.masked_fill(invalid, 0.0)) for each in (keys, values)]
             mask = visible_from(positions, T, self.spec.window)[:, None]
             heads, _ = attend(q, valid[0], valid[1], mask, self._layout(causal=False), self.path)
         return self.combine(heads, query), keys, values
@@ -376,18 +367,6 @@ def rotate_heads(spec: AttentionSpec, x: Tensor, cos: Tensor, sin: Tensor) -> Te
 
 
 # -- Keys and values that are kept between calls ---------------------------------------------------
-
-
-def write_entries(cache: Tensor, new: Tensor, positions: Tensor) -> Tensor:
-    """A copy of the cache [B, Hkv, T, D] with new entries [B, Hkv, S, D] at their positions [B, S]."""
-    index = positions.long()[:, None, :, None].expand_as(new)
-    return cache.scatter(2, index, new)
-
-
-def valid_entries(cache: Tensor, ends: Tensor) -> Tensor:
-    """The cache with zeros from `ends[b]` on: a weight of 0 times what memory held, say NaN, is not 0."""
-    entries = torch.arange(cache.shape[2], device=cache.device)
-    return cache.masked_fill((entries >= ends[:, None])[:, None, :, None], 0.0)
 
 
 def check_room(lengths: Tensor, S: int, T: int) -> None:

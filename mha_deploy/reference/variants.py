@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mha_deploy.model.spec import SparseHeads
+from mha_deploy.model.spec import GroupedMlp, SparseHeads
 from mha_deploy.reference.attention import Attention, Heads, attend
 
 # -- Grouped heads: a linear layer in each group, then an MLP over the groups -----------------------
@@ -22,9 +23,7 @@ class GroupedMlpAttention(Attention):
     """
 
     def _add_output_stage(self) -> None:
-        spec, options = self.spec, self.spec.grouped_mlp
-        if options is None:
-            raise TypeError(f"{spec.name} is not a grouped-mlp spec")
+        spec, options = self.spec, cast(GroupedMlp, self.spec.grouped_mlp)
         width = spec.Hq // options.groups * spec.D
         self.groups = nn.ModuleList(nn.Linear(width, width, bias=spec.bias) for _ in range(options.groups))
         self.mlp_in = nn.Linear(spec.Hq * spec.D, options.hidden, bias=spec.bias)
@@ -79,7 +78,7 @@ class SparseHeadAttention(Attention):
 
     def gates(self, query: Tensor) -> Tensor:
         """softmax(G) on the chosen heads and zero elsewhere. [B, S, E] -> [B, S, Hq]."""
-        options = _options(self)
+        options = cast(SparseHeads, self.spec.sparse_heads)
         logits = self.gate(query)
         # Gates are few and decide much: they are compared and normalised in float32, as routers usually are.
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -94,16 +93,9 @@ class SparseHeadAttention(Attention):
         The choice jumps where two gates are equal, so tokens with a small margin test the rounding of
         the gate and not the layer. The margin itself is computed in FP64.
         """
-        top_k = _options(self).top_k
+        top_k = cast(SparseHeads, self.spec.sparse_heads).top_k
         logits = F.linear(query.double(), self.gate.weight.double())
         if top_k == self.spec.Hq:
             return torch.full(logits.shape[:-1], float("inf"), dtype=logits.dtype, device=logits.device)
         best = logits.topk(top_k + 1, dim=-1).values
         return best[..., -2] - best[..., -1]
-
-
-def _options(module: Attention) -> SparseHeads:
-    options = module.spec.sparse_heads
-    if options is None:
-        raise TypeError(f"{module.spec.name} is not a sparse-heads spec")
-    return options

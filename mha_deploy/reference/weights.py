@@ -26,19 +26,12 @@ _BIAS_STD = 0.1
 StateDict = Mapping[str, Tensor]
 
 
-def random_state(spec: AttentionSpec, shapes: Mapping[str, torch.Size], seed: int) -> dict[str, Tensor]:
-    """Draw every parameter of a layer in float32, in the separate form of the projections.
-
-    Each parameter has its own generator, so that adding one does not change the others.
-    """
-    state = {}
-    for index, (name, shape) in enumerate(sorted(shapes.items())):
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
-        std = _BIAS_STD if name.endswith("bias") else 1.0 / math.sqrt(shape[-1])
-        if name in ("q.weight", "k.weight"):
-            std *= math.sqrt(SCORE_STD / (spec.softmax_scale * math.sqrt(spec.D)))
-        state[name] = torch.randn(shape, generator=generator) * std
-    return state
+def drawn_parameter(spec: AttentionSpec, name: str, shape: torch.Size, seed: int) -> Tensor:
+    """Draw one parameter of a layer in float32, in the separate form of the projections."""
+    std = _BIAS_STD if name.endswith("bias") else 1.0 / math.sqrt(shape[-1])
+    if name in ("q.weight", "k.weight"):
+        std *= math.sqrt(SCORE_STD / (spec.softmax_scale * math.sqrt(spec.D)))
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * std
 
 
 def pack_projections(state: StateDict) -> dict[str, Tensor]:
@@ -53,13 +46,11 @@ def pack_projections(state: StateDict) -> dict[str, Tensor]:
 
 def unpack_projections(state: StateDict, spec: AttentionSpec) -> dict[str, Tensor]:
     """Split a `qkv` matrix into q, k and v; what is separate already stays."""
-    widths = [spec.Hq * spec.D, spec.Hkv * spec.D, spec.Hkv * spec.D]
-    separate = {name: tensor for name, tensor in state.items() if not name.startswith("qkv.")}
+    widths, separate = [spec.Hq * spec.D, spec.Hkv * spec.D, spec.Hkv * spec.D], dict(state)
     for suffix in ("weight", "bias"):
-        stacked = state.get(f"qkv.{suffix}")
-        if stacked is not None:
-            parts = stacked.split(widths)
-            separate.update({f"{name}.{suffix}": part for name, part in zip("qkv", parts, strict=True)})
+        if f"qkv.{suffix}" in state:
+            parts = separate.pop(f"qkv.{suffix}").split(widths)
+            separate |= {f"{name}.{suffix}": part for name, part in zip("qkv", parts, strict=True)}
     return separate
 
 
@@ -121,9 +112,9 @@ def _separated(
             state[f"{role}.{kind}"] = tensor
             continue
         if tensor.shape[0] != stacked:
+            what = "The stacked projection does not fit the heads."
             hint = f"{stacked}: Hq = {spec.Hq}, Hkv = {spec.Hkv}, D = {spec.D}"
-            got = f"{tensor.shape[0]} rows"
-            raise DeployError("The stacked projection does not fit the heads.", got=got, hint=hint)
+            raise DeployError(what, got=f"{tensor.shape[0]} rows", hint=hint)
         if role == "qkv":
             split = dict(zip("qkv", tensor.split(list(widths.values())), strict=True))
         else:
@@ -132,12 +123,10 @@ def _separated(
             split = {"q": groups[:, :shared], "k": groups[:, shared], "v": groups[:, shared + 1]}
             split = {name: part.flatten(0, 2 if name == "q" else 1) for name, part in split.items()}
         state |= {f"{name}.{kind}": part.contiguous() for name, part in split.items()}
-    if spec.bias:
-        missing = [name for name in "qkvo" if f"{name}.bias" not in state]
+    if missing := [name for name in "qkvo" if spec.bias and f"{name}.bias" not in state]:
         sizes = {**widths, "o": spec.E}
         state |= {f"{name}.bias": torch.zeros(sizes[name]) for name in missing}
-        if missing:
-            notes.append(f"no bias in the checkpoint for {', '.join(missing)}: zeros")
+        notes.append(f"no bias in the checkpoint for {', '.join(missing)}: zeros")
     return state
 
 
@@ -186,8 +175,7 @@ def _read_pickled(path: Path) -> StateDict:
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
         reason = str(error).splitlines()[0]
         raise DeployError("The file is not a state dict.", got=f"{path}: {reason}", hint=hint) from error
-    if not isinstance(state, dict) or not all(
-        isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in state.items()
-    ):
+    named = isinstance(state, dict) and all(isinstance(name, str) for name in state)
+    if not named or not all(isinstance(tensor, Tensor) for tensor in state.values()):
         raise DeployError("The file is not a state dict.", got=path, hint=hint)
     return state
