@@ -39,7 +39,7 @@ _OUTPUT = _part(
     {str: "case output", bool: "passed"},
     {str: "problem", _SHARE: "share", _DATA: "deviation budget", dict[str, int]: "sizes"},
 )
-_PARITY = _part({str: "backend cases"}, {many(_OUTPUT): "verdicts"})
+_PARITY = _part({str: "backend cases"}, {many(_OUTPUT): "verdicts", _DATA: "accumulation"})
 _DECODE = _part({str: "backend trace", bool: "passed", int: "steps"}, {_SHARE: "share", list[int]: "prompt"})
 _INVARIANCE = _part({str: "backend case check", bool: "passed"}, {str: "detail", _SHARE: "share"})
 _NODE = _part({str: "status"}, {str: "node", int: "profile", list[str]: "kernels"})
@@ -384,6 +384,10 @@ def _environment(result: Result, names: Mapping[str, str]) -> Iterator[tuple[str
         yield f"{name}: built by", f"{engine.backend} {engine.version}"
         yield f"{name}: attention", engine.attention or ""
         yield f"{name}: plugins", ", ".join(engine.plugins or ())
+    # A budget for accumulation in FP16 is wider: the same error is then judged less strictly.
+    kinds = {_without_version(run.backend): run.accumulation or {} for run in result.parity or ()}
+    for backend, kind in kinds.items():
+        yield f"{backend}: accumulates in", str(kind.get("type", ""))
     here = result.environment
     if here is not None:
         yield "GPU", str(here.gpu.get("name")) if here.gpu else "none"

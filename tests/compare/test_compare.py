@@ -196,6 +196,16 @@ def test_figures_that_cannot_be_are_refused(plant):
         md.compare(passing(), new)
 
 
+def test_a_wider_budget_for_the_same_error_is_a_change():
+    new = passing()
+    for run in new["parity"]:
+        run["accumulation"] = {"type": "fp16", "why": "a name"}
+    found = md.compare(passing(), new)
+    changed = [each.subject for each in found.changes if each.level == "changed"]
+    assert changed
+    assert all(subject.endswith("accumulates in") for subject in changed)
+
+
 def test_an_attention_that_is_new_and_unknown_is_no_improvement():
     new = passing()
     node = {**engine(new)["nodes"][0], "node": "new", "status": "unknown", "kernels": []}
