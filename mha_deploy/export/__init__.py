@@ -1,1 +1,1 @@
-"""From a model spec to a bundle. Only `options` and `golden_plan` can be imported without PyTorch."""
+"""From a model to a bundle. Only `flow` and `onnx_import` can be imported without PyTorch."""

@@ -24,6 +24,8 @@ from mha_deploy.reference.inputs import seeded_generator
 
 NamedDims = Mapping[str, Sequence[str | int | None]]
 """For every input a name for each dimension: an axis, a sum of axes, a number, or None for a fixed one."""
+NamedSizes = Sequence[tuple[str, Any]]
+"""The name of a dimension, an axis or a sum of axes, and its size as PyTorch traced it."""
 
 
 def draw_inputs(
@@ -35,10 +37,8 @@ def draw_inputs(
     infinities or very large numbers) are cut from the example, or repeat it: only values that were shown
     appear.
     """
-    return {
-        name: draw_one(name, tensor, shape_of(tensor, dims.get(name, ()), sizes), seed)
-        for name, tensor in example.items()
-    }
+    shapes = {name: shape_of(tensor, dims.get(name, ()), sizes) for name, tensor in example.items()}
+    return {name: draw_one(name, tensor, shapes[name], seed) for name, tensor in example.items()}
 
 
 def draw_one(name: str, example: Tensor, shape: Sequence[int], seed: int) -> Tensor:
@@ -116,7 +116,7 @@ def trace_sizes(example: Mapping[str, Tensor], dims: NamedDims, axes: Mapping[st
     Equal sizes could be taken for one. The example's own sizes are known to work, so they come first. A
     narrow range may be left: tracing computes no numbers.
     """
-    shown = shown_sizes(example, dims)
+    shown = dict(named_sizes(example, dims))
     sizes = {name: axis.min for name, axis in axes.items() if not axis.is_dynamic}
     taken = set(sizes.values())
     for key, tensor in example.items():
@@ -140,14 +140,10 @@ def inside(axes: Mapping[str, Axis], sizes: Mapping[str, int]) -> dict[str, int]
     return {name: min(max(sizes[name], axis.min), axis.max) for name, axis in axes.items()}
 
 
-def shown_sizes(example: Mapping[str, Tensor], dims: NamedDims) -> dict[str, int]:
-    """The sizes of the axes in an example."""
-    return {
-        dim: size
-        for name, tensor in example.items()
-        for dim, size in zip(dims.get(name, ()), tensor.shape, strict=False)
-        if isinstance(dim, str)
-    }
+def named_sizes(tensors: Mapping[str, Tensor], dims: NamedDims) -> NamedSizes:
+    """Every dimension of some tensors that has a name, and its size."""
+    pairs = [pair for name in tensors for pair in zip(dims.get(name, ()), tensors[name].shape, strict=False)]
+    return [(dim, size) for dim, size in pairs if isinstance(dim, str)]
 
 
 Kind = Literal["ranges", "from traced", "automatic"]
@@ -189,17 +185,13 @@ def _torch_dim(dim: str, torch_dims: Mapping[str, Any], sizes: Mapping[str, int]
 class AxisNames:
     """Translates PyTorch's symbols to the names of the user's axes."""
 
-    def __init__(self, dims: NamedDims, axes: Mapping[str, Axis], values: Mapping[str, Tensor]) -> None:
+    def __init__(self, dims: NamedDims, axes: Mapping[str, Axis], fed: NamedSizes) -> None:
         """Learn the symbols from the inputs as PyTorch traced them; sums have the order of the axes."""
         self._order = list(axes)
-        self._names: dict[str, str] = {}
+        # The first dimension of a symbol names it.
+        self._names = {str(size): dim for dim, size in reversed(fed) if _SYMBOL.fullmatch(str(size))}
         sums = [dim for each in dims.values() for dim in each if isinstance(dim, str)]
         self._spelled = {tuple(sorted(dim.split("+"))): dim for dim in sums}
-        for name, value in values.items():
-            for dim, size in zip(dims.get(name, ()), value.shape, strict=False):
-                symbol = str(size)
-                if isinstance(dim, str) and _SYMBOL.fullmatch(symbol):
-                    self._names.setdefault(symbol, dim)
 
     def dims_of(self, shape: Sequence[int | torch.SymInt]) -> tuple[NamedDim | None, ...]:
         """A shape in names and numbers; None where a size is no expression of them."""

@@ -10,7 +10,8 @@ import math
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +23,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils._sympy.functions import Min, MinMaxBase
 
 from mha_deploy.errors import DeployError, ExportError, place_of_error
+from mha_deploy.export import oracle
 from mha_deploy.export.axes import TORCH_NAME
-from mha_deploy.export.oracle import Float32Accumulation, Intercept, run_module
+from mha_deploy.export.oracle import Intercept, run_module, swapped, tensors_in
 
 # -- Around calls of PyTorch's exporter ------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def swapped(owner: Any, name: str, value: object) -> Iterator[None]:
-    """Another attribute for a while."""
-    before = vars(owner)[name]  # not getattr: it binds methods
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 @contextlib.contextmanager
@@ -114,7 +105,7 @@ def first_cause(error: BaseException) -> str:
 
 _SHAPES_LOG = "torch.fx.experimental.symbolic_shapes"
 _PACKAGE, _TORCH = Path(__file__).parents[1], Path(torch.__file__).parent
-_PYTHON = Path(traceback.__file__).parent
+_PYTHON = (Path(traceback.__file__).parent, Path(logging.__file__).parent)
 
 _LONGEST = 300
 
@@ -163,17 +154,17 @@ def explain_failure(error: Exception, name_of: SizeNames, trace_again: Callable[
         hint = "a wrapper that returns tensors, or an option of the module such as use_cache=False"
         return ExportError(what, got=unknown[1], hint=hint)
     if not about_sizes:
-        place = last_own_line(traceback.extract_tb(error.__traceback__))
+        place = own_line(traceback.extract_tb(error.__traceback__))
         cause = _SYMBOL.sub(lambda match: listener.axes.get(match[0], match[0]), first_cause(error))
         remedy = _remedy(text)
-        file, _, line = (place or "").rpartition(":")
+        file, _, line = place.removesuffix(": ").rpartition(":")
         if line and _RANGE_GUARD.search(linecache.getline(file, int(line))):  # which is in FP16 only
             remedy = "--precision auto: it traces the module in float32, without its branches for FP16"
-        got = _joined(place, cause[:_LONGEST])
+        got = f"{place}{cause[:_LONGEST]}"
         return ExportError("PyTorch could not trace the module.", got=got, hint=remedy)
     if constants := dict(_CONSTANT.findall(text)):
         axes, places = " and ".join(constants), listener.places
-        always = [_joined(places.get(axis), f"{axis} is always {size}") for axis, size in constants.items()]
+        always = [f"{places.get(axis, '')}{axis} is always {size}" for axis, size in constants.items()]
         what = f"The module works for one size of {axes} only."
         hint = f"fix {axes} to one size, or let the module take it from its inputs"
         return ExportError(what, got="; ".join(always), hint=hint)
@@ -204,10 +195,9 @@ def translation_error(error: Exception, program: ExportedProgram) -> ExportError
     operator = _OPERATOR.search(f"{cause}\n{error}")
     name = (operator[1] or operator[2]) if operator else ""
     named = [node for node in program.graph.nodes if name and str(node.target).startswith(name)]
-    got = _joined(last_own_line(_frames(named[0])) if named else None, cause[:_LONGEST])
-    return ExportError(
-        "PyTorch could not write the module as ONNX.", got=got, hint=_remedy(str(error) + cause)
-    )
+    got = f"{own_line(_frames(named[0])) if named else ''}{cause[:_LONGEST]}"
+    what, hint = "PyTorch could not write the module as ONNX.", _remedy(str(error) + cause)
+    return ExportError(what, got=got, hint=hint)
 
 
 def _frames(node: Node) -> list[traceback.FrameSummary]:
@@ -217,37 +207,28 @@ def _frames(node: Node) -> list[traceback.FrameSummary]:
 
 
 def _not_for_all_sizes(text: str, name_of: SizeNames, places: dict[str, str]) -> ExportError:
-    guards = [
-        (axis, _SIZE.sub(lambda match: name_of(match[1], int(match[2])), guard))
-        for axis, guard in _NOT_ALL.findall(text)
-    ]
+    named = partial(_SIZE.sub, lambda match: name_of(match[1], int(match[2])))
+    guards = [(axis, named(guard)) for axis, guard in _NOT_ALL.findall(text)]
     guards.sort(key=lambda each: "!=" in each[1])  # those are single sizes that were not traced
     fixes, violated = _FIX.search(text), _VIOLATED.search(text)
     hint = "a narrower range, or a module that takes any size"
     if fixes:
         hint = f"PyTorch suggests {'; '.join(line.strip() for line in fixes[1].splitlines())}"
-    needed = _joined(places.get(guards[0][0]), f"it needs {guards[0][1]}") if guards else text.splitlines()[0]
+    needed = text.splitlines()[0]
+    if guards:
+        needed = f"{places.get(guards[0][0], '')}it needs {guards[0][1]}"
     what = f"The module does not work for every size of {violated[1] if violated else ''}."
     return ExportError(what, got=needed, hint=hint)
 
 
-def _joined(place: str | None, text: str) -> str:
-    return text if place is None else f"{place}: {text}"
-
-
-def last_own_line(frames: Iterable[traceback.FrameSummary]) -> str | None:
-    """The innermost line that is neither Python's nor PyTorch's nor ours, as `file:line`."""
-
-    def is_own(path: Path) -> bool:
-        if not path.is_file() or path.parent in (_PYTHON, _PYTHON / "logging"):
-            return False
-        return not any(place in path.parents for place in (_PACKAGE, _TORCH))
-
-    own = [frame for frame in frames if is_own(Path(frame.filename))]
-    return f"{own[-1].filename}:{own[-1].lineno}" if own else None
-
-
-# -- what PyTorch logs -------------------------------------------------------------------------------
+def own_line(frames: Sequence[traceback.FrameSummary]) -> str:
+    """The innermost line that is neither Python's nor PyTorch's nor ours, as `file:line: `, or nothing."""
+    for frame in reversed(frames):
+        path = Path(frame.filename)
+        is_foreign = path.parent in _PYTHON or not {_PACKAGE, _TORCH}.isdisjoint(path.parents)
+        if not is_foreign and path.is_file():
+            return f"{frame.filename}:{frame.lineno}: "
+    return ""
 
 
 class _Listener(logging.Handler):
@@ -268,9 +249,9 @@ class _Listener(logging.Handler):
         if created := _CREATED.match(text):
             self.axes[created[1]] = self._name_of(created[2], int(created[3]))
         guard = _GUARD.match(text)
-        place = last_own_line(traceback.extract_stack()) if guard else None
+        place = own_line(traceback.extract_stack()) if guard else ""
         for symbol in _SYMBOL.findall(guard[1]) if guard else ():
-            if symbol in self.axes and place is not None:
+            if symbol in self.axes and place:
                 self.places.setdefault(self.axes[symbol], place)
 
 
@@ -315,8 +296,7 @@ def refuse_infinite_constants(program: ExportedProgram, where: str) -> None:
             continue
         for number in node.args:
             if isinstance(number, (int, float)) and torch.finfo(dtype).max < abs(number) < math.inf:
-                place = last_own_line(_frames(node))
-                found.append(_joined(place, f"{number:g} in {_SHORT.get(dtype, dtype)}"))
+                found.append(f"{own_line(_frames(node))}{number:g} in {_SHORT.get(dtype, dtype)}")
     if constants := ", ".join(dict.fromkeys(found)):
         what = "The exported program overflows where the module does not."
         hint = f"--precision auto, bf16 or fp32, or {_SMALLER_NUMBER}"
@@ -332,8 +312,7 @@ def overflow_error(
         return ExportError("The module's weights contain NaN.", got=nan, hint=helps)
     first = None if run is None else _first_overflow(run)
     # Not buffers: a causal mask of -inf is one.
-    infinite = None if first else _weights_with(torch.isinf, module.named_parameters())
-    if infinite:
+    if not first and (infinite := _weights_with(torch.isinf, module.named_parameters())):
         what = f"The module's weights contain infinite numbers in {precision}."
         finite = "" if precision == "fp32" else f"; {hint} if rounding to {precision} made them infinite"
         return ExportError(what, got=infinite, hint=f"finite weights{finite}")
@@ -353,13 +332,10 @@ def _weights_with(test: Callable[[Tensor], Tensor], weights: Iterable[tuple[str,
     return "; ".join(found[:_MOST_NAMED] + more) or None
 
 
-# -- the first call that overflows -------------------------------------------------------------------
-
-
 def _first_overflow(run: Callable[[], object]) -> str | None:
     """Run a module again; the call whose result is the first that is not finite, with its line."""
-    watch = _Watch()
-    with contextlib.suppress(Exception), torch.inference_mode(), Float32Accumulation(), watch:
+    watch, eager = _Watch(), oracle.Float32Accumulation()
+    with contextlib.suppress(Exception), torch.inference_mode(), oracle.dense_flex_attention(), eager, watch:
         run()
     return watch.found
 
@@ -396,8 +372,7 @@ def _place() -> str:
     """The user's line on the stack: behind the frame that runs the module again."""
     frames = traceback.extract_stack()
     start = max((i for i, frame in enumerate(frames) if frame.name == _first_overflow.__name__), default=-1)
-    place = last_own_line(frames[start + 1 :])
-    return "" if place is None else f"{place}: "
+    return own_line(frames[start + 1 :])
 
 
 def _too_large(given: list[Any]) -> str:
@@ -416,11 +391,9 @@ def _too_large(given: list[Any]) -> str:
 def _reached(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> str:
     """How large the numbers are that a call overflows with."""
     with contextlib.suppress(RuntimeError, TypeError, ValueError):  # not every call takes wider numbers
-        args, kwargs = tree_map_only(
-            Tensor, lambda x: x.double() if x.is_floating_point() else x, (args, kwargs)
-        )
-        tensors = [each for each in tree_leaves(func(*args, **kwargs)) if isinstance(each, Tensor)]
-        largest = max((float(each.abs().max()) for each in tensors if each.is_floating_point()), default=0.0)
+        args, kwargs = tree_map_only(Tensor, oracle.upcast, (args, kwargs))
+        floats = [each for each in tensors_in(func(*args, **kwargs)) if each.is_floating_point()]
+        largest = max((float(each.abs().max()) for each in floats), default=0.0)
         if math.isfinite(largest) and largest:
             return f" reaches {largest:.3g}"
     return ""

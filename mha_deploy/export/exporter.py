@@ -6,7 +6,9 @@ import ast
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -17,19 +19,9 @@ from mha_deploy.bundle.cases import GoldenCase, write_arrays
 from mha_deploy.bundle.folder import Bundle, sha256
 from mha_deploy.bundle.manifest import LayersEntry
 from mha_deploy.errors import ExportError, exit_as_error, nearest
+from mha_deploy.export import flow
 from mha_deploy.export.axes import ExportedModule
 from mha_deploy.export.explain import first_cause, onnx_program
-from mha_deploy.export.flow import (
-    MODULE_CASES,
-    OnStep,
-    PlannedCase,
-    Source,
-    Steps,
-    export_bundle,
-    golden_budget,
-    golden_names,
-    plan_golden,
-)
 from mha_deploy.export.golden import LayerCapture, ModuleCapture, mixed_graph
 from mha_deploy.export.own_model import UserModule, drawn_inputs, open_user_module, state_digest
 from mha_deploy.export.program import attention_values, export_program
@@ -38,7 +30,7 @@ from mha_deploy.graph.fuse import share_tied_weights
 from mha_deploy.graph.upcast import retype
 from mha_deploy.model.deployable import Deployable
 from mha_deploy.model.precision import find_precision
-from mha_deploy.model.spec import AttentionSpec, Axis, ModelSpec
+from mha_deploy.model.spec import AttentionSpec, Axis
 from mha_deploy.options import AUTO, ExportOptions
 from mha_deploy.reference import build_module
 from mha_deploy.reference.attention import Attention
@@ -54,14 +46,14 @@ def bundle_from_spec(
     spec: AttentionSpec,
     target: Path,
     options: ExportOptions | None = None,
-    on_step: OnStep = lambda name, number, count: None,
+    on_step: flow.OnStep = lambda name, number, count: None,
 ) -> Bundle:
     """Export a catalog layer and everything needed to check it elsewhere.
 
     Nothing is left at `target` if anything fails. `on_step` is called as each step begins, with its name, its
     number from 0, and how many there are.
     """
-    return export_bundle(_LayerSource(spec, options or ExportOptions()), target, on_step)
+    return flow.export_bundle(_LayerSource(spec, options or ExportOptions()), target, on_step)
 
 
 @exit_as_error()
@@ -71,7 +63,7 @@ def bundle_from_factory(
     options: ExportOptions | None = None,
     *,
     axes: Mapping[str, Axis] | None = None,
-    on_step: OnStep = lambda name, number, count: None,
+    on_step: flow.OnStep = lambda name, number, count: None,
 ) -> Bundle:
     """Export a user's own module as `bundle_from_spec` does a layer; `axes` replace ranges of the factory.
 
@@ -79,19 +71,17 @@ def bundle_from_factory(
     """
     options = options or ExportOptions()
     try:
-        return export_bundle(_ModuleSource(reference, options, axes), target, on_step)
+        return flow.export_bundle(_ModuleSource(reference, options, axes), target, on_step)
     except ExportError as error:
         # Types and ranges are what `auto` is for: it exports the module in float32, as it is written.
-        about_types = _ABOUT_TYPES.search(f"{error.what} {error.got}")
+        about_types = _TYPES.search(f"{error.what} {error.got}")
         if options.precision in ("fp16", "bf16") and "auto" not in str(error.hint) and about_types:
             hint = f"--precision auto{'' if error.hint is None else f', or {error.hint}'}"
             raise ExportError(error.what, got=error.got, hint=hint) from error
         raise
 
 
-_ABOUT_TYPES = re.compile(
-    r"not finite|infinit|NaN|overflow|dtype|scalar type|[Ff]loat(16|32)?\b|Half\b|in fp16"
-)
+_TYPES = re.compile(r"not finite|infinit|NaN|overflow|dtype|scalar type|[Ff]loat(16|32)?\b|Half\b|in fp16")
 
 
 def choose_opset(layer: AttentionSpec | None, wanted: int | None) -> int:
@@ -109,7 +99,7 @@ def choose_opset(layer: AttentionSpec | None, wanted: int | None) -> int:
 # -- A catalog layer -------------------------------------------------------------------------------
 
 
-class _LayerSource(Source):
+class _LayerSource(flow.Source):
     """A catalog layer: its graph is canonical as the reference layer emits it."""
 
     module: Attention
@@ -119,12 +109,13 @@ class _LayerSource(Source):
         self.precision = find_precision("fp16" if options.precision == AUTO else options.precision)
         self.opset = choose_opset(layer, options.opset)
         self.notes, self.checks = [], {}
-        self.golden = golden_names(self.spec)
-        plan = plan_golden(self.spec, options.golden, golden_budget(options))  # refuses what cannot be
+        self.golden = flow.golden_names(self.spec)
+        # Refuses what cannot be.
+        plan = flow.plan_golden(self.spec, options.golden, flow.golden_budget(options))
         self.steps = 5 + len(plan.cases) + (layer.cache != "none")
 
-    def graph(self, folder: Path, step: Steps) -> ir.Model:
-        step("weights")
+    def graph(self, folder: Path) -> ir.Model:
+        self.step("weights")
         options = self.options
         if options.device not in _DEVICES:
             raise ExportError("No such device.", got=options.device, hint=nearest(options.device, _DEVICES))
@@ -134,22 +125,18 @@ class _LayerSource(Source):
         if options.weights is not None:
             found = read_weights(options.weights, self.layer, prefix=options.prefix, layer=options.layer)
             state, self.notes = found.state, [*found.notes]
-        self.module = build_module(
-            self.layer,
-            seed=options.seed,
-            weights=state,
-            dtype=getattr(torch, self.precision.torch_name),
-            device=options.device,
-            path="plain",  # the eager result is the textbook's: an engine that does not fuse rounds like it
-        )
-        step("ONNX graph")
+        made: Any = {"seed": options.seed, "weights": state, "device": options.device}
+        dtype = getattr(torch, self.precision.torch_name)
+        # The eager result is the textbook's: an engine that does not fuse rounds like it.
+        self.module = build_module(self.layer, **made, dtype=dtype, path="plain")
+        self.step("ONNX graph")
         return canonical_from_module(self.module, opset=self.opset)
 
-    def check(self, path: Path, step: Steps) -> None:
+    def check(self, path: Path) -> None:
         """Check the graph, and that its dynamic axes are dynamic: run it at two sizes."""
         self.checks["graph"] = check_canonical(path, self.layer, self.precision)
-        step("run at two shapes")
-        every = [case.sizes for case in plan_golden(self.spec, ("min", "odd")).cases]
+        self.step("run at two shapes")
+        every = [case.sizes for case in flow.plan_golden(self.spec, ("min", "odd")).cases]
         with open_runner(available_cpu_backend(self.precision), path) as runner:
             for sizes in every:
                 feeds = fed_to(self.module, random_inputs(self.layer, sizes, seed=0))
@@ -159,7 +146,7 @@ class _LayerSource(Source):
                         what = f"Output {tensor.name} does not follow the axes."
                         raise ExportError(what, got=f"{shape} at {sizes}")
             self.checks["dynamic axes"] = {"runtime": runner.name, "sizes": every}
-        step("FP64 oracle")
+        self.step("FP64 oracle")
         self.capture = LayerCapture(self.module, self.precision, self.options.seed)
 
     def origin(self) -> str:
@@ -187,16 +174,12 @@ def canonical_from_module(module: Attention, *, opset: int | None = None) -> ir.
         module = build_module(spec, weights=weights, dtype=parameter.dtype)
     # No axis of 0 or 1 where it can vary: the exporter would take it for a constant. A past of one entry at
     # most is traced with more of them: tracing computes no numbers, so there is room.
-    most = {name: max(axis.max, _LEAST_TRACED) for name, axis in spec.axes.items()}
-    sizes = {
-        name: max(axis.min, min(most[name], 2 + i)) if axis.is_dynamic else axis.min
-        for i, (name, axis) in enumerate(spec.axes.items())
-    }
-    dims = {
-        name: torch.export.Dim(name, min=axis.min, max=most[name])
-        for name, axis in spec.axes.items()
-        if axis.is_dynamic
-    }
+    sizes, dims = spec.sizes("min"), {}
+    for index, (name, axis) in enumerate(spec.axes.items()):
+        if axis.is_dynamic:
+            most = max(axis.max, _LEAST_TRACED)
+            sizes[name] = max(axis.min, min(most, _LEAST_TRACED + index))
+            dims[name] = torch.export.Dim(name, min=axis.min, max=most)
     shapes = {
         parameter_name(tensor): {i: dims[dim] for i, dim in enumerate(tensor.dims) if isinstance(dim, str)}
         for tensor in spec.inputs
@@ -263,10 +246,10 @@ _OF_THE_MODULE = (
 )
 
 
-class _ModuleSource(Source):
+class _ModuleSource(flow.Source):
     """A user's module: its program is exported, and its attentions are recognised in the graph."""
 
-    golden = MODULE_CASES
+    golden = flow.MODULE_CASES
     user: UserModule
     capture: ModuleCapture
 
@@ -281,23 +264,18 @@ class _ModuleSource(Source):
         self.notes, self.checks = [], {}
         self.steps = 5 + self.auto + len(options.golden or self.golden)
 
-    def graph(self, folder: Path, step: Steps) -> ir.Model:
+    def graph(self, folder: Path) -> ir.Model:
         options = self.options
-        step("factory")
-        user = open_user_module(
-            self.reference,
-            find_precision("fp32") if self.auto else self.precision,
-            seed=options.seed,
-            weights=options.weights,
-            prefix=options.prefix,
-            axes=self.axes,
-        )
-        step.count += bool(user.kv_cache)
-        step("ONNX graph")
+        self.step("factory")
+        precision = find_precision("fp32") if self.auto else self.precision
+        made: Any = {"seed": options.seed, "weights": options.weights, "prefix": options.prefix}
+        user = open_user_module(self.reference, precision, **made, axes=self.axes)
+        self.steps += bool(user.kv_cache)
+        self.step("ONNX graph")
         exported = exported_program(user, opset=self.opset)
         self.user = user = user.with_axes(exported.fixed)
         self.notes += [*user.notes, *exported.notes]
-        step("attention")
+        self.step("attention")
         bf16, fp32 = ir.DataType.BFLOAT16, ir.DataType.FLOAT
         if self.precision.name != "bf16" and retype(exported.model, (bf16,), fp32):
             self.notes.append("what the module computes in BF16 is FP32 in the graph")
@@ -305,35 +283,26 @@ class _ModuleSource(Source):
         share_tied_weights(model)
         self.capture = ModuleCapture(user, exported, options.seed)
         if self.auto:
-            step("ranges")
+            self.step("ranges")
             model, plan = mixed_graph(model, self.capture, folder)
             self.capture = ModuleCapture(user, exported, options.seed, model)
             self.note_precision(plan)
         self.values = attention_values(model, exported)
-        self.note_places(model)
-        for value in model.graph.outputs:  # shape inference may have written a sum in another order
-            value.shape = ir.Shape(exported.outputs[str(value.name)])
-        self.spec = ModelSpec(
-            **{name: getattr(user, name) for name in _OF_THE_MODULE},
-            inputs=self.tensors(model.graph.inputs),
-            outputs=self.tensors(model.graph.outputs),
-            attention_count=self.attentions,
-            cached=user.kv_cache,
-            mixed=self.auto,
-        )
+        known = {name: getattr(user, name) for name in _OF_THE_MODULE}
+        self.describe(model, exported.outputs, **known, cached=user.kv_cache)
         _drop_exporter_metadata(model)
         return model
 
-    def captured(self, planned: PlannedCase) -> GoldenCase:
+    def captured(self, planned: flow.PlannedCase) -> GoldenCase:
         """One golden case; the spec is complete once the work of the case opt is known."""
         case = super().captured(planned)
         if planned.name == "opt":
             self.spec = replace(self.spec, flops=case.flops)
         return case
 
-    def layers(self, cases: list[GoldenCase], folder: Path, step: Steps) -> LayersEntry | None:
+    def layers(self, cases: list[GoldenCase], folder: Path) -> LayersEntry | None:
         """The values inside the first case whose attentions do not take too much memory."""
-        step("results of each attention")
+        self.step("results of each attention")
         for case in cases if self.values else ():
             inside = self.capture.look_inside(case, set(self.values.values()))
             arrays = {f"{kind}/{name}": each for kind in inside for name, each in inside[kind].items()}
@@ -356,12 +325,6 @@ class _ModuleSource(Source):
 @exit_as_error()
 def exported_program(user: UserModule, *, opset: int = _OPSETS[0]) -> ExportedModule:
     """A module as PyTorch exports it: its graph, and the program that its FP64 oracle runs."""
-    return export_program(
-        user.module,
-        user.examples,
-        user.dims,
-        user.axes,
-        opset=opset,
-        output_names=user.outputs,
-        draw=lambda sizes: drawn_inputs(user, "check", sizes, seed=1),
-    )
+    draw = partial(drawn_inputs, user, "check", seed=1)
+    given = (user.module, user.examples, user.dims, user.axes)
+    return export_program(*given, opset=opset, output_names=user.outputs, draw=draw)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,15 +15,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from mha_deploy.analyze.cost import (
-    SizeLimit,
-    first_allowed,
-    odd_sizes,
-    oracle_cache_bytes,
-    shrunk,
-    sizes_name,
-    usual_points,
-)
+from mha_deploy.analyze import cost
 from mha_deploy.bundle.cases import (
     Arrays,
     GoldenCase,
@@ -42,6 +34,7 @@ from mha_deploy.graph.attention_node import attention_nodes, is_attention, short
 from mha_deploy.graph.canonical import check_module
 from mha_deploy.graph.file import load_graph, save_graph
 from mha_deploy.graph.fuse import fuse_attention, place_of
+from mha_deploy.graph.ir import Dim, dims
 from mha_deploy.graph.mixed_precision import PrecisionPlan
 from mha_deploy.metrics import relative_error
 from mha_deploy.model.precision import Precision
@@ -69,7 +62,7 @@ class PlannedCase:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GoldenBudget(SizeLimit):
+class GoldenBudget(cost.SizeLimit):
     """What the large case may cost; the others are as large as the spec says."""
 
     mb: float = 25.0  # on disk, in 10⁶ bytes; as much as the opt case takes is always allowed
@@ -136,9 +129,8 @@ def planned_cases(
             notes.append(f"no {found.name} case: its sizes are those of another")
         else:
             cases.append(found)
-            less = [
-                f"{axis} = {most}" for axis, most in spec.sizes("max").items() if found.sizes[axis] < most
-            ]
+            largest = spec.sizes("max")
+            less = [f"{axis} = {most}" for axis, most in largest.items() if found.sizes[axis] < most]
             if name == "large" and less:
                 text = ",".join(f"{axis}={size}" for axis, size in found.sizes.items())
                 notes.append(f"the large case has {text}: the axes allow {', '.join(less)}, beyond {budget}")
@@ -149,24 +141,25 @@ def _plan_one(spec: ModelSpec, name: str, budget: GoldenBudget) -> PlannedCase |
     """One case, or why there is none."""
     if "=" in name:
         sizes = spec.parse_sizes(name)
-        return PlannedCase(name=sizes_name(sizes), sizes=sizes)
+        return PlannedCase(name=cost.sizes_name(sizes), sizes=sizes)
     refuse_unknown_case(name, golden_names(spec))
     if name in ("min", "opt"):
         # The least that a dynamic cache holds is nothing, too.
         past = 0 if name == "min" and spec.cache == "preallocated" else None
         return PlannedCase(name=name, sizes=spec.sizes(name), past=past)
     if name == "odd":
-        return PlannedCase(name=name, sizes=_with_small_batch(spec, odd_sizes(spec.axes)))
+        return PlannedCase(name=name, sizes=_with_small_batch(spec, cost.odd_sizes(spec.axes)))
     if name == "ragged":
         return _ragged_case(spec)
     if name == "large":
         if spec.layer is None and not spec.flops:
             return "its cost is not known without the case opt before it"
-        sizes, usual = shrunk(spec, spec.sizes("max"), spec.sizes("min"), budget), spec.sizes("opt")
+        sizes, usual = cost.shrunk(spec, spec.sizes("max"), spec.sizes("min"), budget), spec.sizes("opt")
         if all(sizes[axis] <= usual[axis] for axis in sizes):
             return f"nothing larger than opt fits {budget}"
         return PlannedCase(name=name, sizes=sizes)
-    for point in usual_points(spec):  # a prompt into an empty cache, or the token that fills it: as timed
+    # A prompt into an empty cache, or the token that fills it: as timed.
+    for point in cost.usual_points(spec):
         if point.name == name:
             return PlannedCase(name=name, sizes=dict(point.sizes), past=point.past)
     single = "the layer takes single tokens only"
@@ -176,7 +169,7 @@ def _plan_one(spec: ModelSpec, name: str, budget: GoldenBudget) -> PlannedCase |
 def _ragged_case(spec: ModelSpec) -> PlannedCase | str:
     if spec.layer is None or (spec.layer.mask != "padding" and spec.cache != "preallocated"):
         return "the layer takes no lengths"
-    sizes = {name: first_allowed(axis, (_RAGGED_LENGTH,)) for name, axis in spec.axes.items()}
+    sizes = {name: cost.first_allowed(axis, (_RAGGED_LENGTH,)) for name, axis in spec.axes.items()}
     sizes["B"] = max(spec.axes["B"].min, min(_RAGGED_BATCH, spec.axes["B"].max))
     if spec.cache == "preallocated":  # lengths differ by what the new tokens leave free
         sizes["S"] = max(spec.axes["S"].min, min(sizes["S"], sizes["T"] // 2))
@@ -187,7 +180,7 @@ def _ragged_case(spec: ModelSpec) -> PlannedCase | str:
 
 def _with_small_batch(spec: ModelSpec, sizes: dict[str, int]) -> dict[str, int]:
     """A smaller batch where the caches would make up most of a bundle."""
-    while oracle_cache_bytes(spec, sizes) > _CACHE_BYTES and sizes["B"] > spec.axes["B"].min:
+    while cost.oracle_cache_bytes(spec, sizes) > _CACHE_BYTES and sizes["B"] > spec.axes["B"].min:
         sizes = {**sizes, "B": sizes["B"] - 1}
     return sizes
 
@@ -195,7 +188,7 @@ def _with_small_batch(spec: ModelSpec, sizes: dict[str, int]) -> dict[str, int]:
 def looked_at(axes: Mapping[str, Axis]) -> dict[str, dict[str, int]]:
     """The sizes at which the numbers of a graph are measured, for mixed precision."""
     bounds = {bound: {name: getattr(axis, bound) for name, axis in axes.items()} for bound in ("opt", "min")}
-    return {**bounds, "odd": odd_sizes(axes)}
+    return {**bounds, "odd": cost.odd_sizes(axes)}
 
 
 def refuse_far(where: str, got: Arrays, oracle: Arrays, most: float, what: str, hint: str) -> None:
@@ -218,18 +211,6 @@ _PLAN_LINES = 12
 _KINDS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}
 
 
-class Steps:
-    """Counts the steps of an export."""
-
-    def __init__(self, on_step: OnStep, count: int) -> None:
-        self.on_step, self.count, self.number = on_step, count, 0
-
-    def __call__(self, name: str) -> None:
-        """Begin the next one."""
-        self.on_step(name, self.number, self.count)
-        self.number += 1
-
-
 class Source(ABC):
     """A model that becomes a bundle: what differs from one kind of model to another."""
 
@@ -244,11 +225,17 @@ class Source(ABC):
     places: dict[str, str | None] | None = None  # where in the source code they are, where that is known
     notes: list[str]  # what a reader should know
     checks: Checks  # what the export checked of its own work
-    steps: int
+    on_step: OnStep
+    step_number, steps = 0, 0  # of how many
     capture: Any = None  # of a module, the `Capture` of what it computes
 
+    def step(self, name: str) -> None:
+        """Begin the next step."""
+        self.on_step(name, self.step_number, self.steps)
+        self.step_number += 1
+
     @abstractmethod
-    def graph(self, folder: Path, step: Steps) -> ir.Model:
+    def graph(self, folder: Path) -> ir.Model:
         """The canonical graph; `folder` is where large files may lie meanwhile."""
 
     def captured(self, planned: PlannedCase) -> GoldenCase:
@@ -259,11 +246,11 @@ class Source(ABC):
     def origin(self) -> str:
         """Where the weights came from."""
 
-    def check(self, path: Path, step: Steps) -> None:
+    def check(self, path: Path) -> None:
         """Check the graph that was written."""
         self.checks["graph"] = check_module(path, self.spec, self.precision)
 
-    def layers(self, cases: list[GoldenCase], folder: Path, step: Steps) -> LayersEntry | None:
+    def layers(self, cases: list[GoldenCase], folder: Path) -> LayersEntry | None:
         """The expected result of every attention in one golden case, where that is known."""
         return None
 
@@ -294,60 +281,57 @@ class Source(ABC):
         more = len(lines) - _PLAN_LINES
         self.notes += [head, *lines[:_PLAN_LINES], *([f"and {more} more: see the manifest"] * (more > 0))]
 
-    def note_places(self, model: ir.Model) -> None:
-        """Keep where in the source code the attentions are, before that is dropped from the graph."""
+    def describe(self, model: ir.Model, outputs: Mapping[str, Sequence[Dim]], **known: Any) -> None:
+        """Make the spec from the graph, whose outputs get their dimensions, and from what else is known."""
+        for value in model.graph.outputs:  # shape inference may have written a sum in another order
+            value.shape = ir.Shape(outputs[str(value.name)])
+        # Where in the source code the attentions are, before that is dropped from the graph.
         self.places = {str(n.name): place_of(n) for n in model.graph.all_nodes() if is_attention(n)}
+        tensors = {"inputs": model.graph.inputs, "outputs": model.graph.outputs}
+        known |= {name: tuple(map(self._tensor, values)) for name, values in tensors.items()}
+        self.spec = ModelSpec(**known, attention_count=self.attentions, mixed=self.auto)
 
-    def tensors(self, values: Iterable[ir.Value]) -> tuple[TensorSpec, ...]:
-        """The inputs or outputs of the graph."""
-        found = []
-        for value in values:
-            shape = (None,) if value.shape is None else value.shape
-            dims = tuple(dim.value if isinstance(dim, ir.SymbolicDim) else dim for dim in shape)
-            if None in dims:
-                what = f"A size of output {value.name} is not an expression of axes and numbers."
-                raise ExportError(what, got=dims, hint="return it in a shape that follows the axes")
-            kind = short_dtype(value.dtype) or "unknown"
-            kind = FLOAT if kind == self.precision.name else _KINDS.get(kind, kind)
-            found.append(TensorSpec(name=str(value.name), kind=kind, dims=dims))  # type: ignore[arg-type]
-        return tuple(found)
+    def _tensor(self, value: ir.Value) -> TensorSpec:
+        sizes = (None,) if value.shape is None else dims(value)
+        if None in sizes:
+            what = f"A size of output {value.name} is not an expression of axes and numbers."
+            raise ExportError(what, got=sizes, hint="return it in a shape that follows the axes")
+        kind = short_dtype(value.dtype) or "unknown"
+        kind = FLOAT if kind == self.precision.name else _KINDS.get(kind, kind)
+        return TensorSpec(name=str(value.name), kind=kind, dims=sizes)  # type: ignore[arg-type]
 
 
 def export_bundle(source: Source, target: Path, on_step: OnStep) -> Bundle:
     """Write the bundle of a model; nothing is left at `target` if anything fails."""
-    options, step = source.options, Steps(on_step, source.steps)
+    options, source.on_step = source.options, on_step
     for name in options.golden:
         refuse_unknown_case(name)  # before the work begins
     if options.polygraphy:
         refuse_polygraphy(source.cache, source.precision)
     with closing(source), BundleWriter(target, overwrite=options.overwrite) as writer:
         folder = writer.path
-        save_graph(source.graph(folder, step), folder / MODEL)
+        save_graph(source.graph(folder), folder / MODEL)
         gc.collect()  # the exporter's program holds weights in reference cycles
-        source.check(folder / MODEL, step)
+        source.check(folder / MODEL)
         (folder / "golden").mkdir()
-        cases = []
+        cases, golden = list[GoldenCase](), list[GoldenEntry]()
         names, budget = options.golden or source.golden, golden_budget(options)
         for planned in planned_cases(lambda: source.spec, names, budget, source.notes):
-            step(f"golden case {planned.name}")
-            case = source.captured(planned)
+            source.step(f"golden case {planned.name}")
+            case, file = source.captured(planned), f"golden/{planned.name}.safetensors"
             refuse_implausible(f"golden case {case.name}", case.oracle, case.eager, source.precision)
-            write_case(folder / "golden" / f"{case.name}.safetensors", case)
+            write_case(folder / file, case)
             cases.append(case)
+            golden.append(GoldenEntry(name=case.name, file=file, sizes=dict(case.sizes), flops=case.flops))
         if not cases:
             raise ExportError("No golden case is left.", got="; ".join(source.notes), hint="--golden opt")
         if options.polygraphy:
             write_polygraphy(folder / "golden" / "polygraphy", cases)
-        layers = source.layers(cases, folder, step)
-        traces = _write_trace(source, folder, step)
-        step("hashes")
+        layers, traces = source.layers(cases, folder), _write_trace(source, folder)
+        source.step("hashes")
         attention = [node.describe() for node in attention_nodes(load_graph(folder / MODEL))]
         if source.places is not None:
             attention = [node | {"place": source.places.get(node["name"])} for node in attention]
-        files = {case.name: f"golden/{case.name}.safetensors" for case in cases}
-        golden = [
-            GoldenEntry(name=c.name, file=files[c.name], sizes=dict(c.sizes), flops=c.flops) for c in cases
-        ]
         return writer.finish(
             Manifest(
                 spec=source.spec,
@@ -365,11 +349,11 @@ def export_bundle(source: Source, target: Path, on_step: OnStep) -> Bundle:
         )
 
 
-def _write_trace(source: Source, folder: Path, step: Steps) -> list[TraceEntry]:
+def _write_trace(source: Source, folder: Path) -> list[TraceEntry]:
     """Of a model with a KV cache: what decoding token by token must give."""
     if source.spec.kv_cache is None:
         return []
-    step("decode trace")
+    source.step("decode trace")
     planned = plan_trace(source.spec)
     if isinstance(planned, str):
         source.notes.append(planned)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -128,34 +129,26 @@ class Capture(ABC):
             # Some kernels of PyTorch give zeros where a weight is NaN; the oracle shows it.
             results = (case.eager[name], case.oracle[name])
             if not all(np.isfinite(array.astype(np.float64)).all() for array in results):
-                where = f"output {name} of golden case {case.name}"
-                raise overflow_error(
-                    where, self.precision.name, module=self.module, run=run, hint=self.remedy
-                )
+                where, short = f"output {name} of golden case {case.name}", self.precision.name
+                raise overflow_error(where, short, module=self.module, run=run, hint=self.remedy)
 
     def trace(self, spec: ModelSpec, planned: PlannedTrace) -> DecodeTrace:
         """Draw tokens, decode them with the module, and compute the whole sequence in FP64, in one call."""
-        prompt = np.array(planned.prompt, np.int32)
-        cache = check_steps(spec, prompt, planned.steps)
+        name, steps, prompt = planned.name, planned.steps, np.array(planned.prompt, np.int32)
+        cache = check_steps(spec, prompt, steps)
         feeds, oracle = self.whole(spec, cache, planned)
         held = {each.input: feeds.pop(each.input) for each in cache.tensors}
         trace = DecodeTrace(
-            name=planned.name,
-            cache=cache,
-            inputs=_arrays(feeds),
-            prompt=prompt,
-            steps=planned.steps,
-            oracle=oracle,
-            eager={},
+            name=name, cache=cache, inputs=_arrays(feeds), prompt=prompt, steps=steps, oracle=oracle, eager={}
         )
         eager = self._decoded(trace, held)
-        self.refuse_overflow(GoldenCase(name=trace.name, sizes={}, inputs={}, oracle=oracle, eager=eager))
+        self.refuse_overflow(GoldenCase(name=name, sizes={}, inputs={}, oracle=oracle, eager=eager))
         what = "Decoding token by token gives something else than one call with all tokens."
         hint = "let new tokens attend to cached ones and none behind them, at positions that continue theirs"
         hint += "; without kv_cache= decoding is not validated"
         same = all(eager[name].shape == array.shape for name, array in oracle.items())
         got, true = (trace.defined(each) if same else each for each in (eager, oracle))
-        refuse_far(f"{trace.name}, after {trace.steps} steps", got, true, _SAME_PROGRAM, what, hint)
+        refuse_far(f"{name}, after {steps} steps", got, true, _SAME_PROGRAM, what, hint)
         return replace(trace, eager=eager)
 
     def _decoded(self, trace: DecodeTrace, held: Feeds) -> Arrays:
@@ -213,9 +206,8 @@ class LayerCapture(Capture):
     def draw(self, planned: PlannedCase) -> Feeds:
         """Drawn from the seed, without tokens at which rounding decides."""
         spec, margin = self.module.spec, _DECISION_MARGIN * self.precision.roundoff
-        drawn = random_inputs(
-            spec, planned.sizes, self.seed, label=planned.name, ragged=planned.ragged, past=planned.past
-        )
+        how: Any = {"label": planned.name, "ragged": planned.ragged, "past": planned.past}
+        drawn = random_inputs(spec, planned.sizes, self.seed, **how)
         return clear_decisions(self.module, fed_to(self.module, self.change(drawn)), self.seed, margin=margin)
 
     def arguments(self, feeds: Feeds) -> Feeds:

@@ -11,20 +11,20 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 from ml_dtypes import bfloat16
-from onnx_ir.passes.common import InlinePass, RemoveInitializersFromInputsPass
+from onnx_ir.passes.common import InlinePass
 
 from mha_deploy.analyze.cost import sizes_name
 from mha_deploy.bundle.cases import GoldenCase
 from mha_deploy.bundle.folder import Bundle, sha256
 from mha_deploy.errors import DeployError, ExportError, SpecError, nearest
-from mha_deploy.export.flow import OnStep, PlannedCase, Source, Steps, export_bundle, looked_at, refuse_far
+from mha_deploy.export.flow import OnStep, PlannedCase, Source, export_bundle, looked_at, refuse_far
 from mha_deploy.graph.attention_node import short_dtype
 from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.fuse import from_old_opset
 from mha_deploy.graph.mixed_precision import apply_plan, plan_precision
 from mha_deploy.graph.upcast import in_float64
 from mha_deploy.model.precision import PRECISIONS, find_precision
-from mha_deploy.model.spec import FLOAT, Axis, Dim, ModelSpec, TensorSpec
+from mha_deploy.model.spec import FLOAT, Axis, Dim, TensorSpec, size_of
 from mha_deploy.options import AUTO, ExportOptions
 from mha_deploy.runtime import measure_ranges, open_runner
 from mha_deploy.runtime.onnx_reference import evaluator_of
@@ -65,7 +65,6 @@ class _OnnxSource(Source):
         self.path, self.options, self.examples = path, options, inputs
         self.notes, self.checks = [], {}
         model = load_graph(path)
-        RemoveInitializersFromInputsPass()(model)  # older files list the weights as inputs too
         if model.functions:
             InlinePass()(model)
         self.original = from_old_opset(model)
@@ -88,35 +87,29 @@ class _OnnxSource(Source):
     def _inputs(self) -> dict[str, ir.Value]:
         return {str(value.name): value for value in self.original.graph.inputs}
 
-    def graph(self, folder: Path, step: Steps) -> ir.Model:
-        step("attention")
+    def graph(self, folder: Path) -> ir.Model:
+        self.step("attention")
         model = self.fused(self.original)
-        step("output shapes")
-        self.outputs = self._output_dims()
+        self.step("output shapes")
+        outputs = self._output_dims()
         if self.auto:
-            step("ranges")
+            self.step("ranges")
             cases = {name: self.draw(name, sizes) for name, sizes in looked_at(self.axes).items()}
             plan = plan_precision(model, measure_ranges(model, cases))
             model = apply_plan(model, plan)
             self.note_precision(plan)
         for value in model.graph.inputs:
             value.shape = ir.Shape(self.dims[str(value.name)])
-        for value in model.graph.outputs:
-            value.shape = ir.Shape(self.outputs[str(value.name)])
         self.model, self.opset = model, int(model.graph.opset_imports[""])
-        self.note_places(model)
-        self.spec = ModelSpec(
+        weights = [each.const_value for each in model.graph.initializers.values() if each.const_value]
+        self.describe(
+            model,
+            outputs,
             name=self.path.stem,
             axes=self.axes,
-            inputs=self.tensors(model.graph.inputs),
-            outputs=self.tensors(model.graph.outputs),
-            attention_count=self.attentions,
-            weight_bytes=sum(
-                v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value
-            ),
+            weight_bytes=sum(each.nbytes for each in weights),
             state_sha256=sha256(self.path),
             seed=self.options.seed,
-            mixed=self.auto,
             summary=f"imported from {self.path.name}",
         )
         return model
@@ -129,9 +122,7 @@ class _OnnxSource(Source):
         given = {key: array.astype(types[key]) for key, array in drawn.items()}
         is_float = {key for key, array in given.items() if array.dtype.kind == "f" or array.dtype == bfloat16}
         try:
-            wide = {
-                key: array.astype(np.float64) if key in is_float else array for key, array in given.items()
-            }
+            wide = {key: given[key].astype(np.float64) if key in is_float else given[key] for key in given}
             names = [str(value.name) for value in self.original.graph.outputs]
             oracle = dict(zip(names, map(np.asarray, self._double.run(None, wide)), strict=True))
             eager = self._eager.run(given)
@@ -153,8 +144,6 @@ class _OnnxSource(Source):
         for runner in {vars(self)[name] for name in ("_session", "_eager") if name in vars(self)}:
             runner.close()
 
-    # -- inputs ------------------------------------------------------------------------------------
-
     def draw(self, name: str, sizes: Mapping[str, int]) -> dict[str, np.ndarray]:
         """The inputs of a case, in the types of the file."""
         seed = crc32(f"{self.options.seed} {name}".encode())
@@ -166,8 +155,6 @@ class _OnnxSource(Source):
             array = _drawn(value, shape, random) if example is None else _fitted(example, shape, key)
             drawn[key] = array.astype(value.dtype.numpy())  # type: ignore[union-attr]
         return drawn
-
-    # -- results -----------------------------------------------------------------------------------
 
     @cached_property
     def _session(self) -> Runner:
@@ -252,19 +239,15 @@ def _named_axes(
 
 
 def _dim(name: str, measured: list[tuple[dict[str, int], int]], axes: Mapping[str, Axis]) -> Dim:
-    found = {size for _, size in measured}
-    for axis in axes:
-        if all(sizes[axis] == size for sizes, size in measured) and axes[axis].is_dynamic:
-            return axis
-    if len(found) == 1:
-        return found.pop()
+    """The first axis, number or sum of two of them that has every measured size."""
+    at, size = measured[0]
+    tried = [*(axis for axis in axes if axes[axis].is_dynamic), str(size)]
     for first in axes:
-        for second in axes:
-            if first != second and all(sizes[first] + sizes[second] == size for sizes, size in measured):
-                return f"{first}+{second}"
-        more = {size - sizes[first] for sizes, size in measured}
-        if len(more) == 1 and min(more) > 0:
-            return f"{first}+{more.pop()}"
+        tried += [f"{first}+{second}" for second in axes if second != first]
+        tried += [f"{first}+{size - at[first]}"] if size > at[first] else []
+    for dim in tried:
+        if all(size_of(dim, sizes) == found for sizes, found in measured):
+            return int(dim) if dim.isdigit() else dim
     got = "; ".join(f"{size} at {sizes_name(sizes)}" for sizes, size in measured)
     hint = "--axis NAME=N fixes an axis"
     raise ExportError(f"A size of output {name} is not a sum of axes and numbers.", got=got, hint=hint)

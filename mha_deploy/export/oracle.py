@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -37,11 +36,7 @@ _NO_OPERANDS = ("attn_mask", "bias", "out")
 
 
 class Intercept(TorchFunctionMode):
-    """Passes every call of PyTorch to `call`; `around` is another context that the mode needs."""
-
-    def __init__(self, around: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
-        super().__init__()
-        self._around = around
+    """Passes every call of PyTorch to `call`."""
 
     def call(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Compute one call; others that it makes are not passed to it."""
@@ -52,27 +47,13 @@ class Intercept(TorchFunctionMode):
     ) -> Any:
         return self.call(func, args, kwargs or {})
 
-    def __enter__(self) -> Any:
-        self._entered = self._around()
-        self._entered.__enter__()
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._entered.__exit__(*error)
-
 
 class Float32Accumulation(Intercept):
     """Multiply half-precision matrices on a CPU as a GPU does.
 
     The operands are in half precision, sums are kept in float32, and each matmul is rounded once. Most
     CPUs have no such instruction, and PyTorch then takes minutes for what float32 does in a second.
-    `flex_attention` is not compiled inside: the compiler does not take a mode such as this one.
     """
-
-    def __init__(self) -> None:
-        super().__init__(dense_flex_attention)
 
     def call(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """One call: a GEMM of half-precision matrices in float32, others as they are."""
@@ -91,10 +72,22 @@ class Float32Accumulation(Intercept):
 
 
 @contextlib.contextmanager
+def swapped(owner: Any, name: str, value: object) -> Iterator[None]:
+    """Another attribute for a while."""
+    before = vars(owner)[name]  # not getattr: it binds methods
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+@contextlib.contextmanager
 def dense_flex_attention() -> Iterator[None]:
     """Let `flex_attention` compute its scores in plain operators, which can be exported.
 
-    Score and mask modifications are called once, on indices that broadcast to [B, H, S, T].
+    Nor is it compiled: the compiler does not take a mode such as `Float32Accumulation`. Score and mask
+    modifications are called once, on indices that broadcast to [B, H, S, T].
     """
     from torch.nn.attention import flex_attention as flex  # here: it imports PyTorch's compiler
 
@@ -115,8 +108,7 @@ def dense_flex_attention() -> Iterator[None]:
     }
     with contextlib.ExitStack() as stack:
         for name in filter(vars(flex).__contains__, replaced):
-            stack.callback(setattr, flex, name, getattr(flex, name))
-            setattr(flex, name, replaced[name])
+            stack.enter_context(swapped(flex, name, replaced[name]))
         yield
 
 
@@ -150,7 +142,7 @@ def tensors_in(result: Any) -> list[Tensor]:
 
 def run_module(module: torch.nn.Module, arguments: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
     """Run a module without gradients: the tensors that it returns."""
-    with torch.inference_mode(), Float32Accumulation():
+    with torch.inference_mode(), dense_flex_attention(), Float32Accumulation():
         return tuple(tensors_in(module(**arguments)))
 
 
@@ -173,11 +165,8 @@ def deciding_nodes(program: ExportedProgram) -> frozenset[str]:
 
     computed = [node for node in program.graph.nodes if node.op == "call_function"]
     given = {spec.arg.name for spec in program.graph_signature.input_specs if spec.kind in _LEARNT}
-    plain = {
-        node
-        for node in program.graph.nodes
-        if node.op == "get_attr" or (node.op == "placeholder" and node.name not in given)
-    }
+    constants = [node for node in program.graph.nodes if node.op in ("get_attr", "placeholder")]
+    plain = {node for node in constants if node.name not in given}
     for node in computed:
         if kind(node) == "float" and all(n in plain for n in node.all_input_nodes if kind(n) == "float"):
             plain.add(node)
@@ -207,9 +196,6 @@ class Float64(Intercept):
     Weights are upcast where they are used, one by one.
     """
 
-    def __init__(self) -> None:
-        super().__init__(partial(_default_dtype, torch.float64))  # of new tensors, and quotients of integers
-
     def call(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """One call in FP64."""
         packet = getattr(func, "overloadpacket", func)
@@ -225,7 +211,12 @@ class Float64(Intercept):
             args = (*args[:2], False)
         if packet is _aten.scaled_dot_product_attention:
             args, kwargs = _fully_masked_alike(args, kwargs)
-        result = func(*args, **kwargs)
+        own = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)  # of new tensors, and quotients of integers
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            torch.set_default_dtype(own)
         if packet in _SUMS_OF_TWO and isinstance(result, Tensor) and result.is_floating_point():
             result = torch.where(result <= _ABSORBING, result.float().to(result.dtype), result)
         if narrow := [each.dtype for each in tensors_in(result) if each.dtype in _WIDE]:
@@ -290,7 +281,7 @@ class _Interpreter(Interpreter):
         self._keep, self._deciding = frozenset(keep), deciding
 
     def run_node(self, n: Node) -> Any:
-        with _own_types() if n.name in self._deciding else nullcontext():
+        with torch._C.DisableTorchFunction() if n.name in self._deciding else nullcontext():
             result = super().run_node(n)
         if n.name in self._keep:
             self.kept[n.name] = result.detach().clone()  # another operator may write into it
@@ -324,22 +315,6 @@ def _fully_masked_alike(
     mask = torch.where(masked, mask - best, mask)
     kwargs = {name: each for name, each in kwargs.items() if name not in names}
     return (query, given["key"], given["value"], mask, *rest), kwargs
-
-
-@contextlib.contextmanager
-def _own_types() -> Iterator[None]:
-    with torch._C.DisableTorchFunction(), _default_dtype(torch.float32):
-        yield
-
-
-@contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def upcast(tensor: Tensor) -> Tensor:

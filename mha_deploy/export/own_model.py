@@ -150,9 +150,8 @@ def _checked(given: Deployable, reference: str, name: str) -> UserModule:
     for field, table in tables.items():
         if not isinstance(table, Mapping):
             raise ExportError(f"{field} is not a dictionary.", got=type(table).__name__, hint=_SEE)
-    for cached in given.kv_cache:
-        if cached not in given.inputs:
-            raise ExportError("kv_cache names no input.", got=cached, hint=nearest(str(cached), given.inputs))
+    if strange := [str(cached) for cached in given.kv_cache if cached not in given.inputs]:
+        raise ExportError("kv_cache names no input.", got=strange[0], hint=nearest(strange[0], given.inputs))
     axes = {axis: _axis(axis, sizes) for axis, sizes in given.axes.items()}
     dims = {key: _dims(key, example, axes) for key, example in given.inputs.items()}
     used = {axis for each in dims.values() for axis in _names(each)}
@@ -220,9 +219,8 @@ def _check_forward(module: nn.Module, inputs: Mapping[str, Example]) -> None:
     parameters = inspect.signature(module.forward).parameters.values()
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
     known = {each.name: each for each in _parameters(module.forward)}
-    for name in inputs:
-        if name not in known and not takes_any:
-            raise ExportError("forward() takes no such input.", got=name, hint=nearest(name, known))
+    if strange := [name for name in inputs if name not in known and not takes_any]:
+        raise ExportError("forward() takes no such input.", got=strange[0], hint=nearest(strange[0], known))
     if missing := [key for key, each in known.items() if each.default is each.empty and key not in inputs]:
         raise ExportError("forward() needs inputs that have no example.", got=", ".join(missing), hint=_SEE)
 
@@ -284,28 +282,17 @@ def open_user_module(
         what, hint = "The module has weights without numbers.", "a factory that makes or loads them"
         raise ExportError(what, got=f"{len(empty)} on the meta device: {', '.join(empty[:3])}", hint=hint)
     module.requires_grad_(False)
-    digest = state_digest(module)
-    kept = [
-        (owner, name, buffer)
-        for owner in module.modules()
-        for name, buffer in owner.named_buffers(recurse=False)
-        if name in _KEPT_WIDE
-    ]
+    how: Any = {"seed": seed, "weights_file": None if weights is None else str(weights)}
+    how |= {"weights_prefix": prefix, "state_sha256": state_digest(module)}
+    buffers = [(part, *each) for part in module.modules() for each in part.named_buffers(recurse=False)]
+    kept = [(part, name, buffer) for part, name, buffer in buffers if name in _KEPT_WIDE]
     # Not module.to(): it makes complex numbers, such as a table of rotations, real.
     dtype = getattr(torch, precision.torch_name)
     module._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
-    for owner, name, buffer in kept:
-        setattr(owner, name, buffer)
+    for part, name, buffer in kept:
+        setattr(part, name, buffer)
     module.to(device)
-    return replace(
-        loaded,
-        precision=precision,
-        seed=seed,
-        weights_file=None if weights is None else str(weights),
-        weights_prefix=prefix,
-        notes=notes,
-        state_sha256=digest,
-    )
+    return replace(loaded, precision=precision, notes=notes, **how)
 
 
 def reopen_user_module(spec: ModelSpec, precision: Precision, *, device: str = "cpu") -> UserModule:
@@ -315,15 +302,9 @@ def reopen_user_module(spec: ModelSpec, precision: Precision, *, device: str = "
         hint = "for fresh inputs and PyTorch baselines, export path/to/file.py:factory"
         raise BundleError(what, got="no factory in the manifest", hint=hint)
     isolation.refuse_untrusted(spec.factory)
-    user = open_user_module(
-        spec.factory,
-        precision,
-        seed=spec.seed,
-        weights=None if spec.weights_file is None else Path(spec.weights_file),
-        prefix=spec.weights_prefix,
-        axes=spec.axes,
-        device=device,
-    )
+    weights = None if spec.weights_file is None else Path(spec.weights_file)
+    made: Any = {"seed": spec.seed, "weights": weights, "prefix": spec.weights_prefix, "axes": spec.axes}
+    user = open_user_module(spec.factory, precision, **made, device=device)
     if user.state_sha256 != spec.state_sha256:
         what = f"{spec.factory} gives other weights now than when it was exported."
         got = f"SHA-256 {user.state_sha256[:16]}…, not {spec.state_sha256[:16]}…"

@@ -22,30 +22,20 @@ from torch.fx import Graph, Node
 from torch.utils._pytree import TreeSpec, tree_map_only, tree_unflatten
 
 from mha_deploy.errors import ExportError
+from mha_deploy.export import explain
 from mha_deploy.export.axes import (
     AxisNames,
     ExportedModule,
     Kind,
     NamedDims,
+    NamedSizes,
     draw_inputs,
     dynamic_shapes,
     inside,
-    shown_sizes,
+    named_sizes,
     trace_sizes,
 )
-from mha_deploy.export.explain import (
-    comparing_multiples,
-    explain_failure,
-    may_be_small_sizes,
-    onnx_program,
-    refuse_infinite_constants,
-    run_explained,
-    silenced,
-    swapped,
-    translation_error,
-    was_interrupted,
-)
-from mha_deploy.export.oracle import dense_flex_attention, run_program
+from mha_deploy.export.oracle import dense_flex_attention, run_program, swapped
 from mha_deploy.graph.attention_node import is_attention
 from mha_deploy.model.spec import Axis, size_of
 
@@ -128,7 +118,7 @@ _TOLERANCE = {torch.float16: 2e-2, torch.bfloat16: 1e-1}  # of the largest numbe
 def _check_repeats(module: nn.Module, example: Mapping[str, Tensor]) -> None:
     """Run a module twice: one that is random, or remembers earlier calls, has no reference."""
     where, hint = "the sizes of its example", "an example that it takes"
-    first, second = (run_explained(module, example, where, hint=hint) for _ in range(2))
+    first, second = (explain.run_explained(module, example, where, hint=hint) for _ in range(2))
     for index, (one, other) in enumerate(zip(first, second, strict=True)):
         if one.shape != other.shape or not torch.allclose(one, other, rtol=1e-6, atol=0, equal_nan=True):
             what = "The module gives something else when it is called again with the same inputs."
@@ -145,7 +135,7 @@ def _check_sizes(
         example = draw(sizes)
         at = ", ".join(f"{name}={size}" for name, size in sizes.items())
         where, hint = "the smallest sizes of its axes", f"{larger}, or {drawn}"
-        wanted = run_explained(module, example, where, at=f"{at}: ", hint=hint)
+        wanted = explain.run_explained(module, example, where, at=f"{at}: ", hint=hint)
         try:
             outputs, _ = run_program(exported, example, dtype="own")
         except (RuntimeError, IndexError) as error:
@@ -156,7 +146,7 @@ def _check_sizes(
             if same_shape and (_close(want, got) or _is_noise(exported, example, name, want, got)):
                 continue
             if want.isfinite().all() and not got.isfinite().all():
-                refuse_infinite_constants(exported.program, f"output {name} at {at}")
+                explain.refuse_infinite_constants(exported.program, f"output {name} at {at}")
             what = "The module does something else at its smaller sizes, which its trace does not show."
             raise ExportError(what, got=f"output {name} at {at}", hint=larger)
 
@@ -179,9 +169,8 @@ def _close(want: Tensor, got: Tensor) -> bool:
     tolerance = _TOLERANCE.get(want.dtype, 1e-3)
     step = torch.finfo(want.dtype).smallest_normal * torch.finfo(want.dtype).eps  # the smallest number
     largest = float(want.double().nan_to_num(0, 0, 0).abs().max()) if want.numel() else 0.0
-    return torch.allclose(
-        got.double(), want.double(), rtol=tolerance, atol=max(tolerance * largest, 4 * step), equal_nan=True
-    )
+    near, got, want = max(tolerance * largest, 4 * step), got.double(), want.double()
+    return torch.allclose(got, want, rtol=tolerance, atol=near, equal_nan=True)
 
 
 def _sizes_to_try(
@@ -197,19 +186,20 @@ def _sizes_to_try(
             yield {**traced, name: size}
 
 
+def _fed_sizes(program: ExportedProgram, dims: NamedDims) -> NamedSizes:
+    """Every dimension of an input that has a name, and its size in the program."""
+    values = {node.name: node.meta.get("val") for node in program.graph.nodes}
+    fed = {name: values[node] for name, node in _fed_nodes(program).items()}
+    return named_sizes(fed, dims)
+
+
 def _outside_guards(
-    program: ExportedProgram, dims: NamedDims, axes: Mapping[str, Axis], traced: Mapping[str, int]
+    fed: NamedSizes, axes: Mapping[str, Axis], traced: Mapping[str, int]
 ) -> Iterator[dict[str, int]]:
     """Sizes of the axes, of those near their bounds and their optimum, that break a guard of the program."""
-    symbols, guards = {}, []
-    for spec in program.graph_signature.input_specs:
-        if spec.kind is not InputKind.USER_INPUT:
-            continue
-        value = next(node.meta["val"] for node in program.graph.nodes if node.name == spec.arg.name)
-        for dim, size in zip(dims.get(spec.arg.name, ()), getattr(value, "shape", ()), strict=False):
-            if isinstance(size, torch.SymInt) and isinstance(dim, str) and not str(size).isdigit():
-                symbols[size.node.expr] = dim
-                guards = [guard.expr for guard in size.node.shape_env.guards]
+    varying = [(size.node, dim) for dim, size in fed if not str(size).isdigit()]
+    symbols = {node.expr: dim for node, dim in varying}
+    guards = [guard.expr for node, _ in varying[:1] for guard in node.shape_env.guards]
     for name, axis in axes.items():
         near = {*range(axis.min, axis.min + _MOST_TRIED), *range(axis.max - _MOST_TRIED, axis.max + 1)}
         for size in sorted(each for each in near | {axis.opt} if axis.min <= each <= axis.max):
@@ -261,7 +251,7 @@ def export_program(
         values = {node.name: node.meta.get("val") for node in program.graph.nodes}
         _cast_outputs(model, [values[node] for node in returned.values()])
         moved = _settle_outputs(model, names)
-        axis_names = AxisNames(dims, axes, {name: values[node] for name, node in fed.items()})
+        axis_names = AxisNames(dims, axes, _fed_sizes(program, dims))
         axis_names.rename(model)
         exported = ExportedModule(
             model=model,
@@ -270,7 +260,7 @@ def export_program(
             outputs={name: axis_names.dims_of(values[node].shape) for name, node in returned.items()},
             nodes={**moved, **fed, **returned},
             unproven=traced.unproven,
-            fixed={name: axis for name, axis in axes.items() if name in traced.fixed},
+            fixed=traced.fixed,
             notes=traced.notes,
         )
         draw = draw or (lambda at: draw_inputs(inputs, dims, at, seed=1))
@@ -296,7 +286,7 @@ class _Traced:
     unproven: tuple[str, ...] = ()  # axes whose smaller sizes PyTorch did not prove
     outside: Sequence[Mapping[str, int]] = ()  # sizes that break a guard, so that they must be tried
     refusal: ExportError | None = None  # what to raise where that comparison fails: why the first attempt did
-    fixed: Collection[str] = ()  # axes that could not vary
+    fixed: Mapping[str, Axis] = dataclasses.field(default_factory=dict)  # axes that could not vary
     notes: tuple[str, ...] = ()  # what a reader should know
 
 
@@ -320,18 +310,18 @@ class _Tracer:
         first = _tried(trace)
         if isinstance(first, ExportedProgram):
             return _Traced(program=first, axes=axes, sizes=sizes)
-        if may_be_small_sizes(first):
+        if explain.may_be_small_sizes(first):
             # A size that follows from others, such as S-1, may be 1 at a small one: a constant for PyTorch.
             second = _tried(partial(self.export, axes, "from traced"))
             if isinstance(second, ExportedProgram):
                 small = tuple(name for name, axis in axes.items() if axis.min < sizes[name])
                 return _Traced(program=second, axes=axes, sizes=sizes, unproven=small)
-        refusal = explain_failure(first, name_of, trace)
+        refusal = explain.explain_failure(first, name_of, trace)
         found = self.automatic(axes)
         if isinstance(found, _Traced):
             return dataclasses.replace(found, refusal=refusal)
         dynamic = [name for name, axis in axes.items() if axis.is_dynamic]
-        shown = inside(axes, {**sizes, **shown_sizes(self.inputs, self.dims)})
+        shown = inside(axes, {**sizes, **dict(named_sizes(self.inputs, self.dims))})
         for fixed in dict.fromkeys((tuple(sorted(found)), tuple(dynamic[1:]), tuple(dynamic))):
             for at in ({name: axes[name].opt for name in fixed}, {name: shown[name] for name in fixed}):
                 narrow = {name: Axis(min=size, opt=size, max=size) for name, size in at.items()}
@@ -339,7 +329,7 @@ class _Tracer:
                 if isinstance(found, _Traced):
                     sizes_of = ", ".join(f"{name}={size}" for name, size in at.items())
                     note = f"{sizes_of} only: {refusal.what} {refusal.got or ''}".strip()
-                    return dataclasses.replace(found, fixed=fixed, notes=(note,))
+                    return dataclasses.replace(found, fixed=narrow, notes=(note,))
         raise refusal from first
 
     def automatic(self, axes: Mapping[str, Axis]) -> _Traced | set[str]:
@@ -348,18 +338,12 @@ class _Tracer:
         for strict in (False, True):
             program = _tried(partial(self.export, axes, "automatic", strict=strict))
             if isinstance(program, ExportedProgram):
-                values = {node.name: node.meta.get("val") for node in program.graph.nodes}
-                fed = {name: values[node].shape for name, node in _fed_nodes(program).items()}
-                varying = {name for name, axis in axes.items() if axis.is_dynamic}
-                pairs = [
-                    pair for name in fed for pair in zip(self.dims.get(name, ()), fed[name], strict=False)
-                ]
+                fed, varying = _fed_sizes(program, self.dims), {n for n in axes if axes[n].is_dynamic}
                 # A symbol may stand for a number.
-                if not (
-                    static := {str(dim) for dim, size in pairs if dim in varying and str(size).isdigit()}
-                ):
+                static = {dim for dim, size in fed if dim in varying and str(size).isdigit()}
+                if not static:
                     sizes = trace_sizes(self.inputs, self.dims, axes)
-                    outside = list(_outside_guards(program, self.dims, axes, sizes))
+                    outside = list(_outside_guards(fed, axes, sizes))
                     return _Traced(program=program, axes=axes, sizes=sizes, outside=outside)
                 constant = constant or static
         return constant
@@ -369,16 +353,16 @@ class _Tracer:
         sizes = trace_sizes(self.inputs, self.dims, axes)
         example = draw_inputs(self.inputs, self.dims, sizes, seed=0)
         shapes = dynamic_shapes(self.dims, list(example), axes, sizes, kind=kind)
-        with comparing_multiples(), _settled_types():
+        with explain.comparing_multiples(), _settled_types():
             return torch.export.export(self.module, (), example, dynamic_shapes=shapes, strict=strict)
 
 
 def _tried(trace: Callable[[], ExportedProgram]) -> ExportedProgram | Exception:
     try:
-        with silenced(), dense_flex_attention():
+        with explain.silenced(), dense_flex_attention():
             return trace()
     except Exception as error:  # whatever the user's module raises, or PyTorch
-        if was_interrupted(error):
+        if explain.was_interrupted(error):
             raise KeyboardInterrupt from error
         return error
 
@@ -388,8 +372,8 @@ def _translated(
 ) -> tuple[ir.Model, ExportedProgram]:
     _write_for_onnx(traced)
     _write_complex_as_real(traced)
-    explained = partial(translation_error, program=traced)
-    result = onnx_program(traced, explained, kwargs=example, opset_version=opset)
+    explained = partial(explain.translation_error, program=traced)
+    result = explain.onnx_program(traced, explained, kwargs=example, opset_version=opset)
     if result.exported_program is None:
         raise ExportError("PyTorch returned no program with the ONNX graph.")
     # RMSNormalization computes in the type of its scale, and ONNX infers the type of its other input.
@@ -397,14 +381,18 @@ def _translated(
         if node.op_type != "RMSNormalization" or node.domain or node.graph is None:
             continue
         value, scale = node.inputs[:2]
-        if value is None or scale is None or None in (value.dtype, scale.dtype) or value.dtype == scale.dtype:
+        if value is None or scale is None or scale.dtype is None or value.dtype in (None, scale.dtype):
             continue
-        cast = ir.node("Cast", [value], {"to": scale.dtype})
-        cast.outputs[0].name = f"{node.outputs[0].name}_in"
-        cast.outputs[0].type, cast.outputs[0].shape = scale.type, value.shape
+        cast = _cast(value, scale.dtype, f"{node.outputs[0].name}_in")
         node.graph.insert_before(node, cast)
         node.replace_input_with(0, cast.outputs[0])
     return result.model, result.exported_program
+
+
+def _cast(value: ir.Value, dtype: ir.DataType, name: str) -> ir.Node:
+    cast = ir.node("Cast", [value], {"to": dtype})
+    cast.outputs[0].dtype, cast.outputs[0].shape, cast.outputs[0].name = dtype, value.shape, name
+    return cast
 
 
 def _write_for_onnx(program: ExportedProgram) -> None:
@@ -517,13 +505,13 @@ def _write_pair(graph: Graph, node: Node, pairs: dict[Node, tuple[Any, Any]]) ->
         return emit(target, one, other)
 
     real, imaginary = parts(args[0])
-    if name in ("view_as_real", "real", "imag", "abs"):
-        new = real if name == "real" else imaginary
-        if name == "view_as_real":
-            new = emit(_aten.stack.default, [real, imaginary], -1)
-        elif name == "abs":
-            new = emit(_aten.sqrt.default, plus(times(real, real), times(imaginary, imaginary)))
-        node.replace_all_uses_with(new)
+    if name in ("real", "imag"):
+        node.replace_all_uses_with(real if name == "real" else imaginary)
+    elif name == "view_as_real":
+        node.replace_all_uses_with(emit(_aten.stack.default, [real, imaginary], -1))
+    elif name == "abs":
+        squares = plus(times(real, real), times(imaginary, imaginary))
+        node.replace_all_uses_with(emit(_aten.sqrt.default, squares))
     elif name == "view_as_complex":
         pairs[node] = emit(_aten.select.int, args[0], -1, 0), emit(_aten.select.int, args[0], -1, 1)
     elif name == "complex":
@@ -642,9 +630,7 @@ def _cast_outputs(model: ir.Model, returned: Sequence[Tensor]) -> None:
         wanted = from_torch_dtype(tensor.dtype) if tensor.is_floating_point() else value.dtype
         if wanted is None or value.dtype in (None, wanted):
             continue
-        cast = ir.node("Cast", [value], {"to": wanted})
-        cast.outputs[0].dtype, cast.outputs[0].shape = wanted, value.shape
-        cast.outputs[0].name = f"{value.name}_cast"
+        cast = _cast(value, wanted, f"{value.name}_cast")
         model.graph.append(cast)
         model.graph.outputs[index] = cast.outputs[0]
 

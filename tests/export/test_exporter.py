@@ -275,7 +275,7 @@ def test_overwriting_never_replaces_what_is_no_bundle(tmp_path):
     target = tmp_path / "thesis"
     target.mkdir()
     (target / "chapter-1.txt").write_text("the only copy")
-    with pytest.raises(BundleError, match="Only a bundle is overwritten"):
+    with pytest.raises(BundleError, match="only a bundle is overwritten"):
         export(GQA, target, overwrite=True)
     assert (target / "chapter-1.txt").read_text() == "the only copy"
     assert everything_in(tmp_path) == ["thesis"]

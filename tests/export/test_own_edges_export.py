@@ -33,7 +33,7 @@ FP16 = find_precision("fp16")
         ("listed_axes", "axes is not a dictionary"),
         ("listed_inputs", "inputs is not a dictionary"),
         ("spaced_axis", "my batch"),
-        ("numbered_axis", "no name"),
+        ("numbered_axis", "not a name"),
         ("unnamed_output", "no name"),
         ("no_number", "NaN"),
         ("empty_weights", "without numbers"),

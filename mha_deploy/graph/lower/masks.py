@@ -231,9 +231,6 @@ def zero_masked_queries(b: NodeBuilder, call: AttentionCall, rows: ir.Value | No
     return b.op("Where", rows, x, b.constant(0.0, call.dtype), name="fully_masked_to_zero")
 
 
-# -- Types ------------------------------------------------------------------------------------------
-
-
 def _to_score_type(b: NodeBuilder, call: AttentionCall, mask: ir.Value) -> ir.Value:
     """Cast a mask to the type of the scores; what is below its range becomes -inf.
 
