@@ -165,17 +165,39 @@ def test_a_query_whose_mask_is_the_lowest_number_everywhere(spelled):
     assert len(report.fused) == 1
 
 
+def only_nan(g, weights):
+    return g.op("Where", g.op("IsNaN", weights), g.const(0.0), weights)
+
+
+def nan_to_num(g, weights, number=1e9):
+    """As PyTorch's exporters write it: infinite weights would be replaced as well."""
+    infinite, result = g.op("IsInf", weights), only_nan(g, weights)
+    for op_type, fill in (("Less", -number), ("Greater", number)):
+        signed = g.op("And", g.op(op_type, weights, g.const(0.0)), infinite)
+        result = g.op("Where", signed, g.const(fill), result)
+    return result
+
+
+@pytest.mark.parametrize("guard", [only_nan, nan_to_num])
 @pytest.mark.parametrize("number", [-np.inf, LOWEST])
-def test_a_guard_against_nan(number):
+def test_a_guard_against_nan(number, guard):
     """The result is that of the file, for fully masked queries too; what NaN would become is noted."""
     g = Hand()
     shown = np.random.default_rng(0).random((2, 1, S, S)) < 0.6
     shown[:, :, 2] = False
     mask = g.op("Where", g.input("m", [2, 1, S, S], TensorProto.BOOL), g.const(0.0), g.const(number))
-    weights = g.op("Softmax", g.op("Add", g.scores(), mask))
-    weights = g.op("Where", g.op("IsNaN", weights), g.const(0.0), weights)
+    weights = guard(g, g.op("Softmax", g.op("Add", g.scores(), mask)))
     report = compare(g, g.op("MatMul", weights, "v"), m=shown)
     assert any("NaN" in note for note in report.fused[0].notes)
+
+
+def test_a_guard_that_replaces_visible_weights_stays():
+    g = Hand()
+    weights = g.op("Softmax", g.scores())
+    large = g.op("And", g.op("Greater", weights, g.const(0.5)), g.op("Not", g.op("IsInf", weights)))
+    result = g.op("MatMul", g.op("Where", large, g.const(0.5), only_nan(g, weights)), "v")
+    _, report = fused(g.model(result))
+    assert [left.reason[:12] for left in report.unfused] == ["Where stands"]
 
 
 @pytest.mark.parametrize("mask_batch", [1, 3])

@@ -776,16 +776,49 @@ def _without_sink(node: ir.Node, axes: Axes, sink: Sink) -> Axes:
 
 
 def _after_guard(value: ir.Value) -> ir.Value | None:
-    """The result of `Where(IsNaN(weights), 0, weights)`, if that is what becomes of the weights."""
-    uses = [node for node, _ in value.uses() if not is_op(node, "Shape")]
-    if len(uses) != 2 or value.is_graph_output():
-        return None
-    check = next((node for node in uses if is_op(node, "IsNaN")), None)
-    choice = next((node for node in uses if is_op(node, "Where")), None)
-    if check is None or choice is None or len(check.outputs[0].uses()) != 1:
-        return None
-    right = choice.inputs[0] is check.outputs[0] and scalar_of(choice.inputs[1]) == 0.0
-    return choice.outputs[0] if right and choice.inputs[2] is value else None
+    """What becomes of weights whose NaN are replaced by 0, by a `Where` or by PyTorch's `nan_to_num`.
+
+    The latter replaces infinite weights as well, of which there are none.
+    """
+    chain, nodes, zeroed = [value], set[ir.Node](), False
+    while True:
+        choice = next((node for node, at in chain[-1].uses() if at == 2 and is_op(node, "Where")), None)
+        tests = set() if choice is None else _tests_of(choice.inputs[0], chain)
+        is_nan = any(is_op(each, "IsNaN") for each in tests)
+        if choice is None or not tests or (is_nan and scalar_of(choice.inputs[1]) != 0.0):
+            break
+        zeroed = zeroed or is_nan
+        nodes |= {choice, *tests}
+        chain.append(choice.outputs[0])
+    replaced = chain[:-1]
+    users = {node for each in replaced for node, _ in each.uses() if not is_op(node, "Shape")}
+    alone = users <= nodes and not any(each.is_graph_output() for each in replaced)
+    return chain[-1] if zeroed and alone else None
+
+
+def _tests_of(condition: ir.Value | None, weights: Sequence[ir.Value]) -> set[ir.Node]:
+    """The nodes of a condition that holds for NaN only, or for infinite weights only; else nothing."""
+    node = made_by(condition, "IsNaN", "IsInf", "Cast", "And")
+    source = input_at(node, 0)
+    if node is None or source is None:
+        return set()
+    if is_op(node, "Cast"):
+        tests = _tests_of(source, weights)
+        return {node, *tests} if tests else set()
+    if is_op(node, "And"):  # infinite, and of one sign
+        tests = _tests_of(node.inputs[0], weights) | _tests_of(node.inputs[1], weights)
+        infinite = any(is_op(each, "IsInf") for each in tests)
+        return {node, *tests, *_signs_of(node, weights)} if infinite else set()
+    wider = made_by(source, "Cast")
+    if wider is not None and wider.inputs[0] in weights:
+        return {node, wider}
+    return {node} if source in weights else set()
+
+
+def _signs_of(condition: ir.Node, weights: Sequence[ir.Value]) -> set[ir.Node]:
+    """Comparisons of the weights among the parts of a condition."""
+    near = nodes_behind(condition.inputs, lambda node: node.inputs if is_op(node, "Cast") else ())
+    return {node for node in near if is_op(node, "Less", "Greater") and node.inputs[0] in weights}
 
 
 # -- The whole attention ---------------------------------------------------------------------------

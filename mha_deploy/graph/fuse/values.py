@@ -375,7 +375,7 @@ _MAX_CONTENT = 32
 _SAME_SHAPE = frozenset(
     {"Identity", "Cast", "Softmax", "LogSoftmax", "LayerNormalization", "RMSNormalization", "Dropout"}
     | {"Trilu", "Neg", "Sqrt", "Tanh", "Erf", "Sigmoid", "Relu", "Gelu", "Exp", "Log", "Abs", "Reciprocal"}
-    | {"Floor", "Not", "IsNaN", "Clip", "Sin", "Cos", "CumSum"}
+    | {"Floor", "Not", "IsNaN", "IsInf", "Clip", "Sin", "Cos", "CumSum"}
 )
 _BROADCAST = frozenset(
     {"Add", "Sub", "Mul", "Div", "Pow", "Where", "And", "Or", "Xor", "Max", "Min", "Mod", "Equal", "Greater"}
