@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
+import ml_dtypes
 import numpy as np
 
 from mha_deploy.bundle.cases import GoldenCase
@@ -298,6 +299,8 @@ class _DecodeRun:
         # All steps as one case: what a single step hardly shows adds up.
         oracle, eager = (self._joined([getattr(case, x) for case in steps]) for x in ("oracle", "eager"))
         whole = replace(steps[-1], name=f"{trace.name} all steps", oracle=oracle, eager=eager)
+        if self.precision.name == "fp16":
+            whole = replace(whole, suspects={"outputs in BF16": _rounding_to_bf16(oracle)})
         together = case_budgets(whole, self.precision)
         budgets = [None, *step_budgets(steps, self.precision, together, self.axes)]
         fed: list[Arrays] = []
@@ -383,6 +386,12 @@ class _DecodeRun:
             errors=tuple(each.relative_l2 if each else None for each in deviations),
             eager_errors=tuple(own),
         )
+
+
+def _rounding_to_bf16(arrays: Arrays) -> Arrays:
+    """What rounding the floating-point ones to BF16 adds to them."""
+    floats = {name: array for name, array in arrays.items() if np.issubdtype(array.dtype, np.floating)}
+    return {name: x.astype(ml_dtypes.bfloat16).astype(np.float64) - x for name, x in floats.items()}
 
 
 def case_budgets(

@@ -3,6 +3,7 @@
 from contextlib import contextmanager
 from dataclasses import replace
 
+import ml_dtypes
 import numpy as np
 import pytest
 from bundle_edit import copy_of, edit_manifest
@@ -15,7 +16,7 @@ from mha_deploy.runtime import open_runner
 from mha_deploy.runtime.runner import Runner
 from mha_deploy.runtime.timing import TimingPlan
 from mha_deploy.validate import decode as decode_exam
-from mha_deploy.validate.decode import HostDecodeLoop, traces_of
+from mha_deploy.validate.decode import HostDecodeLoop, evaluate_trace, traces_of
 from mha_deploy.validate.evaluate import EvaluationPlan, evaluate
 from mha_deploy.validate.run import validate_bundle
 from mha_deploy.validate.runtimes import ONNX_RUNTIME, Runtime, RuntimeFinder
@@ -226,6 +227,22 @@ def test_a_prompt_is_cut_as_the_decode_loop_says_and_every_piece_must_fit(static
     result = sit(static, Profiled(static, {**ALL, "S": (4, 16)}, {**ALL, "S": (1, 1)}))
     assert [report.passed for report in result.decode_reports] == ([True] if taken else [])
     assert ("steps" in result.outside) is not taken
+
+
+def test_outputs_in_bf16_are_named_once_enough_tokens_are_decoded(static):
+    """A single step has too few numbers, and a budget that rounding to BF16 stays within."""
+
+    def coarse(feeds, results):
+        return {**results, "output": results["output"].astype(ml_dtypes.bfloat16).astype(np.float16)}
+
+    (trace,) = traces_of(static, ValidateOptions())
+    spec, precision = static.manifest.spec, static.manifest.precision
+    with Through(static) as runner:
+        right = evaluate_trace(runner, trace, spec, precision)
+    with Through(static, coarse) as runner:
+        report = evaluate_trace(runner, trace, spec, precision)
+    assert right.share < 0.5
+    assert "outputs in BF16" in report.failures[0].problem
 
 
 # -- nothing was decoded ----------------------------------------------------------------------------
