@@ -127,11 +127,15 @@ def test_steps_that_attention_cannot_say(nodes, reason):
     assert report.unfused[0].reason.startswith(reason)
 
 
-@pytest.mark.parametrize("node", ["Slice (q, i9, i9, i9)", "Transpose <perm = [0, 1, 2, 9]> (q)"])
+AXES = ["Slice (q, i9, i9, i9)", "Transpose <perm = [0, 1, 2, 9]> (q)", "Unsqueeze (q, twice)"]
+
+
+@pytest.mark.parametrize("node", AXES)
 def test_an_axis_that_a_tensor_lacks(node):
     """Such a file is not valid; it is not a failure of the tool."""
     text = f"""<ir_version: 10, opset_import: ["" : 18]>
-    g (float[2,4,S,8] q, float[2,4,8,S] kt, float[2,4,S,8] v) => (float[2,4,S,8] y) <int64[1] i9 = {{9}}>
+    g (float[2,4,S,8] q, float[2,4,8,S] kt, float[2,4,S,8] v) => (float[2,4,S,8] y)
+    <int64[1] i9 = {{9}}, int64[2] twice = {{0, 0}}>
     {{ q1 = {node} s = MatMul (q1, kt) p = Softmax (s) y = MatMul (p, v) }}"""
     _, report = md.fuse(onnx.parser.parse_model(text))
     assert [each.reason.startswith("The file does not state") for each in report.unfused] == [True]

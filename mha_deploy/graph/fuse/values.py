@@ -556,6 +556,8 @@ class _Walk:
                 return None
             count = len(first) + len(axes) * is_op(node, "Unsqueeze")
             at = {axis % count for axis in axes if isinstance(axis, int)}
+            if len(at) < len(axes):  # an axis that is not known, or one twice
+                return None
             if is_op(node, "Squeeze"):
                 return [size for axis, size in enumerate(first) if axis not in at]
             rest = iter(first)
