@@ -449,7 +449,8 @@ def _cells() -> Iterator[Callable[[MatrixCell, int, int], None]]:
     from rich.console import Console
     from rich.live import Live
 
-    console, cells = Console(stderr=True), list[MatrixCell]()
+    console = Console(stderr=True)
+    cells: list[MatrixCell] = []
     live = Live(console=console, transient=True, refresh_per_second=4) if console.is_terminal else None
 
     def show_cell(cell: MatrixCell, done: int, total: int) -> None:
