@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import operator
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -18,7 +19,7 @@ from onnx_ir.tensor_adapters import from_torch_dtype
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind, TensorArgument
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import TreeSpec, tree_map_only, tree_unflatten
 
 from mha_deploy.errors import ExportError
@@ -397,19 +398,17 @@ def _cast(value: ir.Value, dtype: ir.DataType, name: str) -> ir.Node:
 
 def _write_for_onnx(program: ExportedProgram) -> None:
     """Write differently what PyTorch's exporter to ONNX refuses."""
-    graph = program.graph
-    for node in list(graph.nodes):
+    parts = [part for part in program.graph_module.modules() if isinstance(part, GraphModule)]  # and branches
+    for node in [node for part in parts for node in part.graph.nodes]:
+        graph = node.graph
         if node.target is _aten.scaled_dot_product_attention.default:
             query, key = (each.meta["val"].shape for each in node.args[:2])
             if len(query) == len(key) == 4 and key[1] == 1 and query[1] != 1:
                 node.kwargs = {**node.kwargs, "enable_gqa": True}  # one head that broadcasts is a group
-            elif len(query) > 4 and query == node.meta["val"].shape and len(node.args) == 3:
-                emit = partial(_emit, graph, node)
-                with graph.inserting_before(node):  # it takes four axes only: windows belong to the batch
-                    flat = [emit(_aten.flatten.using_ints, each, 0, len(query) - 4) for each in node.args]
-                    folded = emit(node.target, *flat, **node.kwargs)
-                    node.replace_all_uses_with(emit(_aten.reshape_as.default, folded, node.args[0]))
-                graph.erase_node(node)
+            elif len(query) == len(key) != 4:
+                _attend_over_four_axes(graph, node)
+        elif node.target in (_aten.split.Tensor, _aten.chunk.default):
+            _split_by_slices(graph, node)
         elif node.target is _aten._is_all_true.default:
             node.target = _aten.all.default
         elif node.target in (_aten.rsub.Scalar, _aten.sub.Tensor) and len(node.args) == 2:
@@ -421,6 +420,73 @@ def _write_for_onnx(program: ExportedProgram) -> None:
                     minus = _emit(graph, node, _aten.neg.default, value)
                     node.replace_all_uses_with(_emit(graph, node, _aten.add.Tensor, minus, number))
                 graph.erase_node(node)
+
+
+def _split_by_slices(graph: Graph, node: Node) -> None:
+    """Write parts of a computed size as slices: as a sequence of ONNX's, PyTorch's exporter fails on them."""
+    emit = partial(_emit, graph, node)
+    tensor, number, *given = node.args
+    axis = given[0] if given else 0
+    is_chunk = node.target is _aten.chunk.default
+    if isinstance(tensor.meta["val"].shape[axis] if is_chunk else number, int):
+        return
+    with graph.inserting_before(node):
+        size = number
+        if is_chunk:
+            length = emit(_aten.sym_size.int, tensor, axis)
+            size = emit(operator.floordiv, emit(operator.add, length, number - 1), number)
+        for part in list(node.users):
+            start = emit(operator.mul, size, part.args[1])
+            end = emit(operator.add, start, size)
+            sliced = graph.call_function(_aten.slice.Tensor, (tensor, axis, start, end))
+            sliced.meta = part.meta
+            part.replace_all_uses_with(sliced)
+            graph.erase_node(part)
+    graph.erase_node(node)
+
+
+def _attend_over_four_axes(graph: Graph, node: Node) -> None:
+    """Write attention of one head without an axis for it, or over windows, with batch and heads."""
+    emit = partial(_emit, graph, node)
+    query, key, value, *rest = node.args
+    mask = rest[0] if rest and isinstance(rest[0], Node) else None
+    rank, mask_rank = (0 if each is None else each.meta["val"].dim() for each in (query, mask))
+    inner = 3 if rank > 4 else 2  # heads, length and size; or the last two
+    if query.meta["val"].shape[:-inner] != node.meta["val"].shape[:-inner]:
+        return  # which PyTorch refuses: Q is to be expanded
+
+    def sizes(tensor: Node, start: int, end: int) -> list[Any]:
+        """Numbers, or nodes where a size is dynamic."""
+        shape = tensor.meta["val"].shape
+        axes = range(start, end)
+        return [shape[i] if isinstance(shape[i], int) else emit(_aten.sym_size.int, tensor, i) for i in axes]
+
+    def with_axes(tensor: Node) -> Node:
+        for _ in range(4 - rank):
+            tensor = emit(_aten.unsqueeze.default, tensor, -3)
+        return tensor if rank < 4 else emit(_aten.flatten.using_ints, tensor, 0, rank - 4)
+
+    def expanded(tensor: Node) -> Node:
+        if tensor.meta["val"].shape[:-inner] == query.meta["val"].shape[:-inner]:
+            return tensor
+        own = [1 if at >= tensor.meta["val"].dim() else -1 for at in reversed(range(inner))]
+        return emit(_aten.expand.default, tensor, [*outer, *own])
+
+    with graph.inserting_before(node):
+        outer = sizes(query, 0, rank - inner)
+        if mask is not None and (rank > 4 or mask_rank > 2):
+            rest[0] = with_axes(expanded(mask))
+        operands = [with_axes(expanded(each)) for each in (query, key, value)]
+        result = graph.call_function(node.target, (*operands, *rest), node.kwargs)
+        q, v = operands[0].meta["val"], operands[2].meta["val"]
+        # With a mask of dynamic sizes PyTorch infers no shape here.
+        result.meta = {**node.meta, "val": q.new_empty((*q.shape[:-1], v.shape[-1]))}
+        if rank > 4:
+            result = emit(_aten.reshape.default, result, [*outer, *sizes(result, 1, 4)])
+        for _ in range(4 - rank):
+            result = emit(_aten.squeeze.dim, result, -3)
+    node.replace_all_uses_with(result)
+    graph.erase_node(node)
 
 
 _aten = torch.ops.aten

@@ -254,12 +254,12 @@ class Flex(nn.Module):
 
 
 class Branches(nn.Module):
-    """Two attentions, one of which is computed."""
+    """Attentions in two branches, one of which is computed."""
 
     def forward(self, x):
         def attended(x, causal):
-            q = x.unflatten(-1, (4, 2)).transpose(1, 2)
-            return nn.functional.scaled_dot_product_attention(q, q, q, is_causal=causal)
+            attend, q = nn.functional.scaled_dot_product_attention, x.unflatten(-1, (4, 2)).transpose(1, 2)
+            return attend(q, q, q, is_causal=causal) * attend(x, x, x).mean()
 
         return torch.cond(x.sum() > 0, lambda x: attended(x, True), lambda x: attended(x, False), (x,))
 
@@ -293,7 +293,30 @@ class Windows(nn.Module):
         return nn.functional.scaled_dot_product_attention(q, q, q)
 
 
-REWRITTEN = [ComplexRotation, SharedHead, NumberMinusIntegers, Windows]
+class FewerAndMoreAxes(nn.Module):
+    """Attention of one head without an axis for it, and over windows, with all that else it takes."""
+
+    def forward(self, x):
+        attend, size = nn.functional.scaled_dot_product_attention, x.shape[1]
+        near = torch.ones(size, size, dtype=torch.bool).tril(1)
+        three = attend(x, 2 * x, x[..., :3], is_causal=True) + attend(x, x, x[..., 3:6], near)
+        two = attend(x[0], x[-1], x[0], near, scale=0.3)
+        windows = torch.stack((x, -x, 2 * x), 1).unflatten(-1, (2, 4)).transpose(2, 3)
+        bias = x[:, None, None, :, :1] * x[:, None, None, None, :, 1]
+        shared = windows[:, :1]
+        return three, two, attend(windows, shared, shared, bias) + attend(windows, windows, windows, near)
+
+
+class Parts(nn.Module):
+    """Parts of a dynamic axis, by their number and by their size."""
+
+    def forward(self, x):
+        one, other = torch.cat((x, 2 * x), 1).chunk(2, dim=1)
+        first, second, third = torch.cat((x, -x, other), -2).split(x.shape[1], dim=-2)
+        return one - other, first * third.flip(1), second
+
+
+REWRITTEN = [ComplexRotation, SharedHead, NumberMinusIntegers, Windows, FewerAndMoreAxes, Parts]
 
 
 class Together(nn.Module):
