@@ -156,6 +156,25 @@ def test_fully_masked_queries_stay_the_mean_of_the_values(number, bias):
     np.testing.assert_allclose(run(fused, inputs)[0][1, :, 0], mean, atol=1e-5)
 
 
+def test_fully_masked_queries_of_the_exporters_own_node_are_the_mean_of_the_values():
+    """As `added`, where PyTorch wrote the node: scaled_dot_product_attention with a mask of floats."""
+    body = f"""{TRIANGLE}
+   pad = Unsqueeze (keys, both)
+   shown = And (triangle, pad)
+   mask = Where (shown, bias, hidden)
+   y = Attention (q, k, v, mask)"""
+    extra = f", int64[2] both = {{1, 2}}, float hidden = {{{LOWEST}}}{SQUARE}"
+    model = model_of(body, inputs=", bool[B,S] keys, float[B,4,S,S] bias", extra=extra)
+    bias = np.random.default_rng(1).standard_normal((2, 4, 5, 5)).astype(np.float32)
+    inputs = feeds(keys=left_padded(), bias=bias)
+    fused, report = fuse_attention(model)
+    assert any("lowest number" in change for repair in report.repairs for change in repair.changes)
+    got, before = run(fused, inputs)[0], run(model, inputs)[0]
+    for query in (0, 1):
+        np.testing.assert_allclose(got[1, :, query], inputs["v"][1].mean(axis=-2), atol=1e-5)
+    np.testing.assert_allclose(got[:, :, 2:], before[:, :, 2:], atol=1e-6)
+
+
 def test_two_finite_masks_are_left_as_they_are():
     """Together they make -inf, which no single number says."""
     body = f"""{TRIANGLE}

@@ -473,6 +473,19 @@ def _is_bounded(value: ir.Value, depth: int) -> bool:
     return all(_is_bounded(each, depth + 1) for each in parts)
 
 
+@walk
+def has_lowest(value: ir.Value, depth: int) -> bool:
+    """Whether a mask is written with the lowest number of its type, which ONNX Runtime takes for -inf."""
+    if value.dtype is None or not value.dtype.is_floating_point():
+        return False
+    if scalar_of(value) == lowest_of(value.dtype):
+        return True
+    node = value.producer()
+    if node is None or not is_op(node, "Where", "Add", "Mul", *_BOUNDED):
+        return False
+    return any(has_lowest(each, depth + 1) for each in node.inputs)
+
+
 def _causal_at(terms: list[Term], enough: tuple[float, float], size: Size, order: Axes) -> int | None:
     """The position of a mask that is the causal triangle and can be the attribute.
 

@@ -18,6 +18,7 @@ from mha_deploy.graph.fuse.mask_pattern import (
     Place,
     Term,
     decide_masking,
+    has_lowest,
     rejoined,
     spans,
 )
@@ -195,6 +196,8 @@ def repaired_attention(
             words.append("no mask is left")
         elif old.mask == "float" and masking.kind == "bool":
             words.append("the mask is boolean")
+        elif masking.kind == "float" and has_lowest(mask):
+            words.append("the lowest number in the mask is the next one: ONNX Runtime takes it for -inf")
         changes += words or ["the mask is written as one of queries and keys"]
     if not changes:
         return None
@@ -240,8 +243,11 @@ def _simpler_masking(
     except NotFused:
         return None
     # A mask that needs other queries beside it is no simpler.
-    stays = masking.even or masking.exact or (masking.terms == (term,) and spans(masking.terms, sizes))
-    return None if stays else masking
+    if not (masking.even or masking.exact or (masking.terms == (term,) and spans(masking.terms, sizes))):
+        return masking
+    if dtype == ir.DataType.FLOAT16 or not has_lowest(mask):
+        return None
+    return Masking(causal=False, terms=(term,), kind="float", notes=())
 
 
 def repair_rotary(node: ir.Node, builder: NodeBuilder) -> list[str]:
