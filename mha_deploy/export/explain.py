@@ -164,7 +164,10 @@ def explain_failure(error: Exception, name_of: SizeNames, trace_again: Callable[
         return ExportError("PyTorch could not trace the module.", got=got, hint=remedy)
     if constants := dict(_CONSTANT.findall(text)):
         axes, places = " and ".join(constants), listener.places
-        always = [f"{places.get(axis, '')}{axis} is always {size}" for axis, size in constants.items()]
+        always = [
+            f"{places.get(axis, '')}traced at {axis}={size}, it is a constant"
+            for axis, size in constants.items()
+        ]
         what = f"The module works for one size of {axes} only."
         hint = f"fix {axes} to one size, or let the module take it from its inputs"
         return ExportError(what, got="; ".join(always), hint=hint)
