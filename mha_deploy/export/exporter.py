@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -125,10 +124,11 @@ class _LayerSource(flow.Source):
         if options.weights is not None:
             found = read_weights(options.weights, self.layer, prefix=options.prefix, layer=options.layer)
             state, self.notes = found.state, [*found.notes]
-        made: Any = {"seed": options.seed, "weights": state, "device": options.device}
         dtype = getattr(torch, self.precision.torch_name)
         # The eager result is the textbook's: an engine that does not fuse rounds like it.
-        self.module = build_module(self.layer, **made, dtype=dtype, path="plain")
+        self.module = build_module(
+            self.layer, seed=options.seed, weights=state, dtype=dtype, device=options.device, path="plain"
+        )
         self.step("ONNX graph")
         return canonical_from_module(self.module, opset=self.opset)
 
@@ -265,11 +265,12 @@ class _ModuleSource(flow.Source):
         self.steps = 5 + self.auto + len(options.golden or self.golden)
 
     def graph(self, folder: Path) -> ir.Model:
-        options = self.options
+        options, reference, axes = self.options, self.reference, self.axes
         self.step("factory")
         precision = find_precision("fp32") if self.auto else self.precision
-        made: Any = {"seed": options.seed, "weights": options.weights, "prefix": options.prefix}
-        user = open_user_module(self.reference, precision, **made, axes=self.axes)
+        user = open_user_module(
+            reference, precision, seed=options.seed, weights=options.weights, prefix=options.prefix, axes=axes
+        )
         self.steps += bool(user.kv_cache)
         self.step("ONNX graph")
         exported = exported_program(user, opset=self.opset)

@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -206,8 +205,9 @@ class LayerCapture(Capture):
     def draw(self, planned: PlannedCase) -> Feeds:
         """Drawn from the seed, without tokens at which rounding decides."""
         spec, margin = self.module.spec, _DECISION_MARGIN * self.precision.roundoff
-        how: Any = {"label": planned.name, "ragged": planned.ragged, "past": planned.past}
-        drawn = random_inputs(spec, planned.sizes, self.seed, **how)
+        drawn = random_inputs(
+            spec, planned.sizes, self.seed, label=planned.name, ragged=planned.ragged, past=planned.past
+        )
         return clear_decisions(self.module, fed_to(self.module, self.change(drawn)), self.seed, margin=margin)
 
     def arguments(self, feeds: Feeds) -> Feeds:

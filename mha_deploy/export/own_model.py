@@ -282,8 +282,8 @@ def open_user_module(
         what, hint = "The module has weights without numbers.", "a factory that makes or loads them"
         raise ExportError(what, got=f"{len(empty)} on the meta device: {', '.join(empty[:3])}", hint=hint)
     module.requires_grad_(False)
-    how: Any = {"seed": seed, "weights_file": None if weights is None else str(weights)}
-    how |= {"weights_prefix": prefix, "state_sha256": state_digest(module)}
+    file, digest = None if weights is None else str(weights), state_digest(module)
+    known = replace(loaded, seed=seed, weights_file=file, weights_prefix=prefix, state_sha256=digest)
     buffers = [(part, *each) for part in module.modules() for each in part.named_buffers(recurse=False)]
     kept = [(part, name, buffer) for part, name, buffer in buffers if name in _KEPT_WIDE]
     # Not module.to(): it makes complex numbers, such as a table of rotations, real.
@@ -292,7 +292,7 @@ def open_user_module(
     for part, name, buffer in kept:
         setattr(part, name, buffer)
     module.to(device)
-    return replace(loaded, precision=precision, notes=notes, **how)
+    return replace(known, precision=precision, notes=notes)
 
 
 def reopen_user_module(spec: ModelSpec, precision: Precision, *, device: str = "cpu") -> UserModule:
@@ -302,9 +302,10 @@ def reopen_user_module(spec: ModelSpec, precision: Precision, *, device: str = "
         hint = "for fresh inputs and PyTorch baselines, export path/to/file.py:factory"
         raise BundleError(what, got="no factory in the manifest", hint=hint)
     isolation.refuse_untrusted(spec.factory)
-    weights = None if spec.weights_file is None else Path(spec.weights_file)
-    made: Any = {"seed": spec.seed, "weights": weights, "prefix": spec.weights_prefix, "axes": spec.axes}
-    user = open_user_module(spec.factory, precision, **made, device=device)
+    weights, prefix = None if spec.weights_file is None else Path(spec.weights_file), spec.weights_prefix
+    user = open_user_module(
+        spec.factory, precision, seed=spec.seed, weights=weights, prefix=prefix, axes=spec.axes, device=device
+    )
     if user.state_sha256 != spec.state_sha256:
         what = f"{spec.factory} gives other weights now than when it was exported."
         got = f"SHA-256 {user.state_sha256[:16]}…, not {spec.state_sha256[:16]}…"

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -797,8 +797,10 @@ def _write_node(
     b = NodeBuilder(prefix_within(node.name or plugin.NORM_ACTIVATION, taken))
     none = {"has_second": 0, "has_bias": 0, "keeps_sum": 0, "epsilon": 0.0}
     attributes = {"operation": operation, **none, **own, **plugin.lookup_attributes()}
-    named: Any = {"domain": plugin.DOMAIN, "name": b.prefix, "outputs": 1 + int(own.get("keeps_sum", 0))}
-    outputs = b.node(plugin.NORM_ACTIVATION, inputs, **named, attributes=attributes)
+    count, op_type = 1 + int(own.get("keeps_sum", 0)), plugin.NORM_ACTIVATION
+    outputs = b.node(
+        op_type, inputs, outputs=count, domain=plugin.DOMAIN, name=b.prefix, attributes=attributes
+    )
     for output in outputs:
         output.type, output.shape = node.outputs[0].type, node.outputs[0].shape
     replace_node(node, b, {0: outputs[0]})
