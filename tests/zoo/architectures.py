@@ -75,6 +75,13 @@ NOT_ALL: dict[str, dict[str, Any]] = {
     "llava": {"engine": 0, "why": "TensorRT-RTX has no NonZero"},
     "torch-cond": {"engine": 0, "why": "TensorRT-RTX does not build attention in branches"},
     "wavlm": {"engine": 0, "why": "TensorRT-RTX decomposes both"},
+    "convbert": {"fused": 2, "inexpressible": 2, "why": "half of its heads are convolutions whose weights a "
+                 "softmax normalises"},
+    "dbrx": {"fails": "data-dependent", "why": "its experts loop over their tokens"},
+    "xmod": {"engine": 0, "why": "TensorRT-RTX has no NonZero"},
+    "jetmoe": {"engine": 0, "passes": False, "why": "its experts add to slices, which TensorRT-RTX does not "
+               "build and ONNX Runtime on the CPU does not run in FP16"},
+    "vaultgemma": {"engine": 0, "why": "TensorRT-RTX decomposes attention with softcap"},
     "timm-maxvit": {"engine": 2, "why": "TensorRT-RTX decomposes two of them"},
 }  # fmt: skip
 
@@ -242,6 +249,17 @@ texts("bigbird-sparse", "text encoder", 2, {**SMALL, "attention_type": "block_sp
       "num_random_blocks": 1}, "BigBird")  # fmt: skip
 texts("longformer", "text encoder", 2, {**SMALL, "attention_window": 4, "max_position_embeddings": 80},
       "Longformer")  # fmt: skip
+texts("deberta", "text encoder", 2, {**SMALL, "relative_attention": True, "pos_att_type": ["c2p", "p2c"],
+      "max_relative_positions": 8}, "Deberta")  # fmt: skip
+texts("squeezebert", "text encoder", 2, {**SMALL, "embedding_size": WIDTH}, "SqueezeBert")
+texts("convbert", "text encoder", 4, {**SMALL, "embedding_size": WIDTH}, "ConvBert")
+texts("nomic-bert", "text encoder", 2, {**SMALL, **SPECIAL}, "NomicBert")
+texts("gte", "text encoder", 2, {**SMALL, **SPECIAL}, "Gte")
+texts("esmc", "text encoder", 2, {**SMALL, **SPECIAL}, "Esmc")
+texts("ibert", "text encoder", 2, SMALL, "IBert")
+texts("xmod", "text encoder", 2, {**SMALL, "languages": ["en"], "default_language": "en"}, "Xmod")
+texts("xlm", "text encoder", 2, {"vocab_size": VOCAB, "emb_dim": WIDTH, "n_layers": 2, "n_heads": HEADS,
+      "max_position_embeddings": LONGEST}, "XLM")  # fmt: skip
 
 texts("gpt2", "decoder", 2, LEGACY, "GPT2")
 texts("gpt-neo", "decoder", 2, {"vocab_size": VOCAB, "hidden_size": WIDTH, "num_layers": 2,
@@ -293,8 +311,33 @@ texts("minimax", "linear-attention hybrid", 2, {**GROUPED, "num_local_experts": 
       "head_dim": 16, "layer_types": ["linear_attention", "full_attention"]}, "MiniMax")  # fmt: skip
 texts("lfm2", "linear-attention hybrid", 1, {**GROUPED, "layer_types": ["conv", "full_attention"],
       "block_ff_dim": INNER}, "Lfm2")  # fmt: skip
+texts("diffllama", "decoder", 4, GROUPED, "DiffLlama")
+texts("doge", "decoder", 2, GROUPED, "Doge")
+texts("cohere2", "decoder", 2, {**GROUPED, "head_dim": 16, "sliding_window": 8}, "Cohere2")
+texts("exaone4", "decoder", 2, {**GROUPED, "head_dim": 16, "sliding_window": 8, "sliding_window_pattern": 2},
+      "Exaone4")  # fmt: skip
+texts("modernbert-decoder", "decoder", 2, {**SMALL, **SPECIAL, "local_attention": 8, "cls_token_id": 1,
+      "sep_token_id": 2}, "ModernBertDecoder")  # fmt: skip
+texts("nanochat", "decoder", 2, GROUPED, "NanoChat")
+texts("vaultgemma", "decoder", 2, {**GROUPED, "head_dim": 16, "sliding_window": 8}, "VaultGemma")
+texts("ctrl", "decoder", 2, {"vocab_size": VOCAB, "n_embd": WIDTH, "n_layer": 2, "n_head": HEADS,
+      "dff": INNER, "n_positions": LONGEST}, "CTRL")  # fmt: skip
+texts("imagegpt", "decoder", 2, LEGACY, "ImageGPT")
+texts("biogpt", "decoder", 2, {**SMALL, **SPECIAL}, "BioGpt")
+texts("minicpm3", "decoder", 2, DEEPSEEK, "MiniCPM3")
+texts("deepseek-v2", "decoder", 2, DEEPSEEK, "DeepseekV2")
+texts("mimo-v2-flash", "decoder", 2, {**EXPERTS, "num_experts": 4, "n_routed_experts": 4, "head_dim": 16,
+      "sliding_window": 8}, "MiMoV2Flash")  # fmt: skip
+texts("laguna", "decoder", 2, {**EXPERTS, "num_experts": 4, "head_dim": 16}, "Laguna")
+texts("jetmoe", "decoder", 2, {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2,
+      "kv_channels": 16}, "JetMoe")  # fmt: skip
+texts("dbrx", "decoder", 2, {"vocab_size": VOCAB, "d_model": WIDTH, "n_layers": 2, "n_heads": HEADS,
+      "max_seq_len": LONGEST, "attn_config": {"kv_n_heads": 2, "clip_qkv": 2.0, "rope_theta": 1e4},
+      "ffn_config": {"moe_num_experts": 4, "moe_top_k": 2, "ffn_hidden_size": INNER, "hidden_size": WIDTH}},
+      "Dbrx")  # fmt: skip
 
 translators("t5", 6, {**T5, **SPECIAL}, "T5")
+translators("umt5", 6, {**T5, **SPECIAL}, "UMT5")
 SPARSE = {"num_experts": 2, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}
 translators(
     "switch-transformers", 6, {**T5, **SPECIAL, **SPARSE, "num_decoder_layers": 2}, "SwitchTransformers"
