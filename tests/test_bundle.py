@@ -525,10 +525,10 @@ def test_a_folder_that_is_no_bundle_is_never_overwritten(tmp_path):
     thesis = tmp_path / "home"
     thesis.mkdir()
     (thesis / "thesis.tex").write_text("years of work")
-    with pytest.raises(BundleError, match="Only a bundle is overwritten") as caught:
+    with pytest.raises(BundleError, match="only a bundle is overwritten") as caught:
         BundleWriter(thesis, overwrite=True)
     assert "another -o" in caught.value.hint
-    with pytest.raises(BundleError, match="Only a bundle is overwritten"):
+    with pytest.raises(BundleError, match="only a bundle is overwritten"):
         BundleWriter(thesis / "thesis.tex", overwrite=True)
     assert (thesis / "thesis.tex").read_text() == "years of work"
 
