@@ -44,6 +44,7 @@ from mha_deploy.runtime.runner import Runner
 Arrays = dict[str, np.ndarray]
 
 # Rounding alone does not come near: the program would have to be another than the module.
+_ONE_FLOW = "a module whose control flow does not depend on sizes or values"
 _SAME_PROGRAM = 0.25
 # Rounding to FP16 costs less than this many layers deep; more is a mistake, not rounding.
 _LARGEST_ERROR = 0.05
@@ -286,16 +287,19 @@ class ModuleCapture(Capture):
         return {key: array.astype(self._types.get(key, array.dtype)) for key, array in arrays.items()}
 
     def exact(self, feeds: Feeds) -> Feeds:
-        """The outputs of the program in FP64."""
-        return run_program(self.exported, feeds)[0]
+        """The outputs of the program in FP64, where the module runs."""
+        try:
+            return run_program(self.exported, feeds)[0]
+        except (RuntimeError, IndexError) as error:
+            what = "The exported program fails where the module runs."
+            raise ExportError(what, got=str(error).splitlines()[0], hint=_ONE_FLOW) from error
 
     def capture(self, planned: PlannedCase) -> GoldenCase:
         """Run one case: the program must be the module, and near it the mixed graph."""
         case = super().capture(planned)
         # Tracing may have settled a choice for the example's sizes or values: the program then differs.
         where, what = f"golden case {case.name}", "The exported program is not what the module computes."
-        hint = "a module whose control flow does not depend on sizes or values"
-        refuse_far(where, case.eager, case.oracle, _SAME_PROGRAM, what, hint)
+        refuse_far(where, case.eager, case.oracle, _SAME_PROGRAM, what, _ONE_FLOW)
         if self._mixed is None:
             return case
         taken = self._as_taken(case.inputs)

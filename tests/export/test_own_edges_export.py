@@ -10,6 +10,7 @@ import pytest
 import torch
 from bundle_edit import fill, manifest
 
+import mha_deploy as md
 from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.bundle.folder import BundleWriter, open_bundle
 from mha_deploy.errors import DeployError, ExportError
@@ -218,3 +219,22 @@ def test_a_manifest_of_wrong_kinds_is_refused(tmp_path, where, wrong):
     (folder / "manifest.json").write_text(json.dumps(data))
     with pytest.raises(DeployError):
         open_bundle(folder)
+
+
+class PadsToBlocks(torch.nn.Module):
+    """Pads where the length is no multiple of 4, which the trace at one length settles for all."""
+
+    def forward(self, x):
+        size, padded = x.shape[1], x
+        if size % 4:
+            padded = torch.nn.functional.pad(x, (0, 0, 0, 4 - size % 4))
+        blocks = padded.reshape(x.shape[0] * ((size + 3) // 4), 4, 8)
+        return x + ((blocks @ blocks.mT).softmax(-1) @ blocks).mean()
+
+
+def test_a_program_that_fails_where_the_module_runs_is_refused_in_words(tmp_path):
+    inputs = {"x": md.Example(torch.randn(2, 9, 8), "B", "S")}
+    model = md.Deployable(module=PadsToBlocks(), inputs=inputs, axes={"B": "1:2:4", "S": "1:16:32"})
+    with pytest.raises(md.DeployError, match="program fails where the module runs") as caught:
+        md.export(model, tmp_path / "bundle", precision="fp32", golden=("opt",))
+    assert "control flow" in caught.value.hint
