@@ -174,7 +174,8 @@ def test_check_names_the_nodes_of_a_finding(own_bundles):
     text = printed(eligibility_renderable(answers))
     assert "blocks.0.attention and 2 more are supported" in text
     assert "blocks.1.attention: It is odd." in text
-    cured = replace(third, findings=tuple(each for each in third.findings if each.cured_by))
+    handled = tuple(each for each in third.findings if each.cured_by)
+    cured = replace(third, findings=handled, fused_when_lowered=True)
     text = printed(eligibility_renderable([first, second, cured]))
     assert "blocks.0.attention and 1 more are supported, but not fused" in text
     assert "blocks.2.attention can be fused after lowering" in text
