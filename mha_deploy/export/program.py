@@ -425,7 +425,8 @@ def _write_for_onnx(program: ExportedProgram) -> None:
 def _split_by_slices(graph: Graph, node: Node) -> None:
     """Write parts of a computed size as slices: as a sequence of ONNX's, PyTorch's exporter fails on them."""
     emit = partial(_emit, graph, node)
-    tensor, number, *given = node.args
+    args: tuple[Any, ...] = node.args
+    tensor, number, *given = args
     axis = given[0] if given else 0
     is_chunk = node.target is _aten.chunk.default
     if isinstance(tensor.meta["val"].shape[axis] if is_chunk else number, int):
@@ -448,7 +449,8 @@ def _split_by_slices(graph: Graph, node: Node) -> None:
 def _attend_over_four_axes(graph: Graph, node: Node) -> None:
     """Write attention of one head without an axis for it, or over windows, with batch and heads."""
     emit = partial(_emit, graph, node)
-    query, key, value, *rest = node.args
+    args: tuple[Any, ...] = node.args
+    query, key, value, *rest = args
     mask = rest[0] if rest and isinstance(rest[0], Node) else None
     rank, mask_rank = (0 if each is None else each.meta["val"].dim() for each in (query, mask))
     inner = 3 if rank > 4 else 2  # heads, length and size; or the last two
@@ -477,7 +479,8 @@ def _attend_over_four_axes(graph: Graph, node: Node) -> None:
         if mask is not None and (rank > 4 or mask_rank > 2):
             rest[0] = with_axes(expanded(mask))
         operands = [with_axes(expanded(each)) for each in (query, key, value)]
-        result = graph.call_function(node.target, (*operands, *rest), node.kwargs)
+        attention = _aten.scaled_dot_product_attention.default
+        result = graph.call_function(attention, (*operands, *rest), node.kwargs)
         q, v = operands[0].meta["val"], operands[2].meta["val"]
         # With a mask of dynamic sizes PyTorch infers no shape here.
         result.meta = {**node.meta, "val": q.new_empty((*q.shape[:-1], v.shape[-1]))}
