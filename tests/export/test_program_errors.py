@@ -155,7 +155,8 @@ def test_an_axis_that_cannot_vary_is_fixed_and_the_note_names_the_line():
     assert exported.fixed == {"S": Axis(min=6, opt=6, max=6)}
     assert exported.outputs == {"output": ("B", 4, 6)}
     (note,) = exported.notes
-    assert note.startswith("S=6 only") and note.endswith("traced at S=6, it is a constant")
+    assert note.startswith("S=6 only")
+    assert note.endswith("traced at S=6, it is a constant")
     assert line_of("return x.transpose(1, 2) @ self.mix  # of one length") in note
 
 
