@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 from ml_dtypes import bfloat16
-from onnx_ir.passes.common import InlinePass
+from onnx_ir.passes.common import InlinePass, RemoveInitializersFromInputsPass
 
 from mha_deploy.analyze.cost import sizes_name
 from mha_deploy.bundle.cases import GoldenCase
@@ -65,6 +65,7 @@ class _OnnxSource(Source):
         self.path, self.options, self.examples = path, options, inputs
         self.notes, self.checks = [], {}
         model = load_graph(path)
+        RemoveInitializersFromInputsPass()(model)  # older files list the weights as inputs too
         if model.functions:
             InlinePass()(model)
         self.original = from_old_opset(model)

@@ -353,7 +353,7 @@ def test_what_cannot_be_decoded_is_refused_and_frees_everything(device):
     with opened(b"rows") as runner:
         positions = TensorInfo(dtype=np.dtype(np.int64), dims=(None,))
         runner.engine_inputs = {**runner.inputs, "positions": positions}
-        with pytest.raises(DeployError, match="other inputs") as caught:
+        with pytest.raises(DeployError, match="not those of a decode loop") as caught:
             runner.decode_loop(B=2)
         assert caught.value.got == "['positions']"
     with opened(b"rows") as runner:
