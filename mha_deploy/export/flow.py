@@ -6,6 +6,7 @@ PyTorch is not imported here: an ONNX file becomes a bundle without it.
 from __future__ import annotations
 
 import gc
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -192,14 +193,14 @@ def looked_at(axes: Mapping[str, Axis]) -> dict[str, dict[str, int]]:
 
 
 def refuse_far(where: str, got: Arrays, oracle: Arrays, most: float, what: str, hint: str) -> None:
-    """Refuse results that are further from the oracle than this part of its size."""
+    """Refuse results with a relative error above `most`."""
     for name, expected in oracle.items():
-        far = f"shape {expected.shape}, not {got[name].shape}"
+        far = f"shape {got[name].shape}, not {expected.shape}"
         if got[name].shape == expected.shape:
             off = relative_error(got[name], expected)
             if off <= most:
                 continue
-            far = f"off by {off:.2g} of its size"
+            far = f"relative error {off:.2g}" if math.isfinite(off) else "NaN or infinite values"
         raise ExportError(what, got=f"output {name} of {where}: {far}", hint=hint)
 
 

@@ -338,7 +338,7 @@ class _Search:
             return None if not np.isfinite(want).all() else "values are NaN or infinite"
         # Of the shape of an error only its size carries over from one value to another.
         off = measure(got, want).relative_l2
-        return f"off by {off:.2g} of its size" if budget is None or off > budget.relative_l2 else None
+        return f"relative error {off:.2g}" if budget is None or off > budget.relative_l2 else None
 
 
 # -- Expected values inside a model, from a trusted source -----------------------------------------

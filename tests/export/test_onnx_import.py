@@ -11,6 +11,8 @@ from onnx import TensorProto, helper
 from torch import nn
 
 import mha_deploy as md
+from mha_deploy.errors import ExportError
+from mha_deploy.export.flow import refuse_far
 
 E, H, VOCABULARY = 64, 4, 61
 
@@ -213,3 +215,14 @@ def test_weights_that_are_inputs_as_well_are_weights(file, tmp_path):
     bundle = md.import_onnx(tmp_path / "listed.onnx", tmp_path / "bundle", golden=("opt",), precision="fp32")
     assert [each.name for each in bundle.manifest.spec.inputs] == ["input_ids", "attention_mask"]
     assert len(bundle.manifest.attention) == 1
+
+
+@pytest.mark.parametrize(
+    ("got", "reason"),
+    [([1.0, np.nan], "NaN"), ([1.0, 3.0], "relative error 0.45"), ([1.0], "shape (1,), not (2,)")],
+)
+def test_a_result_that_is_far_from_the_oracle_is_refused_with_its_error(got, reason):
+    results, oracle = {"y": np.array(got)}, {"y": np.array([1.0, 2.0])}
+    with pytest.raises(ExportError) as caught:
+        refuse_far("the case", results, oracle, 0.1, "The results differ.", "")
+    assert reason in caught.value.got
