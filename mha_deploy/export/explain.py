@@ -84,7 +84,9 @@ def onnx_program(
     try:
         with silenced():
             program = torch.onnx.export(module, (), dynamo=True, verbose=False, **options)
-    except torch.onnx.OnnxExporterError as error:
+    except DeployError:
+        raise
+    except Exception as error:  # also of onnxscript's optimizer, whose types share no base
         if was_interrupted(error):
             raise KeyboardInterrupt from error
         raise explained(error) from error
@@ -121,6 +123,7 @@ _RANGE_GUARD = re.compile(r"float16|isfinite|isinf|isnan")
 _GUARD = re.compile(r"eval (?:\[guard suppressed\] )?(.*) \[guard added\]")
 
 _OPERATOR = re.compile(r"op='([\w.]+)'|Calling FX node: .*?target=torch\.ops\.([\w.]+)")
+_FOLDED = re.compile(r"constant folding for node 'node_(\w+)'")
 _FILE_LINE = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 
 SizeNames = Callable[[str, int], str]
@@ -197,7 +200,12 @@ def translation_error(error: Exception, program: ExportedProgram) -> ExportError
     cause = first_cause(error)
     operator = _OPERATOR.search(f"{cause}\n{error}")
     name = (operator[1] or operator[2]) if operator else ""
-    named = [node for node in program.graph.nodes if name and str(node.target).startswith(name)]
+    folded = _FOLDED.search("".join(traceback.format_exception(error)))
+    named = [
+        node
+        for node in program.graph.nodes
+        if (name and str(node.target).startswith(name)) or (folded and node.name == folded[1])
+    ]
     got = f"{own_line(_frames(named[0])) if named else ''}{cause[:_LONGEST]}"
     what, hint = "PyTorch could not write the module as ONNX.", _remedy(str(error) + cause)
     return ExportError(what, got=got, hint=hint)

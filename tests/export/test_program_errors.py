@@ -63,6 +63,11 @@ class Wrong(nn.Module):
         return x + x.transpose(0, 1)  # batch and length are two things
 
 
+class UnsafeParts(nn.Module):
+    def forward(self, x):
+        return torch.cat(torch.unsafe_split(x, x.shape[1] // 2 + 1, 1), 1)  # parts of a computed size
+
+
 class Counts(nn.Module):
     def __init__(self):
         super().__init__()
@@ -175,3 +180,10 @@ def test_a_module_is_left_as_it_was_also_after_a_failure():
     with pytest.raises(ExportError):
         export_program(module, {"input": X["x"]}, {"input": ("B", "S")}, AXES)
     assert [each.training for each in module.modules()] == [True, True, False, True]
+
+
+def test_a_crash_of_the_optimizer_is_an_export_error_with_the_line():
+    with pytest.raises(ExportError) as caught:
+        export_program(UnsafeParts(), X, {"x": ("B", "S")}, AXES)
+    line = "return torch.cat(torch.unsafe_split(x, x.shape[1] // 2 + 1, 1), 1)  # parts of a computed size"
+    assert line_of(line) in caught.value.got
