@@ -56,7 +56,7 @@ def test_what_a_factory_must_not_give(factory, said):
         ("branching", "control flow"),
         ("complex_result", "complex"),
         ("failing_draw", "division by zero"),
-        ("no_draw", "gives no tensor"),
+        ("no_draw", "does not return a tensor"),
         ("whole_draw", "another type"),
     ],
 )

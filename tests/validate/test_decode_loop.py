@@ -435,11 +435,8 @@ def test_a_report_that_lacks_steps_has_not_passed():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("steps", "shown", "spoiled_at"),
-    [(100, [64, 100], 70), pytest.param(1000, [512, 1000], 700, marks=pytest.mark.slow)],
-)
-def test_many_steps_of_the_exported_graph(steps, shown, spoiled_at):
+@pytest.mark.parametrize(("steps", "spoiled_at"), [(100, 70), (1000, 700)])
+def test_many_steps_of_the_exported_graph(steps, spoiled_at):
     spec, precision = cached("dynamic", rows=steps + 24), PRECISIONS["fp16"]
     module = module_of(spec, "fp16")
     trace = trace_of(module, precision, (16, 16), steps)
@@ -448,7 +445,6 @@ def test_many_steps_of_the_exported_graph(steps, shown, spoiled_at):
         assert report.passed, report.failures
         assert len(report.errors) == steps
         assert report.growth < 2 * report.eager_growth
-        assert [step for step, _ in report.table][-2:] == shown
         # One value among many keys: whatever the outputs show, the cache names it.
         spoiled = wrong.not_written_by(runner, "dynamic", at=spoiled_at, only="value")
         report = run_decode_loop(HostDecodeLoop(spoiled, spec, 2), trace, spec, precision)
