@@ -459,8 +459,8 @@ def _judged(section: str, old: Measurement, new: Measurement, limits: Limits) ->
     if old.kind == "count":
         return _direction(old.value, new.value), ""
     if old.kind == "counts":  # one of them that is smaller is not made up for by another
-        ways = {_direction(count, new.value.get(name, 0)) for name, count in old.value.items()}
-        return next((level for level in (REGRESSION, IMPROVEMENT) if level in ways), SAME), ""
+        levels = {_direction(count, new.value.get(name, 0)) for name, count in old.value.items()}
+        return next((level for level in (REGRESSION, IMPROVEMENT) if level in levels), SAME), ""
     if old.kind == "status":
         level = _direction(*(_RANKS[section].get(each.value, 1) for each in (old, new)))
         if level == SAME and old.doubt != new.doubt:

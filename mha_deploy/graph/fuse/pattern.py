@@ -661,12 +661,8 @@ def _matmul_behind(value: ir.Value | None) -> tuple[bool, int] | None:
 
 def unknown_step(softmax: Normalisation) -> ir.Node | None:
     """What stands nearest to a softmax between it and a matmul, and cannot be passed."""
-
-    def passes(node: ir.Node) -> bool:
-        return node.domain == "" and node.op_type in _PASSED
-
-    near = nodes_behind([softmax.source], lambda node: node.inputs if passes(node) else ())
-    others = (node for node in near if not passes(node))
+    near = nodes_behind([softmax.source], lambda node: node.inputs if is_op(node, *_PASSED) else ())
+    others = (node for node in near if not is_op(node, *_PASSED))
     return next((node for node in others if any(map(is_matmul, nodes_behind(node.inputs)))), None)
 
 
