@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -197,10 +197,11 @@ class Event:
 
 
 class Graph:
-    """A CUDA graph, ready to be launched."""
+    """A CUDA graph, ready to be launched; `recorded` are the graphs it was made of, destroyed with it."""
 
-    def __init__(self, executable: Any) -> None:
+    def __init__(self, executable: Any, recorded: Sequence[Any] = ()) -> None:
         self._executable = executable
+        self._recorded = recorded
         # Bound once: a launch is the only call on the fast path.
         self._launch = _runtime().cudaGraphLaunch
 
@@ -213,6 +214,8 @@ class Graph:
     def close(self) -> None:
         """Destroy the graph."""
         _call("cudaGraphExecDestroy", self._executable)
+        for graph in self._recorded:
+            _call("cudaGraphDestroy", graph)
 
 
 def capture(work: Callable[[], None], stream: Stream) -> Graph:
@@ -225,11 +228,54 @@ def capture(work: Callable[[], None], stream: Stream) -> Graph:
         # Leave the stream usable; the first error is the one to report.
         _runtime().cudaStreamEndCapture(stream.raw)
         raise
-    recorded = _call("cudaStreamEndCapture", stream.raw)
+    graphs = [_call("cudaStreamEndCapture", stream.raw)]
     try:
-        return Graph(_call("cudaGraphInstantiate", recorded, 0))
-    finally:
-        _call("cudaGraphDestroy", recorded)
+        if (rebuilt := _rebuilt(graphs[0])) is not None:
+            graphs.append(rebuilt)
+        return Graph(_call("cudaGraphInstantiate", graphs[-1], 0), graphs)
+    except BaseException:
+        for graph in graphs:
+            _call("cudaGraphDestroy", graph)
+        raise
+
+
+def _rebuilt(recorded: Any) -> Any:
+    """The nodes of a recorded graph in a new one; None where a node is of a kind that cannot be copied.
+
+    A graph that TensorRT records carries more than its nodes, and the driver follows each of its launches:
+    with about 32 in flight, in some processes with any, the launching thread sleeps until one has ended. What
+    is carried may own what the nodes use, so the recorded graph has to live as long as the new one.
+    """
+    from cuda.bindings import driver
+
+    def call(function: str, *arguments: Any) -> Any:
+        status, *results = getattr(driver, function)(*arguments)
+        if int(status) != 0:
+            raise CudaError(f"{function} failed.", got=getattr(status, "name", status))
+        return results[0] if len(results) == 1 else tuple(results)
+
+    old, new = driver.CUgraph(int(recorded)), call("cuGraphCreate", 0)
+    nodes = call("cuGraphGetNodes", old, call("cuGraphGetNodes", old)[1])[0]
+    made: dict[int, Any] = {}
+    try:
+        for node in nodes:
+            kind = call("cuGraphNodeGetType", node).name.removeprefix("CU_GRAPH_NODE_TYPE_").title()
+            if kind not in ("Kernel", "Memset", "Memcpy"):
+                raise CudaError("The node cannot be copied.", got=kind)
+            context = () if kind == "Kernel" else (call("cuCtxGetCurrent"),)
+            parameters = call(f"cuGraph{kind}NodeGetParams", node)
+            copied = call(f"cuGraphAdd{kind}Node", new, [], 0, parameters, *context)
+            if kind == "Kernel":
+                call("cuGraphKernelNodeCopyAttributes", copied, node)
+            made[int(node)] = copied
+        *edges, count = call("cuGraphGetEdges", old, call("cuGraphGetEdges", old)[-1])
+        if count:
+            ends = ([made[int(node)] for node in side] for side in edges[:2])
+            call("cuGraphAddDependencies", new, *ends, *edges[2:], count)
+    except CudaError:
+        call("cuGraphDestroy", new)
+        return None
+    return _runtime().cudaGraph_t(int(new))
 
 
 # -- The state of the GPU during a measurement: clocks, temperature, power, throttling --------------

@@ -16,6 +16,7 @@ from mha_deploy.errors import BackendUnavailable, DeployError
 from mha_deploy.model.catalog import catalog_names
 from mha_deploy.model.precision import find_precision
 from mha_deploy.options import ValidateOptions
+from mha_deploy.runtime import cuda
 from mha_deploy.validate.conformance import conformance_table, mask_columns
 from mha_deploy.validate.decode import traces_of
 from mha_deploy.validate.evaluate import EvaluationPlan, evaluate
@@ -116,6 +117,31 @@ def test_an_engine_is_right(prepared, name, precision):
     if refusal is not None:
         pytest.skip(f"TensorRT does not take it: {refusal}")
     assert_right(evaluated(RuntimeFinder(bundle), "tensorrt", invariance=True))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tensorrt") is None, reason="TensorRT is not installed")
+def test_launches_of_an_engine_are_queued_without_waiting(prepared, in_process):
+    """Two hundred behind work that keeps the device busy: the host goes on before that work has ended."""
+    bundle, refusal = prepared.engine("tiny-mha", "fp16")
+    assert refusal is None
+    case = next(iter(golden_cases(bundle)))
+    with RuntimeFinder(bundle).named("tensorrt").open() as runner:
+        memory, done = cuda.Buffer(2**32), cuda.Event()
+
+        def are_queued(launch, wait):
+            launch(), wait()
+            for _ in range(100):  # about 100 ms
+                memory.fill(0, runner.stream)
+            done.record(runner.stream)
+            for _ in range(200):
+                launch()
+            (status,) = cuda._runtime().cudaEventQuery(done._raw)
+            wait()
+            return int(status) != 0
+
+        # Others may keep this process from its cores for long; a launch that waits does so every time.
+        assert any(runner.watch(case.inputs, are_queued) for _ in range(3))
+        memory.free(), done.close()
 
 
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])

@@ -146,10 +146,19 @@ def test_a_graph_does_its_work_when_it_is_launched_and_not_before(gpu):
     with new_stream() as stream:
         source, target = cuda.Buffer(4096), cuda.Buffer(4096)
         source.fill(1, stream), target.fill(0, stream)
-        graph = cuda.capture(lambda: target.copy_from(source, stream), stream)
+        piece = cuda.Copy2D(target=64, target_pitch=32, source=0, source_pitch=32, width=16, height=2)
+
+        def work():
+            target.copy_from(source, stream)
+            source.fill(2, stream)
+            target.copy_2d(source, piece, stream)
+
+        graph = cuda.capture(work, stream)
         assert not target.download((4096,), np.dtype(np.uint8), stream).any()
         graph.launch(stream)
-        assert target.download((4096,), np.dtype(np.uint8), stream).all()
+        expected = np.ones(4096, np.uint8)
+        expected[64:80] = expected[96:112] = 2  # after the other copy, by the order of the calls
+        np.testing.assert_array_equal(target.download((4096,), expected.dtype, stream), expected)
         graph.close(), source.free(), target.free()
 
 
