@@ -177,7 +177,7 @@ def _sums_integers(node: ir.Node) -> str | None:
 
 def _not_in_place(node: ir.Node) -> str | None:
     obstacle = obstacle_to_update_in_place(node)
-    return None if obstacle is None else f"There is no {obstacle.feature} ({obstacle.got})."
+    return None if obstacle is None else f"There is no {obstacle[0]} ({obstacle[1]})."
 
 
 def _in_place(node: ir.Node) -> str | None:

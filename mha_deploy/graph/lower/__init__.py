@@ -40,7 +40,6 @@ from mha_deploy.graph.lower import to_contrib, to_plugin, to_primitives, to_trt
 from mha_deploy.graph.lower.call import (
     AttentionCall,
     LoweringError,
-    OperatorCall,
     OperatorRules,
     copy_of,
     read_call,
@@ -52,14 +51,15 @@ __all__ = ["DIALECTS", "LoweringError", "lower"]
 
 
 NoOptions = make_dataclass("NoOptions", [])
+Rule = Callable[[AttentionCall, NodeBuilder, Any], dict[int, ir.Value] | None]
+"""Writes one attention: its outputs by position, or None to keep the node."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dialect:
     """One form of attention."""
 
-    # Writes one attention in it: its outputs by position, or None to keep the node
-    rule: Callable[[AttentionCall, NodeBuilder, Any], dict[int, ir.Value] | None] | None
+    rule: Rule | None  # writes one attention in it; None only checks the model
     options: type = NoOptions  # the record of its options
     # From its options to the rules for the operators around attention
     operators: Callable[[Any], OperatorRules] = lambda options: {}
@@ -111,38 +111,43 @@ def lower(model: ir.Model, dialect: str, **options: Any) -> ir.Model:
         if choices is not None and value not in choices:
             raise DeployError(f"Not a choice for {key}.", got=value, hint=nearest(str(value), choices))
     settings, lowered = chosen.options(**options), copy_of(model)
-    if chosen.rule is None:
-        return _checked(lowered, dialect)
-    if chosen.caches is not None:
-        chosen.caches(lowered, settings, dialect=dialect)
-    _rewrite(lowered, chosen, settings, dialect)
-    if chosen.finish is not None:
-        chosen.finish(lowered, settings)
-    opset = getattr(settings, "opset", None)
-    changed = opset is not None and to_opset(lowered, opset, dialect=dialect)
+    try:
+        if chosen.rule is None:
+            _check(lowered)
+            return lowered
+        if chosen.caches is not None:
+            chosen.caches(lowered, settings)
+        _rewrite(lowered, chosen.rule, chosen, settings)
+        if chosen.finish is not None:
+            chosen.finish(lowered, settings)
+        opset = getattr(settings, "opset", None)
+        changed = opset is not None and to_opset(lowered, opset)
+    except LoweringError as error:
+        error.name_dialect(dialect)
+        raise
     if changed or chosen.finish is not None:
         infer_shapes(lowered)
     return lowered
 
 
-def _rewrite(lowered: ir.Model, chosen: Dialect, settings: Any, dialect: str) -> None:
+def _rewrite(lowered: ir.Model, rule: Rule, chosen: Dialect, settings: Any) -> None:
     """Apply the rules of a dialect to every attention of the model, which is changed, and around them."""
     opset, taken, operators = lowered.opset_imports.get(""), names_in(lowered), chosen.operators(settings)
     for node in list(lowered.graph.all_nodes()):
         outputs: dict[int, ir.Value] | None = None
-        if is_attention(node) and chosen.rule is not None:
+        if is_attention(node):
             if chosen.broadcasts:
                 take_mask_before_expand(node)
-            call = read_call(node, opset=opset, dialect=dialect)
+            call = read_call(node, opset=opset)
             scores = output_at(node, QK_OUTPUT)
             if scores is not None and dims(scores) and (call.past_key is not None or dim(scores, 3) == 0):
                 # ONNX infers the length of the past alone, or 0, where that of the new keys has a name.
                 scores.shape = ir.Shape([*dims(scores)[:3], None])
             builder = NodeBuilder(prefix_within(call.attention.name, taken))
-            outputs = chosen.rule(call, builder, settings)
+            outputs = rule(call, builder, settings)
         elif is_op(node, *operators):
             builder = NodeBuilder(prefix_within(node_name(node), taken))
-            output = operators[node.op_type](OperatorCall(node=node, dialect=dialect), builder)
+            output = operators[node.op_type](node, builder)
             outputs = None if output is None else {0: output}
         if outputs is not None:
             replace_node(node, builder, outputs)
@@ -151,21 +156,20 @@ def _rewrite(lowered: ir.Model, chosen: Dialect, settings: Any, dialect: str) ->
     infer_shapes(lowered)
 
 
-def _checked(copy: ir.Model, dialect: str) -> ir.Model:
-    """A model in ONNX's own form; refused where ONNX does not allow it.
+def _check(model: ir.Model) -> None:
+    """Refuse a model in ONNX's own form that ONNX does not allow.
 
     Unlike the other dialects this one needs no shapes: what the graph does not state is left to the runtime.
     """
-    for node in attention_nodes(copy):
+    for node in attention_nodes(model):
         # The specification forbids both, and the checker does not detect them.
         uneven = isinstance(node.Hq, int) and isinstance(node.Hkv, int) and node.Hq % node.Hkv
         if uneven or (node.has_past and node.has_nonpad_kv_seqlen):
             problem = "uneven head groups" if uneven else "nonpad_kv_seqlen together with past_key"
-            raise LoweringError(problem, node=node.name, dialect=dialect, hint="export it again")
+            raise LoweringError(problem, node.name, hint="export it again")
     try:
-        CheckerPass()(copy)
+        CheckerPass()(model)
     except (onnx.checker.ValidationError, ir.passes.PassError) as error:
         got = str(error.__cause__ or error).strip().splitlines()[0]
-        graph, hint = copy.graph.name or "main", "export it again, or repair the node"
-        raise LoweringError("an invalid graph", node=graph, dialect=dialect, got=got, hint=hint) from error
-    return copy
+        graph, hint = model.graph.name or "main", "export it again, or repair the node"
+        raise LoweringError("an invalid graph", graph, got=got, hint=hint) from error

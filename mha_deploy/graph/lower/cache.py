@@ -149,17 +149,15 @@ def _number(value: ir.Value | None) -> Dim:
 def rewrite_caches(
     model: ir.Model,
     write: Callable[[AttentionCall, NodeBuilder, CachedAttention], None],
-    *,
-    dialect: str,
     wanted: Callable[[AttentionCall], bool] = lambda call: True,
 ) -> None:
     """Write the attentions with a preallocated cache that are wanted; the model is changed."""
     taken, written = names_in(model), False
     for node in [node for node in model.graph.all_nodes() if is_attention(node)]:
         cache = read_cache(node)
-        if cache is not None and wanted(read_call(node, dialect=dialect)):
+        if cache is not None and wanted(read_call(node)):
             take_mask_before_expand(node)
-            call = read_call(node, opset=model.opset_imports.get(""), dialect=dialect)
+            call = read_call(node, opset=model.opset_imports.get(""))
             write(call, NodeBuilder(prefix_within(call.attention.name, taken)), cache)
             written = True
     if written:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import onnx_ir as ir
@@ -27,41 +28,42 @@ from mha_deploy.graph.ir import (
 
 
 class LoweringError(DeployError):
-    """A node uses a feature that the dialect cannot express."""
+    """A node uses a feature that the dialect cannot express; `lower` adds which dialect it is."""
+
+    dialect = ""
 
     def __init__(
-        self, feature: str, *, node: str, dialect: str, got: object = None, hint: str | None = None
+        self, feature: str, node: ir.Node | str, *, got: object = None, hint: str | None = None
     ) -> None:
-        what = f"The {dialect} dialect does not support {feature} (node {node!r})."
-        super().__init__(what, got=got, hint=hint)
-        self.feature = feature
-        self.node = node
+        self.feature, self.node = feature, node if isinstance(node, str) else node_name(node)
+        super().__init__(f"There is no {feature} (node {self.node!r}).", got=got, hint=hint)
+
+    def name_dialect(self, dialect: str) -> None:
+        """Say which dialect it is."""
         self.dialect = dialect
+        self.what = f"The {dialect} dialect does not support {self.feature} (node {self.node!r})."
 
 
-# -- One node to be lowered: an attention with its types and head sizes, or another operator -------
+# -- An attention to be lowered, with its types and head sizes -------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class OperatorCall:
-    """One node to be lowered to a dialect, which messages name."""
+class Heads(NamedTuple):
+    """Queries `[B, Hq, S, D]`, keys `[B, Hkv, T, D]` and values `[B, Hkv, T, Dv]`, past included."""
 
-    node: ir.Node
-    dialect: str
-
-    def refuse(self, feature: str, *, got: object = None, hint: str | None = None) -> LoweringError:
-        """The error that names the feature of this node that the dialect cannot express."""
-        return LoweringError(feature, node=node_name(self.node), dialect=self.dialect, got=got, hint=hint)
+    q: ir.Value
+    k: ir.Value
+    v: ir.Value
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionCall(OperatorCall):
+class AttentionCall:
     """An `Attention` node whose types and head sizes are known.
 
     `attention` has its attributes and shapes, `lengths` the number of valid keys of each batch element
     (`nonpad_kv_seqlen`), and `dtype` is the type of q, k and v.
     """
 
+    node: ir.Node
     attention: AttentionNode
     q: ir.Value
     k: ir.Value
@@ -96,13 +98,47 @@ class AttentionCall(OperatorCall):
         """Whether the tensors or the softmax are in FP64."""
         return "fp64" in (self.attention.dtype, self.attention.softmax_precision)
 
+    def refuse(self, feature: str, *, got: object = None, hint: str | None = None) -> LoweringError:
+        """The error that names the feature of this node that the dialect cannot express."""
+        return LoweringError(feature, self.node, got=got, hint=hint)
+
+    def heads(self, b: NodeBuilder) -> Heads:
+        """The inputs in 4-D, with the past concatenated before the new keys and values."""
+        q, k, v = self.q, self.k, self.v
+        if self.attention.rank == 3:
+            q = split_heads(b, q, self.Hq, self.D, name="q_heads")
+            k = split_heads(b, k, self.Hkv, self.D, name="k_heads")
+            v = split_heads(b, v, self.Hkv, self.Dv, name="v_heads")
+        if self.past_key is not None:
+            k = b.op("Concat", self.past_key, k, axis=2, name="present_key")
+            v = b.op("Concat", self.past_value, v, axis=2, name="present_value")
+        return Heads(q, k, v)
+
+    def query_length(self, b: NodeBuilder) -> Size:
+        """S."""
+        return b.size(self.q, 1 if self.attention.rank == 3 else 2)
+
+    def key_length(self, b: NodeBuilder) -> Size:
+        """T, past included."""
+        new = b.size(self.k, 1 if self.attention.rank == 3 else 2)
+        if self.past_key is None:
+            return new
+        past = b.size(self.past_key, 2)
+        if isinstance(new, int) and isinstance(past, int):
+            return past + new
+        return b.op("Add", b.as_tensor(past), b.as_tensor(new), name="total_length")
+
+    def as_input_rank(self, b: NodeBuilder, y: ir.Value) -> ir.Value:
+        """Bring a 4-D result to the rank the node was written in."""
+        return merge_heads(b, y, self.Hq * self.Dv, name="merged") if self.attention.rank == 3 else y
+
 
 _INPUTS = ("q", "k", "v", "mask", "past_key", "past_value", "lengths")
 
 
-def read_call(node: ir.Node, *, opset: int | None = None, dialect: str) -> AttentionCall:
+def read_call(node: ir.Node, *, opset: int | None = None) -> AttentionCall:
     """Read a node for lowering; refuse what ONNX does not allow or leaves open, and unknown head sizes."""
-    attention, refuse = an.read_attention(node, opset=opset), OperatorCall(node=node, dialect=dialect).refuse
+    attention, refuse = an.read_attention(node, opset=opset), partial(LoweringError, node=node)
     hint = "state the shapes of Q, K and V in the graph, and q_num_heads and kv_num_heads for 3-D inputs"
     inputs: dict[str, Any] = {name: input_at(node, at) for at, name in enumerate(_INPUTS)}
     q, k, v, mask, past_key, past_value, lengths = inputs.values()
@@ -112,7 +148,7 @@ def read_call(node: ir.Node, *, opset: int | None = None, dialect: str) -> Atten
     for name, size in sizes.items():
         if not isinstance(size, int):
             raise refuse(f"head layout without a fixed {name}", got=size, hint=hint)
-    call = AttentionCall(node=node, dialect=dialect, attention=attention, dtype=q.dtype, **inputs, **sizes)
+    call = AttentionCall(node=node, attention=attention, dtype=q.dtype, **inputs, **sizes)
     if call.Hq % call.Hkv:
         raise refuse("uneven head groups", got=f"Hq={call.Hq}, Hkv={call.Hkv}", hint="Hq = n · Hkv")
     if call.scale < 0 or attention.softcap < 0:
@@ -139,44 +175,7 @@ def read_call(node: ir.Node, *, opset: int | None = None, dialect: str) -> Atten
     return call
 
 
-# -- Split and merge heads, concatenate the past ---------------------------------------------------
-
-
-class Heads(NamedTuple):
-    """Queries `[B, Hq, S, D]`, keys `[B, Hkv, T, D]` and values `[B, Hkv, T, Dv]`, past included."""
-
-    q: ir.Value
-    k: ir.Value
-    v: ir.Value
-
-
-def split_inputs(b: NodeBuilder, call: AttentionCall) -> Heads:
-    """The inputs in 4-D, with the past concatenated before the new keys and values."""
-    q, k, v = call.q, call.k, call.v
-    if call.attention.rank == 3:
-        q = split_heads(b, q, call.Hq, call.D, name="q_heads")
-        k = split_heads(b, k, call.Hkv, call.D, name="k_heads")
-        v = split_heads(b, v, call.Hkv, call.Dv, name="v_heads")
-    if call.past_key is not None:
-        k = b.op("Concat", call.past_key, k, axis=2, name="present_key")
-        v = b.op("Concat", call.past_value, v, axis=2, name="present_value")
-    return Heads(q, k, v)
-
-
-def query_length(b: NodeBuilder, call: AttentionCall) -> Size:
-    """S."""
-    return b.size(call.q, 1 if call.attention.rank == 3 else 2)
-
-
-def key_length(b: NodeBuilder, call: AttentionCall) -> Size:
-    """T, past included."""
-    new = b.size(call.k, 1 if call.attention.rank == 3 else 2)
-    if call.past_key is None:
-        return new
-    past = b.size(call.past_key, 2)
-    if isinstance(new, int) and isinstance(past, int):
-        return past + new
-    return b.op("Add", b.as_tensor(past), b.as_tensor(new), name="total_length")
+# -- Split and merge heads ---------------------------------------------------------------------------
 
 
 def split_heads(b: NodeBuilder, x: ir.Value, heads: int, size: int, name: str | None = None) -> ir.Value:
@@ -190,15 +189,10 @@ def merge_heads(b: NodeBuilder, x: ir.Value, width: int, name: str | None = None
     return b.reshape(b.transpose(x, 0, 2, 1, 3), 0, 0, width, name=name)
 
 
-def as_input_rank(b: NodeBuilder, call: AttentionCall, y: ir.Value) -> ir.Value:
-    """Bring a 4-D result to the rank the node was written in."""
-    return merge_heads(b, y, call.Hq * call.Dv, name="merged") if call.attention.rank == 3 else y
-
-
 # -- What every dialect does before its rules ------------------------------------------------------
 
 
-OperatorRules = Mapping[str, Callable[[OperatorCall, NodeBuilder], ir.Value | None]]
+OperatorRules = Mapping[str, Callable[[ir.Node, NodeBuilder], ir.Value | None]]
 """By operator, what builds the replacement of one node: its output, or None to keep the node."""
 
 _LOWERED = ("Attention", "RotaryEmbedding", "TensorScatter", "RMSNormalization")

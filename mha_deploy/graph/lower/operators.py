@@ -3,33 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import onnx_ir as ir
 
 from mha_deploy.graph.ir import NodeBuilder, dim, dims, input_at, rank
-from mha_deploy.graph.lower.call import OperatorCall
+from mha_deploy.graph.lower.call import LoweringError
 
 # -- RMSNormalization in primitive operators, for older parsers ------------------------------------
 
 RMS_NORM = "RMSNormalization"
 
 
-def rms_norm_to_primitives(call: OperatorCall, b: NodeBuilder) -> ir.Value:
+def rms_norm_to_primitives(node: ir.Node, b: NodeBuilder) -> ir.Value:
     """Divide x by √(mean x² + ε) in the stash type (default: float32), and multiply by the scale.
 
     As in the specification, the quotient is rounded to the type of x before it is scaled.
     """
-    x, scale = input_at(call.node, 0), input_at(call.node, 1)
+    x, scale = input_at(node, 0), input_at(node, 1)
     if x is None or scale is None or x.dtype is None or scale.dtype is None:
-        raise call.refuse("normalisation of unknown type", hint="state the types of x and scale in the graph")
-    attributes = call.node.attributes
+        hint = "state the types of x and scale in the graph"
+        raise LoweringError("normalisation of unknown type", node, hint=hint)
+    attributes = node.attributes
     wide = ir.DataType(attributes.get_int("stash_type", int(ir.DataType.FLOAT)))
     data = b.cast(x, wide)
     # From `axis` to the last one, counted from the end; a negative axis needs no rank.
     axis = attributes.get_int("axis", -1)
     if axis >= 0 and x.shape is None:
-        raise call.refuse("normalisation of unknown rank", got=f"axis {axis}", hint="state the shape of x")
+        got, hint = f"axis {axis}", "state the shape of x"
+        raise LoweringError("normalisation of unknown rank", node, got=got, hint=hint)
     axes = b.ints(*range(axis if axis < 0 else axis - len(x.shape or ()), 0))
     mean = b.op("ReduceMean", b.op("Mul", data, data), axes, keepdims=1, name="mean_square")
     epsilon = b.constant(attributes.get_float("epsilon", 1e-5), wide)
@@ -65,9 +66,9 @@ class Rotary:
     interleaved: bool
 
 
-def rotary_to_primitives(call: OperatorCall, b: NodeBuilder) -> ir.Value:
+def rotary_to_primitives(node: ir.Node, b: NodeBuilder) -> ir.Value:
     """Write a RotaryEmbedding with elementwise multiplications and additions."""
-    rotary = read_rotary(call)
+    rotary = read_rotary(node)
     R, D, ids = rotary.rotated, rotary.size, rotary.positions
     x = rotary.x if rotary.rank == 4 else b.reshape(rotary.x, 0, 0, rotary.heads, D)
 
@@ -95,9 +96,9 @@ def rotary_to_primitives(call: OperatorCall, b: NodeBuilder) -> ir.Value:
     return y if rotary.rank == 4 else b.reshape(y, 0, 0, rotary.heads * D, name="merged")
 
 
-def rotary_to_contrib(call: OperatorCall, b: NodeBuilder) -> ir.Value:
+def rotary_to_contrib(node: ir.Node, b: NodeBuilder) -> ir.Value:
     """Write a RotaryEmbedding as the com.microsoft operator, which always looks positions up in a table."""
-    rotary = read_rotary(call)
+    rotary = read_rotary(node)
     cos, sin, positions = rotary.cos, rotary.sin, rotary.positions
     if positions is None:
         # The tables are [B, S, ·]: their rows in order.
@@ -114,22 +115,23 @@ def rotary_to_contrib(call: OperatorCall, b: NodeBuilder) -> ir.Value:
     return b.node(ROTARY, inputs, domain="com.microsoft", name=b.prefix, attributes=attributes)[0]
 
 
-def read_rotary(call: OperatorCall) -> Rotary:
+def read_rotary(node: ir.Node) -> Rotary:
     """The inputs and attributes of a node; refused where its sizes are not known."""
-    x, cos, sin = (input_at(call.node, at) for at in range(3))
+    x, cos, sin = (input_at(node, at) for at in range(3))
     shape = dims(x)
     if x is None or cos is None or sin is None or len(shape) not in (3, 4):
-        raise call.refuse("rotary embedding of unknown rank", got=shape, hint="state the shape of the input")
-    heads = shape[1] if len(shape) == 4 else call.node.attributes.get_int("num_heads", 0)
+        hint = "state the shape of the input"
+        raise LoweringError("rotary embedding of unknown rank", node, got=shape, hint=hint)
+    heads = shape[1] if len(shape) == 4 else node.attributes.get_int("num_heads", 0)
     width = shape[-1]
     if not isinstance(heads, int) or not heads or not isinstance(width, int):
         hint = "state the heads and the head size; num_heads for a 3-D input"
-        raise call.refuse("rotary embedding without a fixed head size", got=shape, hint=hint)
+        raise LoweringError("rotary embedding without a fixed head size", node, got=shape, hint=hint)
     size = width if len(shape) == 4 else width // heads
-    R = call.node.attributes.get_int("rotary_embedding_dim", 0) or size
+    R = node.attributes.get_int("rotary_embedding_dim", 0) or size
     if R % 2 or size < R or (len(shape) == 3 and width % heads):
-        raise call.refuse("rotary embedding of this size", got=f"{R} of {shape}, {heads} heads")
-    ids, pairs = input_at(call.node, 3), call.node.attributes.get_int("interleaved", 0) == 1
+        raise LoweringError("rotary embedding of this size", node, got=f"{R} of {shape}, {heads} heads")
+    ids, pairs = input_at(node, 3), node.attributes.get_int("interleaved", 0) == 1
     sizes = {"rank": len(shape), "heads": heads, "size": size, "rotated": R}
     return Rotary(x=x, cos=cos, sin=sin, positions=ids, interleaved=pairs, **sizes)
 
@@ -139,45 +141,38 @@ def read_rotary(call: OperatorCall) -> Rotary:
 SCATTER = "TensorScatter"
 
 
-class Obstacle(NamedTuple):
-    """Why TensorRT has no in-place update for a node: the feature, and what was found."""
-
-    feature: str
-    got: object
-
-
-def obstacle_to_update_in_place(node: ir.Node) -> Obstacle | None:
-    """What keeps a TensorScatter from being TensorRT's cache update; None where it can be."""
+def obstacle_to_update_in_place(node: ir.Node) -> tuple[str, object] | None:
+    """Why a TensorScatter cannot be TensorRT's cache update: the feature, and what was found; else None."""
     cache, result = input_at(node, 0), node.outputs[0]
     if _is_circular(node):
-        return Obstacle("circular TensorScatter", "mode=circular")
+        return "circular TensorScatter", "mode=circular"
     if cache is None or not cache.is_graph_input():
-        return Obstacle("TensorScatter into a cache that is no graph input", cache and cache.name)
+        return "TensorScatter into a cache that is no graph input", cache and cache.name
     if rank(cache) != 4 or _axis(node, 4) != 2:
-        return Obstacle("TensorScatter other than along axis 2 of [B, H, T, D]", dims(cache))
+        return "TensorScatter other than along axis 2 of [B, H, T, D]", dims(cache)
     if cache.dtype not in (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16):
-        return Obstacle("TensorScatter of this type", cache.dtype)
+        return "TensorScatter of this type", cache.dtype
     if not isinstance(dim(cache, 2), int):
-        return Obstacle("TensorScatter into a cache of dynamic length", str(cache.shape))
+        return "TensorScatter into a cache of dynamic length", str(cache.shape)
     if not result.is_graph_output():
-        return Obstacle("TensorScatter whose result is no graph output", result.name)
+        return "TensorScatter whose result is no graph output", result.name
     return None
 
 
-def keep_scatter(call: OperatorCall, b: NodeBuilder) -> None:
+def keep_scatter(node: ir.Node, b: NodeBuilder) -> None:
     """Keep the node for TensorRT's parser, or refuse it with the reason."""
-    obstacle = obstacle_to_update_in_place(call.node)
+    obstacle = obstacle_to_update_in_place(node)
     if obstacle is not None:
         hint = "decode_primitives=True writes it with ScatterND: the cache is copied at every decode step"
-        raise call.refuse(obstacle.feature, got=obstacle.got, hint=hint)
+        raise LoweringError(obstacle[0], node, got=obstacle[1], hint=hint)
 
 
-def scatter_to_primitives(call: OperatorCall, b: NodeBuilder) -> ir.Value:
+def scatter_to_primitives(node: ir.Node, b: NodeBuilder) -> ir.Value:
     """Write a TensorScatter as a ScatterND with explicit indices."""
-    cache, update, starts = (input_at(call.node, at) for at in range(3))
+    cache, update, starts = (input_at(node, at) for at in range(3))
     if cache is None or update is None or update.shape is None:
-        raise call.refuse("TensorScatter of unknown rank", hint="state the shape of the update")
-    axis = _axis(call.node, len(update.shape))
+        raise LoweringError("TensorScatter of unknown rank", node, hint="state the shape of the update")
+    axis = _axis(node, len(update.shape))
 
     def along(at: int) -> ir.Value:
         """0, 1, 2 … along one axis of the indices, which have one axis more than the leading ones."""
@@ -186,7 +181,7 @@ def scatter_to_primitives(call: OperatorCall, b: NodeBuilder) -> ir.Value:
     slots = along(axis)
     if starts is not None:
         slots = b.op("Add", slots, b.reshape(starts, -1, *[1] * (axis + 1)), name="slot")
-    if _is_circular(call.node):
+    if _is_circular(node):
         # The remainder, by an integer division: Mod is not in every parser.
         length = b.as_tensor(b.size(cache, axis))
         whole = b.op("Mul", b.op("Div", slots, length), length)

@@ -10,7 +10,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass
 
 from mha_deploy.graph.ir import NodeBuilder, constant_ints, input_at, is_op, node_name, replace_node
-from mha_deploy.graph.lower.call import OperatorCall
+from mha_deploy.graph.lower.call import LoweringError
 
 # -- How an operator is written before an opset: its new output, or None where it stays ------------
 
@@ -139,7 +139,7 @@ _NEWER_VALUES = {
 }
 
 
-def to_opset(model: ir.Model, version: int, *, dialect: str = "primitives") -> bool:
+def to_opset(model: ir.Model, version: int) -> bool:
     """Let a model, which is changed, need no opset newer than `version`; whether it has new nodes."""
     current = model.opset_imports.get("", version)
     if current <= version:
@@ -162,8 +162,7 @@ def to_opset(model: ir.Model, version: int, *, dialect: str = "primitives") -> b
         problem = _problem(node, current, version) if node.domain == "" else None
         if problem is not None:
             hint = f"opset=None keeps the model's own opset, for a target newer than opset {version}"
-            call = OperatorCall(node=node, dialect=dialect)
-            raise call.refuse(f"{node.op_type} in opset {version}", got=problem, hint=hint)
+            raise LoweringError(f"{node.op_type} in opset {version}", node, got=problem, hint=hint)
         node.version = None
     model.graph.opset_imports[""] = version
     imports = [onnx.helper.make_opsetid(*item) for item in model.opset_imports.items()]

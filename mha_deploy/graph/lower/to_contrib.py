@@ -14,15 +14,7 @@ from mha_deploy.graph.attention_node import PRESENT_KEY, PRESENT_VALUE, Y
 from mha_deploy.graph.ir import NodeBuilder
 from mha_deploy.graph.lower import cache as kv
 from mha_deploy.graph.lower import masks
-from mha_deploy.graph.lower.call import (
-    AttentionCall,
-    as_input_rank,
-    key_length,
-    merge_heads,
-    query_length,
-    split_heads,
-    split_inputs,
-)
+from mha_deploy.graph.lower.call import AttentionCall, merge_heads, split_heads
 from mha_deploy.graph.lower.operators import rotary_to_contrib, scatter_to_primitives
 from mha_deploy.graph.lower.to_primitives import group_form
 
@@ -67,7 +59,7 @@ def _why_not_group_query(call: AttentionCall) -> str | None:
 
 def _multi_head(call: AttentionCall, b: NodeBuilder) -> dict[int, ir.Value]:
     """MultiHeadAttention; keys and values of grouped heads are repeated."""
-    attention, T = call.attention, key_length(b, call)
+    attention, T = call.attention, call.key_length(b)
     # Otherwise the past is concatenated before it.
     joins_past = call.past_key is not None and call.is_square and call.Dv == call.D and call.group == 1
     # The operator's own causal mask is right where it receives as many new keys as queries, and the past
@@ -76,14 +68,14 @@ def _multi_head(call: AttentionCall, b: NodeBuilder) -> dict[int, ir.Value]:
     own_causal = call.is_square and (call.past_key is None or joins_past)
     hides = call.mask is not None or call.lengths is not None or attention.has_window
     explicit = hides or (attention.is_causal and not own_causal)
-    mask = masks.read_mask(b, call, query_length(b, call), T) if explicit else None
+    mask = masks.read_mask(b, call, call.query_length(b), T) if explicit else None
     attributes = {"num_heads": call.Hq, "scale": call.scale}
     attributes["unidirectional"] = int(attention.is_causal and not explicit)
     if joins_past:
         tensors = [*_merged(b, call), None, None, _bias(b, call, mask), call.past_key, call.past_value]
         y, key, value = _contrib(b, MULTI_HEAD, tensors, 3, attributes)
         return {Y: _finish(b, call, mask, y), PRESENT_KEY: key, PRESENT_VALUE: value}
-    heads = split_inputs(b, call)
+    heads = call.heads(b)
     tensors = [*_merged(b, call)]
     if call.past_key is not None or call.group > 1:
         form = group_form(b, call, "repeat")
@@ -98,8 +90,8 @@ def _group_query(call: AttentionCall, b: NodeBuilder) -> dict[int, ir.Value]:
     # The operator's own window looks back only, and only when causal; any other becomes a bias.
     own_window = attention.is_causal and attention.has_window and call.mask is None
     explicit = call.mask is not None or (attention.has_window and not own_window)
-    T = key_length(b, call)
-    mask = masks.read_mask(b, call, query_length(b, call), T) if explicit else None
+    T = call.key_length(b)
+    mask = masks.read_mask(b, call, call.query_length(b), T) if explicit else None
     # The index of the last key for each batch element, and the number of keys.
     total = b.op("Cast", b.as_tensor(T), to=int(ir.DataType.INT32))
     last = b.op("Sub", total, b.constant([1], ir.DataType.INT32))
@@ -150,7 +142,7 @@ def _bias(b: NodeBuilder, call: AttentionCall, mask: masks.Mask | None) -> ir.Va
     if mask is None:
         return None
     bias = masks.bias_of(b, call, mask, in_score_type=True)
-    return masks.of_each_query(b, call, mask, bias, query_length(b, call))
+    return masks.of_each_query(b, call, mask, bias, call.query_length(b))
 
 
 def _above_lowest(b: NodeBuilder, call: AttentionCall, bias: ir.Value | None) -> ir.Value | None:
@@ -170,13 +162,13 @@ def _finish(b: NodeBuilder, call: AttentionCall, mask: masks.Mask | None, y: ir.
     if call.attention.rank == 3 and mask.heads == 1:
         return masks.zero_masked_queries(b, call, b.op("Squeeze", rows, b.ints(1)), y)
     y = masks.zero_masked_queries(b, call, rows, split_heads(b, y, call.Hq, call.Dv))
-    return as_input_rank(b, call, y)
+    return call.as_input_rank(b, y)
 
 
 # -- A preallocated KV cache, which GroupQueryAttention updates in place ---------------------------
 
 
-def append_to_caches(model: ir.Model, options: object, *, dialect: str) -> None:
+def append_to_caches(model: ir.Model, options: object) -> None:
     """Write every attention with a preallocated cache as one operator that appends to it; changes the model.
 
     What the operator does not have (a mask, a bidirectional layer) is left to the other rules, but for head
@@ -206,12 +198,12 @@ def append_to_caches(model: ir.Model, options: object, *, dialect: str) -> None:
         y, *states = _contrib(b, GROUP_QUERY, [*tensors], 3, attributes)
         kv.take_over(model, call.node, b, cache, split_heads(b, y, call.Hq, call.D), *states)
 
-    kv.rewrite_caches(model, write, dialect=dialect, wanted=wanted)
+    kv.rewrite_caches(model, write, wanted)
 
 
 def _last_entries(b: NodeBuilder, call: AttentionCall, starts: ir.Value) -> ir.Value:
     """Index of the last valid entry of each batch element after the call: lengths + S − 1, int32 [B]."""
-    S = query_length(b, call)
+    S = call.query_length(b)
     first = b.op("Cast", starts, to=int(ir.DataType.INT32), name="first_new_row")
     if S == 1:
         return first

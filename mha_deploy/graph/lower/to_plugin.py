@@ -39,14 +39,7 @@ from mha_deploy.graph.ir import (
 )
 from mha_deploy.graph.lower import cache as kv
 from mha_deploy.graph.lower import masks
-from mha_deploy.graph.lower.call import (
-    AttentionCall,
-    OperatorCall,
-    OperatorRules,
-    key_length,
-    split_heads,
-    split_inputs,
-)
+from mha_deploy.graph.lower.call import AttentionCall, OperatorRules, split_heads
 from mha_deploy.graph.lower.operators import RMS_NORM, ROTARY, Rotary, read_rotary
 from mha_deploy.graph.lower.pack import Projection, pack_in_place, projection_at
 from mha_deploy.graph.lower.to_primitives import OPERATOR_RULES as PRIMITIVE_RULES
@@ -365,7 +358,7 @@ def take_rotary(
     b: NodeBuilder, call: AttentionCall, query: Place, key: Place, starts: ir.Value | None
 ) -> tuple[Rotary, int, Place, Place] | None:
     """The rotary embedding of both queries and keys, how its table rows are found, and both before it."""
-    one, other = (None if place.offset else _rotary_at(place.tensor, call) for place in (query, key))
+    one, other = (None if place.offset else _rotary_at(place.tensor) for place in (query, key))
     if one is None or other is None:
         return None
     mode, other_mode = (_positions(rotary, starts, batch=call.attention.B) for rotary in (one, other))
@@ -404,11 +397,11 @@ def _half_table(b: NodeBuilder, table: ir.Value, half: int) -> ir.Value:
     return rows
 
 
-def _rotary_at(value: ir.Value, call: AttentionCall) -> Rotary | None:
+def _rotary_at(value: ir.Value) -> Rotary | None:
     """The rotary embedding that a value comes from: a node, or `x cos + rotate_half(x) sin` written out."""
     node = made_by(value, ROTARY)
     if node is not None:
-        return read_rotary(OperatorCall(node=node, dialect=call.dialect))
+        return read_rotary(node)
     add = made_by(value, "Add")
     terms = [] if add is None else [made_by(each, "Mul") for each in add.inputs if each is not None]
     for direct, crossed in (terms, terms[::-1]) if len(terms) == 2 else ():
@@ -489,14 +482,14 @@ def lower_to_plugin(call: AttentionCall, b: NodeBuilder, options: PluginOptions)
     """Write one attention as a node of the plugin; the outputs by position."""
     refuse_what_is_missing(call)
     # With a past these are the operands; without one they are used for `present` only.
-    heads, past = split_inputs(b, call), call.past_key is not None
+    heads, past = call.heads(b), call.past_key is not None
     key = Place(heads.k, 0) if past else place_of(call.k, call.Hkv, call.D)
     value = Place(heads.v, 0) if past else place_of(call.v, call.Hkv, call.Dv)
     y = _write_attention(b, call, key, value)[0]
     return {Y: y, PRESENT_KEY: heads.k, PRESENT_VALUE: heads.v}
 
 
-def prepare(model: ir.Model, options: PluginOptions, *, dialect: str) -> None:
+def prepare(model: ir.Model, options: PluginOptions) -> None:
     """Pack projections, and write every attention with a preallocated cache as one node that appends to it.
 
     A cache of another pattern is updated with ScatterND before the attention. The model is changed.
@@ -513,7 +506,7 @@ def prepare(model: ir.Model, options: PluginOptions, *, dialect: str) -> None:
         pasts = zip(states, (cache.past_key, cache.past_value), strict=True)
         kv.note_caches(model, kv.IN_PLACE_NOTE, {str(state.name): str(past.name) for state, past in pasts})
 
-    kv.rewrite_caches(model, write, dialect=dialect, wanted=lambda call: diagonal_of(call) is not None)
+    kv.rewrite_caches(model, write, wanted=lambda call: diagonal_of(call) is not None)
 
 
 def _write_attention(
@@ -534,7 +527,7 @@ def _write_attention(
         T = b.size(cache.past_key, 2)
         states_in = [cache.past_key, cache.past_value, as_int32(b, cache.starts, name="starts")]
     else:
-        T = key.length(b, call) if call.past_key is None else key_length(b, call)
+        T = key.length(b, call) if call.past_key is None else call.key_length(b)
     mask = read_plugin_mask(b, call, query.length(b, call), T, in_cache=bool(states_in))
     places = (query, key, value)
     tensors = list(dict.fromkeys(place.tensor for place in places))
@@ -593,8 +586,7 @@ def finish(model: ir.Model, options: PluginOptions) -> None:
     taken = names_in(model)
     for node in [each for each in model.graph.all_nodes() if is_op(each, ROTARY, RMS_NORM)]:
         b = NodeBuilder(prefix_within(node.name or node.op_type, taken))
-        call = OperatorCall(node=node, dialect="plugin")
-        replace_node(node, b, {0: PRIMITIVE_RULES[node.op_type](call, b)})
+        replace_node(node, b, {0: PRIMITIVE_RULES[node.op_type](node, b)})
     CommonSubexpressionEliminationPass()(model)  # a mask is computed once for all layers
     RemoveUnusedNodesPass()(model)
 
@@ -642,10 +634,7 @@ def pays(attention: ir.Node, factor: ir.Value) -> bool:
     a quarter 176; heads of 128 all 479, half 520, a quarter 319. Where it is unknown how many heads a token
     chooses, they are all computed.
     """
-    value: ir.Value | None = factor
-    while (node := made_by(value, "Unsqueeze", "Cast", "Reshape", "Identity")) is not None:
-        value = node.inputs[0]
-    chosen = dims(input_at(made_by(value, "ScatterElements"), 1))[-1:] or (None,)
+    chosen = dims(input_at(made_by(kv.origin(factor), "ScatterElements"), 1))[-1:] or (None,)
     heads, size = (attention.attributes.get_int(name, 0) for name in ("query_heads", "head_size"))
     return isinstance(chosen[0], int) and chosen[0] * (2 if size <= 64 else 4) <= heads
 

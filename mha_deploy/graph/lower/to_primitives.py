@@ -14,7 +14,7 @@ from mha_deploy.graph.attention_node import PRESENT_KEY, PRESENT_VALUE, QK_OUTPU
 from mha_deploy.graph.ir import NodeBuilder, Size, replace_node
 from mha_deploy.graph.lower import cache as kv
 from mha_deploy.graph.lower import masks
-from mha_deploy.graph.lower.call import AttentionCall, as_input_rank, key_length, query_length, split_inputs
+from mha_deploy.graph.lower.call import AttentionCall
 from mha_deploy.graph.lower.masks import Mask
 from mha_deploy.graph.lower.operators import (
     rms_norm_to_primitives,
@@ -153,8 +153,8 @@ def lower_to_primitives(
     call: AttentionCall, b: NodeBuilder, options: PrimitivesOptions
 ) -> dict[int, ir.Value]:
     """Write one attention as matmuls around a softmax; the outputs by position."""
-    heads, form = split_inputs(b, call), group_form(b, call, options.gqa)
-    S, T = query_length(b, call), key_length(b, call)
+    heads, form = call.heads(b), group_form(b, call, options.gqa)
+    S, T = call.query_length(b), call.key_length(b)
     mask = masks.read_mask(b, call, S, T)
     rows = masks.attending_queries(b, call, mask)
     q, mode = heads.q, call.attention.qk_output_mode
@@ -182,7 +182,7 @@ def lower_to_primitives(
         biased = b.op("Add", capped, form.bias(mask, bias, S, T), name="scores_masked")
     y = form.restore(form.weighted(weights, heads.v), call.Dv)
     y = masks.zero_masked_queries(b, call, rows, y)
-    outputs = {Y: as_input_rank(b, call, y), PRESENT_KEY: heads.k, PRESENT_VALUE: heads.v}
+    outputs = {Y: call.as_input_rank(b, y), PRESENT_KEY: heads.k, PRESENT_VALUE: heads.v}
     if mode is not None:
         stage = form.restore((raw, capped, biased, weights)[mode], T)
         outputs[QK_OUTPUT] = masks.zero_masked_queries(b, call, rows, stage) if mode == 3 else stage
@@ -192,7 +192,7 @@ def lower_to_primitives(
 # -- With a KV cache that is read in place ---------------------------------------------------------
 
 
-def read_caches_in_place(model: ir.Model, options: PrimitivesOptions, *, dialect: str) -> None:
+def read_caches_in_place(model: ir.Model, options: PrimitivesOptions) -> None:
     """Write every attention with a preallocated cache in this form, but for `copy`; changes the model."""
 
     def write(call: AttentionCall, b: NodeBuilder, cache: kv.CachedAttention) -> None:
@@ -213,15 +213,15 @@ def read_caches_in_place(model: ir.Model, options: PrimitivesOptions, *, dialect
         kv.note_caches(model, kv.ENTRIES_NOTE, {str(row.name): past for row, past in rows.items()})
 
     if options.cache != COPY:
-        kv.rewrite_caches(model, write, dialect=dialect)
+        kv.rewrite_caches(model, write)
 
 
 def _cached_attention(form: GroupForm, cache: kv.CachedAttention) -> ir.Value:
     """Scores of the past and of the new tokens apart, one softmax over both, and two matmuls with V."""
     b, call = form.b, form.call
-    S, T = query_length(b, call), b.size(cache.past_key, 2)
+    S, T = call.query_length(b), b.size(cache.past_key, 2)
     hides_more = call.mask is not None or call.attention.has_window
-    mask = masks.read_mask(b, call, S, key_length(b, call)) if hides_more else None
+    mask = masks.read_mask(b, call, S, call.key_length(b)) if hides_more else None
     biases = _plain_biases(form, cache, S, T) if mask is None else _split_bias(form, cache, mask, S, T)
     query, scores = form.query(call.q), []
     for k, bias in zip((cache.past_key, cache.new_key), biases, strict=True):

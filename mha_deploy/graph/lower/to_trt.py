@@ -16,15 +16,7 @@ import onnx_ir as ir
 from mha_deploy.graph.attention_node import PRESENT_KEY, PRESENT_VALUE, QK_OUTPUT, Y
 from mha_deploy.graph.ir import NodeBuilder
 from mha_deploy.graph.lower import masks
-from mha_deploy.graph.lower.call import (
-    AttentionCall,
-    LoweringError,
-    OperatorRules,
-    as_input_rank,
-    key_length,
-    query_length,
-    split_inputs,
-)
+from mha_deploy.graph.lower.call import AttentionCall, LoweringError, OperatorRules
 from mha_deploy.graph.lower.operators import keep_scatter
 from mha_deploy.graph.lower.to_primitives import OPERATOR_RULES, PrimitivesOptions, lower_to_primitives
 
@@ -80,12 +72,12 @@ def _rebuild(call: AttentionCall, b: NodeBuilder, options: TrtOptions) -> dict[i
     The mask is additive, which the fused kernel takes; a boolean one costs small kernels before it. The
     precision of the softmax is left to TensorRT, which computes it in FP32.
     """
-    attention, heads = call.attention, split_inputs(b, call)
+    attention, heads = call.attention, call.heads(b)
     # `is_causal` alone means the same in TensorRT where the diagonal starts at the first key.
     cached = attention.has_past or attention.has_nonpad_kv_seqlen
     alone = attention.mask == "none" and not cached and not attention.has_window
     causal = attention.is_causal and alone and (call.is_square or not options.explicit_causal)
-    mask = None if causal else masks.read_mask(b, call, query_length(b, call), key_length(b, call))
+    mask = None if causal else masks.read_mask(b, call, call.query_length(b), call.key_length(b))
     rows = masks.attending_queries(b, call, mask)
     # The smaller head size is padded with zeros: they add nothing to a score, and are sliced off the output.
     padded = () if call.Dv == call.D else ("v",) if call.Dv < call.D else ("q", "k")
@@ -100,7 +92,7 @@ def _rebuild(call: AttentionCall, b: NodeBuilder, options: TrtOptions) -> dict[i
     if call.Dv < call.D:
         y = b.op("Slice", y, b.ints(0), b.ints(call.Dv), b.ints(3), name="unpadded")
     y = masks.zero_masked_queries(b, call, rows, y)
-    outputs = {Y: as_input_rank(b, call, y), PRESENT_KEY: heads.k, PRESENT_VALUE: heads.v}
+    outputs = {Y: call.as_input_rank(b, y), PRESENT_KEY: heads.k, PRESENT_VALUE: heads.v}
     if attention.has_qk_output:
         # The scores are computed a second time: a fused kernel does not output its own. Their nodes have
         # another prefix, so that fusion verdicts do not count them as parts of the attention.
