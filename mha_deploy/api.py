@@ -57,7 +57,7 @@ if TYPE_CHECKING:
         PackageKeywords,
         ValidateKeywords,
     )
-    from mha_deploy.regression.candidates import Trial
+    from mha_deploy.regression.candidates import PrecisionTrial
     from mha_deploy.regression.compare import Comparison
     from mha_deploy.regression.matrix import Matrix, MatrixCell
     from mha_deploy.regression.record import Replay
@@ -517,7 +517,7 @@ def check(
         ...     print(found.taken, found.taken_when_lowered)
         False True
     """
-    from mha_deploy.engine.lowered import check_graph
+    from mha_deploy.engine.lowered import check_eligibility
     from mha_deploy.graph.file import load_graph
     from mha_deploy.graph.rules import requested_target
     from mha_deploy.runtime.tensorrt.builder import capabilities_of
@@ -525,7 +525,7 @@ def check(
     targets = [requested_target(target, version, each) for each in capabilities_of(sm) or (None,)]
     is_file = not _is_bundle(bundle) and Path(bundle).suffix == ".onnx"  # type: ignore[arg-type]
     graph = load_graph(Path(bundle) if is_file else _opened(bundle).model_path)  # type: ignore[arg-type]
-    return [found for each in targets for found in check_graph(graph, each)]
+    return [found for each in targets for found in check_eligibility(graph, each)]
 
 
 # -- Engines ---------------------------------------------------------------------------------------
@@ -570,9 +570,9 @@ def build_engine(
     ranges = [parse_ranges(text, opened.manifest.spec) for text in texts]
     settings = EngineOptions(profiles=ranges, **options)
     if repeat != 1:
-        from mha_deploy.engine.build import rebuilt_engine
+        from mha_deploy.engine.build import rebuild_engine
 
-        return rebuilt_engine(opened, settings, repeat, on_step)
+        return rebuild_engine(opened, settings, repeat, on_step)
     return engine_from_bundle(opened, settings, on_step)
 
 
@@ -1007,8 +1007,8 @@ class Deployment:
     bundle: Bundle
     engine: Engine | None
     report: Report
-    candidates: tuple[Trial, ...] = ()
-    chosen: Trial | None = None
+    candidates: tuple[PrecisionTrial, ...] = ()
+    chosen: PrecisionTrial | None = None
     why: str = ""
 
     def candidates_table(self) -> Table | None:
@@ -1105,10 +1105,10 @@ def _best_candidate(
     """Export, build and judge every candidate: the precision and the options of the best one, and all."""
     from mha_deploy.bundle.commit import temporary_folder
     from mha_deploy.engine.engine import default_backend
-    from mha_deploy.engine.lowered import open_candidates
+    from mha_deploy.engine.lowered import candidates_for
     from mha_deploy.engine.plugins import PluginError, library_for
     from mha_deploy.model.spec import AttentionSpec
-    from mha_deploy.regression.candidates import Trial, choose, judged_trial
+    from mha_deploy.regression.candidates import PrecisionTrial, choose, judge_trial
     from mha_deploy.runtime.tensorrt.versions import load
     from mha_deploy.validate.run import validate_bundle
 
@@ -1121,7 +1121,7 @@ def _best_candidate(
     wanted = ["auto"] if is_onnx else ["fp16", *(["bf16"] if rt.can.bf16_type else [])]
     if not is_onnx and not isinstance(found.source, AttentionSpec):
         wanted.append("auto")
-    trials: list[Trial] = []
+    trials: list[PrecisionTrial] = []
     options: dict[str, tuple[str, EngineOptions]] = {}
     place = Path(os.path.realpath(out))
     place.parent.mkdir(parents=True, exist_ok=True)
@@ -1132,10 +1132,10 @@ def _best_candidate(
                 report(f"candidate {shown}", len(trials), 0)
                 bundle = export(found, folder / shown, precision=precision, **exported)
             except DeployError as error:
-                trials.append(Trial(name=shown, precision=precision, refused=error.in_one_line))
+                trials.append(PrecisionTrial(name=shown, precision=precision, refused=error.in_one_line))
                 continue
             built = {}
-            for candidate in open_candidates(rt, settings, bundle.manifest.precision.name):
+            for candidate in candidates_for(rt, settings, bundle.manifest.precision.name):
                 name = shown if candidate.name == "native" else f"{shown}, {candidate.name}"
                 applied = candidate.applied_to(settings)
                 try:
@@ -1143,10 +1143,10 @@ def _best_candidate(
                     built[name] = build_engine(bundle, **vars(replace(applied, name=candidate.name)))
                     options[name] = precision, applied
                 except DeployError as error:
-                    trials.append(Trial(name=name, precision=precision, refused=error.in_one_line))
+                    trials.append(PrecisionTrial(name=name, precision=precision, refused=error.in_one_line))
             if built:
                 judged = validate_bundle(bundle, ValidateOptions(latency=latency, sweep=False))
-                trials += [judged_trial(name, precision, engine, judged) for name, engine in built.items()]
+                trials += [judge_trial(name, precision, engine, judged) for name, engine in built.items()]
     best, why = choose(trials)
     return *options[best.name], {"candidates": tuple(trials), "chosen": best, "why": why}
 
@@ -1154,7 +1154,7 @@ def _best_candidate(
 def _refuse_builder(settings: Any, precision: str) -> None:
     """Raise before an export what would prevent the build after it."""
     from mha_deploy.engine.engine import default_backend
-    from mha_deploy.engine.lowered import PLUGIN, open_candidates
+    from mha_deploy.engine.lowered import PLUGIN, candidates_for
     from mha_deploy.engine.plugins import library_for
     from mha_deploy.runtime.tensorrt.builder import parse_targets
     from mha_deploy.runtime.tensorrt.versions import load
@@ -1162,7 +1162,7 @@ def _refuse_builder(settings: Any, precision: str) -> None:
     parse_targets(settings.targets)
     rt = load(settings.backend or default_backend())
     # `auto` is FP16 but for what overflows.
-    candidates = open_candidates(rt, settings, "fp16" if precision == "auto" else precision)
+    candidates = candidates_for(rt, settings, "fp16" if precision == "auto" else precision)
     if any(candidate.attention == PLUGIN for candidate in candidates):
         library_for(rt.version)
 

@@ -448,7 +448,7 @@ def test_an_engine_manifest_with_any_other_value_is_refused_or_harmless(folder, 
 
 
 def test_a_plan_that_was_never_read_is_not_verified(folder):
-    assert not md.open_engine(write_plan(folder).path).is_shown
+    assert not md.open_engine(write_plan(folder).path).is_confirmed
     done = forked("inspect", folder)
     assert done.code == 0, done.err
     assert "not verified" in done.out

@@ -479,7 +479,7 @@ def inspect(
         graph = "matches" if found.verified else "not compared"
         data = {"bundle": str(path), "hashes": "match", "graph": graph} | found.bundle.manifest.to_dict()
     elif found.engines:
-        here = {"misfits": list(found.misfits), "shown": found.engines[0].is_shown}
+        here = {"misfits": list(found.misfits), "shown": found.engines[0].is_confirmed}
         data = engine_to_dict(found.engines[0]) | here
     else:
         data = {"file": str(path), "attention": list(found.attention)}
@@ -489,7 +489,7 @@ def inspect(
             yield tables.bundle_renderable(found.bundle, details=True)
             for engine in found.engines:
                 manifest = engine.manifest
-                fused = manifest.fusion_summary + ("" if engine.is_shown else " (not verified)")
+                fused = manifest.fusion_summary + ("" if engine.is_confirmed else " (not verified)")
                 yield f"engine {engine.path}: {manifest.backend} {manifest.version}, {fused}"
             if not found.verified:
                 yield "The hashes match. The manifest was not compared with the graph: --verify does that."
@@ -497,7 +497,7 @@ def inspect(
             yield tables.engine_renderable(found.engines[0], details=True)
             why = "; ".join(found.misfits)
             yield f"It cannot run on this machine: {why}." if why else "It can run on this machine."
-            if not found.engines[0].is_shown:
+            if not found.engines[0].is_confirmed:
                 yield "The verdict is that of the build: only TensorRT can read this plan."
         else:
             yield tables.attention_renderable(found.attention)

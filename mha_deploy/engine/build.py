@@ -64,12 +64,12 @@ def engine_from_bundle(
         hint = f"--workspace-mib from 1 to {_LARGEST_WORKSPACE_MIB}, or leave it out"
         raise EngineError("No GPU has a workspace of that size.", got=f"{mib} MiB", hint=hint)
     path = path or _free_path(bundle, rt, options)
-    candidates = lowering.open_candidates(rt, options, bundle.manifest.precision.name)
+    candidates = lowering.candidates_for(rt, options, bundle.manifest.precision.name)
     if any(candidate.attention == PLUGIN for candidate in candidates):
         find_plugins(rt)  # report a missing library before a long build
     build = partial(_engine_at, bundle=bundle, rt=rt, requested=options.attention, on_progress=on_progress)
     if len(candidates) > 1:
-        return fastest_engine(bundle, options, path, candidates, build)
+        return build_fastest_engine(bundle, options, path, candidates, build)
     return build(path, candidates[0].applied_to(options))
 
 
@@ -94,7 +94,7 @@ def _engine_at(
     spec, precision = bundle.manifest.spec, bundle.manifest.precision.name
     model = load_graph(bundle.model_path)
     plugins: list[Any] = [find_plugins(rt).record()] if options.attention == PLUGIN else []
-    lowered, answers = lowering.lowered_for(rt, model, options)
+    lowered, answers = lowering.lower_for(rt, model, options)
     ranges = list(options.profiles) or engines.default_profiles(spec, one=not rt.can.shared_profiles)
     cache = bundle.path / engines.FOLDER / f"timing-{rt.backend}-{rt.version}.cache"
     cached = rt.can.timing_cache and options.timing_cache and cache.is_file()
@@ -120,7 +120,7 @@ def _engine_at(
             built = call_isolated(rt.backend, _build, rt, request, plugins, _report, **about)
         else:
             built = _build(rt, request, plugins, on_progress)
-    built = _with_carried(built, lowered)
+    built = _with_plugin_roles(built, lowered)
     verdict = judge_engine(built, lowered, model, precision, len(ranges))
     # The source with the best information comes first.
     kernels = next(filter(None, map(built.kernels.get, ("inspector", "plan", "log"))), ())
@@ -190,25 +190,25 @@ def judge_engine(
     built: BuiltEngine, lowered: ir.Model, canonical: ir.Model, precision: str, profiles: int
 ) -> EngineVerdict:
     """Was every attention fused, and is the engine in the requested precision?"""
-    kernels = _with_carried(built, lowered).kernels
+    kernels = _with_plugin_roles(built, lowered).kernels
     names = [node.name or "" for node in lowered.graph.all_nodes()]
     attention = members(names, [node.name for node in attention_nodes(canonical)])
     return engine_verdict(kernels, attention, precision, profiles=profiles, written=written_types(lowered))
 
 
-_CARRIES = {
+_PLUGIN_ROLES = {
     plugin_node.OP_TYPE: layers.ATTENTION,
     plugin_node.LINEAR: layers.MATMUL,
     plugin_node.NORM_ACTIVATION: layers.ELEMENTWISE,
 }
 
 
-def _with_carried(built: BuiltEngine, lowered: ir.Model) -> BuiltEngine:
+def _with_plugin_roles(built: BuiltEngine, lowered: ir.Model) -> BuiltEngine:
     """An engine whose plugin layers have types and a purpose, of which TensorRT reports only their names."""
     nodes = {
         node.name or "": node
         for node in lowered.graph.all_nodes()
-        if node.domain == plugin_node.DOMAIN and node.op_type in _CARRIES
+        if node.domain == plugin_node.DOMAIN and node.op_type in _PLUGIN_ROLES
     }
 
     def marked(kernel: layers.Kernel) -> layers.Kernel:
@@ -225,7 +225,7 @@ def _with_carried(built: BuiltEngine, lowered: ir.Model) -> BuiltEngine:
             return tensor if known else replace(tensor, dtype=types.get(tensor.name, usual))
 
         inputs, outputs = (tuple(map(typed, tensors)) for tensors in (kernel.inputs, kernel.outputs))
-        return replace(kernel, carries=_CARRIES[node.op_type], inputs=inputs, outputs=outputs)
+        return replace(kernel, plugin_role=_PLUGIN_ROLES[node.op_type], inputs=inputs, outputs=outputs)
 
     return replace(built, kernels={source: tuple(map(marked, ks)) for source, ks in built.kernels.items()})
 
@@ -243,12 +243,12 @@ def unprepared_profiles(rt: TensorRT, plan: bytes, names: Sequence[str], **optio
         return []
     step = "preparing the new engine"
     try:
-        return call_isolated(rt.backend, _unprepared, rt, plan, names, options, title=rt.title, step=step)
+        return call_isolated(rt.backend, _try_profiles, rt, plan, names, options, title=rt.title, step=step)
     except RuntimeCrash as crash:
         return [f"engine built, but it cannot be run: {crash.in_one_line}"]
 
 
-def _unprepared(rt: TensorRT, plan: bytes, names: Sequence[str], options: Mapping[str, Any]) -> list[str]:
+def _try_profiles(rt: TensorRT, plan: bytes, names: Sequence[str], options: Mapping[str, Any]) -> list[str]:
     try:
         runner = TensorRTRunner(rt, plan, cuda_graph=False, **options)
     except BackendUnavailable:
@@ -276,12 +276,12 @@ def _unprepared(rt: TensorRT, plan: bytes, names: Sequence[str], options: Mappin
 _TIMED = ("opt", "prefill", "decode")
 _ROUNDS = 2
 
-DEARER = 1.05
+FP32_SLOWDOWN = 1.05
 """How much more time FP32 accumulation may take before TensorRT's own matmuls are used instead."""
 
 
 @dataclass
-class Trial:
+class CandidateTrial:
     """One candidate, its engine where it could be built, why it is refused, and microseconds of each case."""
 
     candidate: Candidate
@@ -325,7 +325,7 @@ class Trial:
         self.times[case.name] = min(timing.p50, self.times.get(case.name, math.inf))
 
 
-def fastest_engine(
+def build_fastest_engine(
     bundle: Bundle,
     options: EngineOptions,
     path: Path,
@@ -347,8 +347,8 @@ def fastest_engine(
         raise BackendUnavailable(problem, got=got, hint=hint) from error
     path.parent.mkdir(exist_ok=True)
     with temporary_folder(path.parent / "trying") as folder, ExitStack() as owned:
-        trials = [Trial(candidate=candidate) for candidate in candidates]
-        running: list[tuple[Trial, Runner]] = []
+        trials = [CandidateTrial(candidate=candidate) for candidate in candidates]
+        running: list[tuple[CandidateTrial, Runner]] = []
         for trial in trials:
             place = folder / "engines" / f"{trial.candidate.name}.engine"
             trial.engine = trial.attempt(build, place, trial.candidate.applied_to(options))
@@ -362,25 +362,27 @@ def fastest_engine(
                 if not trial.refused:
                     trial.time(runner, case, bundle.manifest.precision)
         owned.close()
-        best = chosen(trials)
+        best = choose_trial(trials)
         if best.engine is None:
             raise EngineError("The chosen engine is missing.", hint="build it again")
-        manifest = msgspec.structs.replace(best.engine.manifest, attention=record(trials, best, options))
+        manifest = msgspec.structs.replace(
+            best.engine.manifest, attention=attention_record(trials, best, options)
+        )
         plan = best.engine.path.read_bytes()
         return engines.write_engine(path, plan, manifest, overwrite=options.overwrite)
 
 
-def chosen(trials: Sequence[Trial]) -> Trial:
+def choose_trial(trials: Sequence[CandidateTrial]) -> CandidateTrial:
     """The trial to keep.
 
-    Of the plugin's, the one that accumulates in FP32 unless it takes more than `DEARER` times the other's
-    time; of that one and the native one, the faster.
+    Of the plugin's, the one that accumulates in FP32 unless it takes more than `FP32_SLOWDOWN` times the
+    other's time; of that one and the native one, the faster.
     """
     right = {trial.candidate.name: trial for trial in trials if trial.is_right}
     wide = right.get(Candidate(attention=PLUGIN, accumulate=FP32).name)
     narrow = right.get(Candidate(attention=PLUGIN, accumulate=FP16).name)
     plugin = wide or narrow
-    if wide and narrow and wide.microseconds > DEARER * narrow.microseconds:
+    if wide and narrow and wide.microseconds > FP32_SLOWDOWN * narrow.microseconds:
         plugin = narrow
     found = [trial for trial in (right.get(NATIVE), plugin) if trial is not None]
     if not found:
@@ -390,7 +392,9 @@ def chosen(trials: Sequence[Trial]) -> Trial:
     return min(found, key=lambda trial: trial.microseconds)
 
 
-def record(trials: Sequence[Trial], best: Trial, options: EngineOptions) -> engines.AttentionRecord:
+def attention_record(
+    trials: Sequence[CandidateTrial], best: CandidateTrial, options: EngineOptions
+) -> engines.AttentionRecord:
     """The choice as the manifest records it. The plugin's time is that of its better candidate."""
 
     def fastest(kind: str) -> float | None:
@@ -431,7 +435,7 @@ def timed_cases(cases: Iterable[GoldenCase], runners: Sequence[Any]) -> list[Gol
 # -- How much an engine differs from build to build: TensorRT chooses kernels by timing them -------
 
 
-def rebuilt_engine(
+def rebuild_engine(
     bundle: Bundle, options: EngineOptions, builds: int, on_progress: OnProgress | None = None
 ) -> Engine:
     """Build an engine at least twice; the last one is kept, and its manifest records how much they differ.
@@ -454,7 +458,7 @@ def rebuilt_engine(
 
         built = [build(f"{number + 1} of {builds}", timing_cache=False) for number in range(builds)]
         cached = build("from the timing cache", timing_cache=True) if rt.can.timing_cache else None
-        errors, times = _measured(built, bundle, on_progress)
+        errors, times = _measure_builds(built, bundle, on_progress)
         manifests = [each.manifest for each in built]
         rebuilds = engines.RebuildRecord(
             builds=builds,
@@ -485,7 +489,7 @@ def differing_kernels(built: Sequence[Engine]) -> list[dict[str, Any]]:
     ]
 
 
-def _measured(
+def _measure_builds(
     built: Sequence[Engine], bundle: Bundle, on_progress: OnProgress | None
 ) -> tuple[dict[str, list[float | None]], dict[str, list[float]]]:
     """Shares of the error budget, and times, of every build; nothing where the engines cannot run here."""
@@ -526,12 +530,12 @@ def engine_opener(
                 # These engines are not timed, and a shorter search builds them sooner.
                 options=EngineOptions(allow_decomposed=True, optimization_level=1),
             )
-            return open_isolated(rt.backend, rt.title, _built_and_loaded, rt, request, plugins)
+            return open_isolated(rt.backend, rt.title, _build_and_load, rt, request, plugins)
 
     return open_model
 
 
-def _built_and_loaded(rt: TensorRT, request: BuildRequest, plugins: Sequence[Any]) -> TensorRTRunner:
+def _build_and_load(rt: TensorRT, request: BuildRequest, plugins: Sequence[Any]) -> TensorRTRunner:
     built = _build(rt, request, plugins)
     return TensorRTRunner(rt, built.plan, large_tensors=built.large_tensors)
 
@@ -549,4 +553,4 @@ def twin_opener(engine: Engine, bundle: Bundle) -> Callable[[ir.Model], Runner]:
     attention = engine.manifest.attention
     candidate = Candidate(attention=attention["chosen"], accumulate=attention["accumulate"])
     options = candidate.applied_to(EngineOptions(backend=rt.backend, allow_decomposed=True))
-    return lambda model: open_lowered(lowering.lowered_for(rt, model, options)[0])
+    return lambda model: open_lowered(lowering.lower_for(rt, model, options)[0])

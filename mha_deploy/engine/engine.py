@@ -231,8 +231,8 @@ class Engine:
     """An engine whose manifest has been read."""
 
     path: Path  # the plan
-    manifest: EngineManifest  # as `open_engine` reads it, without the claims that its plan does not show
-    is_shown: bool = True  # whether plan or build showed the verdict; else it counts once the engine runs
+    manifest: EngineManifest  # as `open_engine` reads it, without the claims that its plan does not confirm
+    is_confirmed: bool = True  # else its verdict counts once it ran
 
     def check_bundle(self, bundle: Path) -> None:
         """Refuse an engine that was built from another bundle, or whose manifest does not fit it."""
@@ -304,8 +304,9 @@ def open_engine(path: Path) -> Engine:
         begin = f"begins with {plan[:8]!r}" if plan else "is empty"
         problem = "The engine is not a plan of TensorRT."
         raise BundleError(problem, got=f"{path}, which {begin}", hint="rebuild it")
-    shown = msgspec.structs.replace(manifest, verdict=_shown_verdict(plan, manifest, _bundle_of(path)))
-    return Engine(path=path, manifest=shown, is_shown=manifest.backend == RTX)
+    verdict = _confirmed_verdict(plan, manifest, _bundle_of(path))
+    confirmed = msgspec.structs.replace(manifest, verdict=verdict)
+    return Engine(path=path, manifest=confirmed, is_confirmed=manifest.backend == RTX)
 
 
 def _manifest_for(plan: bytes, beside: Path) -> EngineManifest:
@@ -387,15 +388,15 @@ _LEAST_NUMBERS, _LEAST_DIFFERENT = 16, 8
 Part = TypeVar("Part", NodeVerdict, PrecisionVerdict)
 
 
-def _shown_verdict(plan: bytes, manifest: EngineManifest, bundle: Path | None) -> EngineVerdict:
-    """The verdict of a manifest without what the plan does not show; `bundle` contains the engine, if any."""
+def _confirmed_verdict(plan: bytes, manifest: EngineManifest, bundle: Path | None) -> EngineVerdict:
+    """The verdict of a manifest without what the plan does not confirm; `bundle` is that of the engine."""
     verdict, claimed, needed = manifest.verdict, manifest.verdict.precision, manifest.backend == RTX
     doubtful = [node for node in verdict.nodes if needed or "plan" in node.source.split("+")]
     if not needed and not doubtful:
         return verdict
     # A plan does not tell what the layers of a library compute; only that a plugin is there can be detected.
     found = kernels_from_plan(plan)
-    kernels = [replace(each, carries=ATTENTION) if each.is_plugin else each for each in found]
+    kernels = [replace(each, plugin_role=ATTENTION) if each.is_plugin else each for each in found]
     graph = load_graph(bundle / MODEL) if bundle is not None and needed else None
     if graph is not None and not (_holds_weights(plan, graph) and _has_their_sizes(kernels, graph)):
         why = "its weights are not those of the bundle"
@@ -406,7 +407,7 @@ def _shown_verdict(plan: bytes, manifest: EngineManifest, bundle: Path | None) -
     shown = verdicts.fusion_verdict(kernels, groups, profiles=len(manifest.profiles))
     fused = {(each.node, each.profile): set(each.kernels) for each in shown if each.status == verdicts.FUSED}
 
-    def confirmed(node: NodeVerdict) -> NodeVerdict:
+    def confirm(node: NodeVerdict) -> NodeVerdict:
         if node.status != verdicts.FUSED or node not in doubtful:
             return node
         there = fused.get((node.node, node.profile))
@@ -418,7 +419,7 @@ def _shown_verdict(plan: bytes, manifest: EngineManifest, bundle: Path | None) -
         requests = [None] if graph is None else [None, verdicts.written_types(graph)]
         if not any(verdicts.precision_verdict(kernels, manifest.precision, each).ok for each in requests):
             claimed = _unknown(claimed, "its kernels are not in that precision")
-    return msgspec.structs.replace(verdict, nodes=tuple(map(confirmed, verdict.nodes)), precision=claimed)
+    return msgspec.structs.replace(verdict, nodes=tuple(map(confirm, verdict.nodes)), precision=claimed)
 
 
 def _holds_weights(plan: bytes, graph: ir.Model) -> bool:

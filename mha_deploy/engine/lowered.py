@@ -51,7 +51,7 @@ class Candidate:
         return replace(options, attention=self.attention, accumulate=self.accumulate)
 
 
-def open_candidates(rt: TensorRT, options: EngineOptions, precision: str) -> list[Candidate]:
+def candidates_for(rt: TensorRT, options: EngineOptions, precision: str) -> list[Candidate]:
     """The candidates that the options leave open; where there are several, they have to be timed."""
     for option, value, known in (
         ("attention", options.attention, ATTENTIONS),
@@ -94,7 +94,7 @@ def open_candidates(rt: TensorRT, options: EngineOptions, precision: str) -> lis
 # -- A bundle's graph as a TensorRT takes it: the dialect and its options --------------------------
 
 
-def lowered_for(rt: TensorRT, model: ir.Model, options: EngineOptions) -> tuple[ir.Model, list[Eligibility]]:
+def lower_for(rt: TensorRT, model: ir.Model, options: EngineOptions) -> tuple[ir.Model, list[Eligibility]]:
     """The graph as a TensorRT takes it, and the eligibility of its attention nodes before the build."""
     dialect = dialect_for(rt, options)
     if options.gqa is not None and dialect != "primitives":
@@ -139,20 +139,20 @@ def targets_of(rt: TensorRT, options: EngineOptions) -> list[Target]:
     return [target_from(rt.backend, release, gpu["compute_cap"] if gpu else None)]
 
 
-def check_graph(model: ir.Model, target: Target) -> list[Eligibility]:
+def check_eligibility(model: ir.Model, target: Target) -> list[Eligibility]:
     """Can the target take and fuse every attention of a graph?"""
     _refuse_without_attention(model, hint="export it with mha-deploy")
     return judge(attention_nodes(model), target)
 
 
-def dialect_of(rt: TensorRT) -> str:
+def native_dialect(rt: TensorRT) -> str:
     """How attention is written for this version's parser."""
     return "trt" if rt.can.attention else "primitives"
 
 
 def dialect_for(rt: TensorRT, options: EngineOptions) -> str:
     """How attention is written as these options ask for it."""
-    return PLUGIN if options.attention == PLUGIN else dialect_of(rt)
+    return PLUGIN if options.attention == PLUGIN else native_dialect(rt)
 
 
 def _refuse_without_attention(model: ir.Model, *, hint: str) -> None:

@@ -16,7 +16,7 @@ NEAR = 1.05
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
+class PrecisionTrial:
     """One candidate and its result."""
 
     name: str  # the precision, and the accumulation of the plugin where it is used
@@ -33,13 +33,13 @@ class Trial:
         """How many attentions are not fused."""
         return 0 if self.fused is None else self.fused[1] - self.fused[0]
 
-    def beats(self, other: Trial) -> bool:
+    def beats(self, other: PrecisionTrial) -> bool:
         """Whether it is nowhere worse than another candidate, and better in something."""
         mine, theirs = ((each.unfused, each.error or 0.0, each.p50 or 0.0) for each in (self, other))
         return mine != theirs and all(a <= b for a, b in zip(mine, theirs, strict=True))
 
 
-def judged_trial(name: str, precision: str, engine: Engine, report: Report) -> Trial:
+def judge_trial(name: str, precision: str, engine: Engine, report: Report) -> PrecisionTrial:
     """The result of a candidate from the validation of its bundle."""
     stem, found = engine.path.stem, report.evaluations
     mine = [each for each in found if each.runtime.engine is not None and each.runtime.name == stem]
@@ -51,7 +51,7 @@ def judged_trial(name: str, precision: str, engine: Engine, report: Report) -> T
     rows = [row for point in report.points for row in point.rows if row.name == stem]
     verdicts = [verdict for each in judged for run in each.parity for verdict in run.verdicts]
     errors = [verdict.deviation.relative_l2 for verdict in verdicts if verdict.deviation is not None]
-    return Trial(
+    return PrecisionTrial(
         name=name,
         precision=precision,
         refused=refused,
@@ -63,7 +63,7 @@ def judged_trial(name: str, precision: str, engine: Engine, report: Report) -> T
     )
 
 
-def choose(trials: Sequence[Trial]) -> tuple[Trial, str]:
+def choose(trials: Sequence[PrecisionTrial]) -> tuple[PrecisionTrial, str]:
     """The candidate to keep, and why."""
     right = [trial for trial in trials if not trial.refused]
     if not right:
@@ -79,7 +79,7 @@ def choose(trials: Sequence[Trial]) -> tuple[Trial, str]:
     return min(near, key=lambda trial: (trial.unfused, trial.error or 0.0)), why
 
 
-def candidates_table(trials: Sequence[Trial], chosen: Trial) -> Table:
+def candidates_table(trials: Sequence[PrecisionTrial], chosen: PrecisionTrial) -> Table:
     """Every candidate: fusion, error and latency; which are on the Pareto front, and which was chosen."""
     right = [trial for trial in trials if not trial.refused]
     rows: list[RawRow] = []

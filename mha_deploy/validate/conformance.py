@@ -19,7 +19,7 @@ import onnx_ir as ir
 
 from mha_deploy.engine.build import engine_opener
 from mha_deploy.engine.engine import first_gpu
-from mha_deploy.engine.lowered import dialect_of
+from mha_deploy.engine.lowered import native_dialect
 from mha_deploy.environment import can_import
 from mha_deploy.errors import BackendUnavailable, DeployError
 from mha_deploy.graph.attention_node import attention_nodes
@@ -165,7 +165,7 @@ UPPER_LEFT, LOWER_RIGHT, FIRST_ROW, NOWHERE = "upper-left", "lower-right", "firs
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
+class MaskTrial:
     """One case in one precision; `arrays` are `q`, `k`, `v`, and `mask` where the case has one."""
 
     case: Case
@@ -247,7 +247,7 @@ class Trial:
         return bias if causal == NOWHERE else np.where(np.arange(case.T) <= last[causal], bias, -np.inf)
 
 
-def draw_trial(case: Case, precision: Precision, seed: int) -> Trial:
+def draw_trial(case: Case, precision: Precision, seed: int) -> MaskTrial:
     """Draw the inputs of a case; a case has the same numbers whatever other cases there are."""
     rng = np.random.default_rng([seed, *case.name.encode()])
     arrays = {role: rng.standard_normal(shape) for role, shape in case.shapes.items() if role != "mask"}
@@ -255,7 +255,7 @@ def draw_trial(case: Case, precision: Precision, seed: int) -> Trial:
     if case.mask is not None:
         arrays["mask"] = _drawn_mask(case, case.mask, rng)
     rounded = {role: x if x.dtype == bool else x.astype(precision.numpy) for role, x in arrays.items()}
-    return Trial(case=case, precision=precision, arrays=rounded)
+    return MaskTrial(case=case, precision=precision, arrays=rounded)
 
 
 def _drawn_mask(case: Case, mask: MaskInput, rng: np.random.Generator) -> np.ndarray:
@@ -303,7 +303,7 @@ class Cell:
         return f"{self.status}{error}" + (f": {self.detail}" if self.detail else "")
 
 
-def judge_answer(trial: Trial, answer: Answer) -> Cell:
+def judge_answer(trial: MaskTrial, answer: Answer) -> Cell:
     """Compare an answer with the oracle, within the budget of a plain implementation's own error."""
     if isinstance(answer, DeployError):
         return Cell(CELL_REFUSED, answer.in_one_line)
@@ -329,7 +329,7 @@ def judge_answer(trial: Trial, answer: Answer) -> Cell:
     return Cell(WRONG, next(misread, detail), deviation.relative_l2, budget.share_used(deviation))
 
 
-def _allowed(trial: Trial) -> tuple[dict[str, np.ndarray], Budget]:
+def _allowed(trial: MaskTrial) -> tuple[dict[str, np.ndarray], Budget]:
     """The results that are right, by what they show of a runtime, and how far an answer may be from one."""
     exact, plain, shifted = trial.exact, trial.rounded, trial.shifted
     if not shifted.any():
@@ -343,7 +343,7 @@ def _allowed(trial: Trial) -> tuple[dict[str, np.ndarray], Budget]:
     return allowed, budget_from_eager(plain, nearest, trial.precision)
 
 
-def _misreadings(trial: Trial, got: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+def _misreadings(trial: MaskTrial, got: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
     """Results of the mistakes that runtimes make, in words."""
     exact, masked, shifted = trial.exact, trial.fully_masked[..., None], trial.shifted[..., None]
     if masked.any():
@@ -374,15 +374,15 @@ def _misreadings(trial: Trial, got: np.ndarray) -> Iterator[tuple[str, np.ndarra
 # -- The runtimes of the table: trials in, answers out ---------------------------------------------
 
 Open = Callable[[ir.Model], Runner]
-Column = Callable[[Sequence[Trial]], Mapping[str, Answer]]
+Column = Callable[[Sequence[MaskTrial]], Mapping[str, Answer]]
 """Answers every trial by the name of its case; raises `BackendUnavailable` where the runtime is not here."""
 
 
 def graph_column(open_model: Open, dialect: str, target: Target | None = None) -> Column:
     """A runtime that loads lowered graphs: all that the target takes in one model, or else one by one."""
 
-    def run(trials: Sequence[Trial]) -> Mapping[str, Answer]:
-        answers, taken = dict[str, Answer](), list[tuple[Trial, ir.Model]]()
+    def run(trials: Sequence[MaskTrial]) -> Mapping[str, Answer]:
+        answers, taken = dict[str, Answer](), list[tuple[MaskTrial, ir.Model]]()
         for trial in trials:
             try:
                 taken.append((trial, _lowered(trial, dialect, target)))
@@ -403,7 +403,7 @@ def graph_column(open_model: Open, dialect: str, target: Target | None = None) -
     return run
 
 
-def _lowered(trial: Trial, dialect: str, target: Target | None) -> ir.Model:
+def _lowered(trial: MaskTrial, dialect: str, target: Target | None) -> ir.Model:
     """The graph as the target needs it; refused where nothing helps."""
     options: Mapping[str, Any] = {}
     model, is_diagnostic = case_model(trial.case, trial.precision), trial.case.diagnostic
@@ -420,7 +420,7 @@ def _lowered(trial: Trial, dialect: str, target: Target | None) -> ir.Model:
     return lowered
 
 
-def _run(open_model: Open, taken: Sequence[tuple[Trial, ir.Model]]) -> dict[str, Answer]:
+def _run(open_model: Open, taken: Sequence[tuple[MaskTrial, ir.Model]]) -> dict[str, Answer]:
     """Run trials once, as one model."""
     with open_model(combined([model for _, model in taken])) as runner:
         feeds = {trial.case.tensor(role): array for trial, _ in taken for role, array in trial.arrays.items()}
@@ -527,7 +527,7 @@ def mask_columns(precision: Precision) -> dict[str, Column | str]:
 def torch_column(path: str, device: str = "cpu") -> Column:
     """PyTorch's attention on one device: `plain` (matmul, softmax, matmul), or its `sdpa` kernel."""
 
-    def run(trials: Sequence[Trial]) -> Mapping[str, Answer]:
+    def run(trials: Sequence[MaskTrial]) -> Mapping[str, Answer]:
         from mha_deploy.baselines.torch import attention_alone, check_device
 
         check_device(device)
@@ -554,4 +554,4 @@ def _tensorrt_column(precision: Precision) -> Column | str:
         return error.in_one_line
     gpu, release = first_gpu(), ".".join(rt.version.split(".")[:3])
     target = target_from(rt.backend, release, gpu["compute_cap"] if gpu else None)
-    return graph_column(engine_opener(rt, precision.name), dialect_of(rt), target)
+    return graph_column(engine_opener(rt, precision.name), native_dialect(rt), target)

@@ -57,7 +57,7 @@ _EXPLANATIONS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
+class FaultTrial:
     """One thing that was run instead of the engine."""
 
     name: str  # what it was, and why it could not be tried
@@ -71,7 +71,7 @@ class FaultReport:
 
     at_fault: str
     explanation: str
-    trials: tuple[Trial, ...]
+    trials: tuple[FaultTrial, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -88,7 +88,7 @@ def attribute_fault(
     """
     precision = replace(bundle.manifest.precision, accumulate=accumulate)
     model, trusted, name = load_graph(bundle.model_path), available_cpu_backend(precision), precision.name
-    trials, missing = list[Trial](), list[str]()
+    trials, missing = list[FaultTrial](), list[str]()
 
     def passes(what: str, open_: Callable[[], Runner]) -> bool | None:
         """Run the failing cases in something else than the engine; None where that cannot be tried."""
@@ -102,11 +102,11 @@ def attribute_fault(
                     verdicts += judge_case(case, own, precision)
         except DeployError as error:
             problem = f"could not be {step}: {' '.join(str(error).split())}"
-            trials.append(Trial(name=f"{what}, {problem}", passed=False))
+            trials.append(FaultTrial(name=f"{what}, {problem}", passed=False))
             missing.append(f"{what} {problem}")
             return None
         passed = not any(verdict.is_wrong for verdict in verdicts)
-        trials.append(Trial(name=what, passed=passed, share=largest_share(verdicts)))
+        trials.append(FaultTrial(name=what, passed=passed, share=largest_share(verdicts)))
         return passed
 
     at_fault = UNKNOWN
@@ -130,7 +130,7 @@ def attribute_fault(
 
 def graph_at_fault(backend: str, share: float | None) -> FaultReport:
     """What a graph that is wrong in a trusted runtime proves by itself."""
-    trial = Trial(name=f"the graph in {backend}", passed=False, share=share)
+    trial = FaultTrial(name=f"the graph in {backend}", passed=False, share=share)
     return FaultReport(at_fault=GRAPH, explanation=_EXPLANATIONS[GRAPH], trials=(trial,))
 
 

@@ -286,7 +286,7 @@ def _headline(
     if not report.engines:  # an engine counts the attentions itself
         parts += [finding.text for finding in found if finding.section == "fusion"]
     for engine in [each.runtime.engine for each in ran] or not_run:
-        if engine is not None and not ran and not engine.is_shown:
+        if engine is not None and not ran and not engine.is_confirmed:
             parts.append("fusion and precision not verified")
         elif engine is not None:
             parts += [engine.manifest.fusion_summary, engine.manifest.precision_summary]
@@ -369,7 +369,7 @@ def _about_engines(
                 yield Finding(NOTE, "engine", text)
     for engine in engines:  # of which nothing is known but what their manifests claim
         ran = any(each.runtime.engine is engine and each.parity for each in report.evaluations)
-        if not ran and not engine.is_shown:
+        if not ran and not engine.is_confirmed:
             why = "it did not run here, and only TensorRT can read its plan"
             text = f"fusion and precision of engine {engine.path.stem} are not verified: {why}"
             yield Finding(FAILURE if required else WARNING, "fusion", text)

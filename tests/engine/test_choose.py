@@ -10,9 +10,9 @@ from bundle_edit import copy_of
 from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.bundle.folder import MANIFEST, open_bundle, sha256
 from mha_deploy.engine import build as choose
-from mha_deploy.engine.build import Trial, chosen, fastest_engine, record
+from mha_deploy.engine.build import CandidateTrial, attention_record, build_fastest_engine, choose_trial
 from mha_deploy.engine.engine import Engine, EngineManifest, attention_summary, engine_path, write_engine
-from mha_deploy.engine.lowered import Candidate, open_candidates
+from mha_deploy.engine.lowered import Candidate, candidates_for
 from mha_deploy.engine.plugins import PluginError
 from mha_deploy.errors import BackendUnavailable, DeployError
 from mha_deploy.options import EngineOptions
@@ -25,7 +25,9 @@ AUTO = EngineOptions(attention="auto")
 
 
 def trial(candidate, *times, refused=""):
-    return Trial(candidate=candidate, refused=refused, times={str(n): time for n, time in enumerate(times)})
+    return CandidateTrial(
+        candidate=candidate, refused=refused, times={str(n): time for n, time in enumerate(times)}
+    )
 
 
 # -- which candidates are open -----------------------------------------------------------------------------
@@ -49,10 +51,10 @@ def trial(candidate, *times, refused=""):
 def test_the_options_leave_these_candidates_open(attention, accumulate, precision, expected):
     rt = SimpleNamespace(can=SimpleNamespace(plugins=True, bf16_type=True), title="TensorRT 10")
     options = EngineOptions(attention=attention, accumulate=accumulate)
-    found = open_candidates(rt, options, precision)
+    found = candidates_for(rt, options, precision)
     assert found == expected
     for candidate in found:
-        assert open_candidates(rt, candidate.applied_to(options), precision) == [candidate]
+        assert candidates_for(rt, candidate.applied_to(options), precision) == [candidate]
 
 
 @pytest.mark.parametrize(("mib", "fits"), [(None, True), (31, False), (32, True)])
@@ -60,10 +62,10 @@ def test_the_plugins_projections_need_room(mib, fits):
     rt = SimpleNamespace(can=SimpleNamespace(plugins=True, bf16_type=True), title="TensorRT 10")
     options = EngineOptions(attention="plugin", accumulate="fp32", workspace_mib=mib)
     if fits:
-        assert open_candidates(rt, options, "fp16") == [WIDE]
+        assert candidates_for(rt, options, "fp16") == [WIDE]
         return
     with pytest.raises(DeployError, match="32 MiB") as caught:
-        open_candidates(rt, options, "fp16")
+        candidates_for(rt, options, "fp16")
     assert "--workspace-mib 31" in caught.value.got
 
 
@@ -81,29 +83,29 @@ def test_the_plugins_projections_need_room(mib, fits):
 )
 def test_the_faster_is_kept_and_fp32_may_cost_five_percent(native, wide, narrow, expected):
     trials = [trial(NATIVE, native), trial(WIDE, wide), trial(NARROW, narrow)]
-    assert chosen(trials).candidate == expected
+    assert choose_trial(trials).candidate == expected
 
 
 def test_every_case_counts_alike_however_long_it_is():
     # Ten times faster in the short case, a third slower in the long one.
-    assert chosen([trial(NATIVE, 10.0, 1000.0), trial(NARROW, 1.0, 1333.0)]).candidate == NARROW
+    assert choose_trial([trial(NATIVE, 10.0, 1000.0), trial(NARROW, 1.0, 1333.0)]).candidate == NARROW
 
 
 def test_who_answers_wrongly_is_out_however_fast():
-    kept = chosen([trial(NATIVE, 100.0), trial(NARROW, 1.0, refused="wrong output in opt")])
+    kept = choose_trial([trial(NATIVE, 100.0), trial(NARROW, 1.0, refused="wrong output in opt")])
     assert kept.candidate == NATIVE
 
 
 def test_where_no_candidate_is_right_all_reasons_are_reported():
     trials = [trial(NATIVE, refused="not fused"), trial(NARROW, refused="wrong answer")]
     with pytest.raises(DeployError, match="No candidate") as caught:
-        chosen(trials)
+        choose_trial(trials)
     assert caught.value.got == "native: not fused; plugin: wrong answer"
 
 
 def test_the_record_says_who_and_by_how_much():
     trials = [trial(NATIVE, 100.0), trial(WIDE, 40.0), trial(NARROW, 39.0)]
-    reported = record(trials, trials[1], AUTO)
+    reported = attention_record(trials, trials[1], AUTO)
     assert {key: reported[key] for key in ("requested", "chosen", "accumulate")} == {
         "requested": "auto",
         "chosen": "plugin",
@@ -118,7 +120,7 @@ def test_the_record_says_who_and_by_how_much():
 
 def test_the_record_of_a_choice_between_accumulations_has_no_ratio():
     trials = [trial(WIDE, 40.0), trial(NARROW, 30.0)]
-    reported = record(trials, trials[1], EngineOptions(attention="plugin"))
+    reported = attention_record(trials, trials[1], EngineOptions(attention="plugin"))
     assert (reported["native_us"], reported["plugin_us"], reported["ratio"]) == (None, 30.0, None)
     words = attention_summary(SimpleNamespace(attention=reported))
     assert words.startswith("plugin, TensorRT's own projections; plugin with projections that accumulate in")
@@ -126,13 +128,13 @@ def test_the_record_of_a_choice_between_accumulations_has_no_ratio():
 
 def test_native_that_is_faster_is_reported():
     trials = [trial(NATIVE, 30.0), trial(NARROW, 60.0)]
-    words = attention_summary(SimpleNamespace(attention=record(trials, trials[0], AUTO)))
+    words = attention_summary(SimpleNamespace(attention=attention_record(trials, trials[0], AUTO)))
     assert "native is 2.00 times as fast" in words
 
 
 def test_why_a_candidate_was_not_taken_is_reported():
     trials = [trial(NATIVE, 30.0), trial(NARROW, refused="No such head size.")]
-    words = attention_summary(SimpleNamespace(attention=record(trials, trials[0], AUTO)))
+    words = attention_summary(SimpleNamespace(attention=attention_record(trials, trials[0], AUTO)))
     assert "plugin with TensorRT's own projections was not taken: No such head size." in words
 
 
@@ -190,7 +192,7 @@ def workbench(bundles, tmp_path, monkeypatch):
     def choose_from(given, options=AUTO, build=build):
         runners.update({name: Runner(bundle, **facts) for name, facts in given.items()})
         path = engine_path(bundle.path, "mine")
-        engine = fastest_engine(
+        engine = build_fastest_engine(
             bundle, options, path, [candidate for candidate in ALL if candidate.name in given], build
         )
         return engine, runners

@@ -12,7 +12,7 @@ import torch
 
 from mha_deploy.engine.build import judge_engine
 from mha_deploy.engine.engine import default_profiles, profile_names, profile_shapes
-from mha_deploy.engine.lowered import check_graph, dialect_of, targets_of
+from mha_deploy.engine.lowered import check_eligibility, native_dialect, targets_of
 from mha_deploy.export.exporter import canonical_from_module
 from mha_deploy.graph.file import save_graph
 from mha_deploy.graph.lower import lower
@@ -59,8 +59,8 @@ def decoder(request, cache, tmp_path_factory):
     model = canonical_from_module(build_module(spec, dtype=torch.float16))
     rt = load("tensorrt-rtx")
     (target,) = targets_of(rt, EngineOptions(backend="tensorrt-rtx", targets="8.9"))
-    (answer,) = check_graph(model, target)
-    lowered = lower(model, dialect_of(rt), **answer.options)
+    (answer,) = check_eligibility(model, target)
+    lowered = lower(model, native_dialect(rt), **answer.options)
     path = tmp_path_factory.mktemp(f"{spec.name}-{cache}") / "model.onnx"
     save_graph(lowered, path)
     profiles = default_profiles(spec)

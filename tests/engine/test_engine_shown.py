@@ -67,7 +67,7 @@ def forge(engine, plan):
 
 def test_an_engine_as_it_was_built_passes(engine, run_cli):
     opened = open_engine(engine)
-    assert opened.is_shown
+    assert opened.is_confirmed
     assert opened.manifest.all_fused
     assert opened.manifest.is_in_precision
     done = run_cli("validate", engine.parents[1], *REQUIRED)
@@ -170,7 +170,7 @@ def test_a_plan_that_only_tensorrt_can_read_counts_only_where_it_runs(engine, ru
     edit(engine, lambda data: data.update(backend="tensorrt", version="10.13.0"))
     edit(engine, lambda data: [node.update(source="inspector") for node in data["verdict"]["nodes"]])
     forge(engine, b"ftrt" + bytes(1000))
-    assert not open_engine(engine).is_shown
+    assert not open_engine(engine).is_confirmed
     bundle = engine.parents[1]
     done = run_cli("validate", bundle, *REQUIRED)
     assert done.code == 1, done.err

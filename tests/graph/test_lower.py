@@ -13,7 +13,7 @@ from onnx import helper
 from onnx.reference import ReferenceEvaluator
 from oracle import attend
 
-from mha_deploy.engine.lowered import lowered_for
+from mha_deploy.engine.lowered import lower_for
 from mha_deploy.errors import DeployError
 from mha_deploy.graph.attention_node import attention_nodes
 from mha_deploy.graph.lower import DIALECTS, lower
@@ -246,7 +246,7 @@ def test_a_mask_stays_an_input_where_only_that_is_fused(version: str, is_input: 
     can = SimpleNamespace(attention=False, builds_without_gpu=True)
     rt = SimpleNamespace(backend="tensorrt", version=version, title=f"TensorRT {version}", can=can)
     model = attention(Q4, K4, dtype="fp16", mask=("fp16", ("B", 1, "S", "T")))
-    lowered, _ = lowered_for(rt, model, EngineOptions())
+    lowered, _ = lower_for(rt, model, EngineOptions())
     (added,) = [node for node in lowered.graph if node.name == "att/scores_biased"]
     assert (added.inputs[1] in list(lowered.graph.inputs)) is is_input
 

@@ -362,16 +362,16 @@ PLUGIN = Kernel(
 def test_a_plugin_layer_that_carries_an_attention_is_fused(kind):
     (unsaid,) = fusion_verdict([replace(PLUGIN, layer_type=kind)], ["attention"])
     assert unsaid.status == "unknown"
-    (verdict,) = fusion_verdict([replace(PLUGIN, layer_type=kind, carries="attention")], ["attention"])
+    (verdict,) = fusion_verdict([replace(PLUGIN, layer_type=kind, plugin_role="attention")], ["attention"])
     assert (verdict.status, verdict.kernels) == ("fused", ("attention (plugin)",))
 
 
 def test_a_plugin_is_judged_by_the_types_it_reads_and_writes():
-    carrier = replace(PLUGIN, carries="attention")
+    carrier = replace(PLUGIN, plugin_role="attention")
     assert precision_verdict([carrier], "fp16").status == "verified"
     wide = replace(carrier, outputs=(EngineTensor(name="y", dtype="fp32"),))
     assert precision_verdict([wide], "fp16").status == "mixed"
-    matmul = replace(wide, carries="matmul")
+    matmul = replace(wide, plugin_role="matmul")
     assert precision_verdict([matmul], "fp16").offenders[0].what == "y"
 
 

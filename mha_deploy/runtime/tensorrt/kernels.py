@@ -91,7 +91,7 @@ class Kernel:
     constants: tuple[EngineTensor, ...] = ()
     profile: int = 0
     source: str = ""  # that reports it: `log`, `plan`, `inspector` or `profile`
-    carries: str = ""  # what a layer of the plugin library computes: `attention`, `matmul` or `elementwise`
+    plugin_role: str = ""  # what a plugin layer computes: attention, matmul or elementwise
 
     @property
     def is_plugin(self) -> bool:
@@ -101,7 +101,7 @@ class Kernel:
     @cached_property
     def is_fused_attention(self) -> bool:
         """Whether it computes a whole attention: both matmuls and the softmax."""
-        if self.carries == ATTENTION:
+        if self.plugin_role == ATTENTION:
             return True
         if _FUSED_TACTIC.search(self.tactic):
             return not _BESIDE_ATTENTION.search(self.tactic.partition("<")[0])
@@ -110,7 +110,7 @@ class Kernel:
     @cached_property
     def is_gemm(self) -> bool:
         """Whether it is a plain matmul."""
-        named = self.carries == MATMUL or _GEMM.search(self.layer_type) or _GEMM.search(self.tactic)
+        named = self.plugin_role == MATMUL or _GEMM.search(self.layer_type) or _GEMM.search(self.tactic)
         return bool(named) and not self.is_fused_attention
 
     @cached_property
@@ -135,7 +135,7 @@ class Kernel:
             return f" {word} " in _SMALL_OPERATORS or (len(word) == 3 and f" {word}" in _SMALL_OPERATORS)
 
         if self.is_heavy or self.is_plugin:
-            return self.carries == ELEMENTWISE
+            return self.plugin_role == ELEMENTWISE
         if is_operator(self.layer_type.lower()) or _SMALL_KERNEL.search(self.layer_type):
             return True
         generated = _GENERATED_NAME.match(self.name)
@@ -160,7 +160,7 @@ class Kernel:
     @property
     def label(self) -> str:
         """Its name in messages: the kernel where it is fused attention, else the layer."""
-        if self.carries:
+        if self.plugin_role:
             return f"{self.name} (plugin)"
         return self.tactic if self.is_fused_attention and self.tactic else self.name
 
