@@ -274,7 +274,7 @@ def print_mutations(models: Sequence[str]) -> None:
                 result = md.self_test(
                     md.export(model, Path(folder) / "b", precision=precision, golden=golden)
                 )
-            nearest = min(result.catches, key=lambda catch: catch.share)
+            nearest = min(result.mutations, key=lambda catch: catch.share)
             right = f"{largest_share(result.right):.2f}"
             print(
                 f"| {model} | {precision} | {right} | {nearest.share:,.1f} | {nearest.mistake} |", flush=True

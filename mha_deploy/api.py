@@ -613,7 +613,7 @@ def package(bundle: Bundle | StrPath, repository: StrPath, **options: Unpack[Pac
     """
     from mha_deploy.serving.triton import Packaging
 
-    return Packaging(_opened(bundle), Path(repository), PackageOptions(**options)).written()
+    return Packaging(_opened(bundle), Path(repository), PackageOptions(**options)).write()
 
 
 # -- Running ---------------------------------------------------------------------------------------
@@ -937,7 +937,7 @@ def bisect(
     from mha_deploy.engine.build import twin_opener
     from mha_deploy.runtime import RUNNERS
     from mha_deploy.runtime import open_runner as open_graph
-    from mha_deploy.validate.fault import bisect_bundle, bisected_case, reference_for
+    from mha_deploy.validate.fault import bisect_bundle, case_to_bisect, reference_for
     from mha_deploy.validate.runtimes import RuntimeFinder
 
     opened, report = _opened(bundle), on_step or _silent
@@ -955,7 +955,7 @@ def bisect(
             raise DeployError(what, got=backend, hint=", ".join(RUNNERS))
         name, open_model = runtime.name, twin_opener(runtime.engine, opened)
     report("reference", 0, 0)
-    reference, title = reference_for(opened, bisected_case(opened), name)
+    reference, title = reference_for(opened, case_to_bisect(opened), name)
     found = bisect_bundle(opened, name, open_model, reference, _by_name(report))
     return replace(found, reference=title)
 
@@ -984,7 +984,7 @@ def self_test(
     return self_test(
         _opened(bundle),
         backend,
-        on_mistake=lambda name: report(f"mutations: {name}", names.index(name), len(names)),
+        on_mutation=lambda name: report(f"mutations: {name}", names.index(name), len(names)),
     )
 
 

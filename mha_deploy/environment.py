@@ -45,7 +45,7 @@ def versions(packages: tuple[str, ...] = EXPORT_PACKAGES) -> dict[str, str]:
 # -- Which runtimes, versions and GPUs are here, and what can be done with them --------------------
 
 
-class Runtime(NamedTuple):
+class RuntimePackage(NamedTuple):
     """One package and what it is for."""
 
     name: str  # what people call it
@@ -67,18 +67,20 @@ _ONNX, _GPU = "check, validate --backend onnx-reference", "run and time on a GPU
 _HERE, _ANYWHERE = "build-engine on this machine's GPU", "build-engine without a GPU"
 _ORTS = ("onnxruntime", "onnxruntime-gpu")
 RUNTIMES = (
-    Runtime("PyTorch", "torch", ("torch",), "export", _install("export"), slow=True),
-    Runtime("onnxscript", "onnxscript", ("onnxscript",), "export", _install("export"), slow=True),
-    Runtime("ONNX", "onnx", ("onnx",), _ONNX, "pip install mha-deploy", slow=True),
-    Runtime("ONNX Runtime", "onnxruntime", _ORTS, "validate --backend ort-cpu", _ORT),
-    Runtime("TensorRT", "tensorrt", _TENSORRT, _HERE, _install("trt"), one_of=False),
-    Runtime("TensorRT-RTX", "tensorrt_rtx", _RTX, _ANYWHERE, _install("rtx"), one_of=False),
-    Runtime("cuda-bindings", "cuda.bindings", ("cuda-bindings",), _GPU, _install("cuda")),
-    Runtime("matplotlib", "matplotlib", ("matplotlib",), "analyze --heads", _install("plot"), slow=True),
+    RuntimePackage("PyTorch", "torch", ("torch",), "export", _install("export"), slow=True),
+    RuntimePackage("onnxscript", "onnxscript", ("onnxscript",), "export", _install("export"), slow=True),
+    RuntimePackage("ONNX", "onnx", ("onnx",), _ONNX, "pip install mha-deploy", slow=True),
+    RuntimePackage("ONNX Runtime", "onnxruntime", _ORTS, "validate --backend ort-cpu", _ORT),
+    RuntimePackage("TensorRT", "tensorrt", _TENSORRT, _HERE, _install("trt"), one_of=False),
+    RuntimePackage("TensorRT-RTX", "tensorrt_rtx", _RTX, _ANYWHERE, _install("rtx"), one_of=False),
+    RuntimePackage("cuda-bindings", "cuda.bindings", ("cuda-bindings",), _GPU, _install("cuda")),
+    RuntimePackage(
+        "matplotlib", "matplotlib", ("matplotlib",), "analyze --heads", _install("plot"), slow=True
+    ),
 )
 
 
-def examine(runtimes: Sequence[Runtime] = RUNTIMES, *, load: bool = False) -> dict[str, Any]:
+def examine(runtimes: Sequence[RuntimePackage] = RUNTIMES, *, load: bool = False) -> dict[str, Any]:
     """Look for every runtime and for GPUs; `load` imports those runtimes too that take long to import."""
     rows = [_examine_one(runtime, load or not runtime.slow) for runtime in runtimes]
     working = {runtime.module for runtime, row in zip(runtimes, rows, strict=True) if row["works"]}
@@ -92,7 +94,7 @@ def examine(runtimes: Sequence[Runtime] = RUNTIMES, *, load: bool = False) -> di
     return {"versions": versions(()), "runtimes": rows, "gpus": here, "can": can}
 
 
-def _examine_one(runtime: Runtime, load: bool) -> dict[str, Any]:
+def _examine_one(runtime: RuntimePackage, load: bool) -> dict[str, Any]:
     """The state of one runtime: `loaded` if it was imported, and its `problem` if it does not work."""
     found = [package for package in runtime.packages if installed_version(package) is not None]
     version = problem = None

@@ -13,13 +13,13 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from mha_deploy.bundle.cases import GoldenCase, rows_from, written_from
+from mha_deploy.bundle.cases import GoldenCase, entries_from, first_new_entries
 from mha_deploy.model.precision import Precision, smallest_normal
 
 # -- How far a result is from the oracle -----------------------------------------------------------
 
 # A vector whose true values are almost zero is judged against the size of the whole tensor instead.
-_SMALLEST_ROW = 0.1
+_SMALLEST_VECTOR = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,13 +59,13 @@ def measure(
         return Deviation(**nothing | {"cosine": 1.0, "worst_index": (), "local_at": ""})
     error = result - oracle
     size = _rms(oracle) or 1.0  # an oracle of zeros: errors are then absolute
-    row_sizes = np.maximum(_rms(oracle, axis=-1), _SMALLEST_ROW * size)
+    vector_sizes = np.maximum(_rms(oracle, axis=-1), _SMALLEST_VECTOR * size)
     worst = np.unravel_index(int(np.argmax(np.abs(error))), error.shape)
     local, local_gain, local_at = (0.0, 0.0, "") if noise is None else noise.worst_slice(error, suspects)
     norms = float(np.linalg.norm(result) * np.linalg.norm(oracle))
     return Deviation(
         relative_l2=float(_rms(error) / size),
-        worst_vector=float(np.max(_rms(error, axis=-1) / row_sizes)),
+        worst_vector=float(np.max(_rms(error, axis=-1) / vector_sizes)),
         max_abs=float(np.abs(error[worst]) / size),
         gain=abs(float(np.vdot(error, oracle))) / (oracle.size * float(size) ** 2),
         local=local,
@@ -297,7 +297,7 @@ float32 the order of accumulation costs more than storing its result.
 
 # What rounding alone costs, in units of the precision's roundoff. Where the module happens to be exact (one
 # key: the weights are 1) the budget must still allow for a runtime that rounds.
-_FLOOR_L2, _FLOOR_ROW, _FLOOR_MAX, _FLOOR_GAIN = 0.5, 0.75, 3.0, 0.1
+_FLOOR_L2, _FLOOR_VECTOR, _FLOOR_MAX, _FLOOR_GAIN = 0.5, 0.75, 3.0, 0.1
 
 # A GPU's exponential is an approximation, good to about two ulps of float32, and errs to one side.
 _FAST_EXPONENTIAL = 2.0**-23
@@ -356,7 +356,7 @@ def budget_from_eager(
     few, few_channels = (1 + _OF_FEW / math.sqrt(max(count, 1)) for count in (oracle.size, width))
     budget = Budget(
         relative_l2=factor * wider * l2 * few,
-        worst_vector=factor * wider * max(own.worst_vector, _FLOOR_ROW * roundoff) * few_channels,
+        worst_vector=factor * wider * max(own.worst_vector, _FLOOR_VECTOR * roundoff) * few_channels,
         max_abs=factor * wider * max(own.max_abs, _FLOOR_MAX * roundoff),
         gain=factor * max(own.gain, _FLOOR_GAIN * roundoff, cancelled, _FAST_EXPONENTIAL),
         local=factor,
@@ -385,7 +385,7 @@ def new_entries(
             continue
         if after.shape != own.shape or after.dtype != own.dtype:
             continue
-        starts, S = written_from(case.inputs, given), case.inputs["x"].shape[1]
+        starts, S = first_new_entries(case.inputs, given), case.inputs["x"].shape[1]
         for b, start in enumerate(starts):
             same = case.inputs[given][b, :, :start] == after[b, :, :start]
             if name not in spoiled and not same.all():
@@ -393,7 +393,7 @@ def new_entries(
                 place = f"batch element {b}, head {head}, position {position}"
                 spoiled[name] = f"old entries were changed, the first in {place}"
         oracle[name], eager[name], results[name] = (
-            rows_from(each, starts, S) for each in (oracle[name], own, after)
+            entries_from(each, starts, S) for each in (oracle[name], own, after)
         )
     return replace(case, oracle=oracle, eager=eager), results, spoiled
 
@@ -514,8 +514,8 @@ def judge_case(
 ) -> list[OutputVerdict]:
     """Judge the outputs of one case: names, then types, shapes, finite values, and error.
 
-    A cache is judged by its new rows, and the old ones must be as they were. `budgets` are given where they
-    are not to come from the case alone; with `to_heads`, by output, every head is judged, too.
+    A cache is judged by its new entries, and the old ones must be as they were. `budgets` are given where
+    they are not to come from the case alone; with `to_heads`, by output, every head is judged, too.
     """
     entries, results, spoiled = new_entries(case, got)
     # The factor for accumulation in FP16 has room for half of what an allowance is for.

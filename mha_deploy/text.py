@@ -127,7 +127,7 @@ def without_hash(kernel: str) -> str:
     return _KERNEL_ENDING.sub("…", kernel)
 
 
-def together(items: Iterable[Item], key: Callable[[Item], Hashable]) -> list[list[Item]]:
+def group_by(items: Iterable[Item], key: Callable[[Item], Hashable]) -> list[list[Item]]:
     """Group items by key, in the order of the first item of each key."""
     groups: dict[Hashable, list[Item]] = {}
     for item in items:
@@ -135,6 +135,6 @@ def together(items: Iterable[Item], key: Callable[[Item], Hashable]) -> list[lis
     return list(groups.values())
 
 
-def named(names: Sequence[str], *, joint: str = " ") -> str:
+def summarize_names(names: Sequence[str], *, joint: str = " ") -> str:
     """The only name, or the first and the number of others."""
     return names[0] if len(names) == 1 else f"{names[0]}{joint}and {len(names) - 1} more"

@@ -10,7 +10,14 @@ import pytest
 from rich.console import Console
 
 from mha_deploy.analyze.cost import kv_cache_bytes, kv_cache_bytes_per_token, layer_cost, parameter_count
-from mha_deploy.analyze.roofline import Gpu, analyze_layer, find_gpu, gpu_names, known_gpus, roofline_bound
+from mha_deploy.analyze.roofline import (
+    GpuPeaks,
+    analyze_layer,
+    find_peaks,
+    gpu_names,
+    known_gpus,
+    roofline_bound,
+)
 from mha_deploy.cli.tables import analysis_renderable
 from mha_deploy.errors import DeployError, SpecError
 from mha_deploy.model.catalog import catalog_names, find_spec
@@ -181,39 +188,39 @@ class TestGpus:
         "name", ["rtx-4090", "RTX 4090", "Rtx4090", " rtx_4090 ", "NVIDIA GeForce RTX 4090"]
     )
     def test_spelling_does_not_matter(self, name):
-        assert find_gpu(name).name == "RTX 4090"
+        assert find_peaks(name).name == "RTX 4090"
 
     @pytest.mark.parametrize("name", gpu_names())
     def test_every_name_finds_its_own_figures(self, name):
-        gpu = find_gpu(name)
+        gpu = find_peaks(name)
         assert gpu.name.lower().replace(" ", "-") == name
         assert gpu.fp16_tflops > gpu.fp32_tflops > 1
         assert gpu.source
 
     def test_names_and_aliases_are_unique(self):
         spellings = [alias for gpu in known_gpus() for alias in (gpu.name, *gpu.aliases)]
-        assert all(find_gpu(alias) in known_gpus() for alias in spellings)
+        assert all(find_peaks(alias) in known_gpus() for alias in spellings)
         assert len({alias.lower() for alias in spellings}) == len(spellings)
 
     def test_geforce_figures_are_for_fp32_accumulation(self):
-        assert find_gpu("rtx 4090").peak_flops("fp16") == pytest.approx(165.2e12)
+        assert find_peaks("rtx 4090").peak_flops("fp16") == pytest.approx(165.2e12)
 
     @pytest.mark.parametrize(
         ("name", "hint"), [("RTX 4909", "'rtx-4090'"), ("h20", "'h200'"), ("tpu", "one of: a100")]
     )
     def test_unknown_names_get_a_suggestion(self, name, hint):
         with pytest.raises(DeployError, match=hint):
-            find_gpu(name)
+            find_peaks(name)
 
     @pytest.mark.parametrize("name", ["NVIDIA A100-SXM4-40GB", "H100 PCIe"])
     def test_another_card_of_the_family_is_not_taken_for_it(self, name):
         with pytest.raises(DeployError):
-            find_gpu(name)
+            find_peaks(name)
 
 
 def made_up_gpu():
     figures = {"fp16_tflops": 0.001, "bf16_tflops": 0.002, "fp32_tflops": 0.0005, "memory_gb_per_s": 0.1}
-    return Gpu(name="slow", compute_capability="0.0", source="made up", **figures)
+    return GpuPeaks(name="slow", compute_capability="0.0", source="made up", **figures)
 
 
 class TestRoofline:

@@ -11,7 +11,7 @@ import pytest
 from mha_deploy.environment import (
     EXPORT_PACKAGES,
     RUNTIMES,
-    Runtime,
+    RuntimePackage,
     examine,
     gpus,
     installed_version,
@@ -20,7 +20,7 @@ from mha_deploy.environment import (
 
 
 def runtime(module, packages=(), gives="something"):
-    return Runtime(module, module, packages, gives, f"get {module}")
+    return RuntimePackage(module, module, packages, gives, f"get {module}")
 
 
 def state_of(known, **options):

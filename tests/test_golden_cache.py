@@ -5,13 +5,13 @@ import pytest
 import torch
 
 from mha_deploy.bundle.cases import (
+    entries_from,
+    first_new_entries,
     read_arrays,
     read_case,
-    rows_from,
     with_entries,
     write_arrays,
     write_case,
-    written_from,
 )
 from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.errors import BundleError
@@ -69,13 +69,13 @@ def test_entries_go_out_and_back_ragged():
         "lengths": np.array([0, 4, 2], np.int32),
     }
     new = rng.standard_normal((3, 2, 2, 4))
-    starts = written_from(inputs, "key_cache")
+    starts = first_new_entries(inputs, "key_cache")
     whole = with_entries(inputs["key_cache"], new, starts)
     for row, start in enumerate((0, 4, 2)):
         np.testing.assert_array_equal(whole[row, :, start : start + 2], new[row])
         kept = np.delete(whole[row], [start, start + 1], axis=1)
         np.testing.assert_array_equal(kept, np.delete(inputs["key_cache"][row], [start, start + 1], axis=1))
-    np.testing.assert_array_equal(rows_from(whole, starts, 2), new)
+    np.testing.assert_array_equal(entries_from(whole, starts, 2), new)
 
 
 def test_lengths_that_do_not_fit_are_refused(bundles, tmp_path):

@@ -14,7 +14,7 @@ from mha_deploy.graph.lower import lower
 from mha_deploy.metrics import judge_case
 from mha_deploy.options import ValidateOptions
 from mha_deploy.runtime import open_runner
-from mha_deploy.validate.run import drawn_cases
+from mha_deploy.validate.run import draw_cases
 from mha_deploy.validate.self_test import parity_from_runner
 
 D = 16  # of the heads of every small layer
@@ -195,7 +195,7 @@ FEW_NUMBERS = {
 def test_coarse_parts_of_the_smallest_layer_are_named(bundles, accumulate):
     """Its usual sizes have too few numbers to tell some of them from chance: more batch elements have."""
     bundle = bundles("tiny-mha")
-    drawn, _ = drawn_cases(bundle, ValidateOptions(sweep=False), lambda step: None)
+    drawn, _ = draw_cases(bundle, ValidateOptions(sweep=False), lambda step: None)
     (case,) = (case for case in drawn["probe"] if case.suspects)
     precision = replace(bundle.manifest.precision, accumulate=accumulate)
     for part, plant in {"": lambda graph: None, **FEW_NUMBERS}.items():
@@ -209,7 +209,7 @@ def test_coarse_parts_of_the_smallest_layer_are_named(bundles, accumulate):
 
 @pytest.fixture(scope="module")
 def coarse_cases(bundles):
-    drawn, _ = drawn_cases(bundles("tiny-rope"), ValidateOptions(sweep=False), lambda step: None)
+    drawn, _ = draw_cases(bundles("tiny-rope"), ValidateOptions(sweep=False), lambda step: None)
     return [case for case in drawn["probe"] if case.suspects]
 
 

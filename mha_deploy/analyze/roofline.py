@@ -26,7 +26,7 @@ _FIGURES = Path(__file__).resolve().parent / "gpus.toml"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gpu:
+class GpuPeaks:
     """Peak figures of one GPU: dense tensor-core rates with FP32 accumulation, FP32 without TF32, memory.
 
     Rates are in 10^12 FLOP/s, the bandwidth in 10^9 bytes/s. `source` says where the figures come from, and
@@ -53,10 +53,12 @@ class Gpu:
 
 
 @cache
-def known_gpus() -> tuple[Gpu, ...]:
+def known_gpus() -> tuple[GpuPeaks, ...]:
     """All GPUs of the table, in its order."""
     table = tomllib.loads(_FIGURES.read_text(encoding="utf-8"))
-    return tuple(Gpu(name=name, **each | {"aliases": tuple(each["aliases"])}) for name, each in table.items())
+    return tuple(
+        GpuPeaks(name=name, **each | {"aliases": tuple(each["aliases"])}) for name, each in table.items()
+    )
 
 
 def gpu_names() -> list[str]:
@@ -64,7 +66,7 @@ def gpu_names() -> list[str]:
     return [gpu.name.lower().replace(" ", "-") for gpu in known_gpus()]
 
 
-def find_gpu(name: str) -> Gpu:
+def find_peaks(name: str) -> GpuPeaks:
     """Look a GPU up by name or alias; case, spaces and dashes do not matter."""
 
     def letters(text: str) -> str:
@@ -117,7 +119,7 @@ class LayerBound:
         return self.tokens / self.seconds
 
 
-def roofline_bound(cost: LayerCost, gpu: Gpu, precision: str, tokens: int) -> LayerBound:
+def roofline_bound(cost: LayerCost, gpu: GpuPeaks, precision: str, tokens: int) -> LayerBound:
     """The roofline bound of every stage on a GPU; `tokens` are the query tokens of one run, B times S."""
     peak = gpu.peak_flops(precision)
     stages = tuple(
@@ -137,7 +139,7 @@ class Analysis:
     spec: AttentionSpec
     sizes: Mapping[str, int]
     precision: str
-    gpu: Gpu
+    gpu: GpuPeaks
     cost: LayerCost
     bound: LayerBound
 
@@ -176,13 +178,18 @@ class Analysis:
 
 
 def analyze_layer(
-    spec: AttentionSpec, sizes: Sizes, precision: str, gpu: str | Gpu, *, lengths: Sequence[int] | None = None
+    spec: AttentionSpec,
+    sizes: Sizes,
+    precision: str,
+    gpu: str | GpuPeaks,
+    *,
+    lengths: Sequence[int] | None = None,
 ) -> Analysis:
     """Count the FLOPs and bytes of a layer and its roofline bound; nothing is run.
 
     `gpu` is a name from `gpu_names()`, or the figures of another GPU; `lengths` as in `past_keys`.
     """
-    gpu = gpu if isinstance(gpu, Gpu) else find_gpu(gpu)
+    gpu = gpu if isinstance(gpu, GpuPeaks) else find_peaks(gpu)
     cost = layer_cost(spec, sizes, find_precision(precision).bytes, lengths=lengths)
     bound = roofline_bound(cost, gpu, precision, tokens=sizes["B"] * sizes["S"])
     return Analysis(spec=spec, sizes=dict(sizes), precision=precision, gpu=gpu, cost=cost, bound=bound)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mha_deploy.bundle.cases import read_npz
-from mha_deploy.bundle.commit import written
+from mha_deploy.bundle.commit import temporary_file
 from mha_deploy.errors import DeployError, needed
 from mha_deploy.model.spec import INT32, AttentionSpec, Sizes, TensorSpec
 
@@ -133,7 +133,7 @@ class HeadSimilarity:
         drawn = io.BytesIO()
         figure.savefig(drawn, format="png", dpi=150)
         try:
-            with written(path, drawn.getvalue()) as temporary:
+            with temporary_file(path, drawn.getvalue()) as temporary:
                 temporary.replace(path)
         except OSError as error:
             raise DeployError("The heatmap cannot be written.", got=f"{path}: {error}") from error

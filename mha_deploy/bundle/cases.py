@@ -115,15 +115,15 @@ def stored_bytes(spec: ModelSpec, sizes: Mapping[str, int]) -> int:
     return inputs + results * (8 + 4)  # the oracle, and the results of the module
 
 
-def written_from(inputs: Mapping[str, np.ndarray], given: str) -> np.ndarray:
+def first_new_entries(inputs: Mapping[str, np.ndarray], given: str) -> np.ndarray:
     """The position of the first new entry of every batch element, in the cache of this name. [B]."""
     cache = inputs[given]
     return inputs[LENGTHS] if LENGTHS in inputs else np.full(len(cache), cache.shape[2])
 
 
-def rows_from(cache: np.ndarray, starts: np.ndarray, S: int) -> np.ndarray:
+def entries_from(cache: np.ndarray, starts: np.ndarray, S: int) -> np.ndarray:
     """S entries of every batch element. [B, Hkv, T, D] -> [B, Hkv, S, D]."""
-    return np.stack([rows[:, start : start + S] for rows, start in zip(cache, starts, strict=True)])
+    return np.stack([entries[:, start : start + S] for entries, start in zip(cache, starts, strict=True)])
 
 
 def with_entries(before: np.ndarray, new: np.ndarray, starts: np.ndarray) -> np.ndarray:
@@ -179,7 +179,7 @@ def read_case(bundle: Bundle, entry: GoldenEntry) -> GoldenCase:
     refuse_infinite(entry.file, (*oracle.items(), *eager.items()))
     refuse_implausible(entry.file, oracle, eager, precision)
     for results, (name, taken) in product((oracle, eager), cached_outputs(spec).items()):
-        results[name] = with_entries(inputs[taken], results[name], written_from(inputs, taken))
+        results[name] = with_entries(inputs[taken], results[name], first_new_entries(inputs, taken))
     about = msgspec.structs.asdict(entry)
     del about["file"]
     return GoldenCase(**about, inputs=inputs, oracle=oracle, eager=eager, cached=cached_outputs(spec))
@@ -235,7 +235,7 @@ def write_case(path: Path, case: GoldenCase) -> None:
     for group, results in (("oracle", case.oracle), ("eager", case.eager)):
         for name, array in results.items():
             if taken := case.cached.get(name):
-                array = rows_from(array, written_from(inputs, taken), inputs["x"].shape[1])
+                array = entries_from(array, first_new_entries(inputs, taken), inputs["x"].shape[1])
             arrays[f"{group}/{name}"] = array
     write_arrays(path, arrays)
 

@@ -75,7 +75,7 @@ def commit_folder(new: Path, place: Path, *, overwrite: bool) -> tuple[str, ...]
         if not overwrite:
             problem = "Another program wrote the output folder in the meantime; it was left as it is."
             raise BundleError(problem, got=place, hint="another -o, or --overwrite") from error
-    with locked(place):
+    with lock_folder(place):
         gone = refuse_occupied(place, overwrite=True)
         _swap(new, place)
         # The old folder is at `new` now. What came into it since the check must not go with it.
@@ -89,7 +89,7 @@ def commit_folder(new: Path, place: Path, *, overwrite: bool) -> tuple[str, ...]
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Path) -> Iterator[None]:
     """Wait until no other process of this tool writes to a folder, and keep them waiting meanwhile."""
     handle, deadline = os.open(folder, os.O_RDONLY | os.O_CLOEXEC), time.monotonic() + _PATIENCE_S
     try:
@@ -185,12 +185,12 @@ def _swap(new: Path, place: Path) -> None:
 def write_atomically(path: Path, data: bytes) -> None:
     """Write a file under a temporary name, in a folder that is made if need be, and rename it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with written(path, data) as temporary:
+    with temporary_file(path, data) as temporary:
         os.replace(temporary, path)
 
 
 @contextmanager
-def written(path: Path, data: bytes) -> Iterator[Path]:
+def temporary_file(path: Path, data: bytes) -> Iterator[Path]:
     """The data in a temporary file beside its place; removed unless it is renamed."""
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.partial-", dir=path.parent)
     temporary = Path(name)

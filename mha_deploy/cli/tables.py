@@ -14,7 +14,16 @@ from rich.text import Text
 
 from mha_deploy.report import table as tables
 from mha_deploy.report.table import Cell, Data, Table, as_plain, prompts_text, table
-from mha_deploy.text import named, plural, short, size, sizes_text, together, without_hash, without_numbers
+from mha_deploy.text import (
+    group_by,
+    plural,
+    short,
+    size,
+    sizes_text,
+    summarize_names,
+    without_hash,
+    without_numbers,
+)
 
 if TYPE_CHECKING:  # a verb that has no such result to show does not load what makes it
     from mha_deploy.analyze.roofline import Analysis
@@ -144,8 +153,10 @@ def attention_renderable(nodes: Sequence[Mapping[str, Any]]) -> RenderableType:
         source = "/".join(Path(node.get("place") or "-").parts[-2:])  # paths of libraries are long
         return known["kind"], heads, known["dtype"], scale, mask, also, source
 
-    alike = together(nodes, lambda node: (without_numbers(node["name"]), row(node)))
-    rows = [(named([node["name"] for node in group], joint="\n"), *row(group[0])) for group in alike]
+    alike = group_by(nodes, lambda node: (without_numbers(node["name"]), row(node)))
+    rows = [
+        (summarize_names([node["name"] for node in group], joint="\n"), *row(group[0])) for group in alike
+    ]
     headings = ("attention", "kind", "Hq/Hkv×D", "type", "scale", "mask", "also", "source")
     return rendered(table(plural(len(nodes), "attention node"), headings, rows), title=True)
 
@@ -169,8 +180,8 @@ def fuse_renderable(report: FuseReport) -> RenderableType:
     rows += [(name, " ", " ", " ", "was an Attention node already") for name in report.already]
     built = table("", ("attention", "Hq/Hkv×D", "scale", "mask", "result"), rows)
     repairs = [
-        Text(f"changed: {named([repair.name for repair in alike])}: {'; '.join(alike[0].changes)}")
-        for alike in together(report.repairs, lambda repair: (without_numbers(repair.name), repair.changes))
+        Text(f"changed: {summarize_names([repair.name for repair in alike])}: {'; '.join(alike[0].changes)}")
+        for alike in group_by(report.repairs, lambda repair: (without_numbers(repair.name), repair.changes))
     ]
     count, known = len(report.fused), sum(each.recognised for each in report.unfused)
     unknown = len(report.unfused) - known
@@ -195,14 +206,14 @@ def eligibility_renderable(answers: Sequence[Eligibility]) -> RenderableType:
         return f"{verb} supported, but not fused" if answer.taken_when_lowered else f"{verb} not supported"
 
     blocks: list[RenderableType] = []
-    for alike in together(answers, lambda answer: (answer.target, answered(answer))):
+    for alike in group_by(answers, lambda answer: (answer.target, answered(answer))):
         nodes = [answer.node.name for answer in alike]
-        verdict = f"{alike[0].target}: {named(nodes)} {answered(alike[0], several=len(nodes) > 1)}"
+        verdict = f"{alike[0].target}: {summarize_names(nodes)} {answered(alike[0], several=len(nodes) > 1)}"
         taken = "yellow" if alike[0].taken_when_lowered else "red"
         blocks.append(Text(verdict, style="green" if alike[0].fused_when_lowered else taken))
         groups = group_findings(finding for answer in alike for finding in answer.findings)
         for finding, concerned in groups.items():
-            about = "" if len(concerned) == len(nodes) else f"{named(concerned)}: "
+            about = "" if len(concerned) == len(nodes) else f"{summarize_names(concerned)}: "
             # What a lowering cures is no obstacle.
             label = f"handled by the {finding.cured_by}" if finding.cured_by else finding.severity
             blocks.append(Text(f"  {label}: {about}{finding.message}"))
@@ -256,12 +267,12 @@ def _nodes_table(manifest: EngineManifest) -> Table:
         texts = without_numbers(node.node), without_numbers(node.reason), *map(without_hash, node.kernels)
         return texts, node.profile, node.status, node.source
 
-    rows, groups = [], together(manifest.verdict.nodes, kernel)
+    rows, groups = [], group_by(manifest.verdict.nodes, kernel)
     for group in groups:
         node, kernels = group[0], [", ".join(each.kernels) for each in group]
         # A hash is shown where it is the same for all attentions of the row.
         evidence = kernels[0] or node.reason if len(set(kernels)) == 1 else without_hash(kernels[0])
-        names = named([each.node for each in group], joint="\n")
+        names = summarize_names([each.node for each in group], joint="\n")
         status = Cell(text=node.status, status=tables.FUSION[node.status])
         rows.append((names, manifest.profile_name(node.profile), status, f"{evidence} [{node.source}]"))
     brief = "!" if all(len(group[0].node) <= _NAME_WIDTH for group in groups) else ""
@@ -271,9 +282,12 @@ def _nodes_table(manifest: EngineManifest) -> Table:
 def _doubts(manifest: EngineManifest) -> list[RenderableType]:
     """What is not in the requested precision, what sources disagree on, and why attention is not fused."""
     precision = manifest.verdict.precision
-    offenders = together(precision.offenders, lambda each: (each.what, without_hash(each.kernel), each.dtype))
+    offenders = group_by(precision.offenders, lambda each: (each.what, without_hash(each.kernel), each.dtype))
     lines: list[RenderableType] = [
-        Text(f"{same[0].what} of {named([each.kernel for each in same])} is {same[0].dtype}", style="red")
+        Text(
+            f"{same[0].what} of {summarize_names([each.kernel for each in same])} is {same[0].dtype}",
+            style="red",
+        )
         for same in offenders
     ]
     lines += [Text(note, style="dim") for note in precision.notes]
@@ -304,7 +318,7 @@ def report_renderable(report: Data) -> RenderableType:
     blocks: list[RenderableType] = [Text(f"{model}, errors against the FP64 oracle", style="bold")]
     blocks += [parity_renderable(run) for run in report["parity"]]
     blocks += [decode_renderable(report["decode"])] if report["decode"] else []
-    blocks += map(_invariance, together(report["invariance"], lambda check: check["backend"]))
+    blocks += map(_invariance, group_by(report["invariance"], lambda check: check["backend"]))
     blocks += [_conformance(report["conformance"])] if report["conformance"] else []
     blocks += [latency_renderable(report["latency"]["points"])] if report["latency"] else []
     blocks += [rendered(tables.serving_table(report["serving"]))] if report["serving"] else []
@@ -352,7 +366,7 @@ def _layers_table(run: Data) -> Table:
 
 def decode_renderable(reports: Sequence[Data]) -> RenderableType:
     """Errors at steps 1, 2, 4, … beside those of the module itself, then the verdicts and what is wrong."""
-    by_trace = map(tables.steps_table, together(reports, lambda report: report["trace"]))
+    by_trace = map(tables.steps_table, group_by(reports, lambda report: report["trace"]))
     errors = [rendered(built, title=True) for built in by_trace if built is not None]
     return Group(*errors, rendered(tables.decode_table(reports, _SHOWN_FAILURES)))
 
@@ -405,8 +419,8 @@ def self_test_renderable(result: SelfTest) -> RenderableType:
 
     right = result.right.passed
     rows = [row("as exported", largest_share(result.right.verdicts), right, ("passed", "FAILED"))]
-    rows += [row(each.mistake, each.share, each.caught, ("detected", "MISSED")) for each in result.catches]
-    found = f"{sum(catch.caught for catch in result.catches)}/{len(result.catches)} mutations detected"
+    rows += [row(each.mistake, each.share, each.caught, ("detected", "MISSED")) for each in result.mutations]
+    found = f"{sum(each.caught for each in result.mutations)}/{len(result.mutations)} mutations detected"
     found += "" if right else ", but the graph as exported is wrong itself"
     return Group(rendered(table("", ("!model", "#× budget", "verdict"), rows)), _head(result.passed, found))
 

@@ -19,7 +19,7 @@ import numpy as np
 import onnx_ir as ir
 from msgspec import Meta, Struct, field
 
-from mha_deploy.bundle.commit import locked, written
+from mha_deploy.bundle.commit import lock_folder, temporary_file
 from mha_deploy.bundle.folder import MANIFEST, MODEL, open_bundle, sha256
 from mha_deploy.bundle.manifest import Manifest
 from mha_deploy.engine.plugins import load_needed, other_builds, why_missing
@@ -358,14 +358,14 @@ def write_engine(path: Path, plan: bytes, manifest: EngineManifest, *, overwrite
     path.parent.mkdir(exist_ok=True)
     beside, bundle = manifest_path(path), _bundle_of(path)
     text = msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"
-    with locked(path.parent):
+    with lock_folder(path.parent):
         if path.exists() and not overwrite:
             problem = "Another program built an engine of that name in the meantime."
             raise BundleError(problem, got=path, hint="another --name, or --overwrite")
         if bundle is not None and sha256(bundle / MANIFEST) != manifest.bundle_sha256:
             raise BundleError("The bundle was replaced in the meantime.", got=bundle, hint="build again")
         stale = [*_partial(path), *_partial(beside)]  # of processes that were killed: the others wait
-        with written(path, plan) as new_plan, written(beside, text) as new_manifest:
+        with temporary_file(path, plan) as new_plan, temporary_file(beside, text) as new_manifest:
             os.replace(new_plan, path)
             os.replace(new_manifest, beside)
         for each in stale:

@@ -135,7 +135,7 @@ def trace_sizes(example: Mapping[str, Tensor], dims: NamedDims, axes: Mapping[st
     return {name: sizes[name] for name in axes}
 
 
-def inside(axes: Mapping[str, Axis], sizes: Mapping[str, int]) -> dict[str, int]:
+def clamp_to(axes: Mapping[str, Axis], sizes: Mapping[str, int]) -> dict[str, int]:
     """The sizes, moved into the ranges of their axes."""
     return {name: min(max(sizes[name], axis.min), axis.max) for name, axis in axes.items()}
 

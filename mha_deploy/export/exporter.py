@@ -280,7 +280,7 @@ class _ModuleSource(flow.Source):
         bf16, fp32 = ir.DataType.BFLOAT16, ir.DataType.FLOAT
         if self.precision.name != "bf16" and retype(exported.model, (bf16,), fp32):
             self.notes.append("what the module computes in BF16 is FP32 in the graph")
-        model = self.fused(exported.model)
+        model = self.fuse(exported.model)
         share_tied_weights(model)
         self.capture = ModuleCapture(user, exported, options.seed)
         if self.auto:
@@ -294,9 +294,9 @@ class _ModuleSource(flow.Source):
         _drop_exporter_metadata(model)
         return model
 
-    def captured(self, planned: flow.PlannedCase) -> GoldenCase:
+    def capture_case(self, planned: flow.PlannedCase) -> GoldenCase:
         """One golden case; the spec is complete once the work of the case opt is known."""
-        case = super().captured(planned)
+        case = super().capture_case(planned)
         if planned.name == "opt":
             self.spec = replace(self.spec, flops=case.flops)
         return case

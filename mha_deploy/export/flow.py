@@ -186,13 +186,13 @@ def _with_small_batch(spec: ModelSpec, sizes: dict[str, int]) -> dict[str, int]:
     return sizes
 
 
-def looked_at(axes: Mapping[str, Axis]) -> dict[str, dict[str, int]]:
+def measured_sizes(axes: Mapping[str, Axis]) -> dict[str, dict[str, int]]:
     """The sizes at which the numbers of a graph are measured, for mixed precision."""
     bounds = {bound: {name: getattr(axis, bound) for name, axis in axes.items()} for bound in ("opt", "min")}
     return {**bounds, "odd": cost.odd_sizes(axes)}
 
 
-def refuse_far(where: str, got: Arrays, oracle: Arrays, most: float, what: str, hint: str) -> None:
+def refuse_large_error(where: str, got: Arrays, oracle: Arrays, most: float, what: str, hint: str) -> None:
     """Refuse results with a relative error above `most`."""
     for name, expected in oracle.items():
         far = f"shape {got[name].shape}, not {expected.shape}"
@@ -239,7 +239,7 @@ class Source(ABC):
     def graph(self, folder: Path) -> ir.Model:
         """The canonical graph; `folder` is where large files may lie meanwhile."""
 
-    def captured(self, planned: PlannedCase) -> GoldenCase:
+    def capture_case(self, planned: PlannedCase) -> GoldenCase:
         """One golden case."""
         return self.capture.capture(planned)
 
@@ -262,7 +262,7 @@ class Source(ABC):
 
     # -- of a model whose attentions are recognised in its graph -------------------------------
 
-    def fused(self, original: ir.Model) -> ir.Model:
+    def fuse(self, original: ir.Model) -> ir.Model:
         """The graph with its attentions fused; what is not is noted."""
         model, found = fuse_attention(original)
         self.attentions = len(found.fused) + len(found.already) + len(found.unfused)
@@ -319,7 +319,7 @@ def export_bundle(source: Source, target: Path, on_step: OnStep) -> Bundle:
         names, budget = options.golden or source.golden, golden_budget(options)
         for planned in planned_cases(lambda: source.spec, names, budget, source.notes):
             source.step(f"golden case {planned.name}")
-            case, file = source.captured(planned), f"golden/{planned.name}.safetensors"
+            case, file = source.capture_case(planned), f"golden/{planned.name}.safetensors"
             refuse_implausible(f"golden case {case.name}", case.oracle, case.eager, source.precision)
             write_case(folder / file, case)
             cases.append(case)

@@ -21,7 +21,7 @@ from mha_deploy.bundle.traces import DecodeTrace, PlannedTrace, check_steps, pre
 from mha_deploy.errors import ExportError
 from mha_deploy.export.axes import ExportedModule
 from mha_deploy.export.explain import overflow_error, run_explained
-from mha_deploy.export.flow import PlannedCase, looked_at, refuse_far
+from mha_deploy.export.flow import PlannedCase, measured_sizes, refuse_large_error
 from mha_deploy.export.oracle import Float64, run_in_float64, run_program
 from mha_deploy.export.own_model import UserModule, drawn_inputs
 from mha_deploy.graph.file import load_graph, save_graph, with_outputs
@@ -148,7 +148,7 @@ class Capture(ABC):
         hint += "; without kv_cache= decoding is not validated"
         same = all(eager[name].shape == array.shape for name, array in oracle.items())
         got, true = (trace.defined(each) if same else each for each in (eager, oracle))
-        refuse_far(f"{name}, after {steps} steps", got, true, _SAME_PROGRAM, what, hint)
+        refuse_large_error(f"{name}, after {steps} steps", got, true, _SAME_PROGRAM, what, hint)
         return replace(trace, eager=eager)
 
     def _decoded(self, trace: DecodeTrace, held: Feeds) -> Arrays:
@@ -299,7 +299,7 @@ class ModuleCapture(Capture):
         case = super().capture(planned)
         # Tracing may have settled a choice for the example's sizes or values: the program then differs.
         where, what = f"golden case {case.name}", "The exported program is not what the module computes."
-        refuse_far(where, case.eager, case.oracle, _SAME_PROGRAM, what, _ONE_FLOW)
+        refuse_large_error(where, case.eager, case.oracle, _SAME_PROGRAM, what, _ONE_FLOW)
         if self._mixed is None:
             return case
         taken = self._as_taken(case.inputs)
@@ -307,7 +307,7 @@ class ModuleCapture(Capture):
         case = replace(case, inputs=taken, eager={key: got[key] for key in case.oracle})
         self.refuse_overflow(case)
         what, hint = "The mixed graph is too far from the module.", "--precision bf16 or fp32"
-        refuse_far(where, case.eager, case.oracle, _LARGEST_ERROR, what, hint)
+        refuse_large_error(where, case.eager, case.oracle, _LARGEST_ERROR, what, hint)
         return case
 
     def whole(self, spec: ModelSpec, cache: KVCache, planned: PlannedTrace) -> tuple[Feeds, Arrays]:
@@ -344,7 +344,7 @@ def mixed_graph(model: ir.Model, capture: ModuleCapture, folder: Path) -> tuple[
     save_graph(model, path)
     try:
         wide = load_graph(path)  # large weights are read from disk, slice by slice
-        measured = looked_at(capture.user.axes)
+        measured = measured_sizes(capture.user.axes)
         planned = [PlannedCase(name=name, sizes=sizes) for name, sizes in measured.items()]
         plan = plan_precision(wide, measure_ranges(wide, {p.name: _arrays(capture.draw(p)) for p in planned}))
         return apply_plan(model, plan), plan

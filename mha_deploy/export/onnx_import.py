@@ -17,7 +17,14 @@ from mha_deploy.analyze.cost import sizes_name
 from mha_deploy.bundle.cases import GoldenCase
 from mha_deploy.bundle.folder import Bundle, sha256
 from mha_deploy.errors import DeployError, ExportError, SpecError, nearest
-from mha_deploy.export.flow import OnStep, PlannedCase, Source, export_bundle, looked_at, refuse_far
+from mha_deploy.export.flow import (
+    OnStep,
+    PlannedCase,
+    Source,
+    export_bundle,
+    measured_sizes,
+    refuse_large_error,
+)
 from mha_deploy.graph.attention_node import short_dtype
 from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.fuse import from_old_opset
@@ -90,12 +97,12 @@ class _OnnxSource(Source):
 
     def graph(self, folder: Path) -> ir.Model:
         self.step("attention")
-        model = self.fused(self.original)
+        model = self.fuse(self.original)
         self.step("output shapes")
         outputs = self._output_dims()
         if self.auto:
             self.step("ranges")
-            cases = {name: self.draw(name, sizes) for name, sizes in looked_at(self.axes).items()}
+            cases = {name: self.draw(name, sizes) for name, sizes in measured_sizes(self.axes).items()}
             plan = plan_precision(model, measure_ranges(model, cases))
             model = apply_plan(model, plan)
             self.note_precision(plan)
@@ -115,7 +122,7 @@ class _OnnxSource(Source):
         )
         return model
 
-    def captured(self, planned: PlannedCase) -> GoldenCase:
+    def capture_case(self, planned: PlannedCase) -> GoldenCase:
         name, sizes = planned.name, planned.sizes
         drawn = self.draw(name, sizes)
         graph = self.model.graph if self.auto else self.original.graph
@@ -135,7 +142,7 @@ class _OnnxSource(Source):
             raise ExportError(what, got=f"{type(error).__name__}: {error}", hint=hint) from error
         what = "ONNX Runtime does not compute what the file says in FP64."
         hint = "--input NAME=FILE.npy with real inputs, or --precision of the file"
-        refuse_far(f"golden case {name}", eager, oracle, _LARGEST_ERROR, what, hint)
+        refuse_large_error(f"golden case {name}", eager, oracle, _LARGEST_ERROR, what, hint)
         return GoldenCase(name=name, sizes=sizes, inputs=given, oracle=oracle, eager=dict(eager))
 
     def origin(self) -> str:

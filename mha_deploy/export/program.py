@@ -30,9 +30,9 @@ from mha_deploy.export.axes import (
     Kind,
     NamedDims,
     NamedSizes,
+    clamp_to,
     draw_inputs,
     dynamic_shapes,
-    inside,
     named_sizes,
     trace_sizes,
 )
@@ -265,7 +265,7 @@ def export_program(
             notes=traced.notes,
         )
         draw = draw or (lambda at: draw_inputs(inputs, dims, at, seed=1))
-        _check_repeats(module, draw(inside(axes, sizes)))
+        _check_repeats(module, draw(clamp_to(axes, sizes)))
         try:
             tried = (*_sizes_to_try(axes, sizes, traced.unproven), *traced.outside)
             _check_sizes(exported, module, draw, tried)
@@ -322,7 +322,7 @@ class _Tracer:
         if isinstance(found, _Traced):
             return dataclasses.replace(found, refusal=refusal)
         dynamic = [name for name, axis in axes.items() if axis.is_dynamic]
-        shown = inside(axes, {**sizes, **dict(named_sizes(self.inputs, self.dims))})
+        shown = clamp_to(axes, {**sizes, **dict(named_sizes(self.inputs, self.dims))})
         for fixed in dict.fromkeys((tuple(sorted(found)), tuple(dynamic[1:]), tuple(dynamic))):
             for at in ({name: axes[name].opt for name in fixed}, {name: shown[name] for name in fixed}):
                 narrow = {name: Axis(min=size, opt=size, max=size) for name, size in at.items()}

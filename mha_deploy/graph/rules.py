@@ -14,7 +14,7 @@ import onnx_ir as ir
 from mha_deploy.errors import DeployError, nearest
 from mha_deploy.graph.attention_node import AttentionNode, is_attention
 from mha_deploy.graph.ir import is_op, node_name, same_size
-from mha_deploy.graph.lower.cache import read_cache, rows_name
+from mha_deploy.graph.lower.cache import entries_name, read_cache
 from mha_deploy.graph.lower.operators import obstacle_to_update_in_place
 
 # -- Targets, rules and findings -------------------------------------------------------------------
@@ -119,7 +119,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class RuleFinding:
     """A rule that applies to a node."""
 
     node: str
@@ -131,7 +131,7 @@ class Finding:
     cured_by: str | None
     needs: tuple[str, ...]
 
-    def __lt__(self, other: Finding) -> bool:
+    def __lt__(self, other: RuleFinding) -> bool:
         """The worse one comes first."""
         return SEVERITIES.index(self.severity) < SEVERITIES.index(other.severity)
 
@@ -142,20 +142,20 @@ RULES: dict[str, Rule] = msgspec.toml.decode(
 """All rules, in the order in which they are reported within one severity."""
 
 
-def _worst_first(node: str, messages: Iterable[tuple[str, str]]) -> list[Finding]:
+def _worst_first(node: str, messages: Iterable[tuple[str, str]]) -> list[RuleFinding]:
     """The findings about a node, from rules and their messages, in the order of their severity."""
     copied = ("severity", "remedy", "source", "cured_by", "needs")
     return sorted(
-        Finding(
+        RuleFinding(
             node=node, rule=name, message=message, **{each: getattr(RULES[name], each) for each in copied}
         )
         for name, message in messages
     )
 
 
-def group_findings(findings: Iterable[Finding]) -> dict[Finding, list[str]]:
+def group_findings(findings: Iterable[RuleFinding]) -> dict[RuleFinding, list[str]]:
     """Findings that differ only in the node, the worst first, with the nodes; each node counts once."""
-    groups: dict[Finding, list[str]] = {}
+    groups: dict[RuleFinding, list[str]] = {}
     for finding in sorted(findings):
         nodes = groups.setdefault(replace(finding, node=""), [])
         nodes += [] if finding.node in nodes else [finding.node]
@@ -192,7 +192,7 @@ def _cache_entries(node: ir.Node) -> str | None:
     if not any(map(read_cache, readers)):
         return None
     name, read = str(node.outputs[0].name), "The cache is read in place, and its new entries are the output"
-    return f"{read}: {rows_name(name)} replaces {name}."
+    return f"{read}: {entries_name(name)} replaces {name}."
 
 
 _OPERATORS: dict[str, Callable[[ir.Node], str | None]] = {
@@ -207,10 +207,10 @@ _OPERATORS: dict[str, Callable[[ir.Node], str | None]] = {
 """The message of a rule about operators for a node; None where it does not apply."""
 
 
-def check_operators(model: ir.Model, target: Target) -> list[Finding]:
+def check_operators(model: ir.Model, target: Target) -> list[RuleFinding]:
     """The findings about the operators around attention, the worst first for each node."""
     covering = {name: message for name, message in _OPERATORS.items() if RULES[name].covers(target)}
-    found: list[Finding] = []
+    found: list[RuleFinding] = []
     for node in model.graph.all_nodes():
         about = [name for name in covering if is_op(node, *RULES[name].operators)]
         messages = [(name, covering[name](node)) for name in about]
@@ -218,7 +218,7 @@ def check_operators(model: ir.Model, target: Target) -> list[Finding]:
     return found
 
 
-def operator_options(findings: Sequence[Finding]) -> dict[str, bool]:
+def operator_options(findings: Sequence[RuleFinding]) -> dict[str, bool]:
     """The options of the lowering that cure these findings."""
     return {name: True for finding in findings for name in finding.needs}
 
@@ -307,7 +307,7 @@ class Eligibility:
 
     node: AttentionNode
     target: Target
-    findings: tuple[Finding, ...]
+    findings: tuple[RuleFinding, ...]
     taken: bool  # whether the node builds as it is, and computes what ONNX specifies
     fused: bool  # whether the node as it is can become one fused kernel
     taken_when_lowered: bool  # whether the node builds and is correct once lowered

@@ -23,8 +23,8 @@ from mha_deploy.options import Limits
 from mha_deploy.report.page import sections_page
 from mha_deploy.report.schema import as_plain, many, record
 from mha_deploy.report.table import Cell, Group, RawRow, Table, markdown, markdown_text, table
-from mha_deploy.text import NOTHING, budget_share, named, plural, short, size, sizes_text, together
-from mha_deploy.validate.verdict import engines_to_dict, frame, model_to_dict
+from mha_deploy.text import NOTHING, budget_share, group_by, plural, short, size, sizes_text, summarize_names
+from mha_deploy.validate.verdict import engines_to_dict, model_to_dict, report_header
 
 # -- What is read of a report: a subset, so that reports of other versions of this tool can be read --
 
@@ -581,7 +581,7 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; see docs/compare.md."""
-        data = {**frame(), "passed": self.passed, "headline": self.headline}
+        data = {**report_header(), "passed": self.passed, "headline": self.headline}
         del data["environment"]
         for key, side in (("old", self.old), ("new", self.new)):
             data[key] = {"name": side.name, "kind": side.kind, "created": side.created}
@@ -598,10 +598,10 @@ class Comparison:
         ordered = sorted(self.changes, key=lambda change: list(_LEVELS).index(change.level))
         listed = [change for change in ordered if everything or change.level != SAME]
         rows: dict[str, list[RawRow]] = {section: [] for section in SECTIONS}
-        for alike in together(listed, lambda change: replace(change, model="")):
+        for alike in group_by(listed, lambda change: replace(change, model="")):
             change, models = alike[0], [each.model for each in alike]
             level = Cell(text=change.level, status=_LEVELS[change.level])
-            place = [named(models)] if several else []
+            place = [summarize_names(models)] if several else []
             rows[change.section].append((*place, change.subject, level, change.old, change.new, change.why))
         groups = [Group(title=section, rows=each) for section, each in rows.items() if each]
         headings = (*(["model"] if several else []), "what", "verdict", "old", "new", "why")

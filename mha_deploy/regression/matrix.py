@@ -48,7 +48,7 @@ from mha_deploy.runtime.runner import error_line
 from mha_deploy.runtime.tensorrt.versions import load
 from mha_deploy.text import percent, plural, short, size
 from mha_deploy.validate.run import validate_bundle
-from mha_deploy.validate.verdict import FAILURE, engines_to_dict, frame, model_to_dict
+from mha_deploy.validate.verdict import FAILURE, engines_to_dict, model_to_dict, report_header
 
 # -- The plan --------------------------------------------------------------------------------------
 
@@ -216,7 +216,7 @@ def run_cell(request: Mapping[str, Any], archive: bytes | None = None) -> dict[s
             if why:
                 status, engines = "built", engines_to_dict([engine], (), ())
                 engines = [{**each, "why_not": why} for each in engines]
-                report = {**frame(), "model": model_to_dict(bundle), "engines": engines}
+                report = {**report_header(), "model": model_to_dict(bundle), "engines": engines}
             else:  # the graph is the same in every cell: only the engine is judged, and timed
                 found = validate_bundle(bundle, ValidateOptions(backends=(engine.path.stem,), sweep=False))
                 failed = any(finding.level == FAILURE for finding in found.findings)
@@ -432,7 +432,7 @@ class Matrix:
         """Plain data for JSON; see docs/matrix.md."""
         verdict = {"passed": self.passed, "headline": self.headline}
         plan, cells = msgspec.to_builtins(self.plan), [vars(cell) for cell in self.cells]
-        return dict(as_plain({**frame(), **verdict, "plan": plan, "cells": cells}))
+        return dict(as_plain({**report_header(), **verdict, "plan": plan, "cells": cells}))
 
     def tables(self) -> list[Table]:
         """A heat map of the results; then errors, latencies, sizes and build times, where there are any."""

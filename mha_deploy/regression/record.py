@@ -21,7 +21,7 @@ from mha_deploy.files import read_regular
 from mha_deploy.report.schema import as_plain
 from mha_deploy.text import short, sizes_text
 from mha_deploy.validate.bench import ModelBench
-from mha_deploy.validate.verdict import frame, model_to_dict
+from mha_deploy.validate.verdict import model_to_dict, report_header
 
 _LOW_CLOCK = 0.95
 
@@ -149,7 +149,7 @@ def _line(bench: ModelBench, runtime: str, data: Mapping[str, Any]) -> Line:
 
 def _shared(command: Sequence[str] | None) -> dict[str, Any]:
     """What all lines of a process share."""
-    known = frame()
+    known = report_header()
     here = known["environment"]
     return {
         "run": uuid.uuid4().hex,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from markupsafe import Markup, escape
 
-from mha_deploy.text import error, plural, short, sizes_joined, sizes_text, tick, together
+from mha_deploy.text import error, group_by, plural, short, sizes_joined, sizes_text, tick
 
 Data = Mapping[str, Any]
 
@@ -570,7 +570,7 @@ def roofline_plots(points: Sequence[Data], look: Look) -> list[Markup]:
     def peaks(point: Data) -> tuple[float, float]:
         return point["roofline"]["tflops_peak"], point["roofline"]["gb_per_s_peak"]
 
-    return [_plot(alike, *peaks(alike[0]), look) for alike in together(counted, peaks)]
+    return [_plot(alike, *peaks(alike[0]), look) for alike in group_by(counted, peaks)]
 
 
 def _plot(points: Sequence[Data], tflops: float, gb_per_s: float, look: Look) -> Markup:

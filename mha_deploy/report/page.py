@@ -21,14 +21,14 @@ from mha_deploy.report.schema import plain_bench, plain_report
 from mha_deploy.text import (
     NOTHING,
     budget_share,
-    named,
+    group_by,
     plural,
     point_name,
     short,
     size,
     sizes_text,
+    summarize_names,
     times,
-    together,
     without_numbers,
     yes_no,
 )
@@ -89,7 +89,7 @@ _DECODE = (
 
 def _decode(reports: Sequence[Data], latency: Data | None, look: Look) -> list[Part]:
     parts: list[Part] = [("lead", _DECODE), ("table", tables.decode_table(reports))]
-    for same in together(reports, lambda report: report["trace"]):
+    for same in group_by(reports, lambda report: report["trace"]):
         curves = charts.decode_curves(same)
         wrong = [report["first_failed"] for report in same if report["first_failed"]]
         chart = charts.decode_chart(curves, wrong, charts.decode_look(list(curves), latency, look))
@@ -114,11 +114,11 @@ def _fp16_range(found: Data) -> list[Part]:
     if not found["nodes"]:
         return [("text", "The graph has no attention node to measure.")]
     reasons = []
-    for alike in together(found["nodes"], lambda node: without_numbers(_range_words(node))):
+    for alike in group_by(found["nodes"], lambda node: without_numbers(_range_words(node))):
         if len(set(map(_range_words, alike))) > 1:  # the numbers that are shown are those of the worst
             alike.sort(key=lambda node: float("inf") if node["headroom"] is None else node["headroom"])
         if words := _range_words(alike[0]):
-            reasons.append((named([node["node"] for node in alike]), f": {words}"))
+            reasons.append((summarize_names([node["node"] for node in alike]), f": {words}"))
     return [("table", tables.range_table(found["nodes"])), *([("reasons", reasons)] if reasons else [])]
 
 

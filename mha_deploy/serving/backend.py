@@ -24,7 +24,7 @@ from mha_deploy.model.spec import KVCache, ModelSpec
 from mha_deploy.runtime import RUNNERS
 from mha_deploy.runtime.child import isolation
 from mha_deploy.runtime.runner import Arrays, Runner
-from mha_deploy.text import together
+from mha_deploy.text import group_by
 from mha_deploy.validate.decode import DeviceDecodeLoop, HostDecodeLoop
 from mha_deploy.validate.runtimes import RuntimeFinder
 
@@ -76,7 +76,7 @@ class ServedModel:
             return tuple(sorted((name, array.shape[1:]) for name, array in feeds)) if self._batched else index
 
         results = dict[int, Arrays | DeployError]()
-        for group in together(range(len(requests)), shapes):
+        for group in group_by(range(len(requests)), shapes):
             results |= zip(group, self._merged([requests[index].feeds for index in group]), strict=True)
         return [results[index] for index in range(len(requests))]
 
@@ -181,7 +181,7 @@ class Caches:
             S = _tokens(requests[index].feeds, self._cache)
             return S if self._shared is not None else (index, S)
 
-        for group in together([i for i in range(len(requests)) if i not in results], tokens):
+        for group in group_by([i for i in range(len(requests)) if i not in results], tokens):
             results |= zip(group, self._fed([requests[index] for index in group]), strict=True)
         for index, request in enumerate(requests):
             if request.end or (isinstance(results[index], DeployError) and request.start):

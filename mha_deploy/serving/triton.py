@@ -230,7 +230,7 @@ class Packaging:
 
     # -- what is written -------------------------------------------------------------------------
 
-    def written(self) -> Package:
+    def write(self) -> Package:
         """Write a model repository, or add the model to one."""
         place = self.repository / self.name
         self._refuse_occupied(place)

@@ -45,7 +45,7 @@ from mha_deploy.validate.runtimes import (
     Unavailable,
     refuse_without_torch,
 )
-from mha_deploy.validate.verdict import engines_to_dict, frame, latency_to_dict, model_to_dict
+from mha_deploy.validate.verdict import engines_to_dict, latency_to_dict, model_to_dict, report_header
 
 _MOST_STEPS = 6  # a grid has at most this many batches and as many lengths
 _ORACLE_CACHE_BYTES = 16 << 30  # what the cache of a grid's point may take in the memory of an FP64 oracle
@@ -103,7 +103,7 @@ def bench_to_dict(benches: Sequence[ModelBench]) -> dict[str, Any]:
     """Plain data for JSON; see docs/report.md."""
     absent = [(bench.bundle.manifest.spec.name, each) for bench in benches for each in bench.absent]
     notes = list(dict.fromkeys(f"{name}: {each.sentence}" for name, each in absent))
-    return {**frame(), "models": [bench.to_dict() for bench in benches], "notes": notes}
+    return {**report_header(), "models": [bench.to_dict() for bench in benches], "notes": notes}
 
 
 def bench_bundle(

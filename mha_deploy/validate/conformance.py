@@ -290,7 +290,7 @@ _OF_MASKED = "for fully masked queries"
 
 
 @dataclass(frozen=True)
-class Cell:
+class MaskVerdict:
     """How one runtime treats one case."""
 
     status: str  # `conforms`, `wrong`, `refused`, or `absent` where the runtime is not here
@@ -303,30 +303,30 @@ class Cell:
         return f"{self.status}{error}" + (f": {self.detail}" if self.detail else "")
 
 
-def judge_answer(trial: MaskTrial, answer: Answer) -> Cell:
+def judge_answer(trial: MaskTrial, answer: Answer) -> MaskVerdict:
     """Compare an answer with the oracle, within the budget of a plain implementation's own error."""
     if isinstance(answer, DeployError):
-        return Cell(CELL_REFUSED, answer.in_one_line)
+        return MaskVerdict(CELL_REFUSED, answer.in_one_line)
     shape, dtype = trial.case.shapes["q"], trial.precision.numpy
     if answer.shape != shape:
-        return Cell(WRONG, f"shape {answer.shape}, not {shape}")
+        return MaskVerdict(WRONG, f"shape {answer.shape}, not {shape}")
     if answer.dtype != dtype:
-        return Cell(WRONG, f"type {answer.dtype}, not {dtype}")
+        return MaskVerdict(WRONG, f"type {answer.dtype}, not {dtype}")
     got = trial.heads(answer.astype(np.float64))
     bad = ~np.isfinite(got).all(axis=-1)
     if bad.any():
         others = (bad & ~trial.fully_masked).any()
         where = f"in {int(bad.sum())} of {bad.size} rows" if others else _OF_MASKED
-        return Cell(WRONG, f"gives {'NaN' if np.isnan(got).any() else 'infinity'} {where}")
+        return MaskVerdict(WRONG, f"gives {'NaN' if np.isnan(got).any() else 'infinity'} {where}")
     allowed, budget = _allowed(trial)
     for shows, right in allowed.items():
         deviation = measure(got, right)
         if not budget.exceeded_by(deviation):
-            return Cell(CONFORMS, shows, deviation.relative_l2, budget.share_used(deviation))
+            return MaskVerdict(CONFORMS, shows, deviation.relative_l2, budget.share_used(deviation))
     deviation = measure(got, trial.exact)
     detail = f"out of budget: {', '.join(budget.exceeded_by(deviation))}"
     misread = (words for words, by in _misreadings(trial, got) if not budget.exceeded_by(measure(got, by)))
-    return Cell(WRONG, next(misread, detail), deviation.relative_l2, budget.share_used(deviation))
+    return MaskVerdict(WRONG, next(misread, detail), deviation.relative_l2, budget.share_used(deviation))
 
 
 def _allowed(trial: MaskTrial) -> tuple[dict[str, np.ndarray], Budget]:
@@ -451,10 +451,10 @@ class ConformanceTable:
     seed: int
     rows: tuple[Case, ...]
     columns: tuple[str, ...]
-    cells: Mapping[str, Mapping[str, Cell]]
+    cells: Mapping[str, Mapping[str, MaskVerdict]]
 
     @property
-    def wrong(self) -> list[tuple[Case, str, Cell]]:
+    def wrong(self) -> list[tuple[Case, str, MaskVerdict]]:
         """The answers that are wrong, by case and column.
 
         Diagnostic rows do not count: they show what a runtime does by itself, and what is wrong about that
@@ -492,7 +492,7 @@ def conformance_table(
     A column is a runtime, or why it is not here. `on_column` is called before each.
     """
     trials = [draw_trial(case, precision, seed) for case in cases]
-    cells: dict[str, dict[str, Cell]] = {case.name: {} for case in cases}
+    cells: dict[str, dict[str, MaskVerdict]] = {case.name: {} for case in cases}
     for name, column in columns.items():
         on_column(name)
         try:
@@ -503,7 +503,7 @@ def conformance_table(
                 cells[trial.case.name][name] = judge_answer(trial, answers[trial.case.name])
         except BackendUnavailable as error:
             for row in cells.values():
-                row[name] = Cell(ABSENT, error.in_one_line)
+                row[name] = MaskVerdict(ABSENT, error.in_one_line)
     rows, names = tuple(cases), tuple(columns)
     return ConformanceTable(precision=precision.name, seed=seed, rows=rows, columns=names, cells=cells)
 

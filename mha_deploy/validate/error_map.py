@@ -40,7 +40,7 @@ _KEEPS_HEADS = frozenset({"Reshape", "Transpose", "Identity", "Cast", "Mul"})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Projection:
+class OutputProjection:
     """The output projection of a layer."""
 
     weight: np.ndarray  # its matrix, [Hq·D, E]
@@ -120,7 +120,7 @@ class Heatmap:
 
 
 def heatmap(
-    backend: str, case: GoldenCase, output_name: str, got: np.ndarray, projection: Projection | None
+    backend: str, case: GoldenCase, output_name: str, got: np.ndarray, projection: OutputProjection | None
 ) -> Heatmap:
     """Map the error of one output."""
     oracle = case.oracle[output_name]
@@ -154,7 +154,7 @@ def heatmap(
 # -- the projection --------------------------------------------------------------------------------
 
 
-def output_projection(model: ir.Model) -> Projection | None:
+def output_projection(model: ir.Model) -> OutputProjection | None:
     """The matmul with a weight between the heads of an attention and a graph output, if there is one."""
     for output in model.graph.outputs:
         value, bias = output, None
@@ -168,7 +168,7 @@ def output_projection(model: ir.Model) -> Projection | None:
         matrix, added = (None if each is None else each.numpy() for each in (weight, bias))
         if matrix is not None and matrix.ndim == 2 and D is not None and matrix.shape[0] % D == 0:
             heads, name = matrix.shape[0] // D, str(output.name)
-            return Projection(weight=matrix, bias=added, heads=heads, output=name)
+            return OutputProjection(weight=matrix, bias=added, heads=heads, output=name)
     return None
 
 

@@ -8,8 +8,7 @@ from functools import partial
 from typing import Any
 
 from mha_deploy.analyze.cost import LayerCost, StageCost, cost_of, layer_cost
-from mha_deploy.analyze.roofline import find_gpu as find_peaks
-from mha_deploy.analyze.roofline import roofline_bound
+from mha_deploy.analyze.roofline import find_peaks, roofline_bound
 from mha_deploy.bundle.cases import GoldenCase
 from mha_deploy.bundle.folder import Bundle
 from mha_deploy.bundle.traces import DecodeTrace
@@ -30,7 +29,7 @@ from mha_deploy.runtime.child import RuntimeCrash
 from mha_deploy.runtime.runner import Runner
 from mha_deploy.runtime.timing import KernelTime, Timing, TimingPlan
 from mha_deploy.validate.decode import DecodeReport, admits, evaluate_trace
-from mha_deploy.validate.error_map import MAPPED_RANKS, Heatmap, Projection, heatmap
+from mha_deploy.validate.error_map import MAPPED_RANKS, Heatmap, OutputProjection, heatmap
 from mha_deploy.validate.invariance import InvarianceCheck, invariance_from_runner
 from mha_deploy.validate.runtimes import PYTORCH, TENSORRT, Runtime, kernel_times
 
@@ -216,7 +215,7 @@ class EvaluationPlan:
     timing: TimingPlan = field(default_factory=TimingPlan)
     traces: Sequence[DecodeTrace] = ()  # tokens to decode, for a layer with a cache
     kernels: bool = False  # whether to report which kernels take the time
-    projection: Projection | None = None  # which the map of errors is pulled back through
+    projection: OutputProjection | None = None  # which the map of errors is pulled back through
 
 
 @dataclass(frozen=True, kw_only=True)

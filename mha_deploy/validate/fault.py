@@ -262,7 +262,7 @@ def bisect_bundle(
     )
 
 
-def bisected_case(bundle: Bundle) -> GoldenCase:
+def case_to_bisect(bundle: Bundle) -> GoldenCase:
     """The golden case that is looked into: the one whose attentions are known, or the usual one."""
     layers, golden = bundle.manifest.layers, bundle.manifest.golden
     wanted = layers.case if layers else "opt"
@@ -278,7 +278,7 @@ class _Search:
         self.precision, self.open_model = bundle.manifest.precision, open_model
         self.reference, self.on_step = reference, on_step
         self.model, self.layers = load_graph(bundle.model_path), layers_case(bundle)
-        self.case, self.runs = bisected_case(bundle), 0
+        self.case, self.runs = case_to_bisect(bundle), 0
         entry = bundle.manifest.layers
         self.values = dict(entry.values) if entry else {}
 

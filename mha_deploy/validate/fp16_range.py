@@ -206,7 +206,7 @@ _SENTINEL = "hide keys by a boolean mask or -inf, which every lowering knows, or
 
 
 @dataclass(frozen=True)
-class Finding:
+class RangeFinding:
     """What was found, how bad it is (one of `STATUSES`), and what can be done."""
 
     status: str
@@ -224,7 +224,7 @@ class NodeRange:
     # FP16's limit over the largest of the numbers; 0 where one is not finite already. The number that
     # hides keys is judged by itself: it is meant to be large.
     headroom: float
-    findings: tuple[Finding, ...]  # what is worth saying; those of status `ok` are remarks
+    findings: tuple[RangeFinding, ...]  # what is worth saying; those of status `ok` are remarks
 
     @property
     def status(self) -> str:
@@ -315,10 +315,10 @@ def _status_of(size: float) -> str:
     return OVERFLOWS if size > FP16_MAX else NEAR if size * NEAR_BELOW > FP16_MAX else OK
 
 
-def _findings(figures: Figures, max_keys: int, precision: str) -> Iterator[Finding]:
+def _findings(figures: Figures, max_keys: int, precision: str) -> Iterator[RangeFinding]:
     bf16 = _BF16[precision]
     for line in figures.not_finite:
-        yield Finding(OVERFLOWS, f"{line} are NaN or infinite", (bf16,))
+        yield RangeFinding(OVERFLOWS, f"{line} are NaN or infinite", (bf16,))
     large: list[tuple[str, float, tuple[str, ...]]] = [
         (f"the largest |{name}|", size, (bf16,)) for name, size in figures.tensors.items()
     ]
@@ -336,20 +336,20 @@ def _findings(figures: Figures, max_keys: int, precision: str) -> Iterator[Findi
     for what, size, advice in large:
         if (status := _status_of(size)) != OK:
             verb = does[status][precision != "fp16"]
-            yield Finding(status, f"{what} is {size:,.0f}, which {verb} FP16", advice)
+            yield RangeFinding(status, f"{what} is {size:,.0f}, which {verb} FP16", advice)
     if figures.exponent is not None and figures.exponent > _LARGEST_EXPONENT:
         exp = f"exp({figures.exponent:.1f})"
-        yield Finding(OK, f"{exp} overflows FP16 in a kernel that does not subtract the maximum first")
+        yield RangeFinding(OK, f"{exp} overflows FP16 in a kernel that does not subtract the maximum first")
     measured = max((each.largest for each in figures.sums), default=0.0)
     if max(max_keys, measured) > _LAST_COUNT:
         status, what = OK, f"the softmax sums up to {max_keys:,} keys (measured: {measured:,.1f}); "
         what += f"a sum of ones in FP16 stops at {_LAST_COUNT:,}"
         if max_keys > FP16_MAX:
             status, what = NEAR, f"{what} and overflows above {FP16_MAX:,.0f}"
-        yield Finding(max(status, _status_of(measured), key=STATUSES.index), what, (_SUM_IN_FP32,))
+        yield RangeFinding(max(status, _status_of(measured), key=STATUSES.index), what, (_SUM_IN_FP32,))
 
 
-def _about_sentinel(figures: Figures) -> Iterator[Finding]:
+def _about_sentinel(figures: Figures) -> Iterator[RangeFinding]:
     """Judge the number that hides keys, together with the scores it is added to."""
     if figures.sentinel is None:
         return
@@ -369,4 +369,4 @@ def _about_sentinel(figures: Figures) -> Iterator[Finding]:
         what += f", if it is to hide keys, is too small for scores from {low:,.1f} to {high:,.1f}"
     else:
         return
-    yield Finding(status, what, (_SENTINEL,))
+    yield RangeFinding(status, what, (_SENTINEL,))

@@ -49,7 +49,7 @@ from mha_deploy.validate.runtimes import (
     refuse_without_torch,
     torch_device,
 )
-from mha_deploy.validate.verdict import Report, concluded, inside
+from mha_deploy.validate.verdict import Report, are_within, conclude
 
 if TYPE_CHECKING:
     from mha_deploy.baselines.fresh import FreshCases
@@ -65,7 +65,7 @@ _TIMED = ("opt", "prefill", "decode")
 # Large scores round more coarsely, by chance in the heads that matter. A mistake is hundreds of times larger.
 PROBE_ALLOWANCE = 6.0
 _COARSE_NUMBERS = 1 << 14  # of an output: enough to tell a part in BF16 from chance
-_LOUDNESS, _LOUD_STEPS = 4.0, 8  # of the large tokens, and the decode steps with some of them
+_LARGE_TOKEN, _PROBE_STEPS = 4.0, 8  # of the large tokens, and the decode steps with some of them
 
 
 def validate_bundle(
@@ -89,14 +89,14 @@ def validate_bundle(
     return report
 
 
-def drawn_cases(
+def draw_cases(
     bundle: Bundle, options: ValidateOptions, on_step: OnStep
 ) -> tuple[dict[str, Sequence[GoldenCase]], tuple[Unavailable, ...]]:
     """The cases that are drawn besides the golden ones, by kind; and what could not be drawn."""
     validation = _Validation(bundle, options, on_step)
     manifest = bundle.manifest
     plan = EvaluationPlan(spec=manifest.spec, precision=manifest.precision, cases={})
-    return dict(validation._with_fresh(plan, ()).cases), tuple(validation.finder.absent)
+    return dict(validation._with_drawn_cases(plan, ()).cases), tuple(validation.finder.absent)
 
 
 class _Validation:
@@ -113,11 +113,13 @@ class _Validation:
     def report(self, build: Build | None) -> Report:
         """Everything, in the order in which it is needed."""
         plan, options, manifest = self._plan(), self.options, self.bundle.manifest
-        judged = self._named(plan) if options.backends else self._graph_and_engines(plan, build)
+        judged = (
+            self._evaluate_named(plan) if options.backends else self._evaluate_graph_and_engines(plan, build)
+        )
         judged_rows, self.rows = self.rows, []
-        evaluated = [*self._baselines(plan), *judged]
+        evaluated = [*self._evaluate_baselines(plan), *judged]
         rows = [*self.rows, *judged_rows]  # what is compared against comes first in a table
-        ranges, fault, table = self._ranges(), self._fault(judged), None
+        ranges, fault, table = self._measure_ranges(), self._attribute_fault(judged), None
         if options.conformance:
             columns, on_column = mask_columns(manifest.precision), lambda name: self.on_step(f"masks: {name}")
             table = conformance_table(columns, manifest.precision, on_column=on_column)
@@ -132,7 +134,7 @@ class _Validation:
             fault=fault,
             notes=tuple(self.notes),
         )
-        return concluded(report, judged, options, self.broken)
+        return conclude(report, judged, options, self.broken)
 
     # -- what is evaluated ----------------------------------------------------------------------
 
@@ -156,7 +158,7 @@ class _Validation:
             traces=traces_of(self.bundle, options),
         )
 
-    def _sweep(self, profiles: Sequence[Mapping[str, Axis]]) -> list[GoldenCase]:
+    def _draw_sweep(self, profiles: Sequence[Mapping[str, Axis]]) -> list[GoldenCase]:
         """Every profile at its corners, with inputs that no golden case has."""
         self.on_step("sweep: inputs and their FP64 oracle")
         points = sweep_points(self.bundle.manifest.spec, profiles, limit=self._oracle_limit)
@@ -167,7 +169,7 @@ class _Validation:
         ]
 
     @cached_property
-    def _random(self) -> list[GoldenCase]:
+    def _random_cases(self) -> list[GoldenCase]:
         """As many cases as were requested, with sizes from anywhere in the axes that an oracle can afford."""
         spec, cases = self.bundle.manifest.spec, list[GoldenCase]()
         for seed in range(self.options.seed, self.options.seed + self.options.fresh):
@@ -183,14 +185,14 @@ class _Validation:
 
         return FreshCases(self.bundle, device=torch_device())
 
-    def _with_fresh(self, plan: EvaluationPlan, engines: Sequence[Runtime]) -> EvaluationPlan:
+    def _with_drawn_cases(self, plan: EvaluationPlan, engines: Sequence[Runtime]) -> EvaluationPlan:
         """Add fresh cases: those requested, and by default probes, and a sweep of the engines' profiles."""
         cases, options = dict(plan.cases), self.options
         profiles = [ranges for each in engines if each.engine for ranges in each.engine.manifest.ranges]
         kinds = (
-            ("sweep", "the sweep", self._sweep, options.sweep, bool(engines) and can_import("torch")),
-            ("fresh", "fresh inputs", lambda _: self._random, options.fresh > 0, False),
-            ("probe", "probe inputs", self._probes, options.probe, True),
+            ("sweep", "the sweep", self._draw_sweep, options.sweep, bool(engines) and can_import("torch")),
+            ("fresh", "fresh inputs", lambda _: self._random_cases, options.fresh > 0, False),
+            ("probe", "probe inputs", self._draw_probes, options.probe, True),
         )
         for kind, title, draw, requested, by_default in kinds:
             if not requested and not (requested is None and by_default):
@@ -202,10 +204,10 @@ class _Validation:
                     raise
                 self.finder.absent.append(Unavailable(name=title, reason=error.in_one_line))
         return replace(
-            plan, cases=cases, traces=[*plan.traces, *(self._loud_trace if "probe" in cases else ())]
+            plan, cases=cases, traces=[*plan.traces, *(self._probe_trace if "probe" in cases else ())]
         )
 
-    def _probes(self, profiles: Sequence[Mapping[str, Axis]]) -> list[GoldenCase]:
+    def _draw_probes(self, profiles: Sequence[Mapping[str, Axis]]) -> list[GoldenCase]:
         """Large tokens at the edges of masks, windows and caches, at the usual sizes and profile corners.
 
         At the usual sizes also random inputs, of which it is known what parts in BF16 would change.
@@ -216,7 +218,7 @@ class _Validation:
             fresh = self._fresh
         except DeployError as error:  # no PyTorch, or not the module's factory
             self.notes.append(f"the oracle of probe inputs is the graph in FP64: {error.in_one_line}")
-            return self._graph_probe()
+            return self._draw_graph_probe()
         usual, cases = usual_points(spec), list[GoldenCase]()
         corners = sweep_points(spec, profiles, limit=limit) if profiles else ()
         ends = ("max", "-long", "-keys", "largest-odd")
@@ -231,16 +233,16 @@ class _Validation:
         return cases
 
     @cached_property
-    def _loud_trace(self) -> list[DecodeTrace]:
+    def _probe_trace(self) -> list[DecodeTrace]:
         """Large tokens among those that a layer with a KV cache decodes; none without PyTorch."""
         spec = self.bundle.manifest.spec
-        planned = plan_trace(spec, _LOUD_STEPS)
+        planned = plan_trace(spec, _PROBE_STEPS)
         if isinstance(planned, str) or spec.layer is None or not can_import("torch"):
             return []
         trace = self._fresh.trace(replace(planned, name="probe-steps"), seed=self.options.seed, probe=True)
         return [replace(trace, allowance=PROBE_ALLOWANCE)]
 
-    def _graph_probe(self) -> list[GoldenCase]:
+    def _draw_graph_probe(self) -> list[GoldenCase]:
         """Large tokens in the usual golden case, with the bundle's own graph in FP64 as the oracle.
 
         They verify runtimes and engines, not the export: that the graph is the module's is for golden cases.
@@ -252,7 +254,7 @@ class _Validation:
         hidden = [inputs[each.name] for each in floats if isinstance(each.dims[1], str)]
         for array in hidden:
             last = array.shape[1] - 1
-            array[:, sorted({0, last // 2, last})] *= array.dtype.type(_LOUDNESS)
+            array[:, sorted({0, last // 2, last})] *= array.dtype.type(_LARGE_TOKEN)
         if not hidden or not self._oracle_limit.allows(manifest.spec, usual.sizes):
             raise DeployError("There are no hidden states of a size that can be probed.")
         wide = {n: x if x.dtype.kind in "iub" else x.astype(np.float64) for n, x in inputs.items()}
@@ -275,15 +277,15 @@ class _Validation:
 
     # -- which runtimes are evaluated -----------------------------------------------------------
 
-    def _named(self, plan: EvaluationPlan) -> list[Evaluation]:
+    def _evaluate_named(self, plan: EvaluationPlan) -> list[Evaluation]:
         """The runtimes that were requested; one that cannot run is an error."""
         named = [self.finder.named(name) for name in dict.fromkeys(self.options.backends)]
-        plan = self._with_fresh(plan, [each for each in named if each.engine is not None])
-        return list(filter(None, [self._tried(runtime, plan) for runtime in named]))
+        plan = self._with_drawn_cases(plan, [each for each in named if each.engine is not None])
+        return list(filter(None, [self._try_runtime(runtime, plan) for runtime in named]))
 
-    def _graph_and_engines(self, plan: EvaluationPlan, build: Build | None) -> list[Evaluation]:
+    def _evaluate_graph_and_engines(self, plan: EvaluationPlan, build: Build | None) -> list[Evaluation]:
         """The graph in a runtime that can be trusted, then the engines that were built from it."""
-        graph = self._graph(self._with_fresh(plan, ()))
+        graph = self._evaluate_graph(self._with_drawn_cases(plan, ()))
         if build is not None and graph is not None and graph.is_right:  # that of a wrong graph only distracts
             try:
                 build(graph)
@@ -291,15 +293,15 @@ class _Validation:
                 self.broken.append(Unavailable(name="engine build", reason=crash.in_one_line))
             self.finder.look_for_engines()
         engines = self.finder.running_engines()
-        plan = self._with_fresh(plan, engines) if engines else plan
-        return list(filter(None, [graph, *(self._tried(engine, plan) for engine in engines)]))
+        plan = self._with_drawn_cases(plan, engines) if engines else plan
+        return list(filter(None, [graph, *(self._try_runtime(engine, plan) for engine in engines)]))
 
-    def _graph(self, plan: EvaluationPlan) -> Evaluation | None:
+    def _evaluate_graph(self, plan: EvaluationPlan) -> Evaluation | None:
         """The graph in the first runtime that loads it; None where all of them crash."""
         candidates = self.finder.graphs()
         for runtime in candidates:
             try:
-                if (evaluated := self._tried(runtime, plan)) is not None:
+                if (evaluated := self._try_runtime(runtime, plan)) is not None:
                     return evaluated
             except DeployError as error:
                 if runtime is candidates[-1] and not self.broken:
@@ -307,15 +309,15 @@ class _Validation:
                 self.finder.absent.append(Unavailable(name=runtime.name, reason=error.in_one_line))
         # ONNX's evaluator is slow, and it is Python: it does not crash.
         known = [runtime.name for runtime in candidates]
-        return None if ONNX_REFERENCE in known else self._evaluated(self.finder.named(ONNX_REFERENCE), plan)
+        return None if ONNX_REFERENCE in known else self._evaluate(self.finder.named(ONNX_REFERENCE), plan)
 
-    def _tried(self, runtime: Runtime, plan: EvaluationPlan) -> Evaluation | None:
+    def _try_runtime(self, runtime: Runtime, plan: EvaluationPlan) -> Evaluation | None:
         """Evaluate a runtime; one that crashes while it loads the model has failed, and the others go on.
 
         So has an engine that fits this machine and cannot be loaded, unless it was requested by name.
         """
         try:
-            return self._evaluated(runtime, plan)
+            return self._evaluate(runtime, plan)
         except DeployError as error:
             may_fail = runtime.engine is not None and not self.options.backends
             if not may_fail and not isinstance(error, RuntimeCrash):
@@ -324,7 +326,7 @@ class _Validation:
             (self.finder.absent if isinstance(error, BackendUnavailable) else self.broken).append(found)
             return None
 
-    def _evaluated(self, runtime: Runtime, plan: EvaluationPlan) -> Evaluation:
+    def _evaluate(self, runtime: Runtime, plan: EvaluationPlan) -> Evaluation:
         # A graph on the CPU is checked there, not timed.
         plan = replace(plan, timed=()) if runtime.name in CPU_RUNNERS else plan
         evaluation = evaluate(runtime, plan, self.on_step)
@@ -350,7 +352,7 @@ class _Validation:
             self.broken.append(Unavailable(name=f"{runtime.name}, {what}", reason=crash.in_one_line))
             return None
 
-    def _baselines(self, plan: EvaluationPlan) -> list[Evaluation]:
+    def _evaluate_baselines(self, plan: EvaluationPlan) -> list[Evaluation]:
         """PyTorch's baselines beside it: judged on the case that they are timed on, and no more."""
         runtimes = self.finder.baselines() if plan.timed and not self.options.backends else []
         found, rows = evaluate_all(runtimes, replace(plan, cases={}, traces=()), self.on_step)
@@ -359,7 +361,7 @@ class _Validation:
 
     # -- further checks ------------------------------------------------------------------------
 
-    def _ranges(self) -> RangeReport | None:
+    def _measure_ranges(self) -> RangeReport | None:
         """How near FP16's limit attention comes; None for a module without any attention node."""
         if not self.bundle.manifest.attention:
             return None
@@ -370,7 +372,7 @@ class _Validation:
             self.notes.append(f"the FP16 range was not measured: {error.in_one_line}")
             return None
 
-    def _fault(self, judged: Sequence[Evaluation]) -> FaultReport | None:
+    def _attribute_fault(self, judged: Sequence[Evaluation]) -> FaultReport | None:
         """Who is at fault where an answer is wrong; the first that is speaks for all.
 
         What could not be run has no numbers to explain: its own message says why, and twins take minutes.
@@ -390,7 +392,7 @@ class _Validation:
 
 def _batch_for_coarse(spec: ModelSpec, sizes: Sizes, profiles: Sequence[Mapping[str, Axis]]) -> int:
     """So many batch elements that chance hides no part in BF16, where axes and profiles admit them."""
-    most = max((axes["B"].max for axes in profiles if inside(sizes, axes)), default=spec.axes["B"].max)
+    most = max((axes["B"].max for axes in profiles if are_within(sizes, axes)), default=spec.axes["B"].max)
     in_one = math.prod(spec.outputs[0].shape({**sizes, "B": 1}))
     return max(sizes["B"], min(most, math.ceil(_COARSE_NUMBERS / in_one)))
 

@@ -1,4 +1,4 @@
-"""Deliberate mistakes in the graph, and whether each is caught."""
+"""Mutations of a bundle's own graph: the validation must detect each of them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from mha_deploy.runtime.runner import Runner
 from mha_deploy.validate.decode import DecodeReport, case_budgets, evaluate_trace, traces_of
 from mha_deploy.validate.error_map import output_projection
 from mha_deploy.validate.fault import layer_parity
-from mha_deploy.validate.run import drawn_cases
+from mha_deploy.validate.run import draw_cases
 
 # -- Parity of a runner alone ----------------------------------------------------------------------
 
@@ -59,8 +59,8 @@ def parity_from_runner(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Catch:
-    """One deliberate mistake, and whether the golden cases give it away."""
+class MutationResult:
+    """One mutation of the graph, and whether it was detected."""
 
     mistake: str  # what was done to the model
     caught: bool  # whether the verdict was a failure
@@ -69,24 +69,24 @@ class Catch:
 
 @dataclass(frozen=True, kw_only=True)
 class SelfTest:
-    """The right model's own share of the budget, and every mistake that could be made."""
+    """The verdict on the graph as it is, and on every mutation that applies to it."""
 
     right: ParityReport
-    catches: tuple[Catch, ...]
+    mutations: tuple[MutationResult, ...]
 
     @property
     def passed(self) -> bool:
         """Whether the right model passes and every wrong one fails."""
-        return self.right.passed and bool(self.catches) and all(catch.caught for catch in self.catches)
+        return self.right.passed and bool(self.mutations) and all(each.caught for each in self.mutations)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
         right = {"passed": self.right.passed, "share": largest_share(self.right.verdicts)}
-        return {"passed": self.passed, "right": right, "mistakes": [vars(catch) for catch in self.catches]}
+        return {"passed": self.passed, "right": right, "mistakes": [vars(each) for each in self.mutations]}
 
 
 def self_test(
-    bundle: Bundle, backend: str | None = None, *, on_mistake: Callable[[str], None] = lambda name: None
+    bundle: Bundle, backend: str | None = None, *, on_mutation: Callable[[str], None] = lambda name: None
 ) -> SelfTest:
     """Validate the bundle's own graph, then every mutated copy of it.
 
@@ -94,7 +94,7 @@ def self_test(
     itself; mistakes of a KV cache also while decoding the bundle's traces.
     """
     manifest, model = bundle.manifest, load_graph(bundle.model_path)
-    drawn, _ = drawn_cases(bundle, ValidateOptions(sweep=False), lambda step: None)
+    drawn, _ = draw_cases(bundle, ValidateOptions(sweep=False), lambda step: None)
     cases, traces = [*golden_cases(bundle), *drawn.get("probe", ())], traces_of(bundle, ValidateOptions())
 
     budgets: dict[str, dict[str, Budget]] = {}
@@ -112,11 +112,11 @@ def self_test(
         others = [verdict for each in found if each is not None for verdict in each.verdicts]
         return replace(report, verdicts=(*report.verdicts, *others))
 
-    catches = []
+    results = []
     for mistake in mutations():  # which of them have no effect is known of catalog layers only
         if (graph := mutated(model, mistake, manifest.spec.layer)) is not None:
-            on_mistake(mistake)
+            on_mutation(mistake)
             report = judged(graph, mistake in IN_CACHES)
             share = largest_share(report.verdicts)
-            catches.append(Catch(mistake=mistake, caught=not report.passed, share=share))
-    return SelfTest(right=judged(model, True), catches=tuple(catches))
+            results.append(MutationResult(mistake=mistake, caught=not report.passed, share=share))
+    return SelfTest(right=judged(model, True), mutations=tuple(results))

@@ -26,12 +26,12 @@ from mha_deploy.metrics import OutputVerdict, ParityReport, failed_to_run, judge
 from mha_deploy.options import ValidateOptions
 from mha_deploy.runtime.kserve import UNREACHABLE, ServerError, ServerRunner, served_name
 from mha_deploy.runtime.runner import Arrays
-from mha_deploy.text import plural, together
+from mha_deploy.text import group_by, plural
 from mha_deploy.validate.decode import DecodeReport, evaluate_trace, run_decode_loop, traces_of
 from mha_deploy.validate.evaluate import Evaluation
-from mha_deploy.validate.run import drawn_cases
+from mha_deploy.validate.run import draw_cases
 from mha_deploy.validate.runtimes import Runtime, Unavailable
-from mha_deploy.validate.verdict import FAILURE, WARNING, Finding, Report, concluded
+from mha_deploy.validate.verdict import FAILURE, WARNING, Finding, Report, conclude
 
 T = TypeVar("T")
 OnStep = Callable[[str, int, int], None]
@@ -64,7 +64,7 @@ class _ServerValidation:
             kept = "golden cases were not run: their KV cache is an input, and this server keeps its own"
             notes = (f"{kept}; the decode traces were replayed",)
         else:
-            drawn, absent = drawn_cases(self.bundle, options, lambda step: on_step(step, 0, 0))
+            drawn, absent = draw_cases(self.bundle, options, lambda step: on_step(step, 0, 0))
             kinds = {"golden": golden, **drawn}
             for kind, cases in kinds.items():
                 on_step(f"{runner.model}: {kind} cases", 0, 0)
@@ -96,7 +96,7 @@ class _ServerValidation:
         about: dict[str, Any] = {"absent": absent, "notes": notes, "serving": tuple(points)}
         report = Report(bundle=self.bundle, evaluations=(evaluation,), **about)
         served = [each for point in points for each in _findings(point, options)]
-        return concluded(report, [evaluation], options, served=served)
+        return conclude(report, [evaluation], options, served=served)
 
     def _label(self, clients: int) -> str:
         return self.runner.name + (f", {clients} clients" if clients > 1 else "")
@@ -238,7 +238,7 @@ class _Load:
     def results(self) -> Iterator[tuple[GoldenCase | DecodeTrace, list[_Part]]]:
         """Every case and trace of which all parts were sent and kept."""
         sent = [(round, self._units[index], part) for (round, index), part in sorted(self._parts.items())]
-        for group in together(sent, lambda each: (each[0], id(each[1].of))):
+        for group in group_by(sent, lambda each: (each[0], id(each[1].of))):
             (_, unit, _), parts = group[0], [part for _, _, part in group]
             if len(parts) == unit.parts and all(part.is_kept for part in parts):
                 yield unit.of, parts
@@ -296,7 +296,7 @@ def _worst(found: Iterable[T], key: Callable[[T], Hashable]) -> list[T]:
     def badness(each: Any) -> tuple[bool, float]:
         return not each.passed, each.share or 0.0
 
-    return [max(alike, key=badness) for alike in together(found, key)]
+    return [max(alike, key=badness) for alike in group_by(found, key)]
 
 
 def _padded(array: np.ndarray, axis: int, length: int) -> np.ndarray:

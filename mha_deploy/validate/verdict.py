@@ -19,7 +19,7 @@ from mha_deploy.metrics import NOT_VERIFIED, OutputVerdict
 from mha_deploy.model.spec import Axis
 from mha_deploy.options import ValidateOptions
 from mha_deploy.runtime.cuda import find_gpu
-from mha_deploy.text import named, together, without_numbers
+from mha_deploy.text import group_by, summarize_names, without_numbers
 from mha_deploy.validate.conformance import ConformanceTable
 from mha_deploy.validate.evaluate import Evaluation, LatencyPoint
 from mha_deploy.validate.fault import LAYERS, FaultReport
@@ -76,7 +76,7 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; see docs/report.md."""
         return {
-            **frame(),
+            **report_header(),
             "verdict": {
                 "passed": self.passed,
                 "outcome": self.outcome,
@@ -99,7 +99,7 @@ class Report:
         }
 
 
-def frame() -> dict[str, Any]:
+def report_header() -> dict[str, Any]:
     """What every report begins with: the tool, the time, and the machine."""
     gpu = find_gpu()
     shown = ("name", "compute_capability", "l2_bytes", "memory_bytes")
@@ -171,7 +171,7 @@ FAILURE, WARNING, NOTE = LEVELS = "failure", "warning", "note"
 _SHOWN_MISSING = 3  # sizes in the headline
 
 
-def concluded(
+def conclude(
     report: Report,
     judged: Sequence[Evaluation],
     options: ValidateOptions,
@@ -182,7 +182,7 @@ def concluded(
     found, missing = [*findings(report, options, broken), *served], tuple[tuple[str, str], ...]()
     if not report.serving:  # which sizes and nodes a server has is its own
         manifest = report.bundle.manifest
-        missing = not_covered(judged, report.engines, manifest.spec.axes)
+        missing = find_uncovered(judged, report.engines, manifest.spec.axes)
         found = [*unfused_findings(manifest, options), *found, *coverage_findings(missing, options)]
     ranked = tuple(sorted(found, key=lambda finding: LEVELS.index(finding.level)))
     line = _headline(report, judged, ranked, missing)
@@ -217,12 +217,12 @@ def unfused_findings(manifest: Manifest, options: ValidateOptions) -> Iterator[F
     if fused >= of:
         return
     reasons = [note for note in manifest.notes if " is not fused: " in note]
-    why = f" ({named(reasons, joint=', ')})" if reasons else ""
+    why = f" ({summarize_names(reasons, joint=', ')})" if reasons else ""
     text = f"{fused} of {of} attentions are one node in the graph{why}"
     yield Finding(FAILURE if options.require_fused else WARNING, "fusion", text)
 
 
-def not_covered(
+def find_uncovered(
     evaluations: Sequence[Evaluation], engines: Sequence[Engine], axes: Mapping[str, Axis]
 ) -> tuple[tuple[str, str], ...]:
     """What no runtime was judged on: kind (`run` or `coverage`) and a few words."""
@@ -238,7 +238,7 @@ def not_covered(
         ranges = [axes] if engine is None else engine.manifest.ranges
         for index, profile in enumerate(ranges):
             name = f"profile {index} of {each.runtime.name}"
-            ran_there = [one for one in sizes if inside(one, profile)]
+            ran_there = [one for one in sizes if are_within(one, profile)]
             if not ran_there:
                 found.append(("coverage", name))
                 continue
@@ -250,7 +250,7 @@ def not_covered(
     return tuple(dict.fromkeys(found))
 
 
-def inside(sizes: Mapping[str, int], axes: Mapping[str, Axis]) -> bool:
+def are_within(sizes: Mapping[str, int], axes: Mapping[str, Axis]) -> bool:
     """Whether sizes are within the ranges of a profile."""
     return all(axes[name].min <= size <= axes[name].max for name, size in sizes.items() if name in axes)
 
@@ -390,10 +390,12 @@ def _about_range(ranges: RangeReport | None) -> Iterator[Finding]:
     ]
     # What FP16 could not hold is no trouble for a model in another precision.
     level = WARNING if ranges.precision == "fp16" else NOTE
-    for alike in together(found, lambda each: (each[1], without_numbers(each[2]))):
+    for alike in group_by(found, lambda each: (each[1], without_numbers(each[2]))):
         if len({text for _, _, text in alike}) > 1:
             alike.sort(key=lambda each: each[0].headroom)
-        yield Finding(level, "range", f"{named([node.node for node, _, _ in alike])}: {alike[0][2]}")
+        yield Finding(
+            level, "range", f"{summarize_names([node.node for node, _, _ in alike])}: {alike[0][2]}"
+        )
 
 
 def _about_latency(points: Sequence[LatencyPoint]) -> Iterator[Finding]:

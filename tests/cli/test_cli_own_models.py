@@ -15,7 +15,7 @@ from mha_deploy.engine.engine import Engine
 from mha_deploy.metrics import Budget, Deviation, OutputVerdict, ParityReport
 from mha_deploy.options import ValidateOptions
 from mha_deploy.runtime.tensorrt.engine_verdict import NodeVerdict
-from mha_deploy.validate.fp16_range import Figures, Finding, NodeRange, RangeReport
+from mha_deploy.validate.fp16_range import Figures, NodeRange, RangeFinding, RangeReport
 from mha_deploy.validate.verdict import Report, findings
 
 LONG = "model.encoder.block.{}.layer.0.SelfAttention"
@@ -202,7 +202,7 @@ def sentences(report):
 
 
 def near(what, advice="take bf16"):
-    return Finding(status="near", what=what, advice=(advice,))
+    return RangeFinding(status="near", what=what, advice=(advice,))
 
 
 def test_equal_findings_of_many_attentions_are_one_line():
@@ -219,6 +219,6 @@ def test_of_findings_that_differ_in_numbers_the_worst_is_reported():
 
 def test_different_findings_are_separate_lines():
     one, other = near("the largest score is 9"), near("the largest |K| is 9")
-    worse = Finding(status="overflows", what="the largest score is 9", advice=("take bf16",))
+    worse = RangeFinding(status="overflows", what="the largest score is 9", advice=("take bf16",))
     reported = sentences(ranges((1.0, (one,)), (1.0, (other,)), (1.0, (worse,)), (1.0, ())))
     assert [text.partition(":")[0] for text in reported] == [f"blocks.{i}.attention" for i in range(3)]

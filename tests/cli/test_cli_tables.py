@@ -208,7 +208,7 @@ def test_doctor_text(run_cli):
 def test_doctor_reports_how_to_install_what_is_missing(run_cli, monkeypatch):
     from mha_deploy import environment as doctor
 
-    absent = doctor.Runtime(
+    absent = doctor.RuntimePackage(
         name="Unavailable", module="surely_absent", packages=(), gives="export", install='pip install "x[y]"'
     )
     monkeypatch.setattr(doctor.examine, "__defaults__", ((absent,),))

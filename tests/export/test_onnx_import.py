@@ -12,7 +12,7 @@ from torch import nn
 
 import mha_deploy as md
 from mha_deploy.errors import ExportError
-from mha_deploy.export.flow import refuse_far
+from mha_deploy.export.flow import refuse_large_error
 
 E, H, VOCABULARY = 64, 4, 61
 
@@ -224,5 +224,5 @@ def test_weights_that_are_inputs_as_well_are_weights(file, tmp_path):
 def test_a_result_that_is_far_from_the_oracle_is_refused_with_its_error(got, reason):
     results, oracle = {"y": np.array(got)}, {"y": np.array([1.0, 2.0])}
     with pytest.raises(ExportError) as caught:
-        refuse_far("the case", results, oracle, 0.1, "The results differ.", "")
+        refuse_large_error("the case", results, oracle, 0.1, "The results differ.", "")
     assert reason in caught.value.got

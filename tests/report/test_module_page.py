@@ -8,7 +8,7 @@ from example_report import fresh
 from example_results import break_verdict, parity, verdict
 
 from mha_deploy.report.page import report_page
-from mha_deploy.text import named, together, without_hash, without_numbers
+from mha_deploy.text import group_by, summarize_names, without_hash, without_numbers
 
 NAMES = [f"blocks.{i}.attention" for i in range(3)]
 
@@ -104,5 +104,5 @@ def test_kernels_are_alike_without_their_hash_but_not_without_their_version():
 
 
 def test_groups_keep_the_order_in_which_they_are_met():
-    assert together([3, 1, 4, 6, 5], lambda n: n % 2) == [[3, 1, 5], [4, 6]]
-    assert (named(["a"]), named(["a", "b", "c"])) == ("a", "a and 2 more")
+    assert group_by([3, 1, 4, 6, 5], lambda n: n % 2) == [[3, 1, 5], [4, 6]]
+    assert (summarize_names(["a"]), summarize_names(["a", "b", "c"])) == ("a", "a and 2 more")

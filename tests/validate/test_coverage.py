@@ -11,7 +11,7 @@ from mha_deploy.cli import app
 from mha_deploy.model.catalog import find_spec
 from mha_deploy.model.spec import Axis
 from mha_deploy.validate.run import sweep_points
-from mha_deploy.validate.verdict import not_covered
+from mha_deploy.validate.verdict import find_uncovered
 
 
 def judged(*sizes, engine=None, passed=True, not_decoded=None):
@@ -31,7 +31,7 @@ AXES = {"B": Axis(min=1, opt=2, max=4), "S": Axis(min=1, opt=16, max=64)}
 
 
 def words(*evaluations, engines=()):
-    return [text for _, text in not_covered(evaluations, engines, AXES)]
+    return [text for _, text in find_uncovered(evaluations, engines, AXES)]
 
 
 def test_sizes_above_the_largest_case_are_not_verified():

@@ -10,7 +10,7 @@ from mha_deploy.bundle.cases import GoldenCase, golden_cases
 from mha_deploy.errors import DeployError
 from mha_deploy.graph.file import load_graph
 from mha_deploy.runtime import open_runner
-from mha_deploy.validate.error_map import Projection, heatmap, output_projection
+from mha_deploy.validate.error_map import OutputProjection, heatmap, output_projection
 
 RNG = np.random.default_rng(0)
 HQ, D = 4, 16
@@ -43,7 +43,7 @@ def planted(weight, *, head=None, position=None, S=20, size=0.1, bias=0.0):
 def test_an_error_in_one_head_is_one_row():
     head = 1
     case, got = planted(W, head=head)
-    heat = heatmap("b", case, "output", got, Projection(weight=W, heads=HQ))
+    heat = heatmap("b", case, "output", got, OutputProjection(weight=W, heads=HQ))
     assert (heat.rows, heat.columns, heat.bin, heat.values.shape) == ("head", "position", 1, (HQ, 20))
     others = [row for row in range(HQ) if row != head]
     assert heat.values[head] == pytest.approx(0.1, rel=0.5)
@@ -52,7 +52,7 @@ def test_an_error_in_one_head_is_one_row():
 
 def test_an_error_at_one_position_is_one_column():
     case, got = planted(W, position=7)
-    values = heatmap("b", case, "output", got, Projection(weight=W, heads=HQ)).values
+    values = heatmap("b", case, "output", got, OutputProjection(weight=W, heads=HQ)).values
     assert values[:, 7].min() > 0.05
     assert np.delete(values, 7, axis=1).max() < 1e-6
 
@@ -60,13 +60,13 @@ def test_an_error_at_one_position_is_one_column():
 def test_the_error_is_relative_to_the_heads_without_the_bias():
     bias = np.full(96, 100.0)
     case, got = planted(W, head=1, bias=bias)
-    heat = heatmap("b", case, "output", got, Projection(weight=W, heads=HQ, bias=bias))
+    heat = heatmap("b", case, "output", got, OutputProjection(weight=W, heads=HQ, bias=bias))
     assert np.sqrt(np.mean(heat.values[1] ** 2)) == pytest.approx(0.1, rel=0.1)
 
 
 def test_many_positions_are_binned():
     case, got = planted(W, head=2, position=slice(290, 300), S=300)
-    heat = heatmap("b", case, "output", got, Projection(weight=W, heads=HQ))
+    heat = heatmap("b", case, "output", got, OutputProjection(weight=W, heads=HQ))
     assert (heat.bin, heat.values.shape) == (3, (HQ, 100))
     assert np.argwhere(heat.values > 1e-6)[:, 1].tolist() == [96, 97, 98, 99]
     # One of three positions is wrong in the first of these columns: RMS is 1/√3 of that of the others.
@@ -98,13 +98,19 @@ SQUARE = RNG.standard_normal((WIDTH, WIDTH))
     ("projection", "why"),
     [
         (None, "no projection of heads feeds it"),
-        (Projection(weight=W.T, heads=6), "the heads together (96) are wider than the output (64)"),
-        (Projection(weight=np.zeros((WIDTH, WIDTH)), heads=HQ), "the output projection is nearly singular"),
+        (OutputProjection(weight=W.T, heads=6), "the heads together (96) are wider than the output (64)"),
         (
-            Projection(weight=SQUARE * np.r_[1e-9, np.ones(WIDTH - 1)][:, None], heads=HQ),
+            OutputProjection(weight=np.zeros((WIDTH, WIDTH)), heads=HQ),
             "the output projection is nearly singular",
         ),
-        (Projection(weight=np.zeros((64, 2049)), heads=HQ), "the output projection is larger than 2048"),
+        (
+            OutputProjection(weight=SQUARE * np.r_[1e-9, np.ones(WIDTH - 1)][:, None], heads=HQ),
+            "the output projection is nearly singular",
+        ),
+        (
+            OutputProjection(weight=np.zeros((64, 2049)), heads=HQ),
+            "the output projection is larger than 2048",
+        ),
     ],
 )
 def test_rows_are_groups_of_channels_where_there_are_no_heads(projection, why):
@@ -127,13 +133,13 @@ def test_a_width_that_eight_does_not_divide_has_fewer_groups():
 def test_how_much_rounding_is_amplified_is_reported():
     orthogonal = np.linalg.qr(SQUARE)[0]
     case, got = planted(orthogonal)
-    assert Projection(weight=orthogonal, heads=HQ).amplification == pytest.approx(1.0)
+    assert OutputProjection(weight=orthogonal, heads=HQ).amplification == pytest.approx(1.0)
     assert (
         "look 1.0 times as large"
-        in heatmap("b", case, "output", got, Projection(weight=orthogonal, heads=HQ)).note
+        in heatmap("b", case, "output", got, OutputProjection(weight=orthogonal, heads=HQ)).note
     )
     # The claim itself: noise on the output of a mixing projection looks larger by this factor.
-    projection = Projection(weight=SQUARE, heads=HQ)
+    projection = OutputProjection(weight=SQUARE, heads=HQ)
     truth = RNG.standard_normal((8, 64, WIDTH)) @ SQUARE
     noise = 1e-3 * np.sqrt(np.mean(truth**2)) * RNG.standard_normal(truth.shape)
     values = heatmap("b", made_case(output=truth), "output", truth + noise, projection).values
@@ -146,7 +152,7 @@ def test_how_much_rounding_is_amplified_is_reported():
 def test_the_map_is_plain_json_and_holes_are_null():
     case, got = planted(W)
     got[0, 3, 5] = np.nan
-    heat = heatmap("ort 1", case, "output", got, Projection(weight=W, heads=HQ))
+    heat = heatmap("ort 1", case, "output", got, OutputProjection(weight=W, heads=HQ))
     data = json.loads(json.dumps(heat.to_dict()))
     assert set(data) == {"backend", "case", "output", "rows", "columns", "values", "bin", "note"}
     assert (data["backend"], data["case"], data["output"]) == ("ort 1", "made", "output")

@@ -15,7 +15,7 @@ from mha_deploy.export.exporter import bundle_from_factory
 from mha_deploy.metrics import judge_case
 from mha_deploy.model.precision import find_precision
 from mha_deploy.options import ExportOptions, ValidateOptions
-from mha_deploy.validate.fault import bisected_case, reference_for
+from mha_deploy.validate.fault import case_to_bisect, reference_for
 from mha_deploy.validate.run import validate_bundle
 
 FILE = edge_models.__file__
@@ -98,7 +98,7 @@ def test_a_factory_that_computes_something_else_is_no_oracle(edge_bundles, tmp_p
     moved = dataclasses.replace(bundle, manifest=msgspec.structs.replace(bundle.manifest, spec=spec))
     with pytest.raises(BundleError, match="something else now"):
         validate_bundle(moved, ValidateOptions(fresh=1))
-    inside, _ = reference_for(moved, bisected_case(moved), "ort-cpu")
+    inside, _ = reference_for(moved, case_to_bisect(moved), "ort-cpu")
     with pytest.raises(BundleError, match="something else now"):
         inside(["x"])
 

@@ -70,11 +70,11 @@ SLIGHTLY = {  # what rounding leaves visible
 def test_every_wrong_model_is_caught_and_the_right_one_passes(bundles, name, precision):
     result = self_test(bundles(name, precision))
     assert result.right.passed
-    assert [catch.mistake for catch in result.catches if not catch.caught] == []
+    assert [each.mistake for each in result.mutations if not each.caught] == []
     made = ALWAYS | SLIGHTLY["4 %" if precision == "bf16" else "0.5 %"] | LAYERS[name]
-    assert {catch.mistake for catch in result.catches} >= made
+    assert {each.mistake for each in result.mutations} >= made
     # A wrong model that does not even run would be no proof.
-    assert [catch.mistake for catch in result.catches if catch.share is None] == ["NaN"]
+    assert [each.mistake for each in result.mutations if each.share is None] == ["NaN"]
     assert result.passed
 
 
@@ -104,7 +104,7 @@ NARROW = {
 @pytest.mark.parametrize("layer", NARROW)
 def test_only_a_mistake_that_cannot_show_is_left_out(tmp_path, layer, monkeypatch):
     # Golden cases have every size that matters here.
-    monkeypatch.setattr("mha_deploy.validate.self_test.drawn_cases", lambda *given: ({}, ()))
+    monkeypatch.setattr("mha_deploy.validate.self_test.draw_cases", lambda *given: ({}, ()))
     monkeypatch.setattr("mha_deploy.validate.self_test.traces_of", lambda *given: [])
     name, ranges, changes, hidden = NARROW[layer]
     spec = replace(find_spec(name), **changes)
@@ -114,7 +114,7 @@ def test_only_a_mistake_that_cannot_show_is_left_out(tmp_path, layer, monkeypatc
     assert result.passed
     model, cases = load_graph(bundle.model_path), list(golden_cases(bundle))
     made = {mistake for mistake in mutations() if mutated(model, mistake) is not None}
-    left_out = made - {catch.mistake for catch in result.catches}
+    left_out = made - {each.mistake for each in result.mutations}
     assert left_out == hidden & made
     for mistake in left_out:
         assert graph_parity(bundle, model=mutated(model, mistake), cases=cases).passed, mistake
@@ -127,7 +127,7 @@ def test_the_layers_above_make_every_mistake():
 def test_right_and_wrong_are_far_apart_in_fp16(bundles):
     result = self_test(bundles("tiny-gqa"))
     assert largest_share(result.right.verdicts) < 0.5
-    assert min(catch.share for catch in result.catches if catch.share is not None) > 2
+    assert min(each.share for each in result.mutations if each.share is not None) > 2
 
 
 def test_a_mistake_that_is_missed_fails_the_self_test(bundles, monkeypatch):

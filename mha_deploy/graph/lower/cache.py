@@ -58,7 +58,7 @@ def note_caches(model: ir.Model, note: str, caches: dict[str, str]) -> None:
     model.metadata_props[note] = json.dumps(noted_caches(model, note) | caches)
 
 
-def rows_name(output: str) -> str:
+def entries_name(output: str) -> str:
     """The name of an output of new entries, from that of the output of the whole cache."""
     if "_cache_out" in output:
         return output.replace("_cache_out", "_entries")

@@ -201,7 +201,7 @@ def read_caches_in_place(model: ir.Model, options: PrimitivesOptions) -> None:
         rows = {}
         for old, entries, past in (of_keys, (cache.value_out, cache.new_value, cache.past_value)):
             # A node of its own: the rules for other operators may replace the producer.
-            row, name = b.op("Identity", entries), kv.rows_name(str(old.name))
+            row, name = b.op("Identity", entries), kv.entries_name(str(old.name))
             for value in (value for node in model.graph.all_nodes() for value in node.outputs):
                 value.name = f"{name}_inner" if value.name == name else value.name
             row.name, row.type = name, old.type
