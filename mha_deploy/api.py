@@ -30,7 +30,7 @@ from mha_deploy.options import (
     Limits,
     PackageOptions,
     ValidateOptions,
-    chosen,
+    options_of,
 )
 
 if TYPE_CHECKING:
@@ -73,8 +73,8 @@ if TYPE_CHECKING:
     AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
     AnySource = Union[str, os.PathLike[str], "Model", AttentionSpec, Deployable, nn.Module]  # noqa: UP007 (Model is below)
     Examples = Mapping[str, Tensor | Example]
-    Sizes = str | tuple[int, int, int] | Axis
-    Axes = Mapping[str, Sizes]
+    AxisRange = str | tuple[int, int, int] | Axis
+    Axes = Mapping[str, AxisRange]
 
 StrPath = str | os.PathLike[str]
 OnStep = Callable[[str, int, int], None]
@@ -89,10 +89,10 @@ __all__ = [
 ]  # fmt: skip
 
 
-def _takes(options: Mapping[str, Field[Any]]) -> Callable[[AnyFunction], AnyFunction]:
+def _with_options(options: Mapping[str, Field[Any]]) -> Callable[[AnyFunction], AnyFunction]:
     """Show the options that a function passes on to a record: in its signature and in its docstring."""
 
-    def shown(function: AnyFunction) -> AnyFunction:
+    def decorate(function: AnyFunction) -> AnyFunction:
         own = signature(function)
         given = [each for each in own.parameters.values() if each.kind is not Parameter.VAR_KEYWORD]
         rest = {name: each for name, each in options.items() if name not in own.parameters}
@@ -108,7 +108,7 @@ def _takes(options: Mapping[str, Field[Any]]) -> Callable[[AnyFunction], AnyFunc
         function.__doc__ = f"{before}{about}\n{after.partition(chr(10))[2]}" if line else before
         return function
 
-    return shown
+    return decorate
 
 
 # -- Models and their export -----------------------------------------------------------------------
@@ -133,6 +133,13 @@ class Model:
     weights: Path | None = None
     prefix: str = ""
     layer: int | None = None
+
+    @property
+    def is_layer(self) -> bool:
+        """Whether it is a catalog layer: one attention that a spec describes."""
+        from mha_deploy.model.spec import AttentionSpec
+
+        return isinstance(self.source, AttentionSpec)
 
 
 def load_model(
@@ -177,9 +184,9 @@ def load_model(
         name = name or type(model).__name__
         model, axes = Deployable(module=model, inputs=given, axes=axes or {}, name=name), None  # type: ignore[arg-type]
     elif example_inputs is not None or name:
-        raise DeployError("Only an nn.Module takes example inputs and a name.", got=_shown(model))
+        raise DeployError("Only an nn.Module takes example inputs and a name.", got=_describe(model))
     ranges = {
-        name: sizes if isinstance(sizes, Axis) else Axis.parse(_sizes(sizes), name=name)
+        name: sizes if isinstance(sizes, Axis) else Axis.parse(_range_text(sizes), name=name)
         for name, sizes in (axes or {}).items()
     }
     known = model if isinstance(model, Model) else None
@@ -195,7 +202,7 @@ def load_model(
         raise DeployError("Only a catalog layer has these options.", got=got)
     if not isinstance(source, str | Deployable):
         hint = "a catalog name, file.toml, file.py:factory, a Deployable, or an nn.Module"
-        raise DeployError("This is not a model.", got=_shown(model), hint=hint)
+        raise DeployError("This is not a model.", got=_describe(model), hint=hint)
     if known:
         return replace(known, axes={**known.axes, **ranges})
     if isinstance(source, Deployable):
@@ -244,7 +251,7 @@ def load_checkpoint(
     return replace(model, weights=path, prefix=prefix, layer=None if prefix else layer)
 
 
-@_takes(chosen(ExportOptions))
+@_with_options(options_of(ExportOptions))
 def export(
     model: AnySource,
     out: StrPath,
@@ -286,12 +293,12 @@ def export(
 
     settings = ExportOptions(**options)
     _refuse_export(out, settings)
-    settings = replace(settings, **_weights(found, weights, settings.prefix))
+    settings = replace(settings, **_weight_options(found, weights, settings.prefix))
     report = on_step or _silent
     if _is_onnx(found.source):
         from mha_deploy.export.onnx_import import bundle_from_onnx
 
-        source, examples = Path(str(found.source)), _arrays(inputs)
+        source, examples = Path(str(found.source)), _read_arrays(inputs)
         return bundle_from_onnx(source, Path(out), settings, axes=found.axes, inputs=examples, on_step=report)
     if inputs:
         raise DeployError("Only an ONNX file takes inputs.", got=", ".join(inputs))
@@ -302,7 +309,7 @@ def export(
     return bundle_from_factory(found.source, Path(out), settings, axes=found.axes, on_step=report)
 
 
-def _weights(model: Model, weights: StrPath | None, prefix: str) -> dict[str, Any]:
+def _weight_options(model: Model, weights: StrPath | None, prefix: str) -> dict[str, Any]:
     """Where the weights are: those that were asked for, or the model's own."""
     own = weights is None and not prefix
     place = model.weights if weights is None else Path(weights)
@@ -349,7 +356,7 @@ def import_onnx(
     return export(os.fspath(path), out, axes=axes, inputs=inputs, on_step=on_step, **options)
 
 
-def _arrays(inputs: Mapping[str, Any] | None) -> dict[str, Any]:
+def _read_arrays(inputs: Mapping[str, Any] | None) -> dict[str, Any]:
     import numpy as np
 
     from mha_deploy.files import open_regular
@@ -423,7 +430,7 @@ def fuse(model: AnyModel, *, verify: bool = True) -> tuple[AnyModel, FuseReport]
     if isinstance(model, ir.Model):
         return fuse_attention(model, verify=verify)
     hint = "onnx.load(path), or onnx_ir.load(path)"
-    raise DeployError("This is not an ONNX model.", got=_shown(model), hint=hint)
+    raise DeployError("This is not an ONNX model.", got=_describe(model), hint=hint)
 
 
 def fuse_file(
@@ -524,14 +531,14 @@ def check(
 
     targets = [requested_target(target, version, each) for each in capabilities_of(sm) or (None,)]
     is_file = not _is_bundle(bundle) and Path(bundle).suffix == ".onnx"  # type: ignore[arg-type]
-    graph = load_graph(Path(bundle) if is_file else _opened(bundle).model_path)  # type: ignore[arg-type]
+    graph = load_graph(Path(bundle) if is_file else _open(bundle).model_path)  # type: ignore[arg-type]
     return [found for each in targets for found in check_eligibility(graph, each)]
 
 
 # -- Engines ---------------------------------------------------------------------------------------
 
 
-@_takes(chosen(EngineOptions))
+@_with_options(options_of(EngineOptions))
 def build_engine(
     bundle: Bundle | StrPath,
     *,
@@ -562,9 +569,11 @@ def build_engine(
     from mha_deploy.engine.build import engine_from_bundle
     from mha_deploy.engine.engine import parse_ranges
 
-    opened = _opened(bundle)
+    opened = _open(bundle)
     texts = [
-        each if isinstance(each, str) else ",".join(f"{axis}={_sizes(sizes)}" for axis, sizes in each.items())
+        each
+        if isinstance(each, str)
+        else ",".join(f"{axis}={_range_text(sizes)}" for axis, sizes in each.items())
         for each in profiles
     ]
     ranges = [parse_ranges(text, opened.manifest.spec) for text in texts]
@@ -595,7 +604,7 @@ def open_engine(path: StrPath) -> Engine:
     return open_engine(Path(path))
 
 
-@_takes(chosen(PackageOptions))
+@_with_options(options_of(PackageOptions))
 def package(bundle: Bundle | StrPath, repository: StrPath, **options: Unpack[PackageKeywords]) -> Package:
     """Write a bundle into a Triton model repository.
 
@@ -613,7 +622,7 @@ def package(bundle: Bundle | StrPath, repository: StrPath, **options: Unpack[Pac
     """
     from mha_deploy.serving.triton import Packaging
 
-    return Packaging(_opened(bundle), Path(repository), PackageOptions(**options)).write()
+    return Packaging(_open(bundle), Path(repository), PackageOptions(**options)).write()
 
 
 # -- Running ---------------------------------------------------------------------------------------
@@ -666,7 +675,7 @@ def open_runner(model: Any, backend: str | None = None) -> Runner:
         from mha_deploy.runtime import available_cpu_backend
         from mha_deploy.validate.runtimes import RuntimeFinder
 
-        opened = _opened(model)
+        opened = _open(model)
         return RuntimeFinder(opened).named(backend or available_cpu_backend(opened.manifest.precision)).open()
     import onnx
     import onnx_ir as ir
@@ -679,7 +688,7 @@ def open_runner(model: Any, backend: str | None = None) -> Runner:
     graph = load_graph(graph) if isinstance(graph, Path) else graph
     if not isinstance(graph, ir.Model):
         hint = "an engine, a bundle, an ONNX model, or a Polygraphy runner"
-        raise DeployError("This cannot be run.", got=_shown(model), hint=hint)
+        raise DeployError("This cannot be run.", got=_describe(model), hint=hint)
     if backend is None:
         has_bf16 = any(value.dtype == ir.DataType.BFLOAT16 for value in graph.graph.inputs)
         backend = "ort-cpu" if can_import("onnxruntime") and not has_bf16 else "onnx-reference"
@@ -750,7 +759,7 @@ class Report:
         return f"<Report {self.outcome}: {self.headline}>"
 
 
-@_takes(chosen(ValidateOptions))
+@_with_options(options_of(ValidateOptions))
 def validate(
     bundle: Bundle | StrPath, *, on_step: OnStep | None = None, **options: Unpack[ValidateKeywords]
 ) -> Report:
@@ -775,7 +784,7 @@ def validate(
     if settings.url is None:
         from mha_deploy.validate.run import validate_bundle
 
-        return Report(validate_bundle(_opened(bundle), settings, on_step=_by_name(on_step)))
+        return Report(validate_bundle(_open(bundle), settings, on_step=_without_count(on_step)))
     from mha_deploy.validate.server import validate_server
 
     elsewhere = ("backends", "engine", "latency", "sweep", "layers", "conformance", "kernels")
@@ -783,7 +792,7 @@ def validate(
     if given:
         what, got = "A server is judged in place of the runtimes of this machine.", ", ".join(given)
         raise DeployError(what, got=f"{settings.url} and {got}", hint="one of them at a time")
-    return Report(validate_server(_opened(bundle), settings, on_step or _silent))
+    return Report(validate_server(_open(bundle), settings, on_step or _silent))
 
 
 def check_parity(bundle: Bundle | StrPath, runner: Any) -> ParityReport:
@@ -805,7 +814,7 @@ def check_parity(bundle: Bundle | StrPath, runner: Any) -> ParityReport:
     from mha_deploy.runtime.runner import Runner
     from mha_deploy.validate.self_test import parity_from_runner
 
-    opened, is_open = _opened(bundle), isinstance(runner, Runner)
+    opened, is_open = _open(bundle), isinstance(runner, Runner)
     with nullcontext(runner) if is_open else open_runner(runner) as running:
         return parity_from_runner(running, opened)
 
@@ -813,7 +822,7 @@ def check_parity(bundle: Bundle | StrPath, runner: Any) -> ParityReport:
 # -- Timing and fault search -----------------------------------------------------------------------
 
 
-@_takes(chosen(BenchOptions))
+@_with_options(options_of(BenchOptions))
 def bench(
     bundle: Bundle | StrPath, *, on_step: OnStep | None = None, **options: Unpack[BenchKeywords]
 ) -> ModelBench:
@@ -842,7 +851,7 @@ def bench(
     open_gpu()  # before anything else is loaded or hashed: there may be nothing to time on
     from mha_deploy.validate.bench import bench_bundle
 
-    return bench_bundle(_opened(bundle), BenchOptions(**options), on_step=_by_name(on_step))
+    return bench_bundle(_open(bundle), BenchOptions(**options), on_step=_without_count(on_step))
 
 
 class BenchReport:
@@ -911,7 +920,7 @@ def replay(line: str, bundle: Bundle | StrPath | None = None, *, tolerance: floa
     from mha_deploy.regression.record import pick_line, replayed
 
     recorded, alike = pick_line(line)
-    opened = _opened(recorded.bundle if bundle is None else bundle)
+    opened = _open(recorded.bundle if bundle is None else bundle)
     return replayed(recorded, alike, opened, bench, tolerance)
 
 
@@ -940,7 +949,7 @@ def bisect(
     from mha_deploy.validate.fault import bisect_bundle, case_to_bisect, reference_for
     from mha_deploy.validate.runtimes import RuntimeFinder
 
-    opened, report = _opened(bundle), on_step or _silent
+    opened, report = _open(bundle), on_step or _silent
     finder = RuntimeFinder(opened)
     running = [] if backend in RUNNERS else finder.running_engines()
     if backend is None and not running:
@@ -956,7 +965,7 @@ def bisect(
         name, open_model = runtime.name, twin_opener(runtime.engine, opened)
     report("reference", 0, 0)
     reference, title = reference_for(opened, case_to_bisect(opened), name)
-    found = bisect_bundle(opened, name, open_model, reference, _by_name(report))
+    found = bisect_bundle(opened, name, open_model, reference, _without_count(report))
     return replace(found, reference=title)
 
 
@@ -982,7 +991,7 @@ def self_test(
 
     names, report = mutations(), on_step or _silent
     return self_test(
-        _opened(bundle),
+        _open(bundle),
         backend,
         on_mutation=lambda name: report(f"mutations: {name}", names.index(name), len(names)),
     )
@@ -1020,7 +1029,7 @@ class Deployment:
         return candidates_table(self.candidates, self.chosen)
 
 
-@_takes(chosen(ExportOptions) | chosen(EngineOptions, *OF_DEPLOY))
+@_with_options(options_of(ExportOptions) | options_of(EngineOptions, *OF_DEPLOY))
 def deploy(
     model: AnySource,
     out: StrPath,
@@ -1095,7 +1104,7 @@ def deploy(
     judged = ValidateOptions(
         latency=latency, require_fused=engine and not settings.allow_decomposed, require_precision=engine
     )
-    record = validate_bundle(bundle, judged, build=build if engine else None, on_step=_by_name(report))
+    record = validate_bundle(bundle, judged, build=build if engine else None, on_step=_without_count(report))
     return Deployment(bundle=bundle, engine=next(iter(built), None), report=Report(record), **tried)
 
 
@@ -1170,7 +1179,7 @@ def _refuse_builder(settings: Any, precision: str) -> None:
 # -- Upgrades --------------------------------------------------------------------------------------
 
 
-@_takes(chosen(Limits))
+@_with_options(options_of(Limits))
 def compare(old: Any, new: Any, **options: Any) -> Comparison:
     """Compare two reports, benchmarks, bundles, engines or matrices of one model: did anything get worse?
 
@@ -1285,7 +1294,7 @@ def analyze(
     from mha_deploy.analyze.cost import USUAL, points_from_text
     from mha_deploy.analyze.roofline import analyze_layer
 
-    spec = _spec(model, axes)
+    spec = _catalog_spec(model, axes)
     point = points_from_text(spec.model, at or USUAL)[-1]
     lengths = None if point.past is None else [point.past] * point.sizes["B"]
     return analyze_layer(spec, point.sizes, precision, gpu, lengths=lengths)
@@ -1330,9 +1339,9 @@ def compare_heads(
     from mha_deploy.analyze.similarity import head_similarity, random_feeds, read_inputs
 
     if _is_bundle(model):
-        return _bundle_heads(model, attention)  # type: ignore[arg-type]
+        return _compare_heads_of_bundle(model, attention)  # type: ignore[arg-type]
     found = load_model(model, example_inputs=example_inputs, axes=axes)  # type: ignore[arg-type]
-    if not hasattr(found.source, "Hq"):
+    if not found.is_layer:
         if inputs is not None:
             what = "Only a catalog layer takes an .npz file."
             raise DeployError(what, got=inputs, hint="Example(..., draw=)")
@@ -1342,19 +1351,19 @@ def compare_heads(
             options: ExportKeywords = {"precision": "fp32", "golden": (at or "opt",), "seed": seed}
             options["prefix"] = prefix
             made = export(found, Path(folder) / "bundle", weights=weights, **options)
-            return _bundle_heads(made, attention)
+            return _compare_heads_of_bundle(made, attention)
     if attention is not None:
         raise DeployError("A catalog layer has one attention.", got=attention, hint="leave it out")
-    spec = _spec(found, None)
+    spec = _catalog_spec(found, None)
     sizes = points_from_text(spec.model, at or USUAL)[-1].sizes
     if spec.cache != "none":  # the heads of the whole sequence that the KV cache comes from
         sizes = {"B": sizes["B"], "S": key_length(spec, sizes)}
         spec = spec.without_cache()
     feeds = random_feeds(spec, sizes, seed) if inputs is None else read_inputs(Path(inputs), spec)
-    return head_similarity(spec, feeds, seed=seed, **_weights(found, weights, prefix))
+    return head_similarity(spec, feeds, seed=seed, **_weight_options(found, weights, prefix))
 
 
-def _bundle_heads(bundle: Bundle, attention: str | None) -> HeadSimilarity:
+def _compare_heads_of_bundle(bundle: Bundle, attention: str | None) -> HeadSimilarity:
     """Compare the heads of every attention in the graph of a bundle, on its first golden case."""
     from mha_deploy import runtime
     from mha_deploy.analyze.similarity import similarity_from_heads
@@ -1609,7 +1618,7 @@ def _silent(name: str, number: int, count: int) -> None:
     """Report no progress."""
 
 
-def _by_name(on_step: OnStep | None) -> Callable[[str], None]:
+def _without_count(on_step: OnStep | None) -> Callable[[str], None]:
     """For steps whose count is not known."""
     return lambda name: (on_step or _silent)(name, 0, 0)
 
@@ -1624,24 +1633,24 @@ def _is_bundle(model: object) -> bool:
     return isinstance(model, Bundle)
 
 
-def _opened(bundle: Any) -> Bundle:
+def _open(bundle: Any) -> Bundle:
     return bundle if _is_bundle(bundle) else open_bundle(bundle)
 
 
-def _spec(model: Any, axes: Axes | None) -> AttentionSpec:
+def _catalog_spec(model: Any, axes: Axes | None) -> AttentionSpec:
     """The spec of a catalog layer."""
     from mha_deploy.model.spec import AttentionSpec
 
     source = load_model(model, axes=axes).source
     if not isinstance(source, AttentionSpec):
         hint = "a name from `mha-deploy models`"
-        raise DeployError("Only a catalog layer can be analyzed.", got=_shown(model), hint=hint)
+        raise DeployError("Only a catalog layer can be analyzed.", got=_describe(model), hint=hint)
     return source
 
 
-def _sizes(sizes: Sizes) -> str:
+def _range_text(sizes: AxisRange) -> str:
     return ":".join(map(str, sizes)) if isinstance(sizes, tuple | list) else str(sizes)
 
 
-def _shown(model: object) -> str:
+def _describe(model: object) -> str:
     return model if isinstance(model, str) else type(model).__name__

@@ -30,7 +30,7 @@ def option(default: Any, about: str, *flags: str, **details: Any) -> Any:
     return field(default=default, metadata={"about": about, "flags": flags, "details": details})
 
 
-def chosen(record: type, *names: str) -> dict[str, Field[Any]]:
+def options_of(record: type, *names: str) -> dict[str, Field[Any]]:
     """The options of a record, or the named ones."""
     return {each.name: each for each in fields(record) if (each.name in names if names else each.metadata)}
 

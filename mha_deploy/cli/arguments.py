@@ -17,7 +17,7 @@ import typer
 
 from mha_deploy import api as md
 from mha_deploy.errors import EXIT_VERDICT_FAILED, DeployError, SpecError
-from mha_deploy.options import chosen, option
+from mha_deploy.options import option, options_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -36,7 +36,9 @@ def argument(metavar: str, about: str, default: Any = MISSING) -> Any:
     return field(default=default, metadata=metadata)
 
 
-def taken(function: Callable[..., Any], *names: str, **details: dict[str, Any]) -> dict[str, Field[Any]]:
+def options_from(
+    function: Callable[..., Any], *names: str, **details: dict[str, Any]
+) -> dict[str, Field[Any]]:
     """Parameters of a function of the API as options: fields of its record, or as its docstring has them.
 
     Args:
@@ -47,18 +49,18 @@ def taken(function: Callable[..., Any], *names: str, **details: dict[str, Any]) 
     known: dict[str, Field[Any]] = getattr(function, "__options__", {})
     args = (getdoc(function) or "").partition("Args:\n")[2].partition("\n\n")[0]
     about = dict(re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", args, re.MULTILINE))
-    parameters, made = signature(function).parameters, {}
+    parameters, found = signature(function).parameters, {}
     for name in names or (*known, *details):
         if name in known:
-            made[name] = known[name]
+            found[name] = known[name]
             continue
         words, more = " ".join(about.get(name, "").split()), dict(details.get(name, {}))
-        made[name] = option(parameters[name].default, words, *more.pop("flags", ()), **more)
-        made[name].type = parameters[name].annotation
-    return made
+        found[name] = option(parameters[name].default, words, *more.pop("flags", ()), **more)
+        found[name].type = parameters[name].annotation
+    return found
 
 
-CONTROL = taken(
+CONTROL = options_from(
     md.configure, "trust_code", "in_process", "time_limit",
     trust_code={"flags": ("--trust-code",)}, in_process={"flags": ("--in-process",)}, time_limit={"min": 1.0},
 )  # fmt: skip
@@ -82,22 +84,22 @@ def verb(*groups: dict[str, Field[Any]]) -> Callable[[Callable[..., Result | Non
     called, and `--json` prints its result for machines; the function gets it only if it has that parameter.
     """
 
-    def made(function: Callable[..., Result | None]) -> Callable[..., None]:
+    def decorate(function: Callable[..., Result | None]) -> Callable[..., None]:
         parameters = signature(function).parameters.values()
         own = {each.name: each for each in parameters if each.kind is not Parameter.VAR_KEYWORD}
         known = {name: (str(each.annotation), each.default) for name, each in own.items()}
         known |= {name: (str(each.type), each) for group in groups for name, each in group.items()}
         known.setdefault("json", ("bool", JSON))
 
-        def place(name: str) -> int:
+        def position(name: str) -> int:
             """Arguments first, then the options of records, the verb's own, and those of all verbs."""
             if "is_argument" in known[name][1].metadata:
                 return 0
             return 3 if name in CONTROL or name == "json" else 1 + (name in own)
 
         @wraps(function)
-        def called(**values: Any) -> None:
-            values = {name: _value(name, known[name][0], value) for name, value in values.items()}
+        def run(**values: Any) -> None:
+            values = {name: _convert(name, known[name][0], value) for name, value in values.items()}
             settings = {name: values.pop(name) for name in CONTROL if name in values}
             if any(settings.values()):
                 md.configure(**settings)
@@ -114,12 +116,12 @@ def verb(*groups: dict[str, Field[Any]]) -> Callable[[Callable[..., Result | Non
             if not result.passed:
                 raise typer.Exit(EXIT_VERDICT_FAILED)
 
-        shown = [_parameter(name, *known[name]) for name in sorted(known, key=place)]
-        called.__signature__ = Signature(shown)  # type: ignore[attr-defined]
-        called.__annotations__ = {each.name: each.annotation for each in shown}
-        return called
+        shown = [_parameter(name, *known[name]) for name in sorted(known, key=position)]
+        run.__signature__ = Signature(shown)  # type: ignore[attr-defined]
+        run.__annotations__ = {each.name: each.annotation for each in shown}
+        return run
 
-    return made
+    return decorate
 
 
 def _parameter(name: str, text: str, field: Field[Any]) -> Parameter:
@@ -144,7 +146,7 @@ def _parameter(name: str, text: str, field: Field[Any]) -> Parameter:
     return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info])
 
 
-def _value(name: str, text: str, value: Any) -> Any:
+def _convert(name: str, text: str, value: Any) -> Any:
     """What was given as the verb wants it: lists as tuples, `1,8,32` as numbers."""
     if not text.startswith("Sequence"):
         return value
@@ -189,14 +191,14 @@ class ModelOptions:
     )
 
 
-MODEL = chosen(ModelOptions) | taken(md.load_model, "projections", "cache")
+MODEL = options_of(ModelOptions) | options_from(md.load_model, "projections", "cache")
 
 
-def taken_model(options: dict[str, Any]) -> md.Model:
+def pop_model(options: dict[str, Any]) -> md.Model:
     """The model that was named, or the layer of a checkpoint; their options are taken out of the others."""
     model, hf, layer = (options.pop(name) for name in ("model", "hf", "layer"))
     more = {name: options.pop(name) for name in ("cache", "projections") if name in options}
-    axes = by_name(options.pop("axis"), "--axis", "S=min:opt:max")
+    axes = parse_pairs(options.pop("axis"), "--axis", "S=min:opt:max")
     if (hf is None) == (not model):
         what = "Name a model, or a checkpoint." if hf is None else "--hf takes the place of MODEL."
         hint = "bert-base, file.py:factory or --hf FOLDER --layer 0"
@@ -206,7 +208,7 @@ def taken_model(options: dict[str, Any]) -> md.Model:
     return md.load_checkpoint(hf, layer, prefix=options["prefix"], axes=axes, **more)
 
 
-def by_name(texts: Sequence[str], option: str, example: str) -> dict[str, str]:
+def parse_pairs(texts: Sequence[str], option: str, example: str) -> dict[str, str]:
     """The values of an option such as `--axis S=1:8:16` by their names."""
     found = {}
     for text in texts:
@@ -233,7 +235,7 @@ def show(*lines: RenderableType) -> None:
 
 
 @contextmanager
-def steps(title: str) -> Iterator[Callable[[str, int, int], None]]:
+def show_steps(title: str) -> Iterator[Callable[[str, int, int], None]]:
     """Show the steps of a long job; yields what the API calls as `on_step`."""
     from rich.console import Console
 

@@ -24,11 +24,11 @@ from mha_deploy.cli.arguments import (
     MODEL,
     Result,
     argument,
-    by_name,
+    options_from,
+    parse_pairs,
+    pop_model,
     show,
-    steps,
-    taken,
-    taken_model,
+    show_steps,
     verb,
 )
 from mha_deploy.errors import EXIT_VERDICT_FAILED, DeployError
@@ -50,12 +50,12 @@ RUN = {name: each for name, each in CONTROL.items() if name != "trust_code"}
 # -- From a model to a bundle ----------------------------------------------------------------------
 
 
-@verb(MODEL, taken(md.export), RUN)
+@verb(MODEL, options_from(md.export), RUN)
 def export(out: Path = option(MISSING, "The folder to write.", *OUT), **options: Any) -> Result:
     """Export an attention layer, your own model or an ONNX file to an ONNX bundle with fused attention."""
-    files = by_name(options.pop("inputs"), "--input", "input_ids=ids.npy")
-    model = taken_model(options)
-    with steps(f"export {model.name}") as on_step:
+    files = parse_pairs(options.pop("inputs"), "--input", "input_ids=ids.npy")
+    model = pop_model(options)
+    with show_steps(f"export {model.name}") as on_step:
         bundle = md.export(model, out, inputs=files, on_step=on_step, **options)
     _report_removed(bundle)
     data = {"bundle": str(bundle.path), **bundle.manifest.to_dict()}
@@ -69,7 +69,9 @@ def _report_removed(bundle: Bundle) -> None:
 
 @verb(
     MODEL,
-    taken(md.deploy, "precision", "seed", "weights", "prefix", "overwrite", *OF_DEPLOY, "engine", "latency"),
+    options_from(
+        md.deploy, "precision", "seed", "weights", "prefix", "overwrite", *OF_DEPLOY, "engine", "latency"
+    ),
     RUN,
 )
 def deploy(
@@ -90,18 +92,18 @@ def deploy(
 ) -> Result:
     """Export a model, build an engine, and validate it against the FP64 oracle and beside PyTorch."""
     named, cache = options["model"], options["cache"]
-    files = by_name(options.pop("inputs"), "--input", "input_ids=ids.npy")
-    model = taken_model(options)
+    files = parse_pairs(options.pop("inputs"), "--input", "input_ids=ids.npy")
+    model = pop_model(options)
     name, precision, reached = model.name, options["precision"], list[Any]()
     changed = "" if cache is None else getattr(model.source, "cache", "")
     if changed and changed != (getattr(md.load_model(named).source, "cache", "") if named else "none"):
         name += f"-{changed.replace('none', 'uncached')}"
     # A catalog layer has no weights of its own that could overflow: `auto` is FP16 there.
-    written = "fp16" if precision == AUTO and hasattr(model.source, "Hq") else precision
+    written = "fp16" if precision == AUTO and model.is_layer else precision
     target = out or Path("bundles") / f"{name}-{written}"
     options |= {"candidates": candidates, "inputs": files, "on_result": reached.append}
     try:
-        with steps(f"deploy {model.name}") as on_step:
+        with show_steps(f"deploy {model.name}") as on_step:
             done = md.deploy(model, target, on_step=on_step, **options)
     except DeployError:
         if reached:  # the bundle is written and its graph may be verified: print that first
@@ -131,7 +133,7 @@ def deploy(
 # -- Graphs, engines and serving -------------------------------------------------------------------
 
 
-@verb(taken(md.fuse_file, "overwrite", "verify"))
+@verb(options_from(md.fuse_file, "overwrite", "verify"))
 def fuse(
     source: Path = argument("IN.onnx", "An ONNX file, of opset 13 or newer."),
     output: Path = option(MISSING, "The file to write.", "-o", "--output", metavar="OUT.onnx"),
@@ -143,7 +145,7 @@ def fuse(
     return Result(data, lambda: [tables.fuse_renderable(report)], report.complete)
 
 
-@verb(taken(md.check, "target", "version", "sm"))
+@verb(options_from(md.check, "target", "version", "sm"))
 def check(bundle: Path = BUNDLE, **options: Any) -> Result:
     """Report for every attention node whether a target supports and fuses it, and if not, why."""
     answers, data = md.check(bundle, **options), []
@@ -156,7 +158,7 @@ def check(bundle: Path = BUNDLE, **options: Any) -> Result:
     return Result(data, lambda: [tables.eligibility_renderable(answers)], passed)
 
 
-@verb(taken(md.build_engine, repeat={"min": 1}), RUN)
+@verb(options_from(md.build_engine, repeat={"min": 1}), RUN)
 def build_engine(
     bundle: Path = BUNDLE,
     require_fused: bool = option(False, "Exit with 1 unless every attention is fused."),
@@ -165,7 +167,7 @@ def build_engine(
 ) -> Result:
     """Build a TensorRT engine from a bundle, and verify that it is fused and in the requested precision."""
     opened = md.open_bundle(bundle)
-    with steps(f"build {opened.manifest.spec.name}") as on_step:
+    with show_steps(f"build {opened.manifest.spec.name}") as on_step:
         on_step("lower, parse and build", 0, 0)
         engine = md.build_engine(opened, on_step=on_step, **options)
     manifest = engine.manifest
@@ -180,7 +182,7 @@ def engine_to_dict(engine: Engine) -> dict[str, Any]:
     return {"engine": str(engine.path), **to_builtins(engine.manifest)}
 
 
-@verb(taken(md.package))
+@verb(options_from(md.package))
 def package(
     bundle: Path = BUNDLE,
     triton: Path = option(MISSING, "The model repository to write or extend.", metavar="REPOSITORY"),
@@ -204,8 +206,8 @@ plugins = typer.Typer(
 
 @plugins.command()
 @verb(
-    taken(md.find_plugin_parts, *signature(md.find_plugin_parts).parameters),
-    taken(md.build_plugins, "architectures", "out", architectures={"flags": ("--arch",)}),
+    options_from(md.find_plugin_parts, *signature(md.find_plugin_parts).parameters),
+    options_from(md.build_plugins, "architectures", "out", architectures={"flags": ("--arch",)}),
 )
 def build(json: bool = JSON, **options: Any) -> Result:
     """Compile the plugin library against the TensorRT headers of this machine."""
@@ -213,7 +215,7 @@ def build(json: bool = JSON, **options: Any) -> Result:
     parts = md.find_plugin_parts(**options)
     if not json:
         show(tables.parts_renderable(parts))
-    with steps("build the plugin library") as on_step:
+    with show_steps("build the plugin library") as on_step:
         made = md.build_plugins(parts, on_step=on_step, **how)
     found = {
         each.part.key: {"paths": list(map(str, each.paths)), "by": each.by, "version": each.version}
@@ -267,7 +269,7 @@ def where(backend: str = typer.Option("tensorrt", help="tensorrt or tensorrt-rtx
 # -- Verdicts and times ----------------------------------------------------------------------------
 
 
-@verb(taken(md.validate), CONTROL)
+@verb(options_from(md.validate), CONTROL)
 def validate(
     bundle: Path = BUNDLE,
     out: Path | None = option(None, "Folder of report.json and report.html. default: the bundle", *OUT),
@@ -290,14 +292,14 @@ def validate(
     opened = md.open_bundle(bundle)
     name = opened.manifest.spec.name
     if self_test:
-        with steps(f"self-test {name}") as on_step:
+        with show_steps(f"self-test {name}") as on_step:
             tested = md.self_test(opened, next(iter(options["backends"]), None), on_step=on_step)
 
         return Result(tested.to_dict(), lambda: [tables.self_test_renderable(tested)], passed=tested.passed)
     folder = out or opened.path
     if report:
         _refuse_unwritable(folder)
-    with steps(f"validate {name}") as on_step:
+    with show_steps(f"validate {name}") as on_step:
         result = md.validate(opened, on_step=on_step, **options)
 
     data, save = result.to_dict(), partial(result.save, folder) if report else None
@@ -312,17 +314,17 @@ def _refuse_unwritable(folder: Path) -> None:
         raise DeployError("The report cannot be written there.", got=folder, hint=hint)
 
 
-@verb(taken(md.bisect, "backend"), CONTROL)
+@verb(options_from(md.bisect, "backend"), CONTROL)
 def bisect(bundle: Path = BUNDLE, **options: Any) -> Result:
     """Find the first attention, and then the first node, at which an engine or runtime deviates."""
     opened = md.open_bundle(bundle)
-    with steps(f"bisect {opened.manifest.spec.name}") as on_step:
+    with show_steps(f"bisect {opened.manifest.spec.name}") as on_step:
         found = md.bisect(opened, on_step=on_step, **options)
 
     return Result(found.to_dict(), lambda: [tables.bisection_renderable(found)], passed=found.wrong is None)
 
 
-@verb(taken(md.bench), CONTROL)
+@verb(options_from(md.bench), CONTROL)
 def bench(
     bundles: Sequence[Path] = argument("BUNDLE", "One or more bundles, with their engines built.", ()),
     out: Path | None = option(None, "Folder of bench.json and bench.html. default: the first bundle", *OUT),
@@ -355,7 +357,7 @@ def bench(
     if not bundles:
         raise DeployError("A bundle is needed.", hint="mha-deploy bench BUNDLE, or --replay FILE:LINE")
     if processes > 1:
-        _in_processes(processes, record)
+        _run_in_processes(processes, record)
         return None
     # A wrong folder is reported before anything is read; `md.bench` looks for a GPU before it hashes.
     names = {path: md.open_bundle(path, verify=False).manifest.spec.name for path in bundles}
@@ -363,7 +365,7 @@ def bench(
     _refuse_unwritable(folder)
     report = md.BenchReport(())
     for path, name in names.items():
-        with steps(f"bench {name}") as on_step:
+        with show_steps(f"bench {name}") as on_step:
             timed = md.bench(path, on_step=on_step, **options)
         # Written after every model: a later one may fail, and what was measured must not get lost.
         report = md.BenchReport([*report.records, timed])
@@ -376,7 +378,7 @@ def bench(
     return Result(report.to_dict(), lambda: table, passed=report.passed, save=lambda: page)
 
 
-def _in_processes(processes: int, record: Path | None) -> None:
+def _run_in_processes(processes: int, record: Path | None) -> None:
     """Run this command again in fresh processes: clocks, caches and tactics start anew in each."""
     if record is None:
         problem = "Several processes need a file to write to."
@@ -391,7 +393,7 @@ def _in_processes(processes: int, record: Path | None) -> None:
 # -- Upgrades --------------------------------------------------------------------------------------
 
 
-@verb(taken(md.compare))
+@verb(options_from(md.compare))
 def compare(
     old: str = argument(
         "OLD", "The old result: a report.json, bench.json or matrix.json, a bundle, or an .engine file."
@@ -421,7 +423,7 @@ def _table_or_markdown(markdown: bool, found: Any, table: Table, *reasons: str) 
     return [tables.rendered(table), *reasons, verdict]
 
 
-@verb(taken(md.matrix, "out", "jobs", "address", out={"flags": OUT}, jobs={"min": 1}))
+@verb(options_from(md.matrix, "out", "jobs", "address", out={"flags": OUT}, jobs={"min": 1}))
 def matrix(
     plan: Path = argument("PLAN", "The plan, a TOML file; see docs/matrix.md."),
     markdown: bool = option(False, "Print the heat map as Markdown to stdout."),
@@ -431,7 +433,7 @@ def matrix(
     **options: Any,
 ) -> Result:
     """Build and judge every combination of models, precisions, runtimes, GPUs and options of a plan."""
-    with _cells() as on_cell:
+    with _show_cells() as on_cell:
         found = md.matrix(plan, on_cell=on_cell, **options)
     page = found.save(options["out"])
     if record is not None:
@@ -444,7 +446,7 @@ def matrix(
 
 
 @contextmanager
-def _cells() -> Iterator[Callable[[MatrixCell, int, int], None]]:
+def _show_cells() -> Iterator[Callable[[MatrixCell, int, int], None]]:
     """Show the cells as they are done: a live table on a terminal, elsewhere a line for each."""
     from rich.console import Console
     from rich.live import Live
@@ -469,7 +471,7 @@ def _cells() -> Iterator[Callable[[MatrixCell, int, int], None]]:
 # -- What is known without running anything --------------------------------------------------------
 
 
-@verb(taken(md.inspect, "verify"))
+@verb(options_from(md.inspect, "verify"))
 def inspect(
     path: Path = argument("PATH", "A bundle, an .engine file or an .onnx file."), **options: Any
 ) -> Result:
@@ -514,9 +516,9 @@ def models(every: bool = option(False, "Include the small layers of the tests.",
 
 @verb(
     {name: MODEL[name] for name in ("model", "hf", "layer", "axis")},
-    taken(md.export, "weights", "prefix", "seed"),
-    taken(md.analyze, "gpu", "precision", "at"),
-    taken(md.compare_heads, "attention", "inputs"),
+    options_from(md.export, "weights", "prefix", "seed"),
+    options_from(md.analyze, "gpu", "precision", "at"),
+    options_from(md.compare_heads, "attention", "inputs"),
 )
 def analyze(
     heads: Path | None = option(
@@ -530,10 +532,10 @@ def analyze(
     if options["inputs"] is not None and heads is None:
         problem, hint = "--inputs is only used with --heads.", "add --heads FILE.png"
         raise DeployError(problem, got=options["inputs"], hint=hint)
-    model = taken_model(options)
+    model = pop_model(options)
     counted = {name: options.pop(name) for name in ("gpu", "precision")} | {"at": options["at"]}
     analysis = similarity = None
-    if hasattr(model.source, "Hq") or heads is None:
+    if model.is_layer or heads is None:
         analysis = md.analyze(model, **counted)
     data = {} if analysis is None else analysis.to_dict()
     if heads is not None:
@@ -551,7 +553,7 @@ def analyze(
     return Result(data, lines)
 
 
-@verb(taken(md.doctor, "load"))
+@verb(options_from(md.doctor, "load"))
 def doctor(**options: Any) -> Result:
     """Show which runtimes and GPUs this machine has, what each is for, and how to install the rest."""
     found = md.doctor(**options)

@@ -13,7 +13,7 @@ import typer
 from fresh_python import run_all
 
 from mha_deploy import __version__, cli
-from mha_deploy.cli.arguments import steps
+from mha_deploy.cli.arguments import show_steps
 from mha_deploy.errors import BackendUnavailable, DeployError
 
 VERBS = (
@@ -28,7 +28,7 @@ HEAVY = {
 
 
 def test_a_log_has_one_line_for_each_stage(capsys):
-    with steps("validate it") as on_step:
+    with show_steps("validate it") as on_step:
         for name in ("oracle", "ort-cpu: min", "ort-cpu: opt", "eager: min", "ort-cpu: odd", "oracle"):
             on_step(name, 0, 0)
     lines = [line.rpartition(" (")[0] for line in capsys.readouterr().err.splitlines()]
