@@ -67,7 +67,7 @@ def engine_from_bundle(
     candidates = lowering.candidates_for(rt, options, bundle.manifest.precision.name)
     if any(candidate.attention == PLUGIN for candidate in candidates):
         find_plugins(rt)  # report a missing library before a long build
-    build = partial(_engine_at, bundle=bundle, rt=rt, requested=options.attention, on_progress=on_progress)
+    build = partial(_build_one, bundle=bundle, rt=rt, requested=options.attention, on_progress=on_progress)
     if len(candidates) > 1:
         return build_fastest_engine(bundle, options, path, candidates, build)
     return build(path, candidates[0].applied_to(options))
@@ -81,7 +81,7 @@ def _free_path(bundle: Bundle, rt: TensorRT, options: EngineOptions) -> Path:
     return path
 
 
-def _engine_at(
+def _build_one(
     path: Path,
     options: EngineOptions,
     *,
@@ -90,47 +90,24 @@ def _engine_at(
     requested: str,
     on_progress: OnProgress | None,
 ) -> Engine:
-    """Build the one engine that the options request."""
+    """Lower, build and judge the one engine that the options request, and write it with its manifest."""
     spec, precision = bundle.manifest.spec, bundle.manifest.precision.name
     model = load_graph(bundle.model_path)
     plugins: list[Any] = [find_plugins(rt).record()] if options.attention == PLUGIN else []
     lowered, answers = lowering.lower_for(rt, model, options)
     ranges = list(options.profiles) or engines.default_profiles(spec, one=not rt.can.shared_profiles)
-    cache = bundle.path / engines.FOLDER / f"timing-{rt.backend}-{rt.version}.cache"
-    cached = rt.can.timing_cache and options.timing_cache and cache.is_file()
-    # With `--precision auto` most graphs are FP16 throughout, and need no constraints.
-    wide = spec.mixed and bool(bundle.manifest.checks.get("mixed precision", {}).get("kept"))
+    timings = bundle.path / engines.FOLDER / f"timing-{rt.backend}-{rt.version}.cache"
     # As a file: weights that do not fit in memory twice are read from disk.
     with temporary_folder(bundle.path.resolve() / "lowered") as folder:
         onnx_path = folder / "model.onnx"
         save_graph(lowered, onnx_path)
-        request = BuildRequest(
-            onnx=onnx_path,
-            precision=precision,
-            profiles=[engines.profile_shapes(spec, each) for each in ranges],
-            options=options,
-            timing_cache=cache.read_bytes() if cached else None,
-            # A TensorRT that chooses types by itself would narrow what the export kept in a wider type.
-            precision_constraints=wide and not rt.can.strongly_typed_flag,
-        )
-        # Parsers and builders can crash.
-        on_message = None if on_progress is None else lambda progress: on_progress(*progress)
-        if isolation.enabled:
-            about = {"title": rt.title, "step": "building the engine", "on_message": on_message}
-            built = call_isolated(rt.backend, _build, rt, request, plugins, _report, **about)
-        else:
-            built = _build(rt, request, plugins, on_progress)
+        request = _build_request(rt, bundle, options, ranges, onnx_path, timings)
+        built = _build_isolated(rt, request, plugins, on_progress)
     built = _with_plugin_roles(built, lowered)
     verdict = judge_engine(built, lowered, model, precision, len(ranges))
-    # The source with the best information comes first.
-    kernels = next(filter(None, map(built.kernels.get, ("inspector", "plan", "log"))), ())
     findings = dict.fromkeys(finding for answer in answers for finding in answer.findings)
-    names, large = engines.profile_names(spec, ranges), built.large_tensors
-    loaded: dict[str, Any] = {"host_code": options.version_compatible, "large_tensors": large}
-    notes = [*unprepared_profiles(rt, built.plan, names, **loaded), *built.notes]
-    notes += [*(each.advice for each in large), *built.warnings]
+    names = engines.profile_names(spec, ranges)
     in_place = noted_caches(lowered, IN_PLACE_NOTE) if plugins else {}
-    notes += [f"caches in place: bind {out} to the memory of {at}" for out, at in in_place.items()]
     manifest = engines.EngineManifest(
         backend=rt.backend,
         version=rt.version,
@@ -147,35 +124,101 @@ def _engine_at(
         seconds=round(built.seconds, 3),
         strongly_typed=built.strongly_typed,
         verdict=engines.with_unrecognised(verdict, bundle.manifest, profiles=len(ranges)),
-        kernels=[
-            {
-                "name": kernel.name,
-                "type": kernel.layer_type,
-                "tactic": kernel.tactic,
-                "nodes": list(kernel.onnx_nodes),
-                "dtypes": sorted({tensor.dtype for tensor in kernel.tensors}),
-                "profile": kernel.profile,
-                "fused_attention": kernel.is_fused_attention,
-            }
-            for kernel in kernels
-        ],
+        kernels=_kernel_records(built),
         options=request.record(),
         findings=[asdict(finding) for finding in findings],
-        notes=notes,
+        notes=_notes(rt, built, options, names, in_place),
         attention={"requested": requested, "chosen": options.attention, "accumulate": options.accumulate},
         plugins=plugins,
         in_place=in_place,
-        large_tensors=list(large),
+        large_tensors=list(built.large_tensors),
     )
     engine = engines.write_engine(path, built.plan, manifest, overwrite=options.overwrite)
     if built.timing_cache:
         with contextlib.suppress(OSError):  # the engine is there: the next build is only slower
-            write_atomically(cache, built.timing_cache)
+            write_atomically(timings, built.timing_cache)
     return engine
 
 
+def _build_request(
+    rt: TensorRT,
+    bundle: Bundle,
+    options: EngineOptions,
+    ranges: Sequence[engines.Ranges],
+    onnx_path: Path,
+    timings: Path,
+) -> BuildRequest:
+    """What the builder is asked for; `timings` is the file with the kernel timings of earlier builds."""
+    manifest = bundle.manifest
+    is_cached = rt.can.timing_cache and options.timing_cache and timings.is_file()
+    # With `--precision auto` most graphs are FP16 throughout, and need no constraints.
+    is_mixed = manifest.spec.mixed and bool(manifest.checks.get("mixed precision", {}).get("kept"))
+    return BuildRequest(
+        onnx=onnx_path,
+        precision=manifest.precision.name,
+        profiles=[engines.profile_shapes(manifest.spec, each) for each in ranges],
+        options=options,
+        timing_cache=timings.read_bytes() if is_cached else None,
+        # A TensorRT that chooses types by itself would narrow what the export kept in a wider type.
+        precision_constraints=is_mixed and not rt.can.strongly_typed_flag,
+    )
+
+
+def _build_isolated(
+    rt: TensorRT,
+    request: BuildRequest,
+    plugins: Sequence[Mapping[str, Any]],
+    on_progress: OnProgress | None,
+) -> BuiltEngine:
+    """Build in a child process: parsers and builders can crash."""
+    if not isolation.enabled:
+        return _build(rt, request, plugins, on_progress)
+    on_message = None if on_progress is None else lambda progress: on_progress(*progress)
+    about = {"title": rt.title, "step": "building the engine", "on_message": on_message}
+    return call_isolated(rt.backend, _build, rt, request, plugins, _report, **about)
+
+
+def _kernel_records(built: BuiltEngine) -> list[engines.KernelRecord]:
+    """The kernels of an engine as the source with the best information reports them."""
+    kernels = next(filter(None, map(built.kernels.get, ("inspector", "plan", "log"))), ())
+    return [
+        {
+            "name": kernel.name,
+            "type": kernel.layer_type,
+            "tactic": kernel.tactic,
+            "nodes": list(kernel.onnx_nodes),
+            "dtypes": sorted({tensor.dtype for tensor in kernel.tensors}),
+            "profile": kernel.profile,
+            "fused_attention": kernel.is_fused_attention,
+        }
+        for kernel in kernels
+    ]
+
+
+def _notes(
+    rt: TensorRT,
+    built: BuiltEngine,
+    options: EngineOptions,
+    profile_names: Sequence[str],
+    in_place: Mapping[str, str],
+) -> list[str]:
+    """What a reader of the manifest should know: limits of the engine, warnings, caches in place."""
+    large = built.large_tensors
+    loaded: dict[str, Any] = {"host_code": options.version_compatible, "large_tensors": large}
+    return [
+        *unprepared_profiles(rt, built.plan, profile_names, **loaded),
+        *built.notes,
+        *(each.advice for each in large),
+        *built.warnings,
+        *(f"caches in place: bind {out} to the memory of {at}" for out, at in in_place.items()),
+    ]
+
+
 def _build(
-    rt: TensorRT, request: BuildRequest, plugins: Sequence[Any], on_progress: OnProgress | None = None
+    rt: TensorRT,
+    request: BuildRequest,
+    plugins: Sequence[Mapping[str, Any]],
+    on_progress: OnProgress | None = None,
 ) -> BuiltEngine:
     load_needed(rt, plugins)
     return build_engine(rt, request, on_progress)
@@ -513,7 +556,7 @@ def _measure_builds(
 
 
 def engine_opener(
-    rt: TensorRT, precision: str, profiles: Sequence[Profile] = (), plugins: Sequence[Any] = ()
+    rt: TensorRT, precision: str, profiles: Sequence[Profile] = (), plugins: Sequence[Mapping[str, Any]] = ()
 ) -> Callable[[ir.Model], Runner]:
     """A function that builds a lowered graph on this machine's GPU and loads it, in a child process."""
 
@@ -535,7 +578,9 @@ def engine_opener(
     return open_model
 
 
-def _build_and_load(rt: TensorRT, request: BuildRequest, plugins: Sequence[Any]) -> TensorRTRunner:
+def _build_and_load(
+    rt: TensorRT, request: BuildRequest, plugins: Sequence[Mapping[str, Any]]
+) -> TensorRTRunner:
     built = _build(rt, request, plugins)
     return TensorRTRunner(rt, built.plan, large_tensors=built.large_tensors)
 
