@@ -122,6 +122,65 @@ def _common(values: np.ndarray, axis: int) -> float:
     return float(np.median(np.square(values.mean(axis)).mean(rest[:-1]) / np.maximum(power, 1e-300)))
 
 
+def _distinct_vectors(vectors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The first of each group of equal vectors, and the weight of every vector: 1 over the size of its group.
+
+    Queries with the same answer (padding, a single key) have the same error: it counts once.
+    """
+    hashes = (vectors @ np.cos(np.arange(vectors.shape[1]))).astype(np.float32)
+    _, distinct, group, sizes = np.unique(hashes, return_index=True, return_inverse=True, return_counts=True)
+    return distinct, 1.0 / sizes[group]
+
+
+def _usual_sizes(o: np.ndarray, distinct: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Every element less the usual value of its channel, and the size that its vector and channel suggest.
+
+    Medians: one massive element makes neither its vector nor its channel large.
+    """
+    n_vectors, n_channels = len(distinct), o.shape[1]
+    centre = np.median(o[distinct], axis=0) if n_vectors >= _FEW_VECTORS else np.zeros(n_channels)
+    centred = o - centre
+    spread = np.square(1.5 * np.median(np.abs(centred[distinct]), axis=0))
+    spread = np.where(spread > 0, spread, np.square(centred[distinct]).mean(0))
+    # Where all queries have nearly the same answer, it is the answer that is rounded, not its spread.
+    common = np.square(centre)
+    spread += np.minimum(common, np.median(spread + common))
+    usual = float(np.median(spread)) or float(spread.mean()) or 1.0
+    channels = np.sqrt((n_vectors * spread + 4 * usual) / (n_vectors + 4) if n_vectors > 1 else usual)
+    channels = np.broadcast_to(np.maximum(channels, 1e-12 * math.sqrt(usual)), n_channels)
+    vectors = 1.5 * np.median(np.maximum(np.abs(o), np.abs(centred)) / channels, axis=1)
+    middle = float(np.median(vectors)) or 1.0
+    vectors = np.sqrt((n_channels * np.square(vectors) + 4 * middle**2) / (n_channels + 4))
+    vectors = np.maximum(vectors, 1e-3 * middle)
+    return centred, np.outer(vectors, channels)
+
+
+def _error_by_value(o: np.ndarray, error: np.ndarray, scale: np.ndarray, rounding: float) -> np.ndarray:
+    """The squared error that grows with a value itself, as that of softmax weights: large ones show it."""
+    large = np.abs(o) > 3 * scale
+    relative = 1.5 * np.median(np.abs(error[large] / o[large])) if large.sum() >= _FEW_LARGE else 0.0
+    return np.square(np.clip(relative, _RESULT_ROUNDING * rounding, 2 * rounding) * o)
+
+
+def _error_by_vector_and_channel(
+    error: np.ndarray, by_value: np.ndarray, scale: np.ndarray, distinct: np.ndarray, rounding: float
+) -> tuple[float, np.ndarray]:
+    """Eager's error over the scale, and the squared error that it shows in the vector and channel of each."""
+    (n_vectors, n_channels), least = (len(distinct), scale.shape[1]), _LEAST_NOISE * rounding
+    level = max(least, 1.5 * float(np.median((np.abs(error) / scale)[distinct])))
+    typical = np.square(level * scale)
+    # Of an element whose own rounding is all its error, nothing is learned about its neighbours.
+    ratio = np.square(error) / (typical + by_value) * (typical / np.square(scale))
+    level = max(least, math.sqrt(float(ratio[distinct].mean())))
+    ratio /= level**2
+    by_vector = (n_channels * ratio.mean(1) + _VECTOR_PRIOR) / (n_channels + _VECTOR_PRIOR)
+    ratio /= by_vector[:, None]
+    # The queries of a channel share the rounding of keys and values: a small error there is chance.
+    by_channel = (n_vectors * ratio[distinct].mean(0) + _CHANNEL_PRIOR) / (n_vectors + _CHANNEL_PRIOR)
+    learned = np.square(level * scale) * np.outer(by_vector, np.maximum(by_channel, 1.0))
+    return level, np.maximum(learned, np.square(least * scale))
+
+
 class Noise:
     """The error that rounding is expected to leave in every element of a tensor.
 
@@ -145,49 +204,15 @@ class Noise:
         shape = np.atleast_1d(oracle).shape
         o, rounding = oracle.reshape(-1, shape[-1]).astype(np.float64), precision.roundoff
         error = error.reshape(o.shape)
-        # Queries with the same answer (padding, a single key) have the same error: it counts once.
-        hashes = (o @ np.cos(np.arange(o.shape[1]))).astype(np.float32)
-        _, distinct, which, copies = np.unique(
-            hashes, return_index=True, return_inverse=True, return_counts=True
-        )
-        n_vectors, n_channels = len(distinct), o.shape[1]
-        # Medians: one massive element makes neither its vector nor its channel large.
-        centre = np.median(o[distinct], axis=0) if n_vectors >= _FEW_VECTORS else np.zeros(n_channels)
-        centred = o - centre
-        spread = np.square(1.5 * np.median(np.abs(centred[distinct]), axis=0))
-        spread = np.where(spread > 0, spread, np.square(centred[distinct]).mean(0))
-        # Where all queries have nearly the same answer, it is the answer that is rounded, not its spread.
-        common = np.square(centre)
-        spread += np.minimum(common, np.median(spread + common))
-        usual = float(np.median(spread)) or float(spread.mean()) or 1.0
-        channels = np.sqrt((n_vectors * spread + 4 * usual) / (n_vectors + 4) if n_vectors > 1 else usual)
-        channels = np.broadcast_to(np.maximum(channels, 1e-12 * math.sqrt(usual)), n_channels)
-        vectors = 1.5 * np.median(np.maximum(np.abs(o), np.abs(centred)) / channels, axis=1)
-        middle = float(np.median(vectors)) or 1.0
-        vectors = np.sqrt((n_channels * np.square(vectors) + 4 * middle**2) / (n_channels + 4))
-        vectors = np.maximum(vectors, 1e-3 * middle)
-        scale = np.outer(vectors, channels)
-        # Errors may grow with the values themselves, as those of softmax weights do: large ones show it.
-        large = np.abs(o) > 3 * scale
-        relative = 1.5 * np.median(np.abs(error[large] / o[large])) if large.sum() >= _FEW_LARGE else 0.0
-        own = np.square(np.clip(relative, _RESULT_ROUNDING * rounding, 2 * rounding) * o)
-        level = max(_LEAST_NOISE * rounding, 1.5 * float(np.median((np.abs(error) / scale)[distinct])))
-        typical = np.square(level * scale)
-        # Of an element whose own rounding is all its error, nothing is learned about its neighbours.
-        ratio = np.square(error) / (typical + own) * (typical / np.square(scale))
-        level = max(_LEAST_NOISE * rounding, math.sqrt(float(ratio[distinct].mean())))
-        ratio /= level**2
-        by_vector = (n_channels * ratio.mean(1) + _VECTOR_PRIOR) / (n_channels + _VECTOR_PRIOR)
-        ratio /= by_vector[:, None]
-        # The queries of a channel share the rounding of keys and values: a small error there is chance.
-        by_channel = (n_vectors * ratio[distinct].mean(0) + _CHANNEL_PRIOR) / (n_vectors + _CHANNEL_PRIOR)
-        learned = np.square(level * scale) * np.outer(by_vector, np.maximum(by_channel, 1.0))
-        least = np.square(_LEAST_NOISE * rounding * scale)
-        self._expected = np.sqrt(np.maximum(learned, least) + own + tiny**2).reshape(shape)
-        accumulated = fp16_accumulation(n_channels, precision)
+        distinct, weight = _distinct_vectors(o)
+        centred, scale = _usual_sizes(o, distinct)
+        by_value = _error_by_value(o, error, scale, rounding)
+        level, learned = _error_by_vector_and_channel(error, by_value, scale, distinct, rounding)
+        self._expected = np.sqrt(learned + by_value + tiny**2).reshape(shape)
+        accumulated = fp16_accumulation(shape[-1], precision)
         self.widening = widening or max(1.0, accumulated / math.hypot(level, _RESULT_ROUNDING * rounding))
         self._signal = (centred.reshape(shape) / self._expected).astype(np.float32)
-        self._weight = (1.0 / copies[which]).reshape(*shape[:-1], 1)
+        self._weight = weight.reshape(*shape[:-1], 1)
         self._precision = precision
         # What is common to all queries (or batch elements, heads, windows) of eager's error, or of the
         # answers themselves, has one error, which counts once and not once for each.
