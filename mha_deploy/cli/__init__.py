@@ -17,7 +17,7 @@ import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import typer
 
@@ -56,50 +56,65 @@ def _root(version: bool = typer.Option(False, "--version", help="Print the versi
         raise typer.Exit()
 
 
+class _Ending(NamedTuple):
+    """How the command line ended: its exit code and, where there is no result, the error."""
+
+    code: int
+    error: DeployError | None = None
+    is_printed: bool = False  # whether the error is on stderr already
+
+
 def main() -> None:
     """Run the command line; an error that a user can act on is printed without a traceback.
 
     With `--json` stdout is JSON on every outcome: where there is no result, an object with the key `error`.
     """
-    as_json = "--json" in sys.argv[1:]
-    with _signals_as_interrupts() as ended_by, _guarded_streams() as stdout:
-        code, printed = EXIT_INTERNAL_ERROR, False
-        error: DeployError | None = None
-        try:
-            for argument in sys.argv[1:]:
-                check_name(argument)
-            app(standalone_mode=True)
-            code = 0
-        except DeployError as raised:
-            code, error = raised.exit_code, raised
-        except OSError as raised:
-            code, error = EXIT_BAD_INPUT, DeployError("The operating system reported an error.", got=raised)
-        except KeyboardInterrupt:
-            code = EXIT_INTERRUPTED
-        except SystemExit as stop:
-            code = stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
-            if code == EXIT_BAD_INPUT and as_json:  # Typer printed what is wrong with the command line
-                usage, printed = getattr(stop.__context__, "message", None), True
-                error = DeployError("The command line is not valid.", got=usage, hint="--help")
-        except BaseException as raised:  # noqa: BLE001 (a bug of this tool: its exit code is not a verdict)
-            no_memory = isinstance(raised, RuntimeError) and "allocate memory" in str(raised)  # PyTorch's own
-            if isinstance(raised, MemoryError) or no_memory:
-                code = EXIT_BAD_INPUT
-                error = DeployError("There is too little memory.", got=str(raised) or None)
-            else:
-                traceback.print_exception(raised)
-                got, hint = f"{type(raised).__name__}: {raised}", "report it with the traceback"
-                error = DeployError("This is a bug in mha-deploy.", got=got, hint=hint)
+    with _signals_as_interrupts() as received, _guarded_streams() as stdout:
+        code, error, is_printed = _run_app()
         if code == EXIT_INTERRUPTED:  # Ctrl-C, also as Typer reports it, or another signal
-            error, printed = DeployError("terminated" if ended_by else "interrupted"), True
+            code = 128 + received[0] if received else code
+            error, is_printed = DeployError("terminated" if received else "interrupted"), True
             typer.echo(error.what, err=True)
-            code = 128 + ended_by[0] if ended_by else code
-        if error and not printed:
+        if error and not is_printed:
             typer.echo(f"error: {error}", err=True)
-        if error and as_json and not stdout.has_text:
+        if error and "--json" in sys.argv[1:] and not stdout.has_text:
             shown = {"what": error.what, "got": error.got, "hint": error.hint, "exit_code": code}
             typer.echo(json.dumps({"error": shown}, indent=2))
     sys.exit(code)
+
+
+def _run_app() -> _Ending:
+    """Run the verb that the arguments name; whatever it raises is an ending."""
+    try:
+        for argument in sys.argv[1:]:
+            check_name(argument)
+        app(standalone_mode=True)
+    except DeployError as error:
+        return _Ending(error.exit_code, error)
+    except OSError as error:
+        return _Ending(EXIT_BAD_INPUT, DeployError("The operating system reported an error.", got=error))
+    except KeyboardInterrupt:
+        return _Ending(EXIT_INTERRUPTED)
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
+        if code != EXIT_BAD_INPUT:
+            return _Ending(code)
+        usage = getattr(stop.__context__, "message", None)  # Typer has printed it
+        problem = DeployError("The command line is not valid.", got=usage, hint="--help")
+        return _Ending(code, problem, is_printed=True)
+    except BaseException as error:  # noqa: BLE001 (a bug of this tool: its exit code is not a verdict)
+        if _is_out_of_memory(error):
+            return _Ending(EXIT_BAD_INPUT, DeployError("There is too little memory.", got=str(error) or None))
+        traceback.print_exception(error)
+        got, hint = f"{type(error).__name__}: {error}", "report it with the traceback"
+        return _Ending(EXIT_INTERNAL_ERROR, DeployError("This is a bug in mha-deploy.", got=got, hint=hint))
+    return _Ending(0)
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Whether Python or PyTorch, which has no type of its own for it on a CPU, could not allocate memory."""
+    is_torch = isinstance(error, RuntimeError) and "allocate memory" in str(error)
+    return isinstance(error, MemoryError) or is_torch
 
 
 # What Rich writes to a terminal: styles and movements of the cursor.
