@@ -77,7 +77,7 @@ def test_errors_and_times_of_every_build_are_recorded(bundles, monkeypatch):
     bundle = bundles("tiny-gqa")
     monkeypatch.setattr(rebuild, "reasons_not_to_run", lambda engine: [])
     monkeypatch.setattr(rebuild, "open_engine_runner", lambda engine: OnTheCpu(engine, bundle))
-    errors, times = rebuild._measured([None, None], bundle, None)
+    errors, times = rebuild._measure_builds([None, None], bundle, None)
     assert times == {"opt": [10.0, 20.0]}
     cases = {f"{case.name}/output" for case in bundle.manifest.golden}
     assert set(errors) == cases
