@@ -8,7 +8,6 @@ that it raises.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext, suppress
@@ -20,7 +19,16 @@ from pathlib import Path
 from textwrap import TextWrapper
 from typing import TYPE_CHECKING, Any, TypeVar, Union
 
-from mha_deploy.errors import DeployError, needed
+from mha_deploy.bundle.commit import refuse_foreign, refuse_occupied, temporary_folder
+from mha_deploy.bundle.folder import MANIFEST, Bundle
+from mha_deploy.bundle.folder import open_bundle as open_folder
+from mha_deploy.environment import RUNTIMES, can_import, examine, gpus, installed_version
+from mha_deploy.errors import DeployError, nearest, needed
+from mha_deploy.files import open_regular
+from mha_deploy.model.catalog import catalog_names, find_spec, is_factory
+from mha_deploy.model.deployable import Deployable, Example
+from mha_deploy.model.precision import find_precision
+from mha_deploy.model.spec import AttentionSpec, Axis
 from mha_deploy.options import (
     AUTO,
     OF_DEPLOY,
@@ -32,6 +40,7 @@ from mha_deploy.options import (
     ValidateOptions,
     options_of,
 )
+from mha_deploy.report import Written
 
 if TYPE_CHECKING:
     import onnx
@@ -41,14 +50,11 @@ if TYPE_CHECKING:
 
     from mha_deploy.analyze.roofline import Analysis
     from mha_deploy.analyze.similarity import HeadSimilarity
-    from mha_deploy.bundle.folder import Bundle
     from mha_deploy.engine.engine import Engine
     from mha_deploy.engine.plugins import Compiled, Found, PluginLibrary
     from mha_deploy.graph.fuse import FuseReport
     from mha_deploy.graph.rules import Eligibility
     from mha_deploy.metrics import ParityReport
-    from mha_deploy.model.deployable import Deployable, Example
-    from mha_deploy.model.spec import AttentionSpec, Axis
     from mha_deploy.options import (
         BenchKeywords,
         DeployKeywords,
@@ -172,10 +178,6 @@ def load_model(
         >>> model.name, str(model.source.axes["S"])
         ('tiny-mha', '1:32:128')
     """
-    from mha_deploy.model.catalog import find_spec, is_factory
-    from mha_deploy.model.deployable import Deployable, Example
-    from mha_deploy.model.spec import AttentionSpec, Axis
-
     if hasattr(model, "forward"):  # an nn.Module, without importing PyTorch to ask
         if example_inputs is None:
             hint = 'example_inputs={"x": Example(tensor, "B", "S")}, axes={"B": "1:4:8", "S": "1:128:512"}'
@@ -289,8 +291,6 @@ def export(
         ('tiny-mha', ['min', 'opt', 'odd', 'large'])
     """
     found = load_model(model, example_inputs=example_inputs, axes=axes)
-    from mha_deploy.model.spec import AttentionSpec
-
     settings = ExportOptions(**options)
     _refuse_export(out, settings)
     settings = replace(settings, **_weight_options(found, weights, settings.prefix))
@@ -318,9 +318,6 @@ def _weight_options(model: Model, weights: StrPath | None, prefix: str) -> dict[
 
 def _refuse_export(out: StrPath, options: ExportOptions) -> None:
     """Refuse what can be refused before PyTorch is imported."""
-    from mha_deploy.bundle.commit import refuse_occupied
-    from mha_deploy.model.precision import find_precision
-
     refuse_occupied(Path(os.path.realpath(out)), overwrite=options.overwrite)
     if options.precision != AUTO:
         find_precision(options.precision)
@@ -359,8 +356,6 @@ def import_onnx(
 def _read_arrays(inputs: Mapping[str, Any] | None) -> dict[str, Any]:
     import numpy as np
 
-    from mha_deploy.files import open_regular
-
     found = {}
     for name, given in (inputs or {}).items():
         try:
@@ -389,9 +384,7 @@ def open_bundle(path: StrPath, *, verify: bool = True) -> Bundle:
         >>> bundle.manifest.precision.name
         'fp32'
     """
-    from mha_deploy.bundle.folder import open_bundle
-
-    bundle = open_bundle(Path(path), verify=verify)
+    bundle = open_folder(Path(path), verify=verify)
     if verify:
         from mha_deploy.graph.canonical import check_graph
 
@@ -480,7 +473,6 @@ def fuse_file(
 
 def _save_graph(model: ir.Model, output: Path) -> None:
     """Write beside the place and rename, all files or none; the graph last: it must not lack its weights."""
-    from mha_deploy.bundle.commit import temporary_folder
     from mha_deploy.graph.file import save_graph
 
     home = output.absolute().parent
@@ -530,8 +522,8 @@ def check(
     from mha_deploy.runtime.tensorrt.builder import capabilities_of
 
     targets = [requested_target(target, version, each) for each in capabilities_of(sm) or (None,)]
-    is_file = not _is_bundle(bundle) and Path(bundle).suffix == ".onnx"  # type: ignore[arg-type]
-    graph = load_graph(Path(bundle) if is_file else _open(bundle).model_path)  # type: ignore[arg-type]
+    is_file = not isinstance(bundle, Bundle) and Path(bundle).suffix == ".onnx"
+    graph = load_graph(Path(str(bundle)) if is_file else _open(bundle).model_path)
     return [found for each in targets for found in check_eligibility(graph, each)]
 
 
@@ -571,9 +563,7 @@ def build_engine(
 
     opened = _open(bundle)
     texts = [
-        each
-        if isinstance(each, str)
-        else ",".join(f"{axis}={_range_text(sizes)}" for axis, sizes in each.items())
+        each if isinstance(each, str) else ",".join(f"{axis}={_range_text(sizes)}" for axis, sizes in each.items())
         for each in profiles
     ]
     ranges = [parse_ranges(text, opened.manifest.spec) for text in texts]
@@ -671,7 +661,7 @@ def open_runner(model: Any, backend: str | None = None) -> Runner:
         return model
     if has_own:
         return open_engine_runner(model) if isinstance(model, Engine) else PolygraphyRunner(model)
-    if _is_bundle(model) or (isinstance(model, Path) and model.suffix != ".onnx"):
+    if isinstance(model, Bundle) or (isinstance(model, Path) and model.suffix != ".onnx"):
         from mha_deploy.runtime import available_cpu_backend
         from mha_deploy.validate.runtimes import RuntimeFinder
 
@@ -680,7 +670,6 @@ def open_runner(model: Any, backend: str | None = None) -> Runner:
     import onnx
     import onnx_ir as ir
 
-    from mha_deploy.environment import can_import
     from mha_deploy.graph.file import graph_from_proto, load_graph
     from mha_deploy.runtime import open_runner as open_graph
 
@@ -698,7 +687,7 @@ def open_runner(model: Any, backend: str | None = None) -> Runner:
 # -- Validation ------------------------------------------------------------------------------------
 
 
-class Report:
+class Report(Written):
     """The result of a validation; a notebook shows it as a page.
 
     Args:
@@ -727,28 +716,16 @@ class Report:
         """The report as plain data, as docs/report.md describes it."""
         return self._data
 
-    def to_json(self) -> str:
-        """The same as JSON text."""
-        return json.dumps(self.to_dict(), indent=1, ensure_ascii=False, allow_nan=False)
-
     def to_html(self) -> str:
         """A self-contained HTML page."""
         from mha_deploy.report.page import report_page
 
         return report_page(self.to_dict())
 
-    def save_html(self, path: StrPath) -> Path:
-        """Write the page to a file, and give its path."""
-        from mha_deploy.bundle.commit import write_atomically
-
-        write_atomically(Path(path), self.to_html().encode("utf-8"))
-        return Path(path)
-
     def save(self, folder: StrPath) -> Path:
         """Write `report.json` and `report.html` into a folder; returns the path of the page."""
-        from mha_deploy.report.page import write_report
-
-        return write_report(Path(folder), self.to_dict())[1]
+        refuse_foreign(Path(folder), "report")
+        return self._save(Path(folder), "report")
 
     def _repr_html_(self) -> str:
         """The page in a frame of its own, so that its style does not leak into a notebook."""
@@ -854,7 +831,7 @@ def bench(
     return bench_bundle(_open(bundle), BenchOptions(**options), on_step=_without_count(on_step))
 
 
-class BenchReport:
+class BenchReport(Written):
     """The times of several models.
 
     Args:
@@ -876,6 +853,12 @@ class BenchReport:
 
         return plain_bench(bench_to_dict(self.records))
 
+    def to_html(self) -> str:
+        """A self-contained HTML page."""
+        from mha_deploy.report.page import bench_page
+
+        return bench_page(self.to_dict())
+
     def to_markdown(self) -> str:
         """The times as a Markdown table."""
         from mha_deploy.report.page import bench_markdown
@@ -884,9 +867,8 @@ class BenchReport:
 
     def save(self, folder: StrPath) -> Path:
         """Write `bench.json` and `bench.html` into a folder; returns the path of the page."""
-        from mha_deploy.report.page import write_bench
-
-        return write_bench(Path(folder), self.to_dict())[1]
+        refuse_foreign(Path(folder), "bench")
+        return self._save(Path(folder), "bench")
 
     def record(self, path: StrPath, command: Sequence[str] | None = None) -> None:
         """Add every measurement as a line of JSON to a file, with its samples and what it was measured with.
@@ -1081,8 +1063,6 @@ def deploy(
         got += "" if engine else ", no engine"
         raise DeployError(what, got=got, hint="precision auto, with an engine")
     if candidates is None and precision == AUTO and engine:
-        from mha_deploy.environment import gpus
-
         candidates = bool(gpus())
     if candidates:
         best = _best_candidate(found, Path(out), settings, latency=latency, report=report, **exported)
@@ -1112,7 +1092,6 @@ def _best_candidate(
     found: Model, out: Path, settings: EngineOptions, *, latency: bool | None, report: OnStep, **exported: Any
 ) -> tuple[str, EngineOptions, dict[str, Any]]:
     """Export, build and judge every candidate: the precision and the options of the best one, and all."""
-    from mha_deploy.bundle.commit import temporary_folder
     from mha_deploy.engine.engine import default_backend
     from mha_deploy.engine.lowered import candidates_for
     from mha_deploy.engine.plugins import PluginError, library_for
@@ -1234,7 +1213,6 @@ def matrix(
         >>> [cell.summary for cell in found.cells]                           # doctest: +SKIP
         ['1/1 fused, not run']
     """
-    from mha_deploy.environment import can_import
     from mha_deploy.regression.matrix import LocalWorkers, ModelEntry, RayWorkers, read_plan, run_matrix
 
     read = read_plan(plan)
@@ -1263,8 +1241,6 @@ def models(*, tiny: bool = False) -> list[AttentionSpec]:
         >>> [spec.name for spec in md.models() if spec.name.startswith("llama-3-8b")]
         ['llama-3-8b']
     """
-    from mha_deploy.model.catalog import catalog_names, find_spec
-
     return [find_spec(name) for name in catalog_names() if tiny or not name.startswith("tiny-")]
 
 
@@ -1294,7 +1270,10 @@ def analyze(
     from mha_deploy.analyze.cost import USUAL, points_from_text
     from mha_deploy.analyze.roofline import analyze_layer
 
-    spec = _catalog_spec(model, axes)
+    spec = load_model(model, axes=axes).source
+    if not isinstance(spec, AttentionSpec):
+        hint = "a name from `mha-deploy models`"
+        raise DeployError("Only a catalog layer can be analyzed.", got=_describe(model), hint=hint)
     point = points_from_text(spec.model, at or USUAL)[-1]
     lengths = None if point.past is None else [point.past] * point.sizes["B"]
     return analyze_layer(spec, point.sizes, precision, gpu, lengths=lengths)
@@ -1338,10 +1317,10 @@ def compare_heads(
     from mha_deploy.analyze.cost import USUAL, key_length, points_from_text
     from mha_deploy.analyze.similarity import head_similarity, random_feeds, read_inputs
 
-    if _is_bundle(model):
-        return _compare_heads_of_bundle(model, attention)  # type: ignore[arg-type]
-    found = load_model(model, example_inputs=example_inputs, axes=axes)  # type: ignore[arg-type]
-    if not found.is_layer:
+    if isinstance(model, Bundle):
+        return _compare_heads_of_bundle(model, attention)
+    found = load_model(model, example_inputs=example_inputs, axes=axes)
+    if not isinstance(found.source, AttentionSpec):
         if inputs is not None:
             what = "Only a catalog layer takes an .npz file."
             raise DeployError(what, got=inputs, hint="Example(..., draw=)")
@@ -1354,7 +1333,7 @@ def compare_heads(
             return _compare_heads_of_bundle(made, attention)
     if attention is not None:
         raise DeployError("A catalog layer has one attention.", got=attention, hint="leave it out")
-    spec = _catalog_spec(found, None)
+    spec = found.source
     sizes = points_from_text(spec.model, at or USUAL)[-1].sizes
     if spec.cache != "none":  # the heads of the whole sequence that the KV cache comes from
         sizes = {"B": sizes["B"], "S": key_length(spec, sizes)}
@@ -1368,7 +1347,6 @@ def _compare_heads_of_bundle(bundle: Bundle, attention: str | None) -> HeadSimil
     from mha_deploy import runtime
     from mha_deploy.analyze.similarity import similarity_from_heads
     from mha_deploy.bundle.cases import golden_cases
-    from mha_deploy.errors import nearest
     from mha_deploy.graph.attention_node import by_head, is_attention, read_attention
     from mha_deploy.graph.file import load_graph, with_outputs
 
@@ -1435,8 +1413,6 @@ def inspect(path: StrPath, *, verify: bool = False) -> Inspection:
         nodes = (node.describe() for node in attention_nodes(load_graph(path)))
         return Inspection(path=path, attention=tuple(nodes))
     if path.suffix != ".engine":
-        from mha_deploy.bundle.folder import open_bundle as open_folder
-
         bundle, engines = open_bundle(path) if verify else open_folder(path), []
         if any(path.glob("*/*.engine")):  # else there is no need to load what reads them
             from mha_deploy.engine.engine import engines_of
@@ -1445,7 +1421,6 @@ def inspect(path: StrPath, *, verify: bool = False) -> Inspection:
         for engine in engines:
             engine.check_bundle(path)
         return Inspection(path=path, bundle=bundle, verified=verify, engines=tuple(engines))
-    from mha_deploy.bundle.folder import MANIFEST
     from mha_deploy.engine.engine import reasons_not_to_run
 
     engine = open_engine(path)
@@ -1473,8 +1448,6 @@ def doctor(*, load: bool = False) -> dict[str, Any]:
         >>> sorted(md.doctor()["can"])
         ['build-engine', 'export', 'run-engines', 'validate']
     """
-    from mha_deploy.environment import examine
-
     return examine(load=load)
 
 
@@ -1515,7 +1488,6 @@ def plugins() -> dict[str, Any]:
         ['libraries', 'places']
     """
     from mha_deploy.engine.plugins import PluginError, candidates, major, places
-    from mha_deploy.environment import RUNTIMES, installed_version
 
     names = next(runtime.packages for runtime in RUNTIMES if runtime.module == "tensorrt")
     here = next((version for version in map(installed_version, names) if version), None)
@@ -1627,25 +1599,8 @@ def _is_onnx(source: object) -> bool:
     return isinstance(source, str) and source.lower().endswith(".onnx")
 
 
-def _is_bundle(model: object) -> bool:
-    from mha_deploy.bundle.folder import Bundle
-
-    return isinstance(model, Bundle)
-
-
-def _open(bundle: Any) -> Bundle:
-    return bundle if _is_bundle(bundle) else open_bundle(bundle)
-
-
-def _catalog_spec(model: Any, axes: Axes | None) -> AttentionSpec:
-    """The spec of a catalog layer."""
-    from mha_deploy.model.spec import AttentionSpec
-
-    source = load_model(model, axes=axes).source
-    if not isinstance(source, AttentionSpec):
-        hint = "a name from `mha-deploy models`"
-        raise DeployError("Only a catalog layer can be analyzed.", got=_describe(model), hint=hint)
-    return source
+def _open(bundle: Bundle | StrPath) -> Bundle:
+    return bundle if isinstance(bundle, Bundle) else open_bundle(bundle)
 
 
 def _range_text(sizes: AxisRange) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -20,6 +19,7 @@ from mha_deploy.errors import BundleError, DeployError, nearest
 from mha_deploy.files import read_json
 from mha_deploy.model.spec import Axis
 from mha_deploy.options import Limits
+from mha_deploy.report import Written
 from mha_deploy.report.page import sections_page
 from mha_deploy.report.schema import as_plain, many, record
 from mha_deploy.report.table import Cell, Group, RawRow, Table, markdown, markdown_text, table
@@ -551,7 +551,7 @@ def _judged_range(old: str, new: str) -> tuple[str, str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class Comparison(Written):
     """What changed between two sides; `changes` has everything that was compared, what is the same too."""
 
     old: Side
@@ -587,10 +587,6 @@ class Comparison:
             data[key] = {"name": side.name, "kind": side.kind, "created": side.created}
         changes = [vars(change) for change in self.changes]
         return dict(as_plain({**data, "limits": vars(self.limits), "changes": changes}))
-
-    def to_json(self) -> str:
-        """The same as JSON text."""
-        return json.dumps(self.to_dict(), indent=1, ensure_ascii=False)
 
     def table(self, *, everything: bool = False) -> Table:
         """What changed, in a group for every section; with `everything` also what is the same."""
@@ -652,10 +648,6 @@ class Comparison:
     def save_junit(self, path: Path) -> None:
         """Write the JUnit XML to a file."""
         write_atomically(path, self.to_junit().encode("utf-8"))
-
-    def save_html(self, path: Path) -> None:
-        """Write the page to a file."""
-        write_atomically(path, self.to_html().encode("utf-8"))
 
 
 _LEVELS = {REGRESSION: "bad", INCONCLUSIVE: "doubt", CHANGED: "doubt", IMPROVEMENT: "good", SAME: "none"}

@@ -40,6 +40,7 @@ from mha_deploy.files import check_plain, read_regular
 from mha_deploy.model.catalog import find_spec, is_factory
 from mha_deploy.options import EngineOptions, ValidateOptions
 from mha_deploy.regression.record import append_lines, build_line
+from mha_deploy.report import Written
 from mha_deploy.report.page import sections_page
 from mha_deploy.report.schema import as_plain
 from mha_deploy.report.table import Cell, RawRow, Table, markdown, number, table
@@ -408,7 +409,7 @@ Workers = LocalWorkers | RayWorkers
 
 
 @dataclass(frozen=True, kw_only=True)
-class Matrix:
+class Matrix(Written):
     """The result of a plan: a cell for every combination, in its order."""
 
     plan: Plan
@@ -483,10 +484,7 @@ class Matrix:
 
     def save(self, folder: Path) -> Path:
         """Write `matrix.json` and `matrix.html`; gives the path of the page."""
-        page, data = self.to_html(), json.dumps(self.to_dict(), indent=1, ensure_ascii=False)
-        write_atomically(folder / "matrix.json", data.encode() + b"\n")
-        write_atomically(folder / "matrix.html", page.encode())
-        return folder / "matrix.html"
+        return self._save(folder, "matrix")
 
     def record(self, path: Path) -> None:
         """Add every engine that was built in this run, and not run, to a benchmark record."""

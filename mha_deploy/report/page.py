@@ -1,10 +1,9 @@
-"""The page: its sections with their tables, charts and words, which the templates lay out, and its files."""
+"""The page: its sections with their tables, charts and words, which the templates lay out."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
-import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -13,7 +12,6 @@ from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
-from mha_deploy.bundle.commit import refuse_foreign, write_atomically
 from mha_deploy.report import charts
 from mha_deploy.report import table as tables
 from mha_deploy.report.charts import Data, Look
@@ -407,28 +405,3 @@ def _rendered(plain: Data, **context: Any) -> str:
     context |= {"script": Markup(script), "style": Markup(style), "policy": policy, "mark": charts.mark}
     page: str = _template().render(tool=plain["tool"], created=plain["created"], **context)
     return page.strip() + "\n"
-
-
-# -- Reports and benchmarks on disk: the data, and beside it the page ------------------------------
-
-
-def write_report(folder: Path, data: Data) -> tuple[Path, Path]:
-    """Write `report.json` and `report.html`, and give their paths."""
-    return _write(folder, "report", plain_report(data), report_page)
-
-
-def write_bench(folder: Path, data: Data) -> tuple[Path, Path]:
-    """Write `bench.json` and `bench.html`, and give their paths."""
-    return _write(folder, "bench", plain_bench(data), bench_page)
-
-
-def _write(folder: Path, name: str, plain: Data, page: Callable[[Data], str]) -> tuple[Path, Path]:
-    # The page is made before anything is written: a failure leaves the old pair as it was.
-    text = json.dumps(plain, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-    contents = {folder / f"{name}.json": text, folder / f"{name}.html": page(plain)}
-    folder.mkdir(parents=True, exist_ok=True)
-    refuse_foreign(folder, name)
-    for path, content in contents.items():
-        write_atomically(path, content.encode("utf-8"))
-    data_path, page_path = contents
-    return data_path, page_path

@@ -1,15 +1,24 @@
 """Files are written whole or not at all."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from example_report import HOSTILE, bench, fresh, refuse
 from example_speed import WHY_NO_GRAPH
 
+import mha_deploy as md
 from mha_deploy.errors import DeployError
 from mha_deploy.report import page as write
-from mha_deploy.report.page import bench_markdown, write_bench, write_report
+from mha_deploy.report.page import bench_markdown
 from mha_deploy.report.schema import check_bench, check_report
+
+
+def write_report(folder, data):
+    """The paths of the data and of the page of a validation with this data."""
+    verdict = {"outcome": "passed", "passed": True, "headline": "", "findings": ()}
+    page = md.Report(SimpleNamespace(**verdict, to_dict=lambda: data)).save(folder)
+    return page.with_suffix(".json"), page
 
 
 def test_a_report_is_two_files(tmp_path):
@@ -29,10 +38,11 @@ def test_a_page_made_from_the_file_is_the_page(tmp_path):
     assert page_again.read_bytes() == page_path.read_bytes()
 
 
-def test_a_benchmark_is_two_files(tmp_path):
-    data_path, page_path = write_bench(tmp_path, bench())
-    assert [data_path.name, page_path.name] == ["bench.json", "bench.html"]
-    assert check_bench(json.loads(data_path.read_text(encoding="utf-8"))) == []
+def test_a_benchmark_is_two_files(tmp_path, monkeypatch):
+    monkeypatch.setattr("mha_deploy.validate.bench.bench_to_dict", lambda records: bench())
+    assert md.BenchReport([]).save(tmp_path) == tmp_path / "bench.html"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bench.html", "bench.json"]
+    assert check_bench(json.loads((tmp_path / "bench.json").read_text(encoding="utf-8"))) == []
 
 
 def test_hostile_names_can_be_written(tmp_path):
