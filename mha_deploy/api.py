@@ -562,10 +562,7 @@ def build_engine(
     from mha_deploy.engine.engine import parse_ranges
 
     opened = _open(bundle)
-    texts = [
-        each if isinstance(each, str) else ",".join(f"{axis}={_range_text(sizes)}" for axis, sizes in each.items())
-        for each in profiles
-    ]
+    texts = [each if isinstance(each, str) else _profile_text(each) for each in profiles]
     ranges = [parse_ranges(text, opened.manifest.spec) for text in texts]
     settings = EngineOptions(profiles=ranges, **options)
     if repeat != 1:
@@ -899,11 +896,11 @@ def replay(line: str, bundle: Bundle | StrPath | None = None, *, tolerance: floa
     Example:
         >>> md.replay("benchmarks/results/h200.jsonl:1", "out/bert").passed  # doctest: +SKIP
     """
-    from mha_deploy.regression.record import pick_line, replayed
+    from mha_deploy.regression.record import pick_line, replay_line
 
     recorded, alike = pick_line(line)
     opened = _open(recorded.bundle if bundle is None else bundle)
-    return replayed(recorded, alike, opened, bench, tolerance)
+    return replay_line(recorded, alike, opened, bench, tolerance)
 
 
 def bisect(
@@ -1605,6 +1602,10 @@ def _open(bundle: Bundle | StrPath) -> Bundle:
 
 def _range_text(sizes: AxisRange) -> str:
     return ":".join(map(str, sizes)) if isinstance(sizes, tuple | list) else str(sizes)
+
+
+def _profile_text(ranges: Axes) -> str:
+    return ",".join(f"{axis}={_range_text(sizes)}" for axis, sizes in ranges.items())
 
 
 def _describe(model: object) -> str:

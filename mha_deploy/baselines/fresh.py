@@ -21,7 +21,7 @@ from mha_deploy.bundle.cases import GoldenCase, read_case
 from mha_deploy.bundle.folder import Bundle
 from mha_deploy.bundle.traces import DecodeTrace, PlannedTrace, check_steps
 from mha_deploy.errors import BackendUnavailable, BundleError, DeployError
-from mha_deploy.export.exporter import exported_program
+from mha_deploy.export.exporter import export_user_module
 from mha_deploy.export.flow import PlannedCase
 from mha_deploy.export.golden import LayerCapture, ModuleCapture
 from mha_deploy.export.oracle import Float64, Intercept, run_in_float64, run_program
@@ -147,7 +147,7 @@ class ProgramValues:
         spec, own = bundle.manifest.spec, bundle.manifest.precision
         # A mixed graph was made from the module in float32, and its values have the names of that program.
         self.user = reopen_user_module(spec, find_precision("fp32") if spec.mixed else own)
-        self.exported = exported_program(self.user)
+        self.exported = export_user_module(self.user)
 
     def at(self, case: GoldenCase, names: Sequence[str]) -> dict[str, np.ndarray]:
         """Values of the graph in FP64, by their names; what the program does not compute is left out."""

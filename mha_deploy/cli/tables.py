@@ -47,7 +47,7 @@ _STYLES = {
 }  # fmt: skip
 
 
-def rendered(built: Table, *, title: bool = False, fill: str = "") -> RenderableType:
+def render(built: Table, *, title: bool = False, fill: str = "") -> RenderableType:
     """A table: the columns that a terminal has room for, then the sentences about its rows.
 
     `fill` is the column that takes the rest of the width.
@@ -126,7 +126,7 @@ def bundle_renderable(bundle: Bundle, *, details: bool = False) -> RenderableTyp
     if not details:
         return _pairs(lines)
     rows = [(name, f"{file.bytes:,}", f"{file.sha256[:16]}…") for name, file in manifest.files.items()]
-    files = rendered(table("files, hashes checked", ("file", "#bytes", "sha256"), rows), title=True)
+    files = render(table("files, hashes checked", ("file", "#bytes", "sha256"), rows), title=True)
     checks = "\n".join(f"checked: {check}" for check in manifest.checks.get("graph", []))
     made = "made with " + ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
     about = (Text(line, style="dim") for line in (checks, made))
@@ -158,7 +158,7 @@ def attention_renderable(nodes: Sequence[Mapping[str, Any]]) -> RenderableType:
         (summarize_names([node["name"] for node in group], joint="\n"), *row(group[0])) for group in alike
     ]
     headings = ("attention", "kind", "Hq/Hkv×D", "type", "scale", "mask", "also", "source")
-    return rendered(table(plural(len(nodes), "attention node"), headings, rows), title=True)
+    return render(table(plural(len(nodes), "attention node"), headings, rows), title=True)
 
 
 def _mask(causal: bool, mask: str) -> str:
@@ -190,7 +190,7 @@ def fuse_renderable(report: FuseReport) -> RenderableType:
     if count:
         checked = sum(each.verified for each in report.fused)
         total += f"; {checked} of {count} verified against the original on drawn inputs"
-    return Group(rendered(built, fill="result"), *repairs, Text(total))
+    return Group(render(built, fill="result"), *repairs, Text(total))
 
 
 def eligibility_renderable(answers: Sequence[Eligibility]) -> RenderableType:
@@ -244,7 +244,7 @@ def engine_renderable(engine: Engine, *, details: bool = False) -> RenderableTyp
     lines += [("note", note) for note in manifest.notes]
     if manifest.rebuilds is not None:
         lines += [("rebuilds", line) for line in rebuild_summary(manifest.rebuilds)]
-    blocks: list[RenderableType] = [_pairs(lines), rendered(_nodes_table(manifest))]
+    blocks: list[RenderableType] = [_pairs(lines), render(_nodes_table(manifest))]
     if details:
         rows = []
         for kernel in manifest.kernels:
@@ -253,7 +253,7 @@ def engine_renderable(engine: Engine, *, details: bool = False) -> RenderableTyp
             rows.append((manifest.profile_name(kernel["profile"]), name, kernel["type"], types, nodes))
         title = plural(len(manifest.kernels), "kernel")
         kernels = table(title, ("#profile", "kernel", "!type", "!types", "nodes"), rows)
-        blocks.append(rendered(kernels, title=True))
+        blocks.append(render(kernels, title=True))
     reason = manifest.verdict.precision.reason
     text = f"{manifest.fusion_summary}, {manifest.precision_summary}" + (f": {reason}" if reason else "")
     good = manifest.all_fused and manifest.is_in_precision
@@ -302,7 +302,7 @@ def _doubts(manifest: EngineManifest) -> list[RenderableType]:
 def parts_renderable(parts: Sequence[Found]) -> RenderableType:
     """What the plugin library is built with."""
     rows = [(each.part.title, each.version, each.by, "\n".join(map(str, each.paths))) for each in parts]
-    return rendered(table("", ("needs", "version", "found by", "in"), rows))
+    return render(table("", ("needs", "version", "found by", "in"), rows))
 
 
 # -- A validation: the tables of its report --------------------------------------------------------
@@ -321,7 +321,7 @@ def report_renderable(report: Data) -> RenderableType:
     blocks += map(_invariance, group_by(report["invariance"], lambda check: check["backend"]))
     blocks += [_conformance(report["conformance"])] if report["conformance"] else []
     blocks += [latency_renderable(report["latency"]["points"])] if report["latency"] else []
-    blocks += [rendered(tables.serving_table(report["serving"]))] if report["serving"] else []
+    blocks += [render(tables.serving_table(report["serving"]))] if report["serving"] else []
     verdict = report["verdict"]
     for finding in verdict["findings"]:
         blocks.append(Text(f"{finding['level']}: {finding['text']}", style=_LEVELS[finding["level"]]))
@@ -342,7 +342,7 @@ def parity_renderable(run: Data) -> RenderableType:
     words = f"{count}/{count} {noun} {right}"
     if not run["passed"]:
         words = f"{len(failed)} of {count} {noun} are {'wrong' if is_wrong else 'not verified'}"
-    return Group(rendered(built), _head(run["passed"], words))
+    return Group(render(built), _head(run["passed"], words))
 
 
 def _layers_table(run: Data) -> Table:
@@ -367,8 +367,8 @@ def _layers_table(run: Data) -> Table:
 def decode_renderable(reports: Sequence[Data]) -> RenderableType:
     """Errors at steps 1, 2, 4, … beside those of the module itself, then the verdicts and what is wrong."""
     by_trace = map(tables.steps_table, group_by(reports, lambda report: report["trace"]))
-    errors = [rendered(built, title=True) for built in by_trace if built is not None]
-    return Group(*errors, rendered(tables.decode_table(reports, _SHOWN_FAILURES)))
+    errors = [render(built, title=True) for built in by_trace if built is not None]
+    return Group(*errors, render(tables.decode_table(reports, _SHOWN_FAILURES)))
 
 
 def _invariance(checks: Sequence[Data]) -> Text:
@@ -387,25 +387,25 @@ def _conformance(found: Data) -> RenderableType:
     """How each runtime treats masks."""
     reasons = [name + words for name, words in tables.conformance_reasons(found) if name.endswith(", wrong")]
     below = [Text(line, style="red") for line in reasons]
-    return Group(rendered(tables.conformance_table(found), title=True), *below)
+    return Group(render(tables.conformance_table(found), title=True), *below)
 
 
 def latency_renderable(points: Sequence[Data]) -> RenderableType:
     """The latency of every backend at every size, and the longest kernels."""
-    parts = [rendered(tables.latency_table(points))]
+    parts = [render(tables.latency_table(points))]
     if note := tables.without_graph(points):
         parts.append(Text(note, style="dim"))
     for point in points:
         rows = [{**row, "kernels": row["kernels"][:_SHOWN_KERNELS]} for row in point["rows"]]
         if any(row["kernels"] for row in rows):
-            parts.append(rendered(tables.kernels_table({**point, "rows": rows}), title=True))
+            parts.append(render(tables.kernels_table({**point, "rows": rows}), title=True))
     return Group(*parts)
 
 
 def bench_renderable(found: Data) -> RenderableType:
     """The latencies of one model at every size, and its calls per second by number of streams."""
     parts = [latency_renderable(found["latency"]["points"])] if found["latency"] else []
-    parts += [rendered(tables.throughput_table(found["throughput"]))] if found["throughput"] else []
+    parts += [render(tables.throughput_table(found["throughput"]))] if found["throughput"] else []
     return Group(*parts)
 
 
@@ -422,7 +422,7 @@ def self_test_renderable(result: SelfTest) -> RenderableType:
     rows += [row(each.mistake, each.share, each.caught, ("detected", "MISSED")) for each in result.mutations]
     found = f"{sum(each.caught for each in result.mutations)}/{len(result.mutations)} mutations detected"
     found += "" if right else ", but the graph as exported is wrong itself"
-    return Group(rendered(table("", ("!model", "#× budget", "verdict"), rows)), _head(result.passed, found))
+    return Group(render(table("", ("!model", "#× budget", "verdict"), rows)), _head(result.passed, found))
 
 
 def bisection_renderable(found: Bisection) -> RenderableType:
@@ -458,7 +458,7 @@ def models_renderable(models: Iterable[Mapping[str, Any]]) -> RenderableType:
         rows.append((row["name"], row["kind"], heads, *(f"{row[key]:,}" for key in counts), row["summary"]))
     headings = ("!model", "!kind", "#Hq/Hkv×D", "#E", "#parameters", "#KV B/token", "!description")
     note = Text("One layer each; KV-cache bytes per token for FP16 or BF16.", style="dim")
-    return Group(rendered(table("", headings, rows), fill="description"), note)
+    return Group(render(table("", headings, rows), fill="description"), note)
 
 
 def model_row(spec: AttentionSpec) -> dict[str, Any]:
@@ -501,7 +501,7 @@ def analysis_renderable(analysis: Analysis) -> RenderableType:
         ("Peak figures", analysis.gpu.source),
     ]
     note = Text("The bound follows from the datasheet's peak rates; it is not a prediction.", style="dim")
-    return Group(heading, rendered(table("", headings, rows)), _pairs(closing), note)
+    return Group(heading, render(table("", headings, rows)), _pairs(closing), note)
 
 
 def similarity_renderable(similarity: HeadSimilarity) -> RenderableType:
@@ -528,10 +528,10 @@ def runtimes_renderable(runtimes: Iterable[Mapping[str, Any]]) -> RenderableType
             state = "works" if each["loaded"] else "installed"
             state += f" ({each['note']})" if each["note"] else ""
         rows.append((each["name"], each["version"] or "-", each["gives"], state))
-    return rendered(table("", ("runtime", "version", "for", "state"), rows))
+    return render(table("", ("runtime", "version", "for", "state"), rows))
 
 
 def cells_renderable(cells: Iterable[MatrixCell], title: str) -> RenderableType:
     """The last cells of a matrix."""
     rows = [(each.model, each.precision, each.runtime, each.summary, f"{each.seconds:.1f}") for each in cells]
-    return rendered(table(title, ("model", "precision", "runtime", "result", "#s"), rows), title=True)
+    return render(table(title, ("model", "precision", "runtime", "result", "#s"), rows), title=True)

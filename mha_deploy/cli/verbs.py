@@ -121,7 +121,7 @@ def deploy(
 
     def lines() -> Iterator[RenderableType]:
         if (tried := done.candidates_table()) is not None and done.chosen is not None:
-            yield from (tables.rendered(tried), f"chosen: {done.chosen.name}: {done.why}")
+            yield from (tables.render(tried), f"chosen: {done.chosen.name}: {done.why}")
         yield tables.bundle_renderable(done.bundle)
         if done.engine is not None:
             yield tables.engine_renderable(done.engine)
@@ -420,7 +420,7 @@ def _table_or_markdown(markdown: bool, found: Any, table: Table, *reasons: str) 
     if markdown:
         return [found.to_markdown()]
     verdict = f"{'PASSED' if found.passed else 'FAILED'}  {found.headline}"
-    return [tables.rendered(table), *reasons, verdict]
+    return [tables.render(table), *reasons, verdict]
 
 
 @verb(options_from(md.matrix, "out", "jobs", "address", out={"flags": OUT}, jobs={"min": 1}))

@@ -241,7 +241,7 @@ class Found:
 
 def find_parts(given: Mapping[str, Path | None]) -> list[Found]:
     """Find all that the library is compiled with; folders, and nvcc, may be given by the keys of `PARTS`."""
-    found = {part: _found(part, given.get(part.key)) for part in PARTS}
+    found = {part: _find(part, given.get(part.key)) for part in PARTS}
     lines, hints = list[str](), list[str]()
     for part in (part for part, each in found.items() if each is None):
         looked = ", ".join(dict.fromkeys(str(folder) for folder, _ in _places(part)))
@@ -253,7 +253,7 @@ def find_parts(given: Mapping[str, Path | None]) -> list[Found]:
     return [each for each in found.values() if each is not None]
 
 
-def _found(part: Part, named: Path | None) -> Found | None:
+def _find(part: Part, named: Path | None) -> Found | None:
     """The folders of a part, as few as possible; None where a file is in none of them."""
     if part is NVCC and named is not None:
         program = shutil.which(named)

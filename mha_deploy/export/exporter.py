@@ -22,7 +22,7 @@ from mha_deploy.export import flow
 from mha_deploy.export.axes import ExportedModule
 from mha_deploy.export.explain import first_cause, onnx_program
 from mha_deploy.export.golden import LayerCapture, ModuleCapture, mixed_graph
-from mha_deploy.export.own_model import UserModule, drawn_inputs, open_user_module, state_digest
+from mha_deploy.export.own_model import UserModule, draw_user_inputs, open_user_module, state_digest
 from mha_deploy.export.program import attention_values, export_program
 from mha_deploy.graph.canonical import check_canonical
 from mha_deploy.graph.fuse import share_tied_weights
@@ -273,7 +273,7 @@ class _ModuleSource(flow.Source):
         )
         self.steps += bool(user.kv_cache)
         self.step("ONNX graph")
-        exported = exported_program(user, opset=self.opset)
+        exported = export_user_module(user, opset=self.opset)
         self.user = user = user.with_axes(exported.fixed)
         self.notes += [*user.notes, *exported.notes]
         self.step("attention")
@@ -324,8 +324,8 @@ class _ModuleSource(flow.Source):
 
 
 @exit_as_error()
-def exported_program(user: UserModule, *, opset: int = _OPSETS[0]) -> ExportedModule:
+def export_user_module(user: UserModule, *, opset: int = _OPSETS[0]) -> ExportedModule:
     """A module as PyTorch exports it: its graph, and the program that its FP64 oracle runs."""
-    draw = partial(drawn_inputs, user, "check", seed=1)
+    draw = partial(draw_user_inputs, user, "check", seed=1)
     given = (user.module, user.examples, user.dims, user.axes)
     return export_program(*given, opset=opset, output_names=user.outputs, draw=draw)

@@ -23,7 +23,7 @@ from mha_deploy.export.axes import ExportedModule
 from mha_deploy.export.explain import overflow_error, run_explained
 from mha_deploy.export.flow import PlannedCase, measured_sizes, refuse_large_error
 from mha_deploy.export.oracle import Float64, run_in_float64, run_program
-from mha_deploy.export.own_model import UserModule, drawn_inputs
+from mha_deploy.export.own_model import UserModule, draw_user_inputs
 from mha_deploy.graph.file import load_graph, save_graph, with_outputs
 from mha_deploy.graph.mixed_precision import PrecisionPlan, apply_plan, plan_precision
 from mha_deploy.model.precision import Precision
@@ -141,7 +141,7 @@ class Capture(ABC):
         trace = DecodeTrace(
             name=name, cache=cache, inputs=_arrays(feeds), prompt=prompt, steps=steps, oracle=oracle, eager={}
         )
-        eager = self._decoded(trace, held)
+        eager = self._decode(trace, held)
         self.refuse_overflow(GoldenCase(name=name, sizes={}, inputs={}, oracle=oracle, eager=eager))
         what = "Decoding token by token gives something else than one call with all tokens."
         hint = "let new tokens attend to cached ones and none behind them, at positions that continue theirs"
@@ -151,7 +151,7 @@ class Capture(ABC):
         refuse_large_error(f"{name}, after {steps} steps", got, true, _SAME_PROGRAM, what, hint)
         return replace(trace, eager=eager)
 
-    def _decoded(self, trace: DecodeTrace, held: Feeds) -> Arrays:
+    def _decode(self, trace: DecodeTrace, held: Feeds) -> Arrays:
         """The module in its own precision: the prefill in as few calls as it takes, then one token a call."""
         cache, lengths = trace.cache, np.zeros(trace.B, np.int32)
         parts: dict[str, list[np.ndarray]] = {name: [] for name in cache.outputs}
@@ -276,7 +276,7 @@ class ModuleCapture(Capture):
 
     def draw(self, planned: PlannedCase) -> Feeds:
         """Drawn by the user's own function, or after the example: the numbers that a mixed graph takes."""
-        drawn = self.change(drawn_inputs(self.user, planned.name, planned.sizes, self.seed))
+        drawn = self.change(draw_user_inputs(self.user, planned.name, planned.sizes, self.seed))
         if self._mixed is None:
             return drawn
         taken = self._as_taken(_arrays(drawn))

@@ -160,7 +160,7 @@ class _OnnxSource(Source):
             shape = TensorSpec(name=key, kind=FLOAT, dims=self.dims[key]).shape(sizes)
             random = np.random.default_rng([seed, crc32(key.encode())])
             example = self.examples.get(key)
-            array = _drawn(value, shape, random) if example is None else _fitted(example, shape, key)
+            array = _draw(value, shape, random) if example is None else _fit(example, shape, key)
             drawn[key] = array.astype(value.dtype.numpy())  # type: ignore[union-attr]
         return drawn
 
@@ -264,7 +264,7 @@ def _dim(name: str, measured: list[tuple[dict[str, int], int]], axes: Mapping[st
 # -- Inputs ----------------------------------------------------------------------------------------
 
 
-def _fitted(example: np.ndarray, shape: tuple[int, ...], name: str) -> np.ndarray:
+def _fit(example: np.ndarray, shape: tuple[int, ...], name: str) -> np.ndarray:
     """An example at another shape: cut, or repeated."""
     if example.ndim != len(shape):
         what = f"The example of input {name} has another rank."
@@ -274,7 +274,7 @@ def _fitted(example: np.ndarray, shape: tuple[int, ...], name: str) -> np.ndarra
     return example
 
 
-def _drawn(value: ir.Value, shape: tuple[int, ...], random: np.random.Generator) -> np.ndarray:
+def _draw(value: ir.Value, shape: tuple[int, ...], random: np.random.Generator) -> np.ndarray:
     """An input from its type and name: normal floats, tokens of the vocabulary, masks with a padded tail."""
     name, kind = str(value.name).lower(), np.dtype(value.dtype.numpy())  # type: ignore[union-attr]
     if kind.kind not in "iub":

@@ -69,7 +69,7 @@ def load_factory(reference: str, *, seed: int = 0) -> UserModule:
     """Load `path/to/file.py:factory` or `package.module:factory`, and call it under a seed of PyTorch."""
     place, _, name = reference.rpartition(":")
     try:
-        module = _imported(place)
+        module = _import(place)
     except ExportError:
         raise
     except (Exception, SystemExit) as error:  # whatever the user's file raises
@@ -90,7 +90,7 @@ def load_factory(reference: str, *, seed: int = 0) -> UserModule:
     if not isinstance(given, Deployable):
         got = f"{type(given).__name__} from {reference}"
         raise ExportError("The factory does not return a Deployable.", got=got, hint=_SEE)
-    return _checked(given, reference, name)
+    return _check(given, reference, name)
 
 
 def load_deployable(given: Deployable) -> UserModule:
@@ -101,10 +101,10 @@ def load_deployable(given: Deployable) -> UserModule:
     except Exception as error:  # whatever the user's tensors and attributes raise
         what, hint = "The module cannot be copied.", "export a factory that makes it: path/to/file.py:factory"
         raise ExportError(what, got=f"{name}: {type(error).__name__}: {error}", hint=hint) from error
-    return _checked(replace(given, module=module), "", name)
+    return _check(replace(given, module=module), "", name)
 
 
-def _imported(place: str) -> ModuleType:
+def _import(place: str) -> ModuleType:
     """The module of a factory: a file, or one that Python finds from here."""
     path, is_file = Path(place), place.endswith(".py")
     folder = str(path.resolve().parent if is_file else Path.cwd())  # where its neighbours are
@@ -141,7 +141,7 @@ def _place_and_text(error: BaseException, where: str = "an unknown place") -> st
 # -- The contract of a `Deployable` ----------------------------------------------------------------
 
 
-def _checked(given: Deployable, reference: str, name: str) -> UserModule:
+def _check(given: Deployable, reference: str, name: str) -> UserModule:
     if not isinstance(given.module, nn.Module):
         raise ExportError("The module is not an nn.Module.", got=type(given.module).__name__, hint=_SEE)
     if not given.inputs:
@@ -231,7 +231,7 @@ def _check_forward(module: nn.Module, inputs: Mapping[str, Example]) -> None:
 _KEPT_WIDE = ("inv_freq", "original_inv_freq")
 
 
-def drawn_inputs(user: UserModule, label: str, sizes: Mapping[str, int], seed: int) -> dict[str, Tensor]:
+def draw_user_inputs(user: UserModule, label: str, sizes: Mapping[str, int], seed: int) -> dict[str, Tensor]:
     """Inputs at some sizes, rounded: drawn by the user's own function, or after the example."""
     drawn = {}
     for key, example in user.inputs.items():

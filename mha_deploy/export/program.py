@@ -236,10 +236,10 @@ def export_program(
     """
     with _evaluating(module):
         with _explicit_forward(module, list(inputs)), _batched_experts(module):
-            traced = _Tracer(module, inputs, dims).traced(axes)
+            traced = _Tracer(module, inputs, dims).trace(axes)
         axes, sizes = traced.axes, traced.sizes
         names = list(named_outputs(traced.program, output_names, list(inputs)))
-        model, program = _translated(traced.program, draw_inputs(inputs, dims, sizes, seed=0), opset)
+        model, program = _translate(traced.program, draw_inputs(inputs, dims, sizes, seed=0), opset)
         _refuse_changes(program)
         fed = _fed_nodes(program)
         # The signature of a program does not know the casts that the exporter puts behind some outputs.
@@ -248,10 +248,10 @@ def export_program(
         pairs = zip(results, kinds, strict=True)
         kept = [n.name for n, kind in pairs if isinstance(n, Node) and kind is OutputKind.USER_OUTPUT]
         returned = dict(zip(names, kept, strict=True))
-        _settle_inputs(model, fed, list(inputs))
+        _name_inputs(model, fed, list(inputs))
         values = {node.name: node.meta.get("val") for node in program.graph.nodes}
         _cast_outputs(model, [values[node] for node in returned.values()])
-        moved = _settle_outputs(model, names)
+        moved = _name_outputs(model, names)
         axis_names = AxisNames(dims, axes, _fed_sizes(program, dims))
         axis_names.rename(model)
         exported = ExportedModule(
@@ -299,7 +299,7 @@ class _Tracer:
     inputs: Mapping[str, Tensor]
     dims: NamedDims
 
-    def traced(self, axes: Mapping[str, Axis]) -> _Traced:
+    def trace(self, axes: Mapping[str, Axis]) -> _Traced:
         """With the ranges of its axes, else with PyTorch's own, else with fewer dynamic axes."""
         sizes = trace_sizes(self.inputs, self.dims, axes)
         trace = partial(self.export, axes, "ranges")
@@ -308,17 +308,17 @@ class _Tracer:
             named = self.dims.get(name, ())
             return str(named[index]) if index < len(named) else f"{name}.shape[{index}]"
 
-        first = _tried(trace)
+        first = _try_trace(trace)
         if isinstance(first, ExportedProgram):
             return _Traced(program=first, axes=axes, sizes=sizes)
         if explain.may_be_small_sizes(first):
             # A size that follows from others, such as S-1, may be 1 at a small one: a constant for PyTorch.
-            second = _tried(partial(self.export, axes, "from traced"))
+            second = _try_trace(partial(self.export, axes, "from traced"))
             if isinstance(second, ExportedProgram):
                 small = tuple(name for name, axis in axes.items() if axis.min < sizes[name])
                 return _Traced(program=second, axes=axes, sizes=sizes, unproven=small)
         refusal = explain.explain_failure(first, name_of, trace)
-        found = self.automatic(axes)
+        found = self.trace_automatically(axes)
         if isinstance(found, _Traced):
             return dataclasses.replace(found, refusal=refusal)
         dynamic = [name for name, axis in axes.items() if axis.is_dynamic]
@@ -326,18 +326,18 @@ class _Tracer:
         for fixed in dict.fromkeys((tuple(sorted(found)), tuple(dynamic[1:]), tuple(dynamic))):
             for at in ({name: axes[name].opt for name in fixed}, {name: shown[name] for name in fixed}):
                 narrow = {name: Axis(min=size, opt=size, max=size) for name, size in at.items()}
-                found = self.automatic({**axes, **narrow}) if fixed else set()
+                found = self.trace_automatically({**axes, **narrow}) if fixed else set()
                 if isinstance(found, _Traced):
                     sizes_of = ", ".join(f"{name}={size}" for name, size in at.items())
                     note = f"{sizes_of} only: {refusal.what} {refusal.got or ''}".strip()
                     return dataclasses.replace(found, fixed=narrow, notes=(note,))
         raise refusal from first
 
-    def automatic(self, axes: Mapping[str, Axis]) -> _Traced | set[str]:
+    def trace_automatically(self, axes: Mapping[str, Axis]) -> _Traced | set[str]:
         """With the ranges that PyTorch finds; or the axes that it cannot let vary, where it reports them."""
         constant: set[str] = set()
         for strict in (False, True):
-            program = _tried(partial(self.export, axes, "automatic", strict=strict))
+            program = _try_trace(partial(self.export, axes, "automatic", strict=strict))
             if isinstance(program, ExportedProgram):
                 fed, varying = _fed_sizes(program, self.dims), {n for n in axes if axes[n].is_dynamic}
                 # A symbol may stand for a number.
@@ -354,11 +354,11 @@ class _Tracer:
         sizes = trace_sizes(self.inputs, self.dims, axes)
         example = draw_inputs(self.inputs, self.dims, sizes, seed=0)
         shapes = dynamic_shapes(self.dims, list(example), axes, sizes, kind=kind)
-        with explain.comparing_multiples(), _settled_types():
+        with explain.comparing_multiples(), _skip_needless_casts():
             return torch.export.export(self.module, (), example, dynamic_shapes=shapes, strict=strict)
 
 
-def _tried(trace: Callable[[], ExportedProgram]) -> ExportedProgram | Exception:
+def _try_trace(trace: Callable[[], ExportedProgram]) -> ExportedProgram | Exception:
     try:
         with explain.silenced(), dense_flex_attention():
             return trace()
@@ -368,7 +368,7 @@ def _tried(trace: Callable[[], ExportedProgram]) -> ExportedProgram | Exception:
         return error
 
 
-def _translated(
+def _translate(
     traced: ExportedProgram, example: dict[str, Tensor], opset: int
 ) -> tuple[ir.Model, ExportedProgram]:
     _write_for_onnx(traced)
@@ -625,7 +625,7 @@ def _batched_experts(module: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _settled_types() -> Iterator[None]:
+def _skip_needless_casts() -> Iterator[None]:
     """Let `part.to(dtype)` in a `forward` do nothing where the weights have that type.
 
     PyTorch swaps the weights there whatever their type, which it cannot while it traces them.
@@ -713,7 +713,7 @@ def _fed_nodes(program: ExportedProgram) -> dict[str, str]:
     return dict(zip(names, nodes, strict=True))
 
 
-def _settle_inputs(model: ir.Model, fed: Mapping[str, str], order: list[str]) -> None:
+def _name_inputs(model: ir.Model, fed: Mapping[str, str], order: list[str]) -> None:
     """Name and order the inputs as the user does, and refuse those that nothing depends on."""
     values = dict(zip(fed, model.graph.inputs, strict=True))
     unused = [name for name, value in values.items() if not value.uses() and not value.is_graph_output()]
@@ -725,7 +725,7 @@ def _settle_inputs(model: ir.Model, fed: Mapping[str, str], order: list[str]) ->
     model.graph.inputs[:] = [values[name] for name in order]
 
 
-def _settle_outputs(model: ir.Model, names: list[str]) -> dict[str, str]:
+def _name_outputs(model: ir.Model, names: list[str]) -> dict[str, str]:
     """Name the outputs. Other values of these names get new ones: the old ones by the new are given back."""
     outputs = dict(zip(names, model.graph.outputs, strict=True))
     inner = {value.name: value for node in model.graph.all_nodes() for value in node.outputs if value.name}

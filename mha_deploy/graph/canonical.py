@@ -34,7 +34,7 @@ _FLOATS = frozenset({ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.FLOA
 
 def check_canonical(path: Path, spec: AttentionSpec, precision: Precision) -> list[str]:
     """Check that a file is the canonical graph of a spec, else an ExportError; return what was checked."""
-    check_layer(_checked_onnx(path), spec, precision)
+    check_layer(_load_checked(path), spec, precision)
     return [
         "onnx.checker with strict shape inference",
         f"{spec.attention_count} fused Attention node(s), K and V not repeated",
@@ -120,7 +120,7 @@ def _cache_of(attention: ir.Node) -> str:
 
 def check_module(path: Path, spec: ModelSpec, precision: Precision) -> list[str]:
     """Check that a file is the module that a spec describes, else an ExportError; return what was checked."""
-    model = _checked_onnx(path)
+    model = _load_checked(path)
     check_interface(model, spec, precision)
     fused = len(attention_nodes(model))
     return [
@@ -130,7 +130,7 @@ def check_module(path: Path, spec: ModelSpec, precision: Precision) -> list[str]
     ]
 
 
-def _checked_onnx(path: Path) -> ir.Model:
+def _load_checked(path: Path) -> ir.Model:
     try:
         onnx.checker.check_model(str(path), full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:

@@ -45,13 +45,13 @@ def check_model(
     """
     functions = {(each.domain, each.name): each for each in model.functions}
     if len(functions) < len(model.functions):
-        raise _refused("two functions have the same name")
+        raise _refusal("two functions have the same name")
     checker = _Checker(functions, None if folder is None else folder.resolve(), files)
     runs = checker.check(model.graph, frozenset(), {})
     for key in functions:
         checker.runs_of_function(key)
     if runs > _MOST_RUNS:
-        raise _refused(f"one call runs {runs:,} nodes, more than {_MOST_RUNS:,}")
+        raise _refusal(f"one call runs {runs:,} nodes, more than {_MOST_RUNS:,}")
 
 
 @dataclass
@@ -69,7 +69,7 @@ class _Checker:
             self.runs[key] = None  # under way
             self.runs[key] = self.check(self.functions[key], frozenset(), {})
         if (runs := self.runs[key]) is None:
-            raise _refused(f"function {key[1]} calls itself")
+            raise _refusal(f"function {key[1]} calls itself")
         return runs
 
     def check(
@@ -77,29 +77,29 @@ class _Checker:
     ) -> int:
         """Check a body inside `depth` others; `outside` are their values, `known` the constant ones."""
         if depth > _DEEPEST:
-            raise _refused(f"subgraphs are nested more than {_DEEPEST} deep")
+            raise _refusal(f"subgraphs are nested more than {_DEEPEST} deep")
         constants = dict(known)
         if isinstance(body, GraphProto):
             if body.sparse_initializer:
-                raise _refused("it has sparse weights")
+                raise _refusal("it has sparse weights")
             for tensor in body.initializer:
                 self.check_tensor(tensor)
                 constants[tensor.name] = tensor
             for value in (*body.input, *body.output, *body.value_info):
                 for dim in value.type.tensor_type.shape.dim:
                     if dim.dim_value > _MOST_ELEMENTS:
-                        raise _refused(f"{value.name} has a dimension of {dim.dim_value}")
+                        raise _refusal(f"{value.name} has a dimension of {dim.dim_value}")
                     _check_names((dim.dim_param,))
             inputs, outputs = [each.name for each in body.input], [each.name for each in body.output]
         else:
             inputs, outputs = list(body.input), list(body.output)
         made = Counter(name for node in body.node for name in node.output if name)
         if twice := [name for name, count in (made + Counter(inputs)).items() if count > 1 and name in made]:
-            raise _refused(f"value {twice[0]} is computed twice")
+            raise _refusal(f"value {twice[0]} is computed twice")
         _check_names((body.name, *inputs, *outputs, *made, *constants))
         inside = outside | {*inputs, *constants, *made}
         if missing := [name for name in outputs if name and name not in inside]:
-            raise _refused(f"nothing computes its output {missing[0]}")
+            raise _refusal(f"nothing computes its output {missing[0]}")
         for node in body.node:
             for attribute in node.attribute:
                 for tensor in (*([attribute.t] if attribute.HasField("t") else []), *attribute.tensors):
@@ -111,13 +111,13 @@ class _Checker:
         for at, node in enumerate(body.node):
             _check_names((node.name, node.op_type, node.domain))
             if missing := [name for name in node.input if name and name not in inside]:
-                raise _refused(f"nothing computes {missing[0]}, an input of {_title(node)}")
+                raise _refusal(f"nothing computes {missing[0]}, an input of {_title(node)}")
             _check_heads(node)
             _check_size(node, constants)
             inner = 0
             for attribute in node.attribute:
                 if attribute.HasField("sparse_tensor") or attribute.sparse_tensors:
-                    raise _refused(f"{_title(node)} has a sparse tensor")
+                    raise _refusal(f"{_title(node)} has a sparse tensor")
                 inner += sum(self.check(each, inside, constants, depth + 1) for each in _graphs(attribute))
             if (node.domain, node.op_type) in self.functions:
                 inner += self.runs_of_function((node.domain, node.op_type))
@@ -128,7 +128,7 @@ class _Checker:
         try:
             TopologicalSorter(needs).prepare()
         except CycleError as error:
-            raise _refused(f"{_title(body.node[error.args[1][0]])} needs its own result") from error
+            raise _refusal(f"{_title(body.node[error.args[1][0]])} needs its own result") from error
         return runs
 
     def check_tensor(self, tensor: TensorProto) -> None:
@@ -136,42 +136,42 @@ class _Checker:
         name = tensor.name or "a constant"
         count = math.prod(tensor.dims)
         if any(size < 0 for size in tensor.dims) or count > _MOST_ELEMENTS or len(tensor.dims) > 64:
-            raise _refused(f"{name} has the dimensions {list(tensor.dims)[:8]}")
+            raise _refusal(f"{name} has the dimensions {list(tensor.dims)[:8]}")
         if tensor.HasField("segment"):
-            raise _refused(f"{name} is stored in segments")
+            raise _refusal(f"{name} is stored in segments")
         if tensor.data_type == TensorProto.STRING:
             if len(tensor.string_data) != count:
-                raise _refused(f"{name} has {len(tensor.string_data)} texts, not {count}")
+                raise _refusal(f"{name} has {len(tensor.string_data)} texts, not {count}")
             return
         try:
             bits = int(8 * ir.DataType(tensor.data_type).itemsize)
         except (KeyError, TypeError, ValueError) as error:
-            raise _refused(f"{name} has no type that is known (number {tensor.data_type})") from error
+            raise _refusal(f"{name} has no type that is known (number {tensor.data_type})") from error
         wanted = -(-count * bits // 8)
         if tensor.data_location == TensorProto.EXTERNAL:
             self._check_external(tensor, name, wanted)
         elif tensor.HasField("raw_data"):
             if len(tensor.raw_data) != wanted:
-                raise _refused(f"{name} has {len(tensor.raw_data)} bytes, its dimensions need {wanted}")
+                raise _refusal(f"{name} has {len(tensor.raw_data)} bytes, its dimensions need {wanted}")
         else:
             stored = max(len(getattr(tensor, field)) for field in _FIELDS)
             parts = 2 if tensor.data_type in (TensorProto.COMPLEX64, TensorProto.COMPLEX128) else 1
             # Types of 4 bits and fewer are packed into bytes.
             if stored != (wanted if bits < 8 else count * parts):
-                raise _refused(f"{name} has {stored} numbers, its dimensions need {count}")
+                raise _refusal(f"{name} has {stored} numbers, its dimensions need {count}")
 
     def _check_external(self, tensor: TensorProto, name: str, wanted: int) -> None:
         entries = {entry.key: entry.value for entry in tensor.external_data}
         location = entries.get("location", "")
         _check_names((location,))
         if self.folder is None or not location:
-            raise _refused(f"the weights of {name} are in another file, {location or 'without a name'}")
+            raise _refusal(f"the weights of {name} are in another file, {location or 'without a name'}")
         path = self.folder / location
         if self.folder not in path.resolve().parents:
             got = f"{name}: {printable(location)}"
             raise DeployError("The graph keeps weights outside its folder.", got=got)
         if not path.is_file():
-            raise _refused(f"the weights of {name} are not there: {path}")
+            raise _refusal(f"the weights of {name} are not there: {path}")
         if self.files is not None and path.resolve().relative_to(self.folder).as_posix() not in self.files:
             what = "The graph reads a file that the manifest does not list."
             raise DeployError(what, got=path, hint="export again")
@@ -179,14 +179,14 @@ class _Checker:
             offset = int(entries.get("offset", "0") or 0)
             length = int(entries.get("length", str(wanted)) or wanted)
         except ValueError as error:
-            raise _refused(f"the place of {name} in {location} is not a number") from error
+            raise _refusal(f"the place of {name} in {location} is not a number") from error
         size = path.stat().st_size
         if length != wanted or offset < 0 or offset + length > size:
             got = f"{length} bytes at {offset} of {location}, which has {size}"
-            raise _refused(f"{name} has {got}; its dimensions need {wanted}")
+            raise _refusal(f"{name} has {got}; its dimensions need {wanted}")
 
 
-def _refused(why: str) -> DeployError:
+def _refusal(why: str) -> DeployError:
     hint = "export it again, or onnx.checker.check_model"
     return DeployError("The ONNX model is not valid.", got=printable(why), hint=hint)
 
@@ -198,7 +198,7 @@ def _title(node: NodeProto) -> str:
 def _check_names(names: Iterable[str]) -> None:
     for name in names:
         if printable(name) != name or len(name) > 1 << 16:
-            raise _refused(f"the name {name[:80]} has control characters or is too long")
+            raise _refusal(f"the name {name[:80]} has control characters or is too long")
 
 
 def _check_heads(node: NodeProto) -> None:
@@ -206,10 +206,10 @@ def _check_heads(node: NodeProto) -> None:
     least = 1 if node.op_type.endswith("Attention") else 0
     for name, count in heads.items():
         if not least <= count <= MOST_HEADS:
-            raise _refused(f"{_title(node)} has {name} = {count}")
+            raise _refusal(f"{_title(node)} has {name} = {count}")
     queries, keys = heads.get("q_num_heads"), heads.get("kv_num_heads")
     if queries and keys and queries % keys:
-        raise _refused(f"{_title(node)} has {queries} query heads for {keys} key/value heads")
+        raise _refusal(f"{_title(node)} has {queries} query heads for {keys} key/value heads")
 
 
 def _check_size(node: NodeProto, constants: Mapping[str, TensorProto]) -> None:
@@ -218,13 +218,13 @@ def _check_size(node: NodeProto, constants: Mapping[str, TensorProto]) -> None:
     if at is not None and at < len(node.input):
         sizes = _integers(constants.get(node.input[at]))
         if math.prod(abs(size) for size in sizes) > _MOST_ELEMENTS:
-            raise _refused(f"{_title(node)} makes a tensor of {sizes}")
+            raise _refusal(f"{_title(node)} makes a tensor of {sizes}")
     if node.op_type == "Range" and len(node.input) == 3:
         ends = [_integers(constants.get(name)) for name in node.input]
         if all(len(end) == 1 for end in ends):
             (start,), (limit,), (step,) = ends
             if step == 0 or (limit - start) / step > _MOST_ELEMENTS:
-                raise _refused(f"{_title(node)} counts from {start} to {limit} by {step}")
+                raise _refusal(f"{_title(node)} counts from {start} to {limit} by {step}")
 
 
 def _integers(tensor: TensorProto | None) -> list[int]:

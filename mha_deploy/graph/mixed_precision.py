@@ -162,7 +162,7 @@ TYPE_BLIND = frozenset({"Shape", "Size"})
 """Operators that read only the shape of a tensor."""
 
 
-def prepared(model: ir.Model) -> ir.Model:
+def prepare(model: ir.Model) -> ir.Model:
     """A copy: functions inlined, types known, float32 constants as initializers, each node with its own name.
 
     The operation is idempotent, so a plan for one copy fits another. Weights are shared.
@@ -260,7 +260,7 @@ Read = Callable[[ir.Value], np.ndarray]
 """Gives the array of a value of a graph."""
 
 
-def inner_inputs(node: ir.Node) -> dict[str, ir.Value]:
+def intermediate_inputs(node: ir.Node) -> dict[str, ir.Value]:
     """The inputs that determine the largest intermediate number of a node; empty for other operators."""
     if is_attention(node):
         return {role: value for role, value in an.inputs_by_role(node).items() if role in _SCORE_ROLES}
@@ -268,8 +268,8 @@ def inner_inputs(node: ir.Node) -> dict[str, ir.Value]:
     return {"X": first} if first is not None and first.dtype == FLOAT and is_op(node, *WORDS) else {}
 
 
-def inner_figure(node: ir.Node, inputs: Mapping[str, np.ndarray]) -> float:
-    """The largest intermediate number of a node that has these `inner_inputs`."""
+def largest_intermediate(node: ir.Node, inputs: Mapping[str, np.ndarray]) -> float:
+    """The largest intermediate number of a node that has these `intermediate_inputs`."""
     with np.errstate(all="ignore"):  # an overflow of float32 is reported as infinity
         if is_attention(node):
             return _largest_score(read_attention(node), inputs)
@@ -340,11 +340,11 @@ Run = Callable[[ir.Model, Cases], Iterator[Mapping[str, np.ndarray]]]
 _SLICE_BYTES = 512 << 20
 
 
-def ranges_by(run: Run, model: ir.Model, cases: Cases) -> Ranges:
+def measure_ranges_with(run: Run, model: ir.Model, cases: Cases) -> Ranges:
     """Measure the ranges of a float32 graph on named cases; each run outputs about `_SLICE_BYTES`."""
     if not cases:
         raise DeployError("Ranges need at least one case of inputs.", got="none")
-    model = prepared(model)
+    model = prepare(model)
     values: dict[str, ValueRange] = defaultdict(ValueRange)
     inner: dict[str, float] = defaultdict(float)
 
@@ -355,16 +355,17 @@ def ranges_by(run: Run, model: ir.Model, cases: Cases) -> Ranges:
     for value, feeds in product(inputs, cases.values()):
         add(value, feeds[str(value.name)])
     for nodes in _slices(model.graph, cases):
-        for read in values_on(run, model, [value for node in nodes for value in _needed(node)], cases):
+        values_needed = [value for node in nodes for value in _values_to_measure(node)]
+        for read in read_values(run, model, values_needed, cases):
             for node in nodes:
                 for _, value in float_outputs(node):
                     add(value, read(value))
-                if arrays := {role: read(value) for role, value in inner_inputs(node).items()}:
-                    inner[str(node.name)] = max(inner[str(node.name)], inner_figure(node, arrays))
+                if arrays := {role: read(value) for role, value in intermediate_inputs(node).items()}:
+                    inner[str(node.name)] = max(inner[str(node.name)], largest_intermediate(node, arrays))
     return Ranges(values=dict(values), inner=dict(inner))
 
 
-def values_on(run: Run, model: ir.Model, values: Iterable[ir.Value], cases: Cases) -> Iterator[Read]:
+def read_values(run: Run, model: ir.Model, values: Iterable[ir.Value], cases: Cases) -> Iterator[Read]:
     """Run a graph on every case in turn, and yield what reads these values: inputs, constants and results.
 
     Nothing else is computed; weights are shared.
@@ -401,7 +402,7 @@ def _slices(graph: ir.Graph, cases: Cases) -> Iterator[list[ir.Node]]:
 
     some, total = list[ir.Node](), 0
     for node in graph:
-        needed = _needed(node)
+        needed = _values_to_measure(node)
         if needed:
             some.append(node)
             total += sum(map(count, needed))
@@ -412,10 +413,10 @@ def _slices(graph: ir.Graph, cases: Cases) -> Iterator[list[ir.Node]]:
         yield some
 
 
-def _needed(node: ir.Node) -> list[ir.Value]:
+def _values_to_measure(node: ir.Node) -> list[ir.Value]:
     """The tensors that a node is measured by: its results, and what its intermediates need."""
     outputs = [value for _, value in float_outputs(node)]
-    return outputs and [*outputs, *inner_inputs(node).values()]
+    return outputs and [*outputs, *intermediate_inputs(node).values()]
 
 
 def range_of(array: np.ndarray) -> ValueRange:
@@ -570,7 +571,7 @@ def plan_precision(
         raise DeployError("Attention is kept in fp32 or bf16.", got=wide, hint=nearest(wide, WIDE))
     if not 1.0 <= margin <= FP16_MAX:
         raise DeployError("The margin is a factor of 1 or more.", got=margin)
-    return _Planner(prepared(model), ranges, margin).plan(wide)
+    return _Planner(prepare(model), ranges, margin).plan(wide)
 
 
 class _Planner:
@@ -792,7 +793,7 @@ def apply_plan(model: ir.Model, plan: PrecisionPlan) -> ir.Model:
     Raises:
         DeployError: The plan names nodes that are not in the graph.
     """
-    work = prepared(model)
+    work = prepare(model)
     _Writer(work, plan).write()
     return work
 

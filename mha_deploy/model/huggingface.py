@@ -214,9 +214,9 @@ def spec_from_config(config: Mapping[str, Any], layer: int, *, name: str, bias: 
     kind = str(config.get("model_type", ""))
     for why, kinds in _NOT_EXPRESSIBLE.items():
         if kind in kinds.split():
-            raise _refused(kind, why)
+            raise _refusal(kind, why)
     if kind not in (*_DECODERS, *_ENCODERS, *_VISION):
-        raise _refused(kind or "no model_type", "its attention is not known here")
+        raise _refusal(kind or "no model_type", "its attention is not known here")
     E = _number(config, "hidden_size", "n_embd", "d_model", "dim")
     Hq = _number(config, "num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
     layers = _number(config, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -253,7 +253,7 @@ def spec_from_config(config: Mapping[str, Any], layer: int, *, name: str, bias: 
     )
 
 
-def _refused(kind: str, why: str) -> SpecError:
+def _refusal(kind: str, why: str) -> SpecError:
     what = f"A catalog layer cannot express this attention: {why}."
     return SpecError(what, got=f"model_type {kind}", hint=_AS_MODULE)
 
@@ -341,7 +341,7 @@ def _rope(config: Mapping[str, Any], kind: str, layer: int, D: int) -> Rope | No
     if form in ("linear", "llama3"):
         options |= {"scaling": form, "factor": float(scaling.get("factor", 1.0))}
     elif form not in ("default", "none"):
-        raise _refused(kind, f"its rotary embedding is scaled by {form!r}; linear and llama3 are known")
+        raise _refusal(kind, f"its rotary embedding is scaled by {form!r}; linear and llama3 are known")
     if form == "llama3":
         options |= {
             "low_freq_factor": float(scaling.get("low_freq_factor", 1.0)),
@@ -356,7 +356,7 @@ def _refuse_options(config: Mapping[str, Any], kind: str) -> None:
     inner = _inner(config)
     for name in ("use_qk_norm", "qk_layernorm", "qk_norm", "use_qk_layernorm", "qk_ln"):
         if config.get(name) or inner.get(name):
-            raise _refused(kind, f"it normalises queries and keys ({name})")
+            raise _refusal(kind, f"it normalises queries and keys ({name})")
     relative = str(config.get("position_embedding_type", "absolute")).startswith("relative")
     stacked_by_head = kind == "gpt_bigcode" and not config.get("multi_query", True)
     reasons = {
@@ -368,4 +368,4 @@ def _refuse_options(config: Mapping[str, Any], kind: str) -> None:
     }
     for why, applies in reasons.items():
         if applies:
-            raise _refused(kind, why)
+            raise _refusal(kind, why)

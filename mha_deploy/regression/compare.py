@@ -255,7 +255,7 @@ Measured = Iterator[tuple[str, str, Measurement]]
 def measurements(result: Result, names: Mapping[str, str] | None = None) -> Measurements:
     """Everything of a result that can be compared; `names` are those of engines on the other side."""
     found: Measurements = {}
-    for section, subject, item in _measured(result, names or {}):
+    for section, subject, item in _measure(result, names or {}):
         key, count = (section, subject), 1
         while key in found:  # two engines of one TensorRT have the same name in a report
             count += 1
@@ -264,13 +264,13 @@ def measurements(result: Result, names: Mapping[str, str] | None = None) -> Meas
     return found
 
 
-def _measured(result: Result, names: Mapping[str, str]) -> Measured:
+def _measure(result: Result, names: Mapping[str, str]) -> Measured:
     if result.cell:
-        yield "verdict", "cell", _plain("status", "", result.cell)
+        yield "verdict", "cell", _as_measurement("status", "", result.cell)
     if result.verdict:
         passed, outcome = result.verdict.passed, result.verdict.outcome or "passed"
         status = "failed" if outcome == "passed" and not passed else outcome
-        yield "verdict", "validation", _plain("status", "", status)
+        yield "verdict", "validation", _as_measurement("status", "", status)
         missing = result.verdict.not_verified or ()
         verified = Measurement("count", "", -len(missing), f"not verified: {'; '.join(missing) or 'nothing'}")
         yield "coverage", "what was run", verified
@@ -288,7 +288,7 @@ def _measured(result: Result, names: Mapping[str, str]) -> Measured:
         owner = _without_version(decoded.backend)
         trace = f"{owner}: {decoded.trace}"
         yield "decode", trace, _share(owner, decoded)
-        yield "coverage", f"{trace}, decode steps", _plain("count", owner, decoded.steps)
+        yield "coverage", f"{trace}, decode steps", _as_measurement("count", owner, decoded.steps)
         prompt = decoded.prompt or ()
         tokens = {"longest": max(prompt, default=0), "all": sum(prompt)}
         shown = f"{tokens['all']}, {tokens['longest']} in the longest"
@@ -300,11 +300,11 @@ def _measured(result: Result, names: Mapping[str, str]) -> Measured:
     for mask in result.conformance.rows if result.conformance else ():
         for runtime, cell in () if mask.diagnostic else mask.cells.items():
             owner = _without_version(runtime)
-            yield "conformance", f"{owner}: {mask.case}", _plain("status", owner, cell.status)
+            yield "conformance", f"{owner}: {mask.case}", _as_measurement("status", owner, cell.status)
     for node in result.range.nodes if result.range else ():
-        yield "range", node.node or "", _plain("status", "FP16 range", node.status)
+        yield "range", node.node or "", _as_measurement("status", "FP16 range", node.status)
     for engine in engines:
-        yield from _of_engine(engine, names.get(engine.name, engine.name))
+        yield from _measure_engine(engine, names.get(engine.name, engine.name))
     for point in result.latency.points if result.latency else ():
         place = sizes_text(point.sizes) + ("" if point.past is None else f", past {point.past}")
         for row in point.rows:
@@ -313,28 +313,28 @@ def _measured(result: Result, names: Mapping[str, str]) -> Measured:
             yield "latency", f"{name} at {place}", _time(name, row, noise)
             if row.timing is not None and row.timing.memory_bytes:
                 yield "size", f"{name} at {place}, memory", _bytes(name, row.timing.memory_bytes)
-    yield from _under_load(result, names)
+    yield from _measure_load(result, names)
     if result.contents:
         for case in result.contents["cases"]:
             yield "coverage", case, Measurement("text", "bundle", case, "there")
         count = result.contents["attention"]
-        yield "coverage", "attention nodes in the graph", _plain("count", "bundle", count)
+        yield "coverage", "attention nodes in the graph", _as_measurement("count", "bundle", count)
         yield "size", "graph", _bytes("bundle", result.contents["graph_bytes"])
     for axis, sizes in ((result.model.spec or {}).get("axes") or {}).items():
         span = ":".join(map(str, sizes.values())) if isinstance(sizes, dict) else str(sizes)
-        yield "coverage", f"axis {axis}", _plain("range", "model", span)
+        yield "coverage", f"axis {axis}", _as_measurement("range", "model", span)
     for subject, value in _environment(result, names):
         yield "environment", subject, Measurement("text", "", value, value or NOTHING)
 
 
-def _under_load(result: Result, names: Mapping[str, str]) -> Measured:
+def _measure_load(result: Result, names: Mapping[str, str]) -> Measured:
     """Requests of many clients to a server, and calls on several streams."""
     for load in result.serving or ():
         owner, place = "server", f"server, {plural(load.clients, 'client')}"
         answered = f"{load.answered} of {load.requests}"
         share = load.answered / max(load.requests, 1)
         yield "coverage", f"{place}: answers", Measurement("count", owner, share, answered)
-        yield "coverage", f"{place}: requests", _plain("count", owner, load.requests)
+        yield "coverage", f"{place}: requests", _as_measurement("count", owner, load.requests)
         yield "error", f"{place}: wrong", Measurement("count", owner, -load.wrong, str(load.wrong))
         if load.p50_ms is not None:
             shown, spread = f"{short(load.p50_ms)} ms", (load.p90_ms or load.p50_ms) - load.p50_ms
@@ -348,23 +348,23 @@ def _under_load(result: Result, names: Mapping[str, str]) -> Measured:
         yield "latency", place, Measurement("growth", owner, each_us, shown)
 
 
-def _of_engine(engine: Any, name: str) -> Measured:
+def _measure_engine(engine: Any, name: str) -> Measured:
     owner = f"engine {name}"
     for node in engine.nodes or ():
         profile = "" if node.profile is None else f", profile {node.profile}"
-        fusion = replace(_plain("status", owner, node.status), doubt="\n".join(node.kernels or ()))
+        fusion = replace(_as_measurement("status", owner, node.status), doubt="\n".join(node.kernels or ()))
         yield "fusion", f"{name}: {node.node or ''}{profile}", fusion
     if engine.fused:
-        yield "fusion", f"{name}: attentions that are fused", _plain("count", owner, engine.fused[0])
+        yield "fusion", f"{name}: attentions that are fused", _as_measurement("count", owner, engine.fused[0])
         others = engine.fused[-1] - engine.fused[0]
         decomposed = Measurement("count", owner, -others, str(others))
         yield "fusion", f"{name}: attentions that are not fused", decomposed
-    yield "precision", f"{name}: verified", _plain("status", owner, engine.precision_status)
-    yield "precision", f"{name}: requested", _plain("text", owner, engine.precision)
-    yield "coverage", f"{name}: run", _plain("status", owner, "ran" if engine.ran else "not run")
+    yield "precision", f"{name}: verified", _as_measurement("status", owner, engine.precision_status)
+    yield "precision", f"{name}: requested", _as_measurement("text", owner, engine.precision)
+    yield "coverage", f"{name}: run", _as_measurement("status", owner, "ran" if engine.ran else "not run")
     for index, ranges in enumerate(engine.profiles or ()):
         for axis, span in ranges.items():
-            yield "coverage", f"{name}: profile {index}, axis {axis}", _plain("range", owner, span)
+            yield "coverage", f"{name}: profile {index}, axis {axis}", _as_measurement("range", owner, span)
     if engine.engine_bytes is not None:
         noise = _rebuild_span(engine.rebuilds, "engine_bytes")
         yield "size", f"{name}: engine", _bytes(owner, engine.engine_bytes, noise)
@@ -396,7 +396,7 @@ def _environment(result: Result, names: Mapping[str, str]) -> Iterator[tuple[str
         yield from (here.versions or {}).items()
 
 
-def _plain(kind: str, owner: str, value: Any) -> Measurement:
+def _as_measurement(kind: str, owner: str, value: Any) -> Measurement:
     return Measurement(kind, owner, value, str(value))
 
 
@@ -450,12 +450,12 @@ def _rebuild_span(rebuilds: Any, figure: str, of: str = "") -> float:
 # -- The rules -------------------------------------------------------------------------------------
 
 
-def _judged(section: str, old: Measurement, new: Measurement, limits: Limits) -> tuple[str, str]:
+def _judge(section: str, old: Measurement, new: Measurement, limits: Limits) -> tuple[str, str]:
     """The level of a change, and why."""
     if old.kind == "share":
-        return _judged_share(old, new, limits)
+        return _judge_share(old, new, limits)
     if old.kind == "growth":
-        return _judged_growth(section, old, new, limits)
+        return _judge_growth(section, old, new, limits)
     if old.kind == "count":
         return _direction(old.value, new.value), ""
     if old.kind == "counts":  # one of them that is smaller is not made up for by another
@@ -469,11 +469,11 @@ def _judged(section: str, old: Measurement, new: Measurement, limits: Limits) ->
     if old.value == new.value:
         return SAME, ""
     if old.kind == "range":
-        return _judged_range(old.value, new.value)
+        return _judge_range(old.value, new.value)
     return (REGRESSION, "another precision was requested") if section == "precision" else (CHANGED, "")
 
 
-def _judged_alone(section: str, new: Measurement) -> tuple[str, str]:
+def _judge_alone(section: str, new: Measurement) -> tuple[str, str]:
     """The level of something that only the new side has: good where it is right, else a regression."""
     if section in _FIGURES or new.kind == "text" or (section == "latency" and new.value is None):
         return CHANGED, "new"
@@ -489,7 +489,7 @@ def _direction(old: float, new: float) -> str:
     return SAME if new == old else IMPROVEMENT if new > old else REGRESSION
 
 
-def _judged_share(old: Measurement, new: Measurement, limits: Limits) -> tuple[str, str]:
+def _judge_share(old: Measurement, new: Measurement, limits: Limits) -> tuple[str, str]:
     if old.passed != new.passed:
         what = "no longer verified" if new.shown == "not verified" else "out of budget"
         return (IMPROVEMENT, "") if new.passed else (REGRESSION, what)
@@ -506,7 +506,7 @@ def _judged_share(old: Measurement, new: Measurement, limits: Limits) -> tuple[s
     return (IMPROVEMENT, "") if growth < 0 else (REGRESSION, f"grown by {budget_share(growth)} of the budget")
 
 
-def _judged_growth(section: str, old: Measurement, new: Measurement, limits: Limits) -> tuple[str, str]:
+def _judge_growth(section: str, old: Measurement, new: Measurement, limits: Limits) -> tuple[str, str]:
     """A latency, a size or a build time: beyond its limit, and beyond what varies by itself."""
     if old.value is None or new.value is None:
         return _direction(old.value is not None, new.value is not None), ""
@@ -537,7 +537,7 @@ def _axis(text: str) -> Axis | None:
         return None
 
 
-def _judged_range(old: str, new: str) -> tuple[str, str]:
+def _judge_range(old: str, new: str) -> tuple[str, str]:
     before, after = _axis(old), _axis(new)
     if before is None or after is None:
         level = _direction(before is not None, after is not None)
@@ -729,7 +729,7 @@ def _changes(old: Result, new: Result, limits: Limits) -> list[Change]:
     for (section, subject), first in before.items():
         second = after.get((section, subject))
         if second is not None:
-            level, why = _judged(section, first, second, limits)
+            level, why = _judge(section, first, second, limits)
             found.append(Change(section, subject, level, first.shown, second.shown, why))
         elif section in _FIGURES:
             found.append(Change(section, subject, CHANGED, first.shown, NOTHING))
@@ -740,6 +740,6 @@ def _changes(old: Result, new: Result, limits: Limits) -> list[Change]:
             found.append(Change("coverage", first.owner, lost, "there", NOTHING, _GONE))
     for (section, subject), item in after.items():
         if (section, subject) not in before:
-            level, why = _judged_alone(section, item)
+            level, why = _judge_alone(section, item)
             found.append(Change(section, subject, level, NOTHING, item.shown, why))
     return found

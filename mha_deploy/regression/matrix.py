@@ -283,7 +283,7 @@ class LocalWorkers:
         self, runtime: RuntimeEntry, gpu: str, request: Mapping[str, Any], limit: float
     ) -> Mapping[str, Any]:
         try:
-            place = self._installed(runtime) if runtime.pip else runtime.path
+            place = self._install(runtime) if runtime.pip else runtime.path
         except DeployError as error:
             return _without_result("unavailable", error.in_one_line)
         command = [runtime.python or sys.executable, "-m", "mha_deploy.regression.matrix"]
@@ -307,7 +307,7 @@ class LocalWorkers:
             status = "unavailable" if "No module named" in last else "crashed"
             return _without_result(status, f"the worker gave no result: {last}")
 
-    def _installed(self, runtime: RuntimeEntry) -> str:
+    def _install(self, runtime: RuntimeEntry) -> str:
         """Install packages once, in a folder that is named by them."""
         target = self.folder / "environments" / _digest(runtime.pip)[:16]
         with self._install:
@@ -544,7 +544,7 @@ def run_matrix(
             manifest = sha256(bundle / MANIFEST)
             depends_on = [manifest, runtime.backend, found["version"], device, chosen, __version__]
             cell = replace(cell, key=_digest(depends_on)[:32])
-            known = _kept(folder, cell)
+            known = _read_earlier(folder, cell)
             cells[cell.place] = known or cell
             if known is None:
                 request = {"backend": runtime.backend, "options": chosen, "time_limit": plan.time_limit}
@@ -566,7 +566,7 @@ def _digest(parts: Any) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def _kept(folder: Path, cell: MatrixCell) -> MatrixCell | None:
+def _read_earlier(folder: Path, cell: MatrixCell) -> MatrixCell | None:
     """The result of an earlier run; None where there is none that can be read."""
     try:
         data = json.loads((folder / "cells" / f"{cell.key}.json").read_bytes())

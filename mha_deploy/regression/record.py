@@ -262,7 +262,7 @@ def pick_line(source: str) -> tuple[Line, list[Line]]:
     return line, [each for each in alike if each.is_timed]
 
 
-def replayed(
+def replay_line(
     line: Line, alike: Sequence[Line], bundle: Bundle, bench: Callable[..., ModelBench], tolerance: float
 ) -> Replay:
     """Measure a line again with `bench`, which takes options, and judge whether it agrees with all alike."""

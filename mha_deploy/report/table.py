@@ -185,7 +185,7 @@ def parity_table(runs: Sequence[Data]) -> Table:
     for run in runs:
         rows: list[RawRow] = []
         for verdict in run["verdicts"]:
-            rows += _judged(verdict, verdict["case"], sizes_text(verdict["sizes"]), verdict["output"])
+            rows += _verdict_rows(verdict, verdict["case"], sizes_text(verdict["sizes"]), verdict["output"])
         kind = run["accumulation"]["type"].upper()
         title = f"{run['backend']}, {run['cases']} cases, budget for {kind} accumulation"
         groups.append(Group(title=title, rows=rows))
@@ -199,14 +199,14 @@ def layers_table(runs: Sequence[Data]) -> Table:
     for run in runs:
         rows: list[RawRow] = []
         for verdict in run["verdicts"]:
-            rows += _judged(verdict, Cell(text=verdict["output"], status="code"))
+            rows += _verdict_rows(verdict, Cell(text=verdict["output"], status="code"))
         sizes = f" at {sizes_text(run['verdicts'][0]['sizes'])}" if run["verdicts"] else ""
         groups.append(Group(title=f"{run['backend']}{sizes}", rows=rows))
     headings = ("attention", "verdict", _ERRORS[0], *(f"+{name}" for name in _ERRORS[1:-1]), _ERRORS[-1])
     return table("Every attention by itself, against its own oracle", headings, groups=groups)
 
 
-def _judged(verdict: Data, name: Cell | str, *place: str) -> list[RawRow]:
+def _verdict_rows(verdict: Data, name: Cell | str, *place: str) -> list[RawRow]:
     """The row of a verdict and, where it did not pass, the reason below it."""
     unverified = Cell(text="not verified", status="doubt")
     result = unverified if is_unverified(verdict) else passed(verdict["passed"])
@@ -483,12 +483,12 @@ def latency_table(points: Sequence[Data]) -> Table:
         name, roof = point_name(point["case"], point["sizes"]), point["roofline"]
         bound = f" · roofline bound {short(roof['bound_us'])} µs, {roof['bound']}-bound" if roof else ""
         work = f"{short(point['flops'] / 1e9)} GFLOP · {size(int(point['bytes']))}{bound}"
-        rows = [_timed(row, len(headings), decodes=decodes) for row in point["rows"]]
+        rows = [_timing_row(row, len(headings), decodes=decodes) for row in point["rows"]]
         groups.append(Group(title=f"{name} {point_sizes(point)}".strip(), about=work, rows=rows))
     return table("Latency of every backend at every size", headings, groups=groups)
 
 
-def _timed(row: Data, width: int, *, decodes: bool) -> Row:
+def _timing_row(row: Data, width: int, *, decodes: bool) -> Row:
     timing, name = row["timing"], Cell(text=row["name"], series=row["name"], hint=row["backend"])
     if timing is None:
         reason = f"not timed: {row['refused'] or 'no reason was given'}"

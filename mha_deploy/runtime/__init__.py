@@ -67,9 +67,9 @@ def available_cpu_backend(precision: Precision) -> str:
 def measure_ranges(model: Path | ir.Model, cases: Cases) -> Ranges:
     """Run a float32 graph in ONNX Runtime, and measure every tensor and what operators hold inside."""
     from mha_deploy.graph.file import graph_of
-    from mha_deploy.graph.mixed_precision import ranges_by
+    from mha_deploy.graph.mixed_precision import measure_ranges_with
 
-    return ranges_by(partial(run_cases, "ort-cpu"), graph_of(model), cases)
+    return measure_ranges_with(partial(run_cases, "ort-cpu"), graph_of(model), cases)
 
 
 def run_cases(name: str, model: ir.Model, cases: Cases) -> Iterator[Mapping[str, np.ndarray]]:

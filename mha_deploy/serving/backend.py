@@ -62,7 +62,7 @@ class ServedModel:
             os.environ[ENVIRONMENT] = str(folder / PLUGINS)
         isolation.enabled = False  # the server gives every instance a process of its own
         self.spec, self._batched = bundle.manifest.spec, batched
-        self.runner = _opened(bundle, backends)
+        self.runner = _open(bundle, backends)
         cached = self.spec.kv_cache is not None
         self._caches = Caches(self.runner, self.spec, sequences) if cached else None
 
@@ -77,10 +77,10 @@ class ServedModel:
 
         results = dict[int, Arrays | DeployError]()
         for group in group_by(range(len(requests)), shapes):
-            results |= zip(group, self._merged([requests[index].feeds for index in group]), strict=True)
+            results |= zip(group, self._run_batch([requests[index].feeds for index in group]), strict=True)
         return [results[index] for index in range(len(requests))]
 
-    def _merged(self, feeds: Sequence[Arrays]) -> list[Arrays | DeployError]:
+    def _run_batch(self, feeds: Sequence[Arrays]) -> list[Arrays | DeployError]:
         """Several requests of the same shapes as one batch."""
         if len(feeds) > 1:
             ends = np.cumsum([len(next(iter(each.values()))) for each in feeds])[:-1]
@@ -98,7 +98,7 @@ class ServedModel:
         self.runner.close()
 
 
-def _opened(bundle: Bundle, backends: Sequence[str]) -> Runner:
+def _open(bundle: Bundle, backends: Sequence[str]) -> Runner:
     finder = RuntimeFinder(bundle)
     if len(backends) == 1 and backends[0] in RUNNERS:
         return finder.named(backends[0]).open()
@@ -182,7 +182,7 @@ class Caches:
             return S if self._shared is not None else (index, S)
 
         for group in group_by([i for i in range(len(requests)) if i not in results], tokens):
-            results |= zip(group, self._fed([requests[index] for index in group]), strict=True)
+            results |= zip(group, self._feed([requests[index] for index in group]), strict=True)
         for index, request in enumerate(requests):
             if request.end or (isinstance(results[index], DeployError) and request.start):
                 self._sequences.pop(request.sequence, None)
@@ -219,7 +219,7 @@ class Caches:
         got, hint = f"{S} tokens behind {found.length}", f"1 to {room} tokens, or end the sequence"
         return DeployError("The new tokens do not fit into the cache.", got=got, hint=hint)
 
-    def _fed(self, requests: Sequence[ServedRequest]) -> list[Arrays | DeployError]:
+    def _feed(self, requests: Sequence[ServedRequest]) -> list[Arrays | DeployError]:
         """Requests with the same number of tokens, in calls that the model and every cache take."""
         cache, parts, start = self._cache, list[Arrays](), 0
         members = [self._sequences[request.sequence] for request in requests]

@@ -95,7 +95,7 @@ class Packaging:
         if re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*", self.name) is None:
             hint = "letters, digits and dashes"
             raise DeployError("This cannot be the name of a model.", got=self.name, hint=hint)
-        self.engines, self.runtime = self._chosen()
+        self.engines, self.runtime = self._choose()
         self.backends = (self.runtime,) if self.runtime else tuple(each.path.stem for each in self.engines)
         self.on_gpu = bool(self.engines) or self.runtime in GPU_RUNNERS
         if options.variant == PYTHON and bundle.manifest.precision.name == "bf16":
@@ -117,7 +117,7 @@ class Packaging:
 
     # -- what runs it ----------------------------------------------------------------------------
 
-    def _chosen(self) -> tuple[list[Engine], str | None]:
+    def _choose(self) -> tuple[list[Engine], str | None]:
         """The engines, or the runtime of the graph."""
         found, wanted = RuntimeFinder(self.bundle).engines, self.options.backends
         by_name, is_plan = {engine.path.stem: engine for engine in found}, self.options.variant == PLAN

@@ -139,7 +139,7 @@ def case_model(case: Case, precision: Precision) -> ir.Model:
     return ir.Model(graph, ir_version=_IR_VERSION)
 
 
-def combined(models: Sequence[ir.Model]) -> ir.Model:
+def combine(models: Sequence[ir.Model]) -> ir.Model:
     """Several models of different cases, all lowered alike, as one; the models are not changed."""
     graphs, opsets = [model.clone().graph for model in models], dict[str, int]()
     inputs, outputs = ([v for graph in graphs for v in getattr(graph, x)] for x in ("inputs", "outputs"))
@@ -253,12 +253,12 @@ def draw_trial(case: Case, precision: Precision, seed: int) -> MaskTrial:
     arrays = {role: rng.standard_normal(shape) for role, shape in case.shapes.items() if role != "mask"}
     arrays["q"] *= _QUERY_SIZE
     if case.mask is not None:
-        arrays["mask"] = _drawn_mask(case, case.mask, rng)
+        arrays["mask"] = _draw_mask(case, case.mask, rng)
     rounded = {role: x if x.dtype == bool else x.astype(precision.numpy) for role, x in arrays.items()}
     return MaskTrial(case=case, precision=precision, arrays=rounded)
 
 
-def _drawn_mask(case: Case, mask: MaskInput, rng: np.random.Generator) -> np.ndarray:
+def _draw_mask(case: Case, mask: MaskInput, rng: np.random.Generator) -> np.ndarray:
     shape, keys, queries = case.shapes["mask"], np.arange(case.T), np.arange(case.S)[:, None]
     # Each batch element after the first is shorter.
     lengths = case.T - np.arange(case.B) * (case.T // (case.B + 1))
@@ -385,7 +385,7 @@ def graph_column(open_model: Open, dialect: str, target: Target | None = None) -
         answers, taken = dict[str, Answer](), list[tuple[MaskTrial, ir.Model]]()
         for trial in trials:
             try:
-                taken.append((trial, _lowered(trial, dialect, target)))
+                taken.append((trial, _lower(trial, dialect, target)))
             except DeployError as error:
                 answers[trial.case.name] = error
         try:
@@ -403,7 +403,7 @@ def graph_column(open_model: Open, dialect: str, target: Target | None = None) -
     return run
 
 
-def _lowered(trial: MaskTrial, dialect: str, target: Target | None) -> ir.Model:
+def _lower(trial: MaskTrial, dialect: str, target: Target | None) -> ir.Model:
     """The graph as the target needs it; refused where nothing helps."""
     options: Mapping[str, Any] = {}
     model, is_diagnostic = case_model(trial.case, trial.precision), trial.case.diagnostic
@@ -422,7 +422,7 @@ def _lowered(trial: MaskTrial, dialect: str, target: Target | None) -> ir.Model:
 
 def _run(open_model: Open, taken: Sequence[tuple[MaskTrial, ir.Model]]) -> dict[str, Answer]:
     """Run trials once, as one model."""
-    with open_model(combined([model for _, model in taken])) as runner:
+    with open_model(combine([model for _, model in taken])) as runner:
         feeds = {trial.case.tensor(role): array for trial, _ in taken for role, array in trial.arrays.items()}
         outputs = runner.run(feeds)
     wanted = {trial.case.name: trial.case.tensor("y") for trial, _ in taken}

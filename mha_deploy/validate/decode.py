@@ -288,7 +288,7 @@ class _DecodeRun:
     def _prompts(self, outputs: Arrays) -> Arrays:
         return {name: without_padding(x, self.trace.prompt, self.axes[name]) for name, x in outputs.items()}
 
-    def _joined(self, parts: Sequence[Arrays]) -> Arrays:
+    def _join(self, parts: Sequence[Arrays]) -> Arrays:
         return {x: np.concatenate([part[x] for part in parts], axis) for x, axis in self.axes.items()}
 
     # -- what comes out ---------------------------------------------------------------------------
@@ -297,7 +297,7 @@ class _DecodeRun:
         """Prefill, steps and cache, up to the first call that cannot be run."""
         trace, steps = self.trace, self.calls[1:]
         # All steps as one case: what a single step hardly shows adds up.
-        oracle, eager = (self._joined([getattr(case, x) for case in steps]) for x in ("oracle", "eager"))
+        oracle, eager = (self._join([getattr(case, x) for case in steps]) for x in ("oracle", "eager"))
         whole = replace(steps[-1], name=f"{trace.name} all steps", oracle=oracle, eager=eager)
         if self.precision.name == "fp16":
             whole = replace(whole, suspects={"outputs in BF16": _rounding_to_bf16(oracle)})
@@ -308,31 +308,31 @@ class _DecodeRun:
             on_step(step)
             try:
                 with foreign_errors("The decode loop failed."):
-                    outputs, lengths = self._fed(loop, step), np.asarray(loop.lengths)
+                    outputs, lengths = self._feed(loop, step), np.asarray(loop.lengths)
             except DeployError as error:
                 self.found.append(failed_to_run(case, error.in_one_line))
                 return
             fed.append(outputs if step else self._prompts(outputs))
-            verdicts, wanted = self._judged(case, fed[-1], budgets[step]), trace.prompt + step
+            verdicts, wanted = self._judge(case, fed[-1], budgets[step]), trace.prompt + step
             if not np.array_equal(lengths, wanted):
                 problem = f"{lengths.tolist()} tokens, not {wanted.tolist()}"
                 wrong = OutputVerdict(case=case.name, sizes=case.sizes, output="lengths", problem=problem)
                 verdicts.append(wrong)
             self.found.append(verdicts)
         if all(each.deviation is not None for verdicts in self.found for each in verdicts):
-            self.afterwards += self._judged(whole, self._joined(fed[1:]), together)
+            self.afterwards += self._judge(whole, self._join(fed[1:]), together)
         if not getattr(loop, "hides_cache", False):  # a server may keep it to itself
-            self.afterwards += self._judged_cache(loop)
+            self.afterwards += self._judge_cache(loop)
 
-    def _fed(self, loop: DecodeLoop, step: int) -> Arrays:
+    def _feed(self, loop: DecodeLoop, step: int) -> Arrays:
         """The outputs of a step, or of the prompt in as many calls as the decode loop needs for it."""
         if step:
             return loop.feed(self.trace.tokens(step), None)
         calls = prefill_calls(self.trace.prompt, loop.most_tokens)
         parts = [loop.feed(self.trace.prefill(part), counts) for part, counts in calls]
-        return parts[0] if len(parts) == 1 else self._joined(parts)
+        return parts[0] if len(parts) == 1 else self._join(parts)
 
-    def _judged(
+    def _judge(
         self, case: GoldenCase, got: Arrays, budgets: Mapping[str, Budget] | None = None
     ) -> list[OutputVerdict]:
         """The verdicts on a case; an error that is out of budget is reported with its place."""
@@ -345,7 +345,7 @@ class _DecodeRun:
                 found[number] = replace(verdict, problem=f"{verdict.problem}; worst at {places or index}")
         return found
 
-    def _judged_cache(self, loop: DecodeLoop) -> list[OutputVerdict]:
+    def _judge_cache(self, loop: DecodeLoop) -> list[OutputVerdict]:
         """The verdicts on the cached tensors, once all tokens were fed."""
         trace, ends = self.trace, self.trace.prompt + self.trace.steps
 
@@ -366,7 +366,7 @@ class _DecodeRun:
                 got = valid(loop.cache())
         except DeployError as error:
             return failed_to_run(case, error.in_one_line)
-        return self._judged(case, got)
+        return self._judge(case, got)
 
     def report(self) -> DecodeReport:
         """What was found."""

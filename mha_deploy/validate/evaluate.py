@@ -286,7 +286,7 @@ def evaluate(runtime: Runtime, plan: EvaluationPlan, on_step: OnStep = lambda na
                     continue
                 on_step(f"{runtime.name}: {case.name}")
                 cases[kind].append(case)
-                verdicts += _judged(runtime, runner, case, plan, heatmaps)
+                verdicts += _judge(runtime, runner, case, plan, heatmaps)
             if verdicts:
                 about: dict[str, Any] = {"backend": runner.name, "accumulation": accumulation, "cases": kind}
                 about |= {"model": plan.spec.name, "precision": plan.precision}
@@ -324,11 +324,11 @@ def evaluate(runtime: Runtime, plan: EvaluationPlan, on_step: OnStep = lambda na
             heatmaps=tuple(heatmaps),
             decode_reports=tuple(decoded),
             not_decoded_because=why_not,
-            rows={case.name: _timed(runtime, runner, case, plan, failures, on_step) for case in plan.timed},
+            rows={case.name: _time(runtime, runner, case, plan, failures, on_step) for case in plan.timed},
         )
 
 
-def _judged(
+def _judge(
     runtime: Runtime, runner: Runner, case: GoldenCase, plan: EvaluationPlan, heatmaps: list[Heatmap]
 ) -> list[OutputVerdict]:
     """The verdicts on a case, and a map of the usual case and of whatever is wrong."""
@@ -354,7 +354,7 @@ def _judged(
     return verdicts
 
 
-def _timed(
+def _time(
     runtime: Runtime,
     runner: Runner,
     case: GoldenCase,

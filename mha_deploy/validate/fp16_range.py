@@ -24,7 +24,7 @@ from mha_deploy.graph.attention_node import (
 )
 from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.ir import constant, nodes_behind
-from mha_deploy.graph.mixed_precision import FP16_MAX, Read, matmul_blocks, queries_and_keys, values_on
+from mha_deploy.graph.mixed_precision import FP16_MAX, Read, matmul_blocks, queries_and_keys, read_values
 from mha_deploy.model.spec import ModelSpec
 from mha_deploy.runtime import available_cpu_backend, run_cases
 
@@ -269,7 +269,7 @@ def fp16_range(bundle: Bundle, *, cases: Sequence[str] | None = None) -> RangeRe
     golden = {entry.name: read_case(bundle, entry).inputs for entry in chosen}
     run = partial(run_cases, available_cpu_backend(precision))
     inputs = [value for meter in meters for value in meter.inputs.values()]
-    for case, read in zip(golden, values_on(run, model, inputs, golden), strict=True):
+    for case, read in zip(golden, read_values(run, model, inputs, golden), strict=True):
         for meter in meters:
             meter.see(case, read)
     nodes = tuple(_node_range(meter, manifest.spec, precision.name) for meter in meters)

@@ -68,7 +68,7 @@ class _ServerValidation:
             kinds = {"golden": golden, **drawn}
             for kind, cases in kinds.items():
                 on_step(f"{runner.model}: {kind} cases", 0, 0)
-                parity.append(self._parity([v for case in cases for v in self._judged(case)], kind))
+                parity.append(self._parity([v for case in cases for v in self._run_and_judge(case)], kind))
             for trace in traces:
                 on_step(f"{runner.model}: {trace.name}", 0, 0)
                 decode += filter(None, [evaluate_trace(runner, trace, self.spec, self.precision)])
@@ -105,7 +105,7 @@ class _ServerValidation:
         about: dict[str, Any] = {"model": self.spec.name, "precision": self.precision, "cases": cases}
         return parity_from_verdicts(verdicts, backend=self._label(clients), **about)
 
-    def _judged(self, case: GoldenCase) -> list[OutputVerdict]:
+    def _run_and_judge(self, case: GoldenCase) -> list[OutputVerdict]:
         try:
             return judge_case(case, self.runner.run(case.inputs), self.precision)
         except DeployError as error:

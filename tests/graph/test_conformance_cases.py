@@ -14,7 +14,7 @@ from mha_deploy.graph.lower import DIALECTS, lower
 from mha_deploy.graph.plugin_node import is_plugin_attention
 from mha_deploy.model.precision import PRECISIONS
 from mha_deploy.runtime import open_runner
-from mha_deploy.validate.conformance import CASES, Case, MaskInput, case_model, combined
+from mha_deploy.validate.conformance import CASES, Case, MaskInput, case_model, combine
 
 FP16, FP32 = PRECISIONS["fp16"], PRECISIONS["fp32"]
 BY_NAME = {case.name: case for case in CASES}
@@ -88,14 +88,14 @@ def test_every_name_in_a_graph_begins_with_the_cases() -> None:
 def test_cases_can_be_combined_before_and_after_lowering(dialect: str) -> None:
     precision = FP16 if dialect == "plugin" else FP32
     lowered = [lower(case_model(case, precision), dialect) for case in CASES]
-    model = combined(lowered)
+    model = combine(lowered)
     onnx.checker.check_model(ir.to_proto(model), full_check=dialect not in ("contrib", "plugin"))
     assert len(list(model.graph)) == sum(len(list(each.graph)) for each in lowered)
     assert names(model.graph.inputs) == [name for each in lowered for name in names(each.graph.inputs)]
     assert names(model.graph.outputs) == [case.tensor("y") for case in CASES]
     assert dict(model.opset_imports) == dict(lowered[0].opset_imports)
     assert model.ir_version == lowered[0].ir_version
-    afterwards = lower(combined([case_model(case, precision) for case in CASES]), dialect)
+    afterwards = lower(combine([case_model(case, precision) for case in CASES]), dialect)
     # The plugin's lowering computes what several attentions share only once.
     counted = is_plugin_attention if dialect == "plugin" else lambda node: True
     assert len(list(filter(counted, afterwards.graph))) == len(list(filter(counted, model.graph)))
@@ -104,7 +104,7 @@ def test_cases_can_be_combined_before_and_after_lowering(dialect: str) -> None:
 def test_a_case_gives_the_same_numbers_in_company() -> None:
     models = [lower(case_model(case, FP32), "primitives") for case in CASES[::4]]
     feeds = [random_feeds(model, {}, seed) for seed, model in enumerate(models)]
-    with open_runner("ort-cpu", combined(models)) as runner:
+    with open_runner("ort-cpu", combine(models)) as runner:
         together = runner.run({name: array for each in feeds for name, array in each.items()})
     for model, given in zip(models, feeds, strict=True):
         with open_runner("ort-cpu", model) as runner:
@@ -115,7 +115,7 @@ def test_a_case_gives_the_same_numbers_in_company() -> None:
 def test_the_models_are_not_changed() -> None:
     models = [case_model(case, FP16) for case in CASES]
     before = [ir.to_proto(model).SerializeToString() for model in models]
-    combined(models)
+    combine(models)
     assert [ir.to_proto(model).SerializeToString() for model in models] == before
 
 
@@ -132,6 +132,6 @@ def test_a_mask_may_have_any_axes() -> None:
 @pytest.mark.parametrize("dialect", ["trt", "primitives"])
 def test_tensorrt_rtx_takes_and_fuses_every_case(dialect: str) -> None:
     pytest.importorskip("tensorrt_rtx")
-    model = combined([lower(case_model(case, FP16), dialect) for case in CASES])
+    model = combine([lower(case_model(case, FP16), dialect) for case in CASES])
     built = build_rtx(model, targets="8.9")
     assert sum(kernel.is_fused_attention for kernel in built.kernels["log"]) == len(CASES)

@@ -15,7 +15,7 @@ from mha_deploy.errors import DeployError
 from mha_deploy.graph.attention_node import MASK, inputs_by_role
 from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.ir import input_at
-from mha_deploy.graph.mixed_precision import values_on
+from mha_deploy.graph.mixed_precision import read_values
 from mha_deploy.reference import build_module
 from mha_deploy.reference.attention import padding_mask, split_heads, visible_from
 from mha_deploy.runtime import available_cpu_backend, run_cases
@@ -90,7 +90,7 @@ def read_inputs(model, cases, backend):
     """The attentions of a model, and what reads their inputs in each case."""
     nodes = [node for node in model.graph if node.op_type == "Attention"]
     values = [value for node in nodes for value in inputs_by_role(node).values()]
-    return nodes, values_on(functools.partial(run_cases, backend), model, values, cases)
+    return nodes, read_values(functools.partial(run_cases, backend), model, values, cases)
 
 
 @pytest.mark.sweep(2)
@@ -128,7 +128,7 @@ def test_nothing_else_is_computed(bundles, name):
     nodes = [node for node in model.graph if node.op_type == "Attention"]
     values = [value for node in nodes for value in inputs_by_role(node).values()]
     probes = []
-    list(values_on(lambda probe, cases: probes.append(probe) or [{}], model, values, {"one": {}}))
+    list(read_values(lambda probe, cases: probes.append(probe) or [{}], model, values, {"one": {}}))
     (probe,) = probes
     assert {value.name for value in probe.graph.outputs} == {v.name for v in values if v.producer()}
     count = sum(node.op_type == "Attention" for node in probe.graph)

@@ -50,8 +50,8 @@ from mha_deploy.graph.fuse.write import (
     insert_attention,
     remove_unused,
     repair_rotary,
-    repaired_attention,
     share_tied_weights,
+    simplify_attention,
     write_attention,
 )
 from mha_deploy.graph.ir import NodeBuilder, is_op, names_in, node_name, nodes_behind, replace_node
@@ -179,10 +179,10 @@ class _Fusion:
             if node.graph is None:
                 continue  # it was part of an attention
             if is_attention(node):
-                self._keep(node)
+                self._simplify(node)
             elif is_op(node, "RotaryEmbedding"):
                 name = node.name or module_of(node)
-                self._note(name, repair_rotary(node, NodeBuilder(self._free(name))))
+                self._note(name, repair_rotary(node, NodeBuilder(self._free_prefix(name))))
             elif (softmax := softmax_at(node)) is not None and comes_to_matmul(node.outputs[0]):
                 try:
                     self._fuse(softmax)
@@ -195,7 +195,7 @@ class _Fusion:
         refusals = {node: each for node, each in refusals.items() if node not in left.features}
         for node, why in left.found.items():
             if isinstance(refusals.get(node), NoScores | None):
-                refusals[node] = why or _reason(node)
+                refusals[node] = why or _explain(node)
         for node in self._model.graph.all_nodes():
             if (refusal := refusals.get(node)) is not None:
                 name, recognised = module_of(node), isinstance(refusal, NotExpressible)
@@ -204,13 +204,13 @@ class _Fusion:
                 self.report.unfused += (left_over,)
 
     def _fuse(self, softmax: Normalisation) -> None:
-        with _refusing():
+        with _failures_as_refusals():
             pattern = Pattern(softmax)
             border = _boundary(pattern)
-        builder = NodeBuilder(self._free(module_of(softmax.node)))
+        builder = NodeBuilder(self._free_prefix(module_of(softmax.node)))
         old = [pattern.last.node.outputs[0], *([pattern.weights.value] if pattern.weights else [])]
         write = functools.partial(write_attention, pattern, builder, self._masks)
-        new, notes = self._verified(old, border, builder, write)
+        new, notes = self._build_and_compare(old, border, builder, write)
         insert_attention(pattern, builder, new)
         wider = any(each.axis != pattern.letters.key for each in pattern.scores.wider)
         expanded = [EXPANDED] if pattern.batches or wider else []
@@ -231,7 +231,7 @@ class _Fusion:
         self.report.fused += (record,)
         self.report.layers += (record.name,)
 
-    def _verified(
+    def _build_and_compare(
         self,
         old: Sequence[ir.Value],
         border: Boundary,
@@ -244,12 +244,12 @@ class _Fusion:
             The new values, and what differs on purpose.
         """
         try:
-            with _refusing():
+            with _failures_as_refusals():
                 region = Region(old, border) if self._verify else None
                 known = () if region is None else self._compared.get(region.key)
                 new = [] if isinstance(known, NotFused) else write()
             if region is not None and known is None:
-                known = self._compared[region.key] = self._outcome(region, new, border)
+                known = self._compared[region.key] = self._compare(region, new, border)
             if isinstance(known, NotFused):
                 raise known
             return new, known or ()
@@ -258,29 +258,29 @@ class _Fusion:
             builder.live_nodes(())
             raise
 
-    def _outcome(self, region: Region, new: list[ir.Value], border: Boundary) -> NotFused | tuple[str, ...]:
+    def _compare(self, region: Region, new: list[ir.Value], border: Boundary) -> NotFused | tuple[str, ...]:
         try:
-            with _refusing():
+            with _failures_as_refusals():
                 opset = self._model.opset_imports.get("", 1)
                 return (FULLY_MASKED,) if compare(region, Region(new, border), border, opset) else ()
         except NotFused as refusal:
             return refusal
 
-    def _keep(self, node: ir.Node) -> None:
+    def _simplify(self, node: ir.Node) -> None:
         """Name a node by its module, and write it as plainly as it can be."""
-        name = _unused(module_of(node), self.report.layers)
+        name = _unused_name(module_of(node), self.report.layers)
         self._renamed = self._renamed or node.name not in (name, None, "")
         node.name = name
         self.report.already += (name,)
         self.report.layers += (name,)
-        builder = NodeBuilder(self._free(name))
+        builder = NodeBuilder(self._free_prefix(name))
         try:
-            with _refusing():
-                repaired = repaired_attention(node, builder, self._masks)
+            with _failures_as_refusals():
+                repaired = simplify_attention(node, builder, self._masks)
             if repaired is None:
                 return
             result, border, changes = repaired
-            self._verified([node.outputs[0]], border, builder, lambda: [result])
+            self._build_and_compare([node.outputs[0]], border, builder, lambda: [result])
         except NotFused as refusal:
             why = refusal.in_one_line.removeprefix("Left as it was: ")
             self._note(name, [f"left as it was: {why}"])
@@ -290,9 +290,9 @@ class _Fusion:
         remove_unused(before)
         self._note(name, changes)
 
-    def _free(self, name: str) -> str:
+    def _free_prefix(self, name: str) -> str:
         """A prefix that no other name has."""
-        prefix = _unused(name, self._taken)
+        prefix = _unused_name(name, self._taken)
         self._taken.add(prefix)
         return prefix
 
@@ -311,14 +311,14 @@ def _is_sorted(graph: ir.Graph) -> bool:
     return True
 
 
-def _unused(name: str, taken: Collection[str]) -> str:
+def _unused_name(name: str, taken: Collection[str]) -> str:
     """The name, with a number where it is taken."""
     names = itertools.chain([name], (f"{name}_{count}" for count in itertools.count(2)))
     return next(each for each in names if each not in taken)
 
 
 @contextlib.contextmanager
-def _refusing() -> Iterator[None]:
+def _failures_as_refusals() -> Iterator[None]:
     """Whatever fails inside, the attention is not fused."""
     try:
         yield
@@ -328,13 +328,13 @@ def _refusing() -> Iterator[None]:
         raise NotFused(f"The recogniser failed on it: {in_words(error)}") from error
 
 
-def _reason(node: ir.Node) -> NotFused:
+def _explain(node: ir.Node) -> NotFused:
     """Why a softmax that is certainly part of an attention is not fused."""
     softmax = softmax_at(node)
     if softmax is None:
         return NotFused(f"{node.domain}'s {node.op_type} is not ONNX's Softmax.")
     try:
-        with _refusing():
+        with _failures_as_refusals():
             Pattern(softmax)
     except NoScores:
         matmul = next((each for each in nodes_behind([softmax.source]) if "MatMul" in each.op_type), None)

@@ -199,7 +199,7 @@ def compare(old: Region, new: Region, boundary: Boundary, opset: int) -> bool:
         for draw in (0, 1, 2, 3) if count < _MANY_SCORES else (1,):
             random = np.random.default_rng(draw)
             drawn = {
-                value: _drawn(random, draw, value, shape, boundary.drawn.get(value))
+                value: _draw(random, draw, value, shape, boundary.drawn.get(value))
                 for value, shape in shapes.items()
             }
             try:
@@ -285,7 +285,7 @@ def _evaluator(
     return run
 
 
-def _drawn(
+def _draw(
     random: np.random.Generator, draw: int, value: ir.Value, shape: tuple[int, ...], spread: float | None
 ) -> np.ndarray:
     """Numbers for one input: plain ones, masks with fully masked queries, sharp scores, extreme ones."""

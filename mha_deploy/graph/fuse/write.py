@@ -162,7 +162,7 @@ _SCORES = ("b", "h", "s", "t")
 _KEYS, _VALUES = ("b", "h", "t", "d"), ("b", "h", "t", "e")
 
 
-def repaired_attention(
+def simplify_attention(
     node: ir.Node, builder: NodeBuilder, masks: Masks
 ) -> tuple[ir.Value, Boundary, list[str]] | None:
     """A simpler `Attention` node that computes the same, built beside the graph; None where there is none.
