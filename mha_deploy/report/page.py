@@ -32,7 +32,7 @@ from mha_deploy.text import (
 )
 
 Part = tuple[str, Any]
-"""The kind of a part, as `parts.html.j2` lists them, and its value."""
+"""The kind of a part, as `parts.html.j2` lists them, and its value; a part without a value is left out."""
 
 
 class Section(NamedTuple):
@@ -47,8 +47,7 @@ class Section(NamedTuple):
 
 
 def _fault(found: Data) -> list[Part]:
-    trials: list[Part] = [("table", tables.trials_table(found["trials"]))] if found["trials"] else []
-    return [("fault", found), *trials]
+    return [("fault", found), ("table", found["trials"] and tables.trials_table(found["trials"]))]
 
 
 def _parity(data: Data) -> list[Part]:
@@ -56,12 +55,10 @@ def _parity(data: Data) -> list[Part]:
         reasons = [engine["why_not"] for engine in data["engines"] if engine["why_not"]]
         return [("text", f"No result was compared{f': {reasons[0]}' if reasons else ' in this run'}.")]
     note = "Errors are relative to the FP64 oracle. A budget is a multiple of eager PyTorch's own error."
-    parts: list[Part] = [("lead", note)]
-    if runs := [run for run in data["parity"] if run["cases"] != tables.LAYERS]:
-        parts.append(("table", tables.parity_table(runs)))
-    if inside := [run for run in data["parity"] if run["cases"] == tables.LAYERS and run["verdicts"]]:
-        parts.append(("table", tables.layers_table(inside)))
-    return parts
+    runs = [run for run in data["parity"] if run["cases"] != tables.LAYERS]
+    inside = [run for run in data["parity"] if run["cases"] == tables.LAYERS and run["verdicts"]]
+    whole, single = runs and tables.parity_table(runs), inside and tables.layers_table(inside)
+    return [("lead", note), ("table", whole), ("table", single)]
 
 
 def _heatmaps(maps: Sequence[Data]) -> list[Part]:
@@ -97,14 +94,12 @@ def _decode(reports: Sequence[Data], latency: Data | None, look: Look) -> list[P
         words += "; a dashed line is the first wrong step" if wrong else ""
         figure = {"caption": words, "chart": chart, "otherwise": "No step gave anything to measure."}
         parts += [("heading", f"Trace {same[0]['trace']}"), ("figure", figure)]
-        if (table := tables.steps_table(same)) is not None:
-            parts.append(("table", table))
+        parts.append(("table", tables.steps_table(same)))
     return parts
 
 
 def _conformance(found: Data) -> list[Part]:
-    reasons = tables.conformance_reasons(found)
-    return [("table", tables.conformance_table(found)), *([("reasons", reasons)] if reasons else [])]
+    return [("table", tables.conformance_table(found)), ("reasons", tables.conformance_reasons(found))]
 
 
 def _fp16_range(found: Data) -> list[Part]:
@@ -117,7 +112,7 @@ def _fp16_range(found: Data) -> list[Part]:
             alike.sort(key=lambda node: float("inf") if node["headroom"] is None else node["headroom"])
         if words := _range_words(alike[0]):
             reasons.append((summarize_names([node["node"] for node in alike]), f": {words}"))
-    return [("table", tables.range_table(found["nodes"])), *([("reasons", reasons)] if reasons else [])]
+    return [("table", tables.range_table(found["nodes"])), ("reasons", reasons)]
 
 
 def _range_words(node: Data) -> str:
@@ -173,8 +168,7 @@ def latency_parts(found: Data, look: Look) -> list[Part]:
         if (chart := charts.sweep_chart(panel, look)) is not None:
             caption = f"{f' at {sizes_text(panel.fixed)}' if panel.fixed else ''}, µs"
             curves.append({"name": f"p50 over {panel.axis}", "caption": caption, "chart": chart})
-    if curves:
-        parts += [("heading", "Over lengths and batches"), ("charts", curves)]
+    parts += [("heading", curves and "Over lengths and batches"), ("charts", curves)]
     if plots := charts.roofline_plots(points, look):
         words = (
             "Each column is one size. The line is the roof of the GPU; the short bar in a column is the "
@@ -185,8 +179,7 @@ def latency_parts(found: Data, look: Look) -> list[Part]:
         parts += [("figure", {"css": "wide", "chart": plot}) for plot in plots]
     parts += [("heading", "All figures"), ("table", tables.latency_table(points))]
     profiled = [point for point in points if any(row["kernels"] for row in point["rows"])]
-    if profiled:
-        parts.append(("heading", "Longest kernels"))
+    parts.append(("heading", profiled and "Longest kernels"))
     for index, point in enumerate(profiled):
         parts.append(("fold", {**_named(point), "table": tables.kernels_table(point), "open": index == 0}))
     return parts
@@ -202,14 +195,10 @@ def _overview(data: Data) -> list[Part]:
     table, points = tables.overview_table(data), [point for _, point in tables.bench_points(data)]
     if table is None:
         return [("text", "Nothing was timed.")]
-    parts: list[Part] = [("table", table)]
-    if note := tables.without_graph(points):
-        parts.append(("text", f"* {note}"))
-    best = Counter(name for name in map(tables.fastest, points) if name is not None)
-    if best:
-        wins = ", ".join(f"{name} {count}" for name, count in best.most_common())
-        parts.append(("text", f"Fastest, of {best.total()} sizes: {wins}."))
-    return parts
+    note, best = tables.without_graph(points), Counter(filter(None, map(tables.fastest, points)))
+    wins = ", ".join(f"{name} {count}" for name, count in best.most_common())
+    won = wins and f"Fastest, of {best.total()} sizes: {wins}."
+    return [("table", table), ("text", note and f"* {note}"), ("text", won)]
 
 
 def bench_markdown(data: Data) -> str:
@@ -362,11 +351,9 @@ def bench_page(data: Data) -> str:
             for engine in entry["engines"]
         ]
         parts = [("text", entry["model"]["summary"]), ("text", "; ".join(engines) or "0 engines"), *timed]
-        if entry["throughput"]:
-            parts.append(("table", tables.throughput_table(entry["throughput"])))
+        parts.append(("table", entry["throughput"] and tables.throughput_table(entry["throughput"])))
         sections.append(Section(f"model-{index}", name, parts))
-    if data["notes"]:
-        sections.append(Section("notes", "Notes", [("list", data["notes"])]))
+    sections += [Section("notes", "Notes", [("list", data["notes"])])] if data["notes"] else []
     sections.append(Section("environment", "Environment", environment(data["environment"], None)))
     gpu = data["environment"]["gpu"]
     subtitle = gpu["name"] if gpu else "no GPU"
