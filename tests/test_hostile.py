@@ -32,9 +32,8 @@ from onnx import TensorProto, helper
 
 import mha_deploy as md
 from mha_deploy.bundle import commit
-from mha_deploy.bundle.cases import read_arrays, write_arrays
+from mha_deploy.bundle.cases import read_arrays, read_trace, write_arrays
 from mha_deploy.bundle.folder import MANIFEST, MODEL, BundleWriter, sha256
-from mha_deploy.bundle.traces import read_trace
 from mha_deploy.cli.tables import engine_renderable
 from mha_deploy.cli.verbs import engine_to_dict
 from mha_deploy.engine.engine import write_engine

@@ -5,13 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mha_deploy.bundle.cases import read_arrays, write_arrays
-from mha_deploy.bundle.traces import (
+from mha_deploy.bundle.cases import (
     DecodeTrace,
     check_steps,
     check_trace,
     prefill_calls,
+    read_arrays,
     read_trace,
+    write_arrays,
     write_trace,
 )
 from mha_deploy.errors import BundleError, DeployError

@@ -17,9 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mha_deploy.analyze.cost import oracle_bytes, past_keys, sizes_name
-from mha_deploy.bundle.cases import GoldenCase, read_case
+from mha_deploy.bundle.cases import DecodeTrace, GoldenCase, PlannedTrace, check_steps, read_case
 from mha_deploy.bundle.folder import Bundle
-from mha_deploy.bundle.traces import DecodeTrace, PlannedTrace, check_steps
 from mha_deploy.errors import BackendUnavailable, BundleError, DeployError
 from mha_deploy.export.exporter import export_user_module
 from mha_deploy.export.flow import PlannedCase

@@ -112,7 +112,7 @@ def bundle_renderable(bundle: Bundle, *, details: bool = False) -> RenderableTyp
     lines.append(("graph", f"{manifest.precision.name}, opset {manifest.opset}, axes {axes}"))
     lines += [("fused", fused), ("golden", cases.replace(", ", ","))]
     for entry in manifest.traces:
-        from mha_deploy.bundle.traces import read_trace
+        from mha_deploy.bundle.cases import read_trace
 
         trace = read_trace(bundle.file(entry.file), spec, manifest.precision)
         words = f"{prompts_text(trace.prompt.tolist())}, then {trace.steps} single tokens"

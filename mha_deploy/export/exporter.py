@@ -14,14 +14,14 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 import torch
 
-from mha_deploy.bundle.cases import GoldenCase, write_arrays
+from mha_deploy.bundle.cases import Arrays, GoldenCase, write_arrays
 from mha_deploy.bundle.folder import Bundle, sha256
 from mha_deploy.bundle.manifest import LayersEntry
 from mha_deploy.errors import ExportError, exit_as_error, nearest
 from mha_deploy.export import flow
 from mha_deploy.export.axes import ExportedModule
 from mha_deploy.export.explain import first_cause, onnx_program
-from mha_deploy.export.golden import LayerCapture, ModuleCapture, mixed_graph
+from mha_deploy.export.golden import LayerCapture, ModuleCapture, arrays_of
 from mha_deploy.export.own_model import UserModule, draw_user_inputs, open_user_module, state_digest
 from mha_deploy.export.program import attention_values, export_program
 from mha_deploy.graph.canonical import check_canonical
@@ -284,15 +284,16 @@ class _ModuleSource(flow.Source):
         share_tied_weights(model)
         self.capture = ModuleCapture(user, exported, options.seed)
         if self.auto:
-            self.step("ranges")
-            model, plan = mixed_graph(model, self.capture, folder)
+            model = self.mixed(model, user.axes, folder)
             self.capture = ModuleCapture(user, exported, options.seed, model)
-            self.note_precision(plan)
         self.values = attention_values(model, exported)
         known = {name: getattr(user, name) for name in _OF_THE_MODULE}
         self.describe(model, exported.outputs, **known, cached=user.kv_cache)
         _drop_exporter_metadata(model)
         return model
+
+    def draw(self, planned: flow.PlannedCase) -> Arrays:
+        return arrays_of(self.capture.draw(planned))
 
     def capture_case(self, planned: flow.PlannedCase) -> GoldenCase:
         """One golden case; the spec is complete once the work of the case opt is known."""

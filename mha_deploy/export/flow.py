@@ -20,15 +20,16 @@ from mha_deploy.analyze import cost
 from mha_deploy.bundle.cases import (
     Arrays,
     GoldenCase,
+    plan_trace,
     refuse_implausible,
     refuse_polygraphy,
     stored_bytes,
     write_case,
     write_polygraphy,
+    write_trace,
 )
 from mha_deploy.bundle.folder import MODEL, Bundle, BundleWriter
 from mha_deploy.bundle.manifest import Checks, GoldenEntry, LayersEntry, Manifest, TraceEntry
-from mha_deploy.bundle.traces import plan_trace, write_trace
 from mha_deploy.environment import versions
 from mha_deploy.errors import ExportError, SpecError, nearest
 from mha_deploy.graph.attention_node import attention_nodes, is_attention, short_dtype
@@ -36,11 +37,12 @@ from mha_deploy.graph.canonical import check_module
 from mha_deploy.graph.file import load_graph, save_graph
 from mha_deploy.graph.fuse import fuse_attention, place_of
 from mha_deploy.graph.ir import Dim, dims
-from mha_deploy.graph.mixed_precision import PrecisionPlan
+from mha_deploy.graph.mixed_precision import apply_plan, plan_precision
 from mha_deploy.metrics import relative_error
 from mha_deploy.model.precision import Precision
 from mha_deploy.model.spec import FLOAT, Axis, ModelSpec, Sizes, TensorSpec
 from mha_deploy.options import ExportOptions
+from mha_deploy.runtime import measure_ranges
 
 # -- Which golden cases an export gets: the corners of the axes, within a budget -------------------
 
@@ -186,12 +188,6 @@ def _with_small_batch(spec: ModelSpec, sizes: dict[str, int]) -> dict[str, int]:
     return sizes
 
 
-def measured_sizes(axes: Mapping[str, Axis]) -> dict[str, dict[str, int]]:
-    """The sizes at which the numbers of a graph are measured, for mixed precision."""
-    bounds = {bound: {name: getattr(axis, bound) for name, axis in axes.items()} for bound in ("opt", "min")}
-    return {**bounds, "odd": cost.odd_sizes(axes)}
-
-
 def refuse_large_error(where: str, got: Arrays, oracle: Arrays, most: float, what: str, hint: str) -> None:
     """Refuse results with a relative error above `most`."""
     for name, expected in oracle.items():
@@ -243,6 +239,10 @@ class Source(ABC):
         """One golden case."""
         return self.capture.capture(planned)
 
+    def draw(self, planned: PlannedCase) -> Arrays:
+        """The inputs of a case, of a model whose precision is chosen node by node."""
+        raise NotImplementedError
+
     @abstractmethod
     def origin(self) -> str:
         """Where the weights came from."""
@@ -272,8 +272,19 @@ class Source(ABC):
         ]
         return model
 
-    def note_precision(self, plan: PrecisionPlan) -> None:
-        """Note what a mixed graph keeps wider than FP16."""
+    def mixed(self, model: ir.Model, axes: Mapping[str, Axis], folder: Path) -> ir.Model:
+        """A float32 graph in FP16 where that holds the numbers that are drawn; what is wider is noted."""
+        self.step("ranges")
+        sizes = {at: {name: getattr(axis, at) for name, axis in axes.items()} for at in ("opt", "min")}
+        sizes["odd"] = cost.odd_sizes(axes)
+        drawn = {name: self.draw(PlannedCase(name=name, sizes=at)) for name, at in sizes.items()}
+        save_graph(model, folder / "float32.onnx")
+        try:
+            wide = load_graph(folder / "float32.onnx")  # large weights are read from disk, slice by slice
+            plan = plan_precision(wide, measure_ranges(wide, drawn))
+        finally:
+            for part in folder.glob("float32.onnx*"):
+                part.unlink()
         # Lists, as they are read back: a manifest equals the one in its file.
         plain = {name: list(each) if isinstance(each, tuple) else each for name, each in asdict(plan).items()}
         self.checks["mixed precision"] = plain
@@ -281,6 +292,7 @@ class Source(ABC):
         head = f"mixed precision: {len(plan.kept)} of {plan.nodes} nodes are wider than fp16"
         more = len(lines) - _PLAN_LINES
         self.notes += [head, *lines[:_PLAN_LINES], *([f"and {more} more: see the manifest"] * (more > 0))]
+        return apply_plan(model, plan)
 
     def describe(self, model: ir.Model, outputs: Mapping[str, Sequence[Dim]], **known: Any) -> None:
         """Make the spec from the graph, whose outputs get their dimensions, and from what else is known."""

@@ -8,7 +8,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain
-from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
@@ -16,16 +15,22 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from mha_deploy.bundle.cases import GoldenCase, cached_outputs
-from mha_deploy.bundle.traces import DecodeTrace, PlannedTrace, check_steps, prefill_calls, take_tokens
+from mha_deploy.bundle.cases import (
+    DecodeTrace,
+    GoldenCase,
+    PlannedTrace,
+    cached_outputs,
+    check_steps,
+    prefill_calls,
+    take_tokens,
+)
 from mha_deploy.errors import ExportError
 from mha_deploy.export.axes import ExportedModule
 from mha_deploy.export.explain import overflow_error, run_explained
-from mha_deploy.export.flow import PlannedCase, measured_sizes, refuse_large_error
+from mha_deploy.export.flow import PlannedCase, refuse_large_error
 from mha_deploy.export.oracle import Float64, run_in_float64, run_program
 from mha_deploy.export.own_model import UserModule, draw_user_inputs
-from mha_deploy.graph.file import load_graph, save_graph, with_outputs
-from mha_deploy.graph.mixed_precision import PrecisionPlan, apply_plan, plan_precision
+from mha_deploy.graph.file import with_outputs
 from mha_deploy.model.precision import Precision
 from mha_deploy.model.spec import CACHE_TENSORS, LENGTHS, KVCache, ModelSpec
 from mha_deploy.reference.attention import Attention, split_heads
@@ -38,7 +43,7 @@ from mha_deploy.reference.inputs import (
     tensor_from_numpy,
     to_numpy,
 )
-from mha_deploy.runtime import measure_ranges, open_runner
+from mha_deploy.runtime import open_runner
 from mha_deploy.runtime.runner import Runner
 
 Arrays = dict[str, np.ndarray]
@@ -50,7 +55,7 @@ _SAME_PROGRAM = 0.25
 _LARGEST_ERROR = 0.05
 
 
-def _arrays(tensors: Mapping[str, Tensor], *, exact: bool = False) -> Arrays:
+def arrays_of(tensors: Mapping[str, Tensor], *, exact: bool = False) -> Arrays:
     """Tensors as arrays; what is exact is kept in float64."""
     arrays = {name: to_numpy(tensor) for name, tensor in tensors.items()}
     return {n: a.astype(np.float64) if exact and a.dtype.kind == "f" else a for n, a in arrays.items()}
@@ -76,6 +81,7 @@ class Capture(ABC):
     def __init__(self, module: nn.Module, precision: Precision, seed: int, outputs: Iterable[str]) -> None:
         self.module, self.precision, self.seed, self._outputs = module, precision, seed, tuple(outputs)
         self.change: Callable[[Feeds], Feeds] = dict  # of what was drawn
+        self.cached: Mapping[str, str] = {}  # KV caches of which a golden case keeps the new entries only
 
     @abstractmethod
     def draw(self, planned: PlannedCase) -> Feeds:
@@ -115,10 +121,11 @@ class Capture(ABC):
         case = GoldenCase(
             name=planned.name,
             sizes=dict(planned.sizes),
-            inputs=_arrays(feeds),
-            oracle=_arrays(self.exact(feeds), exact=True),
-            eager=_arrays(eager),
+            inputs=arrays_of(feeds),
+            oracle=arrays_of(self.exact(feeds), exact=True),
+            eager=arrays_of(eager),
             flops=0 if counter is None else counter.get_total_flops(),
+            cached=self.cached,
         )
         self.refuse_overflow(case, lambda: self.module(**self.arguments(feeds)))
         return case
@@ -139,7 +146,13 @@ class Capture(ABC):
         feeds, oracle = self.whole(spec, cache, planned)
         held = {each.input: feeds.pop(each.input) for each in cache.tensors}
         trace = DecodeTrace(
-            name=name, cache=cache, inputs=_arrays(feeds), prompt=prompt, steps=steps, oracle=oracle, eager={}
+            name=name,
+            cache=cache,
+            inputs=arrays_of(feeds),
+            prompt=prompt,
+            steps=steps,
+            oracle=oracle,
+            eager={},
         )
         eager = self._decode(trace, held)
         self.refuse_overflow(GoldenCase(name=name, sizes={}, inputs={}, oracle=oracle, eager=eager))
@@ -202,6 +215,7 @@ class LayerCapture(Capture):
     ) -> None:
         super().__init__(module, precision, seed, [tensor.name for tensor in module.spec.outputs])
         self._run_oracle, self.oracle = run_oracle, module.variation(path="sdpa")
+        self.cached = cached_outputs(module.spec.model)
 
     def draw(self, planned: PlannedCase) -> Feeds:
         """Drawn from the seed, without tokens at which rounding decides."""
@@ -219,10 +233,6 @@ class LayerCapture(Capture):
         """The outputs of the layer in FP64."""
         return dict(zip(self._outputs, self._run_oracle(self.oracle, self.arguments(feeds)), strict=True))
 
-    def capture(self, planned: PlannedCase) -> GoldenCase:
-        """Run one case; its file holds the new entries of a KV cache only."""
-        return replace(super().capture(planned), cached=cached_outputs(self.module.spec.model))
-
     def whole(self, spec: ModelSpec, cache: KVCache, planned: PlannedTrace) -> tuple[Feeds, Arrays]:
         """The tokens through the layer without a KV cache: no mistake in a cache can touch it."""
         layer = self.module.spec
@@ -238,7 +248,7 @@ class LayerCapture(Capture):
         entries = layer.axes["T"].max if cache.is_preallocated else 0
         empty = x.new_zeros(len(x), layer.Hkv, entries, layer.D)
         feeds = {"x": x} | dict.fromkeys(CACHE_TENSORS[layer.cache][0], empty)
-        return feeds, _arrays({"output": output, "key": key, "value": value})
+        return feeds, arrays_of({"output": output, "key": key, "value": value})
 
 
 # -- Of a user's module: the FP64 oracle is its exported program -----------------------------------
@@ -263,23 +273,21 @@ class ModuleCapture(Capture):
         self._types = {str(value.name): value.dtype.numpy() for value in inputs if value.dtype is not None}
 
     @cached_property
-    def _runner(self) -> Runner:
-        """The mixed graph, loaded once for all cases."""
-        if self._mixed is None:
-            raise ExportError("The module has no mixed graph.", got=self.user.name)
-        return open_runner("ort-cpu", self._mixed)
+    def _runner(self) -> Runner | None:
+        """The mixed graph, if there is one, loaded once for all cases."""
+        return None if self._mixed is None else open_runner("ort-cpu", self._mixed)
 
     def close(self) -> None:
         """Close the session of the mixed graph; the next case opens another."""
-        if "_runner" in vars(self):
-            vars(self).pop("_runner").close()
+        if (runner := vars(self).pop("_runner", None)) is not None:
+            runner.close()
 
     def draw(self, planned: PlannedCase) -> Feeds:
         """Drawn by the user's own function, or after the example: the numbers that a mixed graph takes."""
         drawn = self.change(draw_user_inputs(self.user, planned.name, planned.sizes, self.seed))
         if self._mixed is None:
             return drawn
-        taken = self._as_taken(_arrays(drawn))
+        taken = self._as_taken(arrays_of(drawn))
         return {key: torch.from_numpy(taken[key]).to(tensor.dtype) for key, tensor in drawn.items()}
 
     def _as_taken(self, arrays: Mapping[str, np.ndarray]) -> Arrays:
@@ -300,7 +308,7 @@ class ModuleCapture(Capture):
         # Tracing may have settled a choice for the example's sizes or values: the program then differs.
         where, what = f"golden case {case.name}", "The exported program is not what the module computes."
         refuse_large_error(where, case.eager, case.oracle, _SAME_PROGRAM, what, _ONE_FLOW)
-        if self._mixed is None:
+        if self._runner is None:
             return case
         taken = self._as_taken(case.inputs)
         got = self._runner.run(taken)
@@ -314,40 +322,25 @@ class ModuleCapture(Capture):
         """The tokens through the program, behind an empty past."""
         sizes = cache.call_sizes(spec, len(planned.prompt), planned.prompt[0] + planned.steps, 0)
         feeds = self.draw(PlannedCase(name=planned.name, sizes=sizes))
-        exact = _arrays(self.exact(feeds), exact=True)
+        exact = arrays_of(self.exact(feeds), exact=True)
         results = {name: name for name in cache.outputs} | {each.name: each.output for each in cache.tensors}
         return feeds, {name: exact[output] for name, output in results.items()}
 
     def step(self, feeds: Feeds, where: str) -> Feeds:
         """One call of the module, or of the mixed graph in its place."""
-        if self._mixed is None:
+        if self._runner is None:
             return super().step(feeds, where)
-        returned = self._runner.run(self._as_taken(_arrays(feeds)))
+        returned = self._runner.run(self._as_taken(arrays_of(feeds)))
         return {name: tensor_from_numpy(array) for name, array in returned.items()}
 
     def look_inside(self, case: GoldenCase, values: Collection[str]) -> dict[str, Arrays]:
         """Values of the graph in a case that was captured, by name: `oracle` and `eager`."""
         # Not drawn again: a user's draw may give other numbers the second time.
         inputs = self.user.rounded({key: tensor_from_numpy(array) for key, array in case.inputs.items()})
-        oracle = _arrays(run_program(self.exported, inputs, keep=values)[1], exact=True)
+        oracle = arrays_of(run_program(self.exported, inputs, keep=values)[1], exact=True)
         if self._mixed is None:
-            got = _arrays(run_program(self.exported, inputs, dtype="own", keep=values)[1])
+            got = arrays_of(run_program(self.exported, inputs, dtype="own", keep=values)[1])
         else:
             with open_runner("ort-cpu", with_outputs(self._mixed, values)) as runner:
                 got = runner.run(case.inputs)
         return {"oracle": oracle, "eager": {name: got[name] for name in values}}
-
-
-def mixed_graph(model: ir.Model, capture: ModuleCapture, folder: Path) -> tuple[ir.Model, PrecisionPlan]:
-    """Write a float32 graph with fused attentions in FP16 where that holds the numbers that are drawn."""
-    path = folder / "float32.onnx"
-    save_graph(model, path)
-    try:
-        wide = load_graph(path)  # large weights are read from disk, slice by slice
-        measured = measured_sizes(capture.user.axes)
-        planned = [PlannedCase(name=name, sizes=sizes) for name, sizes in measured.items()]
-        plan = plan_precision(wide, measure_ranges(wide, {p.name: _arrays(capture.draw(p)) for p in planned}))
-        return apply_plan(model, plan), plan
-    finally:
-        for part in folder.glob("float32.onnx*"):
-            part.unlink()

@@ -17,23 +17,15 @@ from mha_deploy.analyze.cost import sizes_name
 from mha_deploy.bundle.cases import GoldenCase
 from mha_deploy.bundle.folder import Bundle, sha256
 from mha_deploy.errors import DeployError, ExportError, SpecError, nearest
-from mha_deploy.export.flow import (
-    OnStep,
-    PlannedCase,
-    Source,
-    export_bundle,
-    measured_sizes,
-    refuse_large_error,
-)
+from mha_deploy.export.flow import OnStep, PlannedCase, Source, export_bundle, refuse_large_error
 from mha_deploy.graph.attention_node import short_dtype
 from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.fuse import from_old_opset
-from mha_deploy.graph.mixed_precision import apply_plan, plan_precision
 from mha_deploy.graph.upcast import in_float64
 from mha_deploy.model.precision import PRECISIONS, find_precision
 from mha_deploy.model.spec import FLOAT, Axis, Dim, TensorSpec, size_of
 from mha_deploy.options import AUTO, ExportOptions
-from mha_deploy.runtime import measure_ranges, open_runner
+from mha_deploy.runtime import open_runner
 from mha_deploy.runtime.onnx_reference import evaluator_of
 from mha_deploy.runtime.runner import Runner
 
@@ -101,11 +93,7 @@ class _OnnxSource(Source):
         self.step("output shapes")
         outputs = self._output_dims()
         if self.auto:
-            self.step("ranges")
-            cases = {name: self.draw(name, sizes) for name, sizes in measured_sizes(self.axes).items()}
-            plan = plan_precision(model, measure_ranges(model, cases))
-            model = apply_plan(model, plan)
-            self.note_precision(plan)
+            model = self.mixed(model, self.axes, folder)
         for value in model.graph.inputs:
             value.shape = ir.Shape(self.dims[str(value.name)])
         self.model, self.opset = model, int(model.graph.opset_imports[""])
@@ -123,8 +111,7 @@ class _OnnxSource(Source):
         return model
 
     def capture_case(self, planned: PlannedCase) -> GoldenCase:
-        name, sizes = planned.name, planned.sizes
-        drawn = self.draw(name, sizes)
+        name, sizes, drawn = planned.name, planned.sizes, self.draw(planned)
         graph = self.model.graph if self.auto else self.original.graph
         types = {str(value.name): value.dtype.numpy() for value in graph.inputs if value.dtype is not None}
         given = {key: array.astype(types[key]) for key, array in drawn.items()}
@@ -152,12 +139,12 @@ class _OnnxSource(Source):
         for runner in {vars(self)[name] for name in ("_session", "_eager") if name in vars(self)}:
             runner.close()
 
-    def draw(self, name: str, sizes: Mapping[str, int]) -> dict[str, np.ndarray]:
+    def draw(self, planned: PlannedCase) -> dict[str, np.ndarray]:
         """The inputs of a case, in the types of the file."""
-        seed = crc32(f"{self.options.seed} {name}".encode())
+        seed = crc32(f"{self.options.seed} {planned.name}".encode())
         drawn = {}
         for key, value in self._inputs.items():
-            shape = TensorSpec(name=key, kind=FLOAT, dims=self.dims[key]).shape(sizes)
+            shape = TensorSpec(name=key, kind=FLOAT, dims=self.dims[key]).shape(planned.sizes)
             random = np.random.default_rng([seed, crc32(key.encode())])
             example = self.examples.get(key)
             array = _draw(value, shape, random) if example is None else _fit(example, shape, key)
@@ -185,8 +172,9 @@ class _OnnxSource(Source):
             # Every axis and every sum of two axes has a size of its own, if possible.
             wanted = {n: axis.min + 1 + start + 3 * i for i, (n, axis) in enumerate(self.axes.items())}
             sizes = {n: min(wanted[n], axis.max) for n, axis in self.axes.items()}
+            drawn = self.draw(PlannedCase(name=f"shape {start}", sizes=sizes))
             try:
-                measured.append((sizes, self._session.run(self.draw(f"shape {start}", sizes))))
+                measured.append((sizes, self._session.run(drawn)))
             except DeployError as error:
                 what = "The file does not run at these sizes."
                 hint = "--axis NAME=N for an axis that is fixed in the file, --input NAME=FILE.npy"

@@ -11,9 +11,15 @@ from typing import Any, Protocol
 import ml_dtypes
 import numpy as np
 
-from mha_deploy.bundle.cases import GoldenCase
+from mha_deploy.bundle.cases import (
+    DecodeTrace,
+    GoldenCase,
+    check_trace,
+    prefill_calls,
+    read_trace,
+    without_padding,
+)
 from mha_deploy.bundle.folder import Bundle
-from mha_deploy.bundle.traces import DecodeTrace, check_trace, prefill_calls, read_trace, without_padding
 from mha_deploy.errors import BundleError, DeployError
 from mha_deploy.metrics import (
     Budget,

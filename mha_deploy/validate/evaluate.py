@@ -9,9 +9,8 @@ from typing import Any
 
 from mha_deploy.analyze.cost import LayerCost, StageCost, cost_of, layer_cost
 from mha_deploy.analyze.roofline import find_peaks, roofline_bound
-from mha_deploy.bundle.cases import GoldenCase
+from mha_deploy.bundle.cases import DecodeTrace, GoldenCase
 from mha_deploy.bundle.folder import Bundle
-from mha_deploy.bundle.traces import DecodeTrace
 from mha_deploy.errors import DeployError
 from mha_deploy.metrics import (
     NOT_RUN,

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mha_deploy.analyze.cost import SizeLimit, TimedPoint, odd_sizes, shrunk, usual_points
-from mha_deploy.bundle.cases import GoldenCase, golden_cases, refuse_implausible
+from mha_deploy.bundle.cases import DecodeTrace, GoldenCase, golden_cases, plan_trace, refuse_implausible
 from mha_deploy.bundle.folder import Bundle
-from mha_deploy.bundle.traces import DecodeTrace, plan_trace
 from mha_deploy.engine.build import lowered_opener, twin_opener
 from mha_deploy.environment import can_import
 from mha_deploy.errors import BackendUnavailable, BundleError, DeployError

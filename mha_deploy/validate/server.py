@@ -18,9 +18,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from mha_deploy.bundle.cases import GoldenCase, golden_cases
+from mha_deploy.bundle.cases import DecodeTrace, GoldenCase, golden_cases
 from mha_deploy.bundle.folder import Bundle
-from mha_deploy.bundle.traces import DecodeTrace
 from mha_deploy.errors import DeployError
 from mha_deploy.metrics import OutputVerdict, ParityReport, failed_to_run, judge_case, parity_from_verdicts
 from mha_deploy.options import ValidateOptions

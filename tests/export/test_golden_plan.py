@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from mha_deploy.analyze.cost import layer_cost, oracle_bytes
-from mha_deploy.bundle.cases import stored_bytes, stored_outputs
-from mha_deploy.bundle.traces import plan_trace
+from mha_deploy.bundle.cases import plan_trace, stored_bytes, stored_outputs
 from mha_deploy.errors import SpecError
 from mha_deploy.export.flow import CACHE_CASES, CASES, GoldenBudget, plan_golden
 from mha_deploy.model.catalog import catalog_names, find_spec

@@ -7,7 +7,7 @@ import pytest
 import torch
 from layer_decoder import Decoder
 
-from mha_deploy.bundle.traces import PlannedTrace, check_trace, read_trace, write_trace
+from mha_deploy.bundle.cases import PlannedTrace, check_trace, read_trace, write_trace
 from mha_deploy.errors import DeployError, ExportError
 from mha_deploy.export.golden import LayerCapture
 from mha_deploy.export.oracle import run_in_float64

@@ -10,7 +10,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from mha_deploy.graph.lower import lower
-from mha_deploy.graph.lower.pack import pack_in_place
+from mha_deploy.graph.lower.to_plugin import pack_in_place
 
 DTYPES = {"fp32": np.float32, "fp16": np.float16, "bf16": ml_dtypes.bfloat16}
 

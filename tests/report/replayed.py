@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from mha_deploy.bundle.traces import DecodeTrace
+from mha_deploy.bundle.cases import DecodeTrace
 from mha_deploy.model.catalog import find_spec
 from mha_deploy.model.precision import PRECISIONS
 from mha_deploy.model.spec import Axis

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from decode_mistakes import LosesCount, Meddled, ModuleRunner, SwappedRows, cached, module_of
 
-from mha_deploy.bundle.cases import GoldenCase
-from mha_deploy.bundle.traces import PlannedTrace
+from mha_deploy.bundle.cases import GoldenCase, PlannedTrace
 from mha_deploy.errors import DeployError
 from mha_deploy.export.exporter import canonical_from_module
 from mha_deploy.export.golden import LayerCapture

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from bundle_edit import copy_of, edit_manifest, rehash
 
+from mha_deploy.bundle.cases import plan_trace
 from mha_deploy.bundle.folder import open_bundle
-from mha_deploy.bundle.traces import plan_trace
 from mha_deploy.errors import BundleError, DeployError
 from mha_deploy.model.catalog import find_spec
 from mha_deploy.model.spec import Axis
