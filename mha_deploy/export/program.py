@@ -407,7 +407,7 @@ def _write_for_onnx(program: ExportedProgram) -> None:
                 node.kwargs = {**node.kwargs, "enable_gqa": True}  # one head that broadcasts is a group
             elif len(query) == len(key) != 4:
                 _attend_over_four_axes(graph, node)
-        elif node.target in (_aten.split.Tensor, _aten.chunk.default):
+        elif node.target in (*_SPLITS, *_CHUNKS):
             _split_by_slices(graph, node)
         elif node.target is _aten._is_all_true.default:
             node.target = _aten.all.default
@@ -428,7 +428,7 @@ def _split_by_slices(graph: Graph, node: Node) -> None:
     args: tuple[Any, ...] = node.args
     tensor, number, *given = args
     axis = given[0] if given else 0
-    is_chunk = node.target is _aten.chunk.default
+    is_chunk = node.target in _CHUNKS
     if isinstance(tensor.meta["val"].shape[axis] if is_chunk else number, int):
         return
     with graph.inserting_before(node):
@@ -493,6 +493,8 @@ def _attend_over_four_axes(graph: Graph, node: Node) -> None:
 
 
 _aten = torch.ops.aten
+_SPLITS = (_aten.split.Tensor, _aten.unsafe_split.Tensor)  # by the size of the parts
+_CHUNKS = (_aten.chunk.default, _aten.unsafe_chunk.default)  # by their number
 # Operators on complex numbers that are written here; first those that do the same to both parts.
 _ON_COMPLEX = (
     "view reshape _unsafe_view unsqueeze squeeze flatten slice select index index_select expand cat stack "

@@ -1,6 +1,7 @@
 """What cannot be exported is said in a few words, with the axis and the line of the user's source."""
 
 import inspect
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch import nn
 
 from mha_deploy.errors import ExportError
+from mha_deploy.export import explain
 from mha_deploy.export.program import export_program
 from mha_deploy.model.spec import Axis
 
@@ -183,7 +185,10 @@ def test_a_module_is_left_as_it_was_also_after_a_failure():
 
 
 def test_a_crash_of_the_optimizer_is_an_export_error_with_the_line():
+    # As PyTorch traced it; `export_program` writes these parts as slices first.
+    program = torch.export.export(UnsafeParts(), (), X, dynamic_shapes={"x": {1: torch.export.Dim.AUTO}})
+    explained = partial(explain.translation_error, program=program)
     with pytest.raises(ExportError) as caught:
-        export_program(UnsafeParts(), X, {"x": ("B", "S")}, AXES)
+        explain.onnx_program(program, explained, kwargs=X, opset_version=23)
     line = "return torch.cat(torch.unsafe_split(x, x.shape[1] // 2 + 1, 1), 1)  # parts of a computed size"
     assert line_of(line) in caught.value.got

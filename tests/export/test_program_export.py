@@ -316,7 +316,16 @@ class Parts(nn.Module):
         return one - other, first * third.flip(1), second
 
 
-REWRITTEN = [ComplexRotation, SharedHead, NumberMinusIntegers, Windows, FewerAndMoreAxes, Parts]
+class UnsafeParts(nn.Module):
+    """The same by PyTorch's operators for parts that autograd does not follow."""
+
+    def forward(self, x):
+        one, other = torch.unsafe_chunk(torch.cat((x, 2 * x), 1), 2, dim=1)
+        first, second = torch.unsafe_split(torch.cat((x, other), -2), x.shape[1], dim=-2)
+        return one - other, first * second.flip(1)
+
+
+REWRITTEN = [ComplexRotation, SharedHead, NumberMinusIntegers, Windows, FewerAndMoreAxes, Parts, UnsafeParts]
 
 
 class Together(nn.Module):
