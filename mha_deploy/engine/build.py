@@ -39,7 +39,12 @@ from mha_deploy.runtime.runner import Runner
 from mha_deploy.runtime.tensorrt import kernels as layers
 from mha_deploy.runtime.tensorrt.builder import BuildRequest, BuiltEngine, OnProgress, build_engine
 from mha_deploy.runtime.tensorrt.engine_runner import BoundContext, Profile, TensorRTRunner
-from mha_deploy.runtime.tensorrt.engine_verdict import EngineVerdict, engine_verdict, members, written_types
+from mha_deploy.runtime.tensorrt.engine_verdict import (
+    EngineVerdict,
+    engine_verdict,
+    group_by_attention,
+    written_types,
+)
 from mha_deploy.runtime.tensorrt.versions import EngineError, TensorRT, load
 
 T = TypeVar("T")
@@ -235,7 +240,7 @@ def judge_engine(
     """Was every attention fused, and is the engine in the requested precision?"""
     kernels = _with_plugin_roles(built, lowered).kernels
     names = [node.name or "" for node in lowered.graph.all_nodes()]
-    attention = members(names, [node.name for node in attention_nodes(canonical)])
+    attention = group_by_attention(names, [node.name for node in attention_nodes(canonical)])
     return engine_verdict(kernels, attention, precision, profiles=profiles, written=written_types(lowered))
 
 

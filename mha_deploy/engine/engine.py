@@ -403,7 +403,7 @@ def _confirmed_verdict(plan: bytes, manifest: EngineManifest, bundle: Path | Non
         nodes = tuple(_unknown(node, why) for node in verdict.nodes)
         return msgspec.structs.replace(verdict, nodes=nodes, precision=_unknown(claimed, why))
     names = sorted({name for kernel in kernels for name in kernel.onnx_nodes})
-    groups = verdicts.members(names, {node.node: None for node in verdict.nodes})
+    groups = verdicts.group_by_attention(names, {node.node: None for node in verdict.nodes})
     shown = verdicts.fusion_verdict(kernels, groups, profiles=len(manifest.profiles))
     fused = {(each.node, each.profile): set(each.kernels) for each in shown if each.status == verdicts.FUSED}
 

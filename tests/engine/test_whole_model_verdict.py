@@ -17,7 +17,7 @@ from mha_deploy.runtime.tensorrt.engine_verdict import (
     WrittenTypes,
     engine_verdict,
     fusion_verdict,
-    members,
+    group_by_attention,
     precision_verdict,
     written_types,
 )
@@ -209,7 +209,7 @@ def test_a_kernel_proves_the_attention_it_computes_and_not_one_whose_mask_it_nam
 
 def test_parts_belong_to_the_longest_name() -> None:
     names = ["block/attn/lowered/scores", "block/attn", "block/attn_1/scores", "block/scores", "other"]
-    assert members(names, ["block", "block/attn", "block/attn_1"]) == {
+    assert group_by_attention(names, ["block", "block/attn", "block/attn_1"]) == {
         "block": ("block/scores",),
         "block/attn": ("block/attn/lowered/scores", "block/attn"),
         "block/attn_1": ("block/attn_1/scores",),
@@ -239,7 +239,7 @@ def steps_to_judge(layers):
     sys.settrace(count)
     try:
         verdicts = fusion_verdict(kernels, groups)
-        parts = members([part for group in groups.values() for part in group], names)
+        parts = group_by_attention([part for group in groups.values() for part in group], names)
     finally:
         sys.settrace(before)
     assert parts == groups

@@ -18,7 +18,7 @@ from mha_deploy.graph.lower import lower
 from mha_deploy.graph.lower.call import LoweringError
 from mha_deploy.graph.plugin_node import is_plugin_attention
 from mha_deploy.graph.rules import check_operators, group_findings, judge, target_from
-from mha_deploy.runtime.tensorrt.engine_verdict import members
+from mha_deploy.runtime.tensorrt.engine_verdict import group_by_attention
 
 SIZES = ({"B": 2, "S": 5, "T": 7}, {"B": 3, "S": 11, "T": 4})
 QUICK = ("handmade",)
@@ -113,7 +113,7 @@ def test_the_parts_of_every_attention_are_found(whole, dialect) -> None:
     _, model, _ = whole
     attentions = [node.name for node in attention_nodes(model)]
     lowered = lower(model, dialect)
-    found = members([node.name for node in lowered.graph.all_nodes()], attentions)
+    found = group_by_attention([node.name for node in lowered.graph.all_nodes()], attentions)
     operators = {node.name: node.op_type for node in lowered.graph.all_nodes()}
     for parts in found.values():
         kinds = [operators[name] for name in parts]

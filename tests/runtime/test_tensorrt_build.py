@@ -19,7 +19,7 @@ from tensorrt_models import attention, layer, needs_rtx, primitives, profile
 from mha_deploy.errors import EXIT_VERDICT_FAILED
 from mha_deploy.options import EngineOptions
 from mha_deploy.runtime.tensorrt.builder import BuildRequest, build_engine, inspect_kernels
-from mha_deploy.runtime.tensorrt.engine_verdict import engine_verdict, members
+from mha_deploy.runtime.tensorrt.engine_verdict import engine_verdict, group_by_attention
 from mha_deploy.runtime.tensorrt.kernels import kernels_from_plan
 from mha_deploy.runtime.tensorrt.versions import EngineError, load
 
@@ -92,7 +92,9 @@ def test_each_profile_has_its_own_kernel():
 
 def test_primitives_fuse_too_and_are_found_by_their_prefix():
     model = primitives()
-    groups = members([node.name for node in onnx.load_model_from_string(model).graph.node], ["att0"])
+    groups = group_by_attention(
+        [node.name for node in onnx.load_model_from_string(model).graph.node], ["att0"]
+    )
     assert len(groups["att0"]) == 5
     assert judge(model, groups).fused_count == (1, 1)
     assert judge(primitives(D=512), groups).nodes[0].status == "decomposed"

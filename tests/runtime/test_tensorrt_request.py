@@ -15,7 +15,7 @@ from tensorrt_models import attention, layer, needs_rtx
 from mha_deploy.errors import EXIT_BAD_INPUT, BackendUnavailable, DeployError
 from mha_deploy.options import EngineOptions
 from mha_deploy.runtime.tensorrt.builder import BuildRequest, parse_targets, read_names
-from mha_deploy.runtime.tensorrt.engine_verdict import members
+from mha_deploy.runtime.tensorrt.engine_verdict import group_by_attention
 from mha_deploy.runtime.tensorrt.versions import EngineError, Message, collect, errors, load, logger_for
 
 
@@ -110,7 +110,10 @@ def test_messages_are_linked_to_the_nodes_they_mention(tmp_path):
 
 def test_members_are_the_node_and_what_it_was_lowered_to():
     names = ("att0/scores", "att0/softmax", "att01/scores", "att1")
-    assert members(names, ["att0", "att1"]) == {"att0": ("att0/scores", "att0/softmax"), "att1": ("att1",)}
+    assert group_by_attention(names, ["att0", "att1"]) == {
+        "att0": ("att0/scores", "att0/softmax"),
+        "att1": ("att1",),
+    }
 
 
 # -- the log --------------------------------------------------------------------------------------------

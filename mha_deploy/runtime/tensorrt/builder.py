@@ -447,41 +447,15 @@ def build_engine(rt: TensorRT, request: BuildRequest, on_progress: OnProgress | 
     started = time.perf_counter()
     with collect(rt) as messages:
         # The parser owns the weights that the network points to: all three live until the plan is there.
-        try:
-            builder = trt.Builder(logger_for(rt))
-        except (TypeError, RuntimeError) as cause:
-            # The binding turns a null pointer into TypeError: TensorRT proper finds no GPU.
-            problem = f"{rt.title} cannot start its builder here."
-            hint = "use a machine with an NVIDIA GPU, or the backend tensorrt-rtx, which needs none"
-            raise BackendUnavailable(problem, got=cause, hint=hint) from cause
-        flags = 0
-        if rt.can.strongly_typed_flag:
-            flags |= 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
-        if rt.can.explicit_batch_flag:
-            flags |= 1 << int(trt.NetworkDefinitionCreationFlag.EXPLICIT_BATCH)
-        network = builder.create_network(flags)
+        builder = _start_builder(rt)
+        network = builder.create_network(_network_flags(rt))
         parser = trt.OnnxParser(network, logger_for(rt))
         parse_into(rt, parser, request.onnx, names)
         if request.precision_constraints:
-            graph = onnx.shape_inference.infer_shapes(_load(request.onnx)).graph
-            types = {
-                value.name: dtype_of(onnx.TensorProto.DataType.Name(value.type.tensor_type.elem_type))
-                for value in (*graph.input, *graph.value_info, *graph.output)
-            }
-            constrain_types(rt, network, types, request.precision)
+            constrain_types(rt, network, _types_in_file(request.onnx), request.precision)
         config = builder.create_builder_config()
         notes = _fill_config(rt, config, request)
-        for layer in map(network.get_layer, range(network.num_layers)):
-            if rt.can.aliased_plugin_io and layer.type == trt.LayerType.PLUGIN_V3:
-                config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
-            # Attention may be built from several kernels where there is no fused one.
-            decomposable = request.options.allow_decomposed and rt.can.attention
-            if decomposable and layer.type == trt.LayerType.ATTENTION_INPUT:
-                # `get_layer` returns the base class; this is how TensorRT's Python API casts down.
-                layer.__class__ = trt.IAttentionInputLayer
-                input_layer = layer
-                attention = input_layer.attention
-                attention.decomposable = True
+        _configure_layers(rt, network, config, allow_decomposed=request.options.allow_decomposed)
         inputs = tuple(_tensor(network.get_input(index)) for index in range(network.num_inputs))
         _add_profiles(builder, config, inputs, request.profiles)
         monitor = None
@@ -493,26 +467,8 @@ def build_engine(rt: TensorRT, request: BuildRequest, on_progress: OnProgress | 
         if serialised is None:
             raise _build_failure(rt, messages, names)
         plan, seconds = bytes(serialised), time.perf_counter() - started
-        # An input that TensorRT ignores is an error: the engine would compute something else. It is the
-        # builder that reports it, not the parser.
-        unused = [message.text for message in messages if message.text.startswith("Unused Input")]
-        if unused:
-            problem = f"{rt.title} would ignore a part of the graph, and compute something else."
-            hint = "lower the node to a form that this version reads, without that input"
-            raise EngineError(problem, got="; ".join(dict.fromkeys(map(names.located, unused))), hint=hint)
-        kernels = {
-            "log": tuple(reported.kernels_from_log(message.text for message in messages)),
-            "plan": tuple(reported.kernels_from_plan(plan)),
-        }
-        if rt.can.builds_without_gpu:  # there is no other source
-            notes += [f"the {source} reports no kernels" for source, found in kernels.items() if not found]
-        elif rt.can.inspector:
-            try:
-                found = inspect_kernels(rt, plan, host_code=request.options.version_compatible)
-                kernels["inspector"] = tuple(found)
-            except EngineError as failure:
-                # The engine is built: that it cannot be inspected only makes the verdict unknown.
-                notes.append(f"the engine could not be inspected: {failure.got}")
+        _refuse_ignored_inputs(rt, messages, names)
+        kernels, problems = _kernels_by_source(rt, plan, messages, request)
         warnings = tuple(message.text for message in messages if message.severity == "WARNING")
         cache = config.get_timing_cache() if rt.can.timing_cache else None
         return BuiltEngine(
@@ -521,10 +477,85 @@ def build_engine(rt: TensorRT, request: BuildRequest, on_progress: OnProgress | 
             strongly_typed=rt.can.strongly_typed_flag,
             kernels=kernels,
             warnings=warnings,
-            notes=tuple(notes),
+            notes=(*notes, *problems),
             large_tensors=reported.large_tensors(warnings, names.axes),
             timing_cache=None if cache is None else bytes(cache.serialize()),
         )
+
+
+def _start_builder(rt: TensorRT) -> Any:
+    trt = rt.module
+    try:
+        return trt.Builder(logger_for(rt))
+    except (TypeError, RuntimeError) as cause:
+        # The binding turns a null pointer into TypeError: TensorRT proper finds no GPU.
+        problem = f"{rt.title} cannot start its builder here."
+        hint = "use a machine with an NVIDIA GPU, or the backend tensorrt-rtx, which needs none"
+        raise BackendUnavailable(problem, got=cause, hint=hint) from cause
+
+
+def _network_flags(rt: TensorRT) -> int:
+    trt, flags = rt.module, 0
+    if rt.can.strongly_typed_flag:
+        flags |= 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
+    if rt.can.explicit_batch_flag:
+        flags |= 1 << int(trt.NetworkDefinitionCreationFlag.EXPLICIT_BATCH)
+    return flags
+
+
+def _types_in_file(path: Path) -> dict[str, str]:
+    """The type of every tensor of an ONNX file, by its name."""
+    graph = onnx.shape_inference.infer_shapes(_load(path)).graph
+    return {
+        value.name: dtype_of(onnx.TensorProto.DataType.Name(value.type.tensor_type.elem_type))
+        for value in (*graph.input, *graph.value_info, *graph.output)
+    }
+
+
+def _configure_layers(rt: TensorRT, network: Any, config: Any, *, allow_decomposed: bool) -> None:
+    """Allow what single layers need: plugins that write in place, attention without a fused kernel."""
+    trt = rt.module
+    for layer in map(network.get_layer, range(network.num_layers)):
+        if rt.can.aliased_plugin_io and layer.type == trt.LayerType.PLUGIN_V3:
+            config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
+        if allow_decomposed and rt.can.attention and layer.type == trt.LayerType.ATTENTION_INPUT:
+            # `get_layer` returns the base class; this is how TensorRT's Python API casts down.
+            layer.__class__ = trt.IAttentionInputLayer
+            input_layer = layer
+            attention = input_layer.attention
+            attention.decomposable = True
+
+
+def _refuse_ignored_inputs(rt: TensorRT, messages: Sequence[Message], names: NodeNames) -> None:
+    """Refuse an engine that ignores an input of a node: it would compute something else.
+
+    It is the builder that reports this, not the parser.
+    """
+    unused = [message.text for message in messages if message.text.startswith("Unused Input")]
+    if unused:
+        problem = f"{rt.title} would ignore a part of the graph, and compute something else."
+        hint = "lower the node to a form that this version reads, without that input"
+        raise EngineError(problem, got="; ".join(dict.fromkeys(map(names.located, unused))), hint=hint)
+
+
+def _kernels_by_source(
+    rt: TensorRT, plan: bytes, messages: Sequence[Message], request: BuildRequest
+) -> tuple[dict[str, tuple[Kernel, ...]], list[str]]:
+    """The kernels as log, plan and inspector report them, and which source could not be read."""
+    kernels = {
+        "log": tuple(reported.kernels_from_log(message.text for message in messages)),
+        "plan": tuple(reported.kernels_from_plan(plan)),
+    }
+    if rt.can.builds_without_gpu:  # there is no other source
+        return kernels, [f"the {source} reports no kernels" for source, found in kernels.items() if not found]
+    if rt.can.inspector:
+        try:
+            found = inspect_kernels(rt, plan, host_code=request.options.version_compatible)
+        except EngineError as failure:
+            # The engine is built: that it cannot be inspected only makes the verdict unknown.
+            return kernels, [f"the engine could not be inspected: {failure.got}"]
+        kernels["inspector"] = tuple(found)
+    return kernels, []
 
 
 def inspect_kernels(rt: TensorRT, plan: bytes, *, host_code: bool = False) -> list[Kernel]:

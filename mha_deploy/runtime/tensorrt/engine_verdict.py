@@ -65,7 +65,7 @@ _CORE = re.compile(
 )
 
 
-def members(names: Sequence[str], attention: Iterable[str]) -> dict[str, tuple[str, ...]]:
+def group_by_attention(names: Sequence[str], attention: Iterable[str]) -> dict[str, tuple[str, ...]]:
     """The nodes of a lowered graph that each attention node became: itself, and every `<attention>/...`.
 
     A node that matches two names belongs to the longer one.
@@ -80,7 +80,7 @@ def members(names: Sequence[str], attention: Iterable[str]) -> dict[str, tuple[s
     return {node: tuple(parts) for node, parts in found.items()}
 
 
-class Reported:
+class ReportedKernels:
     """The kernels that one source reports for one profile, read once for all groups of nodes.
 
     `softmaxes` are the names of the softmaxes in the graph that belong to no attention, where it is known.
@@ -424,7 +424,7 @@ def engine_verdict(
     count = max([profiles, *(profile + 1 for profile, _ in found)])
     nodes, doubts = [], list[str]()
     for key in ((profile, node) for profile in range(count) for node in groups):
-        verdict, conflict = _merged(found.get(key, ()), *key)
+        verdict, conflict = _merge(found.get(key, ()), *key)
         nodes.append(verdict)
         doubts += conflict
     by_source = {name: precision_verdict(kernels, precision, written) for name, kernels in reported.items()}
@@ -446,7 +446,7 @@ def fusion_verdict(
     verdicts = []
     for profile in range(max([profiles, *(kernel.profile + 1 for kernel in kernels)])):
         of_profile = [kernel for kernel in kernels if kernel.profile == profile]
-        reported = Reported(of_profile, groups, None if written is None else softmaxes)
+        reported = ReportedKernels(of_profile, groups, None if written is None else softmaxes)
         if reported.kernels and not any(kernel.onnx_nodes or kernel.is_opaque for kernel in reported.kernels):
             verdicts += _by_count(reported.kernels, groups, profile, len(softmaxes))
         else:
@@ -458,7 +458,7 @@ def _groups(attention: Groups | Iterable[str]) -> Groups:
     return attention if isinstance(attention, Mapping) else {node: (node,) for node in attention}
 
 
-def _by_name(reported: Reported, node: str, profile: int) -> NodeVerdict:
+def _by_name(reported: ReportedKernels, node: str, profile: int) -> NodeVerdict:
     """Judge a node by the kernels that name it."""
     mine, fused, own = reported.named[node], reported.fused[node], reported.own[node]
     verdict = partial(_verdict, node, profile, reported.source)
@@ -522,7 +522,7 @@ def _by_count(kernels: Sequence[Kernel], groups: Groups, profile: int, softmaxes
     return [_verdict(node, profile, kernels[0].source, status, proof, reason) for node in groups]
 
 
-def _merged(mine: Sequence[NodeVerdict], profile: int, node: str) -> tuple[NodeVerdict, list[str]]:
+def _merge(mine: Sequence[NodeVerdict], profile: int, node: str) -> tuple[NodeVerdict, list[str]]:
     """The verdict of all sources on one node, and where they contradict each other."""
     known = [verdict for verdict in mine if verdict.status != UNDECIDED]
     unknown = NodeVerdict(
