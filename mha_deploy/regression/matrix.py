@@ -283,7 +283,7 @@ class LocalWorkers:
         self, runtime: RuntimeEntry, gpu: str, request: Mapping[str, Any], limit: float
     ) -> Mapping[str, Any]:
         try:
-            place = self._install(runtime) if runtime.pip else runtime.path
+            place = self._install_packages(runtime) if runtime.pip else runtime.path
         except DeployError as error:
             return _without_result("unavailable", error.in_one_line)
         command = [runtime.python or sys.executable, "-m", "mha_deploy.regression.matrix"]
@@ -307,7 +307,7 @@ class LocalWorkers:
             status = "unavailable" if "No module named" in last else "crashed"
             return _without_result(status, f"the worker gave no result: {last}")
 
-    def _install(self, runtime: RuntimeEntry) -> str:
+    def _install_packages(self, runtime: RuntimeEntry) -> str:
         """Install packages once, in a folder that is named by them."""
         target = self.folder / "environments" / _digest(runtime.pip)[:16]
         with self._install:
