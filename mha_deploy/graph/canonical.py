@@ -157,9 +157,6 @@ def check_graph(bundle: Bundle) -> ir.Model:
 
     Its hashes must have been checked before. Attention records, operator set, inputs, outputs and the
     attributes of a catalog layer must be those of the graph, and all its weights must be in listed files.
-
-    Raises:
-        BundleError: The manifest does not fit the graph; the error names the first difference.
     """
     manifest = bundle.manifest
     model = load_graph(bundle.model_path, files=manifest.files)

@@ -166,9 +166,6 @@ def prepare(model: ir.Model) -> ir.Model:
     """A copy: functions inlined, types known, float32 constants as initializers, each node with its own name.
 
     The operation is idempotent, so a plan for one copy fits another. Weights are shared.
-
-    Raises:
-        DeployError: The graph has defaults for its inputs, or a tensor of unknown type.
     """
     copy = model.clone()
     if copy.functions:

@@ -71,10 +71,6 @@ def unfused_twin(model: ir.Model) -> ir.Model:
 
     The model's own outputs come first. Matmuls, scores and weights have the types of the model; the softmax
     accumulates in float32, as in every fused kernel.
-
-    Raises:
-        LoweringError: An attention cannot be written in primitive operators.
-        DeployError: An attention is not in the main graph, so that its scores cannot be graph outputs.
     """
     copy = copy_of(model)
     before = {node.name for node in copy.graph.all_nodes()}

@@ -9,11 +9,10 @@ Attention that is no candidate is counted as well (`leftover.py`): a report is a
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -144,7 +143,7 @@ def fuse_attention(model: ir.Model, *, verify: bool = True) -> tuple[ir.Model, F
     infer_sizes(work)
     fusion = _Fusion(work, verify)
     fusion.run()
-    if not fusion.changed:
+    if not (fusion.report.fused or fusion.report.repairs or fusion.renamed):
         return model.clone(), fusion.report
     raise_opset(work)
     infer_sizes(work, only_missing=True)
@@ -165,12 +164,7 @@ class _Fusion:
         self._masks = Masks()
         # Why a structure is left as it was, or what differs on purpose.
         self._compared: dict[str, NotFused | tuple[str, ...]] = {}
-        self.report, self._renamed = FuseReport(), False
-
-    @property
-    def changed(self) -> bool:
-        """Whether the model is another than before."""
-        return bool(self.report.fused or self.report.repairs or self._renamed)
+        self.report, self.renamed = FuseReport(), False
 
     def run(self) -> None:
         """Visit every node, and count what is left."""
@@ -209,8 +203,9 @@ class _Fusion:
             border = _boundary(pattern)
         builder = NodeBuilder(self._free_prefix(module_of(softmax.node)))
         old = [pattern.last.node.outputs[0], *([pattern.weights.value] if pattern.weights else [])]
-        write = functools.partial(write_attention, pattern, builder, self._masks)
-        new, notes = self._build_and_compare(old, border, builder, write)
+        with self._discarded_on_failure(builder):
+            new = write_attention(pattern, builder, self._masks)
+            notes = self._compare(old, new, border)
         insert_attention(pattern, builder, new)
         wider = any(each.axis != pattern.letters.key for each in pattern.scores.wider)
         expanded = [EXPANDED] if pattern.batches or wider else []
@@ -231,56 +226,50 @@ class _Fusion:
         self.report.fused += (record,)
         self.report.layers += (record.name,)
 
-    def _build_and_compare(
-        self,
-        old: Sequence[ir.Value],
-        border: Boundary,
-        builder: NodeBuilder,
-        write: Callable[[], list[ir.Value]],
-    ) -> tuple[list[ir.Value], tuple[str, ...]]:
-        """Build nodes beside the graph and compare them with the old ones; where that fails, nothing is left.
+    def _compare(self, old: list[ir.Value], new: list[ir.Value], border: Boundary) -> tuple[str, ...]:
+        """What new nodes compute differently on purpose; refused where they do not compute the same."""
+        if not self._verify:
+            return ()
+        region = Region(old, border)
+        if region.key not in self._compared:
+            try:
+                with _failures_as_refusals():
+                    opset = self._model.opset_imports.get("", 1)
+                    filled = compare(region, Region(new, border), border, opset)
+                    self._compared[region.key] = (FULLY_MASKED,) if filled else ()
+            except NotFused as refusal:
+                self._compared[region.key] = refusal
+        known = self._compared[region.key]
+        if isinstance(known, NotFused):
+            raise known
+        return known
 
-        Returns:
-            The new values, and what differs on purpose.
-        """
+    @contextlib.contextmanager
+    def _discarded_on_failure(self, builder: NodeBuilder) -> Iterator[None]:
+        """Nodes are built beside the graph; where that fails, nothing of them is left."""
         try:
             with _failures_as_refusals():
-                region = Region(old, border) if self._verify else None
-                known = () if region is None else self._compared.get(region.key)
-                new = [] if isinstance(known, NotFused) else write()
-            if region is not None and known is None:
-                known = self._compared[region.key] = self._compare(region, new, border)
-            if isinstance(known, NotFused):
-                raise known
-            return new, known or ()
+                yield
         except NotFused:
             self._masks.forget(builder)
             builder.live_nodes(())
             raise
 
-    def _compare(self, region: Region, new: list[ir.Value], border: Boundary) -> NotFused | tuple[str, ...]:
-        try:
-            with _failures_as_refusals():
-                opset = self._model.opset_imports.get("", 1)
-                return (FULLY_MASKED,) if compare(region, Region(new, border), border, opset) else ()
-        except NotFused as refusal:
-            return refusal
-
     def _simplify(self, node: ir.Node) -> None:
         """Name a node by its module, and write it as plainly as it can be."""
         name = _unused_name(module_of(node), self.report.layers)
-        self._renamed = self._renamed or node.name not in (name, None, "")
+        self.renamed = self.renamed or node.name not in (name, None, "")
         node.name = name
         self.report.already += (name,)
         self.report.layers += (name,)
         builder = NodeBuilder(self._free_prefix(name))
         try:
-            with _failures_as_refusals():
+            with self._discarded_on_failure(builder):
                 repaired = simplify_attention(node, builder, self._masks)
-            if repaired is None:
-                return
-            result, border, changes = repaired
-            self._build_and_compare([node.outputs[0]], border, builder, lambda: [result])
+                if repaired is None:
+                    return
+                result, border, changes = repaired
+                self._compare([node.outputs[0]], [result], border)
         except NotFused as refusal:
             why = refusal.in_one_line.removeprefix("Left as it was: ")
             self._note(name, [f"left as it was: {why}"])

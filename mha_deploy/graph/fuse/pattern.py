@@ -692,11 +692,10 @@ def comes_to_matmul(weights: ir.Value) -> bool:
 def _read_weights(
     softmax: Normalisation, axes: Axes, alphabet: Alphabet, sink: Sink | None
 ) -> tuple[Matmul, int, bool, Operand | None]:
-    """Walk from a softmax to the matmul with V.
+    """Walk from a softmax to the matmul with V: the matmul, and which operand of it the weights are.
 
-    Returns:
-        The matmul; which operand the weights are; whether NaN is replaced by 0, as PyTorch's attention does
-        for fully masked queries; and the weights where they are used elsewhere too.
+    Then whether NaN is replaced by 0, as PyTorch's attention does for fully masked queries, and the weights
+    where they are used elsewhere too.
     """
     value, guarded = softmax.node.outputs[0], False
     used: Operand | None = None

@@ -10,7 +10,6 @@ import ast
 import functools
 import math
 import re
-import string
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
@@ -28,11 +27,12 @@ from mha_deploy.graph.ir import (
     constant,
     constant_ints,
     dims,
+    graphs_in,
     infer_shapes,
     input_at,
     is_op,
     made_by,
-    perm,
+    rank,
     same_size,
 )
 
@@ -201,11 +201,7 @@ _GRID_MODES = {"bilinear": "linear", "bicubic": "cubic"}
 
 
 def from_old_opset(model: ir.Model) -> ir.Model:
-    """A model of opset 13 to 17 in opset 18, through ONNX's version converter; newer ones as they are.
-
-    Raises:
-        DeployError: The opset is older, or the converter fails.
-    """
+    """A model of opset 13 to 17 in opset 18, through ONNX's version converter; newer ones as they are."""
     current = model.opset_imports.get("", 1)
     if current >= _CONVERTED_TO:
         return model
@@ -253,11 +249,7 @@ def from_old_opset(model: ir.Model) -> ir.Model:
 
 
 def raise_opset(model: ir.Model) -> None:
-    """Declare opset 23 for a model of opset 18 to 22, where its nodes mean the same there.
-
-    Raises:
-        DeployError: A node has another meaning in the newer one.
-    """
+    """Declare opset 23 for a model of opset 18 to 22; refused where a node has another meaning there."""
     current = model.opset_imports.get("", 1)
     if current >= ATTENTION_OPSET:
         return
@@ -285,9 +277,13 @@ _FACTORS = re.compile(rf"{_FACTOR}(?:\*{_FACTOR})*")
 
 def sizes_of(value: ir.Value | None) -> list[Size] | None:
     """The sizes of a value; None where its number of axes is not known."""
-    if value is None or value.shape is None:
+    return _sizes(None if value is None else value.shape)
+
+
+def _sizes(shape: ir.Shape | None) -> list[Size] | None:
+    if shape is None:
         return None
-    return [each if isinstance(each, int) else _plain(each.value) for each in value.shape]
+    return [each if isinstance(each, int) else _plain(each.value) for each in shape]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -372,24 +368,11 @@ def _text(number: int, names: list[str]) -> int | str:
 # -- Symbolic shape inference ----------------------------------------------------------------------
 
 _MAX_CONTENT = 32
-_SAME_SHAPE = frozenset(
-    {"Identity", "Cast", "Softmax", "LogSoftmax", "LayerNormalization", "RMSNormalization", "Dropout"}
-    | {"Trilu", "Neg", "Sqrt", "Tanh", "Erf", "Sigmoid", "Relu", "Gelu", "Exp", "Log", "Abs", "Reciprocal"}
-    | {"Floor", "Not", "IsNaN", "IsInf", "Clip", "Sin", "Cos", "CumSum"}
-)
-_BROADCAST = frozenset(
-    {"Add", "Sub", "Mul", "Div", "Pow", "Where", "And", "Or", "Xor", "Max", "Min", "Mod", "Equal", "Greater"}
-    | {"GreaterOrEqual", "Less", "LessOrEqual"}
-)
 _SAME_CONTENT = frozenset({"Identity", "Cast", "Unsqueeze", "Squeeze", "Reshape"})
 
 
 def name_inputs(model: ir.Model) -> dict[ir.Value, ir.Shape]:
-    """Name the sizes of inputs that have no name, so that they are known to be equal wherever they come to.
-
-    Returns:
-        The shapes before.
-    """
+    """Name the sizes of inputs that have none: they are equal wherever they come to. The shapes before."""
     before = dict[ir.Value, ir.Shape]()
     for index, value in enumerate(model.graph.inputs):
         dims = sizes_of(value)
@@ -414,20 +397,24 @@ def infer_sizes(model: ir.Model, *, only_missing: bool = False) -> None:
                 found = [new if isinstance(new, int) or old is None else old for old, new in pairs]
             if value.shape is not None:
                 value.shape = ir.Shape(found)
-    following = _Walk({str(each) for value in model.graph.inputs for each in sizes_of(value) or ()})
+    following = _Walk(model)
     for node in nodes:
         if not only_missing or not missing.isdisjoint(node.outputs):
             following.visit(node)
 
 
+_INVALID = (IndexError, onnx.defs.SchemaError, onnx.shape_inference.InferenceError)
+
+
 class _Walk:
     """The contents of small integer tensors so far."""
 
-    def __init__(self, own: set[str]) -> None:
-        self._own, self._contents = own, dict[ir.Value, list[Size]]()
+    def __init__(self, model: ir.Model) -> None:
+        self._opsets, self._contents = model.opset_imports, dict[ir.Value, list[Size]]()
+        self._own = {str(each) for value in model.graph.inputs for each in sizes_of(value) or ()}
 
     def visit(self, node: ir.Node) -> None:
-        """Take in one node."""
+        """Take in one node: the numbers of its result, and the sizes that are not known yet."""
         if node.domain != "" or not node.outputs:
             return
         output = node.outputs[0]
@@ -435,23 +422,19 @@ class _Walk:
             content = self._content_after(node)
             if content is not None and len(content) <= _MAX_CONTENT:
                 self._contents[output] = content
-        for each in node.outputs if is_op(node, "Split") else [output]:
-            self._complete(each, node)
-
-    def _complete(self, output: ir.Value, node: ir.Node) -> None:
-        """Give a result of a node the sizes that are not known yet."""
-        known = sizes_of(output)
-        if known is None or not all(map(self._is_known, known)):
-            try:
-                found = self._part(node, output) if is_op(node, "Split") else self._sizes_after(node)
-            except IndexError:  # an axis that a tensor does not have: no runtime would take the file
-                return
+        before = [sizes_of(each) for each in node.outputs]
+        missing = [known is None or not all(map(self._is_known, known)) for known in before]
+        try:
+            after = self._sizes_after(node) if any(missing) else before
+        except _INVALID:  # no runtime would take the file
+            return
+        for value, known, found in zip(node.outputs, before, after, strict=False):
             if found is None or (known is not None and len(known) != len(found)):
-                return
+                continue
             pairs = zip(known or found, found, strict=True)
-            known = [old if new is None or self._is_known(old) else new for old, new in pairs]
-        if known != (None if output.shape is None else list(dims(output))):
-            output.shape = ir.Shape(known)
+            sizes = [old if new is None or self._is_known(old) else new for old, new in pairs]
+            if value.shape is None or sizes != list(dims(value)):
+                value.shape = ir.Shape(sizes)
 
     def _is_known(self, size: Size) -> bool:
         return isinstance(size, int) or (size is not None and (size in self._own or GENERATED not in size))
@@ -500,88 +483,60 @@ class _Walk:
             return None
         return [_CONTENT_OPS[node.op_type](*(part[at % len(part)] for part in given)) for at in range(length)]
 
-    def _part(self, node: ir.Node, output: ir.Value) -> list[Size] | None:
-        """The sizes of one result of a Split."""
-        sizes, index = sizes_of(node.inputs[0]), node.outputs.index(output)
-        axis, given = node.attributes.get_int("axis", 0), input_at(node, 1)
-        if sizes is None or not -len(sizes) <= axis < len(sizes):
-            return None
-        parts = self.content(given)
-        if given is None:
-            sizes[axis] = quotient(sizes[axis], len(node.outputs))
-        else:
-            sizes[axis] = parts[index] if parts is not None and index < len(parts) else None
-        return sizes
-
-    def _sizes_after(self, node: ir.Node) -> list[Size] | None:
-        first = sizes_of(node.inputs[0]) if node.inputs else None
-        if node.op_type in _BROADCAST:
-            return _broadcast([sizes_of(each) for each in node.inputs])
-        if is_op(node, "Range"):
-            start, limit, step = (self.content(each) for each in node.inputs)
-            return list(limit) if start == [0] and step == [1] and limit is not None else None
+    def _sizes_after(self, node: ir.Node) -> Sequence[list[Size] | None]:
+        """The sizes of the results of a node."""
+        first, given = sizes_of(input_at(node, 0)), [self.content(each) for each in node.inputs]
+        second = given[1] if len(given) > 1 else None
         if is_op(node, "ConstantOfShape"):
-            return self.content(node.inputs[0])
+            return given[:1]
+        if is_op(node, "Range"):
+            return [given[1] if given[0] == [0] and given[2] == [1] else None]
         if first is None:
-            return None
-        if node.op_type in _SAME_SHAPE:
-            return first
+            return []
         if is_op(node, "Reshape"):
-            allow_zero = bool(node.attributes.get_int("allowzero", 0))
-            return _reshaped(first, self.content(node.inputs[1]), allow_zero)
+            return [_reshaped(first, second, bool(node.attributes.get_int("allowzero", 0)))]
         if is_op(node, "Expand"):
-            return _broadcast([first, self.content(node.inputs[1])])
+            return [_broadcast([first, second])]
         if is_op(node, "Tile"):
-            repeats = self.content(node.inputs[1])
-            return None if repeats is None else [product(pair) for pair in zip(first, repeats, strict=False)]
-        if is_op(node, "Transpose"):
-            return [first[axis] for axis in perm(node)]
-        if is_op(node, "Concat"):
-            return _joined(node)
-        if is_op(node, "MatMul"):
-            right = sizes_of(node.inputs[1])
-            if right is None or len(first) < 2 or len(right) < 2:
-                return None
-            lead = _broadcast([first[:-2], right[:-2]]) if len(first) + len(right) > 4 else []
-            return None if lead is None else [*lead, first[-2], right[-1]]
-        if is_op(node, "Gemm"):
-            right = sizes_of(node.inputs[1])
-            rows, columns = node.attributes.get_int("transA", 0), 1 - node.attributes.get_int("transB", 0)
-            return [first[rows], right[columns]] if right and len(first) == len(right) == 2 else None
-        if is_op(node, "Einsum"):
-            return _einsum(node)
-        if is_op(node, "Unsqueeze", "Squeeze"):
-            axes = self.content(input_at(node, 1))
-            if axes is None:
-                return None
-            count = len(first) + len(axes) * is_op(node, "Unsqueeze")
-            at = {axis % count for axis in axes if isinstance(axis, int)}
-            if len(at) < len(axes):  # an axis that is not known, or one twice
-                return None
-            if is_op(node, "Squeeze"):
-                return [size for axis, size in enumerate(first) if axis not in at]
-            rest = iter(first)
-            return [1 if axis in at else next(rest) for axis in range(count)]
-        if node.op_type.startswith("Reduce") and node.attributes.get_int("keepdims", 1) == 1:
-            axes = self.content(input_at(node, 1))
-            at = {axis % len(first) for axis in axes or () if isinstance(axis, int)}
-            return [1 if axis in at else size for axis, size in enumerate(first)] if at else None
-        if is_op(node, "GatherElements"):
-            return sizes_of(node.inputs[1])
+            return [second and [product(pair) for pair in zip(first, second, strict=False)]]
+        if is_op(node, "Split"):
+            axis, count = node.attributes.get_int("axis", 0), len(node.outputs)
+            each = quotient(first[axis], count) if input_at(node, 1) is None else None
+            return [[*first[:axis], part, *first[axis:][1:]] for part in second or [each] * count]
         if is_op(node, "Slice"):
-            starts, ends, chosen, steps = (self.content(input_at(node, each)) for each in range(1, 5))
-            left = list(first)
+            starts, ends, chosen, steps = (*given[1:], None, None)[:4]
             for each, (begin, end) in enumerate(zip(starts or (), ends or (), strict=False)):
                 place = each if chosen is None else chosen[each]
                 if not isinstance(place, int):
-                    return None
+                    return []
                 dense = steps is None or steps[each] == 1
-                left[place] = _sliced(left[place], begin, end) if dense else None
-            return left if starts and ends else None
-        if is_op(node, "Gather"):
-            picked, axis = sizes_of(node.inputs[1]), node.attributes.get_int("axis", 0) % max(len(first), 1)
-            return None if picked is None else [*first[:axis], *picked, *first[axis + 1 :]]
-        return None
+                first[place] = _sliced(first[place], begin, end) if dense else None
+            return [first if starts and ends else None]
+        found = self._by_onnx(node)
+        if is_op(node, "Concat") and found[0] is not None:
+            axis, shapes = node.attributes.get_int("axis", 0), [sizes_of(each) for each in node.inputs]
+            found[0][axis] = functools.reduce(_sum, (shape[axis] if shape else None for shape in shapes))
+        return found
+
+    def _by_onnx(self, node: ir.Node) -> list[list[Size] | None]:
+        """The sizes of the results by ONNX's own rules, for which a product of names is one name."""
+        if any(value is not None and value.dtype is None for value in node.inputs) or graphs_in(node):
+            return []
+        inputs = {str(value.name): value for value in node.inputs if value is not None}
+        types = {name: ir.serde.serialize_value(value).type for name, value in inputs.items()}
+        numbers = dict[str, onnx.TensorProto]()
+        for name, value in inputs.items():
+            content, axes = self.content(value), rank(value)
+            whole = [each for each in content or () if isinstance(each, int)]
+            if content == whole and axes in (0, 1):
+                kind = types[name].tensor_type.elem_type
+                numbers[name] = onnx.helper.make_tensor(name, kind, [len(whole)][:axes], whole)
+        version = self._opsets.get("", 1)
+        found = onnx.shape_inference.infer_node_outputs(
+            onnx.defs.get_schema(node.op_type, version), ir.to_proto(node), types, numbers
+        )
+        kinds = [found.get(str(value.name), onnx.TypeProto()) for value in node.outputs]
+        return [_sizes(ir.serde.deserialize_type_proto_for_shape(each)) for each in kinds]
 
 
 def _sliced(size: Size, begin: Size, end: Size) -> Size:
@@ -647,19 +602,6 @@ def _broadcast(shapes: Sequence[list[Size] | None]) -> list[Size] | None:
     return result
 
 
-def _joined(node: ir.Node) -> list[Size] | None:
-    """The sizes of a Concat."""
-    shapes, axis = [sizes_of(each) for each in node.inputs], node.attributes.get_int("axis", 0)
-    given = [shape for shape in shapes if shape is not None]
-    ranks = {len(shape) for shape in given}
-    if len(given) < len(shapes) or len(ranks) != 1 or not -min(ranks) <= axis < min(ranks):
-        return None
-    # All have the other sizes, whatever it is that one of them states.
-    result = [next((size for size in sizes if size is not None), None) for sizes in zip(*given, strict=True)]
-    result[axis] = functools.reduce(_sum, (shape[axis] for shape in given))
-    return result
-
-
 def _reshaped(source: list[Size], wanted: list[Size] | None, allow_zero: bool) -> list[Size] | None:
     if wanted is None:
         return None
@@ -671,23 +613,3 @@ def _reshaped(source: list[Size], wanted: list[Size] | None, allow_zero: bool) -
             result[at] = quotient(product(source), product(each for each in result if each != open_size))
             break
     return result
-
-
-def _einsum(node: ir.Node) -> list[Size] | None:
-    inputs, arrow, out = (node.attributes.get_string("equation") or "").replace(" ", "").partition("->")
-    found, most = dict[str, Size](), 0
-    for text, value in zip(inputs.split(","), node.inputs, strict=False):
-        dims = sizes_of(value)
-        hidden = len(dims or ()) - len(text.replace("...", ""))
-        if dims is None or hidden < 0 or (hidden and "..." not in text) or hidden > len(string.digits):
-            return None
-        most = max(most, hidden)
-        for letter, size in zip(_spelled_out(text, hidden), dims, strict=True):
-            if found.get(letter, 1) in (1, None):
-                found[letter] = size
-    return [found.get(letter) for letter in _spelled_out(out, most)] if arrow else None
-
-
-def _spelled_out(axes: str, hidden: int) -> str:
-    """The axes of an einsum with digits for those that an ellipsis stands for: the last one is 9."""
-    return axes.replace("...", string.digits[len(string.digits) - hidden :])

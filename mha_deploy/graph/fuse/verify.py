@@ -82,11 +82,7 @@ class Boundary:
 
 
 class Region:
-    """The nodes that compute some values from a boundary. Equal structures have equal names and keys.
-
-    Raises:
-        NotVerified: It is too large, or holds a graph.
-    """
+    """The nodes that compute some values from a boundary. Equal structures have equal names and keys."""
 
     def __init__(self, results: Sequence[ir.Value], boundary: Boundary) -> None:
         self.graph = graph = onnx.GraphProto(name="region")  # its inputs have types and sizes as text
@@ -171,10 +167,9 @@ def _outer_size(node: ir.Node, boundary: Boundary) -> Dims | None:
 
 
 def compare(old: Region, new: Region, boundary: Boundary, opset: int) -> bool:
-    """Run both regions on drawn inputs; a NotFused where they differ, or the original cannot be run.
+    """Run both regions on drawn inputs: whether fully masked queries were NaN and are not any more.
 
-    Returns:
-        Whether fully masked queries were NaN and are not any more.
+    A NotFused where they differ, or the original cannot be run.
     """
     first, second = _evaluator(old, opset), _evaluator(new, max(opset, ATTENTION_OPSET))
     inputs = {value: boundary.dims_of(value, drawn=True) for value in (*old.inputs, *new.inputs)}

@@ -31,11 +31,7 @@ _WEIGHTS = 3  # qk_matmul_output_mode: the result of the softmax
 
 
 def write_attention(pattern: Pattern, builder: NodeBuilder, masks: Masks) -> list[ir.Value]:
-    """Build the `Attention` node of the builder's prefix beside the graph.
-
-    Returns:
-        What stands for the result, and for the weights where they are used.
-    """
+    """Build the `Attention` node beside the graph: its result, and the weights where they are used."""
     letters, weights = pattern.letters, pattern.weights
     dtype = pattern.q.value.dtype or ir.DataType.FLOAT
     scores = letters.order(letters.query, letters.key)
@@ -167,8 +163,7 @@ def simplify_attention(
 ) -> tuple[ir.Value, Boundary, list[str]] | None:
     """A simpler `Attention` node that computes the same, built beside the graph; None where there is none.
 
-    Returns:
-        What stands for the result, what is drawn to compare the two, and what is different, in words.
+    With its result come what is drawn to compare the two, and what is different, in words.
     """
     old = read_attention(node)
     more = any(input_at(node, at) is not None for at in range(PAST_KEY, NONPAD_KV_SEQLEN + 1))
