@@ -163,7 +163,7 @@ def head_similarity(
     with needed("PyTorch is not installed.", "export"):
         from mha_deploy.reference import build_module
         from mha_deploy.reference.weights import read_weights
-    state = None if weights is None else read_weights(weights, spec, prefix=prefix, layer=layer).state
+    state = None if weights is None else read_weights(weights, spec, prefix=prefix, layer=layer)[0]
     return similarity_from_module(build_module(spec, seed=seed, weights=state), inputs)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from mha_deploy.graph.fuse import share_tied_weights
 from mha_deploy.graph.upcast import retype
 from mha_deploy.model.deployable import Deployable
 from mha_deploy.model.precision import find_precision
-from mha_deploy.model.spec import AttentionSpec, Axis
+from mha_deploy.model.spec import AttentionSpec, Axis, ModelSpec
 from mha_deploy.options import AUTO, ExportOptions
 from mha_deploy.reference import build_module
 from mha_deploy.reference.attention import Attention
@@ -122,8 +122,8 @@ class _LayerSource(flow.Source):
             raise ExportError("There is no CUDA device.", got=options.device, hint="--device cpu")
         state = None
         if options.weights is not None:
-            found = read_weights(options.weights, self.layer, prefix=options.prefix, layer=options.layer)
-            state, self.notes = found.state, [*found.notes]
+            given = options.weights
+            state, self.notes = read_weights(given, self.layer, prefix=options.prefix, layer=options.layer)
         dtype = getattr(torch, self.precision.torch_name)
         # The eager result is the textbook's: an engine that does not fuse rounds like it.
         self.module = build_module(
@@ -239,11 +239,6 @@ def _drop_exporter_metadata(model: ir.Model) -> None:
 # -- A user's module -------------------------------------------------------------------------------
 
 _LAYERS_BYTES = 1 << 30
-# What a spec has of its module.
-_OF_THE_MODULE = (
-    *("name", "summary", "axes", "factory", "weight_bytes", "state_sha256"),
-    *("seed", "weights_file", "weights_prefix"),
-)
 
 
 class _ModuleSource(flow.Source):
@@ -287,7 +282,9 @@ class _ModuleSource(flow.Source):
             model = self.mixed(model, user.axes, folder)
             self.capture = ModuleCapture(user, exported, options.seed, model)
         self.values = attention_values(model, exported)
-        known = {name: getattr(user, name) for name in _OF_THE_MODULE}
+        known = {
+            each.name: getattr(user, each.name) for each in fields(ModelSpec) if hasattr(user, each.name)
+        }
         self.describe(model, exported.outputs, **known, cached=user.kv_cache)
         _drop_exporter_metadata(model)
         return model

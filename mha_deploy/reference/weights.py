@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import pickle
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -64,26 +63,19 @@ def in_form_of(spec: AttentionSpec, state: StateDict) -> dict[str, Tensor]:
 _PICKLED = (".pt", ".pth", ".bin")
 
 
-@dataclass(frozen=True, kw_only=True)
-class LayerWeights:
-    """The weights of one attention layer, by the names of the reference layer; and notes for the reader."""
-
-    state: StateDict
-    notes: tuple[str, ...]
-
-
 def read_weights(
     path: Path, spec: AttentionSpec | None = None, *, prefix: str = "", layer: int | None = None
-) -> LayerWeights:
-    """Read the weights of one attention from a checkpoint; see `checkpoint_files` and `find_attention`.
+) -> tuple[StateDict, list[str]]:
+    """Read the weights of one attention from a checkpoint, and notes for the reader of the bundle.
 
-    The spec says how many heads a stacked matrix has; without one, a file is read as it is.
+    See `checkpoint_files` and `find_attention`. The spec says how many heads a stacked matrix has; without
+    one, a file is read as it is.
     """
     files = checkpoint_files(path)
     # The names of the reference layer: what is missing or left over is reported where it is built.
     own = not prefix and layer is None and files.keys() & {"o.weight", "mlp_in.weight"}
     if spec is None or (own and files.keys() & {"q.weight", "k.weight", "qkv.weight"}):
-        return LayerWeights(state={name: _tensor(files[name], name) for name in files}, notes=())
+        return {name: _tensor(files[name], name) for name in files}, []
     found = find_attention(files, prefix, layer)
     parts = {part: _tensor(files[name], name) for part, name in found.names.items()}
     notes = [f"weights: {', '.join(sorted(found.names.values()))}"]
@@ -92,7 +84,7 @@ def read_weights(
         notes.append(f"not needed of {found.prefix or path.name}: {', '.join(found.ignored)}")
     if elsewhere:
         notes.append(f"{elsewhere} tensors elsewhere in the checkpoint are not part of this layer")
-    return LayerWeights(state=_separated(spec, parts, notes), notes=tuple(notes))
+    return _separated(spec, parts, notes), notes
 
 
 def _separated(
@@ -108,21 +100,17 @@ def _separated(
     for (role, kind), tensor in parts.items():
         if transposed and kind == "weight":
             tensor = tensor.T.contiguous()
-        if role not in ("qkv", "groups"):
-            state[f"{role}.{kind}"] = tensor
-            continue
-        if tensor.shape[0] != stacked:
+        if role in ("qkv", "groups") and tensor.shape[0] != stacked:
             what = "The stacked projection does not fit the heads."
             hint = f"{stacked}: Hq = {spec.Hq}, Hkv = {spec.Hkv}, D = {spec.D}"
             raise DeployError(what, got=f"{tensor.shape[0]} rows", hint=hint)
-        if role == "qkv":
-            split = dict(zip("qkv", tensor.split(list(widths.values())), strict=True))
-        else:
+        if role == "groups":
             shared = spec.Hq // spec.Hkv
-            groups = tensor.unflatten(0, (spec.Hkv, shared + 2, spec.D))
-            split = {"q": groups[:, :shared], "k": groups[:, shared], "v": groups[:, shared + 1]}
-            split = {name: part.flatten(0, 2 if name == "q" else 1) for name, part in split.items()}
-        state |= {f"{name}.{kind}": part.contiguous() for name, part in split.items()}
+            split = tensor.unflatten(0, (spec.Hkv, shared + 2, spec.D)).split([shared, 1, 1], dim=1)
+            state |= {f"{name}.{kind}": part.flatten(0, 2) for name, part in zip("qkv", split, strict=True)}
+        else:
+            state[f"{role}.{kind}"] = tensor
+    state = {name: part.contiguous() for name, part in unpack_projections(state, spec).items()}
     if missing := [name for name in "qkvo" if spec.bias and f"{name}.bias" not in state]:
         sizes = {**widths, "o": spec.E}
         state |= {f"{name}.bias": torch.zeros(sizes[name]) for name in missing}

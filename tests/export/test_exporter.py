@@ -192,7 +192,7 @@ def test_weights_with_nan_are_refused_by_name(one_graph, tmp_path):
 def test_reading_weights_keeps_names_values_and_types(tmp_path):
     state = {"a": torch.randn(3, 4).bfloat16(), "b": torch.randn(2).half()}
     save_file(state, tmp_path / "w.safetensors")
-    got = read_weights(tmp_path / "w.safetensors").state
+    got = read_weights(tmp_path / "w.safetensors")[0]
     assert {name: (t.dtype, t.tolist()) for name, t in got.items()} == {
         name: (t.dtype, t.tolist()) for name, t in state.items()
     }

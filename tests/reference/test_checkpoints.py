@@ -133,7 +133,7 @@ def distance(name, folder, layer=0):
     model = made(name, folder)
     loaded = md.load_checkpoint(folder, layer)
     x, wanted = seen(model, find_attention(model.state_dict(), layer=layer))
-    module = build_module(loaded.source, weights=read_weights(folder, loaded.source, layer=layer).state)
+    module = build_module(loaded.source, weights=read_weights(folder, loaded.source, layer=layer)[0])
     given = {}
     if loaded.source.mask == "padding":
         given["key_lengths"] = torch.full((len(x),), x.shape[1], dtype=torch.int32)
@@ -174,12 +174,12 @@ def test_shards_their_index_a_folder_and_a_single_file_hold_the_same_layer(llama
     assert len(list((llama / "sharded").glob("*.safetensors"))) > 1
     spec = md.load_checkpoint(llama / "single", 1).source
     prefix = "model.layers.1.self_attn"
-    wanted = read_weights(llama / "single", spec, layer=1)
-    assert any("elsewhere" in note for note in wanted.notes)
+    wanted, notes = read_weights(llama / "single", spec, layer=1)
+    assert any("elsewhere" in note for note in notes)
     for path in ("sharded", "sharded/model.safetensors.index.json", "single/model.safetensors"):
-        got = read_weights(llama / path, spec, prefix=prefix).state
-        assert got.keys() == wanted.state.keys() == {"q.weight", "k.weight", "v.weight", "o.weight"}
-        assert all(torch.equal(got[name], wanted.state[name]) for name in got)
+        got = read_weights(llama / path, spec, prefix=prefix)[0]
+        assert got.keys() == wanted.keys() == {"q.weight", "k.weight", "v.weight", "o.weight"}
+        assert all(torch.equal(got[name], wanted[name]) for name in got)
 
 
 def test_the_command_line_takes_a_checkpoint(llama, run_cli, tmp_path):
