@@ -16,7 +16,7 @@ from onnx_ir.passes.common import InlinePass, RemoveInitializersFromInputsPass
 from mha_deploy.analyze.cost import sizes_name
 from mha_deploy.bundle.cases import GoldenCase
 from mha_deploy.bundle.folder import Bundle, sha256
-from mha_deploy.errors import DeployError, ExportError, SpecError, nearest
+from mha_deploy.errors import BackendUnavailable, DeployError, ExportError, SpecError, nearest
 from mha_deploy.export.flow import OnStep, PlannedCase, Source, export_bundle, refuse_large_error
 from mha_deploy.graph.attention_node import short_dtype
 from mha_deploy.graph.file import load_graph
@@ -175,6 +175,8 @@ class _OnnxSource(Source):
             drawn = self.draw(PlannedCase(name=f"shape {start}", sizes=sizes))
             try:
                 measured.append((sizes, self._session.run(drawn)))
+            except BackendUnavailable:
+                raise  # ONNX Runtime cannot run the file at any size
             except DeployError as error:
                 what = "The file does not run at these sizes."
                 hint = "--axis NAME=N for an axis that is fixed in the file, --input NAME=FILE.npy"

@@ -11,7 +11,7 @@ from onnx import TensorProto, helper
 from torch import nn
 
 import mha_deploy as md
-from mha_deploy.errors import ExportError
+from mha_deploy.errors import BackendUnavailable, ExportError
 from mha_deploy.export.flow import refuse_large_error
 
 E, H, VOCABULARY = 64, 4, 61
@@ -215,6 +215,14 @@ def test_weights_that_are_inputs_as_well_are_weights(file, tmp_path):
     bundle = md.import_onnx(tmp_path / "listed.onnx", tmp_path / "bundle", golden=("opt",), precision="fp32")
     assert [each.name for each in bundle.manifest.spec.inputs] == ["input_ids", "attention_mask"]
     assert len(bundle.manifest.attention) == 1
+
+
+def test_a_file_that_onnx_runtime_has_no_kernels_for_is_refused_with_that_reason(tmp_path):
+    header = '<ir_version: 10, opset_import: ["": 23]>'
+    model = onnx.parser.parse_model(f"{header} g (bfloat16[B, 4] x) => (bfloat16[B, 4] y) {{y = Mul(x, x)}}")
+    onnx.save(model, tmp_path / "bf16.onnx")
+    with pytest.raises(BackendUnavailable, match="CPU kernels have no bfloat16"):
+        md.import_onnx(tmp_path / "bf16.onnx", tmp_path / "bundle")
 
 
 @pytest.mark.parametrize(
