@@ -40,7 +40,7 @@ from mha_deploy.options import (
     ValidateOptions,
     options_of,
 )
-from mha_deploy.report import Written
+from mha_deploy.report import SavableResult
 
 if TYPE_CHECKING:
     import onnx
@@ -684,7 +684,7 @@ def open_runner(model: Any, backend: str | None = None) -> Runner:
 # -- Validation ------------------------------------------------------------------------------------
 
 
-class Report(Written):
+class Report(SavableResult):
     """The result of a validation; a notebook shows it as a page.
 
     Args:
@@ -828,7 +828,7 @@ def bench(
     return bench_bundle(_open(bundle), BenchOptions(**options), on_step=_without_count(on_step))
 
 
-class BenchReport(Written):
+class BenchReport(SavableResult):
     """The times of several models.
 
     Args:

@@ -362,17 +362,17 @@ class FreshCases:
             oracle, feeds = case.oracle["output"], self._capture.draw(planned)
             tokens = {name: each.bfloat16().to(each.dtype) for name, each in feeds.items() if each.dim() == 3}
             changed = {"outputs": to_numpy(torch.from_numpy(oracle).bfloat16().double())}
-            changed["inputs"] = to_numpy(self._capture.exact({**feeds, **tokens})["output"])
+            changed["inputs"] = to_numpy(self._capture.evaluate_in_fp64({**feeds, **tokens})["output"])
             for part in COARSE:
                 with CoarseAttention(part):
-                    changed[part] = to_numpy(self._capture.exact(feeds)["output"])
+                    changed[part] = to_numpy(self._capture.evaluate_in_fp64(feeds)["output"])
             changed = {f"{part} in BF16": each for part, each in changed.items()}
             parameters = dict(self._capture.module.named_parameters()) if oracle.size <= _SMALL else {}
             matrices = {part: weight for part, weight in parameters.items() if weight.dim() == 2}
             for (part, weight), (kind, rounded) in product(matrices.items(), _WEIGHTS_IN.items()):
                 own, weight.data = weight.data, rounded(weight.data).to(weight.dtype)
                 try:
-                    changed[f"{part} in {kind}"] = to_numpy(self._capture.exact(feeds)["output"])
+                    changed[f"{part} in {kind}"] = to_numpy(self._capture.evaluate_in_fp64(feeds)["output"])
                 finally:
                     weight.data = own
         return replace(case, suspects={name: {"output": each - oracle} for name, each in changed.items()})

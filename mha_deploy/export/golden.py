@@ -88,27 +88,29 @@ class Capture(ABC):
         """The inputs of a case, as the module takes them."""
 
     @abstractmethod
-    def exact(self, feeds: Feeds) -> Feeds:
+    def evaluate_in_fp64(self, feeds: Feeds) -> Feeds:
         """The outputs in FP64."""
 
     @abstractmethod
-    def whole(self, spec: ModelSpec, cache: KVCache, planned: PlannedTrace) -> tuple[Feeds, Arrays]:
+    def evaluate_sequence(
+        self, spec: ModelSpec, cache: KVCache, planned: PlannedTrace
+    ) -> tuple[Feeds, Arrays]:
         """All tokens of a trace in one call: its inputs with an empty KV cache, and what it gives in FP64."""
 
     def arguments(self, feeds: Feeds) -> Feeds:
         """Inputs by the parameters of `forward`."""
         return feeds
 
-    def eager(self, feeds: Feeds, where: str, counter: FlopCounterMode | None = None) -> Feeds:
+    def run_eager(self, feeds: Feeds, where: str, counter: FlopCounterMode | None = None) -> Feeds:
         """The outputs of the module as its user runs it; its work is counted where there is a counter."""
         where, hint = f"the sizes of {where}", "axes that it takes, or a draw= for its inputs"
         with counter or nullcontext():
             tensors = run_explained(self.module, self.arguments(feeds), where, hint=hint)
         return dict(zip(self._outputs, tensors, strict=True))
 
-    def step(self, feeds: Feeds, where: str) -> Feeds:
+    def run_step(self, feeds: Feeds, where: str) -> Feeds:
         """The outputs of one call of the decode loop."""
-        return self.eager(feeds, where)
+        return self.run_eager(feeds, where)
 
     def close(self) -> None:  # noqa: B027 (only some open any)
         """Close what was opened for the cases."""
@@ -117,12 +119,12 @@ class Capture(ABC):
         """Run one case."""
         feeds = self.draw(planned)
         counter = FlopCounterMode(display=False, custom_mapping=_ON_CPU) if self.counts_work else None
-        eager = self.eager(feeds, f"golden case {planned.name}", counter)
+        eager = self.run_eager(feeds, f"golden case {planned.name}", counter)
         case = GoldenCase(
             name=planned.name,
             sizes=dict(planned.sizes),
             inputs=arrays_of(feeds),
-            oracle=arrays_of(self.exact(feeds), exact=True),
+            oracle=arrays_of(self.evaluate_in_fp64(feeds), exact=True),
             eager=arrays_of(eager),
             flops=0 if counter is None else counter.get_total_flops(),
             cached=self.cached,
@@ -143,7 +145,7 @@ class Capture(ABC):
         """Draw tokens, decode them with the module, and compute the whole sequence in FP64, in one call."""
         name, steps, prompt = planned.name, planned.steps, np.array(planned.prompt, np.int32)
         cache = check_steps(spec, prompt, steps)
-        feeds, oracle = self.whole(spec, cache, planned)
+        feeds, oracle = self.evaluate_sequence(spec, cache, planned)
         held = {each.input: feeds.pop(each.input) for each in cache.tensors}
         trace = DecodeTrace(
             name=name,
@@ -176,7 +178,7 @@ class Capture(ABC):
         for number, (tokens, counts, S) in enumerate(calls):
             given = tokens | ({LENGTHS: lengths} if cache.is_preallocated else {})
             feeds = {name: tensor_from_numpy(array) for name, array in given.items()}
-            got = self.step(feeds | held, f"{trace.name}, call {number}")
+            got = self.run_step(feeds | held, f"{trace.name}, call {number}")
             held = {each.input: got[each.output] for each in cache.tensors}
             lengths = lengths + (np.int32(S) if counts is None else counts)
             for name, arrays in parts.items():
@@ -229,11 +231,13 @@ class LayerCapture(Capture):
         """Inputs by the parameters of `Attention.forward`, on the device."""
         return call_arguments(self.module.spec, fed_to(self.module, feeds))
 
-    def exact(self, feeds: Feeds) -> Feeds:
+    def evaluate_in_fp64(self, feeds: Feeds) -> Feeds:
         """The outputs of the layer in FP64."""
         return dict(zip(self._outputs, self._run_oracle(self.oracle, self.arguments(feeds)), strict=True))
 
-    def whole(self, spec: ModelSpec, cache: KVCache, planned: PlannedTrace) -> tuple[Feeds, Arrays]:
+    def evaluate_sequence(
+        self, spec: ModelSpec, cache: KVCache, planned: PlannedTrace
+    ) -> tuple[Feeds, Arrays]:
         """The tokens through the layer without a KV cache: no mistake in a cache can touch it."""
         layer = self.module.spec
         oracle = self.oracle.variation(spec=layer.without_cache())
@@ -294,7 +298,7 @@ class ModuleCapture(Capture):
         """Arrays in the types of the mixed graph."""
         return {key: array.astype(self._types.get(key, array.dtype)) for key, array in arrays.items()}
 
-    def exact(self, feeds: Feeds) -> Feeds:
+    def evaluate_in_fp64(self, feeds: Feeds) -> Feeds:
         """The outputs of the program in FP64, where the module runs."""
         try:
             return run_program(self.exported, feeds)[0]
@@ -318,18 +322,20 @@ class ModuleCapture(Capture):
         refuse_large_error(where, case.eager, case.oracle, _LARGEST_ERROR, what, hint)
         return case
 
-    def whole(self, spec: ModelSpec, cache: KVCache, planned: PlannedTrace) -> tuple[Feeds, Arrays]:
+    def evaluate_sequence(
+        self, spec: ModelSpec, cache: KVCache, planned: PlannedTrace
+    ) -> tuple[Feeds, Arrays]:
         """The tokens through the program, behind an empty past."""
         sizes = cache.call_sizes(spec, len(planned.prompt), planned.prompt[0] + planned.steps, 0)
         feeds = self.draw(PlannedCase(name=planned.name, sizes=sizes))
-        exact = arrays_of(self.exact(feeds), exact=True)
+        exact = arrays_of(self.evaluate_in_fp64(feeds), exact=True)
         results = {name: name for name in cache.outputs} | {each.name: each.output for each in cache.tensors}
         return feeds, {name: exact[output] for name, output in results.items()}
 
-    def step(self, feeds: Feeds, where: str) -> Feeds:
+    def run_step(self, feeds: Feeds, where: str) -> Feeds:
         """One call of the module, or of the mixed graph in its place."""
         if self._runner is None:
-            return super().step(feeds, where)
+            return super().run_step(feeds, where)
         returned = self._runner.run(self._as_taken(arrays_of(feeds)))
         return {name: tensor_from_numpy(array) for name, array in returned.items()}
 

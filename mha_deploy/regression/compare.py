@@ -19,7 +19,7 @@ from mha_deploy.errors import BundleError, DeployError, nearest
 from mha_deploy.files import read_json
 from mha_deploy.model.spec import Axis
 from mha_deploy.options import Limits
-from mha_deploy.report import Written
+from mha_deploy.report import SavableResult
 from mha_deploy.report.page import sections_page
 from mha_deploy.report.schema import as_plain, many, record
 from mha_deploy.report.table import Cell, Group, RawRow, Table, markdown, markdown_text, table
@@ -551,7 +551,7 @@ def _judge_range(old: str, new: str) -> tuple[str, str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison(Written):
+class Comparison(SavableResult):
     """What changed between two sides; `changes` has everything that was compared, what is the same too."""
 
     old: Side

@@ -40,7 +40,7 @@ from mha_deploy.files import check_plain, read_regular
 from mha_deploy.model.catalog import find_spec, is_factory
 from mha_deploy.options import EngineOptions, ValidateOptions
 from mha_deploy.regression.record import append_lines, build_line
-from mha_deploy.report import Written
+from mha_deploy.report import SavableResult
 from mha_deploy.report.page import sections_page
 from mha_deploy.report.schema import as_plain
 from mha_deploy.report.table import Cell, RawRow, Table, markdown, number, table
@@ -409,7 +409,7 @@ Workers = LocalWorkers | RayWorkers
 
 
 @dataclass(frozen=True, kw_only=True)
-class Matrix(Written):
+class Matrix(SavableResult):
     """The result of a plan: a cell for every combination, in its order."""
 
     plan: Plan

@@ -10,7 +10,7 @@ from typing import Any
 from mha_deploy.bundle.commit import write_atomically
 
 
-class Written:
+class SavableResult:
     """A result that is plain data and a page."""
 
     def to_dict(self) -> dict[str, Any]:
