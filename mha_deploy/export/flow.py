@@ -294,7 +294,7 @@ class Source(ABC):
         self.notes += [head, *lines[:_PLAN_LINES], *([f"and {more} more: see the manifest"] * (more > 0))]
         return apply_plan(model, plan)
 
-    def describe(self, model: ir.Model, outputs: Mapping[str, Sequence[Dim]], **known: Any) -> None:
+    def describe(self, model: ir.Model, outputs: Mapping[str, Sequence[Dim]], /, **known: Any) -> None:
         """Make the spec from the graph, whose outputs get their dimensions, and from what else is known."""
         for value in model.graph.outputs:  # shape inference may have written a sum in another order
             value.shape = ir.Shape(outputs[str(value.name)])
