@@ -375,6 +375,32 @@ def test_an_attention_sink_is_a_key_of_zeros(mask, shape):
     assert (len(report.fused), report.unfused) == (1, ())
 
 
+def relaxed(g, scores):
+    """Scores less their maximum, both divided by 32: PyTorch's `amax` drops the axis, and upcasts FP16."""
+    small = g.op("Div", scores, g.const(32.0))
+    top = g.cast(g.op("ReduceMax", g.cast(small, DOUBLE), g.ints(-1), keepdims=0), FLOAT)
+    return g.op("Mul", g.op("Sub", small, g.op("Unsqueeze", top, g.ints(3))), g.const(32.0))
+
+
+AFTER_THE_MAXIMUM = {
+    "nothing": (lambda g, scores: scores, 1),
+    "a mask that is added": (lambda g, scores: added(g, scores, LOWER), 1),
+    "a fill of -inf": (lambda g, scores: g.op("Where", g.const(LOWER, bool), scores, g.const(-np.inf)), 1),
+    "a finite fill": (lambda g, scores: g.op("Where", g.const(LOWER, bool), scores, g.const(-3.0)), 0),
+    "a softcap": (lambda g, scores: g.op("Tanh", scores), 0),
+}
+
+
+@pytest.mark.parametrize("after", AFTER_THE_MAXIMUM)
+def test_a_maximum_that_is_subtracted_before_the_softmax_cancels(after):
+    change, count = AFTER_THE_MAXIMUM[after]
+    g = Hand()
+    biased = g.op("Add", g.scores(), g.input("bias", (1, H, S, S)))
+    report = check_same(g.model(g.attend(change(g, relaxed(g, biased)))))
+    assert [each.scale for each in report.fused] == [1.0] * count
+    assert len(report.unfused) == 1 - count
+
+
 def test_a_sink_that_is_scaled_later_is_named():
     g = Hand()
     sink = g.const(np.zeros((2, H, S, 1)))

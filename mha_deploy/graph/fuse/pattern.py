@@ -12,7 +12,7 @@ from typing import NamedTuple
 import onnx_ir as ir
 
 from mha_deploy.bundle.manifest import GENERATED
-from mha_deploy.graph.fuse.mask_pattern import Axes, Bias, Fill, Term, decide_masking, lowest_of
+from mha_deploy.graph.fuse.mask_pattern import Axes, Bias, Fill, Term, decide_masking
 from mha_deploy.graph.fuse.values import (
     NoScores,
     NotExpressible,
@@ -330,22 +330,18 @@ class Normalisation:
     node: ir.Node  # its last node, whose output are the weights
     source: ir.Value  # what it normalises
     axis: int  # the axis of the keys
-    nodes: tuple[ir.Node, ...]  # those of its nodes that use the source
 
 
 def softmax_at(node: ir.Node) -> Normalisation | None:
-    """The softmax that ends in a node: a Softmax, `exp(log_softmax(x))`, or `exp(x) / sum(exp(x))`.
-
-    The maximum may be subtracted before.
-    """
+    """The softmax that ends in a node: a Softmax, `exp(log_softmax(x))`, or `exp(x) / sum(exp(x))`."""
     source = node.inputs[0] if node.inputs else None
     if source is None:
         return None
     if is_op(node, "Softmax"):
-        return _shifted(node, source, node.attributes.get_int("axis", -1), (node,))
+        return Normalisation(node=node, source=source, axis=node.attributes.get_int("axis", -1))
     inner = made_by(source, "LogSoftmax")
     if is_op(node, "Exp") and inner is not None and inner.inputs[0] is not None and _is_used_once(source):
-        return _shifted(node, inner.inputs[0], inner.attributes.get_int("axis", -1), (inner,))
+        return Normalisation(node=node, source=inner.inputs[0], axis=inner.attributes.get_int("axis", -1))
     if not is_op(node, "Div", "Mul") or len(node.inputs) != 2:
         return None
     # `Div(Exp(x), ReduceSum(Exp(x)))` or `Mul(Exp(x), Reciprocal(ReduceSum(Exp(x))))`.
@@ -358,7 +354,7 @@ def softmax_at(node: ir.Node) -> Normalisation | None:
         axis, before = _reduced_axis(total), power.inputs[0]
         own = not powers.is_graph_output() and {user for user, _ in powers.uses()} == {node, total}
         if axis is not None and before is not None and own:
-            return _shifted(node, before, axis, (power,))
+            return Normalisation(node=node, source=before, axis=axis)
     return None
 
 
@@ -366,22 +362,12 @@ def _is_used_once(value: ir.Value) -> bool:
     return len(value.uses()) == 1 and not value.is_graph_output()
 
 
-def _shifted(node: ir.Node, source: ir.Value, axis: int, nodes: tuple[ir.Node, ...]) -> Normalisation:
-    """The softmax of a source from which its maximum may have been subtracted."""
-    shift = made_by(source, "Sub")
-    before, top = input_at(shift, 0), made_by(input_at(shift, 1), "ReduceMax")
-    if shift is not None and before is not None and top is not None and _is_used_once(source):
-        same = _reduced_axis(top) == (axis - (rank(source) or 0) if axis >= 0 else axis)
-        if same and top.inputs[0] is before:
-            source, nodes = before, (shift, top)
-    return Normalisation(node=node, source=source, axis=axis, nodes=nodes)
-
-
-def _reduced_axis(node: ir.Node) -> int | None:
-    """The one axis that a reduction runs over and keeps; counted from the end where the rank is known."""
+def _reduced_axis(node: ir.Node, *, keepdims: bool = True) -> int | None:
+    """The one axis that a reduction runs over; counted from the end where the rank is known."""
     axes = constant_ints(node, 1) if len(node.inputs) > 1 else node.attributes.get_ints("axes") or ()
     count = rank(node.inputs[0])
-    if axes is None or len(axes) != 1 or count is None or node.attributes.get_int("keepdims", 1) != 1:
+    kept = node.attributes.get_int("keepdims", 1) == 1
+    if axes is None or len(axes) != 1 or count is None or kept != keepdims:
         return None
     return axes[0] - count if axes[0] >= 0 else axes[0]
 
@@ -455,14 +441,13 @@ def read_scores(softmax: Normalisation, alphabet: Alphabet) -> tuple[Scores, Mat
     key = axes[softmax.axis] if -len(axes) <= softmax.axis < len(axes) else ""
     scores = Scores(alphabet=alphabet, axes=axes, key=key)
     value: ir.Value | None = softmax.source
-    own = softmax.nodes
+    maximum: ir.Node | None = None  # what else uses the scores, for the maximum that is subtracted from them
     for _ in range(_MAX_STEPS):
         node = value.producer() if value is not None else None
         if value is None or node is None or not _matmul_behind(value):
             what = "Its input is not a matmul of two computed tensors, so it is not dot-product attention."
             raise NoScores(what)
-        # The nodes of a softmax count once.
-        users = [user for user, _ in value.uses() if not is_op(user, "Shape") and user not in own[1:]]
+        users = [user for user, _ in value.uses() if not is_op(user, "Shape") and user is not maximum]
         if value.is_graph_output() or len(users) > 1:
             names = [f"{user.op_type} {node_name(user)}" for user, _ in value.uses()]
             names += ["an output of the graph"] if value.is_graph_output() else []
@@ -474,8 +459,36 @@ def read_scores(softmax: Normalisation, alphabet: Alphabet) -> tuple[Scores, Mat
             return scores, read_matmul(node, alphabet, 2, scores.axes)
         if node.domain != "" or node.op_type not in _STEPS:
             raise NotFused(f"{node.op_type} stands between the scores and the softmax.")
-        value, own = _STEPS[node.op_type](node, scores), ()
+        maximum = _subtracted_maximum(node, scores)
+        value = _STEPS[node.op_type](node, scores) if maximum is None else node.inputs[0]
     raise NotFused("Too many nodes lie between the scores and the softmax.")
+
+
+def _subtracted_maximum(node: ir.Node, scores: Scores) -> ir.Node | None:
+    """The node that takes the scores for their maximum over the keys, where this node subtracts it from them.
+
+    What is the same for all keys cancels in the softmax. Between the two there must be no softcap, no bound,
+    no appended scores, and no masked scores that are set to a finite number: those are not shifted with it.
+    """
+    filled = any(isinstance(term, Fill) and term.fill != -math.inf for term in scores.terms)
+    if not is_op(node, "Sub") or filled or scores.softcap or scores.clipped is not None or scores.sink:
+        return None
+    inner, top = node.inputs
+    axis = scores.axes.index(scores.key) - len(scores.axes) if scores.key in scores.axes else None
+    restored = made_by(top, "Unsqueeze")  # PyTorch's `amax` drops the axis
+    if restored is not None:
+        if axis is None or constant_ints(restored, 1) not in ((axis,), (axis + len(scores.axes),)):
+            return None
+        top = restored.inputs[0]
+    rounded = made_by(top, "Cast")  # and computes in float32
+    reduction = made_by(top if rounded is None else rounded.inputs[0], "ReduceMax")
+    if reduction is None or axis is None:
+        return None
+    if _reduced_axis(reduction, keepdims=restored is None) != axis:
+        return None
+    upcast = made_by(reduction.inputs[0], "Cast")
+    first = reduction if upcast is None else upcast
+    return first if first.inputs[0] is inner else None
 
 
 def _transpose(node: ir.Node, scores: Scores) -> ir.Value | None:
@@ -508,6 +521,9 @@ def _cast(node: ir.Node, scores: Scores) -> ir.Value | None:
 
 
 def _scale(node: ir.Node, scores: Scores) -> ir.Value | None:
+    if is_op(node, "Neg"):
+        scores.factor = -scores.factor
+        return node.inputs[0]
     inner, other = _split(node)
     factor, divides = scalar_of(other), node.op_type == "Div"
     if divides and inner is not node.inputs[0]:
@@ -526,11 +542,6 @@ def _scale(node: ir.Node, scores: Scores) -> ir.Value | None:
     if not 0 < abs(scores.factor) < math.inf:
         raise NotExpressible("The scores are scaled by a number that is not positive.", got=factor)
     return inner
-
-
-def _negate(node: ir.Node, scores: Scores) -> ir.Value | None:
-    scores.factor = -scores.factor
-    return node.inputs[0]
 
 
 def _check_spread(node: ir.Node, inner: ir.Value | None, other: ir.Value, scores: Scores) -> None:
@@ -579,7 +590,7 @@ def _mask(node: ir.Node, inner: ir.Value, term: Term, scores: Scores) -> ir.Valu
         if isinstance(term, Bias):
             term = replace(term, clipped=True)
         else:
-            term = replace(term, fill=max(term.fill, lowest_of(scores.clipped)))
+            term = replace(term, fill=max(term.fill, float(scores.clipped.min)))
     scores.terms.append(term)
     return inner
 
@@ -591,7 +602,7 @@ def _clip(node: ir.Node, scores: Scores) -> ir.Value | None:
     inner, other = _split(node)
     plain = scores.factor == 1.0 and not (scores.terms or scores.multipliers or scores.softcap)
     dtype = inner.dtype
-    if not plain or dtype in (None, ir.DataType.FLOAT16) or scalar_of(other) != lowest_of(dtype):
+    if not plain or dtype in (None, ir.DataType.FLOAT16) or scalar_of(other) != float(dtype.min):
         raise NotFused(f"{node.op_type} stands between the scores and the softmax.")
     scores.clipped = dtype
     return inner
@@ -630,8 +641,8 @@ def _tanh(node: ir.Node, scores: Scores) -> ir.Value | None:
     return node.inputs[0]
 
 
-_STEPS = {"Cast": _cast, "Where": _where, "Tanh": _tanh, "Concat": _concat, "Max": _clip, "Neg": _negate}
-_STEPS |= dict.fromkeys(("Mul", "Div"), _scale) | dict.fromkeys(("Add", "Sub"), _add)
+_STEPS = {"Cast": _cast, "Where": _where, "Tanh": _tanh, "Concat": _concat, "Max": _clip}
+_STEPS |= dict.fromkeys(("Mul", "Div", "Neg"), _scale) | dict.fromkeys(("Add", "Sub"), _add)
 _STEPS |= dict.fromkeys(("Identity", "Transpose"), _transpose)
 _STEPS |= dict.fromkeys(("Reshape", "Squeeze", "Unsqueeze"), _reshape)
 _PASSED = frozenset({*_STEPS, "Slice", "Min", "Clip"})
