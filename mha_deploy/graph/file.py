@@ -78,21 +78,10 @@ class _Checker:
         """Check a body inside `depth` others; `outside` are their values, `known` the constant ones."""
         if depth > _DEEPEST:
             raise _refusal(f"subgraphs are nested more than {_DEEPEST} deep")
-        constants = dict(known)
+        constants, inputs, outputs = dict(known), list(body.input), list(body.output)
         if isinstance(body, GraphProto):
-            if body.sparse_initializer:
-                raise _refusal("it has sparse weights")
-            for tensor in body.initializer:
-                self.check_tensor(tensor)
-                constants[tensor.name] = tensor
-            for value in (*body.input, *body.output, *body.value_info):
-                for dim in value.type.tensor_type.shape.dim:
-                    if dim.dim_value > _MOST_ELEMENTS:
-                        raise _refusal(f"{value.name} has a dimension of {dim.dim_value}")
-                    _check_names((dim.dim_param,))
+            constants |= self._check_weights_and_types(body)
             inputs, outputs = [each.name for each in body.input], [each.name for each in body.output]
-        else:
-            inputs, outputs = list(body.input), list(body.output)
         made = Counter(name for node in body.node for name in node.output if name)
         if twice := [name for name, count in (made + Counter(inputs)).items() if count > 1 and name in made]:
             raise _refusal(f"value {twice[0]} is computed twice")
@@ -100,36 +89,54 @@ class _Checker:
         inside = outside | {*inputs, *constants, *made}
         if missing := [name for name in outputs if name and name not in inside]:
             raise _refusal(f"nothing computes its output {missing[0]}")
+        constants |= self._check_attributes(body)
+        runs = sum(self._check_node(node, inside, constants, depth) for node in body.node)
+        _refuse_cycle(body)
+        return runs
+
+    def _check_weights_and_types(self, graph: GraphProto) -> dict[str, TensorProto]:
+        """Check the weights of a graph and the dimensions of its values; returns the weights by name."""
+        if graph.sparse_initializer:
+            raise _refusal("it has sparse weights")
+        for tensor in graph.initializer:
+            self.check_tensor(tensor)
+        for value in (*graph.input, *graph.output, *graph.value_info):
+            for dim in value.type.tensor_type.shape.dim:
+                if dim.dim_value > _MOST_ELEMENTS:
+                    raise _refusal(f"{value.name} has a dimension of {dim.dim_value}")
+                _check_names((dim.dim_param,))
+        return {tensor.name: tensor for tensor in graph.initializer}
+
+    def _check_attributes(self, body: Body) -> dict[str, TensorProto]:
+        """Check the tensors in attributes; returns those of Constant nodes by the names of their outputs."""
+        constants = {}
         for node in body.node:
             for attribute in node.attribute:
                 for tensor in (*([attribute.t] if attribute.HasField("t") else []), *attribute.tensors):
                     self.check_tensor(tensor)
                 if node.op_type == "Constant" and len(node.output) == 1 and attribute.name == "value":
                     constants[node.output[0]] = attribute.t
-        makers = {name: at for at, node in enumerate(body.node) for name in node.output if name}
-        needs, runs = dict[int, set[int]](), 0
-        for at, node in enumerate(body.node):
-            _check_names((node.name, node.op_type, node.domain))
-            if missing := [name for name in node.input if name and name not in inside]:
-                raise _refusal(f"nothing computes {missing[0]}, an input of {_title(node)}")
-            _check_heads(node)
-            _check_size(node, constants)
-            inner = 0
-            for attribute in node.attribute:
-                if attribute.HasField("sparse_tensor") or attribute.sparse_tensors:
-                    raise _refusal(f"{_title(node)} has a sparse tensor")
-                inner += sum(self.check(each, inside, constants, depth + 1) for each in _graphs(attribute))
-            if (node.domain, node.op_type) in self.functions:
-                inner += self.runs_of_function((node.domain, node.op_type))
-            is_loop = node.op_type == "Loop" and bool(node.input)
-            trips = max(_integers(constants.get(node.input[0])), default=1) if is_loop else 1
-            runs += 1 + max(trips, 1) * inner
-            needs[at] = {makers[name] for name in _names_read(node) if name in makers}
-        try:
-            TopologicalSorter(needs).prepare()
-        except CycleError as error:
-            raise _refusal(f"{_title(body.node[error.args[1][0]])} needs its own result") from error
-        return runs
+        return constants
+
+    def _check_node(
+        self, node: NodeProto, inside: frozenset[str], constants: Mapping[str, TensorProto], depth: int
+    ) -> int:
+        """Check a node and the graphs in it; returns how many nodes it runs, itself included."""
+        _check_names((node.name, node.op_type, node.domain))
+        if missing := [name for name in node.input if name and name not in inside]:
+            raise _refusal(f"nothing computes {missing[0]}, an input of {_title(node)}")
+        _check_heads(node)
+        _check_size(node, constants)
+        inner = 0
+        for attribute in node.attribute:
+            if attribute.HasField("sparse_tensor") or attribute.sparse_tensors:
+                raise _refusal(f"{_title(node)} has a sparse tensor")
+            inner += sum(self.check(each, inside, constants, depth + 1) for each in _graphs(attribute))
+        if (node.domain, node.op_type) in self.functions:
+            inner += self.runs_of_function((node.domain, node.op_type))
+        is_loop = node.op_type == "Loop" and bool(node.input)
+        trips = max(_integers(constants.get(node.input[0])), default=1) if is_loop else 1
+        return 1 + max(trips, 1) * inner
 
     def check_tensor(self, tensor: TensorProto) -> None:
         """Refuse a tensor whose bytes are not those that its dimensions need."""
@@ -184,6 +191,18 @@ class _Checker:
         if length != wanted or offset < 0 or offset + length > size:
             got = f"{length} bytes at {offset} of {location}, which has {size}"
             raise _refusal(f"{name} has {got}; its dimensions need {wanted}")
+
+
+def _refuse_cycle(body: Body) -> None:
+    makers = {name: at for at, node in enumerate(body.node) for name in node.output if name}
+    needs = {
+        at: {makers[name] for name in _names_read(node) if name in makers}
+        for at, node in enumerate(body.node)
+    }
+    try:
+        TopologicalSorter(needs).prepare()
+    except CycleError as error:
+        raise _refusal(f"{_title(body.node[error.args[1][0]])} needs its own result") from error
 
 
 def _refusal(why: str) -> DeployError:
