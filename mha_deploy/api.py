@@ -143,8 +143,6 @@ class Model:
     @property
     def is_layer(self) -> bool:
         """Whether it is a catalog layer: one attention that a spec describes."""
-        from mha_deploy.model.spec import AttentionSpec
-
         return isinstance(self.source, AttentionSpec)
 
 
@@ -179,39 +177,51 @@ def load_model(
         ('tiny-mha', '1:32:128')
     """
     if hasattr(model, "forward"):  # an nn.Module, without importing PyTorch to ask
-        if example_inputs is None:
-            hint = 'example_inputs={"x": Example(tensor, "B", "S")}, axes={"B": "1:4:8", "S": "1:128:512"}'
-            raise DeployError("An nn.Module needs example inputs.", got=type(model).__name__, hint=hint)
-        given = {k: v if isinstance(v, Example) else Example(v) for k, v in example_inputs.items()}
-        name = name or type(model).__name__
-        model, axes = Deployable(module=model, inputs=given, axes=axes or {}, name=name), None  # type: ignore[arg-type]
+        model, axes = _deployable(model, example_inputs, axes, name), None
     elif example_inputs is not None or name:
         raise DeployError("Only an nn.Module takes example inputs and a name.", got=_describe(model))
     ranges = {
         name: sizes if isinstance(sizes, Axis) else Axis.parse(_range_text(sizes), name=name)
         for name, sizes in (axes or {}).items()
     }
-    known = model if isinstance(model, Model) else None
-    source: Any = known.source if known else os.fspath(model) if isinstance(model, os.PathLike) else model
+    loaded = model if isinstance(model, Model) else None
+    source: object = model if loaded is None else loaded.source
+    source = os.fspath(source) if isinstance(source, os.PathLike) else source
     if isinstance(source, str) and not _is_onnx(source) and not is_factory(source):
         source = find_spec(source)
     if isinstance(source, AttentionSpec):
-        source = (source if cache is None else source.with_cache(cache)).with_axes(ranges)
-        source = source if projections is None else replace(source, projections=projections)
-        return replace(known or Model(name=source.name, source=source), source=source)
+        spec = source if cache is None else source.with_cache(cache)
+        spec = spec.with_axes(ranges)
+        spec = spec if projections is None else replace(spec, projections=projections)
+        return replace(loaded or Model(name=spec.name, source=spec), source=spec)
     if cache or projections:
         got = f"cache={cache!r}, projections={projections!r}"
         raise DeployError("Only a catalog layer has these options.", got=got)
     if not isinstance(source, str | Deployable):
         hint = "a catalog name, file.toml, file.py:factory, a Deployable, or an nn.Module"
         raise DeployError("This is not a model.", got=_describe(model), hint=hint)
-    if known:
-        return replace(known, axes={**known.axes, **ranges})
+    if loaded is not None:
+        return replace(loaded, axes={**loaded.axes, **ranges})
+    return Model(name=_name_of(source), source=source, axes=ranges)
+
+
+def _deployable(module: Any, example_inputs: Examples | None, axes: Axes | None, name: str) -> Deployable:
+    """A user's module with its example inputs."""
+    if example_inputs is None:
+        hint = 'example_inputs={"x": Example(tensor, "B", "S")}, axes={"B": "1:4:8", "S": "1:128:512"}'
+        raise DeployError("An nn.Module needs example inputs.", got=type(module).__name__, hint=hint)
+    inputs = {
+        key: each if isinstance(each, Example) else Example(each) for key, each in example_inputs.items()
+    }
+    name = name or type(module).__name__
+    return Deployable(module=module, inputs=inputs, axes=axes or {}, name=name)  # type: ignore[arg-type]
+
+
+def _name_of(source: str | Deployable) -> str:
+    """The name of a model: of its `Deployable`, its ONNX file, or its factory."""
     if isinstance(source, Deployable):
-        called = source.name or type(source.module).__name__
-    else:
-        called = Path(source).stem if _is_onnx(source) else source.rpartition(":")[2].replace("_", "-")
-    return Model(name=called, source=source, axes=ranges)
+        return source.name or type(source.module).__name__
+    return Path(source).stem if _is_onnx(source) else source.rpartition(":")[2].replace("_", "-")
 
 
 def load_checkpoint(
@@ -650,13 +660,12 @@ def open_runner(model: Any, backend: str | None = None) -> Runner:
     if isinstance(model, str | os.PathLike):
         model = Path(model)
         model = open_engine(model) if model.suffix == ".engine" else model
-    has_own = isinstance(model, Runner | Engine) or is_polygraphy_runner(model)
-    if has_own and backend is not None:
-        what = "The backend of a runner or an engine cannot be chosen."
-        raise DeployError(what, got=backend, hint="leave it out")
-    if isinstance(model, Runner):
-        return model
-    if has_own:
+    if isinstance(model, Runner | Engine) or is_polygraphy_runner(model):
+        if backend is not None:
+            what = "The backend of a runner or an engine cannot be chosen."
+            raise DeployError(what, got=backend, hint="leave it out")
+        if isinstance(model, Runner):
+            return model
         return open_engine_runner(model) if isinstance(model, Engine) else PolygraphyRunner(model)
     if isinstance(model, Bundle) or (isinstance(model, Path) and model.suffix != ".onnx"):
         from mha_deploy.runtime import available_cpu_backend
