@@ -25,7 +25,7 @@ from mha_deploy.runtime import RUNNERS
 from mha_deploy.runtime.child import isolation
 from mha_deploy.runtime.runner import Arrays, Runner
 from mha_deploy.text import group_by
-from mha_deploy.validate.decode import DeviceDecodeLoop, HostDecodeLoop
+from mha_deploy.validate.decode import DecodeLoop, DeviceDecodeLoop, HostDecodeLoop
 from mha_deploy.validate.runtimes import RuntimeFinder
 
 BUNDLE, PLUGINS = "bundle", "plugins"
@@ -64,7 +64,7 @@ class ServedModel:
         self.spec, self._batched = bundle.manifest.spec, batched
         self.runner = _open(bundle, backends)
         cached = self.spec.kv_cache is not None
-        self._caches = Caches(self.runner, self.spec, sequences) if cached else None
+        self._caches = SequenceCaches(self.runner, self.spec, sequences) if cached else None
 
     def infer(self, requests: Sequence[ServedRequest]) -> list[Arrays | DeployError]:
         """Run the requests of one batch; one that cannot be run does not fail the others."""
@@ -129,16 +129,16 @@ def _attempt(call: Callable[..., Arrays], *arguments: Any) -> Arrays | DeployErr
 class _Sequence:
     """A sequence, the decode loop with its cache, and its batch element there."""
 
-    loop: Any
+    loop: DecodeLoop
     slot: int = 0
-    used: float = 0.0
+    used: float = 0.0  # when it had its last request
 
     @property
     def length(self) -> int:
         return int(self.loop.lengths[self.slot])
 
 
-class Caches:
+class SequenceCaches:
     """The KV caches of the sequences that are being decoded.
 
     A runtime that keeps a preallocated cache on its device gets one, with a batch element for every sequence:
@@ -151,8 +151,8 @@ class Caches:
             raise DeployError(f"{spec.name} has no KV cache.")
         self._runner, self._spec, self._cache, self.slots = runner, spec, spec.kv_cache, slots
         self._sequences: dict[Hashable, _Sequence] = {}
-        self._shared: Any = None
-        self._device: Any = None
+        self._shared: DecodeLoop | None = None  # one cache for all sequences
+        self._device: Any = None  # the same, where the runtime keeps it
         if runner.can_decode and self._cache.is_preallocated and spec.cache != "none":
             keeper: Any = runner
             self._device = keeper.decode_loop(B=slots)
@@ -174,11 +174,11 @@ class Caches:
             present.add(request.sequence)
             if request.start:
                 self._begin(request.sequence)
-            if (problem := self._problem(request)) is not None:
+            if (problem := self._refusal(request)) is not None:
                 results[index] = problem
 
         def tokens(index: int) -> Hashable:
-            S = _tokens(requests[index].feeds, self._cache)
+            S = _token_count(requests[index].feeds, self._cache)
             return S if self._shared is not None else (index, S)
 
         for group in group_by([i for i in range(len(requests)) if i not in results], tokens):
@@ -195,15 +195,15 @@ class Caches:
         if self._shared is None:
             self._sequences[sequence] = _Sequence(HostDecodeLoop(self._runner, self._spec, 1))
             return
-        slot = min(self._free())
+        slot = min(self._free_slots())
         self._shared.lengths[slot] = 0
         self._sequences[sequence] = _Sequence(self._shared, slot)
 
-    def _free(self) -> set[int]:
+    def _free_slots(self) -> set[int]:
         """The batch elements of a shared cache that no sequence has."""
         return set(range(self.slots)) - {each.slot for each in self._sequences.values()}
 
-    def _problem(self, request: ServedRequest) -> DeployError | None:
+    def _refusal(self, request: ServedRequest) -> DeployError | None:
         found = self._sequences.get(request.sequence)
         if found is None:
             problem = "The sequence is not known: it ended, or its cache was given to another one."
@@ -213,7 +213,7 @@ class Caches:
         batch = {len(array) for array in request.feeds.values() if array.ndim}
         if batch != {1}:
             return DeployError("A sequence is one batch element.", got=f"batch sizes {sorted(batch)}")
-        S, room = _tokens(request.feeds, self._cache), self._cache.room - found.length
+        S, room = _token_count(request.feeds, self._cache), self._cache.room - found.length
         if 1 <= S <= room:
             return None
         got, hint = f"{S} tokens behind {found.length}", f"1 to {room} tokens, or end the sequence"
@@ -223,12 +223,12 @@ class Caches:
         """Requests with the same number of tokens, in calls that the model and every cache take."""
         cache, parts, start = self._cache, list[Arrays](), 0
         members = [self._sequences[request.sequence] for request in requests]
-        S, most = _tokens(requests[0].feeds, cache), self._spec.axes[cache.new].max
+        S, most = _token_count(requests[0].feeds, cache), self._spec.axes[cache.new].max
         before = [member.length for member in members]
         while start < S:
             size = min(S - start, most, *self._room_beside(members))
             calls = [
-                _part(request.feeds, cache, slice(start, start + size), length)
+                _take_part(request.feeds, cache, slice(start, start + size), length)
                 for request, length in zip(requests, before, strict=True)
             ]
             got = _attempt(self._call, members, calls)
@@ -248,7 +248,7 @@ class Caches:
         idle = {key: each for key, each in self._sequences.items() if each not in members}
         for key in [key for key, each in idle.items() if each.length == self._cache.room]:
             del self._sequences[key], idle[key]  # full: it could take no token anyway
-        for slot in self._free():
+        for slot in self._free_slots():
             self._shared.lengths[slot] = 0
         most = self._shared.most_tokens
         room = [self._cache.room - each.length for each in idle.values()]
@@ -259,7 +259,7 @@ class Caches:
             return members[0].loop.feed(calls[0], None)
         slots = [member.slot for member in members]
         counts = np.zeros(self.slots, np.int32)
-        counts[slots] = _tokens(calls[0], self._cache)
+        counts[slots] = _token_count(calls[0], self._cache)
         tokens = {}
         for name, array in calls[0].items():
             tokens[name] = np.zeros((self.slots, *array.shape[1:]), array.dtype)
@@ -273,12 +273,12 @@ class Caches:
             self._device.close()
 
 
-def _tokens(feeds: Arrays, cache: KVCache) -> int:
+def _token_count(feeds: Arrays, cache: KVCache) -> int:
     name, axis = next(iter(cache.by_token.items()))
     return int(feeds[name].shape[axis])
 
 
-def _part(feeds: Arrays, cache: KVCache, part: slice, before: int) -> dict[str, np.ndarray]:
+def _take_part(feeds: Arrays, cache: KVCache, part: slice, before: int) -> dict[str, np.ndarray]:
     """The inputs of some of the new tokens of a request."""
     found = dict(feeds)
     for name, axis in cache.by_token.items():
@@ -321,13 +321,13 @@ class TritonPythonModel:
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         """Answer the requests of one batch."""
-        triton, taken, responses = self._triton, list[ServedRequest](), list[Any]()
+        triton, served, responses = self._triton, list[ServedRequest](), list[Any]()
         for request in requests:
             read, flags = partial(triton.get_input_tensor_by_name, request), request.flags()
             feeds = {name: read(name).as_numpy() for name in self._inputs}
             is_at = {"start": bool(flags & _START), "end": bool(flags & _END)}
-            taken.append(ServedRequest(feeds=feeds, sequence=request.correlation_id(), **is_at))
-        for result in self._model.infer(taken):
+            served.append(ServedRequest(feeds=feeds, sequence=request.correlation_id(), **is_at))
+        for result in self._model.infer(served):
             if isinstance(result, DeployError):
                 responses.append(triton.InferenceResponse(error=triton.TritonError(result.in_one_line)))
             else:

@@ -107,12 +107,11 @@ class Packaging:
         self.libraries = sorted(needed)
         if options.variant == PLAN:
             self._refuse_plan()
-        self.inputs, self.outputs, self.cached = self.spec.inputs, self.spec.outputs, False
-        if (cache := self.spec.kv_cache) is not None:  # it stays on the server, and so do its lengths
+        self.inputs, self.outputs, self.cache = self.spec.inputs, self.spec.outputs, self.spec.kv_cache
+        if (cache := self.cache) is not None:  # it stays on the server, and so do its lengths
             kept = {each.input for each in cache.tensors} | ({LENGTHS} if cache.is_preallocated else set())
             self.inputs = tuple(each for each in self.inputs if each.name not in kept)
             self.outputs = tuple(each for each in self.outputs if each.name in cache.outputs)
-            self.cached = True
         self.max_batch = self._max_batch()
 
     # -- what runs it ----------------------------------------------------------------------------
@@ -177,34 +176,15 @@ class Packaging:
 
     def _max_batch(self) -> int:
         """The largest batch that the server may put together; 0 where it must not."""
-        wanted, most = self.options.max_batch, None
+        most = None
         if "B" in self.spec.axes:
             # A request is served by the profile that fits it, so the widest one of an engine counts.
             widest = [max(ranges["B"].max for ranges in each.manifest.ranges) for each in self.engines]
             most = min([self.spec.axes["B"].max, *widest])
-        if self.cached:
-            if wanted is not None:
-                problem, got = "A model with a KV cache has a batch of sequences.", f"max_batch {wanted}"
-                raise DeployError(problem, got=got, hint="--sequences")
-            cached = [each.output for each in self.spec.kv_cache.tensors] if self.spec.kv_cache else []
-            served = [tensor.name for tensor in self.outputs]
-            lost = [each.name for each in self.spec.outputs if each.name not in (*cached, *served)]
-            if lost or not served:
-                problem = "A sequence is served by outputs with an entry for each token."
-                hint = "return the outputs of all tokens, not only of the last one"
-                raise DeployError(problem, got=", ".join(lost) or "no output", hint=hint)
-            for tensor in (*self.inputs, *self.outputs):
-                if not tensor.dims or tensor.dims[0] not in ("B", 1):
-                    problem = "A sequence is one batch element, and this model has no batch."
-                    hint = "export it with B as the first dimension of every input and output"
-                    raise DeployError(problem, got=f"{tensor.name}: {tensor.dims}", hint=hint)
-            count = self.options.sequences
-            if most is not None and count > most and self.engines:
-                got = f"{count} sequences, B up to {most}"
-                hint = f"--sequences {most}, or export with --axis B=1:{most}:{count}"
-                raise DeployError("The model takes fewer batch elements than sequences.", got=got, hint=hint)
-            return count
-        reason = self._why_unbatched()
+        return self._batch_of_requests(most) if self.cache is None else self._batch_of_sequences(most)
+
+    def _batch_of_requests(self, most: int | None) -> int:
+        wanted, reason = self.options.max_batch, self._why_unbatched()
         if reason is not None or most is None:
             if wanted is not None and wanted > 0:
                 hint = "leave --max-batch out, or export it with a dynamic axis B"
@@ -214,6 +194,32 @@ class Packaging:
             got, hint = f"max_batch {wanted}", f"at most {most}"
             raise DeployError("The model does not take such a batch.", got=got, hint=hint)
         return most if wanted is None else wanted
+
+    def _batch_of_sequences(self, most: int | None) -> int:
+        """Of a model with a KV cache: one batch element for every sequence."""
+        if self.options.max_batch is not None:
+            got = f"max_batch {self.options.max_batch}"
+            raise DeployError(
+                "A model with a KV cache has a batch of sequences.", got=got, hint="--sequences"
+            )
+        cached = [] if self.cache is None else [each.output for each in self.cache.tensors]
+        served = [tensor.name for tensor in self.outputs]
+        lost = [each.name for each in self.spec.outputs if each.name not in (*cached, *served)]
+        if lost or not served:
+            problem = "A sequence is served by outputs with an entry for each token."
+            hint = "return the outputs of all tokens, not only of the last one"
+            raise DeployError(problem, got=", ".join(lost) or "no output", hint=hint)
+        for tensor in (*self.inputs, *self.outputs):
+            if not tensor.dims or tensor.dims[0] not in ("B", 1):
+                problem = "A sequence is one batch element, and this model has no batch."
+                hint = "export it with B as the first dimension of every input and output"
+                raise DeployError(problem, got=f"{tensor.name}: {tensor.dims}", hint=hint)
+        count = self.options.sequences
+        if most is not None and count > most and self.engines:
+            got = f"{count} sequences, B up to {most}"
+            hint = f"--sequences {most}, or export with --axis B=1:{most}:{count}"
+            raise DeployError("The model takes fewer batch elements than sequences.", got=got, hint=hint)
+        return count
 
     def _why_unbatched(self) -> str | None:
         for tensor in (*self.spec.inputs, *self.spec.outputs):
@@ -286,7 +292,7 @@ class Packaging:
         for library in self.libraries:
             (version / PLUGINS).mkdir(exist_ok=True)
             shutil.copyfile(library, version / PLUGINS / library.name)
-        if self.cached:
+        if self.cache is not None:
             config.parameters["sequences"].string_value = str(options.sequences)
             batching = config.sequence_batching
             batching.max_sequence_idle_microseconds = _IDLE_US
@@ -388,7 +394,7 @@ class Packaging:
         )
         for each in self.engines:
             text += f"- `{each.path.stem}` was built {where_built(each.manifest)}.\n"
-        return (text + (_SEQUENCES if self.cached else "")).rstrip() + "\n"
+        return (text + ("" if self.cache is None else _SEQUENCES)).rstrip() + "\n"
 
 
 def _type_name(dtype: np.dtype) -> str:

@@ -7,7 +7,7 @@ import mha_deploy as md
 from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.metrics import judge_case
 from mha_deploy.options import ValidateOptions
-from mha_deploy.serving.backend import Caches, ServedModel, ServedRequest
+from mha_deploy.serving.backend import SequenceCaches, ServedModel, ServedRequest
 from mha_deploy.validate.decode import traces_of
 
 
@@ -89,7 +89,7 @@ def decoder(bundles, in_process):
     def make(name, *, slots=4, shared=False):
         bundle = bundles(name)
         (trace,) = traces_of(bundle, ValidateOptions())
-        caches = Caches(md.open_runner(bundle), bundle.manifest.spec, slots, shared=shared)
+        caches = SequenceCaches(md.open_runner(bundle), bundle.manifest.spec, slots, shared=shared)
         return Decoder(caches, trace)
 
     return make

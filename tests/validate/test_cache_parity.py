@@ -1,4 +1,4 @@
-"""Caches are judged by their new rows, and old rows must not change."""
+"""Caches are judged by their new entries, and old entries must not change."""
 
 from dataclasses import replace
 
