@@ -1145,7 +1145,7 @@ def _best_candidate(
     return *options[best.name], {"candidates": tuple(trials), "chosen": best, "why": why}
 
 
-def _refuse_builder(settings: Any, precision: str) -> None:
+def _refuse_builder(settings: EngineOptions, precision: str) -> None:
     """Raise before an export what would prevent the build after it."""
     from mha_deploy.engine.engine import default_backend
     from mha_deploy.engine.lowered import PLUGIN, candidates_for

@@ -35,12 +35,15 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from operator import methodcaller
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from mha_deploy.errors import EXIT_VERDICT_FAILED, BundleError, DeployError
 from mha_deploy.runtime.runner import Arrays, Closing, ProfiledRunner, Runner
+
+if TYPE_CHECKING:
+    from mha_deploy.runtime.timing import Timing, TimingPlan
 
 T = TypeVar("T")
 
@@ -290,7 +293,7 @@ class ChildRunner(_Remote, Runner):
 
     _run = run
 
-    def time(self, feeds: Arrays, plan: Any = None) -> Any:
+    def time(self, feeds: Arrays, plan: TimingPlan | None = None) -> Timing:
         """How long one call takes with inputs that are on the device already; measured in the child."""
         return self.apply(methodcaller("time", dict(feeds), plan), step=f"timing {_sizes(feeds)}")
 
