@@ -280,6 +280,9 @@ def _with_plugin_roles(built: BuiltEngine, lowered: ir.Model) -> BuiltEngine:
 
 # -- Does every profile of a new engine have an execution context? ---------------------------------
 
+# Seen with TensorRT 8.6: an engine that was built on a busy GPU has no execution context in any process.
+_BUILD_AGAIN = "build it again while nothing else uses the GPU"
+
 
 def unprepared_profiles(rt: TensorRT, plan: bytes, names: Sequence[str], **options: Any) -> list[str]:
     """A line for each profile of a new engine, by its name, that cannot be prepared on this machine's GPU.
@@ -311,8 +314,8 @@ def _try_profiles(rt: TensorRT, plan: bytes, names: Sequence[str], options: Mapp
             try:
                 bound = BoundContext(runner, index, usual)
             except DeployError as error:
-                why = error.got or error.what
-                problems.append(f"engine built, but profile {name} cannot be prepared: {why}")
+                why, hint = error.got or error.what, error.hint or _BUILD_AGAIN
+                problems.append(f"engine built, but profile {name} cannot be prepared: {why} try: {hint}")
                 continue
             owned.close()
             owned.callback(bound.close)
