@@ -26,9 +26,7 @@ from mha_deploy.model.spec import CACHE_TENSORS, CACHES, FLOAT, INT32, LENGTHS, 
 # -- Files of arrays that anybody may have written: nothing is unpickled -----------------------------
 
 
-def read_npz(
-    path: Path, check_names: Callable[[list[str]], None] = lambda names: None
-) -> dict[str, np.ndarray]:
+def read_npz(path: Path, check_names: Callable[[list[str]], None] = lambda names: None) -> Arrays:
     """Read every array of a user's .npz file; `check_names` may refuse them before any is read."""
     try:
         with open_regular(path) as file:

@@ -72,11 +72,9 @@ class AttentionNode:
     @property
     def kind(self) -> str | None:
         """The head layout by its usual name, where the heads are known."""
-        if not isinstance(self.Hq, int) or not isinstance(self.Hkv, int):
+        if self.group is None:
             return None
-        if self.Hq == self.Hkv:
-            return "MHA"
-        return "MQA" if self.Hkv == 1 else "GQA"
+        return "MHA" if self.Hq == self.Hkv else "MQA" if self.Hkv == 1 else "GQA"
 
     @property
     def group(self) -> int | None:
@@ -201,10 +199,8 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """Read plain data."""
         if isinstance(data, Mapping):
             if (found := data.get("format")) != FORMAT:
-                hint = f"this version reads format {FORMAT}: export again with it"
-                raise BundleError(
-                    "The format of the bundle is not supported.", got=f"format {found!r}", hint=hint
-                )
+                got, hint = f"format {found!r}", f"this version reads format {FORMAT}: export again with it"
+                raise BundleError("The format of the bundle is not supported.", got=got, hint=hint)
             if missing := [name for name in cls.__struct_fields__ if name not in data]:
                 raise msgspec.ValidationError(f"Object missing required field `{missing[0]}`")
         read = msgspec.convert(data, cls)

@@ -16,7 +16,7 @@ from torch.export import ExportedProgram
 
 from mha_deploy.errors import ExportError, SpecError
 from mha_deploy.model.deployable import LARGEST_ACTIVATION
-from mha_deploy.model.spec import Axis, Dim, TensorSpec, size_of
+from mha_deploy.model.spec import Axes, Dim, Sizes, TensorSpec, size_of
 from mha_deploy.model.spec import Dim as NamedDim
 from mha_deploy.reference.inputs import seeded_generator
 
@@ -28,9 +28,7 @@ NamedSizes = Sequence[tuple[str, Any]]
 """The name of a dimension, an axis or a sum of axes, and its size as PyTorch traced it."""
 
 
-def draw_inputs(
-    example: Mapping[str, Tensor], dims: NamedDims, sizes: Mapping[str, int], seed: int
-) -> dict[str, Tensor]:
+def draw_inputs(example: Mapping[str, Tensor], dims: NamedDims, sizes: Sizes, seed: int) -> dict[str, Tensor]:
     """Draw inputs that look like the example; those of different names get different numbers.
 
     Floats are normal with the example's mean and deviation. Integers, booleans and masks (floats with
@@ -62,7 +60,7 @@ def draw_one(name: str, example: Tensor, shape: Sequence[int], seed: int) -> Ten
     return (drawn * deviation + mean).to(example.device, example.dtype)
 
 
-def shape_of(example: Tensor, dims: Sequence[str | int | None], sizes: Mapping[str, int]) -> tuple[int, ...]:
+def shape_of(example: Tensor, dims: Sequence[str | int | None], sizes: Sizes) -> tuple[int, ...]:
     """The shape of an input at other sizes; dimensions without a name stay as they are."""
     named = [*dims, *[None] * (example.dim() - len(dims))]
     full = [size if dim is None else dim for dim, size in zip(named, example.shape, strict=True)]
@@ -85,7 +83,7 @@ class ExportedModule:
     # node; the rest has it.
     nodes: Mapping[str, str]
     unproven: tuple[str, ...] = ()  # axes whose smaller sizes were tried, as PyTorch did not prove them
-    fixed: Mapping[str, Axis] = field(default_factory=dict)  # axes that could not vary, with their one size
+    fixed: Axes = field(default_factory=dict)  # axes that could not vary, with their one size
     notes: tuple[str, ...] = ()  # what a reader should know, such as why
 
     def node_of(self, value: str) -> str | None:
@@ -110,7 +108,7 @@ _SYMBOL = re.compile(r"\b[su]\d+\b")
 _SQUARE = re.compile(r"(\b\w+)\*\*2\b")
 
 
-def trace_sizes(example: Mapping[str, Tensor], dims: NamedDims, axes: Mapping[str, Axis]) -> dict[str, int]:
+def trace_sizes(example: Mapping[str, Tensor], dims: NamedDims, axes: Axes) -> dict[str, int]:
     """A size for every axis to trace with, at least 2 and different for each where it varies.
 
     Equal sizes could be taken for one. The example's own sizes are known to work, so they come first. A
@@ -135,7 +133,7 @@ def trace_sizes(example: Mapping[str, Tensor], dims: NamedDims, axes: Mapping[st
     return {name: sizes[name] for name in axes}
 
 
-def clamp_to(axes: Mapping[str, Axis], sizes: Mapping[str, int]) -> dict[str, int]:
+def clamp_to(axes: Axes, sizes: Sizes) -> dict[str, int]:
     """The sizes, moved into the ranges of their axes."""
     return {name: min(max(sizes[name], axis.min), axis.max) for name, axis in axes.items()}
 
@@ -151,7 +149,7 @@ Kind = Literal["ranges", "from traced", "automatic"]
 
 
 def dynamic_shapes(
-    dims: NamedDims, names: Sequence[str], axes: Mapping[str, Axis], sizes: Mapping[str, int], *, kind: Kind
+    dims: NamedDims, names: Sequence[str], axes: Axes, sizes: Sizes, *, kind: Kind
 ) -> dict[str, dict[int, Any]]:
     """What may vary in every input, for `torch.export`; how a sum follows from its axes shows by itself."""
     least = {name: axis.min if kind == "ranges" else sizes[name] for name, axis in axes.items()}
@@ -170,7 +168,7 @@ def dynamic_shapes(
     }
 
 
-def _torch_dim(dim: str, torch_dims: Mapping[str, Any], sizes: Mapping[str, int]) -> Any:
+def _torch_dim(dim: str, torch_dims: Mapping[str, Any], sizes: Sizes) -> Any:
     """A sum of one varying axis and numbers; PyTorch has no words for a sum of several."""
     parts = dim.split("+")
     varying = [part for part in parts if part in torch_dims]
@@ -185,7 +183,7 @@ def _torch_dim(dim: str, torch_dims: Mapping[str, Any], sizes: Mapping[str, int]
 class AxisNames:
     """Translates PyTorch's symbols to the names of the user's axes."""
 
-    def __init__(self, dims: NamedDims, axes: Mapping[str, Axis], fed: NamedSizes) -> None:
+    def __init__(self, dims: NamedDims, axes: Axes, fed: NamedSizes) -> None:
         """Learn the symbols from the inputs as PyTorch traced them; sums have the order of the axes."""
         self._order = list(axes)
         # The first dimension of a symbol names it.

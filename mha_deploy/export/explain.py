@@ -167,10 +167,8 @@ def explain_failure(error: Exception, name_of: SizeNames, trace_again: Callable[
         return ExportError("PyTorch could not trace the module.", got=got, hint=remedy)
     if constants := dict(_CONSTANT.findall(text)):
         axes, places = " and ".join(constants), listener.places
-        always = [
-            f"{places.get(axis, '')}traced at {axis}={size}, it is a constant"
-            for axis, size in constants.items()
-        ]
+        sizes = [(places.get(axis, ""), f"{axis}={size}") for axis, size in constants.items()]
+        always = [f"{place}traced at {size}, it is a constant" for place, size in sizes]
         what = f"The module works for one size of {axes} only."
         hint = f"fix {axes} to one size, or let the module take it from its inputs"
         return ExportError(what, got="; ".join(always), hint=hint)

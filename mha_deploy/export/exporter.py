@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +28,7 @@ from mha_deploy.graph.fuse import share_tied_weights
 from mha_deploy.graph.upcast import retype
 from mha_deploy.model.deployable import Deployable
 from mha_deploy.model.precision import find_precision
-from mha_deploy.model.spec import AttentionSpec, Axis, ModelSpec
+from mha_deploy.model.spec import AttentionSpec, Axes, ModelSpec
 from mha_deploy.options import AUTO, ExportOptions
 from mha_deploy.reference import build_module
 from mha_deploy.reference.attention import Attention
@@ -61,7 +60,7 @@ def bundle_from_factory(
     target: Path,
     options: ExportOptions | None = None,
     *,
-    axes: Mapping[str, Axis] | None = None,
+    axes: Axes | None = None,
     on_step: flow.OnStep = lambda name, number, count: None,
 ) -> Bundle:
     """Export a user's own module as `bundle_from_spec` does a layer; `axes` replace ranges of the factory.
@@ -248,9 +247,7 @@ class _ModuleSource(flow.Source):
     user: UserModule
     capture: ModuleCapture
 
-    def __init__(
-        self, reference: str | Deployable, options: ExportOptions, axes: Mapping[str, Axis] | None
-    ) -> None:
+    def __init__(self, reference: str | Deployable, options: ExportOptions, axes: Axes | None) -> None:
         if options.device != "cpu":
             raise ExportError("Your own model is exported on the CPU.", got=f"--device {options.device}")
         self.reference, self.options, self.axes = reference, options, axes
@@ -282,9 +279,7 @@ class _ModuleSource(flow.Source):
             model = self.mixed(model, user.axes, folder)
             self.capture = ModuleCapture(user, exported, options.seed, model)
         self.values = attention_values(model, exported)
-        known = {
-            each.name: getattr(user, each.name) for each in fields(ModelSpec) if hasattr(user, each.name)
-        }
+        known = {f.name: getattr(user, f.name) for f in fields(ModelSpec) if hasattr(user, f.name)}
         self.describe(model, exported.outputs, **known, cached=user.kv_cache)
         _drop_exporter_metadata(model)
         return model

@@ -40,7 +40,7 @@ from mha_deploy.graph.ir import Dim, dims
 from mha_deploy.graph.mixed_precision import apply_plan, plan_precision
 from mha_deploy.metrics import relative_error
 from mha_deploy.model.precision import Precision
-from mha_deploy.model.spec import FLOAT, Axis, ModelSpec, Sizes, TensorSpec
+from mha_deploy.model.spec import FLOAT, Axes, ModelSpec, Sizes, TensorSpec
 from mha_deploy.options import ExportOptions
 from mha_deploy.runtime import measure_ranges
 
@@ -272,7 +272,7 @@ class Source(ABC):
         ]
         return model
 
-    def mixed(self, model: ir.Model, axes: Mapping[str, Axis], folder: Path) -> ir.Model:
+    def mixed(self, model: ir.Model, axes: Axes, folder: Path) -> ir.Model:
         """A float32 graph in FP16 where that holds the numbers that are drawn; what is wider is noted."""
         self.step("ranges")
         sizes = {at: {name: getattr(axis, at) for name, axis in axes.items()} for at in ("opt", "min")}

@@ -23,7 +23,7 @@ from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.fuse import from_old_opset
 from mha_deploy.graph.upcast import in_float64
 from mha_deploy.model.precision import PRECISIONS, find_precision
-from mha_deploy.model.spec import FLOAT, Axis, Dim, TensorSpec, size_of
+from mha_deploy.model.spec import FLOAT, Axes, Axis, Dim, TensorSpec, size_of
 from mha_deploy.options import AUTO, ExportOptions
 from mha_deploy.runtime import open_runner
 from mha_deploy.runtime.onnx_reference import evaluator_of
@@ -40,7 +40,7 @@ def bundle_from_onnx(
     target: Path,
     options: ExportOptions,
     *,
-    axes: Mapping[str, Axis] | None = None,
+    axes: Axes | None = None,
     inputs: Mapping[str, np.ndarray] | None = None,
     on_step: OnStep = lambda name, number, count: None,
 ) -> Bundle:
@@ -59,7 +59,7 @@ class _OnnxSource(Source):
     golden = ("opt", "min", "odd")
 
     def __init__(
-        self, path: Path, options: ExportOptions, axes: Mapping[str, Axis], inputs: Mapping[str, np.ndarray]
+        self, path: Path, options: ExportOptions, axes: Axes, inputs: Mapping[str, np.ndarray]
     ) -> None:
         self.path, self.options, self.examples = path, options, inputs
         self.notes, self.checks = [], {}
@@ -209,7 +209,7 @@ def _precision_of(model: ir.Model) -> str:
 
 
 def _named_axes(
-    inputs: Mapping[str, ir.Value], given: Mapping[str, Axis]
+    inputs: Mapping[str, ir.Value], given: Axes
 ) -> tuple[dict[str, tuple[Dim, ...]], dict[str, Axis]]:
     """The dimensions of the inputs, and the axes they name."""
     dims: dict[str, tuple[Dim, ...]] = {}
@@ -236,7 +236,7 @@ def _named_axes(
     return dims, axes
 
 
-def _dim(name: str, measured: list[tuple[dict[str, int], int]], axes: Mapping[str, Axis]) -> Dim:
+def _dim(name: str, measured: list[tuple[dict[str, int], int]], axes: Axes) -> Dim:
     """The first axis, number or sum of two of them that has every measured size."""
     at, size = measured[0]
     tried = [*(axis for axis in axes if axes[axis].is_dynamic), str(size)]

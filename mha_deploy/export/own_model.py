@@ -21,8 +21,8 @@ from mha_deploy.errors import BundleError, ExportError, exit_as_error, nearest, 
 from mha_deploy.export.axes import draw_one, shape_of
 from mha_deploy.model.deployable import Deployable, Example
 from mha_deploy.model.precision import PRECISIONS, Precision
-from mha_deploy.model.spec import Axis, Dim, ModelSpec, NamedAxes
-from mha_deploy.reference.inputs import seeded_generator
+from mha_deploy.model.spec import Axes, Axis, Dim, ModelSpec, NamedAxes, Sizes
+from mha_deploy.reference.inputs import rounded, seeded_generator
 from mha_deploy.reference.weights import read_state
 from mha_deploy.runtime.child import isolation
 
@@ -35,7 +35,7 @@ _SEE = "see mha_deploy.Deployable"
 class UserModule(Deployable, NamedAxes):
     """What a factory gave, checked, in evaluation mode; and how its weights were made."""
 
-    axes: Mapping[str, Axis]
+    axes: Axes
     factory: str  # the reference it was loaded by; empty for a `Deployable` that was made in memory
     dims: Mapping[str, tuple[Dim, ...]]  # of every input: an axis, a sum, or a number
     precision: Precision = PRECISIONS["fp32"]  # to which the module is rounded
@@ -52,12 +52,8 @@ class UserModule(Deployable, NamedAxes):
 
     def rounded(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Inputs in the module's precision, on its device."""
-        held = next((t.device for t in (*self.module.parameters(), *self.module.buffers())), None)
-        dtype = getattr(torch, self.precision.torch_name)
-        return {
-            name: tensor.to(held or "cpu", dtype if tensor.is_floating_point() else tensor.dtype)
-            for name, tensor in inputs.items()
-        }
+        devices = (each.device for each in (*self.module.parameters(), *self.module.buffers()))
+        return rounded(inputs, next(devices, "cpu"), getattr(torch, self.precision.torch_name))
 
     @property
     def examples(self) -> dict[str, Tensor]:
@@ -185,7 +181,7 @@ def _axis(name: object, sizes: object) -> Axis:
     raise ExportError(f"Axis {name} is not a range.", got=sizes, hint='"1:128:512", or (1, 128, 512)')
 
 
-def _dims(name: str, example: object, axes: Mapping[str, Axis]) -> tuple[Dim, ...]:
+def _dims(name: str, example: object, axes: Axes) -> tuple[Dim, ...]:
     """The dimensions of an input, where its example can be used."""
     if not isinstance(example, Example) or not isinstance(example.tensor, Tensor):
         got = type(example).__name__
@@ -231,7 +227,7 @@ def _check_forward(module: nn.Module, inputs: Mapping[str, Example]) -> None:
 _KEPT_WIDE = ("inv_freq", "original_inv_freq")
 
 
-def draw_user_inputs(user: UserModule, label: str, sizes: Mapping[str, int], seed: int) -> dict[str, Tensor]:
+def draw_user_inputs(user: UserModule, label: str, sizes: Sizes, seed: int) -> dict[str, Tensor]:
     """Inputs at some sizes, rounded: drawn by the user's own function, or after the example."""
     drawn = {}
     for key, example in user.inputs.items():
@@ -263,7 +259,7 @@ def open_user_module(
     seed: int = 0,
     weights: Path | None = None,
     prefix: str = "",
-    axes: Mapping[str, Axis] | None = None,
+    axes: Axes | None = None,
     device: str = "cpu",
 ) -> UserModule:
     """Load a module, give it the weights of a file where there is one, and round it.

@@ -38,7 +38,7 @@ from mha_deploy.export.axes import (
 )
 from mha_deploy.export.oracle import dense_flex_attention, run_program, swapped
 from mha_deploy.graph.attention_node import is_attention
-from mha_deploy.model.spec import Axis, size_of
+from mha_deploy.model.spec import Axes, Axis, Sizes, size_of
 
 # -- Names for what a module returns: a tensor, a tuple, a dictionary, or these in each other ------
 
@@ -108,7 +108,7 @@ def _leaves(part: Any, path: tuple[str | int, ...]) -> Iterator[tuple[int, tuple
 
 # -- Whether a program still is its module at sizes that PyTorch could not trace it at -------------
 
-DrawInputs = Callable[[Mapping[str, int]], dict[str, Tensor]]
+DrawInputs = Callable[[Sizes], dict[str, Tensor]]
 
 _TRACED_FROM = 2
 _MOST_TRIED = 8
@@ -128,7 +128,7 @@ def _check_repeats(module: nn.Module, example: Mapping[str, Tensor]) -> None:
 
 
 def _check_sizes(
-    exported: ExportedModule, module: nn.Module, draw: DrawInputs, every: Iterable[Mapping[str, int]]
+    exported: ExportedModule, module: nn.Module, draw: DrawInputs, every: Iterable[Sizes]
 ) -> None:
     """Run module and program at sizes that were not traced, and compare them."""
     larger, drawn = "axes that begin at a larger size", "a draw= for its inputs"
@@ -174,9 +174,7 @@ def _close(want: Tensor, got: Tensor) -> bool:
     return torch.allclose(got, want, rtol=tolerance, atol=near, equal_nan=True)
 
 
-def _sizes_to_try(
-    axes: Mapping[str, Axis], traced: Mapping[str, int], unproven: Iterable[str]
-) -> Iterator[dict[str, int]]:
+def _sizes_to_try(axes: Axes, traced: Sizes, unproven: Iterable[str]) -> Iterator[dict[str, int]]:
     """All axes at their smallest, then each one through the sizes that PyTorch did not prove."""
     small = {name: axis.min for name, axis in axes.items() if axis.is_dynamic and axis.min < _TRACED_FROM}
     if small:
@@ -194,9 +192,7 @@ def _fed_sizes(program: ExportedProgram, dims: NamedDims) -> NamedSizes:
     return named_sizes(fed, dims)
 
 
-def _outside_guards(
-    fed: NamedSizes, axes: Mapping[str, Axis], traced: Mapping[str, int]
-) -> Iterator[dict[str, int]]:
+def _outside_guards(fed: NamedSizes, axes: Axes, traced: Sizes) -> Iterator[dict[str, int]]:
     """Sizes of the axes, of those near their bounds and their optimum, that break a guard of the program."""
     varying = [(size.node, dim) for dim, size in fed if not str(size).isdigit()]
     symbols = {node.expr: dim for node, dim in varying}
@@ -222,7 +218,7 @@ def export_program(
     module: nn.Module,
     inputs: Mapping[str, Tensor],
     dims: NamedDims,
-    axes: Mapping[str, Axis],
+    axes: Axes,
     *,
     opset: int = 23,
     output_names: Sequence[str] = (),
@@ -282,12 +278,12 @@ class _Traced:
     """A module as PyTorch traced it, with the fields of `ExportedModule`."""
 
     program: ExportedProgram  # the program
-    axes: Mapping[str, Axis]  # its axes; those that could not vary have one size
+    axes: Axes  # its axes; those that could not vary have one size
     sizes: dict[str, int]  # what it was traced at
     unproven: tuple[str, ...] = ()  # axes whose smaller sizes PyTorch did not prove
-    outside: Sequence[Mapping[str, int]] = ()  # sizes that break a guard, so that they must be tried
+    outside: Sequence[Sizes] = ()  # sizes that break a guard, so that they must be tried
     refusal: ExportError | None = None  # what to raise where that comparison fails: why the first attempt did
-    fixed: Mapping[str, Axis] = dataclasses.field(default_factory=dict)  # axes that could not vary
+    fixed: Axes = dataclasses.field(default_factory=dict)  # axes that could not vary
     notes: tuple[str, ...] = ()  # what a reader should know
 
 
@@ -299,7 +295,7 @@ class _Tracer:
     inputs: Mapping[str, Tensor]
     dims: NamedDims
 
-    def trace(self, axes: Mapping[str, Axis]) -> _Traced:
+    def trace(self, axes: Axes) -> _Traced:
         """With the ranges of its axes, else with PyTorch's own, else with fewer dynamic axes."""
         sizes = trace_sizes(self.inputs, self.dims, axes)
         trace = partial(self.export, axes, "ranges")
@@ -333,7 +329,7 @@ class _Tracer:
                     return dataclasses.replace(found, fixed=narrow, notes=(note,))
         raise refusal from first
 
-    def trace_automatically(self, axes: Mapping[str, Axis]) -> _Traced | set[str]:
+    def trace_automatically(self, axes: Axes) -> _Traced | set[str]:
         """With the ranges that PyTorch finds; or the axes that it cannot let vary, where it reports them."""
         constant: set[str] = set()
         for strict in (False, True):
@@ -349,7 +345,7 @@ class _Tracer:
                 constant = constant or static
         return constant
 
-    def export(self, axes: Mapping[str, Axis], kind: Kind, *, strict: bool = False) -> ExportedProgram:
+    def export(self, axes: Axes, kind: Kind, *, strict: bool = False) -> ExportedProgram:
         """Call PyTorch."""
         sizes = trace_sizes(self.inputs, self.dims, axes)
         example = draw_inputs(self.inputs, self.dims, sizes, seed=0)

@@ -354,12 +354,11 @@ def _rope(config: Mapping[str, Any], kind: str, layer: int, D: int) -> Rope | No
 def _refuse_options(config: Mapping[str, Any], kind: str) -> None:
     """Refuse options that change the function and that a layer of the catalog does not have."""
     inner = _inner(config)
-    for name in ("use_qk_norm", "qk_layernorm", "qk_norm", "use_qk_layernorm", "qk_ln"):
-        if config.get(name) or inner.get(name):
-            raise _refusal(kind, f"it normalises queries and keys ({name})")
+    norms = ("use_qk_norm", "qk_layernorm", "qk_norm", "use_qk_layernorm", "qk_ln")
     relative = str(config.get("position_embedding_type", "absolute")).startswith("relative")
     stacked_by_head = kind == "gpt_bigcode" and not config.get("multi_query", True)
     reasons = {
+        **{f"it normalises queries and keys ({n})": config.get(n) or inner.get(n) for n in norms},
         "it clips queries, keys and values (clip_qkv)": config.get("clip_qkv") or inner.get("clip_qkv"),
         "its positions are relative (position_embedding_type)": relative,
         "it adds ALiBi before the scale, in BF16": kind == "falcon" and config.get("alibi"),

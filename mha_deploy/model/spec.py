@@ -73,6 +73,9 @@ class Axis:
         return axis
 
 
+Axes = Mapping[str, Axis]
+
+
 def check_axis(name: str, axis: Axis) -> None:
     """Refuse an axis of size 0, unless it is the past: a KV cache begins empty."""
     what, got = "An axis needs three whole numbers of at least 1.", f"{name} = {axis}" if name else axis
@@ -159,13 +162,13 @@ class NamedAxes:
     """A model over named axes: sizes inside their ranges."""
 
     name: str
-    axes: Mapping[str, Axis]
+    axes: Axes
 
     def sizes(self, bound: str) -> dict[str, int]:
         """The size of every axis at `min`, `opt` or `max`."""
         return {name: getattr(axis, bound) for name, axis in self.axes.items()}
 
-    def with_axes(self: _Spec, changed: Mapping[str, Axis]) -> _Spec:
+    def with_axes(self: _Spec, changed: Axes) -> _Spec:
         """The same model over other axis ranges."""
         for name in changed:
             if name not in self.axes:
@@ -201,7 +204,7 @@ class ModelSpec(NamedAxes):
     """
 
     name: str  # name of the model
-    axes: Mapping[str, Axis]  # the named sizes; B is the batch where there is one
+    axes: Axes  # the named sizes; B is the batch where there is one
     inputs: tuple[TensorSpec, ...]  # the inputs, in the order of the graph
     outputs: tuple[TensorSpec, ...]  # the outputs, in the order of the graph
     attention_count: int  # how many attentions it computes, fused or not
@@ -231,7 +234,7 @@ class ModelSpec(NamedAxes):
         for name, axis in self.axes.items():
             check_axis(name, axis)
 
-    def with_axes(self, changed: Mapping[str, Axis]) -> ModelSpec:
+    def with_axes(self, changed: Axes) -> ModelSpec:
         """The same model over other axis ranges."""
         return super().with_axes(changed) if self.layer is None else self.layer.with_axes(changed).model
 
@@ -349,7 +352,7 @@ class AttentionSpec(NamedAxes):
     Hkv: int  # key/value heads: Hq for multi-head, fewer for grouped-query, 1 for multi-query
     D: int  # head size; default: E / Hq
     E: int  # model width
-    axes: Mapping[str, Axis]  # B, S; T for cross attention and a preallocated cache, P for a dynamic one
+    axes: Axes  # B, S; T for cross attention and a preallocated cache, P for a dynamic one
     summary: str = ""  # one line for people
     variant: str = "attention"  # what happens to the heads after attention; one of `VARIANTS`
     attends: str = "self"  # `self` or `cross`

@@ -54,10 +54,13 @@ def random_inputs(
 def fed_to(module: Attention, feeds: Mapping[str, Tensor]) -> Feeds:
     """The inputs on the module's device, floating-point ones rounded to its precision."""
     parameter = next(module.parameters())
-    return {
-        name: tensor.to(parameter.device, parameter.dtype if tensor.is_floating_point() else tensor.dtype)
-        for name, tensor in feeds.items()
-    }
+    return rounded(feeds, parameter.device, parameter.dtype)
+
+
+def rounded(feeds: Mapping[str, Tensor], device: torch.device | str, dtype: torch.dtype) -> Feeds:
+    """Tensors on a device, floating-point ones rounded to a type."""
+    types = {name: dtype if tensor.is_floating_point() else tensor.dtype for name, tensor in feeds.items()}
+    return {name: tensor.to(device, types[name]) for name, tensor in feeds.items()}
 
 
 def to_numpy(tensor: Tensor) -> np.ndarray:

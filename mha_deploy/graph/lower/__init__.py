@@ -41,6 +41,7 @@ from mha_deploy.graph.lower.call import (
     AttentionCall,
     LoweringError,
     OperatorRules,
+    Outputs,
     copy_of,
     read_call,
     take_mask_before_expand,
@@ -51,8 +52,8 @@ __all__ = ["DIALECTS", "LoweringError", "lower"]
 
 
 NoOptions = make_dataclass("NoOptions", [])
-Rule = Callable[[AttentionCall, NodeBuilder, Any], dict[int, ir.Value] | None]
-"""Writes one attention: its outputs by position, or None to keep the node."""
+Rule = Callable[[AttentionCall, NodeBuilder, Any], Outputs | None]
+"""Writes one attention, or gives None to keep the node."""
 
 
 @dataclass(frozen=True, kw_only=True)

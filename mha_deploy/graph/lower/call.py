@@ -133,6 +133,9 @@ class AttentionCall:
         return merge_heads(b, y, self.Hq * self.Dv, name="merged") if self.attention.rank == 3 else y
 
 
+Outputs = dict[int, ir.Value]
+"""What replaces the outputs of a node, by position."""
+
 _INPUTS = ("q", "k", "v", "mask", "past_key", "past_value", "lengths")
 
 

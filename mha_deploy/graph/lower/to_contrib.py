@@ -14,7 +14,7 @@ from mha_deploy.graph.attention_node import PRESENT_KEY, PRESENT_VALUE, Y
 from mha_deploy.graph.ir import NodeBuilder
 from mha_deploy.graph.lower import cache as kv
 from mha_deploy.graph.lower import masks
-from mha_deploy.graph.lower.call import AttentionCall, merge_heads, split_heads
+from mha_deploy.graph.lower.call import AttentionCall, Outputs, merge_heads, split_heads
 from mha_deploy.graph.lower.operators import rotary_to_contrib, scatter_to_primitives
 from mha_deploy.graph.lower.to_primitives import group_form
 
@@ -25,7 +25,7 @@ OPERATOR_RULES = {"RotaryEmbedding": rotary_to_contrib, "TensorScatter": scatter
 """How the operators around attention are written; ONNX Runtime has no cache update of its own."""
 
 
-def lower_to_contrib(call: AttentionCall, b: NodeBuilder, options: object) -> dict[int, ir.Value]:
+def lower_to_contrib(call: AttentionCall, b: NodeBuilder, options: object) -> Outputs:
     """Write one attention as MultiHeadAttention or GroupQueryAttention."""
     attention = call.attention
     if call.has_fp64:
@@ -57,7 +57,7 @@ def _why_not_group_query(call: AttentionCall) -> str | None:
     return next((problem for problem, applies in problems.items() if applies), None)
 
 
-def _multi_head(call: AttentionCall, b: NodeBuilder) -> dict[int, ir.Value]:
+def _multi_head(call: AttentionCall, b: NodeBuilder) -> Outputs:
     """MultiHeadAttention; keys and values of grouped heads are repeated."""
     attention, T = call.attention, call.key_length(b)
     # Otherwise the past is concatenated before it.
@@ -85,7 +85,7 @@ def _multi_head(call: AttentionCall, b: NodeBuilder) -> dict[int, ir.Value]:
     return {Y: _finish(b, call, mask, y), PRESENT_KEY: heads.k, PRESENT_VALUE: heads.v}
 
 
-def _group_query(call: AttentionCall, b: NodeBuilder) -> dict[int, ir.Value]:
+def _group_query(call: AttentionCall, b: NodeBuilder) -> Outputs:
     attention = call.attention
     # The operator's own window looks back only, and only when causal; any other becomes a bias.
     own_window = attention.is_causal and attention.has_window and call.mask is None

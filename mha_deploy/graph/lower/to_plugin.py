@@ -41,7 +41,7 @@ from mha_deploy.graph.ir import (
 )
 from mha_deploy.graph.lower import cache as kv
 from mha_deploy.graph.lower import masks
-from mha_deploy.graph.lower.call import AttentionCall, OperatorRules, split_heads
+from mha_deploy.graph.lower.call import AttentionCall, OperatorRules, Outputs, split_heads
 from mha_deploy.graph.lower.operators import RMS_NORM, ROTARY, Rotary, read_rotary
 from mha_deploy.graph.lower.to_primitives import OPERATOR_RULES as PRIMITIVE_RULES
 
@@ -130,18 +130,18 @@ def place_of(value: ir.Value, heads: int, size: int) -> Place:
 
 
 def _before_transpose(
-    value: ir.Value | None, permutation: tuple[int, ...], heads: int, size: int
+    value: ir.Value | None, order: tuple[int, ...], heads: int, size: int
 ) -> ir.Value | None:
     """The `[B, L, ·]` before a Reshape to `[B, L, …, H, D]` and a Transpose; None where there are none."""
     transpose = made_by(value, "Transpose")
-    moved = transpose is not None and perm(transpose) == permutation
+    moved = transpose is not None and perm(transpose) == order
     split = made_by(input_at(transpose, 0), "Reshape") if moved else None
     rows = input_at(split, 0)
     if rows is None or split is None or rank(rows) != 3:
         return None
     before, after = dims(rows), dims(split.outputs[0])
     inner = [each for each in after[2:] if isinstance(each, int)]
-    if len(after) != len(permutation) or after[-2:] != (heads, size) or len(inner) != len(after) - 2:
+    if len(after) != len(order) or after[-2:] != (heads, size) or len(inner) != len(after) - 2:
         return None
     # A reshape keeps the number of elements: where one of the two leading sizes is equal, so is the other.
     same = any(same_size(before[at], after[at]) for at in (0, 1))
@@ -479,7 +479,7 @@ class PluginOptions:
     linear: bool = False  # the projections around an attention, too: these nodes accumulate in FP32
 
 
-def lower_to_plugin(call: AttentionCall, b: NodeBuilder, options: PluginOptions) -> dict[int, ir.Value]:
+def lower_to_plugin(call: AttentionCall, b: NodeBuilder, options: PluginOptions) -> Outputs:
     """Write one attention as a node of the plugin; the outputs by position."""
     refuse_what_is_missing(call)
     # With a past these are the operands; without one they are used for `present` only.
@@ -895,11 +895,9 @@ def _write_node(
     """Replace a node; `own` are the attributes that are not zero."""
     b = NodeBuilder(prefix_within(node.name or plugin.NORM_ACTIVATION, taken))
     none = {"has_second": 0, "has_bias": 0, "keeps_sum": 0, "epsilon": 0.0}
-    attributes = {"operation": operation, **none, **own, **plugin.lookup_attributes()}
+    values = {"operation": operation, **none, **own, **plugin.lookup_attributes()}
     count, op_type = 1 + int(own.get("keeps_sum", 0)), plugin.NORM_ACTIVATION
-    outputs = b.node(
-        op_type, inputs, outputs=count, domain=plugin.DOMAIN, name=b.prefix, attributes=attributes
-    )
+    outputs = b.node(op_type, inputs, outputs=count, domain=plugin.DOMAIN, name=b.prefix, attributes=values)
     for output in outputs:
         output.type, output.shape = node.outputs[0].type, node.outputs[0].shape
     replace_node(node, b, {0: outputs[0]})

@@ -14,7 +14,7 @@ from mha_deploy.graph.attention_node import PRESENT_KEY, PRESENT_VALUE, QK_OUTPU
 from mha_deploy.graph.ir import NodeBuilder, Size, replace_node
 from mha_deploy.graph.lower import cache as kv
 from mha_deploy.graph.lower import masks
-from mha_deploy.graph.lower.call import AttentionCall
+from mha_deploy.graph.lower.call import AttentionCall, Outputs
 from mha_deploy.graph.lower.masks import Mask
 from mha_deploy.graph.lower.operators import (
     rms_norm_to_primitives,
@@ -149,9 +149,7 @@ def group_form(b: NodeBuilder, call: AttentionCall, name: str) -> GroupForm:
 # -- The dialect -----------------------------------------------------------------------------------
 
 
-def lower_to_primitives(
-    call: AttentionCall, b: NodeBuilder, options: PrimitivesOptions
-) -> dict[int, ir.Value]:
+def lower_to_primitives(call: AttentionCall, b: NodeBuilder, options: PrimitivesOptions) -> Outputs:
     """Write one attention as matmuls around a softmax; the outputs by position."""
     heads, form = call.heads(b), group_form(b, call, options.gqa)
     S, T = call.query_length(b), call.key_length(b)
@@ -219,10 +217,10 @@ def read_caches_in_place(model: ir.Model, options: PrimitivesOptions) -> None:
 def _cached_attention(form: GroupForm, cache: kv.CachedAttention) -> ir.Value:
     """Scores of the past and of the new tokens apart, one softmax over both, and two matmuls with V."""
     b, call = form.b, form.call
-    S, T = call.query_length(b), b.size(cache.past_key, 2)
+    S, T, starts = call.query_length(b), b.size(cache.past_key, 2), cache.starts
     hides_more = call.mask is not None or call.attention.has_window
     mask = masks.read_mask(b, call, S, call.key_length(b)) if hides_more else None
-    biases = _plain_biases(form, cache, S, T) if mask is None else _split_bias(form, cache, mask, S, T)
+    biases = _plain_biases(form, starts, S, T) if mask is None else _split_bias(form, starts, mask, S, T)
     query, scores = form.query(call.q), []
     for k, bias in zip((cache.past_key, cache.new_key), biases, strict=True):
         capped = form.softcap(form.transposed_scores(query, k))
@@ -237,9 +235,7 @@ def _cached_attention(form: GroupForm, cache: kv.CachedAttention) -> ir.Value:
     return masks.zero_masked_queries(b, call, masks.attending_queries(b, call, mask), y)
 
 
-def _plain_biases(
-    form: GroupForm, cache: kv.CachedAttention, S: Size, T: Size
-) -> tuple[ir.Value, ir.Value | None]:
+def _plain_biases(form: GroupForm, starts: ir.Value, S: Size, T: Size) -> tuple[ir.Value, ir.Value | None]:
     """Mask the entries of a cache of T that are not valid yet, and the future among the S new tokens."""
     b, call = form.b, form.call
 
@@ -247,18 +243,16 @@ def _plain_biases(
         mask = Mask(visible=visible, additive=None, heads=1, one_row=one_row)
         return form.bias(mask, masks.bias_of(b, call, mask), S, columns)
 
-    past, new = bias(_valid(b, cache.starts, T), T, one_row=True), None
+    past, new = bias(_valid(b, starts, T), T, one_row=True), None
     if call.attention.is_causal and call.attention.S != 1:
         key, query = (masks.positions_along(b, S, axis=axis) for axis in (3, 2))
         new = bias(b.op("Less", key, b.op("Add", query, b.ints(1))), S, one_row=False)
     return past, new
 
 
-def _split_bias(
-    form: GroupForm, cache: kv.CachedAttention, mask: Mask, S: Size, T: Size
-) -> tuple[ir.Value, ir.Value]:
+def _split_bias(form: GroupForm, starts: ir.Value, mask: Mask, S: Size, T: Size) -> tuple[ir.Value, ir.Value]:
     """Split the bias over all keys into those of the past and of the new tokens."""
-    b, call, starts = form.b, form.call, cache.starts
+    b, call = form.b, form.call
     bias = masks.bias_of(b, call, mask, in_score_type=True)
     hidden = b.constant(masks.NEG_INF, call.dtype)
     past = b.op("Where", _valid(b, starts, T), bias, hidden, name="bias_past")

@@ -11,12 +11,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import onnx_ir as ir
-
 from mha_deploy.graph.attention_node import PRESENT_KEY, PRESENT_VALUE, QK_OUTPUT, Y
 from mha_deploy.graph.ir import NodeBuilder
 from mha_deploy.graph.lower import masks
-from mha_deploy.graph.lower.call import AttentionCall, LoweringError, OperatorRules
+from mha_deploy.graph.lower.call import AttentionCall, LoweringError, OperatorRules, Outputs
 from mha_deploy.graph.lower.operators import keep_scatter
 from mha_deploy.graph.lower.to_primitives import OPERATOR_RULES, PrimitivesOptions, lower_to_primitives
 
@@ -41,7 +39,7 @@ def operator_rules(options: TrtOptions) -> OperatorRules:
     return OPERATOR_RULES if options.decode_primitives else {"TensorScatter": keep_scatter}
 
 
-def lower_to_trt(call: AttentionCall, b: NodeBuilder, options: TrtOptions) -> dict[int, ir.Value] | None:
+def lower_to_trt(call: AttentionCall, b: NodeBuilder, options: TrtOptions) -> Outputs | None:
     """Write one attention for TensorRT; None where it can stay as it is."""
     refusal = _refusal(call, options)
     if refusal is not None:
@@ -66,7 +64,7 @@ def _refusal(call: AttentionCall, options: TrtOptions) -> LoweringError | None:
     return call.refuse("fp64", got="fp64", hint="export in fp16, bf16 or fp32") if call.has_fp64 else None
 
 
-def _rebuild(call: AttentionCall, b: NodeBuilder, options: TrtOptions) -> dict[int, ir.Value]:
+def _rebuild(call: AttentionCall, b: NodeBuilder, options: TrtOptions) -> Outputs:
     """The Attention node with 4-D inputs, one output and at most one mask.
 
     The mask is additive, which the fused kernel takes; a boolean one costs small kernels before it. The
