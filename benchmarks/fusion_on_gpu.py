@@ -18,9 +18,9 @@ from typing import Any
 import mha_deploy as md
 from mha_deploy.baselines.torch import kernel_times
 from mha_deploy.bundle.cases import golden_cases
+from mha_deploy.metrics import largest_share
 from mha_deploy.runtime.tensorrt.engine_verdict import engine_verdict
 from mha_deploy.runtime.tensorrt.kernels import kernels_from_profile
-from mha_deploy.validate.self_test import largest_share
 
 
 def evaluate(model: str, folder: Path, gqa: str | None) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def evaluate(model: str, folder: Path, gqa: str | None) -> dict[str, Any]:
         "profiler": [(node.status, node.kernels) for node in profiled.nodes],
         "precision": (manifest.verdict.precision.status, profiled.precision.status),
         "worst": max(v.deviation.relative_l2 for v in parity.verdicts if v.deviation),
-        "share": largest_share(parity),
+        "share": largest_share(parity.verdicts),
         "microseconds": microseconds,
         "kernels": [vars(kernel) for kernel in kernels],
     }

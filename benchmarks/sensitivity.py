@@ -38,13 +38,12 @@ import mha_deploy as md
 from mha_deploy.baselines.fresh import FreshCases, module_from_bundle
 from mha_deploy.bundle.cases import GoldenCase
 from mha_deploy.environment import versions
-from mha_deploy.metrics import Budget, budget_from_eager, judge_case
+from mha_deploy.metrics import Budget, budget_from_eager, judge_case, largest_share
 from mha_deploy.model.precision import PRECISIONS, Precision
 from mha_deploy.reference.attention import Attention, merge_heads, split_heads
 from mha_deploy.reference.inputs import call_arguments, tensor_from_numpy, to_numpy
 from mha_deploy.validate.run import PROBE_ALLOWANCE
 from mha_deploy.validate.runtimes import RuntimeFinder, torch_device
-from mha_deploy.validate.self_test import largest_share
 
 DEFAULT = ("bert-base:B=8,S=128", "llama-3-8b:B=1,S=512")
 ON_TENSORRT = ("bert-base:B=8,S=128", "llama-3-8b:B=1,S=2048")
@@ -274,8 +273,9 @@ def print_mutations(models: Sequence[str]) -> None:
                 result = md.self_test(
                     md.export(model, Path(folder) / "b", precision=precision, golden=golden)
                 )
-            nearest = min(result.mutations, key=lambda catch: catch.share)
-            right = f"{largest_share(result.right):.2f}"
+            measured = [each for each in result.mutations if each.share is not None]  # NaN has no share
+            nearest = min(measured, key=lambda mutation: mutation.share)
+            right = f"{largest_share(result.right.verdicts):.2f}"
             print(
                 f"| {model} | {precision} | {right} | {nearest.share:,.1f} | {nearest.mistake} |", flush=True
             )

@@ -700,7 +700,7 @@ class Report(SavableResult):
         record: The validation, as the report and the command line render it.
     """
 
-    def __init__(self, record: verdict.Report) -> None:
+    def __init__(self, record: verdict.ValidationRecord) -> None:
         self.record = record
 
         self.outcome: str = record.outcome

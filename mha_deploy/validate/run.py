@@ -48,7 +48,7 @@ from mha_deploy.validate.runtimes import (
     refuse_without_torch,
     torch_device,
 )
-from mha_deploy.validate.verdict import Report, are_within, conclude
+from mha_deploy.validate.verdict import ValidationRecord, are_within, conclude
 
 if TYPE_CHECKING:
     from mha_deploy.baselines.fresh import FreshCases
@@ -73,7 +73,7 @@ def validate_bundle(
     *,
     build: Build | None = None,
     on_step: OnStep = lambda name: None,
-) -> Report:
+) -> ValidationRecord:
     """Run every available runtime on the golden cases, judge the results, and time them.
 
     `build` is called once the graph is known to be right, to build an engine that is judged next. A runtime
@@ -109,7 +109,7 @@ class _Validation:
         self.notes: list[str] = []
         self.broken: list[Unavailable] = []
 
-    def report(self, build: Build | None) -> Report:
+    def report(self, build: Build | None) -> ValidationRecord:
         """Everything, in the order in which it is needed."""
         plan, options, manifest = self._plan(), self.options, self.bundle.manifest
         judged = (
@@ -122,7 +122,7 @@ class _Validation:
         if options.conformance:
             columns, on_column = mask_columns(manifest.precision), lambda name: self.on_step(f"masks: {name}")
             table = conformance_table(columns, manifest.precision, on_column=on_column)
-        report = Report(
+        report = ValidationRecord(
             bundle=self.bundle,
             evaluations=tuple(evaluated),
             absent=(*self.finder.absent, *self.broken),

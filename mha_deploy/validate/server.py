@@ -30,7 +30,7 @@ from mha_deploy.validate.decode import DecodeReport, evaluate_trace, run_decode_
 from mha_deploy.validate.evaluate import Evaluation
 from mha_deploy.validate.run import draw_cases
 from mha_deploy.validate.runtimes import Runtime, Unavailable
-from mha_deploy.validate.verdict import FAILURE, WARNING, Finding, Report, conclude
+from mha_deploy.validate.verdict import FAILURE, WARNING, Finding, ValidationRecord, conclude
 
 T = TypeVar("T")
 OnStep = Callable[[str, int, int], None]
@@ -38,7 +38,9 @@ SERVER = "server"
 _KEPT_BYTES = 256 << 20  # results that are kept to be judged, of one number of clients
 
 
-def validate_server(bundle: Bundle, options: ValidateOptions, on_step: OnStep = lambda *step: None) -> Report:
+def validate_server(
+    bundle: Bundle, options: ValidateOptions, on_step: OnStep = lambda *step: None
+) -> ValidationRecord:
     """Judge a served model by the golden cases and the decode traces of its bundle, under load."""
     return _ServerValidation(bundle, options, on_step).report()
 
@@ -53,7 +55,7 @@ class _ServerValidation:
         name = served_name(self.spec.name)
         self.runner = ServerRunner(options.url or "", model=name, timeout_s=options.timeout_s)
 
-    def report(self) -> Report:
+    def report(self) -> ValidationRecord:
         on_step, runner, options = self.on_step, self.runner, self.options
         traces, golden = traces_of(self.bundle, options), list(golden_cases(self.bundle))
         parity, decode, points = list[ParityReport](), list[DecodeReport](), list[dict[str, Any]]()
@@ -93,7 +95,7 @@ class _ServerValidation:
             decode_reports=tuple(decode),
         )
         about: dict[str, Any] = {"absent": absent, "notes": notes, "serving": tuple(points)}
-        report = Report(bundle=self.bundle, evaluations=(evaluation,), **about)
+        report = ValidationRecord(bundle=self.bundle, evaluations=(evaluation,), **about)
         served = [each for point in points for each in _findings(point, options)]
         return conclude(report, [evaluation], options, served=served)
 

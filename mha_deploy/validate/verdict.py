@@ -42,7 +42,7 @@ class Finding:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class ValidationRecord:
     """A validation."""
 
     bundle: Bundle  # what was validated
@@ -172,12 +172,12 @@ _SHOWN_MISSING = 3  # sizes in the headline
 
 
 def conclude(
-    report: Report,
+    report: ValidationRecord,
     judged: Sequence[Evaluation],
     options: ValidateOptions,
     broken: Sequence[Unavailable] = (),
     served: Sequence[Finding] = (),
-) -> Report:
+) -> ValidationRecord:
     """The report with its verdict: the findings, failures first, and the headline."""
     found, missing = [*findings(report, options, broken), *served], tuple[tuple[str, str], ...]()
     if not report.serving:  # which sizes and nodes a server has is its own
@@ -190,7 +190,7 @@ def conclude(
 
 
 def findings(
-    report: Report, options: ValidateOptions, broken: Sequence[Unavailable] = ()
+    report: ValidationRecord, options: ValidateOptions, broken: Sequence[Unavailable] = ()
 ) -> Iterator[Finding]:
     """Everything in a report that is worth a sentence."""
     yield from _about_runtimes(report.evaluations)
@@ -265,7 +265,7 @@ def coverage_findings(missing: Sequence[tuple[str, str]], options: ValidateOptio
 
 
 def _headline(
-    report: Report,
+    report: ValidationRecord,
     evaluations: Sequence[Evaluation],
     found: Sequence[Finding],
     missing: Sequence[tuple[str, str]],
@@ -348,7 +348,7 @@ def _about_runtimes(evaluations: Sequence[Evaluation]) -> Iterator[Finding]:
 
 
 def _about_engines(
-    report: Report, absent: Sequence[Unavailable], options: ValidateOptions
+    report: ValidationRecord, absent: Sequence[Unavailable], options: ValidateOptions
 ) -> Iterator[Finding]:
     engines, required = report.engines, options.require_fused or options.require_precision
     if not engines and required:

@@ -16,7 +16,7 @@ from mha_deploy.metrics import Budget, Deviation, OutputVerdict, ParityReport
 from mha_deploy.options import ValidateOptions
 from mha_deploy.runtime.tensorrt.engine_verdict import NodeVerdict
 from mha_deploy.validate.fp16_range import Figures, NodeRange, RangeFinding, RangeReport
-from mha_deploy.validate.verdict import Report, findings
+from mha_deploy.validate.verdict import ValidationRecord, findings
 
 LONG = "model.encoder.block.{}.layer.0.SelfAttention"
 
@@ -198,7 +198,7 @@ def ranges(*nodes, precision="fp16"):
 
 
 def sentences(report):
-    return [each.text for each in findings(Report(bundle=None, ranges=report), ValidateOptions())]
+    return [each.text for each in findings(ValidationRecord(bundle=None, ranges=report), ValidateOptions())]
 
 
 def near(what, advice="take bf16"):
