@@ -19,7 +19,10 @@ def pytest_configure(config):
 
     By themselves every worker's torch.compile starts a compiler for each core, and every sum a thread. So
     this file imports nothing that imports NumPy until a test needs it.
+
+    Graphs and imported modules are many objects that stay: to look for garbage among them seldom is quicker.
     """
+    gc.set_threshold(50_000, 20, 100)
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if workers > 1:
         share = str(max(1, (os.cpu_count() or 1) // workers))
@@ -61,6 +64,7 @@ def _draw(item):
     return not case.startswith(core), zlib.crc32(case.encode())
 
 
+@functools.cache
 def _has_cuda():
     from mha_deploy.runtime.cuda import find_gpu
 
@@ -73,6 +77,21 @@ def _has_cuda():
     return torch.cuda.is_available()
 
 
+class FileForGpus(pytest.Module):
+    """A file of tests/gpu on a machine without a GPU: it must be importable, and is skipped as a whole."""
+
+    def collect(self):
+        self.obj  # noqa: B018 (imports it)
+        pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(module_path, parent):
+    """Skip the files of tests/gpu without listing their tests, which are as many as a fifth of all others."""
+    if module_path.parent == Path(__file__).parent / "gpu" and not _has_cuda():
+        return FileForGpus.from_parent(parent, path=module_path)
+    return None
+
+
 def pytest_collection_finish(session):
     """Take what was imported out of the garbage collector's sight: an export collects all garbage, twice."""
     gc.collect()
@@ -83,9 +102,9 @@ def pytest_collection_finish(session):
 def quick_exporter():
     """Let PyTorch's exporter make its tables of operators once a session: two thirds of a small export.
 
-    They are the same for every export. So are the results without the cache of fake tensors, which costs more
-    than it saves where sizes are symbols. Where PyTorch keeps these elsewhere, exports are only slower. A
-    session whose files do not import PyTorch is left without it.
+    They are the same for every export, and garbage is not looked for among them. So are the results without
+    the cache of fake tensors, which costs more than it saves where sizes are symbols. Where PyTorch keeps
+    these elsewhere, exports are only slower. A session whose files do not import PyTorch is left without it.
     """
     if "torch" not in sys.modules:
         yield
@@ -98,15 +117,25 @@ def quick_exporter():
     with pytest.MonkeyPatch.context() as patch:
         registry = getattr(_registration, "ONNXRegistry", None)
         if hasattr(registry, "from_torchlib"):
-            patch.setattr(registry, "from_torchlib", staticmethod(functools.cache(registry.from_torchlib)))
+            patch.setattr(registry, "from_torchlib", staticmethod(_made_once(registry.from_torchlib)))
         if make_table := getattr(_decomp, "create_onnx_friendly_decomposition_table", None):
-            table = functools.cache(make_table)
+            table = _made_once(make_table)
             patch.setattr(_decomp, make_table.__name__, lambda operators: dict(table(frozenset(operators))))
         if find_operators := getattr(export_utils, "_materialize_cpp_cia_ops", None):
-            patch.setattr(export_utils, find_operators.__name__, functools.cache(find_operators))
+            patch.setattr(export_utils, find_operators.__name__, _made_once(find_operators))
         if hasattr(dynamo, "fake_tensor_cache_enabled"):
             patch.setattr(dynamo, "fake_tensor_cache_enabled", False)
         yield
+
+
+def _made_once(make):
+    @functools.cache
+    def made(*arguments, **options):
+        result = make(*arguments, **options)
+        gc.freeze()
+        return result
+
+    return made
 
 
 @pytest.fixture(scope="session")
