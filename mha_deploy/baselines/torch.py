@@ -22,7 +22,7 @@ from mha_deploy.errors import BackendUnavailable, DeployError, exit_as_error, ne
 from mha_deploy.export.oracle import Intercept, tensors_in
 from mha_deploy.export.own_model import reopen_user_module
 from mha_deploy.model.precision import Precision
-from mha_deploy.model.spec import CACHES, LENGTHS, PAST, ModelSpec, TensorSpec
+from mha_deploy.model.spec import CACHES, LENGTHS, PAST, ModelSpec, TensorSpec, refuse_overflow
 from mha_deploy.reference import build_module
 from mha_deploy.reference.attention import (
     Attention,
@@ -38,7 +38,6 @@ from mha_deploy.reference.attention import (
 )
 from mha_deploy.reference.inputs import call_arguments, tensor_from_numpy, to_numpy
 from mha_deploy.runtime.cuda import Stream
-from mha_deploy.runtime.decode_loop import refuse_overflow
 from mha_deploy.runtime.gpu import GpuRunner, Prepared
 from mha_deploy.runtime.runner import Arrays, TensorInfo
 from mha_deploy.runtime.timing import KernelTime

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from operator import add, floordiv, mod, mul, sub
 from typing import Any, TypeVar
 
-from mha_deploy.errors import SpecError, nearest
+from mha_deploy.errors import DeployError, SpecError, nearest
 
 # -- The parts that a spec is made of: axes, tensors, KV cache -------------------------------------
 
@@ -151,6 +151,14 @@ class KVCache:
         if "B" in sizes:
             sizes["B"] = B
         return {**sizes, **({"T": spec.axes["T"].max} if self.past is None else {self.past: past})}
+
+
+def refuse_overflow(lengths: Any, S: int, T: int) -> None:
+    """Refuse new entries behind `lengths`, an array or a tensor, where a cache of T has no room for them."""
+    if (lengths < 0).any() or (lengths + S > T).any():
+        got = f"lengths {lengths.tolist()}, {S} new tokens, {T} entries"
+        hint = f"lengths from 0 to {T - S}, or a cache with more entries"
+        raise DeployError("The new tokens do not fit into the cache.", got=got, hint=hint)
 
 
 # -- What a bundle knows of its model --------------------------------------------------------------

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mha_deploy.errors import DeployError
-from mha_deploy.model.spec import AttentionSpec
+from mha_deploy.model.spec import AttentionSpec, refuse_overflow
 from mha_deploy.reference.rotary import rotary_tables, rotate
 
 # -- Which keys a query attends to -----------------------------------------------------------------
@@ -317,7 +317,9 @@ class Attention(nn.Module):
         self, query: Tensor, key_cache: Tensor, value_cache: Tensor, lengths: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         S, T = query.shape[1], key_cache.shape[2]
-        check_room(lengths, S, T)
+        # The lengths are data: a traced or compiled layer cannot check them, and its caller must.
+        if not torch.compiler.is_compiling() and not lengths.is_meta:
+            refuse_overflow(lengths, S, T)
         positions = lengths[:, None] + torch.arange(S, device=query.device)
         q, k, v = self._rotated(query, positions)
         k, v = split_heads(k, self.spec.Hkv), split_heads(v, self.spec.Hkv)
@@ -367,19 +369,6 @@ def rotate_heads(spec: AttentionSpec, x: Tensor, cos: Tensor, sin: Tensor) -> Te
 
 
 # -- Keys and values that are kept between calls ---------------------------------------------------
-
-
-def check_room(lengths: Tensor, S: int, T: int) -> None:
-    """Refuse to write behind the end of a preallocated cache.
-
-    The lengths are data: a traced or compiled layer cannot check them, and its caller must.
-    """
-    if torch.compiler.is_compiling() or lengths.is_meta:
-        return
-    if bool((lengths < 0).any()) or bool((lengths + S > T).any()):
-        what = "The new tokens do not fit into the cache."
-        hint = f"lengths from 0 to {T - S}, or a cache with more entries"
-        raise DeployError(what, got=f"lengths {lengths.tolist()}, {S} new tokens, {T} entries", hint=hint)
 
 
 def brought(layer: str, **tensors: Tensor | None) -> list[Tensor]:

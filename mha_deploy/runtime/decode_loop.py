@@ -15,7 +15,7 @@ import numpy as np
 from mha_deploy.bundle.cases import with_entries
 from mha_deploy.errors import DeployError
 from mha_deploy.graph.lower.cache import TOTAL_LENGTH
-from mha_deploy.model.spec import CACHES, CACHES_OUT, LENGTHS, PAST, PRESENT
+from mha_deploy.model.spec import CACHES, CACHES_OUT, LENGTHS, PAST, PRESENT, refuse_overflow
 from mha_deploy.runtime.cuda import UNWRITTEN, Buffer, Copy2D, Stream
 from mha_deploy.runtime.gpu import GpuRunner
 from mha_deploy.runtime.runner import Arrays, Closing, TensorInfo, check_feeds
@@ -92,14 +92,6 @@ def cache_copies(feeds: Arrays, outputs: Iterable[str]) -> list[tuple[str, str, 
     shape = CacheShape(B, Hkv, T, D, feeds[CACHES[0]].dtype)
     places = entry_copies(shape, feeds[LENGTHS], feeds["x"].shape[1])
     return [(cache, new, place) for cache, new in zip(CACHES, ENTRIES, strict=True) for place in places]
-
-
-def refuse_overflow(lengths: np.ndarray, S: int, T: int) -> None:
-    """Refuse new entries that the cache has no room for; padding is written as well, and counts."""
-    if (lengths < 0).any() or (lengths + S > T).any():
-        got = f"lengths {lengths.tolist()}, {S} new tokens, {T} entries"
-        hint = f"lengths from 0 to {T - S}, or a cache with more entries"
-        raise DeployError("The new tokens do not fit into the cache.", got=got, hint=hint)
 
 
 def check_room(feeds: Arrays) -> None:
