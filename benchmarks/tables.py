@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 
 from mha_deploy.regression.record import Line, medians, read_lines
-from mha_deploy.report.table import Cell, Group, Row, Table, columns, markdown, text
+from mha_deploy.report.table import Cell, RawRow, Table, markdown, table
 from mha_deploy.text import plural, short
 
 HERE = Path(__file__).resolve().parent
@@ -76,22 +76,21 @@ def fastest(figures: Mapping[str, Sequence[Line]]) -> str | None:
 def latency_table(lines: Sequence[Line]) -> Table:
     """A row for every model and size, a column for every runtime; then how many times as fast engines are."""
     timed = [line for line in lines if line.kind == "time"]
-    names, rows = list(dict.fromkeys(line.runtime for line in timed)), list[Row]()
+    names, rows = list(dict.fromkeys(line.runtime for line in timed)), list[RawRow]()
     for key in dict.fromkeys(line.row for line in timed):
         alike = [line for line in timed if line.row == key]
         figures = {name: [line for line in alike if line.runtime == name] for name in names}
         best, first = fastest(figures), alike[0]
-        cells = [figure(figures[n], best=n == best) if figures[n] else text(None) for n in names]
+        cells = [figure(figures[n], best=n == best) if figures[n] else None for n in names]
         engines = [median(found) for each in figures.values() if (found := medians(each)) and each[0].engine]
         others = [
             median(found) for each in figures.values() if (found := medians(each)) and not each[0].engine
         ]
         ratio = f"{min(others) / min(engines):.3f}" if engines and others else None
         processes = str(len({line.run for line in alike}))
-        rows.append([text(first.title), text(first.place), *cells, text(ratio), text(processes)])
-    heads = columns("model", "sizes", *(f"#{name}" for name in names), "#engine ×", "#processes")
-    title = "p50 in µs: median of the processes, and their range"
-    return Table(title=title, columns=heads, groups=[Group(rows=rows)])
+        rows.append([first.title, first.place, *cells, ratio, processes])
+    headings = ("model", "sizes", *(f"#{name}" for name in names), "#engine ×", "#processes")
+    return table("p50 in µs: median of the processes, and their range", headings, rows)
 
 
 def streams_table(lines: Sequence[Line]) -> Table:
@@ -103,11 +102,10 @@ def streams_table(lines: Sequence[Line]) -> Table:
             rates.setdefault(key, {})[line.timing["streams"]] = line.timing["per_second"]
     counts = sorted({count for found in rates.values() for count in found})
     rows = [
-        [*map(text, key), *(text(f"{found[n]:,.0f}" if n in found else None) for n in counts)]
-        for key, found in rates.items()
+        [*key, *(f"{found[n]:,.0f}" if n in found else None for n in counts)] for key, found in rates.items()
     ]
-    heads = columns("model", "sizes", "runtime", *(f"#{plural(count, 'stream')}" for count in counts))
-    return Table(title="Calls per second", columns=heads, groups=[Group(rows=rows)])
+    headings = ("model", "sizes", "runtime", *(f"#{plural(count, 'stream')}" for count in counts))
+    return table("Calls per second", headings, rows)
 
 
 def kernels_table(lines: Sequence[Line]) -> Table:
@@ -119,7 +117,7 @@ def kernels_table(lines: Sequence[Line]) -> Table:
         ("others", ""),
     )
     last = {(line.row, line.runtime): line for line in lines if line.kernels}
-    rows = list[Row]()
+    rows = list[RawRow]()
     for line in last.values():
         spent, launches = Counter[str](), 0.0
         for name, calls, microseconds in line.kernels:
@@ -127,9 +125,9 @@ def kernels_table(lines: Sequence[Line]) -> Table:
             spent[kind] += microseconds
             launches += calls
         cells = [f"{spent[kind]:.1f}" for kind in ("GEMMs", "attention", "others")]
-        rows.append([*map(text, (line.title, line.place, line.runtime, *cells, f"{launches:.0f}"))])
-    heads = columns("model", "sizes", "runtime", "#GEMMs", "#attention", "#others", "#launches")
-    return Table(title="Device time of one call in µs, by kernel", columns=heads, groups=[Group(rows=rows)])
+        rows.append([line.title, line.place, line.runtime, *cells, f"{launches:.0f}"])
+    headings = ("model", "sizes", "runtime", "#GEMMs", "#attention", "#others", "#launches")
+    return table("Device time of one call in µs, by kernel", headings, rows)
 
 
 def builds_table(lines: Sequence[Line]) -> Table:
@@ -140,9 +138,9 @@ def builds_table(lines: Sequence[Line]) -> Table:
     for model in dict.fromkeys(model for model, *_ in built):
         found = [built.get((model, *place)) for place in places]
         cells = ["/".join(map(str, line.engine.fused)) if line and line.engine else None for line in found]
-        rows.append([text(model), *map(text, cells)])
-    heads = columns("model", *(f"{backend}, {precision}" for precision, backend in places))
-    return Table(title="Fused attentions", columns=heads, groups=[Group(rows=rows)])
+        rows.append([model, *cells])
+    headings = ("model", *(f"{backend}, {precision}" for precision, backend in places))
+    return table("Fused attentions", headings, rows)
 
 
 def evidence_table(lines: Sequence[Line], contract: Sequence[str]) -> Table:
@@ -159,15 +157,13 @@ def evidence_table(lines: Sequence[Line], contract: Sequence[str]) -> Table:
     for name in contract:  # 1.7.1 of the contract is 1.7.1.116 of an engine
         if not any(known == name or known.startswith(f"{name}.") for known in versions):
             versions.add(name)
-    rows: list[Row] = []
+    rows: list[RawRow] = []
     for name in sorted(versions):
         timed, built = counts[name, "time"], counts[name, "build"]
         status = "measured" if timed else "built, not run" if built else "contract only"
-        rows.append(
-            [text(name), text(status), *(text(str(count) if count else None) for count in (timed, built))]
-        )
-    heads = columns("runtime", "evidence", "#measurements", "#builds")
-    return Table(title="What is known of each runtime", columns=heads, groups=[Group(rows=rows)])
+        rows.append([name, status, *(str(count) if count else None for count in (timed, built))])
+    headings = ("runtime", "evidence", "#measurements", "#builds")
+    return table("What is known of each runtime", headings, rows)
 
 
 def contract():
@@ -182,7 +178,7 @@ def contract():
 TABLES = {"": latency_table, "streams": streams_table, "kernels": kernels_table, "builds": builds_table}
 
 
-def table(name):
+def marked_text(name):
     """The text between the marks of a table."""
     if name == "evidence":
         lines = [line for path in sorted(RESULTS.glob("*.jsonl")) for line in read_lines(path)]
@@ -202,7 +198,7 @@ def rewritten(text):
     """A page with its tables made anew."""
     return re.sub(
         r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)",
-        lambda found: f"{found[1]}\n{table(found[2])}\n{found[3]}",
+        lambda found: f"{found[1]}\n{marked_text(found[2])}\n{found[3]}",
         text,
         flags=re.DOTALL,
     )

@@ -575,6 +575,7 @@ def build_engine(
     texts = [each if isinstance(each, str) else _profile_text(each) for each in profiles]
     ranges = [parse_ranges(text, opened.manifest.spec) for text in texts]
     settings = EngineOptions(profiles=ranges, **options)
+    (on_step or _silent)("lower, parse and build", 0, 0)
     if repeat != 1:
         from mha_deploy.engine.build import rebuild_engine
 
@@ -1083,7 +1084,6 @@ def deploy(
 
     def build(graph: Any) -> None:
         reached(graph)
-        report("lower, parse and build", 0, 0)
         built.append(build_engine(bundle, **vars(settings), on_step=report))
         reached(built[0])
 

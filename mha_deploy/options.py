@@ -142,38 +142,37 @@ class EngineOptions:
     timing_cache: bool = option(True, "Use the kernel timings of earlier builds in this bundle.")
 
 
-class EngineKeywords(TypedDict, total=False):
-    """The fields of `EngineOptions` that `md.build_engine` passes on as they are."""
+class BuilderKeywords(TypedDict, total=False):
+    """The fields of `EngineOptions` that `md.deploy` takes as well."""
 
     backend: str | None
-    name: str | None
     targets: str
     allow_decomposed: bool
+    attention: str
+    accumulate: str
+
+
+class EngineKeywords(BuilderKeywords, total=False):
+    """The fields of `EngineOptions` that `md.build_engine` passes on as they are."""
+
+    name: str | None
     optimization_level: int | None
     workspace_mib: int | None
     version_compatible: bool
     hardware_compatible: str | None
     weight_streaming: bool
     refit: str | None
-    attention: str
-    accumulate: str
     gqa: str | None
     overwrite: bool
     timing_cache: bool
 
 
-OF_DEPLOY = ("backend", "targets", "allow_decomposed", "attention", "accumulate")
+class DeployKeywords(ExportKeywords, BuilderKeywords, total=False):
+    """The fields of `ExportOptions`, and those of `EngineOptions` that `md.deploy` takes."""
+
+
+OF_DEPLOY = tuple(BuilderKeywords.__annotations__)
 """The options of an engine that `md.deploy` takes, besides those of an export."""
-
-
-class DeployKeywords(ExportKeywords, total=False):
-    """The fields of `ExportOptions`, and those of `EngineOptions` that are in `OF_DEPLOY`."""
-
-    backend: str | None
-    targets: str
-    allow_decomposed: bool
-    attention: str
-    accumulate: str
 
 
 # -- Validation and timing -------------------------------------------------------------------------

@@ -39,36 +39,22 @@ def tick(value: float) -> str:
     return f"{value:,.0f}" if value >= 1e3 else f"{value:.6g}" if value >= 1e-3 else short(value)
 
 
-def budget_share(share: float | None) -> str:
+def budget_share(share: float) -> str:
     """A share of the budget in per cent, or as a multiple where per cent would be long."""
-    if share is None:
-        return NOTHING
     return f"{share:.0%}" if share < 10 else f"{short(share)}×"
 
 
-def percent(share: float | None) -> str:
-    """A share in per cent."""
-    return NOTHING if share is None else f"{share:.0%}"
-
-
-def times(factor: float | None) -> str:
+def times(factor: float) -> str:
     """A speed-up."""
-    return NOTHING if factor is None else f"{factor:,.2f}×" if factor < 100 else f"{factor:,.0f}×"
+    return f"{factor:,.2f}×" if factor < 100 else f"{factor:,.0f}×"
 
 
-def size(count: int | None, unit: str = "B") -> str:
+def size(count: int, unit: str = "B") -> str:
     """Bytes, or a count of something else, with the prefix that keeps it short."""
-    if count is None:
-        return NOTHING
     for prefix, factor in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if count >= factor:
             return f"{short(count / factor)} {prefix}{unit}"
     return f"{count} {unit}".rstrip()
-
-
-def grouped(value: int | None) -> str:
-    """A whole number with separated thousands."""
-    return NOTHING if value is None else f"{value:,}"
 
 
 def sizes_text(sizes: Mapping[str, int]) -> str:

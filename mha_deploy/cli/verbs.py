@@ -168,7 +168,6 @@ def build_engine(
     """Build a TensorRT engine from a bundle, and verify that it is fused and in the requested precision."""
     opened = md.open_bundle(bundle)
     with show_steps(f"build {opened.manifest.spec.name}") as on_step:
-        on_step("lower, parse and build", 0, 0)
         engine = md.build_engine(opened, on_step=on_step, **options)
     manifest = engine.manifest
     passed = (manifest.all_fused or not require_fused) and (manifest.is_in_precision or not require_precision)
@@ -439,8 +438,7 @@ def matrix(
     if record is not None:
         found.record(record)
 
-    bad = [cell for cell in found.cells if cell.status not in ("passed", "built")]
-    reasons = [f"{each.model} {each.precision}, {each.runtime}: {each.status}: {each.why}" for each in bad]
+    reasons = [": ".join(reason) for reason in found.reasons()]
     shown = partial(_table_or_markdown, markdown, found, found.tables()[0], *reasons)
     return Result(found.to_dict(), shown, passed=found.passed, save=lambda: page)
 

@@ -20,6 +20,7 @@ from mha_deploy.files import read_json
 from mha_deploy.model.spec import Axis
 from mha_deploy.options import Limits
 from mha_deploy.report import SavableResult
+from mha_deploy.report.charts import readable
 from mha_deploy.report.page import sections_page
 from mha_deploy.report.schema import as_plain, many, record
 from mha_deploy.report.table import Cell, Group, RawRow, Table, markdown, markdown_text, table
@@ -93,7 +94,9 @@ def read_side(source: Any) -> Side:
     if isinstance(source, Bundle):
         return _from_bundle(source)
     if isinstance(source, Engine):
-        return _from_engine(source)
+        model = _MODEL(name=source.manifest.model, precision=source.manifest.precision)
+        result = _RESULT(model=model, engines=_read_engines([source]))
+        return Side(name=str(source.path), kind="engine", results=(result,))
     if hasattr(source, "to_dict"):
         source = source.to_dict()
     if isinstance(source, Mapping):
@@ -108,7 +111,7 @@ def read_side(source: Any) -> Side:
             raise DeployError("The folder has no result of mha-deploy.", got=path, hint=_ACCEPTED)
         path = path / found[0]
     if path.suffix == ".engine":
-        return _from_engine(open_engine(path))
+        return read_side(open_engine(path))
     try:
         data = read_json(path)
     except FileNotFoundError as failure:
@@ -125,10 +128,10 @@ def _from_data(data: Any, name: str, runtime: str) -> Side:
     kind = next((kinds[key] for key in kinds if isinstance(data, Mapping) and key in data), None)
     if kind is None:
         raise DeployError("This is not a result of mha-deploy.", got=name, hint=_ACCEPTED)
-    shared = {"environment": data.get("environment")}
     try:
-        found = [data] if kind == "report" else _cells(data["cells"], runtime) if kind == "matrix" else []
-        found += [{**shared, **entry} for entry in data["models"]] if kind == "benchmark" else []
+        found: list[Mapping[str, Any]] = _cells(data["cells"], runtime) if kind == "matrix" else [data]
+        if kind == "benchmark":
+            found = [{"environment": data.get("environment"), **entry} for entry in data["models"]]
         results = tuple(msgspec.convert({**each, "contents": None}, _RESULT) for each in found)
         created = msgspec.convert(data.get("created", ""), str)
     except (msgspec.ValidationError, TypeError, AttributeError, KeyError) as failure:
@@ -152,12 +155,6 @@ def _cells(cells: Sequence[Mapping[str, Any]], runtime: str) -> list[Mapping[str
         known = {"place": ", ".join(places), "cell": cell["status"]}
         found.append({"model": model, **(cell["report"] or {}), **known})
     return found
-
-
-def _from_engine(engine: Engine) -> Side:
-    model = _MODEL(name=engine.manifest.model, precision=engine.manifest.precision)
-    result = _RESULT(model=model, engines=_read_engines([engine]))
-    return Side(name=str(engine.path), kind="engine", results=(result,))
 
 
 def _read_engines(engines: Sequence[Engine]) -> Any:
@@ -224,7 +221,7 @@ _FIGURES = ("environment", "size", "build time")
 class Measurement:
     """One thing that is compared."""
 
-    kind: str  # how: `status`, `share`, `growth`, `count`, `counts`, `range` or `text`
+    kind: str  # how: `status`, `share`, `growth`, `counts` by name, `range` or `text`
     owner: str  # its runtime or engine; one that is missing as a whole is reported once
     value: Any
     shown: str
@@ -272,8 +269,8 @@ def _measure(result: Result, names: Mapping[str, str]) -> Measured:
         status = "failed" if outcome == "passed" and not passed else outcome
         yield "verdict", "validation", _as_measurement("status", "", status)
         missing = result.verdict.not_verified or ()
-        verified = Measurement("count", "", -len(missing), f"not verified: {'; '.join(missing) or 'nothing'}")
-        yield "coverage", "what was run", verified
+        shown = f"not verified: {'; '.join(missing) or 'nothing'}"
+        yield "coverage", "what was run", _count("", -len(missing), shown)
     engines = result.engines or ()
     rebuilds = {f"{each.backend} {each.version}": each.rebuilds for each in engines}
     for run in result.parity or ():
@@ -288,7 +285,7 @@ def _measure(result: Result, names: Mapping[str, str]) -> Measured:
         owner = _without_version(decoded.backend)
         trace = f"{owner}: {decoded.trace}"
         yield "decode", trace, _share(owner, decoded)
-        yield "coverage", f"{trace}, decode steps", _as_measurement("count", owner, decoded.steps)
+        yield "coverage", f"{trace}, decode steps", _count(owner, decoded.steps)
         prompt = decoded.prompt or ()
         tokens = {"longest": max(prompt, default=0), "all": sum(prompt)}
         shown = f"{tokens['all']}, {tokens['longest']} in the longest"
@@ -317,8 +314,7 @@ def _measure(result: Result, names: Mapping[str, str]) -> Measured:
     if result.contents:
         for case in result.contents["cases"]:
             yield "coverage", case, Measurement("text", "bundle", case, "there")
-        count = result.contents["attention"]
-        yield "coverage", "attention nodes in the graph", _as_measurement("count", "bundle", count)
+        yield "coverage", "attention nodes in the graph", _count("bundle", result.contents["attention"])
         yield "size", "graph", _bytes("bundle", result.contents["graph_bytes"])
     for axis, sizes in ((result.model.spec or {}).get("axes") or {}).items():
         span = ":".join(map(str, sizes.values())) if isinstance(sizes, dict) else str(sizes)
@@ -331,11 +327,10 @@ def _measure_load(result: Result, names: Mapping[str, str]) -> Measured:
     """Requests of many clients to a server, and calls on several streams."""
     for load in result.serving or ():
         owner, place = "server", f"server, {plural(load.clients, 'client')}"
-        answered = f"{load.answered} of {load.requests}"
-        share = load.answered / max(load.requests, 1)
-        yield "coverage", f"{place}: answers", Measurement("count", owner, share, answered)
-        yield "coverage", f"{place}: requests", _as_measurement("count", owner, load.requests)
-        yield "error", f"{place}: wrong", Measurement("count", owner, -load.wrong, str(load.wrong))
+        answered, share = f"{load.answered} of {load.requests}", load.answered / max(load.requests, 1)
+        yield "coverage", f"{place}: answers", _count(owner, share, answered)
+        yield "coverage", f"{place}: requests", _count(owner, load.requests)
+        yield "error", f"{place}: wrong", _count(owner, -load.wrong, str(load.wrong))
         if load.p50_ms is not None:
             shown, spread = f"{short(load.p50_ms)} ms", (load.p90_ms or load.p50_ms) - load.p50_ms
             waited = Measurement("growth", owner, 1e3 * load.p50_ms, shown, noise=1e3 * spread)
@@ -355,10 +350,9 @@ def _measure_engine(engine: Any, name: str) -> Measured:
         fusion = replace(_as_measurement("status", owner, node.status), doubt="\n".join(node.kernels or ()))
         yield "fusion", f"{name}: {node.node or ''}{profile}", fusion
     if engine.fused:
-        yield "fusion", f"{name}: attentions that are fused", _as_measurement("count", owner, engine.fused[0])
+        yield "fusion", f"{name}: attentions that are fused", _count(owner, engine.fused[0])
         others = engine.fused[-1] - engine.fused[0]
-        decomposed = Measurement("count", owner, -others, str(others))
-        yield "fusion", f"{name}: attentions that are not fused", decomposed
+        yield "fusion", f"{name}: attentions that are not fused", _count(owner, -others, str(others))
     yield "precision", f"{name}: verified", _as_measurement("status", owner, engine.precision_status)
     yield "precision", f"{name}: requested", _as_measurement("text", owner, engine.precision)
     yield "coverage", f"{name}: run", _as_measurement("status", owner, "ran" if engine.ran else "not run")
@@ -398,6 +392,11 @@ def _environment(result: Result, names: Mapping[str, str]) -> Iterator[tuple[str
 
 def _as_measurement(kind: str, owner: str, value: Any) -> Measurement:
     return Measurement(kind, owner, value, str(value))
+
+
+def _count(owner: str, count: float, shown: str = "") -> Measurement:
+    """A number of which more is better."""
+    return Measurement("counts", owner, {"": count}, shown or str(count))
 
 
 def _bytes(owner: str, count: int, noise: float = 0.0) -> Measurement:
@@ -456,8 +455,6 @@ def _judge(section: str, old: Measurement, new: Measurement, limits: Limits) -> 
         return _judge_share(old, new, limits)
     if old.kind == "growth":
         return _judge_growth(section, old, new, limits)
-    if old.kind == "count":
-        return _direction(old.value, new.value), ""
     if old.kind == "counts":  # one of them that is smaller is not made up for by another
         levels = {_direction(count, new.value.get(name, 0)) for name, count in old.value.items()}
         return next((level for level in (REGRESSION, IMPROVEMENT) if level in levels), SAME), ""
@@ -622,13 +619,14 @@ class Comparison(SavableResult):
         suite = ElementTree.Element("testsuite", {"name": "mha-deploy compare", **shown})
         for change in self.changes:
             place = ".".join(filter(None, ("mha-deploy", change.model, change.section)))
-            case = ElementTree.SubElement(suite, "testcase", classname=_xml(place), name=_xml(change.subject))
-            words = f"{change.old} → {change.new}{': ' if change.why else ''}{change.why}"
+            names = {"classname": readable(place), "name": readable(change.subject)}
+            case = ElementTree.SubElement(suite, "testcase", names)
+            words = readable(f"{change.old} → {change.new}{': ' if change.why else ''}{change.why}")
             if change in worse:
-                failure = ElementTree.SubElement(case, "failure", message=_xml(words), type=change.section)
-                failure.text = _xml(words)
+                failure = ElementTree.SubElement(case, "failure", message=words, type=change.section)
+                failure.text = words
             elif change.level == INCONCLUSIVE:
-                ElementTree.SubElement(case, "skipped", message=_xml(words))
+                ElementTree.SubElement(case, "skipped", message=words)
         ElementTree.indent(suite)
         return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"
 
@@ -651,11 +649,6 @@ class Comparison(SavableResult):
 
 
 _LEVELS = {REGRESSION: "bad", INCONCLUSIVE: "doubt", CHANGED: "doubt", IMPROVEMENT: "good", SAME: "none"}
-
-
-def _xml(words: str) -> str:
-    """Text without the characters that XML 1.0 cannot hold."""
-    return re.sub(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "\ufffd", words)
 
 
 def compare(old: Any, new: Any, limits: Limits | None = None) -> Comparison:

@@ -47,7 +47,7 @@ from mha_deploy.report.table import Cell, RawRow, Table, markdown, number, table
 from mha_deploy.runtime.child import RuntimeCrash, isolation
 from mha_deploy.runtime.runner import error_line
 from mha_deploy.runtime.tensorrt.versions import load
-from mha_deploy.text import percent, plural, short, size
+from mha_deploy.text import plural, short, size
 from mha_deploy.validate.run import validate_bundle
 from mha_deploy.validate.verdict import FAILURE, engines_to_dict, model_to_dict, report_header
 
@@ -152,6 +152,11 @@ class MatrixCell:
         return self.model, self.precision, self.runtime, self.gpu, self.options
 
     @property
+    def passed(self) -> bool:
+        """Whether its engine was built, and is right where it was run."""
+        return self.status in ("passed", "built")
+
+    @property
     def engine(self) -> Mapping[str, Any]:
         """The data of its engine; empty where there is none."""
         return next(iter((self.report or {}).get("engines") or ()), {})
@@ -230,10 +235,6 @@ def run_cell(request: Mapping[str, Any], archive: bytes | None = None) -> dict[s
     return {"status": status, "why": why, "seconds": seconds, "engine_sha256": plan, "report": report}
 
 
-def _without_result(status: str, why: str) -> dict[str, Any]:
-    return {"status": status, "why": why}  # the rest as `MatrixCell` has it
-
-
 def _variables(place: str | None, gpu: str) -> dict[str, str]:
     """The environment variables of a worker: the runtime first on the path, and no GPU for `none`."""
     paths = filter(None, [place, os.environ.get("PYTHONPATH")])
@@ -282,10 +283,11 @@ class LocalWorkers:
     def _call(
         self, runtime: RuntimeEntry, gpu: str, request: Mapping[str, Any], limit: float
     ) -> Mapping[str, Any]:
+        """The result of a process; where there is none, the status and why, as fields of a `MatrixCell`."""
         try:
             place = self._install_packages(runtime) if runtime.pip else runtime.path
         except DeployError as error:
-            return _without_result("unavailable", error.in_one_line)
+            return {"status": "unavailable", "why": error.in_one_line}
         command = [runtime.python or sys.executable, "-m", "mha_deploy.regression.matrix"]
         pipe, variables = subprocess.PIPE, os.environ | _variables(place, gpu)
         process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=variables)
@@ -295,7 +297,7 @@ class LocalWorkers:
         except subprocess.TimeoutExpired:
             process.kill()
             process.communicate()
-            return _without_result("crashed", f"no result after {limit:.0f} s")
+            return {"status": "crashed", "why": f"no result after {limit:.0f} s"}
         finally:
             self._running.discard(process)
         try:
@@ -305,7 +307,7 @@ class LocalWorkers:
             if process.returncode < 0:
                 last = f"ended by {signal.Signals(-process.returncode).name}"
             status = "unavailable" if "No module named" in last else "crashed"
-            return _without_result(status, f"the worker gave no result: {last}")
+            return {"status": status, "why": f"the worker gave no result: {last}"}
 
     def _install_packages(self, runtime: RuntimeEntry) -> str:
         """Install packages once, in a folder that is named by them."""
@@ -381,7 +383,7 @@ class RayWorkers:
                     try:
                         yield task, as_plain(self.ray.get(reference))
                     except (self.ray.exceptions.RayError, RuntimeError) as error:
-                        yield task, _without_result("crashed", _first_line(error))
+                        yield task, {"status": "crashed", "why": _first_line(error)}
         finally:
             for reference in waiting:
                 self.ray.cancel(reference, force=True)
@@ -418,7 +420,7 @@ class Matrix(SavableResult):
     @property
     def passed(self) -> bool:
         """Whether there are cells, and every one was built, and is right where it was run."""
-        return bool(self.cells) and all(cell.status in ("passed", "built") for cell in self.cells)
+        return bool(self.cells) and all(cell.passed for cell in self.cells)
 
     @property
     def headline(self) -> str:
@@ -439,8 +441,7 @@ class Matrix(SavableResult):
         """A heat map of the results; then errors, latencies, sizes and build times, where there are any."""
         verdicts = []
         for cell in self.cells:
-            note = cell.why if cell.status not in ("passed", "built") else ""
-            status = _MARKS.get(cell.status, "none")
+            note, status = "" if cell.passed else cell.why, _MARKS.get(cell.status, "none")
             verdicts.append(Cell(text=cell.summary, status=status, note=note))
         found = [self._table("Fusion and verdict of every cell", verdicts)]
         for title, read, as_text in _FIGURES:
@@ -448,6 +449,13 @@ class Matrix(SavableResult):
             if any(figure.order is not None for figure in figures):
                 found.append(self._table(title, figures))
         return found
+
+    def reasons(self) -> list[tuple[str, str]]:
+        """The cells that were not built or are not right, and why."""
+        bad = [cell for cell in self.cells if not cell.passed]
+        return [
+            (f"{each.model} {each.precision}, {each.runtime}", f"{each.status}: {each.why}") for each in bad
+        ]
 
     def _table(self, title: str, shown: Sequence[Cell]) -> Table:
         versions = {cell.runtime: cell.version for cell in self.cells if cell.version}
@@ -473,13 +481,8 @@ class Matrix(SavableResult):
     def to_html(self) -> str:
         """A page with a heat map."""
         sections: dict[str, list[Any]] = {each.title: [("table", each)] for each in self.tables()}
-        reasons = [
-            (f"{cell.model} {cell.precision}, {cell.runtime}", f" {cell.status}: {cell.why}")
-            for cell in self.cells
-            if cell.status not in ("passed", "built")
-        ]
-        if reasons:
-            sections["Reasons"] = [("reasons", reasons)]
+        if reasons := self.reasons():
+            sections["Reasons"] = [("reasons", [(name, f" {why}") for name, why in reasons])]
         return sections_page(self.to_dict(), "Matrix", sections)
 
     def save(self, folder: Path) -> Path:
@@ -504,7 +507,7 @@ def _p50(cell: MatrixCell) -> float | None:
 
 
 _FIGURES: Sequence[tuple[str, Callable[[MatrixCell], float | None], Callable[[Any], str]]] = (
-    ("Largest share of the error budget", _share, percent),
+    ("Largest share of the error budget", _share, "{:.0%}".format),
     ("p50 of the first point that was timed, µs", _p50, short),
     ("Engine size", lambda cell: cell.engine.get("engine_bytes"), size),
     ("Build time, s", lambda cell: cell.engine.get("seconds"), short),

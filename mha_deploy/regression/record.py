@@ -120,13 +120,13 @@ def bench_lines(benches: Sequence[ModelBench], command: Sequence[str] | None = N
                         "conditions": asdict(row.timing.conditions),
                         "kernels": [(k.name, k.calls, round(k.microseconds, 3)) for k in row.kernels],
                     }
-                shown = {**data, "backend": row.backend, "parity": row.refused or "passed"}
-                found.append(_line(bench, row.name, {**shared, **shown, "kind": "time"}))
+                data |= {"kind": "time", "backend": row.backend, "parity": row.refused or "passed"}
+                found.append(_line(bench, row.name, {**shared, **data}))
         for load in bench.throughput:
             rates = {key: load.to_dict()[key] for key in ("streams", "per_second", "p50_us", "p99_us")}
-            data = {"case": load.case, "sizes": dict(load.sizes), "timing": rates}
-            shown = {**data, "backend": backends[load.name], "parity": load.refused or "passed"}
-            found.append(_line(bench, load.name, {**shared, **shown, "kind": "throughput"}))
+            data = {"case": load.case, "sizes": dict(load.sizes), "timing": rates, "kind": "throughput"}
+            data |= {"backend": backends[load.name], "parity": load.refused or "passed"}
+            found.append(_line(bench, load.name, {**shared, **data}))
     return found
 
 
@@ -147,7 +147,7 @@ def _line(bench: ModelBench, runtime: str, data: Mapping[str, Any]) -> Line:
     return msgspec.convert(as_plain({**data, **of_model, **place}), Line)
 
 
-def _shared(command: Sequence[str] | None) -> dict[str, Any]:
+def _shared(command: Sequence[str] | None = None) -> dict[str, Any]:
     """What all lines of a process share."""
     known = report_header()
     here = known["environment"]
@@ -175,12 +175,12 @@ def _commit() -> str:
         return ""
 
 
-def build_line(cell: Mapping[str, Any], command: Sequence[str] | None = None) -> Line:
+def build_line(cell: Mapping[str, Any]) -> Line:
     """The line of a cell of a matrix whose engine was built and not run."""
     report, engine = cell["report"], cell["report"]["engines"][0]
     kept = {key: engine[key] for key in ("name", "backend", "version", "fused")}
     data = {
-        **_shared(command),
+        **_shared(),
         **{key: cell[key] for key in ("model", "precision", "runtime")},
         **{key: report["model"][key] for key in ("bundle", "bundle_sha256")},
         "kind": "build",

@@ -19,7 +19,9 @@ Data = Mapping[str, Any]
 # -- HTML and SVG as text in which everything is escaped unless it was made here -------------------
 
 # Control characters cannot be read, and those that reverse the direction of text could disguise a name.
-_UNREADABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ufffe\uffff]")
+_UNREADABLE = re.compile(
+    "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]"
+)
 
 
 def readable(words: str) -> str:
@@ -64,8 +66,7 @@ HEAT_DARK = ("#182839", "#214061", "#2b5a8c", "#3375b9", "#5092d9", "#7bafea", "
 FAMILIES = {"pytorch": "circle", "onnxruntime": "square", "tensorrt": "diamond", "onnx": "square"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Series:
+class Series(NamedTuple):
     """How one row looks."""
 
     colour: int  # number of its colour, from 0
@@ -352,8 +353,8 @@ def sweep_chart(panel: Panel, look: Look) -> Markup | None:
     across = log_scale(sizes, left, right, margin=1.12)
     up = log_scale([point.y for (found,) in curves.values() for point in found], bottom, top)
     parts = [bottom_axis(across, top, bottom, sizes), left_axis(up, left, right)]
-    parts.append(_curves(curves, across, up, look))
-    parts.append(text((left + right) / 2, bottom + 28, panel.axis, anchor="middle", css="muted"))
+    name = text((left + right) / 2, bottom + 28, panel.axis, anchor="middle", css="muted")
+    parts += [_curves(curves, across, up, look), name]
     label = f"p50 in µs along {panel.axis} at {sizes_text(panel.fixed)}, for {', '.join(curves)}"
     return chart(right + _LABEL_WIDTH, _PANEL_HEIGHT, *parts, label=label, css="sweep")
 
@@ -410,7 +411,7 @@ EAGER = "eager PyTorch"
 _WIDTH, _HEIGHT = 620.0, 264.0
 # The error of one token is a small sample, and hundreds of them hide each other: from so many steps on, the
 # curve is the median of some of them, over a faint line through all.
-_POOLED_FROM, _POOLS = 64, 24
+POOLED_FROM, _POOLS = 64, 24
 
 Errors = Sequence[float | None]
 
@@ -465,9 +466,10 @@ def decode_chart(curves: Mapping[str, Errors], first_failed: Sequence[int], look
     for step in sorted(set(first_failed) - {0}):
         x = across.place(step)
         parts.append(titled(f"first wrong step: {step}", line(x, top, x, bottom, "bound")))
-    if is_pooled(steps):
+    size = 1.0
+    if steps >= POOLED_FROM:
         parts += [_lines(_runs(name, known[name]), across, up, f"each {look[name].css}") for name in known]
-    size = steps / _POOLS if is_pooled(steps) else 1.0
+        size = steps / _POOLS
     shown = {name: _runs(name, errors, size) for name, errors in known.items()}
     parts.append(_curves(shown, across, up, look))
     parts.append(text((left + right) / 2, bottom + 28, "step", anchor="middle", css="muted"))
@@ -476,11 +478,6 @@ def decode_chart(curves: Mapping[str, Errors], first_failed: Sequence[int], look
     last = ", ".join(f"{name} {error(runs[-1][-1].y)}" for name, runs in shown.items())
     label = f"Relative error over {plural(steps, 'step')}, at the end: {last}"
     return chart(right + _LABEL_WIDTH, _HEIGHT, *parts, label=label, css="decode")
-
-
-def is_pooled(steps: int) -> bool:
-    """Whether the curves of so many steps are medians of some."""
-    return steps >= _POOLED_FROM
 
 
 def _runs(name: str, errors: Errors, size: float = 1.0) -> Runs:
@@ -581,8 +578,16 @@ def _plot(points: Sequence[Data], tflops: float, gb_per_s: float, look: Look) ->
     top, bottom = 10.0 + LINE * (tiers + 1), _HEIGHT_ROOFLINE - 40
     reached = [row["tflops"] for point in points for row in point["rows"] if row["tflops"]]
     up = log_scale([*reached, tflops], bottom, top, margin=1.4)
-    parts = [bottom_axis(across, top, bottom), left_axis(up, across.start, across.end)]
-    parts.append(_roof(across, up, tflops, gb_per_s, ridge))
+    lowest = max(across.low, up.low * 1e3 / gb_per_s)
+    slope = (across.place(lowest), up.place(lowest * gb_per_s / 1e3))
+    corner, end = (across.place(ridge), up.place(tflops)), (across.end, up.place(tflops))
+    parts = [
+        bottom_axis(across, top, bottom),
+        left_axis(up, across.start, across.end),
+        polyline([slope, corner, end], "roof"),
+        text(end[0] - 4, end[1] + 11, f"{short(tflops)} TFLOP/s", anchor="end", css="muted"),
+        text(slope[0] + 16, slope[1] + 10, f"{short(gb_per_s)} GB/s", anchor="start", css="muted"),
+    ]
     parts += [_column(point, across, up, top, look) for point in points]
     parts += [
         text(x, top - 8 - LINE * tier, words, anchor="middle", css="value") for x, tier, words in labels
@@ -591,15 +596,6 @@ def _plot(points: Sequence[Data], tflops: float, gb_per_s: float, look: Look) ->
     parts.append(text(4, top - 8 - LINE * tiers, "TFLOP/s", css="muted"))
     label = f"Roofline of {points[0]['roofline']['gpu']}: {short(tflops)} TFLOP/s, {short(gb_per_s)} GB/s"
     return chart(_WIDTH_ROOFLINE, _HEIGHT_ROOFLINE, *parts, label=label, css="roofline")
-
-
-def _roof(across: Scale, up: Scale, tflops: float, gb_per_s: float, ridge: float) -> Markup:
-    lowest = max(across.low, up.low * 1e3 / gb_per_s)
-    slope = (across.place(lowest), up.place(lowest * gb_per_s / 1e3))
-    corner, end = (across.place(ridge), up.place(tflops)), (across.end, up.place(tflops))
-    peak = text(across.end - 4, up.place(tflops) + 11, f"{short(tflops)} TFLOP/s", anchor="end", css="muted")
-    memory = text(slope[0] + 16, slope[1] + 10, f"{short(gb_per_s)} GB/s", anchor="start", css="muted")
-    return join([polyline([slope, corner, end], "roof"), peak, memory])
 
 
 def _column(point: Data, across: Scale, up: Scale, top: float, look: Look) -> Markup:

@@ -89,7 +89,7 @@ def _decode(reports: Sequence[Data], latency: Data | None, look: Look) -> list[P
         wrong = [report["first_failed"] for report in same if report["first_failed"]]
         chart = charts.decode_chart(curves, wrong, charts.decode_look(list(curves), latency, look))
         words = "Relative L2 by step"
-        if charts.is_pooled(max(map(len, curves.values()))):
+        if max(map(len, curves.values())) >= charts.POOLED_FROM:
             words += "; thin lines are single steps, thick ones medians"
         words += "; a dashed line is the first wrong step" if wrong else ""
         figure = {"caption": words, "chart": chart, "otherwise": "No step gave anything to measure."}

@@ -17,13 +17,7 @@ Keys = dict[Any, str]
 
 
 def record(needed: Keys, optional: Keys | None = None, *, is_open: bool = False) -> Any:
-    """A dictionary with these keys; only an open one may hold others.
-
-    Args:
-        needed: The keys that must be there.
-        optional: Those that are None where they are missing.
-        is_open: Whether further keys are allowed.
-    """
+    """A dictionary with these keys; optional ones are None where missing, and only an open one has others."""
     fields: list[Any] = [(name, kind) for kind, names in needed.items() for name in names.split()]
     for kind, names in (optional or {}).items():
         fields += [(name, kind | None, None) for name in names.split()]

@@ -13,8 +13,6 @@ from mha_deploy.text import (
     NOTHING,
     budget_share,
     error,
-    grouped,
-    percent,
     plural,
     point_name,
     short,
@@ -98,20 +96,16 @@ class Table:
     css: str = ""  # A class of the style sheet: `compact` or `matrix`
 
 
-def columns(*names: str) -> list[Column]:
-    """Columns from headings.
+def column(heading: str) -> Column:
+    """A column from its heading.
 
     `#` is before numbers, `+` before what only the page has room for, `!` before what a terminal does not
     wrap. `budget used|used` has a shorter heading in a terminal.
     """
-    found = []
-    for name in names:
-        signs, rest = re.match(r"([#+!]*)(.*)", name).groups()  # type: ignore[union-attr]
-        long, _, brief = rest.partition("|")
-        numeric, wide = "#" in signs, "+" in signs
-        whole = numeric or "!" in signs or long == "verdict"
-        found.append(Column(name=long, numeric=numeric, short=brief, wide=wide, whole=whole))
-    return found
+    name = heading.lstrip("#+!")
+    signs, (long, _, brief) = heading.removesuffix(name), name.partition("|")
+    numeric, whole = "#" in signs, "!" in signs or long == "verdict"
+    return Column(name=long, numeric=numeric, short=brief, wide="+" in signs, whole=numeric or whole)
 
 
 def table(
@@ -126,26 +120,21 @@ def table(
     In a row, a string is plain text, and nothing is a dash. A string in place of a row is a sentence about
     the row above it, in all columns.
     """
-    shown = columns(*headings)
+    shown = [column(heading) for heading in headings]
 
     def cells(row: RawRow) -> Row:
         if isinstance(row, str):
             return [Cell(text=row, status="problem", span=len(shown))]
-        return [each if isinstance(each, Cell) else text(each) for each in row]
+        return [each if isinstance(each, Cell) else Cell(text=each or NOTHING) for each in row]
 
     found = [Group(rows=list(rows))] if groups is None else groups
     made = [replace(group, rows=[cells(row) for row in group.rows]) for group in found]
     return Table(title=title, columns=shown, groups=made, css=css)
 
 
-def text(words: str | None) -> Cell:
-    """Plain text; a dash for nothing."""
-    return Cell(text=words or NOTHING)
-
-
 def number(value: float | None, show: Callable[[Any], str] = short) -> Cell:
-    """A number as it is shown, sorted by what it is."""
-    return Cell(text=show(value), order=value)
+    """A number as it is shown, sorted by what it is; a dash for nothing."""
+    return Cell(text=NOTHING if value is None else show(value), order=value)
 
 
 def passed(value: bool) -> Cell:
@@ -163,11 +152,6 @@ def share_cell(share: float | None, *, failed: bool = False) -> Cell:
     if share is None:
         return Cell(text="no number" if failed else NOTHING, order=1e300 if failed else None)
     return Cell(text=budget_share(share), order=share, share=share)
-
-
-def digits(count: int) -> Callable[[float | None], str]:
-    """Show a number with so many digits behind the point."""
-    return lambda value: NOTHING if value is None else f"{value:,.{count}f}"
 
 
 # -- Parity ----------------------------------------------------------------------------------------
@@ -244,7 +228,7 @@ def decode_table(reports: Sequence[Data], most: int | None = None) -> Table:
     """The verdict on every runtime and trace, with so many of the checks that failed."""
     rows: list[RawRow] = []
     for report in reports:
-        planned, run = grouped(report["steps"]), len(report["errors"])
+        planned, run = f"{report['steps']:,}", len(report["errors"])
         prompts = prompts_text(report["prompt"]).removeprefix("prompts of ")
         steps = f"{run:,} of {planned}" if run < report["steps"] else planned
         wrong = place_text(report["first_failed"], report["failed"])
@@ -279,7 +263,7 @@ def steps_table(reports: Sequence[Data]) -> Table | None:
     rows = []
     for step in sorted({*(2**k for k in range(last.bit_length())), last}):
         at = [errors[step - 1] if step <= len(errors) else None for errors in curves.values()]
-        rows.append([number(step, grouped), *(number(value, error) for value in at)])
+        rows.append([number(step, "{:,}".format), *(number(value, error) for value in at)])
     title = f"Relative L2 at some steps of trace {reports[0]['trace']}"
     return table(title, ("#step", *(f"#{curve}" for curve in curves)), rows, css="compact")
 
@@ -312,7 +296,7 @@ def invariance_table(checks: Sequence[Data]) -> Table:
         verdict, bitwise = passed(check["passed"]), yes_no(check["bitwise"])
         share = share_cell(check["share"], failed=not check["passed"])
         if check["passed"] and not check["case"]:  # there was nothing to compare, and the detail says why
-            verdict, bitwise, share = Cell(text="not checked", status="none"), "", text(None)
+            verdict, bitwise, share = Cell(text="not checked", status="none"), "", Cell(text=NOTHING)
         what = (check["check"], verdict, check["detail"], check["backend"], check["case"])
         rows.append((*what, bitwise, share))
         rows += [check["problem"]] if check["problem"] else []
@@ -328,8 +312,8 @@ def serving_table(points: Sequence[Data]) -> Table:
         clients, answered = number(point["clients"], str), f"{point['answered']}/{point['requests']}"
         kinds = ", ".join(f"{count} {kind}" for kind, count in point["errors"].items())
         failed = Cell(text=kinds or "0", status="problem" if any(point["errors"].values()) else "")
-        waited = (number(point[name], digits(2)) for name in ("p50_ms", "p90_ms", "p99_ms"))
-        rate = digits(1)(point["per_second"])
+        waited = (number(point[name], "{:,.2f}".format) for name in ("p50_ms", "p90_ms", "p99_ms"))
+        rate = number(point["per_second"], "{:,.1f}".format)
         wrong = Cell(text=f"{point['wrong']}/{point['judged']}", status="problem" if point["wrong"] else "")
         rows.append((clients, answered, failed, *waited, rate, wrong))
     names = ("p50 ms", "p90 ms", "p99 ms", "requests/s", "wrong outputs")
@@ -341,8 +325,8 @@ def throughput_table(rows: Sequence[Data]) -> Table:
     """Calls per second on several streams, by size and runtime."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
-        figures = {"per_second": 0, "p50_us": 1, "p99_us": 1}
-        made = [number(row["streams"], str), *(number(row[key], digits(n)) for key, n in figures.items())]
+        figures = {"streams": "{}", "per_second": "{:,.0f}", "p50_us": "{:,.1f}", "p99_us": "{:,.1f}"}
+        made = [number(row[key], form.format) for key, form in figures.items()]
         if row["refused"] is not None:
             made = [Cell(text=row["refused"], status="problem", span=4)]
         runtime = Cell(text=row["name"], series=row["name"])
@@ -488,7 +472,7 @@ def latency_table(points: Sequence[Data]) -> Table:
     return table("Latency of every backend at every size", headings, groups=groups)
 
 
-def _timing_row(row: Data, width: int, *, decodes: bool) -> Row:
+def _timing_row(row: Data, width: int, *, decodes: bool) -> RawRow:
     timing, name = row["timing"], Cell(text=row["name"], series=row["name"], hint=row["backend"])
     if timing is None:
         reason = f"not timed: {row['refused'] or 'no reason was given'}"
@@ -496,7 +480,7 @@ def _timing_row(row: Data, width: int, *, decodes: bool) -> Row:
     conditions = timing["conditions"]
     clock, most = conditions["sm_mhz"], conditions["sm_mhz_max"]
     lower = clock is not None and most is not None and clock < most
-    megahertz = digits(0)(clock) + (f" of {most:,.0f}" if lower else "")
+    megahertz = number(clock, lambda mhz: f"{mhz:,.0f} of {most:,.0f}" if lower else f"{mhz:,.0f}")
     throttled = ", ".join(conditions["throttled_by"])
     return [
         name,
@@ -504,13 +488,13 @@ def _timing_row(row: Data, width: int, *, decodes: bool) -> Row:
         *(number(row[key], times) for key in ("speedup_over_eager", "speedup_over_best_pytorch")),
         *(number(row[key]) for key in ("tflops", "gb_per_s")),
         *([number(row["tokens_per_s"])] if decodes else []),
-        number(row["roofline_share"], percent),
+        number(row["roofline_share"], "{:.0%}".format),
         number(timing["memory_bytes"], size),
         number(timing["host_us"]),
-        text(yes_no(timing["graph"])),
-        text("yes") if timing["stable"] else Cell(text="no", status="doubt"),
-        Cell(text=megahertz, order=clock, note=f"throttled: {throttled}" if throttled else ""),
-        number(conditions["temperature_c"], digits(0)),
+        yes_no(timing["graph"]),
+        "yes" if timing["stable"] else Cell(text="no", status="doubt"),
+        replace(megahertz, note=f"throttled: {throttled}" if throttled else ""),
+        number(conditions["temperature_c"], "{:,.0f}".format),
     ]
 
 
@@ -521,7 +505,7 @@ def kernels_table(point: Data) -> Table:
         backend, name = Cell(text=row["name"], series=row["name"]), Cell(text=kernel["name"], status="code")
         share = kernel["microseconds"] / row["timing"]["p50_us"] if row["timing"] else None
         calls, spent = number(kernel["calls"], "{:g}".format), number(kernel["microseconds"])
-        rows.append([backend, name, calls, spent, number(share, percent)])
+        rows.append([backend, name, calls, spent, number(share, "{:.0%}".format)])
     return table(f"Kernels at {point_sizes(point)}", ("backend", "kernel", "#calls", "#µs", "#of p50"), rows)
 
 

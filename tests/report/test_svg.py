@@ -31,6 +31,7 @@ from mha_deploy.report.charts import (
     sweep_panels,
     tag,
 )
+from mha_deploy.report.table import number
 from mha_deploy.text import budget_share, error, point_name, short, size, tick, times
 
 LATENCY = fresh("passing")["latency"]
@@ -109,7 +110,7 @@ def test_long_labels_are_cut():
         (times(1.234), "1.23×"),
         (size(5_812_344), "5.81 MB"),
         (size(12), "12 B"),
-        (size(None), "–"),
+        (number(None, size).text, "–"),
         (point_name("8x128", {"B": 8, "S": 128}), ""),
         (point_name("B=8,S=128", {"B": 8, "S": 128}), ""),
         (point_name("opt", {"B": 8, "S": 128}), "opt"),
