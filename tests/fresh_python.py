@@ -42,8 +42,9 @@ for kind, arguments in json.loads(sys.argv[1]):
         except BaseException:
             traceback.print_exc()
             code = 1
-    reported.append({"code": code, "out": out.getvalue(), "err": err.getvalue()})
-print(json.dumps({"steps": reported, "modules": sorted(sys.modules)}))
+    packages = sorted({name.partition(".")[0] for name in sys.modules})
+    reported.append({"code": code, "out": out.getvalue(), "err": err.getvalue(), "packages": packages})
+print(json.dumps(reported))
 """
 
 
@@ -64,12 +65,9 @@ def run_all(*steps, before="", **settings):
         **settings: Those of `python`.
 
     Returns:
-        The `code`, `out` and `err` of each step, and the `modules` that were loaded in the end.
+        For each step its `code`, `out` and `err`, and the `packages` that are loaded when it ends.
     """
     given = json.dumps([[kind, list(map(str, arguments))] for kind, *arguments in steps])
     done = python(before + _RUN_ALL, given, **settings)
     assert done.returncode == 0, done.stderr
-    reported = json.loads(done.stdout.splitlines()[-1])
-    return SimpleNamespace(
-        steps=[SimpleNamespace(**each) for each in reported["steps"]], modules=reported["modules"]
-    )
+    return [SimpleNamespace(**each) for each in json.loads(done.stdout.splitlines()[-1])]

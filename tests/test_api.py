@@ -13,7 +13,6 @@ import onnx_ir as ir
 import own_models
 import pytest
 import torch
-from fresh_python import python
 from torch import nn
 
 import mha_deploy as md
@@ -56,13 +55,6 @@ def tiny(bundles):
 
 
 # -- what is there -------------------------------------------------------------------------------
-
-
-def test_the_import_loads_nothing_heavy():
-    heavy = "{'torch', 'onnx', 'onnx_ir', 'numpy', 'rich', 'typer'}"
-    code = f"import mha_deploy, sys; sys.exit(' '.join({heavy} & set(sys.modules)) or 0)"
-    done = python(code)
-    assert done.returncode == 0, done.stderr
 
 
 def test_every_public_name_is_there_and_documented():

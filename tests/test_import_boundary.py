@@ -5,12 +5,15 @@ import json
 import sys
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
+from itertools import islice
 from pathlib import Path
 
 import pytest
 from fresh_python import RUNTIMES, run_all
+from typer.main import get_command
 
 import mha_deploy
+from mha_deploy.cli import app
 
 PACKAGE = Path(mha_deploy.__file__).parent
 FILES = {
@@ -116,7 +119,7 @@ def without_torch(bundles, tmp_path_factory):
         "reference": ("import", "mha_deploy.reference"),
         "exporter": ("import", "mha_deploy.export.exporter"),
     }
-    done = dict(zip(steps, run_all(*steps.values(), blocked=("torch",)).steps, strict=True))
+    done = dict(zip(steps, run_all(*steps.values(), blocked=("torch",)), strict=True))
     assert list(target.parent.iterdir()) == []
     return done
 
@@ -127,11 +130,11 @@ def without_runtimes(bundles):
     bf16 = bundles("tiny-padding", "bf16").path
     steps = {
         "deploy side": ("import", *DEPLOY_SIDE),
-        "validate": ("mha-deploy", "validate", bf16, "--json", "--in-process"),
+        "validate": ("mha-deploy", "validate", bf16, "--json", "--in-process", "--no-probe"),
         "models": ("mha-deploy", "models"),
         "analyze": ("mha-deploy", "analyze", "llama-3-8b"),
     }
-    return dict(zip(steps, run_all(*steps.values(), blocked=("torch", *RUNTIMES)).steps, strict=True))
+    return dict(zip(steps, run_all(*steps.values(), blocked=("torch", *RUNTIMES)), strict=True))
 
 
 def test_every_deploy_module_is_imported_where_there_is_no_runtime(without_runtimes):
@@ -140,6 +143,10 @@ def test_every_deploy_module_is_imported_where_there_is_no_runtime(without_runti
 
 def test_no_deploy_module_looks_for_torch_where_the_runtimes_are(without_torch):
     assert without_torch["deploy side"].code == 0, without_torch["deploy side"].err
+
+
+def test_no_deploy_module_imports_a_runtime_at_once(without_torch):
+    assert set(RUNTIMES).isdisjoint(without_torch["deploy side"].packages)
 
 
 @pytest.mark.parametrize("step", ["reference", "exporter"])
@@ -172,6 +179,80 @@ def test_tables_need_no_runtime(without_runtimes, verb):
     done = without_runtimes[verb]
     assert done.code == 0, done.err
     assert "llama-3-8b" in done.out
+
+
+# -- what is loaded, and when --------------------------------------------------------------------
+
+# What the package depends on, but for the library that prints the help.
+HEAVY = {
+    *("torch", "onnx", "onnx_ir", "onnxscript", "numpy", "ml_dtypes", "sympy", "safetensors", "matplotlib"),
+    *("onnxruntime", "tensorrt", "tensorrt_rtx", "cuda", "pynvml", "transformers", "polygraphy"),
+}
+
+
+@pytest.fixture(scope="module")
+def loading(bundles, tmp_path_factory):
+    """What one new interpreter does, from the lightest step to the heaviest, by the name of the steps."""
+    there = tmp_path_factory.mktemp("there")
+    wrong = (["tiny-mha", "-o", there], ["tiny-mha", "--precision", "fp8"], ["tiny-nothing"])
+    bundle = bundles("tiny-gqa").path
+    commands = {
+        "help": [["--help"], *([verb, "--help"] for verb in get_command(app).commands)],
+        "models": [["models"], ["models", "--json"]],
+        "refused": [[verb, "-o", there / "new", *each] for verb in ("export", "deploy") for each in wrong],
+        "inspect": [["inspect", bundle], ["inspect", bundle, "--json"]],
+        "doctor": [["doctor"]],
+    }
+    steps = [("mha-deploy", *command) for each in commands.values() for command in each]
+    imported, *done = run_all(("import", "mha_deploy"), *steps)
+    assert not list(there.iterdir())
+    remaining = iter(done)
+    return {"import": [imported]} | {
+        name: list(islice(remaining, len(each))) for name, each in commands.items()
+    }
+
+
+def test_the_import_loads_nothing_heavy(loading):
+    (imported,) = loading["import"]
+    assert imported.code == 0, imported.err
+    assert (HEAVY | {"rich", "typer"}).isdisjoint(imported.packages)
+
+
+def test_the_help_of_every_verb_loads_nothing_heavy(loading):
+    for step in loading["help"]:
+        assert step.code == 0, step
+        assert "Usage: " in step.out
+        assert "unless given" not in " ".join(step.out.split())
+        with_value = [line for line in step.out.splitlines() if "<bool>" in line]
+        assert all("--help" in line or "--version" in line for line in with_value), "a flag takes no value"
+        assert "[[" not in step.out
+        assert step.err == ""
+        assert "typer" in step.packages
+        assert HEAVY.isdisjoint(step.packages)
+
+
+@pytest.mark.parametrize(("name", "code"), [("models", 0), ("refused", 2)])
+def test_the_catalog_and_what_is_refused_at_once_load_nothing_heavy(loading, name, code):
+    """A folder that is there, a precision or a model that is not."""
+    for step in loading[name]:
+        assert step.code == code, step
+        assert HEAVY.isdisjoint(step.packages)
+
+
+def test_inspect_loads_neither_onnx_nor_a_runtime(loading):
+    """It checks hashes, and says that the graph was not read."""
+    as_text, as_json = loading["inspect"]
+    assert (as_text.code, as_json.code) == (0, 0), loading["inspect"]
+    assert "not compared with the graph" in as_text.out
+    assert '"graph": "not compared"' in as_json.out
+    assert (HEAVY - {"numpy", "ml_dtypes"}).isdisjoint(as_json.packages)
+
+
+def test_the_doctor_does_not_load_what_takes_seconds(loading):
+    (step,) = loading["doctor"]
+    assert step.code == 0, step
+    assert "doctor --load" in step.out
+    assert {"torch", "onnx", "onnx_ir", "onnxscript", "sympy", "matplotlib"}.isdisjoint(step.packages)
 
 
 # -- who may import whom -------------------------------------------------------------------------

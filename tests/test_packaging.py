@@ -58,7 +58,7 @@ if not mha_deploy.__file__.startswith({str(site)!r}):
     }
     steps = [("mha-deploy", verb, *arguments) for verb, arguments in commands.items()]
     done = run_all(*steps, before=before, options=["-I"], cwd=tmp_path_factory.mktemp("elsewhere"))
-    return dict(zip(commands, done.steps, strict=True))
+    return dict(zip(commands, done, strict=True))
 
 
 def members(wheel):
