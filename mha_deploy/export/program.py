@@ -231,7 +231,7 @@ def export_program(
     `draw` makes inputs of some sizes on which the module can run; default: they look like `inputs`.
     """
     with _evaluating(module):
-        with _explicit_forward(module, list(inputs)), _batched_experts(module):
+        with _made_traceable(module, list(inputs)):
             traced = _Tracer(module, inputs, dims).trace(axes)
         axes, sizes = traced.axes, traced.sizes
         names = list(named_outputs(traced.program, output_names, list(inputs)))
@@ -266,7 +266,11 @@ def export_program(
             tried = (*_sizes_to_try(axes, sizes, traced.unproven), *traced.outside)
             _check_sizes(exported, module, draw, tried)
         except ExportError as error:
-            raise traced.refusal or error from error
+            if traced.explain_first is None:
+                raise
+            with _made_traceable(module, list(inputs)):
+                refusal = traced.explain_first()
+            raise refusal from error
     return exported
 
 
@@ -282,7 +286,8 @@ class _Traced:
     sizes: dict[str, int]  # what it was traced at
     unproven: tuple[str, ...] = ()  # axes whose smaller sizes PyTorch did not prove
     outside: Sequence[Sizes] = ()  # sizes that break a guard, so that they must be tried
-    refusal: ExportError | None = None  # what to raise where that comparison fails: why the first attempt did
+    # What to raise where that comparison fails: why the first attempt did. It takes another trace.
+    explain_first: Callable[[], ExportError] | None = None
     fixed: Axes = dataclasses.field(default_factory=dict)  # axes that could not vary
     notes: tuple[str, ...] = ()  # what a reader should know
 
@@ -313,10 +318,11 @@ class _Tracer:
             if isinstance(second, ExportedProgram):
                 small = tuple(name for name, axis in axes.items() if axis.min < sizes[name])
                 return _Traced(program=second, axes=axes, sizes=sizes, unproven=small)
-        refusal = explain.explain_failure(first, name_of, trace)
+        explain_first = partial(explain.explain_failure, first, name_of, trace)
         found = self.trace_automatically(axes)
         if isinstance(found, _Traced):
-            return dataclasses.replace(found, refusal=refusal)
+            return dataclasses.replace(found, explain_first=explain_first)
+        refusal = explain_first()
         dynamic = [name for name, axis in axes.items() if axis.is_dynamic]
         shown = clamp_to(axes, {**sizes, **dict(named_sizes(self.inputs, self.dims))})
         for fixed in dict.fromkeys((tuple(sorted(found)), tuple(dynamic[1:]), tuple(dynamic))):
@@ -608,6 +614,13 @@ def _write_pair(graph: Graph, node: Node, pairs: dict[Node, tuple[Any, Any]]) ->
             given = tree_map_only(Node, lambda each, c=chosen: c.get(each, each), (args, node.kwargs))  # type: ignore[misc]
             made.append(emit(node.target, *given[0], **given[1]))
         pairs[node] = made[0], made[1]
+
+
+@contextlib.contextmanager
+def _made_traceable(module: nn.Module, names: Sequence[str]) -> Iterator[None]:
+    """The module as PyTorch can trace it."""
+    with _explicit_forward(module, names), _batched_experts(module):
+        yield
 
 
 @contextlib.contextmanager
