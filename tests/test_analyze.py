@@ -9,15 +9,8 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from mha_deploy.analyze.cost import kv_cache_bytes, kv_cache_bytes_per_token, layer_cost, parameter_count
-from mha_deploy.analyze.roofline import (
-    GpuPeaks,
-    analyze_layer,
-    find_peaks,
-    gpu_names,
-    known_gpus,
-    roofline_bound,
-)
+from mha_deploy.analyze.cost import kv_cache_bytes_per_token, layer_cost, parameter_count
+from mha_deploy.analyze.roofline import GpuPeaks, analyze_layer, find_peaks, gpu_names, known_gpus
 from mha_deploy.cli.tables import analysis_renderable
 from mha_deploy.errors import DeployError, SpecError
 from mha_deploy.model.catalog import catalog_names, find_spec
@@ -175,7 +168,7 @@ class TestKvCache:
     def test_llama_3_8b(self):
         spec = find_spec("llama-3-8b")
         assert kv_cache_bytes_per_token(spec, 2) == 4096
-        assert kv_cache_bytes(spec, B=2, length=8192, bytes_per_element=2) == 2 * 8192 * 4096
+        assert analyze_layer(spec, {"B": 2, "S": 8192}, "fp16", "h200").kv_bytes == 2 * 8192 * 4096
 
     def test_falcon_7b_is_multi_query(self):
         falcon = find_spec("falcon-7b")
@@ -225,18 +218,18 @@ def made_up_gpu():
 
 class TestRoofline:
     def test_bound_by_hand(self):
-        bound = roofline_bound(layer_cost(make_spec(), {"B": 1, "S": 3}, 2), made_up_gpu(), "fp16", tokens=3)
-        projections, attention, output = bound.stages
+        found = analyze_layer(make_spec(), {"B": 1, "S": 3}, "fp16", made_up_gpu())
+        projections, attention, output = found.bound
         # 1 GFLOP/s and 0.1 GB/s: FLOP/byte above 10 would be bound by compute
         assert projections.seconds == pytest.approx(216 / 1e8)
         assert projections.compute_seconds == pytest.approx(288 / 1e9)
         assert {item.bound_by for item in (projections, attention, output)} == {"memory"}
-        assert bound.seconds == pytest.approx((216 + 96 + 88) / 1e8)
-        assert bound.tokens_per_second == pytest.approx(3 / bound.seconds)
+        assert found.seconds == pytest.approx((216 + 96 + 88) / 1e8)
+        assert found.tokens_per_second == pytest.approx(3 / found.seconds)
 
     def test_a_larger_batch_is_compute_bound(self):
         def bounds(B):
-            stages = analyze_layer(spec, {"B": B, "S": 1}, "fp16", "h200").bound.stages
+            stages = analyze_layer(spec, {"B": B, "S": 1}, "fp16", "h200").bound
             return {item.cost.name: item.bound_by for item in stages}
 
         spec = make_spec(E=4096, Hq=32, Hkv=8, D=128)
@@ -250,9 +243,8 @@ class TestRoofline:
         half, single = (analyze_layer(spec, sizes, name, "h200") for name in ("fp16", "fp32"))
         assert single.cost.bytes == 2 * half.cost.bytes
         assert single.cost.flops == half.cost.flops
-        assert analyze_layer(spec, sizes, "bf16", made_up_gpu()).bound.stages[
-            0
-        ].compute_seconds == pytest.approx(half.cost.stages[0].flops / 2e9)
+        first = analyze_layer(spec, sizes, "bf16", made_up_gpu()).bound[0]
+        assert first.compute_seconds == pytest.approx(half.cost.stages[0].flops / 2e9)
 
     def test_unknown_precision_is_refused(self):
         with pytest.raises(DeployError, match="fp16"):

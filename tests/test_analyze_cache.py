@@ -7,7 +7,7 @@ import pytest
 from mha_deploy.analyze.cost import (
     SizeLimit,
     key_length,
-    kv_cache_bytes,
+    kv_cache_bytes_per_token,
     layer_cost,
     oracle_bytes,
     oracle_cache_bytes,
@@ -218,11 +218,11 @@ def test_the_analysis_of_a_step_knows_the_cache():
     spec = make("dynamic", Hq=32, Hkv=8, D=128, E=4096)
     sizes = {"B": 4, "S": 1, "P": 8191}
     found = analyze_layer(spec, sizes, "fp16", "h200")
-    assert found.kv_bytes == kv_cache_bytes(spec, B=4, length=8192, bytes_per_element=2)
-    attending = found.bound.stages[1]
+    assert found.kv_bytes == 4 * 8192 * kv_cache_bytes_per_token(spec, 2)
+    attending = found.bound[1]
     assert attending.bound_by == "memory"
     assert attending.seconds == pytest.approx((found.kv_bytes + 2 * 2 * 4 * 4096) / 4.8e12)
-    assert found.bound.tokens == 4
+    assert found.tokens_per_second == pytest.approx(4 / found.seconds)
     assert key_length(spec, sizes) == 8192
 
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from mha_deploy.errors import SpecError, nearest
 from mha_deploy.model.spec import AttentionSpec, Axis, ModelSpec, Sizes
 
-# -- Parameters, FLOPs and bytes per stage ---------------------------------------------------------
-
 
 @dataclass(frozen=True, kw_only=True)
 class StageCost:
@@ -54,11 +52,14 @@ def key_length(spec: AttentionSpec, sizes: Sizes) -> int:
     return sum(sizes[axis] for axis in spec.key_axis.split("+"))
 
 
-def past_keys(spec: AttentionSpec, sizes: Sizes, lengths: Sequence[int] | None = None) -> list[int]:
+Lengths = Sequence[int] | None
+"""The valid entries of a preallocated KV cache before the call, by batch element; default: full after it."""
+
+
+def past_keys(spec: AttentionSpec, sizes: Sizes, lengths: Lengths = None) -> list[int]:
     """The keys before the new tokens, of every batch element: none without a KV cache.
 
-    `lengths` are the valid entries of a preallocated KV cache before the call; default: full after it. They
-    are refused where they do not suit the layer or its sizes.
+    Lengths are refused where they do not suit the layer or its sizes.
     """
     if lengths is None:
         past = key_length(spec, sizes) - sizes["S"] if spec.cache != "none" else 0
@@ -75,9 +76,9 @@ def past_keys(spec: AttentionSpec, sizes: Sizes, lengths: Sequence[int] | None =
 
 
 def layer_cost(
-    spec: AttentionSpec, sizes: Sizes, bytes_per_element: int, *, lengths: Sequence[int] | None = None
+    spec: AttentionSpec, sizes: Sizes, bytes_per_element: int, *, lengths: Lengths = None
 ) -> LayerCost:
-    """The cost of a layer at one set of sizes, inside its axes; `lengths` as in `past_keys`.
+    """The cost of a layer at one set of sizes, inside its axes.
 
     `bytes_per_element` is 2 for FP16 and BF16, 4 for FP32; weights and activations alike.
     """
@@ -130,13 +131,11 @@ def layer_cost(
     after = [output]
     if spec.variant == "sparse-heads":
         # A gate per head from the layer's input; unused heads are computed and then masked.
-        gate = linear("head gate", "S·E·Hq", E, Hq, bias=False)
-        reads_gates = tokens * Hq * bytes_per_element
-        after = [gate, replace(output, bytes=output.bytes + reads_gates)]
-    elif spec.variant == "grouped-mlp":
+        gate, read = linear("head gate", "S·E·Hq", E, Hq, bias=False), tokens * Hq * bytes_per_element
+        after = [gate, replace(output, bytes=output.bytes + read)]
+    elif spec.grouped_mlp is not None:
         # A linear layer within each group, and two of an MLP in place of the output projection.
-        hidden = spec.grouped_mlp.hidden if spec.grouped_mlp else 0
-        groups = spec.grouped_mlp.groups if spec.grouped_mlp else 1
+        hidden, groups = spec.grouped_mlp.hidden, spec.grouped_mlp.groups
         after = [
             linear("linear within groups", "S·E²/groups", width // groups, width // groups, n=groups),
             linear("MLP in", "S·E·hidden", width, hidden),
@@ -171,11 +170,6 @@ def parameter_count(spec: AttentionSpec) -> int:
 def kv_cache_bytes_per_token(spec: AttentionSpec, bytes_per_element: int) -> int:
     """KV-cache bytes of one token in one layer: a key and a value for each key/value head."""
     return 2 * spec.Hkv * spec.D * bytes_per_element
-
-
-def kv_cache_bytes(spec: AttentionSpec, B: int, length: int, bytes_per_element: int) -> int:
-    """KV-cache bytes of one layer for B sequences of one length."""
-    return B * length * kv_cache_bytes_per_token(spec, bytes_per_element)
 
 
 # -- Sizes to test: lengths that no kernel tiles evenly, and the largest that a limit allows -------
@@ -230,6 +224,12 @@ def first_allowed(axis: Axis, candidates: Sequence[int]) -> int:
     return next((size for size in candidates if axis.min <= size <= axis.max), axis.opt)
 
 
+def spread(choices: Sequence[int], most: int) -> list[int]:
+    """All of them, or some from the first to the last."""
+    count, last = min(len(choices), most), len(choices) - 1
+    return [choices[round(i * last / max(1, count - 1))] for i in range(count)]
+
+
 def oracle_bytes(spec: ModelSpec, sizes: Sizes) -> int:
     """Memory of an FP64 run that keeps scores and weights: an upper bound, fused kernels need less.
 
@@ -248,12 +248,12 @@ def oracle_cache_bytes(spec: ModelSpec, sizes: Sizes) -> int:
     """Memory of the KV cache of an FP64 run, input and output; 0 without one."""
     if spec.layer is None or spec.cache == "none":
         return 0
-    return 2 * kv_cache_bytes(spec.layer, sizes["B"], key_length(spec.layer, sizes), bytes_per_element=8)
+    return 2 * sizes["B"] * key_length(spec.layer, sizes) * kv_cache_bytes_per_token(spec.layer, 8)
 
 
 # -- Where a layer is timed: its optimum, or prefill and decode step of one with a KV cache --------
 
-PREFILL, DECODE, USUAL = "prefill", "decode", "opt"
+PREFILL, DECODE, USUAL = TIMED_CASES = "prefill", "decode", "opt"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from mha_deploy.analyze.cost import LayerCost, StageCost, key_length, kv_cache_bytes_per_token, layer_cost
+from mha_deploy.analyze import cost as costs
+from mha_deploy.analyze.cost import LayerCost, Lengths, StageCost
 from mha_deploy.errors import DeployError, nearest
 from mha_deploy.model.precision import find_precision
 from mha_deploy.model.spec import AttentionSpec, Sizes
-
-# -- Peak figures of GPUs, from `gpus.toml` --------------------------------------------------------
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 _FIGURES = Path(__file__).resolve().parent / "gpus.toml"
 
@@ -55,10 +48,10 @@ class GpuPeaks:
 @cache
 def known_gpus() -> tuple[GpuPeaks, ...]:
     """All GPUs of the table, in its order."""
-    table = tomllib.loads(_FIGURES.read_text(encoding="utf-8"))
-    return tuple(
-        GpuPeaks(name=name, **each | {"aliases": tuple(each["aliases"])}) for name, each in table.items()
-    )
+    import msgspec
+
+    table = msgspec.toml.decode(_FIGURES.read_bytes())
+    return tuple(msgspec.convert({"name": name, **each}, GpuPeaks) for name, each in table.items())
 
 
 def gpu_names() -> list[str]:
@@ -101,35 +94,13 @@ class StageBound:
         return "compute" if self.compute_seconds >= self.memory_seconds else "memory"
 
 
-@dataclass(frozen=True, kw_only=True)
-class LayerBound:
-    """The roofline bound of a layer whose stages run one after the other."""
-
-    stages: tuple[StageBound, ...]
-    tokens: int
-
-    @property
-    def seconds(self) -> float:
-        """Of all stages."""
-        return sum(stage.seconds for stage in self.stages)
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Query tokens per second at the bound."""
-        return self.tokens / self.seconds
-
-
-def roofline_bound(cost: LayerCost, gpu: GpuPeaks, precision: str, tokens: int) -> LayerBound:
-    """The roofline bound of every stage on a GPU; `tokens` are the query tokens of one run, B times S."""
+def roofline_bound(cost: LayerCost, gpu: GpuPeaks, precision: str) -> tuple[StageBound, ...]:
+    """The roofline bound of every stage on a GPU; the stages run one after the other."""
     peak = gpu.peak_flops(precision)
-    stages = tuple(
+    return tuple(
         StageBound(cost=stage, compute_seconds=stage.flops / peak, memory_seconds=stage.bytes / gpu.bandwidth)
         for stage in cost.stages
     )
-    return LayerBound(stages=stages, tokens=tokens)
-
-
-# -- The analysis of one layer ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,31 +112,40 @@ class Analysis:
     precision: str
     gpu: GpuPeaks
     cost: LayerCost
-    bound: LayerBound
+    bound: tuple[StageBound, ...]
+
+    @property
+    def seconds(self) -> float:
+        """The bound of all stages together."""
+        return sum(stage.seconds for stage in self.bound)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Query tokens per second at the bound."""
+        return self.sizes["B"] * self.sizes["S"] / self.seconds
 
     @property
     def kv_bytes_per_token(self) -> int:
         """KV-cache bytes of one token."""
-        return kv_cache_bytes_per_token(self.spec, find_precision(self.precision).bytes)
+        return costs.kv_cache_bytes_per_token(self.spec, find_precision(self.precision).bytes)
 
     @property
     def kv_bytes(self) -> int:
         """KV-cache bytes at these sizes."""
-        return self.sizes["B"] * key_length(self.spec, self.sizes) * self.kv_bytes_per_token
+        return self.sizes["B"] * costs.key_length(self.spec, self.sizes) * self.kv_bytes_per_token
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; times in seconds, sizes in bytes."""
-        spec, bound, gpu = self.spec, self.bound, self.gpu
+        spec, gpu = self.spec, self.gpu
         layer = {"model": spec.name, "kind": spec.kind, "variant": spec.variant}
         peaks = {"peak_flops": gpu.peak_flops(self.precision), "bandwidth": gpu.bandwidth}
         origin = {"compute_capability": gpu.compute_capability, "source": gpu.source}
         stages = []
-        for each in bound.stages:
+        for each in self.bound:
             bounds = {"bound_seconds": each.seconds, "bound_by": each.bound_by}
             stages.append({**vars(each.cost), "intensity": each.cost.intensity, **bounds})
-        counted = ("parameters", "flops", "bytes", "intensity")
-        counts = {name: getattr(self.cost, name) for name in counted}
-        rates = {"bound_seconds": bound.seconds, "tokens_per_second": bound.tokens_per_second}
+        counts = {name: getattr(self.cost, name) for name in ("parameters", "flops", "bytes", "intensity")}
+        rates = {"bound_seconds": self.seconds, "tokens_per_second": self.tokens_per_second}
         return {
             **layer,
             "sizes": dict(self.sizes),
@@ -178,18 +158,13 @@ class Analysis:
 
 
 def analyze_layer(
-    spec: AttentionSpec,
-    sizes: Sizes,
-    precision: str,
-    gpu: str | GpuPeaks,
-    *,
-    lengths: Sequence[int] | None = None,
+    spec: AttentionSpec, sizes: Sizes, precision: str, gpu: str | GpuPeaks, *, lengths: Lengths = None
 ) -> Analysis:
     """Count the FLOPs and bytes of a layer and its roofline bound; nothing is run.
 
-    `gpu` is a name from `gpu_names()`, or the figures of another GPU; `lengths` as in `past_keys`.
+    `gpu` is a name from `gpu_names()`, or the figures of another GPU.
     """
     gpu = gpu if isinstance(gpu, GpuPeaks) else find_peaks(gpu)
-    cost = layer_cost(spec, sizes, find_precision(precision).bytes, lengths=lengths)
-    bound = roofline_bound(cost, gpu, precision, tokens=sizes["B"] * sizes["S"])
+    cost = costs.layer_cost(spec, sizes, find_precision(precision).bytes, lengths=lengths)
+    bound = roofline_bound(cost, gpu, precision)
     return Analysis(spec=spec, sizes=dict(sizes), precision=precision, gpu=gpu, cost=cost, bound=bound)

@@ -478,7 +478,7 @@ def model_row(spec: AttentionSpec) -> dict[str, Any]:
 
 def analysis_renderable(analysis: Analysis) -> RenderableType:
     """A heading, a table of the stages, and the KV cache."""
-    spec, cost, bound = analysis.spec, analysis.cost, analysis.bound
+    spec, cost = analysis.spec, analysis.cost
     heads = f"{spec.Hq} heads" if spec.Hkv == spec.Hq else f"{spec.Hq} query and {spec.Hkv} key/value heads"
     what = f"  {spec.kind}, {heads} of {spec.D}, width {spec.E}\n"
     sizes = " ".join(f"{name}={size}" for name, size in analysis.sizes.items())
@@ -489,11 +489,11 @@ def analysis_renderable(analysis: Analysis) -> RenderableType:
         figures = (cost.flops / 1e9, cost.bytes / 1e6, cost.intensity, seconds * 1e6)
         return (name, growth, size(cost.parameters, unit=""), *map(short, figures), bound_by)
 
-    rows = [row(s.cost.name, s.cost.growth, s.cost, s.seconds, s.bound_by) for s in bound.stages]
-    rows.append(row("total", " ", cost, bound.seconds, " "))
+    rows = [row(s.cost.name, s.cost.growth, s.cost, s.seconds, s.bound_by) for s in analysis.bound]
+    rows.append(row("total", " ", cost, analysis.seconds, " "))
     # Narrow enough for a terminal of 80 columns; exact parameters are in the JSON.
     headings = ("stage", "grows as", "#params", "#GFLOP", "#MB", "#FLOP/byte", "#bound µs", "bound by")
-    rate, cache = short(bound.tokens_per_second / 1e6), short(analysis.kv_bytes / 1e6)
+    rate, cache = short(analysis.tokens_per_second / 1e6), short(analysis.kv_bytes / 1e6)
     per_token = f"{analysis.kv_bytes_per_token:,} bytes per token"
     closing = [
         ("Tokens/s at the roofline bound", f"{rate} million through this layer"),

@@ -10,13 +10,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 import onnx_ir as ir
 
+from mha_deploy.analyze.cost import TIMED_CASES
 from mha_deploy.bundle.cases import GoldenCase, golden_cases
 from mha_deploy.bundle.commit import temporary_folder, write_atomically
 from mha_deploy.bundle.folder import MANIFEST, Bundle, sha256
@@ -48,10 +48,9 @@ from mha_deploy.runtime.tensorrt.engine_verdict import (
 from mha_deploy.runtime.tensorrt.versions import EngineError, TensorRT, load
 
 T = TypeVar("T")
+Plugins = Sequence[Mapping[str, Any]]  # the libraries that an engine needs, as its manifest records them
 
 _LARGEST_WORKSPACE_MIB = 1 << 20  # 1 TiB
-
-# -- From a bundle to an engine: check, lower, build, judge, write ---------------------------------
 
 
 def engine_from_bundle(
@@ -72,7 +71,11 @@ def engine_from_bundle(
     candidates = lowering.candidates_for(rt, options, bundle.manifest.precision.name)
     if any(candidate.attention == PLUGIN for candidate in candidates):
         find_plugins(rt)  # report a missing library before a long build
-    build = partial(_build_one, bundle=bundle, rt=rt, requested=options.attention, on_progress=on_progress)
+    requested = options.attention
+
+    def build(path: Path, options: EngineOptions) -> Engine:
+        return _EngineBuild(bundle, rt, options, on_progress).write(path, requested=requested)
+
     if len(candidates) > 1:
         return build_fastest_engine(bundle, options, path, candidates, build)
     return build(path, candidates[0].applied_to(options))
@@ -86,101 +89,101 @@ def _free_path(bundle: Bundle, rt: TensorRT, options: EngineOptions) -> Path:
     return path
 
 
-def _build_one(
-    path: Path,
-    options: EngineOptions,
-    *,
-    bundle: Bundle,
-    rt: TensorRT,
-    requested: str,
-    on_progress: OnProgress | None,
-) -> Engine:
-    """Lower, build and judge the one engine that the options request, and write it with its manifest."""
-    spec, precision = bundle.manifest.spec, bundle.manifest.precision.name
-    model = load_graph(bundle.model_path)
-    plugins: list[Any] = [find_plugins(rt).record()] if options.attention == PLUGIN else []
-    lowered, answers = lowering.lower_for(rt, model, options)
-    ranges = list(options.profiles) or engines.default_profiles(spec, one=not rt.can.shared_profiles)
-    timings = bundle.path / engines.FOLDER / f"timing-{rt.backend}-{rt.version}.cache"
-    # As a file: weights that do not fit in memory twice are read from disk.
-    with temporary_folder(bundle.path.resolve() / "lowered") as folder:
-        onnx_path = folder / "model.onnx"
-        save_graph(lowered, onnx_path)
-        request = _build_request(rt, bundle, options, ranges, onnx_path, timings)
-        built = _build_isolated(rt, request, plugins, on_progress)
-    built = _with_plugin_roles(built, lowered)
-    verdict = judge_engine(built, lowered, model, precision, len(ranges))
-    findings = dict.fromkeys(finding for answer in answers for finding in answer.findings)
-    names = engines.profile_names(spec, ranges)
-    in_place = noted_caches(lowered, IN_PLACE_NOTE) if plugins else {}
-    manifest = engines.EngineManifest(
-        backend=rt.backend,
-        version=rt.version,
-        gpu=None if rt.can.builds_without_gpu and "CURRENT" not in request.target_names else first_gpu(),
-        targets=list(request.target_names),
-        model=spec.name,
-        precision=precision,
-        dialect=lowering.dialect_for(rt, options),
-        profiles=[{name: str(axis) for name, axis in each.items()} for each in ranges],
-        profile_names=names,
-        bundle_sha256=sha256(bundle.path / MANIFEST),
-        engine_sha256=hashlib.sha256(built.plan).hexdigest(),
-        engine_bytes=len(built.plan),
-        seconds=round(built.seconds, 3),
-        strongly_typed=built.strongly_typed,
-        verdict=engines.with_unrecognised(verdict, bundle.manifest, profiles=len(ranges)),
-        kernels=_kernel_records(built),
-        options=request.record(),
-        findings=[asdict(finding) for finding in findings],
-        notes=_notes(rt, built, options, names, in_place),
-        attention={"requested": requested, "chosen": options.attention, "accumulate": options.accumulate},
-        plugins=plugins,
-        in_place=in_place,
-        large_tensors=list(built.large_tensors),
-    )
-    engine = engines.write_engine(path, built.plan, manifest, overwrite=options.overwrite)
-    if built.timing_cache:
-        with contextlib.suppress(OSError):  # the engine is there: the next build is only slower
-            write_atomically(timings, built.timing_cache)
-    return engine
+class _EngineBuild:
+    """The build of the one engine that some options request."""
 
+    def __init__(
+        self, bundle: Bundle, rt: TensorRT, options: EngineOptions, on_progress: OnProgress | None
+    ) -> None:
+        self.bundle, self.rt, self.options, self.on_progress = bundle, rt, options, on_progress
+        self.spec, self.precision = bundle.manifest.spec, bundle.manifest.precision.name
+        self.plugins: list[Any] = [find_plugins(rt).record()] if options.attention == PLUGIN else []
+        default = engines.default_profiles(self.spec, one=not rt.can.shared_profiles)
+        self.ranges = list(options.profiles) or default
+        self.timings = bundle.path / engines.FOLDER / f"timing-{rt.backend}-{rt.version}.cache"
 
-def _build_request(
-    rt: TensorRT,
-    bundle: Bundle,
-    options: EngineOptions,
-    ranges: Sequence[engines.Ranges],
-    onnx_path: Path,
-    timings: Path,
-) -> BuildRequest:
-    """What the builder is asked for; `timings` is the file with the kernel timings of earlier builds."""
-    manifest = bundle.manifest
-    is_cached = rt.can.timing_cache and options.timing_cache and timings.is_file()
-    # With `--precision auto` most graphs are FP16 throughout, and need no constraints.
-    is_mixed = manifest.spec.mixed and bool(manifest.checks.get("mixed precision", {}).get("kept"))
-    return BuildRequest(
-        onnx=onnx_path,
-        precision=manifest.precision.name,
-        profiles=[engines.profile_shapes(manifest.spec, each) for each in ranges],
-        options=options,
-        timing_cache=timings.read_bytes() if is_cached else None,
-        # A TensorRT that chooses types by itself would narrow what the export kept in a wider type.
-        precision_constraints=is_mixed and not rt.can.strongly_typed_flag,
-    )
+    def write(self, path: Path, *, requested: str) -> Engine:
+        """Lower, build and judge the engine, and write it with its manifest; `requested` is the attention."""
+        rt, options, profiles = self.rt, self.options, len(self.ranges)
+        model = load_graph(self.bundle.model_path)
+        lowered, answers = lowering.lower_for(rt, model, options)
+        # As a file: weights that do not fit in memory twice are read from disk.
+        with temporary_folder(self.bundle.path.resolve() / "lowered") as folder:
+            save_graph(lowered, folder / "model.onnx")
+            request = self._request(folder / "model.onnx")
+            built = self._build(request)
+        built = _with_plugin_roles(built, lowered)
+        verdict = judge_engine(built, lowered, model, self.precision, profiles)
+        findings = dict.fromkeys(finding for answer in answers for finding in answer.findings)
+        names = engines.profile_names(self.spec, self.ranges)
+        in_place = noted_caches(lowered, IN_PLACE_NOTE) if self.plugins else {}
+        manifest = engines.EngineManifest(
+            backend=rt.backend,
+            version=rt.version,
+            gpu=None if rt.can.builds_without_gpu and "CURRENT" not in request.target_names else first_gpu(),
+            targets=list(request.target_names),
+            model=self.spec.name,
+            precision=self.precision,
+            dialect=lowering.dialect_for(rt, options),
+            profiles=[{name: str(axis) for name, axis in each.items()} for each in self.ranges],
+            profile_names=names,
+            bundle_sha256=sha256(self.bundle.path / MANIFEST),
+            engine_sha256=hashlib.sha256(built.plan).hexdigest(),
+            engine_bytes=len(built.plan),
+            seconds=round(built.seconds, 3),
+            strongly_typed=built.strongly_typed,
+            verdict=engines.with_unrecognised(verdict, self.bundle.manifest, profiles=profiles),
+            kernels=_kernel_records(built),
+            options=request.record(),
+            findings=[asdict(finding) for finding in findings],
+            notes=self._notes(built, names, in_place),
+            attention={"requested": requested, "chosen": options.attention, "accumulate": options.accumulate},
+            plugins=self.plugins,
+            in_place=in_place,
+            large_tensors=list(built.large_tensors),
+        )
+        engine = engines.write_engine(path, built.plan, manifest, overwrite=options.overwrite)
+        if built.timing_cache:
+            with contextlib.suppress(OSError):  # the engine is there: the next build is only slower
+                write_atomically(self.timings, built.timing_cache)
+        return engine
 
+    def _request(self, onnx_path: Path) -> BuildRequest:
+        """What the builder is asked for, with the kernel timings of earlier builds."""
+        can, checks = self.rt.can, self.bundle.manifest.checks
+        is_cached = can.timing_cache and self.options.timing_cache and self.timings.is_file()
+        # With `--precision auto` most graphs are FP16 throughout, and need no constraints.
+        is_mixed = self.spec.mixed and bool(checks.get("mixed precision", {}).get("kept"))
+        return BuildRequest(
+            onnx=onnx_path,
+            precision=self.precision,
+            profiles=[engines.profile_shapes(self.spec, each) for each in self.ranges],
+            options=self.options,
+            timing_cache=self.timings.read_bytes() if is_cached else None,
+            # A TensorRT that chooses types by itself would narrow what the export kept in a wider type.
+            precision_constraints=is_mixed and not can.strongly_typed_flag,
+        )
 
-def _build_isolated(
-    rt: TensorRT,
-    request: BuildRequest,
-    plugins: Sequence[Mapping[str, Any]],
-    on_progress: OnProgress | None,
-) -> BuiltEngine:
-    """Build in a child process: parsers and builders can crash."""
-    if not isolation.enabled:
-        return _build(rt, request, plugins, on_progress)
-    on_message = None if on_progress is None else lambda progress: on_progress(*progress)
-    about = {"title": rt.title, "step": "building the engine", "on_message": on_message}
-    return call_isolated(rt.backend, _build, rt, request, plugins, _report, **about)
+    def _build(self, request: BuildRequest) -> BuiltEngine:
+        """Build in a child process: parsers and builders can crash."""
+        rt, on_progress = self.rt, self.on_progress
+        if not isolation.enabled:
+            return _build(rt, request, self.plugins, on_progress)
+        on_message = None if on_progress is None else lambda progress: on_progress(*progress)
+        about = {"title": rt.title, "step": "building the engine", "on_message": on_message}
+        return call_isolated(rt.backend, _build, rt, request, self.plugins, _report, **about)
+
+    def _notes(self, built: BuiltEngine, names: Sequence[str], in_place: Mapping[str, str]) -> list[str]:
+        """What a reader of the manifest should know: limits of the engine, warnings, caches in place."""
+        large = built.large_tensors
+        loaded: dict[str, Any] = {"host_code": self.options.version_compatible, "large_tensors": large}
+        return [
+            *unprepared_profiles(self.rt, built.plan, names, **loaded),
+            *built.notes,
+            *(each.advice for each in large),
+            *built.warnings,
+            *(f"caches in place: bind {out} to the memory of {at}" for out, at in in_place.items()),
+        ]
 
 
 def _kernel_records(built: BuiltEngine) -> list[engines.KernelRecord]:
@@ -200,30 +203,8 @@ def _kernel_records(built: BuiltEngine) -> list[engines.KernelRecord]:
     ]
 
 
-def _notes(
-    rt: TensorRT,
-    built: BuiltEngine,
-    options: EngineOptions,
-    profile_names: Sequence[str],
-    in_place: Mapping[str, str],
-) -> list[str]:
-    """What a reader of the manifest should know: limits of the engine, warnings, caches in place."""
-    large = built.large_tensors
-    loaded: dict[str, Any] = {"host_code": options.version_compatible, "large_tensors": large}
-    return [
-        *unprepared_profiles(rt, built.plan, profile_names, **loaded),
-        *built.notes,
-        *(each.advice for each in large),
-        *built.warnings,
-        *(f"caches in place: bind {out} to the memory of {at}" for out, at in in_place.items()),
-    ]
-
-
 def _build(
-    rt: TensorRT,
-    request: BuildRequest,
-    plugins: Sequence[Mapping[str, Any]],
-    on_progress: OnProgress | None = None,
+    rt: TensorRT, request: BuildRequest, plugins: Plugins, on_progress: OnProgress | None = None
 ) -> BuiltEngine:
     load_needed(rt, plugins)
     return build_engine(rt, request, on_progress)
@@ -324,7 +305,6 @@ def _try_profiles(rt: TensorRT, plan: bytes, names: Sequence[str], options: Mapp
 
 # -- Several candidates: each is built, judged and timed beside the others, and one is kept --------
 
-_TIMED = ("opt", "prefill", "decode")
 _ROUNDS = 2
 
 FP32_SLOWDOWN = 1.05
@@ -480,7 +460,7 @@ def timed_cases(cases: Iterable[GoldenCase], runners: Sequence[Any]) -> list[Gol
         problem = "No golden case of the bundle is within the profiles, so nothing can be timed."
         hint = "wider profiles, or name one candidate with --attention and --accumulate"
         raise EngineError(problem, hint=hint)
-    return [case for case in admitted if case.name in _TIMED] or admitted[:1]
+    return [case for case in admitted if case.name in TIMED_CASES] or admitted[:1]
 
 
 # -- How much an engine differs from build to build: TensorRT chooses kernels by timing them -------
@@ -564,7 +544,7 @@ def _measure_builds(
 
 
 def engine_opener(
-    rt: TensorRT, precision: str, profiles: Sequence[Profile] = (), plugins: Sequence[Mapping[str, Any]] = ()
+    rt: TensorRT, precision: str, profiles: Sequence[Profile] = (), plugins: Plugins = ()
 ) -> Callable[[ir.Model], Runner]:
     """A function that builds a lowered graph on this machine's GPU and loads it, in a child process."""
 
@@ -586,9 +566,7 @@ def engine_opener(
     return open_model
 
 
-def _build_and_load(
-    rt: TensorRT, request: BuildRequest, plugins: Sequence[Mapping[str, Any]]
-) -> TensorRTRunner:
+def _build_and_load(rt: TensorRT, request: BuildRequest, plugins: Plugins) -> TensorRTRunner:
     built = _build(rt, request, plugins)
     return TensorRTRunner(rt, built.plan, large_tensors=built.large_tensors)
 

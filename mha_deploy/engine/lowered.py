@@ -10,18 +10,10 @@ import onnx_ir as ir
 from mha_deploy.engine.engine import first_gpu
 from mha_deploy.engine.plugins import refuse_plugins
 from mha_deploy.errors import nearest
+from mha_deploy.graph import rules
 from mha_deploy.graph.attention_node import attention_nodes
 from mha_deploy.graph.lower import lower
-from mha_deploy.graph.rules import (
-    REFUSED,
-    WRONG_ANSWER,
-    Eligibility,
-    Target,
-    check_operators,
-    judge,
-    operator_options,
-    target_from,
-)
+from mha_deploy.graph.rules import Eligibility, Target
 from mha_deploy.options import EngineOptions
 from mha_deploy.runtime.tensorrt.builder import capabilities_of
 from mha_deploy.runtime.tensorrt.versions import EngineError, TensorRT
@@ -107,13 +99,13 @@ def lower_for(rt: TensorRT, model: ir.Model, options: EngineOptions) -> tuple[ir
         return lower(model, dialect, linear=options.accumulate == "fp32"), []
     targets = targets_of(rt, options)
     # A graph without attention nodes is built as well; the verdict reports that none was recognised.
-    answers = [answer for target in targets for answer in judge(attention_nodes(model), target)]
+    answers = [answer for target in targets for answer in rules.judge(attention_nodes(model), target)]
     for answer in answers:
         # Report before a long build that it would fail.
         hopeless = [
             finding
             for finding in answer.findings
-            if finding.cured_by is None and finding.severity in (REFUSED, WRONG_ANSWER)
+            if finding.cured_by is None and finding.severity in (rules.REFUSED, rules.WRONG_ANSWER)
         ]
         if hopeless:
             problem = f"{answer.target} cannot take the node {answer.node.name}."
@@ -123,7 +115,8 @@ def lower_for(rt: TensorRT, model: ir.Model, options: EngineOptions) -> tuple[ir
         exact = not any(target.is_among("tensorrt < 10") for target in targets)
         return lower(model, dialect, gqa=options.gqa or AUTO, shift_masks=exact), answers
     chosen: dict[str, Any] = {"decompose": True} if options.allow_decomposed else {}
-    chosen |= operator_options([finding for target in targets for finding in check_operators(model, target)])
+    findings = [finding for target in targets for finding in rules.check_operators(model, target)]
+    chosen |= rules.operator_options(findings)
     for answer in answers:
         chosen |= {name: value for name, value in answer.options.items() if name != "decompose"}
     return lower(model, dialect, **chosen), answers
@@ -134,15 +127,15 @@ def targets_of(rt: TensorRT, options: EngineOptions) -> list[Target]:
     release = ".".join(rt.version.split(".")[:3])
     named = capabilities_of(options.targets)
     if named:
-        return [target_from(rt.backend, release, capability) for capability in named]
+        return [rules.target_from(rt.backend, release, capability) for capability in named]
     gpu = None if rt.can.builds_without_gpu else first_gpu()
-    return [target_from(rt.backend, release, gpu["compute_cap"] if gpu else None)]
+    return [rules.target_from(rt.backend, release, gpu["compute_cap"] if gpu else None)]
 
 
 def check_eligibility(model: ir.Model, target: Target) -> list[Eligibility]:
     """Can the target take and fuse every attention of a graph?"""
     _refuse_without_attention(model, hint="export it with mha-deploy")
-    return judge(attention_nodes(model), target)
+    return rules.judge(attention_nodes(model), target)
 
 
 def native_dialect(rt: TensorRT) -> str:

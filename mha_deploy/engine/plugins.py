@@ -103,8 +103,6 @@ def _read(path: Path, changed: int) -> PluginLibrary:
     return msgspec.structs.replace(library, path=path, sha256=sha256(path), architectures=architectures)
 
 
-# -- The folders of the plugin's source and of built libraries -------------------------------------
-
 ENVIRONMENT = "MHA_DEPLOY_PLUGINS"
 """The variable with the path of a library, or of a folder of them, into which they are built as well."""
 
@@ -195,13 +193,13 @@ def why_missing(records: Sequence[Mapping[str, Any]], version: str) -> list[str]
 
 def other_builds(records: Sequence[Mapping[str, Any]], version: str) -> list[str]:
     """Notes on libraries here that an engine can use, but was not built with."""
-    found = [(record["sha256"], _or_error(library_needed, record, version)) for record in records]
-    return [
-        f"the plugin library here is another build of version {library.version} "
-        f"({library.sha256[:12]}, the engine was built with {built_with[:12]})"
-        for built_with, library in found
-        if isinstance(library, PluginLibrary) and library.sha256 != built_with
-    ]
+    notes = []
+    for record in records:
+        library, needed = _or_error(library_needed, record, version), record["sha256"]
+        if isinstance(library, PluginLibrary) and library.sha256 != needed:
+            builds = f"({library.sha256[:12]}, the engine was built with {needed[:12]})"
+            notes.append(f"the plugin library here is another build of version {library.version} {builds}")
+    return notes
 
 
 # -- What the library is compiled with: TensorRT, cuDNN, cudnn-frontend, CUDA, nvcc ----------------
@@ -241,16 +239,18 @@ class Found:
 
 def find_parts(given: Mapping[str, Path | None]) -> list[Found]:
     """Find all that the library is compiled with; folders, and nvcc, may be given by the keys of `PARTS`."""
-    found = {part: _find(part, given.get(part.key)) for part in PARTS}
-    lines, hints = list[str](), list[str]()
-    for part in (part for part, each in found.items() if each is None):
+    found, lines, hints = list[Found](), list[str](), list[str]()
+    for part in PARTS:
+        if (each := _find(part, given.get(part.key))) is not None:
+            found.append(each)
+            continue
         looked = ", ".join(dict.fromkeys(str(folder) for folder, _ in _places(part)))
         lines.append(f"{part.title} ({', '.join(part.files)}), looked in {looked}")
         hints.append(f"{part.title}: {part.install}, or {part.option} PATH")
     if lines:
         problem = "What the plugin library is built with is missing."
         raise PluginError(problem, got="; ".join(lines), hint="; ".join(hints))
-    return [each for each in found.values() if each is not None]
+    return found
 
 
 def _find(part: Part, named: Path | None) -> Found | None:
@@ -264,8 +264,7 @@ def _find(part: Part, named: Path | None) -> Found | None:
         got, hint = f"{named} without {', '.join(part.files)}", f"the one with {part.files[0]}"
         problem = f"The folder has no headers of {part.title}."
         raise PluginError(problem, got=got, hint=f"{part.option} FOLDER, {hint}")
-    taken: dict[Path, str] = {}
-    lacking = set(part.files)
+    taken, lacking = dict[Path, str](), set(part.files)
     for folder, by in [*([] if named is None else [(named, part.option)]), *_places(part)]:
         if held := {name for name in lacking if (folder / name).is_file()}:
             taken[folder], lacking = by, lacking - held
@@ -393,10 +392,9 @@ def compile_library(
     Kernels are compiled for `architectures`, as `80;90`; default: CMake's own list. `on_step` is called with
     a step, its number and their count as each begins.
     """
-    cmake = shutil.which("cmake")
+    cmake, source = shutil.which("cmake"), source_folder()
     if cmake is None:
         raise PluginError("CMake is missing.", got="no cmake on PATH", hint="pip install cmake")
-    source = source_folder()
     if not (source / "CMakeLists.txt").is_file():
         raise PluginError("The source of the plugin library is not here.", got=source, hint="reinstall it")
     out.mkdir(parents=True, exist_ok=True)
@@ -413,10 +411,9 @@ def compile_library(
         built = next(Path(folder).glob(f"{PREFIX}*.so"), None)
         if built is None:
             raise PluginError("The build produced no library.", got="none", hint=f"{_REBUILD} again")
-        native = _is_for_this_machine(built)
+        path, native = out / built.name, _is_for_this_machine(built)
         if native:
             read_library(built)  # one that cannot be loaded must not replace one that can
-        path = out / built.name
         os.replace(built, path)
         return Compiled(path=path, library=read_library(path) if native else None)
 
@@ -430,8 +427,7 @@ def _run(command: Sequence[str], step: str, on_step: OnStep) -> None:
     ) as process:
         for line in process.stdout or ():
             last.append(line.rstrip())
-            match = _PROGRESS.match(line)
-            if match is not None:
+            if match := _PROGRESS.match(line):
                 on_step(step, int(match[1] or match[3]), int(match[2] or 100))
     if process.returncode != 0:
         problem = f"The plugin library could not be built: {step} ended with {process.returncode}."
@@ -471,8 +467,7 @@ def load_needed(rt: TensorRT, records: Sequence[Mapping[str, Any]]) -> None:
         path = library_needed(record, rt.version).path
         if rt.module.__name__ not in _loaded:
             load_library(rt, path)
-        earlier = _loaded.setdefault(rt.module.__name__, path)
-        if earlier != path:
+        if (earlier := _loaded.setdefault(rt.module.__name__, path)) != path:
             problem = "This process has loaded another plugin library already."
             raise PluginError(problem, got=f"{earlier}, then {path}", hint="use one library in a process")
 

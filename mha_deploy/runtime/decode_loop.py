@@ -264,9 +264,6 @@ class DecodingRunner(GpuRunner):
         return DecodeLoop(self, form, CacheShape(B, Hkv, T, D, info.dtype), E)
 
 
-# -- The decode loop -------------------------------------------------------------------------------
-
-
 class DecodeLoop(Closing):
     """A layer and the KV cache that it generates with, on the device; a context manager.
 

@@ -59,16 +59,12 @@ def session_options(ort: Any, graph: ir.Model, *, level: str) -> Any:
 
 def inputs_and_outputs(session: Any) -> tuple[dict[str, TensorInfo], dict[str, TensorInfo]]:
     """The inputs and outputs of a session."""
-    inputs, outputs = (
-        {
-            each.name: TensorInfo.of(
-                each.name, each.type.removeprefix("tensor(").removesuffix(")"), each.shape
-            )
-            for each in tensors
-        }
-        for tensors in (session.get_inputs(), session.get_outputs())
-    )
-    return inputs, outputs
+
+    def info(tensor: Any) -> TensorInfo:
+        return TensorInfo.of(tensor.name, tensor.type.removeprefix("tensor(").removesuffix(")"), tensor.shape)
+
+    inputs, outputs = session.get_inputs(), session.get_outputs()
+    return {each.name: info(each) for each in inputs}, {each.name: info(each) for each in outputs}
 
 
 def run_bound(ort: Any, session: Any, feeds: Arrays, outputs: Mapping[str, TensorInfo]) -> dict[str, Any]:
@@ -97,9 +93,6 @@ def first_line(error: BaseException) -> str:
     """The first line of an error, without the C++ signature in front of its message."""
     line = str(error).strip().partition("\n")[0]
     return line.rpartition(" was false. ")[2] or line
-
-
-# -- ONNX Runtime, on the CPU ----------------------------------------------------------------------
 
 
 _NO_KERNEL = "ONNX Runtime has no CPU kernel for a node of this graph."
@@ -259,8 +252,6 @@ def refuse_work_on_cpu(nodes: Iterable[tuple[str, str]], graph: ir.Model) -> Non
         got = ", ".join(f"{operator} {name}".strip() for operator, name in work)
         raise DeployError(problem, got=got, hint="another precision, another dialect, or --backend ort-cpu")
 
-
-# -- The runner ------------------------------------------------------------------------------------
 
 # Changes the layout of nodes on the CPU, does nothing on a GPU, and crashes on x86-64 (1.31.1).
 CPU_LAYOUT = "NchwcTransformer"

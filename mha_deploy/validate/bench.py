@@ -6,14 +6,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mha_deploy.analyze.cost import (
-    TimedPoint,
-    oracle_cache_bytes,
-    points_from_text,
-    sizes_name,
-    usual_points,
-    with_full_cache,
-)
+from mha_deploy.analyze import cost
 from mha_deploy.bundle.cases import GoldenCase, golden_cases
 from mha_deploy.bundle.folder import Bundle
 from mha_deploy.engine.engine import Engine
@@ -21,30 +14,12 @@ from mha_deploy.errors import DeployError
 from mha_deploy.model.spec import Axis, ModelSpec
 from mha_deploy.options import BenchOptions
 from mha_deploy.runtime import child
-from mha_deploy.runtime.child import isolation
 from mha_deploy.runtime.cuda import open_gpu
 from mha_deploy.runtime.gpu import Throughput, measure_throughput
 from mha_deploy.runtime.timing import TimingPlan
-from mha_deploy.validate.evaluate import (
-    WRONG_ANSWER,
-    Evaluation,
-    EvaluationPlan,
-    LatencyPoint,
-    OnStep,
-    evaluate_all,
-    latency_points,
-    problem_of,
-)
-from mha_deploy.validate.runtimes import (
-    INSTALL,
-    ONNX_RUNTIME,
-    PYTORCH,
-    TENSORRT,
-    Runtime,
-    RuntimeFinder,
-    Unavailable,
-    refuse_without_torch,
-)
+from mha_deploy.validate import evaluate, runtimes
+from mha_deploy.validate.evaluate import WRONG_ANSWER, Evaluation, EvaluationPlan, LatencyPoint, OnStep
+from mha_deploy.validate.runtimes import Runtime, RuntimeFinder, Unavailable
 from mha_deploy.validate.verdict import engines_to_dict, latency_to_dict, model_to_dict, report_header
 
 _MOST_STEPS = 6  # a grid has at most this many batches and as many lengths
@@ -87,7 +62,8 @@ class ModelBench:
     def wrong(self) -> bool:
         """Whether an engine gave a wrong answer anywhere."""
         rows: list[Any] = [*self.throughput, *(row for point in self.points for row in point.rows)]
-        return any(row.family == TENSORRT and (row.refused or "").startswith(WRONG_ANSWER) for row in rows)
+        refused = [row.refused or "" for row in rows if row.family == runtimes.TENSORRT]
+        return any(reason.startswith(WRONG_ANSWER) for reason in refused)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; see docs/report.md."""
@@ -114,10 +90,10 @@ def bench_bundle(
     open_gpu()  # what follows takes a while: say now that there is nothing to time on
     finder, spec = RuntimeFinder(bundle, engine=options.engine), bundle.manifest.spec
     if options.backends:
-        runtimes = [finder.named(name) for name in dict.fromkeys(options.backends)]
+        found = [finder.named(name) for name in dict.fromkeys(options.backends)]
     else:  # behind a cache, ONNX Runtime's own attention operator is the one that people run
         cuda = ("ort-cuda",) if spec.cache == "none" else ("ort-cuda", "ort-cuda-contrib")
-        runtimes = [*finder.baselines(), *map(finder.named, cuda), *finder.running_engines()]
+        found = [*finder.baselines(), *map(finder.named, cuda), *finder.running_engines()]
     on_step("cases and their FP64 oracle")
     plan = EvaluationPlan(
         spec=spec,
@@ -127,9 +103,9 @@ def bench_bundle(
         timing=TimingPlan(samples=options.samples, load_ms=500),
         kernels=options.kernels,
     )
-    evaluated, rows = evaluate_all(runtimes, plan, on_step, strict=bool(options.backends))
+    evaluated, rows = evaluate.evaluate_all(found, plan, on_step, strict=bool(options.backends))
     loads = list[ThroughputRow]()
-    for runtime, timed in zip(runtimes, rows, strict=True) if options.streams else ():
+    for runtime, timed in zip(found, rows, strict=True) if options.streams else ():
         for case in plan.timed:
             row = ThroughputRow(case=case.name, sizes=case.sizes, name=runtime.name, family=runtime.family)
             if refused := timed[case.name].refused:
@@ -142,7 +118,7 @@ def bench_bundle(
         engines=tuple(finder.engines),
         evaluations=tuple(evaluated),
         absent=tuple(finder.absent),
-        points=latency_points(plan.timed, rows, bundle),
+        points=evaluate.latency_points(plan.timed, rows, bundle),
         throughput=tuple(loads),
     )
 
@@ -151,19 +127,16 @@ def _on_streams(
     runtime: Runtime, row: ThroughputRow, case: GoldenCase, plan: EvaluationPlan, streams: Sequence[int]
 ) -> Iterator[ThroughputRow]:
     """A runtime that was right by itself, on several streams; judged again under that load."""
-    families = {PYTORCH: child.PYTORCH, ONNX_RUNTIME: child.ONNX_RUNTIME}
+    family = child.PYTORCH if runtime.family == runtimes.PYTORCH else runtime.family
     call = (measure_throughput, runtime.open, dict(case.inputs), tuple(streams))
-    try:
-        if isolation.enabled:  # one child process: streams of several processes would alternate on the GPU
-            family, step = families.get(runtime.family, child.TENSORRT), f"running on {max(streams)} streams"
-            found = child.call_isolated(family, *call, title=runtime.name, step=step)
-        else:
-            found = measure_throughput(*call[1:])
+    try:  # in one child process: streams of several processes would alternate on the GPU
+        step = f"running on {max(streams)} streams"
+        found = child.call_isolated(family, *call, title=runtime.name, step=step)
     except DeployError as error:
         yield replace(row, refused=error.in_one_line)
         return
     for each in found:
-        if problem := problem_of(case, each.results, plan.precision):
+        if problem := evaluate.problem_of(case, each.results, plan.precision):
             yield replace(row, refused=f"{WRONG_ANSWER} on {each.streams} streams: {problem}")
         else:
             yield replace(row, measured=replace(each, results=()))
@@ -175,15 +148,16 @@ def _cases(bundle: Bundle, options: BenchOptions) -> list[GoldenCase]:
     def key(sizes: Mapping[str, int], lengths: Iterable[int]) -> Hashable:
         return tuple(sorted(sizes.items())), tuple(map(int, lengths))
 
-    spec, wanted = bundle.manifest.spec, dict[Hashable, TimedPoint]()
-    asked = [point for text in options.at for point in points_from_text(spec, text)]
+    spec, wanted = bundle.manifest.spec, dict[Hashable, cost.TimedPoint]()
+    asked = [point for text in options.at for point in cost.points_from_text(spec, text)]
     for point in asked if options.at else bench_points(spec):
         lengths = () if point.past is None else (point.past,) * point.sizes["B"]
         wanted.setdefault(key(point.sizes, lengths), point)
     golden = [case for case in golden_cases(bundle) if case.name != "ragged"]
     known = {key(case.sizes, case.inputs.get("lengths", ())): case for case in golden}
     if not wanted.keys() <= known.keys():
-        refuse_without_torch("at sizes that have no golden case", hint=f"--at opt, or {INSTALL}")
+        hint = f"--at opt, or {runtimes.INSTALL}"
+        runtimes.refuse_without_torch("at sizes that have no golden case", hint=hint)
         from mha_deploy.baselines.fresh import FreshCases
 
         fresh = FreshCases(bundle, device="cuda")
@@ -194,14 +168,14 @@ def _cases(bundle: Bundle, options: BenchOptions) -> list[GoldenCase]:
     return [known[place] for place in wanted]
 
 
-def bench_points(spec: ModelSpec) -> tuple[TimedPoint, ...]:
+def bench_points(spec: ModelSpec) -> tuple[cost.TimedPoint, ...]:
     """A grid of batches and lengths to time, powers of two, with the usual points always in it.
 
     A layer with a cache is timed at its decode step: over batches and past lengths of a dynamic cache, over
     batches alone of a preallocated one, which is full. Cross attention has S and T of the same length where
     both vary. Points whose cache an FP64 oracle has no room for are left out.
     """
-    usual = usual_points(spec)
+    usual = cost.usual_points(spec)
     found = {(point.past, *point.sizes.items()): point for point in usual}
     # The axes that a length is for: those that vary, or all where none does; for a step, the cache's own.
     lengths = [name for name in spec.axes if name != "B"]
@@ -214,8 +188,8 @@ def bench_points(spec: ModelSpec) -> tuple[TimedPoint, ...]:
             clipped = {name: max(spec.axes[name].min, min(length, spec.axes[name].max)) for name in names}
             sizes = {**usual[-1].sizes, "B": B, **clipped}
             spec.check_sizes(sizes)
-            if oracle_cache_bytes(spec, sizes) <= _ORACLE_CACHE_BYTES:
-                point = with_full_cache(spec, sizes_name(sizes), sizes)
+            if cost.oracle_cache_bytes(spec, sizes) <= _ORACLE_CACHE_BYTES:
+                point = cost.with_full_cache(spec, cost.sizes_name(sizes), sizes)
                 found.setdefault((point.past, *point.sizes.items()), point)
     short_first = sorted(found.values(), key=lambda each: ([each.sizes[x] for x in lengths], each.sizes["B"]))
     return tuple(short_first)
@@ -224,6 +198,4 @@ def bench_points(spec: ModelSpec) -> tuple[TimedPoint, ...]:
 def _powers(axis: Axis) -> list[int]:
     """Powers of two in a range, thinned to a few; the usual size where there is none."""
     powers = [2**k for k in range(axis.max.bit_length()) if axis.min <= 2**k <= axis.max] or [axis.opt]
-    last = len(powers) - 1
-    thinned = [powers[round(i * last / (_MOST_STEPS - 1))] for i in range(_MOST_STEPS)]
-    return powers if last < _MOST_STEPS else thinned
+    return cost.spread(powers, _MOST_STEPS)

@@ -34,8 +34,6 @@ from mha_deploy.runtime.runner import Runner
 from mha_deploy.runtime.tensorrt.versions import load
 from mha_deploy.validate.runtimes import torch_device
 
-# -- The cases -------------------------------------------------------------------------------------
-
 SENTINEL = -1e4
 """The finite bias that many models give to masked keys."""
 
@@ -297,10 +295,6 @@ class MaskVerdict:
     detail: str = ""  # what is wrong, why it was refused, or what else is worth reporting
     error: float | None = None  # ‖y − o‖ / ‖o‖ against the oracle, where there are finite numbers to compare
     share: float | None = None  # the largest share of the error budget that was used; over 1 is wrong
-
-    def __str__(self) -> str:
-        error = "" if self.status != WRONG or self.error is None else f" ({self.error:.2g})"
-        return f"{self.status}{error}" + (f": {self.detail}" if self.detail else "")
 
 
 def judge_answer(trial: MaskTrial, answer: Answer) -> MaskVerdict:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import ml_dtypes
 import numpy as np
 
+from mha_deploy import metrics
 from mha_deploy.bundle.cases import (
     DecodeTrace,
     GoldenCase,
@@ -21,15 +22,7 @@ from mha_deploy.bundle.cases import (
 )
 from mha_deploy.bundle.folder import Bundle
 from mha_deploy.errors import BundleError, DeployError
-from mha_deploy.metrics import (
-    Budget,
-    OutputVerdict,
-    ToHeads,
-    budget_from_eager,
-    failed_to_run,
-    judge_case,
-    measure,
-)
+from mha_deploy.metrics import Budget, OutputVerdict, ToHeads
 from mha_deploy.model.precision import Precision
 from mha_deploy.model.spec import LENGTHS, ModelSpec
 from mha_deploy.options import ValidateOptions
@@ -38,8 +31,6 @@ from mha_deploy.validate.runtimes import refuse_without_torch, torch_device
 
 OnStep = Callable[[int], None]
 """Called before each step is run: with 0 for the prefill, then 1 to `trace.steps`."""
-
-# -- The verdict on all steps ----------------------------------------------------------------------
 
 _SHARE = 10  # a tenth of the steps at either end
 _SHOWN_FAILURES = 8
@@ -77,23 +68,16 @@ class DecodeReport:
         """The largest share of a budget that an error used."""
         return max((verdict.share for verdict in self.verdicts if verdict.share is not None), default=None)
 
-    @property
-    def growth(self) -> float | None:
-        """How much larger the error is in the last tenth of the steps than in the first."""
-        return _growth(self.errors)
-
-    @property
-    def eager_growth(self) -> float | None:
-        """The same of the module itself: outputs that shrink from step to step make relative errors grow."""
-        return _growth(self.eager_errors)
-
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON: of the verdicts only the first failures, there may be thousands."""
         plain = ("model", "precision", "backend", "trace", "passed", "prompt", "steps", "first_failed")
-        figures, last = ("share", "errors", "eager_errors", "growth", "eager_growth"), len(self.errors)
+        figures, last = ("share", "errors", "eager_errors"), len(self.errors)
         shown = sorted({2**k for k in range(last.bit_length())} | {last} - {0})
         return {
             **{name: getattr(self, name) for name in (*plain, *figures)},
+            "growth": growth(self.errors),
+            # Outputs that shrink from step to step make relative errors grow in the module itself, too.
+            "eager_growth": growth(self.eager_errors),
             "table": [(step, self.errors[step - 1]) for step in shown],
             "judged": len(self.verdicts),
             "failed": len(self.failures),
@@ -101,7 +85,7 @@ class DecodeReport:
         }
 
 
-def _growth(errors: Sequence[float | None]) -> float | None:
+def growth(errors: Sequence[float | None]) -> float | None:
     """The median error of the last tenth of the steps over that of the first; a tenth is at least one step.
 
     None for a single step, and where a tenth has nothing that could be measured, or the first one no error.
@@ -316,7 +300,7 @@ class _DecodeRun:
                 with foreign_errors("The decode loop failed."):
                     outputs, lengths = self._feed(loop, step), np.asarray(loop.lengths)
             except DeployError as error:
-                self.found.append(failed_to_run(case, error.in_one_line))
+                self.found.append(metrics.failed_to_run(case, error.in_one_line))
                 return
             fed.append(outputs if step else self._prompts(outputs))
             verdicts, wanted = self._judge(case, fed[-1], budgets[step]), trace.prompt + step
@@ -342,7 +326,7 @@ class _DecodeRun:
         self, case: GoldenCase, got: Arrays, budgets: Mapping[str, Budget] | None = None
     ) -> list[OutputVerdict]:
         """The verdicts on a case; an error that is out of budget is reported with its place."""
-        found = judge_case(case, got, self.precision, budgets)
+        found = metrics.judge_case(case, got, self.precision, budgets)
         for number, verdict in enumerate(found):
             if verdict.is_wrong and verdict.deviation is not None:
                 index = verdict.deviation.worst_index
@@ -371,7 +355,7 @@ class _DecodeRun:
             with foreign_errors("The cache cannot be read."):
                 got = valid(loop.cache())
         except DeployError as error:
-            return failed_to_run(case, error.in_one_line)
+            return metrics.failed_to_run(case, error.in_one_line)
         return self._judge(case, got)
 
     def report(self) -> DecodeReport:
@@ -379,7 +363,7 @@ class _DecodeRun:
         trace, steps, first = self.trace, self.calls[1 : len(self.found)], next(iter(self.axes))
         failed = (step for step, found in enumerate(self.found) if not all(v.passed for v in found))
         deviations = (found[0].deviation for found in self.found[1:])
-        own = (measure(case.eager[first], case.oracle[first]).relative_l2 for case in steps)
+        own = (metrics.measure(case.eager[first], case.oracle[first]).relative_l2 for case in steps)
         return DecodeReport(
             model=self.spec.name,
             precision=self.precision.name,
@@ -406,7 +390,7 @@ def case_budgets(
     """What the error of every output may be, from the case alone."""
     heads = to_heads or {}
     return {
-        name: budget_from_eager(case.eager[name], oracle, precision, heads.get(name))
+        name: metrics.budget_from_eager(case.eager[name], oracle, precision, heads.get(name))
         for name, oracle in case.oracle.items()
     }
 
@@ -471,7 +455,7 @@ def evaluate_trace(
     except DeployError as error:
         if report is None:  # it has failed the prefill
             run = _DecodeRun(runner.name, trace, spec, precision)
-            run.found.append(failed_to_run(run.calls[0], error.in_one_line))
+            run.found.append(metrics.failed_to_run(run.calls[0], error.in_one_line))
             return run.report()
         last, problem = report.verdicts[-1], f"could not be closed: {error.in_one_line}"
         failure = OutputVerdict(case=f"{trace.name} end", sizes=last.sizes, output="cache", problem=problem)

@@ -151,9 +151,6 @@ def heatmap(
     return Heatmap(**about, rows=rows, values=values, bin=size)
 
 
-# -- the projection --------------------------------------------------------------------------------
-
-
 def output_projection(model: ir.Model) -> OutputProjection | None:
     """The matmul with a weight between the heads of an attention and a graph output, if there is one."""
     for output in model.graph.outputs:

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from mha_deploy import metrics
 from mha_deploy.analyze.cost import LayerCost, StageCost, cost_of, layer_cost
 from mha_deploy.analyze.roofline import find_peaks, roofline_bound
 from mha_deploy.bundle.cases import DecodeTrace, GoldenCase
 from mha_deploy.bundle.folder import Bundle
 from mha_deploy.errors import DeployError
-from mha_deploy.metrics import (
-    NOT_RUN,
-    OutputVerdict,
-    ParityReport,
-    failed_to_run,
-    judge_case,
-    new_entries,
-    parity_from_verdicts,
-    same_bits,
-)
+from mha_deploy.metrics import OutputVerdict, ParityReport
 from mha_deploy.model.precision import Precision
 from mha_deploy.model.spec import ModelSpec
 from mha_deploy.runtime.child import RuntimeCrash
@@ -133,64 +126,54 @@ def latency_point(
         sizes=case.sizes,
         flops=cost.flops,
         bytes=cost.bytes,
-        roofline=_roofline(cost, case.sizes, precision, gpus.pop()) if len(gpus) == 1 else None,
+        roofline=_roofline(cost, precision, gpus.pop()) if len(gpus) == 1 else None,
         rows=tuple(rows),
         past=None if lengths is None else max(lengths),
         decoded=case.sizes["B"] if spec.cache != "none" and case.sizes["S"] == 1 else None,
     )
 
 
-def _roofline(
-    cost: LayerCost, sizes: Mapping[str, int], precision: Precision, gpu: str
-) -> dict[str, Any] | None:
+def _roofline(cost: LayerCost, precision: Precision, gpu: str) -> dict[str, Any] | None:
     """The least time that the work needs on this GPU, from its datasheet, and what sets most of it."""
     try:
         peaks = find_peaks(gpu)
     except DeployError:  # its datasheet is not known
         return None
-    least = roofline_bound(cost, peaks, precision.name, tokens=sizes.get("B", 1) * sizes.get("S", 1))
-    shares: dict[str, float] = {}
-    for stage in least.stages:
-        shares[stage.bound_by] = shares.get(stage.bound_by, 0.0) + stage.seconds
+    least, shares = roofline_bound(cost, peaks, precision.name), defaultdict[str, float](float)
+    for stage in least:
+        shares[stage.bound_by] += stage.seconds
     return {
         "gpu": peaks.name,
-        "bound_us": least.seconds * 1e6,
+        "bound_us": sum(stage.seconds for stage in least) * 1e6,
         "bound": max(shares, key=lambda name: shares[name]),  # `compute` or `memory`
         "tflops_peak": peaks.peak_flops(precision.name) / 1e12,
         "gb_per_s_peak": peaks.memory_gb_per_s,
     }
 
 
-def time_case(
-    runner: Runner,
-    case: GoldenCase,
-    precision: Precision,
-    row: LatencyRow,
-    timing: TimingPlan,
-    kernels: bool = False,
-) -> LatencyRow:
+def time_case(runner: Runner, case: GoldenCase, row: LatencyRow, plan: EvaluationPlan) -> LatencyRow:
     """Time a runner on a case, if its answer is right before and after."""
     try:
         first = runner.run(case.inputs)
-        if problem := problem_of(case, [first], precision):
+        if problem := problem_of(case, [first], plan.precision):
             return replace(row, refused=f"{WRONG_ANSWER}: {problem}")
-        timed = runner.time(case.inputs, timing)
+        timed = runner.time(case.inputs, plan.timing)
         # Most kernels repeat their results, and judging gigabytes of cache takes long.
-        others = [result for result in timed.results if not same_bits(result, first)]
-        if problem := problem_of(case, others, precision):
+        others = [result for result in timed.results if not metrics.same_bits(result, first)]
+        if problem := problem_of(case, others, plan.precision):
             return replace(row, refused=f"{WRONG_ANSWER} while it was timed: {problem}")
     except DeployError as error:
         return replace(row, refused=error.in_one_line)
     row = replace(row, timing=replace(timed, results=()))  # judged: caches among them may be gigabytes
     try:
-        return replace(row, kernels=kernel_times(runner, case)) if kernels else row
+        return replace(row, kernels=kernel_times(runner, case)) if plan.kernels else row
     except DeployError:  # no profiler here: the time stands without its kernels
         return row
 
 
 def problem_of(case: GoldenCase, results: Sequence[Mapping[str, Any]], precision: Precision) -> str | None:
     """The first wrong output among several results of a case."""
-    verdicts = (verdict for result in results for verdict in judge_case(case, result, precision))
+    verdicts = (verdict for result in results for verdict in metrics.judge_case(case, result, precision))
     return next((f"{each.output}: {each.problem}" for each in verdicts if each.is_wrong), None)
 
 
@@ -261,7 +244,7 @@ class Evaluation:
     def wrong_cases(self) -> list[str]:
         """Names of the cases that were run and have a wrong output."""
         verdicts = (verdict for report in self.parity for verdict in report.verdicts)
-        ran = (v for v in verdicts if v.is_wrong and not str(v.problem).startswith(NOT_RUN))
+        ran = (v for v in verdicts if v.is_wrong and not str(v.problem).startswith(metrics.NOT_RUN))
         return list(dict.fromkeys(verdict.case for verdict in ran))
 
 
@@ -289,7 +272,7 @@ def evaluate(runtime: Runtime, plan: EvaluationPlan, on_step: OnStep = lambda na
             if verdicts:
                 about: dict[str, Any] = {"backend": runner.name, "accumulation": accumulation, "cases": kind}
                 about |= {"model": plan.spec.name, "precision": plan.precision}
-                parity.append(parity_from_verdicts(verdicts, **about))
+                parity.append(metrics.parity_from_verdicts(verdicts, **about))
         checks: tuple[InvarianceCheck, ...] = ()
         if plan.invariance and runtime.family == TENSORRT:
             on_step(f"{runtime.name}: batch elements in other slots")
@@ -337,15 +320,15 @@ def _judge(
         if runtime.engine is None and not isinstance(error, RuntimeCrash):
             raise
         # The engine was built for these shapes: not to run them is a verdict on it. So is a crash.
-        return failed_to_run(case, error.in_one_line)
+        return metrics.failed_to_run(case, error.in_one_line)
     to_heads = None if plan.projection is None else plan.projection.to_heads
-    verdicts = judge_case(case, got, plan.precision, to_heads=to_heads)
+    verdicts = metrics.judge_case(case, got, plan.precision, to_heads=to_heads)
     # A cache may be wrong by its old entries alone: then there is no error to map.
     mapped = [v for v in verdicts if v.deviation and case.oracle[v.output].ndim in MAPPED_RANKS]
     names = [v.output for v in mapped if v.deviation and v.budget and v.budget.exceeded_by(v.deviation)]
     if not names and case.name in _MAPPED:
         names = [v.output for v in mapped if v.output == "output" and v.passed]
-    entries, results, _ = new_entries(case, got)
+    entries, results, _ = metrics.new_entries(case, got)
     for name in names:
         found = heatmap(runner.name, entries, name, results[name], plan.projection)
         note = "the entries of the cache that the call wrote" if name in case.cached else found.note
@@ -367,7 +350,7 @@ def _time(
     for sizes, wrong in failures:
         if sizes.items() <= case.sizes.items():
             return replace(row, refused=f"{WRONG_ANSWER}: {wrong.case}/{wrong.output}: {wrong.problem}")
-    row = time_case(runner, case, plan.precision, row, plan.timing, plan.kernels)
+    row = time_case(runner, case, row, plan)
     if row.timing is not None:  # reported at once: a later crash does not lose it
         on_step(f"latency of {runtime.name}: {case.name} takes {row.timing.p50:.1f} µs")
     return row

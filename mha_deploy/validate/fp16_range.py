@@ -14,14 +14,7 @@ import onnx_ir as ir
 from mha_deploy.bundle.cases import read_case
 from mha_deploy.bundle.folder import Bundle
 from mha_deploy.errors import DeployError
-from mha_deploy.graph.attention_node import (
-    attention_nodes,
-    inputs_by_role,
-    is_attention,
-    read_attention,
-    valid_only,
-    visible_keys,
-)
+from mha_deploy.graph import attention_node
 from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.ir import constant, nodes_behind
 from mha_deploy.graph.mixed_precision import FP16_MAX, Read, matmul_blocks, queries_and_keys, read_values
@@ -78,8 +71,8 @@ class Meter:
     """Gathers the figures of one attention of a graph, case by case."""
 
     def __init__(self, attention: ir.Node) -> None:
-        self.node = node = read_attention(attention)
-        self.inputs = inputs_by_role(attention)
+        self.node = node = attention_node.read_attention(attention)
+        self.inputs = attention_node.inputs_by_role(attention)
         cached = node.has_past or node.has_nonpad_kv_seqlen
         strange = node.has_window or (cached and node.mask not in ("none", "bool"))
         if strange or node.group is None or node.softmax_scale is None:
@@ -94,7 +87,8 @@ class Meter:
     def see(self, case: str, read: Read) -> None:
         """Measure one case, by what reads the inputs of the attention."""
         figures, broken = self.figures, list[str]()
-        inputs = valid_only(self.node, {role: read(value) for role, value in self.inputs.items()})
+        whole = {role: read(value) for role, value in self.inputs.items()}
+        inputs = attention_node.valid_only(self.node, whole)
         for role, array in inputs.items():
             usable = array < np.inf if role == "mask" else np.isfinite(array)  # -inf in a mask hides a key
             if count := array.size - int(np.count_nonzero(usable)):
@@ -107,7 +101,7 @@ class Meter:
             figures.tensors[role] = max(figures.tensors[role], *sizes)
         q, k = queries_and_keys(self.node, inputs)
         T = k.shape[2]
-        visible_in_cache = visible_keys(self.node, inputs, q.shape[2], T)
+        visible_in_cache = attention_node.visible_keys(self.node, inputs, q.shape[2], T)
         mask = inputs.get("mask") if visible_in_cache is None else visible_in_cache
         numbers = list[float]()
         if mask is not None and mask.dtype != bool:
@@ -278,7 +272,8 @@ def fp16_range(bundle: Bundle, *, cases: Sequence[str] | None = None) -> RangeRe
 
 def measurable_attentions(model: ir.Model) -> list[ir.Node]:
     """The attentions of a graph; refused where there are none, or where their inputs cannot be outputs."""
-    nodes, everywhere = [node for node in model.graph if is_attention(node)], attention_nodes(model)
+    nodes = [node for node in model.graph if attention_node.is_attention(node)]
+    everywhere = attention_node.attention_nodes(model)
     if not everywhere:
         raise DeployError("The graph has no Attention node.", got=model.graph.name)
     if len(nodes) != len(everywhere):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mha_deploy.analyze.cost import SizeLimit, shrunk
+from mha_deploy.analyze.cost import SizeLimit, shrunk, spread
 from mha_deploy.bundle.cases import GoldenCase
 from mha_deploy.errors import DeployError
 from mha_deploy.metrics import OutputVerdict, judge_case, largest_share, same_bits
@@ -106,7 +106,7 @@ class _MovedCase:
         """Every check with what it varies and its trials."""
         B, axis = self.case.sizes["B"], self.spec.axes["B"]
         if B > 1:
-            shifts, kept = _spread(range(1, B)), _spread(range(B))
+            shifts, kept = (spread(range(first, B), _MOST_PLACES) for first in (1, 0))
             moved = (self._rearranged([(slot - shift) % B for slot in range(B)]) for shift in shifts)
             yield SLOT, f"slot 0..{B - 1}, {len(shifts)} arrangements", moved
             alone = (self._among_strangers(element) for element in kept)
@@ -195,9 +195,3 @@ class _MovedCase:
                         problem += f"; worst: batch element {worst.element} in {worst.place}"
             bitwise &= same_bits(result, self.plain)
         return problem, bitwise, largest_share(verdicts)
-
-
-def _spread(choices: range) -> list[int]:
-    """All of them, or a few from the first to the last."""
-    count, last = min(len(choices), _MOST_PLACES), len(choices) - 1
-    return [choices[round(i * last / max(1, count - 1))] for i in range(count)]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mha_deploy.analyze.cost import SizeLimit, TimedPoint, odd_sizes, shrunk, usual_points
+from mha_deploy.analyze.cost import TIMED_CASES, SizeLimit, TimedPoint, odd_sizes, shrunk, usual_points
 from mha_deploy.bundle.cases import DecodeTrace, GoldenCase, golden_cases, plan_trace, refuse_implausible
 from mha_deploy.bundle.folder import Bundle
 from mha_deploy.engine.build import lowered_opener, twin_opener
@@ -27,27 +27,14 @@ from mha_deploy.runtime.child import RuntimeCrash
 from mha_deploy.runtime.cuda import find_gpu, open_gpu
 from mha_deploy.runtime.onnx_reference import evaluator_of
 from mha_deploy.runtime.timing import TimingPlan
+from mha_deploy.validate import evaluate, runtimes
 from mha_deploy.validate.conformance import conformance_table, mask_columns
 from mha_deploy.validate.decode import traces_of
 from mha_deploy.validate.error_map import output_projection
-from mha_deploy.validate.evaluate import (
-    Evaluation,
-    EvaluationPlan,
-    LatencyRow,
-    OnStep,
-    evaluate,
-    evaluate_all,
-    latency_points,
-)
+from mha_deploy.validate.evaluate import Evaluation, EvaluationPlan, LatencyRow, OnStep
 from mha_deploy.validate.fault import FaultReport, OpenModel, attribute_fault, graph_at_fault, layer_parity
 from mha_deploy.validate.fp16_range import RangeReport, fp16_range
-from mha_deploy.validate.runtimes import (
-    Runtime,
-    RuntimeFinder,
-    Unavailable,
-    refuse_without_torch,
-    torch_device,
-)
+from mha_deploy.validate.runtimes import Runtime, RuntimeFinder, Unavailable
 from mha_deploy.validate.verdict import ValidationRecord, are_within, conclude
 
 if TYPE_CHECKING:
@@ -57,9 +44,6 @@ if TYPE_CHECKING:
 Build = Callable[[Evaluation], None]
 
 ONNX_REFERENCE = "onnx-reference"
-
-# Where runtimes are timed: the optimal sizes, or prefill and decode step of a layer with a KV cache.
-_TIMED = ("opt", "prefill", "decode")
 
 # Large scores round more coarsely, by chance in the heads that matter. A mistake is hundreds of times larger.
 PROBE_ALLOWANCE = 6.0
@@ -112,22 +96,25 @@ class _Validation:
     def report(self, build: Build | None) -> ValidationRecord:
         """Everything, in the order in which it is needed."""
         plan, options, manifest = self._plan(), self.options, self.bundle.manifest
-        judged = (
-            self._evaluate_named(plan) if options.backends else self._evaluate_graph_and_engines(plan, build)
-        )
-        judged_rows, self.rows = self.rows, []
-        evaluated = [*self._evaluate_baselines(plan), *judged]
-        rows = [*self.rows, *judged_rows]  # what is compared against comes first in a table
+        if options.backends:
+            judged, baselines = self._evaluate_named(plan), list[Runtime]()
+        else:
+            judged = self._evaluate_graph_and_engines(plan, build)
+            baselines = self.finder.baselines() if plan.timed else []
+        # PyTorch's baselines are judged on the case that they are timed on, and no more.
+        only_timed = replace(plan, cases={}, traces=())
+        compared, rows = evaluate.evaluate_all(baselines, only_timed, self.on_step)
+        rows += self.rows  # what is compared against comes first in a table
         ranges, fault, table = self._measure_ranges(), self._attribute_fault(judged), None
         if options.conformance:
             columns, on_column = mask_columns(manifest.precision), lambda name: self.on_step(f"masks: {name}")
             table = conformance_table(columns, manifest.precision, on_column=on_column)
         report = ValidationRecord(
             bundle=self.bundle,
-            evaluations=tuple(evaluated),
+            evaluations=(*compared, *judged),
             absent=(*self.finder.absent, *self.broken),
             engines=tuple(self.finder.engines),
-            points=latency_points(plan.timed, rows, self.bundle) if rows else (),
+            points=evaluate.latency_points(plan.timed, rows, self.bundle) if rows else (),
             ranges=ranges,
             conformance=table,
             fault=fault,
@@ -142,7 +129,7 @@ class _Validation:
         if options.latency:
             open_gpu()  # times were requested: raises where there is no GPU
         timing = find_gpu() is not None if options.latency is None else options.latency
-        usual = [case for case in self.golden if case.name in _TIMED] or self.golden[:1]
+        usual = [case for case in self.golden if case.name in TIMED_CASES] or self.golden[:1]
         if options.steps:
             self.on_step("tokens to decode, and their FP64 oracle")
         return EvaluationPlan(
@@ -179,10 +166,10 @@ class _Validation:
 
     @cached_property
     def _fresh(self) -> FreshCases:
-        refuse_without_torch("of fresh inputs")
+        runtimes.refuse_without_torch("of fresh inputs")
         from mha_deploy.baselines.fresh import FreshCases
 
-        return FreshCases(self.bundle, device=torch_device())
+        return FreshCases(self.bundle, device=runtimes.torch_device())
 
     def _with_drawn_cases(self, plan: EvaluationPlan, engines: Sequence[Runtime]) -> EvaluationPlan:
         """Add fresh cases: those requested, and by default probes, and a sweep of the engines' profiles."""
@@ -247,7 +234,7 @@ class _Validation:
         They verify runtimes and engines, not the export: that the graph is the module's is for golden cases.
         """
         manifest, graph = self.bundle.manifest, load_graph(self.bundle.model_path)
-        usual = next((case for case in self.golden if case.name in _TIMED), self.golden[0])
+        usual = next((case for case in self.golden if case.name in TIMED_CASES), self.golden[0])
         inputs = {name: array.copy() for name, array in usual.inputs.items()}
         floats = [each for each in manifest.spec.inputs if each.kind == FLOAT and len(each.dims) == 3]
         hidden = [inputs[each.name] for each in floats if isinstance(each.dims[1], str)]
@@ -328,7 +315,7 @@ class _Validation:
     def _evaluate(self, runtime: Runtime, plan: EvaluationPlan) -> Evaluation:
         # A graph on the CPU is checked there, not timed.
         plan = replace(plan, timed=()) if runtime.name in CPU_RUNNERS else plan
-        evaluation = evaluate(runtime, plan, self.on_step)
+        evaluation = evaluate.evaluate(runtime, plan, self.on_step)
         if plan.timed:
             self.rows.append(evaluation.rows)
         layers = self._layer_parity(runtime) if plan.cases else None
@@ -350,13 +337,6 @@ class _Validation:
         except RuntimeCrash as crash:
             self.broken.append(Unavailable(name=f"{runtime.name}, {what}", reason=crash.in_one_line))
             return None
-
-    def _evaluate_baselines(self, plan: EvaluationPlan) -> list[Evaluation]:
-        """PyTorch's baselines beside it: judged on the case that they are timed on, and no more."""
-        runtimes = self.finder.baselines() if plan.timed and not self.options.backends else []
-        found, rows = evaluate_all(runtimes, replace(plan, cases={}, traces=()), self.on_step)
-        self.rows += rows
-        return found
 
     # -- further checks ------------------------------------------------------------------------
 

@@ -9,19 +9,12 @@ from typing import Any
 
 import onnx_ir as ir
 
+from mha_deploy import metrics
 from mha_deploy.bundle.cases import GoldenCase, golden_cases
 from mha_deploy.bundle.folder import Bundle
 from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.mutate import IN_CACHES, mutated, mutations
-from mha_deploy.metrics import (
-    Budget,
-    OutputVerdict,
-    ParityReport,
-    judge_case,
-    largest_share,
-    new_entries,
-    parity_from_verdicts,
-)
+from mha_deploy.metrics import Budget, OutputVerdict, ParityReport
 from mha_deploy.options import ValidateOptions
 from mha_deploy.runtime import cpu_backend, open_runner
 from mha_deploy.runtime.runner import Runner
@@ -29,8 +22,6 @@ from mha_deploy.validate.decode import DecodeReport, case_budgets, evaluate_trac
 from mha_deploy.validate.error_map import output_projection
 from mha_deploy.validate.fault import layer_parity
 from mha_deploy.validate.run import draw_cases
-
-# -- Parity of a runner alone ----------------------------------------------------------------------
 
 
 def parity_from_runner(
@@ -48,11 +39,11 @@ def parity_from_runner(
     heads = {} if projection is None else projection.to_heads
     for case in golden_cases(bundle) if cases is None else cases:
         if budgets is not None and case.name not in budgets:
-            budgets[case.name] = case_budgets(new_entries(case, case.eager)[0], precision, heads)
+            budgets[case.name] = case_budgets(metrics.new_entries(case, case.eager)[0], precision, heads)
         known = None if budgets is None else budgets[case.name]
-        verdicts += judge_case(case, runner.run(case.inputs), precision, known, heads)
+        verdicts += metrics.judge_case(case, runner.run(case.inputs), precision, known, heads)
     name = bundle.manifest.spec.name
-    return parity_from_verdicts(verdicts, model=name, precision=precision, backend=runner.name)
+    return metrics.parity_from_verdicts(verdicts, model=name, precision=precision, backend=runner.name)
 
 
 # -- Mutations of the bundle's own graph: each of them must fail the validation --------------------
@@ -81,7 +72,7 @@ class SelfTest:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        right = {"passed": self.right.passed, "share": largest_share(self.right.verdicts)}
+        right = {"passed": self.right.passed, "share": metrics.largest_share(self.right.verdicts)}
         return {"passed": self.passed, "right": right, "mistakes": [vars(each) for each in self.mutations]}
 
 
@@ -98,7 +89,6 @@ def self_test(
     cases, traces = [*golden_cases(bundle), *drawn.get("probe", ())], traces_of(bundle, ValidateOptions())
 
     budgets: dict[str, dict[str, Budget]] = {}
-
     open_graph = partial(open_runner, backend or cpu_backend(manifest.precision))
 
     def judged(graph: ir.Model, decoding: bool) -> ParityReport:
@@ -117,6 +107,6 @@ def self_test(
         if (graph := mutated(model, mistake, manifest.spec.layer)) is not None:
             on_mutation(mistake)
             report = judged(graph, mistake in IN_CACHES)
-            share = largest_share(report.verdicts)
+            share = metrics.largest_share(report.verdicts)
             results.append(MutationResult(mistake=mistake, caught=not report.passed, share=share))
     return SelfTest(right=judged(model, True), mutations=tuple(results))

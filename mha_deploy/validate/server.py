@@ -10,7 +10,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -30,7 +30,7 @@ from mha_deploy.validate.decode import DecodeReport, evaluate_trace, run_decode_
 from mha_deploy.validate.evaluate import Evaluation
 from mha_deploy.validate.run import draw_cases
 from mha_deploy.validate.runtimes import Runtime, Unavailable
-from mha_deploy.validate.verdict import FAILURE, WARNING, Finding, ValidationRecord, conclude
+from mha_deploy.validate.verdict import ValidationRecord, conclude
 
 T = TypeVar("T")
 OnStep = Callable[[str, int, int], None]
@@ -75,7 +75,7 @@ class _ServerValidation:
                 decode += filter(None, [evaluate_trace(runner, trace, self.spec, self.precision)])
             units = self._elements([case for cases in kinds.values() for case in cases])
         for clients in options.clients:
-            load = _Load(runner, options, clients, units, partial(on_step, plural(clients, "client")))
+            load = _Load(self, clients, units)
             load.run()
             verdicts, reports = self._judge(load)
             steps = [verdict for report in reports for verdict in report.verdicts]
@@ -96,8 +96,7 @@ class _ServerValidation:
         )
         about: dict[str, Any] = {"absent": absent, "notes": notes, "serving": tuple(points)}
         report = ValidationRecord(bundle=self.bundle, evaluations=(evaluation,), **about)
-        served = [each for point in points for each in _findings(point, options)]
-        return conclude(report, [evaluation], options, served=served)
+        return conclude(report, [evaluation], options)
 
     def _label(self, clients: int) -> str:
         return self.runner.name + (f", {clients} clients" if clients > 1 else "")
@@ -184,18 +183,12 @@ def _sequence(trace: DecodeTrace, b: int) -> Iterator[tuple[Arrays, dict[str, An
 class _Load:
     """Some clients that send the same units over and over, up to a number of requests."""
 
-    def __init__(
-        self,
-        runner: ServerRunner,
-        options: ValidateOptions,
-        clients: int,
-        units: Sequence[_Unit],
-        on_step: Callable[[int, int], None],
-    ) -> None:
-        self.clients, self._runner, self._units = clients, runner, units
-        self._options, self._on_step = options, on_step
+    def __init__(self, validation: _ServerValidation, clients: int, units: Sequence[_Unit]) -> None:
+        self.clients, self._units = clients, units
+        self._runner, self._options = validation.runner, validation.options
+        self._on_step = partial(validation.on_step, plural(clients, "client"))
         each = sum(unit.count for unit in units)
-        rounds = max(1, -(-options.requests // each))
+        rounds = max(1, -(-self._options.requests // each))
         if max(unit.count for unit in units) > 1:  # sequences: enough of them to keep every client busy
             rounds = max(rounds, -(-clients // len(units)))
         # In a fixed, shuffled order: neighbours in a dynamic batch come from different cases.
@@ -304,18 +297,3 @@ def _padded(array: np.ndarray, axis: int, length: int) -> np.ndarray:
     """Zeros behind the tokens of a shorter prompt."""
     missing = length - array.shape[axis] if array.ndim > axis else 0
     return np.pad(array, [(0, max(0, missing) * (axis == each)) for each in range(array.ndim)])
-
-
-def _findings(point: Mapping[str, Any], options: ValidateOptions) -> Iterator[Finding]:
-    """What a load shows besides wrong results."""
-    failed, clients, requests = dict(point["errors"]), plural(point["clients"], "client"), point["requests"]
-    unsent = failed.pop("not sent", 0)
-    if failed:
-        counts = ", ".join(f"{count} {kind}" for kind, count in failed.items())
-        left = f"; {unsent} were not sent any more" if unsent else ""
-        text = f"{clients}: {sum(failed.values())} of {requests} requests failed ({counts}){left}"
-        yield Finding(FAILURE, "serving", f"{text}: {point['first_error']}")
-    elif unsent:
-        answered = f"{point['answered']} of {requests} requests"
-        text = f"{clients}: the limit of {options.limit_s:g} s was reached after {answered}"
-        yield Finding(WARNING, "serving", text)

@@ -19,14 +19,12 @@ from mha_deploy.metrics import NOT_VERIFIED, OutputVerdict
 from mha_deploy.model.spec import Axis
 from mha_deploy.options import ValidateOptions
 from mha_deploy.runtime.cuda import find_gpu
-from mha_deploy.text import group_by, summarize_names, without_numbers
+from mha_deploy.text import group_by, plural, summarize_names, without_numbers
 from mha_deploy.validate.conformance import ConformanceTable
 from mha_deploy.validate.evaluate import Evaluation, LatencyPoint
 from mha_deploy.validate.fault import LAYERS, FaultReport
 from mha_deploy.validate.fp16_range import RangeReport
 from mha_deploy.validate.runtimes import TENSORRT, Unavailable
-
-# -- Everything a validation found, and the verdict that follows from it ---------------------------
 
 REPORT_FORMAT = 3
 """The format of report.json; readers refuse any other."""
@@ -176,17 +174,16 @@ def conclude(
     judged: Sequence[Evaluation],
     options: ValidateOptions,
     broken: Sequence[Unavailable] = (),
-    served: Sequence[Finding] = (),
 ) -> ValidationRecord:
     """The report with its verdict: the findings, failures first, and the headline."""
-    found, missing = [*findings(report, options, broken), *served], tuple[tuple[str, str], ...]()
+    found, missing = [*findings(report, options, broken)], tuple[tuple[str, str], ...]()
     if not report.serving:  # which sizes and nodes a server has is its own
         manifest = report.bundle.manifest
         missing = find_uncovered(judged, report.engines, manifest.spec.axes)
         found = [*unfused_findings(manifest, options), *found, *coverage_findings(missing, options)]
     ranked = tuple(sorted(found, key=lambda finding: LEVELS.index(finding.level)))
-    line = _headline(report, judged, ranked, missing)
-    return replace(report, findings=ranked, headline=line, not_verified=tuple(text for _, text in missing))
+    report = replace(report, findings=ranked, not_verified=tuple(text for _, text in missing))
+    return replace(report, headline=_headline(report, judged, missing))
 
 
 def findings(
@@ -209,6 +206,8 @@ def findings(
     for case, column, cell in report.conformance.wrong if report.conformance is not None else ():
         yield Finding(WARNING, "conformance", f"{column} is wrong on masks: {case.name}, {cell.detail}")
     yield from _about_latency(report.points)
+    for point in report.serving:
+        yield from _about_load(point, options)
 
 
 def unfused_findings(manifest: Manifest, options: ValidateOptions) -> Iterator[Finding]:
@@ -265,13 +264,10 @@ def coverage_findings(missing: Sequence[tuple[str, str]], options: ValidateOptio
 
 
 def _headline(
-    report: ValidationRecord,
-    evaluations: Sequence[Evaluation],
-    found: Sequence[Finding],
-    missing: Sequence[tuple[str, str]],
+    report: ValidationRecord, evaluations: Sequence[Evaluation], missing: Sequence[tuple[str, str]]
 ) -> str:
     """The verdict in one line: is it right, is it fused, is it in its precision, is it fast."""
-    if failures := [finding.text for finding in found if finding.level == FAILURE]:
+    if failures := [finding.text for finding in report.findings if finding.level == FAILURE]:
         return failures[0] if len(failures) == 1 else f"{failures[0]} (and {len(failures) - 1} more)"
     judged = [each for each in evaluations if each.parity]
     if not judged:
@@ -284,7 +280,7 @@ def _headline(
         names = ", ".join(engine.path.stem for engine in not_run)
         parts.append(f"engine {names} built and inspected, NOT RUN")
     if not report.engines:  # an engine counts the attentions itself
-        parts += [finding.text for finding in found if finding.section == "fusion"]
+        parts += [finding.text for finding in report.findings if finding.section == "fusion"]
     for engine in [each.runtime.engine for each in ran] or not_run:
         if engine is not None and not ran and not engine.is_confirmed:
             parts.append("fusion and precision not verified")
@@ -408,3 +404,18 @@ def _about_latency(points: Sequence[LatencyPoint]) -> Iterator[Finding]:
                 yield Finding(WARNING, "latency", text)
             if row.timing is not None and not row.timing.stable:
                 yield Finding(WARNING, "latency", f"the time of {row.name} at {place} did not settle")
+
+
+def _about_load(point: Mapping[str, Any], options: ValidateOptions) -> Iterator[Finding]:
+    """What a server under load shows besides wrong results."""
+    failed, clients, requests = dict(point["errors"]), plural(point["clients"], "client"), point["requests"]
+    unsent = failed.pop("not sent", 0)
+    if failed:
+        counts = ", ".join(f"{count} {kind}" for kind, count in failed.items())
+        left = f"; {unsent} were not sent any more" if unsent else ""
+        text = f"{clients}: {sum(failed.values())} of {requests} requests failed ({counts}){left}"
+        yield Finding(FAILURE, "serving", f"{text}: {point['first_error']}")
+    elif unsent:
+        answered = f"{point['answered']} of {requests} requests"
+        text = f"{clients}: the limit of {options.limit_s:g} s was reached after {answered}"
+        yield Finding(WARNING, "serving", text)

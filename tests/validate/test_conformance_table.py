@@ -32,6 +32,12 @@ TRT_86 = target_from("tensorrt", "8.6.1", "9.0")
 TRT_1014 = target_from("tensorrt", "10.14.1", "9.0")
 
 
+def shown(cell):
+    """A verdict in one line: its status, the error of a wrong one, and the detail."""
+    error = "" if cell.status != "wrong" or cell.error is None else f" ({cell.error:.2g})"
+    return f"{cell.status}{error}" + (f": {cell.detail}" if cell.detail else "")
+
+
 def in_ort(model):
     return open_runner("ort-cpu", model)
 
@@ -52,7 +58,7 @@ def column_of(column, precision=FP16, cases=CASES, seed=0):
 
 def unusual(cells):
     """The cells that are not simply right."""
-    return {name: (cell.status, cell.detail) for name, cell in cells.items() if str(cell) != "conforms"}
+    return {name: (cell.status, cell.detail) for name, cell in cells.items() if shown(cell) != "conforms"}
 
 
 # -- what the runtimes do ------------------------------------------------------------------------------
@@ -399,7 +405,7 @@ def not_installed(model):
 @pytest.mark.parametrize("target", [None, RTX], ids=["runner", "engine"])
 def test_a_runtime_that_cannot_open_anything_is_absent(target):
     cells = column_of(graph_column(not_installed, "trt", target), cases=named("causal", "bool-mask"))
-    assert {str(cell) for cell in cells.values()} == {"absent: It is not installed. No module named 'it'"}
+    assert {shown(cell) for cell in cells.values()} == {"absent: It is not installed. No module named 'it'"}
 
 
 @pytest.mark.parametrize("target", [None, RTX], ids=["runner", "engine"])
@@ -410,7 +416,7 @@ def test_a_runtime_without_kernels_for_a_case_is_here(target):
         return in_reference(model)
 
     cells = column_of(graph_column(without_masks, "trt", target), cases=named("causal", "bool-mask"))
-    assert {name: str(cell) for name, cell in cells.items()} == {
+    assert {name: shown(cell) for name, cell in cells.items()} == {
         "causal": "conforms",
         "bool-mask": "refused: No kernel.",
     }
@@ -419,7 +425,7 @@ def test_a_runtime_without_kernels_for_a_case_is_here(target):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_pytorch_without_a_gpu_is_absent_on_cuda():
     cells = column_of(torch_column("sdpa", "cuda"), cases=named("causal"))
-    assert str(cells["causal"]).startswith("absent: PyTorch finds no CUDA GPU.")
+    assert shown(cells["causal"]).startswith("absent: PyTorch finds no CUDA GPU.")
 
 
 def test_a_column_has_the_name_of_its_device(monkeypatch):
@@ -433,7 +439,7 @@ def test_what_pytorch_refuses_is_reported(monkeypatch):
 
     monkeypatch.setattr("mha_deploy.baselines.torch.attend", attend)
     cells = column_of(torch_column("sdpa"), cases=named("causal"))
-    assert str(cells["causal"]) == "refused: PyTorch refuses the case. No available kernel."
+    assert shown(cells["causal"]) == "refused: PyTorch refuses the case. No available kernel."
 
 
 # -- the table -----------------------------------------------------------------------------------------
@@ -480,7 +486,7 @@ def test_a_wrong_cell_tells_its_error():
     closed = trial.fully_masked
     error = np.linalg.norm(attending[closed]) / np.linalg.norm(exact)
     assert cell.error == pytest.approx(error, rel=1e-3)
-    assert str(cell) == f"wrong ({cell.error:.2g}): not zeros for fully masked queries"
+    assert shown(cell) == f"wrong ({cell.error:.2g}): not zeros for fully masked queries"
 
 
 def test_an_output_left_out_is_a_refusal():
@@ -490,4 +496,4 @@ def test_an_output_left_out_is_a_refusal():
         return runner
 
     cells = column_of(graph_column(forgetful, "onnx"), cases=named("causal"))
-    assert str(cells["causal"]) == "refused: The runtime left out an output. causal.y"
+    assert shown(cells["causal"]) == "refused: The runtime left out an output. causal.y"

@@ -129,10 +129,14 @@ class Answers(Runner):
         return replace(timing(10.0), samples_us=(10.0,) * plan.samples, results=results)
 
 
+def timed_with(kernels=False, **timing):
+    return EvaluationPlan(spec=WHOLE, precision=FP16, cases={}, timing=TimingPlan(**timing), kernels=kernels)
+
+
 def timed(case, **options):
     runner = Answers(case, **options)
     blank = LatencyRow(name="answers", backend="answers", family="tensorrt")
-    return runner, time_case(runner, case, FP16, blank, timing=TimingPlan(samples=150))
+    return runner, time_case(runner, case, blank, timed_with(samples=150))
 
 
 def test_a_right_answer_is_timed(opt):
@@ -174,7 +178,7 @@ def test_a_runner_on_the_cpu_has_no_time(opt):
 
     runner = OnCpu(opt)
     blank = LatencyRow(name="answers", backend="answers", family="onnxruntime")
-    result = time_case(runner, opt, FP16, blank, timing=TimingPlan(samples=100))
+    result = time_case(runner, opt, blank, timed_with(samples=100))
     assert result.timing is None
     assert "would say nothing about a GPU" in result.refused
 
@@ -185,7 +189,7 @@ def test_a_refusal_is_one_line(opt):
             raise DeployError("No kernel.", got="this\nand that", hint="another")
 
     blank = LatencyRow(name="answers", backend="answers", family="pytorch")
-    result = time_case(Refuses(opt), opt, FP16, blank, timing=TimingPlan(samples=100))
+    result = time_case(Refuses(opt), opt, blank, timed_with(samples=100))
     assert result.refused == "No kernel. this and that"
 
 
@@ -195,7 +199,7 @@ def test_a_profiler_that_fails_costs_no_time(opt, monkeypatch):
 
     blank = LatencyRow(name="answers", backend="answers", family="tensorrt")
     monkeypatch.setattr("mha_deploy.validate.evaluate.kernel_times", no_profiler)
-    result = time_case(Answers(opt), opt, FP16, blank, timing=TimingPlan(samples=100), kernels=True)
+    result = time_case(Answers(opt), opt, blank, timed_with(samples=100, kernels=True))
     assert (result.refused, result.kernels) == (None, ())
     assert result.timing is not None
 
@@ -301,7 +305,7 @@ def test_a_golden_case_is_taken_only_where_its_lengths_are_wanted(bundles, cases
         raise BackendUnavailable("Only PyTorch can tell.")
 
     bundle = bundles("tiny-preallocated")
-    monkeypatch.setattr(bench, "refuse_without_torch", refuse)
+    monkeypatch.setattr(bench.runtimes, "refuse_without_torch", refuse)
     assert [case.name for case in cases(bundle, "prefill")] == ["prefill"]
     with pytest.raises(BackendUnavailable):
         cases(bundle, "B=3,S=2,T=64")
