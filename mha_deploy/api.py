@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext, suppress
 from dataclasses import Field, dataclass, field, replace
 from functools import cached_property, partial
-from html import escape
 from inspect import Parameter, signature
 from pathlib import Path
 from textwrap import TextWrapper
@@ -733,11 +732,6 @@ class Report(SavableResult):
         """Write `report.json` and `report.html` into a folder; returns the path of the page."""
         refuse_foreign(Path(folder), "report")
         return self._save(Path(folder), "report")
-
-    def _repr_html_(self) -> str:
-        """The page in a frame of its own, so that its style does not leak into a notebook."""
-        style = "width: 100%; height: 40em; border: 0"
-        return f'<iframe srcdoc="{escape(self.to_html())}" style="{style}"></iframe>'
 
     def __repr__(self) -> str:
         return f"<Report {self.outcome}: {self.headline}>"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from mha_deploy.bundle.commit import write_atomically
 
 
 class SavableResult:
-    """A result that is plain data and a page."""
+    """A result that is plain data and a page; a notebook shows the page."""
 
     def to_dict(self) -> dict[str, Any]:
         """The result as plain data."""
@@ -29,6 +30,11 @@ class SavableResult:
         """Write the page to a file, and give its path."""
         write_atomically(Path(path), self.to_html().encode())
         return Path(path)
+
+    def _repr_html_(self) -> str:
+        """The page in a frame of its own, so that its style does not leak into a notebook."""
+        style = "width: 100%; height: 40em; border: 0"
+        return f'<iframe srcdoc="{escape(self.to_html())}" style="{style}"></iframe>'
 
     def _save(self, folder: Path, name: str) -> Path:
         """Write the data and the page under this name; gives the path of the page."""

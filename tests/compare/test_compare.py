@@ -393,6 +393,7 @@ def test_names_from_a_report_cannot_become_markup():
     new["parity"][ENGINE]["verdicts"][0] |= {"case": HOSTILE, "passed": False, "problem": HOSTILE}
     found = md.compare(passing(), new)
     assert "<script>alert" not in found.to_html()
+    assert found._repr_html_().startswith("<iframe srcdoc=")
     assert "<script>" not in found.to_markdown()
     ElementTree.fromstring(found.to_junit().encode())
     found.to_json().encode()
