@@ -93,14 +93,8 @@ def deploy(
     """Export a model, build an engine, and validate it against the FP64 oracle and beside PyTorch."""
     named, cache = options["model"], options["cache"]
     files = parse_pairs(options.pop("inputs"), "--input", "input_ids=ids.npy")
-    model = pop_model(options)
-    name, precision, reached = model.name, options["precision"], list[Any]()
-    changed = "" if cache is None else getattr(model.source, "cache", "")
-    if changed and changed != (getattr(md.load_model(named).source, "cache", "") if named else "none"):
-        name += f"-{changed.replace('none', 'uncached')}"
-    # A catalog layer has no weights of its own that could overflow: `auto` is FP16 there.
-    written = "fp16" if precision == AUTO and model.is_layer else precision
-    target = out or Path("bundles") / f"{name}-{written}"
+    model, reached = pop_model(options), list[Any]()
+    target = out or _default_folder(model, named, cache, options["precision"])
     options |= {"candidates": candidates, "inputs": files, "on_result": reached.append}
     try:
         with show_steps(f"deploy {model.name}") as on_step:
@@ -128,6 +122,16 @@ def deploy(
         yield tables.report_renderable(done.report.to_dict())
 
     return Result(data, lines, done.report.passed, partial(done.report.save, done.bundle.path))
+
+
+def _default_folder(model: md.Model, named: str, cache: str | None, precision: str) -> Path:
+    """The folder of a bundle: its model, its KV cache where that is not the spec's own, its precision."""
+    name, chosen = model.name, "" if cache is None else getattr(model.source, "cache", "")
+    if chosen and chosen != (getattr(md.load_model(named).source, "cache", "") if named else "none"):
+        name += f"-{chosen.replace('none', 'uncached')}"
+    # A catalog layer has no weights of its own that could overflow: `auto` is FP16 there.
+    written = "fp16" if precision == AUTO and model.is_layer else precision
+    return Path("bundles") / f"{name}-{written}"
 
 
 # -- Graphs, engines and serving -------------------------------------------------------------------
@@ -345,14 +349,7 @@ def bench(
 ) -> Result | None:
     """Time engines, ONNX Runtime and the PyTorch baselines side by side, over batches and lengths."""
     if replay is not None:
-        found = md.replay(replay, bundles[0] if bundles else None)
-        recorded, now = found.recorded, found.measured.versions
-        lines = [f"{recorded.model} {recorded.precision}, {recorded.runtime}: {found.status}: {found.why}"]
-        for name, version in now.items():
-            if (old := recorded.versions.get(name, "none")) != version:
-                lines.append(f"{name}: {old} then, {version} now")
-        data = {"status": found.status, "why": found.why}
-        return Result(data, lambda: lines, passed=found.passed)
+        return _replay(replay, bundles[0] if bundles else None)
     if not bundles:
         raise DeployError("A bundle is needed.", hint="mha-deploy bench BUNDLE, or --replay FILE:LINE")
     if processes > 1:
@@ -375,6 +372,17 @@ def bench(
             md.BenchReport([timed]).record(record)
     table = [report.to_markdown()] if markdown else []
     return Result(report.to_dict(), lambda: table, passed=report.passed, save=lambda: page)
+
+
+def _replay(line: str, bundle: Path | None) -> Result:
+    """Measure a line of a record again; what is installed may be another version than then."""
+    found = md.replay(line, bundle)
+    recorded, now = found.recorded, found.measured.versions
+    lines = [f"{recorded.model} {recorded.precision}, {recorded.runtime}: {found.status}: {found.why}"]
+    for name, version in now.items():
+        if (old := recorded.versions.get(name, "none")) != version:
+            lines.append(f"{name}: {old} then, {version} now")
+    return Result({"status": found.status, "why": found.why}, lambda: lines, passed=found.passed)
 
 
 def _run_in_processes(processes: int, record: Path | None) -> None:
