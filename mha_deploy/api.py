@@ -1272,7 +1272,7 @@ def analyze(
 
     spec = load_model(model, axes=axes).source
     if not isinstance(spec, AttentionSpec):
-        hint = "a name from `mha-deploy models`"
+        hint = "a name from `mha-deploy models`; the heads of your own model are compared by --heads FILE.png"
         raise DeployError("Only a catalog layer can be analyzed.", got=_describe(model), hint=hint)
     point = points_from_text(spec.model, at or USUAL)[-1]
     lengths = None if point.past is None else [point.past] * point.sizes["B"]
@@ -1612,4 +1612,6 @@ def _profile_text(ranges: Axes) -> str:
 
 
 def _describe(model: object) -> str:
+    if isinstance(model, Model):
+        return model.name
     return model if isinstance(model, str) else type(model).__name__

@@ -390,3 +390,10 @@ def test_the_docstrings_do_what_they_say(tmp_path, monkeypatch):
 
 def _examples(tests, first, name):
     return (first if name == "export" else tests[f"api.{name}"]).examples
+
+
+def test_a_model_that_cannot_be_analyzed_is_named():
+    with pytest.raises(md.DeployError, match="Only a catalog layer") as caught:
+        md.analyze(md.load_model("file.py:my_encoder"))
+    assert caught.value.got == "my-encoder"
+    assert "--heads" in caught.value.hint
