@@ -62,13 +62,10 @@ def graph_of_node(node: ir.Node) -> ir.Graph | ir.Function:
 
 def graphs_in(node: ir.Node) -> list[ir.Graph]:
     """The branches of an `If`, or the body of a loop."""
-    found = list[ir.Graph]()
-    for each in node.attributes.values():
-        if each.type == ir.AttributeType.GRAPH:
-            found.append(each.as_graph())
-        elif each.type == ir.AttributeType.GRAPHS:
-            found.extend(each.as_graphs())
-    return found
+    attributes = node.attributes.values()
+    lists = (each.as_graphs() for each in attributes if each.type == ir.AttributeType.GRAPHS)
+    single = (each.as_graph() for each in attributes if each.type == ir.AttributeType.GRAPH)
+    return [*single, *itertools.chain(*lists)]
 
 
 def nodes_behind(
@@ -157,8 +154,7 @@ def new_initializer(
     graph: ir.Graph, name: str, array: np.ndarray, dtype: ir.DataType | None = None
 ) -> ir.Value:
     """Add an initializer to a graph; default: of the array's own type."""
-    tensor = ir.Tensor(array, dtype=dtype, name=name) if dtype is not None else ir.tensor(array, name=name)
-    value = ir.val(name, const_value=tensor)
+    value = ir.val(name, const_value=ir.tensor(array, dtype, name=name))
     graph.register_initializer(value)
     return value
 
@@ -195,7 +191,8 @@ def replace_node(
     for position, value in outputs.items():
         if (old := output_at(node, position)) is not None:
             # A graph output needs a node of its own: it can be neither an input nor another output.
-            new = value if builder.owns(value) and value not in replaced else builder.op("Identity", value)
+            is_new = value.producer() in builder.nodes and value not in replaced
+            new = value if is_new else builder.op("Identity", value)
             replaced.add(new)
             replace_value(old, new)
     graph = graph_of_node(node)
@@ -257,10 +254,6 @@ class NodeBuilder:
         for node in own - live:
             node.resize_inputs(0)
         return [node for node in self.nodes if node in live]
-
-    def owns(self, value: ir.Value) -> bool:
-        """Whether a value is produced by a node of this builder."""
-        return value.producer() in self.nodes
 
     def constant(self, value: float | Sequence[int], dtype: ir.DataType) -> ir.Value:
         """A constant of a type; equal constants are one node."""

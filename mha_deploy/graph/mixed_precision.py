@@ -13,7 +13,6 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
 from itertools import product
 from typing import NamedTuple
 
@@ -87,14 +86,11 @@ class Ranges:
 
 
 class Reason(NamedTuple):
-    """Why something is not written in FP16: the kind, the number that decided, and a sentence.
+    """Why something is not written in FP16."""
 
-    The kind is `overflow`, `flushed`, `exact`, `mask`, `operator` or `between`.
-    """
-
-    kind: str
-    figure: float | None
-    text: str
+    kind: str  # `overflow`, `flushed`, `exact`, `mask`, `operator` or `between`
+    figure: float | None  # the number that decided
+    text: str  # a sentence
 
 
 @dataclass(frozen=True)
@@ -223,18 +219,12 @@ def accepted_type(
     opsets: Mapping[str, int], node: ir.Node, side: str, position: int, wanted: ir.DataType
 ) -> ir.DataType:
     """The wanted type, or float32 where the operator does not accept it; `side` is inputs or outputs."""
-    types = _types(node.op_type, node.domain, opsets.get(node.domain, 1), side, position)
-    return wanted if f"tensor({wanted.name.lower()})" in types else FLOAT
-
-
-@cache
-def _types(op_type: str, domain: str, version: int, side: str, position: int) -> frozenset[str]:
     try:
-        schema = onnx.defs.get_schema(op_type, version, domain)
+        schema = onnx.defs.get_schema(node.op_type, opsets.get(node.domain, 1), node.domain)
     except onnx.defs.SchemaError:  # the operator is not ONNX's
-        return frozenset()
+        return FLOAT
     slots = getattr(schema, side)[: position + 1]  # the last one may be variadic
-    return frozenset(slots[-1].types if slots else ())
+    return wanted if slots and f"tensor({wanted.name.lower()})" in slots[-1].types else FLOAT
 
 
 # -- The largest intermediate number of an operator that accumulates -------------------------------
@@ -269,7 +259,12 @@ def largest_intermediate(node: ir.Node, inputs: Mapping[str, np.ndarray]) -> flo
     """The largest intermediate number of a node that has these `intermediate_inputs`."""
     with np.errstate(all="ignore"):  # an overflow of float32 is reported as infinity
         if is_attention(node):
-            return _largest_score(read_attention(node), inputs)
+            # Masked pairs included: a kernel multiplies them all, and masks afterwards.
+            attention = read_attention(node)
+            q, k = queries_and_keys(attention, an.valid_only(attention, inputs))
+            scale = attention.softmax_scale if attention.softmax_scale is not None else q.shape[-1] ** -0.5
+            largest = (float(np.abs(matmul).max()) for *_, matmul in matmul_blocks(q, k) if matmul.size)
+            return max(largest, default=0.0) * abs(scale)
         x = inputs["X"]
         if not x.size:
             return 0.0
@@ -290,15 +285,6 @@ def largest_intermediate(node: ir.Node, inputs: Mapping[str, np.ndarray]) -> flo
         elif node.op_type in _SQUARES:
             size = size * size
         return float(size.sum(axis=axes).max())
-
-
-def _largest_score(attention: AttentionNode, inputs: Mapping[str, np.ndarray]) -> float:
-    """The largest |Q·Kᵀ·scale|, masked pairs included: a kernel multiplies them all, and masks afterwards."""
-    q, k = queries_and_keys(attention, an.valid_only(attention, inputs))
-    if not q.size or not k.size:
-        return 0.0
-    scale = attention.softmax_scale if attention.softmax_scale is not None else q.shape[-1] ** -0.5
-    return max(float(np.abs(matmul).max()) for *_, matmul in matmul_blocks(q, k)) * abs(scale)
 
 
 def queries_and_keys(
@@ -560,9 +546,6 @@ def plan_precision(
         ranges: What was measured on it.
         margin: How many times larger than measured a number may become before FP16 overflows.
         wide: What attention is kept in: `fp32`, or `bf16` where the target has it. Other nodes stay in fp32.
-
-    Raises:
-        DeployError: The graph has branches, or the ranges are not of this graph.
     """
     if wide not in WIDE:
         raise DeployError("Attention is kept in fp32 or bf16.", got=wide, hint=nearest(wide, WIDE))
@@ -588,7 +571,7 @@ class _Planner:
         """Find the nodes, then what follows for inputs, outputs and constants."""
         nodes = [node for node in self._graph if _computes(node)]
         for node in nodes:
-            if reason := self._node(node):
+            if reason := next(self._reasons(node), None):
                 self._kept[node] = reason
         for finds in (self._exact, self._guarded, self._masks_of_attentions):
             for node, reason in finds():
@@ -666,50 +649,38 @@ class _Planner:
                 reason = "it masks keys, and so does this" if value in self._masks else "it means no bound"
                 yield Clamped(str(value.name), number, math.copysign(FP16_MAX, number), reason)
 
-    def _node(self, node: ir.Node) -> Reason | None:
-        """Why a node cannot be written in FP16, by the numbers around and inside it."""
+    def _reasons(self, node: ir.Node) -> Iterator[Reason]:
+        """Why a node cannot be written in FP16, by the numbers around and inside it; the first one counts."""
         if graphs_in(node):
-            return Reason("operator", None, "what is inside a branch or loop is not measured")
-        for _, value in (*float_outputs(node), *float_inputs(node)):
-            if reason := self._value(value):
-                return reason
+            yield Reason("operator", None, "what is inside a branch or loop is not measured")
+        inputs, outputs = list(float_inputs(node)), list(float_outputs(node))
+        yield from filter(None, (self._value(value) for _, value in (*outputs, *inputs)))
         figure = self._ranges.inner.get(str(node.name), 0.0)
         if figure > self._limit and node.op_type in WORDS:
-            return Reason("overflow", figure, f"{WORDS[node.op_type]} {figure:,.6g}, {self._end}")
-        if reason := self._divisor(node) or self._constants(node):
-            return reason
-        slots = [("inputs", at) for at, _ in float_inputs(node)]
-        slots += [("outputs", at) for at, _ in float_outputs(node)]
-        if any(accepted_type(self._opsets, node, *slot, HALF) == HALF for slot in slots):
-            return None
-        return Reason("operator", None, f"{node.op_type} is not known to take FP16")
-
-    def _divisor(self, node: ir.Node) -> Reason | None:
-        value = input_at(node, _DIVIDERS[node.op_type]) if is_op(node, *_DIVIDERS) else None
-        if value is None or value.dtype != FLOAT or value.is_initializer():
-            return None
-        smallest = self._range(value).smallest
-        if smallest >= FLUSHED_BELOW * self._margin:
-            return None
-        text = f"its divisor {value.name} is as small as {smallest:.3g}, which FP16 flushes to 0"
-        return Reason("flushed", smallest, text)
-
-    def _constants(self, node: ir.Node) -> Reason | None:
-        for position, value in float_inputs(node):
+            yield Reason("overflow", figure, f"{WORDS[node.op_type]} {figure:,.6g}, {self._end}")
+        divisor = input_at(node, _DIVIDERS[node.op_type]) if is_op(node, *_DIVIDERS) else None
+        if divisor is not None and divisor.dtype == FLOAT and not divisor.is_initializer():
+            figure = self._range(divisor).smallest
+            if figure < FLUSHED_BELOW * self._margin:
+                text = f"its divisor {divisor.name} is as small as {figure:.3g}, which FP16 flushes to 0"
+                yield Reason("flushed", figure, text)
+        for position, value in inputs:
             if (array := constant_of(value)) is None:
                 continue
             is_bound = value in self._masks or position in _BOUNDS.get(node.op_type, ())
             size = np.abs(array)
-            largest = float(size.max(initial=0.0, where=size < SENTINEL_FROM))
-            if largest > FP16_MAX and not is_bound:
-                text = f"its constant {value.name} holds {largest:,.6g}, and FP16 ends at {FP16_MAX:,.0f}"
-                return Reason("overflow", largest, text)
+            figure = float(size.max(initial=0.0, where=size < SENTINEL_FROM))
+            if figure > FP16_MAX and not is_bound:
+                text = f"its constant {value.name} holds {figure:,.6g}, and FP16 ends at {FP16_MAX:,.0f}"
+                yield Reason("overflow", figure, text)
             lost = size[(size > 0) & (size < FLUSHED_BELOW)]
             if lost.size > _FEW * int(np.count_nonzero(size)):
                 figure = float(lost.max())
                 text = f"its constant {value.name} holds {figure:.3g}, which FP16 flushes to 0"
-                return Reason("flushed", figure, text)
-        return None
+                yield Reason("flushed", figure, text)
+        slots = [("inputs", at) for at, _ in inputs] + [("outputs", at) for at, _ in outputs]
+        if not any(accepted_type(self._opsets, node, *slot, HALF) == HALF for slot in slots):
+            yield Reason("operator", None, f"{node.op_type} is not known to take FP16")
 
     def _exact(self) -> Iterator[tuple[ir.Node, Reason]]:
         """Positions that become angles or indices, from the integers on."""
@@ -786,9 +757,6 @@ def apply_plan(model: ir.Model, plan: PrecisionPlan) -> ir.Model:
 
     Inputs and outputs are FP16, except those that the plan names. Integers and booleans are not changed.
     A constant that nodes of two types read is stored once in each.
-
-    Raises:
-        DeployError: The plan names nodes that are not in the graph.
     """
     work = prepare(model)
     _Writer(work, plan).write()

@@ -194,18 +194,13 @@ def _causal_dropped(site: _Site) -> None:
     site.node.attributes["is_causal"] = ir.AttrInt64("is_causal", 0)
 
 
-def _past_forgotten(site: _Site) -> None:
-    """The diagonal of a layer with a cache starts at its first key, as if the cache were empty."""
-    _need(site.attention.has_past or site.attention.has_nonpad_kv_seqlen)
-    _other_diagonal(site, ahead=0, after_past=False)
-
-
 def _other_diagonal(site: _Site, ahead: int, after_past: bool = True, only_query: int | None = None) -> None:
     """Write causality as a mask with another diagonal: `ahead` keys later, and after the past or not.
 
     `only_query` is the one query with that diagonal, counted from the end.
     """
     node, build = site.node, site.build
+    _need(after_past or site.attention.has_past or site.attention.has_nonpad_kv_seqlen)
     _causal_dropped(site)
     q, mask = site.input(Q), input_at(node, an.MASK)
     S, T = (site.size(value, site.length_axis) for value in (q, site.input(K)))
@@ -373,7 +368,8 @@ _MUTATIONS: dict[str, Callable[[_Site], None]] = {
     "causal dropped": _causal_dropped,
     "causal off by one": lambda site: _other_diagonal(site, ahead=1),
     "causal leak in one query": lambda site: _other_diagonal(site, ahead=1, only_query=2),
-    "past forgotten": _past_forgotten,
+    # As if the cache were empty, the diagonal starts at its first key.
+    "past forgotten": lambda site: _other_diagonal(site, ahead=0, after_past=False),
     "cache off by one": _cache_off_by_one,
     "newest entry zero": _newest_entry_zero,
     "entry one slot late": _entry_late,

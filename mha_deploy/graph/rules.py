@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import onnx_ir as ir
 
 from mha_deploy.errors import DeployError, nearest
 from mha_deploy.graph.attention_node import AttentionNode, is_attention
-from mha_deploy.graph.ir import is_op, node_name, same_size
+from mha_deploy.graph.ir import input_at, is_op, node_name, same_size
 from mha_deploy.graph.lower.cache import entries_name, read_cache
 from mha_deploy.graph.lower.operators import obstacle_to_update_in_place
 
@@ -108,7 +109,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     targets: tuple[str, ...]
     remedy: str
     source: str
-    message: str = ""
+    message: str
     cured_by: str | None = None
     needs: tuple[str, ...] = ()
     operators: tuple[str, ...] = ()
@@ -142,15 +143,15 @@ RULES: dict[str, Rule] = msgspec.toml.decode(
 """All rules, in the order in which they are reported within one severity."""
 
 
-def _worst_first(node: str, messages: Iterable[tuple[str, str]]) -> list[RuleFinding]:
-    """The findings about a node, from rules and their messages, in the order of their severity."""
+def _worst_first(node: str, applying: Iterable[str], fields: Mapping[str, Any]) -> list[RuleFinding]:
+    """The findings about a node, which has these fields, from the names of the rules that apply to it."""
     copied = ("severity", "remedy", "source", "cured_by", "needs")
-    return sorted(
-        RuleFinding(
-            node=node, rule=name, message=message, **{each: getattr(RULES[name], each) for each in copied}
-        )
-        for name, message in messages
-    )
+    found = list[RuleFinding]()
+    for name in applying:
+        same = {each: getattr(RULES[name], each) for each in copied}
+        message = RULES[name].message.format(**fields)
+        found.append(RuleFinding(node=node, rule=name, message=message, **same))
+    return sorted(found)
 
 
 def group_findings(findings: Iterable[RuleFinding]) -> dict[RuleFinding, list[str]]:
@@ -165,56 +166,44 @@ def group_findings(findings: Iterable[RuleFinding]) -> dict[RuleFinding, list[st
 # -- The operators around attention ----------------------------------------------------------------
 
 
-def _missing(node: ir.Node) -> str:
-    return f"The parser has no {node.op_type} before TensorRT 10.15."
-
-
-def _sums_integers(node: ir.Node) -> str | None:
+def _sums_integers(node: ir.Node) -> bool:
     dtype = None if node.inputs[0] is None else node.inputs[0].dtype
-    floating = dtype is None or dtype.is_floating_point()
-    return None if floating else "CumSum becomes a loop, and its documentation lists no integers."
+    return dtype is not None and not dtype.is_floating_point()
 
 
-def _not_in_place(node: ir.Node) -> str | None:
-    obstacle = obstacle_to_update_in_place(node)
-    return None if obstacle is None else f"There is no {obstacle[0]} ({obstacle[1]})."
+def _outputs_entries(node: ir.Node) -> bool:
+    """Whether the primitives lowering outputs only the new entries of this cache."""
+    return any(read_cache(use.node) for use in node.outputs[0].uses() if is_attention(use.node))
 
 
-def _in_place(node: ir.Node) -> str | None:
-    cache = node.inputs[0].name if node.inputs[0] is not None else ""
-    text = f"The cache is updated in place: {cache} and {node.outputs[0].name} are one."
-    return text if obstacle_to_update_in_place(node) is None else None
-
-
-def _cache_entries(node: ir.Node) -> str | None:
-    """The message where the primitives lowering outputs only the new entries of this cache."""
-    readers = [use.node for use in node.outputs[0].uses() if is_attention(use.node)]
-    if not any(map(read_cache, readers)):
-        return None
-    name, read = str(node.outputs[0].name), "The cache is read in place, and its new entries are the output"
-    return f"{read}: {entries_name(name)} replaces {name}."
-
-
-_OPERATORS: dict[str, Callable[[ir.Node], str | None]] = {
-    "no-decode-operator-primitives": _missing,
-    "no-decode-operator": _missing,
-    "no-operator": lambda node: f"The parser of TensorRT 8.6 has no {node.op_type}.",
+_OPERATORS: dict[str, Callable[[ir.Node], bool]] = {
+    "no-decode-operator-primitives": lambda node: True,
+    "no-decode-operator": lambda node: True,
+    "no-operator": lambda node: True,
     "integer-cumsum": _sums_integers,
-    "cache-update": _not_in_place,
-    "cache-in-place": _in_place,
-    "cache-entries": _cache_entries,
+    "cache-update": lambda node: obstacle_to_update_in_place(node) is not None,
+    "cache-in-place": lambda node: obstacle_to_update_in_place(node) is None,
+    "cache-entries": _outputs_entries,
 }
-"""The message of a rule about operators for a node; None where it does not apply."""
+"""Whether a rule about operators applies to a node that is one of them."""
+
+
+def _describe_operator(node: ir.Node) -> dict[str, object]:
+    """What the message of a rule about operators may name."""
+    cache, result = input_at(node, 0), str(node.outputs[0].name)
+    missing = obstacle_to_update_in_place(node) if is_op(node, "TensorScatter") else None
+    names = {"cache": "" if cache is None else cache.name, "result": result, "entries": entries_name(result)}
+    return {"op_type": node.op_type, **names, "missing": missing and f"{missing[0]} ({missing[1]})"}
 
 
 def check_operators(model: ir.Model, target: Target) -> list[RuleFinding]:
     """The findings about the operators around attention, the worst first for each node."""
-    covering = {name: message for name, message in _OPERATORS.items() if RULES[name].covers(target)}
+    covering = {name: applies for name, applies in _OPERATORS.items() if RULES[name].covers(target)}
     found: list[RuleFinding] = []
     for node in model.graph.all_nodes():
         about = [name for name in covering if is_op(node, *RULES[name].operators)]
-        messages = [(name, covering[name](node)) for name in about]
-        found += _worst_first(node_name(node), [(name, text) for name, text in messages if text])
+        applying = [name for name in about if covering[name](node)]
+        found += _worst_first(node_name(node), applying, _describe_operator(node) if applying else {})
     return found
 
 
@@ -325,8 +314,7 @@ def judge(nodes: Sequence[AttentionNode], target: Target) -> list[Eligibility]:
     answers = []
     for node in nodes:
         applying = [name for name, applies in covering.items() if applies(node, target)]
-        fields = node.describe() if applying else {}
-        found = _worst_first(node.name, [(name, RULES[name].message.format(**fields)) for name in applying])
+        found = _worst_first(node.name, applying, node.describe() if applying else {})
         severities = {finding.severity for finding in found}
         not_cured = {finding.severity for finding in found if finding.cured_by is None}
         answer = Eligibility(

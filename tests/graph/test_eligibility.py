@@ -190,7 +190,8 @@ def test_rules_are_well_formed() -> None:
     for name, rule in RULES.items():
         assert rule.severity in SEVERITIES
         assert rule.source or name == "type-or-head-size-unknown"
-        assert bool(rule.message) == (name in _ATTENTIONS)
+        assert rule.message
+        assert bool(rule.operators) == (name in _OPERATORS)
         assert any(rule.covers(target_from(product, version)) for product, version in SOME_VERSIONS)
 
 

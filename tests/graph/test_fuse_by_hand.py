@@ -320,7 +320,7 @@ def test_masked_scores_that_are_bounded_by_the_lowest_number(spelled):
     np.testing.assert_allclose(run(new, feeds)[0], run(model, feeds)[0], atol=2e-5)
 
 
-PARTS = ["pattern.read_scores", "_boundary", "write_attention", "mask_pattern._visible_keys"]
+PARTS = ["pattern.read_scores", "_boundary", "write.write_attention", "mask_pattern._visible_keys"]
 
 
 @pytest.mark.parametrize("part", PARTS)

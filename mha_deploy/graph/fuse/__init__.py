@@ -21,6 +21,7 @@ from onnx_ir.passes.common import InlinePass
 
 from mha_deploy.bundle.manifest import GENERATED
 from mha_deploy.graph.attention_node import is_attention
+from mha_deploy.graph.fuse import values, write
 from mha_deploy.graph.fuse.leftover import Leftovers
 from mha_deploy.graph.fuse.mask_pattern import FULLY_MASKED, Masks
 from mha_deploy.graph.fuse.pattern import (
@@ -30,29 +31,9 @@ from mha_deploy.graph.fuse.pattern import (
     softmax_at,
     unknown_step,
 )
-from mha_deploy.graph.fuse.values import (
-    NoScores,
-    NotExpressible,
-    NotFused,
-    Size,
-    from_old_opset,
-    in_words,
-    infer_sizes,
-    module_of,
-    name_inputs,
-    place_of,
-    raise_opset,
-    sizes_of,
-)
+from mha_deploy.graph.fuse.values import NoScores, NotExpressible, NotFused, from_old_opset, place_of
 from mha_deploy.graph.fuse.verify import FACTOR, Boundary, Region, compare, mask_stops
-from mha_deploy.graph.fuse.write import (
-    insert_attention,
-    remove_unused,
-    repair_rotary,
-    share_tied_weights,
-    simplify_attention,
-    write_attention,
-)
+from mha_deploy.graph.fuse.write import share_tied_weights
 from mha_deploy.graph.ir import NodeBuilder, is_op, names_in, node_name, nodes_behind, replace_node
 
 __all__ = ["FuseReport", "FusedAttention", "NotFused", "Repair", "UnfusedSoftmax"]
@@ -69,7 +50,7 @@ class FusedAttention:
     place: str | None  # source file and line, where the file says
     Hq: int  # query heads; 1 where the heads are part of the batch
     Hkv: int  # key/value heads
-    D: Size  # head size of queries and keys
+    D: values.Size  # head size of queries and keys
     scale: float  # factor on the scores, gathered from wherever it stood
     mask: str  # `none`, `bool` or `float`
     causal: bool  # whether the triangle became the attribute `is_causal`
@@ -123,30 +104,22 @@ def fuse_attention(model: ir.Model, *, verify: bool = True) -> tuple[ir.Model, F
     Nodes that the exporter fused are brought into the same form: keys and values before they were repeated,
     the causal triangle as the attribute, masks that hide nothing left out.
 
-    Args:
-        model: The model, of opset 13 or newer; it is not changed.
-        verify: Whether every new node is compared with the nodes that it stands for, on drawn inputs. Where
-            they differ, or cannot be compared, the attention stays as it was.
-
-    Returns:
-        The new model, of opset 23 or newer, and what became of every candidate. Where nothing was fused, the
-        opset is that of the model.
-
-    Raises:
-        DeployError: The model cannot be written in opset 23.
+    With `verify`, every new node is compared with the nodes that it stands for, on drawn inputs. Where they
+    differ, or cannot be compared, the attention stays as it was. The model has opset 13 or newer and is not
+    changed, the new one has 23 or newer; where nothing was fused, that of the model.
     """
     work = model.clone()
     if work.functions:
         InlinePass()(work)
     work = from_old_opset(work)
-    unnamed = name_inputs(work)
-    infer_sizes(work)
+    unnamed = values.name_inputs(work)
+    values.infer_sizes(work)
     fusion = _Fusion(work, verify)
     fusion.run()
     if not (fusion.report.fused or fusion.report.repairs or fusion.renamed):
         return model.clone(), fusion.report
-    raise_opset(work)
-    infer_sizes(work, only_missing=True)
+    values.raise_opset(work)
+    values.infer_sizes(work, only_missing=True)
     for value, shape in unnamed.items():
         value.shape = shape
     return work, fusion.report
@@ -175,16 +148,14 @@ class _Fusion:
             if is_attention(node):
                 self._simplify(node)
             elif is_op(node, "RotaryEmbedding"):
-                name = node.name or module_of(node)
-                self._note(name, repair_rotary(node, NodeBuilder(self._free_prefix(name))))
+                name = node.name or values.module_of(node)
+                self._note(name, write.repair_rotary(node, NodeBuilder(self._free_prefix(name))))
             elif (softmax := softmax_at(node)) is not None and comes_to_matmul(node.outputs[0]):
                 try:
                     self._fuse(softmax)
                 except NotFused as error:
                     refusals[node] = error
-        if not _is_sorted(self._model.graph):
-            # What uses the weights, or shares the mask, stands before the matmul with V.
-            self._model.graph.sort()
+        self._model.graph.sort()  # what uses the weights, or shares the mask, stands before the matmul with V
         left = Leftovers(self._model.graph)
         refusals = {node: each for node, each in refusals.items() if node not in left.features}
         for node, why in left.found.items():
@@ -192,7 +163,7 @@ class _Fusion:
                 refusals[node] = why or _explain(node)
         for node in self._model.graph.all_nodes():
             if (refusal := refusals.get(node)) is not None:
-                name, recognised = module_of(node), isinstance(refusal, NotExpressible)
+                name, recognised = values.module_of(node), isinstance(refusal, NotExpressible)
                 place, reason = place_of(node), refusal.in_one_line
                 left_over = UnfusedSoftmax(name=name, place=place, reason=reason, recognised=recognised)
                 self.report.unfused += (left_over,)
@@ -201,12 +172,12 @@ class _Fusion:
         with _failures_as_refusals():
             pattern = Pattern(softmax)
             border = _boundary(pattern)
-        builder = NodeBuilder(self._free_prefix(module_of(softmax.node)))
+        builder = NodeBuilder(self._free_prefix(values.module_of(softmax.node)))
         old = [pattern.last.node.outputs[0], *([pattern.weights.value] if pattern.weights else [])]
         with self._discarded_on_failure(builder):
-            new = write_attention(pattern, builder, self._masks)
+            new = write.write_attention(pattern, builder, self._masks)
             notes = self._compare(old, new, border)
-        insert_attention(pattern, builder, new)
+        write.insert_attention(pattern, builder, new)
         wider = any(each.axis != pattern.letters.key for each in pattern.scores.wider)
         expanded = [EXPANDED] if pattern.batches or wider else []
         record = FusedAttention(
@@ -257,7 +228,7 @@ class _Fusion:
 
     def _simplify(self, node: ir.Node) -> None:
         """Name a node by its module, and write it as plainly as it can be."""
-        name = _unused_name(module_of(node), self.report.layers)
+        name = _unused_name(values.module_of(node), self.report.layers)
         self.renamed = self.renamed or node.name not in (name, None, "")
         node.name = name
         self.report.already += (name,)
@@ -265,7 +236,7 @@ class _Fusion:
         builder = NodeBuilder(self._free_prefix(name))
         try:
             with self._discarded_on_failure(builder):
-                repaired = simplify_attention(node, builder, self._masks)
+                repaired = write.simplify_attention(node, builder, self._masks)
                 if repaired is None:
                     return
                 result, border, changes = repaired
@@ -276,7 +247,7 @@ class _Fusion:
             return
         before = list(node.inputs)
         replace_node(node, builder, {0: result})
-        remove_unused(before)
+        write.remove_unused(before)
         self._note(name, changes)
 
     def _free_prefix(self, name: str) -> str:
@@ -288,16 +259,6 @@ class _Fusion:
     def _note(self, name: str, changes: list[str]) -> None:
         if changes:
             self.report.repairs += (Repair(name=name, changes=tuple(changes)),)
-
-
-def _is_sorted(graph: ir.Graph) -> bool:
-    """Whether every node stands after those that it uses."""
-    done = set[ir.Node | None]([None])
-    for node in graph.all_nodes():
-        if any(value is not None and value.producer() not in done for value in node.inputs):
-            return False
-        done.add(node)
-    return True
 
 
 def _unused_name(name: str, taken: Collection[str]) -> str:
@@ -314,7 +275,7 @@ def _failures_as_refusals() -> Iterator[None]:
     except NotFused:
         raise
     except Exception as error:
-        raise NotFused(f"The recogniser failed on it: {in_words(error)}") from error
+        raise NotFused(f"The recogniser failed on it: {values.in_words(error)}") from error
 
 
 def _explain(node: ir.Node) -> NotFused:
@@ -344,7 +305,7 @@ def _boundary(pattern: Pattern) -> Boundary:
     terms, scores = pattern.masking.terms, pattern.scores
     dims = dict[ir.Value, tuple[int | str, ...]]()
     for each in (pattern.q, pattern.k, pattern.v, *terms, *scores.multipliers):
-        if known := sizes_of(each.value):
+        if known := values.sizes_of(each.value):
             dims[each.value] = tuple(
                 pattern.size(axis) if size is None or GENERATED in str(size) else size
                 for axis, size in zip(each.axes[-len(known) :], known, strict=True)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
@@ -83,15 +82,10 @@ class Bias:
             value = builder.op("Mul", value, builder.constant(self.factor, value.dtype or dtype), name="bias")
         if self.value.dtype != dtype:
             value = builder.op("Cast", value, to=int(dtype), name="bias")
-        return builder.op("Max", value, builder.constant(lowest_of(dtype), dtype)) if self.clipped else value
+        return builder.op("Max", value, builder.constant(float(dtype.min), dtype)) if self.clipped else value
 
 
 Term = Fill | Bias
-
-
-def lowest_of(dtype: ir.DataType) -> float:
-    """The lowest number of a floating-point type."""
-    return float(ml_dtypes.finfo(dtype.numpy()).min)
 
 
 # -- Prove that a tensor is the causal triangle, from the nodes that compute it --------------------
@@ -413,7 +407,7 @@ def decide_masking(
     sink: bool = False,  # whether every query has a score that nothing masks: it is never fully masked
 ) -> Masking:
     """Choose the strongest form that is certainly the same."""
-    lowest = lowest_of(dtype)
+    lowest = float(dtype.min)
     plain = _plain_terms(terms, dtype)
     weakest = -softcap - _FAR_BELOW if softcap else max(_WEAKEST_FILL, 0.99 * lowest)
     at = _causal_at(plain, (lowest, weakest), sizes[0], order) if same_size(*sizes) else None
@@ -478,7 +472,7 @@ def has_lowest(value: ir.Value, depth: int) -> bool:
     """Whether a mask is written with the lowest number of its type, which ONNX Runtime takes for -inf."""
     if value.dtype is None or not value.dtype.is_floating_point():
         return False
-    if scalar_of(value) == lowest_of(value.dtype):
+    if scalar_of(value) == float(value.dtype.min):
         return True
     node = value.producer()
     if node is None or not is_op(node, "Where", "Add", "Mul", *_BOUNDED):
@@ -547,7 +541,7 @@ def _above_lowest(bias: ir.Value, term: Bias, builder: NodeBuilder, dtype: ir.Da
     """
     if dtype == ir.DataType.FLOAT16 or _is_bounded(term.value):
         return bias
-    lowest, kind = lowest_of(dtype), dtype.numpy().type
+    lowest, kind = float(dtype.min), dtype.numpy().type
     above = float(np.nextafter(kind(lowest), kind(0)))
     node = made_by(bias, "Mul")
     if node is not None and bias is term.value:
@@ -599,7 +593,7 @@ def _exact_mask(terms: Sequence[Term], builder: NodeBuilder, dtype: ir.DataType)
     types = [term.value.dtype for term in terms if isinstance(term, Bias) and term.value.dtype is not None]
     wide = max([dtype, *types], key=lambda each: each.itemsize)
     fills = [term for term in reversed(terms) if isinstance(term, Fill)]
-    if any(term.fill < lowest_of(wide) for term in fills if not term.hides):
+    if any(term.fill < float(wide.min) for term in fills if not term.hides):
         wide = ir.DataType.FLOAT
     total = builder.constant(0.0, wide)
     for term in reversed(terms):

@@ -614,17 +614,15 @@ def _concat(node: ir.Node, scores: Scores) -> ir.Value | None:
     others = [value for value in given if value not in inner]
     axis = node.attributes.get_int("axis", -1)
     if len(inner) != 1 or len(others) != 1 or scores.sink:
-        raise NotFused(
-            "Concat of several parts stands between the scores and the softmax.", got=node_name(node)
-        )
+        what = "Concat of several parts stands between the scores and the softmax."
+        raise NotFused(what, got=node_name(node))
     count, keys = (sizes_of(value) or [None] for value in (others[0], inner[0]))
     size = count[axis] if -len(count) <= axis < len(count) else None
     plain = scores.factor == 1.0 and not (scores.terms or scores.multipliers or scores.softcap)
     outer = scores.axes[axis]
     if not plain or not isinstance(size, int) or len(outer) != 1 or len(keys) != len(scores.axes):
-        raise NotExpressible(
-            "The scores are changed after others were appended to them.", got=node_name(node)
-        )
+        what = "The scores are changed after others were appended to them."
+        raise NotExpressible(what, got=node_name(node))
     letter = scores.alphabet.new(keys[axis])
     scores.axes, scores.key = tuple(letter if each == outer else each for each in scores.axes), letter
     first = node.inputs[0] is others[0]
@@ -720,9 +718,8 @@ def _read_weights(
         on = [use for use in on if is_matmul(use.node) or comes_to_matmul(use.node.outputs[0])]
         if not on:
             what = "What stands between the softmax and the matmul with V is not recognised."
-            raise NotFused(
-                what, got=", ".join(f"{each.node.op_type} {node_name(each.node)}" for each in uses)
-            )
+            got = ", ".join(f"{each.node.op_type} {node_name(each.node)}" for each in uses)
+            raise NotFused(what, got=got)
         node, position = on[0]
         if len(uses) > 1 or value.is_graph_output():
             if used is not None:
@@ -758,9 +755,8 @@ def _read_weights(
                 what = "Dropout of the weights is active: export the module in eval mode."
                 raise NotFused(what, got=node_name(node))
         elif not is_op(node, "Cast", "Identity"):
-            raise NotFused(
-                f"{node.op_type} stands between the softmax and the matmul with V.", got=node_name(node)
-            )
+            what = f"{node.op_type} stands between the softmax and the matmul with V."
+            raise NotFused(what, got=node_name(node))
         passed.append(value)
         value = node.outputs[0]
     raise NotFused("Too many nodes lie between the softmax and the matmul with V.")

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from typing import TypeVar
 
-import ml_dtypes
 import numpy as np
 import onnx
 import onnx.version_converter
@@ -143,9 +142,8 @@ def _scalar(value: ir.Value, depth: int) -> np.ndarray | None:
         to = ir.DataType(node.attributes.get_int("to", 0))
         if to in (ir.DataType.STRING, ir.DataType.UNDEFINED):
             return None
-        limits = ml_dtypes.iinfo(to.numpy()) if to.is_integer() else None
         # What becomes of numbers beyond the type differs between runtimes.
-        beyond = limits and not int(limits.min) <= float(numbers[0]) <= int(limits.max)
+        beyond = to.is_integer() and not int(to.min) <= float(numbers[0]) <= int(to.max)
         return None if beyond else numbers[0].astype(to.numpy())
     return _SCALAR_OPS[node.op_type](*numbers) if node.op_type in _SCALAR_OPS else numbers[0]
 

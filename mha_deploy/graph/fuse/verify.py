@@ -147,9 +147,7 @@ def mask_stops(masks: Iterable[ir.Value]) -> dict[ir.Value, float | None]:
     """
     stops = dict[ir.Value, float | None]()
     for mask in masks:
-        behind = nodes_behind(
-            [mask], lambda node: () if is_op(node, "Shape", *_MATMULS) or node.domain != "" else node.inputs
-        )
+        behind = nodes_behind([mask], lambda node: () if is_op(node, *_MATMULS, "Shape") else node.inputs)
         nodes = list(itertools.islice(behind, _MAX_MASK_NODES + 1))
         if len(nodes) > _MAX_MASK_NODES or any(node.domain != "" or graphs_in(node) for node in nodes):
             stops[mask] = None
