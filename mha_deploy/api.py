@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from mha_deploy.regression.record import Replay
     from mha_deploy.report.table import Table
     from mha_deploy.runtime.runner import Runner
+    from mha_deploy.runtime.tensorrt.versions import TensorRT
     from mha_deploy.serving.triton import Package
     from mha_deploy.validate import verdict
     from mha_deploy.validate.bench import ModelBench
@@ -1094,28 +1095,19 @@ def _best_candidate(
     """Export, build and judge every candidate: the precision and the options of the best one, and all."""
     from mha_deploy.engine.engine import default_backend
     from mha_deploy.engine.lowered import candidates_for
-    from mha_deploy.engine.plugins import PluginError, library_for
-    from mha_deploy.model.spec import AttentionSpec
     from mha_deploy.regression.candidates import PrecisionTrial, choose, judge_trial
     from mha_deploy.runtime.tensorrt.versions import load
     from mha_deploy.validate.run import validate_bundle
 
     rt = load(settings.backend or default_backend())
-    if settings.attention == "native" and settings.accumulate == "auto" and rt.can.plugins:
-        with suppress(PluginError):  # without the library there are only TensorRT's own kernels
-            library_for(rt.version)
-            settings = replace(settings, attention="auto")
-    is_onnx = _is_onnx(found.source)
-    wanted = ["auto"] if is_onnx else ["fp16", *(["bf16"] if rt.can.bf16_type else [])]
-    if not is_onnx and not isinstance(found.source, AttentionSpec):
-        wanted.append("auto")
+    settings = _with_plugin_attention(rt, settings)
     trials: list[PrecisionTrial] = []
     options: dict[str, tuple[str, EngineOptions]] = {}
     place = Path(os.path.realpath(out))
     place.parent.mkdir(parents=True, exist_ok=True)
     with temporary_folder(place) as folder:
-        for precision in wanted:
-            shown = "mixed" if precision == "auto" else precision
+        for precision in _precisions_to_try(found, rt):
+            shown = "mixed" if precision == AUTO else precision
             try:
                 report(f"candidate {shown}", len(trials), 0)
                 bundle = export(found, folder / shown, precision=precision, **exported)
@@ -1137,6 +1129,25 @@ def _best_candidate(
                 trials += [judge_trial(name, precision, engine, judged) for name, engine in built.items()]
     best, why = choose(trials)
     return *options[best.name], {"candidates": tuple(trials), "chosen": best, "why": why}
+
+
+def _with_plugin_attention(rt: TensorRT, settings: EngineOptions) -> EngineOptions:
+    """The plugin's attention as a candidate, too, where its library is here and no other was requested."""
+    from mha_deploy.engine.plugins import PluginError, library_for
+
+    if settings.attention == "native" and settings.accumulate == AUTO and rt.can.plugins:
+        with suppress(PluginError):  # without the library there are only TensorRT's own kernels
+            library_for(rt.version)
+            return replace(settings, attention=AUTO)
+    return settings
+
+
+def _precisions_to_try(model: Model, rt: TensorRT) -> list[str]:
+    """The precisions of the candidates; an ONNX file has its types, and a catalog layer nothing to mix."""
+    if _is_onnx(model.source):
+        return [AUTO]
+    narrow = ["fp16", "bf16"] if rt.can.bf16_type else ["fp16"]
+    return narrow if model.is_layer else [*narrow, AUTO]
 
 
 def _refuse_builder(settings: EngineOptions, precision: str) -> None:
