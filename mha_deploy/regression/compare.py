@@ -262,6 +262,22 @@ def measurements(result: Result, names: Mapping[str, str] | None = None) -> Meas
 
 
 def _measure(result: Result, names: Mapping[str, str]) -> Measured:
+    engines = result.engines or ()
+    rebuilds = {f"{each.backend} {each.version}": each.rebuilds for each in engines}
+    yield from _measure_verdict(result)
+    yield from _measure_errors(result, rebuilds)
+    yield from _measure_decoding(result)
+    yield from _measure_checks(result)
+    for engine in engines:
+        yield from _measure_engine(engine, names.get(engine.name, engine.name))
+    yield from _measure_latency(result, names, rebuilds)
+    yield from _measure_load(result, names)
+    yield from _measure_contents(result)
+    for subject, value in _environment(result, names):
+        yield "environment", subject, Measurement("text", "", value, value or NOTHING)
+
+
+def _measure_verdict(result: Result) -> Measured:
     if result.cell:
         yield "verdict", "cell", _as_measurement("status", "", result.cell)
     if result.verdict:
@@ -271,8 +287,10 @@ def _measure(result: Result, names: Mapping[str, str]) -> Measured:
         missing = result.verdict.not_verified or ()
         shown = f"not verified: {'; '.join(missing) or 'nothing'}"
         yield "coverage", "what was run", _count("", -len(missing), shown)
-    engines = result.engines or ()
-    rebuilds = {f"{each.backend} {each.version}": each.rebuilds for each in engines}
+
+
+def _measure_errors(result: Result, rebuilds: Mapping[str, Any]) -> Measured:
+    """The error of every output, and the sizes that it was measured at."""
     for run in result.parity or ():
         owner = _without_version(run.backend)
         for each in run.verdicts or ():
@@ -281,6 +299,9 @@ def _measure(result: Result, names: Mapping[str, str]) -> Measured:
         for case, sizes in {each.case: each.sizes for each in run.verdicts or () if each.sizes}.items():
             extent = Measurement("counts", owner, sizes, sizes_text(sizes))
             yield "coverage", f"{owner}, {run.cases}: sizes of {case}", extent
+
+
+def _measure_decoding(result: Result) -> Measured:
     for decoded in result.decode or ():
         owner = _without_version(decoded.backend)
         trace = f"{owner}: {decoded.trace}"
@@ -290,6 +311,10 @@ def _measure(result: Result, names: Mapping[str, str]) -> Measured:
         tokens = {"longest": max(prompt, default=0), "all": sum(prompt)}
         shown = f"{tokens['all']}, {tokens['longest']} in the longest"
         yield "coverage", f"{trace}, tokens of prompts", Measurement("counts", owner, tokens, shown)
+
+
+def _measure_checks(result: Result) -> Measured:
+    """Batch invariance, the semantics of masks, and the range of FP16."""
     for check in result.invariance or ():
         owner = _without_version(check.backend)
         subject = f"{owner}: {check.check} {check.case}, {check.detail or ''}".strip(" ,")
@@ -300,8 +325,9 @@ def _measure(result: Result, names: Mapping[str, str]) -> Measured:
             yield "conformance", f"{owner}: {mask.case}", _as_measurement("status", owner, cell.status)
     for node in result.range.nodes if result.range else ():
         yield "range", node.node or "", _as_measurement("status", "FP16 range", node.status)
-    for engine in engines:
-        yield from _measure_engine(engine, names.get(engine.name, engine.name))
+
+
+def _measure_latency(result: Result, names: Mapping[str, str], rebuilds: Mapping[str, Any]) -> Measured:
     for point in result.latency.points if result.latency else ():
         place = sizes_text(point.sizes) + ("" if point.past is None else f", past {point.past}")
         for row in point.rows:
@@ -310,7 +336,10 @@ def _measure(result: Result, names: Mapping[str, str]) -> Measured:
             yield "latency", f"{name} at {place}", _time(name, row, noise)
             if row.timing is not None and row.timing.memory_bytes:
                 yield "size", f"{name} at {place}, memory", _bytes(name, row.timing.memory_bytes)
-    yield from _measure_load(result, names)
+
+
+def _measure_contents(result: Result) -> Measured:
+    """What is in a bundle, and the ranges of its axes."""
     if result.contents:
         for case in result.contents["cases"]:
             yield "coverage", case, Measurement("text", "bundle", case, "there")
@@ -319,8 +348,6 @@ def _measure(result: Result, names: Mapping[str, str]) -> Measured:
     for axis, sizes in ((result.model.spec or {}).get("axes") or {}).items():
         span = ":".join(map(str, sizes.values())) if isinstance(sizes, dict) else str(sizes)
         yield "coverage", f"axis {axis}", _as_measurement("range", "model", span)
-    for subject, value in _environment(result, names):
-        yield "environment", subject, Measurement("text", "", value, value or NOTHING)
 
 
 def _measure_load(result: Result, names: Mapping[str, str]) -> Measured:
