@@ -83,70 +83,98 @@ def layer_cost(
     `bytes_per_element` is 2 for FP16 and BF16, 4 for FP32; weights and activations alike.
     """
     spec.check_sizes(sizes)
-    B, S, T, past = sizes["B"], sizes["S"], key_length(spec, sizes), past_keys(spec, sizes, lengths)
-    E, Hq, D, width, kv_width = spec.E, spec.Hq, spec.D, spec.Hq * spec.D, 2 * spec.Hkv * spec.D
-    tokens, heads = B * S, B * S * width  # heads: elements of the query heads, and of their outputs
-    projected = B * (S if spec.cache != "none" else T)  # keys that are not in the KV cache already
-    # A window leaves out the oldest keys of a KV cache.
-    attended = projected + sum(min(each, T if spec.window is None else spec.window - 1) for each in past)
+    B, S, T = sizes["B"], sizes["S"], key_length(spec, sizes)
+    counter = _StageCounter(spec, B, S, T, past_keys(spec, sizes, lengths), bytes_per_element)
+    return cost_of(counter.projections(), counter.attention(), *counter.after_attention())
 
-    def stage(
-        name: str, growth: str, flops: int, elements: int, parameters: int = 0, other: int = 0
+
+class _StageCounter:
+    """Counts the parameters, FLOPs and bytes of every stage of a layer at one set of sizes."""
+
+    def __init__(
+        self, spec: AttentionSpec, B: int, S: int, T: int, past: Sequence[int], bytes_per_element: int
+    ) -> None:
+        self.spec, self.B, self.S, self.T, self.past = spec, B, S, T, past
+        self.bytes_per_element = bytes_per_element
+        self.width, self.kv_width = spec.Hq * spec.D, 2 * spec.Hkv * spec.D  # of queries; of keys and values
+        self.tokens = B * S
+        self.heads = self.tokens * self.width  # elements of the query heads, and of their outputs
+        self.projected = B * (S if spec.cache != "none" else T)  # keys that are not in the KV cache already
+
+    def projections(self) -> StageCost:
+        """Queries, keys and values as one stage: self attention reads x once, however it is packed."""
+        spec, outputs = self.spec, self.width + self.kv_width
+        read = self.tokens + (2 * self.projected if spec.is_cross else 0)
+        return self._stage(
+            "projections",
+            "(S+T)·E²" if spec.is_cross else "S·E²",
+            parameters=spec.E * outputs + (outputs if spec.bias else 0),
+            flops=2 * spec.E * (self.tokens * self.width + self.projected * self.kv_width),
+            elements=read * spec.E + self.heads + self.projected * self.kv_width,
+        )
+
+    def attention(self) -> StageCost:
+        """Scores and weighted values: two matmuls of D multiply-adds per pair and query head."""
+        spec, S, T = self.spec, self.S, self.T
+        # A window leaves out the oldest keys of a KV cache.
+        most = T if spec.window is None else spec.window - 1
+        attended = self.projected + sum(min(each, most) for each in self.past)
+        elements = 2 * self.heads + attended * self.kv_width
+        if spec.mask == "additive":
+            elements += spec.Hq * _pairs(spec, S, T, 0)
+        if spec.weights:
+            elements += self.B * spec.Hq * S * T
+        growth = "S²·E" if spec.key_axis == "S" else "S·T·E"
+        has_lengths = spec.mask == "padding" or spec.cache == "preallocated"
+        return self._stage(
+            "attention",
+            growth if spec.window is None else "S·E",  # a window is a constant
+            flops=4 * spec.D * spec.Hq * sum(_pairs(spec, S, T, each) for each in self.past),
+            elements=elements,
+            other=4 * self.B if has_lengths else 0,  # int32
+        )
+
+    def after_attention(self) -> list[StageCost]:
+        """The output projection, and what a variant has besides or in its place."""
+        spec, width, heads = self.spec, self.width, self.heads
+        E, Hq, D = spec.E, spec.Hq, spec.D
+        output = self._linear("output", "S·E²", width, E)
+        if spec.variant == "sparse-heads":
+            # A gate per head from the layer's input; unused heads are computed and then masked.
+            gate = self._linear("head gate", "S·E·Hq", E, Hq, bias=False)
+            return [gate, replace(output, bytes=output.bytes + self.tokens * Hq * self.bytes_per_element)]
+        if spec.grouped_mlp is not None:
+            # A linear layer within each group, and two of an MLP in place of the output projection.
+            hidden, groups = spec.grouped_mlp.hidden, spec.grouped_mlp.groups
+            return [
+                self._linear(
+                    "linear within groups", "S·E²/groups", width // groups, width // groups, n=groups
+                ),
+                self._linear("MLP in", "S·E·hidden", width, hidden),
+                self._linear("MLP out", "S·E·hidden", hidden, E),
+            ]
+        if spec.variant == "head-mix":
+            # A second attention inside each token: its Hq heads are the sequence, and share D x D matrices.
+            parameters = 3 * (D * D + (D if spec.bias else 0))
+            mix = self._stage("mix projections", "S·E·D", 3 * 2 * heads * D, 4 * heads, parameters)
+            return [mix, self._stage("mix attention", "S·E·Hq", 4 * heads * Hq, 4 * heads), output]
+        return [output]
+
+    def _stage(
+        self, name: str, growth: str, flops: int, elements: int, parameters: int = 0, other: int = 0
     ) -> StageCost:
         """A stage from its counts; `other` is bytes that do not depend on the precision."""
-        total = (parameters + elements) * bytes_per_element + other
+        total = (parameters + elements) * self.bytes_per_element + other
         return StageCost(name=name, growth=growth, parameters=parameters, flops=flops, bytes=total)
 
-    def linear(
-        name: str, growth: str, inputs: int, outputs: int, bias: bool = spec.bias, n: int = 1
+    def _linear(
+        self, name: str, growth: str, inputs: int, outputs: int, *, bias: bool | None = None, n: int = 1
     ) -> StageCost:
         """Linear layers on n parts of every token, which read and write all of them."""
-        weights = n * (inputs * outputs + (outputs if bias else 0))
-        flops, elements = 2 * tokens * n * inputs * outputs, tokens * n * (inputs + outputs)
-        return stage(name, growth, flops, elements, weights)
-
-    # Queries, keys and values as one stage: self attention reads x once, however it is packed.
-    projections = stage(
-        "projections",
-        "(S+T)·E²" if spec.is_cross else "S·E²",
-        parameters=E * (width + kv_width) + (width + kv_width if spec.bias else 0),
-        flops=2 * E * (tokens * width + projected * kv_width),
-        elements=(tokens + (2 * projected if spec.is_cross else 0)) * E + heads + projected * kv_width,
-    )
-    # Scores and weighted values: two matmuls of D multiply-adds per pair and query head.
-    elements = 2 * heads + attended * kv_width
-    if spec.mask == "additive":
-        elements += Hq * _pairs(spec, S, T, 0)
-    if spec.weights:
-        elements += B * Hq * S * T
-    growth = "S²·E" if spec.key_axis == "S" else "S·T·E"
-    attention = stage(
-        "attention",
-        growth if spec.window is None else "S·E",  # a window is a constant
-        flops=4 * D * Hq * sum(_pairs(spec, S, T, each) for each in past),
-        elements=elements,
-        other=4 * B if spec.mask == "padding" or spec.cache == "preallocated" else 0,  # lengths, int32
-    )
-    output = linear("output", "S·E²", width, E)
-    after = [output]
-    if spec.variant == "sparse-heads":
-        # A gate per head from the layer's input; unused heads are computed and then masked.
-        gate, read = linear("head gate", "S·E·Hq", E, Hq, bias=False), tokens * Hq * bytes_per_element
-        after = [gate, replace(output, bytes=output.bytes + read)]
-    elif spec.grouped_mlp is not None:
-        # A linear layer within each group, and two of an MLP in place of the output projection.
-        hidden, groups = spec.grouped_mlp.hidden, spec.grouped_mlp.groups
-        after = [
-            linear("linear within groups", "S·E²/groups", width // groups, width // groups, n=groups),
-            linear("MLP in", "S·E·hidden", width, hidden),
-            linear("MLP out", "S·E·hidden", hidden, E),
-        ]
-    elif spec.variant == "head-mix":
-        # A second attention inside each token: its Hq heads are the sequence, and they share D x D matrices.
-        parameters = 3 * (D * D + (D if spec.bias else 0))
-        mix = stage("mix projections", "S·E·D", 3 * 2 * heads * D, 4 * heads, parameters)
-        after = [mix, stage("mix attention", "S·E·Hq", flops=4 * heads * Hq, elements=4 * heads), output]
-    return cost_of(projections, attention, *after)
+        has_bias = self.spec.bias if bias is None else bias
+        weights = n * (inputs * outputs + (outputs if has_bias else 0))
+        flops, elements = 2 * self.tokens * n * inputs * outputs, self.tokens * n * (inputs + outputs)
+        return self._stage(name, growth, flops, elements, weights)
 
 
 def _pairs(spec: AttentionSpec, S: int, T: int, past: int) -> int:
