@@ -576,6 +576,19 @@ def _vilt_embeddings():
     return module, {"input_ids": inputs["input_ids"], **patches}
 
 
+def _layoutlmv3():
+    sizes = {**SMALL, **SPECIAL, "max_position_embeddings": LONGEST + 2, "visual_embed": False}
+    sizes |= {"max_2d_position_embeddings": 32, "coordinate_size": 11, "shape_size": 10}  # 4·11 + 2·10: WIDTH
+    module = Plain(hf("LayoutLMv3Model", "LayoutLMv3Config", **sizes), "last_hidden_state")
+
+    def boxes(shape, generator=None):
+        corner, extent = (torch.randint(0, 16, (*shape[:2], 2), generator=generator) for _ in range(2))
+        return torch.cat((corner, corner + extent), -1)
+
+    places = md.Example(boxes((2, 9, 4)), "B", "S", draw=boxes)
+    return module, {"input_ids": text(), "bbox": places, "attention_mask": padding()}
+
+
 def _git():
     from transformers import GitConfig, GitModel
 
@@ -618,7 +631,8 @@ def _perceiver():
 for _name, _make, _attentions in (("llava", _llava, 4), ("vilt", _vilt, 2),
                                   ("vilt-embeddings", _vilt_embeddings, 2), ("git", _git, 4), ("blip",
                                   _blip, 6),
-                                  ("mllama-text", _mllama, 2), ("perceiver", _perceiver, 3)):  # fmt: skip
+                                  ("mllama-text", _mllama, 2), ("perceiver", _perceiver, 3),
+                                  ("layoutlmv3", _layoutlmv3, 2)):  # fmt: skip
     add(_name, _make, family="multimodal", library="transformers", attentions=_attentions)
 
 
