@@ -71,25 +71,18 @@ _CELL_TEXT_UP_TO = 16  # heads; beyond that the numbers in the cells no longer f
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HeadSimilarity:
-    """The similarity of every pair of heads.
+    """The similarity ρ of every pair of heads."""
 
-    Args:
-        matrix: ρ as float64 [Hq, Hq], symmetric. Its diagonal is 1, or 0 for a head that is zero everywhere;
-            ρ_ij is 0 too where heads i and j are never both non-zero.
-        redundancy: The mean of |ρ_ij| over i ≠ j: 0 for orthogonal heads and for a single head, 1 for heads
-            that are all parallel.
-        pair: The two heads with the largest |ρ_ij|, counted from 0; None for a single head.
-        tokens: Tokens that took part: at least one head is not zero there.
-        attention: Of a user's model: the attention that was compared.
-        others: Of a user's model: the redundancy of its other attentions.
-    """
-
+    # float64 [Hq, Hq], symmetric. Its diagonal is 1, or 0 for a head that is zero everywhere; ρ_ij is 0 too
+    # where heads i and j are never both non-zero.
     matrix: np.ndarray
-    redundancy: float
-    pair: tuple[int, int] | None
-    tokens: int
-    attention: str = ""
-    others: Mapping[str, float] = field(default_factory=dict)
+    redundancy: (
+        float  # mean of |ρ_ij| over i ≠ j: 0 for orthogonal heads and for one head, 1 for parallel ones
+    )
+    pair: tuple[int, int] | None  # the heads with the largest |ρ_ij|, counted from 0; None for a single head
+    tokens: int  # that took part: at least one head is not zero there
+    attention: str = ""  # of a user's model: the attention that was compared
+    others: Mapping[str, float] = field(default_factory=dict)  # and the redundancy of its other attentions
 
     @property
     def pair_similarity(self) -> float | None:

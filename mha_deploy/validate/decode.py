@@ -218,11 +218,7 @@ _NEIGHBOURS = 8  # steps on either side whose budgets a step may use
 
 
 def run_decode_loop(
-    loop: DecodeLoop,
-    trace: DecodeTrace,
-    spec: ModelSpec,
-    precision: Precision,
-    on_step: OnStep = lambda step: None,
+    loop: DecodeLoop, trace: DecodeTrace, spec: ModelSpec, precision: Precision, on_step: OnStep | None = None
 ) -> DecodeReport:
     """Feed a trace to a decode loop with an empty cache, and judge everything that comes out.
 
@@ -283,7 +279,7 @@ class _DecodeRun:
 
     # -- what comes out ---------------------------------------------------------------------------
 
-    def feed_all(self, loop: DecodeLoop, on_step: OnStep) -> None:
+    def feed_all(self, loop: DecodeLoop, on_step: OnStep | None) -> None:
         """Prefill, steps and cache, up to the first call that cannot be run."""
         trace, steps = self.trace, self.calls[1:]
         # All steps as one case: what a single step hardly shows adds up.
@@ -295,7 +291,8 @@ class _DecodeRun:
         budgets = [None, *step_budgets(steps, self.precision, together, self.axes)]
         fed: list[Arrays] = []
         for step, case in enumerate(self.calls):
-            on_step(step)
+            if on_step is not None:
+                on_step(step)
             try:
                 with foreign_errors("The decode loop failed."):
                     outputs, lengths = self._feed(loop, step), np.asarray(loop.lengths)
@@ -423,11 +420,7 @@ def step_budgets(
 
 
 def evaluate_trace(
-    runner: Runner,
-    trace: DecodeTrace,
-    spec: ModelSpec,
-    precision: Precision,
-    on_step: OnStep = lambda step: None,
+    runner: Runner, trace: DecodeTrace, spec: ModelSpec, precision: Precision, on_step: OnStep | None = None
 ) -> DecodeReport | None:
     """Decode a trace with the cache where the runtime keeps it best; None where no profile takes a call."""
 
