@@ -86,7 +86,7 @@ class FileForGpus(pytest.Module):
 
 
 def pytest_pycollect_makemodule(module_path, parent):
-    """Skip the files of tests/gpu without listing their tests, which are as many as a fifth of all others."""
+    """Skip the files of tests/gpu without listing their tests, which are a tenth of all."""
     if module_path.parent == Path(__file__).parent / "gpu" and not _has_cuda():
         return FileForGpus.from_parent(parent, path=module_path)
     return None

@@ -1,5 +1,6 @@
 """The scripts in `examples/` run as they are."""
 
+import ast
 import runpy
 import sys
 import tempfile
@@ -7,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch  # noqa: F401 (exports share the exporter's tables: tests/conftest.py)
+
+import mha_deploy as md
 
 SCRIPTS = {path.stem: path for path in (Path(__file__).parents[1] / "examples").glob("*.py")}
 _ONE_SCREEN = 62  # lines
@@ -32,6 +35,15 @@ def test_there_are_five_of_one_screen_each():
         assert len(path.read_text(encoding="utf-8").splitlines()) <= _ONE_SCREEN, name
 
 
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_what_a_script_calls_is_public(name):
+    tree = ast.parse(SCRIPTS[name].read_text(encoding="utf-8"))
+    attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    called = {node.attr for node in attributes if ast.unparse(node.value) == "md"}
+    assert called
+    assert called <= set(md.__all__)
+
+
 def test_a_catalog_layer(run, tmp_path):
     printed = run("01_catalog_layer")
     assert "passed: " in printed
@@ -55,6 +67,7 @@ def test_a_hugging_face_model(run):
     assert "passed: " in printed
 
 
+@pytest.mark.slow  # each of its three calls has tests of its own
 def test_an_onnx_file_from_elsewhere(run):
     printed = run("04_foreign_onnx")
     assert printed.count("fused: ") == 1

@@ -233,8 +233,8 @@ class PadsToBlocks(torch.nn.Module):
 
 
 def test_a_program_that_fails_where_the_module_runs_is_refused_in_words(tmp_path):
-    inputs = {"x": md.Example(torch.randn(2, 9, 8), "B", "S")}
-    model = md.Deployable(module=PadsToBlocks(), inputs=inputs, axes={"B": "1:2:4", "S": "1:16:32"})
+    inputs = {"x": md.Example(torch.randn(2, 9, 8), None, "S")}
+    model = md.Deployable(module=PadsToBlocks(), inputs=inputs, axes={"S": "1:16:32"})
     with pytest.raises(md.DeployError, match="program fails where the module runs") as caught:
         md.export(model, tmp_path / "bundle", precision="fp32", golden=("opt",))
     assert "control flow" in caught.value.hint

@@ -307,9 +307,12 @@ def test_the_status_follows_the_matmul(bundles, tmp_path, precision, matmul, sta
         assert ("which overflows FP16" in about[0]) == (precision == "fp16")
 
 
-@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
-    ("precision", "words"), [("fp16", "export with --precision bf16"), ("bf16", "stay with bf16")]
+    ("precision", "words"),
+    [
+        ("fp16", "export with --precision bf16"),
+        pytest.param("bf16", "stay with bf16", marks=pytest.mark.slow),  # the only bundle of its kind
+    ],
 )
 def test_large_matmuls_get_advice(bundles, tmp_path, precision, words):
     (node,) = fp16_range(grown_to(bundles("tiny-gqa", precision), tmp_path / "b", 70000)).nodes
