@@ -44,9 +44,16 @@ def _runtime() -> Any:
     return runtime
 
 
+def _driver() -> Any:
+    from cuda.bindings import driver
+
+    return driver
+
+
 def _call(function: str, *arguments: Any) -> Any:
-    """Call the CUDA runtime; its status becomes an exception, the rest is returned."""
-    status, *results = getattr(_runtime(), function)(*arguments)
+    """Call the CUDA runtime, or the driver by its prefix; raises for its status, and returns the rest."""
+    api = _runtime() if function.startswith("cuda") else _driver()
+    status, *results = getattr(api, function)(*arguments)
     if int(status) != 0:
         raise CudaError(f"{function} failed.", got=getattr(status, "name", status))
     return results[0] if len(results) == 1 else tuple(results) or None
@@ -230,8 +237,8 @@ def capture(work: Callable[[], None], stream: Stream) -> Graph:
         raise
     graphs = [_call("cudaStreamEndCapture", stream.raw)]
     try:
-        if (rebuilt := _rebuilt(graphs[0])) is not None:
-            graphs.append(rebuilt)
+        if (copied := _copy_graph(graphs[0])) is not None:
+            graphs.append(copied)
         return Graph(_call("cudaGraphInstantiate", graphs[-1], 0), graphs)
     except BaseException:
         for graph in graphs:
@@ -239,41 +246,33 @@ def capture(work: Callable[[], None], stream: Stream) -> Graph:
         raise
 
 
-def _rebuilt(recorded: Any) -> Any:
+def _copy_graph(recorded: Any) -> Any:
     """The nodes of a recorded graph in a new one; None where a node is of a kind that cannot be copied.
 
     A graph that TensorRT records carries more than its nodes, and the driver follows each of its launches:
     with about 32 in flight, in some processes with any, the launching thread sleeps until one has ended. What
     is carried may own what the nodes use, so the recorded graph has to live as long as the new one.
     """
-    from cuda.bindings import driver
-
-    def call(function: str, *arguments: Any) -> Any:
-        status, *results = getattr(driver, function)(*arguments)
-        if int(status) != 0:
-            raise CudaError(f"{function} failed.", got=getattr(status, "name", status))
-        return results[0] if len(results) == 1 else tuple(results)
-
-    old, new = driver.CUgraph(int(recorded)), call("cuGraphCreate", 0)
-    nodes = call("cuGraphGetNodes", old, call("cuGraphGetNodes", old)[1])[0]
-    made: dict[int, Any] = {}
+    old, new = _driver().CUgraph(int(recorded)), _call("cuGraphCreate", 0)
+    nodes = _call("cuGraphGetNodes", old, _call("cuGraphGetNodes", old)[1])[0]
+    copies: dict[int, Any] = {}
     try:
         for node in nodes:
-            kind = call("cuGraphNodeGetType", node).name.removeprefix("CU_GRAPH_NODE_TYPE_").title()
+            kind = _call("cuGraphNodeGetType", node).name.removeprefix("CU_GRAPH_NODE_TYPE_").title()
             if kind not in ("Kernel", "Memset", "Memcpy"):
                 raise CudaError("The node cannot be copied.", got=kind)
-            context = () if kind == "Kernel" else (call("cuCtxGetCurrent"),)
-            parameters = call(f"cuGraph{kind}NodeGetParams", node)
-            copied = call(f"cuGraphAdd{kind}Node", new, [], 0, parameters, *context)
+            context = () if kind == "Kernel" else (_call("cuCtxGetCurrent"),)
+            parameters = _call(f"cuGraph{kind}NodeGetParams", node)
+            copy = _call(f"cuGraphAdd{kind}Node", new, [], 0, parameters, *context)
             if kind == "Kernel":
-                call("cuGraphKernelNodeCopyAttributes", copied, node)
-            made[int(node)] = copied
-        *edges, count = call("cuGraphGetEdges", old, call("cuGraphGetEdges", old)[-1])
+                _call("cuGraphKernelNodeCopyAttributes", copy, node)
+            copies[int(node)] = copy
+        *edges, count = _call("cuGraphGetEdges", old, _call("cuGraphGetEdges", old)[-1])
         if count:
-            ends = ([made[int(node)] for node in side] for side in edges[:2])
-            call("cuGraphAddDependencies", new, *ends, *edges[2:], count)
+            ends = ([copies[int(node)] for node in side] for side in edges[:2])
+            _call("cuGraphAddDependencies", new, *ends, *edges[2:], count)
     except CudaError:
-        call("cuGraphDestroy", new)
+        _call("cuGraphDestroy", new)
         return None
     return _runtime().cudaGraph_t(int(new))
 
