@@ -18,7 +18,7 @@ from typing import Any
 import mha_deploy as md
 from mha_deploy.baselines.torch import kernel_times
 from mha_deploy.bundle.cases import golden_cases
-from mha_deploy.metrics import largest_share
+from mha_deploy.judge import largest_share
 from mha_deploy.runtime.tensorrt.engine_verdict import engine_verdict
 from mha_deploy.runtime.tensorrt.kernels import kernels_from_profile
 

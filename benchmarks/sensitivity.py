@@ -38,7 +38,8 @@ import mha_deploy as md
 from mha_deploy.baselines.fresh import FreshCases, module_from_bundle
 from mha_deploy.bundle.cases import GoldenCase
 from mha_deploy.environment import versions
-from mha_deploy.metrics import Budget, budget_from_eager, judge_case, largest_share
+from mha_deploy.judge import judge_case, largest_share
+from mha_deploy.metrics import Budget, budget_from_eager
 from mha_deploy.model.precision import PRECISIONS, Precision
 from mha_deploy.reference.attention import Attention, merge_heads, split_heads
 from mha_deploy.reference.inputs import call_arguments, tensor_from_numpy, to_numpy

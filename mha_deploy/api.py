@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from mha_deploy.engine.plugins import Compiled, Found, PluginLibrary
     from mha_deploy.graph.fuse import FuseReport
     from mha_deploy.graph.rules import Eligibility
-    from mha_deploy.metrics import ParityReport
+    from mha_deploy.judge import ParityReport
     from mha_deploy.options import (
         BenchKeywords,
         DeployKeywords,

@@ -325,6 +325,7 @@ ORDER = (
     "reference",
     "graph",
     "metrics",
+    "judge",
     "analyze",
     "runtime",
     "engine",

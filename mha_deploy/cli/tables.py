@@ -411,7 +411,7 @@ def bench_renderable(found: Data) -> RenderableType:
 
 def self_test_renderable(result: SelfTest) -> RenderableType:
     """Every mutation, and by how much it exceeds the budget."""
-    from mha_deploy.metrics import largest_share
+    from mha_deploy.judge import largest_share
 
     def row(name: str, share: float | None, good: bool, words: tuple[str, str]) -> tuple[str | Cell, ...]:
         used = "not a number" if share is None else f"{share:,.2f}"

@@ -30,7 +30,7 @@ from mha_deploy.graph import plugin_node
 from mha_deploy.graph.attention_node import attention_nodes
 from mha_deploy.graph.file import load_graph, save_graph
 from mha_deploy.graph.lower.cache import IN_PLACE_NOTE, noted_caches
-from mha_deploy.metrics import judge_case
+from mha_deploy.judge import judge_case
 from mha_deploy.model.precision import Precision
 from mha_deploy.options import EngineOptions
 from mha_deploy.runtime.child import RuntimeCrash, call_isolated, isolation, open_isolated, send_to_parent

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import ml_dtypes
 import numpy as np
 
-from mha_deploy import metrics
+from mha_deploy import judge, metrics
 from mha_deploy.bundle.cases import (
     DecodeTrace,
     GoldenCase,
@@ -22,7 +22,8 @@ from mha_deploy.bundle.cases import (
 )
 from mha_deploy.bundle.folder import Bundle
 from mha_deploy.errors import BundleError, DeployError
-from mha_deploy.metrics import Budget, OutputVerdict, ToHeads
+from mha_deploy.judge import OutputVerdict
+from mha_deploy.metrics import Budget, ToHeads
 from mha_deploy.model.precision import Precision
 from mha_deploy.model.spec import LENGTHS, ModelSpec
 from mha_deploy.options import ValidateOptions
@@ -297,7 +298,7 @@ class _DecodeRun:
                 with foreign_errors("The decode loop failed."):
                     outputs, lengths = self._feed(loop, step), np.asarray(loop.lengths)
             except DeployError as error:
-                self.found.append(metrics.failed_to_run(case, error.in_one_line))
+                self.found.append(judge.failed_to_run(case, error.in_one_line))
                 return
             fed.append(outputs if step else self._prompts(outputs))
             verdicts, wanted = self._judge(case, fed[-1], budgets[step]), trace.prompt + step
@@ -323,7 +324,7 @@ class _DecodeRun:
         self, case: GoldenCase, got: Arrays, budgets: Mapping[str, Budget] | None = None
     ) -> list[OutputVerdict]:
         """The verdicts on a case; an error that is out of budget is reported with its place."""
-        found = metrics.judge_case(case, got, self.precision, budgets)
+        found = judge.judge_case(case, got, self.precision, budgets)
         for number, verdict in enumerate(found):
             if verdict.is_wrong and verdict.deviation is not None:
                 index = verdict.deviation.worst_index
@@ -352,7 +353,7 @@ class _DecodeRun:
             with foreign_errors("The cache cannot be read."):
                 got = valid(loop.cache())
         except DeployError as error:
-            return metrics.failed_to_run(case, error.in_one_line)
+            return judge.failed_to_run(case, error.in_one_line)
         return self._judge(case, got)
 
     def report(self) -> DecodeReport:
@@ -448,7 +449,7 @@ def evaluate_trace(
     except DeployError as error:
         if report is None:  # it has failed the prefill
             run = _DecodeRun(runner.name, trace, spec, precision)
-            run.found.append(metrics.failed_to_run(run.calls[0], error.in_one_line))
+            run.found.append(judge.failed_to_run(run.calls[0], error.in_one_line))
             return run.report()
         last, problem = report.verdicts[-1], f"could not be closed: {error.in_one_line}"
         failure = OutputVerdict(case=f"{trace.name} end", sizes=last.sizes, output="cache", problem=problem)

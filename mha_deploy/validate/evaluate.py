@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from mha_deploy import metrics
+from mha_deploy import judge
 from mha_deploy.analyze.cost import LayerCost, StageCost, cost_of, layer_cost
 from mha_deploy.analyze.roofline import find_peaks, roofline_bound
 from mha_deploy.bundle.cases import DecodeTrace, GoldenCase
 from mha_deploy.bundle.folder import Bundle
 from mha_deploy.errors import DeployError
-from mha_deploy.metrics import OutputVerdict, ParityReport
+from mha_deploy.judge import OutputVerdict, ParityReport
 from mha_deploy.model.precision import Precision
 from mha_deploy.model.spec import ModelSpec
 from mha_deploy.runtime.child import RuntimeCrash
@@ -159,7 +159,7 @@ def time_case(runner: Runner, case: GoldenCase, row: LatencyRow, plan: Evaluatio
             return replace(row, refused=f"{WRONG_ANSWER}: {problem}")
         timed = runner.time(case.inputs, plan.timing)
         # Most kernels repeat their results, and judging gigabytes of cache takes long.
-        others = [result for result in timed.results if not metrics.same_bits(result, first)]
+        others = [result for result in timed.results if not judge.same_bits(result, first)]
         if problem := problem_of(case, others, plan.precision):
             return replace(row, refused=f"{WRONG_ANSWER} while it was timed: {problem}")
     except DeployError as error:
@@ -173,7 +173,7 @@ def time_case(runner: Runner, case: GoldenCase, row: LatencyRow, plan: Evaluatio
 
 def problem_of(case: GoldenCase, results: Sequence[Mapping[str, Any]], precision: Precision) -> str | None:
     """The first wrong output among several results of a case."""
-    verdicts = (verdict for result in results for verdict in metrics.judge_case(case, result, precision))
+    verdicts = (verdict for result in results for verdict in judge.judge_case(case, result, precision))
     return next((f"{each.output}: {each.problem}" for each in verdicts if each.is_wrong), None)
 
 
@@ -244,7 +244,7 @@ class Evaluation:
     def wrong_cases(self) -> list[str]:
         """Names of the cases that were run and have a wrong output."""
         verdicts = (verdict for report in self.parity for verdict in report.verdicts)
-        ran = (v for v in verdicts if v.is_wrong and not str(v.problem).startswith(metrics.NOT_RUN))
+        ran = (v for v in verdicts if v.is_wrong and not str(v.problem).startswith(judge.NOT_RUN))
         return list(dict.fromkeys(verdict.case for verdict in ran))
 
 
@@ -272,7 +272,7 @@ def evaluate(runtime: Runtime, plan: EvaluationPlan, on_step: OnStep = lambda na
             if verdicts:
                 about: dict[str, Any] = {"backend": runner.name, "accumulation": accumulation, "cases": kind}
                 about |= {"model": plan.spec.name, "precision": plan.precision}
-                parity.append(metrics.parity_from_verdicts(verdicts, **about))
+                parity.append(judge.parity_from_verdicts(verdicts, **about))
         checks: tuple[InvarianceCheck, ...] = ()
         if plan.invariance and runtime.family == TENSORRT:
             on_step(f"{runtime.name}: batch elements in other slots")
@@ -320,15 +320,15 @@ def _judge(
         if runtime.engine is None and not isinstance(error, RuntimeCrash):
             raise
         # The engine was built for these shapes: not to run them is a verdict on it. So is a crash.
-        return metrics.failed_to_run(case, error.in_one_line)
+        return judge.failed_to_run(case, error.in_one_line)
     to_heads = None if plan.projection is None else plan.projection.to_heads
-    verdicts = metrics.judge_case(case, got, plan.precision, to_heads=to_heads)
+    verdicts = judge.judge_case(case, got, plan.precision, to_heads=to_heads)
     # A cache may be wrong by its old entries alone: then there is no error to map.
     mapped = [v for v in verdicts if v.deviation and case.oracle[v.output].ndim in MAPPED_RANKS]
     names = [v.output for v in mapped if v.deviation and v.budget and v.budget.exceeded_by(v.deviation)]
     if not names and case.name in _MAPPED:
         names = [v.output for v in mapped if v.output == "output" and v.passed]
-    entries, results, _ = metrics.new_entries(case, got)
+    entries, results, _ = judge.new_entries(case, got)
     for name in names:
         found = heatmap(runner.name, entries, name, results[name], plan.projection)
         note = "the entries of the cache that the call wrote" if name in case.cached else found.note

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from mha_deploy import metrics
+from mha_deploy import judge, metrics
 from mha_deploy.bundle.cases import GoldenCase, read_arrays, read_case, refuse_implausible, refuse_infinite
 from mha_deploy.bundle.folder import Bundle
 from mha_deploy.environment import can_import
@@ -21,7 +21,8 @@ from mha_deploy.errors import BundleError, DeployError
 from mha_deploy.graph.file import load_graph, value_named, with_outputs
 from mha_deploy.graph.ir import nodes_behind
 from mha_deploy.graph.upcast import float32_twin, unfused_twin
-from mha_deploy.metrics import Budget, OutputVerdict, ParityReport
+from mha_deploy.judge import OutputVerdict, ParityReport
+from mha_deploy.metrics import Budget
 from mha_deploy.model.precision import Precision
 from mha_deploy.runtime import available_cpu_backend, open_runner
 from mha_deploy.runtime.runner import Arrays, Runner
@@ -92,14 +93,14 @@ def attribute_fault(
                 for case in failing_cases:
                     got = runner.run(case.inputs)
                     own = {output: got[output] for output in got if output in case.oracle}  # a twin has more
-                    verdicts += metrics.judge_case(case, own, precision)
+                    verdicts += judge.judge_case(case, own, precision)
         except DeployError as error:
             problem = f"could not be {step}: {' '.join(str(error).split())}"
             trials.append(FaultTrial(name=f"{what}, {problem}", passed=False))
             missing.append(f"{what} {problem}")
             return None
         passed = not any(verdict.is_wrong for verdict in verdicts)
-        trials.append(FaultTrial(name=what, passed=passed, share=metrics.largest_share(verdicts)))
+        trials.append(FaultTrial(name=what, passed=passed, share=judge.largest_share(verdicts)))
         return passed
 
     at_fault = UNKNOWN
@@ -171,7 +172,7 @@ def layer_parity(
     with open_model(with_outputs(model or load_graph(bundle.model_path), entry.values.values())) as runner:
         got = runner.run(case.inputs)
     by_node = {node: got[value] for node, value in entry.values.items() if value in got}
-    return metrics.parity_from_verdicts(
+    return judge.parity_from_verdicts(
         _judge_layers(case, by_node, replace(precision, accumulate=accumulation[0])),
         model=bundle.manifest.spec.name,
         precision=precision,
@@ -185,7 +186,7 @@ def _judge_layers(case: GoldenCase, got: Arrays, precision: Precision) -> list[O
     """The verdicts on the attentions that are there, in the order in which they run."""
     there = [node for node in case.oracle if node in got]
     oracle, eager = ({node: each[node] for node in there} for each in (case.oracle, case.eager))
-    verdicts = metrics.judge_case(replace(case, oracle=oracle, eager=eager), got, precision)
+    verdicts = judge.judge_case(replace(case, oracle=oracle, eager=eager), got, precision)
     return sorted(verdicts, key=lambda verdict: there.index(verdict.output))
 
 
@@ -234,7 +235,7 @@ def bisect_bundle(
 ) -> Bisection:
     """Find where a runtime leaves the oracle: the whole model, its attentions, then its nodes."""
     search, name = _Search(bundle, open_model, reference, on_step), bundle.manifest.spec.name
-    judged = metrics.judge_case(search.case, search.run(()), bundle.manifest.precision)
+    judged = judge.judge_case(search.case, search.run(()), bundle.manifest.precision)
     whole = next((verdict for verdict in judged if verdict.is_wrong), None)
     count, case = len(search.values), search.case.name
     found = Bisection(model=name, backend=backend, case=case, attentions=count, runs=search.runs)

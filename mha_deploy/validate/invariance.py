@@ -12,7 +12,7 @@ import numpy as np
 from mha_deploy.analyze.cost import SizeLimit, shrunk, spread
 from mha_deploy.bundle.cases import GoldenCase
 from mha_deploy.errors import DeployError
-from mha_deploy.metrics import OutputVerdict, judge_case, largest_share, same_bits
+from mha_deploy.judge import OutputVerdict, judge_case, largest_share, same_bits
 from mha_deploy.model.deployable import LARGEST_ACTIVATION
 from mha_deploy.model.precision import Precision
 from mha_deploy.model.spec import FLOAT, ModelSpec, TensorSpec

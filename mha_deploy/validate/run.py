@@ -19,7 +19,7 @@ from mha_deploy.environment import can_import
 from mha_deploy.errors import BackendUnavailable, BundleError, DeployError
 from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.upcast import in_float64
-from mha_deploy.metrics import ParityReport
+from mha_deploy.judge import ParityReport
 from mha_deploy.model.spec import FLOAT, Axis, ModelSpec, Sizes
 from mha_deploy.options import ValidateOptions
 from mha_deploy.runtime import CPU_RUNNERS, RUNNERS, available_cpu_backend, open_runner

@@ -9,12 +9,13 @@ from typing import Any
 
 import onnx_ir as ir
 
-from mha_deploy import metrics
+from mha_deploy import judge
 from mha_deploy.bundle.cases import GoldenCase, golden_cases
 from mha_deploy.bundle.folder import Bundle
 from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.mutate import IN_CACHES, mutated, mutations
-from mha_deploy.metrics import Budget, OutputVerdict, ParityReport
+from mha_deploy.judge import OutputVerdict, ParityReport
+from mha_deploy.metrics import Budget
 from mha_deploy.options import ValidateOptions
 from mha_deploy.runtime import cpu_backend, open_runner
 from mha_deploy.runtime.runner import Runner
@@ -39,11 +40,11 @@ def parity_from_runner(
     heads = {} if projection is None else projection.to_heads
     for case in golden_cases(bundle) if cases is None else cases:
         if budgets is not None and case.name not in budgets:
-            budgets[case.name] = case_budgets(metrics.new_entries(case, case.eager)[0], precision, heads)
+            budgets[case.name] = case_budgets(judge.new_entries(case, case.eager)[0], precision, heads)
         known = None if budgets is None else budgets[case.name]
-        verdicts += metrics.judge_case(case, runner.run(case.inputs), precision, known, heads)
+        verdicts += judge.judge_case(case, runner.run(case.inputs), precision, known, heads)
     name = bundle.manifest.spec.name
-    return metrics.parity_from_verdicts(verdicts, model=name, precision=precision, backend=runner.name)
+    return judge.parity_from_verdicts(verdicts, model=name, precision=precision, backend=runner.name)
 
 
 # -- Mutations of the bundle's own graph: each of them must fail the validation --------------------
@@ -72,7 +73,7 @@ class SelfTest:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        right = {"passed": self.right.passed, "share": metrics.largest_share(self.right.verdicts)}
+        right = {"passed": self.right.passed, "share": judge.largest_share(self.right.verdicts)}
         return {"passed": self.passed, "right": right, "mistakes": [vars(each) for each in self.mutations]}
 
 
@@ -107,6 +108,6 @@ def self_test(
         if (graph := mutated(model, mistake, manifest.spec.layer)) is not None:
             on_mutation(mistake)
             report = judged(graph, mistake in IN_CACHES)
-            share = metrics.largest_share(report.verdicts)
+            share = judge.largest_share(report.verdicts)
             results.append(MutationResult(mistake=mistake, caught=not report.passed, share=share))
     return SelfTest(right=judged(model, True), mutations=tuple(results))

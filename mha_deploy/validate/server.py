@@ -21,7 +21,7 @@ import numpy as np
 from mha_deploy.bundle.cases import DecodeTrace, GoldenCase, golden_cases
 from mha_deploy.bundle.folder import Bundle
 from mha_deploy.errors import DeployError
-from mha_deploy.metrics import OutputVerdict, ParityReport, failed_to_run, judge_case, parity_from_verdicts
+from mha_deploy.judge import OutputVerdict, ParityReport, failed_to_run, judge_case, parity_from_verdicts
 from mha_deploy.options import ValidateOptions
 from mha_deploy.runtime.kserve import UNREACHABLE, ServerError, ServerRunner, served_name
 from mha_deploy.runtime.runner import Arrays

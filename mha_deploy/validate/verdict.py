@@ -15,7 +15,7 @@ from mha_deploy.bundle.folder import MANIFEST, Bundle, sha256
 from mha_deploy.bundle.manifest import Manifest
 from mha_deploy.engine.engine import Engine, attention_summary, libraries_summary, where_built
 from mha_deploy.environment import RUN_PACKAGES, gpus, versions
-from mha_deploy.metrics import NOT_VERIFIED, OutputVerdict
+from mha_deploy.judge import NOT_VERIFIED, OutputVerdict
 from mha_deploy.model.spec import Axis
 from mha_deploy.options import ValidateOptions
 from mha_deploy.runtime.cuda import find_gpu

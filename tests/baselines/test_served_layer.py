@@ -173,7 +173,7 @@ def test_a_call_without_its_cache_is_refused():
 @pytest.mark.parametrize("name", CACHED)
 def test_the_models_of_a_bundle_bring_it(bundles, name, precision):
     from mha_deploy.bundle.cases import golden_cases
-    from mha_deploy.metrics import judge_case
+    from mha_deploy.judge import judge_case
 
     bundle = bundles(name, precision)
     models = TorchModels(bundle, device="cpu")

@@ -14,7 +14,7 @@ from mha_deploy.baselines.torch import (
 )
 from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.errors import BackendUnavailable, DeployError
-from mha_deploy.metrics import judge_case
+from mha_deploy.judge import judge_case
 from mha_deploy.runtime.timing import TimingPlan
 
 CACHED = ["tiny-dynamic", "tiny-preallocated", "tiny-window"]

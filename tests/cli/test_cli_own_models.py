@@ -12,7 +12,8 @@ from rich.console import Console
 import mha_deploy as md
 from mha_deploy.cli.tables import eligibility_renderable, engine_renderable, parity_renderable
 from mha_deploy.engine.engine import Engine
-from mha_deploy.metrics import Budget, Deviation, OutputVerdict, ParityReport
+from mha_deploy.judge import OutputVerdict, ParityReport
+from mha_deploy.metrics import Budget, Deviation
 from mha_deploy.options import ValidateOptions
 from mha_deploy.runtime.tensorrt.engine_verdict import NodeVerdict
 from mha_deploy.validate.fp16_range import Figures, NodeRange, RangeFinding, RangeReport

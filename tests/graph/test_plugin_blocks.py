@@ -15,7 +15,7 @@ from torch import nn
 import mha_deploy as md
 from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.graph.lower import lower
-from mha_deploy.metrics import judge_case
+from mha_deploy.judge import judge_case
 
 AXES = {"B": "1:2:4", "S": "1:16:32"}
 

@@ -15,7 +15,7 @@ from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.graph.lower import lower
 from mha_deploy.graph.lower.call import LoweringError
 from mha_deploy.graph.plugin_node import is_plugin_attention
-from mha_deploy.metrics import judge_case
+from mha_deploy.judge import judge_case
 from mha_deploy.model.catalog import catalog_names, find_spec
 from mha_deploy.model.spec import AttentionSpec
 

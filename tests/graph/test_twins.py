@@ -14,7 +14,7 @@ from mha_deploy.errors import DeployError
 from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.lower import lower
 from mha_deploy.graph.upcast import float32_twin, unfused_twin
-from mha_deploy.metrics import judge_case
+from mha_deploy.judge import judge_case
 from mha_deploy.runtime import cpu_backend, open_runner
 
 MODELS = [

@@ -10,7 +10,7 @@ from test_ort_cuda import on_gpu
 
 from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.errors import DeployError
-from mha_deploy.metrics import judge_case
+from mha_deploy.judge import judge_case
 from mha_deploy.runtime import ort as ort_runtime
 from mha_deploy.runtime.ort import OrtCpuRunner, OrtCudaRunner
 from mha_deploy.runtime.timing import TimingPlan

@@ -17,7 +17,7 @@ from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.engine import engine as engines
 from mha_deploy.engine.engine import Engine, EngineManifest, open_engine_runner, reasons_not_to_run
 from mha_deploy.errors import BackendUnavailable, BundleError, DeployError
-from mha_deploy.metrics import judge_case
+from mha_deploy.judge import judge_case
 from mha_deploy.runtime import cuda
 from mha_deploy.runtime.child import isolation
 from mha_deploy.runtime.tensorrt import engine_runner as bound

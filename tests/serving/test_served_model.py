@@ -5,7 +5,7 @@ import pytest
 
 import mha_deploy as md
 from mha_deploy.bundle.cases import golden_cases
-from mha_deploy.metrics import judge_case
+from mha_deploy.judge import judge_case
 from mha_deploy.options import ValidateOptions
 from mha_deploy.serving.backend import SequenceCaches, ServedModel, ServedRequest
 from mha_deploy.validate.decode import traces_of

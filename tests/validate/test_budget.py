@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from mha_deploy.bundle.cases import GoldenCase
-from mha_deploy.metrics import FACTORS, budget_from_eager, judge_case, measure
+from mha_deploy.judge import judge_case
+from mha_deploy.metrics import FACTORS, budget_from_eager, measure
 from mha_deploy.model.precision import PRECISIONS
 
 FP16 = PRECISIONS["fp16"]

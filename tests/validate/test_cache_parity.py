@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mha_deploy.bundle.cases import golden_cases
-from mha_deploy.metrics import judge_case, new_entries
+from mha_deploy.judge import judge_case, new_entries
 
 OUT = {"tiny-dynamic": "present_key", "tiny-preallocated": "key_cache_out"}
 

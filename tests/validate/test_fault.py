@@ -14,7 +14,7 @@ from mha_deploy.graph.attention_node import is_attention
 from mha_deploy.graph.file import load_graph, save_graph
 from mha_deploy.graph.lower import lower
 from mha_deploy.graph.mutate import mutated
-from mha_deploy.metrics import judge_case
+from mha_deploy.judge import judge_case
 from mha_deploy.runtime import open_runner
 from mha_deploy.runtime.runner import Runner
 from mha_deploy.validate.fault import attribute_fault

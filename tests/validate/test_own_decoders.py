@@ -13,7 +13,7 @@ from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.mutate import mutated
-from mha_deploy.metrics import judge_case
+from mha_deploy.judge import judge_case
 from mha_deploy.options import ValidateOptions
 from mha_deploy.runtime import open_runner
 from mha_deploy.validate.decode import evaluate_trace, traces_of

@@ -12,7 +12,7 @@ from mha_deploy.bundle.cases import GoldenCase, golden_cases
 from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.errors import BundleError
 from mha_deploy.export.exporter import bundle_from_factory
-from mha_deploy.metrics import judge_case
+from mha_deploy.judge import judge_case
 from mha_deploy.model.precision import find_precision
 from mha_deploy.options import ExportOptions, ValidateOptions
 from mha_deploy.validate.fault import case_to_bisect, reference_for

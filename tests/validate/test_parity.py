@@ -7,7 +7,7 @@ import pytest
 from graph_parity import graph_parity
 
 from mha_deploy.bundle.cases import GoldenCase
-from mha_deploy.metrics import ParityReport, judge_case, parity_from_verdicts
+from mha_deploy.judge import ParityReport, judge_case, parity_from_verdicts
 from mha_deploy.model.precision import PRECISIONS
 
 FP16 = PRECISIONS["fp16"]

@@ -10,7 +10,7 @@ import mha_deploy as md
 from mha_deploy.analyze.cost import usual_points
 from mha_deploy.baselines.fresh import FreshCases, layer_probe
 from mha_deploy.bundle.cases import GoldenCase
-from mha_deploy.metrics import judge_case
+from mha_deploy.judge import judge_case
 from mha_deploy.model.catalog import find_spec
 from mha_deploy.model.precision import PRECISIONS
 from mha_deploy.reference.inputs import tensor_from_numpy

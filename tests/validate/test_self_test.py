@@ -10,7 +10,7 @@ from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.export.exporter import bundle_from_spec
 from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.mutate import mutated, mutations
-from mha_deploy.metrics import largest_share
+from mha_deploy.judge import largest_share
 from mha_deploy.model.catalog import find_spec
 from mha_deploy.model.spec import Axis
 from mha_deploy.options import ExportOptions
