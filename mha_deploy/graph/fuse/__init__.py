@@ -9,10 +9,11 @@ Attention that is no candidate is counted as well (`leftover.py`): a report is a
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import math
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ from mha_deploy.graph.fuse import values, write
 from mha_deploy.graph.fuse.leftover import Leftovers
 from mha_deploy.graph.fuse.mask_pattern import FULLY_MASKED, Masks
 from mha_deploy.graph.fuse.pattern import (
+    MAX_NEAR,
     Normalisation,
     Pattern,
     comes_to_matmul,
@@ -108,21 +110,34 @@ def fuse_attention(model: ir.Model, *, verify: bool = True) -> tuple[ir.Model, F
     differ, or cannot be compared, the attention stays as it was. The model has opset 13 or newer and is not
     changed, the new one has 23 or newer; where nothing was fused, that of the model.
     """
-    work = model.clone()
-    if work.functions:
-        InlinePass()(work)
-    work = from_old_opset(work)
-    unnamed = values.name_inputs(work)
-    values.infer_sizes(work)
-    fusion = _Fusion(work, verify)
-    fusion.run()
-    if not (fusion.report.fused or fusion.report.repairs or fusion.renamed):
-        return model.clone(), fusion.report
-    values.raise_opset(work)
-    values.infer_sizes(work, only_missing=True)
-    for value, shape in unnamed.items():
-        value.shape = shape
-    return work, fusion.report
+    with _without_collections():
+        work = model.clone()
+        if work.functions:
+            InlinePass()(work)
+        work = from_old_opset(work)
+        unnamed = values.name_inputs(work)
+        values.infer_sizes(work)
+        fusion = _Fusion(work, verify)
+        fusion.run()
+        if not (fusion.report.fused or fusion.report.repairs or fusion.renamed):
+            return model.clone(), fusion.report
+        values.raise_opset(work)
+        values.infer_sizes(work, only_missing=True)
+        for value, shape in unnamed.items():
+            value.shape = shape
+        return work, fusion.report
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """No garbage collection meanwhile: it would search all nodes again and again, which stay anyway."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class _Fusion:
@@ -133,7 +148,8 @@ class _Fusion:
         # Every beginning of a name before a slash: new names must not begin like others.
         given = (each for graph in model.graphs() for each in (*graph.inputs, *graph.initializers.values()))
         names = names_in(model) | {str(each.name) for each in given}
-        self._taken = {name[: at.start()] for name in names for at in re.finditer("/", name)}
+        self._prefixes = _Names(name[: at.start()] for name in names for at in re.finditer("/", name))
+        self._layers = _Names()  # of attentions
         self._masks = Masks()
         # Why a structure is left as it was, or what differs on purpose.
         self._compared: dict[str, NotFused | tuple[str, ...]] = {}
@@ -161,12 +177,16 @@ class _Fusion:
         for node, why in left.found.items():
             if isinstance(refusals.get(node), NoScores | None):
                 refusals[node] = why or _explain(node)
-        for node in self._model.graph.all_nodes():
-            if (refusal := refusals.get(node)) is not None:
-                name, recognised = values.module_of(node), isinstance(refusal, NotExpressible)
-                place, reason = place_of(node), refusal.in_one_line
-                left_over = UnfusedSoftmax(name=name, place=place, reason=reason, recognised=recognised)
-                self.report.unfused += (left_over,)
+        self.report.unfused = tuple(
+            UnfusedSoftmax(
+                name=values.module_of(node),
+                place=place_of(node),
+                reason=refusal.in_one_line,
+                recognised=isinstance(refusal, NotExpressible),
+            )
+            for node in self._model.graph.all_nodes()
+            if (refusal := refusals.get(node)) is not None
+        )
 
     def _fuse(self, softmax: Normalisation) -> None:
         with _failures_as_refusals():
@@ -195,7 +215,7 @@ class _Fusion:
             verified=self._verify,
         )
         self.report.fused += (record,)
-        self.report.layers += (record.name,)
+        self._add_layer(record.name)
 
     def _compare(self, old: list[ir.Value], new: list[ir.Value], border: Boundary) -> tuple[str, ...]:
         """What new nodes compute differently on purpose; refused where they do not compute the same."""
@@ -228,11 +248,11 @@ class _Fusion:
 
     def _simplify(self, node: ir.Node) -> None:
         """Name a node by its module, and write it as plainly as it can be."""
-        name = _unused_name(values.module_of(node), self.report.layers)
+        name = self._layers.unused(values.module_of(node))
         self.renamed = self.renamed or node.name not in (name, None, "")
         node.name = name
         self.report.already += (name,)
-        self.report.layers += (name,)
+        self._add_layer(name)
         builder = NodeBuilder(self._free_prefix(name))
         try:
             with self._discarded_on_failure(builder):
@@ -250,10 +270,14 @@ class _Fusion:
         write.remove_unused(before)
         self._note(name, changes)
 
+    def _add_layer(self, name: str) -> None:
+        self.report.layers += (name,)
+        self._layers.taken.add(name)
+
     def _free_prefix(self, name: str) -> str:
         """A prefix that no other name has."""
-        prefix = _unused_name(name, self._taken)
-        self._taken.add(prefix)
+        prefix = self._prefixes.unused(name)
+        self._prefixes.taken.add(prefix)
         return prefix
 
     def _note(self, name: str, changes: list[str]) -> None:
@@ -261,10 +285,19 @@ class _Fusion:
             self.report.repairs += (Repair(name=name, changes=tuple(changes)),)
 
 
-def _unused_name(name: str, taken: Collection[str]) -> str:
-    """The name, with a number where it is taken."""
-    names = itertools.chain([name], (f"{name}_{count}" for count in itertools.count(2)))
-    return next(each for each in names if each not in taken)
+class _Names:
+    """Names that are taken."""
+
+    def __init__(self, taken: Iterable[str] = ()) -> None:
+        self.taken, self._next = set(taken), dict[str, int]()
+
+    def unused(self, name: str) -> str:
+        """The name, with a number where it is taken; no number is tried twice."""
+        if name not in self.taken:
+            return name
+        while f"{name}_{self._next.setdefault(name, 2)}" in self.taken:
+            self._next[name] += 1
+        return f"{name}_{self._next[name]}"
 
 
 @contextlib.contextmanager
@@ -287,7 +320,8 @@ def _explain(node: ir.Node) -> NotFused:
         with _failures_as_refusals():
             Pattern(softmax)
     except NoScores:
-        matmul = next((each for each in nodes_behind([softmax.source]) if "MatMul" in each.op_type), None)
+        near = itertools.islice(nodes_behind([softmax.source]), MAX_NEAR)
+        matmul = next((each for each in near if "MatMul" in each.op_type), None)
         if matmul is not None and not is_op(matmul, "MatMul"):
             who = f"{matmul.domain or 'ONNX'}'s {matmul.op_type}"
             return NotFused(f"{who} computes the scores; only ONNX's MatMul and Einsum are recognised.")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+import functools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import onnx_ir as ir
@@ -30,6 +31,36 @@ _BETWEEN = _ACTIVATIONS | frozenset(
 _NO_SOFTMAX = "Attention always has one."
 
 
+class _Nodes:
+    """A set of nodes that grows along a graph: a node, and the sets that it was joined with.
+
+    Copies of sets would be quadratic in a chain.
+    """
+
+    __slots__ = ("node", "parts", "unfit", "witness")
+
+    def __init__(self, node: ir.Node | None, *parts: _Nodes) -> None:
+        self.node, self.parts = node, parts
+        self.witness: ir.Node | None = None  # one that was found here
+        self.unfit = -1  # when none was found
+
+    def new(self, seen: set[_Nodes]) -> Iterator[ir.Node]:
+        """The nodes that are not in sets seen before."""
+        pending = [self]
+        while pending:
+            each = pending.pop()
+            if each not in seen:
+                seen.add(each)
+                pending += each.parts
+                if each.node is not None:
+                    yield each.node
+
+
+def _union(parts: Iterable[_Nodes | None]) -> _Nodes | None:
+    some = list(dict.fromkeys(each for each in parts if each is not None))
+    return some[0] if len(some) == 1 else _Nodes(None, *some) if some else None
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Carried:
     """What a value depends on."""
@@ -39,17 +70,16 @@ class _Carried:
     normed: bool = False  # whether a normalisation layer stands behind it
     sizes: frozenset[int] = frozenset()  # the fixed sizes of those GEMMs' axes
     # the softmaxes of such scores that stand behind it, and no matmul with V between
-    softmaxes: frozenset[ir.Node] = frozenset()
+    softmaxes: _Nodes | None = None
     # the GEMMs of two computed tensors behind it, with only small steps between
-    matmuls: frozenset[ir.Node] = frozenset()
-    activations: frozenset[ir.Node] = frozenset()  # the activations among those steps
+    matmuls: _Nodes | None = None
+    activation: ir.Node | None = None  # of the activations among those steps, the first by name
     # softmaxes of something else than scores behind it, and behind those GEMMs
-    features: frozenset[ir.Node] = frozenset()
+    features: _Nodes | None = None
 
     def behind_projection(self, **changed: Any) -> _Carried:
         """The same without what only small steps carry on."""
-        nothing = frozenset[ir.Node]()
-        return replace(self, matmuls=nothing, activations=nothing, features=nothing, **changed)
+        return replace(self, matmuls=None, activation=None, features=None, **changed)
 
 
 _NOTHING = _Carried()
@@ -66,6 +96,9 @@ class Leftovers:
         self.features: set[ir.Node] = set()  # softmaxes that only make features of Q and K
         # The second matmul of an attention without softmax, and what stands between the two.
         self._linear: dict[ir.Node, ir.Node | None] = {}
+        self._popped = 0  # how many were taken out of it
+        # The sets whose nodes were taken in already, by what for.
+        self._seen: dict[str, set[_Nodes]] = {"scores": set(), "found": set(), "features": set()}
         self._carried = {value: _COMPUTED for value in graph.inputs if not value.is_initializer()}
         self._follow(graph)
         modules = set[str]()
@@ -83,7 +116,9 @@ class Leftovers:
             if inner := graphs_in(node):
                 self._branches(node, inner)
             else:
-                self._carried |= dict.fromkeys(node.outputs, self._after(node))
+                after = self._after(node)
+                for value in node.outputs:
+                    self._carried[value] = after
 
     def _of(self, values: Iterable[ir.Value | None]) -> list[_Carried]:
         return [_NOTHING if value is None else self._carried.get(value, _NOTHING) for value in values]
@@ -102,7 +137,7 @@ class Leftovers:
             return _COMPUTED
         if is_op(node, *_CHOICES) and not given[0].computed and (rank(node.inputs[0]) or 0) > 2:
             return _NOTHING  # the weights of chosen experts
-        here = frozenset({node})
+        here = _Nodes(node)
         if node.domain != "" and "Softmax" in node.op_type and joined.scores:
             return replace(_COMPUTED, softmaxes=here)
         if (softmax := softmax_at(node)) is not None:
@@ -112,8 +147,10 @@ class Leftovers:
             size = dims[axis] if dims is not None and -len(dims) <= axis < len(dims) else None
             if not joined.scores or (isinstance(size, int) and size not in joined.sizes):
                 return replace(_COMPUTED, features=here)
-            for matmul in joined.matmuls:
-                self._linear.pop(matmul, None)  # it computes the scores of this softmax
+            for matmul in self._new(joined.matmuls, "scores"):
+                if matmul in self._linear:  # it computes the scores of this softmax
+                    del self._linear[matmul]
+                    self._popped += 1
             return replace(_COMPUTED, softmaxes=here)
         expanded = _expanded_matmul(node)
         if expanded is not None:
@@ -122,8 +159,8 @@ class Leftovers:
             if node.domain != "" or node.op_type not in _BETWEEN:
                 return joined.behind_projection(normed=joined.normed or node.op_type in _NORMS)
             acts = joined.matmuls and node.op_type in _ACTIVATIONS
-            return replace(joined, activations=joined.activations | here) if acts else joined
-        for each in joined.softmaxes:
+            return replace(joined, activation=_first(joined.activation, node)) if acts else joined
+        for each in self._new(joined.softmaxes, "found"):
             self.found.setdefault(each)
         if is_op(node, "QLinearMatMul"):
             given = given[::3]  # each operand has a scale and a zero point
@@ -131,14 +168,34 @@ class Leftovers:
         if len(operands) < 2:
             # Scores are not normalised and then projected: behind both is the next layer.
             return joined.behind_projection(scores=joined.scores and not joined.normed)
-        weights = [bool(each.softmaxes) for each in operands]
+        weights = [each.softmaxes is not None for each in operands]
         if any(weights) and not all(weights):
             return _COMPUTED  # the matmul with V
-        if joined.matmuls - self._linear.keys() and not any(weights):
-            self._linear[node] = next(iter(sorted(joined.activations, key=node_name)), None)
-            self.features |= joined.features
+        if not any(weights) and self._has_other(joined.matmuls):
+            self._linear[node] = joined.activation
+            self.features.update(self._new(joined.features, "features"))
         sizes = frozenset(size for size in sizes_of(node.outputs[0]) or () if isinstance(size, int))
         return replace(_COMPUTED, scores=True, sizes=sizes, matmuls=here, features=joined.features)
+
+    def _new(self, nodes: _Nodes | None, what: str) -> Iterable[ir.Node]:
+        """The nodes of a set that were not taken in for this yet."""
+        return () if nodes is None else nodes.new(self._seen[what])
+
+    def _has_other(self, matmuls: _Nodes | None) -> bool:
+        """Whether one of these matmuls does not end an attention without softmax itself."""
+        pending, seen = [] if matmuls is None else [matmuls], set[_Nodes]()
+        while pending:
+            each = pending.pop()
+            known = each.node if each.witness is None else each.witness
+            if known is not None and known not in self._linear:
+                matmuls.witness = known  # type: ignore[union-attr]  # pending began with it
+                return True
+            if each not in seen and each.unfit != self._popped:
+                seen.add(each)
+                pending += each.parts
+        for each in seen:
+            each.unfit = self._popped
+        return False
 
     def _branches(self, node: ir.Node, graphs: list[ir.Graph]) -> None:
         """Follow If, Loop and Scan; the values of a loop are followed a second time around it."""
@@ -147,6 +204,8 @@ class Leftovers:
         skipped = int(node.op_type == "Loop")
         for graph in graphs:
             for around in range(rounds):
+                for seen in self._seen.values():
+                    seen.clear()
                 results = self._of(graph.outputs)
                 for at, value in enumerate(graph.inputs):
                     again = results[at - skipped : at - skipped + 1] if around and at >= skipped else []
@@ -169,14 +228,24 @@ def _expanded_matmul(node: ir.Node) -> ir.Node | None:
     return inner if any(x == 1 != y for x, y in pairs) and any(y == 1 != x for x, y in pairs) else None
 
 
+def _first(one: ir.Node | None, other: ir.Node | None) -> ir.Node | None:
+    """Of two nodes the first by name."""
+    return min((each for each in (one, other) if each is not None), key=node_name, default=None)
+
+
 def _joined(given: list[_Carried]) -> _Carried:
     kept = [each for each in given if each is not _NOTHING]
     if len(kept) < 2:
         return kept[0] if kept else _NOTHING
-    if all(each is _COMPUTED for each in kept):
-        return _COMPUTED
-    joined = dict[str, Any]()
-    for name in (each.name for each in fields(_Carried)):
-        parts = [getattr(each, name) for each in kept]
-        joined[name] = any(parts) if isinstance(parts[0], bool) else frozenset().union(*parts)
-    return _Carried(**joined)
+    if all(each is kept[0] for each in kept):
+        return kept[0]
+    return _Carried(
+        computed=any(each.computed for each in kept),
+        scores=any(each.scores for each in kept),
+        normed=any(each.normed for each in kept),
+        sizes=frozenset().union(*(each.sizes for each in kept)),
+        softmaxes=_union(each.softmaxes for each in kept),
+        matmuls=_union(each.matmuls for each in kept),
+        activation=functools.reduce(_first, (each.activation for each in kept)),
+        features=_union(each.features for each in kept),
+    )

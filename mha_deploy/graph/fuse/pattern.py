@@ -375,6 +375,7 @@ def _reduced_axis(node: ir.Node, *, keepdims: bool = True) -> int | None:
 # -- What stands between the matmul of Q and K and the softmax -------------------------------------
 
 _MAX_STEPS = 32
+MAX_NEAR = 64  # nodes that are searched for what a message names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -671,8 +672,13 @@ def _matmul_behind(value: ir.Value | None) -> tuple[bool, int] | None:
 def unknown_step(softmax: Normalisation) -> ir.Node | None:
     """What stands nearest to a softmax between it and a matmul, and cannot be passed."""
     near = nodes_behind([softmax.source], lambda node: node.inputs if is_op(node, *_PASSED) else ())
-    others = (node for node in near if not is_op(node, *_PASSED))
-    return next((node for node in others if any(map(is_matmul, nodes_behind(node.inputs)))), None)
+    others = itertools.islice((node for node in near if not is_op(node, *_PASSED)), _MAX_STEPS)
+    return next((node for node in others if _is_behind_matmul(node)), None)
+
+
+def _is_behind_matmul(node: ir.Node) -> bool:
+    """Whether a node depends on a matmul of two computed tensors that is near enough."""
+    return any(map(is_matmul, itertools.islice(nodes_behind(node.inputs), MAX_NEAR)))
 
 
 # -- What stands between the softmax and the matmul with V -----------------------------------------

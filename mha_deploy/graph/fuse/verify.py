@@ -10,8 +10,10 @@ import hashlib
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import ml_dtypes
 import numpy as np
@@ -29,6 +31,8 @@ _MAX_NODES = 512
 _MAX_MASK_NODES = 64
 _MAX_SCORES = 2**28  # elements; a static graph larger than that takes minutes in the evaluator
 _MANY_SCORES = 2**22  # beyond that, one draw has to do
+_FOLDED = 2**16  # from here on, what is computed from constants alone is computed once, not for every draw
+_MAX_CONSTANT = 2**28  # elements of all that is computed from constants alone, such as a triangle of ones
 # What a mask is not cut open for: its numbers are as good as drawn ones.
 _MATMULS = ("MatMul", "Gemm", "Einsum", "Conv", "Attention", "LSTM", "GRU")
 # Sizes of the dynamic axes, in the order of their names: distinct odd ones first. A graph may need sizes that
@@ -43,6 +47,14 @@ _SHARP, _SHARP_HALF = 20.0, 1.5
 _EXTREME = 5e4  # scores of the last draw: far from each other, and above any fill
 _EXTREME_ROUNDING = 0.1
 FACTOR = 0.0  # the spread of what the scores are multiplied by or divided by: numbers around 1
+_RANDOM = (
+    "RandomNormal",
+    "RandomUniform",
+    "RandomNormalLike",
+    "RandomUniformLike",
+    "Bernoulli",
+    "Multinomial",
+)
 _NAME = re.compile(r"[A-Za-z_][\w.]*")
 _FUNCTIONS = frozenset({"Min", "Max", "floor", "ceiling", "Mod"})
 
@@ -88,6 +100,9 @@ class Region:
         self.graph = graph = onnx.GraphProto(name="region")  # its inputs have types and sizes as text
         self.inputs = dict[ir.Value, str]()  # what the nodes are computed from, with its name here
         self.sizes = dict[str, Dims]()  # results of Shape nodes whose input is outside: inputs as well
+        self.computed = list[ir.Value]()  # what its nodes compute
+        self.fixed = set[str]()  # its constants, and what is computed from them alone
+        self.made = 0  # how many numbers the latter are
         names, symbols, pending = dict[ir.Value, str](), dict[str, str](), [(each, False) for each in results]
         fresh = (f"v{count}" for count in itertools.count())
 
@@ -108,6 +123,7 @@ class Region:
                 add_input(names[value], boundary.dims_of(value) or (), value.dtype, given)
             elif node is None and tensor is not None:
                 names[value] = next(fresh)
+                self.fixed.add(names[value])
                 own = ir.Tensor(tensor.numpy(), tensor.dtype, name=names[value])
                 graph.initializer.append(ir.serde.serialize_tensor(own))
             elif node is not None and (known := _outer_size(node, boundary)) is not None:
@@ -123,6 +139,10 @@ class Region:
                 own_node.input.extend("" if each is None else names[each] for each in node.inputs)
                 own_node.output.extend("" if each.name == "" else new[each] for each in node.outputs)
                 names = new | names  # one of them may be drawn
+                self.computed += node.outputs
+                if self.fixed.issuperset(filter(None, own_node.input)) and not is_op(node, *_RANDOM):
+                    self.fixed.update(own_node.output)
+                    self.made += sum(math.prod(_shape(dims(each), {})) for each in node.outputs)
             elif node is not None:
                 if graphs_in(node):
                     raise NotVerified("a control-flow operator lies between Q and the result.")
@@ -169,6 +189,8 @@ def compare(old: Region, new: Region, boundary: Boundary, opset: int) -> bool:
 
     A NotFused where they differ, or the original cannot be run.
     """
+    if (made := max(old.made, new.made)) > _MAX_CONSTANT:
+        raise NotVerified("what is computed from constants is too large.", got=f"{made:,} numbers")
     first, second = _evaluator(old, opset), _evaluator(new, max(opset, ATTENTION_OPSET))
     inputs = {value: boundary.dims_of(value, drawn=True) for value in (*old.inputs, *new.inputs)}
     if None in inputs.values():
@@ -187,6 +209,8 @@ def compare(old: Region, new: Region, boundary: Boundary, opset: int) -> bool:
             continue
         shapes = {value: _shape(each or (), numbers) for value, each in inputs.items()}
         count = max((math.prod(each[:-1]) * each[-2] for each in shapes.values() if len(each) > 1), default=0)
+        between = (math.prod(_shape(dims(each), numbers)) for each in (*old.computed, *new.computed))
+        count = max(count, *between)
         if count > _MAX_SCORES:
             raise NotVerified("the fixed sizes are too large.", got=count)
         for draw in (0, 1, 2, 3) if count < _MANY_SCORES else (1,):
@@ -219,8 +243,9 @@ def compare(old: Region, new: Region, boundary: Boundary, opset: int) -> bool:
     return filled
 
 
-def _shape(wanted: Dims, numbers: Mapping[str, int]) -> tuple[int, ...]:
-    return tuple(each if isinstance(each, int) else numbers[each] for each in wanted)
+def _shape(wanted: Sequence[int | str | None], numbers: Mapping[str, int]) -> tuple[int, ...]:
+    """Sizes as numbers; 1 for one that is not known."""
+    return tuple(each if isinstance(each, int) else numbers.get(str(each), 1) for each in wanted)
 
 
 def _is_sum(size: int | str) -> bool:
@@ -258,15 +283,24 @@ def _evaluator(
     region: Region, opset: int
 ) -> Callable[[Mapping[ir.Value, np.ndarray], Mapping[str, int]], list[np.ndarray]]:
     """A region in ONNX's reference evaluator: a function that raises `_Failed` where an operator fails."""
-    model = onnx.helper.make_model(region.graph, opset_imports=[onnx.helper.make_opsetid("", opset)])
+    opsets = [onnx.helper.make_opsetid("", opset)]
+    graph, folded = onnx.GraphProto(), dict[str, np.ndarray]()
+    graph.CopyFrom(region.graph)
+    del graph.node[:]
+    later = [each for each in region.graph.node if not region.fixed.issuperset(each.output)]
     try:
-        evaluator = reference_evaluator(model)
+        if is_large := region.made > _FOLDED:
+            folded = _folded(region, {name for each in later for name in each.input}, opsets)
+        graph.node.extend(later if is_large else region.graph.node)
+        graph.input.extend(onnx.ValueInfoProto(name=name) for name in folded)
+        evaluator = reference_evaluator(onnx.helper.make_model(graph, opset_imports=opsets))
     except Exception as error:  # an operator that it does not have
         raise NotVerified("ONNX's evaluator lacks an operator.", got=in_words(error)[:200]) from error
 
     def run(drawn: Mapping[ir.Value, np.ndarray], numbers: Mapping[str, int]) -> list[np.ndarray]:
         feeds = {name: drawn[value] for value, name in region.inputs.items()}
         feeds |= {name: np.array(_shape(each, numbers), np.int64) for name, each in region.sizes.items()}
+        feeds |= folded
         try:
             with np.errstate(all="ignore"):
                 return [np.asarray(each) for each in evaluator.run(None, feeds)]
@@ -276,6 +310,36 @@ def _evaluator(
             raise _Failed(in_words(cause)[:300]) from error
 
     return run
+
+
+def _folded(
+    region: Region, wanted: Collection[str], opsets: Sequence[onnx.OperatorSetIdProto]
+) -> dict[str, np.ndarray]:
+    """What a region computes from constants alone, once for all inputs; what is not `wanted` is let go."""
+    left = Counter(name for each in region.graph.node for name in each.input)
+    values = {each.name: onnx.numpy_helper.to_array(each) for each in region.graph.initializer}
+    made = set[str]()
+    wanted = {*wanted, *(each.name for each in region.graph.output)}
+    for node in region.graph.node:
+        if not region.fixed.issuperset(node.output):
+            continue
+        inputs, outputs = list(filter(None, node.input)), list(filter(None, node.output))
+        one = onnx.helper.make_graph(
+            [node],
+            "node",
+            [onnx.ValueInfoProto(name=name) for name in dict.fromkeys(inputs)],
+            [onnx.ValueInfoProto(name=name) for name in outputs],
+        )
+        evaluator = reference_evaluator(onnx.helper.make_model(one, opset_imports=list(opsets)))
+        with np.errstate(all="ignore"):
+            results = evaluator.run(None, {name: values[name] for name in inputs})
+        values |= dict(zip(outputs, cast("list[np.ndarray]", results), strict=True))
+        made.update(outputs)
+        left.subtract(inputs)
+        for name in {*inputs, *outputs}:
+            if name in made and left[name] == 0 and name not in wanted:
+                del values[name]
+    return {name: values[name] for name in made & values.keys() & set(wanted)}
 
 
 def _draw(
