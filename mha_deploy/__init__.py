@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import sys
+
+# `python -m mha_deploy` looks for modules in the working folder first: no more, before anything is imported.
+if sys.argv[:1] == ["-m"] and not (sys.flags.isolated or getattr(sys.flags, "safe_path", False)):
+    del sys.path[0]
+
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any

@@ -12,6 +12,7 @@ from importlib import metadata
 from typing import Any, NamedTuple
 
 from mha_deploy import __version__
+from mha_deploy.process import run
 
 # -- Which versions of everything are here ---------------------------------------------------------
 
@@ -138,7 +139,7 @@ def gpus() -> list[dict[str, str]]:
         return []
     command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        done = run(command, capture_output=True, text=True, timeout=20, check=True)
     except (subprocess.SubprocessError, OSError):  # there is no driver, or it does not answer
         return []
     rows = [line.split(", ") for line in done.stdout.splitlines() if line.strip()]

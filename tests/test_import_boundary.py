@@ -318,6 +318,7 @@ ORDER = (
     "errors",
     "text",
     "files",
+    "process",
     "environment",
     "model",
     "options",

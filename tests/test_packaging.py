@@ -95,7 +95,7 @@ def test_the_wheel_has_the_command_and_asks_for_no_torch(wheel):
         commands = configparser.ConfigParser()
         commands.read_string(file.read(f"{info}/entry_points.txt").decode())
         metadata = file.read(f"{info}/METADATA").decode()
-    assert commands["console_scripts"]["mha-deploy"] == "mha_deploy.cli:main"
+    assert commands["console_scripts"]["mha-deploy"] == "mha_deploy.__main__:main"
     required = [
         line for line in metadata.splitlines() if line.startswith("Requires-Dist") and "extra" not in line
     ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -33,6 +32,7 @@ from mha_deploy.cli.arguments import (
 )
 from mha_deploy.errors import EXIT_VERDICT_FAILED, DeployError
 from mha_deploy.options import AUTO, OF_DEPLOY, option
+from mha_deploy.process import python_command, run
 from mha_deploy.text import yes_no
 
 if TYPE_CHECKING:
@@ -392,7 +392,7 @@ def _run_in_processes(processes: int, record: Path | None) -> None:
         raise DeployError(problem, got="--processes", hint="--record FILE")
     arguments = [*sys.argv[1:], "--processes", "1"]  # the last one counts
     for _ in range(processes):
-        done = subprocess.run([sys.executable, "-m", "mha_deploy", *arguments])
+        done = run(python_command(*arguments, module="mha_deploy"))
         if done.returncode:
             raise typer.Exit(done.returncode)
 

@@ -6,7 +6,6 @@ import ctypes
 import os
 import platform
 import re
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -24,6 +23,7 @@ import msgspec
 from mha_deploy import __version__
 from mha_deploy.bundle.folder import sha256
 from mha_deploy.errors import BackendUnavailable
+from mha_deploy.process import find_program, python_command, run, start
 from mha_deploy.runtime.tensorrt.versions import EngineError, TensorRT
 
 # -- A built library and its description, which a process of its own reads: a broken one can crash -
@@ -88,9 +88,8 @@ def read_library(path: Path) -> PluginLibrary:
 @cache
 def _read(path: Path, changed: int) -> PluginLibrary:
     """The description, read once as long as the file does not change, in a process that may crash."""
-    command = [sys.executable, "-I", "-c", _READ_INFO, str(path)]
     try:
-        done = subprocess.run(command, capture_output=True, timeout=60, check=True)
+        done = run(python_command(path, code=_READ_INFO), capture_output=True, timeout=60, check=True)
         library = msgspec.json.decode(done.stdout, type=PluginLibrary)
     except subprocess.CalledProcessError as error:
         lines = error.stderr.decode(errors="replace").strip().splitlines()
@@ -256,7 +255,7 @@ def find_parts(given: Mapping[str, Path | None]) -> list[Found]:
 def _find(part: Part, named: Path | None) -> Found | None:
     """The folders of a part, as few as possible; None where a file is in none of them."""
     if part is NVCC and named is not None:
-        program = shutil.which(named)
+        program = find_program(named)
         if program is None:
             raise PluginError("This is not a compiler.", got=named, hint="--nvcc PATH, the path of nvcc")
         return Found(part=part, paths=(Path(program),), by=part.option)
@@ -392,7 +391,7 @@ def compile_library(
     Kernels are compiled for `architectures`, as `80;90`; default: CMake's own list. `on_step` is called with
     a step, its number and their count as each begins.
     """
-    cmake, source = shutil.which("cmake"), source_folder()
+    cmake, source = find_program("cmake"), source_folder()
     if cmake is None:
         raise PluginError("CMake is missing.", got="no cmake on PATH", hint="pip install cmake")
     if not (source / "CMakeLists.txt").is_file():
@@ -400,7 +399,7 @@ def compile_library(
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".building-", dir=out) as folder:
         command = [cmake, "-S", str(source), "-B", folder, "-DCMAKE_BUILD_TYPE=Release"]
-        command += ["-G", "Ninja"] if shutil.which("ninja") else []
+        command += ["-G", "Ninja"] if find_program("ninja") else []
         for found in parts:
             paths = ";".join(str(path.resolve()) for path in found.paths)
             command.append(f"-D{found.part.key.upper()}={paths}")
@@ -422,7 +421,7 @@ def _run(command: Sequence[str], step: str, on_step: OnStep) -> None:
     """Run a command and report its progress; a failure has the last lines of its output."""
     on_step(step, 0, 0)
     last: deque[str] = deque(maxlen=30)
-    with subprocess.Popen(
+    with start(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     ) as process:
         for line in process.stdout or ():

@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from itertools import product
 from pathlib import Path
@@ -39,6 +39,7 @@ from mha_deploy.errors import BackendUnavailable, DeployError, nearest
 from mha_deploy.files import check_plain, read_regular
 from mha_deploy.model.catalog import find_spec, is_factory
 from mha_deploy.options import EngineOptions, ValidateOptions
+from mha_deploy.process import python_command, run, start, variables
 from mha_deploy.regression.record import append_lines, build_line
 from mha_deploy.report import SavableResult
 from mha_deploy.report.page import sections_page
@@ -236,9 +237,9 @@ def run_cell(request: Mapping[str, Any], archive: bytes | None = None) -> dict[s
 
 
 def _variables(place: str | None, gpu: str) -> dict[str, str]:
-    """The environment variables of a worker: the runtime first on the path, and no GPU for `none`."""
-    paths = filter(None, [place, os.environ.get("PYTHONPATH")])
-    found = {"PYTHONPATH": os.pathsep.join(paths)}
+    """The environment variables of a task on Ray: the runtime first on the path, and no GPU for `none`."""
+    paths, safe = filter(None, [place, variables().get("PYTHONPATH")]), {"PYTHONSAFEPATH": "1"}
+    found = {"PYTHONPATH": os.pathsep.join(paths), **safe}
     return {**found, "CUDA_VISIBLE_DEVICES": ""} if gpu == NO_GPU else found
 
 
@@ -288,9 +289,10 @@ class LocalWorkers:
             place = self._install_packages(runtime) if runtime.pip else runtime.path
         except DeployError as error:
             return {"status": "unavailable", "why": error.in_one_line}
-        command = [runtime.python or sys.executable, "-m", "mha_deploy.regression.matrix"]
-        pipe, variables = subprocess.PIPE, os.environ | _variables(place, gpu)
-        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=variables)
+        path, pipe = [os.path.abspath(place)] if place else [], subprocess.PIPE
+        command = python_command(module=__name__, executable=runtime.python, path=path)
+        more = {"CUDA_VISIBLE_DEVICES": ""} if gpu == NO_GPU else {}
+        process = start(command, more=more, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
         self._running.add(process)
         try:
             out, err = process.communicate(json.dumps(request), timeout=limit)
@@ -315,8 +317,8 @@ class LocalWorkers:
         with self._install:
             if (target / ".complete").is_file():
                 return str(target)
-            command = [sys.executable, "-m", "pip", "install", "-q", "--target", str(target), *runtime.pip]
-            done = subprocess.run(command, capture_output=True, text=True)
+            arguments = ("install", "-q", "--target", target, *runtime.pip)
+            done = run(python_command(*arguments, module="pip"), capture_output=True, text=True)
             if done.returncode:
                 lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
                 raise BackendUnavailable("The packages cannot be installed.", got="; ".join(lines[-2:]))
@@ -340,7 +342,9 @@ class RayWorkers:
         if self._own:
             settings: dict[str, Any] = {"num_cpus": jobs} if address is None else {"address": address}
             try:
-                ray.init(log_to_driver=False, logging_level="error", **settings)
+                # Ray puts the folder in which it is started first on the path of its workers.
+                with tempfile.TemporaryDirectory() as empty, _inside(empty):
+                    ray.init(log_to_driver=False, logging_level="error", **settings)
             except (ConnectionError, RuntimeError, ValueError) as error:
                 problem, got = "The Ray cluster cannot be reached.", f"{address}: {error}"
                 raise BackendUnavailable(problem, got=got, hint="ray status") from error
@@ -397,6 +401,16 @@ class RayWorkers:
         named = {} if gpu in (NO_GPU, ANY_GPU) else {"accelerator_type": gpu}
         count = 0 if gpu == NO_GPU else 1
         return {"num_cpus": 1, "num_gpus": count, "max_retries": 1, "runtime_env": environment, **named}
+
+
+@contextmanager
+def _inside(folder: str) -> Iterator[None]:
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
 
 
 def _first_line(error: BaseException) -> str:

@@ -18,6 +18,7 @@ from msgspec import Struct
 from mha_deploy.bundle.folder import Bundle
 from mha_deploy.errors import BackendUnavailable, DeployError
 from mha_deploy.files import read_regular
+from mha_deploy.process import run
 from mha_deploy.report.schema import as_plain
 from mha_deploy.text import short, sizes_text
 from mha_deploy.validate.bench import ModelBench
@@ -170,7 +171,7 @@ def _commit() -> str:
         return ""
     try:
         read = ["git", "-C", str(root), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
-        return subprocess.run(read, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+        return str(run(read, capture_output=True, text=True, timeout=20, check=True).stdout).strip()
     except (OSError, subprocess.SubprocessError):
         return ""
 

@@ -22,7 +22,6 @@ import re
 import resource
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -40,6 +39,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from mha_deploy.errors import EXIT_VERDICT_FAILED, BundleError, DeployError
+from mha_deploy.process import python_command, start
 from mha_deploy.runtime.runner import Arrays, Closing, ProfiledRunner, Runner
 
 if TYPE_CHECKING:
@@ -94,10 +94,10 @@ class Child:
         self._crash: RuntimeCrash | None = None
         self._pipe, theirs = Pipe()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the child)
-        start = {"path": sys.path, "preload": _PRELOADED.get(family, ()), "parent": os.getpid()}
+        preload = json.dumps(_PRELOADED.get(family, ()))
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _START, str(theirs.fileno()), json.dumps(start)],
+            self._process = start(
+                python_command(theirs.fileno(), preload, os.getpid(), code=_START),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
@@ -398,11 +398,9 @@ def _padded(size: int) -> int:
 # -- the child's side ------------------------------------------------------------------------------
 
 _START = f"""
-import json, sys
-start = json.loads(sys.argv[2])
-sys.path[:] = start["path"]
+import json
 from {__name__} import serve
-serve(int(sys.argv[1]), start["preload"], start["parent"])
+serve(int(sys.argv[1]), json.loads(sys.argv[2]), int(sys.argv[3]))
 """
 
 _objects: dict[int, Any] = {}
