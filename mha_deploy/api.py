@@ -426,12 +426,13 @@ def fuse(model: AnyModel, *, verify: bool = True) -> tuple[AnyModel, FuseReport]
 
     from mha_deploy.graph.file import graph_from_proto
     from mha_deploy.graph.fuse import fuse_attention
+    from mha_deploy.graph.valid import normalize
 
     if isinstance(model, onnx.ModelProto):
         fused, report = fuse_attention(graph_from_proto(model), verify=verify)
         return ir.to_proto(fused), report
     if isinstance(model, ir.Model):
-        return fuse_attention(model, verify=verify)
+        return fuse_attention(normalize(model.clone()), verify=verify)
     hint = "onnx.load(path), or onnx_ir.load(path)"
     raise DeployError("This is not an ONNX model.", got=_describe(model), hint=hint)
 

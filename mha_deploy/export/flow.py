@@ -38,6 +38,7 @@ from mha_deploy.graph.file import load_graph, save_graph
 from mha_deploy.graph.fuse import fuse_attention, place_of
 from mha_deploy.graph.ir import Dim, dims
 from mha_deploy.graph.mixed_precision import apply_plan, plan_precision
+from mha_deploy.graph.valid import refuse_invalid
 from mha_deploy.metrics import relative_error
 from mha_deploy.model.precision import Precision
 from mha_deploy.model.spec import FLOAT, Axes, ModelSpec, Sizes, TensorSpec
@@ -292,7 +293,7 @@ class Source(ABC):
         head = f"mixed precision: {len(plan.kept)} of {plan.nodes} nodes are wider than fp16"
         more = len(lines) - _PLAN_LINES
         self.notes += [head, *lines[:_PLAN_LINES], *([f"and {more} more: see the manifest"] * (more > 0))]
-        return apply_plan(model, plan)
+        return refuse_invalid(apply_plan(model, plan), model, "The graph in mixed precision")
 
     def describe(self, model: ir.Model, outputs: Mapping[str, Sequence[Dim]], /, **known: Any) -> None:
         """Make the spec from the graph, whose outputs get their dimensions, and from what else is known."""

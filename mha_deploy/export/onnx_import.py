@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 from ml_dtypes import bfloat16
-from onnx_ir.passes.common import InlinePass, RemoveInitializersFromInputsPass
+from onnx_ir.passes.common import RemoveInitializersFromInputsPass
 
 from mha_deploy.analyze.cost import sizes_name
 from mha_deploy.bundle.cases import GoldenCase
@@ -22,6 +22,7 @@ from mha_deploy.graph.attention_node import short_dtype
 from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.fuse import from_old_opset
 from mha_deploy.graph.upcast import in_float64
+from mha_deploy.graph.valid import inline_functions
 from mha_deploy.model.precision import PRECISIONS, find_precision
 from mha_deploy.model.spec import FLOAT, Axes, Axis, Dim, TensorSpec, size_of
 from mha_deploy.options import AUTO, ExportOptions
@@ -65,9 +66,7 @@ class _OnnxSource(Source):
         self.notes, self.checks = [], {}
         model = load_graph(path)
         RemoveInitializersFromInputsPass()(model)  # older files list the weights as inputs too
-        if model.functions:
-            InlinePass()(model)
-        self.original = from_old_opset(model)
+        self.original = from_old_opset(inline_functions(model))
         self.original.ir_version = min(self.original.ir_version, _NEWEST_IR)
         own = _precision_of(self.original)
         # A float32 file in FP16 is converted node by node: what FP16 cannot hold stays wider.

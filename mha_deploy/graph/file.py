@@ -16,6 +16,8 @@ from onnx import AttributeProto, FunctionProto, GraphProto, NodeProto, TensorPro
 from mha_deploy.errors import DeployError
 from mha_deploy.files import read_regular
 from mha_deploy.graph.attention_node import attention_nodes
+from mha_deploy.graph.valid import has_sparse_tensors, normalize, write_out_sparse_tensors
+from mha_deploy.graph.valid import refusal as _refusal
 from mha_deploy.text import printable
 
 # -- Refuse a model that no exporter writes, before any code works on it ---------------------------
@@ -205,11 +207,6 @@ def _refuse_cycle(body: Body) -> None:
         raise _refusal(f"{_title(body.node[error.args[1][0]])} needs its own result") from error
 
 
-def _refusal(why: str) -> DeployError:
-    hint = "export it again, or onnx.checker.check_model"
-    return DeployError("The ONNX model is not valid.", got=printable(why), hint=hint)
-
-
 def _title(node: NodeProto) -> str:
     return f"{node.op_type} {node.name or next(iter(node.output), '')}".strip()
 
@@ -291,22 +288,30 @@ def load_graph(path: Path, *, files: Collection[str] | None = None) -> ir.Model:
         raise DeployError("The file is not an ONNX model.", got=f"{path}: {error}") from error
     if not proto.graph.node and not proto.graph.output:
         raise DeployError("The file is not an ONNX model.", got=f"{path}: an empty graph")
-    model = graph_from_proto(proto, folder=path.parent, files=files)
-    ir.external_data.set_base_dir(model.graph, path.parent)
-    return model
+    return graph_from_proto(proto, folder=path.parent, files=files)
 
 
 def graph_from_proto(
     proto: onnx.ModelProto, *, folder: Path | None = None, files: Collection[str] | None = None
 ) -> ir.Model:
-    """A graph that anybody may have made, checked before it is read; see `check_model`."""
+    """A graph that anybody may have made, checked before it is read, in its plain form.
+
+    See `check_model` for the check, and `normalize` for the form. The protobuf is not changed.
+    """
+    if has_sparse_tensors(proto.graph):
+        dense = onnx.ModelProto()
+        dense.CopyFrom(proto)
+        write_out_sparse_tensors(dense.graph)
+        proto = dense
     check_model(proto, folder, files)
     try:
         model = ir.from_proto(proto)
-        nodes = attention_nodes(model)
     except Exception as error:  # what onnx_ir raises depends on what is wrong
         raise DeployError("The ONNX model cannot be read.", got=f"{type(error).__name__}: {error}") from error
-    for node in nodes:
+    if folder is not None:
+        ir.external_data.set_base_dir(model.graph, folder)
+    model = normalize(model, proto)
+    for node in attention_nodes(model):
         heads = [each for each in (node.Hq, node.Hkv) if isinstance(each, int)]
         if not all(1 <= each <= MOST_HEADS for each in heads) or (len(heads) == 2 and heads[0] % heads[1]):
             raise DeployError("An attention has no such heads.", got=f"{node.name}: {heads}")

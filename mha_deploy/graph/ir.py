@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import onnx
 import onnx_ir as ir
-from onnx_ir.passes.common import ShapeInferencePass
 
 from mha_deploy.bundle.manifest import Dim
 
 if TYPE_CHECKING:
-    import onnx
     from onnx.reference import ReferenceEvaluator
 
 Size = int | ir.Value
 """A size in a shape: a number, or a 1-D tensor of one element computed from another tensor's shape."""
+
+_LOG = logging.getLogger(__name__)
 
 HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
@@ -146,8 +148,112 @@ def infer_shapes(model: ir.Model) -> ir.Model:
     """Import the operator sets of new nodes, and fill in the shapes that follow from the others."""
     for node in model.graph.all_nodes():
         model.opset_imports.setdefault(node.domain, 1)
-    ShapeInferencePass(check_type=False, strict_mode=False, data_prop=True)(model)
+    try:
+        inferred = onnx.shape_inference.infer_shapes(light_proto(model), data_prop=True)
+    except (onnx.shape_inference.InferenceError, RuntimeError, ValueError) as error:
+        # ONNX cannot follow the graph, which keeps what it states.
+        _LOG.info("Shapes are not inferred: %s", error)
+        return model
+    _take_types(model.graph, inferred.graph)
     return model
+
+
+def _take_types(graph: ir.Graph, inferred: onnx.GraphProto) -> None:
+    """Give the values of a graph, and of those in it, the types and shapes of its inferred copy."""
+    known = {each.name: each.type for each in (*inferred.value_info, *inferred.input, *inferred.output)}
+    own = [*graph.inputs, *graph.initializers.values()]
+    for node, copy in zip(graph, inferred.node, strict=True):
+        own += node.outputs
+        for attribute in copy.attribute:
+            inner = [attribute.g] if attribute.HasField("g") else attribute.graphs
+            if inner:
+                held = node.attributes[attribute.name]
+                graphs = [held.as_graph()] if attribute.HasField("g") else held.as_graphs()
+                for one, other in zip(graphs, inner, strict=True):
+                    _take_types(one, other)
+    for value in own:
+        if (proto := known.get(str(value.name))) is not None:
+            _take_type(value, proto)
+
+
+def _take_type(value: ir.Value, proto: onnx.TypeProto) -> None:
+    """Give a value a type and a shape; sequences and optionals, whose `dtype` is that of a part, included."""
+    try:
+        found = ir.serde.deserialize_type_proto_for_type(proto)
+        shape = ir.serde.deserialize_type_proto_for_shape(proto)
+    except NotImplementedError:  # a map, which onnx_ir does not have
+        return
+    if found is not None and found.dtype != ir.DataType.UNDEFINED and found != value.type:
+        value.type = found  # a new one: copies of a model share their types
+    if shape is not None and shape != value.shape:
+        value.shape = shape
+
+
+# -- A model for ONNX's own functions, which take no more than 2 GiB -------------------------------
+
+_SMALL = 1 << 10
+
+
+def light_proto(model: ir.Model) -> onnx.ModelProto:
+    """The model without its large weights: inputs of the same names, after its own, stand for them."""
+    graph = model.graph
+    weights, count = dict(graph.initializers), len(graph.inputs)
+    tensors = {name: value.const_value for name, value in weights.items()}
+    try:
+        for name, value in weights.items():
+            tensor = value.const_value
+            if tensor is not None and tensor.nbytes <= _SMALL:
+                if isinstance(tensor, ir.ExternalTensor):
+                    value.const_value = ir.Tensor(tensor.numpy().copy(), tensor.dtype, name=tensor.name)
+                continue
+            if tensor is not None:
+                value.shape = ir.Shape(tensor.shape.numpy()) if value.shape is None else value.shape
+                value.type = ir.TensorType(tensor.dtype) if value.type is None else value.type
+            del graph.initializers[name]
+            if not value.is_graph_input():
+                graph.inputs.append(value)
+        proto = ir.to_proto(model)
+    finally:
+        _keep_inputs(graph, count)
+        for name in list(graph.initializers):
+            del graph.initializers[name]
+        for name, value in weights.items():
+            value.const_value = tensors[name]
+            graph.initializers[name] = value
+    outside = (each for each in _tensors_inside(model) if isinstance(each, ir.ExternalTensor))
+    if (first := next(outside, None)) is not None:
+        onnx.load_external_data_for_model(proto, str(first.base_dir))
+    return proto
+
+
+def _tensors_inside(model: ir.Model) -> Iterator[ir.TensorProtocol]:
+    """The constants of nodes, and the weights of inner graphs."""
+    for graph in model.graphs():
+        if graph is not model.graph:
+            yield from (value.const_value for value in graph.initializers.values() if value.const_value)
+        for attribute in (each for node in graph for each in node.attributes.values()):
+            if attribute.type == ir.AttributeType.TENSOR and not attribute.is_ref():
+                yield attribute.as_tensor()
+
+
+def _keep_inputs(graph: ir.Graph, count: int) -> None:
+    """Let only the first inputs be inputs; onnx_ir 1.1 does not notice the deletion of a slice."""
+    kept = graph.inputs[:count]
+    graph.inputs.clear()
+    graph.inputs.extend(kept)
+
+
+def with_weights_of(proto: onnx.ModelProto, model: ir.Model) -> ir.Model:
+    """A model that ONNX made of the light copy of another one, with the weights of that one again."""
+    new = ir.from_proto(proto)
+    for value in new.graph.inputs:
+        held = model.graph.initializers.get(str(value.name))
+        if held is not None and held.const_value is not None:
+            value.const_value = held.const_value
+            new.graph.register_initializer(value)
+    _keep_inputs(new.graph, len(model.graph.inputs))
+    new.metadata_props.update(model.metadata_props)
+    return new
 
 
 def new_initializer(

@@ -18,7 +18,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import onnx_ir as ir
-from onnx_ir.passes.common import InlinePass
 
 from mha_deploy.bundle.manifest import GENERATED
 from mha_deploy.graph.attention_node import is_attention
@@ -37,6 +36,7 @@ from mha_deploy.graph.fuse.values import NoScores, NotExpressible, NotFused, fro
 from mha_deploy.graph.fuse.verify import FACTOR, Boundary, Region, compare, mask_stops
 from mha_deploy.graph.fuse.write import share_tied_weights
 from mha_deploy.graph.ir import NodeBuilder, is_op, names_in, node_name, nodes_behind, replace_node
+from mha_deploy.graph.valid import inline_functions, refuse_invalid
 
 __all__ = ["FuseReport", "FusedAttention", "NotFused", "Repair", "UnfusedSoftmax"]
 __all__ += ["from_old_opset", "fuse_attention", "place_of", "share_tied_weights"]
@@ -111,10 +111,7 @@ def fuse_attention(model: ir.Model, *, verify: bool = True) -> tuple[ir.Model, F
     changed, the new one has 23 or newer; where nothing was fused, that of the model.
     """
     with _without_collections():
-        work = model.clone()
-        if work.functions:
-            InlinePass()(work)
-        work = from_old_opset(work)
+        work = from_old_opset(inline_functions(model.clone()))
         unnamed = values.name_inputs(work)
         values.infer_sizes(work)
         fusion = _Fusion(work, verify)
@@ -125,7 +122,7 @@ def fuse_attention(model: ir.Model, *, verify: bool = True) -> tuple[ir.Model, F
         values.infer_sizes(work, only_missing=True)
         for value, shape in unnamed.items():
             value.shape = shape
-        return work, fusion.report
+        return refuse_invalid(work, model, "The graph with its attentions fused"), fusion.report
 
 
 @contextlib.contextmanager

@@ -30,10 +30,13 @@ from mha_deploy.graph.ir import (
     infer_shapes,
     input_at,
     is_op,
+    light_proto,
     made_by,
     rank,
     same_size,
+    with_weights_of,
 )
+from mha_deploy.graph.valid import OLDEST_OPSET
 
 
 class NotFused(DeployError):
@@ -190,8 +193,7 @@ def softmax_type_of(node: ir.Node) -> ir.DataType | None:
 # -- Take a model up to the opset that has `Attention` ---------------------------------------------
 
 ATTENTION_OPSET = 23
-_OLDEST, _CONVERTED_TO = 13, 18
-_SMALL = 1024  # bytes of a constant that the version converter may need
+_CONVERTED_TO = 18
 # The same node means something else since this version.
 _CHANGED_SINCE = {"DFT": 20, "GroupNormalization": 21}
 # Other names of the same modes since opset 20.
@@ -203,32 +205,16 @@ def from_old_opset(model: ir.Model) -> ir.Model:
     current = model.opset_imports.get("", 1)
     if current >= _CONVERTED_TO:
         return model
-    if current < _OLDEST:
-        what = f"The graph is older than opset {_OLDEST}."
+    if current < OLDEST_OPSET:
+        what = f"The graph is older than opset {OLDEST_OPSET}."
         raise DeployError(what, got=f"opset {current}", hint="export it again")
-    # The converter takes no more than 2 GiB and knows no folder of external data: large weights stay outside.
-    light, kept = model.clone(), dict[str, ir.TensorProtocol]()
-    for name, value in list(light.graph.initializers.items()):
-        tensor = value.const_value
-        if tensor is not None and tensor.nbytes > _SMALL:
-            kept[name] = tensor
-            del light.graph.initializers[name]
-            light.graph.inputs.extend([] if value.is_graph_input() else [value])
-        elif isinstance(tensor, ir.ExternalTensor):
-            value.const_value = ir.Tensor(tensor.numpy().copy(), tensor.dtype, name=tensor.name)
     try:
-        proto = onnx.version_converter.convert_version(ir.to_proto(light), _CONVERTED_TO)
+        proto = onnx.version_converter.convert_version(light_proto(model), _CONVERTED_TO)
     except Exception as error:  # the converter raises RuntimeError and protobuf's own types
         what = f"The graph cannot be converted to opset {_CONVERTED_TO}."
         got, hint = f"opset {current}: {error}", "export it with a newer opset"
         raise DeployError(what, got=got, hint=hint) from error
-    new = ir.from_proto(proto)
-    for value in new.graph.inputs:
-        if (tensor := kept.get(str(value.name))) is not None:
-            value.const_value = tensor
-            new.graph.register_initializer(value)
-    del new.graph.inputs[len(model.graph.inputs) :]
-    new.metadata_props.update(model.metadata_props)
+    new = with_weights_of(proto, model)
     known = {value.name: value.shape for node in model.graph.all_nodes() for value in node.outputs}
 
     def is_made_up(size: int | ir.SymbolicDim) -> bool:

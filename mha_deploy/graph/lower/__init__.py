@@ -47,6 +47,7 @@ from mha_deploy.graph.lower.call import (
     take_mask_before_expand,
 )
 from mha_deploy.graph.lower.opset import to_opset
+from mha_deploy.graph.valid import refuse_invalid
 
 __all__ = ["DIALECTS", "LoweringError", "lower"]
 
@@ -128,7 +129,7 @@ def lower(model: ir.Model, dialect: str, **options: Any) -> ir.Model:
         raise
     if changed or chosen.finish is not None:
         infer_shapes(lowered)
-    return lowered
+    return refuse_invalid(lowered, model, f"The graph in the {dialect} dialect")
 
 
 def _rewrite(lowered: ir.Model, rule: Rule, chosen: Dialect, settings: Any) -> None:

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import onnx_ir as ir
-from onnx_ir.passes.common import InlinePass
 
 from mha_deploy.errors import DeployError
 from mha_deploy.graph import attention_node as an
@@ -25,6 +24,7 @@ from mha_deploy.graph.ir import (
     rank,
     same_size,
 )
+from mha_deploy.graph.valid import inline_functions
 
 
 class LoweringError(DeployError):
@@ -206,7 +206,7 @@ def copy_of(model: ir.Model) -> ir.Model:
     copy = model.clone()
     inner = (node for function in copy.functions.values() for node in function.all_nodes())
     if any(is_op(node, *_LOWERED) for node in inner):
-        InlinePass()(copy)
+        inline_functions(copy)
     return infer_shapes(copy)
 
 

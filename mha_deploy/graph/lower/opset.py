@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import onnx
 import onnx_ir as ir
-from onnx_ir.passes.common import InlinePass
 
 from mha_deploy.graph.ir import NodeBuilder, constant_ints, input_at, is_op, node_name, replace_node
 from mha_deploy.graph.lower.call import LoweringError
+from mha_deploy.graph.valid import inline_functions
 
 # -- How an operator is written before an opset: its new output, or None where it stays ------------
 
@@ -144,8 +144,7 @@ def to_opset(model: ir.Model, version: int) -> bool:
     current = model.opset_imports.get("", version)
     if current <= version:
         return False
-    if model.functions:
-        InlinePass()(model)
+    inline_functions(model)
     nodes, seen, changed = list(model.graph.all_nodes()), set[str | None](), False
     for node in nodes:  # the new nodes are named after the old ones
         if node.name in seen and node.outputs:
@@ -197,7 +196,17 @@ def _problem(node: ir.Node, current: int, version: int) -> str | None:
         return f"it has {len(node.inputs)} inputs"
     for side, values, formals in (("input", node.inputs, old.inputs), ("output", node.outputs, old.outputs)):
         for index, value in enumerate(values):
-            formal, dtype = formals[min(index, len(formals) - 1)], None if value is None else value.dtype
-            if dtype is not None and f"tensor({dtype.name.lower()})" not in formal.types:
-                return f"{side} {formal.name} is {dtype.name}"
+            formal, kind = formals[min(index, len(formals) - 1)], None if value is None else value.type
+            if kind is not None and (text := _type_text(kind)) not in formal.types:
+                is_tensor = isinstance(kind, ir.TensorType)
+                return f"{side} {formal.name} is {kind.dtype.name if is_tensor else text}"
     return None
+
+
+def _type_text(kind: ir.TypeProtocol) -> str:
+    """A type as the specification writes it, such as `seq(tensor(float))`."""
+    if isinstance(kind, ir.SequenceType):
+        return f"seq({_type_text(kind.elem_type)})"
+    if isinstance(kind, ir.OptionalType):
+        return f"optional({_type_text(kind.elem_type)})"
+    return f"tensor({kind.dtype.name.lower()})"
