@@ -314,7 +314,7 @@ def test_masked_scores_that_are_bounded_by_the_lowest_number(spelled):
     if spelled == "put":
         feeds["m"][:, :, 2] = False
     else:
-        feeds["m"] = np.where(feeds["m"] < 0, np.float32(-np.inf), 0)
+        feeds["m"] = np.where(feeds["m"] < 0, np.float32(-np.inf), np.float32(0))
         feeds["m"][:, :, 2] = -np.inf
         feeds["m"][:, :, 3, 1:] = np.finfo(np.float32).min
     np.testing.assert_allclose(run(new, feeds)[0], run(model, feeds)[0], atol=2e-5)

@@ -18,9 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, make_dataclass
 from typing import Any
 
-import onnx
 import onnx_ir as ir
-from onnx_ir.passes.common import CheckerPass, RemoveUnusedNodesPass
+from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from mha_deploy.errors import DeployError, nearest
 from mha_deploy.graph.attention_node import QK_OUTPUT, attention_nodes, is_attention
@@ -47,7 +46,7 @@ from mha_deploy.graph.lower.call import (
     take_mask_before_expand,
 )
 from mha_deploy.graph.lower.opset import to_opset
-from mha_deploy.graph.valid import refuse_invalid
+from mha_deploy.graph.valid import refuse_invalid, why_invalid
 
 __all__ = ["DIALECTS", "LoweringError", "lower"]
 
@@ -169,9 +168,6 @@ def _check(model: ir.Model) -> None:
         if uneven or (node.has_past and node.has_nonpad_kv_seqlen):
             problem = "uneven head groups" if uneven else "nonpad_kv_seqlen together with past_key"
             raise LoweringError(problem, node.name, hint="export it again")
-    try:
-        CheckerPass()(model)
-    except (onnx.checker.ValidationError, ir.passes.PassError) as error:
-        got = str(error.__cause__ or error).strip().splitlines()[0]
+    if (found := why_invalid(model)) is not None:
         graph, hint = model.graph.name or "main", "export it again, or repair the node"
-        raise LoweringError("an invalid graph", graph, got=got, hint=hint) from error
+        raise LoweringError("an invalid graph", graph, got=found, hint=hint)
