@@ -23,7 +23,7 @@ from mha_deploy.bundle.folder import Bundle
 from mha_deploy.errors import DeployError
 from mha_deploy.judge import OutputVerdict, ParityReport, failed_to_run, judge_case, parity_from_verdicts
 from mha_deploy.options import ValidateOptions
-from mha_deploy.runtime.kserve import UNREACHABLE, ServerError, ServerRunner, served_name
+from mha_deploy.runtime.kserve import TIMEOUT, UNREACHABLE, ServerError, ServerRunner, joined, served_name
 from mha_deploy.runtime.runner import Arrays
 from mha_deploy.text import group_by, plural
 from mha_deploy.validate.decode import DecodeReport, evaluate_trace, run_decode_loop, traces_of
@@ -54,6 +54,8 @@ class _ServerValidation:
         self.spec, self.precision = bundle.manifest.spec, bundle.manifest.precision
         name = served_name(self.spec.name)
         self.runner = ServerRunner(options.url or "", model=name, timeout_s=options.timeout_s)
+        self._answered = False
+        self._silent: DeployError | None = None  # why nothing more is sent: it has never answered
 
     def report(self) -> ValidationRecord:
         on_step, runner, options = self.on_step, self.runner, self.options
@@ -62,15 +64,17 @@ class _ServerValidation:
         absent, notes = tuple[Unavailable, ...](), tuple[str, ...]()
         if runner.keeps_cache:
             units = self._sequences(traces)
+            runner.most_bytes = self._largest_answer((), traces)
             kept = "golden cases were not run: their KV cache is an input, and this server keeps its own"
             notes = (f"{kept}; the decode traces were replayed",)
         else:
             drawn, absent = draw_cases(self.bundle, options, lambda step: on_step(step, 0, 0))
             kinds = {"golden": golden, **drawn}
+            runner.most_bytes = self._largest_answer(kinds.values(), traces)
             for kind, cases in kinds.items():
                 on_step(f"{runner.model}: {kind} cases", 0, 0)
                 parity.append(self._parity([v for case in cases for v in self._run_and_judge(case)], kind))
-            for trace in traces:
+            for trace in traces if self._silent is None else ():
                 on_step(f"{runner.model}: {trace.name}", 0, 0)
                 decode += filter(None, [evaluate_trace(runner, trace, self.spec, self.precision)])
             units = self._elements([case for cases in kinds.values() for case in cases])
@@ -98,6 +102,15 @@ class _ServerValidation:
         report = ValidationRecord(bundle=self.bundle, evaluations=(evaluation,), **about)
         return conclude(report, [evaluation], options)
 
+    def _largest_answer(self, kinds: Iterable[Sequence[GoldenCase]], traces: Sequence[DecodeTrace]) -> int:
+        """The bytes that the outputs of a request can have, also as text, with room for their description."""
+        counts = [sum(array.size for array in case.oracle.values()) for cases in kinds for case in cases]
+        longest = max((axis.max for axis in self.spec.axes.values()), default=1)
+        for trace in traces:  # a preallocated cache is as long as its axis
+            whole = sum(array.size for array in trace.oracle.values())
+            counts.append(whole * max(1, -(-longest // trace.length)))
+        return (1 << 20) + 32 * max(counts, default=0)
+
     def _label(self, clients: int) -> str:
         return self.runner.name + (f", {clients} clients" if clients > 1 else "")
 
@@ -106,9 +119,16 @@ class _ServerValidation:
         return parity_from_verdicts(verdicts, backend=self._label(clients), **about)
 
     def _run_and_judge(self, case: GoldenCase) -> list[OutputVerdict]:
+        if self._silent is not None:
+            return failed_to_run(case, f"not sent: {self._silent.in_one_line}")
         try:
-            return judge_case(case, self.runner.run(case.inputs), self.precision)
+            outputs = self.runner.run(case.inputs)
+            self._answered = True
+            return judge_case(case, outputs, self.precision)
         except DeployError as error:
+            is_silent = isinstance(error, ServerError) and error.kind in (TIMEOUT, UNREACHABLE)
+            if is_silent and not self._answered:
+                self._silent = error
             return failed_to_run(case, error.in_one_line)
 
     def _elements(self, cases: Sequence[GoldenCase]) -> list[_Unit]:
@@ -142,9 +162,12 @@ class _ServerValidation:
             elif error := next((part.error for part in parts if part.error is not None), None):
                 verdicts += failed_to_run(subject, error.in_one_line)
             else:
-                outputs = [part.outputs[0] for part in parts]
-                whole = {name: np.concatenate([each[name] for each in outputs]) for name in outputs[0]}
-                verdicts += judge_case(subject, whole, self.precision)
+                try:
+                    verdicts += judge_case(
+                        subject, joined([part.outputs[0] for part in parts]), self.precision
+                    )
+                except ServerError as error:
+                    verdicts += failed_to_run(subject, error.in_one_line)
         return verdicts, reports
 
 
@@ -195,7 +218,7 @@ class _Load:
         self._work = [(round, index) for round in range(rounds) for index in range(len(units))]
         random.Random(clients).shuffle(self._work)
         self._requests, self._lock = rounds * each, threading.Lock()
-        self.gone = threading.Event()  # the server could no longer be reached
+        self.gone = threading.Event()  # the server could no longer be reached, or has not answered anything
         self._parts: dict[tuple[int, int], _Part] = {}
         self._seconds, self._kept = 0.0, 0
 
@@ -210,10 +233,10 @@ class _Load:
     def _send(self, until: float, at: int) -> None:
         if self.gone.is_set() or time.perf_counter() >= until:
             return
+        round, index = place = self._work[at]
         with self._lock:
             self._on_step(at, len(self._work))
-        round, index = place = self._work[at]
-        part = self._parts[place] = _Part()
+            part = self._parts[place] = _Part()
         try:
             for feeds, where in self._units[index].requests():
                 started = time.perf_counter()
@@ -222,12 +245,17 @@ class _Load:
                 part.outputs.append(outputs)
         except DeployError as error:
             part.error = error
-            if getattr(error, "kind", "") == UNREACHABLE:
+            kind = getattr(error, "kind", "")
+            if kind == UNREACHABLE or (kind == TIMEOUT and not any(each.seconds for each in self._done())):
                 self.gone.set()
         with self._lock:
             if round and self._kept > _KEPT_BYTES:
                 part.outputs, part.is_kept = [], False
             self._kept += sum(array.nbytes for each in part.outputs for array in each.values())
+
+    def _done(self) -> list[_Part]:
+        with self._lock:
+            return list(self._parts.values())
 
     def results(self) -> Iterator[tuple[GoldenCase | DecodeTrace, list[_Part]]]:
         """Every case and trace of which all parts were sent and kept."""
@@ -275,10 +303,11 @@ class _Recorded:
             raise part.error or DeployError("The sequence was not sent to its end.")
         prompt, longest = (self._trace.prompt, self._trace.longest_prompt) if call == 0 else (1, 1)
         self.lengths = (self.lengths + prompt).astype(np.int32)
-        return {
-            name: np.concatenate([_padded(part.outputs[call][name], axis, longest) for part in self._parts])
-            for name, axis in self._trace.cache.outputs.items()
-        }
+        outputs = self._trace.cache.outputs.items()
+        return joined([
+            {name: _padded(part.outputs[call][name], axis, longest) for name, axis in outputs}
+            for part in self._parts
+        ])  # fmt: skip
 
     def cache(self) -> Arrays:
         raise ServerError("The server keeps the KV cache.")

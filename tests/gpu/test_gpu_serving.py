@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture
 def served(tmp_path):
     """A function that builds an engine, packages it, and gives the URL of a server that has loaded it."""
-    pytest.importorskip("tritonclient.http", reason="tritonclient is not installed")
+    pytest.importorskip("tritonclient.grpc", reason="tritonclient is not installed")
     opened = []
 
     def serve(bundle, backend):

@@ -16,7 +16,7 @@ from small_server import Kserve
 @pytest.fixture
 def served(bundles, tmp_path, monkeypatch):
     """A function that packages a bundle, loads it and serves it; closed at the end of the test."""
-    pytest.importorskip("tritonclient.http", reason="tritonclient is not installed")
+    pytest.importorskip("tritonclient.grpc", reason="tritonclient is not installed")
     import mha_deploy as md
     from mha_deploy.runtime.child import isolation
     from mha_deploy.serving.backend import ServedModel

@@ -8,7 +8,7 @@ import pytest
 
 import mha_deploy as md
 
-pytest.importorskip("tritonclient.http", reason="tritonclient is not installed")
+pytest.importorskip("tritonclient.grpc", reason="tritonclient is not installed")
 
 
 def load_of(report):
