@@ -260,7 +260,7 @@ def judge(
     (verdict,) = judge_case(case, {"output": wrong.astype(got.dtype)}, precision, budgets)
     if verdict.budget is None or verdict.deviation is None:
         return math.inf, str(verdict.problem)
-    used = {key: getattr(verdict.deviation, key) / limit for key, limit in verdict.budget.limits.items()}
+    used = {key: getattr(verdict.deviation, key) / limit for key, limit in verdict.budget.items() if limit}
     return max(used.values()), f"{max(used, key=used.__getitem__)}, {probe}, {verdict.deviation.local_at}"
 
 

@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, replace
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+from msgspec import Struct, structs
 
 from mha_deploy.bundle.cases import GoldenCase, entries_from, first_new_entries
 from mha_deploy.metrics import EVERYWHERE, FACTORS, Budget, Deviation, ToHeads, budget_from_eager, measure
 from mha_deploy.model.precision import Precision, smallest_normal
+from mha_deploy.status import EMPTY_ORACLE, Kind, Outcome, Reason, derive
+from mha_deploy.text import reason_text
 
 # -- A cache is judged by its new entries; those that were valid before must come out as they were --
 
 
 def new_entries(
     case: GoldenCase, got: Mapping[str, np.ndarray]
-) -> tuple[GoldenCase, dict[str, np.ndarray], dict[str, str]]:
+) -> tuple[GoldenCase, dict[str, np.ndarray], dict[str, Reason]]:
     """A case and its results with the new entries [B, Hkv, S, D] in place of whole caches.
 
     And for each cache whose old entries came out changed, which. Results of another type or shape than the
     case's stay whole: the judge will say what is wrong with them.
     """
-    oracle, eager, results, spoiled = dict(case.oracle), dict(case.eager), dict(got), {}
+    oracle, eager, results = dict(case.oracle), dict(case.eager), dict(got)
+    spoiled: dict[str, Reason] = {}
     for name, given in case.cached.items():
         after, own = got.get(name), case.eager.get(name)
         if name not in oracle or given not in case.inputs or after is None or own is None:
@@ -37,7 +42,7 @@ def new_entries(
             if name not in spoiled and not same.all():
                 head, position, _ = (int(i) for i in np.unravel_index(int(np.argmin(same)), same.shape))
                 place = f"batch element {b}, head {head}, position {position}"
-                spoiled[name] = f"old entries were changed, the first in {place}"
+                spoiled[name] = Reason(kind=Kind.OLD_ENTRIES, where=place, index=(b, head, position))
         oracle[name], eager[name], results[name] = (
             entries_from(each, starts, S) for each in (oracle[name], own, after)
         )
@@ -46,67 +51,76 @@ def new_entries(
 
 # -- Is the result right? A verdict for every output of every golden case --------------------------
 
-# How the problem of a case begins that gave no numbers to judge.
-NOT_RUN = "could not be run"
 
-# How the problem of an output begins that any result of zeros would match.
-NOT_VERIFIED = "not verified"
-_ALL_ZERO, _CONSTANT = "the oracle is zero everywhere", "the oracle is constant"
-_REMEDY = "give real weights (--weights), or scale those that the factory makes"
-
-
-@dataclass(frozen=True, kw_only=True)
-class OutputVerdict:
+class OutputVerdict(Struct, frozen=True, kw_only=True):
     """The verdict on one output of one case."""
 
     case: str  # name of the golden case
-    sizes: Mapping[str, int]  # its axis sizes
+    sizes: dict[str, int]  # its axis sizes
     output: str  # name of the output
-    problem: str | None  # why it failed; None if it passed
+    outcome: Outcome  # whether it is right
+    reason: Reason | None = None  # why it failed or is not verified; None if it passed
     deviation: Deviation | None = None  # its error, where names, types, shapes and values allow measuring one
-    budget: Budget | None = None  # what the error may be
+    budget: dict[str, float | None] | None = None  # what the error may be, by measure; None: not judged by it
+    share: float | None = None  # the largest share of its budget that the error uses; None without a number
+
+    def __post_init__(self) -> None:
+        if self.passed is not (self.reason is None) or (self.passed and (self.share or 0.0) > 1):
+            raise ValueError(f"{self.case}/{self.output}: the outcome contradicts its reason or its error")
 
     @property
     def passed(self) -> bool:
         """Whether the output is right."""
-        return self.problem is None
+        return self.outcome is Outcome.PASSED
 
     @property
     def is_wrong(self) -> bool:
         """Whether the output failed; one that is not verified has neither failed nor passed."""
-        return self.problem is not None and not self.problem.startswith(NOT_VERIFIED)
+        return self.outcome is Outcome.FAILED
 
     @property
-    def share(self) -> float | None:
-        """The largest share of its budget that the error uses; None where there is no number to compare."""
-        return self.budget.share_used(self.deviation) if self.budget and self.deviation else None
+    def ran(self) -> bool:
+        """Whether the runtime gave a result at all."""
+        return self.reason is None or self.reason.kind is not Kind.DID_NOT_RUN
+
+    @property
+    def problem(self) -> str | None:
+        """Why it failed or is not verified, for people; None if it passed."""
+        return None if self.reason is None else reason_text(self.reason)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
+        problem = self.problem
+        if self.outcome is Outcome.NOT_VERIFIED:
+            problem = f"not verified: {problem}"
         return {
-            **{name: getattr(self, name) for name in ("passed", "case", "sizes", "output", "problem")},
+            **{
+                name: getattr(self, name) for name in ("passed", "case", "sizes", "output", "budget", "share")
+            },
+            "problem": problem,
             "deviation": self.deviation and asdict(self.deviation),
-            "budget": self.budget and self.budget.limits,
-            "share": self.share,
         }
 
 
-@dataclass(frozen=True, kw_only=True)
-class ParityReport:
+class ParityReport(Struct, frozen=True, kw_only=True):
     """The verdict on a model in one runtime."""
 
     model: str  # name of the model
     precision: str  # its precision
     backend: str  # the runtime, with its version
-    verdicts: tuple[OutputVerdict, ...]  # one for every output of every case
     cases: str = "golden"  # where the cases came from: `golden`, `sweep`, `fresh`, `probe` or `layers`
     # The type that GEMMs are assumed to accumulate in, which sets the budget, and why
     accumulation: tuple[str, str] = ("fp32", "")
+    outcome: Outcome = Outcome.NOT_VERIFIED  # that of all verdicts
+    verdicts: tuple[OutputVerdict, ...]  # one for every output of every case
+
+    def __post_init__(self) -> None:
+        derive(self, outcome=Outcome.of(verdict.outcome for verdict in self.verdicts))
 
     @property
     def passed(self) -> bool:
         """Whether there was something to check and all of it is right."""
-        return bool(self.verdicts) and all(verdict.passed for verdict in self.verdicts)
+        return self.outcome is Outcome.PASSED
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; see docs/report.md."""
@@ -127,17 +141,17 @@ def parity_from_verdicts(
     """
     judged = list(verdicts)
     verified = {verdict.output for verdict in judged if verdict.passed}
-    empty = tuple(f"{NOT_VERIFIED}: {reason}" for reason in (_ALL_ZERO, _CONSTANT))
     for index, each in enumerate(judged):
-        if each.output in verified and (each.problem or "").startswith(empty):
-            judged[index] = replace(each, problem=None)
+        if each.output in verified and each.reason is not None and each.reason.kind in EMPTY_ORACLE:
+            judged[index] = structs.replace(each, outcome=Outcome.PASSED, reason=None)
     return ParityReport(verdicts=tuple(judged), precision=precision.name, **about)
 
 
-def failed_to_run(case: GoldenCase, reason: str) -> list[OutputVerdict]:
+def failed_to_run(case: GoldenCase, message: str) -> list[OutputVerdict]:
     """The verdicts on a case that a runtime gave up on."""
-    about: dict[str, Any] = {"case": case.name, "sizes": case.sizes, "problem": f"{NOT_RUN}: {reason}"}
-    return [OutputVerdict(output=name, **about) for name in case.oracle]
+    reason = Reason(kind=Kind.DID_NOT_RUN, got=message)
+    about: dict[str, Any] = {"case": case.name, "sizes": dict(case.sizes), "reason": reason}
+    return [OutputVerdict(output=name, outcome=Outcome.FAILED, **about) for name in case.oracle]
 
 
 def largest_share(verdicts: Iterable[OutputVerdict]) -> float | None:
@@ -168,70 +182,93 @@ def judge_case(
     is_narrow = (precision.name, precision.accumulate) == ("fp16", "fp16")
     allowance, verdicts = max(1.0, case.allowance / (2 if is_narrow else 1)), []
     for name in sorted(set(case.oracle) | set(got)):
-        verdict = OutputVerdict(case=case.name, sizes=case.sizes, output=name, problem=None)
+        about: dict[str, Any] = {"case": case.name, "sizes": dict(case.sizes), "output": name}
         result = results.get(name)
-        problem = _problem_before_error(entries, name, result)
-        if problem is not None or result is None:
-            verdicts.append(replace(verdict, problem=spoiled.get(name, problem)))
+        reason = _wrong_before_error(entries, name, result)
+        if reason is not None or result is None:
+            reason = spoiled.get(name, reason)
+            verdicts.append(OutputVerdict(outcome=Outcome.FAILED, reason=reason, **about))
             continue
         oracle, eager = entries.oracle[name], entries.eager[name]
         budget = (budgets or {}).get(name)
         budget = budget or budget_from_eager(eager, oracle, precision, (to_heads or {}).get(name))
         if allowance != 1:
-            limits = {key: allowance * limit for key, limit in budget.limits.items()}
-            budget = Budget(**limits, noise=budget.noise)
+            wider = {key: allowance * limit for key, limit in budget.limits.items()}
+            budget = Budget(**wider, noise=budget.noise)
         suspects = {mistake: changes[name] for mistake, changes in case.suspects.items() if name in changes}
         deviation = measure(result, oracle, budget.noise, suspects)
-        if result.dtype.kind in "iub":
+        limits: dict[str, float | None] | None = None
+        if is_discrete := result.dtype.kind in "iub":
             # Integers and booleans are right or wrong: the next token is not nearly the right one. Where
             # rounding decides, as in an argmax, the module errs at times. As many times more may be wrong.
             wrong, own = int((result != oracle).sum()), int((eager != oracle).sum())
-            if wrong > FACTORS[precision.name, precision.accumulate] * own:
-                problem = f"{wrong} of {result.size} differ, and {own} do in the module itself"
-        elif exceeded := budget.exceeded_by(deviation):
-            problem = f"out of budget: {', '.join(exceeded)}"
-            if deviation.local_at not in ("", EVERYWHERE):
-                problem += f"; largest in: {deviation.local_at}"
-        elif reason := _shows_nothing(oracle, eager):
-            problem = f"{NOT_VERIFIED}: {reason}; {_REMEDY}"
-        problem = spoiled.get(name, problem)
-        verdicts.append(replace(verdict, problem=problem, deviation=deviation, budget=budget))
+            allowed = FACTORS[precision.name, precision.accumulate] * own
+            share = 0.0 if not wrong else wrong / allowed if allowed else math.inf
+            if wrong > allowed:
+                counts = {"wrong": wrong, "of": result.size, "in_module": own}
+                reason = Reason(kind=Kind.DIFFERENT_VALUES, numbers=counts)
+        else:
+            share = budget.share_used(deviation)
+            limits = {key: each if math.isfinite(each) else None for key, each in budget.limits.items()}
+            if exceeded := budget.exceeded_by(deviation):
+                place = deviation.local_at if deviation.local_at not in ("", EVERYWHERE) else None
+                reason = Reason(kind=Kind.OUT_OF_BUDGET, names=tuple(exceeded), where=place)
+        reason, outcome = spoiled.get(name, reason), Outcome.PASSED
+        if reason is not None:
+            outcome = Outcome.FAILED
+        elif not is_discrete and (reason := _shows_nothing(oracle, eager)) is not None:
+            outcome = Outcome.NOT_VERIFIED
+        verdicts.append(
+            OutputVerdict(
+                outcome=outcome,
+                reason=reason,
+                deviation=deviation if all(map(_is_finite, astuple(deviation))) else None,
+                budget=limits,
+                share=share if math.isfinite(share) else None,
+                **about,
+            )
+        )
     return verdicts
 
 
-def _shows_nothing(oracle: np.ndarray, eager: np.ndarray) -> str | None:
+def _is_finite(value: object) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+def _shows_nothing(oracle: np.ndarray, eager: np.ndarray) -> Reason | None:
     """Why a comparison would show nothing: it is between zeros, or of numbers that the type does not have."""
     largest, smallest = float(np.abs(oracle).max(initial=0.0)), smallest_normal(eager.dtype)
+    numbers = {"largest": largest}
     if not oracle.size:
         return None
     if largest == 0:
-        return _ALL_ZERO
+        return Reason(kind=Kind.ORACLE_ZERO)
     if largest < smallest:
-        least = f"the smallest normal number of {eager.dtype} is {smallest:.2g}"
-        return f"the oracle is at most {largest:.2g}, and {least}"
+        numbers["smallest_normal"] = smallest
+        return Reason(kind=Kind.ORACLE_SUBNORMAL, got=str(eager.dtype), numbers=numbers)
     if not eager.any():
-        return f"the module itself gives zeros where the oracle reaches {largest:.2g}"
+        return Reason(kind=Kind.MODULE_ZERO, numbers=numbers)
     roundoff = float(ml_dtypes.finfo(eager.dtype).eps) / 2
     vectors = oracle.reshape(-1, oracle.shape[-1]) if oracle.ndim else oracle.reshape(1, 1)
     if vectors.size > 1 and np.ptp(vectors) <= roundoff * largest:
-        return f"{_CONSTANT}, {largest:.2g} everywhere"
+        return Reason(kind=Kind.ORACLE_CONSTANT, numbers=numbers)
     if len(vectors) > 1 and vectors.shape[1] > 1 and (np.ptp(vectors, axis=0) <= roundoff * largest).all():
-        return "the oracle is the same vector at every position"
+        return Reason(kind=Kind.ORACLE_REPEATS)
     return None
 
 
-def _problem_before_error(case: GoldenCase, name: str, got: np.ndarray | None) -> str | None:
+def _wrong_before_error(case: GoldenCase, name: str, got: np.ndarray | None) -> Reason | None:
     if got is None:
-        return "missing from the result"
+        return Reason(kind=Kind.MISSING)
     if name not in case.oracle:
-        return "not an output of the model"
+        return Reason(kind=Kind.UNEXPECTED)
     eager = case.eager[name]
     if got.dtype != eager.dtype:
-        return f"type {got.dtype}, not {eager.dtype}"
+        return Reason(kind=Kind.TYPE, got=str(got.dtype), wanted=str(eager.dtype))
     if got.shape != eager.shape:
-        return f"shape {got.shape}, not {eager.shape}"
+        return Reason(kind=Kind.SHAPE, got=str(got.shape), wanted=str(eager.shape))
     finite = np.isfinite(got.astype(np.float64))
     if not finite.all():
-        first = tuple(int(i) for i in np.argwhere(~finite)[0])
-        return f"{int((~finite).sum())} values are NaN or infinite, the first at {first}"
+        first, count = tuple(int(i) for i in np.argwhere(~finite)[0]), int((~finite).sum())
+        return Reason(kind=Kind.NOT_FINITE, index=first, numbers={"count": count})
     return None

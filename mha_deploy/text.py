@@ -1,10 +1,13 @@
-"""Figures and lists as text."""
+"""Figures, lists, reasons and findings as text: the one place where data becomes sentences."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from enum import Enum
 from typing import TypeVar
+
+from mha_deploy.status import Kind, Reason
 
 # -- Numbers ---------------------------------------------------------------------------------------
 
@@ -124,3 +127,80 @@ def group_by(items: Iterable[Item], key: Callable[[Item], Hashable]) -> list[lis
 def summarize_names(names: Sequence[str], *, joint: str = " ") -> str:
     """The only name, or the first and the number of others."""
     return names[0] if len(names) == 1 else f"{names[0]}{joint}and {len(names) - 1} more"
+
+
+# -- Reasons: what is wrong, in words --------------------------------------------------------------
+
+MEASURES = {
+    "relative_l2": "relative L2",
+    "worst_vector": "worst vector",
+    "max_abs": "largest element",
+    "gain": "gain",
+    "local": "slice",
+    "local_gain": "gain of a slice",
+}
+"""What is measured of an error, by the name of its field, in the words of the tables."""
+
+
+def _out_of_budget(reason: Reason) -> str:
+    measures = ", ".join(MEASURES.get(name, name) for name in reason.names)
+    return f"out of budget: {measures}{f'; largest in: {reason.where}' if reason.where else ''}"
+
+
+def _subnormal(reason: Reason) -> str:
+    least = f"the smallest normal number of {reason.got} is {reason.numbers['smallest_normal']:.2g}"
+    return f"the oracle is at most {reason.numbers['largest']:.2g}, and {least}"
+
+
+def _differing(reason: Reason) -> str:
+    wrong, of, own = (f"{reason.numbers[name]:.0f}" for name in ("wrong", "of", "in_module"))
+    return f"{wrong} of {of} differ, and {own} do in the module itself"
+
+
+_REASONS: Mapping[Kind, str | Callable[[Reason], str]] = {
+    Kind.MISSING: "missing from the result",
+    Kind.UNEXPECTED: "not an output of the model",
+    Kind.TYPE: "type {0.got}, not {0.wanted}",
+    Kind.SHAPE: "shape {0.got}, not {0.wanted}",
+    Kind.NOT_FINITE: "{0.numbers[count]:.0f} values are NaN or infinite, the first at {0.index}",
+    Kind.OLD_ENTRIES: "old entries were changed, the first in {0.where}",
+    Kind.DIFFERENT_VALUES: _differing,
+    Kind.OUT_OF_BUDGET: _out_of_budget,
+    Kind.LENGTHS: "{0.got} tokens, not {0.wanted}",
+    Kind.DID_NOT_RUN: "could not be run: {0.got}",
+    Kind.DID_NOT_CLOSE: "could not be closed: {0.got}",
+    Kind.ORACLE_ZERO: "the oracle is zero everywhere",
+    Kind.ORACLE_SUBNORMAL: _subnormal,
+    Kind.MODULE_ZERO: "the module itself gives zeros where the oracle reaches {0.numbers[largest]:.2g}",
+    Kind.ORACLE_CONSTANT: "the oracle is constant, {0.numbers[largest]:.2g} everywhere",
+    Kind.ORACLE_REPEATS: "the oracle is the same vector at every position",
+}
+
+
+def reason_text(reason: Reason) -> str:
+    """A reason in words."""
+    words = _REASONS[reason.kind]
+    text = words.format(reason) if isinstance(words, str) else words(reason)
+    return f"{text}; worst at {reason.worst}" if reason.worst else text
+
+
+class Language(Enum):
+    """Whose words a hint is in: options of the command line, or arguments of the Python API."""
+
+    COMMAND_LINE = "command line"
+    PYTHON = "python"
+
+
+_WEIGHTS = {
+    Language.COMMAND_LINE: "give real weights (--weights), or scale those that the factory makes",
+    Language.PYTHON: "give real weights (weights=), or scale those that the factory makes",
+}
+_HINTS: Mapping[Kind, Mapping[Language, str]] = dict.fromkeys(
+    (Kind.ORACLE_ZERO, Kind.ORACLE_SUBNORMAL, Kind.MODULE_ZERO, Kind.ORACLE_CONSTANT, Kind.ORACLE_REPEATS),
+    _WEIGHTS,
+)
+
+
+def hint_for(kind: Kind, language: Language) -> str | None:
+    """What to try, in the words of the reader; None where there is nothing to say."""
+    return _HINTS.get(kind, {}).get(language)

@@ -316,6 +316,7 @@ def test_only_its_owner_imports_a_runtime():
 # Lower packages know nothing of higher ones.
 ORDER = (
     "errors",
+    "status",
     "text",
     "files",
     "process",

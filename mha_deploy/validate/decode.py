@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import ml_dtypes
 import numpy as np
+from msgspec import structs
 
 from mha_deploy import judge, metrics
 from mha_deploy.bundle.cases import (
@@ -28,6 +29,7 @@ from mha_deploy.model.precision import Precision
 from mha_deploy.model.spec import LENGTHS, ModelSpec
 from mha_deploy.options import ValidateOptions
 from mha_deploy.runtime.runner import Arrays, ProfiledRunner, Runner, foreign_errors
+from mha_deploy.status import Kind, Outcome, Reason
 from mha_deploy.validate.runtimes import refuse_without_torch, torch_device
 
 OnStep = Callable[[int], None]
@@ -303,9 +305,9 @@ class _DecodeRun:
             fed.append(outputs if step else self._prompts(outputs))
             verdicts, wanted = self._judge(case, fed[-1], budgets[step]), trace.prompt + step
             if not np.array_equal(lengths, wanted):
-                problem = f"{lengths.tolist()} tokens, not {wanted.tolist()}"
-                wrong = OutputVerdict(case=case.name, sizes=case.sizes, output="lengths", problem=problem)
-                verdicts.append(wrong)
+                values = str(lengths.tolist()), str(wanted.tolist())
+                reason = Reason(kind=Kind.LENGTHS, got=values[0], wanted=values[1])
+                verdicts.append(_failed(reason, case.sizes, case=case.name, output="lengths"))
             self.found.append(verdicts)
         if all(each.deviation is not None for verdicts in self.found for each in verdicts):
             self.afterwards += self._judge(whole, self._join(fed[1:]), together)
@@ -326,11 +328,12 @@ class _DecodeRun:
         """The verdicts on a case; an error that is out of budget is reported with its place."""
         found = judge.judge_case(case, got, self.precision, budgets)
         for number, verdict in enumerate(found):
-            if verdict.is_wrong and verdict.deviation is not None:
+            if verdict.is_wrong and verdict.reason is not None and verdict.deviation is not None:
                 index = verdict.deviation.worst_index
                 axes = zip(_PLACES.get(len(index), ()), index, strict=False)
                 places = ", ".join(f"{axis} {i}" for axis, i in axes)
-                found[number] = replace(verdict, problem=f"{verdict.problem}; worst at {places or index}")
+                reason = structs.replace(verdict.reason, worst=places or str(index))
+                found[number] = structs.replace(verdict, reason=reason)
         return found
 
     def _judge_cache(self, loop: DecodeLoop) -> list[OutputVerdict]:
@@ -451,10 +454,14 @@ def evaluate_trace(
             run = _DecodeRun(runner.name, trace, spec, precision)
             run.found.append(judge.failed_to_run(run.calls[0], error.in_one_line))
             return run.report()
-        last, problem = report.verdicts[-1], f"could not be closed: {error.in_one_line}"
-        failure = OutputVerdict(case=f"{trace.name} end", sizes=last.sizes, output="cache", problem=problem)
+        reason = Reason(kind=Kind.DID_NOT_CLOSE, got=error.in_one_line)
+        failure = _failed(reason, report.verdicts[-1].sizes, case=f"{trace.name} end", output="cache")
         return replace(report, verdicts=(*report.verdicts, failure))  # devices report errors late
     return report
+
+
+def _failed(reason: Reason, sizes: Mapping[str, int], *, case: str, output: str) -> OutputVerdict:
+    return OutputVerdict(case=case, sizes=dict(sizes), output=output, outcome=Outcome.FAILED, reason=reason)
 
 
 def admits(runner: Runner, feeds: Arrays) -> bool:

@@ -20,6 +20,7 @@ from mha_deploy.model.spec import ModelSpec
 from mha_deploy.runtime.child import RuntimeCrash
 from mha_deploy.runtime.runner import Runner
 from mha_deploy.runtime.timing import KernelTime, Timing, TimingPlan
+from mha_deploy.status import Kind
 from mha_deploy.validate.decode import DecodeReport, admits, evaluate_trace
 from mha_deploy.validate.error_map import MAPPED_RANKS, Heatmap, OutputProjection, heatmap
 from mha_deploy.validate.invariance import InvarianceCheck, invariance_from_runner
@@ -244,8 +245,7 @@ class Evaluation:
     def wrong_cases(self) -> list[str]:
         """Names of the cases that were run and have a wrong output."""
         verdicts = (verdict for report in self.parity for verdict in report.verdicts)
-        ran = (v for v in verdicts if v.is_wrong and not str(v.problem).startswith(judge.NOT_RUN))
-        return list(dict.fromkeys(verdict.case for verdict in ran))
+        return list(dict.fromkeys(v.case for v in verdicts if v.is_wrong and v.ran))
 
 
 def evaluate(runtime: Runtime, plan: EvaluationPlan, on_step: OnStep = lambda name: None) -> Evaluation:
@@ -325,7 +325,7 @@ def _judge(
     verdicts = judge.judge_case(case, got, plan.precision, to_heads=to_heads)
     # A cache may be wrong by its old entries alone: then there is no error to map.
     mapped = [v for v in verdicts if v.deviation and case.oracle[v.output].ndim in MAPPED_RANKS]
-    names = [v.output for v in mapped if v.deviation and v.budget and v.budget.exceeded_by(v.deviation)]
+    names = [v.output for v in mapped if v.reason and v.reason.kind is Kind.OUT_OF_BUDGET]
     if not names and case.name in _MAPPED:
         names = [v.output for v in mapped if v.output == "output" and v.passed]
     entries, results, _ = judge.new_entries(case, got)

@@ -22,7 +22,6 @@ from mha_deploy.graph.file import load_graph, value_named, with_outputs
 from mha_deploy.graph.ir import nodes_behind
 from mha_deploy.graph.upcast import float32_twin, unfused_twin
 from mha_deploy.judge import OutputVerdict, ParityReport
-from mha_deploy.metrics import Budget
 from mha_deploy.model.precision import Precision
 from mha_deploy.runtime import available_cpu_backend, open_runner
 from mha_deploy.runtime.runner import Arrays, Runner
@@ -310,7 +309,7 @@ class _Search:
         untried = [node for node in suspects[:-1] if results.get(node) in wanted]
         while untried:
             node = untried[len(untried) // 2]
-            found = self._problem(results[node], wanted, verdict.budget)
+            found = self._problem(results[node], wanted, (verdict.budget or {}).get("relative_l2"))
             inside = set(nodes_behind(node.outputs[:1]))
             if found is not None:
                 problems[node] = found
@@ -322,7 +321,7 @@ class _Search:
             return Suspect(**about, problem=problems[node]), unseen
         return None, unseen
 
-    def _problem(self, name: str, wanted: Mapping[str, np.ndarray], budget: Budget | None) -> str | None:
+    def _problem(self, name: str, wanted: Mapping[str, np.ndarray], limit: float | None) -> str | None:
         """What is wrong with a value; None where it is right."""
         self.on_step(f"value: {name}")
         got, want = self.run((name,))[name], wanted[name].astype(np.float64)
@@ -332,7 +331,7 @@ class _Search:
             return None if not np.isfinite(want).all() else "values are NaN or infinite"
         # Of the shape of an error only its size carries over from one value to another.
         off = metrics.measure(got, want).relative_l2
-        return f"relative error {off:.2g}" if budget is None or off > budget.relative_l2 else None
+        return f"relative error {off:.2g}" if limit is None or off > limit else None
 
 
 # -- Expected values inside a model, from a trusted source -----------------------------------------

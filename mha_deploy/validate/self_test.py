@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import onnx_ir as ir
+from msgspec import structs
 
 from mha_deploy import judge
 from mha_deploy.bundle.cases import GoldenCase, golden_cases
@@ -101,7 +102,7 @@ def self_test(
             ]
         found.append(layer_parity(bundle, open_graph, model=graph))
         others = [verdict for each in found if each is not None for verdict in each.verdicts]
-        return replace(report, verdicts=(*report.verdicts, *others))
+        return structs.replace(report, verdicts=(*report.verdicts, *others))
 
     results = []
     for mistake in mutations():  # which of them have no effect is known of catalog layers only

@@ -15,17 +15,19 @@ from mha_deploy.bundle.folder import MANIFEST, Bundle, sha256
 from mha_deploy.bundle.manifest import Manifest
 from mha_deploy.engine.engine import Engine, attention_summary, libraries_summary, where_built
 from mha_deploy.environment import RUN_PACKAGES, gpus, versions
-from mha_deploy.judge import NOT_VERIFIED, OutputVerdict
+from mha_deploy.judge import OutputVerdict
 from mha_deploy.model.spec import Axis
 from mha_deploy.options import ValidateOptions
 from mha_deploy.runtime.cuda import find_gpu
-from mha_deploy.text import group_by, plural, summarize_names, without_numbers
+from mha_deploy.status import Outcome
+from mha_deploy.text import Language, group_by, hint_for, plural, summarize_names, without_numbers
 from mha_deploy.validate.conformance import ConformanceTable
 from mha_deploy.validate.evaluate import Evaluation, LatencyPoint
 from mha_deploy.validate.fault import LAYERS, FaultReport
 from mha_deploy.validate.fp16_range import RangeReport
 from mha_deploy.validate.runtimes import TENSORRT, Unavailable
 
+NOT_VERIFIED = Outcome.NOT_VERIFIED
 REPORT_FORMAT = 3
 """The format of report.json; readers refuse any other."""
 
@@ -317,8 +319,8 @@ def _about_runtimes(evaluations: Sequence[Evaluation]) -> Iterator[Finding]:
     """Wrong outputs, decode steps and batch slots."""
 
     def shown(verdict: OutputVerdict) -> str:
-        reason = (verdict.problem or "").removeprefix(f"{NOT_VERIFIED}: ")
-        return f"{verdict.case}/{verdict.output}: {reason}"
+        hint = verdict.reason and hint_for(verdict.reason.kind, Language.COMMAND_LINE)
+        return f"{verdict.case}/{verdict.output}: {verdict.problem}{f'; {hint}' if hint else ''}"
 
     for each in evaluations:
         for report in each.parity:

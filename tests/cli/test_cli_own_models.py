@@ -16,6 +16,7 @@ from mha_deploy.judge import OutputVerdict, ParityReport
 from mha_deploy.metrics import Budget, Deviation
 from mha_deploy.options import ValidateOptions
 from mha_deploy.runtime.tensorrt.engine_verdict import NodeVerdict
+from mha_deploy.status import Kind, Outcome, Reason
 from mha_deploy.validate.fp16_range import Figures, NodeRange, RangeFinding, RangeReport
 from mha_deploy.validate.verdict import ValidationRecord, findings
 
@@ -51,9 +52,11 @@ def layers(count, *, wrong=(), worst=None, name="blocks.{}.attention"):
             case="layers",
             sizes={"B": 2, "S": 8},
             output=name.format(i),
-            problem="out of budget: relative_l2" if i in wrong else None,
+            outcome=Outcome.FAILED if i in wrong else Outcome.PASSED,
+            reason=Reason(kind=Kind.OUT_OF_BUDGET, names=("relative_l2",)) if i in wrong else None,
             deviation=deviation,
-            budget=limit,
+            budget=limit.limits,
+            share=limit.share_used(deviation),
         )
 
     verdicts = tuple(verdict(i) for i in range(count))
@@ -89,7 +92,7 @@ def test_every_wrong_attention_is_listed_with_its_place():
     listed = [row[0] for row in rows_of(text) if "FAILED" in row]
     assert listed == [f"blocks.{i}.attention" for i in wrong]
     assert "17 more" in text
-    assert text.count("out of budget: relative_l2; worst at") == 4
+    assert text.count("out of budget: relative L2; worst at") == 4
     assert "FAILED  4 of 24 attentions are wrong" in text
 
 

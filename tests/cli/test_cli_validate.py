@@ -108,8 +108,7 @@ def test_a_wrong_model_fails_though_every_hash_matches(run_cli, folder):
     assert {row["case"] for row in failed} >= {"opt", "odd", "large"}, "one key leaves nothing to scale"
     for row in failed:
         assert row["problem"].startswith("out of budget: ")
-        over = row["problem"].removeprefix("out of budget: ").partition(";")[0].split(", ")
-        assert all(row["deviation"][name] > row["budget"][name] for name in over)
+        assert any(row["deviation"][name] > row["budget"][name] for name in row["budget"])
 
 
 def test_a_renamed_output_is_refused(refused, folder):

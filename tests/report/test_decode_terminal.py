@@ -6,11 +6,13 @@ import re
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 from replayed import MEDDLERS, STEPS, decoded, stops_at, wrong_from
 from rich.console import Console
 
 from mha_deploy.cli.tables import decode_renderable
 from mha_deploy.report.table import as_plain
+from mha_deploy.status import Kind, Outcome, Reason
 from mha_deploy.text import error, times
 
 
@@ -62,7 +64,9 @@ def test_the_terminal_says_where_a_trace_stopped(last, place):
 def test_the_terminal_shows_of_a_wrong_cache_behind_right_steps():
     report = decoded()
     *right, cache = report.verdicts
-    broken = replace(report, verdicts=(*right, replace(cache, problem="out of budget: gain")))
+    reason = Reason(kind=Kind.OUT_OF_BUDGET, names=("gain",))
+    wrong = structs.replace(cache, outcome=Outcome.FAILED, reason=reason)
+    broken = replace(report, verdicts=(*right, wrong))
     assert verdict_of(broken)["wrong at"] == "cache"
     assert "steps cache/value: out of budget: gain" in printed(broken)
 

@@ -9,6 +9,8 @@ from graph_parity import graph_parity
 from mha_deploy.bundle.cases import GoldenCase
 from mha_deploy.judge import ParityReport, judge_case, parity_from_verdicts
 from mha_deploy.model.precision import PRECISIONS
+from mha_deploy.status import Kind, Outcome
+from mha_deploy.text import Language, hint_for
 
 FP16 = PRECISIONS["fp16"]
 
@@ -23,6 +25,13 @@ def case():
 
 def problems(case, got):
     return {verdict.output: verdict.problem for verdict in judge_case(case, got, FP16)}
+
+
+def measures(case, got):
+    """The measures of `output` that are out of budget."""
+    verdict = next(each for each in judge_case(case, got, FP16) if each.output == "output")
+    assert verdict.reason.kind is Kind.OUT_OF_BUDGET
+    return verdict.reason.names
 
 
 def test_a_missing_output_fails(case):
@@ -57,12 +66,12 @@ def test_a_value_that_is_not_finite_fails_and_is_placed(case, bad):
 def test_one_wrong_element_fails(case):
     output = case.eager["output"].copy()
     output[0, 1, 2] += np.float16(0.1)
-    assert "max_abs" in problems(case, {**case.eager, "output": output})["output"]
+    assert "max_abs" in measures(case, {**case.eager, "output": output})
 
 
 def test_a_result_scaled_by_half_a_per_cent_fails(case):
     output = (case.oracle["output"] * 1.005).astype(np.float16)
-    assert "gain" in problems(case, {**case.eager, "output": output})["output"]
+    assert "gain" in measures(case, {**case.eager, "output": output})
 
 
 def one_output(oracle, dtype=np.float16, name="opt"):
@@ -87,15 +96,17 @@ def test_an_output_of_nothing_but_zeros_verifies_nothing(make):
     (verdict,) = judge_case(case, case.eager, FP16)
     assert not verdict.passed
     assert not verdict.is_wrong
-    assert "not verified" in verdict.problem
-    assert "weights" in verdict.problem
+    assert verdict.outcome is Outcome.NOT_VERIFIED
+    hints = {language: hint_for(verdict.reason.kind, language) for language in Language}
+    assert "--weights" in hints[Language.COMMAND_LINE]
+    assert "weights=" in hints[Language.PYTHON]
 
 
 def test_what_is_wrong_is_wrong_also_where_the_oracle_is_zero():
     case = one_output(np.zeros((2, 3)))
     (verdict,) = judge_case(case, {"y": np.ones((2, 3), np.float16)}, FP16)
     assert verdict.is_wrong
-    assert "out of budget" in verdict.problem
+    assert verdict.reason.kind is Kind.OUT_OF_BUDGET
 
 
 def test_zeros_among_other_numbers_are_judged(case):
@@ -138,7 +149,7 @@ def test_constants_verify_nothing():
     for report in (report_on(same), report_on(numbers, same)):
         assert not report.passed
         assert not any(verdict.is_wrong for verdict in report.verdicts)
-        assert any("--weights" in str(verdict.problem) for verdict in report.verdicts)
+        assert report.outcome is Outcome.NOT_VERIFIED
 
 
 def test_a_report_without_verdicts_has_not_passed():
