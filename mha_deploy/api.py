@@ -18,7 +18,6 @@ from pathlib import Path
 from textwrap import TextWrapper
 from typing import TYPE_CHECKING, Any, TypeVar, Union
 
-from mha_deploy.bundle.commit import refuse_foreign, refuse_occupied, temporary_folder
 from mha_deploy.bundle.folder import MANIFEST, Bundle
 from mha_deploy.bundle.folder import open_bundle as open_folder
 from mha_deploy.environment import RUNTIMES, can_import, examine, gpus, installed_version
@@ -39,7 +38,17 @@ from mha_deploy.options import (
     ValidateOptions,
     options_of,
 )
-from mha_deploy.report import SavableResult
+from mha_deploy.output import (
+    check_file,
+    commit_files,
+    is_nobodys,
+    make_folder,
+    refuse_inside,
+    refuse_occupied,
+    scratch_folder,
+    temporary_folder,
+)
+from mha_deploy.report import SavableResult, check_results
 
 if TYPE_CHECKING:
     import onnx
@@ -304,6 +313,11 @@ def export(
     settings = ExportOptions(**options)
     _refuse_export(out, settings)
     settings = replace(settings, **_weight_options(found, weights, settings.prefix))
+    named = found.source if isinstance(found.source, str) else ""
+    sources = [named, named.rpartition(":")[0], settings.weights, *(inputs or {}).values()]
+    refuse_inside(
+        Path(os.path.realpath(out)), filter(None, (x for x in sources if isinstance(x, str | Path)))
+    )
     report = on_step or _silent
     if _is_onnx(found.source):
         from mha_deploy.export.onnx_import import bundle_from_onnx
@@ -460,25 +474,24 @@ def fuse_file(
     from mha_deploy.graph.file import load_graph, weight_files
 
     source, output = Path(source), Path(output)
-    parts = (output, output.with_name(f"{output.name}.data"))
-    if output.exists() and not output.is_file():
-        raise DeployError("The output is not a file.", got=output)
-    if output.exists() and not overwrite:
+    if output.is_file() and not overwrite:
         raise DeployError("The output is there already.", got=output, hint="--overwrite")
     # The weights of the source may be read until the new file is whole.
-    if output.exists() and source.exists() and output.samefile(source):
-        raise DeployError("The output is the input.", got=output, hint="write to another file")
-    if not output.absolute().parent.is_dir():
-        raise DeployError("The folder of the output does not exist.", got=output.parent)
+    real = check_file(output, is_nobodys, overwrite=overwrite, inputs=[source])
+    if not real.parent.is_dir():
+        hint = "make it, or another -o"
+        raise DeployError("The folder of the output does not exist.", got=output.parent, hint=hint)
     original = load_graph(source)
-    needed = weight_files(original)
-    if taken := [path for path in parts if path.resolve() in needed]:
+    beside, needed = real.with_name(f"{real.name}.data"), weight_files(original)
+    if taken := [path for path in (real, beside) if path.resolve() in needed]:
         what = "The output could replace weights of the input."
         raise DeployError(what, got=taken[0], hint="write elsewhere")
-    if parts[1].exists() and not overwrite:
-        raise DeployError("The file for the weights is there already.", got=parts[1], hint="--overwrite")
+    if beside.is_file() and not overwrite:
+        raise DeployError("The file for the weights is there already.", got=beside, hint="--overwrite")
+    for path in (real, beside):
+        check_file(path, is_nobodys, overwrite=overwrite, inputs=[source, *needed], within=real.parent)
     model, report = fuse(original, verify=verify)
-    _save_graph(model, output)
+    _save_graph(model, real)
     return report
 
 
@@ -486,26 +499,14 @@ def _save_graph(model: ir.Model, output: Path) -> None:
     """Write beside the place and rename, all files or none; the graph last: it must not lack its weights."""
     from mha_deploy.graph.file import save_graph
 
-    home = output.absolute().parent
-    with temporary_folder(home / output.name) as folder:
-        new, old, placed = folder / "new", folder / "old", list[str]()
-        new.mkdir()
-        old.mkdir()
-        save_graph(model, new / output.name)
-        parts = sorted((path.name for path in new.iterdir()), key=lambda name: name == output.name)
-        try:
-            if len(parts) > 1:  # an old graph must not be found beside new weights
-                for name in (each for each in reversed(parts) if (home / each).exists()):
-                    (home / name).replace(old / name)
-            for name in parts:
-                (new / name).replace(home / name)
-                placed.append(name)
-        except BaseException:
-            for name in placed:
-                (home / name).unlink()
-            for path in old.iterdir():
-                path.replace(home / path.name)
-            raise
+    try:
+        with temporary_folder(output) as folder:
+            make_folder(folder / "new", within=folder)
+            save_graph(model, folder / "new" / output.name)
+            commit_files(folder / "new", output)
+    except OSError as error:
+        hint = "another place, or free the disk"
+        raise DeployError("The output cannot be written.", got=f"{output}: {error}", hint=hint) from error
 
 
 def check(
@@ -730,10 +731,14 @@ class Report(SavableResult):
 
         return report_page(self.to_dict())
 
-    def save(self, folder: StrPath) -> Path:
-        """Write `report.json` and `report.html` into a folder; returns the path of the page."""
-        refuse_foreign(Path(folder), "report")
-        return self._save(Path(folder), "report")
+    def save(self, folder: StrPath, *, overwrite: bool = False) -> Path:
+        """Write `report.json` and `report.html` into a folder; returns the path of the page.
+
+        Args:
+            folder: The folder, which is made if need be.
+            overwrite: Replace files of these names that this tool did not write, too.
+        """
+        return self._save(Path(folder), "report", overwrite=overwrite)
 
     def __repr__(self) -> str:
         return f"<Report {self.outcome}: {self.headline}>"
@@ -868,10 +873,14 @@ class BenchReport(SavableResult):
 
         return bench_markdown(self.to_dict())
 
-    def save(self, folder: StrPath) -> Path:
-        """Write `bench.json` and `bench.html` into a folder; returns the path of the page."""
-        refuse_foreign(Path(folder), "bench")
-        return self._save(Path(folder), "bench")
+    def save(self, folder: StrPath, *, overwrite: bool = False) -> Path:
+        """Write `bench.json` and `bench.html` into a folder; returns the path of the page.
+
+        Args:
+            folder: The folder, which is made if need be.
+            overwrite: Replace files of these names that this tool did not write, too.
+        """
+        return self._save(Path(folder), "bench", overwrite=overwrite)
 
     def record(self, path: StrPath, command: Sequence[str] | None = None) -> None:
         """Add every measurement as a line of JSON to a file, with its samples and what it was measured with.
@@ -1105,7 +1114,6 @@ def _best_candidate(
     trials: list[PrecisionTrial] = []
     options: dict[str, tuple[str, EngineOptions]] = {}
     place = Path(os.path.realpath(out))
-    place.parent.mkdir(parents=True, exist_ok=True)
     with temporary_folder(place) as folder:
         for precision in _precisions_to_try(found, rt):
             shown = "mixed" if precision == AUTO else precision
@@ -1336,12 +1344,10 @@ def compare_heads(
         if inputs is not None:
             what = "Only a catalog layer takes an .npz file."
             raise DeployError(what, got=inputs, hint="Example(..., draw=)")
-        from tempfile import TemporaryDirectory
-
-        with TemporaryDirectory() as folder:
+        with scratch_folder() as folder:
             options: ExportKeywords = {"precision": "fp32", "golden": (at or "opt",), "seed": seed}
             options["prefix"] = prefix
-            made = export(found, Path(folder) / "bundle", weights=weights, **options)
+            made = export(found, folder / "bundle", weights=weights, **options)
             return _compare_heads_of_bundle(made, attention)
     if attention is not None:
         raise DeployError("A catalog layer has one attention.", got=attention, hint="leave it out")
@@ -1596,6 +1602,22 @@ def build_plugins(
 
 
 # -- Arguments -------------------------------------------------------------------------------------
+
+
+def refuse_outputs(folder: Path, name: str, *, record: Path | None = None, overwrite: bool = False) -> None:
+    """Refuse, before long work, files of a result that could not be written after it."""
+    check_results(folder, name, overwrite=overwrite)
+    if record is not None:
+        from mha_deploy.regression.record import check_record
+
+        check_record(record)
+
+
+def refuse_image(path: Path, *, overwrite: bool, inputs: Sequence[StrPath]) -> None:
+    """Refuse, before long work, an image that could not be written after it."""
+    from mha_deploy.analyze.similarity import refuse_image
+
+    refuse_image(path, overwrite=overwrite, inputs=inputs)
 
 
 def _silent(name: str, number: int, count: int) -> None:

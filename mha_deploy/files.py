@@ -6,7 +6,9 @@ import errno
 import json
 import math
 import os
+import re
 import stat
+import unicodedata
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -51,6 +53,55 @@ def check_name(name: str) -> None:
     except UnicodeEncodeError as error:
         shown = name.encode("utf-8", "backslashreplace").decode()
         raise DeployError("The name is not valid UTF-8.", got=shown, hint="rename it") from error
+
+
+class PathPart(str):
+    """A name that is one part of a path: of a model, an engine, a case, a cell.
+
+    Raises:
+        DeployError: It could leave its folder, be taken for an option, not be a file everywhere, or be shown
+            as something else.
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, name: str, what: str = "a file") -> PathPart:
+        """Check a name, and write it in Unicode's composed form."""
+        composed = unicodedata.normalize("NFC", name)
+        if wrong := _why_no_part(composed):
+            hint = f"letters, digits, dashes and dots, without {wrong}" if wrong != "a name" else wrong
+            raise DeployError(f"This cannot be the name of {what}.", got=name, hint=hint)
+        return super().__new__(cls, composed)
+
+
+# Room for what is added to a name: an ending, a hash, the mark of a temporary file.
+_LONGEST_PART = 200
+_RESERVED = {
+    "con",
+    "prn",
+    "aux",
+    "nul",
+    *(f"{port}{number}" for port in ("com", "lpt") for number in range(10)),
+}
+
+
+def _why_no_part(name: str) -> str | None:
+    """What is wrong with a name as one part of a path, as what it should be without."""
+    if not name or name.strip(".") == "":
+        return "a name"
+    try:
+        size = len(name.encode())
+    except UnicodeEncodeError:
+        return "bytes that are no UTF-8"
+    refused = {
+        "a separator": re.search(r"[/\\:]", name),
+        "control characters": printable(name) != name or not name.isprintable(),
+        "a dash, dot, tilde or space at the beginning": name[0] in "-.~" or name[0].isspace(),
+        "a dot or space at the end": name[-1] == "." or name[-1].isspace(),
+        f"more than {_LONGEST_PART} bytes": size > _LONGEST_PART,
+        "a name that systems reserve": name.split(".")[0].lower() in _RESERVED,
+    }
+    return next((wrong for wrong, found in refused.items() if found), None)
 
 
 def read_json(path: Path) -> Any:

@@ -225,13 +225,15 @@ class TestHeatmap:
         pytest.importorskip("matplotlib")
 
         def fail(path, target):
-            assert path.read_bytes().startswith(b"\x89PNG")
+            assert Path(path).read_bytes().startswith(b"\x89PNG")
             raise OSError("disk full")
 
         (tmp_path / "heads.png").write_bytes(b"old")
-        monkeypatch.setattr(Path, "replace", fail)
-        with pytest.raises(DeployError, match="disk full"):
+        with pytest.raises(DeployError, match="did not write"):
             similarity.save_png(tmp_path / "heads.png")
+        monkeypatch.setattr(os, "replace", fail)
+        with pytest.raises(DeployError, match="disk full"):
+            similarity.save_png(tmp_path / "heads.png", overwrite=True)
         assert os.listdir(tmp_path) == ["heads.png"]
         assert (tmp_path / "heads.png").read_bytes() == b"old"
 

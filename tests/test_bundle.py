@@ -12,6 +12,7 @@ from bundle_edit import edit_manifest, fill, manifest, small_bundle
 from mha_deploy.bundle.folder import MANIFEST, MODEL, BundleWriter, open_bundle, sha256
 from mha_deploy.bundle.manifest import FORMAT
 from mha_deploy.errors import BundleError, DeployError
+from mha_deploy.output import GENERATOR
 
 KEYS = sorted(manifest().to_dict())
 
@@ -344,7 +345,7 @@ def disk(monkeypatch):
 
     def choose(one_step):
         if not one_step:
-            monkeypatch.setattr("mha_deploy.bundle.commit.exchange", lambda one, other: False)
+            monkeypatch.setattr("mha_deploy.output.exchange", lambda one, other: False)
 
     return choose
 
@@ -372,9 +373,9 @@ def test_engines_and_reports_go_with_their_bundle_and_are_named(folder):
     files = {
         "engines/mine.engine": "a plan",
         "engines/mine.json": json.dumps(engine),
-        "engines/timing-tensorrt-10.cache": "times",
+        "engines/timing-tensorrt-10.cache": "mha-deploy timing cache 0\ntimes",
         "report.json": json.dumps(report),
-        "report.html": "<!doctype html>",
+        "report.html": f'<!doctype html>{GENERATOR} 0">',
     }
     for name, text in files.items():
         (folder / name).write_text(text)
@@ -587,7 +588,7 @@ def test_an_overwrite_that_fails_keeps_the_old_bundle(folder, disk, monkeypatch)
             raise KeyboardInterrupt
         rename(source, target)
 
-    monkeypatch.setattr("mha_deploy.bundle.commit.os.rename", fail_with_the_old_one_aside)
+    monkeypatch.setattr("mha_deploy.output.os.rename", fail_with_the_old_one_aside)
     with BundleWriter(folder, overwrite=True) as writer:
         fill(writer.path)
         with pytest.raises(KeyboardInterrupt):

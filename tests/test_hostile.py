@@ -31,7 +31,7 @@ from hostile_files import (
 from onnx import TensorProto, helper
 
 import mha_deploy as md
-from mha_deploy.bundle import commit
+from mha_deploy import output
 from mha_deploy.bundle.cases import read_arrays, read_trace, write_arrays
 from mha_deploy.bundle.folder import MANIFEST, MODEL, BundleWriter, sha256
 from mha_deploy.cli.tables import engine_renderable
@@ -533,25 +533,27 @@ def test_an_engine_of_a_bundle_that_was_replaced_is_refused(folder):
 
 
 def test_what_killed_processes_left_is_removed_and_what_others_write_stays(folder):
-    stale, young, theirs = (folder.parent / f".bundle.partial-{name}" for name in ("a", "b", "c"))
-    for each in (stale, young, theirs):
+    stale, theirs = output.temporary_name(folder), output.temporary_name(folder)
+    users = [
+        folder.parent / f".bundle.{name}" for name in ("old-2025", "partial-notes", f"partial-{'a' * 20}")
+    ]
+    for each in (stale, theirs, *users):
         each.mkdir()
         (each / "model.onnx").write_bytes(b"half")
-    for each in (stale, theirs):
         os.utime(each, (1, 1))
     handle = os.open(theirs, os.O_RDONLY)
     fcntl.flock(handle, fcntl.LOCK_EX)
     with BundleWriter(folder, overwrite=True):
         pass
     os.close(handle)
-    assert (stale.exists(), young.exists(), theirs.exists()) == (False, True, True)
+    assert not stale.exists()
+    assert all((each / "model.onnx").exists() for each in (theirs, *users))
 
 
 def test_a_bundle_that_a_killed_process_moved_aside_comes_back(folder):
-    aside = folder.parent / ".bundle.old-a"
+    aside = output.temporary_name(folder, "old")
     aside.mkdir()
     folder.rename(aside / "bundle")
-    os.utime(aside, (1, 1))
     with BundleWriter(folder):
         md.open_bundle(folder)
     assert not aside.exists()
@@ -559,7 +561,7 @@ def test_a_bundle_that_a_killed_process_moved_aside_comes_back(folder):
 
 @pytest.mark.parametrize("one_step", [True, False], ids=["exchange", "two renames"])
 def test_a_file_that_comes_at_the_last_moment_is_kept(folder, monkeypatch, one_step):
-    exchange, calls = commit.exchange, []
+    exchange, calls = output.exchange, []
 
     def late(new, place):
         if not calls:
@@ -567,7 +569,7 @@ def test_a_file_that_comes_at_the_last_moment_is_kept(folder, monkeypatch, one_s
         calls.append(new)
         return one_step and exchange(new, place)
 
-    monkeypatch.setattr(commit, "exchange", late)
+    monkeypatch.setattr(output, "exchange", late)
     with BundleWriter(folder, overwrite=True) as writer:
         fill(writer.path, "tiny-mqa")
         with pytest.raises(md.DeployError, match="in the meantime"):

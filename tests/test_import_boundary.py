@@ -320,6 +320,7 @@ ORDER = (
     "text",
     "files",
     "process",
+    "output",
     "environment",
     "model",
     "options",

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Collection, Mapping
+import os
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from mha_deploy import __version__
 from mha_deploy.bundle.cases import read_npz
-from mha_deploy.bundle.commit import temporary_file
 from mha_deploy.errors import DeployError, needed
 from mha_deploy.model.spec import INT32, AttentionSpec, Sizes, TensorSpec
+from mha_deploy.output import TOOL, check_file, is_image, write_file
 
 # -- Inputs from an .npz file, checked against the spec --------------------------------------------
 
@@ -100,10 +102,19 @@ class HeadSimilarity:
             **({"attention": self.attention, "others": dict(self.others)} if self.attention else {}),
         }
 
-    def save_png(self, path: Path, *, title: str = "Head similarity") -> None:
-        """Draw ρ as a heatmap under a title with the redundancy; the file appears whole or not at all."""
-        if path.suffix.lower() != ".png":
-            raise DeployError("The heatmap is a PNG.", got=path, hint=path.with_suffix(".png").name)
+    def save_png(
+        self,
+        path: Path,
+        *,
+        title: str = "Head similarity",
+        overwrite: bool = False,
+        inputs: Sequence[str | os.PathLike[str]] = (),
+    ) -> None:
+        """Draw ρ as a heatmap under a title with the redundancy; the file appears whole or not at all.
+
+        A heatmap of this tool is replaced, any other file only with `overwrite`, and `inputs` never.
+        """
+        refuse_image(path, overwrite=overwrite, inputs=inputs)
         with needed("matplotlib is not installed.", "plot"):
             from matplotlib.backends.backend_agg import FigureCanvasAgg
             from matplotlib.figure import Figure
@@ -124,12 +135,20 @@ class HeadSimilarity:
                 colour = "white" if abs(value) > 0.6 else "black"
                 axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=8, color=colour)
         drawn = io.BytesIO()
-        figure.savefig(drawn, format="png", dpi=150)
-        try:
-            with temporary_file(path, drawn.getvalue()) as temporary:
-                temporary.replace(path)
-        except OSError as error:
-            raise DeployError("The heatmap cannot be written.", got=f"{path}: {error}") from error
+        figure.savefig(drawn, format="png", dpi=150, metadata={"Software": f"{TOOL} {__version__}"})
+        write_file(path, drawn.getvalue(), is_image, overwrite=overwrite, inputs=inputs)
+
+
+def refuse_image(
+    path: Path, *, overwrite: bool = False, inputs: Sequence[str | os.PathLike[str]] = ()
+) -> None:
+    """Refuse a file that a heatmap cannot be written to."""
+    if path.suffix.lower() != ".png":
+        raise DeployError("The heatmap is a PNG.", got=path, hint=path.with_suffix(".png").name)
+    real = check_file(path, is_image, overwrite=overwrite, inputs=inputs)
+    if not real.parent.is_dir():
+        hint = "make it, or another file"
+        raise DeployError("The heatmap cannot be written: there is no such folder.", got=path, hint=hint)
 
 
 def random_feeds(spec: AttentionSpec, sizes: Sizes, seed: int) -> Mapping[str, Any]:

@@ -22,6 +22,7 @@ from mha_deploy.errors import BundleError, DeployError, ExportError
 from mha_deploy.files import LARGEST_TEXT, open_regular, refuse_duplicates
 from mha_deploy.model.precision import Precision
 from mha_deploy.model.spec import CACHE_TENSORS, CACHES, FLOAT, INT32, LENGTHS, KVCache, ModelSpec, TensorSpec
+from mha_deploy.output import put_file
 
 # -- Files of arrays that anybody may have written: nothing is unpickled -----------------------------
 
@@ -52,7 +53,7 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     """Write the arrays of a bundle by name, as `group/name`, in the safetensors format."""
     from safetensors.numpy import save
 
-    path.write_bytes(save({name: np.asarray(array, order="C") for name, array in arrays.items()}))
+    put_file(path, save({name: np.asarray(array, order="C") for name, array in arrays.items()}))
 
 
 def read_arrays(path: Path, known: Set[str] | None = None) -> dict[str, np.ndarray]:
@@ -511,7 +512,6 @@ def write_polygraphy(folder: Path, cases: Iterable[GoldenCase]) -> None:
     Polygraphy's JSON holds arrays as base64 of NumPy's own format. The oracle is written as float32, the
     widest type that its comparison tools print well.
     """
-    folder.mkdir(parents=True)
     inputs, results = [], []
     for case in cases:
         inputs.append({name: _polygraphy_array(array) for name, array in case.inputs.items()})
@@ -522,8 +522,8 @@ def write_polygraphy(folder: Path, cases: Iterable[GoldenCase]) -> None:
         head = {"runtime": None, "runner_name": "oracle", "polygraphy_class": "IterationResult"}
         results.append({"outputs": lazy, **head})
     run = {"lst": [["oracle", results]], "polygraphy_class": "RunResults"}
-    (folder / "inputs.json").write_text(json.dumps(inputs), encoding="ascii")
-    (folder / "outputs.json").write_text(json.dumps(run), encoding="ascii")
+    put_file(folder / "inputs.json", json.dumps(inputs).encode("ascii"))
+    put_file(folder / "outputs.json", json.dumps(run).encode("ascii"))
 
 
 def _polygraphy_array(array: np.ndarray) -> dict[str, str]:

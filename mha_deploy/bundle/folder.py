@@ -15,16 +15,17 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 import msgspec
 
-from mha_deploy.bundle.commit import commit_folder, refuse_occupied, temporary_folder
 from mha_deploy.bundle.manifest import FileEntry, Manifest
-from mha_deploy.errors import BundleError
+from mha_deploy.errors import BundleError, DeployError
 from mha_deploy.files import check_name, check_plain, open_regular, read_json
+from mha_deploy.output import commit_folder, put_file, refuse_occupied, temporary_folder
 
 MANIFEST = "manifest.json"
 MODEL = "model.onnx"
@@ -115,24 +116,34 @@ class BundleWriter:
     def __enter__(self) -> BundleWriter:
         parent = self.place.parent
         try:
-            parent.mkdir(parents=True, exist_ok=True)
             self.path = self._owned.enter_context(temporary_folder(self.place))
         except OSError as error:
-            raise BundleError("The output folder cannot be written.", got=f"{parent}: {error}") from error
+            problem, got = "The output folder cannot be written.", f"{parent}: {error}"
+            raise BundleError(problem, got=got, hint="another -o") from error
         return self
 
-    def finish(self, manifest: Manifest) -> Bundle:
-        """Hash every file, write the manifest, and rename the folder to its place."""
+    def finish(self, manifest: Manifest, check: Callable[[Bundle], None] | None = None) -> Bundle:
+        """Hash every file, write the manifest, and rename the folder to its place.
+
+        Before that it is opened as every reader does, and given to `check`: what cannot be read is no bundle.
+        """
         files = {
             path.relative_to(self.path).as_posix(): FileEntry(bytes=path.stat().st_size, sha256=sha256(path))
             for path in sorted(self.path.rglob("*"))
             if path.is_file()
         }
         data = msgspec.structs.replace(manifest, files=files).to_dict()
-        checked = Manifest.from_dict(data)  # before it is put in place: what cannot be read is no bundle
-        (self.path / MANIFEST).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+        put_file(self.path / MANIFEST, (json.dumps(data, indent=2) + "\n").encode())
+        try:
+            opened = open_bundle(self.path)
+            if check is not None:
+                check(opened)
+        except DeployError as error:
+            problem = "The bundle could not be opened again, so it was not written."
+            hint = "change what the model, its texts or its inputs have there"
+            raise BundleError(problem, got=error.in_one_line, hint=hint) from error
         removed = commit_folder(self.path, self.place, overwrite=self.overwrite)
-        return Bundle(path=self.target, manifest=checked, removed=removed)
+        return Bundle(path=self.target, manifest=opened.manifest, removed=removed)
 
     def __exit__(self, *error: object) -> None:
         self._owned.close()

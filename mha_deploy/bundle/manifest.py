@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict, get_type_hints
 import msgspec
 from msgspec import Meta, Struct, field
 
-from mha_deploy.errors import BundleError
+from mha_deploy.errors import BundleError, DeployError
+from mha_deploy.files import PathPart
 from mha_deploy.model.precision import find_precision
 from mha_deploy.model.spec import ON_DISK, AttentionSpec, ModelSpec, axes_from, refuse_unknown, require
 
@@ -208,7 +209,10 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         for entry in read.golden:
             spec.check_sizes(entry.sizes)
         for entries in (read.golden, read.traces):
-            names = [each.name for each in entries]
+            try:
+                names = [PathPart(each.name, "a case") for each in entries]
+            except DeployError as error:
+                raise msgspec.ValidationError(error.in_one_line) from error
             if len(set(names)) < len(names):
                 raise msgspec.ValidationError(f"Expected distinct names, got {names}")
         return msgspec.structs.replace(read, spec=spec, precision=find_precision(read.precision))  # type: ignore[arg-type]

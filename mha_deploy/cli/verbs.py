@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -31,6 +30,7 @@ from mha_deploy.cli.arguments import (
     verb,
 )
 from mha_deploy.errors import EXIT_VERDICT_FAILED, DeployError
+from mha_deploy.files import PathPart
 from mha_deploy.options import AUTO, OF_DEPLOY, option
 from mha_deploy.process import python_command, run
 from mha_deploy.text import yes_no
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from mha_deploy.report.table import Table
 
 OUT = ("-o", "--out")
+OVERWRITE = option(False, "Replace files there that mha-deploy did not write, too.")
 # Verbs that run no code that a bundle names need not trust it.
 RUN = {name: each for name, each in CONTROL.items() if name != "trust_code"}
 
@@ -131,7 +132,7 @@ def _default_folder(model: md.Model, named: str, cache: str | None, precision: s
         name += f"-{chosen.replace('none', 'uncached')}"
     # A catalog layer has no weights of its own that could overflow: `auto` is FP16 there.
     written = "fp16" if precision == AUTO and model.is_layer else precision
-    return Path("bundles") / f"{name}-{written}"
+    return Path("bundles") / PathPart(f"{name}-{written}", "a model")
 
 
 # -- Graphs, engines and serving -------------------------------------------------------------------
@@ -278,6 +279,7 @@ def validate(
     out: Path | None = option(None, "Folder of report.json and report.html. default: the bundle", *OUT),
     report: bool = option(True, "Write the report."),
     self_test: bool = option(False, "Only mutate the graph, and check that each mutation is detected."),
+    overwrite: bool = OVERWRITE,
     **options: Any,
 ) -> Result:
     """Run the graph and the engines of a bundle against the FP64 oracle, and time them beside PyTorch."""
@@ -301,20 +303,12 @@ def validate(
         return Result(tested.to_dict(), lambda: [tables.self_test_renderable(tested)], passed=tested.passed)
     folder = out or opened.path
     if report:
-        _refuse_unwritable(folder)
+        md.refuse_outputs(folder, "report", overwrite=overwrite)
     with show_steps(f"validate {name}") as on_step:
         result = md.validate(opened, on_step=on_step, **options)
 
-    data, save = result.to_dict(), partial(result.save, folder) if report else None
+    data, save = result.to_dict(), partial(result.save, folder, overwrite=overwrite) if report else None
     return Result(data, lambda: [tables.report_renderable(data)], passed=result.passed, save=save)
-
-
-def _refuse_unwritable(folder: Path) -> None:
-    """Refuse, before a long validation, a folder that its report cannot be written to."""
-    existing = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
-    if not (existing.is_dir() and os.access(existing, os.W_OK)):
-        hint = "-o elsewhere, or --no-report"
-        raise DeployError("The report cannot be written there.", got=folder, hint=hint)
 
 
 @verb(options_from(md.bisect, "backend"), CONTROL)
@@ -344,6 +338,7 @@ def bench(
         "that was recorded.",
         metavar="FILE:LINE",
     ),
+    overwrite: bool = OVERWRITE,
     json: bool = JSON,
     **options: Any,
 ) -> Result | None:
@@ -358,7 +353,7 @@ def bench(
     # A wrong folder is reported before anything is read; `md.bench` looks for a GPU before it hashes.
     names = {path: md.open_bundle(path, verify=False).manifest.spec.name for path in bundles}
     folder = out or bundles[0]
-    _refuse_unwritable(folder)
+    md.refuse_outputs(folder, "bench", record=record, overwrite=overwrite)
     report = md.BenchReport(())
     for path, name in names.items():
         with show_steps(f"bench {name}") as on_step:
@@ -367,7 +362,7 @@ def bench(
         report = md.BenchReport([*report.records, timed])
         if not json and not markdown:
             show(name, tables.bench_renderable(report.to_dict()["models"][-1]))
-        page = report.save(folder)
+        page = report.save(folder, overwrite=overwrite)
         if record is not None:
             md.BenchReport([timed]).record(record)
     table = [report.to_markdown()] if markdown else []
@@ -410,13 +405,12 @@ def compare(
     markdown: bool = option(False, "Print Markdown for a pull request to stdout."),
     junit: Path | None = option(None, "Write JUnit XML.", metavar="FILE"),
     html: Path | None = option(None, "Write a page with both sides.", metavar="FILE"),
+    overwrite: bool = OVERWRITE,
     **limits: Any,
 ) -> Result:
     """Compare two reports, bundles or engines, and fail if something got worse."""
     found = md.compare(old, new, **limits)
-    for path, save in ((junit, found.save_junit), (html, found.save_html)):
-        if path is not None:
-            save(path)
+    found.save_files(html=html, junit=junit, overwrite=overwrite)
 
     shown = partial(_table_or_markdown, markdown, found, found.table(everything=everything))
     return Result(found.to_dict(), shown, passed=found.passed)
@@ -437,12 +431,14 @@ def matrix(
     record: Path | None = option(
         None, "Add every engine that was built but not run to this file as a line.", metavar="FILE"
     ),
+    overwrite: bool = OVERWRITE,
     **options: Any,
 ) -> Result:
     """Build and judge every combination of models, precisions, runtimes, GPUs and options of a plan."""
+    md.refuse_outputs(options["out"], "matrix", record=record, overwrite=overwrite)
     with _show_cells() as on_cell:
         found = md.matrix(plan, on_cell=on_cell, **options)
-    page = found.save(options["out"])
+    page = found.save(options["out"], overwrite=overwrite)
     if record is not None:
         found.record(record)
 
@@ -532,12 +528,17 @@ def analyze(
         "Compare the heads as well, and write a heatmap to this PNG file. Needs PyTorch. Your own model is "
         "analyzed by this alone.",
     ),
+    overwrite: bool = OVERWRITE,
     **options: Any,
 ) -> Result:
     """Count parameters, FLOPs and bytes per stage, and the roofline bound. Nothing is run without --heads."""
     if options["inputs"] is not None and heads is None:
         problem, hint = "--inputs is only used with --heads.", "add --heads FILE.png"
         raise DeployError(problem, got=options["inputs"], hint=hint)
+    given = [options["hf"], options["inputs"], options["weights"], options["model"].rpartition(":")[0]]
+    sources = [options["model"], *filter(None, given)]
+    if heads is not None:
+        md.refuse_image(heads, overwrite=overwrite, inputs=sources)
     model = pop_model(options)
     counted = {name: options.pop(name) for name in ("gpu", "precision")} | {"at": options["at"]}
     analysis = similarity = None
@@ -547,7 +548,8 @@ def analyze(
     if heads is not None:
         similarity = md.compare_heads(model, **options)
         name = f" {similarity.attention}" if similarity.attention else ""
-        similarity.save_png(heads, title=f"{model.name}{name}: similarity of heads")
+        title = f"{model.name}{name}: similarity of heads"
+        similarity.save_png(heads, title=title, overwrite=overwrite, inputs=sources)
         data["heads"] = similarity.to_dict()
 
     def lines() -> Iterator[RenderableType]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -18,7 +17,6 @@ import onnx_ir as ir
 
 from mha_deploy.analyze.cost import TIMED_CASES
 from mha_deploy.bundle.cases import GoldenCase, golden_cases
-from mha_deploy.bundle.commit import temporary_folder, write_atomically
 from mha_deploy.bundle.folder import MANIFEST, Bundle, sha256
 from mha_deploy.engine import engine as engines
 from mha_deploy.engine import lowered as lowering
@@ -33,6 +31,14 @@ from mha_deploy.graph.lower.cache import IN_PLACE_NOTE, noted_caches
 from mha_deploy.judge import judge_case
 from mha_deploy.model.precision import Precision
 from mha_deploy.options import EngineOptions
+from mha_deploy.output import (
+    check_folder,
+    make_folder,
+    read_timings,
+    scratch_folder,
+    temporary_folder,
+    write_timings,
+)
 from mha_deploy.runtime.child import RuntimeCrash, call_isolated, isolation, open_isolated, send_to_parent
 from mha_deploy.runtime.cuda import open_gpu
 from mha_deploy.runtime.runner import Runner
@@ -86,6 +92,8 @@ def _free_path(bundle: Bundle, rt: TensorRT, options: EngineOptions) -> Path:
     path = engines.engine_path(bundle.path, options.name or rt.backend)
     if path.exists() and not options.overwrite:
         raise BundleError("There is an engine of that name.", got=path, hint="another --name, or --overwrite")
+    check_folder(path.parent, within=bundle.path)  # before a long build
+    engines.refuse_foreign(path)
     return path
 
 
@@ -144,14 +152,16 @@ class _EngineBuild:
         )
         engine = engines.write_engine(path, built.plan, manifest, overwrite=options.overwrite)
         if built.timing_cache:
-            with contextlib.suppress(OSError):  # the engine is there: the next build is only slower
-                write_atomically(self.timings, built.timing_cache)
+            with contextlib.suppress(
+                OSError, DeployError
+            ):  # the engine is there: the next build is only slower
+                write_timings(self.timings, built.timing_cache, within=self.bundle.path)
         return engine
 
     def _request(self, onnx_path: Path) -> BuildRequest:
         """What the builder is asked for, with the kernel timings of earlier builds."""
         can, checks = self.rt.can, self.bundle.manifest.checks
-        is_cached = can.timing_cache and self.options.timing_cache and self.timings.is_file()
+        is_cached = can.timing_cache and self.options.timing_cache
         # With `--precision auto` most graphs are FP16 throughout, and need no constraints.
         is_mixed = self.spec.mixed and bool(checks.get("mixed precision", {}).get("kept"))
         return BuildRequest(
@@ -159,7 +169,7 @@ class _EngineBuild:
             precision=self.precision,
             profiles=[engines.profile_shapes(self.spec, each) for each in self.ranges],
             options=self.options,
-            timing_cache=self.timings.read_bytes() if is_cached else None,
+            timing_cache=read_timings(self.timings) if is_cached else None,
             # A TensorRT that chooses types by itself would narrow what the export kept in a wider type.
             precision_constraints=is_mixed and not can.strongly_typed_flag,
         )
@@ -376,7 +386,7 @@ def build_fastest_engine(
         got = f"--attention {options.attention} --accumulate {options.accumulate}: {error.in_one_line}"
         hint = "name one candidate: --attention plugin --accumulate fp32, or --attention native"
         raise BackendUnavailable(problem, got=got, hint=hint) from error
-    path.parent.mkdir(exist_ok=True)
+    make_folder(path.parent, within=bundle.path)
     with temporary_folder(path.parent / "trying") as folder, ExitStack() as owned:
         trials = [CandidateTrial(candidate=candidate) for candidate in candidates]
         running: list[tuple[CandidateTrial, Runner]] = []
@@ -478,14 +488,16 @@ def rebuild_engine(
         raise DeployError("A comparison needs at least two builds.", got=builds, hint="--repeat 3")
     rt = load(options.backend or engines.default_backend())
     path = _free_path(bundle, rt, options)
-    path.parent.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".trying-", dir=path.parent) as folder:
+    make_folder(path.parent, within=bundle.path)
+    with temporary_folder(path.parent / "trying") as folder:
 
         def build(name: str, *, timing_cache: bool) -> Engine:
             if on_progress is not None:
                 on_progress(f"build {name}", 0, 0)
             settings = replace(options, timing_cache=timing_cache, overwrite=True)
-            return engine_from_bundle(bundle, settings, on_progress, path=Path(folder) / f"{name}.engine")
+            return engine_from_bundle(
+                bundle, settings, on_progress, path=folder / "engines" / f"{name}.engine"
+            )
 
         built = [build(f"{number + 1} of {builds}", timing_cache=False) for number in range(builds)]
         cached = build("from the timing cache", timing_cache=True) if rt.can.timing_cache else None
@@ -549,8 +561,8 @@ def engine_opener(
     """A function that builds a lowered graph on this machine's GPU and loads it, in a child process."""
 
     def open_model(model: ir.Model) -> Runner:
-        with tempfile.TemporaryDirectory(prefix="mha-deploy-") as folder:
-            path = Path(folder) / "model.onnx"
+        with scratch_folder() as folder:
+            path = folder / "model.onnx"
             save_graph(model, path)
             # A graph with float32 outputs computes in float32; a weakly typed build could use less otherwise.
             wide = any(value.dtype == ir.DataType.FLOAT for value in model.graph.outputs)

@@ -7,7 +7,6 @@ import importlib.util
 import itertools
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -19,16 +18,25 @@ import numpy as np
 import onnx_ir as ir
 from msgspec import Meta, Struct, field
 
-from mha_deploy.bundle.commit import lock_folder, temporary_file
 from mha_deploy.bundle.folder import MANIFEST, MODEL, open_bundle, sha256
 from mha_deploy.bundle.manifest import Manifest
 from mha_deploy.engine.plugins import load_needed, other_builds, why_missing
 from mha_deploy.environment import RUNTIMES, gpus, installed_version
 from mha_deploy.errors import BackendUnavailable, BundleError, DeployError, SpecError
-from mha_deploy.files import check_plain, read_json, read_regular
+from mha_deploy.files import PathPart, check_plain, read_json, read_regular
 from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.rules import is_rtx_gpu
 from mha_deploy.model.spec import Axis, ModelSpec
+from mha_deploy.output import (
+    PLAN_MAGIC,
+    check_file,
+    is_engine,
+    is_engine_manifest,
+    lock_folder,
+    make_folder,
+    partial_files,
+    write_unit,
+)
 from mha_deploy.runtime.child import isolation, open_isolated
 from mha_deploy.runtime.cuda import find_gpu
 from mha_deploy.runtime.runner import Runner
@@ -265,16 +273,11 @@ def _misfit(engine: EngineManifest, bundle: Manifest) -> str | None:
 # -- The plan and the manifest beside it -----------------------------------------------------------
 
 _LARGEST_PLAN = 1 << 40
-# The plans of every version begin so: `ptrt` up to 8.5, `ftrt` from 8.6 on, `vtrt` in TensorRT-RTX.
-_MAGIC = b"trt"
 
 
 def engine_path(bundle: Path, name: str) -> Path:
     """The path of the engine of that name in a bundle."""
-    if not name or Path(name).name != name or name.startswith("."):
-        problem = "This cannot be the name of an engine."
-        raise BundleError(problem, got=name, hint="letters, digits and dashes")
-    return bundle / FOLDER / f"{name}.engine"
+    return bundle / FOLDER / f"{PathPart(name, 'an engine')}.engine"
 
 
 def manifest_path(engine: Path) -> Path:
@@ -284,6 +287,9 @@ def manifest_path(engine: Path) -> Path:
 
 def engines_of(bundle: Path) -> list[Engine]:
     """The engines of a bundle, by name."""
+    if (folder := bundle / FOLDER).is_symlink():
+        problem = "The folder of the engines is a link, and a bundle contains all of its files."
+        raise BundleError(problem, got=folder, hint="remove the link, and build the engines again")
     return [open_engine(path) for path in sorted((bundle / FOLDER).glob("*.engine"))]
 
 
@@ -293,14 +299,14 @@ def open_engine(path: Path) -> Engine:
     What the plan does not confirm is unknown in the verdict that is returned.
     """
     beside = manifest_path(path)
-    if not beside.exists() and not (path.is_file() and _partial(beside)):
+    if not beside.exists() and not (path.is_file() and partial_files(beside)):
         problem = "There is no engine with a manifest here."
         raise BundleError(problem, got=path, hint="mha-deploy build-engine BUNDLE")
     if not path.is_file():
         raise BundleError("The engine is missing beside its manifest.", got=path, hint="rebuild it")
     plan = read_regular(path, _LARGEST_PLAN)
     manifest = _manifest_for(plan, beside)
-    if plan[1:4] != _MAGIC:
+    if plan[1:4] != PLAN_MAGIC:
         begin = f"begins with {plan[:8]!r}" if plan else "is empty"
         problem = "The engine is not a plan of TensorRT."
         raise BundleError(problem, got=f"{path}, which {begin}", hint="rebuild it")
@@ -312,7 +318,7 @@ def open_engine(path: Path) -> Engine:
 def _manifest_for(plan: bytes, beside: Path) -> EngineManifest:
     """The manifest of a plan; under its temporary name where the process ended between two renames."""
     digest, failure = hashlib.sha256(plan).hexdigest(), None
-    for path in (beside, *_partial(beside)):
+    for path in (beside, *partial_files(beside)):
         try:
             manifest = _read_manifest(path)
         except BundleError as error:
@@ -355,29 +361,30 @@ def write_engine(path: Path, plan: bytes, manifest: EngineManifest, *, overwrite
     fits the plan, under its temporary name as well: see `_manifest_for`. Refused where an engine of that name
     came meanwhile, or the bundle was replaced.
     """
-    path.parent.mkdir(exist_ok=True)
+    make_folder(path.parent, within=path.parent.parent)
     beside, bundle = manifest_path(path), _bundle_of(path)
     text = msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"
     with lock_folder(path.parent):
         if path.exists() and not overwrite:
             problem = "Another program built an engine of that name in the meantime."
             raise BundleError(problem, got=path, hint="another --name, or --overwrite")
+        refuse_foreign(path)
         if bundle is not None and sha256(bundle / MANIFEST) != manifest.bundle_sha256:
             raise BundleError("The bundle was replaced in the meantime.", got=bundle, hint="build again")
-        stale = [*_partial(path), *_partial(beside)]  # of processes that were killed: the others wait
-        with temporary_file(path, plan) as new_plan, temporary_file(beside, text) as new_manifest:
-            os.replace(new_plan, path)
-            os.replace(new_manifest, beside)
-        for each in stale:
-            each.unlink(missing_ok=True)
+        write_unit(path, plan, beside, text)
     isolation.own.add(manifest.engine_sha256)
     return Engine(path=path, manifest=manifest)
 
 
-def _partial(path: Path) -> list[Path]:
-    """Files that were to become this one."""
-    begin = f".{path.name}.partial-"
-    return [each for each in path.parent.glob(".*.partial-*") if each.name.startswith(begin)]
+def refuse_foreign(path: Path) -> None:
+    """Refuse the place of an engine where there is anything but an engine and its manifest."""
+    for each, is_ours in ((path, is_engine), (manifest_path(path), is_engine_manifest)):
+        try:
+            check_file(each, is_ours, within=path.parent)
+        except DeployError as error:
+            raise BundleError(
+                error.what, got=error.got, hint="move it elsewhere, or another --name"
+            ) from error
 
 
 # -- Whether a plan confirms what the manifest beside it claims ------------------------------------

@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 import sysconfig
-import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,8 @@ import msgspec
 from mha_deploy import __version__
 from mha_deploy.bundle.folder import sha256
 from mha_deploy.errors import BackendUnavailable
+from mha_deploy.files import read_regular
+from mha_deploy.output import temporary_folder, write_file
 from mha_deploy.process import find_program, python_command, run, start
 from mha_deploy.runtime.tensorrt.versions import EngineError, TensorRT
 
@@ -396,9 +397,8 @@ def compile_library(
         raise PluginError("CMake is missing.", got="no cmake on PATH", hint="pip install cmake")
     if not (source / "CMakeLists.txt").is_file():
         raise PluginError("The source of the plugin library is not here.", got=source, hint="reinstall it")
-    out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".building-", dir=out) as folder:
-        command = [cmake, "-S", str(source), "-B", folder, "-DCMAKE_BUILD_TYPE=Release"]
+    with temporary_folder(out / PREFIX) as folder:
+        command = [cmake, "-S", str(source), "-B", str(folder), "-DCMAKE_BUILD_TYPE=Release"]
         command += ["-G", "Ninja"] if find_program("ninja") else []
         for found in parts:
             paths = ";".join(str(path.resolve()) for path in found.paths)
@@ -406,15 +406,21 @@ def compile_library(
         command += [f"-DCUDA_ARCHITECTURES={architectures}"] if architectures else []
         _run(command, "configure", on_step)
         jobs = str(os.cpu_count() or 1)
-        _run([cmake, "--build", folder, "--target", "plugins", "--parallel", jobs], "compile", on_step)
-        built = next(Path(folder).glob(f"{PREFIX}*.so"), None)
+        _run([cmake, "--build", str(folder), "--target", "plugins", "--parallel", jobs], "compile", on_step)
+        built = next(folder.glob(f"{PREFIX}*.so"), None)
         if built is None:
             raise PluginError("The build produced no library.", got="none", hint=f"{_REBUILD} again")
         path, native = out / built.name, _is_for_this_machine(built)
         if native:
             read_library(built)  # one that cannot be loaded must not replace one that can
-        os.replace(built, path)
+        write_file(path, built.read_bytes(), _is_library, within=out)
         return Compiled(path=path, library=read_library(path) if native else None)
+
+
+def _is_library(path: Path) -> bool:
+    """Whether a file is a plugin library of this tool, for whatever machine."""
+    content = read_regular(path, 1 << 32)
+    return content.startswith(b"\x7fELF") and b"mha_deploy_register_plugins" in content
 
 
 def _run(command: Sequence[str], step: str, on_step: OnStep) -> None:

@@ -302,7 +302,6 @@ class _ModuleSource(flow.Source):
             arrays = {f"{kind}/{name}": each for kind in inside for name, each in inside[kind].items()}
             if sum(array.nbytes for array in arrays.values()) <= _LAYERS_BYTES:
                 file = f"layers/{case.name}.safetensors"
-                (folder / "layers").mkdir()
                 write_arrays(folder / file, arrays)
                 return LayersEntry(case=case.name, file=file, values=dict(self.values))
         return None

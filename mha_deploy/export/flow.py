@@ -20,7 +20,9 @@ from mha_deploy.analyze import cost
 from mha_deploy.bundle.cases import (
     Arrays,
     GoldenCase,
+    golden_cases,
     plan_trace,
+    read_trace,
     refuse_implausible,
     refuse_polygraphy,
     stored_bytes,
@@ -32,8 +34,9 @@ from mha_deploy.bundle.folder import MODEL, Bundle, BundleWriter
 from mha_deploy.bundle.manifest import Checks, GoldenEntry, LayersEntry, Manifest, TraceEntry
 from mha_deploy.environment import versions
 from mha_deploy.errors import ExportError, SpecError, nearest
+from mha_deploy.files import PathPart
 from mha_deploy.graph.attention_node import attention_nodes, is_attention, short_dtype
-from mha_deploy.graph.canonical import check_module
+from mha_deploy.graph.canonical import check_graph, check_module
 from mha_deploy.graph.file import load_graph, save_graph
 from mha_deploy.graph.fuse import fuse_attention, place_of
 from mha_deploy.graph.ir import Dim, dims
@@ -43,6 +46,7 @@ from mha_deploy.metrics import relative_error
 from mha_deploy.model.precision import Precision
 from mha_deploy.model.spec import FLOAT, Axes, ModelSpec, Sizes, TensorSpec
 from mha_deploy.options import ExportOptions
+from mha_deploy.output import temporary_folder
 from mha_deploy.runtime import measure_ranges
 
 # -- Which golden cases an export gets: the corners of the axes, within a budget -------------------
@@ -279,13 +283,10 @@ class Source(ABC):
         sizes = {at: {name: getattr(axis, at) for name, axis in axes.items()} for at in ("opt", "min")}
         sizes["odd"] = cost.odd_sizes(axes)
         drawn = {name: self.draw(PlannedCase(name=name, sizes=at)) for name, at in sizes.items()}
-        save_graph(model, folder / "float32.onnx")
-        try:
-            wide = load_graph(folder / "float32.onnx")  # large weights are read from disk, slice by slice
+        with temporary_folder(folder / "float32") as scratch:
+            save_graph(model, scratch / MODEL)
+            wide = load_graph(scratch / MODEL)  # large weights are read from disk, slice by slice
             plan = plan_precision(wide, measure_ranges(wide, drawn))
-        finally:
-            for part in folder.glob("float32.onnx*"):
-                part.unlink()
         # Lists, as they are read back: a manifest equals the one in its file.
         plain = {name: list(each) if isinstance(each, tuple) else each for name, each in asdict(plan).items()}
         self.checks["mixed precision"] = plain
@@ -327,12 +328,12 @@ def export_bundle(source: Source, target: Path, on_step: OnStep) -> Bundle:
         save_graph(source.graph(folder), folder / MODEL)
         gc.collect()  # the exporter's program holds weights in reference cycles
         source.check(folder / MODEL)
-        (folder / "golden").mkdir()
         cases, golden = list[GoldenCase](), list[GoldenEntry]()
         names, budget = options.golden or source.golden, golden_budget(options)
         for planned in planned_cases(lambda: source.spec, names, budget, source.notes):
             source.step(f"golden case {planned.name}")
-            case, file = source.capture_case(planned), f"golden/{planned.name}.safetensors"
+            name = PathPart(planned.name, "a golden case")
+            case, file = source.capture_case(planned), f"golden/{name}.safetensors"
             refuse_implausible(f"golden case {case.name}", case.oracle, case.eager, source.precision)
             write_case(folder / file, case)
             cases.append(case)
@@ -359,8 +360,18 @@ def export_bundle(source: Source, target: Path, on_step: OnStep) -> Bundle:
                 notes=source.notes,
                 traces=traces,
                 layers=layers,
-            )
+            ),
+            check=_read_all,
         )
+
+
+def _read_all(bundle: Bundle) -> None:
+    """Read a bundle as validation does: its graph, golden cases and traces."""
+    check_graph(bundle)
+    for _ in golden_cases(bundle):
+        pass
+    for entry in bundle.manifest.traces:
+        read_trace(bundle.file(entry.file), bundle.manifest.spec, bundle.manifest.precision)
 
 
 def _write_trace(source: Source, folder: Path) -> list[TraceEntry]:
@@ -374,6 +385,5 @@ def _write_trace(source: Source, folder: Path) -> list[TraceEntry]:
         return []
     trace = source.capture.trace(source.spec, planned)
     file = f"traces/{trace.name}.safetensors"
-    (folder / "traces").mkdir()
     write_trace(folder / file, trace)
     return [TraceEntry(name=trace.name, file=file)]

@@ -12,13 +12,13 @@ from xml.etree import ElementTree
 
 import msgspec
 
-from mha_deploy.bundle.commit import write_atomically
 from mha_deploy.bundle.folder import MANIFEST, Bundle, open_bundle
 from mha_deploy.engine.engine import Engine, engines_of, open_engine
 from mha_deploy.errors import BundleError, DeployError, nearest
 from mha_deploy.files import read_json
 from mha_deploy.model.spec import Axis
 from mha_deploy.options import Limits
+from mha_deploy.output import IsOurs, is_junit, is_page, write_files
 from mha_deploy.report import SavableResult
 from mha_deploy.report.charts import readable
 from mha_deploy.report.page import sections_page
@@ -670,9 +670,27 @@ class Comparison(SavableResult):
         title = f"Comparison: {Path(self.old.name).name} and {Path(self.new.name).name}"
         return sections_page(self.to_dict(), title, {each.title: [("table", each)] for each in tables})
 
-    def save_junit(self, path: Path) -> None:
+    def inputs(self) -> tuple[str, ...]:
+        """The files and folders of both sides."""
+        names = (self.old.name, self.new.name)
+        return tuple({*names, *(name.partition("#")[0] for name in names)})
+
+    def save_junit(self, path: Path, *, overwrite: bool = False) -> None:
         """Write the JUnit XML to a file."""
-        write_atomically(path, self.to_junit().encode("utf-8"))
+        self.save_files(junit=path, overwrite=overwrite)
+
+    def save_files(
+        self, *, html: Path | None = None, junit: Path | None = None, overwrite: bool = False
+    ) -> None:
+        """Write the page and the JUnit XML, both or none; `overwrite` replaces files of others, too."""
+        files: dict[Path, tuple[bytes, IsOurs]] = {}
+        if junit is not None:
+            files[junit] = self.to_junit().encode("utf-8"), is_junit
+        if html is not None:
+            if html in files:
+                raise DeployError("Two outputs are one file.", got=html, hint="another name for one of them")
+            files[html] = self.to_html().encode("utf-8"), is_page
+        write_files(files, overwrite=overwrite, inputs=self.inputs())
 
 
 _LEVELS = {REGRESSION: "bad", INCONCLUSIVE: "doubt", CHANGED: "doubt", IMPROVEMENT: "good", SAME: "none"}

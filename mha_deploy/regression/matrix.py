@@ -8,15 +8,12 @@ As a program (`python -m`), this file is such a process: it reads a request as J
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import os
-import shutil
+import re
 import signal
 import subprocess
 import sys
-import tarfile
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,25 +22,35 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
-from msgspec import Struct, field
+from msgspec import Meta, Struct, field
 
 from mha_deploy import __version__
-from mha_deploy.bundle.commit import write_atomically
 from mha_deploy.bundle.folder import MANIFEST, open_bundle, sha256
 from mha_deploy.engine.build import engine_from_bundle
 from mha_deploy.engine.engine import first_gpu, parse_ranges, reasons_not_to_run
 from mha_deploy.errors import BackendUnavailable, DeployError, nearest
-from mha_deploy.files import check_plain, read_regular
+from mha_deploy.files import PathPart, check_plain, read_json, read_regular
 from mha_deploy.model.catalog import find_spec, is_factory
 from mha_deploy.options import EngineOptions, ValidateOptions
+from mha_deploy.output import (
+    check_file,
+    copy_file,
+    is_result,
+    make_folder,
+    put_file,
+    rename_to_free,
+    scratch_folder,
+    temporary_folder,
+    write_file,
+)
 from mha_deploy.process import python_command, run, start, variables
 from mha_deploy.regression.record import append_lines, build_line
 from mha_deploy.report import SavableResult
 from mha_deploy.report.page import sections_page
-from mha_deploy.report.schema import as_plain
+from mha_deploy.report.schema import as_plain, check_report
 from mha_deploy.report.table import Cell, RawRow, Table, markdown, number, table
 from mha_deploy.runtime.child import RuntimeCrash, isolation
 from mha_deploy.runtime.runner import error_line
@@ -105,6 +112,9 @@ def read_plan(source: Any) -> Plan:
     for what in ("models", "runtimes", "precisions", "gpus", "options"):
         if not getattr(plan, what):
             raise DeployError("The plan is empty.", got=f"no {what}", hint=hint)
+    for model in plan.models:
+        if isinstance(model, ModelEntry) and model.name:
+            PathPart(model.name, "a model")
     names = set[str]()
     for runtime in plan.runtimes:
         name, place = runtime.name, runtime.path or runtime.python
@@ -194,27 +204,25 @@ def probe(request: Mapping[str, Any]) -> dict[str, str]:
         return {"problem": error.in_one_line}
 
 
-def run_cell(request: Mapping[str, Any], archive: bytes | None = None) -> dict[str, Any]:
+def run_cell(request: Mapping[str, Any], files: Mapping[str, bytes] | None = None) -> dict[str, Any]:
     """Build an engine from a bundle, and validate it where it can run; gives fields of a `MatrixCell`.
 
     The request has the `backend`, the `options` of the build, the `time_limit`, and the path of the `bundle`;
-    the archive is that bundle, where workers do not share a file system. Without a GPU the report has only
-    the model, its engine and its environment.
+    `files` is that bundle, where workers do not share a file system. Without a GPU the report has only the
+    model, its engine and its environment.
     """
     started, report, plan = time.monotonic(), None, ""
     isolation.limit_s = request["time_limit"]
     try:
-        with tempfile.TemporaryDirectory(prefix="mha-deploy-cell-") as folder:
-            target = Path(folder) / "bundle"
-            if archive is None:
-                ignored = shutil.ignore_patterns("engines", "report.*", "bench.*")
-                shutil.copytree(request["bundle"], target, ignore=ignored)
+        with scratch_folder() as folder:
+            target = folder / "bundle"
+            if files is None:
+                source = open_bundle(Path(request["bundle"]))
+                for name in (MANIFEST, *source.manifest.files):
+                    copy_file(source.path / name, target / name)
             else:
-                with tarfile.open(fileobj=io.BytesIO(archive)) as packed:
-                    if hasattr(tarfile, "data_filter"):
-                        packed.extractall(target, filter="data")
-                    else:  # Python before 3.10.12 and 3.11.4; the archive is of our own bundle
-                        packed.extractall(target)
+                for name, content in files.items():
+                    put_file(target / name, content)
             bundle, chosen = open_bundle(target), dict(request["options"])
             ranges = [parse_ranges(text, bundle.manifest.spec) for text in chosen.pop("profiles", ())]
             options = EngineOptions(backend=request["backend"], profiles=ranges, **chosen)
@@ -234,6 +242,13 @@ def run_cell(request: Mapping[str, Any], archive: bytes | None = None) -> dict[s
         status, why = next(kinds[kind] for kind in kinds if isinstance(error, kind)), error.in_one_line
     seconds = round(time.monotonic() - started, 3)
     return {"status": status, "why": why, "seconds": seconds, "engine_sha256": plan, "report": report}
+
+
+def _bundle_files(path: Path) -> dict[str, bytes]:
+    """The content of every file of a bundle, without engines and reports."""
+    bundle = open_bundle(path)
+    files = {name: read_regular(bundle.file(name), 1 << 40) for name in bundle.manifest.files}
+    return {MANIFEST: read_regular(path / MANIFEST), **files}
 
 
 def _variables(place: str | None, gpu: str) -> dict[str, str]:
@@ -314,15 +329,18 @@ class LocalWorkers:
     def _install_packages(self, runtime: RuntimeEntry) -> str:
         """Install packages once, in a folder that is named by them."""
         target = self.folder / "environments" / _digest(runtime.pip)[:16]
+        make_folder(target.parent, within=self.folder)
         with self._install:
-            if (target / ".complete").is_file():
+            if target.is_dir() and not target.is_symlink():
                 return str(target)
-            arguments = ("install", "-q", "--target", target, *runtime.pip)
-            done = run(python_command(*arguments, module="pip"), capture_output=True, text=True)
-            if done.returncode:
-                lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
-                raise BackendUnavailable("The packages cannot be installed.", got="; ".join(lines[-2:]))
-            (target / ".complete").touch()
+            with temporary_folder(target) as new:
+                arguments = ("install", "-q", "--target", new, *runtime.pip)
+                done = run(python_command(*arguments, module="pip"), capture_output=True, text=True)
+                if done.returncode:
+                    lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+                    problem, hint = "The packages cannot be installed.", "other packages, or `path`"
+                    raise BackendUnavailable(problem, got="; ".join(lines[-2:]), hint=hint)
+                rename_to_free(new, target)  # another run may have been first
         return str(target)
 
 
@@ -343,7 +361,7 @@ class RayWorkers:
             settings: dict[str, Any] = {"num_cpus": jobs} if address is None else {"address": address}
             try:
                 # Ray puts the folder in which it is started first on the path of its workers.
-                with tempfile.TemporaryDirectory() as empty, _inside(empty):
+                with scratch_folder() as empty, _inside(empty):
                     ray.init(log_to_driver=False, logging_level="error", **settings)
             except (ConnectionError, RuntimeError, ValueError) as error:
                 problem, got = "The Ray cluster cannot be reached.", f"{address}: {error}"
@@ -372,11 +390,7 @@ class RayWorkers:
         for task in tasks:
             bundle = task.request["bundle"]
             if bundle not in archives:  # workers of a cluster have no file of ours
-                buffer = io.BytesIO()
-                with tarfile.open(fileobj=buffer, mode="w") as archive:
-                    for name in (MANIFEST, *open_bundle(Path(bundle)).manifest.files):
-                        archive.add(Path(bundle) / name, arcname=name)
-                archives[bundle] = self.ray.put(buffer.getvalue())
+                archives[bundle] = self.ray.put(_bundle_files(Path(bundle)))
             remote = self.ray.remote(run_cell).options(**self._settings(task.runtime, task.cell.gpu))
             waiting[remote.remote(dict(task.request), archives[bundle])] = task
         try:
@@ -404,7 +418,7 @@ class RayWorkers:
 
 
 @contextmanager
-def _inside(folder: str) -> Iterator[None]:
+def _inside(folder: Path) -> Iterator[None]:
     before = os.getcwd()
     os.chdir(folder)
     try:
@@ -499,9 +513,9 @@ class Matrix(SavableResult):
             sections["Reasons"] = [("reasons", [(name, f" {why}") for name, why in reasons])]
         return sections_page(self.to_dict(), "Matrix", sections)
 
-    def save(self, folder: Path) -> Path:
+    def save(self, folder: Path, *, overwrite: bool = False) -> Path:
         """Write `matrix.json` and `matrix.html`; gives the path of the page."""
-        return self._save(folder, "matrix")
+        return self._save(folder, "matrix", overwrite=overwrite)
 
     def record(self, path: Path) -> None:
         """Add every engine that was built in this run, and not run, to a benchmark record."""
@@ -561,7 +575,8 @@ def run_matrix(
             manifest = sha256(bundle / MANIFEST)
             depends_on = [manifest, runtime.backend, found["version"], device, chosen, __version__]
             cell = replace(cell, key=_digest(depends_on)[:32])
-            known = _read_earlier(folder, cell)
+            check_file(folder / "cells" / f"{cell.key}.json", is_result, within=folder)
+            known = _read_earlier(folder, cell, manifest)
             cells[cell.place] = known or cell
             if known is None:
                 request = {"backend": runtime.backend, "options": chosen, "time_limit": plan.time_limit}
@@ -573,8 +588,9 @@ def run_matrix(
     for count, (task, result) in enumerate(workers.run(tasks), len(done) + 1):
         cells[task.cell.place] = cell = replace(task.cell, **result)
         if cell.status in _FINAL:
-            data = json.dumps(as_plain(vars(cell))).encode()
-            write_atomically(folder / "cells" / f"{cell.key}.json", data)
+            data = {**_CELL_HEAD, **as_plain(vars(cell))}
+            text = json.dumps({**data, "sha256": _digest(data)}).encode()
+            write_file(folder / "cells" / f"{cell.key}.json", text, is_result, within=folder)
         on_cell(cell, count, len(cells))
     return Matrix(plan=plan, cells=tuple(cells.values()))
 
@@ -583,14 +599,63 @@ def _digest(parts: Any) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def _read_earlier(folder: Path, cell: MatrixCell) -> MatrixCell | None:
-    """The result of an earlier run; None where there is none that can be read."""
+_CELL_HEAD = {"tool": {"name": "mha-deploy", "version": __version__}}  # first: it marks a file that was cut
+
+
+class KeptCell(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A cell on disk; `sha256` is of everything else in it."""
+
+    tool: dict[str, str]
+    sha256: str
+    key: str
+    model: str
+    precision: str
+    runtime: str
+    gpu: str
+    options: str
+    version: str
+    status: Literal["passed", "failed", "built", "refused"]
+    why: str
+    seconds: Annotated[float, Meta(ge=0)]
+    engine_sha256: str
+    report: dict[str, Any] | None
+    is_new: bool
+
+
+def _read_earlier(folder: Path, cell: MatrixCell, bundle_sha256: str) -> MatrixCell | None:
+    """The result of an earlier run; None where there is none that can be read, and that its report shows."""
     try:
-        data = json.loads((folder / "cells" / f"{cell.key}.json").read_bytes())
-        kept = {name: data[name] for name in ("status", "why", "seconds", "engine_sha256", "report")}
-    except (OSError, ValueError, KeyError, TypeError):
+        data = read_json(folder / "cells" / f"{cell.key}.json")
+        kept = msgspec.convert(data, KeptCell)
+        digest = _digest({name: value for name, value in data.items() if name != "sha256"})
+        if (kept.sha256, kept.key) != (digest, cell.key) or kept.status != _status(kept, bundle_sha256):
+            return None
+    except (OSError, ValueError, msgspec.DecodeError, KeyError, TypeError, RecursionError):
         return None
-    return replace(cell, **kept, is_new=False) if kept["status"] in _FINAL else None
+    names = ("status", "why", "seconds", "engine_sha256", "report")
+    return replace(cell, **{name: getattr(kept, name) for name in names}, is_new=False)
+
+
+def _status(kept: KeptCell, bundle_sha256: str) -> str | None:
+    """The status that the report of a cell shows; None where it is not a report on this cell."""
+    report = kept.report
+    if report is None:
+        return "refused"
+    engine = msgspec.convert(report["engines"], list[dict[str, Any]])[0]
+    model = msgspec.convert(report["model"], dict[str, Any])
+    stated = (model["bundle_sha256"], model["precision"], engine["version"])
+    if stated != (bundle_sha256, kept.precision, kept.version):
+        return None
+    if "verdict" not in report:
+        return "built"
+    if check_report(report):
+        return None
+    verdict, judged = report["verdict"], [*report["parity"], *report["decode"]]
+    failed = any(each["level"] == FAILURE for each in verdict["findings"])
+    wrong = not all(each["passed"] for each in judged)
+    if (failed or wrong) and verdict["passed"]:
+        return None
+    return "passed" if verdict["passed"] else "failed" if failed else "built"
 
 
 def _bundle(
@@ -605,15 +670,17 @@ def _bundle(
     content = Path(entry.model.rpartition(":")[0]) if factory else source
     name = entry.model.rpartition(":")[2] if factory else source.stem if source.is_file() else entry.model
     name = entry.name or name
+    written = re.sub(r"[^\w.+-]+", "-", name).strip("-._") or "model"
     made_of = [msgspec.to_builtins(entry), precision, plan.seed, __version__]
     if content.is_file():
         made_of.append(sha256(content))
     elif not factory:
         made_of.append(find_spec(entry.model).to_dict())
-    bundle = folder / "bundles" / f"{name}-{precision}-{_digest(made_of)[:12]}"
+    bundle = folder / "bundles" / PathPart(f"{written[:150]}-{precision}-{_digest(made_of)[:12]}", "a model")
+    make_folder(bundle.parent, within=folder)
     if not (bundle / MANIFEST).is_file():
-        bundle.parent.mkdir(parents=True, exist_ok=True)
         export(entry, precision, bundle)
+    open_bundle(bundle)  # of an earlier run: it may have been changed since
     return name, bundle
 
 

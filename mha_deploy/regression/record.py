@@ -17,7 +17,8 @@ from msgspec import Struct
 
 from mha_deploy.bundle.folder import Bundle
 from mha_deploy.errors import BackendUnavailable, DeployError
-from mha_deploy.files import read_regular
+from mha_deploy.files import check_plain, read_regular, refuse_duplicates
+from mha_deploy.output import append_file, check_file
 from mha_deploy.process import run
 from mha_deploy.report.schema import as_plain
 from mha_deploy.text import short, sizes_text
@@ -194,10 +195,25 @@ def build_line(cell: Mapping[str, Any]) -> Line:
 
 
 def append_lines(path: Path, lines: Iterable[Line]) -> None:
-    """Add lines to a file, in one write."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab") as file:
-        file.write(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+    """Add lines to a record, whole; a file that holds anything else is refused."""
+    texts = [msgspec.json.encode(line) for line in lines]
+    for text in texts:
+        _read_line(text)  # what is written can be read
+    append_file(path, b"".join(text + b"\n" for text in texts), read_lines)
+
+
+def check_record(path: Path) -> None:
+    """Refuse, before long work, a file that lines cannot be added to."""
+    check_file(path, lambda _: True)
+    if path.exists():
+        read_lines(path)
+
+
+def _read_line(content: bytes) -> Line:
+    data = msgspec.json.decode(content)
+    refuse_duplicates(content)
+    check_plain(data)
+    return msgspec.convert(data, Line)
 
 
 def read_lines(path: Path) -> list[Line]:
@@ -210,10 +226,10 @@ def read_lines(path: Path) -> list[Line]:
     found = []
     for number, content in enumerate(texts, 1):
         try:
-            found.append(msgspec.json.decode(content, type=Line))
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            problem = f"{path}:{number}: {error}"
-            raise DeployError("The record has a line of another format.", got=problem) from error
+            found.append(_read_line(content))
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
+            problem, hint = f"{path}:{number}: {error}", "another file: a record holds nothing but its lines"
+            raise DeployError("The record has a line of another format.", got=problem, hint=hint) from error
     return found
 
 

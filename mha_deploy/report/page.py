@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
+from mha_deploy.output import GENERATOR
 from mha_deploy.report import charts
 from mha_deploy.report import table as tables
 from mha_deploy.report.charts import Data, Look
@@ -390,5 +391,6 @@ def _rendered(plain: Data, **context: Any) -> str:
         f"script-src 'sha256-{digest}'"
     )
     context |= {"script": Markup(script), "style": Markup(style), "policy": policy, "mark": charts.mark}
+    context["generator"] = Markup(f'{GENERATOR} {charts.readable(plain["tool"]["version"])}">')
     page: str = _template().render(tool=plain["tool"], created=plain["created"], **context)
     return page.strip() + "\n"

@@ -2,26 +2,40 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
-import shutil
-import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
+from mha_deploy import __version__
 from mha_deploy.bundle.cases import golden_cases
-from mha_deploy.bundle.commit import exchange
 from mha_deploy.bundle.folder import MANIFEST, MODEL, Bundle, sha256
 from mha_deploy.engine.engine import FOLDER, RTX, Engine, manifest_path, reasons_not_to_run, where_built
 from mha_deploy.engine.plugins import library_needed
 from mha_deploy.environment import can_import
 from mha_deploy.errors import BackendUnavailable, DeployError, nearest
+from mha_deploy.files import PathPart, read_json, read_regular
 from mha_deploy.model.spec import LENGTHS, ModelSpec, TensorSpec
 from mha_deploy.options import PackageOptions
+from mha_deploy.output import (
+    TOOL,
+    check_folder,
+    copy_file,
+    is_mount,
+    make_folder,
+    names_of,
+    put_file,
+    rename_to_free,
+    replace_keeping,
+    temporary_folder,
+)
 from mha_deploy.runtime import GPU_RUNNERS, RUNNERS, available_cpu_backend
 from mha_deploy.runtime.cuda import find_gpu
 from mha_deploy.runtime.kserve import INSTALL, served_name
@@ -32,6 +46,7 @@ PYTHON, PLAN = "python", "tensorrt_plan"
 VARIANTS = (PYTHON, PLAN)
 _TYPES = {"float16": "FP16", "bfloat16": "BF16", "float32": "FP32", "float64": "FP64", "bool": "BOOL"}
 _OWNER = "mha_deploy_bundle_sha256"  # the parameter by which a model of this tool is known
+_CONFIG, _FILES = "config.pbtxt", "mha-deploy.json"
 _IDLE_US = 60_000_000
 _MODEL_PY = '''"""A bundle of mha-deploy, for the Python backend of Triton."""
 
@@ -92,7 +107,7 @@ class Packaging:
         self.bundle, self.repository, self.options = bundle, repository, options
         self.spec: ModelSpec = bundle.manifest.spec
         self.name = options.name or served_name(self.spec.name)
-        if re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*", self.name) is None:
+        if re.fullmatch(r"[A-Za-z0-9_.-]+", PathPart(self.name, "a model")) is None:
             hint = "letters, digits and dashes"
             raise DeployError("This cannot be the name of a model.", got=self.name, hint=hint)
         self.engines, self.runtime = self._choose()
@@ -240,34 +255,64 @@ class Packaging:
         """Write a model repository, or add the model to one."""
         place = self.repository / self.name
         self._refuse_occupied(place)
-        self.repository.mkdir(parents=True, exist_ok=True)
-        # Outside the repository: a server that polls it must not load half a model.
-        parent = self.repository.resolve().parent
-        with tempfile.TemporaryDirectory(prefix=f".{self.name}.partial-", dir=parent) as folder:
-            new, command = Path(folder) / self.name, self._command()
-            new.mkdir()
-            os.chmod(new, 0o755)
-            (new / "config.pbtxt").write_text(self._config(new), encoding="utf-8")
-            (new / "README.md").write_text(self._readme(command), encoding="utf-8")
-            if not (place.exists() and exchange(new, place)):
-                if place.exists():
-                    os.rename(place, Path(folder) / "old")
-                os.rename(new, place)
-        files = sorted(path.relative_to(place).as_posix() for path in place.rglob("*") if path.is_file())
-        return Package(place, self.options.variant, self.backends, self.max_batch, command, tuple(files))
+        try:
+            make_folder(self.repository, within=self.repository)
+            real = self.repository.resolve()
+            # Outside the repository, where that is on the same disk: a server that polls it must not load
+            # half a model. Inside it, there is no configuration at the top.
+            beside = real if is_mount(real) else real.parent
+            with temporary_folder(beside / self.name) as folder:
+                return self._write(folder / "new", real / self.name)
+        except OSError as error:
+            problem, hint = "The model repository cannot be written.", "another folder"
+            raise DeployError(problem, got=error, hint=hint) from error
+
+    def _write(self, new: Path, place: Path) -> Package:
+        """Write the model to a temporary folder and put it in place; what others added there is kept."""
+        command = self._command()
+        put_file(new / _CONFIG, self._config(new).encode())
+        put_file(new / "README.md", self._readme(command).encode())
+        files = sorted(path.relative_to(new).as_posix() for path in new.rglob("*") if path.is_file())
+        written = {name: sha256(new / name) for name in files}
+        tool = {"name": TOOL, "version": __version__}
+        put_file(new / _FILES, (json.dumps({"tool": tool, "files": written}, indent=2) + "\n").encode())
+        files.append(_FILES)
+
+        def replaced(folder: Path) -> set[str]:
+            return _own_files(folder, files)
+
+        if not rename_to_free(new, place):
+            self._refuse_occupied(place)
+            self._refuse_changed(place, files)
+            replace_keeping(new, place, replaced)
+        shown = self.repository / self.name
+        return Package(shown, self.options.variant, self.backends, self.max_batch, command, tuple(files))
 
     def _refuse_occupied(self, place: Path) -> None:
         if self.repository.exists() and not self.repository.is_dir():
-            raise DeployError("The model repository is not a folder.", got=self.repository)
-        if not place.exists():
+            raise DeployError(
+                "The model repository is not a folder.", got=self.repository, hint="another one"
+            )
+        check_folder(place, within=place.parent)
+        if not place.exists() or not any(place.iterdir()):
             return
-        config = place / "config.pbtxt"
-        if not (config.is_file() and _OWNER in config.read_text(encoding="utf-8", errors="replace")):
+        try:
+            text = read_regular(place / _CONFIG)
+        except OSError:
+            text = b""
+        if _OWNER.encode() not in text:
             problem = "The repository has a folder of that name that mha-deploy did not write."
             raise DeployError(problem, got=place, hint="another --name")
         if not self.options.overwrite:
             hint = "--overwrite, or another --name"
             raise DeployError("The repository has a model of that name.", got=place, hint=hint)
+
+    def _refuse_changed(self, place: Path, new: Sequence[str]) -> None:
+        """Refuse to replace a file that somebody changed or added since the model was written."""
+        own = _own_files(place, new)
+        if theirs := sorted(name for name in new if name not in own and os.path.lexists(place / name)):
+            problem = "Files of the model were changed or added since it was written; they would be lost."
+            raise DeployError(problem, got=f"{names_of(theirs)} in {place}", hint="move them elsewhere")
 
     def _config(self, folder: Path) -> str:
         """Write the files of a version, and describe them to Triton."""
@@ -275,7 +320,6 @@ class Packaging:
         from tritonclient.grpc import model_config_pb2 as schema
 
         options, version = self.options, folder / "1"
-        version.mkdir()
         config = schema.ModelConfig(name=self.name, max_batch_size=self.max_batch)
         config.input.extend(self._tensor(schema.ModelInput, each) for each in self.inputs)
         config.output.extend(self._tensor(schema.ModelOutput, each) for each in self.outputs)
@@ -290,8 +334,7 @@ class Packaging:
             config.parameters["backends"].string_value = ",".join(self.backends)
             self._copy_bundle(version)
         for library in self.libraries:
-            (version / PLUGINS).mkdir(exist_ok=True)
-            shutil.copyfile(library, version / PLUGINS / library.name)
+            copy_file(library, version / PLUGINS / library.name)
         if self.cache is not None:
             config.parameters["sequences"].string_value = str(options.sequences)
             batching = config.sequence_batching
@@ -318,24 +361,22 @@ class Packaging:
 
     def _copy_bundle(self, version: Path) -> None:
         source, target = self.bundle.path, version / BUNDLE
-        (version / "model.py").write_text(_MODEL_PY, encoding="utf-8")
-        target.mkdir()
-        shutil.copyfile(source / MANIFEST, target / MANIFEST)
+        put_file(version / "model.py", _MODEL_PY.encode())
+        copy_file(source / MANIFEST, target / MANIFEST)
         # The verdict of a TensorRT-RTX engine is compared with the graph; any other engine needs none.
         if not self.engines or any(engine.manifest.backend == RTX for engine in self.engines):
             for name in self.bundle.manifest.files:
                 if name.startswith(MODEL):
-                    shutil.copyfile(self.bundle.file(name), target / name)
+                    copy_file(self.bundle.file(name), target / name)
         for engine in self.engines:
-            (target / FOLDER).mkdir(exist_ok=True)
             for path in (engine.path, manifest_path(engine.path)):
-                shutil.copyfile(path, target / FOLDER / path.name)
+                copy_file(path, target / FOLDER / path.name)
 
     def _add_plans(self, config: Any, version: Path, group: Any) -> None:
         """One plan for every compute capability, and every profile of it."""
         for index, engine in enumerate(self.engines):
             name = "model.plan" if len(self.engines) == 1 else f"{engine.path.stem}.plan"
-            shutil.copyfile(engine.path, version / name)
+            copy_file(engine.path, version / name)
             if index == 0:
                 config.default_model_filename = name
             if len(self.engines) > 1 and engine.manifest.gpu is not None:
@@ -356,14 +397,13 @@ class Packaging:
         for case in golden_cases(self.bundle):
             if case.name not in ("min", "opt") or not all(admits(each, case.sizes) for each in self.engines):
                 continue
-            (folder / "warmup").mkdir(exist_ok=True)
             warmup = config.model_warmup.add(name=case.name, batch_size=1)
             if self.max_batch:  # the server repeats one batch element
                 warmup.batch_size = min(case.sizes["B"], self.max_batch)
-            for tensor in self.spec.inputs:
+            for index, tensor in enumerate(self.spec.inputs):
                 array = np.ascontiguousarray(case.inputs[tensor.name][: 1 if self.max_batch else None])
-                file = f"{case.name}-{tensor.name}"
-                (folder / "warmup" / file).write_bytes(array.tobytes())
+                file = f"{case.name}-{index}"  # a name of a tensor may be no name of a file
+                put_file(folder / "warmup" / file, array.tobytes())
                 entry = warmup.inputs[tensor.name]
                 entry.data_type = schema.DataType.Value(_type_name(array.dtype))
                 entry.dims.extend((array.shape[1:] if self.max_batch else array.shape) or (1,))
@@ -395,6 +435,33 @@ class Packaging:
         for each in self.engines:
             text += f"- `{each.path.stem}` was built {where_built(each.manifest)}.\n"
         return (text + ("" if self.cache is None else _SEQUENCES)).rstrip() + "\n"
+
+
+def _own_files(folder: Path, otherwise: Sequence[str]) -> set[str]:
+    """The files of a model that are as this tool wrote them; `otherwise` where it did not list them."""
+    if not os.path.lexists(folder / _FILES):
+        return {name for name in otherwise if os.path.lexists(folder / name)}
+    try:
+        data = read_json(folder / _FILES)
+        listed = msgspec.convert(data, _Listed).files
+    except (OSError, ValueError, msgspec.DecodeError, RecursionError) as error:
+        problem, hint = "The list of the model's files cannot be read.", "another --name"
+        raise DeployError(problem, got=f"{folder / _FILES}: {error}", hint=hint) from error
+
+    def is_same(path: Path, digest: str) -> bool:
+        with suppress(OSError):
+            return not path.is_symlink() and sha256(path) == digest
+        return False
+
+    inside = {name: digest for name, digest in listed.items() if ".." not in Path(name).parts}
+    return {_FILES, *(name for name, digest in inside.items() if is_same(folder / name, digest))}
+
+
+class _Listed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The list of the files of a model that this tool wrote, with their hashes."""
+
+    tool: dict[str, str]
+    files: dict[str, str]
 
 
 def _type_name(dtype: np.dtype) -> str:

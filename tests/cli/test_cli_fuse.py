@@ -1,6 +1,7 @@
 """`mha-deploy fuse`: the table, the exit code, and the file it writes."""
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -104,7 +105,7 @@ def test_files_that_cannot_be_used(source, tmp_path, refused):
     refused("fuse", tmp_path / "no.onnx", "-o", output, what="no such ONNX file")
     refused("fuse", broken, "-o", output, what="not an ONNX model")
     refused("fuse", source, "-o", source, "--overwrite", what="The output is the input")
-    refused("fuse", source, "-o", tmp_path, "--overwrite", what="not a file")
+    refused("fuse", source, "-o", tmp_path, "--overwrite", what="not a regular file")
     refused("fuse", source, "-o", tmp_path / "no" / "out.onnx", what="folder of the output does not exist")
     assert not output.exists()
 
@@ -261,15 +262,15 @@ def test_a_rename_that_fails_leaves_the_old_pair(failing, tmp_path, run_cli, mon
     output.write_text("my graph")
     (home / "out.onnx.data").write_text("my weights")
     before = {path.name: path.read_bytes() for path in home.iterdir()}
-    right = Path.replace
+    right = os.replace
 
     def fails(path, target):
-        new = Path(target) == output and path.read_bytes() != b"my graph"
-        if new if failing is None else path.read_bytes() == failing:
+        new = Path(target) == output and Path(path).read_bytes() != b"my graph"
+        if new if failing is None else Path(path).read_bytes() == failing:
             raise OSError("the disk is gone")
         return right(path, target)
 
-    monkeypatch.setattr(Path, "replace", fails)
+    monkeypatch.setattr(os, "replace", fails)
     assert run_cli("fuse", source, "-o", output, "--overwrite").code == 2
     assert {path.name: path.read_bytes() for path in home.iterdir()} == before
 

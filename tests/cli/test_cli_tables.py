@@ -111,7 +111,7 @@ def test_names_in_a_bundle_are_shown_as_they_are(run_cli, bundles, tmp_path):
     """What looks like markup to the table printer is only a name."""
     folder = copy_of(bundles("tiny-gqa"), tmp_path / "b")
     edit_manifest(folder, lambda data: data["spec"].update(name="[/red] [bold]me"))
-    edit_manifest(folder, lambda data: data["golden"][0].update(name="[/red]"))
+    edit_manifest(folder, lambda data: data["golden"][0].update(name="[red]"))
     rehash(folder)
     assert open_bundle(folder).manifest.spec.name == "[/red] [bold]me"
     for verb in ("inspect", "validate"):

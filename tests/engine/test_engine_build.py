@@ -103,7 +103,7 @@ def test_a_disk_that_is_full_leaves_no_engine_or_the_one_that_was_there(built, t
     path, plan = tmp_path / "engines" / "mine.engine", built.path.read_bytes()
     for kept in ([], ["mine.engine", "mine.json"]):
         with monkeypatch.context() as patch:
-            patch.setattr(f"mha_deploy.engine.engine.{step}", full)
+            patch.setattr(f"mha_deploy.output.{step}", full)
             with pytest.raises(OSError, match="No space left"):
                 write_engine(path, plan, built.manifest)
         assert sorted(each.name for each in path.parent.iterdir()) == kept
@@ -133,7 +133,7 @@ def test_an_engine_is_not_overwritten_unless_requested(built, tmp_path):
 
 @pytest.mark.parametrize("name", ["../outside", "/abs", ".hidden", "a/b", ""])
 def test_a_name_cannot_leave_the_folder(bundles, name):
-    with pytest.raises(BundleError, match="name of an engine"):
+    with pytest.raises(DeployError, match="name of an engine"):
         engine_from_bundle(bundles("tiny-gqa"), options(name=name or "."))
 
 

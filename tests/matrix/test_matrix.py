@@ -5,10 +5,12 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import mha_deploy as md
+from mha_deploy.bundle.folder import sha256
 from mha_deploy.regression.matrix import read_plan, run_matrix
 
 RTX = {"name": "rtx", "backend": "tensorrt-rtx"}
@@ -67,7 +69,9 @@ class Scripted:
                 "fused": [int(status == "built"), 1], "precision_status": "verified", "engine_bytes": 1000,
                 "seconds": 2.0, "nodes": [{"node": "attention", "status": "fused"}],
             }  # fmt: skip
-            report = {"model": {"name": task.cell.model, "precision": "fp16"}, "engines": [engine]}
+            model = {"name": task.cell.model, "precision": "fp16"}
+            model["bundle_sha256"] = sha256(Path(task.request["bundle"]) / "manifest.json")
+            report = {"model": model, "engines": [engine]}
             why = "" if status == "built" else "the reason"
             report = None if status in ("crashed", "refused") else report
             done = {"status": status, "why": why, "seconds": 1.0, "engine_sha256": "1", "report": report}
