@@ -231,7 +231,7 @@ class ValidateOptions(TimedOptions):
     )
     conformance: bool = option(False, "Also test the mask semantics of every runtime.")
     require_fused: bool = option(False, "Fail unless every attention of the engines is fused.")
-    require_precision: bool = option(False, "Fail unless the engines compute in the precision of the graph.")
+    require_precision: bool = option(False, "Fail unless all types of the engines are those of the graph.")
     require_run: bool = option(False, "Fail unless every engine was run.")
     require_coverage: bool = option(
         False, "Fail unless every engine, profile and axis was run up to its maximum."

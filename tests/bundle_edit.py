@@ -15,7 +15,7 @@ from mha_deploy.graph.attention_node import attention_nodes
 from mha_deploy.graph.file import load_graph
 from mha_deploy.model.catalog import find_spec
 from mha_deploy.model.precision import PRECISIONS
-from mha_deploy.runtime.tensorrt.engine_verdict import EngineVerdict, PrecisionVerdict
+from mha_deploy.runtime.tensorrt.engine_verdict import EngineVerdict, PrecisionStatus, PrecisionVerdict
 
 SIZES = {"B": 2, "S": 3}
 
@@ -38,7 +38,7 @@ def manifest(name="tiny-mha", precision="fp16"):
 def engine_manifest(nodes=(), **changes):
     """The manifest of an engine of two profiles, with the verdicts of these nodes."""
     ranges = {"B": "1:2:4", "S": "1:16:64"}
-    precision = PrecisionVerdict(requested="fp16", status="verified", counts={})
+    precision = PrecisionVerdict(requested="fp16", status=PrecisionStatus.VERIFIED, counts={})
     known = {
         "backend": "tensorrt-rtx", "version": "1.7.1", "gpu": None, "targets": [], "model": "tiny-mha",
         "precision": "fp16", "dialect": "trt", "profiles": [ranges, ranges | {"S": "1:1:1"}],

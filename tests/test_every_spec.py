@@ -55,7 +55,7 @@ def assert_builds_fused(bundle):
     statuses = [node.status for node in manifest.verdict.nodes]
     assert statuses == ["fused"] * spec.attention_count * len(manifest.profiles)
     assert manifest.verdict.disagreements == ()
-    assert manifest.is_in_precision, manifest.verdict.precision
+    assert manifest.has_requested_types, manifest.verdict.precision
     assert manifest.targets == ["SM89", "SM120"]
 
 
@@ -120,4 +120,4 @@ def test_a_softcap_is_not_fused_and_built_only_where_that_is_allowed(bundles, na
     allowed = replace(options, allow_decomposed=True)
     manifest = engine_from_bundle(bundles(name, precision), allowed).manifest
     assert [node.status for node in manifest.verdict.nodes] == ["decomposed"]
-    assert manifest.is_in_precision, manifest.verdict.precision
+    assert manifest.has_requested_types, manifest.verdict.precision

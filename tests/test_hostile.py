@@ -37,7 +37,7 @@ from mha_deploy.bundle.folder import MANIFEST, MODEL, BundleWriter, sha256
 from mha_deploy.cli.tables import engine_renderable
 from mha_deploy.cli.verbs import engine_to_dict
 from mha_deploy.engine.engine import write_engine
-from mha_deploy.runtime.tensorrt.engine_verdict import NodeVerdict
+from mha_deploy.runtime.tensorrt.engine_verdict import FusionStatus, NodeVerdict
 
 ESCAPE = "\x1b[31mred"
 VALUES = (None, -1, 0, 2.5, True, "x", ESCAPE, [], {}, [None], {"a": None}, 10**25, 1e308)
@@ -404,7 +404,7 @@ def test_a_bundle_that_is_replaced_while_it_is_validated_is_refused(bundles, fol
 def engine_record(folder, plan):
     """The manifest of an engine that only TensorRT can read."""
     bundle = md.open_bundle(folder, verify=False).manifest
-    node = NodeVerdict(node="attention", profile=0, status="fused", kernels=("k",), source="log")
+    node = NodeVerdict(node="attention", profile=0, status=FusionStatus.FUSED, kernels=("k",), source="log")
     return engine_manifest(
         [node],
         backend="tensorrt",

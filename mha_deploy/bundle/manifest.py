@@ -171,6 +171,14 @@ Checks = TypedDict(
 """What the export checked of its own work; `mixed precision` is the plan of `--precision auto`."""
 
 
+class UnfusedRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An attention that is not one node of the graph."""
+
+    name: str  # the module it came from, else the softmax node
+    reason: str  # why it could not be written as one node
+    place: str | None = None  # source file and line, where they are known
+
+
 class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a bundle is."""
 
@@ -180,6 +188,8 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     opset: Annotated[int, Meta(ge=1, le=1000)]  # version of the default ONNX operator set
     weights: str  # where the weights came from, for people: a seed or a file name and its hash
     attention: list[AttentionRecord]  # the fused attention nodes, as found in the graph
+    # The attentions that are no node of the graph
+    unfused: list[UnfusedRecord] = field(default_factory=list)
     golden: Annotated[list[GoldenEntry], Meta(min_length=1)]  # the golden cases
     traces: list[TraceEntry] = field(default_factory=list)  # the decode traces of a layer with a KV cache
     layers: LayersEntry | None = None  # the results inside a user's module

@@ -35,7 +35,12 @@ if TYPE_CHECKING:  # a verb that has no such result to show does not load what m
     from mha_deploy.graph.rules import Eligibility
     from mha_deploy.model.spec import AttentionSpec
     from mha_deploy.regression.matrix import MatrixCell
-    from mha_deploy.runtime.tensorrt.engine_verdict import NodeVerdict
+    from mha_deploy.runtime.tensorrt.engine_verdict import (
+        Disagreement,
+        EngineReason,
+        NodeVerdict,
+        PrecisionVerdict,
+    )
     from mha_deploy.validate.fault import Bisection
     from mha_deploy.validate.self_test import SelfTest
 
@@ -231,7 +236,7 @@ def engine_renderable(engine: Engine, *, details: bool = False) -> RenderableTyp
     """An engine in a few lines with its verdict; with `details`, its kernels too."""
     from mha_deploy.engine.engine import attention_summary, libraries_summary, rebuild_summary, where_built
 
-    manifest = engine.manifest
+    manifest = engine.shown
     built = f"{manifest.backend} {manifest.version} in {manifest.seconds:.1f} s, {where_built(manifest)}"
     lines = [("engine", str(engine.path)), ("built by", built)]
     lines.append(("size", f"{manifest.engine_bytes / 1e6:,.1f} MB"))
@@ -254,26 +259,34 @@ def engine_renderable(engine: Engine, *, details: bool = False) -> RenderableTyp
         title = plural(len(manifest.kernels), "kernel")
         kernels = table(title, ("#profile", "kernel", "!type", "!types", "nodes"), rows)
         blocks.append(render(kernels, title=True))
-    reason = manifest.verdict.precision.reason
+    reason = _why(manifest.verdict.precision.reasons)
     text = f"{manifest.fusion_summary}, {manifest.precision_summary}" + (f": {reason}" if reason else "")
-    good = manifest.all_fused and manifest.is_in_precision
+    good = manifest.all_fused and manifest.has_requested_types
     return Group(*blocks, *_doubts(manifest), Text(text, style="bold green" if good else "bold yellow"))
+
+
+def _why(reasons: Sequence[EngineReason]) -> str:
+    """The reasons of a verdict, in words."""
+    from msgspec import to_builtins
+
+    return "; ".join(tables.reason_text(to_builtins(reason)) for reason in reasons)
 
 
 def _nodes_table(manifest: EngineManifest) -> Table:
     """A row for all attentions of one kernel: those of a model differ in their numbers only."""
 
     def kernel(node: NodeVerdict) -> Hashable:
-        texts = without_numbers(node.node), without_numbers(node.reason), *map(without_hash, node.kernels)
+        why = without_numbers(_why(node.reasons))
+        texts = without_numbers(node.node), why, *map(without_hash, node.kernels)
         return texts, node.profile, node.status, node.source
 
     rows, groups = [], group_by(manifest.verdict.nodes, kernel)
     for group in groups:
         node, kernels = group[0], [", ".join(each.kernels) for each in group]
         # A hash is shown where it is the same for all attentions of the row.
-        evidence = kernels[0] or node.reason if len(set(kernels)) == 1 else without_hash(kernels[0])
+        evidence = kernels[0] or _why(node.reasons) if len(set(kernels)) == 1 else without_hash(kernels[0])
         names = summarize_names([each.node for each in group], joint="\n")
-        status = Cell(text=node.status, status=tables.FUSION[node.status])
+        status = Cell(text=str(node.status), status=tables.FUSION[str(node.status)])
         rows.append((names, manifest.profile_name(node.profile), status, f"{evidence} [{node.source}]"))
     brief = "!" if all(len(group[0].node) <= _NAME_WIDTH for group in groups) else ""
     return table("", (f"{brief}attention", "#profile", "verdict", "evidence"), rows)
@@ -281,7 +294,7 @@ def _nodes_table(manifest: EngineManifest) -> Table:
 
 def _doubts(manifest: EngineManifest) -> list[RenderableType]:
     """What is not in the requested precision, what sources disagree on, and why attention is not fused."""
-    precision = manifest.verdict.precision
+    verdict, precision = manifest.verdict, manifest.verdict.precision
     offenders = group_by(precision.offenders, lambda each: (each.what, without_hash(each.kernel), each.dtype))
     lines: list[RenderableType] = [
         Text(
@@ -290,13 +303,46 @@ def _doubts(manifest: EngineManifest) -> list[RenderableType]:
         )
         for same in offenders
     ]
-    lines += [Text(note, style="dim") for note in precision.notes]
-    lines += [Text(f"sources disagree: {text}", style="yellow") for text in manifest.verdict.disagreements]
+    lines += [Text(note, style="dim") for note in _precision_notes(precision)]
+    lines += [Text(f"sources disagree: {_both(each)}", style="yellow") for each in verdict.disagreements]
     if manifest.all_fused:
         return lines
     causes = [finding for finding in manifest.findings if finding["severity"] == "not-fused"]
     likely = dict.fromkeys(f"likely because: {cause['message']} Try: {cause['remedy']}" for cause in causes)
     return lines + [Text(line) for line in likely]
+
+
+def _precision_notes(precision: PrecisionVerdict) -> list[str]:
+    """What else is known of the types in an engine."""
+    notes = []
+    for what, kernels in (
+        ("accumulate in FP16", precision.accumulate_in_fp16),
+        ("selected at load time", precision.selected_at_load),
+    ):
+        if kernels:
+            notes.append(f"{plural(len(kernels), 'matmul kernel')} {what} (e.g. {kernels[0]})")
+    for phrase, found in (
+        ("{} in {}, as in the graph", precision.written),
+        ("{} of FP32 in the graph run in {}", precision.narrowed),
+        ("{} run in {}", precision.islands),
+    ):
+        if found:
+            names = list(dict.fromkeys(each.kernel for each in found))
+            types = ", ".join(sorted({each.dtype for each in found}))
+            noun = "auxiliary kernel" if found is precision.islands else "matmul"
+            notes.append(f"{phrase.format(plural(len(names), noun), types)} (e.g. {names[0]})")
+    return notes
+
+
+def _both(disagreement: Disagreement) -> str:
+    """What two sources report, in words."""
+    node, one = disagreement.node, disagreement.profile
+    place = "precision" if node is None else f"{node}, profile {one}"
+    claims = [
+        f"the {each.source} reports {each.status}" + (f" ({', '.join(each.kernels)})" if each.kernels else "")
+        for each in disagreement.claims
+    ]
+    return f"{place}: {', but '.join(claims)}"
 
 
 def parts_renderable(parts: Sequence[Found]) -> RenderableType:

@@ -167,7 +167,7 @@ def check(bundle: Path = BUNDLE, **options: Any) -> Result:
 def build_engine(
     bundle: Path = BUNDLE,
     require_fused: bool = option(False, "Exit with 1 unless every attention is fused."),
-    require_precision: bool = option(False, "Exit with 1 unless the engine is in the graph's precision."),
+    require_precision: bool = option(False, "Exit with 1 unless all types of the engine are the graph's."),
     **options: Any,
 ) -> Result:
     """Build a TensorRT engine from a bundle, and verify that it is fused and in the requested precision."""
@@ -175,7 +175,8 @@ def build_engine(
     with show_steps(f"build {opened.manifest.spec.name}") as on_step:
         engine = md.build_engine(opened, on_step=on_step, **options)
     manifest = engine.manifest
-    passed = (manifest.all_fused or not require_fused) and (manifest.is_in_precision or not require_precision)
+    in_precision = manifest.has_requested_types or not require_precision
+    passed = (manifest.all_fused or not require_fused) and in_precision
     return Result(engine_to_dict(engine), lambda: [tables.engine_renderable(engine)], passed=passed)
 
 
@@ -183,7 +184,7 @@ def engine_to_dict(engine: Engine) -> dict[str, Any]:
     """An engine's manifest for machines."""
     from msgspec import to_builtins
 
-    return {"engine": str(engine.path), **to_builtins(engine.manifest)}
+    return {"engine": str(engine.path), **to_builtins(engine.shown)}
 
 
 @verb(options_from(md.package))
@@ -492,7 +493,7 @@ def inspect(
         if found.bundle is not None:
             yield tables.bundle_renderable(found.bundle, details=True)
             for engine in found.engines:
-                manifest = engine.manifest
+                manifest = engine.shown
                 fused = manifest.fusion_summary + ("" if engine.is_confirmed else " (not verified)")
                 yield f"engine {engine.path}: {manifest.backend} {manifest.version}, {fused}"
             if not found.verified:
@@ -502,7 +503,7 @@ def inspect(
             why = "; ".join(found.misfits)
             yield f"It cannot run on this machine: {why}." if why else "It can run on this machine."
             if not found.engines[0].is_confirmed:
-                yield "The verdict is that of the build: only TensorRT can read this plan."
+                yield "Fusion and precision are not verified: only TensorRT can read this plan, on its GPU."
         else:
             yield tables.attention_renderable(found.attention)
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, TypedDict, TypeVar
+from typing import Annotated, Any, TypedDict
 
 import msgspec
 import numpy as np
@@ -42,8 +42,15 @@ from mha_deploy.runtime.cuda import find_gpu
 from mha_deploy.runtime.runner import Runner
 from mha_deploy.runtime.tensorrt import engine_verdict as verdicts
 from mha_deploy.runtime.tensorrt.engine_runner import Profile, TensorRTRunner
-from mha_deploy.runtime.tensorrt.engine_verdict import EngineVerdict, NodeVerdict, PrecisionVerdict
-from mha_deploy.runtime.tensorrt.kernels import ATTENTION, Kernel, LargeTensor, kernels_from_plan
+from mha_deploy.runtime.tensorrt.engine_verdict import (
+    EngineReason,
+    EngineVerdict,
+    FusionStatus,
+    NodeVerdict,
+    PrecisionStatus,
+    ReasonKind,
+)
+from mha_deploy.runtime.tensorrt.kernels import Kernel, LargeTensor, kernels_from_plan
 from mha_deploy.runtime.tensorrt.versions import MODULES, load
 
 # -- The optimisation profiles of an engine ---------------------------------------------------------
@@ -109,7 +116,7 @@ def profile_shapes(spec: ModelSpec, ranges: Ranges) -> Profile:
 
 # -- The manifest ----------------------------------------------------------------------------------
 
-FORMAT = 1
+FORMAT = 2
 FOLDER = "engines"
 RTX = "tensorrt-rtx"
 
@@ -220,13 +227,21 @@ class EngineManifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def is_in_precision(self) -> bool:
-        """Whether the engine was verified to be in the requested precision."""
+        """Whether the engine was verified to be in the requested precision.
+
+        It cannot be where its matmuls are selected when it is loaded: see `has_requested_types`.
+        """
         return self.verdict.precision.ok
+
+    @property
+    def has_requested_types(self) -> bool:
+        """Whether all types are the requested ones, as far as that can be known before it is loaded."""
+        return self.verdict.precision.has_requested_types
 
     @property
     def fusion_summary(self) -> str:
         """How many attentions are fused, in words; what no source reports is unknown, not unfused."""
-        return fusion_summary(*self.fused_count, [(node.node, node.status) for node in self.verdict.nodes])
+        return fusion_summary(*self.fused_count, msgspec.to_builtins(self.verdict.nodes))
 
     @property
     def precision_summary(self) -> str:
@@ -241,6 +256,15 @@ class Engine:
     path: Path  # the plan
     manifest: EngineManifest  # as `open_engine` reads it, without the claims that its plan does not confirm
     is_confirmed: bool = True  # else its verdict counts once it ran
+
+    @property
+    def shown(self) -> EngineManifest:
+        """The manifest without the claims for which there is no evidence but the manifest itself."""
+        if self.is_confirmed:
+            return self.manifest
+        reason = EngineReason(kind=ReasonKind.PLAN_UNREADABLE, place=self.manifest.backend)
+        verdict = _without_claims(self.manifest.verdict, reason)
+        return msgspec.structs.replace(self.manifest, verdict=verdict)
 
     def check_bundle(self, bundle: Path) -> None:
         """Refuse an engine that was built from another bundle, or whose manifest does not fit it."""
@@ -310,9 +334,10 @@ def open_engine(path: Path) -> Engine:
         begin = f"begins with {plan[:8]!r}" if plan else "is empty"
         problem = "The engine is not a plan of TensorRT."
         raise BundleError(problem, got=f"{path}, which {begin}", hint="rebuild it")
-    verdict = _confirmed_verdict(plan, manifest, _bundle_of(path))
-    confirmed = msgspec.structs.replace(manifest, verdict=verdict)
-    return Engine(path=path, manifest=confirmed, is_confirmed=manifest.backend == RTX)
+    if manifest.backend != RTX:
+        return Engine(path=path, manifest=manifest, is_confirmed=False)
+    verdict = _derived_verdict(plan, manifest, _bundle_of(path))
+    return Engine(path=path, manifest=msgspec.structs.replace(manifest, verdict=verdict))
 
 
 def _manifest_for(plan: bytes, beside: Path) -> EngineManifest:
@@ -335,8 +360,13 @@ def _read_manifest(path: Path) -> EngineManifest:
         data = read_json(path)
         check_plain(data)
         if isinstance(data, dict) and data.get("format") != FORMAT:
-            got = f"format {data.get('format')!r}"
-            raise BundleError("The format of the engine is not supported.", got=got, hint="rebuild it")
+            found = data.get("format")
+            problem, got = "The format of the engine is not supported.", f"{path}: format {found!r}"
+            if type(found) is int and found < FORMAT:
+                problem = "The engine was built by an older version of mha-deploy."
+            raise BundleError(
+                problem, got=got, hint="build it again: mha-deploy build-engine BUNDLE --overwrite"
+            )
         manifest = msgspec.convert(data, EngineManifest)
         if manifest.gpu is not None and not manifest.gpu.keys() >= {"name", "compute_cap"}:
             raise ValueError("Object missing required field `compute_cap` - at `$.gpu`")
@@ -392,41 +422,71 @@ def refuse_foreign(path: Path) -> None:
 # Fewer numbers, or numbers that are alike, are found in any file.
 _LEAST_NUMBERS, _LEAST_DIFFERENT = 16, 8
 
-Part = TypeVar("Part", NodeVerdict, PrecisionVerdict)
 
+def _derived_verdict(plan: bytes, manifest: EngineManifest, bundle: Path | None) -> EngineVerdict:
+    """The verdict that the plan of an engine itself shows; `bundle` is that of the engine.
 
-def _confirmed_verdict(plan: bytes, manifest: EngineManifest, bundle: Path | None) -> EngineVerdict:
-    """The verdict of a manifest without what the plan does not confirm; `bundle` is that of the engine."""
-    verdict, claimed, needed = manifest.verdict, manifest.verdict.precision, manifest.backend == RTX
-    doubtful = [node for node in verdict.nodes if needed or "plan" in node.source.split("+")]
-    if not needed and not doubtful:
-        return verdict
-    # A plan does not tell what the layers of a library compute; only that a plugin is there can be detected.
-    found = kernels_from_plan(plan)
-    kernels = [replace(each, plugin_role=ATTENTION) if each.is_plugin else each for each in found]
-    graph = load_graph(bundle / MODEL) if bundle is not None and needed else None
+    What a manifest claims beyond that is unknown.
+    """
+    claimed = manifest.verdict
+    kernels = kernels_from_plan(plan)
+    graph = load_graph(bundle / MODEL) if bundle is not None else None
     if graph is not None and not (_holds_weights(plan, graph) and _has_their_sizes(kernels, graph)):
-        why = "its weights are not those of the bundle"
-        nodes = tuple(_unknown(node, why) for node in verdict.nodes)
-        return msgspec.structs.replace(verdict, nodes=nodes, precision=_unknown(claimed, why))
+        return _without_claims(claimed, EngineReason(kind=ReasonKind.OTHER_WEIGHTS))
     names = sorted({name for kernel in kernels for name in kernel.onnx_nodes})
-    groups = verdicts.group_by_attention(names, {node.node: None for node in verdict.nodes})
-    shown = verdicts.fusion_verdict(kernels, groups, profiles=len(manifest.profiles))
-    fused = {(each.node, each.profile): set(each.kernels) for each in shown if each.status == verdicts.FUSED}
+    groups = verdicts.group_by_attention(names, {node.node: None for node in claimed.nodes})
+    # Some of its nodes may be wider because the graph asks for it.
+    written = None if graph is None else _written(graph, names)
+    shown = {
+        (each.node, each.profile): each
+        for each in verdicts.fusion_verdict(kernels, groups, profiles=len(manifest.profiles), written=written)
+    }
 
-    def confirm(node: NodeVerdict) -> NodeVerdict:
-        if node.status != verdicts.FUSED or node not in doubtful:
+    def derived(node: NodeVerdict) -> NodeVerdict:
+        found = shown.get((node.node, node.profile))
+        is_shown = found is not None and found.status == node.status and {*found.kernels} >= {*node.kernels}
+        if node.status != FusionStatus.FUSED or is_shown:
             return node
-        there = fused.get((node.node, node.profile))
-        is_there = there is not None and there.issuperset(node.kernels)
-        return node if is_there else _unknown(node, "no fused kernel of that name computes it")
+        got = FusionStatus.UNKNOWN if found is None else found.status
+        return _unknown_node(node, EngineReason(kind=ReasonKind.PLAN_DIFFERS, place=node.node, got=got.value))
 
-    if needed and claimed.ok:
-        # Some of its nodes may be wider because the graph asks for it.
-        requests = [None] if graph is None else [None, verdicts.written_types(graph)]
-        if not any(verdicts.precision_verdict(kernels, manifest.precision, each).ok for each in requests):
-            claimed = _unknown(claimed, "its kernels are not in that precision")
-    return msgspec.structs.replace(verdict, nodes=tuple(map(confirm, verdict.nodes)), precision=claimed)
+    precision = claimed.precision
+    found = verdicts.precision_verdict(kernels, manifest.precision, written)
+    if precision.has_requested_types and found.status != precision.status:
+        reason = EngineReason(
+            kind=ReasonKind.PLAN_DIFFERS, got=found.status.value, wanted=precision.status.value
+        )
+        is_weaker = found.has_requested_types
+        status = PrecisionStatus.SELECTED_AT_LOAD if is_weaker else PrecisionStatus.UNKNOWN
+        reasons = () if is_weaker else (reason,)
+        precision = msgspec.structs.replace(precision, status=status, reasons=reasons)
+    # A budget depends on these, so a manifest may not leave them out.
+    precision = msgspec.structs.replace(
+        precision,
+        selected_at_load=precision.selected_at_load or found.selected_at_load,
+        accumulate_in_fp16=precision.accumulate_in_fp16 or found.accumulate_in_fp16,
+    )
+    return msgspec.structs.replace(claimed, nodes=tuple(map(derived, claimed.nodes)), precision=precision)
+
+
+def _written(graph: ir.Model, names: Sequence[str]) -> verdicts.Written:
+    """What the graph says of its nodes; an attention that was lowered to others is not one of them."""
+    lowered = {name.rpartition("/")[0] for name in names} - set(names)
+    types = verdicts.written_types(graph)
+    return {name: node for name, node in types.items() if not (node.is_attention and name in lowered)}
+
+
+def _without_claims(verdict: EngineVerdict, reason: EngineReason) -> EngineVerdict:
+    """A verdict of which nothing is known but what a manifest claims."""
+    nodes = tuple(_unknown_node(node, reason) for node in verdict.nodes)
+    why = msgspec.structs.replace(reason, got=verdict.precision.status.value)
+    precision = msgspec.structs.replace(verdict.precision, status=PrecisionStatus.UNKNOWN, reasons=(why,))
+    return msgspec.structs.replace(verdict, nodes=nodes, precision=precision)
+
+
+def _unknown_node(node: NodeVerdict, reason: EngineReason) -> NodeVerdict:
+    reason = msgspec.structs.replace(reason, got=reason.got or node.status.value, wanted=node.status.value)
+    return msgspec.structs.replace(node, status=FusionStatus.UNKNOWN, kernels=(), reasons=(reason,))
 
 
 def _holds_weights(plan: bytes, graph: ir.Model) -> bool:
@@ -466,23 +526,19 @@ def _has_their_sizes(kernels: Sequence[Kernel], graph: ir.Model) -> bool:
     return 2 * sum(fitting) >= len(fitting)
 
 
-def _unknown(part: Part, why: str) -> Part:
-    reason = f"the plan does not confirm the engine's manifest: {why}"
-    return msgspec.structs.replace(part, status=verdicts.UNDECIDED, reason=reason)
-
-
 # -- The attentions of a bundle that are no node of its graph, in the verdict on an engine ---------
 
-_NOT_FUSED = " is not fused: "
 
-
-def _unrecognised(manifest: Manifest) -> dict[str, str]:
+def _unrecognised(manifest: Manifest) -> dict[str, EngineReason]:
     """The attentions of a bundle that are no node of its graph, by names of their own, with the reasons."""
-    reasons = [note.partition(_NOT_FUSED)[::2] for note in manifest.notes if _NOT_FUSED in note]
-    found, taken = dict[str, str](), {str(node["name"]) for node in manifest.attention}
+    found, taken = dict[str, EngineReason](), {str(node["name"]) for node in manifest.attention}
     for index in range(manifest.spec.attention_count - len(manifest.attention)):
-        name, reason = reasons[index] if index < len(reasons) else ("attention", "no reason is recorded")
+        record = manifest.unfused[index] if index < len(manifest.unfused) else None
+        name = "attention" if record is None else record.name
         names = (name if number == 1 else f"{name}_{number}" for number in itertools.count(1))
+        reason = EngineReason(kind=ReasonKind.NOT_ONE_NODE, place=name)
+        if record is not None:
+            reason = EngineReason(kind=ReasonKind.NOT_ONE_NODE, place=record.place or name, got=record.reason)
         found[next(each for each in names if each not in taken and each not in found)] = reason
     return found
 
@@ -490,12 +546,11 @@ def _unrecognised(manifest: Manifest) -> dict[str, str]:
 def with_unrecognised(verdict: EngineVerdict, manifest: Manifest, *, profiles: int) -> EngineVerdict:
     """The verdict on all attentions of a bundle, from that on the attention nodes of its graph."""
     nodes = list(verdict.nodes)
-    for name, why in _unrecognised(manifest).items():
-        reason = f"not one Attention node in the graph: {why}"
-        nodes += [
-            NodeVerdict(node=name, profile=n, status=verdicts.DECOMPOSED, reason=reason, source="graph")
-            for n in range(profiles)
-        ]
+    for name, reason in _unrecognised(manifest).items():
+        decomposed = NodeVerdict(
+            node=name, profile=0, status=FusionStatus.DECOMPOSED, reasons=(reason,), source="graph"
+        )
+        nodes += [msgspec.structs.replace(decomposed, profile=profile) for profile in range(profiles)]
     return msgspec.structs.replace(verdict, nodes=tuple(nodes))
 
 
@@ -623,20 +678,33 @@ def _open_here(engine: Engine, cuda_graph: bool) -> TensorRTRunner:
 _PROJECTIONS = {"fp32": "projections that accumulate in FP32", "fp16": "TensorRT's own projections"}
 
 
-def fusion_summary(fused: int, count: int, nodes: Iterable[tuple[str, str]]) -> str:
-    """`10/12 fused`, or `10/12 fused, 2 unknown`; `nodes` are attention and status in each profile."""
-    statuses: dict[str, set[str]] = {}
-    for node, status in nodes:
-        statuses.setdefault(node, set()).add(status)
-    unknown = sum("unknown" in found and "decomposed" not in found for found in statuses.values())
-    return f"{fused}/{count} fused" + (f", {unknown} unknown" if unknown else "")
+def fusion_summary(fused: int, count: int, nodes: Iterable[Mapping[str, Any]]) -> str:
+    """`10/12 fused`, or `10/12 fused, 2 unknown`; `nodes` are the verdicts as plain data."""
+    statuses: dict[str, set[FusionStatus]] = {}
+    again: set[str] = set()
+    for node in nodes:
+        statuses.setdefault(node["node"], set()).add(FusionStatus(node["status"]))
+        if any(reason["kind"] == ReasonKind.SCORES_AGAIN for reason in node["reasons"]):
+            again.add(node["node"])
+    unknown = sum(
+        FusionStatus.UNKNOWN in found and FusionStatus.DECOMPOSED not in found for found in statuses.values()
+    )
+    parts = [f"{fused}/{count} fused"]
+    parts += [f"{unknown} unknown"] if unknown else []
+    parts += [f"scores of {len(again)} computed again for another output"] if again else []
+    return ", ".join(parts)
 
 
 def precision_summary(status: str, requested: str) -> str:
     """`precision: fp16 (verified)`, or `precision: mixed (requested: fp16)`."""
-    if status == "verified":
-        return f"precision: {requested} (verified)"
-    return f"precision: {status} (requested: {requested})"
+    known = {
+        PrecisionStatus.VERIFIED: "verified",
+        PrecisionStatus.SELECTED_AT_LOAD: "I/O types verified, kernels selected at load time",
+    }
+    found = PrecisionStatus(status)
+    if found in known:
+        return f"precision: {requested} ({known[found]})"
+    return f"precision: {found.value} (requested: {requested})"
 
 
 def attention_summary(manifest: EngineManifest) -> str:

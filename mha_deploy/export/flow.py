@@ -31,7 +31,7 @@ from mha_deploy.bundle.cases import (
     write_trace,
 )
 from mha_deploy.bundle.folder import MODEL, Bundle, BundleWriter
-from mha_deploy.bundle.manifest import Checks, GoldenEntry, LayersEntry, Manifest, TraceEntry
+from mha_deploy.bundle.manifest import Checks, GoldenEntry, LayersEntry, Manifest, TraceEntry, UnfusedRecord
 from mha_deploy.environment import versions
 from mha_deploy.errors import ExportError, SpecError, nearest
 from mha_deploy.files import PathPart
@@ -226,6 +226,7 @@ class Source(ABC):
     attentions: int  # how many it computes, fused or not
     places: dict[str, str | None] | None = None  # where in the source code they are, where that is known
     notes: list[str]  # what a reader should know
+    unfused: Sequence[UnfusedRecord] = ()  # the attentions that are no node of the graph
     checks: Checks  # what the export checked of its own work
     on_step: OnStep
     step_number, steps = 0, 0  # of how many
@@ -271,6 +272,9 @@ class Source(ABC):
         """The graph with its attentions fused; what is not is noted."""
         model, found = fuse_attention(original)
         self.attentions = len(found.fused) + len(found.already) + len(found.unfused)
+        self.unfused = [
+            UnfusedRecord(name=each.name, reason=each.reason, place=each.place) for each in found.unfused
+        ]
         self.notes += [
             f"{each.name} is not fused: {each.reason}" + (f" ({each.place})" if each.place else "")
             for each in found.unfused
@@ -354,6 +358,7 @@ def export_bundle(source: Source, target: Path, on_step: OnStep) -> Bundle:
                 opset=source.opset,
                 weights=source.origin(),
                 attention=attention,
+                unfused=list(source.unfused),
                 golden=golden,
                 checks=source.checks,
                 versions=versions(),

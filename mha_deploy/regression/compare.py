@@ -205,7 +205,7 @@ _RANKS: Mapping[str, Mapping[str, int]] = {
     "verdict": {"passed": 3, "built": 2, "not verified": 2, "failed": 1, "refused": 1, "crashed": 0}
     | {"unavailable": 0},
     "fusion": {"fused": 2, "unknown": 1, "decomposed": 0},
-    "precision": {"verified": 2, "unknown": 1, "mixed": 0},
+    "precision": {"verified": 3, "selected at load": 2, "unknown": 1, "mixed": 0},
     "invariance": {"passed": 1, "failed": 0},
     "conformance": {"conforms": 2, "refused": 1, "absent": 1, "wrong": 0},
     "range": {"ok": 2, "near": 1, "overflows": 0},
@@ -487,6 +487,8 @@ def _judge(section: str, old: Measurement, new: Measurement, limits: Limits) -> 
         return next((level for level in (REGRESSION, IMPROVEMENT) if level in levels), SAME), ""
     if old.kind == "status":
         level = _direction(*(_RANKS[section].get(each.value, 1) for each in (old, new)))
+        if level == IMPROVEMENT and new.value == "unknown":  # less evidence is no improvement
+            return CHANGED, "no longer known"
         if level == SAME and old.doubt != new.doubt:
             return CHANGED, "other kernels"
         return level, "fusion lost" if level == REGRESSION and section == "fusion" else ""

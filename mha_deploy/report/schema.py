@@ -120,10 +120,15 @@ _REBUILDS = record(
     }
 )  # fmt: skip
 _FUSED = Literal["fused", "decomposed", "unknown"]
-_ENGINE_NODE = record({str: "node reason source", _WHOLE: "profile", list[str]: "kernels", _FUSED: "status"})
+_IN_PRECISION = Literal["verified", "selected at load", "mixed", "unknown"]
+_REASON = record({str: "kind place got wanted"})
+_ENGINE_NODE = record(
+    {str: "node source", _WHOLE: "profile", list[str]: "kernels", _FUSED: "status", many(_REASON): "reasons"}
+)
 _ENGINE = record(
     {
-        str: "name backend version precision built precision_status attention", bool: "ran", _TEXT: "why_not",
+        str: "name backend version precision built attention", bool: "ran", _TEXT: "why_not",
+        _IN_PRECISION: "precision_status", many(_REASON): "precision_reasons",
         list[int]: "fused", _NUMBER: "seconds", _WHOLE: "engine_bytes", list[dict[str, str]]: "profiles",
         list[str]: "plugins profile_names", many(_ENGINE_NODE): "nodes", _REBUILDS | None: "rebuilds",
     }

@@ -23,6 +23,7 @@ from mha_deploy.runtime.gpu import GpuRunner
 from mha_deploy.runtime.runner import Arrays, Runner
 from mha_deploy.runtime.tensorrt.versions import MODULES
 from mha_deploy.runtime.timing import KernelTime
+from mha_deploy.text import plural
 
 # -- What only PyTorch can do in a validation: compute what is right for fresh inputs --------------
 
@@ -99,10 +100,11 @@ class Runtime:
                 pass
             return "fp16", f"what is behind {self.name} is not known"
         manifest = self.engine.manifest
-        notes = [note for note in manifest.verdict.precision.notes if "matmuls" in note]
-        narrow = [note for note in notes if "accumulate in FP16" in note or "chosen on the device" in note]
-        if narrow:
-            return "fp16", narrow[0]
+        found = manifest.verdict.precision
+        if narrow := found.accumulate_in_fp16:
+            return "fp16", f"{plural(len(narrow), 'matmul kernel')} accumulate in FP16 (e.g. {narrow[0]})"
+        if later := found.selected_at_load:
+            return "fp16", f"{plural(len(later), 'matmul kernel')} selected at load time (e.g. {later[0]})"
         if manifest.attention["chosen"] == "plugin" and manifest.attention["accumulate"] == "fp32":
             return "fp32", "the plugin's attention and projections accumulate in FP32"
         if manifest.backend == "tensorrt" and int(manifest.version.partition(".")[0]) < 10:

@@ -147,13 +147,18 @@ def engines_to_dict(
             "ran": name in ran,
             "why_not": None if name in ran else reasons.get(name, "not requested"),
             "fused": list(manifest.fused_count),
-            "precision_status": manifest.verdict.precision.status,
+            "precision_status": manifest.verdict.precision.status.value,
+            "precision_reasons": msgspec.to_builtins(manifest.verdict.precision.reasons),
             "nodes": msgspec.to_builtins(manifest.verdict.nodes),
             "attention": attention_summary(manifest),
             "plugins": libraries_summary(manifest),
             "profile_names": [manifest.profile_name(index) for index in range(len(manifest.profiles))],
         }
-        for name, manifest in ((engine.path.stem, engine.manifest) for engine in engines)
+        for name, manifest in (
+            # Of an engine that was not run, only what its plan shows.
+            (engine.path.stem, engine.manifest if engine.path.stem in ran else engine.shown)
+            for engine in engines
+        )
     ]
 
 
@@ -217,7 +222,7 @@ def unfused_findings(manifest: Manifest, options: ValidateOptions) -> Iterator[F
     fused, of = len(manifest.attention), manifest.spec.attention_count
     if fused >= of:
         return
-    reasons = [note for note in manifest.notes if " is not fused: " in note]
+    reasons = [f"{each.name}: {each.reason}" for each in manifest.unfused]
     why = f" ({summarize_names(reasons, joint=', ')})" if reasons else ""
     text = f"{fused} of {of} attentions are one node in the graph{why}"
     yield Finding(FAILURE if options.require_fused else WARNING, "fusion", text)
@@ -357,6 +362,8 @@ def _about_engines(
             yield Finding(level, "fusion", f"engine {name}: {manifest.fusion_summary}")
         if not manifest.is_in_precision:
             level = FAILURE if options.require_precision else WARNING
+            # What the device chooses cannot be known before the engine is loaded.
+            level = NOTE if manifest.has_requested_types else level
             yield Finding(level, "precision", f"engine {name}: {manifest.precision_summary}")
         if narrowed := manifest.verdict.precision.narrowed:  # which may overflow
             text = f"engine {name} multiplies {len(narrowed)} matmuls in fewer bits than the graph"

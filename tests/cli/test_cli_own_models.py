@@ -15,7 +15,7 @@ from mha_deploy.engine.engine import Engine
 from mha_deploy.judge import OutputVerdict, ParityReport
 from mha_deploy.metrics import Budget, Deviation
 from mha_deploy.options import ValidateOptions
-from mha_deploy.runtime.tensorrt.engine_verdict import NodeVerdict
+from mha_deploy.runtime.tensorrt.engine_verdict import FusionStatus, NodeVerdict
 from mha_deploy.status import Kind, Outcome, Reason
 from mha_deploy.validate.fp16_range import Figures, NodeRange, RangeFinding, RangeReport
 from mha_deploy.validate.verdict import ValidationRecord, findings
@@ -109,7 +109,7 @@ NODES = [
     NodeVerdict(
         node=f"blocks.{i}.attention",
         profile=0,
-        status="fused",
+        status=FusionStatus.FUSED,
         kernels=("_gemm_mha_v2_0x" + "cd" * 16,),
         source="log+plan",
     )

@@ -47,7 +47,7 @@ def test_the_manifest_tells_what_the_engine_is(built):
     assert manifest.targets == ["SM89"]
     assert manifest.strongly_typed
     assert manifest.all_fused
-    assert manifest.is_in_precision
+    assert manifest.has_requested_types
     assert any(kernel["fused_attention"] for kernel in manifest.kernels)
     assert manifest.seconds > 0
     assert manifest.options["profiles"][0]["x"] == [[1, 1, 64], [2, 16, 64], [4, 64, 64]]

@@ -69,7 +69,7 @@ def test_an_engine_as_it_was_built_passes(engine, run_cli):
     opened = open_engine(engine)
     assert opened.is_confirmed
     assert opened.manifest.all_fused
-    assert opened.manifest.is_in_precision
+    assert opened.manifest.has_requested_types
     done = run_cli("validate", engine.parents[1], *REQUIRED)
     assert done.code == 0, done.err
 
@@ -108,7 +108,7 @@ def test_the_plan_of_another_model_is_not_verified(engine, others, run_cli, othe
     forge(engine, others(other).read_bytes())
     manifest = open_engine(engine).manifest
     assert not manifest.all_fused
-    assert not manifest.is_in_precision
+    assert not manifest.has_requested_types
     done = run_cli("validate", bundle, *REQUIRED)
     assert done.code != 0, done.out
     assert "fp16 (verified)" not in done.out
@@ -116,7 +116,7 @@ def test_the_plan_of_another_model_is_not_verified(engine, others, run_cli, othe
 
 def claim_fused(data):
     for node in data["verdict"]["nodes"]:
-        node.update(status="fused", kernels=["_gemm_mha_v2_0x716a723e0ae0a4a3ec81ab57ad16c327"], reason="")
+        node.update(status="fused", kernels=["_gemm_mha_v2_0x716a723e0ae0a4a3ec81ab57ad16c327"], reasons=[])
 
 
 def claim_fused_by_any_kernel(data):
@@ -132,7 +132,7 @@ def test_a_decomposed_engine_cannot_claim_to_be_fused(others, tmp_path, claim):
     edit(path, claim)
     manifest = open_engine(path).manifest
     assert manifest.fused_count == (0, 1)
-    assert manifest.verdict.nodes[0].reason
+    assert manifest.verdict.nodes[0].reasons
 
 
 MISFITS = {

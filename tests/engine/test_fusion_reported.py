@@ -1,8 +1,11 @@
 """Fusion and precision in one phrase each: what no source reports is neither a pass nor a failure."""
 
 import pytest
+from msgspec import to_builtins
 
 from mha_deploy.engine.engine import fusion_summary, precision_summary
+from mha_deploy.report.table import reason_text
+from mha_deploy.runtime.tensorrt.engine_verdict import EngineReason, ReasonKind
 
 
 @pytest.mark.parametrize(
@@ -16,13 +19,27 @@ from mha_deploy.engine.engine import fusion_summary, precision_summary
     ],
 )
 def test_unknown_is_counted_by_itself(fused, verdicts, summary):
-    assert fusion_summary(fused, 2, verdicts) == summary
+    nodes = [{"node": node, "status": status, "reasons": []} for node, status in verdicts]
+    assert fusion_summary(fused, 2, nodes) == summary
+
+
+def test_scores_that_are_computed_twice_are_in_the_summary():
+    again = {"kind": "scores computed again", "place": "softmax", "got": "", "wanted": ""}
+    nodes = [{"node": "a", "status": "fused", "reasons": [again]}]
+    assert fusion_summary(1, 1, nodes) != fusion_summary(1, 1, [{**nodes[0], "reasons": []}])
+
+
+def test_every_kind_of_reason_has_words():
+    for kind in ReasonKind:
+        reason = to_builtins(EngineReason(kind=kind, place="place", got="fused", wanted="mixed"))
+        assert reason_text(reason)
 
 
 @pytest.mark.parametrize(
     ("status", "summary"),
     [
         ("verified", "precision: fp16 (verified)"),
+        ("selected at load", "precision: fp16 (I/O types verified, kernels selected at load time)"),
         ("mixed", "precision: mixed (requested: fp16)"),
         ("unknown", "precision: unknown (requested: fp16)"),
     ],

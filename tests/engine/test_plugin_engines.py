@@ -208,7 +208,7 @@ def test_the_plugins_layers_are_known_by_the_nodes_they_were(place, built, monke
     write_library(place)
     layers = [
         {"Name": name, "LayerType": "PluginV2", "Inputs": HALF, "Outputs": HALF}
-        for name in ("attention", "q_proj")
+        for name in ("attention", "attention_qkv/matmul")
     ]
     text = json.dumps({"Layers": layers, "Bindings": []})
     monkeypatch.setattr("tensorrt_fake.INSPECTED", text)
@@ -218,7 +218,7 @@ def test_the_plugins_layers_are_known_by_the_nodes_they_were(place, built, monke
     assert manifest.is_in_precision
     assert manifest.verdict.nodes[0].kernels == ("attention (plugin)",)
     fused = {kernel["name"]: kernel["fused_attention"] for kernel in manifest.kernels}
-    assert fused == {"attention": True, "q_proj": False}
+    assert fused == {"attention": True, "attention_qkv/matmul": False}
 
 
 @pytest.mark.parametrize(("linear", "status"), [("PluginV2", "verified"), ("Mystery", "unknown")])

@@ -143,7 +143,7 @@ def test_an_engine_has_both_profiles_and_is_fused_in_both(engines, name):
     }
     assert fused == {"prefill": ("fused", "_gemm_mha_v2"), "decode": ("fused", "_gemv_mha_v1")}
     assert manifest.all_fused
-    assert manifest.is_in_precision
+    assert manifest.has_requested_types
 
 
 @pytest.mark.sweep(1)

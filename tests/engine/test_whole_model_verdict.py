@@ -14,6 +14,7 @@ from mha_deploy.engine.build import judge_engine
 from mha_deploy.graph.ir import infer_shapes
 from mha_deploy.graph.lower import lower
 from mha_deploy.runtime.tensorrt.engine_verdict import (
+    ReasonKind,
     WrittenTypes,
     engine_verdict,
     fusion_verdict,
@@ -70,9 +71,8 @@ def test_a_matmul_that_the_graph_keeps_in_fp32_is_no_fallback() -> None:
     types = {"mm": written("fp16"), "angles": written("fp32")}
     assert precision_verdict(kernels, "fp16").status == "mixed"
     verdict = precision_verdict(kernels, "fp16", types)
-    assert verdict.ok
+    assert verdict.status == "selected at load"
     assert {found.kernel for found in verdict.written} == {"angles"}
-    assert "1 matmuls have fp32 from the graph, the first is angles" in verdict.notes
 
 
 def test_a_matmul_that_is_fp16_in_the_graph_and_fp32_in_the_engine_fell_back() -> None:
@@ -87,7 +87,7 @@ def test_arithmetic_is_judged_by_the_matmuls_alone() -> None:
     """A cast beside a matmul explains a wide tensor, and never a wide multiplication."""
     wide = matmul("mm", "fp32", nodes=("mm", "cast"), reads="fp16")
     types = {"mm": written("fp16"), "cast": written("fp16", "fp32", is_matmul=False)}
-    assert precision_verdict([matmul("other"), wide], "fp16", types).ok
+    assert precision_verdict([matmul("other"), wide], "fp16", types).has_requested_types
     slow = replace(wide, tactic="sm80_xmma_gemm_f32f32_f32f32_f32_tn_n")
     assert precision_verdict([matmul("other"), slow], "fp16", types).status == "mixed"
 
@@ -98,7 +98,7 @@ def test_a_graph_in_fp32_throughout_is_not_what_was_requested() -> None:
 
 @pytest.mark.parametrize("layer_type", ["correlation", "corrltn", "CaskConvolution"])
 def test_a_convolution_is_a_matmul(layer_type) -> None:
-    assert precision_verdict([matmul("patches", layer_type=layer_type)], "fp16").ok
+    assert precision_verdict([matmul("patches", layer_type=layer_type)], "fp16").has_requested_types
     verdict = precision_verdict([matmul("patches", "fp32", layer_type=layer_type)], "fp16")
     assert verdict.status == "mixed"
     assert not verdict.islands
@@ -118,7 +118,7 @@ def test_an_engine_with_a_layer_kept_in_fp32_is_as_requested(mixed_graph) -> Non
     built = build_rtx(lowered, profiles=[profile], targets="89")
     verdict = judge_engine(built, lowered, mixed_graph, "fp16", 1)
     assert verdict.all_fused
-    assert verdict.precision.ok, verdict.precision.offenders
+    assert verdict.precision.status == "selected at load", verdict.precision
     assert any("wide" in found.onnx_nodes for found in verdict.precision.written)
     # The same engine from a graph that is FP16 throughout would have fallen back.
     assert engine_verdict(built.kernels, ["att"], "fp16").precision.status == "mixed"
@@ -130,7 +130,6 @@ def test_a_matmul_between_casts_is_narrowed_and_reported(sandwich) -> None:
     built = build_rtx(sandwich, targets="89")
     verdict = engine_verdict(built.kernels, [], "fp16", written=written_types(sandwich)).precision
     assert {"wide"} <= {name for found in verdict.narrowed for name in found.onnx_nodes}
-    assert any("matmuls of FP32 in the graph multiply fp16" in note for note in verdict.notes)
 
 
 def test_a_matmul_that_stays_wide_is_not_narrowed() -> None:
@@ -204,7 +203,7 @@ def test_a_kernel_proves_the_attention_it_computes_and_not_one_whose_mask_it_nam
     assert (second.node, second.status) == ("b", "fused")
     (lonely, _) = fusion_verdict([mine], groups)
     assert lonely.status == "unknown"
-    assert "names a part of it, but computes another attention" in lonely.reason
+    assert [(reason.kind, reason.got) for reason in lonely.reasons] == [(ReasonKind.OTHER_ATTENTION, "b")]
 
 
 def test_parts_belong_to_the_longest_name() -> None:
@@ -219,13 +218,13 @@ def test_parts_belong_to_the_longest_name() -> None:
 def steps_to_judge(layers):
     """How many lines of Python run: that is the same on every machine, however busy."""
     names = [f"model.layers.{at}/attn" for at in range(layers)]
-    groups = {name: (f"{name}/scores", f"{name}/weights") for name in names}
+    groups = {name: (f"{name}/scores", f"{name}/weighted_values") for name in names}
     kernels = [
         kernel
         for name in names
         for kernel in (
             *(matmul(f"{name}_mm_{at}") for at in range(8)),
-            attention(f"{name}/scores", f"{name}/weights"),
+            attention(f"{name}/scores", f"{name}/weighted_values"),
         )
     ]
     steps = 0

@@ -136,7 +136,7 @@ def test_every_attention_of_an_engine_is_fused(whole, dialect) -> None:
     verdict = judge_engine(built, lowered, model, "fp16", 1)
     count = small.MODELS[name].attentions
     assert verdict.fused_count == (count, count)
-    assert verdict.precision.ok, verdict.precision
+    assert verdict.precision.has_requested_types, verdict.precision
     assert verdict.disagreements == ()
     assert {node.source for node in verdict.nodes} == {"log+plan"}
 

@@ -182,6 +182,7 @@ def hostile():
             "cases",
             "check",
             "status",
+            "precision_status",
             "worst",
             "at_fault",
             "family",

@@ -28,7 +28,7 @@ def engine():
         "profile": 0,
         "status": "fused",
         "kernels": [kernel],
-        "reason": "",
+        "reasons": [],
         "source": "log+plan",
     }
     return {
@@ -41,6 +41,7 @@ def engine():
         "why_not": None,
         "fused": [1, 1],
         "precision_status": "verified",
+        "precision_reasons": [],
         "nodes": [node],
         "seconds": 12.13,
         "engine_bytes": 5812344,

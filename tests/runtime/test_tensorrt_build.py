@@ -19,7 +19,7 @@ from tensorrt_models import attention, layer, needs_rtx, primitives, profile
 from mha_deploy.errors import EXIT_VERDICT_FAILED
 from mha_deploy.options import EngineOptions
 from mha_deploy.runtime.tensorrt.builder import BuildRequest, build_engine, inspect_kernels
-from mha_deploy.runtime.tensorrt.engine_verdict import engine_verdict, group_by_attention
+from mha_deploy.runtime.tensorrt.engine_verdict import ReasonKind, engine_verdict, group_by_attention
 from mha_deploy.runtime.tensorrt.kernels import kernels_from_plan
 from mha_deploy.runtime.tensorrt.versions import EngineError, load
 
@@ -71,7 +71,7 @@ def test_attention_is_fused_and_in_the_precision_requested(case, target):
     assert verdict.fused_count == (1, 1)
     assert [node.source for node in verdict.nodes] == ["log+plan"]
     assert verdict.nodes[0].kernels[0].startswith("_gemm_mha_v2_0x")
-    assert verdict.precision.ok, verdict.precision
+    assert verdict.precision.has_requested_types, verdict.precision
     assert verdict.precision.counts[options.get("precision", "fp16")] > 0
     assert verdict.disagreements == ()
 
@@ -79,7 +79,7 @@ def test_attention_is_fused_and_in_the_precision_requested(case, target):
 def test_a_node_that_is_not_there_is_unknown_not_fused():
     verdict = judge(layer(), ("att0", "att7"), profiles=[profile()], targets="8.9,12.0")
     assert [node.status for node in verdict.nodes] == ["fused", "unknown"]
-    assert verdict.nodes[1].reason == "no kernel names it"
+    assert {reason.kind for reason in verdict.nodes[1].reasons} == {ReasonKind.NOT_NAMED}
 
 
 def test_each_profile_has_its_own_kernel():
@@ -138,7 +138,8 @@ def test_allowed_to_decompose_it_is_reported_with_its_kernels(model, precision):
     assert node.status == "decomposed"
     assert sum(kernel.startswith("__fc") for kernel in node.kernels) == 2
     assert any("MaxrSubExp" in kernel for kernel in node.kernels)
-    assert verdict.precision.ok
+    assert verdict.precision.status == "selected at load"
+    assert len(verdict.precision.selected_at_load) == 2
     assert not verdict.all_fused
 
 
@@ -159,7 +160,6 @@ def test_an_fp32_island_in_an_fp16_graph_is_reported_as_one():
     assert verdict.all_fused
     assert verdict.precision.status == "verified"
     assert [island.what for island in verdict.precision.islands] == ["y"]
-    assert "small kernels work in fp32" in verdict.precision.notes[-1]
 
 
 # -- what is refused ------------------------------------------------------------------------------------
@@ -298,8 +298,10 @@ def test_a_plan_that_was_swapped_disagrees_with_its_log():
     sources = {"log": fused.kernels["log"], "plan": other.kernels["plan"]}
     verdict = engine_verdict(sources, ["att0"], "fp16")
     assert verdict.nodes[0].status == "unknown"
-    assert "the log reports fused" in verdict.disagreements[0]
-    assert "the plan reports decomposed" in verdict.disagreements[0]
+    assert [(claim.source, claim.status) for claim in verdict.disagreements[0].claims] == [
+        ("log", "fused"),
+        ("plan", "decomposed"),
+    ]
 
 
 def test_another_fused_kernel_in_the_plan_is_a_disagreement():
@@ -313,7 +315,7 @@ def test_a_plan_alone_is_enough_for_a_verdict():
     plan = build(layer(), profiles=[profile(S=(1, 1, 1)), profile()], targets="8.9").plan
     verdict = engine_verdict({"plan": kernels_from_plan(plan)}, ["att0"], "fp16", profiles=2)
     assert [node.kernels[0][:12] for node in verdict.nodes] == ["_gemv_mha_v1", "_gemm_mha_v2"]
-    assert verdict.precision.ok
+    assert verdict.precision.status == "selected at load"
 
 
 def test_a_truncated_plan_is_never_called_fused():

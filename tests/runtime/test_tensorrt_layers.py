@@ -84,7 +84,7 @@ INSPECTOR_10 = {
             "Name": "_gemm_mha_v2_myl1_4",
             "Inputs": [half("x [profile 1]", -1, 64)],
             "Outputs": [],
-            "Metadata": "[ONNX Layer: /a/softmax]",
+            "Metadata": "[ONNX Layer: /a/scores][ONNX Layer: /a/softmax][ONNX Layer: /a/sum]",
             **FUSED_10,
         },
     ],

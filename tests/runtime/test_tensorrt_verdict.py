@@ -9,6 +9,7 @@ import pytest
 from test_tensorrt_layers import INSPECTOR_8, INSPECTOR_10, INSPECTOR_11
 
 from mha_deploy.runtime.tensorrt.engine_verdict import (
+    ReasonKind,
     WrittenTypes,
     engine_verdict,
     fusion_verdict,
@@ -43,6 +44,17 @@ def statuses(kernels, nodes=("att0",), **options):
     return [verdict.status for verdict in fusion_verdict(kernels, nodes, **options)]
 
 
+def kinds(verdict):
+    return [reason.kind for reason in verdict.reasons]
+
+
+HALF = frozenset({"fp16"})
+MATMUL = WrittenTypes(reads=HALF, writes=HALF, is_matmul=True)
+SMALL = WrittenTypes(reads=HALF, writes=HALF, is_matmul=False)
+A_SOFTMAX = WrittenTypes(reads=HALF, writes=HALF, is_matmul=False, is_softmax=True)
+PROJECTIONS = {"qkv": MATMUL, "o": MATMUL}  # all matmuls of a graph outside attention
+
+
 # -- by the kernels' own words --------------------------------------------------------------------------
 
 
@@ -60,14 +72,14 @@ def test_a_matmul_and_a_softmax_of_its_own_prove_the_contrary():
 def test_a_move_proves_nothing():
     (verdict,) = fusion_verdict([MOVE], ["att0"])
     assert verdict.status == "unknown"
-    assert "no kernel that computes" in verdict.reason
+    assert kinds(verdict) == [ReasonKind.NO_COMPUTING_KERNEL]
 
 
 def test_a_fused_kernel_that_names_no_node_makes_decomposed_unsure():
     nobody = Kernel(name="_gemm_mha_v2_myl0_7", layer_type="kgen", tactic="_gemm_mha_v2_0xaa", source="log")
     (verdict,) = fusion_verdict([SCORES, nobody], ["att0"])
     assert verdict.status == "unknown"
-    assert "does not name its node" in verdict.reason
+    assert kinds(verdict) == [ReasonKind.NAMELESS_FUSED]
 
 
 def test_one_kernel_for_two_nodes_fuses_both():
@@ -98,7 +110,7 @@ def test_a_matmul_named_like_a_fused_kernel_is_a_matmul():
 def test_a_profile_that_no_source_reports_is_unknown():
     verdicts = fusion_verdict([FUSED], ["att0"], profiles=2)
     assert [(verdict.profile, verdict.status) for verdict in verdicts] == [(0, "fused"), (1, "unknown")]
-    assert "profile 1" in verdicts[1].reason
+    assert [(reason.kind, reason.place) for reason in verdicts[1].reasons] == [(ReasonKind.NO_KERNELS, "1")]
 
 
 def test_no_kernels_at_all_is_unknown():
@@ -113,7 +125,9 @@ def test_8_6_hides_the_region_and_so_the_answer():
     groups = {"att0": ("att0/transpose", "att0/scores", "att0/softmax", "att0/sum")}
     (verdict,) = fusion_verdict(kernels, groups)
     assert verdict.status == "unknown"
-    assert "{ForeignNode[att0/transpose...att0/sum]}" in verdict.reason
+    assert [(reason.kind, reason.place) for reason in verdict.reasons] == [
+        (ReasonKind.HIDDEN_REGION, "{ForeignNode[att0/transpose...att0/sum]}")
+    ]
 
 
 def test_8_6_with_attention_outside_the_region_is_decomposed():
@@ -141,9 +155,27 @@ LLAMA = [TF32, TF32, "__myl_bb0_7_MulAddMaxSubExpSumDiv", TF32, GEMM]
 
 
 def test_as_many_fused_kernels_as_nodes_is_fused():
-    (verdict,) = fusion_verdict(kernels_from_profile(BERT), ["att0"])
+    (verdict,) = fusion_verdict(kernels_from_profile(BERT), ["att0"], written=PROJECTIONS)
     assert (verdict.status, verdict.kernels) == ("fused", ("__myl_bb0_4_mha0",))
-    assert "1 fused attention kernels ran for 1" in verdict.reason
+    assert [(reason.kind, reason.got, reason.wanted) for reason in verdict.reasons] == [
+        (ReasonKind.COUNTED, "1", "1")
+    ]
+
+
+def test_a_count_without_the_graph_proves_nothing():
+    """The two GEMMs may be scores and weighted values of the attention, beside a fused kernel of another."""
+    (verdict,) = fusion_verdict(kernels_from_profile(BERT), ["att0"])
+    assert (verdict.status, kinds(verdict)) == ("unknown", [ReasonKind.NO_GRAPH])
+    (verdict,) = fusion_verdict(kernels_from_profile(BERT), ["att0"], written={"o": MATMUL})
+    assert (verdict.status, kinds(verdict)) == ("unknown", [ReasonKind.STRAY_MATMUL])
+    for name, kind in (
+        ("masked_exp_normalise", ReasonKind.STRAY_SOFTMAX),
+        ("cunn_SOFTMAXForward", ReasonKind.STRAY_SOFTMAX),
+        ("__myl_bb0_7_MulSofMul", ReasonKind.STRAY_SOFTMAX),
+        ("somebodys_kernel_17", ReasonKind.MAY_BE_MATMUL),
+    ):
+        (verdict,) = fusion_verdict(kernels_from_profile([*BERT, name]), ["att0"], written=PROJECTIONS)
+        assert (verdict.status, kinds(verdict)) == ("unknown", [kind])
 
 
 @pytest.mark.parametrize(
@@ -181,7 +213,7 @@ def test_a_profiler_settles_what_the_inspector_hides():
         "inspector": kernels_from_inspector(json.dumps(INSPECTOR_8)),
         "profile": kernels_from_profile(BERT),
     }
-    verdict = engine_verdict(sources, {"att0": ("att0/softmax",)}, "fp16")
+    verdict = engine_verdict(sources, {"att0": ("att0/softmax",)}, "fp16", written=PROJECTIONS)
     assert verdict.nodes[0].status == "fused"
     assert verdict.nodes[0].source == "profile"
     assert verdict.disagreements == ()
@@ -193,14 +225,19 @@ def test_a_profiler_settles_what_the_inspector_hides():
 def test_sources_that_contradict_each_other_leave_it_unknown():
     verdict = engine_verdict({"log": [FUSED], "profile": kernels_from_profile(LLAMA)}, ["att0"], "fp16")
     assert verdict.nodes[0].status == "unknown"
-    assert "the log reports fused" in verdict.disagreements[0]
+    assert [(each.source, each.status) for each in verdict.disagreements[0].claims] == [
+        ("log", "fused"),
+        ("profile", "decomposed"),
+    ]
+    assert kinds(verdict.nodes[0]) == [ReasonKind.SOURCES_DISAGREE]
     assert not verdict.all_fused
 
 
 def test_sources_that_disagree_on_precision_say_so_and_the_worse_holds():
     verdict = engine_verdict({"log": [FUSED], "profile": kernels_from_profile(LLAMA)}, ["att0"], "fp16")
     assert verdict.precision.status == "mixed"
-    assert verdict.disagreements[-1].startswith("precision: the profile reports mixed")
+    assert verdict.disagreements[-1].node is None
+    assert verdict.disagreements[-1].claims[0].source == "profile"
 
 
 def test_without_sources_everything_is_unknown():
@@ -228,7 +265,8 @@ def test_tf32_matmuls_for_an_fp16_graph_are_found():
 def test_fp16_matmuls_are_verified_fp16_and_their_accumulation_is_noted():
     verdict = precision_verdict(kernels_from_profile(BERT), "fp16")
     assert verdict.status == "verified"
-    assert verdict.notes == (f"2 matmuls accumulate in FP16, the first is {GEMM}",)
+    assert verdict.accumulate_in_fp16 == (GEMM, GEMM)
+    assert verdict.selected_at_load == ()
 
 
 def test_a_hash_is_not_a_type():
@@ -258,7 +296,6 @@ def test_a_float_tensor_of_a_small_kernel_is_an_island():
     assert verdict.status == "verified"
     assert verdict.offenders == ()
     assert [(island.kernel, island.what) for island in verdict.islands] == [(MOVE.name, "t")]
-    assert verdict.notes == (f"1 small kernels work in fp32, the first is {MOVE.name}",)
 
 
 def test_factors_of_a_matmul_are_not_data_but_weights_are():
@@ -411,15 +448,14 @@ DECOMPOSED = [GEMM, "softmax_warp_forward", GEMM]
     ],
 )
 def test_launches_are_counted_per_attention(names, nodes, status):
-    assert set(statuses(kernels_from_profile(names), nodes)) == {status}
+    assert set(statuses(kernels_from_profile(names), nodes, written=PROJECTIONS)) == {status}
 
 
 def test_a_softmax_of_the_graph_itself_is_no_softmax_of_an_attention():
     kernels = {"profile": kernels_from_profile([*SPLIT, "softmax_warp_forward", GEMM])}
-    fp16 = frozenset({"fp16"})
-    router = {"router": WrittenTypes(reads=fp16, writes=fp16, is_matmul=False, is_softmax=True)}
+    router = {"router": A_SOFTMAX, **PROJECTIONS}
     assert engine_verdict(kernels, ["a"], "fp16", written=router).all_fused
-    part = {"a/weights": router["router"]}
+    part = {"a/weights": A_SOFTMAX, **PROJECTIONS}
     assert not engine_verdict(kernels, {"a": ("a/weights",)}, "fp16", written=part).all_fused
     assert not engine_verdict(kernels, ["a"], "fp16").all_fused
 
@@ -438,15 +474,22 @@ PARTS = {name: tuple(f"{name}/{part}" for part in ("mask", "scores", "weights", 
         (TWO, [mha("a/mask", "a/expand")], ["unknown", "unknown"]),
         (PARTS, [mha("a/mask", "b/mask")], ["unknown", "unknown"]),
         (PARTS, [mha("b/scores", "b/weights", "b/sum", "a/scores")], ["unknown", "fused"]),
-        (PARTS, [mha("a/scores", "a/weights"), mha("a/sum"), exp_sum("b/weights")], ["fused", "decomposed"]),
+        (PARTS, [mha("a/scores", "a/weights", "a/sum"), exp_sum("b/weights")], ["fused", "decomposed"]),
+        # A part of an attention is not the whole of it: the rest is computed somewhere else.
+        (
+            PARTS,
+            [mha("a/scores", "a/weights"), mha("a/sum"), exp_sum("b/weights")],
+            ["unknown", "decomposed"],
+        ),
         # GEMM and softmax kernels of the same node.
         (TWO, [mha("a"), gemm("a"), exp_sum("a"), mha("b")], ["decomposed", "fused"]),
         (TWO, [mha("a"), gemm("a"), mha("b"), exp_sum("b")], ["unknown", "unknown"]),
-        (PARTS, [mha("a/scores"), gemm("a/sum"), mha("b/sum")], ["unknown", "fused"]),
+        (PARTS, [mha("a/scores"), gemm("a/sum"), mha("b/sum")], ["unknown", "unknown"]),
+        (PARTS, [mha("a/scores", "a/sum"), gemm("a/sum"), mha("b/sum", "b/scores")], ["unknown", "fused"]),
         # A softmax in several kernels.
         (
             PARTS,
-            [mha("a/scores"), kernel("__myl_SubExp_myl0_2", "a/weights"), mha("b/sum")],
+            [mha("a/scores"), kernel("__myl_SubExp_myl0_2", "a/weights"), mha("b/sum", "b/scores")],
             ["unknown", "fused"],
         ),
         # A projection with the scale of an attention in its epilogue.
@@ -481,7 +524,7 @@ def test_a_softmax_that_names_no_node_must_be_one_of_the_graph(softmaxes, named,
         written=dict.fromkeys(softmaxes, types),
     )
     assert verdict.status == status
-    assert status == "fused" or "softmax of no known node" in verdict.reason
+    assert kinds(verdict) == ([] if status == "fused" else [ReasonKind.STRAY_SOFTMAX])
 
 
 @pytest.mark.parametrize("node", ["_gemm_mha_v2", "_gemv_mha_v1"])
@@ -556,7 +599,7 @@ FMHA16 = "fmha_v2_flash_attention_fp16_S_128_sm90"
 def test_a_kernel_of_unknown_type_or_purpose_is_not_fp16(names, status):
     verdict = precision_verdict(kernels_from_profile(names), "fp16")
     assert verdict.status == status
-    assert bool(verdict.reason) == (status == "unknown")
+    assert bool(verdict.reasons) == (status == "unknown")
 
 
 @pytest.mark.parametrize(
@@ -581,3 +624,184 @@ def test_a_generated_kernel_in_fp32_is_judged_by_its_name(name, layer_type, stat
     small = {"n": WrittenTypes(reads=fp16, writes=fp16, is_matmul=False)}
     clear = precision_verdict([FUSED, generated], "fp16", small).status
     assert clear == ("mixed" if status == "mixed" else "verified")
+
+
+# -- what only looks like evidence, as the inspector reports it ------------------------------------------
+
+F16 = "sm90_xmma_gemm_f16f16_f16f32_f32_tn_n_tilesize128x128x64_cga1x1x1_kernel_trt"
+CORE = ("att0/scores", "att0/softmax", "att0/weighted_values")
+SC, SM, WV = CORE
+GROUP = {"att0": (*CORE, "att0/scale")}
+GRAPH = {SC: MATMUL, "att0/scale": SMALL, SM: A_SOFTMAX, WV: MATMUL, "proj": MATMUL, "copy": SMALL}
+
+
+def reported(name, *nodes, tactic="", kind="kgen", reads=("Half",), writes=("Half",), weights=()):
+    """A layer as the inspector reports it."""
+    tensors = [
+        [
+            {"Name": f"{name}_{role}{at}", "Dimensions": [8, 16], "Datatype": dtype}
+            for at, dtype in enumerate(types)
+        ]
+        for role, types in (("i", reads), ("o", writes), ("c", weights))
+    ]
+    layer = dict(zip(("Inputs", "Outputs", "Constants"), tensors, strict=True))
+    layer |= {"Name": name, "LayerType": kind, "TacticName": tactic}
+    return layer | {"Metadata": "\x1e".join(f"[ONNX Layer: {node}]" for node in nodes)}
+
+
+def inspected(*layers):
+    return kernels_from_inspector(json.dumps({"Layers": layers}))
+
+
+PROJ = reported("__fc1", "proj", tactic=F16, kind="gemm")
+NAMED_GEMM = reported("__fc2", SC, tactic=F16, kind="gemm")
+NAMELESS_GEMM = reported("__fc_myl0_4", tactic=F16, kind="gemm")
+NAMELESS_SOFTMAX = reported("__myl_MaxrSubExpSum_myl0_5", tactic="__myl_MaxrSubExpSum_0x1")
+OTHER_SOFTMAX = reported("__myl_MulSoftCast_myl0_5", tactic="__myl_MulSoftCast_0x1")
+AGAIN = reported("__myl_MaxrSubExpSum_myl0_5", SM, "copy")
+MHA_KERNEL = "_gemm_mha_v2_0x12ab"
+
+
+def whole(tactic=MHA_KERNEL, nodes=CORE, **others):
+    return reported("_gemm_mha_v2_myl0_3", *nodes, tactic=tactic, **others)
+
+
+@pytest.mark.parametrize(
+    "tactic",
+    [
+        "fmha_prepare_cu_seqlens", "prepare_mha_mask_kernel", "fmha_pack_qkv_kernel", "fmha_reduction_kernel",
+        "flash_fwd_splitkv_combine_kernel", "sdpa_bias_expand_kernel", "mha_rope_update_kv_cache",
+        "fmha_v2_mask_packing", "flash_attn_varlen_get_seqlens", "flash_fwd_acme", "_gemm_mha_v2_qk_only",
+        "fmha_v2_flash_attention_fp16_combine_sm90", "fmha_v2_fp16_mask_pack_sm90", "acme_sdpa_fp16",
+        "flash_bwd_kernel", "my_mha", "mha0", "cudnn_generated_sdpa_bias",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("nodes", [CORE, (SC, SM), (SC,)])
+def test_a_kernel_that_is_named_after_attention_is_no_attention(tactic, nodes):
+    """Whatever it names, and whether the real kernels are reported or not."""
+    layer = reported("k0", *nodes, tactic=tactic)
+    for others in ((), (NAMELESS_GEMM, NAMELESS_SOFTMAX, NAMELESS_GEMM), (NAMELESS_GEMM, OTHER_SOFTMAX)):
+        assert statuses(inspected(layer, *others, PROJ), GROUP, written=GRAPH) != ["fused"]
+    assert statuses(kernels_from_profile([tactic]), GROUP, written=GRAPH) != ["fused"]
+
+
+@pytest.mark.parametrize(
+    ("layers", "status", "kind"),
+    [
+        ([whole()], "fused", None),
+        ([whole(nodes=(SC, WV))], "fused", None),  # the softmax is between them
+        ([whole(nodes=(SC, SM))], "unknown", ReasonKind.PARTIAL_FUSED),
+        ([whole(nodes=(SM, WV))], "unknown", ReasonKind.PARTIAL_FUSED),
+        ([whole(nodes=(SC,)), NAMELESS_GEMM], "unknown", ReasonKind.PARTIAL_FUSED),
+        ([whole(), NAMELESS_GEMM], "unknown", ReasonKind.STRAY_MATMUL),
+        ([whole(), NAMELESS_SOFTMAX], "unknown", ReasonKind.STRAY_SOFTMAX),
+        ([whole(), OTHER_SOFTMAX], "unknown", ReasonKind.STRAY_SOFTMAX),
+        # The scores are computed again, for another output of the model.
+        ([whole(), AGAIN], "unknown", ReasonKind.COMPUTED_APART),
+        ([whole(), NAMED_GEMM, AGAIN], "decomposed", None),
+        ([whole(kind="PluginV3", tactic="flash_fwd_acme")], "unknown", ReasonKind.FOREIGN_PLUGIN),
+        ([whole(kind="PluginV3")], "unknown", ReasonKind.FOREIGN_PLUGIN),
+        ([reported("_gemm_softmax_myl0_3", SC, SM, tactic="_gemm_softmax_v1_0x1")], "decomposed", None),
+    ],
+)
+def test_a_fused_kernel_has_both_matmuls_and_nothing_else_computes_a_part(layers, status, kind):
+    (verdict,) = fusion_verdict(inspected(*layers, PROJ), GROUP, written=GRAPH)
+    assert (verdict.status, kinds(verdict)) == (status, [kind] if kind else [])
+
+
+def test_scores_that_are_an_output_besides_are_reported():
+    """As the lowering writes them: a fused node, and scores and softmax beside it."""
+    graph = {
+        "a": replace(MATMUL, is_attention=True),
+        "a_scores/scores": MATMUL,
+        "a_scores/weights": A_SOFTMAX,
+    }
+    again = [
+        reported("mm", "a_scores/scores", tactic=F16, kind="gemm"),
+        reported("__myl_MaxrSubExpSum_myl0_5", "a_scores/weights", "a"),
+    ]
+    (verdict,) = fusion_verdict(inspected(whole(nodes=("a",)), *again), ["a"], written=graph)
+    assert (verdict.status, kinds(verdict)) == ("fused", [ReasonKind.SCORES_AGAIN])
+
+
+STUB = "__myelin_CASK_STUB"
+IN_FP32 = {"reads": ("Float",), "writes": ("Float",)}
+
+
+@pytest.mark.parametrize(
+    ("layers", "precision", "graph", "status", "kind"),
+    [
+        ([PROJ], "fp16", None, "verified", None),
+        # Foreign plugins: nobody knows what they compute.
+        ([PROJ, reported("acme", "p", kind="PluginV3")], "fp16", None, "unknown", ReasonKind.FOREIGN_PLUGIN),
+        (
+            [PROJ, reported("acme", "p", kind="PluginV3")], "fp16", {"p": MATMUL}, "unknown",
+            ReasonKind.FOREIGN_PLUGIN,
+        ),
+        (
+            [PROJ, reported("acme", "p", kind="PluginV3")], "fp16", {"p": replace(SMALL, is_custom=True)},
+            "unknown", ReasonKind.FOREIGN_PLUGIN,
+        ),
+        ([PROJ, reported("acme", "p", kind="PluginV3")], "fp16", {"p": SMALL}, "verified", None),
+        ([PROJ, reported("acme", "p", tactic="w4a16_gemm", kind="PluginV3")], "fp16", None, "mixed", None),
+        # Quantized numbers, in all matmuls and in what is before them.
+        ([reported("__myl_FcAdd_myl0_3", "proj", weights=("Int8",))], "fp16", None, "mixed", None),
+        ([PROJ, reported("__myl_QuanDequMatm_myl0_3", "p", weights=("Int4",))], "fp16", None, "mixed", None),
+        ([PROJ, reported("__myl_CastMul_myl0_3", reads=("Int8",))], "fp16", None, "mixed", None),
+        ([PROJ, reported("__myl_DequMul_myl0_3", reads=("FP8",))], "fp16", None, "mixed", None),
+        ([PROJ, reported("__myl_Quan_myl0_3", writes=("Int8",))], "fp16", {"proj": MATMUL}, "mixed", None),
+        # A mask that the graph reads in INT8 is no quantized number.
+        (
+            [PROJ, reported("__myl_Cast_myl0_3", "cast", reads=("Int8",))], "fp16",
+            {"proj": MATMUL, "cast": replace(SMALL, reads=frozenset({"int8"}))}, "verified", None,
+        ),
+        # A matmul by what the graph says, however its kernel is named.
+        (
+            [PROJ, reported("__myl_MulSum_myl0_2", "p", **IN_FP32)], "fp16", {"proj": MATMUL, "p": MATMUL},
+            "mixed", None,
+        ),
+        (
+            [PROJ, reported("__myl_MulRedu_myl0_2", "p", reads=("BFloat16",))], "fp16",
+            {"proj": MATMUL, "p": MATMUL}, "mixed", None,
+        ),
+        (
+            [PROJ, reported("__myl_MulSum_myl0_2", "norm", **IN_FP32)], "fp16",
+            {"proj": MATMUL, "norm": SMALL}, "verified", None,
+        ),
+        (
+            [PROJ, reported("__myl_MulSum_myl0_2", **IN_FP32)], "fp16", None, "unknown",
+            ReasonKind.MAY_BE_MATMUL,
+        ),
+        ([PROJ, reported("__myl_DotMulAdd_myl0_2", **IN_FP32)], "fp16", None, "mixed", None),
+        ([PROJ, reported("e", "e", kind="einsum", **IN_FP32)], "fp16", None, "mixed", None),
+        # What is not reported is not verified.
+        (
+            [PROJ], "fp16", {"proj": MATMUL, "other": MATMUL}, "unknown", ReasonKind.MATMUL_NOT_REPORTED,
+        ),
+        (
+            [PROJ, reported("__myl_TranMove_myl0_2", "other")], "fp16", {"proj": MATMUL, "other": MATMUL},
+            "unknown", ReasonKind.MATMUL_NOT_REPORTED,
+        ),
+        ([PROJ], "fp16", {"proj": MATMUL, "folded": replace(MATMUL, is_constant=True)}, "verified", None),
+        # Kernels that are selected later, and kernels of FP32 that may use tensor cores.
+        ([reported("fc", "proj", tactic=STUB, kind="gemm")], "fp16", None, "selected at load", None),
+        (
+            [reported("f", "p", tactic=STUB, kind="gemm", **IN_FP32)], "fp32", None, "selected at load", None,
+        ),
+        ([whole(**IN_FP32)], "fp32", None, "unknown", ReasonKind.COMPUTE_TYPE),
+        ([whole("_gemv_mha_v1_0x12_vec", **IN_FP32)], "fp32", None, "verified", None),
+        ([whole("_gemm_mha_v2_e4m3_0x1")], "fp16", None, "mixed", None),
+    ],
+)  # fmt: skip
+def test_the_precision_of_what_only_looks_right(layers, precision, graph, status, kind):
+    verdict = precision_verdict(inspected(*layers), precision, graph)
+    assert (verdict.status, kinds(verdict)) == (status, [kind] if kind else [])
+    assert verdict.ok == (status == "verified")
+    assert verdict.has_requested_types == (status in ("verified", "selected at load"))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_attention_of_8_6_is_fp16_whatever_was_requested(precision):
+    gemm = {"fp32": "ampere_sgemm_32x128_tn", "bf16": "sm80_xmma_gemm_bf16bf16_bf16f32_f32_tn"}[precision]
+    kernels = kernels_from_profile([gemm, "__myl_bb0_4_mha0"])
+    assert precision_verdict(kernels, precision).status == "unknown"

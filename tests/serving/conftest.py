@@ -64,13 +64,13 @@ def with_engines(bundles, tmp_path):
             plan = b"ftrt" + bytes([index]) * 64
             nodes = [
                 {"node": str(node["name"]), "profile": profile, "status": "unknown", "kernels": [],
-                 "reason": "", "source": "log"}
+                 "reasons": [], "source": "log"}
                 for node in manifest.attention
                 for profile in range(len(profiles))
             ]  # fmt: skip
             known = {
                 "requested": precision, "status": "unknown", "counts": {}, "offenders": [], "islands": [],
-                "reason": "", "notes": [], "has_untyped": False, "written": [], "narrowed": [],
+                "reasons": [], "has_untyped": False, "written": [], "narrowed": [],
             }  # fmt: skip
             record = EngineManifest(
                 backend="tensorrt",

@@ -82,7 +82,7 @@ def levels(report):
 def test_a_right_engine_passes_and_speaks_in_the_headline(running, bundle):
     report = running(lambda: Stand(bundle))
     assert report.passed, report.findings
-    start = "tensorrt-rtx 1.7: 4/4 outputs within budget, 1/1 fused, precision: fp16 (verified)"
+    start = "tensorrt-rtx 1.7: 4/4 outputs within budget, 1/1 fused, precision: fp16 (I/O types verified"
     assert report.headline.startswith(start)
     (engine,) = report.to_dict()["engines"]
     assert (engine["ran"], engine["why_not"]) == (True, None)
@@ -212,9 +212,10 @@ def test_only_wrong_numbers_are_attributed(running, bundle, monkeypatch, wrong):
 # -- one runtime in a plan: what an engine is not built for is left out, what it fails on is a verdict --
 
 
-def verdict(*notes):
+def verdict(accumulate_in_fp16=(), selected_at_load=()):
     """What an engine's manifest says of its GEMMs."""
-    return SimpleNamespace(precision=SimpleNamespace(notes=notes))
+    names = {"accumulate_in_fp16": accumulate_in_fp16, "selected_at_load": selected_at_load}
+    return SimpleNamespace(precision=SimpleNamespace(**names))
 
 
 MANIFEST = SimpleNamespace(
@@ -289,17 +290,17 @@ ASSUMED = {
         {
             "version": "8.6.1",
             "attention": {"chosen": "plugin", "accumulate": "fp32"},
-            "verdict": verdict("24 matmuls accumulate in FP16, the first is h16816gemm"),
+            "verdict": verdict(accumulate_in_fp16=("h16816gemm",) * 24),
         },
         "fp16",
     ),
     "a newer one": ({}, "fp32"),
     "a newer one whose kernels say FP16": (
-        {"verdict": verdict("1 matmuls accumulate in FP16, the first is x")},
+        {"verdict": verdict(accumulate_in_fp16=("x",))},
         "fp16",
     ),
     "kernels that are not known yet": (
-        {"verdict": verdict("the kernels of 3 matmuls are chosen on the device")},
+        {"verdict": verdict(selected_at_load=("q", "k", "v"))},
         "fp16",
     ),
 }

@@ -29,7 +29,7 @@ def test_a_whole_model(tmp_path, monkeypatch, name, attention):
     assert all(node["place"] for node in bundle.manifest.attention)
     engine = engine_from_bundle(bundle, EngineOptions(backend="tensorrt-rtx", targets="89"))
     assert engine.manifest.fused_count == (ATTENTIONS[name], ATTENTIONS[name])
-    assert engine.manifest.is_in_precision
+    assert engine.manifest.has_requested_types
     report = validate_bundle(bundle, ValidateOptions(require_fused=True, require_precision=True))
     assert report.passed, report.headline
     assert f"{ATTENTIONS[name]}/{ATTENTIONS[name]} attentions right" in report.headline

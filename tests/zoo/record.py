@@ -65,7 +65,7 @@ def measure(
         "attentions": manifest.spec.attention_count,
         "fused": len(manifest.attention),
         "fixed": axes,
-        "unfused": [_short(note) for note in manifest.notes if "is not fused" in note],
+        "unfused": [_short(f"{each.name} is not fused: {each.reason}") for each in manifest.unfused],
     }
     if engine and importlib.util.find_spec("tensorrt_rtx"):
         try:

@@ -3,55 +3,144 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, Literal
 
 import onnx_ir as ir
 from msgspec import Struct
 from msgspec.structs import replace
 
 from mha_deploy.runtime.tensorrt.kernels import FLOATING, UNKNOWN, EngineTensor, Kernel, dtype_of
+from mha_deploy.status import Word
+
+# -- The answers, and the reasons for them: data that a renderer puts into words -------------------
+
+
+class FusionStatus(Word):
+    """What became of an attention."""
+
+    FUSED = "fused"
+    DECOMPOSED = "decomposed"
+    UNKNOWN = "unknown"
+
+
+class PrecisionStatus(Word):
+    """Whether an engine is in the requested precision."""
+
+    VERIFIED = "verified"
+    # The types of all inputs, weights and outputs are the requested ones. What multiplies them is chosen when
+    # the engine is loaded, so nobody can say yet in which type.
+    SELECTED_AT_LOAD = "selected at load"
+    MIXED = "mixed"
+    UNKNOWN = "unknown"
+
+
+class ReasonKind(Word):
+    """Why a verdict is what it is."""
+
+    # No evidence.
+    NO_SOURCE = "no source"
+    NO_KERNELS = "no kernels of the profile"
+    HIDDEN_REGION = "hidden region"
+    NOT_NAMED = "not named"
+    NO_GRAPH = "no graph"
+    # Evidence that proves nothing.
+    NO_COMPUTING_KERNEL = "no computing kernel"
+    NAMELESS_FUSED = "fused kernel without a node"
+    PARTIAL_FUSED = "fused kernel with a part of the attention"
+    OTHER_ATTENTION = "fused kernel of another attention"
+    FOREIGN_PLUGIN = "foreign plugin"
+    # Evidence against what looks right.
+    COMPUTED_APART = "a part is computed apart"
+    STRAY_SOFTMAX = "softmax of no known node"
+    STRAY_MATMUL = "matmul of no known node"
+    COUNT_DIFFERS = "count differs"
+    SOURCES_DISAGREE = "sources disagree"
+    # Fused, but the work is done twice.
+    SCORES_AGAIN = "scores computed again"
+    # Evidence without names of nodes, or from the graph.
+    COUNTED = "counted"
+    NOT_ONE_NODE = "not one node"
+    # Of the precision.
+    UNTYPED = "types not reported"
+    NOTHING_FLOATING = "no floating-point tensor"
+    MAY_BE_MATMUL = "may be a matmul"
+    MATMUL_NOT_REPORTED = "matmul not reported"
+    COMPUTE_TYPE = "computed type not reported"
+    # An engine on disk, whose manifest claims more than its plan shows.
+    PLAN_DIFFERS = "plan differs"
+    OTHER_WEIGHTS = "other weights"
+    PLAN_UNREADABLE = "plan unreadable"
+
+
+class EngineReason(Struct, frozen=True, kw_only=True):
+    """Why a verdict is what it is: what kind of reason, where, what was found there, and what was wanted."""
+
+    kind: ReasonKind
+    place: str = ""  # a kernel, a node or a region
+    got: str = ""
+    wanted: str = ""
+
 
 # -- The types of the nodes in the graph: what a builder changed is not what the graph requests ----
 
 _MATMULS = frozenset({"MatMul", "Gemm", "Einsum", "Conv", "ConvTranspose", "MhaDeployLinear"})
 _SOFTMAXES = frozenset({"Softmax", "LogSoftmax", "ReduceLogSumExp"})
+_QUANTIZERS = frozenset({"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear"})
+_DOMAINS = ("", "ai.onnx")
+
+# Numbers that were quantized: of a matmul also UINT8, which elsewhere is an image or a mask.
+_QUANTIZED = frozenset({"int8", "int4", "fp8", "fp4"})
+_QUANTIZED_OF_MATMUL = _QUANTIZED | {"uint8"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class WrittenTypes:
-    """The floating-point types of the inputs and outputs of one node."""
+    """What the graph says of one node: the floating-point and quantized types of its inputs and outputs."""
 
     reads: frozenset[str]
     writes: frozenset[str]
     is_matmul: bool  # or a convolution, or attention
     is_softmax: bool = False
+    is_attention: bool = False
+    is_constant: bool = False  # all of its inputs are constants: a builder computes it
+    is_custom: bool = False  # not an operator of ONNX
 
 
 Written = Mapping[str, WrittenTypes]
-"""The types of the nodes, by TensorRT's names for them."""
+"""The types of the nodes, by TensorRT's names for them, in the order of the graph."""
 
 
 def written_types(model: ir.Model) -> dict[str, WrittenTypes]:
     """The types of every node of the graph that TensorRT gets; unknown ones are left out."""
+    found: dict[str, WrittenTypes] = {}
+    constants: set[ir.Value] = set()
 
-    def types(values: Iterable[ir.Value | None]) -> frozenset[str]:
+    def types(node: ir.Node, values: Iterable[ir.Value | None]) -> frozenset[str]:
         known = (value.dtype for value in values if value is not None and value.dtype is not None)
-        return frozenset(dtype_of(dtype.name) for dtype in known).intersection(FLOATING)
+        # A graph that quantizes by itself is not in the precision that it is asked for.
+        counted = {*FLOATING, *(() if node.op_type in _QUANTIZERS else _QUANTIZED_OF_MATMUL)}
+        return frozenset(dtype_of(dtype.name) for dtype in known).intersection(counted)
 
-    return {
-        node.name or f"node_of_{node.outputs[0].name}": WrittenTypes(
-            reads=types(node.inputs),
-            writes=types(node.outputs),
-            is_matmul=node.op_type in _MATMULS or node.op_type.endswith("Attention"),
+    for node in model.graph.all_nodes():
+        if not node.outputs:
+            continue
+        inputs = [value for value in node.inputs if value is not None]
+        is_constant = all(value in constants or value.is_initializer() for value in inputs)
+        constants.update(node.outputs if is_constant else ())
+        is_attention = node.op_type.endswith("Attention")
+        found[node.name or f"node_of_{node.outputs[0].name}"] = WrittenTypes(
+            reads=types(node, node.inputs),
+            writes=types(node, node.outputs),
+            is_matmul=node.op_type in _MATMULS or is_attention,
             is_softmax=node.op_type in _SOFTMAXES,
+            is_attention=is_attention,
+            is_constant=is_constant,
+            is_custom=node.domain not in _DOMAINS,
         )
-        for node in model.graph.all_nodes()
-        if node.outputs
-    }
+    return found
 
 
 # -- The kernels of one source, by the attention nodes that they compute ---------------------------
@@ -59,10 +148,13 @@ def written_types(model: ir.Model) -> dict[str, WrittenTypes]:
 Groups = Mapping[str, Sequence[str]]
 """For each attention node, the names of the nodes it was lowered to."""
 
-# The matmuls and the softmax among the nodes that an attention is lowered to.
-_CORE = re.compile(
-    r"(?:^|/)(?:scores|weights|softmax|weighted_values|summed_values|sum|matmul)(?:_\d+)?$", re.I
-)
+# What the lowering adds to the name of an attention for scores that are an output, beside the fused node.
+SCORES_SUFFIX = "_scores"
+
+# The parts of an attention by the names that its lowerings give them, where the graph is not known.
+_SCORES = re.compile(r"(?:^|/)scores(?:_\d+)?$", re.IGNORECASE)
+_VALUES = re.compile(r"(?:^|/)(?:weighted_values|summed_values|sum)(?:_\d+)?$", re.IGNORECASE)
+_WEIGHTS = re.compile(r"(?:^|/)(?:weights|softmax)(?:_\d+)?$", re.IGNORECASE)
 
 
 def group_by_attention(names: Sequence[str], attention: Iterable[str]) -> dict[str, tuple[str, ...]]:
@@ -80,49 +172,140 @@ def group_by_attention(names: Sequence[str], attention: Iterable[str]) -> dict[s
     return {node: tuple(parts) for node, parts in found.items()}
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Core:
+    """The nodes that do the work of one attention: all of it in one node, or its matmuls and softmaxes."""
+
+    whole: frozenset[str]
+    scores: frozenset[str]
+    values: frozenset[str]
+    softmaxes: frozenset[str]
+
+    def is_covered_by(self, names: frozenset[str]) -> bool:
+        """Whether a kernel that names these nodes names the whole attention.
+
+        Scores and weighted values: a kernel that has both has the softmax between them. A softmax and one of
+        the matmuls is not enough, since the other one may be a GEMM of its own.
+        """
+        return bool(self.whole & names or (self.scores & names and self.values & names))
+
+    @property
+    def names(self) -> frozenset[str]:
+        """All of them."""
+        return self.whole | self.scores | self.values | self.softmaxes
+
+
+def _core(node: str, names: Sequence[str], written: Written) -> _Core:
+    """The nodes that do the work, by what the graph says of them, else by their names."""
+
+    def spelled(found: Iterable[str]) -> frozenset[str]:
+        # The parser names a node without a name for its first output.
+        return frozenset(spelling for name in found for spelling in (name, f"node_of_{name}"))
+
+    known = {name: written[name] for name in names if name in written}
+    whole = [name for name in names if name == node or (name in known and known[name].is_attention)]
+    softmaxes = [name for name, each in known.items() if each.is_softmax]
+    matmuls = [name for name, each in known.items() if each.is_matmul and name not in whole]
+    if not (softmaxes and matmuls):
+        parts = ([name for name in names if part.search(name)] for part in (_SCORES, _VALUES, _WEIGHTS))
+        scores, values, softmaxes = parts
+    else:  # in the order of the graph: scores come before the softmax, weighted values behind it
+        first = names.index(softmaxes[0])
+        scores = [name for name in matmuls if names.index(name) < first or _SCORES.search(name)]
+        values = [name for name in matmuls if name not in scores]
+    return _Core(
+        whole=spelled(whole), scores=spelled(scores), values=spelled(values), softmaxes=spelled(softmaxes)
+    )
+
+
 class ReportedKernels:
-    """The kernels that one source reports for one profile, read once for all groups of nodes.
+    """The kernels that one source reports for one profile, read once for all attentions."""
 
-    `softmaxes` are the names of the softmaxes in the graph that belong to no attention, where it is known.
-    """
-
-    def __init__(self, kernels: Sequence[Kernel], groups: Groups, softmaxes: Iterable[str] | None) -> None:
+    def __init__(self, kernels: Sequence[Kernel], groups: Groups, written: Written | None) -> None:
         self.kernels = kernels
         self.source = kernels[0].source if kernels else ""
         self.opaque = next((kernel.name for kernel in kernels if kernel.is_opaque), None)
         # A fused kernel that names no node: it may compute any attention node.
         self.nameless = next((k.label for k in kernels if k.is_fused_attention and not k.onnx_nodes), None)
-        # A softmax kernel that names no node, more of them than softmaxes outside attention that no kernel
-        # names: it may compute a part of any attention node.
-        strays = [kernel.label for kernel in kernels if kernel.is_softmax and not kernel.onnx_nodes]
-        elsewhere = set(softmaxes or ()).difference(*(kernel.onnx_nodes for kernel in kernels))
-        self.stray_softmax = strays[0] if softmaxes is not None and len(strays) > len(elsewhere) else None
-        # By attention node: the kernels that name a part of it, the fused ones that compute it, and the GEMMs
-        # and softmaxes that compute its core and nothing else.
+        # By attention node: the kernels that name a part of it; the fused ones that name all of its core, and
+        # a part of it only; the matmuls and softmaxes that compute its core, or a part, apart.
         self.named: dict[str, list[Kernel]] = {node: [] for node in groups}
         self.fused: dict[str, list[Kernel]] = {node: [] for node in groups}
+        self.partial: dict[str, list[Kernel]] = {node: [] for node in groups}
         self.own: dict[str, list[Kernel]] = {node: [] for node in groups}
-        # For each name in a kernel, the attention nodes it is a part of, and whether it is their core.
-        owners: dict[str, dict[str, bool]] = {}
+        self.computed: dict[int, str] = {}  # by the identity of a fused kernel, an attention that it computes
+        # By the prefix of a node outside attention, a matmul or softmax that computes it: scores that are an
+        # output of the model, which a fused kernel does not return, are computed again.
+        self.apart: dict[str, str] = {}
+        graph = written or {}
+        cores = {node: _core(node, names, graph) for node, names in groups.items()}
+        owners: dict[str, set[str]] = defaultdict(set)  # for each name in a kernel, its attentions
         for node, names in groups.items():
-            cores = [name for name in names if name == node or _CORE.search(name)] or names
             for name in names:
-                # The parser names a node without a name for its first output.
-                for spelling in (name, f"node_of_{name}"):
-                    owners.setdefault(spelling, {})[node] = name in cores
+                owners[name].add(node)
+                owners[f"node_of_{name}"].add(node)
+        strays: dict[str, list[Kernel]] = {"matmul": [], "softmax": []}
         for kernel in kernels:
-            named = [owners.get(name, {}) for name in kernel.onnx_nodes]
-            parts = Counter(node for owner in named for node, is_core in owner.items() if is_core)
-            most = max(parts.values(), default=0)
-            for node in dict.fromkeys(node for owner in named for node in owner):
+            nodes = dict.fromkeys(node for name in kernel.onnx_nodes for node in owners.get(name, ()))
+            elsewhere = {name for name in kernel.onnx_nodes if name not in owners}
+            if kernel.is_matmul or kernel.is_softmax:
+                self.apart |= {name.rpartition("/")[0]: kernel.label for name in elsewhere}
+            for node in nodes:
                 self.named[node].append(kernel)
-                # A fused kernel proves only the node whose core it names: layers share what their masks are
-                # computed from, so it may name a part of another attention.
-                if parts[node] == most > 0 and kernel.is_fused_attention:
-                    self.fused[node].append(kernel)
-                # A projection may have the scale of an attention in its epilogue.
-                elif parts[node] == most > 0 and all(named) and (kernel.is_gemm or kernel.is_softmax):
-                    self.own[node].append(kernel)
+                self._count(kernel, node, cores[node], elsewhere, written)
+            if not nodes and not elsewhere and (kernel.is_matmul or kernel.is_softmax):
+                strays["softmax" if kernel.is_softmax else "matmul"].append(kernel)
+        seen = frozenset(name for kernel in kernels for name in kernel.onnx_nodes)
+        self.stray = _stray(strays, graph if written is not None else None, owners, seen)
+
+    def _count(
+        self, kernel: Kernel, node: str, core: _Core, elsewhere: set[str], written: Written | None
+    ) -> None:
+        """Put a kernel that names a part of an attention where it belongs."""
+        names = frozenset(kernel.onnx_nodes)
+        if kernel.is_fused_attention:
+            if core.is_covered_by(names):
+                self.fused[node].append(kernel)
+                self.computed[id(kernel)] = node
+            else:
+                self.partial[node].append(kernel)
+            return
+        # It may compute a matmul or softmax outside attention, with the scale of one in its epilogue.
+        graph = [written[name] for name in elsewhere if name in written] if written is not None else []
+        if kernel.is_softmax and names & (core.whole | core.softmaxes):
+            unknown = (name for name in elsewhere if written is None or name not in written)
+            is_other = any(each.is_softmax for each in graph) or any(map(_WEIGHTS.search, unknown))
+        elif kernel.is_matmul and names & (core.names or names):
+            is_other = any(each.is_matmul for each in graph) or (written is None and bool(elsewhere))
+        else:
+            return
+        if not is_other:
+            self.own[node].append(kernel)
+
+
+def _stray(
+    strays: Mapping[str, Sequence[Kernel]],
+    written: Written | None,
+    owners: Mapping[str, set[str]],
+    seen: frozenset[str],
+) -> EngineReason | None:
+    """A softmax or matmul of no known node, of which there are more than the graph has outside attention.
+
+    It may compute a part of any attention.
+    """
+    for kind, what in (
+        (ReasonKind.STRAY_SOFTMAX, "softmax"),
+        (ReasonKind.STRAY_MATMUL, "matmul"),
+    ):
+        outside = [
+            name
+            for name, each in (written or {}).items()
+            if name not in owners and name not in seen and not each.is_constant
+            if (each.is_softmax if what == "softmax" else each.is_matmul)
+        ]
+        if len(strays[what]) > len(outside):
+            return EngineReason(kind=kind, place=strays[what][0].label, got=str(len(strays[what])))
+    return None
 
 
 # -- Is the engine in the requested precision? -----------------------------------------------------
@@ -153,11 +336,11 @@ _NAMES_ALL_TYPES = re.compile(
     rf"|{_NVJET}(?:h[sh]h|tst)"
 )
 _FACTOR = re.compile(r"_(alpha|beta)(_myl\d+)?$")
-_CHOSEN_LATER = "CASK_STUB"
+_SELECTED_AT_LOAD = "CASK_STUB"
+# A product of a matrix and a vector has no use for tensor cores, so it is computed in the types it reads.
+_OF_VECTORS = re.compile(r"gemv", re.IGNORECASE)
 # Layers that only store or move data; around plugins, 8.6 does not report their types.
 _CARRIER = re.compile(r"^(constant|no_?op|shuffle|reformat|shape_?host_?to_?device)", re.IGNORECASE)
-# Of a matmul these are numbers that were quantized; elsewhere they are indices, sizes and masks.
-_QUANTIZED = frozenset({"int8", "uint8", "int4"})
 _READS, _WRITES, _COMPUTES = "reads", "writes", "computes"
 
 
@@ -175,23 +358,29 @@ class PrecisionVerdict(Struct, frozen=True, kw_only=True):
     """Whether an engine is in the requested precision."""
 
     requested: str
-    status: str  # verified, mixed or unknown
+    status: PrecisionStatus
     counts: dict[str, int]  # of the tensors of each type, and of the kernels with a type in their names
     # Matmuls and attentions with another floating-point type that is not the graph's; other kernels with one.
     offenders: tuple[Offender, ...] = ()
     islands: tuple[Offender, ...] = ()
-    reason: str = ""  # why the answer is unknown; empty otherwise
-    notes: tuple[str, ...] = ()  # what else was detected: FP16 accumulation, kernels chosen on the device
+    reasons: tuple[EngineReason, ...] = ()  # why the answer is unknown; empty otherwise
     has_untyped: bool = False  # whether a matmul or attention was reported without its types
     # Matmuls and attentions with another type that the graph requests; matmuls that the graph keeps in a
     # wider type than the engine multiplies in.
     written: tuple[Offender, ...] = ()
     narrowed: tuple[Offender, ...] = ()
+    accumulate_in_fp16: tuple[str, ...] = ()  # the kernels that do, by their names
+    selected_at_load: tuple[str, ...] = ()  # the matmuls whose kernels are chosen when the engine is loaded
 
     @property
     def ok(self) -> bool:
         """Whether the requested precision is verified."""
-        return self.status == "verified"
+        return self.status == PrecisionStatus.VERIFIED
+
+    @property
+    def has_requested_types(self) -> bool:
+        """Whether all types are the requested ones, as far as that can be known before a load."""
+        return self.status in (PrecisionStatus.VERIFIED, PrecisionStatus.SELECTED_AT_LOAD)
 
 
 def precision_verdict(
@@ -200,37 +389,70 @@ def precision_verdict(
     """Judge an engine's precision by its kernels, as one source reports them.
 
     It is `mixed` as soon as one matmul or attention is of another floating-point type than requested and
-    `written` in the graph; `verified` only where every kernel could be judged; else `unknown`.
+    `written` in the graph, or something was quantized; `verified` only where every kernel could be judged and
+    every matmul of the graph was reported; `selected at load` where only that is missing which the device
+    chooses; else `unknown`.
     """
-    heavy = [kernel for kernel in kernels if kernel.is_heavy]
+    generated, missing = _matmuls_by_graph(kernels, written or {})
+    heavy = [kernel for kernel in kernels if kernel.is_heavy or id(kernel) in generated]
+    light = [kernel for kernel in kernels if not kernel.is_heavy and id(kernel) not in generated]
     # A graph that is of another type throughout is not in the requested precision, though it is written so.
     is_used = any(tensor.dtype == precision for kernel in heavy for tensor in _data(kernel))
     excuses = written if written and is_used else {}
     offenders: list[Offender] = []
     from_graph: list[Offender] = []
+    islands: list[Offender] = []
     for kernel in heavy:
-        for role, found in _offenders(kernel, precision):
+        for role, found in _offenders(kernel, precision, _QUANTIZED_OF_MATMUL):
             (from_graph if _is_written(kernel, role, found.dtype, excuses) else offenders).append(found)
-    islands = [each for k in kernels if not k.is_heavy for _, each in _offenders(k, precision)]
-    narrowed = [found for kernel in heavy for found in _narrowed(kernel, written or {})]
-    reason = "" if offenders else _why_unknown(kernels, precision, written or {})
-    phrases = {
-        "{} matmuls have {} from the graph": from_graph,
-        "{} matmuls of FP32 in the graph multiply {}": narrowed,
-        "{} small kernels work in {}": islands,
-    }
+    for kernel in light:
+        for role, found in _offenders(kernel, precision, _QUANTIZED):
+            # What is quantized before a matmul, or behind it, is not in the requested precision either.
+            quantized = found.dtype in _QUANTIZED and not _is_written(
+                kernel, role, found.dtype, written or {}
+            )
+            (offenders if quantized else islands).append(found)
+    reason = None if offenders else _why_unknown(kernels, generated, missing, precision, written)
+    later = tuple(kernel.name for kernel in heavy if _SELECTED_AT_LOAD in kernel.tactic)
+    known = PrecisionStatus.SELECTED_AT_LOAD if later else PrecisionStatus.VERIFIED
     return PrecisionVerdict(
         requested=precision,
-        status="mixed" if offenders else "unknown" if reason else "verified",
+        status=PrecisionStatus.MIXED if offenders else PrecisionStatus.UNKNOWN if reason else known,
         counts=_counts(kernels),
         offenders=tuple(offenders),
         islands=tuple(islands),
-        reason=reason,
-        notes=_notes(kernels, phrases),
-        has_untyped=any(_is_untyped(kernel) for kernel in heavy if not kernel.is_opaque),
+        reasons=(reason,) if reason else (),
+        has_untyped=any(_is_untyped(kernel, precision) for kernel in heavy if not kernel.is_opaque),
         written=tuple(from_graph),
-        narrowed=tuple(narrowed),
+        narrowed=tuple(found for kernel in heavy for found in _narrowed(kernel, written or {})),
+        accumulate_in_fp16=tuple(k.tactic for k in kernels if _NARROW_SUM.search(k.tactic.lower())),
+        selected_at_load=later,
     )
+
+
+def _matmuls_by_graph(kernels: Sequence[Kernel], written: Written) -> tuple[set[int], list[str]]:
+    """The kernels that compute a matmul by what the graph says of their nodes, and the matmuls without one.
+
+    A matmul may be generated as products of elements and their sum, which its kernel's name does not
+    distinguish from a norm. What no kernel of a profile reports is missing: such a report is not complete.
+    Only where the nodes of a kernel are recorded one by one: elsewhere they are parts of the names of layers.
+    """
+    generated: set[int] = set()
+    missing: list[str] = []
+    matmuls = [name for name, node in written.items() if node.is_matmul and not node.is_constant]
+    for profile in sorted({kernel.profile for kernel in kernels}):
+        mine = [kernel for kernel in kernels if kernel.profile == profile]
+        reported = {name for kernel in mine if kernel.is_heavy for name in kernel.onnx_nodes}
+        left = dict.fromkeys(name for name in matmuls if name not in reported)
+        for kernel in mine:
+            if kernel.is_heavy or kernel.is_plugin or not (kernel.can_multiply or not kernel.is_small):
+                continue
+            if names := [name for name in kernel.onnx_nodes if name in left]:
+                generated.add(id(kernel))
+                reported.update(names)
+        if any(kernel.is_traced for kernel in mine):
+            missing += [name for name in left if name not in reported]
+    return generated, missing
 
 
 def math_type(tactic: str) -> str:
@@ -253,19 +475,19 @@ def _data(kernel: Kernel) -> list[EngineTensor]:
 
 
 def _named_type(kernel: Kernel) -> str:
-    # Names of generated kernels are made from operators; only those of matmuls contain types.
-    named = kernel.is_gemm or kernel.is_convolution or kernel.is_fused_attention
+    # Names of generated kernels are made from operators; only those of matmuls and plugins contain types.
+    named = kernel.is_gemm or kernel.is_convolution or kernel.is_fused_attention or kernel.is_plugin
     return math_type(kernel.tactic) if named else UNKNOWN
 
 
-def _offenders(kernel: Kernel, precision: str) -> list[tuple[str, Offender]]:
+def _offenders(kernel: Kernel, precision: str, quantized: frozenset[str]) -> list[tuple[str, Offender]]:
     """What of a kernel is of another type, and whether it is read, written, or what it computes in."""
     written = {tensor.name for tensor in kernel.outputs}
     found = [
         (_WRITES if tensor.name in written else _READS, tensor.name, tensor.dtype) for tensor in _data(kernel)
     ]
     found.append((_COMPUTES, "kernel", _named_type(kernel)))
-    counted = {*FLOATING, *(_QUANTIZED if kernel.is_gemm or kernel.is_convolution else ())}
+    counted = {*FLOATING, *quantized}
     return [
         (role, _offender(kernel, what, dtype))
         for role, what, dtype in dict.fromkeys(found)
@@ -305,38 +527,61 @@ def _narrowed(kernel: Kernel, written: Written) -> list[Offender]:
     return [_offender(kernel, tensor.name, tensor.dtype) for tensor in narrow]
 
 
-def _why_unknown(kernels: Sequence[Kernel], precision: str, written: Written) -> str:
-    opaque = [kernel.name for kernel in kernels if kernel.is_opaque]
-    if opaque:
-        return _not_reported(opaque[0])
-    untyped = [kernel for kernel in kernels if _is_untyped(kernel) and not _CARRIER.search(kernel.layer_type)]
-    if untyped:
-        return f"the types of {untyped[0].label} are not reported"
-    if not any(dtype in FLOATING for dtype in _counts(kernels)):
-        return "no floating-point tensor or kernel was reported"
+def _why_unknown(
+    kernels: Sequence[Kernel],
+    generated: set[int],
+    missing: Sequence[str],
+    precision: str,
+    written: Written | None,
+) -> EngineReason | None:
+    """The first reason why the kernels do not show the precision, where nothing in them is wrong."""
+    graph = written or {}
     for kernel in kernels:
-        nodes = _nodes(kernel, written)
+        if kernel.is_opaque:
+            return EngineReason(kind=ReasonKind.HIDDEN_REGION, place=kernel.name)
+    for kernel in kernels:
+        nodes = _nodes(kernel, graph)
+        is_plain = bool(nodes) and not any(node.is_matmul or node.is_custom for node in nodes)
+        if kernel.is_foreign_plugin and not is_plain:
+            return EngineReason(kind=ReasonKind.FOREIGN_PLUGIN, place=kernel.label)
+        if _is_untyped(kernel, precision) and not _CARRIER.search(kernel.layer_type):
+            return EngineReason(kind=ReasonKind.UNTYPED, place=kernel.label)
+    if not any(dtype in FLOATING for dtype in _counts(kernels)):
+        return EngineReason(kind=ReasonKind.NOTHING_FLOATING, wanted=precision)
+    for kernel in kernels:
+        if kernel.is_heavy or id(kernel) in generated:
+            if _hides_its_type(kernel, precision):
+                return EngineReason(kind=ReasonKind.COMPUTE_TYPE, place=kernel.label, wanted=precision)
+            continue
+        nodes = _nodes(kernel, graph)
         # Neither its name nor its nodes exclude that it computes a matmul.
-        hidden = not (kernel.is_heavy or kernel.is_small or kernel.is_softmax)
-        if hidden and (not nodes or any(node.is_matmul for node in nodes)):
-            others = [found.dtype for _, found in _offenders(kernel, precision)]
-            if others or kernel.source == "profile":
-                types = f" in {others[0]}" if others else ""
-                return f"{kernel.label} may be a matmul{types}: its name does not show what it computes"
-    return ""
+        hidden = not (kernel.is_small or kernel.is_softmax)
+        is_open = (not nodes and kernel.can_add_products) if written is None else hidden and not nodes
+        if is_open or (hidden and (not nodes or any(node.is_matmul for node in nodes))):
+            others = [found.dtype for _, found in _offenders(kernel, precision, _QUANTIZED)]
+            if others or (hidden and kernel.source == "profile"):
+                got = others[0] if others else ""
+                return EngineReason(
+                    kind=ReasonKind.MAY_BE_MATMUL, place=kernel.label, got=got, wanted=precision
+                )
+    return EngineReason(kind=ReasonKind.MATMUL_NOT_REPORTED, place=missing[0]) if missing else None
 
 
-def _not_reported(region: str) -> str:
-    return f"the kernels inside {region} are not reported by this version; give those of a profiler run"
+def _hides_its_type(kernel: Kernel, precision: str) -> bool:
+    """Whether a matmul of FP32 may be computed in fewer bits: tensor cores take no FP32."""
+    if precision != "fp32" or kernel.plugin_role or not kernel.is_heavy or kernel.is_opaque:
+        return False
+    is_told = _named_type(kernel) != UNKNOWN or _SELECTED_AT_LOAD in kernel.tactic
+    return not is_told and not _OF_VECTORS.search(kernel.tactic or kernel.name)
 
 
-def _is_untyped(kernel: Kernel) -> bool:
+def _is_untyped(kernel: Kernel, precision: str) -> bool:
     if any(tensor.dtype == UNKNOWN for tensor in _data(kernel)):
         # 8.6 does not report the types of tensors with dynamic sizes; some matmuls have them in their names.
         return not (kernel.is_gemm and _NAMES_ALL_TYPES.search(kernel.tactic.lower()))
     # A profiler reports no tensors, and Myelin's fused attention has no type in its name: where a profiler is
     # the only source (8.6), it exists in FP16 and INT8 alone, and INT8 is never allowed.
-    of_myelin = kernel.source == "profile" and kernel.name.startswith("__my")
+    of_myelin = kernel.source == "profile" and kernel.name.startswith("__my") and precision == "fp16"
     needs_type = kernel.is_heavy and not kernel.is_opaque and not (kernel.is_fused_attention and of_myelin)
     return needs_type and not kernel.tensors and _named_type(kernel) == UNKNOWN
 
@@ -349,29 +594,7 @@ def _counts(kernels: Iterable[Kernel]) -> dict[str, int]:
     return dict(counted.most_common())
 
 
-def _notes(kernels: Sequence[Kernel], phrases: Mapping[str, Sequence[Offender]]) -> tuple[str, ...]:
-    narrow = [kernel.tactic for kernel in kernels if _NARROW_SUM.search(kernel.tactic.lower())]
-    later = sum(_CHOSEN_LATER in kernel.tactic for kernel in kernels)
-    notes = []
-    if narrow:
-        notes.append(f"{len(narrow)} matmuls accumulate in FP16, the first is {narrow[0]}")
-    if later:
-        notes.append(f"the kernels of {later} matmuls are chosen on the device")
-    for phrase, found in phrases.items():
-        if found:
-            names = list(dict.fromkeys(each.kernel for each in found))
-            types = ", ".join(sorted({each.dtype for each in found}))
-            notes.append(f"{phrase.format(len(names), types)}, the first is {names[0]}")
-    return tuple(notes)
-
-
 # -- Was attention fused? One answer per attention node and profile, with its evidence -------------
-
-_Status = Literal["fused", "decomposed", "unknown"]
-FUSED: Final = "fused"
-DECOMPOSED: Final = "decomposed"
-UNDECIDED: Final = "unknown"
-_NO_SOURCE = "no source reports its kernels"
 
 
 class NodeVerdict(Struct, frozen=True, kw_only=True):
@@ -379,10 +602,28 @@ class NodeVerdict(Struct, frozen=True, kw_only=True):
 
     node: str
     profile: int
-    status: _Status
+    status: FusionStatus
     kernels: tuple[str, ...] = ()  # that prove it
-    reason: str = ""  # why it is unknown, or how it is known where no kernel names the node
+    reasons: tuple[
+        EngineReason, ...
+    ] = ()  # why it is unknown, or how it is known where no kernel names the node
     source: str = ""  # `log`, `plan`, `inspector`, `profile`, `graph`; several joined by `+`
+
+
+class Claim(Struct, frozen=True, kw_only=True):
+    """What one source reports."""
+
+    source: str
+    status: str  # of fusion or of precision
+    kernels: tuple[str, ...] = ()
+
+
+class Disagreement(Struct, frozen=True, kw_only=True):
+    """What two sources report differently: of an attention in a profile, or of the precision."""
+
+    claims: tuple[Claim, Claim]
+    node: str | None = None  # None: the precision
+    profile: int = 0
 
 
 class EngineVerdict(Struct, frozen=True, kw_only=True):
@@ -390,13 +631,13 @@ class EngineVerdict(Struct, frozen=True, kw_only=True):
 
     nodes: tuple[NodeVerdict, ...]
     precision: PrecisionVerdict
-    disagreements: tuple[str, ...] = ()  # what two sources report differently
+    disagreements: tuple[Disagreement, ...] = ()
 
     @property
     def fused_count(self) -> tuple[int, int]:
         """How many attention nodes are fused in every profile, of how many."""
         names = {verdict.node for verdict in self.nodes}
-        broken = {verdict.node for verdict in self.nodes if verdict.status != FUSED}
+        broken = {verdict.node for verdict in self.nodes if verdict.status != FusionStatus.FUSED}
         return len(names - broken), len(names)
 
     @property
@@ -422,7 +663,7 @@ def engine_verdict(
         for verdict in fusion_verdict(kernels, groups, profiles=profiles, written=written):
             found.setdefault((verdict.profile, verdict.node), []).append(verdict)
     count = max([profiles, *(profile + 1 for profile, _ in found)])
-    nodes, doubts = [], list[str]()
+    nodes, doubts = [], list[Disagreement]()
     for key in ((profile, node) for profile in range(count) for node in groups):
         verdict, conflict = _merge(found.get(key, ()), *key)
         nodes.append(verdict)
@@ -441,15 +682,13 @@ def fusion_verdict(
 ) -> list[NodeVerdict]:
     """Judge every attention node by the kernels of one source; further profiles only if kernels show them."""
     groups = _groups(attention)
-    parts = {name for names in groups.values() for name in names}
-    softmaxes = [name for name, node in (written or {}).items() if node.is_softmax and name not in parts]
     verdicts = []
     for profile in range(max([profiles, *(kernel.profile + 1 for kernel in kernels)])):
         of_profile = [kernel for kernel in kernels if kernel.profile == profile]
-        reported = ReportedKernels(of_profile, groups, None if written is None else softmaxes)
-        if reported.kernels and not any(kernel.onnx_nodes or kernel.is_opaque for kernel in reported.kernels):
-            verdicts += _by_count(reported.kernels, groups, profile, len(softmaxes))
+        if of_profile and not any(kernel.onnx_nodes or kernel.is_opaque for kernel in of_profile):
+            verdicts += _by_count(of_profile, groups, profile, written)
         else:
+            reported = ReportedKernels(of_profile, groups, written)
             verdicts += [_by_name(reported, node, profile) for node in groups]
     return verdicts
 
@@ -462,74 +701,105 @@ def _by_name(reported: ReportedKernels, node: str, profile: int) -> NodeVerdict:
     """Judge a node by the kernels that name it."""
     mine, fused, own = reported.named[node], reported.fused[node], reported.own[node]
     verdict = partial(_verdict, node, profile, reported.source)
-    if fused and not own and reported.stray_softmax is None:
-        return verdict(FUSED, fused)
+    # TensorRT cannot take a plugin apart: what no kernel names is none of its parts.
+    by_plugin = any(kernel.plugin_role for kernel in fused)
+    if fused and not own and (by_plugin or reported.stray is None):
+        again = reported.apart.get(f"{node}{SCORES_SUFFIX}")
+        reason = EngineReason(kind=ReasonKind.SCORES_AGAIN, place=again) if again else None
+        return verdict(FusionStatus.FUSED, fused, reason)
     # One attention is not computed twice: a fused kernel beside both belongs to something else.
-    decomposed = any(kernel.is_gemm for kernel in own) and any(kernel.is_softmax for kernel in own)
-    parts = any(kernel.is_gemm or kernel.is_softmax for kernel in mine)
+    both = any(kernel.is_matmul for kernel in own) and any(kernel.is_softmax for kernel in own)
     is_clear = not any(kernel.is_opaque for kernel in mine) and reported.nameless is None
-    if is_clear and (decomposed if fused else parts):
-        return verdict(DECOMPOSED, mine)
-    plugins = [kernel.label for kernel in mine if kernel.is_plugin]
-    foreign = [kernel.label for kernel in mine if kernel.is_fused_attention]
-    reason = "no kernel names it"
+    if is_clear and (both if fused or reported.partial[node] else own):
+        return verdict(FusionStatus.DECOMPOSED, mine)
+    return verdict(FusionStatus.UNKNOWN, (), _why_undecided(reported, node, profile))
+
+
+def _why_undecided(reported: ReportedKernels, node: str, profile: int) -> EngineReason:
+    """Why the kernels show neither that an attention is fused nor that it is not."""
+    mine, fused, own = reported.named[node], reported.fused[node], reported.own[node]
     if fused and own:
-        reason = f"{fused[0].label} is fused attention, but {own[0].label} computes a part of it as well"
-    elif fused:
-        stray = f"{reported.stray_softmax} is a softmax of no known node"
-        reason = f"{fused[0].label} is fused attention, but {stray}"
-    elif not reported.kernels:
-        reason = f"no kernels of profile {profile} are reported"
-    elif reported.opaque is not None:
-        reason = _not_reported(reported.opaque)
-    elif reported.nameless is not None:
-        reason = f"{reported.nameless} is fused attention, but does not name its node"
-    elif plugins:
-        reason = f"the plugin {plugins[0]} computes it in an unknown way"
-    elif foreign:
-        reason = f"{foreign[0]} names a part of it, but computes another attention"
-    elif mine:
-        reason = f"{mine[0].label} names it, but no kernel that computes a matmul or softmax does"
-    return verdict(UNDECIDED, reason=reason)
+        return EngineReason(kind=ReasonKind.COMPUTED_APART, place=own[0].label, got=fused[0].label)
+    if fused and reported.stray is not None:
+        return replace(reported.stray, wanted=fused[0].label)
+    if not reported.kernels:
+        return EngineReason(kind=ReasonKind.NO_KERNELS, place=str(profile))
+    if reported.opaque is not None:
+        return EngineReason(kind=ReasonKind.HIDDEN_REGION, place=reported.opaque)
+    if reported.nameless is not None:
+        return EngineReason(kind=ReasonKind.NAMELESS_FUSED, place=reported.nameless)
+    for kernel in mine:
+        if kernel.is_foreign_plugin:
+            return EngineReason(kind=ReasonKind.FOREIGN_PLUGIN, place=kernel.label)
+    for kernel in reported.partial[node]:
+        if other := reported.computed.get(id(kernel)):
+            return EngineReason(kind=ReasonKind.OTHER_ATTENTION, place=kernel.label, got=other)
+        return EngineReason(
+            kind=ReasonKind.PARTIAL_FUSED, place=kernel.label, got=", ".join(kernel.onnx_nodes)
+        )
+    if mine:
+        return EngineReason(kind=ReasonKind.NO_COMPUTING_KERNEL, place=mine[0].label)
+    return EngineReason(kind=ReasonKind.NOT_NAMED, place=node)
 
 
 def _verdict(
-    node: str, profile: int, source: str, status: _Status, kernels: Sequence[Kernel] = (), reason: str = ""
+    node: str,
+    profile: int,
+    source: str,
+    status: FusionStatus,
+    kernels: Sequence[Kernel] = (),
+    reason: EngineReason | None = None,
 ) -> NodeVerdict:
     found = tuple(dict.fromkeys(kernel.label for kernel in kernels))
-    return NodeVerdict(node=node, profile=profile, status=status, kernels=found, reason=reason, source=source)
+    reasons = (reason,) if reason else ()
+    return NodeVerdict(
+        node=node, profile=profile, status=status, kernels=found, reasons=reasons, source=source
+    )
 
 
-def _by_count(kernels: Sequence[Kernel], groups: Groups, profile: int, softmaxes: int) -> list[NodeVerdict]:
+def _by_count(
+    kernels: Sequence[Kernel], groups: Groups, profile: int, written: Written | None
+) -> list[NodeVerdict]:
     """Judge all nodes together by kernels that name no node, such as those of a profiler run.
 
-    `softmaxes` is the number of softmaxes in the graph that belong to no attention.
+    The graph says how many matmuls and softmaxes there are outside attention.
     """
+    parts = {name for names in groups.values() for name in names}
+    outside = [node for name, node in (written or {}).items() if name not in parts and not node.is_constant]
     # One attention may take two launches: over parts of the keys, and to combine their results.
-    fused = [kernel for kernel in kernels if kernel.is_fused_attention and "combine" not in kernel.tactic]
+    fused = [kernel for kernel in kernels if kernel.is_fused_attention]
     softmax = [kernel for kernel in kernels if kernel.is_softmax]
-    status: _Status = UNDECIDED
-    proof: list[Kernel] = []
-    reason = f"{len(fused)} fused attention kernels for {len(groups)} attention nodes, without names of nodes"
-    if len(fused) == len(groups) and len(softmax) <= softmaxes:
-        status, proof = FUSED, fused
-        reason = f"{len(fused)} fused attention kernels ran for {len(groups)} attention nodes"
-    elif not fused and softmax:
-        status, proof = DECOMPOSED, [kernel for kernel in kernels if kernel.is_gemm or kernel.is_softmax]
-        reason = "no fused attention kernel ran, and a softmax of its own did"
-    elif len(softmax) > softmaxes:
-        reason += f", and {softmax[0].label} is a softmax of its own"
+    matmul = [kernel for kernel in kernels if kernel.is_matmul]
+    strange = [k for k in kernels if not (k.is_heavy or k.is_softmax or k.is_small)]
+    status, proof = FusionStatus.UNKNOWN, list[Kernel]()
+    counts = {"got": str(len(fused)), "wanted": str(len(groups))}
+    reason = EngineReason(kind=ReasonKind.COUNT_DIFFERS, **counts)
+    if not fused and softmax:
+        status, proof = FusionStatus.DECOMPOSED, [*matmul, *softmax]
+        reason = EngineReason(kind=ReasonKind.COUNTED, place=softmax[0].label, **counts)
+    elif len(softmax) > sum(node.is_softmax for node in outside):
+        reason = EngineReason(kind=ReasonKind.STRAY_SOFTMAX, place=softmax[0].label, **counts)
+    elif len(fused) == len(groups) and written is None:
+        reason = EngineReason(kind=ReasonKind.NO_GRAPH, **counts)
+    elif len(matmul) > sum(node.is_matmul for node in outside):
+        reason = EngineReason(kind=ReasonKind.STRAY_MATMUL, place=matmul[0].label, **counts)
+    elif len(fused) == len(groups) and strange:
+        reason = EngineReason(kind=ReasonKind.MAY_BE_MATMUL, place=strange[0].label, **counts)
+    elif len(fused) == len(groups):
+        status, proof = FusionStatus.FUSED, fused
+        reason = EngineReason(kind=ReasonKind.COUNTED, **counts)
     return [_verdict(node, profile, kernels[0].source, status, proof, reason) for node in groups]
 
 
-def _merge(mine: Sequence[NodeVerdict], profile: int, node: str) -> tuple[NodeVerdict, list[str]]:
+def _merge(mine: Sequence[NodeVerdict], profile: int, node: str) -> tuple[NodeVerdict, list[Disagreement]]:
     """The verdict of all sources on one node, and where they contradict each other."""
-    known = [verdict for verdict in mine if verdict.status != UNDECIDED]
+    known = [verdict for verdict in mine if verdict.status != FusionStatus.UNKNOWN]
     unknown = NodeVerdict(
         node=node,
         profile=profile,
-        status=UNDECIDED,
-        reason="; ".join(dict.fromkeys(verdict.reason for verdict in mine)) or _NO_SOURCE,
+        status=FusionStatus.UNKNOWN,
+        reasons=tuple(dict.fromkeys(reason for verdict in mine for reason in verdict.reasons))
+        or (EngineReason(kind=ReasonKind.NO_SOURCE),),
         source="+".join(verdict.source for verdict in (known or mine)),
     )
     if not known:
@@ -539,36 +809,61 @@ def _merge(mine: Sequence[NodeVerdict], profile: int, node: str) -> tuple[NodeVe
     def differs(other: NodeVerdict) -> bool:
         # A profiler and the layer records spell a kernel differently, so only these two are compared; names
         # of decomposed kernels differ by source.
-        comparable = {first.source, other.source} == {"log", "plan"} and first.status == FUSED
+        comparable = {first.source, other.source} == {"log", "plan"} and first.status == FusionStatus.FUSED
         return first.status != other.status or (comparable and set(first.kernels) != set(other.kernels))
 
     kept, other = replace(first, source=unknown.source), next(filter(differs, known[1:]), None)
     if other is None:
         return kept, []
-    both = (f"the {v.source} reports {v.status} ({', '.join(v.kernels)})" for v in (first, other))
-    conflict = f"{node}, profile {profile}: {', but '.join(both)}"
-    return kept if first.status == other.status else replace(unknown, reason=conflict), [conflict]
+    one, two = (Claim(source=v.source, status=v.status.value, kernels=v.kernels) for v in (first, other))
+    conflict = Disagreement(node=node, profile=profile, claims=(one, two))
+    if first.status == other.status:
+        return kept, [conflict]
+    got, wanted = (f"{claim.source}: {claim.status}" for claim in (one, two))
+    reason = EngineReason(kind=ReasonKind.SOURCES_DISAGREE, place=node, got=got, wanted=wanted)
+    return replace(unknown, reasons=(reason,)), [conflict]
+
+
+_FROM_WORST = (
+    PrecisionStatus.MIXED,
+    PrecisionStatus.SELECTED_AT_LOAD,
+    PrecisionStatus.VERIFIED,
+    PrecisionStatus.UNKNOWN,
+)
 
 
 def _merge_precision(
     verdicts: Mapping[str, PrecisionVerdict], precision: str
-) -> tuple[PrecisionVerdict, list[str]]:
+) -> tuple[PrecisionVerdict, list[Disagreement]]:
     """The worst that is known; `unknown` where no source knows, or one reports what no other could judge.
 
     A plan contains only Myelin's regions, the inspector reports everything but what is inside them: an
     inspector that does not know the type of one of its layers is not overruled by a plan without that layer.
     """
-    ranked = sorted(verdicts.items(), key=lambda item: (item[1].status == "unknown", item[1].ok))
+    unknown = PrecisionStatus.UNKNOWN
+    ranked = sorted(verdicts.items(), key=lambda item: _FROM_WORST.index(item[1].status))
     if not ranked:
-        return PrecisionVerdict(requested=precision, status="unknown", counts={}, reason=_NO_SOURCE), []
-    untyped = [each for each in verdicts.values() if each.status == "unknown" and each.has_untyped]
-    if untyped and ranked[0][1].ok:
-        return replace(ranked[0][1], status="unknown", reason=untyped[0].reason), []
-    known = [(name, verdict.status) for name, verdict in ranked if verdict.status != "unknown"]
+        reasons = (EngineReason(kind=ReasonKind.NO_SOURCE),)
+        return PrecisionVerdict(requested=precision, status=unknown, counts={}, reasons=reasons), []
+    untyped = [each for each in verdicts.values() if each.status == unknown and _is_unjudged(each)]
+    if untyped and ranked[0][1].has_requested_types:
+        return replace(ranked[0][1], status=unknown, reasons=untyped[0].reasons), []
+    name, worst = ranked[0]
     doubts = [
-        f"precision: the {known[0][0]} reports {known[0][1]}, but the {name} reports {status}"
-        for name, status in known[1:]
+        Disagreement(
+            claims=(
+                Claim(source=name, status=worst.status.value),
+                Claim(source=other, status=verdict.status.value),
+            )
+        )
+        for other, verdict in ranked[1:]
         # A profiler reports no tensors: that it finds nothing wrong contradicts no other source.
-        if status != known[0][1] and name != "profile"
+        if worst.status == PrecisionStatus.MIXED and verdict.has_requested_types and other != "profile"
     ]
-    return ranked[0][1], doubts
+    return worst, doubts
+
+
+def _is_unjudged(verdict: PrecisionVerdict) -> bool:
+    """Whether a source reports a kernel that it could not judge, so that no other source excuses it."""
+    kinds = (ReasonKind.FOREIGN_PLUGIN, ReasonKind.COMPUTE_TYPE)
+    return verdict.has_untyped or any(reason.kind in kinds for reason in verdict.reasons)

@@ -31,16 +31,29 @@ _DTYPE = re.compile(
 FLOATING = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "fp4")
 
 # Kernel names are TensorRT's own, but layer names are made from the graph's: a node called `mha` must not
-# pass for a fused kernel. So the wide pattern reads only tactics, and the narrow one only Myelin's names.
+# pass for a fused kernel. So the first pattern reads only tactics, and the narrow one only Myelin's names.
+# Each alternative is the whole name of a kernel that computes both matmuls and the softmax: `mha`, `fmha`,
+# `sdpa` or `flash` in a name proves nothing, since kernels beside an attention are named after it.
+_TYPED = r"(?:fp16|bf16|fp32|f16|f32|fp8|e4m3|e5m2|int8)"
 _FUSED_TACTIC = re.compile(
-    r"(?<![a-z])mha(?![a-z])|mha\d|fmha|flash_?(attn|attention|fwd)|sdpa", re.IGNORECASE
+    rf"_ge(?:mm|mv)_mha_v\d+(?:_{_TYPED})*_0x[0-9a-f]+(?:_vec\w*)?"  # Myelin, from version 10 on
+    r"|__my[le]_bb\d+_\d+_(?:[A-Z][a-z]*)*mha\d+"  # Myelin of 8.6: `__myl_bb0_4_TraMulmha0`
+    rf"|(?:fmha|fused_multihead_(?:cross_)?attention)_(?:\w+_)?{_TYPED}_\w*sm_?\d+\w*"
+    r"|cudnn_generated_\w+_sdpa_sm\d+_flash_fprop_\w+"
+    r"|flash_fwd(?:_splitkv)?(?:_sm\d+)?_kernel"
 )
-# Kernels beside an attention may be named after it. What its template is made of says nothing.
-_BESIDE_ATTENTION = re.compile(r"norm|transpos|permut|reformat|copy|memset|convert", re.IGNORECASE)
+_BESIDE_ATTENTION = re.compile(
+    r"norm|transpos|permut|reformat|copy|memset|convert|prepar|pack(?!ed)|reduc|combin|seqlen|rope|rotary|updat"
+    r"|cache|expand|quant|init|fill|get_|bwd|backward|dgrad|(?<!custom_)mask(?!ed)",
+    re.IGNORECASE,
+)
+_DECORATION = re.compile(
+    r"^(?:void )?(?:\w+::)*"
+)  # of a name that a compiler wrote: what it returns, its place
 _FUSED_NAME = re.compile(r"^_ge(mm|mv)_mha_v\d+\w*_myl\d+_\d+(?: \[profile \d+\])?$")
 _GENERATED = ("kgen", "")
 _GEMM = re.compile(
-    r"gemm|gemv|mat(?:rix)?_?mul|fully_?connected|nvjet|cutlass\w*_(?:tensorop|wmma|simt|wgmma)"
+    r"gemm|gemv|mat(?:rix)?_?mul|einsum|fully_?connected|nvjet|cutlass\w*_(?:tensorop|wmma|simt|wgmma)"
     r"|tensorop_[a-z]\d+|(?<![a-z])b?mm(?![a-z])",
     re.IGNORECASE,
 )
@@ -49,6 +62,10 @@ _CONVOLUTION_TACTIC = re.compile(r"fprop|winograd|cudnn_|conv(?!ert)", re.IGNORE
 _GENERATED_MATMUL = re.compile(r"^__(my[le]_\w*?)?(fc|corr|matmul|gemm|gemv|dot(?![a-z]))", re.IGNORECASE)
 # Myelin names the kernels that it generates after their operators, in four letters or (8.6) in three.
 _GENERATED_NAME = re.compile(r"^__my[le]_(?:bb\d+_\d+_)?([A-Za-z0-9]*?)(?:_0x[0-9a-f]+\w*|_myl\d+_\d+|\d*)?$")
+_MATMUL_OPERATORS = " fc corr matm matmul mat gemm gem gemv dot bmm mm eins "
+# What a matmul may be generated as: a product of elements that are then added, or of which there is one only.
+# `etc` stands for operators that the name leaves out.
+_PRODUCTS, _SUMS = frozenset({"mul", "prod", "etc"}), frozenset({"sum", "redu", "mean", "etc"})
 _SMALL_OPERATORS = (
     " abs acos add and arg atan bitw cast ceil clam clip comp conc cos cosh cums div eql erf etc exp expa "
     "fill flat floo gath gelu ge gt gte gtr hard iden inse inv iota isin isna le log lrel lt lte max maxr "
@@ -62,7 +79,8 @@ _SMALL_KERNEL = re.compile(
     r"|padding|relu|gelu|sigmoid|tanh|activation|rotary|embedding|quantize|iota|scan|combine|shape|signal|wait",
     re.IGNORECASE,
 )
-_SOFTMAX = re.compile(r"[Ss]oft_?[Mm]ax|Maxr?\w*Sub\w*Exp|SubExp|ExpSum")
+_SOFTMAX = re.compile(r"(?i:soft_?max|exp_?norm)|Maxr?\w*Sub\w*Exp|SubExp|ExpSum")
+_SOFTMAX_OPERATORS = frozenset({"soft", "sof"})
 _PLUGIN = re.compile(r"plugin|custom_layer", re.IGNORECASE)
 _LAYER_PREFIX = re.compile(r"^shuffle_(?:output|input)_(?:\d+_)?")
 _LAYER_SUFFIX = re.compile(r"_(?:matrix_multiply|reshape|transpose|elementwise|softmax)$")
@@ -92,6 +110,7 @@ class Kernel:
     profile: int = 0
     source: str = ""  # that reports it: `log`, `plan`, `inspector` or `profile`
     plugin_role: str = ""  # what a plugin layer computes: attention, matmul or elementwise
+    is_traced: bool = False  # whether the source keeps a record of all nodes that a kernel computes
 
     @property
     def is_plugin(self) -> bool:
@@ -101,17 +120,20 @@ class Kernel:
     @cached_property
     def is_fused_attention(self) -> bool:
         """Whether it computes a whole attention: both matmuls and the softmax."""
-        if self.plugin_role == ATTENTION:
-            return True
-        if _FUSED_TACTIC.search(self.tactic):
-            return not _BESIDE_ATTENTION.search(self.tactic.partition("<")[0])
-        return self.layer_type in _GENERATED and bool(_FUSED_NAME.match(self.name))
+        if self.is_plugin:  # of a library that is not this project's, nothing is known but its name
+            return self.plugin_role == ATTENTION
+        # What its template is made of says nothing.
+        tactic = _DECORATION.sub("", re.split(r"[<(]", self.tactic, maxsplit=1)[0])
+        if _FUSED_TACTIC.fullmatch(tactic):
+            return not _BESIDE_ATTENTION.search(tactic)
+        named = self.layer_type in _GENERATED and not self.tactic
+        return self.plugin_role == ATTENTION or (named and bool(_FUSED_NAME.match(self.name)))
 
     @cached_property
     def is_gemm(self) -> bool:
         """Whether it is a plain matmul."""
         named = self.plugin_role == MATMUL or _GEMM.search(self.layer_type) or _GEMM.search(self.tactic)
-        return bool(named) and not self.is_fused_attention
+        return bool(named) and not (self.is_fused_attention or self.is_foreign_plugin)
 
     @cached_property
     def is_convolution(self) -> bool:
@@ -125,7 +147,36 @@ class Kernel:
         if self.is_gemm or self.is_convolution or self.is_fused_attention or self.is_opaque:
             return True
         generated = self.layer_type not in _GENERATED or self.name.startswith("__")
-        return generated and bool(_GENERATED_MATMUL.search(self.name))
+        return generated and (
+            bool(_GENERATED_MATMUL.search(self.name))
+            or any(f" {word} " in _MATMUL_OPERATORS for word in self.operators)
+        )
+
+    @property
+    def is_matmul(self) -> bool:
+        """Whether it is a matmul or a convolution of its own, by its name."""
+        return self.is_heavy and not (self.is_fused_attention or self.is_opaque)
+
+    @property
+    def is_foreign_plugin(self) -> bool:
+        """Whether it is a plugin layer of which is not known what it computes."""
+        return self.is_plugin and not self.plugin_role
+
+    @cached_property
+    def operators(self) -> tuple[str, ...]:
+        """The operators in the name of a kernel that Myelin generates; none for others."""
+        found = _GENERATED_NAME.match(self.name) or _GENERATED_NAME.match(self.tactic)
+        return tuple(word.lower() for word in re.findall(r"[A-Z][a-z]*|[a-z]+", found[1])) if found else ()
+
+    @property
+    def can_multiply(self) -> bool:
+        """Whether a matmul may be among what its name shows, written as products of elements."""
+        return not (self.is_plugin or _PRODUCTS.isdisjoint(self.operators))
+
+    @property
+    def can_add_products(self) -> bool:
+        """Whether a matmul of more than one term may be among what its name shows."""
+        return self.can_multiply and not _SUMS.isdisjoint(self.operators)
 
     @cached_property
     def is_small(self) -> bool:
@@ -138,11 +189,9 @@ class Kernel:
             return self.plugin_role == ELEMENTWISE
         if is_operator(self.layer_type.lower()) or _SMALL_KERNEL.search(self.layer_type):
             return True
-        generated = _GENERATED_NAME.match(self.name)
-        if generated is None:
+        if _GENERATED_NAME.match(self.name) is None:
             return bool(_SMALL_KERNEL.search(self.tactic))
-        operators = re.findall(r"[A-Z][a-z]*|[a-z]+", generated[1])
-        return bool(operators) and all(is_operator(word.lower()) for word in operators)
+        return bool(self.operators) and all(map(is_operator, self.operators))
 
     @cached_property
     def is_softmax(self) -> bool:
@@ -150,6 +199,8 @@ class Kernel:
         if self.is_fused_attention or self.is_gemm:
             return False
         generated = self.name if self.name.startswith("__my") else ""
+        if not _SOFTMAX_OPERATORS.isdisjoint(self.operators):
+            return True
         return any(_SOFTMAX.search(text) for text in (self.layer_type, self.tactic, generated))
 
     @cached_property
@@ -174,6 +225,9 @@ def dtype_of(text: str) -> str:
     """The short name of a type, or `?`, from any spelling: `Half`, `Row major linear FP16 format`, ..."""
     match = _DTYPE.search(text)
     return match.lastgroup or UNKNOWN if match else UNKNOWN
+
+
+_TRACE = "[ONNX Layer: "
 
 
 def onnx_nodes_of(metadata: str) -> tuple[str, ...]:
@@ -263,6 +317,7 @@ def _kernel(record: Mapping[str, Any], source: str) -> Kernel:
         outputs=tensors("Outputs"),
         constants=tensors("Constants"),
         source=source,
+        is_traced=_TRACE in metadata,
     )
 
 
@@ -394,6 +449,7 @@ def _kernels(program: str) -> Iterator[Kernel]:
                 name=step["quoted"] or step["bare"] or "",
                 layer_type=_KINDS.get(step["kind"], step["kind"]),
                 tactic=value(_KERNEL, line),
+                is_traced=_TRACE in line,
                 onnx_nodes=onnx_nodes_of(re.sub(r'\\(["\\])', r"\1", value(_LAYERS, line)[1:-1])),
                 inputs=tuple(tensor for tensor in read if tensor.name not in constants),
                 constants=tuple(tensor for tensor in read if tensor.name in constants),

@@ -1,0 +1,122 @@
+"""Less evidence is never a better verdict: kernels and parts of the plan are taken from real engines."""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import replace
+
+import pytest
+from rtx_engines import build_rtx
+
+from mha_deploy.engine.build import engine_from_bundle
+from mha_deploy.engine.engine import default_profiles, open_engine, profile_shapes
+from mha_deploy.engine.lowered import lower_for
+from mha_deploy.graph.attention_node import attention_nodes
+from mha_deploy.graph.file import load_graph
+from mha_deploy.options import EngineOptions
+from mha_deploy.runtime.tensorrt.engine_verdict import (
+    FusionStatus,
+    PrecisionStatus,
+    engine_verdict,
+    group_by_attention,
+    written_types,
+)
+from mha_deploy.runtime.tensorrt.kernels import kernels_from_plan
+from mha_deploy.runtime.tensorrt.versions import load
+
+pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")
+
+RANKS = {
+    PrecisionStatus.VERIFIED: 2,
+    PrecisionStatus.SELECTED_AT_LOAD: 1,
+    PrecisionStatus.MIXED: 0,
+    PrecisionStatus.UNKNOWN: 0,
+}
+# Two profiles, attention that is not fused, and scores that are computed twice.
+ENGINES = ["tiny-dynamic", "tiny-softcap", "tiny-weights"]
+ROUNDS = 60
+
+
+def score(verdict):
+    """What is good in a verdict: the attentions that are fused, and how much is known of the precision."""
+    fused = {(node.node, node.profile) for node in verdict.nodes if node.status == FusionStatus.FUSED}
+    return fused, RANKS[verdict.precision.status]
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def evidence(request, bundles):
+    """A real engine, and a function that judges what is left of its evidence."""
+    bundle = bundles(request.param)
+    spec, rt = bundle.manifest.spec, load("tensorrt-rtx")
+    canonical = load_graph(bundle.model_path)
+    options = EngineOptions(backend="tensorrt-rtx", targets="8.9", allow_decomposed=True)
+    lowered, _ = lower_for(rt, canonical, options)
+    profiles = [profile_shapes(spec, ranges) for ranges in default_profiles(spec)]
+    built = build_rtx(lowered, profiles=profiles, targets="8.9", allow_decomposed=True)
+    written = written_types(lowered)
+    names = [node.name or "" for node in lowered.graph.all_nodes()]
+    groups = group_by_attention(names, [node.name for node in attention_nodes(canonical)])
+
+    def judge(kernels, precision="fp16", types=written):
+        return engine_verdict(kernels, groups, precision, profiles=len(profiles), written=types)
+
+    return built, judge, written
+
+
+def assert_never_better(before, after):
+    (fused, rank), (fused_after, rank_after) = score(before), score(after)
+    assert fused_after <= fused, after.nodes
+    assert rank_after <= rank, after.precision
+
+
+def some(kernels, rng):
+    return tuple(kernel for kernel in kernels if rng.random() < 0.8)
+
+
+def test_kernels_are_taken_away(evidence):
+    built, judge, written = evidence
+    # Besides the real verdict, one in which a projection has fallen back to another type.
+    narrow = next(name for name, node in written.items() if node.is_matmul and not node.is_attention)
+
+    def fallen_back(kernel):
+        wide = tuple(replace(tensor, dtype="fp32") for tensor in kernel.outputs)
+        return replace(kernel, outputs=wide) if narrow in kernel.onnx_nodes else kernel
+
+    wide = {source: tuple(map(fallen_back, kernels)) for source, kernels in built.kernels.items()}
+    assert score(judge(built.kernels))[1] == 1
+    assert judge(wide).precision.status == PrecisionStatus.MIXED
+    for seed in range(ROUNDS):
+        for kernels in (built.kernels, wide):
+            rng = random.Random(seed)
+            left = {source: some(found, rng) for source, found in kernels.items()}
+            assert_never_better(judge(kernels), judge(left))
+            same = random.Random(seed)
+            alike = {kernel.name: same.random() < 0.8 for kernel in kernels["log"]}
+            left = {s: tuple(k for k in found if alike.get(k.name, True)) for s, found in kernels.items()}
+            assert_never_better(judge(kernels), judge(left))
+
+
+def test_parts_of_a_plan_are_taken_away(evidence):
+    built, judge, _ = evidence
+    before = judge({"plan": kernels_from_plan(built.plan)})
+    assert score(before)[1] == 1
+    lines = [match.span() for match in re.finditer(rb"\n  \w+=\{ name=[^\n]*", built.plan)]
+    assert len(lines) > 4
+    for seed in range(ROUNDS):
+        rng = random.Random(seed)
+        plan = bytearray(built.plan)
+        for start, end in reversed(lines):
+            if rng.random() < 0.2:
+                del plan[start:end]
+        if seed % 3 == 0:
+            del plan[rng.randrange(len(plan)) :]
+        assert_never_better(before, judge({"plan": kernels_from_plan(bytes(plan))}))
+
+
+def test_an_engine_that_is_opened_again_has_its_verdict(bundles, tmp_path):
+    """From its plan and the graph of its bundle, not from what its manifest claims."""
+    bundle = bundles("tiny-weights")
+    options = EngineOptions(backend="tensorrt-rtx", targets="8.9", overwrite=True)
+    engine = engine_from_bundle(bundle, options)
+    assert open_engine(engine.path).manifest.verdict == engine.manifest.verdict
