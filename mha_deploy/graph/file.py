@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from typing import Any
 
 import onnx
 import onnx_ir as ir
-from onnx import AttributeProto, FunctionProto, GraphProto, NodeProto, TensorProto
+from onnx import AttributeProto, FunctionProto, GraphProto, NodeProto, TensorProto, TypeProto
 
 from mha_deploy.errors import DeployError
 from mha_deploy.files import read_regular
 from mha_deploy.graph.attention_node import attention_nodes
-from mha_deploy.graph.valid import has_sparse_tensors, normalize, write_out_sparse_tensors
-from mha_deploy.graph.valid import refusal as _refusal
+from mha_deploy.graph.valid import has_sparse_tensors, normalize, refusal, write_out_sparse_tensors
 from mha_deploy.text import printable
 
 # -- Refuse a model that no exporter writes, before any code works on it ---------------------------
@@ -33,9 +35,33 @@ _DEEPEST = 16
 _FIELDS = ("float_data", "int32_data", "int64_data", "double_data", "uint64_data")
 _HEADS = ("num_heads", "q_num_heads", "kv_num_heads")
 # The input that gives the size of the result, where it is constant.
-_SIZES = {"ConstantOfShape": 0, "Expand": 1, "Tile": 1}
+_SIZES = {"ConstantOfShape": 0, "Expand": 1, "Tile": 1, "OneHot": 1}
+
+# What leaves the numbers of its first input as they are, and what combines those of all.
+_PASSED_ON = {
+    "Identity",
+    "Cast",
+    "CastLike",
+    "Reshape",
+    "Squeeze",
+    "Unsqueeze",
+    "Flatten",
+    "Transpose",
+    "Expand",
+}
+_COMBINED: Mapping[str, Callable[[float, float], float]] = {
+    "Add": operator.add,
+    "Sub": operator.sub,
+    "Mul": operator.mul,
+    "Max": max,
+    "Min": min,
+}
+_ONNX = ("", "ai.onnx")
+_MOST_DIMS, _MOST_NUMBERS = 64, 1024
+_TEXTS = ("producer_name", "producer_version", "domain", "name", "overload", "ref_attr_name")
 
 Body = GraphProto | FunctionProto
+_Numbers = tuple[float, ...]
 
 
 def check_model(
@@ -45,15 +71,19 @@ def check_model(
 
     `folder` holds its external weights (None: it must have none), in some of these `files` (default: any).
     """
+    _check_texts(model)
     functions = {(each.domain, each.name): each for each in model.functions}
+    for domain, name in functions:
+        if domain in _ONNX and onnx.defs.has(name):
+            raise refusal(f"function {name} has the name of one of ONNX's operators")
     if len(functions) < len(model.functions):
-        raise _refusal("two functions have the same name")
+        raise refusal("two functions have the same name")
     checker = _Checker(functions, None if folder is None else folder.resolve(), files)
     runs = checker.check(model.graph, frozenset(), {})
     for key in functions:
         checker.runs_of_function(key)
     if runs > _MOST_RUNS:
-        raise _refusal(f"one call runs {runs:,} nodes, more than {_MOST_RUNS:,}")
+        raise refusal(f"one call runs {runs:,} nodes, more than {_MOST_RUNS:,}")
 
 
 @dataclass
@@ -71,128 +101,144 @@ class _Checker:
             self.runs[key] = None  # under way
             self.runs[key] = self.check(self.functions[key], frozenset(), {})
         if (runs := self.runs[key]) is None:
-            raise _refusal(f"function {key[1]} calls itself")
+            raise refusal(f"function {key[1]} calls itself")
         return runs
 
     def check(
-        self, body: Body, outside: frozenset[str], known: Mapping[str, TensorProto], depth: int = 0
+        self, body: Body, outside: frozenset[str], known: Mapping[str, _Numbers], depth: int = 0
     ) -> int:
-        """Check a body inside `depth` others; `outside` are their values, `known` the constant ones."""
+        """Check a body inside `depth` others; `outside` are their values, `known` the numbers of some."""
         if depth > _DEEPEST:
-            raise _refusal(f"subgraphs are nested more than {_DEEPEST} deep")
+            raise refusal(f"subgraphs are nested more than {_DEEPEST} deep")
+        _check_texts(body)
         constants, inputs, outputs = dict(known), list(body.input), list(body.output)
+        weights = dict[str, TensorProto]()
         if isinstance(body, GraphProto):
-            constants |= self._check_weights_and_types(body)
+            weights = self._check_weights_and_types(body)
+            constants |= {name: _numbers(tensor) for name, tensor in weights.items()}
             inputs, outputs = [each.name for each in body.input], [each.name for each in body.output]
         made = Counter(name for node in body.node for name in node.output if name)
         if twice := [name for name, count in (made + Counter(inputs)).items() if count > 1 and name in made]:
-            raise _refusal(f"value {twice[0]} is computed twice")
-        _check_names((body.name, *inputs, *outputs, *made, *constants))
-        inside = outside | {*inputs, *constants, *made}
+            raise refusal(f"value {twice[0]} is computed twice")
+        _check_names((body.name, *inputs, *outputs, *made, *weights))
+        inside = outside | {*inputs, *weights, *made}
         if missing := [name for name in outputs if name and name not in inside]:
-            raise _refusal(f"nothing computes its output {missing[0]}")
-        constants |= self._check_attributes(body)
-        runs = sum(self._check_node(node, inside, constants, depth) for node in body.node)
+            raise refusal(f"nothing computes its output {missing[0]}")
         _refuse_cycle(body)
-        return runs
+        lengths = {name: max(weight.dims, default=1) for name, weight in weights.items()}
+        for node in body.node:
+            self._check_attributes(node)
+            if len(node.output) == 1 and (numbers := _computed(node, constants)):
+                constants[node.output[0]] = numbers
+        return sum(self._check_node(node, inside, constants, lengths, depth) for node in body.node)
 
     def _check_weights_and_types(self, graph: GraphProto) -> dict[str, TensorProto]:
         """Check the weights of a graph and the dimensions of its values; returns the weights by name."""
         if graph.sparse_initializer:
-            raise _refusal("it has sparse weights")
+            raise refusal("it has sparse weights")
+        weights = dict[str, TensorProto]()
         for tensor in graph.initializer:
             self.check_tensor(tensor)
+            if tensor != weights.setdefault(tensor.name, tensor):  # readers differ in which one they take
+                raise refusal(f"two weights have the name {tensor.name}")
         for value in (*graph.input, *graph.output, *graph.value_info):
-            for dim in value.type.tensor_type.shape.dim:
-                if dim.dim_value > _MOST_ELEMENTS:
-                    raise _refusal(f"{value.name} has a dimension of {dim.dim_value}")
-                _check_names((dim.dim_param,))
-        return {tensor.name: tensor for tensor in graph.initializer}
+            _check_type(value.type, value.name)
+        return weights
 
-    def _check_attributes(self, body: Body) -> dict[str, TensorProto]:
-        """Check the tensors in attributes; returns those of Constant nodes by the names of their outputs."""
-        constants = {}
-        for node in body.node:
-            for attribute in node.attribute:
-                for tensor in (*([attribute.t] if attribute.HasField("t") else []), *attribute.tensors):
-                    self.check_tensor(tensor)
-                if node.op_type == "Constant" and len(node.output) == 1 and attribute.name == "value":
-                    constants[node.output[0]] = attribute.t
-        return constants
+    def _check_attributes(self, node: NodeProto) -> None:
+        """Check the names, types and tensors of the attributes of a node."""
+        names = Counter(attribute.name for attribute in node.attribute)
+        _check_names(names)
+        if twice := [name for name, count in names.items() if count > 1]:
+            raise refusal(f"{_title(node)} has two attributes {twice[0]}")
+        for attribute in node.attribute:
+            if attribute.type == AttributeProto.UNDEFINED:
+                raise refusal(f"the attribute {attribute.name} of {_title(node)} has no type that is known")
+            _check_texts(attribute)
+            for tensor in (*([attribute.t] if attribute.HasField("t") else []), *attribute.tensors):
+                self.check_tensor(tensor)
 
     def _check_node(
-        self, node: NodeProto, inside: frozenset[str], constants: Mapping[str, TensorProto], depth: int
+        self,
+        node: NodeProto,
+        inside: frozenset[str],
+        constants: Mapping[str, _Numbers],
+        lengths: Mapping[str, int],
+        depth: int,
     ) -> int:
         """Check a node and the graphs in it; returns how many nodes it runs, itself included."""
-        _check_names((node.name, node.op_type, node.domain))
+        _check_names((node.name, node.op_type, node.domain, *node.input))
+        _check_texts(node)
         if missing := [name for name in node.input if name and name not in inside]:
-            raise _refusal(f"nothing computes {missing[0]}, an input of {_title(node)}")
+            raise refusal(f"nothing computes {missing[0]}, an input of {_title(node)}")
         _check_heads(node)
         _check_size(node, constants)
         inner = 0
         for attribute in node.attribute:
             if attribute.HasField("sparse_tensor") or attribute.sparse_tensors:
-                raise _refusal(f"{_title(node)} has a sparse tensor")
+                raise refusal(f"{_title(node)} has a sparse tensor")
             inner += sum(self.check(each, inside, constants, depth + 1) for each in _graphs(attribute))
         if (node.domain, node.op_type) in self.functions:
             inner += self.runs_of_function((node.domain, node.op_type))
-        is_loop = node.op_type == "Loop" and bool(node.input)
-        trips = max(_integers(constants.get(node.input[0])), default=1) if is_loop else 1
-        return 1 + max(trips, 1) * inner
+        trips: float = 1
+        if node.op_type == "Loop" and node.input:
+            trips = max(constants.get(node.input[0], ()), default=1)
+        elif node.op_type == "Scan":
+            trips = max((lengths.get(name, 1) for name in node.input), default=1)
+        return 1 + int(max(trips, 1)) * inner
 
     def check_tensor(self, tensor: TensorProto) -> None:
         """Refuse a tensor whose bytes are not those that its dimensions need."""
         name = tensor.name or "a constant"
         count = math.prod(tensor.dims)
-        if any(size < 0 for size in tensor.dims) or count > _MOST_ELEMENTS or len(tensor.dims) > 64:
-            raise _refusal(f"{name} has the dimensions {list(tensor.dims)[:8]}")
+        if any(size < 0 for size in tensor.dims) or count > _MOST_ELEMENTS or len(tensor.dims) > _MOST_DIMS:
+            raise refusal(f"{name} has the dimensions {list(tensor.dims)[:8]}")
         if tensor.HasField("segment"):
-            raise _refusal(f"{name} is stored in segments")
+            raise refusal(f"{name} is stored in segments")
         if tensor.data_type == TensorProto.STRING:
             if len(tensor.string_data) != count:
-                raise _refusal(f"{name} has {len(tensor.string_data)} texts, not {count}")
+                raise refusal(f"{name} has {len(tensor.string_data)} texts, not {count}")
             return
         try:
             bits = int(8 * ir.DataType(tensor.data_type).itemsize)
         except (KeyError, TypeError, ValueError) as error:
-            raise _refusal(f"{name} has no type that is known (number {tensor.data_type})") from error
+            raise refusal(f"{name} has no type that is known (number {tensor.data_type})") from error
         wanted = -(-count * bits // 8)
         if tensor.data_location == TensorProto.EXTERNAL:
             self._check_external(tensor, name, wanted)
         elif tensor.HasField("raw_data"):
             if len(tensor.raw_data) != wanted:
-                raise _refusal(f"{name} has {len(tensor.raw_data)} bytes, its dimensions need {wanted}")
+                raise refusal(f"{name} has {len(tensor.raw_data)} bytes, its dimensions need {wanted}")
         else:
             stored = max(len(getattr(tensor, field)) for field in _FIELDS)
             parts = 2 if tensor.data_type in (TensorProto.COMPLEX64, TensorProto.COMPLEX128) else 1
             # Types of 4 bits and fewer are packed into bytes.
             if stored != (wanted if bits < 8 else count * parts):
-                raise _refusal(f"{name} has {stored} numbers, its dimensions need {count}")
+                raise refusal(f"{name} has {stored} numbers, its dimensions need {count}")
 
     def _check_external(self, tensor: TensorProto, name: str, wanted: int) -> None:
         entries = {entry.key: entry.value for entry in tensor.external_data}
         location = entries.get("location", "")
-        _check_names((location,))
+        _check_names((location, *entries.values()))
         if self.folder is None or not location:
-            raise _refusal(f"the weights of {name} are in another file, {location or 'without a name'}")
+            raise refusal(f"the weights of {name} are in another file, {location or 'without a name'}")
         path = self.folder / location
         if self.folder not in path.resolve().parents:
             got = f"{name}: {printable(location)}"
             raise DeployError("The graph keeps weights outside its folder.", got=got)
         if not path.is_file():
-            raise _refusal(f"the weights of {name} are not there: {path}")
+            raise refusal(f"the weights of {name} are not there: {path}")
         if self.files is not None and path.resolve().relative_to(self.folder).as_posix() not in self.files:
             what = "The graph reads a file that the manifest does not list."
             raise DeployError(what, got=path, hint="export again")
-        try:
-            offset = int(entries.get("offset", "0") or 0)
-            length = int(entries.get("length", str(wanted)) or wanted)
-        except ValueError as error:
-            raise _refusal(f"the place of {name} in {location} is not a number") from error
+        place = {key: entries.get(key) or str(number) for key, number in (("offset", 0), ("length", wanted))}
+        if not all(text.isascii() and text.isdecimal() and len(text) < 20 for text in place.values()):
+            raise refusal(f"the place of {name} in {location} is not a number")
+        offset, length = int(place["offset"]), int(place["length"])
         size = path.stat().st_size
         if length != wanted or offset < 0 or offset + length > size:
             got = f"{length} bytes at {offset} of {location}, which has {size}"
-            raise _refusal(f"{name} has {got}; its dimensions need {wanted}")
+            raise refusal(f"{name} has {got}; its dimensions need {wanted}")
 
 
 def _refuse_cycle(body: Body) -> None:
@@ -204,7 +250,7 @@ def _refuse_cycle(body: Body) -> None:
     try:
         TopologicalSorter(needs).prepare()
     except CycleError as error:
-        raise _refusal(f"{_title(body.node[error.args[1][0]])} needs its own result") from error
+        raise refusal(f"{_title(body.node[error.args[1][0]])} needs its own result") from error
 
 
 def _title(node: NodeProto) -> str:
@@ -213,43 +259,117 @@ def _title(node: NodeProto) -> str:
 
 def _check_names(names: Iterable[str]) -> None:
     for name in names:
+        if isinstance(name, bytes):  # what protobuf gives for text that is not UTF-8
+            raise refusal(f"a name is not UTF-8: {name[:80]!r}")
         if printable(name) != name or len(name) > 1 << 16:
-            raise _refusal(f"the name {name[:80]} has control characters or is too long")
+            raise refusal(f"the name {name[:80]} has control characters or is too long")
+
+
+def _check_texts(part: Any) -> None:
+    """Refuse descriptions that are not UTF-8, in a model or a part of one."""
+    texts = [part.doc_string, *(getattr(part, name, "") for name in _TEXTS)]
+    texts += [text for each in getattr(part, "metadata_props", ()) for text in (each.key, each.value)]
+    for each in getattr(part, "opset_import", ()):
+        texts.append(each.domain)
+    if any(isinstance(text, bytes) for text in texts):
+        raise refusal("a text is not UTF-8")
+
+
+def _check_type(kind: TypeProto, name: str, depth: int = 0) -> None:
+    """Refuse dimensions that are no sizes; -1, which some writers mean by an unknown one, is none."""
+    if depth > _DEEPEST:
+        raise refusal(f"the type of {name} is nested more than {_DEEPEST} deep")
+    for inner in ("sequence_type", "optional_type"):
+        if kind.HasField(inner):
+            _check_type(getattr(kind, inner).elem_type, name, depth + 1)
+    if kind.HasField("map_type"):
+        _check_type(kind.map_type.value_type, name, depth + 1)
+    for tensor in (kind.tensor_type, kind.sparse_tensor_type):
+        sizes = [dim.dim_value for dim in tensor.shape.dim]
+        _check_names(dim.dim_param for dim in tensor.shape.dim)
+        fixed = [size for size in sizes if size > 0]
+        if len(sizes) > _MOST_DIMS or any(size < -1 for size in sizes) or math.prod(fixed) > _MOST_ELEMENTS:
+            raise refusal(f"{name} has the dimensions {sizes[:8]}")
 
 
 def _check_heads(node: NodeProto) -> None:
     heads = {each.name: each.i for each in node.attribute if each.name in _HEADS and not each.ref_attr_name}
+    for each in node.attribute:
+        if each.name == "softmax_precision" and each.i not in TensorProto.DataType.values():
+            raise refusal(f"{_title(node)} has softmax_precision = {each.i}")
     least = 1 if node.op_type.endswith("Attention") else 0
     for name, count in heads.items():
         if not least <= count <= MOST_HEADS:
-            raise _refusal(f"{_title(node)} has {name} = {count}")
+            raise refusal(f"{_title(node)} has {name} = {count}")
     queries, keys = heads.get("q_num_heads"), heads.get("kv_num_heads")
     if queries and keys and queries % keys:
-        raise _refusal(f"{_title(node)} has {queries} query heads for {keys} key/value heads")
+        raise refusal(f"{_title(node)} has {queries} query heads for {keys} key/value heads")
 
 
-def _check_size(node: NodeProto, constants: Mapping[str, TensorProto]) -> None:
+def _check_size(node: NodeProto, constants: Mapping[str, _Numbers]) -> None:
     """Refuse a node whose result cannot be stored, where its size is a constant."""
     at = _SIZES.get(node.op_type)
     if at is not None and at < len(node.input):
-        sizes = _integers(constants.get(node.input[at]))
+        sizes = constants.get(node.input[at], ())
         if math.prod(abs(size) for size in sizes) > _MOST_ELEMENTS:
-            raise _refusal(f"{_title(node)} makes a tensor of {sizes}")
+            raise refusal(f"{_title(node)} makes a tensor of {list(sizes)}")
     if node.op_type == "Range" and len(node.input) == 3:
-        ends = [_integers(constants.get(name)) for name in node.input]
+        ends = [constants.get(name, ()) for name in node.input]
         if all(len(end) == 1 for end in ends):
             (start,), (limit,), (step,) = ends
             if step == 0 or (limit - start) / step > _MOST_ELEMENTS:
-                raise _refusal(f"{_title(node)} counts from {start} to {limit} by {step}")
+                raise refusal(f"{_title(node)} counts from {start} to {limit} by {step}")
 
 
-def _integers(tensor: TensorProto | None) -> list[int]:
-    """The numbers of a short constant of integers; none for any other."""
-    if tensor is None or tensor.data_type not in (TensorProto.INT64, TensorProto.INT32):
-        return []
-    if tensor.data_location == TensorProto.EXTERNAL or math.prod(tensor.dims) > 64:
-        return []
-    return [int(number) for number in onnx.numpy_helper.to_array(tensor).reshape(-1)]
+def _numbers(tensor: TensorProto) -> _Numbers:
+    """The numbers of a short constant; none for any other."""
+    is_number = tensor.data_type in (
+        TensorProto.INT64,
+        TensorProto.INT32,
+        TensorProto.FLOAT,
+        TensorProto.DOUBLE,
+    )
+    if (
+        not is_number
+        or tensor.data_location == TensorProto.EXTERNAL
+        or math.prod(tensor.dims) > _MOST_NUMBERS
+    ):
+        return ()
+    return _bounded(onnx.numpy_helper.to_array(tensor).reshape(-1).tolist())
+
+
+def _bounded(numbers: Iterable[float]) -> _Numbers:
+    """Numbers as large as they need to be to be too large."""
+    most = 1 << 80
+    return tuple(max(-most, min(most, number)) if number == number else most for number in numbers)
+
+
+def _computed(node: NodeProto, constants: Mapping[str, _Numbers]) -> _Numbers:
+    """The numbers that a node computes from constants, in whatever way they are written; none if unknown."""
+    if node.op_type == "Constant":
+        for attribute in node.attribute:
+            if attribute.name == "value":
+                return _numbers(attribute.t)
+            if attribute.name in ("value_int", "value_float"):
+                return _bounded([attribute.i if attribute.name == "value_int" else attribute.f])
+            if attribute.name in ("value_ints", "value_floats"):
+                return _bounded([*attribute.ints, *attribute.floats][:_MOST_NUMBERS])
+        return ()
+    given = [constants.get(name, ()) for name in node.input]
+    if not given or not given[0]:
+        return ()
+    if node.op_type in _PASSED_ON:
+        return given[0]
+    if not all(given):
+        return ()
+    if node.op_type == "Concat":
+        return tuple(number for numbers in given for number in numbers)[:_MOST_NUMBERS]
+    combine = _COMBINED.get(node.op_type)
+    length = max(map(len, given))
+    if combine is None or any(len(numbers) not in (1, length) for numbers in given):
+        return ()
+    rows = zip(*(numbers * (length // len(numbers)) for numbers in given), strict=True)
+    return _bounded(functools.reduce(combine, row) for row in rows)
 
 
 def _graphs(attribute: AttributeProto) -> list[GraphProto]:
@@ -310,12 +430,28 @@ def graph_from_proto(
         raise DeployError("The ONNX model cannot be read.", got=f"{type(error).__name__}: {error}") from error
     if folder is not None:
         ir.external_data.set_base_dir(model.graph, folder)
+    _forget_negative_sizes(model)
     model = normalize(model, proto)
     for node in attention_nodes(model):
         heads = [each for each in (node.Hq, node.Hkv) if isinstance(each, int)]
         if not all(1 <= each <= MOST_HEADS for each in heads) or (len(heads) == 2 and heads[0] % heads[1]):
             raise DeployError("An attention has no such heads.", got=f"{node.name}: {heads}")
     return model
+
+
+def _forget_negative_sizes(model: ir.Model) -> None:
+    """A dimension of -1 is one that is not known, as ONNX Runtime reads it."""
+    for graph in model.graphs():
+        for value in (*graph.inputs, *graph.outputs, *(value for node in graph for value in node.outputs)):
+            if value.shape is not None and any(isinstance(dim, int) and dim < 0 for dim in value.shape):
+                sizes = (None if isinstance(dim, int) and dim < 0 else dim for dim in value.shape)
+                value.shape = ir.Shape(list(sizes))
+
+
+def foreign_domains(model: ir.Model) -> list[str]:
+    """The domains of operators that neither ONNX, ONNX Runtime nor the functions of the model define."""
+    known = {*_ONNX, "ai.onnx.ml", "com.microsoft", *(each.domain for each in model.functions.values())}
+    return sorted({node.domain for graph in model.graphs() for node in graph} - known)
 
 
 def graph_of(model: Path | ir.Model) -> ir.Model:

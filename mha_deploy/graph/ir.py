@@ -12,6 +12,7 @@ import onnx
 import onnx_ir as ir
 
 from mha_deploy.bundle.manifest import Dim
+from mha_deploy.errors import DeployError
 
 if TYPE_CHECKING:
     from onnx.reference import ReferenceEvaluator
@@ -20,6 +21,7 @@ Size = int | ir.Value
 """A size in a shape: a number, or a 1-D tensor of one element computed from another tensor's shape."""
 
 _LOG = logging.getLogger(__name__)
+_MOST_ITERATIONS = 10**6  # of loops, in one call of the reference evaluator
 
 HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
@@ -427,6 +429,7 @@ def reference_evaluator(model: onnx.ModelProto) -> ReferenceEvaluator:
     """ONNX's reference evaluator of a model."""
     from onnx.reference import ReferenceEvaluator
     from onnx.reference.op_run import OpRun
+    from onnx.reference.ops import op_loop
 
     class GatherElements(OpRun):  # onnx's own fails for a negative axis, and for indices of another shape
         def _run(self, data: np.ndarray, indices: np.ndarray, axis: int | None = None) -> tuple[np.ndarray]:
@@ -434,4 +437,34 @@ def reference_evaluator(model: onnx.ModelProto) -> ReferenceEvaluator:
             cut = data[tuple(slice(n) if i != axis else slice(None) for i, n in enumerate(indices.shape))]
             return (np.take_along_axis(cut, indices, axis),)
 
-    return ReferenceEvaluator(model, new_ops=[GatherElements])
+    class Loop(op_loop.Loop):  # onnx's own runs as long as the numbers in a file say
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            body = self.__dict__["_run_body"]
+
+            def run_body(*arguments: Any, **options: Any) -> Any:
+                left[0] -= 1
+                if left[0] < 0:
+                    got, hint = (
+                        f"{_MOST_ITERATIONS:,} iterations of its loops",
+                        "a bound on them in the graph",
+                    )
+                    raise DeployError("The graph does not come to an end.", got=got, hint=hint)
+                return body(*arguments, **options)
+
+            self.__dict__["_run_body"] = run_body
+
+        def _run(self, M: Any, *arguments: Any, **options: Any) -> Any:
+            if M is not None and np.max(M, initial=0) > _MOST_ITERATIONS:
+                left[0] = 0
+            return super()._run(M, *arguments, **options)
+
+    left, evaluator = [0], ReferenceEvaluator(model, new_ops=[GatherElements, Loop])
+    run = evaluator.run
+
+    def run_anew(*arguments: Any, **options: Any) -> Any:
+        left[0] = _MOST_ITERATIONS
+        return run(*arguments, **options)
+
+    evaluator.run = run_anew  # type: ignore[method-assign]
+    return evaluator

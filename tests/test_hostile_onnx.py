@@ -1,0 +1,110 @@
+"""ONNX files that no exporter writes: refused with a reason, or read; no crash, no hang, no bug."""
+
+import numpy as np
+import onnx
+import pytest
+from bundle_edit import copy_of, rehash
+from hostile_files import (
+    all_forked,
+    assert_orderly,
+    assert_refused,
+    forked,
+    identity,
+    model,
+    value,
+    write_model,
+)
+from hostile_onnx import mutations, refused, small_files, unbounded
+from onnx import helper
+
+import mha_deploy as md
+from mha_deploy.bundle.folder import MODEL
+
+
+def written(folder, content):
+    path = write_model(folder, model([identity("x", "y")]))
+    path.write_bytes(content if isinstance(content, bytes) else content.SerializeToString())
+
+
+def outcomes(folder, contents, command):
+    folder.mkdir()
+    return all_forked([command] * len(contents), prepare=lambda number: written(folder, contents[number]))
+
+
+@pytest.mark.parametrize(
+    "verb", ["inspect", *(pytest.param(verb, marks=pytest.mark.slow) for verb in ("fuse", "check", "export"))]
+)
+def test_a_file_that_is_wrong_anywhere_is_refused(tmp_path, verb):
+    cases, folder = refused(), tmp_path / "models"
+    out = {"fuse": ("-o", tmp_path / "out.onnx"), "export": ("-o", tmp_path / "out")}.get(verb, ())
+    done = outcomes(folder, list(cases.values()), [verb, folder / MODEL, *out])
+    for name, outcome in zip(cases, done, strict=True):
+        try:
+            assert_refused(outcome)
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from error
+    assert {each.name for each in tmp_path.iterdir()} == {"models", "outside.bin"}
+
+
+@pytest.mark.parametrize("name", small_files())
+def test_a_small_file_is_read(tmp_path, name):
+    """What the mutations begin with."""
+    written(tmp_path, small_files()[name])
+    assert forked("inspect", tmp_path / MODEL).code == 0
+
+
+@pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", small_files())
+def test_a_mutated_file_is_read_or_refused(tmp_path, name, count):
+    contents = list(mutations(small_files()[name].SerializeToString(), count))
+    folder = tmp_path / "models"
+    done = outcomes(folder, contents, ["inspect", folder / MODEL])
+    for content, outcome in zip(contents, done, strict=True):
+        try:
+            assert_orderly(outcome)
+        except AssertionError as error:
+            raise AssertionError(f"{content!r}: {error}") from error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", ["fuse", "export"])
+@pytest.mark.parametrize("name", small_files())
+def test_so_it_is_where_the_file_is_worked_on(tmp_path, name, verb):
+    contents = list(mutations(small_files()[name].SerializeToString(), 60, seed=1))
+    folder, out = tmp_path / "models", tmp_path / ("out.onnx" if verb == "fuse" else "out")
+    for outcome in outcomes(folder, contents, [verb, folder / MODEL, "-o", out, "--overwrite"]):
+        assert_orderly(outcome)
+
+
+@pytest.mark.parametrize("name", unbounded())
+def test_a_loop_whose_end_nothing_shows_ends(name, in_process, monkeypatch):
+    monkeypatch.setattr("mha_deploy.graph.ir._MOST_ITERATIONS", 1000)
+    with (
+        md.open_runner(unbounded()[name], "onnx-reference") as runner,
+        pytest.raises(md.DeployError, match="does not come to an end"),
+    ):
+        runner.run({"x": np.zeros((1, 4, 8), np.float32)})
+
+
+def test_a_dimension_of_minus_one_is_not_known(tmp_path):
+    """As ONNX Runtime reads it."""
+    graph = helper.make_graph([identity("x", "y")], "g", [value("x", (-1, 8))], [value("y", (-1, 8))])
+    proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10)
+    with md.open_runner(proto, "onnx-reference") as runner:
+        assert runner.inputs["x"].dims == (None, 8)
+        assert runner.run({"x": np.ones((3, 8), np.float32)})["y"].shape == (3, 8)
+
+
+def test_operators_of_another_domain_are_not_built(bundles, tmp_path):
+    pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")
+    folder = copy_of(bundles("tiny-mha"), tmp_path / "bundle")
+    proto = onnx.load(folder / MODEL)
+    last = next(node for node in proto.graph.node if "output" in node.output)
+    last.output[list(last.output).index("output")] = "inner"
+    proto.graph.node.append(helper.make_node("Steal", ["inner"], ["output"], domain="another.domain"))
+    proto.opset_import.append(helper.make_opsetid("another.domain", 1))
+    (folder / MODEL).write_bytes(proto.SerializeToString())
+    rehash(folder)
+    with pytest.raises(md.DeployError, match="not ONNX's") as caught:
+        md.build_engine(folder, backend="tensorrt-rtx")
+    assert "another.domain" in str(caught.value)
