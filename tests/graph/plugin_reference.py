@@ -20,6 +20,8 @@ from mha_deploy.graph.plugin_node import (
     NONE,
     PER_TOKEN,
     RMS_NORM,
+    NodeSizes,
+    why_refused,
 )
 
 
@@ -109,9 +111,40 @@ class NodeInputs:
         self.positions = next(rest) if given else None
         if next(rest, None) is not None:
             raise ValueError("The node has more inputs than its attributes state.")
+        self._refuse_as_the_plugin_does()
         for counts in (self.key_lengths, self.starts, self.positions):
             if counts is not None and counts.dtype != np.int32:
                 raise ValueError(f"Lengths and starts are int32, not {counts.dtype}.")
+
+    def _refuse_as_the_plugin_does(self) -> None:
+        """By the rules that are compared with the plugin's own, and by the sizes of the other inputs.
+
+        Tests use head sizes for which there are no kernels.
+        """
+        own, (B, R) = self.attributes, (len(self.operands[0]), self.attributes["rotary_size"])
+        per_token = own["rotary_positions"] == PER_TOKEN
+        rows = 0
+        if self.tables:
+            rows = math.prod(self.tables[0].shape[: 1 + per_token])
+        T = self.past[0].shape[2] if self.past else 0
+        bias = () if self.bias is None else self.bias.shape
+        sizes = NodeSizes(tuple(each.shape for each in self.operands), bias, T, rows)
+        if (reason := why_refused(own, sizes, aligned=1)) is not None:
+            raise ValueError(f"The plugin refuses {reason}: {own}, {sizes}")
+        S = sizes.rows(own, 0)
+        wanted = {
+            "key_lengths": (self.key_lengths, (B,)),
+            "starts": (self.starts if self.past else None, (B,)),
+            "gates": (self.gates, (B, S, own["query_heads"])),
+            "positions": (self.positions, (B, S)),
+        }
+        for at, (past, size) in enumerate(zip(self.past, ("head_size", "value_size"), strict=False)):
+            wanted[f"past {at}"] = (past, (B, own["key_heads"], T, own[size]))
+        for at, table in enumerate(self.tables):
+            wanted[f"table {at}"] = (table, (B, S, R // 2) if per_token else (rows, R // 2))
+        for name, (given, shape) in wanted.items():
+            if given is not None and given.shape != shape:
+                raise ValueError(f"The plugin wants {name} of {shape}, not {given.shape}.")
 
     def heads(self, which: int) -> np.ndarray:
         """Queries, keys or values as `[B, H, L, D]`, in float64."""

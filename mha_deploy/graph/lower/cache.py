@@ -38,6 +38,8 @@ ENTRIES_NOTE = "mha_deploy.cache_entries"
 IN_PLACE_NOTE = "mha_deploy.cache_in_place"
 """Metadata key of a model that updates caches in place: JSON, from each output to its cache."""
 
+_INTEGERS = {ir.DataType.INT32, ir.DataType.INT64}
+
 TOTAL_LENGTH = "total_length"
 """The additional input of ONNX Runtime's `GroupQueryAttention`: an int32 scalar.
 
@@ -120,9 +122,14 @@ def _ends_behind(node: ir.Node, starts: ir.Value, S: Dim) -> bool:
 
 
 def origin(value: ir.Value | None) -> ir.Value | None:
-    """The value that has the same numbers before casts and reshapes."""
+    """The value that has the same integers before reshapes and casts between integer types."""
     while (node := made_by(value, "Cast", "Identity", "Squeeze", "Unsqueeze", "Reshape")) is not None:
-        value = node.inputs[0]
+        source = node.inputs[0]
+        # A cast to any other type may change the numbers: FP16 has not all integers, booleans have two.
+        casts = node.op_type == "Cast"
+        if source is None or (casts and not {source.dtype, node.outputs[0].dtype} <= _INTEGERS):
+            break
+        value = source
     return value
 
 

@@ -13,6 +13,7 @@ from mha_deploy.errors import DeployError
 from mha_deploy.graph import attention_node as an
 from mha_deploy.graph.attention_node import AttentionNode
 from mha_deploy.graph.ir import (
+    Dim,
     NodeBuilder,
     Size,
     dim,
@@ -211,7 +212,20 @@ def copy_of(model: ir.Model) -> ir.Model:
 
 
 def take_mask_before_expand(node: ir.Node) -> None:
-    """Read a mask as it was before it was expanded over the queries: it takes less memory traffic."""
-    source = input_at(made_by(input_at(node, an.MASK), "Expand"), 0)
-    if source is not None and rank(source) == 4 and dim(source, 3) != 1:
+    """Read a mask as it was before it was expanded over the queries: it takes less memory traffic.
+
+    Only where it has certainly a column for each key already: one of a single column is repeated by the
+    Expand, and padded by the attention. A size that has a name may be 1 at run time.
+    """
+    mask = input_at(node, an.MASK)
+    source = input_at(made_by(mask, "Expand"), 0)
+    columns = dim(source, 3)
+    if source is None or rank(source) != 4 or columns == 1:
+        return
+    if isinstance(columns, int) or same_size(columns, dim(mask, 3)) or same_size(columns, _key_length(node)):
         node.replace_input_with(an.MASK, source)
+
+
+def _key_length(node: ir.Node) -> Dim:
+    """T, where there is no past."""
+    return None if input_at(node, an.PAST_KEY) is not None else an.read_attention(node).T

@@ -156,21 +156,30 @@ def wide_bias(b: NodeBuilder, mask: Mask, numbers: ir.Value) -> ir.Value:
     return bias
 
 
-def without_lost_queries(b: NodeBuilder, call: AttentionCall, mask: Mask, q: ir.Value) -> ir.Value:
-    """Queries for an FP16 softmax: zero where the largest number of the mask leaves nothing of the scores.
+def without_lost_queries(b: NodeBuilder, call: AttentionCall, mask: Mask | None, q: ir.Value) -> ir.Value:
+    """Queries `[B, Hq, S, D]`: zero where the largest number of the mask leaves nothing of the scores.
 
-    That is near the lowest number of FP16 for a mask that is added as it is, and -1e30 for a wider one. Such
-    a number plus a score may overflow, and the softmax of a query that has it for every key is NaN. With a
-    query of zeros the result is finite.
+    That is below -1e30 in a mask wider than the scores: shifted into their type it would leave the scores,
+    and the query, which averages all values, would attend by them. In an FP16 softmax that adds the mask as
+    it is, it is near the lowest number of FP16: such a number plus a score may overflow, and the softmax of a
+    query that has it for every key is NaN. With a query of zeros the result is finite.
     """
-    if call.dtype != ir.DataType.FLOAT16 or mask.additive is None:
+    if mask is None or mask.additive is None:
         return q
     dtype, wide = _dtype(mask.additive), narrows(call, mask)
+    if call.attention.mask == "int" if wide else call.dtype != ir.DataType.FLOAT16:
+        return q  # no integer is that low
     numbers = wide_bias(b, mask, mask.additive) if wide else mask.additive
     top = b.op("ReduceMax", numbers, b.ints(-1), keepdims=1)
     least = b.constant(_FAR_BELOW if wide else _lowest(dtype) / 2, dtype)
     lost = b.op("Less", top, least, name="query_is_lost")
     return b.op("Where", lost, b.constant(0.0, call.dtype), q, name="q_kept")
+
+
+def is_wider(call: AttentionCall) -> bool:
+    """Whether the mask input is of a floating-point type with a larger range than the scores."""
+    is_float = call.mask is not None and call.attention.mask == "float"
+    return is_float and _lowest(_dtype(call.mask)) < _lowest(call.dtype)  # type: ignore[arg-type]
 
 
 def narrows(call: AttentionCall, mask: Mask) -> bool:

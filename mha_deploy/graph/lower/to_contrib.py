@@ -72,11 +72,11 @@ def _multi_head(call: AttentionCall, b: NodeBuilder) -> Outputs:
     attributes = {"num_heads": call.Hq, "scale": call.scale}
     attributes["unidirectional"] = int(attention.is_causal and not explicit)
     if joins_past:
-        tensors = [*_merged(b, call), None, None, _bias(b, call, mask), call.past_key, call.past_value]
+        tensors = [*_merged(b, call, mask), None, None, _bias(b, call, mask), call.past_key, call.past_value]
         y, key, value = _contrib(b, MULTI_HEAD, tensors, 3, attributes)
         return {Y: _finish(b, call, mask, y), PRESENT_KEY: key, PRESENT_VALUE: value}
     heads = call.heads(b)
-    tensors = [*_merged(b, call)]
+    tensors = [*_merged(b, call, mask)]
     if call.past_key is not None or call.group > 1:
         form = group_form(b, call, "repeat")
         sizes = (heads.k, call.D), (heads.v, call.Dv)
@@ -96,7 +96,7 @@ def _group_query(call: AttentionCall, b: NodeBuilder) -> Outputs:
     total = b.op("Cast", b.as_tensor(T), to=int(ir.DataType.INT32))
     last = b.op("Sub", total, b.constant([1], ir.DataType.INT32))
     lengths = [b.expand(last, b.size(call.q, 0), name="last_key"), b.op("Squeeze", total, name="key_count")]
-    tensors = [*_merged(b, call), call.past_key, call.past_value, *lengths]
+    tensors = [*_merged(b, call, mask), call.past_key, call.past_value, *lengths]
     tensors += [None, None, None, _above_lowest(b, call, _bias(b, call, mask))]
     attributes = _group_query_attributes(call, attention.left_window if own_window else -1)
     if call.dtype == ir.DataType.FLOAT16 and call.scale < 1:
@@ -121,12 +121,15 @@ def _group_query_attributes(call: AttentionCall, left_window: int) -> dict[str, 
     }
 
 
-def _merged(b: NodeBuilder, call: AttentionCall) -> list[ir.Value]:
+def _merged(b: NodeBuilder, call: AttentionCall, mask: masks.Mask | None) -> list[ir.Value]:
     """Queries, new keys and new values as `[B, ·, H·D]`."""
-    if call.attention.rank == 3:
-        return [call.q, call.k, call.v]
-    widths = (call.q, call.Hq * call.D), (call.k, call.Hkv * call.D), (call.v, call.Hkv * call.Dv)
-    return [merge_heads(b, x, width) for x, width in widths]
+    q, is_merged = call.q, call.attention.rank == 3
+    if lost := mask is not None and masks.narrows(call, mask):
+        apart = split_heads(b, q, call.Hq, call.D) if is_merged else q
+        q = masks.without_lost_queries(b, call, mask, apart)
+    widths = (q, call.Hq * call.D), (call.k, call.Hkv * call.D), (call.v, call.Hkv * call.Dv)
+    merged = [is_merged and not (x is q and lost) for x, _ in widths]
+    return [x if done else merge_heads(b, x, width) for (x, width), done in zip(widths, merged, strict=True)]
 
 
 def _contrib(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, count, product
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import onnx_ir as ir
@@ -47,8 +47,6 @@ from mha_deploy.graph.lower.to_primitives import OPERATOR_RULES as PRIMITIVE_RUL
 
 # -- What the node cannot express, or has no kernels for -------------------------------------------
 
-_LARGEST_HEAD = 256
-
 
 def refuse_what_is_missing(call: AttentionCall) -> None:
     """Refuse what the node cannot express."""
@@ -74,14 +72,11 @@ def refuse_without_kernel(call: AttentionCall) -> None:
         if size % 8:
             hint = f"pad the heads in the model, or {other}"
             raise call.refuse("head size that is not a multiple of 8", got=got, hint=hint)
-        if size > _LARGEST_HEAD:
-            raise call.refuse(f"head size above {_LARGEST_HEAD}", got=got, hint=other)
+        if size > plugin.LARGEST_HEAD:
+            raise call.refuse(f"head size above {plugin.LARGEST_HEAD}", got=got, hint=other)
 
 
 # -- Where queries, keys and values are in memory, so that the plugin reads them without a copy ----
-
-# Kernels load 16 bytes at a time, eight elements of two bytes.
-_ALIGNED = 8
 
 _HEADS_FIRST = (0, 2, 1, 3)  # [B, L, H, D] to [B, H, L, D]
 _PACKED_FIRST = (2, 0, 3, 1, 4)  # [B, L, 3, H, D] to [3, B, H, L, D]
@@ -166,7 +161,7 @@ def _cut_from(part: ir.Value, *, axis: int) -> Place | None:
 
 def _is_aligned(place: Place) -> bool:
     width = dims(place.tensor)[-1] if dims(place.tensor) else None
-    return isinstance(width, int) and width % _ALIGNED == 0 and place.offset % _ALIGNED == 0
+    return isinstance(width, int) and width % plugin.ALIGNED == 0 and place.offset % plugin.ALIGNED == 0
 
 
 def _taken_from_first_axis(value: ir.Value) -> Place | None:
@@ -271,7 +266,8 @@ class PluginMask(NamedTuple):
 
     `key_lengths` are valid keys of each batch element, int32 `[B]`; `bias` is added to the scores, `[B or 1,
     Hq or 1, S, T]`. `attending`, `[·, heads, ·, 1]`, is False for queries that are fully masked by the bias;
-    the plugin itself handles those of diagonal and lengths.
+    the plugin itself handles those of diagonal and lengths. `shifted` is the mask behind a bias that had to
+    be brought into the range of the scores.
     """
 
     diagonal: Diagonal
@@ -279,6 +275,7 @@ class PluginMask(NamedTuple):
     bias: ir.Value | None = None
     attending: ir.Value | None = None
     heads: int = 1
+    shifted: masks.Mask | None = None
 
 
 def read_plugin_mask(b: NodeBuilder, call: AttentionCall, S: Size, T: Size, *, in_cache: bool) -> PluginMask:
@@ -302,20 +299,22 @@ def read_plugin_mask(b: NodeBuilder, call: AttentionCall, S: Size, T: Size, *, i
     if mask is None:
         return PluginMask(diagonal, key_lengths)
     # What overflows is shifted by the largest number of the visible keys.
+    shifted = whole if masks.narrows(call, mask) and call.attention.mask != "int" else None
     mask = whole if masks.narrows(call, mask) and whole is not None else mask
     bias = masks.of_each_query(b, call, mask, masks.bias_of(b, call, mask), S, name="bias_of_each_query")
     attending = masks.attending_queries(b, call, whole)
     by_batch = whole is not None and whole.one_row and whole.heads == 1 and diagonal == Diagonal()
     shape = call.attention.mask_dims or ()
     whole_batch = len(shape) == 4 and same_size(shape[0], call.attention.B)
-    if attending is not None and by_batch and whole_batch and key_lengths is None:
+    # A node with a preallocated cache has no key lengths: they follow from `starts`.
+    if attending is not None and by_batch and whole_batch and key_lengths is None and not in_cache:
         # All queries of a batch element are masked, or none: without keys the plugin gives zeros. A Where
         # after each attention would read and write the whole output.
         rows = b.reshape(attending, -1)
         keys, none = b.cast(b.as_tensor(T), ir.DataType.INT32), b.constant(0, ir.DataType.INT32)
         key_lengths, attending = b.op("Where", rows, keys, none, name="key_lengths"), None
         key_lengths.dtype, key_lengths.shape = ir.DataType.INT32, ir.Shape([call.attention.B])
-    return PluginMask(diagonal, key_lengths, bias, attending, mask.heads)
+    return PluginMask(diagonal, key_lengths, bias, attending, mask.heads, shifted)
 
 
 def diagonal_of(call: AttentionCall) -> Diagonal | None:
@@ -369,7 +368,7 @@ def take_rotary(
     alike = tables[0] == tables[1] and mode == other_mode
     same = mode != plugin.GIVEN or one.positions is other.positions
     heads = (one.heads, one.size, other.heads, other.size) == (call.Hq, call.D, call.Hkv, call.D)
-    whole = one.rotated % (_ALIGNED if one.interleaved else 2 * _ALIGNED) == 0
+    whole = one.rotated % (plugin.ALIGNED if one.interleaved else 2 * plugin.ALIGNED) == 0
     is_written_out = dims(one.cos)[-1:] == (one.rotated,)  # both halves are in the tables
     wanted = (3, 3) if mode == plugin.PER_TOKEN else (2, 2)
     ranks = is_written_out or (rank(one.cos), rank(one.sin)) == wanted
@@ -520,7 +519,7 @@ def _write_attention(
     query, rotary, mode = place_of(call.q, call.Hq, call.D), None, plugin.FROM_ZERO
     starts = None if cache is None else cache.starts
     if cache is not None or (call.past_key is None and call.is_square):
-        taken = take_rotary(b, call, query, key, starts)
+        taken = None if masks.is_wider(call) else take_rotary(b, call, query, key, starts)
         if taken is not None:
             rotary, mode, query, key = taken
     states_in: list[ir.Value] = []
@@ -530,34 +529,38 @@ def _write_attention(
     else:
         T = key.length(b, call) if call.past_key is None else call.key_length(b)
     mask = read_plugin_mask(b, call, query.length(b, call), T, in_cache=bool(states_in))
+    if mask.shifted is not None:
+        apart = call.q if call.attention.rank == 4 else split_heads(b, call.q, call.Hq, call.D)
+        query = Place(masks.without_lost_queries(b, call, mask.shifted, apart), 0)
     places = (query, key, value)
     tensors = list(dict.fromkeys(place.tensor for place in places))
     tables = () if rotary is None else (rotary.cos, rotary.sin, rotary.positions)
     inputs = [*tensors, mask.bias, mask.key_lengths, *states_in, *tables]
+    own = {
+        "query_heads": call.Hq,
+        "key_heads": call.Hkv,
+        "head_size": call.D,
+        "value_size": call.Dv,
+        "scale": float(call.scale),
+        **mask.diagonal._asdict(),
+        "sources": [tensors.index(place.tensor) for place in places],
+        "offsets": [place.offset for place in places],
+        "has_bias": int(mask.bias is not None),
+        "has_key_lengths": int(mask.key_lengths is not None),
+        "has_gates": 0,
+        "has_cache": int(bool(states_in)),
+        "rotary": 0 if rotary is None else 2 if rotary.interleaved else 1,
+        "rotary_size": 0 if rotary is None else rotary.rotated,
+        "rotary_positions": mode,
+    }
+    _refuse_what_the_plugin_refuses(call, own)
     y, *states = b.node(
         plugin.OP_TYPE,
         [value for value in inputs if value is not None],
         outputs=3 if states_in else 1,
         domain=plugin.DOMAIN,
         name=b.prefix,
-        attributes={
-            "query_heads": call.Hq,
-            "key_heads": call.Hkv,
-            "head_size": call.D,
-            "value_size": call.Dv,
-            "scale": float(call.scale),
-            **mask.diagonal._asdict(),
-            "sources": [tensors.index(place.tensor) for place in places],
-            "offsets": [place.offset for place in places],
-            "has_bias": int(mask.bias is not None),
-            "has_key_lengths": int(mask.key_lengths is not None),
-            "has_gates": 0,
-            "has_cache": int(bool(states_in)),
-            "rotary": 0 if rotary is None else 2 if rotary.interleaved else 1,
-            "rotary_size": 0 if rotary is None else rotary.rotated,
-            "rotary_positions": mode,
-            **plugin.lookup_attributes(),
-        },
+        attributes={**own, **plugin.lookup_attributes()},
     )
     y.dtype, y.shape = call.dtype, ir.Shape([call.attention.B, call.attention.S, call.Hq * call.Dv])
     kept = y
@@ -570,6 +573,24 @@ def _write_attention(
         kept = b.reshape(kept, 0, 0, call.Hq * call.Dv, name="heads_merged")
     kept.dtype, kept.shape = call.dtype, y.shape
     return [kept if call.attention.rank == 3 else split_heads(b, kept, call.Hq, call.Dv), *states]
+
+
+def _refuse_what_the_plugin_refuses(call: AttentionCall, own: Mapping[str, Any]) -> None:
+    """Refuse a node that the plugin would refuse: by its attributes, or at sizes that it may get."""
+    S, T = (size if isinstance(size, int) else None for size in (call.attention.S, call.attention.T))
+    is_cached = bool(own["has_cache"])
+    for queries, keys in {(S or s, T or t) for s, t in product((1, 3, 5), repeat=2)}:
+        if (is_cached or call.past_key is not None) and keys < queries:
+            continue
+        total = queries if call.is_square and call.past_key is None and not is_cached else keys
+        new = queries if is_cached else total
+        operands = ((2, call.Hq, queries, call.D), (2, call.Hkv, new, call.D), (2, call.Hkv, new, call.Dv))
+        bias = (1, 1, queries, total) if own["has_bias"] else ()
+        # Where the operands are in memory fits them, and head sizes are refused before.
+        alone = {**own, "sources": [0, 1, 2], "offsets": [0, 0, 0]}
+        sizes = plugin.NodeSizes(operands, bias, total if is_cached else 0, total)
+        if (reason := plugin.why_refused(alone, sizes, aligned=1)) is not None:
+            raise call.refuse(reason, got=f"S={queries}, T={total}", hint="dialect primitives")
 
 
 def finish(model: ir.Model, options: PluginOptions) -> None:
@@ -744,7 +765,10 @@ def pays(attention: ir.Node, factor: ir.Value) -> bool:
     a quarter 176; heads of 128 all 479, half 520, a quarter 319. Where it is unknown how many heads a token
     chooses, they are all computed.
     """
-    chosen = dims(input_at(made_by(kv.origin(factor), "ScatterElements"), 1))[-1:] or (None,)
+    source: ir.Value | None = factor
+    while (step := made_by(source, "Cast", "Identity", "Squeeze", "Unsqueeze", "Reshape")) is not None:
+        source = step.inputs[0]
+    chosen = dims(input_at(made_by(source, "ScatterElements"), 1))[-1:] or (None,)
     heads, size = (attention.attributes.get_int(name, 0) for name in ("query_heads", "head_size"))
     return isinstance(chosen[0], int) and chosen[0] * (2 if size <= 64 else 4) <= heads
 
@@ -838,7 +862,7 @@ def _has_kernel(value: ir.Value | None) -> bool:
     shape = dims(value)
     width = shape[-1] if len(shape) > 1 else None
     typed = value is not None and value.dtype in HALVES
-    return typed and isinstance(width, int) and width % _ALIGNED == 0 and width <= _MOST_COLUMNS
+    return typed and isinstance(width, int) and width % plugin.ALIGNED == 0 and width <= _MOST_COLUMNS
 
 
 def _write_norm(node: ir.Node, taken: set[str]) -> None:

@@ -221,7 +221,9 @@ def _cached_attention(form: GroupForm, cache: kv.CachedAttention) -> ir.Value:
     hides_more = call.mask is not None or call.attention.has_window
     mask = masks.read_mask(b, call, S, call.key_length(b)) if hides_more else None
     biases = _plain_biases(form, starts, S, T) if mask is None else _split_bias(form, starts, mask, S, T)
-    query, scores = form.query(call.q), []
+    narrows = mask is not None and masks.narrows(call, mask)
+    q = masks.without_lost_queries(b, call, mask, call.q) if narrows else call.q
+    query, scores = form.query(q), []
     for k, bias in zip((cache.past_key, cache.new_key), biases, strict=True):
         capped = form.softcap(form.transposed_scores(query, k))
         scores.append(capped if bias is None else b.op("Add", capped, bias, name="scores_biased"))

@@ -80,6 +80,8 @@ def _rebuild(call: AttentionCall, b: NodeBuilder, options: TrtOptions) -> Output
     # The smaller head size is padded with zeros: they add nothing to a score, and are sliced off the output.
     padded = () if call.Dv == call.D else ("v",) if call.Dv < call.D else ("q", "k")
     tensors = heads._asdict()
+    if mask is not None and masks.narrows(call, mask):
+        tensors["q"] = masks.without_lost_queries(b, call, mask, heads.q)
     for name in padded:
         pads = b.ints(0, 0, 0, 0, 0, 0, 0, abs(call.D - call.Dv))
         tensors[name] = b.op("Pad", tensors[name], pads, b.constant(0.0, call.dtype), name="padded")
