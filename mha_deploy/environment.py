@@ -6,8 +6,10 @@ import importlib
 import importlib.util
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Sequence
+from functools import cache
 from importlib import metadata
 from typing import Any, NamedTuple
 
@@ -34,6 +36,31 @@ def can_import(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):  # the import is blocked, or the module has no spec
         return False
+
+
+@cache
+def own_modules() -> frozenset[str]:
+    """The names of the modules of this tool and of all it depends on, extras included, installed or not."""
+    needed, waiting = {"mha-deploy"}, ["mha-deploy"]
+    while waiting:
+        try:
+            lines = metadata.requires(waiting.pop()) or []
+        except metadata.PackageNotFoundError:
+            continue
+        names = {_canonical(re.split(r"[\s;\[<>=!~(@]", line, maxsplit=1)[0]) for line in lines}
+        waiting += names - needed
+        needed |= names
+    known = {
+        name
+        for name, places in metadata.packages_distributions().items()
+        if needed & {*map(_canonical, places)}
+    }
+    runtimes = {runtime.module.partition(".")[0] for runtime in RUNTIMES}
+    return frozenset({"mha_deploy", *known, *runtimes, *(name.replace("-", "_") for name in needed)})
+
+
+def _canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def versions(packages: tuple[str, ...] = EXPORT_PACKAGES) -> dict[str, str]:

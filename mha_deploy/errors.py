@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import os
+import re
 import sysconfig
 import traceback
 from collections.abc import Iterable, Iterator
@@ -85,28 +87,58 @@ def needed(what: str, extra: str) -> Iterator[None]:
         raise BackendUnavailable(what, got=error, hint=hint) from error
 
 
-@contextmanager
-def exit_as_error() -> Iterator[None]:
-    """Make `sys.exit()` in the code of a user's model an error: its code must not read as a verdict.
-
-    Also a decorator, for functions that call such code. The error names the line.
-    """
-    try:
-        yield
-    except SystemExit as stop:
-        got, hint = f"{place_of_error(stop)}: sys.exit({stop.code!r})", "raise an exception there, or return"
-        raise ExportError("The model's code ended the program.", got=got, hint=hint) from stop
-
-
 def place_of_error(error: BaseException, otherwise: str = "an unknown place") -> str:
     """The last line of the user's own code on the way to an error, as `file.py:12`."""
+    own, others = _frames(error)
+    # A model may itself be installed as a library.
+    last = (own or others)[-1:]
+    return f"{last[0].filename}:{last[0].lineno}" if last else otherwise
+
+
+def is_user_error(error: BaseException) -> bool:
+    """Whether an error passed through a file of the user's."""
+    return bool(_frames(error)[0])
+
+
+def _frames(error: BaseException) -> tuple[list[traceback.FrameSummary], list[traceback.FrameSummary]]:
+    """The frames of a user's files on the way to an error, and those of all that is not of this package."""
     ours = str(Path(__file__).parent)
     libraries = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+    shared = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
     frames = traceback.extract_tb(error.__traceback__)
-    others = [frame for frame in frames if not frame.filename.startswith((ours, "<"))]
-    # A model may itself be installed as a library.
-    own = [frame for frame in others if not frame.filename.startswith(libraries)] or others
-    return f"{own[-1].filename}:{own[-1].lineno}" if own else otherwise
+    others = [each for each in frames if not each.filename.startswith((ours, "<"))]
+    own = [each for each in others if not each.filename.startswith(libraries)]
+    return [each for each in own if not any(name in each.filename for name in shared)], others
+
+
+def text_of_error(error: BaseException) -> str:
+    """The kind and the text of an exception, whose own text may fail or be that of an allocator."""
+    if (text := out_of_memory(error)) is not None:
+        return text
+    try:
+        text = str(error)
+    except BaseException as failure:  # noqa: BLE001 (a user's class)
+        text = f"(its text fails with {type(failure).__name__})"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+_ALLOCATOR = re.compile(r"can't allocate memory|not enough memory|CUDA out of memory|std::bad_alloc")
+_TRIED = re.compile(r"[Tt]ried to allocate ([\d.]+) ?(\w+)")
+
+
+def out_of_memory(error: BaseException) -> str | None:
+    """How much memory an allocation of Python's or PyTorch's wanted, in words; None for any other error."""
+    if not isinstance(error, MemoryError | RuntimeError):
+        return None
+    text = str(error)
+    if not isinstance(error, MemoryError) and not _ALLOCATOR.search(text):
+        return None
+    tried = _TRIED.search(text)
+    if tried and tried[2] == "bytes":
+        return f"out of memory: {int(float(tried[1])) / 1e9:,.1f} GB were needed at once"
+    if tried:
+        return f"out of memory: {tried[1]} {tried[2]} were needed at once"
+    return f"out of memory: {text.splitlines()[0][:200]}" if text else "out of memory"
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -1,21 +1,169 @@
-"""Unlucky surroundings: streams that fail, signals, hostile names in a folder, code that misbehaves."""
+"""Unlucky surroundings: streams that fail, signals, little memory, code that misbehaves."""
 
+import itertools
+import json
+import random
 import signal
 
 import pytest
-from fault_harness import assert_orderly, run
+from fault_harness import assert_orderly, assert_refused, run
 
 # -- Streams ---------------------------------------------------------------------------------------
 
+KINDS = ("file", "closed", "full", "broken", "absent")
 
-def test_a_reader_that_left_is_no_error():
-    assert assert_orderly(run("models", stdout="broken")).code == 0
+
+@pytest.mark.parametrize(("stdout", "stderr"), [*itertools.product(KINDS, KINDS)])
+@pytest.mark.parametrize("verb", [("models", "--json"), ("inspect", "absent")], ids=["result", "error"])
+def test_streams_may_fail(verb, stdout, stderr):
+    outcome = run(*verb, stdout=stdout, stderr=stderr)
+    # A result that cannot be written is bad input; an absent stream or a reader that left is none.
+    wanted = 2 if verb[0] == "inspect" or stdout == "full" else 0
+    assert_orderly(outcome, codes=[wanted])
+    if stdout == "file" and wanted == 0:
+        assert json.loads(outcome.out)
+    if stderr == "file" and wanted:
+        assert "error: " in outcome.err
 
 
 # -- Signals ---------------------------------------------------------------------------------------
 
+SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+TIMES = [round(random.Random(seed).uniform(0.0, 1.5), 3) for seed in range(8)]
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT], ids=lambda n: n.name)
-def test_a_signal_ends_a_command_with_its_code(number, tmp_path):
-    outcome = run("export", "tiny-mha", "-o", tmp_path / "out", signals=[(0.2, number, "main")])
-    assert_orderly(outcome, codes=[128 + number])
+
+@pytest.mark.sweep(16)
+@pytest.mark.parametrize("to", ["main", "group"])
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
+@pytest.mark.parametrize("after", TIMES)
+def test_a_signal_at_any_time_ends_a_command_with_its_code(tmp_path, bundles, number, after, to):
+    verb = ("validate", bundles("tiny-mha").path, "--backend", "ort-cpu", "--no-report", "--json")
+    outcome = run(*verb, signals=[(after, number, to)], memory=None)
+    # Before the first line of ours it is the signal itself that ends it, for a shell with the same code.
+    assert_orderly(outcome, codes=[0, 128 + number, *([-number] if after < 0.2 else ())])
+
+
+def test_a_broken_pipe_signal_is_no_end(bundles):
+    verb = ("validate", bundles("tiny-mha").path, "--backend", "onnx-reference", "--no-report")
+    assert_orderly(run(*verb, signals=[(0.3, signal.SIGPIPE, "main")], memory=None), codes=[0])
+
+
+# -- Code of a user ----------------------------------------------------------------------------------
+
+MODEL = """
+import ctypes, os, signal, sys, time, threading
+import torch
+from torch import nn
+from mha_deploy import Deployable, Example
+
+class Odd(BaseException):
+    def __str__(self): raise ValueError
+def forever():
+    while True: pass
+def stubborn():
+    while True:
+        try: time.sleep(100)
+        except BaseException: pass
+def deep(): return deep()
+def raised(error): raise error
+class Attention(nn.Module):
+    def forward(self, x): return nn.functional.scaled_dot_product_attention(x, x, x)
+def good(**more):
+    x = Example(torch.randn(1, 2, 8, 4), "B")
+    return Deployable(**{"module": Attention(), "inputs": {"x": x}, "axes": {"B": "1:2:4"}, **more})
+def build():
+    return CASE
+"""
+FAILURES = {
+    "exception": "raised(ValueError('no'))",
+    "interrupt": "raised(KeyboardInterrupt)",
+    "generator exit": "raised(GeneratorExit)",
+    "odd exception": "raised(Odd())",
+    "recursion": "deep()",
+    "memory": "torch.zeros(1 << 45)",
+    "memory error": "raised(MemoryError())",
+    "exit": "sys.exit(0)",
+    "exit text": "sys.exit('bye')",
+    "exit at once": "os._exit(0)",
+    "exit in C": "ctypes.CDLL(None)._exit(0)",
+    "another program": "os.execv('/bin/true', ['true'])",
+    "crash": "ctypes.string_at(0)",
+    "abort": "os.abort()",
+    "killed": "os.kill(os.getpid(), signal.SIGKILL)",
+    "hang": "forever()",
+    "hang that catches all": "stubborn()",
+    "hang in C": "ctypes.PyDLL(None).sleep(1000)",
+}
+ODD = {
+    "None": "None",
+    "a generator": "(each for each in ())",
+    "a module": "Attention()",
+    "a class": "Deployable",
+    "keys that are numbers": "good(inputs={3: Example(torch.ones(1, 2, 8, 4), 'B')})",
+    "keys that are no identifiers": "good(inputs={'a b': Example(torch.ones(1, 2, 8, 4), 'B')})",
+    "inputs that are a list": "good(inputs=[Example(torch.ones(1, 2, 8, 4), 'B')])",
+    "outputs that are a number": "good(outputs=5)",
+    "outputs that are text": "good(outputs='abc')",
+    "a name that is a number": "good(name=5)",
+    "a summary that is a list": "good(summary=[])",
+    "an axis without end": "good(axes={'B': (1, 2, 10**30)})",
+    "an axis of text": "good(axes={'B': (1, 'a', None)})",
+    "a cache of a list": "good(kv_cache={'x': ['y']})",
+    "no input": "good(inputs={})",
+}
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    """PyTorch and the exporter, for all forks."""
+    import mha_deploy.export.exporter  # noqa: F401
+
+
+def export(tmp_path, case, *more):
+    path = tmp_path / "model.py"
+    path.write_text(MODEL.replace("CASE", case))
+    arguments = ("export", f"{path}:build", "-o", tmp_path / "out", "--json", "--time-limit", "1", *more)
+    return path, run(*arguments, memory=None)
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_code_that_misbehaves_is_an_error_with_its_line(loaded, tmp_path, name):
+    path, outcome = export(tmp_path, FAILURES[name])
+    assert_refused(outcome, f"{path}:")
+    assert json.loads(outcome.out)["error"]["exit_code"] == 2
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_a_factory_that_returns_something_odd_is_refused(loaded, tmp_path, name):
+    _, outcome = export(tmp_path, ODD[name])
+    assert_refused(outcome)
+    assert json.loads(outcome.out)["error"]["hint"]
+
+
+NOISE = (
+    "(print('noise'), os.write(1, b'noise'), os.system('echo noise'), sys.__stdout__.write('noise'), None)[4]"
+)
+
+
+def test_json_is_json_whatever_a_model_prints(loaded, tmp_path):
+    _, outcome = export(tmp_path, NOISE)
+    assert json.loads(outcome.out)["error"]
+    assert outcome.err.count("noise") == 4
+
+
+def test_a_script_that_runs_on_import_is_an_error(loaded, tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text("import argparse\nargparse.ArgumentParser().parse_args(['--help'])\n")
+    assert_refused(run("export", f"{path}:build", "-o", tmp_path / "out"), str(path))
+
+
+def test_a_factory_sees_its_neighbors_and_nobody_else_does(loaded, tmp_path):
+    """Not the standard library, and none of the dependencies, in this process or in a child."""
+    mark = tmp_path / "mark"
+    for name in ("json", "tomllib", "onnxruntime", "msgspec", "tensorrt", "matplotlib", "turtle"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(mark)!r}, 'a').write(__name__)\n")
+    (tmp_path / "neighbor.py").write_text("answer = 'the neighbor was here'\n")
+    _, outcome = export(tmp_path, "raised(ValueError(__import__('neighbor').answer))")
+    assert "the neighbor was here" in outcome.err
+    assert not mark.exists()

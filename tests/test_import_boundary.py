@@ -321,6 +321,7 @@ ORDER = (
     "files",
     "process",
     "output",
+    "supervisor",
     "environment",
     "model",
     "options",

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile, supported_activities
 
 from mha_deploy.baselines.fresh import attention_spec, check_device, module_from_bundle
 from mha_deploy.bundle.folder import Bundle
-from mha_deploy.errors import BackendUnavailable, DeployError, exit_as_error, nearest, place_of_error
+from mha_deploy.errors import BackendUnavailable, DeployError, nearest
 from mha_deploy.export.oracle import Intercept, tensors_in
 from mha_deploy.export.own_model import reopen_user_module
 from mha_deploy.model.precision import Precision
@@ -41,6 +41,7 @@ from mha_deploy.runtime.cuda import Stream
 from mha_deploy.runtime.gpu import GpuRunner, Prepared
 from mha_deploy.runtime.runner import Arrays, TensorInfo
 from mha_deploy.runtime.timing import KernelTime
+from mha_deploy.runtime.user_code import user_code, where_is
 
 # -- Why PyTorch did not run a layer, in words that can be acted on --------------------------------
 
@@ -288,15 +289,12 @@ class UserModels:
         return self._user.weight_bytes
 
     @cached_property
-    @exit_as_error()
     def _calls_sdpa(self) -> bool:
-        try:
-            with torch.inference_mode(), _Detector() as detector:
-                self._user.module(**self._user.examples)
-        except Exception as error:  # whatever the user's code raises
-            got = f"{place_of_error(error)}: {type(error).__name__}: {error}"
-            hint = "create tensors on the device of the inputs, as in torch.arange(n, device=x.device)"
-            raise DeployError(f"The module does not run on {self.device}.", got=got, hint=hint) from error
+        hint = "create tensors on the device of the inputs, as in torch.arange(n, device=x.device)"
+        what = f"The module does not run on {self.device}."
+        guard = user_code(where_is(self._user.module.forward), what, hint=hint)
+        with guard, torch.inference_mode(), _Detector() as detector:
+            self._user.module(**self._user.examples)
         return detector.detected
 
 
@@ -413,7 +411,7 @@ class TorchRunner(GpuRunner):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
-                with exit_as_error():
+                with user_code(timed=False, mixed=True):
                     yield
             except Exception as error:
                 texts = [str(warning.message) for warning in caught]

@@ -14,21 +14,25 @@ import re
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, TextIO
 
 import typer
 
+from mha_deploy import supervisor
 from mha_deploy.cli import verbs
-from mha_deploy.errors import EXIT_BAD_INPUT, DeployError, exit_as_error
+from mha_deploy.errors import EXIT_BAD_INPUT, DeployError, out_of_memory
 from mha_deploy.files import check_name
+from mha_deploy.supervisor import interruptions
 from mha_deploy.text import printable
 
 EXIT_INTERNAL_ERROR = 70
 EXIT_INTERRUPTED = 130
-_ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+_ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+_SAME_SIGNAL_S = 0.5
 
 app = typer.Typer(
     name="mha-deploy",
@@ -43,7 +47,7 @@ for verb in (
     verbs.bench, verbs.compare, verbs.matrix, verbs.package, verbs.inspect, verbs.models, verbs.analyze,
     verbs.doctor,
 ):  # fmt: skip
-    app.command()(exit_as_error()(verb))  # exit codes are verdicts: sys.exit in a user's model is an error
+    app.command()(verb)
 app.add_typer(verbs.plugins, name="plugins")
 
 
@@ -72,14 +76,23 @@ def main() -> None:
     with _signals_as_interrupts() as received, _guarded_streams() as stdout:
         code, error, is_printed = _run_app()
         if code == EXIT_INTERRUPTED:  # Ctrl-C, also as Typer reports it, or another signal
-            code = 128 + received[0] if received else code
-            error, is_printed = DeployError("terminated" if received else "interrupted"), True
-            typer.echo(error.what, err=True)
+            number = received[0] if received else signal.SIGINT
+            code = 128 + number
+            word = "interrupted" if number == signal.SIGINT else "terminated"
+            error, is_printed = DeployError(word, hint="run it again; nothing half-written is left"), True
+            typer.echo(word, err=True)
         if error and not is_printed:
             typer.echo(f"error: {error}", err=True)
         if error and "--json" in sys.argv[1:] and not stdout.has_text:
             shown = {"what": error.what, "got": error.got, "hint": error.hint, "exit_code": code}
             typer.echo(json.dumps({"error": shown}, indent=2))
+        stdout.flush()
+        if stdout.problem is not None and not error:
+            # Without its result a verdict is of no use.
+            hint = "free some space there, or write elsewhere"
+            error = DeployError("The result cannot be written to stdout.", got=stdout.problem, hint=hint)
+            code = EXIT_BAD_INPUT
+            typer.echo(f"error: {error}", err=True)
     sys.exit(code)
 
 
@@ -103,18 +116,13 @@ def _run_app() -> _Ending:
         problem = DeployError("The command line is not valid.", got=usage, hint="--help")
         return _Ending(code, problem, is_printed=True)
     except BaseException as error:  # noqa: BLE001 (a bug of this tool: its exit code is not a verdict)
-        if _is_out_of_memory(error):
-            return _Ending(EXIT_BAD_INPUT, DeployError("There is too little memory.", got=str(error) or None))
+        if (needed := out_of_memory(error)) is not None:
+            hint = "smaller axes (--axis), a smaller model, or a machine with more memory"
+            return _Ending(EXIT_BAD_INPUT, DeployError("There is too little memory.", got=needed, hint=hint))
         traceback.print_exception(error)
         got, hint = f"{type(error).__name__}: {error}", "report it with the traceback"
         return _Ending(EXIT_INTERNAL_ERROR, DeployError("This is a bug in mha-deploy.", got=got, hint=hint))
     return _Ending(0)
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    """Whether Python or PyTorch, which has no type of its own for it on a CPU, could not allocate memory."""
-    is_torch = isinstance(error, RuntimeError) and "allocate memory" in str(error)
-    return isinstance(error, MemoryError) or is_torch
 
 
 # What Rich writes to a terminal: styles and movements of the cursor.
@@ -125,83 +133,130 @@ _PLAIN = str.maketrans(
 
 
 class _Guarded:
-    """A stream without control characters of names and messages, in any encoding, also when its reader left.
+    """A stream without control characters of names and messages, in any encoding, that may be absent or fail.
 
-    It has no `buffer`: nothing is written past it.
+    What cannot be written is dropped, and noted as its `problem` where that is not a reader that left. It has
+    no `buffer`: nothing is written past it.
     """
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream, self.has_text = stream, False
+    def __init__(self, stream: TextIO | None, elsewhere: _Guarded | None = None) -> None:
+        self._stream = stream if stream is not None else open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+        self._elsewhere = elsewhere  # for what other threads print: they are not ours
+        self.has_text, self.problem = False, None
         self.encoding = getattr(stream, "encoding", None) or "utf-8"
         self.errors = "replace"
 
+    problem: OSError | None
+
     def write(self, text: str) -> int:
+        if self._elsewhere is not None and threading.current_thread() is not threading.main_thread():
+            return self._elsewhere.write(text)
         parts = _STYLES.split(text) if self.isatty() else [text]  # every second one is a style
         text = "".join(part if i % 2 else printable(part) for i, part in enumerate(parts))
         try:
             text.encode(self.encoding)
         except UnicodeEncodeError:
             text = text.translate(_PLAIN).encode(self.encoding, "replace").decode(self.encoding)
+        if text and self._elsewhere is not None and not self.has_text and supervisor.page is not None:
+            supervisor.page.note_output()
         self.has_text = self.has_text or bool(text)
-        with self._reader_may_leave():
+        with self._may_fail():
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        with self._reader_may_leave():
+        with self._may_fail():
             self._stream.flush()
 
     def isatty(self) -> bool:
-        return self._stream.isatty()
+        with suppress(OSError, ValueError):
+            return self._stream.isatty()
+        return False
 
     def fileno(self) -> int:
         return self._stream.fileno()
 
+    def writable(self) -> bool:
+        return True
+
     @contextmanager
-    def _reader_may_leave(self) -> Iterator[None]:
-        """Write the rest to nowhere then: a reader that stops early is no error."""
+    def _may_fail(self) -> Iterator[None]:
+        """Write the rest to nowhere then: a reader that stops early is no error, and a full disk is one."""
         try:
             yield
-        except BrokenPipeError:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._stream.fileno())
-            os.close(nowhere)
+        except (OSError, ValueError) as error:
+            if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
+                self.problem = self.problem or error
+            with suppress(OSError, ValueError, AttributeError):  # a stream without a descriptor
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, self._stream.fileno())
+                os.close(nowhere)
 
 
 @contextmanager
 def _guarded_streams() -> Iterator[_Guarded]:
-    """Print through guarded streams meanwhile; yields stdout."""
+    """Print through guarded streams meanwhile; yields stdout, which only results reach.
+
+    What user code and native libraries print to descriptor 1, now or later, goes to stderr.
+    """
     before: tuple[Any, Any] = sys.stdout, sys.stderr
-    stdout = _Guarded(sys.stdout)
-    sys.stdout, sys.stderr = stdout, _Guarded(sys.stderr)  # type: ignore[assignment]
+    stderr = _Guarded(sys.stderr)
+    stdout = _Guarded(_private_stdout(), stderr)
+    sys.stdout, sys.stderr = stdout, stderr  # type: ignore[assignment]
     try:
         yield stdout
-        stdout.flush()
     finally:
+        stdout.flush()
+        stderr.flush()
         sys.stdout, sys.stderr = before
+
+
+def _private_stdout() -> TextIO | None:
+    """A stream on a duplicate of descriptor 1, which becomes stderr; the present one where it is no file."""
+    stream = sys.stdout
+    try:
+        if stream is None or stream.fileno() != 1:
+            return stream
+        stream.flush()
+        private = os.dup(1)
+        os.dup2(2, 1)
+    except (OSError, ValueError, AttributeError):
+        return stream
+    return open(private, "w", encoding=stream.encoding, errors="replace", newline=None)
 
 
 @contextmanager
 def _signals_as_interrupts() -> Iterator[list[int]]:
     """Treat signals that end a program like Ctrl-C, so that what is half written is removed.
 
-    Yields the signals that were received. A second one ends the program at once.
+    Yields the signals that were received. A second one ends the program at once; one that comes with the
+    first, to the group of processes and through the process that watches this one, is the same.
     """
-    received: list[int] = []
+    received, begin = interruptions.received, 0.0
+    received.clear()
 
     def interrupt(number: int, frame: object) -> None:
+        nonlocal begin
+        if received and time.monotonic() - begin < _SAME_SIGNAL_S:
+            return
+        if received:  # children end with this process
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        begin = time.monotonic()
         received.append(number)
-        signal.signal(number, signal.SIG_DFL)
         raise KeyboardInterrupt
 
     # A signal that already has a handler, or is ignored as under `nohup`, is left alone.
-    own = [each for each in _ENDING_SIGNALS if signal.getsignal(each) is signal.SIG_DFL]
+    usual = (signal.SIG_DFL, signal.default_int_handler)
+    before = {each: signal.getsignal(each) for each in _ENDING_SIGNALS if signal.getsignal(each) in usual}
     if threading.current_thread() is not threading.main_thread():
-        own = []  # only the main thread may handle signals
-    for each in own:
+        before = {}  # only the main thread may handle signals
+    for each in before:
         signal.signal(each, interrupt)
+    interruptions.are_known = signal.SIGINT in before
     try:
         yield received
     finally:
-        for each in own:
-            signal.signal(each, signal.SIG_DFL)
+        interruptions.are_known = False
+        for each, handler in before.items():
+            signal.signal(each, handler)

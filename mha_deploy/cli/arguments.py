@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as json_text
 import re
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mha_deploy import api as md
-from mha_deploy.errors import EXIT_VERDICT_FAILED, DeployError, SpecError
+from mha_deploy.errors import EXIT_VERDICT_FAILED, DeployError, SpecError, place_of_error
 from mha_deploy.options import option, options_of
 
 if TYPE_CHECKING:
@@ -104,7 +105,13 @@ def verb(*groups: dict[str, Field[Any]]) -> Callable[[Callable[..., Result | Non
             if any(settings.values()):
                 md.configure(**settings)
             json = values["json"] if "json" in own else values.pop("json")
-            result = function(**values)
+            try:
+                with _only_results():
+                    result = function(**values)
+            except SystemExit as stop:  # an exit code is a verdict: it must not be somebody else's
+                got = f"{place_of_error(stop)}: sys.exit({stop.code!r})"
+                hint = "raise an exception there, or return"
+                raise DeployError("The code of the model ended the program.", got=got, hint=hint) from stop
             if result is None:
                 return
             if json:
@@ -222,14 +229,33 @@ def parse_pairs(texts: Sequence[str], option: str, example: str) -> dict[str, st
 # -- Results on stdout; progress on stderr: a bar on a terminal, lines in a log --------------------
 
 
+_results: list[Any] = []  # the stream of results, while what others print goes to stderr
+
+
+@contextmanager
+def _only_results() -> Iterator[None]:
+    """Let what the code of a model prints go to stderr: stdout is for results."""
+    _results.append(sys.stdout)
+    sys.stdout = sys.stderr
+    try:
+        yield
+    finally:
+        sys.stdout = _results.pop()
+
+
+def result_stream() -> Any:
+    """Where results are printed."""
+    return _results[-1] if _results else sys.stdout
+
+
 def show(*lines: RenderableType) -> None:
     """Print tables with Rich, and plain lines as they are."""
     from rich.console import Console
 
-    console = Console()
+    console = Console(file=result_stream())
     for line in lines:
         if isinstance(line, str):
-            typer.echo(line)
+            typer.echo(line, file=result_stream())
         else:
             console.print(line)
 

@@ -25,6 +25,7 @@ from mha_deploy.cli.arguments import (
     options_from,
     parse_pairs,
     pop_model,
+    result_stream,
     show,
     show_steps,
     verb,
@@ -265,7 +266,7 @@ def where(backend: str = typer.Option("tensorrt", help="tensorrt or tensorrt-rtx
     from mha_deploy.engine.plugins import PluginError
 
     try:
-        typer.echo(str(md.find_plugin(backend).path))
+        show(str(md.find_plugin(backend).path))
     except PluginError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(EXIT_VERDICT_FAILED) from error
@@ -388,9 +389,16 @@ def _run_in_processes(processes: int, record: Path | None) -> None:
         raise DeployError(problem, got="--processes", hint="--record FILE")
     arguments = [*sys.argv[1:], "--processes", "1"]  # the last one counts
     for _ in range(processes):
-        done = run(python_command(*arguments, module="mha_deploy"))
+        done = run(python_command(*arguments, module="mha_deploy"), stdout=_descriptor(result_stream()))
         if done.returncode:
             raise typer.Exit(done.returncode)
+
+
+def _descriptor(stream: Any) -> int | None:
+    try:
+        return int(stream.fileno())
+    except (OSError, ValueError, AttributeError):
+        return None
 
 
 # -- Upgrades --------------------------------------------------------------------------------------

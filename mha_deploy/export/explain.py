@@ -22,10 +22,11 @@ from torch.fx import Node
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils._sympy.functions import Min, MinMaxBase
 
-from mha_deploy.errors import DeployError, ExportError, place_of_error
+from mha_deploy.errors import DeployError, ExportError
 from mha_deploy.export import oracle
 from mha_deploy.export.axes import TORCH_NAME
 from mha_deploy.export.oracle import Intercept, run_module, swapped, tensors_in
+from mha_deploy.runtime.user_code import user_code, where_is
 
 # -- Around calls of PyTorch's exporter ------------------------------------------------------------
 
@@ -272,15 +273,22 @@ _MOST_NAMED = 3
 _SMALLER_NUMBER = "torch.finfo(x.dtype).min in place of the number"
 
 
+_DOES_NOT_RUN = "The module does not run."
+
+
 def run_explained(
     module: nn.Module, arguments: Mapping[str, Tensor], where: str, *, at: str = "", hint: str
 ) -> tuple[Tensor, ...]:
     """Run a module as its user does: the tensors that it returns. What it raises is explained."""
     try:
-        return run_module(module, arguments)
-    except (DeployError, torch.OutOfMemoryError):
-        raise
-    except (Exception, SystemExit) as error:  # whatever the user's code raises, sys.exit() included
+        with user_code(where_is(module.forward), _DOES_NOT_RUN):
+            return run_module(module, arguments)
+    except ExportError as failed:
+        error = failed.__cause__
+        if failed.what != _DOES_NOT_RUN or error is None:
+            raise
+        if isinstance(error, torch.OutOfMemoryError):
+            raise error from None
         types = [_SHORT.get(each.dtype) for each in (*module.parameters(), *arguments.values())]
         if _NO_SUCH_NUMBER.search(str(error)):
             short = next(filter(None, types), "its precision")
@@ -288,7 +296,7 @@ def run_explained(
             hint = f"--precision auto, or {_SMALLER_NUMBER}"
             got = _first_overflow(lambda: module(**arguments)) or str(error).splitlines()[0]
             raise ExportError(what, got=got, hint=hint) from error
-        got = f"{at}{place_of_error(error)}: {type(error).__name__}: {error}"
+        got = f"{at}{failed.got}"
         hint = f"{hint}, or --precision auto if it runs in float32" if {"fp16", "bf16"} & {*types} else hint
         raise ExportError(f"The module does not run at {where}.", got=got, hint=hint) from error
 

@@ -16,7 +16,7 @@ import torch
 from mha_deploy.bundle.cases import Arrays, GoldenCase, write_arrays
 from mha_deploy.bundle.folder import Bundle, sha256
 from mha_deploy.bundle.manifest import LayersEntry
-from mha_deploy.errors import ExportError, exit_as_error, nearest
+from mha_deploy.errors import ExportError, nearest
 from mha_deploy.export import flow
 from mha_deploy.export.axes import ExportedModule
 from mha_deploy.export.explain import first_cause, onnx_program
@@ -35,6 +35,7 @@ from mha_deploy.reference.attention import Attention
 from mha_deploy.reference.inputs import call_arguments, fed_to, parameter_name, random_inputs, to_numpy
 from mha_deploy.reference.weights import read_weights
 from mha_deploy.runtime import available_cpu_backend, open_runner
+from mha_deploy.runtime.user_code import user_code, where_is
 
 _OPSETS = (23, 24)
 _DEVICES = ("cpu", "cuda")
@@ -54,7 +55,7 @@ def bundle_from_spec(
     return flow.export_bundle(_LayerSource(spec, options or ExportOptions()), target, on_step)
 
 
-@exit_as_error()
+@user_code(timed=False, mixed=True)
 def bundle_from_factory(
     reference: str | Deployable,
     target: Path,
@@ -315,9 +316,9 @@ class _ModuleSource(flow.Source):
         return f"from the factory, seed {user.seed}"
 
 
-@exit_as_error()
 def export_user_module(user: UserModule, *, opset: int = _OPSETS[0]) -> ExportedModule:
     """A module as PyTorch exports it: its graph, and the program that its FP64 oracle runs."""
     draw = partial(draw_user_inputs, user, "check", seed=1)
     given = (user.module, user.examples, user.dims, user.axes)
-    return export_program(*given, opset=opset, output_names=user.outputs, draw=draw)
+    with user_code(where_is(user.module.forward), mixed=True):
+        return export_program(*given, opset=opset, output_names=user.outputs, draw=draw)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 import hashlib
 import importlib
+import importlib.machinery
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -17,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mha_deploy.errors import BundleError, ExportError, exit_as_error, nearest, place_of_error
+from mha_deploy.environment import own_modules
+from mha_deploy.errors import BundleError, ExportError, nearest
 from mha_deploy.export.axes import draw_one, shape_of
 from mha_deploy.model.deployable import Deployable, Example
 from mha_deploy.model.precision import PRECISIONS, Precision
@@ -25,6 +27,7 @@ from mha_deploy.model.spec import Axes, Axis, Dim, ModelSpec, NamedAxes, Sizes
 from mha_deploy.reference.inputs import rounded, seeded_generator
 from mha_deploy.reference.weights import read_state
 from mha_deploy.runtime.child import isolation
+from mha_deploy.runtime.user_code import user_code, where_is
 
 # -- Load a user's factory and call it -------------------------------------------------------------
 
@@ -64,25 +67,20 @@ class UserModule(Deployable, NamedAxes):
 def load_factory(reference: str, *, seed: int = 0) -> UserModule:
     """Load `path/to/file.py:factory` or `package.module:factory`, and call it under a seed of PyTorch."""
     place, _, name = reference.rpartition(":")
-    try:
+    hint = "import it in Python by itself, and correct what that shows"
+    with user_code(place, "The factory's module cannot be imported.", hint=hint):
         module = _import(place)
-    except ExportError:
-        raise
-    except (Exception, SystemExit) as error:  # whatever the user's file raises
-        got = _place_and_text(error, place)
-        raise ExportError("The factory's module cannot be imported.", got=got) from error
-    factory = getattr(module, name, None)
+        factory = getattr(module, name, None)
     if not callable(factory):
         known = [key for key, value in vars(module).items() if inspect.isfunction(value)]
-        hint = nearest(name, known) if known else None
+        hint = nearest(name, known) if known else "a function that returns a Deployable"
         raise ExportError("The module has no such factory.", got=reference, hint=hint)
     if needed := [each.name for each in _parameters(factory) if each.default is each.empty]:
         raise ExportError("A factory takes no arguments.", got=f"{reference} needs {', '.join(needed)}")
     torch.manual_seed(seed)
-    try:
+    hint = "call it in Python by itself, and correct that line"
+    with user_code(where_is(factory) or reference, "The factory failed.", hint=hint):
         given = factory()
-    except (Exception, SystemExit) as error:  # whatever the user's code raises, sys.exit() included
-        raise ExportError("The factory failed.", got=_place_and_text(error, reference)) from error
     if not isinstance(given, Deployable):
         got = f"{type(given).__name__} from {reference}"
         raise ExportError("The factory does not return a Deployable.", got=got, hint=_SEE)
@@ -104,8 +102,7 @@ def _import(place: str) -> ModuleType:
     """The module of a factory: a file, or one that Python finds from here."""
     path, is_file = Path(place), place.endswith(".py")
     folder = str(path.resolve().parent if is_file else Path.cwd())  # where its neighbours are
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
+    _neighbors.add(folder)
     if not is_file:
         try:
             return importlib.import_module(place)
@@ -124,14 +121,42 @@ def _import(place: str) -> ModuleType:
     return module
 
 
+class _Neighbors:
+    """Finds the modules beside a factory, as a script does, but none that this tool or its libraries import.
+
+    The folder of a factory is not on `sys.path`: a file there whose name is a module of the standard library
+    or a dependency would be imported by us, in this process and in our children, in place of it.
+    """
+
+    def __init__(self) -> None:
+        self.folders: list[str] = []
+
+    def add(self, folder: str) -> None:
+        """Look in this folder, and there first."""
+        self.folders = [folder, *(each for each in self.folders if each != folder)]
+        if self not in sys.meta_path:
+            sys.meta_path.insert(0, self)  # type: ignore[arg-type]
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> Any:
+        """The module beside a factory; None for all others, and for the modules in a package."""
+        if path is not None or name in sys.stdlib_module_names or name in sys.builtin_module_names:
+            return None
+        found = importlib.machinery.PathFinder.find_spec(name, self.folders)
+        if found is None or (found.loader is None and found.origin is None and _is_installed(name)):
+            return None  # a folder without __init__.py is no package where there is one of that name
+        return None if name in own_modules() else found
+
+
+def _is_installed(name: str) -> bool:
+    return importlib.machinery.PathFinder.find_spec(name) is not None
+
+
+_neighbors = _Neighbors()
+
+
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
     parameters = inspect.signature(function).parameters.values()
     return [each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
-
-
-def _place_and_text(error: BaseException, where: str = "an unknown place") -> str:
-    """The last line of the user's own code, and what was raised there."""
-    return f"{place_of_error(error, where)}: {type(error).__name__}: {error}"
 
 
 # -- The contract of a `Deployable` ----------------------------------------------------------------
@@ -146,6 +171,19 @@ def _check(given: Deployable, reference: str, name: str) -> UserModule:
     for field, table in tables.items():
         if not isinstance(table, Mapping):
             raise ExportError(f"{field} is not a dictionary.", got=type(table).__name__, hint=_SEE)
+    for key in given.inputs:
+        if not isinstance(key, str) or not key.isidentifier():
+            hint = "the name of a parameter of forward()"
+            raise ExportError("The name of an input is no identifier.", got=repr(key), hint=hint)
+    for key in given.kv_cache.values():
+        if not isinstance(key, str) or not key:
+            hint = 'kv_cache={"past_key": "present_key"}'
+            raise ExportError("kv_cache names no output.", got=repr(key), hint=hint)
+    for field, text in {"name": given.name, "summary": given.summary}.items():
+        if not isinstance(text, str):
+            raise ExportError(f"{field} is not text.", got=repr(text), hint=_SEE)
+    if isinstance(given.outputs, str) or not isinstance(given.outputs, Sequence):
+        raise ExportError("outputs is not a list of names.", got=repr(given.outputs), hint='outputs=("y",)')
     if strange := [str(cached) for cached in given.kv_cache if cached not in given.inputs]:
         raise ExportError("kv_cache names no input.", got=strange[0], hint=nearest(strange[0], given.inputs))
     axes = {axis: _axis(axis, sizes) for axis, sizes in given.axes.items()}
@@ -163,7 +201,7 @@ def _check(given: Deployable, reference: str, name: str) -> UserModule:
                 raise ExportError(f"Axis {dim} has two sizes in the examples.", got=got)
     _check_forward(given.module, given.inputs)
     if not all(isinstance(each, str) and each for each in given.outputs):
-        raise ExportError("An output has no name.", got=list(given.outputs))
+        raise ExportError("An output has no name.", got=list(given.outputs), hint='outputs=("y",)')
     given.module.eval()
     checked = {"name": given.name or name.replace("_", "-"), "axes": axes, "kv_cache": dict(given.kv_cache)}
     return UserModule(**{**vars(given), **checked}, factory=reference, dims=dims)
@@ -235,11 +273,9 @@ def draw_user_inputs(user: UserModule, label: str, sizes: Sizes, seed: int) -> d
         if example.draw is None:
             drawn[key] = draw_one(f"{label}/{key}", example.tensor, shape, seed)
             continue
-        try:
+        hint = f"draw(shape, generator) must give a tensor of shape {shape}"
+        with user_code(where_is(example.draw), f"The draw of input {key} fails.", hint=hint):
             made = example.draw(shape, seeded_generator(seed, f"{label}/{key}"))
-        except (Exception, SystemExit) as error:  # whatever the user's code raises, sys.exit() included
-            what = f"The draw of input {key} fails."
-            raise ExportError(what, got=_place_and_text(error), hint=f"shape {shape}") from error
         if not isinstance(made, Tensor):
             raise ExportError(f"draw= of input {key} does not return a tensor.", got=type(made).__name__)
         if (got := tuple(made.shape)) != shape:
@@ -251,7 +287,7 @@ def draw_user_inputs(user: UserModule, label: str, sizes: Sizes, seed: int) -> d
     return user.rounded(drawn)
 
 
-@exit_as_error()
+@user_code(timed=False, mixed=True)
 def open_user_module(
     model: str | Deployable,
     precision: Precision,

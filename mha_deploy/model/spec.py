@@ -47,7 +47,9 @@ class Axis:
         what = "An axis needs three whole numbers of at least 1; only P, the past, may be 0."
         wrong = not all(type(size) is int and size >= 0 for size in sizes)
         _refuse(wrong, what, self, "for example 1:128:512")
-        _refuse(self.max > _LARGEST_SIZE, f"An axis has at most {_LARGEST_SIZE} entries.", self)
+        _refuse(
+            self.max > _LARGEST_SIZE, f"An axis has at most {_LARGEST_SIZE} entries.", self, "a smaller max"
+        )
         wrong, hint = sorted(sizes) != [*sizes], f"sort them: {':'.join(map(str, sorted(sizes)))}"
         _refuse(wrong, "An axis must satisfy min <= opt <= max.", self, hint)
 

@@ -38,9 +38,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from mha_deploy.errors import EXIT_VERDICT_FAILED, BundleError, DeployError
+from mha_deploy.errors import (
+    EXIT_VERDICT_FAILED,
+    BundleError,
+    DeployError,
+    out_of_memory,
+    place_of_error,
+    text_of_error,
+)
 from mha_deploy.process import python_command, start
 from mha_deploy.runtime.runner import Arrays, Closing, ProfiledRunner, Runner
+from mha_deploy.supervisor import user_line
 
 if TYPE_CHECKING:
     from mha_deploy.runtime.timing import Timing, TimingPlan
@@ -143,6 +151,9 @@ class Child:
                 if on_message is not None:
                     on_message(content)
         except TimeoutError as error:
+            with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+                self._process.send_signal(signal.SIGUSR1)  # it writes where it is
+                self._process.wait(0.3)
             self.kill()
             hint = "--time-limit SECONDS, if it needs longer"
             raise self._ended(f"{title} did not answer within {limit:g} s", step, begin, hint) from error
@@ -167,10 +178,14 @@ class Child:
         self._log.seek(max(since, end - _LOG_BYTES))
         output = self._log.read().decode(errors="replace").strip()
         # The Python stack of a crash only where there is no other output.
-        words, _, stack = output.partition("Fatal Python error: ")
+        words, begin, stack = output.partition("Fatal Python error: ")
+        if not begin:
+            words, begin, stack = output.partition("Current thread 0x")
+        line = user_line(stack)
         lines = words.strip().splitlines()[-_LOG_LINES:] or stack.splitlines()[:_LOG_LINES]
         nodes = re.findall(r"Parsing node: (\S+) \[", output)[-1:]  # by TensorRT's parser
-        what = f"{problem} while {step}{''.join(f', at node {node}' for node in nodes)}."
+        places = [f"node {node}" for node in nodes] + [line] * bool(line)
+        what = f"{problem} while {step}{''.join(f', at {place}' for place in places)}."
         self._crash = RuntimeCrash(what, got="\n".join(line[:200] for line in lines) or None, hint=hint)
         return self._crash
 
@@ -425,6 +440,8 @@ def serve(handle: int, preload: tuple[str, ...], parent: int) -> None:
     _parent = Connection(handle)
     isolation.enabled = False
     faulthandler.enable()
+    if hasattr(faulthandler, "register"):
+        faulthandler.register(signal.SIGUSR1, all_threads=False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _limit_memory()
     threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
@@ -444,7 +461,7 @@ def serve(handle: int, preload: tuple[str, ...], parent: int) -> None:
         faulthandler.dump_traceback_later(limit, exit=True)  # also where the parent is gone
         try:
             answer: tuple[str, Any] = ("result", function(*arguments))
-        except (Exception, SystemExit) as error:  # noqa: BLE001
+        except BaseException as error:  # noqa: BLE001 (SIGINT is ignored here: what is raised is of the code)
             answer = _failure(error)
         faulthandler.cancel_dump_traceback_later()
         del function, arguments
@@ -472,14 +489,25 @@ def _failure(error: BaseException) -> tuple[str, Any]:
     """What the parent raises, and where it was raised here."""
     trace = traceback.format_exc()
     if isinstance(error, MemoryError):
-        error = DeployError("The runtime ran out of memory.")
+        hint = "smaller axes, a smaller batch, or a machine with more memory"
+        error = DeployError("The runtime ran out of memory.", got=out_of_memory(error), hint=hint)
     elif isinstance(error, SystemExit):
-        error = DeployError("The code that was run ended its process.", got=f"sys.exit({error.code!r})")
+        got, hint = (
+            f"{place_of_error(error)}: sys.exit({error.code!r})",
+            "raise an exception there, or return",
+        )
+        error = DeployError("The code that was run ended its process.", got=got, hint=hint)
+    elif not isinstance(error, Exception):
+        got, hint = f"{place_of_error(error)}: {text_of_error(error)}", "raise an Exception there, or return"
+        error = DeployError("The code that was run raised what is no Exception.", got=got, hint=hint)
     try:
         pickle.loads(pickle.dumps(error))
+        # A class of a user's file cannot be found by the parent.
+        known = type(error).__module__.partition(".")[0]
+        is_theirs = known.startswith("_mha_deploy_factory_") or known == "__main__"
     except Exception:  # noqa: BLE001 (exceptions of native modules may not pickle)
-        error = RuntimeError(f"{type(error).__name__}: {error}")
-    return "error", (error, trace)
+        is_theirs = True
+    return "error", (RuntimeError(text_of_error(error)) if is_theirs else error, trace)
 
 
 def _end_with_parent(parent: int) -> None:

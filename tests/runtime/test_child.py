@@ -245,9 +245,11 @@ def test_the_option_in_process_starts_no_process(run_cli, bundles, tmp_path, mon
     def refuse(family):
         raise AssertionError("a child was started")
 
+    folder = Path(
+        shutil.copytree(bundles("tiny-gqa").path, tmp_path / "bundle")
+    )  # exporting one needs a child
     monkeypatch.setattr(child, "Child", refuse)
     monkeypatch.setattr(child, "_idle", {})
-    folder = Path(shutil.copytree(bundles("tiny-gqa").path, tmp_path / "bundle"))
     fewer = ("--no-sweep", "--no-probe", "--no-report")
     assert run_cli("validate", folder, "--in-process", "--backend", "ort-cpu", *fewer).code == 0
     assert run_cli("build-engine", folder, "--in-process").code == 0

@@ -1,0 +1,140 @@
+"""Code of a user's model: whatever it does is an error that names its line.
+
+One guard is around all of it. An exception of any kind, `sys.exit` and `os._exit` become a `DeployError`. A
+call that takes longer than the time limit is interrupted; one that cannot be, and a crash, are reported by
+the process that watches the command line (`supervisor.py`), or by the parent of a child process.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+from mha_deploy import supervisor
+from mha_deploy.errors import DeployError, ExportError, is_user_error, place_of_error, text_of_error
+from mha_deploy.runtime.child import is_child, isolation
+from mha_deploy.supervisor import interruptions
+
+
+class _Ended(BaseException):
+    """`os._exit` in the code of a model."""
+
+
+class _Late(BaseException):
+    """The time limit has passed."""
+
+
+_HINT = "raise an exception there, or return"
+_clocks: list[float] = []  # deadlines of the guards around what runs now; 0 for one without
+
+
+@contextmanager
+def user_code(
+    where: str = "",
+    what: str = "The code of the model failed.",
+    *,
+    hint: str = "",
+    timed: bool = True,
+    mixed: bool = False,
+) -> Iterator[None]:
+    """Run code of a user inside; also a decorator.
+
+    Args:
+        where: Which code it is, for a message that knows no line.
+        what: What an exception of it means.
+        hint: What to do about one.
+        timed: Whether the time limit holds for all of it.
+        mixed: Whether it is code of this tool that calls such code. Then only exceptions that passed through
+            a file of the user's are its errors.
+    """
+    leave = _enter(where, timed)
+    try:
+        yield
+    except DeployError:
+        raise
+    except BaseException as error:
+        explained = _explained(error, where, what, hint, timed, mixed)
+        if explained is None:
+            raise
+        raise explained from error
+    finally:
+        leave()
+
+
+def where_is(function: object) -> str:
+    """Where a function is defined, as `file.py:12`; empty where nothing says it."""
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    return "" if code is None else f"{code.co_filename}:{code.co_firstlineno}"
+
+
+def _enter(where: str, timed: bool) -> Callable[[], None]:
+    """Note whose code runs, and start the clock unless it is running; returns what undoes that."""
+    limit, pid, exit_now, page = isolation.limit_s, os.getpid(), os._exit, supervisor.page
+    before = ("", 0.0) if page is None else (page.place, page.deadline)
+    starts = timed and not any(_clocks) and not is_child()  # the parent of a child has a clock for it
+    deadline = time.monotonic() + limit if starts else before[1]
+    _clocks.append(deadline if starts else 0.0)
+    in_main = threading.current_thread() is threading.main_thread()
+    alarm = starts and in_main and signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
+
+    def ended(status: int = 0) -> NoReturn:
+        if os.getpid() != pid:  # a process that it forked
+            exit_now(status)
+        raise _Ended(status)
+
+    def late(number: int, frame: object) -> None:
+        raise _Late
+
+    if page is not None:
+        page.enter(where or before[0] or "the code of the model", deadline)
+        if starts:
+            faulthandler.dump_traceback_later(limit + 0.5, file=page.stack)
+    if alarm:
+        signal.signal(signal.SIGALRM, late)
+        signal.setitimer(signal.ITIMER_REAL, limit)
+    os._exit = ended
+
+    def leave() -> None:
+        os._exit = exit_now
+        _clocks.pop()
+        if alarm:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        if page is not None:
+            if starts:
+                faulthandler.cancel_dump_traceback_later()
+            page.enter(*before)
+
+    return leave
+
+
+def _explained(
+    error: BaseException, where: str, what: str, hint: str, timed: bool, mixed: bool
+) -> BaseException | None:
+    """The error that says what a user's code did; None where it is no error of it."""
+    place = place_of_error(error, where or "an unknown place")
+    if where and isinstance(error, _Late) and not is_user_error(error):
+        place = where  # it is in a library
+    if isinstance(error, _Late):
+        if not timed:
+            return None
+        problem = f"The code of the model did not return within {isolation.limit_s:g} s."
+        return ExportError(problem, got=place, hint="--time-limit SECONDS, if it needs longer")
+    if isinstance(error, _Ended):
+        got = f"{place}: os._exit({error.args[0]!r})"
+        return ExportError("The code of the model ended the program.", got=got, hint=_HINT)
+    if isinstance(error, SystemExit):
+        got = f"{place}: sys.exit({error.code!r})"
+        return ExportError("The code of the model ended the program.", got=got, hint=_HINT)
+    if isinstance(error, KeyboardInterrupt) and not is_child():
+        if interruptions.received or not interruptions.are_known:
+            return None
+    elif mixed and not is_user_error(error):
+        return None
+    return ExportError(what, got=f"{place}: {text_of_error(error)}", hint=hint or "correct the model there")
