@@ -8,9 +8,10 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import metadata
+from importlib.machinery import PathFinder
 from typing import Any, NamedTuple
 
 from mha_deploy import __version__
@@ -38,9 +39,24 @@ def can_import(module: str) -> bool:
         return False
 
 
+def is_own_module(name: str) -> bool:
+    """Whether a module is of this tool or of a package that it depends on, with all extras."""
+    known = {"mha_deploy", *(runtime.module.partition(".")[0] for runtime in RUNTIMES)}
+    if name in known or _canonical(name) in _own_packages():
+        return True
+    if PathFinder.find_spec(name) is None:
+        return False
+    return any(_canonical(each) in _own_packages() for each in _packages_of_modules().get(name, ()))
+
+
 @cache
-def own_modules() -> frozenset[str]:
-    """The names of the modules of this tool and of all it depends on, extras included, installed or not."""
+def _packages_of_modules() -> Mapping[str, Sequence[str]]:
+    return metadata.packages_distributions()
+
+
+@cache
+def _own_packages() -> frozenset[str]:
+    """The packages that this one needs, and those that they need, with all extras."""
     needed, waiting = {"mha-deploy"}, ["mha-deploy"]
     while waiting:
         try:
@@ -50,13 +66,7 @@ def own_modules() -> frozenset[str]:
         names = {_canonical(re.split(r"[\s;\[<>=!~(@]", line, maxsplit=1)[0]) for line in lines}
         waiting += names - needed
         needed |= names
-    known = {
-        name
-        for name, places in metadata.packages_distributions().items()
-        if needed & {*map(_canonical, places)}
-    }
-    runtimes = {runtime.module.partition(".")[0] for runtime in RUNTIMES}
-    return frozenset({"mha_deploy", *known, *runtimes, *(name.replace("-", "_") for name in needed)})
+    return frozenset(needed)
 
 
 def _canonical(name: str) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mha_deploy.environment import own_modules
+from mha_deploy.environment import is_own_module
 from mha_deploy.errors import BundleError, ExportError, nearest
 from mha_deploy.export.axes import draw_one, shape_of
 from mha_deploy.model.deployable import Deployable, Example
@@ -144,7 +144,7 @@ class _Neighbors:
         found = importlib.machinery.PathFinder.find_spec(name, self.folders)
         if found is None or (found.loader is None and found.origin is None and _is_installed(name)):
             return None  # a folder without __init__.py is no package where there is one of that name
-        return None if name in own_modules() else found
+        return None if is_own_module(name) else found
 
 
 def _is_installed(name: str) -> bool:
