@@ -19,6 +19,7 @@ import resource
 import subprocess
 import sys
 import time
+from typing import Any
 
 import numpy as np
 import onnx
@@ -27,7 +28,14 @@ from onnx import TensorProto, helper, numpy_helper
 
 from mha_deploy.graph.fuse import fuse_attention
 
-DEFAULT = ("layers:10000", "layers:100000", "shared:36001", "chain:36001", "unfusable:36001", "long:36001")
+DEFAULT: tuple[str, ...] = (
+    "layers:10000",
+    "layers:100000",
+    "shared:36001",
+    "chain:36001",
+    "unfusable:36001",
+    "long:36001",
+)
 DEFAULT += ("activations:36001", "softmaxes:36001")
 H, D = 2, 8
 E = H * D
@@ -45,7 +53,7 @@ class Graph:
             "projection": (np.random.default_rng(0).standard_normal((E, E)) * E**-0.5).astype(np.float32),
         }
 
-    def op(self, op_type: str, *inputs: str, **attributes: object) -> str:
+    def op(self, op_type: str, *inputs: str, **attributes: Any) -> str:
         """Add a node, and return its output."""
         name = f"n{len(self.nodes)}"
         self.nodes.append(helper.make_node(op_type, inputs, [name], name=name, **attributes))
@@ -73,7 +81,7 @@ class Graph:
 
     def model(self, y: str) -> ir.Model:
         """The model with one output; `x` and `keep` are its inputs."""
-        inputs = {"x": ["B", "S", E], "keep": ["B", 1, 1, "S"]}
+        inputs: dict[str, list[str | int | None]] = {"x": ["B", "S", E], "keep": ["B", 1, 1, "S"]}
         graph = helper.make_graph(
             self.nodes,
             "large",

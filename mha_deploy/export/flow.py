@@ -40,14 +40,14 @@ from mha_deploy.graph.canonical import check_graph, check_module
 from mha_deploy.graph.file import load_graph, save_graph
 from mha_deploy.graph.fuse import fuse_attention, place_of
 from mha_deploy.graph.ir import Dim, dims
-from mha_deploy.graph.mixed_precision import apply_plan, plan_precision
+from mha_deploy.graph.mixed_precision import apply_plan
 from mha_deploy.graph.valid import refuse_invalid
 from mha_deploy.metrics import relative_error
 from mha_deploy.model.precision import Precision
 from mha_deploy.model.spec import FLOAT, Axes, ModelSpec, Sizes, TensorSpec
 from mha_deploy.options import ExportOptions
 from mha_deploy.output import temporary_folder
-from mha_deploy.runtime import measure_ranges
+from mha_deploy.runtime import plan_mixed_precision
 
 # -- Which golden cases an export gets: the corners of the axes, within a budget -------------------
 
@@ -290,12 +290,14 @@ class Source(ABC):
         with temporary_folder(folder / "float32") as scratch:
             save_graph(model, scratch / MODEL)
             wide = load_graph(scratch / MODEL)  # large weights are read from disk, slice by slice
-            plan = plan_precision(wide, measure_ranges(wide, drawn))
+            plan = plan_mixed_precision(wide, drawn)
         # Lists, as they are read back: a manifest equals the one in its file.
         plain = {name: list(each) if isinstance(each, tuple) else each for name, each in asdict(plan).items()}
         self.checks["mixed precision"] = plain
         lines = plan.lines()
         head = f"mixed precision: {len(plan.kept)} of {plan.nodes} nodes are wider than fp16"
+        if plan.worst_loss is not None:
+            head += f"; loss {plan.worst_loss:.2g} of the float32 model (limit {plan.limit:.2g})"
         more = len(lines) - _PLAN_LINES
         self.notes += [head, *lines[:_PLAN_LINES], *([f"and {more} more: see the manifest"] * (more > 0))]
         return refuse_invalid(apply_plan(model, plan), model, "The graph in mixed precision")

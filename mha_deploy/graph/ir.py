@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -420,6 +422,18 @@ class NodeBuilder:
     def cast(self, value: ir.Value, dtype: ir.DataType, name: str | None = None) -> ir.Value:
         """Cast; the value itself where it has that type already."""
         return value if value.dtype == dtype else self.op("Cast", value, to=int(dtype), name=name)
+
+
+@contextlib.contextmanager
+def paused_collections() -> Iterator[None]:
+    """No garbage collection but where it is asked for: it would search all nodes again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 # -- Run a graph -----------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from typing import NamedTuple
 
@@ -88,7 +88,7 @@ class Ranges:
 class Reason(NamedTuple):
     """Why something is not written in FP16."""
 
-    kind: str  # `overflow`, `flushed`, `exact`, `mask`, `operator` or `between`
+    kind: str  # `overflow`, `flushed`, `exact`, `mask`, `operator`, `rounding` or `between`
     figure: float | None  # the number that decided
     text: str  # a sentence
 
@@ -138,6 +138,15 @@ class PrecisionPlan:
     # Attentions in FP16 whose masks have a sentinel, with that number: their fully masked queries give what
     # they give in float32
     fully_masked: Mapping[str, float]
+    # What the mixed graph loses: of every output the largest relative L2 error on the measured inputs
+    loss: Mapping[str, float] = field(default_factory=dict)
+    limit: float | None = None  # what it may lose; None where that was not measured
+    reference: str | None = None  # the precision of what it was compared with, `fp64` or `fp32`
+
+    @property
+    def worst_loss(self) -> float | None:
+        """The loss of the worst output; None where it was not measured."""
+        return max(self.loss.values(), default=None)
 
     def lines(self) -> list[str]:
         """The plan as text, one sentence a line."""
@@ -337,7 +346,7 @@ def measure_ranges_with(run: Run, model: ir.Model, cases: Cases) -> Ranges:
     inputs = [value for value in model.graph.inputs if value.dtype == FLOAT]
     for value, feeds in product(inputs, cases.values()):
         add(value, feeds[str(value.name)])
-    for nodes in _slices(model.graph, cases):
+    for nodes in slices(model.graph, cases, _values_to_measure):
         values_needed = [value for node in nodes for value in _values_to_measure(node)]
         for read in read_values(run, model, values_needed, cases):
             for node in nodes:
@@ -368,8 +377,10 @@ def read_values(run: Run, model: ir.Model, values: Iterable[ir.Value], cases: Ca
         yield read
 
 
-def _slices(graph: ir.Graph, cases: Cases) -> Iterator[list[ir.Node]]:
-    """The nodes to measure, so many at a time that their tensors have about that many bytes."""
+def slices(
+    graph: ir.Graph, cases: Cases, tensors: Callable[[ir.Node], list[ir.Value]]
+) -> Iterator[list[ir.Node]]:
+    """The nodes to measure, so many at a time that their tensors have about `_SLICE_BYTES`."""
     # The largest size of every named axis of the inputs; under the empty name the largest of all.
     sizes: dict[str, int] = {"": 1}
     for value, feeds in product(graph.inputs, cases.values()):
@@ -385,7 +396,7 @@ def _slices(graph: ir.Graph, cases: Cases) -> Iterator[list[ir.Node]]:
 
     some, total = list[ir.Node](), 0
     for node in graph:
-        needed = _values_to_measure(node)
+        needed = tensors(node)
         if needed:
             some.append(node)
             total += sum(map(count, needed))
@@ -471,13 +482,18 @@ def mask_values(graph: ir.Graph, data: set[ir.Value]) -> set[ir.Value]:
     return masks
 
 
-def producers_within(value: ir.Value, within: set[ir.Value]) -> Iterator[ir.Node]:
-    """The nodes that compute a value through values of a set, its own producer first."""
+def producers_within(
+    value: ir.Value, within: set[ir.Value], seen: set[ir.Node] | None = None
+) -> Iterator[ir.Node]:
+    """The nodes that compute a value through values of a set, its own producer first; `seen` ones are not."""
+    done = set() if seen is None else seen
 
     def inside(node: ir.Node) -> list[ir.Value]:
-        return [each for _, each in float_inputs(node) if each in within]
+        done.add(node)
+        return [each for _, each in float_inputs(node) if each in within and each.producer() not in done]
 
-    return nodes_behind([value] if value in within else [], inside)
+    start = [value] if value in within and value.producer() not in done else []
+    return nodes_behind(start, inside)
 
 
 # -- Cheap nodes between float32 nodes: in FP16 they would only add Casts --------------------------
@@ -506,17 +522,29 @@ def enclosed_nodes(graph: ir.Graph, kept: set[ir.Node], float32_inputs: set[str]
     def readers(value: ir.Value) -> list[ir.Node]:
         return [use.node for use in value.uses() if not is_op(use.node, *TYPE_BLIND)]
 
+    def around(node: ir.Node) -> Iterator[ir.Node]:
+        for _, value in float_inputs(node):
+            if value.name not in float32_inputs and (producer := value.producer()) is not None:
+                yield producer
+        for _, value in float_outputs(node):
+            yield from readers(value)
+
     enclosed = {node for node in graph if node not in kept and is_cheap(node)}
-    while left := {node for node in enclosed if not is_within(node, kept | enclosed)}:
-        enclosed -= left
+    inside = kept | enclosed
+    # What is next to a node that is not enclosed is not enclosed either.
+    leaving = [node for node in enclosed if not is_within(node, inside)]
+    enclosed.difference_update(leaving)
+    while leaving:
+        for other in around(leaving.pop()):
+            if other in enclosed:
+                enclosed.remove(other)
+                leaving.append(other)
     near, pending = set[ir.Node](), list(kept)
     while pending:
-        node = pending.pop()
-        around = {value.producer() for _, value in float_inputs(node)}
-        around.update(reader for _, value in float_outputs(node) for reader in readers(value))
-        found = {each for each in around if each is not None} & enclosed - near
-        near |= found
-        pending += found
+        for other in around(pending.pop()):
+            if other in enclosed and other not in near:
+                near.add(other)
+                pending.append(other)
     return [node for node in graph if node in near]
 
 
@@ -529,6 +557,9 @@ _BOUNDS = {"Clip": (1, 2), "Min": (0, 1), "Max": (0, 1)}
 # Operators between an epsilon and the division that it guards.
 _TO_DIVISION = ("Sqrt", "Expand", "Unsqueeze", "Identity")
 
+
+# Operators that ONNX defines for FP16, and for which ONNX Runtime cannot even cast.
+_NO_KERNEL = ("MeanVarianceNormalization",)
 
 MARGIN = 4.0
 """How far below FP16's largest number measured ones must stay: other inputs may have larger ones."""
@@ -551,10 +582,15 @@ def plan_precision(
         raise DeployError("Attention is kept in fp32 or bf16.", got=wide, hint=nearest(wide, WIDE))
     if not 1.0 <= margin <= FP16_MAX:
         raise DeployError("The margin is a factor of 1 or more.", got=margin)
-    return _Planner(prepare(model), ranges, margin).plan(wide)
+    return Planner(prepare(model), ranges, margin).plan(wide)
 
 
-class _Planner:
+def tensor_key(value: ir.Value) -> str:
+    """The key of an input or output among `lossy` things, beside names of nodes."""
+    return f"tensor {value.name}"
+
+
+class Planner:
     """Judges the tensors and nodes of a prepared graph by their measured ranges."""
 
     def __init__(self, work: ir.Model, ranges: Ranges, margin: float) -> None:
@@ -566,12 +602,18 @@ class _Planner:
         self._masks = mask_values(work.graph, self._data)
         self._kept: dict[ir.Node, Reason] = {}
         self._fully_masked: dict[str, float] = {}
+        self._constants: dict[ir.Value, ValueRange] = {}
 
-    def plan(self, wide: str) -> PrecisionPlan:
-        """Find the nodes, then what follows for inputs, outputs and constants."""
+    def plan(self, wide: str, lossy: Mapping[str, Reason] | None = None) -> PrecisionPlan:
+        """Find the nodes, then what follows for inputs, outputs and constants.
+
+        `lossy` are nodes, inputs and outputs that are kept as well, by their names.
+        """
+        self._kept, self._fully_masked, self._lossy = {}, {}, lossy or {}
         nodes = [node for node in self._graph if _computes(node)]
         for node in nodes:
-            if reason := next(self._reasons(node), None):
+            reason = next(self._reasons(node), None) or self._lossy.get(str(node.name))
+            if reason is not None:
                 self._kept[node] = reason
         for finds in (self._exact, self._guarded, self._masks_of_attentions):
             for node, reason in finds():
@@ -580,7 +622,11 @@ class _Planner:
         float32_inputs = {each.name for each in inputs}
         between = Reason("between", None, "it is between nodes in float32, and would only add Casts")
         self._kept |= dict.fromkeys(enclosed_nodes(self._graph, set(self._kept), float32_inputs), between)
-        kept = [(node, wide if is_attention(node) else "fp32") for node in nodes if node in self._kept]
+        kept = [
+            (node, wide if is_attention(node) and self._kept[node].kind != "rounding" else "fp32")
+            for node in nodes
+            if node in self._kept
+        ]
         results = [value for value in dict.fromkeys(self._graph.outputs) if value.producer() is not None]
         return PrecisionPlan(
             kept=tuple(KeptNode(str(n.name), n.op_type, to, *self._kept[n]) for n, to in kept),
@@ -596,7 +642,7 @@ class _Planner:
     def _tensors(self, values: Iterable[ir.Value]) -> Iterator[KeptTensor]:
         """The graph inputs or outputs that stay in float32."""
         for value in values:
-            reason = self._value(value)
+            reason = self._value(value) or self._lossy.get(tensor_key(value))
             sentinel = self._sentinel(value) if value.is_graph_input() and value.dtype == FLOAT else 0.0
             if reason is None and sentinel:
                 # Cast to FP16 by the caller, it would be infinite.
@@ -620,8 +666,10 @@ class _Planner:
 
     def _range(self, value: ir.Value) -> ValueRange:
         """The range of a constant or a measured value."""
+        if value in self._constants:
+            return self._constants[value]
         if (array := constant_of(value)) is not None:
-            return range_of(array)
+            return self._constants.setdefault(value, range_of(array))
         measured = self._ranges.values.get(str(value.name))
         if measured is None:
             what, hint = "The ranges were not measured on this graph.", "measure_ranges(model, cases)"
@@ -681,10 +729,13 @@ class _Planner:
         slots = [("inputs", at) for at, _ in inputs] + [("outputs", at) for at, _ in outputs]
         if not any(accepted_type(self._opsets, node, *slot, HALF) == HALF for slot in slots):
             yield Reason("operator", None, f"{node.op_type} is not known to take FP16")
+        if is_op(node, *_NO_KERNEL):
+            yield Reason("operator", None, f"ONNX Runtime has no kernel of {node.op_type} for FP16")
 
     def _exact(self) -> Iterator[tuple[ir.Node, Reason]]:
         """Positions that become angles or indices, from the integers on."""
         free = {value for node in self._graph for _, value in float_outputs(node) if value not in self._data}
+        seen = set[ir.Node]()
         for node in self._graph:
             value, to = input_at(node, 0), node.outputs[0].dtype
             if value is None or value.dtype != FLOAT:
@@ -700,8 +751,10 @@ class _Planner:
             text = f"{value.name} reaches {figure:,.6g} and becomes {what}, which FP16 would round"
             reason = Reason("exact", figure, text)
             yield node, reason
-            makers = producers_within(value, free) if value in free else filter(None, [value.producer()])
-            yield from ((maker, reason) for maker in makers)
+            if value in free:
+                yield from ((maker, reason) for maker in producers_within(value, free, seen))
+            elif (maker := value.producer()) is not None:
+                yield maker, reason
 
     def _guarded(self) -> Iterator[tuple[ir.Node, Reason]]:
         """The nodes between an epsilon that FP16 would flush to 0 and the division that it guards."""
@@ -720,17 +773,21 @@ class _Planner:
         Scores beyond FP16 are not masked by a number within it. And within FP16 a sentinel plus another
         number overflows, and two sentinels are the same number.
         """
+        found: dict[ir.Value, tuple[list[ir.Node], bool]] = {}
         for node in filter(is_attention, self._graph):
             mask = input_at(node, an.MASK)
             if mask is None or mask.dtype != FLOAT or not (sentinel := self._sentinel(mask)):
                 continue
-            makers, text = list(producers_within(mask, self._masks)), f"it computes the mask of {node.name}"
+            if mask not in found:
+                nodes = list(producers_within(mask, self._masks))
+                found[mask] = nodes, any(map(self._joins_sentinels, nodes))
+            (makers, joined), text = found[mask], f"it computes the mask of {node.name}"
             if node in self._kept:
                 text += f", whose scores need {sentinel:,.6g}"
             else:
                 self._fully_masked[str(node.name)] = sentinel
                 text += f" from several terms, one of them {sentinel:,.6g}"
-            if node in self._kept or any(map(self._joins_sentinels, makers)):
+            if node in self._kept or joined:
                 yield from ((maker, Reason("mask", sentinel, text)) for maker in makers)
 
     def _joins_sentinels(self, node: ir.Node) -> bool:
@@ -812,7 +869,9 @@ class _Writer:
             if value.uses() or value.is_graph_output():
                 continue
             self._graph.initializers.pop(str(value.name))
-            heirs = [new for (old, _), new in self._made.items() if old is value]
+            heirs = [
+                new for each in (FLOAT, HALF, BF16) if (new := self._made.get((value, each))) is not None
+            ]
             if len(heirs) == 1:  # a single replacement takes over the name
                 self._graph.initializers.pop(str(heirs[0].name))
                 heirs[0].name = value.name

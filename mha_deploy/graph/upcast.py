@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from mha_deploy.errors import DeployError
 from mha_deploy.graph.attention_node import is_attention
-from mha_deploy.graph.ir import HALVES, infer_shapes, is_op
+from mha_deploy.graph.ir import HALVES, graphs_in, infer_shapes, is_op
 from mha_deploy.graph.lower import lower
 from mha_deploy.graph.lower.call import copy_of
 
@@ -39,18 +39,54 @@ def with_float32_matmuls(model: ir.Model, *others: str) -> ir.Model:
                 cast = _cast(value, ir.DataType.FLOAT, f"{node.name}/input_{position}")
                 copy.graph.insert_before(node, cast)
                 node.replace_input_with(position, cast.outputs[0])
-        for output in node.outputs:
-            half, name = output.dtype, output.name
-            if half is None or half not in HALVES or not name:
-                continue
-            cast = _cast(output, half, f"{node.name}/{name}")
-            rounded = cast.outputs[0]
-            output.replace_all_uses_with(rounded, replace_graph_outputs=True)
-            cast.replace_input_with(0, output)
-            output.name, rounded.name = f"{name}/float32", name
-            output.type = ir.TensorType(ir.DataType.FLOAT)  # a new one: copies of a model share their types
-            copy.graph.insert_after(node, cast)
+        _round_outputs(copy.graph, node)
     return copy
+
+
+# Operators that only move numbers: they round nothing, and have kernels for every type.
+LAYOUT = frozenset(
+    {"Cast", "Concat", "ConstantOfShape", "Expand", "Flatten", "Gather", "GatherElements", "GatherND"}
+    | {"Identity", "Reshape", "Shape", "Size", "Slice", "Split", "Squeeze", "Tile", "Transpose", "Unsqueeze"}
+)
+
+
+def with_rounded_results(model: ir.Model) -> ir.Model:
+    """A copy that computes in float32 and rounds every FP16 result, on every processor; weights are shared.
+
+    ONNX Runtime has FP16 kernels on some processors, and computes several nodes at once in float32 on others.
+    """
+    copy, wide = model.clone(), dict[ir.Value, ir.Value]()
+    if any(value.dtype is None for node in copy.graph for value in node.outputs if value.name):
+        infer_shapes(copy)
+    for node in list(copy.graph):
+        halves = [value for value in node.inputs if value is not None and value.dtype in HALVES]
+        if not halves or graphs_in(node) or (node.domain == "" and node.op_type in LAYOUT):
+            continue
+        for position, value in enumerate(node.inputs):
+            if value is None or value.dtype not in HALVES:
+                continue
+            if value not in wide:
+                cast = _cast(value, ir.DataType.FLOAT, f"{value.name}/wide")
+                copy.graph.insert_before(node, cast)
+                wide[value] = cast.outputs[0]
+            node.replace_input_with(position, wide[value])
+        _round_outputs(copy.graph, node)
+    return copy
+
+
+def _round_outputs(graph: ir.Graph, node: ir.Node) -> None:
+    """Let a node give float32, and a Cast what it gave."""
+    for output in node.outputs:
+        half, name = output.dtype, output.name
+        if half is None or half not in HALVES or not name:
+            continue
+        cast = _cast(output, half, f"{node.name}/{name}")
+        rounded = cast.outputs[0]
+        output.replace_all_uses_with(rounded, replace_graph_outputs=True)
+        cast.replace_input_with(0, output)
+        output.name, rounded.name = f"{name}/float32", name
+        output.type = ir.TensorType(ir.DataType.FLOAT)  # a new one: copies of a model share their types
+        graph.insert_after(node, cast)
 
 
 def _cast(value: ir.Value, to: ir.DataType, name: str) -> ir.Node:
@@ -107,6 +143,27 @@ def in_float64(model: ir.Model) -> ir.Model:
     """A copy in which every floating-point tensor is float64, explicit casts included: an FP64 reference."""
     copy = model.clone()
     retype(copy, _FLOATS, ir.DataType.DOUBLE)
+    return copy
+
+
+def with_float64_inside(model: ir.Model) -> ir.Model:
+    """A copy in FP64 without `Attention` nodes, whose float32 inputs and outputs stay float32."""
+    copy = in_float64(lower(copy_of(model), "primitives", cache="copy"))
+    graph, first = copy.graph, next(iter(copy.graph), None)
+    for value in graph.inputs:
+        if first is not None and value.dtype == ir.DataType.DOUBLE:
+            cast = _cast(value, ir.DataType.DOUBLE, f"{value.name}/input")
+            value.replace_all_uses_with(cast.outputs[0])
+            cast.replace_input_with(0, value)
+            graph.insert_before(first, cast)
+            value.type = ir.TensorType(ir.DataType.FLOAT)
+    for position, value in enumerate(graph.outputs):
+        producer = value.producer()
+        if value.dtype == ir.DataType.DOUBLE and producer is not None:
+            cast, name = _cast(value, ir.DataType.FLOAT, f"{value.name}/output"), value.name
+            graph.insert_after(producer, cast)
+            graph.outputs[position] = cast.outputs[0]
+            value.name, cast.outputs[0].name = f"{name}/double", name
     return copy
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
     from mha_deploy.graph.file import PackedModel
-    from mha_deploy.graph.mixed_precision import Cases, Ranges
+    from mha_deploy.graph.mixed_precision import Cases, PrecisionPlan, Ranges
 
 CPU_RUNNERS, GPU_RUNNERS = ("ort-cpu", "onnx-reference"), ("ort-cuda", "ort-cuda-contrib")
 RUNNERS = CPU_RUNNERS + GPU_RUNNERS
@@ -70,6 +70,16 @@ def measure_ranges(model: Path | ir.Model, cases: Cases) -> Ranges:
     from mha_deploy.graph.mixed_precision import measure_ranges_with
 
     return measure_ranges_with(partial(run_cases, "ort-cpu"), graph_of(model), cases)
+
+
+def plan_mixed_precision(
+    model: Path | ir.Model, cases: Cases, *, limit: float | None = None
+) -> PrecisionPlan:
+    """Plan mixed precision by what is measured in ONNX Runtime: ranges, and the loss of the mixed graph."""
+    from mha_deploy.graph.file import graph_of
+    from mha_deploy.graph.precision_loss import plan_by_loss
+
+    return plan_by_loss(partial(run_cases, "ort-cpu"), graph_of(model), cases, limit=limit)
 
 
 def run_cases(name: str, model: ir.Model, cases: Cases) -> Iterator[Mapping[str, np.ndarray]]:

@@ -9,7 +9,6 @@ Attention that is no candidate is counted as well (`leftover.py`): a report is a
 from __future__ import annotations
 
 import contextlib
-import gc
 import itertools
 import math
 import re
@@ -35,7 +34,15 @@ from mha_deploy.graph.fuse.pattern import (
 from mha_deploy.graph.fuse.values import NoScores, NotExpressible, NotFused, from_old_opset, place_of
 from mha_deploy.graph.fuse.verify import FACTOR, Boundary, Region, compare, mask_stops
 from mha_deploy.graph.fuse.write import share_tied_weights
-from mha_deploy.graph.ir import NodeBuilder, is_op, names_in, node_name, nodes_behind, replace_node
+from mha_deploy.graph.ir import (
+    NodeBuilder,
+    is_op,
+    names_in,
+    node_name,
+    nodes_behind,
+    paused_collections,
+    replace_node,
+)
 from mha_deploy.graph.valid import inline_functions, refuse_invalid
 
 __all__ = ["FuseReport", "FusedAttention", "NotFused", "Repair", "UnfusedSoftmax"]
@@ -110,7 +117,7 @@ def fuse_attention(model: ir.Model, *, verify: bool = True) -> tuple[ir.Model, F
     differ, or cannot be compared, the attention stays as it was. The model has opset 13 or newer and is not
     changed, the new one has 23 or newer; where nothing was fused, that of the model.
     """
-    with _without_collections():
+    with paused_collections():
         work = from_old_opset(inline_functions(model.clone()))
         unnamed = values.name_inputs(work)
         values.infer_sizes(work)
@@ -123,18 +130,6 @@ def fuse_attention(model: ir.Model, *, verify: bool = True) -> tuple[ir.Model, F
         for value, shape in unnamed.items():
             value.shape = shape
         return refuse_invalid(work, model, "The graph with its attentions fused"), fusion.report
-
-
-@contextlib.contextmanager
-def _without_collections() -> Iterator[None]:
-    """No garbage collection meanwhile: it would search all nodes again and again, which stay anyway."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 class _Fusion:
