@@ -18,9 +18,13 @@ from typing import Any
 import mha_deploy as md
 from mha_deploy.baselines.torch import kernel_times
 from mha_deploy.bundle.cases import golden_cases
+from mha_deploy.engine.lowered import lower_for
+from mha_deploy.graph.file import load_graph
 from mha_deploy.judge import largest_share
-from mha_deploy.runtime.tensorrt.engine_verdict import engine_verdict
+from mha_deploy.options import EngineOptions
+from mha_deploy.runtime.tensorrt.engine_verdict import engine_verdict, group_by_attention, written_types
 from mha_deploy.runtime.tensorrt.kernels import kernels_from_profile
+from mha_deploy.runtime.tensorrt.versions import load
 
 
 def evaluate(model: str, folder: Path, gqa: str | None) -> dict[str, Any]:
@@ -35,7 +39,11 @@ def evaluate(model: str, folder: Path, gqa: str | None) -> dict[str, Any]:
         microseconds = runner.time(usual.inputs).p50
     attention = [node.node for node in manifest.verdict.nodes]
     names = [kernel.name for kernel in kernels]
-    profiled = engine_verdict({"profile": kernels_from_profile(names)}, attention, "fp16")
+    options = EngineOptions(backend="tensorrt", gqa=gqa)
+    lowered, _ = lower_for(load("tensorrt"), load_graph(bundle.model_path), options)
+    groups = group_by_attention([node.name or "" for node in lowered.graph.all_nodes()], attention)
+    sources = {"profile": kernels_from_profile(names)}
+    profiled = engine_verdict(sources, groups, "fp16", written=written_types(lowered))
     return {
         "model": model,
         "version": manifest.version,

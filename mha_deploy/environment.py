@@ -8,6 +8,7 @@ import os
 import platform
 import re
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import metadata
@@ -29,6 +30,13 @@ def installed_version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def _library_version(package: str) -> str | None:
+    """The version that an imported TensorRT reports of itself."""
+    modules = {"tensorrt": "tensorrt", "tensorrt-rtx-cu13": "tensorrt_rtx"}
+    version = getattr(sys.modules.get(modules.get(package, "")), "__version__", None)
+    return None if version is None else str(version)
 
 
 def can_import(module: str) -> bool:
@@ -74,8 +82,12 @@ def _canonical(name: str) -> str:
 
 
 def versions(packages: tuple[str, ...] = EXPORT_PACKAGES) -> dict[str, str]:
-    """This tool, Python, and those of the packages that are installed."""
-    found = {package: installed_version(package) for package in packages}
+    """This tool, Python, and those of the packages that are installed.
+
+    Of a TensorRT that was imported, the version is the library's own, as runners report it: that of the
+    package may be another one.
+    """
+    found = {package: _library_version(package) or installed_version(package) for package in packages}
     own = {"mha-deploy": __version__, "python": platform.python_version()}
     return own | {package: version for package, version in found.items() if version is not None}
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 import onnx_ir as ir
 
 from mha_deploy.analyze.cost import TIMED_CASES
@@ -44,7 +45,7 @@ from mha_deploy.runtime.cuda import open_gpu
 from mha_deploy.runtime.runner import Runner
 from mha_deploy.runtime.tensorrt import kernels as layers
 from mha_deploy.runtime.tensorrt.builder import BuildRequest, BuiltEngine, OnProgress, build_engine
-from mha_deploy.runtime.tensorrt.engine_runner import BoundContext, Profile, TensorRTRunner
+from mha_deploy.runtime.tensorrt.engine_runner import Profile, TensorRTRunner
 from mha_deploy.runtime.tensorrt.engine_verdict import (
     EngineVerdict,
     engine_verdict,
@@ -122,7 +123,7 @@ class _EngineBuild:
         with temporary_folder(self.bundle.path.resolve() / "lowered") as folder:
             save_graph(lowered, folder / "model.onnx")
             request = self._request(folder / "model.onnx")
-            built = self._build(request)
+            built, first = self._build_running(request)
         built = _with_plugin_roles(built, lowered)
         verdict = judge_engine(built, lowered, model, self.precision, profiles)
         findings = dict.fromkeys(finding for answer in answers for finding in answer.findings)
@@ -147,7 +148,7 @@ class _EngineBuild:
             kernels=_kernel_records(built),
             options=request.record(),
             findings=[asdict(finding) for finding in findings],
-            notes=self._notes(built, names, in_place),
+            notes=self._notes(built, first, in_place),
             attention={"requested": requested, "chosen": options.attention, "accumulate": options.accumulate},
             plugins=self.plugins,
             in_place=in_place,
@@ -186,14 +187,29 @@ class _EngineBuild:
         about = {"title": rt.title, "step": "building the engine", "on_message": on_message}
         return call_isolated(rt.backend, _build, rt, request, self.plugins, _report, **about)
 
-    def _notes(self, built: BuiltEngine, names: Sequence[str], in_place: Mapping[str, str]) -> list[str]:
+    def _build_running(self, request: BuildRequest) -> tuple[BuiltEngine, FirstRun]:
+        """Build until the engine runs, where that can be tried: one that cannot is not done."""
+        names, last = engines.profile_names(self.spec, self.ranges), ""
+        for count in range(1, _MOST_BUILDS + 1):
+            built = self._build(request)
+            large = built.large_tensors
+            loaded: dict[str, Any] = {"host_code": self.options.version_compatible, "large_tensors": large}
+            first = run_first(self.rt, built.plan, names, **loaded)
+            if not first.is_useless:
+                again = (f"it was built {count} times: before, {last}",) if count > 1 else ()
+                return replace(built, notes=(*built.notes, *again)), first
+            last = next(iter(first.failed.values()))
+            # The timings of kernels that do not run are of no use to the next build.
+            request = replace(request, timing_cache=None)
+        problem = f"{self.rt.title} built the engine {_MOST_BUILDS} times, and it cannot be run."
+        raise EngineError(problem, got=last, hint=_BUILD_AGAIN)
+
+    def _notes(self, built: BuiltEngine, first: FirstRun, in_place: Mapping[str, str]) -> list[str]:
         """What a reader of the manifest should know: limits of the engine, warnings, caches in place."""
-        large = built.large_tensors
-        loaded: dict[str, Any] = {"host_code": self.options.version_compatible, "large_tensors": large}
         return [
-            *unprepared_profiles(self.rt, built.plan, names, **loaded),
+            *first.notes,
             *built.notes,
-            *(each.advice for each in large),
+            *(each.advice for each in built.large_tensors),
             *built.warnings,
             *(f"caches in place: bind {out} to the memory of {at}" for out, at in in_place.items()),
         ]
@@ -272,48 +288,73 @@ def _with_plugin_roles(built: BuiltEngine, lowered: ir.Model) -> BuiltEngine:
     return replace(built, kernels={source: tuple(map(marked, ks)) for source, ks in built.kernels.items()})
 
 
-# -- Does every profile of a new engine have an execution context? ---------------------------------
+# -- Can a new engine be run? A build is done when an execution context exists and ran once --------
 
-# Seen with TensorRT 8.6: an engine that was built on a busy GPU has no execution context in any process.
+# Seen with TensorRT 8.6: an engine that was built on a busy GPU has no execution context in any process. The
+# same graph, built once more, has one.
+_MOST_BUILDS = 3
 _BUILD_AGAIN = "build it again while nothing else uses the GPU"
 
 
-def unprepared_profiles(rt: TensorRT, plan: bytes, names: Sequence[str], **options: Any) -> list[str]:
-    """A line for each profile of a new engine, by its name, that cannot be prepared on this machine's GPU.
+@dataclass(frozen=True, kw_only=True)
+class FirstRun:
+    """What became of the first call of each profile of a new engine: nothing where it could not be tried."""
 
-    Also empty where it cannot be tested: engines for other GPUs, or no cuda-bindings. The `options` are those
-    of the runner.
+    ran: tuple[str, ...] = ()  # the profiles, by name
+    failed: Mapping[str, str] = field(default_factory=dict)  # why the others did not
+    skipped: Mapping[str, str] = field(default_factory=dict)  # not tried at a size that TensorRT cannot hold
+
+    @property
+    def is_useless(self) -> bool:
+        """Whether the engine can run nothing that was tried."""
+        return bool(self.failed) and not self.ran
+
+    @property
+    def notes(self) -> list[str]:
+        """A line for each profile that cannot be run."""
+        found = {**self.failed, **self.skipped}
+        return [f"engine built, but profile {name} cannot be prepared: {why}" for name, why in found.items()]
+
+
+def run_first(rt: TensorRT, plan: bytes, names: Sequence[str], **options: Any) -> FirstRun:
+    """Run each profile of a new engine once, at its usual sizes, in a child process.
+
+    Nothing is tried for engines for other GPUs, or without cuda-bindings. The `options` are those of the
+    runner.
     """
     if rt.can.builds_without_gpu:
-        return []
-    step = "preparing the new engine"
+        return FirstRun()
+    step = "running the new engine"
     try:
-        return call_isolated(rt.backend, _try_profiles, rt, plan, names, options, title=rt.title, step=step)
+        return call_isolated(rt.backend, _run_profiles, rt, plan, names, options, title=rt.title, step=step)
     except RuntimeCrash as crash:
-        return [f"engine built, but it cannot be run: {crash.in_one_line}"]
+        return FirstRun(failed=dict.fromkeys(names, crash.in_one_line))
 
 
-def _try_profiles(rt: TensorRT, plan: bytes, names: Sequence[str], options: Mapping[str, Any]) -> list[str]:
+def _run_profiles(rt: TensorRT, plan: bytes, names: Sequence[str], options: Mapping[str, Any]) -> FirstRun:
     try:
+        # A runner keeps the contexts of two calls, so a context must be possible beside another one.
         runner = TensorRTRunner(rt, plan, cuda_graph=False, **options)
     except BackendUnavailable:
-        return []
+        return FirstRun()
     except DeployError as error:
-        return [f"engine built, but it cannot be loaded: {error.in_one_line}"]
-    problems = []
-    # A runner keeps the contexts of two calls, so a context must be possible beside another one.
-    with runner, ExitStack() as owned:
+        return FirstRun(failed=dict.fromkeys(names, error.in_one_line))
+    ran, failed, skipped = list[str](), dict[str, str](), dict[str, str]()
+    with runner:
         for name, (index, profile) in zip(names, enumerate(runner.profiles), strict=False):
             usual = {tensor: shapes[1] for tensor, shapes in profile.items()}
             try:
-                bound = BoundContext(runner, index, usual)
+                layers.refuse_large(runner.large_tensors, usual)
             except DeployError as error:
-                why, hint = error.got or error.what, error.hint or _BUILD_AGAIN
-                problems.append(f"engine built, but profile {name} cannot be prepared: {why} try: {hint}")
+                skipped[name] = f"{error.got or error.what} try: {error.hint}"
                 continue
-            owned.close()
-            owned.callback(bound.close)
-    return problems
+            feeds = {tensor: np.zeros(shape, runner.inputs[tensor].dtype) for tensor, shape in usual.items()}
+            try:
+                runner.run_in_profile(feeds, index)
+                ran.append(name)
+            except DeployError as error:
+                failed[name] = f"{error.got or error.what} try: {error.hint or _BUILD_AGAIN}"
+    return FirstRun(ran=tuple(ran), failed=failed, skipped=skipped)
 
 
 # -- Several candidates: each is built, judged and timed beside the others, and one is kept --------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import platform
 import subprocess
 import sys
@@ -46,7 +48,8 @@ class Line(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     kind: str  # `time`, `throughput` on several streams, or `build` for an engine that was built and not run
     run: str  # the process
     created: str
-    commit: str  # of this tool, with `+` behind it where files were changed; empty where unknown
+    # Of this tool, with `+` behind it where files were changed; outside a checkout `sha256:` of its source
+    commit: str
     command: list[str]
     versions: dict[str, str]
     platform: str
@@ -166,15 +169,17 @@ def _shared(command: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def _commit() -> str:
-    """The commit of the checkout that this package is in; empty where it is installed otherwise."""
-    root = Path(__file__).resolve().parents[2]
-    if not (root / ".git").exists():
-        return ""
-    try:
-        read = ["git", "-C", str(root), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
-        return str(run(read, capture_output=True, text=True, timeout=20, check=True).stdout).strip()
-    except (OSError, subprocess.SubprocessError):
-        return ""
+    """The commit of the checkout that this package is in; outside one, a hash of its source files."""
+    package = Path(__file__).resolve().parents[1]
+    root = package.parent
+    if (root / ".git").exists():
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            read = ["git", "-C", str(root), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
+            return str(run(read, capture_output=True, text=True, timeout=20, check=True).stdout).strip()
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(f"{path.relative_to(package)}\0".encode() + path.read_bytes())
+    return f"sha256:{digest.hexdigest()[:40]}"
 
 
 def build_line(cell: Mapping[str, Any]) -> Line:

@@ -234,8 +234,13 @@ def capture(work: Callable[[], None], stream: Stream) -> Graph:
     except BaseException:
         # Leave the stream usable; the first error is the one to report.
         _runtime().cudaStreamEndCapture(stream.raw)
+        _runtime().cudaGetLastError()  # a library that asks for it next would take it for its own
         raise
-    graphs = [_call("cudaStreamEndCapture", stream.raw)]
+    try:
+        graphs = [_call("cudaStreamEndCapture", stream.raw)]
+    except CudaError:
+        _runtime().cudaGetLastError()
+        raise
     try:
         if (copied := _copy_graph(graphs[0])) is not None:
             graphs.append(copied)

@@ -251,8 +251,7 @@ class Evaluation:
 def evaluate(runtime: Runtime, plan: EvaluationPlan, on_step: OnStep = lambda name: None) -> Evaluation:
     """Open a runtime, judge it, and time it where its answers are right.
 
-    One that is wrong in any case has no time at the sizes of that case, and one that decodes wrongly none for
-    single tokens.
+    One that is wrong anywhere has no time at all: in a case, a decode step, or where a batch element stands.
     """
     with runtime.open() as runner:
         kind, _ = accumulation = runtime.accumulation(plan.precision)
@@ -291,11 +290,10 @@ def evaluate(runtime: Runtime, plan: EvaluationPlan, on_step: OnStep = lambda na
         why_not = None
         if not decoded and plan.spec.kv_cache is not None and plan.cases:  # else it is only timed
             why_not = "its profiles take no trace" if plan.traces else "the bundle has no trace"
-        sizes = {case.name: case.sizes for given in cases.values() for case in given}
-        failures = [(sizes[v.case], v) for report in parity for v in report.verdicts if v.is_wrong]
-        if plan.spec.kv_cache is not None:
-            token = {plan.spec.kv_cache.new: 1}
-            failures += [(token, failure) for report in decoded for failure in report.failures]
+        wrong = [verdict for report in parity for verdict in report.verdicts if verdict.is_wrong]
+        wrong += [failure for report in decoded for failure in report.failures if failure.is_wrong]
+        failures = [f"{each.case}/{each.output}: {each.problem}" for each in wrong]
+        failures += [f"{check.case}: {check.check}: {check.problem}" for check in checks if not check.passed]
         return Evaluation(
             runtime=runtime,
             backend=runner.name,
@@ -306,8 +304,20 @@ def evaluate(runtime: Runtime, plan: EvaluationPlan, on_step: OnStep = lambda na
             heatmaps=tuple(heatmaps),
             decode_reports=tuple(decoded),
             not_decoded_because=why_not,
-            rows={case.name: _time(runtime, runner, case, plan, failures, on_step) for case in plan.timed},
+            rows=(
+                refused_rows(runtime, runner.name, plan.timed, failures[0])
+                if failures
+                else {case.name: _time(runtime, runner, case, plan, on_step) for case in plan.timed}
+            ),
         )
+
+
+def refused_rows(
+    runtime: Runtime, backend: str, cases: Sequence[GoldenCase], problem: str
+) -> dict[str, LatencyRow]:
+    """The rows of a runtime that is wrong: how long a wrong answer takes is of no interest."""
+    row = LatencyRow(name=runtime.name, backend=backend, family=runtime.family)
+    return {case.name: replace(row, refused=f"{WRONG_ANSWER}: {problem}") for case in cases}
 
 
 def _judge(
@@ -337,19 +347,11 @@ def _judge(
 
 
 def _time(
-    runtime: Runtime,
-    runner: Runner,
-    case: GoldenCase,
-    plan: EvaluationPlan,
-    failures: Sequence[tuple[Mapping[str, int], OutputVerdict]],
-    on_step: OnStep,
+    runtime: Runtime, runner: Runner, case: GoldenCase, plan: EvaluationPlan, on_step: OnStep
 ) -> LatencyRow:
-    """The time of a case; none at sizes that a failure has."""
+    """The time of a case."""
     on_step(f"latency of {runtime.name}: {case.name}")
     row = LatencyRow(name=runtime.name, backend=runner.name, family=runtime.family)
-    for sizes, wrong in failures:
-        if sizes.items() <= case.sizes.items():
-            return replace(row, refused=f"{WRONG_ANSWER}: {wrong.case}/{wrong.output}: {wrong.problem}")
     row = time_case(runner, case, row, plan)
     if row.timing is not None:  # reported at once: a later crash does not lose it
         on_step(f"latency of {runtime.name}: {case.name} takes {row.timing.p50:.1f} µs")

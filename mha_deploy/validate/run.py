@@ -316,10 +316,15 @@ class _Validation:
         # A graph on the CPU is checked there, not timed.
         plan = replace(plan, timed=()) if runtime.name in CPU_RUNNERS else plan
         evaluation = evaluate.evaluate(runtime, plan, self.on_step)
+        if layers := self._layer_parity(runtime) if plan.cases else None:
+            evaluation = replace(evaluation, parity=(*evaluation.parity, layers))
+            if wrong := next((verdict for verdict in layers.verdicts if verdict.is_wrong), None):
+                problem = f"{wrong.case}/{wrong.output}: {wrong.problem}"
+                rows = evaluate.refused_rows(runtime, evaluation.backend, plan.timed, problem)
+                evaluation = replace(evaluation, rows=rows)
         if plan.timed:
             self.rows.append(evaluation.rows)
-        layers = self._layer_parity(runtime) if plan.cases else None
-        return replace(evaluation, parity=(*evaluation.parity, layers)) if layers else evaluation
+        return evaluation
 
     def _layer_parity(self, runtime: Runtime) -> ParityReport | None:
         """Judge every attention of a module: in ONNX Runtime, and on request in an engine's twin."""

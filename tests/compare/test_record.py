@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 import mha_deploy as md
+from mha_deploy.regression import record
 from mha_deploy.regression.record import Line, append_lines, bench_lines, judge_replay, pick_line, read_lines
 from mha_deploy.report.table import markdown
 from mha_deploy.runtime.cuda import Conditions
@@ -190,3 +191,16 @@ def test_lines_that_prove_nothing_are_refused(tmp_path, refused):
     text = (tmp_path / "r.jsonl").read_text(encoding="utf-8").replace("10.0", "-10.0")
     (tmp_path / "negative.jsonl").write_text(text, encoding="utf-8")
     refused("bench", "--replay", f"{tmp_path / 'negative.jsonl'}:1", what="another format", got="> 0")
+
+
+def test_outside_a_checkout_the_source_itself_is_named(tmp_path, monkeypatch):
+    """By a hash of its files: a line of a record always says which code it was measured with."""
+    package = tmp_path / "mha_deploy"
+    (package / "regression").mkdir(parents=True)
+    place = package / "regression" / "record.py"
+    place.write_text("one")
+    monkeypatch.setattr(record, "__file__", str(place))
+    first = record._commit()
+    place.write_text("two")
+    assert first.startswith("sha256:")
+    assert record._commit() != first

@@ -10,12 +10,13 @@ from test_tensorrt_runner import VERSIONS, fake
 
 from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.engine import build
-from mha_deploy.engine.build import engine_from_bundle, unprepared_profiles
+from mha_deploy.engine.build import FirstRun, engine_from_bundle, run_first
 from mha_deploy.engine.engine import open_engine, parse_ranges
 from mha_deploy.errors import BackendUnavailable
 from mha_deploy.options import EngineOptions
 from mha_deploy.runtime.tensorrt.engine_runner import TensorRTRunner, first_admitting
 from mha_deploy.runtime.tensorrt.kernels import LargeTensor
+from mha_deploy.runtime.tensorrt.versions import EngineError
 
 # TensorRT-RTX really builds in other tests; its fake cannot.
 WITH_GPU = [version for version in VERSIONS if not version.startswith("rtx")]
@@ -102,7 +103,8 @@ def test_one_profile_serves_prompts_and_single_tokens(device, monkeypatch, plan,
 
 @pytest.mark.parametrize("version", WITH_GPU)
 def test_an_engine_that_can_be_prepared_has_no_note(device, version):
-    assert unprepared_profiles(fake(version), b"rows", ["prefill", "decode"]) == []
+    first = run_first(fake(version), b"rows", ["prefill", "decode"])
+    assert (first.ran, first.notes, first.is_useless) == (("prefill", "decode"), [], False)
     assert device.is_empty()
 
 
@@ -110,22 +112,19 @@ def test_an_engine_that_can_be_prepared_has_no_note(device, version):
 def test_a_profile_without_a_context_is_named(device, most):
     rt = fake(OLD)
     rt.module.most_contexts = most
-    reported = unprepared_profiles(rt, b"rows", ["prefill", "decode"])
-    assert reported == [
-        f"engine built, but profile {name} cannot be prepared: "
-        "no execution context: missing offset in id2offset "
-        "try: build it again while nothing else uses the GPU"
-        for name in ["prefill", "decode"][most:]
-    ]
+    first = run_first(rt, b"rows", ["prefill", "decode"])
+    assert list(first.failed) == ["prefill", "decode"][most:]
+    assert all("missing offset in id2offset" in why for why in first.failed.values())
+    assert first.is_useless == (most == 0)
     assert device.is_empty()
 
 
 def test_a_usual_size_that_tensorrt_cannot_hold_is_not_tried(device):
     scores = LargeTensor(tensor="scores", dims="2147483647,S", axes={"S": ("x", 1)})
-    reported = unprepared_profiles(fake(NEW), b"rows", ["prefill", "decode"], large_tensors=[scores])
-    (line,) = reported  # single tokens are one token
-    assert line.startswith("engine built, but profile prefill cannot be prepared: scores with ")
-    assert "build it again" not in line
+    first = run_first(fake(NEW), b"rows", ["prefill", "decode"], large_tensors=[scores])
+    assert list(first.skipped) == ["prefill"]  # single tokens are one token
+    assert first.ran == ("decode",)
+    assert "build it again" not in first.skipped["prefill"]
     assert device.is_empty()
 
 
@@ -139,10 +138,38 @@ def test_what_cannot_be_prepared_is_in_the_manifest_and_the_engine_is_there(buil
 def test_an_engine_that_cannot_be_loaded_is_reported(device, monkeypatch):
     rt = fake(OLD)
     monkeypatch.setattr(rt.module.Runtime, "deserialize_cuda_engine", lambda self, plan: None)
-    (reported,) = unprepared_profiles(rt, b"rows", ["0"])
-    assert reported.startswith(
-        "engine built, but it cannot be loaded: TensorRT 8.6.1 cannot load this engine"
-    )
+    first = run_first(rt, b"rows", ["0"])
+    assert first.is_useless
+    assert "TensorRT 8.6.1 cannot load this engine" in first.failed["0"]
+
+
+@pytest.mark.parametrize("useless", [0, 1, 2, 3])
+def test_an_engine_that_cannot_be_run_is_built_again_at_most_twice(built, monkeypatch, useless):
+    """Seen with 8.6 on a busy GPU: no execution context in any process, and the next build has one."""
+    tried = []
+    real = build.run_first
+
+    def first(rt, plan, names, **options):
+        tried.append(plan)
+        rt.module.most_contexts = 0 if len(tried) <= useless else 9
+        return real(rt, plan, names, **options)
+
+    monkeypatch.setattr(build, "run_first", first)
+    if useless == 3:
+        with pytest.raises(EngineError) as caught:
+            built("tiny-gqa", OLD)
+        assert "missing offset in id2offset" in caught.value.got
+    else:
+        manifest, _ = built("tiny-gqa", OLD)
+        assert any("missing offset" in note for note in manifest.notes) == (useless > 0)
+    assert len(tried) == min(useless + 1, 3)
+
+
+def test_an_engine_that_has_a_context_and_does_not_run_is_not_done(device):
+    rt = fake(OLD)
+    rt.module.refuses = "execute_async_v3"
+    first = run_first(rt, b"rows", ["prefill", "decode"])
+    assert first.is_useless, first
 
 
 def test_without_a_gpu_nothing_is_tried(in_process, monkeypatch):
@@ -150,5 +177,5 @@ def test_without_a_gpu_nothing_is_tried(in_process, monkeypatch):
         raise BackendUnavailable("There is no GPU.")
 
     monkeypatch.setattr("mha_deploy.runtime.gpu.open_gpu", none)
-    assert unprepared_profiles(fake(OLD), b"rows", ["0"]) == []
-    assert unprepared_profiles(fake("rtx-1.7.1"), b"rows", ["0"]) == []
+    assert run_first(fake(OLD), b"rows", ["0"]) == FirstRun()
+    assert run_first(fake("rtx-1.7.1"), b"rows", ["0"]) == FirstRun()

@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import cuda_fake
 import msgspec
@@ -344,15 +345,21 @@ def test_every_shape_runs_once_before_it_is_recorded(device, monkeypatch, timed)
         assert mine == ["call", "record", "call"] * (len(mine) // 3)
 
 
-def test_a_call_that_cannot_be_recorded_is_an_error_and_not_a_slower_call(device):
+def test_a_call_that_cannot_be_recorded_is_run_and_timed_without_a_graph(device):
+    """And the time says so, and why: it is that of another way to call the engine."""
+    with TensorRTRunner(fake(), b"plan") as runner:
+        wanted = runner.run(feeds())
+        assert runner.time(feeds(), TimingPlan(samples=3)).why_no_graph is None
     device.fail_on = "capture"
-    with TensorRTRunner(fake(), b"plan") as runner, pytest.raises(EngineError, match="CUDA graph") as caught:
-        runner.run(feeds())
-    assert "cudaErrorStreamCaptureInvalidated" in caught.value.got
-    assert "cuda_graph=False" in caught.value.hint
+    with TensorRTRunner(fake(), b"plan") as runner:
+        for _ in range(2):
+            np.testing.assert_equal(runner.run(feeds()), wanted)
+        timing = runner.time(feeds(), TimingPlan(samples=3))
+        assert not timing.graph
+        assert "cudaErrorStreamCaptureInvalidated" in timing.why_no_graph
+        for result in timing.results:
+            np.testing.assert_equal(result, wanted)
     assert device.is_empty()
-    with TensorRTRunner(fake(), b"plan", cuda_graph=False) as runner:
-        runner.run(feeds())
 
 
 def test_an_output_whose_size_depends_on_the_data_is_refused(device):
@@ -622,3 +629,16 @@ def test_the_memory_comes_back(gpu_engine, in_process, monkeypatch):
         use()
     if before is not None:
         assert abs(own_device_memory() - before) < 8 << 20
+
+
+def test_a_missing_lean_runtime_is_named_with_what_provides_it(device, monkeypatch):
+    rt = fake("8.6.1")
+
+    def load(self, plan):
+        self._logger.log(SimpleNamespace(name="ERROR"), "Unable to load library: libnvinfer_lean.so.8.6.0")
+
+    monkeypatch.setattr(rt.module.Runtime, "deserialize_cuda_engine", load)
+    with pytest.raises(EngineError) as caught:
+        TensorRTRunner(rt, b"plan", host_code=True)
+    for part in ("libnvinfer_lean.so.8.6.0", "tensorrt-lean==8.6.1", "LD_LIBRARY_PATH"):
+        assert part in caught.value.hint

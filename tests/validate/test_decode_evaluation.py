@@ -288,7 +288,7 @@ def test_what_decoded_and_what_has_no_cache_is_not_warned_of(bundles, static, tm
 
 
 @pytest.mark.slow
-def test_a_wrong_decoder_has_no_time_for_single_tokens(static):
+def test_a_wrong_decoder_has_no_time(static):
     timed = [case for case in golden_cases(static) if case.name in ("prefill", "decode")]
     assert [case.sizes["S"] for case in timed] == [16, 1]
     right, wrong = Through(static), Through(static, spoiled_at_single_tokens)
@@ -297,9 +297,9 @@ def test_a_wrong_decoder_has_no_time_for_single_tokens(static):
     assert [row.refused for row in rows.values()] == ["There is no clock here."] * 2
     result = sit(static, wrong, timed=timed)
     assert result.wrong_cases == []
-    assert wrong.timed == [16]
-    assert result.rows["prefill"].refused == "There is no clock here."
-    assert result.rows["decode"].refused.startswith("wrong answer: steps step 1/output: out of budget")
+    assert wrong.timed == []
+    for row in result.rows.values():
+        assert row.refused.startswith("wrong answer: steps step 1/output: out of budget")
 
 
 # -- maps of errors --------------------------------------------------------------------------------

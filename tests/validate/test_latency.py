@@ -157,19 +157,20 @@ def test_an_answer_that_is_wrong_only_while_it_is_timed_has_no_time(opt):
     assert result.refused.startswith("wrong answer while it was timed")
 
 
-def test_a_runtime_that_is_wrong_on_other_inputs_has_no_time_at_their_sizes(opt):
+def test_a_runtime_that_is_wrong_on_other_inputs_or_at_other_sizes_has_no_time(opt):
     def scaled(arrays):
         return {name: (array * 1.02).astype(array.dtype) for name, array in arrays.items()}
 
     other = replace(opt, name="probe-opt", oracle=scaled(opt.oracle), eager=scaled(opt.eager))
     elsewhere = replace(other, name="odd", sizes={**opt.sizes, "S": opt.sizes["S"] + 1})
-    for case, refused in ((other, True), (elsewhere, False)):
+    right = replace(opt, name="right")
+    for case, refused in ((other, True), (elsewhere, True), (right, False)):
         runner = Answers(opt)
         runtime = Runtime(name="answers", family="pytorch", open=lambda runner=runner: runner)
         plan = EvaluationPlan(spec=WHOLE, precision=FP16, cases={"probe": [case]}, timed=[opt])
         found = evaluate(runtime, plan).rows["opt"]
         assert (found.timing is None, runner.timed) == (refused, not refused)
-        assert (found.refused or "").startswith("wrong answer: probe-opt/output" if refused else "")
+        assert (found.refused or "").startswith(f"wrong answer: {case.name}/output" if refused else "")
 
 
 def test_a_runner_on_the_cpu_has_no_time(opt):

@@ -26,6 +26,7 @@ from mha_deploy.runtime.tensorrt.versions import (
     TensorRT,
     collect,
     errors,
+    lean_runtime_hint,
     logger_for,
 )
 
@@ -390,6 +391,9 @@ def _build_failure(rt: TensorRT, messages: Sequence[Message], names: NodeNames) 
             got=f"{'one of' if len(nodes) > 1 else 'node'} {', '.join(nodes)}",
             hint="use fp16 or bf16 and a head size of 16 to 256; or --allow-decomposed, and lose speed",
         )
+    if lean := lean_runtime_hint(rt, text):
+        problem = f"A version-compatible engine needs the lean runtime, which is not found ({rt.title})."
+        return EngineError(problem, got=text, hint=lean)
     for sign, (what, hint) in _KNOWN.items():
         if re.search(sign, text):
             return EngineError(f"{what} ({rt.title}).", got=text, hint=hint)

@@ -17,7 +17,15 @@ from mha_deploy.runtime.decode_loop import CallTensors, DecodeLoop, DecodingRunn
 from mha_deploy.runtime.gpu import Prepared
 from mha_deploy.runtime.runner import Arrays, Closing, TensorInfo, check_kinds
 from mha_deploy.runtime.tensorrt.kernels import LargeTensor, refuse_large
-from mha_deploy.runtime.tensorrt.versions import EngineError, Message, TensorRT, collect, errors, logger_for
+from mha_deploy.runtime.tensorrt.versions import (
+    EngineError,
+    Message,
+    TensorRT,
+    collect,
+    errors,
+    lean_runtime_hint,
+    logger_for,
+)
 
 Shape = tuple[int, ...]
 Profile = Mapping[str, tuple[Shape, Shape, Shape]]
@@ -120,7 +128,9 @@ def load_engine(rt: TensorRT, plan: bytes, *, host_code: bool = False) -> tuple[
         engine = runtime.deserialize_cuda_engine(plan)
         if engine is None:
             hint = "load it with the version and on the GPU it was built for, or build it again"
-            raise EngineError(f"{rt.title} cannot load this engine here.", got=_reasons(messages), hint=hint)
+            got = _reasons(messages)
+            hint = lean_runtime_hint(rt, got) or hint
+            raise EngineError(f"{rt.title} cannot load this engine here.", got=got, hint=hint)
         return engine, runtime
 
 
@@ -146,6 +156,10 @@ def _io_tensors(rt: TensorRT, engine: Any) -> tuple[dict[str, TensorInfo], dict[
 
 
 # -- One call with its shapes fixed: an execution context of its own, buffers, and a CUDA graph ----
+
+
+class NotCapturable(EngineError):
+    """A call that cannot be recorded into a CUDA graph; it can be run without one."""
 
 
 class BoundContext(Closing):
@@ -213,8 +227,9 @@ class BoundContext(Closing):
                 return capture(work, self.stream)
         except EngineError as error:
             problem = f"{self._rt.title} cannot record this call into a CUDA graph."
-            hint = "cuda_graph=False runs it without one"
-            raise EngineError(problem, got=error.got, hint=hint) from error
+            raise NotCapturable(
+                problem, got=error.got, hint="cuda_graph=False runs it without one"
+            ) from error
 
     @contextmanager
     def _listening(self, failure: str) -> Iterator[None]:
@@ -267,10 +282,12 @@ class Slot(Closing):
         self._copies = copies
         self.bound.enqueue(self._addresses)
         self.bound.stream.synchronize()
-        if record:
-            self._graph = self.bound.record(self._addresses, self._copy_entries)
-            self._owned.callback(self._graph.close)
-        self.memory.clear_outputs()
+        try:
+            if record:
+                self._graph = self.bound.record(self._addresses, self._copy_entries)
+                self._owned.callback(self._graph.close)
+        finally:
+            self.memory.clear_outputs()
 
     def _copy_entries(self) -> None:
         tensors = self.memory.tensors
@@ -326,6 +343,9 @@ class TensorRTRunner(DecodingRunner):
         self.rt, self._plan_bytes, self.large_tensors = rt, len(plan), large_tensors
         self.name = f"{rt.backend} {rt.version}"
         self.graph = cuda_graph
+        self.why_no_graph: str | None = (
+            None  # where a call could not be recorded: all run without a graph then
+        )
         self.loaded = load_engine(rt, plan, host_code=host_code)
         engine = self.loaded[0]
         self.inputs, self.engine_outputs = _io_tensors(rt, engine)
@@ -401,11 +421,19 @@ class TensorRTRunner(DecodingRunner):
             with ExitStack() as owned:
                 slot = owned.enter_context(Slot(BoundContext(self, profile, shapes), owns_context=True))
                 slot.memory.upload(feeds)
-                slot.settle(record=self.graph)
+                self._settle(slot)
                 owned.pop_all()
                 return slot
 
         return self._calls.get(profile, shapes, new_call)
+
+    def _settle(self, slot: Slot, **options: Any) -> None:
+        """Make a call ready to be launched; one that cannot be recorded is launched as it is."""
+        try:
+            slot.settle(record=self.graph and self.why_no_graph is None, **options)
+        except NotCapturable as error:
+            self.why_no_graph = str(error.got)
+            slot.settle(record=False, **options)  # once more: what was queued meanwhile did not run
 
     def decode_loop(self, *, B: int, T: int | None = None) -> DecodeLoop:
         """See `DecodingRunner`. On 8.6, the runner itself cannot run in a profile that the loop uses."""
@@ -444,9 +472,12 @@ class TensorRTRunner(DecodingRunner):
             bound.graphs[key].launch(self.stream)
             return
         bound.enqueue(addresses)
-        if again and self.graph and not call.varies:
+        if again and self.graph and not call.varies and self.why_no_graph is None:
             self.stream.synchronize()
-            bound.graphs[key] = bound.record(addresses)
+            try:
+                bound.graphs[key] = bound.record(addresses)
+            except NotCapturable as error:
+                self.why_no_graph = str(error.got)
 
     def release(self) -> None:
         """Destroy the graphs and the contexts of a decode loop."""
@@ -462,12 +493,13 @@ class TensorRTRunner(DecodingRunner):
             for slot in prepared:
                 if slot is not prepared[0]:
                     slot.memory.copy_inputs(prepared[0].memory)
-                slot.settle(record=self.graph, copies=loops.cache_copies(feeds, self.engine_outputs))
+                self._settle(slot, copies=loops.cache_copies(feeds, self.engine_outputs))
             try:
                 yield Prepared(
                     launch=lambda index: prepared[index].launch(),
                     results=lambda index: prepared[index].results(feeds),
                     memory_bytes=self.engine_bytes + sum(slot.memory.nbytes for slot in prepared),
+                    why_no_graph=self.why_no_graph,
                 )
             finally:
                 self.stream.synchronize()  # the buffers must not be freed while a call is using them

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -233,3 +234,19 @@ def errors(messages: Iterable[Message]) -> list[str]:
     """The texts of the errors, without those that only report a missing GPU; all if no other is left."""
     found = [message.text for message in messages if message.severity in ("INTERNAL_ERROR", "ERROR")]
     return [text for text in found if not any(noise in text for noise in _NOISE)] or found
+
+
+_LEAN = re.compile(r"libnvinfer_lean\.so[.\d]*")
+
+
+def lean_runtime_hint(rt: TensorRT, text: str) -> str | None:
+    """What to do where a version-compatible engine lacks the lean runtime; None where that is not it."""
+    found = _LEAN.search(text)
+    if found is None or not rt.can.version_compatible:
+        return None
+    name, release = found[0].rstrip("."), ".".join(rt.version.split(".")[:3])
+    return (
+        f"pip install tensorrt-lean=={release} (or the nearest release), and put its file libnvinfer_lean.so."
+        f"{release.split('.')[0]} under the name {name} into a folder of LD_LIBRARY_PATH; or build without "
+        "--version-compatible"
+    )
