@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from enum import Enum
@@ -21,7 +22,7 @@ def short(value: float | None) -> str:
     size = abs(value)
     if size == 0:
         return "0"
-    if size >= 1e7 or size < 0.001:
+    if not size < 1e7 or size < 0.001:
         return error(value)
     text = f"{value:,.0f}" if size >= 99.95 else f"{value:#.3g}".rstrip(".")
     return text.replace("-", "−")
@@ -31,6 +32,8 @@ def error(value: float | None) -> str:
     """An error: two digits and an exponent, so that a column of them can be compared at a glance."""
     if value is None:
         return NOTHING
+    if not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "∞" if value > 0 else "−∞"
     if 0.1 <= abs(value) < 1e7:
         return short(value) if abs(value) >= 1 else f"{value:.2g}"
     mantissa, exponent = f"{value:.1e}".split("e")

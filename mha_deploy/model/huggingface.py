@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mha_deploy.errors import DeployError, SpecError
-from mha_deploy.files import open_regular, read_regular
+from mha_deploy.files import open_regular, read_json
 from mha_deploy.model.spec import AttentionSpec, Axis, Rope
 
 # -- The files of a checkpoint ---------------------------------------------------------------------
@@ -55,7 +54,7 @@ def checkpoint_files(path: Path) -> dict[str, Path]:
 
 def _indexed(path: Path) -> list[Path]:
     try:
-        files = set(json.loads(read_regular(path))["weight_map"].values())
+        files = set(read_json(path)["weight_map"].values())
         strange = [each for each in files if Path(each).name != each or not each.endswith(".safetensors")]
     except FileNotFoundError as error:
         raise DeployError("There is no such weight file.", got=path) from error
@@ -194,14 +193,16 @@ _LONGEST = 2048  # of the default axes; --axis raises it
 def read_config(folder: Path) -> dict[str, Any]:
     """Read the `config.json` of a checkpoint."""
     try:
-        data = json.loads(read_regular(folder / CONFIG))
+        data = read_json(folder / CONFIG)
     except FileNotFoundError as error:
         hint = "the folder that save_pretrained() wrote, or a snapshot of a repository"
         raise SpecError("There is no config.json here.", got=folder, hint=hint) from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise SpecError("The config.json cannot be read.", got=f"{folder / CONFIG}: {error}") from error
+    except (OSError, ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
+        got, hint = f"{folder / CONFIG}: {error}", "the config.json that save_pretrained() wrote"
+        raise SpecError("The config.json cannot be read.", got=got, hint=hint) from error
     if not isinstance(data, dict):
-        raise SpecError("The config.json is not an object.", got=folder / CONFIG)
+        hint = "the config.json that save_pretrained() wrote"
+        raise SpecError("The config.json is not an object.", got=folder / CONFIG, hint=hint)
     inner = data.get("text_config")  # of a model with several parts
     return inner if isinstance(inner, dict) and "num_attention_heads" in inner else data
 
@@ -211,6 +212,14 @@ def spec_from_config(config: Mapping[str, Any], layer: int, *, name: str, bias: 
 
     With `bias` any projection has one; the others then have zeros.
     """
+    try:
+        return _spec_from_config(config, layer, name=name, bias=bias)
+    except (TypeError, ValueError, AttributeError, KeyError, IndexError, ArithmeticError) as error:
+        hint = "the config.json that save_pretrained() wrote"
+        raise SpecError("A field of the config.json has a wrong value.", got=error, hint=hint) from error
+
+
+def _spec_from_config(config: Mapping[str, Any], layer: int, *, name: str, bias: bool) -> AttentionSpec:
     kind = str(config.get("model_type", ""))
     for why, kinds in _NOT_EXPRESSIBLE.items():
         if kind in kinds.split():

@@ -33,6 +33,7 @@ from mha_deploy.validate.verdict import engines_to_dict, model_to_dict, report_h
 _part = partial(record, is_open=True)
 _DATA = dict[str, Any]
 _SHARE, _TIME = Annotated[float, msgspec.Meta(ge=0)], Annotated[float, msgspec.Meta(gt=0)]
+_PAIR = Annotated[list[int], msgspec.Meta(min_length=2, max_length=2)]
 _MODEL = _part({str: "name precision"}, {str: "bundle_sha256 weights", _DATA: "spec"})
 _VERDICT = _part({bool: "passed"}, {str: "headline outcome", list[str]: "not_verified"})
 _ENVIRONMENT = _part({}, {_DATA: "gpu", str: "driver platform", dict[str, str]: "versions"})
@@ -49,11 +50,14 @@ _REBUILDS = _part({}, {list[float]: "seconds engine_bytes", dict[str, list[float
 _ENGINE = _part(
     {str: "name backend version precision precision_status"},
     {
-        bool: "ran", float: "seconds", int: "engine_bytes", list[int]: "fused", many(_NODE): "nodes",
+        bool: "ran", float: "seconds", int: "engine_bytes", _PAIR: "fused", many(_NODE): "nodes",
         str: "attention", list[str]: "plugins", list[dict[str, str]]: "profiles", _REBUILDS: "rebuilds",
     },
 )  # fmt: skip
-_TIMING = _part({_TIME: "p50_us p90_us"}, {bool: "stable graph", int: "memory_bytes", _DATA: "conditions"})
+_CONDITIONS = _part({}, {list[str]: "throttled_by"})
+_TIMING = _part(
+    {_TIME: "p50_us p90_us"}, {bool: "stable graph", int: "memory_bytes", _CONDITIONS: "conditions"}
+)
 _ROW = _part({str: "name"}, {str: "backend refused", _TIMING: "timing"})
 _POINT = _part({str: "case", dict[str, int]: "sizes", many(_ROW): "rows"}, {int: "past"})
 _SERVING = _part({int: "clients requests answered wrong"}, {_TIME: "p50_ms p90_ms"})
@@ -345,7 +349,8 @@ def _measure_contents(result: Result) -> Measured:
             yield "coverage", case, Measurement("text", "bundle", case, "there")
         yield "coverage", "attention nodes in the graph", _count("bundle", result.contents["attention"])
         yield "size", "graph", _bytes("bundle", result.contents["graph_bytes"])
-    for axis, sizes in ((result.model.spec or {}).get("axes") or {}).items():
+    axes = (result.model.spec or {}).get("axes")
+    for axis, sizes in (axes if isinstance(axes, dict) else {}).items():
         span = ":".join(map(str, sizes.values())) if isinstance(sizes, dict) else str(sizes)
         yield "coverage", f"axis {axis}", _as_measurement("range", "model", span)
 
@@ -453,7 +458,7 @@ def _time(owner: str, row: Any, rebuild_noise: float) -> Measurement:
     timing = row.timing
     if timing is None:
         return Measurement("growth", owner, None, f"not timed: {row.refused or 'no reason was given'}")
-    throttled = ", ".join(map(str, (timing.conditions or {}).get("throttled_by") or ()))
+    throttled = ", ".join((timing.conditions and timing.conditions.throttled_by) or ())
     doubts = [f"throttled by {throttled}"] if throttled else []
     doubts += ["the time did not settle"] if timing.stable is False else []
     noise = max(timing.p90_us - timing.p50_us, rebuild_noise)

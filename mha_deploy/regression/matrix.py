@@ -630,7 +630,7 @@ def _read_earlier(folder: Path, cell: MatrixCell, bundle_sha256: str) -> MatrixC
         digest = _digest({name: value for name, value in data.items() if name != "sha256"})
         if (kept.sha256, kept.key) != (digest, cell.key) or kept.status != _status(kept, bundle_sha256):
             return None
-    except (OSError, ValueError, msgspec.DecodeError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, msgspec.DecodeError, KeyError, IndexError, TypeError, RecursionError):
         return None
     names = ("status", "why", "seconds", "engine_sha256", "report")
     return replace(cell, **{name: getattr(kept, name) for name in names}, is_new=False)

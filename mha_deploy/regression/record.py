@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypedDict
 
 import msgspec
 from msgspec import Struct
@@ -42,6 +42,17 @@ class EngineLine(Struct, frozen=True, kw_only=True):
     fused: list[int] = []
 
 
+class ConditionsLine(TypedDict, total=False):
+    """The state of the GPU, as `mha_deploy.runtime.cuda.Conditions` has it."""
+
+    sm_mhz: float | None
+    sm_mhz_max: float | None
+    memory_mhz: float | None
+    temperature_c: float | None
+    power_w: float | None
+    throttled_by: list[str]
+
+
 class Line(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One measurement, or one build."""
 
@@ -69,7 +80,7 @@ class Line(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     samples_us: list[Annotated[float, msgspec.Meta(gt=0)]] = []
     timing: dict[str, Any] = {}  # calls per sample, CUDA graph, stability, memory; or streams and their rate
     kernels: list[tuple[str, float, float]] = []  # name, launches and µs in one call, where requested
-    conditions: dict[str, Any] = {}  # clocks, temperature, power and throttling, as the driver reported them
+    conditions: ConditionsLine = {}  # clocks, temperature, power and throttling, as the driver reported them
     format: Literal[1] = 1
 
     @property
