@@ -33,6 +33,7 @@ class HostileServer:
 
     def __init__(self, path, act):
         self.path, self.act, self.closed = path, act, threading.Event()
+        self.longest = 0.0  # seconds that a client stayed while the server misbehaved
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
         threading.Thread(target=self._accept, daemon=True).start()
@@ -54,7 +55,11 @@ class HostileServer:
             while (request := client.request()) is not None:
                 path, body = request
                 if path == self.path:
-                    self.act(client, body)
+                    started = time.monotonic()
+                    try:
+                        self.act(client, body)
+                    finally:
+                        self.longest = max(self.longest, time.monotonic() - started)
                 elif path in DESCRIPTION:
                     client.answer(json.dumps(DESCRIPTION[path]).encode())
                 else:
@@ -117,8 +122,12 @@ class Client:
             self.closed.wait(pause)
 
     def wait(self):
+        """Do nothing until the client goes."""
+        self.socket.settimeout(0.05)
         while self.goes_on():
-            self.closed.wait(0.1)
+            with suppress(TimeoutError):
+                if not self.socket.recv(1):
+                    return
 
 
 OK = b"HTTP/1.1 200 OK\r\n"
