@@ -110,6 +110,7 @@ class Loss:
 
     outputs: Mapping[str, float]  # of every output the largest relative L2 error
     excess: float  # the largest share of a limit that it takes: beyond 1 it is too much
+    badness: float  # of all shares together, so that one that cannot be reached does not hide the others
 
 
 def relative_errors(got: np.ndarray, wanted: np.ndarray) -> tuple[float, float]:
@@ -155,10 +156,15 @@ class _Measured:
         if not self._unscaled or not self.outputs:
             return
         usual = ROUNDING * math.sqrt(1 + _depth(self.graph))
-        for name, got in self._results(work, {name: given[name] for name in self.cases}):
+        for name, got in list(self._results(work, {name: given[name] for name in self.cases})):
+            errors = {
+                output: relative_errors(got[output], self._wanted[name][output])[0] for output in self.outputs
+            }
+            if name in scaled and max(errors.values()) >= 1.0:
+                del self.cases[name]  # float32 itself fails there: nothing could be upcast against it
+                continue
             self.limits[name] = {}
-            for output in self.outputs:
-                error = relative_errors(got[output], self._wanted[name][output])[0]
+            for output, error in errors.items():
                 allowed = max(MULTIPLE * (usual + min(error, 1.0)), _LEAST_LIMIT)
                 allowed = allowed if name in scaled else min(allowed, _MOST_LIMIT)
                 self.limits[name][output] = allowed if limit is None else limit
@@ -191,15 +197,16 @@ class _Measured:
             name: {key: array.astype(types[key]) for key, array in feeds.items()}
             for name, feeds in self.cases.items()
         }
-        outputs, excess = dict.fromkeys(self.outputs, 0.0), 0.0
+        outputs, shares = dict.fromkeys(self.outputs, 0.0), list[float]()
         for name, got in self._results(with_rounded_results(mixed), cases):
             for output in self.outputs:
                 whole, vector = relative_errors(got[output], self._wanted[name][output])
                 limit = self.limits[name][output]
-                excess = max(excess, whole / limit, vector / (_VECTOR * limit))
+                shares.append(max(whole / limit, vector / (_VECTOR * limit)))
                 if name in self._unscaled:
                     outputs[output] = max(outputs[output], whole)
-        return Loss(outputs=outputs, excess=excess)
+        badness = sum(math.log1p(share) for share in shares)
+        return Loss(outputs=outputs, excess=max(shares), badness=badness)
 
     def noted(self, plan: PrecisionPlan, found: Loss) -> PrecisionPlan:
         """A plan with what it loses."""
@@ -430,7 +437,7 @@ class _Search:
         lossy = {name: self._reason(name) for name in names}
         plan = self._planner.plan(self._wide, lossy)
         found = self._measured.of(plan)
-        if found.excess < self._found.excess or found.excess <= 1.0:
+        if found.badness < self._found.badness or found.excess <= 1.0:
             self._plan, self._found = plan, found
         return found.excess <= 1.0
 

@@ -44,8 +44,8 @@ def product_below_normal(g, x):
     return g.op("Mul", g.op("Mul", one, two, name="tiny"), g.weight("large", 5e4), name="product")
 
 
-def guarded_quotient(g, x):
-    sure = g.op("Sigmoid", g.op("Mul", x, g.weight("steep", 3.0), name="steep_x"), name="sigmoid")
+def guarded_quotient(g, x, steep=3.0):
+    sure = g.op("Sigmoid", g.op("Mul", x, g.weight("steep", steep), name="steep_x"), name="sigmoid")
     rest = g.op("Sub", g.weight("guard", 1.00001), sure, name="rest")
     return g.op("Log", g.op("Div", sure, rest, name="odds"), name="logit")
 
@@ -106,6 +106,17 @@ def test_what_loses_digits_is_upcast_and_the_rest_is_not(make):
     assert "first" not in kept
     assert "last" not in kept
     assert plan.reference == "fp64"
+
+
+def test_scaled_inputs_on_which_float32_fails_itself_do_not_hide_the_others():
+    """ONNX Runtime's sigmoid is 0 in float32 where its logarithm is finite in FP64."""
+    g = Graph()
+    guarded_quotient(g, "x", steep=6.0)
+    random = np.random.default_rng(0)
+    cases = {str(B): {"x": random.standard_normal((B, 16)).astype(np.float32)} for B in (2, 1, 3)}
+    plan = plan_mixed_precision(g.model({"x": (TensorProto.FLOAT, ["B", 16])}, {"logit": ["B", 16]}), cases)
+    assert plan.worst_loss <= plan.limit <= 0.02
+    assert {"sigmoid", "rest"} <= {each.name for each in plan.kept}
 
 
 def test_the_limit_is_a_choice():
