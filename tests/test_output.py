@@ -658,6 +658,8 @@ ALLOWED = {
     ("runtime/child.py", "tempfile.TemporaryFile"): "has no name",
     ("runtime/child.py", "open"): "shared memory, by its descriptor",
     ("runtime/child.py", "memory.truncate"): "shared memory",
+    ("supervisor.py", "tempfile.TemporaryFile"): "has no name",
+    ("cli/__init__.py", "open"): "a stream, by its descriptor",
     ("analyze/similarity.py", "figure.savefig"): "into memory",
     ("bundle/cases.py", "np.save"): "into memory",
     ("export/program.py", "axis_names.rename"): "names of axes",
