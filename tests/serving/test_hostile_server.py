@@ -139,3 +139,24 @@ def test_a_server_without_the_extension_for_configurations_is_one():
         assert (runner.max_batch, runner.keeps_cache) == (0, False)
         assert runner.outputs["output"].dims == (None, None, 64)
     server.close()
+
+
+def test_an_answer_over_grpc_that_is_right_is_taken():
+    """The request has the inputs and its place in a sequence; the result is that of the server."""
+    pytest.importorskip("tritonclient.grpc", reason="tritonclient is not installed")
+    seen = []
+
+    def negate(schema, request, context):
+        seen.append(request)
+        given = np.frombuffer(request.raw_input_contents[0], np.float16)
+        output = {"name": "output", "datatype": "FP16", "shape": list(request.inputs[0].shape)}
+        return schema.ModelInferResponse(outputs=[output], raw_output_contents=[(-given).tobytes()])
+
+    x = np.arange(128, dtype=np.float16).reshape(1, 2, 64)
+    with grpc_server(ModelInfer=negate) as url, ServerRunner(f"{url}/tiny-gqa/3") as runner:
+        np.testing.assert_array_equal(runner.run({"x": x})["output"], -x)
+        runner.infer({"x": x}, sequence_id=5, sequence_start=True, sequence_end=False)
+    assert (seen[0].model_name, seen[0].model_version, seen[0].inputs[0].name) == ("tiny-gqa", "3", "x")
+    place = seen[1].parameters
+    assert (place["sequence_id"].int64_param, place["sequence_start"].bool_param) == (5, True)
+    assert place["sequence_end"].WhichOneof("parameter_choice") == "bool_param"
