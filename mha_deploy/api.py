@@ -49,6 +49,7 @@ from mha_deploy.output import (
     temporary_folder,
 )
 from mha_deploy.report import SavableResult, check_results
+from mha_deploy.status import Outcome
 
 if TYPE_CHECKING:
     import onnx
@@ -79,6 +80,7 @@ if TYPE_CHECKING:
     from mha_deploy.runtime.runner import Runner
     from mha_deploy.runtime.tensorrt.versions import TensorRT
     from mha_deploy.serving.triton import Package
+    from mha_deploy.status import Finding
     from mha_deploy.validate import verdict
     from mha_deploy.validate.bench import ModelBench
     from mha_deploy.validate.fault import Bisection
@@ -706,14 +708,15 @@ class Report(SavableResult):
     def __init__(self, record: verdict.ValidationRecord) -> None:
         self.record = record
 
-        self.outcome: str = record.outcome
-        """`passed`, `failed`, or `not verified`: nothing failed, and no engine of the bundle was run."""
+        self.outcome: Outcome = record.outcome
+        """`passed`; `failed`; or `not verified`: nothing failed, but an engine of the bundle was not run, or
+        an output shows nothing."""
         self.passed: bool = record.passed
-        """Whether something was checked and nothing failed; true where the outcome is `not verified`, too."""
+        """Whether the outcome is `passed`; false where it is `not verified`."""
         self.headline: str = record.headline
         """The verdict in one line."""
-        self.findings: tuple[verdict.Finding, ...] = record.findings
-        """The verdict's findings, each with `level` and text."""
+        self.findings: tuple[Finding, ...] = record.findings
+        """What is wrong, not covered, or worth knowing: each with `level`, `kind`, place and text."""
 
     @cached_property
     def _data(self) -> dict[str, Any]:
@@ -760,7 +763,7 @@ def validate(
 
     Example:
         >>> report = md.validate("out/tiny", latency=False)
-        >>> report.outcome, report.passed
+        >>> report.outcome.value, report.passed
         ('passed', True)
         >>> report.save_html("out/report.html").name
         'report.html'
@@ -850,9 +853,14 @@ class BenchReport(SavableResult):
         self.records = tuple(records)
 
     @property
+    def outcome(self) -> Outcome:
+        """Failed where an engine gave a wrong result at any size; not verified where none was run."""
+        return Outcome.of(record.outcome for record in self.records)
+
+    @property
     def passed(self) -> bool:
-        """Whether no engine gave a wrong result at any size."""
-        return not any(record.wrong for record in self.records)
+        """Whether engines were timed, and none gave a wrong result at any size."""
+        return self.outcome is Outcome.PASSED
 
     def to_dict(self) -> dict[str, Any]:
         """The times as plain data, as docs/report.md describes them."""
@@ -958,9 +966,10 @@ def bisect(
             raise DeployError(what, got=backend, hint=", ".join(RUNNERS))
         name, open_model = runtime.name, twin_opener(runtime.engine, opened)
     report("reference", 0, 0)
-    reference, title = reference_for(opened, case_to_bisect(opened), name)
-    found = bisect_bundle(opened, name, open_model, reference, _without_count(report))
-    return replace(found, reference=title)
+    trusted = reference_for(opened, case_to_bisect(opened), name)
+    found = bisect_bundle(opened, name, open_model, trusted.values, _without_count(report))
+    doubt = None if found.wrong is None else trusted.doubt
+    return replace(found, reference=trusted.title, doubt=doubt)
 
 
 def self_test(

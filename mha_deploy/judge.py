@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, astuple, replace
-from typing import Any
+from dataclasses import astuple, replace
+from typing import Annotated, Any
 
 import ml_dtypes
 import numpy as np
-from msgspec import Struct, structs
+from msgspec import Meta, Struct, structs, to_builtins
 
 from mha_deploy.bundle.cases import GoldenCase, entries_from, first_new_entries
 from mha_deploy.metrics import EVERYWHERE, FACTORS, Budget, Deviation, ToHeads, budget_from_eager, measure
@@ -52,7 +52,10 @@ def new_entries(
 # -- Is the result right? A verdict for every output of every golden case --------------------------
 
 
-class OutputVerdict(Struct, frozen=True, kw_only=True):
+Share = Annotated[float, Meta(ge=0)]
+
+
+class OutputVerdict(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The verdict on one output of one case."""
 
     case: str  # name of the golden case
@@ -62,7 +65,7 @@ class OutputVerdict(Struct, frozen=True, kw_only=True):
     reason: Reason | None = None  # why it failed or is not verified; None if it passed
     deviation: Deviation | None = None  # its error, where names, types, shapes and values allow measuring one
     budget: dict[str, float | None] | None = None  # what the error may be, by measure; None: not judged by it
-    share: float | None = None  # the largest share of its budget that the error uses; None without a number
+    share: Share | None = None  # the largest share of its budget that the error uses; None without a number
 
     def __post_init__(self) -> None:
         if self.passed is not (self.reason is None) or (self.passed and (self.share or 0.0) > 1):
@@ -89,17 +92,8 @@ class OutputVerdict(Struct, frozen=True, kw_only=True):
         return None if self.reason is None else reason_text(self.reason)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        problem = self.problem
-        if self.outcome is Outcome.NOT_VERIFIED:
-            problem = f"not verified: {problem}"
-        return {
-            **{
-                name: getattr(self, name) for name in ("passed", "case", "sizes", "output", "budget", "share")
-            },
-            "problem": problem,
-            "deviation": self.deviation and asdict(self.deviation),
-        }
+        """Plain data for JSON; see docs/report.md."""
+        return dict(to_builtins(self))
 
 
 class ParityReport(Struct, frozen=True, kw_only=True):
@@ -125,7 +119,7 @@ class ParityReport(Struct, frozen=True, kw_only=True):
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; see docs/report.md."""
         return {
-            **{name: getattr(self, name) for name in ("model", "precision", "backend", "cases", "passed")},
+            **{name: getattr(self, name) for name in ("model", "precision", "backend", "cases", "outcome")},
             "accumulation": dict(zip(("type", "why"), self.accumulation, strict=True)),
             "verdicts": [verdict.to_dict() for verdict in self.verdicts],
         }

@@ -749,8 +749,8 @@ def _is_extra(folder: Path, name: str) -> bool:
         return _is_timings(path)
     if re.fullmatch(r"engines/[^/]+\.(engine|json)", name):
         return (_read_json(path.with_suffix(".json")) or {}).keys() >= _ENGINE_KEYS
-    if match := re.fullmatch(r"(?:report|bench)\.(json|html)", name):
-        return is_result(path) if match[1] == "json" else is_page(path)
+    if match := re.fullmatch(r"(?:report|bench)\.(json|html)|engines\.json", name):
+        return is_page(path) if match[1] == "html" else is_result(path)
     return False
 
 

@@ -42,6 +42,11 @@ class Outcome(Word):
             return cls.FAILED
         return cls.PASSED if found == {cls.PASSED} else cls.NOT_VERIFIED
 
+    @classmethod
+    def passing(cls, is_right: bool) -> Outcome:
+        """Passed or failed."""
+        return cls.PASSED if is_right else cls.FAILED
+
     @property
     def exit_code(self) -> int:
         """That of a command; what is not verified fails only where it was required."""
@@ -77,13 +82,66 @@ class Kind(Word):
     MODULE_ZERO = "module zero"
     ORACLE_CONSTANT = "oracle constant"
     ORACLE_REPEATS = "oracle repeats"
+    # A runtime, an engine or a server
+    WRONG_OUTPUTS = "wrong outputs"
+    UNVERIFIED_OUTPUTS = "unverified outputs"
+    NOT_DECODED = "not decoded"
+    WRONG_DECODING = "wrong decoding"
+    UNVERIFIED_DECODING = "unverified decoding"
+    NOT_INVARIANT = "not invariant"
+    RUNTIME_FAILED = "runtime failed"
+    NO_ENGINE = "no engine"
+    ENGINE_GONE = "engine gone"
+    ENGINE_NOT_RUN = "engine not run"
+    ENGINE_NOT_CONFIRMED = "engine not confirmed"
+    GRAPH_NOT_FUSED = "graph not fused"
+    ENGINE_NOT_FUSED = "engine not fused"
+    ENGINE_PRECISION = "engine precision"
+    NARROWED = "narrowed"
+    OUTSIDE_PROFILES = "outside profiles"
+    FAULT = "fault"
+    FP16_RANGE = "fp16 range"
+    WRONG_MASK = "wrong mask"
+    SLOWER = "slower"
+    NOT_SETTLED = "not settled"
+    REQUESTS_FAILED = "requests failed"
+    REQUESTS_NOT_SENT = "requests not sent"
+    # What nothing was judged on
+    NOT_RUN = "not run"
+    NOT_COVERED = "not covered"
+    STEPS_NOT_COVERED = "steps not covered"
+    PROFILE_NOT_COVERED = "profile not covered"
+    SIZES_NOT_COVERED = "sizes not covered"
+    # A time
+    WRONG_RESULT = "wrong result"
+    WRONG_WHEN_TIMED = "wrong when timed"
+    WRONG_ON_STREAMS = "wrong on streams"
+    NOT_TIMED = "not timed"
+    # A search
+    REFERENCE_IS_SUBJECT = "reference is subject"
+
+
+class Section(Word):
+    """The part of a report that has the evidence of a finding."""
+
+    PARITY = "parity"
+    DECODE = "decode"
+    FUSION = "fusion"
+    PRECISION = "precision"
+    LATENCY = "latency"
+    RANGE = "range"
+    INVARIANCE = "invariance"
+    CONFORMANCE = "conformance"
+    ENGINE = "engine"
+    COVERAGE = "coverage"
+    SERVING = "serving"
 
 
 EMPTY_ORACLE = frozenset({Kind.ORACLE_ZERO, Kind.ORACLE_CONSTANT})
 """An output of which another case may show more."""
 
 
-class Reason(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Reason(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Why something failed, is not verified, or was not done."""
 
     kind: Kind  # what it is about
@@ -94,6 +152,49 @@ class Reason(Struct, frozen=True, kw_only=True, omit_defaults=True):
     worst: str | None = None  # where the largest error is, where that was looked for
     index: tuple[int, ...] | None = None  # an element of it
     numbers: Mapping[str, float] = {}  # counts and figures by name
+
+
+class Gap(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What nothing was judged on: an engine, the decode steps of a runtime, a profile, or sizes."""
+
+    kind: Kind
+    name: str = ""  # the engine or the runtime; empty where it is the same for all
+    profile: int | None = None
+    axis: str | None = None
+    least: int | None = None  # the sizes of the axis: from this one
+    most: int | None = None  # to this one
+    text: str = ""  # the same in words; nothing reads it
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """What it is about, whatever its extent."""
+        return self.kind, self.name, self.profile, self.axis
+
+
+class Place(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What a finding is about; what does not apply is None."""
+
+    runner: str | None = None  # the runtime or server, as people call it
+    engine: str | None = None
+    cases: str | None = None  # the kind of cases
+    case: str | None = None
+    output: str | None = None
+    check: str | None = None  # the check of invariance, or the mask
+    sizes: Mapping[str, int] | None = None
+
+
+class Finding(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One thing that is wrong, not covered, or worth knowing."""
+
+    level: Severity
+    section: Section
+    kind: Kind
+    place: Place = Place()
+    reason: Reason | None = None  # what is below it: of several, the first
+    names: tuple[str, ...] = ()  # the nodes, cases or sizes that it is about
+    numbers: Mapping[str, float] = {}  # counts and figures by name
+    detail: str = ""  # what a part of the report, or another program, says of it
+    text: str = ""  # the sentence for people; nothing reads it
 
 
 def derive(record: Struct, **fields: object) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import TypeVar
 
-from mha_deploy.status import Kind, Reason
+from mha_deploy.status import Finding, Gap, Kind, Reason
 
 # -- Numbers ---------------------------------------------------------------------------------------
 
@@ -177,6 +177,11 @@ _REASONS: Mapping[Kind, str | Callable[[Reason], str]] = {
     Kind.MODULE_ZERO: "the module itself gives zeros where the oracle reaches {0.numbers[largest]:.2g}",
     Kind.ORACLE_CONSTANT: "the oracle is constant, {0.numbers[largest]:.2g} everywhere",
     Kind.ORACLE_REPEATS: "the oracle is the same vector at every position",
+    Kind.NOT_TIMED: "{0.got}",
+    Kind.WRONG_RESULT: "wrong answer: {0.got}",
+    Kind.WRONG_WHEN_TIMED: "wrong answer while it was timed: {0.got}",
+    Kind.WRONG_ON_STREAMS: "wrong answer on {0.numbers[streams]:.0f} streams: {0.got}",
+    Kind.REFERENCE_IS_SUBJECT: "compared with {0.got}, the graph that is judged: a fault in it is not found",
 }
 
 
@@ -207,3 +212,105 @@ _HINTS: Mapping[Kind, Mapping[Language, str]] = dict.fromkeys(
 def hint_for(kind: Kind, language: Language) -> str | None:
     """What to try, in the words of the reader; None where there is nothing to say."""
     return _HINTS.get(kind, {}).get(language)
+
+
+# -- Findings and gaps: the sentences of a verdict -------------------------------------------------
+
+
+def gap_text(gap: Gap) -> str:
+    """What nothing was judged on, in a few words: `S = 17–64`."""
+    if gap.kind is Kind.NOT_RUN:
+        return f"engine {gap.name}"
+    if gap.kind is Kind.STEPS_NOT_COVERED:
+        return f"decode steps in {gap.name}"
+    profile = f"profile {gap.profile} of {gap.name}"
+    if gap.kind is Kind.PROFILE_NOT_COVERED:
+        return profile
+    span = f"{gap.least}" if gap.least == gap.most else f"{gap.least}–{gap.most}"
+    return f"{gap.axis} = {span}{'' if gap.profile is None else f' in {profile}'}"
+
+
+def reason_and_hint(reason: Reason | None, language: Language = Language.COMMAND_LINE) -> str:
+    """A reason in words, with what to try."""
+    if reason is None:
+        return "no reason is recorded"
+    hint = hint_for(reason.kind, language)
+    return f"{reason_text(reason)}{f'; {hint}' if hint else ''}"
+
+
+def _about_outputs(finding: Finding) -> str:
+    place, count = finding.place, finding.numbers
+    status = "wrong" if finding.kind is Kind.WRONG_OUTPUTS else "not verified"
+    what = "attentions" if place.cases == "layers" else "outputs"
+    first = f"{place.case}/{place.output}: {reason_and_hint(finding.reason)}"
+    counts = f"{count['failed']:.0f} of {count['judged']:.0f} {what}"
+    return f"{place.runner} is {status} on {counts} ({place.cases}; {first})"
+
+
+def _about_decoding(finding: Finding) -> str:
+    place = finding.place
+    status = "decodes wrongly" if finding.kind is Kind.WRONG_DECODING else "is not verified when decoding"
+    return f"{place.runner} {status} ({place.case}/{place.output}: {reason_and_hint(finding.reason)})"
+
+
+def _about_profiles(finding: Finding) -> str:
+    if finding.numbers["judged"]:
+        return f"{finding.place.runner} was not run on {', '.join(finding.names)}: outside its profiles"
+    return f"{finding.place.runner} was compared with nothing: every case is outside its profiles"
+
+
+def _about_graph(finding: Finding) -> str:
+    count, why = finding.numbers, f" ({summarize_names(finding.names, joint=', ')})" if finding.names else ""
+    return f"{count['fused']:.0f} of {count['of']:.0f} attentions are one node in the graph{why}"
+
+
+def _about_requests(finding: Finding) -> str:
+    count, clients = finding.numbers, plural(int(finding.numbers["clients"]), "client")
+    if finding.kind is Kind.REQUESTS_NOT_SENT:
+        answered = f"{count['answered']:.0f} of {count['requests']:.0f} requests"
+        return f"{clients}: the limit of {count['limit_s']:g} s was reached after {answered}"
+    left = f"; {count['unsent']:.0f} were not sent any more" if count["unsent"] else ""
+    failed = f"{count['failed']:.0f} of {count['requests']:.0f} requests failed"
+    return f"{clients}: {failed} ({', '.join(finding.names)}){left}: {finding.detail}"
+
+
+_FINDINGS: Mapping[Kind, str | Callable[[Finding], str]] = {
+    Kind.WRONG_OUTPUTS: _about_outputs,
+    Kind.UNVERIFIED_OUTPUTS: _about_outputs,
+    Kind.NOT_DECODED: "{0.place.runner} decoded no tokens: {0.detail}",
+    Kind.WRONG_DECODING: _about_decoding,
+    Kind.UNVERIFIED_DECODING: _about_decoding,
+    Kind.NOT_INVARIANT: "{0.place.runner}: {0.place.check} changes the answer ({0.place.case}, {0.detail})",
+    Kind.RUNTIME_FAILED: "{0.place.runner} fits this machine and failed to run the model: {0.detail}",
+    Kind.NO_ENGINE: "the bundle has no engine that could be fused or in its precision",
+    Kind.ENGINE_GONE: "engine {0.place.engine} was built from this bundle and is not here",
+    Kind.ENGINE_NOT_RUN: "engine {0.place.engine} was built and inspected, but not run: {0.detail}",
+    Kind.ENGINE_NOT_CONFIRMED: "fusion and precision of engine {0.place.engine} are not verified: it did not "
+    "run here, and only TensorRT can read its plan",
+    Kind.GRAPH_NOT_FUSED: _about_graph,
+    Kind.ENGINE_NOT_FUSED: "engine {0.place.engine}: {0.detail}",
+    Kind.ENGINE_PRECISION: "engine {0.place.engine}: {0.detail}",
+    Kind.NARROWED: "engine {0.place.engine} multiplies {0.numbers[matmuls]:.0f} matmuls in fewer bits than "
+    "the graph",
+    Kind.OUTSIDE_PROFILES: _about_profiles,
+    Kind.FAULT: "at fault: {0.names[0]}. {0.detail}",
+    Kind.FP16_RANGE: lambda finding: f"{summarize_names(finding.names)}: {finding.detail}",
+    Kind.WRONG_MASK: "{0.place.runner} is wrong on masks: {0.place.check}, {0.detail}",
+    Kind.SLOWER: lambda finding: (
+        f"{finding.place.runner} has {finding.numbers['ratio']:.2f}× the latency of {finding.names[0]} at "
+        f"{sizes_text(finding.place.sizes or {})}"
+    ),
+    Kind.NOT_SETTLED: lambda finding: (
+        f"the time of {finding.place.runner} at {sizes_text(finding.place.sizes or {})} did not settle"
+    ),
+    Kind.REQUESTS_FAILED: _about_requests,
+    Kind.REQUESTS_NOT_SENT: _about_requests,
+    Kind.NOT_RUN: lambda finding: f"not run: {'; '.join(finding.names)}",
+    Kind.NOT_COVERED: lambda finding: f"not covered: {'; '.join(finding.names)}",
+}
+
+
+def finding_text(finding: Finding) -> str:
+    """A finding in words."""
+    words = _FINDINGS[finding.kind]
+    return words.format(finding) if isinstance(words, str) else words(finding)

@@ -158,7 +158,7 @@ def test_blocking_a_package_blocks_it(without_torch, step):
 def test_a_bundle_is_validated_without_torch(without_torch):
     done = without_torch["validate"]
     assert done.code == 0, done.err
-    assert json.loads(done.out)["verdict"]["passed"] is True
+    assert json.loads(done.out)["verdict"]["outcome"] == "passed"
 
 
 def test_a_bundle_is_validated_with_nothing_but_onnx(without_runtimes):

@@ -88,7 +88,7 @@ class Workers:
             digest = sha256(Path(task.request["bundle"]) / "manifest.json")
             report["model"] |= {"bundle_sha256": digest, "precision": "fp16"}
             report["engines"][0]["version"] = "1.0"
-            status = "passed" if report["verdict"]["passed"] else "failed"
+            status = report["verdict"]["outcome"]
             yield task, {"status": status, "why": "", "seconds": 1.0, "engine_sha256": "1", "report": report}
 
 
@@ -116,8 +116,9 @@ def test_a_cell_that_nobody_changed_is_kept(plan, tmp_path, report):
 
 def changed_cells(data):
     yield {**data, "status": "passed"}
-    yield {**data, "status": "built"}
-    yield with_value(data, ("report", "verdict", "passed"), True) | {"status": "passed"}
+    yield {**data, "status": "not verified"}
+    yield with_value(data, ("report", "verdict", "outcome"), "passed") | {"status": "passed"}
+    yield with_value(data, ("report", "verdict", "outcome"), "not verified") | {"status": "not verified"}
     yield {**data, "status": "passed", "report": None}
     yield {**data, "status": "passed", "report": {}}
     yield {**data, "status": "passed", "report": {"engines": [], "model": {}}}

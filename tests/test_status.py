@@ -7,6 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from mha_deploy import text
 from mha_deploy.bundle.cases import GoldenCase
 from mha_deploy.judge import OutputVerdict, ParityReport, failed_to_run, judge_case, parity_from_verdicts
 from mha_deploy.model.precision import find_precision
@@ -100,9 +101,14 @@ def test_the_outcome_of_a_report_follows_from_its_verdicts_whatever_a_file_claim
     assert forged.outcome is FAILED
 
 
+GAPS = (Kind.NOT_RUN, Kind.STEPS_NOT_COVERED, Kind.PROFILE_NOT_COVERED, Kind.SIZES_NOT_COVERED)
+
+
 def test_every_kind_of_reason_has_words():
-    numbers = dict.fromkeys(("count", "largest", "smallest_normal", "wrong", "of", "in_module"), 1.0)
-    for kind in Kind:
+    figures = ("count", "largest", "smallest_normal", "wrong", "of", "in_module", "streams")
+    numbers, reasons = dict.fromkeys(figures, 1.0), [kind for kind in Kind if kind in text._REASONS]
+    assert set(reasons) | set(text._FINDINGS) | set(GAPS) == set(Kind)
+    for kind in reasons:
         words = reason_text(Reason(kind=kind, got="this", wanted="that", where="here", numbers=numbers))
         assert words
         assert "None" not in words.replace("at None", "")

@@ -19,6 +19,7 @@ import typer
 from mha_deploy import api as md
 from mha_deploy.errors import EXIT_VERDICT_FAILED, DeployError, SpecError, place_of_error
 from mha_deploy.options import option, options_of
+from mha_deploy.status import Outcome
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -74,7 +75,7 @@ class Result:
 
     data: Any  # for `--json`
     lines: Callable[[], Iterable[RenderableType]]  # for people; made only for them
-    passed: bool = True  # the verdict, which is the exit code
+    outcome: Outcome = Outcome.PASSED  # the verdict, which is the exit code
     save: Callable[[], Path] | None = None  # writes the report, once the result is printed
 
 
@@ -120,7 +121,7 @@ def verb(*groups: dict[str, Field[Any]]) -> Callable[[Callable[..., Result | Non
                 show(*result.lines())
             if result.save is not None:
                 typer.echo(f"report: {result.save()}", err=json or values.get("markdown", False))
-            if not result.passed:
+            if result.outcome.exit_code:
                 raise typer.Exit(EXIT_VERDICT_FAILED)
 
         shown = [_parameter(name, *known[name]) for name in sorted(known, key=position)]

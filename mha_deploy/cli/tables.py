@@ -14,9 +14,11 @@ from rich.text import Text
 
 from mha_deploy.report import table as tables
 from mha_deploy.report.table import Cell, Data, Table, as_plain, prompts_text, table
+from mha_deploy.status import Outcome
 from mha_deploy.text import (
     group_by,
     plural,
+    reason_text,
     short,
     size,
     sizes_text,
@@ -92,9 +94,10 @@ def _pairs(lines: Iterable[tuple[str, str]]) -> Grid:
     return grid
 
 
-def _head(passed: bool, words: str) -> Text:
+def head(outcome: str, words: str) -> Text:
     """A verdict."""
-    return Text(f"{'PASSED' if passed else 'FAILED'}  {words}", style=f"bold {'green' if passed else 'red'}")
+    found = Outcome(outcome)
+    return Text(f"{found.upper()}  {words}", style=f"bold {_STYLES[tables.MARKS[found]]}")
 
 
 # -- Bundles and graphs ----------------------------------------------------------------------------
@@ -371,9 +374,7 @@ def report_renderable(report: Data) -> RenderableType:
     verdict = report["verdict"]
     for finding in verdict["findings"]:
         blocks.append(Text(f"{finding['level']}: {finding['text']}", style=_LEVELS[finding["level"]]))
-    style = {"passed": "green", "failed": "red"}.get(verdict["outcome"], "yellow")
-    head = f"{verdict['outcome'].upper()}  {verdict['headline']}"
-    return Group(*blocks, Text(head, style=f"bold {style}"))
+    return Group(*blocks, head(verdict["outcome"], verdict["headline"]))
 
 
 def parity_renderable(run: Data) -> RenderableType:
@@ -383,17 +384,21 @@ def parity_renderable(run: Data) -> RenderableType:
         built, noun, right = _layers_table(run), "attentions", "right"
     else:
         built, noun, right = tables.parity_table([run]), "outputs", "within budget"
-    count, failed = len(run["verdicts"]), [each for each in run["verdicts"] if not each["passed"]]
-    is_wrong = any(not tables.is_unverified(each) for each in failed)
+    count, failed = len(run["verdicts"]), _not_passed(run)
+    is_wrong = run["outcome"] == Outcome.FAILED
     words = f"{count}/{count} {noun} {right}"
-    if not run["passed"]:
+    if run["outcome"] != Outcome.PASSED:
         words = f"{len(failed)} of {count} {noun} are {'wrong' if is_wrong else 'not verified'}"
-    return Group(render(built), _head(run["passed"], words))
+    return Group(render(built), head(run["outcome"], words))
+
+
+def _not_passed(run: Data) -> list[Data]:
+    return [verdict for verdict in run["verdicts"] if verdict["outcome"] != Outcome.PASSED]
 
 
 def _layers_table(run: Data) -> Table:
     """All attentions; of many that pass, the first, the worst and the last, and how good the others are."""
-    good = [verdict for verdict in run["verdicts"] if verdict["passed"]]
+    good = [verdict for verdict in run["verdicts"] if verdict["outcome"] == Outcome.PASSED]
     if len(good) <= _MOST_LAYERS:
         return tables.layers_table([run])
     kept = (good[0], max(good, key=lambda verdict: verdict["share"] or 0.0), good[-1])
@@ -423,7 +428,7 @@ def _invariance(checks: Sequence[Data]) -> Text:
 
     parts, judged = [], [check for check in checks if check["case"]]
     for name in CHECKS:
-        found = [check["passed"] for check in judged if check["check"] == name]
+        found = [check["outcome"] == Outcome.PASSED for check in judged if check["check"] == name]
         parts.append(f"{name} {sum(found)}/{len(found)}" if found else f"{name}: not applicable")
     same = ", bitwise the same" if judged and all(check["bitwise"] for check in judged) else ""
     return Text(f"{checks[0]['backend']}, batch elements in other slots: {', '.join(parts)}{same}")
@@ -468,7 +473,7 @@ def self_test_renderable(result: SelfTest) -> RenderableType:
     rows += [row(each.mistake, each.share, each.caught, ("detected", "MISSED")) for each in result.mutations]
     found = f"{sum(each.caught for each in result.mutations)}/{len(result.mutations)} mutations detected"
     found += "" if right else ", but the graph as exported is wrong itself"
-    return Group(render(table("", ("!model", "#× budget", "verdict"), rows)), _head(result.passed, found))
+    return Group(render(table("", ("!model", "#× budget", "verdict"), rows)), head(result.outcome, found))
 
 
 def bisection_renderable(found: Bisection) -> RenderableType:
@@ -476,8 +481,8 @@ def bisection_renderable(found: Bisection) -> RenderableType:
     runs = plural(found.runs, "run")
     where = f"{found.model} on {found.backend}, case {found.case}, {runs}, against {found.reference}"
     if found.wrong is None:
-        head = _head(True, f"the outputs of case {found.case} are right: nothing to bisect")
-        return Group(head, Text(where))
+        words = f"the outputs of case {found.case} are right: nothing to bisect"
+        return Group(head(found.outcome, words), Text(where))
     lines = [f"wrong output: {found.wrong}"]
     if found.attentions:
         last = f"the last right one is {found.last_right}" if found.last_right else "there is none before it"
@@ -490,7 +495,8 @@ def bisection_renderable(found: Bisection) -> RenderableType:
         names = ", ".join(found.unseen[:4]) + (", …" if len(found.unseen) > 4 else "")
         lines.append(f"nodes before it that the reference has no values for: {len(found.unseen)} ({names})")
     name = "at an unknown node" if node is None else f"first at {node.node}"
-    return Group(*map(Text, lines), _head(False, name), Text(where))
+    lines += [f"warning: {reason_text(found.doubt)}"] if found.doubt is not None else []
+    return Group(*map(Text, lines), head(found.outcome, name), Text(where))
 
 
 # -- The catalog, costs, this machine, a matrix ----------------------------------------------------

@@ -34,6 +34,7 @@ from mha_deploy.errors import EXIT_VERDICT_FAILED, DeployError
 from mha_deploy.files import PathPart
 from mha_deploy.options import AUTO, OF_DEPLOY, option
 from mha_deploy.process import python_command, run
+from mha_deploy.status import Outcome
 from mha_deploy.text import yes_no
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ def deploy(
             yield tables.engine_renderable(done.engine)
         yield tables.report_renderable(done.report.to_dict())
 
-    return Result(data, lines, done.report.passed, partial(done.report.save, done.bundle.path))
+    return Result(data, lines, done.report.outcome, partial(done.report.save, done.bundle.path))
 
 
 def _default_folder(model: md.Model, named: str, cache: str | None, precision: str) -> Path:
@@ -148,7 +149,7 @@ def fuse(
     """Write the attention of an ONNX file as single Attention nodes; list what is not fused, and why."""
     report = md.fuse_file(source, output, **options)
     data = {"file": str(output), **report.to_dict()}
-    return Result(data, lambda: [tables.fuse_renderable(report)], report.complete)
+    return Result(data, lambda: [tables.fuse_renderable(report)], Outcome.passing(report.complete))
 
 
 @verb(options_from(md.check, "target", "version", "sm"))
@@ -161,7 +162,7 @@ def check(bundle: Path = BUNDLE, **options: Any) -> Result:
         findings = [asdict(finding) for finding in answer.findings]
         data.append({"node": answer.node.name, "target": str(answer.target), **found, "findings": findings})
     passed = all(answer.fused_when_lowered for answer in answers)
-    return Result(data, lambda: [tables.eligibility_renderable(answers)], passed)
+    return Result(data, lambda: [tables.eligibility_renderable(answers)], Outcome.passing(passed))
 
 
 @verb(options_from(md.build_engine, repeat={"min": 1}), RUN)
@@ -177,8 +178,8 @@ def build_engine(
         engine = md.build_engine(opened, on_step=on_step, **options)
     manifest = engine.manifest
     in_precision = manifest.has_requested_types or not require_precision
-    passed = (manifest.all_fused or not require_fused) and in_precision
-    return Result(engine_to_dict(engine), lambda: [tables.engine_renderable(engine)], passed=passed)
+    outcome = Outcome.passing((manifest.all_fused or not require_fused) and in_precision)
+    return Result(engine_to_dict(engine), lambda: [tables.engine_renderable(engine)], outcome)
 
 
 def engine_to_dict(engine: Engine) -> dict[str, Any]:
@@ -302,7 +303,7 @@ def validate(
         with show_steps(f"self-test {name}") as on_step:
             tested = md.self_test(opened, next(iter(options["backends"]), None), on_step=on_step)
 
-        return Result(tested.to_dict(), lambda: [tables.self_test_renderable(tested)], passed=tested.passed)
+        return Result(tested.to_dict(), lambda: [tables.self_test_renderable(tested)], outcome=tested.outcome)
     folder = out or opened.path
     if report:
         md.refuse_outputs(folder, "report", overwrite=overwrite)
@@ -310,7 +311,7 @@ def validate(
         result = md.validate(opened, on_step=on_step, **options)
 
     data, save = result.to_dict(), partial(result.save, folder, overwrite=overwrite) if report else None
-    return Result(data, lambda: [tables.report_renderable(data)], passed=result.passed, save=save)
+    return Result(data, lambda: [tables.report_renderable(data)], outcome=result.outcome, save=save)
 
 
 @verb(options_from(md.bisect, "backend"), CONTROL)
@@ -320,7 +321,7 @@ def bisect(bundle: Path = BUNDLE, **options: Any) -> Result:
     with show_steps(f"bisect {opened.manifest.spec.name}") as on_step:
         found = md.bisect(opened, on_step=on_step, **options)
 
-    return Result(found.to_dict(), lambda: [tables.bisection_renderable(found)], passed=found.wrong is None)
+    return Result(found.to_dict(), lambda: [tables.bisection_renderable(found)], outcome=found.outcome)
 
 
 @verb(options_from(md.bench), CONTROL)
@@ -368,7 +369,7 @@ def bench(
         if record is not None:
             md.BenchReport([timed]).record(record)
     table = [report.to_markdown()] if markdown else []
-    return Result(report.to_dict(), lambda: table, passed=report.passed, save=lambda: page)
+    return Result(report.to_dict(), lambda: table, outcome=report.outcome, save=lambda: page)
 
 
 def _replay(line: str, bundle: Path | None) -> Result:
@@ -379,7 +380,7 @@ def _replay(line: str, bundle: Path | None) -> Result:
     for name, version in now.items():
         if (old := recorded.versions.get(name, "none")) != version:
             lines.append(f"{name}: {old} then, {version} now")
-    return Result({"status": found.status, "why": found.why}, lambda: lines, passed=found.passed)
+    return Result({"status": found.status, "why": found.why}, lambda: lines, outcome=found.outcome)
 
 
 def _run_in_processes(processes: int, record: Path | None) -> None:
@@ -422,15 +423,14 @@ def compare(
     found.save_files(html=html, junit=junit, overwrite=overwrite)
 
     shown = partial(_table_or_markdown, markdown, found, found.table(everything=everything))
-    return Result(found.to_dict(), shown, passed=found.passed)
+    return Result(found.to_dict(), shown, outcome=found.outcome)
 
 
 def _table_or_markdown(markdown: bool, found: Any, table: Table, *reasons: str) -> list[RenderableType]:
     """A comparison or a matrix as Markdown, or as a table with reasons and the verdict."""
     if markdown:
         return [found.to_markdown()]
-    verdict = f"{'PASSED' if found.passed else 'FAILED'}  {found.headline}"
-    return [tables.render(table), *reasons, verdict]
+    return [tables.render(table), *reasons, tables.head(found.outcome, found.headline)]
 
 
 @verb(options_from(md.matrix, "out", "jobs", "address", out={"flags": OUT}, jobs={"min": 1}))
@@ -453,7 +453,7 @@ def matrix(
 
     reasons = [": ".join(reason) for reason in found.reasons()]
     shown = partial(_table_or_markdown, markdown, found, found.tables()[0], *reasons)
-    return Result(found.to_dict(), shown, passed=found.passed, save=lambda: page)
+    return Result(found.to_dict(), shown, outcome=found.outcome, save=lambda: page)
 
 
 @contextmanager

@@ -32,9 +32,11 @@ from mha_deploy.output import (
     check_file,
     is_engine,
     is_engine_manifest,
+    is_result,
     lock_folder,
     make_folder,
     partial_files,
+    write_file,
     write_unit,
 )
 from mha_deploy.runtime.child import isolation, open_isolated
@@ -317,6 +319,44 @@ def engines_of(bundle: Path) -> list[Engine]:
     return [open_engine(path) for path in sorted((bundle / FOLDER).glob("*.engine"))]
 
 
+LEDGER = "engines.json"
+"""In a bundle: the engines that were ever built from it; one that was deleted is known to be missing."""
+
+
+class Ledger(Struct, frozen=True, kw_only=True):
+    """The engines that were built from a bundle, by name, with the hashes of their plans."""
+
+    tool: dict[str, str] = field(default_factory=lambda: {"name": "mha-deploy"})
+    built: dict[str, str] = {}
+
+
+def gone_engines(bundle: Path) -> tuple[str, ...]:
+    """The engines that were built from a bundle and are not in it any more, by name.
+
+    A ledger that cannot be read is an error: what it names is not known to be there.
+    """
+    here = {path.stem for path in (bundle / FOLDER).glob("*.engine")}
+    left = {path.stem for path in (bundle / FOLDER).glob("*.json")}
+    try:
+        known = set(_read_ledger(bundle).built)
+    except (OSError, ValueError, msgspec.DecodeError) as error:
+        raise BundleError(f"{LEDGER} cannot be read.", got=error, hint="export the bundle again") from error
+    return tuple(sorted((known | left) - here))
+
+
+def _read_ledger(bundle: Path) -> Ledger:
+    path = bundle / LEDGER
+    return msgspec.json.decode(read_regular(path), type=Ledger) if path.exists() else Ledger()
+
+
+def _note_built(bundle: Path, name: str, digest: str) -> None:
+    # The engine is there; a ledger that is broken, or not ours, stays as it is.
+    with suppress(OSError, ValueError, msgspec.DecodeError, DeployError):
+        built = {**_read_ledger(bundle).built, name: digest}
+        data = msgspec.json.encode(Ledger(built=dict(sorted(built.items()))))
+        write_file(bundle / LEDGER, msgspec.json.format(data, indent=2) + b"\n", is_result)
+
+
 def open_engine(path: Path) -> Engine:
     """Read an engine's manifest, and check that the plan is the one it speaks of.
 
@@ -402,6 +442,8 @@ def write_engine(path: Path, plan: bytes, manifest: EngineManifest, *, overwrite
         if bundle is not None and sha256(bundle / MANIFEST) != manifest.bundle_sha256:
             raise BundleError("The bundle was replaced in the meantime.", got=bundle, hint="build again")
         write_unit(path, plan, beside, text)
+        if bundle is not None:
+            _note_built(bundle, path.stem, manifest.engine_sha256)
     isolation.own.add(manifest.engine_sha256)
     return Engine(path=path, manifest=manifest)
 

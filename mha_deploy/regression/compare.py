@@ -11,11 +11,13 @@ from typing import Annotated, Any
 from xml.etree import ElementTree
 
 import msgspec
+from msgspec import structs
 
 from mha_deploy.bundle.folder import MANIFEST, Bundle, open_bundle
 from mha_deploy.engine.engine import Engine, engines_of, open_engine
 from mha_deploy.errors import BundleError, DeployError, nearest
 from mha_deploy.files import read_json
+from mha_deploy.judge import OutputVerdict
 from mha_deploy.model.spec import Axis
 from mha_deploy.options import Limits
 from mha_deploy.output import IsOurs, is_junit, is_page, write_files
@@ -24,8 +26,20 @@ from mha_deploy.report.charts import readable
 from mha_deploy.report.page import sections_page
 from mha_deploy.report.schema import as_plain, many, record
 from mha_deploy.report.table import Cell, Group, RawRow, Table, markdown, markdown_text, table
-from mha_deploy.text import NOTHING, budget_share, group_by, plural, short, size, sizes_text, summarize_names
-from mha_deploy.validate.verdict import engines_to_dict, model_to_dict, report_header
+from mha_deploy.status import Gap, Kind, Outcome, Word
+from mha_deploy.text import (
+    NOTHING,
+    budget_share,
+    gap_text,
+    group_by,
+    plural,
+    short,
+    size,
+    sizes_text,
+    summarize_names,
+)
+from mha_deploy.validate.fault import LAYERS
+from mha_deploy.validate.verdict import REPORT_FORMAT, engines_to_dict, model_to_dict, report_header
 
 # -- What is read of a report: a subset, so that reports of other versions of this tool can be read --
 
@@ -35,15 +49,13 @@ _DATA = dict[str, Any]
 _SHARE, _TIME = Annotated[float, msgspec.Meta(ge=0)], Annotated[float, msgspec.Meta(gt=0)]
 _PAIR = Annotated[list[int], msgspec.Meta(min_length=2, max_length=2)]
 _MODEL = _part({str: "name precision"}, {str: "bundle_sha256 weights", _DATA: "spec"})
-_VERDICT = _part({bool: "passed"}, {str: "headline outcome", list[str]: "not_verified"})
+_VERDICT = _part({Outcome: "outcome"}, {str: "headline", list[Gap]: "not_verified"})
 _ENVIRONMENT = _part({}, {_DATA: "gpu", str: "driver platform", dict[str, str]: "versions"})
-_OUTPUT = _part(
-    {str: "case output", bool: "passed"},
-    {str: "problem", _SHARE: "share", _DATA: "deviation budget", dict[str, int]: "sizes"},
+_PARITY = _part({str: "backend cases"}, {many(OutputVerdict): "verdicts", _DATA: "accumulation"})
+_DECODE = _part(
+    {str: "backend trace", Outcome: "outcome", int: "steps"}, {_SHARE: "share", list[int]: "prompt"}
 )
-_PARITY = _part({str: "backend cases"}, {many(_OUTPUT): "verdicts", _DATA: "accumulation"})
-_DECODE = _part({str: "backend trace", bool: "passed", int: "steps"}, {_SHARE: "share", list[int]: "prompt"})
-_INVARIANCE = _part({str: "backend case check", bool: "passed"}, {str: "detail", _SHARE: "share"})
+_INVARIANCE = _part({str: "backend case check", Outcome: "outcome"}, {str: "detail", _SHARE: "share"})
 _NODE = _part({str: "status"}, {str: "node", int: "profile", list[str]: "kernels"})
 _MASK = _part({str: "case", many(_NODE, str): "cells"}, {bool: "diagnostic"})
 _REBUILDS = _part({}, {list[float]: "seconds engine_bytes", dict[str, list[float | None]]: "errors times_us"})
@@ -56,7 +68,8 @@ _ENGINE = _part(
 )  # fmt: skip
 _CONDITIONS = _part({}, {list[str]: "throttled_by"})
 _TIMING = _part(
-    {_TIME: "p50_us p90_us"}, {bool: "stable graph", int: "memory_bytes", _CONDITIONS: "conditions"}
+    {_TIME: "p50_us p90_us"},
+    {_TIME: "p99_us", str: "gpu", bool: "stable graph", int: "memory_bytes", _CONDITIONS: "conditions"},
 )
 _ROW = _part({str: "name"}, {str: "backend refused", _TIMING: "timing"})
 _POINT = _part({str: "case", dict[str, int]: "sizes", many(_ROW): "rows"}, {int: "past"})
@@ -68,8 +81,8 @@ _RESULT = _part(
         str: "place cell", _VERDICT: "verdict", _ENVIRONMENT: "environment", many(_PARITY): "parity",
         many(_DECODE): "decode", many(_INVARIANCE): "invariance", _part({many(_MASK): "rows"}): "conformance",
         _part({many(_NODE): "nodes"}): "range", many(_ENGINE): "engines",
-        _part({many(_POINT): "points"}): "latency", _DATA: "contents", many(_SERVING): "serving",
-        many(_THROUGHPUT): "throughput",
+        _part({many(_POINT): "points"}, {str: "gpu"}): "latency", _DATA: "contents",
+        many(_SERVING): "serving", many(_THROUGHPUT): "throughput",
     },
 )  # fmt: skip
 Result = Any
@@ -132,6 +145,12 @@ def _from_data(data: Any, name: str, runtime: str) -> Side:
     kind = next((kinds[key] for key in kinds if isinstance(data, Mapping) and key in data), None)
     if kind is None:
         raise DeployError("This is not a result of mha-deploy.", got=name, hint=_ACCEPTED)
+    if data.get("format", REPORT_FORMAT) != REPORT_FORMAT:
+        got, hint = (
+            f"{name}: format {data['format']!r}, not {REPORT_FORMAT}",
+            "make it again with this version",
+        )
+        raise DeployError(f"The {kind} was written by another version of this tool.", got=got, hint=hint)
     try:
         found: list[Mapping[str, Any]] = _cells(data["cells"], runtime) if kind == "matrix" else [data]
         if kind == "benchmark":
@@ -200,14 +219,24 @@ SECTIONS = (
     "verdict", "coverage", "fusion", "precision", "error", "decode", "invariance", "conformance", "range",
     "latency", "size", "build time", "environment",
 )  # fmt: skip
-REGRESSION, INCONCLUSIVE, IMPROVEMENT, CHANGED, SAME = (
-    "regression", "inconclusive", "improvement", "changed", "same",
-)  # fmt: skip
+
+
+class Level(Word):
+    """What a change means."""
+
+    REGRESSION = "regression"
+    NOT_COMPARABLE = "not comparable"  # both were measured, but not of the same thing
+    INCONCLUSIVE = "inconclusive"  # worse, and it may be noise
+    CHANGED = "changed"
+    IMPROVEMENT = "improvement"
+    SAME = "same"
+
+
+REGRESSION, NOT_COMPARABLE, INCONCLUSIVE, CHANGED, IMPROVEMENT, SAME = Level
 
 # Statuses by rank: what falls is worse.
 _RANKS: Mapping[str, Mapping[str, int]] = {
-    "verdict": {"passed": 3, "built": 2, "not verified": 2, "failed": 1, "refused": 1, "crashed": 0}
-    | {"unavailable": 0},
+    "verdict": {"passed": 3, "not verified": 2, "failed": 1, "refused": 1, "crashed": 0, "unavailable": 0},
     "fusion": {"fused": 2, "unknown": 1, "decomposed": 0},
     "precision": {"verified": 3, "selected at load": 2, "unknown": 1, "mixed": 0},
     "invariance": {"passed": 1, "failed": 0},
@@ -215,8 +244,11 @@ _RANKS: Mapping[str, Mapping[str, int]] = {
     "range": {"ok": 2, "near": 1, "overflows": 0},
     "coverage": {"ran": 1, "not run": 0},
 }
-# A spread (p90 − p50) that grew by this share of p50 leaves a latency inconclusive.
-_TAIL = 0.5
+# A median that grew by this share of the old one is never the same, whatever the spread.
+_LARGE = 0.5
+# How many times the limit a tail may grow before it is inconclusive, and before it is a regression: p99 of
+# 200 samples is the second largest of them.
+_TAILS = {"p90": (1.0, 5.0), "p99": (5.0, 10.0)}
 # Sections in which a missing figure is no loss of coverage.
 _FIGURES = ("environment", "size", "build time")
 
@@ -225,12 +257,13 @@ _FIGURES = ("environment", "size", "build time")
 class Measurement:
     """One thing that is compared."""
 
-    kind: str  # how: `status`, `share`, `growth`, `counts` by name, `range` or `text`
+    kind: str  # how: `status`, `share`, `growth`, `tail`, `sizes`, `counts` by name, `range` or `text`
     owner: str  # its runtime or engine; one that is missing as a whole is reported once
     value: Any
     shown: str
     noise: float = 0.0  # how much it varies between rebuilds or samples, in its own unit
-    passed: bool = True  # of a share: whether the result is right
+    outcome: Outcome = Outcome.PASSED  # of a share
+    sizes: Mapping[str, int] = field(default_factory=dict)  # what a share was measured at
     errors: Mapping[str, float] = field(default_factory=dict)  # of a share: what was measured, by name
     budget: Mapping[str, float] = field(default_factory=dict)  # of a share: the limits of these
     doubt: str = ""  # why the value is not reliable; of a status: the kernels behind it
@@ -242,7 +275,7 @@ class Change:
 
     section: str
     subject: str
-    level: str
+    level: Level
     old: str
     new: str
     why: str = ""
@@ -285,12 +318,7 @@ def _measure_verdict(result: Result) -> Measured:
     if result.cell:
         yield "verdict", "cell", _as_measurement("status", "", result.cell)
     if result.verdict:
-        passed, outcome = result.verdict.passed, result.verdict.outcome or "passed"
-        status = "failed" if outcome == "passed" and not passed else outcome
-        yield "verdict", "validation", _as_measurement("status", "", status)
-        missing = result.verdict.not_verified or ()
-        shown = f"not verified: {'; '.join(missing) or 'nothing'}"
-        yield "coverage", "what was run", _count("", -len(missing), shown)
+        yield "verdict", "validation", _as_measurement("status", "", result.verdict.outcome)
 
 
 def _measure_errors(result: Result, rebuilds: Mapping[str, Any]) -> Measured:
@@ -301,7 +329,7 @@ def _measure_errors(result: Result, rebuilds: Mapping[str, Any]) -> Measured:
             noise = _rebuild_span(rebuilds.get(run.backend), "errors", f"{each.case}/{each.output}")
             yield "error", f"{owner}, {run.cases}: {each.case}/{each.output}", _share(owner, each, noise)
         for case, sizes in {each.case: each.sizes for each in run.verdicts or () if each.sizes}.items():
-            extent = Measurement("counts", owner, sizes, sizes_text(sizes))
+            extent = Measurement("sizes", owner, sizes, sizes_text(sizes))
             yield "coverage", f"{owner}, {run.cases}: sizes of {case}", extent
 
 
@@ -338,6 +366,7 @@ def _measure_latency(result: Result, names: Mapping[str, str], rebuilds: Mapping
             name = names.get(row.name, row.name)
             noise = _rebuild_span(rebuilds.get(row.backend), "times_us", point.case)
             yield "latency", f"{name} at {place}", _time(name, row, noise)
+            yield from (("latency", f"{name} at {place}, {tail}", each) for tail, each in _tails(name, row))
             if row.timing is not None and row.timing.memory_bytes:
                 yield "size", f"{name} at {place}, memory", _bytes(name, row.timing.memory_bytes)
 
@@ -437,21 +466,19 @@ def _bytes(owner: str, count: int, noise: float = 0.0) -> Measurement:
 
 def _share(owner: str, found: Any, noise: float = 0.0) -> Measurement:
     """The largest share of the budget that a result uses: the recorded one, or that of its errors."""
+    deviation, budget = getattr(found, "deviation", None), getattr(found, "budget", None) or {}
     errors, limits = (
-        {
-            key: n
-            for key, n in (getattr(found, each, None) or {}).items()
-            if isinstance(n, int | float) and n > 0
-        }
-        for each in ("deviation", "budget")
+        {key: n for key, n in each.items() if isinstance(n, int | float) and n > 0}
+        for each in ({} if deviation is None else vars(deviation), budget)
     )
     shares = [found.share, *(errors[key] / limits[key] for key in limits if key in errors)]
     used = max((share for share in shares if share is not None), default=None)
     shown = "no finite number" if used is None else budget_share(used)
-    if not found.passed:
-        unverified = (getattr(found, "problem", None) or "").startswith("not verified")
-        shown = "not verified" if unverified else f"wrong ({shown})"
-    return Measurement("share", owner, used, shown, noise, found.passed, errors=errors, budget=limits)
+    shown = {Outcome.FAILED: f"wrong ({shown})", Outcome.NOT_VERIFIED: "not verified"}.get(
+        found.outcome, shown
+    )
+    about: dict[str, Any] = {"errors": errors, "budget": limits, "sizes": getattr(found, "sizes", None) or {}}
+    return Measurement("share", owner, used, shown, noise, found.outcome, **about)
 
 
 def _time(owner: str, row: Any, rebuild_noise: float) -> Measurement:
@@ -464,6 +491,18 @@ def _time(owner: str, row: Any, rebuild_noise: float) -> Measurement:
     noise = max(timing.p90_us - timing.p50_us, rebuild_noise)
     shown = f"{short(timing.p50_us)} µs{', no CUDA graph' if timing.graph is False else ''}"
     return Measurement("growth", owner, timing.p50_us, shown, noise, doubt="; ".join(doubts))
+
+
+def _tails(owner: str, row: Any) -> Iterator[tuple[str, Measurement]]:
+    """p90 and p99, each with the spread of the samples above p90."""
+    timing = row.timing
+    if timing is not None:
+        spread = (timing.p99_us or timing.p90_us) - timing.p90_us
+        for tail in _TAILS:
+            if (value := getattr(timing, f"{tail}_us")) is not None:
+                kind: dict[str, Any] = {"noise": spread, "doubt": _time(owner, row, 0.0).doubt or ""}
+                values = tail, value, timing.p50_us
+                yield tail, Measurement("tail", owner, values, f"{short(value)} µs", **kind)
 
 
 def _without_version(backend: str) -> str:
@@ -481,10 +520,14 @@ def _rebuild_span(rebuilds: Any, figure: str, of: str = "") -> float:
 # -- The rules -------------------------------------------------------------------------------------
 
 
-def _judge(section: str, old: Measurement, new: Measurement, limits: Limits) -> tuple[str, str]:
+def _judge(section: str, old: Measurement, new: Measurement, limits: Limits) -> tuple[Level, str]:
     """The level of a change, and why."""
     if old.kind == "share":
         return _judge_share(old, new, limits)
+    if old.kind == "tail":
+        return _judge_tail(old, new, limits)
+    if old.kind == "sizes":
+        return (SAME, "") if old.value == new.value else (NOT_COMPARABLE, "other sizes")
     if old.kind == "growth":
         return _judge_growth(section, old, new, limits)
     if old.kind == "counts":  # one of them that is smaller is not made up for by another
@@ -504,26 +547,29 @@ def _judge(section: str, old: Measurement, new: Measurement, limits: Limits) -> 
     return (REGRESSION, "another precision was requested") if section == "precision" else (CHANGED, "")
 
 
-def _judge_alone(section: str, new: Measurement) -> tuple[str, str]:
+def _judge_alone(section: str, new: Measurement) -> tuple[Level, str]:
     """The level of something that only the new side has: good where it is right, else a regression."""
-    if section in _FIGURES or new.kind == "text" or (section == "latency" and new.value is None):
+    if section in _FIGURES or new.kind in ("text", "tail") or (section == "latency" and new.value is None):
         return CHANGED, "new"
     is_worst = new.kind == "status" and section != "coverage" and _RANKS[section].get(new.value) == 0
-    if not new.passed or is_worst:
+    if new.outcome is not Outcome.PASSED or is_worst:
         return REGRESSION, "new, and not right"
     if new.kind == "status" and _RANKS[section].get(new.value) != max(_RANKS[section].values()):
         return CHANGED, "new"
     return IMPROVEMENT, "new"
 
 
-def _direction(old: float, new: float) -> str:
+def _direction(old: float, new: float) -> Level:
     return SAME if new == old else IMPROVEMENT if new > old else REGRESSION
 
 
-def _judge_share(old: Measurement, new: Measurement, limits: Limits) -> tuple[str, str]:
-    if old.passed != new.passed:
-        what = "no longer verified" if new.shown == "not verified" else "out of budget"
-        return (IMPROVEMENT, "") if new.passed else (REGRESSION, what)
+def _judge_share(old: Measurement, new: Measurement, limits: Limits) -> tuple[Level, str]:
+    if old.sizes != new.sizes and new.outcome is old.outcome:
+        return NOT_COMPARABLE, "other sizes"
+    if old.outcome is not new.outcome:
+        what = {Outcome.FAILED: "out of budget", Outcome.NOT_VERIFIED: "no longer verified"}
+        level = _direction(*(_RANKS["verdict"][each.outcome] for each in (old, new)))
+        return level, what[new.outcome] if level is REGRESSION else ""
     if bool(old.errors) != bool(new.errors):
         return (IMPROVEMENT, "") if new.errors else (REGRESSION, "no error was measured")
     if old.value is None or new.value is None:
@@ -537,7 +583,7 @@ def _judge_share(old: Measurement, new: Measurement, limits: Limits) -> tuple[st
     return (IMPROVEMENT, "") if growth < 0 else (REGRESSION, f"grown by {budget_share(growth)} of the budget")
 
 
-def _judge_growth(section: str, old: Measurement, new: Measurement, limits: Limits) -> tuple[str, str]:
+def _judge_growth(section: str, old: Measurement, new: Measurement, limits: Limits) -> tuple[Level, str]:
     """A latency, a size or a build time: beyond its limit, and beyond what varies by itself."""
     if old.value is None or new.value is None:
         return _direction(old.value is not None, new.value is not None), ""
@@ -546,11 +592,12 @@ def _judge_growth(section: str, old: Measurement, new: Measurement, limits: Limi
     least = share * min(old.value, new.value)
     if section == "build time":
         least = max(least, limits.build_seconds)
-    if section == "latency" and new.noise - old.noise > max(growth, _TAIL * old.value):
-        return INCONCLUSIVE, f"its spread grew from {short(old.noise)} to {short(new.noise)} µs"
-    if section == "latency" and max(least, old.noise) < growth <= new.noise:
+    is_large = section == "latency" and growth > _LARGE * old.value
+    if section == "latency" and not is_large and max(least, old.noise) < growth <= new.noise:
         return INCONCLUSIVE, f"only within its new spread of {short(new.noise)} µs"
-    if abs(growth) <= max(least, noise):
+    if is_large and growth <= old.noise:
+        return INCONCLUSIVE, f"within the old spread of {short(old.noise)} µs, but large"
+    if not is_large and abs(growth) <= max(least, noise):
         is_noisy = section == "latency" and growth > least
         return SAME, f"within the measured spread of {short(noise)} µs" if is_noisy else ""
     ratio = new.value / old.value if old.value else float("inf")
@@ -561,6 +608,22 @@ def _judge_growth(section: str, old: Measurement, new: Measurement, limits: Limi
     return (INCONCLUSIVE, f"{why}; {'; '.join(doubts)}") if doubts else (REGRESSION, why)
 
 
+def _judge_tail(old: Measurement, new: Measurement, limits: Limits) -> tuple[Level, str]:
+    """A tail of the samples: it varies more than their median, which is judged alone where it changed."""
+    (tail, before, middle), (_, after, new_middle) = old.value, new.value
+    if abs(new_middle - middle) > limits.latency * min(middle, new_middle):
+        return SAME, ""
+    growth, noise = after - before, max(old.noise, new.noise)
+    unclear, worse = (factor * limits.latency * before for factor in _TAILS[tail])
+    if abs(growth) <= max(unclear, noise):
+        return SAME, ""
+    why = f"{after / before:.2f} times the old {tail}"
+    if growth < 0:
+        return IMPROVEMENT, why
+    doubts = "; ".join(each.doubt for each in (old, new) if each.doubt)
+    return (INCONCLUSIVE, f"{why}; {doubts}".strip("; ")) if doubts or growth <= worse else (REGRESSION, why)
+
+
 def _axis(text: str) -> Axis | None:
     try:
         return Axis.parse(text)
@@ -568,7 +631,7 @@ def _axis(text: str) -> Axis | None:
         return None
 
 
-def _judge_range(old: str, new: str) -> tuple[str, str]:
+def _judge_range(old: str, new: str) -> tuple[Level, str]:
     before, after = _axis(old), _axis(new)
     if before is None or after is None:
         level = _direction(before is not None, after is not None)
@@ -597,22 +660,40 @@ class Comparison(SavableResult):
         return tuple(change for change in self.changes if change.level in worse)
 
     @property
+    def not_comparable(self) -> tuple[Change, ...]:
+        """What was measured on both sides, but not of the same model, precision, sizes or GPU."""
+        return tuple(change for change in self.changes if change.level is NOT_COMPARABLE)
+
+    @property
+    def outcome(self) -> Outcome:
+        """Failed where something got worse; not verified where something cannot be told or compared."""
+        if self.regressions:
+            return Outcome.FAILED
+        unclear = any(change.level in (NOT_COMPARABLE, INCONCLUSIVE) for change in self.changes)
+        return Outcome.NOT_VERIFIED if unclear or not self.changes else Outcome.PASSED
+
+    @property
     def passed(self) -> bool:
-        """Whether something was compared and nothing got worse."""
-        return bool(self.changes) and not self.regressions
+        """Whether everything could be compared, and nothing got worse."""
+        return self.outcome is Outcome.PASSED
 
     @property
     def headline(self) -> str:
         """The result in one line."""
         counts = {level: sum(change.level == level for change in self.changes) for level in _LEVELS}
         words = [plural(counts[REGRESSION], "regression") if counts[REGRESSION] else "no regression"]
+        if found := [change for change in self.not_comparable if change.section == "environment"]:
+            others = dict.fromkeys(f"another {each.subject} ({each.old} → {each.new})" for each in found)
+            words.insert(0, f"not comparable: {', '.join(others)}")
+        elif counts[NOT_COMPARABLE]:
+            words.insert(0, f"{counts[NOT_COMPARABLE]} not comparable (other sizes)")
         words += [f"{counts[level]} {level}" for level in (INCONCLUSIVE, CHANGED) if counts[level]]
         words += [plural(counts[IMPROVEMENT], "improvement")] if counts[IMPROVEMENT] else []
         return ", ".join([*words, f"{counts[SAME]} the same"])
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; see docs/compare.md."""
-        data = {**report_header(), "passed": self.passed, "headline": self.headline}
+        data = {**report_header(), "outcome": self.outcome, "headline": self.headline}
         del data["environment"]
         for key, side in (("old", self.old), ("new", self.new)):
             data[key] = {"name": side.name, "kind": side.kind, "created": side.created}
@@ -636,7 +717,7 @@ class Comparison(SavableResult):
 
     def to_markdown(self) -> str:
         """A comment for a pull request: the headline, and a table for each section that changed."""
-        word = "passed" if self.passed else "FAILED"
+        word = self.outcome.upper() if self.outcome is Outcome.FAILED else self.outcome
         names = f"{markdown_text(self.old.name)} → {markdown_text(self.new.name)}"
         parts = [f"### mha-deploy compare: {word}", f"{self.headline} ({names})"]
         whole = self.table()
@@ -647,7 +728,8 @@ class Comparison(SavableResult):
     def to_junit(self) -> str:
         """JUnit XML: a test case for everything that was compared, a failure for every regression."""
         worse = self.regressions
-        skipped = sum(change.level == INCONCLUSIVE and change not in worse for change in self.changes)
+        unclear = (INCONCLUSIVE, NOT_COMPARABLE)
+        skipped = sum(change.level in unclear and change not in worse for change in self.changes)
         counts = {"tests": len(self.changes), "failures": len(worse), "errors": 0, "skipped": skipped}
         shown = {name: str(count) for name, count in counts.items()}
         suite = ElementTree.Element("testsuite", {"name": "mha-deploy compare", **shown})
@@ -659,7 +741,7 @@ class Comparison(SavableResult):
             if change in worse:
                 failure = ElementTree.SubElement(case, "failure", message=words, type=change.section)
                 failure.text = words
-            elif change.level == INCONCLUSIVE:
+            elif change.level in unclear:
                 ElementTree.SubElement(case, "skipped", message=words)
         ElementTree.indent(suite)
         return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"
@@ -700,7 +782,14 @@ class Comparison(SavableResult):
         write_files(files, overwrite=overwrite, inputs=self.inputs())
 
 
-_LEVELS = {REGRESSION: "bad", INCONCLUSIVE: "doubt", CHANGED: "doubt", IMPROVEMENT: "good", SAME: "none"}
+_LEVELS = {
+    REGRESSION: "bad",
+    NOT_COMPARABLE: "doubt",
+    INCONCLUSIVE: "doubt",
+    CHANGED: "doubt",
+    IMPROVEMENT: "good",
+    SAME: "none",
+}
 
 
 def compare(old: Any, new: Any, limits: Limits | None = None) -> Comparison:
@@ -736,6 +825,101 @@ def compare(old: Any, new: Any, limits: Limits | None = None) -> Comparison:
 _GONE = "no longer measured"
 
 
+def _not_the_same(old: Result, new: Result) -> dict[str, tuple[str, str]]:
+    """What makes two results incomparable: another model, precision or GPU, with both values."""
+    found = {}
+    models, specs = ([getattr(each.model, name) for each in (old, new)] for name in ("name", "spec"))
+    one, two = (dict(each or {}) for each in specs)
+    own = (one.keys() & two.keys()) - {"axes", "name", "summary", "factory", "weight_bytes", "cache"}
+    if models[0] != models[1]:
+        found["model"] = models[0], models[1]
+    elif differing := sorted(key for key in own if one[key] != two[key]):
+        texts = (", ".join(f"{key} {each[key]}" for key in differing) for each in (one, two))
+        found["model"] = next(texts), next(texts)
+    if old.model.precision != new.model.precision:
+        found["precision"] = old.model.precision, new.model.precision
+    gpus = [_gpu_of(each) for each in (old, new)]
+    if all(gpus) and gpus[0] != gpus[1]:
+        found["GPU"] = gpus[0], gpus[1]
+    return found
+
+
+def _gpu_of(result: Result) -> str:
+    """The GPU that times were measured on, or else the one of the machine; empty without one."""
+    timed = result.latency.gpu if result.latency else None
+    here = result.environment.gpu if result.environment else None
+    return str(timed or (here or {}).get("name") or "")
+
+
+def _depends_on(other: Mapping[str, Any]) -> frozenset[str]:
+    """The sections that say nothing where these differ: on another GPU only times and memory."""
+    if other.keys() & {"model", "precision"}:
+        return frozenset(SECTIONS) - {"environment", "verdict"}
+    return frozenset({"latency", "build time", "size"} if other else ())
+
+
+def _gap_changes(old: Result, new: Result, names: Mapping[str, str]) -> Iterator[Change]:
+    """What is not verified, thing by thing: how much it is says nothing."""
+    gaps: list[dict[Any, Gap]] = []
+    for result, renamed in ((old, {}), (new, names)):
+        missing = result.verdict.not_verified if result.verdict else None
+        each = (structs.replace(gap, name=renamed.get(gap.name, gap.name)) for gap in missing or ())
+        gaps.append({gap.identity: gap for gap in each})
+    ran = {names.get(each.name, each.name) for each in new.engines or () if each.ran}
+    for key in dict.fromkeys([*gaps[0], *gaps[1]]):
+        before, after = gaps[0].get(key), gaps[1].get(key)
+        shown = [NOTHING if gap is None else gap_text(gap) for gap in (before, after)]
+        subject = f"not verified: {shown[0] if after is None else shown[1]}"
+        if before is None:
+            yield Change("coverage", subject, REGRESSION, shown[0], shown[1], "not verified any more")
+        elif after is None:
+            is_engine = before.kind is Kind.NOT_RUN
+            level = IMPROVEMENT if not is_engine or before.name in ran else CHANGED
+            why = "" if level is IMPROVEMENT else "it was not run"
+            yield Change("coverage", subject, level, shown[0], shown[1], why)
+        else:
+            level = _direction(*(-((gap.most or 0) - (gap.least or 0)) for gap in (before, after)))
+            yield Change("coverage", subject, level, *shown)
+
+
+def _with_old_names(old: Result, new: Result) -> Result:
+    """The new result with attentions named as in the old one: an exporter may call them otherwise.
+
+    Those of one name belong together; of the others the first and the first, in the order of the graph, where
+    both sides have as many.
+    """
+    known = [_attentions(each) for each in (old, new)]
+    left, right = ([name for name in known[i] if name not in known[1 - i]] for i in (0, 1))
+    if not left or len(left) != len(right):
+        return new
+    names = dict(zip(right, left, strict=True))
+
+    def renamed(nodes: Any) -> Any:
+        return nodes and [structs.replace(each, node=names.get(each.node, each.node)) for each in nodes]
+
+    runs = [
+        run
+        if run.cases != LAYERS
+        else structs.replace(
+            run,
+            verdicts=[structs.replace(v, output=names.get(v.output, v.output)) for v in run.verdicts or ()],
+        )
+        for run in new.parity or ()
+    ]
+    engines = [structs.replace(each, nodes=renamed(each.nodes)) for each in new.engines or ()]
+    ranges = new.range and structs.replace(new.range, nodes=renamed(new.range.nodes))
+    return structs.replace(new, parity=runs, engines=engines, range=ranges)
+
+
+def _attentions(result: Result) -> list[str]:
+    """The names of all attentions, in the order of the graph."""
+    nodes = [node.node for engine in result.engines or () for node in engine.nodes or ()]
+    nodes += [node.node for node in result.range.nodes] if result.range else []
+    inside = [run for run in result.parity or () if run.cases == LAYERS]
+    nodes += [verdict.output for run in inside for verdict in run.verdicts or ()]
+    return list(dict.fromkeys(filter(None, nodes)))
+
+
 def _pairs(old: Sequence[Result], new: Sequence[Result]) -> Iterator[tuple[Result | None, Result | None]]:
     """Results of the same model, precision and place; then of the same model and place; then the only two."""
     left, right = list(old), list(new)
@@ -762,20 +946,29 @@ def _changes(old: Result, new: Result, limits: Limits) -> list[Change]:
     engines: list[Any] = [each.engines or () for each in (old, new)]
     if len(engines[0]) == len(engines[1]) == 1:  # whatever the only engine is called
         names = {engines[1][0].name: engines[0][0].name}
+    new = _with_old_names(old, new)
     before, after = measurements(old), measurements(new, names)
-    found = []
-    models = [f"{each.model.name} {each.model.precision}" for each in (old, new)]
-    if models[0] != models[1]:
-        is_other = old.model.precision != new.model.precision
-        section, level = ("precision", REGRESSION) if is_other else ("environment", CHANGED)
-        found.append(Change(section, "model", level, *models))
+    found = [*_gap_changes(old, new, names)]
+    other = _not_the_same(old, new)
+    found += [Change("environment", what, NOT_COMPARABLE, *values) for what, values in other.items()]
+    gone = sorted(
+        {each.name for each in engines[0]} - {names.get(each.name, each.name) for each in engines[1]}
+    )
     owners = {item.owner for item in after.values()}
     lost, reported = REGRESSION if limits.coverage else CHANGED, set[str]()
     for (section, subject), first in before.items():
         second = after.get((section, subject))
         if second is not None:
             level, why = _judge(section, first, second, limits)
+            if level is not SAME and section in _depends_on(other):
+                level, why = NOT_COMPARABLE, f"another {next(iter(other))}"
+            elif section == "verdict" and level is IMPROVEMENT and gone:
+                level, why = CHANGED, f"engine {', '.join(gone)} is gone"
+            elif section == "environment" and subject in other:
+                continue
             found.append(Change(section, subject, level, first.shown, second.shown, why))
+        elif first.kind == "tail":  # the median is missing, too
+            continue
         elif section in _FIGURES:
             found.append(Change(section, subject, CHANGED, first.shown, NOTHING))
         elif not first.owner or first.owner in owners:

@@ -55,9 +55,10 @@ from mha_deploy.report.table import Cell, RawRow, Table, markdown, number, table
 from mha_deploy.runtime.child import RuntimeCrash, isolation
 from mha_deploy.runtime.runner import error_line
 from mha_deploy.runtime.tensorrt.versions import load
+from mha_deploy.status import Outcome, Severity, Word
 from mha_deploy.text import plural, short, size
 from mha_deploy.validate.run import validate_bundle
-from mha_deploy.validate.verdict import FAILURE, engines_to_dict, model_to_dict, report_header
+from mha_deploy.validate.verdict import engines_to_dict, model_to_dict, report_header
 
 # -- The plan --------------------------------------------------------------------------------------
 
@@ -135,8 +136,26 @@ def read_plan(source: Any) -> Plan:
 
 # -- The cells -------------------------------------------------------------------------------------
 
-_FINAL = ("passed", "failed", "built", "refused")  # what crashed or was not available is tried again
-_MARKS = {"passed": "good", "built": "doubt", "failed": "bad", "refused": "bad", "crashed": "bad"}
+
+class CellStatus(Word):
+    """What became of a cell: the outcome of its validation, or why there is none."""
+
+    PASSED = "passed"
+    NOT_VERIFIED = "not verified"  # built, and not run
+    FAILED = "failed"
+    REFUSED = "refused"  # by the runtime
+    CRASHED = "crashed"
+    UNAVAILABLE = "unavailable"  # the runtime, or the model
+
+    @property
+    def outcome(self) -> Outcome:
+        """What has no engine to judge has failed."""
+        return next((each for each in Outcome if each.value == self.value), Outcome.FAILED)
+
+
+# What crashed or was not available is tried again.
+_FINAL = frozenset(CellStatus) - {CellStatus.CRASHED, CellStatus.UNAVAILABLE}
+_MARKS = {Outcome.PASSED: "good", Outcome.NOT_VERIFIED: "doubt", Outcome.FAILED: "bad"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +167,7 @@ class MatrixCell:
     runtime: str
     gpu: str
     options: str
-    status: str = "unavailable"  # `passed`; `built`, not run; `failed`; `refused` by the runtime; `crashed`
+    status: CellStatus = CellStatus.UNAVAILABLE
     why: str = ""
     version: str = ""
     key: str = ""  # what the result depends on, as a hash
@@ -163,9 +182,14 @@ class MatrixCell:
         return self.model, self.precision, self.runtime, self.gpu, self.options
 
     @property
+    def outcome(self) -> Outcome:
+        """Passed where its engine was run and is right, not verified where it was built and not run."""
+        return self.status.outcome
+
+    @property
     def passed(self) -> bool:
-        """Whether its engine was built, and is right where it was run."""
-        return self.status in ("passed", "built")
+        """Whether its engine was run and is right."""
+        return self.outcome is Outcome.PASSED
 
     @property
     def engine(self) -> Mapping[str, Any]:
@@ -178,7 +202,7 @@ class MatrixCell:
         if not self.engine:
             return self.status
         fused, count = self.engine["fused"]
-        return f"{fused}/{count} fused, {'not run' if self.status == 'built' else self.status}"
+        return f"{fused}/{count} fused, {self.status}"
 
 
 OnCell = Callable[[MatrixCell, int, int], None]
@@ -229,16 +253,19 @@ def run_cell(request: Mapping[str, Any], files: Mapping[str, bytes] | None = Non
             engine = engine_from_bundle(bundle, options)
             plan, why = engine.manifest.engine_sha256, "; ".join(reasons_not_to_run(engine))
             if why:
-                status, engines = "built", engines_to_dict([engine], (), ())
+                status, engines = CellStatus.NOT_VERIFIED, engines_to_dict([engine], (), ())
                 engines = [{**each, "why_not": why} for each in engines]
                 report = {**report_header(), "model": model_to_dict(bundle), "engines": engines}
             else:  # the graph is the same in every cell: only the engine is judged, and timed
                 found = validate_bundle(bundle, ValidateOptions(backends=(engine.path.stem,), sweep=False))
-                failed = any(finding.level == FAILURE for finding in found.findings)
-                status = "passed" if found.passed else "failed" if failed else "built"
+                status = CellStatus(found.outcome.value)
                 why, report = found.headline, found.to_dict()
     except DeployError as error:
-        kinds = {RuntimeCrash: "crashed", BackendUnavailable: "unavailable", DeployError: "refused"}
+        kinds = {
+            RuntimeCrash: CellStatus.CRASHED,
+            BackendUnavailable: CellStatus.UNAVAILABLE,
+            DeployError: CellStatus.REFUSED,
+        }
         status, why = next(kinds[kind] for kind in kinds if isinstance(error, kind)), error.in_one_line
     seconds = round(time.monotonic() - started, 3)
     return {"status": status, "why": why, "seconds": seconds, "engine_sha256": plan, "report": report}
@@ -446,22 +473,27 @@ class Matrix(SavableResult):
     cells: tuple[MatrixCell, ...]
 
     @property
+    def outcome(self) -> Outcome:
+        """That of all cells; not verified where an engine was built and not run."""
+        return Outcome.of(cell.outcome for cell in self.cells)
+
+    @property
     def passed(self) -> bool:
-        """Whether there are cells, and every one was built, and is right where it was run."""
-        return bool(self.cells) and all(cell.passed for cell in self.cells)
+        """Whether there are cells, and the engine of every one was run and is right."""
+        return self.outcome is Outcome.PASSED
 
     @property
     def headline(self) -> str:
         """The result in one line."""
-        counts = {name: sum(cell.status == name for cell in self.cells) for name in (*_MARKS, "unavailable")}
-        words = {"built": "built but not run"}
+        counts = {name: sum(cell.status is name for cell in self.cells) for name in CellStatus}
+        words = {CellStatus.NOT_VERIFIED: "not verified (built but not run)"}
         found = [f"{count} {words.get(name, name)}" for name, count in counts.items() if count]
         done = sum(cell.is_new for cell in self.cells)
         return f"{plural(len(self.cells), 'cell')}: {', '.join(found)}; {done} done in this run"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; see docs/matrix.md."""
-        verdict = {"passed": self.passed, "headline": self.headline}
+        verdict = {"outcome": self.outcome, "headline": self.headline}
         plan, cells = msgspec.to_builtins(self.plan), [vars(cell) for cell in self.cells]
         return dict(as_plain({**report_header(), **verdict, "plan": plan, "cells": cells}))
 
@@ -469,7 +501,9 @@ class Matrix(SavableResult):
         """A heat map of the results; then errors, latencies, sizes and build times, where there are any."""
         verdicts = []
         for cell in self.cells:
-            note, status = "" if cell.passed else cell.why, _MARKS.get(cell.status, "none")
+            is_unavailable = cell.status is CellStatus.UNAVAILABLE
+            status = "none" if is_unavailable else _MARKS[cell.outcome]
+            note = cell.why if cell.outcome is Outcome.FAILED else ""
             verdicts.append(Cell(text=cell.summary, status=status, note=note))
         found = [self._table("Fusion and verdict of every cell", verdicts)]
         for title, read, as_text in _FIGURES:
@@ -480,7 +514,7 @@ class Matrix(SavableResult):
 
     def reasons(self) -> list[tuple[str, str]]:
         """The cells that were not built or are not right, and why."""
-        bad = [cell for cell in self.cells if not cell.passed]
+        bad = [cell for cell in self.cells if cell.outcome is Outcome.FAILED]
         return [
             (f"{each.model} {each.precision}, {each.runtime}", f"{each.status}: {each.why}") for each in bad
         ]
@@ -519,7 +553,7 @@ class Matrix(SavableResult):
 
     def record(self, path: Path) -> None:
         """Add every engine that was built in this run, and not run, to a benchmark record."""
-        built = [cell for cell in self.cells if cell.status == "built" and cell.is_new]
+        built = [cell for cell in self.cells if cell.outcome is Outcome.NOT_VERIFIED and cell.is_new]
         append_lines(path, [build_line(vars(cell)) for cell in built])
 
 
@@ -586,7 +620,7 @@ def run_matrix(
     for count, cell in enumerate(done, 1):
         on_cell(cell, count, len(cells))
     for count, (task, result) in enumerate(workers.run(tasks), len(done) + 1):
-        cells[task.cell.place] = cell = replace(task.cell, **result)
+        cells[task.cell.place] = cell = _with_result(task.cell, result)
         if cell.status in _FINAL:
             data = {**_CELL_HEAD, **as_plain(vars(cell))}
             text = json.dumps({**data, "sha256": _digest(data)}).encode()
@@ -614,7 +648,7 @@ class KeptCell(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     gpu: str
     options: str
     version: str
-    status: Literal["passed", "failed", "built", "refused"]
+    status: CellStatus
     why: str
     seconds: Annotated[float, Meta(ge=0)]
     engine_sha256: str
@@ -628,7 +662,7 @@ def _read_earlier(folder: Path, cell: MatrixCell, bundle_sha256: str) -> MatrixC
         data = read_json(folder / "cells" / f"{cell.key}.json")
         kept = msgspec.convert(data, KeptCell)
         digest = _digest({name: value for name, value in data.items() if name != "sha256"})
-        if (kept.sha256, kept.key) != (digest, cell.key) or kept.status != _status(kept, bundle_sha256):
+        if (kept.sha256, kept.key) != (digest, cell.key) or kept.status is not _status(kept, bundle_sha256):
             return None
     except (OSError, ValueError, msgspec.DecodeError, KeyError, IndexError, TypeError, RecursionError):
         return None
@@ -636,26 +670,31 @@ def _read_earlier(folder: Path, cell: MatrixCell, bundle_sha256: str) -> MatrixC
     return replace(cell, **{name: getattr(kept, name) for name in names}, is_new=False)
 
 
-def _status(kept: KeptCell, bundle_sha256: str) -> str | None:
+def _status(kept: KeptCell, bundle_sha256: str) -> CellStatus | None:
     """The status that the report of a cell shows; None where it is not a report on this cell."""
     report = kept.report
     if report is None:
-        return "refused"
+        return CellStatus.REFUSED
     engine = msgspec.convert(report["engines"], list[dict[str, Any]])[0]
     model = msgspec.convert(report["model"], dict[str, Any])
     stated = (model["bundle_sha256"], model["precision"], engine["version"])
     if stated != (bundle_sha256, kept.precision, kept.version):
         return None
     if "verdict" not in report:
-        return "built"
+        return CellStatus.NOT_VERIFIED
     if check_report(report):
         return None
     verdict, judged = report["verdict"], [*report["parity"], *report["decode"]]
-    failed = any(each["level"] == FAILURE for each in verdict["findings"])
-    wrong = not all(each["passed"] for each in judged)
-    if (failed or wrong) and verdict["passed"]:
-        return None
-    return "passed" if verdict["passed"] else "failed" if failed else "built"
+    levels = [Outcome.FAILED for each in verdict["findings"] if each["level"] == Severity.FAILURE]
+    shown = Outcome.of([*(Outcome(each["outcome"]) for each in judged), *levels])
+    outcome = Outcome(verdict["outcome"])
+    # What is stated may be worse than what is shown, as where no engine was run, and never better.
+    return CellStatus(outcome.value) if Outcome.of([outcome, shown]) is outcome else None
+
+
+def _with_result(cell: MatrixCell, result: Mapping[str, Any]) -> MatrixCell:
+    """A cell with the fields that its worker gave."""
+    return replace(cell, **{**result, "status": CellStatus(result["status"])})
 
 
 def _bundle(

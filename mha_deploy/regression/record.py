@@ -23,7 +23,8 @@ from mha_deploy.files import check_plain, read_regular, refuse_duplicates
 from mha_deploy.output import append_file, check_file
 from mha_deploy.process import run
 from mha_deploy.report.schema import as_plain
-from mha_deploy.text import short, sizes_text
+from mha_deploy.status import Outcome, Reason
+from mha_deploy.text import reason_text, short, sizes_text
 from mha_deploy.validate.bench import ModelBench
 from mha_deploy.validate.verdict import model_to_dict, report_header
 
@@ -136,12 +137,12 @@ def bench_lines(benches: Sequence[ModelBench], command: Sequence[str] | None = N
                         "conditions": asdict(row.timing.conditions),
                         "kernels": [(k.name, k.calls, round(k.microseconds, 3)) for k in row.kernels],
                     }
-                data |= {"kind": "time", "backend": row.backend, "parity": row.refused or "passed"}
+                data |= {"kind": "time", "backend": row.backend, "parity": _parity(row.refused)}
                 found.append(_line(bench, row.name, {**shared, **data}))
         for load in bench.throughput:
             rates = {key: load.to_dict()[key] for key in ("streams", "per_second", "p50_us", "p99_us")}
             data = {"case": load.case, "sizes": dict(load.sizes), "timing": rates, "kind": "throughput"}
-            data |= {"backend": backends[load.name], "parity": load.refused or "passed"}
+            data |= {"backend": backends[load.name], "parity": _parity(load.refused)}
             found.append(_line(bench, load.name, {**shared, **data}))
     return found
 
@@ -273,6 +274,15 @@ class Replay:
     def passed(self) -> bool:
         """Whether the new measurement agrees with the record."""
         return self.status == "agrees"
+
+    @property
+    def outcome(self) -> Outcome:
+        """Failed unless both agree."""
+        return Outcome.passing(self.passed)
+
+
+def _parity(refused: Reason | None) -> str:
+    return Outcome.PASSED.value if refused is None else reason_text(refused)
 
 
 def pick_line(source: str) -> tuple[Line, list[Line]]:

@@ -17,6 +17,7 @@ from mha_deploy.report import charts
 from mha_deploy.report import table as tables
 from mha_deploy.report.charts import Data, Look
 from mha_deploy.report.schema import plain_bench, plain_report
+from mha_deploy.status import Outcome
 from mha_deploy.text import (
     NOTHING,
     budget_share,
@@ -253,11 +254,11 @@ def key_figures(data: Data) -> list[tuple[str, str | list[str]]]:
     """The run in a few figures."""
     gpu, runs = data["environment"]["gpu"], data["parity"]
     judged = [verdict for run in runs if run["cases"] != tables.LAYERS for verdict in run["verdicts"]]
-    right = sum(verdict["passed"] for verdict in judged)
+    right = sum(verdict["outcome"] == Outcome.PASSED for verdict in judged)
     every = [verdict for run in runs for verdict in run["verdicts"]]
     shares = [verdict["share"] for verdict in every if verdict["share"] is not None]
     largest = f"{budget_share(max(shares))} of its budget" if shares else NOTHING
-    if any(verdict["share"] is None and not verdict["passed"] for verdict in every):
+    if any(verdict["share"] is None and verdict["outcome"] == Outcome.FAILED for verdict in every):
         largest = "not finite"
     fused = [f"{each['name']}: {tables.engine_summary(each)}" for each in data["engines"]]
     return [
@@ -278,7 +279,10 @@ def _attention(model: Data, parity: Sequence[Data]) -> str:
         return f"{model['kind']}, {heads}/{shared} heads of {width}"
     inside = [run["verdicts"] for run in parity if run["cases"] == tables.LAYERS]
     if inside:  # the runtime in which the fewest are right
-        right, of = min((sum(each["passed"] for each in verdicts), len(verdicts)) for verdicts in inside)
+        right, of = min(
+            (sum(each["outcome"] == Outcome.PASSED for each in verdicts), len(verdicts))
+            for verdicts in inside
+        )
         return f"{model['kind']}, {right}/{of} attentions right"
     count = spec.get("attentions")
     return f"{model['kind']}, {plural(count, 'attention')}" if count else str(model["kind"])
@@ -364,7 +368,7 @@ def bench_page(data: Data) -> str:
 def sections_page(data: Data, title: str, parts: Mapping[str, Sequence[Part]]) -> str:
     """A page with a section for every heading; `data` has the verdict, what wrote it, and when."""
     sections = [Section(f"section-{i}", heading, each) for i, (heading, each) in enumerate(parts.items())]
-    shown = {"title": title, "subtitle": data["headline"], "passed": data["passed"]}
+    shown = {"title": title, "subtitle": data["headline"], "outcome": data["outcome"]}
     return _rendered(data, sections=sections, look={}, **shown)
 
 

@@ -9,7 +9,11 @@ from typing import Any, Literal
 import msgspec
 
 from mha_deploy.errors import DeployError
+from mha_deploy.judge import OutputVerdict
 from mha_deploy.report.table import as_plain
+from mha_deploy.status import Finding, Gap, Outcome
+from mha_deploy.validate.fault import FaultReport
+from mha_deploy.validate.invariance import InvarianceCheck
 from mha_deploy.validate.verdict import REPORT_FORMAT
 
 Keys = dict[Any, str]
@@ -37,18 +41,7 @@ _SIZES = dict[str, int]
 
 # -- Whether results are right ---------------------------------------------------------------------
 
-SECTIONS = (
-    "parity", "decode", "fusion", "precision", "latency", "range", "invariance", "conformance", "engine",
-    "coverage", "serving",
-)  # fmt: skip
-_LEVEL, _OUTCOME = Literal["failure", "warning", "note"], Literal["passed", "failed", "not verified"]
-_FINDING = record({str: "text", _LEVEL: "level", Literal[SECTIONS]: "section"})
-_VERDICT = record(
-    {
-        bool: "passed", _OUTCOME: "outcome", str: "headline", list[str]: "not_verified",
-        many(_FINDING): "findings",
-    }
-)  # fmt: skip
+_VERDICT = record({Outcome: "outcome", str: "headline", list[Gap]: "not_verified", list[Finding]: "findings"})
 _KIND = Literal["MHA", "GQA", "MQA", "module"]
 _MODEL = record(
     {str: "name summary precision bundle bundle_sha256 weights", dict[str, Any]: "spec", _KIND: "kind"}
@@ -58,42 +51,29 @@ _ENVIRONMENT = record(
     {_TEXT: "driver", str: "platform python", dict[str, str]: "versions", _GPU | None: "gpu"}
 )
 
-_MEASURES = "relative_l2 worst_vector max_abs gain local local_gain"
-_DEVIATION = record(
-    {_NUMBER: f"{_MEASURES} cosine worst_got worst_want", str: "local_at", list[int]: "worst_index"}
-)
-_BUDGET = record({_NUMBER: _MEASURES})
-_OUTPUT = record(
-    {
-        str: "case output", _SIZES: "sizes", bool: "passed", _TEXT: "problem", _NUMBER: "share",
-        _DEVIATION | None: "deviation", _BUDGET | None: "budget",
-    }
-)  # fmt: skip
+_OUTPUT = OutputVerdict
 _CASES = Literal["golden", "fresh", "sweep", "probe", "layers", "served"]
 _ACCUMULATION = record({str: "type why"})
 _PARITY = record(
     {
-        str: "model precision backend", bool: "passed", _CASES: "cases", _ACCUMULATION: "accumulation",
+        str: "model precision backend", Outcome: "outcome", _CASES: "cases", _ACCUMULATION: "accumulation",
         many(_OUTPUT): "verdicts",
     }
 )  # fmt: skip
 _HEATMAP = record({str: "backend case output rows columns note", int: "bin", list[list[_NUMBER]]: "values"})
 _DECODE = record(
     {
-        str: "model precision backend trace", bool: "passed", int: "steps judged failed",
+        str: "model precision backend trace", Outcome: "outcome", int: "steps judged failed",
         _WHOLE: "first_failed", _NUMBER: "share growth eager_growth", list[int]: "prompt",
         list[_NUMBER]: "errors eager_errors", list[list[_NUMBER]]: "table", many(_OUTPUT): "failures",
     }
 )  # fmt: skip
-_CHECK = Literal["batch slot", "batch size", "profile"]
-_INVARIANCE = record(
-    {str: "backend case detail", bool: "passed bitwise", _NUMBER: "share", _TEXT: "problem", _CHECK: "check"}
-)
+_INVARIANCE = InvarianceCheck
 _TREATED = Literal["conforms", "wrong", "refused", "absent"]
 _CELL = record({str: "detail", _NUMBER: "error share", _TREATED: "status"})
 _MASK = record({str: "case about", bool: "diagnostic", many(_CELL, str): "cells"})
 _CONFORMANCE = record(
-    {str: "precision", int: "seed", bool: "passed", list[str]: "columns", many(_MASK): "rows"}
+    {str: "precision", int: "seed", Outcome: "outcome", list[str]: "columns", many(_MASK): "rows"}
 )
 _FITS = Literal["ok", "near", "overflows"]
 _RANGE_FINDING = record({_FITS: "status", str: "what", list[str]: "advice"})
@@ -106,9 +86,7 @@ _RANGE_NODE = record(
     is_open=True,
 )  # fmt: skip
 _RANGE = record({_FITS: "worst", many(_RANGE_NODE): "nodes"})
-_AT_FAULT = Literal["graph", "fusion", "precision", "lowering", "unknown"]
-_TRIAL = record({str: "name", bool: "passed", _NUMBER: "share"})
-_FAULT = record({str: "explanation", _AT_FAULT: "at_fault", many(_TRIAL): "trials"})
+_FAULT = FaultReport
 
 # -- What engines became, and how fast everything is -----------------------------------------------
 

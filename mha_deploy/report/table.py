@@ -8,13 +8,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
+
 from mha_deploy.report.charts import decode_curves
+from mha_deploy.status import Outcome, Reason
 from mha_deploy.text import (
     NOTHING,
     budget_share,
     error,
     plural,
     point_name,
+    reason_and_hint,
     short,
     size,
     sizes_joined,
@@ -137,14 +141,14 @@ def number(value: float | None, show: Callable[[Any], str] = short) -> Cell:
     return Cell(text=NOTHING if value is None else show(value), order=value)
 
 
-def passed(value: bool) -> Cell:
-    """The verdict of one row."""
-    return Cell(text="passed", status="good") if value else Cell(text="FAILED", status="bad")
+MARKS = {Outcome.PASSED: "good", Outcome.FAILED: "bad", Outcome.NOT_VERIFIED: "doubt"}
+"""How outcomes are marked, everywhere."""
 
 
-def is_unverified(verdict: Data) -> bool:
-    """Whether an output has neither passed nor failed."""
-    return (verdict["problem"] or "").startswith("not verified")
+def outcome_cell(outcome: str) -> Cell:
+    """The verdict of one row; a failure is written so that it is seen."""
+    found = Outcome(outcome)
+    return Cell(text=found.upper() if found is Outcome.FAILED else found.value, status=MARKS[found])
 
 
 def share_cell(share: float | None, *, failed: bool = False) -> Cell:
@@ -192,8 +196,7 @@ def layers_table(runs: Sequence[Data]) -> Table:
 
 def _verdict_rows(verdict: Data, name: Cell | str, *place: str) -> list[RawRow]:
     """The row of a verdict and, where it did not pass, the reason below it."""
-    unverified = Cell(text="not verified", status="doubt")
-    result = unverified if is_unverified(verdict) else passed(verdict["passed"])
+    result, is_right = outcome_cell(verdict["outcome"]), verdict["outcome"] == Outcome.PASSED
     deviation, budget = verdict["deviation"] or {}, verdict["budget"] or {}
     figures = []
     for key in ("relative_l2", "worst_vector", "local", "gain"):
@@ -203,20 +206,25 @@ def _verdict_rows(verdict: Data, name: Cell | str, *place: str) -> list[RawRow]:
         figures.append(Cell(text=error(value), order=value, status="over" if over else "", hint=hint))
     cosine = deviation.get("cosine")
     rest = number(None if cosine is None else 1.0 - cosine, error)
-    share = share_cell(verdict["share"], failed=not verdict["passed"])
+    share = share_cell(verdict["share"], failed=not is_right)
     row = (name, result, *place, *figures, rest, share)
-    return [row] if verdict["passed"] else [row, problem_text(verdict)]
+    return [row] if is_right else [row, problem_text(verdict)]
 
 
 def problem_text(verdict: Data) -> str:
     """Why an output failed, and where it is worst."""
-    words, worst = verdict["problem"] or "failed", verdict["deviation"]
-    if worst is not None and not is_unverified(verdict):
+    words, worst = reason_words(verdict["reason"]), verdict["deviation"]
+    if worst is not None and verdict["outcome"] == Outcome.FAILED:
         place = ", ".join(map(str, worst["worst_index"]))
         ends = (worst["worst_got"], worst["worst_want"])
         got, want = ("no finite number" if each is None else f"{each:.6g}" for each in ends)
         words += f"; worst at [{place}]: got {got}, oracle {want}"
     return f"{verdict['case']}/{verdict['output']}: {words}"
+
+
+def reason_words(reason: Data | None) -> str:
+    """A reason in words, with what to try."""
+    return reason_and_hint(None if reason is None else msgspec.convert(reason, Reason))
 
 
 # -- Decode ----------------------------------------------------------------------------------------
@@ -232,9 +240,9 @@ def decode_table(reports: Sequence[Data], most: int | None = None) -> Table:
         prompts = prompts_text(report["prompt"]).removeprefix("prompts of ")
         steps = f"{run:,} of {planned}" if run < report["steps"] else planned
         wrong = place_text(report["first_failed"], report["failed"])
-        share = share_cell(report["share"], failed=not report["passed"])
+        share = share_cell(report["share"], failed=report["outcome"] != Outcome.PASSED)
         growth = (number(report[key], times) for key in ("growth", "eager_growth"))
-        about = (report["backend"], passed(report["passed"]), report["trace"], prompts)
+        about = (report["backend"], outcome_cell(report["outcome"]), report["trace"], prompts)
         rows.append((*about, Cell(text=steps, order=report["steps"]), wrong, share, *growth))
         rows += decode_problems(report, most)
     figures = ("#steps", "first wrong|wrong at", "#budget used|used", "#growth", "#growth of eager|eager's")
@@ -246,7 +254,8 @@ def decode_problems(report: Data, most: int | None = None) -> list[str]:
     """The first checks that failed, and how many more there are."""
     lines = []
     for failure in report["failures"][:most]:
-        words, worst = f"{failure['case']}/{failure['output']}: {failure['problem']}", failure["deviation"]
+        words = f"{failure['case']}/{failure['output']}: {reason_words(failure['reason'])}"
+        worst = failure["deviation"]
         if worst is not None and worst["worst_got"] is not None and worst["worst_want"] is not None:
             words += f": got {worst['worst_got']:.6g}, oracle {worst['worst_want']:.6g}"
         lines.append(words)
@@ -293,9 +302,9 @@ def invariance_table(checks: Sequence[Data]) -> Table:
     """What must not matter, and whether it does."""
     rows: list[RawRow] = []
     for check in checks:
-        verdict, bitwise = passed(check["passed"]), yes_no(check["bitwise"])
-        share = share_cell(check["share"], failed=not check["passed"])
-        if check["passed"] and not check["case"]:  # there was nothing to compare, and the detail says why
+        verdict, bitwise = outcome_cell(check["outcome"]), yes_no(check["bitwise"])
+        share = share_cell(check["share"], failed=check["outcome"] == Outcome.FAILED)
+        if not check["case"]:  # there was nothing to compare, and the detail says why
             verdict, bitwise, share = Cell(text="not checked", status="none"), "", Cell(text=NOTHING)
         what = (check["check"], verdict, check["detail"], check["backend"], check["case"])
         rows.append((*what, bitwise, share))
@@ -390,7 +399,11 @@ def range_table(nodes: Sequence[Data]) -> Table:
 def trials_table(trials: Sequence[Data]) -> Table:
     """What was run to attribute a fault."""
     rows = [
-        (each["name"], passed(each["passed"]), share_cell(each["share"], failed=not each["passed"]))
+        (
+            each["name"],
+            outcome_cell(each["outcome"]),
+            share_cell(each["share"], failed=each["outcome"] == "failed"),
+        )
         for each in trials
     ]
     return table("Trials", ("what was run instead", "verdict", "#budget used"), rows, css="compact")

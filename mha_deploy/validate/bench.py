@@ -17,8 +17,10 @@ from mha_deploy.runtime import child
 from mha_deploy.runtime.cuda import open_gpu
 from mha_deploy.runtime.gpu import Throughput, measure_throughput
 from mha_deploy.runtime.timing import TimingPlan
+from mha_deploy.status import Kind, Outcome, Reason
+from mha_deploy.text import reason_text
 from mha_deploy.validate import evaluate, runtimes
-from mha_deploy.validate.evaluate import WRONG_ANSWER, Evaluation, EvaluationPlan, LatencyPoint, OnStep
+from mha_deploy.validate.evaluate import WRONG, Evaluation, EvaluationPlan, LatencyPoint, OnStep
 from mha_deploy.validate.runtimes import Runtime, RuntimeFinder, Unavailable
 from mha_deploy.validate.verdict import engines_to_dict, latency_to_dict, model_to_dict, report_header
 
@@ -35,13 +37,14 @@ class ThroughputRow:
     name: str
     family: str
     measured: Throughput | None = None
-    refused: str | None = None
+    refused: Reason | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; see docs/report.md."""
         names = ("streams", "per_second", "p50_us", "p99_us")
         return {
-            **{name: getattr(self, name) for name in ("case", "name", "family", "refused")},
+            **{name: getattr(self, name) for name in ("case", "name", "family")},
+            "refused": self.refused and reason_text(self.refused),
             "sizes": dict(self.sizes),
             **{name: getattr(self.measured, name, None) for name in names},
         }
@@ -62,8 +65,15 @@ class ModelBench:
     def wrong(self) -> bool:
         """Whether an engine gave a wrong answer anywhere."""
         rows: list[Any] = [*self.throughput, *(row for point in self.points for row in point.rows)]
-        refused = [row.refused or "" for row in rows if row.family == runtimes.TENSORRT]
-        return any(reason.startswith(WRONG_ANSWER) for reason in refused)
+        refused = [row.refused for row in rows if row.family == runtimes.TENSORRT and row.refused]
+        return any(reason.kind in WRONG for reason in refused)
+
+    @property
+    def outcome(self) -> Outcome:
+        """Failed where an engine gave a wrong answer; not verified where none was timed."""
+        rows: list[Any] = [row for point in self.points for row in point.rows]
+        timed = [row for row in rows if row.family == runtimes.TENSORRT and row.timing is not None]
+        return Outcome.FAILED if self.wrong else Outcome.PASSED if timed else Outcome.NOT_VERIFIED
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; see docs/report.md."""
@@ -133,11 +143,12 @@ def _on_streams(
         step = f"running on {max(streams)} streams"
         found = child.call_isolated(family, *call, title=runtime.name, step=step)
     except DeployError as error:
-        yield replace(row, refused=error.in_one_line)
+        yield replace(row, refused=Reason(kind=Kind.NOT_TIMED, got=error.in_one_line))
         return
     for each in found:
         if problem := evaluate.problem_of(case, each.results, plan.precision):
-            yield replace(row, refused=f"{WRONG_ANSWER} on {each.streams} streams: {problem}")
+            numbers = {"streams": each.streams}
+            yield replace(row, refused=Reason(kind=Kind.WRONG_ON_STREAMS, got=problem, numbers=numbers))
         else:
             yield replace(row, measured=replace(each, results=()))
 

@@ -32,6 +32,7 @@ from mha_deploy.runtime import open_runner
 from mha_deploy.runtime.cuda import find_gpu
 from mha_deploy.runtime.runner import Runner
 from mha_deploy.runtime.tensorrt.versions import load
+from mha_deploy.status import Outcome
 from mha_deploy.validate.runtimes import torch_device
 
 SENTINEL = -1e4
@@ -458,6 +459,11 @@ class ConformanceTable:
         return [each for each in cells if each[2].status == WRONG and not each[0].diagnostic]
 
     @property
+    def outcome(self) -> Outcome:
+        """Failed where a runtime is wrong on a mask."""
+        return Outcome.passing(self.passed)
+
+    @property
     def passed(self) -> bool:
         """Whether no answer is wrong."""
         return not self.wrong
@@ -469,7 +475,7 @@ class ConformanceTable:
             cells = {name: asdict(cell) for name, cell in self.cells[case.name].items()}
             about = {"case": case.name, "about": case.about, "diagnostic": case.diagnostic}
             rows.append({**about, "cells": cells})
-        plain = {name: getattr(self, name) for name in ("precision", "seed", "passed", "columns")}
+        plain = {name: getattr(self, name) for name in ("precision", "seed", "outcome", "columns")}
         return {**plain, "rows": rows}
 
 

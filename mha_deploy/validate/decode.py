@@ -57,9 +57,15 @@ class DecodeReport:
     eager_errors: tuple[float | None, ...]  # the module's own
 
     @property
+    def outcome(self) -> Outcome:
+        """That of every step, and of the cache at the end; steps that were not run are not verified."""
+        parts = [verdict.outcome for verdict in self.verdicts]
+        return Outcome.of([*parts, *[Outcome.NOT_VERIFIED] * (len(self.errors) < self.steps)])
+
+    @property
     def passed(self) -> bool:
         """Whether every step was run, and all of it is right."""
-        return len(self.errors) == self.steps and all(verdict.passed for verdict in self.verdicts)
+        return self.outcome is Outcome.PASSED
 
     @property
     def failures(self) -> list[OutputVerdict]:
@@ -73,7 +79,7 @@ class DecodeReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON: of the verdicts only the first failures, there may be thousands."""
-        plain = ("model", "precision", "backend", "trace", "passed", "prompt", "steps", "first_failed")
+        plain = ("model", "precision", "backend", "trace", "outcome", "prompt", "steps", "first_failed")
         figures, last = ("share", "errors", "eager_errors"), len(self.errors)
         shown = sorted({2**k for k in range(last.bit_length())} | {last} - {0})
         return {

@@ -20,7 +20,8 @@ from mha_deploy.model.spec import ModelSpec
 from mha_deploy.runtime.child import RuntimeCrash
 from mha_deploy.runtime.runner import Runner
 from mha_deploy.runtime.timing import KernelTime, Timing, TimingPlan
-from mha_deploy.status import Kind
+from mha_deploy.status import Kind, Outcome, Reason
+from mha_deploy.text import reason_text
 from mha_deploy.validate.decode import DecodeReport, admits, evaluate_trace
 from mha_deploy.validate.error_map import MAPPED_RANKS, Heatmap, OutputProjection, heatmap
 from mha_deploy.validate.invariance import InvarianceCheck, invariance_from_runner
@@ -29,7 +30,8 @@ from mha_deploy.validate.runtimes import PYTORCH, TENSORRT, Runtime, kernel_time
 # -- Latency: one time for every right answer, beside the roofline bound ----------------------------
 
 EAGER = "eager"
-WRONG_ANSWER = "wrong answer"
+WRONG = frozenset({Kind.WRONG_RESULT, Kind.WRONG_WHEN_TIMED, Kind.WRONG_ON_STREAMS})
+"""Why there is no time: the results are wrong."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +42,7 @@ class LatencyRow:
     backend: str  # the runner's own name, with its version
     family: str  # whose it is
     timing: Timing | None = None  # the time
-    refused: str | None = None  # why there is no time
+    refused: Reason | None = None  # why there is no time
     kernels: tuple[KernelTime, ...] = ()  # the kernels that take the time, longest first, where requested
 
 
@@ -70,6 +72,7 @@ class LatencyPoint:
         rows = [
             {
                 **vars(row),
+                "refused": row.refused and reason_text(row.refused),
                 "timing": None if row.timing is None else row.timing.to_dict(),
                 **self.figures(row),
                 "kernels": [vars(kernel) for kernel in row.kernels],
@@ -157,14 +160,14 @@ def time_case(runner: Runner, case: GoldenCase, row: LatencyRow, plan: Evaluatio
     try:
         first = runner.run(case.inputs)
         if problem := problem_of(case, [first], plan.precision):
-            return replace(row, refused=f"{WRONG_ANSWER}: {problem}")
+            return replace(row, refused=Reason(kind=Kind.WRONG_RESULT, got=problem))
         timed = runner.time(case.inputs, plan.timing)
         # Most kernels repeat their results, and judging gigabytes of cache takes long.
         others = [result for result in timed.results if not judge.same_bits(result, first)]
         if problem := problem_of(case, others, plan.precision):
-            return replace(row, refused=f"{WRONG_ANSWER} while it was timed: {problem}")
+            return replace(row, refused=Reason(kind=Kind.WRONG_WHEN_TIMED, got=problem))
     except DeployError as error:
-        return replace(row, refused=error.in_one_line)
+        return replace(row, refused=Reason(kind=Kind.NOT_TIMED, got=error.in_one_line))
     row = replace(row, timing=replace(timed, results=()))  # judged: caches among them may be gigabytes
     try:
         return replace(row, kernels=kernel_times(runner, case)) if plan.kernels else row
@@ -236,8 +239,14 @@ class Evaluation:
         return max((verdict.share for verdict in self.verdicts if verdict.share is not None), default=None)
 
     @property
+    def outcome(self) -> Outcome:
+        """That of all cases, traces and checks."""
+        parts = [*(each.outcome for each in self.parity), *(each.outcome for each in self.decode_reports)]
+        return Outcome.of([*parts, *(each.outcome for each in self.invariance if each.case)])
+
+    @property
     def is_right(self) -> bool:
-        """Whether everything that it was judged on is right."""
+        """Whether the results of everything that it was judged on are right."""
         decodes = all(report.passed for report in self.decode_reports)
         return decodes and all(report.passed for report in self.parity)
 
@@ -293,7 +302,8 @@ def evaluate(runtime: Runtime, plan: EvaluationPlan, on_step: OnStep = lambda na
         wrong = [verdict for report in parity for verdict in report.verdicts if verdict.is_wrong]
         wrong += [failure for report in decoded for failure in report.failures if failure.is_wrong]
         failures = [f"{each.case}/{each.output}: {each.problem}" for each in wrong]
-        failures += [f"{check.case}: {check.check}: {check.problem}" for check in checks if not check.passed]
+        broken = [check for check in checks if check.outcome is Outcome.FAILED]
+        failures += [f"{check.case}: {check.check}: {check.problem}" for check in broken]
         return Evaluation(
             runtime=runtime,
             backend=runner.name,
@@ -317,7 +327,8 @@ def refused_rows(
 ) -> dict[str, LatencyRow]:
     """The rows of a runtime that is wrong: how long a wrong answer takes is of no interest."""
     row = LatencyRow(name=runtime.name, backend=backend, family=runtime.family)
-    return {case.name: replace(row, refused=f"{WRONG_ANSWER}: {problem}") for case in cases}
+    row = replace(row, refused=Reason(kind=Kind.WRONG_RESULT, got=problem))
+    return {case.name: row for case in cases}
 
 
 def _judge(
@@ -371,5 +382,6 @@ def evaluate_all(
             if strict:
                 raise
             row = LatencyRow(name=runtime.name, backend=runtime.name, family=runtime.family)
-            rows.append({case.name: replace(row, refused=error.in_one_line) for case in plan.timed})
+            row = replace(row, refused=Reason(kind=Kind.NOT_TIMED, got=error.in_one_line))
+            rows.append({case.name: row for case in plan.timed})
     return evaluated, rows

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
+from msgspec import Struct, to_builtins
 
 from mha_deploy import judge, metrics
 from mha_deploy.bundle.cases import GoldenCase, read_arrays, read_case, refuse_implausible, refuse_infinite
@@ -25,6 +26,7 @@ from mha_deploy.judge import OutputVerdict, ParityReport
 from mha_deploy.model.precision import Precision
 from mha_deploy.runtime import available_cpu_backend, open_runner
 from mha_deploy.runtime.runner import Arrays, Runner
+from mha_deploy.status import Kind, Outcome, Reason, Word
 
 OpenModel = Callable[[ir.Model], Runner]
 
@@ -37,7 +39,18 @@ OpenModel = Callable[[ir.Model], Runner]
 #
 # Each trial is run on the failing cases only, and the first conclusive one is the last.
 
-GRAPH, FUSION, PRECISION, LOWERING, UNKNOWN = "graph", "fusion", "precision", "lowering", "unknown"
+
+class AtFault(Word):
+    """What an engine's wrong answers come from."""
+
+    GRAPH = "graph"
+    FUSION = "fusion"
+    PRECISION = "precision"
+    LOWERING = "lowering"
+    UNKNOWN = "unknown"
+
+
+GRAPH, FUSION, PRECISION, LOWERING, UNKNOWN = AtFault
 
 _EXPLANATIONS = {
     GRAPH: "The bundle's own graph gives wrong results in a trusted runtime.",
@@ -49,26 +62,24 @@ _EXPLANATIONS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class FaultTrial:
+class FaultTrial(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One thing that was run instead of the engine."""
 
     name: str  # what it was, and why it could not be tried
-    passed: bool  # whether every failing case is right there
+    outcome: Outcome  # whether every failing case is right there; not verified where it could not be tried
     share: float | None = None  # the largest share of the budget used; None where there is no number
 
 
-@dataclass(frozen=True, kw_only=True)
-class FaultReport:
+class FaultReport(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What is at fault, how that is known, and the trials that show it."""
 
-    at_fault: str
+    at_fault: AtFault
     explanation: str
     trials: tuple[FaultTrial, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        return asdict(self)
+        return dict(to_builtins(self))
 
 
 def attribute_fault(
@@ -95,11 +106,12 @@ def attribute_fault(
                     verdicts += judge.judge_case(case, own, precision)
         except DeployError as error:
             problem = f"could not be {step}: {' '.join(str(error).split())}"
-            trials.append(FaultTrial(name=f"{what}, {problem}", passed=False))
+            trials.append(FaultTrial(name=f"{what}, {problem}", outcome=Outcome.NOT_VERIFIED))
             missing.append(f"{what} {problem}")
             return None
         passed = not any(verdict.is_wrong for verdict in verdicts)
-        trials.append(FaultTrial(name=what, passed=passed, share=judge.largest_share(verdicts)))
+        outcome, share = Outcome.passing(passed), judge.largest_share(verdicts)
+        trials.append(FaultTrial(name=what, outcome=outcome, share=share))
         return passed
 
     at_fault = UNKNOWN
@@ -123,7 +135,7 @@ def attribute_fault(
 
 def graph_at_fault(backend: str, share: float | None) -> FaultReport:
     """What a graph that is wrong in a trusted runtime proves by itself."""
-    trial = FaultTrial(name=f"the graph in {backend}", passed=False, share=share)
+    trial = FaultTrial(name=f"the graph in {backend}", outcome=Outcome.FAILED, share=share)
     return FaultReport(at_fault=GRAPH, explanation=_EXPLANATIONS[GRAPH], trials=(trial,))
 
 
@@ -219,10 +231,17 @@ class Bisection:
     unseen: tuple[str, ...] = ()
     runs: int  # how often the runtime was built or opened, the whole model included
     reference: str = ""  # what the values inside were compared with
+    # Why the place is not certain: the reference is the graph that is judged; None where it is independent
+    doubt: Reason | None = None
+
+    @property
+    def outcome(self) -> Outcome:
+        """Failed where an output is wrong."""
+        return Outcome.passing(self.wrong is None)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        return asdict(self)
+        return {"outcome": self.outcome, **asdict(self), "doubt": to_builtins(self.doubt)}
 
 
 def bisect_bundle(
@@ -339,18 +358,27 @@ class _Search:
 _OTHER = {"ort-cpu": "onnx-reference", "onnx-reference": "ort-cpu"}
 
 
-def reference_for(bundle: Bundle, case: GoldenCase, backend: str) -> tuple[Reference, str]:
+class TrustedValues(NamedTuple):
+    """The most trusted source of values inside a model that there is."""
+
+    values: Reference
+    title: str
+    doubt: Reason | None = None  # why it may be wrong itself
+
+
+def reference_for(bundle: Bundle, case: GoldenCase, backend: str) -> TrustedValues:
     """The most trusted source of values inside a model, and its name.
 
     Of a user's module it is its program in FP64, where PyTorch and the factory are here. Otherwise it is the
-    bundle's own graph on a CPU, in another runtime than the one that is doubted.
+    bundle's own graph on a CPU, in another runtime than the one that is doubted. Where that graph is itself
+    wrong on the case, a fault in it is in both, and cannot be found.
     """
     if bundle.manifest.spec.layer is None and can_import("torch"):
         from mha_deploy.baselines.fresh import ProgramValues
 
         try:
             program = ProgramValues(bundle)
-            return (lambda names: program.at(case, names)), "the module's program in FP64"
+            return TrustedValues(lambda names: program.at(case, names), "the module's program in FP64")
         except DeployError:  # its factory is not here: the graph must do
             pass
     trusted = available_cpu_backend(bundle.manifest.precision)
@@ -361,4 +389,9 @@ def reference_for(bundle: Bundle, case: GoldenCase, backend: str) -> tuple[Refer
             got = runner.run(case.inputs)
         return {name: got[name] for name in names}
 
-    return values, f"the graph in {trusted}"
+    title, doubt = f"the graph in {trusted}", None
+    with open_runner(trusted, bundle.model_path) as runner:
+        verdicts = judge.judge_case(case, runner.run(case.inputs), bundle.manifest.precision)
+    if any(verdict.is_wrong for verdict in verdicts):
+        doubt = Reason(kind=Kind.REFERENCE_IS_SUBJECT, got=title)
+    return TrustedValues(values, title, doubt)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from msgspec import Struct, structs
 
 from mha_deploy.analyze.cost import SizeLimit, shrunk, spread
 from mha_deploy.bundle.cases import GoldenCase
@@ -17,24 +17,29 @@ from mha_deploy.model.deployable import LARGEST_ACTIVATION
 from mha_deploy.model.precision import Precision
 from mha_deploy.model.spec import FLOAT, ModelSpec, TensorSpec
 from mha_deploy.runtime.runner import Arrays, ProfiledRunner, Runner
+from mha_deploy.status import Outcome
 
 SLOT, SIZE, PROFILE = CHECKS = "batch slot", "batch size", "profile"
 # Enough to put a batch element into every part of a batch; more would only take longer.
 _MOST_PLACES = 8
 
 
-@dataclass(frozen=True, kw_only=True)
-class InvarianceCheck:
+class InvarianceCheck(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One thing that must not matter, and whether it does."""
 
     backend: str  # the runtime
     case: str  # name of the golden case; empty where no case could be checked
-    check: str  # one of `CHECKS`
+    check: Literal["batch slot", "batch size", "profile"]  # what must not matter
     detail: str  # what was varied, or why nothing could be
-    passed: bool  # whether every answer is within the case's budget
+    outcome: Outcome  # whether every answer is within the case's budget; not verified where none could be
     bitwise: bool = False  # whether every answer is that of the plain run to the bit
     share: float | None = None  # the largest share of the budget that was used; None where there is no number
     problem: str | None = None  # why it failed
+
+    @property
+    def passed(self) -> bool:
+        """Whether something was varied, and it does not matter."""
+        return self.outcome is Outcome.PASSED
 
 
 def invariance_from_runner(
@@ -61,7 +66,8 @@ def invariance_from_runner(
     }
     for check in (each for each in CHECKS if all(other.check != each for other in found)):
         detail = f"not applicable: {why[check] if has_batch else 'no axis B comes first in every output'}"
-        found.append(InvarianceCheck(backend=runner.name, case="", check=check, detail=detail, passed=True))
+        about: dict[str, Any] = {"backend": runner.name, "case": "", "check": check, "detail": detail}
+        found.append(InvarianceCheck(outcome=Outcome.NOT_VERIFIED, **about))
     return tuple(found)
 
 
@@ -147,14 +153,19 @@ class _MovedCase:
 
     def check(self, check: str, detail: str, trials: Iterable[_Trial]) -> InvarianceCheck:
         """Run the trials of one check and judge all answers."""
-        found = InvarianceCheck(
-            backend=self.runner.name, case=self.case.name, check=check, detail=detail, passed=False
-        )
+        about: dict[str, Any] = {
+            "backend": self.runner.name,
+            "case": self.case.name,
+            "check": check,
+            "detail": detail,
+        }
+        found = InvarianceCheck(outcome=Outcome.FAILED, **about)
         try:
             problem, bitwise, share = self._judge([each for trial in trials for each in self._answers(trial)])
         except DeployError as error:
-            return replace(found, problem=" ".join(str(error).split()))
-        return replace(found, passed=problem is None, bitwise=bitwise, share=share, problem=problem)
+            return structs.replace(found, problem=" ".join(str(error).split()))
+        outcome = Outcome.passing(problem is None)
+        return structs.replace(found, outcome=outcome, bitwise=bitwise, share=share, problem=problem)
 
     def _answers(self, trial: _Trial) -> Iterator[_Answer]:
         if trial.profile is not None and isinstance(self.runner, ProfiledRunner):

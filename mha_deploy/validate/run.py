@@ -15,6 +15,7 @@ from mha_deploy.analyze.cost import TIMED_CASES, SizeLimit, TimedPoint, odd_size
 from mha_deploy.bundle.cases import DecodeTrace, GoldenCase, golden_cases, plan_trace, refuse_implausible
 from mha_deploy.bundle.folder import Bundle
 from mha_deploy.engine.build import lowered_opener, twin_opener
+from mha_deploy.engine.engine import gone_engines
 from mha_deploy.environment import can_import
 from mha_deploy.errors import BackendUnavailable, BundleError, DeployError
 from mha_deploy.graph.file import load_graph
@@ -114,6 +115,7 @@ class _Validation:
             evaluations=(*compared, *judged),
             absent=(*self.finder.absent, *self.broken),
             engines=tuple(self.finder.engines),
+            gone=gone_engines(self.bundle.path),
             points=evaluate.latency_points(plan.timed, rows, self.bundle) if rows else (),
             ranges=ranges,
             conformance=table,

@@ -20,6 +20,7 @@ from mha_deploy.metrics import Budget
 from mha_deploy.options import ValidateOptions
 from mha_deploy.runtime import cpu_backend, open_runner
 from mha_deploy.runtime.runner import Runner
+from mha_deploy.status import Outcome
 from mha_deploy.validate.decode import DecodeReport, case_budgets, evaluate_trace, traces_of
 from mha_deploy.validate.error_map import output_projection
 from mha_deploy.validate.fault import layer_parity
@@ -68,14 +69,19 @@ class SelfTest:
     mutations: tuple[MutationResult, ...]
 
     @property
+    def outcome(self) -> Outcome:
+        """That of the right model, and of the mutations: each must be caught, and there must be some."""
+        return Outcome.of([self.right.outcome, Outcome.of(Outcome.passing(x.caught) for x in self.mutations)])
+
+    @property
     def passed(self) -> bool:
         """Whether the right model passes and every wrong one fails."""
-        return self.right.passed and bool(self.mutations) and all(each.caught for each in self.mutations)
+        return self.outcome is Outcome.PASSED
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        right = {"passed": self.right.passed, "share": judge.largest_share(self.right.verdicts)}
-        return {"passed": self.passed, "right": right, "mistakes": [vars(each) for each in self.mutations]}
+        right = {"outcome": self.right.outcome, "share": judge.largest_share(self.right.verdicts)}
+        return {"outcome": self.outcome, "right": right, "mistakes": [vars(each) for each in self.mutations]}
 
 
 def self_test(
@@ -109,6 +115,6 @@ def self_test(
         if (graph := mutated(model, mistake, manifest.spec.layer)) is not None:
             on_mutation(mistake)
             report = judged(graph, mistake in IN_CACHES)
-            share = judge.largest_share(report.verdicts)
-            results.append(MutationResult(mistake=mistake, caught=not report.passed, share=share))
+            share, caught = judge.largest_share(report.verdicts), report.outcome is Outcome.FAILED
+            results.append(MutationResult(mistake=mistake, caught=caught, share=share))
     return SelfTest(right=judged(model, True), mutations=tuple(results))

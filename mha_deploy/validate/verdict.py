@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -19,26 +19,16 @@ from mha_deploy.judge import OutputVerdict
 from mha_deploy.model.spec import Axis
 from mha_deploy.options import ValidateOptions
 from mha_deploy.runtime.cuda import find_gpu
-from mha_deploy.status import Outcome
-from mha_deploy.text import Language, group_by, hint_for, plural, summarize_names, without_numbers
+from mha_deploy.status import Finding, Gap, Kind, Outcome, Place, Section, Severity
+from mha_deploy.text import finding_text, gap_text, group_by, without_numbers
 from mha_deploy.validate.conformance import ConformanceTable
 from mha_deploy.validate.evaluate import Evaluation, LatencyPoint
 from mha_deploy.validate.fault import LAYERS, FaultReport
 from mha_deploy.validate.fp16_range import RangeReport
 from mha_deploy.validate.runtimes import TENSORRT, Unavailable
 
-NOT_VERIFIED = Outcome.NOT_VERIFIED
-REPORT_FORMAT = 3
+REPORT_FORMAT = 4
 """The format of report.json; readers refuse any other."""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One sentence of the verdict."""
-
-    level: str  # `failure`, `warning` or `note`
-    section: str  # the part of the report that has the evidence
-    text: str  # the sentence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,40 +45,48 @@ class ValidationRecord:
     fault: FaultReport | None = None  # what is at fault, where an engine is wrong
     notes: tuple[str, ...] = ()  # what a reader should know besides
     serving: tuple[Mapping[str, Any], ...] = ()  # how a server did under load, as in report.json
-    findings: tuple[Finding, ...] = ()  # the verdict's sentences
+    gone: tuple[str, ...] = ()  # engines that were built from the bundle and are no longer there
+    findings: tuple[Finding, ...] = ()  # what is wrong, not covered, or worth knowing
     headline: str = ""  # the verdict in one line
-    not_verified: tuple[str, ...] = ()  # what was not run: engines, profiles, sizes
+    not_verified: tuple[Gap, ...] = ()  # what was not run: engines, profiles, sizes
 
     @property
-    def outcome(self) -> str:
-        """`passed`, `failed`, or `not verified` where the bundle has engines and none of them was run."""
-        ran = any(each.runtime.family in (TENSORRT, "server") and each.parity for each in self.evaluations)
-        if not self.passed:
-            return "failed"
-        return NOT_VERIFIED if self.engines and not ran else "passed"
+    def outcome(self) -> Outcome:
+        """That of everything that was judged; not verified where the bundle had engines and none was run.
+
+        What was found once counts, also where the evidence of it is no longer part of the record.
+        """
+        judged = [each for each in self.evaluations if each.parity]
+        parts = [each.outcome for each in self.evaluations if each.parity or each.decode_reports]
+        parts += [Outcome.FAILED for each in self.findings if each.level is Severity.FAILURE]
+        parts += [Outcome.NOT_VERIFIED for each in self.findings if each.kind in _UNVERIFIED]
+        expected = self.engines or self.gone or any(gap.kind is Kind.NOT_RUN for gap in self.not_verified)
+        if not judged or (expected and not any(_is_deployed(each) for each in judged)):
+            parts.append(Outcome.NOT_VERIFIED)
+        return Outcome.of(parts)
 
     @property
     def passed(self) -> bool:
-        """Whether something was checked and nothing failed."""
-        checked = any(evaluation.parity for evaluation in self.evaluations)
-        return checked and not any(finding.level == "failure" for finding in self.findings)
+        """Whether the outcome is `passed`."""
+        return self.outcome is Outcome.PASSED
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; see docs/report.md."""
         return {
             **report_header(),
             "verdict": {
-                "passed": self.passed,
                 "outcome": self.outcome,
                 "headline": self.headline,
-                "not_verified": list(self.not_verified),
-                "findings": [asdict(finding) for finding in self.findings],
+                "not_verified": msgspec.to_builtins(self.not_verified),
+                "findings": msgspec.to_builtins(self.findings),
             },
             "model": model_to_dict(self.bundle),
             "parity": [report.to_dict() for each in self.evaluations for report in each.parity],
             "heatmaps": [heat.to_dict() for each in self.evaluations for heat in each.heatmaps],
             "decode": [report.to_dict() for each in self.evaluations for report in each.decode_reports],
-            "invariance": [asdict(check) for each in self.evaluations for check in each.invariance],
+            "invariance": [
+                msgspec.to_builtins(check) for each in self.evaluations for check in each.invariance
+            ],
             "conformance": self.conformance and self.conformance.to_dict(),
             "range": self.ranges and self.ranges.to_dict(),
             "fault": self.fault and self.fault.to_dict(),
@@ -172,8 +170,20 @@ def latency_to_dict(points: Sequence[LatencyPoint]) -> dict[str, Any] | None:
 
 # -- From what was found to what it means: the sentences of the verdict, and its headline ----------
 
-FAILURE, WARNING, NOTE = LEVELS = "failure", "warning", "note"
 _SHOWN_MISSING = 3  # sizes in the headline
+_UNVERIFIED = frozenset({Kind.UNVERIFIED_OUTPUTS, Kind.UNVERIFIED_DECODING})
+
+
+def _is_deployed(evaluation: Evaluation) -> bool:
+    """Whether what was run is what is deployed: an engine or a server."""
+    return evaluation.runtime.family in (TENSORRT, "server")
+
+
+def _found(level: Severity, section: Section, kind: Kind, **about: Any) -> Finding:
+    """A finding with its sentence."""
+    place = Place(**{name: about.pop(name) for name in Place.__struct_fields__ if name in about})
+    finding = Finding(level=level, section=section, kind=kind, place=place, **about)
+    return msgspec.structs.replace(finding, text=finding_text(finding))
 
 
 def conclude(
@@ -183,13 +193,13 @@ def conclude(
     broken: Sequence[Unavailable] = (),
 ) -> ValidationRecord:
     """The report with its verdict: the findings, failures first, and the headline."""
-    found, missing = [*findings(report, options, broken)], tuple[tuple[str, str], ...]()
+    found, missing = [*findings(report, options, broken)], tuple[Gap, ...]()
     if not report.serving:  # which sizes and nodes a server has is its own
         manifest = report.bundle.manifest
-        missing = find_uncovered(judged, report.engines, manifest.spec.axes)
+        missing = find_uncovered(judged, report.engines, manifest.spec.axes, report.gone)
         found = [*unfused_findings(manifest, options), *found, *coverage_findings(missing, options)]
-    ranked = tuple(sorted(found, key=lambda finding: LEVELS.index(finding.level)))
-    report = replace(report, findings=ranked, not_verified=tuple(text for _, text in missing))
+    ranked = tuple(sorted(found, key=lambda finding: list(Severity).index(finding.level)))
+    report = replace(report, findings=ranked, not_verified=missing)
     return replace(report, headline=_headline(report, judged, missing))
 
 
@@ -197,21 +207,22 @@ def findings(
     report: ValidationRecord, options: ValidateOptions, broken: Sequence[Unavailable] = ()
 ) -> Iterator[Finding]:
     """Everything in a report that is worth a sentence."""
-    yield from _about_runtimes(report.evaluations)
+    yield from _about_runtimes(report.evaluations, options)
     for gone in broken:
-        text = f"{gone.name} fits this machine and failed to run the model: {gone.reason}"
-        yield Finding(FAILURE, "engine", text)
+        about: dict[str, Any] = {"runner": gone.name, "detail": gone.reason}
+        yield _found(Severity.FAILURE, Section.ENGINE, Kind.RUNTIME_FAILED, **about)
     yield from _about_engines(report, [each for each in report.absent if each not in broken], options)
     for each in (each for each in report.evaluations if each.outside):
-        text = f"{each.label} was not run on {', '.join(each.outside)}: outside its profiles"
-        if not each.parity:
-            text = f"{each.label} was compared with nothing: every case is outside its profiles"
-        yield Finding(NOTE if each.parity else FAILURE, "engine", text)
+        level = Severity.NOTE if each.parity else Severity.FAILURE
+        about = {"runner": each.label, "names": each.outside, "numbers": {"judged": len(each.parity)}}
+        yield _found(level, Section.ENGINE, Kind.OUTSIDE_PROFILES, **about)
     if (fault := report.fault) is not None:
-        yield Finding(NOTE, "parity", f"at fault: {fault.at_fault}. {fault.explanation}")
+        about = {"names": (fault.at_fault,), "detail": fault.explanation}
+        yield _found(Severity.NOTE, Section.PARITY, Kind.FAULT, **about)
     yield from _about_range(report.ranges)
     for case, column, cell in report.conformance.wrong if report.conformance is not None else ():
-        yield Finding(WARNING, "conformance", f"{column} is wrong on masks: {case.name}, {cell.detail}")
+        about = {"runner": column, "check": case.name, "detail": cell.detail}
+        yield _found(Severity.WARNING, Section.CONFORMANCE, Kind.WRONG_MASK, **about)
     yield from _about_latency(report.points)
     for point in report.serving:
         yield from _about_load(point, options)
@@ -222,38 +233,41 @@ def unfused_findings(manifest: Manifest, options: ValidateOptions) -> Iterator[F
     fused, of = len(manifest.attention), manifest.spec.attention_count
     if fused >= of:
         return
-    reasons = [f"{each.name}: {each.reason}" for each in manifest.unfused]
-    why = f" ({summarize_names(reasons, joint=', ')})" if reasons else ""
-    text = f"{fused} of {of} attentions are one node in the graph{why}"
-    yield Finding(FAILURE if options.require_fused else WARNING, "fusion", text)
+    reasons = tuple(f"{each.name}: {each.reason}" for each in manifest.unfused)
+    level = Severity.FAILURE if options.require_fused else Severity.WARNING
+    about: dict[str, Any] = {"names": reasons, "numbers": {"fused": fused, "of": of}}
+    yield _found(level, Section.FUSION, Kind.GRAPH_NOT_FUSED, **about)
 
 
 def find_uncovered(
-    evaluations: Sequence[Evaluation], engines: Sequence[Engine], axes: Mapping[str, Axis]
-) -> tuple[tuple[str, str], ...]:
-    """What no runtime was judged on: kind (`run` or `coverage`) and a few words."""
+    evaluations: Sequence[Evaluation],
+    engines: Sequence[Engine],
+    axes: Mapping[str, Axis],
+    gone: Sequence[str] = (),
+) -> tuple[Gap, ...]:
+    """What no runtime was judged on."""
     judged = [each for each in evaluations if each.parity]
     ran = [each for each in judged if each.runtime.engine is not None]
-    not_run = (each for each in engines if all(each is not other.runtime.engine for other in ran))
-    found = [("run", f"engine {each.path.stem}") for each in not_run]
+    not_run = [each.path.stem for each in engines if all(each is not other.runtime.engine for other in ran)]
+    found = [Gap(kind=Kind.NOT_RUN, name=name) for name in (*not_run, *gone)]
     for each in ran or judged:
-        sizes = [verdict.sizes for verdict in each.verdicts if verdict.passed]
+        name, sizes = each.runtime.name, [verdict.sizes for verdict in each.verdicts if verdict.passed]
         if each.not_decoded_because is not None:
-            found.append(("coverage", f"decode steps in {each.runtime.name}"))
+            found.append(Gap(kind=Kind.STEPS_NOT_COVERED, name=name))
         engine = each.runtime.engine
         ranges = [axes] if engine is None else engine.manifest.ranges
         for index, profile in enumerate(ranges):
-            name = f"profile {index} of {each.runtime.name}"
             ran_there = [one for one in sizes if are_within(one, profile)]
             if not ran_there:
-                found.append(("coverage", name))
+                found.append(Gap(kind=Kind.PROFILE_NOT_COVERED, name=name, profile=index))
                 continue
-            place = f" in {name}" if len(ranges) > 1 else ""
+            place: dict[str, Any] = {"name": name, "profile": index} if len(ranges) > 1 else {}
             for axis, limits in profile.items():
                 largest = max((one[axis] for one in ran_there if axis in one), default=limits.max)
                 if largest < limits.max:
-                    found.append(("coverage", f"{axis} above {largest} (up to {limits.max}){place}"))
-    return tuple(dict.fromkeys(found))
+                    span: dict[str, Any] = {"axis": axis, "least": largest + 1, "most": limits.max}
+                    found.append(Gap(kind=Kind.SIZES_NOT_COVERED, **span, **place))
+    return tuple(msgspec.structs.replace(gap, text=gap_text(gap)) for gap in dict.fromkeys(found))
 
 
 def are_within(sizes: Mapping[str, int], axes: Mapping[str, Axis]) -> bool:
@@ -261,33 +275,39 @@ def are_within(sizes: Mapping[str, int], axes: Mapping[str, Axis]) -> bool:
     return all(axes[name].min <= size <= axes[name].max for name, size in sizes.items() if name in axes)
 
 
-def coverage_findings(missing: Sequence[tuple[str, str]], options: ValidateOptions) -> Iterator[Finding]:
+def coverage_findings(missing: Sequence[Gap], options: ValidateOptions) -> Iterator[Finding]:
     """What was not run, as a failure where it was required."""
-    required = {"run": options.require_run or options.require_coverage, "coverage": options.require_coverage}
+    required = {
+        Kind.NOT_RUN: options.require_run or options.require_coverage,
+        Kind.NOT_COVERED: options.require_coverage,
+    }
     for kind, is_required in required.items():
-        if words := [text for each, text in missing if each == kind]:
-            text = f"{NOT_VERIFIED}, since not run: {'; '.join(words)}"
-            yield Finding(FAILURE if is_required else NOTE, "coverage", text)
+        names = tuple(gap.text for gap in missing if (gap.kind is Kind.NOT_RUN) is (kind is Kind.NOT_RUN))
+        if names:
+            level = Severity.FAILURE if is_required else Severity.NOTE
+            yield _found(level, Section.COVERAGE, kind, names=names)
 
 
-def _headline(
-    report: ValidationRecord, evaluations: Sequence[Evaluation], missing: Sequence[tuple[str, str]]
-) -> str:
+def _headline(report: ValidationRecord, evaluations: Sequence[Evaluation], missing: Sequence[Gap]) -> str:
     """The verdict in one line: is it right, is it fused, is it in its precision, is it fast."""
-    if failures := [finding.text for finding in report.findings if finding.level == FAILURE]:
-        return failures[0] if len(failures) == 1 else f"{failures[0]} (and {len(failures) - 1} more)"
+    failures = [each.text for each in report.findings if each.level is Severity.FAILURE]
+    if first := failures or [each.text for each in report.findings if each.kind in _UNVERIFIED]:
+        return first[0] if len(first) == 1 else f"{first[0]} (and {len(first) - 1} more)"
     judged = [each for each in evaluations if each.parity]
     if not judged:
         return "nothing was checked"
     ran = [each for each in judged if each.runtime.engine is not None]
     parts = ["; ".join(_outputs(each) for each in ran or judged)]
     not_run = [each for each in report.engines if all(each is not other.runtime.engine for other in ran)]
-    if report.engines and not ran:
+    if (report.engines or report.gone) and not any(map(_is_deployed, judged)):
         parts[0] = f"the graph is right ({parts[0]})"
         names = ", ".join(engine.path.stem for engine in not_run)
-        parts.append(f"engine {names} built and inspected, NOT RUN")
+        parts += [f"engine {names} built and inspected, NOT RUN"] if names else []
+        parts += [f"engine {', '.join(report.gone)} NOT HERE"] if report.gone else []
+    elif not report.engines and not report.serving:
+        parts.append("no engine")
     if not report.engines:  # an engine counts the attentions itself
-        parts += [finding.text for finding in report.findings if finding.section == "fusion"]
+        parts += [finding.text for finding in report.findings if finding.section is Section.FUSION]
     for engine in [each.runtime.engine for each in ran] or not_run:
         if engine is not None and not ran and not engine.is_confirmed:
             parts.append("fusion and precision not verified")
@@ -300,9 +320,9 @@ def _headline(
             ratio, best = point.figures(row)["speedup_over_best_pytorch"], point.best_pytorch
             if ratio is not None and best is not None:
                 parts.append(f"{ratio:.2f} × the speed of the best PyTorch ({best.name})")
-    sizes = [text for kind, text in missing if kind == "coverage"]
+    sizes = [gap.text for gap in missing if gap.kind is not Kind.NOT_RUN]
     more = f" and {len(sizes) - _SHOWN_MISSING} more" if len(sizes) > _SHOWN_MISSING else ""
-    parts += [f"{NOT_VERIFIED}: {', '.join(sizes[:_SHOWN_MISSING])}{more}"] if sizes else []
+    parts += [f"not covered: {', '.join(sizes[:_SHOWN_MISSING])}{more}"] if sizes else []
     return ", ".join(parts)
 
 
@@ -320,34 +340,42 @@ def _outputs(evaluation: Evaluation) -> str:
     return f"{text}, right at all {steps} decode steps" if steps else text
 
 
-def _about_runtimes(evaluations: Sequence[Evaluation]) -> Iterator[Finding]:
+def _about_runtimes(evaluations: Sequence[Evaluation], options: ValidateOptions) -> Iterator[Finding]:
     """Wrong outputs, decode steps and batch slots."""
+    required = options.require_run or options.require_coverage
+    levels = {
+        Outcome.FAILED: Severity.FAILURE,
+        Outcome.NOT_VERIFIED: Severity.FAILURE if required else Severity.WARNING,
+    }
 
-    def shown(verdict: OutputVerdict) -> str:
-        hint = verdict.reason and hint_for(verdict.reason.kind, Language.COMMAND_LINE)
-        return f"{verdict.case}/{verdict.output}: {verdict.problem}{f'; {hint}' if hint else ''}"
+    def at(verdict: OutputVerdict) -> dict[str, Any]:
+        return {"case": verdict.case, "output": verdict.output, "reason": verdict.reason}
 
+    outputs = {Outcome.FAILED: Kind.WRONG_OUTPUTS, Outcome.NOT_VERIFIED: Kind.UNVERIFIED_OUTPUTS}
+    decoding = {Outcome.FAILED: Kind.WRONG_DECODING, Outcome.NOT_VERIFIED: Kind.UNVERIFIED_DECODING}
     for each in evaluations:
         for report in each.parity:
-            what = "attentions" if report.cases == LAYERS else "outputs"
-            for status in ("wrong", NOT_VERIFIED):
-                failed = [v for v in report.verdicts if not v.passed and v.is_wrong is (status == "wrong")]
-                if failed:
-                    text = f"{each.label} is {status} on {len(failed)} of {len(report.verdicts)} {what}"
-                    yield Finding(FAILURE, "parity", f"{text} ({report.cases}; {shown(failed[0])})")
+            for outcome, kind in outputs.items():
+                if failed := [verdict for verdict in report.verdicts if verdict.outcome is outcome]:
+                    numbers = {"failed": len(failed), "judged": len(report.verdicts)}
+                    about = {"runner": each.label, "cases": report.cases, "numbers": numbers}
+                    yield _found(levels[outcome], Section.PARITY, kind, **about, **at(failed[0]))
     for each in evaluations:
         if each.not_decoded_because is not None:
-            yield Finding(WARNING, "decode", f"{each.label} decoded no tokens: {each.not_decoded_because}")
+            about = {"runner": each.label, "detail": each.not_decoded_because}
+            yield _found(Severity.WARNING, Section.DECODE, Kind.NOT_DECODED, **about)
         for decoded in each.decode_reports:
             if not decoded.passed:
-                first = max(decoded.failures, key=lambda failure: failure.is_wrong)
-                status = "decodes wrongly" if first.is_wrong else f"is {NOT_VERIFIED} when decoding"
-                yield Finding(FAILURE, "decode", f"{each.label} {status} ({shown(first)})")
+                kind, first = decoding[decoded.outcome], dict[str, Any]()
+                if decoded.failures:
+                    first = at(max(decoded.failures, key=lambda failure: failure.is_wrong))
+                yield _found(levels[decoded.outcome], Section.DECODE, kind, runner=each.label, **first)
     for each in evaluations:
         for check in each.invariance:
-            if not check.passed:
-                text = f"{each.label}: {check.check} changes the answer ({check.case}, {check.problem})"
-                yield Finding(FAILURE, "invariance", text)
+            if check.outcome is Outcome.FAILED:
+                about = {"runner": each.label, "check": check.check, "case": check.case}
+                detail = check.problem or ""
+                yield _found(Severity.FAILURE, Section.INVARIANCE, Kind.NOT_INVARIANT, detail=detail, **about)
 
 
 def _about_engines(
@@ -355,29 +383,32 @@ def _about_engines(
 ) -> Iterator[Finding]:
     engines, required = report.engines, options.require_fused or options.require_precision
     if not engines and required:
-        yield Finding(FAILURE, "fusion", "the bundle has no engine that could be fused or in its precision")
+        yield _found(Severity.FAILURE, Section.FUSION, Kind.NO_ENGINE)
+    for name in report.gone:
+        yield _found(Severity.WARNING, Section.ENGINE, Kind.ENGINE_GONE, engine=name)
     for name, manifest in ((engine.path.stem, engine.manifest) for engine in engines):
         if not manifest.all_fused:
-            level = FAILURE if options.require_fused else WARNING
-            yield Finding(level, "fusion", f"engine {name}: {manifest.fusion_summary}")
+            level = Severity.FAILURE if options.require_fused else Severity.WARNING
+            about: dict[str, Any] = {"engine": name, "detail": manifest.fusion_summary}
+            yield _found(level, Section.FUSION, Kind.ENGINE_NOT_FUSED, **about)
         if not manifest.is_in_precision:
-            level = FAILURE if options.require_precision else WARNING
+            level = Severity.FAILURE if options.require_precision else Severity.WARNING
             # What the device chooses cannot be known before the engine is loaded.
-            level = NOTE if manifest.has_requested_types else level
-            yield Finding(level, "precision", f"engine {name}: {manifest.precision_summary}")
+            level = Severity.NOTE if manifest.has_requested_types else level
+            about = {"engine": name, "detail": manifest.precision_summary}
+            yield _found(level, Section.PRECISION, Kind.ENGINE_PRECISION, **about)
         if narrowed := manifest.verdict.precision.narrowed:  # which may overflow
-            text = f"engine {name} multiplies {len(narrowed)} matmuls in fewer bits than the graph"
-            yield Finding(WARNING, "precision", text)
+            about = {"engine": name, "numbers": {"matmuls": len(narrowed)}}
+            yield _found(Severity.WARNING, Section.PRECISION, Kind.NARROWED, **about)
         for each in absent:
             if each.name == name:
-                text = f"engine {name} was built and inspected, but not run: {each.reason}"
-                yield Finding(NOTE, "engine", text)
+                about = {"engine": name, "detail": each.reason}
+                yield _found(Severity.NOTE, Section.ENGINE, Kind.ENGINE_NOT_RUN, **about)
     for engine in engines:  # of which nothing is known but what their manifests claim
         ran = any(each.runtime.engine is engine and each.parity for each in report.evaluations)
         if not ran and not engine.is_confirmed:
-            why = "it did not run here, and only TensorRT can read its plan"
-            text = f"fusion and precision of engine {engine.path.stem} are not verified: {why}"
-            yield Finding(FAILURE if required else WARNING, "fusion", text)
+            level = Severity.FAILURE if required else Severity.WARNING
+            yield _found(level, Section.FUSION, Kind.ENGINE_NOT_CONFIRMED, engine=engine.path.stem)
 
 
 def _about_range(ranges: RangeReport | None) -> Iterator[Finding]:
@@ -394,37 +425,36 @@ def _about_range(ranges: RangeReport | None) -> Iterator[Finding]:
         if each.status != "ok"
     ]
     # What FP16 could not hold is no trouble for a model in another precision.
-    level = WARNING if ranges.precision == "fp16" else NOTE
+    level = Severity.WARNING if ranges.precision == "fp16" else Severity.NOTE
     for alike in group_by(found, lambda each: (each[1], without_numbers(each[2]))):
         if len({text for _, _, text in alike}) > 1:
             alike.sort(key=lambda each: each[0].headroom)
-        yield Finding(
-            level, "range", f"{summarize_names([node.node for node, _, _ in alike])}: {alike[0][2]}"
-        )
+        about: dict[str, Any] = {"names": tuple(node.node for node, _, _ in alike), "detail": alike[0][2]}
+        yield _found(level, Section.RANGE, Kind.FP16_RANGE, **about)
 
 
 def _about_latency(points: Sequence[LatencyPoint]) -> Iterator[Finding]:
     for point in points:
-        best, place = point.best_pytorch, ", ".join(f"{axis}={size}" for axis, size in point.sizes.items())
+        best = point.best_pytorch
         for row in point.rows:
+            about: dict[str, Any] = {"runner": row.name, "sizes": dict(point.sizes)}
             ratio = point.figures(row)["speedup_over_best_pytorch"]
             if row.family == TENSORRT and ratio is not None and ratio < 1 and best is not None:
-                text = f"{row.name} is {1 / ratio:.2f} × slower than {best.name} at {place}"
-                yield Finding(WARNING, "latency", text)
+                slower: dict[str, Any] = {"names": (best.name,), "numbers": {"ratio": 1 / ratio}}
+                yield _found(Severity.WARNING, Section.LATENCY, Kind.SLOWER, **about, **slower)
             if row.timing is not None and not row.timing.stable:
-                yield Finding(WARNING, "latency", f"the time of {row.name} at {place} did not settle")
+                yield _found(Severity.WARNING, Section.LATENCY, Kind.NOT_SETTLED, **about)
 
 
 def _about_load(point: Mapping[str, Any], options: ValidateOptions) -> Iterator[Finding]:
     """What a server under load shows besides wrong results."""
-    failed, clients, requests = dict(point["errors"]), plural(point["clients"], "client"), point["requests"]
-    unsent = failed.pop("not sent", 0)
+    failed = dict(point["errors"])
+    numbers = {name: point[name] for name in ("clients", "requests", "answered")}
+    numbers |= {"unsent": failed.pop("not sent", 0), "failed": sum(failed.values())}
+    numbers["limit_s"] = options.limit_s
+    about: dict[str, Any] = {"numbers": numbers, "detail": point["first_error"] or ""}
+    about["names"] = tuple(f"{count} {kind}" for kind, count in failed.items())
     if failed:
-        counts = ", ".join(f"{count} {kind}" for kind, count in failed.items())
-        left = f"; {unsent} were not sent any more" if unsent else ""
-        text = f"{clients}: {sum(failed.values())} of {requests} requests failed ({counts}){left}"
-        yield Finding(FAILURE, "serving", f"{text}: {point['first_error']}")
-    elif unsent:
-        answered = f"{point['answered']} of {requests} requests"
-        text = f"{clients}: the limit of {options.limit_s:g} s was reached after {answered}"
-        yield Finding(WARNING, "serving", text)
+        yield _found(Severity.FAILURE, Section.SERVING, Kind.REQUESTS_FAILED, **about)
+    elif numbers["unsent"]:
+        yield _found(Severity.WARNING, Section.SERVING, Kind.REQUESTS_NOT_SENT, **about)

@@ -12,7 +12,7 @@ from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.report.schema import check_report
 from mha_deploy.runtime.cuda import find_gpu
 
-VERDICT = {"passed", "case", "sizes", "output", "problem", "deviation", "budget", "share"}
+VERDICT = {"outcome", "case", "sizes", "output", "reason", "deviation", "budget", "share"}
 MEASURES = {"relative_l2", "worst_vector", "max_abs"}
 on_cpu = pytest.mark.skipif(find_gpu() is not None, reason="with a GPU, others take part")
 
@@ -67,14 +67,14 @@ def test_a_right_bundle_passes_and_the_report_beside_it_has_every_figure(run_cli
     assert place == f"report: {folder / 'report.html'}"
     assert 'data-verdict="passed"' in (folder / "report.html").read_text(encoding="utf-8")
     bundle, report = open_bundle(folder), written(folder)  # a report beside it does not change a bundle
-    assert report["verdict"]["passed"] is True
+    assert report["verdict"]["outcome"] == "passed"
     assert (report["model"]["name"], report["model"]["precision"]) == ("tiny-gqa", "fp16")
     parity, probe = report["parity"]
     assert probe["cases"] == "probe"
     assert [row["case"] for row in parity["verdicts"]] == [entry.name for entry in bundle.manifest.golden]
     for row, entry in zip(parity["verdicts"], bundle.manifest.golden, strict=True):
         assert set(row) == VERDICT
-        assert (row["passed"], row["problem"], row["output"]) == (True, None, "output")
+        assert (row["outcome"], row["reason"], row["output"]) == ("passed", None, "output")
         assert row["sizes"] == entry.sizes
         assert set(row["budget"]) >= MEASURES
         assert set(row["deviation"]) >= {*row["budget"], "cosine", "worst_index", "worst_got", "worst_want"}
@@ -85,7 +85,7 @@ def test_a_right_bundle_passes_and_the_report_beside_it_has_every_figure(run_cli
 def test_the_report_is_written_elsewhere_or_not_at_all(run_cli, folder, tmp_path):
     assert run_cli("validate", folder, "--no-probe", "--no-report").code == 0
     assert run_cli("validate", folder, "--no-probe", "-o", tmp_path / "out").code == 0
-    assert written(tmp_path / "out")["verdict"]["passed"]
+    assert written(tmp_path / "out")["verdict"]["outcome"] == "passed"
     assert not (folder / "report.json").exists()
 
 
@@ -104,11 +104,13 @@ def test_a_wrong_model_fails_though_every_hash_matches(run_cli, folder):
     assert levels == sorted(levels, key=("failure", "warning", "note").index)
     assert levels[0] == "failure"
     assert report["fault"]["at_fault"] == "graph"
-    failed = [row for row in report["parity"][0]["verdicts"] if not row["passed"]]
+    failed = [row for row in report["parity"][0]["verdicts"] if row["outcome"] == "failed"]
     assert {row["case"] for row in failed} >= {"opt", "odd", "large"}, "one key leaves nothing to scale"
     for row in failed:
-        assert row["problem"].startswith("out of budget: ")
-        assert any(row["deviation"][name] > row["budget"][name] for name in row["budget"])
+        over = row["reason"]["names"]
+        assert row["reason"]["kind"] == "out of budget"
+        assert over
+        assert all(row["deviation"][name] > row["budget"][name] for name in over)
 
 
 def test_a_renamed_output_is_refused(refused, folder):
@@ -161,7 +163,7 @@ def test_what_is_no_bundle_is_refused(refused, tmp_path):
 def test_the_self_test_detects_every_mutation(run_cli, bundles):
     done = run_cli("validate", bundles("tiny-gqa").path, "--self-test", "--json")
     result = json.loads(done.out)
-    assert (done.code, result["passed"], result["right"]["passed"]) == (0, True, True)
+    assert (done.code, result["outcome"], result["right"]["outcome"]) == (0, "passed", "passed")
     assert len(result["mistakes"]) >= 7
     assert all(row["caught"] for row in result["mistakes"])
 

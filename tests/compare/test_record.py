@@ -13,6 +13,7 @@ from mha_deploy.report.table import markdown
 from mha_deploy.runtime.cuda import Conditions
 from mha_deploy.runtime.gpu import Throughput
 from mha_deploy.runtime.timing import Timing
+from mha_deploy.status import Kind, Reason
 from mha_deploy.validate.bench import ModelBench, ThroughputRow
 from mha_deploy.validate.evaluate import LatencyPoint, LatencyRow
 
@@ -114,9 +115,10 @@ def test_a_benchmark_becomes_lines_with_samples_and_hashes(bundles, tmp_path):
         samples_us=(10.0, 11.0, 12.0), calls_per_sample=3, slots=4, graph=True, stable=True, host_us=1.0,
         gpu="NVIDIA H200", conditions=Conditions(sm_mhz=1980, throttled_by=("power cap",)),
     )  # fmt: skip
+    wrong = Reason(kind=Kind.WRONG_RESULT, got="gain")
     rows = (
         LatencyRow(name="eager", backend="torch 2", family="pytorch", timing=timing),
-        LatencyRow(name="x", backend="x 1", family="tensorrt", refused="wrong answer: gain"),
+        LatencyRow(name="x", backend="x 1", family="tensorrt", refused=wrong),
     )
     point = LatencyPoint(case="opt", sizes={"B": 2}, flops=1, bytes=1, roofline=None, rows=rows)
     load = Throughput(streams=4, calls=9, per_second=5e4, p50_us=80.0, p99_us=90.0)

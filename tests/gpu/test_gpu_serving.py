@@ -67,4 +67,4 @@ def test_64_decode_steps_of_interleaved_sequences_are_right(served, backend, cac
     report = md.validate(bundle, url=served(bundle, backend), clients=(4,), requests=1)
     assert report.passed, report.headline
     (decode,) = report.to_dict()["decode"]
-    assert (decode["steps"], decode["passed"]) == (64, True)
+    assert (decode["steps"], decode["outcome"]) == (64, "passed")

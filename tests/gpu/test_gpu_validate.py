@@ -113,7 +113,7 @@ def test_a_decoder_of_a_user_decodes_in_an_engine(tmp_path):
     assert report.passed, report.headline
     decoded = [each for each in report.to_dict()["decode"] if "tensorrt" in each["backend"]]
     assert decoded
-    assert all(each["passed"] for each in decoded)
+    assert all(each["outcome"] == "passed" for each in decoded)
 
 
 def test_a_module_that_does_not_run_on_the_gpu_is_no_crash(tmp_path):

@@ -15,6 +15,8 @@ from mha_deploy.regression.matrix import read_plan, run_matrix
 
 RTX = {"name": "rtx", "backend": "tensorrt-rtx"}
 
+NOT_RUN = "not verified"
+
 
 def plan_of(*models, **settings):
     return {"models": list(models), "runtimes": [RTX], **settings}
@@ -63,16 +65,16 @@ class Scripted:
     def run(self, tasks):
         for task in reversed(tasks):
             self.ran.append((task.cell.model, task.cell.runtime, task.cell.options))
-            status = self.statuses.get(task.cell.options, "built")
+            status = self.statuses.get(task.cell.options, NOT_RUN)
             engine = {
                 "name": "rtx", "backend": "tensorrt-rtx", "version": self.version, "precision": "fp16",
-                "fused": [int(status == "built"), 1], "precision_status": "verified", "engine_bytes": 1000,
+                "fused": [int(status == NOT_RUN), 1], "precision_status": "verified", "engine_bytes": 1000,
                 "seconds": 2.0, "nodes": [{"node": "attention", "status": "fused"}],
             }  # fmt: skip
             model = {"name": task.cell.model, "precision": "fp16"}
             model["bundle_sha256"] = sha256(Path(task.request["bundle"]) / "manifest.json")
             report = {"model": model, "engines": [engine]}
-            why = "" if status == "built" else "the reason"
+            why = "" if status == NOT_RUN else "the reason"
             report = None if status in ("crashed", "refused") else report
             done = {"status": status, "why": why, "seconds": 1.0, "engine_sha256": "1", "report": report}
             yield task, done
@@ -90,13 +92,16 @@ def test_a_second_run_does_only_what_is_missing(bundles, tmp_path):
     plan = plan_of(str(bundles("tiny-gqa").path), options={"a": {}, "b": {"optimization_level": 5}})
     first = Scripted(b="crashed")
     done = run(plan, tmp_path, first)
-    assert [cell.status for cell in done.cells] == ["built", "crashed"]
+    assert [cell.status for cell in done.cells] == [NOT_RUN, "crashed"]
     assert not done.passed
     again = Scripted()
     done = run(plan, tmp_path, again)
     assert [options for _, _, options in again.ran] == ["b"]  # what crashed is tried again
-    assert [(cell.status, cell.is_new) for cell in done.cells] == [("built", False), ("built", True)]
-    assert done.passed
+    assert [(cell.status, cell.is_new) for cell in done.cells] == [
+        (NOT_RUN, False),
+        (NOT_RUN, True),
+    ]
+    assert done.outcome == NOT_RUN
     idle = Scripted()
     run(plan, tmp_path, idle)
     assert idle.ran == []
@@ -112,7 +117,7 @@ def test_a_result_that_was_cut_short_is_done_again(bundles, tmp_path):
     (kept,) = (tmp_path / "cells").iterdir()
     kept.write_text(kept.read_text()[:100])
     workers = Scripted()
-    assert run(plan, tmp_path, workers).passed
+    assert run(plan, tmp_path, workers).outcome == NOT_RUN
     assert len(workers.ran) == 1
 
 
@@ -120,7 +125,7 @@ def test_what_cannot_be_done_is_unavailable_with_the_reason(bundles, tmp_path):
     counts = []
     plan = plan_of(str(bundles("tiny-gqa").path), "no-such-model")
     done = run(plan, tmp_path, Scripted(), on_cell=lambda cell, count, total: counts.append((count, total)))
-    assert [cell.status for cell in done.cells] == ["built", "unavailable"]
+    assert [cell.status for cell in done.cells] == [NOT_RUN, "unavailable"]
     assert "no-such-model" in done.cells[1].why
     assert counts == [(1, 2), (2, 2)]
     gone = run(plan, tmp_path, Scripted(version=None))
@@ -133,7 +138,7 @@ def test_a_bundle_has_the_cells_of_its_own_precision(bundles, tmp_path):
     other = shutil.copytree(folder, tmp_path / "other")
     plan = plan_of(str(folder), str(other), precisions=["fp16", "fp32"])
     done = run(plan, tmp_path, Scripted())
-    assert [(cell.precision, cell.status) for cell in done.cells] == [("fp16", "built")] * 2
+    assert [(cell.precision, cell.status) for cell in done.cells] == [("fp16", NOT_RUN)] * 2
     assert done.cells[1].model == f"tiny-gqa ({other})"  # the second of one name has its path behind it
     assert not run(plan_of(str(folder), precisions=["bf16"]), tmp_path, Scripted()).passed  # no cell
 
@@ -146,9 +151,9 @@ def test_one_report_that_compare_reads(bundles, tmp_path):
     plan["runtimes"] = [{**RTX, "name": "old"}, {**RTX, "name": "new"}]
     done = run(plan, tmp_path, Scripted())
     page = done.save(tmp_path / "good").read_text()
-    assert "1/1 fused, not run" in page
+    assert "1/1 fused, not verified" in page
     path = tmp_path / "good" / "matrix.json"
-    assert json.loads(path.read_text())["passed"] is True
+    assert json.loads(path.read_text())["outcome"] == NOT_RUN
     assert md.compare(path, path).passed
     assert md.compare(f"{path}#old", f"{path}#new").passed
     with pytest.raises(md.DeployError, match="No cell has this runtime") as caught:
@@ -176,7 +181,7 @@ def test_cells_are_built_by_local_processes(bundles, tmp_path, run_cli):
     done = run_cli("matrix", plan, "-o", tmp_path / "out", "--jobs", "2", "--json")
     assert done.code == (1 if "unavailable" in done.out else 0)
     cells = json.loads(done.out)["cells"]
-    assert (cells[0]["status"], cells[0]["report"]["engines"][0]["fused"]) == ("built", [1, 1])
+    assert (cells[0]["status"], cells[0]["report"]["engines"][0]["fused"]) == (NOT_RUN, [1, 1])
     assert cells[0]["version"]
 
 
@@ -197,7 +202,7 @@ def test_a_build_that_crashes_fails_its_cell_alone(bundles, tmp_path):
     plan = plan_of(str(bundles("tiny-gqa").path))
     plan["runtimes"] = [{**RTX, "name": "broken", "path": str(tmp_path / "fake")}, RTX]
     done = md.matrix(plan, tmp_path / "out", jobs=2)
-    assert [cell.status for cell in done.cells] == ["crashed", "built"]
+    assert [cell.status for cell in done.cells] == ["crashed", NOT_RUN]
 
 
 @pytest.fixture(scope="module")
@@ -233,19 +238,19 @@ def test_a_cluster_that_loses_a_node_finishes_the_matrix(bundles, tmp_path, rtx_
 
         def kill(cell, done, total):
             finished.append(cell)
-            if sum(each.status == "built" for each in finished) == 1 and cell.status == "built":
+            if sum(each.status == NOT_RUN for each in finished) == 1 and cell.status == NOT_RUN:
                 cluster.remove_node(doomed, allow_graceful=False)
 
         done = md.matrix(plan, tmp_path / "out", address=cluster.address, on_cell=kill)
         assert len(done.cells) == len(finished) == 9 * len(rtx_versions)
         by_gpu = {gpu: [cell for cell in done.cells if cell.gpu == gpu] for gpu in plan["gpus"]}
         assert {cell.status for cell in by_gpu["absent"]} == {"unavailable"}
-        assert {cell.status for cell in by_gpu["L40S"]} == {"built"}
-        assert {cell.status for cell in by_gpu["none"]} <= {"built", "crashed"}
+        assert {cell.status for cell in by_gpu["L40S"]} == {NOT_RUN}
+        assert {cell.status for cell in by_gpu["none"]} <= {NOT_RUN, "crashed"}
         assert sum(cell.status == "crashed" for cell in by_gpu["none"]) <= 1
         assert {cell.version for cell in by_gpu["none"]} == set(rtx_versions)
         again = md.matrix(plan, tmp_path / "out", address=cluster.address)
-        assert {cell.status for cell in again.cells if cell.gpu != "absent"} == {"built"}
+        assert {cell.status for cell in again.cells if cell.gpu != "absent"} == {NOT_RUN}
         assert sum(cell.is_new for cell in again.cells if cell.gpu != "absent") <= 1
     finally:
         cluster.shutdown()

@@ -17,7 +17,7 @@ def decode(backend, *, level=8e-4, steps=300, growth=1.3, prompt=(24, 12, 6), tr
         "precision": "fp16",
         "backend": backend,
         "trace": trace,
-        "passed": True,
+        "outcome": "passed",
         "prompt": list(prompt),
         "steps": steps,
         "first_failed": None,
@@ -37,8 +37,8 @@ def break_decode(data, step=17, *, failed=286):
     """The same trace, wrong from one step on."""
     data["errors"][step - 1 :] = [1.1 for _ in data["errors"][step - 1 :]]
     wrong = verdict(f"{data['trace']} step {step}", 3, 1, 120.0)
-    problem = "out of budget: relative_l2; worst at row 1, token 0"
-    wrong |= {"passed": False, "problem": problem, "sizes": {"B": 3, "S": 1, "T": 512}}
-    data |= {"passed": False, "first_failed": step, "share": 120.0, "growth": 1375.0, "failed": failed}
+    reason = {"kind": "out of budget", "names": ["relative_l2"], "worst": "row 1, token 0"}
+    wrong |= {"outcome": "failed", "reason": reason, "sizes": {"B": 3, "S": 1, "T": 512}}
+    data |= {"outcome": "failed", "first_failed": step, "share": 120.0, "growth": 1375.0, "failed": failed}
     data |= {"table": [[at, data["errors"][at - 1]] for at, _ in data["table"]], "failures": [wrong]}
     return data

@@ -23,13 +23,20 @@ HOSTILE = "</title><script>alert(1)</script><img src=x onerror=alert(2)>\"'&|`\u
 def passing():
     """A whole report from a machine with a GPU."""
     return {
-        "format": 3,
+        "format": 4,
         "tool": {"name": "mha-deploy", "version": "0.1.0"},
         "created": "2026-11-15T05:00:00Z",
         "verdict": {
-            "passed": True,
             "outcome": "passed",
-            "not_verified": ["S above 4096 (up to 8192)"],
+            "not_verified": [
+                {
+                    "kind": "sizes not covered",
+                    "axis": "S",
+                    "least": 4097,
+                    "most": 8192,
+                    "text": "S = 4097–8192",
+                }
+            ],
             "headline": "right, 1/1 fused, precision: fp16 (verified), 1.20x faster than the best PyTorch",
             "findings": [
                 finding("warning", "latency", "the clocks were held back (power cap) in 1 of 47 timings"),
@@ -48,7 +55,7 @@ def passing():
             invariance("batch size", "B=1 against B=8", bitwise=False, share=0.11),
             invariance("profile", "profile 0 against profile 1", bitwise=False, share=0.24),
             invariance("batch size", "not applicable: no other batch is allowed", bitwise=False, share=None)
-            | {"case": "", "backend": "ort-cpu 1.31.1"},
+            | {"case": "", "backend": "ort-cpu 1.31.1", "outcome": "not verified"},
         ],
         "conformance": conformance(),
         "range": fp16_range(),
@@ -64,7 +71,6 @@ def failing():
     """A report of an engine that is wrong, with values that are no numbers."""
     data = passing()
     data["verdict"] = {
-        "passed": False,
         "outcome": "failed",
         "not_verified": [],
         "headline": "wrong: 3 of 10 outputs are out of budget on tensorrt 8.6.1",
@@ -78,12 +84,12 @@ def failing():
         ],
     }
     _, wrong = data["parity"]
-    wrong["passed"] = False
+    wrong["outcome"] = "failed"
     break_verdict(wrong["verdicts"][1], 8.05)
     break_verdict(wrong["verdicts"][2], 1603.7)
     wrong["verdicts"][4] |= {
-        "passed": False,
-        "problem": "12 values are NaN or infinite, the first at (0, 3, 17)",
+        "outcome": "failed",
+        "reason": {"kind": "not finite", "numbers": {"count": 12}, "index": [0, 3, 17]},
         "deviation": None,
         "budget": None,
         "share": math.inf,
@@ -92,7 +98,7 @@ def failing():
     values[5] = [0.31 + 0.01 * (i % 5) for i in range(len(values[5]))]
     values[7][3:6] = [math.nan, math.inf, None]
     break_decode(data["decode"][1])
-    data["invariance"][1] |= {"passed": False, "share": 3.4, "problem": "rows differ by 3.4 budgets"}
+    data["invariance"][1] |= {"outcome": "failed", "share": 3.4, "problem": "rows differ by 3.4 budgets"}
     data["range"]["worst"] = "overflows"
     data["range"]["nodes"][0] |= {
         "status": "overflows",
@@ -104,9 +110,9 @@ def failing():
         "at_fault": "fusion",
         "explanation": "The unfused twin of the engine is right, and so is ONNX Runtime on the same graph.",
         "trials": [
-            {"name": "canonical graph on ort-cpu", "passed": True, "share": 0.09},
-            {"name": "unfused twin, fp16", "passed": True, "share": 0.4},
-            {"name": "fused, fp32", "passed": False, "share": 7.9},
+            {"name": "canonical graph on ort-cpu", "outcome": "passed", "share": 0.09},
+            {"name": "unfused twin, fp16", "outcome": "passed", "share": 0.4},
+            {"name": "fused, fp32", "outcome": "failed", "share": 7.9},
         ],
     }
     node = {
@@ -127,9 +133,8 @@ def cpu_only():
     data = passing()
     why = "there is no NVIDIA GPU on this machine"
     data["verdict"] = {
-        "passed": True,
         "outcome": "not verified",
-        "not_verified": ["engine tensorrt-rtx"],
+        "not_verified": [{"kind": "not run", "name": "tensorrt-rtx", "text": "engine tensorrt-rtx"}],
         "headline": "the graph is right; the engine was built and inspected, but not run",
         "findings": [finding("note", "engine", f"tensorrt-rtx was not run: {why}")],
     }
@@ -158,7 +163,7 @@ def cpu_only():
 def empty():
     """A report of a run in which nothing could be run."""
     data = cpu_only()
-    data["verdict"] = {"passed": False, "outcome": "failed", "headline": "nothing was run", "findings": []}
+    data["verdict"] = {"outcome": "not verified", "headline": "nothing was run", "findings": []}
     data["verdict"]["not_verified"] = []
     return data | {"parity": [], "engines": []}
 
@@ -201,7 +206,7 @@ def bench():
         for i, n in enumerate(names)
     ]
     return {
-        "format": 3,
+        "format": 4,
         "tool": {"name": "mha-deploy", "version": "0.1.0"},
         "created": "2026-11-15T05:00:00Z",
         "environment": environment(gpu=True),

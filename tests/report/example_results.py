@@ -4,7 +4,10 @@ import random
 
 
 def finding(level, section, text):
-    return {"level": level, "section": section, "text": text}
+    kinds = {"parity": "wrong outputs", "fusion": "engine not fused", "latency": "not settled"}
+    kinds |= {"range": "fp16 range", "invariance": "not invariant", "engine": "engine not run"}
+    about = {"place": {"runner": "tensorrt 8.6.1"}, "reason": None, "names": [], "numbers": {}, "detail": ""}
+    return {"level": level, "section": section, "kind": kinds[section], **about, "text": text}
 
 
 def model():
@@ -64,7 +67,7 @@ def parity(backend, share):
         "precision": "fp16",
         "backend": backend,
         "cases": "golden",
-        "passed": True,
+        "outcome": "passed",
         "accumulation": {"type": "fp32", "why": "ONNX Runtime accumulates in FP32"},
         "verdicts": verdicts,
     }
@@ -87,8 +90,8 @@ def verdict(case, batch, length, share):
         "case": case,
         "sizes": {"B": batch, "S": length},
         "output": "output",
-        "passed": True,
-        "problem": None,
+        "outcome": "passed",
+        "reason": None,
         "deviation": deviation,
         "budget": budget,
         "share": share,
@@ -96,7 +99,8 @@ def verdict(case, batch, length, share):
 
 
 def break_verdict(data, share):
-    data |= {"passed": False, "problem": "out of budget: relative_l2, gain", "share": share}
+    reason = {"kind": "out of budget", "names": ["relative_l2", "gain"]}
+    data |= {"outcome": "failed", "reason": reason, "share": share}
     data["deviation"] |= {
         "relative_l2": share * 6.4e-3,
         "gain": share * 3.9e-4,
@@ -127,7 +131,7 @@ def invariance(check, detail, *, bitwise, share):
         "case": "opt",
         "check": check,
         "detail": detail,
-        "passed": True,
+        "outcome": "passed",
         "bitwise": bitwise,
         "share": share,
         "problem": None,
@@ -153,7 +157,7 @@ def conformance():
     rows[5]["cells"]["ort-cpu"] = cell("wrong", "NaN where ONNX defines zeros")
     rows[4]["cells"]["tensorrt"] = cell("refused", "takes a mask or causal, not both")
     rows[7]["cells"]["tensorrt"] = cell("wrong", "aligned to the lower right", 0.71, 212.0)
-    return {"precision": "fp16", "seed": 0, "passed": False, "columns": list(names), "rows": rows}
+    return {"precision": "fp16", "seed": 0, "outcome": "failed", "columns": list(names), "rows": rows}
 
 
 def mask_cells(names):

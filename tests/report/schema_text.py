@@ -2,8 +2,11 @@
 
 import re
 import types
+from collections.abc import Mapping
+from dataclasses import is_dataclass
+from enum import Enum
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from mha_deploy.report.schema import BENCH, REPORT
 
@@ -11,9 +14,16 @@ DOC = (Path(__file__).parents[2] / "docs" / "report.md").read_text(encoding="utf
 _UNION = (Union, types.UnionType)
 
 
+MOST_OPTIONS = 12
+
+
 def fields_of(kind):
     """The fields of a record by key."""
-    return dict(kind.__annotations__)
+    return get_type_hints(kind)
+
+
+def is_record(kind):
+    return hasattr(kind, "__struct_fields__") or is_dataclass(kind)
 
 
 def records(kind, place=""):
@@ -21,11 +31,11 @@ def records(kind, place=""):
     origin, args = get_origin(kind), get_args(kind)
     if origin in _UNION:
         yield from records(args[0], place)
-    elif origin is list:
+    elif origin in (list, tuple):
         yield from records(args[0], f"{place}[]")
-    elif origin is dict:
+    elif origin in (dict, Mapping):
         yield from records(args[1], f"{place}.*")
-    elif hasattr(kind, "__struct_fields__"):
+    elif is_record(kind):
         yield place, kind
         for key, inner in fields_of(kind).items():
             yield from records(inner, f"{place}.{key}" if place else key)
@@ -62,7 +72,12 @@ def _label(kind):
         return f"{_label(args[0])}, or null"
     if origin is Literal:
         return ", ".join(f"`{option}`" for option in args)
-    if origin in (list, dict):
+    if origin is tuple:
+        return f"list of {_label(args[0])}"
+    if origin in (list, dict, Mapping):
         return f"{'list of' if origin is list else 'name →'} {_label(args[-1])}"
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        few = [f"`{option.value}`" for option in kind]
+        return ", ".join(few) if len(few) <= MOST_OPTIONS else "text, one of a list"
     plain = {str: "text", bool: "true or false", int: "whole number", float: "number", Any: "anything"}
     return plain.get(kind, "record")

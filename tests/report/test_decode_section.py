@@ -16,6 +16,8 @@ from mha_deploy.report.schema import as_plain, check_report
 from mha_deploy.report.table import place_text, prompts_text
 from mha_deploy.validate.verdict import engines_to_dict
 
+WRONG = {"level": "failure", "section": "decode", "kind": "wrong decoding", "text": "decodes wrongly"}
+
 
 def report_of(*reports):
     return fresh("cpu-only") | {"decode": [as_plain(each) for each in reports]}
@@ -38,7 +40,7 @@ def words(markup):
 def test_what_the_decode_loop_gives_keeps_the_format(meddle):
     data = report_of(decoded(meddle).to_dict())
     assert check_report(data) == []
-    assert data["decode"][0]["passed"] is (meddle is right)
+    assert (data["decode"][0]["outcome"] == "passed") is (meddle is right)
     assert section(data)
 
 
@@ -50,7 +52,7 @@ def test_the_example_has_the_keys_of_what_the_decode_loop_gives():
 
 def test_a_finding_about_decoding_leads_to_its_section():
     data = report_of(decoded(wrong_from(3)).to_dict())
-    data["verdict"]["findings"] = [{"level": "failure", "section": "decode", "text": "decodes wrongly"}]
+    data["verdict"]["findings"] = [WRONG]
     assert '<a href="#decode">decode</a>' in report_page(data)
 
 

@@ -90,8 +90,8 @@ def test_validate_steps_through_the_trace_of_a_bundle(run_cli, bundles, tmp_path
     data = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
     decoded, loud = data["decode"]
     assert (decoded["trace"], loud["trace"]) == ("steps", "probe-steps")
-    assert decoded["passed"]
-    assert loud["passed"]
+    assert decoded["outcome"] == "passed"
+    assert loud["outcome"] == "passed"
     assert len(decoded["errors"]) == decoded["steps"]
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert page.count('class="chart decode"') == 2

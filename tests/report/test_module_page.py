@@ -23,7 +23,7 @@ def module_report(*, wrong=()):
     run["verdicts"] = [verdict("layers", 8, 128, 0.1) | {"output": name} for name in NAMES]
     for index in wrong:
         break_verdict(run["verdicts"][index], 8.05)
-    run["passed"] = not wrong
+    run["outcome"] = "failed" if wrong else "passed"
     data["parity"].append(run)
     data["range"] = {"worst": "near", "nodes": [range_node(name, 7000 + i) for i, name in enumerate(NAMES)]}
     return data
@@ -71,7 +71,7 @@ def test_attentions_have_a_table_of_their_own():
     assert re.findall(r"<code>([^<]+)</code>", table) == NAMES
     assert "ort-cpu 1.31.1 at B=8, S=128" in table
     assert table.count("passed") == 2
-    assert "out of budget: relative_l2, gain; worst at [0, 64, 511]" in table
+    assert "out of budget: relative L2, gain; worst at [0, 64, 511]" in table
     outputs = between(page, "Error of every output, and its share of the budget</caption>", "</table>")
     assert "blocks" not in outputs
 

@@ -38,7 +38,7 @@ def test_decode_traces_pass_as_interleaved_sequences(served, bundles, name):
     assert report.passed, report.headline
     (found,) = report.to_dict()["decode"]
     assert found["steps"] == 40
-    assert found["passed"]
+    assert found["outcome"] == "passed"
     assert load_of(report)[0]["requests"] == 3 * 41
 
 
@@ -71,7 +71,7 @@ def test_a_wrong_model_is_caught(served, bundles, run_cli, tmp_path):
     done = run_cli(*command, "--no-probe", "-o", tmp_path, "--json")
     assert done.code == 1
     data = json.loads(done.out)
-    assert not data["verdict"]["passed"]
+    assert data["verdict"]["outcome"] == "failed"
     assert data["serving"][0]["wrong"] > 0
 
 

@@ -38,7 +38,7 @@ def broken(own_bundles, tmp_path):
 @pytest.fixture(scope="module")
 def program(own_bundles):
     """What is true inside the right module; a broken graph does not change that."""
-    reference, trusted = reference_for(own_bundles(), case_to_bisect(own_bundles()), "ort-cpu")
+    reference, trusted, _ = reference_for(own_bundles(), case_to_bisect(own_bundles()), "ort-cpu")
     assert trusted == "the module's program in FP64"
     return reference
 
@@ -115,9 +115,9 @@ def test_a_wrong_node_between_two_attentions_is_found(broken, program, block):
 def test_without_the_factory_the_graph_in_another_runtime_tells(broken, monkeypatch):
     bundle = broken(lambda graph: None)
     monkeypatch.setattr("mha_deploy.validate.fault.can_import", lambda name: False)
-    _, trusted = reference_for(bundle, case_to_bisect(bundle), "ort-cpu")
+    _, trusted, _ = reference_for(bundle, case_to_bisect(bundle), "ort-cpu")
     assert trusted == "the graph in onnx-reference"
-    _, trusted = reference_for(bundle, case_to_bisect(bundle), "tensorrt")
+    _, trusted, _ = reference_for(bundle, case_to_bisect(bundle), "tensorrt")
     assert trusted == "the graph in ort-cpu"
 
 
@@ -135,7 +135,7 @@ def test_a_runtime_that_is_wrong_where_the_graph_is_right(own_bundles, broken, m
         )
         return open_runner("ort-cpu", copy)
 
-    reference, _ = reference_for(bundle, case_to_bisect(bundle), "faulty")
+    reference, *_ = reference_for(bundle, case_to_bisect(bundle), "faulty")
     found = bisect_bundle(bundle, "faulty", faulty, reference)
     assert found.first_node.node == ATTENTIONS[1]
 
@@ -147,7 +147,7 @@ def test_one_of_our_own_layers(bundles, tmp_path):
     onnx.save(model, path / "model.onnx")
     rehash(path)
     bundle = open_bundle(path)
-    reference, _ = reference_for(bundles("tiny-mha"), case_to_bisect(bundle), "ort-cpu")
+    reference, *_ = reference_for(bundles("tiny-mha"), case_to_bisect(bundle), "ort-cpu")
     found = bisect_bundle(bundle, "ort-cpu", partial(open_runner, "ort-cpu"), reference)
     assert found.attentions == 0
     assert found.first_node.node == "attention"

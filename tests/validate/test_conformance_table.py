@@ -456,10 +456,10 @@ def test_the_table_is_plain_data():
     table = conformance_table(columns, FP16, seed=5, cases=cases, on_column=seen.append)
     assert seen == ["right", "wrong", "absent"]
     data = json.loads(json.dumps(table.to_dict(), allow_nan=False))
-    assert {key: data[key] for key in ("precision", "seed", "passed", "columns")} == {
+    assert {key: data[key] for key in ("precision", "seed", "outcome", "columns")} == {
         "precision": "fp16",
         "seed": 5,
-        "passed": False,
+        "outcome": "failed",
         "columns": ["right", "wrong", "absent"],
     }
     assert [(row["case"], row["about"], row["diagnostic"]) for row in data["rows"]] == [

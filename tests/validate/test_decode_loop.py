@@ -355,7 +355,7 @@ def test_a_dynamic_cache_takes_no_counts():
 def test_the_report_is_plain_data_and_shows_only_the_first_failures():
     report = judged(wrong.upper_left(captured("preallocated")[0]), "preallocated")
     data = json.loads(json.dumps(report.to_dict()))
-    assert (data["passed"], data["first_failed"], data["steps"]) == (False, 1, STEPS)
+    assert (data["outcome"], data["first_failed"], data["steps"]) == ("failed", 1, STEPS)
     assert (data["model"], data["trace"], data["prompt"]) == ("tiny-rope", "decode", [5, 2, 7])
     assert (data["judged"], data["failed"], len(data["failures"])) == (STEPS + 4, STEPS + 1, STEPS)
     assert data["table"] == [[step, data["errors"][step - 1]] for step in (1, 2, 4, 8)]

@@ -18,6 +18,7 @@ from mha_deploy.report.schema import as_plain, check_bench
 from mha_deploy.runtime.cuda import Conditions
 from mha_deploy.runtime.runner import Runner, TensorInfo
 from mha_deploy.runtime.timing import Timing, TimingPlan
+from mha_deploy.status import Kind, Reason
 from mha_deploy.validate import bench
 from mha_deploy.validate.bench import BenchOptions, ModelBench, bench_to_dict
 from mha_deploy.validate.evaluate import EvaluationPlan, LatencyRow, evaluate, latency_point, time_case
@@ -25,6 +26,8 @@ from mha_deploy.validate.runtimes import Runtime
 
 FP16 = find_precision("fp16")
 DYNAMIC, PREALLOCATED, WHOLE = (find_spec(f"tiny-{name}") for name in ("dynamic", "preallocated", "gqa"))
+
+NO_KERNEL = Reason(kind=Kind.NOT_TIMED, got="no kernel")
 
 
 def timing(microseconds, gpu="NVIDIA H200", **changes):
@@ -92,7 +95,7 @@ def test_a_gpu_without_figures_has_no_roofline(opt):
 
 
 def test_what_was_refused_has_no_figures_and_is_nobodys_best(opt):
-    refused = LatencyRow(name="sdpa-flash", backend="torch", family="pytorch", refused="no kernel")
+    refused = LatencyRow(name="sdpa-flash", backend="torch", family="pytorch", refused=NO_KERNEL)
     at = point(opt, refused, row("eager", 240.0))
     assert set(at.figures(refused).values()) == {None}
     assert at.best_pytorch.name == "eager"
@@ -148,13 +151,13 @@ def test_a_right_answer_is_timed(opt):
 def test_a_wrong_answer_is_never_timed(opt):
     runner, result = timed(opt, factor=1.02)
     assert (runner.timed, result.timing) == (0, None)
-    assert result.refused.startswith("wrong answer: output: out of budget")
+    assert result.refused.kind is Kind.WRONG_RESULT
 
 
 def test_an_answer_that_is_wrong_only_while_it_is_timed_has_no_time(opt):
     _, result = timed(opt, timed_factor=1.02)
     assert result.timing is None
-    assert result.refused.startswith("wrong answer while it was timed")
+    assert result.refused.kind is Kind.WRONG_WHEN_TIMED
 
 
 def test_a_runtime_that_is_wrong_on_other_inputs_or_at_other_sizes_has_no_time(opt):
@@ -170,7 +173,7 @@ def test_a_runtime_that_is_wrong_on_other_inputs_or_at_other_sizes_has_no_time(o
         plan = EvaluationPlan(spec=WHOLE, precision=FP16, cases={"probe": [case]}, timed=[opt])
         found = evaluate(runtime, plan).rows["opt"]
         assert (found.timing is None, runner.timed) == (refused, not refused)
-        assert (found.refused or "").startswith(f"wrong answer: {case.name}/output" if refused else "")
+        assert (found.refused is not None and found.refused.kind is Kind.WRONG_RESULT) is refused
 
 
 def test_a_runner_on_the_cpu_has_no_time(opt):
@@ -181,7 +184,7 @@ def test_a_runner_on_the_cpu_has_no_time(opt):
     blank = LatencyRow(name="answers", backend="answers", family="onnxruntime")
     result = time_case(runner, opt, blank, timed_with(samples=100))
     assert result.timing is None
-    assert "would say nothing about a GPU" in result.refused
+    assert "would say nothing about a GPU" in result.refused.got
 
 
 def test_a_refusal_is_one_line(opt):
@@ -191,7 +194,7 @@ def test_a_refusal_is_one_line(opt):
 
     blank = LatencyRow(name="answers", backend="answers", family="pytorch")
     result = time_case(Refuses(opt), opt, blank, timed_with(samples=100))
-    assert result.refused == "No kernel. this and that"
+    assert result.refused.got == "No kernel. this and that"
 
 
 def test_a_profiler_that_fails_costs_no_time(opt, monkeypatch):
@@ -222,7 +225,7 @@ def printed(at):
 
 def test_a_decode_step_has_tokens_a_second():
     engine, eager = row("tensorrt", 20.0, family="tensorrt"), row("eager", 40.0)
-    refused = LatencyRow(name="sdpa-flash", backend="torch", family="pytorch", refused="no kernel")
+    refused = LatencyRow(name="sdpa-flash", backend="torch", family="pytorch", refused=NO_KERNEL)
     at = decode_point(DYNAMIC, {"B": 4, "S": 1, "P": 63}, eager, refused, engine)
     assert [at.figures(each)["tokens_per_s"] for each in at.rows] == pytest.approx([1e5, None, 2e5])
     assert at.roofline["bound"] == "memory"

@@ -81,7 +81,7 @@ def measure(
         found["unmeasured"] = unmeasured
     return {
         **found,
-        "passed": report.passed,
+        "passed": report.outcome != "failed",
         **({} if report.passed else {"failure": _short(report.headline)}),
     }
 

@@ -1,0 +1,117 @@
+"""Taking evidence away never improves an outcome: in a record, and in the folder of a bundle."""
+
+import dataclasses
+import shutil
+from itertools import product
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+from bundle_edit import copy_of
+
+import mha_deploy as md
+from mha_deploy.engine.engine import LEDGER, Ledger
+from mha_deploy.judge import OutputVerdict, ParityReport
+from mha_deploy.options import ValidateOptions
+from mha_deploy.status import Kind, Outcome, Reason
+from mha_deploy.validate.evaluate import Evaluation
+from mha_deploy.validate.runtimes import TENSORRT, Runtime
+from mha_deploy.validate.verdict import ValidationRecord, conclude
+
+RANKS = (Outcome.FAILED, Outcome.NOT_VERIFIED, Outcome.PASSED)
+KINDS = {Outcome.PASSED: None, Outcome.FAILED: Kind.OUT_OF_BUDGET, Outcome.NOT_VERIFIED: Kind.ORACLE_ZERO}
+
+
+def verdict(name, outcome):
+    kind = KINDS[outcome]
+    reason = None if kind is None else Reason(kind=kind)
+    return OutputVerdict(case=name, sizes={"B": 1}, output="y", outcome=outcome, reason=reason)
+
+
+def evaluation(name, outcomes, engine=None):
+    verdicts = tuple(verdict(f"case {i}", each) for i, each in enumerate(outcomes))
+    parity = ParityReport(model="m", precision="fp16", backend=name, verdicts=verdicts)
+    family = "onnxruntime" if engine is None else TENSORRT
+    runtime = Runtime(name=name, family=family, open=lambda: None, engine=engine)
+    return Evaluation(runtime=runtime, backend=name, parity=(parity,))
+
+
+def engine_named(name):
+    verdict = SimpleNamespace(precision=SimpleNamespace(narrowed=()))
+    summaries = {"fusion_summary": "1/1 fused", "precision_summary": "precision: fp16 (verified)"}
+    manifest = SimpleNamespace(all_fused=True, is_in_precision=True, verdict=verdict, ranges=[], **summaries)
+    return SimpleNamespace(path=SimpleNamespace(stem=name), manifest=manifest, is_confirmed=True)
+
+
+def record_of(graph, engine, *, has_engine):
+    """A graph with these outcomes, and an engine with those, if it ran."""
+    found = engine_named("trt") if has_engine else None
+    evaluations = [evaluation("ort", graph)] + ([evaluation("trt", engine, found)] if engine else [])
+    spec = SimpleNamespace(axes={}, attention_count=1)
+    bundle = SimpleNamespace(manifest=SimpleNamespace(spec=spec, attention=[1], notes=()))
+    about = {"bundle": bundle, "engines": (found,) if has_engine else ()}
+    return conclude(ValidationRecord(evaluations=tuple(evaluations), **about), evaluations, ValidateOptions())
+
+
+def with_less(record):
+    """The record without one evaluation, engine, report or verdict."""
+    yield dataclasses.replace(record, engines=())
+    for i, each in enumerate(record.evaluations):
+        others = record.evaluations[:i] + record.evaluations[i + 1 :]
+        yield dataclasses.replace(record, evaluations=others)
+        yield dataclasses.replace(record, evaluations=(*others, dataclasses.replace(each, parity=())))
+        (parity,) = each.parity
+        for j in range(len(parity.verdicts)):
+            fewer = msgspec.structs.replace(parity, verdicts=parity.verdicts[:j] + parity.verdicts[j + 1 :])
+            yield dataclasses.replace(
+                record, evaluations=(*others, dataclasses.replace(each, parity=(fewer,)))
+            )
+
+
+PAIRS = list(product(RANKS, repeat=2))
+
+
+@pytest.mark.parametrize("has_engine", [True, False])
+def test_a_record_with_less_evidence_never_has_a_better_outcome(has_engine):
+    for graph, engine in product(PAIRS, [(), *PAIRS] if has_engine else [()]):
+        record = record_of(graph, engine, has_engine=has_engine)
+        expected = Outcome.of([*graph, *engine, *[Outcome.NOT_VERIFIED] * (has_engine and not engine)])
+        assert record.outcome is expected
+        assert record.passed is (expected is Outcome.PASSED)
+        for less in with_less(record):
+            assert RANKS.index(less.outcome) <= RANKS.index(record.outcome)
+
+
+def test_a_record_of_nothing_is_not_verified():
+    assert ValidationRecord(bundle=None).outcome is Outcome.NOT_VERIFIED
+
+
+@pytest.fixture
+def with_engine(bundles, tmp_path):
+    pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")
+    folder = copy_of(bundles("tiny-gqa"), tmp_path / "bundle")
+    md.build_engine(folder, backend="tensorrt-rtx")
+    return folder
+
+
+def test_deleting_an_engine_leaves_the_bundle_not_verified(with_engine):
+    quick = {"latency": False, "probe": False, "backends": ["ort-cpu"]}
+    built = md.validate(with_engine, **quick)
+    shutil.rmtree(with_engine / "engines")
+    gone = md.validate(with_engine, **quick)
+    assert (built.outcome, gone.outcome) == (Outcome.NOT_VERIFIED, Outcome.NOT_VERIFIED)
+    assert Kind.ENGINE_GONE in {each.kind for each in gone.findings}
+    found = md.compare(built, gone)
+    assert not found.passed
+    assert not [each for each in found.changes if each.level == "improvement" and each.section == "verdict"]
+    ledger = msgspec.json.decode((with_engine / LEDGER).read_bytes(), type=Ledger)
+    assert list(ledger.built) == ["tensorrt-rtx"]
+    (with_engine / LEDGER).write_bytes(b"{")
+    with pytest.raises(md.DeployError):
+        md.validate(with_engine, **quick)
+
+
+def test_a_bundle_that_never_had_an_engine_passes_with_its_graph(bundles):
+    report = md.validate(bundles("tiny-gqa").path, latency=False, probe=False, backends=["ort-cpu"])
+    assert report.passed
+    assert "no engine" in report.headline
