@@ -125,7 +125,9 @@ def called(answer: tuple[Any, ...]) -> Any:
     """The results of a driver call; raises if its status is an error."""
     status, *results = answer
     if int(status) != 0:
-        raise DeployError("The CUDA driver reported an error.", got=getattr(status, "name", status))
+        raise DeployError(
+            "The CUDA driver reported an error.", got=getattr(status, "name", status), hint="another"
+        )
     return results[0] if len(results) == 1 else tuple(results)
 
 

@@ -29,6 +29,7 @@ from mha_deploy.model.precision import find_precision
 from mha_deploy.model.spec import AttentionSpec, Axis
 from mha_deploy.options import (
     AUTO,
+    MOST_SECONDS,
     OF_DEPLOY,
     BenchOptions,
     EngineOptions,
@@ -190,7 +191,11 @@ def load_model(
     if hasattr(model, "forward"):  # an nn.Module, without importing PyTorch to ask
         model, axes = _deployable(model, example_inputs, axes, name), None
     elif example_inputs is not None or name:
-        raise DeployError("Only an nn.Module takes example inputs and a name.", got=_describe(model))
+        raise DeployError(
+            "Only an nn.Module takes example inputs and a name.",
+            got=_describe(model),
+            hint="leave them out, or give the module itself",
+        )
     ranges = {
         name: sizes if isinstance(sizes, Axis) else Axis.parse(_range_text(sizes), name=name)
         for name, sizes in (axes or {}).items()
@@ -207,7 +212,11 @@ def load_model(
         return replace(loaded or Model(name=spec.name, source=spec), source=spec)
     if cache or projections:
         got = f"cache={cache!r}, projections={projections!r}"
-        raise DeployError("Only a catalog layer has these options.", got=got)
+        raise DeployError(
+            "Only a catalog layer has these options.",
+            got=got,
+            hint="leave them out, or name a layer of `mha-deploy models`",
+        )
     if not isinstance(source, str | Deployable):
         hint = "a catalog name, file.toml, file.py:factory, a Deployable, or an nn.Module"
         raise DeployError("This is not a model.", got=_describe(model), hint=hint)
@@ -327,7 +336,11 @@ def export(
         source, examples = Path(str(found.source)), _read_arrays(inputs)
         return bundle_from_onnx(source, Path(out), settings, axes=found.axes, inputs=examples, on_step=report)
     if inputs:
-        raise DeployError("Only an ONNX file takes inputs.", got=", ".join(inputs))
+        raise DeployError(
+            "Only an ONNX file takes inputs.",
+            got=", ".join(inputs),
+            hint="leave --input out, or export an .onnx file",
+        )
     with needed("Exporting needs PyTorch and its ONNX exporter.", "export"):
         from mha_deploy.export.exporter import bundle_from_factory, bundle_from_spec
     if isinstance(found.source, AttentionSpec):
@@ -390,8 +403,16 @@ def _read_arrays(inputs: Mapping[str, Any] | None) -> dict[str, Any]:
                     found[name] = np.load(file, allow_pickle=False)
             else:
                 found[name] = np.asarray(given)
+            if found[name].dtype.kind not in "biufcV":  # V: bfloat16 and the like
+                raise ValueError(f"the type {found[name].dtype} is not one of numbers")
+            if found[name].size == 0:
+                raise ValueError(f"the shape {found[name].shape} has no numbers")
         except (OSError, ValueError) as error:
-            raise DeployError(f"The file of input {name} cannot be read.", got=f"{given}: {error}") from error
+            raise DeployError(
+                f"The file of input {name} cannot be read.",
+                got=f"{given}: {error}",
+                hint="a .npy file that numpy.save wrote, without objects",
+            ) from error
     return found
 
 
@@ -1381,7 +1402,7 @@ def _compare_heads_of_bundle(bundle: Bundle, attention: str | None) -> HeadSimil
     nodes = {str(node.name): node for node in model.graph if is_attention(node)}
     if not nodes or attention not in (None, *nodes):
         wrong = attention or f"{bundle.manifest.spec.name} has no Attention node"
-        hint = nearest(wrong, nodes) if nodes else None
+        hint = nearest(wrong, nodes) if nodes else "a bundle with attention"
         raise DeployError("There is no such attention.", got=wrong, hint=hint)
     outputs = {name: str(node.outputs[0].name) for name, node in nodes.items()}
     backend = runtime.available_cpu_backend(bundle.manifest.precision)
@@ -1486,7 +1507,8 @@ def configure(
     Args:
         in_process: Run ONNX Runtime, TensorRT and PyTorch in this process instead of a child process, for a
             debugger. A crash then ends this process.
-        time_limit: Seconds after which a call of a runtime counts as hung; default: 3600.
+        time_limit: Seconds after which a call of a runtime or of a model's code counts as hung;
+            default: 3600.
         trust_code: Run the factory that a bundle names, for fresh cases and PyTorch baselines. This runs code
             of the bundle's author; default: only factories that this process exported.
 
@@ -1498,7 +1520,10 @@ def configure(
     if in_process is not None:
         isolation.enabled = not in_process
     if time_limit is not None:
-        isolation.limit_s = time_limit
+        if not 0 < time_limit <= MOST_SECONDS:  # neither is NaN
+            what, hint = f"A time limit is a number of seconds up to {MOST_SECONDS:g}.", "time_limit=3600"
+            raise DeployError(what, got=time_limit, hint=hint)
+        isolation.limit_s = float(time_limit)
     if trust_code is not None:
         isolation.trust_code = trust_code
 

@@ -24,23 +24,25 @@ class DeployError(Exception):
     Args:
         what: What happened, in one sentence.
         got: The value that caused it, as the user would recognise it.
-        hint: What to do about it.
+        hint: What to do about it. No error is without: one is given, or the class has one.
     """
 
     exit_code = EXIT_BAD_INPUT
+    usual_hint = ""
 
-    def __init__(self, what: str, *, got: object = None, hint: str | None = None) -> None:
+    def __init__(self, what: str, *, got: object = None, hint: str = "") -> None:
+        if not (hint or self.usual_hint):
+            raise TypeError(f"an error without a hint: {what}")
         super().__init__(what)
         self.what = what
         self.got = None if got is None else str(got)
-        self.hint = hint
+        self.hint = hint or self.usual_hint
 
     def __str__(self) -> str:
         lines = [self.what]
         if self.got is not None:
             lines.append(f"  got: {self.got}")
-        if self.hint is not None:
-            lines.append(f"  try: {self.hint}")
+        lines.append(f"  try: {self.hint}")
         return "\n".join(lines)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -75,6 +77,7 @@ class BackendUnavailable(DeployError):
     """The runtime that was asked for is not installed or cannot run here."""
 
     exit_code = EXIT_BACKEND_UNAVAILABLE
+    usual_hint = "`mha-deploy doctor` shows what is installed here"
 
 
 @contextmanager
@@ -122,13 +125,15 @@ def text_of_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-_ALLOCATOR = re.compile(r"can't allocate memory|not enough memory|CUDA out of memory|std::bad_alloc")
+_ALLOCATOR = re.compile(
+    r"can't allocate memory|not enough memory|CUDA out of memory|std::bad_alloc|failed to map segment"
+)
 _TRIED = re.compile(r"[Tt]ried to allocate ([\d.]+) ?(\w+)")
 
 
 def out_of_memory(error: BaseException) -> str | None:
     """How much memory an allocation of Python's or PyTorch's wanted, in words; None for any other error."""
-    if not isinstance(error, MemoryError | RuntimeError):
+    if not isinstance(error, MemoryError | RuntimeError | ImportError):
         return None
     text = str(error)
     if not isinstance(error, MemoryError) and not _ALLOCATOR.search(text):

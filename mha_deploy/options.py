@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from mha_deploy.model.spec import Axis
 
 AUTO = "auto"
+MOST_SECONDS = 1e7
+"""The largest time limit: about four months."""
 
 
 def option(default: Any, about: str, *flags: str, **details: Any) -> Any:
@@ -66,9 +68,9 @@ class ExportOptions:
         "B=2,S=33. default: those that suit the model",
         metavar="CASE",
     )
-    golden_gflop: float = option(100.0, "GFLOP limit of the large golden case.")
-    golden_gib: float = option(4.0, "Memory limit of the large golden case, in GiB.")
-    golden_mb: float = option(25.0, "File size limit of the large golden case, in MB.")
+    golden_gflop: float = option(100.0, "GFLOP limit of the large golden case.", min=0.0, max=1e9)
+    golden_gib: float = option(4.0, "Memory limit of the large golden case, in GiB.", min=0.0, max=1e6)
+    golden_mb: float = option(25.0, "File size limit of the large golden case, in MB.", min=0.0, max=1e6)
     device: str = option("cpu", "Device that computes the golden cases: cpu or cuda.")
     polygraphy: bool = option(False, "Write the golden cases for `polygraphy run` as well.")
     overwrite: bool = option(False, "Replace an existing bundle.")
@@ -116,7 +118,9 @@ class EngineOptions:
     optimization_level: int | None = option(
         None, "Builder optimization level, 0 to 5. default: TensorRT's own"
     )
-    workspace_mib: int | None = option(None, "Limit of the workspace memory, in MiB. default: TensorRT's own")
+    workspace_mib: int | None = option(
+        None, "Limit of the workspace memory, in MiB. default: TensorRT's own", min=1, max=2**24
+    )
     version_compatible: bool = option(False, "Build an engine that later TensorRT versions can load.")
     hardware_compatible: str | None = option(
         None, "Hardware compatibility level: ampere-plus or same-compute-capability. default: this GPU only"
@@ -190,7 +194,7 @@ class TimedOptions:
         metavar="NAME",
     )
     engine: str | None = option(None, "Run only this engine. default: all engines of the bundle")
-    samples: int = option(200, "Samples of each timing.", min=100)
+    samples: int = option(200, "Samples of each timing.", min=100, max=10**6)
     kernels: bool = option(False, "List the kernels that take the time. Needs PyTorch's profiler.")
     seed: int = option(1, "Seed of the inputs that are drawn.", min=0, max=2**32 - 1)
 
@@ -216,14 +220,24 @@ class ValidateOptions(TimedOptions):
     probe: bool | None = option(
         None, "Also run inputs that expose wrong masks, positions and caches. default: on"
     )
-    fresh: int = option(0, "Number of random cases besides those of the bundle. Needs PyTorch.", min=0)
+    fresh: int = option(
+        0, "Number of random cases besides those of the bundle. Needs PyTorch.", min=0, max=10**5
+    )
     steps: int = option(
-        0, "Decode steps besides those of the bundle, for a model with a KV cache. Needs PyTorch.", min=0
+        0,
+        "Decode steps besides those of the bundle, for a model with a KV cache. Needs PyTorch.",
+        min=0,
+        max=10**6,
     )
     prompt: int | None = option(
-        None, "Length of the prompt before these steps. default: the opt value of axis S", min=1
+        None,
+        "Length of the prompt before these steps. default: the opt value of axis S",
+        min=1,
+        max=2**31 - 1,
     )
-    batch: int | None = option(None, "Batch size of these steps. default: the opt value of axis B", min=1)
+    batch: int | None = option(
+        None, "Batch size of these steps. default: the opt value of axis B", min=1, max=2**31 - 1
+    )
     layers: bool = option(
         False,
         "For your own model: judge the engines attention by attention as well, in a second build that "
@@ -245,9 +259,13 @@ class ValidateOptions(TimedOptions):
     clients: Sequence[int] = option(
         (1, 8, 32), "With --url: numbers of clients that send requests at the same time.", metavar="N,N"
     )
-    requests: int = option(256, "With --url: requests for each number of clients.", min=1)
+    requests: int = option(256, "With --url: requests for each number of clients.", min=1, max=10**7)
     timeout_s: float = option(
-        30.0, "With --url: seconds after which a request counts as unanswered.", "--timeout", min=0.001
+        30.0,
+        "With --url: seconds after which a request counts as unanswered.",
+        "--timeout",
+        min=0.001,
+        max=86400.0,
     )
     limit_s: float = 120.0
 
@@ -316,13 +334,15 @@ class PackageOptions:
     )
     name: str | None = option(None, "Name of the model. default: the bundle's")
     max_batch: int | None = option(
-        None, "Largest dynamic batch. default: the largest that every engine takes", min=1
+        None, "Largest dynamic batch. default: the largest that every engine takes", min=1, max=2**20
     )
-    instances: int = option(1, "Copies of the model on each device.", min=1)
+    instances: int = option(1, "Copies of the model on each device.", min=1, max=1024)
     queue_delay_us: int = option(
-        100, "Microseconds that a request may wait for others to share its batch.", min=0
+        100, "Microseconds that a request may wait for others to share its batch.", min=0, max=10**8
     )
-    sequences: int = option(8, "Sequences that a model with a KV cache decodes at the same time.", min=1)
+    sequences: int = option(
+        8, "Sequences that a model with a KV cache decodes at the same time.", min=1, max=2**20
+    )
     overwrite: bool = option(False, "Replace a packaged model of that name.")
 
 
@@ -347,24 +367,36 @@ class Limits:
     """What counts as a regression: growth, as a share of the old value."""
 
     error: float = option(
-        0.1, "Growth of an error that is a regression, as a fraction of its budget.", "--max-error", min=0.0
+        0.1,
+        "Growth of an error that is a regression, as a fraction of its budget.",
+        "--max-error",
+        min=0.0,
+        max=1e9,
     )
     latency: float = option(
         0.05,
         "Growth of a p50 that is a regression, as a fraction; growth within its spread is not one.",
         "--max-latency",
         min=0.0,
+        max=1e9,
     )
     size: float = option(
         0.1,
         "Growth of an engine, graph or memory that is a regression, as a fraction.",
         "--max-size",
         min=0.0,
+        max=1e9,
     )
     build_time: float = option(
-        0.5, "Growth of a build time that is a regression, as a fraction.", "--max-build-time", min=0.0
+        0.5,
+        "Growth of a build time that is a regression, as a fraction.",
+        "--max-build-time",
+        min=0.0,
+        max=1e9,
     )
-    build_seconds: float = option(10.0, "Least growth of a build time that counts, in seconds.", min=0.0)
+    build_seconds: float = option(
+        10.0, "Least growth of a build time that counts, in seconds.", min=0.0, max=1e9
+    )
     coverage: bool = option(
         True,
         "Fail if something is no longer measured, or only report it.",

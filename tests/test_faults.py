@@ -1,12 +1,18 @@
 """Unlucky surroundings: streams that fail, signals, little memory, code that misbehaves."""
 
+import ast
 import itertools
 import json
 import random
 import signal
+import time
+from pathlib import Path
 
+import numpy as np
 import pytest
 from fault_harness import assert_orderly, assert_refused, run
+
+import mha_deploy as md
 
 # -- Streams ---------------------------------------------------------------------------------------
 
@@ -46,6 +52,140 @@ def test_a_signal_at_any_time_ends_a_command_with_its_code(tmp_path, bundles, nu
 def test_a_broken_pipe_signal_is_no_end(bundles):
     verb = ("validate", bundles("tiny-mha").path, "--backend", "onnx-reference", "--no-report")
     assert_orderly(run(*verb, signals=[(0.3, signal.SIGPIPE, "main")], memory=None), codes=[0])
+
+
+# -- Numbers ---------------------------------------------------------------------------------------
+
+LIMITS = ("inf", "nan", "-inf", "-1", "0", "1e400", "9" * 400, "x", "", "1e308")
+NUMBERS = [
+    *(("validate", "BUNDLE", "--time-limit", text) for text in LIMITS),
+    *(("validate", "BUNDLE", "--url", "http://localhost:1", "--timeout", text) for text in LIMITS),
+    *(("compare", "BUNDLE", "BUNDLE", "--max-error", text) for text in ("inf", "nan", "-1", "x")),
+    *(
+        ("package", "BUNDLE", "--triton", "out", "--instances", text)
+        for text in ("0", "-1", "3000000000", "1e9")
+    ),
+    *(("package", "BUNDLE", "--triton", "out", "--max-batch", text) for text in ("0", "3000000000")),
+    *(("package", "BUNDLE", "--triton", "out", "--sequences", text) for text in ("0", "3000000000")),
+    *(("package", "BUNDLE", "--triton", "out", "--queue-delay-us", text) for text in ("-1", "3000000000")),
+    *(("validate", "BUNDLE", "--samples", text) for text in ("0", "3000000000", "1e3")),
+    *(("validate", "BUNDLE", "--fresh", text) for text in ("-1", "3000000000", "9" * 5000)),
+    *(("validate", "BUNDLE", "--steps", text) for text in ("-1", "3000000000")),
+    *(("validate", "BUNDLE", "--seed", text) for text in ("-1", "4294967296")),
+    *(("validate", "BUNDLE", "--clients", text) for text in ("0", "-1", "1,x", "9" * 50, "٣", "1,,2")),
+    *(("bench", "BUNDLE", "--at", text) for text in ("B=1,B=2", "B=-1", "B=99999999999999999999", "B", "=")),
+    *(("bench", "BUNDLE", "--record", "r", "--processes", text) for text in ("0", "3000000000")),
+    *(("build-engine", "BUNDLE", "--profile", text) for text in ("B=1,B=2", "B=0", "B=1:2", "B=2:1:0", "B=")),
+    *(("build-engine", "BUNDLE", "--workspace-mib", text) for text in ("0", "-1", "3000000000")),
+    *(
+        ("export", "tiny-mha", "-o", "out", "--axis", text)
+        for text in ("S=0", "S=1:2:99999999999", "S=a", "Q=1")
+    ),
+    *(("export", "tiny-mha", "-o", "out", "--golden", text) for text in ("B=1,B=2", "B=0,S=1", "no", "")),
+    *(("export", "tiny-mha", "-o", "out", "--golden-gib", text) for text in ("inf", "nan", "-1")),
+    *(("export", "tiny-mha", "-o", "out", "--opset", text) for text in ("0", "-1", "999", "3000000000")),
+    ("export", "tiny-mha", "-o", "out", "--axis", "S=1:2:4", "--axis", "S=1:2:8"),
+    *(("analyze", "tiny-mha", "--at", text) for text in ("B=1,B=2", "B=1e9", "x")),
+    ("matrix", "absent.toml", "-o", "out", "--jobs", "3000000000"),
+]
+
+
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("part", range(6))
+def test_numbers_have_bounds(bundles, tmp_path, part):
+    bundle = bundles("tiny-mha").path
+    for verb in NUMBERS[part::6]:
+        arguments = [bundle if each == "BUNDLE" else each for each in verb]
+        outcome = run(*arguments, folder=tmp_path, memory=None)
+        try:
+            assert_orderly(outcome, codes=[2, 3])
+            assert outcome.code == 2 or verb[0] == "bench"  # which needs a GPU
+        except AssertionError as error:
+            raise AssertionError(f"{verb}: {error}") from error
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("inf"), float("nan"), 1e12])
+def test_a_time_limit_is_finite(seconds):
+    with pytest.raises(md.DeployError):
+        md.configure(time_limit=seconds)
+
+
+ARRAYS = {
+    "text": np.array(["a", "b"]),
+    "dates": np.array(["2020-01-01"], "datetime64[D]"),
+    "no numbers": np.zeros((0, 4, 8), np.float32),
+}
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_an_input_without_numbers_is_refused(bundles, tmp_path, name):
+    np.save(tmp_path / "x.npy", ARRAYS[name])
+    graph = bundles("tiny-mha").model_path
+    arguments = ("export", graph, "-o", tmp_path / "out", "--input", f"x={tmp_path / 'x.npy'}")
+    assert_refused(run(*arguments, memory=None))
+
+
+# -- Messages --------------------------------------------------------------------------------------
+
+
+def test_every_error_says_what_to_try():
+    """It is given one where it is raised, or its class has one."""
+    with pytest.raises(TypeError):
+        md.DeployError("It broke.")
+    package = Path(md.__file__).parent
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in package.rglob("*.py")}
+    classes = {}
+    for tree in trees.values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and node.bases:
+                classes[node.name] = (
+                    [ast.unparse(base) for base in node.bases],
+                    "usual_hint =" in ast.unparse(node),
+                )
+
+    def needs(name):
+        if name == "DeployError":
+            return True
+        bases, has_one = classes.get(name, ((), True))
+        return not has_one and any(map(needs, bases))
+
+    found = []
+    for path, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and needs(node.func.id):
+                given = [word for word in node.keywords if word.arg in ("hint", None)]
+                if not given or (isinstance(given[0].value, ast.Constant) and not given[0].value.value):
+                    found.append(f"{path.name}:{node.lineno}: {ast.unparse(node)[:80]}")
+    assert found == []
+
+
+# -- Memory, and the clock --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("memory", [1 << 24, 1 << 27, 1 << 29])
+def test_little_memory_is_an_error_or_enough(bundles, memory):
+    verb = (
+        "validate",
+        bundles("tiny-mha").path,
+        "--backend",
+        "onnx-reference",
+        "--no-report",
+        "--in-process",
+    )
+    assert_orderly(run(*verb, memory=memory))
+
+
+@pytest.mark.parametrize("seconds", [-1e9, -3600, 3600, 4e9])
+def test_a_clock_that_jumps_changes_nothing(bundles, seconds):
+    now = time.time
+
+    def jump():
+        calls = iter(range(10**9))
+        time.time = lambda: now() + (seconds if next(calls) % 2 else 0)
+
+    verb = ("validate", bundles("tiny-mha").path, "--backend", "onnx-reference", "--no-report")
+    assert_orderly(run(*verb, prepare=jump, memory=None), codes=[0])
 
 
 # -- Code of a user ----------------------------------------------------------------------------------

@@ -93,7 +93,7 @@ class Workers:
 
 
 def refuse_export(entry, precision, target):
-    raise md.DeployError("There is no such model.", got=entry.model)
+    raise md.DeployError("There is no such model.", got=entry.model, hint="another")
 
 
 @pytest.fixture

@@ -146,7 +146,7 @@ def test_names_are_checked_before_any_array_is_read(tmp_path):
     path.write_bytes(archive(claiming("(1152921504606846976,)"), name="surprise.npy"))
 
     def refuse(names):
-        raise DeployError("Not these.", got=names)
+        raise DeployError("Not these.", got=names, hint="another")
 
     with pytest.raises(DeployError, match=r"Not these\.") as caught:
         read_npz(path, check_names=refuse)

@@ -67,7 +67,11 @@ def past_keys(spec: AttentionSpec, sizes: Sizes, lengths: Lengths = None) -> lis
     found = [int(length) for length in lengths]
     if spec.cache != "preallocated" or len(found) != sizes["B"]:
         got = f"{len(found)} lengths, cache = {spec.cache}, B = {sizes['B']}"
-        raise SpecError("Only a preallocated KV cache has lengths, one for every batch element.", got=got)
+        raise SpecError(
+            "Only a preallocated KV cache has lengths, one for every batch element.",
+            got=got,
+            hint="leave the lengths out",
+        )
     room = sizes["T"] - sizes["S"]
     if not all(0 <= length <= room for length in found):
         what = "The new tokens do not fit into the KV cache."

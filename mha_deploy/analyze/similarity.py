@@ -52,7 +52,11 @@ def _check_array(tensor: TensorSpec, array: np.ndarray, sizes: dict[str, int]) -
     # A mask may hold -inf; +inf and NaN mean nothing anywhere.
     allowed = np.isfinite(array) if tensor.name != "attention_bias" else (array < np.inf)
     if not allowed.all():
-        raise DeployError(f"Input {tensor.name} holds values that are not finite.", got="NaN or infinity")
+        raise DeployError(
+            f"Input {tensor.name} holds values that are not finite.",
+            got="NaN or infinity",
+            hint="inputs without NaN and infinity",
+        )
     wanted = f"({', '.join(str(dim) for dim in tensor.dims)})"
     if array.ndim == len(tensor.dims):
         for dim, size in zip(tensor.dims, array.shape, strict=True):
@@ -203,7 +207,11 @@ def similarity_from_heads(heads: np.ndarray) -> HeadSimilarity:
         chunk = heads[start : start + _CHUNK].astype(np.float64)
         norms = np.linalg.norm(chunk, axis=-1)
         if not np.isfinite(norms).all():
-            raise DeployError("A head output is not finite.", got="NaN or infinity")
+            raise DeployError(
+                "A head output is not finite.",
+                got="NaN or infinity",
+                hint="inputs and weights without NaN and infinity",
+            )
         alive = norms > 0
         unit = chunk / np.where(alive, norms, 1.0)[..., None]
         by_head = unit.transpose(1, 0, 2).reshape(Hq, -1)

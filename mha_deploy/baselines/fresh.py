@@ -63,7 +63,11 @@ def attention_spec(bundle: Bundle) -> AttentionSpec:
     """The spec of a bundle of one of our own layers; not for a user's module."""
     layer = bundle.manifest.spec.layer
     if layer is None:
-        raise BundleError("The bundle is not that of a catalog layer.", got=bundle.manifest.spec.name)
+        raise BundleError(
+            "The bundle is not that of a catalog layer.",
+            got=bundle.manifest.spec.name,
+            hint="a bundle of a layer from `mha-deploy models`",
+        )
     return layer
 
 

@@ -65,7 +65,9 @@ def explain_refusal(name: str, error: Exception, warnings: Iterable[str], *, com
     if compiled and type(error).__module__.startswith(_COMPILERS):
         hint = "torch.compile needs Triton and a C compiler"
         return BackendUnavailable(f"{name} cannot compile the layer here.", got=first_line, hint=hint)
-    return DeployError(f"{name} failed on these inputs.", got=first_line)
+    return DeployError(
+        f"{name} failed on these inputs.", got=first_line, hint="smaller inputs, or another --backend"
+    )
 
 
 # -- A layer as it is served: caches in place, masks and tables computed once per model ------------
@@ -269,14 +271,22 @@ class UserModels:
     def in_service(self, baseline: Baseline) -> nn.Module:
         """The module as it is run and timed."""
         if baseline.packed:
-            raise DeployError("Only the projections of a catalog layer can be packed.", got="packed")
+            raise DeployError(
+                "Only the projections of a catalog layer can be packed.",
+                got="packed",
+                hint="leave packed out",
+            )
         if baseline == _TUNED:
             raise DeployError("Only a catalog layer has a tuned form.", hint="the baseline `compile`")
         calls_sdpa = self._calls_sdpa  # the module is run in any case, so that a failure is explained
         needs_sdpa = baseline.kernel is not None or not baseline.compiled
         if baseline.path == "sdpa" and needs_sdpa and not calls_sdpa:
             what = "The module writes its attention out: there is no fused kernel to choose."
-            raise DeployError(what, got="no call of scaled_dot_product_attention")
+            raise DeployError(
+                what,
+                got="no call of scaled_dot_product_attention",
+                hint="--backend eager, or call scaled_dot_product_attention in the module",
+            )
         return _Flat(self._user.module, baseline.kernel if baseline.compiled else None)
 
     def arguments(self, feeds: Arrays) -> dict[str, Tensor]:
@@ -512,5 +522,9 @@ def attention_alone(
         with torch.inference_mode():
             y, _ = attend(tensors["q"], tensors["k"], tensors["v"], tensors.get("mask"), heads, path)
     except (RuntimeError, NotImplementedError) as error:
-        raise DeployError("PyTorch refuses the case.", got=str(error).splitlines()[0]) from error
+        raise DeployError(
+            "PyTorch refuses the case.",
+            got=str(error).splitlines()[0],
+            hint="other sizes, or another --backend",
+        ) from error
     return to_numpy(y)

@@ -41,7 +41,9 @@ def read_npz(path: Path, check_names: Callable[[list[str]], None] = lambda names
                     raise ValueError(f"{name} is not an array")
             return arrays
     except FileNotFoundError as error:
-        raise DeployError("There is no such .npz file.", got=path) from error
+        raise DeployError(
+            "There is no such .npz file.", got=path, hint="the path of a file that exists"
+        ) from error
     except DeployError:
         raise
     except Exception as error:  # NumPy, zipfile and the decompressors raise types that share no base
@@ -412,7 +414,11 @@ def check_steps(spec: ModelSpec, prompt: np.ndarray, steps: int) -> KVCache:
     """How a model decodes; refuses prompts and a number of steps that its cache or its axes do not allow."""
     cache, got = spec.kv_cache, f"prompts {prompt.tolist()}, {steps} steps"
     if cache is None:
-        raise DeployError(f"{spec.name} has no KV cache.", got="no cached inputs")
+        raise DeployError(
+            f"{spec.name} has no KV cache.",
+            got="no cached inputs",
+            hint="a model with a KV cache, such as tiny-dynamic",
+        )
     if not prompt.size or prompt.min() < 1 or steps < 1:
         problem = "A trace needs a prompt in every batch element, and a step."
         raise DeployError(problem, got=got, hint="at least 1 of each")
@@ -484,7 +490,11 @@ def read_trace(path: Path, spec: ModelSpec, precision: Precision) -> DecodeTrace
     """Read a trace of a model, checking that it is one."""
     cache = spec.kv_cache
     if cache is None:
-        raise DeployError(f"{spec.name} has no KV cache.", got=path.name)
+        raise DeployError(
+            f"{spec.name} has no KV cache.",
+            got=path.name,
+            hint="a model with a KV cache, such as tiny-dynamic",
+        )
     arrays = read_arrays(path, trace_tensors(spec, cache).keys() | _COUNTS)
     prompt, steps = (arrays.pop(name) for name in _COUNTS)
     check_arrays(dict(zip(_COUNTS, (prompt, steps), strict=True)), _COUNTS, {"B": prompt.size}, precision)

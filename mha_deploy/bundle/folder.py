@@ -48,7 +48,9 @@ class Bundle:
         """The path of a file of the bundle; names that leave the folder are refused."""
         relative = PurePosixPath(name)
         if relative.is_absolute() or ".." in relative.parts or name not in self.manifest.files:
-            raise BundleError("The manifest names a file that is not part of the bundle.", got=name)
+            raise BundleError(
+                "The manifest names a file that is not part of the bundle.", got=name, hint="export it again"
+            )
         return self.path / relative
 
     def state(self) -> list[tuple[int, ...] | None]:
@@ -88,7 +90,11 @@ def open_bundle(path: Path, *, verify: bool = True) -> Bundle:
         hint = made if path.exists() else f"mha-deploy export MODEL -o {path}"
         raise BundleError("There is no bundle here.", got=path, hint=hint) from error
     except (OSError, ValueError, msgspec.DecodeError, RecursionError) as error:
-        raise BundleError("The manifest cannot be read.", got=f"{manifest_path}: {error}") from error
+        raise BundleError(
+            "The manifest cannot be read.",
+            got=f"{manifest_path}: {error}",
+            hint="export it again, or copy the whole bundle again",
+        ) from error
     try:
         check_plain(data)
         manifest = Manifest.from_dict(data)

@@ -105,7 +105,14 @@ def _run_app() -> _Ending:
     except DeployError as error:
         return _Ending(error.exit_code, error)
     except OSError as error:
-        return _Ending(EXIT_BAD_INPUT, DeployError("The operating system reported an error.", got=error))
+        return _Ending(
+            EXIT_BAD_INPUT,
+            DeployError(
+                "The operating system reported an error.",
+                got=error,
+                hint="check the path, its permissions and the space on the disk",
+            ),
+        )
     except KeyboardInterrupt:
         return _Ending(EXIT_INTERRUPTED)
     except SystemExit as stop:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_text
+import math
 import re
 import sys
 import time
@@ -18,7 +19,7 @@ import typer
 
 from mha_deploy import api as md
 from mha_deploy.errors import EXIT_VERDICT_FAILED, DeployError, SpecError, place_of_error
-from mha_deploy.options import option, options_of
+from mha_deploy.options import MOST_SECONDS, option, options_of
 from mha_deploy.status import Outcome
 
 if TYPE_CHECKING:
@@ -64,7 +65,8 @@ def options_from(
 
 CONTROL = options_from(
     md.configure, "trust_code", "in_process", "time_limit",
-    trust_code={"flags": ("--trust-code",)}, in_process={"flags": ("--in-process",)}, time_limit={"min": 1.0},
+    trust_code={"flags": ("--trust-code",)}, in_process={"flags": ("--in-process",)},
+    time_limit={"min": 1.0, "max": MOST_SECONDS},
 )  # fmt: skip
 """How native code and the code of bundles run: what the verbs that run something share."""
 
@@ -155,14 +157,19 @@ def _parameter(name: str, text: str, field: Field[Any]) -> Parameter:
 
 
 def _convert(name: str, text: str, value: Any) -> Any:
-    """What was given as the verb wants it: lists as tuples, `1,8,32` as numbers."""
+    """What was given as the verb wants it: lists as tuples, `1,8,32` as numbers, all within bounds."""
+    flag = f"--{name.replace('_', '-')}"
+    if isinstance(value, float) and not math.isfinite(value):
+        raise DeployError(f"{flag} needs a finite number.", got=value, hint=f"{flag} 10")
+    if type(value) is int and abs(value) >= 2**32:
+        raise DeployError(f"{flag} is too large.", got=value, hint=f"{flag} 10")
     if not text.startswith("Sequence"):
         return value
     if text != "Sequence[int]":
         return tuple(value or ())
     parts = [part.strip() for part in value.split(",")] if value else []
-    if not all(part.isdecimal() and int(part) for part in parts):
-        raise DeployError(f"--{name} needs whole numbers.", got=value, hint=f"--{name} 1,8,32")
+    if not all(part.isascii() and part.isdecimal() and len(part) < 7 and int(part) for part in parts):
+        raise DeployError(f"{flag} needs whole numbers below 10⁶.", got=value, hint=f"{flag} 1,8,32")
     return tuple(dict.fromkeys(map(int, parts)))
 
 
@@ -187,7 +194,7 @@ class ModelOptions:
         "weights.",
         metavar="FOLDER",
     )
-    layer: int = option(0, "Layer of the --hf checkpoint.", min=0)
+    layer: int = option(0, "Layer of the --hf checkpoint.", min=0, max=10**6)
     axis: Sequence[str] = option(
         (), "Range of a dynamic axis, as S=min:opt:max. default: the model's own", metavar="NAME=RANGE"
     )
@@ -223,6 +230,8 @@ def parse_pairs(texts: Sequence[str], option: str, example: str) -> dict[str, st
         name, separator, value = text.partition("=")
         if not (name and separator and value):
             raise SpecError(f"{option} needs a name and a value.", got=text, hint=f"{option} {example}")
+        if name in found:
+            raise SpecError(f"{option} gives {name} twice.", got=text, hint="give it once")
         found[name] = value
     return found
 

@@ -165,7 +165,7 @@ def check(bundle: Path = BUNDLE, **options: Any) -> Result:
     return Result(data, lambda: [tables.eligibility_renderable(answers)], Outcome.passing(passed))
 
 
-@verb(options_from(md.build_engine, repeat={"min": 1}), RUN)
+@verb(options_from(md.build_engine, repeat={"min": 1, "max": 1000}), RUN)
 def build_engine(
     bundle: Path = BUNDLE,
     require_fused: bool = option(False, "Exit with 1 unless every attention is fused."),
@@ -334,7 +334,9 @@ def bench(
         "Add every measurement to this file as a line of JSON: samples, hashes, conditions.",
         metavar="FILE",
     ),
-    processes: int = option(1, "Measure in this many processes, one after the other. Needs --record.", min=1),
+    processes: int = option(
+        1, "Measure in this many processes, one after the other. Needs --record.", min=1, max=1000
+    ),
     replay: str | None = option(
         None,
         "Measure a line of a record again, and exit with 1 unless both agree. BUNDLE, default: the folder "
@@ -433,7 +435,7 @@ def _table_or_markdown(markdown: bool, found: Any, table: Table, *reasons: str) 
     return [tables.render(table), *reasons, tables.head(found.outcome, found.headline)]
 
 
-@verb(options_from(md.matrix, "out", "jobs", "address", out={"flags": OUT}, jobs={"min": 1}))
+@verb(options_from(md.matrix, "out", "jobs", "address", out={"flags": OUT}, jobs={"min": 1, "max": 4096}))
 def matrix(
     plan: Path = argument("PLAN", "The plan, a TOML file; see docs/matrix.md."),
     markdown: bool = option(False, "Print the heat map as Markdown to stdout."),

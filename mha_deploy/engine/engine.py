@@ -69,6 +69,8 @@ def parse_ranges(text: str, spec: ModelSpec) -> Ranges:
         name, separator, sizes = part.strip().partition("=")
         if not separator:
             raise SpecError("A profile has no range for an axis.", got=part, hint="B=1:8:32,S=1:128:512")
+        if name in ranges:
+            raise SpecError(f"A profile gives axis {name} twice.", got=text, hint="one range for each axis")
         axis = ranges[name] = Axis.parse(sizes, name=name)
         allowed = spec.axes.get(name)
         if allowed is not None and not (allowed.min <= axis.min and axis.max <= allowed.max):

@@ -92,7 +92,10 @@ def onnx_program(
             raise KeyboardInterrupt from error
         raise explained(error) from error
     if program is None:
-        raise ExportError("PyTorch returned no ONNX program.")
+        raise ExportError(
+            "PyTorch returned no ONNX program.",
+            hint="another version of PyTorch; `mha-deploy doctor` lists those here",
+        )
     return program
 
 
@@ -190,8 +193,9 @@ _REMEDIES = {
 }
 
 
-def _remedy(text: str) -> str | None:
-    return next((hint for sign, hint in _REMEDIES.items() if re.search(sign, text)), None)
+def _remedy(text: str) -> str:
+    usual = "write that part of forward() with other operators, or another version of PyTorch"
+    return next((hint for sign, hint in _REMEDIES.items() if re.search(sign, text)), usual)
 
 
 def translation_error(error: Exception, program: ExportedProgram) -> ExportError:

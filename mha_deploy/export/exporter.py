@@ -144,7 +144,11 @@ class _LayerSource(flow.Source):
                 for tensor in self.spec.outputs:
                     if (shape := got[tensor.name].shape) != tensor.shape(sizes):
                         what = f"Output {tensor.name} does not follow the axes."
-                        raise ExportError(what, got=f"{shape} at {sizes}")
+                        raise ExportError(
+                            what,
+                            got=f"{shape} at {sizes}",
+                            hint="another version of PyTorch; `mha-deploy doctor` lists those here",
+                        )
             self.checks["dynamic axes"] = {"runtime": runner.name, "sizes": every}
         self.step("FP64 oracle")
         self.capture = LayerCapture(self.module, self.precision, self.options.seed)
@@ -186,7 +190,11 @@ def canonical_from_module(module: Attention, *, opset: int | None = None) -> ir.
     }
     model = onnx_program(
         module.variation(path="onnx"),
-        lambda error: ExportError(f"PyTorch could not export {spec.name}.", got=first_cause(error)),
+        lambda error: ExportError(
+            f"PyTorch could not export {spec.name}.",
+            got=first_cause(error),
+            hint="another version of PyTorch; `mha-deploy doctor` lists those here",
+        ),
         kwargs=call_arguments(spec, fed_to(module, random_inputs(spec, sizes, seed=0))),
         opset_version=opset,
         dynamic_shapes=shapes,
@@ -250,7 +258,11 @@ class _ModuleSource(flow.Source):
 
     def __init__(self, reference: str | Deployable, options: ExportOptions, axes: Axes | None) -> None:
         if options.device != "cpu":
-            raise ExportError("Your own model is exported on the CPU.", got=f"--device {options.device}")
+            raise ExportError(
+                "Your own model is exported on the CPU.",
+                got=f"--device {options.device}",
+                hint="leave --device out",
+            )
         self.reference, self.options, self.axes = reference, options, axes
         self.auto, self.opset = options.precision == AUTO, choose_opset(None, options.opset)
         self.precision = find_precision("fp16" if self.auto else options.precision)

@@ -203,7 +203,9 @@ def _precision_of(model: ir.Model) -> str:
             counts[kind] = counts.get(kind, 0) + (value.const_value.size if value.const_value else 1)
     if not counts:
         what = "The file has no floating-point tensors in fp16, bf16 or fp32."
-        raise ExportError(what, got=model.graph.name)
+        raise ExportError(
+            what, got=model.graph.name, hint="`mha-deploy fuse` lists what is not fused, and why"
+        )
     return max(counts, key=lambda kind: counts[kind])
 
 

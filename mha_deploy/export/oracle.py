@@ -202,7 +202,11 @@ class Float64(Intercept):
         if getattr(func, "__name__", "") == "__get__":  # an attribute, such as the shape
             return func(*args, **kwargs)
         if func is _aten.view.dtype:
-            raise ExportError("The module reads the bits of its numbers.", got="Tensor.view(dtype)")
+            raise ExportError(
+                "The module reads the bits of its numbers.",
+                got="Tensor.view(dtype)",
+                hint="convert with .to(dtype) in place of .view(dtype)",
+            )
         if packet is _aten.embedding:  # a table of gigabytes, of which some rows are read
             return upcast(func(*args, **kwargs))
         args, kwargs = tree_map_only(Tensor, upcast, (args, kwargs))
@@ -221,7 +225,11 @@ class Float64(Intercept):
             result = torch.where(result <= _ABSORBING, result.float().to(result.dtype), result)
         if narrow := [each.dtype for each in tensors_in(result) if each.dtype in _WIDE]:
             got = f"{func}: {narrow[0]}"
-            raise ExportError("An operator of the module does not compute in FP64.", got=got)
+            raise ExportError(
+                "An operator of the module does not compute in FP64.",
+                got=got,
+                hint="write that part of forward() with other operators",
+            )
         return result
 
 
@@ -245,9 +253,15 @@ def run_program(
     program, is_exact = exported.program, dtype == "float64"
     nodes = {name: exported.node_of(name) for name in keep}
     if unknown := [name for name, node in nodes.items() if node is None]:
-        raise ExportError("The program computes no such value.", got=unknown[0])
+        raise ExportError(
+            "The program computes no such value.",
+            got=unknown[0],
+            hint="the name of a value of the exported program",
+        )
     if missing := [name for name in exported.inputs if name not in inputs]:
-        raise ExportError("The program needs more inputs.", got=", ".join(missing))
+        raise ExportError(
+            "The program needs more inputs.", got=", ".join(missing), hint="an example of every input"
+        )
     given = {exported.nodes[name]: inputs[name] for name in exported.inputs}
 
     def argument(spec: InputSpec) -> Any:

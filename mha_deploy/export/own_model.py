@@ -76,7 +76,11 @@ def load_factory(reference: str, *, seed: int = 0) -> UserModule:
         hint = nearest(name, known) if known else "a function that returns a Deployable"
         raise ExportError("The module has no such factory.", got=reference, hint=hint)
     if needed := [each.name for each in _parameters(factory) if each.default is each.empty]:
-        raise ExportError("A factory takes no arguments.", got=f"{reference} needs {', '.join(needed)}")
+        raise ExportError(
+            "A factory takes no arguments.",
+            got=f"{reference} needs {', '.join(needed)}",
+            hint="give the arguments defaults, or write a function without any that calls it",
+        )
     torch.manual_seed(seed)
     hint = "call it in Python by itself, and correct that line"
     with user_code(where_is(factory) or reference, "The factory failed.", hint=hint):
@@ -198,7 +202,11 @@ def _check(given: Deployable, reference: str, name: str) -> UserModule:
             other, before = found.setdefault(dim, (key, size)) if isinstance(dim, str) else (key, size)
             if before != size:
                 got = f"{before} in {other}, {size} in {key}"
-                raise ExportError(f"Axis {dim} has two sizes in the examples.", got=got)
+                raise ExportError(
+                    f"Axis {dim} has two sizes in the examples.",
+                    got=got,
+                    hint="examples of one size, or two axes",
+                )
     _check_forward(given.module, given.inputs)
     if not all(isinstance(each, str) and each for each in given.outputs):
         raise ExportError("An output has no name.", got=list(given.outputs), hint='outputs=("y",)')
@@ -228,13 +236,25 @@ def _dims(name: str, example: object, axes: Axes) -> tuple[Dim, ...]:
         hint = "None for a fixed dimension"
         raise ExportError(f"Input {name} has an axis that is not a name.", got=strange[0], hint=hint)
     if example.tensor.is_meta:
-        raise ExportError(f"The example of input {name} has no numbers.", got="a tensor on meta")
+        raise ExportError(
+            f"The example of input {name} has no numbers.",
+            got="a tensor on meta",
+            hint="a tensor with numbers, such as torch.randn(...)",
+        )
     if example.tensor.is_floating_point() and bool(example.tensor.detach().isnan().any()):
-        raise ExportError(f"The example of input {name} has values that are not numbers.", got="NaN")
+        raise ExportError(
+            f"The example of input {name} has values that are not numbers.",
+            got="NaN",
+            hint="an example without NaN",
+        )
     shape = tuple(example.tensor.shape)
     if len(example.axes) > len(shape):
         got = f"{example.axes} for shape {shape}"
-        raise ExportError(f"Input {name} has more axis names than dimensions.", got=got)
+        raise ExportError(
+            f"Input {name} has more axis names than dimensions.",
+            got=got,
+            hint="a name or None for each dimension",
+        )
     if unknown := [axis for axis in _names(example.axes) if axis not in axes]:
         hint = f"{nearest(unknown[0], axes)} Ranges are given in axes={{...}}." if axes else _SEE
         raise ExportError(f"Input {name} names an axis that has no range.", got=unknown[0], hint=hint)
@@ -277,7 +297,11 @@ def draw_user_inputs(user: UserModule, label: str, sizes: Sizes, seed: int) -> d
         with user_code(where_is(example.draw), f"The draw of input {key} fails.", hint=hint):
             made = example.draw(shape, seeded_generator(seed, f"{label}/{key}"))
         if not isinstance(made, Tensor):
-            raise ExportError(f"draw= of input {key} does not return a tensor.", got=type(made).__name__)
+            raise ExportError(
+                f"draw= of input {key} does not return a tensor.",
+                got=type(made).__name__,
+                hint="return a torch.Tensor of the given shape",
+            )
         if (got := tuple(made.shape)) != shape:
             raise ExportError(f"draw= of input {key} returns another shape.", got=got, hint=str(shape))
         dtype, wanted = made.dtype, example.tensor.dtype
@@ -362,7 +386,11 @@ def _load_weights(module: nn.Module, path: Path, prefix: str) -> tuple[str, ...]
         missing, unknown = module.load_state_dict(state, strict=False)
     except RuntimeError as error:  # shapes that do not fit
         got = " ".join(str(error).split())[:300]
-        raise ExportError("The weights do not fit the module.", got=got) from error
+        raise ExportError(
+            "The weights do not fit the module.",
+            got=got,
+            hint="the checkpoint of this very model, or --prefix",
+        ) from error
     # Weights that the module shares with itself stand in a file once.
     own = module.state_dict(keep_vars=True)
     loaded = {own[name].data_ptr() for name in state if name in own}

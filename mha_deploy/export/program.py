@@ -61,12 +61,20 @@ def named_outputs(program: ExportedProgram, given: Sequence[str], taken: Collect
             hint = "a wrapper that returns tensors only"
             raise ExportError(what, got=f"{key}: {getattr(spec.arg, 'value', spec.arg.name)}", hint=hint)
     if not found:
-        raise ExportError("The module returns no tensor.")
+        raise ExportError(
+            "The module returns no tensor.", hint="return a tensor, or a tuple or dictionary of tensors"
+        )
     if given and len(given) != len(found):
         got = f"{len(given)} names for {len(found)} tensors: {', '.join(key for key, _ in found)}"
-        raise ExportError("The names of the outputs do not fit what the module returns.", got=got)
+        raise ExportError(
+            "The names of the outputs do not fit what the module returns.",
+            got=got,
+            hint="a name for every tensor that forward() returns",
+        )
     if clash := [name for name in given if name in taken or list(given).count(name) > 1]:
-        raise ExportError("The names of the outputs are not unique.", got=", ".join(clash))
+        raise ExportError(
+            "The names of the outputs are not unique.", got=", ".join(clash), hint="another name for each"
+        )
     named: dict[str, str] = {}
     for name, (_, node) in zip(given or [key for key, _ in found], found, strict=True):
         free = f"{name}_out" if name in taken else name
@@ -378,7 +386,10 @@ def _translate(
     explained = partial(explain.translation_error, program=traced)
     result = explain.onnx_program(traced, explained, kwargs=example, opset_version=opset)
     if result.exported_program is None:
-        raise ExportError("PyTorch returned no program with the ONNX graph.")
+        raise ExportError(
+            "PyTorch returned no program with the ONNX graph.",
+            hint="another version of PyTorch; `mha-deploy doctor` lists those here",
+        )
     # RMSNormalization computes in the type of its scale, and ONNX infers the type of its other input.
     for node in list(result.model.graph.all_nodes()):
         if node.op_type != "RMSNormalization" or node.domain or node.graph is None:

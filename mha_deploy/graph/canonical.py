@@ -51,18 +51,30 @@ def check_layer(model: ir.Model, spec: AttentionSpec, precision: Precision) -> N
     found = attention_nodes(model)
     if len(found) != spec.attention_count:
         what = f"{spec.name} must have {spec.attention_count} fused attention node(s)."
-        raise ExportError(what, got=f"{len(found)}: {', '.join(node.name for node in found) or 'none'}")
+        raise ExportError(
+            what,
+            got=f"{len(found)}: {', '.join(node.name for node in found) or 'none'}",
+            hint="a layer with one attention",
+        )
     # Only attention has a MatMul of two computed tensors.
     matmuls = [node for node in model.graph if is_op(node, "MatMul")]
     unfused = [each for each in matmuls if not any(v is None or v.is_initializer() for v in each.inputs)]
     if unfused:
-        raise ExportError("An attention was left unfused.", got=", ".join(str(each.name) for each in unfused))
+        raise ExportError(
+            "An attention was left unfused.",
+            got=", ".join(str(each.name) for each in unfused),
+            hint="`mha-deploy check` says why",
+        )
     first = found[0]
     # A window has no attribute: it is a mask, and the mask is causal too.
     wanted = (spec.Hq, spec.Hkv, spec.D, spec.causal and spec.window is None)
     got = (first.Hq, first.Hkv, first.D, first.is_causal)
     if got != wanted:
-        raise ExportError("The attention node does not have the spec's heads (Hq, Hkv, D, causal).", got=got)
+        raise ExportError(
+            "The attention node does not have the spec's heads (Hq, Hkv, D, causal).",
+            got=got,
+            hint="export it again with this version",
+        )
     scale = 1 / math.sqrt(spec.D) if spec.scale is None else spec.scale
     pairs = {"scale": (first.softmax_scale or 0.0, scale), "softcap": (first.softcap, spec.softcap or 0.0)}
     for name, (number, specified) in pairs.items():
@@ -72,13 +84,25 @@ def check_layer(model: ir.Model, spec: AttentionSpec, precision: Precision) -> N
     attentions = [node for node in model.graph if is_attention(node)]
     for stray in (each for node in attentions for each in _neighbours(node)):
         if stray.op_type in _STRAY_OPS:
-            raise ExportError(f"There is a stray {stray.op_type} beside attention.", got=stray.name)
+            raise ExportError(
+                f"There is a stray {stray.op_type} beside attention.",
+                got=stray.name,
+                hint="export it again with this version",
+            )
     count, needed = sum(is_op(node, "RotaryEmbedding") for node in model.graph), 2 if spec.rope else 0
     if count != needed:
-        raise ExportError(f"{spec.name} must have {needed} RotaryEmbedding nodes.", got=count)
+        raise ExportError(
+            f"{spec.name} must have {needed} RotaryEmbedding nodes.",
+            got=count,
+            hint="export it again with this version",
+        )
     cache = _cache_of(attentions[0])
     if cache != spec.cache:
-        raise ExportError(f"{spec.name} must have a cache of the kind {spec.cache}.", got=cache)
+        raise ExportError(
+            f"{spec.name} must have a cache of the kind {spec.cache}.",
+            got=cache,
+            hint="export it again with this version",
+        )
     check_interface(model, spec.model, precision)
     gate_types = {precision.name, "fp32"} if spec.variant == "sparse-heads" else {precision.name}
     for node in model.graph:
@@ -86,7 +110,11 @@ def check_layer(model: ir.Model, spec: AttentionSpec, precision: Precision) -> N
         for value in (*node.inputs, *node.outputs):
             if value is not None and value.dtype in _FLOATS and short_dtype(value.dtype) not in allowed:
                 other = f"{value.name} of {node.op_type} {node.name} is {value.dtype}"
-                raise ExportError(f"The graph was requested in {precision.name}.", got=other)
+                raise ExportError(
+                    f"The graph was requested in {precision.name}.",
+                    got=other,
+                    hint="--precision of the graph, or export it again",
+                )
 
 
 def _neighbours(attention: ir.Node) -> Iterator[ir.Node]:
@@ -134,7 +162,11 @@ def _load_checked(path: Path) -> ir.Model:
     try:
         onnx.checker.check_model(str(path), full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
-        raise ExportError("The exported file is not valid ONNX.", got=str(error).strip()) from error
+        raise ExportError(
+            "The exported file is not valid ONNX.",
+            got=str(error).strip(),
+            hint="another --opset, or another version of PyTorch",
+        ) from error
     return load_graph(path)
 
 

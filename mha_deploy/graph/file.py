@@ -225,7 +225,11 @@ class _Checker:
         path = self.folder / location
         if self.folder not in path.resolve().parents:
             got = f"{name}: {printable(location)}"
-            raise DeployError("The graph keeps weights outside its folder.", got=got)
+            raise DeployError(
+                "The graph keeps weights outside its folder.",
+                got=got,
+                hint="the graph and its weights in one folder",
+            )
         if not path.is_file():
             raise refusal(f"the weights of {name} are not there: {path}")
         if self.files is not None and path.resolve().relative_to(self.folder).as_posix() not in self.files:
@@ -403,11 +407,21 @@ def load_graph(path: Path, *, files: Collection[str] | None = None) -> ir.Model:
     try:
         proto = onnx.ModelProto.FromString(read_regular(path, LARGEST_FILE))
     except FileNotFoundError as error:
-        raise DeployError("There is no such ONNX file.", got=path) from error
+        raise DeployError(
+            "There is no such ONNX file.", got=path, hint="the path of a file that exists"
+        ) from error
     except Exception as error:  # protobuf raises its own types, which differ between implementations
-        raise DeployError("The file is not an ONNX model.", got=f"{path}: {error}") from error
+        raise DeployError(
+            "The file is not an ONNX model.",
+            got=f"{path}: {error}",
+            hint="a file that an exporter of ONNX wrote",
+        ) from error
     if not proto.graph.node and not proto.graph.output:
-        raise DeployError("The file is not an ONNX model.", got=f"{path}: an empty graph")
+        raise DeployError(
+            "The file is not an ONNX model.",
+            got=f"{path}: an empty graph",
+            hint="a file that an exporter of ONNX wrote",
+        )
     return graph_from_proto(proto, folder=path.parent, files=files)
 
 
@@ -427,7 +441,11 @@ def graph_from_proto(
     try:
         model = ir.from_proto(proto)
     except Exception as error:  # what onnx_ir raises depends on what is wrong
-        raise DeployError("The ONNX model cannot be read.", got=f"{type(error).__name__}: {error}") from error
+        raise DeployError(
+            "The ONNX model cannot be read.",
+            got=f"{type(error).__name__}: {error}",
+            hint="export it again; onnx.checker.check_model names what is wrong",
+        ) from error
     if folder is not None:
         ir.external_data.set_base_dir(model.graph, folder)
     _forget_negative_sizes(model)
@@ -435,7 +453,9 @@ def graph_from_proto(
     for node in attention_nodes(model):
         heads = [each for each in (node.Hq, node.Hkv) if isinstance(each, int)]
         if not all(1 <= each <= MOST_HEADS for each in heads) or (len(heads) == 2 and heads[0] % heads[1]):
-            raise DeployError("An attention has no such heads.", got=f"{node.name}: {heads}")
+            raise DeployError(
+                "An attention has no such heads.", got=f"{node.name}: {heads}", hint="export it again"
+            )
     return model
 
 
@@ -527,7 +547,11 @@ def _in_memory(tensor: ir.ExternalTensor) -> ir.TensorProtocol:
         return ir.Tensor(tensor.numpy().copy(), dtype=tensor.dtype, name=tensor.name)
     except (OSError, ValueError) as error:
         what = "The weights of the graph cannot be read."
-        raise DeployError(what, got=f"{tensor.name} in {tensor.path}: {error}") from error
+        raise DeployError(
+            what,
+            got=f"{tensor.name} in {tensor.path}: {error}",
+            hint="copy the file with the weights beside the graph again",
+        ) from error
 
 
 # -- Inner values as outputs -----------------------------------------------------------------------

@@ -335,7 +335,9 @@ _SLICE_BYTES = 512 << 20
 def measure_ranges_with(run: Run, model: ir.Model, cases: Cases) -> Ranges:
     """Measure the ranges of a float32 graph on named cases; each run outputs about `_SLICE_BYTES`."""
     if not cases:
-        raise DeployError("Ranges need at least one case of inputs.", got="none")
+        raise DeployError(
+            "Ranges need at least one case of inputs.", got="none", hint="at least one case of inputs"
+        )
     model = prepare(model)
     values: dict[str, ValueRange] = defaultdict(ValueRange)
     inner: dict[str, float] = defaultdict(float)
@@ -581,7 +583,7 @@ def plan_precision(
     if wide not in WIDE:
         raise DeployError("Attention is kept in fp32 or bf16.", got=wide, hint=nearest(wide, WIDE))
     if not 1.0 <= margin <= FP16_MAX:
-        raise DeployError("The margin is a factor of 1 or more.", got=margin)
+        raise DeployError("The margin is a factor of 1 or more.", got=margin, hint="1 or more")
     return Planner(prepare(model), ranges, margin).plan(wide)
 
 
@@ -835,7 +837,11 @@ class _Writer:
         self._taken |= set(work.graph.initializers)
         unknown = self._kept.keys() - {str(node.name) for node in work.graph}
         if unknown:
-            raise DeployError("The plan was made for another graph.", got=", ".join(sorted(unknown)))
+            raise DeployError(
+                "The plan was made for another graph.",
+                got=", ".join(sorted(unknown)),
+                hint="make the plan again",
+            )
 
     def write(self) -> None:
         """Set the type of every value, then insert Casts where a node reads another type."""

@@ -119,7 +119,11 @@ def unfused_twin(model: ir.Model) -> ir.Model:
     inner = [node.outputs[0] for node in added if str(node.name).rpartition("/")[2] in _INNER]
     if not attentions or len(inner) != len(_INNER) * len(attentions):
         got = f"{len(attentions)} attentions, {len(inner)} of their tensors in the main graph"
-        raise DeployError("The scores of an attention cannot be graph outputs.", got=got)
+        raise DeployError(
+            "The scores of an attention cannot be graph outputs.",
+            got=got,
+            hint="a graph without the scores as outputs",
+        )
     twin.graph.outputs.extend(value for value in inner if not value.is_graph_output())
     return twin
 

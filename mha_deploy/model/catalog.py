@@ -53,11 +53,21 @@ def read_spec(path: Path) -> AttentionSpec:
         data = tomllib.loads(read_regular(path, _LARGEST_SPEC).decode("utf-8"))
         check_plain(data)
     except FileNotFoundError as error:
-        raise SpecError("There is no such spec file.", got=path) from error
+        raise SpecError(
+            "There is no such spec file.",
+            got=path,
+            hint="the path of a .toml file, or a name from `mha-deploy models`",
+        ) from error
     except (OSError, UnicodeDecodeError) as error:
-        raise SpecError("The spec file cannot be read.", got=f"{path}: {error}") from error
+        raise SpecError(
+            "The spec file cannot be read.", got=f"{path}: {error}", hint="a text file in UTF-8"
+        ) from error
     except (ValueError, RecursionError) as error:  # also numbers of thousands of digits
-        raise SpecError("The spec file is not valid TOML.", got=f"{path}: {error}") from error
+        raise SpecError(
+            "The spec file is not valid TOML.",
+            got=f"{path}: {error}",
+            hint="correct that line",
+        ) from error
     if "name" in data:
         got = f"{path}: name = ..."
         raise SpecError("A spec file is named by its file name.", got=got, hint="drop `name`")

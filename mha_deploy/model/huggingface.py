@@ -35,7 +35,11 @@ def checkpoint_files(path: Path) -> dict[str, Path]:
             path = (found or pickled)[0]
         else:
             got = f"{path}: {', '.join(each.name for each in found) or 'none'}"
-            raise DeployError("The folder has no safetensors file, or several without an index.", got=got)
+            raise DeployError(
+                "The folder has no safetensors file, or several without an index.",
+                got=got,
+                hint="the path of one safetensors file, or of the index",
+            )
     if path.suffix in _PICKLED:
         what = "A pickle can run code when it is read, so it is refused."
         raise DeployError(what, got=path.name, hint="safetensors: model.save_pretrained(FOLDER)")
@@ -46,9 +50,15 @@ def checkpoint_files(path: Path) -> dict[str, Path]:
             with safe_open(file, "np") as tensors:
                 files |= dict.fromkeys(tensors.keys(), file)
         except FileNotFoundError as error:
-            raise DeployError("There is no such weight file.", got=file) from error
+            raise DeployError(
+                "There is no such weight file.", got=file, hint="the path of a file that exists"
+            ) from error
         except (SafetensorError, OSError) as error:
-            raise DeployError("The weights are not a safetensors file.", got=f"{file}: {error}") from error
+            raise DeployError(
+                "The weights are not a safetensors file.",
+                got=f"{file}: {error}",
+                hint="a file that safetensors wrote, complete",
+            ) from error
     return files
 
 
@@ -57,11 +67,21 @@ def _indexed(path: Path) -> list[Path]:
         files = set(read_json(path)["weight_map"].values())
         strange = [each for each in files if Path(each).name != each or not each.endswith(".safetensors")]
     except FileNotFoundError as error:
-        raise DeployError("There is no such weight file.", got=path) from error
+        raise DeployError(
+            "There is no such weight file.", got=path, hint="the path of a file that exists"
+        ) from error
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise DeployError("The index of the weights cannot be read.", got=f"{path}: {error}") from error
+        raise DeployError(
+            "The index of the weights cannot be read.",
+            got=f"{path}: {error}",
+            hint="download the checkpoint again",
+        ) from error
     if strange:
-        raise DeployError("The index names a file that is not beside it.", got=strange[0])
+        raise DeployError(
+            "The index names a file that is not beside it.",
+            got=strange[0],
+            hint="download the whole checkpoint",
+        )
     return [path.parent / each for each in sorted(files)]
 
 
@@ -138,7 +158,11 @@ def find_attention(names: Iterable[str], prefix: str = "", layer: int | None = N
     while not outputs[root] and "." in root:
         root = root.rpartition(".")[0]  # BERT: attention.self.query, attention.output.dense
     if ("o", "weight") not in outputs[root]:
-        raise DeployError("The attention has no output projection.", got=", ".join(sorted(parts.values())))
+        raise DeployError(
+            "The attention has no output projection.",
+            got=", ".join(sorted(parts.values())),
+            hint="--prefix of an attention layer",
+        )
     chosen = {**parts, **outputs[root]}
     rest = [name for name in names if name.startswith(f"{root}.")] if root else inside
     rest = [name for name in rest if name not in chosen.values()]
@@ -280,7 +304,11 @@ def _optional(config: Mapping[str, Any], *names: str) -> int | None:
 def _number(config: Mapping[str, Any], *names: str) -> int:
     found = _optional(config, *names)
     if found is None:
-        raise SpecError(f"The config.json has no {names[0]}.", got=", ".join(sorted(config)[:12]))
+        raise SpecError(
+            f"The config.json has no {names[0]}.",
+            got=", ".join(sorted(config)[:12]),
+            hint="a checkpoint of a text model, or the field in its config.json",
+        )
     return found
 
 

@@ -29,7 +29,7 @@ Dim = str | int  # an axis, an expression of axes and numbers such as "P+S", or 
 Sizes = Mapping[str, int]
 
 
-def _refuse(wrong: bool, what: str, got: object = None, hint: str | None = None) -> None:
+def _refuse(wrong: bool, what: str, got: object = None, hint: str = "see `mha-deploy models`") -> None:
     if wrong:
         raise SpecError(what, got=got, hint=hint)
 
@@ -112,12 +112,20 @@ def size_of(dim: str, sizes: Sizes) -> int:
             return node.value
         if isinstance(node, ast.Name):
             return sizes[node.id]
-        raise SpecError("A dimension is not an expression of axes and whole numbers.", got=dim)
+        raise SpecError(
+            "A dimension is not an expression of axes and whole numbers.",
+            got=dim,
+            hint="a number, a name such as S, or a sum such as P+S",
+        )
 
     try:
         return value(ast.parse(dim, mode="eval").body)
     except (SyntaxError, ValueError, RecursionError, ZeroDivisionError) as error:
-        raise SpecError("A dimension is not an expression of axes and whole numbers.", got=dim) from error
+        raise SpecError(
+            "A dimension is not an expression of axes and whole numbers.",
+            got=dim,
+            hint="a number, a name such as S, or a sum such as P+S",
+        ) from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,13 +201,14 @@ class NamedAxes:
         except ValueError as error:
             example = ",".join(f"{name}={axis.opt}" for name, axis in self.axes.items())
             raise SpecError("Sizes cannot be read.", got=text, hint=f"such as {example}") from error
+        _refuse(len(sizes) < len(pairs), "Sizes give an axis twice.", text, "one size for each axis")
         self.check_sizes(sizes)
         return sizes
 
     def check_sizes(self, sizes: Sizes) -> None:
         """Refuse sizes that are missing, unknown or outside the axes."""
         what = f"{self.name} needs a size for each of its axes {', '.join(self.axes)}."
-        _refuse(set(sizes) != set(self.axes), what, dict(sizes))
+        _refuse(set(sizes) != set(self.axes), what, dict(sizes), hint="a size for every axis, and no other")
         for name, axis in self.axes.items():
             what = f"Axis {name} of {self.name} does not allow this size."
             hint = f"a size from {axis.min} to {axis.max}, or another range: --axis {name}=min:opt:max"
@@ -234,10 +243,17 @@ class ModelSpec(NamedAxes):
     def __post_init__(self) -> None:
         for name in ("attention_count", "flops", "weight_bytes", "seed"):
             number = getattr(self, name)
-            _refuse(number < 0, f"{ON_DISK.get(name, name)} must be a whole number.", number)
+            _refuse(
+                number < 0, f"{ON_DISK.get(name, name)} must be a whole number.", number, hint="0 or more"
+            )
         taken, made = ({tensor.name for tensor in each} for each in (self.inputs, self.outputs))
         missing = not (taken >= set(self.cached) and made >= set(self.cached.values()))
-        _refuse(missing, "The KV cache names tensors that are not there.", dict(self.cached))
+        _refuse(
+            missing,
+            "The KV cache names tensors that are not there.",
+            dict(self.cached),
+            hint="names of inputs and outputs of the model",
+        )
         for tensor in (*self.inputs, *self.outputs):
             what = f"Tensor {tensor.name} has no such kind."
             _refuse(tensor.kind not in KINDS, what, tensor.kind, ", ".join(KINDS))
@@ -269,7 +285,12 @@ class ModelSpec(NamedAxes):
         found = {name: _growing_axis(name, taken[name], made[self.cached[name]]) for name in self.cached}
         (_, past, new), *others = found.values()
         what = "The tensors of the KV cache do not grow along the same axes."
-        _refuse(any(each[1:] != (past, new) for each in others), what, found)
+        _refuse(
+            any(each[1:] != (past, new) for each in others),
+            what,
+            found,
+            hint="the same axes for every cached input",
+        )
 
         def along(tensors: Mapping[str, tuple[Dim, ...]], *wanted: str) -> dict[str, int]:
             """The dimension of every other tensor that is one of the wanted."""
@@ -696,9 +717,9 @@ def _is_above(bound: float, value: object) -> bool:
 def whole_number(name: str, value: object) -> None:
     """Refuse anything but a whole number from 1 to what a tensor can have."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise SpecError(f"{name} must be a whole number of at least 1.", got=value)
+        raise SpecError(f"{name} must be a whole number of at least 1.", got=value, hint="1 or more")
     most = _MOST_HEADS if name in ("Hq", "Hkv") else _LARGEST_SIZE
-    _refuse(value > most, f"{name} must be at most {most}.", value)
+    _refuse(value > most, f"{name} must be at most {most}.", value, hint="a smaller number")
 
 
 # -- Reading tables --------------------------------------------------------------------------------
@@ -730,13 +751,15 @@ def refuse_unknown(where: str, data: Mapping[str, Any], known: tuple[str, ...]) 
 def require(where: str, data: Mapping[str, Any], keys: tuple[str, ...]) -> None:
     """Refuse data without these keys."""
     if missing := [key for key in keys if key not in data]:
-        raise SpecError(f"{where} lacks {', '.join(missing)}.", got=f"keys {', '.join(data) or 'none'}")
+        raise SpecError(
+            f"{where} lacks {', '.join(missing)}.", got=f"keys {', '.join(data) or 'none'}", hint="add them"
+        )
 
 
 def record_from(where: str, record: Any, data: Any) -> Any:
     """Read a table into a dataclass, refusing keys it does not have."""
     if not isinstance(data, Mapping):
-        raise SpecError(f"{where} must be a table.", got=data)
+        raise SpecError(f"{where} must be a table.", got=data, hint="a table of keys and values")
     known = tuple(item.name for item in fields(record))
     refuse_unknown(where, data, known)
     try:

@@ -125,7 +125,11 @@ def _tensor(file: Path, name: str) -> Tensor:
         with safe_open(file, "pt") as tensors:
             tensor: Tensor = tensors.get_tensor(name)
     except (SafetensorError, OSError) as error:
-        raise DeployError("The weights are not a safetensors file.", got=f"{file}: {error}") from error
+        raise DeployError(
+            "The weights are not a safetensors file.",
+            got=f"{file}: {error}",
+            hint="a file that safetensors wrote, complete",
+        ) from error
     if tensor.dtype not in _FLOATS:
         got, hint = f"{name}: {tensor.dtype}", "a checkpoint that is not quantised"
         raise DeployError("A weight is not floating point of 16 bits or more.", got=got, hint=hint)
@@ -159,7 +163,9 @@ def _read_pickled(path: Path) -> StateDict:
         with open_regular(path) as file:
             state = torch.load(file, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
-        raise DeployError("There is no such weight file.", got=path) from error
+        raise DeployError(
+            "There is no such weight file.", got=path, hint="the path of a file that exists"
+        ) from error
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
         reason = str(error).splitlines()[0]
         raise DeployError("The file is not a state dict.", got=f"{path}: {reason}", hint=hint) from error

@@ -299,7 +299,7 @@ def pick_line(source: str) -> tuple[Line, list[Line]]:
         problem = (
             "Nothing was timed in this line." if line.p50 is None else "The timed results were not right."
         )
-        raise DeployError(problem, got=f"{line.runtime}: {line.parity}")
+        raise DeployError(problem, got=f"{line.runtime}: {line.parity}", hint="measure it again")
     same = ("row", "runtime", "backend", "bundle_sha256")
     alike = [each for each in lines if all(getattr(each, name) == getattr(line, name) for name in same)]
     return line, [each for each in alike if each.is_timed]

@@ -132,7 +132,11 @@ class Child:
         Errors name the runtime (`title`) and its `step`; `on_message` receives what `send_to_parent` sends.
         """
         if self._crash is not None:
-            raise RuntimeCrash("The process of the runtime has already ended.", got=self._crash.what)
+            raise RuntimeCrash(
+                "The process of the runtime has already ended.",
+                got=self._crash.what,
+                hint="open the runner again",
+            )
         begin, limit = self._log.seek(0, io.SEEK_END), isolation.limit_s
         deadline = time.monotonic() + limit
         try:
@@ -294,7 +298,7 @@ class _Remote(Closing):
     ) -> T:
         """Run a function on it in the child, which forgets it after the `last` call."""
         if not self._held:
-            raise DeployError(f"{self.name} is closed.")
+            raise DeployError(f"{self.name} is closed.", hint="open it again")
         call = (_apply_in_child, self._number, last, function, arguments)
         return self._held[0].call(*call, title=self.name, step=step)
 

@@ -55,7 +55,11 @@ def _call(function: str, *arguments: Any) -> Any:
     api = _runtime() if function.startswith("cuda") else _driver()
     status, *results = getattr(api, function)(*arguments)
     if int(status) != 0:
-        raise CudaError(f"{function} failed.", got=getattr(status, "name", status))
+        raise CudaError(
+            f"{function} failed.",
+            got=getattr(status, "name", status),
+            hint="nvidia-smi shows the state of the GPU and its memory",
+        )
     return results[0] if len(results) == 1 else tuple(results) or None
 
 
@@ -123,7 +127,9 @@ class Buffer:
         """Copy an array to the device; the array must live until the stream has done so."""
         if array.nbytes != self.nbytes or not array.flags.c_contiguous:
             got = f"{array.nbytes} of {self.nbytes} bytes"
-            raise CudaError("The array does not fit the buffer.", got=got)
+            raise CudaError(
+                "The array does not fit the buffer.", got=got, hint="arrays of the shape that was prepared"
+            )
         _copy(self.address, array.ctypes.data, self.nbytes, "HostToDevice", stream)
 
     def copy_from(self, other: Buffer, stream: Stream) -> None:
@@ -216,7 +222,11 @@ class Graph:
         """Queue the recorded work."""
         (status,) = self._launch(self._executable, stream.raw)
         if int(status) != 0:
-            raise CudaError("cudaGraphLaunch failed.", got=getattr(status, "name", status))
+            raise CudaError(
+                "cudaGraphLaunch failed.",
+                got=getattr(status, "name", status),
+                hint="nvidia-smi shows the state of the GPU and its memory",
+            )
 
     def close(self) -> None:
         """Destroy the graph."""
@@ -265,7 +275,7 @@ def _copy_graph(recorded: Any) -> Any:
         for node in nodes:
             kind = _call("cuGraphNodeGetType", node).name.removeprefix("CU_GRAPH_NODE_TYPE_").title()
             if kind not in ("Kernel", "Memset", "Memcpy"):
-                raise CudaError("The node cannot be copied.", got=kind)
+                raise CudaError("The node cannot be copied.", got=kind, hint="another runtime, or one stream")
             context = () if kind == "Kernel" else (_call("cuCtxGetCurrent"),)
             parameters = _call(f"cuGraph{kind}NodeGetParams", node)
             copy = _call(f"cuGraphAdd{kind}Node", new, [], 0, parameters, *context)

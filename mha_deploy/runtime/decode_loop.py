@@ -237,18 +237,32 @@ class DecodingRunner(GpuRunner):
         tensors = {**self.engine_inputs, **self.engine_outputs}
         form = engine_cache(self.engine_inputs, self.engine_outputs)
         if form is None:
-            raise DeployError("This layer has no cache to decode with.", got=sorted(self.engine_outputs))
+            raise DeployError(
+                "This layer has no cache to decode with.",
+                got=sorted(self.engine_outputs),
+                hint="a model with a KV cache",
+            )
         lengths = () if form is EngineCache.DYNAMIC else (LENGTHS,)
         expected = {"x", "output", *lengths, *form.inputs, *form.outputs}
         other = expected ^ ({*tensors} - {TOTAL_LENGTH})
         if other:
-            raise DeployError("The inputs and outputs are not those of a decode loop.", got=sorted(other))
+            raise DeployError(
+                "The inputs and outputs are not those of a decode loop.",
+                got=sorted(other),
+                hint="a model with one input and its KV cache",
+            )
         E = tensors["x"].dims[2]
         if not isinstance(E, int):
-            raise DeployError("The width of the layer is not fixed.", got=tensors["x"].dims)
+            raise DeployError(
+                "The width of the layer is not fixed.",
+                got=tensors["x"].dims,
+                hint="export it with a fixed width",
+            )
         dtypes = {name: str(tensors[name].dtype) for name in (*form.inputs, *form.outputs)}
         if len(set(dtypes.values())) > 1:
-            raise DeployError("Keys and values come in and go out in different types.", got=dtypes)
+            raise DeployError(
+                "Keys and values come in and go out in different types.", got=dtypes, hint="export it again"
+            )
         info = tensors[form.inputs[0]]
         batch, Hkv, entries, D = info.dims
         T = entries if T is None and isinstance(entries, int) else T
@@ -260,7 +274,11 @@ class DecodingRunner(GpuRunner):
             raise DeployError("The layer has a cache of another size.", got=got, hint=str(info.dims))
         if not isinstance(Hkv, int) or not isinstance(D, int) or B < 1:
             got = f"B={B}, {info.dims}"
-            raise DeployError("The cache has no fixed heads, or no batch elements.", got=got)
+            raise DeployError(
+                "The cache has no fixed heads, or no batch elements.",
+                got=got,
+                hint="export it again with fixed heads",
+            )
         return DecodeLoop(self, form, CacheShape(B, Hkv, T, D, info.dtype), E)
 
 

@@ -108,7 +108,11 @@ def measure_throughput(
             while len(lanes) < count:
                 runner = owned.enter_context(opener())
                 if not isinstance(runner, GpuRunner):
-                    raise DeployError(f"{runner.name} has no CUDA streams.", got=runner.device)
+                    raise DeployError(
+                        f"{runner.name} has no CUDA streams.",
+                        got=runner.device,
+                        hint="a backend that runs on a GPU",
+                    )
                 lanes.append(runner)
             found.append(_measure(lanes[:count], feeds))
         return tuple(found)
@@ -151,7 +155,14 @@ def _measure(lanes: Sequence[GpuRunner], feeds: Arrays) -> Throughput:
     errors = [error for future in futures if (error := future.exception()) is not None]
     failed = [error for error in errors if not isinstance(error, threading.BrokenBarrierError)]
     if errors:
-        raise failed[0] if failed else DeployError(f"The streams of {lanes[0].name} did not finish in time.")
+        raise (
+            failed[0]
+            if failed
+            else DeployError(
+                f"The streams of {lanes[0].name} did not finish in time.",
+                hint="fewer streams, or nvidia-smi to see what else runs",
+            )
+        )
     times, results = zip(*(future.result() for future in futures), strict=True)
     merged = np.concatenate(times)
     return Throughput(

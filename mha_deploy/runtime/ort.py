@@ -114,7 +114,11 @@ class OrtCpuRunner(Runner):
         except Exception as error:  # ONNX Runtime raises types of its own that share no base
             if "NOT_IMPLEMENTED" in str(error):
                 raise BackendUnavailable(_NO_KERNEL, got=first_line(error), hint=_NO_BFLOAT16) from error
-            raise DeployError("ONNX Runtime cannot load the graph.", got=first_line(error)) from error
+            raise DeployError(
+                "ONNX Runtime cannot load the graph.",
+                got=first_line(error),
+                hint="--backend onnx-reference, or another version of ONNX Runtime",
+            ) from error
         self.name = f"ort-cpu {ort.__version__}"
         self.inputs, self.outputs = inputs_and_outputs(self._session)
         if any(info.dtype.name == "bfloat16" for info in (*self.inputs.values(), *self.outputs.values())):
@@ -176,8 +180,13 @@ def cannot_run(error: Exception, *, capture: bool) -> DeployError:
     if isinstance(error, DeployError):
         return error
     if capture and any(refusal in str(error).lower() for refusal in _REFUSALS):
-        return NotCapturable("ONNX Runtime cannot run this graph as a CUDA graph.", got=first_line(error))
-    return DeployError("ONNX Runtime's CUDA provider cannot run the graph.", got=first_line(error))
+        what, hint = "ONNX Runtime cannot run this graph as a CUDA graph.", "it is timed without one"
+        return NotCapturable(what, got=first_line(error), hint=hint)
+    return DeployError(
+        "ONNX Runtime's CUDA provider cannot run the graph.",
+        got=first_line(error),
+        hint="--backend ort-cpu, or another version of ONNX Runtime",
+    )
 
 
 # -- Which nodes ONNX Runtime runs on the CPU, and whether it may ----------------------------------

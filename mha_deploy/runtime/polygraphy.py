@@ -74,7 +74,9 @@ def _dtype(name: str, dtype: Any) -> np.dtype:
     try:
         return np.dtype(dtype.numpy() if callable(getattr(dtype, "numpy", None)) else dtype)
     except Exception as error:
-        raise DeployError(f"Input {name} has a type without a NumPy equivalent.", got=dtype) from error
+        raise DeployError(
+            f"Input {name} has a type without a NumPy equivalent.", got=dtype, hint="another precision"
+        ) from error
 
 
 def _on_host(value: Any) -> Any:

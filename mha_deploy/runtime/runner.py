@@ -42,7 +42,11 @@ class TensorInfo:
     def of(cls, name: str, dtype: str, dims: Iterable[Any]) -> TensorInfo:
         """From what a runtime reports: the type by ONNX's name, and a dynamic size also as a negative one."""
         if dtype not in DTYPES:
-            raise DeployError(f"The tensor {name} has a type that is not supported here.", got=dtype)
+            raise DeployError(
+                f"The tensor {name} has a type that is not supported here.",
+                got=dtype,
+                hint="another precision",
+            )
         sizes = (None if isinstance(dim, int) and dim < 0 else dim for dim in dims)
         return cls(dtype=DTYPES[dtype], dims=tuple(sizes))
 
@@ -70,7 +74,7 @@ class Runner(Closing, ABC):
     can_decode: bool = False  # whether it keeps a KV cache on its device and has a `decode_loop`
     # Why a runtime without a time has none, and what has one.
     untimed: str = "checks a graph on the CPU; its time would say nothing about a GPU."
-    timed_by: str | None = None
+    timed_by = "another --backend"
 
     @abstractmethod
     def _run(self, feeds: Arrays) -> dict[str, np.ndarray]:
@@ -143,4 +147,6 @@ def foreign_errors(problem: str, line: Callable[[Exception], str] = error_line) 
     except DeployError:
         raise
     except Exception as error:
-        raise DeployError(problem, got=line(error)) from error
+        raise DeployError(
+            problem, got=line(error), hint="another --backend, or --in-process to see where"
+        ) from error

@@ -119,7 +119,9 @@ def _attempt(call: Callable[..., Arrays], *arguments: Any) -> Arrays | DeployErr
     except DeployError as error:
         return error
     except Exception as error:  # noqa: BLE001 (runtimes raise types that share no base)
-        return DeployError(f"{type(error).__name__}:", got=error)
+        return DeployError(
+            f"{type(error).__name__}:", got=error, hint="the log of the server has the whole error"
+        )
 
 
 # -- The KV caches of sequences, by correlation ID -------------------------------------------------
@@ -148,7 +150,9 @@ class SequenceCaches:
 
     def __init__(self, runner: Runner, spec: ModelSpec, slots: int, *, shared: bool = False) -> None:
         if spec.kv_cache is None:
-            raise DeployError(f"{spec.name} has no KV cache.")
+            raise DeployError(
+                f"{spec.name} has no KV cache.", hint="a model with a KV cache, such as tiny-dynamic"
+            )
         self._runner, self._spec, self._cache, self.slots = runner, spec, spec.kv_cache, slots
         self._sequences: dict[Hashable, _Sequence] = {}
         self._shared: DecodeLoop | None = None  # one cache for all sequences
@@ -169,7 +173,11 @@ class SequenceCaches:
         for index, request in enumerate(requests):
             if request.sequence in present:
                 got = f"correlation ID {request.sequence}"
-                results[index] = DeployError("A sequence has one request at a time.", got=got)
+                results[index] = DeployError(
+                    "A sequence has one request at a time.",
+                    got=got,
+                    hint="wait for the answer before the next request",
+                )
                 continue
             present.add(request.sequence)
             if request.start:
@@ -212,7 +220,11 @@ class SequenceCaches:
         found.used = time.monotonic()
         batch = {len(array) for array in request.feeds.values() if array.ndim}
         if batch != {1}:
-            return DeployError("A sequence is one batch element.", got=f"batch sizes {sorted(batch)}")
+            return DeployError(
+                "A sequence is one batch element.",
+                got=f"batch sizes {sorted(batch)}",
+                hint="a request for each sequence",
+            )
         S, room = _token_count(request.feeds, self._cache), self._cache.room - found.length
         if 1 <= S <= room:
             return None

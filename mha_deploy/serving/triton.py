@@ -187,7 +187,9 @@ class Packaging:
         versions = {engine.manifest.version for engine in self.engines}
         if len(versions) > 1:
             problem = "One server has one TensorRT, and these engines need several."
-            raise DeployError(problem, got=", ".join(sorted(versions)))
+            raise DeployError(
+                problem, got=", ".join(sorted(versions)), hint="build the engines with one version"
+            )
 
     def _max_batch(self) -> int:
         """The largest batch that the server may put together; 0 where it must not."""
@@ -347,7 +349,11 @@ class Packaging:
             self._add_warmup(config, folder)
         text = text_format.MessageToString(config)
         if text_format.Parse(text, schema.ModelConfig()) != config:  # what Triton's schema does not take
-            raise DeployError("The configuration cannot be written as text.", got=text)
+            raise DeployError(
+                "The configuration cannot be written as text.",
+                got=text,
+                hint="names without control characters",
+            )
         return text
 
     def _tensor(self, kind: Any, tensor: TensorSpec) -> Any:

@@ -411,7 +411,10 @@ def _lower(trial: MaskTrial, dialect: str, target: Target | None) -> ir.Model:
         options = {} if is_diagnostic or dialect != "trt" else answer.options
     lowered = lower(model, dialect, **options)
     if is_diagnostic and not any(node.is_causal for node in attention_nodes(lowered)):
-        raise DeployError(f"The {dialect} dialect writes causal as a mask: the runtime's own is not used.")
+        raise DeployError(
+            f"The {dialect} dialect writes causal as a mask: the runtime's own is not used.",
+            hint="another dialect",
+        )
     return lowered
 
 
@@ -422,7 +425,9 @@ def _run(open_model: Open, taken: Sequence[tuple[MaskTrial, ir.Model]]) -> dict[
         outputs = runner.run(feeds)
     wanted = {trial.case.name: trial.case.tensor("y") for trial, _ in taken}
     if missing := sorted(set(wanted.values()) - set(outputs)):
-        raise DeployError("The runtime left out an output.", got=", ".join(missing))
+        raise DeployError(
+            "The runtime left out an output.", got=", ".join(missing), hint="another version of the runtime"
+        )
     return {name: outputs[y] for name, y in wanted.items()}
 
 
@@ -497,7 +502,7 @@ def conformance_table(
         on_column(name)
         try:
             if isinstance(column, str):
-                raise BackendUnavailable(column)
+                raise BackendUnavailable(column, hint="`mha-deploy doctor` lists what is installed")
             answers = column(trials)
             for trial in trials:
                 cells[trial.case.name][name] = judge_answer(trial, answers[trial.case.name])

@@ -161,11 +161,19 @@ class HostDecodeLoop:
             given[LENGTHS] = self.lengths
         elif counts is not None:
             problem = "The batch elements of a dynamic KV cache have one length."
-            raise DeployError(problem, got=f"counts {counts.tolist()}")
+            raise DeployError(
+                problem,
+                got=f"counts {counts.tolist()}",
+                hint="the same number of new tokens for each batch element",
+            )
         results = self._runner.run({**given, **self._held})
         needed = [*cache.outputs, *(each.output for each in cache.tensors)]
         if missing := [name for name in needed if name not in results]:
-            raise DeployError(f"{self.name} gave no {', '.join(missing)}.", got=sorted(results))
+            raise DeployError(
+                f"{self.name} gave no {', '.join(missing)}.",
+                got=sorted(results),
+                hint="another --backend, or bisect to see where",
+            )
         name, axis = next(iter(cache.by_token.items()))
         S = tokens[name].shape[axis]
         for each in cache.tensors:
@@ -504,7 +512,7 @@ def traces_of(bundle: Bundle, options: ValidateOptions) -> list[DecodeTrace]:
         prompt = min(spec.axes[cache.new].opt, cache.room - steps)
         if prompt < 1:
             problem = f"The cache of {spec.name} has no room for a prompt and so many steps."
-            most = f"{cache.room - 1} steps at most" if cache.room > 1 else None
+            most = f"{cache.room - 1} steps at most" if cache.room > 1 else "export it with a larger cache"
             raise DeployError(problem, got=f"--steps {steps}", hint=most)
     refuse_without_torch("of fresh tokens")
     from mha_deploy.baselines.fresh import fresh_trace

@@ -275,7 +275,11 @@ def measurable_attentions(model: ir.Model) -> list[ir.Node]:
     nodes = [node for node in model.graph if attention_node.is_attention(node)]
     everywhere = attention_node.attention_nodes(model)
     if not everywhere:
-        raise DeployError("The graph has no Attention node.", got=model.graph.name)
+        raise DeployError(
+            "The graph has no Attention node.",
+            got=model.graph.name,
+            hint="`mha-deploy fuse` writes attention as single nodes",
+        )
     if len(nodes) != len(everywhere):
         what = "An attention is inside a function or a branch, where its inputs cannot be outputs."
         got = ", ".join(f"{node.name} in {node.graph}" for node in everywhere)

@@ -244,7 +244,7 @@ class _Validation:
             last = array.shape[1] - 1
             array[:, sorted({0, last // 2, last})] *= array.dtype.type(_LARGE_TOKEN)
         if not hidden or not self._oracle_limit.allows(manifest.spec, usual.sizes):
-            raise DeployError("There are no hidden states of a size that can be probed.")
+            raise DeployError("There are no hidden states of a size that can be probed.", hint="--no-probe")
         wide = {n: x if x.dtype.kind in "iub" else x.astype(np.float64) for n, x in inputs.items()}
         results = map(np.asarray, evaluator_of(in_float64(graph)).run(None, wide))
         oracle = dict(zip((str(value.name) for value in graph.graph.outputs), results, strict=True))

@@ -49,7 +49,9 @@ class _ServerValidation:
     def __init__(self, bundle: Bundle, options: ValidateOptions, on_step: OnStep) -> None:
         if options.requests < 1 or not options.clients or min(options.clients) < 1:
             got = f"clients {list(options.clients)}, requests {options.requests}"
-            raise DeployError("At least one client and one request are needed.", got=got)
+            raise DeployError(
+                "At least one client and one request are needed.", got=got, hint="--clients 1 --requests 1"
+            )
         self.bundle, self.options, self.on_step = bundle, options, on_step
         self.spec, self.precision = bundle.manifest.spec, bundle.manifest.precision
         name = served_name(self.spec.name)
@@ -300,7 +302,9 @@ class _Recorded:
     def feed(self, tokens: Arrays, counts: np.ndarray | None) -> Arrays:
         call, self._call = self._call, self._call + 1
         for part in (part for part in self._parts if call >= len(part.outputs)):
-            raise part.error or DeployError("The sequence was not sent to its end.")
+            raise part.error or DeployError(
+                "The sequence was not sent to its end.", hint="fewer clients, or a longer --timeout"
+            )
         prompt, longest = (self._trace.prompt, self._trace.longest_prompt) if call == 0 else (1, 1)
         self.lengths = (self.lengths + prompt).astype(np.int32)
         outputs = self._trace.cache.outputs.items()
@@ -310,7 +314,7 @@ class _Recorded:
         ])  # fmt: skip
 
     def cache(self) -> Arrays:
-        raise ServerError("The server keeps the KV cache.")
+        raise ServerError("The server keeps the KV cache.", hint="a model whose KV cache is an input")
 
 
 def _worst(found: Iterable[T], key: Callable[[T], Hashable]) -> list[T]:

@@ -111,7 +111,7 @@ def test_a_compiler_that_is_not_there_makes_the_baseline_unavailable():
 
 
 def test_an_error_of_our_own_stays_as_it_is():
-    own = DeployError("mine")
+    own = DeployError("mine", hint="another")
     assert explain_refusal("torch", own, [], compiled=False) is own
 
 

@@ -223,7 +223,7 @@ def test_a_wrong_engine_is_not_kept(workbench):
 def test_what_cannot_be_built_is_reported_and_the_other_kept(workbench):
     def build(path, options):
         if options.attention == "plugin":
-            raise DeployError("The plugin has no such head size.", got=512)
+            raise DeployError("The plugin has no such head size.", got=512, hint="another")
         return workbench.build(path, options)
 
     given = {"native": {"microseconds": 90}, "plugin": {"microseconds": 50}}
@@ -236,7 +236,7 @@ def test_what_cannot_be_loaded_is_reported_and_the_other_kept(workbench, monkeyp
 
     def open_one(engine):
         if engine.path.stem == "plugin":
-            raise DeployError("TensorRT cannot load the engine.")
+            raise DeployError("TensorRT cannot load the engine.", hint="another")
         return opened(engine)
 
     monkeypatch.setattr(choose, "open_engine_runner", open_one)
@@ -247,7 +247,7 @@ def test_what_cannot_be_loaded_is_reported_and_the_other_kept(workbench, monkeyp
 
 def test_a_missing_library_is_no_reason_to_choose_the_other(workbench):
     def build(path, options):
-        raise PluginError("There is no plugin library.")
+        raise PluginError("There is no plugin library.", hint="another")
 
     with pytest.raises(PluginError):
         workbench.choose({"native": {"microseconds": 90}}, build=build)

@@ -81,7 +81,7 @@ class Scripted:
 
 
 def refuse_export(entry, precision, target):
-    raise md.DeployError("There is no such model.", got=entry.model)
+    raise md.DeployError("There is no such model.", got=entry.model, hint="another")
 
 
 def run(plan, folder, workers, **callbacks):

@@ -48,7 +48,7 @@ class Lane(GpuRunner):
         def launch(slot):
             self.launched += 1
             if self.fails and self.launched > 30:
-                raise md.DeployError("The stream is gone.")
+                raise md.DeployError("The stream is gone.", hint="another")
 
         yield Prepared(launch=launch, results=lambda slot: {"y": feeds["x"] + 1})
 

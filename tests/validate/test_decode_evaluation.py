@@ -38,7 +38,7 @@ class Through(Runner):
 
     def time(self, feeds, plan: TimingPlan | None = None):
         self.timed.append(feeds["x"].shape[1])
-        raise DeployError("There is no clock here.")
+        raise DeployError("There is no clock here.", hint="another")
 
 
 class Profiled(Through):
@@ -63,7 +63,7 @@ class Profiled(Through):
     def _run(self, feeds):
         if not self.profiles_for(feeds):
             self.refused.append(feeds["x"].shape)
-            raise DeployError("No profile takes these shapes.", got=feeds["x"].shape)
+            raise DeployError("No profile takes these shapes.", got=feeds["x"].shape, hint="another")
         return super()._run(feeds)
 
 
@@ -123,7 +123,10 @@ def loop(monkeypatch):
     return let
 
 
-NO_MEMORY = [DeployError("cudaMalloc failed.", got="no memory"), RuntimeError("cudaMalloc failed. no memory")]
+NO_MEMORY = [
+    DeployError("cudaMalloc failed.", got="no memory", hint="another"),
+    RuntimeError("cudaMalloc failed. no memory"),
+]
 
 
 @pytest.mark.parametrize("error", NO_MEMORY, ids=lambda error: type(error).__name__)

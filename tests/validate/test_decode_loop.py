@@ -240,7 +240,9 @@ def test_outputs_of_another_type_or_shape_fail(change, problem):
 
 
 @pytest.mark.sweep(2)
-@pytest.mark.parametrize("error", [DeployError("No memory.", got="8 GB"), RuntimeError("No memory. 8 GB")])
+@pytest.mark.parametrize(
+    "error", [DeployError("No memory.", got="8 GB", hint="another"), RuntimeError("No memory. 8 GB")]
+)
 @pytest.mark.parametrize("at", [0, 3, STEPS])
 def test_a_runtime_that_raises_has_failed_with_its_reason(at, error):
     def before(call, feeds):

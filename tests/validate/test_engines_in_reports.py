@@ -36,13 +36,13 @@ class Stand(Runner):
             if case.inputs["x"].shape == feeds["x"].shape and np.array_equal(case.inputs["x"], feeds["x"]):
                 self.asked.append(case.name)
                 if case.name == self.fails_at:
-                    raise DeployError("Myelin gave up.", got="cudaMemcpy2DAsync")
+                    raise DeployError("Myelin gave up.", got="cudaMemcpy2DAsync", hint="another")
                 factor = self.factor if self.only in (None, case.name) else 1.0
                 return {
                     name: (array.astype(np.float64) * factor).astype(array.dtype)
                     for name, array in case.eager.items()
                 }
-        raise DeployError("A stand-in knows golden cases only.")
+        raise DeployError("A stand-in knows golden cases only.", hint="another")
 
     _run = run
 
@@ -121,7 +121,7 @@ def test_cases_outside_the_profiles_are_reported_and_do_not_fail(running, bundle
 
 def test_an_engine_that_cannot_be_loaded_fails_and_the_report_is_there(running):
     def broken():
-        raise DeployError("TensorRT cannot load this engine.", got="out of memory")
+        raise DeployError("TensorRT cannot load this engine.", got="out of memory", hint="another")
 
     report = running(broken)
     assert not report.passed
@@ -142,10 +142,10 @@ def test_a_runtime_that_is_missing_after_all_is_absence_and_no_failure(running):
 def test_an_engine_of_other_inputs_has_failed(running, bundle):
     class Foreign(Stand):
         def profiles_for(self, feeds):
-            raise DeployError("The names of the inputs do not match.")
+            raise DeployError("The names of the inputs do not match.", hint="another")
 
         def run(self, feeds):
-            raise DeployError("The names of the inputs do not match.")
+            raise DeployError("The names of the inputs do not match.", hint="another")
 
     report = running(lambda: Foreign(bundle))
     assert not report.passed
@@ -163,7 +163,7 @@ def test_a_runtime_requested_by_name_and_wrong_fails(bundle, monkeypatch):
 
 def test_a_graph_that_the_gpu_runtime_refuses_is_judged_on_the_cpu(bundle, monkeypatch):
     def refuses():
-        raise DeployError("ONNX Runtime would run nodes on the CPU.", got="TopK gate")
+        raise DeployError("ONNX Runtime would run nodes on the CPU.", got="TopK gate", hint="another")
 
     def graphs(self):
         cuda = Runtime(name="ort-cuda", family="onnxruntime", open=refuses)
@@ -195,7 +195,9 @@ def test_only_wrong_numbers_are_attributed(running, bundle, monkeypatch, wrong):
         def run(self, feeds):
             if wrong and feeds["x"].shape == self.cases[1].inputs["x"].shape:
                 return super().run(feeds)
-            raise DeployError("TensorRT cannot prepare profile 0.", got="no execution context: Myelin")
+            raise DeployError(
+                "TensorRT cannot prepare profile 0.", got="no execution context: Myelin", hint="another"
+            )
 
     def attributed(bundle, cases, opener, accumulate):
         asked.append([case.name for case in cases])

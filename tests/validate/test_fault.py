@@ -229,7 +229,7 @@ def test_a_twin_that_stops_at_run_time_is_recorded(bundles):
         closed = 0
 
         def _run(self, feeds):
-            raise DeployError("Out of memory.")
+            raise DeployError("Out of memory.", hint="another")
 
         def close(self):
             Stops.closed += 1

@@ -271,7 +271,7 @@ def test_a_batch_that_is_refused_fails_with_the_reason(opened):
 
     def refuse(feeds):
         if len(feeds["x"]) == 1:
-            raise DeployError("No room.", got="B=1")
+            raise DeployError("No room.", got="B=1", hint="another")
         return feeds
 
     checks = checked(spec, [opt], Altered(runner, before=refuse))

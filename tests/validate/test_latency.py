@@ -199,7 +199,7 @@ def test_a_refusal_is_one_line(opt):
 
 def test_a_profiler_that_fails_costs_no_time(opt, monkeypatch):
     def no_profiler(runner, case):
-        raise DeployError("The profiler saw no kernel.")
+        raise DeployError("The profiler saw no kernel.", hint="another")
 
     blank = LatencyRow(name="answers", backend="answers", family="tensorrt")
     monkeypatch.setattr("mha_deploy.validate.evaluate.kernel_times", no_profiler)

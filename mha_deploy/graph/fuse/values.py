@@ -42,6 +42,8 @@ from mha_deploy.graph.valid import OLDEST_OPSET
 class NotFused(DeployError):
     """Why a softmax and its two matmuls stay as they are."""
 
+    usual_hint = "`mha-deploy fuse` lists what is not fused, and why"
+
 
 class NotExpressible(NotFused):
     """The attention is recognised, and ONNX's `Attention` cannot express it."""

@@ -32,10 +32,9 @@ class LoweringError(DeployError):
     """A node uses a feature that the dialect cannot express; `lower` adds which dialect it is."""
 
     dialect = ""
+    usual_hint = "another target; `mha-deploy check` lists what each supports"
 
-    def __init__(
-        self, feature: str, node: ir.Node | str, *, got: object = None, hint: str | None = None
-    ) -> None:
+    def __init__(self, feature: str, node: ir.Node | str, *, got: object = None, hint: str = "") -> None:
         self.feature, self.node = feature, node if isinstance(node, str) else node_name(node)
         super().__init__(f"There is no {feature} (node {self.node!r}).", got=got, hint=hint)
 
@@ -99,7 +98,7 @@ class AttentionCall:
         """Whether the tensors or the softmax are in FP64."""
         return "fp64" in (self.attention.dtype, self.attention.softmax_precision)
 
-    def refuse(self, feature: str, *, got: object = None, hint: str | None = None) -> LoweringError:
+    def refuse(self, feature: str, *, got: object = None, hint: str = "") -> LoweringError:
         """The error that names the feature of this node that the dialect cannot express."""
         return LoweringError(feature, self.node, got=got, hint=hint)
 

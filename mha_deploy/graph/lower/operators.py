@@ -130,7 +130,12 @@ def read_rotary(node: ir.Node) -> Rotary:
     size = width if len(shape) == 4 else width // heads
     R = node.attributes.get_int("rotary_embedding_dim", 0) or size
     if R % 2 or size < R or (len(shape) == 3 and width % heads):
-        raise LoweringError("rotary embedding of this size", node, got=f"{R} of {shape}, {heads} heads")
+        raise LoweringError(
+            "rotary embedding of this size",
+            node,
+            got=f"{R} of {shape}, {heads} heads",
+            hint="--attention native, or another target",
+        )
     ids, pairs = input_at(node, 3), node.attributes.get_int("interleaved", 0) == 1
     sizes = {"rank": len(shape), "heads": heads, "size": size, "rotated": R}
     return Rotary(x=x, cos=cos, sin=sin, positions=ids, interleaved=pairs, **sizes)

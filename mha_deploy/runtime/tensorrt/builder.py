@@ -247,7 +247,7 @@ def _refuse_unsupported(rt: TensorRT, request: BuildRequest) -> None:
     can, options, names = rt.can, request.options, request.target_names
     level = options.hardware_compatible
     known = ", ".join(capabilities_of(can.compute_capabilities))
-    named = f"name the targets instead: {known}" if known else None
+    named = f"name the targets instead: {known}" if known else "leave it out"
     typed = "a strongly typed network keeps the graph's types by itself: leave it out"
     weakly = can.precision_constraints and not can.strongly_typed_flag
     fits = HARDWARE_LEVELS.get(level or "") in can.hardware_compatibility
@@ -350,7 +350,9 @@ def _add_profiles(
                     raise EngineError(what, got=f"{got} for a fixed size", hint=f"it is always {size}")
             trt_profile.set_shape(name, *map(tuple, shapes))
         if config.add_optimization_profile(trt_profile) < 0:
-            raise EngineError(f"TensorRT refuses profile {index}.", got=dict(profile))
+            raise EngineError(
+                f"TensorRT refuses profile {index}.", got=dict(profile), hint="another --profile"
+            )
 
 
 # -- What a failed build means: the builder's errors in words a user can act on --------------------
@@ -397,7 +399,11 @@ def _build_failure(rt: TensorRT, messages: Sequence[Message], names: NodeNames) 
     for sign, (what, hint) in _KNOWN.items():
         if re.search(sign, text):
             return EngineError(f"{what} ({rt.title}).", got=text, hint=hint)
-    return EngineError(f"{rt.title} could not build the engine.", got=text)
+    return EngineError(
+        f"{rt.title} could not build the engine.",
+        got=text,
+        hint="--allow-decomposed, another --profile, or another version of TensorRT",
+    )
 
 
 # -- The progress of the builder (`IProgressMonitor`; 8.6 has none) --------------------------------

@@ -241,7 +241,11 @@ class BoundContext(Closing):
                 raise
             except (RuntimeError, CudaError) as cause:
                 got = f"{' '.join(str(cause).split())}: {_reasons(messages)}"
-                raise EngineError(f"{self._rt.title} {failure}.", got=got) from cause
+                raise EngineError(
+                    f"{self._rt.title} {failure}.",
+                    got=got,
+                    hint="another --profile, or another version of TensorRT",
+                ) from cause
 
     def close(self) -> None:
         """Destroy the graphs, then the context that they use: TensorRT does so without references to it."""
@@ -392,7 +396,9 @@ class TensorRTRunner(DecodingRunner):
                 continue
             if array.size and not (limits.min <= array.min() and array.max() <= limits.max):
                 problem = f"Input {name} has numbers beyond INT32, and this engine takes no others."
-                raise EngineError(problem, got=f"{array.min()} to {array.max()}")
+                raise EngineError(
+                    problem, got=f"{array.min()} to {array.max()}", hint="values within the profile"
+                )
             narrowed[name] = array.astype(np.int32)
         return narrowed
 
