@@ -21,6 +21,8 @@ from mha_deploy.export.flow import OnStep, PlannedCase, Source, export_bundle, r
 from mha_deploy.graph.attention_node import short_dtype
 from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.fuse import from_old_opset
+from mha_deploy.graph.fuse.values import RANDOM
+from mha_deploy.graph.ir import is_op, node_name, nodes_behind
 from mha_deploy.graph.upcast import in_float64
 from mha_deploy.graph.valid import inline_functions
 from mha_deploy.model.precision import PRECISIONS, find_precision
@@ -68,6 +70,7 @@ class _OnnxSource(Source):
         RemoveInitializersFromInputsPass()(model)  # older files list the weights as inputs too
         self.original = from_old_opset(inline_functions(model))
         self.original.ir_version = min(self.original.ir_version, _NEWEST_IR)
+        _refuse_random(self.original)
         own = _precision_of(self.original)
         # A float32 file in FP16 is converted node by node: what FP16 cannot hold stays wider.
         self.auto = own == "fp32" and options.precision in (AUTO, "fp16")
@@ -192,6 +195,14 @@ class _OnnxSource(Source):
 
 
 # -- The file --------------------------------------------------------------------------------------
+
+
+def _refuse_random(model: ir.Model) -> None:
+    """Refuse a file whose outputs are drawn anew in every call: it has no reference."""
+    for node in nodes_behind(model.graph.outputs):
+        if is_op(node, *RANDOM):
+            what, hint = "The file draws random numbers.", "make them an input, or leave the node out"
+            raise ExportError(what, got=f"{node.op_type} {node_name(node)}", hint=hint)
 
 
 def _precision_of(model: ir.Model) -> str:

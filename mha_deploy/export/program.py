@@ -245,6 +245,7 @@ def export_program(
         names = list(named_outputs(traced.program, output_names, list(inputs)))
         model, program = _translate(traced.program, draw_inputs(inputs, dims, sizes, seed=0), opset)
         _refuse_changes(program)
+        _write_views_as_reshapes(program)
         fed = _fed_nodes(program)
         # The signature of a program does not know the casts that the exporter puts behind some outputs.
         results: Any = program.graph.output_node().args[0]
@@ -364,7 +365,7 @@ class _Tracer:
         sizes = trace_sizes(self.inputs, self.dims, axes)
         example = draw_inputs(self.inputs, self.dims, sizes, seed=0)
         shapes = dynamic_shapes(self.dims, list(example), axes, sizes, kind=kind)
-        with explain.comparing_multiples(), _skip_needless_casts():
+        with explain.comparing_multiples(), _skip_needless_casts(), _kept_as_it_is(self.module):
             return torch.export.export(self.module, (), example, dynamic_shapes=shapes, strict=strict)
 
 
@@ -376,6 +377,14 @@ def _try_trace(trace: Callable[[], ExportedProgram]) -> ExportedProgram | Except
         if explain.was_interrupted(error):
             raise KeyboardInterrupt from error
         return error
+
+
+def _write_views_as_reshapes(program: ExportedProgram) -> None:
+    """Let a program run at sizes at which a reshape copies: PyTorch traces it as a view where it did not."""
+    for node in program.graph.nodes:
+        if node.target in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
+            node.target = torch.ops.aten.reshape.default
+    program.graph_module.recompile()
 
 
 def _translate(
@@ -632,6 +641,26 @@ def _made_traceable(module: nn.Module, names: Sequence[str]) -> Iterator[None]:
     """The module as PyTorch can trace it."""
     with _explicit_forward(module, names), _batched_experts(module):
         yield
+
+
+@contextlib.contextmanager
+def _kept_as_it_is(module: nn.Module) -> Iterator[None]:
+    """Undo what a trace leaves in a module that replaces its own tensors: those of the trace are no numbers.
+
+    Transformers' rotary embeddings do, which choose their frequencies by the length.
+    """
+    parts = list(module.modules())
+    before = [dict(part.__dict__) for part in parts]
+    inner = [{key: dict(own[key]) for key in ("_parameters", "_buffers", "_modules")} for own in before]
+    try:
+        yield
+    finally:
+        for part, own, held in zip(parts, before, inner, strict=True):
+            for key, content in held.items():
+                own[key].clear()
+                own[key].update(content)
+            part.__dict__.clear()
+            part.__dict__.update(own)
 
 
 @contextlib.contextmanager

@@ -96,6 +96,11 @@ def rank(value: ir.Value | None) -> int | None:
     return None if value is None or value.shape is None else len(value.shape)
 
 
+def is_tensor(value: ir.Value) -> bool:
+    """Whether a value is a tensor, as one of unknown type is; else it is a sequence or an optional."""
+    return value.type is None or isinstance(value.type, ir.TensorType)
+
+
 def dims(value: ir.Value | None) -> tuple[Dim, ...]:
     """The dimensions of a value; empty where the rank is not known."""
     if value is None or value.shape is None:
@@ -443,7 +448,7 @@ def reference_evaluator(model: onnx.ModelProto) -> ReferenceEvaluator:
     """ONNX's reference evaluator of a model."""
     from onnx.reference import ReferenceEvaluator
     from onnx.reference.op_run import OpRun
-    from onnx.reference.ops import op_loop
+    from onnx.reference.ops import op_dequantize_linear, op_loop
 
     class GatherElements(OpRun):  # onnx's own fails for a negative axis, and for indices of another shape
         def _run(self, data: np.ndarray, indices: np.ndarray, axis: int | None = None) -> tuple[np.ndarray]:
@@ -473,7 +478,31 @@ def reference_evaluator(model: onnx.ModelProto) -> ReferenceEvaluator:
                 left[0] = 0
             return super()._run(M, *arguments, **options)
 
-    left, evaluator = [0], ReferenceEvaluator(model, new_ops=[GatherElements, Loop])
+    class Pad(OpRun):  # onnx's own fails for a negative number, which cuts off
+        def _run(
+            self, x: np.ndarray, pads: Any, value: Any = None, axes: Any = None, mode: str = "constant"
+        ) -> tuple[np.ndarray]:
+            where = range(x.ndim) if axes is None else [int(axis) % x.ndim for axis in axes]
+            widths = [(0, 0)] * x.ndim
+            for at, axis in enumerate(where):
+                widths[axis] = (int(pads[at]), int(pads[at + len(where)]))
+            ends = zip(x.shape, widths, strict=True)
+            cuts = (slice(max(-one, 0), size - max(-other, 0)) for size, (one, other) in ends)
+            added = [(max(one, 0), max(other, 0)) for one, other in widths]
+            fill = {"constant_values": 0 if value is None else value} if mode == "constant" else {}
+            return (np.pad(x[tuple(cuts)], added, mode=mode, **fill).astype(x.dtype),)  # type: ignore[call-overload]
+
+    class MeanVarianceNormalization(OpRun):  # onnx's own has constants in float32
+        def _run(self, x: np.ndarray, axes: Any = None) -> tuple[np.ndarray]:
+            over = tuple(axes) if axes is not None else (0, 2, 3)
+            spread = np.std(x, axis=over, keepdims=True) + x.dtype.type(1e-9)
+            return ((x - np.mean(x, axis=over, keepdims=True)) / spread,)
+
+    own: list[type[OpRun]] = [GatherElements, Loop, Pad, MeanVarianceNormalization]
+    if any(each.domain in ("", "ai.onnx") and each.version < 19 for each in model.opset_import):
+        # onnx has it from opset 19 on; before, it had the same meaning for fewer types.
+        own.append(type("DequantizeLinear", (op_dequantize_linear.DequantizeLinear_25,), {}))
+    left, evaluator = [0], ReferenceEvaluator(model, new_ops=own)
     run = evaluator.run
 
     def run_anew(*arguments: Any, **options: Any) -> Any:

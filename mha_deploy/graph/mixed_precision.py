@@ -32,6 +32,7 @@ from mha_deploy.graph.ir import (
     infer_shapes,
     input_at,
     is_op,
+    is_tensor,
     names_in,
     new_initializer,
     nodes_behind,
@@ -207,14 +208,14 @@ def float_inputs(node: ir.Node) -> Iterator[tuple[int, ir.Value]]:
     """The float32 inputs whose numbers a node reads, with their positions."""
     if not is_op(node, *TYPE_BLIND):
         for position, value in enumerate(node.inputs):
-            if value is not None and value.dtype == FLOAT:
+            if value is not None and value.dtype == FLOAT and is_tensor(value):
                 yield position, value
 
 
 def float_outputs(node: ir.Node) -> Iterator[tuple[int, ir.Value]]:
     """The float32 outputs of a node, with their positions."""
     for position, value in enumerate(node.outputs):
-        if value.name and value.dtype == FLOAT:
+        if value.name and value.dtype == FLOAT and is_tensor(value):
             yield position, value
 
 
@@ -703,6 +704,10 @@ class Planner:
         """Why a node cannot be written in FP16, by the numbers around and inside it; the first one counts."""
         if graphs_in(node):
             yield Reason("operator", None, "what is inside a branch or loop is not measured")
+        if not all(is_tensor(value) for value in (*node.inputs, *node.outputs) if value is not None):
+            yield Reason("operator", None, "sequences and optionals stay in float32")
+        if is_op(node, "MeanVarianceNormalization"):
+            yield Reason("operator", None, "its definition by other operators has constants in float32")
         inputs, outputs = list(float_inputs(node)), list(float_outputs(node))
         yield from filter(None, (self._value(value) for _, value in (*outputs, *inputs)))
         figure = self._ranges.inner.get(str(node.name), 0.0)

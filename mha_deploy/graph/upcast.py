@@ -179,10 +179,17 @@ def retype(model: ir.Model, before: Collection[ir.DataType], after: ir.DataType)
         retype_attributes(node, before, after, _SOFTMAX_PRECISION)
     found = [value for value in values if value.dtype in before]
     for value in found:
-        value.type = ir.TensorType(after)  # a new one: copies of a model share their types
+        value.type = _retyped(value.type, after)  # a new one: copies of a model share their types
         if (tensor := value.const_value) is not None:
             value.const_value = ir.tensor(in_type(tensor.numpy(), after), name=tensor.name)
     return bool(found)
+
+
+def _retyped(kind: ir.TypeProtocol | None, dtype: ir.DataType) -> ir.TypeProtocol:
+    """The same kind of value, of tensors of another type."""
+    if isinstance(kind, ir.SequenceType | ir.OptionalType):
+        return type(kind)(_retyped(kind.elem_type, dtype))
+    return ir.TensorType(dtype)
 
 
 def retype_attributes(node: ir.Node, before: Collection[ir.DataType], after: ir.DataType, *more: str) -> None:

@@ -27,6 +27,7 @@ from mha_deploy.runtime import CPU_RUNNERS, RUNNERS, available_cpu_backend, open
 from mha_deploy.runtime.child import RuntimeCrash
 from mha_deploy.runtime.cuda import find_gpu, open_gpu
 from mha_deploy.runtime.onnx_reference import evaluator_of
+from mha_deploy.runtime.runner import foreign_errors
 from mha_deploy.runtime.timing import TimingPlan
 from mha_deploy.validate import evaluate, runtimes
 from mha_deploy.validate.conformance import conformance_table, mask_columns
@@ -246,7 +247,8 @@ class _Validation:
         if not hidden or not self._oracle_limit.allows(manifest.spec, usual.sizes):
             raise DeployError("There are no hidden states of a size that can be probed.", hint="--no-probe")
         wide = {n: x if x.dtype.kind in "iub" else x.astype(np.float64) for n, x in inputs.items()}
-        results = map(np.asarray, evaluator_of(in_float64(graph)).run(None, wide))
+        with foreign_errors("The probe inputs cannot be evaluated in FP64."):
+            results = [np.asarray(each) for each in evaluator_of(in_float64(graph)).run(None, wide)]
         oracle = dict(zip((str(value.name) for value in graph.graph.outputs), results, strict=True))
         with open_runner(available_cpu_backend(manifest.precision), self.bundle.model_path) as runner:
             eager = runner.run(inputs)

@@ -234,3 +234,49 @@ def test_a_result_that_is_far_from_the_oracle_is_refused_with_its_error(got, rea
     with pytest.raises(ExportError) as caught:
         refuse_large_error("the case", results, oracle, 0.1, "The results differ.", "")
     assert reason in caught.value.got
+
+
+QUANTIZED = "quantized = QuantizeLinear (x, scale, zero) y = DequantizeLinear (quantized, scale, zero)"
+AROUND = {
+    "int8 in opset 13": (
+        QUANTIZED,
+        13,
+    ),
+    "int8 in opset 18": (
+        QUANTIZED,
+        18,
+    ),
+    "sequence": ("both = SequenceConstruct (x, x) y = SequenceAt (both, one)", 17),
+    "mean and variance": ("y = MeanVarianceNormalization <axes = [2]> (x)", 17),
+    "negative pads": ("y = Pad (x, pads)", 17),
+}
+ATTENTION = """
+    kt = Transpose <perm = [0, 2, 1]> (y)
+    s = MatMul (y, kt)
+    p = Softmax <axis = -1> (s)
+    z = MatMul (p, y)
+"""
+CONSTANTS = "<float scale = {0.05}, int8 zero = {0}, int64 one = {1}, int64[6] pads = {0, -1, 0, 0, 1, 0}>"
+
+
+def around(operators, opset, path):
+    text = f"""<ir_version: 8, opset_import: ["" : {opset}]>
+    g (float[B,S,16] x) => (float[B,S,16] z) {CONSTANTS} {{ {operators} {ATTENTION} }}"""
+    onnx.save(onnx.parser.parse_model(text), path)
+    return path
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_operators_around_attention(name, tmp_path):
+    operators, opset = AROUND[name]
+    path = around(operators, opset, tmp_path / "around.onnx")
+    bundle = md.import_onnx(path, tmp_path / "bundle", axes={"S": "2:6:8"}, golden=["opt"])
+    assert len(bundle.manifest.attention) == 1
+    assert md.validate(bundle, backends=["ort-cpu"]).outcome != "failed"
+
+
+def test_a_file_that_draws_numbers_is_refused(tmp_path):
+    path = around("noise = RandomNormalLike (x) y = Add (x, noise)", 17, tmp_path / "random.onnx")
+    with pytest.raises(ExportError) as refusal:
+        md.import_onnx(path, tmp_path / "bundle")
+    assert "RandomNormalLike" in refusal.value.got

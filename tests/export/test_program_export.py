@@ -373,3 +373,65 @@ def test_a_norm_with_a_wider_scale_is_valid_onnx():
     exported = export_program(module, {"x": x}, {"x": ("B",)}, axes)
     onnx.checker.check_model(ir.to_proto(exported.model), full_check=True)
     np.testing.assert_allclose(run(exported.model, {"x": x})["output"], module(x).detach().numpy(), atol=2e-3)
+
+
+class Windows(nn.Module):
+    """Pads transposed heads to whole windows: a reshape that copies only where something is padded."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(16, 48)
+
+    def forward(self, x):
+        B, S, _ = x.shape
+        more = -S % 4
+        heads = (each.reshape(B, S, 2, 8).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
+        q, k, v = (F.pad(each, (0, 0, 0, more)).reshape(2 * B, (S + more) // 4, 4, 8) for each in heads)
+        y = F.scaled_dot_product_attention(q, k, v).reshape(B, 2, S + more, 8)
+        return y[:, :, :S].transpose(1, 2).reshape(B, S, 16)
+
+
+def test_a_reshape_that_copies_at_some_sizes_only():
+    torch.manual_seed(0)
+    module, example = Windows().eval(), {"x": torch.randn(2, 8, 16)}
+    exported = export_program(module, example, {"x": ("B", "S")}, {"B": B, "S": S})
+    for length in (5, 8, 13):
+        drawn = {"x": torch.randn(2, length, 16)}
+        with torch.no_grad():
+            wanted = module(**drawn)
+        (name,) = exported.outputs
+        torch.testing.assert_close(run_program(exported, drawn, dtype="own")[0][name], wanted)
+        np.testing.assert_allclose(run(exported.model, drawn)[name], wanted, atol=1e-5)
+
+
+class LongTexts(nn.Module):
+    """A decoder whose rotary embedding replaces its own frequencies in every call."""
+
+    def __init__(self):
+        super().__init__()
+        from transformers import Phi3Config, Phi3Model
+
+        rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0}
+        rope |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 16}
+        sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+        sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64}
+        tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+        rest = {"original_max_position_embeddings": 16, "rope_parameters": rope}
+        self.model = Phi3Model(Phi3Config(**sizes, **tokens, **rest))
+
+    def forward(self, ids):
+        return self.model(input_ids=ids, use_cache=False).last_hidden_state
+
+
+@pytest.mark.slow
+def test_a_module_that_replaces_its_own_tensors():
+    pytest.importorskip("transformers", reason="Transformers is not here")
+    torch.manual_seed(0)
+    module, example = LongTexts().eval(), {"ids": torch.randint(0, 50, (2, 8))}
+    exported = export_program(module, example, {"ids": ("B", "S")}, {"B": B, "S": S})
+    for length in (3, 16, 17, 40):
+        drawn = {"ids": torch.randint(0, 50, (2, length))}
+        with torch.no_grad():
+            wanted = module(**drawn)
+        (name,) = exported.outputs
+        torch.testing.assert_close(run_program(exported, drawn, dtype="own")[0][name], wanted)

@@ -146,6 +146,7 @@ class _Fusion:
         # Why a structure is left as it was, or what differs on purpose.
         self._compared: dict[str, NotFused | tuple[str, ...]] = {}
         self.report, self.renamed = FuseReport(), False
+        self._obstacle = values.why_opset_stays(model)
 
     def run(self) -> None:
         """Visit every node, and count what is left."""
@@ -181,6 +182,8 @@ class _Fusion:
         )
 
     def _fuse(self, softmax: Normalisation) -> None:
+        if self._obstacle is not None:
+            raise self._obstacle
         with _failures_as_refusals():
             pattern = Pattern(softmax)
             border = _boundary(pattern)

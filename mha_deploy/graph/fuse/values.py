@@ -32,6 +32,7 @@ from mha_deploy.graph.ir import (
     is_op,
     light_proto,
     made_by,
+    node_name,
     rank,
     same_size,
     with_weights_of,
@@ -198,6 +199,18 @@ ATTENTION_OPSET = 23
 _CONVERTED_TO = 18
 # The same node means something else since this version.
 _CHANGED_SINCE = {"DFT": 20, "GroupNormalization": 21}
+# ONNX Runtime 1.31 has these on a CPU before opset 22 only: the newer version just takes BF16, too.
+RANDOM = (
+    "Bernoulli",
+    "Multinomial",
+    "RandomNormal",
+    "RandomNormalLike",
+    "RandomUniform",
+    "RandomUniformLike",
+)
+"""Operators that draw numbers."""
+
+_LOST, _LOST_SINCE = (*RANDOM, "GlobalLpPool", "MaxRoiPool", "RoiAlign"), 22
 # Other names of the same modes since opset 20.
 _GRID_MODES = {"bilinear": "linear", "bicubic": "cubic"}
 
@@ -234,15 +247,29 @@ def from_old_opset(model: ir.Model) -> ir.Model:
     return new
 
 
+def why_opset_stays(model: ir.Model) -> NotFused | None:
+    """Why a model cannot declare opset 23, which has `Attention`; None where it can.
+
+    A node of it has another meaning there, or no kernel in ONNX Runtime on a CPU, which had one before.
+    """
+    current, hint = model.opset_imports.get("", 1), f"export the module at opset {ATTENTION_OPSET}"
+    for node in model.graph.all_nodes():
+        if node.domain == "" and current < _CHANGED_SINCE.get(node.op_type, 0):
+            what = f"{node.op_type} means something else in opset {ATTENTION_OPSET}, which has Attention."
+            return NotFused(what, got=node_name(node), hint=hint)
+        if current < _LOST_SINCE and is_op(node, *_LOST):
+            what = f"ONNX Runtime has {node.op_type} on a CPU before opset {_LOST_SINCE} only."
+            hint = "leave the node out, or compute it elsewhere"
+            return NotFused(what, got=node_name(node), hint=hint)
+    return None
+
+
 def raise_opset(model: ir.Model) -> None:
-    """Declare opset 23 for a model of opset 18 to 22; refused where a node has another meaning there."""
+    """Declare opset 23 for a model of opset 18 to 22; see `why_opset_stays`."""
     current = model.opset_imports.get("", 1)
     if current >= ATTENTION_OPSET:
         return
     for node in model.graph.all_nodes():
-        if node.domain == "" and current < _CHANGED_SINCE.get(node.op_type, 0):
-            what = f"{node.op_type} means something else in opset {ATTENTION_OPSET}."
-            raise DeployError(what, got=node.name, hint=f"export the module at opset {ATTENTION_OPSET}")
         if is_op(node, "GridSample") and current < 20:
             mode = node.attributes.get_string("mode", "bilinear") or "bilinear"
             node.attributes.add(ir.AttrString("mode", _GRID_MODES.get(mode, mode)))
