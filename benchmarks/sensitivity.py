@@ -12,7 +12,7 @@ returned. It is judged on random and on probe inputs, as `validate` does; the la
 caught.
 
 With --mutations, the self-test of every model in every precision: the share that the right graph uses, and
-the smallest that a mutation uses. From their distance the factors in `mha_deploy/metrics.py` were chosen.
+the smallest that a mutation uses.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ from torch.overrides import TorchFunctionMode
 
 import mha_deploy as md
 from mha_deploy.baselines.fresh import FreshCases, module_from_bundle
-from mha_deploy.bundle.cases import GoldenCase
+from mha_deploy.bundle.cases import Baseline, GoldenCase
 from mha_deploy.environment import versions
 from mha_deploy.judge import judge_case, largest_share
-from mha_deploy.metrics import Budget, budget_from_eager
+from mha_deploy.metrics import Budget
 from mha_deploy.model.precision import PRECISIONS, Precision
 from mha_deploy.reference.attention import Attention, merge_heads, split_heads
 from mha_deploy.reference.inputs import call_arguments, tensor_from_numpy, to_numpy
-from mha_deploy.validate.run import PROBE_ALLOWANCE
+from mha_deploy.rounding import rounded
+from mha_deploy.validate.decode import case_budgets
 from mha_deploy.validate.runtimes import RuntimeFinder, torch_device
 
 DEFAULT = ("bert-base:B=8,S=128", "llama-3-8b:B=1,S=512")
@@ -163,13 +164,30 @@ def wrong_output(name: str, layer: Layer, right: np.ndarray) -> np.ndarray:
     return got
 
 
-def with_bias(case: GoldenCase, bias: float) -> GoldenCase:
+def with_bias(case: GoldenCase, bias: float, precision: Precision) -> GoldenCase:
     """The same case of a layer with a large bias of one channel."""
     oracle, eager = case.oracle["output"].copy(), case.eager["output"].astype(np.float64)
     for array in (oracle, eager):
         array[..., _CHANNEL] += bias
-    dtype = case.eager["output"].dtype
-    return replace(case, oracle={"output": oracle}, eager={"output": eager.astype(dtype)})
+
+    def biased(baseline: Baseline) -> Baseline:
+        """Samples of the channel, rounded at random where its numbers are now."""
+        samples, true, bits = (
+            baseline.samples["output"].copy(),
+            oracle[..., _CHANNEL],
+            precision.significand_bits,
+        )
+        for seed, errors in enumerate(samples, 1):
+            errors[..., _CHANNEL] = rounded(true + errors[..., _CHANNEL], bits, seed) - true
+        return replace(baseline, samples={"output": samples})
+
+    return replace(
+        case,
+        oracle=case.oracle.map(lambda _: {"output": oracle}),
+        eager={"output": eager.astype(case.eager["output"].dtype)},
+        baselines={kind: biased(each) for kind, each in case.baselines.items()},
+        suspects={},
+    )
 
 
 def runtimes(bundle: Any, tensorrt: bool) -> dict[str, tuple[Any, str, str]]:
@@ -217,17 +235,13 @@ def shares(point: str, tensorrt: bool) -> dict[str, dict[str, float]]:
         maker = FreshCases(bundle, device)
         twin = module_from_bundle(bundle, path="sdpa", device=device, dtype=torch.float64)
         cases = {probe: maker.case(sizes, seed=1, probe=probe) for probe in ("coarse", "edges")}
-        cases["edges"] = replace(cases["edges"], allowance=PROBE_ALLOWANCE)
         layers = {probe: Layer(twin, case) for probe, case in cases.items()}
         names = ["correct", *(name for name in MISTAKES if applies(name, layers["edges"]))]
         for runtime, (run, kind, why) in runtimes(bundle, tensorrt).items():
             print(f"{title} in {runtime}, accumulation in {kind}: {why}", flush=True)
             precision = replace(bundle.manifest.precision, accumulate=kind)
             got = {probe: run(case.inputs)["output"] for probe, case in cases.items()}
-            budgets = {
-                p: budget_from_eager(case.eager["output"], case.oracle["output"], precision)
-                for p, case in cases.items()
-            }
+            budgets = {p: case_budgets(case, precision)["output"] for p, case in cases.items()}
             trials = [
                 (n, pool.submit(judge, n, cases[p], layers[p], got[p], precision, p, budgets[p]))
                 for n in names
@@ -255,7 +269,7 @@ def judge(
     wrong = got.astype(np.float64) if name == "correct" else wrong_output(name, layer, got)
     if "bias" in name:
         bias = 1e4 if "10,000" in name else 1e3
-        case, wrong[..., _CHANNEL] = with_bias(case, bias), wrong[..., _CHANNEL] + bias
+        case, wrong[..., _CHANNEL] = with_bias(case, bias, precision), wrong[..., _CHANNEL] + bias
     budgets = {} if "bias" in name else {"output": budget}
     (verdict,) = judge_case(case, {"output": wrong.astype(got.dtype)}, precision, budgets)
     if verdict.budget is None or verdict.deviation is None:

@@ -12,7 +12,7 @@ import numpy as np
 from msgspec import Meta, Struct, structs, to_builtins
 
 from mha_deploy.bundle.cases import GoldenCase, entries_from, first_new_entries
-from mha_deploy.metrics import EVERYWHERE, FACTORS, Budget, Deviation, ToHeads, budget_from_eager, measure
+from mha_deploy.metrics import EVERYWHERE, Budget, Deviation, ToHeads, budget_from_samples, measure
 from mha_deploy.model.precision import Precision, smallest_normal
 from mha_deploy.status import EMPTY_ORACLE, Kind, Outcome, Reason, derive
 from mha_deploy.text import reason_text
@@ -46,7 +46,7 @@ def new_entries(
         oracle[name], eager[name], results[name] = (
             entries_from(each, starts, S) for each in (oracle[name], own, after)
         )
-    return replace(case, oracle=oracle, eager=eager), results, spoiled
+    return replace(case, oracle=case.oracle.map(lambda _: oracle), eager=eager), results, spoiled
 
 
 # -- Is the result right? A verdict for every output of every golden case --------------------------
@@ -172,9 +172,7 @@ def judge_case(
     they are not to come from the case alone; with `to_heads`, by output, every head is judged, too.
     """
     entries, results, spoiled = new_entries(case, got)
-    # The factor for accumulation in FP16 has room for half of what an allowance is for.
-    is_narrow = (precision.name, precision.accumulate) == ("fp16", "fp16")
-    allowance, verdicts = max(1.0, case.allowance / (2 if is_narrow else 1)), []
+    baseline, verdicts = case.baseline(precision.accumulate), list[OutputVerdict]()
     for name in sorted(set(case.oracle) | set(got)):
         about: dict[str, Any] = {"case": case.name, "sizes": dict(case.sizes), "output": name}
         result = results.get(name)
@@ -184,22 +182,20 @@ def judge_case(
             verdicts.append(OutputVerdict(outcome=Outcome.FAILED, reason=reason, **about))
             continue
         oracle, eager = entries.oracle[name], entries.eager[name]
-        budget = (budgets or {}).get(name)
-        budget = budget or budget_from_eager(eager, oracle, precision, (to_heads or {}).get(name))
-        if allowance != 1:
-            wider = {key: allowance * limit for key, limit in budget.limits.items()}
-            budget = Budget(**wider, noise=budget.noise)
+        budget, samples = (budgets or {}).get(name), baseline.samples[name]
+        if budget is None:
+            heads = (to_heads or {}).get(name)
+            budget = budget_from_samples(samples, oracle, precision, baseline.branches, heads)
         suspects = {mistake: changes[name] for mistake, changes in case.suspects.items() if name in changes}
-        deviation = measure(result, oracle, budget.noise, suspects)
+        deviation = measure(result, oracle, budget.spread, suspects)
         limits: dict[str, float | None] | None = None
         if is_discrete := result.dtype.kind in "iub":
             # Integers and booleans are right or wrong: the next token is not nearly the right one. Where
-            # rounding decides, as in an argmax, the module errs at times. As many times more may be wrong.
-            wrong, own = int((result != oracle).sum()), int((eager != oracle).sum())
-            allowed = FACTORS[precision.name, precision.accumulate] * own
-            share = 0.0 if not wrong else wrong / allowed if allowed else math.inf
-            if wrong > allowed:
-                counts = {"wrong": wrong, "of": result.size, "in_module": own}
+            # rounding decides, as in an argmax, what the samples have is right as well.
+            wrong = int(((result != oracle) & (result != samples).all(0)).sum())
+            share = math.inf if wrong else 0.0
+            if wrong:
+                counts = {"wrong": wrong, "of": result.size, "samples": len(samples)}
                 reason = Reason(kind=Kind.DIFFERENT_VALUES, numbers=counts)
         else:
             share = budget.share_used(deviation)

@@ -112,6 +112,8 @@ class Kind(Word):
     STEPS_NOT_COVERED = "steps not covered"
     PROFILE_NOT_COVERED = "profile not covered"
     SIZES_NOT_COVERED = "sizes not covered"
+    ATTENTION_NOT_OBSERVED = "attention not observed"
+    PROBES_NOT_RUN = "probes not run"
     # A time
     WRONG_RESULT = "wrong result"
     WRONG_WHEN_TIMED = "wrong when timed"
@@ -155,7 +157,7 @@ class Reason(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit
 
 
 class Gap(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What nothing was judged on: an engine, the decode steps of a runtime, a profile, or sizes."""
+    """What nothing was judged on: an engine, an attention, decode steps, a profile, probes, or sizes."""
 
     kind: Kind
     name: str = ""  # the engine or the runtime; empty where it is the same for all
@@ -163,12 +165,13 @@ class Gap(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_de
     axis: str | None = None
     least: int | None = None  # the sizes of the axis: from this one
     most: int | None = None  # to this one
+    attention: str | None = None  # that no output shows, and that was not judged by itself
     text: str = ""  # the same in words; nothing reads it
 
     @property
     def identity(self) -> tuple[object, ...]:
         """What it is about, whatever its extent."""
-        return self.kind, self.name, self.profile, self.axis
+        return self.kind, self.name, self.profile, self.axis, self.attention
 
 
 class Place(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

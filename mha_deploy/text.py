@@ -156,8 +156,8 @@ def _subnormal(reason: Reason) -> str:
 
 
 def _differing(reason: Reason) -> str:
-    wrong, of, own = (f"{reason.numbers[name]:.0f}" for name in ("wrong", "of", "in_module"))
-    return f"{wrong} of {of} differ, and {own} do in the module itself"
+    wrong, of, samples = (f"{reason.numbers[name]:.0f}" for name in ("wrong", "of", "samples"))
+    return f"{wrong} of {of} differ from the oracle and from all {samples} random roundings"
 
 
 _REASONS: Mapping[Kind, str | Callable[[Reason], str]] = {
@@ -223,6 +223,10 @@ def gap_text(gap: Gap) -> str:
         return f"engine {gap.name}"
     if gap.kind is Kind.STEPS_NOT_COVERED:
         return f"decode steps in {gap.name}"
+    if gap.kind is Kind.ATTENTION_NOT_OBSERVED:
+        return f"attention {gap.attention} in {gap.name}"
+    if gap.kind is Kind.PROBES_NOT_RUN:
+        return "probe inputs"
     profile = f"profile {gap.profile} of {gap.name}"
     if gap.kind is Kind.PROFILE_NOT_COVERED:
         return profile

@@ -5,10 +5,11 @@ import json
 import shutil
 
 import numpy as np
+from golden_made import made_case
 
-from mha_deploy.bundle.cases import GoldenCase, read_arrays, write_arrays, write_case
+from mha_deploy.bundle.cases import read_arrays, write_arrays, write_case
 from mha_deploy.bundle.folder import MANIFEST, MODEL, BundleWriter, sha256
-from mha_deploy.bundle.manifest import GoldenEntry, Manifest
+from mha_deploy.bundle.manifest import GoldenEntry, Manifest, Source
 from mha_deploy.engine.engine import EngineManifest
 from mha_deploy.errors import DeployError
 from mha_deploy.graph.attention_node import attention_nodes
@@ -28,7 +29,10 @@ def manifest(name="tiny-mha", precision="fp16"):
         opset=23,
         weights="made by hand",
         attention=[],
-        golden=[GoldenEntry(name="opt", file="golden/opt.safetensors", sizes=dict(SIZES))],
+        golden=[
+            GoldenEntry(name="opt", file="golden/opt.safetensors", sizes=dict(SIZES), source=Source.LAYER)
+        ],
+        observed=[],
         checks={"graph": ["nothing"]},
         versions={"mha-deploy": "0"},
         notes=["a note"],
@@ -56,15 +60,9 @@ def golden_case(name="tiny-mha", precision="fp16"):
     def draw(tensors, dtype):
         return {t.name: rng.standard_normal(t.shape(SIZES)).astype(dtype) for t in tensors}
 
-    half = PRECISIONS[precision].numpy
+    inputs = draw(spec.inputs, PRECISIONS[precision].numpy)
     oracle = draw(spec.outputs, np.float64)
-    return GoldenCase(
-        name="opt",
-        sizes=SIZES,
-        inputs=draw(spec.inputs, half),
-        oracle=oracle,
-        eager={name: array.astype(half) for name, array in oracle.items()},
-    )
+    return made_case(oracle, name="opt", sizes=SIZES, inputs=inputs, precision=precision)
 
 
 def fill(folder, name="tiny-mha", precision="fp16"):

@@ -34,6 +34,7 @@ import mha_deploy as md
 from mha_deploy import output
 from mha_deploy.bundle.cases import read_arrays, read_trace, write_arrays
 from mha_deploy.bundle.folder import MANIFEST, MODEL, BundleWriter, sha256
+from mha_deploy.bundle.manifest import Source
 from mha_deploy.cli.tables import engine_renderable
 from mha_deploy.cli.verbs import engine_to_dict
 from mha_deploy.engine.engine import write_engine
@@ -382,7 +383,7 @@ def test_a_trace_that_eager_misses_is_refused(bundles, tmp_path, factor):
     rehash(folder)
     bundle = md.open_bundle(folder)
     with pytest.raises(md.DeployError, match="rounding explains"):
-        read_trace(path, bundle.manifest.spec, bundle.manifest.precision)
+        read_trace(path, bundle.manifest.spec, bundle.manifest.precision, Source.LAYER)
 
 
 def test_a_bundle_that_is_replaced_while_it_is_validated_is_refused(bundles, folder, tmp_path):

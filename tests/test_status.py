@@ -6,9 +6,9 @@ import ml_dtypes
 import msgspec
 import numpy as np
 import pytest
+from golden_made import made_case
 
 from mha_deploy import text
-from mha_deploy.bundle.cases import GoldenCase
 from mha_deploy.judge import OutputVerdict, ParityReport, failed_to_run, judge_case, parity_from_verdicts
 from mha_deploy.model.precision import find_precision
 from mha_deploy.status import Kind, Outcome, Reason
@@ -37,10 +37,9 @@ def test_an_outcome_is_written_as_its_value_everywhere():
     assert msgspec.json.encode(NOT_VERIFIED) == b'"not verified"'
 
 
-def case_of(oracle, dtype=np.float16):
+def case_of(oracle):
     """A case with one output."""
-    about = {"name": "opt", "sizes": {"B": 2}, "inputs": {}}
-    return GoldenCase(**about, oracle={"y": oracle}, eager={"y": oracle.astype(dtype)})
+    return made_case({"y": oracle}, name="opt", sizes={"B": 2})
 
 
 ORACLE = np.random.default_rng(0).standard_normal((2, 3, 8))
@@ -53,7 +52,7 @@ RESULTS = {
     Kind.SHAPE: (case_of(ORACLE), {"y": RIGHT[:1]}),
     Kind.NOT_FINITE: (case_of(ORACLE), {"y": np.where(RIGHT > 0, np.nan, RIGHT).astype(np.float16)}),
     Kind.OUT_OF_BUDGET: (case_of(ORACLE), {"y": RIGHT * np.float16(1.05)}),
-    Kind.DIFFERENT_VALUES: (case_of(INTEGERS, np.int64), {"y": INTEGERS + 1}),
+    Kind.DIFFERENT_VALUES: (case_of(INTEGERS), {"y": INTEGERS + 1}),
     Kind.ORACLE_ZERO: (case_of(0 * ORACLE), {"y": 0 * RIGHT}),
     Kind.ORACLE_SUBNORMAL: (case_of(1e-6 * ORACLE), {"y": (1e-6 * ORACLE).astype(np.float16)}),
     Kind.ORACLE_CONSTANT: (case_of(0 * ORACLE + 1), {"y": 0 * RIGHT + 1}),
@@ -102,10 +101,11 @@ def test_the_outcome_of_a_report_follows_from_its_verdicts_whatever_a_file_claim
 
 
 GAPS = (Kind.NOT_RUN, Kind.STEPS_NOT_COVERED, Kind.PROFILE_NOT_COVERED, Kind.SIZES_NOT_COVERED)
+GAPS += (Kind.ATTENTION_NOT_OBSERVED, Kind.PROBES_NOT_RUN)
 
 
 def test_every_kind_of_reason_has_words():
-    figures = ("count", "largest", "smallest_normal", "wrong", "of", "in_module", "streams")
+    figures = ("count", "largest", "smallest_normal", "wrong", "of", "samples", "streams")
     numbers, reasons = dict.fromkeys(figures, 1.0), [kind for kind in Kind if kind in text._REASONS]
     assert set(reasons) | set(text._FINDINGS) | set(GAPS) == set(Kind)
     for kind in reasons:

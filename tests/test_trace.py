@@ -4,9 +4,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from golden_made import in_precision, made_baselines
 
 from mha_deploy.bundle.cases import (
     DecodeTrace,
+    Reference,
     check_steps,
     check_trace,
     prefill_calls,
@@ -15,6 +17,7 @@ from mha_deploy.bundle.cases import (
     write_arrays,
     write_trace,
 )
+from mha_deploy.bundle.manifest import Source
 from mha_deploy.errors import BundleError, DeployError
 from mha_deploy.model.catalog import find_spec
 from mha_deploy.model.precision import PRECISIONS
@@ -46,8 +49,9 @@ def trace(precision="fp16", prompt=PROMPT, steps=STEPS, **changes):
         inputs={"x": rng.standard_normal(shapes["output"]).astype(numbers)},
         prompt=np.array(prompt, np.int32),
         steps=steps,
-        oracle=oracle,
-        eager={name: array.astype(numbers) for name, array in oracle.items()},
+        oracle=Reference(oracle, Source.LAYER),
+        eager=in_precision(oracle, precision),
+        baselines=made_baselines(oracle, precision),
     )
     return replace(made, **changes)
 
@@ -89,7 +93,7 @@ def test_prompts_of_one_length_need_no_padding():
 def test_a_trace_is_read_back_bit_by_bit(tmp_path, precision):
     written = trace(precision)
     write_trace(tmp_path / "decode.safetensors", written)
-    read = read_trace(tmp_path / "decode.safetensors", layer(), PRECISIONS[precision])
+    read = read_trace(tmp_path / "decode.safetensors", layer(), PRECISIONS[precision], Source.LAYER)
     assert (read.name, read.steps, read.B, read.length) == ("decode", STEPS, B, L)
     assert bits(read.inputs["x"]) == bits(written.inputs["x"])
     assert bits(read.prompt) == bits(written.prompt)
@@ -110,7 +114,7 @@ def altered(tmp_path, change, precision="fp16"):
     arrays = read_arrays(path)
     change(arrays)
     write_arrays(path, arrays)
-    return read_trace(path, layer(), PRECISIONS[precision])
+    return read_trace(path, layer(), PRECISIONS[precision], Source.LAYER)
 
 
 RESULTS = [f"{group}/{name}" for group in ("oracle", "eager") for name in ("output", "key", "value")]
@@ -185,12 +189,12 @@ def test_an_empty_trace_is_refused(tmp_path):
 def test_a_file_that_is_no_archive_is_refused(tmp_path, content):
     (tmp_path / "decode.safetensors").write_bytes(content)
     with pytest.raises(DeployError, match="cannot be read"):
-        read_trace(tmp_path / "decode.safetensors", layer(), FP16)
+        read_trace(tmp_path / "decode.safetensors", layer(), FP16, Source.LAYER)
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path):
     with pytest.raises(DeployError, match="no such"):
-        read_trace(tmp_path / "decode.safetensors", layer(), FP16)
+        read_trace(tmp_path / "decode.safetensors", layer(), FP16, Source.LAYER)
 
 
 # -- does it fit? --------------------------------------------------------------------------------

@@ -84,7 +84,9 @@ def check_device(device: str) -> None:
 _COPIES_OF_SCORES = 3  # before the softmax, after it, and one in between
 
 
-def run_in_blocks(module: Attention, arguments: dict[str, Tensor], limit_bytes: int) -> tuple[Tensor, ...]:
+def run_in_blocks(
+    module: Attention, arguments: dict[str, Tensor], mode: Float64 | None = None, *, limit_bytes: int
+) -> tuple[Tensor, ...]:
     """Run a layer as `run_in_float64` does, within a bound on memory; the outputs are on the CPU.
 
     The bound is on scores and activations of one block; one query of one batch element always runs.
@@ -102,7 +104,7 @@ def run_in_blocks(module: Attention, arguments: dict[str, Tensor], limit_bytes: 
             for name, tensor in arguments.items()
         }
         with QueriesInBlocks(limit_bytes):
-            blocks.append([output.cpu() for output in run_in_float64(module, taken)])
+            blocks.append([output.cpu() for output in run_in_float64(module, taken, mode)])
     return tuple(torch.cat(parts) for parts in zip(*blocks, strict=True))
 
 
@@ -330,9 +332,10 @@ class FreshCases:
             program = ProgramValues(bundle)
             smallest = min(manifest.golden, key=lambda entry: math.prod(entry.sizes.values()))
             program.at(read_case(bundle, smallest), ())  # it must still be what it was
-            mixed = load_graph(bundle.model_path) if self.spec.mixed else None
+            own, tensors = manifest.precision, (*self.spec.inputs, *self.spec.outputs)
+            types = {each.name: own.numpy_of(each.kind) for each in tensors} if self.spec.mixed else {}
             self._probes = {"edges": partial(module_probe, self.spec)}
-            self._capture = ModuleCapture(program.user, program.exported, 0, mixed)
+            self._capture = ModuleCapture(program.user, program.exported, own, 0, types)
 
     def case(
         self,
@@ -399,8 +402,6 @@ class FreshCases:
             yield
         except torch.OutOfMemoryError as error:
             raise no_room from error
-        finally:
-            self._capture.close()
 
 
 # -- Fresh decode traces, longer than those of a bundle --------------------------------------------

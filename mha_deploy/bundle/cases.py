@@ -1,4 +1,4 @@
-"""Golden cases and decode traces on disk: inputs, the FP64 oracle, and what eager PyTorch computed."""
+"""Golden cases and decode traces on disk: inputs, the FP64 reference, and samples of what rounding costs."""
 
 from __future__ import annotations
 
@@ -6,23 +6,25 @@ import base64
 import io
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import msgspec
 import numpy as np
 
 from mha_deploy.bundle.folder import Bundle
-from mha_deploy.bundle.manifest import GoldenEntry
+from mha_deploy.bundle.manifest import GoldenEntry, Source
 from mha_deploy.errors import BundleError, DeployError, ExportError
 from mha_deploy.files import LARGEST_TEXT, open_regular, refuse_duplicates
 from mha_deploy.model.precision import Precision
 from mha_deploy.model.spec import CACHE_TENSORS, CACHES, FLOAT, INT32, LENGTHS, KVCache, ModelSpec, TensorSpec
 from mha_deploy.output import put_file
+from mha_deploy.rounding import accumulations, sample_count
 
 # -- Files of arrays that anybody may have written: nothing is unpickled -----------------------------
 
@@ -63,7 +65,6 @@ def read_arrays(path: Path, known: Set[str] | None = None) -> dict[str, np.ndarr
 
     Where they are `known`, a file that holds others or lacks one is refused before any is read.
     """
-    import ml_dtypes  # noqa: F401  # registers bfloat16 with NumPy, which safetensors asks for by name
     from safetensors import safe_open
 
     try:
@@ -113,7 +114,8 @@ def stored_bytes(spec: ModelSpec, sizes: Mapping[str, int]) -> int:
         for tensor in spec.inputs
     )
     results = sum(prod(tensor.shape(sizes)) for tensor in stored_outputs(spec))
-    return inputs + results * (8 + 4)  # the oracle, and the results of the module
+    samples = sample_count(results) + sample_count(results, "fp16")  # of one byte
+    return inputs + results * (8 + 4 + samples)  # the oracle, and the results of the module
 
 
 def first_new_entries(inputs: Mapping[str, np.ndarray], given: str) -> np.ndarray:
@@ -141,20 +143,70 @@ def with_entries(before: np.ndarray, new: np.ndarray, starts: np.ndarray) -> np.
 # -- Golden cases ----------------------------------------------------------------------------------
 
 
+class Reference(dict[str, np.ndarray]):
+    """What is right: the outputs of the source in FP64, by name.
+
+    A type of its own: results of what is judged are plain dictionaries, which a case does not take.
+    """
+
+    def __init__(self, outputs: Arrays, source: Source) -> None:
+        super().__init__(outputs)
+        self.source = source
+
+    def map(self, part: Callable[[Arrays], Arrays]) -> Reference:
+        """A part of every output, of the same source."""
+        return Reference(part(self), self.source)
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """What rounding costs: the source computed several times in the precision, each time rounded at random.
+
+    `samples` have [N, ...] for every output: floats less the reference, as float32; others as they came out.
+    In the last `branches` of them, decisions that rounding could change were changed.
+    """
+
+    samples: Arrays
+    branches: int = 0
+
+    def map(self, part: Callable[[Arrays], Arrays]) -> Baseline:
+        """A part of every output, sample by sample."""
+        count = min((len(each) for each in self.samples.values()), default=0)
+        parts = [part({name: each[i] for name, each in self.samples.items()}) for i in range(count)]
+        names = parts[0] if parts else ()
+        return replace(self, samples={name: np.stack([each[name] for each in parts]) for name in names})
+
+
+def join_baselines(parts: Sequence[Baseline], axes: Mapping[str, int]) -> Baseline:
+    """Baselines of consecutive parts of outputs, put together along the axes of the outputs."""
+    joined = {
+        name: np.concatenate([each.samples[name] for each in parts], axis + 1) for name, axis in axes.items()
+    }
+    return replace(parts[0], samples=joined)
+
+
 @dataclass(frozen=True, kw_only=True)
 class GoldenCase:
-    """One case: inputs, FP64 oracle, and the results of the module itself."""
+    """One case: inputs, what is right, what rounding costs, and the results of the module itself."""
 
     name: str
     sizes: Mapping[str, int]
     inputs: Arrays
-    oracle: Arrays
-    eager: Arrays
+    oracle: Reference
+    eager: Arrays  # the module as its user runs it; shown beside the others, and judged like them
+    baselines: Mapping[str, Baseline]  # by the type that GEMMs accumulate in
     note: str = ""
     flops: int = 0  # the work of one call of a user's module, else 0
     cached: Mapping[str, str] = field(default_factory=dict)  # see `cached_outputs`
-    allowance: float = 1.0  # a factor on its budgets
     suspects: Mapping[str, Arrays] = field(default_factory=dict)  # what mistakes would add to its outputs
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.oracle, Reference):
+            raise TypeError("a case takes a Reference, not results of what is judged")
+
+    def baseline(self, accumulate: str) -> Baseline:
+        """The samples of GEMMs that accumulate in a type."""
+        return self.baselines.get(accumulate) or self.baselines["fp32"]
 
 
 def golden_cases(bundle: Bundle) -> Iterator[GoldenCase]:
@@ -167,7 +219,8 @@ def read_case(bundle: Bundle, entry: GoldenEntry) -> GoldenCase:
     spec, precision = bundle.manifest.spec, bundle.manifest.precision
     groups = {"inputs": spec.inputs, "oracle": stored_outputs(spec), "eager": stored_outputs(spec)}
     known = {f"{group}/{tensor.name}": tensor for group, tensors in groups.items() for tensor in tensors}
-    arrays = read_arrays(bundle.file(entry.file), known.keys())
+    sampled = baseline_names([tensor.name for tensor in stored_outputs(spec)], precision)
+    arrays = read_arrays(bundle.file(entry.file), known.keys() | sampled)
     check_arrays(arrays, known, entry.sizes, precision)
     inputs, oracle, eager = (
         {tensor.name: arrays[f"{group}/{tensor.name}"] for tensor in groups[group]} for group in groups
@@ -179,11 +232,82 @@ def read_case(bundle: Bundle, entry: GoldenEntry) -> GoldenCase:
             raise BundleError(problem, got=f"{entry.file}: lengths {got}", hint=f"0 to {room}: export again")
     refuse_infinite(entry.file, (*oracle.items(), *eager.items()))
     refuse_implausible(entry.file, oracle, eager, precision)
+    baselines = unpack_baselines(entry.file, arrays, oracle, precision)
     for results, (name, taken) in product((oracle, eager), cached_outputs(spec).items()):
         results[name] = with_entries(inputs[taken], results[name], first_new_entries(inputs, taken))
     about = msgspec.structs.asdict(entry)
-    del about["file"]
-    return GoldenCase(**about, inputs=inputs, oracle=oracle, eager=eager, cached=cached_outputs(spec))
+    del about["file"], about["source"]
+    reference = Reference(oracle, entry.source)
+    about |= {"inputs": inputs, "oracle": reference, "eager": eager, "baselines": baselines}
+    return GoldenCase(**about, cached=cached_outputs(spec))
+
+
+# -- Samples on disk: one byte for each number, which is more than enough for the size of an error --
+
+_SAMPLE = np.dtype(ml_dtypes.float8_e5m2)
+_LARGEST_SAMPLE = 2.0**14
+_MOST_SAMPLES = 64
+
+
+def baseline_names(outputs: Iterable[str], precision: Precision) -> set[str]:
+    """The arrays of the samples, as a file names them."""
+    kinds = [f"{kind}/{acc}" for kind in ("samples", "scale") for acc in accumulations(precision)]
+    return {"branches", *(f"{kind}/{name}" for kind in kinds for name in outputs)}
+
+
+def pack_baselines(baselines: Mapping[str, Baseline]) -> dict[str, np.ndarray]:
+    """Samples as a file holds them."""
+    found = {"branches": np.array([each.branches for each in baselines.values()], np.int32)}
+    for accumulate, baseline in baselines.items():
+        for name, errors in baseline.samples.items():
+            scale, stored = np.array(1.0), errors
+            if errors.dtype == np.float32:
+                largest = float(np.abs(errors).max(initial=0.0))
+                scale = np.array(2.0 ** math.ceil(math.log2(largest)) / _LARGEST_SAMPLE if largest else 1.0)
+                stored = (errors / scale).astype(_SAMPLE).view(np.uint8)
+            found |= {f"samples/{accumulate}/{name}": stored, f"scale/{accumulate}/{name}": scale}
+    return found
+
+
+def unpack_baselines(file: str, arrays: Arrays, oracle: Arrays, precision: Precision) -> dict[str, Baseline]:
+    """The samples of the outputs of an oracle; refuses another shape, and a size that is not plausible."""
+    kinds, counts, found = accumulations(precision), arrays["branches"], dict[str, Baseline]()
+    if counts.shape != (len(kinds),) or counts.dtype != np.int32 or counts.min() < 0:
+        raise BundleError("A golden case does not count its samples.", got=file, hint="export again")
+    for accumulate, branches in zip(kinds, map(int, counts), strict=True):
+        samples = {}
+        for name, true in oracle.items():
+            stored, scale = (arrays[f"{kind}/{accumulate}/{name}"] for kind in ("samples", "scale"))
+            is_float = np.issubdtype(true.dtype, np.floating)
+            wanted = np.dtype(np.uint8) if is_float else true.dtype
+            right = stored.shape[1:] == true.shape and branches < len(stored) <= _MOST_SAMPLES
+            if not right or stored.dtype != wanted or scale.shape != () or not 0 < float(scale) < math.inf:
+                what = "A golden case does not hold its samples as the spec describes them."
+                got = f"{file}: {name}, {stored.dtype} {stored.shape}"
+                raise BundleError(what, got=got, hint="export again")
+            samples[name] = stored
+            if is_float:
+                samples[name] = stored.view(_SAMPLE).astype(np.float32) * np.float32(scale)
+                refuse_infinite(file, [(name, samples[name])])
+                worst = samples[name][: len(stored) - branches or 1]
+                _refuse_wide(file, name, true, worst, precision)
+        found[accumulate] = Baseline(samples, branches)
+    return found
+
+
+def _refuse_wide(file: str, name: str, oracle: np.ndarray, errors: np.ndarray, precision: Precision) -> None:
+    """Refuse samples that are further from the reference than rounding explains, and their wide budget."""
+    if not oracle.size:
+        return
+    most = _MOST_ROUNDOFFS[precision.name] * precision.roundoff
+    sizes = [float(np.linalg.norm(each.astype(np.float64))) for each in errors]
+    least = _FEW_ROUNDOFFS / _MOST_ROUNDOFFS[precision.name] * math.sqrt(oracle.size)
+    share = max(sizes) / max(float(np.linalg.norm(oracle)), least)
+    if share > most:
+        problem = "The samples of a golden case are further from its reference than rounding explains."
+        found = f"{file}: {name}, relative error {share:.2g}, at most {most:.2g} in {precision.name}"
+        hint = "export again, in a wider precision (--precision auto or fp32) where the model needs it"
+        raise BundleError(problem, got=found, hint=hint)
 
 
 def refuse_infinite(file: str, results: Iterable[tuple[str, np.ndarray]]) -> None:
@@ -238,7 +362,7 @@ def write_case(path: Path, case: GoldenCase) -> None:
             if taken := case.cached.get(name):
                 array = entries_from(array, first_new_entries(inputs, taken), inputs["x"].shape[1])
             arrays[f"{group}/{name}"] = array
-    write_arrays(path, arrays)
+    write_arrays(path, arrays | pack_baselines(case.baselines))
 
 
 def check_arrays(
@@ -282,11 +406,11 @@ class DecodeTrace:
     steps: int  # how many single tokens follow
     # Float64: every output by token, and every cached tensor with its L entries, by name. It is
     # computed in one call, without a cache
-    oracle: Arrays
+    oracle: Reference
     # The same, decoded by the model in its own precision. Behind the last token of a batch element,
     # neither is defined
     eager: Arrays
-    allowance: float = 1.0  # A factor on its budgets
+    baselines: Mapping[str, Baseline]  # by the type that GEMMs accumulate in
 
     @property
     def B(self) -> int:
@@ -482,11 +606,11 @@ def write_trace(path: Path, trace: DecodeTrace) -> None:
     """Write a trace; the file's name is to be the trace's."""
     inputs = {f"tokens/{name}": array for name, array in trace.inputs.items()}
     inputs |= {"prompt": trace.prompt, "steps": np.array(trace.steps, np.int32)}
-    results: dict[str, Any] = {"oracle": trace.oracle, "eager": trace.eager}
+    results: dict[str, Any] = {"oracle": trace.oracle, "eager": trace.eager, "baselines": trace.baselines}
     write_case(path, GoldenCase(name=trace.name, sizes={}, inputs=inputs, **results))
 
 
-def read_trace(path: Path, spec: ModelSpec, precision: Precision) -> DecodeTrace:
+def read_trace(path: Path, spec: ModelSpec, precision: Precision, source: Source) -> DecodeTrace:
     """Read a trace of a model, checking that it is one."""
     cache = spec.kv_cache
     if cache is None:
@@ -495,7 +619,9 @@ def read_trace(path: Path, spec: ModelSpec, precision: Precision) -> DecodeTrace
             got=path.name,
             hint="a model with a KV cache, such as tiny-dynamic",
         )
-    arrays = read_arrays(path, trace_tensors(spec, cache).keys() | _COUNTS)
+    known = trace_tensors(spec, cache)
+    results = [tensor.name for name, tensor in known.items() if name.startswith("oracle/")]
+    arrays = read_arrays(path, known.keys() | _COUNTS | baseline_names(results, precision))
     prompt, steps = (arrays.pop(name) for name in _COUNTS)
     check_arrays(dict(zip(_COUNTS, (prompt, steps), strict=True)), _COUNTS, {"B": prompt.size}, precision)
     inputs, oracle, eager = (
@@ -503,7 +629,8 @@ def read_trace(path: Path, spec: ModelSpec, precision: Precision) -> DecodeTrace
         for group in ("inputs/tokens/", "oracle/", "eager/")
     )
     about: dict[str, Any] = {"cache": cache, "prompt": prompt, "steps": int(steps)}
-    trace = DecodeTrace(name=path.stem, inputs=inputs, oracle=oracle, eager=eager, **about)
+    about["baselines"] = unpack_baselines(path.name, arrays, oracle, precision)
+    trace = DecodeTrace(name=path.stem, inputs=inputs, oracle=Reference(oracle, source), eager=eager, **about)
     try:
         check_trace(spec, trace, precision)
     except DeployError as error:

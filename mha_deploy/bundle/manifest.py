@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 else:  # msgspec reads the types on disk; `from_dict` makes the objects
     Spec, Precision = dict[str, Any], str
 
-FORMAT = 2
+FORMAT = 3
 
 Count = Annotated[int, Meta(ge=0)]
 Dim = int | str | None
@@ -138,12 +139,21 @@ else:
         place: str | None
 
 
+class Source(enum.Enum):
+    """What computed a reference: the user's own model, never the graph, engine or server under test."""
+
+    LAYER = "layer"  # a catalog layer, in PyTorch
+    PROGRAM = "program"  # the exported program of a user's module
+    FILE = "file"  # the user's ONNX file, as it was given
+
+
 class GoldenEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A golden case; `flops` of a module, as PyTorch counts it."""
 
     name: str
     file: str
     sizes: dict[str, Count]
+    source: Source  # what its reference and its baselines come from
     note: str = ""
     flops: Count = 0
 
@@ -153,6 +163,7 @@ class TraceEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     name: str
     file: str
+    source: Source
 
 
 class LayersEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -160,6 +171,7 @@ class LayersEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     case: str  # the golden case whose inputs they belong to
     file: str  # the arrays
+    source: Source
     values: dict[str, str]  # for every attention node, the value of the graph that was kept
 
 
@@ -169,6 +181,24 @@ Checks = TypedDict(
     total=False,
 )
 """What the export checked of its own work; `mixed precision` is the plan of `--precision auto`."""
+
+
+class Perturbation(enum.Enum):
+    """What is done to an attention, to find out whether the outputs of its model show it."""
+
+    ZERO = "zero"
+    HEAD = "one head zero"
+    MASK = "mask dropped"
+    SCALE = "scale off by 2 %"
+
+
+class ObservedRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which perturbations of an attention the outputs of a golden case show, beyond their budgets."""
+
+    name: str  # the attention node
+    case: str  # the golden case; empty where it was not tried
+    shown: list[Perturbation]
+    hidden: list[Perturbation]  # for these its own result must be judged
 
 
 class UnfusedRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -193,6 +223,7 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     golden: Annotated[list[GoldenEntry], Meta(min_length=1)]  # the golden cases
     traces: list[TraceEntry] = field(default_factory=list)  # the decode traces of a layer with a KV cache
     layers: LayersEntry | None = None  # the results inside a user's module
+    observed: list[ObservedRecord]  # of every attention node, what the outputs show
     checks: Checks  # what the export checked of its own work, and how
     versions: dict[str, str]  # versions of everything that took part
     # Size and SHA-256 of every file but the manifest

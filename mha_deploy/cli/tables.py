@@ -122,7 +122,7 @@ def bundle_renderable(bundle: Bundle, *, details: bool = False) -> RenderableTyp
     for entry in manifest.traces:
         from mha_deploy.bundle.cases import read_trace
 
-        trace = read_trace(bundle.file(entry.file), spec, manifest.precision)
+        trace = read_trace(bundle.file(entry.file), spec, manifest.precision, entry.source)
         words = f"{prompts_text(trace.prompt.tolist())}, then {trace.steps} single tokens"
         lines.append(("trace", f"{entry.name}: {words}"))
     if manifest.layers is not None:

@@ -13,7 +13,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 import torch
 
-from mha_deploy.bundle.cases import Arrays, GoldenCase, write_arrays
+from mha_deploy.bundle.cases import Arrays, GoldenCase, pack_baselines, write_arrays
 from mha_deploy.bundle.folder import Bundle, sha256
 from mha_deploy.bundle.manifest import LayersEntry
 from mha_deploy.errors import ExportError, nearest
@@ -21,8 +21,9 @@ from mha_deploy.export import flow
 from mha_deploy.export.axes import ExportedModule
 from mha_deploy.export.explain import first_cause, onnx_program
 from mha_deploy.export.golden import LayerCapture, ModuleCapture, arrays_of
+from mha_deploy.export.observe import attention_values
 from mha_deploy.export.own_model import UserModule, draw_user_inputs, open_user_module, state_digest
-from mha_deploy.export.program import attention_values, export_program
+from mha_deploy.export.program import export_program
 from mha_deploy.graph.canonical import check_canonical
 from mha_deploy.graph.fuse import share_tied_weights
 from mha_deploy.graph.upcast import retype
@@ -111,7 +112,7 @@ class _LayerSource(flow.Source):
         self.golden = flow.golden_names(self.spec)
         # Refuses what cannot be.
         plan = flow.plan_golden(self.spec, options.golden, flow.golden_budget(options))
-        self.steps = 5 + len(plan.cases) + (layer.cache != "none")
+        self.steps = 6 + len(plan.cases) + (layer.cache != "none")
 
     def graph(self, folder: Path) -> ir.Model:
         self.step("weights")
@@ -267,7 +268,7 @@ class _ModuleSource(flow.Source):
         self.auto, self.opset = options.precision == AUTO, choose_opset(None, options.opset)
         self.precision = find_precision("fp16" if self.auto else options.precision)
         self.notes, self.checks = [], {}
-        self.steps = 5 + self.auto + len(options.golden or self.golden)
+        self.steps = 6 + self.auto + len(options.golden or self.golden)
 
     def graph(self, folder: Path) -> ir.Model:
         options, reference, axes = self.options, self.reference, self.axes
@@ -287,11 +288,14 @@ class _ModuleSource(flow.Source):
             self.notes.append("what the module computes in BF16 is FP32 in the graph")
         model = self.fuse(exported.model)
         share_tied_weights(model)
-        self.capture = ModuleCapture(user, exported, options.seed)
+        self.capture = ModuleCapture(user, exported, self.precision, options.seed)
         if self.auto:
             model = self.mixed(model, user.axes, folder)
-            self.capture = ModuleCapture(user, exported, options.seed, model)
-        self.values = attention_values(model, exported)
+            made = [value for node in model.graph for value in node.outputs]
+            values = (*made, *model.graph.inputs)
+            types = {str(each.name): each.dtype.numpy() for each in values if each.dtype is not None}
+            self.capture = ModuleCapture(user, exported, self.precision, options.seed, types)
+        self.values = attention_values(model, lambda name: exported.node_of(name) is not None)
         known = {f.name: getattr(user, f.name) for f in fields(ModelSpec) if hasattr(user, f.name)}
         self.describe(model, exported.outputs, **known, cached=user.kv_cache)
         _drop_exporter_metadata(model)
@@ -311,12 +315,14 @@ class _ModuleSource(flow.Source):
         """The values inside the first case whose attentions do not take too much memory."""
         self.step("results of each attention")
         for case in cases if self.values else ():
-            inside = self.capture.look_inside(case, set(self.values.values()))
+            oracle, eager, baselines = self.capture.look_inside(case, sorted(set(self.values.values())))
+            inside = {"oracle": oracle, "eager": eager}
             arrays = {f"{kind}/{name}": each for kind in inside for name, each in inside[kind].items()}
+            arrays |= pack_baselines(baselines)
             if sum(array.nbytes for array in arrays.values()) <= _LAYERS_BYTES:
                 file = f"layers/{case.name}.safetensors"
                 write_arrays(folder / file, arrays)
-                return LayersEntry(case=case.name, file=file, values=dict(self.values))
+                return LayersEntry(case=case.name, file=file, values=dict(self.values), source=oracle.source)
         return None
 
     def origin(self) -> str:

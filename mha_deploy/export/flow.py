@@ -34,6 +34,7 @@ from mha_deploy.bundle.folder import MODEL, Bundle, BundleWriter
 from mha_deploy.bundle.manifest import Checks, GoldenEntry, LayersEntry, Manifest, TraceEntry, UnfusedRecord
 from mha_deploy.environment import versions
 from mha_deploy.errors import ExportError, SpecError, nearest
+from mha_deploy.export.observe import observe
 from mha_deploy.files import PathPart
 from mha_deploy.graph.attention_node import attention_nodes, is_attention, short_dtype
 from mha_deploy.graph.canonical import check_graph, check_module
@@ -51,6 +52,7 @@ from mha_deploy.runtime import plan_mixed_precision
 
 # -- Which golden cases an export gets: the corners of the axes, within a budget -------------------
 
+PROBE = "probe"
 CASES = ("min", "opt", "odd", "ragged", "large")
 CACHE_CASES = ("min", "prefill", "decode", "odd", "ragged", "large")
 MODULE_CASES = ("opt", "min", "odd", "large")  # opt first: its work bounds that of the others
@@ -67,6 +69,7 @@ class PlannedCase:
     sizes: dict[str, int]
     ragged: bool = False  # whether the batch elements have lengths of their own, the extreme ones included
     past: int | None = None  # valid entries of a preallocated cache in every batch element; None: drawn
+    probe: bool = False  # whether some tokens are large: what a mask hides wrongly shows then
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +119,7 @@ def golden_names(spec: ModelSpec) -> tuple[str, ...]:
     return CASES if spec.cache == "none" else CACHE_CASES
 
 
-def refuse_unknown_case(name: str, known: Sequence[str] = (*CASES, *CACHE_CASES)) -> None:
+def refuse_unknown_case(name: str, known: Sequence[str] = (*CASES, *CACHE_CASES, PROBE)) -> None:
     """Refuse a case that is neither known by name nor given by its sizes."""
     if "=" not in name and name not in known and name != "opt":
         hint = f"{nearest(name, known)} Or sizes, such as B=2,S=33."
@@ -150,7 +153,9 @@ def _plan_one(spec: ModelSpec, name: str, budget: GoldenBudget) -> PlannedCase |
     if "=" in name:
         sizes = spec.parse_sizes(name)
         return PlannedCase(name=cost.sizes_name(sizes), sizes=sizes)
-    refuse_unknown_case(name, golden_names(spec))
+    refuse_unknown_case(name, (*golden_names(spec), PROBE))
+    if name == PROBE:
+        return PlannedCase(name=name, sizes=spec.sizes("opt"), probe=True)
     if name in ("min", "opt"):
         # The least that a dynamic cache holds is nothing, too.
         past = 0 if name == "min" and spec.cache == "preallocated" else None
@@ -261,10 +266,8 @@ class Source(ABC):
         """The expected result of every attention in one golden case, where that is known."""
         return None
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 (only some open any)
         """Close the sessions that were opened for golden cases."""
-        if self.capture is not None:
-            self.capture.close()
 
     # -- of a model whose attentions are recognised in its graph -------------------------------
 
@@ -343,12 +346,15 @@ def export_bundle(source: Source, target: Path, on_step: OnStep) -> Bundle:
             refuse_implausible(f"golden case {case.name}", case.oracle, case.eager, source.precision)
             write_case(folder / file, case)
             cases.append(case)
-            golden.append(GoldenEntry(name=case.name, file=file, sizes=dict(case.sizes), flops=case.flops))
+            about: dict[str, Any] = {"source": case.oracle.source, "flops": case.flops}
+            golden.append(GoldenEntry(name=case.name, file=file, sizes=dict(case.sizes), **about))
         if not cases:
             raise ExportError("No golden case is left.", got="; ".join(source.notes), hint="--golden opt")
         if options.polygraphy:
             write_polygraphy(folder / "golden" / "polygraphy", cases)
         layers, traces = source.layers(cases, folder), _write_trace(source, folder)
+        source.step("what the outputs show")
+        observed = observe(load_graph(folder / MODEL), cases, source.precision)
         source.step("hashes")
         attention = [node.describe() for node in attention_nodes(load_graph(folder / MODEL))]
         if source.places is not None:
@@ -367,6 +373,7 @@ def export_bundle(source: Source, target: Path, on_step: OnStep) -> Bundle:
                 notes=source.notes,
                 traces=traces,
                 layers=layers,
+                observed=observed,
             ),
             check=_read_all,
         )
@@ -378,7 +385,7 @@ def _read_all(bundle: Bundle) -> None:
     for _ in golden_cases(bundle):
         pass
     for entry in bundle.manifest.traces:
-        read_trace(bundle.file(entry.file), bundle.manifest.spec, bundle.manifest.precision)
+        read_trace(bundle.file(entry.file), bundle.manifest.spec, bundle.manifest.precision, entry.source)
 
 
 def _write_trace(source: Source, folder: Path) -> list[TraceEntry]:
@@ -393,4 +400,4 @@ def _write_trace(source: Source, folder: Path) -> list[TraceEntry]:
     trace = source.capture.trace(source.spec, planned)
     file = f"traces/{trace.name}.safetensors"
     write_trace(folder / file, trace)
-    return [TraceEntry(name=trace.name, file=file)]
+    return [TraceEntry(name=trace.name, file=file, source=trace.oracle.source)]

@@ -6,31 +6,40 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import cached_property
 from itertools import chain
 
 import numpy as np
-import onnx_ir as ir
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from mha_deploy.bundle.cases import (
+    Baseline,
     DecodeTrace,
     GoldenCase,
     PlannedTrace,
+    Reference,
     cached_outputs,
     check_steps,
+    entries_from,
+    first_new_entries,
     prefill_calls,
     take_tokens,
 )
+from mha_deploy.bundle.manifest import Source
 from mha_deploy.errors import ExportError
 from mha_deploy.export.axes import ExportedModule
 from mha_deploy.export.explain import overflow_error, run_explained
 from mha_deploy.export.flow import PlannedCase, refuse_large_error
-from mha_deploy.export.oracle import Float64, run_in_float64, run_program
+from mha_deploy.export.oracle import (
+    Float32Accumulation,
+    Float64,
+    RandomRounding,
+    decision_spread,
+    run_in_float64,
+    run_program,
+)
 from mha_deploy.export.own_model import UserModule, draw_user_inputs
-from mha_deploy.graph.file import with_outputs
 from mha_deploy.model.precision import Precision
 from mha_deploy.model.spec import CACHE_TENSORS, LENGTHS, KVCache, ModelSpec
 from mha_deploy.reference.attention import Attention, split_heads
@@ -43,10 +52,11 @@ from mha_deploy.reference.inputs import (
     tensor_from_numpy,
     to_numpy,
 )
-from mha_deploy.runtime import open_runner
-from mha_deploy.runtime.runner import Runner
+from mha_deploy.rounding import accumulations, sample_count
 
-Arrays = dict[str, np.ndarray]
+Arrays = Mapping[str, np.ndarray]
+Evaluate = Callable[[Float64], Arrays]
+"""Computes results in FP64, or in a mode of it."""
 
 # Rounding alone does not come near: the program would have to be another than the module.
 _ONE_FLOW = "a module whose control flow does not depend on sizes or values"
@@ -74,6 +84,7 @@ _ON_CPU = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attentio
 class Capture(ABC):
     """Captures a model: its inputs are drawn, run in its own precision, and evaluated in FP64."""
 
+    source: Source  # what the references come from
     remedy: str  # what helps where the module overflows
     most_tokens: int | None = None  # of a prompt that the module takes in one call, where memory is short
     counts_work = False  # that of a catalog layer follows from its spec
@@ -88,14 +99,14 @@ class Capture(ABC):
         """The inputs of a case, as the module takes them."""
 
     @abstractmethod
-    def evaluate_in_fp64(self, feeds: Feeds) -> Feeds:
-        """The outputs in FP64."""
+    def evaluate_in_fp64(self, feeds: Feeds, mode: Float64 | None = None) -> Feeds:
+        """The outputs in FP64, or in a mode of it."""
 
     @abstractmethod
     def evaluate_sequence(
         self, spec: ModelSpec, cache: KVCache, planned: PlannedTrace
-    ) -> tuple[Feeds, Arrays]:
-        """All tokens of a trace in one call: its inputs with an empty KV cache, and what it gives in FP64."""
+    ) -> tuple[Feeds, Evaluate]:
+        """All tokens of a trace in one call: its inputs with an empty KV cache, and what computes it."""
 
     def arguments(self, feeds: Feeds) -> Feeds:
         """Inputs by the parameters of `forward`."""
@@ -108,29 +119,86 @@ class Capture(ABC):
             tensors = run_explained(self.module, self.arguments(feeds), where, hint=hint)
         return dict(zip(self._outputs, tensors, strict=True))
 
-    def run_step(self, feeds: Feeds, where: str) -> Feeds:
-        """The outputs of one call of the decode loop."""
-        return self.run_eager(feeds, where)
-
-    def close(self) -> None:  # noqa: B027 (only some open any)
-        """Close what was opened for the cases."""
+    def as_taken(self, feeds: Feeds) -> Feeds:
+        """Inputs in the types of the module."""
+        return feeds
 
     def capture(self, planned: PlannedCase) -> GoldenCase:
         """Run one case."""
         feeds = self.draw(planned)
         counter = FlopCounterMode(display=False, custom_mapping=_ON_CPU) if self.counts_work else None
         eager = self.run_eager(feeds, f"golden case {planned.name}", counter)
+        inputs = arrays_of(feeds)
+        starts = {name: first_new_entries(inputs, taken) for name, taken in self.cached.items()}
+
+        def compute(mode: Float64) -> Arrays:
+            return arrays_of(self.evaluate_in_fp64(feeds, mode), exact=True)
+
+        def kept(outputs: Arrays) -> Arrays:
+            """Of a KV cache, the entries that the call wrote."""
+            S = inputs["x"].shape[1] if starts else 0
+            new = {name: entries_from(outputs[name], at, S) for name, at in starts.items()}
+            return {name: new.get(name, array) for name, array in outputs.items()}
+
+        oracle, baselines = self.sample(compute, kept)
         case = GoldenCase(
             name=planned.name,
             sizes=dict(planned.sizes),
-            inputs=arrays_of(feeds),
-            oracle=arrays_of(self.evaluate_in_fp64(feeds), exact=True),
-            eager=arrays_of(eager),
+            inputs=inputs,
+            oracle=Reference(oracle, self.source),
+            eager=self.as_stored(arrays_of(eager)),
+            baselines=baselines,
             flops=0 if counter is None else counter.get_total_flops(),
             cached=self.cached,
         )
         self.refuse_overflow(case, lambda: self.module(**self.arguments(feeds)))
         return case
+
+    def as_stored(self, results: Arrays) -> Arrays:
+        """The results of the module in the types of the graph."""
+        return results
+
+    def sample(
+        self, compute: Evaluate, kept: Callable[[Arrays], Arrays] = dict
+    ) -> tuple[Arrays, dict[str, Baseline]]:
+        """What is right, and by the type of accumulation what random rounding makes of it.
+
+        `kept` is the part of the results that samples are taken of.
+        """
+        exact = RandomRounding(None)
+        oracle = compute(exact)
+        true, baselines = kept(oracle), dict[str, Baseline]()
+        numbers = sum(array.size for array in true.values())
+
+        def errors(mode: RandomRounding) -> Arrays:
+            got = kept(compute(mode))
+            return {
+                name: (mode.rounded_array(got[name]) - array).astype(np.float32)
+                if array.dtype == np.float64
+                else got[name]
+                for name, array in true.items()
+            }
+
+        for accumulate in accumulations(self.precision):
+            precision, count = (
+                replace(self.precision, accumulate=accumulate),
+                sample_count(numbers, accumulate),
+            )
+            found, operands = list[Arrays](), list[list[Tensor | None]]()
+            for seed in range(1, count + 1):
+                mode = RandomRounding(precision, seed)
+                found.append(errors(mode))
+                operands.append(mode.decisions)
+            changes = decision_spread(exact.decisions, operands)
+            pair = (
+                [RandomRounding(precision, count + 1, changes, sign) for sign in (1, -1)] if changes else []
+            )
+            taken = [errors(mode) for mode in pair]
+            # Where no decision was near enough to change, the two say nothing new.
+            found += (others := [each for each, mode in zip(taken, pair, strict=True) if mode.changed])
+            stacked = {name: np.stack([each[name] for each in found]) for name in true}
+            baselines[accumulate] = Baseline(stacked, len(others))
+        return oracle, baselines
 
     def refuse_overflow(self, case: GoldenCase, run: Callable[[], object] | None = None) -> None:
         """Refuse a case on which the module itself overflows: its budget would be infinite."""
@@ -145,19 +213,23 @@ class Capture(ABC):
         """Draw tokens, decode them with the module, and compute the whole sequence in FP64, in one call."""
         name, steps, prompt = planned.name, planned.steps, np.array(planned.prompt, np.int32)
         cache = check_steps(spec, prompt, steps)
-        feeds, oracle = self.evaluate_sequence(spec, cache, planned)
+        feeds, compute = self.evaluate_sequence(spec, cache, planned)
+        oracle, baselines = self.sample(compute)
         held = {each.input: feeds.pop(each.input) for each in cache.tensors}
         trace = DecodeTrace(
             name=name,
             cache=cache,
-            inputs=arrays_of(feeds),
+            inputs=self.as_stored(arrays_of(feeds)),
             prompt=prompt,
             steps=steps,
-            oracle=oracle,
+            oracle=Reference(oracle, self.source),
             eager={},
+            baselines=baselines,
         )
         eager = self._decode(trace, held)
-        self.refuse_overflow(GoldenCase(name=name, sizes={}, inputs={}, oracle=oracle, eager=eager))
+        self.refuse_overflow(
+            GoldenCase(name=name, sizes={}, inputs={}, oracle=trace.oracle, eager=eager, baselines={})
+        )
         what = "Decoding token by token gives something else than one call with all tokens."
         hint = "let new tokens attend to cached ones and none behind them, at positions that continue theirs"
         hint += "; without kv_cache= decoding is not validated"
@@ -177,14 +249,14 @@ class Capture(ABC):
         )
         for number, (tokens, counts, S) in enumerate(calls):
             given = tokens | ({LENGTHS: lengths} if cache.is_preallocated else {})
-            feeds = {name: tensor_from_numpy(array) for name, array in given.items()}
-            got = self.run_step(feeds | held, f"{trace.name}, call {number}")
+            feeds = self.as_taken({name: tensor_from_numpy(array) for name, array in given.items()})
+            got = self.run_eager(feeds | held, f"{trace.name}, call {number}")
             held = {each.input: got[each.output] for each in cache.tensors}
             lengths = lengths + (np.int32(S) if counts is None else counts)
             for name, arrays in parts.items():
                 arrays.append(to_numpy(got[name]))
-        eager = {name: np.concatenate(arrays, cache.outputs[name]) for name, arrays in parts.items()}
-        eager |= {each.name: to_numpy(held[each.input]) for each in cache.tensors}
+        joined = {name: np.concatenate(arrays, cache.outputs[name]) for name, arrays in parts.items()}
+        eager = self.as_stored(joined | {each.name: to_numpy(held[each.input]) for each in cache.tensors})
         if not cache.is_preallocated:
             return eager
         # By call, the padding of shorter prompts comes before their steps.
@@ -200,7 +272,7 @@ class Capture(ABC):
 # accumulate in half precision lose several bits of it.
 _DECISION_MARGIN = 16.0
 
-RunOracle = Callable[[Attention, dict[str, Tensor]], tuple[Tensor, ...]]
+RunOracle = Callable[[Attention, dict[str, Tensor], Float64 | None], tuple[Tensor, ...]]
 
 
 class LayerCapture(Capture):
@@ -210,6 +282,7 @@ class LayerCapture(Capture):
     """
 
     module: Attention
+    source = Source.LAYER
     remedy = "--precision bf16 or fp32"
 
     def __init__(
@@ -231,28 +304,33 @@ class LayerCapture(Capture):
         """Inputs by the parameters of `Attention.forward`, on the device."""
         return call_arguments(self.module.spec, fed_to(self.module, feeds))
 
-    def evaluate_in_fp64(self, feeds: Feeds) -> Feeds:
+    def evaluate_in_fp64(self, feeds: Feeds, mode: Float64 | None = None) -> Feeds:
         """The outputs of the layer in FP64."""
-        return dict(zip(self._outputs, self._run_oracle(self.oracle, self.arguments(feeds)), strict=True))
+        return dict(
+            zip(self._outputs, self._run_oracle(self.oracle, self.arguments(feeds), mode), strict=True)
+        )
 
     def evaluate_sequence(
         self, spec: ModelSpec, cache: KVCache, planned: PlannedTrace
-    ) -> tuple[Feeds, Arrays]:
+    ) -> tuple[Feeds, Evaluate]:
         """The tokens through the layer without a KV cache: no mistake in a cache can touch it."""
         layer = self.module.spec
         oracle = self.oracle.variation(spec=layer.without_cache())
         sizes = {"B": len(planned.prompt), "S": max(planned.prompt) + planned.steps}
         drawn = self.change(random_inputs(oracle.spec, sizes, self.seed, label=planned.name))
         x = fed_to(self.module, drawn)["x"]
-        (output,) = self._run_oracle(oracle, {"query": x})
-        with torch.inference_mode(), Float64():
-            q, k, v = oracle.project(x, None, None)
-            _, k = oracle.rotate(q, k, torch.arange(x.shape[1], device=x.device))
-        key, value = (split_heads(each, layer.Hkv).contiguous() for each in (k, v))
+
+        def compute(mode: Float64) -> Arrays:
+            (output,) = self._run_oracle(oracle, {"query": x}, mode)
+            with torch.inference_mode(), mode:
+                q, k, v = oracle.project(x, None, None)
+                _, k = oracle.rotate(q, k, torch.arange(x.shape[1], device=x.device))
+            key, value = (split_heads(each, layer.Hkv).contiguous() for each in (k, v))
+            return arrays_of({"output": output, "key": key, "value": value})
+
         entries = layer.axes["T"].max if cache.is_preallocated else 0
         empty = x.new_zeros(len(x), layer.Hkv, entries, layer.D)
-        feeds = {"x": x} | dict.fromkeys(CACHE_TENSORS[layer.cache][0], empty)
-        return feeds, arrays_of({"output": output, "key": key, "value": value})
+        return {"x": x} | dict.fromkeys(CACHE_TENSORS[layer.cache][0], empty), compute
 
 
 # -- Of a user's module: the FP64 oracle is its exported program -----------------------------------
@@ -261,92 +339,82 @@ class LayerCapture(Capture):
 class ModuleCapture(Capture):
     """Runs a user's module and its program.
 
-    `mixed` is the graph of `--precision auto`, which stands for the module where budgets come from: PyTorch
-    does not compute in its mixture of types. The module is in float32 then.
+    With `--precision auto` the module is in float32, and `types` are those of the mixed graph's inputs and
+    outputs: cases are stored in them. Nothing else of the graph is used.
     """
 
+    source = Source.PROGRAM
     remedy = "--precision auto, bf16 or fp32"
     counts_work = True
 
     def __init__(
-        self, user: UserModule, exported: ExportedModule, seed: int, mixed: ir.Model | None = None
+        self,
+        user: UserModule,
+        exported: ExportedModule,
+        precision: Precision,
+        seed: int,
+        types: Mapping[str, np.dtype] | None = None,
     ) -> None:
-        super().__init__(user.module, user.precision, seed, exported.outputs)
-        self.user, self.exported, self._mixed = user, exported, mixed
-        inputs = [] if mixed is None else mixed.graph.inputs
-        self._types = {str(value.name): value.dtype.numpy() for value in inputs if value.dtype is not None}
-
-    @cached_property
-    def _runner(self) -> Runner | None:
-        """The mixed graph, if there is one, loaded once for all cases."""
-        return None if self._mixed is None else open_runner("ort-cpu", self._mixed)
-
-    def close(self) -> None:
-        """Close the session of the mixed graph; the next case opens another."""
-        if (runner := vars(self).pop("_runner", None)) is not None:
-            runner.close()
+        super().__init__(user.module, precision, seed, exported.outputs)
+        self.user, self.exported, self._types = user, exported, types or {}
 
     def draw(self, planned: PlannedCase) -> Feeds:
         """Drawn by the user's own function, or after the example: the numbers that a mixed graph takes."""
         drawn = self.change(draw_user_inputs(self.user, planned.name, planned.sizes, self.seed))
-        if self._mixed is None:
-            return drawn
-        taken = self._as_taken(arrays_of(drawn))
-        return {key: torch.from_numpy(taken[key]).to(tensor.dtype) for key, tensor in drawn.items()}
+        taken = self.as_stored(arrays_of(drawn))
+        return {key: tensor_from_numpy(taken[key]).to(tensor.dtype) for key, tensor in drawn.items()}
 
-    def _as_taken(self, arrays: Mapping[str, np.ndarray]) -> Arrays:
+    def as_stored(self, results: Arrays) -> Arrays:
         """Arrays in the types of the mixed graph."""
-        return {key: array.astype(self._types.get(key, array.dtype)) for key, array in arrays.items()}
+        return {key: array.astype(self._types.get(key, array.dtype)) for key, array in results.items()}
 
-    def evaluate_in_fp64(self, feeds: Feeds) -> Feeds:
+    def as_taken(self, feeds: Feeds) -> Feeds:
+        """Inputs in the types of the module."""
+        known = {name: example.dtype for name, example in self.user.examples.items()}
+        return {name: each.to(known.get(name, each.dtype)) for name, each in feeds.items()}
+
+    def evaluate_in_fp64(self, feeds: Feeds, mode: Float64 | None = None) -> Feeds:
         """The outputs of the program in FP64, where the module runs."""
         try:
-            return run_program(self.exported, feeds)[0]
+            return run_program(self.exported, feeds, mode=mode)[0]
         except (RuntimeError, IndexError) as error:
             what = "The exported program fails where the module runs."
             raise ExportError(what, got=str(error).splitlines()[0], hint=_ONE_FLOW) from error
 
     def capture(self, planned: PlannedCase) -> GoldenCase:
-        """Run one case: the program must be the module, and near it the mixed graph."""
+        """Run one case: the program must be the module."""
         case = super().capture(planned)
+        case = replace(case, inputs=self.as_stored(case.inputs))
         # Tracing may have settled a choice for the example's sizes or values: the program then differs.
         where, what = f"golden case {case.name}", "The exported program is not what the module computes."
         refuse_large_error(where, case.eager, case.oracle, _SAME_PROGRAM, what, _ONE_FLOW)
-        if self._runner is None:
-            return case
-        taken = self._as_taken(case.inputs)
-        got = self._runner.run(taken)
-        case = replace(case, inputs=taken, eager={key: got[key] for key in case.oracle})
-        self.refuse_overflow(case)
-        what, hint = "The mixed graph is too far from the module.", "--precision bf16 or fp32"
-        refuse_large_error(where, case.eager, case.oracle, _LARGEST_ERROR, what, hint)
         return case
 
     def evaluate_sequence(
         self, spec: ModelSpec, cache: KVCache, planned: PlannedTrace
-    ) -> tuple[Feeds, Arrays]:
+    ) -> tuple[Feeds, Evaluate]:
         """The tokens through the program, behind an empty past."""
         sizes = cache.call_sizes(spec, len(planned.prompt), planned.prompt[0] + planned.steps, 0)
         feeds = self.draw(PlannedCase(name=planned.name, sizes=sizes))
-        exact = arrays_of(self.evaluate_in_fp64(feeds), exact=True)
         results = {name: name for name in cache.outputs} | {each.name: each.output for each in cache.tensors}
-        return feeds, {name: exact[output] for name, output in results.items()}
 
-    def run_step(self, feeds: Feeds, where: str) -> Feeds:
-        """One call of the module, or of the mixed graph in its place."""
-        if self._runner is None:
-            return super().run_step(feeds, where)
-        returned = self._runner.run(self._as_taken(arrays_of(feeds)))
-        return {name: tensor_from_numpy(array) for name, array in returned.items()}
+        def compute(mode: Float64) -> Arrays:
+            exact = arrays_of(self.evaluate_in_fp64(feeds, mode), exact=True)
+            return {name: exact[output] for name, output in results.items()}
 
-    def look_inside(self, case: GoldenCase, values: Collection[str]) -> dict[str, Arrays]:
-        """Values of the graph in a case that was captured, by name: `oracle` and `eager`."""
+        return dict(feeds), compute
+
+    def look_inside(
+        self, case: GoldenCase, values: Collection[str]
+    ) -> tuple[Reference, Arrays, dict[str, Baseline]]:
+        """Values of the graph in a captured case, by name: what is right, the module's own, and samples."""
         # Not drawn again: a user's draw may give other numbers the second time.
-        inputs = self.user.rounded({key: tensor_from_numpy(array) for key, array in case.inputs.items()})
-        oracle = arrays_of(run_program(self.exported, inputs, keep=values)[1], exact=True)
-        if self._mixed is None:
-            got = arrays_of(run_program(self.exported, inputs, dtype="own", keep=values)[1])
-        else:
-            with open_runner("ort-cpu", with_outputs(self._mixed, values)) as runner:
-                got = runner.run(case.inputs)
-        return {"oracle": oracle, "eager": {name: got[name] for name in values}}
+        given = self.as_taken({key: tensor_from_numpy(array) for key, array in case.inputs.items()})
+        inputs = self.user.rounded(given)
+
+        def compute(mode: Float64) -> Arrays:
+            return arrays_of(run_program(self.exported, inputs, mode=mode, keep=values)[1], exact=True)
+
+        oracle, baselines = self.sample(compute)
+        own = arrays_of(run_program(self.exported, inputs, mode=Float32Accumulation(), keep=values)[1])
+        return Reference(oracle, self.source), self.as_stored(own), baselines

@@ -3,39 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cached_property
+from dataclasses import replace
+from functools import cached_property, partial
 from pathlib import Path
 from zlib import crc32
 
 import numpy as np
-import onnx
 import onnx_ir as ir
-from ml_dtypes import bfloat16
 from onnx_ir.passes.common import RemoveInitializersFromInputsPass
 
 from mha_deploy.analyze.cost import sizes_name
-from mha_deploy.bundle.cases import GoldenCase
+from mha_deploy.bundle.cases import Arrays, GoldenCase, Reference, pack_baselines, write_arrays
 from mha_deploy.bundle.folder import Bundle, sha256
+from mha_deploy.bundle.manifest import LayersEntry
+from mha_deploy.bundle.manifest import Source as CaseSource
 from mha_deploy.errors import BackendUnavailable, DeployError, ExportError, SpecError, nearest
-from mha_deploy.export.flow import OnStep, PlannedCase, Source, export_bundle, refuse_large_error
+from mha_deploy.export.file_program import FileProgram, FileRounding, sample_case
+from mha_deploy.export.flow import PROBE, OnStep, PlannedCase, Source, export_bundle, refuse_large_error
+from mha_deploy.export.observe import attention_values
 from mha_deploy.graph.attention_node import short_dtype
-from mha_deploy.graph.file import load_graph
+from mha_deploy.graph.file import load_graph, with_outputs
 from mha_deploy.graph.fuse import from_old_opset
 from mha_deploy.graph.fuse.values import RANDOM
 from mha_deploy.graph.ir import is_op, node_name, nodes_behind
-from mha_deploy.graph.upcast import in_float64
 from mha_deploy.graph.valid import inline_functions
 from mha_deploy.model.precision import PRECISIONS, find_precision
 from mha_deploy.model.spec import FLOAT, Axes, Axis, Dim, TensorSpec, size_of
 from mha_deploy.options import AUTO, ExportOptions
 from mha_deploy.runtime import open_runner
-from mha_deploy.runtime.onnx_reference import evaluator_of
 from mha_deploy.runtime.runner import Runner
 
 _NEWEST_IR = 10  # newer files only declare it: no runtime here needs what came with it
 _BATCH, _LENGTH = Axis(min=1, opt=2, max=8), Axis(min=1, opt=16, max=64)
 # The file itself in its own precision is not far from its FP64 reference.
 _LARGEST_ERROR = 0.25
+_LARGE_TOKEN = 4.0  # of a probe
+_LAYERS_BYTES = 1 << 30
 
 
 def bundle_from_onnx(
@@ -59,7 +62,7 @@ def bundle_from_onnx(
 class _OnnxSource(Source):
     """An ONNX file: its result in ONNX Runtime stands for the eager model, its FP64 copy is the oracle."""
 
-    golden = ("opt", "min", "odd")
+    golden = ("opt", "min", "odd", "large", PROBE)
 
     def __init__(
         self, path: Path, options: ExportOptions, axes: Axes, inputs: Mapping[str, np.ndarray]
@@ -83,7 +86,7 @@ class _OnnxSource(Source):
             hint = nearest(unknown[0], self._inputs)
             raise ExportError("The file has no such input.", got=unknown[0], hint=hint)
         self.dims, self.axes = _named_axes(self._inputs, axes)
-        self.steps = 4 + self.auto + len(options.golden or self.golden)
+        self.steps = 6 + self.auto + len(options.golden or self.golden)
 
     @cached_property
     def _inputs(self) -> dict[str, ir.Value]:
@@ -115,14 +118,15 @@ class _OnnxSource(Source):
     def capture_case(self, planned: PlannedCase) -> GoldenCase:
         name, sizes, drawn = planned.name, planned.sizes, self.draw(planned)
         graph = self.model.graph if self.auto else self.original.graph
-        types = {str(value.name): value.dtype.numpy() for value in graph.inputs if value.dtype is not None}
+        values = (*graph.inputs, *graph.outputs)
+        types = {str(value.name): value.dtype.numpy() for value in values if value.dtype is not None}
         given = {key: array.astype(types[key]) for key, array in drawn.items()}
-        is_float = {key for key, array in given.items() if array.dtype.kind == "f" or array.dtype == bfloat16}
+        # The file gets the numbers that the graph gets.
+        drawn = {key: given[key].astype(array.dtype) for key, array in drawn.items()}
         try:
-            wide = {key: given[key].astype(np.float64) if key in is_float else given[key] for key in given}
-            names = [str(value.name) for value in self.original.graph.outputs]
-            oracle = dict(zip(names, map(np.asarray, self._double.run(None, wide)), strict=True))
-            eager = self._eager.run(given)
+            exact = FileRounding(None)
+            oracle, baselines = sample_case(self.precision, partial(self._program.run, given), exact)
+            eager = {key: array.astype(types[key]) for key, array in self._session.run(drawn).items()}
         except DeployError:
             raise
         except Exception as error:  # ONNX's evaluator raises types that share no base
@@ -132,14 +136,57 @@ class _OnnxSource(Source):
         what = "ONNX Runtime does not compute what the file says in FP64."
         hint = "--input NAME=FILE.npy with real inputs, or --precision of the file"
         refuse_large_error(f"golden case {name}", eager, oracle, _LARGEST_ERROR, what, hint)
-        return GoldenCase(name=name, sizes=sizes, inputs=given, oracle=oracle, eager=dict(eager))
+        reference = Reference(oracle, CaseSource.FILE)
+        case = GoldenCase(
+            name=name,
+            sizes=sizes,
+            inputs=given,
+            oracle=reference,
+            eager=eager,
+            baselines=baselines,
+            flops=exact.flops,
+        )
+        if name == "opt":
+            self.spec = replace(self.spec, flops=exact.flops)
+        return case
+
+    def layers(self, cases: list[GoldenCase], folder: Path) -> LayersEntry | None:
+        """The values of the file behind every attention, in the first case where they take little memory."""
+        self.step("results of each attention")
+        own = {str(value.name) for node in self.original.graph for value in node.outputs}
+        values = attention_values(self.model, own.__contains__)
+        kept = sorted(set(values.values()))
+        types = {
+            str(v.name): v.dtype.numpy() for n in self.model.graph for v in n.outputs if v.dtype is not None
+        }
+        for case in cases if kept else ():
+            program = FileProgram(self.original, kept)
+
+            def compute(
+                mode: FileRounding, program: FileProgram = program, case: GoldenCase = case
+            ) -> Arrays:
+                found = program.run(case.inputs, mode)
+                return {name: found[name] for name in kept}
+
+            oracle, baselines = sample_case(self.precision, compute)
+            with open_runner("ort-cpu", with_outputs(self.original, kept)) as runner:
+                given = {str(v.name): case.inputs[str(v.name)] for v in self.original.graph.inputs}
+                got = runner.run({k: x.astype(self._inputs[k].dtype.numpy()) for k, x in given.items()})  # type: ignore[union-attr]
+            arrays = {f"oracle/{name}": oracle[name] for name in kept}
+            arrays |= {f"eager/{name}": got[name].astype(types[name]) for name in kept}
+            arrays |= pack_baselines(baselines)
+            if sum(array.nbytes for array in arrays.values()) <= _LAYERS_BYTES:
+                file = f"layers/{case.name}.safetensors"
+                write_arrays(folder / file, arrays)
+                return LayersEntry(case=case.name, file=file, values=values, source=CaseSource.FILE)
+        return None
 
     def origin(self) -> str:
         return f"{self.path.name}, SHA-256 {self.spec.state_sha256}"
 
     def close(self) -> None:
-        for runner in {vars(self)[name] for name in ("_session", "_eager") if name in vars(self)}:
-            runner.close()
+        if (session := vars(self).get("_session")) is not None:
+            session.close()
 
     def draw(self, planned: PlannedCase) -> dict[str, np.ndarray]:
         """The inputs of a case, in the types of the file."""
@@ -150,6 +197,9 @@ class _OnnxSource(Source):
             random = np.random.default_rng([seed, crc32(key.encode())])
             example = self.examples.get(key)
             array = _draw(value, shape, random) if example is None else _fit(example, shape, key)
+            if planned.probe and len(shape) == 3 and array.dtype.kind == "f":
+                last = shape[1] - 1
+                array[:, sorted({0, last // 2, last})] *= _LARGE_TOKEN
             drawn[key] = array.astype(value.dtype.numpy())  # type: ignore[union-attr]
         return drawn
 
@@ -159,13 +209,9 @@ class _OnnxSource(Source):
         return open_runner("ort-cpu", self.original)
 
     @cached_property
-    def _eager(self) -> Runner:
-        """What the budgets come from."""
-        return open_runner("ort-cpu", self.model) if self.auto else self._session
-
-    @cached_property
-    def _double(self) -> onnx.reference.ReferenceEvaluator:
-        return evaluator_of(in_float64(self.original))
+    def _program(self) -> FileProgram:
+        """The file as it was given, in FP64."""
+        return FileProgram(self.original)
 
     def _output_dims(self) -> dict[str, tuple[Dim, ...]]:
         """The dimensions of the outputs as sums of axes and numbers, found by running the file."""

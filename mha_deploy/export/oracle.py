@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, Literal
+from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -19,6 +20,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mha_deploy.errors import ExportError
 from mha_deploy.export.axes import ExportedModule
+from mha_deploy.model.precision import Precision
+from mha_deploy.rounding import ACCUMULATED, MARGIN, MIX, ROUNDOFFS, rounded
 
 # -- In its own precision, also where the CPU has no fast arithmetic for it ------------------------
 
@@ -193,8 +196,14 @@ _HALF_TO_FLOAT = frozenset({_aten._softmax, _aten._log_softmax})  # their third 
 class Float64(Intercept):
     """Compute every call in FP64, also where it names another type: the oracle of what runs inside.
 
-    Weights are upcast where they are used, one by one.
+    Weights are upcast where they are used, one by one. `wide` is the type of each type inside.
     """
+
+    wide: Mapping[torch.dtype, torch.dtype] = _WIDE
+
+    def upcast(self, tensor: Tensor) -> Tensor:
+        """A floating-point tensor in the type of this mode; others as they are."""
+        return tensor.to(self.wide.get(tensor.dtype, tensor.dtype))
 
     def call(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """One call in FP64."""
@@ -208,34 +217,315 @@ class Float64(Intercept):
                 hint="convert with .to(dtype) in place of .view(dtype)",
             )
         if packet is _aten.embedding:  # a table of gigabytes, of which some rows are read
-            return upcast(func(*args, **kwargs))
-        args, kwargs = tree_map_only(Tensor, upcast, (args, kwargs))
-        args, kwargs = tree_map_only(torch.dtype, lambda dtype: _WIDE.get(dtype, dtype), (args, kwargs))
+            return self.upcast(func(*args, **kwargs))
+        args, kwargs = tree_map_only(Tensor, self.upcast, (args, kwargs))
+        args, kwargs = tree_map_only(torch.dtype, lambda dtype: self.wide.get(dtype, dtype), (args, kwargs))
         if packet in _HALF_TO_FLOAT:
             args = (*args[:2], False)
         if packet is _aten.scaled_dot_product_attention:
             args, kwargs = _fully_masked_alike(args, kwargs)
         own = torch.get_default_dtype()
-        torch.set_default_dtype(torch.float64)  # of new tensors, and quotients of integers
+        torch.set_default_dtype(self.wide[torch.float16])  # of new tensors, and quotients of integers
         try:
             result = func(*args, **kwargs)
         finally:
             torch.set_default_dtype(own)
         if packet in _SUMS_OF_TWO and isinstance(result, Tensor) and result.is_floating_point():
             result = torch.where(result <= _ABSORBING, result.float().to(result.dtype), result)
+        if self.wide is not _WIDE:  # a module may ask for another type itself
+            return tree_map_only(Tensor, self.upcast, result)
         if narrow := [each.dtype for each in tensors_in(result) if each.dtype in _WIDE]:
             got = f"{func}: {narrow[0]}"
-            raise ExportError(
-                "An operator of the module does not compute in FP64.",
-                got=got,
-                hint="write that part of forward() with other operators",
-            )
+            hint = "plain operators of PyTorch in its place"
+            raise ExportError("An operator of the module does not compute in FP64.", got=got, hint=hint)
         return result
 
 
-def run_in_float64(module: torch.nn.Module, arguments: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-    """Run a module in FP64, on its own weights: the tensors that it returns."""
-    with torch.inference_mode(), Float64():
+# -- With random rounding: what a precision costs ---------------------------------------------------
+
+# Where kernels round: what a GEMM reads and writes, what norms, softmax and activations write. Elementwise
+# operators are fused into these, but for sums of two tensors: a residual stream is written after each.
+_MATMULS = frozenset(
+    [
+        "linear",
+        "matmul",
+        "__matmul__",
+        "__rmatmul__",
+        "mm",
+        "bmm",
+        "addmm",
+        "baddbmm",
+        "einsum",
+        "mv",
+        "dot",
+        "inner",
+        "tensordot",
+        "bilinear",
+        "conv1d",
+        "conv2d",
+        "conv3d",
+        "convolution",
+        "_convolution",
+        "conv_transpose1d",
+        "conv_transpose2d",
+        "_grouped_mm",
+    ]
+)
+_ROUNDED = frozenset(
+    [
+        "softmax",
+        "_softmax",
+        "log_softmax",
+        "_log_softmax",
+        "layer_norm",
+        "native_layer_norm",
+        "rms_norm",
+        "group_norm",
+        "batch_norm",
+        "native_group_norm",
+        "instance_norm",
+        "_native_batch_norm_legit_no_training",
+        "gelu",
+        "silu",
+        "silu_",
+        "mish",
+        "elu",
+        "tanh",
+        "sigmoid",
+        "hardswish",
+        "softplus",
+        "leaky_relu",
+        "embedding",
+    ]
+)
+_SUMS = frozenset(
+    ["add", "add_", "__add__", "__radd__", "__iadd__", "sub", "sub_", "__sub__", "__rsub__", "__isub__"]
+)
+_ORDERED = frozenset(["topk", "argmax", "argmin", "max", "min", "sort", "argsort", "kthvalue", "median"])
+_COMPARED = frozenset(
+    [
+        "gt",
+        "lt",
+        "ge",
+        "le",
+        "gt_",
+        "lt_",
+        "__gt__",
+        "__lt__",
+        "__ge__",
+        "__le__",
+        "greater",
+        "less",
+        "round",
+        "floor",
+        "ceil",
+        "trunc",
+        "sign",
+        "bucketize",
+        "searchsorted",
+    ]
+)
+_DECISION_ELEMENTS = 1 << 22  # of the operand of a decision that is followed
+_SCORES_BYTES = 1 << 28  # of attention scores at a time
+
+
+_NARROWER = {torch.complex32: torch.complex64, torch.complex128: torch.complex64}
+_NARROWER |= dict.fromkeys((torch.float16, torch.bfloat16, torch.float32, torch.float64), torch.float32)
+_SIGNIFICANDS = {torch.float64: (torch.int64, 53), torch.float32: (torch.int32, 24)}
+
+
+def _hashed(bits: Tensor, seed: int) -> Tensor:
+    """Random bits that depend on a number alone: equal numbers are rounded alike, as a GPU does."""
+    if bits.dtype is torch.int32:
+        mixed = (bits ^ (seed * MIX[0] & 0x7FFFFFFF)) * 0x4F6CDD1D
+        mixed = (mixed ^ (mixed >> 15)) * 0x31A53F85
+        return mixed ^ (mixed >> 13)
+    mixed = (bits ^ (seed * MIX[0] & 0x7FFFFFFFFFFFFFFF)) * MIX[1]
+    mixed = (mixed ^ (mixed >> 29)) * MIX[2]
+    return mixed ^ (mixed >> 32)
+
+
+class RandomRounding(Float64):
+    """Round at random where kernels round: one sample of what a precision costs.
+
+    A number goes to one of its two neighbors with so many bits of significand, with a probability that
+    makes the mean exact. Its range is that of float32, in which a precision of 16 bits is computed here:
+    what that loses is far less. Others are computed in FP64. Without bits it is exact, and only notes the
+    operands of decisions. `changes` are added to these, so that decisions within rounding are changed.
+    """
+
+    def __init__(
+        self,
+        precision: Precision | None,
+        seed: int = 0,
+        changes: Sequence[Tensor | None] | None = None,
+        sign: int = 1,
+    ) -> None:
+        super().__init__()
+        self._bits = precision.significand_bits if precision else None
+        accumulate = ROUNDOFFS[precision.accumulate] if precision else 0.0
+        # Accumulation in a type of far more bits than the result's costs nothing.
+        self._accumulated = accumulate if precision and accumulate > precision.roundoff / 64 else 0.0
+        self._seed, self._changes, self._sign = seed, changes, sign
+        if precision and precision.bytes == 2:
+            self.wide = _NARROWER
+        self.decisions: list[Tensor | None] = []
+        self.changed = False
+
+    def rounded(self, tensor: Tensor) -> Tensor:
+        """A tensor of wide numbers, rounded."""
+        if self._bits is None or tensor.dtype not in _SIGNIFICANDS:
+            return tensor
+        integer, significand = _SIGNIFICANDS[tensor.dtype]
+        bits, mask = tensor.view(integer), (1 << (significand - self._bits)) - 1
+        return ((bits + (_hashed(bits, self._seed) & mask)) & ~mask).view(tensor.dtype)
+
+    def _operand(self, tensor: Tensor) -> Tensor:
+        """An operand of a GEMM; one in a half precision has few bits already."""
+        wide = self.upcast(tensor)
+        return wide if tensor.dtype in _HALVES else self.rounded(wide)
+
+    def rounded_array(self, array: np.ndarray) -> np.ndarray:
+        """An array of FP64 numbers, rounded."""
+        return array if self._bits is None else rounded(array, self._bits, self._seed)
+
+    def call(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """One call, rounded where kernels round."""
+        name = getattr(getattr(func, "overloadpacket", func), "__name__", "")
+        if name == "scaled_dot_product_attention" and self._bits is not None:
+            args, kwargs = tree_map_only(Tensor, self._operand, (args, kwargs))
+            args, kwargs = _fully_masked_alike(args, kwargs)
+            return self._attention(*args, **kwargs)
+        if name in _MATMULS and self._bits is not None:
+            args, kwargs = tree_map_only(Tensor, self._operand, (args, kwargs))
+            return self.rounded(self._accumulate(name, args, super().call(func, args, kwargs)))
+        if name in _ORDERED or name in _COMPARED:
+            return self._decide(name, func, args, kwargs)
+        result = super().call(func, args, kwargs)
+        if name in _ROUNDED or (name in _SUMS and _sums_tensors(args, result)):
+            return tree_map_only(Tensor, self.rounded, result)
+        return result
+
+    def _accumulate(self, name: str, args: Any, result: Tensor) -> Tensor:
+        """The result of a GEMM with what its accumulation loses."""
+        operands = [each for each in args if isinstance(each, Tensor) and each.is_floating_point()]
+        if not self._accumulated or name == "einsum" or len(operands) < 2 or "conv" in name:
+            return result
+        a, b = operands[-2:] if name in ("addmm", "baddbmm") else operands[:2]
+        terms = a.shape[-1]
+        if name == "linear":
+            sizes = b.square().mean(-1)
+        else:
+            sizes = b.square().mean(-2 if b.dim() > 1 else -1)
+            sizes = sizes.unsqueeze(-2) if b.dim() > 1 else sizes
+        walk = terms * a.square().mean(-1, keepdim=True) * sizes
+        partial_sums = (result.square() / 3 + walk / 2).sqrt()
+        noise = ACCUMULATED * math.sqrt(terms) * self._accumulated * partial_sums
+        return result + noise * self._normal(result)
+
+    def _normal(self, like: Tensor) -> Tensor:
+        """Numbers that are nearly normal, and depend on a tensor's own."""
+        bits = _hashed(like.view(_SIGNIFICANDS[like.dtype][0]), self._seed ^ 0x5DEECE66D)
+        parts = (bits & 0xFF) + ((bits >> 8) & 0xFF) + ((bits >> 16) & 0xFF)
+        return parts.to(like.dtype) * (2.0 / 0xFF) - 3.0
+
+    def _attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """Attention as a textbook writes it: scores and weights are rounded."""
+        if enable_gqa and q.dim() > 2 and k.shape[-3] != q.shape[-3]:
+            k, v = (each.repeat_interleave(q.shape[-3] // each.shape[-3], -3) for each in (k, v))
+        S, T = q.shape[-2], k.shape[-2]
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        rows = max(1, _SCORES_BYTES // max(1, 8 * math.prod(q.shape[:-2]) * T))
+        mask = torch.ones(S, T, dtype=torch.bool, device=q.device).tril() if is_causal else attn_mask
+        blocks, matmul = [], torch.matmul
+        for start in range(0, S, rows):
+            part = q[..., start : start + rows, :]
+            scores = matmul(part, k.transpose(-1, -2))
+            scores = self._accumulate("matmul", (part, k.transpose(-1, -2)), scores)
+            scores = self.rounded(scores * scale)
+            if mask is not None:
+                seen = mask if mask.dim() < 2 or mask.shape[-2] == 1 else mask[..., start : start + rows, :]
+                is_bool = seen.dtype == torch.bool
+                scores = scores.masked_fill(~seen, -math.inf) if is_bool else scores + seen
+            weights = self.rounded(torch.softmax(scores, -1).nan_to_num(0.0))
+            blocks.append(self._accumulate("matmul", (weights, v), matmul(weights, v)))
+        result = self.rounded(torch.cat(blocks, -2) if len(blocks) > 1 else blocks[0])
+        # A view that follows may need the strides of PyTorch's own result: queries before heads.
+        return result.transpose(1, 2).contiguous().transpose(1, 2) if result.dim() == 4 else result
+
+    def _decide(self, name: str, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """A decision, whose operand is noted, and changed where that was requested."""
+        result = super().call(func, args, kwargs)
+        if not args or not isinstance(args[0], Tensor) or not args[0].is_floating_point():
+            return result
+        operand, index = self.upcast(args[0]), len(self.decisions)
+        other = args[1] if name in _COMPARED and len(args) > 1 else None
+        other = other if isinstance(other, Tensor) and other.is_floating_point() else None
+        noted = operand if other is None else operand - self.upcast(other)
+        small = noted.numel() <= _DECISION_ELEMENTS
+        self.decisions.append(noted.clone() if small else None)
+        change = self._changes[index] if self._changes and index < len(self._changes) else None
+        if change is None or change.shape != noted.shape:
+            return result
+        moved = self._sign * MARGIN * change
+        if name in _ORDERED:  # neighbours in order go towards each other in this sample or its counterpart
+            at = 2 if name in ("topk", "kthvalue") else 1
+            dim = kwargs.get("dim", args[at] if len(args) > at else None)
+            flat = noted if noted.dim() and isinstance(dim, int) else noted.flatten()
+            dim = dim if isinstance(dim, int) else -1
+            ranks = flat.argsort(dim).argsort(dim).view(noted.shape)
+            moved = moved * (1 - 2 * (ranks % 2))
+        other_way = super().call(func, (operand + moved, *args[1:]), kwargs)
+        pairs = zip(tensors_in(result), tensors_in(other_way), strict=True)
+        if all(one.is_floating_point() or torch.equal(one, other) for one, other in pairs):
+            return result
+        self.changed = True
+        return other_way
+
+
+def decision_spread(
+    exact: Sequence[Tensor | None], samples: Sequence[Sequence[Tensor | None]]
+) -> list[Tensor | None]:
+    """What rounding does to the operand of every decision; empty where it touches none of them."""
+    found: list[Tensor | None] = []
+    for index, true in enumerate(exact):
+        near = [each[index] for each in samples if index < len(each)]
+        alike = [each for each in near if true is not None and each is not None and each.shape == true.shape]
+        off = (
+            torch.stack([each - true for each in alike]).square().mean(0)
+            if true is not None and alike
+            else None
+        )
+        if off is None or not off.numel() or not bool(off.isfinite().all()) or not bool(off.any()):
+            found.append(None)
+            continue
+        # By chance the error of an element is small in all samples: it has at least the usual one of its row.
+        usual = off.mean(-1, keepdim=True) if off.dim() else off
+        found.append(torch.maximum(off, usual).sqrt())
+    return found if any(each is not None for each in found) else []
+
+
+def _sums_tensors(args: Any, result: Any) -> bool:
+    """Whether a sum is that of two tensors of the size of their sum."""
+    given = [each for each in args[:2] if isinstance(each, Tensor)]
+    return len(given) == 2 and isinstance(result, Tensor) and all(x.shape == result.shape for x in given)
+
+
+def run_in_float64(
+    module: torch.nn.Module, arguments: Mapping[str, Tensor], mode: Float64 | None = None
+) -> tuple[Tensor, ...]:
+    """Run a module in FP64, on its own weights: the tensors that it returns; rounded if `mode` rounds."""
+    with torch.inference_mode(), mode or Float64():
         return tuple(tensors_in(module(**{name: upcast(each) for name, each in arguments.items()})))
 
 
@@ -243,14 +533,15 @@ def run_program(
     exported: ExportedModule,
     inputs: Mapping[str, Tensor],
     *,
-    dtype: Literal["float64", "own"] = "float64",
+    mode: Intercept | None = None,
     keep: Collection[str] = (),
 ) -> tuple[Values, Values]:
     """Run the program of a module: its outputs by name, and the values of the graph that are to be kept.
 
-    With `float64` it is the oracle; `own` is the precision that the module was exported in.
+    The mode is that of the oracle, FP64, if none is given.
     """
-    program, is_exact = exported.program, dtype == "float64"
+    program, mode = exported.program, mode or Float64()
+    is_exact = isinstance(mode, Float64)
     nodes = {name: exported.node_of(name) for name in keep}
     if unknown := [name for name, node in nodes.items() if node is None]:
         raise ExportError(
@@ -273,7 +564,7 @@ def run_program(
 
     deciding = deciding_nodes(program) if is_exact else frozenset()
     run = _Interpreter(program.graph_module, map(str, nodes.values()), deciding)
-    with torch.no_grad(), Float64() if is_exact else Float32Accumulation():
+    with torch.no_grad(), mode:
         results = run.run(*map(argument, program.graph_signature.input_specs))
     returned = [each for each in results[-len(program.graph_signature.user_outputs) :] if each is not None]
     returned = [upcast(each) for each in returned] if is_exact else returned

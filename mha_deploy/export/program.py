@@ -36,8 +36,7 @@ from mha_deploy.export.axes import (
     named_sizes,
     trace_sizes,
 )
-from mha_deploy.export.oracle import dense_flex_attention, run_program, swapped
-from mha_deploy.graph.attention_node import is_attention
+from mha_deploy.export.oracle import Float32Accumulation, dense_flex_attention, run_program, swapped
 from mha_deploy.model.spec import Axes, Axis, Sizes, size_of
 
 # -- Names for what a module returns: a tensor, a tuple, a dictionary, or these in each other ------
@@ -146,7 +145,7 @@ def _check_sizes(
         where, hint = "the smallest sizes of its axes", f"{larger}, or {drawn}"
         wanted = explain.run_explained(module, example, where, at=f"{at}: ", hint=hint)
         try:
-            outputs, _ = run_program(exported, example, dtype="own")
+            outputs, _ = run_program(exported, example, mode=Float32Accumulation())
         except (RuntimeError, IndexError) as error:
             what = "The exported program does not run at the smallest sizes of its axes."
             raise ExportError(what, got=f"{at}: {str(error).splitlines()[0]}", hint=larger) from error
@@ -796,22 +795,3 @@ def _name_outputs(model: ir.Model, names: list[str]) -> dict[str, str]:
 
 # Operators behind an attention that only change its layout.
 _LAYOUT = frozenset({"Transpose", "Reshape", "Squeeze", "Unsqueeze", "Identity", "Cast"})
-
-
-def attention_values(model: ir.Model, exported: ExportedModule) -> dict[str, str]:
-    """For every `Attention` node, by name, the nearest value behind it that the program computes, too.
-
-    It is the node's own result, or that in another layout: a fused node may have a Transpose behind it that
-    the program did in one step with the matmul. Nodes without such a value are left out.
-    """
-    found = {}
-    for node in filter(is_attention, model.graph.all_nodes()):
-        pending = [node.outputs[0]]
-        while pending:
-            each = pending.pop(0)
-            if node.name is not None and each.name is not None and exported.node_of(each.name) is not None:
-                found[node.name] = each.name
-                break
-            users = [use.node for use in each.uses()]
-            pending += [user.outputs[0] for user in users if user.domain == "" and user.op_type in _LAYOUT]
-    return found

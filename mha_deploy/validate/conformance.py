@@ -26,8 +26,9 @@ from mha_deploy.graph.attention_node import attention_nodes
 from mha_deploy.graph.ir import NodeBuilder
 from mha_deploy.graph.lower import lower
 from mha_deploy.graph.rules import REFUSED, WRONG_ANSWER, Target, judge, target_from
-from mha_deploy.metrics import Budget, budget_from_eager, measure
+from mha_deploy.metrics import Budget, budget_from_samples, measure
 from mha_deploy.model.precision import Precision
+from mha_deploy.rounding import rounded, sample_count
 from mha_deploy.runtime import open_runner
 from mha_deploy.runtime.cuda import find_gpu
 from mha_deploy.runtime.runner import Runner
@@ -189,6 +190,13 @@ class MaskTrial:
         return plain(**self.as_written).astype(half)
 
     @cached_property
+    def samples(self) -> np.ndarray:
+        """The formula in float64, every intermediate result rounded at random, several times. [N, ...]."""
+        bits, count = self.precision.significand_bits, sample_count(self.exact.size)
+        steps = [partial(rounded, bits=bits, seed=seed) for seed in range(1, count + 1)]
+        return np.stack([step(self.result(**self.as_written, step=step)) for step in steps])
+
+    @cached_property
     def averaged(self) -> np.ndarray:
         """What every query gets where no key counts more than another: [B, Hq, 1, D], in float64."""
         return self._shared("v", np.float64, interleaved=False).mean(axis=2, keepdims=True)
@@ -326,16 +334,16 @@ def judge_answer(trial: MaskTrial, answer: Answer) -> MaskVerdict:
 
 def _allowed(trial: MaskTrial) -> tuple[dict[str, np.ndarray], Budget]:
     """The results that are right, by what they show of a runtime, and how far an answer may be from one."""
-    exact, plain, shifted = trial.exact, trial.rounded, trial.shifted
+    exact, plain, shifted, samples = trial.exact, trial.rounded, trial.shifted, trial.samples
     if not shifted.any():
         shows = UPPER_LEFT if trial.case.diagnostic else ""
-        return {shows: exact}, budget_from_eager(plain, exact, trial.precision)
+        return {shows: exact}, budget_from_samples(samples - exact, exact, trial.precision)
     allowed, nearest = {"keeps the scores under -1e4": exact}, exact
     swallowed = np.where(shifted[..., None], trial.averaged, exact)
     if measure(plain, swallowed).relative_l2 < measure(plain, exact).relative_l2:
         # The formula itself, computed in this precision, adds the scores to -1e4 and loses them.
         allowed["averages all keys under -1e4, by rounding"] = nearest = swallowed
-    return allowed, budget_from_eager(plain, nearest, trial.precision)
+    return allowed, budget_from_samples(samples - nearest, nearest, trial.precision)
 
 
 def _misreadings(trial: MaskTrial, got: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:

@@ -17,6 +17,7 @@ from mha_deploy.bundle.cases import (
     DecodeTrace,
     GoldenCase,
     check_trace,
+    join_baselines,
     prefill_calls,
     read_trace,
     without_padding,
@@ -271,9 +272,9 @@ class _DecodeRun:
             name=f"{trace.name} {name}",
             sizes=trace.cache.call_sizes(self.spec, trace.B, S, past),
             inputs={},
-            oracle=cut(trace.oracle),
+            oracle=trace.oracle.map(cut),
             eager=cut(trace.eager),
-            allowance=trace.allowance,
+            baselines={name: each.map(cut) for name, each in trace.baselines.items()},
         )
 
     def _call(self, step: int) -> GoldenCase:
@@ -301,7 +302,12 @@ class _DecodeRun:
         trace, steps = self.trace, self.calls[1:]
         # All steps as one case: what a single step hardly shows adds up.
         oracle, eager = (self._join([getattr(case, x) for case in steps]) for x in ("oracle", "eager"))
-        whole = replace(steps[-1], name=f"{trace.name} all steps", oracle=oracle, eager=eager)
+        baselines = {
+            name: join_baselines([case.baselines[name] for case in steps], self.axes)
+            for name in trace.baselines
+        }
+        name, reference = f"{trace.name} all steps", trace.oracle.map(lambda _: oracle)
+        whole = replace(steps[-1], name=name, oracle=reference, eager=eager, baselines=baselines)
         if self.precision.name == "fp16":
             whole = replace(whole, suspects={"outputs in BF16": _rounding_to_bf16(oracle)})
         together = case_budgets(whole, self.precision)
@@ -403,9 +409,11 @@ def case_budgets(
     case: GoldenCase, precision: Precision, to_heads: Mapping[str, ToHeads] | None = None
 ) -> dict[str, Budget]:
     """What the error of every output may be, from the case alone."""
-    heads = to_heads or {}
+    heads, baseline = to_heads or {}, case.baseline(precision.accumulate)
     return {
-        name: metrics.budget_from_eager(case.eager[name], oracle, precision, heads.get(name))
+        name: metrics.budget_from_samples(
+            baseline.samples[name], oracle, precision, baseline.branches, heads.get(name)
+        )
         for name, oracle in case.oracle.items()
     }
 
@@ -421,15 +429,17 @@ def step_budgets(
     lie along `axes`.
     """
     each, found = [case_budgets(case, precision) for case in cases], []
+    spreads = {
+        name: whole.spread.cuts([partial(np.take, indices=[i], axis=axes[name]) for i in range(len(each))])
+        for name, whole in together.items()
+        if whole.spread is not None
+    }
     for index, own in enumerate(each):
         near, budgets = each[max(0, index - _NEIGHBOURS) : index + _NEIGHBOURS + 1], {}
         for name, budget in own.items():
             limits = {key: max(other[name].limits[key] for other in near) for key in budget.limits}
-            whole, noise = together.get(name), budget.noise
-            if whole is not None and whole.noise is not None:
-                limits |= {"local": whole.local, "local_gain": whole.local_gain}
-                noise = whole.noise.cut(partial(np.take, indices=[index], axis=axes[name]))
-            budgets[name] = Budget(**limits, noise=noise)
+            spread = spreads[name][index] if name in spreads else budget.spread
+            budgets[name] = Budget(**limits, spread=spread)
         found.append(budgets)
     return found
 
@@ -501,7 +511,7 @@ def traces_of(bundle: Bundle, options: ValidateOptions) -> list[DecodeTrace]:
             raise DeployError(f"{spec.name} has no KV cache.", got=f"--steps {steps}", hint=hint)
         return []
     for entry in bundle.manifest.traces:
-        found.append(read_trace(bundle.file(entry.file), spec, bundle.manifest.precision))
+        found.append(read_trace(bundle.file(entry.file), spec, bundle.manifest.precision, entry.source))
         if found[-1].name != entry.name:
             got = f"{entry.name} in {entry.file}"
             raise BundleError("A decode trace has another name than its file.", got=got, hint="export again")

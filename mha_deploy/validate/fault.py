@@ -15,7 +15,16 @@ import onnx_ir as ir
 from msgspec import Struct, to_builtins
 
 from mha_deploy import judge, metrics
-from mha_deploy.bundle.cases import GoldenCase, read_arrays, read_case, refuse_implausible, refuse_infinite
+from mha_deploy.bundle.cases import (
+    GoldenCase,
+    Reference,
+    baseline_names,
+    read_arrays,
+    read_case,
+    refuse_implausible,
+    refuse_infinite,
+    unpack_baselines,
+)
 from mha_deploy.bundle.folder import Bundle
 from mha_deploy.environment import can_import
 from mha_deploy.errors import BundleError, DeployError
@@ -140,7 +149,7 @@ def graph_at_fault(backend: str, share: float | None) -> FaultReport:
 
 
 LAYERS = "layers"
-Reference = Callable[[Sequence[str]], Arrays]
+ReferenceValues = Callable[[Sequence[str]], Arrays]
 """Gives what values of the graph must be, by their names; those it does not know are left out."""
 
 _FLOATS = frozenset({ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.FLOAT})
@@ -157,14 +166,21 @@ def layers_case(bundle: Bundle) -> GoldenCase | None:
     if golden is None:
         raise BundleError("The manifest names no such golden case.", got=entry.case, hint="export again")
     names = {f"{group}/{value}" for group in ("oracle", "eager") for value in entry.values.values()}
-    arrays = read_arrays(bundle.file(entry.file), names)
+    precision, values = bundle.manifest.precision, sorted(set(entry.values.values()))
+    arrays = read_arrays(bundle.file(entry.file), names | baseline_names(values, precision))
     oracle, eager = (
         {node: arrays[f"{group}/{value}"] for node, value in entry.values.items()}
         for group in ("oracle", "eager")
     )
     refuse_infinite(entry.file, (*oracle.items(), *eager.items()))
-    refuse_implausible(entry.file, oracle, eager, bundle.manifest.precision)
-    return replace(read_case(bundle, golden), name=LAYERS, oracle=oracle, eager=eager)
+    refuse_implausible(entry.file, oracle, eager, precision)
+    exact = {value: arrays[f"oracle/{value}"] for value in values}
+    baselines = {
+        kind: replace(each, samples={node: each.samples[value] for node, value in entry.values.items()})
+        for kind, each in unpack_baselines(entry.file, arrays, exact, precision).items()
+    }
+    reference = Reference(oracle, entry.source)
+    return replace(read_case(bundle, golden), name=LAYERS, oracle=reference, eager=eager, baselines=baselines)
 
 
 def layer_parity(
@@ -196,8 +212,8 @@ def layer_parity(
 def _judge_layers(case: GoldenCase, got: Arrays, precision: Precision) -> list[OutputVerdict]:
     """The verdicts on the attentions that are there, in the order in which they run."""
     there = [node for node in case.oracle if node in got]
-    oracle, eager = ({node: each[node] for node in there} for each in (case.oracle, case.eager))
-    verdicts = judge.judge_case(replace(case, oracle=oracle, eager=eager), got, precision)
+    oracle = case.oracle.map(lambda every: {node: every[node] for node in there})
+    verdicts = judge.judge_case(replace(case, oracle=oracle), got, precision)
     return sorted(verdicts, key=lambda verdict: there.index(verdict.output))
 
 
@@ -248,7 +264,7 @@ def bisect_bundle(
     bundle: Bundle,
     backend: str,
     open_model: OpenModel,
-    reference: Reference,
+    reference: ReferenceValues,
     on_step: Callable[[str], None] = lambda name: None,
 ) -> Bisection:
     """Find where a runtime leaves the oracle: the whole model, its attentions, then its nodes."""
@@ -285,7 +301,11 @@ class _Search:
     """One search."""
 
     def __init__(
-        self, bundle: Bundle, open_model: OpenModel, reference: Reference, on_step: Callable[[str], None]
+        self,
+        bundle: Bundle,
+        open_model: OpenModel,
+        reference: ReferenceValues,
+        on_step: Callable[[str], None],
     ) -> None:
         self.precision, self.open_model = bundle.manifest.precision, open_model
         self.reference, self.on_step = reference, on_step
@@ -361,7 +381,7 @@ _OTHER = {"ort-cpu": "onnx-reference", "onnx-reference": "ort-cpu"}
 class TrustedValues(NamedTuple):
     """The most trusted source of values inside a model that there is."""
 
-    values: Reference
+    values: ReferenceValues
     title: str
     doubt: Reason | None = None  # why it may be wrong itself
 

@@ -61,6 +61,8 @@ class ValidationRecord:
         parts += [Outcome.FAILED for each in self.findings if each.level is Severity.FAILURE]
         parts += [Outcome.NOT_VERIFIED for each in self.findings if each.kind in _UNVERIFIED]
         expected = self.engines or self.gone or any(gap.kind is Kind.NOT_RUN for gap in self.not_verified)
+        if any(gap.kind is Kind.ATTENTION_NOT_OBSERVED for gap in self.not_verified):
+            parts.append(Outcome.NOT_VERIFIED)
         if not judged or (expected and not any(_is_deployed(each) for each in judged)):
             parts.append(Outcome.NOT_VERIFIED)
         return Outcome.of(parts)
@@ -179,6 +181,12 @@ def _is_deployed(evaluation: Evaluation) -> bool:
     return evaluation.runtime.family in (TENSORRT, "server")
 
 
+def _is_probed(evaluation: Evaluation) -> bool:
+    """Whether a runtime was judged on large tokens; imports have a golden case for it."""
+    golden = (case.name for case in evaluation.cases.get("golden", ()))
+    return bool(evaluation.cases.get("probe")) or "probe" in golden
+
+
 def _found(level: Severity, section: Section, kind: Kind, **about: Any) -> Finding:
     """A finding with its sentence."""
     place = Place(**{name: about.pop(name) for name in Place.__struct_fields__ if name in about})
@@ -196,7 +204,11 @@ def conclude(
     found, missing = [*findings(report, options, broken)], tuple[Gap, ...]()
     if not report.serving:  # which sizes and nodes a server has is its own
         manifest = report.bundle.manifest
-        missing = find_uncovered(judged, report.engines, manifest.spec.axes, report.gone)
+        hidden = [each.name for each in manifest.observed if each.hidden]
+        missing = find_uncovered(judged, report.engines, manifest.spec.axes, report.gone, hidden)
+        if options.probe is not False and judged and not any(_is_probed(each) for each in judged):
+            gap = Gap(kind=Kind.PROBES_NOT_RUN)
+            missing = (*missing, msgspec.structs.replace(gap, text=gap_text(gap)))
         found = [*unfused_findings(manifest, options), *found, *coverage_findings(missing, options)]
     ranked = tuple(sorted(found, key=lambda finding: list(Severity).index(finding.level)))
     report = replace(report, findings=ranked, not_verified=missing)
@@ -244,8 +256,9 @@ def find_uncovered(
     engines: Sequence[Engine],
     axes: Mapping[str, Axis],
     gone: Sequence[str] = (),
+    hidden: Sequence[str] = (),
 ) -> tuple[Gap, ...]:
-    """What no runtime was judged on."""
+    """What no runtime was judged on; `hidden` are the attentions that no output of the model shows."""
     judged = [each for each in evaluations if each.parity]
     ran = [each for each in judged if each.runtime.engine is not None]
     not_run = [each.path.stem for each in engines if all(each is not other.runtime.engine for other in ran)]
@@ -254,6 +267,9 @@ def find_uncovered(
         name, sizes = each.runtime.name, [verdict.sizes for verdict in each.verdicts if verdict.passed]
         if each.not_decoded_because is not None:
             found.append(Gap(kind=Kind.STEPS_NOT_COVERED, name=name))
+        inside = {v.output for report in each.parity if report.cases == LAYERS for v in report.verdicts}
+        unseen = [attention for attention in hidden if attention not in inside]
+        found += [Gap(kind=Kind.ATTENTION_NOT_OBSERVED, name=name, attention=one) for one in unseen]
         engine = each.runtime.engine
         ranges = [axes] if engine is None else engine.manifest.ranges
         for index, profile in enumerate(ranges):

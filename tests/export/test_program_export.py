@@ -15,7 +15,7 @@ from torch import nn
 
 from mha_deploy.errors import ExportError
 from mha_deploy.export.axes import draw_inputs, trace_sizes
-from mha_deploy.export.oracle import run_program, tensors_in
+from mha_deploy.export.oracle import Float32Accumulation, run_program, tensors_in
 from mha_deploy.export.program import export_program, named_outputs
 from mha_deploy.graph.fuse import fuse_attention
 from mha_deploy.model.spec import Axis
@@ -94,7 +94,7 @@ def test_the_graph_is_the_module_at_every_size(step, sizes):
     with torch.no_grad():
         result = module.eval()(**inputs)
     want = [result["y"], *result["linear"], result["past"], result["last"]]
-    got, (own, _) = run(exported.model, inputs), run_program(exported, inputs, dtype="own")
+    got, (own, _) = run(exported.model, inputs), run_program(exported, inputs, mode=Float32Accumulation())
     assert list(got) == list(own) == list(exported.outputs)
     for name, tensor in zip(got, want, strict=True):
         np.testing.assert_allclose(got[name], tensor.numpy(), atol=1e-5)

@@ -16,8 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mha_deploy.errors import ExportError
 from mha_deploy.export.axes import draw_inputs
+from mha_deploy.export.observe import attention_values
 from mha_deploy.export.oracle import Float32Accumulation, run_program
-from mha_deploy.export.program import attention_values, export_program
+from mha_deploy.export.program import export_program
 from mha_deploy.graph.attention_node import attention_nodes
 from mha_deploy.graph.fuse import fuse_attention
 
@@ -108,7 +109,7 @@ def test_the_oracle_of_a_half_precision_program_is_float64(name, attention):
 @pytest.mark.parametrize("half", [False, True])
 def test_in_its_own_precision_a_program_is_its_module(half):
     module, inputs = module_of("by hand", "", half), inputs_of("by hand", "", half, B=3, S=11)
-    outputs, _ = run_program(exported("by hand", "", half), inputs, dtype="own")
+    outputs, _ = run_program(exported("by hand", "", half), inputs, mode=Float32Accumulation())
     with torch.no_grad(), Float32Accumulation():
         want = module(**inputs)
     assert outputs["output"].dtype == want.dtype
@@ -132,7 +133,7 @@ class SeenProducts(TorchDispatchMode):
 def test_matmuls_of_halves_accumulate_in_float32():
     given, inputs = exported("by hand", "", True), inputs_of("by hand", "", True, B=2, S=5)
     with SeenProducts() as seen:
-        outputs, _ = run_program(given, inputs, dtype="own")
+        outputs, _ = run_program(given, inputs, mode=Float32Accumulation())
     assert seen.dtypes == {torch.float32}
     assert outputs["output"].dtype == torch.float16
 
@@ -154,7 +155,7 @@ def test_every_attention_of_the_fused_graph_has_its_value(name, attention):
     given = exported(name, attention, False)
     fused, report = fuse_attention(given.model)
     assert report.unfused == ()
-    values = attention_values(fused, given)
+    values = attention_values(fused, lambda name: given.node_of(name) is not None)
     assert list(values) == [node.name for node in attention_nodes(fused)]
     assert len(set(values.values())) == 2
     session = with_outputs(fused, values.values())
@@ -180,7 +181,7 @@ def test_an_attention_behind_a_transpose_is_found_by_the_value_behind_it():
     given = export_program(LengthFirst(), inputs, dict.fromkeys("qkv", ("B", "S")), AXES)
     fused, _ = fuse_attention(given.model)
     (node,) = attention_nodes(fused)
-    ((name, value),) = attention_values(fused, given).items()
+    ((name, value),) = attention_values(fused, lambda name: given.node_of(name) is not None).items()
     assert name == node.name
     _, kept = run_program(given, inputs, keep=[value])
     heads_first = [each.double().transpose(1, 2) for each in inputs.values()]

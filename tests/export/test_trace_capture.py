@@ -8,6 +8,7 @@ import torch
 from layer_decoder import Decoder
 
 from mha_deploy.bundle.cases import PlannedTrace, check_trace, read_trace, write_trace
+from mha_deploy.bundle.manifest import Source
 from mha_deploy.errors import DeployError, ExportError
 from mha_deploy.export.golden import LayerCapture
 from mha_deploy.export.oracle import run_in_float64
@@ -100,13 +101,13 @@ def test_eager_is_the_module_fed_token_by_token(cache):
 def test_the_oracle_knows_of_no_cache_and_what_runs_it_can_be_given():
     module, calls = module_of(layer("preallocated")), []
 
-    def run(oracle, arguments):
+    def run(oracle, arguments, mode):
         calls.append(oracle)
-        return run_in_float64(oracle, arguments)
+        return run_in_float64(oracle, arguments, mode)
 
     trace = decoded(module, run_oracle=run)
-    assert [oracle.spec.cache for oracle in calls] == ["none"]
-    assert calls[0].q.weight is module.q.weight  # rounded as the module's are
+    assert {oracle.spec.cache for oracle in calls} == {"none"}
+    assert all(oracle.q.weight is module.q.weight for oracle in calls)  # rounded as the module's are
     assert np.array_equal(trace.oracle["output"], captured("preallocated").oracle["output"])
 
 
@@ -121,7 +122,7 @@ def test_the_same_seed_draws_the_same_and_another_name_does_not():
 def test_a_captured_trace_can_be_written_and_read(tmp_path, cache):
     trace = captured(cache, "bf16")
     write_trace(tmp_path / "decode.safetensors", trace)
-    read = read_trace(tmp_path / "decode.safetensors", layer(cache), PRECISIONS["bf16"])
+    read = read_trace(tmp_path / "decode.safetensors", layer(cache), PRECISIONS["bf16"], Source.LAYER)
     assert np.array_equal(read.eager["key"], trace.eager["key"])
     assert np.array_equal(read.oracle["key"], trace.oracle["key"])
 

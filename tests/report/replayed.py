@@ -4,8 +4,10 @@ import functools
 from dataclasses import replace
 
 import numpy as np
+from golden_made import in_precision, made_baselines
 
-from mha_deploy.bundle.cases import DecodeTrace
+from mha_deploy.bundle.cases import DecodeTrace, Reference
+from mha_deploy.bundle.manifest import Source
 from mha_deploy.model.catalog import find_spec
 from mha_deploy.model.precision import PRECISIONS
 from mha_deploy.model.spec import Axis
@@ -34,8 +36,9 @@ def trace(steps=STEPS, prompt=(5, 2, 7)):
         inputs={"x": dice.standard_normal((B, L, spec().E)).astype(np.float16)},
         prompt=np.array(prompt, np.int32),
         steps=steps,
-        oracle=oracle,
-        eager={name: array.astype(np.float16) for name, array in oracle.items()},
+        oracle=Reference(oracle, Source.LAYER),
+        eager=in_precision(oracle),
+        baselines=made_baselines(oracle),
     )
 
 

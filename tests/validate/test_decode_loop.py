@@ -8,12 +8,13 @@ import decode_mistakes as wrong
 import numpy as np
 import pytest
 from decode_mistakes import LosesCount, Meddled, ModuleRunner, SwappedRows, cached, module_of
+from golden_made import made_case
 
-from mha_deploy.bundle.cases import GoldenCase, PlannedTrace
+from mha_deploy.bundle.cases import PlannedTrace
 from mha_deploy.errors import DeployError
 from mha_deploy.export.exporter import canonical_from_module
 from mha_deploy.export.golden import LayerCapture
-from mha_deploy.metrics import budget_from_eager
+from mha_deploy.metrics import budget_from_samples
 from mha_deploy.model.catalog import find_spec
 from mha_deploy.model.precision import PRECISIONS
 from mha_deploy.model.spec import Axis
@@ -410,12 +411,11 @@ def test_a_step_may_use_the_budgets_around_it_and_no_others():
     rng, precision = np.random.default_rng(0), PRECISIONS["bf16"]
     cases = []
     for step in range(40):
-        oracle = rng.standard_normal((1, 1, 64))
-        eager = oracle + (0.5 if step == 20 else 0.01) * rng.standard_normal(oracle.shape)
-        eager = {"output": eager.astype(precision.numpy)}
-        cases.append(GoldenCase(name="", sizes={}, inputs={}, oracle={"output": oracle}, eager=eager))
+        oracle, level = {"output": rng.standard_normal((1, 1, 64))}, 50.0 if step == 20 else 1.0
+        cases.append(made_case(oracle, precision="bf16", level=level))
     budgets = step_budgets(cases, precision, {}, {})
-    loose = budget_from_eager(cases[20].eager["output"], cases[20].oracle["output"], precision)
+    samples = cases[20].baselines["fp32"].samples["output"]
+    loose = budget_from_samples(samples, cases[20].oracle["output"], precision)
     found = [budget["output"].relative_l2 == loose.relative_l2 for budget in budgets]
     assert found == [abs(step - 20) <= 8 for step in range(40)]
 

@@ -5,8 +5,9 @@ import json
 import numpy as np
 import onnx_ir as ir
 import pytest
+from golden_made import made_case
 
-from mha_deploy.bundle.cases import GoldenCase, golden_cases
+from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.errors import DeployError
 from mha_deploy.graph.file import load_graph
 from mha_deploy.runtime import open_runner
@@ -16,11 +17,6 @@ RNG = np.random.default_rng(0)
 HQ, D = 4, 16
 WIDTH = HQ * D
 W = RNG.standard_normal((WIDTH, 96)) / 8
-
-
-def made_case(**oracles):
-    """A case of which only the oracle counts."""
-    return GoldenCase(name="made", sizes={}, inputs={}, oracle=oracles, eager={})
 
 
 def planted(weight, *, head=None, position=None, S=20, size=0.1, bias=0.0):
@@ -34,7 +30,7 @@ def planted(weight, *, head=None, position=None, S=20, size=0.1, bias=0.0):
     )
     wrong[where] += size * RNG.standard_normal(wrong[where].shape)
     truth, got = (h.reshape(2, S, -1) @ weight + bias for h in (heads, wrong))
-    return made_case(output=truth), got
+    return made_case({"output": truth}), got
 
 
 # -- heads -------------------------------------------------------------------------------------
@@ -75,7 +71,7 @@ def test_many_positions_are_binned():
 
 def test_a_last_bin_that_is_not_full_is_not_diluted():
     oracle = np.ones((1, HQ, 129, 5))
-    heat = heatmap("b", made_case(weights=oracle), "weights", oracle + 0.25, None)
+    heat = heatmap("b", made_case({"weights": oracle}), "weights", oracle + 0.25, None)
     assert (heat.bin, heat.values.shape) == (2, (HQ, 65))
     assert heat.values == pytest.approx(0.25)
 
@@ -84,7 +80,7 @@ def test_weights_have_their_heads_themselves():
     oracle = RNG.random((2, HQ, 10, 12))
     got = oracle.copy()
     got[:, 3, 5] *= 1.5
-    heat = heatmap("b", made_case(weights=oracle), "weights", got, None)
+    heat = heatmap("b", made_case({"weights": oracle}), "weights", got, None)
     assert (heat.rows, heat.values.shape, heat.note) == ("head", (HQ, 10), "")
     assert np.argwhere(heat.values).tolist() == [[3, 5]]
 
@@ -117,7 +113,7 @@ def test_rows_are_groups_of_channels_where_there_are_no_heads(projection, why):
     oracle = RNG.standard_normal((2, 10, 96))
     got = oracle.copy()
     got[:, 4, 24:36] += 0.1  # the third of eight groups
-    heat = heatmap("b", made_case(output=oracle), "output", got, projection)
+    heat = heatmap("b", made_case({"output": oracle}), "output", got, projection)
     assert heat.rows == "channel group"
     assert heat.note == f"rows are groups of output channels: {why}"
     assert heat.values.shape == (8, 10)
@@ -127,7 +123,7 @@ def test_rows_are_groups_of_channels_where_there_are_no_heads(projection, why):
 
 def test_a_width_that_eight_does_not_divide_has_fewer_groups():
     oracle = RNG.standard_normal((1, 3, 36))
-    assert heatmap("b", made_case(output=oracle), "output", oracle, None).values.shape == (4, 3)
+    assert heatmap("b", made_case({"output": oracle}), "output", oracle, None).values.shape == (4, 3)
 
 
 def test_how_much_rounding_is_amplified_is_reported():
@@ -142,7 +138,7 @@ def test_how_much_rounding_is_amplified_is_reported():
     projection = OutputProjection(weight=SQUARE, heads=HQ)
     truth = RNG.standard_normal((8, 64, WIDTH)) @ SQUARE
     noise = 1e-3 * np.sqrt(np.mean(truth**2)) * RNG.standard_normal(truth.shape)
-    values = heatmap("b", made_case(output=truth), "output", truth + noise, projection).values
+    values = heatmap("b", made_case({"output": truth}), "output", truth + noise, projection).values
     assert np.sqrt(np.mean(values**2)) == pytest.approx(1e-3 * projection.amplification, rel=0.1)
 
 
@@ -168,7 +164,9 @@ def test_another_shape_is_refused():
 
 def test_a_truth_of_zeros_is_mapped_absolutely():
     zeros = np.zeros((1, 2, 8))
-    assert heatmap("b", made_case(output=zeros), "output", zeros + 0.5, None).values == pytest.approx(0.5)
+    assert heatmap("b", made_case({"output": zeros}), "output", zeros + 0.5, None).values == pytest.approx(
+        0.5
+    )
 
 
 # -- real graphs -------------------------------------------------------------------------------

@@ -5,9 +5,10 @@ import json
 import msgspec
 import numpy as np
 import pytest
+from golden_made import made_case
 
 from mha_deploy.analyze.cost import SizeLimit
-from mha_deploy.bundle.cases import GoldenCase, golden_cases
+from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.errors import DeployError
 from mha_deploy.model.catalog import find_spec
 from mha_deploy.model.precision import PRECISIONS
@@ -197,13 +198,8 @@ def test_a_leak_that_is_in_the_golden_result_too_is_only_seen_among_other_neighb
         def run(self, feeds):
             return {"output": answer(feeds["x"])}
 
-    case = GoldenCase(
-        name="leak",
-        sizes={"B": 4, "S": 8},
-        inputs={"x": x},
-        oracle={"output": answer(x).astype(np.float64)},
-        eager={"output": answer(x)},
-    )
+    oracle = {"output": answer(x).astype(np.float64)}
+    case = made_case(oracle, name="leak", sizes={"B": 4, "S": 8}, inputs={"x": x})
     checks = checked(spec, [case], Leaky(), limit=SizeLimit(gflop=1e-9))
     assert {check.detail: check.passed for check in checks if check.check == "batch slot"} == {
         "slot 0..3, 3 arrangements": True,

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from golden_made import made_case
 from rich.console import Console
 
 from mha_deploy.analyze.cost import layer_cost
-from mha_deploy.bundle.cases import GoldenCase, golden_cases
+from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.cli.tables import latency_renderable
 from mha_deploy.errors import BackendUnavailable, DeployError
 from mha_deploy.model.catalog import find_spec
@@ -164,7 +165,7 @@ def test_a_runtime_that_is_wrong_on_other_inputs_or_at_other_sizes_has_no_time(o
     def scaled(arrays):
         return {name: (array * 1.02).astype(array.dtype) for name, array in arrays.items()}
 
-    other = replace(opt, name="probe-opt", oracle=scaled(opt.oracle), eager=scaled(opt.eager))
+    other = replace(opt, name="probe-opt", oracle=opt.oracle.map(scaled), eager=scaled(opt.eager))
     elsewhere = replace(other, name="odd", sizes={**opt.sizes, "S": opt.sizes["S"] + 1})
     right = replace(opt, name="right")
     for case, refused in ((other, True), (elsewhere, True), (right, False)):
@@ -213,7 +214,7 @@ def test_a_profiler_that_fails_costs_no_time(opt, monkeypatch):
 
 def decode_point(spec, sizes, *rows, lengths=None):
     inputs = {} if lengths is None else {"lengths": np.array(lengths, np.int32)}
-    case = GoldenCase(name="decode", sizes=sizes, inputs=inputs, oracle={}, eager={})
+    case = made_case({}, name="decode", sizes=sizes, inputs=inputs)
     return latency_point(case, rows, spec, FP16)
 
 

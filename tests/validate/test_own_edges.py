@@ -7,8 +7,9 @@ import edge_models
 import msgspec
 import numpy as np
 import pytest
+from golden_made import made_case
 
-from mha_deploy.bundle.cases import GoldenCase, golden_cases
+from mha_deploy.bundle.cases import Baseline, golden_cases
 from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.errors import BundleError
 from mha_deploy.export.exporter import bundle_from_factory
@@ -103,20 +104,22 @@ def test_a_factory_that_computes_something_else_is_no_oracle(edge_bundles, tmp_p
         inside(["x"])
 
 
-def tokens(wrong, own):
-    """A case with 1,000 tokens of which the module itself gets some wrong, and what a runtime gives."""
+def tokens(wrong, undecided):
+    """A case with 1,000 tokens of which rounding decides the first ones, and what a runtime gives."""
     oracle = np.arange(20_000, 21_000)
-    eager, got = oracle.copy(), oracle.copy()
-    eager[:own] += 1
+    samples, got = np.stack([oracle] * 4), oracle.copy()
+    samples[2, :undecided] += 1
     got[:wrong] += 1
-    case = GoldenCase(name="opt", sizes={}, inputs={}, oracle={"y": oracle}, eager={"y": eager})
-    return judge_case(case, {"y": got}, FP16)[0]
+    baselines = dict.fromkeys(("fp32", "fp16"), Baseline({"y": samples}))
+    eager = {"y": oracle + 1}  # what the module itself gives is no excuse
+    return judge_case(made_case({"y": oracle}, eager, baselines=baselines), {"y": got}, FP16)[0]
 
 
 def test_the_next_token_is_not_nearly_right():
-    assert tokens(wrong=0, own=0).passed
-    verdict = tokens(wrong=1, own=0)
+    assert tokens(wrong=0, undecided=0).passed
+    verdict = tokens(wrong=1, undecided=0)
     assert not verdict.passed
-    assert verdict.problem.startswith("1 of 1000 differ")
-    assert tokens(wrong=2, own=1).passed  # where rounding decides, the module errs too
-    assert not tokens(wrong=17, own=1).passed
+    assert verdict.reason.numbers == {"wrong": 1, "of": 1000, "samples": 4}
+    assert tokens(wrong=1, undecided=1).passed  # where rounding decides, both are right
+    assert tokens(wrong=0, undecided=1).passed
+    assert not tokens(wrong=2, undecided=1).passed

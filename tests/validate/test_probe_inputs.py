@@ -5,17 +5,17 @@ from dataclasses import replace
 import ml_dtypes
 import numpy as np
 import pytest
+from golden_made import made_case
 
 import mha_deploy as md
 from mha_deploy.analyze.cost import usual_points
 from mha_deploy.baselines.fresh import FreshCases, layer_probe
-from mha_deploy.bundle.cases import GoldenCase
+from mha_deploy.bundle.cases import Baseline
 from mha_deploy.judge import judge_case
 from mha_deploy.model.catalog import find_spec
 from mha_deploy.model.precision import PRECISIONS
 from mha_deploy.reference.inputs import tensor_from_numpy
 from mha_deploy.runtime import cpu_backend, open_runner
-from mha_deploy.validate.run import PROBE_ALLOWANCE
 
 
 def probes(bundle, probe="edges"):
@@ -28,14 +28,13 @@ def probes(bundle, probe="edges"):
 @pytest.mark.parametrize(
     "name", ["tiny-gqa", "tiny-rope", "tiny-window", "tiny-preallocated", "tiny-causal-padding"]
 )
-def test_a_right_graph_stays_below_half_of_a_probe_budget(bundles, name):
+def test_a_right_graph_is_well_within_a_probe_budget(bundles, name):
     bundle = bundles(name)
     precision = bundle.manifest.precision
     with open_runner(cpu_backend(precision), bundle.model_path) as runner:
-        for probe, allowance in (("edges", PROBE_ALLOWANCE), ("coarse", 1.0)):
+        for probe in ("edges", "coarse"):
             for case in probes(bundle, probe):
-                case = replace(case, allowance=allowance)
-                assert max(v.share for v in judge_case(case, runner.run(case.inputs), precision)) < 0.5
+                assert max(v.share for v in judge_case(case, runner.run(case.inputs), precision)) < 0.6
 
 
 def test_validate_runs_probes_by_default_and_names_them(bundles):
@@ -81,15 +80,7 @@ def test_a_mistake_at_one_position_of_thousands_is_caught():
     loud = layer_probe(find_spec("tiny-rope"), {"x": tensor_from_numpy(drawn)})["x"].numpy()[0]
     x = loud.astype(np.float16).astype(np.float64)
     oracle = attention(x, heads=heads)
-    noise = 1 + 2e-3 * np.random.default_rng(2).standard_normal(oracle.shape)
-    case = GoldenCase(
-        name="probe",
-        sizes={"S": S},
-        inputs={},
-        oracle={"output": oracle},
-        eager={"output": (oracle * noise).astype(np.float16)},
-        allowance=PROBE_ALLOWANCE,
-    )
+    case = made_case({"output": oracle}, level=6.0)
     (right,) = judge_case(case, {"output": oracle.astype(np.float16)}, PRECISIONS["fp16"])
     assert right.passed
     for mistake, query in (
@@ -110,17 +101,10 @@ def test_coarse_softmax_weights_are_named(accumulate):
     oracle, coarse = (attention(x, heads=heads, weights_in=kind) for kind in (np.float64, ml_dtypes.bfloat16))
     # GEMMs that accumulate in FP16 err by several times what coarse weights change.
     size = {"fp32": 4e-4, "fp16": 2e-3}[accumulate] * oracle.std()
-    rounding = size * np.random.default_rng(2).standard_normal(oracle.shape)
-    case = GoldenCase(
-        name="opt",
-        sizes={"S": S},
-        inputs={},
-        oracle={"output": oracle},
-        eager={
-            "output": (oracle + 4e-4 * np.random.default_rng(3).standard_normal(oracle.shape)).astype(
-                np.float16
-            )
-        },
+    rounding, *others = size * np.random.default_rng(2).standard_normal((13, *oracle.shape))
+    case = made_case(
+        {"output": oracle},
+        baselines={accumulate: Baseline({"output": np.stack(others).astype(np.float32)})},
         suspects={"softmax weights in BF16": {"output": coarse - oracle}},
     )
     precision = replace(PRECISIONS["fp16"], accumulate=accumulate)
@@ -131,11 +115,9 @@ def test_coarse_softmax_weights_are_named(accumulate):
         assert passes or "softmax weights in BF16" in verdict.problem
 
 
-def test_without_pytorch_the_graph_in_fp64_is_the_oracle(bundles, monkeypatch):
+def test_without_pytorch_there_are_no_probes_and_the_report_says_so(bundles, monkeypatch):
+    """What is judged is never its own oracle."""
     monkeypatch.setattr("mha_deploy.validate.runtimes.can_import", lambda name: name != "torch")
     report = md.validate(bundles("tiny-gqa"), latency=False).to_dict()
-    (probe,) = [run for run in report["parity"] if run["cases"] == "probe"]
-    assert probe["outcome"] == "passed"
-    assert [each["case"] for each in probe["verdicts"]] == ["probe-opt"]
-    assert 0 < probe["verdicts"][0]["share"] < 0.5
-    assert any("the oracle of probe inputs is the graph in FP64" in note for note in report["notes"])
+    assert [run["cases"] for run in report["parity"]] == ["golden"]
+    assert any("probe inputs" in note for note in report["notes"])

@@ -1,0 +1,212 @@
+"""An ONNX file as it was given, evaluated in FP64: exactly, and with random rounding. Without PyTorch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from mha_deploy.bundle.cases import Arrays, Baseline
+from mha_deploy.graph.file import with_outputs
+from mha_deploy.graph.upcast import in_float64
+from mha_deploy.model.precision import Precision
+from mha_deploy.rounding import (
+    ACCUMULATED,
+    MARGIN,
+    ROUNDOFFS,
+    accumulations,
+    normal,
+    rounded,
+    sample_count,
+)
+from mha_deploy.runtime.onnx_reference import evaluator_of
+
+# Where kernels round: what a GEMM reads and writes, what norms, softmax and activations write. Elementwise
+# operators are fused into these, but for sums of two tensors: a residual stream is written after each.
+_MATMULS = frozenset({"MatMul", "Gemm", "Einsum", "Conv", "ConvTranspose", "Attention", "FusedMatMul"})
+_MATMULS |= {"MultiHeadAttention", "GroupQueryAttention", "FusedConv", "RotaryEmbedding"}
+_ROUNDED = frozenset(
+    {"Softmax", "LogSoftmax", "LayerNormalization", "RMSNormalization", "Gelu", "Tanh", "Sigmoid"}
+)
+_ROUNDED |= {"SimplifiedLayerNormalization", "SkipLayerNormalization", "GroupNormalization", "Swish", "Mish"}
+_ROUNDED |= {"InstanceNormalization", "BatchNormalization", "MeanVarianceNormalization", "Elu", "HardSwish"}
+_ROUNDED |= {"Softplus", "LeakyRelu", "FastGelu", "BiasGelu", "Gather"}
+_SUMS = frozenset({"Add", "Sub", "Sum"})
+_ORDERED = {"TopK": -1, "ArgMax": 0, "ArgMin": 0}  # with the axis by default
+_COMPARED = frozenset({"Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Round", "Floor", "Ceil", "Sign"})
+_DECISION_ELEMENTS = 1 << 22
+
+Compute = Callable[["FileRounding"], Arrays]
+
+
+class FileRounding:
+    """How the nodes of a file are computed: in FP64, rounded at random where kernels round.
+
+    Without a precision nothing is rounded; the operands of decisions are noted. `changes` are added to these
+    operands, so that decisions within rounding are taken otherwise.
+    """
+
+    def __init__(
+        self,
+        precision: Precision | None,
+        seed: int = 0,
+        changes: Sequence[np.ndarray | None] = (),
+        sign: int = 1,
+    ) -> None:
+        self._bits = precision.significand_bits if precision else None
+        accumulate = ROUNDOFFS[precision.accumulate] if precision else 0.0
+        self._accumulated = accumulate if precision and accumulate > precision.roundoff / 64 else 0.0
+        self._seed, self._changes, self._sign = seed, changes, sign
+        self.decisions: list[np.ndarray | None] = []
+        self.changed = False
+        self.flops = 0  # of the GEMMs
+
+    def rounded(self, array: Any) -> Any:
+        """FP64 numbers, rounded; others as they are."""
+        if self._bits is None or not isinstance(array, np.ndarray):
+            return array
+        return rounded(array, self._bits, self._seed)
+
+    def call(self, node: Any, run: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
+        """The outputs of one node of ONNX's evaluator."""
+        operator = node.op_type
+        if operator in _ORDERED or operator in _COMPARED:
+            return self._decide(operator, getattr(node, "axis", None), run, inputs)
+        if operator in _MATMULS:
+            inputs = tuple(map(self.rounded, inputs))
+        outputs = run(*inputs)
+        if operator in _MATMULS:
+            self.flops += _flops(operator, inputs, outputs[0])
+            return tuple(self.rounded(self._accumulate(operator, inputs, each)) for each in outputs)
+        sums = operator in _SUMS and all(np.shape(each) == np.shape(outputs[0]) for each in inputs)
+        return tuple(map(self.rounded, outputs)) if operator in _ROUNDED or sums else outputs
+
+    def _accumulate(self, operator: str, inputs: tuple[Any, ...], result: Any) -> Any:
+        """The result of a GEMM with what its accumulation loses."""
+        if not self._accumulated or operator not in ("MatMul", "Gemm") or result.dtype != np.float64:
+            return result
+        a, b = inputs[:2]
+        if operator == "Gemm" and a.ndim == 2 and b.shape[0] != a.shape[1]:
+            b = b.T
+        if a.shape[-1] != b.shape[-2 if b.ndim > 1 else -1]:
+            return result
+        terms = a.shape[-1]
+        sizes = np.square(b).mean(-2, keepdims=True) if b.ndim > 1 else np.square(b).mean()
+        walk = terms * np.square(a).mean(-1, keepdims=True) * sizes
+        walk = walk if np.shape(walk) == result.shape else np.square(result)
+        noise = ACCUMULATED * math.sqrt(terms) * self._accumulated * np.sqrt(np.square(result) / 3 + walk / 2)
+        return result + noise * normal(result, self._seed)
+
+    def _decide(
+        self, operator: str, axis: int | None, run: Callable[..., Any], inputs: tuple[Any, ...]
+    ) -> Any:
+        """A decision, whose operand is noted, and changed where that was requested."""
+        outputs, operand, index = run(*inputs), inputs[0], len(self.decisions)
+        if not isinstance(operand, np.ndarray) or operand.dtype != np.float64:
+            return outputs
+        noted = operand - inputs[1] if operator in _COMPARED and len(inputs) > 1 else operand
+        self.decisions.append(noted.copy() if noted.size <= _DECISION_ELEMENTS else None)
+        change = self._changes[index] if index < len(self._changes) else None
+        if change is None or change.shape != noted.shape:
+            return outputs
+        moved = self._sign * MARGIN * change
+        if operator in _ORDERED:  # neighbors in order go towards each other in this sample or its counterpart
+            along = _ORDERED[operator] if axis is None else axis
+            ranks = noted.argsort(along).argsort(along)
+            moved = moved * (1 - 2 * (ranks % 2))
+        others = run(operand + moved, *inputs[1:])
+        if all(a.dtype == np.float64 or np.array_equal(a, b) for a, b in zip(outputs, others, strict=True)):
+            return outputs
+        self.changed = True
+        return others
+
+
+def _flops(operator: str, inputs: tuple[Any, ...], result: np.ndarray) -> int:
+    """The work of a GEMM, a convolution or an attention, from the sizes of its operands."""
+    if operator in ("MatMul", "Gemm", "FusedMatMul"):
+        return 2 * result.size * inputs[0].shape[-1]
+    if operator in ("Conv", "FusedConv"):
+        return 2 * result.size * math.prod(inputs[1].shape[1:])
+    if operator == "Attention":  # each query of each head meets each key twice
+        past = inputs[4].shape[2] if len(inputs) > 4 and inputs[4] is not None else 0
+        return 4 * result.size * (inputs[1].shape[-2] + past)
+    return 2 * result.size
+
+
+class FileProgram:
+    """Evaluates an ONNX file in FP64, node by node; `keep` are further values of it that are wanted."""
+
+    def __init__(self, model: ir.Model, keep: Sequence[str] = ()) -> None:
+        wide = in_float64(model)
+        self._evaluator = evaluator_of(with_outputs(wide, keep) if keep else wide)
+        self._names = [str(value.name) for value in model.graph.outputs]
+        self._names += [name for name in keep if name not in self._names]
+        self._mode = FileRounding(None)
+        for node in self._evaluator.rt_nodes_:
+            self._follow(node)
+
+    def _follow(self, node: Any) -> None:
+        """Let a node of the evaluator be computed by the mode."""
+        own = node.run
+
+        def run(*inputs: Any, **options: Any) -> Any:
+            return self._mode.call(node, lambda *given: own(*given, **options), inputs)
+
+        node.run = run
+
+    def run(self, feeds: Arrays, mode: FileRounding) -> dict[str, np.ndarray]:
+        """The outputs, and the values that are kept, by name; floats in FP64."""
+        self._mode = mode
+        wide = {name: x if x.dtype.kind in "iub" else x.astype(np.float64) for name, x in feeds.items()}
+        results = self._evaluator.run(self._names, wide)
+        return dict(zip(self._names, map(np.asarray, results), strict=True))
+
+
+def sample_case(
+    precision: Precision, compute: Compute, exact: FileRounding | None = None
+) -> tuple[dict[str, np.ndarray], dict[str, Baseline]]:
+    """What is right, and by the type of accumulation what random rounding makes of it."""
+    exact = exact or FileRounding(None)
+    oracle, baselines = dict(compute(exact)), dict[str, Baseline]()
+    numbers = sum(array.size for array in oracle.values())
+
+    def errors(mode: FileRounding) -> Mapping[str, np.ndarray]:
+        got = compute(mode)
+        return {
+            name: (mode.rounded(got[name]) - x).astype(np.float32) if x.dtype == np.float64 else got[name]
+            for name, x in oracle.items()
+        }
+
+    for kind in accumulations(precision):
+        rounding, count = replace(precision, accumulate=kind), sample_count(numbers, kind)
+        modes = [FileRounding(rounding, seed) for seed in range(1, count + 1)]
+        found = [errors(mode) for mode in modes]
+        changes = _decision_spread(exact.decisions, [mode.decisions for mode in modes])
+        pair = [FileRounding(rounding, count + 1, changes, sign) for sign in (1, -1)] if changes else []
+        taken = [errors(mode) for mode in pair]
+        others = [each for each, mode in zip(taken, pair, strict=True) if mode.changed]
+        stacked = {name: np.stack([each[name] for each in (*found, *others)]) for name in oracle}
+        baselines[kind] = Baseline(stacked, len(others))
+    return oracle, baselines
+
+
+def _decision_spread(
+    exact: Sequence[np.ndarray | None], samples: Sequence[Sequence[np.ndarray | None]]
+) -> list[np.ndarray | None]:
+    """What rounding does to the operand of every decision; empty where it touches none of them."""
+    found: list[np.ndarray | None] = []
+    for index, true in enumerate(exact):
+        near = [each[index] for each in samples if index < len(each)]
+        alike = [x - true for x in near if x is not None and true is not None and x.shape == true.shape]
+        power = np.square(alike).mean(0) if alike else np.zeros(())
+        if not power.size or not np.isfinite(power).all() or not power.any():
+            found.append(None)
+            continue
+        # By chance the error of an element is small in all samples: it has at least the usual one of its row.
+        usual = power.mean(-1, keepdims=True) if power.ndim else power
+        found.append(np.sqrt(np.maximum(power, usual)))
+    return found if any(each is not None for each in found) else []

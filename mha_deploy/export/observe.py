@@ -1,0 +1,128 @@
+"""Which attentions the outputs of a model show, and which must be judged by their own results.
+
+An attention behind a small residual gate, or before an argmax, may be zero and no output shows it. So each of
+them is perturbed in FP64, and what no output shows beyond its budget is remembered in the manifest.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from mha_deploy.bundle.cases import GoldenCase
+from mha_deploy.bundle.manifest import ObservedRecord, Perturbation
+from mha_deploy.errors import DeployError
+from mha_deploy.export.file_program import FileProgram, FileRounding
+from mha_deploy.graph.attention_node import is_attention
+from mha_deploy.judge import judge_case
+from mha_deploy.model.precision import Precision
+from mha_deploy.rounding import accumulations
+
+_SCALE = 1.02
+_MASK, _LENGTHS = 3, 6  # inputs of an Attention
+_LAYOUT = frozenset({"Transpose", "Reshape", "Identity", "Cast"})
+_MOST_SECONDS = 60.0
+
+
+def attention_values(model: ir.Model, is_known: Callable[[str], bool]) -> dict[str, str]:
+    """For every `Attention` node, by name, the nearest value behind it that the source computes, too.
+
+    It is the node's own result, or that in another layout: a fused node may have a Transpose behind it that
+    the source did in one step with the matmul. Nodes without such a value are left out.
+    """
+    found = {}
+    for node in filter(is_attention, model.graph.all_nodes()):
+        pending = [node.outputs[0]]
+        while pending:
+            each = pending.pop(0)
+            if node.name is not None and each.name is not None and is_known(each.name):
+                found[node.name] = each.name
+                break
+            users = [use.node for use in each.uses()]
+            pending += [user.outputs[0] for user in users if user.domain == "" and user.op_type in _LAYOUT]
+    return found
+
+
+class _Perturbed(FileRounding):
+    """Computes a graph in FP64 with one of its attentions perturbed."""
+
+    def __init__(self, name: str, kind: Perturbation) -> None:
+        super().__init__(None)
+        self._name, self._kind = name, kind
+        self.applied = False
+
+    def call(self, node: Any, run: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
+        """The outputs of one node."""
+        if node.op_type != "Attention" or node.onnx_node.name != self._name:
+            return super().call(node, run, inputs)
+        self.applied = True
+        if self._kind is Perturbation.SCALE:
+            return run(inputs[0] * _SCALE, *inputs[1:])
+        if self._kind is Perturbation.MASK:
+            return self._without_mask(node, run, inputs)
+        heads, *others = run(*inputs)
+        changed = np.zeros_like(heads)
+        if self._kind is Perturbation.HEAD:
+            changed, count = heads.copy(), int(node.q_num_heads or 0)
+            first = (slice(None), 0) if heads.ndim == 4 else (..., slice(heads.shape[-1] // max(count, 1)))
+            changed[first] = 0
+        return (changed, *others)
+
+    def _without_mask(self, node: Any, run: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
+        masks = [i for i in (_MASK, _LENGTHS) if len(inputs) > i and inputs[i] is not None]
+        self.applied = bool(masks or node.is_causal)
+        given = tuple(None if i in masks else each for i, each in enumerate(inputs))
+        with _attribute(node, "is_causal", 0):
+            return run(*given)
+
+
+@contextmanager
+def _attribute(owner: Any, name: str, value: object) -> Any:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def observe(model: ir.Model, cases: Iterable[GoldenCase], precision: Precision) -> list[ObservedRecord]:
+    """Perturb every attention of a graph in FP64, and find out which of that the outputs of a case show.
+
+    The graph must compute what is right, else nothing is known of it. What takes too long is not tried.
+    """
+    names = [str(node.name) for node in model.graph.all_nodes() if is_attention(node)]
+    unknown = [ObservedRecord(name=name, case="", shown=[], hidden=list(Perturbation)) for name in names]
+    # With a single token there is nothing to mask, and no score to scale.
+    known = sorted(cases, key=lambda case: (case.name == "min", sum(x.size for x in case.oracle.values())))
+    if not names or not known:
+        return unknown
+    case, judged_as = known[0], replace(precision, accumulate=accumulations(precision)[-1])
+    deadline = time.monotonic() + _MOST_SECONDS
+
+    def is_wrong(mode: FileRounding) -> bool:
+        got = {name: x.astype(case.eager[name].dtype) for name, x in program.run(case.inputs, mode).items()}
+        return any(verdict.is_wrong for verdict in judge_case(case, got, judged_as))
+
+    found = {record.name: record for record in unknown}
+    with suppress(DeployError, Exception):  # ONNX's evaluator raises types that share no base
+        program = FileProgram(model)
+        if is_wrong(FileRounding(None)):
+            return unknown
+        for name in names:
+            shown, hidden = list[Perturbation](), list[Perturbation]()
+            for kind in Perturbation:
+                if time.monotonic() > deadline:
+                    return list(found.values())
+                mode = _Perturbed(name, kind)
+                wrong = is_wrong(mode)
+                if mode.applied:
+                    (shown if wrong else hidden).append(kind)
+            found[name] = ObservedRecord(name=name, case=case.name, shown=shown, hidden=hidden)
+    return list(found.values())

@@ -1,0 +1,61 @@
+"""Random rounding: the samples that show what a precision costs.
+
+A model is computed several times in FP64, and each time every number that a kernel writes goes to one of its
+two neighbors in the precision, with a probability that makes the mean exact (Monte Carlo arithmetic). The
+spread of the results is what rounding costs this model at these inputs, whatever kernel computes it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mha_deploy.model.precision import Precision
+
+_SAMPLES, _LEAST_SAMPLES = 10, 4
+_FEWER_FROM = 1 << 18  # numbers of an output: above it, each sample shows more by itself
+_SIGNIFICAND = 53  # bits of FP64
+# A decision is changed where its margin is below so many standard deviations of what rounding does to it.
+MARGIN = 6.0
+# GEMMs that accumulate K terms in a type err by 0.22 √K of its roundoffs of their partial sums.
+ACCUMULATED = 0.22
+ROUNDOFFS = {"fp16": 2.0**-11, "fp32": 2.0**-24}
+
+
+MIX = (0x1E3779B97F4A7C15, 0x2545F4914F6CDD1D, 0x369DEA0F31A53F85)  # odd, as in hashes of integers
+
+
+def accumulations(precision: Precision) -> tuple[str, ...]:
+    """The types that GEMMs of a precision may accumulate in; see `Precision.accumulate`."""
+    return ("fp32", "fp16") if precision.name == "fp16" else ("fp32",)
+
+
+def sample_count(numbers: int, accumulate: str = "fp32") -> int:
+    """How many samples a case of so many numbers gets."""
+    count = max(_LEAST_SAMPLES, min(_SAMPLES, _SAMPLES * _FEWER_FROM // max(numbers, 1)))
+    return count if accumulate == "fp32" else max(_LEAST_SAMPLES, count * 2 // 3)
+
+
+def hashed(bits: np.ndarray, seed: int) -> np.ndarray:
+    """Random bits that depend on a number alone: equal numbers are rounded alike, as a GPU does."""
+    with np.errstate(over="ignore"):
+        mixed = (bits ^ np.int64(seed * 0x1E3779B97F4A7C15 & 0x7FFFFFFFFFFFFFFF)) * np.int64(
+            0x2545F4914F6CDD1D
+        )
+        mixed = (mixed ^ (mixed >> 29)) * np.int64(0x369DEA0F31A53F85)
+    return mixed ^ (mixed >> 32)
+
+
+def rounded(values: np.ndarray, bits: int, seed: int) -> np.ndarray:
+    """FP64 numbers, each rounded at random to so many bits of significand; others stay as they are."""
+    if values.dtype != np.float64:
+        return values
+    whole, cut = np.ascontiguousarray(values).view(np.int64), _SIGNIFICAND - bits
+    mask = np.int64((1 << cut) - 1)
+    return ((whole + (hashed(whole, seed) & mask)) & ~mask).view(np.float64).reshape(values.shape)
+
+
+def normal(values: np.ndarray, seed: int) -> np.ndarray:
+    """Numbers that are nearly normal, and depend on FP64 numbers alone."""
+    bits = hashed(np.ascontiguousarray(values).view(np.int64), seed ^ 0x5DEECE66D)
+    parts = [(bits >> shift) & 0xFF for shift in (0, 8, 16)]
+    return ((parts[0] + parts[1] + parts[2]) * (2.0 / 0xFF) - 3.0).reshape(values.shape)
