@@ -25,7 +25,7 @@ from typing import Any
 import mha_deploy as md
 
 MEMORY = 3 << 30
-SECONDS = 30.0
+SECONDS = 60.0
 HUNG = "hung"
 _MARK = "MHA_DEPLOY_TEST_RUN"
 
