@@ -528,3 +528,31 @@ def test_chunks_and_axes_that_the_file_computes():
     """As TorchScript's exporter writes `chunk` and `unflatten`."""
     report = check_same(onnx.parser.parse_model(CHUNKS))
     assert [(each.Hq, each.D) for each in report.fused] == [(4, 8)]
+
+
+SLICED = """<ir_version: 10, opset_import: ["" : 23]>
+g (float[B,2,S,8] q, float[B,2,S,8] k, float[B,2,S,8] v, KIND[B,1,N,N] m) => (float[B,2,S,8] y)
+<int64[1] two = {2}, int64[1] three = {3}, int64[1] none = {0}, float low = {-1e9}> {
+    kt = Transpose <perm = [0, 1, 3, 2]> (k)
+    s = MatMul (q, kt)
+    shape = Shape (q)
+    size = Gather (shape, two)
+    rows = Slice (m, none, size, two)
+    mask = Slice (rows, none, size, three)
+    masked = APPLIED
+    w = Softmax (masked)
+    y = MatMul (w, v)
+}"""
+
+
+@pytest.mark.parametrize(("kind", "applied"), [("bool", "Where (mask, s, low)"), ("float", "Add (s, mask)")])
+def test_a_mask_that_is_cut_to_the_length_may_be_a_single_number(kind, applied):
+    model = onnx.parser.parse_model(SLICED.replace("KIND", kind).replace("APPLIED", applied))
+    new, report = fused(model)
+    assert len(report.fused) == 1
+    random = np.random.default_rng(0)
+    for size, length in ((1, 4), (4, 4), (7, 4), (1, 1)):
+        feeds = {name: random.standard_normal((2, 2, length, 8)).astype(np.float32) for name in "qkv"}
+        mask = random.standard_normal((2, 1, size, size)).astype(np.float32)
+        feeds["m"] = mask > 0 if kind == "bool" else mask
+        np.testing.assert_allclose(run(new, feeds)[0], run(model, feeds)[0], atol=2e-5)

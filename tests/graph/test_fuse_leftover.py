@@ -452,3 +452,27 @@ def test_shapes_of_scores_are_no_scores():
     shares = g.op("Softmax", table)
     _, report = fused(g.model(g.op("MatMul", shares, g.const(np.ones((S, S)))), scores))
     assert report.unfused == ()
+
+
+STATIC = """<ir_version: 10, opset_import: ["" : 23]>
+g (float[2,4,5,8] q, float[2,4,5,8] k, float[2,4,5,8] v) => (y)
+{ kt = Transpose <perm = [0, 1, 3, 2]> (k) s = MatMul (q, kt) BODY }"""
+CUT = "none = Constant <value_ints = [0]> () keys = Constant <value_ints = [5]> () three = Identity (last)"
+CUT += " last = Constant <value_ints = [3]> () cut = Slice (w, none, keys, three)"
+UNKNOWN = {
+    "sink": f"sink = Slice (s, none, one, three) one = Constant <value_ints = [1]> () zero = Sub (sink, sink)"
+    f" both = Concat <axis = -1> (s, zero) w = Softmax (both) {CUT} odd = Round (cut) y = MatMul (odd, v)",
+    "padding": f"pads = Constant <value_ints = [0, 0, 0, 0, 0, 0, 0, 1]> () both = Pad (s, pads)"
+    f" w = Softmax (both) {CUT} odd = Round (cut) y = MatMul (odd, v)",
+    "learned keys": "t = MatMul (q, K) w = Softmax (t) odd = Round (w) y = MatMul (odd, V)",
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_scores_of_a_fixed_size_before_an_unknown_step_are_listed(name):
+    model = onnx.parser.parse_model(STATIC.replace("BODY", UNKNOWN[name]))
+    learned = np.random.default_rng(0).standard_normal((4, 8, 6)).astype(np.float32)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(learned, "K"))
+    model.graph.initializer.append(onnx.numpy_helper.from_array(learned.transpose(0, 2, 1), "V"))
+    _, report = md.fuse(model)
+    assert (len(report.fused), len(report.unfused)) == (0, 1)

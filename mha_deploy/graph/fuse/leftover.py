@@ -28,6 +28,8 @@ _BETWEEN = _ACTIVATIONS | frozenset(
     | {"Cast", "Identity", "Dropout", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Expand", "CumSum"}
     | {"Slice", "Split", "Concat", "Pad", "Log", "ScatterElements", "Sign"}
 )
+# What changes the number of keys that scores are about.
+_LONGER = ("Concat", "Pad", "Slice", "Split")
 _NO_SOFTMAX = "Attention always has one."
 
 
@@ -158,14 +160,24 @@ class Leftovers:
         elif not is_op(node, "Gemm", "Einsum") and "MatMul" not in node.op_type:
             if node.domain != "" or node.op_type not in _BETWEEN:
                 return joined.behind_projection(normed=joined.normed or node.op_type in _NORMS)
+            if joined.scores and is_op(node, *_LONGER):  # a sink, or padding, beside the keys
+                joined = replace(joined, sizes=joined.sizes | _fixed_sizes(node))
             acts = joined.matmuls and node.op_type in _ACTIVATIONS
             return replace(joined, activation=_first(joined.activation, node)) if acts else joined
         for each in self._new(joined.softmaxes, "found"):
             self.found.setdefault(each)
         if is_op(node, "QLinearMatMul"):
             given = given[::3]  # each operand has a scale and a zero point
+        constants = [value for value, each in zip(node.inputs, given, strict=False) if not each.computed]
         operands = [each for each in (given if is_op(node, "Einsum") else given[:2]) if each.computed]
         if len(operands) < 2:
+            if (
+                not joined.softmaxes
+                and is_op(node, "MatMul")
+                and max((rank(each) or 0 for each in constants), default=0) > 2
+            ):
+                # Learned keys of each head; a projection has a weight of two axes.
+                return joined.behind_projection(scores=True, sizes=joined.sizes | _fixed_sizes(node))
             # Scores are not normalised and then projected: behind both is the next layer.
             return joined.behind_projection(scores=joined.scores and not joined.normed)
         weights = [each.softmaxes is not None for each in operands]
@@ -174,8 +186,9 @@ class Leftovers:
         if not any(weights) and self._has_other(joined.matmuls):
             self._linear[node] = joined.activation
             self.features.update(self._new(joined.features, "features"))
-        sizes = frozenset(size for size in sizes_of(node.outputs[0]) or () if isinstance(size, int))
-        return replace(_COMPUTED, scores=True, sizes=sizes, matmuls=here, features=joined.features)
+        return replace(
+            _COMPUTED, scores=True, sizes=_fixed_sizes(node), matmuls=here, features=joined.features
+        )
 
     def _new(self, nodes: _Nodes | None, what: str) -> Iterable[ir.Node]:
         """The nodes of a set that were not taken in for this yet."""
@@ -214,6 +227,11 @@ class Leftovers:
         for at, value in enumerate(node.outputs, skipped):
             ends = self._of(graph.outputs[at] for graph in graphs if at < len(graph.outputs))
             self._carried[value] = _joined([*ends, _COMPUTED])
+
+
+def _fixed_sizes(node: ir.Node) -> frozenset[int]:
+    """The sizes of a result that are numbers."""
+    return frozenset(size for size in sizes_of(node.outputs[0]) or () if isinstance(size, int))
 
 
 def _expanded_matmul(node: ir.Node) -> ir.Node | None:

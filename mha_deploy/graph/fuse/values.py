@@ -556,8 +556,13 @@ def _sliced(size: Size, begin: Size, end: Size) -> Size:
     """The size of an axis between two positions."""
     if isinstance(size, int) and isinstance(begin, int) and isinstance(end, int):
         return len(range(size)[begin:end])
-    # `table[:, :S]` of a table that is long enough, as positions are looked up
-    return end if begin == 0 and isinstance(end, str) else None
+    if begin != 0 or not isinstance(end, str):
+        return None
+    if size == end or size == 1:
+        return size
+    # `table[:, :S]` of a table that is long enough, as positions are looked up. Where its length has a name,
+    # it may be a single one, which is broadcast.
+    return end if isinstance(size, int) else None
 
 
 def _equal(one: Size, other: Size) -> Size:
