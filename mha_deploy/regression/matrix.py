@@ -377,6 +377,8 @@ class LocalWorkers:
 class RayWorkers:
     """Tasks on Ray, each runtime in an environment of its own; a task whose worker dies is run once more."""
 
+    ray: Any  # the module
+
     def __init__(self, address: str | None = None, jobs: int | None = None) -> None:
         try:
             import ray
@@ -389,7 +391,7 @@ class RayWorkers:
             try:
                 # Ray puts the folder in which it is started first on the path of its workers.
                 with scratch_folder() as empty, _inside(empty):
-                    ray.init(log_to_driver=False, logging_level="error", **settings)
+                    self.ray.init(log_to_driver=False, logging_level="error", **settings)
             except (ConnectionError, RuntimeError, ValueError) as error:
                 problem, got = "The Ray cluster cannot be reached.", f"{address}: {error}"
                 raise BackendUnavailable(problem, got=got, hint="ray status") from error

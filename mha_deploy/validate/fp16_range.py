@@ -124,7 +124,7 @@ class Meter:
             elif mask is not None:
                 added = mask[elements, head, queries].astype(np.float32)
                 logits, visible = scores + added, given & (added > (-np.inf if hides is None else hides / 2))
-            bounds = [float(self._scored(np.float64(each))) for each in (matmuls.min(), matmuls.max())]
+            bounds = [float(self._scored(np.array(each))) for each in (matmuls.min(), matmuls.max())]
             bounds += figures.all_scores or ()
             figures.all_scores = min(bounds), max(bounds)
             figures.matmul = _larger(figures.matmul, matmuls, np.True_, at)
