@@ -11,7 +11,7 @@ import numpy as np
 
 from mha_deploy.model.precision import Precision
 
-_SAMPLES, _LEAST_SAMPLES = 10, 4
+_SAMPLES, _LEAST_SAMPLES = 8, 4
 _FEWER_FROM = 1 << 18  # numbers of an output: above it, each sample shows more by itself
 _SIGNIFICAND = 53  # bits of FP64
 # A decision is changed where its margin is below so many standard deviations of what rounding does to it.

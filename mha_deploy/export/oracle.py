@@ -193,6 +193,15 @@ _SUMS_OF_TWO = frozenset({_aten.add, _aten.add_, _aten.sub, _aten.sub_})
 _HALF_TO_FLOAT = frozenset({_aten._softmax, _aten._log_softmax})  # their third argument says: give float32
 
 
+def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
+    """The arguments of a call with every leaf changed; many times faster than PyTorch's general trees."""
+    if type(value) in (tuple, list):
+        return type(value)(_changed(each, change) for each in value)
+    if type(value) is dict:
+        return {name: _changed(each, change) for name, each in value.items()}
+    return change(value)
+
+
 class Float64(Intercept):
     """Compute every call in FP64, also where it names another type: the oracle of what runs inside.
 
@@ -204,6 +213,13 @@ class Float64(Intercept):
     def upcast(self, tensor: Tensor) -> Tensor:
         """A floating-point tensor in the type of this mode; others as they are."""
         return tensor.to(self.wide.get(tensor.dtype, tensor.dtype))
+
+    def _widened(self, leaf: Any) -> Any:
+        """A tensor or a type, as this mode has it."""
+        if isinstance(leaf, Tensor):
+            wide = self.wide.get(leaf.dtype)
+            return leaf if wide is None or wide is leaf.dtype else leaf.to(wide)
+        return self.wide.get(leaf, leaf) if isinstance(leaf, torch.dtype) else leaf
 
     def call(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """One call in FP64."""
@@ -218,8 +234,7 @@ class Float64(Intercept):
             )
         if packet is _aten.embedding:  # a table of gigabytes, of which some rows are read
             return self.upcast(func(*args, **kwargs))
-        args, kwargs = tree_map_only(Tensor, self.upcast, (args, kwargs))
-        args, kwargs = tree_map_only(torch.dtype, lambda dtype: self.wide.get(dtype, dtype), (args, kwargs))
+        args, kwargs = _changed((args, kwargs), self._widened)
         if packet in _HALF_TO_FLOAT:
             args = (*args[:2], False)
         if packet is _aten.scaled_dot_product_attention:
@@ -380,8 +395,10 @@ class RandomRounding(Float64):
         bits, mask = tensor.view(integer), (1 << (significand - self._bits)) - 1
         return ((bits + (_hashed(bits, self._seed) & mask)) & ~mask).view(tensor.dtype)
 
-    def _operand(self, tensor: Tensor) -> Tensor:
+    def _operand(self, tensor: Any) -> Any:
         """An operand of a GEMM; one in a half precision has few bits already."""
+        if not isinstance(tensor, Tensor):
+            return tensor
         wide = self.upcast(tensor)
         return wide if tensor.dtype in _HALVES else self.rounded(wide)
 
@@ -393,17 +410,21 @@ class RandomRounding(Float64):
         """One call, rounded where kernels round."""
         name = getattr(getattr(func, "overloadpacket", func), "__name__", "")
         if name == "scaled_dot_product_attention" and self._bits is not None:
-            args, kwargs = tree_map_only(Tensor, self._operand, (args, kwargs))
+            args, kwargs = _changed((args, kwargs), self._operand)
             args, kwargs = _fully_masked_alike(args, kwargs)
             return self._attention(*args, **kwargs)
         if name in _MATMULS and self._bits is not None:
-            args, kwargs = tree_map_only(Tensor, self._operand, (args, kwargs))
+            args, kwargs = _changed((args, kwargs), self._operand)
             return self.rounded(self._accumulate(name, args, super().call(func, args, kwargs)))
         if name in _ORDERED or name in _COMPARED:
             return self._decide(name, func, args, kwargs)
         result = super().call(func, args, kwargs)
         if name in _ROUNDED or (name in _SUMS and _sums_tensors(args, result)):
-            return tree_map_only(Tensor, self.rounded, result)
+            return (
+                self.rounded(result)
+                if isinstance(result, Tensor)
+                else tree_map_only(Tensor, self.rounded, result)
+            )
         return result
 
     def _accumulate(self, name: str, args: Any, result: Tensor) -> Tensor:
