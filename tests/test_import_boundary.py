@@ -325,6 +325,7 @@ ORDER = (
     "environment",
     "model",
     "options",
+    "rounding",
     "bundle",
     "reference",
     "graph",
