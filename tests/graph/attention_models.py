@@ -13,6 +13,7 @@ _TYPES = {
     "fp16": onnx.TensorProto.FLOAT16,
     "bf16": onnx.TensorProto.BFLOAT16,
     "fp32": onnx.TensorProto.FLOAT,
+    "fp64": onnx.TensorProto.DOUBLE,
     "bool": onnx.TensorProto.BOOL,
     "int64": onnx.TensorProto.INT64,
     "int32": onnx.TensorProto.INT32,
