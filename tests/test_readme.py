@@ -21,7 +21,7 @@ from mha_deploy.runtime.cuda import find_gpu
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 DOCS = sorted((ROOT / "docs").glob("*.md"))
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS]
+PAGES = [*(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")), *DOCS]
 TABLE = re.findall(r"^\| `(mha-deploy [^`]+)` \|", README, re.MULTILINE)
 
 
