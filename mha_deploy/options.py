@@ -64,8 +64,8 @@ class ExportOptions:
     layer: int | None = None
     golden: Sequence[str] = option(
         (),
-        "A golden case: min, opt, odd, ragged or large, with a KV cache prefill or decode, or sizes as "
-        "B=2,S=33. default: those that suit the model",
+        "A golden case: min, opt, odd, ragged or large, with a KV cache prefill, decode or long-past, "
+        "or sizes as B=2,S=33. default: those that suit the model",
         metavar="CASE",
     )
     golden_gflop: float = option(100.0, "GFLOP limit of the large golden case.", min=0.0, max=1e9)

@@ -286,6 +286,8 @@ def oracle_cache_bytes(spec: ModelSpec, sizes: Sizes) -> int:
 # -- Where a layer is timed: its optimum, or prefill and decode step of one with a KV cache --------
 
 PREFILL, DECODE, USUAL = TIMED_CASES = "prefill", "decode", "opt"
+LONG_PAST = "long-past"
+_FEW = 8  # entries of a cache: nothing splits them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -323,6 +325,38 @@ def with_full_cache(spec: ModelSpec, name: str, sizes: Mapping[str, int]) -> Tim
     """A point whose preallocated KV cache, if it has one, is full once the new tokens are in it."""
     past = sizes["T"] - sizes["S"] if spec.cache == "preallocated" else None
     return TimedPoint(name=name, sizes=dict(sizes), past=past)
+
+
+def long_past(spec: ModelSpec, axes: Mapping[str, Axis], limit: SizeLimit) -> tuple[TimedPoint, ...]:
+    """The fewest queries behind the longest past that a limit allows; none without a KV cache.
+
+    Then behind pasts around the largest power of two below it, where kernels change how they split the keys.
+    The past is not shrunk below its optimum; batch elements are left out first.
+    """
+    cache = spec.kv_cache
+    if cache is None:
+        return ()
+    axis, S = cache.past or "T", axes[cache.new].min
+    wanted = {name: each.opt for name, each in axes.items()} | {cache.new: S, axis: axes[axis].max}
+    least = {name: min(size, axes[name].opt) for name, size in wanted.items()}
+    least |= {name: axes[name].min for name in ("B",) if name in axes}
+    sizes = shrunk(spec, wanted, least, limit)
+    text = ",".join(f"{name}={size}" for name, size in wanted.items())
+    note = f"{text} was shrunk to stay within {limit}" if sizes != wanted else ""
+    note = note if limit.allows(spec, sizes) else f"{text} costs more than {limit}"
+    longest = sizes[axis] - (S if cache.is_preallocated else 0)  # once the new tokens are in, it is full
+    power = 1 << max(0, (longest - 1).bit_length() - 1)  # the largest with a past behind it
+    least_past = 0 if cache.is_preallocated else axes[axis].min
+    around = (power - 1, power, power + 1) if longest > _FEW else ()
+    points = []
+    for past in dict.fromkeys((longest, *(each for each in around if least_past <= each <= longest))):
+        name = LONG_PAST if past == longest else f"past-{past}"
+        if cache.is_preallocated:
+            points.append(TimedPoint(name=name, sizes=sizes, past=past, note=note))
+        else:
+            points.append(TimedPoint(name=name, sizes={**sizes, axis: past}, note=note))
+        note = ""
+    return tuple(points)
 
 
 def points_from_text(spec: ModelSpec, text: str) -> tuple[TimedPoint, ...]:

@@ -13,6 +13,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 import torch
 
+from mha_deploy.analyze.cost import LONG_PAST
 from mha_deploy.bundle.cases import Arrays, GoldenCase, pack_baselines, write_arrays
 from mha_deploy.bundle.folder import Bundle, sha256
 from mha_deploy.bundle.manifest import LayersEntry
@@ -277,7 +278,9 @@ class _ModuleSource(flow.Source):
         user = open_user_module(
             reference, precision, seed=options.seed, weights=options.weights, prefix=options.prefix, axes=axes
         )
-        self.steps += bool(user.kv_cache)
+        if user.kv_cache:
+            self.golden = (*self.golden, LONG_PAST)
+            self.steps += 1 + (not options.golden)
         self.step("ONNX graph")
         exported = export_user_module(user, opset=self.opset)
         self.user = user = user.with_axes(exported.fixed)

@@ -54,7 +54,7 @@ from mha_deploy.runtime import plan_mixed_precision
 
 PROBE = "probe"
 CASES = ("min", "opt", "odd", "ragged", "large")
-CACHE_CASES = ("min", "prefill", "decode", "odd", "ragged", "large")
+CACHE_CASES = ("min", "prefill", "decode", "odd", "ragged", "large", cost.LONG_PAST)
 MODULE_CASES = ("opt", "min", "odd", "large")  # opt first: its work bounds that of the others
 _RAGGED_BATCH = 4
 _RAGGED_LENGTH = 24
@@ -115,7 +115,7 @@ def plan_golden(
 def golden_names(spec: ModelSpec) -> tuple[str, ...]:
     """The cases that a model may have, by name."""
     if spec.layer is None:
-        return MODULE_CASES
+        return (*MODULE_CASES, cost.LONG_PAST) if spec.cached else MODULE_CASES
     return CASES if spec.cache == "none" else CACHE_CASES
 
 
@@ -142,9 +142,11 @@ def planned_cases(
             cases.append(found)
             largest = spec.sizes("max")
             less = [f"{axis} = {most}" for axis, most in largest.items() if found.sizes[axis] < most]
-            if name == "large" and less:
+            if name == cost.LONG_PAST and spec.kv_cache is not None:
+                less = [each for each in less if each.startswith(f"{spec.kv_cache.past} = ")]
+            if name in ("large", cost.LONG_PAST) and less:
                 text = ",".join(f"{axis}={size}" for axis, size in found.sizes.items())
-                notes.append(f"the large case has {text}: the axes allow {', '.join(less)}, beyond {budget}")
+                notes.append(f"the {name} case has {text}: the axes allow {', '.join(less)}, beyond {budget}")
             yield found
 
 
@@ -171,6 +173,13 @@ def _plan_one(spec: ModelSpec, name: str, budget: GoldenBudget) -> PlannedCase |
         if all(sizes[axis] <= usual[axis] for axis in sizes):
             return f"nothing larger than opt fits {budget}"
         return PlannedCase(name=name, sizes=sizes)
+    if name == cost.LONG_PAST:
+        found = cost.long_past(spec, spec.axes, budget)
+        if not found:
+            return "the model has no KV cache"
+        if not budget.allows(spec, found[0].sizes):
+            return f"no past as long as the optimum fits {budget}"
+        return PlannedCase(name=name, sizes=dict(found[0].sizes), past=found[0].past)
     # A prompt into an empty cache, or the token that fills it: as timed.
     for point in cost.usual_points(spec):
         if point.name == name:

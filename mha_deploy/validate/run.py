@@ -9,7 +9,16 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
-from mha_deploy.analyze.cost import TIMED_CASES, SizeLimit, TimedPoint, odd_sizes, shrunk, usual_points
+from mha_deploy.analyze.cost import (
+    LONG_PAST,
+    TIMED_CASES,
+    SizeLimit,
+    TimedPoint,
+    long_past,
+    odd_sizes,
+    shrunk,
+    usual_points,
+)
 from mha_deploy.bundle.cases import DecodeTrace, GoldenCase, golden_cases, plan_trace
 from mha_deploy.bundle.folder import Bundle
 from mha_deploy.engine.build import lowered_opener, twin_opener
@@ -145,10 +154,8 @@ class _Validation:
         self.on_step("sweep: inputs and their FP64 oracle")
         points = sweep_points(self.bundle.manifest.spec, profiles, limit=self._oracle_limit)
         self.notes += [f"sweep-{point.name}: {point.note}" for point in points if point.note]
-        return [
-            replace(self._fresh.case(point.sizes, seed=self.options.seed), name=f"sweep-{point.name}")
-            for point in points
-        ]
+        draw = partial(self._fresh.case, seed=self.options.seed)
+        return [replace(draw(each.sizes, past=each.past), name=f"sweep-{each.name}") for each in points]
 
     @cached_property
     def _random_cases(self) -> list[GoldenCase]:
@@ -199,7 +206,7 @@ class _Validation:
         fresh = self._fresh
         usual, cases = usual_points(spec), list[GoldenCase]()
         corners = sweep_points(spec, profiles, limit=limit) if profiles else ()
-        ends = ("max", "-long", "-keys", "largest-odd")
+        ends = ("max", "-long", "-keys", "largest-odd", LONG_PAST)
         for point in (*usual, *(corner for corner in corners if corner.name.endswith(ends))):
             sizes = shrunk(spec, point.sizes, spec.sizes("min"), limit)
             draw = partial(fresh.case, seed=self.options.seed, past=point.past)
@@ -363,7 +370,7 @@ def sweep_points(
     What costs more than the limit is shrunk, down to the usual sizes, and a note says so.
     """
     limit = limit or SizeLimit()
-    points: dict[tuple[int, ...], TimedPoint] = {}
+    points: dict[tuple[int | None, ...], TimedPoint] = {}
     for index, axes in enumerate(profiles or [spec.axes]):
         prefix = f"profile-{index}-" if len(profiles) > 1 else ""
         for corner, (wanted, sizes) in _corners(spec, axes, limit).items():
@@ -372,12 +379,15 @@ def sweep_points(
             if not limit.allows(spec, sizes):
                 note = f"{text} was shrunk to {left}, which " if sizes != wanted else ""
                 note += f"costs more than {limit}"
-            key = tuple(sizes[axis] for axis in spec.axes)
+            key = (*(sizes[axis] for axis in spec.axes), None)
             if key not in points:
                 points[key] = TimedPoint(name=prefix + corner, sizes=sizes, note=note)
             elif note:  # another corner of the same sizes: what was shrunk to get there stays noted
                 notes = [points[key].note, f"{prefix}{corner}: {note}"]
                 points[key] = replace(points[key], note="; ".join(filter(None, notes)))
+        for point in long_past(spec, axes, limit):
+            key = (*(point.sizes[axis] for axis in spec.axes), point.past)
+            points.setdefault(key, replace(point, name=prefix + point.name))
     return tuple(points.values())
 
 
@@ -395,6 +405,9 @@ def _corners(spec: ModelSpec, axes: Mapping[str, Axis], limit: SizeLimit) -> dic
     if "T" in axes:
         wanted["few-queries-many-keys"] = {**usual, "S": smallest["S"], "T": largest["T"]}
         wanted["many-queries-few-keys"] = {**usual, "S": largest["S"], "T": smallest["T"]}
+    if (cache := spec.kv_cache) is not None and cache.past is not None:
+        new, past = cache.new, cache.past
+        wanted["long-prompt"] = {**usual, new: largest[new], past: smallest[past]}
     # The usual sizes are run anyway: nothing is shrunk below them, or the largest would be the smaller.
     corners: dict[str, tuple[Sizes, Sizes]] = {"min": (smallest, smallest), "opt": (usual, usual)}
     for name, sizes in wanted.items():

@@ -183,6 +183,20 @@ def test_a_published_model_that_generates_gets_every_case(name, cache):
             assert oracle_bytes(spec, case.sizes) <= budget.gib * 2**30
 
 
+@pytest.mark.parametrize("cache", ["dynamic", "preallocated"])
+@pytest.mark.parametrize("name", ["tiny-dynamic", "llama-3-8b"])
+def test_a_bundle_has_a_single_token_behind_the_longest_past(name, cache):
+    spec = find_spec(name).with_cache(cache)
+    axis, past = ("P", None) if cache == "dynamic" else ("T", spec.axes["T"].max - 1)
+    found = [case for case in plan_golden(spec).cases if case.sizes["S"] == 1 and case.past == past]
+    assert spec.axes[axis].max in [case.sizes[axis] for case in found]
+    budget = GoldenBudget(mb=stored_bytes(spec, {"B": 1, "S": 1, axis: spec.axes[axis].max // 2}) / 1e6)
+    plan = plan_golden(spec, ("min", "long-past"), budget)
+    for case in (case for case in plan.cases if case.name == "long-past"):
+        assert budget.allows(spec, case.sizes)
+        assert case.sizes[axis] >= spec.axes[axis].opt
+
+
 # -- the large case ----------------------------------------------------------------------------
 
 

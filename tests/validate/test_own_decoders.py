@@ -36,6 +36,11 @@ def decoded(bundle, **meddling):
         return evaluate_trace(Meddled(runner, **meddling), trace, manifest.spec, manifest.precision)
 
 
+def test_one_token_behind_the_longest_past_is_a_golden_case(bundle):
+    sizes = [entry.sizes for entry in bundle.manifest.golden]
+    assert any(each["S"] == 1 and each["P"] == 31 for each in sizes)
+
+
 def test_decoding_is_validated_with_the_model(bundle):
     report = validate_bundle(bundle, ValidateOptions(probe=False))
     assert report.passed, report.headline

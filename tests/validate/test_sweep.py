@@ -48,8 +48,19 @@ def test_every_shipped_spec_is_tried_inside_its_axes_and_each_size_once():
         plan = sweep_points(spec)
         for point in plan:
             spec.check_sizes(point.sizes)
-        assert len({tuple(point.sizes.items()) for point in plan}) == len(plan), spec.name
+        assert len({(*point.sizes.items(), point.past) for point in plan}) == len(plan), spec.name
         assert len({point.name for point in plan}) == len(plan), spec.name
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "preallocated"])
+@pytest.mark.parametrize("name", ["tiny-dynamic", "llama-3-8b"])
+def test_a_cache_is_tried_one_token_at_a_time_behind_the_longest_past_and_around_a_power_of_two(name, cache):
+    spec = find_spec(name).with_cache(cache)
+    points = sweep_points(spec)
+    pasts = {p.past if cache == "preallocated" else p.sizes["P"] for p in points if p.sizes["S"] == 1}
+    longest = spec.axes["T"].max - 1 if cache == "preallocated" else spec.axes["P"].max
+    power = 1 << (longest.bit_length() - 1)
+    assert pasts >= {longest, power - 1, power, power + 1}
 
 
 def test_every_profile_is_tried_and_shared_corners_once():
