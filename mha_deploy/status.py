@@ -5,6 +5,7 @@ Nothing here is a sentence: `mha_deploy.text` writes those, for people.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from enum import Enum
 
@@ -165,13 +166,26 @@ class Gap(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_de
     axis: str | None = None
     least: int | None = None  # the sizes of the axis: from this one
     most: int | None = None  # to this one
+    end: str = "max"  # the end of the axis that they reach to: `min` or `max`
+    # A second axis, where only the combination of both was not run: each of these with each of the first
+    other_axis: str | None = None
+    other_least: int | None = None
+    other_most: int | None = None
+    other_end: str = "max"
     attention: str | None = None  # that no output shows, and that was not judged by itself
     text: str = ""  # the same in words; nothing reads it
 
     @property
     def identity(self) -> tuple[object, ...]:
         """What it is about, whatever its extent."""
-        return self.kind, self.name, self.profile, self.axis, self.attention
+        sizes = (self.axis, self.end, self.other_axis, self.other_end)
+        return self.kind, self.name, self.profile, *sizes, self.attention
+
+    @property
+    def extent(self) -> int:
+        """How many sizes, or combinations of two, were not run."""
+        spans = ((self.least, self.most), (self.other_least, self.other_most))
+        return math.prod(most - least + 1 for least, most in spans if least is not None and most is not None)
 
 
 class Place(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -218,7 +218,7 @@ def hint_for(kind: Kind, language: Language) -> str | None:
 
 
 def gap_text(gap: Gap) -> str:
-    """What nothing was judged on, in a few words: `S = 17–64`."""
+    """What nothing was judged on, in a few words: `S = 17–64`, or `S = 1 with P = 25–63`."""
     if gap.kind is Kind.NOT_RUN:
         return f"engine {gap.name}"
     if gap.kind is Kind.STEPS_NOT_COVERED:
@@ -230,8 +230,14 @@ def gap_text(gap: Gap) -> str:
     profile = f"profile {gap.profile} of {gap.name}"
     if gap.kind is Kind.PROFILE_NOT_COVERED:
         return profile
-    span = f"{gap.least}" if gap.least == gap.most else f"{gap.least}–{gap.most}"
-    return f"{gap.axis} = {span}{'' if gap.profile is None else f' in {profile}'}"
+    sizes = _span(gap.axis, gap.least, gap.most)
+    if gap.other_axis is not None:
+        sizes += f" with {_span(gap.other_axis, gap.other_least, gap.other_most)}"
+    return f"{sizes}{'' if gap.profile is None else f' in {profile}'}"
+
+
+def _span(axis: str | None, least: int | None, most: int | None) -> str:
+    return f"{axis} = {least}" if least == most else f"{axis} = {least}–{most}"
 
 
 def reason_and_hint(reason: Reason | None, language: Language = Language.COMMAND_LINE) -> str:

@@ -254,7 +254,7 @@ _LAYERS_BYTES = 1 << 30
 class _ModuleSource(flow.Source):
     """A user's module: its program is exported, and its attentions are recognised in the graph."""
 
-    golden = flow.MODULE_CASES
+    golden: tuple[str, ...] = flow.MODULE_CASES
     user: UserModule
     capture: ModuleCapture
 

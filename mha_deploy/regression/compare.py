@@ -878,7 +878,7 @@ def _gap_changes(old: Result, new: Result, names: Mapping[str, str]) -> Iterator
             why = "" if level is IMPROVEMENT else "it was not run"
             yield Change("coverage", subject, level, shown[0], shown[1], why)
         else:
-            level = _direction(*(-((gap.most or 0) - (gap.least or 0)) for gap in (before, after)))
+            level = _direction(*(-gap.extent for gap in (before, after)))
             yield Change("coverage", subject, level, *shown)
 
 

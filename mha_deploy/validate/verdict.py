@@ -6,6 +6,7 @@ import platform
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import Any
 
 import msgspec
@@ -278,12 +279,51 @@ def find_uncovered(
                 found.append(Gap(kind=Kind.PROFILE_NOT_COVERED, name=name, profile=index))
                 continue
             place: dict[str, Any] = {"name": name, "profile": index} if len(ranges) > 1 else {}
-            for axis, limits in profile.items():
-                largest = max((one[axis] for one in ran_there if axis in one), default=limits.max)
-                if largest < limits.max:
-                    span: dict[str, Any] = {"axis": axis, "least": largest + 1, "most": limits.max}
-                    found.append(Gap(kind=Kind.SIZES_NOT_COVERED, **span, **place))
+            found += [Gap(kind=Kind.SIZES_NOT_COVERED, **span, **place) for span in _gaps(ran_there, profile)]
     return tuple(msgspec.structs.replace(gap, text=gap_text(gap)) for gap in dict.fromkeys(found))
+
+
+_ENDS = ("min", "max")
+
+
+def _gaps(ran: Sequence[Mapping[str, int]], profile: Mapping[str, Axis]) -> Iterator[dict[str, Any]]:
+    """The sizes of a profile that were not run: at the ends of every axis, and where the ends of two meet.
+
+    An end of an axis is covered by a point that has this size. Two ends are covered by one point that has
+    both: what ran at each of them says nothing of both at once. Of combinations that did not run, the most
+    that reach to the corner are named.
+    """
+    away = {
+        (name, end): [abs(one[name] - getattr(axis, end)) for one in ran]
+        for name, axis in profile.items()
+        for end in _ENDS
+        if axis.is_dynamic and all(name in one for one in ran)
+    }
+
+    def span(at: tuple[str, str], count: int) -> tuple[int, int]:
+        axis = profile[at[0]]
+        return (axis.min, axis.min + count - 1) if at[1] == "min" else (axis.max - count + 1, axis.max)
+
+    nearest = {at: min(distances) for at, distances in away.items()}
+    for at in reversed(away):
+        if nearest[at]:
+            least, most = span(at, nearest[at])
+            yield {"axis": at[0], "end": at[1], "least": least, "most": most}
+    for at, other in combinations(away, 2):
+        if at[0] == other[0]:
+            continue
+        # So many sizes from this end, with as many from the other as nothing ran at.
+        points, empty = list(zip(away[at], away[other], strict=True)), list[tuple[int, int]]()
+        for count in {*away[at], profile[at[0]].max - profile[at[0]].min + 1}:
+            beside = min((there for here, there in points if here < count), default=0)
+            if count > nearest[at] and beside > nearest[other]:
+                empty.append((count, beside))
+        if empty:
+            count, beside = max(empty, key=lambda each: (each[0] * each[1], each))
+            (least, most), (other_least, other_most) = span(at, count), span(other, beside)
+            first = {"axis": at[0], "end": at[1], "least": least, "most": most}
+            second = {"axis": other[0], "end": other[1], "least": other_least, "most": other_most}
+            yield {**first, **{f"other_{name}": value for name, value in second.items()}}
 
 
 def are_within(sizes: Mapping[str, int], axes: Mapping[str, Axis]) -> bool:

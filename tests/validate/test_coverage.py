@@ -16,7 +16,7 @@ from mha_deploy.validate.verdict import find_uncovered
 
 def judged(*sizes, engine=None, passed=True, not_decoded=None):
     verdicts = [SimpleNamespace(sizes=each, passed=passed) for each in sizes]
-    report = SimpleNamespace(verdicts=verdicts)
+    report = SimpleNamespace(verdicts=verdicts, cases="golden")
     runtime = SimpleNamespace(engine=engine, name="e")
     return SimpleNamespace(
         parity=(report,), verdicts=verdicts, runtime=runtime, not_decoded_because=not_decoded
@@ -27,6 +27,7 @@ def engine_of(*ranges):
     return SimpleNamespace(path=SimpleNamespace(stem="e"), manifest=SimpleNamespace(ranges=list(ranges)))
 
 
+CORNERS = [{"B": B, "S": S} for B in (1, 4) for S in (1, 64)]
 AXES = {"B": Axis(min=1, opt=2, max=4), "S": Axis(min=1, opt=16, max=64)}
 
 
@@ -35,27 +36,55 @@ def words(*evaluations, engines=()):
 
 
 def test_sizes_above_the_largest_case_are_not_verified():
-    assert words(judged({"B": 4, "S": 16}, {"B": 1, "S": 64})) == []
-    assert words(judged({"B": 4, "S": 16})) == ["S = 17–64"]
+    assert words(judged(*CORNERS)) == []
+    assert words(judged({"B": 1, "S": 1}, {"B": 1, "S": 16}, {"B": 4, "S": 1}, {"B": 4, "S": 16})) == [
+        "S = 17–64"
+    ]
     assert words(judged({"B": 4, "S": 64}, passed=False), judged({"B": 2, "S": 64})) != []
 
 
+def test_sizes_below_the_smallest_case_are_not_verified():
+    assert words(judged({"B": 1, "S": 8}, {"B": 1, "S": 64}, {"B": 4, "S": 8}, {"B": 4, "S": 64})) == [
+        "S = 1–7"
+    ]
+
+
+@pytest.mark.parametrize("missing", range(4))
+def test_two_ends_are_covered_by_one_case_that_has_both(missing):
+    corner, others = CORNERS[missing], [each for each in CORNERS if each is not CORNERS[missing]]
+    (gap,) = find_uncovered([judged(*others, {"B": 2, "S": 16})], [], AXES)
+    assert {gap.axis, gap.other_axis} == {"B", "S"}
+    spans = {gap.axis: (gap.least, gap.most), gap.other_axis: (gap.other_least, gap.other_most)}
+    assert all(least <= corner[axis] <= most for axis, (least, most) in spans.items())
+    for ran in (*others, {"B": 2, "S": 16}):
+        assert not all(least <= ran[axis] <= most for axis, (least, most) in spans.items())
+
+
+def test_combinations_that_were_not_run_are_named_by_their_ranges():
+    axes = {"S": Axis(min=1, opt=16, max=64), "P": Axis(min=0, opt=24, max=127)}
+    ran = judged({"S": 1, "P": 0}, {"S": 64, "P": 0}, {"S": 1, "P": 24}, {"S": 64, "P": 127})
+    (gap,) = find_uncovered([ran], [], axes)
+    assert gap.text == "S = 1–63 with P = 25–127"
+    wider = find_uncovered([judged({"S": 1, "P": 0}, {"S": 64, "P": 0}, {"S": 64, "P": 127})], [], axes)
+    assert [each.identity for each in wider] == [gap.identity], "whatever its extent"
+    assert wider[0].extent > gap.extent
+
+
 def test_a_kv_cache_that_no_token_was_decoded_with_is_not_verified():
-    ran = {"B": 4, "S": 64}
-    assert words(judged(ran, not_decoded="the bundle has no decode trace")) == ["decode steps in e"]
+    assert words(judged(*CORNERS, not_decoded="the bundle has no decode trace")) == ["decode steps in e"]
 
 
 def test_an_engine_that_did_not_run_is_not_verified():
-    assert words(judged({"B": 4, "S": 64}), engines=[engine_of(AXES)]) == ["engine e"]
+    assert words(judged(*CORNERS), engines=[engine_of(AXES)]) == ["engine e"]
 
 
 def test_a_profile_that_no_case_reached_is_not_verified():
     decode = {**AXES, "S": Axis(min=1, opt=1, max=1)}
     prefill = {**AXES, "S": Axis(min=2, opt=16, max=64)}
     engine = engine_of(prefill, decode)
-    ran = judged({"B": 4, "S": 64}, engine=engine)
-    assert words(ran, engines=[engine]) == ["profile 1 of e"]
-    assert words(judged({"B": 4, "S": 64}, {"B": 4, "S": 1}, engine=engine), engines=[engine]) == []
+    long = [{"B": B, "S": S} for B in (1, 4) for S in (2, 64)]
+    assert words(judged(*long, engine=engine), engines=[engine]) == ["profile 1 of e"]
+    assert words(judged(*long, *CORNERS, engine=engine), engines=[engine]) == []
 
 
 @pytest.mark.parametrize("name", ["llama-3-8b", "bert-base", "whisper-large-cross"])
