@@ -281,7 +281,7 @@ def test_profiles_that_take_no_trace_are_reported(static, monkeypatch):
 def test_what_decoded_and_what_has_no_cache_is_not_warned_of(bundles, static, tmp_path):
     report = validate_bundle(open_bundle(copy_of(static, tmp_path / "bundle")), OPTIONS)
     assert decode_findings(report) == []
-    assert report.headline.endswith("right at all 40 decode steps, no engine")
+    assert "right at all 40 decode steps, no engine" in report.headline
     plain = validate_bundle(open_bundle(copy_of(bundles("tiny-gqa"), tmp_path / "plain")), OPTIONS)
     assert decode_findings(plain) == []
     assert "decode" not in plain.headline
