@@ -54,6 +54,8 @@ def normalize(model: ir.Model, proto: onnx.ModelProto | None = None) -> ir.Model
     if model.ir_version < _WEIGHTS_ARE_NO_INPUTS:
         RemoveInitializersFromInputsPass()(model)
         model.ir_version = _WEIGHTS_ARE_NO_INPUTS
+    for node in model.graph.all_nodes():
+        model.opset_imports.setdefault(node.domain, 1)
     if any(_differs(model, function) for function in model.functions.values()):
         model = _with_functions_inlined(model)
     model.graph.name = model.graph.name or "main"
@@ -90,9 +92,29 @@ def _is_sorted(body: ir.Graph | ir.Function, before: set[ir.Node]) -> bool:
 
 
 def _differs(model: ir.Model, function: ir.Function) -> bool:
-    """Whether a function has another version of an operator set than the model."""
-    imports = model.opset_imports
-    return any(imports.setdefault(name, each) != each for name, each in function.opset_imports.items())
+    """Whether a function has another version of an operator set than the model, and an operator that differs.
+
+    Where none does, the function gets the version of the model.
+    """
+    imports, own = model.opset_imports, function.opset_imports
+    others = {name for name, each in own.items() if imports.setdefault(name, each) != each}
+    if others == {""} and all(_is_the_same(node, own[""], imports[""]) for node in function.all_nodes()):
+        own[""] = imports[""]
+        for node in function.all_nodes():
+            node.version = None
+        return False
+    return bool(others)
+
+
+def _is_the_same(node: ir.Node, one: int, other: int) -> bool:
+    """Whether an operator of ONNX's own is the same in two versions."""
+    if node.domain != "":
+        return True
+    try:
+        since = {onnx.defs.get_schema(node.op_type, each, "").since_version for each in (one, other)}
+    except onnx.defs.SchemaError:
+        return False
+    return len(since) == 1
 
 
 def _with_functions_inlined(model: ir.Model) -> ir.Model:

@@ -70,6 +70,17 @@ def function_without_an_import() -> onnx.ModelProto:
     return parse("y = own.att (q, k, v)", '"" : 18, "own" : 1, "com.microsoft" : 1', after=after)
 
 
+def functions_in_functions() -> onnx.ModelProto:
+    """Each of another opset, with operators that are the same in all of them."""
+    after = f"""<opset_import: ["" : 18, "own" : 1], domain: "own">
+    outer (q, k, v) => (b) {{ a = own.att (q, k, v) b = Relu (a) }} {FUNCTION}"""
+    return parse("y = own.outer (q, k, v)", '"" : 20, "own" : 1', after=after)
+
+
+def domain_without_an_import() -> onnx.ModelProto:
+    return parse(f"{ATTENTION} y = com.microsoft.Gelu (a)", '"" : 21')
+
+
 def sparse_weights(two_axes: bool = False) -> onnx.ModelProto:
     body = ATTENTION.replace("Softmax (s)", "Softmax (t)").replace("w =", "t = Add (s, bias) w =")
     model = parse(f"{body} y = Identity (a)")
@@ -155,6 +166,8 @@ ODD = {
     "ai.onnx": other_name_of_the_domain,
     "function of another opset": function_of_another_opset,
     "function with another domain": function_without_an_import,
+    "functions in functions": functions_in_functions,
+    "domain without an import": domain_without_an_import,
     "sparse weights": sparse_weights,
     "sparse constant": lambda: sparse_weights(two_axes=True),
     "sequence": sequence,
