@@ -95,6 +95,7 @@ class Kind(Word):
     ENGINE_GONE = "engine gone"
     ENGINE_NOT_RUN = "engine not run"
     ENGINE_NOT_CONFIRMED = "engine not confirmed"
+    RANGE_SHRUNK = "range shrunk"
     GRAPH_NOT_FUSED = "graph not fused"
     ENGINE_NOT_FUSED = "engine not fused"
     ENGINE_PRECISION = "engine precision"

@@ -293,6 +293,9 @@ _FINDINGS: Mapping[Kind, str | Callable[[Finding], str]] = {
     Kind.NOT_INVARIANT: "{0.place.runner}: {0.place.check} changes the answer ({0.place.case}, {0.detail})",
     Kind.RUNTIME_FAILED: "{0.place.runner} fits this machine and failed to run the model: {0.detail}",
     Kind.NO_ENGINE: "the bundle has no engine that could be fused or in its precision",
+    Kind.RANGE_SHRUNK: "{0.names[0]} was requested from {0.numbers[requested_min]:.0f} to "
+    "{0.numbers[requested_max]:.0f}, and is exported from {0.numbers[min]:.0f} to {0.numbers[max]:.0f}: "
+    "{0.detail}",
     Kind.ENGINE_GONE: "engine {0.place.engine} was built from this bundle and is not here",
     Kind.ENGINE_NOT_RUN: "engine {0.place.engine} was built and inspected, but not run: {0.detail}",
     Kind.ENGINE_NOT_CONFIRMED: "fusion and precision of engine {0.place.engine} are not verified: it did not "

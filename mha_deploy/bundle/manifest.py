@@ -209,6 +209,17 @@ class UnfusedRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     place: str | None = None  # source file and line, where they are known
 
 
+class ShrunkRange(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An axis that could not vary as requested: the bundle is for fewer sizes."""
+
+    axis: str
+    requested_min: Count
+    requested_max: Count
+    min: Count  # of the bundle
+    max: Count
+    reason: str  # why
+
+
 class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a bundle is."""
 
@@ -220,6 +231,7 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     attention: list[AttentionRecord]  # the fused attention nodes, as found in the graph
     # The attentions that are no node of the graph
     unfused: list[UnfusedRecord] = field(default_factory=list)
+    shrunk: list[ShrunkRange] = field(default_factory=list)  # the axes that vary less than requested
     golden: Annotated[list[GoldenEntry], Meta(min_length=1)]  # the golden cases
     traces: list[TraceEntry] = field(default_factory=list)  # the decode traces of a layer with a KV cache
     layers: LayersEntry | None = None  # the results inside a user's module

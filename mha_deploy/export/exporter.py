@@ -16,7 +16,7 @@ import torch
 from mha_deploy.analyze.cost import LONG_PAST
 from mha_deploy.bundle.cases import Arrays, GoldenCase, pack_baselines, write_arrays
 from mha_deploy.bundle.folder import Bundle, sha256
-from mha_deploy.bundle.manifest import LayersEntry
+from mha_deploy.bundle.manifest import LayersEntry, ShrunkRange
 from mha_deploy.errors import ExportError, nearest
 from mha_deploy.export import flow
 from mha_deploy.export.axes import ExportedModule
@@ -283,6 +283,18 @@ class _ModuleSource(flow.Source):
             self.steps += 1 + (not options.golden)
         self.step("ONNX graph")
         exported = export_user_module(user, opset=self.opset)
+        self.shrunk = [
+            ShrunkRange(
+                axis=name,
+                requested_min=user.axes[name].min,
+                requested_max=user.axes[name].max,
+                min=left.min,
+                max=left.max,
+                reason="; ".join(exported.notes),
+            )
+            for name, left in exported.fixed.items()
+            if user.axes[name] != left
+        ]
         self.user = user = user.with_axes(exported.fixed)
         self.notes += [*user.notes, *exported.notes]
         self.step("attention")

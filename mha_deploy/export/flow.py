@@ -31,7 +31,15 @@ from mha_deploy.bundle.cases import (
     write_trace,
 )
 from mha_deploy.bundle.folder import MODEL, Bundle, BundleWriter
-from mha_deploy.bundle.manifest import Checks, GoldenEntry, LayersEntry, Manifest, TraceEntry, UnfusedRecord
+from mha_deploy.bundle.manifest import (
+    Checks,
+    GoldenEntry,
+    LayersEntry,
+    Manifest,
+    ShrunkRange,
+    TraceEntry,
+    UnfusedRecord,
+)
 from mha_deploy.environment import versions
 from mha_deploy.errors import ExportError, SpecError, nearest
 from mha_deploy.export.observe import observe
@@ -241,6 +249,7 @@ class Source(ABC):
     places: dict[str, str | None] | None = None  # where in the source code they are, where that is known
     notes: list[str]  # what a reader should know
     unfused: Sequence[UnfusedRecord] = ()  # the attentions that are no node of the graph
+    shrunk: Sequence[ShrunkRange] = ()  # the axes that vary less than requested
     checks: Checks  # what the export checked of its own work
     on_step: OnStep
     step_number, steps = 0, 0  # of how many
@@ -376,6 +385,7 @@ def export_bundle(source: Source, target: Path, on_step: OnStep) -> Bundle:
                 weights=source.origin(),
                 attention=attention,
                 unfused=list(source.unfused),
+                shrunk=list(source.shrunk),
                 golden=golden,
                 checks=source.checks,
                 versions=versions(),

@@ -210,7 +210,12 @@ def conclude(
         if options.probe is not False and judged and not any(_is_probed(each) for each in judged):
             gap = Gap(kind=Kind.PROBES_NOT_RUN)
             missing = (*missing, msgspec.structs.replace(gap, text=gap_text(gap)))
-        found = [*unfused_findings(manifest, options), *found, *coverage_findings(missing, options)]
+        found = [
+            *shrunk_findings(manifest),
+            *unfused_findings(manifest, options),
+            *found,
+            *coverage_findings(missing, options),
+        ]
     ranked = tuple(sorted(found, key=lambda finding: list(Severity).index(finding.level)))
     report = replace(report, findings=ranked, not_verified=missing)
     return replace(report, headline=_headline(report, judged, missing))
@@ -250,6 +255,15 @@ def unfused_findings(manifest: Manifest, options: ValidateOptions) -> Iterator[F
     level = Severity.FAILURE if options.require_fused else Severity.WARNING
     about: dict[str, Any] = {"names": reasons, "numbers": {"fused": fused, "of": of}}
     yield _found(level, Section.FUSION, Kind.GRAPH_NOT_FUSED, **about)
+
+
+def shrunk_findings(manifest: Manifest) -> Iterator[Finding]:
+    """Axes of the bundle that vary less than was requested of the export."""
+    for each in manifest.shrunk:
+        numbers = {"requested_min": each.requested_min, "requested_max": each.requested_max}
+        about: dict[str, Any] = {"numbers": {**numbers, "min": each.min, "max": each.max}}
+        about |= {"names": (each.axis,), "detail": each.reason}
+        yield _found(Severity.WARNING, Section.COVERAGE, Kind.RANGE_SHRUNK, **about)
 
 
 def find_uncovered(

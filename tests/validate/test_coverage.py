@@ -1,15 +1,20 @@
 """What was not run is not verified: in the headline, the exit code and the data."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
+import torch
 from bundle_edit import copy_of, edit_manifest
+from torch import nn
 from typer.testing import CliRunner
 
 import mha_deploy as md
+from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.cli import app
 from mha_deploy.model.catalog import find_spec
 from mha_deploy.model.spec import Axis
+from mha_deploy.status import Kind, Severity
 from mha_deploy.validate.run import sweep_points
 from mha_deploy.validate.verdict import find_uncovered
 
@@ -119,3 +124,24 @@ def test_the_report_lists_what_was_not_run(narrow):
     assert data["outcome"] == "passed"
     assert {gap["axis"] for gap in data["not_verified"]} >= {"S"}
     assert "not covered: " in report.headline
+
+
+class ScaledByLength(nn.Module):
+    """Whose scale is a number of Python that follows the length: it cannot vary in a graph."""
+
+    def forward(self, x):
+        scale = math.log(x.shape[1]) / x.shape[2]
+        return torch.softmax(x @ x.transpose(1, 2) * scale, -1) @ x
+
+
+def test_a_range_that_shrank_at_export_is_a_finding(tmp_path):
+    example = md.Example(torch.randn(2, 16, 8), "B", "S")
+    given = md.Deployable(module=ScaledByLength(), inputs={"x": example}, axes={"B": "1:2:4", "S": "2:16:40"})
+    bundle = md.export(given, tmp_path / "bundle", precision="fp32", golden=("opt",))
+    (shrunk,) = open_bundle(bundle.path).manifest.shrunk
+    assert (shrunk.axis, shrunk.requested_max, shrunk.max) == ("S", 40, 16)
+    report = md.validate(bundle, latency=False, probe=False)
+    (found,) = [each for each in report.findings if each.kind is Kind.RANGE_SHRUNK]
+    assert found.level is Severity.WARNING
+    assert found.names == ("S",)
+    assert found.numbers == {"requested_min": 2, "requested_max": 40, "min": 16, "max": 16}
