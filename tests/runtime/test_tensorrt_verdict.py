@@ -461,6 +461,7 @@ def test_a_softmax_of_the_graph_itself_is_no_softmax_of_an_attention():
 
 
 TWO = {"a": ("a", "a/mask", "a/expand"), "b": ("b",)}
+DEEPER = {"a": ("a/bias", "a/lowered", "a/lowered/fully_masked_to_zero"), "b": ("b/bias", "b/lowered_2")}
 PARTS = {name: tuple(f"{name}/{part}" for part in ("mask", "scores", "weights", "sum")) for name in "ab"}
 
 
@@ -475,6 +476,9 @@ PARTS = {name: tuple(f"{name}/{part}" for part in ("mask", "scores", "weights", 
         (PARTS, [mha("a/mask", "b/mask")], ["unknown", "unknown"]),
         (PARTS, [mha("b/scores", "b/weights", "b/sum", "a/scores")], ["unknown", "fused"]),
         (PARTS, [mha("a/scores", "a/weights", "a/sum"), exp_sum("b/weights")], ["fused", "decomposed"]),
+        # A lowered node has a deeper name where the graph has values of the attention's name already.
+        (DEEPER, [mha("a/lowered"), mha("b/lowered_2")], ["fused", "fused"]),
+        (DEEPER, [mha("a/bias"), mha("a/lowered/fully_masked_to_zero", "b/bias")], ["unknown", "unknown"]),
         # A part of an attention is not the whole of it: the rest is computed somewhere else.
         (
             PARTS,

@@ -155,6 +155,8 @@ SCORES_SUFFIX = "_scores"
 _SCORES = re.compile(r"(?:^|/)scores(?:_\d+)?$", re.IGNORECASE)
 _VALUES = re.compile(r"(?:^|/)(?:weighted_values|summed_values|sum)(?:_\d+)?$", re.IGNORECASE)
 _WEIGHTS = re.compile(r"(?:^|/)(?:weights|softmax)(?:_\d+)?$", re.IGNORECASE)
+# Where values named `<attention>/...` exist already, the lowered node is one level deeper: `prefix_within`.
+_LOWERED = re.compile(r"/lowered(?:_\d+)?")
 
 
 def group_by_attention(names: Sequence[str], attention: Iterable[str]) -> dict[str, tuple[str, ...]]:
@@ -203,7 +205,9 @@ def _core(node: str, names: Sequence[str], written: Written) -> _Core:
         return frozenset(spelling for name in found for spelling in (name, f"node_of_{name}"))
 
     known = {name: written[name] for name in names if name in written}
-    whole = [name for name in names if name == node or (name in known and known[name].is_attention)]
+    lowered = {name for name in names if _LOWERED.fullmatch(name.removeprefix(node))}
+    is_attention = {name: known[name].is_attention if name in known else name in lowered for name in names}
+    whole = [name for name in names if name == node or is_attention[name]]
     softmaxes = [name for name, each in known.items() if each.is_softmax]
     matmuls = [name for name, each in known.items() if each.is_matmul and name not in whole]
     if not (softmaxes and matmuls):
