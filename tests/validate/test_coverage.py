@@ -36,8 +36,8 @@ CORNERS = [{"B": B, "S": S} for B in (1, 4) for S in (1, 64)]
 AXES = {"B": Axis(min=1, opt=2, max=4), "S": Axis(min=1, opt=16, max=64)}
 
 
-def words(*evaluations, engines=()):
-    return [gap.text for gap in find_uncovered(evaluations, engines, AXES)]
+def words(*evaluations, engines=(), hidden=()):
+    return [gap.text for gap in find_uncovered(evaluations, engines, AXES, hidden=hidden)]
 
 
 def test_sizes_above_the_largest_case_are_not_verified():
@@ -77,6 +77,14 @@ def test_combinations_that_were_not_run_are_named_by_their_ranges():
 
 def test_a_kv_cache_that_no_token_was_decoded_with_is_not_verified():
     assert words(judged(*CORNERS, not_decoded="the bundle has no decode trace")) == ["decode steps in e"]
+
+
+def test_an_attention_that_no_output_shows_is_not_verified_unless_it_was_judged_itself():
+    ran = judged({"B": 4, "S": 64})
+    assert words(ran, hidden=["a", "b"]) == ["attention a in e", "attention b in e"]
+    inside = SimpleNamespace(verdicts=[SimpleNamespace(output="a")], cases="layers")
+    both = SimpleNamespace(**{**vars(ran), "parity": (*ran.parity, inside)})
+    assert words(both, hidden=["a", "b"]) == ["attention b in e"]
 
 
 def test_an_engine_that_did_not_run_is_not_verified():
