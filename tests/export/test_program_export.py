@@ -400,7 +400,7 @@ def test_a_reshape_that_copies_at_some_sizes_only():
         with torch.no_grad():
             wanted = module(**drawn)
         (name,) = exported.outputs
-        torch.testing.assert_close(run_program(exported, drawn, dtype="own")[0][name], wanted)
+        torch.testing.assert_close(run_program(exported, drawn, mode=Float32Accumulation())[0][name], wanted)
         np.testing.assert_allclose(run(exported.model, drawn)[name], wanted, atol=1e-5)
 
 
@@ -434,4 +434,4 @@ def test_a_module_that_replaces_its_own_tensors():
         with torch.no_grad():
             wanted = module(**drawn)
         (name,) = exported.outputs
-        torch.testing.assert_close(run_program(exported, drawn, dtype="own")[0][name], wanted)
+        torch.testing.assert_close(run_program(exported, drawn, mode=Float32Accumulation())[0][name], wanted)
