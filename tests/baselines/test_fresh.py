@@ -140,7 +140,7 @@ def test_blocks_change_nothing(name, limit):
     module = build_module(spec, dtype=torch.float64)
     arguments = call_arguments(spec, fed_to(module, random_inputs(spec, sizes_of(spec), seed=0, ragged=True)))
     whole = run_in_float64(module, arguments)
-    parts = run_in_blocks(module, arguments, limit)
+    parts = run_in_blocks(module, arguments, limit_bytes=limit)
     assert len(parts) == len(whole)
     for part, one in zip(parts, whole, strict=True):
         torch.testing.assert_close(part, one, rtol=1e-13, atol=1e-14)
@@ -152,7 +152,7 @@ def test_a_batch_of_fixed_size_is_split_too(name):
     spec = find_spec(name).with_axes({"B": Axis.parse("4")})
     module = build_module(spec, dtype=torch.float64)
     arguments = call_arguments(spec, fed_to(module, random_inputs(spec, sizes_of(spec), seed=0)))
-    whole, parts = run_in_float64(module, arguments), run_in_blocks(module, arguments, 1)
+    whole, parts = run_in_float64(module, arguments), run_in_blocks(module, arguments, limit_bytes=1)
     for part, one in zip(parts, whole, strict=True):
         torch.testing.assert_close(part, one, rtol=1e-13, atol=1e-14)
 
@@ -165,10 +165,10 @@ def test_what_fits_is_run_at_once(monkeypatch):
     monkeypatch.setattr(
         blocked,
         "run_in_float64",
-        lambda module, taken: batches.append(taken["query"].shape[0]) or run_in_float64(module, taken),
+        lambda module, taken, mode: batches.append(taken["query"].shape[0]) or run_in_float64(module, taken),
     )
-    run_in_blocks(module, arguments, 1 << 30)
-    run_in_blocks(module, arguments, 1)
+    run_in_blocks(module, arguments, limit_bytes=1 << 30)
+    run_in_blocks(module, arguments, limit_bytes=1)
     assert batches == [4, 1, 1, 1, 1]
 
 
