@@ -29,7 +29,7 @@ def test_deploy_exports_and_validates(run_cli, tmp_path, monkeypatch):
     assert done.code == 0, done.err
     assert open_bundle(tmp_path / "bundles" / "tiny-mqa-fp16").manifest.spec.name == "tiny-mqa"
     assert done.out.index("1/1 attention as one ONNX Attention node") < done.out.index("PASSED  4/4 outputs")
-    assert "deploy tiny-mqa: 1/9 weights" in done.err
+    assert "deploy tiny-mqa: 1/10 weights" in done.err
     assert "deploy tiny-mqa: ort-c" in done.err
     assert "deploy tiny-mqa:" not in done.out
     assert "engine" not in done.out.replace("no engine", "")

@@ -45,8 +45,9 @@ def test_a_bundle_is_replaced_only_on_request_and_without_files_of_others(run_cl
     assert done.code == 0, done.err
     *progress, removed = done.err.splitlines()
     assert "report.json" in removed  # nothing goes without a word
-    names = ("weights", "ONNX graph", "run at two shapes", "FP64 oracle", "golden case min", "hashes")
-    wanted = [f"export tiny-mha: {number}/6 {step}" for number, step in enumerate(names, 1)]
+    names = ("weights", "ONNX graph", "run at two shapes", "FP64 oracle", "golden case min")
+    names += ("what the outputs show", "hashes")
+    wanted = [f"export tiny-mha: {number}/7 {step}" for number, step in enumerate(names, 1)]
     assert [line.partition(" (")[0] for line in progress] == wanted
     assert "export tiny-mha" not in done.out
     assert "tiny-mha: MHA 4/4 heads of 16, width 64" in done.out
