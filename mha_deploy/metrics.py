@@ -320,6 +320,16 @@ class Spread:
 FACTOR = 3.0
 """The budget is this many times the largest error of any sample, measure by measure."""
 
+_FLOAT32 = 4.0
+
+
+def factor_of(precision: Precision) -> float:
+    """The factor of a precision.
+
+    In float32 the order of accumulation and the approximations of a GPU's functions cost more than rounding.
+    """
+    return FACTOR * _FLOAT32 if precision.name == "fp32" else FACTOR
+
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
@@ -374,15 +384,15 @@ def budget_from_samples(
     least = max(_FAST_EXPONENTIAL, _ONE_SIDED * u)
     rounding, largest = u / 2 + tiny / size, float(np.abs(oracle).max())
     of_vector = u / 2 + tiny / size / _SMALLEST_VECTOR
-    few = _FEW_SAMPLES.get(len(plain), 1.0)
+    few, factor = _FEW_SAMPLES.get(len(plain), 1.0), factor_of(precision)
     budget = Budget(
         # Other branches of a decision are judged vector by vector, and by their largest errors as a whole.
-        relative_l2=FACTOR * max(rounding, *(each.relative_l2 for each in every)),
-        worst_vector=FACTOR * max(of_vector, *(each.worst_vector for each in every)),
-        max_abs=FACTOR * max((u * largest + 2 * tiny) / size, *(each.max_abs for each in every)),
-        gain=FACTOR * few * max(least + tiny / size, *(each.gain for each in every)),
-        local=FACTOR,
-        local_gain=FACTOR,
+        relative_l2=factor * max(rounding, *(each.relative_l2 for each in every)),
+        worst_vector=factor * max(of_vector, *(each.worst_vector for each in every)),
+        max_abs=factor * max((u * largest + 2 * tiny) / size, *(each.max_abs for each in every)),
+        gain=factor * few * max(least + tiny / size, *(each.gain for each in every)),
+        local=factor,
+        local_gain=factor,
         spread=spread,
     )
     _RECENT.append((samples, oracle, precision, to_heads, budget))

@@ -85,7 +85,7 @@ _COPIES_OF_SCORES = 3  # before the softmax, after it, and one in between
 
 
 def run_in_blocks(
-    module: Attention, arguments: dict[str, Tensor], mode: Float64 | None = None, *, limit_bytes: int
+    module: Attention, arguments: dict[str, Tensor], limit_bytes: int, mode: Float64 | None = None
 ) -> tuple[Tensor, ...]:
     """Run a layer as `run_in_float64` does, within a bound on memory; the outputs are on the CPU.
 

@@ -272,7 +272,8 @@ class Capture(ABC):
 # accumulate in half precision lose several bits of it.
 _DECISION_MARGIN = 16.0
 
-RunOracle = Callable[[Attention, dict[str, Tensor], Float64 | None], tuple[Tensor, ...]]
+RunOracle = Callable[..., tuple[Tensor, ...]]
+"""Computes a layer on arguments in FP64, or in a `mode` of it."""
 
 
 class LayerCapture(Capture):
@@ -307,7 +308,7 @@ class LayerCapture(Capture):
     def evaluate_in_fp64(self, feeds: Feeds, mode: Float64 | None = None) -> Feeds:
         """The outputs of the layer in FP64."""
         return dict(
-            zip(self._outputs, self._run_oracle(self.oracle, self.arguments(feeds), mode), strict=True)
+            zip(self._outputs, self._run_oracle(self.oracle, self.arguments(feeds), mode=mode), strict=True)
         )
 
     def evaluate_sequence(
@@ -321,7 +322,7 @@ class LayerCapture(Capture):
         x = fed_to(self.module, drawn)["x"]
 
         def compute(mode: Float64) -> Arrays:
-            (output,) = self._run_oracle(oracle, {"query": x}, mode)
+            (output,) = self._run_oracle(oracle, {"query": x}, mode=mode)
             with torch.inference_mode(), mode:
                 q, k, v = oracle.project(x, None, None)
                 _, k = oracle.rotate(q, k, torch.arange(x.shape[1], device=x.device))

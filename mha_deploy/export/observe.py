@@ -92,6 +92,11 @@ def _attribute(owner: Any, name: str, value: object) -> Any:
         setattr(owner, name, before)
 
 
+def _how_little_it_shows(case: GoldenCase) -> tuple[int, int]:
+    singles = sum(size == 1 for axis, size in case.sizes.items() if axis != "B")
+    return singles, sum(array.size for array in case.oracle.values())
+
+
 def observe(model: ir.Model, cases: Iterable[GoldenCase], precision: Precision) -> list[ObservedRecord]:
     """Perturb every attention of a graph in FP64, and find out which of that the outputs of a case show.
 
@@ -99,8 +104,8 @@ def observe(model: ir.Model, cases: Iterable[GoldenCase], precision: Precision) 
     """
     names = [str(node.name) for node in model.graph.all_nodes() if is_attention(node)]
     unknown = [ObservedRecord(name=name, case="", shown=[], hidden=list(Perturbation)) for name in names]
-    # With a single token there is nothing to mask, and no score to scale.
-    known = sorted(cases, key=lambda case: (case.name == "min", sum(x.size for x in case.oracle.values())))
+    # With a single query or key there is little to mask, and no score to scale.
+    known = sorted(cases, key=_how_little_it_shows)
     if not names or not known:
         return unknown
     case, judged_as = known[0], replace(precision, accumulate=accumulations(precision)[-1])

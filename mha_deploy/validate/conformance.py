@@ -343,6 +343,11 @@ def _allowed(trial: MaskTrial) -> tuple[dict[str, np.ndarray], Budget]:
     if measure(plain, swallowed).relative_l2 < measure(plain, exact).relative_l2:
         # The formula itself, computed in this precision, adds the scores to -1e4 and loses them.
         allowed["averages all keys under -1e4, by rounding"] = nearest = swallowed
+    # Random rounding makes anything of scores that are lost under -1e4: there, only the result is rounded.
+    bits, lost = trial.precision.significand_bits, shifted & (nearest is not exact)
+    samples = samples.copy()
+    for seed, sample in enumerate(samples, start=1):
+        sample[lost] = nearest[lost] + 2 * (rounded(nearest[lost], bits, seed) - nearest[lost])
     return allowed, budget_from_samples(samples - nearest, nearest, trial.precision)
 
 

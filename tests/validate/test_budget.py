@@ -14,7 +14,7 @@ from mha_deploy.bundle.cases import Baseline, golden_cases
 from mha_deploy.export.file_program import FileProgram, sample_case
 from mha_deploy.export.oracle import RandomRounding
 from mha_deploy.judge import judge_case
-from mha_deploy.metrics import FACTOR, budget_from_samples, measure
+from mha_deploy.metrics import budget_from_samples, factor_of, measure
 from mha_deploy.model.precision import PRECISIONS
 from mha_deploy.rounding import rounded
 
@@ -191,7 +191,7 @@ def test_a_sample_uses_one_part_in_the_factor(oracle, precision):
     samples = samples_of(oracle, precision.name, level=20.0)
     budget = budget_from_samples(samples, oracle, precision)
     shares = [budget.share_used(measure(oracle + each, oracle, budget.spread)) for each in samples]
-    assert max(shares) == pytest.approx(1 / FACTOR)
+    assert max(shares) == pytest.approx(1 / factor_of(precision))
 
 
 def test_wider_samples_make_a_wider_budget_by_as_much(oracle):
