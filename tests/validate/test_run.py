@@ -65,8 +65,8 @@ def test_an_engine_that_cannot_run_here_is_reported_and_does_not_fail(with_engin
     assert engine["why_not"] == "there is no NVIDIA GPU here"
     assert {each.level for each in report.findings} == {"note"}
     kinds = [each.kind for each in report.findings]
-    assert kinds == [Kind.ENGINE_PRECISION, Kind.ENGINE_NOT_RUN, Kind.NOT_RUN]
-    assert report.findings[-1].names == ("engine tensorrt-rtx",)
+    assert kinds == [Kind.ENGINE_PRECISION, Kind.ENGINE_NOT_RUN, Kind.NOT_RUN, Kind.NOT_COVERED]
+    assert report.findings[-2].names == ("engine tensorrt-rtx",)
     assert report.outcome == "not verified"
     assert report.headline.startswith("the graph is right (ort-cpu ")
     reported = "), engine tensorrt-rtx built and inspected, NOT RUN, 1/1 fused, precision: fp16 ("
