@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 
 from mha_deploy.bundle.cases import Arrays, Baseline
@@ -34,10 +35,12 @@ _ROUNDED = frozenset(
 )
 _ROUNDED |= {"SimplifiedLayerNormalization", "SkipLayerNormalization", "GroupNormalization", "Swish", "Mish"}
 _ROUNDED |= {"InstanceNormalization", "BatchNormalization", "MeanVarianceNormalization", "Elu", "HardSwish"}
-_ROUNDED |= {"Softplus", "LeakyRelu", "FastGelu", "BiasGelu", "Gather"}
+_ROUNDED |= {"Softplus", "LeakyRelu", "FastGelu", "BiasGelu", "Gather", "DequantizeLinear"}
 _SUMS = frozenset({"Add", "Sub", "Sum"})
 _ORDERED = {"TopK": -1, "ArgMax": 0, "ArgMin": 0}  # with the axis by default
+_QUANTIZED = frozenset({"QuantizeLinear", "DequantizeLinear"})  # their scales are in the precision, too
 _COMPARED = frozenset({"Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Round", "Floor", "Ceil", "Sign"})
+_COMPARED |= {"QuantizeLinear", "DynamicQuantizeLinear"}
 _DECISION_ELEMENTS = 1 << 22
 
 Compute = Callable[["FileRounding"], Arrays]
@@ -74,10 +77,10 @@ class FileRounding:
     def call(self, node: Any, run: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
         """The outputs of one node of ONNX's evaluator."""
         operator = node.op_type
+        if operator in _MATMULS or operator in _QUANTIZED:
+            inputs = tuple(map(self.rounded, inputs))
         if operator in _ORDERED or operator in _COMPARED:
             return self._decide(operator, getattr(node, "axis", None), run, inputs)
-        if operator in _MATMULS:
-            inputs = tuple(map(self.rounded, inputs))
         outputs = run(*inputs)
         if operator in _MATMULS:
             self.flops += _flops(operator, inputs, outputs[0])
@@ -108,7 +111,12 @@ class FileRounding:
         outputs, operand, index = run(*inputs), inputs[0], len(self.decisions)
         if not isinstance(operand, np.ndarray) or operand.dtype != np.float64:
             return outputs
-        noted = operand - inputs[1] if operator in _COMPARED and len(inputs) > 1 else operand
+        noted, unit = operand, np.ones(())
+        if operator == "QuantizeLinear":
+            unit = _along(inputs[1], operand, 1 if axis is None else axis)
+            noted = operand / unit
+        elif operator in _COMPARED and len(inputs) > 1:
+            noted = operand - inputs[1]
         self.decisions.append(noted.copy() if noted.size <= _DECISION_ELEMENTS else None)
         change = self._changes[index] if index < len(self._changes) else None
         if change is None or change.shape != noted.shape:
@@ -118,11 +126,23 @@ class FileRounding:
             along = _ORDERED[operator] if axis is None else axis
             ranks = noted.argsort(along).argsort(along)
             moved = moved * (1 - 2 * (ranks % 2))
-        others = run(operand + moved, *inputs[1:])
+        others = run(operand + moved * unit, *inputs[1:])
         if all(a.dtype == np.float64 or np.array_equal(a, b) for a, b in zip(outputs, others, strict=True)):
             return outputs
         self.changed = True
         return others
+
+
+def _along(scale: np.ndarray, operand: np.ndarray, axis: int) -> np.ndarray:
+    """The scales of a quantization, of one number, one for each channel or one for each block."""
+    if scale.ndim == 1 and operand.ndim:
+        shape = [1] * operand.ndim
+        shape[axis] = -1
+        return scale.reshape(shape)
+    if scale.ndim != operand.ndim or not scale.ndim:
+        return scale
+    block = -(-operand.shape[axis] // max(scale.shape[axis], 1))
+    return np.repeat(scale, block, axis).take(np.arange(operand.shape[axis]), axis)
 
 
 def _flops(operator: str, inputs: tuple[Any, ...], result: np.ndarray) -> int:
@@ -150,8 +170,12 @@ class FileProgram:
             self._follow(node)
 
     def _follow(self, node: Any) -> None:
-        """Let a node of the evaluator be computed by the mode."""
+        """Let a node of the evaluator, and those of its subgraphs, be computed by the mode."""
         own = node.run
+        for attribute in node.onnx_node.attribute:
+            if attribute.type == onnx.AttributeProto.GRAPH:
+                for inner in getattr(node, attribute.name).rt_nodes_:
+                    self._follow(inner)
 
         def run(*inputs: Any, **options: Any) -> Any:
             return self._mode.call(node, lambda *given: own(*given, **options), inputs)
