@@ -21,7 +21,7 @@ from mha_deploy.bundle.folder import Bundle
 from mha_deploy.bundle.manifest import GoldenEntry, Source
 from mha_deploy.errors import BundleError, DeployError, ExportError
 from mha_deploy.files import LARGEST_TEXT, open_regular, refuse_duplicates
-from mha_deploy.model.precision import Precision
+from mha_deploy.model.precision import PRECISIONS, Precision
 from mha_deploy.model.spec import CACHE_TENSORS, CACHES, FLOAT, INT32, LENGTHS, KVCache, ModelSpec, TensorSpec
 from mha_deploy.output import put_file
 from mha_deploy.rounding import accumulations, sample_count
@@ -108,14 +108,23 @@ def stored_outputs(spec: ModelSpec) -> tuple[TensorSpec, ...]:
 
 
 def stored_bytes(spec: ModelSpec, sizes: Mapping[str, int]) -> int:
-    """The most bytes that the arrays of one case take; in a 16-bit precision they take fewer."""
-    inputs = sum(
-        prod(tensor.shape(sizes)) * (4 if tensor.kind == FLOAT else np.dtype(tensor.kind).itemsize)
-        for tensor in spec.inputs
-    )
-    results = sum(prod(tensor.shape(sizes)) for tensor in stored_outputs(spec))
-    samples = sample_count(results) + sample_count(results, "fp16")  # of one byte
-    return inputs + results * (8 + 4 + samples)  # the oracle, and the results of the module
+    """The bytes of the arrays of one case, in the precision where they take most.
+
+    Samples of decisions that rounding changes are not counted: a layer of the catalog has none.
+    """
+    return max(_bytes_in(precision, spec, sizes) for precision in PRECISIONS.values())
+
+
+def _bytes_in(precision: Precision, spec: ModelSpec, sizes: Mapping[str, int]) -> int:
+    def taken(tensors: Iterable[TensorSpec], of_float: int) -> int:
+        bytes_of = ((t, of_float if t.kind == FLOAT else np.dtype(t.kind).itemsize) for t in tensors)
+        return sum(prod(tensor.shape(sizes)) * each for tensor, each in bytes_of)
+
+    outputs, kinds = stored_outputs(spec), accumulations(precision)
+    numbers = sum(prod(tensor.shape(sizes)) for tensor in outputs)
+    samples = sum(sample_count(numbers, kind) for kind in kinds)  # with a byte for each number, and a scale
+    results = taken(outputs, 8) + taken(outputs, precision.bytes) + samples * taken(outputs, 1)
+    return taken(spec.inputs, precision.bytes) + results + len(kinds) * (4 + 8 * len(outputs))
 
 
 def first_new_entries(inputs: Mapping[str, np.ndarray], given: str) -> np.ndarray:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mha_deploy.analyze.cost import layer_cost, oracle_bytes
-from mha_deploy.bundle.cases import plan_trace, stored_bytes, stored_outputs
+from mha_deploy.bundle.cases import Baseline, pack_baselines, plan_trace, stored_bytes, stored_outputs
 from mha_deploy.errors import SpecError
 from mha_deploy.export.flow import CACHE_CASES, CASES, GoldenBudget, plan_golden
 from mha_deploy.model.catalog import catalog_names, find_spec
@@ -242,16 +242,24 @@ def test_a_bundle_of_bert_base_is_small_and_reaches_the_longest_sequence():
 def test_the_room_of_a_case_is_that_of_its_arrays_in_the_widest_precision(name):
     spec = find_spec(name)
     sizes = spec.sizes("opt")
-    arrays = {f"inputs/{tensor.name}": zeros(tensor, sizes, np.float32) for tensor in spec.inputs}
-    for tensor in stored_outputs(spec):
-        arrays |= {f"{group}/{tensor.name}": zeros(tensor, sizes, kind) for group, kind in RESULTS.items()}
-    count = sum(arrays[f"oracle/{tensor.name}"].size for tensor in stored_outputs(spec))
-    for kind in accumulations(PRECISIONS["fp16"]):  # samples have a byte for each number
-        arrays[f"samples/{kind}"] = np.zeros((sample_count(count, kind), count), np.uint8)
-    assert stored_bytes(spec, sizes) == sum(array.nbytes for array in arrays.values())
+    assert stored_bytes(spec, sizes) == max(
+        sum(array.nbytes for array in arrays_in(precision, spec, sizes)) for precision in PRECISIONS.values()
+    )
 
 
-RESULTS = {"oracle": np.float64, "eager": np.float32}
+def arrays_in(precision, spec, sizes):
+    """The arrays of a case as a file holds them."""
+    oracle = {tensor.name: zeros(tensor, sizes, np.float64) for tensor in stored_outputs(spec)}
+    numbers = sum(array.size for array in oracle.values())
+
+    def samples(kind):
+        return {
+            name: np.zeros((sample_count(numbers, kind), *x.shape), np.float32) for name, x in oracle.items()
+        }
+
+    baselines = {kind: Baseline(samples(kind)) for kind in accumulations(precision)}
+    own = [zeros(tensor, sizes, precision.numpy) for tensor in (*spec.inputs, *stored_outputs(spec))]
+    return [*own, *oracle.values(), *pack_baselines(baselines).values()]
 
 
 def zeros(tensor, sizes, kind):
