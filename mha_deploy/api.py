@@ -1097,13 +1097,13 @@ def deploy(
     settings = EngineOptions(**{name: exported.pop(name) for name in OF_DEPLOY if name in exported})
     precision, overwrite = exported.pop("precision", AUTO), exported.pop("overwrite", False)
     _refuse_export(out, ExportOptions(precision=precision, overwrite=overwrite))
-    if engine:
-        _refuse_builder(settings, precision)
-    tried: dict[str, Any] = {}
     if candidates and (precision != AUTO or not engine):
         what, got = "Candidates are engines in several precisions.", f"precision {precision}"
         got += "" if engine else ", no engine"
         raise DeployError(what, got=got, hint="precision auto, with an engine")
+    if engine:
+        _refuse_builder(settings, precision)
+    tried: dict[str, Any] = {}
     if candidates is None and precision == AUTO and engine:
         candidates = bool(gpus())
     if candidates:

@@ -48,7 +48,8 @@ def record_of(graph, engine, *, has_engine):
     found = engine_named("trt") if has_engine else None
     evaluations = [evaluation("ort", graph)] + ([evaluation("trt", engine, found)] if engine else [])
     spec = SimpleNamespace(axes={}, attention_count=1)
-    bundle = SimpleNamespace(manifest=SimpleNamespace(spec=spec, attention=[1], notes=(), observed=[]))
+    manifest = SimpleNamespace(spec=spec, attention=[1], notes=(), observed=[], shrunk=[])
+    bundle = SimpleNamespace(manifest=manifest)
     about = {"bundle": bundle, "engines": (found,) if has_engine else ()}
     return conclude(ValidationRecord(evaluations=tuple(evaluations), **about), evaluations, ValidateOptions())
 
