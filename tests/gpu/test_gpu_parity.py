@@ -92,7 +92,8 @@ def assert_right(evaluation):
     assert not [verdict for verdict in report.verdicts if verdict.is_wrong]
     # The attention weights of a single token are 1, whatever computes them: such a case shows nothing.
     assert {verdict.output for verdict in report.verdicts if not verdict.passed} <= {"weights"}
-    assert not [check for check in evaluation.invariance if not check.passed]
+    # A check without a case had nothing to vary, as the profiles of an engine that has one.
+    assert not [check for check in evaluation.invariance if check.case and not check.passed]
     for decoded in evaluation.decode_reports:
         assert decoded.passed, decoded.failures[:3]
 

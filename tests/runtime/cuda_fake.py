@@ -62,6 +62,10 @@ def install(monkeypatch) -> Device:
     return DEVICE
 
 
+def failure(function, status):
+    return CudaError(f"{function} failed.", got=status, hint="nvidia-smi")
+
+
 class Stream:
     def __init__(self, handle=None):
         self.raw = self.handle = 7
@@ -69,7 +73,7 @@ class Stream:
 
     def synchronize(self):
         if DEVICE.recording is not None:
-            raise CudaError("cudaStreamSynchronize failed.", got="cudaErrorStreamCaptureUnsupported")
+            raise failure("cudaStreamSynchronize", "cudaErrorStreamCaptureUnsupported")
 
     def close(self):
         DEVICE.streams -= 1
@@ -78,7 +82,7 @@ class Stream:
 class Buffer:
     def __init__(self, nbytes):
         if not DEVICE.allocations_left:
-            raise CudaError("cudaMalloc failed.", got="cudaErrorMemoryAllocation")
+            raise failure("cudaMalloc", "cudaErrorMemoryAllocation")
         DEVICE.allocations_left -= 1
         self.nbytes = nbytes
         memory = bytearray(b"\x7e" * max(nbytes, 1))  # whatever was there before
@@ -157,7 +161,7 @@ def capture(work, stream):
     try:
         work()
         if DEVICE.fail_on == "capture":
-            raise CudaError("cudaStreamEndCapture failed.", got="cudaErrorStreamCaptureInvalidated")
+            raise failure("cudaStreamEndCapture", "cudaErrorStreamCaptureInvalidated")
         return Graph(DEVICE.recording)
     finally:
         DEVICE.recording = None

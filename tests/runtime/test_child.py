@@ -221,6 +221,7 @@ def test_a_crash_at_one_size_fails_that_case(validated, monkeypatch):
 
 
 def test_a_build_that_crashes_names_the_node(run_cli, bundles, tmp_path, monkeypatch):
+    pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")
     monkeypatch.setattr("mha_deploy.engine.build._build", failing.build_that_fails)
     folder = Path(shutil.copytree(bundles("tiny-gqa").path, tmp_path / "bundle"))
     done = run_cli("build-engine", folder)
@@ -233,6 +234,7 @@ def test_a_build_that_crashes_names_the_node(run_cli, bundles, tmp_path, monkeyp
 
 @pytest.mark.slow
 def test_deploy_reports_a_build_that_crashes(run_cli, tmp_path, monkeypatch):
+    pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")
     monkeypatch.setattr("mha_deploy.engine.build._build", failing.build_that_fails)
     done = run_cli("deploy", "tiny-mha", "-o", tmp_path / "bundle")
     assert done.code == 1
@@ -252,4 +254,5 @@ def test_the_option_in_process_starts_no_process(run_cli, bundles, tmp_path, mon
     monkeypatch.setattr(child, "_idle", {})
     fewer = ("--no-sweep", "--no-probe", "--no-report")
     assert run_cli("validate", folder, "--in-process", "--backend", "ort-cpu", *fewer).code == 0
+    pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")
     assert run_cli("build-engine", folder, "--in-process").code == 0

@@ -69,7 +69,7 @@ def test_without_onnx_runtime_its_installation_is_the_advice(bundles, monkeypatc
 
 
 def test_a_graph_with_an_unknown_node_is_refused_in_one_line(tmp_path):
-    node = onnx.helper.make_node("NoSuchOperator", ["a"], ["b"])
+    node = onnx.helper.make_node("NoSuchOperator", ["a"], ["b"], domain="no.such")
     path = saved(graph([node], ["a"], ["b"]), tmp_path)
     with pytest.raises(DeployError, match="ONNX Runtime cannot load the graph") as caught:
         OrtCpuRunner(path)

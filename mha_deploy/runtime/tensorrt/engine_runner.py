@@ -433,13 +433,13 @@ class TensorRTRunner(DecodingRunner):
 
         return self._calls.get(profile, shapes, new_call)
 
-    def _settle(self, slot: Slot, **options: Any) -> None:
+    def _settle(self, slot: Slot, copies: Sequence[tuple[str, str, Copy2D]] = ()) -> None:
         """Make a call ready to be launched; one that cannot be recorded is launched as it is."""
         try:
-            slot.settle(record=self.graph and self.why_no_graph is None, **options)
+            slot.settle(record=self.graph and self.why_no_graph is None, copies=copies)
         except NotCapturable as error:
             self.why_no_graph = str(error.got)
-            slot.settle(record=False, **options)  # once more: what was queued meanwhile did not run
+            slot.settle(record=False, copies=copies)  # once more: what was queued meanwhile did not run
 
     def decode_loop(self, *, B: int, T: int | None = None) -> DecodeLoop:
         """See `DecodingRunner`. On 8.6, the runner itself cannot run in a profile that the loop uses."""
