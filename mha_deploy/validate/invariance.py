@@ -163,7 +163,7 @@ class _MovedCase:
         try:
             problem, bitwise, share = self._judge([each for trial in trials for each in self._answers(trial)])
         except DeployError as error:
-            return structs.replace(found, problem=" ".join(str(error).split()))
+            return structs.replace(found, problem=error.in_one_line)
         outcome = Outcome.passing(problem is None)
         return structs.replace(found, outcome=outcome, bitwise=bitwise, share=share, problem=problem)
 

@@ -276,7 +276,7 @@ def test_a_batch_that_is_refused_fails_with_the_reason(opened):
         False,
         False,
         None,
-        "No room. got: B=1",
+        "No room. B=1",
     )
 
 
