@@ -99,6 +99,7 @@ _PRIOR = 8.0
 _BRANCH = 6.0
 # Such a vector must be near one of the samples: nearer than this share of how far they are apart.
 _BETWEEN = 0.6
+_OF_BRANCH = 2.0  # times the largest error of a branch as a whole
 # A GPU's exponential is good to about two ulps of float32 and errs to one side, as does rounding of the scale
 # or of the softmax weights: a gain of this share of the roundoff is no mistake of a kernel.
 _FAST_EXPONENTIAL, _ONE_SIDED = 2.0**-23, 0.1
@@ -385,12 +386,19 @@ def budget_from_samples(
     rounding, largest = u / 2 + tiny / size, float(np.abs(oracle).max())
     of_vector = u / 2 + tiny / size / _SMALLEST_VECTOR
     few, factor = _FEW_SAMPLES.get(len(plain), 1.0), factor_of(precision)
+
+    def limit(name: str, least: float, more: float = 1.0) -> float:
+        """The factor times the samples'; another branch may be taken, and no more than that."""
+        own = factor * more * max(least, *(getattr(each, name) for each in plain))
+        others = (getattr(each, name) for each in every[len(plain) :])
+        return max(own, *(_OF_BRANCH * each for each in others), 0.0)
+
     budget = Budget(
         # Other branches of a decision are judged vector by vector, and by their largest errors as a whole.
-        relative_l2=factor * max(rounding, *(each.relative_l2 for each in every)),
-        worst_vector=factor * max(of_vector, *(each.worst_vector for each in every)),
-        max_abs=factor * max((u * largest + 2 * tiny) / size, *(each.max_abs for each in every)),
-        gain=factor * few * max(least + tiny / size, *(each.gain for each in every)),
+        relative_l2=limit("relative_l2", rounding),
+        worst_vector=limit("worst_vector", of_vector),
+        max_abs=limit("max_abs", (u * largest + 2 * tiny) / size),
+        gain=limit("gain", least + tiny / size, few),
         local=factor,
         local_gain=factor,
         spread=spread,
