@@ -5,10 +5,12 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import sys
 import sysconfig
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -105,13 +107,33 @@ def is_user_error(error: BaseException) -> bool:
 
 def _frames(error: BaseException) -> tuple[list[traceback.FrameSummary], list[traceback.FrameSummary]]:
     """The frames of a user's files on the way to an error, and those of all that is not of this package."""
-    ours = str(Path(__file__).parent)
-    libraries = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
-    shared = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
+    ours = f"{Path(__file__).parent}{os.sep}"
     frames = traceback.extract_tb(error.__traceback__)
     others = [each for each in frames if not each.filename.startswith((ours, "<"))]
-    own = [each for each in others if not each.filename.startswith(libraries)]
-    return [each for each in own if not any(name in each.filename for name in shared)], others
+    return [each for each in others if not _is_of_a_library(each.filename)], others
+
+
+def _is_of_a_library(file: str) -> bool:
+    """Whether a file came with Python or with a package, wherever that was installed."""
+    folders = {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
+    if file.startswith(tuple(f"{folder}{os.sep}" for folder in folders)):
+        return True
+    if any(f"{os.sep}{name}{os.sep}" in file for name in ("site-packages", "dist-packages")):
+        return True
+    for entry in map(os.path.abspath, sys.path):  # as after `pip install --target`
+        inside = file.removeprefix(f"{entry}{os.sep}")
+        if inside != file and inside.split(os.sep)[0] in _names_installed(entry):
+            return True
+    return False
+
+
+@cache
+def _names_installed(folder: str) -> frozenset[str]:
+    """The files and folders that packages put into a folder, by the lists that they keep there."""
+    from importlib.metadata import distributions
+
+    lists = (each.read_text("RECORD") or "" for each in distributions(path=[folder]))
+    return frozenset(line.split(",")[0].split("/")[0] for text in lists for line in text.splitlines())
 
 
 def text_of_error(error: BaseException) -> str:

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile, supported_activities
 
 from mha_deploy.baselines.fresh import attention_spec, check_device, module_from_bundle
 from mha_deploy.bundle.folder import Bundle
-from mha_deploy.errors import BackendUnavailable, DeployError, nearest
+from mha_deploy.errors import BackendUnavailable, DeployError, is_user_error, nearest, text_of_error
 from mha_deploy.export.oracle import Intercept, tensors_in
 from mha_deploy.export.own_model import reopen_user_module
 from mha_deploy.model.precision import Precision
@@ -50,6 +50,13 @@ _COMPILERS = ("torch._dynamo", "torch._inductor", "triton")
 _PLACE_IN_SOURCE = " (Triggered internally"
 # Of kernels that were not requested, and headings without a reason.
 _NO_REASON = ("runtime disabled", "not used because")
+
+
+def is_refusal(error: Exception, *, compiled: bool) -> bool:
+    """Whether PyTorch has no kernel or no compiler for a layer, whoever called it."""
+    if any(words in text_of_error(error) for words in _NO_KERNEL):
+        return True
+    return compiled and type(error).__module__.startswith(_COMPILERS)
 
 
 def explain_refusal(name: str, error: Exception, warnings: Iterable[str], *, compiled: bool) -> DeployError:
@@ -420,12 +427,15 @@ class TorchRunner(GpuRunner):
         """Make one error of what PyTorch raises and of the warnings with its reasons."""
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            try:
-                with user_code(timed=False, mixed=True):
+            with user_code(timed=False, mixed=True):
+                try:
                     yield
-            except Exception as error:
-                texts = [str(warning.message) for warning in caught]
-                raise explain_refusal(self.name, error, texts, compiled=self._baseline.compiled) from error
+                except Exception as error:
+                    compiled = self._baseline.compiled
+                    if is_user_error(error) and not is_refusal(error, compiled=compiled):
+                        raise
+                    texts = [str(warning.message) for warning in caught]
+                    raise explain_refusal(self.name, error, texts, compiled=compiled) from error
 
     def _arguments(self, feeds: Arrays) -> dict[str, Tensor]:
         arguments = self._models.arguments(feeds)

@@ -1,5 +1,7 @@
 """PyTorch as a runtime: each baseline gives right answers, or says why it cannot."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -13,7 +15,7 @@ from mha_deploy.baselines.torch import (
     open_torch_runner,
 )
 from mha_deploy.bundle.cases import golden_cases
-from mha_deploy.errors import BackendUnavailable, DeployError
+from mha_deploy.errors import BackendUnavailable, DeployError, ExportError
 from mha_deploy.judge import judge_case
 from mha_deploy.runtime.timing import TimingPlan
 
@@ -108,6 +110,48 @@ def test_a_compiler_that_is_not_there_makes_the_baseline_unavailable():
     other = explain_refusal("torch 2.11 compile", RuntimeError("a\nb"), [], compiled=True)
     assert type(other) is DeployError
     assert other.got == "a"
+
+
+@pytest.fixture
+def explained(tmp_path, monkeypatch):
+    """What a runner makes of an error in a file of a user's, or of a package beside it."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "kit-1.0.dist-info").mkdir()
+    (tmp_path / "kit-1.0.dist-info/METADATA").write_text("Name: kit\nVersion: 1.0\n")
+    (tmp_path / "kit-1.0.dist-info/RECORD").write_text("kit/__init__.py,,\nkit-1.0.dist-info/METADATA,,\n")
+    files = {"user": tmp_path / "model.py", "package": tmp_path / "kit/__init__.py"}
+
+    def raised(error, by, baseline):
+        runner = object.__new__(TorchRunner)  # which needs a GPU to be made
+        runner.name, runner._baseline = f"torch {baseline}", find_baseline(baseline)
+        code = compile("def forward():\n    raise error\n", str(files[by]), "exec")
+        names = {"error": error}
+        exec(code, names)
+        runner._module, runner._torch_stream, runner._served = names["forward"], None, None
+        runner._models = SimpleNamespace(arguments=dict)
+        with pytest.raises(DeployError) as caught:
+            runner._run({})
+        return caught.value
+
+    return raised
+
+
+@pytest.mark.parametrize("by", ["user", "package"])
+def test_what_pytorch_refuses_is_no_error_of_the_model_that_called_it(explained, by):
+    from torch._inductor.exc import TritonMissing
+
+    refused = explained(RuntimeError("No available kernel. Aborting execution."), by, "sdpa-flash")
+    assert type(refused) is DeployError
+    assert "kernel" in refused.what
+    assert isinstance(explained(TritonMissing(first_useful_frame=None), by, "compile"), BackendUnavailable)
+
+
+@pytest.mark.parametrize("baseline", ["sdpa-flash", "compile"])
+def test_an_error_of_a_model_is_told_from_one_of_a_package_wherever_that_is_installed(explained, baseline):
+    own = explained(ValueError("broken"), "user", baseline)
+    assert type(own) is ExportError
+    assert "model.py:2" in own.got
+    assert type(explained(ValueError("broken"), "package", baseline)) is DeployError
 
 
 def test_an_error_of_our_own_stays_as_it_is():
