@@ -135,12 +135,12 @@ class FileRounding:
 
 def _along(scale: np.ndarray, operand: np.ndarray, axis: int) -> np.ndarray:
     """The scales of a quantization, of one number, one for each channel or one for each block."""
-    if scale.ndim == 1 and operand.ndim:
+    if scale.size == 1:
+        return scale.reshape(())
+    if scale.ndim == 1:
         shape = [1] * operand.ndim
         shape[axis] = -1
         return scale.reshape(shape)
-    if scale.ndim != operand.ndim or not scale.ndim:
-        return scale
     block = -(-operand.shape[axis] // max(scale.shape[axis], 1))
     return np.repeat(scale, block, axis).take(np.arange(operand.shape[axis]), axis)
 

@@ -129,5 +129,6 @@ def observe(model: ir.Model, cases: Iterable[GoldenCase], precision: Precision) 
                 wrong = is_wrong(mode)
                 if mode.applied:
                     (shown if wrong else hidden).append(kind)
-            found[name] = ObservedRecord(name=name, case=case.name, shown=shown, hidden=hidden)
+            if shown or hidden:  # else it did not run: it may be in a branch that was not taken
+                found[name] = ObservedRecord(name=name, case=case.name, shown=shown, hidden=hidden)
     return list(found.values())

@@ -237,6 +237,10 @@ def test_a_result_that_is_far_from_the_oracle_is_refused_with_its_error(got, rea
 
 
 QUANTIZED = "quantized = QuantizeLinear (x, scale, zero) y = DequantizeLinear (quantized, scale, zero)"
+BY_CHANNEL = """
+    quantized = QuantizeLinear <axis = 2> (x, scales, zeros)
+    y = DequantizeLinear <axis = 2> (quantized, scales, zeros)
+"""
 AROUND = {
     "int8 in opset 13": (
         QUANTIZED,
@@ -246,6 +250,7 @@ AROUND = {
         QUANTIZED,
         18,
     ),
+    "int8 by channel": (BY_CHANNEL, 18),
     "sequence": ("both = SequenceConstruct (x, x) y = SequenceAt (both, one)", 17),
     "mean and variance": ("y = MeanVarianceNormalization <axes = [2]> (x)", 17),
     "negative pads": ("y = Pad (x, pads)", 17),
@@ -256,7 +261,9 @@ ATTENTION = """
     p = Softmax <axis = -1> (s)
     z = MatMul (p, y)
 """
-CONSTANTS = "<float scale = {0.05}, int8 zero = {0}, int64 one = {1}, int64[6] pads = {0, -1, 0, 0, 1, 0}>"
+CONSTANTS = "<float scale = {0.05}, int8 zero = {0}, int64 one = {1}, int64[6] pads = {0, -1, 0, 0, 1, 0},"
+CONSTANTS += " float[16] scales = {" + ", ".join(f"{0.03 + 0.003 * i}" for i in range(16)) + "},"
+CONSTANTS += " int8[16] zeros = {" + ", ".join("0" * 16) + "}>"
 
 
 def around(operators, opset, path):

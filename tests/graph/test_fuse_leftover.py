@@ -364,14 +364,26 @@ def test_attention_inside_is_fused(name):
     np.testing.assert_allclose(run(new, feeds)[0], run(model, feeds)[0], atol=2e-5)
 
 
-def test_attention_in_a_branch_is_validated_at_the_outputs(tmp_path):
-    model = onnx.parser.parse_model(PARTS.replace("BODY", FUSED_INSIDE["a branch"]))
+@pytest.mark.parametrize("name", ["a branch", "a loop"])
+def test_attention_inside_is_validated_at_the_outputs(name, tmp_path):
+    model = onnx.parser.parse_model(PARTS.replace("BODY", FUSED_INSIDE[name]))
     file, sizes = tmp_path / "model.onnx", {"S": "1:4:6"}
     onnx.save(model, file)
     bundle = md.import_onnx(file, tmp_path / "bundle", axes=sizes, golden=("opt",), precision="fp32")
     report = md.validate(bundle, backends=("ort-cpu",), latency=False)
     assert (report.passed, len(bundle.manifest.attention)) == (True, 1)
     assert any("not measured" in note for note in report.to_dict()["notes"])
+
+
+def test_attention_in_a_branch_that_no_case_takes_is_not_verified(tmp_path):
+    body = "other = Not (c)" + FUSED_INSIDE["a branch"].replace("If (c)", "If (other)")
+    onnx.save(onnx.parser.parse_model(PARTS.replace("BODY", body)), tmp_path / "model.onnx")
+    bundle = md.import_onnx(
+        tmp_path / "model.onnx", tmp_path / "bundle", axes={"S": "1:4:6"}, golden=("opt",), precision="fp32"
+    )
+    report = md.validate(bundle, backends=("ort-cpu",), latency=False)
+    assert (report.outcome, len(bundle.manifest.attention)) == ("not verified", 1)
+    assert any("attention" in gap for gap in report.to_dict()["verdict"]["not_verified"])
 
 
 def test_in_a_function():
