@@ -80,7 +80,7 @@ def test_a_kv_cache_that_no_token_was_decoded_with_is_not_verified():
 
 
 def test_an_attention_that_no_output_shows_is_not_verified_unless_it_was_judged_itself():
-    ran = judged({"B": 4, "S": 64})
+    ran = judged(*CORNERS)
     assert words(ran, hidden=["a", "b"]) == ["attention a in e", "attention b in e"]
     inside = SimpleNamespace(verdicts=[SimpleNamespace(output="a")], cases="layers")
     both = SimpleNamespace(**{**vars(ran), "parity": (*ran.parity, inside)})
