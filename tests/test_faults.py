@@ -3,6 +3,7 @@
 import ast
 import itertools
 import json
+import os
 import random
 import signal
 import time
@@ -13,6 +14,7 @@ import pytest
 from fault_harness import assert_orderly, assert_refused, run
 
 import mha_deploy as md
+from mha_deploy.runtime.ort import OrtCpuRunner
 
 # -- Streams ---------------------------------------------------------------------------------------
 
@@ -174,6 +176,19 @@ def test_little_memory_is_an_error_or_enough(bundles, memory):
         "--in-process",
     )
     assert_orderly(run(*verb, memory=memory))
+
+
+def test_onnx_runtime_starts_no_threads_that_memory_is_too_little_for(bundles):
+    """It waits for ever for the others where it can start some of many."""
+    OrtCpuRunner(bundles("tiny-mha").model_path).close()  # what is loaded by the first is not at issue
+
+    def open_and_count():
+        before = len(os.listdir("/proc/self/task"))
+        with OrtCpuRunner(bundles("tiny-mha").model_path):
+            if len(os.listdir("/proc/self/task")) > before:
+                raise RuntimeError("a thread was started")
+
+    assert_orderly(run(open_and_count, memory=1 << 27), codes=[0])
 
 
 @pytest.mark.parametrize("seconds", [-1e9, -3600, 3600, 4e9])

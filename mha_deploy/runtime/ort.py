@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import io
 import os
+import resource
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -51,6 +52,9 @@ def session_options(ort: Any, graph: ir.Model, *, level: str) -> Any:
     options = ort.SessionOptions()
     options.graph_optimization_level = getattr(ort.GraphOptimizationLevel, f"ORT_ENABLE_{level}")
     options.log_severity_level = _SILENT
+    if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
+        # Each thread reserves memory, and a session that cannot start all of them may wait for ever.
+        options.intra_op_num_threads = options.inter_op_num_threads = 1
     folder = weights_folder(graph)
     if folder is not None:
         options.add_session_config_entry(_EXTERNAL_DATA_FOLDER, str(folder.resolve()))
