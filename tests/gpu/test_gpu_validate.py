@@ -16,7 +16,7 @@ from mha_deploy.graph.file import load_graph, save_graph
 from mha_deploy.graph.mutate import mutated
 from mha_deploy.options import EngineOptions, ValidateOptions
 from mha_deploy.report.schema import check_bench, check_report
-from mha_deploy.status import Kind
+from mha_deploy.status import Kind, Outcome
 from mha_deploy.validate.run import validate_bundle
 
 pytestmark = pytest.mark.gpu
@@ -102,7 +102,7 @@ def test_an_engine_of_another_graph_is_caught_without_latency_and_the_graph_is_n
     assert row.timing is None
     assert row.refused.kind is Kind.WRONG_RESULT
     assert report.fault.at_fault == "fusion", report.fault
-    assert [trial.passed for trial in report.fault.trials] == [True, True]
+    assert [trial.outcome for trial in report.fault.trials] == [Outcome.PASSED, Outcome.PASSED]
 
 
 def test_a_decoder_of_a_user_decodes_in_an_engine(tmp_path):
