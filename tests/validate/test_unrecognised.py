@@ -46,4 +46,4 @@ def test_an_engine_counts_them(name, fused, copied, run_cli):
     assert engine.manifest.fused_count == (fused, 2)
     unfused = [node for node in engine.manifest.verdict.nodes if node.status != "fused"]
     assert len(unfused) == 2 - fused
-    assert all("blocks." in node.node and node.reason for node in unfused)
+    assert all("blocks." in node.node and node.reasons for node in unfused)
