@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, nullcontext, suppress
+from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import Field, dataclass, field, replace
 from functools import cached_property, partial
 from inspect import Parameter, signature
@@ -770,12 +770,19 @@ class Report(SavableResult):
 
 @_with_options(options_of(ValidateOptions))
 def validate(
-    bundle: Bundle | StrPath, *, on_step: OnStep | None = None, **options: Unpack[ValidateKeywords]
+    bundle: Bundle | StrPath,
+    *,
+    runners: Sequence[Any] = (),
+    on_step: OnStep | None = None,
+    **options: Unpack[ValidateKeywords],
 ) -> Report:
     """Run the graph and the engines of a bundle against the FP64 oracle, and time them beside PyTorch.
 
     Args:
         bundle: The bundle, or its folder, with or without engines.
+        runners: What is judged in place of the bundle's own graph and engines, beside `graphs` and
+            `engine_files`: a `Runner` or a Polygraphy runner, or what else `open_runner` takes. A runner that
+            is given open stays open.
         on_step: Called as each step begins.
         options: The fields of `mha_deploy.options.ValidateOptions`.
 
@@ -790,16 +797,30 @@ def validate(
         'report.html'
     """
     settings = ValidateOptions(**options)
+    graphs, engines = (tuple(map(Path, each)) for each in (settings.graphs, settings.engine_files))
+    settings = replace(settings, graphs=graphs, engine_files=engines)
+    if settings.names and not (settings.graphs or settings.engine_files or runners):
+        what, hint = "There is nothing whose names could be mapped.", "with graphs, engine_files or runners"
+        raise DeployError(what, got=settings.names, hint=hint)
     if settings.url is None:
+        from mha_deploy.runtime.runner import Runner
         from mha_deploy.validate.run import validate_bundle
 
-        return Report(validate_bundle(_open(bundle), settings, on_step=_without_count(on_step)))
+        with ExitStack() as owned:
+            given = [
+                each if isinstance(each, Runner) else owned.enter_context(open_runner(each))
+                for each in runners
+            ]
+            steps = _without_count(on_step)
+            return Report(validate_bundle(_open(bundle), settings, on_step=steps, runners=given))
     from mha_deploy.validate.server import validate_server
 
-    elsewhere = ("backends", "engine", "latency", "sweep", "layers", "conformance", "kernels")
-    given = [name for name in (*elsewhere, "require_fused", "require_precision") if getattr(settings, name)]
-    if given:
-        what, got = "A server is judged in place of the runtimes of this machine.", ", ".join(given)
+    elsewhere = ("backends", "engine", "latency", "sweep", "layers", "conformance", "kernels", "graphs")
+    elsewhere_too = ("engine_files", "require_fused", "require_precision")
+    wrong = [name for name in (*elsewhere, *elsewhere_too) if getattr(settings, name)]
+    wrong += ["runners"] if runners else []
+    if wrong:
+        what, got = "A server is judged in place of the runtimes of this machine.", ", ".join(wrong)
         raise DeployError(what, got=f"{settings.url} and {got}", hint="one of them at a time")
     return Report(validate_server(_open(bundle), settings, on_step or _silent))
 

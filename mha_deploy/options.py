@@ -250,6 +250,24 @@ class ValidateOptions(TimedOptions):
     require_coverage: bool = option(
         False, "Fail unless every engine, profile and axis was run up to its maximum."
     )
+    graphs: Sequence[Path] = option(
+        (),
+        "Judge another ONNX export of the same model in place of the bundle's own graph and engines.",
+        "--graph",
+        metavar="FILE.onnx",
+    )
+    engine_files: Sequence[Path] = option(
+        (),
+        "Judge a TensorRT engine that anything built, such as trtexec, in place of the bundle's own.",
+        "--engine-file",
+        metavar="FILE",
+    )
+    names: Sequence[str] | Mapping[str, str] = option(
+        (),
+        "With --graph, --engine-file or a runner: its name of an input or output, and the bundle's.",
+        "--map",
+        metavar="THEIRS=OURS",
+    )
     url: str | None = option(
         None,
         "Validate a server instead of the runtimes of this machine: grpc://HOST:PORT or http://HOST:PORT, "
@@ -286,6 +304,9 @@ class ValidateKeywords(TimedKeywords, total=False):
     require_precision: bool
     require_run: bool
     require_coverage: bool
+    graphs: Sequence[Path]
+    engine_files: Sequence[Path]
+    names: Sequence[str] | Mapping[str, str]
     url: str | None
     clients: Sequence[int]
     requests: int

@@ -95,6 +95,8 @@ class Kind(Word):
     ENGINE_GONE = "engine gone"
     ENGINE_NOT_RUN = "engine not run"
     ENGINE_NOT_CONFIRMED = "engine not confirmed"
+    FOREIGN_ENGINE = "foreign engine"
+    OUTPUTS_NOT_JUDGED = "outputs not judged"
     RANGE_SHRUNK = "range shrunk"
     GRAPH_NOT_FUSED = "graph not fused"
     ENGINE_NOT_FUSED = "engine not fused"

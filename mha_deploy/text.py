@@ -225,6 +225,8 @@ def gap_text(gap: Gap) -> str:
         return f"decode steps in {gap.name}"
     if gap.kind is Kind.ATTENTION_NOT_OBSERVED:
         return f"attention {gap.attention} in {gap.name}"
+    if gap.kind is Kind.OUTPUTS_NOT_JUDGED:
+        return f"further outputs of {gap.name}"
     if gap.kind is Kind.PROBES_NOT_RUN:
         return "probe inputs"
     profile = f"profile {gap.profile} of {gap.name}"
@@ -300,6 +302,11 @@ _FINDINGS: Mapping[Kind, str | Callable[[Finding], str]] = {
     Kind.ENGINE_NOT_RUN: "engine {0.place.engine} was built and inspected, but not run: {0.detail}",
     Kind.ENGINE_NOT_CONFIRMED: "fusion and precision of engine {0.place.engine} are not verified: it did not "
     "run here, and only TensorRT can read its plan",
+    Kind.FOREIGN_ENGINE: "{0.place.engine} in engines/ has no manifest of this tool, and was skipped; judge "
+    "it with --engine-file",
+    Kind.OUTPUTS_NOT_JUDGED: lambda finding: (
+        f"{finding.place.runner} has outputs that the bundle knows nothing of: {', '.join(finding.names)}"
+    ),
     Kind.GRAPH_NOT_FUSED: _about_graph,
     Kind.ENGINE_NOT_FUSED: "engine {0.place.engine}: {0.detail}",
     Kind.ENGINE_PRECISION: "engine {0.place.engine}: {0.detail}",

@@ -365,6 +365,7 @@ def report_renderable(report: Data) -> RenderableType:
     """A report from its data: the evidence first, then the findings. The last line is the verdict."""
     model = f"{report['model']['name']} {report['model']['precision']}"
     blocks: list[RenderableType] = [Text(f"{model}, errors against the FP64 oracle", style="bold")]
+    blocks += [render(tables.subjects_table(report["subjects"]))] if report["subjects"] else []
     blocks += [parity_renderable(run) for run in report["parity"]]
     blocks += [decode_renderable(report["decode"])] if report["decode"] else []
     blocks += map(_invariance, group_by(report["invariance"], lambda check: check["backend"]))

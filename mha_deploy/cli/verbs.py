@@ -297,6 +297,7 @@ def validate(
     if got and not options["steps"]:
         problem = "--prompt and --batch have no effect without --steps."
         raise DeployError(problem, got=got, hint="add --steps 64")
+    options["names"] = parse_pairs(options["names"], "--map", "theirs=ours")
     opened = md.open_bundle(bundle)
     name = opened.manifest.spec.name
     if self_test:

@@ -7,6 +7,7 @@ import importlib.util
 import itertools
 import json
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from mha_deploy.bundle.manifest import Manifest
 from mha_deploy.engine.plugins import load_needed, other_builds, why_missing
 from mha_deploy.environment import RUNTIMES, gpus, installed_version
 from mha_deploy.errors import BackendUnavailable, BundleError, DeployError, SpecError
-from mha_deploy.files import PathPart, check_plain, read_json, read_regular
+from mha_deploy.files import PathPart, check_plain, open_regular, read_json, read_regular
 from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.rules import is_rtx_gpu
 from mha_deploy.model.spec import Axis, ModelSpec
@@ -53,7 +54,7 @@ from mha_deploy.runtime.tensorrt.engine_verdict import (
     ReasonKind,
 )
 from mha_deploy.runtime.tensorrt.kernels import Kernel, LargeTensor, kernels_from_plan
-from mha_deploy.runtime.tensorrt.versions import MODULES, load
+from mha_deploy.runtime.tensorrt.versions import MODULES, EngineError, TensorRT, load
 
 # -- The optimisation profiles of an engine ---------------------------------------------------------
 
@@ -318,7 +319,26 @@ def engines_of(bundle: Path) -> list[Engine]:
     if (folder := bundle / FOLDER).is_symlink():
         problem = "The folder of the engines is a link, and a bundle contains all of its files."
         raise BundleError(problem, got=folder, hint="remove the link, and build the engines again")
-    return [open_engine(path) for path in sorted((bundle / FOLDER).glob("*.engine"))]
+    foreign = foreign_engines(bundle)
+    return [open_engine(path) for path in sorted(folder.glob("*.engine")) if path not in foreign]
+
+
+def foreign_engines(bundle: Path) -> tuple[Path, ...]:
+    """Plans in the folder of the engines that were not built from the bundle: they have no manifest.
+
+    One whose manifest is missing, though the bundle's list has it, is not among them.
+    """
+    with suppress(OSError, ValueError, msgspec.DecodeError):
+        built = _read_ledger(bundle).built
+        plans = sorted((bundle / FOLDER).glob("*.engine"))
+        return tuple(
+            path
+            for path in plans
+            if path.stem not in built
+            and not os.path.lexists(manifest_path(path))
+            and not partial_files(manifest_path(path))
+        )
+    return ()
 
 
 LEDGER = "engines.json"
@@ -715,6 +735,35 @@ def _open_here(engine: Engine, cuda_graph: bool) -> TensorRTRunner:
         in_place=manifest.in_place,
         large_tensors=manifest.large_tensors,
     )
+
+
+def open_plan(path: Path, backend: str | None = None) -> Runner:
+    """Load a plan that anything built; by default with the TensorRT whose plans begin like it."""
+    try:
+        with open_regular(path) as file:
+            head = file.read(8)
+    except OSError as error:
+        hint = "the path of a plan, as `trtexec --saveEngine` writes it"
+        raise DeployError("The engine file cannot be read.", got=error, hint=hint) from error
+    if head[1:4] != PLAN_MAGIC:
+        problem = "The file is not a plan of TensorRT."
+        hint = "a plan as `trtexec --saveEngine` writes it; an ONNX file with --graph"
+        raise DeployError(problem, got=f"{path}, which begins with {head!r}", hint=hint)
+    rt = load(backend or (RTX if head[:1] == b"v" else "tensorrt"))
+    if first_gpu() is None:
+        hint = "validate on a machine with the GPU that it was built for"
+        raise BackendUnavailable(f"{path.name} cannot run here.", got="there is no NVIDIA GPU", hint=hint)
+    try:
+        return open_isolated(rt.backend, rt.title, _open_plan_here, rt, path, isolation.trust_code)
+    except EngineError as error:
+        raise BackendUnavailable(error.what, got=error.got, hint=error.hint) from error
+
+
+def _open_plan_here(rt: TensorRT, path: Path, host_code: bool) -> TensorRTRunner:
+    try:
+        return TensorRTRunner(rt, read_regular(path, _LARGEST_PLAN), host_code=host_code)
+    except OSError as error:
+        raise DeployError("The engine file cannot be read.", got=error, hint="another file") from error
 
 
 # -- An engine in words ----------------------------------------------------------------------------

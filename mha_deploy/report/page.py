@@ -124,6 +124,8 @@ def _range_words(node: Data) -> str:
 
 def _fusion(data: Data) -> list[Part]:
     engines, findings = data["engines"], data["verdict"]["findings"]
+    if data["subjects"]:
+        return [("table", tables.subjects_table(data["subjects"]))]
     if not engines:
         reasons = [finding["text"] for finding in findings if finding["section"] == "engine"]
         return [("text", f"No engine was built: {reasons[0]}." if reasons else "The bundle has no engine.")]

@@ -14,6 +14,7 @@ from mha_deploy.report.table import as_plain
 from mha_deploy.status import Finding, Gap, Outcome
 from mha_deploy.validate.fault import FaultReport
 from mha_deploy.validate.invariance import InvarianceCheck
+from mha_deploy.validate.subjects import SubjectRecord
 from mha_deploy.validate.verdict import REPORT_FORMAT
 
 Keys = dict[Any, str]
@@ -160,7 +161,7 @@ _OF_MODEL: Keys = {_MODEL: "model", many(_ENGINE): "engines", _LATENCY | None: "
 _JUDGED: Keys = {
     _VERDICT: "verdict", many(_PARITY): "parity", many(_HEATMAP): "heatmaps", many(_DECODE): "decode",
     many(_INVARIANCE): "invariance", _CONFORMANCE | None: "conformance", _RANGE | None: "range",
-    _FAULT | None: "fault", many(_SERVING): "serving",
+    _FAULT | None: "fault", many(_SERVING): "serving", many(SubjectRecord): "subjects",
 }  # fmt: skip
 REPORT = record({**_HEAD, **_OF_MODEL, **_JUDGED})
 BENCH = record({**_HEAD, many(record({many(_THROUGHPUT): "throughput", **_OF_MODEL})): "models"})

@@ -314,6 +314,20 @@ def invariance_table(checks: Sequence[Data]) -> Table:
     return table(title, headings, rows)
 
 
+def subjects_table(subjects: Sequence[Data]) -> Table:
+    """What was judged in place of the bundle's own graph and engines."""
+    rows: list[RawRow] = []
+    for each in subjects:
+        renamed = ", ".join(f"{theirs} is {ours}" for theirs, ours in each["names"].items())
+        types = [f"{one['tensor']}: {one['subject']}, not {one['bundle']}" for one in each["converted"]]
+        plan = each["plan"] or {"fusion": "not known", "precision": "not known"}
+        hashed = (each["sha256"] or NOTHING)[:12]
+        about = (renamed or NOTHING, ", ".join(types) or NOTHING, plan["fusion"], plan["precision"])
+        rows.append((each["name"], each["kind"], each["backend"], hashed, *about))
+    headings = ("judged", "kind", "run by", "+SHA-256", "names", "types", "fusion", "precision")
+    return table("What was judged in place of the bundle's own", headings, rows)
+
+
 def serving_table(points: Sequence[Data]) -> Table:
     """How a server did, by the number of clients."""
     rows: list[RawRow] = []

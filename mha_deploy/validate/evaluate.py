@@ -338,7 +338,8 @@ def _judge(
     try:
         got = runner.run(case.inputs)
     except DeployError as error:
-        if runtime.engine is None and not isinstance(error, RuntimeCrash):
+        given = runtime.engine is not None or runtime.is_subject
+        if not given and not isinstance(error, RuntimeCrash):
             raise
         # The engine was built for these shapes: not to run them is a verdict on it. So is a crash.
         return judge.failed_to_run(case, error.in_one_line)

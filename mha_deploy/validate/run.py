@@ -22,7 +22,7 @@ from mha_deploy.analyze.cost import (
 from mha_deploy.bundle.cases import DecodeTrace, GoldenCase, golden_cases, plan_trace
 from mha_deploy.bundle.folder import Bundle
 from mha_deploy.engine.build import lowered_opener, twin_opener
-from mha_deploy.engine.engine import gone_engines
+from mha_deploy.engine.engine import foreign_engines, gone_engines
 from mha_deploy.environment import can_import
 from mha_deploy.errors import BackendUnavailable, BundleError, DeployError
 from mha_deploy.graph.file import load_graph
@@ -32,6 +32,7 @@ from mha_deploy.options import ValidateOptions
 from mha_deploy.runtime import CPU_RUNNERS, RUNNERS, open_runner
 from mha_deploy.runtime.child import RuntimeCrash
 from mha_deploy.runtime.cuda import find_gpu, open_gpu
+from mha_deploy.runtime.runner import Runner
 from mha_deploy.runtime.timing import TimingPlan
 from mha_deploy.validate import evaluate, runtimes
 from mha_deploy.validate.conformance import conformance_table, mask_columns
@@ -41,6 +42,7 @@ from mha_deploy.validate.evaluate import Evaluation, EvaluationPlan, LatencyRow,
 from mha_deploy.validate.fault import FaultReport, OpenModel, attribute_fault, graph_at_fault, layer_parity
 from mha_deploy.validate.fp16_range import RangeReport, fp16_range
 from mha_deploy.validate.runtimes import Runtime, RuntimeFinder, Unavailable
+from mha_deploy.validate.subjects import subjects_of
 from mha_deploy.validate.verdict import ValidationRecord, are_within, conclude
 
 if TYPE_CHECKING:
@@ -61,15 +63,17 @@ def validate_bundle(
     *,
     build: Build | None = None,
     on_step: OnStep = lambda name: None,
+    runners: Sequence[Runner] = (),
 ) -> ValidationRecord:
     """Run every available runtime on the golden cases, judge the results, and time them.
 
     `build` is called once the graph is known to be right, to build an engine that is judged next. A runtime
     that was requested by name and cannot run here is an error. So is a bundle that was replaced meanwhile:
-    its graph and its cases may not belong together.
+    its graph and its cases may not belong together. `runners`, and graphs and engine files of the options,
+    are judged in place of the bundle's own.
     """
     before = bundle.state()
-    report = _Validation(bundle, options or ValidateOptions(), on_step).report(build)
+    report = _Validation(bundle, options or ValidateOptions(), on_step, runners).report(build)
     if bundle.state() != before:
         problem = "The bundle was replaced while it was validated."
         raise BundleError(problem, got=bundle.path, hint="validate it again")
@@ -89,9 +93,12 @@ def draw_cases(
 class _Validation:
     """One validation, step by step."""
 
-    def __init__(self, bundle: Bundle, options: ValidateOptions, on_step: OnStep) -> None:
+    def __init__(
+        self, bundle: Bundle, options: ValidateOptions, on_step: OnStep, runners: Sequence[Runner] = ()
+    ) -> None:
         self.bundle, self.options, self.on_step = bundle, options, on_step
         self.finder = RuntimeFinder(bundle, engine=options.engine)
+        self.subjects = subjects_of(bundle, options, runners)
         self.golden = list(golden_cases(bundle))
         self.rows: list[Mapping[str, LatencyRow]] = []
         self.notes: list[str] = []
@@ -100,7 +107,9 @@ class _Validation:
     def report(self, build: Build | None) -> ValidationRecord:
         """Everything, in the order in which it is needed."""
         plan, options, manifest = self._plan(), self.options, self.bundle.manifest
-        if options.backends:
+        if self.subjects:
+            judged, baselines = self._evaluate_subjects(plan), list[Runtime]()
+        elif options.backends:
             judged, baselines = self._evaluate_named(plan), list[Runtime]()
         else:
             judged = self._evaluate_graph_and_engines(plan, build)
@@ -113,12 +122,15 @@ class _Validation:
         if options.conformance:
             columns, on_column = mask_columns(manifest.precision), lambda name: self.on_step(f"masks: {name}")
             table = conformance_table(columns, manifest.precision, on_column=on_column)
+        own = not self.subjects  # the bundle's own engines are not what was judged
         report = ValidationRecord(
             bundle=self.bundle,
             evaluations=(*compared, *judged),
             absent=(*self.finder.absent, *self.broken),
-            engines=tuple(self.finder.engines),
-            gone=gone_engines(self.bundle.path),
+            engines=tuple(self.finder.engines) if own else (),
+            gone=gone_engines(self.bundle.path) if own else (),
+            foreign=tuple(path.stem for path in foreign_engines(self.bundle.path)) if own else (),
+            subjects=tuple(each.record for each in self.subjects if each.record is not None),
             points=evaluate.latency_points(plan.timed, rows, self.bundle) if rows else (),
             ranges=ranges,
             conformance=table,
@@ -236,6 +248,11 @@ class _Validation:
 
     # -- which runtimes are evaluated -----------------------------------------------------------
 
+    def _evaluate_subjects(self, plan: EvaluationPlan) -> list[Evaluation]:
+        """What was given to be judged; one that does not fit the model, or cannot run, is an error."""
+        plan = self._with_drawn_cases(plan, ())
+        return list(filter(None, [self._try_runtime(each.runtime, plan) for each in self.subjects]))
+
     def _evaluate_named(self, plan: EvaluationPlan) -> list[Evaluation]:
         """The runtimes that were requested; one that cannot run is an error."""
         named = [self.finder.named(name) for name in dict.fromkeys(self.options.backends)]
@@ -287,7 +304,8 @@ class _Validation:
 
     def _evaluate(self, runtime: Runtime, plan: EvaluationPlan) -> Evaluation:
         # A graph on the CPU is checked there, not timed.
-        plan = replace(plan, timed=()) if runtime.name in CPU_RUNNERS else plan
+        on_cpu = (runtime.graph_backend or runtime.name) in CPU_RUNNERS
+        plan = replace(plan, timed=()) if on_cpu else plan
         evaluation = evaluate.evaluate(runtime, plan, self.on_step)
         if layers := self._layer_parity(runtime) if plan.cases else None:
             evaluation = replace(evaluation, parity=(*evaluation.parity, layers))
@@ -325,7 +343,7 @@ class _Validation:
 
     def _measure_ranges(self) -> RangeReport | None:
         """How near FP16's limit attention comes; None for a module without any attention node."""
-        if not self.bundle.manifest.attention:
+        if not self.bundle.manifest.attention or self.subjects:  # which need not compute it in these types
             return None
         self.on_step("FP16 range")
         try:

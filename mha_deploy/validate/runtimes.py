@@ -85,6 +85,8 @@ class Runtime:
     family: str  # whose it is: `pytorch`, `onnxruntime`, `tensorrt` or `onnx`
     open: Callable[[], Runner]  # loads it; raises `DeployError` where it cannot run
     engine: Engine | None = None  # the engine, where it is one
+    graph_backend: str = ""  # what runs a graph of somebody else's; default: its name
+    is_subject: bool = False  # whether it was given to be judged: not to run a case is then a verdict on it
 
     def accumulation(self, precision: Precision) -> tuple[str, str]:
         """The type that its GEMMs may accumulate in, which sets the budget, and how that is known."""
@@ -94,8 +96,8 @@ class Runtime:
             if self.family == PYTORCH:
                 return "fp32", "PyTorch accumulates in FP32"
             try:
-                if self.name in RUNNERS:
-                    return _measured_accumulation(self.name)
+                if (backend := self.graph_backend or self.name) in RUNNERS:
+                    return _measured_accumulation(backend)
             except DeployError:  # opening it reports why
                 pass
             return "fp16", f"what is behind {self.name} is not known"

@@ -20,6 +20,7 @@ from mha_deploy.judge import OutputVerdict
 from mha_deploy.model.spec import Axis
 from mha_deploy.options import ValidateOptions
 from mha_deploy.runtime.cuda import find_gpu
+from mha_deploy.runtime.tensorrt.engine_verdict import FusionStatus, PrecisionStatus
 from mha_deploy.status import Finding, Gap, Kind, Outcome, Place, Section, Severity
 from mha_deploy.text import finding_text, gap_text, group_by, without_numbers
 from mha_deploy.validate.conformance import ConformanceTable
@@ -27,6 +28,7 @@ from mha_deploy.validate.evaluate import Evaluation, LatencyPoint
 from mha_deploy.validate.fault import LAYERS, FaultReport
 from mha_deploy.validate.fp16_range import RangeReport
 from mha_deploy.validate.runtimes import TENSORRT, Unavailable
+from mha_deploy.validate.subjects import SubjectRecord
 
 REPORT_FORMAT = 4
 """The format of report.json; readers refuse any other."""
@@ -47,6 +49,8 @@ class ValidationRecord:
     notes: tuple[str, ...] = ()  # what a reader should know besides
     serving: tuple[Mapping[str, Any], ...] = ()  # how a server did under load, as in report.json
     gone: tuple[str, ...] = ()  # engines that were built from the bundle and are no longer there
+    foreign: tuple[str, ...] = ()  # plans among the engines that were not built from the bundle
+    subjects: tuple[SubjectRecord, ...] = ()  # what was judged in place of the bundle's graph and engines
     findings: tuple[Finding, ...] = ()  # what is wrong, not covered, or worth knowing
     headline: str = ""  # the verdict in one line
     not_verified: tuple[Gap, ...] = ()  # what was not run: engines, profiles, sizes
@@ -61,7 +65,12 @@ class ValidationRecord:
         parts = [each.outcome for each in self.evaluations if each.parity or each.decode_reports]
         parts += [Outcome.FAILED for each in self.findings if each.level is Severity.FAILURE]
         parts += [Outcome.NOT_VERIFIED for each in self.findings if each.kind in _UNVERIFIED]
-        expected = self.engines or self.gone or any(gap.kind is Kind.NOT_RUN for gap in self.not_verified)
+        expected = (
+            self.engines
+            or self.gone
+            or self.foreign
+            or any(gap.kind is Kind.NOT_RUN for gap in self.not_verified)
+        )
         if any(gap.kind is Kind.ATTENTION_NOT_OBSERVED for gap in self.not_verified):
             parts.append(Outcome.NOT_VERIFIED)
         if not judged or (expected and not any(_is_deployed(each) for each in judged)):
@@ -95,6 +104,7 @@ class ValidationRecord:
             "fault": self.fault and self.fault.to_dict(),
             "engines": engines_to_dict(self.engines, self.absent, self.evaluations),
             "latency": latency_to_dict(self.points),
+            "subjects": msgspec.to_builtins(self.subjects),
             "serving": list(self.serving),
             "notes": [*(each.sentence for each in self.absent), *self.notes],
         }
@@ -206,13 +216,17 @@ def conclude(
     if not report.serving:  # which sizes and nodes a server has is its own
         manifest = report.bundle.manifest
         hidden = [each.name for each in manifest.observed if each.hidden]
-        missing = find_uncovered(judged, report.engines, manifest.spec.axes, report.gone, hidden)
+        gone = (*report.gone, *report.foreign)
+        missing = find_uncovered(judged, report.engines, manifest.spec.axes, gone, hidden)
+        more = [each.name for each in report.subjects if each.not_judged]
+        gaps = [Gap(kind=Kind.OUTPUTS_NOT_JUDGED, name=name) for name in more]
+        missing += tuple(msgspec.structs.replace(gap, text=gap_text(gap)) for gap in gaps)
         if options.probe is not False and judged and not any(_is_probed(each) for each in judged):
             gap = Gap(kind=Kind.PROBES_NOT_RUN)
             missing = (*missing, msgspec.structs.replace(gap, text=gap_text(gap)))
         found = [
             *shrunk_findings(manifest),
-            *unfused_findings(manifest, options),
+            *(() if report.subjects else unfused_findings(manifest, options)),
             *found,
             *coverage_findings(missing, options),
         ]
@@ -374,9 +388,9 @@ def _headline(report: ValidationRecord, evaluations: Sequence[Evaluation], missi
         names = ", ".join(engine.path.stem for engine in not_run)
         parts += [f"engine {names} built and inspected, NOT RUN"] if names else []
         parts += [f"engine {', '.join(report.gone)} NOT HERE"] if report.gone else []
-    elif not report.engines and not report.serving:
+    elif not report.engines and not report.serving and not report.subjects:
         parts.append("no engine")
-    if not report.engines:  # an engine counts the attentions itself
+    if not report.engines and not report.subjects:  # an engine counts the attentions itself
         parts += [finding.text for finding in report.findings if finding.section is Section.FUSION]
     for engine in [each.runtime.engine for each in ran] or not_run:
         if engine is not None and not ran and not engine.is_confirmed:
@@ -452,7 +466,10 @@ def _about_engines(
     report: ValidationRecord, absent: Sequence[Unavailable], options: ValidateOptions
 ) -> Iterator[Finding]:
     engines, required = report.engines, options.require_fused or options.require_precision
-    if not engines and required:
+    yield from _about_subjects(report, options)
+    for name in report.foreign:
+        yield _found(Severity.WARNING, Section.ENGINE, Kind.FOREIGN_ENGINE, engine=name)
+    if not engines and required and not report.subjects:
         yield _found(Severity.FAILURE, Section.FUSION, Kind.NO_ENGINE)
     for name in report.gone:
         yield _found(Severity.WARNING, Section.ENGINE, Kind.ENGINE_GONE, engine=name)
@@ -479,6 +496,31 @@ def _about_engines(
         if not ran and not engine.is_confirmed:
             level = Severity.FAILURE if required else Severity.WARNING
             yield _found(level, Section.FUSION, Kind.ENGINE_NOT_CONFIRMED, engine=engine.path.stem)
+
+
+def _about_subjects(report: ValidationRecord, options: ValidateOptions) -> Iterator[Finding]:
+    """What was judged in place of the bundle's own: outputs, fusion and precision."""
+    for each in report.subjects:
+        if each.not_judged:
+            about: dict[str, Any] = {"runner": each.name, "names": each.not_judged}
+            yield _found(Severity.NOTE, Section.PARITY, Kind.OUTPUTS_NOT_JUDGED, **about)
+        fusion = FusionStatus.UNKNOWN if each.plan is None else each.plan.fusion
+        precision = PrecisionStatus.UNKNOWN if each.plan is None else each.plan.precision
+        if fusion is not FusionStatus.FUSED and (each.plan is not None or options.require_fused):
+            level = Severity.NOTE if fusion is FusionStatus.UNKNOWN else Severity.WARNING
+            level = Severity.FAILURE if options.require_fused else level
+            counted = 0 if each.plan is None else each.plan.fused_kernels
+            wanted = report.bundle.manifest.spec.attention_count
+            about = {"engine": each.name, "numbers": {"fused_kernels": counted, "attentions": wanted}}
+            detail = f"fusion: {fusion} ({counted} fused kernels, {wanted} attentions)"
+            yield _found(level, Section.FUSION, Kind.ENGINE_NOT_FUSED, detail=detail, **about)
+        verified = (PrecisionStatus.VERIFIED, PrecisionStatus.SELECTED_AT_LOAD)
+        if precision not in verified and (each.plan is not None or options.require_precision):
+            level = Severity.NOTE if precision is PrecisionStatus.UNKNOWN else Severity.WARNING
+            level = Severity.FAILURE if options.require_precision else level
+            requested = report.bundle.manifest.precision.name
+            about = {"engine": each.name, "detail": f"precision: {precision} (requested: {requested})"}
+            yield _found(level, Section.PRECISION, Kind.ENGINE_PRECISION, **about)
 
 
 def _about_range(ranges: RangeReport | None) -> Iterator[Finding]:

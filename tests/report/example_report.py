@@ -62,6 +62,7 @@ def passing():
         "fault": None,
         "engines": [engine()],
         "latency": latency(),
+        "subjects": [],
         "serving": [],
         "notes": ["Weights are random; the shares of the budget do not hang on that."],
     }

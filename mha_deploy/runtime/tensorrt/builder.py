@@ -570,8 +570,17 @@ def _kernels_by_source(
 
 def inspect_kernels(rt: TensorRT, plan: bytes, *, host_code: bool = False) -> list[Kernel]:
     """Load an engine on the GPU it was built for, and read its kernels from TensorRT's inspector."""
-    trt = rt.module
     engine, _runtime = load_engine(rt, plan, host_code=host_code)  # which must outlive the engine
+    return _inspected(rt, engine)
+
+
+def inspect_runner(runner: Any) -> tuple[list[Kernel], int]:
+    """The kernels of an engine that is loaded, and its number of profiles; runs where the engine is."""
+    rt, engine = runner.rt, runner.loaded[0]
+    return _inspected(rt, engine) if rt.can.inspector else [], int(engine.num_optimization_profiles)
+
+
+def _inspected(rt: TensorRT, engine: Any) -> list[Kernel]:
     inspector = engine.create_engine_inspector()
-    text = str(inspector.get_engine_information(trt.LayerInformationFormat.JSON))
+    text = str(inspector.get_engine_information(rt.module.LayerInformationFormat.JSON))
     return reported.kernels_from_inspector(text)
