@@ -75,6 +75,10 @@ class ExportError(DeployError):
     """The module cannot be exported as the canonical graph."""
 
 
+class NoResult(ExportError):
+    """A user's model itself gives no finite result on some inputs."""
+
+
 class BackendUnavailable(DeployError):
     """The runtime that was asked for is not installed or cannot run here."""
 

@@ -290,17 +290,6 @@ def _loud_steps(planned: PlannedTrace, feeds: Mapping[str, Tensor]) -> dict[str,
     return {**feeds, "x": x}
 
 
-def module_probe(spec: ModelSpec, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The inputs of a module, with large tokens in what may be hidden states: float [B, S, E]."""
-    loud = dict(inputs)
-    for tensor in spec.inputs:
-        if tensor.kind == FLOAT and len(tensor.dims) == 3 and isinstance(tensor.dims[1], str):
-            changed = loud[tensor.name].clone()
-            changed[:, _edges(changed.shape[1], changed.shape[1], None)] *= _LOUDNESS
-            loud[tensor.name] = changed
-    return loud
-
-
 # -- Fresh cases: new inputs at any sizes, with their FP64 oracle ----------------------------------
 
 _GIB = 1 << 30
@@ -334,7 +323,7 @@ class FreshCases:
             program.at(read_case(bundle, smallest), ())  # it must still be what it was
             own, tensors = manifest.precision, (*self.spec.inputs, *self.spec.outputs)
             types = {each.name: own.numpy_of(each.kind) for each in tensors} if self.spec.mixed else {}
-            self._probes = {"edges": partial(module_probe, self.spec)}
+            self._probes = {"edges": dict}
             self._capture = ModuleCapture(program.user, program.exported, own, 0, types)
 
     def case(
@@ -361,7 +350,7 @@ class FreshCases:
         self._capture.change = self._probes[probe] if probe else dict
         what = "There is no room to compute what is true at these sizes."
         no_room = DeployError(what, got=sizes_name(sizes), hint="smaller sizes")
-        planned = PlannedCase(name=name, sizes=dict(sizes), ragged=ragged, past=past)
+        planned = PlannedCase(name=name, sizes=dict(sizes), ragged=ragged, past=past, probe=probe == "edges")
         with self._drawing(seed, no_room):
             case = self._capture.capture(planned)
             if probe != "coarse" or not isinstance(self._capture, LayerCapture):

@@ -302,7 +302,7 @@ def run_explained(
             raise ExportError(what, got=got, hint=hint) from error
         got = f"{at}{failed.got}"
         hint = f"{hint}, or --precision auto if it runs in float32" if {"fp16", "bf16"} & {*types} else hint
-        raise ExportError(f"The module does not run at {where}.", got=got, hint=hint) from error
+        raise NoResult(f"The module does not run at {where}.", got=got, hint=hint) from error
 
 
 def refuse_infinite_constants(program: ExportedProgram, where: str) -> None:
@@ -326,19 +326,19 @@ def refuse_infinite_constants(program: ExportedProgram, where: str) -> None:
 
 def overflow_error(
     where: str, precision: str, *, module: nn.Module, run: Callable[[], object] | None = None, hint: str
-) -> ExportError:
+) -> NoResult:
     """The message about a result that is not finite; `run` runs the module again, to find the call."""
     if nan := _weights_with(torch.isnan, (*module.named_parameters(), *module.named_buffers())):
         helps = "weights without NaN; no precision helps"
-        return ExportError("The module's weights contain NaN.", got=nan, hint=helps)
+        return NoResult("The module's weights contain NaN.", got=nan, hint=helps)
     first = None if run is None else _first_overflow(run)
     # Not buffers: a causal mask of -inf is one.
     if not first and (infinite := _weights_with(torch.isinf, module.named_parameters())):
         what = f"The module's weights contain infinite numbers in {precision}."
         finite = "" if precision == "fp32" else f"; {hint} if rounding to {precision} made them infinite"
-        return ExportError(what, got=infinite, hint=f"finite weights{finite}")
+        return NoResult(what, got=infinite, hint=f"finite weights{finite}")
     what = f"The module itself overflows in {precision}: its own result is not finite."
-    return ExportError(what, got=where if first is None else f"{where}; first at {first}", hint=hint)
+    return NoResult(what, got=where if first is None else f"{where}; first at {first}", hint=hint)
 
 
 def _weights_with(test: Callable[[Tensor], Tensor], weights: Iterable[tuple[str, Tensor]]) -> str | None:

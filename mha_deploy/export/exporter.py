@@ -110,7 +110,6 @@ class _LayerSource(flow.Source):
         self.precision = find_precision("fp16" if options.precision == AUTO else options.precision)
         self.opset = choose_opset(layer, options.opset)
         self.notes, self.checks = [], {}
-        self.golden = flow.golden_names(self.spec)
         # Refuses what cannot be.
         plan = flow.plan_golden(self.spec, options.golden, flow.golden_budget(options))
         self.steps = 6 + len(plan.cases) + (layer.cache != "none")
@@ -254,7 +253,6 @@ _LAYERS_BYTES = 1 << 30
 class _ModuleSource(flow.Source):
     """A user's module: its program is exported, and its attentions are recognised in the graph."""
 
-    golden: tuple[str, ...] = flow.MODULE_CASES
     user: UserModule
     capture: ModuleCapture
 
@@ -269,7 +267,7 @@ class _ModuleSource(flow.Source):
         self.auto, self.opset = options.precision == AUTO, choose_opset(None, options.opset)
         self.precision = find_precision("fp16" if self.auto else options.precision)
         self.notes, self.checks = [], {}
-        self.steps = 6 + self.auto + len(options.golden or self.golden)
+        self.steps = 6 + self.auto + len(options.golden or flow.MODULE_CASES)
 
     def graph(self, folder: Path) -> ir.Model:
         options, reference, axes = self.options, self.reference, self.axes
@@ -278,9 +276,7 @@ class _ModuleSource(flow.Source):
         user = open_user_module(
             reference, precision, seed=options.seed, weights=options.weights, prefix=options.prefix, axes=axes
         )
-        if user.kv_cache:
-            self.golden = (*self.golden, LONG_PAST)
-            self.steps += 1 + (not options.golden)
+        self.steps += bool(user.kv_cache)
         self.step("ONNX graph")
         exported = export_user_module(user, opset=self.opset)
         self.shrunk = [

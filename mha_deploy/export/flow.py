@@ -5,8 +5,10 @@ PyTorch is not imported here: an ONNX file becomes a bundle without it.
 
 from __future__ import annotations
 
+import enum
 import gc
 import math
+import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -14,6 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 
 from mha_deploy.analyze import cost
@@ -41,7 +44,7 @@ from mha_deploy.bundle.manifest import (
     UnfusedRecord,
 )
 from mha_deploy.environment import versions
-from mha_deploy.errors import ExportError, SpecError, nearest
+from mha_deploy.errors import ExportError, NoResult, SpecError, nearest
 from mha_deploy.export.observe import observe
 from mha_deploy.files import PathPart
 from mha_deploy.graph.attention_node import attention_nodes, is_attention, short_dtype
@@ -60,12 +63,17 @@ from mha_deploy.runtime import plan_mixed_precision
 
 # -- Which golden cases an export gets: the corners of the axes, within a budget -------------------
 
-PROBE = "probe"
+PROBE = cost.PROBE
+MASKS, MASK_OF_ONE = "masks", "mask-of-one"
+RANDOM_SIZES = ("random-1", "random-2")
 CASES = ("min", "opt", "odd", "ragged", "large")
 CACHE_CASES = ("min", "prefill", "decode", "odd", "ragged", "large", cost.LONG_PAST)
 MODULE_CASES = ("opt", "min", "odd", "large")  # opt first: its work bounds that of the others
+ALL_CASES = (*CASES, *CACHE_CASES, PROBE, *RANDOM_SIZES, MASKS, MASK_OF_ONE)
 _RAGGED_BATCH = 4
 _RAGGED_LENGTH = 24
+_SMALL = cost.SizeLimit(gflop=2.0, gib=0.5)  # what a case of random sizes may cost
+_LOUDNESS = 4.0  # of the large tokens of a probe
 _CACHE_BYTES = 1 << 30  # of the FP64 oracle's
 
 
@@ -78,6 +86,43 @@ class PlannedCase:
     ragged: bool = False  # whether the batch elements have lengths of their own, the extreme ones included
     past: int | None = None  # valid entries of a preallocated cache in every batch element; None: drawn
     probe: bool = False  # whether some tokens are large: what a mask hides wrongly shows then
+    masks: tuple[Mask, ...] = ()  # what the boolean masks of a user's model are, by batch element, in turn
+
+    def change(self, name: str, array: np.ndarray, dims: Sequence[Dim]) -> np.ndarray:
+        """An input of a user's model, as this case has it: with large tokens, or as a mask."""
+        if self.masks and dims and is_mask(name, array.dtype.name):
+            kept = [mask.of(array.shape[-1]) for mask in self.masks]
+            if array.ndim == 1:
+                return kept[0].astype(array.dtype)
+            made = [np.broadcast_to(kept[b % len(kept)], row.shape) for b, row in enumerate(array)]
+            return np.array(made, array.dtype).reshape(array.shape)
+        at = {3: 1, 4: 2}.get(array.ndim)  # hidden states [B, S, E]; keys and values [B, Hkv, P, D]
+        if not self.probe or array.dtype.kind not in "fV" or at is None or not isinstance(dims[at], str):
+            return array
+        loud, length = array.copy(), array.shape[at]
+        edges = sorted({each for each in (0, (length - 1) // 2, length - 1) if each >= 0})
+        loud[(slice(None),) * at + (edges,)] *= np.asarray(_LOUDNESS, array.dtype)
+        return loud
+
+
+class Mask(enum.Enum):
+    """A boolean mask over positions, whichever of its two values hides them."""
+
+    TAIL = "the second half"
+    HEAD = "the first half"
+    NONE = "none"
+    ALL = "all"
+
+    def of(self, length: int) -> np.ndarray:
+        """Whether each position is kept."""
+        at = np.arange(length)
+        kept = {Mask.TAIL: at < -(-length // 2), Mask.HEAD: at >= length // 2, Mask.NONE: at >= 0}
+        return kept.get(self, at < 0)
+
+
+def is_mask(name: str, kind: str) -> bool:
+    """Whether an input of a user's model is a mask over positions: boolean, or integers of such a name."""
+    return kind == "bool" or ("mask" in name.lower() and kind.startswith(("int", "uint")))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,11 +168,18 @@ def plan_golden(
 def golden_names(spec: ModelSpec) -> tuple[str, ...]:
     """The cases that a model may have, by name."""
     if spec.layer is None:
-        return (*MODULE_CASES, cost.LONG_PAST) if spec.cached else MODULE_CASES
+        masked = any(each.dims and is_mask(each.name, each.kind) for each in spec.inputs)
+        return (
+            *MODULE_CASES,
+            PROBE,
+            *(RANDOM_SIZES if any(axis.max - axis.min > 1 for axis in spec.axes.values()) else ()),
+            *((MASKS, MASK_OF_ONE) if masked else ()),
+            *((cost.LONG_PAST,) if spec.cached else ()),
+        )
     return CASES if spec.cache == "none" else CACHE_CASES
 
 
-def refuse_unknown_case(name: str, known: Sequence[str] = (*CASES, *CACHE_CASES, PROBE)) -> None:
+def refuse_unknown_case(name: str, known: Sequence[str] = ALL_CASES) -> None:
     """Refuse a case that is neither known by name nor given by its sizes."""
     if "=" not in name and name not in known and name != "opt":
         hint = f"{nearest(name, known)} Or sizes, such as B=2,S=33."
@@ -164,6 +216,14 @@ def _plan_one(spec: ModelSpec, name: str, budget: GoldenBudget) -> PlannedCase |
         sizes = spec.parse_sizes(name)
         return PlannedCase(name=cost.sizes_name(sizes), sizes=sizes)
     refuse_unknown_case(name, (*golden_names(spec), PROBE))
+    if name in RANDOM_SIZES:
+        return PlannedCase(name=name, sizes=_inside(spec, random.Random(f"{spec.seed} {name}")))
+    if name in (MASKS, MASK_OF_ONE):
+        sizes = {axis: cost.first_allowed(each, (_RAGGED_LENGTH,)) for axis, each in spec.axes.items()}
+        batch = _RAGGED_BATCH if name == MASKS else 1
+        sizes |= {axis: cost.first_allowed(each, (batch,)) for axis, each in spec.axes.items() if axis == "B"}
+        masks = tuple(Mask) if name == MASKS else (Mask.HEAD,)
+        return PlannedCase(name=name, sizes=sizes, masks=masks)
     if name == PROBE:
         return PlannedCase(name=name, sizes=spec.sizes("opt"), probe=True)
     if name in ("min", "opt"):
@@ -196,6 +256,15 @@ def _plan_one(spec: ModelSpec, name: str, budget: GoldenBudget) -> PlannedCase |
     return single if spec.axes["S"].max == 1 else "its usual call is the shortest"
 
 
+def _inside(spec: ModelSpec, dice: random.Random) -> dict[str, int]:
+    """Random sizes from within the axes, as small as a quick case has them."""
+    sizes = {
+        name: dice.randint(min(axis.min + 1, axis.max), max(axis.max - 1, axis.min))
+        for name, axis in spec.axes.items()
+    }
+    return cost.shrunk(spec, sizes, spec.sizes("min"), _SMALL)
+
+
 def _ragged_case(spec: ModelSpec) -> PlannedCase | str:
     if spec.layer is None or (spec.layer.mask != "padding" and spec.cache != "preallocated"):
         return "the layer takes no lengths"
@@ -218,6 +287,8 @@ def _with_small_batch(spec: ModelSpec, sizes: dict[str, int]) -> dict[str, int]:
 def refuse_large_error(where: str, got: Arrays, oracle: Arrays, most: float, what: str, hint: str) -> None:
     """Refuse results with a relative error above `most`."""
     for name, expected in oracle.items():
+        if expected.dtype.kind == "f" and not np.isfinite(expected).all():
+            raise NoResult("The model's own result is not finite.", got=f"output {name} of {where}", hint=hint)
         far = f"shape {got[name].shape}, not {expected.shape}"
         if got[name].shape == expected.shape:
             off = relative_error(got[name], expected)
@@ -243,7 +314,6 @@ class Source(ABC):
     auto: bool = False  # whether its precision is chosen node by node
     opset: int
     cache: str = "none"  # the KV cache of a catalog layer
-    golden: tuple[str, ...]  # the golden cases by default
     spec: ModelSpec  # known once there is a graph, complete once the golden cases are captured
     attentions: int  # how many it computes, fused or not
     places: dict[str, str | None] | None = None  # where in the source code they are, where that is known
@@ -356,11 +426,15 @@ def export_bundle(source: Source, target: Path, on_step: OnStep) -> Bundle:
         gc.collect()  # the exporter's program holds weights in reference cycles
         source.check(folder / MODEL)
         cases, golden = list[GoldenCase](), list[GoldenEntry]()
-        names, budget = options.golden or source.golden, golden_budget(options)
+        names, budget = options.golden or golden_names(source.spec), golden_budget(options)
+        if source.spec.layer is None:
+            source.steps += len(names) - len(options.golden or MODULE_CASES)
         for planned in planned_cases(lambda: source.spec, names, budget, source.notes):
             source.step(f"golden case {planned.name}")
             name = PathPart(planned.name, "a golden case")
-            case, file = source.capture_case(planned), f"golden/{name}.safetensors"
+            case, file = _capture(source, planned), f"golden/{name}.safetensors"
+            if case is None:
+                continue
             refuse_implausible(f"golden case {case.name}", case.oracle, case.eager, source.precision)
             write_case(folder / file, case)
             cases.append(case)
@@ -396,6 +470,21 @@ def export_bundle(source: Source, target: Path, on_step: OnStep) -> Bundle:
             ),
             check=_read_all,
         )
+
+
+def _capture(source: Source, planned: PlannedCase) -> GoldenCase | None:
+    """A golden case; one of masks is left out, with a note, where the model itself has no result for them."""
+    try:
+        return source.capture_case(planned)
+    except NoResult as error:
+        if not planned.masks:
+            raise
+        partly = tuple(mask for mask in planned.masks if mask in (Mask.TAIL, Mask.HEAD))
+        if partly == planned.masks:
+            source.notes.append(f"no {planned.name} case: {error.in_one_line}")
+            return None
+        source.notes.append(f"the {planned.name} case has no full masks: {error.in_one_line}")
+        return _capture(source, replace(planned, masks=partly))
 
 
 def _read_all(bundle: Bundle) -> None:

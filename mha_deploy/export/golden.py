@@ -362,7 +362,10 @@ class ModuleCapture(Capture):
     def draw(self, planned: PlannedCase) -> Feeds:
         """Drawn by the user's own function, or after the example: the numbers that a mixed graph takes."""
         drawn = self.change(draw_user_inputs(self.user, planned.name, planned.sizes, self.seed))
-        taken = self.as_stored(arrays_of(drawn))
+        taken = {
+            key: array if self.user.inputs[key].draw else planned.change(key, array, self.user.dims[key])
+            for key, array in self.as_stored(arrays_of(drawn)).items()
+        }
         return {key: tensor_from_numpy(taken[key]).to(tensor.dtype) for key, tensor in drawn.items()}
 
     def as_stored(self, results: Arrays) -> Arrays:

@@ -19,7 +19,7 @@ from mha_deploy.bundle.manifest import LayersEntry
 from mha_deploy.bundle.manifest import Source as CaseSource
 from mha_deploy.errors import BackendUnavailable, DeployError, ExportError, SpecError, nearest
 from mha_deploy.export.file_program import FileProgram, FileRounding, sample_case
-from mha_deploy.export.flow import PROBE, OnStep, PlannedCase, Source, export_bundle, refuse_large_error
+from mha_deploy.export.flow import MODULE_CASES, OnStep, PlannedCase, Source, export_bundle, refuse_large_error
 from mha_deploy.export.observe import attention_values
 from mha_deploy.graph.attention_node import short_dtype
 from mha_deploy.graph.file import load_graph, with_outputs
@@ -37,7 +37,6 @@ _NEWEST_IR = 10  # newer files only declare it: no runtime here needs what came 
 _BATCH, _LENGTH = Axis(min=1, opt=2, max=8), Axis(min=1, opt=16, max=64)
 # The file itself in its own precision is not far from its FP64 reference.
 _LARGEST_ERROR = 0.25
-_LARGE_TOKEN = 4.0  # of a probe
 _LAYERS_BYTES = 1 << 30
 
 
@@ -62,8 +61,6 @@ def bundle_from_onnx(
 class _OnnxSource(Source):
     """An ONNX file: its result in ONNX Runtime stands for the eager model, its FP64 copy is the oracle."""
 
-    golden = ("opt", "min", "odd", "large", PROBE)
-
     def __init__(
         self, path: Path, options: ExportOptions, axes: Axes, inputs: Mapping[str, np.ndarray]
     ) -> None:
@@ -86,7 +83,7 @@ class _OnnxSource(Source):
             hint = nearest(unknown[0], self._inputs)
             raise ExportError("The file has no such input.", got=unknown[0], hint=hint)
         self.dims, self.axes = _named_axes(self._inputs, axes)
-        self.steps = 6 + self.auto + len(options.golden or self.golden)
+        self.steps = 6 + self.auto + len(options.golden or MODULE_CASES)
 
     @cached_property
     def _inputs(self) -> dict[str, ir.Value]:
@@ -197,10 +194,8 @@ class _OnnxSource(Source):
             random = np.random.default_rng([seed, crc32(key.encode())])
             example = self.examples.get(key)
             array = _draw(value, shape, random) if example is None else _fit(example, shape, key)
-            if planned.probe and len(shape) == 3 and array.dtype.kind == "f":
-                last = shape[1] - 1
-                array[:, sorted({0, last // 2, last})] *= _LARGE_TOKEN
-            drawn[key] = array.astype(value.dtype.numpy())  # type: ignore[union-attr]
+            array = array.astype(value.dtype.numpy())  # type: ignore[union-attr]
+            drawn[key] = planned.change(key, array, self.dims[key])
         return drawn
 
     @cached_property

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from mha_deploy.analyze.cost import (
     LONG_PAST,
+    PROBE,
     TIMED_CASES,
     SizeLimit,
     TimedPoint,
@@ -193,7 +194,7 @@ class _Validation:
         kinds = (
             ("sweep", "the sweep", self._draw_sweep, options.sweep, bool(engines) and can_import("torch")),
             ("fresh", "fresh inputs", lambda _: self._random_cases, options.fresh > 0, False),
-            ("probe", "probe inputs", self._draw_probes, options.probe, True),
+            ("probe", "probe inputs", self._draw_probes, options.probe, bool(profiles) or not self._has_probe),
         )
         for kind, title, draw, requested, by_default in kinds:
             if not requested and not (requested is None and by_default):
@@ -216,7 +217,7 @@ class _Validation:
         self.on_step("probe inputs and their FP64 oracle")
         manifest, limit, spec = self.bundle.manifest, self._oracle_limit, self.bundle.manifest.spec
         fresh = self._fresh
-        usual, cases = usual_points(spec), list[GoldenCase]()
+        usual, cases = () if self._has_probe else usual_points(spec), list[GoldenCase]()
         corners = sweep_points(spec, profiles, limit=limit) if profiles else ()
         ends = ("max", "-long", "-keys", "largest-odd", LONG_PAST)
         for point in (*usual, *(corner for corner in corners if corner.name.endswith(ends))):
@@ -227,6 +228,13 @@ class _Validation:
                 more = {**sizes, "B": _batch_for_coarse(spec, sizes, profiles)}
                 cases.append(replace(draw(more, probe="coarse"), name=f"coarse-{point.name}"))
         return cases
+
+    @property
+    def _has_probe(self) -> bool:
+        """Whether the bundle of a user's model holds probe inputs, and others were not requested."""
+        manifest = self.bundle.manifest
+        stored = any(entry.name == PROBE for entry in manifest.golden)
+        return manifest.spec.layer is None and stored and not self.options.probe
 
     @cached_property
     def _probe_trace(self) -> list[DecodeTrace]:
