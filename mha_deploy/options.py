@@ -221,7 +221,10 @@ class ValidateOptions(TimedOptions):
         None, "Also run inputs that expose wrong masks, positions and caches. default: on"
     )
     fresh: int = option(
-        0, "Number of random cases besides those of the bundle. Needs PyTorch.", min=0, max=10**5
+        0,
+        "Number of random cases besides those of the bundle. Needs PyTorch. default: two small ones",
+        min=0,
+        max=10**5,
     )
     steps: int = option(
         0,

@@ -55,6 +55,8 @@ Build = Callable[[Evaluation], None]
 ONNX_REFERENCE = "onnx-reference"
 
 _COARSE_NUMBERS = 1 << 14  # of an output: enough to tell a part in BF16 from chance
+_INTERIOR = 2  # random sizes of each profile
+_SMALL = SizeLimit(gflop=2.0, gib=0.5)  # what one of them may cost
 _PROBE_STEPS = 8  # the decode steps with large tokens among them
 
 
@@ -180,6 +182,17 @@ class _Validation:
             cases.append(self._fresh.case(shrunk(spec, sizes, spec.sizes("min"), SizeLimit()), seed=seed))
         return cases
 
+    def _draw_random(self, profiles: Sequence[Mapping[str, Axis]]) -> list[GoldenCase]:
+        """As many cases as were requested; by default a few small ones, of sizes that nobody chose."""
+        if self.options.fresh:
+            return self._random_cases
+        self.on_step("random sizes and their FP64 oracle")
+        seed = self.options.seed
+        return [
+            self._fresh.case(sizes, seed=seed)
+            for sizes in interior_sizes(self.bundle.manifest.spec, profiles, seed=seed)
+        ]
+
     @cached_property
     def _fresh(self) -> FreshCases:
         runtimes.refuse_without_torch("of fresh inputs")
@@ -188,13 +201,15 @@ class _Validation:
         return FreshCases(self.bundle, device=runtimes.torch_device())
 
     def _with_drawn_cases(self, plan: EvaluationPlan, engines: Sequence[Runtime]) -> EvaluationPlan:
-        """Add fresh cases: those requested, and by default probes, and a sweep of the engines' profiles."""
+        """Add fresh cases: those requested; by default probes, a few sizes, and a sweep of the profiles."""
         cases, options = dict(plan.cases), self.options
         profiles = [ranges for each in engines if each.engine for ranges in each.engine.manifest.ranges]
+        drawn = bool(profiles) or not self._has_probe  # else the bundle holds them
+        any_size = None if options.probe is not False else False  # like probes, unless they are not wanted
         kinds = (
             ("sweep", "the sweep", self._draw_sweep, options.sweep, bool(engines) and can_import("torch")),
-            ("fresh", "fresh inputs", lambda _: self._random_cases, options.fresh > 0, False),
-            ("probe", "probe inputs", self._draw_probes, options.probe, bool(profiles) or not self._has_probe),
+            ("probe", "probe inputs", self._draw_probes, options.probe, drawn),
+            ("fresh", "fresh inputs", self._draw_random, options.fresh > 0 or any_size, drawn),
         )
         for kind, title, draw, requested, by_default in kinds:
             if not requested and not (requested is None and by_default):
@@ -204,7 +219,8 @@ class _Validation:
             except DeployError as error:
                 if requested:
                     raise
-                self.finder.absent.append(Unavailable(name=title, reason=error.in_one_line))
+                if all(each.reason != error.in_one_line for each in self.finder.absent):
+                    self.finder.absent.append(Unavailable(name=title, reason=error.in_one_line))
         return replace(
             plan, cases=cases, traces=[*plan.traces, *(self._probe_trace if "probe" in cases else ())]
         )
@@ -415,6 +431,25 @@ def sweep_points(
             key = (*(point.sizes[axis] for axis in spec.axes), point.past)
             points.setdefault(key, replace(point, name=prefix + point.name))
     return tuple(points.values())
+
+
+def interior_sizes(
+    spec: ModelSpec, profiles: Sequence[Mapping[str, Axis]] = (), *, seed: int = 0
+) -> list[dict[str, int]]:
+    """A few sizes from inside every profile, or the spec's axes, at random; none where nothing varies."""
+    found: list[dict[str, int]] = []
+    dice = random.Random(seed)
+    for axes in profiles or [spec.axes]:
+        for _ in range(_INTERIOR if any(axis.max - axis.min > 1 for axis in axes.values()) else 0):
+            inside = {
+                name: (min(axis.min + 1, axis.max), max(axis.max - 1, axis.min))
+                for name, axis in axes.items()
+            }
+            drawn = {name: dice.randint(*sorted(ends)) for name, ends in inside.items()}
+            sizes = shrunk(spec, drawn, {name: axis.min for name, axis in axes.items()}, _SMALL)
+            if sizes not in found:
+                found.append(sizes)
+    return found
 
 
 def _corners(spec: ModelSpec, axes: Mapping[str, Axis], limit: SizeLimit) -> dict[str, tuple[Sizes, Sizes]]:

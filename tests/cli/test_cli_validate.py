@@ -69,8 +69,8 @@ def test_a_right_bundle_passes_and_the_report_beside_it_has_every_figure(run_cli
     bundle, report = open_bundle(folder), written(folder)  # a report beside it does not change a bundle
     assert report["verdict"]["outcome"] == "passed"
     assert (report["model"]["name"], report["model"]["precision"]) == ("tiny-gqa", "fp16")
-    parity, probe = report["parity"]
-    assert probe["cases"] == "probe"
+    parity, probe, fresh = report["parity"]
+    assert (probe["cases"], fresh["cases"]) == ("probe", "fresh")
     assert [row["case"] for row in parity["verdicts"]] == [entry.name for entry in bundle.manifest.golden]
     for row, entry in zip(parity["verdicts"], bundle.manifest.golden, strict=True):
         assert set(row) == VERDICT

@@ -16,6 +16,7 @@ from mha_deploy.model.catalog import find_spec
 from mha_deploy.model.precision import PRECISIONS
 from mha_deploy.reference.inputs import tensor_from_numpy
 from mha_deploy.runtime import cpu_backend, open_runner
+from mha_deploy.validate.run import interior_sizes
 
 
 def probes(bundle, probe="edges"):
@@ -37,10 +38,12 @@ def test_a_right_graph_is_well_within_a_probe_budget(bundles, name):
                 assert max(v.share for v in judge_case(case, runner.run(case.inputs), precision)) < 0.6
 
 
-def test_validate_runs_probes_by_default_and_names_them(bundles):
-    report = md.validate(bundles("tiny-gqa"), latency=False).to_dict()
-    assert [run["cases"] for run in report["parity"]] == ["golden", "probe"]
+def test_validate_runs_probes_and_random_sizes_by_default_and_names_them(bundles):
+    report = md.validate(bundles("tiny-gqa"), latency=False, seed=5).to_dict()
+    assert [run["cases"] for run in report["parity"]] == ["golden", "probe", "fresh"]
     assert [each["case"] for each in report["parity"][1]["verdicts"]] == ["probe-opt", "coarse-opt"]
+    wanted = interior_sizes(bundles("tiny-gqa").manifest.spec, seed=5)
+    assert [each["sizes"] for each in report["parity"][2]["verdicts"]] == wanted
     without = md.validate(bundles("tiny-gqa"), latency=False, probe=False).to_dict()
     assert [run["cases"] for run in without["parity"]] == ["golden"]
 

@@ -6,7 +6,7 @@ from mha_deploy.analyze.cost import SizeLimit, odd_sizes, shrunk, usual_points
 from mha_deploy.model.catalog import catalog_names, find_spec
 from mha_deploy.model.spec import Axis
 from mha_deploy.validate.bench import bench_points
-from mha_deploy.validate.run import sweep_points
+from mha_deploy.validate.run import interior_sizes, sweep_points
 
 MHA, CROSS, LLAMA = find_spec("tiny-mha"), find_spec("tiny-cross"), find_spec("llama-3-8b")
 DYNAMIC, PREALLOCATED = find_spec("tiny-dynamic"), find_spec("tiny-preallocated")
@@ -75,6 +75,19 @@ def test_every_profile_is_tried_and_shared_corners_once():
     for point in plan:
         profile = profiles[int(point.name.split("-")[1])]
         assert all(profile[axis].min <= size <= profile[axis].max for axis, size in point.sizes.items())
+
+
+@pytest.mark.parametrize("spec", [MHA, CROSS, DYNAMIC, PREALLOCATED, LLAMA], ids=lambda spec: spec.name)
+def test_random_sizes_are_inside_the_axes_and_follow_the_seed(spec):
+    drawn = [interior_sizes(spec, seed=seed) for seed in range(8)]
+    assert drawn[3] == interior_sizes(spec, seed=3)
+    assert len({tuple(each.items()) for sizes in drawn for each in sizes}) > 8
+    for sizes in (each for found in drawn for each in found):
+        spec.check_sizes(sizes)
+    profile = ranges(B="1:1:2", S="8:8:16") | {
+        name: spec.axes[name] for name in spec.axes if name not in "BS"
+    }
+    assert all(8 < each["S"] < 16 for each in interior_sizes(spec, [profile]))
 
 
 # -- odd lengths -------------------------------------------------------------------------------
