@@ -27,7 +27,7 @@ from mha_deploy.export.oracle import Float64, Intercept, run_in_float64, run_pro
 from mha_deploy.export.own_model import reopen_user_module
 from mha_deploy.graph.file import load_graph
 from mha_deploy.model.precision import find_precision
-from mha_deploy.model.spec import FLOAT, AttentionSpec, ModelSpec
+from mha_deploy.model.spec import AttentionSpec
 from mha_deploy.reference import build_module
 from mha_deploy.reference.attention import Attention, causal_mask, split_heads
 from mha_deploy.reference.inputs import tensor_from_numpy, to_numpy

@@ -22,7 +22,7 @@ from torch.fx import Node
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils._sympy.functions import Min, MinMaxBase
 
-from mha_deploy.errors import DeployError, ExportError
+from mha_deploy.errors import DeployError, ExportError, NoResult
 from mha_deploy.export import oracle
 from mha_deploy.export.axes import TORCH_NAME
 from mha_deploy.export.oracle import Intercept, run_module, swapped, tensors_in

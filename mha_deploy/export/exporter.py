@@ -13,7 +13,6 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 import torch
 
-from mha_deploy.analyze.cost import LONG_PAST
 from mha_deploy.bundle.cases import Arrays, GoldenCase, pack_baselines, write_arrays
 from mha_deploy.bundle.folder import Bundle, sha256
 from mha_deploy.bundle.manifest import LayersEntry, ShrunkRange

@@ -288,7 +288,9 @@ def refuse_large_error(where: str, got: Arrays, oracle: Arrays, most: float, wha
     """Refuse results with a relative error above `most`."""
     for name, expected in oracle.items():
         if expected.dtype.kind == "f" and not np.isfinite(expected).all():
-            raise NoResult("The model's own result is not finite.", got=f"output {name} of {where}", hint=hint)
+            raise NoResult(
+                "The model's own result is not finite.", got=f"output {name} of {where}", hint=hint
+            )
         far = f"shape {got[name].shape}, not {expected.shape}"
         if got[name].shape == expected.shape:
             off = relative_error(got[name], expected)

@@ -19,7 +19,14 @@ from mha_deploy.bundle.manifest import LayersEntry
 from mha_deploy.bundle.manifest import Source as CaseSource
 from mha_deploy.errors import BackendUnavailable, DeployError, ExportError, SpecError, nearest
 from mha_deploy.export.file_program import FileProgram, FileRounding, sample_case
-from mha_deploy.export.flow import MODULE_CASES, OnStep, PlannedCase, Source, export_bundle, refuse_large_error
+from mha_deploy.export.flow import (
+    MODULE_CASES,
+    OnStep,
+    PlannedCase,
+    Source,
+    export_bundle,
+    refuse_large_error,
+)
 from mha_deploy.export.observe import attention_values
 from mha_deploy.graph.attention_node import short_dtype
 from mha_deploy.graph.file import load_graph, with_outputs
