@@ -221,7 +221,8 @@ def _plan_one(spec: ModelSpec, name: str, budget: GoldenBudget) -> PlannedCase |
     if name in (MASKS, MASK_OF_ONE):
         sizes = {axis: cost.first_allowed(each, (_RAGGED_LENGTH,)) for axis, each in spec.axes.items()}
         batch = _RAGGED_BATCH if name == MASKS else 1
-        sizes |= {axis: cost.first_allowed(each, (batch,)) for axis, each in spec.axes.items() if axis == "B"}
+        first = {str(tensor.dims[0]) for tensor in spec.inputs if tensor.dims} & {*spec.axes}
+        sizes |= {axis: cost.first_allowed(spec.axes[axis], (batch,)) for axis in first}
         masks = tuple(Mask) if name == MASKS else (Mask.HEAD,)
         return PlannedCase(name=name, sizes=sizes, masks=masks)
     if name == PROBE:

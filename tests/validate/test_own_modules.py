@@ -7,8 +7,10 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+import torch
 from bundle_edit import rehash
 
+import mha_deploy as md
 from mha_deploy.bundle.cases import golden_cases, read_arrays, write_arrays
 from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.engine.build import engine_from_bundle
@@ -40,15 +42,57 @@ def test_the_bundle_knows_the_module(own_bundles):
     ]
     assert [node["name"] for node in manifest.attention] == ATTENTIONS
     assert all(str(OWN) in node["place"] for node in manifest.attention)
-    assert {case.name: dict(case.sizes) for case in manifest.golden} == {
+    sizes = {case.name: dict(case.sizes) for case in manifest.golden}
+    drawn = [sizes.pop(name) for name in ("random-1", "random-2")]
+    assert all(1 < each["B"] < 8 and 1 < each["S"] < 64 for each in drawn)
+    assert sizes == {
         "opt": {"B": 4, "S": 32},
         "min": {"B": 1, "S": 1},
         "odd": {"B": 3, "S": 37},
         "large": {"B": 8, "S": 64},
+        "probe": {"B": 4, "S": 32},
+        "masks": {"B": 4, "S": 24},
+        "mask-of-one": {"B": 1, "S": 24},
     }
     # 4 rows of 32 tokens: projections of 4·64², an MLP of 4·64² more, and two matmuls of attention
     assert spec.flops == 3 * (2 * 4 * 32 * 8 * 64**2 + 4 * 4 * 32 * 32 * 64)
     assert open_bundle(own_bundles().path).manifest.spec == spec
+
+
+def test_the_masks_of_a_module_hide_tails_and_heads(own_bundles):
+    cases = {case.name: case.inputs["mask"] for case in golden_cases(own_bundles())}
+    ends = [(row[0], row[-1]) for row in cases["masks"]]  # a module that has no result for a full mask
+    assert ends == [(1, 0), (0, 1)] * 2
+    assert [(row[0], row[-1]) for row in cases["mask-of-one"]] == [(0, 1)]
+
+
+class Hiding(torch.nn.Module):
+    """Attention over the keys that a mask keeps; a query without any has no result, but for `zeros`."""
+
+    def __init__(self, zeros: bool) -> None:
+        super().__init__()
+        self.inner, self.zeros = torch.nn.Linear(16, 48), zeros
+
+    def forward(self, x, mask):
+        q, k, v = self.inner(x).view(*x.shape[:2], 3, 2, 8).permute(2, 0, 3, 1, 4)
+        scores = (q @ k.transpose(-1, -2) / 8**0.5).masked_fill(~mask[:, None, None], -torch.inf)
+        weights = scores.softmax(-1)
+        return (weights.nan_to_num(0.0) if self.zeros else weights) @ v
+
+
+@pytest.mark.parametrize("zeros", [True, False])
+def test_a_full_mask_is_left_out_where_the_module_gives_nan(tmp_path, zeros):
+    torch.manual_seed(0)
+    inputs = {
+        "x": md.Example(torch.randn(2, 6, 16), "B", "S"),
+        "mask": md.Example(torch.ones(2, 6, dtype=torch.bool), "B", "S"),
+    }
+    model = md.Deployable(module=Hiding(zeros), inputs=inputs, axes={"B": "1:2:4", "S": "1:6:24"})
+    bundle = md.export(model, tmp_path / "bundle", precision="fp16", golden=["opt", "masks"])
+    masks = next(case.inputs["mask"] for case in golden_cases(bundle) if case.name == "masks")
+    assert (not masks.any(1).all()) == zeros
+    assert any("masks" in note for note in bundle.manifest.notes) != zeros
+    assert md.validate(bundle).passed
 
 
 def judged(report):
@@ -65,9 +109,11 @@ def judged(report):
     ],
 )
 def test_the_graph_and_every_attention_are_right(own_bundles, name, precision, count):
-    report = validate_bundle(own_bundles(name, precision))
+    bundle = own_bundles(name, precision)
+    report = validate_bundle(bundle)
     assert report.passed, report.headline
-    assert f"10/10 outputs within budget, {count}/{count} attentions right" in report.headline
+    outputs = len(bundle.manifest.golden) * len(bundle.manifest.spec.outputs)
+    assert f"{outputs}/{outputs} outputs within budget, {count}/{count} attentions right" in report.headline
     layers = judged(report).parity[-1]
     assert [verdict.output for verdict in layers.verdicts] == ATTENTIONS[:count]
 

@@ -143,7 +143,7 @@ def test_fresh_cases_and_a_sweep_are_judged_on_request(bare):
     assert report.passed, report.findings
     (evaluation,) = report.evaluations
     kinds = {parity.cases: [verdict.case for verdict in parity.verdicts] for parity in evaluation.parity}
-    assert list(kinds) == ["golden", "sweep", "fresh", "probe"]
+    assert list(kinds) == ["golden", "sweep", "probe", "fresh"]
     assert {"sweep-min", "sweep-opt", "sweep-max", "sweep-odd"} <= set(kinds["sweep"])
     assert len(kinds["fresh"]) == 2
 
