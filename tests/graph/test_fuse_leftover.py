@@ -254,12 +254,14 @@ def test_every_one_is_counted_in_the_order_of_the_graph():
     assert [left.name for left in report.unfused] == names
 
 
-def test_gemm_of_matrices():
+def test_gemm_of_matrices_that_are_scaled_by_keys():
     g = Hand(shape=(S, D))
-    weights = g.op("Softmax", g.op("Gemm", "q", "k", transB=1))
-    y = g.op("Gemm", weights, "v")
-    _, report = fused(g.model(g.op("Unsqueeze", y, g.ints(0, 1))))
+    scores = g.op("Mul", g.op("Gemm", "q", "k", transB=1), g.input("factors", (1, S)))
+    y = g.op("Gemm", g.op("Softmax", scores), "v")
+    model = g.model(g.op("Unsqueeze", y, g.ints(0, 1)))
+    new, report = fused(model)
     assert (len(report.fused), len(report.unfused)) == (0, 1)
+    assert list(new.graph.node) == list(model.graph.node)
 
 
 PARTS = """

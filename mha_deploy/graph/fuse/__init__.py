@@ -31,6 +31,7 @@ from mha_deploy.graph.fuse.pattern import (
     softmax_at,
     unknown_step,
 )
+from mha_deploy.graph.fuse.spelling import Spelling
 from mha_deploy.graph.fuse.values import NoScores, NotExpressible, NotFused, from_old_opset, place_of
 from mha_deploy.graph.fuse.verify import FACTOR, Boundary, Region, compare, mask_stops
 from mha_deploy.graph.fuse.write import share_tied_weights
@@ -146,6 +147,7 @@ class _Fusion:
         # Why a structure is left as it was, or what differs on purpose.
         self._compared: dict[str, NotFused | tuple[str, ...]] = {}
         self.report, self.renamed = FuseReport(), False
+        self._spelling = Spelling(model, self._free_prefix("respelled"))
         self._obstacle = values.why_opset_stays(model)
 
     def run(self) -> None:
@@ -164,9 +166,15 @@ class _Fusion:
                     self._fuse(softmax)
                 except NotFused as error:
                     refusals[node] = error
+        self._spelling.restore()
         self._model.graph.sort()  # what uses the weights, or shares the mask, stands before the matmul with V
         left = Leftovers(self._model.graph)
-        refusals = {node: each for node, each in refusals.items() if node not in left.features}
+        refusals = {
+            own: each
+            for node, each in refusals.items()
+            for own in self._spelling.nodes_in_file(node)
+            if own not in left.features and (own is node or own in left.found)
+        }
         for node, why in left.found.items():
             if isinstance(refusals.get(node), NoScores | None):
                 refusals[node] = why or _explain(node)
@@ -186,7 +194,7 @@ class _Fusion:
             raise self._obstacle
         with _failures_as_refusals():
             pattern = Pattern(softmax)
-            border = _boundary(pattern)
+            border = _boundary(pattern, self._spelling)
         builder = NodeBuilder(self._free_prefix(values.module_of(softmax.node)))
         old = [pattern.last.node.outputs[0], *([pattern.weights.value] if pattern.weights else [])]
         with self._discarded_on_failure(builder):
@@ -216,12 +224,13 @@ class _Fusion:
         """What new nodes compute differently on purpose; refused where they do not compute the same."""
         if not self._verify:
             return ()
-        region = Region(old, border)
+        region = Region(old, border, self._spelling, in_file=True)
         if region.key not in self._compared:
             try:
                 with _failures_as_refusals():
                     opset = self._model.opset_imports.get("", 1)
-                    filled = compare(region, Region(new, border), border, opset)
+                    other = Region(new, border, self._spelling, in_file=False)
+                    filled = compare(region, other, border, opset)
                     self._compared[region.key] = (FULLY_MASKED,) if filled else ()
             except NotFused as refusal:
                 self._compared[region.key] = refusal
@@ -329,13 +338,13 @@ def _explain(node: ir.Node) -> NotFused:
     return NotFused("It was not recognised.")
 
 
-def _boundary(pattern: Pattern) -> Boundary:
+def _boundary(pattern: Pattern, spelling: Spelling) -> Boundary:
     """What is drawn to compare an attention with its original: Q, K, V and the masks."""
     terms, scores = pattern.masking.terms, pattern.scores
     dims = dict[ir.Value, tuple[int | str, ...]]()
     for each in (pattern.q, pattern.k, pattern.v, *terms, *scores.multipliers):
         if known := values.sizes_of(each.value):
-            dims[each.value] = tuple(
+            dims[spelling.original(each.value)] = tuple(
                 pattern.size(axis) if size is None or GENERATED in str(size) else size
                 for axis, size in zip(each.axes[-len(known) :], known, strict=True)
             )
@@ -344,4 +353,4 @@ def _boundary(pattern: Pattern) -> Boundary:
     drawn = mask_stops([*(term.value for term in terms), *([scores.sink.value] if scores.sink else [])])
     drawn |= {pattern.q.value: spread, pattern.k.value: spread, pattern.v.value: 1.0}
     drawn |= dict.fromkeys((each.value for each in scores.multipliers), FACTOR)
-    return Boundary(drawn=drawn, dims=dims)
+    return Boundary(drawn=spelling.in_file(drawn), dims=dims)

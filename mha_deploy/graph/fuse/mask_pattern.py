@@ -13,6 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from mha_deploy.graph.fuse.values import (
+    RANDOM,
     NotExpressible,
     NotFused,
     Size,
@@ -33,6 +34,44 @@ Axes = tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
+class Multiplier:
+    """A tensor that the scores are multiplied with, the same for all keys."""
+
+    value: ir.Value  # the tensor
+    axes: Axes  # the axes of the scores there; the tensor is aligned to the last of them
+    divides: bool  # whether the scores are divided by it
+
+    def bounds(self) -> tuple[float, float] | None:
+        """The smallest and the largest number that it multiplies with, where it is certainly positive."""
+        array = array_of(self.value)
+        if array is None:
+            return (1.0, 1.0) if _is_positive(self.value) else None
+        low, high = float(array.min(initial=math.inf)), float(array.max(initial=0.0))
+        if not 0.0 < low <= high < math.inf:
+            return None
+        return (1.0 / high, 1.0 / low) if self.divides else (low, high)
+
+
+@walk
+def _is_positive(value: ir.Value, depth: int) -> bool:
+    """Whether all numbers of a tensor are certainly positive."""
+    array, node = array_of(value), value.producer()
+    if array is not None:
+        return bool((array > 0).all())
+    if node is None or node.domain != "":
+        return False
+    if node.op_type in ("Exp", "Softplus", "Sigmoid"):
+        return True
+    if node.op_type in ("Max", "Clip"):
+        return any(_is_positive(each, depth + 1) for each in node.inputs[:2])
+    if node.op_type in ("Mul", "Div", "Add", "Sqrt", "Reciprocal"):
+        return all(_is_positive(each, depth + 1) for each in node.inputs)
+    if node.op_type in (*_LAYOUT, "Cast", "Transpose", "Slice", "Gather"):
+        return bool(_is_positive(node.inputs[0], depth + 1))
+    return False
+
+
+@dataclass(frozen=True, kw_only=True)
 class Fill:
     """Scores that are set to one number."""
 
@@ -42,6 +81,7 @@ class Fill:
     axes: Axes  # the axes of the scores there; the condition is aligned to the last of them
     # whether it was added to the score, which it is far larger than, and not put in its place
     added: bool = False
+    times: tuple[Multiplier, ...] = ()  # what the number was multiplied with, of unknown sign
 
     @property
     def hides(self) -> bool:
@@ -52,6 +92,10 @@ class Fill:
     def is_put(self) -> bool:
         """Whether masked scores are set to a finite number."""
         return not self.hides and not self.added
+
+    def number(self, builder: NodeBuilder, dtype: ir.DataType, fill: float) -> ir.Value:
+        """The number, or another in its place, as a tensor."""
+        return multiplied(builder.constant(fill, dtype), self.times, builder)
 
     def keys(self, builder: NodeBuilder, *, shown: bool = True) -> ir.Value:
         """True for the keys that it shows, or for those that it hides."""
@@ -74,6 +118,7 @@ class Bias:
     factor: float  # the constant
     axes: Axes  # the axes of the scores there; the tensor is aligned to the last of them
     clipped: bool = False  # whether the lowest number of its type stands for all below it, -inf too
+    times: tuple[Multiplier, ...] = ()  # what it was multiplied with
 
     def scaled(self, builder: NodeBuilder, dtype: ir.DataType) -> ir.Value:
         """What it adds to the scores."""
@@ -86,6 +131,17 @@ class Bias:
 
 
 Term = Fill | Bias
+
+
+def multiplied(value: ir.Value, factors: Iterable[Multiplier], builder: NodeBuilder) -> ir.Value:
+    """A tensor times factors that are aligned to it."""
+    for each in factors:
+        kind = value.dtype or ir.DataType.FLOAT
+        value = builder.op(
+            "Div" if each.divides else "Mul", value, builder.cast(each.value, kind), name="bias"
+        )
+        value.dtype = kind
+    return value
 
 
 # -- Prove that a tensor is the causal triangle, from the nodes that compute it --------------------
@@ -128,6 +184,9 @@ def _follow(value: ir.Value, depth: int) -> _Found:
     node = value.producer()
     if node is None or node.domain != "":
         return None
+    if node.op_type == "ConstantOfShape":
+        fill = node.attributes.get("value")
+        return _from_array(np.zeros(1) if fill is None else fill.as_tensor().numpy())
     if node.op_type == "Range":
         start, _, step = (scalar_of(each) for each in node.inputs)
         return _Index(down=None) if start == 0 and step == 1 else None
@@ -217,6 +276,34 @@ def _from_elementwise(node: ir.Node, parts: list[_Found]) -> _Found:
     return Triangle(past, future) if past == same else None
 
 
+_MAX_ALIKE = 8  # nodes that are compared one behind the other
+_LARGE = 2**16  # numbers of a constant that are compared
+
+
+def same_value(one: ir.Value | None, other: ir.Value | None, depth: int = 0) -> bool:
+    """Whether two values are certainly equal: the same one, or computed in the same way from the same."""
+    if one is other:
+        return True
+    if one is None or other is None or depth > _MAX_ALIKE or one.dtype != other.dtype:
+        return False
+    left, right = array_of(one), array_of(other)
+    if left is not None and right is not None:
+        return left.size <= _LARGE and np.array_equal(left, right)
+    first, second = one.producer(), other.producer()
+    if first is None or second is None or first.domain != "" or first.op_type in RANDOM:
+        return False
+    if (first.op_type, first.domain, one.index()) != (second.op_type, second.domain, other.index()):
+        return False
+    if len(first.inputs) != len(second.inputs) or set(first.attributes) != set(second.attributes):
+        return False
+    plain = (ir.AttributeType.INT, ir.AttributeType.INTS, ir.AttributeType.FLOAT, ir.AttributeType.STRING)
+    for name, attribute in first.attributes.items():
+        if attribute.type not in plain or attribute.value != second.attributes[name].value:
+            return False
+    pairs = zip(first.inputs, second.inputs, strict=True)
+    return all(same_value(*pair, depth + 1) for pair in pairs)
+
+
 # -- Take a boolean mask apart: the conditions that all must hold, without those that always do ----
 
 _MAX_PARTS = 64  # more than any model needs; bounds the walk in a hostile file
@@ -281,7 +368,7 @@ def _plain_terms(terms: list[Term], dtype: ir.DataType) -> list[Term]:
 
 def _taken_apart(term: Term, dtype: ir.DataType, sums: int = 0) -> list[Term]:
     """An added mask, inside so many sums, as what it hides and what it adds to the rest."""
-    if isinstance(term, Fill) or term.clipped:
+    if isinstance(term, Fill) or term.clipped or any(each.bounds() is None for each in term.times):
         return [term]
     if scalar_of(term.value) == 0.0:
         return []
@@ -439,9 +526,68 @@ def decide_masking(
     return Masking(causal=at is not None, terms=tuple(rest), kind=kind, notes=notes, even=even)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Behind:
+    """Weights that are set to 0 behind the softmax."""
+
+    value: ir.Value  # a boolean tensor
+    shown: bool  # the value of the condition where the weight stays
+    axes: Axes  # the axes of the weights there; the condition is aligned to the last of them
+
+
+def hide_behind(terms: list[Term], behind: Behind, dtype: ir.DataType | None) -> list[Term]:
+    """The masks of scores whose weights are masked once more by one of them.
+
+    Where a query has another key, its weight was 0 already. A fully masked query becomes 0: the mask hides
+    its keys. What else masks scores must not reach the number of this one.
+    """
+    for term in terms:
+        mask = term
+        if isinstance(term, Bias) and not term.times and (choice := _choice(term.value)) is not None:
+            for shown, (kept, other) in ((True, choice[1:]), (False, choice[:0:-1])):
+                if kept == 0.0 and term.factor > 0:
+                    fill = other * term.factor
+                    mask = Fill(value=choice[0], shown=shown, fill=fill, axes=term.axes, added=True)
+        if isinstance(mask, Bias) or mask.times or mask.axes != behind.axes or dtype is None:
+            continue
+        if not _same_condition((mask.value, mask.shown), (behind.value, behind.shown)):
+            continue
+        others = [each for each in terms if each is not term]
+        apart = all(
+            (each.hides or each.fill > mask.fill / 2)
+            if isinstance(each, Fill)
+            else mask.hides or _is_bounded(each.value)
+            for each in others
+        )
+        if apart and mask.fill <= max(_WEAKEST_FILL, 0.99 * float(dtype.min)):
+            hidden = replace(mask, fill=-math.inf, added=False)
+            return [hidden if each is term else each for each in terms]
+    what = "The weights are masked behind the softmax, and the scores are not masked in the same way."
+    raise NotExpressible(what, got=behind.value.name)
+
+
+def _same_condition(one: tuple[ir.Value, bool], other: tuple[ir.Value, bool]) -> bool:
+    """Whether two conditions certainly have given values in the same places."""
+    (first, second), (third, fourth) = map(_without_not, (one, other))
+    return second == fourth and same_value(first, third)
+
+
+def _without_not(condition: tuple[ir.Value, bool]) -> tuple[ir.Value, bool]:
+    value, shown = condition
+    for _ in range(_MAX_PARTS):
+        node = made_by(value, "Not", "Identity", "Cast")
+        inner = input_at(node, 0)
+        if node is None or inner is None or inner.dtype != ir.DataType.BOOL:
+            break
+        value, shown = inner, shown != is_op(node, "Not")
+    return value, shown
+
+
 def _needs_exact(terms: list[Term], dtype: ir.DataType) -> bool:
     """Whether fully masked queries depend on more than one finite number, so that none can stand for all."""
     finite = [term for term in terms if isinstance(term, Fill) and not term.hides]
+    if any(isinstance(term, Fill) and term.times for term in terms):
+        return True
     added = [term for term in finite if term.added]
     biases = [term for term in terms if isinstance(term, Bias)]
     if len({term.fill for term in finite}) > 1 or (added and len(finite) > 1):
@@ -486,7 +632,7 @@ def _causal_at(terms: list[Term], enough: tuple[float, float], size: Size, order
     `enough` are the largest numbers that leave a key no weight: added to its score, and in its place.
     """
     for index, term in enumerate(terms):
-        dims = sizes_of(term.value) or ()
+        dims = () if term.times else sizes_of(term.value) or ()
         square = len(dims) >= 2 and all(same_or_cut(each, size) for each in dims[-2:])
         found = triangle_of(term.value) if square and term.axes[-2:] == order else None
         if found is None:
@@ -520,7 +666,7 @@ def _float_mask(terms: Sequence[Term], builder: NodeBuilder, dtype: ir.DataType)
     zero = total = builder.constant(0.0, dtype)
     for term in reversed(terms):
         if isinstance(term, Fill):
-            number = builder.constant(-math.inf if term.hides else ABSORBING, dtype)
+            number = term.number(builder, dtype, -math.inf if term.hides else ABSORBING)
             total = term.applied(total, number, builder)
         else:
             bias = _above_lowest(term.scaled(builder, dtype), term, builder, dtype)
@@ -600,7 +746,7 @@ def _exact_mask(terms: Sequence[Term], builder: NodeBuilder, dtype: ir.DataType)
         if isinstance(term, Bias):
             total = builder.op("Add", total, term.scaled(builder, wide))
         else:
-            total = term.applied(total, builder.constant(term.fill, wide), builder)
+            total = term.applied(total, term.number(builder, wide, term.fill), builder)
     # Reductions of float16 and bfloat16 are missing in some runtimes.
     reduced = wide if wide == ir.DataType.DOUBLE else ir.DataType.FLOAT
     total = builder.op("Cast", total, to=int(reduced))
@@ -654,7 +800,7 @@ class Masks:
         if key in self._written:
             return self._written[key][:2]
         builder, zero = place.builder, None
-        terms = [replace(each, value=place.aligned(each.value, each.axes)) for each in masking.terms]
+        terms = [_aligned(each, place) for each in masking.terms]
         if masking.even:
             mask, zero = _even_mask(terms, builder)
         elif masking.exact:
@@ -672,6 +818,15 @@ class Masks:
         return mask, zero
 
 
+def _aligned(term: Term, place: Place) -> Term:
+    """A mask in the axes of Attention."""
+    value = place.aligned(term.value, term.axes)
+    times = tuple(replace(each, value=place.aligned(each.value, each.axes)) for each in term.times)
+    if isinstance(term, Bias) and times:
+        value, times = multiplied(value, times, place.builder), ()
+    return replace(term, value=value, times=times)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Place:
     """Where tensors of the scores go."""
@@ -680,12 +835,13 @@ class Place:
     sizes: Mapping[str, Size]  # the sizes of the letters of axes
     rows: tuple[ir.Value, ir.Value]  # Q and K in the layout of Attention, from which unknown sizes are read
     builder: NodeBuilder  # holds the new nodes
+    sources: Sources  # where the sizes of single letters are read from
 
     def aligned(self, value: ir.Value, axes: Axes) -> ir.Value:
         """A tensor that is aligned to the last axes of scores, as `[B or 1, H or 1, S or 1, T or 1]`."""
         kind, own = value.type, axes[len(axes) - len(sizes_of(value) or ()) :]
         if set(axes) == set(self.order):
-            value = rejoined(value, own, self.order, self.sizes, self.builder)
+            value = rejoined(value, own, self.order, self.sizes, self.builder, self.sources)
         else:
             value = self._regrouped(value, own, "".join(axes))
         value = self.builder.unsqueeze(value, HEAD_AXIS) if len(self.order) == 3 else value
@@ -699,20 +855,22 @@ class Place:
         for axis, size in zip(axes, sizes_of(value) or (), strict=True):
             whole = len(axis) == 1 or size == 1
             apart |= {letter: size if whole else self.sizes[letter] for letter in axis}
-        value = reshaped(value, axes, tuple(apart), apart, builder)
+        value = reshaped(value, axes, tuple(apart), apart, builder, self.sources)
         # What is joined with a larger axis must be copied along it before.
         joined = [axis for axis in self.order if len(axis) > 1 and any(apart[each] != 1 for each in axis)]
         full = "".join(joined)
         if any(apart[each] == 1 != self.sizes[each] for each in full):
             value = builder.expand(value, *(self._size(each) if each in full else 1 for each in apart))
             apart |= {letter: self.sizes[letter] for letter in full}
-        return rejoined(value, tuple(apart), self.order, apart, builder)
+        return rejoined(value, tuple(apart), self.order, apart, builder, self.sources)
 
     def _size(self, letter: str) -> int | ir.Value:
         """The size of a letter of the batch, at run time if need be."""
         size = self.sizes[letter]
         if isinstance(size, int):
             return size
+        if (found := self.sources.size(letter, self.builder)) is not None:
+            return found
         others = product(self.sizes[each] for each in self.order[0] if each != letter)
         if not isinstance(others, int):
             raise NotFused("The batch of a mask has several sizes that are not known.", got=size)
@@ -720,8 +878,35 @@ class Place:
         return self.builder.op("Div", whole, self.builder.ints(others), name="size")
 
 
+class Sources:
+    """Tensors from which the sizes of letters are read at run time."""
+
+    def __init__(self, tensors: Iterable[tuple[ir.Value, Axes]] = ()) -> None:
+        self._places = {
+            axis: (value, at)
+            for value, axes in tensors
+            for at, (axis, size) in enumerate(zip(axes, sizes_of(value) or (), strict=False))
+            if len(axis) == 1 and size != 1
+        }
+
+    def size(self, letters: str, builder: NodeBuilder) -> int | ir.Value | None:
+        """The size of an axis, or of some that are joined; None where nothing has them apart."""
+        if not set(letters) <= set(self._places):
+            return None
+        sizes = [builder.size(*self._places[letter]) for letter in letters]
+        if len(sizes) == 1:
+            return sizes[0]
+        tensors = map(builder.as_tensor, sizes)
+        return functools.reduce(lambda one, other: builder.op("Mul", one, other, name="size"), tensors)
+
+
 def rejoined(
-    value: ir.Value, axes: Axes, order: Axes, sizes: Mapping[str, Size], builder: NodeBuilder
+    value: ir.Value,
+    axes: Axes,
+    order: Axes,
+    sizes: Mapping[str, Size],
+    builder: NodeBuilder,
+    sources: Sources,
 ) -> ir.Value:
     """A value with its axes joined in another way and in another order."""
     own = dict(zip(axes, sizes_of(value) or (), strict=False))
@@ -734,12 +919,17 @@ def rejoined(
         return transposed(value, axes, order, builder)
     known = {letter: own.get(letter, sizes.get(letter)) for letter in "".join(axes)}
     apart, letters = tuple("".join(axes)), tuple("".join(order))
-    value = reshaped(value, axes, apart, known, builder)
-    return reshaped(transposed(value, apart, letters, builder), letters, order, known, builder)
+    value = reshaped(value, axes, apart, known, builder, sources)
+    return reshaped(transposed(value, apart, letters, builder), letters, order, known, builder, sources)
 
 
 def reshaped(
-    value: ir.Value, axes: Axes, wanted: Axes, sizes: Mapping[str, Size], builder: NodeBuilder
+    value: ir.Value,
+    axes: Axes,
+    wanted: Axes,
+    sizes: Mapping[str, Size],
+    builder: NodeBuilder,
+    sources: Sources,
 ) -> ir.Value:
     """A value with its axes taken apart or joined; their order stays."""
     if axes == wanted:
@@ -749,12 +939,14 @@ def reshaped(
     for axis, size in zip(wanted, dims, strict=True):
         if isinstance(size, int):
             given.append(size)
-        elif sum(not isinstance(each, int) for each in dims) == 1 or axis not in axes:
+        elif sum(not isinstance(each, int) for each in dims) == 1 or (axis not in axes and -1 not in given):
             given.append(-1)
-        else:
+        elif axis in axes:
             given.append(builder.op("Shape", value, start=axes.index(axis), end=axes.index(axis) + 1))
-    if given.count(-1) > 1:
-        raise NotFused("Several sizes of Q, K, V or a mask are not known.", got=dims)
+        elif (found := sources.size(axis, builder)) is not None:
+            given.append(found)
+        else:
+            raise NotFused("Several sizes of Q, K, V or a mask are not known.", got=dims)
     result = builder.reshape(value, *given)
     result.shape = ir.Shape(dims)
     result.type = value.type

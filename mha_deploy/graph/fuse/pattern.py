@@ -5,20 +5,31 @@ from __future__ import annotations
 import itertools
 import math
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import onnx_ir as ir
 
 from mha_deploy.bundle.manifest import GENERATED
-from mha_deploy.graph.fuse.mask_pattern import Axes, Bias, Fill, Term, decide_masking
+from mha_deploy.graph.fuse.mask_pattern import (
+    Axes,
+    Behind,
+    Bias,
+    Fill,
+    Multiplier,
+    Sources,
+    Term,
+    decide_masking,
+    hide_behind,
+)
 from mha_deploy.graph.fuse.values import (
     NoScores,
     NotExpressible,
     NotFused,
     Size,
     array_of,
+    factors_of,
     holds,
     product,
     quotient,
@@ -64,6 +75,10 @@ class Alphabet:
         if not any(letter in self._parts for axis in axes for letter in axis):
             return axes
         return self.resolved(tuple("".join(self._parts.get(each, each) for each in axis) for axis in axes))
+
+    def split(self, letter: str, *sizes: Size) -> None:
+        """Take an axis apart into two of these sizes."""
+        self._parts[letter] = "".join(self.new(size) for size in sizes)
 
     def regrouped(self, axes: Axes, dims: Sequence[Size] | None) -> Axes | None:
         """The axes of the same numbers in another shape; None where the sizes do not prove it."""
@@ -185,12 +200,14 @@ class Operand:
     factor: float = 1.0  # the constant that it was multiplied by
     group: int = 1  # how often each of its heads was repeated
 
-    def dim(self, letter: str) -> Size:
-        """The size of an axis; 1 for an axis that the tensor does not have."""
+    def dim(self, letters: str) -> Size:
+        """The size of an axis, or of some that are joined; 1 for an axis that the tensor does not have."""
         dims = sizes_of(self.value) or ()
-        if letter in self.axes and self.axes.index(letter) < len(dims):
-            return dims[self.axes.index(letter)]
-        return self.sizes.get(letter) if letter in "".join(self.axes) else 1
+        if letters in self.axes and self.axes.index(letters) < len(dims):
+            return dims[self.axes.index(letters)]
+        if len(letters) > 1:
+            return product(map(self.dim, letters))
+        return self.sizes.get(letters) if letters in "".join(self.axes) else 1
 
 
 def unwrap(
@@ -378,15 +395,6 @@ _MAX_STEPS = 32
 MAX_NEAR = 64  # nodes that are searched for what a message names
 
 
-@dataclass(frozen=True, kw_only=True)
-class Multiplier:
-    """A tensor that the scores are multiplied with, the same for all keys."""
-
-    value: ir.Value  # the tensor
-    axes: Axes  # the axes of the scores there; the tensor is aligned to the last of them
-    divides: bool  # whether the scores are divided by it
-
-
 class Wider(NamedTuple):
     """An axis of a mask that may be larger than that of the scores, which are then broadcast."""
 
@@ -429,7 +437,14 @@ class Scores:
         whole = self.alphabet.resolved
         return replace(
             self,
-            terms=[replace(each, axes=whole(each.axes)) for each in self.terms],
+            terms=[
+                replace(
+                    each,
+                    axes=whole(each.axes),
+                    times=tuple(replace(factor, axes=whole(factor.axes)) for factor in each.times),
+                )
+                for each in self.terms
+            ],
             multipliers=[replace(each, axes=whole(each.axes)) for each in self.multipliers],
             wider=[each._replace(axis=whole((each.axis,))[0]) for each in self.wider],
             sink=self.sink and replace(self.sink, axes=whole(self.sink.axes)),
@@ -465,8 +480,13 @@ def read_scores(softmax: Normalisation, alphabet: Alphabet) -> tuple[Scores, Mat
     raise NotFused("Too many nodes lie between the scores and the softmax.")
 
 
+_CANCELLED = ("ReduceMax", "ReduceMean", "ReduceMin", "ReduceLogSumExp")
+
+
 def _subtracted_maximum(node: ir.Node, scores: Scores) -> ir.Node | None:
     """The node that takes the scores for their maximum over the keys, where this node subtracts it from them.
+
+    The same goes for their mean.
 
     What is the same for all keys cancels in the softmax. Between the two there must be no softcap, no bound,
     no appended scores, and no masked scores that are set to a finite number: those are not shifted with it.
@@ -482,7 +502,7 @@ def _subtracted_maximum(node: ir.Node, scores: Scores) -> ir.Node | None:
             return None
         top = restored.inputs[0]
     rounded = made_by(top, "Cast")  # and computes in float32
-    reduction = made_by(top if rounded is None else rounded.inputs[0], "ReduceMax")
+    reduction = made_by(top if rounded is None else rounded.inputs[0], *_CANCELLED)
     if reduction is None or axis is None:
         return None
     if _reduced_axis(reduction, keepdims=restored is None) != axis:
@@ -584,7 +604,7 @@ def _mask(node: ir.Node, inner: ir.Value, term: Term, scores: Scores) -> ir.Valu
     if scores.softcap:
         raise NotExpressible("A mask is applied before the softcap; Attention applies it after.")
     if scores.multipliers:
-        raise NotExpressible("A mask is applied before the scores are scaled by a tensor.")
+        term = _multiplied(term, tuple(scores.multipliers))
     if scores.clipped is not None:
         if scores.terms or (isinstance(term, Bias) and term.value.dtype != scores.clipped):
             raise NotFused("Several masks are applied, or one of another type, before their sum is bounded.")
@@ -594,6 +614,15 @@ def _mask(node: ir.Node, inner: ir.Value, term: Term, scores: Scores) -> ir.Valu
             term = replace(term, fill=max(term.fill, float(scores.clipped.min)))
     scores.terms.append(term)
     return inner
+
+
+def _multiplied(term: Term, factors: tuple[Multiplier, ...]) -> Term:
+    """A mask that is applied before the scores are multiplied with tensors."""
+    bounds = [each.bounds() for each in factors]
+    if isinstance(term, Bias) or None in bounds:
+        return replace(term, times=factors)
+    weakest = math.prod(each[0] for each in bounds if each is not None)
+    return replace(term, fill=term.fill * weakest)
 
 
 def _clip(node: ir.Node, scores: Scores) -> ir.Value | None:
@@ -706,13 +735,14 @@ def comes_to_matmul(weights: ir.Value) -> bool:
 
 def _read_weights(
     softmax: Normalisation, axes: Axes, alphabet: Alphabet, sink: Sink | None
-) -> tuple[Matmul, int, bool, Operand | None]:
+) -> tuple[Matmul, int, bool, Operand | None, Behind | None]:
     """Walk from a softmax to the matmul with V: the matmul, and which operand of it the weights are.
 
-    Then whether NaN is replaced by 0, as PyTorch's attention does for fully masked queries, and the weights
-    where they are used elsewhere too.
+    Then whether NaN is replaced by 0, as PyTorch's attention does for fully masked queries, the weights
+    where they are used elsewhere too, and what masks them.
     """
     value, guarded = softmax.node.outputs[0], False
+    behind: Behind | None = None
     used: Operand | None = None
     passed = list[ir.Value]()
     for _ in range(_MAX_STEPS_WEIGHTS):
@@ -744,7 +774,7 @@ def _read_weights(
                 raise NotExpressible(what, got=", ".join(lossy))
             if sink is not None and (used is not None or sink.outer in "".join(axes)):
                 raise NotExpressible("The weights of appended scores are used.", got=value.name)
-            return read_matmul(node, alphabet, position, axes), position, guarded, used
+            return read_matmul(node, alphabet, position, axes), position, guarded, used, behind
         if is_op(node, "Transpose"):
             axes = tuple(axes[axis] for axis in perm(node))
         elif is_op(node, "Reshape", "Squeeze", "Unsqueeze") and position == 0:
@@ -760,12 +790,21 @@ def _read_weights(
             if training is not None and ((numbers := array_of(training)) is None or bool(numbers.any())):
                 what = "Dropout of the weights is active: export the module in eval mode."
                 raise NotFused(what, got=node_name(node))
+        elif is_op(node, "Where") and behind is None and used is None and (hidden := _hidden(node, position)):
+            behind = Behind(value=hidden, shown=position == 1, axes=axes)
         elif not is_op(node, "Cast", "Identity"):
             what = f"{node.op_type} stands between the softmax and the matmul with V."
             raise NotFused(what, got=node_name(node))
         passed.append(value)
         value = node.outputs[0]
     raise NotFused("Too many nodes lie between the softmax and the matmul with V.")
+
+
+def _hidden(node: ir.Node, position: int) -> ir.Value | None:
+    """The condition of a Where that sets some of the weights to 0."""
+    zero = position in (1, 2) and scalar_of(node.inputs[3 - position]) == 0.0
+    same = sizes_of(node.inputs[position]) == sizes_of(node.outputs[0])
+    return node.inputs[0] if zero and same else None
 
 
 def _without_sink(node: ir.Node, axes: Axes, sink: Sink) -> Axes:
@@ -838,14 +877,14 @@ class Letters:
 
     batch: str  # one or more letters: Attention takes them as one axis
     head: str | None  # none where the heads are part of the batch
-    query: str  # the queries
-    key: str  # the keys
+    query: str  # the queries; several letters where a Reshape takes their axis apart, as for a map of them
+    key: str  # the keys; the same
     size: str  # the size of a head of Q and K
     value_size: str  # the size of a head of V
 
     def order(self, rows: str, columns: str) -> Axes:
         """The axes of a tensor as Attention wants them."""
-        return (self.batch, *(self.head or ""), rows, columns)
+        return (self.batch, *([self.head] if self.head else []), rows, columns)
 
 
 class Pattern:
@@ -855,22 +894,34 @@ class Pattern:
         self.softmax, alphabet = softmax.node, Alphabet()
         scores, first = read_scores(softmax, alphabet)
         axes = tuple(string.ascii_letters[: (rank(softmax.source) or 0)])  # the first letters, in order
-        second, at, guarded, used = _read_weights(softmax, axes, alphabet, scores.sink)
+        second, at, guarded, used, behind = _read_weights(softmax, axes, alphabet, scores.sink)
         if scores.sink is not None:
             axes = tuple(scores.sink.inner if each == scores.sink.outer else each for each in axes)
         first, second = first.resolved(alphabet), second.resolved(alphabet)
-        letters = _letters(alphabet.resolved(axes), softmax.axis, first, second, at)
+        letters = _letters(alphabet.resolved(axes), softmax.axis, first, second, at, alphabet.sizes)
         q, k, v = _operands(first, second, letters, at, alphabet.sizes)
+        if not scores.wider and (folded := _folded_heads(q, k, v, letters)) is not None:
+            alphabet.split(letters.batch, *folded)
+            first, second = first.resolved(alphabet), second.resolved(alphabet)
+            letters = _letters(alphabet.resolved(axes), softmax.axis, first, second, at, alphabet.sizes)
+            q, k, v = _operands(first, second, letters, at, alphabet.sizes)
         if letters.head is not None and not all(
             isinstance(each.dim(letters.head), int) for each in (q, k, v)
         ):
             # Heads of an unknown number are part of the batch.
             letters = replace(letters, batch=letters.batch + letters.head, head=None)
             q, k, v = _operands(first, second, letters, at, alphabet.sizes)
+        if behind is not None:
+            if scores.sink is not None:
+                raise NotExpressible("The weights beside appended scores are masked.", got=behind.value.name)
+            axes, guarded = alphabet.resolved(behind.axes), True
+            scores = scores.resolved()
+            scores.terms = hide_behind(scores.terms, replace(behind, axes=axes), softmax.source.dtype)
         self.scores = scores.resolved()  # what lies between the first matmul and the softmax
         self.last = second  # the matmul with V, whose result is the result of attention
         self.letters = letters  # the names of the axes
         self.q, self.k, self.v = q, k, v  # as they were before scaling, transposing and repeating
+        self.sources = Sources((each.value, each.axes) for each in (q, k, v))  # where sizes are read from
         # Whether Q, K and V may have different batches, of which some are 1, and whether K may have a single
         # key where V and a mask have more.
         contracted = is_op(second.node, "MatMul")
@@ -914,35 +965,54 @@ class Pattern:
         return product(map(known, axis)) or axis
 
 
-def _letters(axes: Axes, axis: int, first: Matmul, second: Matmul, position: int) -> Letters:
+def _letters(
+    axes: Axes, axis: int, first: Matmul, second: Matmul, position: int, sizes: Mapping[str, Size]
+) -> Letters:
     """What each letter is."""
     left, right, out = ("".join(each) for each in (*first.axes, first.out))
     values, result = "".join(second.axes[1 - position]), "".join(second.out)
-    key = axes[axis]
+    keys = set(axes[axis])
     summed = {letter for letter in values if letter in "".join(axes) and letter not in result}
-    if len(key) != 1 or (key in left) == (key in right) or summed != {key}:
+    sides = [keys <= set(each) for each in (left, right)]
+    if sides[0] == sides[1] or keys & (set(left) & set(right)) or summed != keys:
         raise NotExpressible(f"The softmax runs over axis {axis}, the matmul with V sums over another.")
     shared = set(left) & set(right)
     batches = [letter for letter in out if letter in shared]
-    queries = [letter for letter in out if letter not in shared and letter != key]
+    # Axes of queries; those that are one axis of Q stay together.
+    apart = [letter for letter in out if letter not in shared and letter not in keys]
+    queries = [axis for axis in first.axes[0 if sides[1] else 1] if set(axis) <= set(apart)]
+    queries.sort(key=lambda axis: out.index(axis[0]))
     # An einsum may leave out the axis of the heads where K and V have one: like another axis of queries.
-    alone = [letter for letter in queries[:-1] if letter not in values]
-    batches, queries = batches + alone, [letter for letter in queries if letter not in alone]
-    sizes = [letter for letter in left + right if letter not in out]
+    fixed = [isinstance(product(sizes.get(each) for each in axis), int) for axis in queries]
+    at = fixed.index(False) if fixed.count(False) == 1 else len(queries) - 1
+    alone = [axis for axis in queries[:at] + queries[at + 1 :] if not set(axis) & set(values)]
+    if not batches:
+        batches, queries, alone = list("".join(queries[:-1])), queries[-1:], []
+    elif all(isinstance(sizes.get(letter), int) for axis in alone for letter in axis):
+        queries = [axis for axis in queries if axis not in alone]
+    else:  # as many queries
+        queries, alone = ["".join(queries)], []
+    heads = "".join(alone)
+    depths = [letter for letter in left + right if letter not in out]
     sizes_v = [letter for letter in values if letter not in out]
-    if set(sizes) - shared or len(set(sizes)) != 1 or not batches or len(queries) != 1 or len(sizes_v) != 1:
+    if set(depths) - shared or len(set(depths)) != 1 or len(queries) != 1 or len(sizes_v) != 1:
         raise NotFused("The two matmuls are not those of attention.", got=f"{first} and {second}")
-    wanted = {*batches, queries[0], sizes_v[0]}
-    if {*values, *alone} != {*batches, key, sizes_v[0]} or set(result) != wanted:
+    if not batches or not set(apart) <= {*batches, *queries[0], *heads}:
+        raise NotFused("The two matmuls are not those of attention.", got=f"{first} and {second}")
+    wanted, missing = {*batches, *heads, *queries[0], sizes_v[0]}, set(batches) & set(apart)
+    if {*values, *missing} != {*batches, *keys, sizes_v[0]} or set(result) != wanted:
         raise NotFused("The matmul with V is not that of attention.", got=str(second))
-    batch, head = "".join(batches[:-1]) or batches[0], batches[-1] if len(batches) > 1 else None
-    return Letters(batch=batch, head=head, query=queries[0], key=key, size=sizes[0], value_size=sizes_v[0])
+    own = [letter for letter in batches if isinstance(sizes.get(letter), int)]
+    head = heads or (None if len(batches) == 1 else own[-1] if own else batches[-1])
+    batch = "".join(letter for letter in batches if letter != head)
+    key = next((each for each in second.axes[1 - position] if set(each) == keys), axes[axis])
+    return Letters(batch=batch, head=head, query=queries[0], key=key, size=depths[0], value_size=sizes_v[0])
 
 
 def _operands(
     first: Matmul, second: Matmul, letters: Letters, position: int, sizes: Mapping[str, Size]
 ) -> tuple[Operand, Operand, Operand]:
-    at = 0 if letters.query in "".join(first.axes[0]) else 1
+    at = 0 if letters.query[0] in "".join(first.axes[0]) else 1
     sides = ((first, at), (first, 1 - at), (second, 1 - position))
     raw = [Operand(value=each.values[side], axes=each.axes[side], sizes=sizes) for each, side in sides]
     if any(sizes_of(each.value) is None for each in raw):
@@ -959,6 +1029,50 @@ def _operands(
     return q, k, v
 
 
+_MOST_HEADS = 256  # that are taken out of a batch
+
+
+def _folded_heads(q: Operand, k: Operand, v: Operand, letters: Letters) -> tuple[Size, int] | None:
+    """The size of the batch without heads, and their number, where the heads are part of it.
+
+    That they are is seen by a batch such as `8*B`, or by a Reshape before: any number that divides the batch
+    may be that of the heads.
+    """
+    size, sizes = letters.batch, {str(each.dim(letters.batch)) for each in (q, k, v)}
+    whole = q.dim(size)
+    if letters.head is not None or len(size) != 1 or len(sizes) != 1 or whole in (None, 1):
+        return None
+    if isinstance(whole, str):
+        heads = factors_of(whole)[0]
+    else:
+        before, depth = _before_reshape(q.value), q.dim(letters.size)
+        heads = next((each for each in (_heads_in(dims, whole, depth) for dims in before) if each), 1)
+    rest = quotient(whole, heads)
+    return (rest, heads) if rest is not None and 1 < heads <= _MOST_HEADS else None
+
+
+def _before_reshape(value: ir.Value) -> Iterator[list[Size]]:
+    """The sizes of a tensor before it was reshaped, as it was before any of the last steps."""
+    source: ir.Value | None = value
+    for _ in range(_MAX_STEPS_WEIGHTS):
+        node = made_by(
+            source, "Reshape", "Transpose", "Identity", "Mul", "Div", "Squeeze", "Unsqueeze", "Cast"
+        )
+        source = input_at(node, 0)
+        if node is None or source is None:
+            return
+        if is_op(node, "Reshape"):
+            yield sizes_of(source) or []
+
+
+def _heads_in(dims: list[Size], batch: int, depth: Size) -> int:
+    """The number of heads that a tensor shows which is reshaped to this batch; 0 where it shows none."""
+    if len(dims) > 3 and all(isinstance(each, int) for each in dims[:2]):
+        return int(dims[1] or 0) if product(dims[:2]) == batch else 0
+    heads = quotient(dims[-1], depth) if dims else None
+    return heads if isinstance(heads, int) and heads > 1 and batch % heads == 0 else 0
+
+
 def _check_sizes(
     q: Operand, k: Operand, v: Operand, letters: Letters, wider: Sequence[Wider], contracted: bool
 ) -> tuple[bool, bool]:
@@ -970,8 +1084,13 @@ def _check_sizes(
     single = not same_size(*lengths) and any(each.axis == letters.key for each in wider)
     sizes = {letter: [each.dim(letter) for each in (q, k, v)] for letter in letters.batch}
     apart = not all(same_size(each[0], other) for each in sizes.values() for other in each[1:])
-    # One axis of the batch can be broadcast: that is what the matmuls do.
-    if (apart or any(each.axis in letters.batch for each in wider)) and len(letters.batch) > 1:
+    # One axis of the batch can be broadcast: that is what the matmuls do. Of several, those that are 1 can.
+    unequal = any(
+        not same_size(one, other) and 1 not in (one, other)
+        for each in sizes.values()
+        for one, other in itertools.combinations(each, 2)
+    )
+    if (unequal or any(each.axis in letters.batch for each in wider)) and len(letters.batch) > 1:
         got = "; ".join(", ".join(map(str, each)) for each in sizes.values())
         raise NotFused("Q, K, V and the mask have different batches.", got=got)
     if any(each.axis not in (*letters.batch, letters.query, letters.key) for each in wider):

@@ -343,7 +343,7 @@ def product(sizes: Iterable[Size]) -> Size:
     for size in sizes:
         if size is None:
             return None
-        more, others = _factors(size)
+        more, others = factors_of(size)
         number, names = number * more, names + others
     return _text(number, names)
 
@@ -352,8 +352,8 @@ def quotient(size: Size, divisor: Size) -> Size:
     """A size divided by another; None where it is not certainly whole."""
     if size is None or divisor is None:
         return None
-    number, names = _factors(size)
-    by, others = _factors(divisor)
+    number, names = factors_of(size)
+    by, others = factors_of(divisor)
     left = Counter(names)
     left.subtract(others)
     if not by or number % by or min(left.values(), default=0) < 0:
@@ -361,7 +361,8 @@ def quotient(size: Size, divisor: Size) -> Size:
     return _text(number // by, list(left.elements()))
 
 
-def _factors(size: int | str) -> tuple[int, list[str]]:
+def factors_of(size: int | str) -> tuple[int, list[str]]:
+    """The number and the names that a size is the product of."""
     if isinstance(size, int):
         return size, []
     parts = [part.strip("()") for part in size.split("*")] if _FACTORS.fullmatch(size) else [size]

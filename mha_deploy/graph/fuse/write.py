@@ -11,11 +11,13 @@ from mha_deploy.graph.attention_node import MASK, NONPAD_KV_SEQLEN, PAST_KEY, At
 from mha_deploy.graph.fuse.mask_pattern import (
     GUARDED,
     HEAD_AXIS,
+    Axes,
     Bias,
     Fill,
     Masking,
     Masks,
     Place,
+    Sources,
     Term,
     decide_masking,
     has_lowest,
@@ -36,7 +38,9 @@ def write_attention(pattern: Pattern, builder: NodeBuilder, masks: Masks) -> lis
     dtype = pattern.q.value.dtype or ir.DataType.FLOAT
     scores = letters.order(letters.query, letters.key)
     q, k, v = (
-        rejoined(each.value, each.axes, letters.order(*order), each.sizes, builder)
+        rejoined(
+            *_spread(pattern, each, builder), letters.order(*order), each.sizes, builder, pattern.sources
+        )
         for each, order in (
             (pattern.q, (letters.query, letters.size)),
             (pattern.k, (letters.key, letters.size)),
@@ -44,7 +48,7 @@ def write_attention(pattern: Pattern, builder: NodeBuilder, masks: Masks) -> lis
         )
     )
     q, k, v = _broadcast(pattern, (q, k, v), builder)
-    place = Place(order=scores, sizes=pattern.q.sizes, rows=(q, k), builder=builder)
+    place = Place(order=scores, sizes=pattern.q.sizes, rows=(q, k), builder=builder, sources=pattern.sources)
     sink = pattern.scores.sink
     mask, zero = masks.write(pattern.masking, place, dtype, pattern.sizes, pattern.last.node.graph)
     if sink is not None:
@@ -90,7 +94,7 @@ def write_attention(pattern: Pattern, builder: NodeBuilder, masks: Masks) -> lis
         if dtype == ir.DataType.DOUBLE and GUARDED in pattern.masking.notes:
             # Kernels give 0 for a fully masked query; float64 has none, and its definition gives NaN.
             value = builder.op("Where", builder.op("IsNaN", value), builder.constant(0.0, dtype), value)
-        found.append(rejoined(value, order, wanted, pattern.q.sizes, builder))
+        found.append(rejoined(value, order, wanted, pattern.q.sizes, builder, pattern.sources))
     return found
 
 
@@ -107,13 +111,42 @@ def _with_sink(sink: Sink, mask: ir.Value | None, place: Place, dtype: ir.DataTy
     return builder.op("Concat", mask, builder.op("Expand", own, queries), axis=-1, name="mask")
 
 
+def _spread(pattern: Pattern, operand: Operand, builder: NodeBuilder) -> tuple[ir.Value, Axes]:
+    """Q, K or V copied along the axes of a batch of several that only the others have, and its axes."""
+    batch, value, axes = pattern.letters.batch, operand.value, operand.axes
+    if len(batch) == 1:
+        return value, axes
+    operands = (pattern.q, pattern.k, pattern.v)
+    thin = [
+        letter
+        for letter in batch
+        if operand.dim(letter) == 1 and any(each.dim(letter) != 1 for each in operands)
+    ]
+    if not thin:
+        return value, axes
+    if missing := tuple(letter for letter in thin if letter not in "".join(axes)):
+        value, kind, dims = builder.unsqueeze(value, *range(len(missing))), value.type, sizes_of(value) or []
+        value.type, value.shape, axes = kind, ir.Shape([*(1 for _ in missing), *dims]), (*missing, *axes)
+    sizes = [pattern.sources.size(axis, builder) if axis in thin else 1 for axis in axes]
+    if None in sizes:
+        raise NotFused("Q, K, V and the mask have different batches.", got=", ".join(thin))
+    dims_before = sizes_of(value) or [None] * len(axes)
+    dims = [
+        pattern.q.sizes.get(axis) if axis in thin else size
+        for axis, size in zip(axes, dims_before, strict=True)
+    ]
+    result = builder.expand(value, *(size for size in sizes if size is not None))
+    result.type, result.shape = value.type, ir.Shape(dims)
+    return result, axes
+
+
 def _broadcast(
     pattern: Pattern, operands: tuple[ir.Value, ir.Value, ir.Value], builder: NodeBuilder
 ) -> tuple[ir.Value, ir.Value, ir.Value]:
     """Q, K and V with the batch and the lengths that they and the masks have together."""
     q, k, v = operands
     more = [1] * (2 if pattern.letters.head is None else 3)
-    batches = [(value, 0) for value in operands if pattern.batches]
+    batches = [(value, 0) for value in operands if pattern.batches and len(pattern.letters.batch) == 1]
     batches += [(each.value, each.at) for each in pattern.scores.wider if each.axis in pattern.letters.batch]
     for value, at in batches:
         size = builder.size(value, at)
@@ -173,7 +206,7 @@ def simplify_attention(
     stops, changes = [value for value in inputs[:MASK] if value is not None], list[str]()
     if (shared := _shared_heads(node, old)) is not None:
         for at, each, order in zip((1, 2), shared, (_KEYS, _VALUES), strict=True):
-            inputs[at] = rejoined(each.value, each.axes, order, each.sizes, builder)
+            inputs[at] = rejoined(each.value, each.axes, order, each.sizes, builder, Sources())
         stops[1:] = [each.value for each in shared]
         changes.append(f"K and V are not repeated: {shared[0].dim('h')} heads for {old.Hq}")
     (q, k), mask = inputs[:2], input_at(node, MASK)
@@ -181,7 +214,7 @@ def simplify_attention(
     dtype = (q and q.dtype) or ir.DataType.FLOAT
     masking = _simpler_masking(mask, old, dtype, lengths)
     if masking is not None and q is not None and k is not None:
-        place = Place(order=_SCORES, sizes={}, rows=(q, k), builder=builder)
+        place = Place(order=_SCORES, sizes={}, rows=(q, k), builder=builder, sources=Sources())
         inputs[MASK] = masks.write(masking, place, dtype, lengths, node.graph)[0]
         words = list[str]()
         if masking.causal:

@@ -1,0 +1,541 @@
+"""Bring other spellings of attention into the one that the recogniser reads, and back where it is not fused.
+
+Every rewrite is local and gives one value a new producer. What it replaced is kept beside the graph: an
+attention is compared with the nodes of the file, not with rewritten ones, and a rewritten value that is
+still used in the end is computed by the nodes of the file again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import onnx_ir as ir
+
+from mha_deploy.graph.fuse.mask_pattern import same_value
+from mha_deploy.graph.fuse.values import array_of, scalar_of, sizes_of
+from mha_deploy.graph.ir import (
+    NodeBuilder,
+    constant,
+    constant_ints,
+    graph_of_node,
+    input_at,
+    is_op,
+    made_by,
+    rank,
+)
+
+_MAX_DEPTH = 12  # of the nodes that a mask of zeros and ones is read through
+_LAYOUT = ("Identity", "Unsqueeze", "Squeeze", "Reshape", "Expand", "Transpose", "Slice", "Gather", "Tile")
+
+
+class Choice(NamedTuple):
+    """A tensor of two numbers."""
+
+    condition: ir.Value  # a boolean tensor that broadcasts to it
+    true: float  # the number where it holds
+    false: float  # the number elsewhere
+
+
+class Spelling:
+    """The rewritten values of a model."""
+
+    def __init__(self, model: ir.Model, prefix: str) -> None:
+        self._model, self._count = model, 0
+        self._old: dict[ir.Value, ir.Value] = {}  # by the new value
+        self._inputs: dict[ir.Node, tuple[ir.Value | None, ...]] = {}  # of nodes that were taken out
+        self._graphs: dict[ir.Node, ir.Graph | ir.Function] = {}  # where those were
+        self._new: dict[ir.Node, list[ir.Node]] = {}  # nodes that rewrites wrote, and what they replaced
+        for node in list(model.graph.all_nodes()):
+            rule = _RULES.get(node.op_type) if node.domain == "" else None
+            if rule is None or node in self._inputs:
+                continue
+            self._count += 1
+            builder = NodeBuilder(f"{prefix}_{self._count}")
+            new = rule(node, builder)
+            if new is None:
+                builder.live_nodes(())
+            else:
+                self._put(node, new, builder)
+
+    # -- What the nodes of the file are
+
+    def original(self, value: ir.Value) -> ir.Value:
+        """The value of the file that a rewritten one stands for; any other value itself."""
+        return self._old.get(value, value)
+
+    def inputs_of(self, node: ir.Node) -> Sequence[ir.Value | None]:
+        """The inputs of a node, whether it is in the graph or was taken out."""
+        return self._inputs.get(node, node.inputs)
+
+    def nodes_in_file(self, node: ir.Node) -> Sequence[ir.Node]:
+        """The nodes of the file that a node stands for."""
+        return self._new.get(node, (node,))
+
+    def in_file(self, drawn: Mapping[ir.Value, float | None]) -> dict[ir.Value, float | None]:
+        """The same of values that the file has: a new one is drawn by what it is computed from."""
+        found, pending = dict[ir.Value, float | None](), list(drawn.items())
+        while pending:
+            value, spread = pending.pop()
+            node = value.producer()
+            if value not in self._old and node is not None and node in self._new:
+                pending += [(each, spread) for each in node.inputs if each and constant(each) is None]
+            else:
+                found[self.original(value)] = spread
+        return found
+
+    # -- Rewrite and restore
+
+    def _put(self, node: ir.Node, new: ir.Value, builder: NodeBuilder) -> None:
+        """Let a new value stand for the result of a node."""
+        old, graph = node.outputs[0], graph_of_node(node)
+        own = builder.live_nodes([new])
+        graph.insert_before(node, own)
+        taken = list[ir.Node]()
+        self._new |= dict.fromkeys(own, taken)
+        new.type, new.shape = old.type, old.shape
+        old.name, new.name = new.name, old.name
+        old.replace_all_uses_with(new, replace_graph_outputs=True)
+        self._old[new] = old
+        pending = [node]
+        while pending:
+            dead = pending.pop()
+            outputs = dead.outputs
+            if dead.graph is None or any(each.uses() or each.is_graph_output() for each in outputs):
+                continue
+            self._inputs[dead], self._graphs[dead] = tuple(dead.inputs), graph_of_node(dead)
+            taken.append(dead)
+            pending += [made for each in dead.inputs if each and (made := each.producer())]
+            dead.resize_inputs(0)
+            graph_of_node(dead).remove(dead)
+
+    def restore(self) -> None:
+        """Compute every rewritten value that is still used as the file does."""
+        whole = {each: True for each in map(id, self._new.values())}
+        for node, taken in self._new.items():
+            whole[id(taken)] &= node.graph is not None
+        for new, old in reversed(self._old.items()):
+            made = new.producer()
+            if made is None or not whole[id(self._new[made])] or not (new.uses() or new.is_graph_output()):
+                continue  # it is part of an attention now
+            old.name, new.name = new.name, old.name
+            self._bring_back(old)
+            new.replace_all_uses_with(old, replace_graph_outputs=True)
+            _remove(made)
+
+    def _bring_back(self, value: ir.Value) -> None:
+        pending = [value.producer()]
+        while pending:
+            node = pending.pop()
+            if node is None or node not in self._inputs or node.graph is not None:
+                continue
+            graph, inputs = self._graphs[node], self._inputs[node]
+            node.resize_inputs(len(inputs))
+            for at, each in enumerate(inputs):
+                node.replace_input_with(at, self._current(each, graph))
+            graph.append(node)
+            pending += [each.producer() for each in node.inputs if each is not None]
+
+    def _current(self, value: ir.Value | None, graph: ir.Graph | ir.Function) -> ir.Value | None:
+        """A value as it is in the graph now: what is fused took over its name."""
+        node = None if value is None else value.producer()
+        if value is None or node is None or node.graph is not None or node in self._inputs:
+            if value is not None and node is None and value.const_value is not None:
+                _register(value, graph)
+            return value
+        nodes = itertools.chain(graph, self._model.graph.all_nodes())
+        named = (each for made in nodes for each in made.outputs)
+        return next((each for each in named if each.name == value.name), value)
+
+
+def _register(value: ir.Value, graph: ir.Graph | ir.Function) -> None:
+    """Put a constant back that nothing used for a while."""
+    if value.graph is None and isinstance(graph, ir.Graph) and value.name not in graph.initializers:
+        graph.register_initializer(value)
+
+
+def _remove(node: ir.Node | None) -> None:
+    """Remove a node that nothing uses, and what only it used."""
+    pending = [node]
+    while pending:
+        dead = pending.pop()
+        if dead is None or dead.graph is None or any(e.uses() or e.is_graph_output() for e in dead.outputs):
+            continue
+        pending += [each.producer() for each in dead.inputs if each is not None]
+        graph_of_node(dead).remove(dead, safe=True)
+
+
+# -- Build nodes whose results have a type and a shape -----------------------------------------------
+
+
+def _like(
+    builder: NodeBuilder, like: ir.Value, op_type: str, *inputs: ir.Value, **attributes: Any
+) -> ir.Value:
+    """A node with the type and the shape of another value."""
+    return _typed(builder.op(op_type, *inputs, **attributes), like.dtype, sizes_of(like))
+
+
+def _typed(value: ir.Value, dtype: ir.DataType | None, sizes: Iterable[object] | None) -> ir.Value:
+    value.type = None if dtype is None else ir.TensorType(dtype)
+    value.shape = None if sizes is None else ir.Shape(list(sizes))  # type: ignore[arg-type]
+    return value
+
+
+# -- Masks of two numbers ----------------------------------------------------------------------------
+
+
+def _choice(value: ir.Value | None, builder: NodeBuilder, depth: int = 0) -> Choice | None:
+    """A tensor that certainly has two numbers, as a condition and both of them."""
+    if value is None or value.dtype is None or depth > _MAX_DEPTH:
+        return None
+    if value.dtype == ir.DataType.BOOL:
+        return Choice(value, 1.0, 0.0)
+    array, node = array_of(value), value.producer()
+    if array is not None:
+        numbers = np.unique(array) if array.dtype.kind in "fiu" else np.array([])
+        if numbers.size != 2:
+            return None
+        true, false = float(numbers[1]), float(numbers[0])
+        tensor = ir.Tensor(array == numbers[1], dtype=ir.DataType.BOOL)
+        made = builder.op("Constant", value=ir.AttrTensor("value", tensor))
+        return Choice(_typed(made, ir.DataType.BOOL, array.shape), true, false)
+    if node is None or node.domain != "":
+        return None
+    if node.op_type in ("Cast", *_LAYOUT):
+        inner = _choice(node.inputs[0], builder, depth + 1)
+        if inner is None or node.op_type == "Cast":
+            exact = inner is not None and _survives(inner, value.dtype)
+            return inner if exact else None
+        if any(each is not None and each is node.inputs[0] for each in node.inputs[1:]):
+            return None
+        made = builder.node(
+            node.op_type,
+            [inner.condition, *node.inputs[1:]],
+            attributes={name: each for name, each in node.attributes.items()},
+        )[0]
+        return inner._replace(condition=_typed(made, ir.DataType.BOOL, sizes_of(value)))
+    if node.op_type == "Where":
+        condition, first, second = node.inputs[0], scalar_of(node.inputs[1]), scalar_of(node.inputs[2])
+        if condition is None or first is None or second is None or sizes_of(condition) != sizes_of(value):
+            return None
+        return Choice(condition, first, second)
+    if node.op_type in _ARITHMETIC:
+        return _computed(node, value.dtype, builder, depth)
+    return None
+
+
+_ARITHMETIC: dict[str, Callable[..., object]] = {
+    "Add": np.add,
+    "Sub": np.subtract,
+    "Mul": np.multiply,
+    "Div": np.divide,
+    "Neg": np.negative,
+    "Log": np.log,
+}
+
+
+def _computed(node: ir.Node, dtype: ir.DataType, builder: NodeBuilder, depth: int) -> Choice | None:
+    """Arithmetic of a tensor of two numbers with one number."""
+    if not dtype.is_floating_point() and node.op_type in ("Div", "Log"):
+        return None
+    numbers = [scalar_of(each) for each in node.inputs]
+    if numbers.count(None) != 1:
+        return None
+    at = numbers.index(None)
+    inner = _choice(node.inputs[at], builder, depth + 1)
+    whole = inner is not None and sizes_of(node.inputs[at]) == sizes_of(node.outputs[0])
+    if inner is None or not whole:
+        return None
+    kind, results = dtype.numpy().type, []
+    for number in (inner.true, inner.false):
+        given = [kind(number if each is None else each) for each in numbers]
+        with np.errstate(all="ignore"):
+            results.append(float(_ARITHMETIC[node.op_type](*given)))  # type: ignore[arg-type]
+    return None if any(map(math.isnan, results)) else Choice(inner.condition, *results)
+
+
+def _survives(choice: Choice, dtype: ir.DataType) -> bool:
+    """Whether a cast keeps both numbers."""
+    if not dtype.is_floating_point():
+        return {choice.true, choice.false} <= {0.0, 1.0}
+    with np.errstate(all="ignore"):
+        return all(float(dtype.numpy().type(each)) == each for each in choice[1:])
+
+
+def _kept(choice: Choice, of: Sequence[float]) -> bool | None:
+    """Where a choice has the first of two numbers: where its condition holds, or where not; else None."""
+    pair = (choice.true, choice.false)
+    return True if pair == tuple(of) else False if pair == tuple(of)[::-1] else None
+
+
+def _masked(
+    builder: NodeBuilder, scores: ir.Value, condition: ir.Value, shown: bool, fill: float
+) -> ir.Value | None:
+    """The scores with a number where a condition does not hold."""
+    if scores.dtype is None:
+        return None
+    number = builder.constant(fill, scores.dtype)
+    pair = (scores, number) if shown else (number, scores)
+    return _like(builder, scores, "Where", condition, *pair)
+
+
+# -- Rules: each gives the value that a node may as well be ---------------------------------------------
+
+
+def _blend(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
+    """`s * m + (1 - m) * fill`, where m is of zeros and ones."""
+    for at in (0, 1) if is_op(node, "Add") else (0,):
+        product, rest = made_by(node.inputs[at], "Mul"), node.inputs[1 - at]
+        if product is None or rest is None or scalar_of(rest) is not None:
+            continue
+        for side in (0, 1):
+            scores, mask = product.inputs[side], product.inputs[1 - side]
+            if scores is None or sizes_of(scores) != sizes_of(node.outputs[0]):
+                continue
+            if (ones := _choice(mask, builder)) is None or (shown := _kept(ones, (1.0, 0.0))) is None:
+                continue
+            other = _choice(rest, builder)
+            if other is None or not same_value(ones.condition, other.condition):
+                continue
+            kept, fill = other[1:] if shown else other[:0:-1]
+            if kept == 0.0 and fill:
+                return _masked(builder, scores, ones.condition, shown, -fill if is_op(node, "Sub") else fill)
+    return None
+
+
+def _minimum(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
+    """`min(s, limit)`, where the limit is a large number or a small one."""
+    if len(node.inputs) != 2:
+        return None
+    for at in (0, 1):
+        scores, limit = node.inputs[at], _choice(node.inputs[1 - at], builder)
+        if limit is None or scores is None or scores.dtype is None or not scores.dtype.is_floating_point():
+            continue
+        if sizes_of(scores) == sizes_of(node.outputs[0]) and max(limit[1:]) >= float(scores.dtype.max):
+            shown = limit.true > limit.false
+            return _masked(builder, scores, limit.condition, shown, min(limit[1:]))
+    return None
+
+
+def _zeroed(value: ir.Value | None, builder: NodeBuilder) -> tuple[ir.Value, ir.Value | None, bool]:
+    """A tensor before some of it became 0, with the condition and its value where nothing did."""
+    node = made_by(value, "Mul", "Where")
+    if is_op(node, "Mul") and node is not None:
+        for at in (0, 1):
+            inner, other = node.inputs[at], node.inputs[1 - at]
+            if inner is None or made_by(inner, "Exp", "Softmax") is None:
+                continue
+            ones = _choice(other, builder)
+            shown = None if ones is None else _kept(ones, (1.0, 0.0))
+            if ones is not None and shown is not None:
+                return inner, ones.condition, shown
+    if is_op(node, "Where") and node is not None and node.inputs[0] is not None:
+        for at in (1, 2):
+            inner = node.inputs[at]
+            if inner is not None and scalar_of(node.inputs[3 - at]) == 0.0:
+                return inner, node.inputs[0], at == 1
+    return value, None, True  # type: ignore[return-value]
+
+
+def _total_of(value: ir.Value | None) -> tuple[ir.Value, int] | None:
+    """What a value is the sum of, along which axis; the axis is kept with size 1."""
+    restored = made_by(value, "Unsqueeze", "Reshape")
+    inner = value if restored is None else restored.inputs[0]
+    node = made_by(inner, "ReduceSum", "Einsum", "ReduceL1")
+    source = input_at(node, 0)
+    sizes, result = sizes_of(source), sizes_of(value)
+    if node is None or source is None or sizes is None or result is None or len(sizes) != len(result):
+        return None
+    axis = _summed_axis(node, len(sizes))
+    if axis is None or [*sizes[:axis], 1, *sizes[axis + 1 :]] != result:
+        return None
+    return source, axis - len(sizes)
+
+
+def _summed_axis(node: ir.Node, count: int) -> int | None:
+    if is_op(node, "Einsum"):
+        given, _, out = (node.attributes.get_string("equation") or "").replace(" ", "").partition("->")
+        gone = [at for at, letter in enumerate(given) if letter not in out]
+        plain = len(node.inputs) == 1 and "." not in given and len(set(given)) == len(given)
+        kept = "".join(letter for letter in given if letter in out) == out
+        return gone[0] if plain and kept and len(gone) == 1 else None
+    axes = constant_ints(node, 1) if len(node.inputs) > 1 else node.attributes.get_ints("axes")
+    return axes[0] % count if axes is not None and len(axes) == 1 else None
+
+
+def _weights(powers: ir.Value, axis: int, builder: NodeBuilder) -> ir.Value | None:
+    """The softmax that numbers over their sum along an axis are."""
+    inner, condition, shown = _zeroed(powers, builder)
+    node = made_by(inner, "Exp", "Softmax")
+    scores = input_at(node, 0)
+    if node is None or scores is None or sizes_of(scores) != sizes_of(powers):
+        return None
+    if is_op(node, "Softmax"):
+        own = node.attributes.get_int("axis", -1)
+        if condition is None or (own - (rank(scores) or 0) if own >= 0 else own) != axis:
+            return None
+    if condition is not None:
+        scores = _masked(builder, scores, condition, shown, -math.inf)
+    return None if scores is None else _like(builder, powers, "Softmax", scores, axis=axis)
+
+
+def _normalised(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
+    """`p / sum(p)` and `(p @ v) / sum(p)`, where p is an exponential or a softmax, masked or not."""
+    first, second = node.inputs
+    if is_op(node, "Mul"):  # by one over the sum
+        inverse = [made_by(each, "Reciprocal") for each in node.inputs]
+        if (inverse[0] is None) == (inverse[1] is None):
+            return None
+        first, second = (second, input_at(inverse[0], 0)) if inverse[0] else (first, input_at(inverse[1], 0))
+    total = _total_of(second)
+    if total is None or first is None:
+        return None
+    powers, axis = total
+    users = {user for user, _ in powers.uses() if not is_op(user, "Shape")}
+    if powers.is_graph_output() or len(users) != 2:
+        return None
+    if first is powers:
+        zeroed = made_by(powers, "Exp") is None
+        return _weights(powers, axis, builder) if zeroed else None
+    matmul = made_by(first, "MatMul")
+    if matmul is None or matmul.inputs[0] is not powers or axis != -1 or len(first.uses()) != 1:
+        return None
+    values = matmul.inputs[1]
+    weights = None if values is None else _weights(powers, axis, builder)
+    if weights is None or values is None:
+        return None
+    return _like(builder, node.outputs[0], "MatMul", weights, values)
+
+
+def _by_logarithm(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
+    """`exp(s - logsumexp(s))`."""
+    difference = made_by(node.inputs[0], "Sub")
+    if difference is None:
+        return None
+    scores, total = difference.inputs
+    sizes = sizes_of(scores)
+    restored = made_by(total, "Unsqueeze", "Reshape")
+    inner = total if restored is None else restored.inputs[0]
+    reduction = made_by(inner, "ReduceLogSumExp")
+    source, axis = input_at(reduction, 0), None
+    if reduction is not None and sizes is not None:
+        axis = _summed_axis(reduction, len(sizes))
+    elif (logarithm := made_by(total, "Log")) is not None and (found := _total_of(logarithm.inputs[0])):
+        power = made_by(found[0], "Exp")
+        source, axis = input_at(power, 0), found[1] + len(sizes or ())
+    if axis is None or scores is None or source is not scores or sizes is None:
+        return None
+    if sizes_of(total) != [*sizes[:axis], 1, *sizes[axis + 1 :]]:
+        return None
+    return _like(builder, node.outputs[0], "Softmax", scores, axis=axis - len(sizes))
+
+
+def _is_computed(value: ir.Value | None) -> bool:
+    return value is not None and constant(value) is None
+
+
+def _with_batch(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
+    """A matmul of two matrices as that of a batch of one."""
+    first, second = node.inputs
+    if rank(first) != 2 or rank(second) != 2 or not _is_computed(first) or not _is_computed(second):
+        return None
+    return _batched(first, second, node.outputs[0], builder)
+
+
+def _batched(
+    first: ir.Value | None, second: ir.Value | None, like: ir.Value, builder: NodeBuilder
+) -> ir.Value | None:
+    sizes = sizes_of(like)
+    if first is None or second is None or sizes is None or not (_feeds_softmax(like) or _is_weights(first)):
+        return None
+    one, other = (
+        _typed(builder.unsqueeze(each, 0), each.dtype, [1, *(sizes_of(each) or ())])
+        for each in (first, second)
+    )
+    product = _typed(builder.op("MatMul", one, other), like.dtype, [1, *sizes])
+    return _like(builder, like, "Squeeze", product, builder.ints(0))
+
+
+_STEPS = frozenset(
+    {"Add", "Sub", "Mul", "Div", "Where", "Cast", "Neg", "Max", "Min", "Exp", "Softmax", "Identity", "Tanh"}
+    | {"LogSoftmax", "Reshape", "Unsqueeze", "Squeeze", "Transpose", "Dropout", "ReduceSum"}
+)
+
+
+def _feeds_softmax(value: ir.Value) -> bool:
+    """Whether a value comes to a softmax by small steps."""
+    pending, seen = [value], set[ir.Node]()
+    while pending and len(seen) < 64:
+        for node, _ in pending.pop().uses():
+            if is_op(node, "Softmax", "LogSoftmax", "Exp"):
+                return True
+            if is_op(node, *_STEPS) and node not in seen:
+                seen.add(node)
+                pending += node.outputs
+    return False
+
+
+def _is_weights(value: ir.Value) -> bool:
+    """Whether a value comes from a softmax by small steps."""
+    for _ in range(8):
+        node = value.producer()
+        if is_op(node, "Softmax", "Exp"):
+            return True
+        if node is None or not is_op(node, *_STEPS) or node.inputs[0] is None:
+            return False
+        value = node.inputs[0]
+    return False
+
+
+def _without_gemm(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
+    """`alpha * a @ b + beta * c` of two computed matrices."""
+    first, second, added = (input_at(node, at) for at in (0, 1, 2))
+    output, dtype = node.outputs[0], node.outputs[0].dtype
+    if first is None or second is None or dtype is None or not (_is_computed(first) and _is_computed(second)):
+        return None
+    turned = list[ir.Value]()
+    for each, name in ((first, "transA"), (second, "transB")):
+        if node.attributes.get_int(name, 0):
+            sizes = (sizes_of(each) or [None, None])[::-1]
+            each = _typed(builder.transpose(each, 1, 0), each.dtype, sizes)
+        turned.append(each)
+    if (value := _batched(turned[0], turned[1], output, builder)) is None:
+        return None
+    alpha, beta = (node.attributes.get_float(name, 1.0) for name in ("alpha", "beta"))
+    if alpha != 1.0:
+        value = _like(builder, output, "Mul", value, builder.constant(alpha, dtype))
+    if added is not None and beta:
+        if beta != 1.0:
+            scaled = builder.op("Mul", added, builder.constant(beta, dtype))
+            added = _typed(scaled, added.dtype, sizes_of(added))
+        value = _like(builder, output, "Add", value, added)
+    return value
+
+
+def _product(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
+    """Weights times a mask of zeros and ones, or by one over their sum."""
+    for at in (0, 1):
+        weights = node.inputs[at]
+        softmax = made_by(weights, "Softmax")
+        if weights is None or softmax is None or sizes_of(weights) != sizes_of(node.outputs[0]):
+            continue
+        mask = _choice(node.inputs[1 - at], builder)
+        shown = None if mask is None else _kept(mask, (1.0, 0.0))
+        if mask is not None and shown is not None and len(node.outputs[0].uses()) == 1:
+            return _masked(builder, weights, mask.condition, shown, 0.0)
+    return _normalised(node, builder)
+
+
+_RULES: dict[str, Callable[[ir.Node, NodeBuilder], ir.Value | None]] = {
+    "Add": _blend,
+    "Sub": _blend,
+    "Min": _minimum,
+    "Div": _normalised,
+    "Mul": _product,
+    "Exp": _by_logarithm,
+    "MatMul": _with_batch,
+    "Gemm": _without_gemm,
+}

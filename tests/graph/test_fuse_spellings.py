@@ -1,0 +1,277 @@
+"""Other spellings of one attention: each is one node, and computes the same as the file."""
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from hand_graphs import D, H, Hand, S, check_same, fused, random_feeds, run
+from onnx import TensorProto
+
+BOOL, FLOAT = TensorProto.BOOL, TensorProto.FLOAT
+B = 2
+
+
+def keep(g):
+    """A boolean mask of the keys."""
+    return g.input("keep", (B, 1, 1, S), BOOL)
+
+
+def ones(g):
+    return g.cast(keep(g), FLOAT)
+
+
+def hidden(g, number=-1e9):
+    """What is added to masked scores."""
+    return g.op("Mul", g.op("Sub", g.const(1.0), ones(g)), g.const(number))
+
+
+def total(g, powers):
+    return g.op("ReduceSum", powers, g.ints(-1), keepdims=1)
+
+
+def over_sum(g, powers):
+    return g.op("Div", powers, total(g, powers))
+
+
+def blended(g):
+    return g.attend(g.op("Add", g.op("Mul", g.scores(), ones(g)), hidden(g)))
+
+
+def blended_by_difference(g):
+    far = g.op("Mul", g.const(1e9), g.op("Sub", g.const(1.0), ones(g)))
+    return g.attend(g.op("Sub", g.op("Mul", ones(g), g.scores()), far))
+
+
+def blended_with_a_buffer(g):
+    buffer = np.tri(S, dtype=np.float32)
+    scores = g.op("Mul", g.scores(), g.const(buffer))
+    return g.attend(
+        g.op("Sub", scores, g.op("Mul", g.op("Sub", g.const(1.0), g.const(buffer)), g.const(1e9)))
+    )
+
+
+def bounded(g):
+    limit = g.op("Where", keep(g), g.const(np.inf), g.const(-np.inf))
+    return g.attend(g.op("Min", limit, g.scores()))
+
+
+def bounded_by_a_buffer(g):
+    return g.attend(g.op("Min", g.scores(), g.const(np.where(np.tri(S), np.finfo(np.float32).max, -1e30))))
+
+
+def divided_behind(g):
+    powers = g.op("Exp", g.scores())
+    return g.op("Div", g.op("MatMul", powers, "v"), total(g, powers))
+
+
+def masked_powers(g):
+    return g.op("MatMul", over_sum(g, g.op("Mul", g.op("Exp", g.scores()), ones(g))), "v")
+
+
+def masked_powers_divided_behind(g):
+    powers = g.op("Where", keep(g), g.op("Exp", g.scores()), g.const(0.0))
+    inverse = g.op("Reciprocal", total(g, powers))
+    return g.op("Mul", inverse, g.op("MatMul", powers, "v"))
+
+
+def renormalised(g):
+    return g.op("MatMul", over_sum(g, g.op("Mul", g.op("Softmax", g.scores()), ones(g))), "v")
+
+
+def masked_behind(g):
+    scores = g.op("Where", keep(g), g.scores(), g.const(-1e9))
+    return g.op("MatMul", g.op("Where", keep(g), g.op("Softmax", scores), g.const(0.0)), "v")
+
+
+def multiplied_behind(g):
+    weights = g.op("Softmax", g.op("Add", g.scores(), hidden(g)))
+    return g.op("MatMul", g.op("Mul", weights, ones(g)), "v")
+
+
+def less_log_of_sum(g):
+    scores = g.scores()
+    return g.op("MatMul", g.op("Exp", g.op("Sub", scores, g.op("ReduceLogSumExp", scores, g.ints(-1)))), "v")
+
+
+def less_log_of_written_sum(g):
+    scores = g.scores()
+    scores = g.op("Sub", scores, g.op("ReduceMax", scores, g.ints(-1)))
+    logarithm = g.op("Log", total(g, g.op("Exp", scores)))
+    return g.op("MatMul", g.op("Exp", g.op("Sub", scores, logarithm)), "v")
+
+
+def less_mean(g):
+    scores = g.scores()
+    return g.attend(g.op("Sub", scores, g.op("ReduceMean", scores, g.ints(-1))))
+
+
+def temperature(g):
+    return g.input("temperature", (1,))
+
+
+def tempered_behind_a_bias(g):
+    return g.attend(g.op("Mul", g.op("Add", g.scores(), g.input("bias", (S, S))), temperature(g)))
+
+
+def tempered_behind_a_fill(g):
+    scores = g.op("Where", keep(g), g.scores(), g.const(-1e9))
+    return g.attend(g.op("Mul", scores, g.op("Exp", temperature(g))))
+
+
+def tempered_behind_a_fill_of_learned_heads(g):
+    scores = g.op("Where", keep(g), g.scores(), g.const(-np.inf))
+    return g.attend(g.op("Div", scores, g.const(np.linspace(0.5, 2, H).reshape(H, 1, 1))))
+
+
+def triangle_of_ones(g):
+    size = g.op("Gather", g.op("Shape", "q"), g.ints(2, 2))
+    square = g.op("ConstantOfShape", size, value=onnx_tensor(1.0))
+    lower = g.op("Trilu", square, upper=0)
+    return g.attend(g.op("Where", g.op("Equal", lower, g.const(0.0)), g.const(-np.inf), g.scores()))
+
+
+def onnx_tensor(number):
+    return ir.serde.serialize_tensor(ir.tensor(np.array([number], np.float32)))
+
+
+SPELLINGS = [blended, blended_by_difference, blended_with_a_buffer, bounded, bounded_by_a_buffer]
+SPELLINGS += [divided_behind, masked_powers, masked_powers_divided_behind, renormalised, masked_behind]
+SPELLINGS += [multiplied_behind, less_log_of_sum, less_log_of_written_sum, less_mean, tempered_behind_a_bias]
+SPELLINGS += [tempered_behind_a_fill, tempered_behind_a_fill_of_learned_heads, triangle_of_ones]
+
+
+@pytest.mark.parametrize("spelled", SPELLINGS, ids=lambda each: each.__name__)
+def test_one_node(spelled):
+    g = Hand()
+    report = check_same(g.model(spelled(g)))
+    assert (len(report.fused), report.unfused) == (1, ())
+    triangular = spelled in (blended_with_a_buffer, bounded_by_a_buffer, triangle_of_ones)
+    assert report.fused[0].causal == triangular
+
+
+def weakly_renormalised(g):
+    weights = g.op("Mul", g.op("Softmax", g.scores()), ones(g))
+    return g.op("MatMul", g.op("Div", weights, g.op("Add", total(g, weights), g.const(1e-3))), "v")
+
+
+def not_renormalised(g):
+    return g.op("MatMul", g.op("Mul", g.op("Softmax", g.scores()), ones(g)), "v")
+
+
+def masked_behind_by_another(g):
+    scores = g.op("Where", g.input("other", (B, 1, 1, S), BOOL), g.scores(), g.const(-1e9))
+    return g.op("MatMul", g.op("Where", keep(g), g.op("Softmax", scores), g.const(0.0)), "v")
+
+
+def masked_behind_beside_another(g):
+    """A query that both hide keeps the mean of keys that the first one shows."""
+    scores = g.op("Where", g.input("other", (B, 1, 1, S), BOOL), g.scores(), g.const(-1e9))
+    scores = g.op("Where", keep(g), scores, g.const(-1e9))
+    return g.op("MatMul", g.op("Where", keep(g), g.op("Softmax", scores), g.const(0.0)), "v")
+
+
+def blended_with_numbers(g):
+    """Not of zeros and ones."""
+    mask = g.input("mask", (B, 1, 1, S))
+    far = g.op("Mul", g.op("Sub", g.const(1.0), mask), g.const(-1e9))
+    return g.attend(g.op("Add", g.op("Mul", g.scores(), mask), far))
+
+
+def blended_with_another(g):
+    other = g.cast(g.input("other", (B, 1, 1, S), BOOL), FLOAT)
+    return g.attend(g.op("Add", g.op("Mul", g.scores(), other), hidden(g)))
+
+
+def divided_by_another_sum(g):
+    powers = g.op("Exp", g.scores())
+    return g.op("Div", g.op("MatMul", powers, "v"), total(g, g.op("Exp", g.op("Mul", powers, powers))))
+
+
+OTHERS = [weakly_renormalised, not_renormalised, masked_behind_by_another, masked_behind_beside_another]
+OTHERS += [blended_with_numbers, blended_with_another, divided_by_another_sum]
+
+
+@pytest.mark.parametrize("spelled", OTHERS, ids=lambda each: each.__name__)
+def test_what_is_another_function_stays_as_it_is(spelled):
+    g = Hand()
+    model = g.model(spelled(g))
+    new, report = fused(model)
+    assert (report.fused, len(report.unfused)) == ((), 1)
+    assert list(new.graph.node) == list(model.graph.node)
+
+
+def test_what_is_not_fused_is_as_in_the_file_beside_what_is():
+    """The first attention is spelled in another way and used once more, so that it is not fused."""
+    g = Hand()
+    scores = g.op("Add", g.op("Mul", g.scores(), ones(g)), hidden(g))
+    first = g.attend(scores)
+    second = g.attend(g.op("MatMul", first, g.op("Transpose", "k", perm=[0, 1, 3, 2])))
+    model = g.model(second, scores)
+    new, report = fused(model)
+    assert (len(report.fused), len(report.unfused)) == (1, 1)
+    before, after = ({node.op_type for node in each.graph.node} for each in (model, new))
+    assert after - before == {"Attention"}
+    feeds = random_feeds(model)
+    for want, got in zip(run(model, feeds), run(new, feeds), strict=True):
+        np.testing.assert_allclose(got, want, atol=2e-5)
+
+
+# -- axes ------------------------------------------------------------------------------------------------
+
+
+def axes_of(inputs):
+    g = Hand()
+    g.inputs = {name: (FLOAT, shape) for name, shape in inputs.items()}
+    return g
+
+
+def check_heads(g, y, heads):
+    report = check_same(g.model(g.op("Reshape", y, g.ints(1, 1, 1, -1))))
+    assert [(each.Hq, each.Hkv) for each in report.fused] == [heads]
+
+
+def test_positions_of_rows_and_columns():
+    """Scores are taken apart into rows and columns of keys, whose biases are added one after the other."""
+    g = axes_of({"q": ("N", 6, D), "k": ("N", 6, D), "v": ("N", 6, D), "rows": ("N", 2, 3, 2, 1)})
+    scores = g.op("MatMul", "q", g.op("Transpose", "k", perm=[0, 2, 1]))
+    scores = g.op("Add", g.op("Reshape", scores, g.ints(-1, 2, 3, 2, 3)), "rows")
+    scores = g.op("Add", scores, g.input("columns", ("N", 2, 3, 1, 3)))
+    check_heads(g, g.attend(g.op("Reshape", scores, g.ints(-1, 6, 6))), (1, 1))
+
+
+def test_two_axes_of_the_batch_of_unknown_size():
+    g = axes_of({name: ("N", "M", "S", 2, D) for name in "qkv"})
+    scores = g.op("Einsum", "q", "k", equation="nmshd,nmthd->nmhst")
+    scores = g.op("Add", scores, g.input("pairs", ("N", 1, 2, "S", "S")))
+    scores = g.op("Where", g.input("keep", ("N", "M", 1, 1, "S"), BOOL), scores, g.const(-1e9))
+    check_heads(g, g.op("Einsum", g.op("Softmax", scores), "v", equation="nmhst,nmthd->nmshd"), (2, 2))
+
+
+def test_keys_that_one_axis_of_the_batch_shares():
+    g = axes_of({"q": ("N", "M", 2, "S", D), "k": ("N", 1, 2, "T", D), "v": ("N", 1, 2, "T", D)})
+    scores = g.op("MatMul", "q", g.op("Transpose", "k", perm=[0, 1, 2, 4, 3]))
+    check_heads(g, g.attend(scores), (2, 2))
+
+
+def test_heads_behind_the_queries_that_share_keys():
+    g = axes_of({"q": ("N", "S", H, D), "k": ("N", "T", D), "v": ("N", "T", 5)})
+    scores = g.op("Einsum", "q", "k", equation="bshc,btc->bsht")
+    check_heads(g, g.op("Einsum", g.op("Softmax", scores), "v", equation="bsht,btc->bshc"), (H, 1))
+
+
+@pytest.mark.parametrize("batch", ["N", B])
+def test_heads_in_the_batch_are_heads(batch):
+    g = axes_of({name: (S, batch, H * D) for name in "qkv"})
+    q, k, v = (g.op("Transpose", g.op("Reshape", name, g.ints(S, -1, D)), perm=[1, 0, 2]) for name in "qkv")
+    scores = g.op("MatMul", q, g.op("Transpose", k, perm=[0, 2, 1]))
+    check_heads(g, g.op("MatMul", g.op("Softmax", scores), v), (H, H))
+
+
+@pytest.mark.parametrize("operator", ["MatMul", "Gemm"])
+def test_matrices(operator):
+    g = axes_of({"q": ("S", D), "k": ("T", D), "v": ("T", D)})
+    if operator == "Gemm":
+        bias = g.input("bias", ("S", "T"))
+        scores = g.op("Gemm", "q", "k", bias, transB=1, alpha=0.5, beta=2.0)
+    else:
+        scores = g.op("MatMul", "q", g.op("Transpose", "k", perm=[1, 0]))
+    check_heads(g, g.op(operator, g.op("Softmax", scores), "v"), (1, 1))
