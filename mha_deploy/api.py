@@ -403,11 +403,15 @@ def _read_arrays(inputs: Mapping[str, Any] | None) -> dict[str, Any]:
                     found[name] = np.load(file, allow_pickle=False)
             else:
                 found[name] = np.asarray(given)
+            if not isinstance(found[name], np.ndarray):
+                raise ValueError("an archive of several arrays")
             if found[name].dtype.kind not in "biufcV":  # V: bfloat16 and the like
                 raise ValueError(f"the type {found[name].dtype} is not one of numbers")
             if found[name].size == 0:
                 raise ValueError(f"the shape {found[name].shape} has no numbers")
-        except (OSError, ValueError) as error:
+        except MemoryError:
+            raise
+        except Exception as error:  # NumPy and zipfile raise types that share no base
             raise DeployError(
                 f"The file of input {name} cannot be read.",
                 got=f"{given}: {error}",
@@ -464,12 +468,13 @@ def fuse(model: AnyModel, *, verify: bool = True) -> tuple[AnyModel, FuseReport]
     from mha_deploy.graph.file import graph_from_proto
     from mha_deploy.graph.fuse import fuse_attention
     from mha_deploy.graph.valid import normalize
+    from mha_deploy.runtime.user_code import graph_code
 
-    if isinstance(model, onnx.ModelProto):
-        fused, report = fuse_attention(graph_from_proto(model), verify=verify)
-        return ir.to_proto(fused), report
-    if isinstance(model, ir.Model):
-        return fuse_attention(normalize(model.clone()), verify=verify)
+    if isinstance(model, onnx.ModelProto | ir.Model):
+        graph = graph_from_proto(model) if isinstance(model, onnx.ModelProto) else normalize(model.clone())
+        with graph_code(f"graph {graph.graph.name or 'without a name'}"):
+            fused, report = fuse_attention(graph, verify=verify)
+        return fused if isinstance(model, ir.Model) else ir.to_proto(fused), report
     hint = "onnx.load(path), or onnx_ir.load(path)"
     raise DeployError("This is not an ONNX model.", got=_describe(model), hint=hint)
 
@@ -1449,6 +1454,7 @@ class Inspection:
         engines: The engines of the bundle, or the engine itself.
         misfits: Of an engine: why it cannot run on this machine.
         attention: Of an ONNX file: its attention nodes.
+        foreign: Of an ONNX file: domains of operators that are not ONNX's. No engine is built of them.
     """
 
     path: Path
@@ -1457,6 +1463,7 @@ class Inspection:
     engines: tuple[Engine, ...] = ()
     misfits: tuple[str, ...] = ()
     attention: tuple[Mapping[str, Any], ...] = ()
+    foreign: tuple[str, ...] = ()
 
 
 def inspect(path: StrPath, *, verify: bool = False) -> Inspection:
@@ -1477,10 +1484,11 @@ def inspect(path: StrPath, *, verify: bool = False) -> Inspection:
     path = Path(path)
     if path.suffix == ".onnx":
         from mha_deploy.graph.attention_node import attention_nodes
-        from mha_deploy.graph.file import load_graph
+        from mha_deploy.graph.file import foreign_domains, load_graph
 
-        nodes = (node.describe() for node in attention_nodes(load_graph(path)))
-        return Inspection(path=path, attention=tuple(nodes))
+        graph = load_graph(path)
+        nodes = tuple(node.describe() for node in attention_nodes(graph))
+        return Inspection(path=path, attention=nodes, foreign=tuple(foreign_domains(graph)))
     if path.suffix != ".engine":
         bundle, engines = open_bundle(path) if verify else open_folder(path), []
         if any(path.glob("*/*.engine")):  # else there is no need to load what reads them
@@ -1528,8 +1536,8 @@ def configure(
     Args:
         in_process: Run ONNX Runtime, TensorRT and PyTorch in this process instead of a child process, for a
             debugger. A crash then ends this process.
-        time_limit: Seconds after which a call of a runtime or of a model's code counts as hung;
-            default: 3600.
+        time_limit: Seconds after which a call of a runtime or of a model's code, or an evaluation of a graph,
+            counts as hung; default: 3600.
         trust_code: Run the factory that a bundle names, for fresh cases and PyTorch baselines. This runs code
             of the bundle's author; default: only factories that this process exported.
 

@@ -123,7 +123,7 @@ def write_files(files: Mapping[Path, tuple[bytes, IsOurs]], **rules: Any) -> Non
         with ExitStack() as owned:
             new = {}
             for path, real in places.items():
-                real.parent.mkdir(parents=True, exist_ok=True)
+                owned.enter_context(_folder_for(real))
                 collect_stale(real)
                 new[path] = owned.enter_context(temporary_file(real, files[path][0]))
             for path, real in places.items():
@@ -140,8 +140,7 @@ def append_file(path: Path, data: bytes, check: Callable[[Path], object]) -> Non
     """Add to the end of a file that `check` accepts, as a whole: a kill leaves the old or the new one."""
     real = check_file(path, lambda _: True)
     try:
-        real.parent.mkdir(parents=True, exist_ok=True)
-        with lock_folder(real.parent):
+        with _folder_for(real), lock_folder(real.parent):
             before = b""
             if real.exists():
                 check(real)
@@ -506,9 +505,9 @@ def _entries(place: Path) -> list[str]:
 @contextmanager
 def temporary_folder(place: Path, mode: int = 0o755) -> Iterator[Path]:
     """A locked folder beside a place, removed in the end; those of processes that were killed go first."""
-    place.parent.mkdir(parents=True, exist_ok=True)
-    collect_stale(place)
     with ExitStack() as owned:
+        owned.enter_context(_folder_for(place))
+        collect_stale(place)
         while True:
             folder = temporary_name(place)
             folder.mkdir(mode)
@@ -517,6 +516,19 @@ def temporary_folder(place: Path, mode: int = 0o755) -> Iterator[Path]:
         owned.callback(os.close, handle)
         owned.callback(shutil.rmtree, folder, ignore_errors=True)
         yield folder
+
+
+@contextmanager
+def _folder_for(place: Path) -> Iterator[None]:
+    """Make the folder of an output; what was made for it and is empty in the end is removed again."""
+    made = [each for each in place.parents if not each.exists()]
+    place.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # one that holds the output is not empty
+            for folder in made:
+                folder.rmdir()
 
 
 @contextmanager

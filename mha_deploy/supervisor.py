@@ -31,6 +31,7 @@ _TEARDOWN_S = 20.0  # how long a process may take to end after it has given its 
 _BUG, _BAD_INPUT = 70, 2
 _FIELDS = struct.Struct("=dii?")  # deadline, exit code or _NONE, length of the place, whether stdout has text
 _NONE = -1
+MODEL_CODE = "The code of the model"
 
 
 class Page:
@@ -49,9 +50,19 @@ class Page:
 
     @property
     def place(self) -> str:
-        """Which code of a user runs; empty for none."""
+        """Which code or graph of a user runs; empty for none."""
+        return self._text[1]
+
+    @property
+    def subject(self) -> str:
+        """What that is, as the subject of a sentence."""
+        return self._text[0]
+
+    @property
+    def _text(self) -> list[str]:
         length = self._get()[2]
-        return self._memory[_FIELDS.size : _FIELDS.size + length].decode(errors="replace")
+        text = self._memory[_FIELDS.size : _FIELDS.size + length].decode(errors="replace")
+        return text.split("\0", 1) if "\0" in text else ["", ""]
 
     @property
     def deadline(self) -> float:
@@ -69,9 +80,9 @@ class Page:
         """Whether something is on stdout."""
         return self._get()[3]
 
-    def enter(self, place: str, deadline: float) -> None:
+    def enter(self, place: str, deadline: float, subject: str = MODEL_CODE) -> None:
         """Note that code of a user runs."""
-        text = place.encode(errors="replace")[:2000]
+        text = f"{subject}\0{place}".encode(errors="replace")[:2000]
         self._memory[_FIELDS.size : _FIELDS.size + len(text)] = text
         self._set(deadline, self._get()[1], len(text), self.printed)
 
@@ -198,7 +209,9 @@ def _watch(worker: int, page: Page) -> int:
         name = signal.Signals(-ended).name if known else f"signal {-ended}"
         how = f"crashed with {name}" if -ended in _CRASHES else f"was ended by {name}"
     if page.place:
-        _report(page, how, "run that code by itself to see why; raise an exception there to refuse an input")
+        is_code = page.subject == MODEL_CODE
+        hint = "run that code by itself to see why; raise an exception there to refuse an input"
+        _report(page, how, hint if is_code else "smaller axes or weights; another file")
         return _BAD_INPUT
     if ended < 0 and -ended not in _CRASHES:
         _report(page, how, "more memory, if it was the system that ended it", 128 - ended)
@@ -210,7 +223,7 @@ def _watch(worker: int, page: Page) -> int:
 def _report(page: Page, how: str, hint: str, code: int = _BAD_INPUT) -> None:
     """Print an error as the command line does."""
     got = _line(page) or page.place or "no line of a model is known"
-    what = f"{'The code of the model' if page.place else 'mha-deploy'} {how}."
+    what = f"{page.subject if page.place else 'mha-deploy'} {how}."
     with suppress(OSError):
         os.write(2, f"error: {what}\n  got: {got}\n  try: {hint}\n".encode())
     if "--json" in sys.argv[1:] and not page.printed:

@@ -197,13 +197,14 @@ def own_bundles(workshop):
 
 
 @pytest.fixture
-def in_process():
-    """Runtimes in this process, for a test that replaces a part of one."""
+def in_process(monkeypatch):
+    """Runtimes in this process, for a test that replaces a part of one.
+
+    One fixture undoes all changes of a test: where others change the same setting, the last undone wins.
+    """
     from mha_deploy.runtime.child import isolation
 
-    isolation.enabled = False
-    yield
-    isolation.enabled = True
+    monkeypatch.setattr(isolation, "enabled", False)
 
 
 # -- the command line ------------------------------------------------------------------------------

@@ -178,6 +178,17 @@ def unbounded():
     }
 
 
+def attention_of_primitives():
+    """A model whose attention is recognized and compared."""
+    nodes = [
+        helper.make_node("Transpose", ["x"], ["k"], perm=[0, 2, 1]),
+        helper.make_node("MatMul", ["x", "k"], ["scores"]),
+        helper.make_node("Softmax", ["scores"], ["weights"], axis=-1),
+        helper.make_node("MatMul", ["weights", "x"], ["y"]),
+    ]
+    return model(nodes)
+
+
 def mutations(data, count, seed=0):
     """As many files that differ from this one: bits, bytes, pieces that are cut out, doubled or exchanged."""
     rng = random.Random(seed)

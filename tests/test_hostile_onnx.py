@@ -1,5 +1,12 @@
 """ONNX files that no exporter writes: refused with a reason, or read; no crash, no hang, no bug."""
 
+import json
+import os
+import time
+from contextlib import suppress
+from functools import partial
+
+import fault_harness
 import numpy as np
 import onnx
 import pytest
@@ -11,14 +18,19 @@ from hostile_files import (
     forked,
     identity,
     model,
+    tensor,
     value,
     write_model,
 )
-from hostile_onnx import mutations, refused, small_files, unbounded
+from hostile_onnx import attention_of_primitives, loop, mutations, refused, small_files, unbounded
 from onnx import helper
+from onnx.reference import ReferenceEvaluator
 
 import mha_deploy as md
 from mha_deploy.bundle.folder import MODEL
+from mha_deploy.export.file_program import FileProgram, FileRounding
+from mha_deploy.graph.file import graph_from_proto
+from mha_deploy.runtime.child import isolation
 
 
 def written(folder, content):
@@ -86,6 +98,41 @@ def test_a_loop_whose_end_nothing_shows_ends(name, in_process, monkeypatch):
         runner.run({"x": np.zeros((1, 4, 8), np.float32)})
 
 
+def stubborn():
+    while True:
+        with suppress(BaseException):
+            time.sleep(100)
+
+
+MISHAPS = {"hangs": partial(time.sleep, 100), "cannot be interrupted": stubborn, "crashes": os.abort}
+
+
+@pytest.mark.parametrize("verb", ["fuse", "export"])
+@pytest.mark.parametrize("name", MISHAPS)
+def test_an_evaluator_that_ends_or_hangs_the_program_is_an_error(tmp_path, verb, name):
+    source, written = tmp_path / "source.onnx", tmp_path / ("out.onnx" if verb == "fuse" else "out")
+    source.write_bytes(attention_of_primitives().SerializeToString())
+
+    def prepare():
+        ReferenceEvaluator.run = lambda *given: MISHAPS[name]()
+
+    arguments = (verb, source, "-o", written, "--time-limit", 1, "--json")
+    outcome = fault_harness.run(*arguments, prepare=prepare, memory=None)
+    fault_harness.assert_refused(outcome, "The evaluation of the graph")
+    assert json.loads(outcome.out)["error"]["exit_code"] == 2
+    assert not written.exists()
+
+
+def test_an_oracle_that_takes_longer_than_the_limit_is_refused():
+    program = FileProgram(graph_from_proto(loop((), [tensor("n", np.int64(10**6))])))
+
+    def evaluate():
+        isolation.limit_s = 0.2
+        program.run({"x": np.zeros((1, 4, 8), np.float32)}, FileRounding(None))
+
+    fault_harness.assert_refused(fault_harness.run(evaluate), "did not return within")
+
+
 def test_a_dimension_of_minus_one_is_not_known(tmp_path):
     """As ONNX Runtime reads it."""
     graph = helper.make_graph([identity("x", "y")], "g", [value("x", (-1, 8))], [value("y", (-1, 8))])
@@ -95,16 +142,34 @@ def test_a_dimension_of_minus_one_is_not_known(tmp_path):
         assert runner.run({"x": np.ones((3, 8), np.float32)})["y"].shape == (3, 8)
 
 
-def test_operators_of_another_domain_are_not_built(bundles, tmp_path):
-    pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")
+@pytest.fixture
+def foreign(bundles, tmp_path):
+    """A bundle whose graph has an operator of another domain, in which the file defines a function, too."""
     folder = copy_of(bundles("tiny-mha"), tmp_path / "bundle")
     proto = onnx.load(folder / MODEL)
     last = next(node for node in proto.graph.node if "output" in node.output)
     last.output[list(last.output).index("output")] = "inner"
     proto.graph.node.append(helper.make_node("Steal", ["inner"], ["output"], domain="another.domain"))
     proto.opset_import.append(helper.make_opsetid("another.domain", 1))
+    own = [helper.make_node("Neg", ["a"], ["b"])]
+    proto.functions.append(
+        helper.make_function("another.domain", "Own", ["a"], ["b"], own, [helper.make_opsetid("", 23)])
+    )
     (folder / MODEL).write_bytes(proto.SerializeToString())
     rehash(folder)
+    return folder
+
+
+def test_operators_of_another_domain_are_not_built(foreign):
+    pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")
     with pytest.raises(md.DeployError, match="not ONNX's") as caught:
-        md.build_engine(folder, backend="tensorrt-rtx")
+        md.build_engine(foreign, backend="tensorrt-rtx")
     assert "another.domain" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["", MODEL])
+def test_it_is_said_before_a_build(foreign, name, run_cli):
+    done = run_cli("check", foreign / name)
+    assert (done.code, "another.domain" in done.err) == (2, True)
+    assert md.inspect(foreign / MODEL).foreign == ("another.domain",)
+    assert "another.domain" in run_cli("inspect", foreign / MODEL).out

@@ -179,6 +179,34 @@ def test_cells_stay_in_their_folder(plan, tmp_path, what):
     assert os.listdir(elsewhere) == []
 
 
+def forged(made, **changes):
+    """The data of a matrix with other values in its cell."""
+    data = json.loads(json.dumps(made.to_dict()))
+    data["cells"][0] |= changes
+    return data
+
+
+@pytest.mark.parametrize("status", ["passed", "not verified"])
+@pytest.mark.parametrize("change", [{}, {"report": None}, {"report": {}}], ids=["", "no report", "empty"])
+def test_a_comparison_takes_the_status_that_the_report_of_a_cell_shows(plan, tmp_path, status, change):
+    good, _ = matrix(plan, tmp_path / "good", passing())
+    bad, _ = matrix(plan, tmp_path / "bad", failing())
+    made = forged(bad, status=status, **change)
+    if not change:
+        made["cells"][0]["report"]["verdict"]["outcome"] = status
+    found = md.compare(good.to_dict(), made)
+    assert ("verdict", "cell") in {(each.section, each.subject) for each in found.regressions}
+    assert not [each for each in md.compare(bad.to_dict(), made).changes if each.level == "improvement"]
+
+
+def test_so_it_is_where_an_engine_was_not_run(plan, tmp_path):
+    made, _ = matrix(plan, tmp_path, passing())
+    unrun = forged(made, status="passed")
+    for name in ("verdict", "parity", "decode"):
+        del unrun["cells"][0]["report"][name]
+    assert not md.compare(made.to_dict(), unrun).passed
+
+
 # -- Any value in any place ------------------------------------------------------------------------
 
 
@@ -199,6 +227,13 @@ def test_a_report_with_any_other_value_is_refused_or_compared(tmp_path):
     for name in ("heatmaps", "conformance", "range"):
         report[name] = type(report[name])() if isinstance(report[name], list) else None
     refused_or_read(lambda path: md.compare(path, path), report, tmp_path / "report.json", 61)
+
+
+def test_a_matrix_with_any_other_value_is_refused_or_compared(plan, tmp_path):
+    made, _ = matrix(plan, tmp_path / "out", passing())
+    data = json.loads(json.dumps(made.to_dict()))
+    data["cells"][0]["report"] = {name: data["cells"][0]["report"][name] for name in ("engines", "verdict")}
+    refused_or_read(lambda path: md.compare(path, path), data, tmp_path / "matrix.json", 11)
 
 
 def test_a_line_with_any_other_value_is_refused_or_read(tmp_path):

@@ -115,6 +115,8 @@ def verb(*groups: dict[str, Field[Any]]) -> Callable[[Callable[..., Result | Non
                 got = f"{place_of_error(stop)}: sys.exit({stop.code!r})"
                 hint = "raise an exception there, or return"
                 raise DeployError("The code of the model ended the program.", got=got, hint=hint) from stop
+            except (EOFError, BrokenPipeError) as error:  # Typer ends with the code of a failed verdict then
+                raise RuntimeError(f"{type(error).__name__}: {error}") from error
             if result is None:
                 return
             if json:

@@ -49,6 +49,7 @@ OUT = ("-o", "--out")
 OVERWRITE = option(False, "Replace files there that mha-deploy did not write, too.")
 # Verbs that run no code that a bundle names need not trust it.
 RUN = {name: each for name, each in CONTROL.items() if name != "trust_code"}
+LIMIT = {"time_limit": CONTROL["time_limit"]}
 
 # -- From a model to a bundle ----------------------------------------------------------------------
 
@@ -140,7 +141,7 @@ def _default_folder(model: md.Model, named: str, cache: str | None, precision: s
 # -- Graphs, engines and serving -------------------------------------------------------------------
 
 
-@verb(options_from(md.fuse_file, "overwrite", "verify"))
+@verb(options_from(md.fuse_file, "overwrite", "verify"), LIMIT)
 def fuse(
     source: Path = argument("IN.onnx", "An ONNX file, of opset 13 or newer."),
     output: Path = option(MISSING, "The file to write.", "-o", "--output", metavar="OUT.onnx"),
@@ -498,7 +499,7 @@ def inspect(
         here = {"misfits": list(found.misfits), "shown": found.engines[0].is_confirmed}
         data = engine_to_dict(found.engines[0]) | here
     else:
-        data = {"file": str(path), "attention": list(found.attention)}
+        data = {"file": str(path), "attention": list(found.attention), "foreign": list(found.foreign)}
 
     def lines() -> Iterator[RenderableType]:
         if found.bundle is not None:
@@ -517,6 +518,8 @@ def inspect(
                 yield "Fusion and precision are not verified: only TensorRT can read this plan, on its GPU."
         else:
             yield tables.attention_renderable(found.attention)
+            if found.foreign:
+                yield f"No engine is built of it: {', '.join(found.foreign)} are not ONNX's operators."
 
     return Result(data, lines)
 

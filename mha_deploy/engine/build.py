@@ -27,7 +27,7 @@ from mha_deploy.engine.plugins import find_plugins, load_needed
 from mha_deploy.errors import BackendUnavailable, BundleError, DeployError
 from mha_deploy.graph import plugin_node
 from mha_deploy.graph.attention_node import attention_nodes
-from mha_deploy.graph.file import foreign_domains, load_graph, save_graph
+from mha_deploy.graph.file import load_graph, save_graph
 from mha_deploy.graph.lower.cache import IN_PLACE_NOTE, noted_caches
 from mha_deploy.judge import judge_case
 from mha_deploy.model.precision import Precision
@@ -115,9 +115,7 @@ class _EngineBuild:
         """Lower, build and judge the engine, and write it with its manifest; `requested` is the attention."""
         rt, options, profiles = self.rt, self.options, len(self.ranges)
         model = load_graph(self.bundle.model_path)
-        if foreign := foreign_domains(model):
-            what = "The graph has operators that are not ONNX's."
-            raise DeployError(what, got=foreign, hint="export the model with operators of ONNX alone")
+        lowering.refuse_foreign_operators(model)
         lowered, answers = lowering.lower_for(rt, model, options)
         # As a file: weights that do not fit in memory twice are read from disk.
         with temporary_folder(self.bundle.path.resolve() / "lowered") as folder:

@@ -670,7 +670,7 @@ def misfits(engine: Engine, backend_version: str | None, gpu: dict[str, str] | N
     manifest, reasons = engine.manifest, []
     compatible = bool(manifest.options.get("version_compatible"))
     built, here = (
-        [int(part) for part in (version or "").split(".") if part.isdigit()]
+        [int(part) for part in (version or "").split(".") if part.isdecimal()]
         for version in (manifest.version, backend_version)
     )
     if backend_version is None:

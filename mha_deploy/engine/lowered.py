@@ -12,6 +12,7 @@ from mha_deploy.engine.plugins import refuse_plugins
 from mha_deploy.errors import nearest
 from mha_deploy.graph import rules
 from mha_deploy.graph.attention_node import attention_nodes
+from mha_deploy.graph.file import foreign_domains
 from mha_deploy.graph.lower import lower
 from mha_deploy.graph.rules import Eligibility, Target
 from mha_deploy.options import EngineOptions
@@ -134,8 +135,16 @@ def targets_of(rt: TensorRT, options: EngineOptions) -> list[Target]:
 
 def check_eligibility(model: ir.Model, target: Target) -> list[Eligibility]:
     """Can the target take and fuse every attention of a graph?"""
+    refuse_foreign_operators(model)
     _refuse_without_attention(model, hint="export it with mha-deploy")
     return rules.judge(attention_nodes(model), target)
+
+
+def refuse_foreign_operators(model: ir.Model) -> None:
+    """Refuse a graph with operators that no builder should look for: a library of that name would run."""
+    if foreign := foreign_domains(model):
+        what, got = "The graph has operators that are not ONNX's.", f"domain {', '.join(foreign)}"
+        raise EngineError(what, got=got, hint="export the model with operators of ONNX alone")
 
 
 def native_dialect(rt: TensorRT) -> str:

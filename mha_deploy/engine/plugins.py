@@ -283,7 +283,7 @@ def _version(part: Part, folders: Sequence[Path]) -> str:
     defined: dict[str, str] = dict(re.findall(r"^\s*#define\s+(\w+)\s+(\w+)", text, re.MULTILINE))
     # A number may be the name of another define.
     numbers = [defined.get(defined.get(name, ""), defined.get(name, "")) for name in names]
-    if not all(number.isdigit() for number in numbers):
+    if not all(number.isdecimal() for number in numbers):
         return ""
     if names == ["CUDA_VERSION"]:  # 13040 is 13.4
         numbers = [str(int(numbers[0]) // 1000), str(int(numbers[0]) % 1000 // 10)]

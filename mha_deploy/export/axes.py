@@ -174,7 +174,7 @@ def _torch_dim(dim: str, torch_dims: Mapping[str, Any], sizes: Sizes) -> Any:
     varying = [part for part in parts if part in torch_dims]
     if len(set(varying)) > 1:
         return TorchDim.DYNAMIC
-    fixed = sum(int(part) if part.isdigit() else sizes[part] for part in parts if part not in torch_dims)
+    fixed = sum(int(part) if part.isdecimal() else sizes[part] for part in parts if part not in torch_dims)
     found = torch_dims[varying[0]]
     found = found if len(varying) == 1 else len(varying) * found
     return found + fixed if fixed else found
@@ -223,14 +223,14 @@ class AxisNames:
         count, parts = 0, []
         for term in text.split(" + "):
             times, _, symbol = term.rpartition("*")
-            if term.isdigit():
+            if term.isdecimal():
                 count += int(term)
-            elif symbol in self._names and (not times or times.isdigit()):
+            elif symbol in self._names and (not times or times.isdecimal()):
                 parts += self._names[symbol].split("+") * int(times or 1)
             else:
                 return None
-        count += sum(int(part) for part in parts if part.isdigit())
-        names = sorted((part for part in parts if not part.isdigit()), key=self._order.index)
+        count += sum(int(part) for part in parts if part.isdecimal())
+        names = sorted((part for part in parts if not part.isdecimal()), key=self._order.index)
         if not names:
             return count
         parts = [*names, str(count)] if count else names

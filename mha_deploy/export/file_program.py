@@ -25,6 +25,7 @@ from mha_deploy.rounding import (
     sample_count,
 )
 from mha_deploy.runtime.onnx_reference import evaluator_of
+from mha_deploy.runtime.user_code import graph_code
 
 # Where kernels round: what a GEMM reads and writes, what norms, softmax and activations write. Elementwise
 # operators are fused into these, but for sums of two tensors: a residual stream is written after each.
@@ -161,7 +162,7 @@ class FileProgram:
     """Evaluates an ONNX file in FP64, node by node; `keep` are further values of it that are wanted."""
 
     def __init__(self, model: ir.Model, keep: Sequence[str] = ()) -> None:
-        wide = in_float64(model)
+        wide, self._title = in_float64(model), f"graph {model.graph.name or 'without a name'}"
         self._evaluator = evaluator_of(with_outputs(wide, keep) if keep else wide)
         self._names = [str(value.name) for value in model.graph.outputs]
         self._names += [name for name in keep if name not in self._names]
@@ -186,7 +187,8 @@ class FileProgram:
         """The outputs, and the values that are kept, by name; floats in FP64."""
         self._mode = mode
         wide = {name: x if x.dtype.kind in "iub" else x.astype(np.float64) for name, x in feeds.items()}
-        results = self._evaluator.run(self._names, wide)
+        with graph_code(self._title):
+            results = self._evaluator.run(self._names, wide)
         return dict(zip(self._names, map(np.asarray, results), strict=True))
 
 

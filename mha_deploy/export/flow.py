@@ -60,6 +60,7 @@ from mha_deploy.model.spec import FLOAT, Axes, ModelSpec, Sizes, TensorSpec
 from mha_deploy.options import ExportOptions
 from mha_deploy.output import temporary_folder
 from mha_deploy.runtime import plan_mixed_precision
+from mha_deploy.runtime.user_code import graph_code
 
 # -- Which golden cases an export gets: the corners of the axes, within a budget -------------------
 
@@ -364,7 +365,8 @@ class Source(ABC):
 
     def fuse(self, original: ir.Model) -> ir.Model:
         """The graph with its attentions fused; what is not is noted."""
-        model, found = fuse_attention(original)
+        with graph_code(f"graph {original.graph.name or 'without a name'}"):
+            model, found = fuse_attention(original)
         self.attentions = len(found.fused) + len(found.already) + len(found.unfused)
         self.unfused = [
             UnfusedRecord(name=each.name, reason=each.reason, place=each.place) for each in found.unfused

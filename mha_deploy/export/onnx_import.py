@@ -38,7 +38,9 @@ from mha_deploy.model.precision import PRECISIONS, find_precision
 from mha_deploy.model.spec import FLOAT, Axes, Axis, Dim, TensorSpec, size_of
 from mha_deploy.options import AUTO, ExportOptions
 from mha_deploy.runtime import open_runner
+from mha_deploy.runtime.child import RuntimeCrash
 from mha_deploy.runtime.runner import Runner
+from mha_deploy.runtime.user_code import graph_code
 
 _NEWEST_IR = 10  # newer files only declare it: no runtime here needs what came with it
 _BATCH, _LENGTH = Axis(min=1, opt=2, max=8), Axis(min=1, opt=16, max=64)
@@ -129,7 +131,8 @@ class _OnnxSource(Source):
         drawn = {key: given[key].astype(array.dtype) for key, array in drawn.items()}
         try:
             exact = FileRounding(None)
-            oracle, baselines = sample_case(self.precision, partial(self._program.run, given), exact)
+            with graph_code(str(self.path)):
+                oracle, baselines = sample_case(self.precision, partial(self._program.run, given), exact)
             eager = {key: array.astype(types[key]) for key, array in self._session.run(drawn).items()}
         except DeployError:
             raise
@@ -172,7 +175,8 @@ class _OnnxSource(Source):
                 found = program.run(case.inputs, mode)
                 return {name: found[name] for name in kept}
 
-            oracle, baselines = sample_case(self.precision, compute)
+            with graph_code(str(self.path)):
+                oracle, baselines = sample_case(self.precision, compute)
             with open_runner("ort-cpu", with_outputs(self.original, kept)) as runner:
                 given = {str(v.name): case.inputs[str(v.name)] for v in self.original.graph.inputs}
                 got = runner.run({k: x.astype(self._inputs[k].dtype.numpy()) for k, x in given.items()})  # type: ignore[union-attr]
@@ -230,6 +234,7 @@ class _OnnxSource(Source):
             except DeployError as error:
                 what = "The file does not run at these sizes."
                 hint = "--axis NAME=N for an axis that is fixed in the file, --input NAME=FILE.npy"
+                hint = error.hint if isinstance(error, RuntimeCrash) else hint
                 raise ExportError(what, got=f"{sizes_name(sizes)}: {error.in_one_line}", hint=hint) from error
         dims = {}
         for value in self.original.graph.outputs:
@@ -283,7 +288,7 @@ def _named_axes(
                 parts.append(size)
                 continue
             symbol = str(size.value or "").replace(" ", "")
-            names = [part for part in symbol.split("+") if not part.isdigit()]
+            names = [part for part in symbol.split("+") if not part.isdecimal()]
             if not names or not all(part.isidentifier() for part in names):
                 symbol = f"{name}_{position}".replace(".", "_").replace("/", "_")
                 names = [symbol]
@@ -305,7 +310,7 @@ def _dim(name: str, measured: list[tuple[dict[str, int], int]], axes: Axes) -> D
         tried += [f"{first}+{size - at[first]}"] if size > at[first] else []
     for dim in tried:
         if all(size_of(dim, sizes) == found for sizes, found in measured):
-            return int(dim) if dim.isdigit() else dim
+            return int(dim) if dim.isdecimal() else dim
     got = "; ".join(f"{size} at {sizes_name(sizes)}" for sizes, size in measured)
     hint = "--axis NAME=N fixes an axis"
     raise ExportError(f"A size of output {name} is not a sum of axes and numbers.", got=got, hint=hint)

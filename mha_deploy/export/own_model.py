@@ -265,7 +265,7 @@ def _dims(name: str, example: object, axes: Axes) -> tuple[Dim, ...]:
 def _names(dims: Iterable[Dim | None]) -> list[str]:
     """The axes in dimensions, those in sums included."""
     parts = [part for dim in dims if isinstance(dim, str) for part in dim.split("+")]
-    return [part for part in parts if not part.isdigit()]
+    return [part for part in parts if not part.isdecimal()]
 
 
 def _check_forward(module: nn.Module, inputs: Mapping[str, Example]) -> None:

@@ -201,7 +201,7 @@ def _fed_sizes(program: ExportedProgram, dims: NamedDims) -> NamedSizes:
 
 def _outside_guards(fed: NamedSizes, axes: Axes, traced: Sizes) -> Iterator[dict[str, int]]:
     """Sizes of the axes, of those near their bounds and their optimum, that break a guard of the program."""
-    varying = [(size.node, dim) for dim, size in fed if not str(size).isdigit()]
+    varying = [(size.node, dim) for dim, size in fed if not str(size).isdecimal()]
     symbols = {node.expr: dim for node, dim in varying}
     guards = [guard.expr for node, _ in varying[:1] for guard in node.shape_env.guards]
     for name, axis in axes.items():
@@ -351,7 +351,7 @@ class _Tracer:
             if isinstance(program, ExportedProgram):
                 fed, varying = _fed_sizes(program, self.dims), {n for n in axes if axes[n].is_dynamic}
                 # A symbol may stand for a number.
-                static = {dim for dim, size in fed if dim in varying and str(size).isdigit()}
+                static = {dim for dim, size in fed if dim in varying and str(size).isdecimal()}
                 if not static:
                     sizes = trace_sizes(self.inputs, self.dims, axes)
                     outside = list(_outside_guards(fed, axes, sizes))

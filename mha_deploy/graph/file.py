@@ -470,8 +470,11 @@ def _forget_negative_sizes(model: ir.Model) -> None:
 
 def foreign_domains(model: ir.Model) -> list[str]:
     """The domains of operators that neither ONNX, ONNX Runtime nor the functions of the model define."""
-    known = {*_ONNX, "ai.onnx.ml", "com.microsoft", *(each.domain for each in model.functions.values())}
-    return sorted({node.domain for graph in model.graphs() for node in graph} - known)
+    known = {*_ONNX, "ai.onnx.ml", "com.microsoft"}
+    defined = {(each.domain, each.name) for each in model.functions.values()}
+    parts = [*model.graphs(), *model.functions.values()]
+    used = {(node.domain, node.op_type) for part in parts for node in part} - defined
+    return sorted({domain for domain, _ in used} - known)
 
 
 def graph_of(model: Path | ir.Model) -> ir.Model:

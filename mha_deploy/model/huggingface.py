@@ -132,7 +132,7 @@ def find_attention(names: Iterable[str], prefix: str = "", layer: int | None = N
     names, prefix = sorted(names), prefix.removesuffix(".")
     inside = [name for name in names if not prefix or name.startswith(f"{prefix}.")]
     if layer is not None:
-        inside = [name for name in inside if next(filter(str.isdigit, name.split(".")), None) == str(layer)]
+        inside = [name for name in inside if next(filter(str.isdecimal, name.split(".")), None) == str(layer)]
 
     inputs, outputs = (defaultdict[str, dict[tuple[str, str], str]](dict) for _ in range(2))
     for name in names:
@@ -179,7 +179,7 @@ def _part(name: str) -> tuple[str, tuple[str, str] | None]:
         if kind.endswith(f"_proj_{ending}"):
             path, kind = f"{path}.{kind.removesuffix(f'_{ending}')}".removeprefix("."), ending
     parent, _, module = path.rpartition(".")
-    if module.isdigit():  # diffusers: to_out.0
+    if module.isdecimal():  # diffusers: to_out.0
         parent, _, module = parent.rpartition(".")
     role = _ROLE_OF.get(module)
     return parent, None if role is None or kind not in ("weight", "bias") else (role, kind)

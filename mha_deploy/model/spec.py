@@ -334,7 +334,7 @@ def _growing_axis(name: str, taken: tuple[Dim, ...], made: tuple[Dim, ...]) -> t
     """Along which dimension a cached tensor grows, the axis of the past, and that of the new tokens."""
     for axis, (before, after) in enumerate(zip(taken, made, strict=False)):
         parts = str(after).split("+")
-        if before in parts and len(parts) == 2 and not any(part.isdigit() for part in parts):
+        if before in parts and len(parts) == 2 and not any(part.isdecimal() for part in parts):
             parts.remove(str(before))
             return axis, str(before), parts[0]
     got, hint = f"{taken} in, {made} out", "an axis such as P in the input, and P+S in the output"

@@ -156,6 +156,7 @@ def _from_data(data: Any, name: str, runtime: str) -> Side:
         if kind == "benchmark":
             found = [{"environment": data.get("environment"), **entry} for entry in data["models"]]
         results = tuple(msgspec.convert({**each, "contents": None}, _RESULT) for each in found)
+        results = tuple(map(_with_shown_status, results))
         created = msgspec.convert(data.get("created", ""), str)
     except (msgspec.ValidationError, TypeError, AttributeError, KeyError) as failure:
         problem, hint = f"The {kind} does not keep its format.", "docs/report.md, matrix.md"
@@ -164,6 +165,22 @@ def _from_data(data: Any, name: str, runtime: str) -> Side:
         known = {cell.get("runtime", "") for cell in data["cells"]} if kind == "matrix" else set[str]()
         raise DeployError("No cell has this runtime.", got=name, hint=nearest(runtime, known))
     return Side(name=name, kind=kind, results=results, created=created)
+
+
+def _with_shown_status(result: Result) -> Result:
+    """A cell of a matrix whose status and outcome are never better than what its report shows."""
+    if result.cell is None:
+        return result
+    parts = [verdict.outcome for run in result.parity or () for verdict in run.verdicts or ()]
+    parts += [decoded.outcome for decoded in result.decode or ()]
+    # An engine that was not built has no report, and one that was not run has no verdict.
+    verdict, shown = result.verdict, Outcome.NOT_VERIFIED if result.engines else Outcome.FAILED
+    if verdict is not None:
+        verdict = structs.replace(verdict, outcome=Outcome.of([verdict.outcome, *parts]))
+        shown = verdict.outcome if result.engines else shown
+    stated = next((each for each in Outcome if each.value == result.cell), Outcome.FAILED)
+    is_shown = Outcome.of([stated, shown]) is stated
+    return structs.replace(result, verdict=verdict, cell=result.cell if is_shown else shown.value)
 
 
 def _cells(cells: Sequence[Mapping[str, Any]], runtime: str) -> list[Mapping[str, Any]]:

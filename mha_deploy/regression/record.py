@@ -288,12 +288,13 @@ def _parity(refused: Reason | None) -> str:
 def pick_line(source: str) -> tuple[Line, list[Line]]:
     """The line that `FILE:NUMBER` names, and all lines of its runtime, bundle and row with right results."""
     name, _, number = source.rpartition(":")
-    if not name or not number.isdigit():
+    if not name or not (number.isdecimal() and len(number) < 10):
         hint = "benchmarks/results/FILE.jsonl:12"
         raise DeployError("A line of a record is needed.", got=source, hint=hint)
     lines = read_lines(Path(name))
     if not 1 <= int(number) <= len(lines):
-        raise DeployError("The record has no such line.", got=source, hint=f"1 to {len(lines)}")
+        hint = f"1 to {len(lines)}" if lines else "bench --record FILE writes lines; this file is empty"
+        raise DeployError("The record has no such line.", got=source, hint=hint)
     line = lines[int(number) - 1]
     if not line.is_timed:
         problem = (

@@ -464,7 +464,7 @@ def reason_text(reason: Data) -> str:
     if reason["kind"] == "not one node" and reason["got"]:
         text = f"{text}: {reason['got']} ({reason['place']})"
     if reason["kind"] == "may be a matmul" and reason["got"] and reason["wanted"]:
-        text = f"{text} in {reason['got']}" if not reason["got"].isdigit() else text
+        text = f"{text} in {reason['got']}" if not reason["got"].isdecimal() else text
     return text
 
 

@@ -183,10 +183,14 @@ class Child:
         output = self._log.read().decode(errors="replace").strip()
         # The Python stack of a crash only where there is no other output.
         words, begin, stack = output.partition("Fatal Python error: ")
-        if not begin:
-            words, begin, stack = output.partition("Current thread 0x")
+        crashed = bool(begin)
+        for head in ("Current thread 0x", "Stack (most recent call first)"):  # of a call that was too long
+            if not begin:
+                words, begin, stack = output.partition(head)
         line = user_line(stack)
-        lines = words.strip().splitlines()[-_LOG_LINES:] or stack.splitlines()[:_LOG_LINES]
+        lines = words.strip().splitlines()[-_LOG_LINES:]
+        if not lines and crashed:
+            lines = stack.splitlines()[:_LOG_LINES]
         nodes = re.findall(r"Parsing node: (\S+) \[", output)[-1:]  # by TensorRT's parser
         places = [f"node {node}" for node in nodes] + [line] * bool(line)
         what = f"{problem} while {step}{''.join(f', at {place}' for place in places)}."

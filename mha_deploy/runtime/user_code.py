@@ -1,8 +1,9 @@
-"""Code of a user's model: whatever it does is an error that names its line.
+"""Code of a user's model, or a graph: whatever it does is an error that names its line.
 
-One guard is around all of it. An exception of any kind, `sys.exit` and `os._exit` become a `DeployError`. A
-call that takes longer than the time limit is interrupted; one that cannot be, and a crash, are reported by
-the process that watches the command line (`supervisor.py`), or by the parent of a child process.
+One guard is around all of it, and around the evaluation of a user's graph in this process. An exception of
+any kind, `sys.exit` and `os._exit` become a `DeployError`. A call that takes longer than the time limit is
+interrupted; one that cannot be, and a crash, are reported by the process that watches the command line
+(`supervisor.py`), or by the parent of a child process.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import NoReturn
 
 from mha_deploy import supervisor
 from mha_deploy.errors import DeployError, ExportError, is_user_error, place_of_error, text_of_error
 from mha_deploy.runtime.child import is_child, isolation
-from mha_deploy.supervisor import interruptions
+from mha_deploy.supervisor import MODEL_CODE, interruptions
 
 
 class _Ended(BaseException):
@@ -42,6 +43,7 @@ def user_code(
     hint: str = "",
     timed: bool = True,
     mixed: bool = False,
+    subject: str = MODEL_CODE,
 ) -> Iterator[None]:
     """Run code of a user inside; also a decorator.
 
@@ -52,19 +54,25 @@ def user_code(
         timed: Whether the time limit holds for all of it.
         mixed: Whether it is code of this tool that calls such code. Then only exceptions that passed through
             a file of the user's are its errors.
+        subject: What it is, at the beginning of a sentence.
     """
-    leave = _enter(where, timed)
+    leave = _enter(where, timed, subject)
     try:
         yield
     except DeployError:
         raise
     except BaseException as error:
-        explained = _explained(error, where, what, hint, timed, mixed)
+        explained = _explained(error, where, what, hint, timed, mixed, subject)
         if explained is None:
             raise
         raise explained from error
     finally:
         leave()
+
+
+def graph_code(where: str) -> AbstractContextManager[None]:
+    """Evaluate a graph of a user inside, within the time limit; what is raised stays as it is."""
+    return user_code(where, mixed=True, subject="The evaluation of the graph")
 
 
 def where_is(function: object) -> str:
@@ -73,10 +81,10 @@ def where_is(function: object) -> str:
     return "" if code is None else f"{code.co_filename}:{code.co_firstlineno}"
 
 
-def _enter(where: str, timed: bool) -> Callable[[], None]:
+def _enter(where: str, timed: bool, subject: str) -> Callable[[], None]:
     """Note whose code runs, and start the clock unless it is running; returns what undoes that."""
     limit, pid, exit_now, page = isolation.limit_s, os.getpid(), os._exit, supervisor.page
-    before = ("", 0.0) if page is None else (page.place, page.deadline)
+    before = ("", 0.0, "") if page is None else (page.place, page.deadline, page.subject)
     starts = timed and not any(_clocks) and not is_child()  # the parent of a child has a clock for it
     deadline = time.monotonic() + limit if starts else before[1]
     _clocks.append(deadline if starts else 0.0)
@@ -92,7 +100,7 @@ def _enter(where: str, timed: bool) -> Callable[[], None]:
         raise _Late
 
     if page is not None:
-        page.enter(where or before[0] or "the code of the model", deadline)
+        page.enter(where or before[0] or "the code of the model", deadline, subject)
         if starts:
             faulthandler.dump_traceback_later(limit + 0.5, file=page.stack)
     if alarm:
@@ -115,7 +123,7 @@ def _enter(where: str, timed: bool) -> Callable[[], None]:
 
 
 def _explained(
-    error: BaseException, where: str, what: str, hint: str, timed: bool, mixed: bool
+    error: BaseException, where: str, what: str, hint: str, timed: bool, mixed: bool, subject: str
 ) -> BaseException | None:
     """The error that says what a user's code did; None where it is no error of it."""
     place = place_of_error(error, where or "an unknown place")
@@ -124,7 +132,7 @@ def _explained(
     if isinstance(error, _Late):
         if not timed:
             return None
-        problem = f"The code of the model did not return within {isolation.limit_s:g} s."
+        problem = f"{subject} did not return within {isolation.limit_s:g} s."
         return ExportError(problem, got=place, hint="--time-limit SECONDS, if it needs longer")
     if isinstance(error, _Ended):
         got = f"{place}: os._exit({error.args[0]!r})"

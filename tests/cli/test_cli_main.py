@@ -7,10 +7,12 @@ import runpy
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import typer
+from fault_harness import run
 
 from mha_deploy import __version__, cli
 from mha_deploy.cli.arguments import show_steps
@@ -123,6 +125,15 @@ def test_every_kind_of_error_has_its_exit_code(run_cli, monkeypatch, error, code
     done = run_cli("models")
     assert (done.code, done.out) == (code, "")
     assert done.err.startswith(text)
+
+
+@pytest.mark.parametrize("error", [EOFError(), BrokenPipeError(32, "Broken pipe")])
+def test_an_error_that_typer_takes_for_an_abort_is_no_verdict(error, monkeypatch):
+    def fail():
+        raise error
+
+    prepare = partial(monkeypatch.setattr, "mha_deploy.model.catalog.catalog_names", fail)
+    assert run("models", prepare=prepare, memory=None).code == 70
 
 
 def test_a_bug_is_not_hidden(run_cli, monkeypatch):

@@ -308,7 +308,7 @@ def _plain(size: str | None) -> Size:
         simple = ir.SymbolicDim(size).simplify().value
     except (ArithmeticError, AttributeError, SyntaxError, TypeError, ValueError):
         return size
-    return size if simple is None else int(simple) if simple.isdigit() else simple
+    return size if simple is None else int(simple) if simple.isdecimal() else simple
 
 
 def same_dims(first: Sequence[Size], second: Sequence[Size]) -> bool:
@@ -366,8 +366,8 @@ def factors_of(size: int | str) -> tuple[int, list[str]]:
     if isinstance(size, int):
         return size, []
     parts = [part.strip("()") for part in size.split("*")] if _FACTORS.fullmatch(size) else [size]
-    number = math.prod(int(part) for part in parts if part.isdigit())
-    return number, [part for part in parts if not part.isdigit()]
+    number = math.prod(int(part) for part in parts if part.isdecimal())
+    return number, [part for part in parts if not part.isdecimal()]
 
 
 def _text(number: int, names: list[str]) -> int | str:

@@ -427,7 +427,7 @@ def _kernels(program: str) -> Iterator[Kernel]:
     constants = set()
     for match in _TENSOR.finditer(head):
         # A dynamic size is the quoted name of its variable.
-        shape = tuple(int(size) if size.isdigit() else -1 for size in match["dims"].split())
+        shape = tuple(int(size) if size.isdecimal() else -1 for size in match["dims"].split())
         name = match["name"]
         declared[name] = EngineTensor(name=name, dtype=dtype_of(match["dtype"]), shape=shape)
         if _CONSTANT in match[0]:
