@@ -470,11 +470,15 @@ def fuse(model: AnyModel, *, verify: bool = True) -> tuple[AnyModel, FuseReport]
     from mha_deploy.graph.valid import normalize
     from mha_deploy.runtime.user_code import graph_code
 
-    if isinstance(model, onnx.ModelProto | ir.Model):
-        graph = graph_from_proto(model) if isinstance(model, onnx.ModelProto) else normalize(model.clone())
+    def fused(graph: ir.Model) -> tuple[ir.Model, FuseReport]:
         with graph_code(f"graph {graph.graph.name or 'without a name'}"):
-            fused, report = fuse_attention(graph, verify=verify)
-        return fused if isinstance(model, ir.Model) else ir.to_proto(fused), report
+            return fuse_attention(graph, verify=verify)
+
+    if isinstance(model, onnx.ModelProto):
+        made, report = fused(graph_from_proto(model))
+        return ir.to_proto(made), report
+    if isinstance(model, ir.Model):
+        return fused(normalize(model.clone()))
     hint = "onnx.load(path), or onnx_ir.load(path)"
     raise DeployError("This is not an ONNX model.", got=_describe(model), hint=hint)
 

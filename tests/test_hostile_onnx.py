@@ -124,7 +124,8 @@ def test_an_evaluator_that_ends_or_hangs_the_program_is_an_error(tmp_path, verb,
 
 
 def test_an_oracle_that_takes_longer_than_the_limit_is_refused():
-    program = FileProgram(graph_from_proto(loop((), [tensor("n", np.int64(10**6))])))
+    weights = [tensor("n", np.int64(10**6)), tensor("c", np.bool_(True))]
+    program = FileProgram(graph_from_proto(loop((), weights, condition="c")))
 
     def evaluate():
         isolation.limit_s = 0.2
