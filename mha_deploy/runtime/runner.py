@@ -71,6 +71,7 @@ class Runner(Closing, ABC):
     inputs: Mapping[str, TensorInfo]
     outputs: Mapping[str, TensorInfo]
     device: str = "cpu"  # where it computes: `cpu`, or the name of the GPU
+    accumulate: str | None = None  # what its GEMMs accumulate in: `fp32` or `fp16`; None: not known
     can_decode: bool = False  # whether it keeps a KV cache on its device and has a `decode_loop`
     # Why a runtime without a time has none, and what has one.
     untimed: str = "checks a graph on the CPU; its time would say nothing about a GPU."

@@ -86,12 +86,15 @@ class Runtime:
     open: Callable[[], Runner]  # loads it; raises `DeployError` where it cannot run
     engine: Engine | None = None  # the engine, where it is one
     graph_backend: str = ""  # what runs a graph of somebody else's; default: its name
+    accumulate: str | None = None  # what its GEMMs accumulate in, where its owner states it
     is_subject: bool = False  # whether it was given to be judged: not to run a case is then a verdict on it
 
     def accumulation(self, precision: Precision) -> tuple[str, str]:
         """The type that its GEMMs may accumulate in, which sets the budget, and how that is known."""
         if precision.name != "fp16":
             return "fp32", f"no kernel accumulates {precision.name} in fewer bits"
+        if self.accumulate is not None:
+            return self.accumulate, f"as {self.name} states"
         if self.engine is None:
             if self.family == PYTORCH:
                 return "fp32", "PyTorch accumulates in FP32"

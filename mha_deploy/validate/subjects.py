@@ -283,13 +283,14 @@ class Subject:
         file: Path | None = None,
         backend: str = "",
         keep_open: bool = False,
+        accumulate: str | None = None,
     ) -> None:
         self.bundle, self.kind, self.name, self.names = bundle, kind, name, names
         self._open, self._file, self._keep_open = open_, file, keep_open
         family = {SubjectKind.ENGINE: TENSORRT, SubjectKind.GRAPH: ONNX_RUNTIME}.get(kind, ONNX)
         self.runtime = Runtime(
             name=name, family=ONNX if backend == "onnx-reference" else family, open=self.open,
-            graph_backend=backend, is_subject=True,
+            graph_backend=backend, is_subject=True, accumulate=accumulate,
         )  # fmt: skip
         self.record: SubjectRecord | None = None
 
@@ -395,7 +396,8 @@ def subjects_of(bundle: Bundle, options: ValidateOptions, runners: Sequence[Runn
         found.append(Subject(bundle, SubjectKind.ENGINE, named(path.name), open_, names, file=path))
     for runner in runners:
         kept = partial(_given, runner)
-        found.append(Subject(bundle, SubjectKind.RUNNER, named(runner.name), kept, names, keep_open=True))
+        about = {"keep_open": True, "accumulate": runner.accumulate}
+        found.append(Subject(bundle, SubjectKind.RUNNER, named(runner.name), kept, names, **about))
     return found
 
 
