@@ -6,7 +6,9 @@ interpreter seconds. Whatever happens to the fork happens to it alone: the outco
 printed, and which of its processes outlived it.
 """
 
+import gc
 import importlib
+import io
 import os
 import resource
 import signal
@@ -15,8 +17,9 @@ import tempfile
 import time
 import traceback
 import uuid
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -57,11 +60,29 @@ class Outcome:
 
 @cache
 def load() -> None:
-    """Import here what every fork would import again."""
-    for name in ("cli", "graph.fuse", "graph.file", "export.flow"):
+    """Import here what every fork would import again, also what the first command imports."""
+    from mha_deploy.cli import main
+
+    for name in ("graph.fuse", "export.flow", "validate.run", "regression.compare", "runtime.onnx_reference"):
         importlib.import_module(f"mha_deploy.{name}")
-    for name in ("onnx_ir", "rich.console", "rich.progress", "rich.table"):
-        importlib.import_module(name)
+    for name in ("onnx.reference.op_run", "rich.console", "rich.progress", "rich.table", "onnxruntime"):
+        with suppress(ImportError):
+            importlib.import_module(name)
+    before = sys.argv
+    for arguments in (("models", "--json"), ("inspect", os.devnull)):
+        sys.argv = ["mha-deploy", *arguments]
+        with suppress(SystemExit), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            main()
+    sys.argv = before
+    gc.collect()
+    gc.freeze()  # what a fork collects, it copies
+
+
+def in_this_process() -> None:
+    """A `prepare` that lets runtimes run in the fork itself: children take seconds to import them."""
+    from mha_deploy.runtime.child import isolation
+
+    isolation.enabled = False
 
 
 def run(*arguments: object, **conditions: Any) -> Outcome:
@@ -126,8 +147,10 @@ def _run_in_fork(case: Case, out: int, err: int, mark: str) -> int:
     if case.memory is not None:
         used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
         resource.setrlimit(resource.RLIMIT_AS, (used + case.memory,) * 2)
+    warnings.simplefilter("error", ResourceWarning)  # raised where nobody catches it: it is printed
     case.prepare()
     code = _called(case.run) if callable(case.run) else _command(case.run)
+    gc.collect()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, AttributeError, ValueError):
             stream.flush()

@@ -12,7 +12,7 @@ import stat
 import sys
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ import pytest
 from bundle_edit import copy_of, fill, manifest, small_bundle
 from fault_harness import assert_refused, run
 from hostile_files import attention, model
+from source_trees import nodes_of, source_trees
 
 import mha_deploy as md
 from mha_deploy import output
@@ -33,8 +34,6 @@ from mha_deploy.regression.record import Line, append_lines, read_lines
 
 sys.path.append(str(Path(__file__).resolve().parent / "report"))
 from example_report import passing
-
-PACKAGE = Path(md.__file__).parent
 
 # -- Who writes ------------------------------------------------------------------------------------
 
@@ -50,11 +49,13 @@ def line(run="1"):
     )  # fmt: skip
 
 
+@cache
 def similarity():
     pytest.importorskip("matplotlib")
     return similarity_from_heads(np.random.default_rng(0).normal(size=(5, 2, 4)))
 
 
+@cache
 def comparison():
     return md.compare(passing(), passing())
 
@@ -666,9 +667,9 @@ ALLOWED = {
 }
 
 
-def writing_calls(tree):
+def writing_calls(nodes):
     """The calls of a module that may write files."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if not isinstance(node, ast.Call):
             continue
         name = ast.unparse(node.func)
@@ -689,11 +690,9 @@ def writing_calls(tree):
 
 def test_nothing_else_in_the_source_writes_files():
     found = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        if path == Path(output.__file__):
-            continue
-        for name in writing_calls(ast.parse(path.read_text(encoding="utf-8"))):
-            found[path.relative_to(PACKAGE).as_posix(), name] = True
+    for file in source_trees():
+        for name in writing_calls(nodes_of(file)) if file != "output.py" else ():
+            found[file, name] = True
     assert set(found) - set(ALLOWED) == set()
     assert set(ALLOWED) - set(found) == set()  # what is no longer there is no longer allowed
 
@@ -707,12 +706,12 @@ def test_nothing_else_in_the_source_writes_files():
     ],
 )  # fmt: skip
 def test_a_call_that_writes_is_found(text):
-    assert list(writing_calls(ast.parse(text)))
+    assert list(writing_calls(ast.walk(ast.parse(text))))
 
 
 @pytest.mark.parametrize("text", ["open(path)", "path.open('rb')", "text.replace('w', 'x')", "os.open(p, 0)"])
 def test_a_call_that_only_reads_is_not_found(text):
-    assert not list(writing_calls(ast.parse(text)))
+    assert not list(writing_calls(ast.walk(ast.parse(text))))
 
 
 # -- The command line ------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from bundle_edit import copy_of
 from fault_harness import assert_orderly, run
+from source_trees import nodes_of, source_trees
 
 import mha_deploy
 from mha_deploy import process
@@ -265,9 +266,9 @@ STARTERS = {
 }
 
 
-def starts(tree):
+def starts(nodes):
     """The lines that start a process, look for a program, or name the interpreter."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and node.module:
             root = node.module.partition(".")[0]
             if {alias.name for alias in node.names} & STARTERS.get(root, set()):
@@ -291,11 +292,9 @@ def test_one_file_starts_every_process():
     # One reads its header; the other watches a fork of the command line, which executes nothing.
     allowed = {("engine/plugins.py", "sys.executable"), ("supervisor.py", "os.fork()")}
     found = []
-    for path in sorted((ROOT / "mha_deploy").rglob("*.py")):
-        name = str(path.relative_to(ROOT / "mha_deploy"))
-        source = path.read_text(encoding="utf-8")
-        lines = source.splitlines()
-        for number in starts(ast.parse(source)):
+    for name in source_trees():
+        lines = (ROOT / "mha_deploy" / name).read_text(encoding="utf-8").splitlines()
+        for number in starts(nodes_of(name)):
             if name != "process.py" and not any(
                 name == file and word in lines[number - 1] for file, word in allowed
             ):
@@ -312,11 +311,11 @@ def test_one_file_starts_every_process():
     ],
 )  # fmt: skip
 def test_another_way_is_found(line):
-    assert list(starts(ast.parse(line)))
+    assert list(starts(ast.walk(ast.parse(line))))
 
 
 def test_the_type_of_a_process_may_be_named():
-    assert list(starts(ast.parse("x: subprocess.Popen[str]"))) == []
+    assert list(starts(ast.walk(ast.parse("x: subprocess.Popen[str]")))) == []
 
 
 # -- Programs -----------------------------------------------------------------------------------------

@@ -75,7 +75,8 @@ def main() -> None:
     """
     with _signals_as_interrupts() as received, _guarded_streams() as stdout:
         code, error, is_printed = _run_app()
-        if code == EXIT_INTERRUPTED:  # Ctrl-C, also as Typer reports it, or another signal
+        # Ctrl-C, also as Typer reports it, or another signal. An import of native code raises another error.
+        if code == EXIT_INTERRUPTED or (code != 0 and received):
             number = received[0] if received else signal.SIGINT
             code = 128 + number
             word = "interrupted" if number == signal.SIGINT else "terminated"
@@ -126,6 +127,8 @@ def _run_app() -> _Ending:
         if (needed := out_of_memory(error)) is not None:
             hint = "smaller axes (--axis), a smaller model, or a machine with more memory"
             return _Ending(EXIT_BAD_INPUT, DeployError("There is too little memory.", got=needed, hint=hint))
+        if interruptions.received:
+            return _Ending(EXIT_INTERRUPTED)
         traceback.print_exception(error)
         got, hint = f"{type(error).__name__}: {error}", "report it with the traceback"
         return _Ending(EXIT_INTERNAL_ERROR, DeployError("This is a bug in mha-deploy.", got=got, hint=hint))

@@ -69,6 +69,7 @@ def engine_from_bundle(
 ) -> Engine:
     """Build an engine and judge it; it is written only when it is complete, by default into its bundle."""
     options = options or EngineOptions()
+    lowering.refuse_foreign_operators(load_graph(bundle.model_path))  # before a library of theirs is loaded
     rt = load(options.backend or engines.default_backend())
     mib = options.workspace_mib
     if mib is not None and not 0 < mib <= _LARGEST_WORKSPACE_MIB:
@@ -115,7 +116,6 @@ class _EngineBuild:
         """Lower, build and judge the engine, and write it with its manifest; `requested` is the attention."""
         rt, options, profiles = self.rt, self.options, len(self.ranges)
         model = load_graph(self.bundle.model_path)
-        lowering.refuse_foreign_operators(model)
         lowered, answers = lowering.lower_for(rt, model, options)
         # As a file: weights that do not fit in memory twice are read from disk.
         with temporary_folder(self.bundle.path.resolve() / "lowered") as folder:
