@@ -116,8 +116,14 @@ ToHeads = Callable[[np.ndarray], np.ndarray]
 def _separated(power: np.ndarray, samples: int) -> tuple[np.ndarray, np.ndarray]:
     """Mean squares [V, C] as a number for each vector times one for each channel.
 
-    A massive element makes neither its vector nor its channel large: it counts as a large usual one.
+    A massive element makes neither its vector nor its channel large: it counts as a large usual one. Vectors
+    that no sample changes, such as cached keys, say nothing of the others.
     """
+    changed = power.any(1)
+    if changed.any() and not changed.all():
+        vectors = np.zeros(len(power))
+        vectors[changed], channels = _separated(power[changed], samples)
+        return vectors, channels
     n_vectors, n_channels = power.shape
 
     def usual(values: np.ndarray) -> float:

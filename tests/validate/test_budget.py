@@ -194,6 +194,23 @@ def test_a_sample_uses_one_part_in_the_factor(oracle, precision):
     assert max(shares) == pytest.approx(1 / factor_of(precision))
 
 
+def test_vectors_that_rounding_leaves_alone_do_not_narrow_the_others():
+    """A KV cache of which one entry is new: the others are copies."""
+    random = np.random.default_rng(0)
+    largest = []
+    for _ in range(40):
+        oracle = random.standard_normal((2, 2, 16, 16))
+        errors = np.zeros((41, *oracle.shape))
+        errors[:, :, :, 15] = 1e-3 * random.standard_normal((41, 2, 2, 16))
+        budget = budget_from_samples(errors[:5].astype(np.float32), oracle, FP16)
+        shares = [budget.share_used(measure(oracle + each, oracle, budget.spread)) for each in errors[5:]]
+        largest.append(max(shares))
+    assert max(largest) < 0.9
+    wrong = oracle + errors[-1]
+    wrong[:, :, 15] *= 1.01
+    assert budget.share_used(measure(wrong, oracle, budget.spread)) > 1
+
+
 def test_wider_samples_make_a_wider_budget_by_as_much(oracle):
     narrow, wide = (
         budget_from_samples(samples_of(oracle, level=level), oracle, FP16).limits for level in (10.0, 40.0)
