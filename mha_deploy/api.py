@@ -771,6 +771,10 @@ class Report(SavableResult):
             folder: The folder, which is made if need be.
             overwrite: Replace files of these names that this tool did not write, too.
         """
+        from mha_deploy.bundle.samples import write_sample
+
+        for name, sample in self.record.kept.items():
+            write_sample(Path(folder) / name, sample, within=Path(folder), overwrite=overwrite)
         return self._save(Path(folder), "report", overwrite=overwrite)
 
     def __repr__(self) -> str:
@@ -808,6 +812,12 @@ def validate(
     settings = ValidateOptions(**options)
     graphs, engines = (tuple(map(Path, each)) for each in (settings.graphs, settings.engine_files))
     settings = replace(settings, graphs=graphs, engine_files=engines)
+    more = [
+        name for name in ("metric", "data_limit", "logits", "source", "resume") if getattr(settings, name)
+    ]
+    if settings.data is None and more:
+        what, hint = "These are about data, and there is none.", "give the samples, too: data="
+        raise DeployError(what, got=", ".join(more), hint=hint)
     if settings.names and not (settings.graphs or settings.engine_files or runners):
         what, hint = "There is nothing whose names could be mapped.", "with graphs, engine_files or runners"
         raise DeployError(what, got=settings.names, hint=hint)
@@ -820,13 +830,14 @@ def validate(
                 each if isinstance(each, Runner) else owned.enter_context(open_runner(each))
                 for each in runners
             ]
-            steps = _without_count(on_step)
-            return Report(validate_bundle(_open(bundle), settings, on_step=steps, runners=given))
+            steps: dict[str, Any] = {"on_step": _without_count(on_step), "on_sample": on_step or _silent}
+            return Report(validate_bundle(_open(bundle), settings, runners=given, **steps))
     from mha_deploy.validate.server import validate_server
 
     elsewhere = ("backends", "engine", "latency", "sweep", "layers", "conformance", "kernels", "graphs")
     elsewhere_too = ("engine_files", "require_fused", "require_precision")
     wrong = [name for name in (*elsewhere, *elsewhere_too) if getattr(settings, name)]
+    wrong += ["data"] if settings.data is not None else []
     wrong += ["runners"] if runners else []
     if wrong:
         what, got = "A server is judged in place of the runtimes of this machine.", ", ".join(wrong)

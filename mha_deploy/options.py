@@ -271,6 +271,36 @@ class ValidateOptions(TimedOptions):
         "--map",
         metavar="THEIRS=OURS",
     )
+    data: Any | None = option(
+        None,
+        "Your own samples, each of which is judged as well: a .npz, .safetensors or .npy file, a folder of "
+        "them, or a function of yours that yields dictionaries of arrays. Needs the source of the model.",
+        metavar="FILE|FOLDER|file.py:samples",
+    )
+    metric: Any | None = option(
+        None,
+        "With --data: your own figure, a function of the outputs and the sample, for the original model "
+        "beside every runtime.",
+        metavar="file.py:function",
+    )
+    data_limit: int = option(0, "With --data: most samples. default: all", min=0, max=10**9)
+    logits: Sequence[str] = option(
+        (),
+        "With --data: an output that holds logits, of which top-1 and top-5 agreement and KL are reported. "
+        "default: outputs with logit in their name",
+        metavar="OUTPUT",
+    )
+    source: Path | None = option(
+        None,
+        "With --data: the ONNX file that the bundle was imported from, which is its reference.",
+        metavar="FILE.onnx",
+    )
+    resume: Path | None = option(
+        None,
+        "With --data: the file in which results are kept, from which an interrupted run goes on. "
+        "default: data.jsonl beside the report",
+        metavar="FILE.jsonl",
+    )
     url: str | None = option(
         None,
         "Validate a server instead of the runtimes of this machine: grpc://HOST:PORT or http://HOST:PORT, "
@@ -310,6 +340,12 @@ class ValidateKeywords(TimedKeywords, total=False):
     graphs: Sequence[Path]
     engine_files: Sequence[Path]
     names: Sequence[str] | Mapping[str, str]
+    data: Any
+    metric: Any
+    data_limit: int
+    logits: Sequence[str]
+    source: Path | None
+    resume: Path | None
     url: str | None
     clients: Sequence[int]
     requests: int

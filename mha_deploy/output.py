@@ -226,6 +226,11 @@ def is_image(path: Path) -> bool:
     return head.startswith(b"\x89PNG\r\n") and b"tEXtSoftware\0mha-deploy" in head
 
 
+def is_sample(path: Path) -> bool:
+    """Whether this is a sample that was kept to be run again, by the text in its header."""
+    return b'"tool":"mha-deploy"' in _head(path)[8:256]
+
+
 def is_engine_manifest(path: Path) -> bool:
     """Whether this is the manifest of an engine, whole or cut short."""
     data = _read_json(path)
@@ -761,7 +766,9 @@ def _is_extra(folder: Path, name: str) -> bool:
         return _is_timings(path)
     if re.fullmatch(r"engines/[^/]+\.(engine|json)", name):
         return (_read_json(path.with_suffix(".json")) or {}).keys() >= _ENGINE_KEYS
-    if match := re.fullmatch(r"(?:report|bench)\.(json|html)|engines\.json", name):
+    if re.fullmatch(r"worst/[^/]+\.safetensors", name):
+        return is_sample(path)
+    if match := re.fullmatch(r"(?:report|bench)\.(json|html)|engines\.json|data\.jsonl", name):
         return is_page(path) if match[1] == "html" else is_result(path)
     return False
 

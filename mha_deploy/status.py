@@ -97,6 +97,9 @@ class Kind(Word):
     ENGINE_NOT_CONFIRMED = "engine not confirmed"
     FOREIGN_ENGINE = "foreign engine"
     OUTPUTS_NOT_JUDGED = "outputs not judged"
+    WRONG_ON_DATA = "wrong on data"
+    DATA_NOT_VERIFIED = "data not verified"
+    DATA_OUTSIDE = "data outside"
     RANGE_SHRUNK = "range shrunk"
     GRAPH_NOT_FUSED = "graph not fused"
     ENGINE_NOT_FUSED = "engine not fused"
@@ -141,6 +144,7 @@ class Section(Word):
     ENGINE = "engine"
     COVERAGE = "coverage"
     SERVING = "serving"
+    DATA = "data"
 
 
 EMPTY_ORACLE = frozenset({Kind.ORACLE_ZERO, Kind.ORACLE_CONSTANT})

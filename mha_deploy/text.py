@@ -286,6 +286,14 @@ def _about_requests(finding: Finding) -> str:
     return f"{clients}: {failed} ({', '.join(finding.names)}){left}: {finding.detail}"
 
 
+def _about_data(finding: Finding) -> str:
+    count, place = finding.numbers, finding.place
+    status = "wrong" if finding.kind is Kind.WRONG_ON_DATA else "not verified"
+    first = f"{place.case}{f'/{place.output}' if place.output else ''}: {reason_and_hint(finding.reason)}"
+    why = f" ({first})" if finding.reason is not None else ""
+    return f"{place.runner} is {status} on {count['failed']:.0f} of {count['samples']:.0f} samples{why}"
+
+
 _FINDINGS: Mapping[Kind, str | Callable[[Finding], str]] = {
     Kind.WRONG_OUTPUTS: _about_outputs,
     Kind.UNVERIFIED_OUTPUTS: _about_outputs,
@@ -307,6 +315,10 @@ _FINDINGS: Mapping[Kind, str | Callable[[Finding], str]] = {
     Kind.OUTPUTS_NOT_JUDGED: lambda finding: (
         f"{finding.place.runner} has outputs that the bundle knows nothing of: {', '.join(finding.names)}"
     ),
+    Kind.WRONG_ON_DATA: _about_data,
+    Kind.DATA_NOT_VERIFIED: _about_data,
+    Kind.DATA_OUTSIDE: "{0.numbers[outside]:.0f} of {0.numbers[samples]:.0f} samples were not run: their "
+    "sizes are outside {0.detail}",
     Kind.GRAPH_NOT_FUSED: _about_graph,
     Kind.ENGINE_NOT_FUSED: "engine {0.place.engine}: {0.detail}",
     Kind.ENGINE_PRECISION: "engine {0.place.engine}: {0.detail}",

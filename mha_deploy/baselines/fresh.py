@@ -373,6 +373,15 @@ class FreshCases:
                     weight.data = own
         return replace(case, suspects={name: {"output": each - oracle} for name, each in changed.items()})
 
+    def given(self, name: str, inputs: Mapping[str, np.ndarray], sizes: Mapping[str, int]) -> GoldenCase:
+        """Compute what is true of inputs of a user's own."""
+        self.spec.check_sizes(sizes)
+        what = "There is no room to compute what is true of a sample."
+        no_room = DeployError(what, got=f"{name}: {sizes_name(sizes)}", hint="smaller samples")
+        with self._drawing(0, no_room):
+            feeds = {key: tensor_from_numpy(array) for key, array in inputs.items()}
+            return self._capture.capture(PlannedCase(name=name, sizes=dict(sizes)), feeds)
+
     def trace(self, planned: PlannedTrace, *, seed: int, probe: bool = False) -> DecodeTrace:
         """Draw tokens, decode with the module, and compute the whole sequence in FP64.
 

@@ -372,6 +372,8 @@ def report_renderable(report: Data) -> RenderableType:
     blocks += [_conformance(report["conformance"])] if report["conformance"] else []
     blocks += [latency_renderable(report["latency"]["points"])] if report["latency"] else []
     blocks += [render(tables.serving_table(report["serving"]))] if report["serving"] else []
+    if report["data"]:
+        blocks += [render(tables.data_table(report["data"])), render(tables.worst_table(report["data"]))]
     verdict = report["verdict"]
     for finding in verdict["findings"]:
         blocks.append(Text(f"{finding['level']}: {finding['text']}", style=_LEVELS[finding["level"]]))

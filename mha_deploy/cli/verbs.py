@@ -309,6 +309,8 @@ def validate(
     folder = out or opened.path
     if report:
         md.refuse_outputs(folder, "report", overwrite=overwrite)
+    if report and options["data"] is not None and options["resume"] is None:
+        options["resume"] = folder / "data.jsonl"
     with show_steps(f"validate {name}") as on_step:
         result = md.validate(opened, on_step=on_step, **options)
 

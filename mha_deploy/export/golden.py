@@ -123,9 +123,13 @@ class Capture(ABC):
         """Inputs in the types of the module."""
         return feeds
 
-    def capture(self, planned: PlannedCase) -> GoldenCase:
-        """Run one case."""
-        feeds = self.draw(planned)
+    @abstractmethod
+    def given(self, feeds: Feeds) -> Feeds:
+        """Inputs of a user's own, as the module takes them."""
+
+    def capture(self, planned: PlannedCase, given: Feeds | None = None) -> GoldenCase:
+        """Run one case, on inputs that are given or drawn."""
+        feeds = self.draw(planned) if given is None else self.given(given)
         counter = FlopCounterMode(display=False, custom_mapping=_ON_CPU) if self.counts_work else None
         eager = self.run_eager(feeds, f"golden case {planned.name}", counter)
         inputs = arrays_of(feeds)
@@ -301,6 +305,10 @@ class LayerCapture(Capture):
         )
         return clear_decisions(self.module, fed_to(self.module, self.change(drawn)), self.seed, margin=margin)
 
+    def given(self, feeds: Feeds) -> Feeds:
+        """Inputs of a user's own, on the device; what rounding decides stays as it is."""
+        return fed_to(self.module, feeds)
+
     def arguments(self, feeds: Feeds) -> Feeds:
         """Inputs by the parameters of `Attention.forward`, on the device."""
         return call_arguments(self.module.spec, fed_to(self.module, feeds))
@@ -385,9 +393,15 @@ class ModuleCapture(Capture):
             what = "The exported program fails where the module runs."
             raise ExportError(what, got=str(error).splitlines()[0], hint=_ONE_FLOW) from error
 
-    def capture(self, planned: PlannedCase) -> GoldenCase:
+    def given(self, feeds: Feeds) -> Feeds:
+        """Inputs of a user's own, in the types of the module: the numbers that a mixed graph takes."""
+        return self.as_taken(
+            {key: tensor_from_numpy(x) for key, x in self.as_stored(arrays_of(feeds)).items()}
+        )
+
+    def capture(self, planned: PlannedCase, given: Feeds | None = None) -> GoldenCase:
         """Run one case: the program must be the module."""
-        case = super().capture(planned)
+        case = super().capture(planned, given)
         case = replace(case, inputs=self.as_stored(case.inputs))
         # Tracing may have settled a choice for the example's sizes or values: the program then differs.
         where, what = f"golden case {case.name}", "The exported program is not what the module computes."

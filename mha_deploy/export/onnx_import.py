@@ -17,6 +17,7 @@ from mha_deploy.bundle.cases import Arrays, GoldenCase, Reference, pack_baseline
 from mha_deploy.bundle.folder import Bundle, sha256
 from mha_deploy.bundle.manifest import LayersEntry
 from mha_deploy.bundle.manifest import Source as CaseSource
+from mha_deploy.bundle.samples import Sample
 from mha_deploy.errors import BackendUnavailable, DeployError, ExportError, SpecError, nearest
 from mha_deploy.export.file_program import FileProgram, FileRounding, sample_case
 from mha_deploy.export.flow import (
@@ -122,10 +123,18 @@ class _OnnxSource(Source):
         return model
 
     def capture_case(self, planned: PlannedCase) -> GoldenCase:
-        name, sizes, drawn = planned.name, planned.sizes, self.draw(planned)
         graph = self.model.graph if self.auto else self.original.graph
         values = (*graph.inputs, *graph.outputs)
         types = {str(value.name): value.dtype.numpy() for value in values if value.dtype is not None}
+        case = self.case_of(planned.name, planned.sizes, self.draw(planned), types)
+        if case.name == "opt":
+            self.spec = replace(self.spec, flops=case.flops)
+        return case
+
+    def case_of(
+        self, name: str, sizes: Mapping[str, int], drawn: Arrays, types: Mapping[str, np.dtype]
+    ) -> GoldenCase:
+        """A case from inputs in the types of the file; `types` are those of the graph."""
         given = {key: array.astype(types[key]) for key, array in drawn.items()}
         # The file gets the numbers that the graph gets.
         drawn = {key: given[key].astype(array.dtype) for key, array in drawn.items()}
@@ -144,7 +153,7 @@ class _OnnxSource(Source):
         hint = "--input NAME=FILE.npy with real inputs, or --precision of the file"
         refuse_large_error(f"golden case {name}", eager, oracle, _LARGEST_ERROR, what, hint)
         reference = Reference(oracle, CaseSource.FILE)
-        case = GoldenCase(
+        return GoldenCase(
             name=name,
             sizes=sizes,
             inputs=given,
@@ -153,9 +162,10 @@ class _OnnxSource(Source):
             baselines=baselines,
             flops=exact.flops,
         )
-        if name == "opt":
-            self.spec = replace(self.spec, flops=exact.flops)
-        return case
+
+    def file_types(self) -> dict[str, np.dtype]:
+        """The types of the inputs in the file."""
+        return {name: value.dtype.numpy() for name, value in self._inputs.items() if value.dtype is not None}
 
     def layers(self, cases: list[GoldenCase], folder: Path) -> LayersEntry | None:
         """The values of the file behind every attention, in the first case where they take little memory."""
@@ -245,6 +255,37 @@ class _OnnxSource(Source):
                 for axis in range(len(shapes[0][1]))
             )
         return dims
+
+
+class FileCases:
+    """Makes cases for a bundle that was imported, from inputs of a user's own and the very file it came from.
+
+    Args:
+        bundle: The bundle.
+        source: The file; its hash must be that of the bundle.
+    """
+
+    def __init__(self, bundle: Bundle, source: Path | None) -> None:
+        spec, wanted = bundle.manifest.spec, bundle.manifest.spec.state_sha256
+        hint = f"--source FILE.onnx, the file that {spec.name} was imported from"
+        if source is None:
+            what = "The reference of an imported model is its ONNX file, which the bundle does not hold."
+            raise DeployError(what, got=spec.summary, hint=hint)
+        if (found := sha256(source)) != wanted:
+            what, got = "This is not the file that was imported.", f"{source}: SHA-256 {found[:16]}…"
+            raise DeployError(what, got=f"{got}, not {wanted[:16]}…", hint=hint)
+        options = ExportOptions(precision=AUTO if spec.mixed else bundle.manifest.precision.name)
+        dynamic = {name: axis for name, axis in spec.axes.items()}
+        self._source = _OnnxSource(source, options, dynamic, {})
+        self._source.precision = bundle.manifest.precision
+        tensors = (*spec.inputs, *spec.outputs)
+        self._types = {each.name: bundle.manifest.precision.numpy_of(each.kind) for each in tensors}
+
+    def case(self, sample: Sample) -> GoldenCase:
+        """What is true of a sample."""
+        own = self._source.file_types()
+        drawn = {name: array.astype(own[name]) for name, array in sample.inputs.items()}
+        return self._source.case_of(sample.name, sample.sizes, drawn, self._types)
 
 
 # -- The file --------------------------------------------------------------------------------------

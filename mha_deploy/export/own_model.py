@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import importlib
-import importlib.machinery
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mha_deploy.environment import is_own_module
 from mha_deploy.errors import BundleError, ExportError, nearest
 from mha_deploy.export.axes import draw_one, shape_of
 from mha_deploy.model.deployable import Deployable, Example
@@ -27,7 +21,7 @@ from mha_deploy.model.spec import Axes, Axis, Dim, ModelSpec, NamedAxes, Sizes
 from mha_deploy.reference.inputs import rounded, seeded_generator
 from mha_deploy.reference.weights import read_state
 from mha_deploy.runtime.child import isolation
-from mha_deploy.runtime.user_code import user_code, where_is
+from mha_deploy.runtime.user_code import import_user_module, user_code, where_is
 
 # -- Load a user's factory and call it -------------------------------------------------------------
 
@@ -69,7 +63,7 @@ def load_factory(reference: str, *, seed: int = 0) -> UserModule:
     place, _, name = reference.rpartition(":")
     hint = "import it in Python by itself, and correct what that shows"
     with user_code(place, "The factory's module cannot be imported.", hint=hint):
-        module = _import(place)
+        module = import_user_module(place)
         factory = getattr(module, name, None)
     if not callable(factory):
         known = [key for key, value in vars(module).items() if inspect.isfunction(value)]
@@ -100,62 +94,6 @@ def load_deployable(given: Deployable) -> UserModule:
         what, hint = "The module cannot be copied.", "export a factory that makes it: path/to/file.py:factory"
         raise ExportError(what, got=f"{name}: {type(error).__name__}: {error}", hint=hint) from error
     return _check(replace(given, module=module), "", name)
-
-
-def _import(place: str) -> ModuleType:
-    """The module of a factory: a file, or one that Python finds from here."""
-    path, is_file = Path(place), place.endswith(".py")
-    folder = str(path.resolve().parent if is_file else Path.cwd())  # where its neighbours are
-    _neighbors.add(folder)
-    if not is_file:
-        try:
-            return importlib.import_module(place)
-        except ModuleNotFoundError as error:
-            if error.name is None or not f"{place}.".startswith(f"{error.name}."):
-                raise  # the module is there, and what it imports is not
-            hint = "package.module:factory, or path/to/file.py:factory"
-            raise ExportError("There is no such module.", got=place, hint=hint) from error
-    name = f"_mha_deploy_factory_{path.stem}"
-    found = importlib.util.spec_from_file_location(name, path.resolve())
-    if not path.is_file() or found is None or found.loader is None:
-        raise ExportError("There is no such file.", got=path, hint="path/to/file.py:factory")
-    module = importlib.util.module_from_spec(found)
-    sys.modules[name] = module  # dataclasses and pickles look their module up
-    found.loader.exec_module(module)
-    return module
-
-
-class _Neighbors:
-    """Finds the modules beside a factory, as a script does, but none that this tool or its libraries import.
-
-    The folder of a factory is not on `sys.path`: a file there whose name is a module of the standard library
-    or a dependency would be imported by us, in this process and in our children, in place of it.
-    """
-
-    def __init__(self) -> None:
-        self.folders: list[str] = []
-
-    def add(self, folder: str) -> None:
-        """Look in this folder, and there first."""
-        self.folders = [folder, *(each for each in self.folders if each != folder)]
-        if self not in sys.meta_path:
-            sys.meta_path.insert(0, self)  # type: ignore[arg-type]
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> Any:
-        """The module beside a factory; None for all others, and for the modules in a package."""
-        if path is not None or name in sys.stdlib_module_names or name in sys.builtin_module_names:
-            return None
-        found = importlib.machinery.PathFinder.find_spec(name, self.folders)
-        if found is None or (found.loader is None and found.origin is None and _is_installed(name)):
-            return None  # a folder without __init__.py is no package where there is one of that name
-        return None if is_own_module(name) else found
-
-
-def _is_installed(name: str) -> bool:
-    return importlib.machinery.PathFinder.find_spec(name) is not None
-
-
-_neighbors = _Neighbors()
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:

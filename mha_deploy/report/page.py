@@ -63,6 +63,13 @@ def _parity(data: Data) -> list[Part]:
     return [("lead", note), ("table", whole), ("table", single)]
 
 
+def _user_data(found: Data) -> list[Part]:
+    note = (
+        "Errors of every sample are relative to the FP64 reference. The original is the source model itself."
+    )
+    return [("lead", note), ("table", tables.data_table(found)), ("table", tables.worst_table(found))]
+
+
 def _heatmaps(maps: Sequence[Data]) -> list[Part]:
     scale = charts.heat_scale(maps)
     figures = []
@@ -319,6 +326,7 @@ def report_page(data: Data) -> str:
     every = [
         section("fault", "What is at fault", _fault),
         Section("parity", "Parity", _parity(data)),
+        section("data", "Your data", _user_data),
         section("maps", "Error maps", _heatmaps, "heatmaps"),
         section("decode", "Decode", lambda reports: _decode(reports, data["latency"], look)),
         section("invariance", "Invariance", lambda checks: [("table", tables.invariance_table(checks))]),
@@ -330,7 +338,9 @@ def report_page(data: Data) -> str:
         section("notes", "Notes", lambda notes: [("list", notes)]),
         section("environment", "Environment", lambda found: environment(found, data["model"])),
     ]
-    optional = {"fault", "notes", "serving"} | (set() if "cache" in data["model"]["spec"] else {"decode"})
+    optional = {"fault", "notes", "serving", "data"} | (
+        set() if "cache" in data["model"]["spec"] else {"decode"}
+    )
     absent = [each.title for each in every if not each.parts and each.name not in optional]
     sections = [each for each in every if each.parts]
     levels, places = ("failure", "warning", "note"), {"precision": "fusion", "engine": "fusion"}

@@ -314,6 +314,47 @@ def invariance_table(checks: Sequence[Data]) -> Table:
     return table(title, headings, rows)
 
 
+def data_table(found: Data) -> Table:
+    """A user's own samples: every runtime and output, with the spread of its error over the samples."""
+    groups = []
+    for each in found["runtimes"]:
+        rows: list[Row] = []
+        for output in each["outputs"]:
+            own = output["error"] or {}
+            theirs, agreed = output["original_error"] or {}, output["agreement"] or {}
+            shares = [Cell(text=f"{agreed[n]:.1%}" if agreed else NOTHING) for n in ("top1", "top5")]
+            rows.append([
+                Cell(text=output["name"]),
+                *(number(own.get(name), error) for name in ("p50", "p90", "p99", "max")),
+                number(theirs.get("p99"), error),
+                *shares,
+                number(agreed.get("kl"), error),
+            ])  # fmt: skip
+        counts = f"{plural(each['samples'], 'sample')}, {each['failed']} wrong"
+        counts += f", {each['not_verified']} not verified" if each["not_verified"] else ""
+        counts += f", {each['outside']} outside its profiles" if each["outside"] else ""
+        if used := each["share"]:
+            counts += f"; budget used: median {budget_share(used['p50'])}, most {budget_share(used['max'])}"
+        if metric := each["metric"]:
+            name, value, original = metric["name"], metric["value"], metric["original"]
+            counts += f"; {name}: {short(value)}, original {short(original)}"
+        groups.append(Group(title=each["backend"], about=counts, rows=rows))
+    errors = ("#p50 error", "+#p90", "#p99", "#max", "#p99 of the original|original")
+    headings = ("output", *errors, "#top-1", "#top-5", "#KL")
+    return table(f"Your data: {found['source']}", headings, groups=groups)
+
+
+def worst_table(found: Data) -> Table:
+    """The samples that came nearest to their budgets, with the files that replay them."""
+    rows: list[RawRow] = []
+    for each in found["runtimes"]:
+        for one in each["worst"]:
+            share = share_cell(one["share"], failed=one["outcome"] == Outcome.FAILED)
+            rows.append((each["runtime"], one["sample"], outcome_cell(one["outcome"]), share, one["file"]))
+    headings = ("runtime", "sample", "verdict", "#budget used", "replay with --data")
+    return table("Worst samples", headings, rows)
+
+
 def subjects_table(subjects: Sequence[Data]) -> Table:
     """What was judged in place of the bundle's own graph and engines."""
     rows: list[RawRow] = []

@@ -9,16 +9,31 @@ interrupted; one that cannot be, and a crash, are reported by the process that w
 from __future__ import annotations
 
 import faulthandler
+import importlib
+import importlib.machinery
+import importlib.util
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import NoReturn
+from inspect import isfunction
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
 
 from mha_deploy import supervisor
-from mha_deploy.errors import DeployError, ExportError, is_user_error, place_of_error, text_of_error
+from mha_deploy.environment import is_own_module
+from mha_deploy.errors import (
+    DeployError,
+    ExportError,
+    is_user_error,
+    nearest,
+    place_of_error,
+    text_of_error,
+)
 from mha_deploy.runtime.child import is_child, isolation
 from mha_deploy.supervisor import MODEL_CODE, interruptions
 
@@ -146,3 +161,76 @@ def _explained(
     elif mixed and not is_user_error(error):
         return None
     return ExportError(what, got=f"{place}: {text_of_error(error)}", hint=hint or "correct the model there")
+
+
+# -- Files and functions of a user -------------------------------------------------------------------
+
+
+def import_user_module(place: str) -> ModuleType:
+    """The module of a factory: a file, or one that Python finds from here."""
+    path, is_file = Path(place), place.endswith(".py")
+    folder = str(path.resolve().parent if is_file else Path.cwd())  # where its neighbours are
+    _neighbors.add(folder)
+    if not is_file:
+        try:
+            return importlib.import_module(place)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{place}.".startswith(f"{error.name}."):
+                raise  # the module is there, and what it imports is not
+            hint = "package.module:factory, or path/to/file.py:factory"
+            raise ExportError("There is no such module.", got=place, hint=hint) from error
+    name = f"_mha_deploy_factory_{path.stem}"
+    found = importlib.util.spec_from_file_location(name, path.resolve())
+    if not path.is_file() or found is None or found.loader is None:
+        raise ExportError("There is no such file.", got=path, hint="path/to/file.py:factory")
+    module = importlib.util.module_from_spec(found)
+    sys.modules[name] = module  # dataclasses and pickles look their module up
+    found.loader.exec_module(module)
+    return module
+
+
+class _Neighbors:
+    """Finds the modules beside a factory, as a script does, but none that this tool or its libraries import.
+
+    The folder of a factory is not on `sys.path`: a file there whose name is a module of the standard library
+    or a dependency would be imported by us, in this process and in our children, in place of it.
+    """
+
+    def __init__(self) -> None:
+        self.folders: list[str] = []
+
+    def add(self, folder: str) -> None:
+        """Look in this folder, and there first."""
+        self.folders = [folder, *(each for each in self.folders if each != folder)]
+        if self not in sys.meta_path:
+            sys.meta_path.insert(0, self)  # type: ignore[arg-type]
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> Any:
+        """The module beside a factory; None for all others, and for the modules in a package."""
+        if path is not None or name in sys.stdlib_module_names or name in sys.builtin_module_names:
+            return None
+        found = importlib.machinery.PathFinder.find_spec(name, self.folders)
+        if found is None or (found.loader is None and found.origin is None and _is_installed(name)):
+            return None  # a folder without __init__.py is no package where there is one of that name
+        return None if is_own_module(name) else found
+
+
+def _is_installed(name: str) -> bool:
+    return importlib.machinery.PathFinder.find_spec(name) is not None
+
+
+_neighbors = _Neighbors()
+
+
+def load_function(reference: str, what: str, example: str) -> Callable[..., object]:
+    """The function of `path/to/file.py:name` or `package.module:name`; `what` it is for, in messages."""
+    place, _, name = reference.rpartition(":")
+    hint = "import it in Python by itself, and correct what that shows"
+    with user_code(place, f"The file of {what} cannot be imported.", hint=hint):
+        module = import_user_module(place)
+        function = getattr(module, name, None)
+    if not callable(function):
+        known = [key for key, value in vars(module).items() if isfunction(value)]
+        hint = nearest(name, known) if known else example
+        raise ExportError(f"There is no such function for {what}.", got=reference, hint=hint)
+    return function  # type: ignore[no-any-return]

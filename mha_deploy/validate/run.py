@@ -37,6 +37,7 @@ from mha_deploy.runtime.runner import Runner
 from mha_deploy.runtime.timing import TimingPlan
 from mha_deploy.validate import evaluate, runtimes
 from mha_deploy.validate.conformance import conformance_table, mask_columns
+from mha_deploy.validate.data import DataPass, OnSample, validate_data
 from mha_deploy.validate.decode import traces_of
 from mha_deploy.validate.error_map import output_projection
 from mha_deploy.validate.evaluate import Evaluation, EvaluationPlan, LatencyRow, OnStep
@@ -67,6 +68,7 @@ def validate_bundle(
     build: Build | None = None,
     on_step: OnStep = lambda name: None,
     runners: Sequence[Runner] = (),
+    on_sample: OnSample = lambda name, number, count: None,
 ) -> ValidationRecord:
     """Run every available runtime on the golden cases, judge the results, and time them.
 
@@ -76,7 +78,9 @@ def validate_bundle(
     are judged in place of the bundle's own.
     """
     before = bundle.state()
-    report = _Validation(bundle, options or ValidateOptions(), on_step, runners).report(build)
+    validation = _Validation(bundle, options or ValidateOptions(), on_step, runners)
+    validation.on_sample = on_sample
+    report = validation.report(build)
     if bundle.state() != before:
         problem = "The bundle was replaced while it was validated."
         raise BundleError(problem, got=bundle.path, hint="validate it again")
@@ -101,6 +105,7 @@ class _Validation:
     ) -> None:
         self.bundle, self.options, self.on_step = bundle, options, on_step
         self.finder = RuntimeFinder(bundle, engine=options.engine)
+        self.on_sample: OnSample = lambda name, number, count: None
         self.subjects = subjects_of(bundle, options, runners)
         self.golden = list(golden_cases(bundle))
         self.rows: list[Mapping[str, LatencyRow]] = []
@@ -120,6 +125,7 @@ class _Validation:
         # PyTorch's baselines are judged on the case that they are timed on, and no more.
         only_timed = replace(plan, cases={}, traces=())
         compared, rows = evaluate.evaluate_all(baselines, only_timed, self.on_step)
+        data = self._run_data(judged)
         rows += self.rows  # what is compared against comes first in a table
         ranges, fault, table = self._measure_ranges(), self._attribute_fault(judged), None
         if options.conformance:
@@ -139,8 +145,19 @@ class _Validation:
             conformance=table,
             fault=fault,
             notes=tuple(self.notes),
+            data=None if data is None else data.record,
+            kept={} if data is None else data.kept,
         )
         return conclude(report, judged, options, self.broken)
+
+    def _run_data(self, judged: Sequence[Evaluation]) -> DataPass | None:
+        """The user's own samples, in every runtime that was judged."""
+        options = self.options
+        if options.data is None:
+            return None
+        self.on_step("data")
+        runtimes = [each.runtime for each in judged]
+        return validate_data(self.bundle, options.data, runtimes, options, self.on_sample)
 
     # -- what is evaluated ----------------------------------------------------------------------
 

@@ -87,6 +87,7 @@ class Runtime:
     engine: Engine | None = None  # the engine, where it is one
     graph_backend: str = ""  # what runs a graph of somebody else's; default: its name
     accumulate: str | None = None  # what its GEMMs accumulate in, where its owner states it
+    digest: str = ""  # the hash of what was given to be judged, where it is a file
     is_subject: bool = False  # whether it was given to be judged: not to run a case is then a verdict on it
 
     def accumulation(self, precision: Precision) -> tuple[str, str]:

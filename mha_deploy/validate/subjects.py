@@ -291,6 +291,7 @@ class Subject:
         self.runtime = Runtime(
             name=name, family=ONNX if backend == "onnx-reference" else family, open=self.open,
             graph_backend=backend, is_subject=True, accumulate=accumulate,
+            digest=sha256(file) if file is not None and file.is_file() else "",
         )  # fmt: skip
         self.record: SubjectRecord | None = None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any
 
@@ -14,6 +14,7 @@ import msgspec
 from mha_deploy import __version__
 from mha_deploy.bundle.folder import MANIFEST, Bundle, sha256
 from mha_deploy.bundle.manifest import Manifest
+from mha_deploy.bundle.samples import Sample
 from mha_deploy.engine.engine import Engine, attention_summary, libraries_summary, where_built
 from mha_deploy.environment import RUN_PACKAGES, gpus, versions
 from mha_deploy.judge import OutputVerdict
@@ -24,6 +25,7 @@ from mha_deploy.runtime.tensorrt.engine_verdict import FusionStatus, PrecisionSt
 from mha_deploy.status import Finding, Gap, Kind, Outcome, Place, Section, Severity
 from mha_deploy.text import finding_text, gap_text, group_by, without_numbers
 from mha_deploy.validate.conformance import ConformanceTable
+from mha_deploy.validate.data import DataRecord
 from mha_deploy.validate.evaluate import Evaluation, LatencyPoint
 from mha_deploy.validate.fault import LAYERS, FaultReport
 from mha_deploy.validate.fp16_range import RangeReport
@@ -50,6 +52,8 @@ class ValidationRecord:
     serving: tuple[Mapping[str, Any], ...] = ()  # how a server did under load, as in report.json
     gone: tuple[str, ...] = ()  # engines that were built from the bundle and are no longer there
     foreign: tuple[str, ...] = ()  # plans among the engines that were not built from the bundle
+    data: DataRecord | None = None  # what came of the user's own samples
+    kept: Mapping[str, Sample] = field(default_factory=dict)  # the worst of them, by the name of a file
     subjects: tuple[SubjectRecord, ...] = ()  # what was judged in place of the bundle's graph and engines
     findings: tuple[Finding, ...] = ()  # what is wrong, not covered, or worth knowing
     headline: str = ""  # the verdict in one line
@@ -75,6 +79,7 @@ class ValidationRecord:
             parts.append(Outcome.NOT_VERIFIED)
         if not judged or (expected and not any(_is_deployed(each) for each in judged)):
             parts.append(Outcome.NOT_VERIFIED)
+        parts += [] if self.data is None else [self.data.outcome]
         return Outcome.of(parts)
 
     @property
@@ -105,6 +110,7 @@ class ValidationRecord:
             "engines": engines_to_dict(self.engines, self.absent, self.evaluations),
             "latency": latency_to_dict(self.points),
             "subjects": msgspec.to_builtins(self.subjects),
+            "data": None if self.data is None else msgspec.to_builtins(self.data),
             "serving": list(self.serving),
             "notes": [*(each.sentence for each in self.absent), *self.notes],
         }
@@ -258,6 +264,7 @@ def findings(
     yield from _about_latency(report.points)
     for point in report.serving:
         yield from _about_load(point, options)
+    yield from _about_data(report.data)
 
 
 def unfused_findings(manifest: Manifest, options: ValidateOptions) -> Iterator[Finding]:
@@ -521,6 +528,32 @@ def _about_subjects(report: ValidationRecord, options: ValidateOptions) -> Itera
             requested = report.bundle.manifest.precision.name
             about = {"engine": each.name, "detail": f"precision: {precision} (requested: {requested})"}
             yield _found(level, Section.PRECISION, Kind.ENGINE_PRECISION, **about)
+
+
+def _about_data(data: DataRecord | None) -> Iterator[Finding]:
+    """Samples of the user's own that are wrong, show nothing, or were not run."""
+    if data is None:
+        return
+    if data.outside:
+        numbers = {"outside": data.outside, "samples": data.samples}
+        about: dict[str, Any] = {"numbers": numbers, "detail": "the axes of the bundle"}
+        yield _found(Severity.WARNING, Section.DATA, Kind.DATA_OUTSIDE, **about)
+    for each in data.runtimes:
+        if each.outside:
+            numbers = {"outside": each.outside, "samples": data.samples}
+            about = {"numbers": numbers, "detail": f"the profiles of {each.runtime}"}
+            yield _found(Severity.WARNING, Section.DATA, Kind.DATA_OUTSIDE, **about)
+        worst = next((one for one in each.worst if one.outcome is not Outcome.PASSED), None)
+        place = (
+            {} if worst is None else {"case": worst.sample, "output": worst.output, "reason": worst.reason}
+        )
+        if each.failed:
+            about = {"runner": each.runtime, "numbers": {"failed": each.failed, "samples": each.samples}}
+            yield _found(Severity.FAILURE, Section.DATA, Kind.WRONG_ON_DATA, **about, **place)
+        elif each.not_verified or not each.samples:
+            numbers = {"failed": each.not_verified, "samples": each.samples}
+            about = {"runner": each.runtime, "numbers": numbers}
+            yield _found(Severity.WARNING, Section.DATA, Kind.DATA_NOT_VERIFIED, **about, **place)
 
 
 def _about_range(ranges: RangeReport | None) -> Iterator[Finding]:

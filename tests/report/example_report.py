@@ -63,6 +63,7 @@ def passing():
         "engines": [engine()],
         "latency": latency(),
         "subjects": [],
+        "data": None,
         "serving": [],
         "notes": ["Weights are random; the shares of the budget do not hang on that."],
     }

@@ -1,0 +1,582 @@
+"""A user's own data: every sample through the reference, the original model and the runtimes, one by one.
+
+Only numbers are kept of a sample, and the few samples that are worst. What was computed is written to a file
+as it goes, so that a run that was interrupted goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+
+from mha_deploy import __version__, judge
+from mha_deploy.bundle.cases import GoldenCase
+from mha_deploy.bundle.folder import MANIFEST, Bundle, sha256
+from mha_deploy.bundle.manifest import Source
+from mha_deploy.bundle.samples import Sample, as_taken, read_samples, samples_from
+from mha_deploy.errors import DeployError
+from mha_deploy.files import read_regular
+from mha_deploy.model.catalog import is_factory
+from mha_deploy.options import ValidateOptions
+from mha_deploy.output import append_file, is_result, write_file
+from mha_deploy.runtime.child import RuntimeCrash
+from mha_deploy.runtime.runner import Runner
+from mha_deploy.runtime.user_code import load_function, user_code, where_is
+from mha_deploy.status import EMPTY_ORACLE, Kind, Outcome, Reason
+from mha_deploy.validate.decode import admits
+from mha_deploy.validate.runtimes import Runtime, refuse_without_torch, torch_device
+
+OnSample = Callable[[str, int, int], None]
+Arrays = Mapping[str, np.ndarray]
+
+# -- What the report says of it --------------------------------------------------------------------
+
+
+class Quantiles(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a figure is spread over the samples."""
+
+    p50: float
+    p90: float
+    p99: float
+    max: float
+
+
+class Agreement(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the distributions of logits agree with the reference, over all positions."""
+
+    positions: int
+    top1: float  # share of positions whose largest logit is the reference's
+    top5: float  # share of the reference's five largest that are among the five largest
+    kl: float  # mean Kullback-Leibler divergence from the reference, in nats
+    kl_max: float
+
+
+class DataOutput(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One output over all samples."""
+
+    name: str
+    error: Quantiles | None  # relative L2 of every sample; None where nothing could be measured
+    original_error: Quantiles | None  # the original model's own, in its precision
+    agreement: Agreement | None  # of logits
+    original_agreement: Agreement | None
+
+
+class DataMetric(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The user's own figure: its mean over the samples."""
+
+    name: str
+    samples: int
+    value: float  # of the runtime
+    original: float  # of the original model, in its precision, on the same samples
+    reference: float  # in FP64
+
+
+class WorstSample(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One of the samples that came nearest to the budget, or beyond."""
+
+    sample: str
+    outcome: Outcome
+    share: float | None  # of the budget; None without a number
+    output: str | None  # the output that is wrong
+    reason: Reason | None
+    file: str  # which replays it: beside the report
+
+
+class DataRuntime(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One runtime on all samples."""
+
+    runtime: str
+    backend: str
+    outcome: Outcome
+    samples: int  # that it ran
+    failed: int
+    not_verified: int
+    outside: int  # that its profiles do not admit
+    share: Quantiles | None  # of the budget
+    outputs: tuple[DataOutput, ...]
+    metric: DataMetric | None
+    worst: tuple[WorstSample, ...]
+
+
+class DataRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A validation on a user's own data."""
+
+    source: str
+    samples: int  # that were read
+    resumed: int  # of them, computed in an earlier run
+    outside: int  # of them, beyond the axes of the bundle
+    sizes: dict[str, tuple[int, int]]  # the smallest and the largest size of every axis that occurs
+    runtimes: tuple[DataRuntime, ...]
+
+    @property
+    def outcome(self) -> Outcome:
+        """That of all runtimes; samples that were not run are not verified."""
+        parts = [each.outcome for each in self.runtimes]
+        missed = self.outside or any(each.outside for each in self.runtimes)
+        return Outcome.of([*parts, *([Outcome.NOT_VERIFIED] if missed else [])])
+
+
+# -- One sample in one runtime ---------------------------------------------------------------------
+
+
+class _Counts(Struct, frozen=True, kw_only=True):
+    """How logits agree, as sums over positions."""
+
+    positions: int = 0
+    top1: int = 0
+    top5: float = 0.0
+    kl: float = 0.0
+    kl_max: float = 0.0
+
+
+class _Result(Struct, frozen=True, kw_only=True):
+    """What came of one sample in one runtime: a line of the file that a run goes on from."""
+
+    sample: str
+    digest: str
+    runtime: str
+    outcome: Outcome = Outcome.NOT_VERIFIED
+    is_outside: bool = False  # of the profiles
+    output: str | None = None
+    reason: Reason | None = None
+    share: float | None = None
+    errors: dict[str, float] = {}
+    original_errors: dict[str, float] = {}
+    counts: dict[str, _Counts] = {}
+    original_counts: dict[str, _Counts] = {}
+    metric: float | None = None
+    original_metric: float | None = None
+    reference_metric: float | None = None
+    verified: tuple[str, ...] = ()  # outputs that passed
+    empty: tuple[str, ...] = ()  # outputs whose oracle shows nothing in this sample
+
+
+_TOP = 5
+_WORST_KEPT = 5
+_FLUSH_S = 10.0
+
+
+def _agreement(true: np.ndarray, got: np.ndarray) -> _Counts:
+    """Compare logits along the last axis with the reference."""
+    if true.shape != got.shape or true.ndim < 1 or true.shape[-1] < 2 or not true.size:
+        return _Counts()
+    a, b = (each.reshape(-1, each.shape[-1]).astype(np.float64) for each in (true, got))
+    if not np.isfinite(b).all():
+        return _Counts(positions=len(a), kl=math.inf, kl_max=math.inf)
+    many = min(_TOP, a.shape[1])
+    best, others = (np.argpartition(-each, many - 1, axis=-1)[:, :many] for each in (a, b))
+    shared = (best[:, :, None] == others[:, None, :]).any(-1).mean(-1)
+    p, q = (each - _log_sum(each) for each in (a, b))
+    kl = np.maximum((np.exp(p) * (p - q)).sum(-1), 0.0)
+    same = a.argmax(-1) == b.argmax(-1)
+    return _Counts(
+        positions=len(a), top1=int(same.sum()), top5=float(shared.sum()), kl=float(kl.sum()),
+        kl_max=float(kl.max()),
+    )  # fmt: skip
+
+
+def _log_sum(logits: np.ndarray) -> np.ndarray:
+    top = logits.max(-1, keepdims=True)
+    return np.asarray(top + np.log(np.exp(logits - top).sum(-1, keepdims=True)))
+
+
+def _joined(parts: Iterable[_Counts]) -> Agreement | None:
+    found = [each for each in parts if each.positions]
+    total = sum(each.positions for each in found)
+    if not total:
+        return None
+    return Agreement(
+        positions=total,
+        top1=sum(each.top1 for each in found) / total,
+        top5=sum(each.top5 for each in found) / total,
+        kl=sum(each.kl for each in found) / total,
+        kl_max=max(each.kl_max for each in found),
+    )
+
+
+def _quantiles(values: Sequence[float]) -> Quantiles | None:
+    if not values:
+        return None
+    low, middle, high = (float(x) for x in np.percentile(values, (50, 90, 99), method="higher"))
+    return Quantiles(p50=low, p90=middle, p99=high, max=float(max(values)))
+
+
+# -- The user's own metric -------------------------------------------------------------------------
+
+
+class Metric:
+    """A function of the user: a number from the outputs of the model and the sample that they belong to."""
+
+    def __init__(self, given: str | Callable[..., Any]) -> None:
+        if isinstance(given, str):
+            self.name = given
+            self._function = load_function(given, "a metric", "def metric(outputs, sample): return 1.0")
+            place = Path(given.rpartition(":")[0])
+            self.digest = sha256(place) if place.is_file() else given
+        else:
+            self.name = getattr(given, "__name__", type(given).__name__)
+            self._function, self.digest = given, self.name
+
+    def __call__(self, outputs: Arrays, sample: Sample) -> float:
+        """Its value."""
+        given = {**sample.labels, **sample.inputs}
+        hint = "a function of the outputs and the sample, both dictionaries of arrays, that returns a number"
+        with user_code(where_is(self._function) or self.name, "The metric failed.", hint=hint):
+            found = self._function(dict(outputs), given)
+            try:
+                value = float(found)  # type: ignore[arg-type]
+            except (TypeError, ValueError) as error:
+                raise DeployError(
+                    "The metric returned no number.", got=repr(found)[:80], hint=hint
+                ) from error
+        if not math.isfinite(value):
+            raise DeployError("The metric is not finite.", got=f"{value} for {sample.name}", hint=hint)
+        return value
+
+
+# -- Where samples come from, and what is right for them -------------------------------------------
+
+
+def open_samples(given: Any, bundle: Bundle) -> tuple[str, Iterator[Sample], int]:
+    """The name of a user's data, its samples one by one, and how many there are, or 0 if nobody knows."""
+    spec = bundle.manifest.spec
+    if isinstance(given, str) and is_factory(given):
+        function = load_function(given, "the data", 'def samples(): yield {"x": array}')
+        place = where_is(function) or given
+        with user_code(place, "The function of the samples failed."):
+            items = function()
+            iterator = iter(items)  # type: ignore[call-overload]
+        return given, samples_from(_guarded(iterator, place), spec, given.rpartition(":")[2]), 0
+    if isinstance(given, str | Path):
+        return str(given), read_samples(Path(given), spec), 0
+    if callable(given):
+        given = given()
+    count = len(given) if hasattr(given, "__len__") else 0
+    return type(given).__name__, samples_from(_guarded(iter(given), ""), spec, "sample"), count
+
+
+def _guarded(items: Iterator[Any], place: str) -> Iterator[Any]:
+    """The items of an iterator of the user's, each of which is code of theirs."""
+    nothing = object()
+    while True:
+        with user_code(place, "The samples cannot be read.", hint="correct the iterator there"):
+            item = next(items, nothing)
+        if item is nothing:
+            return
+        yield item
+
+
+def reference_of(bundle: Bundle, source: Path | None) -> Callable[[Sample], GoldenCase]:
+    """What computes a case from a sample: with the source of the bundle, never with what is judged."""
+    if any(entry.source is Source.FILE for entry in bundle.manifest.golden):
+        from mha_deploy.export.onnx_import import FileCases
+
+        return FileCases(bundle, source).case
+    refuse_without_torch("of your data")
+    from mha_deploy.baselines.fresh import FreshCases
+
+    fresh = FreshCases(bundle, device=torch_device())
+    return lambda sample: fresh.given(sample.name, sample.inputs, sample.sizes)
+
+
+# -- All samples in all runtimes -------------------------------------------------------------------
+
+
+class _Header(Struct, frozen=True, kw_only=True):
+    """The first line of the file that a run goes on from: what its results belong to."""
+
+    tool: dict[str, str] = msgspec.field(default_factory=lambda: {"name": "mha-deploy"})
+    bundle_sha256: str
+    version: str = __version__
+    metric: str = ""
+    is_complete: bool = False
+
+
+class _Kept:
+    """Results of an earlier run, and the file that those of this one are added to."""
+
+    def __init__(self, path: Path | None, header: _Header) -> None:
+        self._path, self._header = path, header
+        self._pending: list[_Result] = []
+        self._written = time.monotonic()
+        self.known: dict[tuple[str, str], _Result] = {}
+        if path is None:
+            return
+        lines = self._lines(path)
+        if lines and lines[0] == msgspec.json.encode(header):
+            for line in lines[1:]:
+                try:
+                    found = msgspec.json.decode(line, type=_Result)
+                except (msgspec.DecodeError, ValueError):
+                    break  # cut short
+                self.known[found.digest, found.runtime] = found
+        if not self.known:
+            write_file(path, msgspec.json.encode(header) + b"\n", is_result)
+
+    @staticmethod
+    def _lines(path: Path) -> list[bytes]:
+        try:
+            return read_regular(path).splitlines() if path.exists() and is_result(path) else []
+        except OSError:
+            return []
+
+    def add(self, result: _Result) -> None:
+        """Keep a result; it is written with others, every few seconds."""
+        self._pending.append(result)
+        if time.monotonic() - self._written > _FLUSH_S:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is not written yet."""
+        if self._path is not None and self._pending:
+            data = b"".join(msgspec.json.encode(each) + b"\n" for each in self._pending)
+            append_file(self._path, data, lambda path: None)
+        self._pending, self._written = [], time.monotonic()
+
+    def finish(self) -> None:
+        """All samples were run: the next run begins anew."""
+        if self._path is not None:
+            self.flush()
+            done = msgspec.structs.replace(self._header, is_complete=True)
+            write_file(self._path, msgspec.json.encode(done) + b"\n", is_result)
+
+
+@dataclass
+class _Tally:
+    """One runtime, as its results come in: numbers, and the worst samples."""
+
+    runtime: Runtime
+    runner: Runner
+    key: str
+    results: list[_Result] = field(default_factory=list)
+    worst: list[tuple[float, int, _Result, Sample]] = field(default_factory=list)
+
+    def add(self, result: _Result, sample: Sample) -> None:
+        self.results.append(msgspec.structs.replace(result, digest=""))
+        if result.is_outside:
+            return
+        badness = (
+            math.inf if result.outcome is Outcome.FAILED and result.share is None else result.share or 0.0
+        )
+        entry = (badness, -len(self.results), result, sample)
+        if len(self.worst) < _WORST_KEPT:
+            heapq.heappush(self.worst, entry)
+        else:
+            heapq.heappushpop(self.worst, entry)
+
+
+@dataclass(frozen=True)
+class DataPass:
+    """What came of the samples: the record, and the samples that are kept to replay them, by file name."""
+
+    record: DataRecord
+    kept: Mapping[str, Sample]
+
+
+def validate_data(
+    bundle: Bundle,
+    given: Any,
+    runtimes: Sequence[Runtime],
+    options: ValidateOptions,
+    on_sample: OnSample = lambda name, number, count: None,
+) -> DataPass:
+    """Run every sample, and judge it against the reference that its source gives."""
+    spec, manifest = bundle.manifest.spec, bundle.manifest
+    measure = None if options.metric is None else Metric(options.metric)
+    title, samples, count = open_samples(given, bundle)
+    header = _Header(
+        bundle_sha256=sha256(bundle.path / MANIFEST), metric="" if measure is None else measure.digest
+    )
+    kept = _Kept(options.resume, header)
+    make: Callable[[Sample], GoldenCase] | None = None
+    read = resumed = outside = 0
+    spans: dict[str, tuple[int, int]] = {}
+    with ExitStack() as owned:
+        tallies = []
+        for runtime in runtimes:
+            runner = owned.enter_context(runtime.open())
+            tallies.append(_Tally(runtime, runner, _key_of(runtime, runner)))
+        try:
+            for sample in islice(samples, options.data_limit or None):
+                read += 1
+                on_sample(f"data: {sample.name}", read - 1, count)
+                taken = as_taken(sample, spec, manifest.precision)
+                for axis, size in taken.sizes.items():
+                    low, high = spans.get(axis, (size, size))
+                    spans[axis] = (min(low, size), max(high, size))
+                if any(not (spec.axes[a].min <= n <= spec.axes[a].max) for a, n in taken.sizes.items()):
+                    outside += 1
+                    continue
+                digest = taken.digest
+                known = [kept.known.get((digest, each.key)) for each in tallies]
+                resumed += all(known)
+                case: GoldenCase | None = None
+                for tally, found in zip(tallies, known, strict=True):
+                    if found is None:
+                        make = make or reference_of(bundle, options.source)
+                        case = case or make(taken)
+                        found = _judged(tally, case, taken, digest, bundle, options, measure)
+                        kept.add(found)
+                    tally.add(found, taken)
+        finally:
+            kept.flush()
+    if not read:
+        raise DeployError("The data has no samples.", got=title, hint="at least one")
+    files: dict[str, Sample] = {}
+    about: dict[str, Any] = {"source": title, "samples": read, "resumed": resumed, "outside": outside}
+    judged = tuple(_conclude(each, measure, files) for each in tallies)
+    kept.finish()
+    return DataPass(DataRecord(sizes=spans, runtimes=judged, **about), files)
+
+
+def _key_of(runtime: Runtime, runner: Runner) -> str:
+    """What a result belongs to besides the sample: another engine of the same name has other results."""
+    engine = runtime.engine.manifest.engine_sha256 if runtime.engine is not None else ""
+    return f"{runtime.name} {runner.name} {engine or runtime.digest}"
+
+
+def _judged(
+    tally: _Tally,
+    case: GoldenCase,
+    sample: Sample,
+    digest: str,
+    bundle: Bundle,
+    options: ValidateOptions,
+    measure: Metric | None,
+) -> _Result:
+    """One sample in one runtime."""
+    result = _Result(sample=sample.name, digest=digest, runtime=tally.key)
+    change = partial(msgspec.structs.replace, result)
+    if not admits(tally.runner, case.inputs):
+        return change(is_outside=True)
+    precision = bundle.manifest.precision
+    precision = replace(precision, accumulate=tally.runtime.accumulation(precision)[0])
+    try:
+        got = tally.runner.run(case.inputs)
+    except DeployError as error:
+        if isinstance(error, RuntimeCrash):  # nothing more can be run there
+            raise
+        reason = Reason(kind=Kind.DID_NOT_RUN, got=error.in_one_line)
+        return change(outcome=Outcome.FAILED, reason=reason)
+    verdicts = judge.judge_case(case, got, precision)
+    empty = [v for v in verdicts if v.reason is not None and v.reason.kind in EMPTY_ORACLE]
+    wrong = sorted(
+        (v for v in verdicts if not v.passed and v not in empty),
+        key=lambda verdict: (not verdict.is_wrong, -(verdict.share or math.inf)),
+    )
+    first = next(iter(wrong), None)
+    passed = Outcome.PASSED if any(v.passed for v in verdicts) or not empty else Outcome.NOT_VERIFIED
+    logits = [name for name in case.oracle if name in _logits_of(bundle, options)]
+    return change(
+        outcome=first.outcome if first is not None else passed,
+        output=None if first is None else first.output,
+        reason=None if first is None else first.reason,
+        share=max((v.share for v in verdicts if v.share is not None), default=None),
+        errors={v.output: v.deviation.relative_l2 for v in verdicts if v.deviation is not None},
+        original_errors={name: _relative(case.eager[name], x) for name, x in case.oracle.items()},
+        counts={name: _agreement(case.oracle[name], got[name]) for name in logits if name in got},
+        original_counts={name: _agreement(case.oracle[name], case.eager[name]) for name in logits},
+        verified=tuple(v.output for v in verdicts if v.passed),
+        empty=tuple(v.output for v in empty),
+        metric=None if measure is None else measure(got, sample),
+        original_metric=None if measure is None else measure(case.eager, sample),
+        reference_metric=None if measure is None else measure(case.oracle, sample),
+    )
+
+
+def _relative(got: np.ndarray, true: np.ndarray) -> float:
+    size = float(np.linalg.norm(true.astype(np.float64)))
+    error = float(np.linalg.norm(got.astype(np.float64) - true.astype(np.float64)))
+    return error / size if size else error
+
+
+def _logits_of(bundle: Bundle, options: ValidateOptions) -> list[str]:
+    """The outputs that are logits: those that were named, or have it in their name."""
+    names = [tensor.name for tensor in bundle.manifest.spec.outputs]
+    if unknown := [name for name in options.logits if name not in names]:
+        hint = f"one of {', '.join(names)}"
+        raise DeployError("The model has no such output.", got=unknown[0], hint=hint)
+    return list(options.logits) or [name for name in names if "logit" in name.lower()]
+
+
+def _conclude(tally: _Tally, measure: Metric | None, files: dict[str, Sample]) -> DataRuntime:
+    """The figures of one runtime."""
+    ran = [each for each in tally.results if not each.is_outside]
+    verified = {name for each in ran for name in each.verified}
+    outcomes = [each.outcome for each in ran]
+    # An oracle of zeros is right where every query is masked: another sample verifies the output.
+    outcomes += [Outcome.NOT_VERIFIED for each in ran for name in each.empty if name not in verified]
+    outcomes = [
+        Outcome.PASSED
+        if o is Outcome.NOT_VERIFIED and each.reason is None and {*each.empty} <= verified
+        else o
+        for o, each in zip(outcomes, ran, strict=False)
+    ] + outcomes[len(ran) :]
+    names = dict.fromkeys(name for each in ran for name in (*each.errors, *each.original_errors))
+    outputs = tuple(
+        DataOutput(
+            name=name,
+            error=_quantiles([each.errors[name] for each in ran if name in each.errors]),
+            original_error=_quantiles(
+                [each.original_errors[name] for each in ran if name in each.original_errors]
+            ),
+            agreement=_joined(each.counts[name] for each in ran if name in each.counts),
+            original_agreement=_joined(
+                each.original_counts[name] for each in ran if name in each.original_counts
+            ),
+        )
+        for name in names
+    )
+    figures = [
+        (each.metric, each.original_metric, each.reference_metric)
+        for each in ran
+        if each.metric is not None and each.original_metric is not None and each.reference_metric is not None
+    ]
+    metric = None
+    if measure is not None and figures:
+        value, original, reference = (float(x) for x in np.mean(figures, axis=0))
+        about: dict[str, Any] = {"value": value, "original": original, "reference": reference}
+        metric = DataMetric(name=measure.name, samples=len(figures), **about)
+    worst = []
+    for rank, (_, _, result, sample) in enumerate(sorted(tally.worst, key=lambda e: e[:2], reverse=True), 1):
+        file = f"worst/{_slug(tally.runtime.name)}-{rank}.safetensors"
+        files[file] = sample
+        worst.append(
+            WorstSample(
+                sample=result.sample,
+                outcome=result.outcome,
+                share=result.share,
+                output=result.output,
+                reason=result.reason,
+                file=file,
+            )
+        )
+    return DataRuntime(
+        runtime=tally.runtime.name,
+        backend=tally.runner.name,
+        outcome=Outcome.of(outcomes),
+        samples=len(ran),
+        failed=sum(each.outcome is Outcome.FAILED for each in ran),
+        not_verified=sum(each is Outcome.NOT_VERIFIED for each in outcomes[: len(ran)]),
+        outside=len(tally.results) - len(ran),
+        share=_quantiles([each.share for each in ran if each.share is not None]),
+        outputs=outputs,
+        metric=metric,
+        worst=tuple(worst),
+    )
+
+
+def _slug(name: str) -> str:
+    return "".join(c if c.isascii() and (c.isalnum() or c in "-_.") else "-" for c in name).strip(".-") or "x"

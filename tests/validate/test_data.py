@@ -1,0 +1,327 @@
+"""A user's own data: read from anywhere, judged sample by sample, with a metric of their own."""
+
+import json
+import textwrap
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import numpy_helper
+from safetensors.numpy import save_file
+from torch import nn
+
+import mha_deploy as md
+from mha_deploy.bundle.samples import as_taken, read_samples, samples_from
+from mha_deploy.errors import DeployError
+from mha_deploy.report.schema import check_report
+from mha_deploy.status import Kind
+
+CLASSES, WIDTH, LENGTH = 6, 16, 9
+QUICK = {"probe": False, "latency": False, "backends": ["ort-cpu"]}
+
+# -- A model that is trained here, in a second: which token stands behind the marker? --------------
+
+
+class Finder(nn.Module):
+    """One attention, that finds the token behind a marker."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(CLASSES + 1, WIDTH)
+        self.places = nn.Embedding(LENGTH, WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, ids):
+        """From token ids [B, S] to logits [B, CLASSES]."""
+        x = self.tokens(ids) + self.places.weight[: ids.shape[1]]
+        before = torch.cat((torch.zeros_like(x[:, :1]), x[:, :-1]), 1)
+        q, k, v = (
+            each.unflatten(-1, (2, WIDTH // 2)).transpose(1, 2) for each in self.qkv(x + before).chunk(3, -1)
+        )
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.out(mixed.transpose(1, 2).flatten(-2).amax(1))
+
+
+FACTORY = """
+    import torch
+    from test_data import LENGTH, Finder
+    from mha_deploy import Deployable, Example
+
+    def finder():
+        module = Finder()
+        module.load_state_dict(torch.load({weights!r}, weights_only=True))
+        ids = torch.zeros(2, LENGTH, dtype=torch.int64)
+        inputs = {{"ids": Example(ids, "B", draw=lambda shape, g: torch.randint(0, 7, shape, generator=g))}}
+        return Deployable(module=module, inputs=inputs, axes={{"B": "1:4:64"}}, outputs=("logits",))
+
+    def accuracy(outputs, sample):
+        return (outputs["logits"].argmax(-1) == sample["label"]).mean()
+"""
+
+
+def draw(count, seed):
+    """Token ids with one marker each, and the token behind it."""
+    random = np.random.default_rng(seed)
+    ids = random.integers(0, CLASSES, (count, LENGTH))
+    at = random.integers(0, LENGTH - 1, count)
+    ids[np.arange(count), at] = CLASSES
+    return ids, ids[np.arange(count), at + 1]
+
+
+def train():
+    torch.manual_seed(0)
+    module, ids, labels = Finder(), *(torch.from_numpy(each) for each in draw(4096, 0))
+    optimizer = torch.optim.Adam(module.parameters(), 2e-2)
+    for step in range(150):
+        part = slice(step * 256 % 4096, step * 256 % 4096 + 256)
+        loss = nn.functional.cross_entropy(module(ids[part]), labels[part])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return module
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The bundle of a trained model, the file of its factory and metrics, and held-out samples."""
+    folder = tmp_path_factory.mktemp("trained")
+    torch.save(train().state_dict(), folder / "weights.pt")
+    text = textwrap.dedent(FACTORY).format(weights=str(folder / "weights.pt"))
+    (folder / "finder.py").write_text(text, encoding="utf-8")
+    bundle = md.export(f"{folder / 'finder.py'}:finder", folder / "bundle", precision="fp16", golden=("opt",))
+    ids, labels = draw(96, 1)
+    np.savez(folder / "held-out.npz", ids=ids.reshape(12, 8, LENGTH), label=labels.reshape(12, 8))
+    return bundle, folder
+
+
+@pytest.fixture
+def wrong_graph(trained, tmp_path):
+    """Another export of the trained model, with a projection that is 10 % off."""
+    model = onnx.load(trained[0].model_path)
+    for tensor in model.graph.initializer:
+        values = numpy_helper.to_array(tensor)
+        if values.ndim == 2 and 3 * WIDTH in values.shape:
+            values = (values * np.linspace(0.2, 1.6, values.shape[0])[:, None]).astype(values.dtype)
+            tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
+    onnx.save(model, tmp_path / "wrong.onnx")
+    return tmp_path / "wrong.onnx"
+
+
+def test_the_accuracy_of_a_trained_model_is_reported_beside_the_original(trained, run_cli, tmp_path):
+    bundle, folder = trained
+    options = ("--data", folder / "held-out.npz", "--metric", f"{folder / 'finder.py'}:accuracy")
+    quick = ("--no-probe", "--backend", "ort-cpu", "-o", tmp_path, "--json")
+    done = run_cli("validate", bundle.path, *options, *quick)
+    assert done.code == 0, done.err
+    data = json.loads(done.out)
+    assert check_report(data) == []
+    found = data["data"]
+    assert (found["samples"], found["resumed"], found["outside"]) == (12, 0, 0)
+    (runtime,) = found["runtimes"]
+    assert (runtime["outcome"], runtime["samples"], runtime["failed"]) == ("passed", 12, 0)
+    metric, (logits,) = runtime["metric"], runtime["outputs"]
+    assert metric["original"] == metric["reference"] == metric["value"] > 0.9, "it learned something"
+    assert (logits["name"], logits["agreement"]["positions"]) == ("logits", 96)
+    assert logits["agreement"]["top1"] == 1
+    assert 0 <= logits["agreement"]["kl"] <= logits["agreement"]["kl_max"] < 1e-3
+    error = logits["error"]
+    assert 0 < error["p50"] <= error["p90"] <= error["p99"] <= error["max"]
+    assert len(runtime["worst"]) == 5
+    again = md.validate(bundle, data=tmp_path / runtime["worst"][0]["file"], **QUICK)
+    (replayed,) = again.record.data.runtimes
+    assert replayed.share.max == pytest.approx(runtime["worst"][0]["share"])
+    assert replayed.share.max == pytest.approx(runtime["share"]["max"])
+
+
+def test_another_export_that_is_wrong_on_the_data_fails_and_its_accuracy_drops(trained, wrong_graph):
+    bundle, folder = trained
+    metric = f"{folder / 'finder.py'}:accuracy"
+    report = md.validate(
+        bundle, graphs=[wrong_graph], data=folder / "held-out.npz", metric=metric, data_limit=3, **QUICK
+    )
+    (finding,) = [each for each in report.findings if each.kind is Kind.WRONG_ON_DATA]
+    assert finding.level == "failure"
+    assert finding.numbers == {"failed": 3, "samples": 3}
+    (runtime,) = report.record.data.runtimes
+    assert runtime.metric.value < runtime.metric.original
+    assert runtime.outputs[0].agreement.kl > 100 * runtime.outputs[0].original_agreement.kl
+
+
+def layer_samples(lengths):
+    """Samples of a catalog layer, of these lengths."""
+    random = np.random.default_rng(2)
+    return [{"x": random.standard_normal((1, length, 64))} for length in lengths]
+
+
+def test_a_run_that_was_interrupted_goes_on_where_it_stopped(bundles, tmp_path):
+    bundle, items = bundles("tiny-gqa"), layer_samples([3, 4, 5, 6])
+
+    def stream(most):
+        yield from items[:most]
+        if most < len(items):
+            raise RuntimeError("the disk is gone")
+
+    options = {"resume": tmp_path / "data.jsonl", **QUICK}
+    with pytest.raises(DeployError, match="samples cannot be read"):
+        md.validate(bundle, data=stream(3), **options)
+    second = md.validate(bundle, data=stream(4), **options).record.data
+    assert (second.samples, second.resumed) == (4, 3)
+    third = md.validate(bundle, data=stream(4), **options).record.data
+    assert third.resumed == 0, "a run that ended is not gone on with"
+    assert third.runtimes == second.runtimes
+
+
+METRICS = """
+def no_number(outputs, sample):
+    return "good"
+
+
+def fails(outputs, sample):
+    return 1 / 0
+"""
+
+
+def test_a_metric_that_fails_is_an_error_of_its_line_and_long_samples_are_not_verified(bundles, tmp_path):
+    (tmp_path / "metrics.py").write_text(METRICS, encoding="utf-8")
+    bundle, data = bundles("tiny-gqa"), layer_samples([65, 2])
+    for name, what in {"no_number": "no number", "fails": "metric failed"}.items():
+        with pytest.raises(DeployError, match=what) as caught:
+            md.validate(bundle, data=data, metric=f"{tmp_path / 'metrics.py'}:{name}", **QUICK)
+        assert what == "no number" or "metrics.py:7" in str(caught.value.got)
+    report = md.validate(bundle, data=data, metric=lambda outputs, sample: 2.0, **QUICK)
+    assert report.outcome == "not verified"
+    assert Kind.DATA_OUTSIDE in [each.kind for each in report.findings]
+    found = report.record.data
+    assert (found.outside, found.sizes) == (1, {"B": (1, 1), "S": (2, 65)})
+    assert found.runtimes[0].metric.value == 2.0
+
+
+def test_an_imported_model_needs_its_file_for_data(tmp_path, bundles, trained):
+    source = bundles("tiny-mha", "fp32").model_path
+    bundle = md.import_onnx(source, tmp_path / "imported", precision="fp32", golden=("opt",))
+    data = [{"x": np.random.default_rng(0).standard_normal((2, 5, 64))}]
+    with pytest.raises(DeployError, match="which the bundle does not hold"):
+        md.validate(bundle, data=data, **QUICK)
+    with pytest.raises(DeployError, match="not the file that was imported"):
+        md.validate(bundle, data=data, source=trained[0].model_path, **QUICK)
+    report = md.validate(bundle, data=data, source=source, **QUICK)
+    assert report.passed, report.headline
+
+
+# -- where samples are read from -------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def spec(bundles):
+    return bundles("tiny-padding").manifest.spec
+
+
+X = np.random.default_rng(0).standard_normal((3, 2, 5, 64)).astype(np.float32)
+LENGTHS = np.array([[5, 2], [1, 5], [3, 4]])
+
+
+def as_npz(folder):
+    np.savez_compressed(folder / "data.npz", x=X, key_lengths=LENGTHS, label=np.arange(3), names=np.arange(7))
+    return folder / "data.npz"
+
+
+def as_safetensors(folder):
+    save_file({"x": X, "key_lengths": LENGTHS, "label": np.arange(3)}, folder / "data.safetensors")
+    return folder / "data.safetensors"
+
+
+def as_npy_by_input(folder):
+    for name, array in {"x": X, "key_lengths": LENGTHS, "label": np.arange(3)}.items():
+        np.save(folder / f"{name}.npy", array)
+    return folder
+
+
+def as_folder_of_files(folder):
+    for index in range(3):
+        about = {"x": X[index], "key_lengths": LENGTHS[index], "label": np.array(index)}
+        np.savez(folder / f"{index}.npz", **about)
+    (folder / "README.txt").write_text("not a sample")
+    return folder
+
+
+def as_folder_of_folders(folder):
+    for index in range(3):
+        (folder / f"s{index}").mkdir()
+        about = {"x": X[index], "key_lengths": LENGTHS[index], "label": np.array(index)}
+        for name, array in about.items():
+            np.save(folder / f"s{index}" / f"{name}.npy", array)
+    return folder
+
+
+FORMS = [as_npz, as_safetensors, as_npy_by_input, as_folder_of_files, as_folder_of_folders]
+
+
+@pytest.mark.parametrize("write", FORMS)
+def test_samples_are_the_same_from_every_kind_of_file(write, tmp_path, spec, bundles):
+    precision = bundles("tiny-padding").manifest.precision
+    found = [as_taken(each, spec, precision) for each in read_samples(write(tmp_path), spec)]
+    assert [int(each.labels["label"]) for each in found] == [0, 1, 2]
+    for index, sample in enumerate(found):
+        assert sample.sizes == {"B": 2, "S": 5}
+        assert sample.inputs["x"].dtype == np.float16
+        assert sample.inputs["key_lengths"].dtype == np.int32
+        np.testing.assert_array_equal(sample.inputs["x"], X[index].astype(np.float16))
+        np.testing.assert_array_equal(sample.inputs["key_lengths"], LENGTHS[index])
+    assert len({each.digest for each in found}) == 3
+
+
+NOT_SAMPLES = {
+    "no such input": {"x": X},
+    "another rank": {"x": X[0, 0], "key_lengths": LENGTHS[0]},
+    "other counts": {"x": X, "key_lengths": LENGTHS[:2]},
+    "another kind": {"x": X[0], "key_lengths": LENGTHS[0] + 0.5},
+    "beyond its type": {"x": X[0], "key_lengths": LENGTHS[0] * 2**40},
+    "another width": {"x": X[0, :, :, :63], "key_lengths": LENGTHS[0]},
+    "other batches": {"x": X[0], "key_lengths": LENGTHS[0, :1]},
+    "NaN": {"x": X[0] * np.nan, "key_lengths": LENGTHS[0]},
+}
+
+
+@pytest.mark.parametrize("case", NOT_SAMPLES)
+def test_what_is_no_sample_is_refused_by_name(case, tmp_path, spec, bundles):
+    np.savez(tmp_path / "wrong.npz", **NOT_SAMPLES[case])
+    precision = bundles("tiny-padding").manifest.precision
+    with pytest.raises(DeployError) as caught:
+        [as_taken(sample, spec, precision) for sample in read_samples(tmp_path / "wrong.npz", spec)]
+    assert "wrong.npz" in str(caught.value.got)
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"PK\x03\x04 not a zip", b"\x93NUMPY\x01\x00\x46\x00{'descr': '|O'", b"\xff" * 64]
+)
+@pytest.mark.parametrize("ending", ["npz", "npy", "safetensors", "csv"])
+def test_a_broken_file_is_refused(content, ending, tmp_path, spec):
+    path = tmp_path / f"broken.{ending}"
+    path.write_bytes(content)
+    with pytest.raises(DeployError) as caught:
+        list(read_samples(path, spec))
+    assert caught.value.hint
+
+
+def test_nothing_is_unpickled_and_missing_files_and_empty_folders_are_refused(tmp_path, spec):
+    np.save(tmp_path / "x.npy", np.array([{"a": 1}], dtype=object), allow_pickle=True)
+    (tmp_path / "empty").mkdir()
+    for place in (tmp_path, tmp_path / "empty", tmp_path / "missing.npz", tmp_path / "missing"):
+        with pytest.raises(DeployError):
+            list(read_samples(place, spec))
+
+
+def test_an_iterator_gives_dictionaries_arrays_or_tensors(spec, bundles):
+    items = [
+        {"x": torch.from_numpy(X[0]), "key_lengths": torch.from_numpy(LENGTHS[0])},
+        (X[1], LENGTHS[1].tolist()),
+    ]
+    found = list(samples_from(items, spec, "mine"))
+    assert [each.name for each in found] == ["mine[0]", "mine[1]"]
+    precision = bundles("tiny-padding").manifest.precision
+    assert [as_taken(each, spec, precision).sizes for each in found] == [{"B": 2, "S": 5}] * 2
+    for wrong in (7, "text", {"x": "text"}, {"x": [None]}):
+        with pytest.raises(DeployError):
+            list(samples_from([wrong], spec, "mine"))
