@@ -17,7 +17,6 @@ from mha_deploy.bundle.cases import Arrays, GoldenCase, Reference, pack_baseline
 from mha_deploy.bundle.folder import Bundle, sha256
 from mha_deploy.bundle.manifest import LayersEntry
 from mha_deploy.bundle.manifest import Source as CaseSource
-from mha_deploy.bundle.samples import Sample
 from mha_deploy.errors import BackendUnavailable, DeployError, ExportError, SpecError, nearest
 from mha_deploy.export.file_program import FileProgram, FileRounding, sample_case
 from mha_deploy.export.flow import (
@@ -65,10 +64,10 @@ def bundle_from_onnx(
     `axes` are ranges of symbolic dimensions; default: 1:2:8 for a leading dimension, else 1:16:64. Examples
     of inputs are cut or repeated at other sizes; the other inputs are drawn.
     """
-    return export_bundle(_OnnxSource(path, options, axes or {}, inputs or {}), target, on_step)
+    return export_bundle(OnnxSource(path, options, axes or {}, inputs or {}), target, on_step)
 
 
-class _OnnxSource(Source):
+class OnnxSource(Source):
     """An ONNX file: its result in ONNX Runtime stands for the eager model, its FP64 copy is the oracle."""
 
     def __init__(
@@ -100,6 +99,7 @@ class _OnnxSource(Source):
         return {str(value.name): value for value in self.original.graph.inputs}
 
     def graph(self, folder: Path) -> ir.Model:
+        """The graph of the file, with its attention fused."""
         self.step("attention")
         model = self.fuse(self.original)
         self.step("output shapes")
@@ -123,6 +123,7 @@ class _OnnxSource(Source):
         return model
 
     def capture_case(self, planned: PlannedCase) -> GoldenCase:
+        """One golden case, on inputs that are drawn."""
         graph = self.model.graph if self.auto else self.original.graph
         values = (*graph.inputs, *graph.outputs)
         types = {str(value.name): value.dtype.numpy() for value in values if value.dtype is not None}
@@ -200,9 +201,11 @@ class _OnnxSource(Source):
         return None
 
     def origin(self) -> str:
+        """The file, with its hash."""
         return f"{self.path.name}, SHA-256 {self.spec.state_sha256}"
 
     def close(self) -> None:
+        """End the runtime of the file."""
         if (session := vars(self).get("_session")) is not None:
             session.close()
 
@@ -255,37 +258,6 @@ class _OnnxSource(Source):
                 for axis in range(len(shapes[0][1]))
             )
         return dims
-
-
-class FileCases:
-    """Makes cases for a bundle that was imported, from inputs of a user's own and the very file it came from.
-
-    Args:
-        bundle: The bundle.
-        source: The file; its hash must be that of the bundle.
-    """
-
-    def __init__(self, bundle: Bundle, source: Path | None) -> None:
-        spec, wanted = bundle.manifest.spec, bundle.manifest.spec.state_sha256
-        hint = f"--source FILE.onnx, the file that {spec.name} was imported from"
-        if source is None:
-            what = "The reference of an imported model is its ONNX file, which the bundle does not hold."
-            raise DeployError(what, got=spec.summary, hint=hint)
-        if (found := sha256(source)) != wanted:
-            what, got = "This is not the file that was imported.", f"{source}: SHA-256 {found[:16]}…"
-            raise DeployError(what, got=f"{got}, not {wanted[:16]}…", hint=hint)
-        options = ExportOptions(precision=AUTO if spec.mixed else bundle.manifest.precision.name)
-        dynamic = {name: axis for name, axis in spec.axes.items()}
-        self._source = _OnnxSource(source, options, dynamic, {})
-        self._source.precision = bundle.manifest.precision
-        tensors = (*spec.inputs, *spec.outputs)
-        self._types = {each.name: bundle.manifest.precision.numpy_of(each.kind) for each in tensors}
-
-    def case(self, sample: Sample) -> GoldenCase:
-        """What is true of a sample."""
-        own = self._source.file_types()
-        drawn = {name: array.astype(own[name]) for name, array in sample.inputs.items()}
-        return self._source.case_of(sample.name, sample.sizes, drawn, self._types)
 
 
 # -- The file --------------------------------------------------------------------------------------

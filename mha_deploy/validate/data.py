@@ -281,7 +281,7 @@ def _guarded(items: Iterator[Any], place: str) -> Iterator[Any]:
 def reference_of(bundle: Bundle, source: Path | None) -> Callable[[Sample], GoldenCase]:
     """What computes a case from a sample: with the source of the bundle, never with what is judged."""
     if any(entry.source is Source.FILE for entry in bundle.manifest.golden):
-        from mha_deploy.export.onnx_import import FileCases
+        from mha_deploy.baselines.imported import FileCases
 
         return FileCases(bundle, source).case
     refuse_without_torch("of your data")

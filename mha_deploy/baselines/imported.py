@@ -1,0 +1,43 @@
+"""Cases of a model that was imported, from the very file that it came from: without PyTorch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mha_deploy.bundle.cases import GoldenCase
+from mha_deploy.bundle.folder import Bundle, sha256
+from mha_deploy.bundle.samples import Sample
+from mha_deploy.errors import DeployError
+from mha_deploy.export.onnx_import import OnnxSource
+from mha_deploy.options import AUTO, ExportOptions
+
+
+class FileCases:
+    """Makes cases for a bundle that was imported, from inputs of a user's own and the very file it came from.
+
+    Args:
+        bundle: The bundle.
+        source: The file; its hash must be that of the bundle.
+    """
+
+    def __init__(self, bundle: Bundle, source: Path | None) -> None:
+        spec, wanted = bundle.manifest.spec, bundle.manifest.spec.state_sha256
+        hint = f"--source FILE.onnx, the file that {spec.name} was imported from"
+        if source is None:
+            what = "The reference of an imported model is its ONNX file, which the bundle does not hold."
+            raise DeployError(what, got=spec.summary, hint=hint)
+        if (found := sha256(source)) != wanted:
+            what, got = "This is not the file that was imported.", f"{source}: SHA-256 {found[:16]}…"
+            raise DeployError(what, got=f"{got}, not {wanted[:16]}…", hint=hint)
+        options = ExportOptions(precision=AUTO if spec.mixed else bundle.manifest.precision.name)
+        dynamic = {name: axis for name, axis in spec.axes.items()}
+        self._source = OnnxSource(source, options, dynamic, {})
+        self._source.precision = bundle.manifest.precision
+        tensors = (*spec.inputs, *spec.outputs)
+        self._types = {each.name: bundle.manifest.precision.numpy_of(each.kind) for each in tensors}
+
+    def case(self, sample: Sample) -> GoldenCase:
+        """What is true of a sample."""
+        own = self._source.file_types()
+        drawn = {name: array.astype(own[name]) for name, array in sample.inputs.items()}
+        return self._source.case_of(sample.name, sample.sizes, drawn, self._types)
