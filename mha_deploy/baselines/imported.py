@@ -26,12 +26,13 @@ class FileCases:
         if source is None:
             what = "The reference of an imported model is its ONNX file, which the bundle does not hold."
             raise DeployError(what, got=spec.summary, hint=hint)
+        if not source.is_file():
+            raise DeployError("There is no such file.", got=source, hint=hint)
         if (found := sha256(source)) != wanted:
             what, got = "This is not the file that was imported.", f"{source}: SHA-256 {found[:16]}…"
             raise DeployError(what, got=f"{got}, not {wanted[:16]}…", hint=hint)
         options = ExportOptions(precision=AUTO if spec.mixed else bundle.manifest.precision.name)
-        dynamic = {name: axis for name, axis in spec.axes.items()}
-        self._source = OnnxSource(source, options, dynamic, {})
+        self._source = OnnxSource(source, options, dict(spec.axes), {})
         self._source.precision = bundle.manifest.precision
         tensors = (*spec.inputs, *spec.outputs)
         self._types = {each.name: bundle.manifest.precision.numpy_of(each.kind) for each in tensors}
