@@ -74,6 +74,21 @@ def graphs_in(node: ir.Node) -> list[ir.Graph]:
     return [*single, *itertools.chain(*lists)]
 
 
+_CONTROL_FLOW = frozenset({"If", "Loop", "Scan", "SequenceMap"})
+
+
+def nodes_in(graph: ir.Graph | ir.Function) -> Iterator[ir.Node]:
+    """The nodes of a graph, and behind each those of its branches or its body.
+
+    onnx_ir looks at every attribute of every node for that, which takes longer than most passes.
+    """
+    for node in graph:
+        yield node
+        if node.op_type in _CONTROL_FLOW or node.domain != "":
+            for inner in graphs_in(node):
+                yield from nodes_in(inner)
+
+
 def nodes_behind(
     values: Iterable[ir.Value | None],
     follow: Callable[[ir.Node], Iterable[ir.Value | None]] = lambda node: node.inputs,
@@ -155,8 +170,8 @@ def perm(node: ir.Node) -> tuple[int, ...]:
 
 def infer_shapes(model: ir.Model) -> ir.Model:
     """Import the operator sets of new nodes, and fill in the shapes that follow from the others."""
-    for node in model.graph.all_nodes():
-        model.opset_imports.setdefault(node.domain, 1)
+    for domain in {node.domain for node in nodes_in(model.graph)}:
+        model.opset_imports.setdefault(domain, 1)
     try:
         inferred = onnx.shape_inference.infer_shapes(light_proto(model), data_prop=True)
     except (onnx.shape_inference.InferenceError, RuntimeError, ValueError) as error:
@@ -187,6 +202,9 @@ def _take_types(graph: ir.Graph, inferred: onnx.GraphProto) -> None:
 
 def _take_type(value: ir.Value, proto: onnx.TypeProto) -> None:
     """Give a value a type and a shape; sequences and optionals, whose `dtype` is that of a part, included."""
+    if proto.HasField("tensor_type") and not proto.denotation:
+        _take_tensor_type(value, proto.tensor_type)
+        return
     try:
         found = ir.serde.deserialize_type_proto_for_type(proto)
         shape = ir.serde.deserialize_type_proto_for_shape(proto)
@@ -196,6 +214,18 @@ def _take_type(value: ir.Value, proto: onnx.TypeProto) -> None:
         value.type = found  # a new one: copies of a model share their types
     if shape is not None and shape != value.shape:
         value.shape = shape
+
+
+def _take_tensor_type(value: ir.Value, proto: onnx.TypeProto.Tensor) -> None:
+    """The same for a tensor, of which there are most."""
+    dtype = ir.DataType(proto.elem_type)
+    if dtype != ir.DataType.UNDEFINED and (not isinstance(value.type, ir.TensorType) or value.dtype != dtype):
+        value.type = ir.TensorType(dtype)
+    if proto.HasField("shape"):
+        found = [each.dim_value if each.HasField("dim_value") else each.dim_param for each in proto.shape.dim]
+        sizes = tuple(None if each == "" else each for each in found)
+        if value.shape is None or sizes != dims(value):
+            value.shape = ir.Shape(sizes)
 
 
 # -- A model for ONNX's own functions, which take no more than 2 GiB -------------------------------
@@ -282,7 +312,7 @@ def replace_value(old: ir.Value, new: ir.Value) -> None:
 
 def names_in(model: ir.Model) -> set[str]:
     """The names of all values that nodes produce."""
-    return {value.name for node in model.graph.all_nodes() for value in node.outputs if value.name}
+    return {value.name for node in nodes_in(model.graph) for value in node.outputs if value.name}
 
 
 def prefix_within(name: str, taken: set[str]) -> str:

@@ -87,6 +87,30 @@ def multiplied_behind(g):
     return g.op("MatMul", g.op("Mul", weights, ones(g)), "v")
 
 
+def zeroed_where_nothing_is_shown(g):
+    scores = g.op("Where", keep(g), g.scores(), g.const(-np.inf))
+    some = g.op("Greater", g.op("ReduceMax", ones(g), g.ints(-1)), g.const(0.5))
+    return g.op("MatMul", g.op("Where", some, g.op("Softmax", scores), g.const(0.0)), "v")
+
+
+def divided_behind_an_einsum(g):
+    powers = g.op("Exp", g.scores())
+    sums = g.op("Unsqueeze", g.op("ReduceSum", powers, g.ints(3), keepdims=0), g.ints(-1))
+    return g.op("Div", g.op("Einsum", powers, "v", equation="bhst,bhtd->bhsd"), sums)
+
+
+def learned_keys_and_values(g):
+    random = np.random.default_rng(0)
+    keys, values = (g.const(random.standard_normal(shape)) for shape in ((H, D, 5), (H, 5, D)))
+    return g.op("MatMul", g.op("Softmax", g.op("MatMul", "q", keys)), values)
+
+
+def filled_with_a_tensor(g):
+    scores = g.scores()
+    numbers = g.op("ConstantOfShape", g.op("Shape", scores), value=onnx_tensor(-1e9))
+    return g.attend(g.op("Where", keep(g), scores, numbers))
+
+
 def less_log_of_sum(g):
     scores = g.scores()
     return g.op("MatMul", g.op("Exp", g.op("Sub", scores, g.op("ReduceLogSumExp", scores, g.ints(-1)))), "v")
@@ -136,6 +160,8 @@ def onnx_tensor(number):
 SPELLINGS = [blended, blended_by_difference, blended_with_a_buffer, bounded, bounded_by_a_buffer]
 SPELLINGS += [divided_behind, masked_powers, masked_powers_divided_behind, renormalised, masked_behind]
 SPELLINGS += [multiplied_behind, less_log_of_sum, less_log_of_written_sum, less_mean, tempered_behind_a_bias]
+SPELLINGS += [zeroed_where_nothing_is_shown, divided_behind_an_einsum, learned_keys_and_values]
+SPELLINGS += [filled_with_a_tensor]
 SPELLINGS += [tempered_behind_a_fill, tempered_behind_a_fill_of_learned_heads, triangle_of_ones]
 
 

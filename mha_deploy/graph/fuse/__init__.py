@@ -41,6 +41,7 @@ from mha_deploy.graph.ir import (
     names_in,
     node_name,
     nodes_behind,
+    nodes_in,
     paused_collections,
     replace_node,
 )
@@ -119,13 +120,21 @@ def fuse_attention(model: ir.Model, *, verify: bool = True) -> tuple[ir.Model, F
     changed, the new one has 23 or newer; where nothing was fused, that of the model.
     """
     with paused_collections():
-        work = from_old_opset(inline_functions(model.clone()))
+        copy = model.clone()
+        work = from_old_opset(inline_functions(copy))
+        stated = [(each, each.type, each.shape) for node in nodes_in(work.graph) for each in node.outputs]
         unnamed = values.name_inputs(work)
         values.infer_sizes(work)
         fusion = _Fusion(work, verify)
         fusion.run()
         if not (fusion.report.fused or fusion.report.repairs or fusion.renamed):
-            return model.clone(), fusion.report
+            if work is not copy or fusion.respelled:
+                return model.clone(), fusion.report
+            for value, kind, shape in stated:  # another copy would take as long as all this
+                value.type, value.shape = kind, shape
+            for value, shape in unnamed.items():
+                value.shape = shape
+            return work, fusion.report
         values.raise_opset(work)
         values.infer_sizes(work, only_missing=True)
         for value, shape in unnamed.items():
@@ -150,10 +159,15 @@ class _Fusion:
         self._spelling = Spelling(model, self._free_prefix("respelled"))
         self._obstacle = values.why_opset_stays(model)
 
+    @property
+    def respelled(self) -> bool:
+        """Whether the nodes of the file were rewritten, even if they are back."""
+        return bool(self._spelling)
+
     def run(self) -> None:
         """Visit every node, and count what is left."""
         refusals = dict[ir.Node, NotFused]()
-        for node in list(self._model.graph.all_nodes()):
+        for node in list(nodes_in(self._model.graph)):
             if node.graph is None:
                 continue  # it was part of an attention
             if is_attention(node):
@@ -185,7 +199,7 @@ class _Fusion:
                 reason=refusal.in_one_line,
                 recognised=isinstance(refusal, NotExpressible),
             )
-            for node in self._model.graph.all_nodes()
+            for node in nodes_in(self._model.graph)
             if (refusal := refusals.get(node)) is not None
         )
 

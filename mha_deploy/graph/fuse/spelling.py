@@ -25,6 +25,7 @@ from mha_deploy.graph.ir import (
     input_at,
     is_op,
     made_by,
+    nodes_in,
     rank,
 )
 
@@ -44,22 +45,25 @@ class Spelling:
     """The rewritten values of a model."""
 
     def __init__(self, model: ir.Model, prefix: str) -> None:
-        self._model, self._count = model, 0
+        self._model = model
         self._old: dict[ir.Value, ir.Value] = {}  # by the new value
         self._inputs: dict[ir.Node, tuple[ir.Value | None, ...]] = {}  # of nodes that were taken out
         self._graphs: dict[ir.Node, ir.Graph | ir.Function] = {}  # where those were
         self._new: dict[ir.Node, list[ir.Node]] = {}  # nodes that rewrites wrote, and what they replaced
-        for node in list(model.graph.all_nodes()):
+        for node in list(nodes_in(model.graph)):
             rule = _RULES.get(node.op_type) if node.domain == "" else None
             if rule is None or node in self._inputs:
                 continue
-            self._count += 1
-            builder = NodeBuilder(f"{prefix}_{self._count}")
+            builder = NodeBuilder(f"{prefix}_{len(self._old) + 1}")
             new = rule(node, builder)
-            if new is None:
-                builder.live_nodes(())
-            else:
+            if new is not None:
                 self._put(node, new, builder)
+            elif builder.nodes:
+                builder.live_nodes(())
+
+    def __bool__(self) -> bool:
+        """Whether anything was rewritten."""
+        return bool(self._old)
 
     # -- What the nodes of the file are
 
@@ -146,7 +150,7 @@ class Spelling:
             if value is not None and node is None and value.const_value is not None:
                 _register(value, graph)
             return value
-        nodes = itertools.chain(graph, self._model.graph.all_nodes())
+        nodes = itertools.chain(graph, nodes_in(self._model.graph))
         named = (each for made in nodes for each in made.outputs)
         return next((each for each in named if each.name == value.name), value)
 
@@ -400,14 +404,24 @@ def _normalised(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
     if first is powers:
         zeroed = made_by(powers, "Exp") is None
         return _weights(powers, axis, builder) if zeroed else None
-    matmul = made_by(first, "MatMul")
+    matmul = made_by(first, "MatMul", "Einsum")
     if matmul is None or matmul.inputs[0] is not powers or axis != -1 or len(first.uses()) != 1:
         return None
-    values = matmul.inputs[1]
-    weights = None if values is None else _weights(powers, axis, builder)
-    if weights is None or values is None:
+    values = input_at(matmul, 1)
+    if values is None or not _is_plain(matmul) or (weights := _weights(powers, axis, builder)) is None:
         return None
     return _like(builder, node.outputs[0], "MatMul", weights, values)
+
+
+def _is_plain(matmul: ir.Node) -> bool:
+    """Whether a matmul or an einsum multiplies the last two axes, with the same axes before them."""
+    if is_op(matmul, "MatMul"):
+        return True
+    inputs, _, out = (matmul.attributes.get_string("equation") or "").replace(" ", "").partition("->")
+    left, _, right = inputs.partition(",")
+    ends = f"{left[-2:]}{right[-2:]}"
+    plain = left[:-2] == right[:-2] == out[:-2] and len(ends) == 4 and ends[1] == ends[2]
+    return plain and out[-2:] == ends[0] + ends[3] and ends[0] != ends[1] != ends[3] != ends[0]
 
 
 def _by_logarithm(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
@@ -437,12 +451,34 @@ def _is_computed(value: ir.Value | None) -> bool:
     return value is not None and constant(value) is None
 
 
-def _with_batch(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
-    """A matmul of two matrices as that of a batch of one."""
+def _matmul(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
+    """A matmul of different ranks, or of matrices, as one of batches; what all keys share, behind it."""
     first, second = node.inputs
-    if rank(first) != 2 or rank(second) != 2 or not _is_computed(first) or not _is_computed(second):
+    step = made_by(first, "Where", "Mul", "Div")
+    if step is not None and second is not None and len(step.outputs[0].uses()) == 1:
+        return _moved_behind(node, step, second, builder)
+    ranks = rank(first) or 0, rank(second) or 0
+    given = [value for value, axes in zip((first, second), ranks, strict=True) if axes == 2]
+    if ranks[0] == ranks[1] != 2 or min(ranks) < 2 or not all(map(_is_computed, given)):
         return None
     return _batched(first, second, node.outputs[0], builder)
+
+
+def _moved_behind(matmul: ir.Node, step: ir.Node, values: ir.Value, builder: NodeBuilder) -> ir.Value | None:
+    """Weights that are multiplied or chosen by something that is the same for all keys: the result is."""
+    output = matmul.outputs[0]
+    at = next((at for at, each in enumerate(step.inputs) if made_by(each, "Softmax") is not None), None)
+    weights = None if at is None else step.inputs[at]
+    if weights is None or sizes_of(weights) != sizes_of(step.outputs[0]) or (at and is_op(step, "Div")):
+        return None
+    others = [each for each in step.inputs if each is not None and each is not weights]
+    alike = all((sizes or [1])[-1] == 1 for each in others if (sizes := sizes_of(each)) is not None)
+    known = all(rank(each) is not None and (rank(each) or 0) <= (rank(output) or 0) for each in others)
+    if not alike or not known or (is_op(step, "Where") and scalar_of(others[-1]) != 0.0):
+        return None
+    result = _like(builder, output, "MatMul", weights, values)
+    given = [result if each is weights else each for each in step.inputs if each is not None]
+    return _like(builder, output, step.op_type, *given)
 
 
 def _batched(
@@ -451,10 +487,15 @@ def _batched(
     sizes = sizes_of(like)
     if first is None or second is None or sizes is None or not (_feeds_softmax(like) or _is_weights(first)):
         return None
+    count = max(3, len(sizes))
     one, other = (
-        _typed(builder.unsqueeze(each, 0), each.dtype, [1, *(sizes_of(each) or ())])
+        _typed(builder.unsqueeze(each, *range(more)), each.dtype, [*[1] * more, *(sizes_of(each) or ())])
+        if (more := count - (rank(each) or 0))
+        else each
         for each in (first, second)
     )
+    if count == len(sizes):
+        return _like(builder, like, "MatMul", one, other)
     product = _typed(builder.op("MatMul", one, other), like.dtype, [1, *sizes])
     return _like(builder, like, "Squeeze", product, builder.ints(0))
 
@@ -536,6 +577,6 @@ _RULES: dict[str, Callable[[ir.Node, NodeBuilder], ir.Value | None]] = {
     "Div": _normalised,
     "Mul": _product,
     "Exp": _by_logarithm,
-    "MatMul": _with_batch,
+    "MatMul": _matmul,
     "Gemm": _without_gemm,
 }

@@ -33,6 +33,7 @@ from mha_deploy.graph.ir import (
     light_proto,
     made_by,
     node_name,
+    nodes_in,
     rank,
     same_size,
     with_weights_of,
@@ -132,6 +133,9 @@ def _scalar(value: ir.Value, depth: int) -> np.ndarray | None:
     node = value.producer()
     if node is None or node.domain != "":
         return None
+    if node.op_type == "ConstantOfShape":
+        fill = node.attributes.get("value")
+        return np.zeros((), np.float32) if fill is None else fill.as_tensor().numpy().reshape(())
     if node.op_type == "Gather":  # of `Shape(x)`: a fixed size
         shape, at = made_by(node.inputs[0], "Shape"), constant_ints(node, 1)
         whole = shape is not None and not set(shape.attributes) & {"start", "end"}
@@ -230,7 +234,7 @@ def from_old_opset(model: ir.Model) -> ir.Model:
         got, hint = f"opset {current}: {error}", "export it with a newer opset"
         raise DeployError(what, got=got, hint=hint) from error
     new = with_weights_of(proto, model)
-    known = {value.name: value.shape for node in model.graph.all_nodes() for value in node.outputs}
+    known = {value.name: value.shape for node in nodes_in(model.graph) for value in node.outputs}
 
     def is_made_up(size: int | ir.SymbolicDim) -> bool:
         """Whether a size is unknown, or has a name that shape inference gave it."""
@@ -253,7 +257,7 @@ def why_opset_stays(model: ir.Model) -> NotFused | None:
     A node of it has another meaning there, or no kernel in ONNX Runtime on a CPU, which had one before.
     """
     current, hint = model.opset_imports.get("", 1), f"export the module at opset {ATTENTION_OPSET}"
-    for node in model.graph.all_nodes():
+    for node in nodes_in(model.graph):
         if node.domain == "" and current < _CHANGED_SINCE.get(node.op_type, 0):
             what = f"{node.op_type} means something else in opset {ATTENTION_OPSET}, which has Attention."
             return NotFused(what, got=node_name(node), hint=hint)
@@ -269,7 +273,7 @@ def raise_opset(model: ir.Model) -> None:
     current = model.opset_imports.get("", 1)
     if current >= ATTENTION_OPSET:
         return
-    for node in model.graph.all_nodes():
+    for node in nodes_in(model.graph):
         if is_op(node, "GridSample") and current < 20:
             mode = node.attributes.get_string("mode", "bilinear") or "bilinear"
             node.attributes.add(ir.AttrString("mode", _GRID_MODES.get(mode, mode)))
@@ -398,7 +402,7 @@ def name_inputs(model: ir.Model) -> dict[ir.Value, ir.Shape]:
 
 def infer_sizes(model: ir.Model, *, only_missing: bool = False) -> None:
     """Give every value of a model its type and the sizes that follow from those of the inputs."""
-    nodes = list(model.graph.all_nodes())
+    nodes = list(nodes_in(model.graph))
     before = {value: sizes_of(value) for node in nodes for value in node.outputs}
     missing = {value for value in before if value.name and (value.dtype is None or value.shape is None)}
     if missing or (not only_missing and any(None in (sizes or ()) for sizes in before.values())):
@@ -409,7 +413,7 @@ def infer_sizes(model: ir.Model, *, only_missing: bool = False) -> None:
             if known is not None and len(known) == len(found):
                 pairs = zip(known, found, strict=True)
                 found = [new if isinstance(new, int) or old is None else old for old, new in pairs]
-            if value.shape is not None:
+            if value.shape is not None and tuple(found) != dims(value):
                 value.shape = ir.Shape(found)
     following = _Walk(model)
     for node in nodes:

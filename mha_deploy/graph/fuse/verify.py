@@ -57,6 +57,7 @@ _RANDOM = (
     "Multinomial",
 )
 _NAME = re.compile(r"[A-Za-z_][\w.]*")
+_CALL = re.compile(r"(\w+)\(")
 _FUNCTIONS = frozenset({"Min", "Max", "floor", "ceiling", "Mod"})
 
 
@@ -88,9 +89,10 @@ class Boundary:
             return self.dims[value]
         found = list[int | str]()
         for axis, size in enumerate(dims(value)):
-            if not drawn and (size is None or GENERATED in str(size)):
+            known = size is not None and _FUNCTIONS.issuperset(_CALL.findall(str(size)))
+            if not drawn and (not known or GENERATED in str(size)):
                 return None
-            found.append(f"unknown.{id(value)}.{axis}" if size is None else size)
+            found.append(size if size is not None and known else f"unknown.{id(value)}.{axis}")
         return None if value.shape is None else tuple(found)
 
 
