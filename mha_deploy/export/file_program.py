@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 
-from mha_deploy.bundle.cases import Arrays, Baseline
+from mha_deploy.bundle.cases import Arrays
 from mha_deploy.graph.file import with_outputs
 from mha_deploy.graph.upcast import in_float64
 from mha_deploy.model.precision import Precision
-from mha_deploy.rounding import (
-    ACCUMULATED,
-    MARGIN,
-    ROUNDOFFS,
-    accumulations,
-    normal,
-    rounded,
-    sample_count,
-)
+from mha_deploy.rounding import ACCUMULATED, MARGIN, ROUNDOFFS, normal, rounded
 from mha_deploy.runtime.onnx_reference import evaluator_of
 from mha_deploy.runtime.user_code import graph_code
 
@@ -43,8 +34,6 @@ _QUANTIZED = frozenset({"QuantizeLinear", "DequantizeLinear"})  # their scales a
 _COMPARED = frozenset({"Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Round", "Floor", "Ceil", "Sign"})
 _COMPARED |= {"QuantizeLinear", "DynamicQuantizeLinear"}
 _DECISION_ELEMENTS = 1 << 22
-
-Compute = Callable[["FileRounding"], Arrays]
 
 
 class FileRounding:
@@ -69,7 +58,7 @@ class FileRounding:
         self.changed = False
         self.flops = 0  # of the GEMMs
 
-    def rounded(self, array: Any) -> Any:
+    def rounded_array(self, array: Any) -> Any:
         """FP64 numbers, rounded; others as they are."""
         if self._bits is None or not isinstance(array, np.ndarray):
             return array
@@ -79,15 +68,15 @@ class FileRounding:
         """The outputs of one node of ONNX's evaluator."""
         operator = node.op_type
         if operator in _MATMULS or operator in _QUANTIZED:
-            inputs = tuple(map(self.rounded, inputs))
+            inputs = tuple(map(self.rounded_array, inputs))
         if operator in _ORDERED or operator in _COMPARED:
             return self._decide(operator, getattr(node, "axis", None), run, inputs)
         outputs = run(*inputs)
         if operator in _MATMULS:
             self.flops += _flops(operator, inputs, outputs[0])
-            return tuple(self.rounded(self._accumulate(operator, inputs, each)) for each in outputs)
+            return tuple(self.rounded_array(self._accumulate(operator, inputs, each)) for each in outputs)
         sums = operator in _SUMS and all(np.shape(each) == np.shape(outputs[0]) for each in inputs)
-        return tuple(map(self.rounded, outputs)) if operator in _ROUNDED or sums else outputs
+        return tuple(map(self.rounded_array, outputs)) if operator in _ROUNDED or sums else outputs
 
     def _accumulate(self, operator: str, inputs: tuple[Any, ...], result: Any) -> Any:
         """The result of a GEMM with what its accumulation loses."""
@@ -190,49 +179,3 @@ class FileProgram:
         with graph_code(self._title):
             results = self._evaluator.run(self._names, wide)
         return dict(zip(self._names, map(np.asarray, results), strict=True))
-
-
-def sample_case(
-    precision: Precision, compute: Compute, exact: FileRounding | None = None
-) -> tuple[dict[str, np.ndarray], dict[str, Baseline]]:
-    """What is right, and by the type of accumulation what random rounding makes of it."""
-    exact = exact or FileRounding(None)
-    oracle, baselines = dict(compute(exact)), dict[str, Baseline]()
-    numbers = sum(array.size for array in oracle.values())
-
-    def errors(mode: FileRounding) -> Mapping[str, np.ndarray]:
-        got = compute(mode)
-        return {
-            name: (mode.rounded(got[name]) - x).astype(np.float32) if x.dtype == np.float64 else got[name]
-            for name, x in oracle.items()
-        }
-
-    for kind in accumulations(precision):
-        rounding, count = replace(precision, accumulate=kind), sample_count(numbers, kind)
-        modes = [FileRounding(rounding, seed) for seed in range(1, count + 1)]
-        found = [errors(mode) for mode in modes]
-        changes = _decision_spread(exact.decisions, [mode.decisions for mode in modes])
-        pair = [FileRounding(rounding, count + 1, changes, sign) for sign in (1, -1)] if changes else []
-        taken = [errors(mode) for mode in pair]
-        others = [each for each, mode in zip(taken, pair, strict=True) if mode.changed]
-        stacked = {name: np.stack([each[name] for each in (*found, *others)]) for name in oracle}
-        baselines[kind] = Baseline(stacked, len(others))
-    return oracle, baselines
-
-
-def _decision_spread(
-    exact: Sequence[np.ndarray | None], samples: Sequence[Sequence[np.ndarray | None]]
-) -> list[np.ndarray | None]:
-    """What rounding does to the operand of every decision; empty where it touches none of them."""
-    found: list[np.ndarray | None] = []
-    for index, true in enumerate(exact):
-        near = [each[index] for each in samples if index < len(each)]
-        alike = [x - true for x in near if x is not None and true is not None and x.shape == true.shape]
-        power = np.square(alike).mean(0) if alike else np.zeros(())
-        if not power.size or not np.isfinite(power).all() or not power.any():
-            found.append(None)
-            continue
-        # By chance the error of an element is small in all samples: it has at least the usual one of its row.
-        usual = power.mean(-1, keepdims=True) if power.ndim else power
-        found.append(np.sqrt(np.maximum(power, usual)))
-    return found if any(each is not None for each in found) else []

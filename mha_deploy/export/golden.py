@@ -35,11 +35,11 @@ from mha_deploy.export.oracle import (
     Float32Accumulation,
     Float64,
     RandomRounding,
-    decision_spread,
     run_in_float64,
     run_program,
 )
 from mha_deploy.export.own_model import UserModule, draw_user_inputs
+from mha_deploy.export.samples import sample_case
 from mha_deploy.model.precision import Precision
 from mha_deploy.model.spec import CACHE_TENSORS, LENGTHS, KVCache, ModelSpec
 from mha_deploy.reference.attention import Attention, split_heads
@@ -52,7 +52,6 @@ from mha_deploy.reference.inputs import (
     tensor_from_numpy,
     to_numpy,
 )
-from mha_deploy.rounding import accumulations, sample_count
 
 Arrays = Mapping[str, np.ndarray]
 Evaluate = Callable[[Float64], Arrays]
@@ -144,7 +143,7 @@ class Capture(ABC):
             new = {name: entries_from(outputs[name], at, S) for name, at in starts.items()}
             return {name: new.get(name, array) for name, array in outputs.items()}
 
-        oracle, baselines = self.sample(compute, kept)
+        oracle, baselines, _ = sample_case(RandomRounding, self.precision, compute, kept)
         case = GoldenCase(
             name=planned.name,
             sizes=dict(planned.sizes),
@@ -162,48 +161,6 @@ class Capture(ABC):
         """The results of the module in the types of the graph."""
         return results
 
-    def sample(
-        self, compute: Evaluate, kept: Callable[[Arrays], Arrays] = dict
-    ) -> tuple[Arrays, dict[str, Baseline]]:
-        """What is right, and by the type of accumulation what random rounding makes of it.
-
-        `kept` is the part of the results that samples are taken of.
-        """
-        exact = RandomRounding(None)
-        oracle = compute(exact)
-        true, baselines = kept(oracle), dict[str, Baseline]()
-        numbers = sum(array.size for array in true.values())
-
-        def errors(mode: RandomRounding) -> Arrays:
-            got = kept(compute(mode))
-            return {
-                name: (mode.rounded_array(got[name]) - array).astype(np.float32)
-                if array.dtype == np.float64
-                else got[name]
-                for name, array in true.items()
-            }
-
-        for accumulate in accumulations(self.precision):
-            precision, count = (
-                replace(self.precision, accumulate=accumulate),
-                sample_count(numbers, accumulate),
-            )
-            found, operands = list[Arrays](), list[list[Tensor | None]]()
-            for seed in range(1, count + 1):
-                mode = RandomRounding(precision, seed)
-                found.append(errors(mode))
-                operands.append(mode.decisions)
-            changes = decision_spread(exact.decisions, operands)
-            pair = (
-                [RandomRounding(precision, count + 1, changes, sign) for sign in (1, -1)] if changes else []
-            )
-            taken = [errors(mode) for mode in pair]
-            # Where no decision was near enough to change, the two say nothing new.
-            found += (others := [each for each, mode in zip(taken, pair, strict=True) if mode.changed])
-            stacked = {name: np.stack([each[name] for each in found]) for name in true}
-            baselines[accumulate] = Baseline(stacked, len(others))
-        return oracle, baselines
-
     def refuse_overflow(self, case: GoldenCase, run: Callable[[], object] | None = None) -> None:
         """Refuse a case on which the module itself overflows: its budget would be infinite."""
         for name in case.eager:
@@ -218,7 +175,7 @@ class Capture(ABC):
         name, steps, prompt = planned.name, planned.steps, np.array(planned.prompt, np.int32)
         cache = check_steps(spec, prompt, steps)
         feeds, compute = self.evaluate_sequence(spec, cache, planned)
-        oracle, baselines = self.sample(compute)
+        oracle, baselines, _ = sample_case(RandomRounding, self.precision, compute)
         held = {each.input: feeds.pop(each.input) for each in cache.tensors}
         trace = DecodeTrace(
             name=name,
@@ -433,6 +390,6 @@ class ModuleCapture(Capture):
         def compute(mode: Float64) -> Arrays:
             return arrays_of(run_program(self.exported, inputs, mode=mode, keep=values)[1], exact=True)
 
-        oracle, baselines = self.sample(compute)
+        oracle, baselines, _ = sample_case(RandomRounding, self.precision, compute)
         own = arrays_of(run_program(self.exported, inputs, mode=Float32Accumulation(), keep=values)[1])
         return Reference(oracle, self.source), self.as_stored(own), baselines

@@ -18,7 +18,7 @@ from mha_deploy.bundle.folder import Bundle, sha256
 from mha_deploy.bundle.manifest import LayersEntry
 from mha_deploy.bundle.manifest import Source as CaseSource
 from mha_deploy.errors import BackendUnavailable, DeployError, ExportError, SpecError, nearest
-from mha_deploy.export.file_program import FileProgram, FileRounding, sample_case
+from mha_deploy.export.file_program import FileProgram, FileRounding
 from mha_deploy.export.flow import (
     MODULE_CASES,
     OnStep,
@@ -28,6 +28,7 @@ from mha_deploy.export.flow import (
     refuse_large_error,
 )
 from mha_deploy.export.observe import attention_values
+from mha_deploy.export.samples import sample_case
 from mha_deploy.graph.attention_node import short_dtype
 from mha_deploy.graph.file import load_graph, with_outputs
 from mha_deploy.graph.fuse import from_old_opset
@@ -140,9 +141,9 @@ class OnnxSource(Source):
         # The file gets the numbers that the graph gets.
         drawn = {key: given[key].astype(array.dtype) for key, array in drawn.items()}
         try:
-            exact = FileRounding(None)
+            compute = partial(self._program.run, given)
             with graph_code(str(self.path)):
-                oracle, baselines = sample_case(self.precision, partial(self._program.run, given), exact)
+                oracle, baselines, exact = sample_case(FileRounding, self.precision, compute)
             eager = {key: array.astype(types[key]) for key, array in self._session.run(drawn).items()}
         except DeployError:
             raise
@@ -187,7 +188,7 @@ class OnnxSource(Source):
                 return {name: found[name] for name in kept}
 
             with graph_code(str(self.path)):
-                oracle, baselines = sample_case(self.precision, compute)
+                oracle, baselines, _ = sample_case(FileRounding, self.precision, compute)
             with open_runner("ort-cpu", with_outputs(self.original, kept)) as runner:
                 given = {str(v.name): case.inputs[str(v.name)] for v in self.original.graph.inputs}
                 got = runner.run({k: x.astype(self._inputs[k].dtype.numpy()) for k, x in given.items()})  # type: ignore[union-attr]

@@ -375,7 +375,7 @@ class RandomRounding(Float64):
         self,
         precision: Precision | None,
         seed: int = 0,
-        changes: Sequence[Tensor | None] | None = None,
+        changes: Sequence[np.ndarray | None] = (),
         sign: int = 1,
     ) -> None:
         super().__init__()
@@ -386,7 +386,7 @@ class RandomRounding(Float64):
         self._seed, self._changes, self._sign = seed, changes, sign
         if precision and precision.bytes == 2:
             self.wide = _NARROWER
-        self.decisions: list[Tensor | None] = []
+        self.decisions: list[np.ndarray | None] = []
         self.changed = False
 
     def rounded(self, tensor: Tensor) -> Tensor:
@@ -496,11 +496,11 @@ class RandomRounding(Float64):
         other = other if isinstance(other, Tensor) and other.is_floating_point() else None
         noted = operand if other is None else operand - self.upcast(other)
         small = noted.numel() <= _DECISION_ELEMENTS
-        self.decisions.append(noted.clone() if small else None)
-        change = self._changes[index] if self._changes and index < len(self._changes) else None
-        if change is None or change.shape != noted.shape:
+        self.decisions.append(noted.double().cpu().numpy().copy() if small else None)
+        change = self._changes[index] if index < len(self._changes) else None
+        if change is None or change.shape != tuple(noted.shape):
             return result
-        moved = self._sign * MARGIN * change
+        moved = self._sign * MARGIN * torch.from_numpy(np.asarray(change)).to(noted)
         if name in _ORDERED:  # neighbours in order go towards each other in this sample or its counterpart
             at = 2 if name in ("topk", "kthvalue") else 1
             dim = kwargs.get("dim", args[at] if len(args) > at else None)
@@ -514,28 +514,6 @@ class RandomRounding(Float64):
             return result
         self.changed = True
         return other_way
-
-
-def decision_spread(
-    exact: Sequence[Tensor | None], samples: Sequence[Sequence[Tensor | None]]
-) -> list[Tensor | None]:
-    """What rounding does to the operand of every decision; empty where it touches none of them."""
-    found: list[Tensor | None] = []
-    for index, true in enumerate(exact):
-        near = [each[index] for each in samples if index < len(each)]
-        alike = [each for each in near if true is not None and each is not None and each.shape == true.shape]
-        off = (
-            torch.stack([each - true for each in alike]).square().mean(0)
-            if true is not None and alike
-            else None
-        )
-        if off is None or not off.numel() or not bool(off.isfinite().all()) or not bool(off.any()):
-            found.append(None)
-            continue
-        # By chance the error of an element is small in all samples: it has at least the usual one of its row.
-        usual = off.mean(-1, keepdim=True) if off.dim() else off
-        found.append(torch.maximum(off, usual).sqrt())
-    return found if any(each is not None for each in found) else []
 
 
 def _sums_tensors(args: Any, result: Any) -> bool:

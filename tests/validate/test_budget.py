@@ -11,8 +11,9 @@ from golden_made import made_case, samples_of
 from graph_parity import graph_parity
 
 from mha_deploy.bundle.cases import Baseline, golden_cases
-from mha_deploy.export.file_program import FileProgram, sample_case
+from mha_deploy.export.file_program import FileProgram, FileRounding
 from mha_deploy.export.oracle import RandomRounding
+from mha_deploy.export.samples import sample_case
 from mha_deploy.judge import judge_case
 from mha_deploy.metrics import budget_from_samples, factor_of, measure
 from mha_deploy.model.precision import PRECISIONS
@@ -433,7 +434,7 @@ class Router:
         a, b = (rng.standard_normal((16, 16)).astype(np.float16) / np.float16(4) for _ in range(2))
         feeds = {"x": x.astype(np.float16), "gate": gate, "a": a, "b": b}
         program = FileProgram(ir.from_onnx_text(ROUTER))
-        self.oracle, baselines = sample_case(FP16, lambda mode: program.run(feeds, mode))
+        self.oracle, baselines, _ = sample_case(FileRounding, FP16, lambda mode: program.run(feeds, mode))
         self.branches = baselines["fp32"].branches
         self.case = made_case(self.oracle, inputs=feeds, baselines=baselines)
         self.experts = [feeds["x"].astype(np.float64) @ each.astype(np.float64) for each in (a, b)]

@@ -1,0 +1,93 @@
+"""Samples of what a precision costs a model: it is computed several times, each time rounded at random."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Protocol, TypeVar
+
+import numpy as np
+
+from mha_deploy.bundle.cases import Arrays, Baseline
+from mha_deploy.model.precision import Precision
+from mha_deploy.rounding import accumulations, sample_count
+
+Operands = list[np.ndarray | None]
+"""The operands of the decisions of one run, in their order; None for one that is too large to keep."""
+
+
+class RoundingMode(Protocol):
+    """How a model is computed: in FP64, or rounded at random where kernels round.
+
+    Made from a precision, or None for an exact run, a seed, and what is added to the operands of decisions,
+    with a sign, so that those within rounding are taken otherwise.
+    """
+
+    decisions: Operands
+    changed: bool  # whether a decision was taken otherwise
+
+    def __init__(
+        self,
+        precision: Precision | None,
+        seed: int = 0,
+        changes: Sequence[np.ndarray | None] = (),
+        sign: int = 1,
+    ) -> None: ...
+
+    def rounded_array(self, array: np.ndarray) -> np.ndarray:
+        """An array of FP64 numbers, rounded."""
+
+
+Mode = TypeVar("Mode", bound=RoundingMode)
+
+
+def sample_case(
+    make_mode: type[Mode],
+    precision: Precision,
+    compute: Callable[[Mode], Arrays],
+    kept: Callable[[Arrays], Arrays] = dict,
+) -> tuple[Arrays, dict[str, Baseline], Mode]:
+    """What is right, by the type of accumulation what random rounding makes of it, and the exact mode.
+
+    `kept` is the part of the results that samples are taken of.
+    """
+    exact = make_mode(None)
+    oracle = compute(exact)
+    true, baselines = kept(oracle), dict[str, Baseline]()
+    numbers = sum(array.size for array in true.values())
+
+    def errors(mode: Mode) -> Arrays:
+        got = kept(compute(mode))
+        floats = {
+            name: mode.rounded_array(got[name]) - x for name, x in true.items() if x.dtype == np.float64
+        }
+        return {**got, **{name: error.astype(np.float32) for name, error in floats.items()}}
+
+    for kind in accumulations(precision):
+        rounding, count = replace(precision, accumulate=kind), sample_count(numbers, kind)
+        modes = [make_mode(rounding, seed) for seed in range(1, count + 1)]
+        found = [errors(mode) for mode in modes]
+        changes = decision_spread(exact.decisions, [mode.decisions for mode in modes])
+        pair = [make_mode(rounding, count + 1, changes, sign) for sign in (1, -1)] if changes else []
+        taken = [errors(mode) for mode in pair]
+        # Where no decision was near enough to change, the two say nothing new.
+        others = [each for each, mode in zip(taken, pair, strict=True) if mode.changed]
+        stacked = {name: np.stack([each[name] for each in (*found, *others)]) for name in true}
+        baselines[kind] = Baseline(stacked, len(others))
+    return oracle, baselines, exact
+
+
+def decision_spread(exact: Operands, samples: Sequence[Operands]) -> Operands:
+    """What rounding does to the operand of every decision; empty where it touches none of them."""
+    found: Operands = []
+    for index, true in enumerate(exact):
+        near = [each[index] for each in samples if index < len(each)]
+        alike = [x - true for x in near if x is not None and true is not None and x.shape == true.shape]
+        power = np.square(alike).mean(0) if alike else np.zeros(())
+        if not power.size or not np.isfinite(power).all() or not power.any():
+            found.append(None)
+            continue
+        # By chance the error of an element is small in all samples: it has at least the usual one of its row.
+        usual = power.mean(-1, keepdims=True) if power.ndim else power
+        found.append(np.sqrt(np.maximum(power, usual)))
+    return found if any(each is not None for each in found) else []
