@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mha_deploy.model.deployable import Deployable as Deployable
     from mha_deploy.model.deployable import Example as Example
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Public names are loaded when they are used: `import mha_deploy` loads neither torch nor onnx.
 _API = "mha_deploy.api"
