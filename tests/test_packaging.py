@@ -223,7 +223,7 @@ def test_every_extra_that_is_installed_exists(path, wheel):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["wheel", "sdist"])
 def test_what_is_built_installs_and_runs_in_a_clean_environment(kind, request, tmp_path):
-    """It takes minutes: everything for a machine without a GPU is installed, and the README's main job done."""
+    """It takes minutes: all for a machine without a GPU is installed, and the main job of the README done."""
     home = tmp_path / "clean"
     venv.create(home, with_pip=True)
     plain = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
