@@ -474,13 +474,14 @@ def _corners(spec: ModelSpec, axes: Mapping[str, Axis], limit: SizeLimit) -> dic
     smallest, usual, largest = (
         {name: getattr(axis, bound) for name, axis in axes.items()} for bound in ("min", "opt", "max")
     )
+    batch = [name for name in axes if name == "B"]  # not every model of a user has one
     wanted: dict[str, Sizes] = {
         "max": largest,
         "odd": odd_sizes(axes),
-        "small-batch-long": {**largest, "B": smallest["B"]},
-        "large-batch-short": {**smallest, "B": largest["B"]},
+        "small-batch-long": largest | {name: smallest[name] for name in batch},
+        "large-batch-short": smallest | {name: largest[name] for name in batch},
     }
-    if "T" in axes:
+    if {"S", "T"} <= set(axes):
         wanted["few-queries-many-keys"] = {**usual, "S": smallest["S"], "T": largest["T"]}
         wanted["many-queries-few-keys"] = {**usual, "S": largest["S"], "T": smallest["T"]}
     if (cache := spec.kv_cache) is not None and cache.past is not None:
@@ -493,5 +494,6 @@ def _corners(spec: ModelSpec, axes: Mapping[str, Axis], limit: SizeLimit) -> dic
         corners[name] = (sizes, shrunk(spec, sizes, least, limit))
     # Odd lengths: one element is missing from the last tile.
     long = corners["small-batch-long"][1]
-    odd = {name: max(axis.min, (long[name] - 1) | 1) for name, axis in axes.items()} | {"B": long["B"]}
+    odd = {name: max(axis.min, (long[name] - 1) | 1) for name, axis in axes.items()}
+    odd |= {name: long[name] for name in batch}
     return {**corners, "largest-odd": (odd, odd)}

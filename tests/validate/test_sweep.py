@@ -4,7 +4,7 @@ import pytest
 
 from mha_deploy.analyze.cost import SizeLimit, odd_sizes, shrunk, usual_points
 from mha_deploy.model.catalog import catalog_names, find_spec
-from mha_deploy.model.spec import Axis
+from mha_deploy.model.spec import Axis, ModelSpec, TensorSpec
 from mha_deploy.validate.bench import bench_points
 from mha_deploy.validate.run import interior_sizes, sweep_points
 
@@ -88,6 +88,19 @@ def test_random_sizes_are_inside_the_axes_and_follow_the_seed(spec):
         name: spec.axes[name] for name in spec.axes if name not in "BS"
     }
     assert all(8 < each["S"] < 16 for each in interior_sizes(spec, [profile]))
+
+
+@pytest.mark.parametrize("names", ["S", "ST", "T", "LP"])
+def test_the_axes_of_a_user_need_no_names_of_ours(names):
+    own = ModelSpec(
+        name="own",
+        axes=ranges(**dict.fromkeys(names, "1:8:16")),
+        inputs=tuple(TensorSpec(name=name.lower(), kind="float", dims=(name, 4)) for name in names),
+        outputs=(TensorSpec(name="y", kind="float", dims=(names[0], 4)),),
+        attention_count=1,
+    )
+    points = sweep_points(own, [own.axes], limit=SizeLimit())
+    assert {tuple(own.axes[axis].max for axis in names)} <= {tuple(p.sizes.values()) for p in points}
 
 
 # -- odd lengths -------------------------------------------------------------------------------
