@@ -102,7 +102,7 @@ __all__ = [
     "BenchReport", "Deployment", "Inspection", "Model", "Report", "analyze", "bench", "bisect",
     "build_engine", "build_plugins", "check", "check_parity", "compare", "compare_heads", "configure",
     "deploy", "doctor", "export", "find_plugin", "find_plugin_parts", "fuse", "fuse_file", "import_onnx",
-    "inspect", "load_checkpoint", "load_model", "matrix", "models", "open_bundle", "open_engine",
+    "init", "inspect", "load_checkpoint", "load_model", "matrix", "models", "open_bundle", "open_engine",
     "open_runner", "package", "plugins", "replay", "self_test", "validate",
 ]  # fmt: skip
 
@@ -1103,6 +1103,7 @@ def deploy(
     inputs: Mapping[str, Any] | None = None,
     engine: bool = True,
     latency: bool | None = None,
+    requirements: Any = None,
     candidates: bool | None = False,
     on_step: OnStep | None = None,
     on_result: Callable[[Any], None] | None = None,
@@ -1117,6 +1118,7 @@ def deploy(
         inputs: See `export`.
         engine: Build an engine. It must then be fused and in the graph's precision.
         latency: Measure latency; default: if there is a GPU.
+        requirements: A TOML file of demands on the verdict, or a mapping of them; see `init`.
         candidates: Whether to export and build FP16, BF16, FP16 with FP32 where it overflows, and with the
             plugin's accumulations, and to keep the best; the precision must be `auto`. None: where that is
             so, and there is a GPU.
@@ -1164,7 +1166,10 @@ def deploy(
         reached(built[0])
 
     judged = ValidateOptions(
-        latency=latency, require_fused=engine and not settings.allow_decomposed, require_precision=engine
+        latency=latency,
+        require_fused=engine and not settings.allow_decomposed,
+        require_precision=engine,
+        requirements=requirements,
     )
     record = validate_bundle(bundle, judged, build=build if engine else None, on_step=_without_count(report))
     return Deployment(bundle=bundle, engine=next(iter(built), None), report=Report(record), **tried)
@@ -1524,6 +1529,23 @@ def inspect(path: StrPath, *, verify: bool = False) -> Inspection:
 
 
 # -- This machine ----------------------------------------------------------------------------------
+
+
+def init(path: StrPath = "mha-deploy.toml", *, overwrite: bool = False) -> Path:
+    """Write a file of requirements to begin with: every option and demand, commented out.
+
+    Args:
+        path: The file.
+        overwrite: Replace a file that is there.
+
+    Example:
+        >>> md.init("out/mha-deploy.toml").name
+        'mha-deploy.toml'
+    """
+    from mha_deploy.output import write_file
+    from mha_deploy.requirements import template
+
+    return write_file(Path(path), template().encode(), is_nobodys, overwrite=overwrite)
 
 
 def doctor(*, load: bool = False) -> dict[str, Any]:

@@ -301,6 +301,12 @@ class ValidateOptions(TimedOptions):
         "default: data.jsonl beside the report",
         metavar="FILE.jsonl",
     )
+    requirements: Any | None = option(
+        None,
+        "A TOML file of demands on the verdict, as `mha-deploy init` writes it. default: mha-deploy.toml, or "
+        "[tool.mha-deploy] in pyproject.toml, in the working folder",
+        metavar="FILE.toml",
+    )
     url: str | None = option(
         None,
         "Validate a server instead of the runtimes of this machine: grpc://HOST:PORT or http://HOST:PORT, "
@@ -346,6 +352,7 @@ class ValidateKeywords(TimedKeywords, total=False):
     logits: Sequence[str]
     source: Path | None
     resume: Path | None
+    requirements: Any
     url: str | None
     clients: Sequence[int]
     requests: int

@@ -100,6 +100,8 @@ class Kind(Word):
     WRONG_ON_DATA = "wrong on data"
     DATA_NOT_VERIFIED = "data not verified"
     DATA_OUTSIDE = "data outside"
+    DEMAND_NOT_MET = "demand not met"
+    DEMAND_NOT_CHECKED = "demand not checked"
     RANGE_SHRUNK = "range shrunk"
     GRAPH_NOT_FUSED = "graph not fused"
     ENGINE_NOT_FUSED = "engine not fused"
@@ -145,6 +147,7 @@ class Section(Word):
     COVERAGE = "coverage"
     SERVING = "serving"
     DATA = "data"
+    REQUIREMENTS = "requirements"
 
 
 EMPTY_ORACLE = frozenset({Kind.ORACLE_ZERO, Kind.ORACLE_CONSTANT})

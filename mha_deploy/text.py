@@ -315,6 +315,11 @@ _FINDINGS: Mapping[Kind, str | Callable[[Finding], str]] = {
     Kind.OUTPUTS_NOT_JUDGED: lambda finding: (
         f"{finding.place.runner} has outputs that the bundle knows nothing of: {', '.join(finding.names)}"
     ),
+    Kind.DEMAND_NOT_MET: lambda finding: (
+        f"{finding.names[0]}: {short(finding.numbers['got'])} {finding.detail}, "
+        f"{short(finding.numbers['wanted'])} is required"
+    ),
+    Kind.DEMAND_NOT_CHECKED: "{0.names[0]} was not measured: {0.numbers[wanted]:g} is required",
     Kind.WRONG_ON_DATA: _about_data,
     Kind.DATA_NOT_VERIFIED: _about_data,
     Kind.DATA_OUTSIDE: "{0.numbers[outside]:.0f} of {0.numbers[samples]:.0f} samples were not run: their "

@@ -45,7 +45,7 @@ app = typer.Typer(
 for verb in (
     verbs.deploy, verbs.export, verbs.fuse, verbs.check, verbs.build_engine, verbs.validate, verbs.bisect,
     verbs.bench, verbs.compare, verbs.matrix, verbs.package, verbs.inspect, verbs.models, verbs.analyze,
-    verbs.doctor,
+    verbs.doctor, verbs.init,
 ):  # fmt: skip
     app.command()(verb)
 app.add_typer(verbs.plugins, name="plugins")

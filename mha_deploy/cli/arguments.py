@@ -7,8 +7,8 @@ import math
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, suppress
 from dataclasses import MISSING, Field, dataclass, field
 from functools import wraps
 from inspect import Parameter, Signature, getdoc, signature
@@ -102,7 +102,9 @@ def verb(*groups: dict[str, Field[Any]]) -> Callable[[Callable[..., Result | Non
             return 3 if name in CONTROL or name == "json" else 1 + (name in own)
 
         @wraps(function)
-        def run(**values: Any) -> None:
+        def run(context: typer.Context, **values: Any) -> None:
+            given = {name for name in values if _is_given(context, name)}
+            values = _with_requirements(function.__name__.replace("_", "-"), values, known, given)
             values = {name: _convert(name, known[name][0], value) for name, value in values.items()}
             settings = {name: values.pop(name) for name in CONTROL if name in values}
             if any(settings.values()):
@@ -129,11 +131,47 @@ def verb(*groups: dict[str, Field[Any]]) -> Callable[[Callable[..., Result | Non
                 raise typer.Exit(EXIT_VERDICT_FAILED)
 
         shown = [_parameter(name, *known[name]) for name in sorted(known, key=position)]
+        shown.insert(0, Parameter("context", Parameter.KEYWORD_ONLY, annotation=typer.Context))
         run.__signature__ = Signature(shown)  # type: ignore[attr-defined]
         run.__annotations__ = {each.name: each.annotation for each in shown}
         return run
 
     return decorate
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    """Whether an option is on the command line; else it has its default."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _with_requirements(
+    verb: str, values: dict[str, Any], known: Mapping[str, Any], given: Set[str]
+) -> dict[str, Any]:
+    """The values of a verb, with those of the project's file for what the command line does not give."""
+    if verb not in ("export", "deploy", "build-engine", "validate", "bench"):
+        return values
+    from mha_deploy.requirements import find_requirements
+
+    found = find_requirements(Path.cwd())
+    if found is None:
+        return values
+    result = dict(values)
+    for name, value in found.options(verb, _model_of(values)).items():
+        if name in known and name not in given:
+            is_numbers = known[name][0] == "Sequence[int]"
+            result[name] = ",".join(map(str, value)) if is_numbers else value
+    if "requirements" in known and values.get("requirements") is None:
+        result["requirements"] = found
+    return result
+
+
+def _model_of(values: Mapping[str, Any]) -> str:
+    """The name of the model that a verb is about, as far as that is known before it is opened."""
+    if isinstance(folder := values.get("bundle"), Path):
+        with suppress(DeployError, OSError):
+            return str(md.open_bundle(folder, verify=False).manifest.spec.name)
+    return Path(str(values.get("model") or "")).stem.rpartition(":")[2]
 
 
 def _parameter(name: str, text: str, field: Field[Any]) -> Parameter:

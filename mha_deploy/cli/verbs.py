@@ -74,7 +74,17 @@ def _report_removed(bundle: Bundle) -> None:
 @verb(
     MODEL,
     options_from(
-        md.deploy, "precision", "seed", "weights", "prefix", "overwrite", *OF_DEPLOY, "engine", "latency"
+        md.deploy,
+        "precision",
+        "seed",
+        "weights",
+        "prefix",
+        "overwrite",
+        *OF_DEPLOY,
+        "engine",
+        "latency",
+        "requirements",
+        requirements={"metavar": "FILE.toml"},
     ),
     RUN,
 )
@@ -576,6 +586,15 @@ def analyze(
             yield from (tables.similarity_renderable(similarity), f"Heatmap: {heads}")
 
     return Result(data, lines)
+
+
+@verb(options_from(md.init, "overwrite"))
+def init(
+    path: Path = option(Path("mha-deploy.toml"), "The file to write.", "-o", "--output"), **options: Any
+) -> Result:
+    """Write a commented file of requirements: default options, and demands on every verdict."""
+    written = md.init(path, **options)
+    return Result({"file": str(written)}, lambda: [f"wrote {written}"])
 
 
 @verb(options_from(md.doctor, "load"))

@@ -11,6 +11,7 @@ import msgspec
 from mha_deploy.errors import DeployError
 from mha_deploy.judge import OutputVerdict
 from mha_deploy.report.table import as_plain
+from mha_deploy.requirements import Requirement
 from mha_deploy.status import Finding, Gap, Outcome
 from mha_deploy.validate.data import DataRecord
 from mha_deploy.validate.fault import FaultReport
@@ -163,7 +164,7 @@ _JUDGED: Keys = {
     _VERDICT: "verdict", many(_PARITY): "parity", many(_HEATMAP): "heatmaps", many(_DECODE): "decode",
     many(_INVARIANCE): "invariance", _CONFORMANCE | None: "conformance", _RANGE | None: "range",
     _FAULT | None: "fault", many(_SERVING): "serving", many(SubjectRecord): "subjects",
-    DataRecord | None: "data",
+    DataRecord | None: "data", many(Requirement): "requirements",
 }  # fmt: skip
 REPORT = record({**_HEAD, **_OF_MODEL, **_JUDGED})
 BENCH = record({**_HEAD, many(record({many(_THROUGHPUT): "throughput", **_OF_MODEL})): "models"})

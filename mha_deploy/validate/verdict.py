@@ -20,6 +20,7 @@ from mha_deploy.environment import RUN_PACKAGES, gpus, versions
 from mha_deploy.judge import OutputVerdict
 from mha_deploy.model.spec import Axis
 from mha_deploy.options import ValidateOptions
+from mha_deploy.requirements import REQUIRED, Demands, Requirement, demands_of
 from mha_deploy.runtime.cuda import find_gpu
 from mha_deploy.runtime.tensorrt.engine_verdict import FusionStatus, PrecisionStatus
 from mha_deploy.status import Finding, Gap, Kind, Outcome, Place, Section, Severity
@@ -52,6 +53,7 @@ class ValidationRecord:
     serving: tuple[Mapping[str, Any], ...] = ()  # how a server did under load, as in report.json
     gone: tuple[str, ...] = ()  # engines that were built from the bundle and are no longer there
     foreign: tuple[str, ...] = ()  # plans among the engines that were not built from the bundle
+    requirements: tuple[Requirement, ...] = ()  # what the user demands besides, and what was found
     data: DataRecord | None = None  # what came of the user's own samples
     kept: Mapping[str, Sample] = field(default_factory=dict)  # the worst of them, by the name of a file
     subjects: tuple[SubjectRecord, ...] = ()  # what was judged in place of the bundle's graph and engines
@@ -110,6 +112,7 @@ class ValidationRecord:
             "engines": engines_to_dict(self.engines, self.absent, self.evaluations),
             "latency": latency_to_dict(self.points),
             "subjects": msgspec.to_builtins(self.subjects),
+            "requirements": msgspec.to_builtins(self.requirements),
             "data": None if self.data is None else msgspec.to_builtins(self.data),
             "serving": list(self.serving),
             "notes": [*(each.sentence for each in self.absent), *self.notes],
@@ -190,7 +193,7 @@ def latency_to_dict(points: Sequence[LatencyPoint]) -> dict[str, Any] | None:
 # -- From what was found to what it means: the sentences of the verdict, and its headline ----------
 
 _SHOWN_MISSING = 3  # sizes in the headline
-_UNVERIFIED = frozenset({Kind.UNVERIFIED_OUTPUTS, Kind.UNVERIFIED_DECODING})
+_UNVERIFIED = frozenset({Kind.UNVERIFIED_OUTPUTS, Kind.UNVERIFIED_DECODING, Kind.DEMAND_NOT_CHECKED})
 
 
 def _is_deployed(evaluation: Evaluation) -> bool:
@@ -218,6 +221,10 @@ def conclude(
     broken: Sequence[Unavailable] = (),
 ) -> ValidationRecord:
     """The report with its verdict: the findings, failures first, and the headline."""
+    demands = demands_of(options.requirements, report.bundle.manifest.spec.name)
+    required: dict[str, Any] = {name: getattr(options, name) or getattr(demands, name) for name in REQUIRED}
+    options = replace(options, **required)
+    report = replace(report, requirements=tuple(_requirements(report, judged, demands)))
     found, missing = [*findings(report, options, broken)], tuple[Gap, ...]()
     if not report.serving:  # which sizes and nodes a server has is its own
         manifest = report.bundle.manifest
@@ -265,6 +272,55 @@ def findings(
     for point in report.serving:
         yield from _about_load(point, options)
     yield from _about_data(report.data)
+    for demand in report.requirements:
+        if demand.outcome is not Outcome.PASSED:
+            kind, level = Kind.DEMAND_NOT_CHECKED, Severity.WARNING
+            numbers = {"wanted": demand.wanted}
+            if demand.got is not None:
+                kind, level, numbers = Kind.DEMAND_NOT_MET, Severity.FAILURE, {**numbers, "got": demand.got}
+            about = {"names": (demand.name,), "numbers": numbers, "detail": f"in {demand.place}"}
+            yield _found(level, Section.REQUIREMENTS, kind, **about)
+
+
+def _requirements(
+    report: ValidationRecord, judged: Sequence[Evaluation], demands: Demands
+) -> Iterator[Requirement]:
+    """What is demanded in numbers, and the worst that was found; what was not measured is not verified."""
+    shares = [
+        (verdict.share, f"{each.label}, {verdict.case}/{verdict.output}")
+        for each in judged
+        for verdict in each.verdicts
+        if verdict.share is not None
+    ]
+    runtimes = () if report.data is None else report.data.runtimes
+    shares += [(one.share.max, f"{one.runtime} on data") for one in runtimes if one.share is not None]
+    times = [
+        (row.timing.percentile(0.99), f"{row.name} at {point.case}")
+        for point in report.points
+        for row in point.rows
+        if row.timing is not None and row.family == TENSORRT
+    ]
+    agreed = [
+        (-output.agreement.top1, f"{output.name} in {one.runtime}")
+        for one in runtimes
+        for output in one.outputs
+        if output.agreement is not None
+    ]
+    kinds: tuple[tuple[str, list[tuple[float, str]], int], ...] = (
+        ("max_budget_share", shares, 1),
+        ("max_latency_p99", times, 1),
+        ("top1_agreement", agreed, -1),
+    )
+    for name, found, sign in kinds:
+        wanted = getattr(demands, name)
+        if wanted is None:
+            continue
+        if not found:
+            yield Requirement(name=name, wanted=wanted, got=None, outcome=Outcome.NOT_VERIFIED)
+            continue
+        worst, place = max(found)
+        about: dict[str, Any] = {"outcome": Outcome.passing(worst <= sign * wanted), "place": place}
+        yield Requirement(name=name, wanted=wanted, got=sign * worst, **about)
 
 
 def unfused_findings(manifest: Manifest, options: ValidateOptions) -> Iterator[Finding]:

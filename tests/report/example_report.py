@@ -64,6 +64,7 @@ def passing():
         "latency": latency(),
         "subjects": [],
         "data": None,
+        "requirements": [],
         "serving": [],
         "notes": ["Weights are random; the shares of the budget do not hang on that."],
     }

@@ -1,0 +1,241 @@
+"""Requirements of a project in a file: default options of the verbs, and demands on every verdict.
+
+The file is `mha-deploy.toml`, or `[tool.mha-deploy]` in `pyproject.toml`, in the working folder. Whoever
+wrote it cannot loosen a verdict, run code or choose a file to write: options that could are refused.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import Field, fields
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+from mha_deploy.errors import DeployError, nearest
+from mha_deploy.files import check_plain, read_regular
+from mha_deploy.options import BenchOptions, EngineOptions, ExportOptions, ValidateOptions
+from mha_deploy.status import Outcome
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+FILE, PROJECT, TABLE = "mha-deploy.toml", "pyproject.toml", "tool.mha-deploy"
+_LARGEST = 1 << 20
+_MANIFEST = "manifest.json"
+
+Positive = Annotated[float, Meta(gt=0, lt=1e12)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+
+
+class Demands(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a verdict must hold besides; each adds to it, and none can loosen it."""
+
+    max_budget_share: Annotated[float, Meta(gt=0, le=1)] | None = None
+    """The largest share of the error budget that any output may use."""
+    max_latency_p99: Positive | None = None
+    """The 99th percentile of the latency of every engine, in microseconds."""
+    top1_agreement: Share | None = None
+    """The least share of positions of logits whose largest is the reference's, on the user's data."""
+    require_fused: bool = False
+    require_precision: bool = False
+    require_run: bool = False
+    require_coverage: bool = False
+
+    def with_others(self, other: Demands) -> Demands:
+        """Both: of each demand the stricter one."""
+
+        def pick(name: str, choose: Any) -> Any:
+            known = [x for x in (getattr(self, name), getattr(other, name)) if x is not None]
+            return choose(known) if known else None
+
+        found = {name: pick(name, min) for name in ("max_budget_share", "max_latency_p99")}
+        found["top1_agreement"] = pick("top1_agreement", max)
+        return Demands(**found, **{name: getattr(self, name) or getattr(other, name) for name in REQUIRED})
+
+
+REQUIRED = ("require_fused", "require_precision", "require_run", "require_coverage")
+"""The demands that are options of a validation, too."""
+
+
+class Requirement(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One demand, and what was found."""
+
+    name: str
+    wanted: float
+    got: float | None  # None where nothing was measured
+    outcome: Outcome
+    place: str = ""  # the runtime and output that is worst
+
+
+# -- Which options a file may set ------------------------------------------------------------------
+
+_RECORDS: Mapping[str, tuple[type, ...]] = {
+    "export": (ExportOptions,),
+    "deploy": (ExportOptions, EngineOptions),
+    "build-engine": (EngineOptions,),
+    "validate": (ValidateOptions,),
+    "bench": (BenchOptions,),
+}
+# These name files, replace them, run code, or leave out what would be judged.
+_REFUSED = frozenset({
+    "weights", "overwrite", "backends", "engine", "url", "graphs", "engine_files", "names", "data", "metric",
+    "data_limit", "source", "resume", "requirements", "profiles", "name",
+})  # fmt: skip
+_TYPES: Mapping[str, tuple[type, ...]] = {
+    "str": (str,), "int": (int,), "float": (float, int), "bool": (bool,), "Sequence[str]": (list,),
+    "Sequence[int]": (list,),
+}  # fmt: skip
+
+
+def settable(verb: str) -> dict[str, Field[Any]]:
+    """The options of a verb that a file may set, by name."""
+    found: dict[str, Field[Any]] = {}
+    for record in _RECORDS[verb]:
+        for each in fields(record):
+            kind = str(each.type).removesuffix(" | None")
+            if each.metadata and each.name not in _REFUSED and kind in _TYPES:
+                found.setdefault(each.name, each)
+    return found
+
+
+def _checked(path: str, verb: str, options: Any) -> dict[str, Any]:
+    """The options of one table, each known, of its type, and none that takes evidence away."""
+    if not isinstance(options, Mapping):
+        raise DeployError(f"[{verb}] is not a table.", got=f"{path}: {options!r}", hint=f"[{verb}]")
+    known = settable(verb)
+    for name, value in options.items():
+        key = name.replace("-", "_")
+        if key not in known:
+            hint = nearest(key, known)
+            raise DeployError(f"A file cannot set this option of {verb}.", got=f"{path}: {name}", hint=hint)
+        kinds = _TYPES[str(known[key].type).removesuffix(" | None")]
+        is_right = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
+        if not is_right:
+            raise DeployError(f"{name} has another type.", got=f"{path}: {value!r}", hint=kinds[0].__name__)
+        if verb == "validate" and value is False:
+            problem = f"A file cannot switch off {name}: it would leave out what is judged."
+            raise DeployError(problem, got=f"{path}: {name} = false", hint=f"--no-{name.replace('_', '-')}")
+    return {name.replace("-", "_"): value for name, value in options.items()}
+
+
+class Requirements:
+    """What a file of requirements says."""
+
+    def __init__(self, path: str, data: Mapping[str, Any]) -> None:
+        self.path = path
+        models = data.get("models", {})
+        if not isinstance(models, Mapping) or not all(isinstance(each, Mapping) for each in models.values()):
+            raise DeployError("[models] is not a table of tables.", got=path, hint='[models."NAME".validate]')
+        self._own = self._tables({key: value for key, value in data.items() if key != "models"})
+        self._models = {name: self._tables(table) for name, table in models.items()}
+
+    def _tables(self, data: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], Demands]:
+        demands, verbs = Demands(), dict[str, dict[str, Any]]()
+        for name, table in data.items():
+            if name == "require":
+                try:
+                    demands = msgspec.convert(table, Demands)
+                except msgspec.ValidationError as error:
+                    hint = f"one of {', '.join(Demands.__struct_fields__)}"
+                    raise DeployError(
+                        "A demand is not valid.", got=f"{self.path}: {error}", hint=hint
+                    ) from error
+            elif name in _RECORDS:
+                verbs[name] = _checked(self.path, name, table)
+            else:
+                hint = nearest(name, (*_RECORDS, "require", "models"))
+                raise DeployError("There is no such table.", got=f"{self.path}: [{name}]", hint=hint)
+        return verbs, demands
+
+    def options(self, verb: str, model: str = "") -> dict[str, Any]:
+        """The default options of a verb, those of the model before those of all."""
+        own = self._models.get(model, ({}, Demands()))[0]
+        return {**self._own[0].get(verb, {}), **own.get(verb, {})}
+
+    def demands(self, model: str) -> Demands:
+        """What a verdict on a model must hold: what is demanded of all, and of it."""
+        return self._own[1].with_others(self._models.get(model, ({}, Demands()))[1])
+
+
+def read_requirements(path: Path) -> Requirements | None:
+    """The requirements in a TOML file; None for a `pyproject.toml` without such a table."""
+    hint = "mha-deploy init writes one"
+    try:
+        data = tomllib.loads(read_regular(path, _LARGEST).decode("utf-8"))
+        if path.name == PROJECT:
+            tool = data.get("tool", {})
+            data = tool.get("mha-deploy") if isinstance(tool, Mapping) else None
+            if data is None:
+                return None
+        check_plain(data)
+    except (OSError, UnicodeDecodeError) as error:
+        problem = "The file of requirements cannot be read."
+        raise DeployError(problem, got=f"{path}: {error}", hint=hint) from error
+    except (ValueError, RecursionError) as error:
+        problem, hint = "The file of requirements is not valid TOML.", "correct that line"
+        raise DeployError(problem, got=f"{path}: {error}", hint=hint) from error
+    if not isinstance(data, Mapping):
+        raise DeployError("The requirements are not a table.", got=path, hint=f"[{TABLE}]")
+    return Requirements(str(path), data)
+
+
+def find_requirements(folder: Path) -> Requirements | None:
+    """Those of a project, in this folder alone; a folder that is a bundle is somebody's output."""
+    if (folder / _MANIFEST).exists():
+        return None
+    for name in (FILE, PROJECT):
+        if (folder / name).is_file() and (found := read_requirements(folder / name)) is not None:
+            return found
+    return None
+
+
+def demands_of(given: Any, model: str) -> Demands:
+    """The demands that were given: a file, a mapping as in its [require] table, or what was read."""
+    if given is None:
+        return Demands()
+    if isinstance(given, Requirements):
+        return given.demands(model)
+    if isinstance(given, Mapping):
+        return Requirements("requirements", {"require": dict(given)}).demands(model)
+    found = read_requirements(Path(given))
+    return Demands() if found is None else found.demands(model)
+
+
+# -- A file to begin with --------------------------------------------------------------------------
+
+
+def template() -> str:
+    """A file with every table and option, commented out, and what each means."""
+    lines = [
+        "# Requirements of mha-deploy. The same can be in pyproject.toml, under [tool.mha-deploy].",
+        "# Options on the command line come before those of this file. No option here can loosen a verdict.",
+        "",
+        "# Demands on every verdict of `validate` and `deploy`: exit code 1 where one does not hold.",
+        "[require]",
+        "# max_budget_share = 0.5     # of the error budget, for every output",
+        "# max_latency_p99 = 150.0    # microseconds, for every engine that is timed",
+        "# top1_agreement = 0.999     # of logits with the FP64 reference, on your --data",
+        *(f"# {name} = true" for name in REQUIRED),
+        "",
+        "# The same for one model, besides:",
+        '# [models."bert-base".require]',
+        "# max_latency_p99 = 80.0",
+        '# [models."bert-base".validate]',
+        "# fresh = 4",
+    ]
+    for verb in _RECORDS:
+        lines += ["", f"# [{verb}]"]
+        for name, each in settable(verb).items():
+            about = str(each.metadata["about"]).partition(". ")[0].rstrip(".")
+            default = each.default
+            value = msgspec.json.encode(list(default) if isinstance(default, tuple) else default).decode()
+            if default is False and verb == "validate":
+                value = "true"
+            lines += [f"# {about}", f"# {name} = {'...' if value == 'null' else value}"]
+    return "\n".join(lines) + "\n"
