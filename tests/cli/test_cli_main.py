@@ -20,7 +20,7 @@ from mha_deploy.errors import BackendUnavailable, DeployError
 
 VERBS = (
     "deploy", "export", "fuse", "check", "build-engine", "validate", "bisect", "bench", "compare", "matrix",
-    "package", "inspect", "models", "analyze", "doctor",
+    "package", "inspect", "models", "analyze", "doctor", "init",
 )  # fmt: skip
 
 
@@ -34,7 +34,7 @@ def test_a_log_has_one_line_for_each_stage(capsys):
 
 def test_verbs_call_nothing_but_the_public_api():
     """A verb imports `mha_deploy`, errors, the defaults of options and how processes run; tables render."""
-    names = "errors|files|status|text|options|process|supervisor"
+    names = "errors|files|status|text|options|process|requirements|supervisor"
     allowed = re.compile(rf"mha_deploy|mha_deploy\.({names}|cli(\.\w+)?)")
     for path in Path(cli.__file__).parent.glob("*.py"):
         if path.name == "tables.py":
