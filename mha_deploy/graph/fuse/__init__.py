@@ -180,18 +180,16 @@ class _Fusion:
                     self._fuse(softmax)
                 except NotFused as error:
                     refusals[node] = error
-        self._spelling.restore()
         self._model.graph.sort()  # what uses the weights, or shares the mask, stands before the matmul with V
         left = Leftovers(self._model.graph)
-        refusals = {
-            own: each
-            for node, each in refusals.items()
-            for own in self._spelling.nodes_in_file(node)
-            if own not in left.features and (own is node or own in left.found)
-        }
+        refusals = {node: each for node, each in refusals.items() if node not in left.features}
         for node, why in left.found.items():
             if isinstance(refusals.get(node), NoScores | None):
                 refusals[node] = why or _explain(node)
+        refusals = {self._spelling.in_file(node): each for node, each in refusals.items()}
+        if self._spelling:
+            self._spelling.restore()
+            self._model.graph.sort()
         self.report.unfused = tuple(
             UnfusedSoftmax(
                 name=values.module_of(node),
@@ -367,4 +365,5 @@ def _boundary(pattern: Pattern, spelling: Spelling) -> Boundary:
     drawn = mask_stops([*(term.value for term in terms), *([scores.sink.value] if scores.sink else [])])
     drawn |= {pattern.q.value: spread, pattern.k.value: spread, pattern.v.value: 1.0}
     drawn |= dict.fromkeys((each.value for each in scores.multipliers), FACTOR)
-    return Boundary(drawn=spelling.in_file(drawn), dims=dims)
+    drawn |= dict.fromkeys(scores.shifts, 1.0)
+    return Boundary(drawn=spelling.drawn_in_file(drawn), dims=dims)

@@ -430,6 +430,7 @@ class Scores:
     # axes of masks and multipliers that may be larger than those of the scores
     wider: list[Wider] = field(default_factory=list)
     sink: Sink | None = None  # scores that are appended
+    shifts: list[ir.Value] = field(default_factory=list)  # what was added to all keys alike, and cancels
     clipped: ir.DataType | None = None  # the type whose lowest number bounds the masked scores, if one does
 
     def resolved(self) -> Scores:
@@ -480,6 +481,7 @@ def read_scores(softmax: Normalisation, alphabet: Alphabet) -> tuple[Scores, Mat
     raise NotFused("Too many nodes lie between the scores and the softmax.")
 
 
+_FAR = -1e9  # scores that are set to it stay far below others that are shifted
 _CANCELLED = ("ReduceMax", "ReduceMean", "ReduceMin", "ReduceLogSumExp")
 
 
@@ -489,9 +491,9 @@ def _subtracted_maximum(node: ir.Node, scores: Scores) -> ir.Node | None:
     The same goes for their mean.
 
     What is the same for all keys cancels in the softmax. Between the two there must be no softcap, no bound,
-    no appended scores, and no masked scores that are set to a finite number: those are not shifted with it.
+    no appended scores, and no masked scores that are set to a number near to others: they are not shifted.
     """
-    filled = any(isinstance(term, Fill) and term.fill != -math.inf for term in scores.terms)
+    filled = any(isinstance(term, Fill) and term.fill > _FAR for term in scores.terms)
     if not is_op(node, "Sub") or filled or scores.softcap or scores.clipped is not None or scores.sink:
         return None
     inner, top = node.inputs
@@ -585,6 +587,16 @@ def _add(node: ir.Node, scores: Scores) -> ir.Value | None:
         factor = -factor
     elif node.op_type == "Sub":  # the scores are subtracted
         scores.factor = -factor
+    dims, at = (
+        sizes_of(other),
+        len(scores.axes) - scores.axes.index(scores.key) if scores.key in scores.axes else 0,
+    )
+    filled = any(isinstance(term, Fill) and term.fill > _FAR for term in scores.terms)
+    plain = not (filled or scores.softcap or scores.clipped is not None or scores.sink)
+    if dims is not None and at and plain and (len(dims) < at or dims[-at] == 1) and scalar_of(other) is None:
+        _check_spread(node, inner, other, scores)
+        scores.shifts.append(other)
+        return inner
     return _mask(node, inner, Bias(value=other, factor=factor, axes=scores.axes), scores)
 
 
@@ -985,7 +997,7 @@ def _letters(
     # An einsum may leave out the axis of the heads where K and V have one: like another axis of queries.
     fixed = [isinstance(product(sizes.get(each) for each in axis), int) for axis in queries]
     at = fixed.index(False) if fixed.count(False) == 1 else len(queries) - 1
-    alone = [axis for axis in queries[:at] + queries[at + 1 :] if not set(axis) & set(values)]
+    alone = queries[:at] + queries[at + 1 :]
     if not batches:
         batches, queries, alone = list("".join(queries[:-1])), queries[-1:], []
     elif all(isinstance(sizes.get(letter), int) for axis in alone for letter in axis):
@@ -1000,7 +1012,7 @@ def _letters(
     if not batches or not set(apart) <= {*batches, *queries[0], *heads}:
         raise NotFused("The two matmuls are not those of attention.", got=f"{first} and {second}")
     wanted, missing = {*batches, *heads, *queries[0], sizes_v[0]}, set(batches) & set(apart)
-    if {*values, *missing} != {*batches, *keys, sizes_v[0]} or set(result) != wanted:
+    if {*values, *missing, *heads} != {*batches, *heads, *keys, sizes_v[0]} or set(result) != wanted:
         raise NotFused("The matmul with V is not that of attention.", got=str(second))
     own = [letter for letter in batches if isinstance(sizes.get(letter), int)]
     head = heads or (None if len(batches) == 1 else own[-1] if own else batches[-1])

@@ -25,12 +25,17 @@ from mha_deploy.graph.ir import (
     input_at,
     is_op,
     made_by,
+    nodes_behind,
     nodes_in,
     rank,
 )
 
 _MAX_DEPTH = 12  # of the nodes that a mask of zeros and ones is read through
 _LAYOUT = ("Identity", "Unsqueeze", "Squeeze", "Reshape", "Expand", "Transpose", "Slice", "Gather", "Tile")
+
+
+Rule = Callable[[ir.Node, NodeBuilder], ir.Value | None]
+"""Gives the value that the result of a node may as well be."""
 
 
 class Choice(NamedTuple):
@@ -50,12 +55,16 @@ class Spelling:
         self._inputs: dict[ir.Node, tuple[ir.Value | None, ...]] = {}  # of nodes that were taken out
         self._graphs: dict[ir.Node, ir.Graph | ir.Function] = {}  # where those were
         self._new: dict[ir.Node, list[ir.Node]] = {}  # nodes that rewrites wrote, and what they replaced
-        for node in list(nodes_in(model.graph)):
-            rule = _RULES.get(node.op_type) if node.domain == "" else None
-            if rule is None or node in self._inputs:
+        for rules in (_RULES, _RULES_OF_RANKS):
+            self._apply(rules, prefix)
+
+    def _apply(self, rules: Mapping[str, Rule], prefix: str) -> None:
+        ruled = [node for node in nodes_in(self._model.graph) if node.op_type in rules and node.domain == ""]
+        for node in ruled:
+            if node in self._inputs:
                 continue
             builder = NodeBuilder(f"{prefix}_{len(self._old) + 1}")
-            new = rule(node, builder)
+            new = rules[node.op_type](node, builder)
             if new is not None:
                 self._put(node, new, builder)
             elif builder.nodes:
@@ -75,11 +84,11 @@ class Spelling:
         """The inputs of a node, whether it is in the graph or was taken out."""
         return self._inputs.get(node, node.inputs)
 
-    def nodes_in_file(self, node: ir.Node) -> Sequence[ir.Node]:
-        """The nodes of the file that a node stands for."""
-        return self._new.get(node, (node,))
+    def in_file(self, node: ir.Node) -> ir.Node:
+        """The node of the file that a node stands for."""
+        return self._new[node][0] if node in self._new else node
 
-    def in_file(self, drawn: Mapping[ir.Value, float | None]) -> dict[ir.Value, float | None]:
+    def drawn_in_file(self, drawn: Mapping[ir.Value, float | None]) -> dict[ir.Value, float | None]:
         """The same of values that the file has: a new one is drawn by what it is computed from."""
         found, pending = dict[ir.Value, float | None](), list(drawn.items())
         while pending:
@@ -452,11 +461,8 @@ def _is_computed(value: ir.Value | None) -> bool:
 
 
 def _matmul(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
-    """A matmul of different ranks, or of matrices, as one of batches; what all keys share, behind it."""
+    """A matmul of different ranks, or of matrices, as one of batches."""
     first, second = node.inputs
-    step = made_by(first, "Where", "Mul", "Div")
-    if step is not None and second is not None and len(step.outputs[0].uses()) == 1:
-        return _moved_behind(node, step, second, builder)
     ranks = rank(first) or 0, rank(second) or 0
     given = [value for value, axes in zip((first, second), ranks, strict=True) if axes == 2]
     if ranks[0] == ranks[1] != 2 or min(ranks) < 2 or not all(map(_is_computed, given)):
@@ -464,7 +470,14 @@ def _matmul(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
     return _batched(first, second, node.outputs[0], builder)
 
 
-def _moved_behind(matmul: ir.Node, step: ir.Node, values: ir.Value, builder: NodeBuilder) -> ir.Value | None:
+def _behind(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
+    """What all keys share, behind the matmul with V."""
+    steps = [made_by(each, "Where", "Mul", "Div") for each in node.inputs]
+    moved = (_moved_behind(node, step, builder) for step in steps if step is not None)
+    return next((each for each in moved if each is not None), None)
+
+
+def _moved_behind(matmul: ir.Node, step: ir.Node, builder: NodeBuilder) -> ir.Value | None:
     """Weights that are multiplied or chosen by something that is the same for all keys: the result is."""
     output = matmul.outputs[0]
     at = next((at for at, each in enumerate(step.inputs) if made_by(each, "Softmax") is not None), None)
@@ -472,13 +485,20 @@ def _moved_behind(matmul: ir.Node, step: ir.Node, values: ir.Value, builder: Nod
     if weights is None or sizes_of(weights) != sizes_of(step.outputs[0]) or (at and is_op(step, "Div")):
         return None
     others = [each for each in step.inputs if each is not None and each is not weights]
-    alike = all((sizes or [1])[-1] == 1 for each in others if (sizes := sizes_of(each)) is not None)
-    known = all(rank(each) is not None and (rank(each) or 0) <= (rank(output) or 0) for each in others)
-    if not alike or not known or (is_op(step, "Where") and scalar_of(others[-1]) != 0.0):
+    shapes = [sizes_of(each) for each in others]
+    if len(step.outputs[0].uses()) != 1 or any(
+        each is None or len(each) > (rank(output) or 0) for each in shapes
+    ):
         return None
-    result = _like(builder, output, "MatMul", weights, values)
-    given = [result if each is weights else each for each in step.inputs if each is not None]
-    return _like(builder, output, step.op_type, *given)
+    alike = is_op(matmul, "MatMul") and all((each or [1])[-1] == 1 for each in shapes)
+    single = all(size == 1 for each in shapes for size in each or ())
+    if not (alike or single) or (is_op(step, "Where") and scalar_of(others[-1]) != 0.0):
+        return None
+    given = [weights if each is step.outputs[0] else each for each in matmul.inputs if each is not None]
+    result = builder.node(matmul.op_type, given, attributes=dict(matmul.attributes))[0]
+    _typed(result, output.dtype, sizes_of(output))
+    inputs = [result if each is weights else each for each in step.inputs if each is not None]
+    return _like(builder, output, step.op_type, *inputs)
 
 
 def _batched(
@@ -521,14 +541,8 @@ def _feeds_softmax(value: ir.Value) -> bool:
 
 def _is_weights(value: ir.Value) -> bool:
     """Whether a value comes from a softmax by small steps."""
-    for _ in range(8):
-        node = value.producer()
-        if is_op(node, "Softmax", "Exp"):
-            return True
-        if node is None or not is_op(node, *_STEPS) or node.inputs[0] is None:
-            return False
-        value = node.inputs[0]
-    return False
+    near = nodes_behind([value], lambda node: node.inputs if is_op(node, *_STEPS) else ())
+    return any(is_op(node, "Softmax", "Exp") for node in itertools.islice(near, 16))
 
 
 def _without_gemm(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
@@ -570,13 +584,18 @@ def _product(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
     return _normalised(node, builder)
 
 
-_RULES: dict[str, Callable[[ir.Node, NodeBuilder], ir.Value | None]] = {
+_RULES: dict[str, Rule] = {
     "Add": _blend,
     "Sub": _blend,
     "Min": _minimum,
     "Div": _normalised,
     "Mul": _product,
     "Exp": _by_logarithm,
+    "MatMul": _behind,
+    "Einsum": _behind,
+}
+# What is written as matrices keeps its form until the others are done.
+_RULES_OF_RANKS: dict[str, Rule] = {
     "MatMul": _matmul,
     "Gemm": _without_gemm,
 }
