@@ -148,6 +148,7 @@ def _run_in_fork(case: Case, out: int, err: int, mark: str) -> int:
         used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
         resource.setrlimit(resource.RLIMIT_AS, (used + case.memory,) * 2)
     warnings.simplefilter("error", ResourceWarning)  # raised where nobody catches it: it is printed
+    sys.unraisablehook = sys.__unraisablehook__
     case.prepare()
     code = _called(case.run) if callable(case.run) else _command(case.run)
     gc.collect()

@@ -35,6 +35,21 @@ def test_streams_may_fail(verb, stdout, stderr):
         assert "error: " in outcome.err
 
 
+@pytest.mark.parametrize("kind", ["closed", "full", "broken"])
+@pytest.mark.parametrize("verb", ["inspect", "check", "compare", "validate", "package", "analyze", "fuse"])
+def test_so_it_is_with_every_kind_of_result(bundles, tmp_path, verb, kind):
+    bundle, graph = bundles("tiny-mha").path, bundles("tiny-mha").model_path
+    arguments = {
+        "compare": (bundle, bundle),
+        "validate": (bundle, *VALIDATE),
+        "package": (bundle, "--triton", tmp_path / "models", "--backend", "ort-cpu"),
+        "analyze": ("tiny-mha",),
+        "fuse": (graph, "-o", tmp_path / "out.onnx"),
+    }.get(verb, (bundle,))
+    outcome = run(verb, *arguments, stdout=kind, stderr=kind, memory=None, prepare=in_this_process)
+    assert_orderly(outcome, codes=[2 if kind == "full" else 0])
+
+
 # -- Signals ---------------------------------------------------------------------------------------
 
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
@@ -111,6 +126,9 @@ def test_numbers_have_bounds(bundles, tmp_path):
         said = "  try: " in outcome.err or "Usage: " in outcome.err
         assert (outcome.code, said) in [(2, True), *[(3, True)] * (verb[0] == "bench")], (verb, outcome)
         assert "Traceback" not in outcome.err, (verb, outcome)
+        words = outcome.err.lower().replace("_", "-")
+        named = verb[-2].strip("-") in words or (verb[-1] or "empty")[:9] in words
+        assert named or "=" in verb[-1] or outcome.code == 3, (verb, outcome)
     assert list(tmp_path.iterdir()) == []
 
 

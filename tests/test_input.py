@@ -1,9 +1,13 @@
 """One way to read: names, cells, lines, reports and configurations that anybody may have written."""
 
+import itertools
 import json
 import os
+import pickle
 import shutil
+import socket
 import sys
+import zipfile
 from contextlib import suppress
 from pathlib import Path
 
@@ -11,7 +15,7 @@ import msgspec
 import pytest
 from bundle_edit import copy_of
 from fault_harness import run
-from hostile_files import places, with_value
+from hostile_files import all_forked, places, with_value
 
 import mha_deploy as md
 from mha_deploy.bundle.folder import sha256
@@ -319,6 +323,112 @@ def test_a_pipe_does_not_block(bundles, tmp_path, command):
     assert outcome.code == 2, outcome
     assert "Traceback" not in outcome.err
     assert not (tmp_path / "out").exists()
+
+
+# -- Anything in the place of a file or a folder ----------------------------------------------------
+
+
+def truncated_to(size):
+    def make(path):
+        with path.open("wb") as file:
+            file.truncate(size)
+
+    return make
+
+
+def socket_at(path):
+    with socket.socket(socket.AF_UNIX) as opened:
+        before = os.getcwd()
+        os.chdir(path.parent)  # the names of sockets are short
+        opened.bind(path.name)
+        os.chdir(before)
+
+
+def zipped(path):
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("data.pkl", EVIL)
+
+
+class Evil:
+    """Leaves a file where it is unpickled."""
+
+    def __reduce__(self):
+        return os.mkdir, ("unpickled",)
+
+
+EVIL = pickle.dumps(Evil())
+THINGS = {
+    "absent": lambda path: None,
+    "empty": lambda path: path.write_bytes(b""),
+    "bytes": lambda path: path.write_bytes(bytes(range(256)) * 20),
+    "deep JSON": lambda path: path.write_bytes(b'{"a":' * 100_000),
+    "an object": lambda path: path.write_bytes(b"{}"),
+    "a list": lambda path: path.write_bytes(b"[1]"),
+    "a number without end": lambda path: path.write_bytes(b'{"format": 1' + b"0" * 5000 + b"}"),
+    "deep TOML": lambda path: path.write_bytes(b"a=" + b"[" * 100_000),
+    "TOML": lambda path: path.write_bytes(b'name = "\\u001b[31m"\na = 1979-05-27T07:32:00Z\n'),
+    "another encoding": lambda path: path.write_bytes("größe = 'é'".encode("utf-16")),
+    "pickle": lambda path: path.write_bytes(EVIL),
+    "archive of a pickle": zipped,
+    "folder": lambda path: path.mkdir(),
+    "pipe": os.mkfifo,
+    "socket": socket_at,
+    "link to itself": lambda path: path.symlink_to(path.name),
+    "link to nothing": lambda path: path.symlink_to("nothing"),
+    "device": lambda path: path.symlink_to("/dev/zero"),
+    "terabyte": truncated_to(1 << 40),
+}
+COMMANDS = [
+    ("inspect", "IT"),
+    ("check", "IT"),
+    ("check", "IT.onnx"),
+    ("fuse", "IT.onnx", "-o", "out.onnx"),
+    ("export", "IT.onnx", "-o", "out"),
+    ("export", "IT.toml", "-o", "out"),
+    ("export", "IT.py:build", "-o", "out"),
+    ("export", "--hf", "IT", "-o", "out/of/folders"),
+    ("export", "tiny-mha", "--weights", "IT.safetensors", "-o", "out/of/folders"),
+    ("export", "tiny-mha", "--weights", "IT.pt", "-o", "out"),
+    ("export", "tiny-mha", "--weights", "IT", "-o", "out"),
+    ("export", "GOOD/model.onnx", "--input", "x=IT.npy", "-o", "out"),
+    ("analyze", "IT.toml"),
+    ("analyze", "--hf", "IT"),
+    ("analyze", "tiny-mha", "--heads", "out.png", "--inputs", "IT.npz"),
+    ("validate", "IT", "--backend", "ort-cpu"),
+    ("bisect", "IT", "--backend", "ort-cpu"),
+    ("build-engine", "IT"),
+    ("compare", "IT.json", "GOOD"),
+    ("compare", "IT#rtx", "IT#rtx"),
+    ("compare", "IT.engine", "IT.engine"),
+    ("matrix", "IT.toml", "-o", "out", "--jobs", "1"),
+    ("package", "IT", "--triton", "out"),
+    ("bench", "IT"),
+    ("bench", "--replay", "IT:1"),
+    ("deploy", "IT.toml", "-o", "out"),
+]
+
+
+def test_anything_in_the_place_of_an_input_is_refused(bundles, tmp_path):
+    """By every verb: with a reason, in little time, and without a trace of it."""
+    good, cases = bundles("tiny-mha").path, list(itertools.product(COMMANDS, THINGS))
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for command, thing in cases:
+        for ending in {Path(each.rpartition(":")[0] or each).suffix for each in command if "IT" in each}:
+            path = folder / f"{thing}{ending}"
+            if not os.path.lexists(path):
+                THINGS[thing](path)
+    before = sorted(os.listdir(folder))
+    commands = [
+        [each.replace("GOOD", str(good)).replace("IT", thing) for each in command] for command, thing in cases
+    ]
+    done = all_forked(commands, prepare=lambda _: os.chdir(folder))
+    for command, outcome in zip(commands, done, strict=True):
+        assert outcome.code == 2, (command, outcome)
+        assert "  try: " in outcome.err, (command, outcome)
+        assert "Traceback" not in outcome.err, (command, outcome)
+        assert "\x1b" not in outcome.err, (command, outcome)
+    assert sorted(os.listdir(folder)) == before
 
 
 # -- Packages --------------------------------------------------------------------------------------

@@ -149,7 +149,10 @@ class _Guarded:
     no `buffer`: nothing is written past it.
     """
 
-    def __init__(self, stream: TextIO | None, elsewhere: _Guarded | None = None) -> None:
+    def __init__(
+        self, stream: TextIO | None, elsewhere: _Guarded | None = None, *, is_own: bool = False
+    ) -> None:
+        self._is_own = is_own or stream is None
         self._stream = stream if stream is not None else open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
         self._elsewhere = elsewhere  # for what other threads print: they are not ours
         self.has_text, self.problem = False, None
@@ -177,6 +180,12 @@ class _Guarded:
     def flush(self) -> None:
         with self._may_fail():
             self._stream.flush()
+
+    def close(self) -> None:
+        """Close a stream that was opened for this one."""
+        if self._is_own:
+            with suppress(OSError, ValueError):
+                self._stream.close()
 
     def isatty(self) -> bool:
         with suppress(OSError, ValueError):
@@ -211,7 +220,8 @@ def _guarded_streams() -> Iterator[_Guarded]:
     """
     before: tuple[Any, Any] = sys.stdout, sys.stderr
     stderr = _Guarded(sys.stderr)
-    stdout = _Guarded(_private_stdout(), stderr)
+    private = _private_stdout()
+    stdout = _Guarded(private, stderr, is_own=private is not sys.stdout)
     sys.stdout, sys.stderr = stdout, stderr  # type: ignore[assignment]
     try:
         yield stdout
@@ -219,6 +229,8 @@ def _guarded_streams() -> Iterator[_Guarded]:
         stdout.flush()
         stderr.flush()
         sys.stdout, sys.stderr = before
+        stdout.close()
+        stderr.close()
 
 
 def _private_stdout() -> TextIO | None:

@@ -169,7 +169,7 @@ class Child:
             how = _ending(self._process.returncode)
             raise self._ended(f"{title} {how}", step, begin, hint) from error
         except BaseException:  # interrupted: the result of the call in the child would have no reader
-            self.kill()
+            self.close()
             raise
         if kind == "result":
             return content  # type: ignore[no-any-return]
@@ -181,6 +181,7 @@ class Child:
         end = self._log.seek(0, io.SEEK_END)
         self._log.seek(max(since, end - _LOG_BYTES))
         output = self._log.read().decode(errors="replace").strip()
+        self._log.close()
         # The Python stack of a crash only where there is no other output.
         words, begin, stack = output.partition("Fatal Python error: ")
         crashed = bool(begin)
@@ -205,6 +206,11 @@ class Child:
         if self._process.poll() is None:
             self._process.kill()
         self._process.wait()
+
+    def close(self) -> None:
+        """End it, and let go of its log."""
+        self.kill()
+        self._log.close()
 
 
 def _ending(code: int) -> str:
@@ -236,7 +242,7 @@ def end_children() -> None:
     """End every child of this process."""
     _idle.clear()
     for child in tuple(_children):
-        child.kill()
+        child.close()
 
 
 def prepare_child(family: str) -> None:
@@ -249,7 +255,7 @@ def _take_child(family: str) -> Child:
     child = _idle.pop(family, None) or Child(family)
     if child.is_alive:
         return child
-    child.kill()
+    child.close()
     return Child(family)
 
 
@@ -257,7 +263,7 @@ def _give_back(child: Child) -> None:
     if child.is_alive and child.family not in _idle:
         _idle[child.family] = child
     else:
-        child.kill()
+        child.close()
 
 
 def call_isolated(family: str, function: Callable[..., T], *arguments: Any, **call: Any) -> T:

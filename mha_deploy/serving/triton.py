@@ -102,8 +102,11 @@ class Packaging:
             raise DeployError("There is no such variant.", got=options.variant, hint=hint)
         for what, least in (("instances", 1), ("sequences", 1), ("queue_delay_us", 0), ("max_batch", 1)):
             number = getattr(options, what)
-            if number is not None and number < least:
-                raise DeployError(f"{what} is too small.", got=number, hint=f"{least} or more")
+            if number is not None and not least <= number < 2**31:  # as the format of the server has them
+                hint = f"from {least} to {2**31 - 1}"
+                raise DeployError(
+                    f"{what} is too {'small' if number < least else 'large'}.", got=number, hint=hint
+                )
         self.bundle, self.repository, self.options = bundle, repository, options
         self.spec: ModelSpec = bundle.manifest.spec
         self.name = options.name or served_name(self.spec.name)

@@ -184,7 +184,7 @@ def test_an_interrupted_export_leaves_nothing(run_cli, tmp_path, monkeypatch, nu
     assert done.err.startswith("export tiny-mha: 1/")
     assert done.err.endswith(f"{word}\n")
     assert "Traceback" not in done.err
-    assert list(out.iterdir()) == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_signal_handlers_are_restored(run_cli):
