@@ -103,7 +103,7 @@ __all__ = [
     "build_engine", "build_plugins", "check", "check_parity", "compare", "compare_heads", "configure",
     "deploy", "doctor", "export", "find_plugin", "find_plugin_parts", "fuse", "fuse_file", "import_onnx",
     "init", "inspect", "load_checkpoint", "load_model", "matrix", "models", "open_bundle", "open_engine",
-    "open_runner", "package", "plugins", "replay", "self_test", "validate",
+    "open_runner", "package", "plugins", "replay", "self_test", "trtexec", "validate",
 ]  # fmt: skip
 
 
@@ -580,6 +580,7 @@ def build_engine(
     *,
     profiles: Sequence[str | Axes] = (),
     repeat: int = 1,
+    save_onnx: StrPath | None = None,
     on_step: OnStep | None = None,
     **options: Unpack[EngineKeywords],
 ) -> Engine:
@@ -591,6 +592,8 @@ def build_engine(
             ranges of the model.
         repeat: Number of builds. From 2 on, each starts without kernel timings, and what differs between them
             is reported: kernels, sizes, and on a GPU errors and latencies. The last one is kept.
+        save_onnx: A file for the graph that TensorRT gets, lowered from the bundle's; large weights go beside
+            it.
         on_step: Called as the builder reports progress.
         options: The fields of `mha_deploy.options.EngineOptions`.
 
@@ -609,12 +612,44 @@ def build_engine(
     texts = [each if isinstance(each, str) else _profile_text(each) for each in profiles]
     ranges = [parse_ranges(text, opened.manifest.spec) for text in texts]
     settings = EngineOptions(profiles=ranges, **options)
+    target = (
+        None if save_onnx is None else check_file(Path(save_onnx), is_nobodys, overwrite=settings.overwrite)
+    )
     (on_step or _silent)("lower, parse and build", 0, 0)
     if repeat != 1:
         from mha_deploy.engine.build import rebuild_engine
 
-        return rebuild_engine(opened, settings, repeat, on_step)
-    return engine_from_bundle(opened, settings, on_step)
+        engine = rebuild_engine(opened, settings, repeat, on_step)
+    else:
+        engine = engine_from_bundle(opened, settings, on_step)
+    if target is not None:
+        from mha_deploy.engine.build import lowered_graph
+
+        _save_graph(lowered_graph(opened, engine, settings), target)
+    return engine
+
+
+def trtexec(engine: Engine | StrPath, onnx: StrPath = "lowered.onnx", plan: StrPath = "model.engine") -> str:
+    """The `trtexec` command that builds the same engine from the graph that `save_onnx` wrote.
+
+    Args:
+        engine: The engine, or its file.
+        onnx: The graph, as the command is to name it.
+        plan: The file that the command is to write.
+
+    Raises:
+        DeployError: The engine is one of TensorRT-RTX.
+
+    Example:
+        >>> md.trtexec("out/tiny/engines/none.engine")
+        Traceback (most recent call last):
+        mha_deploy.errors.BundleError: There is no engine with a manifest here...
+    """
+    from mha_deploy.engine.engine import Engine
+    from mha_deploy.engine.trtexec import trtexec_command
+
+    opened = engine if isinstance(engine, Engine) else open_engine(engine)
+    return str(trtexec_command(opened.manifest, Path(onnx), Path(plan)))
 
 
 def open_engine(path: StrPath) -> Engine:

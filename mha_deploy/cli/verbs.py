@@ -176,11 +176,15 @@ def check(bundle: Path = BUNDLE, **options: Any) -> Result:
     return Result(data, lambda: [tables.eligibility_renderable(answers)], Outcome.passing(passed))
 
 
-@verb(options_from(md.build_engine, repeat={"min": 1, "max": 1000}), RUN)
+@verb(
+    options_from(md.build_engine, repeat={"min": 1, "max": 1000}, save_onnx={"metavar": "FILE.onnx"}),
+    RUN,
+)
 def build_engine(
     bundle: Path = BUNDLE,
     require_fused: bool = option(False, "Exit with 1 unless every attention is fused."),
     require_precision: bool = option(False, "Exit with 1 unless all types of the engine are the graph's."),
+    trtexec: bool = option(False, "Print the trtexec command that builds the same engine."),
     **options: Any,
 ) -> Result:
     """Build a TensorRT engine from a bundle, and verify that it is fused and in the requested precision."""
@@ -190,7 +194,12 @@ def build_engine(
     manifest = engine.manifest
     in_precision = manifest.has_requested_types or not require_precision
     outcome = Outcome.passing((manifest.all_fused or not require_fused) and in_precision)
-    return Result(engine_to_dict(engine), lambda: [tables.engine_renderable(engine)], outcome)
+    data, lines = engine_to_dict(engine), [tables.engine_renderable(engine)]
+    if trtexec:
+        graph = options["save_onnx"] or "lowered.onnx"
+        data["trtexec"] = md.trtexec(engine, graph, engine.path.name)
+        lines.append(data["trtexec"])
+    return Result(data, lambda: lines, outcome)
 
 
 def engine_to_dict(engine: Engine) -> dict[str, Any]:

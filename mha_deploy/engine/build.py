@@ -89,6 +89,13 @@ def engine_from_bundle(
     return build(path, candidates[0].applied_to(options))
 
 
+def lowered_graph(bundle: Bundle, engine: Engine, options: EngineOptions) -> ir.Model:
+    """The graph that an engine of a bundle was built from, as TensorRT got it."""
+    rt, chosen = load(engine.manifest.backend), engine.manifest.attention
+    candidate = Candidate(attention=chosen["chosen"], accumulate=chosen["accumulate"])
+    return lowering.lower_for(rt, load_graph(bundle.model_path), candidate.applied_to(options))[0]
+
+
 def _free_path(bundle: Bundle, rt: TensorRT, options: EngineOptions) -> Path:
     """Where the engine goes in its bundle; refused where there is one that may not be overwritten."""
     path = engines.engine_path(bundle.path, options.name or rt.backend)

@@ -17,7 +17,7 @@ from google.protobuf.message import DecodeError
 from mha_deploy.errors import BackendUnavailable, nearest
 from mha_deploy.options import EngineOptions
 from mha_deploy.runtime.tensorrt import kernels as reported
-from mha_deploy.runtime.tensorrt.engine_runner import Profile, load_engine
+from mha_deploy.runtime.tensorrt.engine_runner import Profile, TensorRTRunner, load_engine
 from mha_deploy.runtime.tensorrt.kernels import EngineTensor, Kernel, LargeTensor, dtype_of
 from mha_deploy.runtime.tensorrt.versions import (
     EngineError,
@@ -574,7 +574,7 @@ def inspect_kernels(rt: TensorRT, plan: bytes, *, host_code: bool = False) -> li
     return _inspected(rt, engine)
 
 
-def inspect_runner(runner: Any) -> tuple[list[Kernel], int]:
+def inspect_runner(runner: TensorRTRunner) -> tuple[list[Kernel], int]:
     """The kernels of an engine that is loaded, and its number of profiles; runs where the engine is."""
     rt, engine = runner.rt, runner.loaded[0]
     return _inspected(rt, engine) if rt.can.inspector else [], int(engine.num_optimization_profiles)

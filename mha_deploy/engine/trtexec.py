@@ -1,0 +1,76 @@
+"""The `trtexec` command that builds the same engine from the lowered graph, for whoever leaves with it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mha_deploy.engine.engine import RTX, EngineManifest
+from mha_deploy.errors import DeployError
+
+_HARDWARE = {"ampere-plus": "ampere+", "same-compute-capability": "sameComputeCapability"}
+_EXTERNAL = ("CUBLAS", "CUBLAS_LT", "CUDNN")  # libraries with kernels, which this tool switches off up to 10
+
+
+@dataclass(frozen=True)
+class TrtexecCommand:
+    """The command, and what of the build it cannot say."""
+
+    arguments: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return shlex.join(self.arguments)
+
+
+def trtexec_command(manifest: EngineManifest, onnx: Path, engine: Path) -> TrtexecCommand:
+    """The command for an engine, from its manifest; `onnx` is the graph that `--save-onnx` wrote."""
+    if manifest.backend == RTX:
+        problem, hint = "trtexec builds for TensorRT, not for TensorRT-RTX.", "--backend tensorrt"
+        raise DeployError(problem, got=manifest.backend, hint=hint)
+    options, major = manifest.options, int(manifest.version.partition(".")[0])
+    found = ["trtexec", f"--onnx={onnx}", f"--saveEngine={engine}"]
+    notes = list[str]()
+    if major < 10:  # its networks are weakly typed
+        found += ["--fp16"] if manifest.precision == "fp16" else []
+    else:
+        found.append("--stronglyTyped")
+    found.append("--noTF32")
+    if major < 11:
+        found.append(f"--tacticSources={','.join(f'-{name}' for name in _EXTERNAL)}")
+    if options.get("precision_constraints"):
+        found.append("--precisionConstraints=obey")
+        notes.append("the layers that the graph keeps in FP32 have to be named with --layerPrecisions")
+    found += _profiles(options.get("profiles") or [])
+    if (level := options.get("optimization_level")) is not None:
+        found.append(f"--builderOptimizationLevel={level}")
+    if (mib := options.get("workspace_mib")) is not None:
+        found.append(f"--memPoolSize=workspace:{mib}M")
+    if options.get("version_compatible"):
+        found.append("--versionCompatible")
+    if compatible := options.get("hardware_compatible"):
+        found.append(f"--hardwareCompatibilityLevel={_HARDWARE[compatible]}")
+    if options.get("weight_streaming"):
+        found.append("--allowWeightStreaming")
+    if options.get("refit") == "all":
+        found.append("--refit")
+    elif options.get("refit"):
+        notes.append("trtexec has no flag for weights that can be put back if they are the same")
+    if options.get("allow_decomposed"):
+        notes.append("trtexec cannot allow attention without a fused kernel to be built from several")
+    found += [f"--dynamicPlugins={library['library']}" for library in manifest.plugins]
+    return TrtexecCommand((*found, "--profilingVerbosity=detailed", "--skipInference"), tuple(notes))
+
+
+def _profiles(profiles: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The shapes of every optimization profile; several are numbered."""
+    found = list[str]()
+    for index, profile in enumerate(profiles):
+        found += [f"--profile={index}"] if len(profiles) > 1 else []
+        for place, kind in enumerate(("min", "opt", "max")):
+            shapes = (f"{name}:{'x'.join(map(str, shape[place]))}" for name, shape in profile.items())
+            found.append(f"--{kind}Shapes={','.join(shapes)}")
+    return found
