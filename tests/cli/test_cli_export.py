@@ -166,7 +166,7 @@ def test_a_full_disk_leaves_nothing(run_cli, tmp_path):
     assert done.code == 2
     assert "File too large" in done.err
     assert "Traceback" not in done.err
-    assert list((tmp_path / "out").iterdir()) == []
+    assert list(tmp_path.iterdir()) == []
 
 
 # -- caches ------------------------------------------------------------------------------------
