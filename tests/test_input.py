@@ -431,6 +431,21 @@ def test_anything_in_the_place_of_an_input_is_refused(bundles, tmp_path):
     assert sorted(os.listdir(folder)) == before
 
 
+@pytest.mark.parametrize("name", ["mha-deploy.toml", "pyproject.toml"])
+def test_anything_in_the_place_of_requirements_is_refused_or_read(tmp_path, name):
+    things = [thing for thing in THINGS if thing != "absent"]
+    for thing in things:
+        (tmp_path / thing).mkdir()
+        THINGS[thing](tmp_path / thing / name)
+    commands = [("export", "nothing-there", "-o", "out")] * len(things)
+    done = all_forked(commands, prepare=lambda number: os.chdir(tmp_path / things[number]))
+    for thing, outcome in zip(things, done, strict=True):
+        assert (outcome.code, "  try: " in outcome.err) == (2, True), (thing, outcome)
+        assert "Traceback" not in outcome.err, (thing, outcome)
+        assert "\x1b" not in outcome.err, (thing, outcome)
+        assert os.listdir(tmp_path / thing) == [name]
+
+
 # -- Packages --------------------------------------------------------------------------------------
 
 
