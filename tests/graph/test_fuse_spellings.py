@@ -123,6 +123,36 @@ def less_log_of_written_sum(g):
     return g.op("MatMul", g.op("Exp", g.op("Sub", scores, logarithm)), "v")
 
 
+def powers_of_two(g):
+    scores = g.scores()
+    scores = g.op("Sub", scores, g.op("ReduceMax", scores, g.ints(-1)))
+    return g.op("MatMul", over_sum(g, g.op("Pow", g.const(2.0), scores)), "v")
+
+
+def sums_of_products(g):
+    queries, keys = g.op("Unsqueeze", "q", g.ints(3)), g.op("Unsqueeze", "k", g.ints(2))
+    weights = g.op("Softmax", g.op("ReduceSum", g.op("Mul", queries, keys), g.ints(-1), keepdims=0))
+    products = g.op("Mul", g.op("Unsqueeze", weights, g.ints(-1)), g.op("Unsqueeze", "v", g.ints(2)))
+    return g.op("ReduceSum", products, g.ints(3), keepdims=0)
+
+
+def blended_with_a_product_of_masks(g):
+    rows = g.cast(g.input("rows", (B, 1, S, 1), BOOL), FLOAT)
+    both = g.op("Mul", rows, ones(g))
+    far = g.op("Mul", g.op("Sub", g.const(1.0), both), g.const(-1e9))
+    return g.attend(g.op("Add", g.op("Mul", g.scores(), both), far))
+
+
+def halved(g):
+    return g.op(
+        "Einsum", g.op("Mul", g.op("Softmax", g.scores()), g.const(0.5)), "v", equation="bhst,bhte->bhse"
+    )
+
+
+def less_an_input_of_queries(g):
+    return g.attend(g.op("Sub", g.scores(), g.input("shift", (B, H, S, 1))))
+
+
 def less_mean(g):
     scores = g.scores()
     return g.attend(g.op("Sub", scores, g.op("ReduceMean", scores, g.ints(-1))))
@@ -161,7 +191,8 @@ SPELLINGS = [blended, blended_by_difference, blended_with_a_buffer, bounded, bou
 SPELLINGS += [divided_behind, masked_powers, masked_powers_divided_behind, renormalised, masked_behind]
 SPELLINGS += [multiplied_behind, less_log_of_sum, less_log_of_written_sum, less_mean, tempered_behind_a_bias]
 SPELLINGS += [zeroed_where_nothing_is_shown, divided_behind_an_einsum, learned_keys_and_values]
-SPELLINGS += [filled_with_a_tensor]
+SPELLINGS += [filled_with_a_tensor, powers_of_two, sums_of_products, blended_with_a_product_of_masks]
+SPELLINGS += [halved, less_an_input_of_queries]
 SPELLINGS += [tempered_behind_a_fill, tempered_behind_a_fill_of_learned_heads, triangle_of_ones]
 
 

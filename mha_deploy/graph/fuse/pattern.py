@@ -617,6 +617,8 @@ def _mask(node: ir.Node, inner: ir.Value, term: Term, scores: Scores) -> ir.Valu
         raise NotExpressible("A mask is applied before the softcap; Attention applies it after.")
     if scores.multipliers:
         term = _multiplied(term, tuple(scores.multipliers))
+    if isinstance(term, Fill) and inner.dtype is not None and term.fill < float(inner.dtype.min):
+        term = replace(term, fill=-math.inf)  # what the lowest number is, times more than 1
     if scores.clipped is not None:
         if scores.terms or (isinstance(term, Bias) and term.value.dtype != scores.clipped):
             raise NotFused("Several masks are applied, or one of another type, before their sum is bounded.")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import string
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -235,6 +236,8 @@ def _choice(value: ir.Value | None, builder: NodeBuilder, depth: int = 0) -> Cho
         if condition is None or first is None or second is None or sizes_of(condition) != sizes_of(value):
             return None
         return Choice(condition, first, second)
+    if node.op_type == "Mul" and all(scalar_of(each) is None for each in node.inputs):
+        return _both(node, builder, depth)
     if node.op_type in _ARITHMETIC:
         return _computed(node, value.dtype, builder, depth)
     return None
@@ -248,6 +251,16 @@ _ARITHMETIC: dict[str, Callable[..., object]] = {
     "Neg": np.negative,
     "Log": np.log,
 }
+
+
+def _both(node: ir.Node, builder: NodeBuilder, depth: int) -> Choice | None:
+    """The product of two tensors of zeros and ones."""
+    parts = [_choice(each, builder, depth + 1) for each in node.inputs]
+    first, second = (None if each is None or _kept(each, (1.0, 0.0)) is not True else each for each in parts)
+    if first is None or second is None:
+        return None
+    both = _like(builder, node.outputs[0], "And", first.condition, second.condition)
+    return Choice(_typed(both, ir.DataType.BOOL, sizes_of(node.outputs[0])), 1.0, 0.0)
 
 
 def _computed(node: ir.Node, dtype: ir.DataType, builder: NodeBuilder, depth: int) -> Choice | None:
@@ -456,6 +469,46 @@ def _by_logarithm(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
     return _like(builder, node.outputs[0], "Softmax", scores, axis=axis - len(sizes))
 
 
+def _power(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
+    """`2 ** s`, as an exponential."""
+    base, scores = scalar_of(node.inputs[0]), node.inputs[1]
+    if base is None or not 1.0 < base < math.inf or scores is None or scores.dtype != node.outputs[0].dtype:
+        return None
+    dtype = scores.dtype
+    if dtype is None or not any(is_op(user, "ReduceSum") for user, _ in node.outputs[0].uses()):
+        return None
+    scaled = _like(builder, scores, "Mul", scores, builder.constant(math.log(base), dtype))
+    return _like(builder, node.outputs[0], "Exp", scaled)
+
+
+def _summed_product(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
+    """`sum(x * y)`, where each is copied along an axis of the other: a matmul."""
+    inner, total = made_by(node.inputs[0], "Mul"), node.outputs[0]
+    if inner is None or len(inner.outputs[0].uses()) != 1 or None in inner.inputs:
+        return None
+    shapes = [sizes_of(each) or [] for each in inner.inputs]
+    summed = _summed_axis(node, len(shapes[0]))
+    if len(shapes[0]) != len(shapes[1]) or not 0 < len(shapes[0]) <= len(string.ascii_lowercase):
+        return None
+    letters, operands, texts = string.ascii_lowercase[: len(shapes[0])], list[ir.Value](), list[str]()
+    for value, own, other in zip(inner.inputs, shapes, reversed(shapes), strict=True):
+        thin = [at for at, pair in enumerate(zip(own, other, strict=True)) if pair[0] == 1 != pair[1]]
+        if value is None or not thin or summed is None or summed in thin:
+            return None
+        sizes = [size for at, size in enumerate(own) if at not in thin]
+        before = input_at(made_by(value, "Unsqueeze"), 0)
+        if before is None or sizes_of(before) != sizes:
+            before = _typed(builder.op("Squeeze", value, builder.ints(*thin)), value.dtype, sizes)
+        operands.append(before)
+        texts.append("".join(letter for at, letter in enumerate(letters) if at not in thin))
+    kept = letters.replace(letters[summed or 0], "")
+    result = builder.op("Einsum", *operands, equation=f"{','.join(texts)}->{kept}")
+    if not node.attributes.get_int("keepdims", 1):
+        return _typed(result, total.dtype, sizes_of(total))
+    sizes = [size for at, size in enumerate(sizes_of(total) or ()) if at != summed]
+    return _like(builder, total, "Unsqueeze", _typed(result, total.dtype, sizes), builder.ints(summed or 0))
+
+
 def _is_computed(value: ir.Value | None) -> bool:
     return value is not None and constant(value) is None
 
@@ -591,6 +644,8 @@ _RULES: dict[str, Rule] = {
     "Div": _normalised,
     "Mul": _product,
     "Exp": _by_logarithm,
+    "Pow": _power,
+    "ReduceSum": _summed_product,
     "MatMul": _behind,
     "Einsum": _behind,
 }
