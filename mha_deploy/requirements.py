@@ -167,7 +167,10 @@ def read_requirements(path: Path) -> Requirements | None:
     """The requirements in a TOML file; None for a `pyproject.toml` without such a table."""
     hint = "mha-deploy init writes one"
     try:
-        data = tomllib.loads(read_regular(path, _LARGEST).decode("utf-8"))
+        content = read_regular(path, _LARGEST)
+        if path.name == PROJECT and b"mha-deploy" not in content:
+            return None  # whether it is valid is for others to say
+        data = tomllib.loads(content.decode("utf-8"))
         if path.name == PROJECT:
             tool = data.get("tool", {})
             data = tool.get("mha-deploy") if isinstance(tool, Mapping) else None

@@ -300,6 +300,7 @@ def test_only_its_owner_imports_a_runtime():
         "onnxruntime": {"mha_deploy.runtime.ort"},
         "safetensors": {
             "mha_deploy.bundle.cases",
+            "mha_deploy.bundle.samples",
             "mha_deploy.model.huggingface",
             "mha_deploy.reference.weights",
         },
@@ -325,6 +326,7 @@ ORDER = (
     "environment",
     "model",
     "options",
+    "requirements",
     "rounding",
     "bundle",
     "reference",
