@@ -18,6 +18,8 @@ from pathlib import Path
 from textwrap import TextWrapper
 from typing import TYPE_CHECKING, Any, TypeVar, Union
 
+from msgspec import structs
+
 from mha_deploy.bundle.folder import MANIFEST, Bundle
 from mha_deploy.bundle.folder import open_bundle as open_folder
 from mha_deploy.environment import RUNTIMES, can_import, examine, gpus, installed_version
@@ -85,6 +87,7 @@ if TYPE_CHECKING:
     from mha_deploy.validate import verdict
     from mha_deploy.validate.bench import ModelBench
     from mha_deploy.validate.fault import Bisection
+    from mha_deploy.validate.records import ReportRecord
     from mha_deploy.validate.self_test import SelfTest
 
     AnyModel = TypeVar("AnyModel", onnx.ModelProto, ir.Model)
@@ -767,27 +770,32 @@ class Report(SavableResult):
     """The result of a validation; a notebook shows it as a page.
 
     Args:
-        record: The validation, as the report and the command line render it.
+        validation: What was run and found; its `record` is what is stored.
     """
 
-    def __init__(self, record: verdict.ValidationRecord) -> None:
-        self.record = record
+    def __init__(self, validation: verdict.Validation) -> None:
+        self.validation = validation
 
-        self.outcome: Outcome = record.outcome
+        self.outcome: Outcome = validation.outcome
         """`passed`; `failed`; or `not verified`: nothing failed, but an engine of the bundle was not run, or
         an output shows nothing."""
-        self.passed: bool = record.passed
+        self.passed: bool = validation.passed
         """Whether the outcome is `passed`; false where it is `not verified`."""
-        self.headline: str = record.headline
+        self.headline: str = validation.headline
         """The verdict in one line."""
-        self.findings: tuple[Finding, ...] = record.findings
+        self.findings: tuple[Finding, ...] = validation.findings
         """What is wrong, not covered, or worth knowing: each with `level`, `kind`, place and text."""
 
     @cached_property
-    def _data(self) -> dict[str, Any]:
-        from mha_deploy.report.schema import plain_report
+    def record(self) -> ReportRecord:
+        """What is stored, as a record: its fields are those of `report.json`."""
+        return self.validation.record  # with the time and the machine: the same every time
 
-        return plain_report(self.record.to_dict())  # with the time and the machine: the same every time
+    @cached_property
+    def _data(self) -> dict[str, Any]:
+        from mha_deploy.validate.records import plain_report
+
+        return plain_report(self.record)
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data, as docs/report.md describes it."""
@@ -808,7 +816,7 @@ class Report(SavableResult):
         """
         from mha_deploy.bundle.samples import write_sample
 
-        for name, sample in self.record.kept.items():
+        for name, sample in self.validation.kept.items():
             write_sample(Path(folder) / name, sample, within=Path(folder), overwrite=overwrite)
         return self._save(Path(folder), "report", overwrite=overwrite)
 
@@ -961,10 +969,10 @@ class BenchReport(SavableResult):
 
     def to_dict(self) -> dict[str, Any]:
         """The times as plain data, as docs/report.md describes them."""
-        from mha_deploy.report.schema import plain_bench
-        from mha_deploy.validate.bench import bench_to_dict
+        from mha_deploy.validate.bench import bench_record
+        from mha_deploy.validate.records import plain_bench
 
-        return plain_bench(bench_to_dict(self.records))
+        return plain_bench(bench_record(self.records))
 
     def to_html(self) -> str:
         """A self-contained HTML page."""
@@ -1066,7 +1074,7 @@ def bisect(
     trusted = reference_for(opened, case_to_bisect(opened), name)
     found = bisect_bundle(opened, name, open_model, trusted.values, _without_count(report))
     doubt = None if found.wrong is None else trusted.doubt
-    return replace(found, reference=trusted.title, doubt=doubt)
+    return structs.replace(found, reference=trusted.title, doubt=doubt)
 
 
 def self_test(

@@ -153,3 +153,26 @@ def check_plain(data: Any, at: str = "$", depth: int = 0) -> None:
         raise ValueError(f"Expected a number of at most 64 bits - at `{at}`")
     elif isinstance(data, float) and not math.isfinite(data):
         raise ValueError(f"Expected a finite number, got {data} - at `{at}`")
+
+
+def as_plain(value: Any) -> Any:
+    """Data or a record as JSON can hold it; a number that is not finite becomes null.
+
+    A name from a file system may hold bytes that are no text; they are spelled out, since no UTF-8 file can
+    hold them.
+    """
+    if hasattr(value, "__struct_fields__"):
+        from msgspec import to_builtins
+
+        return as_plain(to_builtins(value))
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode("utf-8")
+    if hasattr(value, "tolist"):  # of NumPy
+        return as_plain(value.tolist())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {as_plain(str(key)): as_plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_plain(item) for item in value]
+    return value

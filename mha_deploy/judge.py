@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import astuple, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import ml_dtypes
 import numpy as np
-from msgspec import Meta, Struct, structs, to_builtins
+from msgspec import Meta, Struct, structs
 
 from mha_deploy.bundle.cases import GoldenCase, entries_from, first_new_entries
 from mha_deploy.metrics import EVERYWHERE, Budget, Deviation, ToHeads, budget_from_samples, measure
 from mha_deploy.model.precision import Precision, smallest_normal
-from mha_deploy.status import EMPTY_ORACLE, Kind, Outcome, Reason, derive
+from mha_deploy.status import EMPTY_ORACLE, Kind, Outcome, Reason, derive, means
 from mha_deploy.text import reason_text
 
 # -- A cache is judged by its new entries; those that were valid before must come out as they were --
@@ -53,19 +53,35 @@ def new_entries(
 
 
 Share = Annotated[float, Meta(ge=0)]
+CaseKind = Literal["golden", "fresh", "sweep", "probe", "layers", "served"]
+"""Where cases come from."""
 
 
 class OutputVerdict(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The verdict on one output of one case."""
 
-    case: str  # name of the golden case
-    sizes: dict[str, int]  # its axis sizes
-    output: str  # name of the output
-    outcome: Outcome  # whether it is right
-    reason: Reason | None = None  # why it failed or is not verified; None if it passed
-    deviation: Deviation | None = None  # its error, where names, types, shapes and values allow measuring one
-    budget: dict[str, float | None] | None = None  # what the error may be, by measure; None: not judged by it
-    share: Share | None = None  # the largest share of its budget that the error uses; None without a number
+    case: Annotated[str, means("name of the case")]
+    sizes: Annotated[dict[str, int], means("axis sizes")]
+    output: Annotated[str, means("name of the output")]
+    outcome: Annotated[Outcome, means("whether it is right")]
+    reason: Annotated[
+        Reason | None,
+        means("why it failed or is not verified, as in `verdict.findings[]`; null if it passed"),
+    ] = None
+    deviation: Annotated[
+        Deviation | None,
+        means("the error; null where none was measured (name, type, shape, values that are not finite)"),
+    ] = None
+    budget: Annotated[
+        dict[str, float | None] | None,
+        means(
+            "what the error may be, by the measures of `deviation`; null where nothing was "
+            "measured, and for a measure that is not judged"
+        ),
+    ] = None
+    share: Annotated[
+        Share | None, means("largest share of the budget used, over 1 is too much; null where not finite")
+    ] = None
 
     def __post_init__(self) -> None:
         if self.passed is not (self.reason is None) or (self.passed and (self.share or 0.0) > 1):
@@ -91,22 +107,30 @@ class OutputVerdict(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         """Why it failed or is not verified, for people; None if it passed."""
         return None if self.reason is None else reason_text(self.reason)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; see docs/report.md."""
-        return dict(to_builtins(self))
+
+class Accumulation(Struct, frozen=True, forbid_unknown_fields=True):
+    """The type that GEMMs are assumed to accumulate in, which sets the budget, and why."""
+
+    type: Annotated[str, means("`fp16` or `fp32`: what GEMMs are assumed to accumulate in")] = "fp32"
+    why: Annotated[str, means("how that is known; may be empty")] = ""
 
 
-class ParityReport(Struct, frozen=True, kw_only=True):
+class ParityReport(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The verdict on a model in one runtime."""
 
-    model: str  # name of the model
-    precision: str  # its precision
-    backend: str  # the runtime, with its version
-    cases: str = "golden"  # where the cases came from: `golden`, `sweep`, `fresh`, `probe` or `layers`
-    # The type that GEMMs are assumed to accumulate in, which sets the budget, and why
-    accumulation: tuple[str, str] = ("fp32", "")
-    outcome: Outcome = Outcome.NOT_VERIFIED  # that of all verdicts
-    verdicts: tuple[OutputVerdict, ...]  # one for every output of every case
+    model: Annotated[str, means("name of the model")]
+    precision: Annotated[str, means("precision of the graph")]
+    backend: Annotated[str, means("the runtime with its version")]
+    cases: Annotated[
+        CaseKind,
+        means(
+            "which inputs; `probe`: large tokens at the edges of masks, windows and caches; "
+            "`layers`: every attention by itself; `served`: golden cases or prompts under load"
+        ),
+    ] = "golden"
+    outcome: Annotated[Outcome, means("that of all verdicts")] = Outcome.NOT_VERIFIED
+    accumulation: Annotated[Accumulation, means("what the budget assumes")] = Accumulation()
+    verdicts: Annotated[tuple[OutputVerdict, ...], means("one for every output of every case")]
 
     def __post_init__(self) -> None:
         derive(self, outcome=Outcome.of(verdict.outcome for verdict in self.verdicts))
@@ -115,14 +139,6 @@ class ParityReport(Struct, frozen=True, kw_only=True):
     def passed(self) -> bool:
         """Whether there was something to check and all of it is right."""
         return self.outcome is Outcome.PASSED
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; see docs/report.md."""
-        return {
-            **{name: getattr(self, name) for name in ("model", "precision", "backend", "cases", "outcome")},
-            "accumulation": dict(zip(("type", "why"), self.accumulation, strict=True)),
-            "verdicts": [verdict.to_dict() for verdict in self.verdicts],
-        }
 
 
 def parity_from_verdicts(

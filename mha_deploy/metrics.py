@@ -8,11 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
 from mha_deploy.model.precision import Precision, smallest_normal
+from mha_deploy.status import means
 
 # -- How far a result is from the oracle -----------------------------------------------------------
 
@@ -22,23 +23,29 @@ _SMALLEST_VECTOR = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Deviation:
-    """The error of one tensor against the FP64 oracle."""
+    """The error of one tensor y against the FP64 oracle o; see docs/parity.md."""
 
-    relative_l2: float  # ‖y − o‖ / ‖o‖ over the whole tensor
-    worst_vector: float  # the same for the worst vector along the last axis: one token, or a query's weights
-    max_abs: float  # largest absolute error, in units of the root mean square of the oracle
-    # |⟨y, o⟩ / ⟨o, o⟩ − 1|: how much larger or smaller the result is as a whole. Rounding goes both ways
-    # and cancels here, a wrong scale does not.
-    gain: float
-    # The largest error of any slice, over the largest that rounding leaves in such slices; see `Spread`. A
-    # slice is an index of an axis (batch element, query, channel), a head, a vector, an element, everything.
-    local: float = 0.0
-    local_gain: float = 0.0  # the largest gain of any slice, over what rounding leaves there
-    local_at: str = ""  # where these are, the worse one of both: `batch element 7`
-    cosine: float  # cosine between result and oracle
-    worst_index: tuple[int, ...]  # where the largest absolute error is
-    worst_got: float  # the value there
-    worst_want: float  # the oracle there
+    relative_l2: Annotated[float, means("‖y − o‖ / ‖o‖ over the whole tensor")]
+    worst_vector: Annotated[
+        float, means("the same for the worst vector along the last axis: one token, or a query's weights")
+    ]
+    max_abs: Annotated[float, means("largest absolute error, in units of the oracle's root mean square")]
+    # Rounding goes both ways and cancels here, a wrong scale does not.
+    gain: Annotated[
+        float, means("abs(⟨y, o⟩ / ⟨o, o⟩ − 1): how much larger or smaller the result is as a whole")
+    ]
+    # A slice: an index of an axis (batch element, query, channel), a head, a vector, an element, everything.
+    local: Annotated[float, means("largest error of a slice over the largest that rounding leaves there")] = (
+        0.0
+    )
+    local_gain: Annotated[float, means("largest gain of a slice over what rounding leaves there")] = 0.0
+    local_at: Annotated[
+        str, means("the slice with the larger of both: a batch element, query, channel, …")
+    ] = ""
+    cosine: Annotated[float, means("cosine between result and oracle")]
+    worst_index: Annotated[tuple[int, ...], means("where the largest absolute error is")]
+    worst_got: Annotated[float, means("the value there")]
+    worst_want: Annotated[float, means("the oracle there")]
 
 
 def measure(

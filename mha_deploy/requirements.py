@@ -18,7 +18,7 @@ from msgspec import Meta, Struct
 from mha_deploy.errors import DeployError, nearest
 from mha_deploy.files import check_plain, read_regular
 from mha_deploy.options import BenchOptions, EngineOptions, ExportOptions, ValidateOptions
-from mha_deploy.status import Outcome
+from mha_deploy.status import Outcome, means
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -66,11 +66,11 @@ REQUIRED = ("require_fused", "require_precision", "require_run", "require_covera
 class Requirement(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One demand, and what was found."""
 
-    name: str
-    wanted: float
-    got: float | None  # None where nothing was measured
-    outcome: Outcome
-    place: str = ""  # the runtime and output that is worst
+    name: Annotated[str, means("`max_budget_share`, `max_latency_p99` or `top1_agreement`")]
+    wanted: Annotated[float, means("the limit")]
+    got: Annotated[float | None, means("the worst that was found; null where nothing was measured")]
+    outcome: Annotated[Outcome, means("whether it holds")]
+    place: Annotated[str, means("the runtime and output that is worst")] = ""
 
 
 # -- Which options a file may set ------------------------------------------------------------------

@@ -8,11 +8,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from enum import Enum
+from typing import Annotated
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from mha_deploy.errors import EXIT_PASSED, EXIT_VERDICT_FAILED
+
+
+def means(meaning: str) -> Meta:
+    """What a field of a record means: docs/report.md is written from it."""
+    return Meta(description=meaning)
 
 
 class Word(str, Enum):
@@ -157,33 +163,52 @@ EMPTY_ORACLE = frozenset({Kind.ORACLE_ZERO, Kind.ORACLE_CONSTANT})
 class Reason(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Why something failed, is not verified, or was not done."""
 
-    kind: Kind  # what it is about
-    got: str | None = None  # what was found, or what another program reported
-    wanted: str | None = None  # what it should have been
-    names: tuple[str, ...] = ()  # measures, nodes, cases or sizes that it is about
-    where: str | None = None  # the place inside a tensor, as `batch element 7`
-    worst: str | None = None  # where the largest error is, where that was looked for
-    index: tuple[int, ...] | None = None  # an element of it
-    numbers: Mapping[str, float] = {}  # counts and figures by name
+    kind: Annotated[
+        Kind,
+        means(
+            "what is wrong, a value of `mha_deploy.status.Kind`: `out of budget`, `not finite`, "
+            "`did not run`, `oracle zero`, …"
+        ),
+    ]
+    got: Annotated[str | None, means("what was found, or what another program reported")] = None
+    wanted: Annotated[str | None, means("what it should have been")] = None
+    names: Annotated[tuple[str, ...], means("the measures that are out of budget")] = ()
+    where: Annotated[str | None, means("the worst slice of the tensor")] = None
+    worst: Annotated[str | None, means("the place of the largest error, where it was looked for")] = None
+    index: Annotated[tuple[int, ...] | None, means("an element of the tensor")] = None
+    numbers: Annotated[Mapping[str, float], means("counts and figures by name")] = {}
 
 
 class Gap(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """What nothing was judged on: an engine, an attention, decode steps, a profile, probes, or sizes."""
 
-    kind: Kind
-    name: str = ""  # the engine or the runtime; empty where it is the same for all
-    profile: int | None = None
-    axis: str | None = None
-    least: int | None = None  # the sizes of the axis: from this one
-    most: int | None = None  # to this one
-    end: str = "max"  # the end of the axis that they reach to: `min` or `max`
+    kind: Annotated[
+        Kind,
+        means(
+            "`not run` (an engine), `steps not covered`, `profile not covered`, `sizes not "
+            "covered`, `attention not observed` or `probes not run`"
+        ),
+    ]
+    name: Annotated[str, means("the engine or the runtime; left out where there is one range for all")] = ""
+    profile: Annotated[int | None, means("the profile")] = None
+    axis: Annotated[str | None, means("the axis whose sizes were not run")] = None
+    least: Annotated[int | None, means("the first size that was not run")] = None
+    most: Annotated[int | None, means("the last one")] = None
+    end: Annotated[
+        str, means("the end of the axis that these sizes reach to: `min` or `max`; left out for `max`")
+    ] = "max"
     # A second axis, where only the combination of both was not run: each of these with each of the first
-    other_axis: str | None = None
-    other_least: int | None = None
-    other_most: int | None = None
-    other_end: str = "max"
-    attention: str | None = None  # that no output shows, and that was not judged by itself
-    text: str = ""  # the same in words; nothing reads it
+    other_axis: Annotated[
+        str | None,
+        means("a second axis, where only the combinations of these sizes with its sizes were not run"),
+    ] = None
+    other_least: Annotated[int | None, means("the first size of the second axis")] = None
+    other_most: Annotated[int | None, means("the last one")] = None
+    other_end: Annotated[str, means("the end of the second axis that they reach to")] = "max"
+    attention: Annotated[
+        str | None, means("the attention that no output shows, and that was not judged by its own result")
+    ] = None
+    text: Annotated[str, means("the same in words, for people")] = ""
 
     @property
     def identity(self) -> tuple[object, ...]:
@@ -201,27 +226,30 @@ class Gap(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_de
 class Place(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """What a finding is about; what does not apply is None."""
 
-    runner: str | None = None  # the runtime or server, as people call it
-    engine: str | None = None
-    cases: str | None = None  # the kind of cases
-    case: str | None = None
-    output: str | None = None
-    check: str | None = None  # the check of invariance, or the mask
-    sizes: Mapping[str, int] | None = None
+    runner: Annotated[str | None, means("the runtime or server, with its version")] = None
+    engine: Annotated[str | None, means("name of the engine")] = None
+    cases: Annotated[str | None, means("the kind of cases, as in `parity`")] = None
+    case: Annotated[str | None, means("name of the case")] = None
+    output: Annotated[str | None, means("name of the output, or of the attention")] = None
+    check: Annotated[str | None, means("the check of `invariance`, or the mask of `conformance`")] = None
+    sizes: Annotated[Mapping[str, int] | None, means("axis sizes")] = None
 
 
 class Finding(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One thing that is wrong, not covered, or worth knowing."""
 
-    level: Severity
-    section: Section
-    kind: Kind
-    place: Place = Place()
-    reason: Reason | None = None  # what is below it: of several, the first
-    names: tuple[str, ...] = ()  # the nodes, cases or sizes that it is about
-    numbers: Mapping[str, float] = {}  # counts and figures by name
-    detail: str = ""  # what a part of the report, or another program, says of it
-    text: str = ""  # the sentence for people; nothing reads it
+    level: Annotated[Severity, means("its severity")]
+    section: Annotated[Section, means("the part of the report that has the evidence: `parity`, `decode`, …")]
+    kind: Annotated[
+        Kind,
+        means("what was found, a value of `mha_deploy.status.Kind`: `wrong outputs`, `engine not run`, …"),
+    ]
+    place: Annotated[Place, means("what it is about")] = Place()
+    reason: Annotated[Reason | None, means("why, of several the first; null where there is none")] = None
+    names: Annotated[tuple[str, ...], means("the nodes, cases or sizes that it is about")] = ()
+    numbers: Annotated[Mapping[str, float], means("counts and figures by name")] = {}
+    detail: Annotated[str, means("what another part of the report, or another program, says of it")] = ""
+    text: Annotated[str, means("the same in a sentence, for people")] = ""
 
 
 def derive(record: Struct, **fields: object) -> None:

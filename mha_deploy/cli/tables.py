@@ -12,8 +12,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table as Grid
 from rich.text import Text
 
+from mha_deploy.files import as_plain
 from mha_deploy.report import table as tables
-from mha_deploy.report.table import Cell, Data, Table, as_plain, prompts_text, table
+from mha_deploy.report.table import Cell, Data, Table, prompts_text, table
 from mha_deploy.status import Outcome
 from mha_deploy.text import (
     group_by,
@@ -465,14 +466,13 @@ def bench_renderable(found: Data) -> RenderableType:
 
 def self_test_renderable(result: SelfTest) -> RenderableType:
     """Every mutation, and by how much it exceeds the budget."""
-    from mha_deploy.judge import largest_share
 
     def row(name: str, share: float | None, good: bool, words: tuple[str, str]) -> tuple[str | Cell, ...]:
         used = "not a number" if share is None else f"{share:,.2f}"
         return name, used, Cell(text=words[not good], status="good" if good else "bad")
 
     right = result.right.passed
-    rows = [row("as exported", largest_share(result.right.verdicts), right, ("passed", "FAILED"))]
+    rows = [row("as exported", result.right.share, right, ("passed", "FAILED"))]
     rows += [row(each.mistake, each.share, each.caught, ("detected", "MISSED")) for each in result.mutations]
     found = f"{sum(each.caught for each in result.mutations)}/{len(result.mutations)} mutations detected"
     found += "" if right else ", but the graph as exported is wrong itself"

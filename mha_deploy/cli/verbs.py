@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
+from msgspec import to_builtins
 
 from mha_deploy import api as md
 from mha_deploy.cli import tables
@@ -324,7 +325,9 @@ def validate(
         with show_steps(f"self-test {name}") as on_step:
             tested = md.self_test(opened, next(iter(options["backends"]), None), on_step=on_step)
 
-        return Result(tested.to_dict(), lambda: [tables.self_test_renderable(tested)], outcome=tested.outcome)
+        return Result(
+            to_builtins(tested), lambda: [tables.self_test_renderable(tested)], outcome=tested.outcome
+        )
     folder = out or opened.path
     if report:
         md.refuse_outputs(folder, "report", overwrite=overwrite)
@@ -344,7 +347,7 @@ def bisect(bundle: Path = BUNDLE, **options: Any) -> Result:
     with show_steps(f"bisect {opened.manifest.spec.name}") as on_step:
         found = md.bisect(opened, on_step=on_step, **options)
 
-    return Result(found.to_dict(), lambda: [tables.bisection_renderable(found)], outcome=found.outcome)
+    return Result(to_builtins(found), lambda: [tables.bisection_renderable(found)], outcome=found.outcome)
 
 
 @verb(options_from(md.bench), CONTROL)

@@ -556,7 +556,7 @@ def rebuild_engine(
             builds=builds,
             identical=len({each.engine_sha256 for each in manifests}) == 1,
             differing=differing_kernels(built),
-            fused=[list(each.fused_count) for each in manifests],
+            fused=[each.fused_count for each in manifests],
             seconds=[each.seconds for each in manifests],
             engine_bytes=[each.engine_bytes for each in manifests],
             errors=errors,

@@ -55,6 +55,7 @@ from mha_deploy.runtime.tensorrt.engine_verdict import (
 )
 from mha_deploy.runtime.tensorrt.kernels import Kernel, LargeTensor, kernels_from_plan
 from mha_deploy.runtime.tensorrt.versions import MODULES, EngineError, TensorRT, load
+from mha_deploy.status import means
 
 # -- The optimisation profiles of an engine ---------------------------------------------------------
 
@@ -163,18 +164,25 @@ class AttentionRecord(_ChosenAttention, total=False):
     tried: list[dict[str, Any]]
 
 
-class RebuildRecord(TypedDict):
+class RebuildRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How much an engine differs from build to build."""
 
-    builds: int
-    identical: bool
-    differing: list[dict[str, Any]]
-    fused: list[list[int]]
-    seconds: list[float]
-    engine_bytes: list[int]
-    errors: dict[str, list[float | None]]
-    times_us: dict[str, list[float]]
-    timing_cache: bool | None  # whether a build from its own timings has the same kernels; None: no effect
+    builds: Annotated[int, means("how many times it was built, each time without kernel timings")]
+    identical: Annotated[bool, means("whether all plans are the same to the last byte")]
+    differing: Annotated[
+        list[dict[str, Any]], means("ONNX nodes with other kernels, and the kernels of each build")
+    ]
+    fused: Annotated[list[tuple[int, int]], means("fused attentions of each build, of how many")]
+    seconds: Annotated[list[float], means("build times, seconds")]
+    engine_bytes: Annotated[list[int], means("sizes of the plans, bytes")]
+    errors: Annotated[
+        dict[str, list[float | None]], means("share of the error budget in each build, by `case/output`")
+    ]
+    times_us: Annotated[dict[str, list[float]], means("median time of each build, µs, by case")]
+    timing_cache: Annotated[
+        bool | None,
+        means("whether a build from its own timings has the same kernels; null where they have no effect"),
+    ]
 
 
 class EngineManifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -830,24 +838,24 @@ def libraries_summary(manifest: EngineManifest) -> list[str]:
 
 def rebuild_summary(record: RebuildRecord) -> list[str]:
     """How much the builds differ, in sentences."""
-    lines = [f"{record['builds']} builds: {'identical plans' if record['identical'] else 'plans differ'}"]
+    lines = [f"{record.builds} builds: {'identical plans' if record.identical else 'plans differ'}"]
     lines += [
         f"{each['nodes']}: " + " / ".join(dict.fromkeys(" + ".join(kernels) for kernels in each["kernels"]))
-        for each in record["differing"]
+        for each in record.differing
     ]
-    if len({tuple(each) for each in record["fused"]}) > 1:
-        lines.append("fused: " + ", ".join(f"{fused}/{count}" for fused, count in record["fused"]))
+    if len({tuple(each) for each in record.fused}) > 1:
+        lines.append("fused: " + ", ".join(f"{fused}/{count}" for fused, count in record.fused))
     spans: list[tuple[str, str, Sequence[float]]] = [
-        ("build time", "s", record["seconds"]),
-        ("engine size", "bytes", record["engine_bytes"]),
-        *((f"latency of {name}", "µs", times) for name, times in record["times_us"].items()),
+        ("build time", "s", record.seconds),
+        ("engine size", "bytes", record.engine_bytes),
+        *((f"latency of {name}", "µs", times) for name, times in record.times_us.items()),
     ]
     lines += [f"{name}: {min(values):,.6g} to {max(values):,.6g} {unit}" for name, unit, values in spans]
-    for name, shares in record["errors"].items():
+    for name, shares in record.errors.items():
         known = [share for share in shares if share is not None]
         if known:
             lines.append(f"error of {name}: {min(known):.0%} to {max(known):.0%} of the budget")
-    if record["timing_cache"] is not None:
-        same = "the same kernels" if record["timing_cache"] else "other kernels"
+    if record.timing_cache is not None:
+        same = "the same kernels" if record.timing_cache else "other kernels"
         lines.append(f"built again from the timing cache: {same}")
     return lines

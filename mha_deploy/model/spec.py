@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from operator import add, floordiv, mod, mul, sub
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from mha_deploy.errors import DeployError, SpecError, nearest
 
@@ -265,7 +265,7 @@ class ModelSpec(NamedAxes):
         return super().with_axes(changed) if self.layer is None else self.layer.with_axes(changed).model
 
     @property
-    def kind(self) -> str:
+    def kind(self) -> Literal["MHA", "GQA", "MQA", "module"]:
         """What it is, in a word: the head layout of a catalog layer, or a module."""
         return "module" if self.layer is None else self.layer.kind
 
@@ -422,7 +422,7 @@ class AttentionSpec(NamedAxes):
         return self.attends == "cross"
 
     @property
-    def kind(self) -> str:
+    def kind(self) -> Literal["MHA", "GQA", "MQA"]:
         """The head layout by its usual name."""
         return "MHA" if self.Hkv == self.Hq else "MQA" if self.Hkv == 1 else "GQA"
 

@@ -9,7 +9,7 @@ from mha_deploy.engine.engine import Engine, reasons_not_to_run
 from mha_deploy.errors import DeployError
 from mha_deploy.report.table import Cell, RawRow, Table, number, share_cell, table
 from mha_deploy.text import error as error_text
-from mha_deploy.validate.verdict import ValidationRecord
+from mha_deploy.validate.verdict import Validation
 
 NEAR = 1.05
 """Latencies within this factor of the fastest count as equal; the smaller error decides."""
@@ -39,7 +39,7 @@ class PrecisionTrial:
         return mine != theirs and all(a <= b for a, b in zip(mine, theirs, strict=True))
 
 
-def judge_trial(name: str, precision: str, engine: Engine, report: ValidationRecord) -> PrecisionTrial:
+def judge_trial(name: str, precision: str, engine: Engine, report: Validation) -> PrecisionTrial:
     """The result of a candidate from the validation of its bundle."""
     stem, found = engine.path.stem, report.evaluations
     mine = [each for each in found if each.runtime.engine is not None and each.runtime.name == stem]

@@ -5,26 +5,24 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 from xml.etree import ElementTree
 
 import msgspec
-from msgspec import structs
+from msgspec import Struct, structs
 
 from mha_deploy.bundle.folder import MANIFEST, Bundle, open_bundle
 from mha_deploy.engine.engine import Engine, engines_of, open_engine
 from mha_deploy.errors import BundleError, DeployError, nearest
-from mha_deploy.files import read_json
-from mha_deploy.judge import OutputVerdict
+from mha_deploy.files import as_plain, read_json
+from mha_deploy.judge import ParityReport
 from mha_deploy.model.spec import Axis
 from mha_deploy.options import Limits
 from mha_deploy.output import IsOurs, is_junit, is_page, write_files
 from mha_deploy.report import SavableResult
 from mha_deploy.report.charts import readable
 from mha_deploy.report.page import sections_page
-from mha_deploy.report.schema import as_plain, many, record
 from mha_deploy.report.table import Cell, Group, RawRow, Table, markdown, markdown_text, table
 from mha_deploy.status import Gap, Kind, Outcome, Word
 from mha_deploy.text import (
@@ -38,58 +36,58 @@ from mha_deploy.text import (
     sizes_text,
     summarize_names,
 )
+from mha_deploy.validate.conformance import ConformanceTable
+from mha_deploy.validate.decode import DecodeRecord
 from mha_deploy.validate.fault import LAYERS
-from mha_deploy.validate.verdict import REPORT_FORMAT, engines_to_dict, model_to_dict, report_header
-
-# -- What is read of a report: a subset, so that reports of other versions of this tool can be read --
-
-
-_part = partial(record, is_open=True)
-_DATA = dict[str, Any]
-_SHARE, _TIME = Annotated[float, msgspec.Meta(ge=0)], Annotated[float, msgspec.Meta(gt=0)]
-_PAIR = Annotated[list[int], msgspec.Meta(min_length=2, max_length=2)]
-_MODEL = _part({str: "name precision"}, {str: "bundle_sha256 weights", _DATA: "spec"})
-_VERDICT = _part({Outcome: "outcome"}, {str: "headline", list[Gap]: "not_verified"})
-_ENVIRONMENT = _part({}, {_DATA: "gpu", str: "driver platform", dict[str, str]: "versions"})
-_PARITY = _part({str: "backend cases"}, {many(OutputVerdict): "verdicts", _DATA: "accumulation"})
-_DECODE = _part(
-    {str: "backend trace", Outcome: "outcome", int: "steps"}, {_SHARE: "share", list[int]: "prompt"}
+from mha_deploy.validate.fp16_range import RangeReport
+from mha_deploy.validate.invariance import InvarianceCheck
+from mha_deploy.validate.records import (
+    REPORT_FORMAT,
+    EngineRecord,
+    EnvironmentRecord,
+    LatencyRecord,
+    LatencyRowRecord,
+    ModelRecord,
+    ServingRecord,
+    ThroughputRecord,
+    VerdictRecord,
+    engine_records,
+    model_record,
+    report_header,
 )
-_INVARIANCE = _part({str: "backend case check", Outcome: "outcome"}, {str: "detail", _SHARE: "share"})
-_NODE = _part({str: "status"}, {str: "node", int: "profile", list[str]: "kernels"})
-_MASK = _part({str: "case", many(_NODE, str): "cells"}, {bool: "diagnostic"})
-_REBUILDS = _part({}, {list[float]: "seconds engine_bytes", dict[str, list[float | None]]: "errors times_us"})
-_ENGINE = _part(
-    {str: "name backend version precision precision_status"},
-    {
-        bool: "ran", float: "seconds", int: "engine_bytes", _PAIR: "fused", many(_NODE): "nodes",
-        str: "attention", list[str]: "plugins", list[dict[str, str]]: "profiles", _REBUILDS: "rebuilds",
-    },
-)  # fmt: skip
-_CONDITIONS = _part({}, {list[str]: "throttled_by"})
-_TIMING = _part(
-    {_TIME: "p50_us p90_us"},
-    {_TIME: "p99_us", str: "gpu", bool: "stable graph", int: "memory_bytes", _CONDITIONS: "conditions"},
-)
-_ROW = _part({str: "name"}, {str: "backend refused", _TIMING: "timing"})
-_POINT = _part({str: "case", dict[str, int]: "sizes", many(_ROW): "rows"}, {int: "past"})
-_SERVING = _part({int: "clients requests answered wrong"}, {_TIME: "p50_ms p90_ms"})
-_THROUGHPUT = _part({str: "name", dict[str, int]: "sizes"}, {int: "streams", _TIME: "per_second"})
-_RESULT = _part(
-    {_MODEL: "model"},
-    {
-        str: "place cell", _VERDICT: "verdict", _ENVIRONMENT: "environment", many(_PARITY): "parity",
-        many(_DECODE): "decode", many(_INVARIANCE): "invariance", _part({many(_MASK): "rows"}): "conformance",
-        _part({many(_NODE): "nodes"}): "range", many(_ENGINE): "engines",
-        _part({many(_POINT): "points"}, {str: "gpu"}): "latency", _DATA: "contents",
-        many(_SERVING): "serving", many(_THROUGHPUT): "throughput",
-    },
-)  # fmt: skip
-Result = Any
-"""A `_RESULT`: what is known of one model, from a report, benchmark, bundle, engine or cell of a matrix.
 
-The `contents` are those of a bundle: its cases and traces, attentions, and the size of its graph.
-"""
+# -- What is compared: the sections of a report that a result has, and what a bundle holds ----------
+
+
+class Contents(Struct, frozen=True, kw_only=True):
+    """What a bundle holds."""
+
+    cases: list[str]  # golden cases and traces
+    attention: int  # how many attention nodes its graph has
+    graph_bytes: int
+
+
+class ModelResult(Struct, frozen=True, kw_only=True):
+    """What is known of one model, from a report, benchmark, bundle, engine or cell of a matrix."""
+
+    name: str
+    precision: str
+    model: ModelRecord | None = None
+    place: str = ""  # of a cell: its runtime, GPU and options
+    cell: str | None = None  # what became of a cell
+    contents: Contents | None = None  # of a bundle
+    # Sections of reports and benchmarks; None where the result has none
+    verdict: VerdictRecord | None = None
+    environment: EnvironmentRecord | None = None
+    parity: tuple[ParityReport, ...] | None = None
+    decode: tuple[DecodeRecord, ...] | None = None
+    invariance: tuple[InvarianceCheck, ...] | None = None
+    conformance: ConformanceTable | None = None
+    range: RangeReport | None = None
+    engines: tuple[EngineRecord, ...] | None = None
+    latency: LatencyRecord | None = None
+    serving: tuple[ServingRecord, ...] | None = None
+    throughput: tuple[ThroughputRecord, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +96,7 @@ class Side:
 
     name: str
     kind: str
-    results: tuple[Result, ...]
+    results: tuple[ModelResult, ...]
     created: str = ""
 
 
@@ -111,8 +109,8 @@ def read_side(source: Any) -> Side:
     if isinstance(source, Bundle):
         return _from_bundle(source)
     if isinstance(source, Engine):
-        model = _MODEL(name=source.manifest.model, precision=source.manifest.precision)
-        result = _RESULT(model=model, engines=_read_engines([source]))
+        manifest, engines = source.manifest, engine_records([source])
+        result = ModelResult(name=manifest.model, precision=manifest.precision, engines=engines)
         return Side(name=str(source.path), kind="engine", results=(result,))
     if hasattr(source, "to_dict"):
         source = source.to_dict()
@@ -155,8 +153,9 @@ def _from_data(data: Any, name: str, runtime: str) -> Side:
         found: list[Mapping[str, Any]] = _cells(data["cells"], runtime) if kind == "matrix" else [data]
         if kind == "benchmark":
             found = [{"environment": data.get("environment"), **entry} for entry in data["models"]]
-        results = tuple(msgspec.convert({**each, "contents": None}, _RESULT) for each in found)
-        results = tuple(map(_with_shown_status, results))
+        if kind != "matrix":
+            found = [{**each, **{key: each["model"][key] for key in ("name", "precision")}} for each in found]
+        results = tuple(_with_shown_status(msgspec.convert(each, ModelResult)) for each in found)
         created = msgspec.convert(data.get("created", ""), str)
     except (msgspec.ValidationError, TypeError, AttributeError, KeyError) as failure:
         problem, hint = f"The {kind} does not keep its format.", "docs/report.md, matrix.md"
@@ -167,11 +166,11 @@ def _from_data(data: Any, name: str, runtime: str) -> Side:
     return Side(name=name, kind=kind, results=results, created=created)
 
 
-def _with_shown_status(result: Result) -> Result:
+def _with_shown_status(result: ModelResult) -> ModelResult:
     """A cell of a matrix whose status and outcome are never better than what its report shows."""
     if result.cell is None:
         return result
-    parts = [verdict.outcome for run in result.parity or () for verdict in run.verdicts or ()]
+    parts = [verdict.outcome for run in result.parity or () for verdict in run.verdicts]
     parts += [decoded.outcome for decoded in result.decode or ()]
     # An engine that was not built has no report, and one that was not run has no verdict.
     verdict, shown = result.verdict, Outcome.NOT_VERIFIED if result.engines else Outcome.FAILED
@@ -191,42 +190,39 @@ def _cells(cells: Sequence[Mapping[str, Any]], runtime: str) -> list[Mapping[str
             continue
         places = [] if runtime else [cell["runtime"]]
         places += [each for each in (cell["gpu"], cell["options"]) if each]
-        model = {"name": cell["model"], "precision": cell["precision"]}
-        known = {"place": ", ".join(places), "cell": cell["status"]}
-        found.append({"model": model, **(cell["report"] or {}), **known})
+        known = {"place": ", ".join(places), "cell": cell["status"], "name": cell["model"]}
+        found.append({**(cell["report"] or {}), **known, "precision": cell["precision"]})
     return found
-
-
-def _read_engines(engines: Sequence[Engine]) -> Any:
-    return msgspec.convert(engines_to_dict(engines, (), ()), many(_ENGINE))
 
 
 def _from_bundle(bundle: Bundle) -> Side:
     manifest, created = bundle.manifest, ""
-    model, found = msgspec.convert(model_to_dict(bundle), _MODEL), dict[str, Any]()
+    model, found = model_record(bundle), dict[str, Any]()
     ran: dict[tuple[Any, ...], bool] = {}
 
-    def identity(engine: Any) -> tuple[Any, ...]:
+    def identity(engine: EngineRecord) -> tuple[Any, ...]:
         return engine.name, engine.engine_bytes, engine.seconds
 
     for path in (bundle.path / BENCH_FILE, bundle.path / REPORT_FILE):
         for side in [read_side(path)] if path.is_file() else []:
             # A report of an earlier bundle in this folder says nothing on this one.
-            for earlier in [one for one in side.results if one.model.bundle_sha256 == model.bundle_sha256]:
+            for earlier in side.results:
+                if earlier.model is None or earlier.model.bundle_sha256 != model.bundle_sha256:
+                    continue
                 found |= {key: part for key, part in msgspec.structs.asdict(earlier).items() if part}
                 ran |= {identity(each): each.ran for each in earlier.engines or ()}
                 created = side.created
-    found["engines"] = [  # one that was built again after the report did not run
-        msgspec.structs.replace(each, ran=ran.get(identity(each), False))
-        for each in _read_engines(engines_of(bundle.path))
-    ]
+    found["engines"] = tuple(  # one that was built again after the report did not run
+        structs.replace(each, ran=ran.get(identity(each), False))
+        for each in engine_records(engines_of(bundle.path))
+    )
     cases = [f"golden case {case.name}" for case in manifest.golden]
-    found["contents"] = {
-        "cases": [*cases, *(f"trace {trace.name}" for trace in manifest.traces)],
-        "attention": len(manifest.attention),
-        "graph_bytes": sum(entry.bytes for name, entry in manifest.files.items() if "model.onnx" in name),
-    }
-    result = _RESULT(**{**found, "model": model})
+    found["contents"] = Contents(
+        cases=[*cases, *(f"trace {trace.name}" for trace in manifest.traces)],
+        attention=len(manifest.attention),
+        graph_bytes=sum(entry.bytes for name, entry in manifest.files.items() if "model.onnx" in name),
+    )
+    result = ModelResult(**{**found, "model": model, "name": model.name, "precision": model.precision})
     return Side(name=str(bundle.path), kind="bundle", results=(result,), created=created)
 
 
@@ -303,7 +299,7 @@ Measurements = dict[tuple[str, str], Measurement]  # by section and subject
 Measured = Iterator[tuple[str, str, Measurement]]
 
 
-def measurements(result: Result, names: Mapping[str, str] | None = None) -> Measurements:
+def measurements(result: ModelResult, names: Mapping[str, str] | None = None) -> Measurements:
     """Everything of a result that can be compared; `names` are those of engines on the other side."""
     found: Measurements = {}
     for section, subject, item in _measure(result, names or {}):
@@ -315,7 +311,7 @@ def measurements(result: Result, names: Mapping[str, str] | None = None) -> Meas
     return found
 
 
-def _measure(result: Result, names: Mapping[str, str]) -> Measured:
+def _measure(result: ModelResult, names: Mapping[str, str]) -> Measured:
     engines = result.engines or ()
     rebuilds = {f"{each.backend} {each.version}": each.rebuilds for each in engines}
     yield from _measure_verdict(result)
@@ -331,14 +327,14 @@ def _measure(result: Result, names: Mapping[str, str]) -> Measured:
         yield "environment", subject, Measurement("text", "", value, value or NOTHING)
 
 
-def _measure_verdict(result: Result) -> Measured:
+def _measure_verdict(result: ModelResult) -> Measured:
     if result.cell:
         yield "verdict", "cell", _as_measurement("status", "", result.cell)
     if result.verdict:
         yield "verdict", "validation", _as_measurement("status", "", result.verdict.outcome)
 
 
-def _measure_errors(result: Result, rebuilds: Mapping[str, Any]) -> Measured:
+def _measure_errors(result: ModelResult, rebuilds: Mapping[str, Any]) -> Measured:
     """The error of every output, and the sizes that it was measured at."""
     for run in result.parity or ():
         owner = _without_version(run.backend)
@@ -350,7 +346,7 @@ def _measure_errors(result: Result, rebuilds: Mapping[str, Any]) -> Measured:
             yield "coverage", f"{owner}, {run.cases}: sizes of {case}", extent
 
 
-def _measure_decoding(result: Result) -> Measured:
+def _measure_decoding(result: ModelResult) -> Measured:
     for decoded in result.decode or ():
         owner = _without_version(decoded.backend)
         trace = f"{owner}: {decoded.trace}"
@@ -362,7 +358,7 @@ def _measure_decoding(result: Result) -> Measured:
         yield "coverage", f"{trace}, tokens of prompts", Measurement("counts", owner, tokens, shown)
 
 
-def _measure_checks(result: Result) -> Measured:
+def _measure_checks(result: ModelResult) -> Measured:
     """Batch invariance, the semantics of masks, and the range of FP16."""
     for check in result.invariance or ():
         owner = _without_version(check.backend)
@@ -376,7 +372,7 @@ def _measure_checks(result: Result) -> Measured:
         yield "range", node.node or "", _as_measurement("status", "FP16 range", node.status)
 
 
-def _measure_latency(result: Result, names: Mapping[str, str], rebuilds: Mapping[str, Any]) -> Measured:
+def _measure_latency(result: ModelResult, names: Mapping[str, str], rebuilds: Mapping[str, Any]) -> Measured:
     for point in result.latency.points if result.latency else ():
         place = sizes_text(point.sizes) + ("" if point.past is None else f", past {point.past}")
         for row in point.rows:
@@ -388,20 +384,20 @@ def _measure_latency(result: Result, names: Mapping[str, str], rebuilds: Mapping
                 yield "size", f"{name} at {place}, memory", _bytes(name, row.timing.memory_bytes)
 
 
-def _measure_contents(result: Result) -> Measured:
+def _measure_contents(result: ModelResult) -> Measured:
     """What is in a bundle, and the ranges of its axes."""
     if result.contents:
-        for case in result.contents["cases"]:
+        for case in result.contents.cases:
             yield "coverage", case, Measurement("text", "bundle", case, "there")
-        yield "coverage", "attention nodes in the graph", _count("bundle", result.contents["attention"])
-        yield "size", "graph", _bytes("bundle", result.contents["graph_bytes"])
-    axes = (result.model.spec or {}).get("axes")
+        yield "coverage", "attention nodes in the graph", _count("bundle", result.contents.attention)
+        yield "size", "graph", _bytes("bundle", result.contents.graph_bytes)
+    axes = _spec(result).get("axes")
     for axis, sizes in (axes if isinstance(axes, dict) else {}).items():
         span = ":".join(map(str, sizes.values())) if isinstance(sizes, dict) else str(sizes)
         yield "coverage", f"axis {axis}", _as_measurement("range", "model", span)
 
 
-def _measure_load(result: Result, names: Mapping[str, str]) -> Measured:
+def _measure_load(result: ModelResult, names: Mapping[str, str]) -> Measured:
     """Requests of many clients to a server, and calls on several streams."""
     for load in result.serving or ():
         owner, place = "server", f"server, {plural(load.clients, 'client')}"
@@ -421,7 +417,7 @@ def _measure_load(result: Result, names: Mapping[str, str]) -> Measured:
         yield "latency", place, Measurement("growth", owner, each_us, shown)
 
 
-def _measure_engine(engine: Any, name: str) -> Measured:
+def _measure_engine(engine: EngineRecord, name: str) -> Measured:
     owner = f"engine {name}"
     for node in engine.nodes or ():
         profile = "" if node.profile is None else f", profile {node.profile}"
@@ -445,10 +441,10 @@ def _measure_engine(engine: Any, name: str) -> Measured:
         yield "build time", name, Measurement("growth", owner, engine.seconds, shown, noise)
 
 
-def _environment(result: Result, names: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    yield "weights", result.model.weights or ""
-    yield "bundle", (result.model.bundle_sha256 or "")[:12]
-    for attribute, value in (result.model.spec or {}).items():
+def _environment(result: ModelResult, names: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    yield "weights", result.model.weights if result.model else ""
+    yield "bundle", result.model.bundle_sha256[:12] if result.model else ""
+    for attribute, value in _spec(result).items():
         if attribute != "axes":
             yield f"model: {attribute}", str(value)
     for engine in result.engines or ():
@@ -457,15 +453,19 @@ def _environment(result: Result, names: Mapping[str, str]) -> Iterator[tuple[str
         yield f"{name}: attention", engine.attention or ""
         yield f"{name}: plugins", ", ".join(engine.plugins or ())
     # A budget for accumulation in FP16 is wider: the same error is then judged less strictly.
-    kinds = {_without_version(run.backend): run.accumulation or {} for run in result.parity or ()}
+    kinds = {_without_version(run.backend): run.accumulation.type for run in result.parity or ()}
     for backend, kind in kinds.items():
-        yield f"{backend}: accumulates in", str(kind.get("type", ""))
+        yield f"{backend}: accumulates in", kind
     here = result.environment
     if here is not None:
-        yield "GPU", str(here.gpu.get("name")) if here.gpu else "none"
+        yield "GPU", here.gpu.name if here.gpu else "none"
         yield "driver", here.driver or "none"
         yield "platform", here.platform or ""
         yield from (here.versions or {}).items()
+
+
+def _spec(result: ModelResult) -> Mapping[str, Any]:
+    return result.model.spec if result.model else {}
 
 
 def _as_measurement(kind: str, owner: str, value: Any) -> Measurement:
@@ -498,7 +498,7 @@ def _share(owner: str, found: Any, noise: float = 0.0) -> Measurement:
     return Measurement("share", owner, used, shown, noise, found.outcome, **about)
 
 
-def _time(owner: str, row: Any, rebuild_noise: float) -> Measurement:
+def _time(owner: str, row: LatencyRowRecord, rebuild_noise: float) -> Measurement:
     timing = row.timing
     if timing is None:
         return Measurement("growth", owner, None, f"not timed: {row.refused or 'no reason was given'}")
@@ -510,7 +510,7 @@ def _time(owner: str, row: Any, rebuild_noise: float) -> Measurement:
     return Measurement("growth", owner, timing.p50_us, shown, noise, doubt="; ".join(doubts))
 
 
-def _tails(owner: str, row: Any) -> Iterator[tuple[str, Measurement]]:
+def _tails(owner: str, row: LatencyRowRecord) -> Iterator[tuple[str, Measurement]]:
     """p90 and p99, each with the spread of the samples above p90."""
     timing = row.timing
     if timing is not None:
@@ -831,7 +831,7 @@ def compare(old: Any, new: Any, limits: Limits | None = None) -> Comparison:
         else:
             found = [Change("coverage", "model", IMPROVEMENT, NOTHING, "there", "new")]
         either: Any = first or second
-        name = f"{either.model.name} {either.model.precision}"
+        name = f"{either.name} {either.precision}"
         name = f"{name}, {either.place}" if either.place else name
         changes += [replace(change, model=name) for change in found]
     if not changes:
@@ -842,30 +842,29 @@ def compare(old: Any, new: Any, limits: Limits | None = None) -> Comparison:
 _GONE = "no longer measured"
 
 
-def _not_the_same(old: Result, new: Result) -> dict[str, tuple[str, str]]:
+def _not_the_same(old: ModelResult, new: ModelResult) -> dict[str, tuple[str, str]]:
     """What makes two results incomparable: another model, precision or GPU, with both values."""
     found = {}
-    models, specs = ([getattr(each.model, name) for each in (old, new)] for name in ("name", "spec"))
-    one, two = (dict(each or {}) for each in specs)
+    models, (one, two) = [each.name for each in (old, new)], [_spec(each) for each in (old, new)]
     own = (one.keys() & two.keys()) - {"axes", "name", "summary", "factory", "weight_bytes", "cache"}
     if models[0] != models[1]:
         found["model"] = models[0], models[1]
     elif differing := sorted(key for key in own if one[key] != two[key]):
         texts = (", ".join(f"{key} {each[key]}" for key in differing) for each in (one, two))
         found["model"] = next(texts), next(texts)
-    if old.model.precision != new.model.precision:
-        found["precision"] = old.model.precision, new.model.precision
+    if old.precision != new.precision:
+        found["precision"] = old.precision, new.precision
     gpus = [_gpu_of(each) for each in (old, new)]
     if all(gpus) and gpus[0] != gpus[1]:
         found["GPU"] = gpus[0], gpus[1]
     return found
 
 
-def _gpu_of(result: Result) -> str:
+def _gpu_of(result: ModelResult) -> str:
     """The GPU that times were measured on, or else the one of the machine; empty without one."""
     timed = result.latency.gpu if result.latency else None
     here = result.environment.gpu if result.environment else None
-    return str(timed or (here or {}).get("name") or "")
+    return timed or (here.name if here else "")
 
 
 def _depends_on(other: Mapping[str, Any]) -> frozenset[str]:
@@ -875,7 +874,7 @@ def _depends_on(other: Mapping[str, Any]) -> frozenset[str]:
     return frozenset({"latency", "build time", "size"} if other else ())
 
 
-def _gap_changes(old: Result, new: Result, names: Mapping[str, str]) -> Iterator[Change]:
+def _gap_changes(old: ModelResult, new: ModelResult, names: Mapping[str, str]) -> Iterator[Change]:
     """What is not verified, thing by thing: how much it is says nothing."""
     gaps: list[dict[Any, Gap]] = []
     for result, renamed in ((old, {}), (new, names)):
@@ -899,7 +898,7 @@ def _gap_changes(old: Result, new: Result, names: Mapping[str, str]) -> Iterator
             yield Change("coverage", subject, level, *shown)
 
 
-def _with_old_names(old: Result, new: Result) -> Result:
+def _with_old_names(old: ModelResult, new: ModelResult) -> ModelResult:
     """The new result with attentions named as in the old one: an exporter may call them otherwise.
 
     Those of one name belong together; of the others the first and the first, in the order of the graph, where
@@ -928,7 +927,7 @@ def _with_old_names(old: Result, new: Result) -> Result:
     return structs.replace(new, parity=runs, engines=engines, range=ranges)
 
 
-def _attentions(result: Result) -> list[str]:
+def _attentions(result: ModelResult) -> list[str]:
     """The names of all attentions, in the order of the graph."""
     nodes = [node.node for engine in result.engines or () for node in engine.nodes or ()]
     nodes += [node.node for node in result.range.nodes] if result.range else []
@@ -937,17 +936,19 @@ def _attentions(result: Result) -> list[str]:
     return list(dict.fromkeys(filter(None, nodes)))
 
 
-def _pairs(old: Sequence[Result], new: Sequence[Result]) -> Iterator[tuple[Result | None, Result | None]]:
+def _pairs(
+    old: Sequence[ModelResult], new: Sequence[ModelResult]
+) -> Iterator[tuple[ModelResult | None, ModelResult | None]]:
     """Results of the same model, precision and place; then of the same model and place; then the only two."""
     left, right = list(old), list(new)
     if len(left) == len(right) == 1:
         yield left[0], right[0]
         return
 
-    def exact(each: Result) -> tuple[str, ...]:
-        return each.model.name, each.model.precision, each.place
+    def exact(each: ModelResult) -> tuple[str, ...]:
+        return each.name, each.precision, each.place
 
-    for key in (exact, lambda each: (each.model.name, each.place)):
+    for key in (exact, lambda each: (each.name, each.place)):
         for first in list(left):
             alike = [each for each in right if key(each) == key(first)]
             if len(alike) == 1:
@@ -958,7 +959,7 @@ def _pairs(old: Sequence[Result], new: Sequence[Result]) -> Iterator[tuple[Resul
     yield from ((None, second) for second in right)
 
 
-def _changes(old: Result, new: Result, limits: Limits) -> list[Change]:
+def _changes(old: ModelResult, new: ModelResult, limits: Limits) -> list[Change]:
     names: dict[str, str] = {}
     engines: list[Any] = [each.engines or () for each in (old, new)]
     if len(engines[0]) == len(engines[1]) == 1:  # whatever the only engine is called

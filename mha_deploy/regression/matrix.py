@@ -32,7 +32,7 @@ from mha_deploy.bundle.folder import MANIFEST, open_bundle, sha256
 from mha_deploy.engine.build import engine_from_bundle
 from mha_deploy.engine.engine import first_gpu, parse_ranges, reasons_not_to_run
 from mha_deploy.errors import BackendUnavailable, DeployError, nearest
-from mha_deploy.files import PathPart, check_plain, read_json, read_regular
+from mha_deploy.files import PathPart, as_plain, check_plain, read_json, read_regular
 from mha_deploy.model.catalog import find_spec, is_factory
 from mha_deploy.options import EngineOptions, ValidateOptions
 from mha_deploy.output import (
@@ -50,15 +50,19 @@ from mha_deploy.process import python_command, run, start, variables
 from mha_deploy.regression.record import append_lines, build_line
 from mha_deploy.report import SavableResult
 from mha_deploy.report.page import sections_page
-from mha_deploy.report.schema import as_plain, check_report
 from mha_deploy.report.table import Cell, RawRow, Table, markdown, number, table
 from mha_deploy.runtime.child import RuntimeCrash, isolation
 from mha_deploy.runtime.runner import error_line
 from mha_deploy.runtime.tensorrt.versions import load
 from mha_deploy.status import Outcome, Severity, Word
 from mha_deploy.text import plural, short, size
+from mha_deploy.validate.records import (
+    check_report,
+    engine_records,
+    model_record,
+    report_header,
+)
 from mha_deploy.validate.run import validate_bundle
-from mha_deploy.validate.verdict import engines_to_dict, model_to_dict, report_header
 
 # -- The plan --------------------------------------------------------------------------------------
 
@@ -253,13 +257,15 @@ def run_cell(request: Mapping[str, Any], files: Mapping[str, bytes] | None = Non
             engine = engine_from_bundle(bundle, options)
             plan, why = engine.manifest.engine_sha256, "; ".join(reasons_not_to_run(engine))
             if why:
-                status, engines = CellStatus.NOT_VERIFIED, engines_to_dict([engine], (), ())
-                engines = [{**each, "why_not": why} for each in engines]
-                report = {**report_header(), "model": model_to_dict(bundle), "engines": engines}
+                status, engines = (
+                    CellStatus.NOT_VERIFIED,
+                    engine_records([engine], (), {engine.path.stem: why}),
+                )
+                report = as_plain({**report_header(), "model": model_record(bundle), "engines": engines})
             else:  # the graph is the same in every cell: only the engine is judged, and timed
                 found = validate_bundle(bundle, ValidateOptions(backends=(engine.path.stem,), sweep=False))
                 status = CellStatus(found.outcome.value)
-                why, report = found.headline, found.to_dict()
+                why, report = found.headline, as_plain(found.record)
     except DeployError as error:
         kinds = {
             RuntimeCrash: CellStatus.CRASHED,

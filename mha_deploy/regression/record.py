@@ -9,7 +9,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, Literal, TypedDict
@@ -19,14 +19,13 @@ from msgspec import Struct
 
 from mha_deploy.bundle.folder import Bundle
 from mha_deploy.errors import BackendUnavailable, DeployError
-from mha_deploy.files import check_plain, read_regular, refuse_duplicates
+from mha_deploy.files import as_plain, check_plain, read_regular, refuse_duplicates
 from mha_deploy.output import append_file, check_file
 from mha_deploy.process import run
-from mha_deploy.report.schema import as_plain
 from mha_deploy.status import Outcome, Reason
 from mha_deploy.text import reason_text, short, sizes_text
 from mha_deploy.validate.bench import ModelBench
-from mha_deploy.validate.verdict import model_to_dict, report_header
+from mha_deploy.validate.records import EnvironmentRecord, model_record, report_header
 
 _LOW_CLOCK = 0.95
 
@@ -134,21 +133,21 @@ def bench_lines(benches: Sequence[ModelBench], command: Sequence[str] | None = N
                     data |= {
                         "samples_us": [round(sample, 4) for sample in row.timing.samples_us],
                         "timing": {name: getattr(row.timing, name) for name in kept},
-                        "conditions": asdict(row.timing.conditions),
+                        "conditions": msgspec.structs.asdict(row.timing.conditions),
                         "kernels": [(k.name, k.calls, round(k.microseconds, 3)) for k in row.kernels],
                     }
                 data |= {"kind": "time", "backend": row.backend, "parity": _parity(row.refused)}
                 found.append(_line(bench, row.name, {**shared, **data}))
         for load in bench.throughput:
-            rates = {key: load.to_dict()[key] for key in ("streams", "per_second", "p50_us", "p99_us")}
+            rates = {key: getattr(load, key) for key in ("streams", "per_second", "p50_us", "p99_us")}
             data = {"case": load.case, "sizes": dict(load.sizes), "timing": rates, "kind": "throughput"}
-            data |= {"backend": backends[load.name], "parity": _parity(load.refused)}
+            data |= {"backend": backends[load.name], "parity": _parity(load.reason)}
             found.append(_line(bench, load.name, {**shared, **data}))
     return found
 
 
 def _line(bench: ModelBench, runtime: str, data: Mapping[str, Any]) -> Line:
-    model = model_to_dict(bench.bundle)
+    model = model_record(bench.bundle)
     manifest = next((each.manifest for each in bench.engines if each.path.stem == runtime), None)
     about = manifest and {
         "name": runtime,
@@ -159,7 +158,7 @@ def _line(bench: ModelBench, runtime: str, data: Mapping[str, Any]) -> Line:
         "attention": f"{manifest.attention['chosen']}, {manifest.attention['accumulate']}",
         "fused": list(manifest.fused_count),
     }
-    of_model = {"model": model["name"], **{key: model[key] for key in ("precision", "bundle_sha256")}}
+    of_model = {"model": model.name, "precision": model.precision, "bundle_sha256": model.bundle_sha256}
     place = {"bundle": str(bench.bundle.path), "runtime": runtime, "engine": about}
     return msgspec.convert(as_plain({**data, **of_model, **place}), Line)
 
@@ -167,16 +166,16 @@ def _line(bench: ModelBench, runtime: str, data: Mapping[str, Any]) -> Line:
 def _shared(command: Sequence[str] | None = None) -> dict[str, Any]:
     """What all lines of a process share."""
     known = report_header()
-    here = known["environment"]
+    here: EnvironmentRecord = known["environment"]
     return {
         "run": uuid.uuid4().hex,
         "created": known["created"],
         "commit": _commit(),
         "command": ["mha-deploy", *sys.argv[1:]] if command is None else list(command),
-        "versions": here["versions"],
+        "versions": here.versions,
         "platform": f"{platform.system()} {platform.machine()}, {' '.join(platform.libc_ver())}",
-        "gpu": here["gpu"]["name"] if here["gpu"] else "",
-        "driver": here["driver"] or "",
+        "gpu": here.gpu.name if here.gpu else "",
+        "driver": here.driver or "",
     }
 
 
@@ -310,7 +309,7 @@ def replay_line(
     line: Line, alike: Sequence[Line], bundle: Bundle, bench: Callable[..., ModelBench], tolerance: float
 ) -> Replay:
     """Measure a line again with `bench`, which takes options, and judge whether it agrees with all alike."""
-    if model_to_dict(bundle)["bundle_sha256"] != line.bundle_sha256:
+    if model_record(bundle).bundle_sha256 != line.bundle_sha256:
         got, hint = f"{bundle.path}, not {line.bundle_sha256[:12]}", f"export again: {' '.join(line.command)}"
         raise DeployError("The line was measured with another bundle.", got=got, hint=hint)
     sizes = ",".join(f"{axis}={size}" for axis, size in line.sizes.items())

@@ -1,4 +1,4 @@
-"""Results for people: the schema of `report.json`, tables, charts, the page, and the files of a result."""
+"""Results for people: tables, charts, the page, and the files of a result."""
 
 from __future__ import annotations
 

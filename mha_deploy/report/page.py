@@ -16,7 +16,6 @@ from mha_deploy.output import GENERATOR
 from mha_deploy.report import charts
 from mha_deploy.report import table as tables
 from mha_deploy.report.charts import Data, Look
-from mha_deploy.report.schema import plain_bench, plain_report
 from mha_deploy.status import Outcome
 from mha_deploy.text import (
     NOTHING,
@@ -29,9 +28,9 @@ from mha_deploy.text import (
     sizes_text,
     summarize_names,
     times,
-    without_numbers,
     yes_no,
 )
+from mha_deploy.validate.records import plain_bench, plain_report
 
 Part = tuple[str, Any]
 """The kind of a part, as `parts.html.j2` lists them, and its value; a part without a value is left out."""
@@ -116,12 +115,17 @@ def _fp16_range(found: Data) -> list[Part]:
     if not found["nodes"]:
         return [("text", "The graph has no attention node to measure.")]
     reasons = []
-    for alike in group_by(found["nodes"], lambda node: without_numbers(_range_words(node))):
+    for alike in group_by(found["nodes"], _range_kinds):
         if len(set(map(_range_words, alike))) > 1:  # the numbers that are shown are those of the worst
             alike.sort(key=lambda node: float("inf") if node["headroom"] is None else node["headroom"])
         if words := _range_words(alike[0]):
             reasons.append((summarize_names([node["node"] for node in alike]), f": {words}"))
     return [("table", tables.range_table(found["nodes"])), ("reasons", reasons)]
+
+
+def _range_kinds(node: Data) -> tuple[object, ...]:
+    """What is found of a node, without the numbers."""
+    return tuple((each["status"], each["kind"], each["name"], *each["numbers"]) for each in node["findings"])
 
 
 def _range_words(node: Data) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,25 +27,6 @@ from mha_deploy.text import (
 )
 
 Data = Mapping[str, Any]
-
-
-def as_plain(value: Any) -> Any:
-    """The same data as JSON can hold it; a number that is not finite becomes null.
-
-    A name from a file system may hold bytes that are no text; they are spelled out, since no UTF-8 file can
-    hold them.
-    """
-    if isinstance(value, str):
-        return value.encode("utf-8", "backslashreplace").decode("utf-8")
-    if hasattr(value, "tolist"):  # of NumPy
-        return as_plain(value.tolist())
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {as_plain(str(key)): as_plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [as_plain(item) for item in value]
-    return value
 
 
 @dataclass(frozen=True, kw_only=True)

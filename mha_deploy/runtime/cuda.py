@@ -6,12 +6,14 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from msgspec import Struct
 
 from mha_deploy.environment import gpus_are_hidden
 from mha_deploy.errors import BackendUnavailable, DeployError
+from mha_deploy.status import means
 
 # -- Buffers, streams, events and graphs, through NVIDIA's `cuda-bindings` -------------------------
 
@@ -304,16 +306,17 @@ _HELD_BACK = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Conditions:
+class Conditions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The state of the GPU as NVML reports it; None where it does not."""
 
-    sm_mhz: int | None = None
-    sm_mhz_max: int | None = None
-    memory_mhz: int | None = None
-    temperature_c: int | None = None
-    power_w: float | None = None
-    throttled_by: tuple[str, ...] = ()  # why the clocks were throttled; empty where they were not
+    sm_mhz: Annotated[
+        float | None, means("clock of the multiprocessors, MHz; null where NVML did not report it")
+    ] = None
+    sm_mhz_max: Annotated[float | None, means("the highest that the card goes to, MHz; null as above")] = None
+    memory_mhz: Annotated[float | None, means("clock of the memory, MHz; null as above")] = None
+    temperature_c: Annotated[float | None, means("temperature of the GPU, °C; null as above")] = None
+    power_w: Annotated[float | None, means("power drawn, W; null as above")] = None
+    throttled_by: Annotated[tuple[str, ...], means("why the clocks were lower than they could be")] = ()
 
 
 def read_conditions(gpu: Gpu) -> Conditions:

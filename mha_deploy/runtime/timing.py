@@ -11,13 +11,15 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import cycle, pairwise
-from typing import Any
+from typing import Annotated
 
 import numpy as np
+from msgspec import Meta, Struct
 
 from mha_deploy.runtime.cuda import Conditions, Event, Gpu, Stream, read_conditions
+from mha_deploy.status import means
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -64,20 +66,45 @@ class Timing:
         """The median."""
         return self.percentile(0.5)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        kept = {name: value for name, value in vars(self).items() if name not in ("results", "samples_us")}
-        figures = {f"p{int(100 * q)}_us": self.percentile(q) for q in (0.5, 0.9, 0.99)}
-        return {**figures, "samples": len(self.samples_us), **kept, "conditions": asdict(self.conditions)}
+    @property
+    def record(self) -> TimingRecord:
+        """What a report stores: percentiles in place of the samples."""
+        p50, p90, p99 = (self.percentile(share) for share in (0.5, 0.9, 0.99))
+        kept = {name: getattr(self, name) for name in TimingRecord.__struct_fields__ if hasattr(self, name)}
+        return TimingRecord(p50_us=p50, p90_us=p90, p99_us=p99, samples=len(self.samples_us), **kept)
 
 
-@dataclass(frozen=True, kw_only=True)
-class KernelTime:
+Time = Annotated[float, Meta(gt=0)]
+
+
+class TimingRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The time of one call, as a report stores it."""
+
+    p50_us: Annotated[Time, means("median time of one call, µs")]
+    p90_us: Annotated[Time, means("time that 90 % of the samples did not exceed, µs")]
+    p99_us: Annotated[Time, means("time that 99 % of the samples did not exceed, µs")]
+    samples: Annotated[int, means("how many samples")]
+    calls_per_sample: Annotated[int, means("calls in one sample; a sample is their mean")]
+    slots: Annotated[int, means("copies of the inputs that the calls rotated through")]
+    graph: Annotated[bool, means("whether the calls were launches of a CUDA graph")]
+    why_no_graph: Annotated[
+        str | None, means("why they were not although they should have been; null otherwise")
+    ]
+    stable: Annotated[bool, means("whether warming up ended with rounds that agreed")]
+    host_us: Annotated[float | None, means("host time of one launch, µs; null where it was not measured")]
+    gpu: Annotated[str, means("the GPU")]
+    conditions: Annotated[Conditions, means("clocks, temperature and power while it ran")]
+    memory_bytes: Annotated[
+        int | None, means("device memory allocated for it, bytes; null where that is not known")
+    ]
+
+
+class KernelTime(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One kernel: how often it runs in one call of the layer, and the device time of those runs together."""
 
-    name: str
-    calls: float
-    microseconds: float
+    name: Annotated[str, means("name of the kernel")]
+    calls: Annotated[float, means("how often one call launches it")]
+    microseconds: Annotated[float, means("its time in one call, µs")]
 
 
 def slots_past_cache(call_bytes: int, l2_bytes: int) -> int:

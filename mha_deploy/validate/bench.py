@@ -6,6 +6,8 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from msgspec import structs
+
 from mha_deploy.analyze import cost
 from mha_deploy.bundle.cases import GoldenCase, golden_cases
 from mha_deploy.bundle.folder import Bundle
@@ -15,39 +17,24 @@ from mha_deploy.model.spec import Axis, ModelSpec
 from mha_deploy.options import BenchOptions
 from mha_deploy.runtime import child
 from mha_deploy.runtime.cuda import open_gpu
-from mha_deploy.runtime.gpu import Throughput, measure_throughput
+from mha_deploy.runtime.gpu import measure_throughput
 from mha_deploy.runtime.timing import TimingPlan
 from mha_deploy.status import Kind, Outcome, Reason
 from mha_deploy.text import reason_text
 from mha_deploy.validate import evaluate, runtimes
 from mha_deploy.validate.evaluate import WRONG, Evaluation, EvaluationPlan, LatencyPoint, OnStep
+from mha_deploy.validate.records import (
+    BenchRecord,
+    ThroughputRecord,
+    TimesRecord,
+    model_record,
+    report_header,
+)
 from mha_deploy.validate.runtimes import Runtime, RuntimeFinder, Unavailable
-from mha_deploy.validate.verdict import engines_to_dict, latency_to_dict, model_to_dict, report_header
+from mha_deploy.validate.verdict import engines_in, latency_record
 
 _MOST_STEPS = 6  # a grid has at most this many batches and as many lengths
 _ORACLE_CACHE_BYTES = 16 << 30  # what the cache of a grid's point may take in the memory of an FP64 oracle
-
-
-@dataclass(frozen=True, kw_only=True)
-class ThroughputRow:
-    """Calls per second of one runtime at one size, or why there are none."""
-
-    case: str
-    sizes: Mapping[str, int]
-    name: str
-    family: str
-    measured: Throughput | None = None
-    refused: Reason | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; see docs/report.md."""
-        names = ("streams", "per_second", "p50_us", "p99_us")
-        return {
-            **{name: getattr(self, name) for name in ("case", "name", "family")},
-            "refused": self.refused and reason_text(self.refused),
-            "sizes": dict(self.sizes),
-            **{name: getattr(self.measured, name, None) for name in names},
-        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,14 +46,15 @@ class ModelBench:
     evaluations: tuple[Evaluation, ...]  # every runtime that could be opened
     absent: tuple[Unavailable, ...]  # the runtimes that did not take part, and why
     points: tuple[LatencyPoint, ...]  # the times, one point for every set of sizes
-    throughput: tuple[ThroughputRow, ...] = ()  # calls per second on several streams, where requested
+    throughput: tuple[ThroughputRecord, ...] = ()  # calls per second on several streams, where requested
 
     @property
     def wrong(self) -> bool:
         """Whether an engine gave a wrong answer anywhere."""
-        rows: list[Any] = [*self.throughput, *(row for point in self.points for row in point.rows)]
-        refused = [row.refused for row in rows if row.family == runtimes.TENSORRT and row.refused]
-        return any(reason.kind in WRONG for reason in refused)
+        rows = [row for point in self.points for row in point.rows if row.family == runtimes.TENSORRT]
+        loads = [row for row in self.throughput if row.family == runtimes.TENSORRT]
+        reasons = [*(row.refused for row in rows), *(row.reason for row in loads)]
+        return any(reason.kind in WRONG for reason in reasons if reason is not None)
 
     @property
     def outcome(self) -> Outcome:
@@ -75,21 +63,22 @@ class ModelBench:
         timed = [row for row in rows if row.family == runtimes.TENSORRT and row.timing is not None]
         return Outcome.FAILED if self.wrong else Outcome.PASSED if timed else Outcome.NOT_VERIFIED
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; see docs/report.md."""
-        return {
-            "model": model_to_dict(self.bundle),
-            "engines": engines_to_dict(self.engines, self.absent, self.evaluations),
-            "latency": latency_to_dict(self.points),
-            "throughput": [row.to_dict() for row in self.throughput],
-        }
+    @property
+    def record(self) -> TimesRecord:
+        """What a benchmark stores."""
+        return TimesRecord(
+            model=model_record(self.bundle),
+            engines=engines_in(self.engines, self.absent, self.evaluations),
+            latency=latency_record(self.points),
+            throughput=self.throughput,
+        )
 
 
-def bench_to_dict(benches: Sequence[ModelBench]) -> dict[str, Any]:
-    """Plain data for JSON; see docs/report.md."""
+def bench_record(benches: Sequence[ModelBench]) -> BenchRecord:
+    """What `bench.json` stores."""
     absent = [(bench.bundle.manifest.spec.name, each) for bench in benches for each in bench.absent]
-    notes = list(dict.fromkeys(f"{name}: {each.sentence}" for name, each in absent))
-    return {**report_header(), "models": [bench.to_dict() for bench in benches], "notes": notes}
+    notes = tuple(dict.fromkeys(f"{name}: {each.sentence}" for name, each in absent))
+    return BenchRecord(**report_header(), models=tuple(bench.record for bench in benches), notes=notes)
 
 
 def bench_bundle(
@@ -114,12 +103,13 @@ def bench_bundle(
         kernels=options.kernels,
     )
     evaluated, rows = evaluate.evaluate_all(found, plan, on_step, strict=bool(options.backends))
-    loads = list[ThroughputRow]()
+    loads = list[ThroughputRecord]()
     for runtime, timed in zip(found, rows, strict=True) if options.streams else ():
         for case in plan.timed:
-            row = ThroughputRow(case=case.name, sizes=case.sizes, name=runtime.name, family=runtime.family)
+            about: dict[str, Any] = {"case": case.name, "sizes": dict(case.sizes)}
+            row = ThroughputRecord(**about, name=runtime.name, family=runtime.family)
             if refused := timed[case.name].refused:
-                loads.append(replace(row, refused=refused))
+                loads.append(_refused(row, refused))
                 continue
             on_step(f"throughput of {runtime.name}: {case.name}")
             loads += _on_streams(runtime, row, case, plan, options.streams)
@@ -133,9 +123,13 @@ def bench_bundle(
     )
 
 
+def _refused(row: ThroughputRecord, reason: Reason) -> ThroughputRecord:
+    return structs.replace(row, reason=reason, refused=reason_text(reason))
+
+
 def _on_streams(
-    runtime: Runtime, row: ThroughputRow, case: GoldenCase, plan: EvaluationPlan, streams: Sequence[int]
-) -> Iterator[ThroughputRow]:
+    runtime: Runtime, row: ThroughputRecord, case: GoldenCase, plan: EvaluationPlan, streams: Sequence[int]
+) -> Iterator[ThroughputRecord]:
     """A runtime that was right by itself, on several streams; judged again under that load."""
     family = child.PYTORCH if runtime.family == runtimes.PYTORCH else runtime.family
     call = (measure_throughput, runtime.open, dict(case.inputs), tuple(streams))
@@ -143,14 +137,15 @@ def _on_streams(
         step = f"running on {max(streams)} streams"
         found = child.call_isolated(family, *call, title=runtime.name, step=step)
     except DeployError as error:
-        yield replace(row, refused=Reason(kind=Kind.NOT_TIMED, got=error.in_one_line))
+        yield _refused(row, Reason(kind=Kind.NOT_TIMED, got=error.in_one_line))
         return
     for each in found:
         if problem := evaluate.problem_of(case, each.results, plan.precision):
             numbers = {"streams": each.streams}
-            yield replace(row, refused=Reason(kind=Kind.WRONG_ON_STREAMS, got=problem, numbers=numbers))
+            yield _refused(row, Reason(kind=Kind.WRONG_ON_STREAMS, got=problem, numbers=numbers))
         else:
-            yield replace(row, measured=replace(each, results=()))
+            names = ("streams", "per_second", "p50_us", "p99_us")
+            yield structs.replace(row, **{name: getattr(each, name) for name in names})
 
 
 def _cases(bundle: Bundle, options: BenchOptions) -> list[GoldenCase]:

@@ -10,12 +10,13 @@ attribute for the lower right corner (the last query attends to the last key). I
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import onnx_ir as ir
+from msgspec import Struct
 
 from mha_deploy.engine.build import engine_opener
 from mha_deploy.engine.engine import first_gpu
@@ -33,7 +34,7 @@ from mha_deploy.runtime import open_runner
 from mha_deploy.runtime.cuda import find_gpu
 from mha_deploy.runtime.runner import Runner
 from mha_deploy.runtime.tensorrt.versions import load
-from mha_deploy.status import Outcome
+from mha_deploy.status import Outcome, Word, derive, means
 from mha_deploy.validate.runtimes import torch_device
 
 SENTINEL = -1e4
@@ -55,7 +56,7 @@ class MaskInput:
 
 
 @dataclass(frozen=True)
-class Case:
+class MaskCase:
     """One case: its name and what it tests; `diagnostic` for a feature that a lowering may avoid."""
 
     name: str
@@ -92,9 +93,9 @@ class Case:
 
 
 _SCATTERED, _ONE_ROW = MaskInput("scattered"), MaskInput("padding", axes="B 1 1 T")
-_causal, _wide = partial(Case, is_causal=True), partial(Case, S=_SHORT)
+_causal, _wide = partial(MaskCase, is_causal=True), partial(MaskCase, S=_SHORT)
 
-CASES: tuple[Case, ...] = (
+CASES: tuple[MaskCase, ...] = (
     _causal("causal", "is_causal, as many queries as keys"),
     _causal("causal-wide", "is_causal, fewer queries than keys: upper left", S=_SHORT),
     _causal("causal-tall", "is_causal, more queries than keys: upper left", T=_SHORT),
@@ -116,7 +117,7 @@ CASES: tuple[Case, ...] = (
     _wide("masked-blocks", "every key of the first blocks of 64 or 128 is masked, as by left padding",
           MaskInput("left-padding", axes="B 1 S T"), T=_BLOCKS),
     _wide("masked-blocks-inf", "the same by -inf", MaskInput("left-padding", "-inf", "B 1 S T"), T=_BLOCKS),
-    Case("gqa-mask", "grouped heads under a mask for every query head", _SCATTERED, Hq=4),
+    MaskCase("gqa-mask", "grouped heads under a mask for every query head", _SCATTERED, Hq=4),
     _wide("broadcast-queries", "padding mask that broadcasts over the queries", _ONE_ROW),
     _wide("broadcast-2d", "mask of queries and keys only", MaskInput("scattered", axes="S T")),
     _causal("causal-broadcast", "is_causal and a padding mask that broadcasts over the queries", _ONE_ROW),
@@ -126,7 +127,7 @@ CASES: tuple[Case, ...] = (
 """Every case, in the order of the table."""
 
 
-def case_model(case: Case, precision: Precision) -> ir.Model:
+def case_model(case: MaskCase, precision: Precision) -> ir.Model:
     """The canonical graph of a case."""
     dtype = ir.DataType.from_numpy(precision.numpy)
     kinds = {"mask": ir.DataType.BOOL} if case.mask is not None and case.mask.kind == "bool" else {}
@@ -168,7 +169,7 @@ UPPER_LEFT, LOWER_RIGHT, FIRST_ROW, NOWHERE = "upper-left", "lower-right", "firs
 class MaskTrial:
     """One case in one precision; `arrays` are `q`, `k`, `v`, and `mask` where the case has one."""
 
-    case: Case
+    case: MaskCase
     precision: Precision
     arrays: Mapping[str, np.ndarray]
 
@@ -254,7 +255,7 @@ class MaskTrial:
         return bias if causal == NOWHERE else np.where(np.arange(case.T) <= last[causal], bias, -np.inf)
 
 
-def draw_trial(case: Case, precision: Precision, seed: int) -> MaskTrial:
+def draw_trial(case: MaskCase, precision: Precision, seed: int) -> MaskTrial:
     """Draw the inputs of a case; a case has the same numbers whatever other cases there are."""
     rng = np.random.default_rng([seed, *case.name.encode()])
     arrays = {role: rng.standard_normal(shape) for role, shape in case.shapes.items() if role != "mask"}
@@ -265,7 +266,7 @@ def draw_trial(case: Case, precision: Precision, seed: int) -> MaskTrial:
     return MaskTrial(case=case, precision=precision, arrays=rounded)
 
 
-def _draw_mask(case: Case, mask: MaskInput, rng: np.random.Generator) -> np.ndarray:
+def _draw_mask(case: MaskCase, mask: MaskInput, rng: np.random.Generator) -> np.ndarray:
     shape, keys, queries = case.shapes["mask"], np.arange(case.T), np.arange(case.S)[:, None]
     # Each batch element after the first is shorter.
     lengths = case.T - np.arange(case.B) * (case.T // (case.B + 1))
@@ -292,18 +293,32 @@ def _draw_mask(case: Case, mask: MaskInput, rng: np.random.Generator) -> np.ndar
 Answer = np.ndarray | DeployError
 """What a runtime answers to a trial: the output [B, S, Hq·D], or the error with which it refused."""
 
-CONFORMS, WRONG, CELL_REFUSED, ABSENT = "conforms", "wrong", "refused", "absent"
 _OF_MASKED = "for fully masked queries"
 
 
-@dataclass(frozen=True)
-class MaskVerdict:
+class Conformance(Word):
+    """How a runtime treats a mask."""
+
+    CONFORMS = "conforms"
+    WRONG = "wrong"
+    REFUSED = "refused"
+    ABSENT = "absent"  # the runtime is not here
+
+
+CONFORMS, WRONG, CELL_REFUSED, ABSENT = Conformance
+
+
+class MaskVerdict(Struct, frozen=True, forbid_unknown_fields=True):
     """How one runtime treats one case."""
 
-    status: str  # `conforms`, `wrong`, `refused`, or `absent` where the runtime is not here
-    detail: str = ""  # what is wrong, why it was refused, or what else is worth reporting
-    error: float | None = None  # ‖y − o‖ / ‖o‖ against the oracle, where there are finite numbers to compare
-    share: float | None = None  # the largest share of the error budget that was used; over 1 is wrong
+    status: Annotated[Conformance, means("the result")]
+    detail: Annotated[
+        str, means("what is wrong, why it was refused, or what else there is to say; may be empty")
+    ] = ""
+    error: Annotated[
+        float | None, means("relative L2 against the oracle; null where there were no finite numbers")
+    ] = None
+    share: Annotated[float | None, means("share of the budget that it used; null as `error`")] = None
 
 
 def judge_answer(trial: MaskTrial, answer: Answer) -> MaskVerdict:
@@ -456,45 +471,44 @@ def _raise_if_absent(open_model: Open, error: DeployError) -> None:
 # -- The table: one row for each case, one column for each runtime ---------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class ConformanceTable:
-    """How every runtime treats every case; `cells` are by case name, then by column."""
+class MaskRow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How every runtime treats one case."""
 
-    precision: str
-    seed: int
-    rows: tuple[Case, ...]
-    columns: tuple[str, ...]
-    cells: Mapping[str, Mapping[str, MaskVerdict]]
+    case: Annotated[str, means("short name of the mask")]
+    about: Annotated[str, means("the mask in a few words")]
+    diagnostic: Annotated[bool, means("whether the row only shows what a runtime does by itself")]
+    cells: Annotated[dict[str, MaskVerdict], means("one for every column, by its name")]
+
+
+class ConformanceTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How every runtime treats every case."""
+
+    precision: Annotated[str, means("precision of the graphs")]
+    seed: Annotated[int, means("seed of the inputs")]
+    outcome: Annotated[Outcome, means("failed where a runtime is wrong on a mask")] = Outcome.NOT_VERIFIED
+    columns: Annotated[tuple[str, ...], means("the runtimes by name")]
+    rows: Annotated[tuple[MaskRow, ...], means("the masks")]
+
+    def __post_init__(self) -> None:
+        for index, row in enumerate(self.rows):
+            if set(row.cells) != set(self.columns):
+                raise ValueError(f"rows[{index}].cells: not one for every column")
+        derive(self, outcome=Outcome.passing(not self.wrong))
 
     @property
-    def wrong(self) -> list[tuple[Case, str, MaskVerdict]]:
-        """The answers that are wrong, by case and column.
+    def wrong(self) -> list[tuple[MaskRow, str, MaskVerdict]]:
+        """The answers that are wrong, by row and column.
 
         Diagnostic rows do not count: they show what a runtime does by itself, and what is wrong about that
         is either avoided by its lowering or wrong in another row as well.
         """
-        cells = [(case, *cell) for case in self.rows for cell in self.cells[case.name].items()]
-        return [each for each in cells if each[2].status == WRONG and not each[0].diagnostic]
-
-    @property
-    def outcome(self) -> Outcome:
-        """Failed where a runtime is wrong on a mask."""
-        return Outcome.passing(self.passed)
+        cells = [(row, *cell) for row in self.rows for cell in row.cells.items()]
+        return [each for each in cells if each[2].status is WRONG and not each[0].diagnostic]
 
     @property
     def passed(self) -> bool:
         """Whether no answer is wrong."""
-        return not self.wrong
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        rows = []
-        for case in self.rows:
-            cells = {name: asdict(cell) for name, cell in self.cells[case.name].items()}
-            about = {"case": case.name, "about": case.about, "diagnostic": case.diagnostic}
-            rows.append({**about, "cells": cells})
-        plain = {name: getattr(self, name) for name in ("precision", "seed", "outcome", "columns")}
-        return {**plain, "rows": rows}
+        return self.outcome is Outcome.PASSED
 
 
 def conformance_table(
@@ -502,7 +516,7 @@ def conformance_table(
     precision: Precision,
     *,
     seed: int = 0,
-    cases: Sequence[Case] = CASES,
+    cases: Sequence[MaskCase] = CASES,
     on_column: Callable[[str], None] = lambda name: None,
 ) -> ConformanceTable:
     """Run every case in every runtime, and judge the answers.
@@ -522,8 +536,11 @@ def conformance_table(
         except BackendUnavailable as error:
             for row in cells.values():
                 row[name] = MaskVerdict(ABSENT, error.in_one_line)
-    rows, names = tuple(cases), tuple(columns)
-    return ConformanceTable(precision=precision.name, seed=seed, rows=rows, columns=names, cells=cells)
+    rows = (
+        MaskRow(case=case.name, about=case.about, diagnostic=case.diagnostic, cells=cells[case.name])
+        for case in cases
+    )
+    return ConformanceTable(precision=precision.name, seed=seed, rows=tuple(rows), columns=tuple(columns))
 
 
 # -- The runtimes of this machine as columns of the table ------------------------------------------

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -34,7 +34,7 @@ from mha_deploy.output import append_file, is_result, write_file
 from mha_deploy.runtime.child import RuntimeCrash
 from mha_deploy.runtime.runner import Runner
 from mha_deploy.runtime.user_code import load_function, user_code, where_is
-from mha_deploy.status import EMPTY_ORACLE, Kind, Outcome, Reason
+from mha_deploy.status import EMPTY_ORACLE, Kind, Outcome, Reason, means
 from mha_deploy.validate.decode import admits
 from mha_deploy.validate.runtimes import Runtime, refuse_without_torch, torch_device
 
@@ -47,78 +47,92 @@ Arrays = Mapping[str, np.ndarray]
 class Quantiles(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How a figure is spread over the samples."""
 
-    p50: float
-    p90: float
-    p99: float
-    max: float
+    p50: Annotated[float, means("median over the samples")]
+    p90: Annotated[float, means("90th percentile")]
+    p99: Annotated[float, means("99th percentile")]
+    max: Annotated[float, means("the largest")]
 
 
 class Agreement(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the distributions of logits agree with the reference, over all positions."""
 
-    positions: int
-    top1: float  # share of positions whose largest logit is the reference's
-    top5: float  # share of the reference's five largest that are among the five largest
-    kl: float  # mean Kullback-Leibler divergence from the reference, in nats
-    kl_max: float
+    positions: Annotated[int, means("distributions that were compared")]
+    top1: Annotated[float, means("share of positions whose largest logit is the reference's")]
+    top5: Annotated[float, means("share of the reference's five largest that are among the five largest")]
+    kl: Annotated[float, means("mean Kullback-Leibler divergence from the reference, nats")]
+    kl_max: Annotated[float, means("the largest")]
 
 
 class DataOutput(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One output over all samples."""
 
-    name: str
-    error: Quantiles | None  # relative L2 of every sample; None where nothing could be measured
-    original_error: Quantiles | None  # the original model's own, in its precision
-    agreement: Agreement | None  # of logits
-    original_agreement: Agreement | None
+    name: Annotated[str, means("name of the output")]
+    error: Annotated[
+        Quantiles | None,
+        means(
+            "relative L2 error against the FP64 reference, in the figures of `share`; null where "
+            "none could be measured"
+        ),
+    ]
+    original_error: Annotated[Quantiles | None, means("that of the source model itself, in its precision")]
+    agreement: Annotated[
+        Agreement | None, means("of logits: how they agree with the reference; null for others")
+    ]
+    original_agreement: Annotated[Agreement | None, means("that of the source model itself")]
 
 
 class DataMetric(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The user's own figure: its mean over the samples."""
 
-    name: str
-    samples: int
-    value: float  # of the runtime
-    original: float  # of the original model, in its precision, on the same samples
-    reference: float  # in FP64
+    name: Annotated[str, means("the function")]
+    samples: Annotated[int, means("samples that it was computed for")]
+    value: Annotated[float, means("its mean for the runtime")]
+    original: Annotated[float, means("its mean for the source model itself, in its precision")]
+    reference: Annotated[float, means("its mean for the FP64 reference")]
 
 
 class WorstSample(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One of the samples that came nearest to the budget, or beyond."""
 
-    sample: str
-    outcome: Outcome
-    share: float | None  # of the budget; None without a number
-    output: str | None  # the output that is wrong
-    reason: Reason | None
-    file: str  # which replays it: beside the report
+    sample: Annotated[str, means("name of the sample")]
+    outcome: Annotated[Outcome, means("its verdict")]
+    share: Annotated[float | None, means("share of the budget; null without a number")]
+    output: Annotated[str | None, means("the output that is wrong; null where none is")]
+    reason: Annotated[Reason | None, means("why; see `parity[].verdicts[].reason`")]
+    file: Annotated[str, means("file beside the report that `--data` replays")]
 
 
 class DataRuntime(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One runtime on all samples."""
 
-    runtime: str
-    backend: str
-    outcome: Outcome
-    samples: int  # that it ran
-    failed: int
-    not_verified: int
-    outside: int  # that its profiles do not admit
-    share: Quantiles | None  # of the budget
-    outputs: tuple[DataOutput, ...]
-    metric: DataMetric | None
-    worst: tuple[WorstSample, ...]
+    runtime: Annotated[str, means("name of the runtime")]
+    backend: Annotated[str, means("the same with its version")]
+    outcome: Annotated[Outcome, means("that of all samples")]
+    samples: Annotated[int, means("samples that it ran")]
+    failed: Annotated[int, means("of them, wrong")]
+    not_verified: Annotated[int, means("of them, that show nothing")]
+    outside: Annotated[int, means("samples that its profiles do not admit")]
+    share: Annotated[
+        Quantiles | None, means("the share of the budget that samples use; null where there is no number")
+    ]
+    outputs: Annotated[tuple[DataOutput, ...], means("one for every output")]
+    metric: Annotated[DataMetric | None, means("the user's own figure; null where there is none")]
+    worst: Annotated[
+        tuple[WorstSample, ...], means("the samples that came nearest to their budget, or beyond")
+    ]
 
 
 class DataRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A validation on a user's own data."""
 
-    source: str
-    samples: int  # that were read
-    resumed: int  # of them, computed in an earlier run
-    outside: int  # of them, beyond the axes of the bundle
-    sizes: dict[str, tuple[int, int]]  # the smallest and the largest size of every axis that occurs
-    runtimes: tuple[DataRuntime, ...]
+    source: Annotated[str, means("where the samples came from")]
+    samples: Annotated[int, means("samples that were read")]
+    resumed: Annotated[int, means("of them, computed in an earlier run that was interrupted")]
+    outside: Annotated[int, means("of them, beyond the axes of the bundle: not run")]
+    sizes: Annotated[
+        dict[str, tuple[int, int]], means("the smallest and the largest size of every axis in the samples")
+    ]
+    runtimes: Annotated[tuple[DataRuntime, ...], means("one for every runtime")]
 
     @property
     def outcome(self) -> Outcome:
@@ -462,7 +476,7 @@ def _judged(
     if not admits(tally.runner, case.inputs):
         return change(is_outside=True)
     precision = bundle.manifest.precision
-    precision = replace(precision, accumulate=tally.runtime.accumulation(precision)[0])
+    precision = replace(precision, accumulate=tally.runtime.accumulation(precision).type)
     try:
         got = tally.runner.run(case.inputs)
     except DeployError as error:

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import ml_dtypes
 import numpy as np
-from msgspec import structs
+from msgspec import Struct, structs
 
 from mha_deploy import judge, metrics
 from mha_deploy.bundle.cases import (
@@ -24,13 +24,13 @@ from mha_deploy.bundle.cases import (
 )
 from mha_deploy.bundle.folder import Bundle
 from mha_deploy.errors import BundleError, DeployError
-from mha_deploy.judge import OutputVerdict
+from mha_deploy.judge import OutputVerdict, Share
 from mha_deploy.metrics import Budget, ToHeads
 from mha_deploy.model.precision import Precision
 from mha_deploy.model.spec import LENGTHS, ModelSpec
 from mha_deploy.options import ValidateOptions
 from mha_deploy.runtime.runner import Arrays, ProfiledRunner, Runner, foreign_errors
-from mha_deploy.status import Kind, Outcome, Reason
+from mha_deploy.status import Kind, Outcome, Reason, means
 from mha_deploy.validate.runtimes import refuse_without_torch, torch_device
 
 OnStep = Callable[[int], None]
@@ -38,6 +38,51 @@ OnStep = Callable[[int], None]
 
 _SHARE = 10  # a tenth of the steps at either end
 _SHOWN_FAILURES = 8
+
+
+class DecodeRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The verdict on decoding in one runtime, as a report stores it."""
+
+    model: Annotated[str, means("name of the model")]
+    precision: Annotated[str, means("precision of the graph")]
+    backend: Annotated[str, means("the runtime with its version")]
+    trace: Annotated[str, means("name of the trace: one in the bundle, or the one that was drawn on request")]
+    outcome: Annotated[Outcome, means("whether every step was run and is right")]
+    prompt: Annotated[tuple[int, ...], means("tokens of the prompt of every batch element")]
+    steps: Annotated[int, means("decode steps that were to follow")]
+    first_failed: Annotated[
+        int | None,
+        means("first wrong step, 0 for the prefill; null where no step is wrong, the cache may still be"),
+    ]
+    share: Annotated[
+        Share | None, means("largest share of a budget used, over 1 is too much; null where not finite")
+    ]
+    errors: Annotated[
+        tuple[float | None, ...],
+        means("relative L2 of every step that was run, from step 1; null where not measured"),
+    ]
+    eager_errors: Annotated[
+        tuple[float | None, ...], means("the same of the PyTorch module, decoded in its own precision")
+    ]
+    growth: Annotated[
+        float | None,
+        means(
+            "median error of the last tenth of the steps, at least one, over that of the first; "
+            "null where unknown, or there is one step only"
+        ),
+    ]
+    eager_growth: Annotated[float | None, means("the same of the PyTorch module; null as above")]
+    table: Annotated[
+        tuple[tuple[int, float | None], ...],
+        means("pairs of step and error, for steps 1, 2, 4, 8, … and the last one"),
+    ]
+    judged: Annotated[
+        int, means("how many things were judged: prefill, steps, and keys and values at the end")
+    ]
+    failed: Annotated[int, means("how many of them are wrong")]
+    failures: Annotated[
+        tuple[OutputVerdict, ...], means("the first of them; fields as in `parity[].verdicts[]`")
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,21 +123,31 @@ class DecodeReport:
         """The largest share of a budget that an error used."""
         return max((verdict.share for verdict in self.verdicts if verdict.share is not None), default=None)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON: of the verdicts only the first failures, there may be thousands."""
-        plain = ("model", "precision", "backend", "trace", "outcome", "prompt", "steps", "first_failed")
-        figures, last = ("share", "errors", "eager_errors"), len(self.errors)
+    @property
+    def record(self) -> DecodeRecord:
+        """What a report stores: of the verdicts only the first failures, there may be thousands."""
+        last = len(self.errors)
         shown = sorted({2**k for k in range(last.bit_length())} | {last} - {0})
-        return {
-            **{name: getattr(self, name) for name in (*plain, *figures)},
-            "growth": growth(self.errors),
+        return DecodeRecord(
+            model=self.model,
+            precision=self.precision,
+            backend=self.backend,
+            trace=self.trace,
+            outcome=self.outcome,
+            steps=self.steps,
+            judged=len(self.verdicts),
+            failed=len(self.failures),
+            first_failed=self.first_failed,
+            share=self.share,
+            growth=growth(self.errors),
             # Outputs that shrink from step to step make relative errors grow in the module itself, too.
-            "eager_growth": growth(self.eager_errors),
-            "table": [(step, self.errors[step - 1]) for step in shown],
-            "judged": len(self.verdicts),
-            "failed": len(self.failures),
-            "failures": [verdict.to_dict() for verdict in self.failures[:_SHOWN_FAILURES]],
-        }
+            eager_growth=growth(self.eager_errors),
+            prompt=self.prompt,
+            errors=self.errors,
+            eager_errors=self.eager_errors,
+            table=tuple((step, self.errors[step - 1]) for step in shown),
+            failures=tuple(self.failures[:_SHOWN_FAILURES]),
+        )
 
 
 def growth(errors: Sequence[float | None]) -> float | None:

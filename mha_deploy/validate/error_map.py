@@ -10,16 +10,18 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import onnx_ir as ir
+from msgspec import Struct
 
 from mha_deploy.bundle.cases import GoldenCase
 from mha_deploy.errors import DeployError
 from mha_deploy.graph.attention_node import is_attention, read_attention
 from mha_deploy.graph.ir import constant, made_by
 from mha_deploy.metrics import ToHeads
+from mha_deploy.status import means
 
 _NOT_FED = "no projection of heads feeds it"
 MAPPED_RANKS = (3, 4)
@@ -100,23 +102,19 @@ class OutputProjection:
         return {self.output: lambda error: self._by_head(error @ inverse)}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Heatmap:
+class Heatmap(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The error of one output of one case."""
 
-    backend: str  # the runtime
-    case: str  # name of the case
-    output: str  # name of the output
-    rows: str  # what a row is: `head` or `channel group`
-    values: np.ndarray  # root mean square of the error in each row and column, relative to that of the truth
-    bin: int  # how many positions one column stands for
-    note: str  # how the rows came about
-    columns: str = POSITION  # what a column is
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; a value that is not finite is null."""
-        values = [[x if math.isfinite(x) else None for x in row] for row in self.values.tolist()]
-        return {**vars(self), "values": values}
+    backend: Annotated[str, means("the runtime with its version")]
+    case: Annotated[str, means("name of the case")]
+    output: Annotated[str, means("name of the output")]
+    rows: Annotated[str, means("what a row is: `head` or `channel group`")]
+    columns: Annotated[str, means("what a column is: `position`")] = POSITION
+    values: Annotated[
+        tuple[tuple[float | None, ...], ...], means("relative RMS error, by table row; null where not finite")
+    ]
+    bin: Annotated[int, means("how many positions one column stands for")]
+    note: Annotated[str, means("what else there is to say; may be empty")]
 
 
 def heatmap(
@@ -148,7 +146,8 @@ def heatmap(
         values = np.sqrt(np.add.reduceat(squares, starts, axis=1) / counts)
     values = values / (math.sqrt(np.mean(np.square(truth))) or 1.0)
     about: dict[str, Any] = {"backend": backend, "case": case.name, "output": output_name, "note": note}
-    return Heatmap(**about, rows=rows, values=values, bin=size)
+    plain = tuple(tuple(x if math.isfinite(x) else None for x in row) for row in values.tolist())
+    return Heatmap(**about, rows=rows, values=plain, bin=size)
 
 
 def output_projection(model: ir.Model) -> OutputProjection | None:

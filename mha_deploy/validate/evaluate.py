@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from msgspec import structs
+
 from mha_deploy import judge
 from mha_deploy.analyze.cost import LayerCost, StageCost, cost_of, layer_cost
 from mha_deploy.analyze.roofline import find_peaks, roofline_bound
@@ -25,7 +27,8 @@ from mha_deploy.text import reason_text
 from mha_deploy.validate.decode import DecodeReport, admits, evaluate_trace
 from mha_deploy.validate.error_map import MAPPED_RANKS, Heatmap, OutputProjection, heatmap
 from mha_deploy.validate.invariance import InvarianceCheck, invariance_from_runner
-from mha_deploy.validate.runtimes import PYTORCH, TENSORRT, Runtime, kernel_times
+from mha_deploy.validate.records import LatencyPointRecord, LatencyRowRecord, RooflineRecord
+from mha_deploy.validate.runtimes import PYTORCH, TENSORRT, Family, Runtime, kernel_times
 
 # -- Latency: one time for every right answer, beside the roofline bound ----------------------------
 
@@ -40,7 +43,7 @@ class LatencyRow:
 
     name: str  # the runtime
     backend: str  # the runner's own name, with its version
-    family: str  # whose it is
+    family: Family  # whose it is
     timing: Timing | None = None  # the time
     refused: Reason | None = None  # why there is no time
     kernels: tuple[KernelTime, ...] = ()  # the kernels that take the time, longest first, where requested
@@ -54,7 +57,7 @@ class LatencyPoint:
     sizes: Mapping[str, int]  # its axis sizes
     flops: int  # work of one call
     bytes: int  # least traffic of one call
-    roofline: Mapping[str, Any] | None  # see `_roofline`; None for a GPU without figures
+    roofline: RooflineRecord | None  # None for a GPU without figures
     rows: tuple[LatencyRow, ...]  # one for every runtime
     # The most entries of a preallocated KV cache that are valid before the call; None for other layers
     past: int | None = None
@@ -67,20 +70,25 @@ class LatencyPoint:
         timed = [row for row in self.rows if row.family == PYTORCH and row.timing]
         return min(timed, key=lambda row: row.timing.p50 if row.timing else 0.0, default=None)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; see docs/report.md."""
-        rows = [
-            {
-                **vars(row),
-                "refused": row.refused and reason_text(row.refused),
-                "timing": None if row.timing is None else row.timing.to_dict(),
+    @property
+    def record(self) -> LatencyPointRecord:
+        """What a report stores."""
+        rows = (
+            LatencyRowRecord(
+                name=row.name,
+                backend=row.backend,
+                family=row.family,
+                refused=None if row.refused is None else reason_text(row.refused),
+                reason=row.refused,
+                timing=None if row.timing is None else row.timing.record,
                 **self.figures(row),
-                "kernels": [vars(kernel) for kernel in row.kernels],
-            }
+                kernels=row.kernels,
+            )
             for row in self.rows
-        ]
-        names = ("case", "sizes", "past", "flops", "bytes", "roofline")
-        return {**{name: getattr(self, name) for name in names}, "rows": rows}
+        )
+        names = ("past", "flops", "bytes", "roofline", "case")
+        about: dict[str, Any] = {name: getattr(self, name) for name in names}
+        return LatencyPointRecord(sizes=dict(self.sizes), rows=tuple(rows), **about)
 
     def figures(self, row: LatencyRow) -> dict[str, float | None]:
         """What the time of a row means: speed-ups, rates, and its share of the roofline."""
@@ -99,7 +107,7 @@ class LatencyPoint:
             "tflops": time and self.flops / time / 1e6,
             "gb_per_s": time and self.bytes / time / 1e3,
             "tokens_per_s": time and self.decoded and self.decoded / time * 1e6,
-            "roofline_share": self.roofline["bound_us"] / time if time and self.roofline else None,
+            "roofline_share": self.roofline.bound_us / time if time and self.roofline else None,
         }
 
 
@@ -137,7 +145,7 @@ def latency_point(
     )
 
 
-def _roofline(cost: LayerCost, precision: Precision, gpu: str) -> dict[str, Any] | None:
+def _roofline(cost: LayerCost, precision: Precision, gpu: str) -> RooflineRecord | None:
     """The least time that the work needs on this GPU, from its datasheet, and what sets most of it."""
     try:
         peaks = find_peaks(gpu)
@@ -146,13 +154,13 @@ def _roofline(cost: LayerCost, precision: Precision, gpu: str) -> dict[str, Any]
     least, shares = roofline_bound(cost, peaks, precision.name), defaultdict[str, float](float)
     for stage in least:
         shares[stage.bound_by] += stage.seconds
-    return {
-        "gpu": peaks.name,
-        "bound_us": sum(stage.seconds for stage in least) * 1e6,
-        "bound": max(shares, key=lambda name: shares[name]),  # `compute` or `memory`
-        "tflops_peak": peaks.peak_flops(precision.name) / 1e12,
-        "gb_per_s_peak": peaks.memory_gb_per_s,
-    }
+    return RooflineRecord(
+        gpu=peaks.name,
+        bound_us=sum(stage.seconds for stage in least) * 1e6,
+        bound="compute" if shares["compute"] >= shares["memory"] else "memory",
+        tflops_peak=peaks.peak_flops(precision.name) / 1e12,
+        gb_per_s_peak=peaks.memory_gb_per_s,
+    )
 
 
 def time_case(runner: Runner, case: GoldenCase, row: LatencyRow, plan: EvaluationPlan) -> LatencyRow:
@@ -263,8 +271,8 @@ def evaluate(runtime: Runtime, plan: EvaluationPlan, on_step: OnStep = lambda na
     One that is wrong anywhere has no time at all: in a case, a decode step, or where a batch element stands.
     """
     with runtime.open() as runner:
-        kind, _ = accumulation = runtime.accumulation(plan.precision)
-        plan = replace(plan, precision=replace(plan.precision, accumulate=kind))
+        accumulation = runtime.accumulation(plan.precision)
+        plan = replace(plan, precision=replace(plan.precision, accumulate=accumulation.type))
         heatmaps: list[Heatmap] = []
         cases, outside, parity = dict[str, list[GoldenCase]](), list[str](), list[ParityReport]()
         for kind, given in plan.cases.items():
@@ -354,7 +362,7 @@ def _judge(
     for name in names:
         found = heatmap(runner.name, entries, name, results[name], plan.projection)
         note = "the entries of the cache that the call wrote" if name in case.cached else found.note
-        heatmaps.append(replace(found, note=note))
+        heatmaps.append(structs.replace(found, note=note))
     return verdicts
 
 

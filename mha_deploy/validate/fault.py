@@ -7,12 +7,12 @@ the bundle, by the name of the value.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Annotated, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
-from msgspec import Struct, to_builtins
+from msgspec import Struct, structs
 
 from mha_deploy import judge, metrics
 from mha_deploy.bundle.cases import (
@@ -31,11 +31,11 @@ from mha_deploy.errors import BundleError, DeployError
 from mha_deploy.graph.file import load_graph, value_named, with_outputs
 from mha_deploy.graph.ir import nodes_behind
 from mha_deploy.graph.upcast import float32_twin, unfused_twin
-from mha_deploy.judge import OutputVerdict, ParityReport
+from mha_deploy.judge import Accumulation, OutputVerdict, ParityReport
 from mha_deploy.model.precision import Precision
 from mha_deploy.runtime import available_cpu_backend, open_runner
 from mha_deploy.runtime.runner import Arrays, Runner
-from mha_deploy.status import Kind, Outcome, Reason, Word
+from mha_deploy.status import Kind, Outcome, Reason, Word, derive, means
 
 OpenModel = Callable[[ir.Model], Runner]
 
@@ -74,21 +74,20 @@ _EXPLANATIONS = {
 class FaultTrial(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One thing that was run instead of the engine."""
 
-    name: str  # what it was, and why it could not be tried
-    outcome: Outcome  # whether every failing case is right there; not verified where it could not be tried
-    share: float | None = None  # the largest share of the budget used; None where there is no number
+    name: Annotated[str, means("what was run instead")]
+    outcome: Annotated[
+        Outcome,
+        means("whether every failing case is right there; `not verified` where it could not be tried"),
+    ]
+    share: Annotated[float | None, means("share of the budget it used; null where not finite")] = None
 
 
 class FaultReport(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What is at fault, how that is known, and the trials that show it."""
 
-    at_fault: AtFault
-    explanation: str
-    trials: tuple[FaultTrial, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return dict(to_builtins(self))
+    at_fault: Annotated[AtFault, means("what it was")]
+    explanation: Annotated[str, means("how that is known")]
+    trials: Annotated[tuple[FaultTrial, ...], means("the trials that show it")]
 
 
 def attribute_fault(
@@ -186,7 +185,7 @@ def layers_case(bundle: Bundle) -> GoldenCase | None:
 def layer_parity(
     bundle: Bundle,
     open_model: OpenModel,
-    accumulation: tuple[str, str] = ("fp32", ""),
+    accumulation: Accumulation = Accumulation(),  # noqa: B008  # a frozen record
     model: ir.Model | None = None,
 ) -> ParityReport | None:
     """Judge every attention of a module in a runtime; None where the bundle does not know them.
@@ -200,7 +199,7 @@ def layer_parity(
         got = runner.run(case.inputs)
     by_node = {node: got[value] for node, value in entry.values.items() if value in got}
     return judge.parity_from_verdicts(
-        _judge_layers(case, by_node, replace(precision, accumulate=accumulation[0])),
+        _judge_layers(case, by_node, replace(precision, accumulate=accumulation.type)),
         model=bundle.manifest.spec.name,
         precision=precision,
         backend=runner.name,
@@ -220,8 +219,7 @@ def _judge_layers(case: GoldenCase, got: Arrays, precision: Precision) -> list[O
 # -- The first attention that leaves its oracle, and then the first node ---------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Suspect:
+class Suspect(Struct, frozen=True, kw_only=True):
     """A node that may be at fault."""
 
     node: str  # its name
@@ -230,10 +228,10 @@ class Suspect:
     problem: str | None  # what is wrong with the result
 
 
-@dataclass(frozen=True, kw_only=True)
-class Bisection:
+class Bisection(Struct, frozen=True, kw_only=True):
     """Where a model goes wrong."""
 
+    outcome: Outcome = Outcome.PASSED  # failed where an output is wrong
     model: str  # name of the model
     backend: str  # the runtime
     case: str  # the golden case that was looked at
@@ -250,14 +248,8 @@ class Bisection:
     # Why the place is not certain: the reference is the graph that is judged; None where it is independent
     doubt: Reason | None = None
 
-    @property
-    def outcome(self) -> Outcome:
-        """Failed where an output is wrong."""
-        return Outcome.passing(self.wrong is None)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return {"outcome": self.outcome, **asdict(self), "doubt": to_builtins(self.doubt)}
+    def __post_init__(self) -> None:
+        derive(self, outcome=Outcome.passing(self.wrong is None))
 
 
 def bisect_bundle(
@@ -279,7 +271,7 @@ def bisect_bundle(
     bad = search.values[first.output] if first is not None else whole.output
     good = [] if last_right is None else [search.values[last_right]]
     node, unseen = search.nodes(bad, good, first or whole)
-    return replace(
+    return structs.replace(
         found,
         wrong=f"{whole.output}: {whole.problem}",
         last_right=last_right,

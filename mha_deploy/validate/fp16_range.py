@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import onnx_ir as ir
+from msgspec import Struct
 
 from mha_deploy.bundle.cases import read_case
 from mha_deploy.bundle.folder import Bundle
@@ -20,6 +21,7 @@ from mha_deploy.graph.ir import constant, nodes_behind
 from mha_deploy.graph.mixed_precision import FP16_MAX, Read, matmul_blocks, queries_and_keys, read_values
 from mha_deploy.model.spec import ModelSpec
 from mha_deploy.runtime import available_cpu_backend, run_cases
+from mha_deploy.status import Word, means
 
 # -- Measure the numbers that a kernel meets inside an attention, from Q, K, V and the mask --------
 
@@ -31,40 +33,67 @@ _SURELY_A_SENTINEL = -1e4
 class Peak:
     """A largest number, with its sign, and the pair of query and key that it belongs to."""
 
-    value: float
-    case: str
-    row: int
-    head: int
-    query: int
-    key: int
+    value: Annotated[float, means("the number")]
+    case: Annotated[str, means("the golden case")]
+    row: Annotated[int, means("batch element")]
+    head: Annotated[int, means("query head")]
+    query: Annotated[int, means("query")]
+    key: Annotated[int, means("key")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SoftmaxSum:
     """The largest Σ exp(s − max s) of one case; it is at most the number of keys."""
 
-    case: str
-    keys: int
-    largest: float
+    case: Annotated[str, means("the golden case")]
+    keys: Annotated[int, means("its keys")]
+    largest: Annotated[float, means("the sum")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NotFinite:
+    """An input of an attention that holds NaN or infinity in one case."""
+
+    role: Annotated[str, means("`Q`, `K`, `V`, `mask`, …")]
+    tensor: Annotated[str, means("its name in the graph")]
+    case: Annotated[str, means("the golden case")]
+    count: Annotated[int, means("how many of its values")]
 
 
 @dataclass(kw_only=True)
 class Figures:
     """The numbers of one attention over some golden cases; None where no pair was there to measure."""
 
-    tensors: dict[str, float]  # largest absolute value of Q, K and V
-    scale: float  # the factor on the scores
-    matmul: Peak | None = None  # Q·Kᵀ of largest size before the scale, hidden pairs included
-    # Lowest and highest score after scale and softcap, hidden pairs included
-    all_scores: tuple[float, float] | None = None
-    score: Peak | None = None  # score of largest size, of the pairs that are visible
-    logit: Peak | None = None  # the same with the numbers of the mask added: what goes into the softmax
-    exponent: float | None = None  # the highest of those: what exp takes without subtracting the maximum
-    sums: tuple[SoftmaxSum, ...] = ()  # what the softmax sums, case by case
-    # The finite number with which the mask hides keys; None where it hides none, or by -inf
-    sentinel: float | None = None
-    fully_masked: int = 0  # how many queries, counted in each head, attend to no key at all
-    not_finite: tuple[str, ...] = ()  # inputs with NaN or infinity; their cases are not in the other numbers
+    tensors: Annotated[dict[str, float], means("largest absolute value of Q, K and V")]
+    scale: Annotated[float, means("the factor on the scores")]
+    matmul: Annotated[
+        Peak | None, means("q·k of largest size before the scale, hidden pairs included; null without a pair")
+    ] = None
+    all_scores: Annotated[
+        tuple[float, float] | None,
+        means("lowest and highest score after scale and softcap, hidden pairs included; null as above"),
+    ] = None
+    score: Annotated[
+        Peak | None, means("score of largest size, of the pairs that are visible; null as above")
+    ] = None
+    logit: Annotated[
+        Peak | None,
+        means("the same with the numbers of the mask added: what goes into the softmax; null as above"),
+    ] = None
+    exponent: Annotated[
+        float | None,
+        means("the highest of those: what exp takes without subtracting the maximum; null as above"),
+    ] = None
+    sums: Annotated[tuple[SoftmaxSum, ...], means("what the softmax sums, case by case")] = ()
+    sentinel: Annotated[
+        float | None,
+        means("the finite number with which the mask hides keys; null where it hides none, or by -inf"),
+    ] = None
+    fully_masked: Annotated[int, means("how many queries, counted in each head, attend to no key at all")] = 0
+    not_finite: Annotated[
+        tuple[NotFinite, ...],
+        means("inputs with NaN or infinity; their cases are not in the other numbers"),
+    ] = ()
 
 
 class Meter:
@@ -86,13 +115,14 @@ class Meter:
 
     def see(self, case: str, read: Read) -> None:
         """Measure one case, by what reads the inputs of the attention."""
-        figures, broken = self.figures, list[str]()
+        figures, broken = self.figures, list[NotFinite]()
         whole = {role: read(value) for role, value in self.inputs.items()}
         inputs = attention_node.valid_only(self.node, whole)
         for role, array in inputs.items():
             usable = array < np.inf if role == "mask" else np.isfinite(array)  # -inf in a mask hides a key
             if count := array.size - int(np.count_nonzero(usable)):
-                broken.append(f"{role} ({self.inputs[role].name}) in case {case}: {count:,} values")
+                name = str(self.inputs[role].name)
+                broken.append(NotFinite(role=role, tensor=name, case=case, count=count))
         figures.not_finite += tuple(broken)
         if broken:
             return
@@ -179,7 +209,33 @@ def _sentinel_among(numbers: Sequence[float]) -> float | None:
 
 # -- How near FP16's limit an attention comes, on golden data and before anything overflows --------
 
-OK, NEAR, OVERFLOWS = STATUSES = ("ok", "near", "overflows")
+
+class RangeStatus(Word):
+    """Whether numbers fit into FP16, the better first."""
+
+    OK = "ok"
+    NEAR = "near"
+    OVERFLOWS = "overflows"
+
+
+OK, NEAR, OVERFLOWS = STATUSES = tuple(RangeStatus)
+
+
+class RangeKind(Word):
+    """What a finding on the range is about."""
+
+    NOT_FINITE = "not finite"
+    TENSOR = "tensor"
+    MATMUL = "matmul"
+    SCORE = "score"
+    EXPONENT = "exponent"
+    SOFTMAX_SUM = "softmax sum"
+    # The number that hides keys
+    SENTINEL_INFINITE = "sentinel infinite"
+    SENTINEL_ADDS_UP = "sentinel adds up"
+    SENTINEL_NEAR = "sentinel near"
+    SENTINEL_TOO_SMALL = "sentinel too small"
+
 
 NEAR_BELOW = 8.0
 """The headroom below which a number is near the limit: other inputs are larger than the golden ones."""
@@ -199,60 +255,52 @@ _SUM_IN_FP32 = "take kernels that sum the softmax in FP32"
 _SENTINEL = "hide keys by a boolean mask or -inf, which every lowering knows, or clamp the number to -32768"
 
 
-@dataclass(frozen=True)
-class RangeFinding:
-    """What was found, how bad it is (one of `STATUSES`), and what can be done."""
+class RangeFinding(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What was found of an attention; one of status `ok` is a remark."""
 
-    status: str
-    what: str
-    advice: tuple[str, ...] = ()
+    status: Annotated[RangeStatus, means("the severity")]
+    kind: Annotated[RangeKind, means("what it is about")]
+    name: Annotated[str, means("the tensor that it is about; empty where the kind says it")] = ""
+    numbers: Annotated[dict[str, float], means("the figures behind it, by name")] = {}
+    what: Annotated[str, means("what was found, in words; nothing reads it")] = ""
+    advice: Annotated[tuple[str, ...], means("what can be done about it")] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class NodeRange:
+def worst_of(statuses: Iterable[RangeStatus]) -> RangeStatus:
+    """The worst of several."""
+    return max(statuses, key=STATUSES.index, default=OK)
+
+
+class NodeRange(Struct, frozen=True, kw_only=True):
     """The range of one attention."""
 
-    node: str  # name of the node
-    figures: Figures  # the numbers
-    max_keys: int  # the most keys that the spec allows: the largest sum that its softmax can have
-    # FP16's limit over the largest of the numbers; 0 where one is not finite already. The number that
-    # hides keys is judged by itself: it is meant to be large.
-    headroom: float
-    findings: tuple[RangeFinding, ...]  # what is worth saying; those of status `ok` are remarks
-
-    @property
-    def status(self) -> str:
-        """The worst that was found."""
-        return max((finding.status for finding in self.findings), key=STATUSES.index, default=OK)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON, the figures that people ask for first; null where there is none."""
-        matmul, score, sums = self.figures.matmul, self.figures.score, self.figures.sums
-        return {
-            "node": self.node,
-            "status": self.status,
-            "largest_score_raw": abs(matmul.value) if matmul else None,
-            "largest_score": abs(score.value) if score else None,
-            "largest_softmax_sum": max((each.largest for each in sums), default=None),
-            "max_keys": self.max_keys,
-            "headroom": self.headroom if math.isfinite(self.headroom) else None,
-            "findings": [asdict(finding) for finding in self.findings],
-            "advice": list(dict.fromkeys(line for finding in self.findings for line in finding.advice)),
-            "figures": asdict(self.figures),
-        }
+    node: Annotated[str, means("name of the attention node")]
+    status: Annotated[RangeStatus, means("whether its numbers fit into FP16")]
+    largest_score_raw: Annotated[
+        float | None, means("largest |q·k| before the scale; null where nothing was measured")
+    ] = None
+    largest_score: Annotated[float | None, means("largest |score| after the scale; null as above")] = None
+    largest_softmax_sum: Annotated[float | None, means("largest sum of exponentials; null as above")] = None
+    max_keys: Annotated[
+        int,
+        means("most keys that the spec allows: the largest value that its sum of exponentials can have"),
+    ]
+    # The number that hides keys is judged by itself: it is meant to be large.
+    headroom: Annotated[
+        float | None,
+        means("65504 over the largest number; 0 where one is not finite already; null where all are zero"),
+    ]
+    findings: Annotated[tuple[RangeFinding, ...], means("what was found")]
+    advice: Annotated[tuple[str, ...], means("what can be done about all of it, each thing once")] = ()
+    figures: Annotated[Figures, means("everything that was measured")]
 
 
-@dataclass(frozen=True, kw_only=True)
-class RangeReport:
+class RangeReport(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How near FP16's limit the attentions of a bundle come on its golden data."""
 
-    precision: str  # that of the bundle
-    nodes: tuple[NodeRange, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON: a section of a report, which names model and precision itself."""
-        worst = max((node.status for node in self.nodes), key=STATUSES.index, default=OK)
-        return {"worst": worst, "nodes": [node.to_dict() for node in self.nodes]}
+    precision: Annotated[str, means("precision of the bundle")]
+    worst: Annotated[RangeStatus, means("the worst of the nodes")]
+    nodes: Annotated[tuple[NodeRange, ...], means("one for every attention node; may hold further keys")]
 
 
 def fp16_range(bundle: Bundle, *, cases: Sequence[str] | None = None) -> RangeReport:
@@ -267,7 +315,8 @@ def fp16_range(bundle: Bundle, *, cases: Sequence[str] | None = None) -> RangeRe
         for meter in meters:
             meter.see(case, read)
     nodes = tuple(_node_range(meter, manifest.spec, precision.name) for meter in meters)
-    return RangeReport(precision=precision.name, nodes=nodes)
+    worst = worst_of(node.status for node in nodes)
+    return RangeReport(precision=precision.name, worst=worst, nodes=nodes)
 
 
 def measurable_attentions(model: ir.Model) -> list[ir.Node]:
@@ -300,52 +349,70 @@ def _node_range(meter: Meter, spec: ModelSpec, precision: str) -> NodeRange:
         max_keys = min(max_keys, window)
     peaks = [abs(peak.value) for peak in (figures.matmul, figures.score, figures.logit) if peak]
     largest = max(*figures.tensors.values(), *peaks, *(each.largest for each in figures.sums))
-    headroom = FP16_MAX / largest if largest else math.inf
+    headroom = FP16_MAX / largest if largest else None
+    findings = (*_findings(figures, max_keys, precision), *_about_sentinel(figures))
     return NodeRange(
         node=node.name,
-        figures=figures,
+        status=worst_of(finding.status for finding in findings),
+        largest_score_raw=abs(figures.matmul.value) if figures.matmul else None,
+        largest_score=abs(figures.score.value) if figures.score else None,
+        largest_softmax_sum=max((each.largest for each in figures.sums), default=None),
         max_keys=max_keys,
         headroom=0.0 if figures.not_finite else headroom,
-        findings=(*_findings(figures, max_keys, precision), *_about_sentinel(figures)),
+        findings=findings,
+        advice=tuple(dict.fromkeys(line for finding in findings for line in finding.advice)),
+        figures=figures,
     )
 
 
-def _status_of(size: float) -> str:
+def _status_of(size: float) -> RangeStatus:
     return OVERFLOWS if size > FP16_MAX else NEAR if size * NEAR_BELOW > FP16_MAX else OK
 
 
 def _findings(figures: Figures, max_keys: int, precision: str) -> Iterator[RangeFinding]:
     bf16 = _BF16[precision]
-    for line in figures.not_finite:
-        yield RangeFinding(OVERFLOWS, f"{line} are NaN or infinite", (bf16,))
-    large: list[tuple[str, float, tuple[str, ...]]] = [
-        (f"the largest |{name}|", size, (bf16,)) for name, size in figures.tensors.items()
+    for each in figures.not_finite:
+        about: dict[str, Any] = {"kind": RangeKind.NOT_FINITE, "name": each.role, "advice": (bf16,)}
+        what = f"{each.role} ({each.tensor}) in case {each.case}: {each.count:,} values are NaN or infinite"
+        yield RangeFinding(status=OVERFLOWS, what=what, numbers={"count": each.count}, **about)
+    large: list[tuple[dict[str, Any], str]] = [
+        (
+            {"kind": RangeKind.TENSOR, "name": name, "numbers": {"largest": size}, "advice": (bf16,)},
+            f"the largest |{name}|",
+        )
+        for name, size in figures.tensors.items()
     ]
     if figures.matmul:
         size, folded = abs(figures.matmul.value), abs(figures.matmul.value * figures.scale)
-        advice: tuple[str, ...] = (_FP32_ISLAND, bf16)
+        about = {"kind": RangeKind.MATMUL, "numbers": {"largest": size}, "advice": (_FP32_ISLAND, bf16)}
         if STATUSES.index(_status_of(folded)) < STATUSES.index(_status_of(size)):
             folding = "fold the scale into the query projection (multiply its weights and bias by it)"
-            advice = (f"{folding}: the matmul is then at most {folded:,.0f}", *advice)
-        large.append(("the largest Q·Kᵀ before the scale", size, advice))
+            about["numbers"] = {"largest": size, "folded": folded}
+            about["advice"] = (f"{folding}: the matmul is then at most {folded:,.0f}", *about["advice"])
+        large.append((about, "the largest Q·Kᵀ before the scale"))
     if figures.score and figures.logit:
         size = max(abs(figures.score.value), abs(figures.logit.value))
-        large.append(("the largest score", size, (_FP32_ISLAND, bf16)))
+        about = {"kind": RangeKind.SCORE, "numbers": {"largest": size}, "advice": (_FP32_ISLAND, bf16)}
+        large.append((about, "the largest score"))
     does = {OVERFLOWS: ("overflows", "would overflow in"), NEAR: ("is near the limit of",) * 2}
-    for what, size, advice in large:
-        if (status := _status_of(size)) != OK:
+    for about, name in large:
+        size = about["numbers"]["largest"]
+        if (status := _status_of(size)) is not OK:
             verb = does[status][precision != "fp16"]
-            yield RangeFinding(status, f"{what} is {size:,.0f}, which {verb} FP16", advice)
+            yield RangeFinding(status=status, what=f"{name} is {size:,.0f}, which {verb} FP16", **about)
     if figures.exponent is not None and figures.exponent > _LARGEST_EXPONENT:
-        exp = f"exp({figures.exponent:.1f})"
-        yield RangeFinding(OK, f"{exp} overflows FP16 in a kernel that does not subtract the maximum first")
+        about = {"kind": RangeKind.EXPONENT, "numbers": {"exponent": figures.exponent}}
+        what = f"exp({figures.exponent:.1f}) overflows FP16 in a kernel that does not subtract the maximum"
+        yield RangeFinding(status=OK, what=f"{what} first", **about)
     measured = max((each.largest for each in figures.sums), default=0.0)
     if max(max_keys, measured) > _LAST_COUNT:
         status, what = OK, f"the softmax sums up to {max_keys:,} keys (measured: {measured:,.1f}); "
         what += f"a sum of ones in FP16 stops at {_LAST_COUNT:,}"
         if max_keys > FP16_MAX:
             status, what = NEAR, f"{what} and overflows above {FP16_MAX:,.0f}"
-        yield RangeFinding(max(status, _status_of(measured), key=STATUSES.index), what, (_SUM_IN_FP32,))
+        about = {"kind": RangeKind.SOFTMAX_SUM, "numbers": {"keys": max_keys, "measured": measured}}
+        status = worst_of((status, _status_of(measured)))
+        yield RangeFinding(status=status, what=what, advice=(_SUM_IN_FP32,), **about)
 
 
 def _about_sentinel(figures: Figures) -> Iterator[RangeFinding]:
@@ -353,19 +420,21 @@ def _about_sentinel(figures: Figures) -> Iterator[RangeFinding]:
     if figures.sentinel is None:
         return
     low, high = figures.all_scores or (0.0, 0.0)
-    size, reach, status = -figures.sentinel, max(-low, high), OVERFLOWS
+    size, reach, status, kind = -figures.sentinel, max(-low, high), OVERFLOWS, RangeKind.SENTINEL_INFINITE
     what = f"the mask's {figures.sentinel:,.6g}"
     row = f"a fully masked query then gives NaN (the golden cases have {figures.fully_masked:,} of them)"
     if size >= _ROUNDS_TO_INFINITY:
         what += f" is -inf in FP16: {row}"
     elif size + reach >= _ROUNDS_TO_INFINITY:
+        kind = RangeKind.SENTINEL_ADDS_UP
         what += f" and a score of {-reach:,.1f} add up to -inf in FP16: {row}"
     elif size + NEAR_BELOW * reach >= _ROUNDS_TO_INFINITY:
-        status = NEAR
+        status, kind = NEAR, RangeKind.SENTINEL_NEAR
         what += f" leaves FP16 room for scores down to {size - _ROUNDS_TO_INFINITY:,.0f} only: {row}"
     elif size < high - low + _FADED:
-        status = NEAR
+        status, kind = NEAR, RangeKind.SENTINEL_TOO_SMALL
         what += f", if it is to hide keys, is too small for scores from {low:,.1f} to {high:,.1f}"
     else:
         return
-    yield RangeFinding(status, what, (_SENTINEL,))
+    numbers = {"sentinel": figures.sentinel, "lowest_score": low, "highest_score": high}
+    yield RangeFinding(status=status, kind=kind, numbers=numbers, what=what, advice=(_SENTINEL,))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 from msgspec import Struct, structs
@@ -17,7 +17,7 @@ from mha_deploy.model.deployable import LARGEST_ACTIVATION
 from mha_deploy.model.precision import Precision
 from mha_deploy.model.spec import FLOAT, ModelSpec, TensorSpec
 from mha_deploy.runtime.runner import Arrays, ProfiledRunner, Runner
-from mha_deploy.status import Outcome
+from mha_deploy.status import Outcome, means
 
 SLOT, SIZE, PROFILE = CHECKS = "batch slot", "batch size", "profile"
 # Enough to put a batch element into every part of a batch; more would only take longer.
@@ -27,14 +27,19 @@ _MOST_PLACES = 8
 class InvarianceCheck(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One thing that must not matter, and whether it does."""
 
-    backend: str  # the runtime
-    case: str  # name of the golden case; empty where no case could be checked
-    check: Literal["batch slot", "batch size", "profile"]  # what must not matter
-    detail: str  # what was varied, or why nothing could be
-    outcome: Outcome  # whether every answer is within the case's budget; not verified where none could be
-    bitwise: bool = False  # whether every answer is that of the plain run to the bit
-    share: float | None = None  # the largest share of the budget that was used; None where there is no number
-    problem: str | None = None  # why it failed
+    backend: Annotated[str, means("the runtime with its version")]
+    case: Annotated[str, means("name of the case")]
+    check: Annotated[Literal["batch slot", "batch size", "profile"], means("what must not matter")]
+    detail: Annotated[str, means("what was compared")]
+    outcome: Annotated[
+        Outcome,
+        means("whether every answer is within the budget; `not verified` where nothing could be varied"),
+    ]
+    bitwise: Annotated[bool, means("whether they are the same to the last bit")] = False
+    share: Annotated[
+        float | None, means("share of the budget that the difference uses; null where none was measured")
+    ] = None
+    problem: Annotated[str | None, means("why it failed; null if it passed")] = None
 
     @property
     def passed(self) -> bool:

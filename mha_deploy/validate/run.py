@@ -45,7 +45,7 @@ from mha_deploy.validate.fault import FaultReport, OpenModel, attribute_fault, g
 from mha_deploy.validate.fp16_range import RangeReport, fp16_range
 from mha_deploy.validate.runtimes import Runtime, RuntimeFinder, Unavailable
 from mha_deploy.validate.subjects import subjects_of
-from mha_deploy.validate.verdict import ValidationRecord, are_within, conclude
+from mha_deploy.validate.verdict import Validation, are_within, conclude
 
 if TYPE_CHECKING:
     from mha_deploy.baselines.fresh import FreshCases
@@ -69,7 +69,7 @@ def validate_bundle(
     on_step: OnStep = lambda name: None,
     runners: Sequence[Runner] = (),
     on_sample: OnSample = lambda name, number, count: None,
-) -> ValidationRecord:
+) -> Validation:
     """Run every available runtime on the golden cases, judge the results, and time them.
 
     `build` is called once the graph is known to be right, to build an engine that is judged next. A runtime
@@ -112,7 +112,7 @@ class _Validation:
         self.notes: list[str] = []
         self.broken: list[Unavailable] = []
 
-    def report(self, build: Build | None) -> ValidationRecord:
+    def report(self, build: Build | None) -> Validation:
         """Everything, in the order in which it is needed."""
         plan, options, manifest = self._plan(), self.options, self.bundle.manifest
         if self.subjects:
@@ -132,7 +132,7 @@ class _Validation:
             columns, on_column = mask_columns(manifest.precision), lambda name: self.on_step(f"masks: {name}")
             table = conformance_table(columns, manifest.precision, on_column=on_column)
         own = not self.subjects  # the bundle's own engines are not what was judged
-        report = ValidationRecord(
+        report = Validation(
             bundle=self.bundle,
             evaluations=(*compared, *judged),
             absent=(*self.finder.absent, *self.broken),
@@ -406,7 +406,7 @@ class _Validation:
             cases = [case for kind in each.cases.values() for case in kind if case.name in wrong]
             if engine is not None and cases:
                 self.on_step("fault attribution")
-                kind, _ = each.runtime.accumulation(self.bundle.manifest.precision)
+                kind = each.runtime.accumulation(self.bundle.manifest.precision).type
                 return attribute_fault(self.bundle, cases, lowered_opener(engine, self.bundle), kind)
         return None
 

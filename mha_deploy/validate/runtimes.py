@@ -16,6 +16,7 @@ from mha_deploy.bundle.folder import Bundle, open_bundle
 from mha_deploy.engine.engine import Engine, engines_of, open_engine_runner, reasons_not_to_run
 from mha_deploy.environment import can_import
 from mha_deploy.errors import BackendUnavailable, DeployError, nearest
+from mha_deploy.judge import Accumulation
 from mha_deploy.model.precision import Precision
 from mha_deploy.runtime import RUNNERS, available_cpu_backend, child, open_runner
 from mha_deploy.runtime.cuda import find_gpu
@@ -23,6 +24,7 @@ from mha_deploy.runtime.gpu import GpuRunner
 from mha_deploy.runtime.runner import Arrays, Runner
 from mha_deploy.runtime.tensorrt.versions import MODULES
 from mha_deploy.runtime.timing import KernelTime
+from mha_deploy.status import Word
 from mha_deploy.text import plural
 
 # -- What only PyTorch can do in a validation: compute what is right for fresh inputs --------------
@@ -65,7 +67,18 @@ def _profiled(runner: Runner, feeds: Arrays) -> tuple[KernelTime, ...]:
 
 # -- Which runtimes take part: the graph in ONNX Runtime, the engines, and PyTorch's baselines -----
 
-PYTORCH, ONNX_RUNTIME, TENSORRT, ONNX = "pytorch", "onnxruntime", "tensorrt", "onnx"
+
+class Family(Word):
+    """Whose a runtime is."""
+
+    PYTORCH = "pytorch"
+    ONNX_RUNTIME = "onnxruntime"
+    TENSORRT = "tensorrt"
+    ONNX = "onnx"
+    SERVER = "server"
+
+
+PYTORCH, ONNX_RUNTIME, TENSORRT, ONNX, SERVER = Family
 
 # Named here as well, so that a machine without PyTorch can distinguish a wrong name from a missing package.
 TORCH_BASELINES = (
@@ -82,7 +95,7 @@ class Runtime:
     """One of the runtimes that can run the model."""
 
     name: str  # as it is written on a command line and in a report
-    family: str  # whose it is: `pytorch`, `onnxruntime`, `tensorrt` or `onnx`
+    family: Family  # whose it is
     open: Callable[[], Runner]  # loads it; raises `DeployError` where it cannot run
     engine: Engine | None = None  # the engine, where it is one
     graph_backend: str = ""  # what runs a graph of somebody else's; default: its name
@@ -90,36 +103,42 @@ class Runtime:
     digest: str = ""  # the hash of what was given to be judged, where it is a file
     is_subject: bool = False  # whether it was given to be judged: not to run a case is then a verdict on it
 
-    def accumulation(self, precision: Precision) -> tuple[str, str]:
+    def accumulation(self, precision: Precision) -> Accumulation:
         """The type that its GEMMs may accumulate in, which sets the budget, and how that is known."""
         if precision.name != "fp16":
-            return "fp32", f"no kernel accumulates {precision.name} in fewer bits"
+            return Accumulation("fp32", f"no kernel accumulates {precision.name} in fewer bits")
         if self.accumulate is not None:
-            return self.accumulate, f"as {self.name} states"
+            return Accumulation(self.accumulate, f"as {self.name} states")
         if self.engine is None:
             if self.family == PYTORCH:
-                return "fp32", "PyTorch accumulates in FP32"
+                return Accumulation("fp32", "PyTorch accumulates in FP32")
             try:
                 if (backend := self.graph_backend or self.name) in RUNNERS:
                     return _measured_accumulation(backend)
             except DeployError:  # opening it reports why
                 pass
-            return "fp16", f"what is behind {self.name} is not known"
+            return Accumulation("fp16", f"what is behind {self.name} is not known")
         manifest = self.engine.manifest
         found = manifest.verdict.precision
         if narrow := found.accumulate_in_fp16:
-            return "fp16", f"{plural(len(narrow), 'matmul kernel')} accumulate in FP16 (e.g. {narrow[0]})"
+            return Accumulation(
+                "fp16", f"{plural(len(narrow), 'matmul kernel')} accumulate in FP16 (e.g. {narrow[0]})"
+            )
         if later := found.selected_at_load:
-            return "fp16", f"{plural(len(later), 'matmul kernel')} selected at load time (e.g. {later[0]})"
+            return Accumulation(
+                "fp16", f"{plural(len(later), 'matmul kernel')} selected at load time (e.g. {later[0]})"
+            )
         if manifest.attention["chosen"] == "plugin" and manifest.attention["accumulate"] == "fp32":
-            return "fp32", "the plugin's attention and projections accumulate in FP32"
+            return Accumulation("fp32", "the plugin's attention and projections accumulate in FP32")
         if manifest.backend == "tensorrt" and int(manifest.version.partition(".")[0]) < 10:
-            return "fp16", f"TensorRT {manifest.version} selects kernels that accumulate in FP16"
-        return "fp32", "no kernel of the engine accumulates in FP16, by its name"
+            return Accumulation(
+                "fp16", f"TensorRT {manifest.version} selects kernels that accumulate in FP16"
+            )
+        return Accumulation("fp32", "no kernel of the engine accumulates in FP16, by its name")
 
 
 @lru_cache
-def _measured_accumulation(backend: str) -> tuple[str, str]:
+def _measured_accumulation(backend: str) -> Accumulation:
     """The type that FP16 matmuls of a runner accumulate in: to 2048, FP16 can add no 1."""
     ones, K = 4095, 4096
     model = ir.from_onnx_text(
@@ -131,7 +150,8 @@ def _measured_accumulation(backend: str) -> tuple[str, str]:
     with open_runner(backend, model) as runner:
         found = float(runner.run({"a": a, "b": b})["y"][0, 0])
     kind = "fp32" if found > 2048 + ones / 2 else "fp16"
-    return kind, f"{runner.name} accumulates in {kind.upper()}: 2048 and {ones:,} ones are {found:,.0f}"
+    why = f"{runner.name} accumulates in {kind.upper()}: 2048 and {ones:,} ones are {found:,.0f}"
+    return Accumulation(kind, why)
 
 
 @dataclass(frozen=True, kw_only=True)

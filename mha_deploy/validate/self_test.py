@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import onnx_ir as ir
-from msgspec import structs
+from msgspec import Struct, field, structs
 
 from mha_deploy import judge
 from mha_deploy.bundle.cases import GoldenCase, golden_cases
@@ -20,7 +18,7 @@ from mha_deploy.metrics import Budget
 from mha_deploy.options import ValidateOptions
 from mha_deploy.runtime import cpu_backend, open_runner
 from mha_deploy.runtime.runner import Runner
-from mha_deploy.status import Outcome
+from mha_deploy.status import Outcome, derive
 from mha_deploy.validate.decode import DecodeReport, case_budgets, evaluate_trace, traces_of
 from mha_deploy.validate.error_map import output_projection
 from mha_deploy.validate.fault import layer_parity
@@ -52,8 +50,7 @@ def parity_from_runner(
 # -- Mutations of the bundle's own graph: each of them must fail the validation --------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class MutationResult:
+class MutationResult(Struct, frozen=True, kw_only=True):
     """One mutation of the graph, and whether it was detected."""
 
     mistake: str  # what was done to the model
@@ -61,27 +58,34 @@ class MutationResult:
     share: float | None  # the largest share of an error budget it used; None where there was no number
 
 
-@dataclass(frozen=True, kw_only=True)
-class SelfTest:
-    """The verdict on the graph as it is, and on every mutation that applies to it."""
+class RightResult(Struct, frozen=True, kw_only=True):
+    """The verdict on the graph as it is."""
 
-    right: ParityReport
-    mutations: tuple[MutationResult, ...]
+    outcome: Outcome
+    share: float | None  # the largest share of an error budget it used
 
     @property
-    def outcome(self) -> Outcome:
-        """That of the right model, and of the mutations: each must be caught, and there must be some."""
-        return Outcome.of([self.right.outcome, Outcome.of(Outcome.passing(x.caught) for x in self.mutations)])
+    def passed(self) -> bool:
+        """Whether the graph is right."""
+        return self.outcome is Outcome.PASSED
+
+
+class SelfTest(Struct, frozen=True, kw_only=True):
+    """The verdict on the graph as it is, and on every mutation that applies to it."""
+
+    # That of the right model, and of the mutations: each must be caught, and there must be some
+    outcome: Outcome = Outcome.NOT_VERIFIED
+    right: RightResult
+    mutations: tuple[MutationResult, ...] = field(name="mistakes")
+
+    def __post_init__(self) -> None:
+        caught = Outcome.of(Outcome.passing(each.caught) for each in self.mutations)
+        derive(self, outcome=Outcome.of([self.right.outcome, caught]))
 
     @property
     def passed(self) -> bool:
         """Whether the right model passes and every wrong one fails."""
         return self.outcome is Outcome.PASSED
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        right = {"outcome": self.right.outcome, "share": judge.largest_share(self.right.verdicts)}
-        return {"outcome": self.outcome, "right": right, "mistakes": [vars(each) for each in self.mutations]}
 
 
 def self_test(
@@ -117,4 +121,6 @@ def self_test(
             report = judged(graph, mistake in IN_CACHES)
             share, caught = judge.largest_share(report.verdicts), report.outcome is Outcome.FAILED
             results.append(MutationResult(mistake=mistake, caught=caught, share=share))
-    return SelfTest(right=judged(model, True), mutations=tuple(results))
+    right = judged(model, True)
+    share = judge.largest_share(right.verdicts)
+    return SelfTest(right=RightResult(outcome=right.outcome, share=share), mutations=tuple(results))

@@ -28,19 +28,19 @@ from mha_deploy.runtime.runner import Arrays
 from mha_deploy.text import group_by, plural
 from mha_deploy.validate.decode import DecodeReport, evaluate_trace, run_decode_loop, traces_of
 from mha_deploy.validate.evaluate import Evaluation
+from mha_deploy.validate.records import NOT_SENT, ServingRecord
 from mha_deploy.validate.run import draw_cases
-from mha_deploy.validate.runtimes import Runtime, Unavailable
-from mha_deploy.validate.verdict import ValidationRecord, conclude
+from mha_deploy.validate.runtimes import SERVER, Runtime, Unavailable
+from mha_deploy.validate.verdict import Validation, conclude
 
 T = TypeVar("T")
 OnStep = Callable[[str, int, int], None]
-SERVER = "server"
 _KEPT_BYTES = 256 << 20  # results that are kept to be judged, of one number of clients
 
 
 def validate_server(
     bundle: Bundle, options: ValidateOptions, on_step: OnStep = lambda *step: None
-) -> ValidationRecord:
+) -> Validation:
     """Judge a served model by the golden cases and the decode traces of its bundle, under load."""
     return _ServerValidation(bundle, options, on_step).report()
 
@@ -59,10 +59,10 @@ class _ServerValidation:
         self._answered = False
         self._silent: DeployError | None = None  # why nothing more is sent: it has never answered
 
-    def report(self) -> ValidationRecord:
+    def report(self) -> Validation:
         on_step, runner, options = self.on_step, self.runner, self.options
         traces, golden = traces_of(self.bundle, options), list(golden_cases(self.bundle))
-        parity, decode, points = list[ParityReport](), list[DecodeReport](), list[dict[str, Any]]()
+        parity, decode, points = list[ParityReport](), list[DecodeReport](), list[ServingRecord]()
         absent, notes = tuple[Unavailable, ...](), tuple[str, ...]()
         if runner.keeps_cache:
             units = self._sequences(traces)
@@ -101,7 +101,7 @@ class _ServerValidation:
             decode_reports=tuple(decode),
         )
         about: dict[str, Any] = {"absent": absent, "notes": notes, "serving": tuple(points)}
-        report = ValidationRecord(bundle=self.bundle, evaluations=(evaluation,), **about)
+        report = Validation(bundle=self.bundle, evaluations=(evaluation,), **about)
         return conclude(report, [evaluation], options)
 
     def _largest_answer(self, kinds: Iterable[Sequence[GoldenCase]], traces: Sequence[DecodeTrace]) -> int:
@@ -267,26 +267,26 @@ class _Load:
             if len(parts) == unit.parts and all(part.is_kept for part in parts):
                 yield unit.of, parts
 
-    def point(self, verdicts: Sequence[OutputVerdict]) -> dict[str, Any]:
-        """The figures of this number of clients; see docs/report.md."""
+    def point(self, verdicts: Sequence[OutputVerdict]) -> ServingRecord:
+        """The figures of this number of clients."""
         parts, shares = self._parts.values(), (50, 90, 99)
         errors = [part.error for part in parts if part.error is not None]
         kinds = Counter(getattr(error, "kind", "error") for error in errors)
         latencies = [1e3 * seconds for part in parts for seconds in part.seconds]
         if unsent := self._requests - len(latencies) - len(errors):
-            kinds["not sent"] = unsent
+            kinds[NOT_SENT] = unsent
         times = np.percentile(latencies, shares).tolist() if latencies else [None] * len(shares)
-        return {
-            "clients": self.clients,
-            "requests": self._requests,
-            "answered": len(latencies),
-            "errors": dict(kinds),
-            "first_error": errors[0].in_one_line if errors else None,
-            "per_second": len(latencies) / self._seconds if self._seconds > 0 else None,
+        return ServingRecord(
+            clients=self.clients,
+            requests=self._requests,
+            answered=len(latencies),
+            errors=dict(kinds),
+            first_error=errors[0].in_one_line if errors else None,
+            per_second=len(latencies) / self._seconds if self._seconds > 0 else None,
             **{f"p{share}_ms": time for share, time in zip(shares, times, strict=True)},
-            "judged": len(verdicts),
-            "wrong": sum(verdict.is_wrong for verdict in verdicts),
-        }
+            judged=len(verdicts),
+            wrong=sum(verdict.is_wrong for verdict in verdicts),
+        )
 
 
 class _Recorded:

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from msgspec import Struct
@@ -40,7 +40,7 @@ from mha_deploy.runtime.tensorrt.engine_verdict import (
 from mha_deploy.runtime.tensorrt.kernels import Kernel, kernels_from_plan
 from mha_deploy.runtime.tensorrt.versions import MODULES
 from mha_deploy.runtime.timing import Timing, TimingPlan
-from mha_deploy.status import Word
+from mha_deploy.status import Word, means
 from mha_deploy.validate.runtimes import ONNX, ONNX_RUNTIME, TENSORRT, Runtime
 
 # -- What the report says of it --------------------------------------------------------------------
@@ -57,33 +57,42 @@ class SubjectKind(Word):
 class Conversion(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A tensor whose type is another one in the subject."""
 
-    tensor: str  # its name in the bundle
-    bundle: str  # its type there
-    subject: str  # its type in the subject
+    tensor: Annotated[str, means("name of the input or output in the bundle")]
+    bundle: Annotated[str, means("its type there")]
+    subject: Annotated[str, means("its type in what was judged")]
 
 
 class PlanVerdict(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the kernels of somebody else's plan show, as far as they are reported."""
 
-    fusion: FusionStatus  # `fused` if all attentions of the model are, in every profile
-    precision: PrecisionStatus
-    attentions: int  # of the model
-    fused_kernels: int  # that compute a whole attention
-    softmax_kernels: int  # that compute a softmax by itself
-    reasons: tuple[EngineReason, ...] = ()  # why one of them is unknown, and by what the other is known
+    fusion: Annotated[
+        FusionStatus, means("`fused` if every attention of the model is one kernel in every profile")
+    ]
+    precision: Annotated[PrecisionStatus, means("see `engines[].precision_status`")]
+    attentions: Annotated[int, means("attentions of the model")]
+    fused_kernels: Annotated[int, means("kernels that compute a whole attention")]
+    softmax_kernels: Annotated[int, means("kernels that compute a softmax by itself")]
+    reasons: Annotated[
+        tuple[EngineReason, ...],
+        means(
+            "why one of them is unknown, and what the other is known by; see `engines[].nodes[].reasons[]`"
+        ),
+    ] = ()
 
 
 class SubjectRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What was judged in place of the bundle's own graph and engines."""
 
-    name: str
-    kind: SubjectKind
-    backend: str  # what ran it, with its version
-    sha256: str | None  # of its file
-    names: dict[str, str]  # from its names to those of the bundle, where they differ
-    converted: tuple[Conversion, ...]
-    not_judged: tuple[str, ...]  # its outputs that the bundle knows nothing of
-    plan: PlanVerdict | None  # of a TensorRT engine
+    name: Annotated[str, means("name of the file or the runner")]
+    kind: Annotated[SubjectKind, means("what it is")]
+    backend: Annotated[str, means("what ran it, with its version")]
+    sha256: Annotated[str | None, means("hash of the file; null for a runner")]
+    names: Annotated[
+        dict[str, str], means("its names of inputs and outputs, and the bundle's, where they differ")
+    ]
+    converted: Annotated[tuple[Conversion, ...], means("tensors whose type is another one")]
+    not_judged: Annotated[tuple[str, ...], means("outputs that the bundle knows nothing of")]
+    plan: Annotated[PlanVerdict | None, means("what the kernels of an engine show; null for what is none")]
 
 
 # -- Names and types -------------------------------------------------------------------------------

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import platform
-import time
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
@@ -11,34 +10,39 @@ from typing import Any
 
 import msgspec
 
-from mha_deploy import __version__
-from mha_deploy.bundle.folder import MANIFEST, Bundle, sha256
+from mha_deploy.bundle.folder import Bundle
 from mha_deploy.bundle.manifest import Manifest
 from mha_deploy.bundle.samples import Sample
-from mha_deploy.engine.engine import Engine, attention_summary, libraries_summary, where_built
-from mha_deploy.environment import RUN_PACKAGES, gpus, versions
+from mha_deploy.engine.engine import Engine
 from mha_deploy.judge import OutputVerdict
 from mha_deploy.model.spec import Axis
 from mha_deploy.options import ValidateOptions
 from mha_deploy.requirements import REQUIRED, Demands, Requirement, demands_of
-from mha_deploy.runtime.cuda import find_gpu
 from mha_deploy.runtime.tensorrt.engine_verdict import FusionStatus, PrecisionStatus
 from mha_deploy.status import Finding, Gap, Kind, Outcome, Place, Section, Severity
-from mha_deploy.text import finding_text, gap_text, group_by, without_numbers
+from mha_deploy.text import finding_text, gap_text, group_by
 from mha_deploy.validate.conformance import ConformanceTable
 from mha_deploy.validate.data import DataRecord
 from mha_deploy.validate.evaluate import Evaluation, LatencyPoint
 from mha_deploy.validate.fault import LAYERS, FaultReport
-from mha_deploy.validate.fp16_range import RangeReport
-from mha_deploy.validate.runtimes import TENSORRT, Unavailable
+from mha_deploy.validate.fp16_range import NodeRange, RangeFinding, RangeReport, RangeStatus
+from mha_deploy.validate.records import (
+    NOT_SENT,
+    EngineRecord,
+    LatencyRecord,
+    ReportRecord,
+    ServingRecord,
+    VerdictRecord,
+    engine_records,
+    model_record,
+    report_header,
+)
+from mha_deploy.validate.runtimes import SERVER, TENSORRT, Unavailable
 from mha_deploy.validate.subjects import SubjectRecord
-
-REPORT_FORMAT = 4
-"""The format of report.json; readers refuse any other."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ValidationRecord:
+class Validation:
     """A validation."""
 
     bundle: Bundle  # what was validated
@@ -50,7 +54,7 @@ class ValidationRecord:
     conformance: ConformanceTable | None = None  # the table of masks, where requested
     fault: FaultReport | None = None  # what is at fault, where an engine is wrong
     notes: tuple[str, ...] = ()  # what a reader should know besides
-    serving: tuple[Mapping[str, Any], ...] = ()  # how a server did under load, as in report.json
+    serving: tuple[ServingRecord, ...] = ()  # how a server did under load
     gone: tuple[str, ...] = ()  # engines that were built from the bundle and are no longer there
     foreign: tuple[str, ...] = ()  # plans among the engines that were not built from the bundle
     requirements: tuple[Requirement, ...] = ()  # what the user demands besides, and what was found
@@ -89,105 +93,49 @@ class ValidationRecord:
         """Whether the outcome is `passed`."""
         return self.outcome is Outcome.PASSED
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; see docs/report.md."""
-        return {
+    @property
+    def record(self) -> ReportRecord:
+        """What a report stores."""
+        return ReportRecord(
             **report_header(),
-            "verdict": {
-                "outcome": self.outcome,
-                "headline": self.headline,
-                "not_verified": msgspec.to_builtins(self.not_verified),
-                "findings": msgspec.to_builtins(self.findings),
-            },
-            "model": model_to_dict(self.bundle),
-            "parity": [report.to_dict() for each in self.evaluations for report in each.parity],
-            "heatmaps": [heat.to_dict() for each in self.evaluations for heat in each.heatmaps],
-            "decode": [report.to_dict() for each in self.evaluations for report in each.decode_reports],
-            "invariance": [
-                msgspec.to_builtins(check) for each in self.evaluations for check in each.invariance
-            ],
-            "conformance": self.conformance and self.conformance.to_dict(),
-            "range": self.ranges and self.ranges.to_dict(),
-            "fault": self.fault and self.fault.to_dict(),
-            "engines": engines_to_dict(self.engines, self.absent, self.evaluations),
-            "latency": latency_to_dict(self.points),
-            "subjects": msgspec.to_builtins(self.subjects),
-            "requirements": msgspec.to_builtins(self.requirements),
-            "data": None if self.data is None else msgspec.to_builtins(self.data),
-            "serving": list(self.serving),
-            "notes": [*(each.sentence for each in self.absent), *self.notes],
-        }
-
-
-def report_header() -> dict[str, Any]:
-    """What every report begins with: the tool, the time, and the machine."""
-    gpu = find_gpu()
-    shown = ("name", "compute_capability", "l2_bytes", "memory_bytes")
-    return {
-        "format": REPORT_FORMAT,
-        "tool": {"name": "mha-deploy", "version": __version__},
-        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "environment": {
-            "gpu": None if gpu is None else {name: getattr(gpu, name) for name in shown},
-            "driver": next((each.get("driver_version") for each in gpus()), None),
-            "platform": platform.platform(),
-            "python": platform.python_version(),
-            "versions": versions(RUN_PACKAGES),
-        },
-    }
-
-
-def model_to_dict(bundle: Bundle) -> dict[str, Any]:
-    """What was validated."""
-    manifest = bundle.manifest
-    return {
-        "name": manifest.spec.name,
-        "summary": manifest.spec.summary,
-        "kind": manifest.spec.kind,
-        "precision": manifest.precision.name,
-        "spec": manifest.spec.to_dict(),
-        "bundle": bundle.path.resolve().name,
-        "bundle_sha256": sha256(bundle.path / MANIFEST),
-        "weights": manifest.weights,
-    }
-
-
-def engines_to_dict(
-    engines: Sequence[Engine], absent: Sequence[Unavailable], evaluations: Sequence[Evaluation]
-) -> list[dict[str, Any]]:
-    """The engines, and whether they were run."""
-    reasons = {each.name: each.reason for each in absent}
-    ran = {each.runtime.name for each in evaluations if each.runtime.engine is not None}
-    plain = ("backend", "version", "precision", "seconds", "engine_bytes", "rebuilds", "profiles")
-    return [
-        {
-            "name": name,
-            **{each: getattr(manifest, each) for each in plain},
-            "built": where_built(manifest),
-            "ran": name in ran,
-            "why_not": None if name in ran else reasons.get(name, "not requested"),
-            "fused": list(manifest.fused_count),
-            "precision_status": manifest.verdict.precision.status.value,
-            "precision_reasons": msgspec.to_builtins(manifest.verdict.precision.reasons),
-            "nodes": msgspec.to_builtins(manifest.verdict.nodes),
-            "attention": attention_summary(manifest),
-            "plugins": libraries_summary(manifest),
-            "profile_names": [manifest.profile_name(index) for index in range(len(manifest.profiles))],
-        }
-        for name, manifest in (
-            # Of an engine that was not run, only what its plan shows.
-            (engine.path.stem, engine.manifest if engine.path.stem in ran else engine.shown)
-            for engine in engines
+            verdict=VerdictRecord(
+                outcome=self.outcome,
+                headline=self.headline,
+                not_verified=self.not_verified,
+                findings=self.findings,
+            ),
+            model=model_record(self.bundle),
+            parity=tuple(report for each in self.evaluations for report in each.parity),
+            heatmaps=tuple(heat for each in self.evaluations for heat in each.heatmaps),
+            decode=tuple(report.record for each in self.evaluations for report in each.decode_reports),
+            invariance=tuple(check for each in self.evaluations for check in each.invariance),
+            conformance=self.conformance,
+            range=self.ranges,
+            fault=self.fault,
+            engines=engines_in(self.engines, self.absent, self.evaluations),
+            latency=latency_record(self.points),
+            subjects=self.subjects,
+            requirements=self.requirements,
+            data=self.data,
+            serving=self.serving,
+            notes=(*(each.sentence for each in self.absent), *self.notes),
         )
-    ]
 
 
-def latency_to_dict(points: Sequence[LatencyPoint]) -> dict[str, Any] | None:
+def engines_in(
+    engines: Sequence[Engine], absent: Sequence[Unavailable], evaluations: Sequence[Evaluation]
+) -> tuple[EngineRecord, ...]:
+    """The engines, and whether they were run."""
+    ran = {each.runtime.name for each in evaluations if each.runtime.engine is not None}
+    return engine_records(engines, ran, {each.name: each.reason for each in absent})
+
+
+def latency_record(points: Sequence[LatencyPoint]) -> LatencyRecord | None:
     """The latencies, and the GPU they were measured on."""
     if not points:
         return None
     gpus = {row.timing.gpu for point in points for row in point.rows if row.timing}
-    return {"gpu": ", ".join(sorted(gpus)) or None, "points": [point.to_dict() for point in points]}
+    return LatencyRecord(gpu=", ".join(sorted(gpus)) or None, points=tuple(point.record for point in points))
 
 
 # -- From what was found to what it means: the sentences of the verdict, and its headline ----------
@@ -198,7 +146,7 @@ _UNVERIFIED = frozenset({Kind.UNVERIFIED_OUTPUTS, Kind.UNVERIFIED_DECODING, Kind
 
 def _is_deployed(evaluation: Evaluation) -> bool:
     """Whether what was run is what is deployed: an engine or a server."""
-    return evaluation.runtime.family in (TENSORRT, "server")
+    return evaluation.runtime.family in (TENSORRT, SERVER)
 
 
 def _is_probed(evaluation: Evaluation) -> bool:
@@ -215,11 +163,11 @@ def _found(level: Severity, section: Section, kind: Kind, **about: Any) -> Findi
 
 
 def conclude(
-    report: ValidationRecord,
+    report: Validation,
     judged: Sequence[Evaluation],
     options: ValidateOptions,
     broken: Sequence[Unavailable] = (),
-) -> ValidationRecord:
+) -> Validation:
     """The report with its verdict: the findings, failures first, and the headline."""
     demands = demands_of(options.requirements, report.bundle.manifest.spec.name)
     required: dict[str, Any] = {name: getattr(options, name) or getattr(demands, name) for name in REQUIRED}
@@ -249,7 +197,7 @@ def conclude(
 
 
 def findings(
-    report: ValidationRecord, options: ValidateOptions, broken: Sequence[Unavailable] = ()
+    report: Validation, options: ValidateOptions, broken: Sequence[Unavailable] = ()
 ) -> Iterator[Finding]:
     """Everything in a report that is worth a sentence."""
     yield from _about_runtimes(report.evaluations, options)
@@ -265,8 +213,8 @@ def findings(
         about = {"names": (fault.at_fault,), "detail": fault.explanation}
         yield _found(Severity.NOTE, Section.PARITY, Kind.FAULT, **about)
     yield from _about_range(report.ranges)
-    for case, column, cell in report.conformance.wrong if report.conformance is not None else ():
-        about = {"runner": column, "check": case.name, "detail": cell.detail}
+    for row, column, cell in report.conformance.wrong if report.conformance is not None else ():
+        about = {"runner": column, "check": row.case, "detail": cell.detail}
         yield _found(Severity.WARNING, Section.CONFORMANCE, Kind.WRONG_MASK, **about)
     yield from _about_latency(report.points)
     for point in report.serving:
@@ -283,7 +231,7 @@ def findings(
 
 
 def _requirements(
-    report: ValidationRecord, judged: Sequence[Evaluation], demands: Demands
+    report: Validation, judged: Sequence[Evaluation], demands: Demands
 ) -> Iterator[Requirement]:
     """What is demanded in numbers, and the worst that was found; what was not measured is not verified."""
     shares = [
@@ -435,7 +383,7 @@ def coverage_findings(missing: Sequence[Gap], options: ValidateOptions) -> Itera
             yield _found(level, Section.COVERAGE, kind, names=names)
 
 
-def _headline(report: ValidationRecord, evaluations: Sequence[Evaluation], missing: Sequence[Gap]) -> str:
+def _headline(report: Validation, evaluations: Sequence[Evaluation], missing: Sequence[Gap]) -> str:
     """The verdict in one line: is it right, is it fused, is it in its precision, is it fast."""
     failures = [each.text for each in report.findings if each.level is Severity.FAILURE]
     if first := failures or [each.text for each in report.findings if each.kind in _UNVERIFIED]:
@@ -526,7 +474,7 @@ def _about_runtimes(evaluations: Sequence[Evaluation], options: ValidateOptions)
 
 
 def _about_engines(
-    report: ValidationRecord, absent: Sequence[Unavailable], options: ValidateOptions
+    report: Validation, absent: Sequence[Unavailable], options: ValidateOptions
 ) -> Iterator[Finding]:
     engines, required = report.engines, options.require_fused or options.require_precision
     yield from _about_subjects(report, options)
@@ -561,7 +509,7 @@ def _about_engines(
             yield _found(level, Section.FUSION, Kind.ENGINE_NOT_CONFIRMED, engine=engine.path.stem)
 
 
-def _about_subjects(report: ValidationRecord, options: ValidateOptions) -> Iterator[Finding]:
+def _about_subjects(report: Validation, options: ValidateOptions) -> Iterator[Finding]:
     """What was judged in place of the bundle's own: outputs, fusion and precision."""
     for each in report.subjects:
         if each.not_judged:
@@ -620,17 +568,21 @@ def _about_range(ranges: RangeReport | None) -> Iterator[Finding]:
     if ranges is None:
         return
     found = [
-        (node, each.status, f"{each.what}; {'; '.join(each.advice)}")
-        for node in ranges.nodes
-        for each in node.findings
-        if each.status != "ok"
+        (node, each) for node in ranges.nodes for each in node.findings if each.status is not RangeStatus.OK
     ]
     # What FP16 could not hold is no trouble for a model in another precision.
     level = Severity.WARNING if ranges.precision == "fp16" else Severity.NOTE
-    for alike in group_by(found, lambda each: (each[1], without_numbers(each[2]))):
-        if len({text for _, _, text in alike}) > 1:
-            alike.sort(key=lambda each: each[0].headroom)
-        about: dict[str, Any] = {"names": tuple(node.node for node, _, _ in alike), "detail": alike[0][2]}
+
+    def same(each: tuple[NodeRange, RangeFinding]) -> tuple[object, ...]:
+        """What is the same for all attentions of one line: everything but the numbers."""
+        return each[1].status, each[1].kind, each[1].name, *each[1].numbers
+
+    for alike in group_by(found, same):
+        if any(each.numbers != alike[0][1].numbers for _, each in alike):
+            alike.sort(key=lambda each: math.inf if each[0].headroom is None else each[0].headroom)
+        first = alike[0][1]
+        about: dict[str, Any] = {"detail": f"{first.what}; {'; '.join(first.advice)}"}
+        about["names"] = tuple(node.node for node, _ in alike)
         yield _found(level, Section.RANGE, Kind.FP16_RANGE, **about)
 
 
@@ -647,13 +599,13 @@ def _about_latency(points: Sequence[LatencyPoint]) -> Iterator[Finding]:
                 yield _found(Severity.WARNING, Section.LATENCY, Kind.NOT_SETTLED, **about)
 
 
-def _about_load(point: Mapping[str, Any], options: ValidateOptions) -> Iterator[Finding]:
+def _about_load(point: ServingRecord, options: ValidateOptions) -> Iterator[Finding]:
     """What a server under load shows besides wrong results."""
-    failed = dict(point["errors"])
-    numbers = {name: point[name] for name in ("clients", "requests", "answered")}
-    numbers |= {"unsent": failed.pop("not sent", 0), "failed": sum(failed.values())}
-    numbers["limit_s"] = options.limit_s
-    about: dict[str, Any] = {"numbers": numbers, "detail": point["first_error"] or ""}
+    failed = dict(point.errors)
+    numbers: dict[str, float] = {"clients": point.clients, "requests": point.requests}
+    numbers |= {"answered": point.answered, "unsent": failed.pop(NOT_SENT, 0)}
+    numbers |= {"failed": sum(failed.values()), "limit_s": options.limit_s}
+    about: dict[str, Any] = {"numbers": numbers, "detail": point.first_error or ""}
     about["names"] = tuple(f"{count} {kind}" for kind, count in failed.items())
     if failed:
         yield _found(Severity.FAILURE, Section.SERVING, Kind.REQUESTS_FAILED, **about)

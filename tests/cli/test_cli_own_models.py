@@ -12,13 +12,22 @@ from rich.console import Console
 import mha_deploy as md
 from mha_deploy.cli.tables import eligibility_renderable, engine_renderable, parity_renderable
 from mha_deploy.engine.engine import Engine
+from mha_deploy.files import as_plain
 from mha_deploy.judge import OutputVerdict, ParityReport
 from mha_deploy.metrics import Budget, Deviation
 from mha_deploy.options import ValidateOptions
 from mha_deploy.runtime.tensorrt.engine_verdict import FusionStatus, NodeVerdict
 from mha_deploy.status import Kind, Outcome, Reason
-from mha_deploy.validate.fp16_range import Figures, NodeRange, RangeFinding, RangeReport
-from mha_deploy.validate.verdict import ValidationRecord, findings
+from mha_deploy.validate.fp16_range import (
+    Figures,
+    NodeRange,
+    RangeFinding,
+    RangeKind,
+    RangeReport,
+    RangeStatus,
+    worst_of,
+)
+from mha_deploy.validate.verdict import Validation, findings
 
 LONG = "model.encoder.block.{}.layer.0.SelfAttention"
 
@@ -61,7 +70,7 @@ def layers(count, *, wrong=(), worst=None, name="blocks.{}.attention"):
 
     verdicts = tuple(verdict(i) for i in range(count))
     report = ParityReport(model="m", precision="fp16", backend="ort-cpu 1", verdicts=verdicts, cases="layers")
-    return report.to_dict()
+    return as_plain(report)
 
 
 def rows_of(text):
@@ -195,34 +204,42 @@ def ranges(*nodes, precision="fp16"):
         exponent=None, sums=(), sentinel=None, fully_masked=0, not_finite=(),
     )  # fmt: skip
     made = tuple(
-        NodeRange(node=f"blocks.{i}.attention", figures=figures, max_keys=8, headroom=room, findings=reported)
+        NodeRange(
+            node=f"blocks.{i}.attention",
+            status=worst_of(each.status for each in reported),
+            figures=figures,
+            max_keys=8,
+            headroom=room,
+            findings=reported,
+        )
         for i, (room, reported) in enumerate(nodes)
     )
-    return RangeReport(precision=precision, nodes=made)
+    return RangeReport(precision=precision, worst=worst_of(each.status for each in made), nodes=made)
 
 
 def sentences(report):
-    return [each.text for each in findings(ValidationRecord(bundle=None, ranges=report), ValidateOptions())]
+    return [each.text for each in findings(Validation(bundle=None, ranges=report), ValidateOptions())]
 
 
-def near(what, advice="take bf16"):
-    return RangeFinding(status="near", what=what, advice=(advice,))
+def near(what, kind=RangeKind.SCORE, status=RangeStatus.NEAR, **numbers):
+    return RangeFinding(status=status, kind=kind, what=what, numbers=numbers, advice=("take bf16",))
 
 
 def test_equal_findings_of_many_attentions_are_one_line():
-    same = near("the mask's -65,504 leaves no room")
+    same = near("the mask's -65,504 leaves no room", RangeKind.SENTINEL_NEAR)
     reported = sentences(ranges(*((room, (same,)) for room in (9.0, 3.0, 5.0))))
     assert reported == ["blocks.0.attention and 2 more: the mask's -65,504 leaves no room; take bf16"]
 
 
 def test_of_findings_that_differ_in_numbers_the_worst_is_reported():
-    sizes = {4.0: "16,376", 1.5: "43,669", 2.0: "32,752"}
-    reported = sentences(ranges(*((room, (near(f"the largest score is {n}"),)) for room, n in sizes.items())))
+    sizes = {4.0: 16_376, 1.5: 43_669, 2.0: 32_752}
+    found = [(room, (near(f"the largest score is {n:,}", largest=n),)) for room, n in sizes.items()]
+    reported = sentences(ranges(*found))
     assert reported == ["blocks.1.attention and 2 more: the largest score is 43,669; take bf16"]
 
 
 def test_different_findings_are_separate_lines():
-    one, other = near("the largest score is 9"), near("the largest |K| is 9")
-    worse = RangeFinding(status="overflows", what="the largest score is 9", advice=("take bf16",))
+    one, other = near("the largest score is 9"), near("the largest |K| is 9", RangeKind.TENSOR)
+    worse = near("the largest score is 9", status=RangeStatus.OVERFLOWS)
     reported = sentences(ranges((1.0, (one,)), (1.0, (other,)), (1.0, (worse,)), (1.0, ())))
     assert [text.partition(":")[0] for text in reported] == [f"blocks.{i}.attention" for i in range(3)]

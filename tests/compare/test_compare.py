@@ -317,7 +317,9 @@ def test_a_throttled_latency_is_inconclusive(side):
 
 
 def rebuilt(data, **spread):
-    data["engines"][0]["rebuilds"] = {"builds": 3, **spread}
+    lists = {key: [] for key in ("differing", "fused", "seconds", "engine_bytes")}
+    same = {"builds": 3, "identical": False, "timing_cache": None, "errors": {}, "times_us": {}}
+    data["engines"][0]["rebuilds"] = {**lists, **same, **spread}
     return data
 
 
@@ -365,7 +367,10 @@ def bench_of(*reports):
 )
 def test_a_server_that_got_worse_is_reported(worse, section):
     old, new = passing(), passing()
-    load = {"clients": 8, "requests": 256, "answered": 256, "wrong": 0, "p50_ms": 4.0, "p90_ms": 4.5}
+    load = {
+        "clients": 8, "requests": 256, "answered": 256, "errors": {}, "first_error": None, "judged": 256,
+        "wrong": 0, "per_second": 900.0, "p50_ms": 4.0, "p90_ms": 4.5, "p99_ms": 4.5,
+    }  # fmt: skip
     old["serving"], new["serving"] = [load], [load | worse]
     assert [change.section for change in md.compare(old, new).regressions] == [section]
     assert md.compare(old, old).passed
@@ -374,7 +379,8 @@ def test_a_server_that_got_worse_is_reported(worse, section):
 def test_fewer_calls_on_several_streams_are_reported():
     sides = [bench_of(passing()), bench_of(passing())]
     for side, rate in zip(sides, (4000.0, 3000.0), strict=True):
-        calls = {"name": "tensorrt", "sizes": {"B": 1}, "streams": 4, "per_second": rate}
+        calls = {"name": "tensorrt", "family": "tensorrt", "case": "opt", "sizes": {"B": 1}, "streams": 4}
+        calls["per_second"] = rate
         side["models"][0]["throughput"] = [calls]
     (change,) = md.compare(*sides).regressions
     assert (change.subject, change.old) == ("tensorrt at B=1, 4 streams", "4,000 calls/s")

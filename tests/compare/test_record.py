@@ -11,11 +11,12 @@ from mha_deploy.regression import record
 from mha_deploy.regression.record import Line, append_lines, bench_lines, judge_replay, pick_line, read_lines
 from mha_deploy.report.table import markdown
 from mha_deploy.runtime.cuda import Conditions
-from mha_deploy.runtime.gpu import Throughput
 from mha_deploy.runtime.timing import Timing
 from mha_deploy.status import Kind, Reason
-from mha_deploy.validate.bench import ModelBench, ThroughputRow
+from mha_deploy.validate.bench import ModelBench
 from mha_deploy.validate.evaluate import LatencyPoint, LatencyRow
+from mha_deploy.validate.records import ThroughputRecord
+from mha_deploy.validate.runtimes import Family
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from tables import PAGES, builds_table, evidence_table, kernels_table, latency_table, rewritten, streams_table
@@ -121,8 +122,8 @@ def test_a_benchmark_becomes_lines_with_samples_and_hashes(bundles, tmp_path):
         LatencyRow(name="x", backend="x 1", family="tensorrt", refused=wrong),
     )
     point = LatencyPoint(case="opt", sizes={"B": 2}, flops=1, bytes=1, roofline=None, rows=rows)
-    load = Throughput(streams=4, calls=9, per_second=5e4, p50_us=80.0, p99_us=90.0)
-    loads = (ThroughputRow(case="opt", sizes={"B": 2}, name="eager", family="pytorch", measured=load),)
+    load = {"streams": 4, "per_second": 5e4, "p50_us": 80.0, "p99_us": 90.0}
+    loads = (ThroughputRecord(case="opt", sizes={"B": 2}, name="eager", family=Family.PYTORCH, **load),)
     bench = ModelBench(
         bundle=bundles("tiny-gqa"), engines=(), evaluations=(), absent=(), points=(point,), throughput=loads
     )

@@ -23,7 +23,7 @@ from mha_deploy.engine.plugins import PluginError, load_library
 from mha_deploy.errors import DeployError
 from mha_deploy.options import EngineOptions
 from mha_deploy.runtime.tensorrt.builder import parse_into
-from mha_deploy.validate.verdict import engines_to_dict
+from mha_deploy.validate.records import engine_records
 
 HALF = [{"Name": "t", "Dimensions": [1, 2], "Format/Datatype": "Row major linear FP16 format (kLINEAR)"}]
 NEW_FIELDS = ("plugins", "in_place", "attention")
@@ -245,7 +245,7 @@ def test_what_the_engine_needs_is_shown(place, built, run_cli):
     assert "another build" not in shown
     write_library(place, comment="compiled once more")
     assert "another build of version 0.1.0" in " ".join(run_cli("inspect", engine.path).out.split())
-    assert "another build" in engines_to_dict([engine], [], [])[0]["plugins"][1]
+    assert "another build" in engine_records([engine])[0].plugins[1]
 
 
 def test_a_manifest_with_broken_plugins_is_refused(place, built):

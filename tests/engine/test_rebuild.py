@@ -8,7 +8,7 @@ import pytest
 import mha_deploy as md
 from mha_deploy.engine import build as rebuild
 from mha_deploy.engine.build import differing_kernels
-from mha_deploy.engine.engine import rebuild_summary
+from mha_deploy.engine.engine import RebuildRecord, rebuild_summary
 
 
 def built(*tactics):
@@ -35,11 +35,11 @@ def test_builds_of_tensorrt_rtx_are_identical(bundles, tmp_path, run_cli):
     (path,) = (bundle / "engines").glob("*.engine")
     record = md.open_engine(path).manifest.rebuilds
     # RTX times no kernels at build time. If plans differ all the same, the record shows in what.
-    assert (record["builds"], record["identical"], record["differing"]) == (2, True, []), record
+    assert (record.builds, record.identical, record.differing) == (2, True, []), record
     assert "2 builds: identical plans" in done.out
-    assert len(record["seconds"]) == len(record["engine_bytes"]) == 2
-    assert record["timing_cache"] is None  # it has no effect there
-    assert record["errors"] == record["times_us"] == {} or md.doctor()["gpus"]
+    assert len(record.seconds) == len(record.engine_bytes) == 2
+    assert record.timing_cache is None  # it has no effect there
+    assert record.errors == record.times_us == {} or md.doctor()["gpus"]
     assert [each.name for each in (bundle / "engines").iterdir() if each.name.startswith(".")] == []
     assert md.compare(path, path).passed
     with pytest.raises(md.DeployError, match="engine of that name"):
@@ -91,6 +91,6 @@ def test_what_differs_is_said_in_sentences():
         "fused": [[1, 1], [0, 1]], "seconds": [1.0, 2.0], "engine_bytes": [5, 5],
         "errors": {"opt/output": [0.4, None, 0.5]}, "times_us": {"opt": [10.0, 12.0]}, "timing_cache": False,
     }  # fmt: skip
-    text = "\n".join(rebuild_summary(record))
+    text = "\n".join(rebuild_summary(RebuildRecord(**record)))
     for part in ("plans differ", "q: a / b", "1/1, 0/1", "10 to 12 µs", "40% to 50%", "other kernels"):
         assert part in text

@@ -150,10 +150,10 @@ def test_every_runtime_treats_masks_as_onnx_says(precision):
     """Causal alignment, boolean and additive masks, rows that see nothing."""
     table = conformance_table(mask_columns(find_precision(precision)), find_precision(precision))
     wrong = {
-        (case.name, column): cell.detail
-        for case in table.rows
-        if not case.diagnostic
-        for column, cell in table.cells[case.name].items()
-        if cell.status == "wrong" and (case.name, column) not in KNOWN_BUGS
+        (row.case, column): cell.detail
+        for row in table.rows
+        if not row.diagnostic
+        for column, cell in row.cells.items()
+        if cell.status == "wrong" and (row.case, column) not in KNOWN_BUGS
     }
     assert wrong == {}

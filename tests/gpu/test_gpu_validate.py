@@ -15,8 +15,8 @@ from mha_deploy.engine.engine import engine_path, manifest_path
 from mha_deploy.graph.file import load_graph, save_graph
 from mha_deploy.graph.mutate import mutated
 from mha_deploy.options import EngineOptions, ValidateOptions
-from mha_deploy.report.schema import check_bench, check_report
 from mha_deploy.status import Kind, Outcome
+from mha_deploy.validate.records import check_bench, check_report
 from mha_deploy.validate.run import validate_bundle
 
 pytestmark = pytest.mark.gpu

@@ -14,7 +14,7 @@ from mha_deploy.graph.lower import DIALECTS, lower
 from mha_deploy.graph.plugin_node import is_plugin_attention
 from mha_deploy.model.precision import PRECISIONS
 from mha_deploy.runtime import open_runner
-from mha_deploy.validate.conformance import CASES, Case, MaskInput, case_model, combine
+from mha_deploy.validate.conformance import CASES, MaskCase, MaskInput, case_model, combine
 
 FP16, FP32 = PRECISIONS["fp16"], PRECISIONS["fp32"]
 BY_NAME = {case.name: case for case in CASES}
@@ -29,7 +29,7 @@ def names(values: list[ir.Value]) -> list[str]:
 
 @pytest.mark.parametrize("precision", PRECISIONS.values(), ids=list(PRECISIONS))
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_the_graph_has_the_attributes_of_the_case(case: Case, precision) -> None:
+def test_the_graph_has_the_attributes_of_the_case(case: MaskCase, precision) -> None:
     model = case_model(case, precision)
     onnx.checker.check_model(ir.to_proto(model), full_check=True)
     (facts,) = attention_nodes(model)
@@ -120,9 +120,9 @@ def test_the_models_are_not_changed() -> None:
 
 
 def test_a_mask_may_have_any_axes() -> None:
-    case = Case(name="odd", about="", S=3, T=5, Hq=4, mask=MaskInput(pattern="scattered", axes="Hq 1 T"))
+    case = MaskCase(name="odd", about="", S=3, T=5, Hq=4, mask=MaskInput(pattern="scattered", axes="Hq 1 T"))
     assert case.shapes["mask"] == (4, 1, 5)
-    assert "mask" not in Case(name="none", about="").shapes
+    assert "mask" not in MaskCase(name="none", about="").shapes
 
 
 # -- TensorRT-RTX, which builds without a GPU ------------------------------------------------------------

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 import mha_deploy as md
-from mha_deploy.bundle.folder import sha256
+from mha_deploy.bundle.folder import open_bundle
+from mha_deploy.files import as_plain
 from mha_deploy.regression.matrix import read_plan, run_matrix
+from mha_deploy.validate.records import model_record
 
 RTX = {"name": "rtx", "backend": "tensorrt-rtx"}
 
@@ -69,11 +71,12 @@ class Scripted:
             engine = {
                 "name": "rtx", "backend": "tensorrt-rtx", "version": self.version, "precision": "fp16",
                 "fused": [int(status == NOT_RUN), 1], "precision_status": "verified", "engine_bytes": 1000,
-                "seconds": 2.0, "nodes": [{"node": "attention", "status": "fused"}],
+                "seconds": 2.0, "nodes": [{"node": "attention", "profile": 0, "status": "fused"}],
+                "built": "here", "ran": False, "why_not": "no GPU", "precision_reasons": [], "profiles": [],
+                "attention": "", "plugins": [], "profile_names": [], "rebuilds": None,
             }  # fmt: skip
-            model = {"name": task.cell.model, "precision": "fp16"}
-            model["bundle_sha256"] = sha256(Path(task.request["bundle"]) / "manifest.json")
-            report = {"model": model, "engines": [engine]}
+            model = as_plain(model_record(open_bundle(Path(task.request["bundle"]))))
+            report = {"model": model | {"name": task.cell.model}, "engines": [engine]}
             why = "" if status == NOT_RUN else "the reason"
             report = None if status in ("crashed", "refused") else report
             done = {"status": status, "why": why, "seconds": 1.0, "engine_sha256": "1", "report": report}

@@ -180,8 +180,17 @@ def fp16_range():
         "largest_softmax_sum": 128.0,
         "max_keys": 512,
         "headroom": 9.0,
-        "findings": [{"status": "near", "what": what, "advice": advice}],
+        "findings": [
+            {
+                "status": "near",
+                "kind": "matmul",
+                "name": "",
+                "numbers": {"largest": 7276.4},
+                "what": what,
+                "advice": advice,
+            }
+        ],
         "advice": advice,
         "figures": {"tensors": {"Q": 31.2, "K": 28.9, "V": 4.0}, "scale": 0.125},
     }
-    return {"worst": "near", "nodes": [node]}
+    return {"precision": "fp16", "worst": "near", "nodes": [node]}

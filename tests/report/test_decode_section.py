@@ -10,11 +10,11 @@ from example_report import fresh
 from replayed import MEDDLERS, STEPS, decoded, right, stops_at, wrong_from
 
 from mha_deploy.engine.engine import Engine
+from mha_deploy.files import as_plain
 from mha_deploy.report.charts import EAGER
 from mha_deploy.report.page import report_page
-from mha_deploy.report.schema import as_plain, check_report
 from mha_deploy.report.table import place_text, prompts_text
-from mha_deploy.validate.verdict import engines_to_dict
+from mha_deploy.validate.records import check_report, engine_records
 
 WRONG = {"level": "failure", "section": "decode", "kind": "wrong decoding", "text": "decodes wrongly"}
 
@@ -38,20 +38,21 @@ def words(markup):
 
 @pytest.mark.parametrize("meddle", MEDDLERS)
 def test_what_the_decode_loop_gives_keeps_the_format(meddle):
-    data = report_of(decoded(meddle).to_dict())
+    data = report_of(as_plain(decoded(meddle).record))
     assert check_report(data) == []
     assert (data["decode"][0]["outcome"] == "passed") is (meddle is right)
     assert section(data)
 
 
 def test_the_example_has_the_keys_of_what_the_decode_loop_gives():
-    real, made = decoded().to_dict(), decode("tensorrt 8.6.1")
+    real, made = as_plain(decoded().record), decode("tensorrt 8.6.1")
     assert list(real) == list(made)
-    assert set(decoded(wrong_from(3)).to_dict()["failures"][0]) == set(break_decode(made)["failures"][0])
+    wrong = as_plain(decoded(wrong_from(3)).record)
+    assert set(wrong["failures"][0]) == set(break_decode(made)["failures"][0])
 
 
 def test_a_finding_about_decoding_leads_to_its_section():
-    data = report_of(decoded(wrong_from(3)).to_dict())
+    data = report_of(as_plain(decoded(wrong_from(3)).record))
     data["verdict"]["findings"] = [WRONG]
     assert '<a href="#decode">decode</a>' in report_page(data)
 
@@ -73,7 +74,7 @@ def test_a_layer_with_a_cache_misses_it():
 
 def test_a_right_trace_is_reported_in_one_row():
     report = decoded()
-    plain = report.to_dict()
+    plain = as_plain(report.record)
     text = words(section(report_of(plain)))
     reported = f"replay 1.0 passed steps 5, 2 and 7 {STEPS} – {report.share:.0%}"
     assert f"{reported} {plain['growth']:.2f}× {plain['eager_growth']:.2f}×" in text
@@ -81,7 +82,7 @@ def test_a_right_trace_is_reported_in_one_row():
 
 
 def test_errors_stand_beside_those_of_the_module_at_doublings():
-    data = as_plain(decoded().to_dict())
+    data = as_plain(decoded().record)
     data["errors"][3], data["eager_errors"][3] = 0.25, 0.125
     table = section(report_of(data)).split("at some steps of trace steps</caption>")[1]
     rows = [re.findall(r">([^<>]+)</td>", row) for row in table.split("<tr>")[2:]]
@@ -91,7 +92,7 @@ def test_errors_stand_beside_those_of_the_module_at_doublings():
 
 
 def test_a_failure_is_reported_with_its_place():
-    data = as_plain(decoded(wrong_from(3)).to_dict())
+    data = as_plain(decoded(wrong_from(3)).record)
     text = words(section(report_of(data)))
     assert f"FAILED steps 5, 2 and 7 {STEPS} step 3" in text
     assert re.search(
@@ -104,13 +105,13 @@ def test_a_failure_is_reported_with_its_place():
 
 
 def test_a_trace_that_stopped_is_reported():
-    text = words(section(report_of(decoded(stops_at(4)).to_dict())))
+    text = words(section(report_of(as_plain(decoded(stops_at(4)).record))))
     assert f" 4 of {STEPS} step 4 " in text
     assert "out of memory" in text
 
 
 def test_a_trace_without_a_step_has_no_chart():
-    found = section(report_of(decoded(stops_at(0)).to_dict()))
+    found = section(report_of(as_plain(decoded(stops_at(0)).record)))
     assert "No step gave anything to measure." in found
     assert "<svg" not in found
     assert "prefill" in found
@@ -153,7 +154,7 @@ def test_profiles_are_called_by_their_names():
         "attention": "native, TensorRT's own projections",
         "plugins": [],
         "profile_names": ["prefill", "decode"],
-        "nodes": [node, node | {"profile": 1}, node | {"profile": 7}, node | {"profile": None}],
+        "nodes": [node, node | {"profile": 1}, node | {"profile": 7}],
     }
     assert check_report(as_plain(data)) == []
     page = report_page(data)
@@ -166,5 +167,5 @@ def test_profiles_are_called_by_their_names():
 @pytest.mark.parametrize("names", [["prefill", "decode"], []], ids=["named", "of old"])
 def test_a_report_names_every_profile(names):
     engine = Engine(path=Path("engines/rtx.engine"), manifest=engine_manifest(profile_names=names))
-    (data,) = engines_to_dict([engine], [], [])
+    (data,) = as_plain(engine_records([engine]))
     assert data["profile_names"] == (names or ["0", "1"])

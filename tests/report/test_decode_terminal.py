@@ -11,14 +11,14 @@ from replayed import MEDDLERS, STEPS, decoded, stops_at, wrong_from
 from rich.console import Console
 
 from mha_deploy.cli.tables import decode_renderable
-from mha_deploy.report.table import as_plain
+from mha_deploy.files import as_plain
 from mha_deploy.status import Kind, Outcome, Reason
 from mha_deploy.text import error, times
 
 
 def printed(report, width=80):
     out = io.StringIO()
-    Console(file=out, width=width).print(decode_renderable([as_plain(report.to_dict())]))
+    Console(file=out, width=width).print(decode_renderable([as_plain(report.record)]))
     return out.getvalue()
 
 
@@ -34,7 +34,7 @@ def test_the_terminal_shows_verdict_share_growth_and_errors():
     found = verdict_of(report)
     assert (found["verdict"], found["steps"], found["wrong at"]) == ("passed", str(STEPS), "–")
     assert (found["backend"], found["prompts"]) == ("replay 1.0", "5, 2 and 7")
-    plain = report.to_dict()
+    plain = as_plain(report.record)
     assert (found["growth"], found["eager's"]) == (times(plain["growth"]), times(plain["eager_growth"]))
     assert found["used"] == f"{report.share:.0%}"
     rows = [line.split() for line in printed(report).splitlines() if re.match(r"\s+\d+\s+\d", line)]

@@ -25,13 +25,15 @@ def module_report(*, wrong=()):
         break_verdict(run["verdicts"][index], 8.05)
     run["outcome"] = "failed" if wrong else "passed"
     data["parity"].append(run)
-    data["range"] = {"worst": "near", "nodes": [range_node(name, 7000 + i) for i, name in enumerate(NAMES)]}
+    data["range"] = fresh("passing")["range"] | {
+        "nodes": [range_node(name, 7000 + i) for i, name in enumerate(NAMES)]
+    }
     return data
 
 
 def range_node(name, size):
     node = copy.deepcopy(fresh("passing")["range"]["nodes"][0])
-    node["findings"][0]["what"] = f"the matmul reaches {size:,}"
+    node["findings"][0] |= {"what": f"the matmul reaches {size:,}", "numbers": {"largest": size}}
     return node | {"node": name, "headroom": 65504 / size}
 
 

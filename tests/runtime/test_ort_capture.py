@@ -92,7 +92,7 @@ def test_a_call_that_is_not_captured_is_launched_and_its_timing_says_why(device,
         timing = runner.time(feeds(), QUICK)
     assert timing.graph is False
     assert timing.why_no_graph == REFUSED
-    assert timing.to_dict()["why_no_graph"] == REFUSED
+    assert timing.record.why_no_graph == REFUSED
     for results in timing.results:
         for name, array in wanted.items():
             np.testing.assert_array_equal(results[name], array)

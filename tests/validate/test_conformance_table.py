@@ -1,5 +1,4 @@
-import json
-
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -16,7 +15,7 @@ from mha_deploy.validate.conformance import (
     CASES,
     LOWER_RIGHT,
     NOWHERE,
-    Case,
+    MaskCase,
     MaskInput,
     conformance_table,
     draw_trial,
@@ -53,7 +52,7 @@ def named(*names):
 def column_of(column, precision=FP16, cases=CASES, seed=0):
     """The only column of a table, by case."""
     table = conformance_table({"it": column}, precision, cases=cases, seed=seed)
-    return {name: cells["it"] for name, cells in table.cells.items()}
+    return {row.case: row.cells["it"] for row in table.rows}
 
 
 def unusual(cells):
@@ -111,7 +110,7 @@ def test_onnx_runtimes_own_operators_conform():
 
 
 def test_a_lowering_that_refuses_a_case_is_heard():
-    wide = Case(name="wide", about="", S=24, D=264, mask=MaskInput(pattern="padding"))
+    wide = MaskCase(name="wide", about="", S=24, D=264, mask=MaskInput(pattern="padding"))
     cells = column_of(graph_column(in_ort, "plugin"), FP16, cases=[wide])
     assert cells["wide"].status == "refused"
     refusal = "The plugin dialect does not support head size above 256 (node 'wide')."
@@ -354,7 +353,7 @@ def test_an_engine_of_the_lower_right_corner_is_seen_in_its_own_row_only():
 
     cases = named("causal", "own-causal")
     table = conformance_table({"engine": graph_column(misaligned, "trt", TRT_1014)}, FP16, cases=cases)
-    assert unusual({name: cells["engine"] for name, cells in table.cells.items()}) == {
+    assert unusual({row.case: row.cells["engine"] for row in table.rows}) == {
         "own-causal": ("wrong", "causal starts in the lower right corner")
     }
     assert table.passed
@@ -455,12 +454,12 @@ def test_the_table_is_plain_data():
     cases = named("causal", "fully-masked-bool", "own-causal")
     table = conformance_table(columns, FP16, seed=5, cases=cases, on_column=seen.append)
     assert seen == ["right", "wrong", "absent"]
-    data = json.loads(json.dumps(table.to_dict(), allow_nan=False))
+    data = msgspec.to_builtins(table)
     assert {key: data[key] for key in ("precision", "seed", "outcome", "columns")} == {
         "precision": "fp16",
         "seed": 5,
         "outcome": "failed",
-        "columns": ["right", "wrong", "absent"],
+        "columns": ("right", "wrong", "absent"),
     }
     assert [(row["case"], row["about"], row["diagnostic"]) for row in data["rows"]] == [
         (case.name, case.about, case.diagnostic) for case in cases

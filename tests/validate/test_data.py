@@ -14,8 +14,8 @@ from torch import nn
 import mha_deploy as md
 from mha_deploy.bundle.samples import as_taken, read_samples, samples_from
 from mha_deploy.errors import DeployError
-from mha_deploy.report.schema import check_report
 from mha_deploy.status import Kind
+from mha_deploy.validate.records import check_report
 
 CLASSES, WIDTH, LENGTH = 6, 16, 9
 QUICK = {"probe": False, "latency": False, "backends": ["ort-cpu"]}

@@ -5,6 +5,7 @@ import json
 from dataclasses import replace
 
 import decode_mistakes as wrong
+import msgspec
 import numpy as np
 import pytest
 from decode_mistakes import LosesCount, Meddled, ModuleRunner, SwappedRows, cached, module_of
@@ -357,7 +358,7 @@ def test_a_dynamic_cache_takes_no_counts():
 
 def test_the_report_is_plain_data_and_shows_only_the_first_failures():
     report = judged(wrong.upper_left(captured("preallocated")[0]), "preallocated")
-    data = json.loads(json.dumps(report.to_dict()))
+    data = json.loads(msgspec.json.encode(report.record))
     assert (data["outcome"], data["first_failed"], data["steps"]) == ("failed", 1, STEPS)
     assert (data["model"], data["trace"], data["prompt"]) == ("tiny-rope", "decode", [5, 2, 7])
     assert (data["judged"], data["failed"], len(data["failures"])) == (STEPS + 4, STEPS + 1, STEPS)
@@ -387,7 +388,7 @@ def report_of(errors):
 
 
 def growth_of(errors):
-    return report_of(errors).to_dict()["growth"]
+    return report_of(errors).record.growth
 
 
 def test_growth_is_the_last_tenth_over_the_first():
@@ -401,10 +402,10 @@ def test_growth_is_the_last_tenth_over_the_first():
 
 
 def test_the_table_doubles_its_steps_and_ends_with_the_last():
-    shown = report_of([0.5] * 1000).to_dict()["table"]
+    shown = report_of([0.5] * 1000).record.table
     assert [step for step, _ in shown] == [2**k for k in range(10)] + [1000]
-    assert report_of([0.1, None, 0.3, 0.4]).to_dict()["table"] == [(1, 0.1), (2, None), (4, 0.4)]
-    assert report_of([]).to_dict()["table"] == []
+    assert report_of([0.1, None, 0.3, 0.4]).record.table == ((1, 0.1), (2, None), (4, 0.4))
+    assert report_of([]).record.table == ()
 
 
 def test_a_step_may_use_the_budgets_around_it_and_no_others():

@@ -1,8 +1,7 @@
 """How near FP16's limit: every figure against plain NumPy in float64, and every finding made to happen."""
 
-import json
-
 import ml_dtypes
+import msgspec
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -14,7 +13,7 @@ from mha_deploy.bundle.folder import MODEL, open_bundle
 from mha_deploy.errors import DeployError
 from mha_deploy.graph import mixed_precision
 from mha_deploy.graph.file import load_graph, save_graph
-from mha_deploy.validate.fp16_range import FP16_MAX, Meter, fp16_range
+from mha_deploy.validate.fp16_range import FP16_MAX, Meter, NodeRange, fp16_range
 
 pytestmark = pytest.mark.usefixtures("in_process")  # quicker than a child process
 
@@ -125,7 +124,7 @@ def test_the_most_keys_of_a_cache_are_its_past_and_the_new_ones(bundles):
 def test_the_report_is_plain_json(own_bundles, precision):
     bundle = own_bundles("encoder", precision)
     report = fp16_range(bundle)
-    data = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    data = msgspec.to_builtins(report)
     assert data["worst"] == "ok"
     first, *others = data["nodes"]
     assert [each["node"] for each in (first, *others)] == [f"blocks.{i}.attention" for i in range(3)]
@@ -299,7 +298,7 @@ def test_the_status_follows_the_matmul(bundles, tmp_path, precision, matmul, sta
     rel = {"fp16": 1e-3, "bf16": 7e-3, "fp32": 1e-5}[precision]
     assert abs(node.figures.matmul.value) == pytest.approx(matmul, rel=rel)
     assert node.headroom == pytest.approx(FP16_MAX / matmul, rel=rel)
-    assert report.to_dict()["worst"] == node.status == status
+    assert report.worst == node.status == status
     about = [each.what for each in node.findings if "Q·Kᵀ" in each.what]
     assert len(about) == (status != "ok")
     if status == "overflows":
@@ -316,7 +315,7 @@ def test_the_status_follows_the_matmul(bundles, tmp_path, precision, matmul, sta
 )
 def test_large_matmuls_get_advice(bundles, tmp_path, precision, words):
     (node,) = fp16_range(grown_to(bundles("tiny-gqa", precision), tmp_path / "b", 70000)).nodes
-    advice = node.to_dict()["advice"]
+    advice = node.advice
     assert all(
         any(part in line for line in advice)
         for part in ("fold the scale into the query projection", "in FP32", words)
@@ -327,7 +326,7 @@ def test_folding_is_not_advised_where_the_scores_overflow_too(bundles, tmp_path)
     (node,) = fp16_range(grown_to(bundles("tiny-gqa", "fp32"), tmp_path / "b", 300_000)).nodes
     assert abs(node.figures.score.value) > FP16_MAX
     assert any("the largest score" in each.what for each in node.findings)
-    assert not any("fold" in line for line in node.to_dict()["advice"])
+    assert not any("fold" in line for line in node.advice)
 
 
 @pytest.mark.sweep(1)
@@ -339,9 +338,10 @@ def test_a_tensor_that_overflows_already_is_named(bundles, tmp_path, name):
     tensor = attention.inputs["qkv".index(name)].name
     (node,) = fp16_range(bundle, cases=["min", "opt"]).nodes
     assert (node.status, node.headroom) == ("overflows", 0.0)
-    assert f"{name.upper()} ({tensor}) in case opt: " in node.figures.not_finite[-1]
+    last = node.figures.not_finite[-1]
+    assert (last.role, last.tensor, last.case) == (name.upper(), tensor, "opt")
     assert any(tensor in each.what and "NaN or infinite" in each.what for each in node.findings)
-    json.dumps(node.to_dict(), allow_nan=False)
+    assert msgspec.json.decode(msgspec.json.encode(node), type=NodeRange) == node
 
 
 @pytest.mark.slow
@@ -351,7 +351,7 @@ def test_the_second_attention_is_judged_by_itself(bundles, tmp_path):
     assert [node.node for node in report.nodes] == ["attention", "attention_1"]
     assert report.nodes[1].max_keys == 4
     assert [node.status for node in report.nodes] == ["ok", "overflows"]
-    assert report.to_dict()["worst"] == "overflows"
+    assert report.worst == "overflows"
 
 
 # -- softmax -----------------------------------------------------------------------------------
@@ -391,7 +391,7 @@ def test_nothing_but_zeros_has_no_headroom_to_tell(bundles, tmp_path):
     (node,) = fp16_range(open_bundle(bundle.path), cases=["opt"]).nodes
     assert node.figures.score is None
     assert node.status == "ok"
-    assert node.to_dict()["headroom"] is None
+    assert node.headroom is None
 
 
 def test_exp_without_its_maximum_is_a_remark(bundles, tmp_path):

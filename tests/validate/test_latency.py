@@ -1,7 +1,6 @@
 """No latency for a wrong answer, no ratio across devices, figures that follow from the time."""
 
 import io
-import json
 from dataclasses import replace
 
 import numpy as np
@@ -13,16 +12,17 @@ from mha_deploy.analyze.cost import layer_cost
 from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.cli.tables import latency_renderable
 from mha_deploy.errors import BackendUnavailable, DeployError
+from mha_deploy.files import as_plain
 from mha_deploy.model.catalog import find_spec
 from mha_deploy.model.precision import find_precision
-from mha_deploy.report.schema import as_plain, check_bench
 from mha_deploy.runtime.cuda import Conditions
 from mha_deploy.runtime.runner import Runner, TensorInfo
 from mha_deploy.runtime.timing import Timing, TimingPlan
 from mha_deploy.status import Kind, Reason
 from mha_deploy.validate import bench
-from mha_deploy.validate.bench import BenchOptions, ModelBench, bench_to_dict
+from mha_deploy.validate.bench import BenchOptions, ModelBench, bench_record
 from mha_deploy.validate.evaluate import EvaluationPlan, LatencyRow, evaluate, latency_point, time_case
+from mha_deploy.validate.records import check_bench
 from mha_deploy.validate.runtimes import Runtime
 
 FP16 = find_precision("fp16")
@@ -76,8 +76,8 @@ def test_rates_follow_from_the_work_and_the_time(opt):
     figures = at.figures(engine)
     assert figures["tflops"] == pytest.approx(cost.flops / 2e-6 / 1e12)
     assert figures["gb_per_s"] == pytest.approx(cost.bytes / 2e-6 / 1e9)
-    assert figures["roofline_share"] == pytest.approx(at.roofline["bound_us"] / 2.0)
-    assert [at.roofline[key] for key in ("gpu", "tflops_peak", "gb_per_s_peak")] == ["H200", 989.5, 4800.0]
+    assert figures["roofline_share"] == pytest.approx(at.roofline.bound_us / 2.0)
+    assert (at.roofline.gpu, at.roofline.tflops_peak, at.roofline.gb_per_s_peak) == ("H200", 989.5, 4800.0)
 
 
 def test_there_is_no_ratio_across_devices(opt):
@@ -100,7 +100,7 @@ def test_what_was_refused_has_no_figures_and_is_nobodys_best(opt):
     at = point(opt, refused, row("eager", 240.0))
     assert set(at.figures(refused).values()) == {None}
     assert at.best_pytorch.name == "eager"
-    data = json.loads(json.dumps(at.to_dict()))
+    data = as_plain(at.record)
     assert [each["refused"] for each in data["rows"]] == ["no kernel", None]
     assert data["rows"][0]["timing"] is None
     assert data["rows"][1]["timing"]["p50_us"] == 240.0
@@ -220,7 +220,7 @@ def decode_point(spec, sizes, *rows, lengths=None):
 
 def printed(at):
     console = Console(width=80, record=True, file=io.StringIO())
-    console.print(latency_renderable([as_plain(at.to_dict())]))
+    console.print(latency_renderable([as_plain(at.record)]))
     return console.export_text()
 
 
@@ -229,10 +229,10 @@ def test_a_decode_step_has_tokens_a_second():
     refused = LatencyRow(name="sdpa-flash", backend="torch", family="pytorch", refused=NO_KERNEL)
     at = decode_point(DYNAMIC, {"B": 4, "S": 1, "P": 63}, eager, refused, engine)
     assert [at.figures(each)["tokens_per_s"] for each in at.rows] == pytest.approx([1e5, None, 2e5])
-    assert at.roofline["bound"] == "memory"
-    share = at.figures(engine)["gb_per_s"] / at.roofline["gb_per_s_peak"]
+    assert at.roofline.bound == "memory"
+    share = at.figures(engine)["gb_per_s"] / at.roofline.gb_per_s_peak
     assert at.figures(engine)["roofline_share"] == pytest.approx(share), "all stages are bound by memory"
-    data = json.loads(json.dumps(at.to_dict()))
+    data = as_plain(at.record)
     assert [each["tokens_per_s"] for each in data["rows"]] == pytest.approx([1e5, None, 2e5])
     assert data["past"] is None
 
@@ -280,7 +280,7 @@ def test_the_figures_keep_the_format_of_a_benchmark(bundles):
     bundle = bundles("tiny-preallocated")
     at = decode_point(PREALLOCATED, {"B": 2, "S": 1, "T": 64}, row("eager", 9.0), lengths=[63, 63])
     found = ModelBench(bundle=bundle, engines=(), evaluations=(), absent=(), points=(at,))
-    assert check_bench(json.loads(json.dumps(bench_to_dict([found])))) == []
+    assert check_bench(as_plain(bench_record([found]))) == []
 
 
 # -- which cases are timed ---------------------------------------------------------------------

@@ -16,7 +16,7 @@ from mha_deploy.options import ValidateOptions
 from mha_deploy.status import Kind, Outcome, Reason
 from mha_deploy.validate.evaluate import Evaluation
 from mha_deploy.validate.runtimes import TENSORRT, Runtime
-from mha_deploy.validate.verdict import ValidationRecord, conclude
+from mha_deploy.validate.verdict import Validation, conclude
 
 RANKS = (Outcome.FAILED, Outcome.NOT_VERIFIED, Outcome.PASSED)
 KINDS = {Outcome.PASSED: None, Outcome.FAILED: Kind.OUT_OF_BUDGET, Outcome.NOT_VERIFIED: Kind.ORACLE_ZERO}
@@ -47,11 +47,11 @@ def record_of(graph, engine, *, has_engine):
     """A graph with these outcomes, and an engine with those, if it ran."""
     found = engine_named("trt") if has_engine else None
     evaluations = [evaluation("ort", graph)] + ([evaluation("trt", engine, found)] if engine else [])
-    spec = SimpleNamespace(axes={}, attention_count=1)
+    spec = SimpleNamespace(name="made", axes={}, attention_count=1)
     manifest = SimpleNamespace(spec=spec, attention=[1], notes=(), observed=[], shrunk=[])
     bundle = SimpleNamespace(manifest=manifest)
     about = {"bundle": bundle, "engines": (found,) if has_engine else ()}
-    return conclude(ValidationRecord(evaluations=tuple(evaluations), **about), evaluations, ValidateOptions())
+    return conclude(Validation(evaluations=tuple(evaluations), **about), evaluations, ValidateOptions())
 
 
 def with_less(record):
@@ -84,7 +84,7 @@ def test_a_record_with_less_evidence_never_has_a_better_outcome(has_engine):
 
 
 def test_a_record_of_nothing_is_not_verified():
-    assert ValidationRecord(bundle=None).outcome is Outcome.NOT_VERIFIED
+    assert Validation(bundle=None).outcome is Outcome.NOT_VERIFIED
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """A whole validation without a GPU: the graph is run; engines are built, inspected and reported."""
 
-import json
 import shutil
 
 import onnx
@@ -10,10 +9,11 @@ from bundle_edit import copy_of, edit_manifest, rehash
 from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.engine.build import engine_from_bundle
 from mha_deploy.errors import BackendUnavailable, BundleError, DeployError
+from mha_deploy.files import as_plain
 from mha_deploy.options import EngineOptions, ValidateOptions
-from mha_deploy.report.schema import check_report
 from mha_deploy.runtime.cuda import find_gpu
 from mha_deploy.status import Kind
+from mha_deploy.validate.records import check_report
 from mha_deploy.validate.run import validate_bundle
 from mha_deploy.validate.runtimes import TORCH_BASELINES, RuntimeFinder
 
@@ -49,7 +49,7 @@ def test_the_graph_is_run_and_the_report_keeps_its_schema(bare):
     assert names(report) == ["ort-cpu"]
     assert (report.points, report.engines, report.conformance, report.fault) == ((), (), None, None)
     assert report.ranges.nodes[0].node == "attention"
-    data = json.loads(json.dumps(report.to_dict()))
+    data = as_plain(report.record)
     assert check_report(data) == []
     assert data["latency"] is None
     assert data["environment"]["gpu"] is None
@@ -60,7 +60,7 @@ def test_an_engine_that_cannot_run_here_is_reported_and_does_not_fail(with_engin
     report = validate_bundle(with_engine)
     assert not report.passed
     assert names(report) == ["ort-cpu"]
-    (engine,) = report.to_dict()["engines"]
+    (engine,) = as_plain(report.record)["engines"]
     assert (engine["name"], engine["ran"], engine["fused"]) == ("tensorrt-rtx", False, [1, 1])
     assert engine["why_not"] == "there is no NVIDIA GPU here"
     assert {each.level for each in report.findings} == {"note"}
@@ -152,12 +152,10 @@ def test_the_table_of_masks_is_put_together_on_request(bare):
     report = validate_bundle(bare("tiny-mha"), ValidateOptions(conformance=True))
     table = report.conformance
     assert {"eager", "sdpa", "onnx-reference", "ort-cpu", "ort-cuda", "tensorrt"} == set(table.columns)
-    statuses = {
-        column: {table.cells[case.name][column].status for case in table.rows} for column in table.columns
-    }
+    statuses = {column: {row.cells[column].status for row in table.rows} for column in table.columns}
     assert statuses["tensorrt"] == statuses["ort-cuda"] == {"absent"}
     assert statuses["eager"] == {"conforms"}
-    assert check_report(json.loads(json.dumps(report.to_dict()))) == []
+    assert check_report(as_plain(report.record)) == []
 
 
 def test_a_name_that_nobody_has_is_refused_with_the_nearest(bare):

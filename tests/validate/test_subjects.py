@@ -11,11 +11,11 @@ from onnx import TensorProto, helper, numpy_helper
 
 import mha_deploy as md
 from mha_deploy.errors import BackendUnavailable, DeployError
-from mha_deploy.report.schema import check_report
 from mha_deploy.runtime.cuda import find_gpu
 from mha_deploy.runtime.runner import Runner, TensorInfo
 from mha_deploy.runtime.tensorrt.kernels import Kernel, kernels_from_plan
 from mha_deploy.status import Kind
+from mha_deploy.validate.records import check_report
 from mha_deploy.validate.subjects import plan_verdict
 
 QUICK = {"probe": False, "latency": False}
@@ -120,7 +120,7 @@ def test_fixed_sizes_are_judged_where_they_fit_and_the_rest_is_not_covered(bundl
     verdicts = report.to_dict()["parity"][0]["verdicts"]
     assert {json.dumps(each["sizes"]) for each in verdicts} == {'{"B": 2, "S": 16}'}
     assert Kind.OUTSIDE_PROFILES in [each.kind for each in report.findings]
-    assert report.record.not_verified
+    assert report.record.verdict.not_verified
 
 
 def test_further_outputs_are_named_and_not_judged(bundle, other):
@@ -128,7 +128,7 @@ def test_further_outputs_are_named_and_not_judged(bundle, other):
     assert report.passed
     (finding,) = [each for each in report.findings if each.kind is Kind.OUTPUTS_NOT_JUDGED]
     assert len(finding.names) == 1
-    assert Kind.OUTPUTS_NOT_JUDGED in [gap.kind for gap in report.record.not_verified]
+    assert Kind.OUTPUTS_NOT_JUDGED in [gap.kind for gap in report.record.verdict.not_verified]
 
 
 def test_names_that_do_not_fit_are_refused_until_they_are_mapped(bundles, tmp_path, run_cli, refused):

@@ -7,13 +7,14 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Annotated
 
 import onnx_ir as ir
 from msgspec import Struct
 from msgspec.structs import replace
 
 from mha_deploy.runtime.tensorrt.kernels import FLOATING, UNKNOWN, EngineTensor, Kernel, dtype_of
-from mha_deploy.status import Word
+from mha_deploy.status import Word, means
 
 # -- The answers, and the reasons for them: data that a renderer puts into words -------------------
 
@@ -75,13 +76,16 @@ class ReasonKind(Word):
     PLAN_UNREADABLE = "plan unreadable"
 
 
-class EngineReason(Struct, frozen=True, kw_only=True):
+class EngineReason(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Why a verdict is what it is: what kind of reason, where, what was found there, and what was wanted."""
 
-    kind: ReasonKind
-    place: str = ""  # a kernel, a node or a region
-    got: str = ""
-    wanted: str = ""
+    kind: Annotated[
+        ReasonKind,
+        means("what kind of reason, such as `hidden region`, `foreign plugin`, `matmul of no known node`"),
+    ]
+    place: Annotated[str, means("a kernel, a node or a region")] = ""
+    got: Annotated[str, means("what was found there")] = ""
+    wanted: Annotated[str, means("what was wanted")] = ""
 
 
 # -- The types of the nodes in the graph: what a builder changed is not what the graph requests ----
@@ -601,17 +605,20 @@ def _counts(kernels: Iterable[Kernel]) -> dict[str, int]:
 # -- Was attention fused? One answer per attention node and profile, with its evidence -------------
 
 
-class NodeVerdict(Struct, frozen=True, kw_only=True):
+class NodeVerdict(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What became of one attention node in one optimisation profile."""
 
-    node: str
-    profile: int
-    status: FusionStatus
-    kernels: tuple[str, ...] = ()  # that prove it
-    reasons: tuple[
-        EngineReason, ...
-    ] = ()  # why it is unknown, or how it is known where no kernel names the node
-    source: str = ""  # `log`, `plan`, `inspector`, `profile`, `graph`; several joined by `+`
+    node: Annotated[str, means("name of the attention node")]
+    profile: Annotated[int, means("the optimisation profile; null where there are none")]
+    status: Annotated[FusionStatus, means("the verdict")]
+    kernels: Annotated[tuple[str, ...], means("the kernels that prove it")] = ()
+    reasons: Annotated[
+        tuple[EngineReason, ...],
+        means("why it is unknown, or how it is known, as in `precision_reasons`; may be empty"),
+    ] = ()
+    source: Annotated[
+        str, means("where it was detected: `log`, `plan`, `inspector`, `profile`, joined by `+`")
+    ] = ""
 
 
 class Claim(Struct, frozen=True, kw_only=True):

@@ -1,0 +1,424 @@
+"""What `report.json` and `bench.json` hold: records, which are also their schema and their documentation."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Collection, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Struct
+
+from mha_deploy import __version__
+from mha_deploy.bundle.folder import MANIFEST, Bundle, sha256
+from mha_deploy.engine.engine import (
+    Engine,
+    RebuildRecord,
+    attention_summary,
+    libraries_summary,
+    where_built,
+)
+from mha_deploy.environment import RUN_PACKAGES, gpus, versions
+from mha_deploy.errors import DeployError
+from mha_deploy.files import as_plain
+from mha_deploy.judge import ParityReport
+from mha_deploy.requirements import Requirement
+from mha_deploy.runtime.cuda import find_gpu
+from mha_deploy.runtime.tensorrt.engine_verdict import EngineReason, NodeVerdict, PrecisionStatus
+from mha_deploy.runtime.timing import KernelTime, TimingRecord
+from mha_deploy.status import Finding, Gap, Outcome, Reason, means
+from mha_deploy.validate.conformance import ConformanceTable
+from mha_deploy.validate.data import DataRecord
+from mha_deploy.validate.decode import DecodeRecord
+from mha_deploy.validate.error_map import Heatmap
+from mha_deploy.validate.fault import FaultReport
+from mha_deploy.validate.fp16_range import RangeReport
+from mha_deploy.validate.invariance import InvarianceCheck
+from mha_deploy.validate.runtimes import Family
+from mha_deploy.validate.subjects import SubjectRecord
+
+REPORT_FORMAT = 4
+"""The format of report.json; readers refuse any other."""
+
+NOT_SENT = "not sent"
+"""Among the errors of a server under load: requests that were to be sent, and were not."""
+
+
+class ToolRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What wrote a file."""
+
+    name: Annotated[str, means("`mha-deploy`")]
+    version: Annotated[str, means("its version")]
+
+
+class GpuRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The GPU of a machine."""
+
+    name: Annotated[str, means("as the driver names it")]
+    compute_capability: Annotated[str, means("as CUDA counts it, for example `9.0`")]
+    l2_bytes: Annotated[int, means("size of the second-level cache, bytes")]
+    memory_bytes: Annotated[int, means("device memory, bytes")]
+
+
+class EnvironmentRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The machine that something ran on."""
+
+    gpu: Annotated[GpuRecord | None, means("the GPU; null where there is none")]
+    driver: Annotated[str | None, means("version of the NVIDIA driver; null where there is none")]
+    platform: Annotated[str, means("operating system and processor")]
+    python: Annotated[str, means("version of Python")]
+    versions: Annotated[dict[str, str], means("versions of the packages that took part")]
+
+
+class ModelRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The layer or module, and its bundle."""
+
+    name: Annotated[str, means("name of the model")]
+    summary: Annotated[str, means("the layer in one line")]
+    kind: Annotated[
+        Literal["MHA", "GQA", "MQA", "module"],
+        means("how query heads share keys and values; `module` for a user's own"),
+    ]
+    precision: Annotated[str, means("`fp16`, `bf16` or `fp32`")]
+    spec: Annotated[
+        dict[str, Any], means("the layer, as in `models/*.toml`, or the module, as in the manifest")
+    ]
+    bundle: Annotated[str, means("name of the bundle's folder")]
+    bundle_sha256: Annotated[str, means("hash of the bundle's manifest")]
+    weights: Annotated[str, means("where the weights came from")]
+
+
+class EngineRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An engine, and what became of attention and precision in it."""
+
+    name: Annotated[str, means("name of the engine in the bundle")]
+    backend: Annotated[str, means("`tensorrt` or `tensorrt-rtx`")]
+    version: Annotated[str, means("version of the TensorRT that built it")]
+    precision: Annotated[str, means("the requested precision")]
+    built: Annotated[str, means("where or for what it was built")]
+    ran: Annotated[bool, means("whether it was run here")]
+    why_not: Annotated[str | None, means("why it was not run; null if it was")]
+    fused: Annotated[
+        tuple[int, int], means("two numbers: attentions that are fused in every profile, of how many")
+    ]
+    precision_status: Annotated[
+        PrecisionStatus,
+        means(
+            "the verdict; `selected at load`: the types of all inputs, weights and outputs are "
+            "the requested ones, and the kernels are selected when the engine is loaded"
+        ),
+    ]
+    precision_reasons: Annotated[
+        tuple[EngineReason, ...], means("why the precision is unknown; empty otherwise")
+    ]
+    nodes: Annotated[tuple[NodeVerdict, ...], means("one for every attention node and profile")]
+    seconds: Annotated[float | None, means("how long the build took, seconds; null where that is not known")]
+    engine_bytes: Annotated[int | None, means("size of the plan, bytes; null where there is none")]
+    profiles: Annotated[tuple[dict[str, str], ...], means("axis ranges of each profile, as `min:opt:max`")]
+    attention: Annotated[
+        str, means("what computes attention and projections, and the measurements behind the choice")
+    ]
+    plugins: Annotated[
+        tuple[str, ...], means("the plugin libraries that it needs: file, version, hash and plugins")
+    ]
+    profile_names: Annotated[
+        tuple[str, ...], means("what each profile is called: its number, or `prefill` and `decode`")
+    ]
+    rebuilds: Annotated[
+        RebuildRecord | None, means("how much it differs from build to build; null where it was built once")
+    ]
+
+
+class RooflineRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The least time that the work of one call needs on a GPU."""
+
+    gpu: Annotated[str, means("whose peak figures")]
+    bound_us: Annotated[float, means("least time of the layer, stage after stage, µs")]
+    bound: Annotated[Literal["compute", "memory"], means("what sets most of the bound")]
+    tflops_peak: Annotated[float, means("peak rate in this precision, 10¹² FLOP/s")]
+    gb_per_s_peak: Annotated[float, means("memory bandwidth, 10⁹ bytes/s")]
+
+
+class LatencyRowRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The time of one runtime at one point, what it means, or why there is none."""
+
+    name: Annotated[str, means("short name, the same at every point")]
+    backend: Annotated[str, means("what ran, with its version")]
+    family: Annotated[Family, means("the kind of runtime")]
+    refused: Annotated[str | None, means("why it was not timed; null if it was")]
+    reason: Annotated[Reason | None, means("the same as data; null if it was timed")] = None
+    timing: Annotated[TimingRecord | None, means("the measurement; null if it was refused")]
+    speedup_over_eager: Annotated[float | None, means("eager's p50 over this one; null where one is missing")]
+    speedup_over_best_pytorch: Annotated[
+        float | None, means("p50 of the best PyTorch baseline over this one; null as above")
+    ]
+    tflops: Annotated[float | None, means("10¹² FLOP/s at p50; null if it was refused")]
+    gb_per_s: Annotated[
+        float | None, means("10⁹ bytes/s at p50, counting the bytes of the point; null as above")
+    ]
+    tokens_per_s: Annotated[
+        float | None,
+        means("tokens/s through this layer at p50, all batch elements; null where it is no decode step"),
+    ]
+    roofline_share: Annotated[float | None, means("roofline bound over p50; null where there is none")]
+    kernels: Annotated[
+        tuple[KernelTime, ...], means("the longest kernels of one call; empty where nothing was profiled")
+    ]
+
+
+class LatencyPointRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Every runtime at one set of sizes."""
+
+    case: Annotated[str, means("name of the case")]
+    sizes: Annotated[dict[str, int], means("axis sizes")]
+    past: Annotated[
+        int | None, means("most valid entries of a preallocated KV cache before the call; null without one")
+    ]
+    flops: Annotated[float, means("operations of one call")]
+    bytes: Annotated[float, means("bytes that one call must move")]
+    roofline: Annotated[
+        RooflineRecord | None, means("the roofline bound; null for a GPU without known figures")
+    ]
+    rows: Annotated[tuple[LatencyRowRecord, ...], means("everything that was timed or refused")]
+
+
+class LatencyRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What was timed, and on which GPU."""
+
+    gpu: Annotated[str | None, means("the GPU; null where everything was refused")]
+    points: Annotated[tuple[LatencyPointRecord, ...], means("one for every size that was timed")]
+
+
+class ServingRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a server did with so many clients."""
+
+    clients: Annotated[int, means("clients that sent requests at the same time")]
+    requests: Annotated[int, means("requests that were to be answered")]
+    answered: Annotated[int, means("requests that were answered")]
+    errors: Annotated[
+        dict[str, int], means("the others: `error`, `timeout`, `unreachable`, `not sent`; each only if there")
+    ]
+    first_error: Annotated[str | None, means("the first failed request; null where none failed")]
+    per_second: Annotated[float | None, means("answers per second; null where no time passed")]
+    p50_ms: Annotated[
+        float | None, means("median time of an answer, as the client measures it, ms; null without any")
+    ]
+    p90_ms: Annotated[float | None, means("90th percentile")]
+    p99_ms: Annotated[float | None, means("99th percentile")]
+    judged: Annotated[int, means("outputs that were judged")]
+    wrong: Annotated[int, means("outputs that were wrong")]
+
+
+class ThroughputRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Calls per second of one runtime at one size, or why there are none."""
+
+    case: Annotated[str, means("name of the case")]
+    sizes: Annotated[dict[str, int], means("axis sizes")]
+    name: Annotated[str, means("the runtime or baseline")]
+    family: Annotated[Family, means("`pytorch`, `onnxruntime` or `tensorrt`")]
+    refused: Annotated[str | None, means("why there is no figure; null where there is one")] = None
+    reason: Annotated[Reason | None, means("the same as data; null where there is a figure")] = None
+    streams: Annotated[
+        int | None, means("CUDA streams that were busy at the same time; null where refused")
+    ] = None
+    per_second: Annotated[float | None, means("calls per second on all streams together")] = None
+    p50_us: Annotated[float | None, means("median time between two calls of a stream, µs")] = None
+    p99_us: Annotated[float | None, means("99th percentile of it, µs")] = None
+
+
+class VerdictRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The result of a validation."""
+
+    outcome: Annotated[
+        Outcome,
+        means(
+            "the verdict; `not verified`: nothing failed, but an engine that was built was not "
+            "run, an output shows nothing, or an attention that no output shows was not judged "
+            "by its own result"
+        ),
+    ]
+    headline: Annotated[str, means("the result in one line")]
+    not_verified: Annotated[
+        tuple[Gap, ...],
+        means("what nothing was judged on: engines, decode steps, attentions, probe inputs, profiles, sizes"),
+    ]
+    findings: Annotated[tuple[Finding, ...], means("what a reader should know")]
+
+
+class ReportRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A validation: all verdicts, and what they rest on."""
+
+    format: Annotated[int, means("4; any other number is refused")]
+    tool: Annotated[ToolRecord, means("what wrote it")]
+    created: Annotated[str, means("when, in UTC, as `2026-01-31T12:00:00Z`")]
+    verdict: Annotated[VerdictRecord, means("the result")]
+    model: Annotated[ModelRecord, means("the layer and its bundle")]
+    environment: Annotated[EnvironmentRecord, means("where it ran")]
+    parity: Annotated[
+        tuple[ParityReport, ...],
+        means("errors against the FP64 oracle, one for every runtime and set of inputs"),
+    ]
+    heatmaps: Annotated[tuple[Heatmap, ...], means("where the errors are")]
+    decode: Annotated[
+        tuple[DecodeRecord, ...],
+        means("prefill and decode steps, one for every runtime and trace; empty without a KV cache"),
+    ]
+    invariance: Annotated[
+        tuple[InvarianceCheck, ...], means("whether results depend on what must not matter")
+    ]
+    conformance: Annotated[
+        ConformanceTable | None, means("masks as ONNX defines them; null where it was not requested")
+    ]
+    range: Annotated[
+        RangeReport | None, means("whether the numbers fit into FP16; null where it was not requested")
+    ]
+    fault: Annotated[FaultReport | None, means("what a failure comes from; null where nothing failed")]
+    engines: Annotated[tuple[EngineRecord, ...], means("the engines that were built or found")]
+    latency: Annotated[LatencyRecord | None, means("what was timed; null where nothing was")]
+    subjects: Annotated[
+        tuple[SubjectRecord, ...],
+        means("what was judged in place of the bundle's own graph and engines; empty without"),
+    ]
+    requirements: Annotated[
+        tuple[Requirement, ...], means("demands in numbers, and what was found; empty without any")
+    ]
+    data: Annotated[DataRecord | None, means("the user's own samples; null where none were given")]
+    serving: Annotated[
+        tuple[ServingRecord, ...],
+        means("how a server did, one for every number of clients; empty without one"),
+    ]
+    notes: Annotated[tuple[str, ...], means("what else a reader should know")]
+
+
+class TimesRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The times of one bundle."""
+
+    model: Annotated[ModelRecord, means("the layer and its bundle")]
+    engines: Annotated[tuple[EngineRecord, ...], means("the engines that were built or found")]
+    latency: Annotated[LatencyRecord | None, means("what was timed; null where nothing was")]
+    throughput: Annotated[
+        tuple[ThroughputRecord, ...],
+        means("calls per second on several CUDA streams; empty where not requested"),
+    ]
+
+
+class BenchRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A benchmark of several models."""
+
+    format: Annotated[int, means("4; any other number is refused")]
+    tool: Annotated[ToolRecord, means("what wrote it")]
+    created: Annotated[str, means("when, in UTC, as `2026-01-31T12:00:00Z`")]
+    environment: Annotated[EnvironmentRecord, means("where it ran")]
+    models: Annotated[tuple[TimesRecord, ...], means("one for every model and precision")]
+    notes: Annotated[tuple[str, ...], means("what else a reader should know")]
+
+
+# -- What is known of a machine, a bundle and its engines ------------------------------------------
+
+
+def report_header() -> dict[str, Any]:
+    """What every file begins with: its format, the tool, the time, and the machine; by field of a record."""
+    gpu = find_gpu()
+    about = {name: getattr(gpu, name) for name in GpuRecord.__struct_fields__} if gpu is not None else None
+    return {
+        "format": REPORT_FORMAT,
+        "tool": ToolRecord(name="mha-deploy", version=__version__),
+        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "environment": EnvironmentRecord(
+            gpu=None if about is None else GpuRecord(**about),
+            driver=next((each.get("driver_version") for each in gpus()), None),
+            platform=platform.platform(),
+            python=platform.python_version(),
+            versions=versions(RUN_PACKAGES),
+        ),
+    }
+
+
+def model_record(bundle: Bundle) -> ModelRecord:
+    """What was validated."""
+    manifest = bundle.manifest
+    return ModelRecord(
+        name=manifest.spec.name,
+        summary=manifest.spec.summary,
+        kind=manifest.spec.kind,
+        precision=manifest.precision.name,
+        spec=manifest.spec.to_dict(),
+        bundle=bundle.path.resolve().name,
+        bundle_sha256=sha256(bundle.path / MANIFEST),
+        weights=manifest.weights,
+    )
+
+
+def engine_records(
+    engines: Sequence[Engine], ran: Collection[str] = (), why_not: Mapping[str, str] | None = None
+) -> tuple[EngineRecord, ...]:
+    """The engines, and which of them were run, by name; of one that was not, only what its plan shows."""
+    found = []
+    for name, engine in ((engine.path.stem, engine) for engine in engines):
+        manifest = engine.manifest if name in ran else engine.shown
+        found.append(
+            EngineRecord(
+                name=name,
+                backend=manifest.backend,
+                version=manifest.version,
+                precision=manifest.precision,
+                built=where_built(manifest),
+                ran=name in ran,
+                why_not=None if name in ran else (why_not or {}).get(name, "not requested"),
+                fused=manifest.fused_count,
+                precision_status=manifest.verdict.precision.status,
+                precision_reasons=tuple(manifest.verdict.precision.reasons),
+                nodes=manifest.verdict.nodes,
+                seconds=manifest.seconds,
+                engine_bytes=manifest.engine_bytes,
+                profiles=tuple(manifest.profiles),
+                attention=attention_summary(manifest),
+                plugins=tuple(libraries_summary(manifest)),
+                profile_names=tuple(manifest.profile_name(index) for index in range(len(manifest.profiles))),
+                rebuilds=manifest.rebuilds,
+            )
+        )
+    return tuple(found)
+
+
+# -- Records as plain data, and back ---------------------------------------------------------------
+
+
+def check_report(data: Any) -> list[str]:
+    """What is wrong with the data of a report; nothing if it keeps the format."""
+    return _problems(data, ReportRecord)
+
+
+def check_bench(data: Any) -> list[str]:
+    """What is wrong with the data of a benchmark; nothing if it keeps the format."""
+    return _problems(data, BenchRecord)
+
+
+def plain_report(data: Any) -> dict[str, Any]:
+    """A report, or its data, in plain types; an error if it does not keep the format."""
+    return _plain("report", data, ReportRecord)
+
+
+def plain_bench(data: Any) -> dict[str, Any]:
+    """A benchmark, or its data, in plain types; an error if it does not keep the format."""
+    return _plain("benchmark", data, BenchRecord)
+
+
+def _problems(data: Any, schema: type[Struct]) -> list[str]:
+    if isinstance(data, dict) and data.get("format", REPORT_FORMAT) != REPORT_FORMAT:
+        return [f"format: {data['format']!r} is not {REPORT_FORMAT}"]
+    try:
+        msgspec.convert(data, schema)
+    except msgspec.ValidationError as error:
+        what, _, place = str(error).partition(" - at `$")
+        return [f"{place.strip('.`')}: {what}" if place else what]
+    return []
+
+
+def _plain(what: str, data: Any, schema: type[Struct]) -> dict[str, Any]:
+    plain: dict[str, Any] = as_plain(data)
+    if problems := _problems(plain, schema):
+        what, hint = f"The {what} does not keep its format.", "docs/report.md lists every field"
+        raise DeployError(what, got="; ".join(problems), hint=hint)
+    return plain
