@@ -50,7 +50,7 @@ def nvidia_smi(folder, monkeypatch, script):
 def test_what_is_here_works():
     findings = {row["name"]: SimpleNamespace(**row) for row in examine(load=True)["runtimes"]}
     here = {"PyTorch", "onnxscript", "ONNX", "ONNX Runtime", "cuda-bindings", "matplotlib"}
-    assert set(findings) == here | {"TensorRT", "TensorRT-RTX"}
+    assert set(findings) == here | {"TensorRT", "TensorRT lean", "TensorRT-RTX"}
     for name in here:
         assert (findings[name].works, findings[name].loaded) == (True, True), findings[name]
         (packages,) = (known.packages for known in RUNTIMES if known.name == name)

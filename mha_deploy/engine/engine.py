@@ -40,7 +40,7 @@ from mha_deploy.output import (
     write_file,
     write_unit,
 )
-from mha_deploy.runtime.child import isolation, open_isolated
+from mha_deploy.runtime.child import call_isolated, isolation, open_isolated
 from mha_deploy.runtime.cuda import find_gpu
 from mha_deploy.runtime.runner import Runner
 from mha_deploy.runtime.tensorrt import engine_verdict as verdicts
@@ -54,7 +54,14 @@ from mha_deploy.runtime.tensorrt.engine_verdict import (
     ReasonKind,
 )
 from mha_deploy.runtime.tensorrt.kernels import Kernel, LargeTensor, kernels_from_plan
-from mha_deploy.runtime.tensorrt.versions import MODULES, EngineError, TensorRT, load
+from mha_deploy.runtime.tensorrt.versions import (
+    INSTALL,
+    LEAN,
+    MODULES,
+    EngineError,
+    load,
+    loads_plans_of,
+)
 from mha_deploy.status import means
 
 # -- The optimisation profiles of an engine ---------------------------------------------------------
@@ -658,6 +665,8 @@ def reasons_not_to_run(engine: Engine, *, import_tensorrt: bool = True) -> list[
     The version of TensorRT is that of the module, which is imported, or else of the installed package.
     """
     backend = engine.manifest.backend
+    if import_tensorrt and (lean := lean_backend(engine)):
+        return misfits(engine, _module_version(lean), first_gpu(), lean)
     if import_tensorrt:
         version = _module_version(backend)
     else:
@@ -667,24 +676,41 @@ def reasons_not_to_run(engine: Engine, *, import_tensorrt: bool = True) -> list[
     return [*misfits(engine, version, first_gpu()), *missing]
 
 
+def lean_backend(engine: Engine) -> str | None:
+    """The lean runtime that runs a version-compatible engine where TensorRT itself is not installed."""
+    manifest = engine.manifest
+    if not manifest.options.get("version_compatible") or _module_version(manifest.backend) is not None:
+        return None
+    return next((name for name in LEAN if _module_version(name) is not None), None)
+
+
 def _module_version(backend: str) -> str | None:
     with suppress(BackendUnavailable):
+        if backend in LEAN:  # two TensorRTs in one process register the same types
+            return call_isolated(backend, _version_here, backend, title=backend, step="importing it")
         return load(backend).version
     return None
 
 
-def misfits(engine: Engine, backend_version: str | None, gpu: dict[str, str] | None) -> list[str]:
-    """Why an engine cannot run with this version of its TensorRT and this GPU; empty where it can."""
+def _version_here(backend: str) -> str:
+    return load(backend).version
+
+
+def misfits(
+    engine: Engine, backend_version: str | None, gpu: dict[str, str] | None, backend: str = ""
+) -> list[str]:
+    """Why an engine cannot run with this version of its TensorRT and this GPU; empty where it can.
+
+    `backend` is a lean runtime in place of the TensorRT that built it.
+    """
     manifest, reasons = engine.manifest, []
     compatible = bool(manifest.options.get("version_compatible"))
-    built, here = (
-        [int(part) for part in (version or "").split(".") if part.isdecimal()]
-        for version in (manifest.version, backend_version)
-    )
     if backend_version is None:
-        reasons.append(f"{manifest.backend} is not installed here")
-    elif backend_version != manifest.version and not (compatible and built[:1] == here[:1] and here >= built):
-        reasons.append(f"it was built by {manifest.backend} {manifest.version}, here is {backend_version}")
+        reasons.append(f"{backend or manifest.backend} is not installed here")
+    elif why := loads_plans_of(backend_version, manifest.version, compatible=compatible, lean=bool(backend)):
+        here = f"{backend} {backend_version}" if backend else backend_version
+        reason = f"it was built by {manifest.backend} {manifest.version}, here is {here}"
+        reasons.append(f"{reason}: {why}" if compatible or backend else reason)
     if gpu is None:
         reasons.append("there is no NVIDIA GPU here")
     elif not _gpu_fits(manifest, gpu):
@@ -714,22 +740,29 @@ def _gpu_fits(manifest: EngineManifest, gpu: Mapping[str, str]) -> bool:
 # -- From an engine on disk to a runner, in a child process ----------------------------------------
 
 
-def open_engine_runner(engine: Engine, *, cuda_graph: bool = True) -> Runner:
-    """Load an engine into the TensorRT that built it; one that does not fit this machine is refused."""
-    backend, gpu = engine.manifest.backend, first_gpu()
-    if reasons := misfits(engine, _module_version(backend), gpu):
+def open_engine_runner(engine: Engine, *, cuda_graph: bool = True, backend: str | None = None) -> Runner:
+    """Load an engine into the TensorRT that built it; one that does not fit this machine is refused.
+
+    A version-compatible one is loaded by a lean runtime where that is requested as the `backend`, or where
+    there is no other.
+    """
+    backend, gpu = backend or lean_backend(engine) or engine.manifest.backend, first_gpu()
+    lean = backend if backend in LEAN else ""
+    if reasons := misfits(engine, _module_version(backend), gpu, lean):
         hint = f"build one here: mha-deploy build-engine BUNDLE --backend {backend}"
         if gpu is None:
             hint = "run it on a machine with a GPU that it was built for"
+        elif lean:
+            hint = f"{INSTALL[lean]}, in a version that loads it; or build-engine --version-compatible"
         raise BackendUnavailable(f"{engine.path.name} cannot run here.", got="; ".join(reasons), hint=hint)
-    rt = load(backend)
-    return open_isolated(rt.backend, rt.title, _open_here, engine, cuda_graph)
+    title = backend if lean else load(backend).title
+    return open_isolated(backend, title, _open_here, engine, cuda_graph, backend)
 
 
-def _open_here(engine: Engine, cuda_graph: bool) -> TensorRTRunner:
+def _open_here(engine: Engine, cuda_graph: bool, backend: str | None = None) -> TensorRTRunner:
     """Load an engine that fits this machine, in this process."""
     manifest = engine.manifest
-    rt = load(manifest.backend)
+    rt = load(backend or manifest.backend)
     # The runtime inside a version-compatible engine is code, and is executed: only on request.
     host_code = bool(manifest.options.get("version_compatible"))
     if host_code:
@@ -757,19 +790,20 @@ def open_plan(path: Path, backend: str | None = None) -> Runner:
         problem = "The file is not a plan of TensorRT."
         hint = "a plan as `trtexec --saveEngine` writes it; an ONNX file with --graph"
         raise DeployError(problem, got=f"{path}, which begins with {head!r}", hint=hint)
-    rt = load(backend or (RTX if head[:1] == b"v" else "tensorrt"))
+    backend = backend or (RTX if head[:1] == b"v" else "tensorrt")
+    title = backend if backend in LEAN else load(backend).title
     if first_gpu() is None:
         hint = "validate on a machine with the GPU that it was built for"
         raise BackendUnavailable(f"{path.name} cannot run here.", got="there is no NVIDIA GPU", hint=hint)
     try:
-        return open_isolated(rt.backend, rt.title, _open_plan_here, rt, path, isolation.trust_code)
+        return open_isolated(backend, title, _open_plan_here, backend, path, isolation.trust_code)
     except EngineError as error:
         raise BackendUnavailable(error.what, got=error.got, hint=error.hint) from error
 
 
-def _open_plan_here(rt: TensorRT, path: Path, host_code: bool) -> TensorRTRunner:
+def _open_plan_here(backend: str, path: Path, host_code: bool) -> TensorRTRunner:
     try:
-        return TensorRTRunner(rt, read_regular(path, _LARGEST_PLAN), host_code=host_code)
+        return TensorRTRunner(load(backend), read_regular(path, _LARGEST_PLAN), host_code=host_code)
     except OSError as error:
         raise DeployError("The engine file cannot be read.", got=error, hint="another file") from error
 

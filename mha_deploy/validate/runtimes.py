@@ -22,7 +22,7 @@ from mha_deploy.runtime import RUNNERS, available_cpu_backend, child, open_runne
 from mha_deploy.runtime.cuda import find_gpu
 from mha_deploy.runtime.gpu import GpuRunner
 from mha_deploy.runtime.runner import Arrays, Runner
-from mha_deploy.runtime.tensorrt.versions import MODULES
+from mha_deploy.runtime.tensorrt.versions import LEAN, MODULES
 from mha_deploy.runtime.timing import KernelTime
 from mha_deploy.status import Word
 from mha_deploy.text import plural
@@ -199,10 +199,12 @@ class RuntimeFinder:
         engines = {engine.path.stem: engine for engine in self.engines}
         if name in engines:
             return self._engine(engines[name])
+        if name in LEAN:
+            return self._lean(name)
         if name in MODULES:
             hint = f"mha-deploy build-engine {self.bundle.path} --backend {name}"
             raise BackendUnavailable("The bundle has no engine of that name.", got=name, hint=hint)
-        hint = nearest(name, [*RUNNERS, *TORCH_BASELINES, *engines])
+        hint = nearest(name, [*RUNNERS, *TORCH_BASELINES, *engines, *LEAN])
         raise DeployError("No such backend.", got=name, hint=hint)
 
     def graphs(self) -> list[Runtime]:
@@ -239,6 +241,19 @@ class RuntimeFinder:
     def _engine(self, engine: Engine) -> Runtime:
         open_ = partial(open_engine_runner, engine)
         return Runtime(name=engine.path.stem, family=TENSORRT, open=open_, engine=engine)
+
+    def _lean(self, backend: str) -> Runtime:
+        """The version-compatible engine of the bundle in a lean runtime."""
+        found = [each for each in self.engines if each.manifest.options.get("version_compatible")]
+        if len(found) != 1:
+            problem = "A lean runtime runs one version-compatible engine."
+            got = ", ".join(each.path.stem for each in found) or "the bundle has none"
+            hint = "--engine NAME" if found else "mha-deploy build-engine DIR --version-compatible"
+            raise DeployError(problem, got=f"{backend}: {got}", hint=hint)
+        (engine,) = found
+        open_ = partial(open_engine_runner, engine, backend=backend)
+        name = f"{engine.path.stem} in {backend}"
+        return Runtime(name=name, family=TENSORRT, open=open_, engine=engine)
 
     def _torch(self, baseline: str) -> Runtime:
         return Runtime(name=baseline, family=PYTORCH, open=partial(self._open_torch, baseline))

@@ -38,7 +38,7 @@ from mha_deploy.runtime.tensorrt.engine_verdict import (
     written_types,
 )
 from mha_deploy.runtime.tensorrt.kernels import Kernel, kernels_from_plan
-from mha_deploy.runtime.tensorrt.versions import MODULES
+from mha_deploy.runtime.tensorrt.versions import LEAN, MODULES
 from mha_deploy.runtime.timing import Timing, TimingPlan
 from mha_deploy.status import Word, means
 from mha_deploy.validate.runtimes import ONNX, ONNX_RUNTIME, TENSORRT, Runtime
@@ -381,12 +381,12 @@ def _fusion(verdict: EngineVerdict, attentions: int) -> FusionStatus:
 
 def subjects_of(bundle: Bundle, options: ValidateOptions, runners: Sequence[Runner] = ()) -> list[Subject]:
     """What was given to be judged: graphs, engine files and runners, each under a name of its own."""
-    wrong = [name for name in options.backends if name not in (*RUNNERS, *MODULES)]
+    wrong = [name for name in options.backends if name not in (*RUNNERS, *MODULES, *LEAN)]
     if wrong and (options.graphs or options.engine_files or runners):
         what = "A graph or an engine file is run by a runtime, not by an engine or a baseline."
-        raise DeployError(what, got=", ".join(wrong), hint=f"one of {', '.join((*RUNNERS, *MODULES))}")
+        raise DeployError(what, got=", ".join(wrong), hint=f"one of {', '.join((*RUNNERS, *MODULES, *LEAN))}")
     graphs = [name for name in options.backends if name in RUNNERS]
-    engines = next((name for name in options.backends if name in MODULES), None)
+    engines = next((name for name in options.backends if name in MODULES or name in LEAN), None)
     found, taken = list[Subject](), list[str]()
 
     def named(name: str) -> str:

@@ -28,7 +28,23 @@ class NotFusedError(EngineError):
 # -- The module and its capabilities ---------------------------------------------------------------
 
 MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
-INSTALL = {"tensorrt": "pip install tensorrt", "tensorrt-rtx": "pip install tensorrt-rtx-cu13"}
+LEAN = {
+    "tensorrt-lean": ("tensorrt_lean", "tensorrt_lean_bindings"),
+    "tensorrt-dispatch": ("tensorrt_dispatch", "tensorrt_dispatch_bindings"),
+}
+"""Runtimes without a builder, for version-compatible engines; each by the names of its module.
+
+The lean one has 43 MB, the dispatch one loads the lean runtime that an engine holds.
+"""
+INSTALL = {
+    "tensorrt": "pip install tensorrt",
+    "tensorrt-rtx": "pip install tensorrt-rtx-cu13",
+    "tensorrt-lean": 'pip install "mha-deploy[lean]"',
+    "tensorrt-dispatch": "pip install tensorrt-dispatch-cu13-bindings tensorrt-dispatch-cu13-libs",
+}
+_TITLES = {
+    "tensorrt-rtx": "TensorRT-RTX", "tensorrt-lean": "TensorRT lean", "tensorrt-dispatch": "TensorRT dispatch"
+}  # fmt: skip
 
 
 def _names(*names: str) -> bool:
@@ -127,19 +143,24 @@ class TensorRT:
     @property
     def title(self) -> str:
         """Its name and version, for messages."""
-        return f"{'TensorRT-RTX' if self.backend == 'tensorrt-rtx' else 'TensorRT'} {self.version}"
+        return f"{_TITLES.get(self.backend, 'TensorRT')} {self.version}"
 
 
 def load(backend: str) -> TensorRT:
     """Import a TensorRT, and probe its capabilities."""
-    if backend not in MODULES:
-        raise DeployError("No such TensorRT backend.", got=backend, hint=nearest(backend, MODULES))
-    try:
-        return wrap(importlib.import_module(MODULES[backend]), backend)
-    except (ImportError, OSError) as cause:
-        # A wheel whose CUDA libraries are missing fails with OSError, not ImportError.
-        problem = f"The Python package {MODULES[backend]!r} cannot be imported."
-        raise BackendUnavailable(problem, got=cause, hint=INSTALL[backend]) from cause
+    if backend not in MODULES and backend not in LEAN:
+        hint = nearest(backend, (*MODULES, *LEAN))
+        raise DeployError("No such TensorRT backend.", got=backend, hint=hint)
+    names = LEAN.get(backend) or (MODULES[backend],)
+    for name in names:
+        try:
+            return wrap(importlib.import_module(name), backend)
+        except (ImportError, OSError) as cause:
+            # A wheel whose CUDA libraries are missing fails with OSError, not ImportError.
+            if name == names[-1]:
+                problem = f"The Python package {names[0]!r} cannot be imported."
+                raise BackendUnavailable(problem, got=cause, hint=INSTALL[backend]) from cause
+    raise DeployError("No such TensorRT backend.", got=backend, hint=nearest(backend, MODULES))
 
 
 def wrap(module: Any, backend: str) -> TensorRT:
@@ -174,6 +195,34 @@ def has(module: Any, dotted: str) -> bool:
     for part in dotted.split("."):
         value = getattr(value, part, missing)
     return value is not missing
+
+
+# Which later major versions load the version-compatible plans of one.
+_LATER = {8: (10,), 10: (11,)}
+
+
+def loads_plans_of(here: str, built: str, *, compatible: bool, lean: bool = False) -> str | None:
+    """Why a version of TensorRT does not load the plans of another one; None where it does.
+
+    A version-compatible plan of 8.6 is loaded by the lean runtimes of 8.6 and 10, one of 10 by those of 10
+    and 11; never by an older one. Of the full runtimes only those of the same major version are known to.
+    """
+    if here == built:
+        return None
+    numbers = [[int(part) for part in each.split(".") if part.isdecimal()] for each in (here, built)]
+    if not compatible or not all(numbers):
+        return "the plan is not version-compatible: build-engine --version-compatible makes one that is"
+    (own, *_), (its, *_) = numbers
+    if own != its and not lean:
+        return "another major version is known to load it only in its lean runtime: --backend tensorrt-lean"
+    if own != its and own not in _LATER.get(its, ()):
+        least = next((old for old, later in _LATER.items() if own in later), own)
+        return (
+            f"TensorRT {own} loads version-compatible plans of {least} and {own}"
+            if least != own
+            else (f"TensorRT {own} loads version-compatible plans of {own} alone")
+        )
+    return None if numbers[0] >= numbers[1] else "an older TensorRT does not load the plans of a newer one"
 
 
 # -- One logger per process, whose messages are collected ------------------------------------------
