@@ -98,6 +98,7 @@ def run_case(case: Case) -> Outcome:
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
+        gc.freeze()  # what came since then, too
         pid = os.fork()
         if pid == 0:
             try:
