@@ -173,7 +173,10 @@ def out_of_memory(error: BaseException) -> str | None:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Name the known word that was probably meant, or list them all."""
+    """Name the known word that was probably meant, and list them all where they are few or none is near."""
     known = sorted(known)
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    return f"did you mean {close[0]!r}?" if close else f"one of: {', '.join(known)}"
+    every = f"one of: {', '.join(known)}"
+    if not close:
+        return every
+    return f"did you mean {close[0]!r}?" + (f" {every}" if len(known) <= 8 else "")

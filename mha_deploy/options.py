@@ -114,7 +114,7 @@ class EngineOptions:
     targets: str = option(
         "", "Compute capabilities to compile for, as 89,120 (TensorRT-RTX). default: 8.0 and later", "--sm"
     )
-    allow_decomposed: bool = option(False, "Build attention that has no fused kernel from several kernels.")
+    allow_decomposed: bool = option(False, "Allow decomposed attention where no fused kernel exists.")
     optimization_level: int | None = option(
         None, "Builder optimization level, 0 to 5. default: TensorRT's own"
     )

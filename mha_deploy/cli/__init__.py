@@ -24,6 +24,7 @@ import typer
 
 from mha_deploy import supervisor
 from mha_deploy.cli import verbs
+from mha_deploy.cli.help import Command, Group
 from mha_deploy.errors import EXIT_BAD_INPUT, DeployError, out_of_memory
 from mha_deploy.files import check_name
 from mha_deploy.supervisor import interruptions
@@ -36,18 +37,20 @@ _SAME_SIGNAL_S = 0.5
 
 app = typer.Typer(
     name="mha-deploy",
+    cls=Group,
     help="Take attention from PyTorch to TensorRT, and verify the result.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for verb in (
     verbs.deploy, verbs.export, verbs.fuse, verbs.check, verbs.build_engine, verbs.validate, verbs.bisect,
     verbs.bench, verbs.compare, verbs.matrix, verbs.package, verbs.inspect, verbs.models, verbs.analyze,
-    verbs.doctor, verbs.init,
+    verbs.doctor, verbs.init, verbs.completion,
 ):  # fmt: skip
-    app.command()(verb)
+    app.command(cls=Command)(verb)
 app.add_typer(verbs.plugins, name="plugins")
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mha_deploy import api as md
+from mha_deploy.cli.help import choices_of, show_everything
 from mha_deploy.errors import EXIT_VERDICT_FAILED, DeployError, SpecError, place_of_error
 from mha_deploy.options import MOST_SECONDS, option, options_of
 from mha_deploy.status import Outcome
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 _KINDS: dict[str, Any] = {
     "str": str, "int": int, "float": float, "bool": bool, "Path": Path, "StrPath": Path,
 }  # fmt: skip
+_METAVARS = {str: "NAME", int: "N", float: "X", Path: "PATH", bool: ""}  # a flag takes no value
 JSON = option(False, "Print the result as JSON to stdout.")
 
 
@@ -101,10 +103,13 @@ def verb(*groups: dict[str, Field[Any]]) -> Callable[[Callable[..., Result | Non
                 return 0
             return 3 if name in CONTROL or name == "json" else 1 + (name in own)
 
+        verb_name = function.__name__.rstrip("_").replace("_", "-")
+
         @wraps(function)
         def run(context: typer.Context, **values: Any) -> None:
+            del values["help_all"]
             given = {name for name in values if _is_given(context, name)}
-            values = _with_requirements(function.__name__.replace("_", "-"), values, known, given)
+            values = _with_requirements(verb_name, values, known, given)
             values = {name: _convert(name, known[name][0], value) for name, value in values.items()}
             settings = {name: values.pop(name) for name in CONTROL if name in values}
             if any(settings.values()):
@@ -130,8 +135,13 @@ def verb(*groups: dict[str, Field[Any]]) -> Callable[[Callable[..., Result | Non
             if result.outcome.exit_code:
                 raise typer.Exit(EXIT_VERDICT_FAILED)
 
-        shown = [_parameter(name, *known[name]) for name in sorted(known, key=position)]
+        shown = [_parameter(verb_name, name, *known[name]) for name in sorted(known, key=position)]
         shown.insert(0, Parameter("context", Parameter.KEYWORD_ONLY, annotation=typer.Context))
+        everything = typer.Option(
+            "--help-all", help="Explain every option.", is_eager=True, callback=show_everything, metavar=""
+        )
+        kind: Any = Annotated[bool, everything]
+        shown.append(Parameter("help_all", Parameter.KEYWORD_ONLY, default=False, annotation=kind))
         run.__signature__ = Signature(shown)  # type: ignore[attr-defined]
         run.__annotations__ = {each.name: each.annotation for each in shown}
         return run
@@ -174,7 +184,7 @@ def _model_of(values: Mapping[str, Any]) -> str:
     return Path(str(values.get("model") or "")).stem.rpartition(":")[2]
 
 
-def _parameter(name: str, text: str, field: Field[Any]) -> Parameter:
+def _parameter(verb: str, name: str, text: str, field: Field[Any]) -> Parameter:
     """The parameter that Typer makes an option or an argument of."""
     default: Any = Parameter.empty if field.default is MISSING else field.default
     is_argument = "is_argument" in field.metadata
@@ -190,8 +200,11 @@ def _parameter(name: str, text: str, field: Field[Any]) -> Parameter:
     elif text == "bool" and not default:
         flags = flags or (f"--{name.replace('_', '-')}",)  # there is no need for --no-…
     details = dict(field.metadata["details"])
-    if text.removesuffix(" | None") == "bool":
-        details.setdefault("metavar", "")  # a flag takes no value, and help shows none
+    choices = choices_of(verb, name)
+    metavar = (
+        f"[{'|'.join(choices)}]" if choices else _METAVARS[_KINDS.get(text.removesuffix(" | None"), str)]
+    )
+    details.setdefault("metavar", metavar)
     info = (typer.Argument if is_argument else typer.Option)(*flags, help=about, **details)
     return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info])
 

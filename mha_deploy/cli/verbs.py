@@ -31,6 +31,7 @@ from mha_deploy.cli.arguments import (
     show_steps,
     verb,
 )
+from mha_deploy.cli.help import Command, Group
 from mha_deploy.errors import EXIT_VERDICT_FAILED, DeployError
 from mha_deploy.files import PathPart
 from mha_deploy.options import AUTO, OF_DEPLOY, option
@@ -227,12 +228,14 @@ def package(
 
 plugins = typer.Typer(
     name="plugins",
+    cls=Group,
+    rich_markup_mode=None,
     help="Build the plugin library of fused attention for TensorRT, and list the ones on this machine.",
     no_args_is_help=True,
 )
 
 
-@plugins.command()
+@plugins.command(cls=Command)
 @verb(
     options_from(md.find_plugin_parts, *signature(md.find_plugin_parts).parameters),
     options_from(md.build_plugins, "architectures", "out", architectures={"flags": ("--arch",)}),
@@ -255,7 +258,7 @@ def build(json: bool = JSON, **options: Any) -> Result:
     return Result({"path": str(made.path), "found": found, "library": library}, lambda: lines)
 
 
-@plugins.command("list")
+@plugins.command("list", cls=Command)
 @verb()
 def list_() -> Result:
     """List the plugin libraries of this machine, and which of them fits the installed TensorRT."""
@@ -282,16 +285,18 @@ def list_() -> Result:
     return Result(found, lambda: lines)
 
 
-@plugins.command()
-def where(backend: str = typer.Option("tensorrt", help="tensorrt or tensorrt-rtx.")) -> None:
+@plugins.command(cls=Command)
+@verb()
+def where(backend: str = option("tensorrt", "For which TensorRT.")) -> Result:
     """Print the path of the library that would be loaded. Exits with 1 if there is none."""
     from mha_deploy.engine.plugins import PluginError
 
     try:
-        show(str(md.find_plugin(backend).path))
+        path = str(md.find_plugin(backend).path)
     except PluginError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(EXIT_VERDICT_FAILED) from error
+    return Result({"path": path}, lambda: [path])
 
 
 # -- Verdicts and times ----------------------------------------------------------------------------
@@ -630,3 +635,21 @@ def doctor(**options: Any) -> Result:
         )
 
     return Result(found, lines)
+
+
+@verb()
+def completion(
+    shell: str = argument("SHELL", "bash, zsh or fish."),
+    line: str | None = option(None, "Print what may follow this line instead."),
+) -> Result:
+    """Print a script that lets a shell complete verbs, options, models, factories and bundles."""
+    from mha_deploy.cli import app
+    from mha_deploy.cli.completion import SHELLS, complete, script
+
+    if shell not in SHELLS:
+        raise DeployError("Completion is not known for this shell.", got=shell, hint=", ".join(SHELLS))
+    if line is None:
+        text = script(shell).rstrip("\n")
+        return Result({"shell": shell, "script": text}, lambda: [text])
+    found = complete(typer.main.get_command(app), line, shell)
+    return Result(found, lambda: found)
