@@ -25,10 +25,10 @@ PANELS: dict[str, tuple[str, ...]] = {
     ),
     "Precision": ("precision", "accumulate", "candidates"),
     "Engine": (
-        "backend", "backends", "engine", "engine_files", "graphs", "attention", "allow_decomposed", "profiles",
-        "name", "targets",
-        "target", "version", "sm", "gqa", "optimization_level", "workspace_mib", "version_compatible",
-        "hardware_compatible", "weight_streaming", "refit", "timing_cache", "repeat", "gpu", "variant",
+        "backend", "backends", "engine", "engine_files", "graphs", "attention", "allow_decomposed",
+        "profiles", "name", "targets", "target", "version", "sm", "gqa", "optimization_level",
+        "workspace_mib", "version_compatible", "hardware_compatible",
+        "weight_streaming", "refit", "timing_cache", "repeat", "gpu", "variant",
         "triton", "max_batch", "instances", "queue_delay_us", "sequences", "url", "clients", "requests",
         "timeout_s", "names",
     ),
@@ -47,7 +47,8 @@ PANELS: dict[str, tuple[str, ...]] = {
 RARE = frozenset(
     (
         "projections", "prefix", "candidates", "accumulate", "targets", "gqa", "optimization_level",
-        "workspace_mib", "version_compatible", "hardware_compatible", "weight_streaming", "refit",
+        "workspace_mib", "version_compatible", "hardware_compatible",
+        "weight_streaming", "refit",
         "timing_cache", "repeat", "instances", "queue_delay_us", "sequences", "clients", "requests",
         "timeout_s", "names", "metric", "logits", "data_limit", "resume", "source", "prompt", "batch",
         "sweep", "probe", "conformance", "golden_gflop", "golden_gib", "golden_mb", "samples", "kernels",

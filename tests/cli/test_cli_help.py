@@ -1,5 +1,6 @@
 """Help that fits, with its choices and examples; completion in the shells."""
 
+import os
 import re
 import shlex
 import shutil
@@ -137,7 +138,7 @@ def folder(tmp_path, monkeypatch):
         ("mha-deploy export x --precision=b", {"--precision=bf16"}, {"--precision=fp16"}),
         ("mha-deploy deploy bert", {"bert-base", "bert-large"}, {"gpt2"}),
         ("mha-deploy deploy ", {*(n for n in catalog_names() if "tiny" not in n), "my_model.py:"}, set()),
-        ("mha-deploy deploy my_model.py:", {"my_model.py:encoder", "my_model.py:_hidden"}, {"my_model.py:helper"}),
+        ("mha-deploy deploy my_model.py:", {"my_model.py:encoder"}, {"my_model.py:helper"}),
         ("mha-deploy deploy plain.py:", {"plain.py:build"}, {"plain.py:main"}),
         ("mha-deploy deploy --overwrite tiny-m", {"tiny-mha", "tiny-mqa"}, set()),
         ("mha-deploy validate ", {"bundles/a-fp16", "other/"}, {"my_model.py"}),
@@ -160,7 +161,7 @@ def shell_environment(folder):
     command.parent.mkdir()
     command.write_text(f"#!/bin/sh\nexec '{sys.executable}' -m mha_deploy \"$@\"\n")
     command.chmod(0o755)
-    return {"PATH": f"{command.parent}:/usr/bin:/bin", "HOME": str(folder)}
+    return {**os.environ, "PATH": f"{command.parent}:{os.environ['PATH']}", "HOME": str(folder)}
 
 
 def test_bash_completes_a_factory_behind_its_colon(folder):
@@ -188,13 +189,18 @@ def test_fish_completes_a_bundle(folder):
 
 
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")
-def test_zsh_reads_its_script(folder):
-    code = f"autoload -U compinit; compinit -u -D\n{script('zsh')}\nprint $_comps[mha-deploy]"
+def test_zsh_completes_a_bundle(folder):
+    """With the words of its line editor given, and what it would show printed."""
+    code = f"""compdef() {{ }}
+compadd() {{ print -rl -- $values }}
+{script("zsh")}
+words=(mha-deploy) LBUFFER='mha-deploy validate bun'
+_mha_deploy"""
     environment = shell_environment(folder)
     done = subprocess.run(
-        ["zsh", "-c", code], cwd=folder, env=environment, capture_output=True, text=True, check=False
+        ["zsh", "-f", "-c", code], cwd=folder, env=environment, capture_output=True, text=True, check=False
     )
-    assert (done.stdout, done.stderr) == ("_mha_deploy\n", "")
+    assert done.stdout == "bundles/a-fp16\n"
 
 
 def test_an_unknown_shell_is_bad_input(run_cli):
