@@ -311,7 +311,8 @@ class Command(TyperCommand):
         """The help: usage, purpose, examples, and the options in their panels."""
         verb = ctx.command_path.partition(" ")[2] if " " in ctx.command_path else self.name or ""
         verb = verb.removeprefix("-m mha_deploy ")
-        words = [p.metavar if p.required else f"[{p.metavar}]" for p in self.params if _is_argument(p)]
+        taken = [each for each in self.params if _is_argument(each)]
+        words = [f"{each.metavar}" if each.required else f"[{each.metavar}]" for each in taken]
         lines = [" ".join(["Usage:", "mha-deploy", verb, *words, "[OPTIONS]"]), ""]
         lines += [*_paragraph(self.help or ""), "", *_examples(verb)]
         panels: dict[str, list[Any]] = {name: [] for name in (*PANELS, ADVANCED)}
