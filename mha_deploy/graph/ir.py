@@ -315,16 +315,27 @@ def names_in(model: ir.Model) -> set[str]:
     return {value.name for node in nodes_in(model.graph) for value in node.outputs if value.name}
 
 
+def beginnings(name: str) -> Iterator[str]:
+    """What stands before each slash of a name."""
+    return (name[:at] for at, letter in enumerate(name) if letter == "/")
+
+
+def prefixes_in(model: ir.Model) -> set[str]:
+    """The beginnings of the names of all values that nodes produce."""
+    return {each for name in names_in(model) if "/" in name for each in beginnings(name)}
+
+
 def prefix_within(name: str, taken: set[str]) -> str:
     """A prefix for what a node is lowered to: the node's own name, or `<name>/lowered`, with a free number.
 
     Fusion verdicts find the parts of an attention by `<name>/`. So where values of that name exist already
-    (the recogniser writes some), the new ones go one level deeper instead of under another name.
+    (the recogniser writes some), the new ones go one level deeper instead of under another name. `taken` are
+    the beginnings of names in the model (`prefixes_in`), to which the new one is added.
     """
     deeper = f"{name}/lowered"
     names = itertools.chain((name, deeper), (f"{deeper}_{count}" for count in itertools.count(2)))
-    prefix = next(each for each in names if not any(used.startswith(f"{each}/") for used in taken))
-    taken.add(f"{prefix}/")
+    prefix = next(each for each in names if each not in taken)
+    taken.update(beginnings(f"{prefix}/"))
     return prefix
 
 

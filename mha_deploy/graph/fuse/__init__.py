@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -37,6 +36,7 @@ from mha_deploy.graph.fuse.verify import FACTOR, Boundary, Region, compare, mask
 from mha_deploy.graph.fuse.write import share_tied_weights
 from mha_deploy.graph.ir import (
     NodeBuilder,
+    beginnings,
     is_op,
     names_in,
     node_name,
@@ -150,7 +150,7 @@ class _Fusion:
         # Every beginning of a name before a slash: new names must not begin like others.
         given = (each for graph in model.graphs() for each in (*graph.inputs, *graph.initializers.values()))
         names = names_in(model) | {str(each.name) for each in given}
-        self._prefixes = _Names(name[: at.start()] for name in names for at in re.finditer("/", name))
+        self._prefixes = _Names(each for name in names if "/" in name for each in beginnings(name))
         self._layers = _Names()  # of attentions
         self._masks = Masks()
         # Why a structure is left as it was, or what differs on purpose.

@@ -509,6 +509,17 @@ def _summed_product(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
     return _like(builder, total, "Unsqueeze", _typed(result, total.dtype, sizes), builder.ints(summed or 0))
 
 
+def _only_one(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
+    """`x[..., 0]` of an axis of size 1."""
+    value, sizes = node.inputs[0], sizes_of(node.inputs[0])
+    axis, index = node.attributes.get_int("axis", 0), constant(node.inputs[1])
+    if value is None or sizes is None or index is None or index.shape.rank() or sizes[axis] != 1:
+        return None
+    if int(index.numpy()) not in (0, -1) or not _feeds_softmax(node.outputs[0]):
+        return None
+    return _like(builder, node.outputs[0], "Squeeze", value, builder.ints(axis))
+
+
 def _is_computed(value: ir.Value | None) -> bool:
     return value is not None and constant(value) is None
 
@@ -645,6 +656,7 @@ _RULES: dict[str, Rule] = {
     "Mul": _product,
     "Exp": _by_logarithm,
     "Pow": _power,
+    "Gather": _only_one,
     "ReduceSum": _summed_product,
     "MatMul": _behind,
     "Einsum": _behind,

@@ -29,10 +29,10 @@ from mha_deploy.graph.ir import (
     dims,
     infer_shapes,
     is_op,
-    names_in,
     node_name,
     output_at,
     prefix_within,
+    prefixes_in,
     replace_node,
 )
 from mha_deploy.graph.lower import to_contrib, to_plugin, to_primitives, to_trt
@@ -133,7 +133,7 @@ def lower(model: ir.Model, dialect: str, **options: Any) -> ir.Model:
 
 def _rewrite(lowered: ir.Model, rule: Rule, chosen: Dialect, settings: Any) -> None:
     """Apply the rules of a dialect to every attention of the model, which is changed, and around them."""
-    opset, taken, operators = lowered.opset_imports.get(""), names_in(lowered), chosen.operators(settings)
+    opset, taken, operators = lowered.opset_imports.get(""), prefixes_in(lowered), chosen.operators(settings)
     for node in list(lowered.graph.all_nodes()):
         outputs: dict[int, ir.Value] | None = None
         if is_attention(node):

@@ -20,9 +20,9 @@ from mha_deploy.graph.ir import (
     infer_shapes,
     input_at,
     made_by,
-    names_in,
     output_at,
     prefix_within,
+    prefixes_in,
     replace_node,
     replace_value,
     same_size,
@@ -159,7 +159,7 @@ def rewrite_caches(
     wanted: Callable[[AttentionCall], bool] = lambda call: True,
 ) -> None:
     """Write the attentions with a preallocated cache that are wanted; the model is changed."""
-    taken, written = names_in(model), False
+    taken, written = prefixes_in(model), False
     for node in [node for node in model.graph.all_nodes() if is_attention(node)]:
         cache = read_cache(node)
         if cache is not None and wanted(read_call(node)):

@@ -29,11 +29,11 @@ from mha_deploy.graph.ir import (
     input_at,
     is_op,
     made_by,
-    names_in,
     new_initializer,
     nodes_behind,
     perm,
     prefix_within,
+    prefixes_in,
     rank,
     replace_node,
     replace_value,
@@ -605,7 +605,7 @@ def finish(model: ir.Model, options: PluginOptions) -> None:
     if options.linear:
         write_linear(model)
         write_norms_and_activations(model)
-    taken = names_in(model)
+    taken = prefixes_in(model)
     for node in [each for each in model.graph.all_nodes() if is_op(each, ROTARY, RMS_NORM)]:
         b = NodeBuilder(prefix_within(node.name or node.op_type, taken))
         replace_node(node, b, {0: PRIMITIVE_RULES[node.op_type](node, b)})
@@ -809,7 +809,7 @@ def write_linear(model: ir.Model) -> None:
 
     The weight is stored as PyTorch keeps it, `[N, K]`: on an H200 cuBLASLt's GEMMs took up to 7 % less.
     """
-    taken, weights = names_in(model), dict[ir.Value, ir.Value]()
+    taken, weights = prefixes_in(model), dict[ir.Value, ir.Value]()
     for matmul in [node for node in model.graph.all_nodes() if is_op(node, "MatMul")]:
         projection = projection_at(matmul)
         if projection is None or not dims(projection.x) or not has_linear_kernel(projection):
@@ -844,7 +844,7 @@ _MOST_COLUMNS = 32768
 
 def write_norms_and_activations(model: ir.Model) -> None:
     """Write normalisations, with the residual before them, and activations as nodes of the plugin."""
-    taken = names_in(model)
+    taken = prefixes_in(model)
     for node in list(model.graph.all_nodes()):
         if node.graph is None or node.domain != "" or not node.inputs or not _has_kernel(node.inputs[0]):
             continue  # it went with an earlier one
