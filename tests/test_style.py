@@ -1,8 +1,10 @@
-"""What the linters say."""
+"""What the linters say, and what they cannot: names of classes, and where helpers of tests live."""
 
+import ast
 import importlib.util
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -49,3 +51,30 @@ def test_the_types_hold(tmp_path):
 @pytest.mark.slow
 def test_the_types_hold_beside_those_of_pytorch():
     tool("mypy", "mha_deploy")
+
+
+def trees(folder):
+    return {
+        path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted((ROOT / folder).rglob("*.py"))
+    }
+
+
+def test_no_two_classes_share_a_name():
+    found = defaultdict(list)
+    for path, tree in trees("mha_deploy").items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                found[node.name].append(str(path.relative_to(ROOT)))
+    assert len(found) > 300
+    assert {name: places for name, places in found.items() if len(places) > 1} == {}
+
+
+def test_tests_import_no_tests():
+    found = []
+    for path, tree in trees("tests").items():
+        for node in ast.walk(tree):
+            modules = [each.name for each in node.names] if isinstance(node, ast.Import) else []
+            modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names = [name for name in modules if name.rpartition(".")[2].startswith("test_")]
+            found += [f"{path.relative_to(ROOT)}: {name}" for name in names]
+    assert found == []

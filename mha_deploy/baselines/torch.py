@@ -182,7 +182,7 @@ def side_by_side(cache: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Baseline:
+class TorchBaseline:
     """How PyTorch runs a model.
 
     A tuned layer has its projections packed where they can be, and its mask and rotary tables computed before
@@ -198,17 +198,19 @@ class Baseline:
     autotune: bool = False  # torch.compile tries its own GEMM kernels (`max-autotune-no-cudagraphs`)
 
 
-_TUNED = Baseline(path="sdpa", graph=True, compiled=True, tuned=True)
+_TUNED = TorchBaseline(path="sdpa", graph=True, compiled=True, tuned=True)
 _BY_NAME = {
-    "eager": Baseline(path="plain", graph=False),
-    "eager+graph": Baseline(path="plain", graph=True),
-    "sdpa": Baseline(path="sdpa", graph=False),
-    "sdpa-cudnn": Baseline(path="sdpa", graph=True, kernel=SDPBackend.CUDNN_ATTENTION),
-    "sdpa-cudnn-packed": Baseline(path="sdpa", graph=True, kernel=SDPBackend.CUDNN_ATTENTION, packed=True),
-    "sdpa-flash": Baseline(path="sdpa", graph=True, kernel=SDPBackend.FLASH_ATTENTION),
-    "sdpa-efficient": Baseline(path="sdpa", graph=True, kernel=SDPBackend.EFFICIENT_ATTENTION),
-    "sdpa-math": Baseline(path="sdpa", graph=True, kernel=SDPBackend.MATH),
-    "compile": Baseline(path="sdpa", graph=True, compiled=True),
+    "eager": TorchBaseline(path="plain", graph=False),
+    "eager+graph": TorchBaseline(path="plain", graph=True),
+    "sdpa": TorchBaseline(path="sdpa", graph=False),
+    "sdpa-cudnn": TorchBaseline(path="sdpa", graph=True, kernel=SDPBackend.CUDNN_ATTENTION),
+    "sdpa-cudnn-packed": TorchBaseline(
+        path="sdpa", graph=True, kernel=SDPBackend.CUDNN_ATTENTION, packed=True
+    ),
+    "sdpa-flash": TorchBaseline(path="sdpa", graph=True, kernel=SDPBackend.FLASH_ATTENTION),
+    "sdpa-efficient": TorchBaseline(path="sdpa", graph=True, kernel=SDPBackend.EFFICIENT_ATTENTION),
+    "sdpa-math": TorchBaseline(path="sdpa", graph=True, kernel=SDPBackend.MATH),
+    "compile": TorchBaseline(path="sdpa", graph=True, compiled=True),
     "compile-tuned": _TUNED,
     "compile-cudnn": replace(_TUNED, kernel=SDPBackend.CUDNN_ATTENTION),
     "compile-flash": replace(_TUNED, kernel=SDPBackend.FLASH_ATTENTION),
@@ -217,7 +219,7 @@ _BY_NAME = {
 BASELINES = tuple(_BY_NAME)
 
 
-def find_baseline(name: str) -> Baseline:
+def find_baseline(name: str) -> TorchBaseline:
     """Look a baseline up by name."""
     if name not in _BY_NAME:
         raise DeployError("No such PyTorch baseline.", got=name, hint=nearest(name, BASELINES))
@@ -246,7 +248,7 @@ class TorchModels:
         spec, dtype = replace(self.spec, projections="packed"), getattr(torch, self.precision.torch_name)
         return build_module(spec, weights=self._layer.state_dict(), dtype=dtype, device=self.device)
 
-    def in_service(self, baseline: Baseline) -> nn.Module:
+    def in_service(self, baseline: TorchBaseline) -> nn.Module:
         """The layer as it is run and timed: one with a cache decodes without needless copies of it."""
         layer = self.module(baseline.path, packed=baseline.packed or (baseline.tuned and self._can_pack))
         if self.spec.cache == "none" and not baseline.tuned:
@@ -275,7 +277,7 @@ class UserModels:
         self.spec, self.precision, self.device = spec, precision, device
         self._user = reopen_user_module(spec, precision, device=device)
 
-    def in_service(self, baseline: Baseline) -> nn.Module:
+    def in_service(self, baseline: TorchBaseline) -> nn.Module:
         """The module as it is run and timed."""
         if baseline.packed:
             raise DeployError(

@@ -484,7 +484,7 @@ def choose_trial(trials: Sequence[CandidateTrial]) -> CandidateTrial:
 
 def attention_record(
     trials: Sequence[CandidateTrial], best: CandidateTrial, options: EngineOptions
-) -> engines.AttentionRecord:
+) -> engines.AttentionChoice:
     """The choice as the manifest records it. The plugin's time is that of its better candidate."""
 
     def fastest(kind: str) -> float | None:

@@ -162,7 +162,7 @@ class _ChosenAttention(TypedDict):
     accumulate: str
 
 
-class AttentionRecord(_ChosenAttention, total=False):
+class AttentionChoice(_ChosenAttention, total=False):
     """The implementation of attention; where it was measured, the cost of each candidate."""
 
     native_us: float | None
@@ -214,8 +214,8 @@ class EngineManifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     findings: list[dict[str, Any]]  # of the check before the build
     notes: list[str]
     profile_names: list[str] = field(default_factory=list)  # numbers, or `prefill` and `decode`
-    attention: AttentionRecord = field(
-        default_factory=lambda: AttentionRecord(requested="native", chosen="native", accumulate="fp16")
+    attention: AttentionChoice = field(
+        default_factory=lambda: AttentionChoice(requested="native", chosen="native", accumulate="fp16")
     )
     plugins: list[LibraryRecord] = field(default_factory=list)
     in_place: dict[str, str] = field(default_factory=dict)

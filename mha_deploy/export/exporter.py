@@ -99,7 +99,7 @@ def choose_opset(layer: AttentionSpec | None, wanted: int | None) -> int:
 # -- A catalog layer -------------------------------------------------------------------------------
 
 
-class _LayerSource(flow.Source):
+class _LayerSource(flow.ExportSource):
     """A catalog layer: its graph is canonical as the reference layer emits it."""
 
     module: Attention
@@ -249,7 +249,7 @@ def _drop_exporter_metadata(model: ir.Model) -> None:
 _LAYERS_BYTES = 1 << 30
 
 
-class _ModuleSource(flow.Source):
+class _ModuleSource(flow.ExportSource):
     """A user's module: its program is exported, and its attentions are recognised in the graph."""
 
     user: UserModule

@@ -87,7 +87,8 @@ class PlannedCase:
     ragged: bool = False  # whether the batch elements have lengths of their own, the extreme ones included
     past: int | None = None  # valid entries of a preallocated cache in every batch element; None: drawn
     probe: bool = False  # whether some tokens are large: what a mask hides wrongly shows then
-    masks: tuple[Mask, ...] = ()  # what the boolean masks of a user's model are, by batch element, in turn
+    # What the boolean masks of a user's model are, by batch element, in turn
+    masks: tuple[MaskFill, ...] = ()
 
     def change(self, name: str, array: np.ndarray, dims: Sequence[Dim]) -> np.ndarray:
         """An input of a user's model, as this case has it: with large tokens, or as a mask."""
@@ -106,7 +107,7 @@ class PlannedCase:
         return loud
 
 
-class Mask(enum.Enum):
+class MaskFill(enum.Enum):
     """A boolean mask over positions, whichever of its two values hides them."""
 
     TAIL = "the second half"
@@ -117,7 +118,7 @@ class Mask(enum.Enum):
     def of(self, length: int) -> np.ndarray:
         """Whether each position is kept."""
         at = np.arange(length)
-        kept = {Mask.TAIL: at < -(-length // 2), Mask.HEAD: at >= length // 2, Mask.NONE: at >= 0}
+        kept = {MaskFill.TAIL: at < -(-length // 2), MaskFill.HEAD: at >= length // 2, MaskFill.NONE: at >= 0}
         return kept.get(self, at < 0)
 
 
@@ -224,7 +225,7 @@ def _plan_one(spec: ModelSpec, name: str, budget: GoldenBudget) -> PlannedCase |
         batch = _RAGGED_BATCH if name == MASKS else 1
         first = {str(tensor.dims[0]) for tensor in spec.inputs if tensor.dims} & {*spec.axes}
         sizes |= {axis: cost.first_allowed(spec.axes[axis], (batch,)) for axis in first}
-        masks = tuple(Mask) if name == MASKS else (Mask.HEAD,)
+        masks = tuple(MaskFill) if name == MASKS else (MaskFill.HEAD,)
         return PlannedCase(name=name, sizes=sizes, masks=masks)
     if name == PROBE:
         return PlannedCase(name=name, sizes=spec.sizes("opt"), probe=True)
@@ -310,7 +311,7 @@ _PLAN_LINES = 12
 _KINDS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}
 
 
-class Source(ABC):
+class ExportSource(ABC):
     """A model that becomes a bundle: what differs from one kind of model to another."""
 
     options: ExportOptions
@@ -418,7 +419,7 @@ class Source(ABC):
         return TensorSpec(name=str(value.name), kind=kind, dims=sizes)  # type: ignore[arg-type]
 
 
-def export_bundle(source: Source, target: Path, on_step: OnStep) -> Bundle:
+def export_bundle(source: ExportSource, target: Path, on_step: OnStep) -> Bundle:
     """Write the bundle of a model; nothing is left at `target` if anything fails."""
     options, source.on_step = source.options, on_step
     for name in options.golden:
@@ -477,14 +478,14 @@ def export_bundle(source: Source, target: Path, on_step: OnStep) -> Bundle:
         )
 
 
-def _capture(source: Source, planned: PlannedCase) -> GoldenCase | None:
+def _capture(source: ExportSource, planned: PlannedCase) -> GoldenCase | None:
     """A golden case; one of masks is left out, with a note, where the model itself has no result for them."""
     try:
         return source.capture_case(planned)
     except NoResult as error:
         if not planned.masks:
             raise
-        partly = tuple(mask for mask in planned.masks if mask in (Mask.TAIL, Mask.HEAD))
+        partly = tuple(mask for mask in planned.masks if mask in (MaskFill.TAIL, MaskFill.HEAD))
         if partly == planned.masks:
             source.notes.append(f"no {planned.name} case: {error.in_one_line}")
             return None
@@ -501,7 +502,7 @@ def _read_all(bundle: Bundle) -> None:
         read_trace(bundle.file(entry.file), bundle.manifest.spec, bundle.manifest.precision, entry.source)
 
 
-def _write_trace(source: Source, folder: Path) -> list[TraceEntry]:
+def _write_trace(source: ExportSource, folder: Path) -> list[TraceEntry]:
     """Of a model with a KV cache: what decoding token by token must give."""
     if source.spec.kv_cache is None:
         return []

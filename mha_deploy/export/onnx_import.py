@@ -15,15 +15,14 @@ from onnx_ir.passes.common import RemoveInitializersFromInputsPass
 from mha_deploy.analyze.cost import sizes_name
 from mha_deploy.bundle.cases import Arrays, GoldenCase, Reference, pack_baselines, write_arrays
 from mha_deploy.bundle.folder import Bundle, sha256
-from mha_deploy.bundle.manifest import LayersEntry
-from mha_deploy.bundle.manifest import Source as CaseSource
+from mha_deploy.bundle.manifest import LayersEntry, Source
 from mha_deploy.errors import BackendUnavailable, DeployError, ExportError, SpecError, nearest
 from mha_deploy.export.file_program import FileProgram, FileRounding
 from mha_deploy.export.flow import (
     MODULE_CASES,
+    ExportSource,
     OnStep,
     PlannedCase,
-    Source,
     export_bundle,
     refuse_large_error,
 )
@@ -68,7 +67,7 @@ def bundle_from_onnx(
     return export_bundle(OnnxSource(path, options, axes or {}, inputs or {}), target, on_step)
 
 
-class OnnxSource(Source):
+class OnnxSource(ExportSource):
     """An ONNX file: its result in ONNX Runtime stands for the eager model, its FP64 copy is the oracle."""
 
     def __init__(
@@ -154,7 +153,7 @@ class OnnxSource(Source):
         what = "ONNX Runtime does not compute what the file says in FP64."
         hint = "--input NAME=FILE.npy with real inputs, or --precision of the file"
         refuse_large_error(f"golden case {name}", eager, oracle, _LARGEST_ERROR, what, hint)
-        reference = Reference(oracle, CaseSource.FILE)
+        reference = Reference(oracle, Source.FILE)
         return GoldenCase(
             name=name,
             sizes=sizes,
@@ -198,7 +197,7 @@ class OnnxSource(Source):
             if sum(array.nbytes for array in arrays.values()) <= _LAYERS_BYTES:
                 file = f"layers/{case.name}.safetensors"
                 write_arrays(folder / file, arrays)
-                return LayersEntry(case=case.name, file=file, values=values, source=CaseSource.FILE)
+                return LayersEntry(case=case.name, file=file, values=values, source=Source.FILE)
         return None
 
     def origin(self) -> str:

@@ -86,7 +86,7 @@ class Ranges:
     inner: Mapping[str, float]
 
 
-class Reason(NamedTuple):
+class KeptReason(NamedTuple):
     """Why something is not written in FP16."""
 
     kind: str  # `overflow`, `flushed`, `exact`, `mask`, `operator`, `rounding` or `between`
@@ -603,11 +603,11 @@ class Planner:
         self._end = f"and FP16 ends at {FP16_MAX:,.0f} (kept from {self._limit:,.0f} on)"
         self._data = data_values(work.graph)
         self._masks = mask_values(work.graph, self._data)
-        self._kept: dict[ir.Node, Reason] = {}
+        self._kept: dict[ir.Node, KeptReason] = {}
         self._fully_masked: dict[str, float] = {}
         self._constants: dict[ir.Value, ValueRange] = {}
 
-    def plan(self, wide: str, lossy: Mapping[str, Reason] | None = None) -> PrecisionPlan:
+    def plan(self, wide: str, lossy: Mapping[str, KeptReason] | None = None) -> PrecisionPlan:
         """Find the nodes, then what follows for inputs, outputs and constants.
 
         `lossy` are nodes, inputs and outputs that are kept as well, by their names.
@@ -623,7 +623,7 @@ class Planner:
                 self._kept.setdefault(node, reason)
         inputs = tuple(self._tensors(self._graph.inputs))
         float32_inputs = {each.name for each in inputs}
-        between = Reason("between", None, "it is between nodes in float32, and would only add Casts")
+        between = KeptReason("between", None, "it is between nodes in float32, and would only add Casts")
         self._kept |= dict.fromkeys(enclosed_nodes(self._graph, set(self._kept), float32_inputs), between)
         kept = [
             (node, wide if is_attention(node) and self._kept[node].kind != "rounding" else "fp32")
@@ -650,21 +650,21 @@ class Planner:
             if reason is None and sentinel:
                 # Cast to FP16 by the caller, it would be infinite.
                 text = f"it masks with {sentinel:,.6g}, which is clamped to FP16 inside"
-                reason = Reason("mask", sentinel, text)
+                reason = KeptReason("mask", sentinel, text)
             if reason is not None and reason.figure is not None:
                 yield KeptTensor(str(value.name), reason.figure, reason.text)
 
-    def _value(self, value: ir.Value) -> Reason | None:
+    def _value(self, value: ir.Value) -> KeptReason | None:
         """Why an input or a computed tensor cannot be FP16."""
         if value.dtype != FLOAT or value.is_initializer():
             return None
         measured = self._range(value)
         size = measured.highest if value in self._masks else measured.largest
         if size > self._limit:
-            return Reason("overflow", size, f"{value.name} reaches {size:,.6g}, {self._end}")
+            return KeptReason("overflow", size, f"{value.name} reaches {size:,.6g}, {self._end}")
         size = measured.largest
         if 0 < size < FLUSHED_BELOW * self._margin and not measured.sentinel:
-            return Reason("flushed", size, f"{value.name} is {size:.3g} at most, which FP16 flushes to 0")
+            return KeptReason("flushed", size, f"{value.name} is {size:.3g} at most, which FP16 flushes to 0")
         return None
 
     def _range(self, value: ir.Value) -> ValueRange:
@@ -700,25 +700,25 @@ class Planner:
                 reason = "it masks keys, and so does this" if value in self._masks else "it means no bound"
                 yield Clamped(str(value.name), number, math.copysign(FP16_MAX, number), reason)
 
-    def _reasons(self, node: ir.Node) -> Iterator[Reason]:
+    def _reasons(self, node: ir.Node) -> Iterator[KeptReason]:
         """Why a node cannot be written in FP16, by the numbers around and inside it; the first one counts."""
         if graphs_in(node):
-            yield Reason("operator", None, "what is inside a branch or loop is not measured")
+            yield KeptReason("operator", None, "what is inside a branch or loop is not measured")
         if not all(is_tensor(value) for value in (*node.inputs, *node.outputs) if value is not None):
-            yield Reason("operator", None, "sequences and optionals stay in float32")
+            yield KeptReason("operator", None, "sequences and optionals stay in float32")
         if is_op(node, "MeanVarianceNormalization"):
-            yield Reason("operator", None, "its definition by other operators has constants in float32")
+            yield KeptReason("operator", None, "its definition by other operators has constants in float32")
         inputs, outputs = list(float_inputs(node)), list(float_outputs(node))
         yield from filter(None, (self._value(value) for _, value in (*outputs, *inputs)))
         figure = self._ranges.inner.get(str(node.name), 0.0)
         if figure > self._limit and node.op_type in WORDS:
-            yield Reason("overflow", figure, f"{WORDS[node.op_type]} {figure:,.6g}, {self._end}")
+            yield KeptReason("overflow", figure, f"{WORDS[node.op_type]} {figure:,.6g}, {self._end}")
         divisor = input_at(node, _DIVIDERS[node.op_type]) if is_op(node, *_DIVIDERS) else None
         if divisor is not None and divisor.dtype == FLOAT and not divisor.is_initializer():
             figure = self._range(divisor).smallest
             if figure < FLUSHED_BELOW * self._margin:
                 text = f"its divisor {divisor.name} is as small as {figure:.3g}, which FP16 flushes to 0"
-                yield Reason("flushed", figure, text)
+                yield KeptReason("flushed", figure, text)
         for position, value in inputs:
             if (array := constant_of(value)) is None:
                 continue
@@ -727,19 +727,19 @@ class Planner:
             figure = float(size.max(initial=0.0, where=size < SENTINEL_FROM))
             if figure > FP16_MAX and not is_bound:
                 text = f"its constant {value.name} holds {figure:,.6g}, and FP16 ends at {FP16_MAX:,.0f}"
-                yield Reason("overflow", figure, text)
+                yield KeptReason("overflow", figure, text)
             lost = size[(size > 0) & (size < FLUSHED_BELOW)]
             if lost.size > _FEW * int(np.count_nonzero(size)):
                 figure = float(lost.max())
                 text = f"its constant {value.name} holds {figure:.3g}, which FP16 flushes to 0"
-                yield Reason("flushed", figure, text)
+                yield KeptReason("flushed", figure, text)
         slots = [("inputs", at) for at, _ in inputs] + [("outputs", at) for at, _ in outputs]
         if not any(accepted_type(self._opsets, node, *slot, HALF) == HALF for slot in slots):
-            yield Reason("operator", None, f"{node.op_type} is not known to take FP16")
+            yield KeptReason("operator", None, f"{node.op_type} is not known to take FP16")
         if is_op(node, *_NO_KERNEL):
-            yield Reason("operator", None, f"ONNX Runtime has no kernel of {node.op_type} for FP16")
+            yield KeptReason("operator", None, f"ONNX Runtime has no kernel of {node.op_type} for FP16")
 
-    def _exact(self) -> Iterator[tuple[ir.Node, Reason]]:
+    def _exact(self) -> Iterator[tuple[ir.Node, KeptReason]]:
         """Positions that become angles or indices, from the integers on."""
         free = {value for node in self._graph for _, value in float_outputs(node) if value not in self._data}
         seen = set[ir.Node]()
@@ -756,14 +756,14 @@ class Planner:
             if not to_index and figure <= math.pi:
                 continue
             text = f"{value.name} reaches {figure:,.6g} and becomes {what}, which FP16 would round"
-            reason = Reason("exact", figure, text)
+            reason = KeptReason("exact", figure, text)
             yield node, reason
             if value in free:
                 yield from ((maker, reason) for maker in producers_within(value, free, seen))
             elif (maker := value.producer()) is not None:
                 yield maker, reason
 
-    def _guarded(self) -> Iterator[tuple[ir.Node, Reason]]:
+    def _guarded(self) -> Iterator[tuple[ir.Node, KeptReason]]:
         """The nodes between an epsilon that FP16 would flush to 0 and the division that it guards."""
         for node, reason in list(self._kept.items()):
             pending = [node] if reason.kind == "flushed" and is_op(node, "Add", "Max", "Clip") else []
@@ -774,7 +774,7 @@ class Planner:
                     if is_op(use.node, *_TO_DIVISION, *_DIVIDERS, "Pow"):
                         yield use.node, reason
 
-    def _masks_of_attentions(self) -> Iterator[tuple[ir.Node, Reason]]:
+    def _masks_of_attentions(self) -> Iterator[tuple[ir.Node, KeptReason]]:
         """The masks that FP16 cannot hold.
 
         Scores beyond FP16 are not masked by a number within it. And within FP16 a sentinel plus another
@@ -795,7 +795,7 @@ class Planner:
                 self._fully_masked[str(node.name)] = sentinel
                 text += f" from several terms, one of them {sentinel:,.6g}"
             if node in self._kept or joined:
-                yield from ((maker, Reason("mask", sentinel, text)) for maker in makers)
+                yield from ((maker, KeptReason("mask", sentinel, text)) for maker in makers)
 
     def _joins_sentinels(self, node: ir.Node) -> bool:
         """Whether a node adds a number to a sentinel, or chooses among two of them."""

@@ -28,9 +28,9 @@ from mha_deploy.graph.mixed_precision import (
     MARGIN,
     SENTINEL_FROM,
     Cases,
+    KeptReason,
     Planner,
     PrecisionPlan,
-    Reason,
     Run,
     apply_plan,
     constant_of,
@@ -98,7 +98,7 @@ def plan_by_loss(
         if found.excess <= 1.0:
             return measured.noted(plan, found)
         planner = Planner(work, ranges, margin)
-        return _Search(measured, planner, wide, plan, found).best()
+        return _LossSearch(measured, planner, wide, plan, found).best()
 
 
 # -- The loss of a plan ------------------------------------------------------------------------------
@@ -410,7 +410,7 @@ def _rounded_copy(graph: ir.Graph, before: ir.Node, value: ir.Value) -> ir.Value
 # -- Which nodes to upcast ---------------------------------------------------------------------------
 
 
-class _Search:
+class _LossSearch:
     """Upcasts what costs most, until the loss is below the limit."""
 
     def __init__(
@@ -456,7 +456,7 @@ class _Search:
                     start += size
             size //= 2
 
-    def _reason(self, name: str) -> Reason:
+    def _reason(self, name: str) -> KeptReason:
         cost, limit = self._costs[name], self._measured.limit
         text = f"rounding to FP16 here costs about {cost:.2g} of the result, and {limit:.2g} may be lost"
-        return Reason("rounding", cost, text)
+        return KeptReason("rounding", cost, text)

@@ -36,7 +36,7 @@ Part = tuple[str, Any]
 """The kind of a part, as `parts.html.j2` lists them, and its value; a part without a value is left out."""
 
 
-class Section(NamedTuple):
+class PageSection(NamedTuple):
     """A section of the page."""
 
     name: str
@@ -323,21 +323,21 @@ def report_page(data: Data) -> str:
     data = plain_report(data)
     look = charts.series_of([data["latency"]])
 
-    def section(name: str, title: str, make: Callable[[Any], list[Part]], key: str = "") -> Section:
+    def section(name: str, title: str, make: Callable[[Any], list[Part]], key: str = "") -> PageSection:
         found = data[key or name]
-        return Section(name, title, make(found) if found else [])
+        return PageSection(name, title, make(found) if found else [])
 
     every = [
         section("fault", "What is at fault", _fault),
-        Section("parity", "Parity", _parity(data)),
+        PageSection("parity", "Parity", _parity(data)),
         section("data", "Your data", _user_data),
         section("maps", "Error maps", _heatmaps, "heatmaps"),
         section("decode", "Decode", lambda reports: _decode(reports, data["latency"], look)),
         section("invariance", "Invariance", lambda checks: [("table", tables.invariance_table(checks))]),
         section("conformance", "Mask conformance", _conformance),
         section("range", "FP16 range", _fp16_range),
-        Section("fusion", "Engines and fusion", _fusion(data)),
-        Section("latency", "Latency", _latency(data, look)),
+        PageSection("fusion", "Engines and fusion", _fusion(data)),
+        PageSection("latency", "Latency", _latency(data, look)),
         section("serving", "Serving", lambda points: [("table", tables.serving_table(points))]),
         section("notes", "Notes", lambda notes: [("list", notes)]),
         section("environment", "Environment", lambda found: environment(found, data["model"])),
@@ -363,7 +363,7 @@ def bench_page(data: Data) -> str:
     """The page of a benchmark."""
     data = plain_bench(data)
     look = charts.series_of([entry["latency"] for entry in data["models"]])
-    sections = [Section("overview", "Overview", _overview(data))]
+    sections = [PageSection("overview", "Overview", _overview(data))]
     for index, entry in enumerate(data["models"]):
         name, found = f"{entry['model']['name']} {entry['model']['precision']}", entry["latency"]
         timed = latency_parts(found, look) if found and found["points"] else [("text", "Nothing was timed.")]
@@ -373,9 +373,9 @@ def bench_page(data: Data) -> str:
         ]
         parts = [("text", entry["model"]["summary"]), ("text", "; ".join(engines) or "0 engines"), *timed]
         parts.append(("table", entry["throughput"] and tables.throughput_table(entry["throughput"])))
-        sections.append(Section(f"model-{index}", name, parts))
-    sections += [Section("notes", "Notes", [("list", data["notes"])])] if data["notes"] else []
-    sections.append(Section("environment", "Environment", environment(data["environment"], None)))
+        sections.append(PageSection(f"model-{index}", name, parts))
+    sections += [PageSection("notes", "Notes", [("list", data["notes"])])] if data["notes"] else []
+    sections.append(PageSection("environment", "Environment", environment(data["environment"], None)))
     gpu = data["environment"]["gpu"]
     subtitle = gpu["name"] if gpu else "no GPU"
     return _rendered(data, title="Attention benchmark", subtitle=subtitle, sections=sections, look=look)
@@ -383,7 +383,7 @@ def bench_page(data: Data) -> str:
 
 def sections_page(data: Data, title: str, parts: Mapping[str, Sequence[Part]]) -> str:
     """A page with a section for every heading; `data` has the verdict, what wrote it, and when."""
-    sections = [Section(f"section-{i}", heading, each) for i, (heading, each) in enumerate(parts.items())]
+    sections = [PageSection(f"section-{i}", heading, each) for i, (heading, each) in enumerate(parts.items())]
     shown = {"title": title, "subtitle": data["headline"], "outcome": data["outcome"]}
     return _rendered(data, sections=sections, look={}, **shown)
 

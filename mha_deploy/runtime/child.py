@@ -357,7 +357,7 @@ class ProfiledChildRunner(ChildRunner):
 
 
 class ChildDecodeLoop(_Remote):
-    """A decode loop in a child process; see `runtime.decode_loop.DecodeLoop`."""
+    """A decode loop in a child process; see `runtime.decode_loop.DeviceLoop`."""
 
     lengths: np.ndarray
     most_tokens: int | None

@@ -228,7 +228,7 @@ class DecodingRunner(GpuRunner):
     def release(self) -> None:
         """Free what the launches needed; the layer stays loaded."""
 
-    def decode_loop(self, *, B: int, T: int | None = None) -> DecodeLoop:
+    def decode_loop(self, *, B: int, T: int | None = None) -> DeviceLoop:
         """The decode loop of the loaded layer for B batch elements; close it before the runner.
 
         T is the most entries of a dynamic cache; a preallocated cache has its own number. A layer without a
@@ -279,10 +279,10 @@ class DecodingRunner(GpuRunner):
                 got=got,
                 hint="export it again with fixed heads",
             )
-        return DecodeLoop(self, form, CacheShape(B, Hkv, T, D, info.dtype), E)
+        return DeviceLoop(self, form, CacheShape(B, Hkv, T, D, info.dtype), E)
 
 
-class DecodeLoop(Closing):
+class DeviceLoop(Closing):
     """A layer and the KV cache that it generates with, on the device; a context manager.
 
     One pair of buffers holds a cache that is updated in place. A layer that writes another cache gets a

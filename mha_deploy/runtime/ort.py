@@ -152,7 +152,7 @@ _REFUSALS = (
 )
 
 
-class NotCapturable(DeployError):
+class GraphRefused(DeployError):
     """A graph that ONNX Runtime may run, but not as a CUDA graph."""
 
 
@@ -185,7 +185,7 @@ def cannot_run(error: Exception, *, capture: bool) -> DeployError:
         return error
     if capture and any(refusal in str(error).lower() for refusal in _REFUSALS):
         what, hint = "ONNX Runtime cannot run this graph as a CUDA graph.", "it is timed without one"
-        return NotCapturable(what, got=first_line(error), hint=hint)
+        return GraphRefused(what, got=first_line(error), hint=hint)
     return DeployError(
         "ONNX Runtime's CUDA provider cannot run the graph.",
         got=first_line(error),
@@ -390,7 +390,7 @@ class OrtCudaRunner(DecodingRunner):
                 try:
                     calls = owned.enter_context(self._slots(feeds, results, slots, capture=capture))
                     break
-                except NotCapturable as error:
+                except GraphRefused as error:
                     why = str(error.got)
             yield Prepared(
                 launch=lambda slot: calls[slot][1].launch(),

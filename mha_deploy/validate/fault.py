@@ -260,7 +260,7 @@ def bisect_bundle(
     on_step: Callable[[str], None] = lambda name: None,
 ) -> Bisection:
     """Find where a runtime leaves the oracle: the whole model, its attentions, then its nodes."""
-    search, name = _Search(bundle, open_model, reference, on_step), bundle.manifest.spec.name
+    search, name = _FaultSearch(bundle, open_model, reference, on_step), bundle.manifest.spec.name
     judged = judge.judge_case(search.case, search.run(()), bundle.manifest.precision)
     whole = next((verdict for verdict in judged if verdict.is_wrong), None)
     count, case = len(search.values), search.case.name
@@ -289,7 +289,7 @@ def case_to_bisect(bundle: Bundle) -> GoldenCase:
     return read_case(bundle, next((entry for entry in golden if entry.name == wanted), golden[0]))
 
 
-class _Search:
+class _FaultSearch:
     """One search."""
 
     def __init__(

@@ -13,7 +13,7 @@ from ort_on_cpu import drawn, opened, static_feeds
 
 from mha_deploy.errors import DeployError
 from mha_deploy.runtime import ort as ort_bound
-from mha_deploy.runtime.ort import NO_CAPTURE, NotCapturable, cannot_run
+from mha_deploy.runtime.ort import NO_CAPTURE, GraphRefused, cannot_run
 from mha_deploy.runtime.timing import TimingPlan
 
 QUICK = TimingPlan(samples=100, sample_us=1.0, rounds=3)
@@ -126,7 +126,7 @@ def test_any_other_failure_is_an_error(device, bundles, refusals, error):
     with opened(bundles, LAYER) as runner:
         with pytest.raises(DeployError, match="cannot run the graph") as caught:
             runner.time(feeds(), QUICK)
-        assert not isinstance(caught.value, NotCapturable)
+        assert not isinstance(caught.value, GraphRefused)
     assert [capture for capture, _ in refusals.opened] == [False, True]
     del caught
     assert device.is_empty()
@@ -158,14 +158,14 @@ def test_a_watcher_gets_the_call_without_a_graph(device, bundles, refusals):
 )
 def test_what_a_refusal_to_capture_is(reported):
     got = cannot_run(RuntimeError(reported), capture=True)
-    assert isinstance(got, NotCapturable)
+    assert isinstance(got, GraphRefused)
     assert got.got == reported
-    assert not isinstance(cannot_run(RuntimeError(reported), capture=False), NotCapturable)
+    assert not isinstance(cannot_run(RuntimeError(reported), capture=False), GraphRefused)
 
 
 @pytest.mark.parametrize("error", OTHER, ids=lambda error: type(error).__name__)
 def test_what_is_none(error):
-    assert not isinstance(cannot_run(error, capture=True), NotCapturable)
+    assert not isinstance(cannot_run(error, capture=True), GraphRefused)
 
 
 def test_onnx_runtime_has_these_words_in_it():

@@ -788,7 +788,7 @@ class Masks:
         self._written = {key: each for key, each in self._written.items() if each[-1] is not builder}
 
     def write(
-        self, masking: Masking, place: Place, dtype: ir.DataType, sizes: tuple[Size, Size], graph: object
+        self, masking: Masking, place: ScorePlace, dtype: ir.DataType, sizes: tuple[Size, Size], graph: object
     ) -> tuple[ir.Value | None, ir.Value | None]:
         """The mask `[B or 1, Hq or 1, S, T]`, and `[B or 1, Hq or 1, S or 1, 1]`: queries to become zero.
 
@@ -818,7 +818,7 @@ class Masks:
         return mask, zero
 
 
-def _aligned(term: Term, place: Place) -> Term:
+def _aligned(term: Term, place: ScorePlace) -> Term:
     """A mask in the axes of Attention."""
     value = place.aligned(term.value, term.axes)
     times = tuple(replace(each, value=place.aligned(each.value, each.axes)) for each in term.times)
@@ -828,7 +828,7 @@ def _aligned(term: Term, place: Place) -> Term:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class ScorePlace:
     """Where tensors of the scores go."""
 
     order: Axes  # the axes that Attention wants; without a head where the heads are part of the batch

@@ -16,7 +16,7 @@ from mha_deploy.graph.fuse.mask_pattern import (
     Fill,
     Masking,
     Masks,
-    Place,
+    ScorePlace,
     Sources,
     Term,
     decide_masking,
@@ -48,7 +48,9 @@ def write_attention(pattern: Pattern, builder: NodeBuilder, masks: Masks) -> lis
         )
     )
     q, k, v = _broadcast(pattern, (q, k, v), builder)
-    place = Place(order=scores, sizes=pattern.q.sizes, rows=(q, k), builder=builder, sources=pattern.sources)
+    place = ScorePlace(
+        order=scores, sizes=pattern.q.sizes, rows=(q, k), builder=builder, sources=pattern.sources
+    )
     sink = pattern.scores.sink
     mask, zero = masks.write(pattern.masking, place, dtype, pattern.sizes, pattern.last.node.graph)
     if sink is not None:
@@ -98,7 +100,7 @@ def write_attention(pattern: Pattern, builder: NodeBuilder, masks: Masks) -> lis
     return found
 
 
-def _with_sink(sink: Sink, mask: ir.Value | None, place: Place, dtype: ir.DataType) -> ir.Value:
+def _with_sink(sink: Sink, mask: ir.Value | None, place: ScorePlace, dtype: ir.DataType) -> ir.Value:
     """A mask with the appended scores behind those of the keys."""
     builder, (q, k) = place.builder, place.rows
     if mask is None:
@@ -214,7 +216,7 @@ def simplify_attention(
     dtype = (q and q.dtype) or ir.DataType.FLOAT
     masking = _simpler_masking(mask, old, dtype, lengths)
     if masking is not None and q is not None and k is not None:
-        place = Place(order=_SCORES, sizes={}, rows=(q, k), builder=builder, sources=Sources())
+        place = ScorePlace(order=_SCORES, sizes={}, rows=(q, k), builder=builder, sources=Sources())
         inputs[MASK] = masks.write(masking, place, dtype, lengths, node.graph)[0]
         words = list[str]()
         if masking.causal:

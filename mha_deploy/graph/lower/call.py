@@ -47,7 +47,7 @@ class LoweringError(DeployError):
 # -- An attention to be lowered, with its types and head sizes -------------------------------------
 
 
-class Heads(NamedTuple):
+class QueryKeyValue(NamedTuple):
     """Queries `[B, Hq, S, D]`, keys `[B, Hkv, T, D]` and values `[B, Hkv, T, Dv]`, past included."""
 
     q: ir.Value
@@ -102,7 +102,7 @@ class AttentionCall:
         """The error that names the feature of this node that the dialect cannot express."""
         return LoweringError(feature, self.node, got=got, hint=hint)
 
-    def heads(self, b: NodeBuilder) -> Heads:
+    def heads(self, b: NodeBuilder) -> QueryKeyValue:
         """The inputs in 4-D, with the past concatenated before the new keys and values."""
         q, k, v = self.q, self.k, self.v
         if self.attention.rank == 3:
@@ -112,7 +112,7 @@ class AttentionCall:
         if self.past_key is not None:
             k = b.op("Concat", self.past_key, k, axis=2, name="present_key")
             v = b.op("Concat", self.past_value, v, axis=2, name="present_value")
-        return Heads(q, k, v)
+        return QueryKeyValue(q, k, v)
 
     def query_length(self, b: NodeBuilder) -> Size:
         """S."""

@@ -82,7 +82,7 @@ _HEADS_FIRST = (0, 2, 1, 3)  # [B, L, H, D] to [B, H, L, D]
 _PACKED_FIRST = (2, 0, 3, 1, 4)  # [B, L, 3, H, D] to [3, B, H, L, D]
 
 
-class Place(NamedTuple):
+class HeadsPlace(NamedTuple):
     """A tensor of rank 3 or 4, and the offset of the heads on its last axis (0 for rank 4)."""
 
     tensor: ir.Value
@@ -102,7 +102,7 @@ class Place(NamedTuple):
         return b.size(self.tensor, axis)
 
 
-def place_of(value: ir.Value, heads: int, size: int) -> Place:
+def place_of(value: ir.Value, heads: int, size: int) -> HeadsPlace:
     """The `[B, L, ·]` tensor that a `[B, L, H·D]` or `[B, H, L, D]` input was taken from; else the input."""
     rows = value
     if rank(value) == 4:
@@ -111,17 +111,17 @@ def place_of(value: ir.Value, heads: int, size: int) -> Place:
         packed = None if part is None else _before_transpose(part.tensor, _PACKED_FIRST, heads, size)
         if part is not None and packed is not None:
             count = int(dim(packed, 2) or 0) // (heads * size)
-            place = Place(packed, part.offset % count * heads * size)
+            place = HeadsPlace(packed, part.offset % count * heads * size)
             if _is_aligned(place):
                 return place
         before = _before_transpose(value, _HEADS_FIRST, heads, size)
         if before is None:
-            return Place(value, 0)
+            return HeadsPlace(value, 0)
         rows = before
-    place = Place(rows, 0)
+    place = HeadsPlace(rows, 0)
     while (cut := _cut_from(place.tensor, axis=2)) is not None and rank(cut.tensor) == 3:
-        place = Place(cut.tensor, place.offset + cut.offset)
-    return place if _is_aligned(place) else Place(rows, 0)
+        place = HeadsPlace(cut.tensor, place.offset + cut.offset)
+    return place if _is_aligned(place) else HeadsPlace(rows, 0)
 
 
 def _before_transpose(
@@ -143,7 +143,7 @@ def _before_transpose(
     return rows if before[2] == math.prod(inner) and same else None
 
 
-def _cut_from(part: ir.Value, *, axis: int) -> Place | None:
+def _cut_from(part: ir.Value, *, axis: int) -> HeadsPlace | None:
     """The whole that a Split or Slice takes a part of along an axis, and the offset; None for another cut."""
     node, axes_meant = made_by(part, "Split", "Slice"), (axis, axis - len(dims(part)))
     whole = input_at(node, 0)
@@ -153,18 +153,18 @@ def _cut_from(part: ir.Value, *, axis: int) -> Place | None:
         before = [dim(output, axis) for output in node.outputs[: node.outputs.index(part)]]
         known = [size for size in before if isinstance(size, int)]
         along = (node.attributes.get_int("axis", 0) or 0) in axes_meant
-        return Place(whole, sum(known)) if along and len(known) == len(before) else None
+        return HeadsPlace(whole, sum(known)) if along and len(known) == len(before) else None
     begin, axes, steps = ((constant_ints(node, at) or ()) for at in (1, 3, 4))
     along = len(axes) == 1 and axes[0] in axes_meant and (input_at(node, 4) is None or steps == (1,))
-    return Place(whole, begin[0]) if along and len(begin) == 1 and begin[0] >= 0 else None
+    return HeadsPlace(whole, begin[0]) if along and len(begin) == 1 and begin[0] >= 0 else None
 
 
-def _is_aligned(place: Place) -> bool:
+def _is_aligned(place: HeadsPlace) -> bool:
     width = dims(place.tensor)[-1] if dims(place.tensor) else None
     return isinstance(width, int) and width % plugin.ALIGNED == 0 and place.offset % plugin.ALIGNED == 0
 
 
-def _taken_from_first_axis(value: ir.Value) -> Place | None:
+def _taken_from_first_axis(value: ir.Value) -> HeadsPlace | None:
     """The tensor and the index, where a value is one element of its first axis."""
     node = made_by(value, "Gather", "Squeeze")
     whole, index = input_at(node, 0), None if node is None else constant_ints(node, 1)
@@ -173,7 +173,7 @@ def _taken_from_first_axis(value: ir.Value) -> Place | None:
     if node.op_type == "Squeeze":
         return _cut_from(whole, axis=0) if index == (0,) and dims(whole)[:1] == (1,) else None
     is_one = rank(node.inputs[1]) == 0 and not node.attributes.get_int("axis", 0)
-    return Place(whole, index[0]) if is_one else None
+    return HeadsPlace(whole, index[0]) if is_one else None
 
 
 # -- Padding masks: key lengths that were compared with positions ----------------------------------
@@ -355,8 +355,8 @@ def operator_rules(options: PluginOptions) -> OperatorRules:
 
 
 def take_rotary(
-    b: NodeBuilder, call: AttentionCall, query: Place, key: Place, starts: ir.Value | None
-) -> tuple[Rotary, int, Place, Place] | None:
+    b: NodeBuilder, call: AttentionCall, query: HeadsPlace, key: HeadsPlace, starts: ir.Value | None
+) -> tuple[Rotary, int, HeadsPlace, HeadsPlace] | None:
     """The rotary embedding of both queries and keys, how its table rows are found, and both before it."""
     one, other = (None if place.offset else _rotary_at(place.tensor) for place in (query, key))
     if one is None or other is None:
@@ -483,8 +483,8 @@ def lower_to_plugin(call: AttentionCall, b: NodeBuilder, options: PluginOptions)
     refuse_what_is_missing(call)
     # With a past these are the operands; without one they are used for `present` only.
     heads, past = call.heads(b), call.past_key is not None
-    key = Place(heads.k, 0) if past else place_of(call.k, call.Hkv, call.D)
-    value = Place(heads.v, 0) if past else place_of(call.v, call.Hkv, call.Dv)
+    key = HeadsPlace(heads.k, 0) if past else place_of(call.k, call.Hkv, call.D)
+    value = HeadsPlace(heads.v, 0) if past else place_of(call.v, call.Hkv, call.Dv)
     y = _write_attention(b, call, key, value)[0]
     return {Y: y, PRESENT_KEY: heads.k, PRESENT_VALUE: heads.v}
 
@@ -510,7 +510,11 @@ def prepare(model: ir.Model, options: PluginOptions) -> None:
 
 
 def _write_attention(
-    b: NodeBuilder, call: AttentionCall, key: Place, value: Place, cache: kv.CachedAttention | None = None
+    b: NodeBuilder,
+    call: AttentionCall,
+    key: HeadsPlace,
+    value: HeadsPlace,
+    cache: kv.CachedAttention | None = None,
 ) -> list[ir.Value]:
     """Write the node; its outputs, the first one in the rank that the attention was written in.
 
@@ -531,7 +535,7 @@ def _write_attention(
     mask = read_plugin_mask(b, call, query.length(b, call), T, in_cache=bool(states_in))
     if mask.shifted is not None:
         apart = call.q if call.attention.rank == 4 else split_heads(b, call.q, call.Hq, call.D)
-        query = Place(masks.without_lost_queries(b, call, mask.shifted, apart), 0)
+        query = HeadsPlace(masks.without_lost_queries(b, call, mask.shifted, apart), 0)
     places = (query, key, value)
     tensors = list(dict.fromkeys(place.tensor for place in places))
     tables = () if rotary is None else (rotary.cos, rotary.sin, rotary.positions)

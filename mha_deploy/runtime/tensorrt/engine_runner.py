@@ -13,7 +13,7 @@ from mha_deploy.errors import BackendUnavailable, DeployError
 from mha_deploy.model.spec import PAST
 from mha_deploy.runtime import decode_loop as loops
 from mha_deploy.runtime.cuda import Copy2D, CudaError, Graph, Stream, capture
-from mha_deploy.runtime.decode_loop import CallTensors, DecodeLoop, DecodingRunner, StepCall
+from mha_deploy.runtime.decode_loop import CallTensors, DecodingRunner, DeviceLoop, StepCall
 from mha_deploy.runtime.gpu import Prepared
 from mha_deploy.runtime.runner import Arrays, Closing, TensorInfo, check_kinds
 from mha_deploy.runtime.tensorrt.kernels import LargeTensor, refuse_large
@@ -441,7 +441,7 @@ class TensorRTRunner(DecodingRunner):
             self.why_no_graph = str(error.got)
             slot.settle(record=False, copies=copies)  # once more: what was queued meanwhile did not run
 
-    def decode_loop(self, *, B: int, T: int | None = None) -> DecodeLoop:
+    def decode_loop(self, *, B: int, T: int | None = None) -> DeviceLoop:
         """See `DecodingRunner`. On 8.6, the runner itself cannot run in a profile that the loop uses."""
         self._calls.close()
         return super().decode_loop(B=B, T=T)
