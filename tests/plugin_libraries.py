@@ -55,6 +55,6 @@ def write_library(folder: Path, *, comment: str = "", code: str | None = None, *
 def fake_tensorrt(version: str):
     """The fake of a TensorRT, which the tests of the backend own."""
     sys.path.append(str(Path(__file__).parent / "runtime"))
-    from test_tensorrt_contract import KEPT, fake
+    from fake_engines import fake
 
-    return fake(KEPT[version])
+    return fake(version)

@@ -11,7 +11,7 @@ from plugin_libraries import PLUGINS, file_name, write_library
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "runtime"))
 import cuda_fake
-from test_tensorrt_runner import fake
+from fake_engines import fake
 
 from mha_deploy.bundle.folder import open_bundle, sha256
 from mha_deploy.engine import build

@@ -10,26 +10,19 @@ import functools
 import importlib.util
 
 import pytest
+from gpu_evaluations import TINY, assert_right, evaluated
 
 from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.errors import BackendUnavailable, DeployError
-from mha_deploy.model.catalog import catalog_names
 from mha_deploy.model.precision import find_precision
-from mha_deploy.options import ValidateOptions
 from mha_deploy.runtime import cuda
 from mha_deploy.validate.conformance import conformance_table, mask_columns
-from mha_deploy.validate.decode import traces_of
-from mha_deploy.validate.evaluate import EvaluationPlan, evaluate
 from mha_deploy.validate.runtimes import RuntimeFinder
 
 pytestmark = pytest.mark.gpu
 
-TINY = [name for name in catalog_names() if name.startswith("tiny-")]
 PRECISIONS = ("fp16", "bf16", "fp32")
 QUICK = ("eager", "eager+graph", "sdpa-cudnn", "sdpa-flash", "sdpa-efficient", "ort-cuda", "ort-cuda-contrib")
-# torch.compile, PyTorch's own choice of a kernel and its slowest are judged in tests/baselines.
-# What decodes a layer with a cache token by token, its cache where the runtime keeps it.
-DECODES = ("eager", "ort-cuda", "ort-cuda-contrib", "tensorrt", "plugin")
 # ONNX's evaluator makes the causal triangle as tall as the mask, which broadcasts here.
 KNOWN_BUGS = {("causal-broadcast", "onnx-reference")}
 # What is here must take every layer, or a runtime that breaks altogether would only be skipped.
@@ -52,19 +45,6 @@ def finders(prepared):
     return functools.cache(lambda name, precision: RuntimeFinder(prepared.bundle(name, precision)))
 
 
-def evaluated(finder, backend, *, invariance=False):
-    """Run every golden case through one runtime."""
-    manifest = finder.bundle.manifest
-    plan = EvaluationPlan(
-        spec=manifest.spec,
-        precision=manifest.precision,
-        cases={"golden": list(golden_cases(finder.bundle))},
-        invariance=invariance,
-        traces=traces_of(finder.bundle, ValidateOptions()) if backend in DECODES else (),
-    )
-    return evaluate(finder.named(backend), plan)
-
-
 def evaluated_or_skipped(finder, backend):
     try:
         return evaluated(finder, backend)
@@ -84,18 +64,6 @@ def must_have_a_reason(manifest, backend):
 
 def is_reasoned(error):
     return "has no kernel for these inputs" in error.what and bool(error.got)
-
-
-def assert_right(evaluation):
-    (report,) = evaluation.parity
-    assert any(verdict.passed for verdict in report.verdicts)
-    assert not [verdict for verdict in report.verdicts if verdict.is_wrong]
-    # The attention weights of a single token are 1, whatever computes them: such a case shows nothing.
-    assert {verdict.output for verdict in report.verdicts if not verdict.passed} <= {"weights"}
-    # A check without a case had nothing to vary, as the profiles of an engine that has one.
-    assert not [check for check in evaluation.invariance if check.case and not check.passed]
-    for decoded in evaluation.decode_reports:
-        assert decoded.passed, decoded.failures[:3]
 
 
 @pytest.mark.parametrize("backend", QUICK)

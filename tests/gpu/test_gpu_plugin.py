@@ -7,7 +7,7 @@ import importlib.util
 import shutil
 
 import pytest
-from test_gpu_parity import TINY, assert_right, evaluated
+from gpu_evaluations import TINY, assert_right, evaluated
 
 from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.engine.build import engine_from_bundle

@@ -10,8 +10,8 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 from conformance import run_in_ort
+from decode_graphs import LAYERS, expected, reference
 from decode_models import Layer, dynamic, feeds, fixed
-from test_decode_lowering import LAYERS, expected, reference
 
 from mha_deploy.graph.lower import lower
 from mha_deploy.graph.lower.cache import ENTRIES_NOTE, noted_caches

@@ -8,9 +8,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from decode_models import Layer, dynamic, feeds, fixed
-from rtx_engines import build_rtx
-from test_decode_lowering import (
+from decode_graphs import (
     DECODE,
     ENGINE,
     LAYERS,
@@ -20,6 +18,8 @@ from test_decode_lowering import (
     reference,
     shapes,
 )
+from decode_models import Layer, dynamic, feeds, fixed
+from rtx_engines import build_rtx
 
 from mha_deploy.engine.build import judge_engine
 from mha_deploy.graph.lower import lower

@@ -13,7 +13,7 @@ import pytest
 import torch
 from layer_decoder import Decoder
 from onnx.reference import ReferenceEvaluator
-from test_rotary import published_frequencies, turned
+from rotary_formula import published_frequencies, turned
 
 from mha_deploy.errors import DeployError
 from mha_deploy.export.exporter import canonical_from_module

@@ -6,6 +6,7 @@ import onnx
 import onnxruntime
 import pytest
 from fresh_python import python
+from gpu_marks import CPU_PACKAGE, on_gpu
 
 from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.errors import BackendUnavailable, DeployError
@@ -22,7 +23,6 @@ from mha_deploy.runtime.ort import (
 )
 from mha_deploy.runtime.timing import TimingPlan
 
-CPU_PACKAGE = "CUDAExecutionProvider" not in onnxruntime.get_available_providers()
 QUICK = TimingPlan(samples=100, rounds=4)
 OPEN = """
 import sys
@@ -170,10 +170,6 @@ def test_without_a_gpu_it_is_unavailable(bundles):
 # -- with one ------------------------------------------------------------------------------------
 
 # Which results are right is in tests/gpu, for every layer and precision.
-
-
-def on_gpu(test):
-    return pytest.mark.gpu(pytest.mark.skipif(CPU_PACKAGE, reason="needs onnxruntime-gpu")(test))
 
 
 @on_gpu

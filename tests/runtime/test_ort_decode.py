@@ -5,8 +5,8 @@ from functools import partial
 import numpy as np
 import ort_on_cpu
 import pytest
+from gpu_marks import on_gpu
 from ort_on_cpu import B, T, drawn, near, opened, single, static_feeds, whole_sequence
-from test_ort_cuda import on_gpu
 
 from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.errors import DeployError

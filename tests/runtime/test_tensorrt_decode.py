@@ -7,10 +7,10 @@ import cuda_fake
 import numpy as np
 import pytest
 from decode_layers import FORMS, HKV, PREALLOCATED, B, D, E, T, heads, running_sum, tokens
+from fake_engines import VERSIONS, fake
 from ort_on_cpu import near, whole_sequence
 from tensorrt_fake import ENGINES, FakeEngine
 from tensorrt_models import engine_on_gpu
-from test_tensorrt_runner import VERSIONS, fake
 
 from mha_deploy.engine.engine import open_engine_runner
 from mha_deploy.errors import DeployError

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from bundle_edit import copy_of
 from decode_layers import FORMS, running_sum, tokens
+from fake_engines import VERSIONS, fake
 from tensorrt_fake import ENGINES
-from test_tensorrt_runner import VERSIONS, fake
 
 from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.engine import build

@@ -1,6 +1,5 @@
 """Engines are run: profiles chosen, contexts and graphs kept and freed; on a GPU the answers are right."""
 
-import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,9 +8,8 @@ import cuda_fake
 import msgspec
 import numpy as np
 import pytest
-from extract_trt_surfaces import EXTRACT
+from fake_engines import VERSIONS, fake
 from rtx_engines import build_rtx
-from tensorrt_fake import make_module
 from tensorrt_models import engine_on_gpu, layer, needs_rtx, profile
 
 from mha_deploy.bundle.cases import golden_cases
@@ -31,11 +29,8 @@ from mha_deploy.runtime.tensorrt.engine_runner import (
     load_engine,
 )
 from mha_deploy.runtime.tensorrt.kernels import LargeTensor
-from mha_deploy.runtime.tensorrt.versions import EngineError, load, wrap
+from mha_deploy.runtime.tensorrt.versions import EngineError, load
 from mha_deploy.runtime.timing import TimingPlan
-
-KEPT = json.loads(EXTRACT.read_text())
-VERSIONS = sorted(KEPT)
 
 # -- which profile ---------------------------------------------------------------------------------------
 
@@ -132,11 +127,6 @@ def test_a_profile_that_is_not_shared_belongs_to_one_shape_at_a_time():
 @pytest.fixture
 def device(monkeypatch):
     return cuda_fake.install(monkeypatch)
-
-
-def fake(version="11.4.0"):
-    backend = "tensorrt-rtx" if version.startswith("rtx") else "tensorrt"
-    return wrap(make_module(KEPT[version]), backend)
 
 
 def feeds(B=2, S=3, start=0):

@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from test_tensorrt_layers import INSPECTOR_8, INSPECTOR_10, INSPECTOR_11
+from inspector_texts import INSPECTOR_8, INSPECTOR_10, INSPECTOR_11
 
 from mha_deploy.runtime.tensorrt.engine_verdict import (
     ReasonKind,

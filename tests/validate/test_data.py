@@ -7,6 +7,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from finder_model import CLASSES, LENGTH, WIDTH, Finder
 from onnx import numpy_helper
 from safetensors.numpy import save_file
 from torch import nn
@@ -17,35 +18,14 @@ from mha_deploy.errors import DeployError
 from mha_deploy.status import Kind
 from mha_deploy.validate.records import check_report
 
-CLASSES, WIDTH, LENGTH = 6, 16, 9
 QUICK = {"probe": False, "latency": False, "backends": ["ort-cpu"]}
 
 # -- A model that is trained here, in a second: which token stands behind the marker? --------------
 
 
-class Finder(nn.Module):
-    """One attention, that finds the token behind a marker."""
-
-    def __init__(self):
-        super().__init__()
-        self.tokens = nn.Embedding(CLASSES + 1, WIDTH)
-        self.places = nn.Embedding(LENGTH, WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, ids):
-        """From token ids [B, S] to logits [B, CLASSES]."""
-        x = self.tokens(ids) + self.places.weight[: ids.shape[1]]
-        before = torch.cat((torch.zeros_like(x[:, :1]), x[:, :-1]), 1)
-        q, k, v = (
-            each.unflatten(-1, (2, WIDTH // 2)).transpose(1, 2) for each in self.qkv(x + before).chunk(3, -1)
-        )
-        mixed = nn.functional.scaled_dot_product_attention(q, k, v)
-        return self.out(mixed.transpose(1, 2).flatten(-2).amax(1))
-
-
 FACTORY = """
     import torch
-    from test_data import LENGTH, Finder
+    from finder_model import LENGTH, Finder
     from mha_deploy import Deployable, Example
 
     def finder():
