@@ -1387,6 +1387,7 @@ def analyze(
     model: str | os.PathLike[str] | Model | AttentionSpec,
     *,
     gpu: str = "h200",
+    peak: str | None = None,
     precision: str = "fp16",
     at: str | None = None,
     axes: Axes | None = None,
@@ -1395,7 +1396,9 @@ def analyze(
 
     Args:
         model: A catalog layer, as `load_model` takes it.
-        gpu: GPU whose peak figures are used: h200, h100, a100, rtx-4090, rtx-5090 or orin.
+        gpu: GPU whose peak figures are used: h200, h100, a100, b200, b300, gb200, l4, l40s, a10, rtx-4090,
+            rtx-5090, rtx-pro-6000, orin or thor.
+        peak: Figures of another GPU in their place, as TFLOPS:GB/s; of the precision, dense, as 362:864.
         precision: Precision of weights and activations: fp16, bf16 or fp32.
         at: Sizes, as B=1,S=2048, or of a layer with a KV cache prefill or decode; default: the optimum of
             every axis; with a KV cache, the decode step.
@@ -1407,7 +1410,7 @@ def analyze(
         2362368
     """
     from mha_deploy.analyze.cost import USUAL, points_from_text
-    from mha_deploy.analyze.roofline import analyze_layer
+    from mha_deploy.analyze.roofline import analyze_layer, parse_peaks
 
     spec = load_model(model, axes=axes).source
     if not isinstance(spec, AttentionSpec):
@@ -1415,7 +1418,8 @@ def analyze(
         raise DeployError("Only a catalog layer can be analyzed.", got=_describe(model), hint=hint)
     point = points_from_text(spec.model, at or USUAL)[-1]
     lengths = None if point.past is None else [point.past] * point.sizes["B"]
-    return analyze_layer(spec, point.sizes, precision, gpu, lengths=lengths)
+    peaks = gpu if peak is None else parse_peaks(peak)
+    return analyze_layer(spec, point.sizes, precision, peaks, lengths=lengths)
 
 
 def compare_heads(

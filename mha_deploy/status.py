@@ -108,6 +108,7 @@ class Kind(Word):
     DATA_OUTSIDE = "data outside"
     DEMAND_NOT_MET = "demand not met"
     DEMAND_NOT_CHECKED = "demand not checked"
+    OTHER_BUNDLE = "other bundle"
     RANGE_SHRUNK = "range shrunk"
     GRAPH_NOT_FUSED = "graph not fused"
     ENGINE_NOT_FUSED = "engine not fused"

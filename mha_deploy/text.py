@@ -319,6 +319,8 @@ _FINDINGS: Mapping[Kind, str | Callable[[Finding], str]] = {
         f"{finding.names[0]}: {short(finding.numbers['got'])} {finding.detail}, "
         f"{short(finding.numbers['wanted'])} is required"
     ),
+    Kind.OTHER_BUNDLE: "the server serves another bundle (manifest {0.names[0]:.16}…, not "
+    "{0.names[1]:.16}…): package this one, or validate the bundle that is served",
     Kind.DEMAND_NOT_CHECKED: "{0.names[0]} was not measured: {0.numbers[wanted]:g} is required",
     Kind.WRONG_ON_DATA: _about_data,
     Kind.DATA_NOT_VERIFIED: _about_data,

@@ -10,7 +10,14 @@ import pytest
 from rich.console import Console
 
 from mha_deploy.analyze.cost import kv_cache_bytes_per_token, layer_cost, parameter_count
-from mha_deploy.analyze.roofline import GpuPeaks, analyze_layer, find_peaks, gpu_names, known_gpus
+from mha_deploy.analyze.roofline import (
+    GpuPeaks,
+    analyze_layer,
+    find_peaks,
+    gpu_names,
+    known_gpus,
+    parse_peaks,
+)
 from mha_deploy.cli.tables import analysis_renderable
 from mha_deploy.errors import DeployError, SpecError
 from mha_deploy.model.catalog import catalog_names, find_spec
@@ -199,11 +206,22 @@ class TestGpus:
         assert find_peaks("rtx 4090").peak_flops("fp16") == pytest.approx(165.2e12)
 
     @pytest.mark.parametrize(
-        ("name", "hint"), [("RTX 4909", "'rtx-4090'"), ("h20", "'h200'"), ("tpu", "one of: a100")]
+        ("name", "hint"), [("RTX 4909", "'rtx-4090'"), ("h20", "'h200'"), ("tpu", "one of: a10, a100")]
     )
     def test_unknown_names_get_a_suggestion(self, name, hint):
         with pytest.raises(DeployError, match=hint):
             find_peaks(name)
+
+    def test_every_gpu_that_is_promised_has_figures(self):
+        promised = {"l4", "l40s", "a10", "a100", "h100", "h200", "b200", "b300", "gb200", "orin", "thor"}
+        assert promised | {"rtx-pro-6000"} <= {*gpu_names()}
+
+    @pytest.mark.parametrize("wrong", ["", "1", "1:2:3", "a:b", "0:5", "5:-1", "nan:1", "1:inf"])
+    def test_figures_of_another_gpu_are_two_numbers(self, wrong):
+        peaks = parse_peaks("362:864")
+        assert (peaks.peak_flops("bf16"), peaks.bandwidth) == (362e12, 864e9)
+        with pytest.raises(DeployError, match="two numbers"):
+            parse_peaks(wrong)
 
     @pytest.mark.parametrize("name", ["NVIDIA A100-SXM4-40GB", "H100 PCIe"])
     def test_another_card_of_the_family_is_not_taken_for_it(self, name):

@@ -72,6 +72,21 @@ def find_peaks(name: str) -> GpuPeaks:
     raise DeployError("There are no peak figures for this GPU.", got=name, hint=nearest(typed, gpu_names()))
 
 
+def parse_peaks(text: str) -> GpuPeaks:
+    """The figures of a GPU that is not in the table, as `TFLOPS:GB/s`."""
+    parts = text.split(":")
+    try:
+        tflops, bandwidth = (float(part) for part in parts)
+        if not (0 < tflops < 1e9 and 0 < bandwidth < 1e9):
+            raise ValueError
+    except ValueError as error:
+        hint = "the dense rate in TFLOP/s and the memory bandwidth in GB/s, as 362:864"
+        raise DeployError("The peak figures are not two numbers.", got=text, hint=hint) from error
+    rates = dict.fromkeys(("fp16_tflops", "bf16_tflops", "fp32_tflops"), tflops)
+    about = {"compute_capability": "", "source": "as given", "memory_gb_per_s": bandwidth}
+    return GpuPeaks(name=f"{tflops:g} TFLOP/s, {bandwidth:g} GB/s", **rates, **about)  # type: ignore[arg-type]
+
+
 # -- The roofline bound: the least time that FLOPs and bytes need ----------------------------------
 
 

@@ -563,7 +563,7 @@ def models(every: bool = option(False, "Include the small layers of the tests.",
 @verb(
     {name: MODEL[name] for name in ("model", "hf", "layer", "axis")},
     options_from(md.export, "weights", "prefix", "seed"),
-    options_from(md.analyze, "gpu", "precision", "at"),
+    options_from(md.analyze, "gpu", "peak", "precision", "at", peak={"metavar": "TFLOPS:GB/s"}),
     options_from(md.compare_heads, "attention", "inputs"),
 )
 def analyze(
@@ -584,7 +584,7 @@ def analyze(
     if heads is not None:
         md.refuse_image(heads, overwrite=overwrite, inputs=sources)
     model = pop_model(options)
-    counted = {name: options.pop(name) for name in ("gpu", "precision")} | {"at": options["at"]}
+    counted = {name: options.pop(name) for name in ("gpu", "peak", "precision")} | {"at": options["at"]}
     analysis = similarity = None
     if model.is_layer or heads is None:
         analysis = md.analyze(model, **counted)

@@ -319,7 +319,7 @@ def state_digest(module: nn.Module) -> str:
 
 def _load_weights(module: nn.Module, path: Path, prefix: str) -> tuple[str, ...]:
     """Load the weights of a file or checkpoint; returns what of it is not needed."""
-    state = read_state(path, prefix)
+    state, renamed = match_names(module, read_state(path, prefix), path)
     try:
         missing, unknown = module.load_state_dict(state, strict=False)
     except RuntimeError as error:  # shapes that do not fit
@@ -337,4 +337,43 @@ def _load_weights(module: nn.Module, path: Path, prefix: str) -> tuple[str, ...]
         got, hint = ", ".join(wrong), "--prefix, with which the module's names begin in the checkpoint"
         raise ExportError("The weights are not those of the module.", got=f"{path}: {got}", hint=hint)
     more = f" and {len(unknown) - 8} more" if len(unknown) > 8 else ""
-    return (f"not needed of {path.name}: {', '.join(unknown[:8])}{more}",) if unknown else ()
+    unused = (f"not needed of {path.name}: {', '.join(unknown[:8])}{more}",) if unknown else ()
+    return (*renamed, *unused)
+
+
+def match_names(
+    module: nn.Module, state: Mapping[str, Tensor], path: Path
+) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    """A state under the names of a module that wraps, or is a part of, the model it was saved from.
+
+    The names of the module begin with one prefix, those of the state with another, and what follows is the
+    same. Refused where several parts of the state fit: `--prefix` names one. With a note of the mapping.
+    """
+    own = {name: tensor.shape for name, tensor in module.state_dict().items()}
+    if not own or any(name in state for name in own):
+        return dict(state), ()
+
+    def prefixes(names: Iterable[str]) -> list[str]:
+        parts = (name.split(".") for name in names)
+        found = (".".join([*each[:count], ""]) for each in parts for count in range(len(each)))
+        return list(dict.fromkeys(found))
+
+    def fits(mine: str, theirs: str) -> bool:
+        ends = {name: name.removeprefix(mine) for name in own}
+        return all(
+            f"{theirs}{end}" in state and state[f"{theirs}{end}"].shape == own[name]
+            for name, end in ends.items()
+        )
+
+    common = [each for each in prefixes([next(iter(own))]) if all(name.startswith(each) for name in own)]
+    theirs = prefixes(state)
+    for mine in common:  # the shortest first: most of the names is compared
+        if not (found := [each for each in theirs if fits(mine, each)]):
+            continue
+        if len(found) > 1:
+            what, got = "Several parts of the weights fit the module.", ", ".join(found[:6])
+            raise ExportError(what, got=f"{path}: {got}", hint=f"--prefix {found[0].removesuffix('.')}")
+        (start,) = found
+        taken = {name: state[f"{start}{name.removeprefix(mine)}"] for name in own}
+        return taken, (f"weights of {mine}* from {start}* of {path.name}",)
+    return dict(state), ()

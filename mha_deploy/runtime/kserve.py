@@ -143,6 +143,14 @@ class _ConfigTensor(msgspec.Struct):
     reshape: _Reshape | None = None
 
 
+BUNDLE_PARAMETER = "mha_deploy_bundle_sha256"
+"""The parameter of a served model that names the manifest of its bundle, by its hash."""
+
+
+class _ConfigParameter(msgspec.Struct):
+    string_value: Annotated[str, msgspec.Meta(max_length=1 << 16)] = ""
+
+
 class _ConfigData(msgspec.Struct):
     """The part of Triton's model configuration that is used; other servers have none."""
 
@@ -150,6 +158,7 @@ class _ConfigData(msgspec.Struct):
     sequence_batching: dict[str, Any] | None = None
     input: Annotated[list[_ConfigTensor], msgspec.Meta(max_length=4096)] = []
     output: Annotated[list[_ConfigTensor], msgspec.Meta(max_length=4096)] = []
+    parameters: Annotated[dict[_Name, _ConfigParameter], msgspec.Meta(max_length=4096)] = {}
 
 
 class _Parameters(msgspec.Struct):
@@ -619,6 +628,8 @@ class ServerRunner(Runner):
             if not error.refused:
                 raise
         self.max_batch, self.keeps_cache = config.max_batch_size, bool(config.sequence_batching)
+        served = config.parameters.get(BUNDLE_PARAMETER)
+        self.bundle_sha256 = served.string_value if served is not None and served.string_value else None
         self.name = f"{server.name} {server.version}".strip() + f" {self.model}"
         # Triton has no tensor without dimensions: a number for each batch element is sent as [B, 1].
         self._numbers = {

@@ -38,14 +38,14 @@ from mha_deploy.output import (
 )
 from mha_deploy.runtime import GPU_RUNNERS, RUNNERS, available_cpu_backend
 from mha_deploy.runtime.cuda import find_gpu
-from mha_deploy.runtime.kserve import INSTALL, served_name
+from mha_deploy.runtime.kserve import BUNDLE_PARAMETER, INSTALL, served_name
 from mha_deploy.serving.backend import BUNDLE, PLUGINS
 from mha_deploy.validate.runtimes import RuntimeFinder
 
 PYTHON, PLAN = "python", "tensorrt_plan"
 VARIANTS = (PYTHON, PLAN)
 _TYPES = {"float16": "FP16", "bfloat16": "BF16", "float32": "FP32", "float64": "FP64", "bool": "BOOL"}
-_OWNER = "mha_deploy_bundle_sha256"  # the parameter by which a model of this tool is known
+_OWNER = BUNDLE_PARAMETER  # the parameter by which a model of this tool is known
 _CONFIG, _FILES = "config.pbtxt", "mha-deploy.json"
 _IDLE_US = 60_000_000
 _MODEL_PY = '''"""A bundle of mha-deploy, for the Python backend of Triton."""

@@ -101,6 +101,7 @@ class _ServerValidation:
             decode_reports=tuple(decode),
         )
         about: dict[str, Any] = {"absent": absent, "notes": notes, "serving": tuple(points)}
+        about["served_sha256"] = runner.bundle_sha256
         report = Validation(bundle=self.bundle, evaluations=(evaluation,), **about)
         return conclude(report, [evaluation], options)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from mha_deploy.bundle.folder import Bundle
+from mha_deploy.bundle.folder import MANIFEST, Bundle, sha256
 from mha_deploy.bundle.manifest import Manifest
 from mha_deploy.bundle.samples import Sample
 from mha_deploy.engine.engine import Engine
@@ -55,6 +55,7 @@ class Validation:
     fault: FaultReport | None = None  # what is at fault, where an engine is wrong
     notes: tuple[str, ...] = ()  # what a reader should know besides
     serving: tuple[ServingRecord, ...] = ()  # how a server did under load
+    served_sha256: str | None = None  # of the manifest of the bundle that it serves, where it says so
     gone: tuple[str, ...] = ()  # engines that were built from the bundle and are no longer there
     foreign: tuple[str, ...] = ()  # plans among the engines that were not built from the bundle
     requirements: tuple[Requirement, ...] = ()  # what the user demands besides, and what was found
@@ -219,6 +220,10 @@ def findings(
     yield from _about_latency(report.points)
     for point in report.serving:
         yield from _about_load(point, options)
+    own = sha256(report.bundle.path / MANIFEST)
+    if report.served_sha256 not in (None, own):
+        names = (str(report.served_sha256), own)
+        yield _found(Severity.FAILURE, Section.SERVING, Kind.OTHER_BUNDLE, names=names)
     yield from _about_data(report.data)
     for demand in report.requirements:
         if demand.outcome is not Outcome.PASSED:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mha_deploy.errors import DeployError
-from mha_deploy.export.own_model import load_factory, open_user_module, state_digest
+from mha_deploy.export.own_model import load_factory, match_names, open_user_module, state_digest
 from mha_deploy.model.precision import find_precision
 
 HERE = Path(__file__).parents[1] / "own_models.py"
@@ -132,8 +132,35 @@ def test_what_a_checkpoint_holds_besides_is_noted_and_its_prefix_dropped(tmp_pat
     user = open_user_module(f"{HERE}:encoder", find_precision("fp32"), weights=path, prefix="model")
     assert user.state_sha256 == state_digest(load_factory(f"{HERE}:encoder", seed=7).module)
     assert "more" in user.notes[0]
-    with pytest.raises(DeployError, match="--prefix"):
-        open_user_module(f"{HERE}:encoder", find_precision("fp32"), weights=path)
+
+
+def wrapped(state):
+    return {f"model.encoder.{name}": tensor for name, tensor in state.items()} | {"head": torch.ones(1)}
+
+
+def twice(state):
+    return wrapped(state) | {f"other.{name}": tensor for name, tensor in state.items()}
+
+
+def test_weights_of_a_model_around_it_are_found_by_their_endings(tmp_path):
+    path = saved(tmp_path, ".pt", wrapped)
+    user = open_user_module(f"{HERE}:encoder", find_precision("fp32"), weights=path)
+    assert user.state_sha256 == state_digest(load_factory(f"{HERE}:encoder", seed=7).module)
+    assert any("model.encoder.*" in note for note in user.notes), "the mapping is shown"
+    with pytest.raises(DeployError, match="Several parts") as caught:
+        open_user_module(f"{HERE}:encoder", find_precision("fp32"), weights=saved(tmp_path, ".pt", twice))
+    assert caught.value.hint.startswith("--prefix ")
+
+
+def test_a_module_around_the_model_takes_its_weights(tmp_path):
+    inner = load_factory(f"{HERE}:encoder", seed=7).module
+    outer = torch.nn.ModuleDict({"wrapped": load_factory(f"{HERE}:encoder", seed=8).module})
+    state, notes = match_names(outer, inner.state_dict(), tmp_path / "weights.pt")
+    outer.load_state_dict(state)
+    assert state_digest(outer["wrapped"]) == state_digest(inner)
+    assert "wrapped.*" in notes[0]
+    other = {name: tensor[:1] for name, tensor in inner.state_dict().items()}
+    assert match_names(outer, other, tmp_path / "weights.pt")[1] == (), "of other shapes"
 
 
 def test_a_file_of_something_else(tmp_path):

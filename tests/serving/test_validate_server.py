@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import mha_deploy as md
+from mha_deploy.status import Kind
 
 pytest.importorskip("tritonclient.grpc", reason="tritonclient is not installed")
 
@@ -80,6 +81,18 @@ def test_another_model_under_that_name_is_caught(served, bundles):
     server.config["name"] = "tiny-mha"  # the same tensors, other weights and heads
     report = md.validate(bundles("tiny-mha"), url=server.url, clients=(1,), requests=1, probe=False)
     assert not report.passed
+    assert Kind.OTHER_BUNDLE in [each.kind for each in report.findings]
+
+
+def test_a_server_of_another_bundle_fails_though_its_results_are_right(served, bundles):
+    server = served("tiny-gqa")
+    options = {"url": server.url, "clients": (1,), "requests": 1, "probe": False}
+    assert md.validate(bundles("tiny-gqa"), **options).passed
+    server.config["parameters"]["mha_deploy_bundle_sha256"]["string_value"] = "0" * 64
+    report = md.validate(bundles("tiny-gqa"), **options)
+    assert [each.kind for each in report.findings if each.level == "failure"] == [Kind.OTHER_BUNDLE]
+    del server.config["parameters"]["mha_deploy_bundle_sha256"]
+    assert md.validate(bundles("tiny-gqa"), **options).passed, "other servers do not say"
 
 
 def test_only_what_happens_under_load_is_wrong_is_caught(served, bundles):
