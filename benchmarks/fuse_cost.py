@@ -6,8 +6,9 @@ The kinds: `layers` (transformer layers whose attention is written out, dynamic 
 (elementwise operators without attention), `unfusable` (an operator between scores and softmax that Attention
 does not have), `long` (attentions whose scores come through a long chain of cheap steps), `shared` (all
 layers read one mask), `activations` (a long chain of them behind one matmul of two computed tensors),
-`softmaxes` (many that read one long chain). The seconds are of the processor, on one core. `--profile` prints
-the functions that take most of them.
+`softmaxes` (many that read one long chain), `respelled` (masks that multiply the scores, and in every second
+layer an operator that Attention does not have). The seconds are of the processor, on one core. `--profile`
+prints the functions that take most of them.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ DEFAULT: tuple[str, ...] = (
     "unfusable:36001",
     "long:36001",
 )
-DEFAULT += ("activations:36001", "softmaxes:36001")
+DEFAULT += ("activations:36001", "softmaxes:36001", "respelled:36001")
 H, D = 2, 8
 E = H * D
 
@@ -50,6 +51,8 @@ class Graph:
             "heads": np.array([0, 0, H, D], np.int64),
             "flat": np.array([0, 0, E], np.int64),
             "scale": np.array(D**-0.5, np.float32),
+            "one": np.array(1.0, np.float32),
+            "far": np.array(-1e9, np.float32),
             "projection": (np.random.default_rng(0).standard_normal((E, E)) * E**-0.5).astype(np.float32),
         }
 
@@ -59,8 +62,11 @@ class Graph:
         self.nodes.append(helper.make_node(op_type, inputs, [name], name=name, **attributes))
         return name
 
-    def attention(self, x: str, *steps: str, mask: str = "") -> str:
-        """Written-out attention with a residual; the steps stand between the scale and the softmax."""
+    def attention(self, x: str, *steps: str, mask: str = "", kept: str = "") -> str:
+        """Written-out attention with a residual; the steps stand between the scale and the softmax.
+
+        What is `kept` multiplies the scores.
+        """
         q, k, v = (
             self.op(
                 "Transpose",
@@ -75,6 +81,10 @@ class Graph:
             scores = self.op(step, scores)
         if mask:
             scores = self.op("Add", scores, mask)
+        if kept:
+            ones = self.op("Cast", self.op("Cast", kept, to=TensorProto.BOOL), to=TensorProto.FLOAT)
+            hidden = self.op("Mul", self.op("Sub", "one", ones), "far")
+            scores = self.op("Add", self.op("Mul", scores, ones), hidden)
         y = self.op("MatMul", self.op("Softmax", scores, axis=-1), v)
         y = self.op("Reshape", self.op("Transpose", y, perm=[0, 2, 1, 3]), "flat")
         return self.op("Add", x, self.op("MatMul", y, "projection"))
@@ -115,6 +125,8 @@ def model_of(kind: str, count: int) -> ir.Model:
             x = g.attention(x, "Sin")
         elif kind == "long":
             x = g.attention(x, *["Identity", "Neg"] * 20)
+        elif kind == "respelled":
+            x = g.attention(x, *["Sin"] * (len(g.nodes) // 23 % 2), kept="keep")
         else:
             x = g.attention(x, mask=mask)
     return g.model(x)

@@ -256,6 +256,16 @@ def test_what_is_another_function_stays_as_it_is(spelled):
     assert list(new.graph.node) == list(model.graph.node)
 
 
+def test_what_was_rewritten_twice_stays_as_it_is():
+    g = Hand(shape=(S, D))
+    powers = g.op("Exp", g.op("Mul", g.op("Gemm", "q", "k", transB=1), g.input("factors", (1, S))))
+    y = g.op("Div", g.op("MatMul", powers, "v"), total(g, powers))
+    model = g.model(g.op("Unsqueeze", y, g.ints(0, 1)))
+    new, report = fused(model)
+    assert (report.fused, len(report.unfused)) == ((), 1)
+    assert list(new.graph.node) == list(model.graph.node)
+
+
 def test_what_is_not_fused_is_as_in_the_file_beside_what_is():
     """The first attention is spelled in another way and used once more, so that it is not fused."""
     g = Hand()

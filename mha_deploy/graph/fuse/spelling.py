@@ -55,6 +55,8 @@ class Spelling:
         self._old: dict[ir.Value, ir.Value] = {}  # by the new value
         self._inputs: dict[ir.Node, tuple[ir.Value | None, ...]] = {}  # of nodes that were taken out
         self._graphs: dict[ir.Node, ir.Graph | ir.Function] = {}  # where those were
+        # what the graph has in the end, by graph and name, and by name alone
+        self._named: dict[tuple[int | None, str | None], ir.Value] = {}
         self._new: dict[ir.Node, list[ir.Node]] = {}  # nodes that rewrites wrote, and what they replaced
         for rules in (_RULES, _RULES_OF_RANKS):
             self._apply(rules, prefix)
@@ -130,7 +132,7 @@ class Spelling:
         """Compute every rewritten value that is still used as the file does."""
         whole = {each: True for each in map(id, self._new.values())}
         for node, taken in self._new.items():
-            whole[id(taken)] &= node.graph is not None
+            whole[id(taken)] &= node.graph is not None or node in self._inputs  # of a rewritten rewrite
         for new, old in reversed(self._old.items()):
             made = new.producer()
             if made is None or not whole[id(self._new[made])] or not (new.uses() or new.is_graph_output()):
@@ -160,9 +162,11 @@ class Spelling:
             if value is not None and node is None and value.const_value is not None:
                 _register(value, graph)
             return value
-        nodes = itertools.chain(graph, nodes_in(self._model.graph))
-        named = (each for made in nodes for each in made.outputs)
-        return next((each for each in named if each.name == value.name), value)
+        if not self._named:
+            made = (each for node in nodes_in(self._model.graph) for each in node.outputs)
+            self._named = {(id(each.producer().graph), each.name): each for each in made}  # type: ignore[union-attr]
+            self._named |= {(None, name): each for (_, name), each in self._named.items()}
+        return self._named.get((id(graph), value.name)) or self._named.get((None, value.name), value)
 
 
 def _register(value: ir.Value, graph: ir.Graph | ir.Function) -> None:
