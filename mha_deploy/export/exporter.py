@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,7 @@ import torch
 from mha_deploy.bundle.cases import Arrays, GoldenCase, pack_baselines, write_arrays
 from mha_deploy.bundle.folder import Bundle, sha256
 from mha_deploy.bundle.manifest import LayersEntry, ShrunkRange
+from mha_deploy.bundle.samples import as_taken, read_samples, samples_from
 from mha_deploy.errors import ExportError, nearest
 from mha_deploy.export import flow
 from mha_deploy.export.axes import ExportedModule
@@ -39,6 +42,7 @@ from mha_deploy.runtime import available_cpu_backend, open_runner
 from mha_deploy.runtime.user_code import user_code, where_is
 
 _OPSETS = (23, 24)
+_MOST_SAMPLES = 16  # of a user's own that become golden cases
 _DEVICES = ("cpu", "cuda")
 
 
@@ -313,6 +317,25 @@ class _ModuleSource(flow.ExportSource):
 
     def draw(self, planned: flow.PlannedCase) -> Arrays:
         return arrays_of(self.capture.draw(planned))
+
+    def sample_cases(self) -> Iterator[flow.PlannedCase]:
+        """The first samples of the user's own, each a golden case."""
+        given, spec = self.user.samples, self.spec
+        if isinstance(given, str | Path):
+            found = read_samples(Path(given), spec)
+        else:
+            with user_code("the samples of the Deployable", "The samples cannot be read.", mixed=True):
+                items = list(islice(given() if callable(given) else given, _MOST_SAMPLES + 1))
+            found = samples_from(items, spec, "samples")
+        for number, sample in enumerate(islice(found, _MOST_SAMPLES + 1)):
+            if number == _MOST_SAMPLES:
+                self.notes.append(
+                    f"the first {_MOST_SAMPLES} samples are golden cases; more: validate --data"
+                )
+                return
+            taken = as_taken(sample, spec, self.precision)
+            spec.check_sizes(taken.sizes)
+            yield flow.PlannedCase(name=f"sample-{number}", sizes=dict(taken.sizes), given=taken.inputs)
 
     def capture_case(self, planned: flow.PlannedCase) -> GoldenCase:
         """One golden case; the spec is complete once the work of the case opt is known."""

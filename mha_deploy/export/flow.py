@@ -10,9 +10,10 @@ import gc
 import math
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,7 @@ class PlannedCase:
     probe: bool = False  # whether some tokens are large: what a mask hides wrongly shows then
     # What the boolean masks of a user's model are, by batch element, in turn
     masks: tuple[MaskFill, ...] = ()
+    given: Mapping[str, np.ndarray] | None = None  # inputs of a user's own, where they are not drawn
 
     def change(self, name: str, array: np.ndarray, dims: Sequence[Dim]) -> np.ndarray:
         """An input of a user's model, as this case has it: with large tokens, or as a mask."""
@@ -339,6 +341,10 @@ class ExportSource(ABC):
     def graph(self, folder: Path) -> ir.Model:
         """The canonical graph; `folder` is where large files may lie meanwhile."""
 
+    def sample_cases(self) -> Iterable[PlannedCase]:
+        """Cases of samples of a user's own."""
+        return ()
+
     def capture_case(self, planned: PlannedCase) -> GoldenCase:
         """One golden case."""
         return self.capture.capture(planned)
@@ -435,7 +441,8 @@ def export_bundle(source: ExportSource, target: Path, on_step: OnStep) -> Bundle
         names, budget = options.golden or golden_names(source.spec), golden_budget(options)
         if source.spec.layer is None:
             source.steps += len(names) - len(options.golden or MODULE_CASES)
-        for planned in planned_cases(lambda: source.spec, names, budget, source.notes):
+        drawn = planned_cases(lambda: source.spec, names, budget, source.notes)
+        for planned in chain(drawn, source.sample_cases()):
             source.step(f"golden case {planned.name}")
             name = PathPart(planned.name, "a golden case")
             case, file = _capture(source, planned), f"golden/{name}.safetensors"

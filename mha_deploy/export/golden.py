@@ -128,6 +128,8 @@ class Capture(ABC):
 
     def capture(self, planned: PlannedCase, given: Feeds | None = None) -> GoldenCase:
         """Run one case, on inputs that are given or drawn."""
+        if planned.given is not None:
+            given = {name: tensor_from_numpy(array) for name, array in planned.given.items()}
         feeds = self.draw(planned) if given is None else self.given(given)
         counter = FlopCounterMode(display=False, custom_mapping=_ON_CPU) if self.counts_work else None
         eager = self.run_eager(feeds, f"golden case {planned.name}", counter)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor, nn  # noqa: TID251 (types only)
@@ -56,6 +56,9 @@ class Deployable:
             place in the next call, such as {"past_key": "present_key"}. The input has an axis of its own for
             the cached tokens, such as P, and the output its sum with that of the new ones, P+S. Decoding is
             then validated token by token.
+        samples: Samples of your own, of which the first sixteen are golden cases of the bundle besides those
+            that are drawn: dictionaries of arrays or tensors by input, a function that returns them, or the
+            path of a file or folder as `validate --data` takes it.
         name: Name of the model; default: the factory's.
         summary: One line for people.
     """
@@ -65,5 +68,6 @@ class Deployable:
     axes: Mapping[str, str | tuple[int, int, int] | Axis] = field(default_factory=dict)
     outputs: Sequence[str] = ()
     kv_cache: Mapping[str, str] = field(default_factory=dict)
+    samples: Any = ()
     name: str = ""
     summary: str = ""

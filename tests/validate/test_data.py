@@ -13,6 +13,7 @@ from safetensors.numpy import save_file
 from torch import nn
 
 import mha_deploy as md
+from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.bundle.samples import as_taken, read_samples, samples_from
 from mha_deploy.errors import DeployError
 from mha_deploy.status import Kind
@@ -33,7 +34,12 @@ FACTORY = """
         module.load_state_dict(torch.load({weights!r}, weights_only=True))
         ids = torch.zeros(2, LENGTH, dtype=torch.int64)
         inputs = {{"ids": Example(ids, "B", draw=lambda shape, g: torch.randint(0, 7, shape, generator=g))}}
-        return Deployable(module=module, inputs=inputs, axes={{"B": "1:4:64"}}, outputs=("logits",))
+        about = {{"axes": {{"B": "1:4:64"}}, "outputs": ("logits",)}}
+        return Deployable(module=module, inputs=inputs, samples=samples, **about)
+
+    def samples():
+        yield {{"ids": torch.full((3, LENGTH), 5), "label": torch.zeros(3)}}
+        yield {{"ids": torch.zeros(1, LENGTH, dtype=torch.int32)}}
 
     def accuracy(outputs, sample):
         return (outputs["logits"].argmax(-1) == sample["label"]).mean()
@@ -71,7 +77,7 @@ def trained(tmp_path_factory):
     (folder / "finder.py").write_text(text, encoding="utf-8")
     bundle = md.export(f"{folder / 'finder.py'}:finder", folder / "bundle", precision="fp16", golden=("opt",))
     ids, labels = draw(96, 1)
-    np.savez(folder / "held-out.npz", ids=ids.reshape(12, 8, LENGTH), label=labels.reshape(12, 8))
+    np.savez(folder / "held-out.npz", ids=ids.reshape(4, 24, LENGTH), label=labels.reshape(4, 24))
     return bundle, folder
 
 
@@ -97,9 +103,9 @@ def test_the_accuracy_of_a_trained_model_is_reported_beside_the_original(trained
     data = json.loads(done.out)
     assert check_report(data) == []
     found = data["data"]
-    assert (found["samples"], found["resumed"], found["outside"]) == (12, 0, 0)
+    assert (found["samples"], found["resumed"], found["outside"]) == (4, 0, 0)
     (runtime,) = found["runtimes"]
-    assert (runtime["outcome"], runtime["samples"], runtime["failed"]) == ("passed", 12, 0)
+    assert (runtime["outcome"], runtime["samples"], runtime["failed"]) == ("passed", 4, 0)
     metric, (logits,) = runtime["metric"], runtime["outputs"]
     assert metric["original"] == metric["reference"] == metric["value"] > 0.9, "it learned something"
     assert (logits["name"], logits["agreement"]["positions"]) == ("logits", 96)
@@ -107,22 +113,37 @@ def test_the_accuracy_of_a_trained_model_is_reported_beside_the_original(trained
     assert 0 <= logits["agreement"]["kl"] <= logits["agreement"]["kl_max"] < 1e-3
     error = logits["error"]
     assert 0 < error["p50"] <= error["p90"] <= error["p99"] <= error["max"]
-    assert len(runtime["worst"]) == 5
+    assert len(runtime["worst"]) == 4
     again = md.validate(bundle, data=tmp_path / runtime["worst"][0]["file"], **QUICK)
     (replayed,) = again.record.data.runtimes
     assert replayed.share.max == pytest.approx(runtime["worst"][0]["share"])
     assert replayed.share.max == pytest.approx(runtime["share"]["max"])
 
 
+def test_the_samples_of_a_deployable_are_golden_cases(trained):
+    bundle, _ = trained
+    found = {case.name: case for case in golden_cases(bundle)}
+    assert [*found] == ["opt", "sample-0", "sample-1"]
+    assert found["sample-0"].sizes == {"B": 3}
+    assert (found["sample-0"].inputs["ids"] == 5).all()
+    assert found["sample-1"].inputs["ids"].dtype == np.int64
+    outside = md.Deployable(
+        module=Finder(), inputs={"ids": md.Example(torch.zeros(2, LENGTH, dtype=torch.int64), "B")},
+        axes={"B": "1:2:4"}, samples=[{"ids": np.zeros((5, LENGTH), np.int64)}],
+    )  # fmt: skip
+    with pytest.raises(DeployError, match="B"):
+        md.export(outside, bundle.path.parent / "outside", precision="fp32", golden=("opt",))
+
+
 def test_another_export_that_is_wrong_on_the_data_fails_and_its_accuracy_drops(trained, wrong_graph):
     bundle, folder = trained
     metric = f"{folder / 'finder.py'}:accuracy"
     report = md.validate(
-        bundle, graphs=[wrong_graph], data=folder / "held-out.npz", metric=metric, data_limit=3, **QUICK
+        bundle, graphs=[wrong_graph], data=folder / "held-out.npz", metric=metric, data_limit=2, **QUICK
     )
     (finding,) = [each for each in report.findings if each.kind is Kind.WRONG_ON_DATA]
     assert finding.level == "failure"
-    assert finding.numbers == {"failed": 3, "samples": 3}
+    assert finding.numbers == {"failed": 2, "samples": 2}
     (runtime,) = report.record.data.runtimes
     assert runtime.metric.value < runtime.metric.original
     assert runtime.outputs[0].agreement.kl > 100 * runtime.outputs[0].original_agreement.kl
