@@ -333,6 +333,13 @@ def test_heads_in_the_batch_are_heads(batch):
     check_heads(g, g.op("MatMul", g.op("Softmax", scores), v), (H, H))
 
 
+def test_one_query_by_sums_of_products():
+    g = axes_of({"q": ("N", 1, D), "k": ("N", "T", D), "v": ("N", "T", D)})
+    scores = g.op("ReduceSum", g.op("Mul", "k", "q"), g.ints(-1), keepdims=0)
+    weights = g.op("Unsqueeze", g.op("Softmax", scores), g.ints(-1))
+    check_heads(g, g.op("ReduceSum", g.op("Mul", weights, "v"), g.ints(1), keepdims=0), (1, 1))
+
+
 @pytest.mark.parametrize("operator", ["MatMul", "Gemm"])
 def test_matrices(operator):
     g = axes_of({"q": ("S", D), "k": ("T", D), "v": ("T", D)})

@@ -494,6 +494,8 @@ def _summed_product(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
     summed = _summed_axis(node, len(shapes[0]))
     if len(shapes[0]) != len(shapes[1]) or not 0 < len(shapes[0]) <= len(string.ascii_lowercase):
         return None
+    if (single := _summed_with_vector(node, inner, summed, builder)) is not None:
+        return single
     letters, operands, texts = string.ascii_lowercase[: len(shapes[0])], list[ir.Value](), list[str]()
     for value, own, other in zip(inner.inputs, shapes, reversed(shapes), strict=True):
         thin = [at for at, pair in enumerate(zip(own, other, strict=True)) if pair[0] == 1 != pair[1]]
@@ -511,6 +513,34 @@ def _summed_product(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
         return _typed(result, total.dtype, sizes_of(total))
     sizes = [size for at, size in enumerate(sizes_of(total) or ()) if at != summed]
     return _like(builder, total, "Unsqueeze", _typed(result, total.dtype, sizes), builder.ints(summed or 0))
+
+
+def _summed_with_vector(
+    node: ir.Node, inner: ir.Node, summed: int | None, builder: NodeBuilder
+) -> ir.Value | None:
+    """The same where only one is copied: the scores of a single query, or its result."""
+    total = node.outputs[0]
+    for at in (0, 1):
+        vector, matrix = inner.inputs[at], inner.inputs[1 - at]
+        own, other = sizes_of(vector) or [], sizes_of(matrix) or []
+        thin = [axis for axis, pair in enumerate(zip(own, other, strict=True)) if pair[0] == 1 != pair[1]]
+        last = len(own) - 1
+        if vector is None or matrix is None or len(own) < 2 or other != sizes_of(inner.outputs[0]):
+            continue
+        order = [*range(last - 1), last, last - 1]
+        turned = _typed(builder.transpose(vector, *order), vector.dtype, [own[axis] for axis in order])
+        if (summed, thin) == (last, [last - 1]) and _feeds_softmax(total):
+            pair = (matrix, turned)
+        elif (summed, thin) == (last - 1, [last]) and _is_weights(vector):
+            pair = (turned, matrix)
+        else:
+            continue
+        sizes = [1 if axis == summed else size for axis, size in enumerate(other)]
+        product = _typed(builder.op("MatMul", *pair), total.dtype, sizes)
+        if node.attributes.get_int("keepdims", 1):
+            return product
+        return _like(builder, total, "Squeeze", product, builder.ints(summed or 0))
+    return None
 
 
 def _only_one(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
