@@ -27,7 +27,7 @@ from mha_deploy.errors import DeployError, nearest, needed
 from mha_deploy.files import open_regular
 from mha_deploy.model.catalog import catalog_names, find_spec, is_factory
 from mha_deploy.model.deployable import Deployable, Example
-from mha_deploy.model.precision import find_precision
+from mha_deploy.model.precision import EIGHT_BITS, find_precision
 from mha_deploy.model.spec import AttentionSpec, Axis
 from mha_deploy.options import (
     AUTO,
@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from mha_deploy.analyze.similarity import HeadSimilarity
     from mha_deploy.engine.engine import Engine
     from mha_deploy.engine.plugins import Compiled, Found, PluginLibrary
+    from mha_deploy.export.compress import Original
     from mha_deploy.graph.fuse import FuseReport
     from mha_deploy.graph.rules import Eligibility
     from mha_deploy.judge import ParityReport
@@ -333,22 +334,56 @@ def export(
         Path(os.path.realpath(out)), filter(None, (x for x in sources if isinstance(x, str | Path)))
     )
     report = on_step or _silent
+    if settings.precision in EIGHT_BITS:
+        return _export_compressed(found, Path(out), settings, _read_arrays(inputs), report)
     if _is_onnx(found.source):
         from mha_deploy.export.onnx_import import bundle_from_onnx
 
         source, examples = Path(str(found.source)), _read_arrays(inputs)
         return bundle_from_onnx(source, Path(out), settings, axes=found.axes, inputs=examples, on_step=report)
+    _refuse_inputs(inputs)
+    with needed("Exporting needs PyTorch and its ONNX exporter.", "export"):
+        from mha_deploy.export.exporter import bundle_from_factory, bundle_from_spec
+    if isinstance(found.source, AttentionSpec):
+        return bundle_from_spec(found.source, Path(out), settings, report)
+    return bundle_from_factory(found.source, Path(out), settings, axes=found.axes, on_step=report)
+
+
+def _export_compressed(
+    model: Model, out: Path, options: ExportOptions, inputs: dict[str, Any], report: OnStep
+) -> Bundle:
+    """Export a model in eight bits: the original, what of it is quantized, and the bundle of that."""
+    from mha_deploy.export.compress import compressed_bundle, quantize
+
+    with scratch_folder() as folder:
+        original = _open_original(model, options, folder, inputs, report)
+        made = quantize(original, options, lambda name: report(name, 0, 0))
+        return compressed_bundle(original, made, out, options, report)
+
+
+def _open_original(
+    model: Model, options: ExportOptions, folder: Path, inputs: dict[str, Any], report: OnStep
+) -> Original:
+    """A model as an ONNX graph in its own precision, to be compressed."""
+    if _is_onnx(model.source):
+        from mha_deploy.export.compress import original_from_onnx
+
+        return original_from_onnx(Path(str(model.source)), options, model.axes, inputs)
+    _refuse_inputs(inputs)
+    with needed("Exporting needs PyTorch and its ONNX exporter.", "export"):
+        from mha_deploy.export.exporter import original_from_factory, original_from_spec
+    if isinstance(model.source, AttentionSpec):
+        return original_from_spec(model.source, options, folder, report)
+    return original_from_factory(model.source, options, folder, model.axes, report)
+
+
+def _refuse_inputs(inputs: Mapping[str, Any] | None) -> None:
     if inputs:
         raise DeployError(
             "Only an ONNX file takes inputs.",
             got=", ".join(inputs),
             hint="leave --input out, or export an .onnx file",
         )
-    with needed("Exporting needs PyTorch and its ONNX exporter.", "export"):
-        from mha_deploy.export.exporter import bundle_from_factory, bundle_from_spec
-    if isinstance(found.source, AttentionSpec):
-        return bundle_from_spec(found.source, Path(out), settings, report)
-    return bundle_from_factory(found.source, Path(out), settings, axes=found.axes, on_step=report)
 
 
 def _weight_options(model: Model, weights: StrPath | None, prefix: str) -> dict[str, Any]:
@@ -361,8 +396,16 @@ def _weight_options(model: Model, weights: StrPath | None, prefix: str) -> dict[
 def _refuse_export(out: StrPath, options: ExportOptions) -> None:
     """Refuse what can be refused before PyTorch is imported."""
     refuse_occupied(Path(os.path.realpath(out)), overwrite=options.overwrite)
-    if options.precision != AUTO:
+    if options.precision not in (AUTO, *EIGHT_BITS):
         find_precision(options.precision)
+    if options.precision not in EIGHT_BITS:
+        changed = ("calibration", "max_loss", "data", "data_limit", "metric")
+        usual = vars(ExportOptions())
+        if given := [name for name in changed if getattr(options, name) != usual[name]]:
+            flag = f"--{given[0].replace('_', '-')}"
+            hint = "--precision int8 or fp8, or leave it out"
+            got = f"--precision {options.precision}"
+            raise DeployError(f"{flag} is for a precision of eight bits.", got=got, hint=hint)
 
 
 def import_onnx(

@@ -75,6 +75,12 @@ class ExportError(DeployError):
     """The module cannot be exported as the canonical graph."""
 
 
+class LossExceeded(DeployError):
+    """A model cannot be compressed within the loss that its user allows."""
+
+    exit_code = EXIT_VERDICT_FAILED
+
+
 class NoResult(ExportError):
     """A user's model itself gives no finite result on some inputs."""
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Annotated, Any
 
 import numpy as np
+from msgspec import Struct
 
 from mha_deploy.model.precision import Precision, smallest_normal
 from mha_deploy.status import means
@@ -428,3 +429,67 @@ def relative_error(got: np.ndarray, oracle: np.ndarray) -> float:
     smallest = 1e-30 if got.dtype.kind in "iub" else smallest_normal(got.dtype)
     error = float(np.linalg.norm(got.astype(np.float64) - oracle))
     return error / max(float(np.linalg.norm(oracle)), smallest * math.sqrt(max(got.size, 1)))
+
+
+# -- How logits agree ------------------------------------------------------------------------------
+
+_TOP = 5
+
+
+class Agreement(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the distributions of logits agree with the reference, over all positions."""
+
+    positions: Annotated[int, means("distributions that were compared")]
+    top1: Annotated[float, means("share of positions whose largest logit is the reference's")]
+    top5: Annotated[float, means("share of the reference's five largest that are among the five largest")]
+    kl: Annotated[float, means("mean Kullback-Leibler divergence from the reference, nats")]
+    kl_max: Annotated[float, means("the largest")]
+
+
+class AgreementCounts(Struct, frozen=True, kw_only=True):
+    """How logits agree, as sums over positions."""
+
+    positions: int = 0
+    top1: int = 0
+    top5: float = 0.0
+    kl: float = 0.0
+    kl_max: float = 0.0
+
+
+def count_agreement(true: np.ndarray, got: np.ndarray) -> AgreementCounts:
+    """Compare logits along the last axis with the reference."""
+    if true.shape != got.shape or true.ndim < 1 or true.shape[-1] < 2 or not true.size:
+        return AgreementCounts()
+    a, b = (each.reshape(-1, each.shape[-1]).astype(np.float64) for each in (true, got))
+    if not np.isfinite(b).all():
+        return AgreementCounts(positions=len(a), kl=math.inf, kl_max=math.inf)
+    many = min(_TOP, a.shape[1])
+    best, others = (np.argpartition(-each, many - 1, axis=-1)[:, :many] for each in (a, b))
+    shared = (best[:, :, None] == others[:, None, :]).any(-1).mean(-1)
+    p, q = (each - _log_sum(each) for each in (a, b))
+    kl = np.maximum((np.exp(p) * (p - q)).sum(-1), 0.0)
+    same = a.argmax(-1) == b.argmax(-1)
+    return AgreementCounts(
+        positions=len(a), top1=int(same.sum()), top5=float(shared.sum()), kl=float(kl.sum()),
+        kl_max=float(kl.max()),
+    )  # fmt: skip
+
+
+def _log_sum(logits: np.ndarray) -> np.ndarray:
+    top = logits.max(-1, keepdims=True)
+    return np.asarray(top + np.log(np.exp(logits - top).sum(-1, keepdims=True)))
+
+
+def joined_agreement(parts: Iterable[AgreementCounts]) -> Agreement | None:
+    """How logits agree over all positions of several parts; None where there are none."""
+    found = [each for each in parts if each.positions]
+    total = sum(each.positions for each in found)
+    if not total:
+        return None
+    return Agreement(
+        positions=total,
+        top1=sum(each.top1 for each in found) / total,
+        top5=sum(each.top5 for each in found) / total,
+        kl=sum(each.kl for each in found) / total,
+        kl_max=max(each.kl_max for each in found),
+    )

@@ -47,7 +47,8 @@ class ExportOptions:
     precision: str = option(
         AUTO,
         "Types in the graph: fp16, bf16, fp32 or auto. auto is fp16; your own model and a float32 .onnx file "
-        "have FP32 where fp16 overflows. Other .onnx files keep their types.",
+        "have FP32 where fp16 overflows. Other .onnx files keep their types. With int8 or fp8 the GEMMs are "
+        "quantized, and the rest is as with auto.",
     )
     opset: int | None = option(None, "ONNX operator set: 23 or 24. default: the lowest that suffices")
     seed: int = option(0, "Seed of random weights and inputs.", min=0, max=2**32 - 1)
@@ -68,6 +69,30 @@ class ExportOptions:
         "or sizes as B=2,S=33. default: those that suit the model",
         metavar="CASE",
     )
+    calibration: str = option(
+        "max",
+        "With --precision int8 or fp8: how the range of an activation is found: max, percentile or mse.",
+    )
+    max_loss: float | None = option(
+        None,
+        "With --precision int8 or fp8: the largest relative L2 between the outputs of the quantized and the "
+        "original model, both in FP64. The most sensitive GEMMs stay unquantized until it holds.",
+        min=0.0,
+        max=1e6,
+    )
+    data: Any | None = option(
+        None,
+        "With --precision int8 or fp8: your own samples, for calibration and loss, as validate takes them. "
+        "default: those of the Deployable, else drawn inputs",
+        metavar="FILE|FOLDER|file.py:samples",
+    )
+    data_limit: int = option(0, "With --data: most samples. default: all", min=0, max=10**9)
+    metric: Any | None = option(
+        None,
+        "With --precision int8 or fp8: your own figure, a function of the outputs and the sample, for the "
+        "original and the quantized model.",
+        metavar="file.py:function",
+    )
     golden_gflop: float = option(100.0, "GFLOP limit of the large golden case.", min=0.0, max=1e9)
     golden_gib: float = option(4.0, "Memory limit of the large golden case, in GiB.", min=0.0, max=1e6)
     golden_mb: float = option(25.0, "File size limit of the large golden case, in MB.", min=0.0, max=1e6)
@@ -84,6 +109,11 @@ class ExportKeywords(TypedDict, total=False):
     seed: int
     prefix: str
     golden: Sequence[str]
+    calibration: str
+    max_loss: float | None
+    data: Any
+    data_limit: int
+    metric: Any
     golden_gflop: float
     golden_gib: float
     golden_mb: float
@@ -249,6 +279,13 @@ class ValidateOptions(TimedOptions):
     conformance: bool = option(False, "Also test the mask semantics of every runtime.")
     require_fused: bool = option(False, "Fail unless every attention of the engines is fused.")
     require_precision: bool = option(False, "Fail unless all types of the engines are those of the graph.")
+    max_loss: float | None = option(
+        None,
+        "Fail where the loss of a compressed model is larger: the relative L2 between its outputs and the "
+        "original's, both in FP64. default: the limit of its export",
+        min=0.0,
+        max=1e6,
+    )
     require_run: bool = option(False, "Fail unless every engine was run.")
     require_coverage: bool = option(
         False, "Fail unless every engine, profile and axis was run up to its maximum."
@@ -341,6 +378,7 @@ class ValidateKeywords(TimedKeywords, total=False):
     conformance: bool
     require_fused: bool
     require_precision: bool
+    max_loss: float | None
     require_run: bool
     require_coverage: bool
     graphs: Sequence[Path]

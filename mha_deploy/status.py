@@ -103,6 +103,7 @@ class Kind(Word):
     ENGINE_NOT_CONFIRMED = "engine not confirmed"
     FOREIGN_ENGINE = "foreign engine"
     OUTPUTS_NOT_JUDGED = "outputs not judged"
+    LOSS = "loss"
     WRONG_ON_DATA = "wrong on data"
     DATA_NOT_VERIFIED = "data not verified"
     DATA_OUTSIDE = "data outside"
@@ -155,6 +156,7 @@ class Section(Word):
     SERVING = "serving"
     DATA = "data"
     REQUIREMENTS = "requirements"
+    LOSS = "loss"
 
 
 EMPTY_ORACLE = frozenset({Kind.ORACLE_ZERO, Kind.ORACLE_CONSTANT})

@@ -322,6 +322,8 @@ _FINDINGS: Mapping[Kind, str | Callable[[Finding], str]] = {
     Kind.OTHER_BUNDLE: "the server serves another bundle (manifest {0.names[0]:.16}…, not "
     "{0.names[1]:.16}…): package this one, or validate the bundle that is served",
     Kind.DEMAND_NOT_CHECKED: "{0.names[0]} was not measured: {0.numbers[wanted]:g} is required",
+    Kind.LOSS: "{0.detail} costs {0.numbers[loss]:.2g} of the original (relative L2 of output {0.names[0]}), "
+    "limit {0.numbers[limit]:g}",
     Kind.WRONG_ON_DATA: _about_data,
     Kind.DATA_NOT_VERIFIED: _about_data,
     Kind.DATA_OUTSIDE: "{0.numbers[outside]:.0f} of {0.numbers[samples]:.0f} samples were not run: their "

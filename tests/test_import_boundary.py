@@ -194,7 +194,7 @@ HEAVY = {
 def loading(bundles, tmp_path_factory):
     """What one new interpreter does, from the lightest step to the heaviest, by the name of the steps."""
     there = tmp_path_factory.mktemp("there")
-    wrong = (["tiny-mha", "-o", there], ["tiny-mha", "--precision", "fp8"], ["tiny-nothing"])
+    wrong = (["tiny-mha", "-o", there], ["tiny-mha", "--precision", "fp7"], ["tiny-nothing"])
     bundle = bundles("tiny-gqa").path
     commands = {
         "help": [["--help"], *([verb, "--help"] for verb in get_command(app).commands)],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mha_deploy.bundle.cases import GoldenCase
-from mha_deploy.bundle.folder import Bundle, sha256
+from mha_deploy.bundle.folder import SOURCE, Bundle, sha256
 from mha_deploy.bundle.samples import Sample
 from mha_deploy.errors import DeployError
 from mha_deploy.export.onnx_import import OnnxSource
@@ -23,6 +23,8 @@ class FileCases:
     def __init__(self, bundle: Bundle, source: Path | None) -> None:
         spec, wanted = bundle.manifest.spec, bundle.manifest.spec.state_sha256
         hint = f"--source FILE.onnx, the file that {spec.name} was imported from"
+        if source is None and SOURCE in bundle.manifest.files:  # of a compressed model
+            source = bundle.file(SOURCE)
         if source is None:
             what = "The reference of an imported model is its ONNX file, which the bundle does not hold."
             raise DeployError(what, got=spec.summary, hint=hint)

@@ -2,6 +2,7 @@
 
     manifest.json             what this is, the hash of every file, and the versions that made it
     model.onnx (+ .data)      the canonical graph
+    source.onnx (+ .data)     of a compressed model: the file that its reference is computed from
     golden/<case>.safetensors inputs, FP64 oracle and eager result of one case
     golden/polygraphy/*.json  the same for `polygraphy run`, with --polygraphy
     traces/<name>.safetensors of a model with a KV cache: tokens to decode, and the expected results
@@ -29,6 +30,7 @@ from mha_deploy.output import commit_folder, put_file, refuse_occupied, temporar
 
 MANIFEST = "manifest.json"
 MODEL = "model.onnx"
+SOURCE = "source.onnx"
 
 
 @dataclass(frozen=True, kw_only=True)

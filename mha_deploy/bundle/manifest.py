@@ -15,6 +15,7 @@ from mha_deploy.errors import BundleError, DeployError
 from mha_deploy.files import PathPart
 from mha_deploy.model.precision import find_precision
 from mha_deploy.model.spec import ON_DISK, AttentionSpec, ModelSpec, axes_from, refuse_unknown, require
+from mha_deploy.status import means
 
 if TYPE_CHECKING:
     from mha_deploy.model.precision import Precision
@@ -220,6 +221,85 @@ class ShrunkRange(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     reason: str  # why
 
 
+class LossOutput(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How far an output of a compressed model is from the original's, both in FP64, over all samples."""
+
+    name: Annotated[str, means("name of the output")]
+    relative_l2: Annotated[
+        float | None, means("‖compressed − original‖ / ‖original‖ over all samples; null of whole numbers")
+    ]
+    sqnr_db: Annotated[
+        float | None, means("the same as a ratio of signal to noise, dB; null where nothing differs")
+    ]
+    top1: Annotated[
+        float | None,
+        means("share of positions with the same largest logit, or of whole numbers that are equal; or null"),
+    ] = None
+    kl: Annotated[
+        float | None, means("of logits: mean Kullback-Leibler divergence from the original, nats; or null")
+    ] = None
+
+
+class LossLayer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One part of a model that may be compressed."""
+
+    name: Annotated[str, means("the GEMM, or the head")]
+    is_compressed: Annotated[bool, means("whether it is compressed")]
+    relative_l2: Annotated[
+        float | None, means("how far its own result is from the original's; null where it has none any more")
+    ]
+    sqnr_db: Annotated[float | None, means("the same in dB; null where nothing differs")]
+    alone: Annotated[
+        float | None, means("the loss where only this part is compressed; null where it was not tried")
+    ]
+
+
+class LossPoint(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A choice of the search: how many parts were compressed, and what that costs."""
+
+    compressed: Annotated[Count, means("parts that were compressed")]
+    share: Annotated[float, means("their share of the weights of all parts")]
+    loss: Annotated[float, means("the loss of that")]
+    is_chosen: Annotated[bool, means("whether it is what was exported")] = False
+
+
+class LossMetric(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The user's own figure: its mean over the samples, both models in FP64."""
+
+    name: Annotated[str, means("the function")]
+    original: Annotated[float, means("its mean for the original")]
+    compressed: Annotated[float, means("its mean for the compressed model")]
+
+
+class LossRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What was compressed, and the intended difference from the original model, both in FP64."""
+
+    what: Annotated[str, means("what was compressed: `int8`, `fp8`, `heads` or `kv-heads`")]
+    calibration: Annotated[
+        str, means("how the ranges of activations were found; empty where there are none")
+    ] = ""
+    data: Annotated[str, means("where the samples came from")]
+    samples: Annotated[Count, means("how many there were")]
+    outputs: Annotated[list[LossOutput], means("one for every output")]
+    layers: Annotated[list[LossLayer], means("one for every part that could be compressed")]
+    search: Annotated[
+        list[LossPoint], means("the choices that were tried to keep a limit; empty without one")
+    ] = field(default_factory=list)
+    limit: Annotated[float | None, means("the largest loss that the user allows; null without one")] = None
+    metric: Annotated[LossMetric | None, means("the user's own figure; null where there is none")] = None
+
+    @property
+    def worst(self) -> float:
+        """The loss in one number: the largest relative L2 of an output, or share of whole numbers."""
+        known = ((each.relative_l2, each.top1 or 0.0) for each in self.outputs)
+        return max((1.0 - same if l2 is None else l2 for l2, same in known), default=0.0)
+
+    @property
+    def compressed(self) -> int:
+        """How many parts are compressed."""
+        return sum(each.is_compressed for each in self.layers)
+
+
 class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a bundle is."""
 
@@ -236,6 +316,7 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     traces: list[TraceEntry] = field(default_factory=list)  # the decode traces of a layer with a KV cache
     layers: LayersEntry | None = None  # the results inside a user's module
     observed: list[ObservedRecord]  # of every attention node, what the outputs show
+    loss: LossRecord | None = None  # of a compressed model: what differs from the original, by intention
     checks: Checks  # what the export checked of its own work, and how
     versions: dict[str, str]  # versions of everything that took part
     # Size and SHA-256 of every file but the manifest

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from msgspec import to_builtins
 from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table as Grid
@@ -132,14 +133,17 @@ def bundle_renderable(bundle: Bundle, *, details: bool = False) -> RenderableTyp
     lines.append(("weights", manifest.weights))
     lines.append(("size", f"{total / 1e6:,.1f} MB in {len(manifest.files)} files"))
     lines += [("note", note) for note in manifest.notes]
+    loss: list[RenderableType] = []
+    if manifest.loss is not None:
+        loss = loss_renderables(as_plain(to_builtins(manifest.loss)))
     if not details:
-        return _pairs(lines)
+        return Group(_pairs(lines), *loss)
     rows = [(name, f"{file.bytes:,}", f"{file.sha256[:16]}…") for name, file in manifest.files.items()]
     files = render(table("files, hashes checked", ("file", "#bytes", "sha256"), rows), title=True)
     checks = "\n".join(f"checked: {check}" for check in manifest.checks.get("graph", []))
     made = "made with " + ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
     about = (Text(line, style="dim") for line in (checks, made))
-    return Group(_pairs(lines), attention_renderable(manifest.attention), files, *about)
+    return Group(_pairs(lines), *loss, attention_renderable(manifest.attention), files, *about)
 
 
 def attention_renderable(nodes: Sequence[Mapping[str, Any]]) -> RenderableType:
@@ -373,12 +377,21 @@ def report_renderable(report: Data) -> RenderableType:
     blocks += [_conformance(report["conformance"])] if report["conformance"] else []
     blocks += [latency_renderable(report["latency"]["points"])] if report["latency"] else []
     blocks += [render(tables.serving_table(report["serving"]))] if report["serving"] else []
+    if report["loss"]:
+        blocks += loss_renderables(report["loss"])
     if report["data"]:
         blocks += [render(tables.data_table(report["data"])), render(tables.worst_table(report["data"]))]
     verdict = report["verdict"]
     for finding in verdict["findings"]:
         blocks.append(Text(f"{finding['level']}: {finding['text']}", style=_LEVELS[finding["level"]]))
     return Group(*blocks, head(verdict["outcome"], verdict["headline"]))
+
+
+def loss_renderables(found: Data) -> list[RenderableType]:
+    """The loss of a compressed model, what each part of it costs, and what was tried."""
+    shown = [tables.loss_table(found), tables.sensitivity_table(found)]
+    shown += [tables.search_table(found)] if found["search"] else []
+    return [render(each, title=True) for each in shown]
 
 
 def parity_renderable(run: Data) -> RenderableType:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from functools import partial
 from itertools import islice
@@ -22,12 +22,15 @@ from mha_deploy.bundle.samples import as_taken, read_samples, samples_from
 from mha_deploy.errors import ExportError, nearest
 from mha_deploy.export import flow
 from mha_deploy.export.axes import ExportedModule
+from mha_deploy.export.compress import Original
 from mha_deploy.export.explain import first_cause, onnx_program
+from mha_deploy.export.file_program import FileProgram, FileRounding
 from mha_deploy.export.golden import LayerCapture, ModuleCapture, arrays_of
 from mha_deploy.export.observe import attention_values
 from mha_deploy.export.own_model import UserModule, draw_user_inputs, open_user_module, state_digest
 from mha_deploy.export.program import export_program
 from mha_deploy.graph.canonical import check_canonical
+from mha_deploy.graph.file import save_graph
 from mha_deploy.graph.fuse import share_tied_weights
 from mha_deploy.graph.upcast import retype
 from mha_deploy.model.deployable import Deployable
@@ -86,6 +89,78 @@ def bundle_from_factory(
 
 
 _TYPES = re.compile(r"not finite|infinit|NaN|overflow|dtype|scalar type|[Ff]loat(16|32)?\b|Half\b|in fp16")
+
+
+def original_from_spec(
+    spec: AttentionSpec, options: ExportOptions, folder: Path, on_step: flow.OnStep
+) -> Original:
+    """A catalog layer in float32, to be compressed; `folder` is where large files may lie meanwhile."""
+    if spec.cache == "preallocated":
+        what, hint = "A layer with a preallocated KV cache is not compressed.", "--cache dynamic, or none"
+        raise ExportError(what, got=spec.name, hint=hint)
+    source = _LayerSource(spec, replace(options, precision="fp32", golden=("opt",)))
+
+    def draw(planned: flow.PlannedCase) -> Arrays:
+        drawn = arrays_of(source.capture.draw(planned))
+        return {t.name: planned.change(t.name, drawn[t.name], t.dims) for t in source.spec.inputs}
+
+    return _original(source, draw, folder, on_step, spec.name)
+
+
+@user_code(timed=False, mixed=True)
+def original_from_factory(
+    reference: str | Deployable, options: ExportOptions, folder: Path, axes: Axes | None, on_step: flow.OnStep
+) -> Original:
+    """A user's module in float32, to be compressed."""
+    source = _ModuleSource(reference, replace(options, precision="fp32", golden=("opt",)), axes)
+    found = _original(source, source.draw, folder, on_step)
+    notes = [*source.notes]
+    if source.user.kv_cache:
+        notes.append("decoding token by token is not validated for a compressed model")
+    samples = source.user.samples
+    given = None if isinstance(samples, tuple) and not samples else samples
+    return replace(found, samples=given, notes=tuple(notes))
+
+
+# A graph in FP64 differs from its source by constants in float32.
+_SAME_GRAPH = 1e-4
+_CHECKED_SIZE = 8
+
+
+def _original(
+    source: _LayerSource | _ModuleSource,
+    draw: Callable[[flow.PlannedCase], Arrays],
+    folder: Path,
+    on_step: flow.OnStep,
+    name: str = "",
+) -> Original:
+    """The graph of a source, once it is known to compute what the source does."""
+    source.on_step = on_step
+    model = source.graph(folder)
+    save_graph(model, folder / "original.onnx")
+    source.check(folder / "original.onnx")
+    axes = source.spec.axes
+    sizes = {key: max(axis.min, min(axis.opt, _CHECKED_SIZE)) for key, axis in axes.items()}
+    feeds = source.capture.draw(flow.PlannedCase(name="opt", sizes=sizes))
+    oracle = arrays_of(source.capture.evaluate_in_fp64(feeds), exact=True)
+    got = FileProgram(model).run(arrays_of(feeds), FileRounding(None))
+    flow.refuse_large_error(
+        "the original",
+        got,
+        oracle,
+        _SAME_GRAPH,
+        "The graph of the original does not compute what its source does.",
+        "--precision fp16, and report this",
+    )
+    return Original(
+        name=name or source.spec.name,
+        model=model,
+        spec=source.spec,
+        precision=source.precision,
+        draw=draw,
+        origin=source.origin(),
+        notes=tuple(source.notes),
+    )
 
 
 def choose_opset(layer: AttentionSpec | None, wanted: int | None) -> int:

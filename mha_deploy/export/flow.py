@@ -39,6 +39,7 @@ from mha_deploy.bundle.manifest import (
     Checks,
     GoldenEntry,
     LayersEntry,
+    LossRecord,
     Manifest,
     ShrunkRange,
     TraceEntry,
@@ -54,6 +55,7 @@ from mha_deploy.graph.file import load_graph, save_graph
 from mha_deploy.graph.fuse import fuse_attention, place_of
 from mha_deploy.graph.ir import Dim, dims
 from mha_deploy.graph.mixed_precision import apply_plan
+from mha_deploy.graph.quantize import is_quantized, without_quantizers
 from mha_deploy.graph.valid import refuse_invalid
 from mha_deploy.metrics import relative_error
 from mha_deploy.model.precision import Precision
@@ -331,6 +333,7 @@ class ExportSource(ABC):
     on_step: OnStep
     step_number, steps = 0, 0  # of how many
     capture: Any = None  # of a module, the `Capture` of what it computes
+    loss: LossRecord | None = None  # of a compressed model
 
     def step(self, name: str) -> None:
         """Begin the next step."""
@@ -391,7 +394,9 @@ class ExportSource(ABC):
         sizes["odd"] = cost.odd_sizes(axes)
         drawn = {name: self.draw(PlannedCase(name=name, sizes=at)) for name, at in sizes.items()}
         with temporary_folder(folder / "float32") as scratch:
-            save_graph(model, scratch / MODEL)
+            # Rounding to FP16 moves numbers across the levels of a grid, whichever node does it: what FP16
+            # costs is measured without the grid.
+            save_graph(without_quantizers(model) if is_quantized(model) else model, scratch / MODEL)
             wide = load_graph(scratch / MODEL)  # large weights are read from disk, slice by slice
             plan = plan_mixed_precision(wide, drawn)
         # Lists, as they are read back: a manifest equals the one in its file.
@@ -420,9 +425,12 @@ class ExportSource(ABC):
         if None in sizes:
             what = f"A size of output {value.name} is not an expression of axes and numbers."
             raise ExportError(what, got=sizes, hint="return it in a shape that follows the axes")
-        kind = short_dtype(value.dtype) or "unknown"
-        kind = FLOAT if kind == self.precision.name else _KINDS.get(kind, kind)
+        kind = self.kind_of(short_dtype(value.dtype) or "unknown")
         return TensorSpec(name=str(value.name), kind=kind, dims=sizes)  # type: ignore[arg-type]
+
+    def kind_of(self, dtype: str) -> str:
+        """What a spec calls a type: that of the precision, or another one."""
+        return FLOAT if dtype == self.precision.name else _KINDS.get(dtype, dtype)
 
 
 def export_bundle(source: ExportSource, target: Path, on_step: OnStep) -> Bundle:
@@ -480,6 +488,7 @@ def export_bundle(source: ExportSource, target: Path, on_step: OnStep) -> Bundle
                 traces=traces,
                 layers=layers,
                 observed=observed,
+                loss=source.loss,
             ),
             check=_read_all,
         )

@@ -35,7 +35,7 @@ from mha_deploy.graph.fuse.values import RANDOM
 from mha_deploy.graph.ir import is_op, node_name, nodes_behind
 from mha_deploy.graph.valid import inline_functions
 from mha_deploy.model.precision import PRECISIONS, find_precision
-from mha_deploy.model.spec import FLOAT, Axes, Axis, Dim, TensorSpec, size_of
+from mha_deploy.model.spec import FLOAT, Axes, Axis, Dim, ModelSpec, TensorSpec, size_of
 from mha_deploy.options import AUTO, ExportOptions
 from mha_deploy.runtime import open_runner
 from mha_deploy.runtime.child import RuntimeCrash
@@ -75,6 +75,7 @@ class OnnxSource(ExportSource):
     ) -> None:
         self.path, self.options, self.examples = path, options, inputs
         self.notes, self.checks = [], {}
+        self.title, self.summary = path.stem, f"imported from {path.name}"
         model = load_graph(path)
         RemoveInitializersFromInputsPass()(model)  # older files list the weights as inputs too
         self.original = from_old_opset(inline_functions(model))
@@ -98,6 +99,15 @@ class OnnxSource(ExportSource):
     def _inputs(self) -> dict[str, ir.Value]:
         return {str(value.name): value for value in self.original.graph.inputs}
 
+    def as_taken(self) -> ModelSpec:
+        """The inputs and axes of the file, before anything of it was run."""
+        kinds = {name: short_dtype(value.dtype) or "unknown" for name, value in self._inputs.items()}
+        inputs = tuple(
+            TensorSpec(name=name, kind=self.kind_of(kind), dims=self.dims[name])
+            for name, kind in kinds.items()
+        )
+        return ModelSpec(name=self.title, axes=self.axes, inputs=inputs, outputs=(), attention_count=0)
+
     def graph(self, folder: Path) -> ir.Model:
         """The graph of the file, with its attention fused."""
         self.step("attention")
@@ -113,12 +123,12 @@ class OnnxSource(ExportSource):
         self.describe(
             model,
             outputs,
-            name=self.path.stem,
+            name=self.title,
             axes=self.axes,
             weight_bytes=sum(each.nbytes for each in weights),
             state_sha256=sha256(self.path),
             seed=self.options.seed,
-            summary=f"imported from {self.path.name}",
+            summary=self.summary,
         )
         return model
 

@@ -58,7 +58,8 @@ class Deployable:
             then validated token by token.
         samples: Samples of your own, of which the first sixteen are golden cases of the bundle besides those
             that are drawn: dictionaries of arrays or tensors by input, a function that returns them, or the
-            path of a file or folder as `validate --data` takes it.
+            path of a file or folder as `validate --data` takes it. A precision of eight bits is calibrated on
+            all of them.
         name: Name of the model; default: the factory's.
         summary: One line for people.
     """

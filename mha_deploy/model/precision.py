@@ -48,6 +48,10 @@ PRECISIONS = {
 }
 
 
+EIGHT_BITS = ("int8", "fp8")
+"""Precisions in which the GEMMs of a model are quantized."""
+
+
 def smallest_normal(dtype: np.dtype) -> float:
     """The smallest positive number of a floating-point type that still has all its digits."""
     import ml_dtypes  # here, so that `--help` need not wait for NumPy
@@ -58,5 +62,5 @@ def smallest_normal(dtype: np.dtype) -> float:
 def find_precision(name: str) -> Precision:
     """Look a precision up by name."""
     if name not in PRECISIONS:
-        raise DeployError("No such precision.", got=name, hint=nearest(name, PRECISIONS))
+        raise DeployError("No such precision.", got=name, hint=nearest(name, (*PRECISIONS, *EIGHT_BITS)))
     return PRECISIONS[name]

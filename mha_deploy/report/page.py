@@ -69,6 +69,21 @@ def _user_data(found: Data) -> list[Part]:
     return [("lead", note), ("table", tables.data_table(found)), ("table", tables.worst_table(found))]
 
 
+_LOSS = (
+    "Loss is the intended difference between the compressed model and the original, both in FP64. It has the "
+    "limit that its user set. Parity above is the error of the runtimes against the compressed model."
+)
+
+
+def _loss(found: Data) -> list[Part]:
+    return [
+        ("lead", _LOSS),
+        ("table", tables.loss_table(found)),
+        ("table", tables.sensitivity_table(found)),
+        *([("table", tables.search_table(found))] if found["search"] else []),
+    ]
+
+
 def _heatmaps(maps: Sequence[Data]) -> list[Part]:
     scale = charts.heat_scale(maps)
     figures = []
@@ -330,6 +345,7 @@ def report_page(data: Data) -> str:
     every = [
         section("fault", "What is at fault", _fault),
         PageSection("parity", "Parity", _parity(data)),
+        section("loss", "Loss of compression", _loss),
         section("data", "Your data", _user_data),
         section("maps", "Error maps", _heatmaps, "heatmaps"),
         section("decode", "Decode", lambda reports: _decode(reports, data["latency"], look)),
@@ -342,7 +358,7 @@ def report_page(data: Data) -> str:
         section("notes", "Notes", lambda notes: [("list", notes)]),
         section("environment", "Environment", lambda found: environment(found, data["model"])),
     ]
-    optional = {"fault", "notes", "serving", "data"} | (
+    optional = {"fault", "notes", "serving", "data", "loss"} | (
         set() if "cache" in data["model"]["spec"] else {"decode"}
     )
     absent = [each.title for each in every if not each.parts and each.name not in optional]

@@ -294,6 +294,48 @@ def invariance_table(checks: Sequence[Data]) -> Table:
     return table(title, headings, rows)
 
 
+def loss_table(found: Data) -> Table:
+    """What a compressed model lost: every output, against the original in FP64."""
+    rows: list[RawRow] = []
+    for each in found["outputs"]:
+        sqnr = NOTHING if each["sqnr_db"] is None else f"{each['sqnr_db']:.1f}"
+        top1 = NOTHING if each["top1"] is None else f"{each['top1']:.1%}"
+        rows.append((each["name"], number(each["relative_l2"], error), sqnr, top1, number(each["kl"], error)))
+    how = f", calibrated by {found['calibration']}" if found["calibration"] else ""
+    title = f"Loss of {found['what']}{how}: {plural(found['samples'], 'sample')} of {found['data']}"
+    title += "" if found["limit"] is None else f", limit {found['limit']:g}"
+    if metric := found["metric"]:
+        title += f"; {metric['name']}: {short(metric['compressed'])}, original {short(metric['original'])}"
+    return table(title, ("output", "#loss, relative L2|loss", "#SQNR, dB|dB", "#top-1", "#KL"), rows)
+
+
+def sensitivity_table(found: Data) -> Table:
+    """What each part of a model costs: alone, and its own result in the compressed model."""
+    rows: list[RawRow] = []
+    parts = sorted(found["layers"], key=lambda each: -(each["alone"] or 0.0))
+    for each in parts:
+        status = found["what"] if each["is_compressed"] else "as it was"
+        own = number(each["relative_l2"], error)
+        rows.append((each["name"], status, number(each["alone"], error), own))
+    headings = ("part", "written in", "#loss of it alone|alone", "#its own result|own")
+    return table("Sensitivity: the loss of compressing one part alone", headings, rows)
+
+
+def search_table(found: Data) -> Table:
+    """The choices that were tried, from all parts to few."""
+    rows: list[RawRow] = [
+        (
+            f"{each['compressed']} of {len(found['layers'])}",
+            f"{each['share']:.0%}",
+            number(each["loss"], error),
+            "chosen" if each["is_chosen"] else "",
+        )
+        for each in found["search"]
+    ]
+    headings = ("#compressed", "#of the weights|weights", "#loss", "")
+    return table("Search: the most sensitive parts stay as they were", headings, rows)
+
+
 def data_table(found: Data) -> Table:
     """A user's own samples: every runtime and output, with the spread of its error over the samples."""
     groups = []

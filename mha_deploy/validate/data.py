@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,15 +25,15 @@ from mha_deploy import __version__, judge
 from mha_deploy.bundle.cases import GoldenCase
 from mha_deploy.bundle.folder import MANIFEST, Bundle, sha256
 from mha_deploy.bundle.manifest import Source
-from mha_deploy.bundle.samples import Sample, as_taken, read_samples, samples_from
+from mha_deploy.bundle.samples import Sample, as_taken
 from mha_deploy.errors import DeployError
 from mha_deploy.files import read_regular
-from mha_deploy.model.catalog import is_factory
+from mha_deploy.metrics import Agreement, AgreementCounts, count_agreement, joined_agreement
 from mha_deploy.options import ValidateOptions
 from mha_deploy.output import append_file, is_result, write_file
 from mha_deploy.runtime.child import RuntimeCrash
 from mha_deploy.runtime.runner import Runner
-from mha_deploy.runtime.user_code import load_function, user_code, where_is
+from mha_deploy.runtime.user_data import Metric, open_samples
 from mha_deploy.status import EMPTY_ORACLE, Kind, Outcome, Reason, means
 from mha_deploy.validate.decode import admits
 from mha_deploy.validate.runtimes import Runtime, refuse_without_torch, torch_device
@@ -51,16 +51,6 @@ class Quantiles(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     p90: Annotated[float, means("90th percentile")]
     p99: Annotated[float, means("99th percentile")]
     max: Annotated[float, means("the largest")]
-
-
-class Agreement(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the distributions of logits agree with the reference, over all positions."""
-
-    positions: Annotated[int, means("distributions that were compared")]
-    top1: Annotated[float, means("share of positions whose largest logit is the reference's")]
-    top5: Annotated[float, means("share of the reference's five largest that are among the five largest")]
-    kl: Annotated[float, means("mean Kullback-Leibler divergence from the reference, nats")]
-    kl_max: Annotated[float, means("the largest")]
 
 
 class DataOutput(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -145,16 +135,6 @@ class DataRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 # -- One sample in one runtime ---------------------------------------------------------------------
 
 
-class _Counts(Struct, frozen=True, kw_only=True):
-    """How logits agree, as sums over positions."""
-
-    positions: int = 0
-    top1: int = 0
-    top5: float = 0.0
-    kl: float = 0.0
-    kl_max: float = 0.0
-
-
 class _Result(Struct, frozen=True, kw_only=True):
     """What came of one sample in one runtime: a line of the file that a run goes on from."""
 
@@ -168,8 +148,8 @@ class _Result(Struct, frozen=True, kw_only=True):
     share: float | None = None
     errors: dict[str, float] = {}
     original_errors: dict[str, float] = {}
-    counts: dict[str, _Counts] = {}
-    original_counts: dict[str, _Counts] = {}
+    counts: dict[str, AgreementCounts] = {}
+    original_counts: dict[str, AgreementCounts] = {}
     metric: float | None = None
     original_metric: float | None = None
     reference_metric: float | None = None
@@ -177,47 +157,8 @@ class _Result(Struct, frozen=True, kw_only=True):
     empty: tuple[str, ...] = ()  # outputs whose oracle shows nothing in this sample
 
 
-_TOP = 5
 _WORST_KEPT = 5
 _FLUSH_S = 10.0
-
-
-def _agreement(true: np.ndarray, got: np.ndarray) -> _Counts:
-    """Compare logits along the last axis with the reference."""
-    if true.shape != got.shape or true.ndim < 1 or true.shape[-1] < 2 or not true.size:
-        return _Counts()
-    a, b = (each.reshape(-1, each.shape[-1]).astype(np.float64) for each in (true, got))
-    if not np.isfinite(b).all():
-        return _Counts(positions=len(a), kl=math.inf, kl_max=math.inf)
-    many = min(_TOP, a.shape[1])
-    best, others = (np.argpartition(-each, many - 1, axis=-1)[:, :many] for each in (a, b))
-    shared = (best[:, :, None] == others[:, None, :]).any(-1).mean(-1)
-    p, q = (each - _log_sum(each) for each in (a, b))
-    kl = np.maximum((np.exp(p) * (p - q)).sum(-1), 0.0)
-    same = a.argmax(-1) == b.argmax(-1)
-    return _Counts(
-        positions=len(a), top1=int(same.sum()), top5=float(shared.sum()), kl=float(kl.sum()),
-        kl_max=float(kl.max()),
-    )  # fmt: skip
-
-
-def _log_sum(logits: np.ndarray) -> np.ndarray:
-    top = logits.max(-1, keepdims=True)
-    return np.asarray(top + np.log(np.exp(logits - top).sum(-1, keepdims=True)))
-
-
-def _joined(parts: Iterable[_Counts]) -> Agreement | None:
-    found = [each for each in parts if each.positions]
-    total = sum(each.positions for each in found)
-    if not total:
-        return None
-    return Agreement(
-        positions=total,
-        top1=sum(each.top1 for each in found) / total,
-        top5=sum(each.top5 for each in found) / total,
-        kl=sum(each.kl for each in found) / total,
-        kl_max=max(each.kl_max for each in found),
-    )
 
 
 def _quantiles(values: Sequence[float]) -> Quantiles | None:
@@ -227,69 +168,7 @@ def _quantiles(values: Sequence[float]) -> Quantiles | None:
     return Quantiles(p50=low, p90=middle, p99=high, max=float(max(values)))
 
 
-# -- The user's own metric -------------------------------------------------------------------------
-
-
-class Metric:
-    """A function of the user: a number from the outputs of the model and the sample that they belong to."""
-
-    def __init__(self, given: str | Callable[..., Any]) -> None:
-        if isinstance(given, str):
-            self.name = given
-            self._function = load_function(given, "a metric", "def metric(outputs, sample): return 1.0")
-            place = Path(given.rpartition(":")[0])
-            self.digest = sha256(place) if place.is_file() else given
-        else:
-            self.name = getattr(given, "__name__", type(given).__name__)
-            self._function, self.digest = given, self.name
-
-    def __call__(self, outputs: Arrays, sample: Sample) -> float:
-        """Its value."""
-        given = {**sample.labels, **sample.inputs}
-        hint = "a function of the outputs and the sample, both dictionaries of arrays, that returns a number"
-        with user_code(where_is(self._function) or self.name, "The metric failed.", hint=hint):
-            found = self._function(dict(outputs), given)
-            try:
-                value = float(found)  # type: ignore[arg-type]
-            except (TypeError, ValueError) as error:
-                raise DeployError(
-                    "The metric returned no number.", got=repr(found)[:80], hint=hint
-                ) from error
-        if not math.isfinite(value):
-            raise DeployError("The metric is not finite.", got=f"{value} for {sample.name}", hint=hint)
-        return value
-
-
-# -- Where samples come from, and what is right for them -------------------------------------------
-
-
-def open_samples(given: Any, bundle: Bundle) -> tuple[str, Iterator[Sample], int]:
-    """The name of a user's data, its samples one by one, and how many there are, or 0 if nobody knows."""
-    spec = bundle.manifest.spec
-    if isinstance(given, str) and is_factory(given):
-        function = load_function(given, "the data", 'def samples(): yield {"x": array}')
-        place = where_is(function) or given
-        with user_code(place, "The function of the samples failed."):
-            items = function()
-            iterator = iter(items)  # type: ignore[call-overload]
-        return given, samples_from(_guarded(iterator, place), spec, given.rpartition(":")[2]), 0
-    if isinstance(given, str | Path):
-        return str(given), read_samples(Path(given), spec), 0
-    if callable(given):
-        given = given()
-    count = len(given) if hasattr(given, "__len__") else 0
-    return type(given).__name__, samples_from(_guarded(iter(given), ""), spec, "sample"), count
-
-
-def _guarded(items: Iterator[Any], place: str) -> Iterator[Any]:
-    """The items of an iterator of the user's, each of which is code of theirs."""
-    nothing = object()
-    while True:
-        with user_code(place, "The samples cannot be read.", hint="correct the iterator there"):
-            item = next(items, nothing)
-        if item is nothing:
-            return
-        yield item
+# -- What is right for a sample ---------------------------------------------------------------------
 
 
 def reference_of(bundle: Bundle, source: Path | None) -> Callable[[Sample], GoldenCase]:
@@ -409,7 +288,7 @@ def validate_data(
     """Run every sample, and judge it against the reference that its source gives."""
     spec, manifest = bundle.manifest.spec, bundle.manifest
     measure = None if options.metric is None else Metric(options.metric)
-    title, samples, count = open_samples(given, bundle)
+    title, samples, count = open_samples(given, spec)
     header = _Header(
         bundle_sha256=sha256(bundle.path / MANIFEST), metric="" if measure is None else measure.digest
     )
@@ -500,8 +379,8 @@ def _judged(
         share=max((v.share for v in verdicts if v.share is not None), default=None),
         errors={v.output: v.deviation.relative_l2 for v in verdicts if v.deviation is not None},
         original_errors={name: _relative(case.eager[name], x) for name, x in case.oracle.items()},
-        counts={name: _agreement(case.oracle[name], got[name]) for name in logits if name in got},
-        original_counts={name: _agreement(case.oracle[name], case.eager[name]) for name in logits},
+        counts={name: count_agreement(case.oracle[name], got[name]) for name in logits if name in got},
+        original_counts={name: count_agreement(case.oracle[name], case.eager[name]) for name in logits},
         verified=tuple(v.output for v in verdicts if v.passed),
         empty=tuple(v.output for v in empty),
         metric=None if measure is None else measure(got, sample),
@@ -546,8 +425,8 @@ def _conclude(tally: _Tally, measure: Metric | None, files: dict[str, Sample]) -
             original_error=_quantiles(
                 [each.original_errors[name] for each in ran if name in each.original_errors]
             ),
-            agreement=_joined(each.counts[name] for each in ran if name in each.counts),
-            original_agreement=_joined(
+            agreement=joined_agreement(each.counts[name] for each in ran if name in each.counts),
+            original_agreement=joined_agreement(
                 each.original_counts[name] for each in ran if name in each.original_counts
             ),
         )

@@ -12,6 +12,7 @@ from msgspec import Struct
 
 from mha_deploy import __version__
 from mha_deploy.bundle.folder import MANIFEST, Bundle, sha256
+from mha_deploy.bundle.manifest import LossRecord
 from mha_deploy.engine.engine import (
     Engine,
     RebuildRecord,
@@ -284,6 +285,10 @@ class ReportRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         tuple[Requirement, ...], means("demands in numbers, and what was found; empty without any")
     ]
     data: Annotated[DataRecord | None, means("the user's own samples; null where none were given")]
+    loss: Annotated[
+        LossRecord | None,
+        means("of a compressed model: what differs from the original, by intention; null for others"),
+    ]
     serving: Annotated[
         tuple[ServingRecord, ...],
         means("how a server did, one for every number of clients; empty without one"),

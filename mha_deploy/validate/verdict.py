@@ -14,6 +14,7 @@ from mha_deploy.bundle.folder import MANIFEST, Bundle, sha256
 from mha_deploy.bundle.manifest import Manifest
 from mha_deploy.bundle.samples import Sample
 from mha_deploy.engine.engine import Engine
+from mha_deploy.errors import DeployError
 from mha_deploy.judge import OutputVerdict
 from mha_deploy.model.spec import Axis
 from mha_deploy.options import ValidateOptions
@@ -118,6 +119,7 @@ class Validation:
             subjects=self.subjects,
             requirements=self.requirements,
             data=self.data,
+            loss=self.bundle.manifest.loss,
             serving=self.serving,
             notes=(*(each.sentence for each in self.absent), *self.notes),
         )
@@ -225,6 +227,7 @@ def findings(
         names = (str(report.served_sha256), own)
         yield _found(Severity.FAILURE, Section.SERVING, Kind.OTHER_BUNDLE, names=names)
     yield from _about_data(report.data)
+    yield from loss_findings(report.bundle.manifest, options)
     for demand in report.requirements:
         if demand.outcome is not Outcome.PASSED:
             kind, level = Kind.DEMAND_NOT_CHECKED, Severity.WARNING
@@ -285,6 +288,21 @@ def unfused_findings(manifest: Manifest, options: ValidateOptions) -> Iterator[F
     level = Severity.FAILURE if options.require_fused else Severity.WARNING
     about: dict[str, Any] = {"names": reasons, "numbers": {"fused": fused, "of": of}}
     yield _found(level, Section.FUSION, Kind.GRAPH_NOT_FUSED, **about)
+
+
+def loss_findings(manifest: Manifest, options: ValidateOptions) -> Iterator[Finding]:
+    """A compressed model that differs more from its original than its user allows."""
+    loss = manifest.loss
+    if loss is None:
+        if options.max_loss is not None:
+            what, hint = "The model is not compressed, so it has no loss.", "leave --max-loss out"
+            raise DeployError(what, got=manifest.spec.name, hint=hint)
+        return
+    limit = loss.limit if options.max_loss is None else options.max_loss
+    if limit is not None and loss.worst > limit:
+        worst = max(loss.outputs, key=lambda each: each.relative_l2 or 0.0)
+        about: dict[str, Any] = {"names": (worst.name,), "numbers": {"loss": loss.worst, "limit": limit}}
+        yield _found(Severity.FAILURE, Section.LOSS, Kind.LOSS, detail=loss.what, **about)
 
 
 def shrunk_findings(manifest: Manifest) -> Iterator[Finding]:
@@ -408,6 +426,8 @@ def _headline(report: Validation, evaluations: Sequence[Evaluation], missing: Se
         parts.append("no engine")
     if not report.engines and not report.subjects:  # an engine counts the attentions itself
         parts += [finding.text for finding in report.findings if finding.section is Section.FUSION]
+    if (loss := report.bundle.manifest.loss) is not None:
+        parts.append(f"loss of {loss.what} {loss.worst:.2g}")
     for engine in [each.runtime.engine for each in ran] or not_run:
         if engine is not None and not ran and not engine.is_confirmed:
             parts.append("fusion and precision not verified")

@@ -106,7 +106,7 @@ REFUSALS = {
     "axis of two": (["tiny-mha", "--axis", "S=1:2"], "wrong number of parts", "1:2", "min:opt:max"),
     "axis upside down": (["tiny-mha", "--axis", "S=9:2:1"], "min <= opt <= max", "9:2:1", "1:2:9"),
     "axis of zero": (["tiny-mha", "--axis", "S=0:2:3"], "at least 1", "0:2:3", "1:128:512"),
-    "precision": (["tiny-mha", "--precision", "fp8"], "No such precision", "fp8", "fp"),
+    "precision": (["tiny-mha", "--precision", "fp7"], "No such precision", "fp7", "fp"),
     "projections": (["tiny-mha", "--projections", "pakced"], "projections", "pakced", "'packed'"),
     "packed cross attention": (["tiny-cross", "--projections", "packed"], "", "", ""),
     "golden name": (["tiny-mha", "--golden", "rugged"], "No such golden case", "rugged", "'ragged'"),

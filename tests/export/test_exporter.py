@@ -341,7 +341,7 @@ def test_cuda_is_refused_where_there_is_none(tmp_path):
 
 @pytest.mark.parametrize(
     "options",
-    [{"precision": "fp8"}, {"opset": 22}, {"golden": ("larg",)}, {"golden": ("B=9,S=1",)}, {"device": "gpu"}],
+    [{"precision": "fp7"}, {"opset": 22}, {"golden": ("larg",)}, {"golden": ("B=9,S=1",)}, {"device": "gpu"}],
     ids=lambda options: "-".join(map(str, options.values())),
 )
 def test_options_that_mean_nothing_are_refused_and_leave_nothing(tmp_path, options):

@@ -63,6 +63,7 @@ def passing():
         "engines": [engine()],
         "latency": latency(),
         "subjects": [],
+        "loss": None,
         "data": None,
         "requirements": [],
         "serving": [],

@@ -1,0 +1,501 @@
+"""A model in eight bits: calibration, what each GEMM costs, which ones are quantized, and the loss of it all.
+
+The original is an ONNX graph. The quantized model is that graph with Q/DQ nodes: a file, and the source of a
+bundle like any other, whose FP64 evaluation is its reference. What differs between the two files in FP64 is
+the *loss*, which a user may limit; what differs between a runtime and the quantized file is an *error*.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from msgspec.structs import replace as changed
+
+from mha_deploy.bundle.cases import Arrays
+from mha_deploy.bundle.folder import SOURCE, Bundle, sha256
+from mha_deploy.bundle.manifest import LossLayer, LossMetric, LossOutput, LossPoint, LossRecord
+from mha_deploy.bundle.samples import Sample, as_taken
+from mha_deploy.errors import DeployError, ExportError, LossExceeded, nearest
+from mha_deploy.export.file_program import FileProgram, FileRounding
+from mha_deploy.export.flow import OnStep, PlannedCase, export_bundle
+from mha_deploy.export.onnx_import import OnnxSource
+from mha_deploy.graph.file import save_graph
+from mha_deploy.graph.fuse.values import raise_opset, why_opset_stays
+from mha_deploy.graph.ir import infer_shapes
+from mha_deploy.graph.quantize import (
+    EightBits,
+    GemmLayer,
+    find_format,
+    fp16_scale,
+    gemm_layers,
+    named_nodes,
+    with_quantized_gemms,
+)
+from mha_deploy.metrics import AgreementCounts, count_agreement, joined_agreement
+from mha_deploy.model.precision import Precision, find_precision
+from mha_deploy.model.spec import Axes, ModelSpec
+from mha_deploy.options import AUTO, ExportOptions
+from mha_deploy.output import scratch_folder
+from mha_deploy.runtime.user_code import graph_code
+from mha_deploy.runtime.user_data import Metric, open_samples
+
+CALIBRATIONS = ("max", "percentile", "mse")
+_BINS = 2048
+_PERCENTILE = 0.9999
+_CLIPS = np.linspace(0.3, 1.0, 36)  # of the largest magnitude, which are tried for the least square error
+_DRAWN = 8  # samples, where the user has none
+_FEW = 4  # samples on which single GEMMs are tried
+_SECONDS = 120.0  # that this may take
+_MOST = 1e6  # of a loss: what is not finite
+_LOUD = 300.0  # the SQNR of what differs by less than FP64 shows
+
+
+# -- The model that is compressed, and the samples it is compressed by ------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Original:
+    """The model as its user has it: an ONNX graph, and how its inputs are drawn."""
+
+    name: str
+    model: ir.Model
+    spec: ModelSpec  # with its inputs and axes
+    precision: Precision  # of the graph
+    draw: Callable[[PlannedCase], Arrays]  # inputs in the types of the graph
+    origin: str  # where its weights come from
+    samples: Any = None  # of the user
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Samples:
+    """The samples of a compression, which are read several times."""
+
+    original: Original
+    given: Any  # the user's data; None: drawn
+    limit: int = 0
+
+    @property
+    def title(self) -> str:
+        """Where they come from."""
+        return "drawn inputs" if self.given is None else open_samples(self.given, self.original.spec)[0]
+
+    def __iter__(self) -> Iterator[Sample]:
+        """Each within the axes, in the types of the original graph."""
+        spec, precision = self.original.spec, self.original.precision
+        if self.given is None:
+            for number in range(self.limit or _DRAWN):
+                planned = PlannedCase(name=f"sample {number}", sizes=spec.sizes("opt"))
+                yield Sample(name=planned.name, inputs=self.original.draw(planned), sizes=planned.sizes)
+            return
+        _, samples, _ = open_samples(self.given, spec)
+        found = False
+        for sample in islice(samples, self.limit or None):
+            taken = as_taken(sample, spec, precision)
+            if all(spec.axes[a].min <= n <= spec.axes[a].max for a, n in taken.sizes.items()):
+                found = True
+                yield taken
+        if not found:
+            what, hint = "The data has no sample within the axes of the model.", "samples, or other --axis"
+            raise DeployError(what, got=self.title, hint=f"{hint}; an iterator that is used up gives none")
+
+
+# -- Calibration ------------------------------------------------------------------------------------
+
+
+class Magnitudes:
+    """How large the numbers of a tensor are, over all samples: a histogram that grows with them."""
+
+    def __init__(self) -> None:
+        self.largest = 0.0
+        self._top = 0.0
+        self._counts = np.zeros(_BINS)
+
+    def add(self, array: np.ndarray) -> None:
+        """Count the numbers of one sample."""
+        sizes = np.abs(array[np.isfinite(array)]).reshape(-1)
+        if not sizes.size:
+            return
+        most = float(sizes.max())
+        self.largest = max(self.largest, most)
+        if self._top == 0.0:
+            self._top = most
+        if self._top == 0.0:
+            return
+        while self._top < most:  # twice as wide: two bins become one
+            self._counts = np.concatenate((self._counts.reshape(-1, 2).sum(1), np.zeros(_BINS // 2)))
+            self._top *= 2
+        self._counts += np.histogram(sizes, bins=_BINS, range=(0.0, self._top))[0]
+
+    def range(self, method: str, format: EightBits) -> float:
+        """The largest magnitude that the grid is to hold."""
+        if method == "max" or not self._counts.sum():
+            return self.largest
+        edges = np.linspace(0.0, self._top, _BINS + 1)
+        if method == "percentile":
+            below = np.cumsum(self._counts) / self._counts.sum()
+            return min(self.largest, float(edges[1 + int(np.searchsorted(below, _PERCENTILE))]))
+        centers = (edges[1:] + edges[:-1]) / 2
+
+        def error(clip: float) -> float:
+            scale = float(fp16_scale(self.largest * clip / format.largest))
+            return float((self._counts * np.square(format.rounded(centers, scale) - centers)).sum())
+
+        return self.largest * min(map(float, _CLIPS), key=error)
+
+
+def calibrate(
+    original: Original,
+    layers: Sequence[GemmLayer],
+    samples: Samples,
+    format: EightBits,
+    method: str,
+    on_sample: Callable[[str], None],
+) -> dict[str, float]:
+    """The scale of the activation of every GEMM, from one pass over the samples."""
+    inputs = {tensor.name for tensor in original.spec.inputs}
+    wanted = sorted({each.activation for each in layers})
+    program = FileProgram(original.model, [name for name in wanted if name not in inputs])
+    found = {name: Magnitudes() for name in wanted}
+    for sample in samples:
+        on_sample(f"calibration: {sample.name}")
+        values = {**sample.inputs, **program.run(sample.inputs, FileRounding(None))}
+        for name, magnitudes in found.items():
+            magnitudes.add(np.asarray(values[name], np.float64))
+    ranges = {name: each.range(method, format) for name, each in found.items()}
+    return {each.name: float(fp16_scale(ranges[each.activation] / format.largest)) for each in layers}
+
+
+# -- Loss -------------------------------------------------------------------------------------------
+
+
+class _Sums:
+    """The squares of a tensor and of what is added to it, over all samples."""
+
+    def __init__(self) -> None:
+        self.signal = self.noise = 0.0
+        self.same = self.count = 0
+        self.is_whole = False  # indices, tokens, booleans
+
+    def add(self, true: np.ndarray, got: np.ndarray) -> None:
+        if true.dtype.kind != "f":
+            self.is_whole = True
+            self.same += int((true == got).sum())
+            self.count += true.size
+            return
+        counts = np.isfinite(true)
+        error = np.where(counts, got - np.where(counts, true, 0.0), 0.0)
+        self.noise += float(np.square(error).sum()) if np.isfinite(error).all() else math.inf
+        self.signal += float(np.square(np.where(counts, true, 0.0)).sum())
+        self.count += true.size
+
+    @property
+    def relative(self) -> float:
+        if not self.noise:
+            return 0.0
+        return min(_MOST, math.sqrt(self.noise / self.signal)) if self.signal else _MOST
+
+    @property
+    def sqnr_db(self) -> float | None:
+        loss = self.relative
+        return None if loss <= 10 ** (-_LOUD / 20) else -20.0 * math.log10(loss)
+
+    @property
+    def loss(self) -> float:
+        """In one number: relative L2, or the share of whole numbers that differ."""
+        return 1.0 - self.same / max(self.count, 1) if self.is_whole else self.relative
+
+
+class _QuantizedGemms(FileRounding):
+    """Computes the original graph in FP64 with some of its GEMMs quantized."""
+
+    def __init__(self, changed: Mapping[str, Callable[[tuple[Any, ...]], tuple[Any, ...]]]) -> None:
+        super().__init__(None)
+        self._changed = changed
+
+    def call(self, node: Any, run: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
+        """The outputs of one node."""
+        change = self._changed.get(node.onnx_node.name) if node.op_type in ("MatMul", "Gemm") else None
+        return super().call(node, run, inputs if change is None else change(inputs))
+
+
+class Trials:
+    """What quantizing some GEMMs costs, on a few samples: the original graph is run with them rounded."""
+
+    def __init__(
+        self,
+        original: Original,
+        layers: Sequence[GemmLayer],
+        scales: Mapping[str, float],
+        format: EightBits,
+        samples: Samples,
+    ) -> None:
+        self._program = FileProgram(original.model)
+        self._samples = list(islice(samples, _FEW))
+        self._true = [self._program.run(each.inputs, FileRounding(None)) for each in self._samples]
+        self._change = {each.name: _change(each, scales[each.name], format) for each in layers}
+
+    def loss(self, names: Sequence[str]) -> float:
+        """The loss with these GEMMs quantized and no others."""
+        sums: dict[str, _Sums] = {}
+        changed = {name: self._change[name] for name in names}
+        for sample, true in zip(self._samples, self._true, strict=True):
+            got = self._program.run(sample.inputs, _QuantizedGemms(changed))
+            for name, array in true.items():
+                sums.setdefault(name, _Sums()).add(array, got[name])
+        return max((each.loss for each in sums.values()), default=0.0)
+
+
+def _change(
+    layer: GemmLayer, scale: float, format: EightBits
+) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    weight = layer.rounded_weight(format)
+    return lambda inputs: (format.rounded(inputs[0], scale), weight, *inputs[2:])
+
+
+def measure_loss(
+    original: ir.Model,
+    compressed: ir.Model,
+    samples: Samples,
+    layers: Mapping[str, str],  # the name of the value behind each part, by the name of the part
+    metric: Metric | None = None,
+    on_sample: Callable[[str], None] = lambda name: None,
+) -> tuple[list[LossOutput], dict[str, tuple[float, float | None]], LossMetric | None, int]:
+    """Both models in FP64 on all samples: every output, every part, the user's metric, and their count."""
+    kept = sorted(set(layers.values()))
+    programs = [FileProgram(each, kept) for each in (original, compressed)]
+    outputs = [str(value.name) for value in original.graph.outputs]
+    sums = {name: _Sums() for name in (*outputs, *kept)}
+    counts: dict[str, list[AgreementCounts]] = {name: [] for name in outputs if "logit" in name.lower()}
+    figures, read = list[tuple[float, float]](), 0
+    for sample in samples:
+        read += 1
+        on_sample(f"loss: {sample.name}")
+        true, got = (program.run(sample.inputs, FileRounding(None)) for program in programs)
+        for name, each in sums.items():
+            each.add(true[name], got[name])
+        for name, agreeing in counts.items():
+            agreeing.append(count_agreement(true[name], got[name]))
+        if metric is not None:
+            figures.append((metric(true, sample), metric(got, sample)))
+    found = []
+    for name in outputs:
+        each, agreed = sums[name], joined_agreement(counts.get(name, ()))
+        found.append(
+            LossOutput(
+                name=name,
+                relative_l2=None if each.is_whole else each.relative,
+                sqnr_db=None if each.is_whole else each.sqnr_db,
+                top1=agreed.top1 if agreed else 1.0 - each.loss if each.is_whole else None,
+                kl=min(agreed.kl, _MOST) if agreed else None,
+            )
+        )
+    inside = {part: (sums[value].relative, sums[value].sqnr_db) for part, value in layers.items()}
+    judged = None
+    if metric is not None and figures:
+        means = np.mean(figures, axis=0)
+        judged = LossMetric(name=metric.name, original=float(means[0]), compressed=float(means[1]))
+    return found, inside, judged, read
+
+
+# -- Which GEMMs are quantized ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compression:
+    """A quantized model, and what it lost."""
+
+    model: ir.Model
+    record: LossRecord
+
+
+def quantize(
+    original: Original, options: ExportOptions, on_step: Callable[[str], None] = lambda name: None
+) -> Compression:
+    """The model in eight bits: as many of its GEMMs as the loss that is allowed permits."""
+    format, limit = find_format(options.precision), options.max_loss
+    if options.calibration not in CALIBRATIONS:
+        hint = nearest(options.calibration, CALIBRATIONS)
+        raise DeployError("No such calibration.", got=options.calibration, hint=hint)
+    metric = None if options.metric is None else Metric(options.metric)
+    original = replace(original, model=_prepared(original.model))
+    layers = gemm_layers(original.model)
+    if not layers:
+        what, hint = "The model has no GEMM that can be quantized.", "--precision fp16 or auto"
+        raise ExportError(what, got=original.name, hint=f"{hint}; a GEMM with a constant weight")
+    given = options.data if options.data is not None else original.samples
+    samples = Samples(original=original, given=given, limit=options.data_limit)
+    with graph_code(f"graph {original.name}"):
+        scales = calibrate(original, layers, samples, format, options.calibration, on_step)
+        trials, began = Trials(original, layers, scales, format, samples), time.monotonic()
+        alone: dict[str, float | None] = {}
+        for each in layers:
+            on_step(f"sensitivity: {each.name}")
+            late = time.monotonic() - began > _SECONDS
+            alone[each.name] = None if late else trials.loss([each.name])
+        ranked = _ranked(layers, alone)
+        kept, points = _search(trials, layers, ranked, limit, on_step)
+        places = {each.name: each.output for each in layers}
+        while True:  # what a few samples allow, all of them may not
+            model = with_quantized_gemms(original.model, format, scales, kept)
+            outputs, inside, judged, count = measure_loss(
+                original.model, model, samples, places, metric, on_step
+            )
+            record = LossRecord(
+                what=format.name,
+                calibration=options.calibration,
+                data=samples.title,
+                samples=count,
+                outputs=outputs,
+                layers=[
+                    LossLayer(
+                        name=each.name,
+                        is_compressed=each.name not in kept,
+                        relative_l2=inside[each.name][0],
+                        sqnr_db=inside[each.name][1],
+                        alone=alone[each.name],
+                    )
+                    for each in layers
+                ],
+                limit=limit,
+                metric=judged,
+            )
+            points[len(kept)] = changed(_point(layers, kept, record.worst), is_chosen=True)
+            if limit is None or record.worst <= limit:
+                break
+            points[len(kept)] = _point(layers, kept, record.worst)
+            kept = ranked[: len(kept) + 1]
+            if len(kept) == len(layers):
+                raise _exceeded(record, alone)
+    search = [points[number] for number in sorted(points)] if limit is not None else []
+    return Compression(model=model, record=changed(record, search=search))
+
+
+def _prepared(model: ir.Model) -> ir.Model:
+    """A copy with names for all nodes, types for all values, and an operator set that has Q/DQ in FP16."""
+    copy = named_nodes(model.clone())
+    if why_opset_stays(copy) is None:
+        raise_opset(copy)
+    return infer_shapes(copy)
+
+
+def _ranked(layers: Sequence[GemmLayer], alone: Mapping[str, float | None]) -> list[str]:
+    """The GEMMs, the most sensitive first; one that was not tried counts as such."""
+    cost = {name: math.inf if loss is None else loss for name, loss in alone.items()}
+    return sorted((each.name for each in layers), key=lambda name: -cost[name])
+
+
+def _point(layers: Sequence[GemmLayer], kept: Sequence[str], loss: float) -> LossPoint:
+    total = sum(each.weight.size for each in layers)
+    share = sum(each.weight.size for each in layers if each.name not in kept) / total
+    return LossPoint(compressed=len(layers) - len(kept), share=share, loss=loss)
+
+
+def _search(
+    trials: Trials,
+    layers: Sequence[GemmLayer],
+    ranked: Sequence[str],
+    limit: float | None,
+    on_step: Callable[[str], None],
+) -> tuple[list[str], dict[int, LossPoint]]:
+    """The fewest of the most sensitive GEMMs that stay as they are, by halving; and every choice tried."""
+    if limit is None:
+        return [], {}
+    points = dict[int, LossPoint]()
+
+    def fits(count: int) -> bool:
+        on_step(f"search: {len(layers) - count} of {len(layers)} GEMMs")
+        kept = ranked[:count]
+        points[count] = _point(layers, kept, trials.loss([n for n in ranked if n not in kept]))
+        return points[count].loss <= limit
+
+    low, high = 0, len(ranked) - 1  # one GEMM at least
+    while low < high:
+        middle = 0 if not points else (low + high) // 2
+        if fits(middle):
+            high = middle
+        else:
+            low = middle + 1
+    return list(ranked[:low]), points
+
+
+def _exceeded(record: LossRecord, alone: Mapping[str, float | None]) -> LossExceeded:
+    least = min((loss, name) for name, loss in alone.items() if loss is not None)
+    return LossExceeded(
+        f"No GEMM can be quantized to {record.what} within the loss that is allowed.",
+        got=f"{least[1]} alone costs {least[0]:.2g}, limit {record.limit:g}",
+        hint="a larger --max-loss, --calibration mse, more --data, or --precision fp16",
+    )
+
+
+# -- An ONNX file as the original -------------------------------------------------------------------
+
+
+def original_from_onnx(
+    path: Path, options: ExportOptions, axes: Axes, inputs: Mapping[str, np.ndarray]
+) -> Original:
+    """An ONNX file, to be compressed."""
+    source = OnnxSource(path, replace(options, precision=AUTO), axes, inputs)
+    if source.auto:  # the types are those of the file
+        source.precision = find_precision("fp32")
+    return Original(
+        name=source.title,
+        model=source.original,
+        spec=source.as_taken(),
+        precision=source.precision,
+        draw=source.draw,
+        origin=f"{path.name}, SHA-256 {sha256(path)}",
+    )
+
+
+# -- The bundle of a compressed model ---------------------------------------------------------------
+
+
+class CompressedSource(OnnxSource):
+    """A compressed model: its own file is the source, and its inputs are those of the original."""
+
+    def __init__(self, path: Path, options: ExportOptions, original: Original, record: LossRecord) -> None:
+        super().__init__(path, replace(options, precision=AUTO), {}, {})
+        spec = original.spec
+        self.axes = {name: spec.axes.get(name, axis) for name, axis in self.axes.items()}
+        self._before, self.loss = original, record
+        self.title, self.summary = original.name, f"{original.name}, compressed: {record.what}"
+        self.notes += original.notes
+
+    def graph(self, folder: Path) -> ir.Model:
+        """The graph; the file that it is made of becomes a part of the bundle."""
+        for file in self.path.parent.glob(f"{self.path.name}*"):  # weights may be beside it
+            shutil.copyfile(file, folder / file.name)
+        return super().graph(folder)
+
+    def draw(self, planned: PlannedCase) -> dict[str, np.ndarray]:
+        """The inputs of the original."""
+        types = self.file_types()
+        return {name: array.astype(types[name]) for name, array in self._before.draw(planned).items()}
+
+    def origin(self) -> str:
+        """Where the weights came from, before they were compressed."""
+        return self._before.origin
+
+
+def compressed_bundle(
+    original: Original,
+    compression: Compression,
+    target: Path,
+    options: ExportOptions,
+    on_step: OnStep,
+) -> Bundle:
+    """Export a compressed model; its source is in the bundle."""
+    with scratch_folder() as folder:
+        path = folder / SOURCE
+        save_graph(compression.model, path)
+        return export_bundle(CompressedSource(path, options, original, compression.record), target, on_step)

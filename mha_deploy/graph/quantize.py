@@ -1,0 +1,272 @@
+"""Write GEMMs of a graph in eight bits: Q/DQ nodes in ONNX's own operators, and the numbers they stand for.
+
+Weights have one scale for each output channel, activations one for the tensor; both are symmetric. Scales are
+numbers of FP16, so that a graph in FP16 has the very same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+
+from mha_deploy.errors import DeployError, nearest
+from mha_deploy.graph.ir import (
+    constant,
+    infer_shapes,
+    is_op,
+    made_by,
+    new_initializer,
+    rank,
+)
+
+_QUANTIZERS = ("QuantizeLinear", "DequantizeLinear")
+_LEAST_OPSET = 19  # the first with scales in FP16, and with FP8
+_SMALLEST_SCALE = float(np.finfo(np.float16).smallest_subnormal)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EightBits:
+    """A format of eight bits."""
+
+    name: str
+    type: ir.DataType
+    largest: float  # the largest magnitude that weights and calibrated activations have
+
+    def on_grid(self, values: np.ndarray) -> np.ndarray:
+        """The nearest numbers of the format, beyond its range the last ones, as `QuantizeLinear` has them."""
+        if self.type == ir.DataType.INT8:
+            return np.clip(np.rint(values), -128, 127)
+        clipped = np.clip(values, -self.largest, self.largest)
+        return clipped.astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
+
+    def rounded(self, values: np.ndarray, scale: np.ndarray | float) -> np.ndarray:
+        """What numbers become that are quantized and dequantized."""
+        return self.on_grid(values / scale) * scale
+
+    def stored(self, values: np.ndarray) -> np.ndarray:
+        """Numbers of the grid in its type."""
+        return values.astype(np.int8 if self.type == ir.DataType.INT8 else ml_dtypes.float8_e4m3fn)
+
+
+FORMATS = {
+    "int8": EightBits(name="int8", type=ir.DataType.INT8, largest=127.0),
+    "fp8": EightBits(name="fp8", type=ir.DataType.FLOAT8E4M3FN, largest=448.0),
+}
+
+
+def find_format(name: str) -> EightBits:
+    """Look a format up by name."""
+    if name not in FORMATS:
+        raise DeployError("No such format of eight bits.", got=name, hint=nearest(name, FORMATS))
+    return FORMATS[name]
+
+
+def fp16_scale(scale: np.ndarray | float) -> np.ndarray:
+    """Scales as numbers of FP16, none of them smaller than given: nothing is clipped that was not before."""
+    wide = np.maximum(np.asarray(scale, np.float64), _SMALLEST_SCALE)
+    wide = np.where(np.asarray(scale) > 0, wide, 1.0)  # of zeros
+    narrow = np.minimum(wide, np.finfo(np.float16).max).astype(np.float16)
+    up = np.where(narrow.astype(np.float64) < wide, np.nextafter(narrow, np.float16(np.inf)), narrow)
+    return np.minimum(up, np.finfo(np.float16).max).astype(np.float64)
+
+
+# -- The GEMMs of a graph ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class GemmLayer:
+    """A GEMM of a computed tensor and a weight."""
+
+    name: str  # of its node
+    activation: str  # the name of what it multiplies
+    output: str
+    weight: np.ndarray
+    axis: int  # of the output channels in the weight
+
+    def weight_scale(self, format: EightBits) -> np.ndarray:
+        """The scale of every output channel."""
+        largest = np.abs(self.weight.astype(np.float64)).max(axis=1 - self.axis)
+        return fp16_scale(largest / format.largest)
+
+    def quantized_weight(self, format: EightBits) -> tuple[np.ndarray, np.ndarray]:
+        """The weight on the grid, and its scales."""
+        scale = self.weight_scale(format)
+        across = np.expand_dims(scale, 1 - self.axis)
+        return np.clip(format.on_grid(self.weight / across), -format.largest, format.largest), scale
+
+    def rounded_weight(self, format: EightBits) -> np.ndarray:
+        """The weight as it is once it is quantized and dequantized."""
+        numbers, scale = self.quantized_weight(format)
+        return numbers * np.expand_dims(scale, 1 - self.axis)
+
+
+_FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
+
+
+def named_nodes(model: ir.Model) -> ir.Model:
+    """The same graph with a name of its own for each node of the main graph; changed in place."""
+    taken = set[str]()
+    for node in model.graph:
+        if not node.name or node.name in taken:
+            node.name = next((str(value.name) for value in node.outputs if value.name), node.op_type)
+        taken.add(node.name)
+    return model
+
+
+def gemm_layers(model: ir.Model) -> list[GemmLayer]:
+    """The GEMMs of the main graph that can be quantized, in the order of the graph."""
+    return [found for node in model.graph if (found := _gemm(node)) is not None]
+
+
+def _gemm(node: ir.Node) -> GemmLayer | None:
+    if not is_op(node, "MatMul", "Gemm") or node.attributes.get_int("transA", 0) == 1:
+        return None
+    activation, weight = node.inputs[0], node.inputs[1]
+    tensor = constant(weight)
+    if activation is None or tensor is None or len(tensor.shape) != 2 or tensor.dtype not in _FLOATS:
+        return None
+    if constant(activation) is not None or made_by(activation, "DequantizeLinear") is not None:
+        return None
+    if rank(activation) in (0, 1):
+        return None
+    axis = 0 if node.attributes.get_int("transB", 0) else 1
+    names = (str(node.name), str(activation.name), str(node.outputs[0].name))
+    return GemmLayer(name=names[0], activation=names[1], output=names[2], weight=tensor.numpy(), axis=axis)
+
+
+# -- Q/DQ nodes in a graph --------------------------------------------------------------------------
+
+
+def with_quantized_gemms(
+    model: ir.Model, format: EightBits, scales: Mapping[str, float], kept: Iterable[str] = ()
+) -> ir.Model:
+    """A copy whose GEMMs read dequantized activations and weights, but those that are `kept`.
+
+    `scales` are those of the activations, by the names of the GEMMs. Weights are shared where nothing is
+    quantized.
+    """
+    opset = model.graph.opset_imports.get("", 0)
+    if opset < _LEAST_OPSET:
+        hint = f"convert the file to opset {_LEAST_OPSET} or newer (onnx.version_converter)"
+        raise DeployError(f"{format.name} needs a newer operator set.", got=f"opset {opset}", hint=hint)
+    copy, left = model.clone(), set(kept)
+    layers = {each.name: each for each in gemm_layers(copy)}
+    activations: dict[tuple[str, float], ir.Value] = {}
+    weights: dict[tuple[str, int], ir.Value] = {}
+    for node in [node for node in copy.graph if str(node.name) in layers and str(node.name) not in left]:
+        layer, (x, weight) = layers[str(node.name)], node.inputs[:2]
+        if x is None or weight is None or x.dtype is None:
+            continue
+        key = (layer.activation, scales[layer.name])
+        if key not in activations:
+            activations[key] = _quantized_activation(copy.graph, node, x, layer, format, key[1])
+        node.replace_input_with(0, activations[key])
+        place = (str(weight.name), layer.axis)
+        if place not in weights:
+            weights[place] = _quantized_weight(copy.graph, node, weight, layer, format)
+        node.replace_input_with(1, weights[place])
+    for value in list(copy.graph.initializers.values()):
+        if not value.uses() and not value.is_graph_output():
+            del copy.graph.initializers[str(value.name)]
+    return infer_shapes(copy)
+
+
+def _quantized_activation(
+    graph: ir.Graph, node: ir.Node, x: ir.Value, layer: GemmLayer, format: EightBits, scale: float
+) -> ir.Value:
+    dtype = x.dtype or ir.DataType.FLOAT
+    factor = new_initializer(graph, f"{layer.name}/x_scale", np.array(scale, dtype.numpy()))
+    zero = new_initializer(graph, f"{layer.name}/x_zero", format.stored(np.zeros(())), format.type)
+    down = ir.node("QuantizeLinear", [x, factor, zero], name=f"{layer.name}/x_quantize")
+    up = ir.node("DequantizeLinear", [down.outputs[0], factor, zero], name=f"{layer.name}/x_dequantize")
+    down.outputs[0].name, up.outputs[0].name = f"{layer.name}/x_quantized", f"{layer.name}/x_dequantized"
+    graph.insert_before(node, [down, up])
+    up.outputs[0].type = ir.TensorType(dtype)
+    up.outputs[0].shape = x.shape
+    return up.outputs[0]
+
+
+def _quantized_weight(
+    graph: ir.Graph, node: ir.Node, weight: ir.Value, layer: GemmLayer, format: EightBits
+) -> ir.Value:
+    numbers, scale = layer.quantized_weight(format)
+    dtype = weight.dtype or ir.DataType.FLOAT
+    stored = new_initializer(graph, f"{layer.name}/w_quantized", format.stored(numbers), format.type)
+    factor = new_initializer(graph, f"{layer.name}/w_scale", scale.astype(dtype.numpy()))
+    zeros = format.stored(np.zeros(len(scale)))
+    zero = new_initializer(graph, f"{layer.name}/w_zero", zeros, format.type)
+    up = ir.node(
+        "DequantizeLinear", [stored, factor, zero], attributes={"axis": layer.axis},
+        name=f"{layer.name}/w_dequantize",
+    )  # fmt: skip
+    up.outputs[0].name = f"{layer.name}/w_dequantized"
+    up.outputs[0].type = ir.TensorType(dtype)
+    up.outputs[0].shape = ir.Shape(layer.weight.shape)
+    graph.insert_before(node, up)
+    return up.outputs[0]
+
+
+# -- The graph that was quantized -------------------------------------------------------------------
+
+
+def is_quantized(model: ir.Model) -> bool:
+    """Whether a graph quantizes anything."""
+    return any(is_op(node, *_QUANTIZERS) for node in model.graph)
+
+
+def quantized_gemms(model: ir.Model) -> Iterator[tuple[str, str]]:
+    """The matmuls both of whose factors are dequantized, and from which type: `int8` or `fp8`."""
+    names = {each.type: each.name for each in FORMATS.values()}
+    for node in model.graph:
+        if not is_op(node, "MatMul", "Gemm"):
+            continue
+        sources = [made_by(value, "DequantizeLinear") for value in node.inputs[:2]]
+        kinds = {source.inputs[0].dtype for source in sources if source is not None and source.inputs[0]}
+        if None not in sources and len(kinds) == 1 and (kind := kinds.pop()) in names:
+            yield str(node.name), names[kind]
+
+
+def without_quantizers(model: ir.Model) -> ir.Model:
+    """A copy that computes the same without rounding to a grid: what its numbers are before that.
+
+    Only pairs are taken out: a tensor that is quantized and used as such stays as it is.
+    """
+    copy = model.clone()
+    for node in [node for node in copy.graph if is_op(node, "DequantizeLinear")]:
+        numbers, scale = node.inputs[0], node.inputs[1]
+        if numbers is None or scale is None:
+            continue
+        if (source := made_by(numbers, "QuantizeLinear")) is not None and source.inputs[0] is not None:
+            old, new = node.outputs[0], source.inputs[0]
+            if new.dtype == scale.dtype and not old.is_graph_output():
+                old.replace_all_uses_with(new)
+                copy.graph.remove(node, safe=True)
+        elif (array := _dequantized(node)) is not None and not node.outputs[0].is_graph_output():
+            folded = new_initializer(copy.graph, f"{node.outputs[0].name}/folded", array)
+            node.outputs[0].replace_all_uses_with(folded)
+            copy.graph.remove(node, safe=True)
+    for node in reversed([node for node in copy.graph if is_op(node, "QuantizeLinear")]):
+        if not any(value.uses() or value.is_graph_output() for value in node.outputs):
+            copy.graph.remove(node, safe=True)
+    return copy
+
+
+def _dequantized(node: ir.Node) -> np.ndarray | None:
+    """The numbers of a constant that is dequantized; None where it is not one, or has scales of blocks."""
+    tensors = [None if value is None else constant(value) for value in node.inputs]
+    if tensors[0] is None or tensors[1] is None or (len(node.inputs) > 2 and tensors[2] is None):
+        return None
+    numbers, scale = tensors[0].numpy().astype(np.float64), tensors[1].numpy()
+    zero = tensors[2].numpy().astype(np.float64) if len(tensors) > 2 and tensors[2] is not None else 0.0
+    if scale.ndim > 1:
+        return None
+    if scale.ndim == 1 and scale.size != 1:
+        shape = [1] * numbers.ndim
+        shape[node.attributes.get_int("axis", 1)] = -1
+        zero = zero.reshape(shape) if isinstance(zero, np.ndarray) and zero.ndim else zero
+        return np.asarray((numbers - zero) * scale.astype(np.float64).reshape(shape)).astype(scale.dtype)
+    return np.asarray((numbers - zero) * float(scale.reshape(-1)[0])).astype(scale.dtype)

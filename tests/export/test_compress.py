@@ -1,0 +1,169 @@
+"""Models in eight bits: the loss is what differs in FP64, the error is judged as for any other model."""
+
+import json
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+from onnx.reference import ReferenceEvaluator
+from quantized_models import GEMMS, samples, transformer
+from typer.testing import CliRunner
+
+import mha_deploy as md
+from mha_deploy.cli import app
+from mha_deploy.export.compress import CALIBRATIONS, Magnitudes
+from mha_deploy.graph.quantize import find_format
+
+OPTIONS = {"golden": ("opt",), "axes": {"B": "1:2:2", "S": "1:8:16"}}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return transformer(tmp_path_factory.mktemp("model") / "small.onnx")
+
+
+@pytest.fixture(scope="module")
+def bundles(model, tmp_path_factory):
+    """One bundle in each format, made from the same samples."""
+    folder = tmp_path_factory.mktemp("bundles")
+    made = {}
+    for name in ("int8", "fp8"):
+        made[name] = md.export(model, folder / name, precision=name, data=samples(), **OPTIONS)
+    return made
+
+
+def relative(got, true):
+    return np.linalg.norm(got - true) / np.linalg.norm(true)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("int8", "INT8"), ("fp8", "FLOAT8E4M3FN")])
+def test_weights_and_activations_of_every_gemm_are_quantized(bundles, name, kind):
+    graph = onnx.load(bundles[name].model_path).graph
+    types = {each.name: onnx.TensorProto.DataType.Name(each.data_type) for each in graph.initializer}
+    makers = {output: node for node in graph.node for output in node.output}
+    gemms = [node for node in graph.node if node.op_type == "MatMul"]
+    assert {node.name for node in gemms} == set(GEMMS)
+    for node in gemms:
+        x, w = (makers[value] for value in node.input)
+        assert (x.op_type, w.op_type) == ("DequantizeLinear", "DequantizeLinear")
+        assert makers[x.input[0]].op_type == "QuantizeLinear"
+        assert types[w.input[0]] == kind
+        assert types[w.input[1]] == "FLOAT16"
+    assert [node.op_type for node in graph.node].count("Attention") == 1
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_the_loss_is_what_an_independent_evaluation_finds(bundles, model, name):
+    bundle = bundles[name]
+    with_qdq = ReferenceEvaluator(str(bundle.path / "source.onnx"))
+    original = ReferenceEvaluator(str(model))
+    got, true = (
+        np.concatenate([run.run(None, each)[0] for each in samples()]) for run in (with_qdq, original)
+    )
+    loss = bundle.manifest.loss
+    assert loss.samples == 6
+    (output,) = loss.outputs
+    assert output.relative_l2 == pytest.approx(relative(got, true), rel=1e-2)
+    assert output.sqnr_db == pytest.approx(-20 * np.log10(output.relative_l2), rel=1e-6)
+    assert output.top1 == pytest.approx((got.argmax(-1) == true.argmax(-1)).mean(), abs=0.05)
+    assert 0 < output.relative_l2 < 0.15
+    assert 0 < output.kl < 0.1
+    assert {each.name for each in loss.layers} == set(GEMMS)
+    assert all(each.alone > 0 for each in loss.layers)
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_the_error_is_judged_against_the_quantized_model(bundles, name):
+    report = md.validate(bundles[name], latency=False, data=samples(2, seed=5))
+    data = report.to_dict()
+    assert data["verdict"]["outcome"] == "passed", data["verdict"]
+    assert data["loss"]["what"] == name
+    used = [each["share"] for run in data["parity"] for each in run["verdicts"]]
+    assert 0 < max(used) <= 1
+    assert data["data"]["samples"] == 2
+
+
+def test_a_scale_of_another_tensor_is_an_error_and_no_loss(bundles, tmp_path):
+    broken = onnx.load(bundles["int8"].model_path)
+    scales = {each.name: each for each in broken.graph.initializer}
+    wrong = numpy_helper.to_array(scales["up/w_scale"])[::-1].copy()
+    scales["up/w_scale"].CopyFrom(numpy_helper.from_array(wrong, "up/w_scale"))
+    onnx.save(broken, tmp_path / "broken.onnx")
+    report = md.validate(bundles["int8"], latency=False, graphs=[tmp_path / "broken.onnx"])
+    assert report.to_dict()["verdict"]["outcome"] == "failed"
+
+
+def test_the_most_sensitive_gemms_stay_until_the_limit_holds(model, bundles, tmp_path):
+    before = bundles["int8"].manifest.loss
+    limit = before.worst * 0.8
+    found = md.export(
+        model, tmp_path / "out", precision="int8", data=samples(), max_loss=limit, **OPTIONS
+    ).manifest.loss
+    assert found.worst <= limit < before.worst
+    kept = [each for each in found.layers if not each.is_compressed]
+    assert kept
+    assert min(each.alone for each in kept) >= max(each.alone for each in found.layers if each.is_compressed)
+    (chosen,) = [each for each in found.search if each.is_chosen]
+    assert chosen.compressed == len(GEMMS) - len(kept)
+    assert chosen.loss == found.worst
+
+
+def test_where_nothing_holds_the_export_fails_with_code_1(model, tmp_path):
+    arguments = ["export", str(model), "-o", str(tmp_path / "out"), "--precision", "int8"]
+    arguments += ["--max-loss", "1e-9", "--axis", "S=1:4:8"]
+    result = CliRunner().invoke(app, arguments)
+    assert isinstance(result.exception, md.DeployError)
+    assert result.exception.exit_code == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_validation_fails_where_the_loss_is_larger_than_allowed(bundles):
+    loss = bundles["fp8"].manifest.loss.worst
+    verdict = {}
+    for limit in (loss * 0.9, loss * 1.1):
+        report = md.validate(bundles["fp8"], latency=False, max_loss=limit)
+        verdict[limit > loss] = report.to_dict()["verdict"]
+    assert verdict[True]["outcome"] == "passed"
+    assert verdict[False]["outcome"] == "failed"
+    assert [each["kind"] for each in verdict[False]["findings"] if each["level"] == "failure"] == ["loss"]
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_calibration_in_parts_finds_the_range(name):
+    """`max` keeps an outlier, `percentile` clips it, and `mse` errs least on the grid."""
+    numbers = np.random.default_rng(0).normal(size=(64, 1024))
+    numbers[40, 7] = 12.0
+    found, format = Magnitudes(), find_format(name)
+    for part in numbers:
+        found.add(part)
+    ranges = {method: found.range(method, format) for method in CALIBRATIONS}
+
+    def error(method):
+        return np.square(format.rounded(numbers, ranges[method] / format.largest) - numbers).sum()
+
+    assert ranges["max"] == 12.0
+    assert ranges["percentile"] == pytest.approx(np.quantile(np.abs(numbers), 0.9999), rel=0.02)
+    assert error("mse") <= min(error("max"), error("percentile")) * 1.01
+    assert name == "fp8" or ranges["mse"] < 12.0
+
+
+def test_a_calibration_that_nobody_knows_is_refused(model, tmp_path):
+    with pytest.raises(md.DeployError):
+        md.export(model, tmp_path / "out", precision="int8", calibration="entropy", **OPTIONS)
+
+
+def test_an_iterator_that_is_used_up_is_refused(model, tmp_path):
+    with pytest.raises(md.DeployError):
+        md.export(model, tmp_path / "out", precision="int8", data=iter(samples()), **OPTIONS)
+
+
+def test_options_of_eight_bits_need_eight_bits(model, tmp_path):
+    with pytest.raises(md.DeployError) as refused:
+        md.export(model, tmp_path / "out", precision="fp16", max_loss=0.1)
+    assert "max-loss" in refused.value.what
+
+
+def test_the_manifest_on_disk_has_the_loss(bundles):
+    stored = json.loads((bundles["int8"].path / "manifest.json").read_text(encoding="utf-8"))["loss"]
+    assert stored["outputs"][0]["relative_l2"] == bundles["int8"].manifest.loss.worst
