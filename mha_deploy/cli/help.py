@@ -23,7 +23,7 @@ PANELS: dict[str, tuple[str, ...]] = {
         "model", "hf", "layer", "weights", "prefix", "axis", "inputs", "cache", "projections", "bundle",
         "bundles", "plan", "old", "new", "at",
     ),
-    "Precision": ("precision", "accumulate", "candidates"),
+    "Precision": ("precision", "calibration", "max_loss", "accumulate", "candidates"),
     "Engine": (
         "backend", "backends", "engine", "engine_files", "graphs", "attention", "allow_decomposed",
         "profiles", "name", "targets", "target", "version", "sm", "gqa", "optimization_level",
@@ -58,7 +58,8 @@ RARE = frozenset(
 """Options that few people need, though they have a panel."""
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    "precision": ("auto", "fp16", "bf16", "fp32"),
+    "precision": ("auto", "fp16", "bf16", "fp32", "int8", "fp8"),
+    "calibration": ("max", "percentile", "mse"),
     "cache": ("none", "dynamic", "preallocated"),
     "projections": ("separate", "packed"),
     "backend": ("tensorrt", "tensorrt-rtx"),
