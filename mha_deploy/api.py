@@ -902,7 +902,7 @@ def validate(
         name for name in ("metric", "data_limit", "logits", "source", "resume") if getattr(settings, name)
     ]
     if settings.data is None and more:
-        what, hint = "These are about data, and there is none.", "give the samples, too: data="
+        what, hint = "These are about data, and there is none.", "give the samples, too: --data, or data="
         raise DeployError(what, got=", ".join(more), hint=hint)
     if settings.names and not (settings.graphs or settings.engine_files or runners):
         what, hint = "There is nothing whose names could be mapped.", "with graphs, engine_files or runners"

@@ -83,6 +83,7 @@ class Kind(Word):
     LENGTHS = "lengths"
     DID_NOT_RUN = "did not run"
     DID_NOT_CLOSE = "did not close"
+    NO_REFERENCE = "no reference"
     # One output of one case shows nothing
     ORACLE_ZERO = "oracle zero"
     ORACLE_SUBNORMAL = "oracle subnormal"

@@ -171,6 +171,7 @@ _REASONS: Mapping[Kind, str | Callable[[Reason], str]] = {
     Kind.OUT_OF_BUDGET: _out_of_budget,
     Kind.LENGTHS: "{0.got} tokens, not {0.wanted}",
     Kind.DID_NOT_RUN: "could not be run: {0.got}",
+    Kind.NO_REFERENCE: "the model itself has no result: {0.got}",
     Kind.DID_NOT_CLOSE: "could not be closed: {0.got}",
     Kind.ORACLE_ZERO: "the oracle is zero everywhere",
     Kind.ORACLE_SUBNORMAL: _subnormal,

@@ -225,6 +225,10 @@ _neighbors = _Neighbors()
 def load_function(reference: str, what: str, example: str) -> Callable[..., object]:
     """The function of `path/to/file.py:name` or `package.module:name`; `what` it is for, in messages."""
     place, _, name = reference.rpartition(":")
+    if not place or not name.isidentifier():
+        raise ExportError(
+            f"This names no function for {what}.", got=reference, hint="path/to/file.py:function"
+        )
     hint = "import it in Python by itself, and correct what that shows"
     with user_code(place, f"The file of {what} cannot be imported.", hint=hint):
         module = import_user_module(place)

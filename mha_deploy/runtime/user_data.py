@@ -60,11 +60,15 @@ def open_samples(given: Any, spec: ModelSpec) -> tuple[str, Iterator[Sample], in
     if isinstance(given, str) and is_factory(given):
         function = load_function(given, "the data", 'def samples(): yield {"x": array}')
         place = where_is(function) or given
-        with user_code(place, "The function of the samples failed."):
+        hint = "return or yield the samples there"
+        with user_code(place, "The function of the samples failed.", hint=hint):
             items = function()
             iterator = iter(items)  # type: ignore[call-overload]
         return given, samples_from(_guarded(iterator, place), spec, given.rpartition(":")[2]), 0
     if isinstance(given, str | Path):
+        if not str(given).strip():
+            hint = "a file, a folder, or file.py:samples"
+            raise DeployError("The data has no name.", got=repr(given), hint=hint)
         return str(given), read_samples(Path(given), spec), 0
     if callable(given):
         given = given()

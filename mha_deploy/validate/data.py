@@ -26,7 +26,7 @@ from mha_deploy.bundle.cases import GoldenCase
 from mha_deploy.bundle.folder import MANIFEST, Bundle, sha256
 from mha_deploy.bundle.manifest import Source
 from mha_deploy.bundle.samples import Sample, as_taken
-from mha_deploy.errors import DeployError
+from mha_deploy.errors import DeployError, ExportError
 from mha_deploy.files import read_regular
 from mha_deploy.metrics import Agreement, AgreementCounts, count_agreement, joined_agreement
 from mha_deploy.options import ValidateOptions
@@ -260,9 +260,8 @@ class _Tally:
         self.results.append(msgspec.structs.replace(result, digest=""))
         if result.is_outside:
             return
-        badness = (
-            math.inf if result.outcome is Outcome.FAILED and result.share is None else result.share or 0.0
-        )
+        least = {Outcome.FAILED: math.inf, Outcome.NOT_VERIFIED: 1.0}.get(result.outcome, 0.0)
+        badness = least if result.share is None else result.share
         entry = (badness, -len(self.results), result, sample)
         if len(self.worst) < _WORST_KEPT:
             heapq.heappush(self.worst, entry)
@@ -315,12 +314,15 @@ def validate_data(
                 digest = taken.digest
                 known = [kept.known.get((digest, each.key)) for each in tallies]
                 resumed += all(known)
-                case: GoldenCase | None = None
+                case: GoldenCase | Reason | None = None
                 for tally, found in zip(tallies, known, strict=True):
                     if found is None:
                         make = make or reference_of(bundle, options.source)
-                        case = case or make(taken)
-                        found = _judged(tally, case, taken, digest, bundle, options, measure)
+                        case = case or _case_of(make, taken)
+                        if isinstance(case, Reason):
+                            found = _Result(sample=taken.name, digest=digest, runtime=tally.key, reason=case)
+                        else:
+                            found = _judged(tally, case, taken, digest, bundle, options, measure)
                         kept.add(found)
                     tally.add(found, taken)
         finally:
@@ -332,6 +334,14 @@ def validate_data(
     judged = tuple(_conclude(each, measure, files) for each in tallies)
     kept.finish()
     return DataPass(DataRecord(sizes=spans, runtimes=judged, **about), files)
+
+
+def _case_of(make: Callable[[Sample], GoldenCase], sample: Sample) -> GoldenCase | Reason:
+    """A case, or why a sample has no reference: one on which the model overflows does not end a run."""
+    try:
+        return make(sample)
+    except ExportError as error:
+        return Reason(kind=Kind.NO_REFERENCE, got=error.in_one_line)
 
 
 def _key_of(runtime: Runtime, runner: Runner) -> str:

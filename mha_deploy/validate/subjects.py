@@ -153,6 +153,13 @@ def fit(runner: Runner, name: str, spec: ModelSpec, precision: Precision, names:
         if to not in types or (runner.outputs and by not in {*runner.inputs, *runner.outputs}):
             known = ", ".join(types) if to not in types else ", ".join({**runner.inputs, **runner.outputs})
             raise DeployError("A name in the mapping is not there.", got=f"{by}={to}", hint=f"one of {known}")
+        groups = (runner.inputs, ours[0]), (runner.outputs, ours[1])
+        if runner.outputs and not any(by in theirs and to in mine for theirs, mine in groups):
+            problem, hint = (
+                "The mapping joins an input and an output.",
+                "inputs to inputs, outputs to outputs",
+            )
+            raise DeployError(problem, got=f"{by}={to}", hint=hint)
     inputs = _pair("input", name, ours[0], runner.inputs, names)
     if more := [each for each in runner.inputs if each not in inputs.values()]:
         what, hint = f"{name} has inputs that the bundle has no numbers for.", f"give it {', '.join(ours[0])}"

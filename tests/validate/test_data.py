@@ -198,6 +198,16 @@ def test_a_metric_that_fails_is_an_error_of_its_line_and_long_samples_are_not_ve
     assert found.runtimes[0].metric.value == 2.0
 
 
+def test_one_sample_without_a_result_does_not_end_the_run(bundles):
+    """The layer itself overflows on it: there is nothing to compare with."""
+    data = [*layer_samples([3]), {"x": np.full((1, 2, 64), 6e4)}, *layer_samples([4])]
+    report = md.validate(bundles("tiny-gqa"), data=data, **QUICK)
+    (runtime,) = report.record.data.runtimes
+    assert (runtime.samples, runtime.failed, runtime.not_verified) == (3, 0, 1)
+    assert report.outcome == "not verified"
+    assert Kind.DATA_NOT_VERIFIED in [each.kind for each in report.findings]
+
+
 def test_an_imported_model_needs_its_file_for_data(tmp_path, bundles, trained):
     source = bundles("tiny-mha", "fp32").model_path
     bundle = md.import_onnx(source, tmp_path / "imported", precision="fp32", golden=("opt",))
