@@ -66,7 +66,7 @@ class Spelling:
         for node in ruled:
             if node in self._inputs:
                 continue
-            builder = NodeBuilder(f"{prefix}_{len(self._old) + 1}")
+            builder = NodeBuilder(f"{prefix}/{len(self._old) + 1}")
             new = rules[node.op_type](node, builder)
             if new is not None:
                 self._put(node, new, builder)
@@ -81,7 +81,9 @@ class Spelling:
 
     def original(self, value: ir.Value) -> ir.Value:
         """The value of the file that a rewritten one stands for; any other value itself."""
-        return self._old.get(value, value)
+        while value in self._old:
+            value = self._old[value]
+        return value
 
     def inputs_of(self, node: ir.Node) -> Sequence[ir.Value | None]:
         """The inputs of a node, whether it is in the graph or was taken out."""
