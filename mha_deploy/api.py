@@ -53,6 +53,7 @@ from mha_deploy.output import (
 )
 from mha_deploy.report import SavableResult, check_results
 from mha_deploy.status import Outcome
+from mha_deploy.text import plural
 
 if TYPE_CHECKING:
     import onnx
@@ -187,7 +188,7 @@ def load_model(
         projections: Q, K and V projections of a catalog layer: separate, or packed in one GEMM; default: the
             spec's own.
 
-    Example:
+    Examples:
         >>> model = md.load_model("tiny-mha", axes={"S": "1:32:128"})
         >>> model.name, str(model.source.axes["S"])
         ('tiny-mha', '1:32:128')
@@ -270,7 +271,7 @@ def load_checkpoint(
         cache: See `load_model`.
         projections: See `load_model`.
 
-    Example:
+    Examples:
         >>> md.load_checkpoint("out")
         Traceback (most recent call last):
         mha_deploy.errors.SpecError: There is no config.json here...
@@ -319,7 +320,7 @@ def export(
     Raises:
         BackendUnavailable: PyTorch or its ONNX exporter is not installed.
 
-    Example:
+    Examples:
         >>> bundle = md.export("tiny-mha", "out/tiny", precision="fp32")
         >>> bundle.manifest.spec.name, [case.name for case in bundle.manifest.golden]
         ('tiny-mha', ['min', 'opt', 'odd', 'large'])
@@ -430,7 +431,7 @@ def import_onnx(
         on_step: Called as each step begins.
         options: See `export`: `precision`, `golden`, `seed`, `overwrite`.
 
-    Example:
+    Examples:
         >>> bundle = md.import_onnx("out/tiny/model.onnx", "out/imported", precision="fp32")
         >>> len(bundle.manifest.attention), bundle.manifest.spec.summary
         (1, 'imported from model.onnx')
@@ -476,7 +477,7 @@ def open_bundle(path: StrPath, *, verify: bool = True) -> Bundle:
     Raises:
         BundleError: It is missing, incomplete, changed, or of another format.
 
-    Example:
+    Examples:
         >>> bundle = md.open_bundle("out/tiny")
         >>> bundle.manifest.precision.name
         'fp32'
@@ -502,7 +503,7 @@ def fuse(model: AnyModel, *, verify: bool = True) -> tuple[AnyModel, FuseReport]
     Returns:
         The new model, of the same type, and a report: `fused`, `unfused` with reasons, `already`, `complete`.
 
-    Example:
+    Examples:
         >>> import onnx
         >>> model, fusion = md.fuse(onnx.load("out/tiny/model.onnx"))
         >>> type(model).__name__, len(fusion.already), fusion.complete
@@ -545,7 +546,7 @@ def fuse_file(
     Returns:
         The report; see `fuse`.
 
-    Example:
+    Examples:
         >>> md.fuse_file("out/tiny/model.onnx", "out/fused.onnx").complete
         True
     """
@@ -601,20 +602,36 @@ def check(
     Returns:
         One record for each attention and target: `taken`, `fused`, both also `_when_lowered`, and `findings`.
 
-    Example:
+    Examples:
         >>> for found in md.check("out/tiny", target="tensorrt", version="10.3"):
         ...     print(found.taken, found.taken_when_lowered)
         False True
     """
-    from mha_deploy.engine.lowered import check_eligibility
+    from mha_deploy.engine.lowered import check_eligibility, refuse_foreign_operators
     from mha_deploy.graph.file import load_graph
     from mha_deploy.graph.rules import requested_target
     from mha_deploy.runtime.tensorrt.builder import capabilities_of
+    from mha_deploy.runtime.tensorrt.versions import NotFusedError
 
     targets = [requested_target(target, version, each) for each in capabilities_of(sm) or (None,)]
     is_file = not isinstance(bundle, Bundle) and Path(bundle).suffix == ".onnx"
     graph = load_graph(Path(str(bundle)) if is_file else _open(bundle).model_path)
+    refuse_foreign_operators(graph)
+    if is_file and (left := _unfused(graph)):
+        count, names = plural(len(left), "attention"), ", ".join(left[:3]) + (", …" if left[3:] else "")
+        hint = f"mha-deploy fuse {bundle} -o fused.onnx, then check that; or export it"
+        raise NotFusedError(f"{count} of this file not fused yet.", got=names, hint=hint)
     return [found for each in targets for found in check_eligibility(graph, each)]
+
+
+def _unfused(graph: Any) -> list[str]:
+    """The attentions of a graph that are not `Attention` nodes, by the names that they would have."""
+    from mha_deploy.graph.fuse import fuse_attention
+    from mha_deploy.runtime.user_code import graph_code
+
+    with graph_code(f"graph {graph.graph.name or 'without a name'}"):
+        _, report = fuse_attention(graph.clone(), verify=False)
+    return [each.name for each in (*report.fused, *report.unfused)]
 
 
 # -- Engines ---------------------------------------------------------------------------------------
@@ -646,7 +663,7 @@ def build_engine(
     Raises:
         BackendUnavailable: The TensorRT that was asked for is not installed or cannot build here.
 
-    Example:
+    Examples:
         >>> engine = md.build_engine("out/tiny", backend="tensorrt-rtx")     # doctest: +SKIP
         >>> engine.manifest.all_fused                                        # doctest: +SKIP
         True
@@ -686,7 +703,7 @@ def trtexec(engine: Engine | StrPath, onnx: StrPath = "lowered.onnx", plan: StrP
     Raises:
         DeployError: The engine is one of TensorRT-RTX.
 
-    Example:
+    Examples:
         >>> md.trtexec("out/tiny/engines/none.engine")
         Traceback (most recent call last):
         mha_deploy.errors.BundleError: There is no engine with a manifest here...
@@ -707,7 +724,7 @@ def open_engine(path: StrPath) -> Engine:
     Raises:
         BundleError: It is missing, changed, or of another format.
 
-    Example:
+    Examples:
         >>> md.open_engine("out/tiny/engines/none.engine")
         Traceback (most recent call last):
         mha_deploy.errors.BundleError: There is no engine with a manifest here...
@@ -729,7 +746,7 @@ def package(bundle: Bundle | StrPath, repository: StrPath, **options: Unpack[Pac
     Raises:
         BackendUnavailable: Triton's schema is not installed, or a plugin library is missing.
 
-    Example:
+    Examples:
         >>> md.package("out/tiny", "out/models", backends=["ort-cpu"]).max_batch
         4
     """
@@ -759,7 +776,7 @@ def open_runner(model: Any, backend: str | None = None) -> Runner:
     Raises:
         BackendUnavailable: The runtime is not installed or cannot run here.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> with md.open_runner("out/tiny") as runner:
         ...     outputs = runner.run({"x": np.zeros((1, 3, 64), np.float32)})
@@ -888,7 +905,7 @@ def validate(
     Raises:
         BackendUnavailable: A runtime that was asked for by name cannot run here, or there is no such server.
 
-    Example:
+    Examples:
         >>> report = md.validate("out/tiny", latency=False)
         >>> report.outcome.value, report.passed
         ('passed', True)
@@ -942,7 +959,7 @@ def check_parity(bundle: Bundle | StrPath, runner: Any) -> ParityReport:
     Returns:
         The verdict on every output of every case: `passed` and `verdicts`.
 
-    Example:
+    Examples:
         >>> report = md.check_parity("out/tiny", "out/tiny/model.onnx")
         >>> report.passed, len(report.verdicts)
         (True, 4)
@@ -978,7 +995,7 @@ def bench(
     Raises:
         BackendUnavailable: There is no GPU, or a runtime that was asked for by name cannot run here.
 
-    Example:
+    Examples:
         >>> timing = md.bench("out/tiny", at=["opt"])                        # doctest: +SKIP
         >>> md.BenchReport([timing]).save("out/tiny")                        # doctest: +SKIP
     """
@@ -1064,7 +1081,7 @@ def replay(line: str, bundle: Bundle | StrPath | None = None, *, tolerance: floa
     Raises:
         BackendUnavailable: There is no GPU, or the runtime cannot run here.
 
-    Example:
+    Examples:
         >>> md.replay("benchmarks/results/h200.jsonl:1", "out/bert").passed  # doctest: +SKIP
     """
     from mha_deploy.regression.record import pick_line, replay_line
@@ -1088,7 +1105,7 @@ def bisect(
     Returns:
         `wrong`, `first_wrong`, `first_node`, and the `reference` that values inside were compared with.
 
-    Example:
+    Examples:
         >>> found = md.bisect("out/tiny")
         >>> found.wrong is None, found.runs
         (True, 1)
@@ -1133,7 +1150,7 @@ def self_test(
     Returns:
         `passed`, and what became of each mutation.
 
-    Example:
+    Examples:
         >>> md.self_test("out/tiny").passed
         True
     """
@@ -1216,7 +1233,7 @@ def deploy(
     Raises:
         BackendUnavailable: No engine can be built here as requested; raised before the export.
 
-    Example:
+    Examples:
         >>> done = md.deploy("tiny-mha", "out/deployed", precision="fp32", engine=False)
         >>> done.report.passed, done.engine
         (True, None)
@@ -1244,6 +1261,8 @@ def deploy(
     prepare_child(ONNX_RUNTIME)  # it imports its runtime while PyTorch exports
     bundle = export(found, out, precision=precision, overwrite=overwrite, on_step=report, **exported)
     reached(bundle)
+    if engine:
+        _refuse_unsupported(bundle, settings)
     built: list[Engine] = []
 
     def build(graph: Any) -> None:
@@ -1259,6 +1278,17 @@ def deploy(
     )
     record = validate_bundle(bundle, judged, build=build if engine else None, on_step=_without_count(report))
     return Deployment(bundle=bundle, engine=next(iter(built), None), report=Report(record), **tried)
+
+
+def _refuse_unsupported(bundle: Bundle, settings: EngineOptions) -> None:
+    """Refuse attention that no kernel takes before the graph is validated."""
+    from mha_deploy.engine.engine import default_backend
+    from mha_deploy.engine.lowered import refuse_unsupported
+    from mha_deploy.graph.file import load_graph
+    from mha_deploy.runtime.tensorrt.versions import load
+
+    rt = load(settings.backend or default_backend())
+    refuse_unsupported(rt, load_graph(bundle.model_path), settings)
 
 
 def _best_candidate(
@@ -1354,7 +1384,7 @@ def compare(old: Any, new: Any, **options: Any) -> Comparison:
         The changes: `passed`, `regressions`, `headline`, `changes`; `to_markdown()`, `to_junit()`,
         `to_html()` and `to_json()`.
 
-    Example:
+    Examples:
         >>> md.compare("out/tiny", "out/tiny").passed
         True
     """
@@ -1389,7 +1419,7 @@ def matrix(
     Raises:
         BackendUnavailable: Ray was asked for and is not there.
 
-    Example:
+    Examples:
         >>> plan = {"models": ["tiny-mha"], "runtimes": [{"name": "rtx", "backend": "tensorrt-rtx"}]}
         >>> found = md.matrix(plan, "out/matrix", jobs=1)                    # doctest: +SKIP
         >>> [cell.summary for cell in found.cells]                           # doctest: +SKIP
@@ -1419,7 +1449,7 @@ def models(*, tiny: bool = False) -> list[AttentionSpec]:
     Args:
         tiny: Whether to include the small layers that the tests use.
 
-    Example:
+    Examples:
         >>> [spec.name for spec in md.models() if spec.name.startswith("llama-3-8b")]
         ['llama-3-8b']
     """
@@ -1447,7 +1477,7 @@ def analyze(
             every axis; with a KV cache, the decode step.
         axes: See `load_model`.
 
-    Example:
+    Examples:
         >>> analysis = md.analyze("bert-base", at="B=1,S=128")
         >>> analysis.cost.parameters
         2362368
@@ -1496,7 +1526,7 @@ def compare_heads(
     Raises:
         BackendUnavailable: PyTorch is not installed.
 
-    Example:
+    Examples:
         >>> md.compare_heads("tiny-mha").matrix.shape
         (4, 4)
     """
@@ -1565,6 +1595,7 @@ class Inspection:
         misfits: Of an engine: why it cannot run on this machine.
         attention: Of an ONNX file: its attention nodes.
         foreign: Of an ONNX file: domains of operators that are not ONNX's. No engine is built of them.
+        unfused: Of an ONNX file: its attentions that are not `Attention` nodes.
     """
 
     path: Path
@@ -1574,6 +1605,7 @@ class Inspection:
     misfits: tuple[str, ...] = ()
     attention: tuple[Mapping[str, Any], ...] = ()
     foreign: tuple[str, ...] = ()
+    unfused: tuple[str, ...] = ()
 
 
 def inspect(path: StrPath, *, verify: bool = False) -> Inspection:
@@ -1587,7 +1619,7 @@ def inspect(path: StrPath, *, verify: bool = False) -> Inspection:
     Raises:
         BundleError: It is missing, changed, of another format, or an engine of another bundle.
 
-    Example:
+    Examples:
         >>> [node["kind"] for node in md.inspect("out/tiny/model.onnx").attention]
         ['MHA']
     """
@@ -1598,7 +1630,9 @@ def inspect(path: StrPath, *, verify: bool = False) -> Inspection:
 
         graph = load_graph(path)
         nodes = tuple(node.describe() for node in attention_nodes(graph))
-        return Inspection(path=path, attention=nodes, foreign=tuple(foreign_domains(graph)))
+        foreign = tuple(foreign_domains(graph))
+        left = () if foreign else tuple(_unfused(graph))
+        return Inspection(path=path, attention=nodes, foreign=foreign, unfused=left)
     if path.suffix != ".engine":
         bundle, engines = open_bundle(path) if verify else open_folder(path), []
         if any(path.glob("*/*.engine")):  # else there is no need to load what reads them
@@ -1628,7 +1662,7 @@ def init(path: StrPath = "mha-deploy.toml", *, overwrite: bool = False) -> Path:
         path: The file.
         overwrite: Replace a file that is there.
 
-    Example:
+    Examples:
         >>> md.init("out/mha-deploy.toml").name
         'mha-deploy.toml'
     """
@@ -1648,7 +1682,7 @@ def doctor(*, load: bool = False) -> dict[str, Any]:
     Returns:
         Plain data: `versions`, `runtimes`, `gpus` and `can`.
 
-    Example:
+    Examples:
         >>> sorted(md.doctor()["can"])
         ['build-engine', 'export', 'run-engines', 'validate']
     """
@@ -1668,7 +1702,7 @@ def configure(
         trust_code: Run the factory that a bundle names, for fresh cases and PyTorch baselines. This runs code
             of the bundle's author; default: only factories that this process exported.
 
-    Example:
+    Examples:
         >>> md.configure(time_limit=3600)
     """
     from mha_deploy.runtime.child import isolation
@@ -1691,7 +1725,7 @@ def plugins() -> dict[str, Any]:
         Plain data: the `places` that are searched, and the `libraries`, each with its `problem` and whether
         it `fits` the TensorRT here.
 
-    Example:
+    Examples:
         >>> sorted(md.plugins())
         ['libraries', 'places']
     """
@@ -1719,7 +1753,7 @@ def find_plugin(backend: str = "tensorrt") -> PluginLibrary:
         PluginError: There is none, or the backend takes no plugin.
         BackendUnavailable: The backend is not installed.
 
-    Example:
+    Examples:
         >>> md.find_plugin().path                                            # doctest: +SKIP
     """
     from mha_deploy.engine.plugins import find_plugins
@@ -1748,7 +1782,7 @@ def find_plugin_parts(
     Raises:
         BackendUnavailable: Something is missing; the message says how to install it.
 
-    Example:
+    Examples:
         >>> md.find_plugin_parts(cuda_include="out")
         Traceback (most recent call last):
         mha_deploy...Error: The folder has no headers...
@@ -1781,7 +1815,7 @@ def build_plugins(
     Raises:
         BackendUnavailable: A part is missing, or the compiler failed.
 
-    Example:
+    Examples:
         >>> md.build_plugins(architectures="90").path                        # doctest: +SKIP
     """
     from mha_deploy.engine.plugins import build_folder, compile_library

@@ -135,8 +135,8 @@ def summarize_names(names: Sequence[str], *, joint: str = " ") -> str:
 # -- Reasons: what is wrong, in words --------------------------------------------------------------
 
 MEASURES = {
-    "relative_l2": "relative L2",
-    "worst_vector": "worst vector",
+    "relative_l2": "rel. L2",
+    "worst_vector": "vector",
     "max_abs": "largest element",
     "gain": "gain",
     "local": "slice",

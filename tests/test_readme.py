@@ -22,7 +22,7 @@ from mha_deploy.runtime.cuda import find_gpu
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-DOCS = sorted((ROOT / "docs").glob("*.md"))
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [*(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")), *DOCS]
 TABLE = re.findall(r"^\| `(mha-deploy [^`]+)` \|", README, re.MULTILINE)
 
@@ -285,7 +285,7 @@ def test_every_link_leads_to_a_file():
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in DOCS)])
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", *(str(p.relative_to(ROOT)) for p in DOCS)])
 def test_every_path_in_the_text_exists(page):
     text = (ROOT / page).read_text(encoding="utf-8")
     paths = re.findall(r"`((?:mha_deploy|tests|benchmarks|examples|plugins)/[\w./]*)`", text)

@@ -33,6 +33,8 @@ _KINDS: dict[str, Any] = {
 }  # fmt: skip
 _METAVARS = {str: "NAME", int: "N", float: "X", Path: "PATH", bool: ""}  # a flag takes no value
 JSON = option(False, "Print the result as JSON to stdout.")
+QUIET = option(False, "Print the verdict alone, and no progress.", "-q", "--quiet")
+VERBOSE = option(False, "Print every table, also of what passed.", "-v", "--verbose")
 
 
 def argument(metavar: str, about: str, default: Any = MISSING) -> Any:
@@ -81,6 +83,23 @@ class Result:
     lines: Callable[[], Iterable[RenderableType]]  # for people; made only for them
     outcome: Outcome = Outcome.PASSED  # the verdict, which is the exit code
     save: Callable[[], Path] | None = None  # writes the report, once the result is printed
+    verdict: RenderableType | None = None  # for `--quiet`; default: all lines
+
+
+@dataclass
+class _Detail:
+    """How much is printed."""
+
+    quiet: bool = False
+    verbose: bool = False
+
+
+_detail = _Detail()
+
+
+def is_verbose() -> bool:
+    """Whether tables of what passed are asked for."""
+    return _detail.verbose
 
 
 def verb(*groups: dict[str, Field[Any]]) -> Callable[[Callable[..., Result | None]], Callable[..., None]]:
@@ -95,13 +114,14 @@ def verb(*groups: dict[str, Field[Any]]) -> Callable[[Callable[..., Result | Non
         own = {each.name: each for each in parameters if each.kind is not Parameter.VAR_KEYWORD}
         known = {name: (str(each.annotation), each.default) for name, each in own.items()}
         known |= {name: (str(each.type), each) for group in groups for name, each in group.items()}
-        known.setdefault("json", ("bool", JSON))
+        for name, each in (("quiet", QUIET), ("verbose", VERBOSE), ("json", JSON)):
+            known.setdefault(name, ("bool", each))
 
         def position(name: str) -> int:
             """Arguments first, then the options of records, the verb's own, and those of all verbs."""
             if "is_argument" in known[name][1].metadata:
                 return 0
-            return 3 if name in CONTROL or name == "json" else 1 + (name in own)
+            return 3 if name in CONTROL or name in ("json", "quiet", "verbose") else 1 + (name in own)
 
         verb_name = function.__name__.rstrip("_").replace("_", "-")
 
@@ -114,6 +134,7 @@ def verb(*groups: dict[str, Field[Any]]) -> Callable[[Callable[..., Result | Non
             settings = {name: values.pop(name) for name in CONTROL if name in values}
             if any(settings.values()):
                 md.configure(**settings)
+            _detail.quiet, _detail.verbose = values.pop("quiet"), values.pop("verbose")
             json = values["json"] if "json" in own else values.pop("json")
             try:
                 with _only_results():
@@ -128,10 +149,15 @@ def verb(*groups: dict[str, Field[Any]]) -> Callable[[Callable[..., Result | Non
                 return
             if json:
                 typer.echo(json_text.dumps(result.data, indent=2))
+            elif _detail.quiet and result.verdict is not None:
+                show(result.verdict)
             else:
                 show(*result.lines())
             if result.save is not None:
-                typer.echo(f"report: {result.save()}", err=json or values.get("markdown", False))
+                saved = result.save()
+                apart = json or values.get("markdown", False)
+                if not (_detail.quiet and not apart):
+                    typer.echo(f"report: {saved}", err=apart)
             if result.outcome.exit_code:
                 raise typer.Exit(EXIT_VERDICT_FAILED)
 
@@ -315,26 +341,36 @@ def show(*lines: RenderableType) -> None:
     """Print tables with Rich, and plain lines as they are."""
     from rich.console import Console
 
-    console = Console(file=result_stream())
+    stream = result_stream()
+    console = Console(file=stream)
     for line in lines:
         if isinstance(line, str):
-            typer.echo(line, file=result_stream())
-        else:
+            typer.echo(line, file=stream)
+        elif console.is_terminal:
             console.print(line)
+        else:  # tables are padded to the width, which nobody wants in a file
+            with console.capture() as captured:
+                console.print(line)
+            for each in captured.get().splitlines():
+                typer.echo(each.rstrip(), file=stream)
 
 
 @contextmanager
 def show_steps(title: str) -> Iterator[Callable[[str, int, int], None]]:
     """Show the steps of a long job; yields what the API calls as `on_step`."""
+    if _detail.quiet:
+        yield lambda name, number, count: None
+        return
     from rich.console import Console
 
     console = Console(stderr=True)
     if console.is_terminal:
-        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+        from rich import progress as bars
 
-        text = TextColumn("{task.description}", markup=False)
-        with Progress(
-            SpinnerColumn(), text, BarColumn(), TimeElapsedColumn(), console=console, transient=True
+        text = bars.TextColumn("{task.description}", markup=False)
+        times = bars.TimeElapsedColumn(), bars.TextColumn("left"), bars.TimeRemainingColumn(compact=True)
+        with bars.Progress(
+            bars.SpinnerColumn(), text, bars.BarColumn(20), *times, console=console, transient=True
         ) as progress:
             task = progress.add_task(title, total=None)
             yield lambda name, number, count: progress.update(

@@ -6,7 +6,6 @@ line, for zsh and fish with a tab and a description. Where nothing is printed, t
 
 from __future__ import annotations
 
-import ast
 import os
 import shlex
 from collections.abc import Iterator
@@ -17,7 +16,6 @@ from typing import Any
 from mha_deploy.cli.help import choices_of
 
 SHELLS = ("bash", "zsh", "fish")
-_MOST_BYTES = 2**20  # of a Python file that is searched for factories
 _MOST_ENTRIES = 1000  # of a folder that is searched for bundles
 
 _SCRIPTS = {
@@ -152,11 +150,12 @@ def _values(verb: str, parameter: Any, begun: str) -> Iterator[tuple[str, str]]:
 
 def _models(begun: str) -> Iterator[tuple[str, str]]:
     """Catalog names, the factories behind `file.py:`, and the files that hold models."""
+    from mha_deploy.model.catalog import catalog_names, factories_in
+
     file, colon, _ = begun.rpartition(":")
     if colon:
-        yield from ((f"{file}:{name}", about) for name, about in factories_in(Path(file)))
+        yield from ((f"{file}:{name}", _brief(about)) for name, about in factories_in(Path(file)))
         return
-    from mha_deploy.model.catalog import catalog_names
 
     yield from ((name, "catalog") for name in catalog_names() if not name.startswith("tiny") or begun)
     folder, slash, _ = begun.rpartition("/")
@@ -168,32 +167,6 @@ def _models(begun: str) -> Iterator[tuple[str, str]]:
             yield f"{shown}:", "Python file"
         elif path.suffix in (".onnx", ".toml"):
             yield shown, "file"
-
-
-def factories_in(path: Path) -> list[tuple[str, str]]:
-    """The functions of a Python file that may be factories, with their first sentence; nothing is run.
-
-    A factory takes no arguments and returns something. Where some say that they return a `Deployable`, by
-    their annotation or by a call in them, only these are.
-    """
-    try:
-        if not path.is_file() or path.stat().st_size > _MOST_BYTES:
-            return []
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
-        return []
-    possible = [each for each in tree.body if isinstance(each, ast.FunctionDef) and _is_callable(each)]
-    certain = [each for each in possible if "Deployable" in ast.dump(each)]
-    named = certain or [each for each in possible if not each.name.startswith("_")]
-    return [(each.name, _brief(ast.get_docstring(each))) for each in named]
-
-
-def _is_callable(function: ast.FunctionDef) -> bool:
-    """Whether a function needs no argument, and returns something."""
-    taken = function.args
-    without = len(taken.posonlyargs) + len(taken.args) == len(taken.defaults)
-    returns = any(isinstance(each, ast.Return) and each.value is not None for each in ast.walk(function))
-    return returns and without and None not in taken.kw_defaults
 
 
 def _bundles(begun: str) -> Iterator[tuple[str, str]]:

@@ -366,12 +366,25 @@ _MOST_LAYERS, _SHOWN_FAILURES, _SHOWN_KERNELS = 8, 4, 6
 _LEVELS = {"failure": "red", "warning": "yellow", "note": "dim"}
 
 
-def report_renderable(report: Data) -> RenderableType:
-    """A report from its data: the evidence first, then the findings. The last line is the verdict."""
+def verdict_renderable(report: Data) -> Text:
+    """The overall verdict of a report."""
+    return head(report["verdict"]["outcome"], report["verdict"]["headline"])
+
+
+def report_renderable(report: Data, *, verbose: bool = False, headed: bool = True) -> RenderableType:
+    """A report from its data: the verdict, what failed, then the evidence; what passed in a line each.
+
+    With `verbose`, every table. Not `headed`: without the verdict, which stands elsewhere.
+    """
     model = f"{report['model']['name']} {report['model']['precision']}"
-    blocks: list[RenderableType] = [Text(f"{model}, errors against the FP64 oracle", style="bold")]
+    verdict = report["verdict"]
+    by_level = group_by(verdict["findings"], lambda finding: finding["level"])
+    findings = {group[0]["level"]: _finding_lines(group) for group in by_level}
+    blocks: list[RenderableType] = [verdict_renderable(report)] if headed else []
+    blocks += findings.pop("failure", [])
+    blocks.append(Text(f"{model}, errors against the FP64 oracle", style="bold"))
     blocks += [render(tables.subjects_table(report["subjects"]))] if report["subjects"] else []
-    blocks += [parity_renderable(run) for run in report["parity"]]
+    blocks += [parity_renderable(run, verbose=verbose) for run in report["parity"]]
     blocks += [decode_renderable(report["decode"])] if report["decode"] else []
     blocks += map(_invariance, group_by(report["invariance"], lambda check: check["backend"]))
     blocks += [_conformance(report["conformance"])] if report["conformance"] else []
@@ -381,10 +394,7 @@ def report_renderable(report: Data) -> RenderableType:
         blocks += loss_renderables(report["loss"])
     if report["data"]:
         blocks += [render(tables.data_table(report["data"])), render(tables.worst_table(report["data"]))]
-    verdict = report["verdict"]
-    for finding in verdict["findings"]:
-        blocks.append(Text(f"{finding['level']}: {finding['text']}", style=_LEVELS[finding["level"]]))
-    return Group(*blocks, head(verdict["outcome"], verdict["headline"]))
+    return Group(*blocks, *(line for lines in findings.values() for line in lines))
 
 
 def loss_renderables(found: Data) -> list[RenderableType]:
@@ -394,9 +404,34 @@ def loss_renderables(found: Data) -> list[RenderableType]:
     return [render(each, title=True) for each in shown]
 
 
-def parity_renderable(run: Data) -> RenderableType:
-    """A row for every output of every case, or for every attention of a module, and the verdict."""
+def _finding_lines(findings: Sequence[Data]) -> list[RenderableType]:
+    style = _LEVELS[findings[0]["level"]]
+    return [Text(f"{each['level']}: {each['text']}", style=style) for each in findings]
+
+
+def _passed_renderable(run: Data) -> Text:
+    """What passed, in a line: `ort-cpu 1.23: 5 outputs of golden cases ≤ 38% of the budget`."""
+    shares = [verdict["share"] for verdict in run["verdicts"] if verdict["share"] is not None]
+    count, within = len(run["verdicts"]), f" ≤ {max(shares):.0%} of the budget" if shares else ""
+    if run["cases"] == tables.LAYERS:
+        what = plural(count, "attention")
+    else:
+        what = f"{plural(count, 'output')} of {run['cases']} cases"
+    return Text(f"passed  {run['backend']}: {what}{within}", style=_STYLES["good"])
+
+
+def parity_renderable(run: Data, *, verbose: bool = True) -> RenderableType:
+    """A row for every output of every case, or for every attention of a module, and the verdict.
+
+    Without `verbose`, what passed is one line, and of what failed only those outputs are listed.
+    """
     run = as_plain(run)
+    if not verbose and run["outcome"] == Outcome.PASSED:
+        return _passed_renderable(run)
+    if not verbose and (failures := _not_passed(run)) and len(failures) < len(run["verdicts"]):
+        good = [verdict for verdict in run["verdicts"] if verdict not in failures]
+        line = _passed_renderable({**run, "verdicts": good})
+        return Group(parity_renderable({**run, "verdicts": failures}), line)
     if run["cases"] == tables.LAYERS:
         built, noun, right = _layers_table(run), "attentions", "right"
     else:

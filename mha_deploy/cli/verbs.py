@@ -23,6 +23,7 @@ from mha_deploy.cli.arguments import (
     MODEL,
     Result,
     argument,
+    is_verbose,
     options_from,
     parse_pairs,
     pop_model,
@@ -37,7 +38,7 @@ from mha_deploy.files import PathPart
 from mha_deploy.options import AUTO, OF_DEPLOY, option
 from mha_deploy.process import python_command, run
 from mha_deploy.status import Outcome
-from mha_deploy.text import yes_no
+from mha_deploy.text import plural, yes_no
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -118,7 +119,9 @@ def deploy(
     except DeployError:
         if reached:  # the bundle is written and its graph may be verified: print that first
             _report_removed(reached[0])
-            runs = [run.to_dict() for graph in reached[1:2] for run in graph.parity]
+            from msgspec import to_builtins
+
+            runs = [to_builtins(run) for graph in reached[1:2] for run in graph.parity]
             verified = map(tables.parity_renderable, runs)
             show(*([] if json else [tables.bundle_renderable(reached[0]), *verified]))
         raise
@@ -130,14 +133,17 @@ def deploy(
         data["chosen"] = {"name": done.chosen.name, "why": done.why}
 
     def lines() -> Iterator[RenderableType]:
+        yield verdict
         if (tried := done.candidates_table()) is not None and done.chosen is not None:
             yield from (tables.render(tried), f"chosen: {done.chosen.name}: {done.why}")
         yield tables.bundle_renderable(done.bundle)
         if done.engine is not None:
             yield tables.engine_renderable(done.engine)
-        yield tables.report_renderable(done.report.to_dict())
+        yield tables.report_renderable(found, verbose=is_verbose(), headed=False)
 
-    return Result(data, lines, done.report.outcome, partial(done.report.save, done.bundle.path))
+    found = done.report.to_dict()
+    save, verdict = partial(done.report.save, done.bundle.path), tables.verdict_renderable(found)
+    return Result(data, lines, done.report.outcome, save, verdict)
 
 
 def _default_folder(model: md.Model, named: str, cache: str | None, precision: str) -> Path:
@@ -342,7 +348,13 @@ def validate(
         result = md.validate(opened, on_step=on_step, **options)
 
     data, save = result.to_dict(), partial(result.save, folder, overwrite=overwrite) if report else None
-    return Result(data, lambda: [tables.report_renderable(data)], outcome=result.outcome, save=save)
+    return Result(
+        data,
+        lambda: [tables.report_renderable(data, verbose=is_verbose())],
+        outcome=result.outcome,
+        save=save,
+        verdict=tables.verdict_renderable(data),
+    )
 
 
 @verb(options_from(md.bisect, "backend"), CONTROL)
@@ -529,6 +541,7 @@ def inspect(
         data = engine_to_dict(found.engines[0]) | here
     else:
         data = {"file": str(path), "attention": list(found.attention), "foreign": list(found.foreign)}
+        data["unfused"] = list(found.unfused)
 
     def lines() -> Iterator[RenderableType]:
         if found.bundle is not None:
@@ -547,6 +560,10 @@ def inspect(
                 yield "Fusion and precision are not verified: only TensorRT can read this plan, on its GPU."
         else:
             yield tables.attention_renderable(found.attention)
+            if found.unfused:
+                count = plural(len(found.unfused), "attention")
+                yield f"{count} not fused: {', '.join(found.unfused)}"
+                yield f"mha-deploy fuse {path} -o fused.onnx makes one Attention node of each that it can"
             if found.foreign:
                 yield f"No engine is built of it: {', '.join(found.foreign)} are not ONNX's operators."
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,10 +15,11 @@ from mha_deploy.graph import rules
 from mha_deploy.graph.attention_node import attention_nodes
 from mha_deploy.graph.file import foreign_domains
 from mha_deploy.graph.lower import lower
+from mha_deploy.graph.lower.call import LoweringError
 from mha_deploy.graph.rules import Eligibility, Target
 from mha_deploy.options import EngineOptions
 from mha_deploy.runtime.tensorrt.builder import capabilities_of
-from mha_deploy.runtime.tensorrt.versions import EngineError, TensorRT
+from mha_deploy.runtime.tensorrt.versions import EngineError, NotFusedError, TensorRT
 
 # -- Which kernels compute attention and projections: TensorRT's own, or the plugin's --------------
 
@@ -101,17 +103,7 @@ def lower_for(rt: TensorRT, model: ir.Model, options: EngineOptions) -> tuple[ir
     targets = targets_of(rt, options)
     # A graph without attention nodes is built as well; the verdict reports that none was recognised.
     answers = [answer for target in targets for answer in rules.judge(attention_nodes(model), target)]
-    for answer in answers:
-        # Report before a long build that it would fail.
-        hopeless = [
-            finding
-            for finding in answer.findings
-            if finding.cured_by is None and finding.severity in (rules.REFUSED, rules.WRONG_ANSWER)
-        ]
-        if hopeless:
-            problem = f"{answer.target} cannot take the node {answer.node.name}."
-            got = "; ".join(finding.message for finding in hopeless)
-            raise EngineError(problem, got=got, hint="; ".join(finding.remedy for finding in hopeless))
+    _refuse_hopeless(answers)
     if dialect == "primitives":
         exact = not any(target.is_among("tensorrt < 10") for target in targets)
         return lower(model, dialect, gqa=options.gqa or AUTO, shift_masks=exact), answers
@@ -121,6 +113,30 @@ def lower_for(rt: TensorRT, model: ir.Model, options: EngineOptions) -> tuple[ir
     for answer in answers:
         chosen |= {name: value for name, value in answer.options.items() if name != "decompose"}
     return lower(model, dialect, **chosen), answers
+
+
+def refuse_unsupported(rt: TensorRT, model: ir.Model, options: EngineOptions) -> None:
+    """Refuse a graph whose attention no kernel of TensorRT takes, before anything else is done with it."""
+    if options.attention != NATIVE:
+        return
+    try:
+        lower_for(rt, model, options)
+    except LoweringError as error:  # the graph is valid, so this is a verdict
+        raise NotFusedError(error.what, got=error.got, hint=error.hint) from error
+
+
+def _refuse_hopeless(answers: Sequence[Eligibility]) -> None:
+    """Report before a long build that it would fail."""
+    for answer in answers:
+        hopeless = [
+            finding
+            for finding in answer.findings
+            if finding.cured_by is None and finding.severity in (rules.REFUSED, rules.WRONG_ANSWER)
+        ]
+        if hopeless:
+            problem = f"{answer.target} cannot take the node {answer.node.name}."
+            got = "; ".join(finding.message for finding in hopeless)
+            raise NotFusedError(problem, got=got, hint="; ".join(finding.remedy for finding in hopeless))
 
 
 def targets_of(rt: TensorRT, options: EngineOptions) -> list[Target]:

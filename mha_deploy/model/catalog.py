@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import sys
 from pathlib import Path
 
@@ -15,6 +17,8 @@ else:
     import tomli as tomllib
 
 _LARGEST_SPEC = 1 << 20
+_LARGEST_SOURCE = 1 << 20  # of a Python file that is searched for factories
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -35,9 +39,60 @@ def find_spec(model: str) -> AttentionSpec:
         return read_spec(Path(model))
     names = catalog_names()
     if model not in names:
+        refuse_what_is_no_model(model)
         hint = f"{nearest(model, names)} Or a path to a .toml file."
         raise SpecError("No model of that name.", got=model, hint=hint)
     return read_spec(catalog_folder() / f"{model}.toml")
+
+
+def refuse_what_is_no_model(model: str) -> None:
+    """Refuse what is a file, a folder or a name of something else, with what was probably meant."""
+    path = Path(model)
+    if path.suffix == ".py" and path.is_file():
+        known = [f"{model}:{name}" for name, _ in factories_in(path)]
+        hint = f"a function without arguments that returns a Deployable, as {model}:encoder"
+        problem = "A Python file needs the name of a factory in it."
+        raise SpecError(problem, got=model, hint=" or ".join(known) or hint)
+    if (path / "config.json").is_file():
+        raise SpecError("This is the folder of a checkpoint.", got=model, hint=f"--hf {model} --layer 0")
+    if (path / "manifest.json").is_file():
+        hint = f"mha-deploy validate {model}, or build-engine"
+        raise SpecError("This is a bundle: it is exported already.", got=model, hint=hint)
+    if path.is_file():
+        hint = "file.py:factory for the module, and this file as --weights"
+        raise SpecError("This file is no model by itself.", got=model, hint=hint)
+    if _HUB_NAME.fullmatch(model) and not path.parent.is_dir():
+        raise SpecError("This is not a model on this machine.", got=model, hint=how_to_download(model))
+
+
+def how_to_download(name: str) -> str:
+    """How a checkpoint of the Hugging Face hub comes onto this machine: nothing is downloaded here."""
+    folder = name.rpartition("/")[2]
+    return f"hf download {name} --local-dir {folder}, then --hf {folder} --layer 0"
+
+
+def factories_in(path: Path) -> list[tuple[str, str]]:
+    """The functions of a Python file that may be factories, with their first sentence; nothing is run.
+
+    A factory takes no arguments and returns something. Where some mention a `Deployable`, in their annotation
+    or in a call, only these are.
+    """
+    try:
+        tree = ast.parse(read_regular(path, _LARGEST_SOURCE).decode("utf-8"))
+    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
+        return []
+    possible = [each for each in tree.body if isinstance(each, ast.FunctionDef) and _needs_nothing(each)]
+    certain = [each for each in possible if "Deployable" in ast.dump(each)]
+    named = certain or [each for each in possible if not each.name.startswith("_")]
+    return [(each.name, ast.get_docstring(each) or "") for each in named]
+
+
+def _needs_nothing(function: ast.FunctionDef) -> bool:
+    """Whether a function needs no argument, and returns something."""
+    taken = function.args
+    without = len(taken.posonlyargs) + len(taken.args) == len(taken.defaults)
+    returns = any(isinstance(each, ast.Return) and each.value is not None for each in ast.walk(function))
+    return returns and without and None not in taken.kw_defaults
 
 
 def is_factory(model: str) -> bool:

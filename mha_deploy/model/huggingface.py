@@ -11,6 +11,7 @@ from typing import Any
 
 from mha_deploy.errors import DeployError, SpecError
 from mha_deploy.files import open_regular, read_json
+from mha_deploy.model.catalog import how_to_download
 from mha_deploy.model.spec import AttentionSpec, Axis, Rope
 
 # -- The files of a checkpoint ---------------------------------------------------------------------
@@ -220,6 +221,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         data = read_json(folder / CONFIG)
     except FileNotFoundError as error:
         hint = "the folder that save_pretrained() wrote, or a snapshot of a repository"
+        if not folder.exists():
+            hint = how_to_download(folder.as_posix())
         raise SpecError("There is no config.json here.", got=folder, hint=hint) from error
     except (OSError, ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
         got, hint = f"{folder / CONFIG}: {error}", "the config.json that save_pretrained() wrote"

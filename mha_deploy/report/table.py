@@ -194,6 +194,8 @@ def _verdict_rows(verdict: Data, name: Cell | str, *place: str) -> list[RawRow]:
 def problem_text(verdict: Data) -> str:
     """Why an output failed, and where it is worst."""
     words, worst = reason_words(verdict["reason"]), verdict["deviation"]
+    if verdict["share"] is not None and verdict["share"] > 1:
+        words = f"{verdict['share']:,.1f}× the budget, {words}"
     if worst is not None and verdict["outcome"] == Outcome.FAILED:
         place = ", ".join(map(str, worst["worst_index"]))
         ends = (worst["worst_got"], worst["worst_want"])

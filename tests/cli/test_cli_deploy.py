@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+from pathlib import Path
 
 import pytest
 from bundle_edit import copy_of, edit_manifest
@@ -93,6 +94,39 @@ def test_deploy_reports_the_graph_where_no_engine_can_be_built(run_cli, tmp_path
     assert done.code == 1
     assert "PASSED  4/4 outputs within budget" in done.out
     assert "--allow-decomposed" in done.err
+
+
+@needs_rtx
+def test_deploy_refuses_what_no_kernel_takes_before_it_validates(run_cli, tmp_path):
+    done = run_cli("deploy", "tiny-softcap", "-o", tmp_path / "b")
+    assert done.code == 1
+    assert "softcap" in done.err
+    assert "ort-cpu" not in done.out + done.err
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("two.py", "two.py:encoder or two.py:decoder"),
+        ("none.py", "Deployable"),
+        ("checkpoint", "--hf checkpoint"),
+        ("bundle", "mha-deploy validate bundle"),
+        ("weights.safetensors", "--weights"),
+        ("meta-llama/Llama-3.1-8B", "hf download meta-llama/Llama-3.1-8B"),
+    ],
+)
+def test_an_error_knows_what_was_meant(refused, tmp_path, monkeypatch, name, hint):
+    monkeypatch.chdir(tmp_path)
+    factory = "def {}() -> Deployable:\n    return Deployable()\n"
+    Path("two.py").write_text(factory.format("encoder") + factory.format("decoder") + "def main(): pass\n")
+    Path("none.py").write_text("print('not run')\n")
+    for folder, file in (("checkpoint", "config.json"), ("bundle", "manifest.json")):
+        Path(folder).mkdir()
+        Path(folder, file).write_text("{}")
+    Path("weights.safetensors").write_bytes(b"")
+    refused("deploy", name, what="", hint=hint)
+    if "/" in name:
+        refused("deploy", "--hf", name, what="", hint=hint)
 
 
 def test_deploy_refuses_a_builder_before_it_exports(refused, tmp_path):

@@ -299,3 +299,23 @@ def test_files_of_old_opsets_are_converted(opset, tmp_path, run_cli):
     assert run_cli("fuse", source, "-o", output).code == 0
     assert "Attention" in {node.op_type for node in onnx.load(output).graph.node}
     np.testing.assert_allclose(results(output), results(source), atol=1e-5)
+
+
+def test_attention_of_a_file_that_is_not_fused_is_counted_by_check_and_inspect(run_cli, tmp_path):
+    path = tmp_path / "raw.onnx"
+    names = "bhsd,bhtd->bhst"
+    scores = helper.make_node("Einsum", ["q", "k"], ["s"], equation=names)
+    softmax = helper.make_node("Softmax", ["s"], ["p"], axis=-1)
+    values = helper.make_node("MatMul", ["p", "v"], ["y"])
+    shape = ["B", 2, "S", 16]
+    inputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name in "qkv"]
+    outputs = [helper.make_tensor_value_info("y", TensorProto.FLOAT, shape)]
+    graph = helper.make_graph([scores, softmax, values], "raw", inputs, outputs)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), path)
+    done = run_cli("check", path)
+    assert done.code == 1
+    assert "1 attention" in done.err
+    assert "mha-deploy fuse" in done.err
+    done = run_cli("inspect", path)
+    assert done.code == 0
+    assert "1 attention not fused" in done.out

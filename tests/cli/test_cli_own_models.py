@@ -101,7 +101,7 @@ def test_every_wrong_attention_is_listed_with_its_place():
     listed = [row[0] for row in rows_of(text) if "FAILED" in row]
     assert listed == [f"blocks.{i}.attention" for i in wrong]
     assert "17 more" in text
-    assert text.count("out of budget: relative L2; worst at") == 4
+    assert text.count("out of budget: rel. L2; worst at") == 4
     assert "FAILED  4 of 24 attentions are wrong" in text
 
 

@@ -54,7 +54,7 @@ def written(folder):
 
 @on_cpu
 def test_a_right_bundle_passes_and_the_report_beside_it_has_every_figure(run_cli, folder):
-    done = run_cli("validate", folder)
+    done = run_cli("validate", folder, "-v")
     assert done.code == 0, done.err
     assert "PASSED  4/4 outputs within budget" in done.out
     version = re.escape(onnxruntime.__version__)
@@ -62,7 +62,7 @@ def test_a_right_bundle_passes_and_the_report_beside_it_has_every_figure(run_cli
     assert done.err.count("validate tiny-gqa: ort-cpu (") == 1, "a line for a stage"
     for name in ("min", "opt", "odd", "large"):
         assert name in done.out
-    *_, verdict, place = done.out.strip().splitlines()
+    verdict, *_, place = done.out.strip().splitlines()
     assert re.match(rf"PASSED  ort-cpu {version}: (\d+)/\1 outputs within budget", verdict)
     assert place == f"report: {folder / 'report.html'}"
     assert 'data-verdict="passed"' in (folder / "report.html").read_text(encoding="utf-8")
@@ -83,8 +83,17 @@ def test_a_right_bundle_passes_and_the_report_beside_it_has_every_figure(run_cli
 
 
 def test_the_report_is_written_elsewhere_or_not_at_all(run_cli, folder, tmp_path):
-    assert run_cli("validate", folder, "--no-probe", "--no-report").code == 0
-    assert run_cli("validate", folder, "--no-probe", "-o", tmp_path / "out").code == 0
+    """And what passed is a line for each group, or with -q the verdict alone."""
+    done = run_cli("validate", folder, "--no-probe", "--no-report")
+    assert done.code == 0
+    lines = done.out.splitlines()
+    assert lines[0].startswith("PASSED  ")
+    assert sum("4 outputs of golden cases ≤ " in line for line in lines) == 1
+    assert [line for line in lines if line != line.rstrip()] == []
+    done = run_cli("validate", folder, "--no-probe", "-q", "-o", tmp_path / "out")
+    assert (done.code, done.err) == (0, "")
+    assert done.out.startswith("PASSED  ")
+    assert "golden cases" not in done.out
     assert written(tmp_path / "out")["verdict"]["outcome"] == "passed"
     assert not (folder / "report.json").exists()
 

@@ -73,7 +73,7 @@ def test_attentions_have_a_table_of_their_own():
     assert re.findall(r"<code>([^<]+)</code>", table) == NAMES
     assert "ort-cpu 1.31.1 at B=8, S=128" in table
     assert table.count("passed") == 2
-    assert "out of budget: relative L2, gain; worst at [0, 64, 511]" in table
+    assert "out of budget: rel. L2, gain; worst at [0, 64, 511]" in table
     outputs = between(page, "Error of every output, and its share of the budget</caption>", "</table>")
     assert "blocks" not in outputs
 
