@@ -72,7 +72,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "device": ("cpu", "cuda"),
     "variant": ("python", "tensorrt_plan"),
     "opset": ("23", "24"),
-    "calibration": ("max", "percentile", "mse"),
 }
 """The values of an option that has a few."""
 _OTHERWISE = {("bisect", "backend"), ("analyze", "attention")}  # names that mean something else there
