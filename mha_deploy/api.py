@@ -631,7 +631,7 @@ def _unfused(graph: Any) -> list[str]:
 
     with graph_code(f"graph {graph.graph.name or 'without a name'}"):
         _, report = fuse_attention(graph.clone(), verify=False)
-    return [each.name for each in (*report.fused, *report.unfused)]
+    return [*(each.name for each in report.fused), *(each.name for each in report.unfused)]
 
 
 # -- Engines ---------------------------------------------------------------------------------------
