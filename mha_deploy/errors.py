@@ -72,7 +72,22 @@ class BundleError(DeployError):
 
 
 class ExportError(DeployError):
-    """The module cannot be exported as the canonical graph."""
+    """The module cannot be exported as the canonical graph.
+
+    Args:
+        what: As in `DeployError`.
+        got: As in `DeployError`.
+        hint: As in `DeployError`.
+        about_types: Whether types or ranges of its numbers are at fault, and the hint does not say so.
+    """
+
+    def __init__(self, what: str, *, got: object = None, hint: str = "", about_types: bool = False) -> None:
+        super().__init__(what, got=got, hint=hint)
+        self.about_types = about_types
+
+
+class UserCodeError(ExportError):
+    """The code of a user's model raised an error, which is the cause of this one."""
 
 
 class LossExceeded(DeployError):

@@ -24,7 +24,7 @@ import typer
 
 from mha_deploy import supervisor
 from mha_deploy.cli import verbs
-from mha_deploy.cli.help import Command, Group
+from mha_deploy.cli.help import Command, CommandGroup
 from mha_deploy.errors import EXIT_BAD_INPUT, DeployError, out_of_memory
 from mha_deploy.files import check_name
 from mha_deploy.supervisor import interruptions
@@ -37,7 +37,7 @@ _SAME_SIGNAL_S = 0.5
 
 app = typer.Typer(
     name="mha-deploy",
-    cls=Group,
+    cls=CommandGroup,
     help="Take attention from PyTorch to TensorRT, and verify the result.",
     no_args_is_help=True,
     add_completion=False,

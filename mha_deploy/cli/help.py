@@ -351,7 +351,7 @@ def _place(panel: str, name: str) -> int:
     return names.index(name) if name in names else len(names)
 
 
-class Group(TyperGroup):
+class CommandGroup(TyperGroup):
     """The main command, and `plugins`: their verbs by purpose."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:

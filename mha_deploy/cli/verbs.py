@@ -32,7 +32,7 @@ from mha_deploy.cli.arguments import (
     show_steps,
     verb,
 )
-from mha_deploy.cli.help import Command, Group
+from mha_deploy.cli.help import Command, CommandGroup
 from mha_deploy.errors import EXIT_VERDICT_FAILED, DeployError
 from mha_deploy.files import PathPart
 from mha_deploy.options import AUTO, OF_DEPLOY, option
@@ -234,7 +234,7 @@ def package(
 
 plugins = typer.Typer(
     name="plugins",
-    cls=Group,
+    cls=CommandGroup,
     rich_markup_mode=None,
     help="Build the plugin library of fused attention for TensorRT, and list the ones on this machine.",
     no_args_is_help=True,

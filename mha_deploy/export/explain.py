@@ -22,7 +22,7 @@ from torch.fx import Node
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils._sympy.functions import Min, MinMaxBase
 
-from mha_deploy.errors import DeployError, ExportError, NoResult
+from mha_deploy.errors import DeployError, ExportError, NoResult, UserCodeError
 from mha_deploy.export import oracle
 from mha_deploy.export.axes import TORCH_NAME
 from mha_deploy.export.oracle import Intercept, run_module, swapped, tensors_in
@@ -163,12 +163,13 @@ def explain_failure(error: Exception, name_of: SizeNames, trace_again: Callable[
     if not about_sizes:
         place = own_line(traceback.extract_tb(error.__traceback__))
         cause = _SYMBOL.sub(lambda match: listener.axes.get(match[0], match[0]), first_cause(error))
-        remedy = _remedy(text)
+        remedy, about_types = _remedy(text), _blames_types(text, cause)
         file, _, line = place.removesuffix(": ").rpartition(":")
         if line and _RANGE_GUARD.search(linecache.getline(file, int(line))):  # which is in FP16 only
             remedy = "--precision auto: it traces the module in float32, without its branches for FP16"
-        got = f"{place}{cause[:_LONGEST]}"
-        return ExportError("PyTorch could not trace the module.", got=got, hint=remedy)
+            about_types = False
+        got, what = f"{place}{cause[:_LONGEST]}", "PyTorch could not trace the module."
+        return ExportError(what, got=got, hint=remedy, about_types=about_types)
     if constants := dict(_CONSTANT.findall(text)):
         axes, places = " and ".join(constants), listener.places
         sizes = [(places.get(axis, ""), f"{axis}={size}") for axis, size in constants.items()]
@@ -179,14 +180,16 @@ def explain_failure(error: Exception, name_of: SizeNames, trace_again: Callable[
     return _not_for_all_sizes(text, name_of, listener.places)
 
 
-# What PyTorch's exporter refuses, and what helps.
+# What PyTorch's exporter refuses, and what helps; of two of them, `auto` is all that does.
+_SWAPPED = r"[Cc](annot|ouldn't) swap"
+_NO_HALF = r"Unsupported dtype Half|not implemented for 'Half'|for .Half."
 _REMEDIES = {
     r"data.dependent|GuardOnDataDependent|\.item\(\)|nonzero": "torch.where or torch.cond in place of Python "
     "code that depends on values; sizes that do not depend on values",
     r"aliasing": "clone what goes into torch.cond or comes out of it: (x.clone(),)",
     r"grouped_mm": 'experts_implementation="batched_mm" in the config of a Transformers model',
-    r"[Cc](annot|ouldn't) swap": "--precision auto: what `forward` casts to float32 has that type there",
-    r"Unsupported dtype Half|not implemented for 'Half'|for .Half.": "--precision auto, or fp32",
+    _SWAPPED: "--precision auto: what `forward` casts to float32 has that type there",
+    _NO_HALF: "--precision auto, or fp32",
     r"complex-valued|ComplexHalf|complex (number|tensor|dtype)": "a rotation by sine and cosine",
     r"HigherOrderOperator|flex_attention": "torch.nn.functional.scaled_dot_product_attention with a mask",
     r"No ONNX function found": "an equivalent of other operators: ONNX has none for this one",
@@ -196,6 +199,15 @@ _REMEDIES = {
 def _remedy(text: str) -> str:
     usual = "write that part of forward() with other operators, or another version of PyTorch"
     return next((hint for sign, hint in _REMEDIES.items() if re.search(sign, text)), usual)
+
+
+# What PyTorch says where types or ranges are at fault.
+_TYPES = re.compile(r"not finite|infinit|NaN|overflow|dtype|scalar type|[Ff]loat(16|32)?\b|Half\b")
+
+
+def _blames_types(text: str, cause: str) -> bool:
+    """Whether PyTorch blames types or ranges, and the remedy is not `auto` already."""
+    return bool(_TYPES.search(cause)) and not re.search(f"{_SWAPPED}|{_NO_HALF}", text)
 
 
 def translation_error(error: Exception, program: ExportedProgram) -> ExportError:
@@ -210,8 +222,8 @@ def translation_error(error: Exception, program: ExportedProgram) -> ExportError
         if (name and str(node.target).startswith(name)) or (folded and node.name == folded[1])
     ]
     got = f"{own_line(_frames(named[0])) if named else ''}{cause[:_LONGEST]}"
-    what, hint = "PyTorch could not write the module as ONNX.", _remedy(str(error) + cause)
-    return ExportError(what, got=got, hint=hint)
+    what, text = "PyTorch could not write the module as ONNX.", str(error) + cause
+    return ExportError(what, got=got, hint=_remedy(text), about_types=_blames_types(text, cause))
 
 
 def _frames(node: Node) -> list[traceback.FrameSummary]:
@@ -289,7 +301,7 @@ def run_explained(
             return run_module(module, arguments)
     except ExportError as failed:
         error = failed.__cause__
-        if failed.what != _DOES_NOT_RUN or error is None:
+        if not isinstance(failed, UserCodeError) or error is None:
             raise
         if isinstance(error, torch.OutOfMemoryError):
             raise error from None

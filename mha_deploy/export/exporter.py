@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from functools import partial
@@ -81,14 +80,9 @@ def bundle_from_factory(
         return flow.export_bundle(_ModuleSource(reference, options, axes), target, on_step)
     except ExportError as error:
         # Types and ranges are what `auto` is for: it exports the module in float32, as it is written.
-        about_types = _TYPES.search(f"{error.what} {error.got}")
-        if options.precision in ("fp16", "bf16") and "auto" not in str(error.hint) and about_types:
-            hint = f"--precision auto{'' if error.hint is None else f', or {error.hint}'}"
-            raise ExportError(error.what, got=error.got, hint=hint) from error
+        if error.about_types and options.precision in ("fp16", "bf16"):
+            raise ExportError(error.what, got=error.got, hint=f"--precision auto, or {error.hint}") from error
         raise
-
-
-_TYPES = re.compile(r"not finite|infinit|NaN|overflow|dtype|scalar type|[Ff]loat(16|32)?\b|Half\b|in fp16")
 
 
 def original_from_spec(

@@ -295,16 +295,17 @@ def refuse_large_error(where: str, got: Arrays, oracle: Arrays, most: float, wha
     """Refuse results with a relative error above `most`."""
     for name, expected in oracle.items():
         if expected.dtype.kind == "f" and not np.isfinite(expected).all():
-            raise NoResult(
-                "The model's own result is not finite.", got=f"output {name} of {where}", hint=hint
-            )
-        far = f"shape {got[name].shape}, not {expected.shape}"
+            what, place = "The model's own result is not finite.", f"output {name} of {where}"
+            raise NoResult(what, got=place, hint=hint, about_types=True)
+        far, is_finite = f"shape {got[name].shape}, not {expected.shape}", True
         if got[name].shape == expected.shape:
             off = relative_error(got[name], expected)
             if off <= most:
                 continue
-            far = f"relative error {off:.2g}" if math.isfinite(off) else "NaN or infinite values"
-        raise ExportError(what, got=f"output {name} of {where}: {far}", hint=hint)
+            is_finite = math.isfinite(off)
+            far = f"relative error {off:.2g}" if is_finite else "NaN or infinite values"
+        problem = f"output {name} of {where}: {far}"
+        raise ExportError(what, got=problem, hint=hint, about_types=not is_finite)
 
 
 # -- The steps of an export, and what differs from one kind of model to another ---------------------

@@ -76,7 +76,7 @@ def open_gpu() -> Gpu:
     try:
         count = _call("cudaGetDeviceCount")
     except CudaError as error:
-        if "InsufficientDriver" in str(error.got):
+        if error.got == "cudaErrorInsufficientDriver":
             hint = "an NVIDIA driver, or cuda-bindings 12 where the driver is older than CUDA 13"
         raise BackendUnavailable(problem, got=error.got, hint=hint) from error
     if not count:

@@ -29,6 +29,7 @@ from mha_deploy.environment import is_own_module
 from mha_deploy.errors import (
     DeployError,
     ExportError,
+    UserCodeError,
     is_user_error,
     nearest,
     place_of_error,
@@ -160,7 +161,7 @@ def _explained(
             return None
     elif mixed and not is_user_error(error):
         return None
-    return ExportError(what, got=f"{place}: {text_of_error(error)}", hint=hint or "correct the model there")
+    return UserCodeError(what, got=f"{place}: {text_of_error(error)}", hint=hint or "correct the model there")
 
 
 # -- Files and functions of a user -------------------------------------------------------------------

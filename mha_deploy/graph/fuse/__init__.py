@@ -278,8 +278,7 @@ class _Fusion:
                 result, border, changes = repaired
                 self._compare([node.outputs[0]], [result], border)
         except NotFused as refusal:
-            why = refusal.in_one_line.removeprefix("Left as it was: ")
-            self._note(name, [f"left as it was: {why}"])
+            self._note(name, [f"left as it was: {refusal.in_one_line}"])
             return
         before = list(node.inputs)
         replace_node(node, builder, {0: result})
