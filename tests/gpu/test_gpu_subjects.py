@@ -1,7 +1,9 @@
 """Plans of any origin on a GPU: judged like the bundle's own engines, with what their kernels show."""
 
 import shutil
+from importlib.util import find_spec
 
+import numpy as np
 import pytest
 from bundle_edit import copy_of
 
@@ -13,7 +15,7 @@ from mha_deploy.graph.file import load_graph, save_graph
 from mha_deploy.graph.mutate import mutated
 from mha_deploy.options import EngineOptions
 from mha_deploy.runtime.tensorrt.builder import BuildRequest, build_engine
-from mha_deploy.runtime.tensorrt.versions import load
+from mha_deploy.runtime.tensorrt.versions import LEAN, load
 
 pytestmark = pytest.mark.gpu
 
@@ -58,3 +60,41 @@ def test_a_plan_of_a_wrong_graph_fails(bundle, tmp_path):
     (tmp_path / "wrong.engine").write_bytes(build_engine(rt, request).plan)
     report = md.validate(bundle, engine_files=[tmp_path / "wrong.engine"], latency=False)
     assert report.outcome == "failed"
+
+
+def test_every_sample_of_ones_own_data_is_judged_in_the_engine(bundle, plan, tmp_path):
+    """Also after a run that stopped: what is missing is computed, and nothing else."""
+    random = np.random.default_rng(0)
+    samples = [{"x": random.standard_normal((2, length, 64))} for length in (1, 7, 16, 33, 64)]
+
+    def stops():
+        yield from samples[:3]
+        raise RuntimeError("stopped")
+
+    options = {"latency": False, "sweep": False, "resume": tmp_path / "data.jsonl"}
+    with pytest.raises(md.DeployError):
+        md.validate(bundle, data=stops(), **options)
+    report = md.validate(bundle, data=samples, metric=lambda outputs, sample: 1.0, **options)
+    assert report.passed, report.headline
+    assert report.record.data.samples == 5
+    for runtime in report.record.data.runtimes:
+        assert (runtime.samples, runtime.failed) == (5, 0)
+        assert runtime.share.max < 1
+        assert runtime.metric.value == 1.0
+    assert any(each.runtime == plan[1].path.stem for each in report.record.data.runtimes)
+
+
+def test_a_version_compatible_engine_runs_in_the_lean_runtime(bundles, tmp_path):
+    """Where the lean runtime is installed: right, and timed beside the full one."""
+    pytest.importorskip("tensorrt", reason="TensorRT is not installed")
+    if all(find_spec(name) is None for name in LEAN["tensorrt-lean"]):
+        pytest.skip("the lean runtime is not installed")
+    opened = open_bundle(copy_of(bundles("tiny-gqa"), tmp_path / "bundle"))
+    engine = md.build_engine(opened, backend="tensorrt", version_compatible=True, name="vc")
+    report = md.validate(opened, backends=["vc", "tensorrt-lean"], samples=100, sweep=False)
+    assert report.passed, report.headline
+    (point,) = report.to_dict()["latency"]["points"]
+    timed = {row["name"]: row["backend"] for row in point["rows"] if row["timing"]}
+    assert set(timed) == {"vc", "vc in tensorrt-lean"}
+    assert timed["vc in tensorrt-lean"].startswith("tensorrt-lean ")
+    assert engine.manifest.options["version_compatible"]
