@@ -5,27 +5,32 @@ from functools import cache
 import numpy as np
 from onnx import TensorProto, helper, numpy_helper, save
 
-WIDTH, HEADS, CLASSES = 16, 4, 8
-GEMMS = ("qkv", "out", "up", "down", "head")
+WIDTH, HEADS, CLASSES = 64, 4, 8
+GEMMS = ("q", "k", "v", "out", "up", "down", "head")
 
 
 @cache
 def weights(seed=0):
     dice = np.random.default_rng(seed)
-    sizes = {"qkv": (WIDTH, 3 * WIDTH), "out": (WIDTH, WIDTH), "up": (WIDTH, 32), "down": (32, WIDTH)}
+    sizes = {**dict.fromkeys(GEMMS[:4], (WIDTH, WIDTH)), "up": (WIDTH, 32), "down": (32, WIDTH)}
     sizes["head"] = (WIDTH, CLASSES)
     return {name: dice.normal(0, shape[0] ** -0.5, shape).astype("f") for name, shape in sizes.items()}
 
 
-def transformer(path, *, opset=23, changed=None):
-    """Write the file; `changed` are weights in place of the drawn ones."""
+def transformer(path, *, opset=23, packed=False, changed=None):
+    """Write the file, `packed` with one GEMM for Q, K and V; `changed` are weights in place of the drawn."""
     held = {**weights(), **(changed or {})}
-    nodes = [
-        helper.make_node("MatMul", ["x", "qkv.w"], ["qkv.y"], name="qkv"),
-        helper.make_node("Split", ["qkv.y"], ["q", "k", "v"], num_outputs=3, axis=-1, name="split"),
-        helper.make_node(
-            "Attention", ["q", "k", "v"], ["heads"], name="attention", q_num_heads=HEADS, kv_num_heads=HEADS
-        ),
+    made = ["q.y", "k.y", "v.y"]
+    nodes = [helper.make_node("MatMul", ["x", f"{each}.w"], [f"{each}.y"], name=each) for each in "qkv"]
+    if packed:
+        held["qkv"] = np.concatenate([held.pop(each) for each in "qkv"], axis=1)
+        nodes = [
+            helper.make_node("MatMul", ["x", "qkv.w"], ["qkv.y"], name="qkv"),
+            helper.make_node("Split", ["qkv.y"], made, num_outputs=3, axis=-1, name="split"),
+        ]
+    heads = {"q_num_heads": HEADS, "kv_num_heads": HEADS}
+    nodes += [
+        helper.make_node("Attention", made, ["heads"], name="attention", **heads),
         helper.make_node("MatMul", ["heads", "out.w"], ["out.y"], name="out"),
         helper.make_node("Add", ["x", "out.y"], ["mid"], name="residual"),
         helper.make_node("MatMul", ["mid", "up.w"], ["up.y"], name="up"),

@@ -266,7 +266,8 @@ class EngineManifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     @property
     def precision_summary(self) -> str:
         """The precision of the engine, in words."""
-        return precision_summary(self.verdict.precision.status, self.precision)
+        found = self.verdict.precision
+        return precision_summary(found.status, self.precision, found.quantized, len(found.not_quantized))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -830,8 +831,16 @@ def fusion_summary(fused: int, count: int, nodes: Iterable[Mapping[str, Any]]) -
     return ", ".join(parts)
 
 
-def precision_summary(status: str, requested: str) -> str:
-    """`precision: fp16 (verified)`, or `precision: mixed (requested: fp16)`."""
+def precision_summary(
+    status: str, requested: str, quantized: Mapping[str, int] | None = None, unquantized: int = 0
+) -> str:
+    """`precision: fp16 (verified)`, or `precision: mixed (requested: fp16)`; and quantized GEMMs."""
+    parts = [f"{dtype} (verified) in {count} GEMMs" for dtype, count in (quantized or {}).items()]
+    parts += [f"{unquantized} GEMMs run in another type although quantized"] if unquantized else []
+    return "; ".join([_precision_words(status, requested), *parts])
+
+
+def _precision_words(status: str, requested: str) -> str:
     known = {
         PrecisionStatus.VERIFIED: "verified",
         PrecisionStatus.SELECTED_AT_LOAD: "I/O types verified, kernels selected at load time",

@@ -13,7 +13,10 @@ from typer.testing import CliRunner
 import mha_deploy as md
 from mha_deploy.cli import app
 from mha_deploy.export.compress import CALIBRATIONS, Magnitudes
+from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.quantize import find_format
+from mha_deploy.runtime.tensorrt.engine_verdict import precision_verdict, written_types
+from mha_deploy.runtime.tensorrt.kernels import EngineTensor, Kernel
 
 OPTIONS = {"golden": ("opt",), "axes": {"B": "1:2:2", "S": "1:8:16"}}
 
@@ -167,3 +170,52 @@ def test_options_of_eight_bits_need_eight_bits(model, tmp_path):
 def test_the_manifest_on_disk_has_the_loss(bundles):
     stored = json.loads((bundles["int8"].path / "manifest.json").read_text(encoding="utf-8"))["loss"]
     assert stored["outputs"][0]["relative_l2"] == bundles["int8"].manifest.loss.worst
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_kernels_of_an_engine_read_eight_bits(bundles, name):
+    pytest.importorskip("tensorrt_rtx")
+    engine = md.build_engine(bundles[name], backend="tensorrt-rtx", targets="89")
+    found = engine.manifest.verdict.precision
+    assert engine.manifest.has_requested_types
+    assert found.quantized == {name: len(GEMMS)}
+    assert not found.not_quantized
+
+
+def test_a_gemm_that_a_builder_takes_out_of_eight_bits_is_named(tmp_path):
+    """TensorRT-RTX cuts a packed projection in three, and dequantizes it for that."""
+    pytest.importorskip("tensorrt_rtx")
+    packed = transformer(tmp_path / "packed.onnx", packed=True)
+    bundle = md.export(packed, tmp_path / "out", precision="int8", data=samples(2), **OPTIONS)
+    manifest = md.build_engine(bundle, backend="tensorrt-rtx", targets="89").manifest
+    found = manifest.verdict.precision
+    assert {each.what for each in found.not_quantized} == {"qkv"}
+    assert found.quantized == {"int8": 4}
+    assert not manifest.has_requested_types
+
+
+def kernel(name, reads, weights):
+    tensors = [tuple(EngineTensor(name=f"{name}.{t}", dtype=t) for t in each) for each in (reads, weights)]
+    half = (EngineTensor(name=f"{name}.y", dtype="fp16"),)
+    return Kernel(
+        name=name, layer_type="gemm", inputs=tensors[0], constants=tensors[1], outputs=half,
+        onnx_nodes=(name,), source="log",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("reads", "weights", "status"),
+    [
+        (["int8"], ["int8"], "verified"),
+        (["fp16"], ["fp16"], "mixed"),  # in Half although quantized
+        (["fp16"], ["int8"], "mixed"),  # the weight alone
+        (["fp8"], ["fp8"], "mixed"),  # in the other format
+    ],
+)
+def test_a_quantized_gemm_is_judged_by_what_its_kernel_reads(bundles, reads, weights, status):
+    written = written_types(load_graph(bundles["int8"].model_path))
+    kernels = [kernel(name, ["int8"], ["int8"]) for name in GEMMS[1:]]
+    kernels += [kernel(GEMMS[0], reads, weights), kernel("attention", ["fp16"], [])]
+    found = precision_verdict(kernels, "fp16", written)
+    assert found.status == status
+    assert found.quantized["int8"] == len(GEMMS) - (status != "verified")

@@ -13,6 +13,7 @@ import onnx_ir as ir
 from msgspec import Struct
 from msgspec.structs import replace
 
+from mha_deploy.graph.quantize import quantized_gemms
 from mha_deploy.runtime.tensorrt.kernels import FLOATING, UNKNOWN, EngineTensor, Kernel, dtype_of
 from mha_deploy.status import Word, means
 
@@ -111,6 +112,8 @@ class WrittenTypes:
     is_attention: bool = False
     is_constant: bool = False  # all of its inputs are constants: a builder computes it
     is_custom: bool = False  # not an operator of ONNX
+    # Of a matmul, the type from which both its factors are dequantized; of Q/DQ nodes, their type.
+    quantized: str | None = None
 
 
 Written = Mapping[str, WrittenTypes]
@@ -128,6 +131,13 @@ def written_types(model: ir.Model) -> dict[str, WrittenTypes]:
         counted = {*FLOATING, *(() if node.op_type in _QUANTIZERS else _QUANTIZED_OF_MATMUL)}
         return frozenset(dtype_of(dtype.name) for dtype in known).intersection(counted)
 
+    gemms = dict(quantized_gemms(model))
+
+    def quantized(node: ir.Node) -> str | None:
+        at = {"QuantizeLinear": node.outputs, "DequantizeLinear": node.inputs}.get(node.op_type)
+        dtype = at[0].dtype if at and at[0] is not None else None
+        return gemms.get(str(node.name)) if dtype is None else dtype_of(dtype.name)
+
     for node in model.graph.all_nodes():
         if not node.outputs:
             continue
@@ -143,6 +153,7 @@ def written_types(model: ir.Model) -> dict[str, WrittenTypes]:
             is_attention=is_attention,
             is_constant=is_constant,
             is_custom=node.domain not in _DOMAINS,
+            quantized=quantized(node),
         )
     return found
 
@@ -379,6 +390,10 @@ class PrecisionVerdict(Struct, frozen=True, kw_only=True):
     narrowed: tuple[Offender, ...] = ()
     accumulate_in_fp16: tuple[str, ...] = ()  # the kernels that do, by their names
     selected_at_load: tuple[str, ...] = ()  # the matmuls whose kernels are chosen when the engine is loaded
+    # Matmuls that the graph quantizes: those whose kernels read both factors in that type, by type; and those
+    # that run in another type all the same.
+    quantized: dict[str, int] = {}
+    not_quantized: tuple[Offender, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -420,7 +435,11 @@ def precision_verdict(
                 kernel, role, found.dtype, written or {}
             )
             (offenders if quantized else islands).append(found)
+    proven, half, open_ = _quantized_matmuls(heavy, written or {})
+    offenders += half
     reason = None if offenders else _why_unknown(kernels, generated, missing, precision, written)
+    if reason is None and not offenders and open_:
+        reason = EngineReason(kind=ReasonKind.COMPUTE_TYPE, place=open_[0])
     later = tuple(kernel.name for kernel in heavy if _SELECTED_AT_LOAD in kernel.tactic)
     known = PrecisionStatus.SELECTED_AT_LOAD if later else PrecisionStatus.VERIFIED
     return PrecisionVerdict(
@@ -435,7 +454,36 @@ def precision_verdict(
         narrowed=tuple(found for kernel in heavy for found in _narrowed(kernel, written or {})),
         accumulate_in_fp16=tuple(k.tactic for k in kernels if _NARROW_SUM.search(k.tactic.lower())),
         selected_at_load=later,
+        quantized=dict(Counter(proven.values())),
+        not_quantized=tuple(half),
     )
+
+
+def _quantized_matmuls(
+    heavy: Sequence[Kernel], written: Written
+) -> tuple[dict[str, str], list[Offender], list[str]]:
+    """What became of the matmuls that the graph quantizes: in eight bits, in another type, or not known.
+
+    The kernel decides: both factors are in the type, or one of them and its name says so. A kernel that reads
+    only one factor in it may dequantize a weight, and multiply in another type.
+    """
+    wanted = {n: w.quantized for n, w in written.items() if w.is_matmul and w.quantized is not None}
+    proven: dict[str, str] = {}
+    half: list[Offender] = []
+    open_: list[str] = []
+    for name, dtype in wanted.items():
+        for kernel in (each for each in heavy if name in each.onnx_nodes):
+            data = [tensor for tensor in _data(kernel) if tensor not in kernel.outputs]
+            read, given = [t.dtype for t in data], [t.dtype for t in data if t in kernel.inputs]
+            count, named = read.count(dtype), _named_type(kernel)
+            if count > 1 or (count and named == dtype):
+                proven[name] = dtype
+            elif given and dtype not in given and UNKNOWN not in given and named != dtype:
+                half.append(_offender(kernel, name, given[0]))
+            elif named != dtype:
+                open_.append(kernel.label)
+    wrong = {each.what for each in half}
+    return {name: dtype for name, dtype in proven.items() if name not in wrong}, half, open_
 
 
 def _matmuls_by_graph(kernels: Sequence[Kernel], written: Written) -> tuple[set[int], list[str]]:
@@ -518,8 +566,8 @@ def _is_written(kernel: Kernel, role: str, dtype: str, written: Written) -> bool
     nodes = _nodes(kernel, written)
     if role == _COMPUTES:
         matmuls = [node for node in nodes if node.is_matmul]
-        return bool(matmuls) and all(dtype in node.reads for node in matmuls)
-    return any(dtype in getattr(node, role) for node in nodes)
+        return bool(matmuls) and all(dtype in node.reads or dtype == node.quantized for node in matmuls)
+    return any(dtype in getattr(node, role) or dtype == node.quantized for node in nodes)
 
 
 def _narrowed(kernel: Kernel, written: Written) -> list[Offender]:
