@@ -1,6 +1,6 @@
 """Plant mistakes in a runtime of small models of one's own, and count which of them the verdict names.
 
-    python benchmarks/own_sensitivity.py [--out docs/sensitivity-own.md] [--seeds 30] [MODEL ...]
+    python benchmarks/own_sensitivity.py --results FOLDER [--out FILE.md] [--seeds 30] [MODEL ...]
 
 Each model (`small_models.py`) is exported with `--precision auto`. The runtime is PyTorch in FP16: GEMMs,
 attention, norms and activations compute in float32 and round once, or with `fp16` their GEMMs round partial
@@ -24,14 +24,16 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import small_models
 import torch
 import torch.nn.functional as F
+from msgspec import Struct, field
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
@@ -239,9 +241,10 @@ MISTAKES: dict[str, Mistake] = {
 class Kernels(TorchFunctionMode):
     """Computes as kernels do: float32 inside, one rounding; with a mistake."""
 
-    def __init__(self, mistake: Mistake, attentions: int, half_sums: bool) -> None:
+    def __init__(self, mistake: Mistake, attentions: int, half_sums: bool, masked_mean: bool) -> None:
         super().__init__()
         self.mistake, self.attentions, self.half_sums, self.number = mistake, attentions, half_sums, 0
+        self.masked_mean = masked_mean  # whether a fully masked query gives the mean of the values, or zero
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
@@ -294,7 +297,8 @@ class Kernels(TorchFunctionMode):
             scores = bad.scores(scores)
         if mask is not None and not bad.after_softmax:
             scores = scores.masked_fill(~mask, -torch.inf)
-        weights = scores.softmax(-1).nan_to_num(0.0).to(dtype).float()
+        empty = 1 / scores.shape[-1] if self.masked_mean else 0.0
+        weights = scores.softmax(-1).nan_to_num(empty).to(dtype).float()
         if mask is not None and bad.after_softmax:
             weights = weights * mask
         if bad.weights:
@@ -321,7 +325,8 @@ class WrongRuntime(Runner):
         if mistake.module:
             mistake.module(self._module)
         self._module.half()
-        self._kernels = Kernels(mistake, spec.attention_count, accumulate == "fp16")
+        # PyTorch writes SDPA's mask to a file with the smallest number, not with minus infinity.
+        self._kernels = Kernels(mistake, spec.attention_count, accumulate == "fp16", not spec.factory)
         self._mistake = mistake
 
     def _run(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -340,13 +345,12 @@ class WrongRuntime(Runner):
 # -- The measurement -------------------------------------------------------------------------------
 
 
-@dataclass
-class Row:
-    """What was found of one model."""
+class Row(Struct):
+    """What was found of one model, by the type of accumulation."""
 
-    right: dict[str, float] = field(default_factory=dict)  # the largest share, by accumulation
+    right: dict[str, float] = field(default_factory=dict)  # the largest share
     seeds: dict[str, tuple[int, int]] = field(default_factory=dict)  # how many failed, of how many
-    found: dict[tuple[str, str], tuple[str, float]] = field(default_factory=dict)
+    found: dict[str, dict[str, tuple[str, float]]] = field(default_factory=dict)  # of every mistake
     seconds: float = 0.0
 
 
@@ -405,7 +409,7 @@ def measure(name: str, seeds: int) -> tuple[str, Row]:
                 if not bad.is_in_attention and worse < _WORSE:
                     word = "rounding"
                 word = "caught" if report.outcome is Outcome.FAILED else word
-                row.found[accumulate, mistake] = word, _share(report)
+                row.found.setdefault(accumulate, {})[mistake] = word, _share(report)
                 print(f"{name} {accumulate} {mistake}: {word} {_share(report):.2f}", flush=True)
     row.seconds = time.monotonic() - started
     return name, row
@@ -432,16 +436,21 @@ def main() -> None:
     )
     parser.add_argument("models", nargs="*", metavar="MODEL", default=None)
     parser.add_argument("--seeds", type=int, default=30, help="cases of other sizes for the right runtime")
+    parser.add_argument("--results", type=Path, required=True, help="a folder that keeps what was found")
     parser.add_argument("--out", type=Path, help="the Markdown file to write")
     arguments = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    names, rows = arguments.models or list(MODELS), {}
+    names, rows, folder = arguments.models or list(MODELS), dict[str, Row](), arguments.results
+    folder.mkdir(parents=True, exist_ok=True)
     workers = min(len(names), os.cpu_count() or 1)
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         for name, row in pool.map(measure, names, [arguments.seeds] * len(names)):
             rows[name] = row
+            (folder / f"{name}.json").write_bytes(msgspec.json.encode(row))
             print(f"{name}: {row.seconds:.0f} s", flush=True)
-    text = "\n".join(lines_of(rows)) + "\n"
+    known = {name: folder / f"{name}.json" for name in MODELS}
+    kept = {n: msgspec.json.decode(p.read_bytes(), type=Row) for n, p in known.items() if p.is_file()}
+    text = "\n".join(lines_of(kept)) + "\n"
     if arguments.out:
         arguments.out.write_text(text, encoding="utf-8")
     print(text)
@@ -464,14 +473,14 @@ def lines_of(rows: Mapping[str, Row]) -> list[str]:
     lines += ["|---|---|---|---|---|---|---|---|"]
     for name, row in rows.items():
         for kind in ("fp32", "fp16"):
-            words = [word for (own, _), (word, _) in row.found.items() if own == kind and word != "rounding"]
+            words = [word for word, _ in row.found[kind].values() if word != "rounding"]
             counts = " | ".join(str(words.count(word)) for word in ("caught", "named", "missed"))
             failed, of = row.seeds[kind]
             share = f"{row.right[kind]:.2f}"
             lines.append(f"| {name} | {kind} | {share} | {failed} of {of} | {len(words)} | {counts} |")
     for kind in ("fp32", "fp16"):
-        found = [each for row in rows.values() for (own, _), each in row.found.items() if own == kind]
-        words = [word for word, _ in found if word != "rounding"]
+        found = [word for row in rows.values() for word, _ in row.found[kind].values()]
+        words = [word for word in found if word != "rounding"]
         good = sum(word != "missed" for word in words)
         percent = f"{100 * good / max(len(words), 1):.1f} %"
         lines += ["", f"Accumulation in {kind}: {good} of {len(words)} caught or named ({percent})."]
@@ -481,7 +490,7 @@ def lines_of(rows: Mapping[str, Row]) -> list[str]:
         cells = []
         for row in rows.values():
             for kind in ("fp32", "fp16"):
-                word, share = row.found.get((kind, mistake), ("–", 0.0))
+                word, share = row.found[kind].get(mistake, ("–", 0.0))
                 number = f"{share:,.2f}" if share < 10 else f"{share:,.0f}"
                 shown = {"caught": number, "missed": f"**{number}**", "–": word}
                 cells.append(shown.get(word, f"{word} {number}"))
