@@ -46,7 +46,7 @@ from mha_deploy.reference.inputs import tensor_from_numpy, to_numpy
 from mha_deploy.runtime.runner import Runner, TensorInfo
 from mha_deploy.status import Kind, Outcome
 from mha_deploy.validate.run import validate_bundle
-from mha_deploy.validate.verdict import ValidationRecord
+from mha_deploy.validate.verdict import Validation
 
 MODELS = ("vit", "two_classes", "residual", "experts", "twelve_layers", "decoder", "encoder.onnx")
 _TERMS = 16  # that a tensor core adds before it rounds
@@ -354,12 +354,12 @@ class Row(Struct):
     seconds: float = 0.0
 
 
-def validated(bundle: Any, runner: Runner, **options: Any) -> ValidationRecord:
+def validated(bundle: Any, runner: Runner, **options: Any) -> Validation:
     """The record of what `validate(bundle, runners=[runner])` reports."""
     return validate_bundle(bundle, ValidateOptions(latency=False, **options), runners=[runner])
 
 
-def _share(report: ValidationRecord) -> float:
+def _share(report: Validation) -> float:
     shares = [
         v.share for e in report.evaluations for p in e.parity for v in p.verdicts if v.share is not None
     ]

@@ -117,6 +117,8 @@ class FileRounding:
             ranks = noted.argsort(along).argsort(along)
             moved = moved * (1 - 2 * (ranks % 2))
         others = run(operand + moved * unit, *inputs[1:])
+        if operator == "TopK":  # other places, the same numbers
+            others = (np.take_along_axis(operand, others[1], along), *others[1:])
         if all(a.dtype == np.float64 or np.array_equal(a, b) for a, b in zip(outputs, others, strict=True)):
             return outputs
         self.changed = True

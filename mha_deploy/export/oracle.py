@@ -318,6 +318,7 @@ _ROUNDED = frozenset(
 _SUMS = frozenset(
     ["add", "add_", "__add__", "__radd__", "__iadd__", "sub", "sub_", "__sub__", "__rsub__", "__isub__"]
 )
+_ALONG_LAST = frozenset(["topk", "sort", "argsort", "kthvalue"])  # the axis by default; others: all numbers
 _ORDERED = frozenset(["topk", "argmax", "argmin", "max", "min", "sort", "argsort", "kthvalue", "median"])
 _COMPARED = frozenset(
     [
@@ -500,15 +501,21 @@ class RandomRounding(Float64):
         change = self._changes[index] if index < len(self._changes) else None
         if change is None or change.shape != tuple(noted.shape):
             return result
-        moved = self._sign * MARGIN * torch.from_numpy(np.asarray(change)).to(noted)
+        moved, axis = self._sign * MARGIN * torch.from_numpy(np.asarray(change)).to(noted), -1
         if name in _ORDERED:  # neighbours in order go towards each other in this sample or its counterpart
             at = 2 if name in ("topk", "kthvalue") else 1
-            dim = kwargs.get("dim", args[at] if len(args) > at else None)
+            dim = kwargs.get("dim", args[at] if len(args) > at else -1 if name in _ALONG_LAST else None)
             flat = noted if noted.dim() and isinstance(dim, int) else noted.flatten()
-            dim = dim if isinstance(dim, int) else -1
-            ranks = flat.argsort(dim).argsort(dim).view(noted.shape)
+            axis = dim if isinstance(dim, int) else -1
+            ranks = flat.argsort(axis).argsort(axis).view(noted.shape)
             moved = moved * (1 - 2 * (ranks % 2))
         other_way = super().call(func, (operand + moved, *args[1:]), kwargs)
+        if name in _ORDERED and len(found := tensors_in(other_way)) == 2:  # other places, the same numbers
+            places = found[1]
+            if places.dim() == operand.dim():
+                other_way = (operand.gather(axis, places), places)
+            elif places.dim() == operand.dim() - 1:
+                other_way = (operand.gather(axis, places.unsqueeze(axis)).squeeze(axis), places)
         pairs = zip(tensors_in(result), tensors_in(other_way), strict=True)
         if all(one.is_floating_point() or torch.equal(one, other) for one, other in pairs):
             return result

@@ -509,3 +509,17 @@ def test_integers_are_right_where_a_sample_has_them():
 def judged_integers(oracle, samples, got):
     case = made_case({"y": oracle}, baselines={"fp32": Baseline({"y": samples})})
     return judge_case(case, {"y": got}, FP16)[0]
+
+
+@pytest.mark.parametrize("dim", [(), (-1,), (1,)], ids=["by default", "last", "its number"])
+def test_a_choice_within_rounding_is_taken_otherwise_with_the_numbers_of_its_place(dim):
+    scores = torch.tensor([[0.5, 0.3, 0.2999, 0.1], [0.4, 0.3, 0.2, 0.1]], dtype=torch.float64)
+    taken = []
+    for sign in (1, -1):
+        mode = RandomRounding(FP16, 1, [np.full(scores.shape, 1e-4)], sign)
+        with mode:
+            values, places = torch.topk(scores, 2, *dim)
+        assert torch.equal(values.double(), scores.float().double().gather(-1, places))
+        taken.append(places.sort(-1).values.tolist())
+    assert sorted(rows[0] for rows in taken) == [[0, 1], [0, 2]]
+    assert [rows[1] for rows in taken] == [[0, 1]] * 2
