@@ -221,7 +221,8 @@ def runtimes(bundle: Any, tensorrt: bool) -> dict[str, tuple[Any, str, str]]:
             with runtime.open() as runner:
                 return runner.run(inputs)
 
-        opened[name] = run, *runtime.accumulation(bundle.manifest.precision)
+        accumulation = runtime.accumulation(bundle.manifest.precision)
+        opened[name] = run, accumulation.type, accumulation.why
     return opened
 
 
