@@ -17,7 +17,7 @@ from msgspec import Meta, Struct
 
 from mha_deploy.errors import DeployError, nearest
 from mha_deploy.files import check_plain, read_regular
-from mha_deploy.options import BenchOptions, EngineOptions, ExportOptions, ValidateOptions
+from mha_deploy.options import OF_DEPLOY, BenchOptions, EngineOptions, ExportOptions, ValidateOptions
 from mha_deploy.status import Outcome, means
 
 if sys.version_info >= (3, 11):
@@ -99,7 +99,11 @@ def settable(verb: str) -> dict[str, Field[Any]]:
     for record in _RECORDS[verb]:
         for each in fields(record):
             kind = str(each.type).removesuffix(" | None")
-            if each.metadata and each.name not in _REFUSED and kind in _TYPES:
+            if not each.metadata or each.name in _REFUSED or kind not in _TYPES:
+                continue
+            # `deploy` takes some options of an engine, and fails for attention that is not fused.
+            is_taken = each.name in OF_DEPLOY and each.name != "allow_decomposed"
+            if record is not EngineOptions or verb != "deploy" or is_taken:
                 found.setdefault(each.name, each)
     return found
 

@@ -67,6 +67,8 @@ def test_the_file_of_the_working_folder_sets_defaults_and_demands(bundles, proje
         "[validate]\nurl = 'http://elsewhere'",
         "[export]\nweights = '/etc/passwd'",
         "[export]\noverwrite = true",
+        "[deploy]\nallow_decomposed = true",
+        "[deploy]\nworkspace_mib = 5",
         "[validate]\nfresh = 'many'",
         "[validate]\nfresh = true",
         "[validate]\nnonsense = 1",
