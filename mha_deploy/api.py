@@ -108,7 +108,7 @@ __all__ = [
     "build_engine", "build_plugins", "check", "check_parity", "compare", "compare_heads", "configure",
     "deploy", "doctor", "export", "find_plugin", "find_plugin_parts", "fuse", "fuse_file", "import_onnx",
     "init", "inspect", "load_checkpoint", "load_model", "matrix", "models", "open_bundle", "open_engine",
-    "open_runner", "package", "plugins", "replay", "self_test", "trtexec", "validate",
+    "open_runner", "package", "plugins", "prune", "replay", "self_test", "trtexec", "validate",
 ]  # fmt: skip
 
 
@@ -360,6 +360,70 @@ def _export_compressed(
         original = _open_original(model, options, folder, inputs, report)
         made = quantize(original, options, lambda name: report(name, 0, 0))
         return compressed_bundle(original, made, out, options, report)
+
+
+def prune(
+    model: AnySource,
+    out: StrPath,
+    *,
+    heads: int | str,
+    max_loss: float | None = None,
+    data: Any = None,
+    data_limit: int = 0,
+    example_inputs: Examples | None = None,
+    axes: Axes | None = None,
+    weights: StrPath | None = None,
+    prefix: str = "",
+    seed: int = 0,
+    golden: Sequence[str] = (),
+    overwrite: bool = False,
+    on_step: OnStep | None = None,
+) -> Bundle:
+    """Export a model with fewer heads: those that your data needs least are removed from its weights.
+
+    The result is a bundle like any other, with its loss against the original in the manifest. Each attention
+    needs Q, K and V from GEMMs with constant weights, and one output projection; others are refused by name.
+
+    Args:
+        model: See `load_model`.
+        out: The folder to write.
+        heads: Query heads of each attention, or auto: as few as max_loss allows.
+        max_loss: Largest relative L2 between the outputs of the two models, both in FP64.
+        data: Your own samples, as `validate` takes them; default: those of the Deployable, else drawn inputs.
+        data_limit: Most samples; default: all.
+        example_inputs: See `load_model`.
+        axes: See `load_model`.
+        weights: See `export`.
+        prefix: See `export`.
+        seed: Seed of random weights and inputs.
+        golden: See `export`.
+        overwrite: Replace an existing bundle.
+        on_step: Called as each step begins.
+
+    Raises:
+        LossExceeded: The heads cost more than max_loss; nothing is written.
+
+    Example:
+        >>> bundle = md.prune("tiny-mha", "out/pruned", heads=3, golden=("opt",))
+        >>> bundle.manifest.attention[0]["Hq"], bundle.manifest.loss.what
+        (3, 'heads')
+    """
+    from mha_deploy.export.compress import compressed_bundle
+    from mha_deploy.export.prune import AUTO_HEADS
+    from mha_deploy.export.prune import prune as without_heads
+
+    found = load_model(model, example_inputs=example_inputs, axes=axes)
+    if heads != AUTO_HEADS and not str(heads).isdecimal():
+        raise DeployError("heads is a number, or auto.", got=heads, hint="--heads 8")
+    options = ExportOptions(seed=seed, golden=golden, overwrite=overwrite)
+    _refuse_export(out, options)
+    options = replace(options, **_weight_options(found, weights, prefix))
+    report = on_step or _silent
+    with scratch_folder() as folder:
+        original = _open_original(found, options, folder, {}, report)
+        limits: dict[str, Any] = {"max_loss": max_loss, "data": data, "data_limit": data_limit}
+        made = without_heads(original, heads, **limits, on_step=lambda name: report(name, 0, 0))
+        return compressed_bundle(original, made, Path(out), options, report)
 
 
 def _open_original(

@@ -46,9 +46,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for verb in (
-    verbs.deploy, verbs.export, verbs.fuse, verbs.check, verbs.build_engine, verbs.validate, verbs.bisect,
-    verbs.bench, verbs.compare, verbs.matrix, verbs.package, verbs.inspect, verbs.models, verbs.analyze,
-    verbs.doctor, verbs.init, verbs.completion,
+    verbs.deploy, verbs.export, verbs.prune, verbs.fuse, verbs.check, verbs.build_engine, verbs.validate,
+    verbs.bisect, verbs.bench, verbs.compare, verbs.matrix, verbs.package, verbs.inspect, verbs.models,
+    verbs.analyze, verbs.doctor, verbs.init, verbs.completion,
 ):  # fmt: skip
     app.command(cls=Command)(verb)
 app.add_typer(verbs.plugins, name="plugins")

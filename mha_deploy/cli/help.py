@@ -80,6 +80,7 @@ VERBS: dict[str, dict[str, str]] = {
     "From a model to an engine": {
         "deploy": "everything: export, build an engine, validate it",
         "export": "a layer, your model or an ONNX file to a bundle",
+        "prune": "a model with fewer heads, and what that costs",
         "fuse": "the attention of an ONNX file as Attention nodes",
         "check": "does a target support and fuse the attention?",
         "build-engine": "a TensorRT engine, with a verdict on fusion and precision",
@@ -123,6 +124,11 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("export llama-3-8b --cache dynamic -o llama", "with a KV cache"),
         ("export my_model.py:encoder -o encoder --precision bf16", "your own model"),
         ("export model.onnx -o model --axis seq=1:128:512", "an ONNX file"),
+    ),
+    "prune": (
+        ("prune bert-base --heads 10 -o bert", "ten heads of twelve"),
+        ("prune model.onnx --heads auto --max-loss 0.01 -o model", "as few as possible"),
+        ("prune my_model.py:encoder --heads 8 --data val.npz -o encoder", "on your data"),
     ),
     "fuse": (
         ("fuse model.onnx -o fused.onnx", "one Attention node each"),

@@ -69,6 +69,27 @@ def export(out: Path = option(MISSING, "The folder to write.", *OUT), **options:
     return Result(data, lambda: [tables.bundle_renderable(bundle)])
 
 
+@verb(
+    MODEL,
+    options_from(
+        md.prune, "heads", "max_loss", "data", "data_limit", "weights", "prefix", "seed", "golden",
+        "overwrite",
+        heads={"metavar": "N|auto"}, max_loss={"min": 0.0, "max": 1e6}, golden={"metavar": "CASE"},
+        data={"metavar": "FILE|FOLDER|file.py:samples"}, seed={"min": 0, "max": 2**32 - 1},
+    ),
+    RUN,
+)  # fmt: skip
+def prune(out: Path = option(MISSING, "The folder to write.", *OUT), **options: Any) -> Result:
+    """Export a model with fewer heads: those that your data needs least are removed from its weights."""
+    options.pop("inputs")
+    model = pop_model(options)
+    with show_steps(f"prune {model.name}") as on_step:
+        bundle = md.prune(model, out, on_step=on_step, **options)
+    _report_removed(bundle)
+    data = {"bundle": str(bundle.path), **bundle.manifest.to_dict()}
+    return Result(data, lambda: [tables.bundle_renderable(bundle)])
+
+
 def _report_removed(bundle: Bundle) -> None:
     if bundle.removed:
         typer.echo(f"removed with the old bundle: {', '.join(bundle.removed)}", err=True)

@@ -53,7 +53,7 @@ _BINS = 2048
 _PERCENTILE = 0.9999
 _CLIPS = np.linspace(0.3, 1.0, 36)  # of the largest magnitude, which are tried for the least square error
 _DRAWN = 8  # samples, where the user has none
-_FEW = 4  # samples on which single GEMMs are tried
+FEW = 4  # samples on which single GEMMs are tried
 _SECONDS = 120.0  # that this may take
 _MOST = 1e6  # of a loss: what is not finite
 _LOUD = 300.0  # the SQNR of what differs by less than FP64 shows
@@ -178,7 +178,7 @@ def calibrate(
 # -- Loss -------------------------------------------------------------------------------------------
 
 
-class _Sums:
+class LossSums:
     """The squares of a tensor and of what is added to it, over all samples."""
 
     def __init__(self) -> None:
@@ -187,6 +187,7 @@ class _Sums:
         self.is_whole = False  # indices, tokens, booleans
 
     def add(self, true: np.ndarray, got: np.ndarray) -> None:
+        """Add one sample."""
         if true.dtype.kind != "f":
             self.is_whole = True
             self.same += int((true == got).sum())
@@ -200,12 +201,14 @@ class _Sums:
 
     @property
     def relative(self) -> float:
+        """The relative L2 of all samples."""
         if not self.noise:
             return 0.0
         return min(_MOST, math.sqrt(self.noise / self.signal)) if self.signal else _MOST
 
     @property
     def sqnr_db(self) -> float | None:
+        """The same in dB; None where nothing was added."""
         loss = self.relative
         return None if loss <= 10 ** (-_LOUD / 20) else -20.0 * math.log10(loss)
 
@@ -240,18 +243,18 @@ class Trials:
         samples: Samples,
     ) -> None:
         self._program = FileProgram(original.model)
-        self._samples = list(islice(samples, _FEW))
+        self._samples = list(islice(samples, FEW))
         self._true = [self._program.run(each.inputs, FileRounding(None)) for each in self._samples]
         self._change = {each.name: _change(each, scales[each.name], format) for each in layers}
 
     def loss(self, names: Sequence[str]) -> float:
         """The loss with these GEMMs quantized and no others."""
-        sums: dict[str, _Sums] = {}
+        sums: dict[str, LossSums] = {}
         changed = {name: self._change[name] for name in names}
         for sample, true in zip(self._samples, self._true, strict=True):
             got = self._program.run(sample.inputs, _QuantizedGemms(changed))
             for name, array in true.items():
-                sums.setdefault(name, _Sums()).add(array, got[name])
+                sums.setdefault(name, LossSums()).add(array, got[name])
         return max((each.loss for each in sums.values()), default=0.0)
 
 
@@ -274,7 +277,7 @@ def measure_loss(
     kept = sorted(set(layers.values()))
     programs = [FileProgram(each, kept) for each in (original, compressed)]
     outputs = [str(value.name) for value in original.graph.outputs]
-    sums = {name: _Sums() for name in (*outputs, *kept)}
+    sums = {name: LossSums() for name in (*outputs, *kept)}
     counts: dict[str, list[AgreementCounts]] = {name: [] for name in outputs if "logit" in name.lower()}
     figures, read = list[tuple[float, float]](), 0
     for sample in samples:
@@ -327,7 +330,7 @@ def quantize(
         hint = nearest(options.calibration, CALIBRATIONS)
         raise DeployError("No such calibration.", got=options.calibration, hint=hint)
     metric = None if options.metric is None else Metric(options.metric)
-    original = replace(original, model=_prepared(original.model))
+    original = replace(original, model=prepared(original.model))
     layers = gemm_layers(original.model)
     if not layers:
         what, hint = "The model has no GEMM that can be quantized.", "--precision fp16 or auto"
@@ -380,7 +383,7 @@ def quantize(
     return Compression(model=model, record=changed(record, search=search))
 
 
-def _prepared(model: ir.Model) -> ir.Model:
+def prepared(model: ir.Model) -> ir.Model:
     """A copy with names for all nodes, types for all values, and an operator set that has Q/DQ in FP16."""
     copy = named_nodes(model.clone())
     if why_opset_stays(copy) is None:

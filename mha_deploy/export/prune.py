@@ -1,0 +1,377 @@
+"""Fewer heads: which ones a model can do without on the user's data, and the model without them.
+
+A head is removed with its slices of the Q, K, V and output projections: GEMMs and attention become smaller.
+What it contributed is taken over by the remaining head that is most like it, as far as a factor can: of two
+equal heads one goes without loss. Where several query heads share a key/value head they go together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from msgspec.structs import replace as changed
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+from mha_deploy.bundle.manifest import LossLayer, LossPoint, LossRecord
+from mha_deploy.errors import DeployError, ExportError, LossExceeded
+from mha_deploy.export.compress import FEW, Compression, LossSums, Original, Samples, measure_loss, prepared
+from mha_deploy.export.file_program import FileProgram, FileRounding
+from mha_deploy.graph import attention_node as an
+from mha_deploy.graph.attention_node import is_attention, read_attention
+from mha_deploy.graph.fuse import fuse_attention
+from mha_deploy.graph.ir import constant, dims, infer_shapes, input_at, made_by, new_initializer, rank
+from mha_deploy.runtime.user_code import graph_code
+
+AUTO_HEADS = "auto"
+_HINT = "Q, K and V from GEMMs with constant weights, [B, S, heads * size], and one output projection"
+
+
+# -- The heads of a graph ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Projection:
+    """Columns of a GEMM that become queries, keys or values."""
+
+    source: ir.Value
+    weight: np.ndarray  # [in, heads * size]
+    bias: np.ndarray | None
+    rotary: ir.Node | None
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """An attention whose heads can be removed."""
+
+    name: str
+    node: ir.Node
+    Hq: int
+    Hkv: int
+    projections: tuple[_Projection, _Projection, _Projection]
+    output: ir.Node  # the GEMM behind it
+    output_weight: np.ndarray
+
+    @property
+    def group(self) -> int:
+        """How many query heads go together."""
+        return self.Hq // self.Hkv
+
+
+def _refused(node: ir.Node, why: str) -> ExportError:
+    return ExportError(f"The heads of {node.name} cannot be removed.", got=why, hint=_HINT)
+
+
+def _heads_of(node: ir.Node) -> _Heads:
+    """Read an attention and its projections, or say what is in the way."""
+    found = read_attention(node)
+    if found.has_past or found.has_present or found.has_nonpad_kv_seqlen:
+        raise _refused(node, "a KV cache, whose shape would change")
+    if found.rank != 3 or not isinstance(found.Hq, int) or not isinstance(found.Hkv, int):
+        raise _refused(node, f"inputs of rank {found.rank}")
+    if found.has_qk_output:
+        raise _refused(node, "its weights are an output")
+    mask = input_at(node, an.MASK)
+    if mask is not None and (rank(mask) or 0) > 2 and dims(mask)[-3] not in (1, None):
+        raise _refused(node, "a mask for each head")
+    uses = [use.node for use in node.outputs[0].uses()]
+    weight = constant(input_at(uses[0], 1)) if len(uses) == 1 and uses[0].op_type == "MatMul" else None
+    if weight is None or len(weight.shape) != 2 or node.outputs[0].is_graph_output():
+        raise _refused(node, f"behind it is {', '.join(each.op_type for each in uses) or 'an output'}")
+    parts = [_projection(node, input_at(node, at)) for at in (an.Q, an.K, an.V)]
+    return _Heads(
+        str(node.name), node, found.Hq, found.Hkv, (parts[0], parts[1], parts[2]), uses[0], weight.numpy()
+    )
+
+
+def _projection(node: ir.Node, value: ir.Value | None) -> _Projection:
+    rotary = made_by(value, "RotaryEmbedding")
+    value = value if rotary is None else rotary.inputs[0]
+    columns, split = slice(None), made_by(value, "Split")
+    if split is not None and value is not None:
+        sizes = [dims(each)[-1] for each in split.outputs]
+        last = split.attributes.get_int("axis", 0) in (-1, (rank(split.inputs[0]) or 0) - 1)
+        if not last or not all(isinstance(each, int) for each in sizes):
+            raise _refused(node, f"{split.op_type} {split.name} of unknown sizes")
+        at = list(split.outputs).index(value)
+        ends = np.cumsum([0, *sizes])  # type: ignore[list-item]
+        columns, value = slice(int(ends[at]), int(ends[at + 1])), split.inputs[0]
+    bias = None
+    if (add := made_by(value, "Add")) is not None:
+        held = [(constant(each), other) for each, other in zip(add.inputs, reversed(add.inputs), strict=True)]
+        fits = [(tensor, other) for tensor, other in held if tensor is not None and len(tensor.shape) == 1]
+        if not fits or fits[0][0] is None:
+            raise _refused(node, f"{add.op_type} {add.name} before it")
+        bias, value = fits[0][0].numpy()[columns], fits[0][1]
+    matmul = made_by(value, "MatMul")
+    weight = constant(input_at(matmul, 1))
+    if matmul is None or weight is None or len(weight.shape) != 2 or matmul.inputs[0] is None:
+        before = None if value is None else value.producer()
+        got = "an input of the model" if before is None else f"{before.op_type} {before.name} before it"
+        raise _refused(node, got)
+    return _Projection(matmul.inputs[0], weight.numpy()[:, columns], bias, rotary)
+
+
+# -- The loss of removing heads ---------------------------------------------------------------------
+
+Unit = tuple[str, int]
+"""An attention by its name, and one of its key/value heads, with the query heads that share it."""
+
+
+class _Gram(FileRounding):
+    """Computes a graph in FP64 and adds up how alike the results of the heads of each attention are."""
+
+    def __init__(self, heads: Mapping[str, _Heads], sums: dict[str, np.ndarray]) -> None:
+        super().__init__(None)
+        self._heads, self._sums = heads, sums
+
+    def call(self, node: Any, run: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
+        """The outputs of one node."""
+        outputs = super().call(node, run, inputs)
+        if node.op_type == "Attention" and (each := self._heads.get(node.onnx_node.name)) is not None:
+            units = _by_unit(outputs[0], each.Hkv)
+            flat = np.moveaxis(units, -2, 0).reshape(each.Hkv, -1)
+            self._sums[each.name] = self._sums.get(each.name, 0.0) + flat @ flat.T
+        return outputs
+
+
+def _by_unit(array: np.ndarray, count: int) -> np.ndarray:
+    """[B, S, heads * size] as [B, S, units, size of a unit]."""
+    return array.reshape(*array.shape[:-1], count, -1)
+
+
+class _Removed(FileRounding):
+    """Computes a graph in FP64 with some heads replaced by what others make of them."""
+
+    def __init__(self, partners: Mapping[str, Mapping[int, tuple[int, float]]]) -> None:
+        super().__init__(None)
+        self._partners = partners
+
+    def call(self, node: Any, run: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
+        """The outputs of one node."""
+        outputs = super().call(node, run, inputs)
+        partners = self._partners.get(node.onnx_node.name) if node.op_type == "Attention" else None
+        if not partners:
+            return outputs
+        count = int(node.kv_num_heads)
+        units = _by_unit(outputs[0], count).copy()
+        for unit, (partner, factor) in partners.items():
+            units[..., unit, :] = factor * units[..., partner, :]
+        return (units.reshape(outputs[0].shape), *outputs[1:])
+
+
+def _partners(
+    gram: Mapping[str, np.ndarray], removed: Sequence[Unit]
+) -> dict[str, dict[int, tuple[int, float]]]:
+    """For every head that goes, the most alike of those that stay, and the factor that fits best."""
+    found: dict[str, dict[int, tuple[int, float]]] = {}
+    for name, unit in removed:
+        products, gone = gram[name], {other for where, other in removed if where == name}
+        kept = [other for other in range(len(products)) if other not in gone and products[other, other] > 0]
+        best = max(kept, key=lambda other: products[unit, other] ** 2 / products[other, other], default=None)
+        factor = 0.0 if best is None else float(products[unit, best] / products[best, best])
+        found.setdefault(name, {})[unit] = (best or 0, factor)
+    return found
+
+
+# -- Which heads go ---------------------------------------------------------------------------------
+
+
+def prune(
+    original: Original,
+    heads: int | str,
+    *,
+    max_loss: float | None = None,
+    data: Any = None,
+    data_limit: int = 0,
+    on_step: Callable[[str], None] = lambda name: None,
+) -> Compression:
+    """The model with so many query heads in each attention, or with as few as the loss permits."""
+    if heads == AUTO_HEADS and max_loss is None:
+        what, hint = "--heads auto needs a limit.", "--max-loss 0.01"
+        raise DeployError(what, got="no --max-loss", hint=hint)
+    with graph_code(f"graph {original.name}"):
+        fused, _ = fuse_attention(original.model)
+        original = replace(original, model=prepared(fused))
+        found = {str(n.name): _heads_of(n) for n in original.model.graph if is_attention(n)}
+        if not found:
+            what, hint = "The model has no attention.", "`mha-deploy fuse` lists what is not fused, and why"
+            raise ExportError(what, got=original.name, hint=hint)
+        samples = Samples(
+            original=original, given=original.samples if data is None else data, limit=data_limit
+        )
+        program, gram = FileProgram(original.model), dict[str, np.ndarray]()
+        few = list(islice(samples, FEW))
+        for sample in samples:
+            on_step(f"heads: {sample.name}")
+            program.run(sample.inputs, _Gram(found, gram))
+        true = [program.run(sample.inputs, FileRounding(None)) for sample in few]
+
+        def loss(removed: Sequence[Unit]) -> float:
+            sums: dict[str, LossSums] = {}
+            mode = _partners(gram, removed)
+            for sample, right in zip(few, true, strict=True):
+                for name, array in program.run(sample.inputs, _Removed(mode)).items():
+                    sums.setdefault(name, LossSums()).add(right[name], array)
+            return max((each.loss for each in sums.values()), default=0.0)
+
+        alone: dict[Unit, float] = {}
+        for name, each in found.items():
+            on_step(f"sensitivity: {name}")
+            alone |= {(name, unit): loss([(name, unit)]) for unit in range(each.Hkv)}
+        order = sorted(alone, key=lambda unit: alone[unit])
+        points: list[LossPoint] = []
+        if heads == AUTO_HEADS:
+            removed = _fewest(found, order, loss, float(max_loss or 0.0), points, gram)
+        else:
+            removed = _down_to(found, order, int(heads), gram)
+        model = _without(original.model, found, _partners(gram, removed))
+        outputs, _, _, count = measure_loss(original.model, model, samples, {}, None, on_step)
+    record = LossRecord(
+        what="heads",
+        data=samples.title,
+        samples=count,
+        outputs=outputs,
+        layers=[
+            LossLayer(
+                name=f"{name}, head {unit}",
+                is_compressed=(name, unit) in removed,
+                relative_l2=None,
+                sqnr_db=None,
+                alone=alone[name, unit],
+            )
+            for name, unit in alone
+        ],
+        limit=max_loss,
+        search=points,
+    )
+    if max_loss is not None and (record.worst > max_loss or not removed):
+        least = order[0]
+        raise LossExceeded(
+            "No head can be removed within the loss that is allowed."
+            if heads == AUTO_HEADS
+            else "Removing so many heads costs more than is allowed.",
+            got=f"{record.worst:.2g}, limit {max_loss:g}"
+            if removed
+            else f"{least[0]}, head {least[1]} alone costs {alone[least]:.2g}, limit {max_loss:g}",
+            hint="a larger --max-loss, or more heads",
+        )
+    return Compression(model=model, record=record)
+
+
+def _allowed(found: Mapping[str, _Heads], removed: Sequence[Unit], unit: Unit) -> bool:
+    """Whether another head of this attention may go: one stays."""
+    return sum(name == unit[0] for name, _ in removed) < found[unit[0]].Hkv - 1
+
+
+def _greedy(found: Mapping[str, _Heads], order: Sequence[Unit], gram: Mapping[str, np.ndarray]) -> list[Unit]:
+    """The order in which heads go: the cheapest first, and none that another one has just taken over from."""
+    left, removed = list(order), list[Unit]()
+    postponed: list[Unit] = []
+    while left:
+        unit = left.pop(0)
+        taken = {
+            (name, partner) for name, each in _partners(gram, removed).items() for partner, _ in each.values()
+        }
+        if unit in taken and unit not in postponed:
+            postponed.append(unit)
+            left.append(unit)
+        elif _allowed(found, removed, unit):
+            removed.append(unit)
+    return removed
+
+
+def _down_to(
+    found: Mapping[str, _Heads], order: Sequence[Unit], heads: int, gram: Mapping[str, np.ndarray]
+) -> list[Unit]:
+    """The heads that go so that each attention has so many query heads."""
+    removed: list[Unit] = []
+    for name, each in found.items():
+        if not 1 <= heads <= each.Hq or heads % each.group:
+            known = ", ".join(str(each.group * count) for count in range(1, each.Hkv + 1))
+            raise DeployError(f"{name} cannot have so many heads.", got=heads, hint=f"one of {known}")
+        own = [unit for unit in order if unit[0] == name]
+        removed += _greedy(found, own, gram)[: each.Hkv - heads // each.group]
+    return removed
+
+
+def _fewest(
+    found: Mapping[str, _Heads],
+    order: Sequence[Unit],
+    loss: Callable[[Sequence[Unit]], float],
+    limit: float,
+    points: list[LossPoint],
+    gram: Mapping[str, np.ndarray],
+) -> list[Unit]:
+    """As many heads as can go, by halving."""
+    sequence, low = _greedy(found, order, gram), 0
+    high = len(sequence)
+    while low < high:
+        middle = math.ceil((low + high) / 2)
+        cost = loss(sequence[:middle])
+        points.append(LossPoint(compressed=middle, share=middle / len(order), loss=cost))
+        low, high = (middle, high) if cost <= limit else (low, middle - 1)
+    points[:] = [changed(each, is_chosen=each.compressed == low) for each in points]
+    points.sort(key=lambda each: -each.compressed)
+    return sequence[:low]
+
+
+# -- The graph without them -------------------------------------------------------------------------
+
+
+def _without(
+    model: ir.Model, found: Mapping[str, _Heads], partners: Mapping[str, Mapping[int, tuple[int, float]]]
+) -> ir.Model:
+    """A copy with smaller projections; what goes is added to the output projection of its partner."""
+    copy = model.clone()
+    nodes = {str(node.name): node for node in copy.graph}
+    for name, gone in partners.items():
+        node = nodes[name]
+        heads = _heads_of(node)
+        kept = [unit for unit in range(heads.Hkv) if unit not in gone]
+        counts = (heads.group * len(kept), len(kept), len(kept))
+        for at, part, count in zip((an.Q, an.K, an.V), heads.projections, counts, strict=True):
+            node.replace_input_with(at, _smaller(copy.graph, node, part, at, heads.Hkv, kept, count))
+        rows = heads.output_weight.reshape(heads.Hkv, -1, heads.output_weight.shape[-1]).copy()
+        for unit, (partner, factor) in gone.items():
+            rows[partner] += (factor * rows[unit].astype(np.float64)).astype(rows.dtype)
+        weight = rows[kept].reshape(-1, rows.shape[-1])
+        heads.output.replace_input_with(1, new_initializer(copy.graph, f"{name}/output_weight", weight))
+        for key, number in (("q_num_heads", counts[0]), ("kv_num_heads", counts[1])):
+            node.attributes[key] = ir.AttrInt64(key, number)
+        node.outputs[0].shape = None
+    RemoveUnusedNodesPass()(copy)
+    for value in list(copy.graph.initializers.values()):
+        if not value.uses() and not value.is_graph_output():
+            del copy.graph.initializers[str(value.name)]
+    return infer_shapes(copy)
+
+
+def _smaller(
+    graph: ir.Graph, node: ir.Node, part: _Projection, at: int, units: int, kept: list[int], count: int
+) -> ir.Value:
+    """A projection with the columns of the units that stay."""
+    name = f"{node.name}/{'qkv'[at]}"
+    weight = part.weight.reshape(len(part.weight), units, -1)[:, kept].reshape(len(part.weight), -1)
+    held = new_initializer(graph, f"{name}_weight", np.ascontiguousarray(weight))
+    made = [ir.node("MatMul", [part.source, held], name=f"{name}_matmul")]
+    if part.bias is not None:
+        bias = new_initializer(graph, f"{name}_bias", part.bias.reshape(units, -1)[kept].reshape(-1))
+        made.append(ir.node("Add", [made[-1].outputs[0], bias], name=f"{name}_add"))
+    if part.rotary is not None:
+        rest = list(part.rotary.inputs)[1:]
+        attributes = [a for a in part.rotary.attributes.values() if a.name != "num_heads"]
+        rotary = ir.node("RotaryEmbedding", [made[-1].outputs[0], *rest], name=f"{name}_rotary")
+        for attribute in (*attributes, ir.AttrInt64("num_heads", count)):
+            rotary.attributes[attribute.name] = attribute
+        made.append(rotary)
+    for each in made:
+        each.outputs[0].name = f"{each.name}_y"
+        each.outputs[0].type = part.source.type
+    graph.insert_before(node, made)
+    return made[-1].outputs[0]

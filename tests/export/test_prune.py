@@ -1,0 +1,68 @@
+"""Fewer heads: the least needed ones go, with their slices of the weights, and the loss is its cost."""
+
+import numpy as np
+import onnx
+import pytest
+from onnx.reference import ReferenceEvaluator
+from quantized_models import HEADS, WIDTH, samples, transformer, weights
+
+import mha_deploy as md
+
+OPTIONS = {"golden": ("opt",), "axes": {"B": "1:2:2", "S": "1:8:16"}}
+SIZE = WIDTH // HEADS
+
+
+def with_twins():
+    """The weights with head 2 equal to head 0, but for its part of the output projection."""
+    found = {name: array.copy() for name, array in weights().items()}
+    for name in "qkv":
+        found[name][:, 2 * SIZE : 3 * SIZE] = found[name][:, :SIZE]
+    return found
+
+
+def outputs(path):
+    run = ReferenceEvaluator(str(path))
+    return np.concatenate([run.run(None, each)[0] for each in samples(3)])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_one_of_two_equal_heads_goes_without_loss(tmp_path, packed):
+    model = transformer(tmp_path / "twins.onnx", changed=with_twins(), packed=packed)
+    bundle = md.prune(model, tmp_path / "out", heads="auto", max_loss=1e-4, data=samples(3), **OPTIONS)
+    loss = bundle.manifest.loss
+    gone = [each.name for each in loss.layers if each.is_compressed]
+    assert gone in (["attention, head 0"], ["attention, head 2"])
+    assert loss.worst < 1e-5
+    assert bundle.manifest.attention[0]["Hq"] == HEADS - 1
+    np.testing.assert_allclose(outputs(bundle.path / "source.onnx"), outputs(model), atol=1e-4)
+    graph = onnx.load(bundle.path / "source.onnx").graph
+    shapes = sorted(tuple(each.dims) for each in graph.initializer)
+    assert shapes.count((WIDTH, WIDTH - SIZE)) == 3
+    assert shapes.count((WIDTH - SIZE, WIDTH)) == 1
+    if not packed:
+        assert md.validate(bundle, latency=False).passed
+
+
+def test_a_head_that_is_needed_does_not_go(tmp_path):
+    model = transformer(tmp_path / "model.onnx")
+    with pytest.raises(md.DeployError) as refused:
+        md.prune(model, tmp_path / "out", heads="auto", max_loss=1e-4, data=samples(3), **OPTIONS)
+    assert refused.value.exit_code == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_number_of_heads_and_its_loss(tmp_path):
+    model = transformer(tmp_path / "model.onnx")
+    bundle = md.prune(model, tmp_path / "out", heads=2, data=samples(3), **OPTIONS)
+    got, true = outputs(bundle.path / "source.onnx"), outputs(model)
+    loss = bundle.manifest.loss
+    assert bundle.manifest.attention[0]["Hq"] == 2
+    assert sum(each.is_compressed for each in loss.layers) == 2
+    assert loss.worst == pytest.approx(np.linalg.norm(got - true) / np.linalg.norm(true), rel=1e-3)
+
+
+@pytest.mark.parametrize("heads", [0, 5, "few"])
+def test_other_numbers_are_refused(tmp_path, heads):
+    model = transformer(tmp_path / "model.onnx")
+    with pytest.raises(md.DeployError):
+        md.prune(model, tmp_path / "out", heads=heads, data=samples(1), **OPTIONS)
