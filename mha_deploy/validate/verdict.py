@@ -222,9 +222,9 @@ def findings(
     yield from _about_latency(report.points)
     for point in report.serving:
         yield from _about_load(point, options)
-    own = sha256(report.bundle.path / MANIFEST)
-    if report.served_sha256 not in (None, own):
-        names = (str(report.served_sha256), own)
+    served = report.served_sha256
+    if served is not None and served != (own := sha256(report.bundle.path / MANIFEST)):
+        names = (served, own)
         yield _found(Severity.FAILURE, Section.SERVING, Kind.OTHER_BUNDLE, names=names)
     yield from _about_data(report.data)
     yield from loss_findings(report.bundle.manifest, options)

@@ -48,7 +48,7 @@ def record_of(graph, engine, *, has_engine):
     found = engine_named("trt") if has_engine else None
     evaluations = [evaluation("ort", graph)] + ([evaluation("trt", engine, found)] if engine else [])
     spec = SimpleNamespace(name="made", axes={}, attention_count=1)
-    manifest = SimpleNamespace(spec=spec, attention=[1], notes=(), observed=[], shrunk=[])
+    manifest = SimpleNamespace(spec=spec, attention=[1], notes=(), observed=[], shrunk=[], loss=None)
     bundle = SimpleNamespace(manifest=manifest)
     about = {"bundle": bundle, "engines": (found,) if has_engine else ()}
     return conclude(Validation(evaluations=tuple(evaluations), **about), evaluations, ValidateOptions())
