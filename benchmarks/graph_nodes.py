@@ -2,7 +2,7 @@
 
     python benchmarks/graph_nodes.py DIR --engine NAME --at B=8,S=128 [--json]
 
-A memset or a copy between kernels takes microseconds; an event or an empty node synchronises streams that a
+A memset or a copy between kernels takes microseconds; an event or an empty node synchronizes streams that a
 single one would not need. Needs the GPU that the engine was built for.
 """
 

@@ -1,6 +1,6 @@
 """Your own module: name its dynamic axes, and export the object.
 
-The attention is written out by hand here; the export recognises it and writes one `Attention` node. Run:
+The attention is written out by hand here; the export recognizes it and writes one `Attention` node. Run:
 
     python examples/02_own_module.py
 """

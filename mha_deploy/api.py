@@ -618,7 +618,7 @@ def fuse_file(
 
     source, output = Path(source), Path(output)
     if output.is_file() and not overwrite:
-        raise DeployError("The output is there already.", got=output, hint="--overwrite")
+        raise DeployError("Output already exists.", got=output, hint="--overwrite")
     # The weights of the source may be read until the new file is whole.
     real = check_file(output, is_nobodys, overwrite=overwrite, inputs=[source])
     if not real.parent.is_dir():
@@ -630,7 +630,7 @@ def fuse_file(
         what = "The output could replace weights of the input."
         raise DeployError(what, got=taken[0], hint="write elsewhere")
     if beside.is_file() and not overwrite:
-        raise DeployError("The file for the weights is there already.", got=beside, hint="--overwrite")
+        raise DeployError("The file for the weights already exists.", got=beside, hint="--overwrite")
     for path in (real, beside):
         check_file(path, is_nobodys, overwrite=overwrite, inputs=[source, *needed], within=real.parent)
     model, report = fuse(original, verify=verify)
@@ -956,7 +956,7 @@ def validate(
     on_step: OnStep | None = None,
     **options: Unpack[ValidateKeywords],
 ) -> Report:
-    """Run the graph and the engines of a bundle against the FP64 oracle, and time them beside PyTorch.
+    """Run the graph and the engines of a bundle against the FP64 oracle, and benchmark them against PyTorch.
 
     Args:
         bundle: The bundle, or its folder, with or without engines.

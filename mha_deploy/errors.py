@@ -25,7 +25,7 @@ class DeployError(Exception):
 
     Args:
         what: What happened, in one sentence.
-        got: The value that caused it, as the user would recognise it.
+        got: The value that caused it, as the user would recognize it.
         hint: What to do about it. No error is without: one is given, or the class has one.
     """
 

@@ -86,7 +86,9 @@ def check_file(
     if not stat.S_ISREG(found.st_mode):
         raise DeployError("The output is not a regular file.", got=path, hint="another file")
     if source := _input_at(found, inputs):
-        raise DeployError("The output is the input.", got=f"{path}, {source}", hint="write to another file")
+        raise DeployError(
+            "Output and input are the same file.", got=f"{path}, {source}", hint="write to another file"
+        )
     if not overwrite and not is_ours(real):
         problem = f"A file of that name is there, which {TOOL} did not write."
         raise DeployError(problem, got=path, hint="move it elsewhere, another name, or --overwrite")

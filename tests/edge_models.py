@@ -66,7 +66,7 @@ def many_outputs():
 
 
 def zero_head():
-    """A head that is initialised to zero, as untrained models have it."""
+    """A head that is initialized to zero, as untrained models have it."""
     made = deployable(lambda self, x: self.head(self.a(x)), head=nn.Linear(E, 8))
     nn.init.zeros_(made.module.head.weight)
     nn.init.zeros_(made.module.head.bias)

@@ -62,7 +62,7 @@ def interleaved_rotary_in_one_head(graph):
 
 
 def other_groups(graph):
-    """Query heads use the key/value head of their neighbour."""
+    """Query heads use the key/value head of their neighbor."""
     of_queries(graph, lambda array: np.roll(array, D, -1))
     weight(graph, "o.weight.T", lambda array: np.roll(array, D, 0))
 

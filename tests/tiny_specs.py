@@ -17,7 +17,7 @@ EVERY_PRECISION = (
 
 
 def in_precisions(*precisions, names=tuple(TINY), every=EVERY_PRECISION):
-    """A parametrisation by name and precision: all in fp16, some in the others, the rest for `-m slow`.
+    """A parametrization by name and precision: all in fp16, some in the others, the rest for `-m slow`.
 
     Args:
         *precisions: Those to try.

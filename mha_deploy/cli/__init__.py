@@ -129,7 +129,7 @@ def _run_app() -> _Ending:
     except BaseException as error:  # noqa: BLE001 (a bug of this tool: its exit code is not a verdict)
         if (needed := out_of_memory(error)) is not None:
             hint = "smaller axes (--axis), a smaller model, or a machine with more memory"
-            return _Ending(EXIT_BAD_INPUT, DeployError("There is too little memory.", got=needed, hint=hint))
+            return _Ending(EXIT_BAD_INPUT, DeployError("Out of memory.", got=needed, hint=hint))
         if interruptions.received:
             return _Ending(EXIT_INTERRUPTED)
         traceback.print_exception(error)

@@ -188,7 +188,7 @@ def fuse_renderable(report: FuseReport) -> RenderableType:
         rows.append((each.name, heads, f"{each.scale:.4g}", mask, result))
     for left in report.unfused:
         where = f" ({left.place})" if left.place else ""
-        what = "not expressible" if left.recognised else "not recognised"
+        what = "not expressible" if left.recognised else "not recognized"
         rows.append((left.name, " ", " ", " ", f"not fused, {what}: {left.reason}{where}"))
     rows += [(name, " ", " ", " ", "was an Attention node already") for name in report.already]
     built = table("", ("attention", "Hq/Hkv×D", "scale", "mask", "result"), rows)
@@ -198,7 +198,7 @@ def fuse_renderable(report: FuseReport) -> RenderableType:
     ]
     count, known = len(report.fused), sum(each.recognised for each in report.unfused)
     unknown = len(report.unfused) - known
-    total = f"{count} fused, {known} recognised but not expressible, {unknown} not recognised"
+    total = f"{count} fused, {known} recognized but not expressible, {unknown} not recognized"
     total += f", {len(report.already)} were Attention already" if report.already else ""
     if count:
         checked = sum(each.verified for each in report.fused)

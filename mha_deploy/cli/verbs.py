@@ -128,7 +128,7 @@ def deploy(
     json: bool = JSON,
     **options: Any,
 ) -> Result:
-    """Export a model, build an engine, and validate it against the FP64 oracle and beside PyTorch."""
+    """Export a model, build an engine, and validate it against the FP64 oracle and PyTorch."""
     named, cache = options["model"], options["cache"]
     files = parse_pairs(options.pop("inputs"), "--input", "input_ids=ids.npy")
     model, reached = pop_model(options), list[Any]()
@@ -338,7 +338,7 @@ def validate(
     overwrite: bool = OVERWRITE,
     **options: Any,
 ) -> Result:
-    """Run the graph and the engines of a bundle against the FP64 oracle, and time them beside PyTorch."""
+    """Judge graph and engines of a bundle against the FP64 oracle, and benchmark them against PyTorch."""
     asked = {f"--{name}": options[name] or None for name in ("steps", "prompt", "batch")}
     got = " ".join(f"{name} {number}" for name, number in asked.items() if number is not None)
     one = "use one of them at a time"

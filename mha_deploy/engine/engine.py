@@ -64,7 +64,7 @@ from mha_deploy.runtime.tensorrt.versions import (
 )
 from mha_deploy.status import means
 
-# -- The optimisation profiles of an engine ---------------------------------------------------------
+# -- The optimization profiles of an engine ---------------------------------------------------------
 
 Ranges = Mapping[str, Axis]
 
@@ -232,7 +232,7 @@ class EngineManifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def ranges(self) -> list[dict[str, Axis]]:
-        """The axis ranges of every optimisation profile."""
+        """The axis ranges of every optimization profile."""
         return [{name: Axis.parse(text, name=name) for name, text in each.items()} for each in self.profiles]
 
     @property

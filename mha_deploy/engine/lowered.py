@@ -101,7 +101,7 @@ def lower_for(rt: TensorRT, model: ir.Model, options: EngineOptions) -> tuple[ir
         _refuse_without_attention(model, hint="--attention native")
         return lower(model, dialect, linear=options.accumulate == "fp32"), []
     targets = targets_of(rt, options)
-    # A graph without attention nodes is built as well; the verdict reports that none was recognised.
+    # A graph without attention nodes is built as well; the verdict reports that none was recognized.
     answers = [answer for target in targets for answer in rules.judge(attention_nodes(model), target)]
     _refuse_hopeless(answers)
     if dialect == "primitives":

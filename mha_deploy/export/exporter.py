@@ -323,7 +323,7 @@ _LAYERS_BYTES = 1 << 30
 
 
 class _ModuleSource(flow.ExportSource):
-    """A user's module: its program is exported, and its attentions are recognised in the graph."""
+    """A user's module: its program is exported, and its attentions are recognized in the graph."""
 
     user: UserModule
     capture: ModuleCapture

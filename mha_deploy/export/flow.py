@@ -372,7 +372,7 @@ class ExportSource(ABC):
     def close(self) -> None:  # noqa: B027 (only some open any)
         """Close the sessions that were opened for golden cases."""
 
-    # -- of a model whose attentions are recognised in its graph -------------------------------
+    # -- of a model whose attentions are recognized in its graph -------------------------------
 
     def fuse(self, original: ir.Model) -> ir.Model:
         """The graph with its attentions fused; what is not is noted."""

@@ -502,7 +502,7 @@ class RandomRounding(Float64):
         if change is None or change.shape != tuple(noted.shape):
             return result
         moved, axis = self._sign * MARGIN * torch.from_numpy(np.asarray(change)).to(noted), -1
-        if name in _ORDERED:  # neighbours in order go towards each other in this sample or its counterpart
+        if name in _ORDERED:  # neighbors in order go towards each other in this sample or its counterpart
             at = 2 if name in ("topk", "kthvalue") else 1
             dim = kwargs.get("dim", args[at] if len(args) > at else -1 if name in _ALONG_LAST else None)
             flat = noted if noted.dim() and isinstance(dim, int) else noted.flatten()

@@ -329,7 +329,7 @@ def prefix_within(name: str, taken: set[str]) -> str:
     """A prefix for what a node is lowered to: the node's own name, or `<name>/lowered`, with a free number.
 
     Fusion verdicts find the parts of an attention by `<name>/`. So where values of that name exist already
-    (the recogniser writes some), the new ones go one level deeper instead of under another name. `taken` are
+    (the recognizer writes some), the new ones go one level deeper instead of under another name. `taken` are
     the beginnings of names in the model (`prefixes_in`), to which the new one is added.
     """
     deeper = f"{name}/lowered"

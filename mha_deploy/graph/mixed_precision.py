@@ -505,7 +505,7 @@ _MATMULS = ("MatMul", "Gemm", "Einsum", "Conv", "ConvTranspose")
 
 
 def enclosed_nodes(graph: ir.Graph, kept: set[ir.Node], float32_inputs: set[str]) -> list[ir.Node]:
-    """The cheap nodes whose neighbours are all kept in float32, or such nodes themselves.
+    """The cheap nodes whose neighbors are all kept in float32, or such nodes themselves.
 
     A part of the graph that no kept node is connected to has no reason to be in float32.
     """

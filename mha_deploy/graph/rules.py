@@ -216,7 +216,7 @@ def operator_options(findings: Sequence[RuleFinding]) -> dict[str, bool]:
 
 
 def is_rtx_gpu(compute_capability: tuple[int, int]) -> bool:
-    """Whether TensorRT-RTX has kernels for this GPU: not for 9.0 and 10.0, the data centre parts."""
+    """Whether TensorRT-RTX has kernels for this GPU: not for 9.0 and 10.0, the data center parts."""
     return compute_capability in {(7, 5), (8, 0), (8, 6), (8, 9)} or compute_capability[0] == 12
 
 

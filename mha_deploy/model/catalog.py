@@ -1,4 +1,4 @@
-"""Find model specs: by name in the shipped catalogue, or by path."""
+"""Find model specs: by name in the shipped catalog, or by path."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def catalog_names() -> list[str]:
 
 
 def find_spec(model: str) -> AttentionSpec:
-    """Read the spec that a user named: a catalogue name, or a path that ends in `.toml`."""
+    """Read the spec that a user named: a catalog name, or a path that ends in `.toml`."""
     if model.endswith(".toml"):
         return read_spec(Path(model))
     names = catalog_names()

@@ -201,7 +201,7 @@ _ENCODERS = ("bert", "roberta", "xlm-roberta", "camembert", "electra", "distilbe
 _VISION = ("vit", "deit", "dinov2")
 # What would be another function than the layers of the catalog compute, and whose attention it is.
 _NOT_EXPRESSIBLE = {
-    "it normalises queries and keys (q_norm, k_norm)": "qwen3 qwen3_moe gemma3 gemma3_text olmo2 olmo3 "
+    "it normalizes queries and keys (q_norm, k_norm)": "qwen3 qwen3_moe gemma3 gemma3_text olmo2 olmo3 "
     "llama4 llama4_text",
     "its keys and values are compressed (MLA)": "deepseek_v2 deepseek_v3 minicpm3",
     "it adds a learned relative position bias to the scores": "t5 mt5 mpnet",
@@ -398,12 +398,12 @@ def _refuse_options(config: Mapping[str, Any], kind: str) -> None:
     relative = str(config.get("position_embedding_type", "absolute")).startswith("relative")
     stacked_by_head = kind == "gpt_bigcode" and not config.get("multi_query", True)
     reasons = {
-        **{f"it normalises queries and keys ({n})": config.get(n) or inner.get(n) for n in norms},
+        **{f"it normalizes queries and keys ({n})": config.get(n) or inner.get(n) for n in norms},
         "it clips queries, keys and values (clip_qkv)": config.get("clip_qkv") or inner.get("clip_qkv"),
         "its positions are relative (position_embedding_type)": relative,
         "it adds ALiBi before the scale, in BF16": kind == "falcon" and config.get("alibi"),
         "its packed projection is stacked head by head (multi_query false)": stacked_by_head,
-        "its weights are quantised (quantization_config)": config.get("quantization_config"),
+        "its weights are quantized (quantization_config)": config.get("quantization_config"),
     }
     for why, applies in reasons.items():
         if applies:

@@ -366,7 +366,7 @@ class Rope:
 
     base: float = 10000.0  # base of the geometric series of frequencies
     dims: int | None = None  # how many numbers of a head are rotated, its first ones; default: all D
-    interleaved: bool = False  # whether pairs are neighbours, (0, 1), (2, 3), …; or else (j, j + dims/2)
+    interleaved: bool = False  # whether pairs are neighbors, (0, 1), (2, 3), …; or else (j, j + dims/2)
     scaling: str = "none"  # how frequencies are stretched for longer contexts; one of `SCALINGS`
     factor: float = 1.0  # how much they are stretched
     low_freq_factor: float = 1.0  # for `llama3`: wavelengths above original_length / it get all of that

@@ -80,7 +80,7 @@ class SparseHeadAttention(Attention):
         """softmax(G) on the chosen heads and zero elsewhere. [B, S, E] -> [B, S, Hq]."""
         options = cast(SparseHeads, self.spec.sparse_heads)
         logits = self.gate(query)
-        # Gates are few and decide much: they are compared and normalised in float32, as routers usually are.
+        # Gates are few and decide much: they are compared and normalized in float32, as routers usually are.
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         best, chosen = logits.topk(options.top_k, dim=-1)  # [B, S, top_k]
         # Renormalising softmax(G) over some of its heads is the softmax over those heads alone.

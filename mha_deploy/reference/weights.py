@@ -131,7 +131,7 @@ def _tensor(file: Path, name: str) -> Tensor:
             hint="a file that safetensors wrote, complete",
         ) from error
     if tensor.dtype not in _FLOATS:
-        got, hint = f"{name}: {tensor.dtype}", "a checkpoint that is not quantised"
+        got, hint = f"{name}: {tensor.dtype}", "a checkpoint that is not quantized"
         raise DeployError("A weight is not floating point of 16 bits or more.", got=got, hint=hint)
     return tensor
 

@@ -1,4 +1,4 @@
-"""The charts of the report as SVG: markup, scales, axes, marks and colours, and the charts made of them."""
+"""The charts of the report as SVG: markup, scales, axes, marks and colors, and the charts made of them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def join(children: Iterable[object]) -> Markup:
     return Markup("".join(escaped(child) for child in children if child is not None))
 
 
-# -- Colours and marks. A row has the same of both in every chart of a page ------------------------
+# -- Colors and marks. A row has the same of both in every chart of a page ------------------------
 
 LIGHT_PAGE, DARK_PAGE = "#ffffff", "#14161a"
 LIGHT = ("#0b64b4", "#e46711", "#505600", "#b00076", "#191058", "#578fed", "#669b92", "#580c0d")
@@ -69,9 +69,9 @@ FAMILIES = {"pytorch": "circle", "onnxruntime": "square", "tensorrt": "diamond",
 class Series(NamedTuple):
     """How one row looks."""
 
-    colour: int  # number of its colour, from 0
+    colour: int  # number of its color, from 0
     mark: str  # `circle`, `square` or `diamond`
-    hollow: bool  # whether its mark is empty: a second round through the colours
+    hollow: bool  # whether its mark is empty: a second round through the colors
 
     @property
     def css(self) -> str:
@@ -92,7 +92,7 @@ def series_of(latencies: Iterable[Mapping[str, Any] | None]) -> dict[str, Series
 
 
 def palette_css() -> str:
-    """The colours as custom properties of the style sheet."""
+    """The colors as custom properties of the style sheet."""
     light, dark = (
         ";".join(f"--{kind}{i}:{colour}" for kind in palette for i, colour in enumerate(palette[kind]))
         for palette in ({"s": LIGHT, "q": HEAT_LIGHT}, {"s": DARK, "q": HEAT_DARK})
@@ -172,7 +172,7 @@ def chart(width: float, height: float, *children: object, label: str, css: str) 
 
 
 def text(x: float, y: float, content: str, *, anchor: str = "start", css: str | None = None) -> Markup:
-    """A label, vertically centred on `y`."""
+    """A label, vertically centered on `y`."""
     return tag("text", content, x=x, y=y + 4, text_anchor=None if anchor == "start" else anchor, class_=css)
 
 
@@ -361,7 +361,7 @@ def sweep_chart(panel: Panel, look: Look) -> Markup | None:
 
 # -- Curves, and their names beside them -----------------------------------------------------------
 
-_MARKS = 12  # of a curve at most, to recognise it without its colour, and to point at
+_MARKS = 12  # of a curve at most, to recognize it without its color, and to point at
 
 
 class _Point(NamedTuple):
@@ -505,7 +505,7 @@ _LOG_FROM_HEATMAP = 20.0
 
 
 def heat_scale(maps: Sequence[Data]) -> Scale:
-    """From values to steps of colour; one scale for all maps, so that they can be compared."""
+    """From values to steps of color; one scale for all maps, so that they can be compared."""
     values = (value for each in maps for row in each["values"] for value in row if value is not None)
     positive = [value for value in values if value > 0] or [1.0]
     low, high = min(positive), max(positive)

@@ -343,7 +343,7 @@ class ChildRunner(_Remote, Runner):
 
 
 class ProfiledChildRunner(ChildRunner):
-    """A runner in a child process whose engine has optimisation profiles."""
+    """A runner in a child process whose engine has optimization profiles."""
 
     def profiles_for(self, feeds: Arrays) -> list[int]:
         """The profiles that admit these inputs; only their shapes and types cross."""

@@ -104,7 +104,7 @@ class Runner(Closing, ABC):
 
 @runtime_checkable
 class ProfiledRunner(Protocol):
-    """A runner whose engine has optimisation profiles to choose from."""
+    """A runner whose engine has optimization profiles to choose from."""
 
     def profiles_for(self, feeds: Arrays) -> list[int]:
         """The profiles that admit these inputs."""

@@ -170,7 +170,7 @@ def _explained(
 def import_user_module(place: str) -> ModuleType:
     """The module of a factory: a file, or one that Python finds from here."""
     path, is_file = Path(place), place.endswith(".py")
-    folder = str(path.resolve().parent if is_file else Path.cwd())  # where its neighbours are
+    folder = str(path.resolve().parent if is_file else Path.cwd())  # where its neighbors are
     _neighbors.add(folder)
     if not is_file:
         try:

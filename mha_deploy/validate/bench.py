@@ -44,7 +44,7 @@ class ModelBench:
     bundle: Bundle  # what was timed
     engines: tuple[Engine, ...]  # its engines
     evaluations: tuple[Evaluation, ...]  # every runtime that could be opened
-    absent: tuple[Unavailable, ...]  # the runtimes that did not take part, and why
+    absent: tuple[Unavailable, ...]  # the runtimes that were skipped, and why
     points: tuple[LatencyPoint, ...]  # the times, one point for every set of sizes
     throughput: tuple[ThroughputRecord, ...] = ()  # calls per second on several streams, where requested
 

@@ -229,7 +229,7 @@ class MaskTrial:
         """The formula in a working type, with the mask and the corner of causal that a runtime may read.
 
         With `FIRST_ROW`, all queries are taken for the first one. Heads are `interleaved` where query head h
-        shares key head h mod Hkv, instead of its neighbours' one. `step` rounds every intermediate result.
+        shares key head h mod Hkv, instead of its neighbors' one. `step` rounds every intermediate result.
         """
         q = self.heads(self.arrays["q"].astype(working))
         k, v = (self._shared(role, working, interleaved) for role in "kv")

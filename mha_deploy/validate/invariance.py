@@ -1,4 +1,4 @@
-"""Does a batch element get the same answer in every slot, batch size and profile, whatever its neighbours?"""
+"""Does a batch element get the same answer in every slot, batch size and profile, whatever its neighbors?"""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class _MovedCase:
             moved = (self._rearranged([(slot - shift) % B for slot in range(B)]) for shift in shifts)
             yield SLOT, f"slot 0..{B - 1}, {len(shifts)} arrangements", moved
             alone = (self._among_strangers(element) for element in kept)
-            yield SLOT, f"batch element {', '.join(map(str, kept))} among other neighbours", alone
+            yield SLOT, f"batch element {', '.join(map(str, kept))} among other neighbors", alone
         if axis.is_dynamic:
             largest = shrunk(self.spec, {**self.case.sizes, "B": axis.max}, self.case.sizes, limit)["B"]
             for size in sorted({1, 2, B - 1, B + 1, axis.min, axis.opt, largest} - {B}):
@@ -146,7 +146,7 @@ class _MovedCase:
         return _Trial({**inputs, **{name: inputs[name][elements] for name in self._batched()}}, [*elements])
 
     def _among_strangers(self, element: int) -> _Trial:
-        """One batch element where it was, among neighbours that change places and sign."""
+        """One batch element where it was, among neighbors that change places and sign."""
         feeds = dict(self.case.inputs)
         for name, tensor in self._batched().items():
             array, strange = feeds[name], np.roll(feeds[name], 1, axis=0)

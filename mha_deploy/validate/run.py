@@ -418,7 +418,7 @@ def _batch_for_coarse(spec: ModelSpec, sizes: Sizes, profiles: Sequence[Mapping[
     return max(sizes["B"], min(most, math.ceil(_COARSE_NUMBERS / in_one)))
 
 
-# -- which sizes to try: the corners of every optimisation profile, or any ---------------------------
+# -- which sizes to try: the corners of every optimization profile, or any ---------------------------
 
 
 def sweep_points(

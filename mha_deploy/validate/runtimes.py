@@ -164,7 +164,7 @@ class Unavailable:
     @property
     def sentence(self) -> str:
         """For the notes of a report."""
-        return f"{self.name} did not take part: {self.reason}"
+        return f"{self.name} skipped: {self.reason}"
 
 
 class RuntimeFinder:

@@ -217,7 +217,7 @@ class _Load:
         rounds = max(1, -(-self._options.requests // each))
         if max(unit.count for unit in units) > 1:  # sequences: enough of them to keep every client busy
             rounds = max(rounds, -(-clients // len(units)))
-        # In a fixed, shuffled order: neighbours in a dynamic batch come from different cases.
+        # In a fixed, shuffled order: neighbors in a dynamic batch come from different cases.
         self._work = [(round, index) for round in range(rounds) for index in range(len(units))]
         random.Random(clients).shuffle(self._work)
         self._requests, self._lock = rounds * each, threading.Lock()

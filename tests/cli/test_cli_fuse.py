@@ -35,7 +35,7 @@ def test_it_writes_one_node_and_says_so(source, tmp_path, run_cli):
     done = run_cli("fuse", source, "-o", output)
     assert done.code == 0, done.err
     text = " ".join(done.out.split())
-    assert "1 fused, 0 recognised but not expressible, 0 not recognised" in text
+    assert "1 fused, 0 recognized but not expressible, 0 not recognized" in text
     assert "1 of 1 verified" in text
     assert "4/4×8" in text
     written = onnx.load(output)
@@ -47,7 +47,7 @@ def test_it_writes_one_node_and_says_so(source, tmp_path, run_cli):
 def test_nothing_is_overwritten_unasked(source, tmp_path, run_cli, refused):
     output = tmp_path / "out.onnx"
     output.write_text("mine")
-    refused("fuse", source, "-o", output, what="there already", got="out.onnx", hint="--overwrite")
+    refused("fuse", source, "-o", output, what="already exists", got="out.onnx", hint="--overwrite")
     assert output.read_text() == "mine"
     done = run_cli("fuse", source, "-o", output, "--overwrite", "--no-verify", "--json")
     assert (done.code, onnx.load(output).graph.node[0].op_type) == (0, "Attention")
@@ -94,7 +94,7 @@ def test_talking_heads_beside_a_plain_attention_are_the_exit_code(tmp_path, run_
 def test_weights_beside_the_output_are_not_lost(source, tmp_path, refused):
     beside = tmp_path / "out.onnx.data"
     beside.write_bytes(b"weights")
-    refused("fuse", source, "-o", tmp_path / "out.onnx", what="file for the weights is there already")
+    refused("fuse", source, "-o", tmp_path / "out.onnx", what="file for the weights already exists")
     assert beside.read_bytes() == b"weights"
 
 
@@ -104,7 +104,7 @@ def test_files_that_cannot_be_used(source, tmp_path, refused):
     broken.write_text("not a graph")
     refused("fuse", tmp_path / "no.onnx", "-o", output, what="no such ONNX file")
     refused("fuse", broken, "-o", output, what="not an ONNX model")
-    refused("fuse", source, "-o", source, "--overwrite", what="The output is the input")
+    refused("fuse", source, "-o", source, "--overwrite", what="Output and input are the same")
     refused("fuse", source, "-o", tmp_path, "--overwrite", what="not a regular file")
     refused("fuse", source, "-o", tmp_path / "no" / "out.onnx", what="folder of the output does not exist")
     assert not output.exists()
@@ -153,7 +153,7 @@ def test_what_was_changed_about_attention_nodes_is_said_once(tmp_path, run_cli):
     text = " ".join(done.out.split())
     assert text.count("K and V are not repeated: 2 heads for 4") == 1
     assert "changed: layers.0.attention and 1 more: K and V are not repeated" in text
-    assert "0 not recognised, 2 were Attention already" in text
+    assert "0 not recognized, 2 were Attention already" in text
 
 
 # -- weights in other files ----------------------------------------------------------------------------

@@ -152,7 +152,7 @@ def test_a_backend_that_is_not_here_is_named(bundles):
     [
         ({"version_compatible": True}, "version"),
         ({"hardware_compatible": "ampere-plus"}, "hardware"),
-        ({"optimization_level": 9}, "optimisation level"),
+        ({"optimization_level": 9}, "optimization level"),
         ({"refit": "sometimes"}, "refit"),
     ],
 )

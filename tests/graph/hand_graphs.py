@@ -71,7 +71,7 @@ def fused(model):
 
 
 def session_of(model):
-    """A model of onnx or onnx_ir in ONNX Runtime, without its optimisations."""
+    """A model of onnx or onnx_ir in ONNX Runtime, without its optimizations."""
     proto = model if isinstance(model, onnx.ModelProto) else ir.to_proto(model)
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL

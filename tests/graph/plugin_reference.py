@@ -67,7 +67,7 @@ class MhaDeployLinear(OpRun):
 
 
 class MhaDeployNormActivation(OpRun):
-    """Residual and normalisation, or an activation."""
+    """Residual and normalization, or an activation."""
 
     op_domain = DOMAIN
 

@@ -1,7 +1,7 @@
 """Graphs with one attention, spelled at random: layouts, masks, temperatures, softmaxes.
 
 `Spelled(seed)` draws one. Every part is written by operators of ONNX alone, from the formula, and knows of no
-form that a recogniser expects.
+form that a recognizer expects.
 """
 
 from __future__ import annotations

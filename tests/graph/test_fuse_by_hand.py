@@ -266,7 +266,7 @@ def test_an_einsum_without_the_axis_of_the_repeated_heads(name):
     assert [(each.Hq, each.Hkv) for each in report.fused] == [heads]
 
 
-# -- what the recogniser cannot handle ---------------------------------------------------------------------
+# -- what the recognizer cannot handle ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1), (S, S)])

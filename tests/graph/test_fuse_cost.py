@@ -28,7 +28,7 @@ def chain(count, *op_types):
 
 
 def branches(count):
-    """Softmaxes of which each reads another step of one chain of steps that are not recognised."""
+    """Softmaxes of which each reads another step of one chain of steps that are not recognized."""
     nodes = [("Transpose", ["x"], "t", {"perm": [0, 2, 1]}), ("MatMul", ["x", "t"], "n0", {})]
     for i in range(count):
         nodes.append(("Sin", [f"n{i}"], f"n{i + 1}", {}))

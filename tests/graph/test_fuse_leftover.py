@@ -121,7 +121,7 @@ def softmaxes(g, value):
 @pytest.mark.parametrize("features", [positive, softmaxes, lambda g, value: g.op("Relu", value)])
 @pytest.mark.parametrize("keys_first", [True, False])
 def test_linear_attention_is_counted_once(features, keys_first):
-    """With its normaliser over the keys, whichever matmul comes first."""
+    """With its normalizer over the keys, whichever matmul comes first."""
     g = Hand()
     q, k = features(g, "q"), features(g, "k")
     kt = g.op("Transpose", k, perm=[0, 1, 3, 2])
@@ -143,14 +143,14 @@ def test_other_operators_of_attention_are_counted(op):
     assert [(left.recognised, op.split(".")[-1] in left.reason) for left in report.unfused] == [(True, True)]
 
 
-# As ONNX Runtime's optimiser writes attention, and its quantiser.
+# As ONNX Runtime's optimizer writes attention, and its quantizer.
 FOREIGN = {
     "com.microsoft's FusedMatMul computes the scores": """
    s = com.microsoft.FusedMatMul <transB = 1> (q, k)
    p = Softmax (s)
    y = com.microsoft.FusedMatMul (p, v)
 """,
-    "What stands between the softmax and the matmul with V is not recognised. FusedMatMul y": """
+    "What stands between the softmax and the matmul with V is not recognized. FusedMatMul y": """
    kt = Transpose <perm = [0, 1, 3, 2]> (k)
    s = MatMul (q, kt)
    p = Softmax (s)

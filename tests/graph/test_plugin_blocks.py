@@ -1,4 +1,4 @@
-"""Whole blocks as nodes of the plugin: rotary embedding, normalisation with its residual, activations."""
+"""Whole blocks as nodes of the plugin: rotary embedding, normalization with its residual, activations."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def llama(layers: int = 1) -> md.Deployable:
     return md.Deployable(module=transformers.LlamaModel(config), inputs=inputs, axes=AXES)
 
 
-# By model: residual and normalisation in one node, those that also give the sum to the next residual,
-# normalisations alone, activations; and what is gone.
+# By model: residual and normalization in one node, those that also give the sum to the next residual,
+# normalizations alone, activations; and what is gone.
 MODELS: dict[str, tuple[Any, tuple[int, int, int, int], set[str]]] = {
     "post-norm": (encoder, (4, 0, 0, 2), {"LayerNormalization", "Gelu", "Erf"}),
     "pre-norm": (lambda: encoder(norm_first=True), (3, 3, 1, 2), {"LayerNormalization", "Gelu", "Erf"}),

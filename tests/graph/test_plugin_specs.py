@@ -1,4 +1,4 @@
-"""Every layer of the catalogue that is small, as the plugin's nodes, against its golden cases."""
+"""Every layer of the catalog that is small, as the plugin's nodes, against its golden cases."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def test_primitives_are_opset_17_throughout(whole) -> None:
 
 @pytest.mark.parametrize("dialect", ["trt", "primitives", "contrib"])
 def test_the_parts_of_every_attention_are_found(whole, dialect) -> None:
-    """Also where the recogniser left values of the attention's name, and where names hold dots."""
+    """Also where the recognizer left values of the attention's name, and where names hold dots."""
     _, model, _ = whole
     attentions = [node.name for node in attention_nodes(model)]
     lowered = lower(model, dialect)

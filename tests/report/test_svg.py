@@ -1,4 +1,4 @@
-"""Scales, ticks, labels and colours."""
+"""Scales, ticks, labels and colors."""
 
 import itertools
 import math
@@ -215,7 +215,7 @@ def test_a_map_without_cells_is_not_drawn(values):
     assert heatmap(data, heat_scale([data])) is None
 
 
-# -- colours ---------------------------------------------------------------------------------------
+# -- colors ---------------------------------------------------------------------------------------
 
 # Linear RGB as people with protanopia and deuteranopia see it (Machado, Oliveira and Fernandes, 2009).
 SIGHTS = {

@@ -133,7 +133,7 @@ def check_transpose_before_matmul(runner):
 
 
 def open_at_level_all(path):
-    """A runner whose session has every optimisation, as ONNX Runtime has it by default."""
+    """A runner whose session has every optimization, as ONNX Runtime has it by default."""
     runner = OrtCpuRunner(path)
     runner._session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     return runner

@@ -365,7 +365,7 @@ def test_an_exception_in_the_callback_cancels_the_build():
     assert judge(attention()).all_fused
 
 
-# -- the neighbours -------------------------------------------------------------------------------------
+# -- the neighbors -------------------------------------------------------------------------------------
 
 
 POLYGRAPHY = """

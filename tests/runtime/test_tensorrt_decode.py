@@ -231,7 +231,7 @@ def test_a_single_token_goes_to_the_profile_for_it(device):
             **{name: (1, *dims[1:]) for name, dims in PREALLOCATED.items() if name != "x"},
         }
         assert first_admitting(runner.profiles, shapes, tightest=True) == 1
-        with pytest.raises(DeployError, match="No optimisation profile"):
+        with pytest.raises(DeployError, match="No optimization profile"):
             loop_of(runner, b"rows", batch=5).feed(tokens(1, batch=5))
 
 

@@ -63,7 +63,7 @@ def test_the_first_profile_that_fits_is_taken():
 
 
 def test_shapes_that_nobody_takes_are_refused_with_what_would_be_taken():
-    with pytest.raises(DeployError, match="No optimisation profile") as caught:
+    with pytest.raises(DeployError, match="No optimization profile") as caught:
         first_admitting([SHORT, LONG], shapes(2, 99))
     assert caught.value.got == "x 2×99×64, n 2"
     assert caught.value.hint == "profile 0: x 1..4×1..16×64, n 1..4; profile 1: x 1..4×9..64×64, n 1..4"
@@ -72,7 +72,7 @@ def test_shapes_that_nobody_takes_are_refused_with_what_would_be_taken():
 def test_a_profile_requested_must_exist_and_fit():
     assert first_admitting([SHORT, LONG], shapes(2, 12), only=1) == 1
     for index in (1, -1, 2):
-        with pytest.raises(DeployError, match=f"No optimisation profile {index} of") as caught:
+        with pytest.raises(DeployError, match=f"No optimization profile {index} of") as caught:
             first_admitting([SHORT, LONG], shapes(2, 8), only=index)
         assert describe(LONG) in caught.value.hint
 
@@ -222,9 +222,9 @@ def test_the_same_inputs_run_in_every_profile_that_takes_them(device):
         assert runner.profiles_for(feeds(2, 20)) == []
         narrow = {**given, "x": given["x"][..., :2]}
         assert runner.profiles_for(narrow) == [], "of a size that is fixed in the engine"
-        with pytest.raises(DeployError, match="No optimisation profile 1"):
+        with pytest.raises(DeployError, match="No optimization profile 1"):
             runner.run_in_profile(feeds(2, 3), 1)
-        with pytest.raises(DeployError, match="No optimisation profile") as caught:
+        with pytest.raises(DeployError, match="No optimization profile") as caught:
             runner.run(feeds(2, 20))
         assert "profile 1: x 1..4×5..16×4" in caught.value.hint
 
@@ -542,7 +542,7 @@ def test_a_shape_is_recorded_once_and_answers_the_same_again(in_process, gpu_run
 
 @pytest.mark.gpu
 def test_shapes_outside_every_profile_are_refused_on_a_gpu(gpu_runner):
-    with pytest.raises(DeployError, match="No optimisation profile") as caught:
+    with pytest.raises(DeployError, match="No optimization profile") as caught:
         gpu_runner.run(drawn(2, 65))
     assert "profile 1: x 1..4×17..64×64" in caught.value.hint
 

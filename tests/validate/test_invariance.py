@@ -91,7 +91,7 @@ def failed(checks):
 
 
 def neighbours(checks):
-    return [check for check in checks if "among other neighbours" in check.detail]
+    return [check for check in checks if "among other neighbors" in check.detail]
 
 
 # -- right runners -----------------------------------------------------------------------------
@@ -152,7 +152,7 @@ def test_a_fixed_batch_has_slots_and_no_other_size(opened):
     (opt,) = (case for case in cases if case.name == "opt")
     checks = checked(spec.with_axes({"B": Axis(min=2, opt=2, max=2)}), [opt], runner)
     assert {check.check: check.detail for check in checks} == {
-        "batch slot": "batch element 0, 1 among other neighbours",
+        "batch slot": "batch element 0, 1 among other neighbors",
         "batch size": "not applicable: the batch is fixed at 2",
         "profile": "not applicable: the runtime has no profiles",
     }
@@ -182,7 +182,7 @@ def of_sign(x):
 def test_a_leak_that_is_in_the_golden_result_too_is_only_seen_among_other_neighbours(leak, alike):
     """The model itself leaks, so every arrangement of the same rows agrees with it.
 
-    Neighbours of another sign do not show a leak of sizes, other rows show none where all rows are alike.
+    Neighbors of another sign do not show a leak of sizes, other rows show none where all rows are alike.
     """
     spec = find_spec("tiny-mha").with_axes({"B": Axis(min=4, opt=4, max=5)})
     x = np.random.default_rng(0).standard_normal((4, 8, 64)).astype(np.float16)
@@ -203,7 +203,7 @@ def test_a_leak_that_is_in_the_golden_result_too_is_only_seen_among_other_neighb
     checks = checked(spec, [case], Leaky(), limit=SizeLimit(gflop=1e-9))
     assert {check.detail: check.passed for check in checks if check.check == "batch slot"} == {
         "slot 0..3, 3 arrangements": True,
-        "batch element 0, 1, 2, 3 among other neighbours": False,
+        "batch element 0, 1, 2, 3 among other neighbors": False,
     }
 
 

@@ -76,7 +76,7 @@ NOT_ALL: dict[str, dict[str, Any]] = {
     "torch-cond": {"engine": 0, "why": "TensorRT-RTX does not build attention in branches"},
     "wavlm": {"engine": 0, "why": "TensorRT-RTX decomposes both"},
     "convbert": {"fused": 2, "inexpressible": 2, "why": "half of its heads are convolutions whose weights a "
-                 "softmax normalises"},
+                 "softmax normalizes"},
     "dbrx": {"fails": "data-dependent", "why": "its experts loop over their tokens"},
     "xmod": {"engine": 0, "why": "TensorRT-RTX has no NonZero"},
     "jetmoe": {"engine": 0, "passes": False, "why": "its experts add to slices, which TensorRT-RTX does not "

@@ -1,4 +1,4 @@
-"""Recognise attention in graphs that other people's modules export to, and write it as ONNX's `Attention`.
+"""Recognize attention in graphs that other people's modules export to, and write it as ONNX's `Attention`.
 
 A softmax whose result comes to a matmul of two computed tensors is a candidate. From it the scores are
 followed back to Q and K, and the weights forward to V. What stands between becomes part of the node (scale,
@@ -73,12 +73,12 @@ class FusedAttention:
 
 @dataclass(frozen=True, kw_only=True)
 class UnfusedSoftmax:
-    """A normalisation between two matmuls that was left as it is."""
+    """A normalization between two matmuls that was left as it is."""
 
     name: str  # the module it came from, else the softmax node
     place: str | None  # source file and line, where the file says
     reason: str  # why it is not fused
-    recognised: bool = False  # whether it was recognised, and ONNX's `Attention` cannot express it
+    recognised: bool = False  # whether it was recognized, and ONNX's `Attention` cannot express it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -323,7 +323,7 @@ def _failures_as_refusals() -> Iterator[None]:
     except NotFused:
         raise
     except Exception as error:
-        raise NotFused(f"The recogniser failed on it: {values.in_words(error)}") from error
+        raise NotFused(f"The recognizer failed on it: {values.in_words(error)}") from error
 
 
 def _explain(node: ir.Node) -> NotFused:
@@ -339,14 +339,14 @@ def _explain(node: ir.Node) -> NotFused:
         matmul = next((each for each in near if "MatMul" in each.op_type), None)
         if matmul is not None and not is_op(matmul, "MatMul"):
             who = f"{matmul.domain or 'ONNX'}'s {matmul.op_type}"
-            return NotFused(f"{who} computes the scores; only ONNX's MatMul and Einsum are recognised.")
+            return NotFused(f"{who} computes the scores; only ONNX's MatMul and Einsum are recognized.")
         step = unknown_step(softmax)
         if step is None:
-            return NotFused("What stands between the matmul of Q and K and the softmax is not recognised.")
+            return NotFused("What stands between the matmul of Q and K and the softmax is not recognized.")
         return NotFused(f"{step.op_type} stands between the scores and the softmax.", got=node_name(step))
     except NotFused as refusal:
         return refusal
-    return NotFused("It was not recognised.")
+    return NotFused("It was not recognized.")
 
 
 def _boundary(pattern: Pattern, spelling: Spelling) -> Boundary:

@@ -69,7 +69,7 @@ class _Carried:
 
     computed: bool = False  # whether it depends on an input of the graph; else it is a weight
     scores: bool = False  # whether a GEMM of two computed tensors stands behind it, and no softmax between
-    normed: bool = False  # whether a normalisation layer stands behind it
+    normed: bool = False  # whether a normalization layer stands behind it
     sizes: frozenset[int] = frozenset()  # the fixed sizes of those GEMMs' axes
     # the softmaxes of such scores that stand behind it, and no matmul with V between
     softmaxes: _Nodes | None = None
@@ -178,7 +178,7 @@ class Leftovers:
             ):
                 # Learned keys of each head; a projection has a weight of two axes.
                 return joined.behind_projection(scores=True, sizes=joined.sizes | _fixed_sizes(node))
-            # Scores are not normalised and then projected: behind both is the next layer.
+            # Scores are not normalized and then projected: behind both is the next layer.
             return joined.behind_projection(scores=joined.scores and not joined.normed)
         weights = [each.softmaxes is not None for each in operands]
         if any(weights) and not all(weights):

@@ -1,4 +1,4 @@
-"""Recognise masks (padding, fills, triangles, fully masked queries), decide what they become, write them."""
+"""Recognize masks (padding, fills, triangles, fully masked queries), decide what they become, write them."""
 
 from __future__ import annotations
 

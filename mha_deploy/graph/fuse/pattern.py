@@ -1,4 +1,4 @@
-"""Recognise one attention: from the softmax back to Q and K, on to V, and what lies between."""
+"""Recognize one attention: from the softmax back to Q and K, on to V, and what lies between."""
 
 from __future__ import annotations
 
@@ -345,7 +345,7 @@ class Normalisation:
     """A softmax."""
 
     node: ir.Node  # its last node, whose output are the weights
-    source: ir.Value  # what it normalises
+    source: ir.Value  # what it normalizes
     axis: int  # the axis of the keys
 
 
@@ -767,7 +767,7 @@ def _read_weights(
         on = [use for use in uses if is_matmul(use.node) or is_op(use.node, *_PASSED_WEIGHTS)]
         on = [use for use in on if is_matmul(use.node) or comes_to_matmul(use.node.outputs[0])]
         if not on:
-            what = "What stands between the softmax and the matmul with V is not recognised."
+            what = "What stands between the softmax and the matmul with V is not recognized."
             got = ", ".join(f"{each.node.op_type} {node_name(each.node)}" for each in uses)
             raise NotFused(what, got=got)
         node, position = on[0]
@@ -902,7 +902,7 @@ class Letters:
 
 
 class Pattern:
-    """The attention around a softmax, read; a NotFused where it is not recognised."""
+    """The attention around a softmax, read; a NotFused where it is not recognized."""
 
     def __init__(self, softmax: Normalisation) -> None:
         self.softmax, alphabet = softmax.node, Alphabet()

@@ -1,4 +1,4 @@
-"""Bring other spellings of attention into the one that the recogniser reads, and back where it is not fused.
+"""Bring other spellings of attention into the one that the recognizer reads, and back where it is not fused.
 
 Every rewrite is local and gives one value a new producer. What it replaced is kept beside the graph: an
 attention is compared with the nodes of the file, not with rewritten ones, and a rewritten value that is

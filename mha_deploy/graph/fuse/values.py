@@ -48,7 +48,7 @@ class NotFused(DeployError):
 
 
 class NotExpressible(NotFused):
-    """The attention is recognised, and ONNX's `Attention` cannot express it."""
+    """The attention is recognized, and ONNX's `Attention` cannot express it."""
 
 
 class NoScores(NotFused):

@@ -1,4 +1,4 @@
-"""Write a recognised attention as one node, and bring nodes that an exporter wrote into the same form."""
+"""Write a recognized attention as one node, and bring nodes that an exporter wrote into the same form."""
 
 from __future__ import annotations
 

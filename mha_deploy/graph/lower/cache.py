@@ -1,4 +1,4 @@
-"""KV caches: recognise them in a graph, and write them for runtimes without a cache update."""
+"""KV caches: recognize them in a graph, and write them for runtimes without a cache update."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def entries_name(output: str) -> str:
     return f"{output.removeprefix('present_')}_entries"
 
 
-# -- Recognise an attention with its cache ---------------------------------------------------------
+# -- Recognize an attention with its cache ---------------------------------------------------------
 
 
 class CachedAttention(NamedTuple):

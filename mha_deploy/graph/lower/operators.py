@@ -1,4 +1,4 @@
-"""The operators around attention: RMS normalisation, rotary embedding, KV-cache update."""
+"""The operators around attention: RMS normalization, rotary embedding, KV-cache update."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def rms_norm_to_primitives(node: ir.Node, b: NodeBuilder) -> ir.Value:
     x, scale = input_at(node, 0), input_at(node, 1)
     if x is None or scale is None or x.dtype is None or scale.dtype is None:
         hint = "state the types of x and scale in the graph"
-        raise LoweringError("normalisation of unknown type", node, hint=hint)
+        raise LoweringError("normalization of unknown type", node, hint=hint)
     attributes = node.attributes
     wide = ir.DataType(attributes.get_int("stash_type", int(ir.DataType.FLOAT)))
     data = b.cast(x, wide)
@@ -30,7 +30,7 @@ def rms_norm_to_primitives(node: ir.Node, b: NodeBuilder) -> ir.Value:
     axis = attributes.get_int("axis", -1)
     if axis >= 0 and x.shape is None:
         got, hint = f"axis {axis}", "state the shape of x"
-        raise LoweringError("normalisation of unknown rank", node, got=got, hint=hint)
+        raise LoweringError("normalization of unknown rank", node, got=got, hint=hint)
     axes = b.ints(*range(axis if axis < 0 else axis - len(x.shape or ()), 0))
     mean = b.op("ReduceMean", b.op("Mul", data, data), axes, keepdims=1, name="mean_square")
     epsilon = b.constant(attributes.get_float("epsilon", 1e-5), wide)

@@ -841,13 +841,13 @@ def has_linear_kernel(projection: Projection) -> bool:
     return projection.x.dtype == projection.weight.dtype and projection.x.dtype in HALVES
 
 
-# -- What stands between the GEMMs: residual and normalisation, activations ------------------------
+# -- What stands between the GEMMs: residual and normalization, activations ------------------------
 
 _MOST_COLUMNS = 32768
 
 
 def write_norms_and_activations(model: ir.Model) -> None:
-    """Write normalisations, with the residual before them, and activations as nodes of the plugin."""
+    """Write normalizations, with the residual before them, and activations as nodes of the plugin."""
     taken = prefixes_in(model)
     for node in list(model.graph.all_nodes()):
         if node.graph is None or node.domain != "" or not node.inputs or not _has_kernel(node.inputs[0]):

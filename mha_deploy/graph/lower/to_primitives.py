@@ -1,4 +1,4 @@
-"""Attention as MatMul, Softmax, MatMul: the pattern that TensorRT 8.6 to 10.13 recognises and fuses.
+"""Attention as MatMul, Softmax, MatMul: the pattern that TensorRT 8.6 to 10.13 recognizes and fuses.
 
 With a KV cache there is a second form, which reads the cache in place and outputs only the new entries.
 """
@@ -38,7 +38,7 @@ class PrimitivesOptions:
 
     gqa: str = AUTO  # how the query heads that share a key/value head are written
     # `copy` outputs whole caches with the new entries in them; `auto` reads a preallocated cache in place and
-    # outputs only the new entries, where its pattern is recognised
+    # outputs only the new entries, where its pattern is recognized
     cache: str = AUTO
     # Subtract the largest number of an FP16 mask where it is large. That is exact, but it computes the mask,
     # and TensorRT 8.6 fuses attention only under a mask that is an input. Otherwise a query whose keys all

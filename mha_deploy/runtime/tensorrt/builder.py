@@ -45,7 +45,7 @@ class BuildRequest:
 
     onnx: Path  # the model, with its external data beside it
     precision: str = "fp16"  # of the graph: `fp16`, `bf16` or `fp32`
-    profiles: Sequence[Profile] = ()  # ranges of the input shapes, one mapping per optimisation profile
+    profiles: Sequence[Profile] = ()  # ranges of the input shapes, one mapping per optimization profile
     options: EngineOptions = field(default_factory=EngineOptions)
     timing_cache: bytes | None = field(default=None, repr=False)  # of earlier builds on this GPU
     # Constrain every layer to the graph's types where TensorRT chooses types by itself (8.6; later networks
@@ -62,7 +62,7 @@ class BuildRequest:
                 raise EngineError(f"No such {what}.", got=value, hint=nearest(value, known))
         level = self.options.optimization_level
         if level is not None and not 0 <= level <= 5:
-            raise EngineError("The optimisation level is out of range.", got=level, hint="0-5")
+            raise EngineError("The optimization level is out of range.", got=level, hint="0-5")
 
     @property
     def target_names(self) -> tuple[str, ...]:
@@ -371,7 +371,7 @@ _KNOWN = {
         "Two tensors of different types meet in one operator",
         "give the mask in the type of the queries",
     ),
-    r"Build canceled": ("The build was cancelled", "start it again"),
+    r"Build canceled": ("The build was canceled", "start it again"),
     r"[Oo]ut of memory|OutOfMemory": (
         "The GPU has not enough memory for this build",
         "set a smaller workspace, or smaller max shapes",

@@ -31,7 +31,7 @@ Shape = tuple[int, ...]
 Profile = Mapping[str, tuple[Shape, Shape, Shape]]
 """For each input, its smallest, most usual and largest shape."""
 
-# -- Which optimisation profile takes which shapes -------------------------------------------------
+# -- Which optimization profile takes which shapes -------------------------------------------------
 
 
 def admitting(profiles: Sequence[Profile], shapes: Mapping[str, Shape]) -> list[int]:
@@ -58,7 +58,7 @@ def first_admitting(
     found = [index for index in admitting(profiles, shapes) if only in (None, index)]
     if not found:
         ranges = "; ".join(f"profile {index}: {describe(each)}" for index, each in enumerate(profiles))
-        which = "No optimisation profile" if only is None else f"No optimisation profile {only}"
+        which = "No optimization profile" if only is None else f"No optimization profile {only}"
         got = ", ".join(f"{name} {'×'.join(map(str, shape))}" for name, shape in shapes.items())
         raise DeployError(f"{which} of the engine takes these shapes.", got=got, hint=ranges)
     if not tightest:
@@ -377,7 +377,7 @@ class TensorRTRunner(DecodingRunner):
         return tuple(low), tuple(usual), tuple(high)
 
     def profiles_for(self, feeds: Arrays) -> list[int]:
-        """The optimisation profiles that take these inputs; none where an engine of fixed sizes does not."""
+        """The optimization profiles that take these inputs; none where an engine of fixed sizes does not."""
         feeds = self._narrowed(feeds)
         check_kinds(self.inputs, feeds)
         return admitting(self.profiles, _shapes(feeds))

@@ -654,10 +654,10 @@ def _counts(kernels: Iterable[Kernel]) -> dict[str, int]:
 
 
 class NodeVerdict(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What became of one attention node in one optimisation profile."""
+    """What became of one attention node in one optimization profile."""
 
     node: Annotated[str, means("name of the attention node")]
-    profile: Annotated[int, means("the optimisation profile; null where there are none")]
+    profile: Annotated[int, means("the optimization profile; null where there are none")]
     status: Annotated[FusionStatus, means("the verdict")]
     kernels: Annotated[tuple[str, ...], means("the kernels that prove it")] = ()
     reasons: Annotated[

@@ -241,7 +241,7 @@ def onnx_nodes_of(metadata: str) -> tuple[str, ...]:
 
 
 def _profile_of(texts: Iterable[str]) -> int:
-    """The optimisation profile a group of names belongs to; names of profile 0 carry no mark."""
+    """The optimization profile a group of names belongs to; names of profile 0 carry no mark."""
     return max((int(match) for text in texts for match in _PROFILE.findall(text)), default=0)
 
 

@@ -84,12 +84,12 @@ class Capabilities:
     refit_identical: bool = _names("BuilderFlag.REFIT_IDENTICAL")
     # The parser reports the name of the node it failed on.
     parser_node_names: bool = _names("ParserError.node_name", "ParserError.node_operator")
-    # The layers of a deserialised engine can be inspected.
+    # The layers of a deserialized engine can be inspected.
     inspector: bool = _names(
         *("ICudaEngine.create_engine_inspector", "EngineInspector.get_engine_information"),
         "LayerInformationFormat.JSON",
     )
-    # Several execution contexts can use one optimisation profile at the same time; it came with that name.
+    # Several execution contexts can use one optimization profile at the same time; it came with that name.
     # Without it (8.6), prompts and single tokens behind one cache cannot have a profile each: the engine is
     # built, but has no execution context for the second one (after "missing offset in id2offset").
     shared_profiles: bool = _names("ExecutionContextAllocationStrategy.STATIC")
