@@ -23,7 +23,7 @@ from msgspec import structs
 from mha_deploy.bundle.folder import MANIFEST, Bundle
 from mha_deploy.bundle.folder import open_bundle as open_folder
 from mha_deploy.environment import RUNTIMES, can_import, examine, gpus, installed_version
-from mha_deploy.errors import DeployError, nearest, needed
+from mha_deploy.errors import DeployError, nearest, needed, way_to_write
 from mha_deploy.files import open_regular
 from mha_deploy.model.catalog import catalog_names, find_spec, is_factory
 from mha_deploy.model.deployable import Deployable, Example
@@ -648,7 +648,7 @@ def _save_graph(model: ir.Model, output: Path) -> None:
             save_graph(model, folder / "new" / output.name)
             commit_files(folder / "new", output)
     except OSError as error:
-        hint = "another place, or free the disk"
+        hint = way_to_write(error)
         raise DeployError("The output cannot be written.", got=f"{output}: {error}", hint=hint) from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import os
 import re
 import sys
@@ -135,7 +136,8 @@ def _frames(error: BaseException) -> tuple[list[traceback.FrameSummary], list[tr
     ours = f"{Path(__file__).parent}{os.sep}"
     frames = traceback.extract_tb(error.__traceback__)
     others = [each for each in frames if not each.filename.startswith((ours, "<"))]
-    return [each for each in others if not _is_of_a_library(each.filename)], others
+    own = {file for file in {each.filename for each in others} if not _is_of_a_library(file)}
+    return [each for each in others if each.filename in own], others
 
 
 def _is_of_a_library(file: str) -> bool:
@@ -191,6 +193,23 @@ def out_of_memory(error: BaseException) -> str | None:
     if tried:
         return f"out of memory: {tried[1]} {tried[2]} were needed at once"
     return f"out of memory: {text.splitlines()[0][:200]}" if text else "out of memory"
+
+
+_REMEDIES = {
+    "free some space there, or write to another disk": ("ENOSPC", "EDQUOT", "EFBIG"),
+    "a folder that you may write to": ("EACCES", "EPERM", "EROFS"),
+    "a shorter name": ("ENAMETOOLONG",),
+    "remove the link that leads to itself": ("ELOOP",),
+    "a path of which every part but the last is a folder": ("ENOTDIR", "EISDIR"),
+    "make the folder first": ("ENOENT",),
+    "close some files, or a higher `ulimit -n`": ("EMFILE", "ENFILE"),
+}
+_REMEDY_OF = {getattr(errno, name): hint for hint, names in _REMEDIES.items() for name in names}
+
+
+def way_to_write(error: OSError, otherwise: str = "a file on a local disk") -> str:
+    """What to try where the system refused to write, by its reason."""
+    return _REMEDY_OF.get(error.errno or 0, otherwise)
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -24,6 +24,8 @@ _DEEPEST, _LONGEST, _LARGEST_NUMBER = 32, 1 << 20, 2**63
 
 def open_regular(path: Path) -> BinaryIO:
     """Open a regular file for reading; a pipe or a device is an OSError and does not block."""
+    if "\0" in str(path):
+        raise OSError(errno.EINVAL, "A zero byte in the name", repr(str(path)))
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
     try:
         mode = os.fstat(handle).st_mode

@@ -24,7 +24,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from mha_deploy.errors import BundleError, DeployError
+from mha_deploy.errors import BundleError, DeployError, way_to_write
 from mha_deploy.files import check_name, open_regular, read_regular
 
 TOOL = "mha-deploy"
@@ -69,7 +69,9 @@ def check_file(
     """
     check_name(str(path))
     if "\0" in str(path):
-        raise DeployError("The name of the output has a zero byte.", got=repr(str(path)), hint="another name")
+        raise DeployError(
+            "The name of the output has a zero byte.", got=repr(str(path)), hint="a name without it"
+        )
     real = Path(os.path.realpath(path))
     if within is not None and not real.is_relative_to(os.path.realpath(within)):
         problem = "A link leads out of the folder, and nothing is written outside of it."
@@ -82,12 +84,14 @@ def check_file(
             raise DeployError("The output is a link to nothing.", got=path, hint=hint) from error
         return real
     except OSError as error:
-        raise DeployError("The output cannot be written.", got=error, hint="another file") from error
+        raise DeployError("The output cannot be written.", got=error, hint=way_to_write(error)) from error
     if not stat.S_ISREG(found.st_mode):
-        raise DeployError("The output is not a regular file.", got=path, hint="another file")
+        is_folder = stat.S_ISDIR(found.st_mode)
+        hint = f"a file in it: {path / 'NAME'}" if is_folder else "the name of a file, or one that is free"
+        raise DeployError("The output is not a regular file.", got=path, hint=hint)
     if source := _input_at(found, inputs):
         raise DeployError(
-            "Output and input are the same file.", got=f"{path}, {source}", hint="write to another file"
+            "Output and input are the same file.", got=f"{path}, {source}", hint="a name that no input has"
         )
     if not overwrite and not is_ours(real):
         problem = f"A file of that name is there, which {TOOL} did not write."
@@ -134,7 +138,7 @@ def write_files(files: Mapping[Path, tuple[bytes, IsOurs]], **rules: Any) -> Non
                     os.replace(new[path], real)
                 _flush_folder(real.parent)
     except OSError as error:
-        got, hint = f"{', '.join(map(str, files))}: {error}", "another place, or free the disk"
+        got, hint = f"{', '.join(map(str, files))}: {error}", way_to_write(error)
         raise DeployError("The output cannot be written.", got=got, hint=hint) from error
 
 
@@ -154,7 +158,7 @@ def append_file(path: Path, data: bytes, check: Callable[[Path], object]) -> Non
             _flush_folder(real.parent)
     except OSError as error:
         raise DeployError(
-            "The file cannot be written.", got=f"{path}: {error}", hint="another file"
+            "The file cannot be written.", got=f"{path}: {error}", hint=way_to_write(error)
         ) from error
 
 

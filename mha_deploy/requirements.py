@@ -87,9 +87,13 @@ _REFUSED = frozenset({
     "weights", "overwrite", "backends", "engine", "url", "graphs", "engine_files", "names", "data", "metric",
     "data_limit", "source", "resume", "requirements", "profiles", "name",
 })  # fmt: skip
-_TYPES: Mapping[str, tuple[type, ...]] = {
-    "str": (str,), "int": (int,), "float": (float, int), "bool": (bool,), "Sequence[str]": (list,),
-    "Sequence[int]": (list,),
+_TYPES: Mapping[str, Any] = {
+    "str": str, "int": int, "float": float, "bool": bool, "Sequence[str]": list[str],
+    "Sequence[int]": list[int],
+}  # fmt: skip
+_WORDS = {
+    "str": '"a text"', "int": "a whole number", "float": "a number", "bool": "true or false",
+    "Sequence[str]": '["a text", …]', "Sequence[int]": "[1, 2, …]",
 }  # fmt: skip
 
 
@@ -118,10 +122,17 @@ def _checked(path: str, verb: str, options: Any) -> dict[str, Any]:
         if key not in known:
             hint = nearest(key, known)
             raise DeployError(f"A file cannot set this option of {verb}.", got=f"{path}: {name}", hint=hint)
-        kinds = _TYPES[str(known[key].type).removesuffix(" | None")]
-        is_right = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
-        if not is_right:
-            raise DeployError(f"{name} has another type.", got=f"{path}: {value!r}", hint=kinds[0].__name__)
+        kind, details = str(known[key].type).removesuffix(" | None"), known[key].metadata["details"]
+        try:
+            msgspec.convert(value, _TYPES[kind])
+        except msgspec.ValidationError as error:
+            raise DeployError(
+                f"{name} has another type.", got=f"{path}: {value!r}", hint=f"{name} = {_WORDS[kind]}"
+            ) from error
+        least, most = details.get("min"), details.get("max")
+        numbers = value if isinstance(value, list) else [value]
+        if any((least is not None and x < least) or (most is not None and x > most) for x in numbers):
+            raise DeployError(f"{name} is out of bounds.", got=f"{path}: {value}", hint=f"{least} to {most}")
         if verb == "validate" and value is False:
             problem = f"A file cannot switch off {name}: it would leave out what is judged."
             raise DeployError(problem, got=f"{path}: {name} = false", hint=f"--no-{name.replace('_', '-')}")

@@ -211,7 +211,8 @@ def _watch(worker: int, page: Page) -> int:
     if page.place:
         is_code = page.subject == MODEL_CODE
         hint = "run that code by itself to see why; raise an exception there to refuse an input"
-        _report(page, how, hint if is_code else "smaller axes or weights; another file")
+        graph_hint = "smaller axes, or `mha-deploy inspect FILE.onnx` for an operator of which it may be"
+        _report(page, how, hint if is_code else graph_hint)
         return _BAD_INPUT
     if ended < 0 and -ended not in _CRASHES:
         _report(page, how, "more memory, if it was the system that ended it", 128 - ended)

@@ -94,7 +94,7 @@ def run(*arguments: object, **conditions: Any) -> Outcome:
 def run_case(case: Case) -> Outcome:
     """Run a case, and wait for it and for the processes that it started."""
     load()
-    mark = uuid.uuid4().hex
+    mark, others = uuid.uuid4().hex, frozenset(_processes())
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
@@ -106,7 +106,7 @@ def run_case(case: Case) -> Outcome:
             finally:
                 os._exit(99)
         code = _wait(pid, case)
-        left = _left_behind(pid, mark)
+        left = _left_behind(pid, mark, others)
         return Outcome(code, _text(out), _text(err), left)
 
 
@@ -227,7 +227,7 @@ def _wait(pid: int, case: Case) -> int | str:
                     os.kill(each, signal.SIGKILL)
             os.waitpid(pid, 0)
             return HUNG
-        time.sleep(0.002)
+        time.sleep(0.005)
 
 
 def _send(pid: int, number: int, to: str) -> None:
@@ -261,12 +261,12 @@ def _of_session(session: int) -> list[int]:
     return [each for each in _processes() if _stat(each)[3:4] == [str(session)]]
 
 
-def _left_behind(session: int, mark: str, seconds: float = 10.0) -> tuple[str, ...]:
+def _left_behind(session: int, mark: str, others: frozenset[int], seconds: float = 10.0) -> tuple[str, ...]:
     """The commands of processes that a case started and that are still there after some seconds."""
     end = time.monotonic() + seconds
     while True:
         left = {}
-        for pid in _processes():
+        for pid in set(_processes()) - others:
             with suppress(OSError):
                 marked = mark.encode() in Path(f"/proc/{pid}/environ").read_bytes()
                 state = _stat(pid)

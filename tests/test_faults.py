@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import sys
 import time
 
 import numpy as np
@@ -15,14 +16,23 @@ from hostile_files import all_forked
 from source_trees import nodes_of, source_trees
 
 import mha_deploy as md
+from mha_deploy.runtime.child import isolation
 from mha_deploy.runtime.ort import OrtCpuRunner
+from mha_deploy.runtime.user_code import user_code
 
 # -- Streams ---------------------------------------------------------------------------------------
 
 KINDS = ("file", "closed", "full", "broken", "absent")
 
 
-@pytest.mark.parametrize(("stdout", "stderr"), [*itertools.product(KINDS, KINDS)])
+def each_alone_and_together(kinds):
+    """Each kind of one stream beside a file and beside itself; what else could be combined is slow."""
+    for stdout, stderr in itertools.product(kinds, kinds):
+        is_slow = "file" not in (stdout, stderr) and stdout != stderr
+        yield pytest.param(stdout, stderr, marks=[pytest.mark.slow] * is_slow)
+
+
+@pytest.mark.parametrize(("stdout", "stderr"), each_alone_and_together(KINDS))
 @pytest.mark.parametrize("verb", [("models", "--json"), ("inspect", "absent")], ids=["result", "error"])
 def test_streams_may_fail(verb, stdout, stderr):
     outcome = run(*verb, stdout=stdout, stderr=stderr)
@@ -35,8 +45,22 @@ def test_streams_may_fail(verb, stdout, stderr):
         assert "error: " in outcome.err
 
 
-@pytest.mark.parametrize("kind", ["closed", "full", "broken"])
-@pytest.mark.parametrize("verb", ["inspect", "check", "compare", "validate", "package", "analyze", "fuse"])
+RESULTS = ("inspect", "check", "compare", "validate", "package", "analyze", "fuse")
+
+
+@pytest.mark.parametrize(
+    ("verb", "kind"),
+    [
+        *((verb, "full") for verb in RESULTS),  # the only kind that is an error
+        *(("validate", kind) for kind in ("closed", "broken")),
+        *(
+            pytest.param(verb, kind, marks=pytest.mark.slow)
+            for verb in RESULTS
+            for kind in ("closed", "broken")
+            if verb != "validate"
+        ),
+    ],
+)
 def test_so_it_is_with_every_kind_of_result(bundles, tmp_path, verb, kind):
     bundle, graph = bundles("tiny-mha").path, bundles("tiny-mha").model_path
     arguments = {
@@ -57,7 +81,7 @@ TIMES = [round(random.Random(seed).uniform(0.0, 1.0), 3) for seed in range(8)]
 VALIDATE = ("--backend", "onnx-reference", "--no-report", "--no-probe", "--json")
 
 
-@pytest.mark.sweep(16)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("to", ["main", "group"])
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
 @pytest.mark.parametrize("after", TIMES)
@@ -186,7 +210,7 @@ def test_every_error_says_what_to_try():
 # -- Memory, and the clock --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("memory", [1 << 24, 1 << 27, 1 << 29])
+@pytest.mark.parametrize("memory", [1 << 24, pytest.param(1 << 27, marks=pytest.mark.slow), 1 << 29])
 def test_little_memory_is_an_error_or_enough(bundles, memory):
     verb = (
         "validate",
@@ -212,7 +236,9 @@ def test_onnx_runtime_starts_no_threads_that_memory_is_too_little_for(bundles):
     assert_orderly(run(open_and_count, memory=1 << 27), codes=[0])
 
 
-@pytest.mark.parametrize("seconds", [-1e9, -3600, 3600, 4e9])
+@pytest.mark.parametrize(
+    "seconds", [-1e9, 3600, *(pytest.param(each, marks=pytest.mark.slow) for each in (-3600, 4e9))]
+)
 def test_a_clock_that_jumps_changes_nothing(bundles, seconds):
     now = time.time
 
@@ -309,7 +335,13 @@ def export(tmp_path, case, limit=30):
     return path, run(*arguments, memory=None)
 
 
-@pytest.mark.parametrize("name", FAILURES)
+# Others of their kind.
+ALIKE = {"generator exit", "memory error", "exit text", "abort", "another program"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ALIKE)) for name in FAILURES]
+)
 def test_code_that_misbehaves_is_an_error_with_its_line(loaded, tmp_path, name):
     path, outcome = export(tmp_path, FAILURES[name], limit=1 if "hang" in name else 30)
     assert_refused(outcome, f"{path}:")
@@ -318,11 +350,51 @@ def test_code_that_misbehaves_is_an_error_with_its_line(loaded, tmp_path, name):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("name", ODD)
-def test_a_factory_that_returns_something_odd_is_refused(loaded, tmp_path, name):
-    _, outcome = export(tmp_path, ODD[name])
+def test_a_factory_that_returns_something_odd_is_refused(loaded, tmp_path):
+    """All of them in one fork."""
+    commands = []
+    for number, case in enumerate(ODD.values()):
+        path = tmp_path / f"model{number}.py"
+        path.write_text(MODEL.replace("CASE", case))
+        commands.append(("export", f"{path}:build", "-o", tmp_path / "out", "--json"))
+    for name, outcome in zip(ODD, all_forked(commands), strict=True):
+        assert outcome.code == 2, (name, outcome)
+        assert "Traceback" not in outcome.err, (name, outcome)
+        assert json.loads(outcome.out)["error"]["hint"], (name, outcome)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_that_forks_and_returns_is_one_command(loaded, tmp_path):
+    _, outcome = export(tmp_path, "(os.fork(), None)[1]")
     assert_refused(outcome)
-    assert json.loads(outcome.out)["error"]["hint"]
+    assert json.loads(outcome.out)["error"]["exit_code"] == 2  # once
+    assert outcome.err.count("error: ") == 1
+
+
+def test_the_time_limit_is_for_the_code_alone():
+    """What is said about an exception may take longer: its stack has a thousand lines."""
+
+    def fail():
+        from mha_deploy.runtime import user_code
+
+        isolation.limit_s = 0.2
+        user_code.place_of_error = lambda *given: (time.sleep(0.5), "there")[1]
+        with user_code.user_code():
+            raise ValueError("its own")
+
+    assert_refused(run(fail), "its own")
+
+
+def test_code_that_lowers_the_recursion_limit_lowers_its_own():
+    before = sys.getrecursionlimit()
+
+    def lower():
+        with user_code():
+            sys.setrecursionlimit(before - 1)
+        if sys.getrecursionlimit() != before:
+            raise RuntimeError("it is ours, too")
+
+    assert_orderly(run(lower), codes=[0])
 
 
 NOISE = (

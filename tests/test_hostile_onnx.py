@@ -65,7 +65,7 @@ def test_a_small_file_is_read(tmp_path, name):
     assert forked("inspect", tmp_path / MODEL).code == 0
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [25, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", small_files())
 def test_a_mutated_file_is_read_or_refused(tmp_path, name, count):
     contents = list(mutations(small_files()[name].SerializeToString(), count))

@@ -184,6 +184,7 @@ def roundabout(path, source):
 @pytest.mark.parametrize("name_it", [same, linked, hard_linked, roundabout])
 @pytest.mark.parametrize("option", ["--html", "--junit"])
 @pytest.mark.parametrize("overwrite", [(), ("--overwrite",)], ids=["", "overwrite"])
+@pytest.mark.sweep(8)
 def test_an_input_of_the_same_command_is_never_replaced(tmp_path, run_cli, name_it, option, overwrite):
     source, other = tmp_path / "old.json", tmp_path / "new.json"
     for path in (source, other):
@@ -248,6 +249,7 @@ def engines_of(bundle):
 
 @pytest.mark.parametrize("name", ["mine.engine", "mine.json"])
 @pytest.mark.parametrize("obstacle", [each for each in OBSTACLES if each != "link to nothing"])
+@pytest.mark.sweep(8)
 def test_only_an_engine_is_replaced_by_an_engine(bundles, home, name, obstacle):
     bundle = copy_of(bundles("tiny-gqa"), home.parent / "bundle")
     (bundle / "engines").mkdir()
@@ -448,7 +450,7 @@ def largest_file(size):
 
 
 @EACH_FILE
-@pytest.mark.parametrize("size", [0, 1, 100])
+@pytest.mark.parametrize("size", [0, pytest.param(1, marks=pytest.mark.slow), 100])
 def test_a_full_disk_leaves_the_old_file(home, name, size):
     FILES[name](home / name)
     before = snapshot(home)

@@ -160,8 +160,17 @@ def interpreters():
     return found
 
 
-@pytest.mark.parametrize("minor", [10, 11, 12, 13])
-@pytest.mark.parametrize("variables", [{}, PATHS], ids=["usual", "relative paths"])
+@pytest.mark.parametrize(
+    ("minor", "variables"),
+    [
+        *((minor, PATHS) for minor in (10, 11, 12, 13)),
+        *(
+            pytest.param(minor, {}, marks=[pytest.mark.slow] * (minor != sys.version_info.minor))
+            for minor in (10, 11, 12, 13)
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, int) else "relative paths" if value else "usual",
+)
 def test_an_interpreter_runs_nothing_of_the_working_folder(minor, variables, hostile, mark):
     python = interpreters().get((3, minor))
     if python is None:
@@ -238,7 +247,7 @@ VERBS = {
     "engine": ("build-engine", ".", "--backend", "tensorrt-rtx", "--sm", "120"),
     "matrix": ("matrix", "plan.toml", "-o", "matrix", "--jobs", "1"),
 }
-SLOW = {"engine", "bench", "eager", "bisect"}
+SLOW = {"engine", "bench", "eager", "bisect", "onnx-reference"}  # each in a child that others start, too
 
 
 @pytest.mark.parametrize(

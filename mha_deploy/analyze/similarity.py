@@ -151,7 +151,7 @@ def refuse_image(
         raise DeployError("The heatmap is a PNG.", got=path, hint=path.with_suffix(".png").name)
     real = check_file(path, is_image, overwrite=overwrite, inputs=inputs)
     if not real.parent.is_dir():
-        hint = "make it, or another file"
+        hint = f"make {path.parent}, or a file in a folder that is there"
         raise DeployError("The heatmap cannot be written: there is no such folder.", got=path, hint=hint)
 
 

@@ -24,7 +24,7 @@ from pathlib import Path, PurePosixPath
 import msgspec
 
 from mha_deploy.bundle.manifest import FileEntry, Manifest
-from mha_deploy.errors import BundleError, DeployError
+from mha_deploy.errors import BundleError, DeployError, way_to_write
 from mha_deploy.files import check_name, check_plain, open_regular, read_json
 from mha_deploy.output import commit_folder, put_file, refuse_occupied, temporary_folder
 
@@ -127,7 +127,7 @@ class BundleWriter:
             self.path = self._owned.enter_context(temporary_folder(self.place))
         except OSError as error:
             problem, got = "The output folder cannot be written.", f"{parent}: {error}"
-            raise BundleError(problem, got=got, hint="another -o") from error
+            raise BundleError(problem, got=got, hint=f"{way_to_write(error)}: another -o") from error
         return self
 
     def finish(self, manifest: Manifest, check: Callable[[Bundle], None] | None = None) -> Bundle:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mha_deploy.bundle.cases import read_npz
-from mha_deploy.errors import DeployError
+from mha_deploy.errors import DeployError, text_of_error
 from mha_deploy.files import LARGEST_TEXT, check_name, open_regular, refuse_duplicates
 from mha_deploy.model.precision import Precision
 from mha_deploy.model.spec import ModelSpec, TensorSpec, size_of
@@ -75,18 +75,27 @@ def samples_from(items: Iterable[Any], spec: ModelSpec, title: str) -> Iterator[
         if not isinstance(given, Mapping):
             hint = "yield a dictionary of arrays by the names of the inputs"
             raise DeployError(f"{name} is not a sample.", got=type(item).__name__, hint=hint)
-        arrays = {str(key): _plain(name, str(key), value) for key, value in given.items()}
+        try:
+            named = {str(key): value for key, value in given.items()}
+        except Exception as error:
+            hint = "yield a dictionary of arrays by the names of the inputs"
+            raise DeployError(f"{name} is not a sample.", got=text_of_error(error), hint=hint) from error
+        arrays = {key: _plain(name, key, value) for key, value in named.items()}
         yield _sample(name, arrays, spec)
 
 
 def _plain(name: str, key: str, value: Any) -> np.ndarray:
-    """An array of NumPy, from one, a tensor of PyTorch, or numbers."""
-    if hasattr(value, "detach"):
-        value = value.detach().cpu()
-        value = value.numpy() if str(value.dtype) != "torch.bfloat16" else value.float().numpy()
-    array = np.asarray(value)
+    """An array of NumPy, from one, a tensor of PyTorch, or numbers; whatever it is, it is the user's."""
+    hint = "an array of numbers: of NumPy, or a dense tensor of PyTorch"
+    try:
+        if hasattr(value, "detach"):
+            value = value.detach().cpu()
+            value = value.numpy() if str(value.dtype) != "torch.bfloat16" else value.float().numpy()
+        array = np.asarray(value)
+    except Exception as error:
+        got = f"{printable(text_of_error(error))[:300]}"
+        raise DeployError(f"{name}: {key} is no array of numbers.", got=got, hint=hint) from error
     if array.dtype.kind not in "biufV":
-        hint = "an array of numbers"
         raise DeployError(f"{name}: {key} is no array of numbers.", got=array.dtype, hint=hint)
     return array
 

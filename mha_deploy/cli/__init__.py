@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from typing import Any, NamedTuple, TextIO
 
 import typer
@@ -63,6 +64,12 @@ def _root(version: bool = typer.Option(False, "--version", help="Print the versi
         raise typer.Exit()
 
 
+@cache
+def command() -> Any:
+    """The commands with all their options: to make them of the functions takes longer than most verbs."""
+    return typer.main.get_command(app)
+
+
 class _Ending(NamedTuple):
     """How the command line ended: its exit code and, where there is no result, the error."""
 
@@ -105,7 +112,7 @@ def _run_app() -> _Ending:
     try:
         for argument in sys.argv[1:]:
             check_name(argument)
-        app(standalone_mode=True)
+        command()(standalone_mode=True)
     except DeployError as error:
         return _Ending(error.exit_code, error)
     except OSError as error:

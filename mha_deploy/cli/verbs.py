@@ -681,7 +681,7 @@ def completion(
     line: str | None = option(None, "Print what may follow this line instead."),
 ) -> Result:
     """Print a script that lets a shell complete verbs, options, models, factories and bundles."""
-    from mha_deploy.cli import app
+    from mha_deploy.cli import command
     from mha_deploy.cli.completion import SHELLS, complete, script
 
     if shell not in SHELLS:
@@ -689,5 +689,5 @@ def completion(
     if line is None:
         text = script(shell).rstrip("\n")
         return Result({"shell": shell, "script": text}, lambda: [text])
-    found = complete(typer.main.get_command(app), line, shell)
+    found = complete(command(), line, shell)
     return Result(found, lambda: found)

@@ -806,7 +806,8 @@ def _open_plan_here(backend: str, path: Path, host_code: bool) -> TensorRTRunner
     try:
         return TensorRTRunner(load(backend), read_regular(path, _LARGEST_PLAN), host_code=host_code)
     except OSError as error:
-        raise DeployError("The engine file cannot be read.", got=error, hint="another file") from error
+        hint = "check that it is a file that you may read; `mha-deploy build-engine BUNDLE` writes one"
+        raise DeployError("The engine file cannot be read.", got=error, hint=hint) from error
 
 
 # -- An engine in words ----------------------------------------------------------------------------

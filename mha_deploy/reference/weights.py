@@ -118,7 +118,8 @@ def _separated(
     return state
 
 
-def _tensor(file: Path, name: str) -> Tensor:
+def _read(file: Path, name: str) -> Tensor:
+    """A tensor of a safetensors file, of whatever type."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -130,6 +131,11 @@ def _tensor(file: Path, name: str) -> Tensor:
             got=f"{file}: {error}",
             hint="a file that safetensors wrote, complete",
         ) from error
+    return tensor
+
+
+def _tensor(file: Path, name: str) -> Tensor:
+    tensor = _read(file, name)
     if tensor.dtype not in _FLOATS:
         got, hint = f"{name}: {tensor.dtype}", "a checkpoint that is not quantized"
         raise DeployError("A weight is not floating point of 16 bits or more.", got=got, hint=hint)
@@ -147,11 +153,7 @@ def read_state(path: Path, prefix: str = "") -> StateDict:
     if path.suffix in _PICKLED:
         state = _read_pickled(path)
     else:
-        from safetensors.torch import load_file
-
-        state = {}
-        for file in dict.fromkeys(checkpoint_files(path).values()):
-            state |= load_file(file)
+        state = {name: _read(file, name) for name, file in checkpoint_files(path).items()}
     start = f"{prefix.removesuffix('.')}." if prefix else ""
     return {name.removeprefix(start): state[name] for name in state if name.startswith(start)}
 

@@ -124,7 +124,7 @@ def read_plan(source: Any) -> Plan:
     for runtime in plan.runtimes:
         name, place = runtime.name, runtime.path or runtime.python
         if name in names:
-            raise DeployError("Two runtimes have the same name.", got=name, hint="another name")
+            raise DeployError("Two runtimes have the same name.", got=name, hint="a different name for each")
         if sum(map(bool, (runtime.path, runtime.python, runtime.pip))) > 1:
             raise DeployError(
                 "A runtime is installed in one place only.", got=name, hint="one of path, python and pip"

@@ -75,7 +75,9 @@ def _dtype(name: str, dtype: Any) -> np.dtype:
         return np.dtype(dtype.numpy() if callable(getattr(dtype, "numpy", None)) else dtype)
     except Exception as error:
         raise DeployError(
-            f"Input {name} has a type without a NumPy equivalent.", got=dtype, hint="another precision"
+            f"Input {name} has a type without a NumPy equivalent.",
+            got=dtype,
+            hint="FP32, FP16 or BF16 for this input",
         ) from error
 
 

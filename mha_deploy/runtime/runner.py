@@ -45,7 +45,7 @@ class TensorInfo:
             raise DeployError(
                 f"The tensor {name} has a type that is not supported here.",
                 got=dtype,
-                hint="another precision",
+                hint=f"one of {', '.join(DTYPES)}",
             )
         sizes = (None if isinstance(dim, int) and dim < 0 else dim for dim in dims)
         return cls(dtype=DTYPES[dtype], dims=tuple(sizes))

@@ -32,6 +32,7 @@ from mha_deploy.errors import (
     UserCodeError,
     is_user_error,
     nearest,
+    out_of_memory,
     place_of_error,
     text_of_error,
 )
@@ -78,6 +79,7 @@ def user_code(
     except DeployError:
         raise
     except BaseException as error:
+        leave()  # the clock is that of the user's code, not of what is said about it
         explained = _explained(error, where, what, hint, timed, mixed, subject)
         if explained is None:
             raise
@@ -107,13 +109,16 @@ def _enter(where: str, timed: bool, subject: str) -> Callable[[], None]:
     in_main = threading.current_thread() is threading.main_thread()
     alarm = starts and in_main and signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
 
+    has_left, depth = False, sys.getrecursionlimit()
+
     def ended(status: int = 0) -> NoReturn:
         if os.getpid() != pid:  # a process that it forked
             exit_now(status)
         raise _Ended(status)
 
     def late(number: int, frame: object) -> None:
-        raise _Late
+        if not has_left:
+            raise _Late
 
     if page is not None:
         page.enter(where or before[0] or "the code of the model", deadline, subject)
@@ -125,8 +130,16 @@ def _enter(where: str, timed: bool, subject: str) -> Callable[[], None]:
     os._exit = ended
 
     def leave() -> None:
+        nonlocal has_left
+        if os.getpid() != pid:
+            exit_now(1)  # a process that it forked and that came back: there is one command line
+        if has_left:
+            return
+        has_left = True
         os._exit = exit_now
         _clocks.pop()
+        if sys.getrecursionlimit() < depth:
+            sys.setrecursionlimit(depth)
         if alarm:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -161,7 +174,20 @@ def _explained(
             return None
     elif mixed and not is_user_error(error):
         return None
-    return UserCodeError(what, got=f"{place}: {text_of_error(error)}", hint=hint or "correct the model there")
+    return UserCodeError(what, got=f"{place}: {text_of_error(error)}", hint=hint or _remedy(error))
+
+
+def _remedy(error: BaseException) -> str:
+    """What to try about an exception of a user's code, by its kind."""
+    if out_of_memory(error) is not None:
+        return "smaller axes (--axis) or a smaller example"
+    if isinstance(error, ImportError):
+        return "install that module here, or import it only where it is needed"
+    if isinstance(error, FileNotFoundError | NotADirectoryError | PermissionError):
+        return "a path that does not depend on the working folder: Path(__file__).parent / NAME"
+    if isinstance(error, RecursionError):
+        return "a loop in place of a function that calls itself"
+    return "call it in Python with the same inputs, and correct the line that is named"
 
 
 # -- Files and functions of a user -------------------------------------------------------------------

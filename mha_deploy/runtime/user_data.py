@@ -17,6 +17,7 @@ from mha_deploy.model.spec import ModelSpec
 from mha_deploy.runtime.user_code import load_function, user_code, where_is
 
 Arrays = Mapping[str, np.ndarray]
+_ITERABLE = "a function that returns or yields dictionaries of arrays by the names of the inputs"
 
 
 # -- The user's own metric -------------------------------------------------------------------------
@@ -60,27 +61,33 @@ def open_samples(given: Any, spec: ModelSpec) -> tuple[str, Iterator[Sample], in
     if isinstance(given, str) and is_factory(given):
         function = load_function(given, "the data", 'def samples(): yield {"x": array}')
         place = where_is(function) or given
-        hint = "return or yield the samples there"
-        with user_code(place, "The function of the samples failed.", hint=hint):
+        with user_code(place, "The function of the samples failed.", hint=_ITERABLE):
             items = function()
             iterator = iter(items)  # type: ignore[call-overload]
-        return given, samples_from(_guarded(iterator, place), spec, given.rpartition(":")[2]), 0
+        return given, _as_samples(iterator, spec, given.rpartition(":")[2], place), 0
     if isinstance(given, str | Path):
         if not str(given).strip():
             hint = "a file, a folder, or file.py:samples"
             raise DeployError("The data has no name.", got=repr(given), hint=hint)
         return str(given), read_samples(Path(given), spec), 0
-    if callable(given):
-        given = given()
-    count = len(given) if hasattr(given, "__len__") else 0
-    return type(given).__name__, samples_from(_guarded(iter(given), ""), spec, "sample"), count
+    with user_code(where_is(given), "The function of the samples failed.", hint=_ITERABLE):
+        if callable(given):
+            given = given()
+        count = len(given) if hasattr(given, "__len__") else 0
+        iterator = iter(given)
+    return type(given).__name__, _as_samples(iterator, spec, "sample", ""), count
 
 
-def _guarded(items: Iterator[Any], place: str) -> Iterator[Any]:
-    """The items of an iterator of the user's, each of which is code of theirs."""
+def _as_samples(items: Iterator[Any], spec: ModelSpec, title: str, place: str) -> Iterator[Sample]:
+    """The samples of an iterator of the user's; to make an array of an item runs code of theirs, too."""
+    return _guarded(samples_from(_guarded(items, place), spec, title), place, mixed=True)
+
+
+def _guarded(items: Iterator[Any], place: str, *, mixed: bool = False) -> Iterator[Any]:
+    """The items of an iterator, each of which is code of the user's, or calls such code (`mixed`)."""
     nothing = object()
     while True:
-        with user_code(place, "The samples cannot be read.", hint="correct the iterator there"):
+        with user_code(place, "The samples cannot be read.", hint=_ITERABLE, mixed=mixed):
             item = next(items, nothing)
         if item is nothing:
             return

@@ -441,7 +441,7 @@ def _lower(trial: MaskTrial, dialect: str, target: Target | None) -> ir.Model:
     if is_diagnostic and not any(node.is_causal for node in attention_nodes(lowered)):
         raise DeployError(
             f"The {dialect} dialect writes causal as a mask: the runtime's own is not used.",
-            hint="another dialect",
+            hint="a dialect that keeps is_causal",
         )
     return lowered
 

@@ -240,10 +240,10 @@ def test_norms_of_queries_in_the_weights_are_not_ignored(llama, tmp_path):
     assert "q_norm" in caught.value.got
 
 
-def test_an_index_that_points_elsewhere_is_refused(llama, tmp_path):
-    index = {"weight_map": {"a": "../single/model.safetensors"}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(md.DeployError, match="not beside it"):
+@pytest.mark.parametrize("name", ["../single/model.safetensors", "a\0.safetensors", "\ud800.safetensors"])
+def test_an_index_that_points_elsewhere_is_refused(tmp_path, name):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(md.DeployError):
         checkpoint_files(tmp_path)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import textwrap
+from collections.abc import Mapping
 
 import numpy as np
 import onnx
@@ -16,6 +17,7 @@ import mha_deploy as md
 from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.bundle.samples import as_taken, read_samples, samples_from
 from mha_deploy.errors import DeployError
+from mha_deploy.runtime.user_data import open_samples
 from mha_deploy.status import Kind
 from mha_deploy.validate.records import check_report
 
@@ -333,6 +335,38 @@ def test_an_iterator_gives_dictionaries_arrays_or_tensors(spec, bundles):
     assert [each.name for each in found] == ["mine[0]", "mine[1]"]
     precision = bundles("tiny-padding").manifest.precision
     assert [as_taken(each, spec, precision).sizes for each in found] == [{"B": 2, "S": 5}] * 2
-    for wrong in (7, "text", {"x": "text"}, {"x": [None]}):
-        with pytest.raises(DeployError):
-            list(samples_from([wrong], spec, "mine"))
+
+
+class Failing(Mapping):
+    """A sample whose names, number or array cannot be had."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def fail(self, *arguments, **options):
+        raise self.error
+
+    __iter__ = __getitem__ = __len__ = __array__ = __str__ = fail
+    __hash__ = object.__hash__
+
+
+NO_ITEMS = {
+    "number": 7,
+    "text": "text",
+    "array of text": {"x": "text"},
+    "no number": {"x": [None]},
+    "ragged": {"x": [[1.0], [1.0, 2.0]]},
+    "sparse": {"x": torch.zeros(2, 2).to_sparse()},
+    "without numbers": {"x": torch.zeros(2, 2, device="meta")},
+    "failing array": {"x": Failing(OSError(5, "none"))},
+    "failing item": Failing(OSError(5, "none")),
+    "failing name": {Failing(OSError(5, "none")): 1},
+    "ends the program": {"x": Failing(SystemExit(0))},
+}
+
+
+@pytest.mark.parametrize("case", NO_ITEMS)
+def test_an_item_that_is_no_sample_is_refused_whatever_it_does(case, spec):
+    with pytest.raises(DeployError) as caught:
+        list(open_samples([NO_ITEMS[case]], spec)[1])
+    assert caught.value.hint

@@ -351,7 +351,9 @@ def _add_profiles(
             trt_profile.set_shape(name, *map(tuple, shapes))
         if config.add_optimization_profile(trt_profile) < 0:
             raise EngineError(
-                f"TensorRT refuses profile {index}.", got=dict(profile), hint="another --profile"
+                f"TensorRT refuses profile {index}.",
+                got=dict(profile),
+                hint="sizes within the axes that `mha-deploy inspect` shows",
             )
 
 
