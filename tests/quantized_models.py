@@ -17,8 +17,11 @@ def weights(seed=0):
     return {name: dice.normal(0, shape[0] ** -0.5, shape).astype("f") for name, shape in sizes.items()}
 
 
-def transformer(path, *, opset=23, packed=False, changed=None):
-    """Write the file, `packed` with one GEMM for Q, K and V; `changed` are weights in place of the drawn."""
+def transformer(path, *, opset=23, packed=False, split=False, changed=None):
+    """Write the file; `changed` are weights in place of the drawn ones.
+
+    `packed`: with one GEMM for Q, K and V. `split`: with an axis for the heads.
+    """
     held = {**weights(), **(changed or {})}
     made = ["q.y", "k.y", "v.y"]
     nodes = [helper.make_node("MatMul", ["x", f"{each}.w"], [f"{each}.y"], name=each) for each in "qkv"]
@@ -29,8 +32,21 @@ def transformer(path, *, opset=23, packed=False, changed=None):
             helper.make_node("Split", ["qkv.y"], made, num_outputs=3, axis=-1, name="split"),
         ]
     heads = {"q_num_heads": HEADS, "kv_num_heads": HEADS}
+    if split:
+        shape = numpy_helper.from_array(np.array([0, 0, HEADS, WIDTH // HEADS]), "split.shape")
+        join = numpy_helper.from_array(np.array([0, 0, WIDTH]), "join.shape")
+        turn = {"perm": [0, 2, 1, 3]}
+        for each in "qkv":
+            nodes.append(helper.make_node("Reshape", [f"{each}.y", "split.shape"], [f"{each}.r"]))
+            nodes.append(helper.make_node("Transpose", [f"{each}.r"], [f"{each}.t"], **turn))
+        nodes += [
+            helper.make_node("Attention", ["q.t", "k.t", "v.t"], ["apart"], name="attention"),
+            helper.make_node("Transpose", ["apart"], ["back"], **turn),
+            helper.make_node("Reshape", ["back", "join.shape"], ["heads"]),
+        ]
+    else:
+        nodes.append(helper.make_node("Attention", made, ["heads"], name="attention", **heads))
     nodes += [
-        helper.make_node("Attention", made, ["heads"], name="attention", **heads),
         helper.make_node("MatMul", ["heads", "out.w"], ["out.y"], name="out"),
         helper.make_node("Add", ["x", "out.y"], ["mid"], name="residual"),
         helper.make_node("MatMul", ["mid", "up.w"], ["up.y"], name="up"),
@@ -44,7 +60,10 @@ def transformer(path, *, opset=23, packed=False, changed=None):
         "small",
         [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["B", "S", WIDTH])],
         [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["B", "S", CLASSES])],
-        [numpy_helper.from_array(array, f"{name}.w") for name, array in held.items()],
+        [
+            *(numpy_helper.from_array(array, f"{name}.w") for name, array in held.items()),
+            *((shape, join) if split else ()),
+        ],
     )
     imports = [helper.make_opsetid("", opset)]
     save(helper.make_model(graph, opset_imports=imports, ir_version=10), path)

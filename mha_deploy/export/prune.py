@@ -22,13 +22,25 @@ from mha_deploy.bundle.manifest import LossLayer, LossPoint, LossRecord
 from mha_deploy.errors import DeployError, ExportError, LossExceeded
 from mha_deploy.export.compress import FEW, Compression, LossSums, Original, Samples, measure_loss, prepared
 from mha_deploy.export.file_program import FileProgram, FileRounding
+from mha_deploy.export.flow import refuse_large_error
 from mha_deploy.graph import attention_node as an
 from mha_deploy.graph.attention_node import is_attention, read_attention
 from mha_deploy.graph.fuse import fuse_attention
-from mha_deploy.graph.ir import constant, dims, infer_shapes, input_at, made_by, new_initializer, rank
+from mha_deploy.graph.ir import (
+    constant,
+    dims,
+    infer_shapes,
+    input_at,
+    made_by,
+    new_initializer,
+    nodes_behind,
+    perm,
+    rank,
+)
 from mha_deploy.runtime.user_code import graph_code
 
 AUTO_HEADS = "auto"
+_SAME = 1e-4  # new weights are rounded to the type of the graph
 _HINT = "Q, K and V from GEMMs with constant weights, [B, S, heads * size], and one output projection"
 
 
@@ -43,6 +55,7 @@ class _Projection:
     weight: np.ndarray  # [in, heads * size]
     bias: np.ndarray | None
     rotary: ir.Node | None
+    entry: ir.Value | None = None  # where they are [B, heads, S, size] first, if they are
 
 
 @dataclass(frozen=True)
@@ -72,21 +85,55 @@ def _heads_of(node: ir.Node) -> _Heads:
     found = read_attention(node)
     if found.has_past or found.has_present or found.has_nonpad_kv_seqlen:
         raise _refused(node, "a KV cache, whose shape would change")
-    if found.rank != 3 or not isinstance(found.Hq, int) or not isinstance(found.Hkv, int):
+    if found.rank not in (3, 4) or not isinstance(found.Hq, int) or not isinstance(found.Hkv, int):
         raise _refused(node, f"inputs of rank {found.rank}")
     if found.has_qk_output:
         raise _refused(node, "its weights are an output")
     mask = input_at(node, an.MASK)
     if mask is not None and (rank(mask) or 0) > 2 and dims(mask)[-3] not in (1, None):
         raise _refused(node, "a mask for each head")
-    uses = [use.node for use in node.outputs[0].uses()]
+    result = node.outputs[0] if found.rank == 3 else _joined(node)
+    uses = [use.node for use in result.uses()]
     weight = constant(input_at(uses[0], 1)) if len(uses) == 1 and uses[0].op_type == "MatMul" else None
-    if weight is None or len(weight.shape) != 2 or node.outputs[0].is_graph_output():
+    if weight is None or len(weight.shape) != 2 or result.is_graph_output():
         raise _refused(node, f"behind it is {', '.join(each.op_type for each in uses) or 'an output'}")
-    parts = [_projection(node, input_at(node, at)) for at in (an.Q, an.K, an.V)]
+    read = _projection if found.rank == 3 else _split_projection
+    parts = [read(node, input_at(node, at)) for at in (an.Q, an.K, an.V)]
     return _Heads(
         str(node.name), node, found.Hq, found.Hkv, (parts[0], parts[1], parts[2]), uses[0], weight.numpy()
     )
+
+
+_SPLIT = (0, 2, 1, 3)  # [B, S, heads, size] to [B, heads, S, size], and back
+# What treats all heads alike, such as a rotary embedding that is written out.
+_ALIKE = frozenset({"RotaryEmbedding", "Add", "Mul", "Sub", "Neg", "Slice", "Split", "Concat", "Cast"})
+_ALIKE |= {"Identity", "RMSNormalization", "LayerNormalization"}
+
+
+def _joined(node: ir.Node) -> ir.Value:
+    """The result of an attention of rank 4 as [B, S, heads * size]."""
+    value = node.outputs[0]
+    for kind in ("Transpose", "Reshape"):
+        users = [use.node for use in value.uses()]
+        if len(users) != 1 or users[0].op_type != kind or value.is_graph_output():
+            raise _refused(node, f"behind it is {', '.join(each.op_type for each in users) or 'an output'}")
+        if kind == "Transpose" and perm(users[0]) != _SPLIT:
+            raise _refused(node, f"{kind} {users[0].name} behind it")
+        value = users[0].outputs[0]
+    return value
+
+
+def _split_projection(node: ir.Node, value: ir.Value | None) -> _Projection:
+    """A projection whose heads are an axis of their own before attention."""
+
+    def follow(each: ir.Node) -> list[ir.Value | None]:
+        return list(each.inputs) if each.domain == "" and each.op_type in _ALIKE else []
+
+    for each in nodes_behind([value], follow):
+        reshape = made_by(each.inputs[0], "Reshape") if each.op_type == "Transpose" else None
+        if reshape is not None and perm(each) == _SPLIT and not each.outputs[0].is_graph_output():
+            return replace(_projection(node, reshape.inputs[0]), entry=each.outputs[0])
+    raise _refused(node, "heads that are not split by Reshape and Transpose")
 
 
 def _projection(node: ir.Node, value: ir.Value | None) -> _Projection:
@@ -134,23 +181,30 @@ class _Gram(FileRounding):
         """The outputs of one node."""
         outputs = super().call(node, run, inputs)
         if node.op_type == "Attention" and (each := self._heads.get(node.onnx_node.name)) is not None:
-            units = _by_unit(outputs[0], each.Hkv)
-            flat = np.moveaxis(units, -2, 0).reshape(each.Hkv, -1)
+            flat = _by_unit(outputs[0], each.Hkv).reshape(each.Hkv, -1)
             self._sums[each.name] = self._sums.get(each.name, 0.0) + flat @ flat.T
         return outputs
 
 
 def _by_unit(array: np.ndarray, count: int) -> np.ndarray:
-    """[B, S, heads * size] as [B, S, units, size of a unit]."""
-    return array.reshape(*array.shape[:-1], count, -1)
+    """[B, S, heads * size] or [B, heads, S, size], with the key/value heads as the first axis."""
+    if array.ndim == 4:
+        return np.moveaxis(array.reshape(len(array), count, -1, *array.shape[2:]), 1, 0)
+    return np.moveaxis(array.reshape(*array.shape[:-1], count, -1), -2, 0)
+
+
+def _from_units(units: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    return np.moveaxis(units, 0, 1 if len(shape) == 4 else -2).reshape(shape)
 
 
 class _Removed(FileRounding):
     """Computes a graph in FP64 with some heads replaced by what others make of them."""
 
-    def __init__(self, partners: Mapping[str, Mapping[int, tuple[int, float]]]) -> None:
+    def __init__(
+        self, heads: Mapping[str, _Heads], partners: Mapping[str, Mapping[int, tuple[int, float]]]
+    ) -> None:
         super().__init__(None)
-        self._partners = partners
+        self._heads, self._partners = heads, partners
 
     def call(self, node: Any, run: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
         """The outputs of one node."""
@@ -158,11 +212,10 @@ class _Removed(FileRounding):
         partners = self._partners.get(node.onnx_node.name) if node.op_type == "Attention" else None
         if not partners:
             return outputs
-        count = int(node.kv_num_heads)
-        units = _by_unit(outputs[0], count).copy()
+        units = _by_unit(outputs[0], self._heads[node.onnx_node.name].Hkv).copy()
         for unit, (partner, factor) in partners.items():
-            units[..., unit, :] = factor * units[..., partner, :]
-        return (units.reshape(outputs[0].shape), *outputs[1:])
+            units[unit] = factor * units[partner]
+        return (_from_units(units, outputs[0].shape), *outputs[1:])
 
 
 def _partners(
@@ -216,7 +269,7 @@ def prune(
             sums: dict[str, LossSums] = {}
             mode = _partners(gram, removed)
             for sample, right in zip(few, true, strict=True):
-                for name, array in program.run(sample.inputs, _Removed(mode)).items():
+                for name, array in program.run(sample.inputs, _Removed(found, mode)).items():
                     sums.setdefault(name, LossSums()).add(right[name], array)
             return max((each.loss for each in sums.values()), default=0.0)
 
@@ -230,7 +283,14 @@ def prune(
             removed = _fewest(found, order, loss, float(max_loss or 0.0), points, gram)
         else:
             removed = _down_to(found, order, int(heads), gram)
-        model = _without(original.model, found, _partners(gram, removed))
+        partners = _partners(gram, removed)
+        model = _without(original.model, partners)
+        smaller = FileProgram(model)
+        for sample in few:  # the graph must be what was tried
+            wanted = program.run(sample.inputs, _Removed(found, partners))
+            got = smaller.run(sample.inputs, FileRounding(None))
+            what = "The graph with fewer heads does not compute what was tried."
+            refuse_large_error(sample.name, got, wanted, _SAME, what, "report this, with the model")
         outputs, _, _, count = measure_loss(original.model, model, samples, {}, None, on_step)
     record = LossRecord(
         what="heads",
@@ -324,9 +384,7 @@ def _fewest(
 # -- The graph without them -------------------------------------------------------------------------
 
 
-def _without(
-    model: ir.Model, found: Mapping[str, _Heads], partners: Mapping[str, Mapping[int, tuple[int, float]]]
-) -> ir.Model:
+def _without(model: ir.Model, partners: Mapping[str, Mapping[int, tuple[int, float]]]) -> ir.Model:
     """A copy with smaller projections; what goes is added to the output projection of its partner."""
     copy = model.clone()
     nodes = {str(node.name): node for node in copy.graph}
@@ -336,16 +394,30 @@ def _without(
         kept = [unit for unit in range(heads.Hkv) if unit not in gone]
         counts = (heads.group * len(kept), len(kept), len(kept))
         for at, part, count in zip((an.Q, an.K, an.V), heads.projections, counts, strict=True):
-            node.replace_input_with(at, _smaller(copy.graph, node, part, at, heads.Hkv, kept, count))
+            made = _smaller(copy.graph, node, part, at, heads.Hkv, kept, count)
+            if part.entry is None:
+                node.replace_input_with(at, made)
+            else:
+                part.entry.replace_all_uses_with(made)
         rows = heads.output_weight.reshape(heads.Hkv, -1, heads.output_weight.shape[-1]).copy()
         for unit, (partner, factor) in gone.items():
             rows[partner] += (factor * rows[unit].astype(np.float64)).astype(rows.dtype)
         weight = rows[kept].reshape(-1, rows.shape[-1])
         heads.output.replace_input_with(1, new_initializer(copy.graph, f"{name}/output_weight", weight))
-        for key, number in (("q_num_heads", counts[0]), ("kv_num_heads", counts[1])):
-            node.attributes[key] = ir.AttrInt64(key, number)
-        node.outputs[0].shape = None
+        if heads.projections[0].entry is not None:
+            join = input_at(heads.output, 0)
+            reshape = None if join is None else join.producer()
+            if reshape is not None:
+                sizes = np.array([0, 0, len(weight)], np.int64)
+                reshape.replace_input_with(1, new_initializer(copy.graph, f"{name}/joined", sizes))
+                reshape.attributes.pop("allowzero", None)
+        else:
+            for key, number in (("q_num_heads", counts[0]), ("kv_num_heads", counts[1])):
+                node.attributes[key] = ir.AttrInt64(key, number)
     RemoveUnusedNodesPass()(copy)
+    for each in copy.graph:  # sizes with the heads in them are inferred anew
+        for value in each.outputs:
+            value.shape = value.shape if value.is_graph_output() else None
     for value in list(copy.graph.initializers.values()):
         if not value.uses() and not value.is_graph_output():
             del copy.graph.initializers[str(value.name)]
@@ -370,8 +442,16 @@ def _smaller(
         for attribute in (*attributes, ir.AttrInt64("num_heads", count)):
             rotary.attributes[attribute.name] = attribute
         made.append(rotary)
+    if part.entry is not None:
+        sizes = np.array([0, 0, count, weight.shape[1] // count], np.int64)
+        shape = new_initializer(graph, f"{name}_shape", sizes)
+        made.append(ir.node("Reshape", [made[-1].outputs[0], shape], name=f"{name}_reshape"))
+        made.append(
+            ir.node("Transpose", [made[-1].outputs[0]], attributes={"perm": _SPLIT}, name=f"{name}_transpose")
+        )
     for each in made:
         each.outputs[0].name = f"{each.name}_y"
         each.outputs[0].type = part.source.type
-    graph.insert_before(node, made)
+    first = node if part.entry is None else part.entry.producer()
+    graph.insert_before(first or node, made)
     return made[-1].outputs[0]
