@@ -214,7 +214,7 @@ def test_the_model_of_your_own_is_deployed(tmp_path, monkeypatch, capsys):
     assert "attention profile verdict evidence" in printed
     assert "layers.0.self_attn 0 fused _gemm_mha" in printed
     assert "and 1 more" in printed
-    assert "attention verdict rel. L2 used" in printed
+    assert "2 attentions ≤" in printed
     assert "2/2 attentions right" in printed
     assert "2/2 fused, precision: fp16 (verified)" in printed
 
