@@ -1426,7 +1426,7 @@ def _refuse_builder(settings: EngineOptions, precision: str) -> None:
     parse_targets(settings.targets)
     rt = load(settings.backend or default_backend())
     # `auto` is FP16 but for what overflows.
-    candidates = candidates_for(rt, settings, "fp16" if precision == "auto" else precision)
+    candidates = candidates_for(rt, settings, "fp16" if precision in (AUTO, *EIGHT_BITS) else precision)
     if any(candidate.attention == PLUGIN for candidate in candidates):
         library_for(rt.version)
 

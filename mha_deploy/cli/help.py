@@ -74,7 +74,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "opset": ("23", "24"),
 }
 """The values of an option that has a few."""
-_OTHERWISE = {("bisect", "backend"), ("analyze", "attention")}  # names that mean something else there
+# Names that mean something else there.
+_OTHERWISE = {("bisect", "backend"), ("analyze", "attention"), ("analyze", "precision")}
 
 VERBS: dict[str, dict[str, str]] = {
     "From a model to an engine": {

@@ -60,7 +60,7 @@ def test_help_all_explains_every_option(verb, help_of):
 
 def test_help_spells_out_the_choices(help_of):
     text = help_of("export")
-    assert "[auto|fp16|bf16|fp32]" in text
+    assert "[auto|fp16|bf16|fp32|int8|fp8]" in text
     for choice in CHOICES["cache"]:
         assert choice in text
 
