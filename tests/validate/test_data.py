@@ -185,7 +185,7 @@ def fails(outputs, sample):
 """
 
 
-def test_a_metric_that_fails_is_an_error_of_its_line_and_long_samples_are_not_verified(bundles, tmp_path):
+def test_a_metric_that_fails_is_an_error_of_its_line(bundles, tmp_path):
     (tmp_path / "metrics.py").write_text(METRICS, encoding="utf-8")
     bundle, data = bundles("tiny-gqa"), layer_samples([65, 2])
     for name, what in {"no_number": "no number", "fails": "metric failed"}.items():
