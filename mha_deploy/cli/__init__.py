@@ -70,6 +70,9 @@ def command() -> Any:
     return typer.main.get_command(app)
 
 
+verbs.commands.append(command)
+
+
 class _Ending(NamedTuple):
     """How the command line ended: its exit code and, where there is no result, the error."""
 

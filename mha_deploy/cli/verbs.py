@@ -675,13 +675,15 @@ def doctor(**options: Any) -> Result:
     return Result(found, lines)
 
 
+commands: list[Callable[[], Any]] = []  # one, of all verbs: `mha_deploy.cli`, which imports this, adds it
+
+
 @verb()
 def completion(
     shell: str = argument("SHELL", "bash, zsh or fish."),
     line: str | None = option(None, "Print what may follow this line instead."),
 ) -> Result:
     """Print a script that lets a shell complete verbs, options, models, factories and bundles."""
-    from mha_deploy.cli import command
     from mha_deploy.cli.completion import SHELLS, complete, script
 
     if shell not in SHELLS:
@@ -689,5 +691,5 @@ def completion(
     if line is None:
         text = script(shell).rstrip("\n")
         return Result({"shell": shell, "script": text}, lambda: [text])
-    found = complete(command(), line, shell)
+    found = complete(commands[0](), line, shell)
     return Result(found, lambda: found)

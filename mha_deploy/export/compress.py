@@ -8,7 +8,6 @@ the *loss*, which a user may limit; what differs between a runtime and the quant
 from __future__ import annotations
 
 import math
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -44,7 +43,7 @@ from mha_deploy.metrics import AgreementCounts, count_agreement, joined_agreemen
 from mha_deploy.model.precision import Precision, find_precision
 from mha_deploy.model.spec import Axes, ModelSpec
 from mha_deploy.options import AUTO, ExportOptions
-from mha_deploy.output import scratch_folder
+from mha_deploy.output import copy_file, scratch_folder
 from mha_deploy.runtime.user_code import graph_code
 from mha_deploy.runtime.user_data import Metric, open_samples
 
@@ -477,7 +476,7 @@ class CompressedSource(OnnxSource):
     def graph(self, folder: Path) -> ir.Model:
         """The graph; the file that it is made of becomes a part of the bundle."""
         for file in self.path.parent.glob(f"{self.path.name}*"):  # weights may be beside it
-            shutil.copyfile(file, folder / file.name)
+            copy_file(file, folder / file.name)
         return super().graph(folder)
 
     def draw(self, planned: PlannedCase) -> dict[str, np.ndarray]:

@@ -149,7 +149,7 @@ def test_what_pytorch_refuses_is_no_error_of_the_model_that_called_it(explained,
 @pytest.mark.parametrize("baseline", ["sdpa-flash", "compile"])
 def test_an_error_of_a_model_is_told_from_one_of_a_package_wherever_that_is_installed(explained, baseline):
     own = explained(ValueError("broken"), "user", baseline)
-    assert type(own) is ExportError
+    assert isinstance(own, ExportError)
     assert "model.py:2" in own.got
     assert type(explained(ValueError("broken"), "package", baseline)) is DeployError
 

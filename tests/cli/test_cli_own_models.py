@@ -3,6 +3,7 @@
 import io
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -218,7 +219,8 @@ def ranges(*nodes, precision="fp16"):
 
 
 def sentences(report):
-    return [each.text for each in findings(Validation(bundle=None, ranges=report), ValidateOptions())]
+    bundle = SimpleNamespace(manifest=SimpleNamespace(loss=None))
+    return [each.text for each in findings(Validation(bundle=bundle, ranges=report), ValidateOptions())]
 
 
 def near(what, kind=RangeKind.SCORE, status=RangeStatus.NEAR, **numbers):

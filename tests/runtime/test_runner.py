@@ -95,7 +95,7 @@ def test_a_runner_is_closed_when_its_block_fails():
 def test_an_unknown_backend_is_refused_with_the_nearest(tmp_path):
     with pytest.raises(DeployError, match="No such backend") as caught:
         open_runner("ort-cpo", tmp_path / "model.onnx")
-    assert caught.value.hint == "did you mean 'ort-cpu'?"
+    assert "'ort-cpu'" in caught.value.hint
     assert not isinstance(caught.value, BackendUnavailable), "a slip of the pen, not a missing runtime"
 
 

@@ -55,7 +55,7 @@ def test_an_unknown_precision_is_refused_at_once():
 def test_an_unknown_backend_is_refused_with_the_nearest():
     with pytest.raises(DeployError) as caught:
         load("tensorrt-rtxx")
-    assert caught.value.hint == "did you mean 'tensorrt-rtx'?"
+    assert "'tensorrt-rtx'" in caught.value.hint
     assert caught.value.exit_code == EXIT_BAD_INPUT
 
 

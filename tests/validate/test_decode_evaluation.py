@@ -139,7 +139,7 @@ def test_a_decode_loop_that_cannot_be_opened_has_failed_the_prefill(static, loop
     assert failure.problem.startswith("could not be run: ")
     assert "cudaMalloc failed. no memory" in failure.problem
     assert (report.first_failed, report.passed, report.errors) == (0, False, ())
-    assert (report.steps, report.backend, report.to_dict()["growth"]) == (40, "stand 1.0", None)
+    assert (report.steps, report.backend, report.record.growth) == (40, "stand 1.0", None)
     assert result.parity[0].passed, "what was judged before is kept"
     assert not result.is_right
 
@@ -336,9 +336,10 @@ def test_a_wrong_cache_is_mapped_by_its_new_rows(static, rest):
 
     ((place, heat),) = maps(static, after, "prefill").items()
     assert place == ("prefill", "key_cache_out")
-    assert heat.values.shape == (static.manifest.spec.layer.Hkv, 16)
-    assert np.isfinite(heat.values).all()
-    assert np.unravel_index(np.argmax(heat.values), heat.values.shape) == (1, 2)
+    values = np.array(heat.values)
+    assert values.shape == (static.manifest.spec.layer.Hkv, 16)
+    assert np.isfinite(values).all()
+    assert np.unravel_index(np.argmax(values), values.shape) == (1, 2)
     assert heat.note == "the entries of the cache that the call wrote"
 
 
