@@ -465,8 +465,8 @@ def lines_of(rows: Mapping[str, Row]) -> list[str]:
         "attention that makes no output worse by half is within *rounding*, and not counted. The right "
         "runtime's "
         "share of its budget is the largest over all cases; seeds are cases of random sizes and inputs, and "
-        "how many of them failed. Written by `python benchmarks/own_sensitivity.py --out "
-        f"docs/sensitivity-own.md`; versions: {with_}."
+        "how many of them failed. Written by `python benchmarks/own_sensitivity.py "
+        f"--results FOLDER --out docs/sensitivity-own.md`; versions: {with_}."
     )
     lines = ["# Mistakes in models of your own", "", *textwrap.wrap(about, 100, break_on_hyphens=False), ""]
     lines += ["| model | accumulation | right | failed, of seeds | mistakes | caught | named | missed |"]
