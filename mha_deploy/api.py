@@ -403,7 +403,7 @@ def prune(
     Raises:
         LossExceeded: The heads cost more than max_loss; nothing is written.
 
-    Example:
+    Examples:
         >>> bundle = md.prune("tiny-mha", "out/pruned", heads=3, golden=("opt",))
         >>> bundle.manifest.attention[0]["Hq"], bundle.manifest.loss.what
         (3, 'heads')
