@@ -418,6 +418,7 @@ def test_anything_in_the_place_of_an_input_is_refused(bundles, tmp_path):
             path = folder / f"{thing}{ending}"
             if not os.path.lexists(path):
                 THINGS[thing](path)
+    (folder / "__pycache__").mkdir()  # of factories: Python's own
     before = sorted(os.listdir(folder))
     commands = [
         [each.replace("GOOD", str(good)).replace("IT", thing) for each in command] for command, thing in cases

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from bundle_edit import copy_of
 from extract_trt_surfaces import EXTRACT
 from rtx_engines import build_rtx
 from tensorrt_fake import make_module
@@ -95,7 +96,8 @@ def test_several_profiles_are_numbered_and_rtx_is_refused():
 
 def test_the_lowered_graph_is_saved_and_computes_the_model(bundles, tmp_path, run_cli, refused):
     pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")
-    bundle, graph = bundles("tiny-gqa"), tmp_path / "lowered.onnx"
+    bundle = md.open_bundle(copy_of(bundles("tiny-gqa"), tmp_path / "bundle"))
+    graph = tmp_path / "lowered.onnx"
     options = ("--backend", "tensorrt-rtx", "--sm", "89", "--name", "saved", "--overwrite")
     assert run_cli("build-engine", bundle.path, *options, "--save-onnx", graph).code == 0
     assert md.validate(bundle, graphs=[graph], probe=False, backends=["onnx-reference"]).passed
