@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -226,6 +227,9 @@ class SizeLimit:
         return flops <= self.gflop * 1e9 and oracle_bytes(spec, sizes) <= self.gib * 2**30
 
 
+_QUICK = SizeLimit(gflop=2.0, gib=0.5)
+
+
 def shrunk(spec: ModelSpec, sizes: Sizes, smallest: Sizes, limit: SizeLimit) -> dict[str, int]:
     """Halve the batch, then the longest axis, until the limit allows the sizes or nothing can shrink."""
     found = dict(sizes)
@@ -236,6 +240,21 @@ def shrunk(spec: ModelSpec, sizes: Sizes, smallest: Sizes, limit: SizeLimit) -> 
         name = "B" if "B" in shrinkable else max(shrinkable, key=lambda axis: found[axis])
         found[name] = max(smallest[name], found[name] // 2)
     return found
+
+
+def random_sizes(spec: ModelSpec, axes: Mapping[str, Axis], dice: random.Random) -> dict[str, int]:
+    """Sizes from inside of axes, at random; one that runs in a moment."""
+    inside = {
+        name: sorted((min(axis.min + 1, axis.max), max(axis.max - 1, axis.min)))
+        for name, axis in axes.items()
+    }
+    drawn = {name: dice.randint(*ends) for name, ends in inside.items()}
+    return shrunk(spec, drawn, {name: axis.min for name, axis in axes.items()}, _QUICK)
+
+
+def has_inside(axes: Mapping[str, Axis]) -> bool:
+    """Whether an axis has sizes between its ends."""
+    return any(axis.max - axis.min > 1 for axis in axes.values())
 
 
 def sizes_name(sizes: Sizes) -> str:

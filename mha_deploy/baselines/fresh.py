@@ -21,7 +21,7 @@ from mha_deploy.bundle.cases import DecodeTrace, GoldenCase, PlannedTrace, check
 from mha_deploy.bundle.folder import Bundle
 from mha_deploy.errors import BackendUnavailable, BundleError, DeployError
 from mha_deploy.export.exporter import export_user_module
-from mha_deploy.export.flow import PlannedCase
+from mha_deploy.export.flow import LOUDNESS, PlannedCase
 from mha_deploy.export.golden import LayerCapture, ModuleCapture
 from mha_deploy.export.oracle import Float64, Intercept, run_in_float64, run_program
 from mha_deploy.export.own_model import reopen_user_module
@@ -169,9 +169,6 @@ class ProgramValues:
 
 # -- Probe inputs: large tokens where a mask, a window or a cache ends -----------------------------
 
-# A key this many times as large dominates the heads in which it is attended: whether a query attends to it,
-# and at which position, shows in the output at any length. Among random keys it is one of thousands.
-_LOUDNESS = 4.0
 _CANDIDATES = 64
 COARSE = ("scores", "softmax weights", "queries and keys", "values", "heads")
 _INT8_MOST = 127
@@ -229,13 +226,13 @@ def layer_probe(
         for tensor in tokens:
             if best is not None:
                 tensor[b, edges] = feeds["x"][b, best[b].repeat(len(edges))[: len(edges)]]
-            tensor[b, edges] *= _LOUDNESS
+            tensor[b, edges] *= LOUDNESS
         for cache in caches:
             T = cache.shape[2]
             valid = int(feeds["lengths"][b]) if "lengths" in feeds else T
-            cache[b, :, [at for at in _edges(valid, T, spec.window) if at < valid]] *= _LOUDNESS
+            cache[b, :, [at for at in _edges(valid, T, spec.window) if at < valid]] *= LOUDNESS
             if "lengths" in feeds:
-                cache[b, :, valid + S :] *= _LOUDNESS  # what is behind the valid entries must not be read
+                cache[b, :, valid + S :] *= LOUDNESS  # what is behind the valid entries must not be read
     return loud
 
 
@@ -286,7 +283,7 @@ class CoarseAttention(Intercept):
 def _loud_steps(planned: PlannedTrace, feeds: Mapping[str, Tensor]) -> dict[str, Tensor]:
     x, steps = feeds["x"].clone(), planned.steps
     for b, end in enumerate(planned.prompt):
-        x[b, sorted({0, end - 1, end, end + steps // 2, end + steps - 1})] *= _LOUDNESS
+        x[b, sorted({0, end - 1, end, end + steps // 2, end + steps - 1})] *= LOUDNESS
     return {**feeds, "x": x}
 
 

@@ -41,7 +41,7 @@ from mha_deploy.graph.quantize import (
 )
 from mha_deploy.metrics import AgreementCounts, count_agreement, joined_agreement
 from mha_deploy.model.precision import Precision, find_precision
-from mha_deploy.model.spec import Axes, ModelSpec
+from mha_deploy.model.spec import Axes, ModelSpec, are_within
 from mha_deploy.options import AUTO, ExportOptions
 from mha_deploy.output import copy_file, scratch_folder
 from mha_deploy.runtime.user_code import graph_code
@@ -100,7 +100,7 @@ class Samples:
         found = False
         for sample in islice(samples, self.limit or None):
             taken = as_taken(sample, spec, precision)
-            if all(spec.axes[a].min <= n <= spec.axes[a].max for a, n in taken.sizes.items()):
+            if are_within(taken.sizes, spec.axes):
                 found = True
                 yield taken
         if not found:

@@ -67,17 +67,17 @@ from mha_deploy.runtime.user_code import graph_code
 
 # -- Which golden cases an export gets: the corners of the axes, within a budget -------------------
 
-PROBE = cost.PROBE
 MASKS, MASK_OF_ONE = "masks", "mask-of-one"
 RANDOM_SIZES = ("random-1", "random-2")
 CASES = ("min", "opt", "odd", "ragged", "large")
 CACHE_CASES = ("min", "prefill", "decode", "odd", "ragged", "large", cost.LONG_PAST)
 MODULE_CASES = ("opt", "min", "odd", "large")  # opt first: its work bounds that of the others
-ALL_CASES = (*CASES, *CACHE_CASES, PROBE, *RANDOM_SIZES, MASKS, MASK_OF_ONE)
+ALL_CASES = (*CASES, *CACHE_CASES, cost.PROBE, *RANDOM_SIZES, MASKS, MASK_OF_ONE)
 _RAGGED_BATCH = 4
 _RAGGED_LENGTH = 24
-_SMALL = cost.SizeLimit(gflop=2.0, gib=0.5)  # what a case of random sizes may cost
-_LOUDNESS = 4.0  # of the large tokens of a probe
+# A key this many times as large dominates the heads in which it is attended: whether a query attends to it,
+# and at which position, shows in the output at any length. Among random keys it is one of thousands.
+LOUDNESS = 4.0
 _CACHE_BYTES = 1 << 30  # of the FP64 oracle's
 
 
@@ -107,7 +107,7 @@ class PlannedCase:
             return array
         loud, length = array.copy(), array.shape[at]
         edges = sorted({each for each in (0, (length - 1) // 2, length - 1) if each >= 0})
-        loud[(slice(None),) * at + (edges,)] *= np.asarray(_LOUDNESS, array.dtype)
+        loud[(slice(None),) * at + (edges,)] *= np.asarray(LOUDNESS, array.dtype)
         return loud
 
 
@@ -177,8 +177,8 @@ def golden_names(spec: ModelSpec) -> tuple[str, ...]:
         masked = any(each.dims and is_mask(each.name, each.kind) for each in spec.inputs)
         return (
             *MODULE_CASES,
-            PROBE,
-            *(RANDOM_SIZES if any(axis.max - axis.min > 1 for axis in spec.axes.values()) else ()),
+            cost.PROBE,
+            *(RANDOM_SIZES if cost.has_inside(spec.axes) else ()),
             *((MASKS, MASK_OF_ONE) if masked else ()),
             *((cost.LONG_PAST,) if spec.cached else ()),
         )
@@ -221,9 +221,10 @@ def _plan_one(spec: ModelSpec, name: str, budget: GoldenBudget) -> PlannedCase |
     if "=" in name:
         sizes = spec.parse_sizes(name)
         return PlannedCase(name=cost.sizes_name(sizes), sizes=sizes)
-    refuse_unknown_case(name, (*golden_names(spec), PROBE))
+    refuse_unknown_case(name, (*golden_names(spec), cost.PROBE))
     if name in RANDOM_SIZES:
-        return PlannedCase(name=name, sizes=_inside(spec, random.Random(f"{spec.seed} {name}")))
+        dice = random.Random(f"{spec.seed} {name}")
+        return PlannedCase(name=name, sizes=cost.random_sizes(spec, spec.axes, dice))
     if name in (MASKS, MASK_OF_ONE):
         sizes = {axis: cost.first_allowed(each, (_RAGGED_LENGTH,)) for axis, each in spec.axes.items()}
         batch = _RAGGED_BATCH if name == MASKS else 1
@@ -231,7 +232,7 @@ def _plan_one(spec: ModelSpec, name: str, budget: GoldenBudget) -> PlannedCase |
         sizes |= {axis: cost.first_allowed(spec.axes[axis], (batch,)) for axis in first}
         masks = tuple(MaskFill) if name == MASKS else (MaskFill.HEAD,)
         return PlannedCase(name=name, sizes=sizes, masks=masks)
-    if name == PROBE:
+    if name == cost.PROBE:
         return PlannedCase(name=name, sizes=spec.sizes("opt"), probe=True)
     if name in ("min", "opt"):
         # The least that a dynamic cache holds is nothing, too.
@@ -261,15 +262,6 @@ def _plan_one(spec: ModelSpec, name: str, budget: GoldenBudget) -> PlannedCase |
             return PlannedCase(name=name, sizes=dict(point.sizes), past=point.past)
     single = "the layer takes single tokens only"
     return single if spec.axes["S"].max == 1 else "its usual call is the shortest"
-
-
-def _inside(spec: ModelSpec, dice: random.Random) -> dict[str, int]:
-    """Random sizes from within the axes, as small as a quick case has them."""
-    sizes = {
-        name: dice.randint(min(axis.min + 1, axis.max), max(axis.max - 1, axis.min))
-        for name, axis in spec.axes.items()
-    }
-    return cost.shrunk(spec, sizes, spec.sizes("min"), _SMALL)
 
 
 def _ragged_case(spec: ModelSpec) -> PlannedCase | str:

@@ -78,6 +78,11 @@ class Axis:
 Axes = Mapping[str, Axis]
 
 
+def are_within(sizes: Sizes, axes: Axes) -> bool:
+    """Whether sizes are within the ranges of a model or of a profile."""
+    return all(axes[name].min <= size <= axes[name].max for name, size in sizes.items() if name in axes)
+
+
 def check_axis(name: str, axis: Axis) -> None:
     """Refuse an axis of size 0, unless it is the past: a KV cache begins empty."""
     what, got = "An axis needs three whole numbers of at least 1.", f"{name} = {axis}" if name else axis

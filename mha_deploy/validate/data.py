@@ -29,6 +29,7 @@ from mha_deploy.bundle.samples import Sample, as_taken
 from mha_deploy.errors import DeployError, ExportError
 from mha_deploy.files import read_regular
 from mha_deploy.metrics import Agreement, AgreementCounts, count_agreement, joined_agreement
+from mha_deploy.model.spec import are_within
 from mha_deploy.options import ValidateOptions
 from mha_deploy.output import append_file, is_result, write_file
 from mha_deploy.runtime.child import RuntimeCrash
@@ -308,7 +309,7 @@ def validate_data(
                 for axis, size in taken.sizes.items():
                     low, high = spans.get(axis, (size, size))
                     spans[axis] = (min(low, size), max(high, size))
-                if any(not (spec.axes[a].min <= n <= spec.axes[a].max) for a, n in taken.sizes.items()):
+                if not are_within(taken.sizes, spec.axes):
                     outside += 1
                     continue
                 digest = taken.digest

@@ -15,8 +15,10 @@ from mha_deploy.analyze.cost import (
     TIMED_CASES,
     SizeLimit,
     TimedPoint,
+    has_inside,
     long_past,
     odd_sizes,
+    random_sizes,
     shrunk,
     usual_points,
 )
@@ -28,7 +30,7 @@ from mha_deploy.environment import can_import
 from mha_deploy.errors import BackendUnavailable, BundleError, DeployError
 from mha_deploy.graph.file import load_graph
 from mha_deploy.judge import ParityReport
-from mha_deploy.model.spec import Axis, ModelSpec, Sizes
+from mha_deploy.model.spec import Axis, ModelSpec, Sizes, are_within
 from mha_deploy.options import ValidateOptions
 from mha_deploy.runtime import CPU_RUNNERS, RUNNERS, open_runner
 from mha_deploy.runtime.child import RuntimeCrash
@@ -45,7 +47,7 @@ from mha_deploy.validate.fault import FaultReport, OpenModel, attribute_fault, g
 from mha_deploy.validate.fp16_range import RangeReport, fp16_range
 from mha_deploy.validate.runtimes import Runtime, RuntimeFinder, Unavailable
 from mha_deploy.validate.subjects import subjects_of
-from mha_deploy.validate.verdict import Validation, are_within, conclude
+from mha_deploy.validate.verdict import Validation, conclude
 
 if TYPE_CHECKING:
     from mha_deploy.baselines.fresh import FreshCases
@@ -57,7 +59,6 @@ ONNX_REFERENCE = "onnx-reference"
 
 _COARSE_NUMBERS = 1 << 14  # of an output: enough to tell a part in BF16 from chance
 _INTERIOR = 2  # random sizes of each profile
-_SMALL = SizeLimit(gflop=2.0, gib=0.5)  # what one of them may cost
 _PROBE_STEPS = 8  # the decode steps with large tokens among them
 
 
@@ -457,13 +458,8 @@ def interior_sizes(
     found: list[dict[str, int]] = []
     dice = random.Random(seed)
     for axes in profiles or [spec.axes]:
-        for _ in range(_INTERIOR if any(axis.max - axis.min > 1 for axis in axes.values()) else 0):
-            inside = {
-                name: (min(axis.min + 1, axis.max), max(axis.max - 1, axis.min))
-                for name, axis in axes.items()
-            }
-            drawn = {name: dice.randint(*sorted(ends)) for name, ends in inside.items()}
-            sizes = shrunk(spec, drawn, {name: axis.min for name, axis in axes.items()}, _SMALL)
+        for _ in range(_INTERIOR if has_inside(axes) else 0):
+            sizes = random_sizes(spec, axes, dice)
             if sizes not in found:
                 found.append(sizes)
     return found

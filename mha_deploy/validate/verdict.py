@@ -16,7 +16,7 @@ from mha_deploy.bundle.samples import Sample
 from mha_deploy.engine.engine import Engine
 from mha_deploy.errors import DeployError
 from mha_deploy.judge import OutputVerdict
-from mha_deploy.model.spec import Axis
+from mha_deploy.model.spec import Axis, are_within
 from mha_deploy.options import ValidateOptions
 from mha_deploy.requirements import REQUIRED, Demands, Requirement, demands_of
 from mha_deploy.runtime.tensorrt.engine_verdict import FusionStatus, PrecisionStatus
@@ -386,11 +386,6 @@ def _gaps(ran: Sequence[Mapping[str, int]], profile: Mapping[str, Axis]) -> Iter
             first = {"axis": at[0], "end": at[1], "least": least, "most": most}
             second = {"axis": other[0], "end": other[1], "least": other_least, "most": other_most}
             yield {**first, **{f"other_{name}": value for name, value in second.items()}}
-
-
-def are_within(sizes: Mapping[str, int], axes: Mapping[str, Axis]) -> bool:
-    """Whether sizes are within the ranges of a profile."""
-    return all(axes[name].min <= size <= axes[name].max for name, size in sizes.items() if name in axes)
 
 
 def coverage_findings(missing: Sequence[Gap], options: ValidateOptions) -> Iterator[Finding]:

@@ -3,6 +3,7 @@
 import pytest
 
 from mha_deploy.analyze.cost import SizeLimit, odd_sizes, shrunk, usual_points
+from mha_deploy.export.flow import RANDOM_SIZES, plan_golden
 from mha_deploy.model.catalog import catalog_names, find_spec
 from mha_deploy.model.spec import Axis, ModelSpec, TensorSpec
 from mha_deploy.validate.bench import bench_points
@@ -90,15 +91,29 @@ def test_random_sizes_are_inside_the_axes_and_follow_the_seed(spec):
     assert all(8 < each["S"] < 16 for each in interior_sizes(spec, [profile]))
 
 
-@pytest.mark.parametrize("names", ["S", "ST", "T", "LP"])
-def test_the_axes_of_a_user_need_no_names_of_ours(names):
-    own = ModelSpec(
+def own_model(**axes):
+    return ModelSpec(
         name="own",
-        axes=ranges(**dict.fromkeys(names, "1:8:16")),
-        inputs=tuple(TensorSpec(name=name.lower(), kind="float", dims=(name, 4)) for name in names),
-        outputs=(TensorSpec(name="y", kind="float", dims=(names[0], 4)),),
+        axes=ranges(**axes),
+        inputs=tuple(TensorSpec(name=name.lower(), kind="float", dims=(name, 4)) for name in axes),
+        outputs=(TensorSpec(name="y", kind="float", dims=(next(iter(axes)), 4)),),
         attention_count=1,
     )
+
+
+@pytest.mark.parametrize("batch", ["1:1:2", "1:2:2", "1", "2:2:3"])
+def test_an_axis_of_two_sizes_has_random_sizes_beside_another(batch):
+    own = own_model(B=batch, S="1:8:64")
+    planned = [case.sizes for case in plan_golden(own, RANDOM_SIZES).cases]
+    assert planned
+    for sizes in (*planned, *interior_sizes(own)):
+        own.check_sizes(sizes)
+        assert 1 < sizes["S"] < 64
+
+
+@pytest.mark.parametrize("names", ["S", "ST", "T", "LP"])
+def test_the_axes_of_a_user_need_no_names_of_ours(names):
+    own = own_model(**dict.fromkeys(names, "1:8:16"))
     points = sweep_points(own, [own.axes], limit=SizeLimit())
     assert {tuple(own.axes[axis].max for axis in names)} <= {tuple(p.sizes.values()) for p in points}
 
