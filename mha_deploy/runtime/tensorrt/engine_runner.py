@@ -18,6 +18,7 @@ from mha_deploy.runtime.gpu import Prepared
 from mha_deploy.runtime.runner import Arrays, Closing, TensorInfo, check_kinds
 from mha_deploy.runtime.tensorrt.kernels import LargeTensor, refuse_large
 from mha_deploy.runtime.tensorrt.versions import (
+    LEAN,
     EngineError,
     Message,
     TensorRT,
@@ -363,8 +364,10 @@ class TensorRTRunner(DecodingRunner):
             {name: self._ranges(name, info, index) for name, info in self.inputs.items()}
             for index in range(engine.num_optimization_profiles)
         )
-        self._calls: Recent[Slot] = Recent(keep, shared=rt.can.shared_profiles)
-        self._steps: Recent[BoundContext] = Recent(2, shared=rt.can.shared_profiles)  # of a decode loop
+        # A lean runtime runs the plan of another version, whose contexts may own their profiles.
+        share = rt.can.shared_profiles and rt.backend not in LEAN
+        self._calls: Recent[Slot] = Recent(keep, shared=share)
+        self._steps: Recent[BoundContext] = Recent(2, shared=share)  # of a decode loop
         self.stream = Stream()
 
     def _ranges(self, name: str, info: TensorInfo, profile: int) -> tuple[Shape, Shape, Shape]:
