@@ -25,7 +25,9 @@ def fuse_and_compare(seed):
     return bool(report.fused) if spelled.expressible else None
 
 
-@pytest.mark.parametrize("seed", range(24))
+# After the first ones: two masks of different numbers, one that is added to -inf, and one behind a factor;
+# weights that are halved between matrices.
+@pytest.mark.parametrize("seed", [*range(20), 1579, 1779, 2376, 3414, 3538, 7265])
 def test_spelled_at_random(seed):
     fuse_and_compare(seed)
 

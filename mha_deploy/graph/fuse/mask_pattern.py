@@ -81,7 +81,13 @@ class Fill:
     axes: Axes  # the axes of the scores there; the condition is aligned to the last of them
     # whether it was added to the score, which it is far larger than, and not put in its place
     added: bool = False
-    times: tuple[Multiplier, ...] = ()  # what the number was multiplied with, of unknown sign
+    times: tuple[Multiplier, ...] = ()  # what the number was multiplied with
+
+    @property
+    def nearest(self) -> float:
+        """The number with the smallest factors that are known."""
+        bounds = (each.bounds() for each in self.times)
+        return self.fill * math.prod(each[0] for each in bounds if each is not None)
 
     @property
     def hides(self) -> bool:
@@ -131,6 +137,26 @@ class Bias:
 
 
 Term = Fill | Bias
+
+
+def settled(terms: list[Term], dtype: ir.DataType | None) -> list[Term]:
+    """The same masks, without the positive factors of their numbers where these decide nothing.
+
+    A number that is far below any score stays so. Only beside another finite one, in the keys of a fully
+    masked query, it matters how large it is. Below all of the type of the scores, it is -inf.
+    """
+    lowest = -math.inf if dtype is None else float(dtype.min)
+    fills = [each for each in terms if isinstance(each, Fill) and not each.hides]
+    alone = len(fills) == sum(isinstance(each, Bias) or not each.hides for each in terms)
+    alike = alone and all(each.times == fills[0].times for each in fills)
+
+    def simple(term: Term) -> Term:
+        if isinstance(term, Bias) or not term.times or any(each.bounds() is None for each in term.times):
+            return term
+        fill = -math.inf if term.nearest < lowest else term.nearest
+        return replace(term, fill=fill, times=()) if alike or term.hides else term
+
+    return [simple(each) for each in terms]
 
 
 def multiplied(value: ir.Value, factors: Iterable[Multiplier], builder: NodeBuilder) -> ir.Value:
@@ -499,13 +525,14 @@ def decide_masking(
     weakest = -softcap - _FAR_BELOW if softcap else max(_WEAKEST_FILL, 0.99 * lowest)
     at = _causal_at(plain, (lowest, weakest), sizes[0], order) if same_size(*sizes) else None
     rest = [term for index, term in enumerate(plain) if index != at]
-    highest = max((each.fill for each in plain if isinstance(each, Fill) and each.is_put), default=-math.inf)
+    put = [each.nearest for each in plain if isinstance(each, Fill) and each.is_put]
+    highest = max(put, default=-math.inf)
     notes = (GUARDED,) if guarded else ()
     if not highest <= weakest:
         what = "Masked scores are set to a number that other scores could be below."
         raise NotExpressible(what, got=f"{highest:g}", hint=f"fill with the lowest number, {lowest:g}")
     if sink:
-        hidden = [replace(term, fill=-math.inf) if isinstance(term, Fill) else term for term in plain]
+        hidden = [replace(term, fill=-math.inf, times=()) if isinstance(term, Fill) else term for term in plain]
         _check_types(hidden, dtype)
         return Masking(causal=False, terms=tuple(hidden), kind="float", notes=notes)
     if not rest:
@@ -667,7 +694,10 @@ def _float_mask(terms: Sequence[Term], builder: NodeBuilder, dtype: ir.DataType)
     for term in reversed(terms):
         if isinstance(term, Fill):
             number = term.number(builder, dtype, -math.inf if term.hides else ABSORBING)
-            total = term.applied(total, number, builder)
+            if term.added and total is not zero:  # what is -inf stays so
+                total = builder.op("Add", total, term.applied(zero, number, builder), name="mask")
+            else:
+                total = term.applied(total, number, builder)
         else:
             bias = _above_lowest(term.scaled(builder, dtype), term, builder, dtype)
             total = bias if total is zero else builder.op("Add", total, bias, name="mask")
@@ -718,8 +748,9 @@ def _even_mask(terms: Sequence[Term], builder: NodeBuilder) -> tuple[ir.Value, i
     if not any(term.hides for term in fills):
         return builder.op("Or", visible, empty, name="mask"), empty
     # The fill nearest to the softmax decides whether a score is the finite number. Some fill hides each key.
+    # One that is added leaves -inf as it is.
     filled = empty
-    for term in reversed(fills):
+    for term in reversed([each for each in fills if each.hides or not each.added]):
         other = term.keys(builder, shown=term.hides)
         filled = builder.op("And" if term.hides else "Or", filled, other)
     return builder.op("Or", visible, builder.op("And", filled, empty), name="mask"), empty

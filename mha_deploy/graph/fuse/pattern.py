@@ -22,6 +22,7 @@ from mha_deploy.graph.fuse.mask_pattern import (
     Term,
     decide_masking,
     hide_behind,
+    settled,
 )
 from mha_deploy.graph.fuse.values import (
     NoScores,
@@ -473,6 +474,7 @@ def read_scores(softmax: Normalisation, alphabet: Alphabet) -> tuple[Scores, Mat
         if not key or len(scores.axes) != (rank(value) or 0):
             raise NotFused("The file does not state the shape of the scores.")
         if is_matmul(node):
+            scores.terms = settled(scores.terms, value.dtype)
             return scores, read_matmul(node, alphabet, 2, scores.axes)
         if node.domain != "" or node.op_type not in _STEPS:
             raise NotFused(f"{node.op_type} stands between the scores and the softmax.")
@@ -481,7 +483,7 @@ def read_scores(softmax: Normalisation, alphabet: Alphabet) -> tuple[Scores, Mat
     raise NotFused("Too many nodes lie between the scores and the softmax.")
 
 
-_FAR = -1e9  # scores that are set to it stay far below others that are shifted
+_FAR = -1e8  # scores that are set to it stay far below others that are shifted
 _CANCELLED = ("ReduceMax", "ReduceMean", "ReduceMin", "ReduceLogSumExp")
 
 
@@ -493,7 +495,7 @@ def _subtracted_maximum(node: ir.Node, scores: Scores) -> ir.Node | None:
     What is the same for all keys cancels in the softmax. Between the two there must be no softcap, no bound,
     no appended scores, and no masked scores that are set to a number near to others: they are not shifted.
     """
-    filled = any(isinstance(term, Fill) and term.fill > _FAR for term in scores.terms)
+    filled = any(isinstance(term, Fill) and term.nearest > _FAR for term in scores.terms)
     if not is_op(node, "Sub") or filled or scores.softcap or scores.clipped is not None or scores.sink:
         return None
     inner, top = node.inputs
@@ -591,7 +593,7 @@ def _add(node: ir.Node, scores: Scores) -> ir.Value | None:
         sizes_of(other),
         len(scores.axes) - scores.axes.index(scores.key) if scores.key in scores.axes else 0,
     )
-    filled = any(isinstance(term, Fill) and term.fill > _FAR for term in scores.terms)
+    filled = any(isinstance(term, Fill) and term.nearest > _FAR for term in scores.terms)
     plain = not (filled or scores.softcap or scores.clipped is not None or scores.sink)
     if dims is not None and at and plain and (len(dims) < at or dims[-at] == 1) and scalar_of(other) is None:
         _check_spread(node, inner, other, scores)
@@ -616,7 +618,7 @@ def _mask(node: ir.Node, inner: ir.Value, term: Term, scores: Scores) -> ir.Valu
     if scores.softcap:
         raise NotExpressible("A mask is applied before the softcap; Attention applies it after.")
     if scores.multipliers:
-        term = _multiplied(term, tuple(scores.multipliers))
+        term = replace(term, times=tuple(scores.multipliers))
     if isinstance(term, Fill) and inner.dtype is not None and term.fill < float(inner.dtype.min):
         term = replace(term, fill=-math.inf)  # what the lowest number is, times more than 1
     if scores.clipped is not None:
@@ -624,19 +626,12 @@ def _mask(node: ir.Node, inner: ir.Value, term: Term, scores: Scores) -> ir.Valu
             raise NotFused("Several masks are applied, or one of another type, before their sum is bounded.")
         if isinstance(term, Bias):
             term = replace(term, clipped=True)
+        elif any(each.bounds() is None for each in term.times):
+            raise NotFused("Masked scores are multiplied by a tensor of unknown sign, and bounded.")
         else:
-            term = replace(term, fill=max(term.fill, float(scores.clipped.min)))
+            term = replace(term, fill=max(term.nearest, float(scores.clipped.min)), times=())
     scores.terms.append(term)
     return inner
-
-
-def _multiplied(term: Term, factors: tuple[Multiplier, ...]) -> Term:
-    """A mask that is applied before the scores are multiplied with tensors."""
-    bounds = [each.bounds() for each in factors]
-    if isinstance(term, Bias) or None in bounds:
-        return replace(term, times=factors)
-    weakest = math.prod(each[0] for each in bounds if each is not None)
-    return replace(term, fill=term.fill * weakest)
 
 
 def _clip(node: ir.Node, scores: Scores) -> ir.Value | None:

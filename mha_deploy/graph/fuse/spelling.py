@@ -133,8 +133,9 @@ class Spelling:
     def restore(self) -> None:
         """Compute every rewritten value that is still used as the file does."""
         whole = {each: True for each in map(id, self._new.values())}
-        for node, taken in self._new.items():
-            whole[id(taken)] &= node.graph is not None or node in self._inputs  # of a rewritten rewrite
+        taker = {node: id(taken) for taken in self._new.values() for node in taken}
+        for node, taken in reversed(self._new.items()):  # a rewritten rewrite is there where the later one is
+            whole[id(taken)] &= node.graph is not None or whole.get(taker.get(node, 0), False)
         for new, old in reversed(self._old.items()):
             made = new.producer()
             if made is None or not whole[id(self._new[made])] or not (new.uses() or new.is_graph_output()):

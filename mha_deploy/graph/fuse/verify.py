@@ -365,18 +365,18 @@ def _draw(
     dtype = (value.dtype or ir.DataType.FLOAT).numpy()
     if (default := _default_of(value)) is not None:
         return default.numpy()  # it may hold axes or sizes, for which other numbers mean nothing
+    few = 1 / max((2, *shape[-1:]))  # of two masks that each show few keys, together mostly none is shown
     if value.dtype == ir.DataType.BOOL:
-        shown = random.random(shape) < (0.9, 0.5, 0.7, 0.5)[draw]
-        if draw and len(shape) > 1:
-            shown[..., random.integers(shape[-2]), :] = draw == 2
-            shown[..., random.integers(shape[-2]), :] = False
+        shown = random.random(shape) < (0.9, 0.5, 0.7, few)[draw]
+        for all_shown in (draw == 2, False) if draw else ():
+            _set_row(random, shown, all_shown)
         return shown
     if value.dtype is not None and not value.dtype.is_floating_point():
         # Integers are mostly masks of 0 and 1: padded anywhere, on the left, one batch element as a whole.
-        shown = random.random(shape) < 0.7
+        shown = random.random(shape) < (0.7, 0.7, 0.5, few)[draw]
         if draw == 1 and shape:
             shown = np.broadcast_to(np.arange(shape[-1]) >= shape[-1] // 2, shape)
-        elif draw == 3 and shape:
+        elif draw == 3 and shape and shape[0] > 1:
             shown[0] = False
         return shown.astype(dtype)
     if spread == FACTOR:
@@ -389,14 +389,22 @@ def _draw(
             return (random.integers(-1, 2, shape) * spread * _EXTREME**0.5).astype(dtype)
         return (random.standard_normal(shape) * spread * (1.0, 1.0, sharp**0.5, 1.0)[draw]).astype(dtype)
     if draw == 2:
-        return random.integers(0, 2, shape).astype(dtype)
+        return (random.random(shape) < max(few, 0.35)).astype(dtype)
     numbers = random.standard_normal(shape)
-    if draw:  # 0 and the lowest number or -inf, as masks have them, and one query with the lowest number only
+    if draw:  # the lowest number or -inf, as masks have them, and one query with the lowest number only
         lowest = float(ml_dtypes.finfo(dtype).min)
-        numbers = np.where(random.random(shape) < 0.4, lowest if draw == 1 else -math.inf, 0.0)
-        if len(shape) > 1:
-            numbers[..., random.integers(shape[-2]), :] = lowest
+        masked, far = ((0.6, lowest), (0.4, -math.inf))[draw == 3]
+        shown = random.random(shape) if draw == 1 else 0.0
+        numbers = np.where(random.random(shape) < masked, far, shown)
+        _set_row(random, numbers, lowest)
     return numbers.astype(dtype)
+
+
+def _set_row(random: np.random.Generator, mask: np.ndarray, number: float) -> None:
+    """Set all keys of one query, wherever its axis is; not of a mask that all of them share."""
+    rows = [axis for axis, size in enumerate(mask.shape[:-1]) if size > 1]
+    if rows:
+        np.moveaxis(mask, rows[-1], 0)[random.integers(mask.shape[rows[-1]])] = number
 
 
 def _check(want: np.ndarray, got: np.ndarray, tolerance: float) -> bool:
