@@ -27,7 +27,7 @@ def attend(model: ir.Model, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
     weights = _softmax(capped + bias)
     y = weights @ _per_query_head(facts, v)
     if facts.rank == 3:
-        y = y.transpose(0, 2, 1, 3).reshape(*y.shape[:1], y.shape[2], -1)
+        y = y.transpose(0, 2, 1, 3).reshape(*y.shape[:1], y.shape[2], y.shape[1] * y.shape[3])
     stages = (raw, capped, capped + bias, weights)
     outputs = (y, k, v, stages[facts.qk_output_mode or 0])
     return [array for array, output in zip(outputs, node.outputs, strict=False) if output.name]
@@ -38,7 +38,7 @@ def _heads(facts: AttentionNode, given: dict[str, np.ndarray]) -> tuple[np.ndarr
     if facts.rank == 3:
         counts = (facts.Hq, facts.Hkv, facts.Hkv)
         q, k, v = (
-            x.reshape(*x.shape[:2], count, -1).transpose(0, 2, 1, 3)
+            x.reshape(*x.shape[:2], count, x.shape[2] // count).transpose(0, 2, 1, 3)
             for x, count in zip((q, k, v), counts, strict=True)
         )
     if facts.has_past:
@@ -89,7 +89,7 @@ def _full_mask(mask: np.ndarray | None, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _softmax(scores: np.ndarray) -> np.ndarray:
-    top = scores.max(axis=-1, keepdims=True)
+    top = scores.max(axis=-1, keepdims=True, initial=-np.inf)
     weights = np.exp(scores - np.where(np.isneginf(top), 0.0, top))
     total = weights.sum(axis=-1, keepdims=True)
     return weights / np.where(total == 0, 1.0, total)

@@ -1,7 +1,7 @@
 """Attention nodes drawn at random in surroundings of other operators, with their results by definition.
 
-`drawn_node(seed)` gives a model of open sizes, and calls of it whose sizes may be 1. What comes before the
-node is run by ONNX's evaluator, the node itself by its definition in float64.
+`drawn_node(seed)` gives a model of open sizes, and calls of it whose sizes may be 1, or one of them 0. What
+comes before the node is run by ONNX's evaluator, the node itself by its definition in float64.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ class Surrounded:
     dtype: str
     about: str  # what was drawn
     calls: list[tuple[dict[str, np.ndarray], list[np.ndarray]]] = field(default_factory=list)
+    # The last call, with an axis of size 0, which runtimes may refuse: ONNX's Attention takes none.
+    empty: tuple[dict[str, np.ndarray], list[np.ndarray]] | None = None
 
 
 def drawn_node(seed: int) -> Surrounded:
@@ -192,6 +194,7 @@ class _Draw:
             alone = self._alone(node, known)
             with np.errstate(all="ignore"):
                 found.calls.append((feeds, attend(alone, known)))
+        found.empty = found.calls.pop()
         return found
 
     def _made(self) -> set[str]:
@@ -224,10 +227,14 @@ class _Draw:
 
     def _sizes(self) -> list[dict[str, int]]:
         found = []
-        for low in (2, 1, 1):
+        for low in (2, 1, 1, 1):
             sizes = {name: int(self.random.integers(low, LARGEST)) for name in ("B", "S", "T", "P")}
             if self.chance(0.3):
                 sizes["T"] = sizes["S"]
+            if len(found) == 2:  # a cache that begins empty
+                sizes["P"] = 0
+            elif len(found) == 3:
+                sizes["BST"[self.random.integers(3)]] = 0
             found.append(sizes | {"M": sizes["P"] + sizes["T"]})
         return found
 
