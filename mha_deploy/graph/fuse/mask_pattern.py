@@ -7,7 +7,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -532,7 +532,8 @@ def decide_masking(
         what = "Masked scores are set to a number that other scores could be below."
         raise NotExpressible(what, got=f"{highest:g}", hint=f"fill with the lowest number, {lowest:g}")
     if sink:
-        hidden = [replace(term, fill=-math.inf, times=()) if isinstance(term, Fill) else term for term in plain]
+        nothing: dict[str, Any] = {"fill": -math.inf, "times": ()}
+        hidden = [replace(each, **nothing) if isinstance(each, Fill) else each for each in plain]
         _check_types(hidden, dtype)
         return Masking(causal=False, terms=tuple(hidden), kind="float", notes=notes)
     if not rest:
