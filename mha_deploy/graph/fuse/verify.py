@@ -394,8 +394,8 @@ def _draw(
     if draw:  # the lowest number or -inf, as masks have them, and one query with the lowest number only
         lowest = float(ml_dtypes.finfo(dtype).min)
         masked, far = ((0.6, lowest), (0.4, -math.inf))[draw == 3]
-        shown = random.random(shape) if draw == 1 else 0.0
-        numbers = np.where(random.random(shape) < masked, far, shown)
+        others = random.random(shape) if draw == 1 else np.zeros(shape)
+        numbers = np.where(random.random(shape) < masked, far, others)
         _set_row(random, numbers, lowest)
     return numbers.astype(dtype)
 
