@@ -878,8 +878,7 @@ def _gap_changes(old: ModelResult, new: ModelResult, names: Mapping[str, str]) -
     """What is not verified, thing by thing: how much it is says nothing."""
     gaps: list[dict[Any, Gap]] = []
     for result, renamed in ((old, {}), (new, names)):
-        missing = result.verdict.not_verified if result.verdict else None
-        each = (structs.replace(gap, name=renamed.get(gap.name, gap.name)) for gap in missing or ())
+        each = (structs.replace(gap, name=renamed.get(gap.name, gap.name)) for gap in _gaps(result))
         gaps.append({gap.identity: gap for gap in each})
     ran = {names.get(each.name, each.name) for each in new.engines or () if each.ran}
     for key in dict.fromkeys([*gaps[0], *gaps[1]]):
@@ -924,7 +923,15 @@ def _with_old_names(old: ModelResult, new: ModelResult) -> ModelResult:
     ]
     engines = [structs.replace(each, nodes=renamed(each.nodes)) for each in new.engines or ()]
     ranges = new.range and structs.replace(new.range, nodes=renamed(new.range.nodes))
-    return structs.replace(new, parity=runs, engines=engines, range=ranges)
+    gaps = [
+        structs.replace(gap, attention=names.get(gap.attention or "", gap.attention)) for gap in _gaps(new)
+    ]
+    verdict = new.verdict and structs.replace(new.verdict, not_verified=gaps)
+    return structs.replace(new, parity=runs, engines=engines, range=ranges, verdict=verdict)
+
+
+def _gaps(result: ModelResult) -> Sequence[Gap]:
+    return (result.verdict.not_verified if result.verdict else None) or ()
 
 
 def _attentions(result: ModelResult) -> list[str]:
@@ -933,6 +940,7 @@ def _attentions(result: ModelResult) -> list[str]:
     nodes += [node.node for node in result.range.nodes] if result.range else []
     inside = [run for run in result.parity or () if run.cases == LAYERS]
     nodes += [verdict.output for run in inside for verdict in run.verdicts or ()]
+    nodes += [gap.attention or "" for gap in _gaps(result)]
     return list(dict.fromkeys(filter(None, nodes)))
 
 

@@ -295,6 +295,15 @@ def test_renamed_attentions_are_matched_by_their_order():
     assert [change.section for change in md.compare(passing(), new).regressions] == ["fusion"]
 
 
+def test_an_attention_that_is_not_verified_is_found_again_under_another_name():
+    old, new = passing(), passing()
+    for data, name in ((old, "attention"), (new, "blk.attention.attn")):
+        gap = {"kind": "attention not observed", "name": "tensorrt", "attention": name}
+        data["verdict"]["not_verified"].append(gap)
+    renamed(new)
+    assert {change.level for change in md.compare(old, new).changes} == {"same"}
+
+
 def test_deleting_an_engine_is_no_improvement():
     old, new = cpu_only(), cpu_only()
     new["engines"], new["verdict"]["not_verified"] = [], []
