@@ -56,6 +56,7 @@ _COARSE = (
     8.0  # times `ROUNDING`: a tensor with this error was not just rounded, but is below FP16's normal range
 )
 _VECTOR = 8.0  # a single vector of an output may lose this many times what the whole may
+_GAIN = 2 * ROUNDING  # how much larger or smaller an output may be as a whole, where it has many numbers
 _SCALES = (1 / 16, 2.0)  # of the inputs of one case
 _FIRST = 256  # the share of the nodes that is upcast first; then twice as many, and so on
 _MOST_PRUNINGS = 12
@@ -136,6 +137,19 @@ def relative_errors(got: np.ndarray, wanted: np.ndarray) -> tuple[float, float]:
         return min(whole, _FAILED), min(float((errors / np.maximum(sizes, usual)).max()), _FAILED)
 
 
+def gain_of(got: np.ndarray, wanted: np.ndarray) -> float:
+    """How much larger or smaller an array is as a whole: the part of its error that does not average out."""
+    one, other = got.astype(np.float64), wanted.astype(np.float64)
+    with np.errstate(all="ignore"):
+        counts = (np.abs(other) < SENTINEL_FROM) & np.isfinite(one)
+        one, other = one[counts], other[counts]
+        scale = np.abs(other).max(initial=0.0)
+        if not scale:
+            return 0.0
+        one, other = one / scale, other / scale
+        return min(abs(float(np.vdot(one - other, other))) / float(np.vdot(other, other)), _FAILED)
+
+
 class _Measured:
     """The results of a float32 graph, with which mixed ones are compared."""
 
@@ -200,9 +214,12 @@ class _Measured:
         outputs, shares = dict.fromkeys(self.outputs, 0.0), list[float]()
         for name, got in self._results(with_rounded_results(mixed), cases):
             for output in self.outputs:
-                whole, vector = relative_errors(got[output], self._wanted[name][output])
-                limit = self.limits[name][output]
-                shares.append(max(whole / limit, vector / (_VECTOR * limit)))
+                wanted, limit = self._wanted[name][output], self.limits[name][output]
+                whole, vector = relative_errors(got[output], wanted)
+                gain = gain_of(got[output], wanted)
+                # Where most of an error is a gain, rounding did not average out: a constant is another.
+                allowed = max(_GAIN, limit / math.sqrt(max(wanted.size, 1))) if gain > whole / 2 else math.inf
+                shares.append(max(whole / limit, vector / (_VECTOR * limit), gain / allowed))
                 if name in self._unscaled:
                     outputs[output] = max(outputs[output], whole)
         badness = sum(math.log1p(share) for share in shares)
