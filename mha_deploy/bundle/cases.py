@@ -369,6 +369,8 @@ def refuse_implausible(file: str, oracle: Arrays, eager: Arrays, precision: Prec
             problem = "The module's own result is further from the oracle than rounding explains."
             found = f"{file}: {name}, {share:.2g} {what}, at most {most:.2g} in {precision.name}"
             hint = "export again, in a wider precision (--precision auto or fp32) where the model needs it"
+            if precision.name == "fp32":
+                hint = "real inputs (--input NAME=FILE.npy, or data), on which float32 itself loses less"
             raise BundleError(problem, got=found, hint=hint)
 
 

@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from mha_deploy.bundle.cases import Arrays
 from mha_deploy.graph.file import with_outputs
-from mha_deploy.graph.upcast import in_float64
+from mha_deploy.graph.upcast import LAYOUT, in_float64
 from mha_deploy.model.precision import Precision
 from mha_deploy.rounding import ACCUMULATED, MARGIN, ROUNDOFFS, normal, rounded
 from mha_deploy.runtime.onnx_reference import evaluator_of
@@ -53,6 +53,8 @@ class FileRounding:
         self._bits = precision.significand_bits if precision else None
         accumulate = ROUNDOFFS[precision.accumulate] if precision else 0.0
         self._accumulated = accumulate if precision and accumulate > precision.roundoff / 64 else 0.0
+        # No kernel computes in more than float32: there, what is fused is rounded as well.
+        self._everywhere = precision is not None and precision.name == "fp32"
         self._seed, self._changes, self._sign = seed, changes, sign
         self.decisions: list[np.ndarray | None] = []
         self.changed = False
@@ -75,8 +77,10 @@ class FileRounding:
         if operator in _MATMULS:
             self.flops += _flops(operator, inputs, outputs[0])
             return tuple(self.rounded_array(self._accumulate(operator, inputs, each)) for each in outputs)
-        sums = operator in _SUMS and all(np.shape(each) == np.shape(outputs[0]) for each in inputs)
-        return tuple(map(self.rounded_array, outputs)) if operator in _ROUNDED or sums else outputs
+        written = operator in _ROUNDED or (self._everywhere and operator not in LAYOUT)
+        if operator in _SUMS and not written:
+            written = all(np.shape(each) == np.shape(outputs[0]) for each in inputs)
+        return tuple(map(self.rounded_array, outputs)) if written else outputs
 
     def _accumulate(self, operator: str, inputs: tuple[Any, ...], result: Any) -> Any:
         """The result of a GEMM with what its accumulation loses."""

@@ -262,7 +262,8 @@ ATTENTION = """
     p = Softmax <axis = -1> (s)
     z = MatMul (p, y)
 """
-CONSTANTS = "<float scale = {0.05}, int8 zero = {0}, int64 one = {1}, int64[6] pads = {0, -1, 0, 0, 1, 0},"
+CONSTANTS = "<float scale = {0.05}, float thousand = {1000.0}, "
+CONSTANTS += "int8 zero = {0}, int64 one = {1}, int64[6] pads = {0, -1, 0, 0, 1, 0},"
 CONSTANTS += " float[16] scales = {" + ", ".join(f"{0.03 + 0.003 * i}" for i in range(16)) + "},"
 CONSTANTS += " int8[16] zeros = {" + ", ".join("0" * 16) + "}>"
 
@@ -280,6 +281,15 @@ def test_operators_around_attention(name, tmp_path):
     path = around(operators, opset, tmp_path / "around.onnx")
     bundle = md.import_onnx(path, tmp_path / "bundle", axes={"S": "2:6:8"}, golden=["opt"])
     assert len(bundle.manifest.attention) == 1
+    assert md.validate(bundle, backends=["ort-cpu"]).outcome != "failed"
+
+
+def test_what_float32_loses_in_sums_with_a_constant_is_no_mistake(tmp_path):
+    """`x + 1000 - mean(x + 1000)`: four digits are lost in float32, whatever computes it."""
+    far = "far = Add (x, thousand) mean = ReduceMean <axes = [2]> (far) y = Sub (far, mean)"
+    path = around(far, 17, tmp_path / "far.onnx")
+    options = {"axes": {"S": "2:6:8"}, "golden": ["opt"], "precision": "fp32"}
+    bundle = md.import_onnx(path, tmp_path / "bundle", **options)
     assert md.validate(bundle, backends=["ort-cpu"]).outcome != "failed"
 
 

@@ -119,6 +119,17 @@ def test_scaled_inputs_on_which_float32_fails_itself_do_not_hide_the_others():
     assert {"sigmoid", "rest"} <= {each.name for each in plan.kept}
 
 
+def test_constants_that_fp16_rounds_to_one_side_make_no_gain():
+    """Two factors of 1.00048, each 1 in FP16: every number is a thousandth smaller, and none is far off."""
+    g = Graph()
+    once = g.op("Mul", "x", g.weight("first", 1 + 0.98 * 2**-11), name="once")
+    g.op("Mul", once, g.weight("second", 1 + 0.98 * 2**-11), name="twice")
+    plan = plan_mixed_precision(
+        g.model({"x": (TensorProto.FLOAT, ["B", E])}, {"twice": ["B", E]}), {"one": numbers()}
+    )
+    assert {each.name for each in plan.kept} & {"once", "twice"}
+
+
 def test_the_limit_is_a_choice():
     model = model_of(offset_and_back)
     loose = plan_mixed_precision(model, {"one": numbers()}, limit=0.9)
