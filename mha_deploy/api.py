@@ -370,6 +370,7 @@ def prune(
     max_loss: float | None = None,
     data: Any = None,
     data_limit: int = 0,
+    metric: Any = None,
     example_inputs: Examples | None = None,
     axes: Axes | None = None,
     weights: StrPath | None = None,
@@ -391,6 +392,7 @@ def prune(
         max_loss: Largest relative L2 between the outputs of the two models, both in FP64.
         data: Your own samples, as `validate` takes them; default: those of the Deployable, else drawn inputs.
         data_limit: Most samples; default: all.
+        metric: Your own figure, a function of the outputs and the sample, for both models.
         example_inputs: See `load_model`.
         axes: See `load_model`.
         weights: See `export`.
@@ -422,6 +424,7 @@ def prune(
     with scratch_folder() as folder:
         original = _open_original(found, options, folder, {}, report)
         limits: dict[str, Any] = {"max_loss": max_loss, "data": data, "data_limit": data_limit}
+        limits["metric"] = metric
         made = without_heads(original, heads, **limits, on_step=lambda name: report(name, 0, 0))
         return compressed_bundle(original, made, Path(out), options, report)
 

@@ -73,3 +73,12 @@ def transformer(path, *, opset=23, packed=False, split=False, changed=None):
 def samples(count=6, *, spread=1.0, seed=1):
     dice = np.random.default_rng(seed)
     return [{"x": (spread * dice.normal(size=(2, 8, WIDTH))).astype("f")} for _ in range(count)]
+
+
+MISTAKES = {
+    "quantization scale off by 0.5 %",
+    "quantization scale of another tensor",
+    "calibration clipped",
+    "Q/DQ missing",
+}
+"""The mutations of the self-test for graphs with Q/DQ; in FP8 also `E5M2 for E4M3`."""

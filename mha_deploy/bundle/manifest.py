@@ -279,7 +279,10 @@ class LossRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         str, means("how the ranges of activations were found; empty where there are none")
     ] = ""
     data: Annotated[str, means("where the samples came from")]
-    samples: Annotated[Count, means("how many there were")]
+    samples: Annotated[Count, means("how many the loss was measured on")]
+    held_out: Annotated[
+        bool, means("whether nothing was chosen by these samples: every other one of the data is for that")
+    ] = False
     outputs: Annotated[list[LossOutput], means("one for every output")]
     layers: Annotated[list[LossLayer], means("one for every part that could be compressed")]
     search: Annotated[

@@ -82,6 +82,13 @@ class Samples:
     original: Original
     given: Any  # the user's data; None: drawn
     limit: int = 0
+    turn: int | None = None  # 0 or 1: every other sample, from there on
+
+    def split(self) -> tuple[Samples, Samples, bool]:
+        """Those to choose by, those that were held out for the loss, and whether these are others."""
+        if sum(1 for _ in islice(self, 2)) < 2:
+            return self, self, False
+        return replace(self, turn=0), replace(self, turn=1), True
 
     @property
     def title(self) -> str:
@@ -90,6 +97,9 @@ class Samples:
 
     def __iter__(self) -> Iterator[Sample]:
         """Each within the axes, in the types of the original graph."""
+        return self._all() if self.turn is None else islice(self._all(), self.turn, None, 2)
+
+    def _all(self) -> Iterator[Sample]:
         spec, precision = self.original.spec, self.original.precision
         if self.given is None:
             for number in range(self.limit or _DRAWN):
@@ -337,8 +347,9 @@ def quantize(
     given = options.data if options.data is not None else original.samples
     samples = Samples(original=original, given=given, limit=options.data_limit)
     with graph_code(f"graph {original.name}"):
-        scales = calibrate(original, layers, samples, format, options.calibration, on_step)
-        trials, began = Trials(original, layers, scales, format, samples), time.monotonic()
+        chosen_by, held_out, is_held_out = samples.split()
+        scales = calibrate(original, layers, chosen_by, format, options.calibration, on_step)
+        trials, began = Trials(original, layers, scales, format, chosen_by), time.monotonic()
         alone: dict[str, float | None] = {}
         for each in layers:
             on_step(f"sensitivity: {each.name}")
@@ -347,16 +358,17 @@ def quantize(
         ranked = _ranked(layers, alone)
         kept, points = _search(trials, layers, ranked, limit, on_step)
         places = {each.name: each.output for each in layers}
-        while True:  # what a few samples allow, all of them may not
+        while True:  # what a few samples allow, others may not
             model = with_quantized_gemms(original.model, format, scales, kept)
             outputs, inside, judged, count = measure_loss(
-                original.model, model, samples, places, metric, on_step
+                original.model, model, held_out, places, metric, on_step
             )
             record = LossRecord(
                 what=format.name,
                 calibration=options.calibration,
                 data=samples.title,
                 samples=count,
+                held_out=is_held_out,
                 outputs=outputs,
                 layers=[
                     LossLayer(

@@ -38,6 +38,7 @@ from mha_deploy.graph.ir import (
     rank,
 )
 from mha_deploy.runtime.user_code import graph_code
+from mha_deploy.runtime.user_data import Metric
 
 AUTO_HEADS = "auto"
 _SAME = 1e-4  # new weights are rounded to the type of the graph
@@ -242,12 +243,14 @@ def prune(
     max_loss: float | None = None,
     data: Any = None,
     data_limit: int = 0,
+    metric: Any = None,
     on_step: Callable[[str], None] = lambda name: None,
 ) -> Compression:
     """The model with so many query heads in each attention, or with as few as the loss permits."""
     if heads == AUTO_HEADS and max_loss is None:
         what, hint = "--heads auto needs a limit.", "--max-loss 0.01"
         raise DeployError(what, got="no --max-loss", hint=hint)
+    figure = None if metric is None else Metric(metric)
     with graph_code(f"graph {original.name}"):
         fused, _ = fuse_attention(original.model)
         original = replace(original, model=prepared(fused))
@@ -258,9 +261,10 @@ def prune(
         samples = Samples(
             original=original, given=original.samples if data is None else data, limit=data_limit
         )
+        chosen_by, held_out, is_held_out = samples.split()
         program, gram = FileProgram(original.model), dict[str, np.ndarray]()
-        few = list(islice(samples, FEW))
-        for sample in samples:
+        few = list(islice(chosen_by, FEW))
+        for sample in chosen_by:
             on_step(f"heads: {sample.name}")
             program.run(sample.inputs, _Gram(found, gram))
         true = [program.run(sample.inputs, FileRounding(None)) for sample in few]
@@ -291,11 +295,13 @@ def prune(
             got = smaller.run(sample.inputs, FileRounding(None))
             what = "The graph with fewer heads does not compute what was tried."
             refuse_large_error(sample.name, got, wanted, _SAME, what, "report this, with the model")
-        outputs, _, _, count = measure_loss(original.model, model, samples, {}, None, on_step)
+        outputs, _, judged, count = measure_loss(original.model, model, held_out, {}, figure, on_step)
     record = LossRecord(
         what="heads",
         data=samples.title,
         samples=count,
+        held_out=is_held_out,
+        metric=judged,
         outputs=outputs,
         layers=[
             LossLayer(

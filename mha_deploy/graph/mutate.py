@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeVar
 
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
 from mha_deploy.graph import attention_node as an
 from mha_deploy.graph.attention_node import K, Q, V, Y, is_attention, read_attention
-from mha_deploy.graph.ir import NodeBuilder, graph_of_node, input_at, made_by, rank
+from mha_deploy.graph.ir import (
+    NodeBuilder,
+    constant,
+    graph_of_node,
+    input_at,
+    is_op,
+    made_by,
+    new_initializer,
+    rank,
+)
 from mha_deploy.model.spec import AttentionSpec
 
 # -- The attention that is mutated -----------------------------------------------------------------
@@ -356,6 +367,79 @@ def _rotary_off_by_one(site: _Site, *, only_last: bool = False) -> None:
         site.feed(_POSITIONS, site.one_less(positions), rotary)
 
 
+# -- Q/DQ: scales, grids and pairs -----------------------------------------------------------------
+
+_OFF = 1.005  # a scale that is wrong at one end of a pair
+_CLIPPED = 0.6  # of the calibrated range; no power of two, by which FP8 has the same grid
+_DIFFERENT = 0.02  # scales that differ by less, up to a power of two, have nearly the same grid
+
+
+class _Pair:
+    """A tensor that is quantized and dequantized with constant scales: the two nodes."""
+
+    def __init__(self, up: ir.Node) -> None:
+        self.up, self.down = up, _known(made_by(input_at(up, 0), "QuantizeLinear"))
+        self.graph, self.value = graph_of_node(up), _known(input_at(self.down, 0))
+        self.scale = _known(constant(input_at(up, 1))).numpy()
+        _need(np.array_equal(self.scale, _known(constant(input_at(self.down, 1))).numpy()))
+
+    def rescale(self, scale: np.ndarray, *nodes: ir.Node) -> None:
+        """Let nodes of the pair have another scale."""
+        name = f"{self.up.name}/mutation"
+        wrong = new_initializer(self.graph, name, np.asarray(scale).astype(self.scale.dtype))
+        for node in nodes:
+            node.replace_input_with(1, wrong)
+
+
+def _scale_of_another(pair: _Pair, others: list[_Pair]) -> None:
+    """The pair has the scale of another tensor."""
+    for other in others:
+        if other.scale.shape == pair.scale.shape == ():
+            octaves = np.log2(float(other.scale) / float(pair.scale))
+            if abs(octaves - round(octaves)) > _DIFFERENT:
+                return pair.rescale(other.scale, pair.up, pair.down)
+    raise _DoesNotApply
+
+
+def _unquantized(pair: _Pair) -> None:
+    """The tensor is read as it was before it was quantized."""
+    _need(pair.value.dtype == pair.up.outputs[0].dtype)
+    pair.up.outputs[0].replace_all_uses_with(pair.value)
+
+
+def _as_e5m2(pair: _Pair) -> None:
+    """The tensor is rounded to two bits of fraction, not to three."""
+    zero, wide = _known(constant(input_at(pair.down, 2))), ir.DataType.FLOAT8E5M2
+    _need(zero.dtype == ir.DataType.FLOAT8E4M3FN)
+    numbers = zero.numpy().astype(np.float32).astype(ml_dtypes.float8_e5m2)
+    wrong = new_initializer(pair.graph, f"{pair.up.name}/mutation_e5m2", numbers, wide)
+    for node in (pair.down, pair.up):
+        node.replace_input_with(2, wrong)
+    pair.down.outputs[0].type = ir.TensorType(wide)
+
+
+_OF_PAIRS: dict[str, Callable[[_Pair, list[_Pair]], None]] = {
+    "quantization scale off by 0.5 %": lambda pair, others: pair.rescale(_OFF * pair.scale, pair.up),
+    "quantization scale of another tensor": _scale_of_another,
+    "calibration clipped": lambda pair, others: pair.rescale(_CLIPPED * pair.scale, pair.up, pair.down),
+    "Q/DQ missing": lambda pair, others: _unquantized(pair),
+    "E5M2 for E4M3": lambda pair, others: _as_e5m2(pair),
+}
+
+
+def _mutate_pair(model: ir.Model, mutation: str) -> None:
+    """Change the first pair of Q/DQ that can have the mistake."""
+    pairs = []
+    for node in model.graph:
+        with suppress(_DoesNotApply):
+            _need(is_op(node, "DequantizeLinear"))
+            pairs.append(_Pair(node))
+    for pair in pairs:
+        with suppress(_DoesNotApply):
+            return _OF_PAIRS[mutation](pair, pairs)
+    raise _DoesNotApply
+
+
 # -- The mutations by name, and those without effect -----------------------------------------------
 
 _MUTATIONS: dict[str, Callable[[_Site], None]] = {
@@ -391,10 +475,13 @@ _MUTATIONS: dict[str, Callable[[_Site], None]] = {
 IN_CACHES = "past forgotten", "cache off by one", "newest entry zero", "entry one slot late", "stale entries"
 """The mutations that show while tokens are decoded one by one."""
 
+OF_QUANTIZATION = tuple(_OF_PAIRS)
+"""The mutations of Q/DQ."""
+
 
 def mutations() -> list[str]:
     """The names of all mutations."""
-    return list(_MUTATIONS)
+    return [*_MUTATIONS, *_OF_PAIRS]
 
 
 def mutated(model: ir.Model, mutation: str, spec: AttentionSpec | None = None) -> ir.Model | None:
@@ -406,10 +493,11 @@ def mutated(model: ir.Model, mutation: str, spec: AttentionSpec | None = None) -
         return None
     copy = model.clone()
     node = next((node for node in copy.graph if is_attention(node)), None)
-    if node is None:
-        return None
     try:
-        _MUTATIONS[mutation](_Site(node))
+        if mutation in _OF_PAIRS:
+            _mutate_pair(copy, mutation)
+        else:
+            _MUTATIONS[mutation](_Site(_known(node)))
     except _DoesNotApply:
         return None
     return copy

@@ -304,7 +304,8 @@ def loss_table(found: Data) -> Table:
         top1 = NOTHING if each["top1"] is None else f"{each['top1']:.1%}"
         rows.append((each["name"], number(each["relative_l2"], error), sqnr, top1, number(each["kl"], error)))
     how = f", calibrated by {found['calibration']}" if found["calibration"] else ""
-    title = f"Loss of {found['what']}{how}: {plural(found['samples'], 'sample')} of {found['data']}"
+    kind = "held-out sample" if found["held_out"] else "sample"
+    title = f"Loss of {found['what']}{how}: {plural(found['samples'], kind)} of {found['data']}"
     title += "" if found["limit"] is None else f", limit {found['limit']:g}"
     if metric := found["metric"]:
         title += f"; {metric['name']}: {short(metric['compressed'])}, original {short(metric['original'])}"

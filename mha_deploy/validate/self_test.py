@@ -12,7 +12,7 @@ from mha_deploy import judge
 from mha_deploy.bundle.cases import GoldenCase, golden_cases
 from mha_deploy.bundle.folder import Bundle
 from mha_deploy.graph.file import load_graph
-from mha_deploy.graph.mutate import IN_CACHES, mutated, mutations
+from mha_deploy.graph.mutate import IN_CACHES, OF_QUANTIZATION, mutated, mutations
 from mha_deploy.judge import OutputVerdict, ParityReport
 from mha_deploy.metrics import Budget
 from mha_deploy.options import ValidateOptions
@@ -94,7 +94,8 @@ def self_test(
     """Validate the bundle's own graph, then every mutated copy of it.
 
     On the golden cases and, where PyTorch is installed, on probe inputs; every attention of a module also by
-    itself; mistakes of a KV cache also while decoding the bundle's traces.
+    itself, but not for mistakes of quantization: an engine is judged by its outputs alone; mistakes of a KV
+    cache also while decoding the bundle's traces.
     """
     manifest, model = bundle.manifest, load_graph(bundle.model_path)
     drawn, _ = draw_cases(bundle, ValidateOptions(sweep=False), lambda step: None)
@@ -103,14 +104,14 @@ def self_test(
     budgets: dict[str, dict[str, Budget]] = {}
     open_graph = partial(open_runner, backend or cpu_backend(manifest.precision))
 
-    def judged(graph: ir.Model, decoding: bool) -> ParityReport:
+    def judged(graph: ir.Model, decoding: bool, inside: bool = True) -> ParityReport:
         with open_graph(graph) as runner:
             report = parity_from_runner(runner, bundle, cases, budgets)
             found: list[DecodeReport | ParityReport | None] = [
                 evaluate_trace(runner, trace, manifest.spec, manifest.precision)
                 for trace in (traces if decoding else ())
             ]
-        found.append(layer_parity(bundle, open_graph, model=graph))
+        found.append(layer_parity(bundle, open_graph, model=graph) if inside else None)
         others = [verdict for each in found if each is not None for verdict in each.verdicts]
         return structs.replace(report, verdicts=(*report.verdicts, *others))
 
@@ -118,7 +119,7 @@ def self_test(
     for mistake in mutations():  # which of them have no effect is known of catalog layers only
         if (graph := mutated(model, mistake, manifest.spec.layer)) is not None:
             on_mutation(mistake)
-            report = judged(graph, mistake in IN_CACHES)
+            report = judged(graph, mistake in IN_CACHES, inside=mistake not in OF_QUANTIZATION)
             share, caught = judge.largest_share(report.verdicts), report.outcome is Outcome.FAILED
             results.append(MutationResult(mistake=mistake, caught=caught, share=share))
     right = judged(model, True)

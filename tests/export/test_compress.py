@@ -62,10 +62,10 @@ def test_the_loss_is_what_an_independent_evaluation_finds(bundles, model, name):
     with_qdq = ReferenceEvaluator(str(bundle.path / "source.onnx"))
     original = ReferenceEvaluator(str(model))
     got, true = (
-        np.concatenate([run.run(None, each)[0] for each in samples()]) for run in (with_qdq, original)
+        np.concatenate([run.run(None, each)[0] for each in samples()[1::2]]) for run in (with_qdq, original)
     )
     loss = bundle.manifest.loss
-    assert loss.samples == 6
+    assert (loss.samples, loss.held_out) == (3, True)
     (output,) = loss.outputs
     assert output.relative_l2 == pytest.approx(relative(got, true), rel=1e-2)
     assert output.sqnr_db == pytest.approx(-20 * np.log10(output.relative_l2), rel=1e-6)
@@ -183,7 +183,7 @@ def test_kernels_of_an_engine_read_eight_bits(bundles, name):
 
 
 def test_a_gemm_that_a_builder_takes_out_of_eight_bits_is_named(tmp_path):
-    """TensorRT-RTX cuts a packed projection in three, and dequantizes it for that."""
+    """Of a packed projection TensorRT-RTX 1.7.1 reports kernels that read FP16."""
     pytest.importorskip("tensorrt_rtx")
     packed = transformer(tmp_path / "packed.onnx", packed=True)
     bundle = md.export(packed, tmp_path / "out", precision="int8", data=samples(2), **OPTIONS)

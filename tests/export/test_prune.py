@@ -22,7 +22,7 @@ def with_twins():
 
 def outputs(path):
     run = ReferenceEvaluator(str(path))
-    return np.concatenate([run.run(None, each)[0] for each in samples(3)])
+    return np.concatenate([run.run(None, each)[0] for each in samples(3)[1::2]])
 
 
 @pytest.mark.parametrize("form", ["plain", "packed", "split"])
