@@ -38,7 +38,7 @@ import mha_deploy as md
 from mha_deploy.baselines.fresh import FreshCases, module_from_bundle
 from mha_deploy.bundle.cases import Baseline, GoldenCase
 from mha_deploy.environment import versions
-from mha_deploy.judge import judge_case, largest_share
+from mha_deploy.judge import judge_case
 from mha_deploy.metrics import Budget
 from mha_deploy.model.precision import PRECISIONS, Precision
 from mha_deploy.reference.attention import Attention, merge_heads, split_heads
@@ -291,7 +291,7 @@ def print_mutations(models: Sequence[str]) -> None:
                 )
             measured = [each for each in result.mutations if each.share is not None]  # NaN has no share
             nearest = min(measured, key=lambda mutation: mutation.share)
-            right = f"{largest_share(result.right.verdicts):.2f}"
+            right = f"{result.right.share or 0.0:.2f}"
             print(
                 f"| {model} | {precision} | {right} | {nearest.share:,.1f} | {nearest.mistake} |", flush=True
             )

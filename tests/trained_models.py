@@ -1,4 +1,4 @@
-"""Small transformers that are trained in a second, in the graph of `quantized_models`: loss is accuracy there.
+"""Small transformers that are trained in a second, in the graph of `quantized_models`: loss is accuracy.
 
 `recall`: every token has a key and a value, the last one only a key: its logits are the value that belongs to
 the key (copying by induction). `classify`: one of the tokens is of a class, the others are noise.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import TypeVar
 
@@ -377,9 +377,9 @@ _DIFFERENT = 0.02  # scales that differ by less, up to a power of two, have near
 class _Pair:
     """A tensor that is quantized and dequantized with constant scales: the two nodes."""
 
-    def __init__(self, up: ir.Node) -> None:
+    def __init__(self, up: ir.Node, graph: ir.Graph) -> None:
         self.up, self.down = up, _known(made_by(input_at(up, 0), "QuantizeLinear"))
-        self.graph, self.value = graph_of_node(up), _known(input_at(self.down, 0))
+        self.graph, self.value = graph, _known(input_at(self.down, 0))
         self.scale = _known(constant(input_at(up, 1))).numpy()
         _need(np.array_equal(self.scale, _known(constant(input_at(self.down, 1))).numpy()))
 
@@ -427,17 +427,23 @@ _OF_PAIRS: dict[str, Callable[[_Pair, list[_Pair]], None]] = {
 }
 
 
-def _mutate_pair(model: ir.Model, mutation: str) -> None:
-    """Change the first pair of Q/DQ that can have the mistake."""
-    pairs = []
+def mutated_pairs(model: ir.Model, mutation: str) -> Iterator[tuple[str, ir.Model]]:
+    """Copies of the model with one of `OF_QUANTIZATION`, each in another pair of Q/DQ, and its name."""
+    for index in range(len(_pairs(model))):
+        copy = model.clone()
+        pairs = _pairs(copy)
+        with suppress(_DoesNotApply):
+            _OF_PAIRS[mutation](pairs[index], pairs)
+            yield str(pairs[index].value.name), copy
+
+
+def _pairs(model: ir.Model) -> list[_Pair]:
+    found = []
     for node in model.graph:
         with suppress(_DoesNotApply):
             _need(is_op(node, "DequantizeLinear"))
-            pairs.append(_Pair(node))
-    for pair in pairs:
-        with suppress(_DoesNotApply):
-            return _OF_PAIRS[mutation](pair, pairs)
-    raise _DoesNotApply
+            found.append(_Pair(node, model.graph))
+    return found
 
 
 # -- The mutations by name, and those without effect -----------------------------------------------
@@ -491,13 +497,12 @@ def mutated(model: ir.Model, mutation: str, spec: AttentionSpec | None = None) -
     """
     if spec is not None and mutation in without_effect(spec):
         return None
+    if mutation in _OF_PAIRS:
+        return next((wrong for _, wrong in mutated_pairs(model, mutation)), None)
     copy = model.clone()
     node = next((node for node in copy.graph if is_attention(node)), None)
     try:
-        if mutation in _OF_PAIRS:
-            _mutate_pair(copy, mutation)
-        else:
-            _MUTATIONS[mutation](_Site(_known(node)))
+        _MUTATIONS[mutation](_Site(_known(node)))
     except _DoesNotApply:
         return None
     return copy

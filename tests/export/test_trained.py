@@ -18,7 +18,8 @@ IN_EIGHT_BITS = [("recall", "int8"), ("recall", "fp8"), ("classify", "int8")]
 def models(tmp_path_factory):
     """By task, a trained model; in that which recalls, one head does nothing and one is there twice."""
     folder = tmp_path_factory.mktemp("trained")
-    held = {"recall": with_twin(train("recall", idle=(IDLE, TWIN)), NEEDED, TWIN), "classify": train("classify")}
+    recalls = with_twin(train("recall", idle=(IDLE, TWIN)), NEEDED, TWIN)
+    held = {"recall": recalls, "classify": train("classify")}
     return {task: transformer(folder / f"{task}.onnx", changed=found) for task, found in held.items()}
 
 
