@@ -81,8 +81,8 @@ def main() -> None:
         "1). The first row is the right graph. Behind further Q/DQ a value that rounding moves across a "
         "boundary moves others: an engine that is right may differ from the reference by as much as "
         "quantization itself does, and so does the budget. There a mistake in one tensor does not show in "
-        "the outputs; the types that kernels read still do. Written by `python benchmarks/quantized_sensitivity.py --out "
-        "docs/sensitivity-quantized.md`; versions: "
+        "the outputs; the types that kernels read still do. Written by `python "
+        "benchmarks/quantized_sensitivity.py --out docs/sensitivity-quantized.md`; versions: "
         + ", ".join(f"{name} {version}" for name, version in found.items())
         + "."
     )

@@ -76,7 +76,7 @@ def samples(count=6, *, spread=1.0, seed=1):
 
 
 MISTAKES = {
-    "quantization scale off by 0.5 %",
+    "quantization scale off by 4 %",
     "quantization scale of another tensor",
     "calibration clipped",
     "Q/DQ missing",

@@ -72,10 +72,10 @@ def with_twin(w, head, twin):
     return found
 
 
-def labelled(task, count=6, seed=7):
+def labelled(task, count=16, seed=7):
     """Samples with the label that the last token should have."""
     dice = np.random.default_rng(seed)
-    return [dict(zip(("x", "label"), batch(task, 48, dice), strict=True)) for _ in range(count)]
+    return [dict(zip(("x", "label"), batch(task, 16, dice), strict=True)) for _ in range(count)]
 
 
 def accuracy(outputs, sample):
