@@ -335,6 +335,9 @@ def export(
         Path(os.path.realpath(out)), filter(None, (x for x in sources if isinstance(x, str | Path)))
     )
     report = on_step or _silent
+    from mha_deploy.runtime.child import ONNX_RUNTIME, prepare_child
+
+    prepare_child(ONNX_RUNTIME)  # it imports its runtime while PyTorch exports
     if settings.precision in EIGHT_BITS:
         return _export_compressed(found, Path(out), settings, _read_arrays(inputs), report)
     if _is_onnx(found.source):
@@ -992,6 +995,10 @@ def validate(
         what, hint = "There is nothing whose names could be mapped.", "with graphs, engine_files or runners"
         raise DeployError(what, got=settings.names, hint=hint)
     if settings.url is None:
+        from mha_deploy.runtime.child import ONNX_RUNTIME, prepare_child
+
+        if not (runners or settings.backends):
+            prepare_child(ONNX_RUNTIME)  # it imports its runtime while this process imports PyTorch
         from mha_deploy.runtime.runner import Runner
         from mha_deploy.validate.run import validate_bundle
 
@@ -1322,10 +1329,8 @@ def deploy(
     if candidates:
         best = _best_candidate(found, Path(out), settings, latency=latency, report=report, **exported)
         precision, settings, tried = best
-    from mha_deploy.runtime.child import ONNX_RUNTIME, prepare_child
     from mha_deploy.validate.run import validate_bundle
 
-    prepare_child(ONNX_RUNTIME)  # it imports its runtime while PyTorch exports
     bundle = export(found, out, precision=precision, overwrite=overwrite, on_step=report, **exported)
     reached(bundle)
     if engine:

@@ -236,11 +236,31 @@ class Spread:
     def _measure_levels(self) -> list[tuple[float, ...]]:
         """By family of slices: the largest error and gain of any slice in any sample."""
         few = _FEW_SAMPLES.get(self.samples, 1.0)
+        shape = self._signal.shape
+        # What took another branch is judged vector by vector only; mostly there is none.
+        self._weight = (
+            None if self._decided.all() else np.broadcast_to(self._decided, shape).astype(np.float64)
+        )
+        power = self._weighted(np.square(self._signal))
+        least = max(_FAST_EXPONENTIAL, _ONE_SIDED * self._roundoff)
+        self._families: list[tuple[Any, ...]] = []
+        for kept in self._slices:
+            away = tuple(axis for axis in range(len(shape)) if axis not in kept)
+            by_vector = away == (len(shape) - 1,)
+            count: Any = max(1, math.prod(shape[axis] for axis in away))
+            if self._weight is not None and not by_vector:
+                count = np.maximum(self._weight.sum(away), 1.0)
+            strength = np.maximum(power.sum(away, dtype=np.float64), 1e-30)
+            noise = np.hypot(1 / np.sqrt(strength), least)
+            self._families.append((kept, away, by_vector, count, strength, noise))
         found = [self._statistics(each) for each in self._samples]
         return [
             (max(1.0, *(each[k][0] for each in found)), few * max(1.0, *(each[k][1] for each in found)))
             for k in range(len(self._slices))
         ]
+
+    def _weighted(self, values: np.ndarray) -> np.ndarray:
+        return values if self._weight is None else values * self._weight
 
     def _share(self, change: np.ndarray, error: np.ndarray) -> float:
         along = change / self._expected * self._decided
@@ -303,22 +323,15 @@ class Spread:
         """By family of slices: the largest error, the largest gain, and where they are."""
         z = self._from_nearest_branch(error) / self._expected
         names = _AXES.get(z.ndim, tuple(f"axis {axis}" for axis in range(z.ndim)))
-        # What took another branch is judged vector by vector only.
-        weight = np.broadcast_to(self._decided, z.shape).astype(np.float64)
-        squares, along, power = np.square(z), z * self._signal, np.square(self._signal)
-        least = max(_FAST_EXPONENTIAL, _ONE_SIDED * self._roundoff)
+        squares, along = np.square(z), self._weighted(z * self._signal)
+        weighted = self._weighted(squares)
         found = []
-        for kept in self._slices:
-            away = tuple(axis for axis in range(z.ndim) if axis not in kept)
-            by_vector = z.ndim - 1 in away and len(away) == 1
-            sizes, gains = np.abs(z) * (weight > 0), np.zeros(())
+        for kept, away, by_vector, count, strength, noise in self._families:
             if away:
-                used = np.ones_like(weight) if by_vector else weight
-                count = np.maximum(used.sum(away), 1.0)
-                sizes = np.sqrt((squares * used).sum(away) / count)
-                strength = np.maximum((power * weight).sum(away), 1e-30)
-                noise = np.hypot(1 / np.sqrt(strength), least)
-                gains = np.abs((along * weight).sum(away)) / strength / noise
+                sizes = np.sqrt((squares if by_vector else weighted).sum(away) / count)
+                gains = np.abs(along.sum(away)) / strength / noise
+            else:
+                sizes, gains = np.sqrt(weighted), np.zeros(())
             row: list[Any] = []
             places = []
             for values in (sizes, gains):

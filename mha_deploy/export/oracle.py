@@ -352,15 +352,28 @@ _NARROWER |= dict.fromkeys((torch.float16, torch.bfloat16, torch.float32, torch.
 _SIGNIFICANDS = {torch.float64: (torch.int64, 53), torch.float32: (torch.int32, 24)}
 
 
+_CHUNK = 1 << 16  # numbers at a time: what is between them stays in the cache of a core
+
+
 def _hashed(bits: Tensor, seed: int) -> Tensor:
     """Random bits that depend on a number alone: equal numbers are rounded alike, as a GPU does."""
     if bits.dtype is torch.int32:
-        mixed = (bits ^ (seed * MIX[0] & 0x7FFFFFFF)) * 0x4F6CDD1D
-        mixed = (mixed ^ (mixed >> 15)) * 0x31A53F85
-        return mixed ^ (mixed >> 13)
-    mixed = (bits ^ (seed * MIX[0] & 0x7FFFFFFFFFFFFFFF)) * MIX[1]
-    mixed = (mixed ^ (mixed >> 29)) * MIX[2]
-    return mixed ^ (mixed >> 32)
+        mixed = (bits ^ (seed * MIX[0] & 0x7FFFFFFF)).mul_(0x4F6CDD1D)
+        mixed.bitwise_xor_(mixed >> 15).mul_(0x31A53F85)
+        return mixed.bitwise_xor_(mixed >> 13)
+    mixed = (bits ^ (seed * MIX[0] & 0x7FFFFFFFFFFFFFFF)).mul_(MIX[1])
+    mixed.bitwise_xor_(mixed >> 29).mul_(MIX[2])
+    return mixed.bitwise_xor_(mixed >> 32)
+
+
+def _by_chunks(change: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
+    """The numbers of a tensor, each changed by itself: a large one chunk by chunk, which is much faster."""
+    if tensor.numel() <= _CHUNK or tensor.device.type != "cpu" or not tensor.is_contiguous():
+        return change(tensor)
+    result = torch.empty_like(tensor)
+    for given, taken in zip(tensor.view(-1).split(_CHUNK), result.view(-1).split(_CHUNK), strict=True):
+        taken.copy_(change(given))
+    return result
 
 
 class RandomRounding(Float64):
@@ -395,8 +408,12 @@ class RandomRounding(Float64):
         if self._bits is None or tensor.dtype not in _SIGNIFICANDS:
             return tensor
         integer, significand = _SIGNIFICANDS[tensor.dtype]
-        bits, mask = tensor.view(integer), (1 << (significand - self._bits)) - 1
-        return ((bits + (_hashed(bits, self._seed) & mask)) & ~mask).view(tensor.dtype)
+        mask = (1 << (significand - self._bits)) - 1
+
+        def change(bits: Tensor) -> Tensor:
+            return _hashed(bits, self._seed).bitwise_and_(mask).add_(bits).bitwise_and_(~mask)
+
+        return _by_chunks(change, tensor.view(integer)).view(tensor.dtype)
 
     def _operand(self, tensor: Any) -> Any:
         """An operand of a GEMM; one in a half precision has few bits already."""
@@ -443,15 +460,20 @@ class RandomRounding(Float64):
             sizes = b.square().mean(-2 if b.dim() > 1 else -1)
             sizes = sizes.unsqueeze(-2) if b.dim() > 1 else sizes
         walk = terms * a.square().mean(-1, keepdim=True) * sizes
-        partial_sums = (result.square() / 3 + walk / 2).sqrt()
-        noise = ACCUMULATED * math.sqrt(terms) * self._accumulated * partial_sums
-        return result + noise * self._normal(result)
+        partial_sums = result.square().div_(3).add_(walk / 2).sqrt_()
+        noise = partial_sums.mul_(ACCUMULATED * math.sqrt(terms) * self._accumulated)
+        return noise.mul_(self._normal(result)).add_(result)
 
     def _normal(self, like: Tensor) -> Tensor:
         """Numbers that are nearly normal, and depend on a tensor's own."""
-        bits = _hashed(like.view(_SIGNIFICANDS[like.dtype][0]), self._seed ^ 0x5DEECE66D)
-        parts = (bits & 0xFF) + ((bits >> 8) & 0xFF) + ((bits >> 16) & 0xFF)
-        return parts.to(like.dtype) * (2.0 / 0xFF) - 3.0
+        integer = _SIGNIFICANDS[like.dtype][0]
+
+        def draw(numbers: Tensor) -> Tensor:
+            bits = _hashed(numbers.view(integer), self._seed ^ 0x5DEECE66D)
+            parts = (bits & 0xFF).add_((bits >> 8) & 0xFF).add_((bits >> 16) & 0xFF)
+            return parts.to(like.dtype).mul_(2.0 / 0xFF).sub_(3.0)
+
+        return _by_chunks(draw, like)
 
     def _attention(
         self,

@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import gc
 import importlib
 import io
 import json
@@ -458,6 +459,7 @@ def serve(handle: int, preload: tuple[str, ...], parent: int) -> None:
         faulthandler.register(signal.SIGUSR1, all_threads=False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _limit_memory()
+    gc.set_threshold(50_000, 20, 100)  # modules stay: it is of no use to look for garbage among them
     threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
     for name in preload:
         with contextlib.suppress(ImportError):

@@ -523,3 +523,19 @@ def test_a_choice_within_rounding_is_taken_otherwise_with_the_numbers_of_its_pla
         taken.append(places.sort(-1).values.tolist())
     assert sorted(rows[0] for rows in taken) == [[0, 1], [0, 2]]
     assert [rows[1] for rows in taken] == [[0, 1]] * 2
+
+
+@pytest.mark.parametrize("accumulate", ["fp32", "fp16"])
+def test_random_rounding_of_a_large_tensor_is_that_of_its_parts(accumulate):
+    mode = RandomRounding(dataclasses.replace(FP16, accumulate=accumulate), 5)
+    numbers = torch.randn(70_000, 3, generator=torch.Generator().manual_seed(0))
+    for wide in (numbers, numbers.double()):
+        whole, parts = mode.rounded(wide), [mode.rounded(part) for part in wide.split(999)]
+        assert torch.equal(whole, torch.cat(parts))
+        assert torch.equal(mode.rounded(wide.T), whole.T)
+        assert 0 < (whole - wide).abs().max() < 8 * 2.0**-10
+        matrix = torch.eye(3).to(wide)
+        with mode:
+            product = torch.matmul(wide, matrix)
+            alone = torch.cat([torch.matmul(part, matrix) for part in wide.split(999)])
+        assert torch.equal(product, alone)
