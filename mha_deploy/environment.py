@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
-from importlib import metadata
 from importlib.machinery import PathFinder
 from typing import Any, NamedTuple
 
@@ -26,6 +25,8 @@ RUN_PACKAGES = (*EXPORT_PACKAGES, "tensorrt", "tensorrt-rtx-cu13", "cuda-binding
 
 def installed_version(package: str) -> str | None:
     """The version of an installed package, without importing it."""
+    from importlib import metadata
+
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -59,12 +60,16 @@ def is_own_module(name: str) -> bool:
 
 @cache
 def _packages_of_modules() -> Mapping[str, Sequence[str]]:
+    from importlib import metadata
+
     return metadata.packages_distributions()
 
 
 @cache
 def _own_packages() -> frozenset[str]:
     """The packages that this one needs, and those that they need, with all extras."""
+    from importlib import metadata
+
     needed, waiting = {"mha-deploy"}, ["mha-deploy"]
     while waiting:
         try:

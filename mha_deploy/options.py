@@ -27,7 +27,7 @@ def option(default: Any, about: str, *flags: str, **details: Any) -> Any:
         default: Its default.
         about: What it is, in a sentence or two; "default: …" where the value itself does not say it.
         flags: Its names on the command line; default: made from the name of the field.
-        details: Further arguments of `typer.Option`, such as `min` or `metavar`.
+        details: Further arguments of `click.Option`, such as `metavar`, and the bounds `min` and `max`.
     """
     return field(default=default, metadata={"about": about, "flags": flags, "details": details})
 

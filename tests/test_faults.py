@@ -146,7 +146,7 @@ def test_numbers_have_bounds(bundles, tmp_path):
     for verb, outcome in zip(
         NUMBERS, all_forked(commands, prepare=lambda _: os.chdir(tmp_path)), strict=True
     ):
-        # `bench` needs a GPU, and Typer prints what is wrong with a command line.
+        # `bench` needs a GPU, and Click prints what is wrong with a command line.
         said = "  try: " in outcome.err or "Usage: " in outcome.err
         assert (outcome.code, said) in [(2, True), *[(3, True)] * (verb[0] == "bench")], (verb, outcome)
         assert "Traceback" not in outcome.err, (verb, outcome)

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from fresh_python import RUNTIMES, run_all
-from typer.main import get_command
 
 import mha_deploy
 from mha_deploy.cli import app
@@ -197,7 +196,7 @@ def loading(bundles, tmp_path_factory):
     wrong = (["tiny-mha", "-o", there], ["tiny-mha", "--precision", "fp7"], ["tiny-nothing"])
     bundle = bundles("tiny-gqa").path
     commands = {
-        "help": [["--help"], *([verb, "--help"] for verb in get_command(app).commands)],
+        "help": [["--help"], *([verb, "--help"] for verb in app.commands)],
         "models": [["models"], ["models", "--json"]],
         "refused": [[verb, "-o", there / "new", *each] for verb in ("export", "deploy") for each in wrong],
         "inspect": [["inspect", bundle], ["inspect", bundle, "--json"]],
@@ -215,7 +214,7 @@ def loading(bundles, tmp_path_factory):
 def test_the_import_loads_nothing_heavy(loading):
     (imported,) = loading["import"]
     assert imported.code == 0, imported.err
-    assert (HEAVY | {"rich", "typer"}).isdisjoint(imported.packages)
+    assert (HEAVY | {"rich", "click"}).isdisjoint(imported.packages)
 
 
 def test_the_help_of_every_verb_loads_nothing_heavy(loading):
@@ -227,7 +226,7 @@ def test_the_help_of_every_verb_loads_nothing_heavy(loading):
         assert all("--help" in line or "--version" in line for line in with_value), "a flag takes no value"
         assert "[[" not in step.out
         assert step.err == ""
-        assert "typer" in step.packages
+        assert "click" in step.packages
         assert HEAVY.isdisjoint(step.packages)
 
 

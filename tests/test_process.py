@@ -70,7 +70,6 @@ OTHERS = [
     "msgspec",
     "torch",
     "ml_dtypes",
-    "typer",
     "rich",
     "click",
     "jinja2",
@@ -192,7 +191,7 @@ def test_the_command_itself_imports_nothing_of_the_working_folder(hostile, mark)
         for path in (hostile / f"{name}.py", hostile / name):
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     names = [path.stem for path in hostile.iterdir()]
-    assert {"json", "msgspec", "typer"} <= set(names)
+    assert {"json", "msgspec", "click"} <= set(names)
     done = subprocess.run(
         [sys.executable, "-m", "mha_deploy", "models", "--json"], cwd=hostile, capture_output=True, text=True
     )

@@ -18,14 +18,13 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
 from typing import Any, NamedTuple, TextIO
 
-import typer
+import click
 
 from mha_deploy import supervisor
 from mha_deploy.cli import verbs
-from mha_deploy.cli.help import Command, CommandGroup
+from mha_deploy.cli.help import CommandGroup
 from mha_deploy.errors import EXIT_BAD_INPUT, DeployError, out_of_memory
 from mha_deploy.files import check_name
 from mha_deploy.supervisor import interruptions
@@ -36,41 +35,33 @@ EXIT_INTERRUPTED = 130
 _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 _SAME_SIGNAL_S = 0.5
 
-app = typer.Typer(
-    name="mha-deploy",
-    cls=CommandGroup,
-    help="Take attention from PyTorch to TensorRT, and verify the result.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-for verb in (
-    verbs.deploy, verbs.export, verbs.prune, verbs.fuse, verbs.check, verbs.build_engine, verbs.validate,
-    verbs.bisect, verbs.bench, verbs.compare, verbs.matrix, verbs.package, verbs.inspect, verbs.models,
-    verbs.analyze, verbs.doctor, verbs.init, verbs.completion,
-):  # fmt: skip
-    app.command(cls=Command)(verb)
-app.add_typer(verbs.plugins, name="plugins")
 
-
-@app.callback(invoke_without_command=True)
-def _root(version: bool = typer.Option(False, "--version", help="Print the version.", is_eager=True)) -> None:
-    if version:
+def _print_version(context: click.Context, option: click.Parameter, value: bool) -> None:
+    if value:
         from mha_deploy import __version__
 
-        typer.echo(f"mha-deploy {__version__}")
-        raise typer.Exit()
+        click.echo(f"mha-deploy {__version__}")
+        raise click.exceptions.Exit()
 
 
-@cache
-def command() -> Any:
-    """The commands with all their options: to make them of the functions takes longer than most verbs."""
-    return typer.main.get_command(app)
-
-
-verbs.commands.append(command)
+app = CommandGroup(
+    "mha-deploy",
+    help="Take attention from PyTorch to TensorRT, and verify the result.",
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    params=[
+        click.Option(
+            ["--version"], is_flag=True, is_eager=True, expose_value=False, callback=_print_version,
+            help="Print the version.",
+        )
+    ],
+)  # fmt: skip
+for verb in (
+    verbs.deploy, verbs.export, verbs.prune, verbs.fuse, verbs.check, verbs.build_engine, verbs.validate,
+    verbs.bisect, verbs.bench, verbs.compare, verbs.matrix, verbs.package, verbs.plugins, verbs.inspect,
+    verbs.models, verbs.analyze, verbs.doctor, verbs.init, verbs.completion,
+):  # fmt: skip
+    app.add(verb)
 
 
 class _Ending(NamedTuple):
@@ -88,25 +79,25 @@ def main() -> None:
     """
     with _signals_as_interrupts() as received, _guarded_streams() as stdout:
         code, error, is_printed = _run_app()
-        # Ctrl-C, also as Typer reports it, or another signal. An import of native code raises another error.
+        # Ctrl-C or another signal. An import of native code raises another error.
         if code == EXIT_INTERRUPTED or (code != 0 and received):
             number = received[0] if received else signal.SIGINT
             code = 128 + number
             word = "interrupted" if number == signal.SIGINT else "terminated"
             error, is_printed = DeployError(word, hint="run it again; nothing half-written is left"), True
-            typer.echo(word, err=True)
+            click.echo(word, err=True)
         if error and not is_printed:
-            typer.echo(f"error: {error}", err=True)
+            click.echo(f"error: {error}", err=True)
         if error and "--json" in sys.argv[1:] and not stdout.has_text:
             shown = {"what": error.what, "got": error.got, "hint": error.hint, "exit_code": code}
-            typer.echo(json.dumps({"error": shown}, indent=2))
+            click.echo(json.dumps({"error": shown}, indent=2))
         stdout.flush()
         if stdout.problem is not None and not error:
             # Without its result a verdict is of no use.
             hint = "free some space there, or write elsewhere"
             error = DeployError("The result cannot be written to stdout.", got=stdout.problem, hint=hint)
             code = EXIT_BAD_INPUT
-            typer.echo(f"error: {error}", err=True)
+            click.echo(f"error: {error}", err=True)
     sys.exit(code)
 
 
@@ -115,7 +106,11 @@ def _run_app() -> _Ending:
     try:
         for argument in sys.argv[1:]:
             check_name(argument)
-        command()(standalone_mode=True)
+        with app.make_context("mha-deploy", sys.argv[1:]) as context:
+            app.invoke(context)
+        return _Ending(0)
+    except click.exceptions.Exit as stop:
+        return _Ending(stop.exit_code)
     except DeployError as error:
         return _Ending(error.exit_code, error)
     except OSError as error:
@@ -127,15 +122,14 @@ def _run_app() -> _Ending:
                 hint="check the path, its permissions and the space on the disk",
             ),
         )
+    except click.ClickException as error:
+        error.show()
+        problem = DeployError("The command line is not valid.", got=error.message, hint="--help")
+        return _Ending(EXIT_BAD_INPUT, problem, is_printed=True)
     except KeyboardInterrupt:
         return _Ending(EXIT_INTERRUPTED)
     except SystemExit as stop:
-        code = stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
-        if code != EXIT_BAD_INPUT:
-            return _Ending(code)
-        usage = getattr(stop.__context__, "message", None)  # Typer has printed it
-        problem = DeployError("The command line is not valid.", got=usage, hint="--help")
-        return _Ending(code, problem, is_printed=True)
+        return _Ending(stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1)
     except BaseException as error:  # noqa: BLE001 (a bug of this tool: its exit code is not a verdict)
         if (needed := out_of_memory(error)) is not None:
             hint = "smaller axes (--axis), a smaller model, or a machine with more memory"
@@ -145,7 +139,6 @@ def _run_app() -> _Ending:
         traceback.print_exception(error)
         got, hint = f"{type(error).__name__}: {error}", "report it with the traceback"
         return _Ending(EXIT_INTERNAL_ERROR, DeployError("This is a bug in mha-deploy.", got=got, hint=hint))
-    return _Ending(0)
 
 
 # What Rich writes to a terminal: styles and movements of the cursor.

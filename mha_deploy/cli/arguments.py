@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import MISSING, Field, dataclass, field
 from functools import wraps
-from inspect import Parameter, Signature, getdoc, signature
+from inspect import Parameter, getdoc, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 
 from mha_deploy import api as md
-from mha_deploy.cli.help import choices_of, show_everything
+from mha_deploy.cli.help import Command, choices_of
 from mha_deploy.errors import EXIT_VERDICT_FAILED, DeployError, SpecError, place_of_error
 from mha_deploy.options import MOST_SECONDS, option, options_of
 from mha_deploy.status import Outcome
@@ -51,7 +51,7 @@ def options_from(
     Args:
         function: The function.
         names: Its parameters; default: the fields of its record, and those with details.
-        details: Of those in the docstring: further arguments of `typer.Option`, and `flags`.
+        details: Of those in the docstring: further arguments of `click.Option`, bounds, and `flags`.
     """
     known: dict[str, Field[Any]] = getattr(function, "__options__", {})
     args = (getdoc(function) or "").partition("Args:\n")[2].partition("\n\n")[0]
@@ -102,14 +102,14 @@ def is_verbose() -> bool:
     return _detail.verbose
 
 
-def verb(*groups: dict[str, Field[Any]]) -> Callable[[Callable[..., Result | None]], Callable[..., None]]:
+def verb(*groups: dict[str, Field[Any]]) -> Callable[[Callable[..., Result | None]], Command]:
     """Make a verb of a function whose parameters have an `option` or an `argument` as their default.
 
     It gets the options of the groups as keywords, besides. Those of `CONTROL` are applied before it is
     called, and `--json` prints its result for machines; the function gets it only if it has that parameter.
     """
 
-    def decorate(function: Callable[..., Result | None]) -> Callable[..., None]:
+    def decorate(function: Callable[..., Result | None]) -> Command:
         parameters = signature(function).parameters.values()
         own = {each.name: each for each in parameters if each.kind is not Parameter.VAR_KEYWORD}
         known = {name: (str(each.annotation), each.default) for name, each in own.items()}
@@ -126,8 +126,8 @@ def verb(*groups: dict[str, Field[Any]]) -> Callable[[Callable[..., Result | Non
         verb_name = function.__name__.rstrip("_").replace("_", "-")
 
         @wraps(function)
-        def run(context: typer.Context, **values: Any) -> None:
-            del values["help_all"]
+        def run(**values: Any) -> None:
+            context = click.get_current_context()
             given = {name for name in values if _is_given(context, name)}
             values = _with_requirements(verb_name, values, known, given)
             values = {name: _convert(name, known[name][0], value) for name, value in values.items()}
@@ -143,12 +143,12 @@ def verb(*groups: dict[str, Field[Any]]) -> Callable[[Callable[..., Result | Non
                 got = f"{place_of_error(stop)}: sys.exit({stop.code!r})"
                 hint = "raise an exception there, or return"
                 raise DeployError("The code of the model ended the program.", got=got, hint=hint) from stop
-            except (EOFError, BrokenPipeError) as error:  # Typer ends with the code of a failed verdict then
+            except (EOFError, BrokenPipeError) as error:  # Click ends with the code of a failed verdict then
                 raise RuntimeError(f"{type(error).__name__}: {error}") from error
             if result is None:
                 return
             if json:
-                typer.echo(json_text.dumps(result.data, indent=2))
+                click.echo(json_text.dumps(result.data, indent=2))
             elif _detail.quiet and result.verdict is not None:
                 show(result.verdict)
             else:
@@ -157,25 +157,19 @@ def verb(*groups: dict[str, Field[Any]]) -> Callable[[Callable[..., Result | Non
                 saved = result.save()
                 apart = json or values.get("markdown", False)
                 if not (_detail.quiet and not apart):
-                    typer.echo(f"report: {saved}", err=apart)
+                    click.echo(f"report: {saved}", err=apart)
             if result.outcome.exit_code:
-                raise typer.Exit(EXIT_VERDICT_FAILED)
+                raise click.exceptions.Exit(EXIT_VERDICT_FAILED)
 
-        shown = [_parameter(verb_name, name, *known[name]) for name in sorted(known, key=position)]
-        shown.insert(0, Parameter("context", Parameter.KEYWORD_ONLY, annotation=typer.Context))
-        everything = typer.Option(
-            "--help-all", help="Explain every option.", is_eager=True, callback=show_everything, metavar=""
-        )
-        kind: Any = Annotated[bool, everything]
-        shown.append(Parameter("help_all", Parameter.KEYWORD_ONLY, default=False, annotation=kind))
-        run.__signature__ = Signature(shown)  # type: ignore[attr-defined]
-        run.__annotations__ = {each.name: each.annotation for each in shown}
-        return run
+        def make_params() -> list[click.Parameter]:
+            return [_parameter(verb_name, name, *known[name]) for name in sorted(known, key=position)]
+
+        return Command(verb_name, run, make_params)
 
     return decorate
 
 
-def _is_given(context: typer.Context, name: str) -> bool:
+def _is_given(context: click.Context, name: str) -> bool:
     """Whether an option is on the command line; else it has its default."""
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
@@ -210,29 +204,46 @@ def _model_of(values: Mapping[str, Any]) -> str:
     return Path(str(values.get("model") or "")).stem.rpartition(":")[2]
 
 
-def _parameter(verb: str, name: str, text: str, field: Field[Any]) -> Parameter:
-    """The parameter that Typer makes an option or an argument of."""
-    default: Any = Parameter.empty if field.default is MISSING else field.default
-    is_argument = "is_argument" in field.metadata
-    flags, about = field.metadata["flags"], field.metadata["about"]
-    kind: Any = _KINDS.get(text.removesuffix(" | None"), str)
-    if text == "Sequence[int]":
-        default = ",".join(map(str, default))
-    elif text.startswith("Sequence"):
-        kind, default = list[Path if text == "Sequence[Path]" else str] | None, None  # type: ignore[misc]
-        about = about if is_argument else "{} Can be repeated.{}{}".format(*about.partition(" default:"))
-    elif text.endswith(" | None"):
-        kind = kind | None
-    elif text == "bool" and not default:
-        flags = flags or (f"--{name.replace('_', '-')}",)  # there is no need for --no-…
-    details = dict(field.metadata["details"])
-    choices = choices_of(verb, name)
-    metavar = (
-        f"[{'|'.join(choices)}]" if choices else _METAVARS[_KINDS.get(text.removesuffix(" | None"), str)]
+class Argument(click.Argument):
+    """A positional argument with its explanation."""
+
+    help: str | None = None
+
+
+def _parameter(verb: str, name: str, text: str, field: Field[Any]) -> click.Parameter:
+    """The option or argument of a field, whose type is a text."""
+    flags, about, is_argument = (
+        field.metadata["flags"],
+        field.metadata["about"],
+        "is_argument" in field.metadata,
     )
-    details.setdefault("metavar", metavar)
-    info = (typer.Argument if is_argument else typer.Option)(*flags, help=about, **details)
-    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info])
+    default: Any = None if field.default is MISSING else field.default
+    kind, is_list = _KINDS.get(text.removesuffix(" | None"), str), text.startswith("Sequence")
+    details = dict(field.metadata["details"])
+    bounds = {bound: details.pop(bound, None) for bound in ("min", "max")}
+    choices = choices_of(verb, name)
+    details.setdefault("metavar", f"[{'|'.join(choices)}]" if choices else _METAVARS[kind])
+    if text == "Sequence[int]":
+        default, is_list = ",".join(map(str, default)), False
+    elif is_list:
+        kind, default = Path if text == "Sequence[Path]" else str, None
+        about = about if is_argument else "{} Can be repeated.{}{}".format(*about.partition(" default:"))
+    details["type"] = {Path: click.Path(path_type=Path), bool: click.BOOL}.get(kind, kind)
+    if bounds != {"min": None, "max": None}:
+        details["type"] = (click.IntRange if kind is int else click.FloatRange)(**bounds)
+    details["required"] = field.default is MISSING
+    if not (is_list or field.default is MISSING):
+        details["default"] = default
+    if is_argument:
+        found = Argument([name], nargs=-1 if is_list else 1, **details)
+        found.help = about
+        return found
+    flag = f"--{name.replace('_', '-')}"
+    if kind is bool:
+        flag = flag if default is False else f"{flag}/--no-{flag[2:]}"
+        del details["type"], details["metavar"]
+        details["is_flag"] = True
+    return click.Option([name, *(flags or (flag,))], multiple=is_list, help=about, **details)
 
 
 def _convert(name: str, text: str, value: Any) -> Any:
@@ -345,14 +356,14 @@ def show(*lines: RenderableType) -> None:
     console = Console(file=stream)
     for line in lines:
         if isinstance(line, str):
-            typer.echo(line, file=stream)
+            click.echo(line, file=stream)
         elif console.is_terminal:
             console.print(line)
         else:  # tables are padded to the width, which nobody wants in a file
             with console.capture() as captured:
                 console.print(line)
             for each in captured.get().splitlines():
-                typer.echo(each.rstrip(), file=stream)
+                click.echo(each.rstrip(), file=stream)
 
 
 @contextmanager

@@ -9,13 +9,14 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
+from inspect import getdoc
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-import typer
-from typer.core import TyperCommand, TyperGroup
+import click
 
 ADVANCED = "Advanced"
 PANELS: dict[str, tuple[str, ...]] = {
@@ -252,7 +253,7 @@ def _width() -> int:
 
 def _heading(text: str) -> str:
     colors = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    return typer.style(f"{text}:", bold=True) if colors else f"{text}:"
+    return click.style(f"{text}:", bold=True) if colors else f"{text}:"
 
 
 def _rows(rows: Iterable[tuple[str, str]], column: int = _NAME_COLUMN) -> Iterator[str]:
@@ -308,8 +309,24 @@ def _about(parameter: Any) -> str:
     return text.strip()
 
 
-class Command(TyperCommand):
-    """A verb with our help; `--help-all` lists every option."""
+class Command(click.Command):
+    """A verb with our help; `--help-all` lists every option. Its parameters are made when they are needed."""
+
+    def __init__(
+        self, name: str, callback: Callable[..., None], make_params: Callable[[], list[click.Parameter]]
+    ) -> None:
+        super().__init__(name, callback=callback, help=getdoc(callback))
+        del self.params
+        self._make_params = make_params
+
+    @cached_property
+    def params(self) -> list[click.Parameter]:  # type: ignore[override]
+        """Its arguments and options."""
+        everything = click.Option(
+            ["--help-all"], is_flag=True, is_eager=True, expose_value=False, callback=_show_everything,
+            help="Explain every option.",
+        )  # fmt: skip
+        return [*self._make_params(), everything]
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help for most people."""
@@ -318,7 +335,6 @@ class Command(TyperCommand):
     def help_text(self, ctx: Any, *, everything: bool = False) -> str:
         """The help: usage, purpose, examples, and the options in their panels."""
         verb = ctx.command_path.partition(" ")[2] if " " in ctx.command_path else self.name or ""
-        verb = verb.removeprefix("-m mha_deploy ")
         taken = [each for each in self.params if _is_argument(each)]
         words = [f"{each.metavar}" if each.required else f"[{each.metavar}]" for each in taken]
         lines = [" ".join(["Usage:", "mha-deploy", verb, *words, "[OPTIONS]"]), ""]
@@ -358,8 +374,13 @@ def _place(panel: str, name: str) -> int:
     return names.index(name) if name in names else len(names)
 
 
-class CommandGroup(TyperGroup):
+class CommandGroup(click.Group):
     """The main command, and `plugins`: their verbs by purpose."""
+
+    def add(self, command: click.Command) -> click.Command:
+        """Add a verb, also as a decorator."""
+        self.add_command(command)
+        return command
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the verbs by purpose, each with its first sentence."""
@@ -392,8 +413,7 @@ def _first_sentence(command: Any) -> str:
     return " ".join((command.help or "").split()).partition(". ")[0].rstrip(".") + "."
 
 
-def show_everything(ctx: typer.Context, value: bool) -> None:
-    """What `--help-all` does."""
+def _show_everything(ctx: click.Context, option: click.Parameter, value: bool) -> None:
     if value and isinstance(ctx.command, Command):
-        typer.echo(ctx.command.help_text(ctx, everything=True), nl=False)
-        raise typer.Exit()
+        click.echo(ctx.command.help_text(ctx, everything=True), nl=False)
+        raise click.exceptions.Exit()

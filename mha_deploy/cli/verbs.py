@@ -11,11 +11,10 @@ from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 from msgspec import to_builtins
 
 from mha_deploy import api as md
-from mha_deploy.cli import tables
 from mha_deploy.cli.arguments import (
     BUNDLE,
     CONTROL,
@@ -32,7 +31,7 @@ from mha_deploy.cli.arguments import (
     show_steps,
     verb,
 )
-from mha_deploy.cli.help import Command, CommandGroup
+from mha_deploy.cli.help import CommandGroup
 from mha_deploy.errors import EXIT_VERDICT_FAILED, DeployError
 from mha_deploy.files import PathPart
 from mha_deploy.options import AUTO, OF_DEPLOY, option
@@ -60,6 +59,8 @@ LIMIT = {"time_limit": CONTROL["time_limit"]}
 @verb(MODEL, options_from(md.export), RUN)
 def export(out: Path = option(MISSING, "The folder to write.", *OUT), **options: Any) -> Result:
     """Export an attention layer, your own model or an ONNX file to an ONNX bundle with fused attention."""
+    from mha_deploy.cli import tables
+
     files = parse_pairs(options.pop("inputs"), "--input", "input_ids=ids.npy")
     model = pop_model(options)
     with show_steps(f"export {model.name}") as on_step:
@@ -81,6 +82,8 @@ def export(out: Path = option(MISSING, "The folder to write.", *OUT), **options:
 )  # fmt: skip
 def prune(out: Path = option(MISSING, "The folder to write.", *OUT), **options: Any) -> Result:
     """Export a model with fewer heads: those that your data needs least are removed from its weights."""
+    from mha_deploy.cli import tables
+
     options.pop("inputs")
     model = pop_model(options)
     with show_steps(f"prune {model.name}") as on_step:
@@ -92,7 +95,7 @@ def prune(out: Path = option(MISSING, "The folder to write.", *OUT), **options: 
 
 def _report_removed(bundle: Bundle) -> None:
     if bundle.removed:
-        typer.echo(f"removed with the old bundle: {', '.join(bundle.removed)}", err=True)
+        click.echo(f"removed with the old bundle: {', '.join(bundle.removed)}", err=True)
 
 
 @verb(
@@ -129,6 +132,8 @@ def deploy(
     **options: Any,
 ) -> Result:
     """Export a model, build an engine, and validate it against the FP64 oracle and PyTorch."""
+    from mha_deploy.cli import tables
+
     named, cache = options["model"], options["cache"]
     files = parse_pairs(options.pop("inputs"), "--input", "input_ids=ids.npy")
     model, reached = pop_model(options), list[Any]()
@@ -140,8 +145,6 @@ def deploy(
     except DeployError:
         if reached:  # the bundle is written and its graph may be verified: print that first
             _report_removed(reached[0])
-            from msgspec import to_builtins
-
             runs = [to_builtins(run) for graph in reached[1:2] for run in graph.parity]
             verified = map(tables.parity_renderable, runs)
             show(*([] if json else [tables.bundle_renderable(reached[0]), *verified]))
@@ -187,6 +190,8 @@ def fuse(
     **options: Any,
 ) -> Result:
     """Write the attention of an ONNX file as single Attention nodes; list what is not fused, and why."""
+    from mha_deploy.cli import tables
+
     report = md.fuse_file(source, output, **options)
     data = {"file": str(output), **report.to_dict()}
     return Result(data, lambda: [tables.fuse_renderable(report)], Outcome.passing(report.complete))
@@ -195,6 +200,8 @@ def fuse(
 @verb(options_from(md.check, "target", "version", "sm"))
 def check(bundle: Path = BUNDLE, **options: Any) -> Result:
     """Report for every attention node whether a target supports and fuses it, and if not, why."""
+    from mha_deploy.cli import tables
+
     answers, data = md.check(bundle, **options), []
     for answer in answers:
         verdicts = ("taken", "fused", "taken_when_lowered", "fused_when_lowered")
@@ -217,6 +224,8 @@ def build_engine(
     **options: Any,
 ) -> Result:
     """Build a TensorRT engine from a bundle, and verify that it is fused and in the requested precision."""
+    from mha_deploy.cli import tables
+
     opened = md.open_bundle(bundle)
     with show_steps(f"build {opened.manifest.spec.name}") as on_step:
         engine = md.build_engine(opened, on_step=on_step, **options)
@@ -233,8 +242,6 @@ def build_engine(
 
 def engine_to_dict(engine: Engine) -> dict[str, Any]:
     """An engine's manifest for machines."""
-    from msgspec import to_builtins
-
     return {"engine": str(engine.path), **to_builtins(engine.shown)}
 
 
@@ -253,22 +260,22 @@ def package(
     return Result({**vars(found), "path": str(found.path)}, lambda: lines)
 
 
-plugins = typer.Typer(
-    name="plugins",
-    cls=CommandGroup,
-    rich_markup_mode=None,
+plugins = CommandGroup(
+    "plugins",
     help="Build the plugin library of fused attention for TensorRT, and list the ones on this machine.",
     no_args_is_help=True,
 )
 
 
-@plugins.command(cls=Command)
+@plugins.add
 @verb(
     options_from(md.find_plugin_parts, *signature(md.find_plugin_parts).parameters),
     options_from(md.build_plugins, "architectures", "out", architectures={"flags": ("--arch",)}),
 )
 def build(json: bool = JSON, **options: Any) -> Result:
     """Compile the plugin library against the TensorRT headers of this machine."""
+    from mha_deploy.cli import tables
+
     how = {name: options.pop(name) for name in ("architectures", "out")}
     parts = md.find_plugin_parts(**options)
     if not json:
@@ -285,7 +292,7 @@ def build(json: bool = JSON, **options: Any) -> Result:
     return Result({"path": str(made.path), "found": found, "library": library}, lambda: lines)
 
 
-@plugins.command("list", cls=Command)
+@plugins.add
 @verb()
 def list_() -> Result:
     """List the plugin libraries of this machine, and which of them fits the installed TensorRT."""
@@ -312,7 +319,7 @@ def list_() -> Result:
     return Result(found, lambda: lines)
 
 
-@plugins.command(cls=Command)
+@plugins.add
 @verb()
 def where(backend: str = option("tensorrt", "For which TensorRT.")) -> Result:
     """Print the path of the library that would be loaded. Exits with 1 if there is none."""
@@ -321,8 +328,8 @@ def where(backend: str = option("tensorrt", "For which TensorRT.")) -> Result:
     try:
         path = str(md.find_plugin(backend).path)
     except PluginError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(EXIT_VERDICT_FAILED) from error
+        click.echo(f"error: {error}", err=True)
+        raise click.exceptions.Exit(EXIT_VERDICT_FAILED) from error
     return Result({"path": path}, lambda: [path])
 
 
@@ -339,6 +346,8 @@ def validate(
     **options: Any,
 ) -> Result:
     """Judge graph and engines of a bundle against the FP64 oracle, and benchmark them against PyTorch."""
+    from mha_deploy.cli import tables
+
     asked = {f"--{name}": options[name] or None for name in ("steps", "prompt", "batch")}
     got = " ".join(f"{name} {number}" for name, number in asked.items() if number is not None)
     one = "use one of them at a time"
@@ -381,6 +390,8 @@ def validate(
 @verb(options_from(md.bisect, "backend"), CONTROL)
 def bisect(bundle: Path = BUNDLE, **options: Any) -> Result:
     """Find the first attention, and then the first node, at which an engine or runtime deviates."""
+    from mha_deploy.cli import tables
+
     opened = md.open_bundle(bundle)
     with show_steps(f"bisect {opened.manifest.spec.name}") as on_step:
         found = md.bisect(opened, on_step=on_step, **options)
@@ -412,6 +423,8 @@ def bench(
     **options: Any,
 ) -> Result | None:
     """Time engines, ONNX Runtime and the PyTorch baselines side by side, over batches and lengths."""
+    from mha_deploy.cli import tables
+
     if replay is not None:
         return _replay(replay, bundles[0] if bundles else None)
     if not bundles:
@@ -458,7 +471,7 @@ def _run_in_processes(processes: int, record: Path | None) -> None:
     for _ in range(processes):
         done = run(python_command(*arguments, module="mha_deploy"), stdout=_descriptor(result_stream()))
         if done.returncode:
-            raise typer.Exit(done.returncode)
+            raise click.exceptions.Exit(done.returncode)
 
 
 def _descriptor(stream: Any) -> int | None:
@@ -494,6 +507,8 @@ def compare(
 
 def _table_or_markdown(markdown: bool, found: Any, table: Table, *reasons: str) -> list[RenderableType]:
     """A comparison or a matrix as Markdown, or as a table with reasons and the verdict."""
+    from mha_deploy.cli import tables
+
     if markdown:
         return [found.to_markdown()]
     return [tables.render(table), *reasons, tables.head(found.outcome, found.headline)]
@@ -528,6 +543,8 @@ def _show_cells() -> Iterator[Callable[[MatrixCell, int, int], None]]:
     from rich.console import Console
     from rich.live import Live
 
+    from mha_deploy.cli import tables
+
     console = Console(stderr=True)
     cells: list[MatrixCell] = []
     live = Live(console=console, transient=True, refresh_per_second=4) if console.is_terminal else None
@@ -553,6 +570,8 @@ def inspect(
     path: Path = argument("PATH", "A bundle, an .engine file or an .onnx file."), **options: Any
 ) -> Result:
     """Show what is in a bundle, an engine or an ONNX file, and check its hashes."""
+    from mha_deploy.cli import tables
+
     found = md.inspect(path, **options)
     if found.bundle is not None:
         graph = "matches" if found.verified else "not compared"
@@ -594,6 +613,8 @@ def inspect(
 @verb()
 def models(every: bool = option(False, "Include the small layers of the tests.", "--all")) -> Result:
     """List the catalog of layers with their heads, parameters and KV-cache bytes per token."""
+    from mha_deploy.cli import tables
+
     rows = [tables.model_row(spec) for spec in md.models(tiny=every)]
     return Result(rows, lambda: [tables.models_renderable(rows)])
 
@@ -614,6 +635,8 @@ def analyze(
     **options: Any,
 ) -> Result:
     """Count parameters, FLOPs and bytes per stage, and the roofline bound. Nothing is run without --heads."""
+    from mha_deploy.cli import tables
+
     if options["inputs"] is not None and heads is None:
         problem, hint = "--inputs is only used with --heads.", "add --heads FILE.png"
         raise DeployError(problem, got=options["inputs"], hint=hint)
@@ -655,6 +678,8 @@ def init(
 @verb(options_from(md.doctor, "load"))
 def doctor(**options: Any) -> Result:
     """Show which runtimes and GPUs this machine has, what each is for, and how to install the rest."""
+    from mha_deploy.cli import tables
+
     found = md.doctor(**options)
 
     def lines() -> Iterator[RenderableType]:
@@ -675,9 +700,6 @@ def doctor(**options: Any) -> Result:
     return Result(found, lines)
 
 
-commands: list[Callable[[], Any]] = []  # one, of all verbs: `mha_deploy.cli`, which imports this, adds it
-
-
 @verb()
 def completion(
     shell: str = argument("SHELL", "bash, zsh or fish."),
@@ -691,5 +713,5 @@ def completion(
     if line is None:
         text = script(shell).rstrip("\n")
         return Result({"shell": shell, "script": text}, lambda: [text])
-    found = complete(commands[0](), line, shell)
+    found = complete(click.get_current_context().find_root().command, line, shell)
     return Result(found, lambda: found)

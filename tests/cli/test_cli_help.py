@@ -8,14 +8,13 @@ import subprocess
 import sys
 
 import pytest
-import typer
 
 from mha_deploy import cli
 from mha_deploy.cli.completion import complete, script
 from mha_deploy.cli.help import CHOICES, EXAMPLES, PANELS, RARE, VERBS
 from mha_deploy.model.catalog import catalog_names
 
-ROOT = typer.main.get_command(cli.app)
+ROOT = cli.app
 COMMANDS = {
     f"{group}{name}": command
     for group, commands in (("", ROOT.commands), ("plugins ", ROOT.commands["plugins"].commands))

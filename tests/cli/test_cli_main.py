@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import typer
 from fault_harness import run
 
 from mha_deploy import __version__, cli
@@ -60,7 +59,7 @@ def test_help_lists_every_verb_in_the_order_of_use(run_cli):
 
 def test_every_option_of_every_verb_is_explained():
     """Also those whose text is the docstring of a function of the API."""
-    group = typer.main.get_command(cli.app)
+    group = cli.app
     commands = [*group.commands.values(), *group.commands["plugins"].commands.values()]
     assert len(commands) == len(VERBS) + 1 + 3
     without = [(each.name, option.name) for each in commands for option in each.params if not option.help]
@@ -128,7 +127,7 @@ def test_every_kind_of_error_has_its_exit_code(run_cli, monkeypatch, error, code
 
 
 @pytest.mark.parametrize("error", [EOFError(), BrokenPipeError(32, "Broken pipe")])
-def test_an_error_that_typer_takes_for_an_abort_is_no_verdict(error, monkeypatch):
+def test_an_error_that_click_takes_for_an_abort_is_no_verdict(error, monkeypatch):
     def fail():
         raise error
 

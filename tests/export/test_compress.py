@@ -5,10 +5,10 @@ import json
 import numpy as np
 import onnx
 import pytest
+from click.testing import CliRunner
 from onnx import numpy_helper
 from onnx.reference import ReferenceEvaluator
 from quantized_models import GEMMS, samples, transformer
-from typer.testing import CliRunner
 
 import mha_deploy as md
 from mha_deploy.cli import app

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from bundle_edit import copy_of, edit_manifest
+from click.testing import CliRunner
 from torch import nn
-from typer.testing import CliRunner
 
 import mha_deploy as md
 from mha_deploy.bundle.folder import open_bundle
