@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +14,11 @@ from bundle_edit import rehash
 import mha_deploy as md
 from mha_deploy.bundle.cases import golden_cases, read_arrays, write_arrays
 from mha_deploy.bundle.folder import open_bundle
+from mha_deploy.bundle.manifest import Perturbation
 from mha_deploy.engine.build import engine_from_bundle
 from mha_deploy.errors import DeployError
+from mha_deploy.export.observe import observe
+from mha_deploy.graph.file import load_graph
 from mha_deploy.options import EngineOptions, ValidateOptions
 from mha_deploy.validate.fault import layers_case
 from mha_deploy.validate.run import validate_bundle
@@ -64,6 +68,18 @@ def test_the_masks_of_a_module_hide_tails_and_heads(own_bundles):
     ends = [(row[0], row[-1]) for row in cases["masks"]]  # a module that has no result for a full mask
     assert ends == [(1, 0), (0, 1)] * 2
     assert [(row[0], row[-1]) for row in cases["mask-of-one"]] == [(0, 1)]
+
+
+def test_what_the_smallest_case_hides_of_an_attention_another_may_show(own_bundles):
+    bundle, cases = own_bundles(), {case.name: case for case in golden_cases(own_bundles())}
+    graph, precision = load_graph(bundle.model_path), bundle.manifest.precision
+    without_padding = replace(cases["min"], sizes={})  # the first that is tried
+    found = [observe(graph, [without_padding, *more], precision) for more in ([], [cases["masks"]])]
+    for alone, both in zip(*found, strict=True):
+        assert Perturbation.MASK in alone.hidden
+        assert Perturbation.MASK in both.shown
+        assert set(both.shown) > set(alone.shown)
+        assert {*both.shown, *both.hidden} == set(Perturbation)
 
 
 class Hiding(torch.nn.Module):
