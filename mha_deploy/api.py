@@ -106,9 +106,10 @@ OnStep = Callable[[str, int, int], None]
 __all__ = [
     "BenchReport", "Deployment", "Inspection", "Model", "Report", "analyze", "bench", "bisect",
     "build_engine", "build_plugins", "check", "check_parity", "compare", "compare_heads", "configure",
-    "deploy", "doctor", "export", "find_plugin", "find_plugin_parts", "fuse", "fuse_file", "import_onnx",
-    "init", "inspect", "load_checkpoint", "load_model", "matrix", "models", "open_bundle", "open_engine",
-    "open_runner", "package", "plugins", "prune", "replay", "self_test", "trtexec", "validate",
+    "deploy", "doctor", "export", "find_plugin", "find_plugin_parts", "from_transformers", "fuse",
+    "fuse_file", "import_onnx", "init", "inspect", "load_checkpoint", "load_model", "matrix", "models",
+    "open_bundle", "open_engine", "open_runner", "package", "plugins", "prune", "replay", "self_test",
+    "trtexec", "validate",
 ]  # fmt: skip
 
 
@@ -286,6 +287,38 @@ def load_checkpoint(
     spec = replace(spec, bias=found.has_bias)
     model = load_model(spec, axes=axes, cache=cache, projections=projections)
     return replace(model, weights=path, prefix=prefix, layer=None if prefix else layer)
+
+
+def from_transformers(
+    model: Any,
+    *,
+    cache: str = "static",
+    batch: str = "1:1:8",
+    tokens: str = "1:128:512",
+    length: int = 1024,
+    name: str = "",
+) -> Deployable:
+    """A causal language model of Hugging Face transformers, with its KV cache as inputs and outputs.
+
+    The cache is that of `StaticCache` or `DynamicCache`; layers with a sliding window keep all tokens, and
+    their masks hide those outside of it. Return it from a factory, or export it as it is.
+
+    Args:
+        model: The model, such as `AutoModelForCausalLM.from_pretrained(...)`.
+        cache: `static`, for a cache of `length` entries, or `dynamic`, for one that grows.
+        batch: The range of the batch, `min:opt:max`.
+        tokens: The range of new tokens in one call.
+        length: How many tokens a sequence may have.
+        name: Name of the model; default: its type, such as llama.
+
+    Examples:
+        >>> md.from_transformers(None)
+        Traceback (most recent call last):
+        mha_deploy.errors.ExportError: This is no model of transformers...
+    """
+    with needed("Exporting needs PyTorch and its ONNX exporter.", "export"):
+        from mha_deploy.export.hugging_face import decoder_from_transformers
+    return decoder_from_transformers(model, cache=cache, batch=batch, tokens=tokens, length=length, name=name)
 
 
 @_with_options(options_of(ExportOptions))

@@ -199,6 +199,26 @@ def test_the_decoder_of_your_own_runs_with_and_without_cached_tokens(tmp_path):
     assert made.module(**examples)["logits"].shape[:2] == examples["ids"].shape
 
 
+def test_the_preallocated_cache_of_your_own_decodes_as_its_dynamic_one(tmp_path):
+    torch = pytest.importorskip("torch")
+    page = (ROOT / "docs/own-models.md").read_text(encoding="utf-8")
+    parts = re.findall(r"```python\n((?:# my_decoder.py|class MyStaticDecoder).+?)```", page, re.DOTALL)
+    (tmp_path / "my_decoder.py").write_text("\n\n".join(parts), encoding="utf-8")
+    found = runpy.run_path(str(tmp_path / "my_decoder.py"))
+    dynamic, static = found["decoder"](), found["static_decoder"]()
+    static.module.load_state_dict(dynamic.module.state_dict())
+    given = {name: example.tensor for name, example in static.inputs.items()}
+    ids, cached = given["ids"], given["key_cache"].clone()
+    empty = {name: example.tensor[:, :, :0] for name, example in dynamic.inputs.items() if "past" in name}
+    mask = torch.ones_like(ids)
+    with torch.inference_mode():
+        wanted = dynamic.module(ids=ids, attention_mask=mask, **empty)["logits"]
+        first = static.module(**{**given, "ids": ids[:, :10], "cache_position": torch.arange(10)})
+        rest = static.module(**{**given, "ids": ids[:, 10:], "cache_position": torch.arange(10, 16)})
+    assert torch.allclose(torch.cat([first, rest], 1), wanted, atol=1e-5)
+    assert not torch.equal(given["key_cache"], cached)  # in place
+
+
 @pytest.mark.slow
 def test_the_model_of_your_own_is_deployed(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -354,17 +354,19 @@ def long_past(spec: ModelSpec, axes: Mapping[str, Axis], limit: SizeLimit) -> tu
     The past is not shrunk below its optimum; batch elements are left out first.
     """
     cache = spec.kv_cache
-    if cache is None:
+    if cache is None or (cache.is_preallocated and not cache.positions):
         return ()
     axis, S = cache.past or "T", axes[cache.new].min
-    wanted = {name: each.opt for name, each in axes.items()} | {cache.new: S, axis: axes[axis].max}
+    wanted = {name: each.opt for name, each in axes.items()} | {cache.new: S}
+    wanted |= {axis: axes[axis].max} if axis in axes else {}
     least = {name: min(size, axes[name].opt) for name, size in wanted.items()}
     least |= {name: axes[name].min for name in ("B",) if name in axes}
     sizes = shrunk(spec, wanted, least, limit)
     text = ",".join(f"{name}={size}" for name, size in wanted.items())
     note = f"{text} was shrunk to stay within {limit}" if sizes != wanted else ""
     note = note if limit.allows(spec, sizes) else f"{text} costs more than {limit}"
-    longest = sizes[axis] - (S if cache.is_preallocated else 0)  # once the new tokens are in, it is full
+    # Once the new tokens are in, it is full.
+    longest = cache.room - S if cache.is_preallocated else sizes[axis]
     power = 1 << max(0, (longest - 1).bit_length() - 1)  # the largest with a past behind it
     least_past = 0 if cache.is_preallocated else axes[axis].min
     around = (power - 1, power, power + 1) if longest > _FEW else ()

@@ -234,7 +234,7 @@ def read_case(bundle: Bundle, entry: GoldenEntry) -> GoldenCase:
     inputs, oracle, eager = (
         {tensor.name: arrays[f"{group}/{tensor.name}"] for tensor in groups[group]} for group in groups
     )
-    if LENGTHS in inputs:
+    if spec.cache == "preallocated":
         lengths, room = inputs[LENGTHS], inputs[CACHES[0]].shape[2] - inputs["x"].shape[1]
         if (lengths < 0).any() or (lengths > room).any():
             problem, got = "The new entries of a golden case do not fit its cache.", lengths.tolist()
@@ -473,9 +473,15 @@ class DecodeTrace:
 
     def defined(self, results: Arrays) -> dict[str, np.ndarray]:
         """Outputs or cached tensors by token, with zeros behind the last token of each batch element."""
-        axes = {**self.cache.outputs, **{each.name: each.axis for each in self.cache.tensors}}
+        axes = {
+            **self.cache.outputs,
+            **{each.name: each.axis for each in self.cache.tensors if each.in_order},
+        }
         ends = self.prompt + self.steps
-        return {name: without_padding(array, ends, axes[name]) for name, array in results.items()}
+        return {
+            name: without_padding(array, ends, axes[name]) if name in axes else array
+            for name, array in results.items()
+        }
 
     def _positions(self, step: int) -> np.ndarray:
         return (self.prompt + step - 1)[:, None]
@@ -515,6 +521,7 @@ def prefill_calls(prompt: np.ndarray, most: int | None) -> Iterator[tuple[slice,
 
 STEPS = 64
 _PROMPT = 24
+_OVERWRITTEN = 12
 _BATCH = 3
 
 
@@ -547,9 +554,13 @@ def plan_trace(spec: ModelSpec, steps: int = STEPS) -> PlannedTrace | str:
     B = 1 if batch is None else min(max(_BATCH, batch.min), batch.max)
     longest = min(_PROMPT, spec.axes[cache.new].max, cache.room // 2)
     prompts = [longest] * B
-    if cache.is_preallocated:
+    if cache.is_ragged:
         prompts = [max(1, longest // 2**b) for b in range(B)]
-    return PlannedTrace(name="steps", prompt=tuple(prompts), steps=min(steps, cache.room - longest))
+    steps = min(steps, cache.room - longest)
+    if not cache.is_in_order:  # its reference is computed step by step, up to where entries are overwritten
+        least = min(each.entries for each in cache.tensors if not each.in_order) - longest + _OVERWRITTEN
+        steps = min(steps, least if _OVERWRITTEN <= least <= steps else 2 * _OVERWRITTEN)
+    return PlannedTrace(name="steps", prompt=tuple(prompts), steps=steps)
 
 
 # -- Whether prompts and steps fit the cache of a model --------------------------------------------
@@ -567,9 +578,10 @@ def check_steps(spec: ModelSpec, prompt: np.ndarray, steps: int) -> KVCache:
     if not prompt.size or prompt.min() < 1 or steps < 1:
         problem = "A trace needs a prompt in every batch element, and a step."
         raise DeployError(problem, got=got, hint="at least 1 of each")
-    if not cache.is_preallocated and (prompt != prompt[0]).any():
-        problem = "The batch elements of a dynamic KV cache have one length."
-        raise DeployError(problem, got=got, hint="prompts of one length, or a preallocated cache")
+    if not cache.is_ragged and (prompt != prompt[0]).any():
+        problem = "The batch elements of this KV cache have one length."
+        hint = "prompts of one length, or a preallocated cache with positions by batch element"
+        raise DeployError(problem, got=got, hint=hint)
     longest = int(prompt.max())
     sizes = [("B", len(prompt)), (cache.new, longest), (cache.new, 1)]
     for name, size in sizes if cache.past is None else [*sizes, (cache.past, 0)]:
@@ -606,11 +618,12 @@ def trace_tensors(spec: ModelSpec, cache: KVCache) -> dict[str, TensorSpec]:
         return TensorSpec(name=name or tensor.name, kind=tensor.kind, dims=tuple(dims))
 
     cached, found = {each.input: each for each in cache.tensors}, dict[str, TensorSpec]()
+    placed = {each.name for each in cache.positions}
     results = [along(tensor, cache.outputs) for tensor in spec.outputs if tensor.name in cache.outputs]
     for tensor in spec.inputs:
         if (each := cached.get(tensor.name)) is not None:
-            results.append(along(tensor, {tensor.name: each.axis}, each.name))
-        elif not (cache.is_preallocated and tensor.name == LENGTHS):
+            results.append(along(tensor, {tensor.name: each.axis} if each.in_order else {}, each.name))
+        elif tensor.name not in placed:
             found[f"inputs/tokens/{tensor.name}"] = along(along(tensor, cache.by_token), cache.by_context)
     return found | {f"{group}/{each.name}": each for group in ("oracle", "eager") for each in results}
 

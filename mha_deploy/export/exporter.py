@@ -381,6 +381,7 @@ class _ModuleSource(flow.ExportSource):
         self.values = attention_values(model, lambda name: exported.node_of(name) is not None)
         known = {f.name: getattr(user, f.name) for f in fields(ModelSpec) if hasattr(user, f.name)}
         self.describe(model, exported.outputs, **known, cached=user.kv_cache)
+        _ = self.spec.kv_cache  # raises where it is not one
         _drop_exporter_metadata(model)
         return model
 

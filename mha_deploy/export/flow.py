@@ -181,6 +181,7 @@ def golden_names(spec: ModelSpec) -> tuple[str, ...]:
             *(RANDOM_SIZES if cost.has_inside(spec.axes) else ()),
             *((MASKS, MASK_OF_ONE) if masked else ()),
             *((cost.LONG_PAST,) if spec.cached else ()),
+            *(("ragged",) if (cache := spec.kv_cache) is not None and cache.is_ragged else ()),
         )
     return CASES if spec.cache == "none" else CACHE_CASES
 
@@ -236,7 +237,8 @@ def _plan_one(spec: ModelSpec, name: str, budget: GoldenBudget) -> PlannedCase |
         return PlannedCase(name=name, sizes=spec.sizes("opt"), probe=True)
     if name in ("min", "opt"):
         # The least that a dynamic cache holds is nothing, too.
-        past = 0 if name == "min" and spec.cache == "preallocated" else None
+        cache = spec.kv_cache if name == "min" else None
+        past = 0 if cache is not None and cache.is_preallocated else None
         return PlannedCase(name=name, sizes=spec.sizes(name), past=past)
     if name == "odd":
         return PlannedCase(name=name, sizes=_with_small_batch(spec, cost.odd_sizes(spec.axes)))
@@ -265,13 +267,16 @@ def _plan_one(spec: ModelSpec, name: str, budget: GoldenBudget) -> PlannedCase |
 
 
 def _ragged_case(spec: ModelSpec) -> PlannedCase | str:
-    if spec.layer is None or (spec.layer.mask != "padding" and spec.cache != "preallocated"):
+    cache = spec.kv_cache if spec.layer is None or spec.cache == "preallocated" else None
+    padded = spec.layer is not None and spec.layer.mask == "padding"
+    if not padded and (cache is None or not cache.is_ragged):
         return "the layer takes no lengths"
     sizes = {name: cost.first_allowed(axis, (_RAGGED_LENGTH,)) for name, axis in spec.axes.items()}
     sizes["B"] = max(spec.axes["B"].min, min(_RAGGED_BATCH, spec.axes["B"].max))
-    if spec.cache == "preallocated":  # lengths differ by what the new tokens leave free
-        sizes["S"] = max(spec.axes["S"].min, min(sizes["S"], sizes["T"] // 2))
-        if sizes["S"] == sizes["T"]:
+    if cache is not None:  # lengths differ by what the new tokens leave free
+        new = cache.new
+        sizes[new] = max(spec.axes[new].min, min(sizes[new], cache.room // 2))
+        if sizes[new] == cache.room:
             return "new tokens leave no room for lengths in the cache"
     return PlannedCase(name="ragged", sizes=_with_small_batch(spec, sizes), ragged=True)
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import chain
+from functools import partial
+from itertools import chain, pairwise
 
 import numpy as np
 import torch
@@ -41,7 +42,7 @@ from mha_deploy.export.oracle import (
 from mha_deploy.export.own_model import UserModule, draw_user_inputs
 from mha_deploy.export.samples import sample_case
 from mha_deploy.model.precision import Precision
-from mha_deploy.model.spec import CACHE_TENSORS, LENGTHS, KVCache, ModelSpec
+from mha_deploy.model.spec import CACHE_TENSORS, KVCache, ModelSpec
 from mha_deploy.reference.attention import Attention, split_heads
 from mha_deploy.reference.inputs import (
     Feeds,
@@ -60,6 +61,7 @@ Evaluate = Callable[[Float64], Arrays]
 # Rounding alone does not come near: the program would have to be another than the module.
 _ONE_FLOW = "a module whose control flow does not depend on sizes or values"
 _SAME_PROGRAM = 0.25
+_SAME_CALLS = 1e-5  # in FP64
 # Rounding to FP16 costs less than this many layers deep; more is a mistake, not rounding.
 _LARGEST_ERROR = 0.05
 
@@ -179,6 +181,8 @@ class Capture(ABC):
         feeds, compute = self.evaluate_sequence(spec, cache, planned)
         oracle, baselines, _ = sample_case(RandomRounding, self.precision, compute)
         held = {each.input: feeds.pop(each.input) for each in cache.tensors}
+        for each in cache.positions:
+            feeds.pop(each.name, None)  # they follow from the lengths
         trace = DecodeTrace(
             name=name,
             cache=cache,
@@ -195,6 +199,7 @@ class Capture(ABC):
         )
         what = "Decoding token by token gives something else than one call with all tokens."
         hint = "let new tokens attend to cached ones and none behind them, at positions that continue theirs"
+        hint += ", and to no entry that no token wrote" if cache.is_preallocated else ""
         hint += "; without kv_cache= decoding is not validated"
         same = all(eager[name].shape == array.shape for name, array in oracle.items())
         got, true = (trace.defined(each) if same else each for each in (eager, oracle))
@@ -211,7 +216,7 @@ class Capture(ABC):
             ((trace.tokens(step), None, 1) for step in range(1, trace.steps + 1)),
         )
         for number, (tokens, counts, S) in enumerate(calls):
-            given = tokens | ({LENGTHS: lengths} if cache.is_preallocated else {})
+            given = tokens | cache.position_inputs(lengths, S)
             feeds = self.as_taken({name: tensor_from_numpy(array) for name, array in given.items()})
             got = self.run_eager(feeds | held, f"{trace.name}, call {number}")
             held = {each.input: got[each.output] for each in cache.tensors}
@@ -225,7 +230,10 @@ class Capture(ABC):
         # By call, the padding of shorter prompts comes before their steps.
         at, prompt = np.arange(trace.length), trace.prompt[:, None]
         order = np.where(at < prompt, at, np.minimum(at + trace.longest_prompt - prompt, trace.length - 1))
-        entries = {each.name: np.take(eager[each.name], at, each.axis) for each in cache.tensors}
+        entries = {
+            each.name: np.take(eager[each.name], at, each.axis) if each.in_order else eager[each.name]
+            for each in cache.tensors
+        }
         return {n: take_tokens(eager[n], axis, order) for n, axis in cache.outputs.items()} | entries
 
 
@@ -328,7 +336,8 @@ class ModuleCapture(Capture):
 
     def draw(self, planned: PlannedCase) -> Feeds:
         """Drawn by the user's own function, or after the example: the numbers that a mixed graph takes."""
-        drawn = self.change(draw_user_inputs(self.user, planned.name, planned.sizes, self.seed))
+        draw = partial(draw_user_inputs, self.user, past=planned.past, ragged=planned.ragged)
+        drawn = self.change(draw(planned.name, planned.sizes, self.seed))
         taken = {
             key: array if self.user.inputs[key].draw else planned.change(key, array, self.user.dims[key])
             for key, array in self.as_stored(arrays_of(drawn)).items()
@@ -370,16 +379,65 @@ class ModuleCapture(Capture):
     def evaluate_sequence(
         self, spec: ModelSpec, cache: KVCache, planned: PlannedTrace
     ) -> tuple[Feeds, Evaluate]:
-        """The tokens through the program, behind an empty past."""
-        sizes = cache.call_sizes(spec, len(planned.prompt), planned.prompt[0] + planned.steps, 0)
-        feeds = self.draw(PlannedCase(name=planned.name, sizes=sizes))
+        """The tokens through the program, behind an empty past.
+
+        A preallocated cache takes as many of them in a call as its axis of new tokens allows. Where it does
+        not keep all of them in order, as a ring buffer, they come as in decoding: results may depend on it.
+        """
+        L = max(planned.prompt) + planned.steps
+        sizes = cache.call_sizes(spec, len(planned.prompt), L, 0)
+        feeds = self.draw(PlannedCase(name=planned.name, sizes=sizes, past=0))
         results = {name: name for name in cache.outputs} | {each.name: each.output for each in cache.tensors}
 
         def compute(mode: Float64) -> Arrays:
             exact = arrays_of(self.evaluate_in_fp64(feeds, mode), exact=True)
             return {name: exact[output] for name, output in results.items()}
 
-        return dict(feeds), compute
+        if not cache.is_preallocated:
+            return dict(feeds), compute
+        most, prompt = spec.axes[cache.new].max, int(max(planned.prompt))
+        whole, in_two = [*range(0, L, most), L], [*range(0, prompt, most), *range(prompt, L, most), L]
+        held = {each.input: feeds[each.input] for each in cache.tensors}
+        empty = {name: torch.zeros_like(tensor) for name, tensor in held.items()}
+        if not cache.is_in_order:
+            whole = in_two = [*range(0, prompt, most), *range(prompt, L + 1)]
+            feeds |= empty
+        run = partial(self._run_calls, cache, feeds)
+        mode = Float64()
+        first, second = run(empty, whole, mode), run(held, in_two, mode)
+        what = "A KV cache that holds other numbers where no token wrote, or other calls, change the outputs."
+        hint = "let tokens attend only to entries that were written, up to their own position"
+        refuse_large_error(
+            planned.name,
+            {name: second[name] for name in cache.outputs},
+            {name: first[name] for name in cache.outputs},
+            _SAME_CALLS,
+            what,
+            hint,
+        )
+        return feeds, lambda mode: run(empty, whole, mode)
+
+    def _run_calls(
+        self, cache: KVCache, feeds: Feeds, held: Feeds, cuts: Sequence[int], mode: Float64
+    ) -> Arrays:
+        """The results of calls with the tokens from each of the cuts to the next, in FP64."""
+        parts: dict[str, list[Tensor]] = {name: [] for name in cache.outputs}
+        B = next(iter(held.values())).shape[0]
+        for start, stop in pairwise(cuts):
+            part = {name: each for name, each in feeds.items() if name not in held}
+            for name, axis in cache.by_token.items():
+                part[name] = part[name].narrow(axis, start, stop - start)
+            made = cache.position_inputs(np.full(B, start), stop - start)
+            part |= {name: torch.from_numpy(array) for name, array in made.items()}
+            got = self.evaluate_in_fp64(part | held, mode)
+            held = {each.input: got[each.output] for each in cache.tensors}
+            for name, tensors in parts.items():
+                tensors.append(got[name])
+        joined = {name: torch.cat(tensors, cache.outputs[name]) for name, tensors in parts.items()}
+        for each in cache.tensors:
+            whole = held[each.input]
+            joined[each.name] = whole.narrow(each.axis, 0, cuts[-1]) if each.in_order else whole
+        return arrays_of(joined, exact=True)
 
     def look_inside(
         self, case: GoldenCase, values: Collection[str]

@@ -7,6 +7,7 @@ import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from dataclasses import field as field_of
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,18 @@ from mha_deploy.errors import BundleError, ExportError, nearest
 from mha_deploy.export.axes import draw_one, shape_of
 from mha_deploy.model.deployable import Deployable, Example
 from mha_deploy.model.precision import PRECISIONS, Precision
-from mha_deploy.model.spec import Axes, Axis, Dim, ModelSpec, NamedAxes, Sizes
-from mha_deploy.reference.inputs import rounded, seeded_generator
+from mha_deploy.model.spec import (
+    Axes,
+    Axis,
+    Dim,
+    ModelSpec,
+    NamedAxes,
+    Sizes,
+    TensorSpec,
+    new_token_axis,
+    position_inputs,
+)
+from mha_deploy.reference.inputs import draw_lengths, rounded, seeded_generator
 from mha_deploy.reference.weights import read_state
 from mha_deploy.runtime.child import isolation
 from mha_deploy.runtime.user_code import import_user_module, user_code, where_is
@@ -26,6 +37,7 @@ from mha_deploy.runtime.user_code import import_user_module, user_code, where_is
 # -- Load a user's factory and call it -------------------------------------------------------------
 
 _SEE = "see mha_deploy.Deployable"
+_Dims = Mapping[str, tuple[Dim, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +47,10 @@ class UserModule(Deployable, NamedAxes):
     axes: Axes
     factory: str  # the reference it was loaded by; empty for a `Deployable` that was made in memory
     dims: Mapping[str, tuple[Dim, ...]]  # of every input: an axis, a sum, or a number
+    positions: tuple[str, ...] = ()  # the inputs that place new tokens
+    entries: Mapping[str, int] = field_of(
+        default_factory=dict
+    )  # of a preallocated cache, where its entries lie
     precision: Precision = PRECISIONS["fp32"]  # to which the module is rounded
     seed: int = 0  # PyTorch's while the factory ran
     weights_file: str | None = None  # the file or checkpoint of its weights, if one was given
@@ -117,6 +133,17 @@ def _check(given: Deployable, reference: str, name: str) -> UserModule:
         if not isinstance(key, str) or not key.isidentifier():
             hint = "the name of a parameter of forward()"
             raise ExportError("The name of an input is no identifier.", got=repr(key), hint=hint)
+    placing = (given.positions,) if isinstance(given.positions, str) else given.positions
+    if not isinstance(placing, Sequence) or not all(isinstance(each, str) for each in placing):
+        got, hint = repr(given.positions), 'positions="cache_position"'
+        raise ExportError("positions is not a name of an input.", got=got, hint=hint)
+    if strange := [each for each in placing if each not in given.inputs]:
+        raise ExportError("positions names no input.", got=strange[0], hint=nearest(strange[0], given.inputs))
+    if type(given.longest) is not int or given.longest < 0:
+        raise ExportError("longest is not a number of tokens.", got=repr(given.longest), hint="longest=4096")
+    if (placing or given.longest) and not given.kv_cache:
+        got, hint = "positions= or longest=", 'kv_cache={"key_cache": "key_cache_out"}'
+        raise ExportError("Tokens are placed in a KV cache, and there is none.", got=got, hint=hint)
     for key in given.kv_cache.values():
         if not isinstance(key, str) or not key:
             hint = 'kv_cache={"past_key": "present_key"}'
@@ -145,12 +172,71 @@ def _check(given: Deployable, reference: str, name: str) -> UserModule:
                     got=got,
                     hint="examples of one size, or two axes",
                 )
+    _check_positions(placing, given.inputs, dims)
     _check_forward(given.module, given.inputs)
     if not all(isinstance(each, str) and each for each in given.outputs):
         raise ExportError("An output has no name.", got=list(given.outputs), hint='outputs=("y",)')
     given.module.eval()
-    checked = {"name": given.name or name.replace("_", "-"), "axes": axes, "kv_cache": dict(given.kv_cache)}
+    checked: dict[str, Any] = {"axes": axes, "kv_cache": dict(given.kv_cache)}
+    checked["name"] = given.name or name.replace("_", "-")
+    new = new_token_axis(dims, given.kv_cache, placing, axes) if placing else ""
+    checked |= {"positions": tuple(placing), "entries": _entries(given, axes, dims, new) if placing else {}}
+    if placing:
+        _change_copies(given.module, checked["kv_cache"], given.outputs)
+        checked["outputs"] = ()
     return UserModule(**{**vars(given), **checked}, factory=reference, dims=dims)
+
+
+def _check_positions(placing: Sequence[str], inputs: Mapping[str, Example], dims: _Dims) -> None:
+    """Refuse inputs that cannot hold positions, or a number of tokens."""
+    for name in placing:
+        dtype, named = inputs[name].tensor.dtype, [dim for dim in dims[name] if dim != 1]
+        if dtype not in (torch.int32, torch.int64):
+            raise ExportError(f"Positions {name} are not whole numbers.", got=dtype, hint="int64 or int32")
+        others = [dim for dim in named if dim != "B"]
+        if named not in (["B", *others], others) or len(others) > 1 or not all(map(_is_name, others)):
+            hint = 'the axes "B", "S", both, or none: the tokens of which are placed'
+            raise ExportError(f"Positions {name} have other axes than tokens.", got=dims[name], hint=hint)
+
+
+def _is_name(dim: Dim) -> bool:
+    return isinstance(dim, str) and dim.isidentifier()
+
+
+def _entries(given: Deployable, axes: Axes, dims: _Dims, new: str) -> dict[str, int]:
+    """The dimension of the entries of every cached input: the one with a name, besides batch and tokens."""
+    found = {}
+    for name in given.kv_cache:
+        own = [i for i, dim in enumerate(dims[name]) if dim in axes and dim not in ("B", new)]
+        if len(own) == 1:
+            found[name] = own[0]
+    return found
+
+
+def _change_copies(module: nn.Module, cached: Mapping[str, str], outputs: Sequence[str]) -> None:
+    """Let a module that changes its KV cache in place change copies, and return those that it does not.
+
+    What it returns becomes a dictionary where `outputs` names it.
+    """
+    copies: dict[str, Tensor] = {}
+
+    def copied(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        copies.update({name: kwargs[name].clone() for name in cached if name in kwargs})
+        return args, {**kwargs, **copies}
+
+    def returned(_: nn.Module, args: Any, kwargs: dict[str, Any], result: Any) -> Any:
+        changed = {made: copies.pop(name) for name, made in cached.items() if name in copies}
+        named = result
+        if not isinstance(result, Mapping):
+            parts = [result] if isinstance(result, Tensor) else list(result)
+            names = outputs or (("output",) if isinstance(result, Tensor) else ())
+            if len(parts) != len(names):
+                return result
+            named = dict(zip(names, parts, strict=True))
+        return {**named, **{name: tensor for name, tensor in changed.items() if name not in named}}
+
+    module.register_forward_pre_hook(copied, with_kwargs=True)
+    module.register_forward_hook(returned, with_kwargs=True)
 
 
 def _axis(name: object, sizes: object) -> Axis:
@@ -223,10 +309,17 @@ def _check_forward(module: nn.Module, inputs: Mapping[str, Example]) -> None:
 _KEPT_WIDE = ("inv_freq", "original_inv_freq")
 
 
-def draw_user_inputs(user: UserModule, label: str, sizes: Sizes, seed: int) -> dict[str, Tensor]:
-    """Inputs at some sizes, rounded: drawn by the user's own function, or after the example."""
-    drawn = {}
+def draw_user_inputs(
+    user: UserModule, label: str, sizes: Sizes, seed: int, *, past: int | None = None, ragged: bool = False
+) -> dict[str, Tensor]:
+    """Inputs at some sizes, rounded: drawn by the user's own function, or after the example.
+
+    `past` tokens are in the cache of every batch element; default: drawn.
+    """
+    drawn = _draw_positions(user, label, sizes, seed, past=past, ragged=ragged)
     for key, example in user.inputs.items():
+        if key in drawn:
+            continue
         shape = shape_of(example.tensor, user.dims[key], sizes)
         if example.draw is None:
             drawn[key] = draw_one(f"{label}/{key}", example.tensor, shape, seed)
@@ -246,7 +339,33 @@ def draw_user_inputs(user: UserModule, label: str, sizes: Sizes, seed: int) -> d
         if dtype != wanted and not (dtype.is_floating_point and wanted.is_floating_point):
             raise ExportError(f"draw= of input {key} returns another type.", got=dtype, hint=str(wanted))
         drawn[key] = made.detach()
-    return user.rounded(drawn)
+    return user.rounded({key: drawn[key] for key in user.inputs})
+
+
+def _draw_positions(
+    user: UserModule, label: str, sizes: Sizes, seed: int, *, past: int | None, ragged: bool
+) -> dict[str, Tensor]:
+    """Where the new tokens are: behind as many as a dynamic cache has, or a preallocated one has room for."""
+    if not user.positions:
+        return {}
+    new = new_token_axis(user.dims, user.kv_cache, user.positions, user.axes)
+    S, B = sizes[new], sizes.get("B", 1)
+    shapes = {key: shape_of(user.inputs[key].tensor, user.dims[key], sizes) for key in user.kv_cache}
+    entries = min((shapes[key][axis] for key, axis in user.entries.items()), default=S)
+    kinds = {key: str(user.inputs[key].tensor.dtype).removeprefix("torch.") for key in user.positions}
+    placed = tuple(TensorSpec(name=key, kind=kind, dims=user.dims[key]) for key, kind in kinds.items())
+    grows = any(user.axes[str(user.dims[key][axis])].min == 0 for key, axis in user.entries.items())
+    if grows:
+        lengths = torch.full((B,), entries)
+    elif past is not None:
+        lengths = torch.full((B,), past)
+    else:
+        generator = seeded_generator(seed, f"{label}/positions")
+        lengths = draw_lengths(B, max((user.longest or entries) - S, 0), generator, ragged)
+        if not all("B" in each.dims for each in placed):
+            lengths = lengths[-1:].expand(B)
+    made = position_inputs(placed, new, lengths.numpy(), S)
+    return {key: torch.from_numpy(array) for key, array in made.items()}
 
 
 @user_code(timed=False, mixed=True)

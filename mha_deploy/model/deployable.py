@@ -53,9 +53,15 @@ class Deployable:
             batch B: batch elements are then also tried in other places.
         outputs: Names of the outputs, where `forward` does not name them.
         kv_cache: For a decoder: each input that holds cached keys or values, and the output that takes its
-            place in the next call, such as {"past_key": "present_key"}. The input has an axis of its own for
-            the cached tokens, such as P, and the output its sum with that of the new ones, P+S. Decoding is
-            then validated token by token.
+            place in the next call, such as {"past_key": "present_key"}. Decoding is then validated token by
+            token. In a dynamic cache the input has an axis of its own for the cached tokens, such as P, and
+            the output its sum with that of the new ones, P+S. A preallocated one goes out in the shape that
+            it came in, or is changed in place and not returned; name the axis of its entries, such as T.
+        positions: The input, or inputs, of whole numbers that place the new tokens, such as "cache_position".
+            With the axis of the new tokens it holds the position of each, without it the number of tokens
+            before them; with the axis B of every batch element by itself. A preallocated cache needs one.
+        longest: How many tokens a sequence may have with a preallocated cache; default: as many as it has
+            entries. More for a ring buffer, or a cache that keeps the last tokens of a sliding window.
         samples: Samples of your own, of which the first sixteen are golden cases of the bundle besides those
             that are drawn: dictionaries of arrays or tensors by input, a function that returns them, or the
             path of a file or folder as `validate --data` takes it. A precision of eight bits is calibrated on
@@ -69,6 +75,8 @@ class Deployable:
     axes: Mapping[str, str | tuple[int, int, int] | Axis] = field(default_factory=dict)
     outputs: Sequence[str] = ()
     kv_cache: Mapping[str, str] = field(default_factory=dict)
+    positions: str | Sequence[str] = ()
+    longest: int = 0
     samples: Any = ()
     name: str = ""
     summary: str = ""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from operator import add, floordiv, mod, mul, sub
 from typing import Any, Literal, TypeVar
+
+import numpy as np
 
 from mha_deploy.errors import DeployError, SpecError, nearest
 
@@ -141,6 +143,9 @@ class CachedTensor:
     input: str  # the input of a call
     output: str  # the output that takes its place in the next call
     axis: int  # the dimension along which the tokens lie
+    # Whether token i of a sequence is entry i; else, as in a ring buffer, only its maker knows where it is.
+    in_order: bool = True
+    entries: int = 0  # how many a preallocated one has, where that is known
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,18 +159,53 @@ class KVCache:
     by_token: Mapping[str, int]  # for each other input with an entry for each new token, that dimension
     by_context: Mapping[str, int]  # for each that covers all tokens so far, such as a mask, that dimension
     outputs: Mapping[str, int]  # for each output by token, the dimension of the tokens
+    positions: tuple[TensorSpec, ...] = ()  # the inputs that place the new tokens
 
     @property
     def is_preallocated(self) -> bool:
-        """Whether the cache has all its entries from the start, of which `lengths` are valid."""
+        """Whether the cache has all its entries from the start."""
         return self.past is None
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether the batch elements may have different lengths."""
+        by_element = bool(self.positions) and all("B" in each.dims for each in self.positions)
+        return self.is_preallocated and by_element and self.is_in_order
+
+    @property
+    def is_in_order(self) -> bool:
+        """Whether token i of a sequence is entry i of every cached tensor."""
+        return all(each.in_order for each in self.tensors)
+
+    def position_inputs(self, lengths: np.ndarray, S: int) -> dict[str, np.ndarray]:
+        """The inputs that place S new tokens of every batch element behind `lengths` [B] ones."""
+        return position_inputs(self.positions, self.new, lengths, S)
 
     def call_sizes(self, spec: ModelSpec, B: int, S: int, past: int) -> dict[str, int]:
         """The size of every axis in a call with S new tokens behind `past` ones."""
         sizes = {**spec.sizes("opt"), self.new: S}
         if "B" in sizes:
             sizes["B"] = B
-        return {**sizes, **({"T": spec.axes["T"].max} if self.past is None else {self.past: past})}
+        if self.past is None:
+            return {**sizes, **({"T": spec.axes["T"].max} if "T" in spec.axes else {})}
+        return {**sizes, self.past: past}
+
+
+def position_inputs(
+    positions: Iterable[TensorSpec], new: str, lengths: np.ndarray, S: int
+) -> dict[str, np.ndarray]:
+    """See `KVCache`: with the axis `new`, the position of every token; else how many are before them."""
+    made = {}
+    for tensor in positions:
+        at = lengths.reshape(-1, 1) + np.arange(S if new in tensor.dims else 1)
+        if "B" not in tensor.dims:
+            if (lengths != lengths[0]).any():
+                what = f"Input {tensor.name} places the tokens of all batch elements alike."
+                got, hint = f"lengths {lengths.tolist()}", "an input with the axis B"
+                raise SpecError(what, got=got, hint=hint)
+            at = at[:1]
+        made[tensor.name] = at.reshape(tensor.shape({"B": len(lengths), new: S})).astype(tensor.kind)
+    return made
 
 
 def refuse_overflow(lengths: Any, S: int, T: int) -> None:
@@ -237,6 +277,9 @@ class ModelSpec(NamedAxes):
     factory: str = ""  # `file.py:factory` or `package.module:factory`, where one makes the module
     # From each input of a module's KV cache to the output that takes its place in the next call.
     cached: Mapping[str, str] = field(default_factory=dict)
+    entries: Mapping[str, int] = field(default_factory=dict)  # of a preallocated one, where its entries lie
+    positions: tuple[str, ...] = ()  # the inputs that place new tokens behind those in the cache
+    longest: int = 0  # how many tokens a sequence may have; 0: as many as the cache has entries
     flops: int = 0  # work of one call of a module at the usual sizes, as PyTorch counts it
     weight_bytes: int = 0  # memory of its weights
     state_sha256: str = ""  # of weights and buffers before they were rounded; of an ONNX file, its own
@@ -259,6 +302,10 @@ class ModelSpec(NamedAxes):
             dict(self.cached),
             hint="names of inputs and outputs of the model",
         )
+        placing = {tensor.name: tensor for tensor in self.inputs if tensor.name in self.positions}
+        wrong = len(placing) < len(self.positions) or not {*self.entries} <= {*self.cached}
+        wrong = wrong or any(tensor.kind not in (INT32, "int64") for tensor in placing.values())
+        _refuse(wrong, "The inputs that place tokens are not there.", self.positions, "whole numbers")
         for tensor in (*self.inputs, *self.outputs):
             what = f"Tensor {tensor.name} has no such kind."
             _refuse(tensor.kind not in KINDS, what, tensor.kind, ", ".join(KINDS))
@@ -287,6 +334,45 @@ class ModelSpec(NamedAxes):
         if not self.cached:
             return None
         taken, made = ({tensor.name: tensor.dims for tensor in each} for each in (self.inputs, self.outputs))
+        placed = tuple(tensor for tensor in self.inputs if tensor.name in self.positions)
+
+        def along(tensors: Mapping[str, tuple[Dim, ...]], *wanted: str) -> dict[str, int]:
+            """The dimension of every other tensor that is one of the wanted."""
+            others = {name: dims for name, dims in tensors.items() if name not in cached}
+            at = {name: [i for i, dim in enumerate(dims) if dim in wanted] for name, dims in others.items()}
+            return {name: positions[0] for name, positions in at.items() if positions}
+
+        cached = {*self.cached, *self.cached.values(), *self.positions}
+        if all(taken[name] == made[other] for name, other in self.cached.items()):
+            new, sizes = new_token_axis(taken, self.cached, self.positions, self.axes), self.sizes("max")
+            shapes = {tensor.name: tensor.shape(sizes) for tensor in self.inputs}
+            room = {name: shapes[name][axis] for name, axis in self.entries.items()}
+            what = "It is not known how many tokens the preallocated KV cache has room for."
+            hint = 'name the axis of its entries, Example(cache, "B", None, "T"), or give longest='
+            _refuse(bool(self.positions) and not (room or self.longest), what, dict(self.cached), hint)
+            longest = self.longest or min(room.values(), default=_LARGEST_SIZE)
+            what, got = "One call may bring more tokens than fit.", f"{new} up to {self.axes[new].max}"
+            _refuse(self.axes[new].max > longest, what, got, f"{new} up to {longest}, or a larger cache")
+            return KVCache(
+                tensors=tuple(
+                    CachedTensor(
+                        name=name,
+                        input=name,
+                        output=other,
+                        axis=self.entries.get(name, 0),
+                        in_order=room.get(name, 0) >= longest,
+                        entries=room.get(name, 0),
+                    )
+                    for name, other in self.cached.items()
+                ),
+                new=new,
+                past=None,
+                room=longest,
+                by_token=along(taken, new),
+                by_context={},
+                outputs=along(made, new),
+                positions=placed,
+            )
         found = {name: _growing_axis(name, taken[name], made[self.cached[name]]) for name in self.cached}
         (_, past, new), *others = found.values()
         what = "The tensors of the KV cache do not grow along the same axes."
@@ -296,14 +382,6 @@ class ModelSpec(NamedAxes):
             found,
             hint="the same axes for every cached input",
         )
-
-        def along(tensors: Mapping[str, tuple[Dim, ...]], *wanted: str) -> dict[str, int]:
-            """The dimension of every other tensor that is one of the wanted."""
-            others = {name: dims for name, dims in tensors.items() if name not in cached}
-            at = {name: [i for i, dim in enumerate(dims) if dim in wanted] for name, dims in others.items()}
-            return {name: positions[0] for name, positions in at.items() if positions}
-
-        cached = {*self.cached, *self.cached.values()}
         return KVCache(
             tensors=tuple(
                 CachedTensor(name=name, input=name, output=self.cached[name], axis=axis)
@@ -316,6 +394,7 @@ class ModelSpec(NamedAxes):
             by_token=along(taken, new),
             by_context=along(taken, f"{past}+{new}", f"{new}+{past}"),
             outputs=along(made, new),
+            positions=placed,
         )
 
     def flops_at(self, sizes: Sizes) -> int:
@@ -335,6 +414,20 @@ class ModelSpec(NamedAxes):
 ON_DISK = {"inputs": "tensors_in", "outputs": "tensors_out", "attention_count": "attentions"}
 
 
+def new_token_axis(
+    dims: Mapping[str, tuple[Dim, ...]], cached: Iterable[str], positions: Iterable[str], axes: Axes
+) -> str:
+    """The axis of the new tokens: of the inputs that place them, or of those that are not cached."""
+    held = {dim for name in cached for dim in dims[name]}
+    for names in (tuple(positions), tuple(name for name in dims if name not in cached)):
+        found = {str(dim) for name in names for dim in dims[name] if dim in axes and dim not in held}
+        found.discard("B")
+        if len(found) == 1 or "S" in found:
+            return "S" if "S" in found else found.pop()
+    what, hint = "No input has an axis of new tokens.", "an input with an axis such as S, which varies"
+    raise SpecError(what, got=dict(dims), hint=hint)
+
+
 def _growing_axis(name: str, taken: tuple[Dim, ...], made: tuple[Dim, ...]) -> tuple[int, str, str]:
     """Along which dimension a cached tensor grows, the axis of the past, and that of the new tokens."""
     for axis, (before, after) in enumerate(zip(taken, made, strict=False)):
@@ -343,6 +436,7 @@ def _growing_axis(name: str, taken: tuple[Dim, ...], made: tuple[Dim, ...]) -> t
             parts.remove(str(before))
             return axis, str(before), parts[0]
     got, hint = f"{taken} in, {made} out", "an axis such as P in the input, and P+S in the output"
+    hint += "; or the same shape in and out, and positions= for a preallocated one"
     raise SpecError(f"The KV cache {name} does not grow by the new tokens.", got=got, hint=hint)
 
 
@@ -483,6 +577,7 @@ class AttentionSpec(NamedAxes):
             by_token={"x": 1},
             by_context={},
             outputs={"output": 1},
+            positions=tuple(tensor for tensor in self.inputs if tensor.name == LENGTHS),
         )
 
     # -- tensors -------------------------------------------------------------------------------

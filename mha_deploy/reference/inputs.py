@@ -41,9 +41,9 @@ def random_inputs(
         if tensor.name == "lengths" and past is not None:
             return torch.full((B,), past, dtype=torch.int32)
         if tensor.name == "lengths":
-            return _lengths(B, sizes["T"] - sizes["S"], generator, ragged)
+            return draw_lengths(B, sizes["T"] - sizes["S"], generator, ragged)
         if tensor.name == "key_lengths":
-            return _lengths(B, sizes[spec.key_axis], generator, ragged)
+            return draw_lengths(B, sizes[spec.key_axis], generator, ragged)
         if tensor.name == "attention_bias":
             return alibi_bias(spec.Hq, shape[-2], shape[-1]).float()
         return torch.randn(shape, generator=generator)
@@ -119,7 +119,7 @@ def seeded_generator(seed: int, label: str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:6], "big"))
 
 
-def _lengths(B: int, T: int, generator: torch.Generator, ragged: bool) -> Tensor:
+def draw_lengths(B: int, T: int, generator: torch.Generator, ragged: bool) -> Tensor:
     """How many of T entries are valid in each batch element."""
     if not ragged:
         lengths = torch.randint((T + 1) // 2, T + 1, (B,), generator=generator)

@@ -96,7 +96,7 @@ def cache_copies(feeds: Arrays, outputs: Iterable[str]) -> list[tuple[str, str, 
 
 def check_room(feeds: Arrays) -> None:
     """Refuse the inputs of a call that would write behind the end of its preallocated cache."""
-    if LENGTHS in feeds and CACHES[0] in feeds:
+    if {"x", LENGTHS, CACHES[0]} <= feeds.keys():
         refuse_overflow(feeds[LENGTHS], feeds["x"].shape[1], feeds[CACHES[0]].shape[2])
 
 

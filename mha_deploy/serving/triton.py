@@ -22,7 +22,7 @@ from mha_deploy.engine.plugins import library_needed
 from mha_deploy.environment import can_import
 from mha_deploy.errors import BackendUnavailable, DeployError, nearest
 from mha_deploy.files import PathPart, read_json, read_regular
-from mha_deploy.model.spec import LENGTHS, ModelSpec, TensorSpec
+from mha_deploy.model.spec import ModelSpec, TensorSpec
 from mha_deploy.options import PackageOptions
 from mha_deploy.output import (
     TOOL,
@@ -127,7 +127,7 @@ class Packaging:
             self._refuse_plan()
         self.inputs, self.outputs, self.cache = self.spec.inputs, self.spec.outputs, self.spec.kv_cache
         if (cache := self.cache) is not None:  # it stays on the server, and so do its lengths
-            kept = {each.input for each in cache.tensors} | ({LENGTHS} if cache.is_preallocated else set())
+            kept = {each.input for each in cache.tensors} | {each.name for each in cache.positions}
             self.inputs = tuple(each for each in self.inputs if each.name not in kept)
             self.outputs = tuple(each for each in self.outputs if each.name in cache.outputs)
         self.max_batch = self._max_batch()

@@ -27,7 +27,7 @@ from mha_deploy.errors import BundleError, DeployError
 from mha_deploy.judge import OutputVerdict, Share
 from mha_deploy.metrics import Budget, ToHeads
 from mha_deploy.model.precision import Precision
-from mha_deploy.model.spec import LENGTHS, ModelSpec
+from mha_deploy.model.spec import ModelSpec
 from mha_deploy.options import ValidateOptions
 from mha_deploy.runtime.runner import Arrays, ProfiledRunner, Runner, foreign_errors
 from mha_deploy.status import Kind, Outcome, Reason, means
@@ -207,21 +207,23 @@ class HostDecodeLoop:
         sizes, self._held = cache.call_sizes(spec, B, 1, 0), {}
         for i, each in enumerate(cache.tensors):
             shape, dtype = wanted[each.input].shape(sizes), runner.inputs[each.input].dtype
-            self._held[each.input] = np.full(shape, _UNREAD if i % 2 else -_UNREAD, dtype)
+            unread = (_UNREAD if i % 2 else -_UNREAD) if each.in_order else 0.0  # a ring is judged whole
+            self._held[each.input] = np.full(shape, unread, dtype)
         self.lengths = np.zeros(B, np.int32)
 
     def feed(self, tokens: Arrays, counts: np.ndarray | None = None) -> Arrays:
         """Run S new tokens of every batch element; see `DecodeLoop`."""
         cache, given = self._cache, {name: np.ascontiguousarray(array) for name, array in tokens.items()}
-        if cache.is_preallocated:
-            given[LENGTHS] = self.lengths
-        elif counts is not None:
-            problem = "The batch elements of a dynamic KV cache have one length."
+        if counts is not None and not cache.is_ragged:
+            problem = "The batch elements of this KV cache have one length."
             raise DeployError(
                 problem,
                 got=f"counts {counts.tolist()}",
                 hint="the same number of new tokens for each batch element",
             )
+        name, axis = next(iter(cache.by_token.items()))
+        S = tokens[name].shape[axis]
+        given |= cache.position_inputs(self.lengths, S)
         results = self._runner.run({**given, **self._held})
         needed = [*cache.outputs, *(each.output for each in cache.tensors)]
         if missing := [name for name in needed if name not in results]:
@@ -230,8 +232,6 @@ class HostDecodeLoop:
                 got=sorted(results),
                 hint="another --backend, or bisect to see where",
             )
-        name, axis = next(iter(cache.by_token.items()))
-        S = tokens[name].shape[axis]
         for each in cache.tensors:
             before, after = self._held[each.input], results[each.output]
             shape = list(before.shape)
@@ -420,6 +420,9 @@ class _DecodeRun:
             for each in trace.cache.tensors:
                 entries = np.asarray(results[each.name])
                 # A dynamic cache has as many entries as there are tokens, and no more.
+                if not each.in_order:
+                    found[each.name] = entries
+                    continue
                 if trace.cache.is_preallocated and entries.ndim > each.axis:
                     count = min(trace.length, entries.shape[each.axis])
                     entries = np.take(entries, np.arange(count), each.axis)

@@ -1,0 +1,184 @@
+"""Decoders of a user's own with preallocated KV caches: decoded and judged as catalog layers are."""
+
+from dataclasses import replace
+
+import cached_models
+import numpy as np
+import pytest
+import torch
+
+import mha_deploy as md
+from mha_deploy.bundle.cases import plan_trace
+from mha_deploy.errors import ExportError, SpecError
+from mha_deploy.model.spec import Axis, ModelSpec, TensorSpec
+from mha_deploy.runtime.runner import Runner
+from mha_deploy.status import Outcome
+
+AXES = {"B": Axis(min=1, opt=1, max=4), "S": Axis(min=1, opt=4, max=8)}
+CACHE = ("B", 2, 16, 8)
+
+
+def spec(*positions, longest=0, entries=True, **more):
+    """A decoder with a preallocated cache of 16 entries, and inputs that place its tokens."""
+    inputs = [TensorSpec(name="ids", kind="int64", dims=("B", "S")), *positions]
+    inputs.append(TensorSpec(name="keys", kind="float", dims=CACHE))
+    return ModelSpec(
+        name="own",
+        axes=AXES,
+        inputs=tuple(inputs),
+        outputs=(
+            TensorSpec(name="logits", kind="float", dims=("B", "S", 40)),
+            TensorSpec(name="keys_out", kind="float", dims=CACHE),
+        ),
+        attention_count=1,
+        cached={"keys": "keys_out"},
+        positions=tuple(each.name for each in positions),
+        entries={"keys": 2} if entries else {},
+        longest=longest,
+        **more,
+    )
+
+
+def placing(*dims, kind="int64"):
+    return TensorSpec(name="at", kind=kind, dims=dims)
+
+
+@pytest.mark.parametrize(
+    ("dims", "wanted"),
+    [
+        (("S",), [5, 6, 7]),
+        ((1, "S"), [[5, 6, 7]]),
+        (("B", "S"), [[5, 6, 7], [5, 6, 7]]),
+        (("B",), [5, 5]),
+        ((1,), [5]),
+        ((), 5),
+    ],
+)
+def test_tokens_are_placed_in_every_usual_form(dims, wanted):
+    cache = spec(placing(*dims, kind="int32")).kv_cache
+    assert cache.is_preallocated
+    assert (cache.new, cache.room) == ("S", 16)
+    made = cache.position_inputs(np.array([5, 5]), 3)["at"]
+    assert made.dtype == np.int32
+    assert made.tolist() == wanted
+    assert cache.is_ragged == ("B" in dims)
+
+
+def test_lengths_that_differ_need_positions_by_batch_element():
+    lengths = np.array([5, 2])
+    assert spec(placing("B")).kv_cache.position_inputs(lengths, 2)["at"].tolist() == [5, 2]
+    with pytest.raises(SpecError, match="alike"):
+        spec(placing("S")).kv_cache.position_inputs(lengths, 2)
+
+
+def test_a_ring_has_room_for_more_tokens_than_entries_and_prompts_of_one_length():
+    linear, ring = (spec(placing("B"), longest=longest).kv_cache for longest in (0, 40))
+    assert (linear.room, ring.room) == (16, 40)
+    assert [linear.is_in_order, ring.is_in_order] == [True, False]
+    planned = plan_trace(spec(placing("B"), longest=40))
+    assert planned.steps + planned.prompt[0] > 16
+    assert len(set(planned.prompt)) == 1
+    assert len(set(plan_trace(spec(placing("B"))).prompt)) > 1
+
+
+@pytest.mark.parametrize(
+    ("made", "problem"),
+    [
+        (lambda: spec(placing("S"), entries=False).kv_cache, "how many tokens"),
+        (lambda: spec(placing("S"), longest=4).kv_cache, "more tokens than fit"),
+        (lambda: spec(placing("S", kind="float")), "place tokens"),
+    ],
+)
+def test_a_cache_that_cannot_be_decoded_with_is_refused(made, problem):
+    with pytest.raises(SpecError, match=problem):
+        made()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"positions": "nothing"}, {"positions": "keys"}, {"positions": 3}, {"longest": -1}, {"kv_cache": {}}],
+)
+def test_positions_that_are_none_are_refused_before_the_export(change, tmp_path):
+    with pytest.raises(ExportError):
+        md.export(replace(cached_models.in_place(), **change), tmp_path / "bundle")
+
+
+class Late(Runner):
+    """A runner that places every token one too late."""
+
+    def __init__(self, runner, name):
+        self._runner, self._name = runner, name
+        self.name, self.inputs, self.outputs = "late", runner.inputs, runner.outputs
+
+    def _run(self, feeds):
+        return self._runner.run({**feeds, self._name: feeds[self._name] + 1})
+
+    def close(self):
+        pass
+
+
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("ragged", "ring", "window")]
+
+
+@pytest.mark.parametrize("form", ["in_place", *SLOW])
+def test_a_preallocated_cache_is_decoded_token_by_token(form, tmp_path):
+    given = cached_models.FORMS[form]()
+    before = given.inputs["keys"].tensor.clone()
+    bundle = md.export(given, tmp_path / form, precision="fp16", golden=("min",))
+    assert torch.equal(given.inputs["keys"].tensor, before)
+    report = md.validate(bundle, backends=["ort-cpu"])
+    assert report.passed, report.headline
+    (trace,) = report.record.decode
+    assert len(trace.errors) == trace.steps
+    assert max(trace.prompt) + trace.steps > 8
+    assert (len(set(trace.prompt)) > 1) == (form == "ragged")
+    with md.open_runner(bundle, "ort-cpu") as runner:
+        wrong = md.validate(bundle, runners=[Late(runner, *bundle.manifest.spec.positions)])
+    (trace,) = wrong.record.decode
+    assert trace.outcome is Outcome.FAILED
+
+
+@pytest.mark.slow
+def test_a_module_that_reads_what_no_token_wrote_is_refused(tmp_path):
+    with pytest.raises(ExportError, match="no token wrote"):
+        md.export(cached_models.without_mask(), tmp_path / "bundle", precision="fp16", golden=("min",))
+
+
+@pytest.mark.parametrize("cache", ["static", "dynamic"])
+def test_a_cache_of_transformers_goes_in_and_out_as_tensors(cache):
+    """The wrapped model decodes as the model itself does with the library's own cache."""
+    transformers = pytest.importorskip("transformers", minversion="5")
+    torch.manual_seed(0)
+    config = transformers.MistralConfig(
+        vocab_size=40,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        sliding_window=4,
+    )
+    model = transformers.MistralForCausalLM(config).eval()
+    made = md.from_transformers(model, cache=cache, tokens="1:4:8", length=16)
+    kinds = {"static": lambda: transformers.StaticCache(config, max_cache_len=16)}
+    own = kinds.get(cache, transformers.DynamicCache)()
+    ids = torch.randint(0, 40, (2, 9))
+    held = {
+        name: made.inputs[name].tensor[:, :, : None if cache == "static" else 0] for name in made.kv_cache
+    }
+    with torch.inference_mode():
+        for start, stop in ((0, 5), (5, 6), (6, 9)):
+            part, at = ids[:, start:stop], torch.arange(start, stop)
+            placed = {"cache_position": at} if made.positions else {}
+            got = made.module(input_ids=part, **placed, **held)
+            want = model(input_ids=part, past_key_values=own, use_cache=True).logits
+            assert torch.allclose(got["logits"], want, atol=1e-5)
+            held = {name: got[output] for name, output in made.kv_cache.items()}
+
+
+def test_what_is_no_model_of_transformers_is_refused():
+    pytest.importorskip("transformers", minversion="5")
+    with pytest.raises(ExportError, match="no model"):
+        md.from_transformers(torch.nn.Linear(2, 2))
+    with pytest.raises(ExportError, match="no such cache"):
+        md.from_transformers(torch.nn.Linear(2, 2), cache="quantized")
