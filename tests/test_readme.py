@@ -207,7 +207,7 @@ def test_the_preallocated_cache_of_your_own_decodes_as_its_dynamic_one(tmp_path)
     found = runpy.run_path(str(tmp_path / "my_decoder.py"))
     dynamic, static = found["decoder"](), found["static_decoder"]()
     static.module.load_state_dict(dynamic.module.state_dict())
-    given = {name: example.tensor for name, example in static.inputs.items()}
+    given = {name: example.tensor.clone() for name, example in static.inputs.items()}
     ids, cached = given["ids"], given["key_cache"].clone()
     empty = {name: example.tensor[:, :, :0] for name, example in dynamic.inputs.items() if "past" in name}
     mask = torch.ones_like(ids)
