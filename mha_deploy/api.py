@@ -108,8 +108,8 @@ __all__ = [
     "build_engine", "build_plugins", "check", "check_parity", "compare", "compare_heads", "configure",
     "deploy", "doctor", "export", "find_plugin", "find_plugin_parts", "from_transformers", "fuse",
     "fuse_file", "import_onnx", "init", "inspect", "load_checkpoint", "load_model", "matrix", "models",
-    "open_bundle", "open_engine", "open_runner", "package", "plugins", "prune", "replay", "self_test",
-    "trtexec", "validate",
+    "open_bundle", "open_engine", "open_runner", "package", "plugins", "prune", "refit", "replay",
+    "self_test", "trtexec", "validate",
 ]  # fmt: skip
 
 
@@ -816,6 +816,67 @@ def trtexec(engine: Engine | StrPath, onnx: StrPath = "lowered.onnx", plan: StrP
 
     opened = engine if isinstance(engine, Engine) else open_engine(engine)
     return str(trtexec_command(opened.manifest, Path(onnx), Path(plan)))
+
+
+def refit(
+    engine: Engine | StrPath,
+    weights: StrPath,
+    out: StrPath,
+    *,
+    prefix: str = "",
+    latency: bool | None = None,
+    overwrite: bool = False,
+    on_step: OnStep | None = None,
+) -> Deployment:
+    """Put other weights into an engine without a build, and validate it against a new reference.
+
+    The model of the engine's bundle is exported again with the weights, for their own FP64 reference, and
+    the engine takes them over. It must have been built with `refit="all"`, and runs on its GPU.
+
+    Args:
+        engine: The engine, in its bundle.
+        weights: See `export`; for the bundle of an ONNX file, another ONNX file.
+        out: The folder of the new bundle.
+        prefix: See `export`.
+        latency: Measure latency; default: if there is a GPU.
+        overwrite: Replace an existing bundle.
+        on_step: Called as each step begins.
+
+    Raises:
+        EngineError: The weights of the engine cannot be replaced, or belong to another graph.
+
+    Examples:
+        >>> md.refit("out/absent.engine", "weights.safetensors", "out/new")
+        Traceback (most recent call last):
+        mha_deploy.errors.BundleError: There is no engine with a manifest here...
+    """
+    from mha_deploy.bundle.folder import open_bundle as open_folder
+    from mha_deploy.engine.build import refitted_engine, refuse_fixed_weights
+    from mha_deploy.runtime.child import isolation
+
+    found = open_engine(engine) if isinstance(engine, str | os.PathLike) else engine
+    old = open_folder(found.path.resolve().parent.parent)
+    refuse_fixed_weights(found)  # before the export
+    spec, source = old.manifest.spec, Path(weights)
+    settings: dict[str, Any] = {"overwrite": overwrite, "on_step": on_step}
+    settings["precision"] = AUTO if spec.mixed else old.manifest.precision.name
+    ranges = {name: str(axis) for name, axis in spec.axes.items()}
+    if spec.layer is not None:
+        bundle = export(load_model(spec.layer), out, weights=source, prefix=prefix, **settings)
+    elif spec.factory:
+        isolation.refuse_untrusted(spec.factory)
+        model = load_model(spec.factory, axes=ranges)
+        bundle = export(model, out, weights=source, prefix=prefix, **settings)
+    elif _is_onnx(str(source)):
+        bundle = export(load_model(str(source), axes=ranges), out, **settings)
+    else:
+        problem = f"{spec.name} was not made by a factory: nothing here can give it other weights."
+        raise DeployError(problem, got=source, hint="--weights model.onnx, the file with other weights")
+    if on_step is not None:
+        on_step("replace the weights of the engine", 0, 0)
+    made = refitted_engine(found, old, bundle)
+    report = validate(bundle, latency=latency, on_step=on_step)
+    return Deployment(bundle=bundle, engine=made, report=report)
 
 
 def open_engine(path: StrPath) -> Engine:

@@ -86,6 +86,7 @@ VERBS: dict[str, dict[str, str]] = {
         "fuse": "the attention of an ONNX file as Attention nodes",
         "check": "does a target support and fuse the attention?",
         "build-engine": "a TensorRT engine, with a verdict on fusion and precision",
+        "refit": "other weights in an engine, without a build",
     },
     "Verdicts and times": {
         "validate": "judge graph and engines against the FP64 oracle",
@@ -141,6 +142,13 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("check bundles/bert-base-fp16", "TensorRT-RTX"),
         ("check bundles/bert-base-fp16 --target tensorrt --version 8.6", "an old version"),
         ("check model.onnx --sm 8.9", "an ONNX file, one GPU"),
+    ),
+    "refit": (
+        ("build-engine bundles/mine --refit all", "an engine whose weights can be replaced"),
+        (
+            "refit bundles/mine/engines/tensorrt.engine --weights new.safetensors -o bundles/new",
+            "after fine-tuning",
+        ),
     ),
     "build-engine": (
         ("build-engine bundles/bert-base-fp16", "for this machine"),

@@ -240,6 +240,29 @@ def build_engine(
     return Result(data, lambda: lines, outcome)
 
 
+@verb(options_from(md.refit, "weights", "prefix", "latency", "overwrite"), CONTROL)
+def refit(
+    engine: Path = argument("ENGINE", "The engine in its bundle, built with --refit all."),
+    out: Path = option(MISSING, "The folder of the new bundle.", *OUT),
+    **options: Any,
+) -> Result:
+    """Put other weights into an engine without a build, and validate it against their own reference."""
+    with show_steps(f"refit {engine.name}") as on_step:
+        done = md.refit(engine, options.pop("weights"), out, on_step=on_step, **options)
+    found = done.report.to_dict()
+    data: dict[str, Any] = {"bundle": str(done.bundle.path), "validation": found}
+    data["engine"] = None if done.engine is None else engine_to_dict(done.engine)
+    verdict = tables.verdict_renderable(found)
+
+    def lines() -> Iterator[RenderableType]:
+        yield verdict
+        yield tables.bundle_renderable(done.bundle)
+        yield tables.report_renderable(found, verbose=is_verbose(), headed=False)
+
+    save = partial(done.report.save, done.bundle.path)
+    return Result(data, lines, done.report.outcome, save, verdict)
+
+
 def engine_to_dict(engine: Engine) -> dict[str, Any]:
     """An engine's manifest for machines."""
     return {"engine": str(engine.path), **to_builtins(engine.shown)}

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -44,7 +45,14 @@ from mha_deploy.runtime.child import RuntimeCrash, call_isolated, isolation, ope
 from mha_deploy.runtime.cuda import open_gpu
 from mha_deploy.runtime.runner import Runner
 from mha_deploy.runtime.tensorrt import kernels as layers
-from mha_deploy.runtime.tensorrt.builder import BuildRequest, BuiltEngine, OnProgress, build_engine
+from mha_deploy.runtime.tensorrt.builder import (
+    REFITTABLE,
+    BuildRequest,
+    BuiltEngine,
+    OnProgress,
+    build_engine,
+    refit_engine,
+)
 from mha_deploy.runtime.tensorrt.engine_runner import Profile, TensorRTRunner
 from mha_deploy.runtime.tensorrt.engine_verdict import (
     EngineVerdict,
@@ -520,6 +528,91 @@ def timed_cases(cases: Iterable[GoldenCase], runners: Sequence[Any]) -> list[Gol
         hint = "wider profiles, or name one candidate with --attention and --accumulate"
         raise EngineError(problem, hint=hint)
     return [case for case in admitted if case.name in TIMED_CASES] or admitted[:1]
+
+
+# -- Other weights in a built engine ---------------------------------------------------------------
+
+
+def refuse_fixed_weights(engine: Engine) -> None:
+    """Refuse an engine whose weights cannot be replaced, or not on this machine."""
+    if engine.manifest.options.get("refit") != "all":
+        got = f"{engine.path.name}, built with refit={engine.manifest.options.get('refit')}"
+        raise EngineError("The weights of this engine cannot be replaced.", got=got, hint=REFITTABLE)
+    if reasons := reasons_not_to_run(engine):
+        problem, hint = "The engine cannot be loaded here, so it cannot be refitted.", "mha-deploy doctor"
+        raise BackendUnavailable(problem, got="; ".join(reasons), hint=hint)
+
+
+def refitted_engine(engine: Engine, old: Bundle, new: Bundle) -> Engine:
+    """The engine of a bundle with the weights of another one that has the same graph, written there."""
+    refuse_fixed_weights(engine)
+    manifest = engine.manifest
+    rt = load(manifest.backend)
+    options = EngineOptions(backend=manifest.backend, allow_decomposed=True)
+    before, after = (lowered_graph(each, engine, options) for each in (old, new))
+    if differs := differing_part(before, after):
+        problem = "The graph with the new weights is another one, so the engine cannot take them."
+        raise EngineError(problem, got=differs, hint="build an engine of it: mha-deploy build-engine BUNDLE")
+    plan, host_code = engine.path.read_bytes(), bool(manifest.options.get("version_compatible"))
+    if host_code:
+        isolation.refuse_untrusted(manifest.engine_sha256)
+    with scratch_folder() as folder:
+        save_graph(after, folder / "model.onnx")
+        about = {"title": rt.title, "step": "replacing the weights of the engine"}
+        given = (rt, plan, folder / "model.onnx", host_code, manifest.plugins)
+        made = call_isolated(rt.backend, _refit, *given, **about)
+    first = run_first(rt, made, manifest.profile_names, host_code=host_code)
+    if first.is_useless:
+        got = next(iter(first.failed.values()))
+        raise EngineError("The refitted engine cannot be run.", got=got, hint=_BUILD_AGAIN)
+    changed = msgspec.structs.replace(
+        manifest,
+        model=new.manifest.spec.name,
+        bundle_sha256=sha256(new.path / MANIFEST),
+        engine_sha256=hashlib.sha256(made).hexdigest(),
+        engine_bytes=len(made),
+        notes=[*manifest.notes, f"refitted: kernels of {engine.path.name} with other weights", *first.notes],
+    )
+    return engines.write_engine(engines.engine_path(new.path, engine.path.stem), made, changed)
+
+
+def _refit(rt: TensorRT, plan: bytes, path: Path, host_code: bool, plugins: Plugins) -> bytes:
+    load_needed(rt, plugins)
+    return refit_engine(rt, plan, path, host_code=host_code)
+
+
+def differing_part(before: ir.Model, after: ir.Model) -> str | None:
+    """The first thing in which two graphs differ besides the numbers of their weights; None where in none."""
+
+    def weights(model: ir.Model) -> dict[str, tuple[Any, ...]]:
+        return {name: (value.dtype, str(value.shape)) for name, value in model.graph.initializers.items()}
+
+    def nodes(model: ir.Model) -> list[tuple[Any, ...]]:
+        return [
+            (
+                *(node.name, node.domain, node.op_type),
+                tuple(None if value is None else value.name for value in node.inputs),
+                tuple(value.name for value in node.outputs),
+                tuple((name, *_described(attribute)) for name, attribute in sorted(node.attributes.items())),
+            )
+            for node in model.graph.all_nodes()
+        ]
+
+    for name, kind in weights(before).items():
+        if weights(after).get(name) != kind:
+            return f"weight {name}: {kind}, and {weights(after).get(name, 'nothing')}"
+    for one, other in zip_longest(nodes(before), nodes(after)):
+        if one != other:
+            return f"node {(one or other or [''])[0]}"
+    return None
+
+
+def _described(attribute: ir.Attr) -> tuple[Any, ...]:
+    """An attribute without the numbers of a tensor."""
+    value = attribute.value
+    if isinstance(value, ir.TensorProtocol):
+        return str(value.dtype), str(value.shape)
+    return (type(value).__name__,) if isinstance(value, ir.Graph) else (str(value),)
 
 
 # -- How much an engine differs from build to build: TensorRT chooses kernels by timing them -------

@@ -18,8 +18,8 @@ from mha_deploy.cli.arguments import show_steps
 from mha_deploy.errors import BackendUnavailable, DeployError
 
 VERBS = (
-    "deploy", "export", "prune", "fuse", "check", "build-engine", "validate", "bisect", "bench", "compare",
-    "matrix", "package", "inspect", "models", "analyze", "doctor", "init", "completion",
+    "deploy", "export", "prune", "fuse", "check", "build-engine", "refit", "validate", "bisect", "bench",
+    "compare", "matrix", "package", "inspect", "models", "analyze", "doctor", "init", "completion",
 )  # fmt: skip
 
 

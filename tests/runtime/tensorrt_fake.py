@@ -159,6 +159,7 @@ class FakeEngine:
     compute: Callable[[Callable[[str], np.ndarray]], None]
     integers: tuple[str, ...] = ()
     aliases: dict[str, str] = field(default_factory=dict)
+    refittable: bool = True
 
     @property
     def dims(self) -> dict[str, tuple[int, ...]]:
@@ -262,7 +263,50 @@ def _execute(self: Any, stream: int) -> bool:
     return not _refused(self, "execute_async_v3")
 
 
+# -- weights of an engine, replaced by name or by the parser -------------------------------------------------
+
+WEIGHTS = ("first", "second")
+"""The weights of every engine."""
+
+
+def _refitter_init(self: Any, engine: Any, logger: Any) -> None:
+    self.__dict__.update(_engine=engine, _given={})
+
+
+def _missing(self: Any) -> list[str]:
+    return [name for name in WEIGHTS if name not in self._given]
+
+
+def _set_weights(self: Any, name: str, weights: Any) -> bool:
+    self._given[name] = weights._array
+    return name in WEIGHTS
+
+
+def _refit(self: Any) -> bool:
+    plan = b"".join(self._given[name].tobytes() for name in WEIGHTS)
+    self._engine.__dict__["_plan"] = b"ftrt " + plan
+    return True
+
+
+def _refit_from_file(self: Any, path: str) -> bool:
+    for tensor in onnx.load(path).graph.initializer:
+        self._refitter._given[tensor.name] = onnx.numpy_helper.to_array(tensor)
+    return True
+
+
 BEHAVIOUR: dict[str, dict[str, Any]] = {
+    "Refitter": {
+        "__init__": _refitter_init,
+        "get_all_weights": lambda self: list(WEIGHTS),
+        "get_missing_weights": _missing,
+        "set_named_weights": _set_weights,
+        "refit_cuda_engine": _refit,
+    },
+    "OnnxParserRefitter": {
+        "__init__": lambda self, refitter, logger: self.__dict__.update(_refitter=refitter),
+        "refit_from_file": _refit_from_file,
+    },
+    "Weights": {"__init__": lambda self, array: self.__dict__.update(_array=array)},
     "ILogger": {"__init__": _logger_init, "log": lambda self, severity, text: None},
     "Builder": {
         "__init__": _logger_init,
@@ -319,6 +363,8 @@ BEHAVIOUR: dict[str, dict[str, Any]] = {
     "Runtime": {"__init__": _runtime_init, "deserialize_cuda_engine": _deserialize},
     "ICudaEngine": {
         "create_engine_inspector": lambda self: self._module.EngineInspector(),
+        "refittable": property(lambda self: self._what.refittable),
+        "serialize": lambda self: self._plan,
         "num_io_tensors": property(lambda self: len(self._what.dims)),
         "num_optimization_profiles": property(lambda self: len(self._what.profiles)),
         "get_tensor_name": lambda self, index: list(self._what.dims)[index],

@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
+import onnx.numpy_helper
 from google.protobuf.message import DecodeError
 
 from mha_deploy.errors import BackendUnavailable, nearest
@@ -493,6 +495,58 @@ def build_engine(rt: TensorRT, request: BuildRequest, on_progress: OnProgress | 
             large_tensors=reported.large_tensors(warnings, names.axes),
             timing_cache=None if cache is None else bytes(cache.serialize()),
         )
+
+
+def refit_engine(rt: TensorRT, plan: bytes, path: Path, *, host_code: bool = False) -> bytes:
+    """The plan of a refittable engine with the weights of a graph in place of its own.
+
+    The graph, a file, must be the one that the engine was built from in everything but its weights.
+    """
+    trt = rt.module
+    engine, _runtime = load_engine(rt, plan, host_code=host_code)  # which must outlive the engine
+    if not engine.refittable:
+        problem = "The weights of this engine cannot be replaced."
+        raise EngineError(problem, got="it was not built to be refitted", hint=REFITTABLE)
+    with collect(rt) as messages:
+        refitter = trt.Refitter(engine, logger_for(rt))
+        kept = []  # TensorRT reads them when it refits
+        if rt.can.parser_refitter:
+            parser_refitter = trt.OnnxParserRefitter(refitter, logger_for(rt))
+            is_read = bool(parser_refitter.refit_from_file(str(path)))
+        else:
+            weights, is_read = _weights_in_file(path), True
+            for name in refitter.get_all_weights():
+                if name in weights:
+                    kept.append(weights[name])
+                    is_read = is_read and bool(refitter.set_named_weights(name, trt.Weights(weights[name])))
+        missing = list(refitter.get_missing_weights())
+        if not is_read or missing or not refitter.refit_cuda_engine():
+            got = f"no weights for {', '.join(missing[:4])}" if missing else "; ".join(errors(messages))
+            hint = "build the engine again: mha-deploy build-engine BUNDLE"
+            problem = f"{rt.title} could not replace the weights."
+            raise EngineError(problem, got=got or "no reason was reported", hint=hint)
+        return bytes(engine.serialize())
+
+
+REFITTABLE = "build it with --refit all, on a machine with its GPU"
+
+
+def _weights_in_file(path: Path) -> dict[str, np.ndarray]:
+    """The weights and constants of an ONNX file, by the names that the parser gives them."""
+    graph = _load(path).graph
+    constants = {
+        node.output[0]: attribute.t
+        for node in graph.node
+        for attribute in node.attribute
+        if node.op_type == "Constant" and attribute.name == "value"
+    }
+    found = {**constants, **{tensor.name: tensor for tensor in graph.initializer}}
+    arrays = {name: onnx.numpy_helper.to_array(tensor, str(path.parent)) for name, tensor in found.items()}
+    # A TensorRT without a parser that refits has no INT64: its parser made them INT32.
+    return {
+        name: np.ascontiguousarray(array.astype(np.int32) if array.dtype == np.int64 else array)
+        for name, array in arrays.items()
+    }
 
 
 def _start_builder(rt: TensorRT) -> Any:

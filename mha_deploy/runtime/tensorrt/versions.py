@@ -82,6 +82,8 @@ class Capabilities:
     refit: bool = _names("BuilderFlag.REFIT")  # all weights can be made replaceable
     # Weights can be stripped and put back, if they are the same.
     refit_identical: bool = _names("BuilderFlag.REFIT_IDENTICAL")
+    # The parser puts the weights of a graph into a built engine; without it, they are named one by one.
+    parser_refitter: bool = _names("OnnxParserRefitter.refit_from_file")
     # The parser reports the name of the node it failed on.
     parser_node_names: bool = _names("ParserError.node_name", "ParserError.node_operator")
     # The layers of a deserialized engine can be inspected.
