@@ -57,9 +57,9 @@ app = CommandGroup(
     ],
 )  # fmt: skip
 for verb in (
-    verbs.deploy, verbs.export, verbs.prune, verbs.fuse, verbs.check, verbs.build_engine, verbs.validate,
-    verbs.bisect, verbs.bench, verbs.compare, verbs.matrix, verbs.package, verbs.plugins, verbs.inspect,
-    verbs.models, verbs.analyze, verbs.doctor, verbs.init, verbs.completion,
+    verbs.deploy, verbs.export, verbs.prune, verbs.fuse, verbs.check, verbs.build_engine, verbs.refit,
+    verbs.validate, verbs.bisect, verbs.bench, verbs.compare, verbs.matrix, verbs.package, verbs.plugins,
+    verbs.inspect, verbs.models, verbs.analyze, verbs.doctor, verbs.init, verbs.completion,
 ):  # fmt: skip
     app.add(verb)
 

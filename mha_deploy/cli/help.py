@@ -144,11 +144,9 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("check model.onnx --sm 8.9", "an ONNX file, one GPU"),
     ),
     "refit": (
-        ("build-engine bundles/mine --refit all", "an engine whose weights can be replaced"),
-        (
-            "refit bundles/mine/engines/tensorrt.engine --weights new.safetensors -o bundles/new",
-            "after fine-tuning",
-        ),
+        ("build-engine mine --refit all", "first: an engine whose weights can be replaced"),
+        ("refit mine/engines/tensorrt.engine --weights new.safetensors -o tuned", "after fine-tuning"),
+        ("refit mine/engines/tensorrt.engine --weights new.onnx -o tuned", "of an ONNX file"),
     ),
     "build-engine": (
         ("build-engine bundles/bert-base-fp16", "for this machine"),
