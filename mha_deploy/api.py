@@ -835,7 +835,7 @@ def refit(
 
     Args:
         engine: The engine, in its bundle.
-        weights: See `export`; for the bundle of an ONNX file, another ONNX file.
+        weights: The new weights, as `export` takes them; for the bundle of an ONNX file, another ONNX file.
         out: The folder of the new bundle.
         prefix: See `export`.
         latency: Measure latency; default: if there is a GPU.

@@ -496,6 +496,28 @@ def without_padding(array: np.ndarray, ends: np.ndarray, axis: int) -> np.ndarra
     return np.where(is_real, array, array.dtype.type(0))
 
 
+def position_inputs(cache: KVCache, lengths: np.ndarray, S: int) -> dict[str, np.ndarray]:
+    """The inputs that place S new tokens of every batch element behind `lengths` [B] ones."""
+    return place_tokens(cache.positions, cache.new, lengths, S)
+
+
+def place_tokens(
+    positions: Iterable[TensorSpec], new: str, lengths: np.ndarray, S: int
+) -> dict[str, np.ndarray]:
+    """With the axis `new`, the position of every token; else how many are before them."""
+    made = {}
+    for tensor in positions:
+        at = lengths.reshape(-1, 1) + np.arange(S if new in tensor.dims else 1)
+        if "B" not in tensor.dims:
+            if (lengths != lengths[0]).any():
+                what = f"Input {tensor.name} places the tokens of all batch elements alike."
+                got, hint = f"lengths {lengths.tolist()}", "an input with the axis B"
+                raise DeployError(what, got=got, hint=hint)
+            at = at[:1]
+        made[tensor.name] = at.reshape(tensor.shape({"B": len(lengths), new: S})).astype(tensor.kind)
+    return made
+
+
 def take_tokens(array: np.ndarray, axis: int, positions: np.ndarray) -> np.ndarray:
     """The entries of an array at the positions [B, S] of its batch elements, along the axis of the tokens."""
     if (positions == positions[0]).all():

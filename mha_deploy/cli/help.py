@@ -145,7 +145,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "refit": (
         ("build-engine mine --refit all", "first: an engine whose weights can be replaced"),
-        ("refit mine/engines/tensorrt.engine --weights new.safetensors -o tuned", "after fine-tuning"),
+        ("refit mine/engines/tensorrt.engine --weights tuned.pt -o tuned", "after fine-tuning"),
         ("refit mine/engines/tensorrt.engine --weights new.onnx -o tuned", "of an ONNX file"),
     ),
     "build-engine": (

@@ -247,6 +247,8 @@ def refit(
     **options: Any,
 ) -> Result:
     """Put other weights into an engine without a build, and validate it against their own reference."""
+    from mha_deploy.cli import tables
+
     with show_steps(f"refit {engine.name}") as on_step:
         done = md.refit(engine, options.pop("weights"), out, on_step=on_step, **options)
     found = done.report.to_dict()

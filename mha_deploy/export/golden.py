@@ -24,6 +24,7 @@ from mha_deploy.bundle.cases import (
     check_steps,
     entries_from,
     first_new_entries,
+    position_inputs,
     prefill_calls,
     take_tokens,
 )
@@ -216,7 +217,7 @@ class Capture(ABC):
             ((trace.tokens(step), None, 1) for step in range(1, trace.steps + 1)),
         )
         for number, (tokens, counts, S) in enumerate(calls):
-            given = tokens | cache.position_inputs(lengths, S)
+            given = tokens | position_inputs(cache, lengths, S)
             feeds = self.as_taken({name: tensor_from_numpy(array) for name, array in given.items()})
             got = self.run_eager(feeds | held, f"{trace.name}, call {number}")
             held = {each.input: got[each.output] for each in cache.tensors}
@@ -427,7 +428,7 @@ class ModuleCapture(Capture):
             part = {name: each for name, each in feeds.items() if name not in held}
             for name, axis in cache.by_token.items():
                 part[name] = part[name].narrow(axis, start, stop - start)
-            made = cache.position_inputs(np.full(B, start), stop - start)
+            made = position_inputs(cache, np.full(B, start), stop - start)
             part |= {name: torch.from_numpy(array) for name, array in made.items()}
             got = self.evaluate_in_fp64(part | held, mode)
             held = {each.input: got[each.output] for each in cache.tensors}

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mha_deploy.bundle.cases import place_tokens
 from mha_deploy.errors import BundleError, ExportError, nearest
 from mha_deploy.export.axes import draw_one, shape_of
 from mha_deploy.model.deployable import Deployable, Example
@@ -27,7 +28,6 @@ from mha_deploy.model.spec import (
     Sizes,
     TensorSpec,
     new_token_axis,
-    position_inputs,
 )
 from mha_deploy.reference.inputs import draw_lengths, rounded, seeded_generator
 from mha_deploy.reference.weights import read_state
@@ -364,7 +364,7 @@ def _draw_positions(
         lengths = draw_lengths(B, max((user.longest or entries) - S, 0), generator, ragged)
         if not all("B" in each.dims for each in placed):
             lengths = lengths[-1:].expand(B)
-    made = position_inputs(placed, new, lengths.numpy(), S)
+    made = place_tokens(placed, new, lengths.numpy(), S)
     return {key: torch.from_numpy(array) for key, array in made.items()}
 
 

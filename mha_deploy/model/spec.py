@@ -9,8 +9,6 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from operator import add, floordiv, mod, mul, sub
 from typing import Any, Literal, TypeVar
 
-import numpy as np
-
 from mha_deploy.errors import DeployError, SpecError, nearest
 
 # -- The parts that a spec is made of: axes, tensors, KV cache -------------------------------------
@@ -177,10 +175,6 @@ class KVCache:
         """Whether token i of a sequence is entry i of every cached tensor."""
         return all(each.in_order for each in self.tensors)
 
-    def position_inputs(self, lengths: np.ndarray, S: int) -> dict[str, np.ndarray]:
-        """The inputs that place S new tokens of every batch element behind `lengths` [B] ones."""
-        return position_inputs(self.positions, self.new, lengths, S)
-
     def call_sizes(self, spec: ModelSpec, B: int, S: int, past: int) -> dict[str, int]:
         """The size of every axis in a call with S new tokens behind `past` ones."""
         sizes = {**spec.sizes("opt"), self.new: S}
@@ -189,23 +183,6 @@ class KVCache:
         if self.past is None:
             return {**sizes, **({"T": spec.axes["T"].max} if "T" in spec.axes else {})}
         return {**sizes, self.past: past}
-
-
-def position_inputs(
-    positions: Iterable[TensorSpec], new: str, lengths: np.ndarray, S: int
-) -> dict[str, np.ndarray]:
-    """See `KVCache`: with the axis `new`, the position of every token; else how many are before them."""
-    made = {}
-    for tensor in positions:
-        at = lengths.reshape(-1, 1) + np.arange(S if new in tensor.dims else 1)
-        if "B" not in tensor.dims:
-            if (lengths != lengths[0]).any():
-                what = f"Input {tensor.name} places the tokens of all batch elements alike."
-                got, hint = f"lengths {lengths.tolist()}", "an input with the axis B"
-                raise SpecError(what, got=got, hint=hint)
-            at = at[:1]
-        made[tensor.name] = at.reshape(tensor.shape({"B": len(lengths), new: S})).astype(tensor.kind)
-    return made
 
 
 def refuse_overflow(lengths: Any, S: int, T: int) -> None:

@@ -18,6 +18,7 @@ from mha_deploy.bundle.cases import (
     GoldenCase,
     check_trace,
     join_baselines,
+    position_inputs,
     prefill_calls,
     read_trace,
     without_padding,
@@ -223,7 +224,7 @@ class HostDecodeLoop:
             )
         name, axis = next(iter(cache.by_token.items()))
         S = tokens[name].shape[axis]
-        given |= cache.position_inputs(self.lengths, S)
+        given |= position_inputs(cache, self.lengths, S)
         results = self._runner.run({**given, **self._held})
         needed = [*cache.outputs, *(each.output for each in cache.tensors)]
         if missing := [name for name in needed if name not in results]:

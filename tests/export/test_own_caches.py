@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import mha_deploy as md
-from mha_deploy.bundle.cases import plan_trace
-from mha_deploy.errors import ExportError, SpecError
+from mha_deploy.bundle.cases import plan_trace, position_inputs
+from mha_deploy.errors import DeployError, ExportError, SpecError
 from mha_deploy.model.spec import Axis, ModelSpec, TensorSpec
 from mha_deploy.runtime.runner import Runner
 from mha_deploy.status import Outcome
@@ -58,7 +58,7 @@ def test_tokens_are_placed_in_every_usual_form(dims, wanted):
     cache = spec(placing(*dims, kind="int32")).kv_cache
     assert cache.is_preallocated
     assert (cache.new, cache.room) == ("S", 16)
-    made = cache.position_inputs(np.array([5, 5]), 3)["at"]
+    made = position_inputs(cache, np.array([5, 5]), 3)["at"]
     assert made.dtype == np.int32
     assert made.tolist() == wanted
     assert cache.is_ragged == ("B" in dims)
@@ -66,9 +66,9 @@ def test_tokens_are_placed_in_every_usual_form(dims, wanted):
 
 def test_lengths_that_differ_need_positions_by_batch_element():
     lengths = np.array([5, 2])
-    assert spec(placing("B")).kv_cache.position_inputs(lengths, 2)["at"].tolist() == [5, 2]
-    with pytest.raises(SpecError, match="alike"):
-        spec(placing("S")).kv_cache.position_inputs(lengths, 2)
+    assert position_inputs(spec(placing("B")).kv_cache, lengths, 2)["at"].tolist() == [5, 2]
+    with pytest.raises(DeployError, match="alike"):
+        position_inputs(spec(placing("S")).kv_cache, lengths, 2)
 
 
 def test_a_ring_has_room_for_more_tokens_than_entries_and_prompts_of_one_length():
