@@ -19,6 +19,7 @@ from onnx import AttributeProto, FunctionProto, GraphProto, NodeProto, TensorPro
 from mha_deploy.errors import DeployError
 from mha_deploy.files import read_regular
 from mha_deploy.graph.attention_node import attention_nodes
+from mha_deploy.graph.ir import infer_shapes
 from mha_deploy.graph.valid import has_sparse_tensors, normalize, refusal, write_out_sparse_tensors
 from mha_deploy.text import printable
 
@@ -564,6 +565,8 @@ def with_outputs(model: ir.Model, names: Collection[str]) -> ir.Model:
     """A copy of the model with these values of its main graph as outputs, too; weights are shared."""
     copy = model.clone()
     found = {value.name: value for node in copy.graph for value in node.outputs if value.name in names}
+    if any(value.dtype is None for value in found.values()):
+        infer_shapes(copy)  # a file need not state the types of inner values
     for name in names:
         value = found.get(name)
         if value is None or value.dtype is None:

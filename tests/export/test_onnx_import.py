@@ -284,6 +284,19 @@ def test_operators_around_attention(name, tmp_path):
     assert md.validate(bundle, backends=["ort-cpu"]).outcome != "failed"
 
 
+def test_the_types_of_inner_values_need_not_be_stated(tmp_path):
+    text = """<ir_version: 8, opset_import: ["" : 18]> g (float[B,2,S,8] y) => (float[B,2,S,8] z)
+    <int64 one = {1}> {
+        kt = Transpose <perm = [0, 1, 3, 2]> (y) s = MatMul (y, kt) p = Softmax <axis = -1> (s)
+        attended = MatMul (p, y) both = SequenceConstruct (attended, attended) z = SequenceAt (both, one)
+    }"""
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "inner.onnx")
+    bundle = md.import_onnx(
+        tmp_path / "inner.onnx", tmp_path / "bundle", golden=["opt"], axes={"S": "2:6:8"}, precision="fp32"
+    )
+    assert list(bundle.manifest.layers.values.values()) == ["attended"]
+
+
 def test_what_float32_loses_in_sums_with_a_constant_is_no_mistake(tmp_path):
     """`x + 1000 - mean(x + 1000)`: four digits are lost in float32, whatever computes it."""
     far = "far = Add (x, thousand) mean = ReduceMean <axes = [2]> (far) y = Sub (far, mean)"
