@@ -28,7 +28,7 @@ from mha_deploy.files import open_regular
 from mha_deploy.model.catalog import catalog_names, find_spec, is_factory
 from mha_deploy.model.deployable import Deployable, Example
 from mha_deploy.model.precision import EIGHT_BITS, find_precision
-from mha_deploy.model.spec import AttentionSpec, Axis
+from mha_deploy.model.spec import AttentionSpec, Axis, ModelSpec
 from mha_deploy.options import (
     AUTO,
     MOST_SECONDS,
@@ -61,6 +61,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn  # noqa: TID251 (types only)
     from typing_extensions import Unpack
 
+    from mha_deploy.analyze.graph import GraphAnalysis
+    from mha_deploy.analyze.profiles import ProfileProposal
     from mha_deploy.analyze.roofline import Analysis
     from mha_deploy.analyze.similarity import HeadSimilarity
     from mha_deploy.engine.engine import Engine
@@ -108,8 +110,8 @@ __all__ = [
     "build_engine", "build_plugins", "check", "check_parity", "compare", "compare_heads", "configure",
     "deploy", "doctor", "export", "find_plugin", "find_plugin_parts", "from_transformers", "fuse",
     "fuse_file", "import_onnx", "init", "inspect", "load_checkpoint", "load_model", "matrix", "models",
-    "open_bundle", "open_engine", "open_runner", "package", "plugins", "prune", "refit", "replay",
-    "self_test", "trtexec", "validate",
+    "open_bundle", "open_engine", "open_runner", "package", "plugins", "propose_profiles", "prune",
+    "refit", "replay", "self_test", "trtexec", "validate",
 ]  # fmt: skip
 
 
@@ -1623,18 +1625,21 @@ def models(*, tiny: bool = False) -> list[AttentionSpec]:
 
 
 def analyze(
-    model: str | os.PathLike[str] | Model | AttentionSpec,
+    model: AnySource | Bundle,
     *,
     gpu: str = "h200",
     peak: str | None = None,
     precision: str = "fp16",
     at: str | None = None,
     axes: Axes | None = None,
-) -> Analysis:
-    """Count the parameters, FLOPs and bytes of a catalog layer, and its roofline bound on a GPU.
+) -> Analysis | GraphAnalysis:
+    """Count the parameters, FLOPs and bytes of a model, and its roofline bound on a GPU.
+
+    Of a catalog layer by stages; of your own model, an ONNX file or a bundle, every attention and GEMM of the
+    graph. Its other nodes are taken to be fused into these.
 
     Args:
-        model: A catalog layer, as `load_model` takes it.
+        model: What `load_model` takes, or a bundle. Your own module is exported for it.
         gpu: GPU whose peak figures are used: h200, h100, a100, b200, b300, gb200, l4, l40s, a10, rtx-4090,
             rtx-5090, rtx-pro-6000, orin or thor.
         peak: Figures of another GPU in their place, as TFLOPS:GB/s; of the precision, dense, as 362:864.
@@ -1648,17 +1653,92 @@ def analyze(
         >>> analysis.cost.parameters
         2362368
     """
-    from mha_deploy.analyze.cost import USUAL, points_from_text
-    from mha_deploy.analyze.roofline import analyze_layer, parse_peaks
+    from mha_deploy.analyze.roofline import parse_peaks
 
-    spec = load_model(model, axes=axes).source
-    if not isinstance(spec, AttentionSpec):
-        hint = "a name from `mha-deploy models`; the heads of your own model are compared by --heads FILE.png"
-        raise DeployError("Only a catalog layer can be analyzed.", got=_describe(model), hint=hint)
-    point = points_from_text(spec.model, at or USUAL)[-1]
+    spec, graph = _counted(model, axes)
+    return _analyze_at(spec, graph, at, precision, gpu if peak is None else parse_peaks(peak))
+
+
+def propose_profiles(
+    model: AnySource | Bundle,
+    data: Any,
+    *,
+    gpu: str = "h200",
+    peak: str | None = None,
+    precision: str = "fp16",
+    axes: Axes | None = None,
+) -> ProfileProposal:
+    """Propose optimization profiles from the sizes that occur in data, and what a second one would gain.
+
+    The gain is in roofline bounds, with every sample padded to the largest sizes of its profile.
+
+    Args:
+        model: See `analyze`.
+        data: Your samples, as `validate` takes them.
+        gpu: See `analyze`.
+        peak: See `analyze`.
+        precision: See `analyze`.
+        axes: See `load_model`.
+
+    Examples:
+        >>> import numpy as np
+        >>> lengths = [7, 8, 9, 60, 64]
+        >>> found = md.propose_profiles("tiny-mha", [{"x": np.zeros((1, n, 64))} for n in lengths])
+        >>> found.split, found.options
+        (('S', 9), ['--profile B=1:1:1,S=7:8:9', '--profile B=1:1:1,S=60:64:64'])
+    """
+    from mha_deploy.analyze.profiles import propose_profiles as propose
+    from mha_deploy.analyze.roofline import parse_peaks
+    from mha_deploy.bundle.samples import as_taken
+    from mha_deploy.runtime.user_data import open_samples
+
+    spec, graph = _counted(model, axes)
+    peaks, width = gpu if peak is None else parse_peaks(peak), find_precision(precision)
+    _, samples, _ = open_samples(data, spec)
+    usual = spec.sizes("opt")  # of axes that are fixed, and so no dimension of an input
+    found = [{**usual, **as_taken(sample, spec, width).sizes} for sample in samples]
+    if not found:
+        raise DeployError("There are no samples.", got=str(data), hint="a file or folder with samples")
+
+    def seconds(sizes: Mapping[str, int]) -> float:
+        text = ",".join(f"{name}={size}" for name, size in sizes.items())
+        return _analyze_at(spec, graph, text, precision, peaks).seconds
+
+    return propose(found, seconds)
+
+
+def _counted(model: Any, axes: Axes | None) -> tuple[ModelSpec, Any]:
+    """What is known of a model whose work is counted, and its graph; None for a catalog layer."""
+    if isinstance(model, str | os.PathLike) and (Path(model) / MANIFEST).is_file():
+        model = open_folder(Path(model))
+    if isinstance(model, Bundle):
+        from mha_deploy.graph.file import load_graph
+
+        spec = model.manifest.spec
+        return spec, load_graph(model.model_path) if spec.layer is None else None
+    found = load_model(model, axes=axes)
+    if isinstance(found.source, AttentionSpec):
+        return found.source.model, None
+    if isinstance(found.source, str) and _is_onnx(found.source):
+        from mha_deploy.export.onnx_import import open_graph
+
+        return open_graph(Path(found.source), found.axes)
+    with needed("Your own model is exported to count its work, which needs PyTorch.", "export"):
+        from mha_deploy.export.exporter import open_graph as open_module
+    return open_module(found.source, found.axes)
+
+
+def _analyze_at(spec: ModelSpec, graph: Any, at: str | None, precision: str, peaks: Any) -> Any:
+    from mha_deploy.analyze.cost import USUAL, points_from_text
+    from mha_deploy.analyze.graph import analyze_graph
+    from mha_deploy.analyze.roofline import analyze_layer
+
+    if spec.layer is None:
+        sizes = spec.sizes("opt") if at in (None, USUAL) else spec.parse_sizes(str(at))
+        return analyze_graph(spec.name, graph, sizes, precision, peaks)
+    point = points_from_text(spec, at or USUAL)[-1]
     lengths = None if point.past is None else [point.past] * point.sizes["B"]
-    peaks = gpu if peak is None else parse_peaks(peak)
-    return analyze_layer(spec, point.sizes, precision, peaks, lengths=lengths)
+    return analyze_layer(spec.layer, point.sizes, precision, peaks, lengths=lengths)
 
 
 def compare_heads(

@@ -30,6 +30,8 @@ from mha_deploy.text import (
 )
 
 if TYPE_CHECKING:  # a verb that has no such result to show does not load what makes it
+    from mha_deploy.analyze.graph import GraphAnalysis
+    from mha_deploy.analyze.profiles import ProfileProposal
     from mha_deploy.analyze.roofline import Analysis
     from mha_deploy.analyze.similarity import HeadSimilarity
     from mha_deploy.bundle.folder import Bundle
@@ -579,8 +581,51 @@ def model_row(spec: AttentionSpec) -> dict[str, Any]:
     }
 
 
-def analysis_renderable(analysis: Analysis) -> RenderableType:
+def graph_analysis_renderable(analysis: GraphAnalysis) -> RenderableType:
+    """A heading, and a table of the attentions and GEMMs that take longest."""
+    sizes = " ".join(f"{name}={size}" for name, size in analysis.sizes.items())
+    where = f"  {sizes}, {analysis.precision}, {analysis.gpu.name}"
+
+    def row(name: str, kind: str, cost: Any, seconds: float, bound_by: str) -> tuple[str, ...]:
+        figures = (cost.flops / 1e9, cost.bytes / 1e6, cost.intensity, seconds * 1e6)
+        return (name, kind, size(cost.parameters, unit=""), *map(short, figures), bound_by)
+
+    longest = sorted(analysis.bound, key=lambda each: -each.seconds)[:_SHOWN_NODES]
+    shown = [each for each in analysis.bound if each in longest]
+    rows = [row(s.cost.name, s.cost.growth, s.cost, s.seconds, s.bound_by) for s in shown]
+    if left := len(analysis.bound) - len(shown):
+        rows.append((f"and {left} more", *[" "] * 7))
+    rows.append(row("total", " ", analysis.cost, analysis.seconds, " "))
+    headings = ("node", "kind", "#params", "#GFLOP", "#MB", "#FLOP/byte", "#bound µs", "bound by")
+    closing = [("Other nodes", f"{analysis.others}, taken to be fused into these")]
+    if analysis.unknown:
+        closing.append(("Not counted, of unknown sizes", ", ".join(analysis.unknown[:4])))
+    closing.append(("Peak figures", analysis.gpu.source))
+    note = Text("The bound follows from the datasheet's peak rates; it is not a prediction.", style="dim")
+    heading = Text.assemble((analysis.name, "bold"), (where, "dim"))
+    return Group(heading, render(table("", headings, rows)), _pairs(closing), note)
+
+
+def profiles_renderable(proposed: ProfileProposal) -> RenderableType:
+    """The ranges of sizes that occur, and the profiles for them."""
+    ranges = ", ".join(f"{name} {axis}" for name, axis in proposed.ranges.items())
+    lines = [(f"Sizes of {plural(proposed.samples, 'sample')}", f"{ranges} (least:median:most)")]
+    if proposed.split is None:
+        lines.append(("One profile", "a second one would gain little"))
+    else:
+        axis, most = proposed.split
+        lines.append(("Two profiles", f"{axis} up to {most}, and above: {proposed.gain:.0%} less time"))
+    lines.append(("Profiles", " ".join(proposed.options)))
+    note = "Times are roofline bounds, with every sample padded to the largest sizes of its profile."
+    return Group(_pairs(lines), Text(note, style="dim"))
+
+
+def analysis_renderable(analysis: Analysis | GraphAnalysis) -> RenderableType:
     """A heading, a table of the stages, and the KV cache."""
+    from mha_deploy.analyze.roofline import Analysis
+
+    if not isinstance(analysis, Analysis):
+        return graph_analysis_renderable(analysis)
     spec, cost = analysis.spec, analysis.cost
     heads = f"{spec.Hq} heads" if spec.Hkv == spec.Hq else f"{spec.Hq} query and {spec.Hkv} key/value heads"
     what = f"  {spec.kind}, {heads} of {spec.D}, width {spec.E}\n"
@@ -605,6 +650,9 @@ def analysis_renderable(analysis: Analysis) -> RenderableType:
     ]
     note = Text("The bound follows from the datasheet's peak rates; it is not a prediction.", style="dim")
     return Group(heading, render(table("", headings, rows)), _pairs(closing), note)
+
+
+_SHOWN_NODES = 24
 
 
 def similarity_renderable(similarity: HeadSimilarity) -> RenderableType:

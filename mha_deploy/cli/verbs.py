@@ -651,6 +651,11 @@ def models(every: bool = option(False, "Include the small layers of the tests.",
     options_from(md.compare_heads, "attention", "inputs"),
 )
 def analyze(
+    data: str | None = option(
+        None,
+        "Propose optimization profiles from the sizes of your samples, as `validate --data` takes them.",
+        metavar="FILE|FOLDER|file.py:samples",
+    ),
     heads: Path | None = option(
         None,
         "Compare the heads as well, and write a heatmap to this PNG file. Needs PyTorch. Your own model is "
@@ -669,26 +674,39 @@ def analyze(
     sources = [options["model"], *filter(None, given)]
     if heads is not None:
         md.refuse_image(heads, overwrite=overwrite, inputs=sources)
-    model = pop_model(options)
-    counted = {name: options.pop(name) for name in ("gpu", "peak", "precision")} | {"at": options["at"]}
-    analysis = similarity = None
-    if model.is_layer or heads is None:
-        analysis = md.analyze(model, **counted)
-    data = {} if analysis is None else analysis.to_dict()
+    model: Any = None
+    if (Path(options["model"]) / "manifest.json").is_file():
+        model = md.open_bundle(options["model"])
+        name, is_layer = model.manifest.spec.name, model.manifest.spec.layer is not None
+        for key in ("model", "hf", "layer", "axis"):
+            options.pop(key, None)
+    else:
+        model = pop_model(options)
+        name, is_layer = model.name, model.is_layer
+    figures = {name: options.pop(name) for name in ("gpu", "peak", "precision")}
+    analysis = similarity = proposed = None
+    if is_layer or heads is None:
+        analysis = md.analyze(model, **figures, at=options["at"])
+    found = {} if analysis is None else analysis.to_dict()
+    if data is not None:
+        proposed = md.propose_profiles(model, data, **figures)
+        found["profiles"] = proposed.to_dict()
     if heads is not None:
         similarity = md.compare_heads(model, **options)
-        name = f" {similarity.attention}" if similarity.attention else ""
-        title = f"{model.name}{name}: similarity of heads"
+        at = f" {similarity.attention}" if similarity.attention else ""
+        title = f"{name}{at}: similarity of heads"
         similarity.save_png(heads, title=title, overwrite=overwrite, inputs=sources)
-        data["heads"] = similarity.to_dict()
+        found["heads"] = similarity.to_dict()
 
     def lines() -> Iterator[RenderableType]:
         if analysis is not None:
             yield tables.analysis_renderable(analysis)
+        if proposed is not None:
+            yield tables.profiles_renderable(proposed)
         if similarity is not None:
             yield from (tables.similarity_renderable(similarity), f"Heatmap: {heads}")
 
-    return Result(data, lines)
+    return Result(found, lines)
 
 
 @verb(options_from(md.init, "overwrite"))

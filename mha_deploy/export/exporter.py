@@ -36,6 +36,7 @@ from mha_deploy.model.deployable import Deployable
 from mha_deploy.model.precision import find_precision
 from mha_deploy.model.spec import AttentionSpec, Axes, ModelSpec
 from mha_deploy.options import AUTO, ExportOptions
+from mha_deploy.output import scratch_folder
 from mha_deploy.reference import build_module
 from mha_deploy.reference.attention import Attention
 from mha_deploy.reference.inputs import call_arguments, fed_to, parameter_name, random_inputs, to_numpy
@@ -435,6 +436,16 @@ class _ModuleSource(flow.ExportSource):
         if not user.factory:
             return f"of the exported object, state SHA-256 {user.state_sha256}"
         return f"from the factory, seed {user.seed}"
+
+
+@user_code(timed=False, mixed=True)
+def open_graph(reference: str | Deployable, axes: Axes | None) -> tuple[ModelSpec, ir.Model]:
+    """The graph of a module with its attention fused, to count its work; nothing is written."""
+    source = _ModuleSource(reference, ExportOptions(precision="fp32"), axes)
+    source.on_step = lambda name, number, count: None
+    with scratch_folder() as folder:
+        model = source.graph(folder)
+    return source.spec, model
 
 
 def export_user_module(user: UserModule, *, opset: int = _OPSETS[0]) -> ExportedModule:

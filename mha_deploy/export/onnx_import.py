@@ -296,6 +296,16 @@ def _precision_of(model: ir.Model) -> str:
     return max(counts, key=lambda kind: counts[kind])
 
 
+def open_graph(path: Path, axes: Axes) -> tuple[ModelSpec, ir.Model]:
+    """A file with its attention fused, and its inputs over its axes; nothing of it is run."""
+    source = OnnxSource(path, ExportOptions(), axes, {})
+    model = source.fuse(source.original)
+    for value in model.graph.inputs:
+        if value.name in source.dims:  # a dimension without a name has one there
+            value.shape = ir.Shape(source.dims[str(value.name)])
+    return source.as_taken(), model
+
+
 def _named_axes(
     inputs: Mapping[str, ir.Value], given: Axes
 ) -> tuple[dict[str, tuple[Dim, ...]], dict[str, Axis]]:

@@ -1,0 +1,190 @@
+"""FLOPs and bytes of a graph, layer by layer, at one set of sizes; nothing is run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+
+from mha_deploy.analyze.cost import LayerCost, StageCost, cost_of
+from mha_deploy.analyze.roofline import GpuPeaks, StageBound, find_peaks, roofline_bound
+from mha_deploy.errors import DeployError, SpecError
+from mha_deploy.graph.ir import light_proto
+from mha_deploy.model.precision import find_precision
+from mha_deploy.model.spec import Sizes, size_of
+
+# What is multiplied; all other nodes are taken to be fused into these, so the bound stays one.
+_GEMMS = ("MatMul", "Gemm", "Einsum", "Conv", "MatMulInteger", "ConvInteger", "FusedMatMul")
+_Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphAnalysis:
+    """The cost and the roofline bound of a graph at some sizes on a GPU, node by node."""
+
+    name: str
+    sizes: Mapping[str, int]
+    precision: str
+    gpu: GpuPeaks
+    cost: LayerCost
+    bound: tuple[StageBound, ...]
+    others: int  # nodes besides, taken to be fused
+    unknown: tuple[str, ...]  # nodes whose sizes are not known
+
+    @property
+    def seconds(self) -> float:
+        """The bound of all stages together."""
+        return sum(stage.seconds for stage in self.bound)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON; times in seconds, sizes in bytes."""
+        gpu = self.gpu
+        peaks = {"peak_flops": gpu.peak_flops(self.precision), "bandwidth": gpu.bandwidth}
+        stages = [
+            {
+                **vars(each.cost),
+                "intensity": each.cost.intensity,
+                "bound_seconds": each.seconds,
+                "bound_by": each.bound_by,
+            }
+            for each in self.bound
+        ]
+        counts = {name: getattr(self.cost, name) for name in ("parameters", "flops", "bytes", "intensity")}
+        return {
+            "model": self.name,
+            "sizes": dict(self.sizes),
+            "precision": self.precision,
+            "gpu": {"name": gpu.name, **peaks, "source": gpu.source},
+            "stages": stages,
+            "total": {**counts, "bound_seconds": self.seconds},
+            "other_nodes": self.others,
+            "unknown_nodes": list(self.unknown),
+        }
+
+
+def analyze_graph(
+    name: str, model: ir.Model, sizes: Sizes, precision: str, gpu: str | GpuPeaks
+) -> GraphAnalysis:
+    """Count the FLOPs and bytes of every attention and GEMM of a graph, and their roofline bound."""
+    peaks, width = gpu if isinstance(gpu, GpuPeaks) else find_peaks(gpu), find_precision(precision).bytes
+    shapes = concrete_shapes(model, sizes)
+    stages, unknown, others = list[StageCost](), list[str](), 0
+    for node in model.graph.all_nodes():
+        if node.op_type != "Attention" and node.op_type not in _GEMMS:
+            others += 1
+            continue
+        counted = _cost(node, shapes, width)
+        if counted is None:
+            unknown.append(node.name or node.op_type)
+        else:
+            stages.append(counted)
+    if not stages:
+        problem = f"{name} has no attention and no GEMM whose sizes are known."
+        got = f"{len(unknown)} of unknown sizes" if unknown else f"{others} other nodes"
+        raise DeployError(problem, got=got, hint="--at with a size for every axis, as B=1,S=128")
+    cost = cost_of(*stages)
+    return GraphAnalysis(
+        name=name,
+        sizes=dict(sizes),
+        precision=precision,
+        gpu=peaks,
+        cost=cost,
+        bound=roofline_bound(cost, peaks, precision),
+        others=others,
+        unknown=tuple(unknown),
+    )
+
+
+def concrete_shapes(model: ir.Model, sizes: Sizes) -> dict[str, tuple[int, ...]]:
+    """The shape of every value whose sizes are known once its axes have these."""
+    proto = light_proto(model)
+    proto = onnx.ModelProto.FromString(proto.SerializeToString())
+    del proto.graph.value_info[:]
+    for value in proto.graph.input:
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.HasField("dim_param"):
+                try:
+                    dim.dim_value = size_of(dim.dim_param, sizes)
+                except (KeyError, SpecError) as error:
+                    raise DeployError(
+                        "An axis of the graph has no size.",
+                        got=f"{dim.dim_param} of {value.name}",
+                        hint="--at with a size for every axis, as B=1,S=128",
+                    ) from error
+    for value in proto.graph.output:
+        value.type.tensor_type.ClearField("shape")
+    try:
+        inferred = onnx.shape_inference.infer_shapes(proto, data_prop=True)
+    except (onnx.shape_inference.InferenceError, RuntimeError, ValueError) as error:
+        problem, hint = "The sizes of the graph cannot be followed.", "other sizes in --at"
+        raise DeployError(problem, got=str(error).splitlines()[0], hint=hint) from error
+    found = {tensor.name: tuple(tensor.dims) for tensor in inferred.graph.initializer}
+    for value in (*inferred.graph.input, *inferred.graph.value_info, *inferred.graph.output):
+        dims = value.type.tensor_type.shape.dim
+        if value.type.tensor_type.HasField("shape") and all(dim.HasField("dim_value") for dim in dims):
+            found[value.name] = tuple(dim.dim_value for dim in dims)
+    return found
+
+
+def _cost(node: ir.Node, shapes: _Shapes, width: int) -> StageCost | None:
+    """The cost of one node; None where its sizes are not known."""
+    taken = [(value, shapes.get(str(value.name))) for value in node.inputs if value is not None]
+    made = [shapes.get(str(value.name)) for value in node.outputs if value.uses() or value.is_graph_output()]
+    if any(shape is None for _, shape in taken[:3]) or not made or made[0] is None:
+        return None
+    weights = sum(
+        math.prod(shape or ()) for value, shape in taken if value.is_initializer() and len(shape or ()) > 0
+    )
+    numbers = sum(math.prod(shape) for _, shape in taken if shape) + sum(math.prod(s) for s in made if s)
+    flops = (
+        _attention_flops(node, taken) if node.op_type == "Attention" else _gemm_flops(node, taken, made[0])
+    )
+    if flops is None:
+        return None
+    kind = "attention" if node.op_type == "Attention" else node.op_type
+    return StageCost(
+        name=node.name or kind, growth=kind, parameters=weights, flops=flops, bytes=numbers * width
+    )
+
+
+def _attention_flops(node: ir.Node, taken: list[tuple[ir.Value, Any]]) -> int | None:
+    """Two matmuls of every query with every key, masked or not: 3-D inputs have their heads side by side."""
+    (_, q), (_, k), (_, v) = taken[:3]
+    past = node.inputs[4] if len(node.inputs) > 4 else None
+    known = dict((str(value.name), shape) for value, shape in taken)
+    before = 0
+    if past is not None:
+        shape = known.get(str(past.name))
+        if shape is None:
+            return None
+        before = shape[2]
+    if len(q) == 3:
+        heads = node.attributes.get("q_num_heads")
+        kv_heads = node.attributes.get("kv_num_heads")
+        if heads is None or kv_heads is None:
+            return None
+        groups = heads.as_int() / kv_heads.as_int()
+        return int(2 * q[0] * q[1] * (k[1] + before) * (q[2] + v[2] * groups))
+    return int(2 * q[0] * q[1] * q[2] * (k[2] + before) * (q[3] + v[3]))
+
+
+def _gemm_flops(node: ir.Node, taken: list[tuple[ir.Value, Any]], made: tuple[int, ...]) -> int | None:
+    first, second = taken[0][1], taken[1][1]
+    if node.op_type in ("Conv", "ConvInteger"):
+        return 2 * math.prod(made) * math.prod(second[1:])
+    if node.op_type == "Gemm":
+        turned = node.attributes.get("transA")
+        return 2 * math.prod(made) * first[0 if turned is not None and turned.as_int() else 1]
+    if node.op_type == "Einsum":
+        equation = node.attributes["equation"].as_string().replace(" ", "").partition("->")[0].split(",")
+        letters = {
+            letter: size
+            for text, (_, shape) in zip(equation, taken, strict=False)
+            for letter, size in zip(text, shape, strict=False)
+        }
+        return 2 * math.prod(letters.values()) if "." not in "".join(equation) else None
+    return 2 * math.prod(made) * first[-1]
