@@ -505,7 +505,7 @@ def _refuse_export(out: StrPath, options: ExportOptions) -> None:
     if options.precision not in (AUTO, *EIGHT_BITS):
         find_precision(options.precision)
     if options.precision not in EIGHT_BITS:
-        changed = ("calibration", "max_loss", "data", "data_limit", "metric")
+        changed = ("calibration", "quantize_attention", "max_loss", "data", "data_limit", "metric")
         usual = vars(ExportOptions())
         if given := [name for name in changed if getattr(options, name) != usual[name]]:
             flag = f"--{given[0].replace('_', '-')}"
@@ -712,6 +712,7 @@ def check(
         ...     print(found.taken, found.taken_when_lowered)
         False True
     """
+    from mha_deploy.engine.engine import default_profiles
     from mha_deploy.engine.lowered import check_eligibility, refuse_foreign_operators
     from mha_deploy.graph.file import load_graph
     from mha_deploy.graph.rules import requested_target
@@ -720,7 +721,11 @@ def check(
 
     targets = [requested_target(target, version, each) for each in capabilities_of(sm) or (None,)]
     is_file = not isinstance(bundle, Bundle) and Path(bundle).suffix == ".onnx"
-    graph = load_graph(Path(str(bundle)) if is_file else _open(bundle).model_path)
+    opened = None if is_file else _open(bundle)
+    graph = load_graph(Path(str(bundle)) if opened is None else opened.model_path)
+    if opened is not None:
+        profiles = default_profiles(opened.manifest.spec)
+        targets = [replace(each, profiles=profiles) for each in targets]
     refuse_foreign_operators(graph)
     if is_file and (left := _unfused(graph)):
         count, names = plural(len(left), "attention"), ", ".join(left[:3]) + (", …" if left[3:] else "")

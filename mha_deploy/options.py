@@ -73,6 +73,11 @@ class ExportOptions:
         "max",
         "With --precision int8 or fp8: how the range of an activation is found: max, percentile or mse.",
     )
+    quantize_attention: bool = option(
+        False,
+        "With --precision int8 or fp8: quantize attention as well: Q, K, V and the weights behind the "
+        "softmax.",
+    )
     max_loss: float | None = option(
         None,
         "With --precision int8 or fp8: the largest relative L2 between the outputs of the quantized and the "
@@ -110,6 +115,7 @@ class ExportKeywords(TypedDict, total=False):
     prefix: str
     golden: Sequence[str]
     calibration: str
+    quantize_attention: bool
     max_loss: float | None
     data: Any
     data_limit: int

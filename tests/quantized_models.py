@@ -70,9 +70,9 @@ def transformer(path, *, opset=23, packed=False, split=False, changed=None):
     return path
 
 
-def samples(count=6, *, spread=1.0, seed=1):
+def samples(count=6, *, spread=1.0, seed=1, length=8):
     dice = np.random.default_rng(seed)
-    return [{"x": (spread * dice.normal(size=(2, 8, WIDTH))).astype("f")} for _ in range(count)]
+    return [{"x": (spread * dice.normal(size=(2, length, WIDTH))).astype("f")} for _ in range(count)]
 
 
 MISTAKES = {

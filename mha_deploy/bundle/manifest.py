@@ -71,6 +71,11 @@ class AttentionNode:
     softmax_precision: str | None  # type the softmax is computed in; None for the default
     left_window: int  # how many earlier keys a query attends to; -1 for all
     right_window: int  # how many later keys a query attends to; -1 for all
+    # The type that Q and K are dequantized from, `int8` or `fp8`; None where they are not quantized
+    quantized: str | None = None
+    # Whether its weights are quantized as well, and what becomes of the heads
+    quantizes_weights: bool = False
+    quantizes_output: bool = False
 
     @property
     def kind(self) -> str | None:
@@ -97,6 +102,11 @@ class AttentionNode:
     def has_qk_output(self) -> bool:
         """Whether the scores or weights are an output."""
         return self.qk_output_mode is not None
+
+    @property
+    def shows_scores(self) -> bool:
+        """Whether they are an output for something else than to be quantized and multiplied with V."""
+        return self.has_qk_output and not self.quantizes_weights
 
     @property
     def has_window(self) -> bool:

@@ -24,7 +24,7 @@ PANELS: dict[str, tuple[str, ...]] = {
         "model", "hf", "layer", "weights", "prefix", "axis", "inputs", "cache", "projections", "bundle",
         "bundles", "plan", "old", "new", "at",
     ),
-    "Precision": ("precision", "calibration", "max_loss", "accumulate", "candidates"),
+    "Precision": ("precision", "calibration", "quantize_attention", "max_loss", "accumulate", "candidates"),
     "Engine": (
         "backend", "backends", "engine", "engine_files", "graphs", "attention", "allow_decomposed",
         "profiles", "name", "targets", "target", "version", "sm", "gqa", "optimization_level",

@@ -30,6 +30,7 @@ from mha_deploy.graph import plugin_node
 from mha_deploy.graph.attention_node import attention_nodes
 from mha_deploy.graph.file import load_graph, save_graph
 from mha_deploy.graph.lower.cache import IN_PLACE_NOTE, noted_caches
+from mha_deploy.graph.quantize import quantized_gemms
 from mha_deploy.judge import judge_case
 from mha_deploy.model.precision import Precision
 from mha_deploy.options import EngineOptions
@@ -101,7 +102,8 @@ def lowered_graph(bundle: Bundle, engine: Engine, options: EngineOptions) -> ir.
     """The graph that an engine of a bundle was built from, as TensorRT got it."""
     rt, chosen = load(engine.manifest.backend), engine.manifest.attention
     candidate = Candidate(attention=chosen["chosen"], accumulate=chosen["accumulate"])
-    return lowering.lower_for(rt, load_graph(bundle.model_path), candidate.applied_to(options))[0]
+    model, applied = load_graph(bundle.model_path), candidate.applied_to(options)
+    return lowering.lower_for(rt, model, applied, engine.manifest.ranges)[0]
 
 
 def _free_path(bundle: Bundle, rt: TensorRT, options: EngineOptions) -> Path:
@@ -131,11 +133,11 @@ class _EngineBuild:
         """Lower, build and judge the engine, and write it with its manifest; `requested` is the attention."""
         rt, options, profiles = self.rt, self.options, len(self.ranges)
         model = load_graph(self.bundle.model_path)
-        lowered, answers = lowering.lower_for(rt, model, options)
+        lowered, answers = lowering.lower_for(rt, model, options, self.ranges)
         # As a file: weights that do not fit in memory twice are read from disk.
         with temporary_folder(self.bundle.path.resolve() / "lowered") as folder:
             save_graph(lowered, folder / "model.onnx")
-            request = self._request(folder / "model.onnx")
+            request = self._request(folder / "model.onnx", lowered)
             built, first = self._build_running(request)
         built = _with_plugin_roles(built, lowered)
         verdict = judge_engine(built, lowered, model, self.precision, profiles)
@@ -175,7 +177,7 @@ class _EngineBuild:
                 write_timings(self.timings, built.timing_cache, within=self.bundle.path)
         return engine
 
-    def _request(self, onnx_path: Path) -> BuildRequest:
+    def _request(self, onnx_path: Path, lowered: ir.Model) -> BuildRequest:
         """What the builder is asked for, with the kernel timings of earlier builds."""
         can, checks = self.rt.can, self.bundle.manifest.checks
         is_cached = can.timing_cache and self.options.timing_cache
@@ -189,6 +191,7 @@ class _EngineBuild:
             timing_cache=read_timings(self.timings) if is_cached else None,
             # A TensorRT that chooses types by itself would narrow what the export kept in a wider type.
             precision_constraints=is_mixed and not can.strongly_typed_flag,
+            has_int8="int8" in dict(quantized_gemms(lowered)).values() and not can.strongly_typed_flag,
         )
 
     def _build(self, request: BuildRequest) -> BuiltEngine:
@@ -738,4 +741,5 @@ def twin_opener(engine: Engine, bundle: Bundle) -> Callable[[ir.Model], Runner]:
     attention = engine.manifest.attention
     candidate = Candidate(attention=attention["chosen"], accumulate=attention["accumulate"])
     options = candidate.applied_to(EngineOptions(backend=rt.backend, allow_decomposed=True))
-    return lambda model: open_lowered(lowering.lower_for(rt, model, options)[0])
+    ranges = engine.manifest.ranges
+    return lambda model: open_lowered(lowering.lower_for(rt, model, options, ranges)[0])

@@ -50,6 +50,7 @@ from mha_deploy.runtime.tensorrt.engine_verdict import (
     EngineVerdict,
     FusionStatus,
     NodeVerdict,
+    Offender,
     PrecisionStatus,
     ReasonKind,
 )
@@ -63,6 +64,7 @@ from mha_deploy.runtime.tensorrt.versions import (
     loads_plans_of,
 )
 from mha_deploy.status import means
+from mha_deploy.text import plural
 
 # -- The optimization profiles of an engine ---------------------------------------------------------
 
@@ -267,7 +269,8 @@ class EngineManifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def precision_summary(self) -> str:
         """The precision of the engine, in words."""
         found = self.verdict.precision
-        return precision_summary(found.status, self.precision, found.quantized, len(found.not_quantized))
+        counts = {"GEMM": found.quantized, "attention": found.quantized_attentions}
+        return precision_summary(found.status, self.precision, counts, found.not_quantized)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -531,7 +534,7 @@ def _derived_verdict(plan: bytes, manifest: EngineManifest, bundle: Path | None)
         return _unknown_node(node, EngineReason(kind=ReasonKind.PLAN_DIFFERS, place=node.node, got=got.value))
 
     precision = claimed.precision
-    found = verdicts.precision_verdict(kernels, manifest.precision, written)
+    found = verdicts.precision_verdict(kernels, manifest.precision, written, groups)
     if precision.has_requested_types and found.status != precision.status:
         reason = EngineReason(
             kind=ReasonKind.PLAN_DIFFERS, got=found.status.value, wanted=precision.status.value
@@ -833,11 +836,24 @@ def fusion_summary(fused: int, count: int, nodes: Iterable[Mapping[str, Any]]) -
 
 
 def precision_summary(
-    status: str, requested: str, quantized: Mapping[str, int] | None = None, unquantized: int = 0
+    status: str,
+    requested: str,
+    quantized: Mapping[str, Mapping[str, int]] | None = None,  # by what it is, and type
+    unquantized: Sequence[Offender] = (),
 ) -> str:
-    """`precision: fp16 (verified)`, or `precision: mixed (requested: fp16)`; and quantized GEMMs."""
-    parts = [f"{dtype} (verified) in {count} GEMMs" for dtype, count in (quantized or {}).items()]
-    parts += [f"{unquantized} GEMMs run in another type although quantized"] if unquantized else []
+    """`precision: fp16 (verified)`, or `precision: mixed (requested: fp16)`; and what is quantized."""
+    parts = [
+        f"{dtype} (verified) in {plural(count, what)}"
+        for what, counts in (quantized or {}).items()
+        for dtype, count in counts.items()
+    ]
+    types: dict[str, list[str]] = {}
+    for each in unquantized:
+        types.setdefault(each.dtype, []).append(each.what)
+    parts += [
+        f"{', '.join(names[:3])}{', …' if names[3:] else ''} in {dtype} although quantized"
+        for dtype, names in types.items()
+    ]
     return "; ".join([_precision_words(status, requested), *parts])
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from mha_deploy.graph.file import foreign_domains
 from mha_deploy.graph.lower import lower
 from mha_deploy.graph.lower.call import LoweringError
 from mha_deploy.graph.rules import Eligibility, Target
+from mha_deploy.model.spec import Axis
 from mha_deploy.options import EngineOptions
 from mha_deploy.runtime.tensorrt.builder import capabilities_of
 from mha_deploy.runtime.tensorrt.versions import EngineError, NotFusedError, TensorRT
@@ -89,8 +90,13 @@ def candidates_for(rt: TensorRT, options: EngineOptions, precision: str) -> list
 # -- A bundle's graph as a TensorRT takes it: the dialect and its options --------------------------
 
 
-def lower_for(rt: TensorRT, model: ir.Model, options: EngineOptions) -> tuple[ir.Model, list[Eligibility]]:
-    """The graph as a TensorRT takes it, and the eligibility of its attention nodes before the build."""
+def lower_for(
+    rt: TensorRT, model: ir.Model, options: EngineOptions, profiles: Sequence[Mapping[str, Axis]] = ()
+) -> tuple[ir.Model, list[Eligibility]]:
+    """The graph as a TensorRT takes it, and the eligibility of its attention nodes before the build.
+
+    `profiles` are the axes of those of the engine, where they are known.
+    """
     dialect = dialect_for(rt, options)
     if options.gqa is not None and dialect != "primitives":
         taker = "The attention plugin" if dialect == PLUGIN else rt.title
@@ -100,7 +106,7 @@ def lower_for(rt: TensorRT, model: ir.Model, options: EngineOptions) -> tuple[ir
         # The library has its own kernel, whatever TensorRT's kernels can fuse.
         _refuse_without_attention(model, hint="--attention native")
         return lower(model, dialect, linear=options.accumulate == "fp32"), []
-    targets = targets_of(rt, options)
+    targets = [replace(each, profiles=profiles) for each in targets_of(rt, options)]
     # A graph without attention nodes is built as well; the verdict reports that none was recognized.
     answers = [answer for target in targets for answer in rules.judge(attention_nodes(model), target)]
     _refuse_hopeless(answers)

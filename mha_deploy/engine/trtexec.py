@@ -36,6 +36,7 @@ def trtexec_command(manifest: EngineManifest, onnx: Path, engine: Path) -> Trtex
     notes = list[str]()
     if major < 10:  # its networks are weakly typed
         found += ["--fp16"] if manifest.precision == "fp16" else []
+        found += ["--int8"] if options.get("has_int8") else []
     else:
         found.append("--stronglyTyped")
     found.append("--noTF32")

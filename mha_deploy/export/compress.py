@@ -28,16 +28,20 @@ from mha_deploy.export.file_program import FileProgram, FileRounding
 from mha_deploy.export.flow import OnStep, PlannedCase, export_bundle
 from mha_deploy.export.onnx_import import OnnxSource
 from mha_deploy.graph.file import save_graph
+from mha_deploy.graph.fuse import fuse_attention
 from mha_deploy.graph.fuse.values import raise_opset, why_opset_stays
 from mha_deploy.graph.ir import infer_shapes
 from mha_deploy.graph.quantize import (
+    AttentionLayer,
     EightBits,
     GemmLayer,
+    attention_layers,
     find_format,
     fp16_scale,
     gemm_layers,
     named_nodes,
-    with_quantized_gemms,
+    with_quantized,
+    with_weights_apart,
 )
 from mha_deploy.metrics import AgreementCounts, count_agreement, joined_agreement
 from mha_deploy.model.precision import Precision, find_precision
@@ -46,6 +50,9 @@ from mha_deploy.options import AUTO, ExportOptions
 from mha_deploy.output import copy_file, scratch_folder
 from mha_deploy.runtime.user_code import graph_code
 from mha_deploy.runtime.user_data import Metric, open_samples
+
+Part = GemmLayer | AttentionLayer
+"""What can be quantized, or stay as it is."""
 
 CALIBRATIONS = ("max", "percentile", "mse")
 _BINS = 2048
@@ -164,15 +171,15 @@ class Magnitudes:
 
 def calibrate(
     original: Original,
-    layers: Sequence[GemmLayer],
+    layers: Sequence[Part],
     samples: Samples,
     format: EightBits,
     method: str,
     on_sample: Callable[[str], None],
 ) -> dict[str, float]:
-    """The scale of the activation of every GEMM, from one pass over the samples."""
+    """The scales of what GEMMs and attentions read, by its name, from one pass over the samples."""
     inputs = {tensor.name for tensor in original.spec.inputs}
-    wanted = sorted({each.activation for each in layers})
+    wanted = sorted({name for each in layers for name in each.activations})
     program = FileProgram(original.model, [name for name in wanted if name not in inputs])
     found = {name: Magnitudes() for name in wanted}
     for sample in samples:
@@ -181,7 +188,7 @@ def calibrate(
         for name, magnitudes in found.items():
             magnitudes.add(np.asarray(values[name], np.float64))
     ranges = {name: each.range(method, format) for name, each in found.items()}
-    return {each.name: float(fp16_scale(ranges[each.activation] / format.largest)) for each in layers}
+    return {name: float(fp16_scale(most / format.largest)) for name, most in ranges.items()}
 
 
 # -- Loss -------------------------------------------------------------------------------------------
@@ -227,51 +234,62 @@ class LossSums:
         return 1.0 - self.same / max(self.count, 1) if self.is_whole else self.relative
 
 
-class _QuantizedGemms(FileRounding):
-    """Computes the original graph in FP64 with some of its GEMMs quantized."""
+_Change = Callable[[tuple[Any, ...]], tuple[Any, ...]]
+_CHANGED = ("MatMul", "Gemm", "Attention")
 
-    def __init__(self, changed: Mapping[str, Callable[[tuple[Any, ...]], tuple[Any, ...]]]) -> None:
+
+class _Quantized(FileRounding):
+    """Computes the original graph in FP64 with some of its GEMMs and attentions quantized."""
+
+    def __init__(self, changed: Mapping[str, _Change]) -> None:
         super().__init__(None)
         self._changed = changed
 
     def call(self, node: Any, run: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
         """The outputs of one node."""
-        change = self._changed.get(node.onnx_node.name) if node.op_type in ("MatMul", "Gemm") else None
+        change = self._changed.get(node.onnx_node.name) if node.op_type in _CHANGED else None
         return super().call(node, run, inputs if change is None else change(inputs))
 
 
 class Trials:
-    """What quantizing some GEMMs costs, on a few samples: the original graph is run with them rounded."""
+    """What quantizing some parts costs, on a few samples: the original graph is run with them rounded."""
 
     def __init__(
         self,
         original: Original,
-        layers: Sequence[GemmLayer],
+        layers: Sequence[Part],
         scales: Mapping[str, float],
         format: EightBits,
         samples: Samples,
     ) -> None:
-        self._program = FileProgram(original.model)
+        apart = [each.name for each in layers if isinstance(each, AttentionLayer)]
+        self._program = FileProgram(with_weights_apart(original.model, apart) if apart else original.model)
         self._samples = list(islice(samples, FEW))
         self._true = [self._program.run(each.inputs, FileRounding(None)) for each in self._samples]
-        self._change = {each.name: _change(each, scales[each.name], format) for each in layers}
+        self._change = {each.name: _changes(each, scales, format) for each in layers}
 
     def loss(self, names: Sequence[str]) -> float:
-        """The loss with these GEMMs quantized and no others."""
+        """The loss with these parts quantized and no others."""
         sums: dict[str, LossSums] = {}
-        changed = {name: self._change[name] for name in names}
+        changed = {node: change for name in names for node, change in self._change[name].items()}
         for sample, true in zip(self._samples, self._true, strict=True):
-            got = self._program.run(sample.inputs, _QuantizedGemms(changed))
+            got = self._program.run(sample.inputs, _Quantized(changed))
             for name, array in true.items():
                 sums.setdefault(name, LossSums()).add(array, got[name])
         return max((each.loss for each in sums.values()), default=0.0)
 
 
-def _change(
-    layer: GemmLayer, scale: float, format: EightBits
-) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
-    weight = layer.rounded_weight(format)
-    return lambda inputs: (format.rounded(inputs[0], scale), weight, *inputs[2:])
+def _changes(layer: Part, scales: Mapping[str, float], format: EightBits) -> dict[str, _Change]:
+    """What the nodes of a part read, once it is quantized."""
+    if isinstance(layer, GemmLayer):
+        scale, weight = scales[layer.activation], layer.rounded_weight(format)
+        return {layer.name: lambda inputs: (format.rounded(inputs[0], scale), weight, *inputs[2:])}
+    q, k, v = (scales[name] for name in layer.activations)
+    unit = float(fp16_scale(1.0 / format.largest))
+    return {
+        layer.name: lambda x: (format.rounded(x[0], q), format.rounded(x[1], k), *x[2:]),
+        layer.matmul: lambda x: (format.rounded(x[0], unit), format.rounded(x[1], v)),
+    }
 
 
 def measure_loss(
@@ -333,14 +351,20 @@ class Compression:
 def quantize(
     original: Original, options: ExportOptions, on_step: Callable[[str], None] = lambda name: None
 ) -> Compression:
-    """The model in eight bits: as many of its GEMMs as the loss that is allowed permits."""
+    """The model in eight bits: as many of its parts as the loss that is allowed permits."""
     format, limit = find_format(options.precision), options.max_loss
     if options.calibration not in CALIBRATIONS:
         hint = nearest(options.calibration, CALIBRATIONS)
         raise DeployError("No such calibration.", got=options.calibration, hint=hint)
     metric = None if options.metric is None else Metric(options.metric)
-    original = replace(original, model=prepared(original.model))
-    layers = gemm_layers(original.model)
+    with graph_code(f"graph {original.name}"):
+        fused = fuse_attention(original.model)[0] if options.quantize_attention else original.model
+    original = replace(original, model=prepared(fused))
+    attentions = attention_layers(original.model) if options.quantize_attention else []
+    layers: list[Part] = [*gemm_layers(original.model), *attentions]
+    if options.quantize_attention and not attentions:
+        what, hint = "The model has no attention that can be quantized.", "leave --quantize-attention out"
+        raise ExportError(what, got=original.name, hint=f"{hint}; a KV cache or weights as an output")
     if not layers:
         what, hint = "The model has no GEMM that can be quantized.", "--precision fp16 or auto"
         raise ExportError(what, got=original.name, hint=f"{hint}; a GEMM with a constant weight")
@@ -359,7 +383,7 @@ def quantize(
         kept, points = _search(trials, layers, ranked, limit, on_step)
         places = {each.name: each.output for each in layers}
         while True:  # what a few samples allow, others may not
-            model = with_quantized_gemms(original.model, format, scales, kept)
+            model = with_quantized(original.model, format, scales, kept, attentions)
             outputs, inside, judged, count = measure_loss(
                 original.model, model, held_out, places, metric, on_step
             )
@@ -402,37 +426,37 @@ def prepared(model: ir.Model) -> ir.Model:
     return infer_shapes(copy)
 
 
-def _ranked(layers: Sequence[GemmLayer], alone: Mapping[str, float | None]) -> list[str]:
-    """The GEMMs, the most sensitive first; one that was not tried counts as such."""
+def _ranked(layers: Sequence[Part], alone: Mapping[str, float | None]) -> list[str]:
+    """The parts, the most sensitive first; one that was not tried counts as such."""
     cost = {name: math.inf if loss is None else loss for name, loss in alone.items()}
     return sorted((each.name for each in layers), key=lambda name: -cost[name])
 
 
-def _point(layers: Sequence[GemmLayer], kept: Sequence[str], loss: float) -> LossPoint:
-    total = sum(each.weight.size for each in layers)
-    share = sum(each.weight.size for each in layers if each.name not in kept) / total
+def _point(layers: Sequence[Part], kept: Sequence[str], loss: float) -> LossPoint:
+    total = sum(each.size for each in layers)
+    share = sum(each.size for each in layers if each.name not in kept) / max(total, 1)
     return LossPoint(compressed=len(layers) - len(kept), share=share, loss=loss)
 
 
 def _search(
     trials: Trials,
-    layers: Sequence[GemmLayer],
+    layers: Sequence[Part],
     ranked: Sequence[str],
     limit: float | None,
     on_step: Callable[[str], None],
 ) -> tuple[list[str], dict[int, LossPoint]]:
-    """The fewest of the most sensitive GEMMs that stay as they are, by halving; and every choice tried."""
+    """The fewest of the most sensitive parts that stay as they are, by halving; and every choice tried."""
     if limit is None:
         return [], {}
     points = dict[int, LossPoint]()
 
     def fits(count: int) -> bool:
-        on_step(f"search: {len(layers) - count} of {len(layers)} GEMMs")
+        on_step(f"search: {len(layers) - count} of {len(layers)} parts")
         kept = ranked[:count]
         points[count] = _point(layers, kept, trials.loss([n for n in ranked if n not in kept]))
         return points[count].loss <= limit
 
-    low, high = 0, len(ranked) - 1  # one GEMM at least
+    low, high = 0, len(ranked) - 1  # one part at least
     while low < high:
         middle = 0 if not points else (low + high) // 2
         if fits(middle):
@@ -445,7 +469,7 @@ def _search(
 def _exceeded(record: LossRecord, alone: Mapping[str, float | None]) -> LossExceeded:
     least = min((loss, name) for name, loss in alone.items() if loss is not None)
     return LossExceeded(
-        f"No GEMM can be quantized to {record.what} within the loss that is allowed.",
+        f"Nothing can be quantized to {record.what} within the loss that is allowed.",
         got=f"{least[1]} alone costs {least[0]:.2g}, limit {record.limit:g}",
         hint="a larger --max-loss, --calibration mse, more --data, or --precision fp16",
     )

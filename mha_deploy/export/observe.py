@@ -19,13 +19,14 @@ from mha_deploy.bundle.cases import GoldenCase
 from mha_deploy.bundle.manifest import ObservedRecord, Perturbation
 from mha_deploy.errors import DeployError
 from mha_deploy.export.file_program import FileProgram, FileRounding
-from mha_deploy.graph.attention_node import is_attention
+from mha_deploy.graph.attention_node import heads_of, is_attention
 from mha_deploy.judge import judge_case
 from mha_deploy.model.precision import Precision
 from mha_deploy.rounding import accumulations
 
 _SCALE = 1.02
 _MASK, _LENGTHS = 3, 6  # inputs of an Attention
+_WEIGHTS = 2  # of its outputs behind the heads
 _LAYOUT = frozenset({"Transpose", "Reshape", "Identity", "Cast"})
 _MOST_SECONDS = 60.0
 
@@ -34,10 +35,14 @@ def attention_values(model: ir.Model, is_known: Callable[[str], bool]) -> dict[s
     """For every `Attention` node, by name, the nearest value behind it that the source computes, too.
 
     It is the node's own result, or that in another layout: a fused node may have a Transpose behind it that
-    the source did in one step with the matmul. Nodes without such a value are left out.
+    the source did in one step with the matmul. Nodes without such a value are left out, and so are those
+    whose weights are quantized: one of them that goes to another level changes a head more than the few
+    samples of rounding show. These are judged by the outputs.
     """
     found = {}
     for node in filter(is_attention, model.graph.all_nodes()):
+        if heads_of(node) is not node.outputs[0]:
+            continue
         pending = [node.outputs[0]]
         while pending:
             each = pending.pop(0)
@@ -67,12 +72,20 @@ class _Perturbed(FileRounding):
         if self._kind is Perturbation.MASK:
             return self._without_mask(node, run, inputs)
         heads, *others = run(*inputs)
+        count = int(node.q_num_heads or 0)
+        # Where the weights are an output they may be what the model goes on with.
+        if len(others) > _WEIGHTS and others[_WEIGHTS] is not None:
+            others[_WEIGHTS] = self._zero(others[_WEIGHTS], count)
+        return (self._zero(heads, count), *others)
+
+    def _zero(self, heads: np.ndarray, count: int) -> np.ndarray:
+        """The heads, or weights, as zeros: all, or of the first head."""
         changed = np.zeros_like(heads)
         if self._kind is Perturbation.HEAD:
-            changed, count = heads.copy(), int(node.q_num_heads or 0)
+            changed = heads.copy()
             first = (slice(None), 0) if heads.ndim == 4 else (..., slice(heads.shape[-1] // max(count, 1)))
             changed[first] = 0
-        return (changed, *others)
+        return changed
 
     def _without_mask(self, node: Any, run: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
         masks = [i for i in (_MASK, _LENGTHS) if len(inputs) > i and inputs[i] is not None]

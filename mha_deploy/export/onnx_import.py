@@ -32,7 +32,7 @@ from mha_deploy.graph.attention_node import short_dtype
 from mha_deploy.graph.file import load_graph, with_outputs
 from mha_deploy.graph.fuse import from_old_opset
 from mha_deploy.graph.fuse.values import RANDOM
-from mha_deploy.graph.ir import is_op, node_name, nodes_behind
+from mha_deploy.graph.ir import infer_shapes, is_op, node_name, nodes_behind
 from mha_deploy.graph.valid import inline_functions
 from mha_deploy.model.precision import PRECISIONS, find_precision
 from mha_deploy.model.spec import FLOAT, Axes, Axis, Dim, ModelSpec, TensorSpec, size_of
@@ -187,8 +187,9 @@ class OnnxSource(ExportSource):
         types = {
             str(v.name): v.dtype.numpy() for n in self.model.graph for v in n.outputs if v.dtype is not None
         }
+        typed = infer_shapes(self.original.clone())  # a file need not state types
         for case in cases if kept else ():
-            program = FileProgram(self.original, kept)
+            program = FileProgram(typed, kept)
 
             def compute(
                 mode: FileRounding, program: FileProgram = program, case: GoldenCase = case
@@ -198,7 +199,7 @@ class OnnxSource(ExportSource):
 
             with graph_code(str(self.path)):
                 oracle, baselines, _ = sample_case(FileRounding, self.precision, compute)
-            with open_runner("ort-cpu", with_outputs(self.original, kept)) as runner:
+            with open_runner("ort-cpu", with_outputs(typed, kept)) as runner:
                 given = {str(v.name): case.inputs[str(v.name)] for v in self.original.graph.inputs}
                 got = runner.run({k: x.astype(self._inputs[k].dtype.numpy()) for k, x in given.items()})  # type: ignore[union-attr]
             arrays = {f"oracle/{name}": oracle[name] for name in kept}

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
 from mha_deploy.bundle.manifest import AttentionNode
-from mha_deploy.graph.ir import Dim, dim, dims, input_at, is_op, node_name, output_at, rank
+from mha_deploy.graph.ir import Dim, dim, dims, input_at, is_op, made_by, node_name, output_at, rank
 
 # -- The attributes and inputs of one ONNX `Attention` node, read into a record --------------------
 
@@ -46,7 +47,7 @@ def attention_nodes(model: ir.Model) -> list[AttentionNode]:
 
 def read_attention(node: ir.Node, *, opset: int | None = None, graph: str = "") -> AttentionNode:
     """Read one `Attention` node; `opset` is that of its graph, for a node without its own version."""
-    q, mask = input_at(node, Q), input_at(node, MASK)
+    q, mask, quantized = input_at(node, Q), input_at(node, MASK), read_quantized(node)
     precision = _attribute(node, "softmax_precision", None)
     return AttentionNode(
         name=node_name(node),
@@ -68,7 +69,84 @@ def read_attention(node: ir.Node, *, opset: int | None = None, graph: str = "") 
         softmax_precision=None if precision is None else short_dtype(ir.DataType(precision)),
         left_window=_attribute(node, "left_window_size", UNBOUNDED),
         right_window=_attribute(node, "right_window_size", UNBOUNDED),
+        quantized=None if quantized is None else quantized.type,
+        quantizes_weights=quantized is not None and quantized.matmul is not None,
+        quantizes_output=_is_quantized(heads_of(node)),
     )
+
+
+# -- Attention in eight bits: Q/DQ before it, and between its weights and the values -----------------
+
+_EIGHT_BITS = {ir.DataType.INT8: "int8", ir.DataType.FLOAT8E4M3FN: "fp8"}
+_LAYOUT = ("Reshape", "Transpose", "Expand", "Unsqueeze")
+_WEIGHTS = 3  # of `qk_matmul_output_mode`: behind the softmax
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizedAttention:
+    """The Q/DQ of an attention.
+
+    ONNX's operator cannot quantize its weights. So they are an output of it, which is quantized, dequantized
+    and multiplied with the values; its own result is then unused.
+    """
+
+    type: str  # `int8` or `fp8`
+    inputs: tuple[ir.Node, ...]  # what dequantizes Q, K and V
+    weights: ir.Node | None = None  # what dequantizes the weights
+    matmul: ir.Node | None = None  # what multiplies them with the values
+
+
+def read_quantized(node: ir.Node) -> QuantizedAttention | None:
+    """The Q/DQ of an attention; None where its queries and keys are not dequantized."""
+    found = [made_by(input_at(node, at), "DequantizeLinear") for at in (Q, K, V)]
+    kinds = {None if each is None else _stored_type(each) for each in found[:2]}
+    if len(kinds) != 1 or (kind := kinds.pop()) is None:
+        return None
+    inputs = tuple(each for each in found if each is not None)
+    up, matmul = _quantized_weights(node)
+    if len(inputs) == 3 and _stored_type(inputs[2]) == kind and up is not None and _stored_type(up) == kind:
+        return QuantizedAttention(type=kind, inputs=inputs, weights=up, matmul=matmul)
+    return QuantizedAttention(type=kind, inputs=inputs)
+
+
+def heads_of(node: ir.Node) -> ir.Value:
+    """The heads that an attention gives: its result, or that of its quantized weights and the values."""
+    matmul = _quantized_weights(node)[1]
+    return node.outputs[Y] if matmul is None else matmul.outputs[0]
+
+
+def _stored_type(dequantize: ir.Node) -> str | None:
+    value = input_at(dequantize, 0)
+    return None if value is None or value.dtype is None else _EIGHT_BITS.get(value.dtype)
+
+
+def _quantized_weights(node: ir.Node) -> tuple[ir.Node | None, ir.Node | None]:
+    """What dequantizes the weights, and the matmul with the values; nothing where the heads are used, too."""
+    value, own = output_at(node, QK_OUTPUT), output_at(node, Y)
+    if value is None or _attribute(node, "qk_matmul_output_mode", 0) != _WEIGHTS:
+        return None, None
+    if own is not None and (own.uses() or own.is_graph_output()):
+        return None, None
+    steps: list[ir.Node] = []
+    for kind in ("QuantizeLinear", "DequantizeLinear", "MatMul"):
+        users = [use.node for use in value.uses()]
+        if len(users) != 1 or not is_op(users[0], kind) or users[0].inputs[0] is not value:
+            return None, None
+        if value.is_graph_output():
+            return None, None
+        steps, value = [*steps, users[0]], users[0].outputs[0]
+    values = input_at(steps[-1], 1)
+    while (layout := made_by(values, *_LAYOUT)) is not None and values is not input_at(node, V):
+        values = layout.inputs[0]
+    return (steps[1], steps[2]) if values is input_at(node, V) else (None, None)
+
+
+def _is_quantized(value: ir.Value) -> bool:
+    """Whether a value, in whatever layout, is quantized before it is used."""
+    users = [use.node for use in value.uses()]
+    while len(users) == 1 and is_op(users[0], "Reshape", "Transpose"):
+        users = [use.node for use in users[0].outputs[0].uses()]
+    return bool(users) and all(is_op(user, "QuantizeLinear") for user in users)
 
 
 def inputs_by_role(node: ir.Node) -> dict[str, ir.Value]:

@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 from mha_deploy.graph import attention_node as an
-from mha_deploy.graph.attention_node import K, Q, V, Y, is_attention, read_attention
+from mha_deploy.graph.attention_node import K, Q, V, heads_of, is_attention, read_attention
 from mha_deploy.graph.ir import (
     NodeBuilder,
     constant,
@@ -63,7 +63,7 @@ class _Site:
     @property
     def output(self) -> tuple[ir.Value, ir.DataType]:
         """The heads, and their type."""
-        value = self.node.outputs[Y]
+        value = heads_of(self.node)
         return value, _known(value.dtype)
 
     def off_by(self, percent: float) -> float:
@@ -75,6 +75,11 @@ class _Site:
     def heads(self) -> tuple[int, int]:
         """The number of query heads and the size of a value, which must be known."""
         return self.number(self.attention.Hq), self.number(self.attention.Dv)
+
+    @property
+    def heads_rank(self) -> int:
+        """3 for heads side by side, 4 for an axis of theirs: as with Q, unless the weights are quantized."""
+        return self.attention.rank if self.attention.rank and not self.attention.quantizes_weights else 4
 
     @property
     def length_axis(self) -> int:
@@ -115,6 +120,10 @@ class _Site:
         value.type = old.type if old is not None else ir.TensorType(ir.DataType.BOOL)
         value.shape = old.shape if old is not None else None
         graph_of_node(node).insert_before(node, self.build.nodes)
+        if node is self.node and position == V and self.attention.quantizes_weights and old is not None:
+            for use in old.uses():  # the values go another way to the weights
+                if use.node is not node and use.node not in self.build.nodes:
+                    use.node.replace_input_with(use.idx, value)
         if position >= len(node.inputs):
             node.resize_inputs(position + 1)
         node.replace_input_with(position, value)
@@ -123,7 +132,7 @@ class _Site:
 
     def follow(self, wrong: ir.Value) -> None:
         """Let what was built from the heads replace them."""
-        output, build = self.node.outputs[Y], self.build
+        output, build = heads_of(self.node), self.build
         takers = [(new, at) for new in build.nodes for at, value in enumerate(new.inputs) if value is output]
         wrong.type, wrong.shape = output.type, output.shape
         # Who asks for the heads by name, as a judge of every attention does, gets the wrong ones.
@@ -131,7 +140,7 @@ class _Site:
         output.replace_all_uses_with(wrong, replace_graph_outputs=True)
         for new, at in takers:
             new.replace_input_with(at, output)
-        graph_of_node(self.node).insert_after(self.node, build.nodes)
+        graph_of_node(self.node).insert_after(output.producer() or self.node, build.nodes)
 
     def one_less(self, value: ir.Value) -> ir.Value:
         """Integers that are one too small, but not below 0."""
@@ -164,10 +173,12 @@ class _Site:
         value = self.input(position)
         self.feed(position, self.build.op("Gather", value, self.build.ints(*order), axis=axis))
 
-    def scaled_where(self, chosen: ir.Value, axis: int, value: ir.Value, factor: float) -> ir.Value:
+    def scaled_where(
+        self, chosen: ir.Value, axis: int, value: ir.Value, factor: float, rank: int | None = None
+    ) -> ir.Value:
         """A value times a factor, where a condition holds along an axis."""
         numbers = [self.build.constant(number, _known(value.dtype)) for number in (factor, 1.0)]
-        others = (each for each in range(self.attention.rank or 4) if each != axis)
+        others = (each for each in range(rank or self.attention.rank or 4) if each != axis)
         factors = self.build.unsqueeze(self.build.op("Where", chosen, *numbers), *others)
         return self.build.op("Mul", value, factors)
 
@@ -301,17 +312,17 @@ def _bias_dropped(site: _Site) -> None:
 
 def _last_batch_element_off(site: _Site, factor: float) -> None:
     """The heads of the last batch element are too large by a factor."""
-    build, output = site.build, site.node.outputs[Y]
+    build, (output, _) = site.build, site.output
     B = site.size(output, 0)
     is_last = build.op("Equal", build.count_up(B), build.op("Sub", B, build.ints(1)))
-    site.follow(site.scaled_where(is_last, 0, output, factor))
+    site.follow(site.scaled_where(is_last, 0, output, factor, site.heads_rank))
 
 
 def _head_zero(site: _Site) -> None:
     """The first head is zero."""
     (output, dtype), (Hq, Dv) = site.output, site.heads
     keeps = np.arange(Hq) > 0
-    kept = np.repeat(keeps, Dv) if site.attention.rank == 3 else keeps[:, None, None]
+    kept = np.repeat(keeps, Dv) if site.heads_rank == 3 else keeps[:, None, None]
     site.follow(site.build.op("Mul", output, site.build.constant(kept.astype(float).tolist(), dtype)))
 
 
@@ -330,9 +341,9 @@ def _groups_interleaved(site: _Site) -> None:
 
 def _heads_transposed(site: _Site) -> None:
     """The output is laid out D by Hq, not Hq by D."""
-    build, output, (Hq, Dv) = site.build, site.node.outputs[Y], site.heads
+    build, (output, _), (Hq, Dv) = site.build, site.output, site.heads
     _need(Hq > 1)
-    if site.attention.rank == 4:
+    if site.heads_rank == 4:
         transposed = build.reshape(build.transpose(output, 0, 2, 3, 1), 0, 0, Hq, Dv)
         site.follow(build.transpose(transposed, 0, 2, 1, 3))
     else:
@@ -343,7 +354,7 @@ def _heads_transposed(site: _Site) -> None:
 def _not_a_number(site: _Site) -> None:
     """One channel of the heads is not a number."""
     build, (output, dtype), (Hq, Dv) = site.build, site.output, site.heads
-    width = Hq * Dv if site.attention.rank == 3 else Dv
+    width = Hq * Dv if site.heads_rank == 3 else Dv
     broken = build.constant([1, *[0] * (width - 1)], ir.DataType.BOOL)
     site.follow(build.op("Where", broken, build.constant(float("nan"), dtype), output))
 

@@ -14,9 +14,13 @@ import numpy as np
 import onnx_ir as ir
 
 from mha_deploy.errors import DeployError, nearest
+from mha_deploy.graph import attention_node as an
+from mha_deploy.graph.attention_node import is_attention, read_attention, read_quantized
 from mha_deploy.graph.ir import (
+    NodeBuilder,
     constant,
     infer_shapes,
+    input_at,
     is_op,
     made_by,
     new_initializer,
@@ -87,6 +91,16 @@ class GemmLayer:
     weight: np.ndarray
     axis: int  # of the output channels in the weight
 
+    @property
+    def size(self) -> int:
+        """How many weights it has."""
+        return self.weight.size
+
+    @property
+    def activations(self) -> tuple[str, ...]:
+        """The values that are quantized for it."""
+        return (self.activation,)
+
     def weight_scale(self, format: EightBits) -> np.ndarray:
         """The scale of every output channel."""
         largest = np.abs(self.weight.astype(np.float64)).max(axis=1 - self.axis)
@@ -105,6 +119,73 @@ class GemmLayer:
 
 
 _FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionLayer:
+    """An attention whose Q, K, V and weights can be quantized."""
+
+    name: str  # of its node
+    activations: tuple[str, str, str]  # the names of Q, K and V
+    output: str  # of the heads
+    size: int = 0  # it has no weights of its own
+
+    @property
+    def matmul(self) -> str:
+        """The node that multiplies its weights with the values, once these are an output of it."""
+        return f"{self.name}/weighted_values"
+
+
+def attention_layers(model: ir.Model) -> list[AttentionLayer]:
+    """The attentions of the main graph that can be quantized, in the order of the graph.
+
+    Not those with a KV cache, whose entries are the user's, or with scores that are an output.
+    """
+    found = []
+    for node in filter(is_attention, model.graph):
+        each, (q, k, v) = read_attention(node), (input_at(node, at) for at in (an.Q, an.K, an.V))
+        known = all(isinstance(size, int) for size in (each.Hq, each.Hkv, each.D, each.Dv))
+        plain = not (each.has_past or each.has_present or each.has_nonpad_kv_seqlen or each.has_qk_output)
+        if q is None or k is None or v is None or q.dtype not in _FLOATS:
+            continue
+        if known and plain and each.quantized is None:
+            names, output = (str(q.name), str(k.name), str(v.name)), str(node.outputs[0].name)
+            found.append(AttentionLayer(name=str(node.name), activations=names, output=output))
+    return found
+
+
+def with_weights_apart(model: ir.Model, names: Iterable[str]) -> ir.Model:
+    """A copy whose attentions of these names give their weights, which a matmul multiplies with the values.
+
+    It computes the same: so the weights can be quantized.
+    """
+    copy, chosen = model.clone(), set(names)
+    for node in [node for node in copy.graph if is_attention(node) and str(node.name) in chosen]:
+        each, values, old = read_attention(node), input_at(node, an.V), node.outputs[an.Y]
+        Hq, Hkv, Dv = each.Hq, each.Hkv, each.Dv
+        if values is None or not (isinstance(Hq, int) and isinstance(Hkv, int) and isinstance(Dv, int)):
+            continue
+        b = NodeBuilder(str(node.name))
+        if each.rank == 3:
+            values = b.transpose(b.reshape(values, 0, 0, Hkv, Dv), 0, 2, 1, 3)
+        if Hq != Hkv:
+            copies = b.expand(b.unsqueeze(values, 2), 1, 1, Hq // Hkv, 1, 1)
+            values = b.reshape(copies, 0, Hq, -1, Dv)
+        node.resize_outputs(an.QK_OUTPUT + 1)
+        weights = node.outputs[an.QK_OUTPUT]
+        for at, value in enumerate(node.outputs[1:], 1):
+            value.name = f"{node.name}/weights" if at == an.QK_OUTPUT else ""
+        weights.type = old.type
+        node.attributes["qk_matmul_output_mode"] = ir.AttrInt64("qk_matmul_output_mode", 3)
+        heads = b.op("MatMul", weights, values, name="weighted_values")
+        if each.rank == 3:
+            heads = b.reshape(b.transpose(heads, 0, 2, 1, 3), 0, 0, Hq * Dv)
+        name = old.name
+        heads.type, heads.shape = old.type, old.shape
+        old.replace_all_uses_with(heads, replace_graph_outputs=True)
+        old.name, heads.name = f"{node.name}/unquantized", name
+        copy.graph.insert_after(node, b.nodes)
+    return infer_shapes(copy)
 
 
 def named_nodes(model: ir.Model) -> ir.Model:
@@ -141,19 +222,24 @@ def _gemm(node: ir.Node) -> GemmLayer | None:
 # -- Q/DQ nodes in a graph --------------------------------------------------------------------------
 
 
-def with_quantized_gemms(
-    model: ir.Model, format: EightBits, scales: Mapping[str, float], kept: Iterable[str] = ()
+def with_quantized(
+    model: ir.Model,
+    format: EightBits,
+    scales: Mapping[str, float],
+    kept: Iterable[str] = (),
+    attentions: Iterable[AttentionLayer] = (),
 ) -> ir.Model:
-    """A copy whose GEMMs read dequantized activations and weights, but those that are `kept`.
+    """A copy whose GEMMs, and these attentions, read dequantized tensors, but those that are `kept`.
 
-    `scales` are those of the activations, by the names of the GEMMs. Weights are shared where nothing is
-    quantized.
+    `scales` are those of the activations, by their names. Weights are shared where nothing is quantized.
     """
     opset = model.graph.opset_imports.get("", 0)
     if opset < _LEAST_OPSET:
         hint = f"convert the file to opset {_LEAST_OPSET} or newer (onnx.version_converter)"
         raise DeployError(f"{format.name} needs a newer operator set.", got=f"opset {opset}", hint=hint)
-    copy, left = model.clone(), set(kept)
+    left = set(kept)
+    chosen = [each for each in attentions if each.name not in left]
+    copy = with_weights_apart(model, [each.name for each in chosen]) if chosen else model.clone()
     layers = {each.name: each for each in gemm_layers(copy)}
     activations: dict[tuple[str, float], ir.Value] = {}
     weights: dict[tuple[str, int], ir.Value] = {}
@@ -161,14 +247,30 @@ def with_quantized_gemms(
         layer, (x, weight) = layers[str(node.name)], node.inputs[:2]
         if x is None or weight is None or x.dtype is None:
             continue
-        key = (layer.activation, scales[layer.name])
+        key = (layer.activation, scales[layer.activation])
         if key not in activations:
-            activations[key] = _quantized_activation(copy.graph, node, x, layer, format, key[1])
+            activations[key] = _quantized_activation(copy.graph, node, x, f"{layer.name}/x", format, key[1])
         node.replace_input_with(0, activations[key])
         place = (str(weight.name), layer.axis)
         if place not in weights:
             weights[place] = _quantized_weight(copy.graph, node, weight, layer, format)
         node.replace_input_with(1, weights[place])
+    nodes = {str(node.name): node for node in copy.graph}
+    for each in chosen:
+        node = nodes[each.name]
+        for at, role in ((an.Q, "q"), (an.K, "k"), (an.V, "v")):
+            x = input_at(node, at)
+            if x is not None:
+                where = f"{each.name}/{role}"
+                up = _quantized_activation(copy.graph, node, x, where, format, scales[each.activations[at]])
+                users = [use.node for use in x.uses() if str(use.node.name).startswith(f"{each.name}/")]
+                node.replace_input_with(at, up)
+                for user in users if role == "v" else ():  # on its way to the matmul with the weights
+                    if not is_op(user, "QuantizeLinear"):
+                        user.replace_input_with(0 if user.op_type != "MatMul" else 1, up)
+        matmul, unit = nodes[each.matmul], float(fp16_scale(1.0 / format.largest))
+        inner, where = node.outputs[an.QK_OUTPUT], f"{each.name}/weights"
+        matmul.replace_input_with(0, _quantized_activation(copy.graph, matmul, inner, where, format, unit))
     for value in list(copy.graph.initializers.values()):
         if not value.uses() and not value.is_graph_output():
             del copy.graph.initializers[str(value.name)]
@@ -176,14 +278,14 @@ def with_quantized_gemms(
 
 
 def _quantized_activation(
-    graph: ir.Graph, node: ir.Node, x: ir.Value, layer: GemmLayer, format: EightBits, scale: float
+    graph: ir.Graph, node: ir.Node, x: ir.Value, name: str, format: EightBits, scale: float
 ) -> ir.Value:
     dtype = x.dtype or ir.DataType.FLOAT
-    factor = new_initializer(graph, f"{layer.name}/x_scale", np.array(scale, dtype.numpy()))
-    zero = new_initializer(graph, f"{layer.name}/x_zero", format.stored(np.zeros(())), format.type)
-    down = ir.node("QuantizeLinear", [x, factor, zero], name=f"{layer.name}/x_quantize")
-    up = ir.node("DequantizeLinear", [down.outputs[0], factor, zero], name=f"{layer.name}/x_dequantize")
-    down.outputs[0].name, up.outputs[0].name = f"{layer.name}/x_quantized", f"{layer.name}/x_dequantized"
+    factor = new_initializer(graph, f"{name}_scale", np.array(scale, dtype.numpy()))
+    zero = new_initializer(graph, f"{name}_zero", format.stored(np.zeros(())), format.type)
+    down = ir.node("QuantizeLinear", [x, factor, zero], name=f"{name}_quantize")
+    up = ir.node("DequantizeLinear", [down.outputs[0], factor, zero], name=f"{name}_dequantize")
+    down.outputs[0].name, up.outputs[0].name = f"{name}_quantized", f"{name}_dequantized"
     graph.insert_before(node, [down, up])
     up.outputs[0].type = ir.TensorType(dtype)
     up.outputs[0].shape = x.shape
@@ -218,13 +320,26 @@ def is_quantized(model: ir.Model) -> bool:
     return any(is_op(node, *_QUANTIZERS) for node in model.graph)
 
 
+_MOVES = ("Reshape", "Transpose", "Expand", "Unsqueeze", "Cast")
+OPERATOR = "TRT_QuantizedAttention"
+"""TensorRT's operator for attention that quantizes its weights."""
+
+
 def quantized_gemms(model: ir.Model) -> Iterator[tuple[str, str]]:
-    """The matmuls both of whose factors are dequantized, and from which type: `int8` or `fp8`."""
+    """The matmuls and attentions whose factors are both dequantized, and from which type: `int8` or `fp8`."""
     names = {each.type: each.name for each in FORMATS.values()}
+
+    def dequantized(value: ir.Value | None) -> ir.Node | None:
+        while (layout := made_by(value, *_MOVES)) is not None:
+            value = layout.inputs[0]
+        return made_by(value, "DequantizeLinear")
+
     for node in model.graph:
-        if not is_op(node, "MatMul", "Gemm"):
+        if is_attention(node) and (found := read_quantized(node)) is not None:
+            yield str(node.name), found.type
+        if not is_op(node, "MatMul", "Gemm") and node.op_type != OPERATOR:
             continue
-        sources = [made_by(value, "DequantizeLinear") for value in node.inputs[:2]]
+        sources = [dequantized(value) for value in node.inputs[:2]]
         kinds = {source.inputs[0].dtype for source in sources if source is not None and source.inputs[0]}
         if None not in sources and len(kinds) == 1 and (kind := kinds.pop()) in names:
             yield str(node.name), names[kind]

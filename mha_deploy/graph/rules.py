@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,10 @@ import onnx_ir as ir
 
 from mha_deploy.errors import DeployError, nearest
 from mha_deploy.graph.attention_node import AttentionNode, is_attention
-from mha_deploy.graph.ir import input_at, is_op, node_name, same_size
+from mha_deploy.graph.ir import Dim, input_at, is_op, node_name, same_size
 from mha_deploy.graph.lower.cache import entries_name, read_cache
 from mha_deploy.graph.lower.operators import obstacle_to_update_in_place
+from mha_deploy.model.spec import Axis
 
 # -- Targets, rules and findings -------------------------------------------------------------------
 
@@ -46,6 +47,8 @@ class Target:
     product: str  # `tensorrt` or `tensorrt-rtx`
     version: Version | None = None  # its version; None for the newest
     compute_capability: tuple[int, int] | None = None  # that of the GPU; None where it is not known
+    # The axes of each optimization profile; none where nobody knows them
+    profiles: Sequence[Mapping[str, Axis]] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.product not in _RELEASES:
@@ -58,6 +61,12 @@ class Target:
         if product != self.product or self.version is None:
             return product == self.product and "<" not in limits
         return limits.get(">=", (0,)) <= self.version < limits.get("<", (math.inf,))
+
+    def sizes(self, size: Dim) -> list[tuple[int, int]]:
+        """The least and the largest that a size may be, in each profile; nothing where it is not known."""
+        if isinstance(size, int):
+            return [(size, size)]
+        return [(p[size].min, p[size].max) for p in self.profiles if size is not None and size in p]
 
     def is_below(self, major: int, minor: int) -> bool:
         """Whether the GPU is known to have a lower compute capability."""
@@ -245,11 +254,37 @@ def _mask_is_computed(node: AttentionNode, target: Target) -> bool:
     return causal or node.mask == "bool" or node.has_nonpad_kv_seqlen or node.has_window
 
 
+_LEAST_QUERIES_FP8 = 32
+_MOST_KEYS_INT8 = 512
+_HEAD_SIZES_INT8 = (16, 32, 64)
+
+
+def _in_fp8(node: AttentionNode) -> bool:
+    return node.quantized == "fp8" and node.quantizes_weights
+
+
+def _in_int8(node: AttentionNode) -> bool:
+    return node.quantized == "int8" and node.quantizes_weights
+
+
+def _few_queries(node: AttentionNode, target: Target) -> bool:
+    """Whether a profile has fewer queries than the FP8 kernel takes, but not exactly one."""
+    return any(least < _LEAST_QUERIES_FP8 and not least == most == 1 for least, most in target.sizes(node.S))
+
+
+def _beyond_int8(node: AttentionNode, target: Target) -> bool:
+    if isinstance(node.D, int) and node.D not in _HEAD_SIZES_INT8:
+        return True
+    return any(
+        most > _MOST_KEYS_INT8 or most == 1 for size in (node.S, node.T) for _, most in target.sizes(size)
+    )
+
+
 _ATTENTIONS: dict[str, Callable[[AttentionNode, Target], bool]] = {
     "no-attention-operator": lambda node, target: True,
     "past": lambda node, target: node.has_past,
     "present": lambda node, target: node.has_present,
-    "qk-output": lambda node, target: node.has_qk_output,
+    "qk-output": lambda node, target: node.shows_scores,
     "softcap": lambda node, target: node.softcap != 0,
     "softmax-precision": lambda node, target: node.softmax_precision is not None,
     "v-head-size": _v_head_size_differs,
@@ -271,7 +306,7 @@ _ATTENTIONS: dict[str, Callable[[AttentionNode, Target], bool]] = {
         target.compute_capability is not None and not is_rtx_gpu(target.compute_capability)
     ),
     "bf16-gpu": lambda node, target: node.dtype == "bf16" and target.is_below(8, 0),
-    "qk-output-unfused": lambda node, target: node.has_qk_output,
+    "qk-output-unfused": lambda node, target: node.shows_scores,
     "softcap-unfused": lambda node, target: node.softcap != 0,
     "v-head-size-unfused": _v_head_size_differs,
     "head-size-range": lambda node, target: (
@@ -284,6 +319,14 @@ _ATTENTIONS: dict[str, Callable[[AttentionNode, Target], bool]] = {
     "computed-mask": _mask_is_computed,
     "grouped-heads": lambda node, target: node.kind in ("GQA", "MQA"),
     "compute-capability": lambda node, target: target.is_below(7, 5),
+    "fp8-version": lambda node, target: node.quantized == "fp8",
+    "fp8-gpu": lambda node, target: node.quantized == "fp8" and target.is_below(8, 9),
+    "fp8-operator": lambda node, target: _in_fp8(node),
+    "fp8-few-queries": lambda node, target: _in_fp8(node) and _few_queries(node, target),
+    "fp8-head-size": lambda node, target: _in_fp8(node) and isinstance(node.D, int) and node.D > 256,
+    "int8-limits": lambda node, target: _in_int8(node) and _beyond_int8(node, target),
+    "int8-output": lambda node, target: _in_int8(node) and not node.quantizes_output,
+    "weights-unquantized": lambda node, target: node.quantized is not None and not node.quantizes_weights,
 }
 
 

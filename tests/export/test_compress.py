@@ -182,6 +182,31 @@ def test_kernels_of_an_engine_read_eight_bits(bundles, name):
     assert not found.not_quantized
 
 
+@pytest.mark.parametrize("name", ["fp8", pytest.param("int8", marks=pytest.mark.slow)])
+def test_the_kernel_of_quantized_attention_reads_eight_bits(model, tmp_path, name):
+    pytest.importorskip("tensorrt_rtx")
+    axes = {"B": "1:2:2", "S": "32:32:128"}
+    given = samples(2, length=32)
+    bundle = md.export(
+        model,
+        tmp_path / "out",
+        precision=name,
+        quantize_attention=True,
+        data=given,
+        golden=("opt",),
+        axes=axes,
+    )
+    assert [each.name for each in bundle.manifest.loss.layers if each.is_compressed] == [*GEMMS, "attention"]
+    report = md.validate(bundle, latency=False).to_dict()
+    assert all(each["share"] <= 1 for run in report["parity"] for each in run["verdicts"])
+    assert report["verdict"]["outcome"] != "failed"
+    manifest = md.build_engine(bundle, backend="tensorrt-rtx", targets="89").manifest
+    found = manifest.verdict.precision
+    assert manifest.all_fused
+    assert manifest.has_requested_types
+    assert (found.quantized_attentions, found.quantized) == ({name: 1}, {name: len(GEMMS)})
+
+
 def test_a_gemm_that_a_builder_takes_out_of_eight_bits_is_named(tmp_path):
     """Of a packed projection TensorRT-RTX 1.7.1 reports kernels that read FP16."""
     pytest.importorskip("tensorrt_rtx")

@@ -117,6 +117,7 @@ USED: dict[str, str | None] = {
     "IConstantLayer": None,
     "IAttentionInputLayer": "attention",
     "BuilderFlag.FP16": "fp16_flag",
+    "BuilderFlag.INT8": "int8_flag",
     "BuilderFlag.TF32": "tf32_flag",
     "BuilderFlag.OBEY_PRECISION_CONSTRAINTS": "precision_constraints",
     "BuilderFlag.VERSION_COMPATIBLE": "version_compatible",

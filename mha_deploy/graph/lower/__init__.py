@@ -22,7 +22,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from mha_deploy.errors import DeployError, nearest
-from mha_deploy.graph.attention_node import QK_OUTPUT, attention_nodes, is_attention
+from mha_deploy.graph.attention_node import QK_OUTPUT, attention_nodes, is_attention, read_quantized
 from mha_deploy.graph.ir import (
     NodeBuilder,
     dim,
@@ -34,6 +34,7 @@ from mha_deploy.graph.ir import (
     prefix_within,
     prefixes_in,
     replace_node,
+    replace_value,
 )
 from mha_deploy.graph.lower import to_contrib, to_plugin, to_primitives, to_trt
 from mha_deploy.graph.lower.call import (
@@ -66,18 +67,26 @@ class Dialect:
     operators: Callable[[Any], OperatorRules] = lambda options: {}
     # Writes attention and its cache as one, before the other rules; changes the model
     caches: Callable[..., None] | None = None
+    # Writes an attention in eight bits with all of its Q/DQ; None where its weights are an output like others
+    quantized: Callable[..., ir.Value] | None = None
     broadcasts: bool = True  # whether masks may broadcast over the queries
     finish: Callable[..., None] | None = None  # runs when every attention is written; changes the model
 
 
 DIALECTS = {
     "onnx": Dialect(rule=None),
-    "trt": Dialect(rule=to_trt.lower_to_trt, options=to_trt.TrtOptions, operators=to_trt.operator_rules),
+    "trt": Dialect(
+        rule=to_trt.lower_to_trt,
+        options=to_trt.TrtOptions,
+        operators=to_trt.operator_rules,
+        quantized=to_trt.quantized_to_trt,
+    ),
     "primitives": Dialect(
         rule=to_primitives.lower_to_primitives,
         options=to_primitives.PrimitivesOptions,
         operators=lambda options: to_primitives.OPERATOR_RULES,
         caches=to_primitives.read_caches_in_place,
+        quantized=to_primitives.quantized_to_primitives,
     ),
     "contrib": Dialect(
         rule=to_contrib.lower_to_contrib,
@@ -118,6 +127,8 @@ def lower(model: ir.Model, dialect: str, **options: Any) -> ir.Model:
             return lowered
         if chosen.caches is not None:
             chosen.caches(lowered, settings)
+        if chosen.quantized is not None:
+            _write_quantized(lowered, chosen, settings)
         _rewrite(lowered, chosen.rule, chosen, settings)
         if chosen.finish is not None:
             chosen.finish(lowered, settings)
@@ -129,6 +140,22 @@ def lower(model: ir.Model, dialect: str, **options: Any) -> ir.Model:
     if changed or chosen.finish is not None:
         infer_shapes(lowered)
     return refuse_invalid(lowered, model, f"The graph in the {dialect} dialect")
+
+
+def _write_quantized(lowered: ir.Model, chosen: Dialect, settings: Any) -> None:
+    """Write the attentions in eight bits whose weights are quantized as well; changes the model."""
+    opset, taken = lowered.opset_imports.get(""), prefixes_in(lowered)
+    for node in [node for node in lowered.graph if is_attention(node)]:
+        found = read_quantized(node)
+        if found is None or found.matmul is None or chosen.quantized is None:
+            continue
+        take_mask_before_expand(node)
+        builder = NodeBuilder(prefix_within(node_name(node), taken))
+        heads = chosen.quantized(read_call(node, opset=opset), builder, found, settings)
+        replace_value(found.matmul.outputs[0], heads)
+        lowered.graph.insert_before(found.matmul, builder.live_nodes([heads]))
+    RemoveUnusedNodesPass()(lowered)
+    infer_shapes(lowered)
 
 
 def _rewrite(lowered: ir.Model, rule: Rule, chosen: Dialect, settings: Any) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 
-from mha_deploy.graph.ir import NodeBuilder, constant_ints, input_at, is_op, node_name, replace_node
+from mha_deploy.graph.ir import NodeBuilder, constant, constant_ints, input_at, is_op, node_name, replace_node
 from mha_deploy.graph.lower.call import LoweringError
 from mha_deploy.graph.valid import inline_functions
 
@@ -108,6 +109,24 @@ def _squeeze_by_name(node: ir.Node, b: NodeBuilder) -> ir.Value | None:
     return b.op("Squeeze", x, b.ints(0))
 
 
+def _scale_in_float32(node: ir.Node, b: NodeBuilder) -> ir.Value | None:
+    """Before opset 19 QuantizeLinear and DequantizeLinear have float32 on their wide side alone."""
+    x, scale = node.inputs[0], input_at(node, 1)
+    if x is None or scale is None or scale.dtype not in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16):
+        return None
+    single, held = ir.DataType.FLOAT, constant(scale)
+    if held is None:
+        wide = b.op("Cast", scale, to=int(single))
+    else:
+        wide = b.constant(held.numpy().astype(np.float32).tolist(), single)
+    attributes = {name: attribute.value for name, attribute in node.attributes.items()}
+    if node.op_type == "QuantizeLinear":
+        numbers = b.op("Cast", x, to=int(single))
+        return b.op("QuantizeLinear", numbers, wide, *node.inputs[2:], name="quantized", **attributes)
+    numbers = b.op("DequantizeLinear", x, wide, *node.inputs[2:], name="dequantized", **attributes)
+    return b.op("Cast", numbers, to=int(scale.dtype), name="dequantized_narrow")
+
+
 _REDUCED = "L1 L2 LogSum LogSumExp Max Mean Min Prod SumSquare"
 _REDUCTIONS = tuple(f"Reduce{kind}" for kind in _REDUCED.split())
 
@@ -119,6 +138,7 @@ _REWRITES: tuple[tuple[int, tuple[str, ...], Callable[[ir.Node, NodeBuilder], ir
     (18, ("Squeeze",), _squeeze_by_name),
     (18, ("Pad",), _pad_every_axis),
     (18, ("Mish",), _mish),
+    (19, ("QuantizeLinear", "DequantizeLinear"), _scale_in_float32),
     (20, ("ReduceMax", "ReduceMin", "IsInf"), _in_float32),
     (20, ("Gelu",), _gelu),
     (24, ("Swish",), _swish),

@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple
 
 import onnx_ir as ir
 
-from mha_deploy.graph.attention_node import PRESENT_KEY, PRESENT_VALUE, QK_OUTPUT, Y
+from mha_deploy.graph.attention_node import PRESENT_KEY, PRESENT_VALUE, QK_OUTPUT, QuantizedAttention, Y
 from mha_deploy.graph.ir import NodeBuilder, Size, replace_node
 from mha_deploy.graph.lower import cache as kv
 from mha_deploy.graph.lower import masks
@@ -21,6 +21,7 @@ from mha_deploy.graph.lower.operators import (
     rotary_to_primitives,
     scatter_to_primitives,
 )
+from mha_deploy.graph.lower.quantized import folded_scale, quantized_heads, requantized
 
 AUTO, COPY = "auto", "copy"
 
@@ -185,6 +186,36 @@ def lower_to_primitives(call: AttentionCall, b: NodeBuilder, options: Primitives
         stage = form.restore((raw, capped, biased, weights)[mode], T)
         outputs[QK_OUTPUT] = masks.zero_masked_queries(b, call, rows, stage) if mode == 3 else stage
     return outputs
+
+
+def quantized_to_primitives(
+    call: AttentionCall, b: NodeBuilder, found: QuantizedAttention, options: PrimitivesOptions
+) -> ir.Value:
+    """The heads of an attention in eight bits, in 4-D: Q/DQ before both matmuls and behind the softmax."""
+    heads = quantized_heads(call, b, found)
+    attention = replace(call.attention, scale=call.scale / folded_scale(call, found))
+    call = replace(call, attention=attention)
+    form, S, T = group_form(b, call, options.gqa), call.query_length(b), call.key_length(b)
+    mask = masks.read_mask(b, call, S, T)
+    rows = masks.attending_queries(b, call, mask)
+    keys = form.keys(b.transpose(heads.k, 0, 1, 3, 2, name="k_transposed"), call.D, None)
+    scores = form.softcap(b.op("MatMul", form.query(heads.q), keys, name="scores"))
+    if mask is not None:
+        bias = form.bias(mask, masks.bias_of(b, call, mask, in_score_type=True), S, T)
+        scores = b.op("Add", scores, bias, name="scores_biased")
+    weights = form.softmax(scores)
+    if found.weights is not None:
+        if rows is not None:  # what is not a number has no place on a grid
+            weights = b.op("Where", _in_form(form, rows, S), weights, b.constant(0.0, call.dtype))
+        weights = requantized(b, found.weights, weights)
+    y = form.restore(form.weighted(weights, heads.v), call.Dv)
+    return masks.zero_masked_queries(b, call, rows, y)
+
+
+def _in_form(form: GroupForm, rows: ir.Value, S: Size) -> ir.Value:
+    """`[·, ·, ·, 1]`, whether a query attends to a key, in the layout of the scores."""
+    mask = Mask(visible=rows, additive=None, heads=1, one_row=False)
+    return form.bias(mask, rows, S, 1)
 
 
 # -- With a KV cache that is read in place ---------------------------------------------------------

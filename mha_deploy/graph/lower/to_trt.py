@@ -11,12 +11,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mha_deploy.graph.attention_node import PRESENT_KEY, PRESENT_VALUE, QK_OUTPUT, Y
+import onnx_ir as ir
+
+from mha_deploy.graph.attention_node import PRESENT_KEY, PRESENT_VALUE, QK_OUTPUT, QuantizedAttention, Y
 from mha_deploy.graph.ir import NodeBuilder
 from mha_deploy.graph.lower import masks
 from mha_deploy.graph.lower.call import AttentionCall, LoweringError, OperatorRules, Outputs
 from mha_deploy.graph.lower.operators import keep_scatter
-from mha_deploy.graph.lower.to_primitives import OPERATOR_RULES, PrimitivesOptions, lower_to_primitives
+from mha_deploy.graph.lower.quantized import write_operator
+from mha_deploy.graph.lower.to_primitives import (
+    OPERATOR_RULES,
+    PrimitivesOptions,
+    lower_to_primitives,
+    quantized_to_primitives,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +40,18 @@ class TrtOptions:
     # Write the operators around attention in primitive ones: for TensorRT 10.14, which has none of them, and
     # for a cache that cannot be updated in place
     decode_primitives: bool = False
+    # Write attention in FP8 as matmuls with Q/DQ, too: for sizes of which TensorRT's operator has no kernel
+    quantized_primitives: bool = False
+
+
+def quantized_to_trt(
+    call: AttentionCall, b: NodeBuilder, found: QuantizedAttention, options: TrtOptions
+) -> ir.Value:
+    """The heads of an attention in eight bits, in 4-D."""
+    plain = not call.attention.softcap and call.Dv == call.D
+    if found.type == "fp8" and plain and not options.quantized_primitives:
+        return write_operator(call, b, found)
+    return quantized_to_primitives(call, b, found, PrimitivesOptions())
 
 
 def operator_rules(options: TrtOptions) -> OperatorRules:

@@ -53,6 +53,7 @@ class BuildRequest:
     # Constrain every layer to the graph's types where TensorRT chooses types by itself (8.6; later networks
     # are strongly typed).
     precision_constraints: bool = False
+    has_int8: bool = False  # whether the graph has Q/DQ in INT8, which such a TensorRT must be allowed to use
 
     def __post_init__(self) -> None:
         for what, value, known in (
@@ -76,6 +77,7 @@ class BuildRequest:
         return {
             "precision": self.precision,
             "precision_constraints": self.precision_constraints,
+            "has_int8": self.has_int8,
             "profiles": [
                 {name: list(map(list, shapes)) for name, shapes in p.items()} for p in self.profiles
             ],
@@ -290,6 +292,8 @@ def _fill_config(rt: TensorRT, config: Any, request: BuildRequest) -> list[str]:
     if request.precision == "fp16" and not rt.can.strongly_typed_flag:
         # A strongly typed network refuses it: its types are the graph's. BF16 came with such networks.
         config.set_flag(trt.BuilderFlag.FP16)
+        if request.has_int8 and rt.can.int8_flag:
+            config.set_flag(trt.BuilderFlag.INT8)
     if request.precision_constraints:
         config.set_flag(trt.BuilderFlag.OBEY_PRECISION_CONSTRAINTS)
     if options.version_compatible:

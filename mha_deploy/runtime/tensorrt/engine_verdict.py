@@ -394,6 +394,8 @@ class PrecisionVerdict(Struct, frozen=True, kw_only=True):
     # that run in another type all the same.
     quantized: dict[str, int] = {}
     not_quantized: tuple[Offender, ...] = ()
+    # Attentions that the graph quantizes, all of whose kernels read that type, by type.
+    quantized_attentions: dict[str, int] = {}
 
     @property
     def ok(self) -> bool:
@@ -407,7 +409,10 @@ class PrecisionVerdict(Struct, frozen=True, kw_only=True):
 
 
 def precision_verdict(
-    kernels: Sequence[Kernel], precision: str, written: Written | None = None
+    kernels: Sequence[Kernel],
+    precision: str,
+    written: Written | None = None,
+    attention: Groups | None = None,  # what each was lowered to
 ) -> PrecisionVerdict:
     """Judge an engine's precision by its kernels, as one source reports them.
 
@@ -437,6 +442,11 @@ def precision_verdict(
             (offenders if quantized else islands).append(found)
     proven, half, open_ = _quantized_matmuls(heavy, written or {})
     offenders += half
+    owners = {name: node for node, names in (attention or {}).items() for name in names}
+    inside = {owners[name]: dtype for name, dtype in proven.items() if name in owners}
+    for name in {*(each.what for each in half), *(n for n, w in (written or {}).items() if w.quantized)}:
+        if name not in proven and (written or {})[name].is_matmul:  # one of its parts is not in eight bits
+            inside.pop(owners.get(name, ""), None)
     reason = None if offenders else _why_unknown(kernels, generated, missing, precision, written)
     if reason is None and not offenders and open_:
         reason = EngineReason(kind=ReasonKind.COMPUTE_TYPE, place=open_[0])
@@ -454,8 +464,9 @@ def precision_verdict(
         narrowed=tuple(found for kernel in heavy for found in _narrowed(kernel, written or {})),
         accumulate_in_fp16=tuple(k.tactic for k in kernels if _NARROW_SUM.search(k.tactic.lower())),
         selected_at_load=later,
-        quantized=dict(Counter(proven.values())),
+        quantized=dict(Counter(dtype for name, dtype in proven.items() if name not in owners)),
         not_quantized=tuple(half),
+        quantized_attentions=dict(Counter(inside.values())),
     )
 
 
@@ -727,7 +738,7 @@ def engine_verdict(
         verdict, conflict = _merge(found.get(key, ()), *key)
         nodes.append(verdict)
         doubts += conflict
-    by_source = {name: precision_verdict(kernels, precision, written) for name, kernels in reported.items()}
+    by_source = {n: precision_verdict(kernels, precision, written, groups) for n, kernels in reported.items()}
     judged, conflict = _merge_precision(by_source, precision)
     return EngineVerdict(nodes=tuple(nodes), precision=judged, disagreements=(*doubts, *conflict))
 

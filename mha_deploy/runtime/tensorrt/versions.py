@@ -61,6 +61,7 @@ class Capabilities:
     # A network can take its types from the graph.
     strongly_typed_flag: bool = _names("NetworkDefinitionCreationFlag.STRONGLY_TYPED")
     fp16_flag: bool = _names("BuilderFlag.FP16")  # FP16 can be allowed for a weakly typed network
+    int8_flag: bool = _names("BuilderFlag.INT8")  # and so can INT8, for a graph with Q/DQ
     # There are BF16 tensors, and INT64 ones, which came with them: before, the parser converts to INT32.
     bf16_type: bool = _names("DataType.BF16")
     # Layers can be constrained to a type in a weakly typed network.
