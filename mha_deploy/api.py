@@ -39,6 +39,7 @@ from mha_deploy.options import (
     Limits,
     PackageOptions,
     ValidateOptions,
+    in_python,
     options_of,
 )
 from mha_deploy.output import (
@@ -100,6 +101,8 @@ if TYPE_CHECKING:
     Examples = Mapping[str, Tensor | Example]
     AxisRange = str | tuple[int, int, int] | Axis
     Axes = Mapping[str, AxisRange]
+
+DeployError.in_python = staticmethod(in_python)  # here hints name keywords, not options of the command line
 
 StrPath = str | os.PathLike[str]
 OnStep = Callable[[str, int, int], None]

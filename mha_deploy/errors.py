@@ -9,11 +9,11 @@ import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 EXIT_PASSED = 0
 EXIT_VERDICT_FAILED = 1
@@ -32,6 +32,8 @@ class DeployError(Exception):
 
     exit_code = EXIT_BAD_INPUT
     usual_hint = ""
+    in_python: ClassVar[Callable[[str], str]] = staticmethod(str)
+    """A hint as Python has it, not the command line; `api.py` sets it."""
 
     def __init__(self, what: str, *, got: object = None, hint: str = "") -> None:
         if not (hint or self.usual_hint):
@@ -42,11 +44,12 @@ class DeployError(Exception):
         self.hint = hint or self.usual_hint
 
     def __str__(self) -> str:
-        lines = [self.what]
-        if self.got is not None:
-            lines.append(f"  got: {self.got}")
-        lines.append(f"  try: {self.hint}")
-        return "\n".join(lines)
+        return self.text(DeployError.in_python(self.hint))
+
+    def text(self, hint: str) -> str:
+        """All of it, with a hint in the language of the reader."""
+        got = () if self.got is None else (f"  got: {self.got}",)
+        return "\n".join((self.what, *got, f"  try: {hint}"))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Errors cross from child processes, whatever arguments their classes take.

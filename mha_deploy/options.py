@@ -7,8 +7,10 @@ type checkers know the keywords.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -514,3 +516,57 @@ class Limits:
         "--coverage/--allow-less-coverage",
     )
     strict: bool = option(False, "Fail if a latency is inconclusive, because the GPU was throttled.")
+
+
+# -- Hints name options as the command line does; Python has keywords -------------------------------
+
+_OPTION = re.compile(r"(?<![\w-])--(no-)?([a-z][a-z-]*)(?: ([\w.:=/]+))?")
+_OF_PROCESS = {  # see `md.configure`
+    "in-process": ("in_process", "bool"),
+    "time-limit": ("time_limit", "float"),
+    "trust-code": ("trust_code", "bool"),
+}
+_KEYWORDS = {"axis": ("axes", "Mapping"), "input": ("inputs", "Mapping"), "weights": ("weights", "Path")}
+_NO_VALUES = frozenset({"and", "if", "in", "of", "or", "ranges", "that", "to", "with"})
+
+
+def in_python(hint: str) -> str:
+    """A hint with the keywords of the Python API: `overwrite=True` for `--overwrite`.
+
+    A command to type, such as `mha-deploy doctor`, stays as it is.
+    """
+    return hint if "mha-deploy " in hint else _OPTION.sub(_keyword, hint)
+
+
+def _keyword(found: re.Match[str]) -> str:
+    no, flag, value = found.groups()
+    name, kind = _keywords().get(flag, (None, ""))
+    if name is None:
+        return found[0]
+    is_switch = kind.startswith("bool")
+    rest = "" if value is None else f" {value}"
+    if is_switch or value in _NO_VALUES or value is None:
+        shown = f"{name}={not no if is_switch else '...'}{rest}"
+    else:
+        is_literal = re.fullmatch(r"[A-Z]+|[\d.]+", value)
+        shown = f"{name}={value}" if is_literal else f'{name}="{value}"'
+        if kind.startswith("Mapping"):
+            key, _, item = value.partition("=")
+            shown = f'{name}={{"{key}": "{item}"}}'
+        elif kind.startswith("Sequence"):
+            shown = f'{name}=["{value}"]'
+    if flag in _OF_PROCESS:
+        keyword, *more = shown.split(" ", 1)
+        shown = " ".join([f"md.configure({keyword})", *more])
+    return shown
+
+
+@cache
+def _keywords() -> dict[str, tuple[str, str]]:
+    """The name and the type of every keyword, by its name on the command line."""
+    found = {**_KEYWORDS, **_OF_PROCESS}
+    for record in [each for each in globals().values() if isinstance(each, type) and is_dataclass(each)]:
+        for each in fields(record):
+            flags = each.metadata.get("flags") or (f"--{each.name.replace('_', '-')}",)
+            found.setdefault(flags[0].removeprefix("--"), (each.name, str(each.type)))
+    return found
