@@ -39,7 +39,7 @@ def pytest_collection_modifyitems(config, items):
     """
     sweeps = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("sweep"):
+        if item.get_closest_marker("sweep") and not item.get_closest_marker("slow"):
             sweeps[item.nodeid.split("[")[0]].append(item)
     for sweep in sweeps.values():
         sweep.sort(key=_draw)
@@ -173,7 +173,7 @@ def bundles(tmp_path_factory, workshop):
 
 @pytest.fixture(scope="session")
 def own_bundles(workshop):
-    """A function that gives the bundle of a factory in own_models.py.
+    """A function that gives the bundle of a factory in own_models.py; with fewer golden cases it is cheaper.
 
     All workers share it, so copy it before altering it.
     """
@@ -185,15 +185,16 @@ def own_bundles(workshop):
     mha_deploy.configure(trust_code=True)  # another worker may have exported it
 
     @functools.cache
-    def make(name, precision):
+    def make(name, precision, golden):
         def export(folder):
             factory = f"{Path(__file__).parent / 'own_models.py'}:{name}"
-            bundle_from_factory(factory, folder / name, ExportOptions(precision=precision))
+            options = ExportOptions(precision=precision, golden=golden)
+            bundle_from_factory(factory, folder / name, options)
 
-        folder, _ = workshop.thing(f"own-{name}-{precision}", export)
+        folder, _ = workshop.thing("-".join(["own", name, precision, *golden]), export)
         return open_bundle(folder / name)
 
-    return lambda name="encoder", precision="fp16": make(name, precision)
+    return lambda name="encoder", precision="fp16", golden=(): make(name, precision, golden)
 
 
 @pytest.fixture

@@ -32,6 +32,7 @@ def each_alone_and_together(kinds):
         yield pytest.param(stdout, stderr, marks=[pytest.mark.slow] * is_slow)
 
 
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize(("stdout", "stderr"), each_alone_and_together(KINDS))
 @pytest.mark.parametrize("verb", [("models", "--json"), ("inspect", "absent")], ids=["result", "error"])
 def test_streams_may_fail(verb, stdout, stderr):
@@ -48,6 +49,7 @@ def test_streams_may_fail(verb, stdout, stderr):
 RESULTS = ("inspect", "check", "compare", "validate", "package", "analyze", "fuse")
 
 
+@pytest.mark.sweep(7)
 @pytest.mark.parametrize(
     ("verb", "kind"),
     [
@@ -81,7 +83,7 @@ TIMES = [round(random.Random(seed).uniform(0.0, 1.0), 3) for seed in range(8)]
 VALIDATE = ("--backend", "onnx-reference", "--no-report", "--no-probe", "--json")
 
 
-@pytest.mark.sweep(9)
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("to", ["main", "group"])
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
 @pytest.mark.parametrize("after", TIMES)
@@ -210,6 +212,7 @@ def test_every_error_says_what_to_try():
 # -- Memory, and the clock --------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("memory", [1 << 24, pytest.param(1 << 27, marks=pytest.mark.slow), 1 << 29])
 def test_little_memory_is_an_error_or_enough(bundles, memory):
     verb = (
@@ -236,6 +239,7 @@ def test_onnx_runtime_starts_no_threads_that_memory_is_too_little_for(bundles):
     assert_orderly(run(open_and_count, memory=1 << 27), codes=[0])
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     "seconds", [-1e9, 3600, *(pytest.param(each, marks=pytest.mark.slow) for each in (-3600, 4e9))]
 )
@@ -339,6 +343,7 @@ def export(tmp_path, case, limit=30):
 ALIKE = {"generator exit", "memory error", "exit text", "abort", "another program"}
 
 
+@pytest.mark.sweep(7)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ALIKE)) for name in FAILURES]
 )

@@ -140,6 +140,7 @@ def test_every_deploy_module_is_imported_where_there_is_no_runtime(without_runti
     assert without_runtimes["deploy side"].code == 0, without_runtimes["deploy side"].err
 
 
+@pytest.mark.slow
 def test_no_deploy_module_looks_for_torch_where_the_runtimes_are(without_torch):
     assert without_torch["deploy side"].code == 0, without_torch["deploy side"].err
 

@@ -246,6 +246,7 @@ def test_outputs_in_bf16_are_named(bundles, coarse_cases):
     assert "outputs in BF16" in verdict.problem
 
 
+@pytest.mark.slow
 def test_large_tokens_are_among_the_decoded_ones(bundles):
     report = md.validate(bundles("tiny-dynamic"), latency=False).to_dict()
     assert [(run["trace"], run["outcome"]) for run in report["decode"]] == [

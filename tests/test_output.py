@@ -116,6 +116,7 @@ OBSTACLES = {
 }
 
 
+@pytest.mark.sweep(42)
 @EACH_FILE
 @pytest.mark.parametrize("obstacle", OBSTACLES)
 @pytest.mark.parametrize("overwrite", [False, True], ids=["", "overwrite"])
@@ -411,6 +412,7 @@ WRITERS = {
 }
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", WRITERS)
 @pytest.mark.parametrize("one_step", [True, False], ids=["renameat2", "rename"])
 def test_a_kill_at_any_point_leaves_the_old_or_the_new(tmp_path, monkeypatch, name, one_step):
@@ -449,6 +451,7 @@ def largest_file(size):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+@pytest.mark.sweep(7)
 @EACH_FILE
 @pytest.mark.parametrize("size", [0, pytest.param(1, marks=pytest.mark.slow), 100])
 def test_a_full_disk_leaves_the_old_file(home, name, size):
@@ -524,6 +527,7 @@ def test_a_package_is_written_into_a_mounted_repository(bundles, tmp_path):
     assert run_mounted(check, tmpfs(repository)) == 0
 
 
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("name", [*FILES, "bundle"])
 @pytest.mark.parametrize("data", [b"nr_inodes=3", b"size=4096", None], ids=["inodes", "full", "read-only"])
 def test_a_disk_that_takes_nothing_is_bad_input(tmp_path, name, data):

@@ -142,6 +142,7 @@ def test_an_installed_wheel_knows_its_version(installed):
     assert installed["--version"].out == f"mha-deploy {mha_deploy.__version__}\n"
 
 
+@pytest.mark.slow
 def test_an_sdist_builds_the_same_wheel(sdist, wheel, tmp_path):
     with tarfile.open(sdist) as file:
         file.extractall(tmp_path, filter="data")

@@ -159,6 +159,7 @@ def interpreters():
     return found
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("minor", "variables"),
     [
@@ -249,6 +250,7 @@ VERBS = {
 SLOW = {"engine", "bench", "eager", "bisect", "onnx-reference"}  # each in a child that others start, too
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "verb", [pytest.param(verb, marks=[pytest.mark.slow] * (verb in SLOW)) for verb in VERBS]
 )

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -194,9 +195,14 @@ _HALF_TO_FLOAT = frozenset({_aten._softmax, _aten._log_softmax})  # their third 
 
 
 def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
-    """The arguments of a call with every leaf changed; many times faster than PyTorch's general trees."""
-    if type(value) is tuple:
-        return tuple(_changed(each, change) for each in value)
+    """The arguments of a call with every tensor and type changed; many times faster than PyTorch's trees."""
+    kind = type(value)
+    if kind is Tensor:
+        return change(value)
+    if kind is int or kind is float or kind is bool or value is None:
+        return value
+    if kind is tuple:
+        return tuple([_changed(each, change) for each in value])
     if isinstance(value, list):  # a program has lists of its own type
         return [_changed(each, change) for each in value]
     if isinstance(value, dict):
@@ -214,13 +220,13 @@ class Float64(Intercept):
 
     def upcast(self, tensor: Tensor) -> Tensor:
         """A floating-point tensor in the type of this mode; others as they are."""
-        return tensor.to(self.wide.get(tensor.dtype, tensor.dtype))
+        wide = self.wide.get(tensor.dtype)
+        return tensor if wide is None or wide is tensor.dtype else tensor.to(wide)
 
     def _widened(self, leaf: Any) -> Any:
         """A tensor or a type, as this mode has it."""
         if isinstance(leaf, Tensor):
-            wide = self.wide.get(leaf.dtype)
-            return leaf if wide is None or wide is leaf.dtype else leaf.to(wide)
+            return self.upcast(leaf)
         return self.wide.get(leaf, leaf) if isinstance(leaf, torch.dtype) else leaf
 
     def call(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -250,8 +256,10 @@ class Float64(Intercept):
         if packet in _SUMS_OF_TWO and isinstance(result, Tensor) and result.is_floating_point():
             result = torch.where(result <= _ABSORBING, result.float().to(result.dtype), result)
         if self.wide is not _WIDE:  # a module may ask for another type itself
-            return tree_map_only(Tensor, self.upcast, result)
-        if narrow := [each.dtype for each in tensors_in(result) if each.dtype in _WIDE]:
+            is_one = isinstance(result, Tensor)
+            return self.upcast(result) if is_one else tree_map_only(Tensor, self.upcast, result)
+        found = [result] if isinstance(result, Tensor) else tensors_in(result)
+        if narrow := [each.dtype for each in found if each.dtype in _WIDE]:
             got = f"{func}: {narrow[0]}"
             hint = "plain operators of PyTorch in its place"
             raise ExportError("An operator of the module does not compute in FP64.", got=got, hint=hint)
@@ -592,14 +600,29 @@ def run_program(
         target = spec.target or ""
         return program.constants[target] if target in program.constants else program.state_dict[target]
 
-    deciding = deciding_nodes(program) if is_exact else frozenset()
+    if program not in _KNOWN:
+        _KNOWN[program] = deciding_nodes(program), any(map(_is_higher_order, program.graph.nodes))
+    deciding, has_branches = _KNOWN[program]
+    deciding = deciding if is_exact else frozenset()
+    given_all = [argument(spec) for spec in program.graph_signature.input_specs]
     run = _Interpreter(program.graph_module, map(str, nodes.values()), deciding)
     with torch.no_grad(), mode:
-        results = run.run(*map(argument, program.graph_signature.input_specs))
+        if nodes or deciding or has_branches:
+            results = run.run(*given_all)
+        else:  # as PyTorch writes it in Python, which is faster
+            results = program.graph_module(*given_all)
     returned = [each for each in results[-len(program.graph_signature.user_outputs) :] if each is not None]
     returned = [upcast(each) for each in returned] if is_exact else returned
     outputs = dict(zip(exported.outputs, returned, strict=True))
     return outputs, {name: run.kept[str(node)] for name, node in nodes.items()}
+
+
+# Of a program that was run: its deciding nodes, and whether it has control flow.
+_KNOWN: WeakKeyDictionary[ExportedProgram, tuple[frozenset[str], bool]] = WeakKeyDictionary()
+
+
+def _is_higher_order(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.HigherOrderOperator)
 
 
 class _Interpreter(Interpreter):

@@ -67,6 +67,7 @@ def test_a_fresh_case_is_a_golden_case_of_another_draw(bundles):
     assert problems != [None], "the result of other inputs"
 
 
+@pytest.mark.slow
 def test_a_seed_draws_one_case_and_another_seed_another(bundles):
     fresh, sizes = FreshCases(bundles("tiny-padding"), "cpu"), {"B": 2, "S": 16}
     first, again, other = (fresh.case(sizes, seed=seed) for seed in (3, 3, 4))

@@ -132,6 +132,7 @@ def planted(*names):
     return data
 
 
+@pytest.mark.sweep(14)
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_regression_is_reported(name):
     new = planted(name)

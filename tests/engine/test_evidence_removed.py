@@ -74,6 +74,7 @@ def some(kernels, rng):
     return tuple(kernel for kernel in kernels if rng.random() < 0.8)
 
 
+@pytest.mark.sweep(1)
 def test_kernels_are_taken_away(evidence):
     built, judge, written = evidence
     # Besides the real verdict, one in which a projection has fallen back to another type.
@@ -97,6 +98,7 @@ def test_kernels_are_taken_away(evidence):
             assert_never_better(judge(kernels), judge(left))
 
 
+@pytest.mark.sweep(1)
 def test_parts_of_a_plan_are_taken_away(evidence):
     built, judge, _ = evidence
     before = judge({"plan": kernels_from_plan(built.plan)})

@@ -97,6 +97,7 @@ def test_a_scale_of_another_tensor_is_an_error_and_no_loss(bundles, tmp_path):
     assert report.to_dict()["verdict"]["outcome"] == "failed"
 
 
+@pytest.mark.slow
 def test_the_most_sensitive_gemms_stay_until_the_limit_holds(model, bundles, tmp_path):
     before = bundles["int8"].manifest.loss
     limit = before.worst * 0.8
@@ -207,6 +208,7 @@ def test_the_kernel_of_quantized_attention_reads_eight_bits(model, tmp_path, nam
     assert (found.quantized_attentions, found.quantized) == ({name: 1}, {name: len(GEMMS)})
 
 
+@pytest.mark.slow
 def test_a_gemm_that_a_builder_takes_out_of_eight_bits_is_named(tmp_path):
     """Of a packed projection TensorRT-RTX 1.7.1 reports kernels that read FP16."""
     pytest.importorskip("tensorrt_rtx")

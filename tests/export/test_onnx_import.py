@@ -275,6 +275,7 @@ def around(operators, opset, path):
     return path
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", AROUND)
 def test_operators_around_attention(name, tmp_path):
     operators, opset = AROUND[name]

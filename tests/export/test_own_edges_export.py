@@ -232,6 +232,7 @@ class PadsToBlocks(torch.nn.Module):
         return x + ((blocks @ blocks.mT).softmax(-1) @ blocks).mean()
 
 
+@pytest.mark.slow
 def test_a_program_that_fails_where_the_module_runs_is_refused_in_words(tmp_path):
     inputs = {"x": md.Example(torch.randn(2, 9, 8), None, "S")}
     model = md.Deployable(module=PadsToBlocks(), inputs=inputs, axes={"S": "1:16:32"})

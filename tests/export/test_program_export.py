@@ -341,6 +341,7 @@ class Together(nn.Module):
         return tuple(tensors_in([part(inputs["x"]) for part in self.parts]))
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     "make",
     [
@@ -391,6 +392,7 @@ class Windows(nn.Module):
         return y[:, :, :S].transpose(1, 2).reshape(B, S, 16)
 
 
+@pytest.mark.slow
 def test_a_reshape_that_copies_at_some_sizes_only():
     torch.manual_seed(0)
     module, example = Windows().eval(), {"x": torch.randn(2, 8, 16)}

@@ -25,6 +25,7 @@ def outputs(path):
     return np.concatenate([run.run(None, each)[0] for each in samples(3)[1::2]])
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("form", ["plain", "packed", "split"])
 def test_one_of_two_equal_heads_goes_without_loss(tmp_path, form):
     how = {} if form == "plain" else {form: True}

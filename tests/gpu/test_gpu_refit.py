@@ -5,7 +5,7 @@ from safetensors.torch import save_file
 
 import mha_deploy as md
 from mha_deploy.model.catalog import find_spec
-from mha_deploy.reference.weights import random_weights
+from mha_deploy.reference import random_weights
 from mha_deploy.runtime.tensorrt.versions import EngineError
 
 pytestmark = pytest.mark.gpu

@@ -124,6 +124,7 @@ def test_a_cast_after_the_attention_is_refused(refusal):
     assert "a stray Cast" in refusal(lambda graph: after_attention(graph, identity(), cast(FP16)))
 
 
+@pytest.mark.slow
 def test_a_cast_before_the_second_attention_is_refused(refusal):
     message = refusal(lambda graph: before_input(graph, V, cast(FP16), number=1), "tiny-head-mix")
     assert "a stray Cast" in message

@@ -92,6 +92,7 @@ def loss_of(model, plan, case):
     return distance(run(with_rounded_results(mixed), in_types_of(mixed, case)), run(model, case))
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("make", LOSSY, ids=lambda make: make.__name__)
 def test_what_loses_digits_is_upcast_and_the_rest_is_not(make):
     model = model_of(make)
@@ -108,6 +109,7 @@ def test_what_loses_digits_is_upcast_and_the_rest_is_not(make):
     assert plan.reference == "fp64"
 
 
+@pytest.mark.slow
 def test_scaled_inputs_on_which_float32_fails_itself_do_not_hide_the_others():
     """ONNX Runtime's sigmoid is 0 in float32 where its logarithm is finite in FP64."""
     g = Graph()
@@ -130,6 +132,7 @@ def test_constants_that_fp16_rounds_to_one_side_make_no_gain():
     assert {each.name for each in plan.kept} & {"once", "twice"}
 
 
+@pytest.mark.slow
 def test_the_limit_is_a_choice():
     model = model_of(offset_and_back)
     loose = plan_mixed_precision(model, {"one": numbers()}, limit=0.9)

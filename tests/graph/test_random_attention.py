@@ -503,6 +503,7 @@ def test_what_a_dialect_accepts_it_computes_as_onnx_does(name: str, node: dict[s
 ACCEPTED = {"trt": 27, "trt-decomposed": 40, "fold": 40, "contrib": 13, "plugin": 12}
 
 
+@pytest.mark.slow
 def test_a_dialect_accepts_as_much_as_before() -> None:
     rng, accepted = random.Random(0), dict.fromkeys(ACCEPTED, 0)
     for _ in range(40):

@@ -70,6 +70,7 @@ def test_every_dialect_computes_the_same(whole, dialect) -> None:
     assert np.abs(half.astype(np.float32) - cases[0][1]).max() < 0.1
 
 
+@pytest.mark.slow
 def test_plugin_computes_the_same_and_reads_packed_projections() -> None:
     """In ONNX's reference evaluator, which has our nodes, but cannot run every model."""
     model = small.fused("handmade")

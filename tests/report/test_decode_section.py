@@ -36,6 +36,7 @@ def words(markup):
 # -- the record ------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("meddle", MEDDLERS)
 def test_what_the_decode_loop_gives_keeps_the_format(meddle):
     data = report_of(as_plain(decoded(meddle).record))

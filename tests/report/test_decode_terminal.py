@@ -71,6 +71,7 @@ def test_the_terminal_shows_of_a_wrong_cache_behind_right_steps():
     assert "steps cache/value: out of budget: gain" in printed(broken)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("meddle", MEDDLERS)
 def test_the_lines_fit_80_columns(meddle):
     assert max(map(len, printed(decoded(meddle)).splitlines())) <= 80

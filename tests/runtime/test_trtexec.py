@@ -94,6 +94,7 @@ def test_several_profiles_are_numbered_and_rtx_is_refused():
         trtexec_command(msgspec.structs.replace(manifest, backend="tensorrt-rtx"), Path("a"), Path("b"))
 
 
+@pytest.mark.slow
 def test_the_lowered_graph_is_saved_and_computes_the_model(bundles, tmp_path, run_cli, refused):
     pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")
     bundle = md.open_bundle(copy_of(bundles("tiny-gqa"), tmp_path / "bundle"))

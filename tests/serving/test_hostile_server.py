@@ -56,6 +56,7 @@ def against(path, act):
         server.close()
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("group", WRONG)
 def test_a_server_that_misbehaves_is_an_error_of_the_server(group):
     path, acts = WRONG[group]

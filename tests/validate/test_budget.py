@@ -195,6 +195,7 @@ def test_a_sample_uses_one_part_in_the_factor(oracle, precision):
     assert max(shares) == pytest.approx(1 / factor_of(precision))
 
 
+@pytest.mark.slow
 def test_vectors_that_rounding_leaves_alone_do_not_narrow_the_others():
     """A KV cache of which one entry is new: the others are copies."""
     random = np.random.default_rng(0)

@@ -68,7 +68,7 @@ UPPER_LEFT = ("conforms", "upper-left")
 FIRST_ROW = ("wrong", "every query attends to the keys of the first one")
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("path", "precision", "sentinel"),
     [
@@ -138,6 +138,7 @@ def test_onnx_runtime_has_no_bfloat16_and_is_here_all_the_same():
 # -- the oracle ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("precision", "seed"), [(FP16, 0), (BF16, 1), (FP32, 2)], ids=["fp16", "bf16", "fp32"]
 )
@@ -239,7 +240,7 @@ def test_every_mistake_has_its_verdict():
     assert set(CAUGHT) == set(MISTAKES)
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_caught_where_it_is_made_and_named(mistake):
     column = graph_column(lambda model: NumpyRunner(model, mistake), "onnx")

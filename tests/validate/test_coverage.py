@@ -142,6 +142,7 @@ class ScaledByLength(nn.Module):
         return torch.softmax(x @ x.transpose(1, 2) * scale, -1) @ x
 
 
+@pytest.mark.slow
 def test_a_range_that_shrank_at_export_is_a_finding(tmp_path):
     example = md.Example(torch.randn(2, 16, 8), "B", "S")
     given = md.Deployable(module=ScaledByLength(), inputs={"x": example}, axes={"B": "1:2:4", "S": "2:16:40"})

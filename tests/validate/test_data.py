@@ -210,6 +210,7 @@ def test_one_sample_without_a_result_does_not_end_the_run(bundles):
     assert Kind.DATA_NOT_VERIFIED in [each.kind for each in report.findings]
 
 
+@pytest.mark.slow
 def test_an_imported_model_needs_its_file_for_data(tmp_path, bundles, trained):
     source = bundles("tiny-mha", "fp32").model_path
     bundle = md.import_onnx(source, tmp_path / "imported", precision="fp32", golden=("opt",))

@@ -232,6 +232,7 @@ def test_a_prompt_is_cut_as_the_decode_loop_says_and_every_piece_must_fit(static
     assert ("steps" in result.outside) is not taken
 
 
+@pytest.mark.slow
 def test_outputs_in_bf16_are_named_once_enough_tokens_are_decoded(static):
     """A single step has too few numbers, and a budget that rounding to BF16 stays within."""
 

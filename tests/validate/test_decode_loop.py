@@ -147,7 +147,7 @@ MISTAKES = {  # the step that must fail first, and what must be wrong in the cac
 }
 
 
-@pytest.mark.sweep(9)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("cache", CACHES)

@@ -76,6 +76,7 @@ def test_blocks_change_nothing(bundles, monkeypatch, name, block):
         assert (cut.figures.fully_masked, cut.status) == (node.figures.fully_masked, node.status)
 
 
+@pytest.mark.slow
 def test_hidden_pairs_count_for_the_matmul_and_not_for_the_score(bundles, tmp_path):
     bundle = bundles("tiny-causal-padding")
     folder, case = copy_of(bundle, tmp_path / "b"), "opt"

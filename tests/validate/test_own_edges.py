@@ -76,6 +76,7 @@ def test_zeros_verify_nothing(tmp_path, factory, outputs, attentions):
     assert report.fault is None
 
 
+@pytest.mark.slow
 def test_draws_of_the_user_and_an_empty_past(edge_bundles):
     # The draw gives other numbers each time: what lies inside must belong to the inputs that were kept.
     report = validate_bundle(edge_bundles("picks"), QUICK)

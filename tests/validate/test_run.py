@@ -148,6 +148,7 @@ def test_fresh_cases_and_a_sweep_are_judged_on_request(bare):
     assert len(kinds["fresh"]) == 2
 
 
+@pytest.mark.slow
 def test_the_table_of_masks_is_put_together_on_request(bare):
     report = validate_bundle(bare("tiny-mha"), ValidateOptions(conformance=True))
     table = report.conformance

@@ -85,7 +85,7 @@ def fresh(bundle, **options):
     return traces_of(bundle, ValidateOptions(**options))[-1]
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("steps", "prompt"), [(1, 16), (50, 14), (63, 1)])
 @pytest.mark.parametrize("name", CACHES)
 def test_the_usual_prompt_leaves_room_for_the_steps(bundles, name, steps, prompt):

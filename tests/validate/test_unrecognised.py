@@ -13,7 +13,7 @@ from mha_deploy.validate.verdict import unfused_findings
 @pytest.fixture
 def copied(own_bundles, tmp_path):
     """A function that copies the bundle of a factory, and gives its folder."""
-    return lambda name: shutil.copytree(own_bundles(name).path, tmp_path / name)
+    return lambda name: shutil.copytree(own_bundles(name, golden=("opt",)).path, tmp_path / name)
 
 
 MODELS = pytest.mark.parametrize(
@@ -23,10 +23,10 @@ MODELS = pytest.mark.parametrize(
 
 @MODELS
 def test_the_manifest_and_a_validation_count_talking_heads(name, fused, own_bundles):
-    manifest = own_bundles(name).manifest
+    manifest = own_bundles(name, golden=("opt",)).manifest
     assert (len(manifest.attention), manifest.spec.attention_count) == (fused, 2)
     assert sum("blocks.1.attention" in note for note in manifest.notes) == 1
-    report = validate_bundle(own_bundles(name), ValidateOptions(probe=False))
+    report = validate_bundle(own_bundles(name, golden=("opt",)), ValidateOptions(probe=False))
     assert report.passed, report.headline
     assert f"{fused} of 2" in report.headline
     (required,) = unfused_findings(manifest, ValidateOptions(require_fused=True))
