@@ -152,6 +152,10 @@ def _fusion(data: Data) -> list[Part]:
     engines, findings = data["engines"], data["verdict"]["findings"]
     if data["subjects"]:
         return [("table", tables.subjects_table(data["subjects"]))]
+    if not engines and data["serving"]:
+        runs = data["serving"][0]["runs"]
+        what = f"{runs}, as the server's configuration says" if runs else "what it runs is not known"
+        return [("text", f"The model was judged through a server: {what}.")]
     if not engines:
         reasons = [finding["text"] for finding in findings if finding["section"] == "engine"]
         return [("text", f"No engine was built: {reasons[0]}." if reasons else "The bundle has no engine.")]
@@ -169,11 +173,23 @@ def _latency(data: Data, look: Look) -> list[Part]:
     found = data["latency"]
     if found is not None and found["points"]:
         return latency_parts(found, look)
+    if (served := _served_latency(data)) is not None:
+        return [("text", f"Measured by the clients of the server: {served}.")]
     reasons = [each["text"] for each in data["verdict"]["findings"] if each["section"] == "latency"]
     if data["environment"]["gpu"] is None:
         reasons.append("there is no NVIDIA GPU on this machine")
     reasons += [engine["why_not"] for engine in data["engines"] if engine["why_not"]]
     return [("text", f"Nothing was timed {f'here: {reasons[0]}' if reasons else 'in this run'}.")]
+
+
+def _served_latency(data: Data) -> str | None:
+    """The latency of a server with its fewest clients; None without one."""
+    timed = [point for point in data["serving"] if point["p50_ms"] is not None]
+    if not timed:
+        return None
+    point = min(timed, key=lambda each: each["clients"])
+    figures = f"p50 {short(point['p50_ms'])} ms, p99 {short(point['p99_ms'])} ms"
+    return f"{figures} with {plural(point['clients'], 'client')}"
 
 
 def latency_parts(found: Data, look: Look) -> list[Part]:
@@ -293,8 +309,8 @@ def key_figures(data: Data) -> list[tuple[str, str | list[str]]]:
         ("attention", _attention(data["model"], runs)),
         ("checked", f"{right} of {plural(len(judged), 'output')} right" if judged else "nothing was run"),
         ("largest error", largest),
-        ("fused", fused or "no engine"),
-        ("fastest engine", _fastest_engine(data["latency"])),
+        ("fused", fused or ("not known of a server" if data["serving"] else "no engine")),
+        ("fastest engine", _served_latency(data) or _fastest_engine(data["latency"])),
         ("GPU", gpu["name"] if gpu else "none here"),
     ]
 

@@ -144,6 +144,8 @@ class _ConfigTensor(msgspec.Struct):
 
 
 BUNDLE_PARAMETER = "mha_deploy_bundle_sha256"
+RUNS_PARAMETER = "backends"  # the engines or the runtime of a packaged model
+_LONGEST_NAME = 200
 """The parameter of a served model that names the manifest of its bundle, by its hash."""
 
 
@@ -630,6 +632,8 @@ class ServerRunner(Runner):
         self.max_batch, self.keeps_cache = config.max_batch_size, bool(config.sequence_batching)
         served = config.parameters.get(BUNDLE_PARAMETER)
         self.bundle_sha256 = served.string_value if served is not None and served.string_value else None
+        named = config.parameters.get(RUNS_PARAMETER)
+        self.runs = printable(named.string_value)[:_LONGEST_NAME] if named and named.string_value else None
         self.name = f"{server.name} {server.version}".strip() + f" {self.model}"
         # Triton has no tensor without dimensions: a number for each batch element is sent as [B, 1].
         self._numbers = {

@@ -38,8 +38,9 @@ from mha_deploy.output import (
 )
 from mha_deploy.runtime import GPU_RUNNERS, RUNNERS, available_cpu_backend
 from mha_deploy.runtime.cuda import find_gpu
-from mha_deploy.runtime.kserve import BUNDLE_PARAMETER, INSTALL, served_name
+from mha_deploy.runtime.kserve import BUNDLE_PARAMETER, INSTALL, RUNS_PARAMETER, served_name
 from mha_deploy.serving.backend import BUNDLE, PLUGINS
+from mha_deploy.serving.wheel import wheel_name, write_wheel
 from mha_deploy.validate.runtimes import RuntimeFinder
 
 PYTHON, PLAN = "python", "tensorrt_plan"
@@ -73,6 +74,19 @@ mha-deploy validate BUNDLE --url grpc://localhost:8001/{package.name}
 ```
 
 """
+_WITHOUT_CONTAINER = """Without a container, with PyPI's nvidia-pytriton in a virtual environment:
+
+```bash
+pip install nvidia-pytriton "numpy<2" "{repository}/{wheel}"
+SERVER=$(python -c "import pytriton, pathlib; print(pathlib.Path(pytriton.__file__).parent / 'tritonserver')")
+VERSION=$(python -c "import sys; print('%d.%d' % sys.version_info[:2])")
+cp "$SERVER/python_backend_stubs/$VERSION/triton_python_backend_stub" "$SERVER/backends/python/"
+export LD_LIBRARY_PATH=$(python -c "import sysconfig; print(sysconfig.get_config_var('LIBDIR'))")
+"$SERVER/bin/tritonserver" --model-repository="{repository}" --backend-directory="$SERVER/backends"
+```
+
+"""
+WHEELS = "wheels"
 _SEQUENCES = f"""A request is the prompt or the next tokens of one sequence: batch size 1, correlation ID,
 start and end flags. The KV cache stays on the server, and is freed at the end flag, or
 after {_IDLE_US // 1_000_000} s without a request.
@@ -276,7 +290,8 @@ class Packaging:
         """Write the model to a temporary folder and put it in place; what others added there is kept."""
         command = self._command()
         put_file(new / _CONFIG, self._config(new).encode())
-        put_file(new / "README.md", self._readme(command).encode())
+        wheel = write_wheel(new / "1" / WHEELS) if self.options.variant == PYTHON else None
+        put_file(new / "README.md", self._readme(command, wheel is not None).encode())
         files = sorted(path.relative_to(new).as_posix() for path in new.rglob("*") if path.is_file())
         written = {name: sha256(new / name) for name in files}
         tool = {"name": TOOL, "version": __version__}
@@ -332,10 +347,11 @@ class Packaging:
         group.kind = group.KIND_GPU if self.on_gpu else group.KIND_CPU
         if options.variant == PLAN:
             config.platform, config.backend = PLAN, "tensorrt"
+            config.parameters[RUNS_PARAMETER].string_value = ",".join(self.backends)
             self._add_plans(config, version, group)
         else:
             config.backend = PYTHON
-            config.parameters["backends"].string_value = ",".join(self.backends)
+            config.parameters[RUNS_PARAMETER].string_value = ",".join(self.backends)
             self._copy_bundle(version)
         for library in self.libraries:
             copy_file(library, version / PLUGINS / library.name)
@@ -428,10 +444,12 @@ class Packaging:
             flags.append("--backend-config=tensorrt,version-compatible=true")
         return " ".join(f"'{flag}'" if ";" in flag else flag for flag in flags)
 
-    def _readme(self, command: str) -> str:
+    def _readme(self, command: str, has_wheel: bool) -> str:
         versions = sorted({f"TensorRT {engine.manifest.version}" for engine in self.engines})
         extra = {"ort-cpu": "[ort]", "ort-cuda": "[ort-gpu]", "ort-cuda-contrib": "[ort-gpu]"}
-        install = f'pip install "mha-deploy{extra.get(self.runtime or "", "[cuda]" if self.engines else "")}"'
+        extras = extra.get(self.runtime or "", "[cuda]" if self.engines else "")
+        wheel = f"{self.name}/1/{WHEELS}/{wheel_name()}{extras}"
+        install = f'pip install "{f"/models/{wheel}" if has_wheel else f"mha-deploy{extras}"}"'
         text = _README.format(
             package=self,
             model=f"{self.spec.name} {self.bundle.manifest.precision.name}",
@@ -440,6 +458,8 @@ class Packaging:
             gpus=" --gpus all" if self.on_gpu else "",
             run=command if self.options.variant == PLAN else f"bash -c '{install} && {command}'",
         )
+        if has_wheel and not self.on_gpu:
+            text += _WITHOUT_CONTAINER.format(repository=self.repository.name, wheel=wheel)
         for each in self.engines:
             text += f"- `{each.path.stem}` was built {where_built(each.manifest)}.\n"
         return (text + ("" if self.cache is None else _SEQUENCES)).rstrip() + "\n"

@@ -209,6 +209,10 @@ class ServingRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     p99_ms: Annotated[float | None, means("99th percentile")]
     judged: Annotated[int, means("outputs that were judged")]
     wrong: Annotated[int, means("outputs that were wrong")]
+    runs: Annotated[
+        str | None,
+        means("engine or runtime in the server, as its configuration says; null where it does not"),
+    ] = None
 
 
 class ThroughputRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -287,6 +287,7 @@ class _Load:
             **{f"p{share}_ms": time for share, time in zip(shares, times, strict=True)},
             judged=len(verdicts),
             wrong=sum(verdict.is_wrong for verdict in verdicts),
+            runs=self._runner.runs,
         )
 
 

@@ -1,7 +1,11 @@
 """A bundle as a Triton model: every configuration is read back through Triton's own schema."""
 
+import base64
+import hashlib
 import json
+import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -51,6 +55,24 @@ def test_names_types_and_sizes_come_from_the_manifest(package):
     assert found.max_batch_size == 4
     assert found.HasField("dynamic_batching")
     assert found.instance_group[0].kind == found.instance_group[0].KIND_CPU
+
+
+def test_the_repository_carries_a_wheel_of_this_version(package):
+    made = package("tiny-gqa")
+    (wheel,) = made.path.rglob("*.whl")
+    assert wheel.relative_to(made.path).as_posix() in (made.path / "README.md").read_text()
+    with zipfile.ZipFile(wheel) as archive:
+        (record,) = [name for name in archive.namelist() if name.endswith("/RECORD")]
+        rows = [line.rsplit(",", 2) for line in archive.read(record).decode().splitlines()]
+        assert {name for name, _, _ in rows} == set(archive.namelist())
+        for name, digest, size in rows[:-1]:
+            data = archive.read(name)
+            found = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+            assert (digest, int(size)) == (f"sha256={found}", len(data)), name
+        assert not [name for name in archive.namelist() if "__pycache__" in name]
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import mha_deploy; print(mha_deploy.__file__)"
+    done = subprocess.run([sys.executable, "-I", "-c", code, wheel], capture_output=True, text=True)
+    assert done.stdout.strip() == str(wheel / "mha_deploy" / "__init__.py"), done.stderr
 
 
 def test_warm_up_is_a_golden_case(package, bundles):

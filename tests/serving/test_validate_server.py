@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import mha_deploy as md
+from mha_deploy.report.page import key_figures
 from mha_deploy.status import Kind
 
 pytest.importorskip("tritonclient.grpc", reason="tritonclient is not installed")
@@ -27,6 +28,9 @@ def test_golden_cases_pass_with_one_client_and_with_several(served, bundles):
     assert one["judged"] > 0
     assert four["wrong"] == 0
     assert 0 < four["p50_ms"] <= four["p90_ms"] <= four["p99_ms"]
+    assert one["runs"] == server.config["parameters"]["backends"]["string_value"]
+    assert one["runs"] in report.to_html()
+    assert " ms" in dict(key_figures(report.to_dict()))["fastest engine"]
     kinds = [each["cases"] for each in report.to_dict()["parity"]]
     assert kinds[0] == "golden"
     assert kinds[-2:] == ["served", "served"]
