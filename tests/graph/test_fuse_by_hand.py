@@ -5,7 +5,7 @@ import pkgutil
 import numpy as np
 import onnx
 import pytest
-from hand_graphs import D, H, Hand, S, check_same, fused, random_feeds, run
+from hand_graphs import B, D, H, Hand, S, check_same, fused, random_feeds, run
 from onnx import TensorProto
 
 LOWER = np.tri(S, dtype=bool)
@@ -556,3 +556,24 @@ def test_a_mask_that_is_cut_to_the_length_may_be_a_single_number(kind, applied):
         mask = random.standard_normal((2, 1, size, size)).astype(np.float32)
         feeds["m"] = mask > 0 if kind == "bool" else mask
         np.testing.assert_allclose(run(new, feeds)[0], run(model, feeds)[0], atol=2e-5)
+
+
+def test_a_sum_of_exponentials_in_a_wider_type_behind_v():
+    """As PyTorch's exporter writes `(scores.exp() @ v) / scores.exp().sum(-1)` in float16."""
+    g = Hand()
+    powers = g.op("Exp", g.scores())
+    wide = g.op("ReduceSum", g.cast(powers, TensorProto.DOUBLE), g.ints(-1), keepdims=1)
+    y = g.op("Div", g.op("MatMul", powers, "v"), g.cast(wide, FLOAT))
+    assert len(check_same(g.model(y)).fused) == 1
+
+
+def test_weights_that_are_masked_once_more_where_positions_are_added():
+    """ESPnet's relative positions: a second matmul is no mask, however large it is."""
+    g = Hand()
+    table = g.const(np.random.default_rng(0).standard_normal((D, S)))
+    mask = g.input("m", (B, 1, 1, S), BOOL)
+    scores = g.op("Add", g.scores(), g.op("MatMul", "q", table))
+    lowest = g.const(np.finfo(np.float32).min)
+    weights = g.op("Softmax", g.op("Where", mask, scores, lowest))
+    y = g.op("MatMul", g.op("Where", mask, weights, g.const(0.0)), "v")
+    assert len(check_same(g.model(y)).fused) == 1

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from families import FAMILIES, WHY, Made
 from torch import nn
 
 import mha_deploy as md
@@ -52,6 +53,7 @@ ZOO: dict[str, Entry] = {}
 # Where not every attention becomes one node, and one kernel of TensorRT-RTX; and what is refused.
 _LINEAR = "linear attention has no softmax, which ONNX's Attention always has"
 _SMALL_HEADS = "TensorRT-RTX decomposes heads of 8 numbers"
+_WEAK_FILL = "masked scores are set to -10000, which is not below every other score"
 NOT_ALL: dict[str, dict[str, Any]] = {
     "gemma2": {"engine": 0, "why": "TensorRT-RTX decomposes attention with softcap"},
     "minimax": {"fused": 1, "inexpressible": 1, "why": _LINEAR},
@@ -69,7 +71,6 @@ NOT_ALL: dict[str, dict[str, Any]] = {
     "timm-cait": {"fused": 2, "inexpressible": 2, "why": "heads are mixed between scores and softmax"},
     "timm-coatnet": {"engine": 1, "why": "TensorRT-RTX decomposes one"},
     "longformer": {"fails": "data-dependent", "why": "it chooses its global tokens by the values of a mask"},
-    "vitdet": {"fused": 0, "engine": 0, "why": "relative positions are added in a view of five axes"},
     "diffusers-pixart": {"fails": "ONNX Runtime cannot load the graph",
                          "why": "PyTorch writes a Squeeze of an axis that is not 1"},
     "llava": {"engine": 0, "why": "TensorRT-RTX has no NonZero"},
@@ -82,6 +83,9 @@ NOT_ALL: dict[str, dict[str, Any]] = {
     "jetmoe": {"engine": 0, "passes": False, "why": "its experts add to slices, which TensorRT-RTX does not "
                "build and ONNX Runtime on the CPU does not run in FP16"},
     "vaultgemma": {"engine": 0, "why": "TensorRT-RTX decomposes attention with softcap"},
+    "temporal-fusion": {"fused": 0, "engine": 0, "why": _WEAK_FILL},
+    "transformer-xl-memory": {"fused": 0, "engine": 0, "why": _WEAK_FILL},
+    "pointer-network": {"engine": 0, "why": "TensorRT-RTX decomposes it"},
     "timm-maxvit": {"engine": 2, "why": "TensorRT-RTX decomposes two of them"},
 }  # fmt: skip
 
@@ -903,3 +907,30 @@ def _transformer_encoder():
 
 
 add("nn-transformer-encoder", _transformer_encoder, family="PyTorch", library="torch", attentions=2)
+
+
+# -- Families of architectures, written out ----------------------------------------------------------
+
+
+def _family(made: Made):
+    def make():
+        inputs = {}
+        for name, dims in made.inputs.items():
+            sizes = {"B": 2, "S": 9, "T": 7}
+            shape = [sizes[each] if isinstance(each, str) else each for each in dims]
+            axes = [each if isinstance(each, str) else None for each in dims]
+            if name == "seen":
+                inputs[name] = padding("S", shape[1])
+            else:
+                high = 4 if name in INDICES else 0
+                inputs[name] = md.Example(example(*shape, high=high), *axes)
+        return spread(made.module()), inputs
+
+    return make
+
+
+INDICES = ("hops", "edges", "variate", "fields", "items")
+for _name, _made in FAMILIES.items():
+    _less, _why = WHY.get(_name, (0, ""))
+    _fused = {"fused": _made.attentions - _less, "inexpressible": _less, "why": _why} if _less else {}
+    add(_name, _family(_made), family=_made.family, library="torch", attentions=_made.attentions, **_fused)

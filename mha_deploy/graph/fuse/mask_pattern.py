@@ -584,7 +584,7 @@ def hide_behind(terms: list[Term], behind: Behind, dtype: ir.DataType | None) ->
         apart = all(
             (each.hides or each.fill > mask.fill / 2)
             if isinstance(each, Fill)
-            else mask.hides or _is_bounded(each.value)
+            else mask.hides or _is_bounded(each.value) or _is_score(each.value)
             for each in others
         )
         if apart and mask.fill <= max(_WEAKEST_FILL, 0.99 * float(dtype.min)):
@@ -639,6 +639,19 @@ def _is_bounded(value: ir.Value, depth: int) -> bool:
         return False
     parts = node.inputs if is_op(node, "Add") else node.inputs[:1]
     return all(_is_bounded(each, depth + 1) for each in parts)
+
+
+@walk
+def _is_score(value: ir.Value, depth: int) -> bool:
+    """Whether a tensor is a matmul that was only moved and scaled: as large as scores are, and no mask."""
+    node = value.producer()
+    if node is None or node.domain != "":
+        return False
+    if node.op_type in ("MatMul", "Einsum", "Gemm"):
+        return True
+    if node.op_type in ("Mul", "Div"):
+        return scalar_of(node.inputs[1]) is not None and bool(_is_score(node.inputs[0], depth + 1))
+    return node.op_type in (*_BOUNDED, "GatherElements") and bool(_is_score(node.inputs[0], depth + 1))
 
 
 @walk

@@ -17,7 +17,7 @@ import numpy as np
 import onnx_ir as ir
 
 from mha_deploy.graph.fuse.mask_pattern import same_value
-from mha_deploy.graph.fuse.values import array_of, scalar_of, sizes_of
+from mha_deploy.graph.fuse.values import array_of, holds, scalar_of, sizes_of
 from mha_deploy.graph.ir import (
     NodeBuilder,
     constant,
@@ -374,18 +374,30 @@ def _zeroed(value: ir.Value | None, builder: NodeBuilder) -> tuple[ir.Value, ir.
 
 
 def _total_of(value: ir.Value | None) -> tuple[ir.Value, int] | None:
-    """What a value is the sum of, along which axis; the axis is kept with size 1."""
+    """What a value is the sum of, along which axis; the axis is kept with size 1.
+
+    PyTorch's exporter adds up float16 in float32.
+    """
+    result = sizes_of(value)
+    if (rounded := made_by(value, "Cast")) is not None:
+        wide = made_by(input_at(made_by(rounded.inputs[0], "ReduceSum"), 0), "Cast")
+        if wide is None or wide.inputs[0] is None or wide.inputs[0].dtype != rounded.outputs[0].dtype:
+            return None
+        if not holds(wide.outputs[0].dtype, wide.inputs[0].dtype):
+            return None
+        value = rounded.inputs[0]
     restored = made_by(value, "Unsqueeze", "Reshape")
     inner = value if restored is None else restored.inputs[0]
     node = made_by(inner, "ReduceSum", "Einsum", "ReduceL1")
     source = input_at(node, 0)
-    sizes, result = sizes_of(source), sizes_of(value)
+    sizes = sizes_of(source)
     if node is None or source is None or sizes is None or result is None or len(sizes) != len(result):
         return None
     axis = _summed_axis(node, len(sizes))
     if axis is None or [*sizes[:axis], 1, *sizes[axis + 1 :]] != result:
         return None
-    return source, axis - len(sizes)
+    narrow = None if rounded is None else input_at(source.producer(), 0)
+    return narrow or source, axis - len(sizes)
 
 
 def _summed_axis(node: ir.Node, count: int) -> int | None:
