@@ -407,7 +407,8 @@ def prune(
     model: AnySource,
     out: StrPath,
     *,
-    heads: int | str,
+    heads: int | str | None = None,
+    kv_heads: int | None = None,
     max_loss: float | None = None,
     data: Any = None,
     data_limit: int = 0,
@@ -430,6 +431,7 @@ def prune(
         model: See `load_model`.
         out: The folder to write.
         heads: Query heads of each attention, or auto: as few as max_loss allows.
+        kv_heads: In place of heads: key/value heads of each attention, the most alike pooled by their mean.
         max_loss: Largest relative L2 between the outputs of the two models, both in FP64.
         data: Your own samples, as `validate` takes them; default: those of the Deployable, else drawn inputs.
         data_limit: Most samples; default: all.
@@ -452,11 +454,14 @@ def prune(
         (3, 'heads')
     """
     from mha_deploy.export.compress import compressed_bundle
-    from mha_deploy.export.prune import AUTO_HEADS
+    from mha_deploy.export.prune import AUTO_HEADS, pool
     from mha_deploy.export.prune import prune as without_heads
 
     found = load_model(model, example_inputs=example_inputs, axes=axes)
-    if heads != AUTO_HEADS and not str(heads).isdecimal():
+    if (heads is None) == (kv_heads is None):
+        got = "neither" if heads is None else "both"
+        raise DeployError("Either heads or kv_heads is needed.", got=got, hint="--heads 8, or --kv-heads 2")
+    if heads is not None and heads != AUTO_HEADS and not str(heads).isdecimal():
         raise DeployError("heads is a number, or auto.", got=heads, hint="--heads 8")
     options = ExportOptions(seed=seed, golden=golden, overwrite=overwrite)
     _refuse_export(out, options)
@@ -466,7 +471,12 @@ def prune(
         original = _open_original(found, options, folder, {}, report)
         limits: dict[str, Any] = {"max_loss": max_loss, "data": data, "data_limit": data_limit}
         limits["metric"] = metric
-        made = without_heads(original, heads, **limits, on_step=lambda name: report(name, 0, 0))
+        limits["on_step"] = lambda name: report(name, 0, 0)
+        made = (
+            without_heads(original, heads, **limits)
+            if heads is not None
+            else pool(original, int(kv_heads or 0), **limits)
+        )
         return compressed_bundle(original, made, Path(out), options, report)
 
 

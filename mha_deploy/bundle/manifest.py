@@ -284,7 +284,7 @@ class LossMetric(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class LossRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What was compressed, and the intended difference from the original model, both in FP64."""
 
-    what: Annotated[str, means("what was compressed: `int8`, `fp8` or `heads`")]
+    what: Annotated[str, means("what was compressed: `int8`, `fp8`, `heads` or `kv-heads`")]
     calibration: Annotated[
         str, means("how the ranges of activations were found; empty where there are none")
     ] = ""

@@ -38,7 +38,8 @@ PANELS: dict[str, tuple[str, ...]] = {
         "fresh", "steps", "prompt", "batch", "sweep", "probe", "conformance", "require_run",
         "require_coverage", "require_fused", "require_precision", "trust_code", "golden", "golden_gflop",
         "golden_gib", "golden_mb", "samples", "kernels", "streams", "processes", "replay", "error", "size",
-        "build_time", "build_seconds", "coverage", "strict", "verify", "heads", "load", "opset",
+        "build_time", "build_seconds", "coverage", "strict", "verify", "heads", "kv_heads", "load",
+        "opset",
     ),
     "Output": (
         "out", "output", "path", "report", "everything", "every", "markdown", "junit", "html", "record",
@@ -131,6 +132,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     "prune": (
         ("prune bert-base --heads 10 -o bert", "ten heads of twelve"),
         ("prune model.onnx --heads auto --max-loss 0.01 -o model", "as few as possible"),
+        ("prune model.onnx --kv-heads 2 -o model", "key/value heads that query heads share"),
         ("prune my_model.py:encoder --heads 8 --data val.npz -o encoder", "on your data"),
     ),
     "fuse": (

@@ -73,9 +73,10 @@ def export(out: Path = option(MISSING, "The folder to write.", *OUT), **options:
 @verb(
     MODEL,
     options_from(
-        md.prune, "heads", "max_loss", "data", "data_limit", "metric", "weights", "prefix", "seed", "golden",
-        "overwrite", metric={"metavar": "file.py:function"},
-        heads={"metavar": "N|auto"}, max_loss={"min": 0.0, "max": 1e6}, golden={"metavar": "CASE"},
+        md.prune, "heads", "kv_heads", "max_loss", "data", "data_limit", "metric", "weights", "prefix",
+        "seed", "golden", "overwrite", metric={"metavar": "file.py:function"}, heads={"metavar": "N|auto"},
+        kv_heads={"min": 1, "max": 10**6, "metavar": "N"}, max_loss={"min": 0.0, "max": 1e6},
+        golden={"metavar": "CASE"},
         data={"metavar": "FILE|FOLDER|file.py:samples"}, seed={"min": 0, "max": 2**32 - 1},
     ),
     RUN,

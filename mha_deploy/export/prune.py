@@ -3,6 +3,8 @@
 A head is removed with its slices of the Q, K, V and output projections: GEMMs and attention become smaller.
 What it contributed is taken over by the remaining head that is most like it, as far as a factor can: of two
 equal heads one goes without loss. Where several query heads share a key/value head they go together.
+
+Key/value heads can also be pooled: those that are most alike become their mean, which query heads share.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -41,6 +44,7 @@ from mha_deploy.runtime.user_code import graph_code
 from mha_deploy.runtime.user_data import Metric
 
 AUTO_HEADS = "auto"
+KV_HEADS = "kv-heads"
 _SAME = 1e-4  # new weights are rounded to the type of the graph
 _HINT = "Q, K and V from GEMMs with constant weights, [B, S, heads * size], and one output projection"
 
@@ -252,15 +256,7 @@ def prune(
         raise DeployError(what, got="no --max-loss", hint=hint)
     figure = None if metric is None else Metric(metric)
     with graph_code(f"graph {original.name}"):
-        fused, _ = fuse_attention(original.model)
-        original = replace(original, model=prepared(fused))
-        found = {str(n.name): _heads_of(n) for n in original.model.graph if is_attention(n)}
-        if not found:
-            what, hint = "The model has no attention.", "`mha-deploy fuse` lists what is not fused, and why"
-            raise ExportError(what, got=original.name, hint=hint)
-        samples = Samples(
-            original=original, given=original.samples if data is None else data, limit=data_limit
-        )
+        original, found, samples = _opened(original, data, data_limit)
         chosen_by, held_out, is_held_out = samples.split()
         program, gram = FileProgram(original.model), dict[str, np.ndarray]()
         few = list(islice(chosen_by, FEW))
@@ -330,6 +326,18 @@ def prune(
     return Compression(model=model, record=record)
 
 
+def _opened(original: Original, data: Any, limit: int) -> tuple[Original, dict[str, _Heads], Samples]:
+    """The model with fused attention, all its attentions with their projections, and its samples."""
+    fused, _ = fuse_attention(original.model)
+    original = replace(original, model=prepared(fused))
+    found = {str(n.name): _heads_of(n) for n in original.model.graph if is_attention(n)}
+    if not found:
+        what, hint = "The model has no attention.", "`mha-deploy fuse` lists what is not fused, and why"
+        raise ExportError(what, got=original.name, hint=hint)
+    given = original.samples if data is None else data
+    return original, found, Samples(original=original, given=given, limit=limit)
+
+
 def _allowed(found: Mapping[str, _Heads], removed: Sequence[Unit], unit: Unit) -> bool:
     """Whether another head of this attention may go: one stays."""
     return sum(name == unit[0] for name, _ in removed) < found[unit[0]].Hkv - 1
@@ -387,6 +395,107 @@ def _fewest(
     return sequence[:low]
 
 
+# -- Key/value heads that several query heads share --------------------------------------------------
+
+
+def pool(
+    original: Original,
+    kv_heads: int,
+    *,
+    max_loss: float | None = None,
+    data: Any = None,
+    data_limit: int = 0,
+    metric: Any = None,
+    on_step: Callable[[str], None] = lambda name: None,
+) -> Compression:
+    """The model with so many key/value heads in each attention: the most alike are pooled by their mean."""
+    figure = None if metric is None else Metric(metric)
+    with graph_code(f"graph {original.name}"):
+        original, found, samples = _opened(original, data, data_limit)
+        for name, each in found.items():
+            if not 1 <= kv_heads <= each.Hkv or each.Hkv % kv_heads:
+                known = ", ".join(str(n) for n in range(1, each.Hkv + 1) if each.Hkv % n == 0)
+                what = f"{name} cannot have so many key/value heads."
+                raise DeployError(what, got=kv_heads, hint=f"one of {known}")
+        chosen_by, held_out, is_held_out = samples.split()
+        few, program = list(islice(chosen_by, FEW)), FileProgram(original.model)
+        true = [program.run(sample.inputs, FileRounding(None)) for sample in few]
+        alone: dict[str, float] = {}
+        for name in found:
+            on_step(f"sensitivity: {name}")
+            tried, sums = FileProgram(_pooled(original.model, [name], kv_heads)), dict[str, LossSums]()
+            for sample, right in zip(few, true, strict=True):
+                for output, array in tried.run(sample.inputs, FileRounding(None)).items():
+                    sums.setdefault(output, LossSums()).add(right[output], array)
+            alone[name] = max((each.loss for each in sums.values()), default=0.0)
+        model = _pooled(original.model, list(found), kv_heads)
+        outputs, _, judged, count = measure_loss(original.model, model, held_out, {}, figure, on_step)
+    layers = [
+        LossLayer(
+            name=name, is_compressed=each.Hkv > kv_heads, relative_l2=None, sqnr_db=None, alone=alone[name]
+        )
+        for name, each in found.items()
+    ]
+    record = LossRecord(
+        what=KV_HEADS,
+        data=samples.title,
+        samples=count,
+        held_out=is_held_out,
+        metric=judged,
+        outputs=outputs,
+        layers=layers,
+        limit=max_loss,
+    )
+    if max_loss is not None and record.worst > max_loss:
+        what = "Pooling to so few key/value heads costs more than is allowed."
+        got = f"{record.worst:.2g}, limit {max_loss:g}"
+        raise LossExceeded(what, got=got, hint="a larger --max-loss, or more key/value heads")
+    return Compression(model=model, record=record)
+
+
+def _pooled(model: ir.Model, names: Sequence[str], count: int) -> ir.Model:
+    """A copy in which these attentions have so many key/value heads, and query heads in a new order."""
+    copy = model.clone()
+    nodes = {str(node.name): node for node in copy.graph}
+    for name in names:
+        heads = _heads_of(nodes[name])
+        groups = _alike(heads, count)
+        order = [unit for group in groups for unit in group]
+
+        rows = heads.output_weight.reshape(heads.Hkv, -1, heads.output_weight.shape[-1])
+        _write(copy, heads, partial(_means, groups, order), (heads.Hq, count, count), rows[order])
+    return _cleaned(copy)
+
+
+def _means(groups: list[list[int]], order: list[int], array: np.ndarray, at: int) -> np.ndarray:
+    """Queries in the order of the groups; the mean of the keys or values of each group."""
+    if at == an.Q:
+        return array[..., order, :]
+    return np.stack([array[..., group, :].astype(np.float64).mean(-2) for group in groups], axis=-2)
+
+
+def _alike(heads: _Heads, count: int) -> list[list[int]]:
+    """The key/value heads in groups of equal size.
+
+    Each group begins with the first that is left, and takes those whose keys and values are nearest to it.
+    """
+    columns = []
+    for part in heads.projections[1:]:
+        array = part.weight.astype(np.float64)
+        array = array if part.bias is None else np.vstack((array, part.bias))
+        split = array.reshape(len(array), heads.Hkv, -1)
+        size = max(float(np.linalg.norm(array)), 1e-30)
+        columns.append(np.moveaxis(split, 1, 0).reshape(heads.Hkv, -1) / size)
+    places, left, groups = np.concatenate(columns, axis=1), list(range(heads.Hkv)), list[list[int]]()
+    while left:
+        first = left[0]
+        near = sorted(left, key=lambda unit: float(np.linalg.norm(places[unit] - places[first])))
+        group = sorted(near[: heads.Hkv // count])
+        groups.append(group)
+        left = [unit for unit in left if unit not in group]
+    return groups
+
+
 # -- The graph without them -------------------------------------------------------------------------
 
 
@@ -398,28 +507,57 @@ def _without(model: ir.Model, partners: Mapping[str, Mapping[int, tuple[int, flo
         node = nodes[name]
         heads = _heads_of(node)
         kept = [unit for unit in range(heads.Hkv) if unit not in gone]
-        counts = (heads.group * len(kept), len(kept), len(kept))
-        for at, part, count in zip((an.Q, an.K, an.V), heads.projections, counts, strict=True):
-            made = _smaller(copy.graph, node, part, at, heads.Hkv, kept, count)
-            if part.entry is None:
-                node.replace_input_with(at, made)
-            else:
-                part.entry.replace_all_uses_with(made)
         rows = heads.output_weight.reshape(heads.Hkv, -1, heads.output_weight.shape[-1]).copy()
         for unit, (partner, factor) in gone.items():
             rows[partner] += (factor * rows[unit].astype(np.float64)).astype(rows.dtype)
-        weight = rows[kept].reshape(-1, rows.shape[-1])
-        heads.output.replace_input_with(1, new_initializer(copy.graph, f"{name}/output_weight", weight))
-        if heads.projections[0].entry is not None:
-            join = input_at(heads.output, 0)
-            reshape = None if join is None else join.producer()
-            if reshape is not None:
-                sizes = np.array([0, 0, len(weight)], np.int64)
-                reshape.replace_input_with(1, new_initializer(copy.graph, f"{name}/joined", sizes))
-                reshape.attributes.pop("allowzero", None)
+        counts = (heads.group * len(kept), len(kept), len(kept))
+        _write(copy, heads, partial(_those, kept), counts, rows[kept])
+    return _cleaned(copy)
+
+
+def _those(kept: list[int], array: np.ndarray, at: int) -> np.ndarray:
+    return array[..., kept, :]
+
+
+_Choose = Callable[[np.ndarray, int], np.ndarray]
+"""From an array [..., key/value heads, columns of each] of a projection, and which it is, to the new one."""
+
+
+def _write(
+    copy: ir.Model, heads: _Heads, choose: _Choose, counts: tuple[int, int, int], rows: np.ndarray
+) -> None:
+    """Give an attention other projections, with so many heads each, and other output rows."""
+    node, name = heads.node, heads.name
+    for at, part, count in zip((an.Q, an.K, an.V), heads.projections, counts, strict=True):
+        weight = _chosen(part.weight, heads.Hkv, at, choose)
+        bias = None if part.bias is None else _chosen(part.bias, heads.Hkv, at, choose)
+        made = _projected(copy.graph, node, replace(part, weight=weight, bias=bias), at, count)
+        if part.entry is None:
+            node.replace_input_with(at, made)
         else:
-            for key, number in (("q_num_heads", counts[0]), ("kv_num_heads", counts[1])):
-                node.attributes[key] = ir.AttrInt64(key, number)
+            part.entry.replace_all_uses_with(made)
+    held = np.ascontiguousarray(rows.reshape(-1, rows.shape[-1]))
+    heads.output.replace_input_with(1, new_initializer(copy.graph, f"{name}/output_weight", held))
+    if heads.projections[0].entry is not None:
+        join = input_at(heads.output, 0)
+        reshape = None if join is None else join.producer()
+        if reshape is not None:
+            sizes = np.array([0, 0, len(held)], np.int64)
+            reshape.replace_input_with(1, new_initializer(copy.graph, f"{name}/joined", sizes))
+            reshape.attributes.pop("allowzero", None)
+    else:
+        for key, number in (("q_num_heads", counts[0]), ("kv_num_heads", counts[1])):
+            node.attributes[key] = ir.AttrInt64(key, number)
+
+
+def _chosen(array: np.ndarray, units: int, at: int, choose: _Choose) -> np.ndarray:
+    """Columns of a projection by their key/value heads, as they are chosen."""
+    found = choose(array.reshape(*array.shape[:-1], units, -1), at)
+    return found.reshape(*found.shape[:-2], -1).astype(array.dtype)
+
+
+def _cleaned(copy: ir.Model) -> ir.Model:
+    """Without what is not used any more, and with sizes that fit."""
     RemoveUnusedNodesPass()(copy)
     for each in copy.graph:  # sizes with the heads in them are inferred anew
         for value in each.outputs:
@@ -430,16 +568,13 @@ def _without(model: ir.Model, partners: Mapping[str, Mapping[int, tuple[int, flo
     return infer_shapes(copy)
 
 
-def _smaller(
-    graph: ir.Graph, node: ir.Node, part: _Projection, at: int, units: int, kept: list[int], count: int
-) -> ir.Value:
-    """A projection with the columns of the units that stay."""
-    name = f"{node.name}/{'qkv'[at]}"
-    weight = part.weight.reshape(len(part.weight), units, -1)[:, kept].reshape(len(part.weight), -1)
+def _projected(graph: ir.Graph, node: ir.Node, part: _Projection, at: int, count: int) -> ir.Value:
+    """The nodes of a projection of so many heads."""
+    name, weight = f"{node.name}/{'qkv'[at]}", part.weight
     held = new_initializer(graph, f"{name}_weight", np.ascontiguousarray(weight))
     made = [ir.node("MatMul", [part.source, held], name=f"{name}_matmul")]
     if part.bias is not None:
-        bias = new_initializer(graph, f"{name}_bias", part.bias.reshape(units, -1)[kept].reshape(-1))
+        bias = new_initializer(graph, f"{name}_bias", np.ascontiguousarray(part.bias))
         made.append(ir.node("Add", [made[-1].outputs[0], bias], name=f"{name}_add"))
     if part.rotary is not None:
         rest = list(part.rotary.inputs)[1:]

@@ -68,3 +68,36 @@ def test_other_numbers_are_refused(tmp_path, heads):
     model = transformer(tmp_path / "model.onnx")
     with pytest.raises(md.DeployError):
         md.prune(model, tmp_path / "out", heads=heads, data=samples(1), **OPTIONS)
+
+
+def with_pairs():
+    """The weights with the keys and values of heads 2 and 3 equal to those of heads 1 and 0."""
+    found = {name: array.copy() for name, array in weights().items()}
+    for name in "kv":
+        for head, like in ((2, 1), (3, 0)):
+            found[name][:, head * SIZE : (head + 1) * SIZE] = found[name][:, like * SIZE : (like + 1) * SIZE]
+    return found
+
+
+@pytest.mark.parametrize("form", ["plain", "split"])
+def test_equal_key_value_heads_are_pooled_without_loss(tmp_path, form):
+    how = {} if form == "plain" else {form: True}
+    model = transformer(tmp_path / "pairs.onnx", changed=with_pairs(), **how)
+    bundle = md.prune(model, tmp_path / "out", kv_heads=2, max_loss=1e-4, data=samples(3), **OPTIONS)
+    loss, (node,) = bundle.manifest.loss, bundle.manifest.attention
+    assert (loss.what, node["Hq"], node["Hkv"]) == ("kv-heads", HEADS, 2)
+    assert loss.worst < 1e-5
+    np.testing.assert_allclose(outputs(bundle.path / "source.onnx"), outputs(model), atol=1e-4)
+    shapes = sorted(tuple(each.dims) for each in onnx.load(bundle.path / "source.onnx").graph.initializer)
+    assert shapes.count((WIDTH, WIDTH // 2)) == 3  # keys, values, and the MLP as before
+
+
+def test_pooling_that_costs_too_much_is_refused(tmp_path):
+    model = transformer(tmp_path / "model.onnx")
+    with pytest.raises(md.DeployError) as refused:
+        md.prune(model, tmp_path / "out", kv_heads=1, max_loss=1e-4, data=samples(2), **OPTIONS)
+    assert refused.value.exit_code == 1
+    for wrong in ({"kv_heads": 3}, {"kv_heads": 2, "heads": 2}, {}):
+        with pytest.raises(md.DeployError) as refused:
+            md.prune(model, tmp_path / "out", data=samples(2), **wrong, **OPTIONS)
+        assert refused.value.exit_code == 2
