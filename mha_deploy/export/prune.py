@@ -25,7 +25,8 @@ from mha_deploy.bundle.manifest import LossLayer, LossPoint, LossRecord
 from mha_deploy.errors import DeployError, ExportError, LossExceeded
 from mha_deploy.export.compress import FEW, Compression, LossSums, Original, Samples, measure_loss, prepared
 from mha_deploy.export.file_program import FileProgram, FileRounding
-from mha_deploy.export.flow import refuse_large_error
+from mha_deploy.export.flow import PlannedCase, refuse_large_error
+from mha_deploy.export.head_layout import in_plain_form
 from mha_deploy.graph import attention_node as an
 from mha_deploy.graph.attention_node import is_attention, read_attention
 from mha_deploy.graph.fuse import fuse_attention
@@ -329,13 +330,33 @@ def prune(
 def _opened(original: Original, data: Any, limit: int) -> tuple[Original, dict[str, _Heads], Samples]:
     """The model with fused attention, all its attentions with their projections, and its samples."""
     fused, _ = fuse_attention(original.model)
-    original = replace(original, model=prepared(fused))
+    original = replace(original, model=_in_plain_form(original, prepared(fused)))
     found = {str(n.name): _heads_of(n) for n in original.model.graph if is_attention(n)}
     if not found:
         what, hint = "The model has no attention.", "`mha-deploy fuse` lists what is not fused, and why"
         raise ExportError(what, got=original.name, hint=hint)
     given = original.samples if data is None else data
     return original, found, Samples(original=original, given=given, limit=limit)
+
+
+def _in_plain_form(original: Original, model: ir.Model) -> ir.Model:
+    """The model with the projections of its attentions where they are looked for, if that can be."""
+    others = []
+    for node in filter(is_attention, model.graph):
+        try:
+            _heads_of(node)
+        except ExportError:
+            others.append(str(node.name))
+    if not others:
+        return model
+    axes = original.spec.axes.items()
+    sizes = {name: min(axis.max, max(axis.min, 2 + at)) for at, (name, axis) in enumerate(axes)}
+    inputs = original.draw(PlannedCase(name="layout", sizes=sizes))
+    plain = in_plain_form(model, others, inputs)
+    got, wanted = (FileProgram(each).run(inputs, FileRounding(None)) for each in (plain, model))
+    what = "The graph with separate projections does not compute the same."
+    refuse_large_error("layout", got, wanted, _SAME, what, "report this, with the model")
+    return plain
 
 
 def _allowed(found: Mapping[str, _Heads], removed: Sequence[Unit], unit: Unit) -> bool:
