@@ -70,6 +70,63 @@ def transformer(path, *, opset=23, packed=False, split=False, changed=None):
     return path
 
 
+def multihead(path, *, changed=None):
+    """The attention of `transformer` in the graph that `nn.MultiheadAttention` is exported to.
+
+    Lengths come first, Q, K and V are one projection that is cut by an axis of three, and heads are part of
+    the batch.
+    """
+    held = {**weights(), **(changed or {})}
+    size = WIDTH // HEADS
+    ints = {
+        "three": [0, 0, 3, WIDTH], "first": [0], "second": [1], "last": [-2], "heads": [0, -1, size],
+        "batch": [-1, HEADS], "size": [size], "flat": [-1, WIDTH], "width": [WIDTH],
+    }  # fmt: skip
+    nodes = [
+        helper.make_node("Transpose", ["x"], ["xt"], perm=[1, 0, 2]),
+        helper.make_node("MatMul", ["xt", "qkv.w"], ["packed"], name="qkv"),
+        helper.make_node("Reshape", ["packed", "three"], ["apart3"]),
+        helper.make_node("Unsqueeze", ["apart3", "first"], ["lifted"]),
+        helper.make_node("Transpose", ["lifted"], ["moved"], perm=[3, 1, 2, 0, 4]),
+        helper.make_node("Squeeze", ["moved", "last"], ["three_of"]),
+        helper.make_node("Shape", ["x"], ["length"], start=1, end=2),
+        helper.make_node("Shape", ["x"], ["count"], start=0, end=1),
+        helper.make_node("Concat", ["batch", "length", "size"], ["by_head"], axis=0),
+        helper.make_node("Concat", ["length", "count", "width"], ["by_length"], axis=0),
+    ]
+    for at, each in enumerate("qkv"):
+        nodes += [
+            helper.make_node("Gather", ["three_of", f"{each}.at"], [f"{each}.y"], axis=0),
+            helper.make_node("Reshape", [f"{each}.y", "heads"], [f"{each}.r"]),
+            helper.make_node("Transpose", [f"{each}.r"], [f"{each}.t"], perm=[1, 0, 2]),
+            helper.make_node("Reshape", [f"{each}.t", "by_head"], [f"{each}.h"]),
+        ]
+        ints[f"{each}.at"] = at
+    nodes += [
+        helper.make_node("Attention", ["q.h", "k.h", "v.h"], ["attended"], name="attention"),
+        helper.make_node("Transpose", ["attended"], ["back"], perm=[2, 0, 1, 3]),
+        helper.make_node("Reshape", ["back", "flat"], ["rows"]),
+        helper.make_node("Gemm", ["rows", "out.t", "out.b"], ["projected"], transB=1, name="out"),
+        helper.make_node("Reshape", ["projected", "by_length"], ["by_lengths"]),
+        helper.make_node("Transpose", ["by_lengths"], ["logits"], perm=[1, 0, 2]),
+    ]
+    tensors = {
+        "qkv.w": np.concatenate([held[each] for each in "qkv"], axis=1),
+        "out.t": np.ascontiguousarray(held["out"].T),
+        "out.b": np.linspace(-1, 1, WIDTH, dtype="f"),
+        **{name: np.array(numbers) for name, numbers in ints.items()},
+    }
+    graph = helper.make_graph(
+        nodes,
+        "multihead",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["B", "S", WIDTH])],
+        [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["B", "S", WIDTH])],
+        [numpy_helper.from_array(array, name) for name, array in tensors.items()],
+    )
+    save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10), path)
+    return path
+
+
 def samples(count=6, *, spread=1.0, seed=1, length=8):
     dice = np.random.default_rng(seed)
     return [{"x": (spread * dice.normal(size=(2, length, WIDTH))).astype("f")} for _ in range(count)]

@@ -4,7 +4,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx.reference import ReferenceEvaluator
-from quantized_models import HEADS, WIDTH, samples, transformer, weights
+from quantized_models import HEADS, WIDTH, multihead, samples, transformer, weights
 
 import mha_deploy as md
 
@@ -43,6 +43,14 @@ def test_one_of_two_equal_heads_goes_without_loss(tmp_path, form):
     assert shapes.count((WIDTH - SIZE, WIDTH)) == 1
     if form == "plain":
         assert md.validate(bundle, latency=False).passed
+
+
+def test_columns_are_found_in_any_layout(tmp_path):
+    """In that of `nn.MultiheadAttention`: lengths first, and heads as a part of the batch."""
+    model = multihead(tmp_path / "twins.onnx", changed=with_twins())
+    bundle = md.prune(model, tmp_path / "out", heads="auto", max_loss=1e-4, data=samples(3), **OPTIONS)
+    assert bundle.manifest.attention[0]["Hq"] == HEADS - 1
+    np.testing.assert_allclose(outputs(bundle.path / "source.onnx"), outputs(model), atol=1e-4)
 
 
 def test_a_head_that_is_needed_does_not_go(tmp_path):
