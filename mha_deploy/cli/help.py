@@ -132,8 +132,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     "prune": (
         ("prune bert-base --heads 10 -o bert", "ten heads of twelve"),
         ("prune model.onnx --heads auto --max-loss 0.01 -o model", "as few as possible"),
-        ("prune model.onnx --kv-heads 2 -o model", "key/value heads that query heads share"),
-        ("prune my_model.py:encoder --heads 8 --data val.npz -o encoder", "on your data"),
+        ("prune my_model.py:encoder --kv-heads 2 --data val.npz -o encoder", "shared K and V heads"),
     ),
     "fuse": (
         ("fuse model.onnx -o fused.onnx", "one Attention node each"),
