@@ -69,7 +69,7 @@ def test_a_real_model_builds_fused_in_fp16(real_bundle):
     assert_builds_fused(real_bundle)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(1)
 @in_precisions("fp16", "bf16", "fp32")
 def test_a_tiny_model_validates_in_every_precision(bundles, name, precision):
     assert_validates(bundles(name, precision))

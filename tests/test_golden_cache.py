@@ -32,6 +32,7 @@ def moved(bundle, folder):
     return other
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", CACHED)
 def test_what_is_read_is_what_was_captured(bundles, tmp_path, name):
     bundle, wanted = bundles(name), find_precision("fp16")

@@ -185,7 +185,7 @@ def roundabout(path, source):
 @pytest.mark.parametrize("name_it", [same, linked, hard_linked, roundabout])
 @pytest.mark.parametrize("option", ["--html", "--junit"])
 @pytest.mark.parametrize("overwrite", [(), ("--overwrite",)], ids=["", "overwrite"])
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(6)
 def test_an_input_of_the_same_command_is_never_replaced(tmp_path, run_cli, name_it, option, overwrite):
     source, other = tmp_path / "old.json", tmp_path / "new.json"
     for path in (source, other):

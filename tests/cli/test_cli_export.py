@@ -236,6 +236,7 @@ def test_a_cache_that_the_layer_cannot_have_is_refused(refused, tmp_path, argume
 # -- ONNX files ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_onnx_file_is_exported_with_values_of_an_input(run_cli, bundles, tmp_path):
     np.save(tmp_path / "x.npy", np.ones((2, 8, 64), np.float32))
     source = bundles("tiny-mha", "fp32").model_path

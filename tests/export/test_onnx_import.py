@@ -207,6 +207,7 @@ def test_the_command_line_deploys_a_file(file, tmp_path, run_cli):
     assert "--input" in refused.err
 
 
+@pytest.mark.slow
 def test_weights_that_are_inputs_as_well_are_weights(file, tmp_path):
     """As files of IR version 3 have them, and TorchScript's exporter with keep_initializers_as_inputs."""
     model = onnx.load(file)

@@ -141,6 +141,7 @@ def is_refused(layer, inputs):
     return layer[1] == "contrib" and behind and S > 1 and batch > 1
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("layer", LAYERS, ids="-".join)
 def test_the_golden_cases_pass(device, bundles, layer):
     bundle, judged = bundles(layer[0]), 0

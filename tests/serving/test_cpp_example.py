@@ -57,6 +57,7 @@ def judge(tmp_path_factory):
     return run
 
 
+@pytest.mark.sweep(1)
 @needs_compiler
 @pytest.mark.parametrize("name", ["tiny-padding", "tiny-preallocated"])
 def test_the_errors_are_those_of_python(judge, bundles, name):

@@ -279,6 +279,7 @@ def test_profiles_that_take_no_trace_are_reported(static, monkeypatch):
     assert "not decoded" in report.headline
 
 
+@pytest.mark.slow
 def test_what_decoded_and_what_has_no_cache_is_not_warned_of(bundles, static, tmp_path):
     report = validate_bundle(open_bundle(copy_of(static, tmp_path / "bundle")), OPTIONS)
     assert decode_findings(report) == []

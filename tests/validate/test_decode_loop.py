@@ -52,7 +52,7 @@ def wrong_in_cache(report):
 # -- what is right passes ------------------------------------------------------------------------
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("path", ["sdpa", "plain"])
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("cache", CACHES)
@@ -267,6 +267,7 @@ def longer(rows):
     return np.concatenate([rows, rows[:, :, -1:]], axis=2)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     ("cache", "problem"),
     [

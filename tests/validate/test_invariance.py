@@ -333,7 +333,7 @@ def last_takes_the_first(*names):
     return before
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("name", "tensors"),
     [

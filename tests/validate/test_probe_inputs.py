@@ -25,7 +25,7 @@ def probes(bundle, probe="edges"):
         yield maker.case(point.sizes, seed=1, past=point.past, probe=probe)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     "name", ["tiny-gqa", "tiny-rope", "tiny-window", "tiny-preallocated", "tiny-causal-padding"]
 )

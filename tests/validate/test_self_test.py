@@ -126,6 +126,7 @@ def test_the_layers_above_make_every_mistake():
     assert set(mutations()) == ALWAYS.union(of_quantization, *SLIGHTLY.values(), *LAYERS.values())
 
 
+@pytest.mark.slow
 def test_right_and_wrong_are_far_apart_in_fp16(bundles):
     result = self_test(bundles("tiny-gqa"))
     assert result.right.share < 0.5
