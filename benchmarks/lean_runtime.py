@@ -29,7 +29,11 @@ def main() -> int:
     chosen = parser.parse_args()
     md.configure(trust_code=True)
     bundle = md.export(chosen.model, chosen.out / chosen.model, precision="fp16", overwrite=True)
-    engine = md.build_engine(bundle, backend="tensorrt", version_compatible=True, overwrite=True)
+    try:
+        engine = md.build_engine(bundle, backend="tensorrt", version_compatible=True, overwrite=True)
+    except md.DeployError as error:
+        print(f"no version-compatible engine: {error.in_one_line}")
+        return 1
     times: dict[str, float] = {}
     for backend in RUNTIMES:
         try:
@@ -38,7 +42,7 @@ def main() -> int:
             print(f"{backend}: {error.in_one_line}")
             continue
         data = report.to_dict()
-        name = data["parity"][0]["backend"]
+        name = data["parity"][0]["backend"] if data["parity"] else "nothing ran"
         print(f"{backend}: {name}: {report.outcome}: {report.headline}")
         for point in data["latency"]["points"] if data["latency"] else ():
             for row in point["rows"]:

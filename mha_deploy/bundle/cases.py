@@ -508,13 +508,17 @@ def place_tokens(
     made = {}
     for tensor in positions:
         at = lengths.reshape(-1, 1) + np.arange(S if new in tensor.dims else 1)
-        if "B" not in tensor.dims:
+        shape = tensor.shape({"B": len(lengths), new: S})
+        if prod(shape) != at.size:
             if (lengths != lengths[0]).any():
                 what = f"Input {tensor.name} places the tokens of all batch elements alike."
                 got, hint = f"lengths {lengths.tolist()}", "an input with the axis B"
                 raise DeployError(what, got=got, hint=hint)
             at = at[:1]
-        made[tensor.name] = at.reshape(tensor.shape({"B": len(lengths), new: S})).astype(tensor.kind)
+        if prod(shape) != at.size:
+            what, hint = f"Input {tensor.name} cannot place {S} tokens.", "export again"
+            raise DeployError(what, got=f"shape {list(shape)}", hint=hint)
+        made[tensor.name] = at.reshape(shape).astype(tensor.kind)
     return made
 
 
@@ -566,6 +570,8 @@ def plan_trace(spec: ModelSpec, steps: int = STEPS) -> PlannedTrace | str:
         return "no trace: the model has no KV cache"
     if not cache.outputs:
         return f"no trace: no output has the axis {cache.new} of the tokens"
+    if not cache.by_token:
+        return f"no trace: no input has the axis {cache.new} of the tokens"
     if spec.axes[cache.new].min > 1:
         return "no trace: the model does not take single tokens"
     if cache.past is not None and spec.axes[cache.past].min > 0:
@@ -597,6 +603,9 @@ def check_steps(spec: ModelSpec, prompt: np.ndarray, steps: int) -> KVCache:
             got="no cached inputs",
             hint="a model with a KV cache, such as tiny-dynamic",
         )
+    if not cache.by_token:
+        problem = f"No input of {spec.name} has the axis {cache.new} of the tokens."
+        raise DeployError(problem, got=got, hint=f"an input with the axis {cache.new}")
     if not prompt.size or prompt.min() < 1 or steps < 1:
         problem = "A trace needs a prompt in every batch element, and a step."
         raise DeployError(problem, got=got, hint="at least 1 of each")

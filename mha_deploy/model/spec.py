@@ -158,6 +158,7 @@ class KVCache:
     by_context: Mapping[str, int]  # for each that covers all tokens so far, such as a mask, that dimension
     outputs: Mapping[str, int]  # for each output by token, the dimension of the tokens
     positions: tuple[TensorSpec, ...] = ()  # the inputs that place the new tokens
+    by_element: bool = False  # whether they do so for every batch element by itself
 
     @property
     def is_preallocated(self) -> bool:
@@ -167,8 +168,7 @@ class KVCache:
     @property
     def is_ragged(self) -> bool:
         """Whether the batch elements may have different lengths."""
-        by_element = bool(self.positions) and all("B" in each.dims for each in self.positions)
-        return self.is_preallocated and by_element and self.is_in_order
+        return self.is_preallocated and self.by_element and self.is_in_order
 
     @property
     def is_in_order(self) -> bool:
@@ -266,7 +266,7 @@ class ModelSpec(NamedAxes):
     mixed: bool = False  # whether its precision was chosen node by node
 
     def __post_init__(self) -> None:
-        for name in ("attention_count", "flops", "weight_bytes", "seed"):
+        for name in ("attention_count", "flops", "weight_bytes", "seed", "longest"):
             number = getattr(self, name)
             _refuse(
                 number < 0, f"{ON_DISK.get(name, name)} must be a whole number.", number, hint="0 or more"
@@ -283,6 +283,9 @@ class ModelSpec(NamedAxes):
         wrong = len(placing) < len(self.positions) or not {*self.entries} <= {*self.cached}
         wrong = wrong or any(tensor.kind not in (INT32, "int64") for tensor in placing.values())
         _refuse(wrong, "The inputs that place tokens are not there.", self.positions, "whole numbers")
+        ranks = {tensor.name: len(tensor.dims) for tensor in self.inputs}
+        wrong = any(not 0 <= axis < ranks[name] for name, axis in self.entries.items())
+        _refuse(wrong, "The KV cache has no such dimension.", dict(self.entries), "one of its dimensions")
         for tensor in (*self.inputs, *self.outputs):
             what = f"Tensor {tensor.name} has no such kind."
             _refuse(tensor.kind not in KINDS, what, tensor.kind, ", ".join(KINDS))
@@ -349,6 +352,7 @@ class ModelSpec(NamedAxes):
                 by_context={},
                 outputs=along(made, new),
                 positions=placed,
+                by_element=bool(placed) and all(self._has_batch(tensor) for tensor in placed),
             )
         found = {name: _growing_axis(name, taken[name], made[self.cached[name]]) for name in self.cached}
         (_, past, new), *others = found.values()
@@ -373,6 +377,12 @@ class ModelSpec(NamedAxes):
             outputs=along(made, new),
             positions=placed,
         )
+
+    def _has_batch(self, tensor: TensorSpec) -> bool:
+        """Whether an input has an entry for every batch element; a fixed axis is a number in the graph."""
+        batch = self.axes.get("B")
+        fixed = None if batch is None or batch.is_dynamic else batch.min
+        return "B" in tensor.dims or (fixed is not None and tensor.dims[:1] == (fixed,))
 
     def flops_at(self, sizes: Sizes) -> int:
         """At most the work of a module at other sizes: it grows with every axis, attention with one twice."""
@@ -555,6 +565,7 @@ class AttentionSpec(NamedAxes):
             by_context={},
             outputs={"output": 1},
             positions=tuple(tensor for tensor in self.inputs if tensor.name == LENGTHS),
+            by_element=self.cache == "preallocated",
         )
 
     # -- tensors -------------------------------------------------------------------------------

@@ -64,6 +64,15 @@ def test_tokens_are_placed_in_every_usual_form(dims, wanted):
     assert cache.is_ragged == ("B" in dims)
 
 
+def test_a_fixed_batch_is_a_number_in_the_graph():
+    fixed = replace(spec(placing(3)), axes={**AXES, "B": Axis(min=3, opt=3, max=3)})
+    assert fixed.kv_cache.is_ragged
+    assert position_inputs(fixed.kv_cache, np.array([5, 2, 0]), 4)["at"].tolist() == [5, 2, 0]
+    shared = replace(spec(placing(1, "S")), axes=fixed.axes)
+    assert not shared.kv_cache.is_ragged
+    assert position_inputs(shared.kv_cache, np.array([5, 5, 5]), 2)["at"].tolist() == [[5, 6]]
+
+
 def test_lengths_that_differ_need_positions_by_batch_element():
     lengths = np.array([5, 2])
     assert position_inputs(spec(placing("B")).kv_cache, lengths, 2)["at"].tolist() == [5, 2]
@@ -87,6 +96,9 @@ def test_a_ring_has_room_for_more_tokens_than_entries_and_prompts_of_one_length(
         (lambda: spec(placing("S"), entries=False).kv_cache, "how many tokens"),
         (lambda: spec(placing("S"), longest=4).kv_cache, "more tokens than fit"),
         (lambda: spec(placing("S", kind="float")), "place tokens"),
+        (lambda: spec(placing("S"), longest=-1), "whole number"),
+        (lambda: replace(spec(placing("S")), entries={"keys": 7}), "no such dimension"),
+        (lambda: replace(spec(placing("S")), entries={"ids": 0}), "place tokens"),
     ],
 )
 def test_a_cache_that_cannot_be_decoded_with_is_refused(made, problem):
