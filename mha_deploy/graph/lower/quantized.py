@@ -6,7 +6,6 @@ In the canonical graph its weights are an output, which is quantized and multipl
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -20,8 +19,6 @@ from mha_deploy.graph.quantize import OPERATOR
 
 DOMAIN = "trt"
 _LEAST_NORMAL = float(np.finfo(np.float16).smallest_normal)
-
-Requantize = Callable[[ir.Value], ir.Value]
 
 
 def requantized(
@@ -78,10 +75,10 @@ def write_operator(call: AttentionCall, b: NodeBuilder, found: QuantizedAttentio
     }
     inputs = [q, k, v, bias, scale]
     (y,) = b.node(OPERATOR, inputs, domain=DOMAIN, name=b.prefix, attributes=attributes)
-    y.type, y.shape = ir.TensorType(call.dtype), found_shape(found)
+    y.type, y.shape = ir.TensorType(call.dtype), _shape_of(found)
     return masks.zero_masked_queries(b, call, rows, y)
 
 
-def found_shape(found: QuantizedAttention) -> ir.Shape | None:
+def _shape_of(found: QuantizedAttention) -> ir.Shape | None:
     """The shape of the heads, which no inference knows of TensorRT's operator."""
     return None if found.matmul is None else found.matmul.outputs[0].shape
