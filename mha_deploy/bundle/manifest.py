@@ -291,7 +291,7 @@ class LossRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     data: Annotated[str, means("where the samples came from")]
     samples: Annotated[Count, means("how many the loss was measured on")]
     held_out: Annotated[
-        bool, means("whether nothing was chosen by these samples: every other one of the data is for that")
+        bool, means("whether ranges and ranks come from other samples; a limit is kept on these, too")
     ] = False
     outputs: Annotated[list[LossOutput], means("one for every output")]
     layers: Annotated[list[LossLayer], means("one for every part that could be compressed")]
