@@ -46,8 +46,8 @@ from mha_deploy.options import ValidateOptions
 from mha_deploy.reference.inputs import tensor_from_numpy, to_numpy
 from mha_deploy.runtime.runner import Runner, TensorInfo
 from mha_deploy.status import Kind, Outcome
-from mha_deploy.validate.run import validate_bundle
-from mha_deploy.validate.verdict import Validation
+from mha_deploy.validation.run import validate_bundle
+from mha_deploy.validation.verdict import Validation
 
 MODELS = ("vit", "two_classes", "residual", "experts", "twelve_layers", "decoder", "encoder.onnx")
 _TERMS = 16  # that a tensor core adds before it rounds

@@ -23,8 +23,8 @@ from mha_deploy.judge import largest_share
 from mha_deploy.metrics import Budget
 from mha_deploy.options import ValidateOptions
 from mha_deploy.runtime import cpu_backend, open_runner
-from mha_deploy.validate.run import draw_cases
-from mha_deploy.validate.self_test import parity_from_runner
+from mha_deploy.validation.run import draw_cases
+from mha_deploy.validation.self_test import parity_from_runner
 
 FORMATS = ("int8", "fp8")
 OWN = Path(__file__).with_name("small_models.py")

@@ -44,8 +44,8 @@ from mha_deploy.model.precision import PRECISIONS, Precision
 from mha_deploy.reference.attention import Attention, merge_heads, split_heads
 from mha_deploy.reference.inputs import call_arguments, tensor_from_numpy, to_numpy
 from mha_deploy.rounding import rounded
-from mha_deploy.validate.decode import case_budgets
-from mha_deploy.validate.runtimes import RuntimeFinder, torch_device
+from mha_deploy.validation.decode import case_budgets
+from mha_deploy.validation.runtimes import RuntimeFinder, torch_device
 
 DEFAULT = ("bert-base:B=8,S=128", "llama-3-8b:B=1,S=512")
 ON_TENSORRT = ("bert-base:B=8,S=128", "llama-3-8b:B=1,S=2048")

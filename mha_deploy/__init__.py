@@ -9,7 +9,6 @@ if sys.argv[:1] == ["-m"] and not (sys.flags.isolated or getattr(sys.flags, "saf
     del sys.path[0]
 
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -42,28 +41,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return list(__getattr__("__all__"))
-
-
-class _Verb(ModuleType):
-    """A package with the name of a function of the API: `mha_deploy.export(...)` calls the function.
-
-    Python binds a package that is imported to its name here, so the package itself must be callable.
-    """
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(*args, **kwargs)
-
-    @property
-    def __signature__(self) -> Any:
-        from inspect import signature
-
-        return signature(self._function)
-
-    @property
-    def _function(self) -> Any:
-        return getattr(import_module(_API), self.__name__.rpartition(".")[2])
-
-
-for _name in ("mha_deploy.analyze", "mha_deploy.export", "mha_deploy.validate"):
-    import_module(_name)  # their __init__ is a docstring
-    sys.modules[_name].__class__ = _Verb

@@ -62,13 +62,13 @@ if TYPE_CHECKING:
     from torch import Tensor, nn  # noqa: TID251 (types only)
     from typing_extensions import Unpack
 
-    from mha_deploy.analyze.graph import GraphAnalysis
-    from mha_deploy.analyze.profiles import ProfileProposal
-    from mha_deploy.analyze.roofline import Analysis
-    from mha_deploy.analyze.similarity import HeadSimilarity
+    from mha_deploy.analysis.graph import GraphAnalysis
+    from mha_deploy.analysis.profiles import ProfileProposal
+    from mha_deploy.analysis.roofline import Analysis
+    from mha_deploy.analysis.similarity import HeadSimilarity
     from mha_deploy.engine.engine import Engine
     from mha_deploy.engine.plugins import Compiled, Found, PluginLibrary
-    from mha_deploy.export.compress import Original
+    from mha_deploy.exporter.compress import Original
     from mha_deploy.graph.fuse import FuseReport
     from mha_deploy.graph.rules import Eligibility
     from mha_deploy.judge import ParityReport
@@ -89,11 +89,11 @@ if TYPE_CHECKING:
     from mha_deploy.runtime.tensorrt.versions import TensorRT
     from mha_deploy.serving.triton import Package
     from mha_deploy.status import Finding
-    from mha_deploy.validate import verdict
-    from mha_deploy.validate.bench import ModelBench
-    from mha_deploy.validate.fault import Bisection
-    from mha_deploy.validate.records import ReportRecord
-    from mha_deploy.validate.self_test import SelfTest
+    from mha_deploy.validation import verdict
+    from mha_deploy.validation.bench import ModelBench
+    from mha_deploy.validation.fault import Bisection
+    from mha_deploy.validation.records import ReportRecord
+    from mha_deploy.validation.self_test import SelfTest
 
     AnyModel = TypeVar("AnyModel", onnx.ModelProto, ir.Model)
     AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
@@ -322,7 +322,7 @@ def from_transformers(
         mha_deploy.errors.ExportError: This is no model of transformers...
     """
     with needed("Exporting needs PyTorch and its ONNX exporter.", "export"):
-        from mha_deploy.export.hugging_face import decoder_from_transformers
+        from mha_deploy.exporter.hugging_face import decoder_from_transformers
     return decoder_from_transformers(model, cache=cache, batch=batch, tokens=tokens, length=length, name=name)
 
 
@@ -379,13 +379,13 @@ def export(
     if settings.precision in EIGHT_BITS:
         return _export_compressed(found, Path(out), settings, _read_arrays(inputs), report)
     if _is_onnx(found.source):
-        from mha_deploy.export.onnx_import import bundle_from_onnx
+        from mha_deploy.exporter.onnx_import import bundle_from_onnx
 
         source, examples = Path(str(found.source)), _read_arrays(inputs)
         return bundle_from_onnx(source, Path(out), settings, axes=found.axes, inputs=examples, on_step=report)
     _refuse_inputs(inputs)
     with needed("Exporting needs PyTorch and its ONNX exporter.", "export"):
-        from mha_deploy.export.exporter import bundle_from_factory, bundle_from_spec
+        from mha_deploy.exporter.exporter import bundle_from_factory, bundle_from_spec
     if isinstance(found.source, AttentionSpec):
         return bundle_from_spec(found.source, Path(out), settings, report)
     return bundle_from_factory(found.source, Path(out), settings, axes=found.axes, on_step=report)
@@ -395,7 +395,7 @@ def _export_compressed(
     model: Model, out: Path, options: ExportOptions, inputs: dict[str, Any], report: OnStep
 ) -> Bundle:
     """Export a model in eight bits: the original, what of it is quantized, and the bundle of that."""
-    from mha_deploy.export.compress import compressed_bundle, quantize
+    from mha_deploy.exporter.compress import compressed_bundle, quantize
 
     with scratch_folder() as folder:
         original = _open_original(model, options, folder, inputs, report)
@@ -453,9 +453,9 @@ def prune(
         >>> bundle.manifest.attention[0]["Hq"], bundle.manifest.loss.what
         (3, 'heads')
     """
-    from mha_deploy.export.compress import compressed_bundle
-    from mha_deploy.export.prune import AUTO_HEADS, pool
-    from mha_deploy.export.prune import prune as without_heads
+    from mha_deploy.exporter.compress import compressed_bundle
+    from mha_deploy.exporter.prune import AUTO_HEADS, pool
+    from mha_deploy.exporter.prune import prune as without_heads
 
     found = load_model(model, example_inputs=example_inputs, axes=axes)
     if (heads is None) == (kv_heads is None):
@@ -485,12 +485,12 @@ def _open_original(
 ) -> Original:
     """A model as an ONNX graph in its own precision, to be compressed."""
     if _is_onnx(model.source):
-        from mha_deploy.export.compress import original_from_onnx
+        from mha_deploy.exporter.compress import original_from_onnx
 
         return original_from_onnx(Path(str(model.source)), options, model.axes, inputs)
     _refuse_inputs(inputs)
     with needed("Exporting needs PyTorch and its ONNX exporter.", "export"):
-        from mha_deploy.export.exporter import original_from_factory, original_from_spec
+        from mha_deploy.exporter.exporter import original_from_factory, original_from_spec
     if isinstance(model.source, AttentionSpec):
         return original_from_spec(model.source, options, folder, report)
     return original_from_factory(model.source, options, folder, model.axes, report)
@@ -986,7 +986,7 @@ def open_runner(model: Any, backend: str | None = None) -> Runner:
         return open_engine_runner(model) if isinstance(model, Engine) else PolygraphyRunner(model)
     if isinstance(model, Bundle) or (isinstance(model, Path) and model.suffix != ".onnx"):
         from mha_deploy.runtime import available_cpu_backend
-        from mha_deploy.validate.runtimes import RuntimeFinder
+        from mha_deploy.validation.runtimes import RuntimeFinder
 
         opened = _open(model)
         return RuntimeFinder(opened).named(backend or available_cpu_backend(opened.manifest.precision)).open()
@@ -1037,7 +1037,7 @@ class Report(SavableResult):
 
     @cached_property
     def _data(self) -> dict[str, Any]:
-        from mha_deploy.validate.records import plain_report
+        from mha_deploy.validation.records import plain_report
 
         return plain_report(self.record)
 
@@ -1114,7 +1114,7 @@ def validate(
         if not (runners or settings.backends):
             prepare_child(ONNX_RUNTIME)  # it imports its runtime while this process imports PyTorch
         from mha_deploy.runtime.runner import Runner
-        from mha_deploy.validate.run import validate_bundle
+        from mha_deploy.validation.run import validate_bundle
 
         with ExitStack() as owned:
             given = [
@@ -1123,7 +1123,7 @@ def validate(
             ]
             steps: dict[str, Any] = {"on_step": _without_count(on_step), "on_sample": on_step or _silent}
             return Report(validate_bundle(_open(bundle), settings, runners=given, **steps))
-    from mha_deploy.validate.server import validate_server
+    from mha_deploy.validation.server import validate_server
 
     elsewhere = ("backends", "engine", "latency", "sweep", "layers", "conformance", "kernels", "graphs")
     elsewhere_too = ("engine_files", "require_fused", "require_precision")
@@ -1153,7 +1153,7 @@ def check_parity(bundle: Bundle | StrPath, runner: Any) -> ParityReport:
         (True, 4)
     """
     from mha_deploy.runtime.runner import Runner
-    from mha_deploy.validate.self_test import parity_from_runner
+    from mha_deploy.validation.self_test import parity_from_runner
 
     opened, is_open = _open(bundle), isinstance(runner, Runner)
     with nullcontext(runner) if is_open else open_runner(runner) as running:
@@ -1190,7 +1190,7 @@ def bench(
     from mha_deploy.runtime.cuda import open_gpu
 
     open_gpu()  # before anything else is loaded or hashed: there may be nothing to time on
-    from mha_deploy.validate.bench import bench_bundle
+    from mha_deploy.validation.bench import bench_bundle
 
     return bench_bundle(_open(bundle), BenchOptions(**options), on_step=_without_count(on_step))
 
@@ -1217,8 +1217,8 @@ class BenchReport(SavableResult):
 
     def to_dict(self) -> dict[str, Any]:
         """The times as plain data, as docs/report.md describes them."""
-        from mha_deploy.validate.bench import bench_record
-        from mha_deploy.validate.records import plain_bench
+        from mha_deploy.validation.bench import bench_record
+        from mha_deploy.validation.records import plain_bench
 
         return plain_bench(bench_record(self.records))
 
@@ -1301,8 +1301,8 @@ def bisect(
     from mha_deploy.engine.build import twin_opener
     from mha_deploy.runtime import RUNNERS
     from mha_deploy.runtime import open_runner as open_graph
-    from mha_deploy.validate.fault import bisect_bundle, case_to_bisect, reference_for
-    from mha_deploy.validate.runtimes import RuntimeFinder
+    from mha_deploy.validation.fault import bisect_bundle, case_to_bisect, reference_for
+    from mha_deploy.validation.runtimes import RuntimeFinder
 
     opened, report = _open(bundle), on_step or _silent
     finder = RuntimeFinder(opened)
@@ -1343,7 +1343,7 @@ def self_test(
         True
     """
     from mha_deploy.graph.mutate import mutations
-    from mha_deploy.validate.self_test import self_test
+    from mha_deploy.validation.self_test import self_test
 
     names, report = mutations(), on_step or _silent
     return self_test(
@@ -1443,7 +1443,7 @@ def deploy(
     if candidates:
         best = _best_candidate(found, Path(out), settings, latency=latency, report=report, **exported)
         precision, settings, tried = best
-    from mha_deploy.validate.run import validate_bundle
+    from mha_deploy.validation.run import validate_bundle
 
     bundle = export(found, out, precision=precision, overwrite=overwrite, on_step=report, **exported)
     reached(bundle)
@@ -1485,7 +1485,7 @@ def _best_candidate(
     from mha_deploy.engine.lowered import candidates_for
     from mha_deploy.regression.candidates import PrecisionTrial, choose, judge_trial
     from mha_deploy.runtime.tensorrt.versions import load
-    from mha_deploy.validate.run import validate_bundle
+    from mha_deploy.validation.run import validate_bundle
 
     rt = load(settings.backend or default_backend())
     settings = _with_plugin_attention(rt, settings)
@@ -1671,7 +1671,7 @@ def analyze(
         >>> analysis.cost.parameters
         2362368
     """
-    from mha_deploy.analyze.roofline import parse_peaks
+    from mha_deploy.analysis.roofline import parse_peaks
 
     spec, graph = _counted(model, axes)
     return _analyze_at(spec, graph, at, precision, gpu if peak is None else parse_peaks(peak))
@@ -1705,8 +1705,8 @@ def propose_profiles(
         >>> found.split, found.options
         (('S', 9), ['--profile B=1:1:1,S=7:8:9', '--profile B=1:1:1,S=60:64:64'])
     """
-    from mha_deploy.analyze.profiles import propose_profiles as propose
-    from mha_deploy.analyze.roofline import parse_peaks
+    from mha_deploy.analysis.profiles import propose_profiles as propose
+    from mha_deploy.analysis.roofline import parse_peaks
     from mha_deploy.bundle.samples import as_taken
     from mha_deploy.runtime.user_data import open_samples
 
@@ -1738,18 +1738,18 @@ def _counted(model: Any, axes: Axes | None) -> tuple[ModelSpec, Any]:
     if isinstance(found.source, AttentionSpec):
         return found.source.model, None
     if isinstance(found.source, str) and _is_onnx(found.source):
-        from mha_deploy.export.onnx_import import open_graph
+        from mha_deploy.exporter.onnx_import import open_graph
 
         return open_graph(Path(found.source), found.axes)
     with needed("Your own model is exported to count its work, which needs PyTorch.", "export"):
-        from mha_deploy.export.exporter import open_graph as open_module
+        from mha_deploy.exporter.exporter import open_graph as open_module
     return open_module(found.source, found.axes)
 
 
 def _analyze_at(spec: ModelSpec, graph: Any, at: str | None, precision: str, peaks: Any) -> Any:
-    from mha_deploy.analyze.cost import USUAL, points_from_text
-    from mha_deploy.analyze.graph import analyze_graph
-    from mha_deploy.analyze.roofline import analyze_layer
+    from mha_deploy.analysis.cost import USUAL, points_from_text
+    from mha_deploy.analysis.graph import analyze_graph
+    from mha_deploy.analysis.roofline import analyze_layer
 
     if spec.layer is None:
         sizes = spec.sizes("opt") if at in (None, USUAL) else spec.parse_sizes(str(at))
@@ -1794,8 +1794,8 @@ def compare_heads(
         >>> md.compare_heads("tiny-mha").matrix.shape
         (4, 4)
     """
-    from mha_deploy.analyze.cost import USUAL, key_length, points_from_text
-    from mha_deploy.analyze.similarity import head_similarity, random_feeds, read_inputs
+    from mha_deploy.analysis.cost import USUAL, key_length, points_from_text
+    from mha_deploy.analysis.similarity import head_similarity, random_feeds, read_inputs
 
     if isinstance(model, Bundle):
         return _compare_heads_of_bundle(model, attention)
@@ -1823,7 +1823,7 @@ def compare_heads(
 def _compare_heads_of_bundle(bundle: Bundle, attention: str | None) -> HeadSimilarity:
     """Compare the heads of every attention in the graph of a bundle, on its first golden case."""
     from mha_deploy import runtime
-    from mha_deploy.analyze.similarity import similarity_from_heads
+    from mha_deploy.analysis.similarity import similarity_from_heads
     from mha_deploy.bundle.cases import golden_cases
     from mha_deploy.graph.attention_node import by_head, is_attention, read_attention
     from mha_deploy.graph.file import load_graph, with_outputs
@@ -2103,7 +2103,7 @@ def refuse_outputs(folder: Path, name: str, *, record: Path | None = None, overw
 
 def refuse_image(path: Path, *, overwrite: bool, inputs: Sequence[StrPath]) -> None:
     """Refuse, before long work, an image that could not be written after it."""
-    from mha_deploy.analyze.similarity import refuse_image
+    from mha_deploy.analysis.similarity import refuse_image
 
     refuse_image(path, overwrite=overwrite, inputs=inputs)
 

@@ -155,7 +155,7 @@ def bundles(tmp_path_factory, workshop):
     Each worker has a copy, as some tests leave their engines there; copy it again before altering it.
     """
     from mha_deploy.bundle.folder import open_bundle
-    from mha_deploy.export.exporter import bundle_from_spec
+    from mha_deploy.exporter.exporter import bundle_from_spec
     from mha_deploy.model.catalog import find_spec
     from mha_deploy.options import ExportOptions
 
@@ -179,7 +179,7 @@ def own_bundles(workshop):
     """
     import mha_deploy
     from mha_deploy.bundle.folder import open_bundle
-    from mha_deploy.export.exporter import bundle_from_factory
+    from mha_deploy.exporter.exporter import bundle_from_factory
     from mha_deploy.options import ExportOptions
 
     mha_deploy.configure(trust_code=True)  # another worker may have exported it

@@ -1,7 +1,7 @@
 """Parity of a graph alone: the bundle's own, or a variation of it."""
 
 from mha_deploy.runtime import cpu_backend, open_runner
-from mha_deploy.validate.self_test import parity_from_runner
+from mha_deploy.validation.self_test import parity_from_runner
 
 
 def graph_parity(bundle, backend=None, *, model=None, cases=None):

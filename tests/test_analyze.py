@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from mha_deploy.analyze.cost import kv_cache_bytes_per_token, layer_cost, parameter_count
-from mha_deploy.analyze.roofline import (
+from mha_deploy.analysis.cost import kv_cache_bytes_per_token, layer_cost, parameter_count
+from mha_deploy.analysis.roofline import (
     GpuPeaks,
     analyze_layer,
     find_peaks,
@@ -293,7 +293,7 @@ class TestRender:
 
 def test_importing_the_package_is_light():
     code = (
-        "import sys, mha_deploy.analyze; "
+        "import sys, mha_deploy.analysis; "
         "print([m for m in ('torch', 'matplotlib', 'rich') if m in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

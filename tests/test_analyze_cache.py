@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from mha_deploy.analyze.cost import (
+from mha_deploy.analysis.cost import (
     SizeLimit,
     key_length,
     kv_cache_bytes_per_token,
@@ -16,7 +16,7 @@ from mha_deploy.analyze.cost import (
     shrunk,
     usual_points,
 )
-from mha_deploy.analyze.roofline import analyze_layer
+from mha_deploy.analysis.roofline import analyze_layer
 from mha_deploy.errors import SpecError
 from mha_deploy.model.spec import AttentionSpec, Axis
 

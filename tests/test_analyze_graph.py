@@ -6,7 +6,7 @@ import pytest
 from onnx import TensorProto, helper
 
 import mha_deploy as md
-from mha_deploy.analyze.profiles import propose_profiles
+from mha_deploy.analysis.profiles import propose_profiles
 from mha_deploy.errors import DeployError
 
 
@@ -61,7 +61,7 @@ def test_the_work_of_a_file_is_that_of_its_matmuls(file):
 
 def test_a_bundle_is_counted_without_its_source(bundles):
     """The graph of a catalog layer does the work that its spec says."""
-    from mha_deploy.analyze.graph import analyze_graph
+    from mha_deploy.analysis.graph import analyze_graph
     from mha_deploy.graph.file import load_graph
 
     bundle, sizes = bundles("tiny-gqa"), {"B": 2, "S": 7}

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from mha_deploy.analyze.similarity import (
+from mha_deploy.analysis.similarity import (
     head_similarity,
     read_inputs,
     similarity_from_heads,

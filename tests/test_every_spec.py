@@ -16,8 +16,8 @@ from mha_deploy.baselines.fresh import module_from_bundle
 from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.engine.build import engine_from_bundle
 from mha_deploy.errors import DeployError
-from mha_deploy.export.exporter import bundle_from_spec
-from mha_deploy.export.oracle import run_module
+from mha_deploy.exporter.exporter import bundle_from_spec
+from mha_deploy.exporter.oracle import run_module
 from mha_deploy.model.catalog import catalog_names, find_spec
 from mha_deploy.model.precision import PRECISIONS
 from mha_deploy.options import EngineOptions, ExportOptions

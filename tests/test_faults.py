@@ -329,7 +329,7 @@ ODD = {
 @pytest.fixture(scope="module")
 def loaded():
     """PyTorch and the exporter, for all forks."""
-    import mha_deploy.export.exporter  # noqa: F401
+    import mha_deploy.exporter.exporter  # noqa: F401
 
 
 def export(tmp_path, case, limit=30):

@@ -189,7 +189,7 @@ def test_a_bundle_has_nothing_for_polygraphy_unless_asked(bundles):
 
 
 def test_files_for_polygraphy_that_cannot_be_are_refused_before_anything_is_written(tmp_path):
-    from mha_deploy.export.exporter import bundle_from_factory, bundle_from_spec
+    from mha_deploy.exporter.exporter import bundle_from_factory, bundle_from_spec
     from mha_deploy.options import ExportOptions
 
     asked = ExportOptions(precision="bf16", polygraphy=True)

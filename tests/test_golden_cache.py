@@ -15,8 +15,8 @@ from mha_deploy.bundle.cases import (
 )
 from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.errors import BundleError
-from mha_deploy.export.flow import plan_golden
-from mha_deploy.export.golden import LayerCapture
+from mha_deploy.exporter.flow import plan_golden
+from mha_deploy.exporter.golden import LayerCapture
 from mha_deploy.model.precision import find_precision
 from mha_deploy.model.spec import AttentionSpec
 from mha_deploy.reference import build_module

@@ -611,7 +611,7 @@ def evil(own_bundles, tmp_path):
 
 
 def test_the_code_that_a_bundle_names_does_not_run(evil):
-    from mha_deploy.export.own_model import reopen_user_module
+    from mha_deploy.exporter.own_model import reopen_user_module
 
     manifest = md.open_bundle(evil[0]).manifest
 

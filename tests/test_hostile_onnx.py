@@ -28,7 +28,7 @@ from onnx.reference import ReferenceEvaluator
 
 import mha_deploy as md
 from mha_deploy.bundle.folder import MODEL
-from mha_deploy.export.file_program import FileProgram, FileRounding
+from mha_deploy.exporter.file_program import FileProgram, FileRounding
 from mha_deploy.graph.file import graph_from_proto
 from mha_deploy.runtime.child import isolation
 

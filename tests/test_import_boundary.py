@@ -19,8 +19,8 @@ FILES = {
     ".".join(("mha_deploy", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): path
     for path in sorted(PACKAGE.rglob("*.py"))
 }
-TORCH_PACKAGES = ("mha_deploy.reference", "mha_deploy.export", "mha_deploy.baselines")
-TORCH_FREE = {"mha_deploy.export", "mha_deploy.export.flow", "mha_deploy.baselines"}
+TORCH_PACKAGES = ("mha_deploy.reference", "mha_deploy.exporter", "mha_deploy.baselines")
+TORCH_FREE = {"mha_deploy.exporter", "mha_deploy.exporter.flow", "mha_deploy.baselines"}
 EXPORT_SIDE = {name for name in FILES if name.startswith(TORCH_PACKAGES)} - TORCH_FREE
 DEPLOY_SIDE = [name for name in FILES if name not in EXPORT_SIDE]
 
@@ -77,7 +77,7 @@ def under(name, *packages):
 
 
 def test_the_list_of_modules_is_not_empty():
-    assert {"mha_deploy.bundle.folder", "mha_deploy.metrics", "mha_deploy.cli", "mha_deploy.export"} < set(
+    assert {"mha_deploy.bundle.folder", "mha_deploy.metrics", "mha_deploy.cli", "mha_deploy.exporter"} < set(
         DEPLOY_SIDE
     )
     assert set(FILES) >= EXPORT_SIDE
@@ -116,7 +116,7 @@ def without_torch(bundles, tmp_path_factory):
         "validate": ("mha-deploy", "validate", bundles("tiny-gqa").path, "--json", "--in-process"),
         "export": ("mha-deploy", "export", "tiny-mha", "-o", target),
         "reference": ("import", "mha_deploy.reference"),
-        "exporter": ("import", "mha_deploy.export.exporter"),
+        "exporter": ("import", "mha_deploy.exporter.exporter"),
     }
     done = dict(zip(steps, run_all(*steps.values(), blocked=("torch",)), strict=True))
     assert list(target.parent.iterdir()) == []
@@ -271,11 +271,11 @@ def test_a_spec_needs_only_the_standard_library():
 
 # Besides the order of all packages below.
 FORBIDDEN = {
-    "reference": ("export", "baselines", "graph", "runtime", "validate", "cli", "bundle"),
-    "graph": ("export", "baselines", "runtime", "validate", "cli", "reference"),
-    "runtime": ("export", "baselines", "validate", "cli", "reference"),
-    "export": ("baselines", "cli"),
-    "validate": ("export", "cli", "reference"),
+    "reference": ("exporter", "baselines", "graph", "runtime", "validation", "cli", "bundle"),
+    "graph": ("exporter", "baselines", "runtime", "validation", "cli", "reference"),
+    "runtime": ("exporter", "baselines", "validation", "cli", "reference"),
+    "exporter": ("baselines", "cli"),
+    "validation": ("exporter", "cli", "reference"),
 }
 
 
@@ -305,7 +305,7 @@ def test_only_its_owner_imports_a_runtime():
             "mha_deploy.reference.weights",
         },
         "jinja2": {"mha_deploy.report.page"},
-        "matplotlib": {"mha_deploy.analyze.similarity"},
+        "matplotlib": {"mha_deploy.analysis.similarity"},
         "polygraphy": set(),
         "tritonclient": {"mha_deploy.runtime.kserve", "mha_deploy.serving.triton"},
     }
@@ -333,12 +333,12 @@ ORDER = (
     "graph",
     "metrics",
     "judge",
-    "analyze",
+    "analysis",
     "runtime",
     "engine",
-    "export",
+    "exporter",
     "baselines",
-    "validate",
+    "validation",
     "serving",
     "report",
     "regression",

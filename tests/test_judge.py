@@ -14,8 +14,8 @@ from mha_deploy.graph.lower import lower
 from mha_deploy.judge import judge_case
 from mha_deploy.options import ValidateOptions
 from mha_deploy.runtime import open_runner
-from mha_deploy.validate.run import draw_cases
-from mha_deploy.validate.self_test import parity_from_runner
+from mha_deploy.validation.run import draw_cases
+from mha_deploy.validation.self_test import parity_from_runner
 
 D = 16  # of the heads of every small layer
 

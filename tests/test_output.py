@@ -26,7 +26,7 @@ from source_trees import nodes_of, source_trees
 
 import mha_deploy as md
 from mha_deploy import output
-from mha_deploy.analyze.similarity import similarity_from_heads
+from mha_deploy.analysis.similarity import similarity_from_heads
 from mha_deploy.bundle.folder import BundleWriter, open_bundle
 from mha_deploy.engine.build import engine_from_bundle
 from mha_deploy.options import EngineOptions
@@ -667,9 +667,9 @@ ALLOWED = {
     ("runtime/child.py", "memory.truncate"): "shared memory",
     ("supervisor.py", "tempfile.TemporaryFile"): "has no name",
     ("cli/__init__.py", "open"): "a stream, by its descriptor",
-    ("analyze/similarity.py", "figure.savefig"): "into memory",
+    ("analysis/similarity.py", "figure.savefig"): "into memory",
     ("bundle/cases.py", "np.save"): "into memory",
-    ("export/program.py", "axis_names.rename"): "names of axes",
+    ("exporter/program.py", "axis_names.rename"): "names of axes",
 }
 
 

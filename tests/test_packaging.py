@@ -85,7 +85,7 @@ def members(wheel):
 
 def test_the_wheel_carries_data_and_types(wheel):
     names = members(wheel)
-    assert {"mha_deploy/py.typed", "mha_deploy/analyze/gpus.toml"} <= names
+    assert {"mha_deploy/py.typed", "mha_deploy/analysis/gpus.toml"} <= names
     assert {"mha_deploy/report/style.css", "mha_deploy/report/templates/page.html.j2"} <= names
     assert {f"mha_deploy/models/{name}.toml" for name in catalog_names()} <= names
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from bundle_edit import copy_of
 
-from mha_deploy.export.exporter import bundle_from_spec
+from mha_deploy.exporter.exporter import bundle_from_spec
 from mha_deploy.model.catalog import find_spec as find_model
 from mha_deploy.options import ExportOptions
 

@@ -353,5 +353,5 @@ def test_the_questions_of_a_newcomer_are_answered_before_anything_else():
     for topic in topics.split(", "):
         assert any(topic in question and re.search(r"[`(]", answers[question]) for question in answers), topic
     readme = README.partition("## Where the code is")[2]
-    for path in ("graph/lower/", "metrics.py", "runtime/tensorrt/engine_verdict.py", "validate/verdict.py"):
+    for path in ("graph/lower/", "metrics.py", "runtime/tensorrt/engine_verdict.py", "validation/verdict.py"):
         assert f"`mha_deploy/{path}" in readme, f"README.md does not say where {path} is"

@@ -16,15 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mha_deploy.analyze.cost import oracle_bytes, past_keys, sizes_name
+from mha_deploy.analysis.cost import oracle_bytes, past_keys, sizes_name
 from mha_deploy.bundle.cases import DecodeTrace, GoldenCase, PlannedTrace, check_steps, read_case
 from mha_deploy.bundle.folder import Bundle
 from mha_deploy.errors import BackendUnavailable, BundleError, DeployError
-from mha_deploy.export.exporter import export_user_module
-from mha_deploy.export.flow import LOUDNESS, PlannedCase
-from mha_deploy.export.golden import LayerCapture, ModuleCapture
-from mha_deploy.export.oracle import Float64, Intercept, run_in_float64, run_program
-from mha_deploy.export.own_model import reopen_user_module
+from mha_deploy.exporter.exporter import export_user_module
+from mha_deploy.exporter.flow import LOUDNESS, PlannedCase
+from mha_deploy.exporter.golden import LayerCapture, ModuleCapture
+from mha_deploy.exporter.oracle import Float64, Intercept, run_in_float64, run_program
+from mha_deploy.exporter.own_model import reopen_user_module
 from mha_deploy.graph.file import load_graph
 from mha_deploy.model.precision import find_precision
 from mha_deploy.model.spec import AttentionSpec

@@ -8,7 +8,7 @@ from mha_deploy.bundle.cases import GoldenCase
 from mha_deploy.bundle.folder import SOURCE, Bundle, sha256
 from mha_deploy.bundle.samples import Sample
 from mha_deploy.errors import DeployError
-from mha_deploy.export.onnx_import import OnnxSource
+from mha_deploy.exporter.onnx_import import OnnxSource
 from mha_deploy.options import AUTO, ExportOptions
 
 

@@ -19,8 +19,8 @@ from torch.profiler import ProfilerActivity, profile, supported_activities
 from mha_deploy.baselines.fresh import attention_spec, check_device, module_from_bundle
 from mha_deploy.bundle.folder import Bundle
 from mha_deploy.errors import BackendUnavailable, DeployError, is_user_error, nearest, text_of_error
-from mha_deploy.export.oracle import Intercept, tensors_in
-from mha_deploy.export.own_model import reopen_user_module
+from mha_deploy.exporter.oracle import Intercept, tensors_in
+from mha_deploy.exporter.own_model import reopen_user_module
 from mha_deploy.model.precision import Precision
 from mha_deploy.model.spec import CACHES, LENGTHS, PAST, ModelSpec, TensorSpec, refuse_overflow
 from mha_deploy.reference import build_module

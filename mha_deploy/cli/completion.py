@@ -141,7 +141,7 @@ def _values(verb: str, parameter: Any, begun: str) -> Iterator[tuple[str, str]]:
     elif name in ("bundle", "bundles", "old", "new", "path"):
         yield from _bundles(begun)
     elif name == "gpu":
-        from mha_deploy.analyze.roofline import gpu_names
+        from mha_deploy.analysis.roofline import gpu_names
 
         yield from ((each, "") for each in gpu_names())
     elif name in ("engine", "backends"):

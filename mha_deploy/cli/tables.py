@@ -30,10 +30,10 @@ from mha_deploy.text import (
 )
 
 if TYPE_CHECKING:  # a verb that has no such result to show does not load what makes it
-    from mha_deploy.analyze.graph import GraphAnalysis
-    from mha_deploy.analyze.profiles import ProfileProposal
-    from mha_deploy.analyze.roofline import Analysis
-    from mha_deploy.analyze.similarity import HeadSimilarity
+    from mha_deploy.analysis.graph import GraphAnalysis
+    from mha_deploy.analysis.profiles import ProfileProposal
+    from mha_deploy.analysis.roofline import Analysis
+    from mha_deploy.analysis.similarity import HeadSimilarity
     from mha_deploy.bundle.folder import Bundle
     from mha_deploy.engine.engine import Engine, EngineManifest
     from mha_deploy.engine.plugins import Found
@@ -47,8 +47,8 @@ if TYPE_CHECKING:  # a verb that has no such result to show does not load what m
         NodeVerdict,
         PrecisionVerdict,
     )
-    from mha_deploy.validate.fault import Bisection
-    from mha_deploy.validate.self_test import SelfTest
+    from mha_deploy.validation.fault import Bisection
+    from mha_deploy.validation.self_test import SelfTest
 
 # -- One table, lines and verdicts -----------------------------------------------------------------
 
@@ -478,7 +478,7 @@ def decode_renderable(reports: Sequence[Data]) -> RenderableType:
 
 def _invariance(checks: Sequence[Data]) -> Text:
     """In one line: what was varied, how often, and whether every result was bitwise the same."""
-    from mha_deploy.validate.invariance import CHECKS
+    from mha_deploy.validation.invariance import CHECKS
 
     parts, judged = [], [check for check in checks if check["case"]]
     for name in CHECKS:
@@ -568,7 +568,7 @@ def models_renderable(models: Iterable[Mapping[str, Any]]) -> RenderableType:
 
 def model_row(spec: AttentionSpec) -> dict[str, Any]:
     """The attributes of one model, for the table and for JSON."""
-    from mha_deploy.analyze.cost import kv_cache_bytes_per_token, parameter_count
+    from mha_deploy.analysis.cost import kv_cache_bytes_per_token, parameter_count
     from mha_deploy.model.precision import PRECISIONS
 
     known = ("name", "kind", "variant", "attends", "mask", "causal", "Hq", "Hkv", "D", "E")
@@ -622,7 +622,7 @@ def profiles_renderable(proposed: ProfileProposal) -> RenderableType:
 
 def analysis_renderable(analysis: Analysis | GraphAnalysis) -> RenderableType:
     """A heading, a table of the stages, and the KV cache."""
-    from mha_deploy.analyze.roofline import Analysis
+    from mha_deploy.analysis.roofline import Analysis
 
     if not isinstance(analysis, Analysis):
         return graph_analysis_renderable(analysis)

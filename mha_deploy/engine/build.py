@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import onnx_ir as ir
 
-from mha_deploy.analyze.cost import TIMED_CASES
+from mha_deploy.analysis.cost import TIMED_CASES
 from mha_deploy.bundle.cases import GoldenCase, golden_cases
 from mha_deploy.bundle.folder import MANIFEST, Bundle, sha256
 from mha_deploy.engine import engine as engines

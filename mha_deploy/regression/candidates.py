@@ -9,7 +9,7 @@ from mha_deploy.engine.engine import Engine, reasons_not_to_run
 from mha_deploy.errors import DeployError
 from mha_deploy.report.table import Cell, RawRow, Table, number, share_cell, table
 from mha_deploy.text import error as error_text
-from mha_deploy.validate.verdict import Validation
+from mha_deploy.validation.verdict import Validation
 
 NEAR = 1.05
 """Latencies within this factor of the fastest count as equal; the smaller error decides."""

@@ -36,12 +36,12 @@ from mha_deploy.text import (
     sizes_text,
     summarize_names,
 )
-from mha_deploy.validate.conformance import ConformanceTable
-from mha_deploy.validate.decode import DecodeRecord
-from mha_deploy.validate.fault import LAYERS
-from mha_deploy.validate.fp16_range import RangeReport
-from mha_deploy.validate.invariance import InvarianceCheck
-from mha_deploy.validate.records import (
+from mha_deploy.validation.conformance import ConformanceTable
+from mha_deploy.validation.decode import DecodeRecord
+from mha_deploy.validation.fault import LAYERS
+from mha_deploy.validation.fp16_range import RangeReport
+from mha_deploy.validation.invariance import InvarianceCheck
+from mha_deploy.validation.records import (
     REPORT_FORMAT,
     EngineRecord,
     EnvironmentRecord,

@@ -56,13 +56,13 @@ from mha_deploy.runtime.runner import error_line
 from mha_deploy.runtime.tensorrt.versions import load
 from mha_deploy.status import Outcome, Severity, Word
 from mha_deploy.text import plural, short, size
-from mha_deploy.validate.records import (
+from mha_deploy.validation.records import (
     check_report,
     engine_records,
     model_record,
     report_header,
 )
-from mha_deploy.validate.run import validate_bundle
+from mha_deploy.validation.run import validate_bundle
 
 # -- The plan --------------------------------------------------------------------------------------
 

@@ -24,8 +24,8 @@ from mha_deploy.output import append_file, check_file
 from mha_deploy.process import run
 from mha_deploy.status import Outcome, Reason
 from mha_deploy.text import reason_text, short, sizes_text
-from mha_deploy.validate.bench import ModelBench
-from mha_deploy.validate.records import EnvironmentRecord, model_record, report_header
+from mha_deploy.validation.bench import ModelBench
+from mha_deploy.validation.records import EnvironmentRecord, model_record, report_header
 
 _LOW_CLOCK = 0.95
 

@@ -30,7 +30,7 @@ from mha_deploy.text import (
     times,
     yes_no,
 )
-from mha_deploy.validate.records import plain_bench, plain_report
+from mha_deploy.validation.records import plain_bench, plain_report
 
 Part = tuple[str, Any]
 """The kind of a part, as `parts.html.j2` lists them, and its value; a part without a value is left out."""

@@ -25,8 +25,8 @@ from mha_deploy.runtime import RUNNERS
 from mha_deploy.runtime.child import isolation
 from mha_deploy.runtime.runner import Arrays, Runner
 from mha_deploy.text import group_by
-from mha_deploy.validate.decode import DecodeLoop, DeviceDecodeLoop, HostDecodeLoop
-from mha_deploy.validate.runtimes import RuntimeFinder
+from mha_deploy.validation.decode import DecodeLoop, DeviceDecodeLoop, HostDecodeLoop
+from mha_deploy.validation.runtimes import RuntimeFinder
 
 BUNDLE, PLUGINS = "bundle", "plugins"
 _START, _END = 1, 2  # Triton's flags of a request in a sequence

@@ -41,7 +41,7 @@ from mha_deploy.runtime.cuda import find_gpu
 from mha_deploy.runtime.kserve import BUNDLE_PARAMETER, INSTALL, RUNS_PARAMETER, served_name
 from mha_deploy.serving.backend import BUNDLE, PLUGINS
 from mha_deploy.serving.wheel import wheel_name, write_wheel
-from mha_deploy.validate.runtimes import RuntimeFinder
+from mha_deploy.validation.runtimes import RuntimeFinder
 
 PYTHON, PLAN = "python", "tensorrt_plan"
 VARIANTS = (PYTHON, PLAN)

@@ -8,7 +8,7 @@ from mha_deploy.baselines import fresh as blocked
 from mha_deploy.baselines.fresh import FreshCases, QueriesInBlocks, run_in_blocks
 from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.errors import ExportError, SpecError
-from mha_deploy.export.oracle import run_in_float64
+from mha_deploy.exporter.oracle import run_in_float64
 from mha_deploy.judge import judge_case
 from mha_deploy.model.catalog import catalog_names, find_spec
 from mha_deploy.model.spec import Axis

@@ -6,7 +6,7 @@ from torch.nn.attention import SDPBackend
 
 from mha_deploy.baselines.torch import ServedLayer, TorchModels, find_baseline, side_by_side
 from mha_deploy.errors import DeployError
-from mha_deploy.export.oracle import run_module
+from mha_deploy.exporter.oracle import run_module
 from mha_deploy.model.catalog import find_spec
 from mha_deploy.model.spec import AttentionSpec
 from mha_deploy.reference import build_module

@@ -60,7 +60,7 @@ def test_a_bundle_is_replaced_only_on_request_and_without_files_of_others(run_cl
 
 
 def test_a_folder_that_appears_during_an_export_is_kept(refused, tmp_path, monkeypatch):
-    from mha_deploy.export import flow
+    from mha_deploy.exporter import flow
 
     target, versions = tmp_path / "bundle", flow.versions
 

@@ -176,7 +176,7 @@ def test_an_interrupted_export_leaves_nothing(run_cli, tmp_path, monkeypatch, nu
         os.kill(os.getpid(), number)
         pytest.fail("the signal was not received")
 
-    monkeypatch.setattr("mha_deploy.export.exporter.canonical_from_module", export)
+    monkeypatch.setattr("mha_deploy.exporter.exporter.canonical_from_module", export)
     done = run_cli("export", "tiny-mha", "-o", out / "bundle")
     assert done.code == code, done.err
     assert done.out == ""

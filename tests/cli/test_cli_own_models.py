@@ -19,7 +19,7 @@ from mha_deploy.metrics import Budget, Deviation
 from mha_deploy.options import ValidateOptions
 from mha_deploy.runtime.tensorrt.engine_verdict import FusionStatus, NodeVerdict
 from mha_deploy.status import Kind, Outcome, Reason
-from mha_deploy.validate.fp16_range import (
+from mha_deploy.validation.fp16_range import (
     Figures,
     NodeRange,
     RangeFinding,
@@ -28,7 +28,7 @@ from mha_deploy.validate.fp16_range import (
     RangeStatus,
     worst_of,
 )
-from mha_deploy.validate.verdict import Validation, findings
+from mha_deploy.validation.verdict import Validation, findings
 
 LONG = "model.encoder.block.{}.layer.0.SelfAttention"
 

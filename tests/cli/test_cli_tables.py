@@ -5,7 +5,7 @@ import json
 import pytest
 from bundle_edit import copy_of, edit_manifest, rehash
 
-from mha_deploy.analyze.cost import kv_cache_bytes_per_token, parameter_count
+from mha_deploy.analysis.cost import kv_cache_bytes_per_token, parameter_count
 from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.model.catalog import catalog_names, find_spec
 

@@ -10,7 +10,7 @@ from bundle_edit import copy_of, edit_manifest, rehash
 
 from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.runtime.cuda import find_gpu
-from mha_deploy.validate.records import check_report
+from mha_deploy.validation.records import check_report
 
 VERDICT = {"outcome", "case", "sizes", "output", "reason", "deviation", "budget", "share"}
 MEASURES = {"relative_l2", "worst_vector", "max_abs"}

@@ -13,10 +13,10 @@ from mha_deploy.report.table import markdown
 from mha_deploy.runtime.cuda import Conditions
 from mha_deploy.runtime.timing import Timing
 from mha_deploy.status import Kind, Reason
-from mha_deploy.validate.bench import ModelBench
-from mha_deploy.validate.evaluate import LatencyPoint, LatencyRow
-from mha_deploy.validate.records import ThroughputRecord
-from mha_deploy.validate.runtimes import Family
+from mha_deploy.validation.bench import ModelBench
+from mha_deploy.validation.evaluate import LatencyPoint, LatencyRow
+from mha_deploy.validation.records import ThroughputRecord
+from mha_deploy.validation.runtimes import Family
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from tables import PAGES, builds_table, evidence_table, kernels_table, latency_table, rewritten, streams_table

@@ -13,7 +13,7 @@ import torch
 from mha_deploy.engine.build import judge_engine
 from mha_deploy.engine.engine import default_profiles, profile_names, profile_shapes
 from mha_deploy.engine.lowered import check_eligibility, native_dialect, targets_of
-from mha_deploy.export.exporter import canonical_from_module
+from mha_deploy.exporter.exporter import canonical_from_module
 from mha_deploy.graph.file import save_graph
 from mha_deploy.graph.lower import lower
 from mha_deploy.model.catalog import find_spec

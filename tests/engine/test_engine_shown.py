@@ -13,7 +13,7 @@ from mha_deploy.bundle.folder import MANIFEST, open_bundle, sha256
 from mha_deploy.engine.build import engine_from_bundle
 from mha_deploy.engine.engine import manifest_path, open_engine
 from mha_deploy.errors import DeployError
-from mha_deploy.export.exporter import bundle_from_spec
+from mha_deploy.exporter.exporter import bundle_from_spec
 from mha_deploy.model.catalog import find_spec
 from mha_deploy.options import EngineOptions, ExportOptions
 

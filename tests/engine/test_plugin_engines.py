@@ -23,7 +23,7 @@ from mha_deploy.engine.plugins import PluginError, load_library
 from mha_deploy.errors import DeployError
 from mha_deploy.options import EngineOptions
 from mha_deploy.runtime.tensorrt.builder import parse_into
-from mha_deploy.validate.records import engine_records
+from mha_deploy.validation.records import engine_records
 
 HALF = [{"Name": "t", "Dimensions": [1, 2], "Format/Datatype": "Row major linear FP16 format (kLINEAR)"}]
 NEW_FIELDS = ("plugins", "in_place", "attention")

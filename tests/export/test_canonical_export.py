@@ -13,7 +13,7 @@ import torch
 from tiny_specs import EVERY_PRECISION, TINY
 
 from mha_deploy.errors import ExportError
-from mha_deploy.export.exporter import canonical_from_module
+from mha_deploy.exporter.exporter import canonical_from_module
 from mha_deploy.graph.canonical import check_canonical
 from mha_deploy.graph.file import save_graph
 from mha_deploy.model.catalog import find_spec
@@ -217,7 +217,7 @@ def test_the_weights_in_the_graph_are_those_of_the_seed(bundles):
 _EXPORT_AGAIN = """
 import hashlib, sys, pathlib, torch
 from mha_deploy.model.catalog import find_spec
-from mha_deploy.export.exporter import canonical_from_module
+from mha_deploy.exporter.exporter import canonical_from_module
 from mha_deploy.graph.file import save_graph
 from mha_deploy.reference import build_module
 path = pathlib.Path(sys.argv[1]) / "model.onnx"

@@ -12,7 +12,7 @@ from quantized_models import GEMMS, samples, transformer
 
 import mha_deploy as md
 from mha_deploy.cli import app
-from mha_deploy.export.compress import CALIBRATIONS, Magnitudes
+from mha_deploy.exporter.compress import CALIBRATIONS, Magnitudes
 from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.quantize import find_format
 from mha_deploy.runtime.tensorrt.engine_verdict import precision_verdict, written_types

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mha_deploy.export.oracle import Float32Accumulation, run_module
+from mha_deploy.exporter.oracle import Float32Accumulation, run_module
 from mha_deploy.model.catalog import find_spec
 from mha_deploy.reference import build_module
 from mha_deploy.reference.inputs import call_arguments, fed_to, random_inputs

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.bundle.folder import MANIFEST, MODEL, open_bundle, sha256
 from mha_deploy.errors import EXIT_BAD_INPUT, BundleError, DeployError, ExportError
-from mha_deploy.export.exporter import bundle_from_spec
+from mha_deploy.exporter.exporter import bundle_from_spec
 from mha_deploy.graph import file as graph_file
 from mha_deploy.model.catalog import find_spec
 from mha_deploy.model.spec import AttentionSpec
@@ -231,7 +231,7 @@ def one_graph(monkeypatch, bundles):
     bundles("tiny-mha")  # exported before the exporter is replaced
     model = ir.load(bundles("tiny-gqa").model_path)
     monkeypatch.setattr(
-        "mha_deploy.export.exporter.canonical_from_module", lambda *given, **how: model.clone()
+        "mha_deploy.exporter.exporter.canonical_from_module", lambda *given, **how: model.clone()
     )
 
 
@@ -295,7 +295,7 @@ def external(bundles, tmp_path_factory):
     model = ir.load(bundles("tiny-gqa").model_path)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(graph_file, "EXTERNAL_DATA_FROM", 1000)
-        patch.setattr("mha_deploy.export.exporter.canonical_from_module", lambda *given, **how: model)
+        patch.setattr("mha_deploy.exporter.exporter.canonical_from_module", lambda *given, **how: model)
         return export(GQA, tmp_path_factory.mktemp("external") / "bundle", golden=("min", "odd"))
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mha_deploy.errors import DeployError
-from mha_deploy.export.own_model import load_factory, match_names, open_user_module, state_digest
+from mha_deploy.exporter.own_model import load_factory, match_names, open_user_module, state_digest
 from mha_deploy.model.precision import find_precision
 
 HERE = Path(__file__).parents[1] / "own_models.py"

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from mha_deploy.analyze.cost import layer_cost, oracle_bytes
+from mha_deploy.analysis.cost import layer_cost, oracle_bytes
 from mha_deploy.bundle.cases import Baseline, pack_baselines, plan_trace, stored_bytes, stored_outputs
 from mha_deploy.errors import SpecError
-from mha_deploy.export.flow import CACHE_CASES, CASES, GoldenBudget, plan_golden
+from mha_deploy.exporter.flow import CACHE_CASES, CASES, GoldenBudget, plan_golden
 from mha_deploy.model.catalog import catalog_names, find_spec
 from mha_deploy.model.precision import PRECISIONS
 from mha_deploy.model.spec import Axis

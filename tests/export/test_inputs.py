@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import torch
 
-from mha_deploy.export.flow import PlannedCase, plan_golden
-from mha_deploy.export.golden import LayerCapture
+from mha_deploy.exporter.flow import PlannedCase, plan_golden
+from mha_deploy.exporter.golden import LayerCapture
 from mha_deploy.model.catalog import catalog_names, find_spec
 from mha_deploy.model.precision import PRECISIONS
 from mha_deploy.reference import build_module

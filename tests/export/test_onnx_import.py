@@ -12,7 +12,7 @@ from torch import nn
 
 import mha_deploy as md
 from mha_deploy.errors import BackendUnavailable, ExportError
-from mha_deploy.export.flow import refuse_large_error
+from mha_deploy.exporter.flow import refuse_large_error
 
 E, H, VOCABULARY = 64, 4, 61
 

@@ -14,9 +14,9 @@ import mha_deploy as md
 from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.bundle.folder import BundleWriter, open_bundle
 from mha_deploy.errors import DeployError, ExportError
-from mha_deploy.export.exporter import bundle_from_factory
-from mha_deploy.export.own_model import load_factory, open_user_module, state_digest
-from mha_deploy.export.program import export_program
+from mha_deploy.exporter.exporter import bundle_from_factory
+from mha_deploy.exporter.own_model import load_factory, open_user_module, state_digest
+from mha_deploy.exporter.program import export_program
 from mha_deploy.model.catalog import find_spec
 from mha_deploy.model.precision import find_precision
 from mha_deploy.model.spec import Axis

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mha_deploy.errors import ExportError
-from mha_deploy.export.axes import draw_inputs
+from mha_deploy.exporter.axes import draw_inputs
 
 EXAMPLE = {
     "x": torch.randn(2, 50, 8, generator=torch.Generator().manual_seed(0)) * 3 + 5,

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from mha_deploy.errors import ExportError
-from mha_deploy.export import explain
-from mha_deploy.export.program import export_program
+from mha_deploy.exporter import explain
+from mha_deploy.exporter.program import export_program
 from mha_deploy.model.spec import Axis
 
 AXES = {"B": Axis(min=1, opt=2, max=8), "S": Axis(min=1, opt=6, max=64)}

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from mha_deploy.errors import ExportError
-from mha_deploy.export.axes import draw_inputs, trace_sizes
-from mha_deploy.export.oracle import Float32Accumulation, run_program, tensors_in
-from mha_deploy.export.program import export_program, named_outputs
+from mha_deploy.exporter.axes import draw_inputs, trace_sizes
+from mha_deploy.exporter.oracle import Float32Accumulation, run_program, tensors_in
+from mha_deploy.exporter.program import export_program, named_outputs
 from mha_deploy.graph.fuse import fuse_attention
 from mha_deploy.model.spec import Axis
 

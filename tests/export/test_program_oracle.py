@@ -15,10 +15,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mha_deploy.errors import ExportError
-from mha_deploy.export.axes import draw_inputs
-from mha_deploy.export.observe import attention_values
-from mha_deploy.export.oracle import Float32Accumulation, run_program
-from mha_deploy.export.program import export_program
+from mha_deploy.exporter.axes import draw_inputs
+from mha_deploy.exporter.observe import attention_values
+from mha_deploy.exporter.oracle import Float32Accumulation, run_program
+from mha_deploy.exporter.program import export_program
 from mha_deploy.graph.attention_node import attention_nodes
 from mha_deploy.graph.fuse import fuse_attention
 

@@ -10,8 +10,8 @@ from layer_decoder import Decoder
 from mha_deploy.bundle.cases import PlannedTrace, check_trace, read_trace, write_trace
 from mha_deploy.bundle.manifest import Source
 from mha_deploy.errors import DeployError, ExportError
-from mha_deploy.export.golden import LayerCapture
-from mha_deploy.export.oracle import run_in_float64
+from mha_deploy.exporter.golden import LayerCapture
+from mha_deploy.exporter.oracle import run_in_float64
 from mha_deploy.metrics import measure
 from mha_deploy.model.catalog import find_spec
 from mha_deploy.model.precision import PRECISIONS

@@ -3,8 +3,8 @@
 from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.model.catalog import catalog_names
 from mha_deploy.options import ValidateOptions
-from mha_deploy.validate.decode import traces_of
-from mha_deploy.validate.evaluate import EvaluationPlan, evaluate
+from mha_deploy.validation.decode import traces_of
+from mha_deploy.validation.evaluate import EvaluationPlan, evaluate
 
 TINY = [name for name in catalog_names() if name.startswith("tiny-")]
 

@@ -16,8 +16,8 @@ from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.errors import BackendUnavailable, DeployError
 from mha_deploy.model.precision import find_precision
 from mha_deploy.runtime import cuda
-from mha_deploy.validate.conformance import conformance_table, mask_columns
-from mha_deploy.validate.runtimes import RuntimeFinder
+from mha_deploy.validation.conformance import conformance_table, mask_columns
+from mha_deploy.validation.runtimes import RuntimeFinder
 
 pytestmark = pytest.mark.gpu
 

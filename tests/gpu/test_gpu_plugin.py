@@ -15,7 +15,7 @@ from mha_deploy.engine.plugins import PluginError, library_for
 from mha_deploy.errors import DeployError
 from mha_deploy.options import EngineOptions
 from mha_deploy.runtime.tensorrt.versions import load
-from mha_deploy.validate.runtimes import RuntimeFinder
+from mha_deploy.validation.runtimes import RuntimeFinder
 
 pytestmark = [
     pytest.mark.gpu,

@@ -16,8 +16,8 @@ from mha_deploy.graph.file import load_graph, save_graph
 from mha_deploy.graph.mutate import mutated
 from mha_deploy.options import EngineOptions, ValidateOptions
 from mha_deploy.status import Kind, Outcome
-from mha_deploy.validate.records import check_bench, check_report, plain_report
-from mha_deploy.validate.run import validate_bundle
+from mha_deploy.validation.records import check_bench, check_report, plain_report
+from mha_deploy.validation.run import validate_bundle
 
 pytestmark = pytest.mark.gpu
 

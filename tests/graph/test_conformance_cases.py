@@ -14,7 +14,7 @@ from mha_deploy.graph.lower import DIALECTS, lower
 from mha_deploy.graph.plugin_node import is_plugin_attention
 from mha_deploy.model.precision import PRECISIONS
 from mha_deploy.runtime import open_runner
-from mha_deploy.validate.conformance import CASES, MaskCase, MaskInput, case_model, combine
+from mha_deploy.validation.conformance import CASES, MaskCase, MaskInput, case_model, combine
 
 FP16, FP32 = PRECISIONS["fp16"], PRECISIONS["fp32"]
 BY_NAME = {case.name: case for case in CASES}

@@ -19,7 +19,7 @@ from mha_deploy.graph.mixed_precision import read_values
 from mha_deploy.reference import build_module
 from mha_deploy.reference.attention import padding_mask, split_heads, visible_from
 from mha_deploy.runtime import available_cpu_backend, run_cases
-from mha_deploy.validate.fp16_range import lowest_constant, measurable_attentions
+from mha_deploy.validation.fp16_range import lowest_constant, measurable_attentions
 
 # Between them: packed and separate projections, grouped heads, every mask, cross attention, two attentions,
 # rotary embedding, both kinds of cache, a window.

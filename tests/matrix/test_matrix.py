@@ -13,7 +13,7 @@ import mha_deploy as md
 from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.files import as_plain
 from mha_deploy.regression.matrix import read_plan, run_matrix
-from mha_deploy.validate.records import model_record
+from mha_deploy.validation.records import model_record
 
 RTX = {"name": "rtx", "backend": "tensorrt-rtx"}
 

@@ -11,7 +11,7 @@ from mha_deploy.bundle.manifest import Source
 from mha_deploy.model.catalog import find_spec
 from mha_deploy.model.precision import PRECISIONS
 from mha_deploy.model.spec import Axis
-from mha_deploy.validate.decode import run_decode_loop
+from mha_deploy.validation.decode import run_decode_loop
 
 STEPS = 20
 FP16 = PRECISIONS["fp16"]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import msgspec
 
-from mha_deploy.validate.records import BenchRecord, ReportRecord
+from mha_deploy.validation.records import BenchRecord, ReportRecord
 
 PATH = Path(__file__).parents[2] / "docs" / "report.md"
 MARK = "<!-- written from the records by tests/report/schema_text.py -->\n"

@@ -7,7 +7,7 @@ from example_report import bench, fresh
 
 from mha_deploy.report.charts import sweep_panels
 from mha_deploy.report.page import bench_markdown, bench_page, report_page
-from mha_deploy.validate.records import check_report
+from mha_deploy.validation.records import check_report
 
 
 def decode_data(*sizes, past=None):

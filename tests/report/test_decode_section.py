@@ -14,7 +14,7 @@ from mha_deploy.files import as_plain
 from mha_deploy.report.charts import EAGER
 from mha_deploy.report.page import report_page
 from mha_deploy.report.table import place_text, prompts_text
-from mha_deploy.validate.records import check_report, engine_records
+from mha_deploy.validation.records import check_report, engine_records
 
 WRONG = {"level": "failure", "section": "decode", "kind": "wrong decoding", "text": "decodes wrongly"}
 

@@ -8,7 +8,7 @@ from schema_text import MARK, PATH, Document, written
 
 from mha_deploy.errors import DeployError
 from mha_deploy.files import as_plain
-from mha_deploy.validate.records import check_bench, check_report, plain_bench, plain_report
+from mha_deploy.validation.records import check_bench, check_report, plain_bench, plain_report
 
 
 def problems_after(change):

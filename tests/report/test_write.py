@@ -11,7 +11,7 @@ import mha_deploy as md
 from mha_deploy.errors import DeployError
 from mha_deploy.report import page as write
 from mha_deploy.report.page import bench_markdown
-from mha_deploy.validate.records import check_bench, check_report
+from mha_deploy.validation.records import check_bench, check_report
 
 
 def write_report(folder, data):
@@ -39,7 +39,7 @@ def test_a_page_made_from_the_file_is_the_page(tmp_path):
 
 
 def test_a_benchmark_is_two_files(tmp_path, monkeypatch):
-    monkeypatch.setattr("mha_deploy.validate.bench.bench_record", lambda records: bench())
+    monkeypatch.setattr("mha_deploy.validation.bench.bench_record", lambda records: bench())
     assert md.BenchReport([]).save(tmp_path) == tmp_path / "bench.html"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bench.html", "bench.json"]
     assert check_bench(json.loads((tmp_path / "bench.json").read_text(encoding="utf-8"))) == []

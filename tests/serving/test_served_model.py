@@ -8,7 +8,7 @@ from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.judge import judge_case
 from mha_deploy.options import ValidateOptions
 from mha_deploy.serving.backend import SequenceCaches, ServedModel, ServedRequest
-from mha_deploy.validate.decode import traces_of
+from mha_deploy.validation.decode import traces_of
 
 
 @pytest.fixture

@@ -13,14 +13,14 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from mha_deploy.export.oracle import run_module
+from mha_deploy.exporter.oracle import run_module
 from mha_deploy.model.catalog import find_spec
 from mha_deploy.model.precision import PRECISIONS
 from mha_deploy.model.spec import FLOAT, Axis
 from mha_deploy.reference import attention, build_module
 from mha_deploy.reference.inputs import call_arguments, tensor_from_numpy, to_numpy
 from mha_deploy.runtime.runner import Arrays, Runner, TensorInfo
-from mha_deploy.validate.decode import HostDecodeLoop
+from mha_deploy.validation.decode import HostDecodeLoop
 
 AT = 3  # the call at which a mistake that is made once is made: step 3
 GIVEN_OUT = {

@@ -14,7 +14,7 @@ from onnx import numpy_helper
 
 from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.runtime import open_runner
-from mha_deploy.validate.fault import bisect_bundle, case_to_bisect, reference_for
+from mha_deploy.validation.fault import bisect_bundle, case_to_bisect, reference_for
 
 pytestmark = pytest.mark.usefixtures("in_process")  # quicker than a child process
 ATTENTIONS = [f"blocks.{i}.attention" for i in range(3)]
@@ -114,7 +114,7 @@ def test_a_wrong_node_between_two_attentions_is_found(broken, program, block):
 
 def test_without_the_factory_the_graph_in_another_runtime_tells(broken, monkeypatch):
     bundle = broken(lambda graph: None)
-    monkeypatch.setattr("mha_deploy.validate.fault.can_import", lambda name: False)
+    monkeypatch.setattr("mha_deploy.validation.fault.can_import", lambda name: False)
     _, trusted, _ = reference_for(bundle, case_to_bisect(bundle), "ort-cpu")
     assert trusted == "the graph in onnx-reference"
     _, trusted, _ = reference_for(bundle, case_to_bisect(bundle), "tensorrt")
@@ -124,7 +124,7 @@ def test_without_the_factory_the_graph_in_another_runtime_tells(broken, monkeypa
 def test_a_runtime_that_is_wrong_where_the_graph_is_right(own_bundles, broken, monkeypatch):
     """A runtime that computes another graph than it is given, as a faulty lowering would."""
     bundle = own_bundles()
-    monkeypatch.setattr("mha_deploy.validate.fault.can_import", lambda name: False)
+    monkeypatch.setattr("mha_deploy.validation.fault.can_import", lambda name: False)
 
     def faulty(model):
         copy = model.clone()

@@ -11,9 +11,9 @@ from golden_made import made_case, samples_of
 from graph_parity import graph_parity
 
 from mha_deploy.bundle.cases import Baseline, golden_cases
-from mha_deploy.export.file_program import FileProgram, FileRounding
-from mha_deploy.export.oracle import RandomRounding
-from mha_deploy.export.samples import sample_case
+from mha_deploy.exporter.file_program import FileProgram, FileRounding
+from mha_deploy.exporter.oracle import RandomRounding
+from mha_deploy.exporter.samples import sample_case
 from mha_deploy.judge import judge_case
 from mha_deploy.metrics import budget_from_samples, factor_of, measure
 from mha_deploy.model.precision import PRECISIONS

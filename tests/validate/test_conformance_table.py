@@ -11,7 +11,7 @@ from mha_deploy.graph.attention_node import attention_nodes
 from mha_deploy.graph.rules import target_from
 from mha_deploy.model.precision import PRECISIONS
 from mha_deploy.runtime import open_runner
-from mha_deploy.validate.conformance import (
+from mha_deploy.validation.conformance import (
     CASES,
     LOWER_RIGHT,
     NOWHERE,
@@ -429,7 +429,7 @@ def test_pytorch_without_a_gpu_is_absent_on_cuda():
 
 
 def test_a_column_has_the_name_of_its_device(monkeypatch):
-    monkeypatch.setattr("mha_deploy.validate.conformance.torch_device", lambda: "cuda")
+    monkeypatch.setattr("mha_deploy.validation.conformance.torch_device", lambda: "cuda")
     assert list(mask_columns(FP16))[:3] == ["eager cuda", "sdpa cuda", "onnx-reference"]
 
 

@@ -15,8 +15,8 @@ from mha_deploy.cli import app
 from mha_deploy.model.catalog import find_spec
 from mha_deploy.model.spec import Axis
 from mha_deploy.status import Kind, Severity
-from mha_deploy.validate.run import sweep_points
-from mha_deploy.validate.verdict import find_uncovered
+from mha_deploy.validation.run import sweep_points
+from mha_deploy.validation.verdict import find_uncovered
 
 
 def judged(*sizes, engine=None, passed=True, not_decoded=None):

@@ -19,7 +19,7 @@ from mha_deploy.bundle.samples import as_taken, read_samples, samples_from
 from mha_deploy.errors import DeployError
 from mha_deploy.runtime.user_data import open_samples
 from mha_deploy.status import Kind
-from mha_deploy.validate.records import check_report
+from mha_deploy.validation.records import check_report
 
 QUICK = {"probe": False, "latency": False, "backends": ["ort-cpu"]}
 

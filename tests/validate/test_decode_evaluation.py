@@ -15,11 +15,11 @@ from mha_deploy.options import ValidateOptions
 from mha_deploy.runtime import open_runner
 from mha_deploy.runtime.runner import Runner
 from mha_deploy.runtime.timing import TimingPlan
-from mha_deploy.validate import decode as decode_exam
-from mha_deploy.validate.decode import HostDecodeLoop, evaluate_trace, traces_of
-from mha_deploy.validate.evaluate import EvaluationPlan, evaluate
-from mha_deploy.validate.run import validate_bundle
-from mha_deploy.validate.runtimes import ONNX_RUNTIME, Runtime, RuntimeFinder
+from mha_deploy.validation import decode as decode_exam
+from mha_deploy.validation.decode import HostDecodeLoop, evaluate_trace, traces_of
+from mha_deploy.validation.evaluate import EvaluationPlan, evaluate
+from mha_deploy.validation.run import validate_bundle
+from mha_deploy.validation.runtimes import ONNX_RUNTIME, Runtime, RuntimeFinder
 
 # A runner in a child process that is not closed costs the next test a new process.
 pytestmark = pytest.mark.usefixtures("in_process")

@@ -13,14 +13,14 @@ from golden_made import made_case
 
 from mha_deploy.bundle.cases import PlannedTrace
 from mha_deploy.errors import DeployError
-from mha_deploy.export.exporter import canonical_from_module
-from mha_deploy.export.golden import LayerCapture
+from mha_deploy.exporter.exporter import canonical_from_module
+from mha_deploy.exporter.golden import LayerCapture
 from mha_deploy.metrics import budget_from_samples
 from mha_deploy.model.catalog import find_spec
 from mha_deploy.model.precision import PRECISIONS
 from mha_deploy.model.spec import Axis
 from mha_deploy.runtime import open_runner
-from mha_deploy.validate.decode import DecodeReport, HostDecodeLoop, growth, run_decode_loop, step_budgets
+from mha_deploy.validation.decode import DecodeReport, HostDecodeLoop, growth, run_decode_loop, step_budgets
 
 B, STEPS = 3, 8
 PROMPTS = {"dynamic": (5, 5, 5), "preallocated": (5, 2, 7)}

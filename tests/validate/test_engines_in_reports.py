@@ -16,11 +16,11 @@ from mha_deploy.model.precision import PRECISIONS
 from mha_deploy.options import EngineOptions, ValidateOptions
 from mha_deploy.runtime.cuda import find_gpu
 from mha_deploy.runtime.runner import Runner, TensorInfo
-from mha_deploy.validate import runtimes
-from mha_deploy.validate.evaluate import EvaluationPlan, evaluate
-from mha_deploy.validate.fault import FaultReport
-from mha_deploy.validate.run import validate_bundle
-from mha_deploy.validate.runtimes import ONNX_RUNTIME, TENSORRT, Runtime, RuntimeFinder
+from mha_deploy.validation import runtimes
+from mha_deploy.validation.evaluate import EvaluationPlan, evaluate
+from mha_deploy.validation.fault import FaultReport
+from mha_deploy.validation.run import validate_bundle
+from mha_deploy.validation.runtimes import ONNX_RUNTIME, TENSORRT, Runtime, RuntimeFinder
 
 
 class Stand(Runner):
@@ -69,9 +69,9 @@ def running(bundle, monkeypatch):
     """Let the engine run, as the given stand-in does; `open_` raises or gives a runner."""
 
     def let(open_):
-        monkeypatch.setattr("mha_deploy.validate.runtimes.reasons_not_to_run", lambda engine: [])
-        monkeypatch.setattr("mha_deploy.validate.runtimes.open_engine_runner", lambda engine: open_())
-        monkeypatch.setattr("mha_deploy.validate.evaluate.invariance_from_runner", lambda *given: ())
+        monkeypatch.setattr("mha_deploy.validation.runtimes.reasons_not_to_run", lambda engine: [])
+        monkeypatch.setattr("mha_deploy.validation.runtimes.open_engine_runner", lambda engine: open_())
+        monkeypatch.setattr("mha_deploy.validation.evaluate.invariance_from_runner", lambda *given: ())
         return validate_bundle(bundle, ValidateOptions(sweep=False, latency=False, probe=False))
 
     return let
@@ -91,9 +91,9 @@ def test_a_right_engine_passes_and_speaks_in_the_headline(running, bundle):
 
 
 def test_a_wrong_engine_fails_and_the_fault_is_attributed(running, bundle, monkeypatch):
-    monkeypatch.setattr("mha_deploy.validate.run.lowered_opener", lambda *given: pytest.fail)
+    monkeypatch.setattr("mha_deploy.validation.run.lowered_opener", lambda *given: pytest.fail)
     monkeypatch.setattr(
-        "mha_deploy.validate.run.attribute_fault", lambda bundle, cases, opener, accumulate: attributed(cases)
+        "mha_deploy.validation.run.attribute_fault", lambda bundle, cases, *_: attributed(cases)
     )
     seen = []
 
@@ -204,8 +204,8 @@ def test_only_wrong_numbers_are_attributed(running, bundle, monkeypatch, wrong):
     def attributed(bundle, cases, opener, accumulate):
         asked.append([case.name for case in cases])
 
-    monkeypatch.setattr("mha_deploy.validate.run.lowered_opener", lambda *given: None)
-    monkeypatch.setattr("mha_deploy.validate.run.attribute_fault", attributed)
+    monkeypatch.setattr("mha_deploy.validation.run.lowered_opener", lambda *given: None)
+    monkeypatch.setattr("mha_deploy.validation.run.attribute_fault", attributed)
     report = running(lambda: GivesUp(bundle, factor=1.5))
     assert not report.passed
     assert "is wrong on 4 of 4 outputs (golden; " in report.headline

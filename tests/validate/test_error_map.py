@@ -10,7 +10,7 @@ from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.errors import DeployError
 from mha_deploy.graph.file import load_graph
 from mha_deploy.runtime import open_runner
-from mha_deploy.validate.error_map import OutputProjection, heatmap, output_projection
+from mha_deploy.validation.error_map import OutputProjection, heatmap, output_projection
 
 RNG = np.random.default_rng(0)
 HQ, D = 4, 16

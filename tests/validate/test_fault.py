@@ -18,7 +18,7 @@ from mha_deploy.graph.mutate import mutated
 from mha_deploy.judge import judge_case
 from mha_deploy.runtime import open_runner
 from mha_deploy.runtime.runner import Runner
-from mha_deploy.validate.fault import attribute_fault
+from mha_deploy.validation.fault import attribute_fault
 
 # A runner in a child process that is not closed costs the next test a new process.
 pytestmark = pytest.mark.usefixtures("in_process")
@@ -194,7 +194,7 @@ def test_what_is_known_follows_from_what_could_be_tried(
     bundles, monkeypatch, graph, unfused, float32, at_fault
 ):
     bundle = bundles("tiny-mha")
-    monkeypatch.setattr("mha_deploy.validate.fault.open_runner", lambda name, model: behaving(graph)(model))
+    monkeypatch.setattr("mha_deploy.validation.fault.open_runner", lambda name, model: behaving(graph)(model))
     cases = [case for case in golden_cases(bundle) if case.name == "odd"]
     found = attribute_fault(
         bundle, cases, lambda model: behaving(float32 if is_float32(model) else unfused)(model)

@@ -13,7 +13,7 @@ from mha_deploy.bundle.folder import MODEL, open_bundle
 from mha_deploy.errors import DeployError
 from mha_deploy.graph import mixed_precision
 from mha_deploy.graph.file import load_graph, save_graph
-from mha_deploy.validate.fp16_range import FP16_MAX, Meter, NodeRange, fp16_range
+from mha_deploy.validation.fp16_range import FP16_MAX, Meter, NodeRange, fp16_range
 
 pytestmark = pytest.mark.usefixtures("in_process")  # quicker than a child process
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from golden_made import made_case
 
-from mha_deploy.analyze.cost import SizeLimit
+from mha_deploy.analysis.cost import SizeLimit
 from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.errors import DeployError
 from mha_deploy.model.catalog import find_spec
@@ -15,7 +15,7 @@ from mha_deploy.model.precision import PRECISIONS
 from mha_deploy.model.spec import Axis
 from mha_deploy.runtime import open_runner
 from mha_deploy.runtime.runner import Runner
-from mha_deploy.validate.invariance import CHECKS, invariance_from_runner
+from mha_deploy.validation.invariance import CHECKS, invariance_from_runner
 
 pytestmark = pytest.mark.usefixtures("in_process")  # quicker than a child process
 # Between them: every kind of input, every variant, shared heads, two outputs.

@@ -8,7 +8,7 @@ import pytest
 from golden_made import made_case
 from rich.console import Console
 
-from mha_deploy.analyze.cost import layer_cost
+from mha_deploy.analysis.cost import layer_cost
 from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.cli.tables import latency_renderable
 from mha_deploy.errors import BackendUnavailable, DeployError
@@ -19,11 +19,11 @@ from mha_deploy.runtime.cuda import Conditions
 from mha_deploy.runtime.runner import Runner, TensorInfo
 from mha_deploy.runtime.timing import Timing, TimingPlan
 from mha_deploy.status import Kind, Reason
-from mha_deploy.validate import bench
-from mha_deploy.validate.bench import BenchOptions, ModelBench, bench_record
-from mha_deploy.validate.evaluate import EvaluationPlan, LatencyRow, evaluate, latency_point, time_case
-from mha_deploy.validate.records import check_bench
-from mha_deploy.validate.runtimes import Runtime
+from mha_deploy.validation import bench
+from mha_deploy.validation.bench import BenchOptions, ModelBench, bench_record
+from mha_deploy.validation.evaluate import EvaluationPlan, LatencyRow, evaluate, latency_point, time_case
+from mha_deploy.validation.records import check_bench
+from mha_deploy.validation.runtimes import Runtime
 
 FP16 = find_precision("fp16")
 DYNAMIC, PREALLOCATED, WHOLE = (find_spec(f"tiny-{name}") for name in ("dynamic", "preallocated", "gqa"))
@@ -203,7 +203,7 @@ def test_a_profiler_that_fails_costs_no_time(opt, monkeypatch):
         raise DeployError("The profiler saw no kernel.", hint="another")
 
     blank = LatencyRow(name="answers", backend="answers", family="tensorrt")
-    monkeypatch.setattr("mha_deploy.validate.evaluate.kernel_times", no_profiler)
+    monkeypatch.setattr("mha_deploy.validation.evaluate.kernel_times", no_profiler)
     result = time_case(Answers(opt), opt, blank, timed_with(samples=100, kernels=True))
     assert (result.refused, result.kernels) == (None, ())
     assert result.timing is not None

@@ -14,9 +14,9 @@ from mha_deploy.engine.engine import LEDGER, Ledger
 from mha_deploy.judge import OutputVerdict, ParityReport
 from mha_deploy.options import ValidateOptions
 from mha_deploy.status import Kind, Outcome, Reason
-from mha_deploy.validate.evaluate import Evaluation
-from mha_deploy.validate.runtimes import TENSORRT, Runtime
-from mha_deploy.validate.verdict import Validation, conclude
+from mha_deploy.validation.evaluate import Evaluation
+from mha_deploy.validation.runtimes import TENSORRT, Runtime
+from mha_deploy.validation.verdict import Validation, conclude
 
 RANKS = (Outcome.FAILED, Outcome.NOT_VERIFIED, Outcome.PASSED)
 KINDS = {Outcome.PASSED: None, Outcome.FAILED: Kind.OUT_OF_BUDGET, Outcome.NOT_VERIFIED: Kind.ORACLE_ZERO}

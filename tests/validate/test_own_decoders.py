@@ -16,9 +16,9 @@ from mha_deploy.graph.mutate import mutated
 from mha_deploy.judge import judge_case
 from mha_deploy.options import ValidateOptions
 from mha_deploy.runtime import open_runner
-from mha_deploy.validate.decode import evaluate_trace, traces_of
-from mha_deploy.validate.fault import layer_parity
-from mha_deploy.validate.run import validate_bundle
+from mha_deploy.validation.decode import evaluate_trace, traces_of
+from mha_deploy.validation.fault import layer_parity
+from mha_deploy.validation.run import validate_bundle
 
 OWN = Path(__file__).parents[1] / "own_models.py"
 

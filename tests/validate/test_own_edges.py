@@ -12,12 +12,12 @@ from golden_made import made_case
 from mha_deploy.bundle.cases import Baseline, golden_cases
 from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.errors import BundleError
-from mha_deploy.export.exporter import bundle_from_factory
+from mha_deploy.exporter.exporter import bundle_from_factory
 from mha_deploy.judge import judge_case
 from mha_deploy.model.precision import find_precision
 from mha_deploy.options import ExportOptions, ValidateOptions
-from mha_deploy.validate.fault import case_to_bisect, reference_for
-from mha_deploy.validate.run import validate_bundle
+from mha_deploy.validation.fault import case_to_bisect, reference_for
+from mha_deploy.validation.run import validate_bundle
 
 FILE = edge_models.__file__
 FP16 = find_precision("fp16")

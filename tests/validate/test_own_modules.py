@@ -17,11 +17,11 @@ from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.bundle.manifest import Perturbation
 from mha_deploy.engine.build import engine_from_bundle
 from mha_deploy.errors import DeployError
-from mha_deploy.export.observe import observe
+from mha_deploy.exporter.observe import observe
 from mha_deploy.graph.file import load_graph
 from mha_deploy.options import EngineOptions, ValidateOptions
-from mha_deploy.validate.fault import layers_case
-from mha_deploy.validate.run import validate_bundle
+from mha_deploy.validation.fault import layers_case
+from mha_deploy.validation.run import validate_bundle
 
 OWN = Path(__file__).parents[1] / "own_models.py"
 ATTENTIONS = [f"blocks.{i}.attention" for i in range(3)]
@@ -145,7 +145,7 @@ def test_fresh_and_swept_cases(own_bundles):
 def test_the_oracle_is_that_of_the_module(own_bundles):
     import torch
 
-    from mha_deploy.export.own_model import load_factory
+    from mha_deploy.exporter.own_model import load_factory
 
     module = load_factory(f"{OWN}:encoder").module.half().double()
     for case in golden_cases(own_bundles()):

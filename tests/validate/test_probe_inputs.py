@@ -8,7 +8,7 @@ import pytest
 from golden_made import made_case
 
 import mha_deploy as md
-from mha_deploy.analyze.cost import usual_points
+from mha_deploy.analysis.cost import usual_points
 from mha_deploy.baselines.fresh import FreshCases, layer_probe
 from mha_deploy.bundle.cases import Baseline
 from mha_deploy.judge import judge_case
@@ -16,7 +16,7 @@ from mha_deploy.model.catalog import find_spec
 from mha_deploy.model.precision import PRECISIONS
 from mha_deploy.reference.inputs import tensor_from_numpy
 from mha_deploy.runtime import cpu_backend, open_runner
-from mha_deploy.validate.run import interior_sizes
+from mha_deploy.validation.run import interior_sizes
 
 
 def probes(bundle, probe="edges"):
@@ -120,7 +120,7 @@ def test_coarse_softmax_weights_are_named(accumulate):
 
 def test_without_pytorch_there_are_no_probes_and_the_report_says_so(bundles, monkeypatch):
     """What is judged is never its own oracle."""
-    monkeypatch.setattr("mha_deploy.validate.runtimes.can_import", lambda name: name != "torch")
+    monkeypatch.setattr("mha_deploy.validation.runtimes.can_import", lambda name: name != "torch")
     report = md.validate(bundles("tiny-gqa"), latency=False).to_dict()
     assert [run["cases"] for run in report["parity"]] == ["golden"]
     assert any("probe inputs" in note for note in report["notes"])

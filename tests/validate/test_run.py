@@ -13,9 +13,9 @@ from mha_deploy.files import as_plain
 from mha_deploy.options import EngineOptions, ValidateOptions
 from mha_deploy.runtime.cuda import find_gpu
 from mha_deploy.status import Kind
-from mha_deploy.validate.records import check_report
-from mha_deploy.validate.run import validate_bundle
-from mha_deploy.validate.runtimes import TORCH_BASELINES, RuntimeFinder
+from mha_deploy.validation.records import check_report
+from mha_deploy.validation.run import validate_bundle
+from mha_deploy.validation.runtimes import TORCH_BASELINES, RuntimeFinder
 
 pytestmark = pytest.mark.skipif(find_gpu() is not None, reason="with a GPU, others take part")
 

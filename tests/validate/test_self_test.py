@@ -9,14 +9,14 @@ from quantized_models import MISTAKES
 from tiny_specs import in_precisions
 
 from mha_deploy.bundle.cases import golden_cases
-from mha_deploy.export.exporter import bundle_from_spec
+from mha_deploy.exporter.exporter import bundle_from_spec
 from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.mutate import mutated, mutations
 from mha_deploy.model.catalog import find_spec
 from mha_deploy.model.spec import Axis
 from mha_deploy.options import ExportOptions
 from mha_deploy.runtime import cpu_backend, open_runner
-from mha_deploy.validate.self_test import self_test
+from mha_deploy.validation.self_test import self_test
 
 pytestmark = pytest.mark.usefixtures("in_process")  # quicker than a child process
 
@@ -105,8 +105,8 @@ NARROW = {
 @pytest.mark.parametrize("layer", NARROW)
 def test_only_a_mistake_that_cannot_show_is_left_out(tmp_path, layer, monkeypatch):
     # Golden cases have every size that matters here.
-    monkeypatch.setattr("mha_deploy.validate.self_test.draw_cases", lambda *given: ({}, ()))
-    monkeypatch.setattr("mha_deploy.validate.self_test.traces_of", lambda *given: [])
+    monkeypatch.setattr("mha_deploy.validation.self_test.draw_cases", lambda *given: ({}, ()))
+    monkeypatch.setattr("mha_deploy.validation.self_test.traces_of", lambda *given: [])
     name, ranges, changes, hidden = NARROW[layer]
     spec = replace(find_spec(name), **changes)
     spec = spec.with_axes({axis: Axis.parse(text, name=axis) for axis, text in ranges.items()})

@@ -15,8 +15,8 @@ from mha_deploy.runtime.cuda import find_gpu
 from mha_deploy.runtime.runner import Runner, TensorInfo
 from mha_deploy.runtime.tensorrt.kernels import Kernel, kernels_from_plan
 from mha_deploy.status import Kind
-from mha_deploy.validate.records import check_report
-from mha_deploy.validate.subjects import plan_verdict
+from mha_deploy.validation.records import check_report
+from mha_deploy.validation.subjects import plan_verdict
 
 QUICK = {"probe": False, "latency": False}
 

@@ -2,12 +2,12 @@
 
 import pytest
 
-from mha_deploy.analyze.cost import SizeLimit, odd_sizes, shrunk, usual_points
-from mha_deploy.export.flow import RANDOM_SIZES, plan_golden
+from mha_deploy.analysis.cost import SizeLimit, odd_sizes, shrunk, usual_points
+from mha_deploy.exporter.flow import RANDOM_SIZES, plan_golden
 from mha_deploy.model.catalog import catalog_names, find_spec
 from mha_deploy.model.spec import Axis, ModelSpec, TensorSpec
-from mha_deploy.validate.bench import bench_points
-from mha_deploy.validate.run import interior_sizes, sweep_points
+from mha_deploy.validation.bench import bench_points
+from mha_deploy.validation.run import interior_sizes, sweep_points
 
 MHA, CROSS, LLAMA = find_spec("tiny-mha"), find_spec("tiny-cross"), find_spec("llama-3-8b")
 DYNAMIC, PREALLOCATED = find_spec("tiny-dynamic"), find_spec("tiny-preallocated")

@@ -12,7 +12,7 @@ from mha_deploy.errors import BundleError, DeployError
 from mha_deploy.model.catalog import find_spec
 from mha_deploy.model.spec import Axis
 from mha_deploy.options import ValidateOptions
-from mha_deploy.validate.decode import traces_of
+from mha_deploy.validation.decode import traces_of
 
 CACHES = ("tiny-preallocated", "tiny-dynamic")  # both have room for 64 tokens
 

@@ -6,8 +6,8 @@ import pytest
 
 from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.options import ValidateOptions
-from mha_deploy.validate.run import validate_bundle
-from mha_deploy.validate.verdict import unfused_findings
+from mha_deploy.validation.run import validate_bundle
+from mha_deploy.validation.verdict import unfused_findings
 
 
 @pytest.fixture

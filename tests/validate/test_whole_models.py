@@ -8,7 +8,7 @@ from whole_models import ATTENTIONS
 
 from mha_deploy.engine.build import engine_from_bundle
 from mha_deploy.options import EngineOptions, ExportOptions, ValidateOptions
-from mha_deploy.validate.run import validate_bundle
+from mha_deploy.validation.run import validate_bundle
 
 pytest.importorskip("transformers")
 rtx = pytest.importorskip("tensorrt_rtx")
@@ -19,7 +19,7 @@ MODELS = Path(__file__).parents[1] / "deployable_models.py"
 @pytest.mark.slow  # one whole model is deployed by tests/test_examples.py
 @pytest.mark.parametrize(("name", "attention"), CASES)
 def test_a_whole_model(tmp_path, monkeypatch, name, attention):
-    from mha_deploy.export.exporter import bundle_from_factory
+    from mha_deploy.exporter.exporter import bundle_from_factory
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     reference = f"{MODELS}:{factory(name, attention)}"

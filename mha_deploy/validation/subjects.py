@@ -41,7 +41,7 @@ from mha_deploy.runtime.tensorrt.kernels import Kernel, kernels_from_plan
 from mha_deploy.runtime.tensorrt.versions import LEAN, MODULES
 from mha_deploy.runtime.timing import Timing, TimingPlan
 from mha_deploy.status import Word, means
-from mha_deploy.validate.runtimes import ONNX, ONNX_RUNTIME, TENSORRT, Runtime
+from mha_deploy.validation.runtimes import ONNX, ONNX_RUNTIME, TENSORRT, Runtime
 
 # -- What the report says of it --------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import numpy as np
 from msgspec import Struct, structs
 
-from mha_deploy.analyze.cost import SizeLimit, shrunk, spread
+from mha_deploy.analysis.cost import SizeLimit, shrunk, spread
 from mha_deploy.bundle.cases import GoldenCase
 from mha_deploy.errors import DeployError
 from mha_deploy.judge import OutputVerdict, judge_case, largest_share, same_bits

@@ -19,15 +19,15 @@ from mha_deploy.bundle.folder import Bundle, sha256
 from mha_deploy.bundle.manifest import LayersEntry, ShrunkRange
 from mha_deploy.bundle.samples import as_taken, read_samples, samples_from
 from mha_deploy.errors import ExportError, nearest
-from mha_deploy.export import flow
-from mha_deploy.export.axes import ExportedModule
-from mha_deploy.export.compress import Original
-from mha_deploy.export.explain import first_cause, onnx_program
-from mha_deploy.export.file_program import FileProgram, FileRounding
-from mha_deploy.export.golden import LayerCapture, ModuleCapture, arrays_of
-from mha_deploy.export.observe import attention_values
-from mha_deploy.export.own_model import UserModule, draw_user_inputs, open_user_module, state_digest
-from mha_deploy.export.program import export_program
+from mha_deploy.exporter import flow
+from mha_deploy.exporter.axes import ExportedModule
+from mha_deploy.exporter.compress import Original
+from mha_deploy.exporter.explain import first_cause, onnx_program
+from mha_deploy.exporter.file_program import FileProgram, FileRounding
+from mha_deploy.exporter.golden import LayerCapture, ModuleCapture, arrays_of
+from mha_deploy.exporter.observe import attention_values
+from mha_deploy.exporter.own_model import UserModule, draw_user_inputs, open_user_module, state_digest
+from mha_deploy.exporter.program import export_program
 from mha_deploy.graph.canonical import check_canonical
 from mha_deploy.graph.file import save_graph
 from mha_deploy.graph.fuse import share_tied_weights

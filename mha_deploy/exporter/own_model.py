@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mha_deploy.bundle.cases import place_tokens
 from mha_deploy.errors import BundleError, ExportError, nearest
-from mha_deploy.export.axes import draw_one, shape_of
+from mha_deploy.exporter.axes import draw_one, shape_of
 from mha_deploy.model.deployable import Deployable, Example
 from mha_deploy.model.precision import PRECISIONS, Precision
 from mha_deploy.model.spec import (

@@ -36,8 +36,8 @@ from mha_deploy.runtime.child import RuntimeCrash
 from mha_deploy.runtime.runner import Runner
 from mha_deploy.runtime.user_data import Metric, open_samples
 from mha_deploy.status import EMPTY_ORACLE, Kind, Outcome, Reason, means
-from mha_deploy.validate.decode import admits
-from mha_deploy.validate.runtimes import Runtime, refuse_without_torch, torch_device
+from mha_deploy.validation.decode import admits
+from mha_deploy.validation.runtimes import Runtime, refuse_without_torch, torch_device
 
 OnSample = Callable[[str, int, int], None]
 Arrays = Mapping[str, np.ndarray]

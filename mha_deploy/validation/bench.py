@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec import structs
 
-from mha_deploy.analyze import cost
+from mha_deploy.analysis import cost
 from mha_deploy.bundle.cases import GoldenCase, golden_cases
 from mha_deploy.bundle.folder import Bundle
 from mha_deploy.engine.engine import Engine
@@ -21,17 +21,17 @@ from mha_deploy.runtime.gpu import measure_throughput
 from mha_deploy.runtime.timing import TimingPlan
 from mha_deploy.status import Kind, Outcome, Reason
 from mha_deploy.text import reason_text
-from mha_deploy.validate import evaluate, runtimes
-from mha_deploy.validate.evaluate import WRONG, Evaluation, EvaluationPlan, LatencyPoint, OnStep
-from mha_deploy.validate.records import (
+from mha_deploy.validation import evaluate, runtimes
+from mha_deploy.validation.evaluate import WRONG, Evaluation, EvaluationPlan, LatencyPoint, OnStep
+from mha_deploy.validation.records import (
     BenchRecord,
     ThroughputRecord,
     TimesRecord,
     model_record,
     report_header,
 )
-from mha_deploy.validate.runtimes import Runtime, RuntimeFinder, Unavailable
-from mha_deploy.validate.verdict import engines_in, latency_record
+from mha_deploy.validation.runtimes import Runtime, RuntimeFinder, Unavailable
+from mha_deploy.validation.verdict import engines_in, latency_record
 
 _MOST_STEPS = 6  # a grid has at most this many batches and as many lengths
 _ORACLE_CACHE_BYTES = 16 << 30  # what the cache of a grid's point may take in the memory of an FP64 oracle

@@ -11,8 +11,8 @@ from typing import Any
 from msgspec import structs
 
 from mha_deploy import judge
-from mha_deploy.analyze.cost import LayerCost, StageCost, cost_of, layer_cost
-from mha_deploy.analyze.roofline import find_peaks, roofline_bound
+from mha_deploy.analysis.cost import LayerCost, StageCost, cost_of, layer_cost
+from mha_deploy.analysis.roofline import find_peaks, roofline_bound
 from mha_deploy.bundle.cases import DecodeTrace, GoldenCase
 from mha_deploy.bundle.folder import Bundle
 from mha_deploy.errors import DeployError
@@ -24,11 +24,11 @@ from mha_deploy.runtime.runner import Runner
 from mha_deploy.runtime.timing import KernelTime, Timing, TimingPlan
 from mha_deploy.status import Kind, Outcome, Reason
 from mha_deploy.text import reason_text
-from mha_deploy.validate.decode import DecodeReport, admits, evaluate_trace
-from mha_deploy.validate.error_map import MAPPED_RANKS, Heatmap, OutputProjection, heatmap
-from mha_deploy.validate.invariance import InvarianceCheck, invariance_from_runner
-from mha_deploy.validate.records import LatencyPointRecord, LatencyRowRecord, RooflineRecord
-from mha_deploy.validate.runtimes import PYTORCH, TENSORRT, Family, Runtime, kernel_times
+from mha_deploy.validation.decode import DecodeReport, admits, evaluate_trace
+from mha_deploy.validation.error_map import MAPPED_RANKS, Heatmap, OutputProjection, heatmap
+from mha_deploy.validation.invariance import InvarianceCheck, invariance_from_runner
+from mha_deploy.validation.records import LatencyPointRecord, LatencyRowRecord, RooflineRecord
+from mha_deploy.validation.runtimes import PYTORCH, TENSORRT, Family, Runtime, kernel_times
 
 # -- Latency: one time for every right answer, beside the roofline bound ----------------------------
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from mha_deploy.analyze import cost
+from mha_deploy.analysis import cost
 from mha_deploy.bundle.cases import (
     Arrays,
     GoldenCase,
@@ -47,7 +47,7 @@ from mha_deploy.bundle.manifest import (
 )
 from mha_deploy.environment import versions
 from mha_deploy.errors import ExportError, NoResult, SpecError, nearest
-from mha_deploy.export.observe import observe
+from mha_deploy.exporter.observe import observe
 from mha_deploy.files import PathPart
 from mha_deploy.graph.attention_node import attention_nodes, is_attention, short_dtype
 from mha_deploy.graph.canonical import check_graph, check_module

@@ -16,7 +16,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from mha_deploy.bundle.cases import Arrays
-from mha_deploy.export.file_program import FileProgram, FileRounding
+from mha_deploy.exporter.file_program import FileProgram, FileRounding
 from mha_deploy.graph import attention_node as an
 from mha_deploy.graph.attention_node import read_attention
 from mha_deploy.graph.ir import NodeBuilder, constant, infer_shapes, input_at, is_op, made_by, rank

@@ -30,18 +30,18 @@ from mha_deploy.bundle.cases import (
 )
 from mha_deploy.bundle.manifest import Source
 from mha_deploy.errors import ExportError
-from mha_deploy.export.axes import ExportedModule
-from mha_deploy.export.explain import overflow_error, run_explained
-from mha_deploy.export.flow import PlannedCase, refuse_large_error
-from mha_deploy.export.oracle import (
+from mha_deploy.exporter.axes import ExportedModule
+from mha_deploy.exporter.explain import overflow_error, run_explained
+from mha_deploy.exporter.flow import PlannedCase, refuse_large_error
+from mha_deploy.exporter.oracle import (
     Float32Accumulation,
     Float64,
     RandomRounding,
     run_in_float64,
     run_program,
 )
-from mha_deploy.export.own_model import UserModule, draw_user_inputs
-from mha_deploy.export.samples import sample_case
+from mha_deploy.exporter.own_model import UserModule, draw_user_inputs
+from mha_deploy.exporter.samples import sample_case
 from mha_deploy.model.precision import Precision
 from mha_deploy.model.spec import CACHE_TENSORS, KVCache, ModelSpec
 from mha_deploy.reference.attention import Attention, split_heads

@@ -9,8 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from mha_deploy.analyze import cost as costs
-from mha_deploy.analyze.cost import LayerCost, Lengths, StageCost
+from mha_deploy.analysis import cost as costs
+from mha_deploy.analysis.cost import LayerCost, Lengths, StageCost
 from mha_deploy.errors import DeployError, nearest
 from mha_deploy.model.precision import find_precision
 from mha_deploy.model.spec import AttentionSpec, Sizes

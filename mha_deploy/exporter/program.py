@@ -23,8 +23,8 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import TreeSpec, tree_map_only, tree_unflatten
 
 from mha_deploy.errors import ExportError
-from mha_deploy.export import explain
-from mha_deploy.export.axes import (
+from mha_deploy.exporter import explain
+from mha_deploy.exporter.axes import (
     AxisNames,
     ExportedModule,
     Kind,
@@ -36,7 +36,7 @@ from mha_deploy.export.axes import (
     named_sizes,
     trace_sizes,
 )
-from mha_deploy.export.oracle import Float32Accumulation, dense_flex_attention, run_program, swapped
+from mha_deploy.exporter.oracle import Float32Accumulation, dense_flex_attention, run_program, swapped
 from mha_deploy.model.spec import Axes, Axis, Sizes, size_of
 
 # -- Names for what a module returns: a tensor, a tuple, a dictionary, or these in each other ------

@@ -26,12 +26,12 @@ from mha_deploy.options import ValidateOptions
 from mha_deploy.runtime.kserve import TIMEOUT, UNREACHABLE, ServerError, ServerRunner, joined, served_name
 from mha_deploy.runtime.runner import Arrays
 from mha_deploy.text import group_by, plural
-from mha_deploy.validate.decode import DecodeReport, evaluate_trace, run_decode_loop, traces_of
-from mha_deploy.validate.evaluate import Evaluation
-from mha_deploy.validate.records import NOT_SENT, ServingRecord
-from mha_deploy.validate.run import draw_cases
-from mha_deploy.validate.runtimes import SERVER, Runtime, Unavailable
-from mha_deploy.validate.verdict import Validation, conclude
+from mha_deploy.validation.decode import DecodeReport, evaluate_trace, run_decode_loop, traces_of
+from mha_deploy.validation.evaluate import Evaluation
+from mha_deploy.validation.records import NOT_SENT, ServingRecord
+from mha_deploy.validation.run import draw_cases
+from mha_deploy.validation.runtimes import SERVER, Runtime, Unavailable
+from mha_deploy.validation.verdict import Validation, conclude
 
 T = TypeVar("T")
 OnStep = Callable[[str, int, int], None]

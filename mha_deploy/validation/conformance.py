@@ -35,7 +35,7 @@ from mha_deploy.runtime.cuda import find_gpu
 from mha_deploy.runtime.runner import Runner
 from mha_deploy.runtime.tensorrt.versions import load
 from mha_deploy.status import Outcome, Word, derive, means
-from mha_deploy.validate.runtimes import torch_device
+from mha_deploy.validation.runtimes import torch_device
 
 SENTINEL = -1e4
 """The finite bias that many models give to masked keys."""

@@ -23,9 +23,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils._sympy.functions import Min, MinMaxBase
 
 from mha_deploy.errors import DeployError, ExportError, NoResult, UserCodeError
-from mha_deploy.export import oracle
-from mha_deploy.export.axes import TORCH_NAME
-from mha_deploy.export.oracle import Intercept, run_module, swapped, tensors_in
+from mha_deploy.exporter import oracle
+from mha_deploy.exporter.axes import TORCH_NAME
+from mha_deploy.exporter.oracle import Intercept, run_module, swapped, tensors_in
 from mha_deploy.runtime.user_code import user_code, where_is
 
 # -- Around calls of PyTorch's exporter ------------------------------------------------------------

@@ -22,12 +22,12 @@ from mha_deploy.requirements import REQUIRED, Demands, Requirement, demands_of
 from mha_deploy.runtime.tensorrt.engine_verdict import FusionStatus, PrecisionStatus
 from mha_deploy.status import Finding, Gap, Kind, Outcome, Place, Section, Severity
 from mha_deploy.text import finding_text, gap_text, group_by
-from mha_deploy.validate.conformance import ConformanceTable
-from mha_deploy.validate.data import DataRecord
-from mha_deploy.validate.evaluate import Evaluation, LatencyPoint
-from mha_deploy.validate.fault import LAYERS, FaultReport
-from mha_deploy.validate.fp16_range import NodeRange, RangeFinding, RangeReport, RangeStatus
-from mha_deploy.validate.records import (
+from mha_deploy.validation.conformance import ConformanceTable
+from mha_deploy.validation.data import DataRecord
+from mha_deploy.validation.evaluate import Evaluation, LatencyPoint
+from mha_deploy.validation.fault import LAYERS, FaultReport
+from mha_deploy.validation.fp16_range import NodeRange, RangeFinding, RangeReport, RangeStatus
+from mha_deploy.validation.records import (
     NOT_SENT,
     EngineRecord,
     LatencyRecord,
@@ -38,8 +38,8 @@ from mha_deploy.validate.records import (
     model_record,
     report_header,
 )
-from mha_deploy.validate.runtimes import SERVER, TENSORRT, Unavailable
-from mha_deploy.validate.subjects import SubjectRecord
+from mha_deploy.validation.runtimes import SERVER, TENSORRT, Unavailable
+from mha_deploy.validation.subjects import SubjectRecord
 
 
 @dataclass(frozen=True, kw_only=True)

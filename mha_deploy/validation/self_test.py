@@ -19,10 +19,10 @@ from mha_deploy.options import ValidateOptions
 from mha_deploy.runtime import cpu_backend, open_runner
 from mha_deploy.runtime.runner import Runner
 from mha_deploy.status import Outcome, derive
-from mha_deploy.validate.decode import DecodeReport, case_budgets, evaluate_trace, traces_of
-from mha_deploy.validate.error_map import output_projection
-from mha_deploy.validate.fault import layer_parity
-from mha_deploy.validate.run import draw_cases
+from mha_deploy.validation.decode import DecodeReport, case_budgets, evaluate_trace, traces_of
+from mha_deploy.validation.error_map import output_projection
+from mha_deploy.validation.fault import layer_parity
+from mha_deploy.validation.run import draw_cases
 
 
 def parity_from_runner(

@@ -29,15 +29,15 @@ from mha_deploy.runtime.cuda import find_gpu
 from mha_deploy.runtime.tensorrt.engine_verdict import EngineReason, NodeVerdict, PrecisionStatus
 from mha_deploy.runtime.timing import KernelTime, TimingRecord
 from mha_deploy.status import Finding, Gap, Outcome, Reason, means
-from mha_deploy.validate.conformance import ConformanceTable
-from mha_deploy.validate.data import DataRecord
-from mha_deploy.validate.decode import DecodeRecord
-from mha_deploy.validate.error_map import Heatmap
-from mha_deploy.validate.fault import FaultReport
-from mha_deploy.validate.fp16_range import RangeReport
-from mha_deploy.validate.invariance import InvarianceCheck
-from mha_deploy.validate.runtimes import Family
-from mha_deploy.validate.subjects import SubjectRecord
+from mha_deploy.validation.conformance import ConformanceTable
+from mha_deploy.validation.data import DataRecord
+from mha_deploy.validation.decode import DecodeRecord
+from mha_deploy.validation.error_map import Heatmap
+from mha_deploy.validation.fault import FaultReport
+from mha_deploy.validation.fp16_range import RangeReport
+from mha_deploy.validation.invariance import InvarianceCheck
+from mha_deploy.validation.runtimes import Family
+from mha_deploy.validation.subjects import SubjectRecord
 
 REPORT_FORMAT = 4
 """The format of report.json; readers refuse any other."""

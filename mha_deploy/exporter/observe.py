@@ -18,7 +18,7 @@ import onnx_ir as ir
 from mha_deploy.bundle.cases import GoldenCase
 from mha_deploy.bundle.manifest import ObservedRecord, Perturbation
 from mha_deploy.errors import DeployError
-from mha_deploy.export.file_program import FileProgram, FileRounding
+from mha_deploy.exporter.file_program import FileProgram, FileRounding
 from mha_deploy.graph.attention_node import heads_of, is_attention
 from mha_deploy.judge import judge_case
 from mha_deploy.model.precision import Precision

@@ -12,13 +12,13 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveInitializersFromInputsPass
 
-from mha_deploy.analyze.cost import sizes_name
+from mha_deploy.analysis.cost import sizes_name
 from mha_deploy.bundle.cases import Arrays, GoldenCase, Reference, pack_baselines, write_arrays
 from mha_deploy.bundle.folder import Bundle, sha256
 from mha_deploy.bundle.manifest import LayersEntry, Source
 from mha_deploy.errors import BackendUnavailable, DeployError, ExportError, SpecError, nearest
-from mha_deploy.export.file_program import FileProgram, FileRounding
-from mha_deploy.export.flow import (
+from mha_deploy.exporter.file_program import FileProgram, FileRounding
+from mha_deploy.exporter.flow import (
     MODULE_CASES,
     ExportSource,
     OnStep,
@@ -26,8 +26,8 @@ from mha_deploy.export.flow import (
     export_bundle,
     refuse_large_error,
 )
-from mha_deploy.export.observe import attention_values
-from mha_deploy.export.samples import sample_case
+from mha_deploy.exporter.observe import attention_values
+from mha_deploy.exporter.samples import sample_case
 from mha_deploy.graph.attention_node import short_dtype
 from mha_deploy.graph.file import load_graph, with_outputs
 from mha_deploy.graph.fuse import from_old_opset

@@ -32,7 +32,7 @@ from mha_deploy.model.spec import ModelSpec
 from mha_deploy.options import ValidateOptions
 from mha_deploy.runtime.runner import Arrays, ProfiledRunner, Runner, foreign_errors
 from mha_deploy.status import Kind, Outcome, Reason, means
-from mha_deploy.validate.runtimes import refuse_without_torch, torch_device
+from mha_deploy.validation.runtimes import refuse_without_torch, torch_device
 
 OnStep = Callable[[int], None]
 """Called before each step is run: with 0 for the prefill, then 1 to `trace.steps`."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
-from mha_deploy.analyze.cost import (
+from mha_deploy.analysis.cost import (
     LONG_PAST,
     PROBE,
     TIMED_CASES,
@@ -37,17 +37,17 @@ from mha_deploy.runtime.child import RuntimeCrash
 from mha_deploy.runtime.cuda import find_gpu, open_gpu
 from mha_deploy.runtime.runner import Runner
 from mha_deploy.runtime.timing import TimingPlan
-from mha_deploy.validate import evaluate, runtimes
-from mha_deploy.validate.conformance import conformance_table, mask_columns
-from mha_deploy.validate.data import DataPass, OnSample, validate_data
-from mha_deploy.validate.decode import traces_of
-from mha_deploy.validate.error_map import output_projection
-from mha_deploy.validate.evaluate import Evaluation, EvaluationPlan, LatencyRow, OnStep
-from mha_deploy.validate.fault import FaultReport, OpenModel, attribute_fault, graph_at_fault, layer_parity
-from mha_deploy.validate.fp16_range import RangeReport, fp16_range
-from mha_deploy.validate.runtimes import Runtime, RuntimeFinder, Unavailable
-from mha_deploy.validate.subjects import subjects_of
-from mha_deploy.validate.verdict import Validation, conclude
+from mha_deploy.validation import evaluate, runtimes
+from mha_deploy.validation.conformance import conformance_table, mask_columns
+from mha_deploy.validation.data import DataPass, OnSample, validate_data
+from mha_deploy.validation.decode import traces_of
+from mha_deploy.validation.error_map import output_projection
+from mha_deploy.validation.evaluate import Evaluation, EvaluationPlan, LatencyRow, OnStep
+from mha_deploy.validation.fault import FaultReport, OpenModel, attribute_fault, graph_at_fault, layer_parity
+from mha_deploy.validation.fp16_range import RangeReport, fp16_range
+from mha_deploy.validation.runtimes import Runtime, RuntimeFinder, Unavailable
+from mha_deploy.validation.subjects import subjects_of
+from mha_deploy.validation.verdict import Validation, conclude
 
 if TYPE_CHECKING:
     from mha_deploy.baselines.fresh import FreshCases

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mha_deploy.errors import ExportError
-from mha_deploy.export.axes import ExportedModule
+from mha_deploy.exporter.axes import ExportedModule
 from mha_deploy.model.precision import Precision
 from mha_deploy.rounding import ACCUMULATED, MARGIN, MIX, ROUNDOFFS, rounded
 

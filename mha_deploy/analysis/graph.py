@@ -10,8 +10,8 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 
-from mha_deploy.analyze.cost import LayerCost, StageCost, cost_of
-from mha_deploy.analyze.roofline import GpuPeaks, StageBound, find_peaks, roofline_bound
+from mha_deploy.analysis.cost import LayerCost, StageCost, cost_of
+from mha_deploy.analysis.roofline import GpuPeaks, StageBound, find_peaks, roofline_bound
 from mha_deploy.errors import DeployError, SpecError
 from mha_deploy.graph.ir import light_proto
 from mha_deploy.model.precision import find_precision
