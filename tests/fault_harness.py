@@ -63,7 +63,13 @@ def load() -> None:
     """Import here what every fork would import again, also what the first command imports."""
     from mha_deploy.cli import main
 
-    for name in ("graph.fuse", "export.flow", "validate.run", "regression.compare", "runtime.onnx_reference"):
+    for name in (
+        "graph.fuse",
+        "exporter.flow",
+        "validation.run",
+        "regression.compare",
+        "runtime.onnx_reference",
+    ):
         importlib.import_module(f"mha_deploy.{name}")
     for name in ("onnx.reference.op_run", "rich.console", "rich.progress", "rich.table", "onnxruntime"):
         with suppress(ImportError):

@@ -618,7 +618,7 @@ def test_the_code_that_a_bundle_names_does_not_run(evil):
     def reopen():
         reopen_user_module(manifest.spec, manifest.precision)
 
-    assert_refused(all_forked([reopen], prepare=lambda number: without_trust())[0], "--trust-code")
+    assert_refused(all_forked([reopen], prepare=lambda number: without_trust())[0], "trust_code=True")
     assert not evil[1].exists()
     all_forked([reopen], prepare=lambda number: md.configure(trust_code=True))
     assert evil[1].exists()

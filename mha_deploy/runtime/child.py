@@ -79,7 +79,7 @@ class Isolation:
         """Refuse to run code of a bundle, a factory or the hash of an engine, without permission."""
         if not self.trust_code and code not in self.own:
             problem = "The bundle brings code of its author, which does not run without permission."
-            hint = "--trust-code, or md.configure(trust_code=True), if you know who wrote it"
+            hint = "--trust-code, if you know who wrote it"
             raise BundleError(problem, got=title or code, hint=hint)
 
 

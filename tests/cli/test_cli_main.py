@@ -173,7 +173,7 @@ def test_an_interrupted_export_leaves_nothing(run_cli, tmp_path, monkeypatch, nu
 
     def export(*args, **options):
         assert len(list(out.iterdir())) == 1  # what is written until then
-        os.kill(os.getpid(), number)
+        signal.raise_signal(number)  # to this thread: others may run
         pytest.fail("the signal was not received")
 
     monkeypatch.setattr("mha_deploy.exporter.exporter.canonical_from_module", export)

@@ -181,7 +181,7 @@ def test_weights_that_overflow_the_precision_are_refused_with_another_one(one_gr
     message = refused_file(tmp_path, tmp_path / "layer.safetensors")
     assert "infinite numbers in fp16" in message
     assert "o.weight" in message
-    assert "--precision bf16 or fp32" in message
+    assert 'precision="bf16" or fp32' in message
 
 
 def test_weights_with_nan_are_refused_by_name(one_graph, tmp_path):
