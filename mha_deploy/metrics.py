@@ -115,6 +115,9 @@ _FAST_EXPONENTIAL, _ONE_SIDED = 2.0**-23, 0.1
 _FEW_SAMPLES = {1: 60.0, 2: 15.0, 3: 3.5, 4: 2.1, 5: 1.5, 6: 1.25, 7: 1.1}
 # An error has the direction of a known mistake where chance leaves at most so much of one.
 _SUSPECT_CHANCE = 0.7
+# A kernel rounds to nearest, not at random: of the error of the same number in BF16, its error in FP16 holds
+# the square of the ratio of their roundoffs, however many numbers there are.
+_TO_NEAREST = (2.0**-11 / 2.0**-8) ** 2
 _OUTSTANDING = 3.0  # a head with so many times the error of the usual head is named
 
 ToHeads = Callable[[np.ndarray], np.ndarray]
@@ -294,7 +297,7 @@ class Spread:
         """The largest share of a known mistake that chance leaves in a sample."""
         if name not in self._chances:
             shares = [abs(self._share(change, each)) for each in self._samples]
-            self._chances[name] = max(*shares, 1e-6) * _FEW_SAMPLES.get(self.samples, 1.0)
+            self._chances[name] = max(max(shares) * _FEW_SAMPLES.get(self.samples, 1.0), _TO_NEAREST)
         return self._chances[name]
 
     def _worst(self, error: np.ndarray) -> tuple[float, float, str]:

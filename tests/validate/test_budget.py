@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 import pytest
@@ -540,3 +541,22 @@ def test_random_rounding_of_a_large_tensor_is_that_of_its_parts(accumulate):
             product = torch.matmul(wide, matrix)
             alone = torch.cat([torch.matmul(part, matrix) for part in wide.split(999)])
         assert torch.equal(product, alone)
+
+
+def test_rounding_to_nearest_is_no_trace_of_a_coarser_type():
+    """Random roundings have no part of what BF16 would add; in many numbers rounding to nearest shows one."""
+    random = np.random.default_rng(0)
+    oracle = random.standard_normal((1, 256, 1024))
+    step = np.spacing(np.abs(oracle).astype(np.float16)).astype(np.float64)
+    down = np.floor(oracle / step) * step
+    ups = [random.random(oracle.shape) < (oracle - down) / step for _ in range(8)]
+    samples = np.stack([down + up * step - oracle for up in ups]).astype(np.float32)
+    budget = budget_from_samples(samples, oracle, FP16)
+    coarse = oracle.astype(ml_dtypes.bfloat16)
+    suspects = {"outputs in BF16": coarse.astype(np.float64) - oracle}
+    right, wrong = (
+        measure(each.astype(np.float16), oracle, budget.spread, suspects) for each in (oracle, coarse)
+    )
+    assert 0.1 < right.local_gain / budget.local_gain < 0.5
+    assert wrong.local_gain / budget.local_gain > 10
+    assert "BF16" in wrong.local_at
