@@ -12,7 +12,7 @@ import mha_deploy as md
 from mha_deploy.errors import BackendUnavailable
 from mha_deploy.runtime.kserve import ServerError, ServerRunner
 
-TIMEOUT = 0.25
+TIMEOUT = 1.0
 FEEDS = {"x": np.zeros((1, 2, 64), np.float16)}
 WRONG = {
     "transport": (hostile.SERVER_PATH, hostile.TRANSPORT),
