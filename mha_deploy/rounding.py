@@ -19,14 +19,18 @@ MARGIN = 6.0
 # GEMMs that accumulate K terms in a type err by 0.22 √K of its roundoffs of their partial sums.
 ACCUMULATED = 0.22
 ROUNDOFFS = {"fp16": 2.0**-11, "fp32": 2.0**-24}
-
-
 MIX = (0x1E3779B97F4A7C15, 0x2545F4914F6CDD1D, 0x369DEA0F31A53F85)  # odd, as in hashes of integers
 
 
 def accumulations(precision: Precision) -> tuple[str, ...]:
     """The types that GEMMs of a precision may accumulate in; see `Precision.accumulate`."""
     return ("fp32", "fp16") if precision.name == "fp16" else ("fp32",)
+
+
+def accumulation_roundoff(precision: Precision | None) -> float:
+    """The roundoff of partial sums; 0 where their type has far more bits than the result: it costs nothing."""
+    roundoff = ROUNDOFFS[precision.accumulate] if precision else 0.0
+    return roundoff if precision and roundoff > precision.roundoff / 64 else 0.0
 
 
 def sample_count(numbers: int, accumulate: str = "fp32") -> int:
@@ -38,10 +42,8 @@ def sample_count(numbers: int, accumulate: str = "fp32") -> int:
 def hashed(bits: np.ndarray, seed: int) -> np.ndarray:
     """Random bits that depend on a number alone: equal numbers are rounded alike, as a GPU does."""
     with np.errstate(over="ignore"):
-        mixed = (bits ^ np.int64(seed * 0x1E3779B97F4A7C15 & 0x7FFFFFFFFFFFFFFF)) * np.int64(
-            0x2545F4914F6CDD1D
-        )
-        mixed = (mixed ^ (mixed >> 29)) * np.int64(0x369DEA0F31A53F85)
+        mixed = (bits ^ np.int64(seed * MIX[0] & 0x7FFFFFFFFFFFFFFF)) * np.int64(MIX[1])
+        mixed = (mixed ^ (mixed >> 29)) * np.int64(MIX[2])
     return mixed ^ (mixed >> 32)
 
 

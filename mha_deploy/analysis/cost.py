@@ -306,7 +306,7 @@ def oracle_cache_bytes(spec: ModelSpec, sizes: Sizes) -> int:
 
 PREFILL, DECODE, USUAL = TIMED_CASES = "prefill", "decode", "opt"
 LONG_PAST = "long-past"
-PROBE = "probe"
+PROBE, MASKS = "probe", "masks"
 _FEW = 8  # entries of a cache: nothing splits them
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 
-from mha_deploy.analysis.cost import LayerCost, StageCost, cost_of
-from mha_deploy.analysis.roofline import GpuPeaks, StageBound, find_peaks, roofline_bound
+from mha_deploy.analysis.cost import StageCost, cost_of
+from mha_deploy.analysis.roofline import GpuPeaks, Roofline, find_peaks, roofline_bound
 from mha_deploy.errors import DeployError, SpecError
 from mha_deploy.graph.ir import light_proto
 from mha_deploy.model.precision import find_precision
@@ -23,47 +23,17 @@ _Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class GraphAnalysis:
-    """The cost and the roofline bound of a graph at some sizes on a GPU, node by node."""
+class GraphAnalysis(Roofline):
+    """The roofline of a graph, node by node."""
 
     name: str
-    sizes: Mapping[str, int]
-    precision: str
-    gpu: GpuPeaks
-    cost: LayerCost
-    bound: tuple[StageBound, ...]
     others: int  # nodes besides, taken to be fused
     unknown: tuple[str, ...]  # nodes whose sizes are not known
 
-    @property
-    def seconds(self) -> float:
-        """The bound of all stages together."""
-        return sum(stage.seconds for stage in self.bound)
-
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; times in seconds, sizes in bytes."""
-        gpu = self.gpu
-        peaks = {"peak_flops": gpu.peak_flops(self.precision), "bandwidth": gpu.bandwidth}
-        stages = [
-            {
-                **vars(each.cost),
-                "intensity": each.cost.intensity,
-                "bound_seconds": each.seconds,
-                "bound_by": each.bound_by,
-            }
-            for each in self.bound
-        ]
-        counts = {name: getattr(self.cost, name) for name in ("parameters", "flops", "bytes", "intensity")}
-        return {
-            "model": self.name,
-            "sizes": dict(self.sizes),
-            "precision": self.precision,
-            "gpu": {"name": gpu.name, **peaks, "source": gpu.source},
-            "stages": stages,
-            "total": {**counts, "bound_seconds": self.seconds},
-            "other_nodes": self.others,
-            "unknown_nodes": list(self.unknown),
-        }
+        rest = {"other_nodes": self.others, "unknown_nodes": list(self.unknown)}
+        return {"model": self.name, **self.plain(), **rest}
 
 
 def analyze_graph(

@@ -119,10 +119,9 @@ def roofline_bound(cost: LayerCost, gpu: GpuPeaks, precision: str) -> tuple[Stag
 
 
 @dataclass(frozen=True, kw_only=True)
-class Analysis:
-    """The cost and the roofline bound of a layer at some sizes on a GPU, stage by stage."""
+class Roofline:
+    """The cost and the roofline bound of some stages at some sizes on a GPU."""
 
-    spec: AttentionSpec
     sizes: Mapping[str, int]
     precision: str
     gpu: GpuPeaks
@@ -133,6 +132,29 @@ class Analysis:
     def seconds(self) -> float:
         """The bound of all stages together."""
         return sum(stage.seconds for stage in self.bound)
+
+    def plain(self) -> dict[str, Any]:
+        """Plain data for JSON; times in seconds, sizes in bytes."""
+        gpu, stages = self.gpu, []
+        peaks = {"peak_flops": gpu.peak_flops(self.precision), "bandwidth": gpu.bandwidth}
+        for each in self.bound:
+            bounds = {"bound_seconds": each.seconds, "bound_by": each.bound_by}
+            stages.append({**vars(each.cost), "intensity": each.cost.intensity, **bounds})
+        counts = {name: getattr(self.cost, name) for name in ("parameters", "flops", "bytes", "intensity")}
+        return {
+            "sizes": dict(self.sizes),
+            "precision": self.precision,
+            "gpu": {"name": gpu.name, **peaks, "source": gpu.source},
+            "stages": stages,
+            "total": {**counts, "bound_seconds": self.seconds},
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Analysis(Roofline):
+    """The roofline of a layer, stage by stage."""
+
+    spec: AttentionSpec
 
     @property
     def tokens_per_second(self) -> float:
@@ -151,23 +173,14 @@ class Analysis:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; times in seconds, sizes in bytes."""
-        spec, gpu = self.spec, self.gpu
-        layer = {"model": spec.name, "kind": spec.kind, "variant": spec.variant}
-        peaks = {"peak_flops": gpu.peak_flops(self.precision), "bandwidth": gpu.bandwidth}
-        origin = {"compute_capability": gpu.compute_capability, "source": gpu.source}
-        stages = []
-        for each in self.bound:
-            bounds = {"bound_seconds": each.seconds, "bound_by": each.bound_by}
-            stages.append({**vars(each.cost), "intensity": each.cost.intensity, **bounds})
-        counts = {name: getattr(self.cost, name) for name in ("parameters", "flops", "bytes", "intensity")}
-        rates = {"bound_seconds": self.seconds, "tokens_per_second": self.tokens_per_second}
+        spec, plain = self.spec, self.plain()
+        plain["gpu"]["compute_capability"] = self.gpu.compute_capability
+        plain["total"]["tokens_per_second"] = self.tokens_per_second
         return {
-            **layer,
-            "sizes": dict(self.sizes),
-            "precision": self.precision,
-            "gpu": {"name": gpu.name, **peaks, **origin},
-            "stages": stages,
-            "total": {**counts, **rates},
+            "model": spec.name,
+            "kind": spec.kind,
+            "variant": spec.variant,
+            **plain,
             "kv_cache": {"bytes_per_token": self.kv_bytes_per_token, "bytes": self.kv_bytes},
         }
 

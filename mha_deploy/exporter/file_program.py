@@ -14,7 +14,7 @@ from mha_deploy.bundle.cases import Arrays
 from mha_deploy.graph.file import with_outputs
 from mha_deploy.graph.upcast import LAYOUT, in_float64
 from mha_deploy.model.precision import Precision
-from mha_deploy.rounding import ACCUMULATED, MARGIN, ROUNDOFFS, normal, rounded
+from mha_deploy.rounding import ACCUMULATED, MARGIN, accumulation_roundoff, normal, rounded
 from mha_deploy.runtime.onnx_reference import evaluator_of
 from mha_deploy.runtime.user_code import graph_code
 
@@ -51,8 +51,7 @@ class FileRounding:
         sign: int = 1,
     ) -> None:
         self._bits = precision.significand_bits if precision else None
-        accumulate = ROUNDOFFS[precision.accumulate] if precision else 0.0
-        self._accumulated = accumulate if precision and accumulate > precision.roundoff / 64 else 0.0
+        self._accumulated = accumulation_roundoff(precision)
         # No kernel computes in more than float32: there, what is fused is rounded as well.
         self._everywhere = precision is not None and precision.name == "fp32"
         self._seed, self._changes, self._sign = seed, changes, sign

@@ -67,12 +67,12 @@ from mha_deploy.runtime.user_code import graph_code
 
 # -- Which golden cases an export gets: the corners of the axes, within a budget -------------------
 
-MASKS, MASK_OF_ONE = "masks", "mask-of-one"
+MASK_OF_ONE = "mask-of-one"
 RANDOM_SIZES = ("random-1", "random-2")
 CASES = ("min", "opt", "odd", "ragged", "large")
 CACHE_CASES = ("min", "prefill", "decode", "odd", "ragged", "large", cost.LONG_PAST)
 MODULE_CASES = ("opt", "min", "odd", "large")  # opt first: its work bounds that of the others
-ALL_CASES = (*CASES, *CACHE_CASES, cost.PROBE, *RANDOM_SIZES, MASKS, MASK_OF_ONE)
+ALL_CASES = (*CASES, *CACHE_CASES, cost.PROBE, *RANDOM_SIZES, cost.MASKS, MASK_OF_ONE)
 _RAGGED_BATCH = 4
 _RAGGED_LENGTH = 24
 # A key this many times as large dominates the heads in which it is attended: whether a query attends to it,
@@ -179,7 +179,7 @@ def golden_names(spec: ModelSpec) -> tuple[str, ...]:
             *MODULE_CASES,
             cost.PROBE,
             *(RANDOM_SIZES if cost.has_inside(spec.axes) else ()),
-            *((MASKS, MASK_OF_ONE) if masked else ()),
+            *((cost.MASKS, MASK_OF_ONE) if masked else ()),
             *((cost.LONG_PAST,) if spec.cached else ()),
             *(("ragged",) if (cache := spec.kv_cache) is not None and cache.is_ragged else ()),
         )
@@ -226,12 +226,12 @@ def _plan_one(spec: ModelSpec, name: str, budget: GoldenBudget) -> PlannedCase |
     if name in RANDOM_SIZES:
         dice = random.Random(f"{spec.seed} {name}")
         return PlannedCase(name=name, sizes=cost.random_sizes(spec, spec.axes, dice))
-    if name in (MASKS, MASK_OF_ONE):
+    if name in (cost.MASKS, MASK_OF_ONE):
         sizes = {axis: cost.first_allowed(each, (_RAGGED_LENGTH,)) for axis, each in spec.axes.items()}
-        batch = _RAGGED_BATCH if name == MASKS else 1
+        batch = _RAGGED_BATCH if name == cost.MASKS else 1
         first = {str(tensor.dims[0]) for tensor in spec.inputs if tensor.dims} & {*spec.axes}
         sizes |= {axis: cost.first_allowed(spec.axes[axis], (batch,)) for axis in first}
-        masks = tuple(MaskFill) if name == MASKS else (MaskFill.HEAD,)
+        masks = tuple(MaskFill) if name == cost.MASKS else (MaskFill.HEAD,)
         return PlannedCase(name=name, sizes=sizes, masks=masks)
     if name == cost.PROBE:
         return PlannedCase(name=name, sizes=spec.sizes("opt"), probe=True)

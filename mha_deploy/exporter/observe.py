@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from mha_deploy.analysis.cost import MASKS, PROBE
 from mha_deploy.bundle.cases import GoldenCase
 from mha_deploy.bundle.manifest import ObservedRecord, Perturbation
 from mha_deploy.errors import DeployError
@@ -110,7 +111,7 @@ def _how_little_it_shows(case: GoldenCase) -> tuple[int, int]:
     return singles, sum(array.size for array in case.oracle.values())
 
 
-_TELLING = ("masks", "probe")  # cases that show what the smallest may hide: padded, and with large tokens
+_TELLING = (MASKS, PROBE)  # cases that show what the smallest may hide: padded, and with large tokens
 
 
 def observe(model: ir.Model, cases: Iterable[GoldenCase], precision: Precision) -> list[ObservedRecord]:

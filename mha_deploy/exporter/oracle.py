@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from mha_deploy.errors import ExportError
 from mha_deploy.exporter.axes import ExportedModule
 from mha_deploy.model.precision import Precision
-from mha_deploy.rounding import ACCUMULATED, MARGIN, MIX, ROUNDOFFS, rounded
+from mha_deploy.rounding import ACCUMULATED, MARGIN, MIX, accumulation_roundoff, rounded
 
 # -- In its own precision, also where the CPU has no fast arithmetic for it ------------------------
 
@@ -402,9 +402,7 @@ class RandomRounding(Float64):
     ) -> None:
         super().__init__()
         self._bits = precision.significand_bits if precision else None
-        accumulate = ROUNDOFFS[precision.accumulate] if precision else 0.0
-        # Accumulation in a type of far more bits than the result's costs nothing.
-        self._accumulated = accumulate if precision and accumulate > precision.roundoff / 64 else 0.0
+        self._accumulated = accumulation_roundoff(precision)
         self._seed, self._changes, self._sign = seed, changes, sign
         if precision and precision.bytes == 2:
             self.wide = _NARROWER
