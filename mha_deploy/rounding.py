@@ -28,7 +28,7 @@ def accumulations(precision: Precision) -> tuple[str, ...]:
 
 
 def accumulation_roundoff(precision: Precision | None) -> float:
-    """The roundoff of partial sums; 0 where their type has far more bits than the result: it costs nothing."""
+    """The roundoff of partial sums; 0 where their type has far more bits than the result."""
     roundoff = ROUNDOFFS[precision.accumulate] if precision else 0.0
     return roundoff if precision and roundoff > precision.roundoff / 64 else 0.0
 
