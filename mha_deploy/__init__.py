@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mha_deploy.api import *  # noqa: F403
+    from mha_deploy.deployment import Deployment as Deployment
     from mha_deploy.errors import DeployError as DeployError
     from mha_deploy.model.deployable import Deployable as Deployable
     from mha_deploy.model.deployable import Example as Example
@@ -24,6 +25,7 @@ _API = "mha_deploy.api"
 _ELSEWHERE = {
     "DeployError": "mha_deploy.errors",
     "Deployable": "mha_deploy.model.deployable",
+    "Deployment": "mha_deploy.deployment",
     "Example": "mha_deploy.model.deployable",
 }
 

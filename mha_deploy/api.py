@@ -10,27 +10,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing, nullcontext, suppress
-from dataclasses import Field, dataclass, field, replace
-from functools import cached_property, partial
+from contextlib import ExitStack, closing, nullcontext
+from dataclasses import Field, replace
 from inspect import Parameter, signature
 from pathlib import Path
 from textwrap import TextWrapper
-from typing import TYPE_CHECKING, Any, TypeVar, Union
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from msgspec import structs
-
-from mha_deploy.bundle.folder import MANIFEST, Bundle
+from mha_deploy.bundle.folder import Bundle
 from mha_deploy.bundle.folder import open_bundle as open_folder
-from mha_deploy.environment import RUNTIMES, can_import, examine, gpus, installed_version
-from mha_deploy.errors import DeployError, nearest, needed, way_to_write
-from mha_deploy.files import open_regular
-from mha_deploy.model.catalog import catalog_names, find_spec, is_factory
-from mha_deploy.model.deployable import Deployable, Example
-from mha_deploy.model.precision import EIGHT_BITS, find_precision
-from mha_deploy.model.spec import AttentionSpec, Axis, ModelSpec
+from mha_deploy.engine.inspection import Inspection
+from mha_deploy.environment import can_import, examine
+from mha_deploy.errors import DeployError, needed
+from mha_deploy.model.catalog import catalog_names, find_spec
+from mha_deploy.model.deployable import Deployable
+from mha_deploy.model.precision import find_precision
+from mha_deploy.model.source import Model, find_checkpoint_layer, find_model, range_text
+from mha_deploy.model.spec import AttentionSpec
 from mha_deploy.options import (
-    AUTO,
     MOST_SECONDS,
     OF_DEPLOY,
     BenchOptions,
@@ -41,37 +38,29 @@ from mha_deploy.options import (
     ValidateOptions,
     in_python,
     options_of,
+    refuse_contradictions,
 )
-from mha_deploy.output import (
-    check_file,
-    commit_files,
-    is_nobodys,
-    make_folder,
-    refuse_inside,
-    refuse_occupied,
-    scratch_folder,
-    temporary_folder,
-)
-from mha_deploy.report import SavableResult, check_results
-from mha_deploy.status import Outcome
-from mha_deploy.text import plural
+from mha_deploy.output import check_file, is_nobodys, scratch_folder
+from mha_deploy.report import check_results
+from mha_deploy.results import BenchReport, Report
 
 if TYPE_CHECKING:
     import onnx
     import onnx_ir as ir
-    from torch import Tensor, nn  # noqa: TID251 (types only)
     from typing_extensions import Unpack
 
     from mha_deploy.analysis.graph import GraphAnalysis
     from mha_deploy.analysis.profiles import ProfileProposal
     from mha_deploy.analysis.roofline import Analysis
     from mha_deploy.analysis.similarity import HeadSimilarity
+    from mha_deploy.deployment import Deployment
     from mha_deploy.engine.engine import Engine
     from mha_deploy.engine.plugins import Compiled, Found, PluginLibrary
-    from mha_deploy.exporter.compress import Original
     from mha_deploy.graph.fuse import FuseReport
     from mha_deploy.graph.rules import Eligibility
     from mha_deploy.judge import ParityReport
+    from mha_deploy.model.source import AnySource, Examples
+    from mha_deploy.model.source import AxisRanges as Axes
     from mha_deploy.options import (
         BenchKeywords,
         DeployKeywords,
@@ -80,27 +69,17 @@ if TYPE_CHECKING:
         PackageKeywords,
         ValidateKeywords,
     )
-    from mha_deploy.regression.candidates import PrecisionTrial
     from mha_deploy.regression.compare import Comparison
     from mha_deploy.regression.matrix import Matrix, MatrixCell
     from mha_deploy.regression.record import Replay
-    from mha_deploy.report.table import Table
     from mha_deploy.runtime.runner import Runner
-    from mha_deploy.runtime.tensorrt.versions import TensorRT
     from mha_deploy.serving.triton import Package
-    from mha_deploy.status import Finding
-    from mha_deploy.validation import verdict
     from mha_deploy.validation.bench import ModelBench
     from mha_deploy.validation.fault import Bisection
-    from mha_deploy.validation.records import ReportRecord
     from mha_deploy.validation.self_test import SelfTest
 
     AnyModel = TypeVar("AnyModel", onnx.ModelProto, ir.Model)
     AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
-    AnySource = Union[str, os.PathLike[str], "Model", AttentionSpec, Deployable, nn.Module]  # noqa: UP007 (Model is below)
-    Examples = Mapping[str, Tensor | Example]
-    AxisRange = str | tuple[int, int, int] | Axis
-    Axes = Mapping[str, AxisRange]
 
 DeployError.in_python = staticmethod(in_python)  # here hints name keywords, not options of the command line
 
@@ -109,7 +88,7 @@ OnStep = Callable[[str, int, int], None]
 """Called as each step of a long job begins: its name, its number from 0, their count (0 if unknown)."""
 
 __all__ = [
-    "BenchReport", "Deployment", "Inspection", "Model", "Report", "analyze", "bench", "bisect",
+    "BenchReport", "Inspection", "Model", "Report", "analyze", "bench", "bisect",
     "build_engine", "build_plugins", "check", "check_parity", "compare", "compare_heads", "configure",
     "deploy", "doctor", "export", "find_plugin", "find_plugin_parts", "from_transformers", "fuse",
     "fuse_file", "import_onnx", "init", "inspect", "load_checkpoint", "load_model", "matrix", "models",
@@ -143,32 +122,6 @@ def _with_options(options: Mapping[str, Field[Any]]) -> Callable[[AnyFunction], 
 # -- Models and their export -----------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Model:
-    """A model that can be exported; made by `load_model`.
-
-    Args:
-        name: Its name.
-        source: The spec of a catalog layer, a `Deployable`, the reference of a factory, or an ONNX file.
-        axes: Axis ranges in place of those of the `Deployable` or the factory.
-        weights: The checkpoint of its weights, where it was made from one.
-        prefix: What their names begin with there.
-        layer: The layer that they are of, where there is no prefix.
-    """
-
-    name: str
-    source: AttentionSpec | Deployable | str
-    axes: Mapping[str, Axis] = field(default_factory=dict)
-    weights: Path | None = None
-    prefix: str = ""
-    layer: int | None = None
-
-    @property
-    def is_layer(self) -> bool:
-        """Whether it is a catalog layer: one attention that a spec describes."""
-        return isinstance(self.source, AttentionSpec)
-
-
 def load_model(
     model: AnySource,
     *,
@@ -199,60 +152,9 @@ def load_model(
         >>> model.name, str(model.source.axes["S"])
         ('tiny-mha', '1:32:128')
     """
-    if hasattr(model, "forward"):  # an nn.Module, without importing PyTorch to ask
-        model, axes = _deployable(model, example_inputs, axes, name), None
-    elif example_inputs is not None or name:
-        raise DeployError(
-            "Only an nn.Module takes example inputs and a name.",
-            got=_describe(model),
-            hint="leave them out, or give the module itself",
-        )
-    ranges = {
-        name: sizes if isinstance(sizes, Axis) else Axis.parse(_range_text(sizes), name=name)
-        for name, sizes in (axes or {}).items()
-    }
-    loaded = model if isinstance(model, Model) else None
-    source: object = model if loaded is None else loaded.source
-    source = os.fspath(source) if isinstance(source, os.PathLike) else source
-    if isinstance(source, str) and not _is_onnx(source) and not is_factory(source):
-        source = find_spec(source)
-    if isinstance(source, AttentionSpec):
-        spec = source if cache is None else source.with_cache(cache)
-        spec = spec.with_axes(ranges)
-        spec = spec if projections is None else replace(spec, projections=projections)
-        return replace(loaded or Model(name=spec.name, source=spec), source=spec)
-    if cache or projections:
-        got = f"cache={cache!r}, projections={projections!r}"
-        raise DeployError(
-            "Only a catalog layer has these options.",
-            got=got,
-            hint="leave them out, or name a layer of `mha-deploy models`",
-        )
-    if not isinstance(source, str | Deployable):
-        hint = "a catalog name, file.toml, file.py:factory, a Deployable, or an nn.Module"
-        raise DeployError("This is not a model.", got=_describe(model), hint=hint)
-    if loaded is not None:
-        return replace(loaded, axes={**loaded.axes, **ranges})
-    return Model(name=_name_of(source), source=source, axes=ranges)
-
-
-def _deployable(module: Any, example_inputs: Examples | None, axes: Axes | None, name: str) -> Deployable:
-    """A user's module with its example inputs."""
-    if example_inputs is None:
-        hint = 'example_inputs={"x": Example(tensor, "B", "S")}, axes={"B": "1:4:8", "S": "1:128:512"}'
-        raise DeployError("An nn.Module needs example inputs.", got=type(module).__name__, hint=hint)
-    inputs = {
-        key: each if isinstance(each, Example) else Example(each) for key, each in example_inputs.items()
-    }
-    name = name or type(module).__name__
-    return Deployable(module=module, inputs=inputs, axes=axes or {}, name=name)  # type: ignore[arg-type]
-
-
-def _name_of(source: str | Deployable) -> str:
-    """The name of a model: of its `Deployable`, its ONNX file, or its factory."""
-    if isinstance(source, Deployable):
-        return source.name or type(source.module).__name__
-    return Path(source).stem if _is_onnx(source) else source.rpartition(":")[2].replace("_", "-")
+    return find_model(
+        model, example_inputs=example_inputs, axes=axes, name=name, cache=cache, projections=projections
+    )
 
 
 def load_checkpoint(
@@ -282,16 +184,8 @@ def load_checkpoint(
         Traceback (most recent call last):
         mha_deploy.errors.SpecError: There is no config.json here...
     """
-    from mha_deploy.model.huggingface import checkpoint_files, find_attention, read_config, spec_from_config
-
-    path = Path(folder)
-    config = read_config(path)
-    name = f"{path.resolve().name}-layer-{layer}"
-    spec = spec_from_config(config, layer, name=name, bias=False)
-    found = find_attention(checkpoint_files(path), prefix, None if prefix else layer)
-    spec = replace(spec, bias=found.has_bias)
-    model = load_model(spec, axes=axes, cache=cache, projections=projections)
-    return replace(model, weights=path, prefix=prefix, layer=None if prefix else layer)
+    found = find_checkpoint_layer(Path(folder), layer, prefix)
+    return find_model(found, axes=axes, cache=cache, projections=projections)
 
 
 def from_transformers(
@@ -363,44 +257,11 @@ def export(
         >>> bundle.manifest.spec.name, [case.name for case in bundle.manifest.golden]
         ('tiny-mha', ['min', 'opt', 'odd', 'large'])
     """
-    found = load_model(model, example_inputs=example_inputs, axes=axes)
-    settings = ExportOptions(**options)
-    _refuse_export(out, settings)
-    settings = replace(settings, **_weight_options(found, weights, settings.prefix))
-    named = found.source if isinstance(found.source, str) else ""
-    sources = [named, named.rpartition(":")[0], settings.weights, *(inputs or {}).values()]
-    refuse_inside(
-        Path(os.path.realpath(out)), filter(None, (x for x in sources if isinstance(x, str | Path)))
-    )
-    report = on_step or _silent
-    from mha_deploy.runtime.child import ONNX_RUNTIME, prepare_child
+    from mha_deploy.exporter.entry import export_model
 
-    prepare_child(ONNX_RUNTIME)  # it imports its runtime while PyTorch exports
-    if settings.precision in EIGHT_BITS:
-        return _export_compressed(found, Path(out), settings, _read_arrays(inputs), report)
-    if _is_onnx(found.source):
-        from mha_deploy.exporter.onnx_import import bundle_from_onnx
-
-        source, examples = Path(str(found.source)), _read_arrays(inputs)
-        return bundle_from_onnx(source, Path(out), settings, axes=found.axes, inputs=examples, on_step=report)
-    _refuse_inputs(inputs)
-    with needed("Exporting needs PyTorch and its ONNX exporter.", "export"):
-        from mha_deploy.exporter.exporter import bundle_from_factory, bundle_from_spec
-    if isinstance(found.source, AttentionSpec):
-        return bundle_from_spec(found.source, Path(out), settings, report)
-    return bundle_from_factory(found.source, Path(out), settings, axes=found.axes, on_step=report)
-
-
-def _export_compressed(
-    model: Model, out: Path, options: ExportOptions, inputs: dict[str, Any], report: OnStep
-) -> Bundle:
-    """Export a model in eight bits: the original, what of it is quantized, and the bundle of that."""
-    from mha_deploy.exporter.compress import compressed_bundle, quantize
-
-    with scratch_folder() as folder:
-        original = _open_original(model, options, folder, inputs, report)
-        made = quantize(original, options, lambda name: report(name, 0, 0))
-        return compressed_bundle(original, made, out, options, report)
+    found, settings = find_model(model, example_inputs=example_inputs, axes=axes), ExportOptions(**options)
+    settings = replace(settings, **found.weight_options(weights, settings.prefix))
+    return export_model(found, Path(out), settings, inputs or {}, on_step or _silent)
 
 
 def prune(
@@ -453,78 +314,20 @@ def prune(
         >>> bundle.manifest.attention[0]["Hq"], bundle.manifest.loss.what
         (3, 'heads')
     """
-    from mha_deploy.exporter.compress import compressed_bundle
-    from mha_deploy.exporter.prune import AUTO_HEADS, pool
-    from mha_deploy.exporter.prune import prune as without_heads
+    from mha_deploy.exporter.entry import prune_model
 
-    found = load_model(model, example_inputs=example_inputs, axes=axes)
-    if (heads is None) == (kv_heads is None):
-        got = "neither" if heads is None else "both"
-        raise DeployError("Either heads or kv_heads is needed.", got=got, hint="--heads 8, or --kv-heads 2")
-    if heads is not None and heads != AUTO_HEADS and not str(heads).isdecimal():
-        raise DeployError("heads is a number, or auto.", got=heads, hint="--heads 8")
-    options = ExportOptions(seed=seed, golden=golden, overwrite=overwrite)
-    _refuse_export(out, options)
-    options = replace(options, **_weight_options(found, weights, prefix))
-    report = on_step or _silent
-    with scratch_folder() as folder:
-        original = _open_original(found, options, folder, {}, report)
-        limits: dict[str, Any] = {"max_loss": max_loss, "data": data, "data_limit": data_limit}
-        limits["metric"] = metric
-        limits["on_step"] = lambda name: report(name, 0, 0)
-        made = (
-            without_heads(original, heads, **limits)
-            if heads is not None
-            else pool(original, int(kv_heads or 0), **limits)
-        )
-        return compressed_bundle(original, made, Path(out), options, report)
-
-
-def _open_original(
-    model: Model, options: ExportOptions, folder: Path, inputs: dict[str, Any], report: OnStep
-) -> Original:
-    """A model as an ONNX graph in its own precision, to be compressed."""
-    if _is_onnx(model.source):
-        from mha_deploy.exporter.compress import original_from_onnx
-
-        return original_from_onnx(Path(str(model.source)), options, model.axes, inputs)
-    _refuse_inputs(inputs)
-    with needed("Exporting needs PyTorch and its ONNX exporter.", "export"):
-        from mha_deploy.exporter.exporter import original_from_factory, original_from_spec
-    if isinstance(model.source, AttentionSpec):
-        return original_from_spec(model.source, options, folder, report)
-    return original_from_factory(model.source, options, folder, model.axes, report)
-
-
-def _refuse_inputs(inputs: Mapping[str, Any] | None) -> None:
-    if inputs:
-        raise DeployError(
-            "Only an ONNX file takes inputs.",
-            got=", ".join(inputs),
-            hint="leave --input out, or export an .onnx file",
-        )
-
-
-def _weight_options(model: Model, weights: StrPath | None, prefix: str) -> dict[str, Any]:
-    """Where the weights are: those that were asked for, or the model's own."""
-    own = weights is None and not prefix
-    place = model.weights if weights is None else Path(weights)
-    return {"weights": place, "prefix": prefix or model.prefix, "layer": model.layer if own else None}
-
-
-def _refuse_export(out: StrPath, options: ExportOptions) -> None:
-    """Refuse what can be refused before PyTorch is imported."""
-    refuse_occupied(Path(os.path.realpath(out)), overwrite=options.overwrite)
-    if options.precision not in (AUTO, *EIGHT_BITS):
-        find_precision(options.precision)
-    if options.precision not in EIGHT_BITS:
-        changed = ("calibration", "quantize_attention", "max_loss", "data", "data_limit", "metric")
-        usual = vars(ExportOptions())
-        if given := [name for name in changed if getattr(options, name) != usual[name]]:
-            flag = f"--{given[0].replace('_', '-')}"
-            hint = "--precision int8 or fp8, or leave it out"
-            got = f"--precision {options.precision}"
-            raise DeployError(f"{flag} is for a precision of eight bits.", got=got, hint=hint)
+    found = find_model(model, example_inputs=example_inputs, axes=axes)
+    options = ExportOptions(
+        seed=seed,
+        golden=golden,
+        overwrite=overwrite,
+        max_loss=max_loss,
+        data=data,
+        data_limit=data_limit,
+        metric=metric,
+        **found.weight_options(weights, prefix),
+    )
+    return prune_model(found, Path(out), options, heads=heads, kv_heads=kv_heads, on_step=on_step or _silent)
 
 
 def import_onnx(
@@ -557,34 +360,6 @@ def import_onnx(
     return export(os.fspath(path), out, axes=axes, inputs=inputs, on_step=on_step, **options)
 
 
-def _read_arrays(inputs: Mapping[str, Any] | None) -> dict[str, Any]:
-    import numpy as np
-
-    found = {}
-    for name, given in (inputs or {}).items():
-        try:
-            if isinstance(given, str | os.PathLike):
-                with open_regular(Path(given)) as file:
-                    found[name] = np.load(file, allow_pickle=False)
-            else:
-                found[name] = np.asarray(given)
-            if not isinstance(found[name], np.ndarray):
-                raise ValueError("an archive of several arrays")
-            if found[name].dtype.kind not in "biufcV":  # V: bfloat16 and the like
-                raise ValueError(f"the type {found[name].dtype} is not one of numbers")
-            if found[name].size == 0:
-                raise ValueError(f"the shape {found[name].shape} has no numbers")
-        except MemoryError:
-            raise
-        except Exception as error:  # NumPy and zipfile raise types that share no base
-            raise DeployError(
-                f"The file of input {name} cannot be read.",
-                got=f"{given}: {error}",
-                hint="a .npy file that numpy.save wrote, without objects",
-            ) from error
-    return found
-
-
 def open_bundle(path: StrPath, *, verify: bool = True) -> Bundle:
     """Open a bundle.
 
@@ -600,12 +375,11 @@ def open_bundle(path: StrPath, *, verify: bool = True) -> Bundle:
         >>> bundle.manifest.precision.name
         'fp32'
     """
-    bundle = open_folder(Path(path), verify=verify)
-    if verify:
-        from mha_deploy.graph.canonical import check_graph
+    if not verify:
+        return open_folder(Path(path), verify=False)
+    from mha_deploy.graph.canonical import open_checked
 
-        check_graph(bundle)
-    return bundle
+    return open_checked(Path(path))
 
 
 # -- Graphs ----------------------------------------------------------------------------------------
@@ -627,25 +401,9 @@ def fuse(model: AnyModel, *, verify: bool = True) -> tuple[AnyModel, FuseReport]
         >>> type(model).__name__, len(fusion.already), fusion.complete
         ('ModelProto', 1, True)
     """
-    import onnx
-    import onnx_ir as ir
+    from mha_deploy.exporter.fusion import fuse_model
 
-    from mha_deploy.graph.file import graph_from_proto
-    from mha_deploy.graph.fuse import fuse_attention
-    from mha_deploy.graph.valid import normalize
-    from mha_deploy.runtime.user_code import graph_code
-
-    def fused(graph: ir.Model) -> tuple[ir.Model, FuseReport]:
-        with graph_code(f"graph {graph.graph.name or 'without a name'}"):
-            return fuse_attention(graph, verify=verify)
-
-    if isinstance(model, onnx.ModelProto):
-        made, report = fused(graph_from_proto(model))
-        return ir.to_proto(made), report
-    if isinstance(model, ir.Model):
-        return fused(normalize(model.clone()))
-    hint = "onnx.load(path), or onnx_ir.load(path)"
-    raise DeployError("This is not an ONNX model.", got=_describe(model), hint=hint)
+    return fuse_model(model, verify=verify)
 
 
 def fuse_file(
@@ -668,42 +426,9 @@ def fuse_file(
         >>> md.fuse_file("out/tiny/model.onnx", "out/fused.onnx").complete
         True
     """
-    from mha_deploy.graph.file import load_graph, weight_files
+    from mha_deploy.exporter.fusion import fuse_file
 
-    source, output = Path(source), Path(output)
-    if output.is_file() and not overwrite:
-        raise DeployError("Output already exists.", got=output, hint="--overwrite")
-    # The weights of the source may be read until the new file is whole.
-    real = check_file(output, is_nobodys, overwrite=overwrite, inputs=[source])
-    if not real.parent.is_dir():
-        hint = "make it, or another -o"
-        raise DeployError("The folder of the output does not exist.", got=output.parent, hint=hint)
-    original = load_graph(source)
-    beside, needed = real.with_name(f"{real.name}.data"), weight_files(original)
-    if taken := [path for path in (real, beside) if path.resolve() in needed]:
-        what = "The output could replace weights of the input."
-        raise DeployError(what, got=taken[0], hint="write elsewhere")
-    if beside.is_file() and not overwrite:
-        raise DeployError("The file for the weights already exists.", got=beside, hint="--overwrite")
-    for path in (real, beside):
-        check_file(path, is_nobodys, overwrite=overwrite, inputs=[source, *needed], within=real.parent)
-    model, report = fuse(original, verify=verify)
-    _save_graph(model, real)
-    return report
-
-
-def _save_graph(model: ir.Model, output: Path) -> None:
-    """Write beside the place and rename, all files or none; the graph last: it must not lack its weights."""
-    from mha_deploy.graph.file import save_graph
-
-    try:
-        with temporary_folder(output) as folder:
-            make_folder(folder / "new", within=folder)
-            save_graph(model, folder / "new" / output.name)
-            commit_files(folder / "new", output)
-    except OSError as error:
-        hint = way_to_write(error)
-        raise DeployError("The output cannot be written.", got=f"{output}: {error}", hint=hint) from error
+    return fuse_file(Path(source), Path(output), overwrite=overwrite, verify=verify)
 
 
 def check(
@@ -725,36 +450,10 @@ def check(
         ...     print(found.taken, found.taken_when_lowered)
         False True
     """
-    from mha_deploy.engine.engine import default_profiles
-    from mha_deploy.engine.lowered import check_eligibility, refuse_foreign_operators
-    from mha_deploy.graph.file import load_graph
-    from mha_deploy.graph.rules import requested_target
-    from mha_deploy.runtime.tensorrt.builder import capabilities_of
-    from mha_deploy.runtime.tensorrt.versions import NotFusedError
+    from mha_deploy.engine.inspection import check_target
 
-    targets = [requested_target(target, version, each) for each in capabilities_of(sm) or (None,)]
     is_file = not isinstance(bundle, Bundle) and Path(bundle).suffix == ".onnx"
-    opened = None if is_file else _open(bundle)
-    graph = load_graph(Path(str(bundle)) if opened is None else opened.model_path)
-    if opened is not None:
-        profiles = default_profiles(opened.manifest.spec)
-        targets = [replace(each, profiles=profiles) for each in targets]
-    refuse_foreign_operators(graph)
-    if is_file and (left := _unfused(graph)):
-        count, names = plural(len(left), "attention"), ", ".join(left[:3]) + (", …" if left[3:] else "")
-        hint = f"mha-deploy fuse {bundle} -o fused.onnx, then check that; or export it"
-        raise NotFusedError(f"{count} of this file not fused yet.", got=names, hint=hint)
-    return [found for each in targets for found in check_eligibility(graph, each)]
-
-
-def _unfused(graph: Any) -> list[str]:
-    """The attentions of a graph that are not `Attention` nodes, by the names that they would have."""
-    from mha_deploy.graph.fuse import fuse_attention
-    from mha_deploy.runtime.user_code import graph_code
-
-    with graph_code(f"graph {graph.graph.name or 'without a name'}"):
-        _, report = fuse_attention(graph.clone(), verify=False)
-    return [*(each.name for each in report.fused), *(each.name for each in report.unfused)]
+    return check_target(Path(str(bundle)) if is_file else _open(bundle), target, version, sm)
 
 
 # -- Engines ---------------------------------------------------------------------------------------
@@ -810,8 +509,9 @@ def build_engine(
         engine = engine_from_bundle(opened, settings, on_step)
     if target is not None:
         from mha_deploy.engine.build import lowered_graph
+        from mha_deploy.graph.file import commit_graph
 
-        _save_graph(lowered_graph(opened, engine, settings), target)
+        commit_graph(lowered_graph(opened, engine, settings), target)
     return engine
 
 
@@ -870,33 +570,11 @@ def refit(
         Traceback (most recent call last):
         mha_deploy.errors.BundleError: There is no engine with a manifest here...
     """
-    from mha_deploy.bundle.folder import open_bundle as open_folder
-    from mha_deploy.engine.build import refitted_engine, refuse_fixed_weights
-    from mha_deploy.runtime.child import isolation
+    from mha_deploy.deployment import refit_bundle
 
     found = open_engine(engine) if isinstance(engine, str | os.PathLike) else engine
-    old = open_folder(found.path.resolve().parent.parent)
-    refuse_fixed_weights(found)  # before the export
-    spec, source = old.manifest.spec, Path(weights)
-    settings: dict[str, Any] = {"overwrite": overwrite, "on_step": on_step}
-    settings["precision"] = AUTO if spec.mixed else old.manifest.precision.name
-    ranges = {name: str(axis) for name, axis in spec.axes.items()}
-    if spec.layer is not None:
-        bundle = export(load_model(spec.layer), out, weights=source, prefix=prefix, **settings)
-    elif spec.factory:
-        isolation.refuse_untrusted(spec.factory)
-        model = load_model(spec.factory, axes=ranges)
-        bundle = export(model, out, weights=source, prefix=prefix, **settings)
-    elif _is_onnx(str(source)):
-        bundle = export(load_model(str(source), axes=ranges), out, **settings)
-    else:
-        problem = f"{spec.name} was not made by a factory: nothing here can give it other weights."
-        raise DeployError(problem, got=source, hint="--weights model.onnx, the file with other weights")
-    if on_step is not None:
-        on_step("replace the weights of the engine", 0, 0)
-    made = refitted_engine(found, old, bundle)
-    report = validate(bundle, latency=latency, on_step=on_step)
-    return Deployment(bundle=bundle, engine=made, report=report)
+    options = ExportOptions(prefix=prefix, overwrite=overwrite)
+    return refit_bundle(found, Path(weights), Path(out), options, latency=latency, on_step=on_step or _silent)
 
 
 def open_engine(path: StrPath) -> Engine:
@@ -967,105 +645,12 @@ def open_runner(model: Any, backend: str | None = None) -> Runner:
         >>> {name: array.shape for name, array in outputs.items()}
         {'output': (1, 3, 64)}
     """
-    from mha_deploy.engine.engine import Engine, open_engine_runner
-    from mha_deploy.runtime.kserve import ServerRunner, is_server_url
-    from mha_deploy.runtime.polygraphy import PolygraphyRunner, is_polygraphy_runner
-    from mha_deploy.runtime.runner import Runner
+    from mha_deploy.validation.runtimes import open_any_runner
 
-    if isinstance(model, str) and is_server_url(model):
-        model = ServerRunner(model)
-    if isinstance(model, str | os.PathLike):
-        model = Path(model)
-        model = open_engine(model) if model.suffix == ".engine" else model
-    if isinstance(model, Runner | Engine) or is_polygraphy_runner(model):
-        if backend is not None:
-            what = "The backend of a runner or an engine cannot be chosen."
-            raise DeployError(what, got=backend, hint="leave it out")
-        if isinstance(model, Runner):
-            return model
-        return open_engine_runner(model) if isinstance(model, Engine) else PolygraphyRunner(model)
-    if isinstance(model, Bundle) or (isinstance(model, Path) and model.suffix != ".onnx"):
-        from mha_deploy.runtime import available_cpu_backend
-        from mha_deploy.validation.runtimes import RuntimeFinder
-
-        opened = _open(model)
-        return RuntimeFinder(opened).named(backend or available_cpu_backend(opened.manifest.precision)).open()
-    import onnx
-    import onnx_ir as ir
-
-    from mha_deploy.graph.file import graph_from_proto, load_graph
-    from mha_deploy.runtime import open_runner as open_graph
-
-    graph = graph_from_proto(model) if isinstance(model, onnx.ModelProto) else model
-    graph = load_graph(graph) if isinstance(graph, Path) else graph
-    if not isinstance(graph, ir.Model):
-        hint = "an engine, a bundle, an ONNX model, or a Polygraphy runner"
-        raise DeployError("This cannot be run.", got=_describe(model), hint=hint)
-    if backend is None:
-        has_bf16 = any(value.dtype == ir.DataType.BFLOAT16 for value in graph.graph.inputs)
-        backend = "ort-cpu" if can_import("onnxruntime") and not has_bf16 else "onnx-reference"
-    return open_graph(backend, model if isinstance(model, Path) else graph)
+    return open_any_runner(model, backend)
 
 
 # -- Validation ------------------------------------------------------------------------------------
-
-
-class Report(SavableResult):
-    """The result of a validation; a notebook shows it as a page.
-
-    Args:
-        validation: What was run and found; its `record` is what is stored.
-    """
-
-    def __init__(self, validation: verdict.Validation) -> None:
-        self.validation = validation
-
-        self.outcome: Outcome = validation.outcome
-        """`passed`; `failed`; or `not verified`: nothing failed, but an engine of the bundle was not run, or
-        an output shows nothing."""
-        self.passed: bool = validation.passed
-        """Whether the outcome is `passed`; false where it is `not verified`."""
-        self.headline: str = validation.headline
-        """The verdict in one line."""
-        self.findings: tuple[Finding, ...] = validation.findings
-        """What is wrong, not covered, or worth knowing: each with `level`, `kind`, place and text."""
-
-    @cached_property
-    def record(self) -> ReportRecord:
-        """What is stored, as a record: its fields are those of `report.json`."""
-        return self.validation.record  # with the time and the machine: the same every time
-
-    @cached_property
-    def _data(self) -> dict[str, Any]:
-        from mha_deploy.validation.records import plain_report
-
-        return plain_report(self.record)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The report as plain data, as docs/report.md describes it."""
-        return self._data
-
-    def to_html(self) -> str:
-        """A self-contained HTML page."""
-        from mha_deploy.report.page import report_page
-
-        return report_page(self.to_dict())
-
-    def save(self, folder: StrPath, *, overwrite: bool = False) -> Path:
-        """Write `report.json` and `report.html` into a folder; returns the path of the page.
-
-        Args:
-            folder: The folder, which is made if need be.
-            overwrite: Replace files of these names that this tool did not write, too.
-        """
-        from mha_deploy.bundle.samples import write_sample
-
-        for name, sample in self.validation.kept.items():
-            write_sample(Path(folder) / name, sample, within=Path(folder), overwrite=overwrite)
-        return self._save(Path(folder), "report", overwrite=overwrite)
-
-    def __repr__(self) -> str:
-        return f"<Report {self.outcome}: {self.headline}>"
 
 
 @_with_options(options_of(ValidateOptions))
@@ -1098,42 +683,25 @@ def validate(
     """
     settings = ValidateOptions(**options)
     graphs, engines = (tuple(map(Path, each)) for each in (settings.graphs, settings.engine_files))
-    settings = replace(settings, graphs=graphs, engine_files=engines)
-    more = [
-        name for name in ("metric", "data_limit", "logits", "source", "resume") if getattr(settings, name)
-    ]
-    if settings.data is None and more:
-        what, hint = "These are about data, and there is none.", "give the samples, too: --data, or data="
-        raise DeployError(what, got=", ".join(more), hint=hint)
-    if settings.names and not (settings.graphs or settings.engine_files or runners):
-        what, hint = "There is nothing whose names could be mapped.", "with graphs, engine_files or runners"
-        raise DeployError(what, got=settings.names, hint=hint)
-    if settings.url is None:
-        from mha_deploy.runtime.child import ONNX_RUNTIME, prepare_child
+    settings, report = replace(settings, graphs=graphs, engine_files=engines), on_step or _silent
+    refuse_contradictions(settings, has_runners=bool(runners))
+    if settings.url is not None:
+        from mha_deploy.validation.server import validate_server
 
-        if not (runners or settings.backends):
-            prepare_child(ONNX_RUNTIME)  # it imports its runtime while this process imports PyTorch
-        from mha_deploy.runtime.runner import Runner
-        from mha_deploy.validation.run import validate_bundle
+        return Report(validate_server(_open(bundle), settings, report))
+    from mha_deploy.runtime.child import ONNX_RUNTIME, prepare_child
 
-        with ExitStack() as owned:
-            given = [
-                each if isinstance(each, Runner) else owned.enter_context(open_runner(each))
-                for each in runners
-            ]
-            steps: dict[str, Any] = {"on_step": _without_count(on_step), "on_sample": on_step or _silent}
-            return Report(validate_bundle(_open(bundle), settings, runners=given, **steps))
-    from mha_deploy.validation.server import validate_server
+    if not (runners or settings.backends):
+        prepare_child(ONNX_RUNTIME)  # it imports its runtime while this process imports PyTorch
+    from mha_deploy.runtime.runner import Runner
+    from mha_deploy.validation.run import validate_bundle
 
-    elsewhere = ("backends", "engine", "latency", "sweep", "layers", "conformance", "kernels", "graphs")
-    elsewhere_too = ("engine_files", "require_fused", "require_precision")
-    wrong = [name for name in (*elsewhere, *elsewhere_too) if getattr(settings, name)]
-    wrong += ["data"] if settings.data is not None else []
-    wrong += ["runners"] if runners else []
-    if wrong:
-        what, got = "A server is judged in place of the runtimes of this machine.", ", ".join(wrong)
-        raise DeployError(what, got=f"{settings.url} and {got}", hint="one of them at a time")
-    return Report(validate_server(_open(bundle), settings, on_step or _silent))
+    with ExitStack() as owned:
+        given = [
+            each if isinstance(each, Runner) else owned.enter_context(open_runner(each)) for each in runners
+        ]
+        steps: dict[str, Any] = {"on_step": _without_count(report), "on_sample": report}
+        return Report(validate_bundle(_open(bundle), settings, runners=given, **steps))
 
 
 def check_parity(bundle: Bundle | StrPath, runner: Any) -> ParityReport:
@@ -1195,66 +763,6 @@ def bench(
     return bench_bundle(_open(bundle), BenchOptions(**options), on_step=_without_count(on_step))
 
 
-class BenchReport(SavableResult):
-    """The times of several models.
-
-    Args:
-        records: What `bench` returned for each of them.
-    """
-
-    def __init__(self, records: Sequence[ModelBench]) -> None:
-        self.records = tuple(records)
-
-    @property
-    def outcome(self) -> Outcome:
-        """Failed where an engine gave a wrong result at any size; not verified where none was run."""
-        return Outcome.of(record.outcome for record in self.records)
-
-    @property
-    def passed(self) -> bool:
-        """Whether engines were timed, and none gave a wrong result at any size."""
-        return self.outcome is Outcome.PASSED
-
-    def to_dict(self) -> dict[str, Any]:
-        """The times as plain data, as docs/report.md describes them."""
-        from mha_deploy.validation.bench import bench_record
-        from mha_deploy.validation.records import plain_bench
-
-        return plain_bench(bench_record(self.records))
-
-    def to_html(self) -> str:
-        """A self-contained HTML page."""
-        from mha_deploy.report.page import bench_page
-
-        return bench_page(self.to_dict())
-
-    def to_markdown(self) -> str:
-        """The times as a Markdown table."""
-        from mha_deploy.report.page import bench_markdown
-
-        return bench_markdown(self.to_dict())
-
-    def save(self, folder: StrPath, *, overwrite: bool = False) -> Path:
-        """Write `bench.json` and `bench.html` into a folder; returns the path of the page.
-
-        Args:
-            folder: The folder, which is made if need be.
-            overwrite: Replace files of these names that this tool did not write, too.
-        """
-        return self._save(Path(folder), "bench", overwrite=overwrite)
-
-    def record(self, path: StrPath, command: Sequence[str] | None = None) -> None:
-        """Add every measurement as a line of JSON to a file, with its samples and what it was measured with.
-
-        Args:
-            path: The file.
-            command: The command that made it; default: that of this process.
-        """
-        from mha_deploy.regression.record import append_lines, bench_lines
-
-        append_lines(Path(path), bench_lines(self.records, command))
-
-
 def replay(line: str, bundle: Bundle | StrPath | None = None, *, tolerance: float = 0.05) -> Replay:
     """Measure a line of the benchmark record again, and judge whether both agree.
 
@@ -1298,31 +806,9 @@ def bisect(
         >>> found.wrong is None, found.runs
         (True, 1)
     """
-    from mha_deploy.engine.build import twin_opener
-    from mha_deploy.runtime import RUNNERS
-    from mha_deploy.runtime import open_runner as open_graph
-    from mha_deploy.validation.fault import bisect_bundle, case_to_bisect, reference_for
-    from mha_deploy.validation.runtimes import RuntimeFinder
+    from mha_deploy.validation.fault import bisect
 
-    opened, report = _open(bundle), on_step or _silent
-    finder = RuntimeFinder(opened)
-    running = [] if backend in RUNNERS else finder.running_engines()
-    if backend is None and not running:
-        backend = finder.graphs()[0].name
-    open_model: Callable[[Any], Runner]
-    if backend in RUNNERS:
-        name, open_model = str(backend), partial(open_graph, str(backend))
-    else:
-        runtime = running[0] if backend is None else finder.named(backend)
-        if runtime.engine is None:
-            what = "Only an engine or a graph runtime can be bisected."
-            raise DeployError(what, got=backend, hint=", ".join(RUNNERS))
-        name, open_model = runtime.name, twin_opener(runtime.engine, opened)
-    report("reference", 0, 0)
-    trusted = reference_for(opened, case_to_bisect(opened), name)
-    found = bisect_bundle(opened, name, open_model, trusted.values, _without_count(report))
-    doubt = None if found.wrong is None else trusted.doubt
-    return structs.replace(found, reference=trusted.title, doubt=doubt)
+    return bisect(_open(bundle), backend, on_step or _silent)
 
 
 def self_test(
@@ -1354,35 +840,6 @@ def self_test(
 
 
 # -- From a model to a verdict in one call ---------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Deployment:
-    """What `deploy` made.
-
-    Args:
-        bundle: The bundle.
-        engine: The engine in it; None where none was asked for.
-        report: The validation of both.
-        candidates: The precisions that were tried, where they were compared.
-        chosen: The candidate that was kept.
-        why: Why it was chosen.
-    """
-
-    bundle: Bundle
-    engine: Engine | None
-    report: Report
-    candidates: tuple[PrecisionTrial, ...] = ()
-    chosen: PrecisionTrial | None = None
-    why: str = ""
-
-    def candidates_table(self) -> Table | None:
-        """The precisions that were tried, as a table; None where none were compared."""
-        if self.chosen is None:
-            return None
-        from mha_deploy.regression.candidates import candidates_table
-
-        return candidates_table(self.candidates, self.chosen)
 
 
 @_with_options(options_of(ExportOptions) | options_of(EngineOptions, *OF_DEPLOY))
@@ -1426,131 +883,27 @@ def deploy(
         >>> done.report.passed, done.engine
         (True, None)
     """
-    found, reached, report = load_model(model), on_result or (lambda result: None), on_step or _silent
-    exported: dict[str, Any] = {"weights": weights, "inputs": inputs, **options}
-    settings = EngineOptions(**{name: exported.pop(name) for name in OF_DEPLOY if name in exported})
-    precision, overwrite = exported.pop("precision", AUTO), exported.pop("overwrite", False)
-    _refuse_export(out, ExportOptions(precision=precision, overwrite=overwrite))
-    if candidates and (precision != AUTO or not engine):
-        what, got = "Candidates are engines in several precisions.", f"precision {precision}"
-        got += "" if engine else ", no engine"
-        raise DeployError(what, got=got, hint="precision auto, with an engine")
-    if engine:
-        _refuse_builder(settings, precision)
-    tried: dict[str, Any] = {}
-    if candidates is None and precision == AUTO and engine:
-        candidates = bool(gpus())
-    if candidates:
-        best = _best_candidate(found, Path(out), settings, latency=latency, report=report, **exported)
-        precision, settings, tried = best
-    from mha_deploy.validation.run import validate_bundle
+    from mha_deploy.exporter.entry import refuse_export
 
-    bundle = export(found, out, precision=precision, overwrite=overwrite, on_step=report, **exported)
-    reached(bundle)
-    if engine:
-        _refuse_unsupported(bundle, settings)
-    built: list[Engine] = []
+    found, exported = find_model(model), dict(options)
+    builder = EngineOptions(**{name: exported.pop(name) for name in OF_DEPLOY if name in exported})  # type: ignore[arg-type]
+    settings = ExportOptions(**exported)  # type: ignore[arg-type]
+    settings = replace(settings, **found.weight_options(weights, settings.prefix))
+    refuse_export(Path(out), settings)  # before anything heavy is imported
+    from mha_deploy.deployment import deploy_model
 
-    def build(graph: Any) -> None:
-        reached(graph)
-        built.append(build_engine(bundle, **vars(settings), on_step=report))
-        reached(built[0])
-
-    judged = ValidateOptions(
+    return deploy_model(
+        found,
+        Path(out),
+        settings,
+        builder if engine else None,
+        inputs=inputs or {},
         latency=latency,
-        require_fused=engine and not settings.allow_decomposed,
-        require_precision=engine,
         requirements=requirements,
+        candidates=candidates,
+        on_step=on_step or _silent,
+        on_result=on_result or (lambda result: None),
     )
-    record = validate_bundle(bundle, judged, build=build if engine else None, on_step=_without_count(report))
-    return Deployment(bundle=bundle, engine=next(iter(built), None), report=Report(record), **tried)
-
-
-def _refuse_unsupported(bundle: Bundle, settings: EngineOptions) -> None:
-    """Refuse attention that no kernel takes before the graph is validated."""
-    from mha_deploy.engine.engine import default_backend
-    from mha_deploy.engine.lowered import refuse_unsupported
-    from mha_deploy.graph.file import load_graph
-    from mha_deploy.runtime.tensorrt.versions import load
-
-    rt = load(settings.backend or default_backend())
-    refuse_unsupported(rt, load_graph(bundle.model_path), settings)
-
-
-def _best_candidate(
-    found: Model, out: Path, settings: EngineOptions, *, latency: bool | None, report: OnStep, **exported: Any
-) -> tuple[str, EngineOptions, dict[str, Any]]:
-    """Export, build and judge every candidate: the precision and the options of the best one, and all."""
-    from mha_deploy.engine.engine import default_backend
-    from mha_deploy.engine.lowered import candidates_for
-    from mha_deploy.regression.candidates import PrecisionTrial, choose, judge_trial
-    from mha_deploy.runtime.tensorrt.versions import load
-    from mha_deploy.validation.run import validate_bundle
-
-    rt = load(settings.backend or default_backend())
-    settings = _with_plugin_attention(rt, settings)
-    trials: list[PrecisionTrial] = []
-    options: dict[str, tuple[str, EngineOptions]] = {}
-    place = Path(os.path.realpath(out))
-    with temporary_folder(place) as folder:
-        for precision in _precisions_to_try(found, rt):
-            shown = "mixed" if precision == AUTO else precision
-            try:
-                report(f"candidate {shown}", len(trials), 0)
-                bundle = export(found, folder / shown, precision=precision, **exported)
-            except DeployError as error:
-                trials.append(PrecisionTrial(name=shown, precision=precision, refused=error.in_one_line))
-                continue
-            built = {}
-            for candidate in candidates_for(rt, settings, bundle.manifest.precision.name):
-                name = shown if candidate.name == "native" else f"{shown}, {candidate.name}"
-                applied = candidate.applied_to(settings)
-                try:
-                    report(f"candidate {name}", len(trials), 0)
-                    built[name] = build_engine(bundle, **vars(replace(applied, name=candidate.name)))
-                    options[name] = precision, applied
-                except DeployError as error:
-                    trials.append(PrecisionTrial(name=name, precision=precision, refused=error.in_one_line))
-            if built:
-                judged = validate_bundle(bundle, ValidateOptions(latency=latency, sweep=False))
-                trials += [judge_trial(name, precision, engine, judged) for name, engine in built.items()]
-    best, why = choose(trials)
-    return *options[best.name], {"candidates": tuple(trials), "chosen": best, "why": why}
-
-
-def _with_plugin_attention(rt: TensorRT, settings: EngineOptions) -> EngineOptions:
-    """The plugin's attention as a candidate, too, where its library is here and no other was requested."""
-    from mha_deploy.engine.plugins import PluginError, library_for
-
-    if settings.attention == "native" and settings.accumulate == AUTO and rt.can.plugins:
-        with suppress(PluginError):  # without the library there are only TensorRT's own kernels
-            library_for(rt.version)
-            return replace(settings, attention=AUTO)
-    return settings
-
-
-def _precisions_to_try(model: Model, rt: TensorRT) -> list[str]:
-    """The precisions of the candidates; an ONNX file has its types, and a catalog layer nothing to mix."""
-    if _is_onnx(model.source):
-        return [AUTO]
-    narrow = ["fp16", "bf16"] if rt.can.bf16_type else ["fp16"]
-    return narrow if model.is_layer else [*narrow, AUTO]
-
-
-def _refuse_builder(settings: EngineOptions, precision: str) -> None:
-    """Raise before an export what would prevent the build after it."""
-    from mha_deploy.engine.engine import default_backend
-    from mha_deploy.engine.lowered import PLUGIN, candidates_for
-    from mha_deploy.engine.plugins import library_for
-    from mha_deploy.runtime.tensorrt.builder import parse_targets
-    from mha_deploy.runtime.tensorrt.versions import load
-
-    parse_targets(settings.targets)
-    rt = load(settings.backend or default_backend())
-    # `auto` is FP16 but for what overflows.
-    candidates = candidates_for(rt, settings, "fp16" if precision in (AUTO, *EIGHT_BITS) else precision)
-    if any(candidate.attention == PLUGIN for candidate in candidates):
-        library_for(rt.version)
 
 
 # -- Upgrades --------------------------------------------------------------------------------------
@@ -1671,10 +1024,12 @@ def analyze(
         >>> analysis.cost.parameters
         2362368
     """
+    from mha_deploy.analysis.graph import analyze_at
     from mha_deploy.analysis.roofline import parse_peaks
+    from mha_deploy.exporter.entry import open_counted
 
-    spec, graph = _counted(model, axes)
-    return _analyze_at(spec, graph, at, precision, gpu if peak is None else parse_peaks(peak))
+    spec, graph = open_counted(model, axes)
+    return analyze_at(spec, graph, at, precision, gpu if peak is None else parse_peaks(peak))
 
 
 def propose_profiles(
@@ -1705,12 +1060,14 @@ def propose_profiles(
         >>> found.split, found.options
         (('S', 9), ['--profile B=1:1:1,S=7:8:9', '--profile B=1:1:1,S=60:64:64'])
     """
+    from mha_deploy.analysis.graph import analyze_at
     from mha_deploy.analysis.profiles import propose_profiles as propose
     from mha_deploy.analysis.roofline import parse_peaks
     from mha_deploy.bundle.samples import as_taken
+    from mha_deploy.exporter.entry import open_counted
     from mha_deploy.runtime.user_data import open_samples
 
-    spec, graph = _counted(model, axes)
+    spec, graph = open_counted(model, axes)
     peaks, width = gpu if peak is None else parse_peaks(peak), find_precision(precision)
     _, samples, _ = open_samples(data, spec)
     usual = spec.sizes("opt")  # of axes that are fixed, and so no dimension of an input
@@ -1720,47 +1077,13 @@ def propose_profiles(
 
     def seconds(sizes: Mapping[str, int]) -> float:
         text = ",".join(f"{name}={size}" for name, size in sizes.items())
-        return _analyze_at(spec, graph, text, precision, peaks).seconds
+        return analyze_at(spec, graph, text, precision, peaks).seconds
 
     return propose(found, seconds)
 
 
-def _counted(model: Any, axes: Axes | None) -> tuple[ModelSpec, Any]:
-    """What is known of a model whose work is counted, and its graph; None for a catalog layer."""
-    if isinstance(model, str | os.PathLike) and (Path(model) / MANIFEST).is_file():
-        model = open_folder(Path(model))
-    if isinstance(model, Bundle):
-        from mha_deploy.graph.file import load_graph
-
-        spec = model.manifest.spec
-        return spec, load_graph(model.model_path) if spec.layer is None else None
-    found = load_model(model, axes=axes)
-    if isinstance(found.source, AttentionSpec):
-        return found.source.model, None
-    if isinstance(found.source, str) and _is_onnx(found.source):
-        from mha_deploy.exporter.onnx_import import open_graph
-
-        return open_graph(Path(found.source), found.axes)
-    with needed("Your own model is exported to count its work, which needs PyTorch.", "export"):
-        from mha_deploy.exporter.exporter import open_graph as open_module
-    return open_module(found.source, found.axes)
-
-
-def _analyze_at(spec: ModelSpec, graph: Any, at: str | None, precision: str, peaks: Any) -> Any:
-    from mha_deploy.analysis.cost import USUAL, points_from_text
-    from mha_deploy.analysis.graph import analyze_graph
-    from mha_deploy.analysis.roofline import analyze_layer
-
-    if spec.layer is None:
-        sizes = spec.sizes("opt") if at in (None, USUAL) else spec.parse_sizes(str(at))
-        return analyze_graph(spec.name, graph, sizes, precision, peaks)
-    point = points_from_text(spec, at or USUAL)[-1]
-    lengths = None if point.past is None else [point.past] * point.sizes["B"]
-    return analyze_layer(spec.layer, point.sizes, precision, peaks, lengths=lengths)
-
-
 def compare_heads(
-    model: str | os.PathLike[str] | Model | AttentionSpec | Deployable | nn.Module | Bundle,
+    model: AnySource | Bundle,
     *,
     at: str | None = None,
     inputs: StrPath | None = None,
@@ -1794,11 +1117,10 @@ def compare_heads(
         >>> md.compare_heads("tiny-mha").matrix.shape
         (4, 4)
     """
-    from mha_deploy.analysis.cost import USUAL, key_length, points_from_text
-    from mha_deploy.analysis.similarity import head_similarity, random_feeds, read_inputs
+    from mha_deploy.validation.heads import compare_bundle_heads, compare_layer_heads
 
     if isinstance(model, Bundle):
-        return _compare_heads_of_bundle(model, attention)
+        return compare_bundle_heads(model, attention)
     found = load_model(model, example_inputs=example_inputs, axes=axes)
     if not isinstance(found.source, AttentionSpec):
         if inputs is not None:
@@ -1807,69 +1129,13 @@ def compare_heads(
         with scratch_folder() as folder:
             options: ExportKeywords = {"precision": "fp32", "golden": (at or "opt",), "seed": seed}
             options["prefix"] = prefix
-            made = export(found, folder / "bundle", weights=weights, **options)
-            return _compare_heads_of_bundle(made, attention)
+            return compare_bundle_heads(
+                export(found, folder / "bundle", weights=weights, **options), attention
+            )
     if attention is not None:
         raise DeployError("A catalog layer has one attention.", got=attention, hint="leave it out")
-    spec = found.source
-    sizes = points_from_text(spec.model, at or USUAL)[-1].sizes
-    if spec.cache != "none":  # the heads of the whole sequence that the KV cache comes from
-        sizes = {"B": sizes["B"], "S": key_length(spec, sizes)}
-        spec = spec.without_cache()
-    feeds = random_feeds(spec, sizes, seed) if inputs is None else read_inputs(Path(inputs), spec)
-    return head_similarity(spec, feeds, seed=seed, **_weight_options(found, weights, prefix))
-
-
-def _compare_heads_of_bundle(bundle: Bundle, attention: str | None) -> HeadSimilarity:
-    """Compare the heads of every attention in the graph of a bundle, on its first golden case."""
-    from mha_deploy import runtime
-    from mha_deploy.analysis.similarity import similarity_from_heads
-    from mha_deploy.bundle.cases import golden_cases
-    from mha_deploy.graph.attention_node import by_head, is_attention, read_attention
-    from mha_deploy.graph.file import load_graph, with_outputs
-
-    model = load_graph(bundle.model_path)
-    nodes = {str(node.name): node for node in model.graph if is_attention(node)}
-    if not nodes or attention not in (None, *nodes):
-        wrong = attention or f"{bundle.manifest.spec.name} has no Attention node"
-        hint = nearest(wrong, nodes) if nodes else "a bundle with attention"
-        raise DeployError("There is no such attention.", got=wrong, hint=hint)
-    outputs = {name: str(node.outputs[0].name) for name, node in nodes.items()}
-    backend = runtime.available_cpu_backend(bundle.manifest.precision)
-    with runtime.open_runner(backend, with_outputs(model, outputs.values())) as runner:
-        got = runner.run(next(iter(golden_cases(bundle))).inputs)
-    found = {}
-    for name, node in nodes.items():
-        heads = by_head(got[outputs[name]], read_attention(node).Hq).swapaxes(1, 2)  # [B, S, Hq, D]
-        found[name] = similarity_from_heads(heads.reshape(-1, *heads.shape[2:]))
-    shown = attention or next(iter(found))
-    others = {name: each.redundancy for name, each in found.items() if name != shown}
-    return replace(found[shown], attention=shown, others=others)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Inspection:
-    """What is in a bundle, an engine or an ONNX file.
-
-    Args:
-        path: The folder or file.
-        bundle: The bundle, if it is one; every hash was compared.
-        verified: Whether its manifest was compared with its graph, too.
-        engines: The engines of the bundle, or the engine itself.
-        misfits: Of an engine: why it cannot run on this machine.
-        attention: Of an ONNX file: its attention nodes.
-        foreign: Of an ONNX file: domains of operators that are not ONNX's. No engine is built of them.
-        unfused: Of an ONNX file: its attentions that are not `Attention` nodes.
-    """
-
-    path: Path
-    bundle: Bundle | None = None
-    verified: bool = False
-    engines: tuple[Engine, ...] = ()
-    misfits: tuple[str, ...] = ()
-    attention: tuple[Mapping[str, Any], ...] = ()
-    foreign: tuple[str, ...] = ()
-    unfused: tuple[str, ...] = ()
+    file = None if inputs is None else Path(inputs)
+    return compare_layer_heads(found.source, at, file, seed=seed, **found.weight_options(weights, prefix))
 
 
 def inspect(path: StrPath, *, verify: bool = False) -> Inspection:
@@ -1887,33 +1153,9 @@ def inspect(path: StrPath, *, verify: bool = False) -> Inspection:
         >>> [node["kind"] for node in md.inspect("out/tiny/model.onnx").attention]
         ['MHA']
     """
-    path = Path(path)
-    if path.suffix == ".onnx":
-        from mha_deploy.graph.attention_node import attention_nodes
-        from mha_deploy.graph.file import foreign_domains, load_graph
+    from mha_deploy.engine.inspection import inspect_path
 
-        graph = load_graph(path)
-        nodes = tuple(node.describe() for node in attention_nodes(graph))
-        foreign = tuple(foreign_domains(graph))
-        left = () if foreign else tuple(_unfused(graph))
-        return Inspection(path=path, attention=nodes, foreign=foreign, unfused=left)
-    if path.suffix != ".engine":
-        bundle, engines = open_bundle(path) if verify else open_folder(path), []
-        if any(path.glob("*/*.engine")):  # else there is no need to load what reads them
-            from mha_deploy.engine.engine import engines_of
-
-            engines = engines_of(path)
-        for engine in engines:
-            engine.check_bundle(path)
-        return Inspection(path=path, bundle=bundle, verified=verify, engines=tuple(engines))
-    from mha_deploy.engine.engine import reasons_not_to_run
-
-    engine = open_engine(path)
-    folder = path.resolve().parent.parent
-    if (folder / MANIFEST).is_file():
-        engine.check_bundle(folder)
-    misfits = tuple(reasons_not_to_run(engine, import_tensorrt=False))
-    return Inspection(path=path, engines=(engine,), misfits=misfits)
+    return inspect_path(Path(path), verify=verify)
 
 
 # -- This machine ----------------------------------------------------------------------------------
@@ -1993,18 +1235,9 @@ def plugins() -> dict[str, Any]:
         >>> sorted(md.plugins())
         ['libraries', 'places']
     """
-    from mha_deploy.engine.plugins import PluginError, candidates, major, places
+    from mha_deploy.engine.plugins import describe_libraries
 
-    names = next(runtime.packages for runtime in RUNTIMES if runtime.module == "tensorrt")
-    here = next((version for version in map(installed_version, names) if version), None)
-    libraries: list[dict[str, Any]] = []
-    for path, library in candidates():
-        if isinstance(library, PluginError):
-            libraries.append({"path": str(path), "problem": library.in_one_line, "fits": False})
-            continue
-        fits = here is not None and major(here) == major(library.tensorrt)
-        libraries.append({**library.to_dict(), "problem": None, "tensorrt_here": here, "fits": fits})
-    return {"places": [str(place) for place in places()], "libraries": libraries}
+    return describe_libraries()
 
 
 def find_plugin(backend: str = "tensorrt") -> PluginLibrary:
@@ -2117,23 +1350,9 @@ def _without_count(on_step: OnStep | None) -> Callable[[str], None]:
     return lambda name: (on_step or _silent)(name, 0, 0)
 
 
-def _is_onnx(source: object) -> bool:
-    return isinstance(source, str) and source.lower().endswith(".onnx")
-
-
 def _open(bundle: Bundle | StrPath) -> Bundle:
     return bundle if isinstance(bundle, Bundle) else open_bundle(bundle)
 
 
-def _range_text(sizes: AxisRange) -> str:
-    return ":".join(map(str, sizes)) if isinstance(sizes, tuple | list) else str(sizes)
-
-
 def _profile_text(ranges: Axes) -> str:
-    return ",".join(f"{axis}={_range_text(sizes)}" for axis, sizes in ranges.items())
-
-
-def _describe(model: object) -> str:
-    if isinstance(model, Model):
-        return model.name
-    return model if isinstance(model, str) else type(model).__name__
+    return ",".join(f"{axis}={range_text(sizes)}" for axis, sizes in ranges.items())

@@ -14,6 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
+from mha_deploy.errors import DeployError
+
 if TYPE_CHECKING:
     from mha_deploy.model.spec import Axis
 
@@ -403,6 +405,39 @@ class ValidateKeywords(TimedKeywords, total=False):
     clients: Sequence[int]
     requests: int
     timeout_s: float
+
+
+_ABOUT_DATA = ("metric", "data_limit", "logits", "source", "resume")
+_OF_THIS_MACHINE = (
+    "backends",
+    "engine",
+    "latency",
+    "sweep",
+    "layers",
+    "conformance",
+    "kernels",
+    "graphs",
+    "engine_files",
+    "require_fused",
+    "require_precision",
+)
+
+
+def refuse_contradictions(options: ValidateOptions, *, has_runners: bool) -> None:
+    """Refuse options of a validation that ask for nothing without others, or for two things at once."""
+    if options.data is None and (more := [name for name in _ABOUT_DATA if getattr(options, name)]):
+        what, hint = "These are about data, and there is none.", "give the samples, too: --data, or data="
+        raise DeployError(what, got=", ".join(more), hint=hint)
+    if options.names and not (options.graphs or options.engine_files or has_runners):
+        what, hint = "There is nothing whose names could be mapped.", "with graphs, engine_files or runners"
+        raise DeployError(what, got=options.names, hint=hint)
+    if options.url is None:
+        return
+    local = [name for name in _OF_THIS_MACHINE if getattr(options, name)]
+    local += ["data"] * (options.data is not None) + ["runners"] * has_runners
+    if local:
+        what, got = "A server is judged in place of the runtimes of this machine.", ", ".join(local)
+        raise DeployError(what, got=f"{options.url} and {got}", hint="one of them at a time")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,9 @@ FILES = {
     for path in sorted(PACKAGE.rglob("*.py"))
 }
 TORCH_PACKAGES = ("mha_deploy.reference", "mha_deploy.exporter", "mha_deploy.baselines")
-TORCH_FREE = {"mha_deploy.exporter", "mha_deploy.exporter.flow", "mha_deploy.baselines"}
+TORCH_FREE = {"mha_deploy.exporter", "mha_deploy.baselines"} | {
+    f"mha_deploy.exporter.{name}" for name in ("entry", "flow", "fusion")
+}
 EXPORT_SIDE = {name for name in FILES if name.startswith(TORCH_PACKAGES)} - TORCH_FREE
 DEPLOY_SIDE = [name for name in FILES if name not in EXPORT_SIDE]
 
@@ -342,6 +344,8 @@ ORDER = (
     "serving",
     "report",
     "regression",
+    "results",
+    "deployment",
     "api",
     "cli",
 )

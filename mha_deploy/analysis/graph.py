@@ -10,12 +10,19 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 
-from mha_deploy.analysis.cost import StageCost, cost_of
-from mha_deploy.analysis.roofline import GpuPeaks, Roofline, find_peaks, roofline_bound
+from mha_deploy.analysis.cost import USUAL, StageCost, cost_of, points_from_text
+from mha_deploy.analysis.roofline import (
+    Analysis,
+    GpuPeaks,
+    Roofline,
+    analyze_layer,
+    find_peaks,
+    roofline_bound,
+)
 from mha_deploy.errors import DeployError, SpecError
 from mha_deploy.graph.ir import light_proto
 from mha_deploy.model.precision import find_precision
-from mha_deploy.model.spec import Sizes, size_of
+from mha_deploy.model.spec import ModelSpec, Sizes, size_of
 
 # What is multiplied; all other nodes are taken to be fused into these, so the bound stays one.
 _GEMMS = ("MatMul", "Gemm", "Einsum", "Conv", "MatMulInteger", "ConvInteger", "FusedMatMul")
@@ -34,6 +41,20 @@ class GraphAnalysis(Roofline):
         """Plain data for JSON; times in seconds, sizes in bytes."""
         rest = {"other_nodes": self.others, "unknown_nodes": list(self.unknown)}
         return {"model": self.name, **self.plain(), **rest}
+
+
+def analyze_at(
+    spec: ModelSpec, graph: ir.Model | None, at: str | None, precision: str, gpu: str | GpuPeaks
+) -> Analysis | GraphAnalysis:
+    """The roofline at sizes as a user names them: of a catalog layer, or of a graph."""
+    if spec.layer is None and graph is not None:
+        sizes = spec.sizes("opt") if at in (None, USUAL) else spec.parse_sizes(str(at))
+        return analyze_graph(spec.name, graph, sizes, precision, gpu)
+    if spec.layer is None:
+        raise DeployError("There is no graph to count.", got=spec.name, hint="a bundle, or an ONNX file")
+    point = points_from_text(spec, at or USUAL)[-1]
+    lengths = None if point.past is None else [point.past] * point.sizes["B"]
+    return analyze_layer(spec.layer, point.sizes, precision, gpu, lengths=lengths)
 
 
 def analyze_graph(

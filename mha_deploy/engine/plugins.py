@@ -21,6 +21,7 @@ import msgspec
 
 from mha_deploy import __version__
 from mha_deploy.bundle.folder import sha256
+from mha_deploy.environment import RUNTIMES, installed_version
 from mha_deploy.errors import BackendUnavailable
 from mha_deploy.files import read_regular
 from mha_deploy.output import temporary_folder, write_file
@@ -130,6 +131,20 @@ def build_folder() -> Path:
 
 
 # -- The plugin libraries of this machine, and the one that fits a TensorRT ------------------------
+
+
+def describe_libraries() -> dict[str, Any]:
+    """The places that are searched, and the libraries there, as plain data; see `md.plugins`."""
+    names = next(runtime.packages for runtime in RUNTIMES if runtime.module == "tensorrt")
+    here = next((version for version in map(installed_version, names) if version), None)
+    libraries: list[dict[str, Any]] = []
+    for path, library in candidates():
+        if isinstance(library, PluginError):
+            libraries.append({"path": str(path), "problem": library.in_one_line, "fits": False})
+            continue
+        fits = here is not None and major(here) == major(library.tensorrt)
+        libraries.append({**library.to_dict(), "problem": None, "tensorrt_here": here, "fits": fits})
+    return {"places": [str(place) for place in places()], "libraries": libraries}
 
 
 def candidates() -> list[tuple[Path, PluginLibrary | PluginError]]:

@@ -1,1 +1,1 @@
-"""From a model to a bundle. Only `flow` and `onnx_import` can be imported without PyTorch."""
+"""From a model to a bundle. `entry`, `flow`, `fusion` and the import of ONNX files need no PyTorch."""

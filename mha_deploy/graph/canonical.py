@@ -10,7 +10,7 @@ import msgspec
 import onnx
 import onnx_ir as ir
 
-from mha_deploy.bundle.folder import Bundle
+from mha_deploy.bundle.folder import Bundle, open_bundle
 from mha_deploy.errors import BundleError, ExportError
 from mha_deploy.graph import attention_node as an
 from mha_deploy.graph.attention_node import attention_nodes, is_attention, short_dtype
@@ -182,6 +182,13 @@ def check_interface(model: ir.Model, spec: ModelSpec, precision: Precision) -> N
 
 
 # -- The manifest of a bundle: what the graph says is derived, not believed --------------------------
+
+
+def open_checked(path: Path) -> Bundle:
+    """Open a bundle whose files have the hashes of its manifest, and whose manifest describes its graph."""
+    bundle = open_bundle(path)
+    check_graph(bundle)
+    return bundle
 
 
 def check_graph(bundle: Bundle) -> ir.Model:

@@ -16,11 +16,12 @@ import onnx
 import onnx_ir as ir
 from onnx import AttributeProto, FunctionProto, GraphProto, NodeProto, TensorProto, TypeProto
 
-from mha_deploy.errors import DeployError
+from mha_deploy.errors import DeployError, way_to_write
 from mha_deploy.files import read_regular
 from mha_deploy.graph.attention_node import attention_nodes
 from mha_deploy.graph.ir import infer_shapes
 from mha_deploy.graph.valid import has_sparse_tensors, normalize, refusal, write_out_sparse_tensors
+from mha_deploy.output import commit_files, make_folder, temporary_folder
 from mha_deploy.text import printable
 
 # -- Refuse a model that no exporter writes, before any code works on it ---------------------------
@@ -544,6 +545,18 @@ def save_graph(model: ir.Model, path: Path) -> None:
         if isinstance(tensor := attribute.as_tensor(), ir.ExternalTensor):
             node.attributes.add(ir.AttrTensor(attribute.name, _in_memory(tensor)))
     ir.save(copy, path, external_data=external)
+
+
+def commit_graph(model: ir.Model, output: Path) -> None:
+    """Write beside the place and rename, all files or none; the graph last: it must not lack its weights."""
+    try:
+        with temporary_folder(output) as folder:
+            make_folder(folder / "new", within=folder)
+            save_graph(model, folder / "new" / output.name)
+            commit_files(folder / "new", output)
+    except OSError as error:
+        hint = way_to_write(error)
+        raise DeployError("The output cannot be written.", got=f"{output}: {error}", hint=hint) from error
 
 
 def _in_memory(tensor: ir.ExternalTensor) -> ir.TensorProtocol:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, NamedTuple
 
 import numpy as np
@@ -26,6 +27,7 @@ from mha_deploy.bundle.cases import (
     unpack_baselines,
 )
 from mha_deploy.bundle.folder import Bundle
+from mha_deploy.engine.build import twin_opener
 from mha_deploy.environment import can_import
 from mha_deploy.errors import BundleError, DeployError
 from mha_deploy.graph.file import load_graph, value_named, with_outputs
@@ -33,9 +35,10 @@ from mha_deploy.graph.ir import nodes_behind
 from mha_deploy.graph.upcast import float32_twin, unfused_twin
 from mha_deploy.judge import Accumulation, OutputVerdict, ParityReport
 from mha_deploy.model.precision import Precision
-from mha_deploy.runtime import available_cpu_backend, open_runner
+from mha_deploy.runtime import RUNNERS, available_cpu_backend, open_runner
 from mha_deploy.runtime.runner import Arrays, Runner
 from mha_deploy.status import Kind, Outcome, Reason, Word, derive, means
+from mha_deploy.validation.runtimes import RuntimeFinder
 
 OpenModel = Callable[[ir.Model], Runner]
 
@@ -250,6 +253,28 @@ class Bisection(Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         derive(self, outcome=Outcome.passing(self.wrong is None))
+
+
+def bisect(bundle: Bundle, backend: str | None, on_step: Callable[[str, int, int], None]) -> Bisection:
+    """Find where a runtime, by default the first engine that runs here, leaves the oracle."""
+    finder = RuntimeFinder(bundle)
+    running = [] if backend in RUNNERS else finder.running_engines()
+    if backend is None and not running:
+        backend = finder.graphs()[0].name
+    open_model: OpenModel
+    if backend in RUNNERS:
+        name, open_model = str(backend), partial(open_runner, str(backend))
+    else:
+        runtime = running[0] if backend is None else finder.named(backend)
+        if runtime.engine is None:
+            what = "Only an engine or a graph runtime can be bisected."
+            raise DeployError(what, got=backend, hint=", ".join(RUNNERS))
+        name, open_model = runtime.name, twin_opener(runtime.engine, bundle)
+    on_step("reference", 0, 0)
+    trusted = reference_for(bundle, case_to_bisect(bundle), name)
+    found = bisect_bundle(bundle, name, open_model, trusted.values, lambda step: on_step(step, 0, 0))
+    doubt = None if found.wrong is None else trusted.doubt
+    return structs.replace(found, reference=trusted.title, doubt=doubt)
 
 
 def bisect_bundle(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
@@ -9,18 +10,30 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 
 from mha_deploy.bundle.cases import GoldenCase
 from mha_deploy.bundle.folder import Bundle, open_bundle
-from mha_deploy.engine.engine import Engine, engines_of, open_engine_runner, reasons_not_to_run
+from mha_deploy.engine.engine import (
+    Engine,
+    engines_of,
+    open_engine,
+    open_engine_runner,
+    reasons_not_to_run,
+)
 from mha_deploy.environment import can_import
 from mha_deploy.errors import BackendUnavailable, DeployError, nearest
+from mha_deploy.graph.canonical import open_checked
+from mha_deploy.graph.file import graph_from_proto, load_graph
 from mha_deploy.judge import Accumulation
 from mha_deploy.model.precision import Precision
+from mha_deploy.model.source import describe
 from mha_deploy.runtime import RUNNERS, available_cpu_backend, child, open_runner
 from mha_deploy.runtime.cuda import find_gpu
 from mha_deploy.runtime.gpu import GpuRunner
+from mha_deploy.runtime.kserve import ServerRunner, is_server_url
+from mha_deploy.runtime.polygraphy import PolygraphyRunner, is_polygraphy_runner
 from mha_deploy.runtime.runner import Arrays, Runner
 from mha_deploy.runtime.tensorrt.versions import LEAN, MODULES
 from mha_deploy.runtime.timing import KernelTime
@@ -277,3 +290,31 @@ def _torch_models(bundle: Path) -> Any:
     from mha_deploy.baselines.torch import models_of
 
     return models_of(open_bundle(bundle))
+
+
+def open_any_runner(model: Any, backend: str | None) -> Runner:
+    """Load whatever can be run: an engine, a bundle, an ONNX model, a server; see `md.open_runner`."""
+    if isinstance(model, str) and is_server_url(model):
+        model = ServerRunner(model)
+    if isinstance(model, str | os.PathLike):
+        model = Path(model)
+        model = open_engine(model) if model.suffix == ".engine" else model
+    if isinstance(model, Runner | Engine) or is_polygraphy_runner(model):
+        if backend is not None:
+            what = "The backend of a runner or an engine cannot be chosen."
+            raise DeployError(what, got=backend, hint="leave it out")
+        if isinstance(model, Runner):
+            return model
+        return open_engine_runner(model) if isinstance(model, Engine) else PolygraphyRunner(model)
+    if isinstance(model, Bundle) or (isinstance(model, Path) and model.suffix != ".onnx"):
+        opened = model if isinstance(model, Bundle) else open_checked(model)
+        return RuntimeFinder(opened).named(backend or available_cpu_backend(opened.manifest.precision)).open()
+    graph = graph_from_proto(model) if isinstance(model, onnx.ModelProto) else model
+    graph = load_graph(graph) if isinstance(graph, Path) else graph
+    if not isinstance(graph, ir.Model):
+        hint = "an engine, a bundle, an ONNX model, or a Polygraphy runner"
+        raise DeployError("This cannot be run.", got=describe(model), hint=hint)
+    if backend is None:
+        has_bf16 = any(value.dtype == ir.DataType.BFLOAT16 for value in graph.graph.inputs)
+        backend = "ort-cpu" if can_import("onnxruntime") and not has_bf16 else "onnx-reference"
+    return open_runner(backend, model if isinstance(model, Path) else graph)

@@ -32,9 +32,9 @@ def test_a_library_is_listed_with_its_plugins(run_cli, folder):
 
 def test_the_list_reports_whether_a_library_fits_tensorrt(run_cli, folder, monkeypatch):
     write_library(folder)
-    monkeypatch.setattr("mha_deploy.api.installed_version", lambda package: "10.16.1")
+    monkeypatch.setattr("mha_deploy.engine.plugins.installed_version", lambda package: "10.16.1")
     assert "does not fit TensorRT 10.16.1 here" in run_cli("plugins", "list").out
-    monkeypatch.setattr("mha_deploy.api.installed_version", lambda package: "8.6.1")
+    monkeypatch.setattr("mha_deploy.engine.plugins.installed_version", lambda package: "8.6.1")
     (library,) = json.loads(run_cli("plugins", "list", "--json").out)["libraries"]
     assert library["fits"] is True
     assert library["tensorrt_here"] == "8.6.1"

@@ -5,7 +5,7 @@ import json
 import pytest
 
 import mha_deploy as md
-from mha_deploy.regression.candidates import PrecisionTrial, candidates_table, choose
+from mha_deploy.deployment import PrecisionTrial, candidates_table, choose
 
 
 def trial(name, error=1e-3, p50=None, fused=(1, 1), refused=""):

@@ -1,0 +1,307 @@
+"""From a model to a verdict: export, engine and validation in one call, and the choice among precisions."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mha_deploy.bundle.folder import Bundle, open_bundle
+from mha_deploy.engine.build import engine_from_bundle, refitted_engine, refuse_fixed_weights
+from mha_deploy.engine.engine import Engine, default_backend, reasons_not_to_run
+from mha_deploy.engine.lowered import PLUGIN, candidates_for, refuse_unsupported
+from mha_deploy.engine.plugins import PluginError, library_for
+from mha_deploy.environment import gpus
+from mha_deploy.errors import DeployError
+from mha_deploy.exporter.entry import export_model
+from mha_deploy.graph.file import load_graph
+from mha_deploy.model.precision import EIGHT_BITS
+from mha_deploy.model.source import Model, find_model, is_onnx_file
+from mha_deploy.options import AUTO, EngineOptions, ExportOptions, ValidateOptions
+from mha_deploy.output import temporary_folder
+from mha_deploy.report.table import Cell, RawRow, Table, number, share_cell, table
+from mha_deploy.results import Report
+from mha_deploy.runtime.child import isolation
+from mha_deploy.runtime.tensorrt.builder import parse_targets
+from mha_deploy.runtime.tensorrt.versions import TensorRT, load
+from mha_deploy.text import error as error_text
+from mha_deploy.validation.run import validate_bundle
+from mha_deploy.validation.verdict import Validation
+
+OnStep = Callable[[str, int, int], None]
+
+NEAR = 1.05
+"""Latencies within this factor of the fastest count as equal; the smaller error decides."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionTrial:
+    """One candidate and its result."""
+
+    name: str  # the precision, and the accumulation of the plugin where it is used
+    precision: str
+    refused: str = ""  # why; empty where it is right
+    share: float | None = None  # largest share of its error budget
+    error: float | None = None  # largest relative L2 error against the FP64 oracle
+    p50: float | None = None  # of the first point that was timed, µs
+    fused: tuple[int, int] | None = None  # attentions that are fused, of how many
+    ran: bool = False  # else the errors are those of its graph
+
+    @property
+    def unfused(self) -> int:
+        """How many attentions are not fused."""
+        return 0 if self.fused is None else self.fused[1] - self.fused[0]
+
+    def beats(self, other: PrecisionTrial) -> bool:
+        """Whether it is nowhere worse than another candidate, and better in something."""
+        mine, theirs = ((each.unfused, each.error or 0.0, each.p50 or 0.0) for each in (self, other))
+        return mine != theirs and all(a <= b for a, b in zip(mine, theirs, strict=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deployment:
+    """What `deploy` made.
+
+    Args:
+        bundle: The bundle.
+        engine: The engine in it; None where none was asked for.
+        report: The validation of both.
+        candidates: The precisions that were tried, where they were compared.
+        chosen: The candidate that was kept.
+        why: Why it was chosen.
+    """
+
+    bundle: Bundle
+    engine: Engine | None
+    report: Report
+    candidates: tuple[PrecisionTrial, ...] = ()
+    chosen: PrecisionTrial | None = None
+    why: str = ""
+
+    def candidates_table(self) -> Table | None:
+        """The precisions that were tried, as a table; None where none were compared."""
+        return None if self.chosen is None else candidates_table(self.candidates, self.chosen)
+
+
+def deploy_model(
+    model: Model,
+    out: Path,
+    export: ExportOptions,
+    engine: EngineOptions | None,
+    *,
+    inputs: Mapping[str, Any],
+    latency: bool | None,
+    requirements: Any,
+    candidates: bool | None,
+    on_step: OnStep,
+    on_result: Callable[[Any], None],
+) -> Deployment:
+    """Export a model, build an engine once its graph is right, and validate both; see `md.deploy`."""
+    if candidates and (export.precision != AUTO or engine is None):
+        what, got = "Candidates are engines in several precisions.", f"precision {export.precision}"
+        got += "" if engine else ", no engine"
+        raise DeployError(what, got=got, hint="precision auto, with an engine")
+    tried: dict[str, Any] = {}
+    if engine is not None:
+        _refuse_builder(engine, export.precision)
+        if candidates is None and export.precision == AUTO:
+            candidates = bool(gpus())
+        if candidates:
+            given: dict[str, Any] = {"inputs": inputs, "latency": latency, "on_step": on_step}
+            precision, engine, tried = _best_candidate(model, out, export, engine, **given)
+            export = replace(export, precision=precision)
+    bundle = export_model(model, out, export, inputs, on_step)
+    on_result(bundle)
+    if engine is not None:  # before its graph is validated: attention that no kernel takes
+        refuse_unsupported(load(engine.backend or default_backend()), load_graph(bundle.model_path), engine)
+    built: list[Engine] = []
+
+    def build(graph: Any) -> None:
+        on_result(graph)
+        on_step("lower, parse and build", 0, 0)
+        built.append(engine_from_bundle(bundle, engine, on_step))
+        on_result(built[0])
+
+    judged = ValidateOptions(
+        latency=latency,
+        require_fused=engine is not None and not engine.allow_decomposed,
+        require_precision=engine is not None,
+        requirements=requirements,
+    )
+    steps: dict[str, Any] = {"build": build if engine else None, "on_step": lambda name: on_step(name, 0, 0)}
+    report = Report(validate_bundle(bundle, judged, **steps))
+    return Deployment(bundle=bundle, engine=next(iter(built), None), report=report, **tried)
+
+
+def refit_bundle(
+    engine: Engine,
+    weights: Path,
+    out: Path,
+    options: ExportOptions,
+    *,
+    latency: bool | None,
+    on_step: OnStep,
+) -> Deployment:
+    """Export the model of an engine with other weights, and put them into the engine; see `md.refit`."""
+    old = open_bundle(engine.path.resolve().parent.parent)
+    refuse_fixed_weights(engine)  # before the export
+    spec = old.manifest.spec
+    options = replace(options, precision=AUTO if spec.mixed else old.manifest.precision.name)
+    ranges = {name: str(axis) for name, axis in spec.axes.items()}
+    if spec.layer is not None:
+        model = find_model(spec.layer)
+    elif spec.factory:
+        isolation.refuse_untrusted(spec.factory)
+        model = find_model(spec.factory, axes=ranges)
+    elif is_onnx_file(str(weights)):
+        model = find_model(str(weights), axes=ranges)
+    else:
+        problem = f"{spec.name} was not made by a factory: nothing here can give it other weights."
+        raise DeployError(problem, got=weights, hint="--weights model.onnx, the file with other weights")
+    if model.onnx_file is None:
+        options = replace(options, **model.weight_options(weights, options.prefix))
+    bundle = export_model(model, out, options, {}, on_step)
+    on_step("replace the weights of the engine", 0, 0)
+    made = refitted_engine(engine, old, bundle)
+    judged = ValidateOptions(latency=latency)
+    report = validate_bundle(bundle, judged, on_step=lambda name: on_step(name, 0, 0))
+    return Deployment(bundle=bundle, engine=made, report=Report(report))
+
+
+def _refuse_builder(options: EngineOptions, precision: str) -> None:
+    """Raise before an export what would prevent the build after it."""
+    parse_targets(options.targets)
+    rt = load(options.backend or default_backend())
+    # `auto` is FP16 but for what overflows.
+    candidates = candidates_for(rt, options, "fp16" if precision in (AUTO, *EIGHT_BITS) else precision)
+    if any(candidate.attention == PLUGIN for candidate in candidates):
+        library_for(rt.version)
+
+
+# -- The choice among precisions -------------------------------------------------------------------
+
+
+def _best_candidate(
+    model: Model,
+    out: Path,
+    export: ExportOptions,
+    engine: EngineOptions,
+    *,
+    inputs: Mapping[str, Any],
+    latency: bool | None,
+    on_step: OnStep,
+) -> tuple[str, EngineOptions, dict[str, Any]]:
+    """Export, build and judge every candidate: the precision and the options of the best one, and all."""
+    rt = load(engine.backend or default_backend())
+    engine = _with_plugin_attention(rt, engine)
+    trials: list[PrecisionTrial] = []
+    options: dict[str, tuple[str, EngineOptions]] = {}
+    with temporary_folder(Path(os.path.realpath(out))) as folder:
+        for precision in _precisions_to_try(model, rt):
+            shown = "mixed" if precision == AUTO else precision
+            try:
+                on_step(f"candidate {shown}", len(trials), 0)
+                settings = replace(export, precision=precision)
+                bundle = export_model(model, folder / shown, settings, inputs, _silent)
+            except DeployError as error:
+                trials.append(PrecisionTrial(name=shown, precision=precision, refused=error.in_one_line))
+                continue
+            built = {}
+            for candidate in candidates_for(rt, engine, bundle.manifest.precision.name):
+                name = shown if candidate.name == "native" else f"{shown}, {candidate.name}"
+                applied = candidate.applied_to(engine)
+                try:
+                    on_step(f"candidate {name}", len(trials), 0)
+                    built[name] = engine_from_bundle(bundle, replace(applied, name=candidate.name))
+                    options[name] = precision, applied
+                except DeployError as error:
+                    trials.append(PrecisionTrial(name=name, precision=precision, refused=error.in_one_line))
+            if built:
+                judged = validate_bundle(bundle, ValidateOptions(latency=latency, sweep=False))
+                trials += [judge_trial(name, precision, each, judged) for name, each in built.items()]
+    best, why = choose(trials)
+    return *options[best.name], {"candidates": tuple(trials), "chosen": best, "why": why}
+
+
+def _silent(name: str, number: int, count: int) -> None:
+    """Report no progress."""
+
+
+def _with_plugin_attention(rt: TensorRT, options: EngineOptions) -> EngineOptions:
+    """The plugin's attention as a candidate, too, where its library is here and no other was requested."""
+    if options.attention == "native" and options.accumulate == AUTO and rt.can.plugins:
+        with suppress(PluginError):  # without the library there are only TensorRT's own kernels
+            library_for(rt.version)
+            return replace(options, attention=AUTO)
+    return options
+
+
+def _precisions_to_try(model: Model, rt: TensorRT) -> list[str]:
+    """The precisions of the candidates; an ONNX file has its types, and a catalog layer nothing to mix."""
+    if model.onnx_file is not None:
+        return [AUTO]
+    narrow = ["fp16", "bf16"] if rt.can.bf16_type else ["fp16"]
+    return narrow if model.is_layer else [*narrow, AUTO]
+
+
+def judge_trial(name: str, precision: str, engine: Engine, report: Validation) -> PrecisionTrial:
+    """The result of a candidate from the validation of its bundle."""
+    stem, found = engine.path.stem, report.evaluations
+    mine = [each for each in found if each.runtime.engine is not None and each.runtime.name == stem]
+    judged, refused = mine or [each for each in found if each.runtime.engine is None], ""
+    if not mine and not reasons_not_to_run(engine):
+        refused = "the engine fits this machine and did not run"
+    elif not judged or not all(each.is_right for each in judged):
+        refused = "wrong results" if judged else "nothing was judged"
+    rows = [row for point in report.points for row in point.rows if row.name == stem]
+    verdicts = [verdict for each in judged for run in each.parity for verdict in run.verdicts]
+    errors = [verdict.deviation.relative_l2 for verdict in verdicts if verdict.deviation is not None]
+    return PrecisionTrial(
+        name=name,
+        precision=precision,
+        refused=refused,
+        share=max((each.share for each in judged if each.share is not None), default=None),
+        error=max(errors, default=None),
+        p50=next((row.timing.p50 for row in rows if row.timing is not None), None),
+        fused=engine.manifest.fused_count,
+        ran=bool(mine),
+    )
+
+
+def choose(trials: Sequence[PrecisionTrial]) -> tuple[PrecisionTrial, str]:
+    """The candidate to keep, and why."""
+    right = [trial for trial in trials if not trial.refused]
+    if not right:
+        got = "; ".join(f"{trial.name}: {trial.refused}" for trial in trials) or "no candidate"
+        hint = "--precision fp32, or `mha-deploy bisect` on one of them"
+        raise DeployError("No candidate is right.", got=got, hint=hint)
+    quickest = min((trial.p50 for trial in right if trial.p50 is not None), default=None)
+    near, why = right, "no latency was measured: the most fused, then the smallest error"
+    if quickest is not None:
+        near = [trial for trial in right if trial.p50 is not None and trial.p50 <= NEAR * quickest]
+        alike = f"the smallest error of {len(near)} candidates within {NEAR - 1:.0%} of the fastest"
+        why = alike if len(near) > 1 else "the fastest"
+    return min(near, key=lambda trial: (trial.unfused, trial.error or 0.0)), why
+
+
+def candidates_table(trials: Sequence[PrecisionTrial], chosen: PrecisionTrial) -> Table:
+    """Every candidate: fusion, error and latency; which are on the Pareto front, and which was chosen."""
+    right = [trial for trial in trials if not trial.refused]
+    rows: list[RawRow] = []
+    for trial in trials:
+        front = not trial.refused and not any(other.beats(trial) for other in right)
+        status = Cell(text="right", status="good")
+        if trial.refused:
+            status = Cell(text="refused", status="bad", note=trial.refused)
+        elif not trial.ran:
+            status = Cell(text="graph right, not run", status="doubt")
+        name = Cell(text=trial.name, status="best" if trial == chosen else "")
+        fused = None if trial.fused is None else f"{trial.fused[0]}/{trial.fused[1]}"
+        error, share = number(trial.error, error_text), share_cell(trial.share, failed=bool(trial.refused))
+        why = "yes" if trial == chosen else trial.refused
+        rows.append((name, status, fused, error, share, number(trial.p50), "yes" if front else None, why))
+    figures = ("fused", "#relative L2", "#budget used|used", "#p50 µs", "Pareto", "chosen")
+    return table("Candidates for the precision", ("candidate", "verdict", *figures), rows)

@@ -1,0 +1,112 @@
+"""What is in a bundle, an engine or an ONNX file, and what a target would make of it; nothing is built."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mha_deploy.bundle.folder import MANIFEST, Bundle
+from mha_deploy.text import plural
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from mha_deploy.engine.engine import Engine
+    from mha_deploy.graph.rules import Eligibility
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspection:
+    """What is in a bundle, an engine or an ONNX file.
+
+    Args:
+        path: The folder or file.
+        bundle: The bundle, if it is one; every hash was compared.
+        verified: Whether its manifest was compared with its graph, too.
+        engines: The engines of the bundle, or the engine itself.
+        misfits: Of an engine: why it cannot run on this machine.
+        attention: Of an ONNX file: its attention nodes.
+        foreign: Of an ONNX file: domains of operators that are not ONNX's. No engine is built of them.
+        unfused: Of an ONNX file: its attentions that are not `Attention` nodes.
+    """
+
+    path: Path
+    bundle: Bundle | None = None
+    verified: bool = False
+    engines: tuple[Engine, ...] = ()
+    misfits: tuple[str, ...] = ()
+    attention: tuple[Mapping[str, Any], ...] = ()
+    foreign: tuple[str, ...] = ()
+    unfused: tuple[str, ...] = ()
+
+
+def inspect_path(path: Path, *, verify: bool) -> Inspection:
+    """Open a bundle, an engine or an ONNX file; with `verify` a bundle's manifest is compared with its graph.
+
+    What reads graphs and engines is imported where there are some: a bundle alone takes no second.
+    """
+    if path.suffix == ".onnx":
+        from mha_deploy.graph.attention_node import attention_nodes
+        from mha_deploy.graph.file import foreign_domains, load_graph
+
+        graph = load_graph(path)
+        nodes = tuple(node.describe() for node in attention_nodes(graph))
+        foreign = tuple(foreign_domains(graph))
+        left = () if foreign else tuple(_unfused(graph))
+        return Inspection(path=path, attention=nodes, foreign=foreign, unfused=left)
+    if path.suffix == ".engine":
+        from mha_deploy.engine.engine import open_engine, reasons_not_to_run
+
+        engine = open_engine(path)
+        folder = path.resolve().parent.parent
+        if (folder / MANIFEST).is_file():
+            engine.check_bundle(folder)
+        misfits = tuple(reasons_not_to_run(engine, import_tensorrt=False))
+        return Inspection(path=path, engines=(engine,), misfits=misfits)
+    if verify:
+        from mha_deploy.graph.canonical import open_checked as open_bundle
+    else:
+        from mha_deploy.bundle.folder import open_bundle
+    bundle = open_bundle(path)
+    engines: list[Engine] = []
+    if any(path.glob("*/*.engine")):
+        from mha_deploy.engine.engine import engines_of
+
+        engines = engines_of(path)
+    for engine in engines:
+        engine.check_bundle(path)
+    return Inspection(path=path, bundle=bundle, verified=verify, engines=tuple(engines))
+
+
+def check_target(source: Bundle | Path, target: str, version: str | None, sm: str) -> list[Eligibility]:
+    """What a target would make of every attention of a bundle, or of an ONNX file; see `md.check`."""
+    from mha_deploy.engine.engine import default_profiles
+    from mha_deploy.engine.lowered import check_eligibility, refuse_foreign_operators
+    from mha_deploy.graph.file import load_graph
+    from mha_deploy.graph.rules import requested_target
+    from mha_deploy.runtime.tensorrt.builder import capabilities_of
+    from mha_deploy.runtime.tensorrt.versions import NotFusedError
+
+    targets = [requested_target(target, version, each) for each in capabilities_of(sm) or (None,)]
+    graph = load_graph(source.model_path if isinstance(source, Bundle) else source)
+    if isinstance(source, Bundle):
+        profiles = default_profiles(source.manifest.spec)
+        targets = [replace(each, profiles=profiles) for each in targets]
+    refuse_foreign_operators(graph)
+    if not isinstance(source, Bundle) and (left := _unfused(graph)):
+        count, names = plural(len(left), "attention"), ", ".join(left[:3]) + (", …" if left[3:] else "")
+        hint = f"mha-deploy fuse {source} -o fused.onnx, then check that; or export it"
+        raise NotFusedError(f"{count} of this file not fused yet.", got=names, hint=hint)
+    return [found for each in targets for found in check_eligibility(graph, each)]
+
+
+def _unfused(graph: ir.Model) -> list[str]:
+    """The attentions of a graph that are not `Attention` nodes, by the names that they would have."""
+    from mha_deploy.graph.fuse import fuse_attention
+    from mha_deploy.runtime.user_code import graph_code
+
+    with graph_code(f"graph {graph.graph.name or 'without a name'}"):
+        _, report = fuse_attention(graph.clone(), verify=False)
+    return [*(each.name for each in report.fused), *(each.name for each in report.unfused)]

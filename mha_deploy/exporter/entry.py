@@ -1,0 +1,183 @@
+"""Where every export begins: a catalog layer, a user's own model or an ONNX file, whole or compressed.
+
+PyTorch is imported by the functions that need it: an ONNX file is exported without.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mha_deploy.bundle.folder import MANIFEST, Bundle, open_bundle
+from mha_deploy.errors import DeployError, needed
+from mha_deploy.files import open_regular
+from mha_deploy.model.precision import EIGHT_BITS, find_precision
+from mha_deploy.model.source import Model, find_model
+from mha_deploy.model.spec import AttentionSpec, ModelSpec
+from mha_deploy.options import AUTO, ExportOptions
+from mha_deploy.output import refuse_inside, refuse_occupied, scratch_folder
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from mha_deploy.exporter.compress import Original
+    from mha_deploy.exporter.flow import OnStep
+
+_OF_EIGHT_BITS = ("calibration", "quantize_attention", "max_loss", "data", "data_limit", "metric")
+
+
+def export_model(
+    model: Model, out: Path, options: ExportOptions, inputs: Mapping[str, Any], on_step: OnStep
+) -> Bundle:
+    """Export a model to a bundle; `inputs` are arrays or files of them, for an ONNX file."""
+    refuse_export(out, options)
+    named = model.source if isinstance(model.source, str) else ""
+    sources = [named, named.rpartition(":")[0], options.weights, *inputs.values()]
+    refuse_inside(
+        Path(os.path.realpath(out)), filter(None, (x for x in sources if isinstance(x, str | Path)))
+    )
+    from mha_deploy.runtime.child import ONNX_RUNTIME, prepare_child
+
+    prepare_child(ONNX_RUNTIME)  # it imports its runtime while PyTorch exports
+    if options.precision in EIGHT_BITS:
+        from mha_deploy.exporter.compress import compressed_bundle, quantize
+
+        with scratch_folder() as folder:
+            original = _open_original(model, options, folder, _read_arrays(inputs), on_step)
+            made = quantize(original, options, lambda name: on_step(name, 0, 0))
+            return compressed_bundle(original, made, out, options, on_step)
+    if (file := model.onnx_file) is not None:
+        from mha_deploy.exporter.onnx_import import bundle_from_onnx
+
+        arrays = _read_arrays(inputs)
+        return bundle_from_onnx(file, out, options, axes=model.axes, inputs=arrays, on_step=on_step)
+    _refuse_inputs(inputs)
+    with needed("Exporting needs PyTorch and its ONNX exporter.", "export"):
+        from mha_deploy.exporter.exporter import bundle_from_factory, bundle_from_spec
+    if isinstance(model.source, AttentionSpec):
+        return bundle_from_spec(model.source, out, options, on_step)
+    return bundle_from_factory(model.source, out, options, axes=model.axes, on_step=on_step)
+
+
+def prune_model(
+    model: Model,
+    out: Path,
+    options: ExportOptions,
+    *,
+    heads: int | str | None,
+    kv_heads: int | None,
+    on_step: OnStep,
+) -> Bundle:
+    """Export a model with fewer heads; the limit of its loss and its data are those of the options."""
+    from mha_deploy.exporter.compress import compressed_bundle
+    from mha_deploy.exporter.prune import AUTO_HEADS, pool, prune
+
+    if (heads is None) == (kv_heads is None):
+        got = "neither" if heads is None else "both"
+        raise DeployError("Either heads or kv_heads is needed.", got=got, hint="--heads 8, or --kv-heads 2")
+    if heads is not None and heads != AUTO_HEADS and not str(heads).isdecimal():
+        raise DeployError("heads is a number, or auto.", got=heads, hint="--heads 8")
+    limits: dict[str, Any] = {name: getattr(options, name) for name in ("max_loss", "data", "data_limit")}
+    limits["metric"] = options.metric
+    limits["on_step"] = lambda name: on_step(name, 0, 0)
+    options = replace(options, **{name: vars(ExportOptions())[name] for name in _OF_EIGHT_BITS})
+    refuse_export(out, options)
+    with scratch_folder() as folder:
+        original = _open_original(model, options, folder, {}, on_step)
+        if heads is not None:
+            made = prune(original, heads, **limits)
+        else:
+            made = pool(original, int(kv_heads or 0), **limits)
+        return compressed_bundle(original, made, out, options, on_step)
+
+
+def open_counted(model: Any, axes: Mapping[str, Any] | None) -> tuple[ModelSpec, ir.Model | None]:
+    """What is known of a model whose work is counted, and its graph; None for a catalog layer."""
+    if isinstance(model, str | os.PathLike) and (Path(model) / MANIFEST).is_file():
+        model = open_bundle(Path(model))
+    if isinstance(model, Bundle):
+        from mha_deploy.graph.file import load_graph
+
+        spec = model.manifest.spec
+        return spec, load_graph(model.model_path) if spec.layer is None else None
+    found = find_model(model, axes=axes)
+    if isinstance(found.source, AttentionSpec):
+        return found.source.model, None
+    if (file := found.onnx_file) is not None:
+        from mha_deploy.exporter.onnx_import import open_graph
+
+        return open_graph(file, found.axes)
+    with needed("Your own model is exported to count its work, which needs PyTorch.", "export"):
+        from mha_deploy.exporter.exporter import open_graph as open_module
+    return open_module(found.source, found.axes)
+
+
+def refuse_export(out: Path, options: ExportOptions) -> None:
+    """Refuse what can be refused before PyTorch is imported."""
+    refuse_occupied(Path(os.path.realpath(out)), overwrite=options.overwrite)
+    if options.precision in EIGHT_BITS:
+        return
+    if options.precision != AUTO:
+        find_precision(options.precision)
+    usual = vars(ExportOptions())
+    if given := [name for name in _OF_EIGHT_BITS if getattr(options, name) != usual[name]]:
+        flag = f"--{given[0].replace('_', '-')}"
+        hint = "--precision int8 or fp8, or leave it out"
+        got = f"--precision {options.precision}"
+        raise DeployError(f"{flag} is for a precision of eight bits.", got=got, hint=hint)
+
+
+def _open_original(
+    model: Model, options: ExportOptions, folder: Path, inputs: dict[str, Any], on_step: OnStep
+) -> Original:
+    """A model as an ONNX graph in its own precision, to be compressed."""
+    if (file := model.onnx_file) is not None:
+        from mha_deploy.exporter.compress import original_from_onnx
+
+        return original_from_onnx(file, options, model.axes, inputs)
+    _refuse_inputs(inputs)
+    with needed("Exporting needs PyTorch and its ONNX exporter.", "export"):
+        from mha_deploy.exporter.exporter import original_from_factory, original_from_spec
+    if isinstance(model.source, AttentionSpec):
+        return original_from_spec(model.source, options, folder, on_step)
+    return original_from_factory(model.source, options, folder, model.axes, on_step)
+
+
+def _refuse_inputs(inputs: Mapping[str, Any]) -> None:
+    if inputs:
+        raise DeployError(
+            "Only an ONNX file takes inputs.",
+            got=", ".join(inputs),
+            hint="leave --input out, or export an .onnx file",
+        )
+
+
+def _read_arrays(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    import numpy as np
+
+    found = {}
+    for name, given in inputs.items():
+        try:
+            if isinstance(given, str | os.PathLike):
+                with open_regular(Path(given)) as file:
+                    found[name] = np.load(file, allow_pickle=False)
+            else:
+                found[name] = np.asarray(given)
+            if not isinstance(found[name], np.ndarray):
+                raise ValueError("an archive of several arrays")
+            if found[name].dtype.kind not in "biufcV":  # V: bfloat16 and the like
+                raise ValueError(f"the type {found[name].dtype} is not one of numbers")
+            if found[name].size == 0:
+                raise ValueError(f"the shape {found[name].shape} has no numbers")
+        except MemoryError:
+            raise
+        except Exception as error:  # NumPy and zipfile raise types that share no base
+            raise DeployError(
+                f"The file of input {name} cannot be read.",
+                got=f"{given}: {error}",
+                hint="a .npy file that numpy.save wrote, without objects",
+            ) from error
+    return found

@@ -1,0 +1,137 @@
+"""The results of a validation and of a benchmark: data, a page, and the files of both."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mha_deploy.report import SavableResult
+from mha_deploy.status import Finding, Outcome
+
+if TYPE_CHECKING:
+    from mha_deploy.validation import verdict
+    from mha_deploy.validation.bench import ModelBench
+    from mha_deploy.validation.records import ReportRecord
+
+StrPath = str | os.PathLike[str]
+
+
+class Report(SavableResult):
+    """The result of a validation; a notebook shows it as a page.
+
+    Args:
+        validation: What was run and found; its `record` is what is stored.
+    """
+
+    def __init__(self, validation: verdict.Validation) -> None:
+        self.validation = validation
+
+        self.outcome: Outcome = validation.outcome
+        """`passed`; `failed`; or `not verified`: nothing failed, but an engine of the bundle was not run, or
+        an output shows nothing."""
+        self.passed: bool = validation.passed
+        """Whether the outcome is `passed`; false where it is `not verified`."""
+        self.headline: str = validation.headline
+        """The verdict in one line."""
+        self.findings: tuple[Finding, ...] = validation.findings
+        """What is wrong, not covered, or worth knowing: each with `level`, `kind`, place and text."""
+
+    @cached_property
+    def record(self) -> ReportRecord:
+        """What is stored, as a record: its fields are those of `report.json`."""
+        return self.validation.record  # with the time and the machine: the same every time
+
+    @cached_property
+    def _data(self) -> dict[str, Any]:
+        from mha_deploy.validation.records import plain_report
+
+        return plain_report(self.record)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain data, as docs/report.md describes it."""
+        return self._data
+
+    def to_html(self) -> str:
+        """A self-contained HTML page."""
+        from mha_deploy.report.page import report_page
+
+        return report_page(self.to_dict())
+
+    def save(self, folder: StrPath, *, overwrite: bool = False) -> Path:
+        """Write `report.json` and `report.html` into a folder; returns the path of the page.
+
+        Args:
+            folder: The folder, which is made if need be.
+            overwrite: Replace files of these names that this tool did not write, too.
+        """
+        from mha_deploy.bundle.samples import write_sample
+
+        for name, sample in self.validation.kept.items():
+            write_sample(Path(folder) / name, sample, within=Path(folder), overwrite=overwrite)
+        return self._save(Path(folder), "report", overwrite=overwrite)
+
+    def __repr__(self) -> str:
+        return f"<Report {self.outcome}: {self.headline}>"
+
+
+class BenchReport(SavableResult):
+    """The times of several models.
+
+    Args:
+        records: What `bench` returned for each of them.
+    """
+
+    def __init__(self, records: Sequence[ModelBench]) -> None:
+        self.records = tuple(records)
+
+    @property
+    def outcome(self) -> Outcome:
+        """Failed where an engine gave a wrong result at any size; not verified where none was run."""
+        return Outcome.of(record.outcome for record in self.records)
+
+    @property
+    def passed(self) -> bool:
+        """Whether engines were timed, and none gave a wrong result at any size."""
+        return self.outcome is Outcome.PASSED
+
+    def to_dict(self) -> dict[str, Any]:
+        """The times as plain data, as docs/report.md describes them."""
+        from mha_deploy.validation.bench import bench_record
+        from mha_deploy.validation.records import plain_bench
+
+        return plain_bench(bench_record(self.records))
+
+    def to_html(self) -> str:
+        """A self-contained HTML page."""
+        from mha_deploy.report.page import bench_page
+
+        return bench_page(self.to_dict())
+
+    def to_markdown(self) -> str:
+        """The times as a Markdown table."""
+        from mha_deploy.report.page import bench_markdown
+
+        return bench_markdown(self.to_dict())
+
+    def save(self, folder: StrPath, *, overwrite: bool = False) -> Path:
+        """Write `bench.json` and `bench.html` into a folder; returns the path of the page.
+
+        Args:
+            folder: The folder, which is made if need be.
+            overwrite: Replace files of these names that this tool did not write, too.
+        """
+        return self._save(Path(folder), "bench", overwrite=overwrite)
+
+    def record(self, path: StrPath, command: Sequence[str] | None = None) -> None:
+        """Add every measurement as a line of JSON to a file, with its samples and what it was measured with.
+
+        Args:
+            path: The file.
+            command: The command that made it; default: that of this process.
+        """
+        from mha_deploy.regression.record import append_lines, bench_lines
+
+        append_lines(Path(path), bench_lines(self.records, command))
