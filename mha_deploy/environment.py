@@ -23,6 +23,10 @@ EXPORT_PACKAGES = ("torch", "onnx", "onnx-ir", "onnxscript", "onnxruntime", "onn
 RUN_PACKAGES = (*EXPORT_PACKAGES, "tensorrt", "tensorrt-rtx-cu13", "cuda-bindings", "triton")
 
 
+command_line: list[str] = []
+"""The command that this process runs; empty where it is used from Python."""
+
+
 def installed_version(package: str) -> str | None:
     """The version of an installed package, without importing it."""
     from importlib import metadata

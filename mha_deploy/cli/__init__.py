@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TextIO
 
 import click
 
-from mha_deploy import supervisor
+from mha_deploy import environment, supervisor
 from mha_deploy.cli import verbs
 from mha_deploy.cli.help import CommandGroup
 from mha_deploy.errors import EXIT_BAD_INPUT, DeployError, out_of_memory
@@ -106,6 +106,7 @@ def _run_app() -> _Ending:
     try:
         for argument in sys.argv[1:]:
             check_name(argument)
+        environment.command_line.extend(("mha-deploy", *sys.argv[1:]))
         with app.make_context("mha-deploy", sys.argv[1:]) as context:
             app.invoke(context)
         return _Ending(0)
@@ -139,6 +140,8 @@ def _run_app() -> _Ending:
         traceback.print_exception(error)
         got, hint = f"{type(error).__name__}: {error}", "report it with the traceback"
         return _Ending(EXIT_INTERNAL_ERROR, DeployError("This is a bug in mha-deploy.", got=got, hint=hint))
+    finally:
+        environment.command_line.clear()
 
 
 # What Rich writes to a terminal: styles and movements of the cursor.

@@ -718,22 +718,23 @@ class Comparison(SavableResult):
         return dict(as_plain({**data, "limits": vars(self.limits), "changes": changes}))
 
     def table(self, *, everything: bool = False) -> Table:
-        """What changed, in a group for every section; with `everything` also what is the same."""
+        """What changed, regressions before everything; with `everything` also what is the same."""
         several = len({change.model for change in self.changes}) > 1
-        ordered = sorted(self.changes, key=lambda change: list(_LEVELS).index(change.level))
+        ordered = sorted(self.changes, key=lambda change: SECTIONS.index(change.section))
         listed = [change for change in ordered if everything or change.level != SAME]
-        rows: dict[str, list[RawRow]] = {section: [] for section in SECTIONS}
+        rows: dict[Level, list[RawRow]] = {level: [] for level in _LEVELS}
         for alike in group_by(listed, lambda change: replace(change, model="")):
             change, models = alike[0], [each.model for each in alike]
             level = Cell(text=change.level, status=_LEVELS[change.level])
             place = [summarize_names(models)] if several else []
-            rows[change.section].append((*place, change.subject, level, change.old, change.new, change.why))
-        groups = [Group(title=section, rows=each) for section, each in rows.items() if each]
-        headings = (*(["model"] if several else []), "what", "verdict", "old", "new", "why")
+            values = (change.subject, level, change.old, change.new, change.why)
+            rows[change.level].append((*place, change.section, *values))
+        groups = [Group(title=_TITLES[level], rows=each) for level, each in rows.items() if each]
+        headings = (*(["model"] if several else []), "section", "what", "verdict", "old", "new", "why")
         return table(f"{self.old.name} → {self.new.name}", headings, groups=groups)
 
     def to_markdown(self) -> str:
-        """A comment for a pull request: the headline, and a table for each section that changed."""
+        """A comment for a pull request: the headline, and a table for each level, regressions first."""
         word = self.outcome.upper() if self.outcome is Outcome.FAILED else self.outcome
         names = f"{markdown_text(self.old.name)} → {markdown_text(self.new.name)}"
         parts = [f"### mha-deploy compare: {word}", f"{self.headline} ({names})"]
@@ -770,11 +771,18 @@ class Comparison(SavableResult):
             verdict = side.results[0].verdict if side.results else None
             sides.append((side.name, side.kind, side.created, verdict and verdict.headline))
         heads = ("source", "kind", "written", "verdict")
-        tables = [table("The two sides", ("", "old", "new"), zip(heads, *sides, strict=True), css="compact")]
+        both = table("The two sides", ("", "old", "new"), zip(heads, *sides, strict=True), css="compact")
+        parts: dict[str, list[Any]] = {}
         for group in (whole := self.table(everything=True)).groups:
-            tables.append(replace(whole, title=group.title.capitalize(), groups=[replace(group, title="")]))
+            shown = replace(whole, title=group.title, groups=[replace(group, title="")])
+            count = plural(len(group.rows), "row")
+            fold = {"name": "", "caption": count, "table": shown}
+            parts[group.title] = [("fold", fold) if group.title == _TITLES[SAME] else ("table", shown)]
+        same = parts.pop(_TITLES[SAME], None)
+        parts |= {both.title: [("table", both)], **({} if same is None else {_TITLES[SAME]: same})}
         title = f"Comparison: {Path(self.old.name).name} and {Path(self.new.name).name}"
-        return sections_page(self.to_dict(), title, {each.title: [("table", each)] for each in tables})
+        data = {**self.to_dict(), "environment": as_plain(report_header()["environment"])}
+        return sections_page(data, title, parts)
 
     def inputs(self) -> tuple[str, ...]:
         """The files and folders of both sides."""
@@ -806,6 +814,15 @@ _LEVELS = {
     CHANGED: "doubt",
     IMPROVEMENT: "good",
     SAME: "none",
+}
+
+_TITLES = {
+    REGRESSION: "Regressions",
+    NOT_COMPARABLE: "Not comparable",
+    INCONCLUSIVE: "Inconclusive",
+    CHANGED: "Changed",
+    IMPROVEMENT: "Improvements",
+    SAME: "The same",
 }
 
 

@@ -49,6 +49,7 @@ from mha_deploy.output import (
 from mha_deploy.process import python_command, run, start, variables
 from mha_deploy.regression.record import append_lines, build_line
 from mha_deploy.report import SavableResult
+from mha_deploy.report.charts import heat_key, ratio_heat, share_heat
 from mha_deploy.report.page import sections_page
 from mha_deploy.report.table import Cell, RawRow, Table, markdown, number, table
 from mha_deploy.runtime.child import RuntimeCrash, isolation
@@ -511,13 +512,33 @@ class Matrix(SavableResult):
         for cell in self.cells:
             is_unavailable = cell.status is CellStatus.UNAVAILABLE
             status = "none" if is_unavailable else _MARKS[cell.outcome]
-            note = cell.why if cell.outcome is Outcome.FAILED else ""
-            verdicts.append(Cell(text=cell.summary, status=status, note=note))
+            share, p50 = _share(cell), _p50(cell)
+            known = [f"{share:.0%} of the budget"] if share is not None else []
+            known += [f"{short(p50)} µs"] if p50 is not None else []
+            words, heat = ", ".join(known), f"hot-{status}"
+            shown = Cell(text=cell.summary, status=status, heat=heat, note=words, hint=cell.why)
+            verdicts.append(shown)
         found = [self._table("Fusion and verdict of every cell", verdicts)]
         for title, read, as_text in _FIGURES:
             figures = [number(read(cell), as_text) for cell in self.cells]
             if any(figure.order is not None for figure in figures):
-                found.append(self._table(title, figures))
+                found.append(self._table(title, self._heated(figures, as_share=read is _share)))
+        return found
+
+    def _heated(self, figures: Sequence[Cell], *, as_share: bool) -> list[Cell]:
+        """Figures with colors: a share of the budget by itself, others by the least of their row."""
+        rows = [(cell.model, cell.precision, cell.gpu, cell.options) for cell in self.cells]
+        least: dict[tuple[str, ...], float] = {}
+        for row, figure in zip(rows, figures, strict=True):
+            if figure.order is not None:
+                least[row] = min(figure.order, least.get(row, figure.order))
+        found = []
+        for row, each in zip(rows, figures, strict=True):
+            if each.order is None:
+                found.append(each)
+            else:
+                heat = share_heat(each.order) if as_share else ratio_heat(each.order, least[row])
+                found.append(replace(each, heat=heat))
         return found
 
     def reasons(self) -> list[tuple[str, str]]:
@@ -542,7 +563,8 @@ class Matrix(SavableResult):
             [*(key[place] for place in heads), *(by_runtime[name] for name in runtimes)]
             for key, by_runtime in rows.items()
         ]
-        return table(title, (*heads.values(), *titles), lines, css="matrix")
+        words = "the result of this runtime"
+        return table(title, (*heads.values(), *titles), lines, css="matrix", others=words)
 
     def to_markdown(self) -> str:
         """The heat map of the results as Markdown."""
@@ -550,9 +572,13 @@ class Matrix(SavableResult):
 
     def to_html(self) -> str:
         """A page with a heat map."""
-        sections: dict[str, list[Any]] = {each.title: [("table", each)] for each in self.tables()}
+        verdicts, *figures = self.tables()
+        sections: dict[str, list[Any]] = {verdicts.title: [("table", verdicts)]}
         if reasons := self.reasons():
             sections["Reasons"] = [("reasons", [(name, f" {why}") for name, why in reasons])]
+        for each in figures:
+            key = heat_key(as_share=each.title == _FIGURES[0][0])
+            sections[each.title] = [("markup", key), ("table", each)]
         return sections_page(self.to_dict(), "Matrix", sections)
 
     def save(self, folder: Path, *, overwrite: bool = False) -> Path:

@@ -513,14 +513,43 @@ def heat_scale(maps: Sequence[Data]) -> Scale:
     return Scale(low=max(low, high * 1e-6) if log else 0.0, high=high, start=0, end=_STEPS, log=log)
 
 
+# The cells of a heat map by what they hold: a share of the budget, or a multiple of the least of the row. The
+# colors between them have too little contrast with text.
+_HEATS = ("q0", "q1", "q2", "q3", "q5")
+_SHARES, _RATIOS = (0.25, 0.5, 0.75, 0.9, 1.0), (1.1, 1.5, 2.0, 4.0, math.inf)
+
+
+def share_heat(share: float) -> str:
+    """The class of a share of the budget."""
+    return next((css for css, most in zip(_HEATS, _SHARES, strict=True) if share <= most), "hot-bad")
+
+
+def ratio_heat(value: float, least: float) -> str:
+    """The class of a figure of which less is better, by the least of its row."""
+    ratio = value / least if least > 0 else math.inf if value > 0 else 1.0
+    return next((css for css, most in zip(_HEATS, _RATIOS, strict=True) if ratio < most), _HEATS[-1])
+
+
+def heat_key(*, as_share: bool) -> Markup:
+    """What the colors of a heat map mean."""
+    if as_share:
+        steps = {css: f"up to {most:.0%}" for css, most in zip(_HEATS, _SHARES, strict=True)}
+        return _swatches("Share of the budget", {**steps, "hot-bad": "above: failed"})
+    steps = {css: f"below {most:g}×" for css, most in zip(_HEATS[:-1], _RATIOS, strict=False)}
+    return _swatches("Multiple of the least in the row", {**steps, _HEATS[-1]: f"{_RATIOS[-2]:g}× and above"})
+
+
+def _swatches(title: str, steps: Mapping[str, str]) -> Markup:
+    lines = [tag("li", tag("span", class_=f"swatch {css}"), words) for css, words in steps.items()]
+    return tag("div", tag("p", title), tag("ul", *lines), class_="heat-legend")
+
+
 def heat_legend(maps: Sequence[Data], scale: Scale) -> Markup:
     """The steps with their numbers."""
     steps = {f"q{i}": f"{error(scale.value(i))} to {error(scale.value(i + 1))}" for i in range(_STEPS)}
     if any(value is None for each in maps for row in each["values"] for value in row):
         steps["qn"] = "no finite number"
-    lines = [tag("li", tag("span", class_=f"swatch {css}"), words) for css, words in steps.items()]
-    kind = "equal ratios" if scale.log else "equal steps"
-    return tag("div", tag("p", f"Relative RMS error, {kind}"), tag("ul", *lines), class_="heat-legend")
+    return _swatches(f"Relative RMS error, {'equal ratios' if scale.log else 'equal steps'}", steps)
 
 
 def heatmap(data: Data, scale: Scale) -> Markup | None:

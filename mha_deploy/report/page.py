@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import shlex
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,6 +49,18 @@ class PageSection(NamedTuple):
 # -- Whether results are right ---------------------------------------------------------------------
 
 
+def _checks(built: tables.Table) -> list[Part]:
+    """What is not as it should be, in full; then every group of what is, folded to one line."""
+    notable, quiet = tables.split_passed(built)
+    folds = []
+    for each in quiet:
+        (group,) = each.groups
+        shown = replace(each, groups=[replace(group, title="", about="")])
+        words = group.about or tables.passed_words(each)
+        folds.append(("fold", {"name": group.title or built.title, "caption": words, "table": shown}))
+    return [("table", notable), *folds]
+
+
 def _fault(found: Data) -> list[Part]:
     return [("fault", found), ("table", found["trials"] and tables.trials_table(found["trials"]))]
 
@@ -58,8 +72,8 @@ def _parity(data: Data) -> list[Part]:
     note = "Errors are relative to the FP64 oracle. A budget is a multiple of eager PyTorch's own error."
     runs = [run for run in data["parity"] if run["cases"] != tables.LAYERS]
     inside = [run for run in data["parity"] if run["cases"] == tables.LAYERS and run["verdicts"]]
-    whole, single = runs and tables.parity_table(runs), inside and tables.layers_table(inside)
-    return [("lead", note), ("table", whole), ("table", single)]
+    whole = _checks(tables.parity_table(runs)) if runs else []
+    return [("lead", note), *whole, *(_checks(tables.layers_table(inside)) if inside else [])]
 
 
 def _user_data(found: Data) -> list[Part]:
@@ -106,7 +120,7 @@ _DECODE = (
 
 
 def _decode(reports: Sequence[Data], latency: Data | None, look: Look) -> list[Part]:
-    parts: list[Part] = [("lead", _DECODE), ("table", tables.decode_table(reports))]
+    parts: list[Part] = [("lead", _DECODE), *_checks(tables.decode_table(reports))]
     for same in group_by(reports, lambda report: report["trace"]):
         curves = charts.decode_curves(same)
         wrong = [report["first_failed"] for report in same if report["first_failed"]]
@@ -117,12 +131,14 @@ def _decode(reports: Sequence[Data], latency: Data | None, look: Look) -> list[P
         words += "; a dashed line is the first wrong step" if wrong else ""
         figure = {"caption": words, "chart": chart, "otherwise": "No step gave anything to measure."}
         parts += [("heading", f"Trace {same[0]['trace']}"), ("figure", figure)]
-        parts.append(("table", tables.steps_table(same)))
+        if (steps := tables.steps_table(same)) is not None:
+            parts.append(("fold", {"name": "", "caption": steps.title, "table": steps}))
     return parts
 
 
 def _conformance(found: Data) -> list[Part]:
-    return [("table", tables.conformance_table(found)), ("reasons", tables.conformance_reasons(found))]
+    shown = _checks(tables.conformance_table(found))
+    return [*shown, ("reasons", tables.conformance_reasons(found))]
 
 
 def _fp16_range(found: Data) -> list[Part]:
@@ -135,7 +151,7 @@ def _fp16_range(found: Data) -> list[Part]:
             alike.sort(key=lambda node: float("inf") if node["headroom"] is None else node["headroom"])
         if words := _range_words(alike[0]):
             reasons.append((summarize_names([node["node"] for node in alike]), f": {words}"))
-    return [("table", tables.range_table(found["nodes"])), ("reasons", reasons)]
+    return [*_checks(tables.range_table(found["nodes"])), ("reasons", reasons)]
 
 
 def _range_kinds(node: Data) -> tuple[object, ...]:
@@ -159,7 +175,7 @@ def _fusion(data: Data) -> list[Part]:
     if not engines:
         reasons = [finding["text"] for finding in findings if finding["section"] == "engine"]
         return [("text", f"No engine was built: {reasons[0]}." if reasons else "The bundle has no engine.")]
-    parts: list[Part] = [("table", tables.fusion_table(engines))]
+    parts: list[Part] = _checks(tables.fusion_table(engines))
     for engine in (each for each in engines if not each["ran"]):
         why = engine["why_not"] or "no reason was given"
         parts.append(("text", f"{engine['name']} was not run here: {why}."))
@@ -244,7 +260,8 @@ def _overview(data: Data) -> list[Part]:
     note, best = tables.without_graph(points), Counter(filter(None, map(tables.fastest, points)))
     wins = ", ".join(f"{name} {count}" for name, count in best.most_common())
     won = wins and f"Fastest, of {best.total()} sizes: {wins}."
-    return [("table", table), ("text", note and f"* {note}"), ("text", won)]
+    copies = [("Markdown", bench_markdown(data)), ("tab-separated values", tables.tsv(table))]
+    return [("table", table), ("text", note and f"* {note}"), ("text", won), ("copies", copies)]
 
 
 def bench_markdown(data: Data) -> str:
@@ -259,16 +276,21 @@ def bench_markdown(data: Data) -> str:
 # -- The machine, the model and the run at a glance ------------------------------------------------
 
 
-def environment(found: Data, model: Data | None) -> list[Part]:
-    """The machine, the versions, and the model with its bundle."""
+def _command(tool: Data) -> list[Part]:
+    """What was typed; nothing where the result was made in Python."""
+    return [("copies", [("command", shlex.join(tool["command"]))])] if tool.get("command") else []
+
+
+def environment(tool: Data, found: Data, model: Data | None) -> list[Part]:
+    """What a reader needs to reproduce it: command, machine, versions, and the model with its bundle."""
     gpu = found["gpu"]
-    machine = [("GPU", gpu["name"] if gpu else "none here")]
+    machine = [("GPU", gpu["name"] if gpu else "none")]
     if gpu:
         machine.append(("compute capability", gpu["compute_capability"]))
         machine += [("second-level cache", size(gpu["l2_bytes"])), ("memory", size(gpu["memory_bytes"]))]
     machine += [("driver", found["driver"] or NOTHING), ("platform", found["platform"])]
     versions = {"Python": found["python"], **{k: v for k, v in found["versions"].items() if k != "python"}}
-    parts: list[Part] = [("heading", "Machine"), ("pairs", machine)]
+    parts: list[Part] = [*_command(tool), ("heading", "Machine"), ("pairs", machine)]
     parts += [("heading", "Versions"), ("pairs", list(versions.items()))]
     if model is not None:
         known = [("bundle", model["bundle"]), ("manifest SHA-256", model["bundle_sha256"])]
@@ -305,13 +327,15 @@ def key_figures(data: Data) -> list[tuple[str, str | list[str]]]:
     if any(verdict["share"] is None and verdict["outcome"] == Outcome.FAILED for verdict in every):
         largest = "not finite"
     fused = [f"{each['name']}: {tables.engine_summary(each)}" for each in data["engines"]]
+    gaps = [gap["text"] for gap in data["verdict"]["not_verified"]]
     return [
         ("attention", _attention(data["model"], runs)),
         ("checked", f"{right} of {plural(len(judged), 'output')} right" if judged else "nothing was run"),
         ("largest error", largest),
         ("fused", fused or ("not known of a server" if data["serving"] else "no engine")),
         ("fastest engine", _served_latency(data) or _fastest_engine(data["latency"])),
-        ("GPU", gpu["name"] if gpu else "none here"),
+        ("GPU", gpu["name"] if gpu else "none"),
+        *([("not covered", gaps)] if gaps else []),
     ]
 
 
@@ -365,14 +389,14 @@ def report_page(data: Data) -> str:
         section("data", "Your data", _user_data),
         section("maps", "Error maps", _heatmaps, "heatmaps"),
         section("decode", "Decode", lambda reports: _decode(reports, data["latency"], look)),
-        section("invariance", "Invariance", lambda checks: [("table", tables.invariance_table(checks))]),
+        section("invariance", "Invariance", lambda checks: _checks(tables.invariance_table(checks))),
         section("conformance", "Mask conformance", _conformance),
         section("range", "FP16 range", _fp16_range),
         PageSection("fusion", "Engines and fusion", _fusion(data)),
         PageSection("latency", "Latency", _latency(data, look)),
         section("serving", "Serving", lambda points: [("table", tables.serving_table(points))]),
         section("notes", "Notes", lambda notes: [("list", notes)]),
-        section("environment", "Environment", lambda found: environment(found, data["model"])),
+        section("environment", "Reproduce", lambda found: environment(data["tool"], found, data["model"])),
     ]
     optional = {"fault", "notes", "serving", "data", "loss"} | (
         set() if "cache" in data["model"]["spec"] else {"decode"}
@@ -407,7 +431,8 @@ def bench_page(data: Data) -> str:
         parts.append(("table", entry["throughput"] and tables.throughput_table(entry["throughput"])))
         sections.append(PageSection(f"model-{index}", name, parts))
     sections += [PageSection("notes", "Notes", [("list", data["notes"])])] if data["notes"] else []
-    sections.append(PageSection("environment", "Environment", environment(data["environment"], None)))
+    reproduce = environment(data["tool"], data["environment"], None)
+    sections.append(PageSection("environment", "Reproduce", reproduce))
     gpu = data["environment"]["gpu"]
     subtitle = gpu["name"] if gpu else "no GPU"
     return _rendered(data, title="Attention benchmark", subtitle=subtitle, sections=sections, look=look)
@@ -416,6 +441,8 @@ def bench_page(data: Data) -> str:
 def sections_page(data: Data, title: str, parts: Mapping[str, Sequence[Part]]) -> str:
     """A page with a section for every heading; `data` has the verdict, what wrote it, and when."""
     sections = [PageSection(f"section-{i}", heading, each) for i, (heading, each) in enumerate(parts.items())]
+    about = environment(data["tool"], data["environment"], None)
+    sections.append(PageSection("environment", "Reproduce", about))
     shown = {"title": title, "subtitle": data["headline"], "outcome": data["outcome"]}
     return _rendered(data, sections=sections, look={}, **shown)
 
@@ -433,7 +460,19 @@ def _template() -> Any:
     ).get_template("page.html.j2")
 
 
-def _rendered(plain: Data, **context: Any) -> str:
+def _legend(sections: Sequence[PageSection]) -> dict[str, str]:
+    """What the columns of a page hold, by heading; those that the data names are one line."""
+    shown = [value for each in sections for kind, value in each.parts if value and kind in ("table", "fold")]
+    columns = [each for one in shown for each in (one["table"] if isinstance(one, dict) else one).columns]
+    names: dict[str, list[str]] = {}
+    for each in columns:
+        known = names.setdefault(each.about, [])
+        known.extend([each.name] if each.about and each.name not in known else [])
+    lines = ((summarize_names(found), about) for about, found in names.items() if found)
+    return dict(sorted(lines, key=lambda line: line[0].casefold()))
+
+
+def _rendered(plain: Data, sections: Sequence[PageSection], **context: Any) -> str:
     script = (_FOLDER / "sort.js").read_text(encoding="utf-8").strip()
     style = charts.palette_css() + "\n" + (_FOLDER / "style.css").read_text(encoding="utf-8").strip()
     # Nothing may be loaded, and no script may run but ours, even if an escape were forgotten.
@@ -444,5 +483,6 @@ def _rendered(plain: Data, **context: Any) -> str:
     )
     context |= {"script": Markup(script), "style": Markup(style), "policy": policy, "mark": charts.mark}
     context["generator"] = Markup(f'{GENERATOR} {charts.readable(plain["tool"]["version"])}">')
+    context |= {"sections": sections, "legend": _legend(sections)}
     page: str = _template().render(tool=plain["tool"], created=plain["created"], **context)
     return page.strip() + "\n"

@@ -16,6 +16,27 @@ document.querySelectorAll("table").forEach((table) => {
   });
 });
 
+// A button copies what is in a box; the box can be selected without it.
+document.querySelectorAll("details.copy").forEach((fold) => {
+  const button = document.createElement("button");
+  button.type = "button";
+  button.textContent = "Copy";
+  const box = fold.querySelector("pre");
+  const done = (worked) => { button.textContent = worked ? "Copied" : "Selected: press Ctrl+C"; };
+  button.addEventListener("click", () => {
+    getSelection().selectAllChildren(box);
+    if (!navigator.clipboard) { done(document.execCommand("copy")); return; }
+    navigator.clipboard.writeText(box.textContent).then(() => done(true), () => done(false));
+  });
+  box.before(button);
+});
+
+// Everything is on paper, in browsers whose style sheets cannot open what is folded as well.
+addEventListener("beforeprint", () => document.querySelectorAll("details:not([open])").forEach((fold) => {
+  fold.open = true;
+  addEventListener("afterprint", () => { fold.open = false; }, { once: true });
+}));
+
 function sortBody(body, column, sign) {
   const units = [];
   for (const row of [...body.rows]) {

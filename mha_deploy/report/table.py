@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -42,6 +43,7 @@ class Cell:
     note: str = ""  # further text, less prominent, which a terminal has no room for
     hint: str = ""  # text under the pointer
     series: str = ""  # the name of a backend whose mark stands before the text
+    heat: str = ""  # a class of the style sheet that colors the cell of a heat map
     suffix: str = ""  # A sign behind the text
     span: int = 1  # how many columns it takes
 
@@ -55,6 +57,7 @@ class Column:
     """A column."""
 
     name: str  # its heading
+    about: str = ""  # what it holds: the tooltip of the heading, and its line in the legend of the page
     numeric: bool = False  # whether it holds numbers, aligned to the right
     short: str = ""  # the heading in a terminal; default: the name
     wide: bool = False  # whether only the page has room for it
@@ -80,8 +83,114 @@ class Table:
     css: str = ""  # A class of the style sheet: `compact` or `matrix`
 
 
-def column(heading: str) -> Column:
-    """A column from its heading.
+COLUMNS = {
+    "1 − cos": "one minus the cosine between result and oracle",
+    "°C": "temperature of the GPU",
+    "answered": "requests that were answered, of all that were to be sent",
+    "attention": "the Attention node or module, by name",
+    "backend": "the runtime, with its version",
+    "bitwise": "whether the compared results are equal to the last bit",
+    "budget used": "the largest of all errors as a share of its budget; more than 100% fails",
+    "calls": "launches of the kernel in one call",
+    "calls/s": "calls per second on all streams together",
+    "case": "the inputs by name; docs/parity.md lists what each is for",
+    "clients": "clients that send requests at the same time",
+    "compared": "the two results that must agree",
+    "compressed": "parts that are compressed, of all that could be",
+    "evidence": "what the status rests on: the plan, the inspector, the profiler",
+    "failed": "requests without an answer, by kind of error",
+    "first wrong": "the first wrong decode step; prefill is the prompt, cache its keys and values at the end",
+    "fusion": "attentions that are fused, of how many",
+    "gain": "how much larger or smaller the result is as a whole: a wrong scale shows, rounding cancels out",
+    "GB/s": "bytes of the inputs, outputs and weights per second at p50",
+    "GPU": "the GPU that the cell was built for",
+    "graph": "whether calls were timed as a CUDA graph",
+    "growth": "median error of the last tenth of the steps over that of the first",
+    "growth of eager": "the same growth in eager PyTorch, which it should be close to",
+    "headroom": "the largest FP16 number over the largest number here",
+    "host µs": "time that the host needs to launch one call",
+    "its own result": "relative L2 of the part's own result in the compressed model",
+    "judged": "the graph, engine or server in place of the bundle's own",
+    "kernel": "the CUDA kernel, as the profiler names it",
+    "kernels": "the kernels that compute the attention, as the evidence names them",
+    "keys at most": "most keys that one query attends to",
+    "kind": "what is compared or judged",
+    "KL": "mean Kullback-Leibler divergence from the reference, in nats",
+    "largest q·k": "largest attention score before it is scaled",
+    "loss": "relative L2 between the compressed model and the original, both in FP64",
+    "loss of it alone": "the loss of a model in which this part alone is compressed",
+    "loss, relative L2": "relative L2 between the compressed model and the original, both in FP64",
+    "mask": "the form of the mask, as ONNX defines it",
+    "max": "largest error of all samples",
+    "memory": "device memory that was allocated for the runtime",
+    "model": "the model by name",
+    "names": "tensors that have other names in what was judged",
+    "new": "the value in the new result",
+    "node": "the Attention node in the graph",
+    "of p50": "share of the median latency that the kernel takes",
+    "of roofline": "the roofline bound as a share of p50",
+    "of the weights": "share of the weights that are compressed",
+    "old": "the value in the old result",
+    "options": "the build options of the plan",
+    "output": "the output of the model by name",
+    "p50 error": "relative L2 against the FP64 reference, median over the samples",
+    "p50 ms": "median time from request to answer, measured by the client",
+    "p50 µs": "median latency of one call",
+    "p90": "90th percentile of the error over the samples",
+    "p90 ms": "90th percentile of the time from request to answer",
+    "p90 µs": "90th percentile of the latency",
+    "p99": "99th percentile of the error over the samples",
+    "p99 ms": "99th percentile of the time from request to answer",
+    "p99 of the original": "99th percentile of the error of the source model itself",
+    "p99 µs": "99th percentile of the latency",
+    "part": "the part of the model by name",
+    "precision": "the requested precision, and whether the evidence confirms it",
+    "profile": "the optimization profile of the engine",
+    "prompts": "tokens of the prompts before the decode steps",
+    "reason": "why the status is what it is",
+    "rel. L2": "‖result − oracle‖ / ‖oracle‖ over the whole output",
+    "replay with --data": "the file that holds the sample",
+    "requests/s": "answers per second of all clients together",
+    "roofline bound": "least time in µs by the datasheet's peak rates; not a prediction",
+    "run by": "the runtime that ran it",
+    "runtime": "the runtime",
+    "sample": "the sample by name",
+    "scaled": "largest attention score after it is scaled",
+    "section": "what kind of property changed",
+    "SHA-256": "start of the hash of the file",
+    "sizes": "axis sizes of the case",
+    "slice": "largest error of one head, query, channel or batch element, over what rounding leaves there",
+    "SM MHz": "clock of the streaming multiprocessors, and its maximum where it was lower",
+    "softmax sum": "largest sum of exponentials in one row",
+    "SQNR, dB": "signal-to-quantization-noise ratio in decibels",
+    "stable": "whether warm-up ended with rounds that agreed",
+    "status": "what was found; marked green where it is as it should be",
+    "step": "the decode step, from 1",
+    "steps": "decode steps that were run",
+    "streams": "CUDA streams that were busy at the same time",
+    "TFLOP/s": "10¹² floating-point operations per second at p50",
+    "tokens/s": "tokens per second through this layer, all batch elements together",
+    "top-1": "positions whose largest logit is the reference's",
+    "top-5": "share of the reference's five largest logits that are among the five largest",
+    "trace": "the recorded prompt and tokens by name",
+    "types": "tensors that have other types in what was judged",
+    "verdict": "passed, failed or not verified; of a comparison, what became of it",
+    "what": "the property that was compared",
+    "what must not matter": "batch slot, batch size or profile: results must agree within the budget",
+    "what was run instead": "the variant that tells the fault apart",
+    "why": "the reason for the verdict",
+    "worst vector": "rel. L2 of the worst vector along the last axis: one token, or one query's weights",
+    "written in": "the type that the part is stored in",
+    "wrong outputs": "outputs out of budget, of all that were judged",
+    "× best PyTorch": "latency of the best PyTorch baseline over this one: above 1 is faster",
+    "× eager": "latency of eager PyTorch over this one: above 1 is faster",
+    "µs": "time of the kernel in one call",
+}
+"""What the columns of all pages hold, by heading."""
+
+
+def column(heading: str, about: str = "") -> Column:
+    """A column from its heading; `about` explains one that is named by the data.
 
     `#` is before numbers, `+` before what only the page has room for, `!` before what a terminal does not
     wrap. `budget used|used` has a shorter heading in a terminal.
@@ -89,7 +198,9 @@ def column(heading: str) -> Column:
     name = heading.lstrip("#+!")
     signs, (long, _, brief) = heading.removesuffix(name), name.partition("|")
     numeric, whole = "#" in signs, "!" in signs or long == "verdict"
-    return Column(name=long, numeric=numeric, short=brief, wide="+" in signs, whole=numeric or whole)
+    words = COLUMNS.get(long, about) if long else ""
+    is_whole, is_wide = numeric or whole, "+" in signs
+    return Column(name=long, about=words, numeric=numeric, short=brief, wide=is_wide, whole=is_whole)
 
 
 def table(
@@ -98,13 +209,14 @@ def table(
     rows: Iterable[RawRow] = (),
     css: str = "",
     groups: Sequence[Group] | None = None,
+    others: str = "",
 ) -> Table:
-    """A table of rows, or of groups of them.
+    """A table of rows, or of groups of them; `others` explains the columns that are named by the data.
 
     In a row, a string is plain text, and nothing is a dash. A string in place of a row is a sentence about
     the row above it, in all columns.
     """
-    shown = [column(heading) for heading in headings]
+    shown = [column(heading, others) for heading in headings]
 
     def cells(row: RawRow) -> Row:
         if isinstance(row, str):
@@ -129,6 +241,37 @@ def outcome_cell(outcome: str) -> Cell:
     """The verdict of one row; a failure is written so that it is seen."""
     found = Outcome(outcome)
     return Cell(text=found.upper() if found is Outcome.FAILED else found.value, status=MARKS[found])
+
+
+_NOTABLE = ("bad", "doubt", "over", "problem")
+
+
+def split_passed(built: Table) -> tuple[Table | None, list[Table]]:
+    """The rows that a reader should see, and those that are as they should be: a table of each group."""
+    notable, quiet = [], []
+    for group in built.groups:
+        rows: dict[bool, list[Any]] = {True: [], False: []}
+        units: list[list[Row]] = []
+        for row in group.rows:  # a sentence belongs to the row above it
+            if units and row[0].span == len(built.columns):
+                units[-1].append(row)
+            else:
+                units.append([row])
+        for unit in units:
+            rows[any(cell.status in _NOTABLE for row in unit for cell in row)] += unit
+        notable += [replace(group, rows=rows[True])] if rows[True] else []
+        quiet += [replace(built, groups=[replace(group, rows=rows[False])])] if rows[False] else []
+    return (replace(built, groups=notable) if notable else None), quiet
+
+
+def passed_words(built: Table) -> str:
+    """A table of rows that are as they should be, in a few words: `5 passed, at most 38% of the budget`."""
+    rows = [row for group in built.groups for row in group.rows]
+    marked = (next((cell.text for cell in row if cell.status in ("good", "none")), "") for row in rows)
+    words = Counter("conform" if word == "conforms" else word for word in marked)
+    counts = ", ".join(f"{count} {word}".rstrip() for word, count in words.items())
+    shares = [cell.share for row in rows for cell in row if cell.share is not None]
+    return f"{counts}, at most {budget_share(max(shares))} of the budget" if shares else counts
 
 
 def share_cell(share: float | None, *, failed: bool = False) -> Cell:
@@ -256,7 +399,8 @@ def steps_table(reports: Sequence[Data]) -> Table | None:
         at = [errors[step - 1] if step <= len(errors) else None for errors in curves.values()]
         rows.append([number(step, "{:,}".format), *(number(value, error) for value in at)])
     title = f"Relative L2 at some steps of trace {reports[0]['trace']}"
-    return table(title, ("#step", *(f"#{curve}" for curve in curves)), rows, css="compact")
+    words = "relative L2 of the step in this runtime"
+    return table(title, ("#step", *(f"#{curve}" for curve in curves)), rows, css="compact", others=words)
 
 
 def prompts_text(prompt: Sequence[int]) -> str:
@@ -440,8 +584,9 @@ def conformance_table(found: Data) -> Table:
     diagnostic = Group(rows=rows[True], title="What runtimes do by default; not part of the verdict")
     about = f"{found['precision']}, seed {found['seed']}; the numbers are relative L2"
     groups = [Group(rows=rows[False]), *([diagnostic] if rows[True] else [])]
-    headings = ("mask", *found["columns"])
-    return table(f"Masks as ONNX defines them, {about}", headings, css="matrix", groups=groups)
+    headings, words = ("mask", *found["columns"]), "what this runtime does with the mask, and its relative L2"
+    title = f"Masks as ONNX defines them, {about}"
+    return table(title, headings, css="matrix", groups=groups, others=words)
 
 
 def conformance_reasons(found: Data) -> list[tuple[str, str]]:
@@ -472,7 +617,7 @@ def range_table(nodes: Sequence[Data]) -> Table:
         figures = (*(number(node[key]) for key in keys), number(node["headroom"], times))
         rows.append([Cell(text=node["node"], status="code"), status, *figures])
     title = "Largest numbers of every attention on golden data; FP16 ends at 65,504"
-    names = ("largest |q·k|", "scaled", "softmax sum", "keys at most", "headroom")
+    names = ("largest q·k", "scaled", "softmax sum", "keys at most", "headroom")
     return table(title, ("node", "status", *(f"#{name}" for name in names)), rows)
 
 
@@ -670,7 +815,10 @@ def overview_table(bench: Data) -> Table | None:
         sizes = (sizes_text if heading == "sizes" else sizes_joined)(point["sizes"])
         rows.append((f"{model['name']} {model['precision']}", sizes, *timed, number(bound)))
     headings = ("model", heading, *(f"#{name}" for name in names), "#roofline bound")
-    return table("p50 in µs; the fastest of each line is bold", headings, rows)
+    title, words = "p50 in µs; the fastest of each line is bold", "p50 of this runtime, µs"
+    made = table(title, headings, rows, others=words)
+    sizes_column = replace(made.columns[1], about="axis sizes of the case")
+    return replace(made, columns=[made.columns[0], sizes_column, *made.columns[2:]])
 
 
 def bench_points(bench: Data) -> list[tuple[Data, Data]]:
@@ -694,6 +842,13 @@ def without_graph(points: Sequence[Data]) -> str | None:
             known.extend([why] if why and why not in known else [])
     names = [f"{name} ({'; '.join(known)})" if known else name for name, known in reasons.items()]
     return f"timed without a CUDA graph: {', '.join(names)}" if names else None
+
+
+def tsv(table: Table) -> str:
+    """A table as tab-separated values, for a spreadsheet."""
+    rows = [[cell.text + cell.suffix for cell in row] for group in table.groups for row in group.rows]
+    lines = [[column.name for column in table.columns], *rows]
+    return "".join("\t".join(" ".join(cell.split()) for cell in line) + "\n" for line in lines)
 
 
 def markdown(table: Table) -> str:

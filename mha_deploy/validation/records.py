@@ -20,7 +20,7 @@ from mha_deploy.engine.engine import (
     libraries_summary,
     where_built,
 )
-from mha_deploy.environment import RUN_PACKAGES, gpus, versions
+from mha_deploy.environment import RUN_PACKAGES, command_line, gpus, versions
 from mha_deploy.errors import DeployError
 from mha_deploy.files import as_plain
 from mha_deploy.judge import ParityReport
@@ -51,6 +51,9 @@ class ToolRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     name: Annotated[str, means("`mha-deploy`")]
     version: Annotated[str, means("its version")]
+    command: Annotated[
+        tuple[str, ...], means("the command line that wrote it; empty where it was written from Python")
+    ] = ()
 
 
 class GpuRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -332,7 +335,7 @@ def report_header() -> dict[str, Any]:
     about = {name: getattr(gpu, name) for name in GpuRecord.__struct_fields__} if gpu is not None else None
     return {
         "format": REPORT_FORMAT,
-        "tool": ToolRecord(name="mha-deploy", version=__version__),
+        "tool": ToolRecord(name="mha-deploy", version=__version__, command=tuple(command_line)),
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "environment": EnvironmentRecord(
             gpu=None if about is None else GpuRecord(**about),

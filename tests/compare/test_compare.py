@@ -473,6 +473,9 @@ def test_the_exit_code_is_the_verdict(run_cli, files, tmp_path):
     assert 'data-verdict="failed"' in page
     assert str(old) in page
     assert str(new) in page
+    headings = re.findall("<h2[^>]*>([^<]*)</h2>", page)
+    assert headings[0] == "Regressions"
+    assert f"compare {old} {new}" in page  # the command
     assert run_cli("compare", old, old).code == 0
 
 
@@ -483,6 +486,8 @@ def test_markdown_and_json_hold_the_same_regressions(run_cli, files):
     changes = json.loads(data.out)["changes"]
     worse = [change for change in changes if change["level"] == "regression"]
     assert table.out.count("| regression |") == len(worse) == 2
+    first = [line for line in table.out.splitlines() if line.startswith("|")][2:4]
+    assert all("| regression |" in line for line in first)
     assert run_cli("compare", *files, "--max-latency", "0.5", "--json").code == 1
     assert run_cli("compare", files[0], files[0], "--json").code == 0
 

@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -167,6 +169,20 @@ def test_one_report_that_compare_reads(bundles, tmp_path):
     found = md.compare(path, tmp_path / "worse")
     assert {change.section for change in found.regressions} >= {"verdict", "coverage"}
     assert "the reason" in worse.to_html()
+
+
+def test_the_page_is_a_heat_map(bundles, tmp_path):
+    plan = plan_of(str(bundles("tiny-gqa").path), options={name: {} for name in ("a", "b")})
+    plan["runtimes"] = [{**RTX, "name": "old"}, {**RTX, "name": "new"}]
+    done = run(plan, tmp_path, Scripted(b="crashed"))
+    (place,) = (i for i, each in enumerate(done.cells) if (each.runtime, each.options) == ("new", "a"))
+    cells = list(done.cells)
+    cells[place] = replace(cells[place], report={"engines": [{**cells[place].engine, "seconds": 9.0}]})
+    page = replace(done, cells=tuple(cells)).to_html()
+    verdicts, *_, times = re.findall("<table.*?</table>", page, flags=re.DOTALL)
+    heats = re.findall('<td class="heat ([^"]*)"><span class="status', verdicts)
+    assert heats == ["hot-doubt"] * 2 + ["hot-bad"] * 2
+    assert re.findall('<td class="heat ([^"]*)"[^>]*>([^<]*)', times) == [("q0", "2.00"), ("q5", "9.00")]
 
 
 # -- for real --------------------------------------------------------------------------------------

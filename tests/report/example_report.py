@@ -24,7 +24,11 @@ def passing():
     """A whole report from a machine with a GPU."""
     return {
         "format": 4,
-        "tool": {"name": "mha-deploy", "version": "0.1.0"},
+        "tool": {
+            "name": "mha-deploy",
+            "version": "0.1.0",
+            "command": ["mha-deploy", "validate", "my bundle"],
+        },
         "created": "2026-11-15T05:00:00Z",
         "verdict": {
             "outcome": "passed",

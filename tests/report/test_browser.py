@@ -26,7 +26,11 @@ MEASURE = """
 const wrong = [];
 addEventListener("error", (event) => wrong.push(String(event.message)));
 addEventListener("load", () => {
-  document.querySelectorAll("details").forEach((fold) => { fold.open = true; });
+  const folds = [...document.querySelectorAll("details:not([open])")];
+  const hidden = (fold) => !fold.querySelector("td,dd,pre").checkVisibility({contentVisibilityAuto: true});
+  const closed = folds.filter(hidden).length;
+  dispatchEvent(new Event("beforeprint"));
+  const printed = folds.filter((fold) => fold.open).length;
   const box = (node) => {
     const r = node.getBoundingClientRect();
     return [r.left, r.top, r.right, r.bottom];
@@ -43,7 +47,8 @@ addEventListener("load", () => {
   latency.querySelectorAll("thead th")[1].click();
   const order = [...latency.tBodies[0].rows].slice(1).map((row) => Number(row.cells[1].dataset.v));
   const measured = {
-    charts, wrong, order,
+    charts, wrong, order, closed, printed, folds: folds.length,
+    buttons: document.querySelectorAll("details.copy > button").length,
     fetched: performance.getEntriesByType("resource").length,
     width: document.documentElement.scrollWidth, view: document.documentElement.clientWidth,
   };
@@ -122,6 +127,11 @@ def test_no_word_of_a_chart_covers_another(measured):
 def overlap(a, b):
     # The box of a text is as high as its line; the letters leave some of it free.
     return min(a[2], b[2]) - max(a[0], b[0]) > 1 and min(a[3], b[3]) - max(a[1], b[1]) > 4
+
+
+def test_what_is_folded_is_closed_on_the_screen_and_open_in_print(measured):
+    assert measured["closed"] == measured["printed"] == measured["folds"] > 5
+    assert measured["buttons"] == 1  # the command
 
 
 def test_a_narrow_page_scrolls_inside_its_containers(measured):

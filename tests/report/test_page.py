@@ -95,6 +95,19 @@ def test_tables_have_captions_and_headings(any_page):
     assert len(any_page.all("h1")) == 1
 
 
+def test_every_column_is_explained_at_its_heading_and_in_the_legend(any_page):
+    columns = [each for each in any_page.all("th") if each["scope"] == "col"]
+    assert all(each.get("title") for each in columns)
+    legend = any_page.text.partition("What the columns of this page hold")[2]
+    assert all(each["title"] in legend for each in columns)
+
+
+def test_every_page_has_what_reproduces_it(any_page):
+    versions = any_page.text.partition(" Versions ")[2]
+    assert "torch" in versions
+    assert "onnxruntime" in versions
+
+
 def test_charts_can_be_heard(any_page):
     charts = [each for each in any_page.all("svg") if "chart" in each.get("class", "")]
     assert all(each["role"] == "img" and each["aria-label"] for each in charts)
@@ -121,6 +134,24 @@ def test_the_verdict_can_be_read_by_a_machine(name, word):
 def test_failures_come_first():
     levels = re.findall(r'class="level (\w+)"', page_of("failing"))
     assert levels == ["failure"] * 3 + ["warning"] * 2 + ["note"] * 2
+
+
+def test_what_passed_is_folded_and_what_failed_is_open():
+    folded = re.findall(r"<details>.*?</details>", page_of("failing"), flags=re.DOTALL)
+    shown = re.sub(r"<details>.*?</details>", "", page_of("failing"), flags=re.DOTALL)
+    parity = re.search(r'<section id="parity".*?</section>', shown, flags=re.DOTALL)[0]
+    assert parity.count('class="status bad"') == 3
+    assert 'class="status good"' not in parity
+    assert not [each for each in folded if 'class="status bad"' in each]
+    lines = re.findall("<summary>(.*?)</summary>", "".join(folded))
+    summaries = [words for words in lines if "5 passed" in words]
+    assert len(summaries) == 1  # ONNX Runtime: everything passed
+    assert "12% of the budget" in summaries[0]
+
+
+def test_the_command_can_be_copied():
+    box = re.search("<pre[^>]*>(.*?)</pre>", page_of("passing"))[1]
+    assert box == "mha-deploy validate &#39;my bundle&#39;"
 
 
 # -- sections --------------------------------------------------------------------------------------
@@ -247,6 +278,14 @@ def test_a_benchmark_has_an_overview_and_a_section_for_every_model():
     reader = read("bench")
     assert {"overview", "model-0", "model-1", "environment"} <= set(reader.ids)
     assert "Fastest, of 12 sizes: tensorrt 12." in reader.text
+
+
+def test_a_benchmark_can_be_copied_without_a_script():
+    markdown, tabbed = re.findall("<pre[^>]*>(.*?)</pre>", page_of("bench"), flags=re.DOTALL)
+    assert markdown.startswith("| model | B×S | eager |")
+    lines = [line.split("\t") for line in tabbed.splitlines()]
+    assert len(lines) == 13
+    assert {len(line) for line in lines} == {11}
 
 
 def test_a_row_has_one_colour_on_the_whole_page():
