@@ -20,12 +20,12 @@ from mha_deploy.analysis.roofline import (
     roofline_bound,
 )
 from mha_deploy.errors import DeployError, SpecError
-from mha_deploy.graph.ir import light_proto
+from mha_deploy.graph.ir import MATMULS, light_proto
 from mha_deploy.model.precision import find_precision
 from mha_deploy.model.spec import ModelSpec, Sizes, size_of
 
 # What is multiplied; all other nodes are taken to be fused into these, so the bound stays one.
-_GEMMS = ("MatMul", "Gemm", "Einsum", "Conv", "MatMulInteger", "ConvInteger", "FusedMatMul")
+_GEMMS = (*MATMULS, "MatMulInteger", "ConvInteger", "FusedMatMul")
 _Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -165,6 +165,8 @@ def _attention_flops(node: ir.Node, taken: list[tuple[ir.Value, Any]]) -> int | 
 
 def _gemm_flops(node: ir.Node, taken: list[tuple[ir.Value, Any]], made: tuple[int, ...]) -> int | None:
     first, second = taken[0][1], taken[1][1]
+    if node.op_type == "ConvTranspose":  # every number of the input goes into every place of the kernel
+        return 2 * math.prod(first) * math.prod(second[1:])
     if node.op_type in ("Conv", "ConvInteger"):
         return 2 * math.prod(made) * math.prod(second[1:])
     if node.op_type == "Gemm":

@@ -12,6 +12,7 @@ import onnx_ir as ir
 
 from mha_deploy.bundle.cases import Arrays
 from mha_deploy.graph.file import with_outputs
+from mha_deploy.graph.ir import MATMULS
 from mha_deploy.graph.upcast import LAYOUT, in_float64
 from mha_deploy.model.precision import Precision
 from mha_deploy.rounding import ACCUMULATED, MARGIN, accumulation_roundoff, normal, rounded
@@ -20,8 +21,8 @@ from mha_deploy.runtime.user_code import graph_code
 
 # Where kernels round: what a GEMM reads and writes, what norms, softmax and activations write. Elementwise
 # operators are fused into these, but for sums of two tensors: a residual stream is written after each.
-_MATMULS = frozenset({"MatMul", "Gemm", "Einsum", "Conv", "ConvTranspose", "Attention", "FusedMatMul"})
-_MATMULS |= {"MultiHeadAttention", "GroupQueryAttention", "FusedConv", "RotaryEmbedding"}
+_MATMULS = frozenset(MATMULS) | {"Attention", "MultiHeadAttention", "GroupQueryAttention", "RotaryEmbedding"}
+_MATMULS |= {"FusedMatMul", "FusedConv"}
 _ROUNDED = frozenset(
     {"Softmax", "LogSoftmax", "LayerNormalization", "RMSNormalization", "Gelu", "Tanh", "Sigmoid"}
 )

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mha_deploy.errors import ExportError
 from mha_deploy.exporter.axes import ExportedModule
+from mha_deploy.model.masking import ABSORBS_FLOAT32
 from mha_deploy.model.precision import Precision
 from mha_deploy.rounding import ACCUMULATED, MARGIN, MIX, accumulation_roundoff, rounded
 
@@ -187,9 +188,6 @@ Values = dict[str, Tensor]
 
 _WIDE = {torch.complex32: torch.complex128, torch.complex64: torch.complex128}
 _WIDE |= dict.fromkeys((torch.float16, torch.bfloat16, torch.float32), torch.float64)
-# In float32 a mask of -1e9 absorbs the score that it is added to: a fully masked query gives the mean of the
-# values, and that is what the module means.
-_ABSORBING = -(2.0**26)
 _SUMS_OF_TWO = frozenset({_aten.add, _aten.add_, _aten.sub, _aten.sub_})
 _HALF_TO_FLOAT = frozenset({_aten._softmax, _aten._log_softmax})  # their third argument says: give float32
 
@@ -254,7 +252,7 @@ class Float64(Intercept):
         finally:
             torch.set_default_dtype(own)
         if packet in _SUMS_OF_TWO and isinstance(result, Tensor) and result.is_floating_point():
-            result = torch.where(result <= _ABSORBING, result.float().to(result.dtype), result)
+            result = torch.where(result <= ABSORBS_FLOAT32, result.float().to(result.dtype), result)
         if self.wide is not _WIDE:  # a module may ask for another type itself
             is_one = isinstance(result, Tensor)
             return self.upcast(result) if is_one else tree_map_only(Tensor, self.upcast, result)
@@ -664,7 +662,7 @@ def _fully_masked_alike(
     if mask is None or not mask.is_floating_point() or not mask.numel():
         return args, kwargs
     best = mask.amax(-1, keepdim=True)
-    masked = (best <= _ABSORBING) & best.isfinite()
+    masked = (best <= ABSORBS_FLOAT32) & best.isfinite()
     if not bool(masked.any()):
         return args, kwargs
     query = given["query"].clone().masked_fill_(masked, 0.0)  # a clone keeps strides, which a view may need

@@ -26,6 +26,8 @@ _LOG = logging.getLogger(__name__)
 _MOST_ITERATIONS = 10**6  # of loops, in one call of the reference evaluator
 
 HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+MATMULS = ("MatMul", "Gemm", "Einsum", "Conv", "ConvTranspose")
+"""The operators that sum products of floating-point numbers, besides Attention."""
 
 
 # -- Read nodes and values -------------------------------------------------------------------------

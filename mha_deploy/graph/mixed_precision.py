@@ -25,6 +25,7 @@ from mha_deploy.errors import DeployError, nearest
 from mha_deploy.graph import attention_node as an
 from mha_deploy.graph.attention_node import AttentionNode, is_attention, read_attention, short_dtype
 from mha_deploy.graph.ir import (
+    MATMULS,
     NodeBuilder,
     constant,
     constant_ints,
@@ -38,6 +39,7 @@ from mha_deploy.graph.ir import (
     nodes_behind,
 )
 from mha_deploy.graph.upcast import in_type, retype, retype_attributes
+from mha_deploy.model.masking import ABSORBS_FLOAT32
 
 # -- Records: measured ranges, and the plan --------------------------------------------------------
 
@@ -47,9 +49,6 @@ FLUSHED_BELOW = 2.0**-25
 
 SENTINEL_FROM = 1e30
 """No activation of a float32 model is this large: such a number is a mask value or the absence of a bound."""
-
-ABSORBING = -(2.0**29)
-"""From here on, float32 rounds a mask value plus a score to multiples of 64: the score does not count."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -501,8 +500,6 @@ def producers_within(
 
 # -- Cheap nodes between float32 nodes: in FP16 they would only add Casts --------------------------
 
-_MATMULS = ("MatMul", "Gemm", "Einsum", "Conv", "ConvTranspose")
-
 
 def enclosed_nodes(graph: ir.Graph, kept: set[ir.Node], float32_inputs: set[str]) -> list[ir.Node]:
     """The cheap nodes whose neighbors are all kept in float32, or such nodes themselves.
@@ -511,7 +508,7 @@ def enclosed_nodes(graph: ir.Graph, kept: set[ir.Node], float32_inputs: set[str]
     """
 
     def is_cheap(node: ir.Node) -> bool:  # no matmul, and no large weights
-        if not _computes(node) or is_attention(node) or is_op(node, *_MATMULS) or node.domain != "":
+        if not _computes(node) or is_attention(node) or is_op(node, *MATMULS) or node.domain != "":
             return False
         return not any(value.is_initializer() and long_axes(value) > 1 for _, value in float_inputs(node))
 
@@ -922,7 +919,7 @@ class _Writer:
             self._opened[key] = _opened_mask(builder, mask, q, attention)
         opened, masked = self._opened[key]
         node.replace_input_with(an.MASK, opened)
-        if self._fully_masked[str(node.name)] <= ABSORBING:
+        if self._fully_masked[str(node.name)] <= ABSORBS_FLOAT32:
             zero = builder.constant(0.0, HALF)
             if attention.rank == 3:
                 four = builder.op("Expand", masked, builder.ints(1, 1, 1, 1))  # a mask may have fewer axes

@@ -13,11 +13,10 @@ import onnx_ir as ir
 
 from mha_deploy.errors import DeployError
 from mha_deploy.graph.attention_node import is_attention
-from mha_deploy.graph.ir import HALVES, graphs_in, infer_shapes, is_op
+from mha_deploy.graph.ir import HALVES, MATMULS, graphs_in, infer_shapes, is_op
 from mha_deploy.graph.lower import lower
 from mha_deploy.graph.lower.call import copy_of
 
-_MATMULS = ("MatMul", "Gemm", "Einsum", "Attention", "Conv", "ConvTranspose")
 _NORMS = tuple(f"{kind}Normalization" for kind in ("Layer", "RMS", "Batch", "Group", "Instance"))
 _REDUCTIONS = ("ReduceMean", "ReduceSum", "ReduceL2", "AveragePool", "GlobalAveragePool", "Softmax")
 _OTHERS_IN_FLOAT32 = (*_NORMS, *_REDUCTIONS, "Gelu", "Erf", "Tanh", "Sigmoid")
@@ -33,7 +32,7 @@ def with_float32_matmuls(model: ir.Model, *others: str) -> ir.Model:
     copy = model.clone()
     if any(value.dtype is None for node in copy.graph for value in node.outputs if value.name):
         infer_shapes(copy)  # other people's files often omit types
-    for node in [node for node in copy.graph if is_op(node, *_MATMULS, *others)]:
+    for node in [node for node in copy.graph if is_op(node, *MATMULS, "Attention", *others)]:
         for position, value in enumerate(node.inputs):
             if value is not None and value.dtype in HALVES:
                 cast = _cast(value, ir.DataType.FLOAT, f"{node.name}/input_{position}")

@@ -28,6 +28,7 @@ from mha_deploy.graph.fuse.values import (
     walk,
 )
 from mha_deploy.graph.ir import NodeBuilder, constant_ints, input_at, is_op, made_by, same_size
+from mha_deploy.model.masking import ABSORBS_ANY, ABSORBS_FLOAT32, WRITTEN_HALF, absorbs
 
 Axes = tuple[str, ...]
 """The axes of a tensor: each a letter as in an einsum, or several where a Reshape joined them."""
@@ -366,12 +367,7 @@ def _conditions_of(condition: ir.Value, shown: bool) -> list[tuple[ir.Value, boo
 
 # -- Read the masks of an attention as plainly as they can be expressed, without changing a number ------
 
-# A sum of two float16 beyond this is -inf; up to it, the sum with a score is this number again.
-_LOWEST_HALF = -65472.0
 _MAX_RESHAPES, _MAX_SUMS = 4, 6
-_ABSORBS = -1e30  # added to a score in float32, bfloat16 or float64, it leaves only itself
-# Added in float32 it absorbs scores below 16, as float16's lowest number does in float16.
-_ABSORBS_SMALL = -3e8
 
 
 def _plain_terms(terms: list[Term], dtype: ir.DataType) -> list[Term]:
@@ -475,15 +471,11 @@ def _from_where(term: Bias, node: ir.Node, dtype: ir.DataType, sums: int) -> lis
 
 def _absorbs(number: float, term: Bias, dtype: ir.DataType) -> bool:
     """Whether a number leaves nothing of a score that it is added to, in the type of the sum."""
-    half = dtype == (term.value.dtype or dtype) == ir.DataType.FLOAT16
-    return number == -math.inf or number <= (_LOWEST_HALF if half else _ABSORBS)
+    return absorbs(number, in_half=dtype == (term.value.dtype or dtype) == ir.DataType.FLOAT16)
 
 
 # -- Decide what the masks of an attention become --------------------------------------------------
 
-# Added to a score of any size, it leaves only itself, as the fill would: all masked keys weigh the same. It
-# is far from the smallest float, so that a kernel may multiply it by log2(e) without reaching -inf.
-ABSORBING = -1e30
 # A weaker fill could be above the score of a key that is not masked.
 _WEAKEST_FILL = -1e5
 _FAR_BELOW = 100.0  # the weight of a score that far below another is 0
@@ -547,7 +539,7 @@ def decide_masking(
     hides = all(isinstance(term, Fill) and term.hides for term in rest)
     if hides and not guarded:
         notes = (FULLY_MASKED,)
-    elif any(isinstance(term, Fill) and term.added and term.fill > ABSORBING for term in rest):
+    elif any(isinstance(term, Fill) and term.added and term.fill > ABSORBS_ANY for term in rest):
         notes = (FULLY_MASKED_HALF, *notes)
     _check_types(rest, dtype)
     kind = "bool" if hides or even else "float"
@@ -707,7 +699,7 @@ def _float_mask(terms: Sequence[Term], builder: NodeBuilder, dtype: ir.DataType)
     zero = total = builder.constant(0.0, dtype)
     for term in reversed(terms):
         if isinstance(term, Fill):
-            number = term.number(builder, dtype, -math.inf if term.hides else ABSORBING)
+            number = term.number(builder, dtype, -math.inf if term.hides else ABSORBS_ANY)
             if term.added and total is not zero:  # what is -inf stays so
                 total = builder.op("Add", total, term.applied(zero, number, builder), name="mask")
             else:
@@ -802,7 +794,8 @@ def _exact_mask(terms: Sequence[Term], builder: NodeBuilder, dtype: ir.DataType)
     best = best_of(total)
     # Such a number absorbs any score; runtimes take the lowest numbers for -inf.
     narrowed = wide.itemsize > dtype.itemsize
-    absorbing = -32768.0 if wide == ir.DataType.FLOAT16 else _ABSORBS_SMALL if narrowed else ABSORBING
+    absorbing = ABSORBS_FLOAT32 if narrowed else ABSORBS_ANY
+    absorbing = WRITTEN_HALF if wide == ir.DataType.FLOAT16 else absorbing
     zero = builder.op("LessOrEqual", best, builder.constant(absorbing, reduced))
     infinite = builder.constant(-math.inf, reduced)
     if fills:

@@ -23,7 +23,15 @@ import onnx_ir as ir
 from mha_deploy.bundle.manifest import GENERATED
 from mha_deploy.graph.fuse.spelling import Spelling
 from mha_deploy.graph.fuse.values import ATTENTION_OPSET, NotFused, in_words
-from mha_deploy.graph.ir import constant, dims, graphs_in, is_op, nodes_behind, reference_evaluator
+from mha_deploy.graph.ir import (
+    MATMULS,
+    constant,
+    dims,
+    graphs_in,
+    is_op,
+    nodes_behind,
+    reference_evaluator,
+)
 
 Dims = tuple[int | str, ...]
 """The sizes of a tensor; a dynamic one as the expression that the file gives for it."""
@@ -35,7 +43,7 @@ _MANY_SCORES = 2**22  # beyond that, one draw has to do
 _FOLDED = 2**16  # from here on, what is computed from constants alone is computed once, not for every draw
 _MAX_CONSTANT = 2**28  # elements of all that is computed from constants alone, such as a triangle of ones
 # What a mask is not cut open for: its numbers are as good as drawn ones.
-_MATMULS = ("MatMul", "Gemm", "Einsum", "Conv", "Attention", "LSTM", "GRU")
+_MATMULS = (*MATMULS, "Attention", "LSTM", "GRU")
 # Sizes of the dynamic axes, in the order of their names: distinct odd ones first. A graph may need sizes that
 # divide each other, that are equal, or of which some are 1.
 _SIZES: list[tuple[int, ...]] = [(3, 5, 7, 2, 9, 11), (2, 7, 5, 3, 11, 9), (1, 4, 4, 4, 4, 4)]

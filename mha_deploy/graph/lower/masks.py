@@ -15,11 +15,9 @@ import onnx_ir as ir
 
 from mha_deploy.graph.ir import NodeBuilder, Size, same_size
 from mha_deploy.graph.lower.call import AttentionCall
+from mha_deploy.model.masking import ABSORBS_ANY, WRITTEN_HALF
 
 NEG_INF = float("-inf")
-
-_FAR_BELOW = -1e30
-"""The bias of a masked key in FP32 and BF16, below every score; a finite one keeps a softmax free of NaN."""
 
 _SMALL_BIAS = 256.0
 """A bias of at most this size is added to FP16 scores as it is."""
@@ -131,7 +129,7 @@ def bias_of(b: NodeBuilder, call: AttentionCall, mask: Mask, *, in_score_type: b
         # 1.7.1 turns a Where of 0 and -inf into a list of blocks, with eight more kernels.
         return b.op("Log", b.op("Cast", mask.visible, to=int(call.dtype)), name="mask_bias")
     if numbers is None:
-        return plain_bias(b, call, mask, masked=_FAR_BELOW)
+        return plain_bias(b, call, mask, masked=ABSORBS_ANY)  # a finite number keeps a softmax free of NaN
     if not (in_score_type and is_fp16) and not narrows(call, mask):
         return plain_bias(b, call, mask)
     return _to_score_type(b, call, _without_large_top(b, wide_bias(b, mask, numbers)))
@@ -171,7 +169,7 @@ def without_lost_queries(b: NodeBuilder, call: AttentionCall, mask: Mask | None,
         return q  # no integer is that low
     numbers = wide_bias(b, mask, mask.additive) if wide else mask.additive
     top = b.op("ReduceMax", numbers, b.ints(-1), keepdims=1)
-    least = b.constant(_FAR_BELOW if wide else _lowest(dtype) / 2, dtype)
+    least = b.constant(ABSORBS_ANY if wide else _lowest(dtype) / 2, dtype)
     lost = b.op("Less", top, least, name="query_is_lost")
     return b.op("Where", lost, b.constant(0.0, call.dtype), q, name="q_kept")
 
@@ -208,8 +206,8 @@ def _without_large_top(b: NodeBuilder, numbers: ir.Value) -> ir.Value:
     small = b.op("Less", b.op("Abs", top), b.constant(_SMALL_BIAS, dtype))
     shifted = b.op("Sub", numbers, b.op("Where", small, b.constant(0.0, dtype), top), name="mask_shifted")
     if dtype != ir.DataType.FLOAT16:
-        swallows = b.op("Less", top, b.constant(-1e30, dtype))
-        rest = b.op("Where", swallows, b.constant(-32768.0, dtype), b.constant(0.0, dtype))
+        swallows = b.op("Less", top, b.constant(ABSORBS_ANY, dtype))
+        rest = b.op("Where", swallows, b.constant(WRITTEN_HALF, dtype), b.constant(0.0, dtype))
         shifted = b.op("Add", shifted, rest)
     shifted.dtype = dtype
     return shifted
