@@ -202,7 +202,11 @@ def judge_case(
         if budget is None:
             heads = (to_heads or {}).get(name)
             budget = budget_from_samples(samples, oracle, precision, baseline.branches, heads)
-        suspects = {mistake: changes[name] for mistake, changes in case.suspects.items() if name in changes}
+        suspects = {
+            mistake: (each.changes[name], each.chances.get(precision.accumulate, {}).get(name))
+            for mistake, each in case.suspects.items()
+            if name in each.changes
+        }
         deviation = measure(result, oracle, budget.spread, suspects)
         limits: dict[str, float | None] | None = None
         if is_discrete := result.dtype.kind in "iub":

@@ -53,11 +53,12 @@ def measure(
     got: np.ndarray,
     oracle: np.ndarray,
     spread: Spread | None = None,
-    suspects: Mapping[str, np.ndarray] = MappingProxyType({}),
+    suspects: Suspects = MappingProxyType({}),
 ) -> Deviation:
     """Compare a finite result with the oracle, in float64; slice by slice where their spread is known.
 
-    `suspects` is what known mistakes would add to the oracle.
+    `suspects` is what known mistakes would add to the oracle, and where it is known, how much of that chance
+    leaves in a right result.
     """
     result, oracle = np.atleast_1d(got.astype(np.float64)), np.atleast_1d(oracle)  # a loss is one number
     if not oracle.size:
@@ -118,10 +119,20 @@ _SUSPECT_CHANCE = 0.7
 # A kernel rounds to nearest, not at random: of the error of the same number in BF16, its error in FP16 holds
 # the square of the ratio of their roundoffs, however many numbers there are.
 _TO_NEAREST = (2.0**-11 / 2.0**-8) ** 2
+# Of many mistakes that are looked for, chance leaves so many standard deviations of one in some sample.
+_DEVIATIONS = 2.0
 _OUTSTANDING = 3.0  # a head with so many times the error of the usual head is named
+
+Suspects = Mapping[str, tuple[np.ndarray, float | None]]
+"""By known mistake, what it would add, and the share of it that chance leaves; None: as in the samples."""
 
 ToHeads = Callable[[np.ndarray], np.ndarray]
 """Undoes an output projection: [B, S, E] to [B, Hq, S, D]."""
+
+
+def is_telling(chance: float) -> bool:
+    """Whether a known mistake can be told from chance, which leaves this share of it in a right result."""
+    return chance <= _SUSPECT_CHANCE / FACTOR
 
 
 def _separated(power: np.ndarray, samples: int) -> tuple[np.ndarray, np.ndarray]:
@@ -270,7 +281,7 @@ class Spread:
         return float((along * (error / self._expected)).sum()) / max(float(np.square(along).sum()), 1e-300)
 
     def worst_slice(
-        self, error: np.ndarray, suspects: Mapping[str, np.ndarray] = MappingProxyType({})
+        self, error: np.ndarray, suspects: Suspects = MappingProxyType({})
     ) -> tuple[float, float, str]:
         """The largest error and gain of a slice, in units of the samples' largest, and where the worse is.
 
@@ -286,19 +297,25 @@ class Spread:
             elif sizes.max() > _OUTSTANDING * np.median(sizes):
                 place = f"{place}; head {int(np.argmax(sizes))}"
             local, gain = max(local, head_local), max(gain, head_gain)
-        for name, change in suspects.items():
-            if (chance := self._chance_of(name, change)) <= _SUSPECT_CHANCE / FACTOR:
+        for name, (change, known) in suspects.items():
+            if is_telling(chance := self._chance_in_samples(name, change) if known is None else known):
                 share = abs(self._share(change, error)) / chance
                 place = f"an error as from {name}" if share > max(local, gain) else place
                 gain = max(gain, share)
         return local, gain, place
 
-    def _chance_of(self, name: str, change: np.ndarray) -> float:
+    def _chance_in_samples(self, name: str, change: np.ndarray) -> float:
         """The largest share of a known mistake that chance leaves in a sample."""
         if name not in self._chances:
             shares = [abs(self._share(change, each)) for each in self._samples]
             self._chances[name] = max(max(shares) * _FEW_SAMPLES.get(self.samples, 1.0), _TO_NEAREST)
         return self._chances[name]
+
+    def chance_of(self, change: np.ndarray, errors: Sequence[np.ndarray]) -> float:
+        """The share of a known mistake that chance leaves in a right result; with further samples."""
+        shares = np.array([self._share(change, each) for each in (*self._samples, *errors)])
+        largest = float(np.abs(shares[: len(self._samples)]).max())
+        return max(largest, _DEVIATIONS * float(np.sqrt(np.square(shares).mean())), _TO_NEAREST)
 
     def _worst(self, error: np.ndarray) -> tuple[float, float, str]:
         found = []

@@ -17,7 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mha_deploy.analysis.cost import oracle_bytes, past_keys, sizes_name
-from mha_deploy.bundle.cases import DecodeTrace, GoldenCase, PlannedTrace, check_steps, read_case
+from mha_deploy.bundle.cases import (
+    DecodeTrace,
+    GoldenCase,
+    KnownMistake,
+    PlannedTrace,
+    check_steps,
+    read_case,
+)
 from mha_deploy.bundle.folder import Bundle
 from mha_deploy.errors import BackendUnavailable, BundleError, DeployError
 from mha_deploy.exporter.exporter import export_user_module
@@ -368,7 +375,8 @@ class FreshCases:
                     changed[f"{part} in {kind}"] = to_numpy(self._capture.evaluate_in_fp64(feeds)["output"])
                 finally:
                     weight.data = own
-        return replace(case, suspects={name: {"output": each - oracle} for name, each in changed.items()})
+        added = {name: KnownMistake({"output": each - oracle}) for name, each in changed.items()}
+        return replace(case, suspects=added)
 
     def given(self, name: str, inputs: Mapping[str, np.ndarray], sizes: Mapping[str, int]) -> GoldenCase:
         """Compute what is true of inputs of a user's own."""

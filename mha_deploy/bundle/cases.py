@@ -194,6 +194,17 @@ def join_baselines(parts: Sequence[Baseline], axes: Mapping[str, int]) -> Baseli
     return replace(parts[0], samples=joined)
 
 
+@dataclass(frozen=True)
+class KnownMistake:
+    """What a known mistake would add to the outputs, and the share of that which chance leaves.
+
+    The share is by the type of accumulation and by output; empty where it is measured on the samples.
+    """
+
+    changes: Arrays
+    chances: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, kw_only=True)
 class GoldenCase:
     """One case: inputs, what is right, what rounding costs, and the results of the module itself."""
@@ -207,7 +218,7 @@ class GoldenCase:
     note: str = ""
     flops: int = 0  # the work of one call of a user's module, else 0
     cached: Mapping[str, str] = field(default_factory=dict)  # see `cached_outputs`
-    suspects: Mapping[str, Arrays] = field(default_factory=dict)  # what mistakes would add to its outputs
+    suspects: Mapping[str, KnownMistake] = field(default_factory=dict)  # by known mistake
 
     def __post_init__(self) -> None:
         if not isinstance(self.oracle, Reference):
@@ -229,7 +240,7 @@ def read_case(bundle: Bundle, entry: GoldenEntry) -> GoldenCase:
     groups = {"inputs": spec.inputs, "oracle": stored_outputs(spec), "eager": stored_outputs(spec)}
     known = {f"{group}/{tensor.name}": tensor for group, tensors in groups.items() for tensor in tensors}
     sampled = baseline_names([tensor.name for tensor in stored_outputs(spec)], precision)
-    arrays = read_arrays(bundle.file(entry.file), known.keys() | sampled)
+    arrays = read_arrays(bundle.file(entry.file), known.keys() | sampled | _suspect_names(entry, precision))
     check_arrays(arrays, known, entry.sizes, precision)
     inputs, oracle, eager = (
         {tensor.name: arrays[f"{group}/{tensor.name}"] for tensor in groups[group]} for group in groups
@@ -246,6 +257,7 @@ def read_case(bundle: Bundle, entry: GoldenEntry) -> GoldenCase:
         results[name] = with_entries(inputs[taken], results[name], first_new_entries(inputs, taken))
     about = msgspec.structs.asdict(entry)
     del about["file"], about["source"]
+    about["suspects"] = _unpack_suspects(entry, arrays, oracle, precision)
     reference = Reference(oracle, entry.source)
     about |= {"inputs": inputs, "oracle": reference, "eager": eager, "baselines": baselines}
     return GoldenCase(**about, cached=cached_outputs(spec))
@@ -305,6 +317,61 @@ def unpack_baselines(file: str, arrays: Arrays, oracle: Arrays, precision: Preci
                 _refuse_wide(file, name, true, samples[name][plain:], precision, _MOST_OF_BRANCH)
         found[accumulate] = Baseline(samples, branches)
     return found
+
+
+def _by_output(suspects: Mapping[str, Iterable[str]]) -> dict[str, list[str]]:
+    """For each output the mistakes that change it, in their order."""
+    found: dict[str, list[str]] = {}
+    for mistake, outputs in suspects.items():
+        for name in outputs:
+            found.setdefault(name, []).append(mistake)
+    return found
+
+
+def _suspect_names(entry: GoldenEntry, precision: Precision) -> set[str]:
+    kinds = ["suspects", "suspect_scales", *(f"chances/{each}" for each in accumulations(precision))]
+    return {f"{kind}/{name}" for kind in kinds for name in _by_output(entry.suspects)}
+
+
+def pack_suspects(suspects: Mapping[str, KnownMistake]) -> dict[str, np.ndarray]:
+    """What known mistakes would add, as a file holds it."""
+    found = {}
+    for name, mistakes in _by_output({key: each.changes for key, each in suspects.items()}).items():
+        every = [suspects[mistake] for mistake in mistakes]
+        scales = [float(np.abs(each.changes[name]).max()) / _LARGEST_SAMPLE for each in every]
+        stored = [each.changes[name] / scale for each, scale in zip(every, scales, strict=True)]
+        found[f"suspects/{name}"] = np.stack(stored).astype(_SAMPLE).view(np.uint8)
+        found[f"suspect_scales/{name}"] = np.array(scales)
+        for accumulate in every[0].chances:
+            known = [each.chances[accumulate][name] for each in every]
+            found[f"chances/{accumulate}/{name}"] = np.array(known)
+    return found
+
+
+def _unpack_suspects(
+    entry: GoldenEntry, arrays: Arrays, oracle: Arrays, precision: Precision
+) -> dict[str, KnownMistake]:
+    """The known mistakes of a case; refuses another shape, and numbers that are none."""
+    kinds = accumulations(precision)
+    changes = {mistake: dict[str, np.ndarray]() for mistake in entry.suspects}
+    chances = {mistake: {kind: dict[str, float]() for kind in kinds} for mistake in entry.suspects}
+    for name, mistakes in _by_output(entry.suspects).items():
+        stored, true = arrays[f"suspects/{name}"], oracle.get(name, np.zeros((), np.int32))
+        numbers = [arrays[f"{kind}/{name}"] for kind in ("suspect_scales", *(f"chances/{k}" for k in kinds))]
+        right = (stored.dtype, stored.shape) == (np.dtype(np.uint8), (len(mistakes), *true.shape))
+        for each in numbers:
+            right &= (each.dtype, each.shape) == (np.dtype(np.float64), (len(mistakes),))
+            right = right and bool((np.isfinite(each) & (each > 0)).all())
+        if not right or true.dtype != np.float64:
+            what = "A golden case does not hold its known mistakes as the spec describes them."
+            raise BundleError(what, got=f"{entry.file}: {name}", hint="export again")
+        for index, mistake in enumerate(mistakes):
+            change = stored[index].view(_SAMPLE).astype(np.float32) * np.float32(numbers[0][index])
+            refuse_infinite(entry.file, [(name, change)])
+            changes[mistake][name] = change
+            for kind, found in zip(kinds, numbers[1:], strict=True):
+                chances[mistake][kind][name] = float(found[index])
+    return {mistake: KnownMistake(changes[mistake], chances[mistake]) for mistake in entry.suspects}
 
 
 def _refuse_wide(
@@ -383,7 +450,7 @@ def write_case(path: Path, case: GoldenCase) -> None:
             if taken := case.cached.get(name):
                 array = entries_from(array, first_new_entries(inputs, taken), inputs["x"].shape[1])
             arrays[f"{group}/{name}"] = array
-    write_arrays(path, arrays | pack_baselines(case.baselines))
+    write_arrays(path, arrays | pack_baselines(case.baselines) | pack_suspects(case.suspects))
 
 
 def check_arrays(

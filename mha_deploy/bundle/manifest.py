@@ -167,6 +167,7 @@ class GoldenEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     source: Source  # what its reference and its baselines come from
     note: str = ""
     flops: Count = 0
+    suspects: dict[str, list[str]] = field(default_factory=dict)  # mistakes, and the outputs they change
 
 
 class TraceEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -201,6 +202,7 @@ class Perturbation(enum.Enum):
     HEAD = "one head zero"
     MASK = "mask dropped"
     SCALE = "scale off by 2 %"
+    BF16 = "BF16 arithmetic"
 
 
 class ObservedRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

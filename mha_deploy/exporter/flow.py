@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+from msgspec import structs
 
 from mha_deploy.analysis import cost
 from mha_deploy.bundle.cases import (
@@ -47,6 +48,7 @@ from mha_deploy.bundle.manifest import (
 )
 from mha_deploy.environment import versions
 from mha_deploy.errors import ExportError, NoResult, SpecError, nearest
+from mha_deploy.exporter.coarse import CoarseMistakes, coarse_mistakes
 from mha_deploy.exporter.observe import observe
 from mha_deploy.files import PathPart
 from mha_deploy.graph.attention_node import attention_nodes, is_attention, short_dtype
@@ -465,7 +467,15 @@ def export_bundle(source: ExportSource, target: Path, on_step: OnStep) -> Bundle
             write_polygraphy(folder / "golden" / "polygraphy", cases)
         layers, traces = source.layers(cases, folder), _write_trace(source, folder)
         source.step("what the outputs show")
-        observed = observe(load_graph(folder / MODEL), cases, source.precision)
+        coarse = CoarseMistakes()
+        if source.spec.layer is None:  # of catalog layers they are computed with the cases of a validation
+            coarse = coarse_mistakes(load_graph(folder / MODEL), cases, source.precision)
+        for index, case in enumerate(cases):
+            if case.name == coarse.case and coarse.suspects:
+                write_case(folder / golden[index].file, replace(case, suspects=coarse.suspects))
+                outputs = {mistake: list(each.changes) for mistake, each in coarse.suspects.items()}
+                golden[index] = structs.replace(golden[index], suspects=outputs)
+        observed = observe(load_graph(folder / MODEL), cases, source.precision, coarse)
         source.step("hashes")
         attention = [node.describe() for node in attention_nodes(load_graph(folder / MODEL))]
         if source.places is not None:

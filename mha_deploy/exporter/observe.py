@@ -19,6 +19,7 @@ from mha_deploy.analysis.cost import MASKS, PROBE
 from mha_deploy.bundle.cases import GoldenCase
 from mha_deploy.bundle.manifest import ObservedRecord, Perturbation
 from mha_deploy.errors import DeployError
+from mha_deploy.exporter.coarse import CoarseMistakes
 from mha_deploy.exporter.file_program import FileProgram, FileRounding
 from mha_deploy.graph.attention_node import heads_of, is_attention
 from mha_deploy.judge import judge_case
@@ -114,14 +115,31 @@ def _how_little_it_shows(case: GoldenCase) -> tuple[int, int]:
 _TELLING = (MASKS, PROBE)  # cases that show what the smallest may hide: padded, and with large tokens
 
 
-def observe(model: ir.Model, cases: Iterable[GoldenCase], precision: Precision) -> list[ObservedRecord]:
+def observe(
+    model: ir.Model,
+    cases: Iterable[GoldenCase],
+    precision: Precision,
+    coarse: CoarseMistakes = CoarseMistakes(),  # noqa: B008  # a frozen record
+) -> list[ObservedRecord]:
+    """Which perturbations of every attention the outputs of the model show; `coarse` knows of BF16."""
+    found = []
+    for record in _observe(model, cases, precision):
+        shown, hidden = list(record.shown), list(record.hidden)
+        if record.name in coarse.applies:
+            (shown if record.name in coarse.shown else hidden).append(Perturbation.BF16)
+        found.append(ObservedRecord(name=record.name, case=record.case, shown=shown, hidden=hidden))
+    return found
+
+
+def _observe(model: ir.Model, cases: Iterable[GoldenCase], precision: Precision) -> list[ObservedRecord]:
     """Perturb every attention of a graph in FP64, and find out which of that the outputs of a case show.
 
     That is the smallest case; what it hides is tried in two others, since every runtime is judged on all. The
     graph must compute what is right, else nothing is known of it. What takes too long is not tried.
     """
     names = [str(node.name) for node in model.graph.all_nodes() if is_attention(node)]
-    found = {name: ObservedRecord(name=name, case="", shown=[], hidden=list(Perturbation)) for name in names}
+    kinds: list[Perturbation] = [kind for kind in Perturbation if kind is not Perturbation.BF16]
+    found = {name: ObservedRecord(name=name, case="", shown=[], hidden=kinds) for name in names}
     # With a single query or key there is little to mask, and no score to scale.
     known = sorted(cases, key=_how_little_it_shows)
     if not names or not known:

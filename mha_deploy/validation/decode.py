@@ -16,6 +16,7 @@ from mha_deploy import judge, metrics
 from mha_deploy.bundle.cases import (
     DecodeTrace,
     GoldenCase,
+    KnownMistake,
     check_trace,
     join_baselines,
     position_inputs,
@@ -365,7 +366,7 @@ class _DecodeRun:
         name, reference = f"{trace.name} all steps", trace.oracle.map(lambda _: oracle)
         whole = replace(steps[-1], name=name, oracle=reference, eager=eager, baselines=baselines)
         if self.precision.name == "fp16":
-            whole = replace(whole, suspects={"outputs in BF16": _rounding_to_bf16(oracle)})
+            whole = replace(whole, suspects={"outputs in BF16": KnownMistake(_rounding_to_bf16(oracle))})
         together = case_budgets(whole, self.precision)
         budgets = [None, *step_budgets(steps, self.precision, together, self.axes)]
         fed: list[Arrays] = []

@@ -10,7 +10,7 @@ from golden_made import made_case
 import mha_deploy as md
 from mha_deploy.analysis.cost import usual_points
 from mha_deploy.baselines.fresh import FreshCases, layer_probe
-from mha_deploy.bundle.cases import Baseline
+from mha_deploy.bundle.cases import Baseline, KnownMistake
 from mha_deploy.judge import judge_case
 from mha_deploy.model.catalog import find_spec
 from mha_deploy.model.precision import PRECISIONS
@@ -108,7 +108,7 @@ def test_coarse_softmax_weights_are_named(accumulate):
     case = made_case(
         {"output": oracle},
         baselines={accumulate: Baseline({"output": np.stack(others).astype(np.float32)})},
-        suspects={"softmax weights in BF16": {"output": coarse - oracle}},
+        suspects={"softmax weights in BF16": KnownMistake({"output": coarse - oracle})},
     )
     precision = replace(PRECISIONS["fp16"], accumulate=accumulate)
     for weights_in, passes in ((np.float16, True), (ml_dtypes.bfloat16, False)):

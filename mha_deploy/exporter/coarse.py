@@ -1,0 +1,293 @@
+"""What coarser arithmetic than the requested precision would change in the outputs of a model.
+
+A part of an attention in BF16, or a weight in INT8, is often within the budget of FP16: its error is eight
+times that of rounding there, and everything else rounds, too. But it has a direction that is known in
+advance, since the same numbers are rounded the same way. So each of these mistakes is computed in FP64, and
+what it adds to the outputs of one golden case is stored: an error that contains it is no rounding.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+from onnx import AttributeProto
+
+from mha_deploy.bundle.cases import Arrays, GoldenCase, KnownMistake
+from mha_deploy.errors import DeployError
+from mha_deploy.exporter.file_program import FileProgram, FileRounding
+from mha_deploy.graph.attention_node import is_attention
+from mha_deploy.graph.ir import is_op
+from mha_deploy.graph.lower import lower
+from mha_deploy.graph.lower.call import copy_of
+from mha_deploy.graph.quantize import is_quantized
+from mha_deploy.judge import judge_case
+from mha_deploy.metrics import Spread, budget_from_samples, is_telling
+from mha_deploy.model.precision import Precision
+from mha_deploy.rounding import accumulations
+
+_SAMPLES = 12  # further roundings, besides those of the case: of the share of a mistake that chance leaves
+_MOST, _MOST_BYTES = 96, 1 << 23  # mistakes, and what they take in a file
+_LEAST_NUMBERS = 512  # of the outputs: fewer do not tell these mistakes from chance
+_MOST_SECONDS = 30.0
+_MOST_KEPT = 1 << 28  # bytes of the values inside
+_INT8_MOST = 127
+
+Change = Callable[[np.ndarray], np.ndarray]
+Edits = dict[str, dict[int, Change]]
+"""By node, what is done to its inputs, or with -1 to its results."""
+_RESULT = -1
+# The parts of an attention in primitive operators: which node has it, and where.
+_PARTS = {
+    "queries": (("q_scaled", 0), ("scores", 0)),
+    "keys": (("scores", 1),),
+    "scores": (("weights", 0),),
+    "softmax weights": (("weights", _RESULT),),
+    "values": (("weighted_values", 1),),
+    "heads": (("weighted_values", _RESULT),),
+}
+_MOVED = ("Cast", "Identity", "Reshape", "Transpose")
+
+
+def in_bf16(array: np.ndarray) -> np.ndarray:
+    """Numbers rounded to nearest in BF16."""
+    return array.astype(np.float32).astype(ml_dtypes.bfloat16).astype(np.float64)
+
+
+def _in_int8(array: np.ndarray, axes: tuple[int, ...] | None) -> np.ndarray:
+    """A weight in INT8, with one scale for what the axes reduce."""
+    scale = np.maximum(np.abs(array).max(axis=axes, keepdims=True) / _INT8_MOST, 1e-300)
+    return np.asarray(np.round(array / scale) * scale)
+
+
+class _Exact(FileRounding):
+    """Computes a graph in FP64, and keeps the results of its nodes as far as memory allows."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.results: dict[int, Any] = {}
+        self._left = _MOST_KEPT
+
+    def call(self, node: Any, run: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
+        """The outputs of one node."""
+        outputs = super().call(node, run, inputs)
+        self._left -= sum(each.nbytes for each in outputs if isinstance(each, np.ndarray))
+        # Behind one with graphs inside, the nodes of these would not run; in a loop they run again.
+        inside = any(attribute.type == AttributeProto.GRAPH for attribute in node.onnx_node.attribute)
+        if id(node) in self.results or inside or self._left < 0:
+            self._left = -1
+        else:
+            self.results[id(node)] = outputs
+        return outputs
+
+
+class _Edited(FileRounding):
+    """Computes a graph with edits of some of its nodes; before the first of them, results stay."""
+
+    def __init__(
+        self,
+        edits: Edits,
+        precision: Precision | None = None,
+        seed: int = 0,
+        results: Mapping[int, Any] = MappingProxyType({}),
+    ) -> None:
+        super().__init__(precision, seed)
+        self._edits, self._results = edits, results
+
+    def call(self, node: Any, run: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
+        """The outputs of one node."""
+        edits = self._edits.get(node.onnx_node.name, {})
+        if edits:
+            self._results = {}
+        elif id(node) in self._results:
+            return self._results[id(node)]
+        inputs = tuple(edits[i](each) if i in edits else each for i, each in enumerate(inputs))
+        outputs = super().call(node, run, inputs)
+        return tuple(map(edits[_RESULT], outputs)) if _RESULT in edits else outputs
+
+
+@dataclass(frozen=True)
+class CoarseMistakes:
+    """What mistakes would add to the outputs of a golden case, and in which attentions that is certain."""
+
+    case: str = ""
+    suspects: Mapping[str, KnownMistake] = field(default_factory=dict)
+    shown: frozenset[str] = frozenset()  # attentions whose BF16 arithmetic the outputs show
+    applies: frozenset[str] = frozenset()  # attentions that must not compute in BF16
+
+
+def coarse_mistakes(model: ir.Model, cases: Sequence[GoldenCase], precision: Precision) -> CoarseMistakes:
+    """Compute the mistakes of a graph in FP16; in other precisions, and quantized, there are none to tell.
+
+    BF16 is what BF16 bundles have, its error in an FP32 bundle is far beyond the budget, and a quantized
+    model has coarser parts than these. What takes too long, or cannot be evaluated, is not tried.
+    """
+    halves = [node for node in model.graph.all_nodes() if is_attention(node) and not _is_in_bf16(node)]
+    names = frozenset(str(node.name) for node in halves)
+    if precision.name != "fp16" or is_quantized(model):
+        return CoarseMistakes()
+    fitting = [case for case in cases if _LEAST_NUMBERS <= _numbers(case) <= _MOST_BYTES // 16]
+    case = next((case for case in fitting if case.name == "opt"), max(fitting, key=_numbers, default=None))
+    if case is None:
+        return CoarseMistakes(applies=names)
+    with suppress(DeployError, Exception):  # ONNX's evaluator raises types that share no base
+        return _Search(lower(copy_of(model), "primitives", cache="copy"), case, precision, names).found()
+    return CoarseMistakes(applies=names)
+
+
+def _is_in_bf16(node: ir.Node) -> bool:
+    return any(value is not None and value.dtype == ir.DataType.BFLOAT16 for value in node.inputs[:3])
+
+
+def _numbers(case: GoldenCase) -> int:
+    return sum(array.size for array in case.oracle.values() if array.dtype == np.float64)
+
+
+class _Search:
+    """The mistakes of one graph in one case."""
+
+    def __init__(
+        self, model: ir.Model, case: GoldenCase, precision: Precision, attentions: frozenset[str]
+    ) -> None:
+        self._deadline = time.monotonic() + _MOST_SECONDS
+        self._model, self._case, self._precision = model, case, precision
+        self._nodes = {str(node.name): node for node in model.graph.all_nodes()}
+        self._parts = {name: found for name in sorted(attentions) if (found := self._parts_of(name))}
+        self._attentions, self._program = attentions, FileProgram(model)
+
+    def _parts_of(self, attention: str) -> dict[str, Edits]:
+        """The parts of an attention in BF16; none of one that is not written in primitive operators."""
+        found: dict[str, Edits] = {}
+        for part, places in _PARTS.items():
+            known = [(self._node_of(attention, node), at) for node, at in places]
+            there = [(name, at) for name, at in known if name is not None]
+            if there:
+                found[part] = {there[0][0]: {there[0][1]: in_bf16}}
+        return found if len(found) == len(_PARTS) else {}
+
+    def _node_of(self, attention: str, role: str) -> str | None:
+        """The node that lowering made of an attention for a role, directly or in a rewrite of it."""
+        found = [
+            name for name in self._nodes if name.startswith(f"{attention}/") and name.endswith(f"/{role}")
+        ]
+        return min(found, key=len, default=None)
+
+    def _mistakes(self) -> Iterator[tuple[str, Edits]]:
+        """What they are, and the edits that make them; those of every place at once come first."""
+        weights = dict(self._weights())
+        if len(self._parts) > 1:
+            for part in _PARTS:
+                edits = [every[part] for every in self._parts.values()]
+                yield f"{part} of every attention in BF16", {n: e for each in edits for n, e in each.items()}
+        kinds = list(dict.fromkeys(kind for every in weights.values() for kind in every))
+        if len(weights) > 1:
+            for kind in kinds:
+                changes = [(at, every[kind]) for at, every in weights.items()]
+                yield f"all weights in {kind}", {node: {i: change} for (node, i, _), change in changes}
+        for attention, parts in self._parts.items():
+            yield from ((f"{part} of {attention} in BF16", edits) for part, edits in parts.items())
+        for kind in kinds:
+            for (node, i, weight), every in weights.items():
+                yield f"{weight} in {kind}", {node: {i: every[kind]}}
+
+    def _weights(self) -> Iterator[tuple[tuple[str, int, str], dict[str, Change]]]:
+        """The weights of matmuls and convolutions: node, which input, name; and what may be done to them."""
+        for name, node in self._nodes.items():
+            if not is_op(node, "MatMul", "Gemm", "Conv"):
+                continue
+            for i, value in enumerate(node.inputs[:2]):
+                weight = _constant(value)
+                if weight is None or weight.dtype == ir.DataType.BFLOAT16 or (i == 0 and is_op(node, "Conv")):
+                    continue
+                rank = len(weight.shape) if weight.shape is not None else 0
+                if rank < 2:
+                    continue
+                transposed = "transB" in node.attributes and node.attributes["transB"].as_int()
+                per_channel: tuple[int, ...] = (-2,) if i == 1 and not transposed else (-1,)
+                per_channel = tuple(range(1, rank)) if is_op(node, "Conv") else per_channel
+                yield (
+                    (name, i, str(weight.name)),
+                    {
+                        "BF16": in_bf16,
+                        "INT8, a scale for each channel": partial(_in_int8, axes=per_channel),
+                        "INT8, one scale": partial(_in_int8, axes=None),
+                    },
+                )
+
+    def _run(self, mode: FileRounding) -> Arrays:
+        with np.errstate(all="ignore"):  # masks are logarithms of zero
+            return self._program.run(self._case.inputs, mode)
+
+    def found(self) -> CoarseMistakes:
+        """What the mistakes add, where that can be told from chance; and which attentions show it."""
+        before, case = _Exact(), self._case
+        exact = self._run(before)
+        outputs = [name for name, true in case.oracle.items() if true.dtype == np.float64]
+        kinds = accumulations(self._precision)
+        errors = dict[str, list[Arrays]]()
+        for kind in kinds:
+            rounding = replace(self._precision, accumulate=kind)
+            runs = (self._run(FileRounding(rounding, 100 + seed)) for seed in range(_SAMPLES))
+            errors[kind] = [{name: got[name] - exact[name] for name in outputs} for got in runs]
+            if time.monotonic() > self._deadline:
+                return CoarseMistakes(applies=self._attentions)
+        spreads = {(kind, name): self._spread(kind, name) for kind in kinds for name in outputs}
+        suspects, left = dict[str, KnownMistake](), _MOST_BYTES
+        for mistake, edits in self._mistakes():
+            if time.monotonic() > self._deadline or len(suspects) == _MOST or left < 0:
+                break
+            got = self._run(_Edited(edits, results=before.results))
+            changes, chances = dict[str, np.ndarray](), {kind: dict[str, float]() for kind in kinds}
+            for name in outputs:
+                change = got[name] - exact[name]
+                if not change.any() or not np.isfinite(change).all():
+                    continue
+                for kind in kinds:
+                    more = [each[name] for each in errors[kind]]
+                    chances[kind][name] = spreads[kind, name].chance_of(change, more)
+                if any(is_telling(chances[kind][name]) for kind in kinds):
+                    changes[name], left = change, left - change.size
+            if changes:
+                known = {kind: {name: each[name] for name in changes} for kind, each in chances.items()}
+                suspects[mistake] = KnownMistake(changes, known)
+        case, shown = replace(case, suspects=suspects), list[str]()
+        if suspects and not self._is_wrong(case, {}):  # else everything is
+            shown = [name for name, parts in self._parts.items() if self._is_wrong(case, parts)]
+        return CoarseMistakes(case.name, suspects, frozenset(shown), self._attentions)
+
+    def _spread(self, kind: str, name: str) -> Spread:
+        baseline, rounding = self._case.baseline(kind), replace(self._precision, accumulate=kind)
+        true = self._case.oracle[name]
+        spread = budget_from_samples(baseline.samples[name], true, rounding, baseline.branches).spread
+        if spread is None:
+            raise ValueError(f"{name} has no numbers")
+        return spread
+
+    def _is_wrong(self, case: GoldenCase, parts: Mapping[str, Edits]) -> bool:
+        """Whether a model that rounds, with these parts in BF16, is out of budget."""
+        edits: Edits = {}
+        for each in parts.values():
+            for node, changes in each.items():
+                edits[node] = edits.get(node, {}) | changes
+        rounding = replace(self._precision, accumulate=accumulations(self._precision)[-1])
+        got = self._run(_Edited(edits, rounding, seed=1000))
+        results = {name: got[name].astype(case.eager[name].dtype) for name in case.oracle}
+        return any(verdict.is_wrong for verdict in judge_case(case, results, rounding))
+
+
+def _constant(value: ir.Value | None) -> ir.Value | None:
+    """The initializer that a value is, or is a copy of in another layout."""
+    while value is not None and value.const_value is None:
+        node = value.producer()
+        if node is None or not is_op(node, *_MOVED):
+            return None
+        value = node.inputs[0]
+    return value

@@ -1,0 +1,107 @@
+"""Arithmetic that is coarser than the requested precision, within the budget of what rounding costs."""
+
+import json
+import shutil
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from bundle_edit import rehash
+from onnx import TensorProto, helper, numpy_helper
+
+import mha_deploy as md
+from mha_deploy.bundle.cases import golden_cases
+from mha_deploy.bundle.manifest import Perturbation
+from mha_deploy.errors import BundleError
+
+QUICK = {"probe": False, "latency": False}
+
+
+class Layers(torch.nn.Module):
+    """Two attentions with a residual stream, whose scores are not flat."""
+
+    def __init__(self, E=64):
+        super().__init__()
+        self.first, self.second = (torch.nn.ModuleList(torch.nn.Linear(E, E) for _ in range(4)) for _ in "ab")
+        for query, key, *_ in (self.first, self.second):
+            torch.nn.init.normal_(query.weight, std=0.2)
+            torch.nn.init.normal_(key.weight, std=0.2)
+
+    def forward(self, x):
+        for projections in (self.first, self.second):
+            q, k, v = (each(x).unflatten(-1, (4, -1)).transpose(1, 2) for each in projections[:3])
+            heads = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + projections[3](heads.transpose(1, 2).flatten(2))
+        return x
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    torch.manual_seed(0)
+    inputs = {"x": md.Example(torch.randn(2, 6, 64), "B", "S")}
+    model = md.Deployable(module=Layers(), inputs=inputs, axes={"B": "1:4:8", "S": "1:32:64"})
+    return md.export(model, tmp_path_factory.mktemp("own") / "layers", precision="fp16", golden=["opt"])
+
+
+def operand_in_bf16(position):
+    """Operands of the second attention in BF16."""
+
+    def change(graph):
+        node = [each for each in graph.node if each.op_type == "Attention"][1]
+        given, names = node.input[position], [f"coarse-{position}", f"again-{position}"]
+        casts = [
+            helper.make_node("Cast", [given], names[:1], to=TensorProto.BFLOAT16),
+            helper.make_node("Cast", names[:1], names[1:], to=TensorProto.FLOAT16),
+        ]
+        node.input[position] = names[1]
+        at = list(graph.node).index(node)
+        for cast in reversed(casts):
+            graph.node.insert(at, cast)
+
+    return change
+
+
+def weight_in_int8(graph):
+    """The last projection of all: a scale for each of its channels."""
+    node = [each for each in graph.node if each.op_type in ("MatMul", "Gemm")][-1]
+    (tensor,) = [each for each in graph.initializer if each.name in node.input[1:2]]
+    values = numpy_helper.to_array(tensor).astype(np.float64)
+    scale = np.abs(values).max(0) / 127
+    coarse = (np.round(values / scale) * scale).astype(np.float16)
+    tensor.CopyFrom(numpy_helper.from_array(coarse, tensor.name))
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        (lambda graph: None, ()),
+        (operand_in_bf16(1), ("keys", "BF16")),
+        (operand_in_bf16(2), ("values", "BF16")),
+        (weight_in_int8, ("INT8",)),
+    ],
+)
+def test_a_part_in_coarser_arithmetic_is_caught_and_named(bundle, tmp_path, change, names):
+    model = onnx.load(bundle.model_path)
+    change(model.graph)
+    onnx.save(model, tmp_path / "other.onnx")
+    report = md.validate(bundle, graphs=[tmp_path / "other.onnx"], **QUICK)
+    assert (report.outcome == "failed") == bool(names), report.headline
+    (verdict,) = [each for parity in report.to_dict()["parity"] for each in parity["verdicts"]]
+    assert all(name in verdict["deviation"]["local_at"] for name in names)
+
+
+def test_the_outputs_show_attention_in_bf16(bundle):
+    assert all(Perturbation.BF16 in each.shown for each in bundle.manifest.observed)
+
+
+def test_known_mistakes_are_read_back_and_forged_ones_refused(bundle, tmp_path):
+    copy = shutil.copytree(bundle.path, tmp_path / "copy")
+    manifest = json.loads((copy / "manifest.json").read_text())
+    (entry,), (case,) = manifest["golden"], golden_cases(bundle)
+    assert list(case.suspects) == list(entry["suspects"])
+    entry["suspects"].popitem()
+    (copy / "manifest.json").write_text(json.dumps(manifest))
+    rehash(copy)
+    with pytest.raises(BundleError):
+        md.validate(copy, **QUICK)
