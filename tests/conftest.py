@@ -1,5 +1,6 @@
 """What the tests share: bundles, made once a session; the command line; and the machines that have no GPU."""
 
+import copy
 import functools
 import gc
 import importlib.util
@@ -125,6 +126,8 @@ def quick_exporter():
             patch.setattr(export_utils, find_operators.__name__, _made_once(find_operators))
         if hasattr(dynamo, "fake_tensor_cache_enabled"):
             patch.setattr(dynamo, "fake_tensor_cache_enabled", False)
+        if exporter := sys.modules.get("mha_deploy.exporter.exporter"):
+            patch.setattr(exporter, "canonical_from_module", _traced_once(exporter.canonical_from_module))
         yield
 
 
@@ -136,6 +139,31 @@ def _made_once(make):
         return result
 
     return made
+
+
+def _traced_once(trace):
+    """Trace a layer once a session: with the same weights it has the same graph, byte by byte.
+
+    Where PyTorch's exporter is the matter, tests call it themselves.
+    """
+    import torch
+
+    known, exporter = {}, torch.onnx.export
+
+    def traced(module, *, opset=None):
+        weights = module.state_dict()
+        if sum(each.numel() for each in weights.values()) > 1 << 20 or torch.onnx.export is not exporter:
+            return trace(module, opset=opset)
+        found = [
+            (name, str(each.dtype), each.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+            for name, each in weights.items()
+        ]
+        key = (repr(module.spec), opset, *found)
+        if key not in known:
+            known[key] = trace(copy.deepcopy(module), opset=opset)  # a test may change its own weights
+        return known[key].clone()
+
+    return traced
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -103,14 +103,17 @@ def run_in_blocks(
     for name, axis, dim in (("past_key", "P", 2), ("key_cache", "T", 2), ("key", "T", 1)):
         if name in arguments:
             sizes[axis] = arguments[name].shape[dim]
-    count = max(1, limit_bytes // oracle_bytes(spec.model, sizes))
+    each = oracle_bytes(spec.model, sizes)
+    count = max(1, limit_bytes // each)
+    # Where all of it fits, no call is intercepted: at small sizes that takes as long as the calls.
+    fits = _COPIES_OF_SCORES * each * min(count, batch) <= limit_bytes
     blocks = []
     for start in range(0, batch, count):
         taken = {
             name: tensor if name == "attention_bias" else tensor[start : start + count]  # which all share
             for name, tensor in arguments.items()
         }
-        with QueriesInBlocks(limit_bytes):
+        with nullcontext() if fits else QueriesInBlocks(limit_bytes):
             blocks.append([output.cpu() for output in run_in_float64(module, taken, mode)])
     return tuple(torch.cat(parts) for parts in zip(*blocks, strict=True))
 
