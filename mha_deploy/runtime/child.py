@@ -232,7 +232,10 @@ class _ChildTraceback(Exception):
 
 
 _children: list[Child] = []
-_idle: dict[str, Child] = {}  # one of a family: an idle child of PyTorch on a GPU occupies gigabytes
+_idle: dict[str, list[Child]] = {}
+# One of a family: an idle child of PyTorch on a GPU occupies gigabytes. ONNX Runtime runs an original beside
+# what is made of it.
+_MOST_IDLE = {ONNX_RUNTIME: 2}
 # Children belong to the process that started them, and not to its forks.
 os.register_at_fork(after_in_child=_children.clear)
 os.register_at_fork(after_in_child=_idle.clear)
@@ -248,21 +251,23 @@ def end_children() -> None:
 
 def prepare_child(family: str) -> None:
     """Start a child in advance, so that it imports its runtime while this process works."""
-    if isolation.enabled and family not in _idle:
-        _idle[family] = Child(family)
+    if isolation.enabled and not _idle.get(family):
+        _idle[family] = [Child(family)]
 
 
 def _take_child(family: str) -> Child:
-    child = _idle.pop(family, None) or Child(family)
-    if child.is_alive:
-        return child
-    child.close()
+    while idle := _idle.get(family):
+        child = idle.pop()
+        if child.is_alive:
+            return child
+        child.close()
     return Child(family)
 
 
 def _give_back(child: Child) -> None:
-    if child.is_alive and child.family not in _idle:
-        _idle[child.family] = child
+    idle = _idle.setdefault(child.family, [])
+    if child.is_alive and len(idle) < _MOST_IDLE.get(child.family, 1):
+        idle.append(child)
     else:
         child.close()
 
