@@ -203,6 +203,7 @@ class Perturbation(enum.Enum):
     MASK = "mask dropped"
     SCALE = "scale off by 2 %"
     BF16 = "BF16 arithmetic"
+    BF16_IN_HALF = "BF16 arithmetic where GEMMs accumulate in FP16"
 
 
 class ObservedRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -212,6 +213,10 @@ class ObservedRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     case: str  # the golden case; empty where it was not tried
     shown: list[Perturbation]
     hidden: list[Perturbation]  # for these its own result must be judged
+
+    def is_hidden(self, accumulate: str) -> bool:
+        """Whether its own result must be judged in a runtime whose GEMMs accumulate in a type."""
+        return any(kind is not Perturbation.BF16_IN_HALF or accumulate == "fp16" for kind in self.hidden)
 
 
 class UnfusedRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

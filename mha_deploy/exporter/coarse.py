@@ -1,4 +1,4 @@
-"""What coarser arithmetic than the requested precision would change in the outputs of a model.
+"""What known mistakes would change in the outputs of a model: coarser arithmetic, and factors a little off.
 
 A part of an attention in BF16, or a weight in INT8, is often within the budget of FP16: its error is eight
 times that of rounding there, and everything else rounds, too. But it has a direction that is known in
@@ -35,11 +35,14 @@ from mha_deploy.model.precision import Precision
 from mha_deploy.rounding import accumulations
 
 _SAMPLES = 12  # further roundings, besides those of the case: of the share of a mistake that chance leaves
-_MOST, _MOST_BYTES = 96, 1 << 23  # mistakes, and what they take in a file
+_MOST, _MOST_BYTES = 256, 1 << 23  # mistakes, and what they take in a file
 _LEAST_NUMBERS = 512  # of the outputs: fewer do not tell these mistakes from chance
 _MOST_SECONDS = 30.0
 _MOST_KEPT = 1 << 28  # bytes of the values inside
 _INT8_MOST = 127
+_FACTOR = 1.02
+# Of a factor that is 2 % off: a rounded scale, or accumulation that truncates, leaves a tenth of a percent.
+_LEAST_FACTOR = 0.05
 
 Change = Callable[[np.ndarray], np.ndarray]
 Edits = dict[str, dict[int, Change]]
@@ -66,6 +69,10 @@ def _in_int8(array: np.ndarray, axes: tuple[int, ...] | None) -> np.ndarray:
     """A weight in INT8, with one scale for what the axes reduce."""
     scale = np.maximum(np.abs(array).max(axis=axes, keepdims=True) / _INT8_MOST, 1e-300)
     return np.asarray(np.round(array / scale) * scale)
+
+
+def _too_large(array: np.ndarray) -> np.ndarray:
+    return array * _FACTOR
 
 
 class _Exact(FileRounding):
@@ -120,7 +127,8 @@ class CoarseMistakes:
 
     case: str = ""
     suspects: Mapping[str, KnownMistake] = field(default_factory=dict)
-    shown: frozenset[str] = frozenset()  # attentions whose BF16 arithmetic the outputs show
+    # Attentions whose BF16 arithmetic the outputs show where GEMMs accumulate in a type.
+    shown: frozenset[tuple[str, str]] = frozenset()
     applies: frozenset[str] = frozenset()  # attentions that must not compute in BF16
 
 
@@ -182,21 +190,27 @@ class _Search:
 
     def _mistakes(self) -> Iterator[tuple[str, Edits]]:
         """What they are, and the edits that make them; those of every place at once come first."""
-        weights = dict(self._weights())
-        if len(self._parts) > 1:
-            for part in _PARTS:
-                edits = [every[part] for every in self._parts.values()]
-                yield f"{part} of every attention in BF16", {n: e for each in edits for n, e in each.items()}
+        weights, off = dict(self._weights()), {name: self._factors(name) for name in self._parts}
+        for part in _PARTS if len(self._parts) > 1 else ():
+            edits = [every[part] for every in self._parts.values()]
+            yield f"{part} in BF16 in every attention", {n: e for each in edits for n, e in each.items()}
         kinds = list(dict.fromkeys(kind for every in weights.values() for kind in every))
-        if len(weights) > 1:
-            for kind in kinds:
-                changes = [(at, every[kind]) for at, every in weights.items()]
-                yield f"all weights in {kind}", {node: {i: change} for (node, i, _), change in changes}
+        for kind in kinds if len(weights) > 1 else ():
+            changes = [(at, every[kind]) for at, every in weights.items()]
+            yield f"all weights {kind}", {node: {i: change} for (node, i, _), change in changes}
         for attention, parts in self._parts.items():
-            yield from ((f"{part} of {attention} in BF16", edits) for part, edits in parts.items())
+            yield f"BF16 arithmetic in {attention}", _together(parts)
+            yield from ((f"{kind} in {attention}", edits) for kind, edits in off[attention].items())
+            yield from ((f"{part} in BF16 in {attention}", edits) for part, edits in parts.items())
         for kind in kinds:
             for (node, i, weight), every in weights.items():
-                yield f"{weight} in {kind}", {node: {i: every[kind]}}
+                yield f"{weight} {kind}", {node: {i: every[kind]}}
+
+    def _factors(self, attention: str) -> dict[str, Edits]:
+        """An attention whose scale is off, and one whose result is."""
+        places = {"scale 2 % too large": _PARTS["keys"], "heads 2 % too large": _PARTS["heads"]}
+        found = {kind: (self._node_of(attention, node), at) for kind, ((node, at),) in places.items()}
+        return {kind: {node: {at: _too_large}} for kind, (node, at) in found.items() if node is not None}
 
     def _weights(self) -> Iterator[tuple[tuple[str, int, str], dict[str, Change]]]:
         """The weights of matmuls and convolutions: node, which input, name; and what may be done to them."""
@@ -216,9 +230,10 @@ class _Search:
                 yield (
                     (name, i, str(weight.name)),
                     {
-                        "BF16": in_bf16,
-                        "INT8, a scale for each channel": partial(_in_int8, axes=per_channel),
-                        "INT8, one scale": partial(_in_int8, axes=None),
+                        "in BF16": in_bf16,
+                        "in INT8, a scale for each channel": partial(_in_int8, axes=per_channel),
+                        "in INT8, one scale": partial(_in_int8, axes=None),
+                        "2 % too large": _too_large,
                     },
                 )
 
@@ -245,6 +260,7 @@ class _Search:
             if time.monotonic() > self._deadline or len(suspects) == _MOST or left < 0:
                 break
             got = self._run(_Edited(edits, results=before.results))
+            is_factor = any(change is _too_large for each in edits.values() for change in each.values())
             changes, chances = dict[str, np.ndarray](), {kind: dict[str, float]() for kind in kinds}
             for name in outputs:
                 change = got[name] - exact[name]
@@ -252,15 +268,18 @@ class _Search:
                     continue
                 for kind in kinds:
                     more = [each[name] for each in errors[kind]]
-                    chances[kind][name] = spreads[kind, name].chance_of(change, more)
+                    chance = spreads[kind, name].chance_of(change, more)
+                    chances[kind][name] = max(chance, _LEAST_FACTOR if is_factor else 0.0)
                 if any(is_telling(chances[kind][name]) for kind in kinds):
                     changes[name], left = change, left - change.size
             if changes:
                 known = {kind: {name: each[name] for name in changes} for kind, each in chances.items()}
                 suspects[mistake] = KnownMistake(changes, known)
-        case, shown = replace(case, suspects=suspects), list[str]()
-        if suspects and not self._is_wrong(case, {}):  # else everything is
-            shown = [name for name, parts in self._parts.items() if self._is_wrong(case, parts)]
+        case, shown = replace(case, suspects=suspects), list[tuple[str, str]]()
+        for kind in kinds if suspects else ():
+            if not self._is_wrong(case, {}, kind):  # else everything is
+                wrong = [name for name, parts in self._parts.items() if self._is_wrong(case, parts, kind)]
+                shown += [(name, kind) for name in wrong]
         return CoarseMistakes(case.name, suspects, frozenset(shown), self._attentions)
 
     def _spread(self, kind: str, name: str) -> Spread:
@@ -271,16 +290,21 @@ class _Search:
             raise ValueError(f"{name} has no numbers")
         return spread
 
-    def _is_wrong(self, case: GoldenCase, parts: Mapping[str, Edits]) -> bool:
+    def _is_wrong(self, case: GoldenCase, parts: Mapping[str, Edits], kind: str) -> bool:
         """Whether a model that rounds, with these parts in BF16, is out of budget."""
-        edits: Edits = {}
-        for each in parts.values():
-            for node, changes in each.items():
-                edits[node] = edits.get(node, {}) | changes
-        rounding = replace(self._precision, accumulate=accumulations(self._precision)[-1])
-        got = self._run(_Edited(edits, rounding, seed=1000))
+        rounding = replace(self._precision, accumulate=kind)
+        got = self._run(_Edited(_together(parts), rounding, seed=1000))
         results = {name: got[name].astype(case.eager[name].dtype) for name in case.oracle}
         return any(verdict.is_wrong for verdict in judge_case(case, results, rounding))
+
+
+def _together(parts: Mapping[str, Edits]) -> Edits:
+    """The edits of several parts at once."""
+    found: Edits = {}
+    for each in parts.values():
+        for node, changes in each.items():
+            found[node] = found.get(node, {}) | changes
+    return found
 
 
 def _constant(value: ir.Value | None) -> ir.Value | None:

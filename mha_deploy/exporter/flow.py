@@ -472,7 +472,8 @@ def export_bundle(source: ExportSource, target: Path, on_step: OnStep) -> Bundle
             coarse = coarse_mistakes(load_graph(folder / MODEL), cases, source.precision)
         for index, case in enumerate(cases):
             if case.name == coarse.case and coarse.suspects:
-                write_case(folder / golden[index].file, replace(case, suspects=coarse.suspects))
+                cases[index] = replace(case, suspects=coarse.suspects)
+                write_case(folder / golden[index].file, cases[index])
                 outputs = {mistake: list(each.changes) for mistake, each in coarse.suspects.items()}
                 golden[index] = structs.replace(golden[index], suspects=outputs)
         observed = observe(load_graph(folder / MODEL), cases, source.precision, coarse)

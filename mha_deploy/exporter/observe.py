@@ -7,7 +7,7 @@ them is perturbed in FP64, and what no output shows beyond its budget is remembe
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
@@ -115,6 +115,9 @@ def _how_little_it_shows(case: GoldenCase) -> tuple[int, int]:
 _TELLING = (MASKS, PROBE)  # cases that show what the smallest may hide: padded, and with large tokens
 
 
+_IN_BF16 = {"fp32": Perturbation.BF16, "fp16": Perturbation.BF16_IN_HALF}  # by the type of accumulation
+
+
 def observe(
     model: ir.Model,
     cases: Iterable[GoldenCase],
@@ -123,22 +126,24 @@ def observe(
 ) -> list[ObservedRecord]:
     """Which perturbations of every attention the outputs of the model show; `coarse` knows of BF16."""
     found = []
-    for record in _observe(model, cases, precision):
+    for record in _observe(model, cases, precision, (*_TELLING, coarse.case)):
         shown, hidden = list(record.shown), list(record.hidden)
-        if record.name in coarse.applies:
-            (shown if record.name in coarse.shown else hidden).append(Perturbation.BF16)
+        for kind, perturbation in _IN_BF16.items() if record.name in coarse.applies else ():
+            (shown if (record.name, kind) in coarse.shown else hidden).append(perturbation)
         found.append(ObservedRecord(name=record.name, case=record.case, shown=shown, hidden=hidden))
     return found
 
 
-def _observe(model: ir.Model, cases: Iterable[GoldenCase], precision: Precision) -> list[ObservedRecord]:
+def _observe(
+    model: ir.Model, cases: Iterable[GoldenCase], precision: Precision, telling: Collection[str]
+) -> list[ObservedRecord]:
     """Perturb every attention of a graph in FP64, and find out which of that the outputs of a case show.
 
-    That is the smallest case; what it hides is tried in two others, since every runtime is judged on all. The
-    graph must compute what is right, else nothing is known of it. What takes too long is not tried.
+    That is the smallest case; what it hides is tried in `telling` ones, since every runtime is judged on all.
+    The graph must compute what is right, else nothing is known of it. What takes too long is not tried.
     """
     names = [str(node.name) for node in model.graph.all_nodes() if is_attention(node)]
-    kinds: list[Perturbation] = [kind for kind in Perturbation if kind is not Perturbation.BF16]
+    kinds = [kind for kind in Perturbation if kind not in _IN_BF16.values()]
     found = {name: ObservedRecord(name=name, case="", shown=[], hidden=kinds) for name in names}
     # With a single query or key there is little to mask, and no score to scale.
     known = sorted(cases, key=_how_little_it_shows)
@@ -153,7 +158,7 @@ def _observe(model: ir.Model, cases: Iterable[GoldenCase], precision: Precision)
 
     with suppress(DeployError, Exception):  # ONNX's evaluator raises types that share no base
         program = FileProgram(model)
-        for case in [known[0], *(each for each in known[1:] if each.name in _TELLING)]:
+        for case in [known[0], *(each for each in known[1:] if each.name in telling)]:
             if not any(each.hidden for each in found.values()) or is_wrong(case, FileRounding(None)):
                 break
             for name, before in found.items():

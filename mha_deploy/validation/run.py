@@ -364,7 +364,7 @@ class _Validation:
         opener: OpenModel | None = None
         if runtime.name in RUNNERS:
             opener = partial(open_runner, runtime.name)
-        elif runtime.engine is not None and (self.options.layers or self._hidden):
+        elif runtime.engine is not None and (self.options.layers or self._hides(runtime)):
             opener = twin_opener(runtime.engine, self.bundle)
         if opener is None or self.bundle.manifest.layers is None:
             return None
@@ -376,10 +376,11 @@ class _Validation:
             self.broken.append(Unavailable(name=f"{runtime.name}, {what}", reason=crash.in_one_line))
             return None
 
-    @cached_property
-    def _hidden(self) -> list[str]:
-        """The attentions that the outputs of the model do not show: their own results must be judged."""
-        return [each.name for each in self.bundle.manifest.observed if each.hidden]
+    def _hides(self, runtime: Runtime) -> bool:
+        """Whether there are attentions that the outputs do not show: their own results must be judged."""
+        manifest = self.bundle.manifest
+        kind = runtime.accumulation(manifest.precision).type
+        return any(each.is_hidden(kind) for each in manifest.observed)
 
     # -- further checks ------------------------------------------------------------------------
 

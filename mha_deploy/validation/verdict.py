@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from mha_deploy.bundle.folder import MANIFEST, Bundle, sha256
-from mha_deploy.bundle.manifest import Manifest
+from mha_deploy.bundle.manifest import Manifest, ObservedRecord
 from mha_deploy.bundle.samples import Sample
 from mha_deploy.engine.engine import Engine
 from mha_deploy.errors import DeployError
@@ -179,9 +179,8 @@ def conclude(
     found, missing = [*findings(report, options, broken)], tuple[Gap, ...]()
     if not report.serving:  # which sizes and nodes a server has is its own
         manifest = report.bundle.manifest
-        hidden = [each.name for each in manifest.observed if each.hidden]
         gone = (*report.gone, *report.foreign)
-        missing = find_uncovered(judged, report.engines, manifest.spec.axes, gone, hidden)
+        missing = find_uncovered(judged, report.engines, manifest.spec.axes, gone, manifest.observed)
         more = [each.name for each in report.subjects if each.not_judged]
         gaps = [Gap(kind=Kind.OUTPUTS_NOT_JUDGED, name=name) for name in more]
         missing += tuple(msgspec.structs.replace(gap, text=gap_text(gap)) for gap in gaps)
@@ -319,9 +318,9 @@ def find_uncovered(
     engines: Sequence[Engine],
     axes: Mapping[str, Axis],
     gone: Sequence[str] = (),
-    hidden: Sequence[str] = (),
+    observed: Sequence[ObservedRecord] = (),
 ) -> tuple[Gap, ...]:
-    """What no runtime was judged on; `hidden` are the attentions that no output of the model shows."""
+    """What no runtime was judged on; `observed` says of which attentions that is their own results."""
     judged = [each for each in evaluations if each.parity]
     ran = [each for each in judged if each.runtime.engine is not None]
     not_run = [each.path.stem for each in engines if all(each is not other.runtime.engine for other in ran)]
@@ -331,6 +330,8 @@ def find_uncovered(
         if each.not_decoded_because is not None:
             found.append(Gap(kind=Kind.STEPS_NOT_COVERED, name=name))
         inside = {v.output for report in each.parity if report.cases == LAYERS for v in report.verdicts}
+        kinds = {report.accumulation.type for report in each.parity}
+        hidden = [one.name for one in observed if any(map(one.is_hidden, kinds))]
         unseen = [attention for attention in hidden if attention not in inside]
         found += [Gap(kind=Kind.ATTENTION_NOT_OBSERVED, name=name, attention=one) for one in unseen]
         engine = each.runtime.engine

@@ -72,6 +72,14 @@ def weight_in_int8(graph):
     tensor.CopyFrom(numpy_helper.from_array(coarse, tensor.name))
 
 
+def scale_too_large(graph):
+    """By 0.75 %, in the second attention."""
+    node = [each for each in graph.node if each.op_type == "Attention"][1]
+    for each in [each for each in node.attribute if each.name == "scale"]:
+        node.attribute.remove(each)
+    node.attribute.append(helper.make_attribute("scale", 1.0075 / 4))
+
+
 @pytest.mark.parametrize(
     ("change", "names"),
     [
@@ -79,6 +87,7 @@ def weight_in_int8(graph):
         (operand_in_bf16(1), ("keys", "BF16")),
         (operand_in_bf16(2), ("values", "BF16")),
         (weight_in_int8, ("INT8",)),
+        (scale_too_large, ("scale",)),
     ],
 )
 def test_a_part_in_coarser_arithmetic_is_caught_and_named(bundle, tmp_path, change, names):

@@ -11,7 +11,9 @@ from torch import nn
 
 import mha_deploy as md
 from mha_deploy.bundle.folder import open_bundle
+from mha_deploy.bundle.manifest import ObservedRecord, Perturbation
 from mha_deploy.cli import app
+from mha_deploy.judge import Accumulation
 from mha_deploy.model.catalog import find_spec
 from mha_deploy.model.spec import Axis
 from mha_deploy.status import Kind, Severity
@@ -19,9 +21,9 @@ from mha_deploy.validation.run import sweep_points
 from mha_deploy.validation.verdict import find_uncovered
 
 
-def judged(*sizes, engine=None, passed=True, not_decoded=None):
+def judged(*sizes, engine=None, passed=True, not_decoded=None, accumulate="fp32"):
     verdicts = [SimpleNamespace(sizes=each, passed=passed) for each in sizes]
-    report = SimpleNamespace(verdicts=verdicts, cases="golden")
+    report = SimpleNamespace(verdicts=verdicts, cases="golden", accumulation=Accumulation(accumulate))
     runtime = SimpleNamespace(engine=engine, name="e")
     return SimpleNamespace(
         parity=(report,), verdicts=verdicts, runtime=runtime, not_decoded_because=not_decoded
@@ -36,8 +38,9 @@ CORNERS = [{"B": B, "S": S} for B in (1, 4) for S in (1, 64)]
 AXES = {"B": Axis(min=1, opt=2, max=4), "S": Axis(min=1, opt=16, max=64)}
 
 
-def words(*evaluations, engines=(), hidden=()):
-    return [gap.text for gap in find_uncovered(evaluations, engines, AXES, hidden=hidden)]
+def words(*evaluations, engines=(), hidden=(), kind=Perturbation.SCALE):
+    observed = [ObservedRecord(name=name, case="opt", shown=[], hidden=[kind]) for name in hidden]
+    return [gap.text for gap in find_uncovered(evaluations, engines, AXES, observed=observed)]
 
 
 def test_sizes_above_the_largest_case_are_not_verified():
@@ -82,9 +85,16 @@ def test_a_kv_cache_that_no_token_was_decoded_with_is_not_verified():
 def test_an_attention_that_no_output_shows_is_not_verified_unless_it_was_judged_itself():
     ran = judged(*CORNERS)
     assert words(ran, hidden=["a", "b"]) == ["attention a in e", "attention b in e"]
-    inside = SimpleNamespace(verdicts=[SimpleNamespace(output="a")], cases="layers")
+    about = {"cases": "layers", "accumulation": Accumulation()}
+    inside = SimpleNamespace(verdicts=[SimpleNamespace(output="a")], **about)
     both = SimpleNamespace(**{**vars(ran), "parity": (*ran.parity, inside)})
     assert words(both, hidden=["a", "b"]) == ["attention b in e"]
+
+
+def test_what_accumulation_in_fp16_hides_is_named_where_a_runtime_accumulates_so():
+    kind = Perturbation.BF16_IN_HALF
+    assert words(judged(*CORNERS), hidden=["a"], kind=kind) == []
+    assert words(judged(*CORNERS, accumulate="fp16"), hidden=["a"], kind=kind) == ["attention a in e"]
 
 
 def test_an_engine_that_did_not_run_is_not_verified():
