@@ -66,7 +66,7 @@ function(embed_kernels result)
         get_filename_component(name ${kernel} NAME_WE)
         set(binary ${folder}/${name}.fatbin)
         add_custom_command(OUTPUT ${binary}
-            COMMAND ${NVCC} -fatbin -std=c++17 -O3 -Werror all-warnings ${options}
+            COMMAND ${NVCC} -fatbin -std=c++17 -O3 ${strict_device} ${options}
                 -MD -MF ${binary}.d -o ${binary} ${kernel}
             DEPENDS ${kernel} DEPFILE ${binary}.d COMMENT "Compiling device code ${name}.cu" VERBATIM)
         list(APPEND binaries ${binary})

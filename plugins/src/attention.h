@@ -195,8 +195,9 @@ Mask stated_mask(AttentionParameters const& parameters);
 
 // ---- the work
 
-// Of one execution context. Calls of one object come one after the other, on the device, too: where the
-// stream changes, the new one waits for the old one. Several objects may work at the same time.
+// Of one execution context. Calls of one object come one after the other, on the device, too, as TensorRT
+// demands of an execution context: a caller that changes the stream makes the new one wait for the old one.
+// Several objects may work at the same time.
 //
 // The first few sizes get plans of their own. Others share plans for sizes rounded up, through copies of
 // queries, keys and values in scratch memory with counts of both: a plan takes tens of milliseconds, a copy

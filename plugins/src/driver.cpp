@@ -181,6 +181,19 @@ Status load_kernel(char const* name, CUfunction& function) {
     }
 }
 
+Status KernelSlot::find(Driver const& driver, char const* name, CUfunction& function) {
+    Context context;
+    RETURN_IF_FAILED(current_context(driver, context));
+    if (function_ == nullptr || name != name_ || !(context == context_)) {
+        function_ = nullptr;
+        RETURN_IF_FAILED(load_kernel(name, function_));
+        name_ = name;
+        context_ = context;
+    }
+    function = function_;
+    return Status();
+}
+
 bool is_capturing(Driver const& driver, CUstream stream) {
     CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
     return driver.is_capturing(stream, &status) != CUDA_SUCCESS || status != CU_STREAM_CAPTURE_STATUS_NONE;

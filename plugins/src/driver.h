@@ -88,6 +88,19 @@ Status current_context(Driver const& driver, Context& context);
 // A kernel that the library carries (kernels/*.cu), loaded once for each context.
 Status load_kernel(char const* name, CUfunction& function);
 
+// A kernel that one object launches again and again: looked up once, and again for another name or context.
+// Not for several threads at a time.
+class KernelSlot {
+public:
+    // The name must stay where it is.
+    Status find(Driver const& driver, char const* name, CUfunction& function);
+
+private:
+    char const* name_ = nullptr;
+    Context context_;
+    CUfunction function_ = nullptr;
+};
+
 // Whether the stream is recording a graph. Where that cannot be known it is taken to be.
 bool is_capturing(Driver const& driver, CUstream stream);
 

@@ -555,10 +555,10 @@ void LinearTuning::measure(LinearParameters const& parameters, LinearShape const
     OutsideCapture const outside(*driver);
     std::lock_guard<std::mutex> const lock(mutex_);
     uint64_t const here = machine_of(*driver, *library);
-    if (here != machine) {
-        choices.clear();
-        machine = here;
+    if (here != record_.machine) {
+        record_ = Record{here, {}};
     }
+    std::vector<Choice>& choices = record_.choices;
     Measured& measured = shared_measurements();
     std::lock_guard<std::mutex> const one_at_a_time(measured.mutex);
     auto const begin = std::chrono::steady_clock::now();
@@ -585,14 +585,23 @@ void LinearTuning::measure(LinearParameters const& parameters, LinearShape const
     }
 }
 
-cublasLtMatmulAlgo_t const* LinearTuning::find(LinearShape const& shape, Type type) const {
+std::optional<cublasLtMatmulAlgo_t> LinearTuning::find(
+    uint64_t machine, LinearShape const& shape, Type type) const {
     std::lock_guard<std::mutex> const lock(mutex_);
-    auto const found = std::find_if(choices.begin(), choices.end(),
+    auto const found = std::find_if(record_.choices.begin(), record_.choices.end(),
         [&](Choice const& each) { return each.shape == shape && each.type == type; });
-    return found == choices.end() ? nullptr : &found->algorithm;
+    if (machine != record_.machine || found == record_.choices.end()) {
+        return std::nullopt;
+    }
+    return found->algorithm;
 }
 
-std::vector<std::byte> serialize(LinearParameters const& parameters, LinearTuning const& tuning) {
+LinearTuning::Record LinearTuning::record() const {
+    std::lock_guard<std::mutex> const lock(mutex_);
+    return record_;
+}
+
+std::vector<std::byte> serialize(LinearParameters const& parameters, LinearTuning::Record const& tuning) {
     BlobWriter writer(kMagic, kVersion);
     writer.add(parameters.has_bias);
     writer.add(parameters.transposed);
@@ -610,7 +619,8 @@ std::vector<std::byte> serialize(LinearParameters const& parameters, LinearTunin
     return writer.finish();
 }
 
-Status deserialize(void const* bytes, std::size_t size, LinearParameters& parameters, LinearTuning& tuning) {
+Status deserialize(
+    void const* bytes, std::size_t size, LinearParameters& parameters, LinearTuning::Record& tuning) {
     BlobReader reader;
     RETURN_IF_FAILED(reader.open(bytes, size, kMagic, kVersion, "linear"));
     uint32_t count = 0;
@@ -724,11 +734,13 @@ struct LinearWork::State {
             }
         }
         OutsideCapture const outside(*driver);
-        bool const tuned =
-            problem.alignment == kFullAlignment && tuning->machine == machine_of(*driver, *library);
+        std::optional<cublasLtMatmulAlgo_t> measured;
+        if (problem.alignment == kFullAlignment) {
+            measured = tuning->find(machine_of(*driver, *library), problem.shape, problem.type);
+        }
         std::list<Plan> made(1);
         Status status = made.front().matmul.make(
-            *library, handle, problem, tuned ? tuning->find(problem.shape, problem.type) : nullptr);
+            *library, handle, problem, measured.has_value() ? &*measured : nullptr);
         if (status.ok()) {
             plans.splice(plans.begin(), made);
             plan = &plans.front();

@@ -11,7 +11,9 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace mha_deploy {
@@ -54,28 +56,37 @@ struct LinearProblem {
 // is taken, and nothing is ever measured at run time.
 class LinearTuning {
 public:
-    // Measure the proposals of cuBLASLt at all powers of two, and three quarters of them, up to the most
-    // rows, and at these. Needs a GPU; what is small, fails or takes too long keeps the first proposal.
-    void measure(LinearParameters const& parameters, LinearShape const& most, Type type);
-
-    // The algorithm that was fastest, or null.
-    cublasLtMatmulAlgo_t const* find(LinearShape const& shape, Type type) const;
-
     struct Choice {
         LinearShape shape;
         Type type = Type::kHalf;
         cublasLtMatmulAlgo_t algorithm{};
     };
-    // What they belong to: GPU and library, as one number. Those of another machine are ignored.
-    uint64_t machine = 0;
-    std::vector<Choice> choices;
+    // What was measured at one time, as an engine keeps it.
+    struct Record {
+        uint64_t machine = 0;  // GPU and library as one number: the choices of another machine are ignored
+        std::vector<Choice> choices;
+    };
+
+    LinearTuning() = default;
+    explicit LinearTuning(Record record) : record_(std::move(record)) {}
+
+    // Measure the proposals of cuBLASLt at all powers of two, and three quarters of them, up to the most
+    // rows, and at these. Needs a GPU; what is small, fails or takes too long keeps the first proposal.
+    void measure(LinearParameters const& parameters, LinearShape const& most, Type type);
+
+    // The algorithm that was fastest on this machine, or none. A copy: another clone may be measuring.
+    std::optional<cublasLtMatmulAlgo_t> find(uint64_t machine, LinearShape const& shape, Type type) const;
+
+    Record record() const;
 
 private:
     mutable std::mutex mutex_;
+    Record record_;
 };
 
-std::vector<std::byte> serialize(LinearParameters const& parameters, LinearTuning const& tuning);
-Status deserialize(void const* bytes, std::size_t size, LinearParameters& parameters, LinearTuning& tuning);
+std::vector<std::byte> serialize(LinearParameters const& parameters, LinearTuning::Record const& tuning);
+Status deserialize(
+    void const* bytes, std::size_t size, LinearParameters& parameters, LinearTuning::Record& tuning);
 
 struct LinearPointers {
     void const* x = nullptr;

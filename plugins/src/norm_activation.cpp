@@ -67,7 +67,7 @@ Status check_width(int64_t width) {
 }
 
 Status run_norm_activation(NormActivationParameters const& parameters, int64_t rows, int64_t width, Type type,
-    void const* const* inputs, void* const* outputs, CUstream stream) {
+    void const* const* inputs, void* const* outputs, KernelSlot& slot, CUstream stream) {
     return guarded("run a normalisation or activation", [&]() -> Status {
         if (rows == 0) {
             return Status();
@@ -85,7 +85,7 @@ Status run_norm_activation(NormActivationParameters const& parameters, int64_t r
             call.y = static_cast<uint4*>(outputs[0]);
             call.pieces = rows * pieces;
             call.kind = static_cast<int>(parameters.operation);
-            RETURN_IF_FAILED(load_kernel(kActivations[half ? 0 : 1], kernel));
+            RETURN_IF_FAILED(slot.find(*driver, kActivations[half ? 0 : 1], kernel));
             void* arguments[] = {&call};
             constexpr unsigned threads = 256;
             auto const blocks = static_cast<unsigned>((call.pieces + threads - 1) / threads);
@@ -105,7 +105,7 @@ Status run_norm_activation(NormActivationParameters const& parameters, int64_t r
         call.is_rms = parameters.operation == Operation::kRmsNorm ? 1 : 0;
         call.epsilon = parameters.epsilon;
         int64_t const each = pieces <= kMostThreads ? 1 : pieces <= 2 * kMostThreads ? 2 : 4;
-        RETURN_IF_FAILED(load_kernel(kNorms[each / 2][half ? 0 : 1], kernel));
+        RETURN_IF_FAILED(slot.find(*driver, kNorms[each / 2][half ? 0 : 1], kernel));
         void* arguments[] = {&call};
         unsigned const threads = threads_for((pieces + each - 1) / each);
         return status_of(driver->launch(kernel, static_cast<unsigned>(rows), 1, 1, threads, 1, 1, 0, stream,

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention.h"
+#include "driver.h"
 #include "status.h"
 
 #include <cuda.h>
@@ -52,8 +53,8 @@ Status deserialize(void const* bytes, std::size_t size, NormActivationParameters
 // x is [rows, width]. Whether there is a kernel for the width.
 Status check_width(int64_t width);
 
-// Launch; nothing is prepared, and no scratch memory is needed.
+// Launch; no scratch memory is needed. `slot` is the caller's, who keeps it from call to call.
 Status run_norm_activation(NormActivationParameters const& parameters, int64_t rows, int64_t width, Type type,
-    void const* const* inputs, void* const* outputs, CUstream stream);
+    void const* const* inputs, void* const* outputs, KernelSlot& slot, CUstream stream);
 
 }  // namespace mha_deploy

@@ -255,19 +255,21 @@ void check_refusals(Tally& tally) {
 void check_tuning(Tally& tally, Case const& c) {
     auto const tuning = std::make_shared<LinearTuning>();
     tuning->measure(c.parameters(), c.shape, c.type);
-    std::size_t const measured = tuning->choices.size();
-    std::vector<std::byte> bytes = serialize(c.parameters(), *tuning);
-    auto const read = std::make_shared<LinearTuning>();
+    LinearTuning::Record const record = tuning->record();
+    std::size_t const measured = record.choices.size();
+    std::vector<std::byte> bytes = serialize(c.parameters(), record);
+    LinearTuning::Record read;
     LinearParameters parameters;
-    bool right = measured > 5 && tuning->find(c.shape, c.type) != nullptr
-                 && deserialize(bytes.data(), bytes.size(), parameters, *read).ok()
-                 && parameters.transposed == c.transposed && serialize(parameters, *read) == bytes;
+    bool right = measured > 5 && tuning->find(record.machine, c.shape, c.type).has_value()
+                 && !tuning->find(record.machine + 1, c.shape, c.type).has_value()
+                 && deserialize(bytes.data(), bytes.size(), parameters, read).ok()
+                 && parameters.transposed == c.transposed && serialize(parameters, read) == bytes;
     Stream const stream;
     double worst = 0.0;
     for (bool const elsewhere : {false, true}) {
-        read->machine += elsewhere ? 1 : 0;
-        LinearWork work(parameters, read);
-        for (LinearTuning::Choice const& choice : tuning->choices) {
+        read.machine += elsewhere ? 1 : 0;
+        LinearWork work(parameters, std::make_shared<LinearTuning>(read));
+        for (LinearTuning::Choice const& choice : record.choices) {
             Case small = c;
             small.shape = choice.shape;
             Data const data(small);
@@ -277,7 +279,7 @@ void check_tuning(Tally& tally, Case const& c) {
         }
     }
     bytes[0] ^= std::byte{1};
-    right = right && !deserialize(bytes.data(), bytes.size(), parameters, *read).ok();
+    right = right && !deserialize(bytes.data(), bytes.size(), parameters, read).ok();
     tally.note(right && worst < budget(c.type), "measured " + c.name(),
         std::to_string(measured) + " sizes, " + format("error %.2e", worst));
 }

@@ -33,7 +33,7 @@ def compiled(parts, tmp_path_factory):
     folder = tmp_path_factory.mktemp("plugins")
     options = [f"-D{each.part.key.upper()}={';'.join(map(str, each.paths))}" for each in parts]
     configure = [cmake, "-S", str(source_folder()), "-B", str(folder), *options]
-    run(*configure, "-DBUILD_TESTING=ON", "-DCUDA_ARCHITECTURES=80")
+    run(*configure, "-DBUILD_TESTING=ON", "-DMHA_DEPLOY_WERROR=ON", "-DCUDA_ARCHITECTURES=80")
     run(cmake, "--build", str(folder), "--parallel", "2", "--target", "plugins", "plugin_test")
     return folder
 
@@ -52,7 +52,8 @@ def test_creators_fields_sizes_types_and_bytes(compiled):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "command", ["driver_test", "attention_test --sizes", "linear_test", "sparse_heads_test"]
+    "command",
+    ["driver_test", "attention_test", "attention_test --sizes", "linear_test", "sparse_heads_test"],
 )
 def test_on_a_gpu(compiled, command):
     """TensorRT's part is played by the programs; new sizes must cost no plan, allocation or wait."""

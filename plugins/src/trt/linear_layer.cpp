@@ -22,7 +22,7 @@ public:
     std::unique_ptr<Layer> clone() const override {
         return std::make_unique<LinearLayer>(parameters_, tuning_);
     }
-    std::vector<std::byte> parameter_bytes() const override { return serialize(parameters_, *tuning_); }
+    std::vector<std::byte> parameter_bytes() const override { return serialize(parameters_, tuning_->record()); }
     int32_t inputs() const noexcept override { return parameters_.inputs(); }
     int32_t outputs() const noexcept override { return 1; }
     bool is_integer(int32_t) const noexcept override { return false; }
@@ -86,9 +86,11 @@ Status from_fields(Fields& fields, std::unique_ptr<Layer>& layer) {
 
 Status from_bytes(void const* bytes, std::size_t size, std::unique_ptr<Layer>& layer) {
     LinearParameters parameters;
-    auto tuning = std::make_shared<LinearTuning>();
-    Status status = deserialize(bytes, size, parameters, *tuning);
-    layer = status.ok() ? std::make_unique<LinearLayer>(parameters, std::move(tuning)) : nullptr;
+    LinearTuning::Record record;
+    Status status = deserialize(bytes, size, parameters, record);
+    layer = status.ok() ? std::make_unique<LinearLayer>(
+                parameters, std::make_shared<LinearTuning>(std::move(record)))
+                        : nullptr;
     return status;
 }
 

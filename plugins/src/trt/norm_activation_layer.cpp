@@ -37,13 +37,14 @@ public:
     std::size_t workspace_bytes(Type, bool) override { return 0; }
     Status run(Type type, CallMemory const& memory) override {
         return run_norm_activation(
-            parameters_, rows_, width_, type, memory.inputs, memory.outputs, memory.stream);
+            parameters_, rows_, width_, type, memory.inputs, memory.outputs, kernel_, memory.stream);
     }
 
 private:
     NormActivationParameters parameters_;
     int64_t rows_ = 0;
     int64_t width_ = 0;
+    KernelSlot kernel_;
 };
 
 Status NormActivationLayer::resize(std::vector<Dims> const& inputs) {

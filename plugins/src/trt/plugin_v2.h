@@ -7,10 +7,12 @@
 #include <NvInferRuntime.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <cstring>
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
 namespace mha_deploy::trt {
 
@@ -84,15 +86,16 @@ public:
         });
     }
 
+    // TensorRT asks for the size, takes that much memory, and then for the bytes. Another clone may tune in
+    // between, so both are of one serialisation.
     size_t getSerializationSize() const noexcept override {
-        return guarded<size_t>(getPluginType(), 0, [&] { return body_->serialize().size(); });
+        return guarded<size_t>(getPluginType(), 0, [&] {
+            serialized_ = body_->serialize();
+            return serialized_.size();
+        });
     }
     void serialize(void* buffer) const noexcept override {
-        guarded(getPluginType(), 0, [&] {
-            std::vector<std::byte> const bytes = body_->serialize();
-            std::memcpy(buffer, bytes.data(), bytes.size());
-            return 0;
-        });
+        std::memcpy(buffer, serialized_.data(), serialized_.size());
     }
 
 private:
@@ -100,6 +103,7 @@ private:
 
     std::unique_ptr<PluginBody> body_;
     std::string namespace_;
+    mutable std::vector<std::byte> serialized_;  // as the size was asked for
 };
 
 class CreatorV2 final : public nvinfer1::IPluginCreator {
