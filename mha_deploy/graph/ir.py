@@ -35,7 +35,7 @@ MATMULS = ("MatMul", "Gemm", "Einsum", "Conv", "ConvTranspose")
 
 def is_op(node: ir.Node | None, *op_types: str) -> bool:
     """Whether a node is one of these operators of ONNX's own operator set."""
-    return node is not None and node.domain == "" and node.op_type in op_types
+    return node is not None and node.op_type in op_types and node.domain == ""
 
 
 def made_by(value: ir.Value | None, *op_types: str) -> ir.Node | None:
@@ -77,6 +77,12 @@ def graphs_in(node: ir.Node) -> list[ir.Graph]:
 
 
 _CONTROL_FLOW = frozenset({"If", "Loop", "Scan", "SequenceMap"})
+_HOLD_TENSORS = frozenset({"Constant", "ConstantOfShape"})  # in attributes, of ONNX's own operators
+
+
+def inner_graphs(node: ir.Node) -> Sequence[ir.Graph]:
+    """The same, where only operators that may have some are looked at: every attribute takes time."""
+    return graphs_in(node) if node.op_type in _CONTROL_FLOW or node.domain != "" else ()
 
 
 def nodes_in(graph: ir.Graph | ir.Function) -> Iterator[ir.Node]:
@@ -89,6 +95,14 @@ def nodes_in(graph: ir.Graph | ir.Function) -> Iterator[ir.Node]:
         if node.op_type in _CONTROL_FLOW or node.domain != "":
             for inner in graphs_in(node):
                 yield from nodes_in(inner)
+
+
+def graphs_of(model: ir.Model) -> Iterator[ir.Graph]:
+    """The graph of a model, and those inside it."""
+    found = [model.graph]
+    for graph in found:  # it grows
+        yield graph
+        found += (inner for node in graph for inner in inner_graphs(node))
 
 
 def nodes_behind(
@@ -122,7 +136,7 @@ def dims(value: ir.Value | None) -> tuple[Dim, ...]:
     """The dimensions of a value; empty where the rank is not known."""
     if value is None or value.shape is None:
         return ()
-    return tuple(size if isinstance(size, int) else size.value for size in value.shape)
+    return tuple([size if isinstance(size, int) else size.value for size in value.shape.dims])
 
 
 def dim(value: ir.Value | None, axis: int) -> Dim:
@@ -190,23 +204,27 @@ def _take_types(graph: ir.Graph, inferred: onnx.GraphProto) -> None:
     own = [*graph.inputs, *graph.initializers.values()]
     for node, copy in zip(graph, inferred.node, strict=True):
         own += node.outputs
-        for attribute in copy.attribute:
+        for attribute in copy.attribute if inner_graphs(node) else ():
             inner = [attribute.g] if attribute.HasField("g") else attribute.graphs
             if inner:
                 held = node.attributes[attribute.name]
                 graphs = [held.as_graph()] if attribute.HasField("g") else held.as_graphs()
                 for one, other in zip(graphs, inner, strict=True):
                     _take_types(one, other)
+    read = dict[bytes, tuple[ir.DataType, tuple[Dim, ...] | None] | None]()  # a graph has few different ones
     for value in own:
         if (proto := known.get(str(value.name))) is not None:
-            _take_type(value, proto)
+            key = proto.SerializeToString()
+            if key not in read:
+                read[key] = _read_tensor_type(proto)
+            if (found := read[key]) is None:
+                _take_type(value, proto)
+            else:
+                _take_tensor_type(value, *found)
 
 
 def _take_type(value: ir.Value, proto: onnx.TypeProto) -> None:
     """Give a value a type and a shape; sequences and optionals, whose `dtype` is that of a part, included."""
-    if proto.HasField("tensor_type") and not proto.denotation:
-        _take_tensor_type(value, proto.tensor_type)
-        return
     try:
         found = ir.serde.deserialize_type_proto_for_type(proto)
         shape = ir.serde.deserialize_type_proto_for_shape(proto)
@@ -218,16 +236,22 @@ def _take_type(value: ir.Value, proto: onnx.TypeProto) -> None:
         value.shape = shape
 
 
-def _take_tensor_type(value: ir.Value, proto: onnx.TypeProto.Tensor) -> None:
+def _read_tensor_type(proto: onnx.TypeProto) -> tuple[ir.DataType, tuple[Dim, ...] | None] | None:
+    """The type and the sizes of a tensor; None for what is more than that."""
+    if not proto.HasField("tensor_type") or proto.denotation:
+        return None
+    tensor = proto.tensor_type
+    found = [each.dim_value if each.HasField("dim_value") else each.dim_param for each in tensor.shape.dim]
+    sizes = tuple(None if each == "" else each for each in found)
+    return ir.DataType(tensor.elem_type), sizes if tensor.HasField("shape") else None
+
+
+def _take_tensor_type(value: ir.Value, dtype: ir.DataType, sizes: tuple[Dim, ...] | None) -> None:
     """The same for a tensor, of which there are most."""
-    dtype = ir.DataType(proto.elem_type)
     if dtype != ir.DataType.UNDEFINED and (not isinstance(value.type, ir.TensorType) or value.dtype != dtype):
         value.type = ir.TensorType(dtype)
-    if proto.HasField("shape"):
-        found = [each.dim_value if each.HasField("dim_value") else each.dim_param for each in proto.shape.dim]
-        sizes = tuple(None if each == "" else each for each in found)
-        if value.shape is None or sizes != dims(value):
-            value.shape = ir.Shape(sizes)
+    if sizes is not None and (value.shape is None or sizes != dims(value)):
+        value.shape = ir.Shape(sizes)
 
 
 # -- A model for ONNX's own functions, which take no more than 2 GiB -------------------------------
@@ -269,10 +293,11 @@ def light_proto(model: ir.Model) -> onnx.ModelProto:
 
 def _tensors_inside(model: ir.Model) -> Iterator[ir.TensorProtocol]:
     """The constants of nodes, and the weights of inner graphs."""
-    for graph in model.graphs():
+    for graph in graphs_of(model):
         if graph is not model.graph:
             yield from (value.const_value for value in graph.initializers.values() if value.const_value)
-        for attribute in (each for node in graph for each in node.attributes.values()):
+        holders = (node for node in graph if node.op_type in _HOLD_TENSORS or node.domain != "")
+        for attribute in (each for node in holders for each in node.attributes.values()):
             if attribute.type == ir.AttributeType.TENSOR and not attribute.is_ref():
                 yield attribute.as_tensor()
 

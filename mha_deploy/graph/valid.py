@@ -16,7 +16,7 @@ from onnx import GraphProto, SparseTensorProto, TensorProto, ValueInfoProto
 from onnx_ir.passes.common import InlinePass, RemoveInitializersFromInputsPass
 
 from mha_deploy.errors import DeployError
-from mha_deploy.graph.ir import graphs_in, infer_shapes, light_proto, with_weights_of
+from mha_deploy.graph.ir import infer_shapes, inner_graphs, light_proto, with_weights_of
 from mha_deploy.text import printable
 
 OLDEST_OPSET = 13
@@ -49,8 +49,7 @@ def normalize(model: ir.Model, proto: onnx.ModelProto | None = None) -> ir.Model
         _join_aliases(imports)
     bodies: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
     for body in bodies:
-        if not _is_sorted(body, set()):
-            body.sort()
+        sort(body)
     if model.ir_version < _WEIGHTS_ARE_NO_INPUTS:
         RemoveInitializersFromInputsPass()(model)
         model.ir_version = _WEIGHTS_ARE_NO_INPUTS
@@ -76,11 +75,17 @@ def _join_aliases(imports: dict[str, int]) -> None:
         raise refusal(f"it imports two versions of ONNX's operators, {imports['']} and {version}")
 
 
+def sort(body: ir.Graph | ir.Function) -> None:
+    """Bring the nodes into the order of execution; as they are where they stand in it, which is quick to see."""
+    if not _is_sorted(body, set()):
+        body.sort()
+
+
 def _is_sorted(body: ir.Graph | ir.Function, before: set[ir.Node]) -> bool:
     """Whether every node stands behind what it reads; `before` are the nodes that stand before the body."""
     for node in body:
         read = list(node.inputs)
-        for inner in graphs_in(node):
+        for inner in inner_graphs(node):
             if not _is_sorted(inner, before):
                 return False
             read += list(inner.outputs)

@@ -37,6 +37,7 @@ from mha_deploy.graph.fuse.write import share_tied_weights
 from mha_deploy.graph.ir import (
     NodeBuilder,
     beginnings,
+    graphs_of,
     is_op,
     names_in,
     node_name,
@@ -45,7 +46,7 @@ from mha_deploy.graph.ir import (
     paused_collections,
     replace_node,
 )
-from mha_deploy.graph.valid import inline_functions, refuse_invalid
+from mha_deploy.graph.valid import inline_functions, refuse_invalid, sort
 
 __all__ = ["FuseReport", "FusedAttention", "NotFused", "Repair", "UnfusedSoftmax"]
 __all__ += ["from_old_opset", "fuse_attention", "place_of", "share_tied_weights"]
@@ -148,14 +149,18 @@ class _Fusion:
     def __init__(self, model: ir.Model, verify: bool) -> None:
         self._model, self._verify = model, verify
         # Every beginning of a name before a slash: new names must not begin like others.
-        given = (each for graph in model.graphs() for each in (*graph.inputs, *graph.initializers.values()))
+        given = (each for graph in graphs_of(model) for each in (*graph.inputs, *graph.initializers.values()))
         names = names_in(model) | {str(each.name) for each in given}
         self._prefixes = _Names(each for name in names if "/" in name for each in beginnings(name))
         self._layers = _Names()  # of attentions
         self._masks = Masks()
         # Why a structure is left as it was, or what differs on purpose.
         self._compared: dict[str, NotFused | tuple[str, ...]] = {}
+        self._loose = set[ir.Value]()  # constants that a fused attention read
         self.report, self.renamed = FuseReport(), False
+        # What the report gets in the end: a tuple that grows would be copied each time.
+        self._fused, self._repairs = list[FusedAttention](), list[Repair]()
+        self._already, self._order = list[str](), list[str]()
         self._spelling = Spelling(model, self._free_prefix("respelled"))
         self._obstacle = values.why_opset_stays(model)
 
@@ -180,7 +185,8 @@ class _Fusion:
                     self._fuse(softmax)
                 except NotFused as error:
                     refusals[node] = error
-        self._model.graph.sort()  # what uses the weights, or shares the mask, stands before the matmul with V
+        write.remove_unused(self._loose, constants=True)
+        sort(self._model.graph)  # what uses the weights, or shares the mask, stands before the matmul with V
         left = Leftovers(self._model.graph)
         refusals = {node: each for node, each in refusals.items() if node not in left.features}
         for node, why in left.found.items():
@@ -189,7 +195,9 @@ class _Fusion:
         refusals = {self._spelling.in_file(node): each for node, each in refusals.items()}
         if self._spelling:
             self._spelling.restore()
-            self._model.graph.sort()
+            sort(self._model.graph)
+        self.report.fused, self.report.repairs = tuple(self._fused), tuple(self._repairs)
+        self.report.already, self.report.layers = tuple(self._already), tuple(self._order)
         self.report.unfused = tuple(
             UnfusedSoftmax(
                 name=values.module_of(node),
@@ -212,7 +220,7 @@ class _Fusion:
         with self._discarded_on_failure(builder):
             new = write.write_attention(pattern, builder, self._masks)
             notes = self._compare(old, new, border)
-        write.insert_attention(pattern, builder, new)
+        self._loose |= write.insert_attention(pattern, builder, new)
         wider = any(each.axis != pattern.letters.key for each in pattern.scores.wider)
         expanded = [EXPANDED] if pattern.batches or wider else []
         record = FusedAttention(
@@ -229,7 +237,7 @@ class _Fusion:
             notes=tuple(dict.fromkeys((*pattern.masking.notes, *expanded, *notes))),
             verified=self._verify,
         )
-        self.report.fused += (record,)
+        self._fused.append(record)
         self._add_layer(record.name)
 
     def _compare(self, old: list[ir.Value], new: list[ir.Value], border: Boundary) -> tuple[str, ...]:
@@ -267,7 +275,7 @@ class _Fusion:
         name = self._layers.unused(values.module_of(node))
         self.renamed = self.renamed or node.name not in (name, None, "")
         node.name = name
-        self.report.already += (name,)
+        self._already.append(name)
         self._add_layer(name)
         builder = NodeBuilder(self._free_prefix(name))
         try:
@@ -282,11 +290,11 @@ class _Fusion:
             return
         before = list(node.inputs)
         replace_node(node, builder, {0: result})
-        write.remove_unused(before)
+        self._loose |= write.remove_unused(before)
         self._note(name, changes)
 
     def _add_layer(self, name: str) -> None:
-        self.report.layers += (name,)
+        self._order.append(name)
         self._layers.taken.add(name)
 
     def _free_prefix(self, name: str) -> str:
@@ -297,7 +305,7 @@ class _Fusion:
 
     def _note(self, name: str, changes: list[str]) -> None:
         if changes:
-            self.report.repairs += (Repair(name=name, changes=tuple(changes)),)
+            self._repairs.append(Repair(name=name, changes=tuple(changes)))
 
 
 class _Names:

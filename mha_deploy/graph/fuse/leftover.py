@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ import onnx_ir as ir
 from mha_deploy.graph.attention_node import is_attention
 from mha_deploy.graph.fuse.pattern import softmax_at
 from mha_deploy.graph.fuse.values import NotExpressible, NotFused, module_of, sizes_of
-from mha_deploy.graph.ir import graphs_in, is_op, made_by, node_name, rank
+from mha_deploy.graph.ir import inner_graphs, is_op, made_by, node_name, rank
 
 _CHOICES = ("Gather", "GatherND", "GatherElements", "Slice")
 _NORMS = frozenset({"LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization"})
@@ -115,7 +115,7 @@ class Leftovers:
 
     def _follow(self, graph: ir.Graph) -> None:
         for node in graph:
-            if inner := graphs_in(node):
+            if inner := inner_graphs(node):
                 self._branches(node, inner)
             else:
                 after = self._after(node)
@@ -210,7 +210,7 @@ class Leftovers:
             each.unfit = self._popped
         return False
 
-    def _branches(self, node: ir.Node, graphs: list[ir.Graph]) -> None:
+    def _branches(self, node: ir.Node, graphs: Sequence[ir.Graph]) -> None:
         """Follow If, Loop and Scan; the values of a loop are followed a second time around it."""
         given, rounds = self._of(node.inputs), 2 if node.op_type in ("Loop", "Scan") else 1
         # The first result of a Loop's body is its condition, which is no output.

@@ -350,9 +350,12 @@ class Normalisation:
     axis: int  # the axis of the keys
 
 
+_ENDS_SOFTMAX = frozenset({"Softmax", "Exp", "Div", "Mul"})
+
+
 def softmax_at(node: ir.Node) -> Normalisation | None:
     """The softmax that ends in a node: a Softmax, `exp(log_softmax(x))`, or `exp(x) / sum(exp(x))`."""
-    source = node.inputs[0] if node.inputs else None
+    source = node.inputs[0] if node.op_type in _ENDS_SOFTMAX and node.inputs else None
     if source is None:
         return None
     if is_op(node, "Softmax"):

@@ -7,6 +7,7 @@ still used in the end is computed by the nodes of the file again.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 import string
@@ -58,6 +59,7 @@ class Spelling:
         # what the graph has in the end, by graph and name, and by name alone
         self._named: dict[tuple[int | None, str | None], ir.Value] = {}
         self._new: dict[ir.Node, list[ir.Node]] = {}  # nodes that rewrites wrote, and what they replaced
+        self._digests: dict[int, tuple[str, ir.TensorProtocol]] = {}
         for rules in (_RULES, _RULES_OF_RANKS):
             self._apply(rules, prefix)
 
@@ -104,6 +106,13 @@ class Spelling:
             else:
                 found[self.original(value)] = spread
         return found
+
+    def digest(self, tensor: ir.TensorProtocol) -> str:
+        """A hash of the numbers of a constant, which many attentions may read."""
+        key = id(tensor)
+        if key not in self._digests:  # with the tensor, so that nothing else gets its identity
+            self._digests[key] = (hashlib.sha256(tensor.tobytes()).hexdigest(), tensor)
+        return self._digests[key][0]
 
     # -- Rewrite and restore
 

@@ -300,7 +300,7 @@ def sizes_of(value: ir.Value | None) -> list[Size] | None:
 def _sizes(shape: ir.Shape | None) -> list[Size] | None:
     if shape is None:
         return None
-    return [each if isinstance(each, int) else _plain(each.value) for each in shape]
+    return [each if isinstance(each, int) else _plain(each.value) for each in shape.dims]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -400,6 +400,10 @@ def name_inputs(model: ir.Model) -> dict[ir.Value, ir.Shape]:
     return before
 
 
+def _is_generated(size: Size) -> bool:
+    return isinstance(size, str) and GENERATED in size
+
+
 def infer_sizes(model: ir.Model, *, only_missing: bool = False) -> None:
     """Give every value of a model its type and the sizes that follow from those of the inputs."""
     nodes = list(nodes_in(model.graph))
@@ -409,7 +413,7 @@ def infer_sizes(model: ir.Model, *, only_missing: bool = False) -> None:
         infer_shapes(model)
         for value, known in before.items():
             # Names that ONNX makes up for unknown sizes are those of one run only.
-            found = [None if GENERATED in str(each) else each for each in sizes_of(value) or ()]
+            found = [None if _is_generated(each) else each for each in sizes_of(value) or ()]
             if known is not None and len(known) == len(found):
                 pairs = zip(known, found, strict=True)
                 found = [new if isinstance(new, int) or old is None else old for old, new in pairs]
@@ -441,9 +445,9 @@ class _Walk:
             if content is not None and len(content) <= _MAX_CONTENT:
                 self._contents[output] = content
         before = [sizes_of(each) for each in node.outputs]
-        missing = [known is None or not all(map(self._is_known, known)) for known in before]
+        missing = any(known is None or not all(map(self._is_known, known)) for known in before)
         try:
-            after = self._sizes_after(node) if any(missing) else before
+            after = self._sizes_after(node) if missing else before
         except _INVALID:  # no runtime would take the file
             return
         for value, known, found in zip(node.outputs, before, after, strict=False):

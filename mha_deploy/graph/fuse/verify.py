@@ -6,6 +6,7 @@ in ONNX's reference evaluator at small sizes. Equal structures are run once.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import math
@@ -28,6 +29,7 @@ from mha_deploy.graph.ir import (
     constant,
     dims,
     graphs_in,
+    inner_graphs,
     is_op,
     nodes_behind,
     reference_evaluator,
@@ -111,7 +113,10 @@ class Region:
         self, results: Sequence[ir.Value], boundary: Boundary, spelling: Spelling, *, in_file: bool
     ) -> None:
         """Cut it out of the graph as it is, or as the file has it (`in_file`)."""
-        self.graph = graph = onnx.GraphProto(name="region")  # its inputs have types and sizes as text
+        # Its parts in order, which say what it computes: inputs, constants and nodes, by the names here.
+        parts = list[object]()
+        self._constants = list[tuple[str, ir.TensorProtocol]]()
+        self._nodes = list[tuple[ir.Node, list[str], list[str]]]()
         self.inputs = dict[ir.Value, str]()  # what the nodes are computed from, with its name here
         self.sizes = dict[str, Dims]()  # results of Shape nodes whose input is outside: inputs as well
         self.computed = list[ir.Value]()  # what its nodes compute
@@ -124,7 +129,7 @@ class Region:
         def add_input(name: str, wanted: Dims, *more: object) -> None:
             # The same expressions in other names are the same structure.
             text = _NAME.sub(lambda found: symbols.setdefault(found[0], f"d{len(symbols)}"), str(wanted))
-            graph.input.append(onnx.ValueInfoProto(name=name, doc_string=" ".join(map(str, (text, *more)))))
+            parts.append((name, text, *more))
 
         while pending:
             value, visited = pending.pop()
@@ -146,8 +151,8 @@ class Region:
             elif node is None and tensor is not None:
                 names[value] = next(fresh)
                 self.fixed.add(names[value])
-                held = ir.Tensor(tensor.numpy(), tensor.dtype, name=names[value])
-                graph.initializer.append(ir.serde.serialize_tensor(held))
+                self._constants.append((names[value], tensor))
+                parts.append((names[value], tensor.dtype, *tensor.shape.numpy(), spelling.digest(tensor)))
             elif node is not None and (known := _outer_size(node, boundary, spelling)) is not None:
                 names[value] = next(fresh)
                 self.sizes[names[value]] = known
@@ -155,27 +160,52 @@ class Region:
             elif node is not None and visited:
                 inputs = spelling.inputs_of(node)
                 new = {each: next(fresh) for each in node.outputs}
-                attributes = [
-                    ir.serde.serialize_attribute(each) for _, each in sorted(node.attributes.items())
-                ]
-                own_node = graph.node.add(op_type=node.op_type, domain=node.domain, attribute=attributes)
-                own_node.input.extend("" if each is None else names[each] for each in inputs)
-                own_node.output.extend("" if each.name == "" else new[each] for each in node.outputs)
-                names = new | names  # one of them may be drawn
+                read = ["" if each is None else names[each] for each in inputs]
+                written = ["" if each.name == "" else new[each] for each in node.outputs]
+                self._nodes.append((node, read, written))
+                parts += (node.domain, node.op_type, read, written)
+                parts += sorted((name, _text(each)) for name, each in node.attributes.items())
+                names |= {each: name for each, name in new.items() if each not in names}  # one may be drawn
                 self.computed += node.outputs
-                if self.fixed.issuperset(filter(None, own_node.input)) and not is_op(node, *_RANDOM):
-                    self.fixed.update(own_node.output)
+                if self.fixed.issuperset(filter(None, read)) and not is_op(node, *_RANDOM):
+                    self.fixed.update(written)
                     self.made += sum(math.prod(_shape(dims(each), {})) for each in node.outputs)
             elif node is not None:
-                if graphs_in(node):
+                if inner_graphs(node):
                     raise NotVerified("a control-flow operator lies between Q and the result.")
-                if len(graph.node) + len(pending) > _MAX_NODES:
+                if len(self._nodes) + len(pending) > _MAX_NODES:
                     raise NotVerified("more nodes than can be checked lie between Q and the result.")
                 pending.append((value, True))
                 inputs = spelling.inputs_of(node)
                 pending.extend((each, False) for each in reversed(inputs) if each is not None)
-        graph.output.extend(onnx.ValueInfoProto(name=names[each]) for each in results)
-        self.key = hashlib.sha256(graph.SerializeToString(deterministic=True)).hexdigest()
+        self._results = [names[each] for each in results]
+        self.key = hashlib.sha256(repr((parts, self._results)).encode()).hexdigest()
+
+    @functools.cached_property
+    def graph(self) -> onnx.GraphProto:
+        """The nodes as a graph."""
+        given = (*self.inputs.values(), *self.sizes)
+        graph = onnx.GraphProto(
+            name="region",
+            input=(onnx.ValueInfoProto(name=name) for name in given),
+            output=(onnx.ValueInfoProto(name=name) for name in self._results),
+        )
+        for name, tensor in self._constants:
+            held = ir.Tensor(tensor.numpy(), tensor.dtype, name=name)
+            graph.initializer.append(ir.serde.serialize_tensor(held))
+        for node, read, written in self._nodes:
+            attributes = map(ir.serde.serialize_attribute, node.attributes.values())
+            graph.node.add(
+                op_type=node.op_type, domain=node.domain, input=read, output=written, attribute=attributes
+            )
+        return graph
+
+
+def _text(attribute: ir.Attr) -> str:
+    """What an attribute holds, as text."""
+    if attribute.type in (ir.AttributeType.INT, ir.AttributeType.INTS, ir.AttributeType.STRING):
+        return repr((attribute.type, attribute.value))
+    return ir.serde.serialize_attribute(attribute).SerializeToString(deterministic=True).hex()
 
 
 def _default_of(value: ir.Value) -> ir.TensorProtocol | None:

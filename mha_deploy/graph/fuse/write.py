@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -27,7 +27,7 @@ from mha_deploy.graph.fuse.mask_pattern import (
 from mha_deploy.graph.fuse.pattern import Operand, Pattern, Sink, unwrap
 from mha_deploy.graph.fuse.values import NotFused, Size, sizes_of
 from mha_deploy.graph.fuse.verify import Boundary, mask_stops
-from mha_deploy.graph.ir import NodeBuilder, input_at, is_op, replace_node, replace_value
+from mha_deploy.graph.ir import NodeBuilder, constant, input_at, is_op, replace_node, replace_value
 
 _WEIGHTS = 3  # qk_matmul_output_mode: the result of the softmax
 
@@ -161,21 +161,29 @@ def _broadcast(
     return q, k, v
 
 
-def insert_attention(pattern: Pattern, builder: NodeBuilder, results: list[ir.Value]) -> None:
-    """Put the built nodes into the graph, and remove what only the old ones needed."""
+def insert_attention(pattern: Pattern, builder: NodeBuilder, results: list[ir.Value]) -> set[ir.Value]:
+    """Put the built nodes into the graph, and remove what only the old ones needed; see `remove_unused`."""
     operands = list(pattern.last.node.inputs)
     replace_node(pattern.last.node, builder, {0: results[0]}, keep=results[1:])
-    remove_unused(operands)
+    left = remove_unused(operands)
     if pattern.weights is not None:
         replace_value(pattern.weights.value, results[1])
-        remove_unused([pattern.weights.value])
+        left |= remove_unused([pattern.weights.value])
+    return left
 
 
-def remove_unused(values: Sequence[ir.Value | None]) -> None:
-    """Remove the nodes and constants that led only to these values."""
-    pending = list(values)
+def remove_unused(values: Iterable[ir.Value | None], *, constants: bool = False) -> set[ir.Value]:
+    """Remove the nodes that led only to these values, and with `constants` those as well.
+
+    Else the constants are returned: they are removed in the end, since all layers of a model may share one,
+    and each time onnx_ir would list all uses that are left.
+    """
+    pending, left = list(values), set[ir.Value]()
     while pending:
         value = pending.pop()
+        if value is not None and not constants and constant(value) is not None:
+            left.add(value)
+            continue
         if value is None or value.uses() or value.is_graph_output() or value.is_graph_input():
             continue
         node = value.producer()
@@ -185,6 +193,7 @@ def remove_unused(values: Sequence[ir.Value | None]) -> None:
         elif node.graph is not None and not any(out.uses() or out.is_graph_output() for out in node.outputs):
             pending.extend(node.inputs)
             node.graph.remove(node, safe=True)
+    return left
 
 
 # -- Bring an `Attention` node that the exporter wrote into the canonical form ---------------------
