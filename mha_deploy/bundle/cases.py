@@ -251,8 +251,8 @@ def read_case(bundle: Bundle, entry: GoldenEntry) -> GoldenCase:
             problem, got = "The new entries of a golden case do not fit its cache.", lengths.tolist()
             raise BundleError(problem, got=f"{entry.file}: lengths {got}", hint=f"0 to {room}: export again")
     refuse_infinite(entry.file, (*oracle.items(), *eager.items()))
-    refuse_implausible(entry.file, oracle, eager, precision)
     baselines = unpack_baselines(entry.file, arrays, oracle, precision)
+    refuse_implausible(entry.file, oracle, eager, precision, baselines)
     for results, (name, taken) in product((oracle, eager), cached_outputs(spec).items()):
         results[name] = with_entries(inputs[taken], results[name], first_new_entries(inputs, taken))
     about = msgspec.structs.asdict(entry)
@@ -268,6 +268,7 @@ def read_case(bundle: Bundle, entry: GoldenEntry) -> GoldenCase:
 _SAMPLE = np.dtype(ml_dtypes.float8_e5m2)
 _LARGEST_SAMPLE = 2.0**14
 _MOST_SAMPLES, _MOST_BRANCHES = 64, 2
+_OF_BRANCHES = 2.0  # times their error
 _MOST_OF_BRANCH = 0.5  # relative error of another branch: some tokens are routed elsewhere, not all
 
 
@@ -312,9 +313,9 @@ def unpack_baselines(file: str, arrays: Arrays, oracle: Arrays, precision: Preci
             if is_float:
                 samples[name] = stored.view(_SAMPLE).astype(np.float32) * np.float32(scale)
                 refuse_infinite(file, [(name, samples[name])])
-                plain = len(stored) - branches
-                _refuse_wide(file, name, true, samples[name][:plain], precision)
-                _refuse_wide(file, name, true, samples[name][plain:], precision, _MOST_OF_BRANCH)
+                plain, others = np.split(samples[name], [len(stored) - branches])
+                _refuse_wide(file, name, true, others, precision, _MOST_OF_BRANCH)
+                _refuse_wide(file, name, true, plain, precision, _most_with(others, true, precision))
         found[accumulate] = Baseline(samples, branches)
     return found
 
@@ -386,14 +387,31 @@ def _refuse_wide(
     if not oracle.size or not len(errors):
         return
     most = most or _MOST_ROUNDOFFS[precision.name] * precision.roundoff
-    sizes = [float(np.linalg.norm(each.astype(np.float64))) for each in errors]
-    least = _FEW_ROUNDOFFS / _MOST_ROUNDOFFS[precision.name] * math.sqrt(oracle.size)
-    share = max(sizes) / max(float(np.linalg.norm(oracle)), least)
+    share = _farthest_sample(errors, oracle, precision)
     if share > most:
         problem = "The samples of a golden case are further from its reference than rounding explains."
         found = f"{file}: {name}, relative error {share:.2g}, at most {most:.2g} in {precision.name}"
         hint = "export again, in a wider precision (--precision auto or fp32) where the model needs it"
         raise BundleError(problem, got=found, hint=hint)
+
+
+def _farthest_sample(errors: np.ndarray, oracle: np.ndarray, precision: Precision) -> float:
+    """The largest relative error of samples."""
+    sizes = [float(np.linalg.norm(each.astype(np.float64))) for each in errors]
+    least = _FEW_ROUNDOFFS / _MOST_ROUNDOFFS[precision.name] * math.sqrt(oracle.size)
+    return max(sizes) / max(float(np.linalg.norm(oracle)), least)
+
+
+def _most_with(others: np.ndarray, oracle: np.ndarray, precision: Precision) -> float:
+    """How far a result may be from the oracle where some decisions may be taken otherwise.
+
+    In `others` all decisions within rounding are, such as which of two levels a number is quantized to. What
+    one of many roundings decides otherwise costs less than all of them, but for errors that happen to cancel.
+    """
+    most = _MOST_ROUNDOFFS[precision.name] * precision.roundoff
+    if not len(others) or not oracle.size:
+        return most
+    return max(most, min(_OF_BRANCHES * _farthest_sample(others, oracle, precision), _MOST_OF_BRANCH))
 
 
 def refuse_infinite(file: str, results: Iterable[tuple[str, np.ndarray]]) -> None:
@@ -411,8 +429,16 @@ _FEW_ROUNDOFFS = 16  # of numbers around 1, for a result that cancels to almost 
 _MOST_DIFFERENT = 0.25  # of integers, such as the choices of an argmax
 
 
-def refuse_implausible(file: str, oracle: Arrays, eager: Arrays, precision: Precision) -> None:
+def refuse_implausible(
+    file: str,
+    oracle: Arrays,
+    eager: Arrays,
+    precision: Precision,
+    baselines: Mapping[str, Baseline] | None = None,
+) -> None:
     """Refuse an oracle that the module itself misses by more than rounding explains.
+
+    Where rounding decides something, such as a quantized level, the `baselines` show what that costs.
 
     The budget of every runtime follows from the module's own error. With a ceiling on that error no budget
     can be so wide that a wrong result passes.
@@ -425,6 +451,9 @@ def refuse_implausible(file: str, oracle: Arrays, eager: Arrays, precision: Prec
             share, most, what = float(np.mean(got != true)), _MOST_DIFFERENT, "of its numbers differ"
         else:
             most = _MOST_ROUNDOFFS[precision.name] * precision.roundoff
+            for each in (baselines or {}).values():
+                others = each.samples[name][len(each.samples[name]) - each.branches :]
+                most = max(most, _most_with(others, true, precision))
             error, o = got.astype(np.float64) - true, true.astype(np.float64)
             size = float(np.linalg.norm(o))
             least = _FEW_ROUNDOFFS / _MOST_ROUNDOFFS[precision.name] * math.sqrt(true.size)

@@ -14,7 +14,7 @@ from mha_deploy.bundle.cases import Arrays
 from mha_deploy.graph.file import with_outputs
 from mha_deploy.graph.ir import MATMULS
 from mha_deploy.graph.upcast import LAYOUT, in_float64
-from mha_deploy.model.precision import Precision
+from mha_deploy.model.precision import PRECISIONS, Precision
 from mha_deploy.rounding import ACCUMULATED, MARGIN, accumulation_roundoff, normal, rounded
 from mha_deploy.runtime.onnx_reference import evaluator_of
 from mha_deploy.runtime.user_code import graph_code
@@ -35,6 +35,7 @@ _QUANTIZED = frozenset({"QuantizeLinear", "DequantizeLinear"})  # their scales a
 _COMPARED = frozenset({"Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Round", "Floor", "Ceil", "Sign"})
 _COMPARED |= {"QuantizeLinear", "DynamicQuantizeLinear"}
 _DECISION_ELEMENTS = 1 << 22
+_FLOAT32_BITS = PRECISIONS["fp32"].significand_bits
 
 
 class FileRounding:
@@ -102,14 +103,18 @@ class FileRounding:
         self, operator: str, axis: int | None, run: Callable[..., Any], inputs: tuple[Any, ...]
     ) -> Any:
         """A decision, whose operand is noted, and changed where that was requested."""
-        outputs, operand, index = run(*inputs), inputs[0], len(self.decisions)
+        operand, index = inputs[0], len(self.decisions)
         if not isinstance(operand, np.ndarray) or operand.dtype != np.float64:
-            return outputs
+            return run(*inputs)
         noted, unit = operand, np.ones(())
         if operator == "QuantizeLinear":
             unit = _along(inputs[1], operand, 1 if axis is None else axis)
             noted = operand / unit
-        elif operator in _COMPARED and len(inputs) > 1:
+            if self._bits is not None:  # kernels divide in float32, or multiply with a rounded reciprocal
+                noted = rounded(noted, _FLOAT32_BITS, self._seed)
+                operand = noted * unit
+        outputs = run(operand, *inputs[1:])
+        if operator in _COMPARED - {"QuantizeLinear"} and len(inputs) > 1:
             noted = operand - inputs[1]
         self.decisions.append(noted.copy() if noted.size <= _DECISION_ELEMENTS else None)
         change = self._changes[index] if index < len(self._changes) else None

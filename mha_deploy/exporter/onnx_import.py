@@ -16,13 +16,21 @@ from mha_deploy.analysis.cost import sizes_name
 from mha_deploy.bundle.cases import Arrays, GoldenCase, Reference, pack_baselines, write_arrays
 from mha_deploy.bundle.folder import Bundle, sha256
 from mha_deploy.bundle.manifest import LayersEntry, Source
-from mha_deploy.errors import BackendUnavailable, DeployError, ExportError, SpecError, nearest
+from mha_deploy.errors import (
+    BackendUnavailable,
+    BundleError,
+    DeployError,
+    ExportError,
+    SpecError,
+    nearest,
+)
 from mha_deploy.exporter.file_program import FileProgram, FileRounding
 from mha_deploy.exporter.flow import (
     MODULE_CASES,
     ExportSource,
     OnStep,
     PlannedCase,
+    check_plausible,
     export_bundle,
     refuse_large_error,
 )
@@ -47,6 +55,12 @@ _BATCH, _LENGTH = Axis(min=1, opt=2, max=8), Axis(min=1, opt=16, max=64)
 # The file itself in its own precision is not far from its FP64 reference.
 _LARGEST_ERROR = 0.25
 _LAYERS_BYTES = 1 << 30
+_MOST_HALVED = 4  # times that drawn numbers are halved
+_LARGEST_TIE, _MOST_TIES = 256, 8  # sizes of weights that an axis is tried at
+
+
+class _Extreme(ExportError):
+    """The file itself has no finite result on drawn numbers, and does in FP64."""
 
 
 def bundle_from_onnx(
@@ -93,6 +107,7 @@ class OnnxSource(ExportSource):
             hint = nearest(unknown[0], self._inputs)
             raise ExportError("The file has no such input.", got=unknown[0], hint=hint)
         self.dims, self.axes = _named_axes(self._inputs, axes)
+        self._given = frozenset(axes)  # the axes that the user chose
         self.steps = 6 + self.auto + len(options.golden or MODULE_CASES)
 
     @cached_property
@@ -137,10 +152,35 @@ class OnnxSource(ExportSource):
         graph = self.model.graph if self.auto else self.original.graph
         values = (*graph.inputs, *graph.outputs)
         types = {str(value.name): value.dtype.numpy() for value in values if value.dtype is not None}
-        case = self.case_of(planned.name, planned.sizes, self.draw(planned), types)
+        case = self._moderate_case(planned, types)
         if case.name == "opt":
             self.spec = replace(self.spec, flops=case.flops)
         return case
+
+    def _moderate_case(self, planned: PlannedCase, types: Mapping[str, np.dtype]) -> GoldenCase:
+        """A case; where float32 has no result on the drawn numbers, or loses too much, on smaller ones.
+
+        A sigmoid that is 0 in a runtime, and its logarithm, say nothing of the model: real inputs are within
+        the range that it was trained on.
+        """
+        first: DeployError | None = None
+        for halved in range(_MOST_HALVED + 1):
+            try:
+                drawn = self.draw(planned, 2.0**-halved)
+                case = self.case_of(planned.name, planned.sizes, drawn, types)
+                check_plausible(case, self.precision)
+            except (_Extreme, BundleError) as error:
+                first = first or error
+                if planned.masks or all(name in self.examples for name in self._inputs):
+                    break
+                continue
+            if first is not None:
+                what = f"{first.what} {first.got}"
+                self.notes.append(f"{planned.name}: drawn numbers are divided by {2**halved}: {what}")
+            return case
+        raise first or ExportError(
+            "The case cannot be drawn.", got=planned.name, hint="--input NAME=FILE.npy"
+        )
 
     def case_of(
         self, name: str, sizes: Mapping[str, int], drawn: Arrays, types: Mapping[str, np.dtype]
@@ -162,6 +202,10 @@ class OnnxSource(ExportSource):
             raise ExportError(what, got=f"{type(error).__name__}: {error}", hint=hint) from error
         what = "ONNX Runtime does not compute what the file says in FP64."
         hint = "--input NAME=FILE.npy with real inputs, or --precision of the file"
+        for key, array in eager.items():
+            if not np.isfinite(array).all() and np.isfinite(oracle[key]).all():
+                got = f"output {key} of golden case {name}: NaN or infinite values"
+                raise _Extreme(what, got=got, hint=hint, about_types=True)
         refuse_large_error(f"golden case {name}", eager, oracle, _LARGEST_ERROR, what, hint)
         reference = Reference(oracle, Source.FILE)
         return GoldenCase(
@@ -220,8 +264,8 @@ class OnnxSource(ExportSource):
         if (session := vars(self).get("_session")) is not None:
             session.close()
 
-    def draw(self, planned: PlannedCase) -> dict[str, np.ndarray]:
-        """The inputs of a case, in the types of the file."""
+    def draw(self, planned: PlannedCase, scale: float = 1.0) -> dict[str, np.ndarray]:
+        """The inputs of a case, in the types of the file; floats that are drawn times the scale."""
         seed = crc32(f"{self.options.seed} {planned.name}".encode())
         drawn = {}
         for key, value in self._inputs.items():
@@ -229,6 +273,8 @@ class OnnxSource(ExportSource):
             random = np.random.default_rng([seed, crc32(key.encode())])
             example = self.examples.get(key)
             array = _draw(value, shape, random) if example is None else _fit(example, shape, key)
+            if example is None and array.dtype.kind == "f":
+                array = array * scale
             array = array.astype(value.dtype.numpy())  # type: ignore[union-attr]
             drawn[key] = planned.change(key, array, self.dims[key])
         return drawn
@@ -243,23 +289,62 @@ class OnnxSource(ExportSource):
         """The file as it was given, in FP64."""
         return FileProgram(self.original)
 
+    def _run_at(self, start: int, *, reverse: bool = False) -> tuple[dict[str, int], Arrays]:
+        """Sizes of the axes, and what the file gives there."""
+        # Every axis and every sum of two axes has a size of its own, if possible.
+        names = list(reversed(self.axes)) if reverse else list(self.axes)
+        wanted = {name: self.axes[name].min + 1 + start + 3 * at for at, name in enumerate(names)}
+        sizes = {name: min(wanted[name], axis.max) for name, axis in self.axes.items()}
+        try:
+            return sizes, self._session.run(self.draw(PlannedCase(name=f"shape {start}", sizes=sizes)))
+        except BackendUnavailable:
+            raise  # ONNX Runtime cannot run the file at any size
+        except DeployError as error:
+            what = "The file does not run at these sizes."
+            hint = "--axis NAME=N for an axis that is fixed in the file, --input NAME=FILE.npy"
+            hint = error.hint if isinstance(error, RuntimeCrash) else hint
+            raise ExportError(what, got=f"{sizes_name(sizes)}: {error.in_one_line}", hint=hint) from error
+
+    def _fails(self) -> ExportError | None:
+        """Why the file does not run where axes differ, in either order of their sizes; None where it does."""
+        try:
+            for start, reverse in ((0, False), (1, False), (0, True)):
+                self._run_at(start, reverse=reverse)
+        except ExportError as error:
+            return None if isinstance(error.__cause__, RuntimeCrash) else error
+        return None
+
+    def _tie_axes(self) -> None:
+        """Find axes that must be as large as others, or as a weight, where the file says nothing of it."""
+        own = [name for name in self.axes if name not in self._given]
+        if not own or self._fails() is None:
+            return
+        before = self.dims, self.axes
+        weights = (each.shape for each in self.original.graph.initializers.values() if each.shape)
+        numbers = sorted({size for shape in weights for size in shape if isinstance(size, int)})
+        numbers = [each for each in numbers if 1 < each <= _LARGEST_TIE][:_MOST_TIES]
+        single = [{name: other} for name in reversed(own) for other in self.axes if other != name]
+        single += [{name: number} for name in own for number in numbers]
+        lengths = [name for name in own if self.axes[name] != _BATCH]
+        together = [dict.fromkeys(lengths[1:], lengths[0])] if len(lengths) > 2 else []
+        for ties in (*single, *together):
+            self.dims, self.axes = _tied(*before, ties)
+            if self._fails() is None:
+                for name in [each for each in ties if len(ties) > 1]:  # as few as suffice
+                    fewer = {each: other for each, other in ties.items() if each != name}
+                    self.dims, self.axes = _tied(*before, fewer)
+                    ties = fewer if self._fails() is None else ties
+                self.dims, self.axes = _tied(*before, ties)
+                said = ", ".join(f"{name} = {other}" for name, other in ties.items())
+                hint = f"--axis {next(iter(ties))}=N chooses another"
+                self.notes.append(f"the file runs only where sizes agree: {said}; {hint}")
+                return
+        self.dims, self.axes = before
+
     def _output_dims(self) -> dict[str, tuple[Dim, ...]]:
         """The dimensions of the outputs as sums of axes and numbers, found by running the file."""
-        measured = []
-        for start in (0, 1):
-            # Every axis and every sum of two axes has a size of its own, if possible.
-            wanted = {n: axis.min + 1 + start + 3 * i for i, (n, axis) in enumerate(self.axes.items())}
-            sizes = {n: min(wanted[n], axis.max) for n, axis in self.axes.items()}
-            drawn = self.draw(PlannedCase(name=f"shape {start}", sizes=sizes))
-            try:
-                measured.append((sizes, self._session.run(drawn)))
-            except BackendUnavailable:
-                raise  # ONNX Runtime cannot run the file at any size
-            except DeployError as error:
-                what = "The file does not run at these sizes."
-                hint = "--axis NAME=N for an axis that is fixed in the file, --input NAME=FILE.npy"
-                hint = error.hint if isinstance(error, RuntimeCrash) else hint
-                raise ExportError(what, got=f"{sizes_name(sizes)}: {error.in_one_line}", hint=hint) from error
+        self._tie_axes()
+        measured = [self._run_at(start) for start in (0, 1)]
         dims = {}
         for value in self.original.graph.outputs:
             name = str(value.name)
@@ -333,6 +418,24 @@ def _named_axes(
     if unknown := [axis for axis in given if axis not in axes]:
         raise SpecError("The file has no such axis.", got=unknown[0], hint=nearest(unknown[0], axes))
     return dims, axes
+
+
+def _tied(
+    dims: Mapping[str, tuple[Dim, ...]], axes: Mapping[str, Axis], ties: Mapping[str, str | int]
+) -> tuple[dict[str, tuple[Dim, ...]], dict[str, Axis]]:
+    """Dimensions in which some axes are others, or numbers."""
+
+    def tied(dim: Dim) -> Dim:
+        if isinstance(dim, int):
+            return dim
+        parts = [str(ties.get(part, part)) for part in dim.split("+")]
+        number = sum(int(part) for part in parts if part.isdecimal())
+        names = [part for part in parts if not part.isdecimal()]
+        return "+".join([*names, *([str(number)] if number else [])]) if names else number
+
+    return {name: tuple(map(tied, each)) for name, each in dims.items()}, {
+        name: axis for name, axis in axes.items() if name not in ties
+    }
 
 
 def _dim(name: str, measured: list[tuple[dict[str, int], int]], axes: Axes) -> Dim:

@@ -334,11 +334,15 @@ _SLICE_BYTES = 512 << 20
 
 def measure_ranges_with(run: Run, model: ir.Model, cases: Cases) -> Ranges:
     """Measure the ranges of a float32 graph on named cases; each run outputs about `_SLICE_BYTES`."""
+    return measure_prepared(run, prepare(model), cases)
+
+
+def measure_prepared(run: Run, model: ir.Model, cases: Cases) -> Ranges:
+    """The same of a graph that is prepared."""
     if not cases:
         raise DeployError(
             "Ranges need at least one case of inputs.", got="none", hint="at least one case of inputs"
         )
-    model = prepare(model)
     values: dict[str, ValueRange] = defaultdict(ValueRange)
     inner: dict[str, float] = defaultdict(float)
 
@@ -578,10 +582,6 @@ def plan_precision(
         margin: How many times larger than measured a number may become before FP16 overflows.
         wide: What attention is kept in: `fp32`, or `bf16` where the target has it. Other nodes stay in fp32.
     """
-    if wide not in WIDE:
-        raise DeployError("Attention is kept in fp32 or bf16.", got=wide, hint=nearest(wide, WIDE))
-    if not 1.0 <= margin <= FP16_MAX:
-        raise DeployError("The margin is a factor of 1 or more.", got=margin, hint="1 or more")
     return Planner(prepare(model), ranges, margin).plan(wide)
 
 
@@ -594,6 +594,8 @@ class Planner:
     """Judges the tensors and nodes of a prepared graph by their measured ranges."""
 
     def __init__(self, work: ir.Model, ranges: Ranges, margin: float) -> None:
+        if not 1.0 <= margin <= FP16_MAX:
+            raise DeployError("The margin is a factor of 1 or more.", got=margin, hint="1 or more")
         self._graph, self._ranges, self._margin = work.graph, ranges, margin
         self._opsets = work.opset_imports
         self._limit = FP16_MAX / margin
@@ -603,16 +605,20 @@ class Planner:
         self._kept: dict[ir.Node, KeptReason] = {}
         self._fully_masked: dict[str, float] = {}
         self._constants: dict[ir.Value, ValueRange] = {}
+        # The nodes that compute, and why each of them cannot be in FP16.
+        self._by_range = {node: next(self._reasons(node), None) for node in self._graph if _computes(node)}
 
     def plan(self, wide: str, lossy: Mapping[str, KeptReason] | None = None) -> PrecisionPlan:
         """Find the nodes, then what follows for inputs, outputs and constants.
 
         `lossy` are nodes, inputs and outputs that are kept as well, by their names.
         """
+        if wide not in WIDE:
+            raise DeployError("Attention is kept in fp32 or bf16.", got=wide, hint=nearest(wide, WIDE))
         self._kept, self._fully_masked, self._lossy = {}, {}, lossy or {}
-        nodes = [node for node in self._graph if _computes(node)]
-        for node in nodes:
-            reason = next(self._reasons(node), None) or self._lossy.get(str(node.name))
+        nodes = list(self._by_range)
+        for node, found in self._by_range.items():
+            reason = found or self._lossy.get(str(node.name))
             if reason is not None:
                 self._kept[node] = reason
         for finds in (self._exact, self._guarded, self._masks_of_attentions):
@@ -819,7 +825,11 @@ def apply_plan(model: ir.Model, plan: PrecisionPlan) -> ir.Model:
     Inputs and outputs are FP16, except those that the plan names. Integers and booleans are not changed.
     A constant that nodes of two types read is stored once in each.
     """
-    work = prepare(model)
+    return write_plan(prepare(model), plan)
+
+
+def write_plan(work: ir.Model, plan: PrecisionPlan) -> ir.Model:
+    """Write a plan into a graph that is prepared, which is changed and returned."""
     _Writer(work, plan).write()
     return work
 

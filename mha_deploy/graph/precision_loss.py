@@ -32,16 +32,15 @@ from mha_deploy.graph.mixed_precision import (
     Planner,
     PrecisionPlan,
     Run,
-    apply_plan,
     constant_of,
     float_inputs,
     float_outputs,
-    measure_ranges_with,
-    plan_precision,
+    measure_prepared,
     prepare,
     read_values,
     slices,
     tensor_key,
+    write_plan,
 )
 from mha_deploy.graph.upcast import LAYOUT, with_float64_inside, with_rounded_results
 
@@ -60,6 +59,7 @@ _GAIN = 2 * ROUNDING  # how much larger or smaller an output may be as a whole, 
 _SCALES = (1 / 16, 2.0)  # of the inputs of one case
 _FIRST = 256  # the share of the nodes that is upcast first; then twice as many, and so on
 _MOST_PRUNINGS = 12
+_LARGE = 2048  # nodes; each further trial takes as long as one on every node, and larger graphs get fewer
 _FAILED = 1e6  # the error of what is not finite
 _RANDOM = frozenset(
     {"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Bernoulli", "Multinomial"}
@@ -87,9 +87,10 @@ def plan_by_loss(
             the results of the nodes usually costs, between 0.002 and 0.02.
     """
     with paused_collections():
-        ranges = measure_ranges_with(run, model, cases)
-        plan = plan_precision(model, ranges, margin=margin, wide=wide)
         work = prepare(model)
+        ranges = measure_prepared(run, work, cases)
+        planner = Planner(work, ranges, margin)
+        plan = planner.plan(wide)
         if any(node.op_type in _RANDOM for node in work.graph.all_nodes()) or not work.graph.outputs:
             return plan  # two runs would differ anyway
         measured = _Measured(run, work, cases, limit)
@@ -98,7 +99,6 @@ def plan_by_loss(
         found = measured.of(plan)
         if found.excess <= 1.0:
             return measured.noted(plan, found)
-        planner = Planner(work, ranges, margin)
         return _LossSearch(measured, planner, wide, plan, found).best()
 
 
@@ -205,7 +205,7 @@ class _Measured:
 
     def of(self, plan: PrecisionPlan) -> Loss:
         """What a plan loses."""
-        mixed = apply_plan(self.work, plan)
+        mixed = write_plan(self.work.clone(), plan)
         types = {str(value.name): value.dtype.numpy() for value in mixed.graph.inputs if value.dtype}
         cases = {
             name: {key: array.astype(types[key]) for key, array in feeds.items()}
@@ -444,8 +444,9 @@ class _LossSearch:
         """The plan with the fewest nodes found whose loss is below the limit, or the least loss."""
         names = sorted(self._costs, key=lambda name: -self._costs[name])
         count = max(1, len(names) // _FIRST)
+        step = 2 if len(names) <= _LARGE else 4
         while count and not self._try(names[:count]):
-            count = 0 if count >= len(names) else min(2 * count, len(names))
+            count = 0 if count >= len(names) else min(step * count, len(names))
         self._prune(names[:count])
         return self._measured.noted(self._plan, self._found)
 
@@ -462,9 +463,10 @@ class _LossSearch:
         """Leave out what is not needed, the cheapest first, in halves, then quarters."""
         left = sorted(names, key=lambda name: self._costs[name])
         size, tries = (len(left) + 1) // 2, 0
-        while size and tries < _MOST_PRUNINGS:
+        most = min(_MOST_PRUNINGS, max(2, _MOST_PRUNINGS * _LARGE // max(len(self._costs), 1)))
+        while size and tries < most:
             start = 0
-            while start < len(left) and tries < _MOST_PRUNINGS:
+            while start < len(left) and tries < most:
                 tries += 1
                 shorter = left[:start] + left[start + size :]
                 if len(shorter) < len(left) and self._try(shorter):

@@ -151,7 +151,8 @@ def in_float64(model: ir.Model) -> ir.Model:
 
 def with_float64_inside(model: ir.Model) -> ir.Model:
     """A copy in FP64 without `Attention` nodes, whose float32 inputs and outputs stay float32."""
-    copy = in_float64(lower(copy_of(model), "primitives", cache="copy"))
+    copy = lower(model, "primitives", cache="copy")
+    retype(copy, _FLOATS, ir.DataType.DOUBLE)
     graph, first = copy.graph, next(iter(copy.graph), None)
     for value in graph.inputs:
         if first is not None and value.dtype == ir.DataType.DOUBLE:

@@ -76,7 +76,7 @@ def _join_aliases(imports: dict[str, int]) -> None:
 
 
 def sort(body: ir.Graph | ir.Function) -> None:
-    """Bring the nodes into the order of execution; as they are where they stand in it, which is quick to see."""
+    """Bring the nodes into the order of execution; where they stand in it, that is quick to see."""
     if not _is_sorted(body, set()):
         body.sort()
 

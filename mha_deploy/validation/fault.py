@@ -175,12 +175,12 @@ def layers_case(bundle: Bundle) -> GoldenCase | None:
         for group in ("oracle", "eager")
     )
     refuse_infinite(entry.file, (*oracle.items(), *eager.items()))
-    refuse_implausible(entry.file, oracle, eager, precision)
     exact = {value: arrays[f"oracle/{value}"] for value in values}
     baselines = {
         kind: replace(each, samples={node: each.samples[value] for node, value in entry.values.items()})
         for kind, each in unpack_baselines(entry.file, arrays, exact, precision).items()
     }
+    refuse_implausible(entry.file, oracle, eager, precision, baselines)
     reference = Reference(oracle, entry.source)
     return replace(read_case(bundle, golden), name=LAYERS, oracle=reference, eager=eager, baselines=baselines)
 

@@ -11,6 +11,7 @@ from onnx import TensorProto, helper
 from torch import nn
 
 import mha_deploy as md
+from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.errors import BackendUnavailable, ExportError
 from mha_deploy.exporter.flow import refuse_large_error
 
@@ -313,3 +314,42 @@ def test_a_file_that_draws_numbers_is_refused(tmp_path):
     with pytest.raises(ExportError) as refusal:
         md.import_onnx(path, tmp_path / "bundle")
     assert "RandomNormalLike" in refusal.value.got
+
+
+AGREE = {
+    "an axis": ("m", "float[B,1,M] m", "masked = Add (s, m)", ("B", 1, "S")),
+    "a weight": ("x", "float[B,S,16] x", "masked = Add (s, four)", ("B", 4, 16)),
+}
+
+
+@pytest.mark.parametrize("name", AGREE)
+def test_sizes_that_must_agree_are_found(name, tmp_path):
+    of, declared, masked, wanted = AGREE[name]
+    given = "float[B,S,16] x" if of == "x" else f"float[B,S,16] x, {declared}"
+    text = f"""<ir_version: 8, opset_import: ["" : 18]> g ({given}) => (float[B,S,16] z)
+    <float[4] four = {{0.0, 1.0, 2.0, 3.0}}> {{
+        kt = Transpose <perm = [0, 2, 1]> (x) s = MatMul (x, kt) {masked}
+        p = Softmax <axis = -1> (masked) z = MatMul (p, x)
+    }}"""
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "agree.onnx")
+    bundle = md.import_onnx(tmp_path / "agree.onnx", tmp_path / "bundle", golden=["odd"], precision="fp32")
+    assert {tensor.name: tensor.dims for tensor in bundle.manifest.spec.inputs}[of] == wanted
+
+
+def test_numbers_that_float32_has_no_result_for_are_drawn_smaller(tmp_path):
+    """A sigmoid that is 0 in ONNX Runtime has no logarithm there, and one in FP64."""
+    text = """<ir_version: 8, opset_import: ["" : 18]> g (float[B,S,16] x) => (float[B,S,16] y)
+    <float twelve = {12.0}> { far = Mul (x, twelve) part = Sigmoid (far) y = Log (part) }"""
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "far.onnx")
+    bundle = md.import_onnx(tmp_path / "far.onnx", tmp_path / "bundle", golden=["opt"], precision="fp32")
+    (case,) = golden_cases(bundle)
+    assert 0.01 < case.inputs["x"].std() < 0.6
+
+
+def test_a_level_that_rounding_decides_is_no_mistake(tmp_path):
+    """Numbers half way between two levels: float32 and FP64 quantize them to different ones."""
+    path = around(QUANTIZED, 18, tmp_path / "levels.onnx")
+    halves = np.float32(0.05) * (np.arange(2 * 6 * 16, dtype=np.float32).reshape(2, 6, 16) % 40 - 19.5)
+    options = {"axes": {"S": "2:6:8"}, "golden": ["opt"], "precision": "fp32", "inputs": {"x": halves}}
+    bundle = md.import_onnx(path, tmp_path / "bundle", **options)
+    assert md.validate(bundle, backends=["ort-cpu"]).outcome != "failed"
