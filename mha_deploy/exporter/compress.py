@@ -515,8 +515,10 @@ class CompressedSource(OnnxSource):
             copy_file(file, folder / file.name)
         return super().graph(folder)
 
-    def draw(self, planned: PlannedCase) -> dict[str, np.ndarray]:
-        """The inputs of the original."""
+    draws_numbers = False  # those of the original
+
+    def draw(self, planned: PlannedCase, scale: float = 1.0) -> dict[str, np.ndarray]:
+        """The inputs of the original, whatever the scale."""
         types = self.file_types()
         return {name: array.astype(types[name]) for name, array in self._before.draw(planned).items()}
 

@@ -84,6 +84,8 @@ def bundle_from_onnx(
 class OnnxSource(ExportSource):
     """An ONNX file: its result in ONNX Runtime stands for the eager model, its FP64 copy is the oracle."""
 
+    draws_numbers = True  # whether inputs without an example are drawn
+
     def __init__(
         self, path: Path, options: ExportOptions, axes: Axes, inputs: Mapping[str, np.ndarray]
     ) -> None:
@@ -171,7 +173,7 @@ class OnnxSource(ExportSource):
                 check_plausible(case, self.precision)
             except (_Extreme, BundleError) as error:
                 first = first or error
-                if planned.masks or all(name in self.examples for name in self._inputs):
+                if planned.masks or not self.draws_numbers or self.examples.keys() >= self._inputs.keys():
                     break
                 continue
             if first is not None:
@@ -323,11 +325,13 @@ class OnnxSource(ExportSource):
         weights = (each.shape for each in self.original.graph.initializers.values() if each.shape)
         numbers = sorted({size for shape in weights for size in shape if isinstance(size, int)})
         numbers = [each for each in numbers if 1 < each <= _LARGEST_TIE][:_MOST_TIES]
-        single = [{name: other} for name in reversed(own) for other in self.axes if other != name]
-        single += [{name: number} for name in own for number in numbers]
+        tried: list[dict[str, str | int]] = []
+        tried += ({name: other} for name in reversed(own) for other in self.axes if other != name)
+        tried += ({name: number} for name in own for number in numbers)
         lengths = [name for name in own if self.axes[name] != _BATCH]
-        together = [dict.fromkeys(lengths[1:], lengths[0])] if len(lengths) > 2 else []
-        for ties in (*single, *together):
+        if len(lengths) > 2:
+            tried.append(dict.fromkeys(lengths[1:], lengths[0]))
+        for ties in tried:
             self.dims, self.axes = _tied(*before, ties)
             if self._fails() is None:
                 for name in [each for each in ties if len(ties) > 1]:  # as few as suffice

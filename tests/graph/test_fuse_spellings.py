@@ -58,6 +58,18 @@ def bounded_by_a_buffer(g):
     return g.attend(g.op("Min", g.scores(), g.const(np.where(np.tri(S), np.finfo(np.float32).max, -1e30))))
 
 
+def bounded_by_large_numbers(g):
+    limit = g.op("Where", keep(g), g.const(3e38), g.const(-3e38))
+    return g.attend(g.op("Min", g.scores(), limit))
+
+
+def padded_with_a_zero(g):
+    """A softmax with one more in its denominator."""
+    weights = g.op("Softmax", g.op("Pad", g.scores(), g.ints(0, 0, 0, 1, 0, 0, 0, 0)), axis=-1)
+    own = g.op("Slice", weights, g.ints(1), g.ints(2**31 - 1), g.ints(-1))
+    return g.op("MatMul", own, "v")
+
+
 def divided_behind(g):
     powers = g.op("Exp", g.scores())
     return g.op("Div", g.op("MatMul", powers, "v"), total(g, powers))
@@ -192,7 +204,7 @@ SPELLINGS += [divided_behind, masked_powers, masked_powers_divided_behind, renor
 SPELLINGS += [multiplied_behind, less_log_of_sum, less_log_of_written_sum, less_mean, tempered_behind_a_bias]
 SPELLINGS += [zeroed_where_nothing_is_shown, divided_behind_an_einsum, learned_keys_and_values]
 SPELLINGS += [filled_with_a_tensor, powers_of_two, sums_of_products, blended_with_a_product_of_masks]
-SPELLINGS += [halved, less_an_input_of_queries]
+SPELLINGS += [halved, less_an_input_of_queries, bounded_by_large_numbers, padded_with_a_zero]
 SPELLINGS += [tempered_behind_a_fill, tempered_behind_a_fill_of_learned_heads, triangle_of_ones]
 
 
@@ -338,6 +350,17 @@ def test_one_query_by_sums_of_products():
     scores = g.op("ReduceSum", g.op("Mul", "k", "q"), g.ints(-1), keepdims=0)
     weights = g.op("Unsqueeze", g.op("Softmax", scores), g.ints(-1))
     check_heads(g, g.op("ReduceSum", g.op("Mul", weights, "v"), g.ints(1), keepdims=0), (1, 1))
+
+
+def test_one_query_without_an_axis():
+    g = axes_of({"q": ("N", D), "k": ("N", "T", D), "v": ("N", "T", D)})
+    weights = g.op("Softmax", g.op("Einsum", "q", "k", equation="be,bse->bs"), axis=-1)
+    check_heads(g, g.op("Einsum", weights, "v", equation="bs,bse->be"), (1, 1))
+
+
+def test_a_vector_as_the_query():
+    g = axes_of({"q": (D,), "k": ("T", D), "v": ("T", D)})
+    check_heads(g, g.op("MatMul", g.op("Softmax", g.op("MatMul", "k", "q"), axis=-1), "v"), (1, 1))
 
 
 @pytest.mark.parametrize("operator", ["MatMul", "Gemm"])

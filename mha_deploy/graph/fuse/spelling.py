@@ -12,9 +12,10 @@ import itertools
 import math
 import string
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 
 from mha_deploy.graph.fuse.mask_pattern import same_value
@@ -24,15 +25,19 @@ from mha_deploy.graph.ir import (
     constant,
     constant_ints,
     graph_of_node,
+    inner_graphs,
     input_at,
     is_op,
     made_by,
     nodes_behind,
     nodes_in,
     rank,
+    reference_evaluator,
 )
 
 _MAX_DEPTH = 12  # of the nodes that a mask of zeros and ones is read through
+_NO_SCORE = 1e30
+_MOST_FOLDED, _FOLDED_OPSET = 32, 18
 _LAYOUT = ("Identity", "Unsqueeze", "Squeeze", "Reshape", "Expand", "Transpose", "Slice", "Gather", "Tile")
 
 
@@ -356,7 +361,9 @@ def _minimum(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
         scores, limit = node.inputs[at], _choice(node.inputs[1 - at], builder)
         if limit is None or scores is None or scores.dtype is None or not scores.dtype.is_floating_point():
             continue
-        if sizes_of(scores) == sizes_of(node.outputs[0]) and max(limit[1:]) >= float(scores.dtype.max):
+        # No score is so large that the limit would change it.
+        least = min(float(scores.dtype.max), _NO_SCORE)
+        if sizes_of(scores) == sizes_of(node.outputs[0]) and max(limit[1:]) >= least:
             shown = limit.true > limit.false
             return _masked(builder, scores, limit.condition, shown, min(limit[1:]))
     return None
@@ -586,10 +593,125 @@ def _matmul(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
     """A matmul of different ranks, or of matrices, as one of batches."""
     first, second = node.inputs
     ranks = rank(first) or 0, rank(second) or 0
+    if 1 in ranks:
+        return _with_vector(node, builder)
     given = [value for value, axes in zip((first, second), ranks, strict=True) if axes == 2]
     if ranks[0] == ranks[1] != 2 or min(ranks) < 2 or not all(map(_is_computed, given)):
         return None
     return _batched(first, second, node.outputs[0], builder)
+
+
+def _with_vector(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
+    """A matmul with a computed vector, a single query or its weights, as one of matrices."""
+    first, second = node.inputs
+    output, sizes = node.outputs[0], [sizes_of(each) for each in node.inputs]
+    at = 0 if len(sizes[0] or ()) == 1 else 1
+    vector, matrix, own = (first, second)[at], (second, first)[at], sizes[1 - at]
+    if vector is None or matrix is None or own is None or len(own) < 2 or not _is_computed(vector):
+        return None
+    if not _is_computed(matrix) or not (_feeds_softmax(output) or _is_weights(vector)):
+        return None
+    count = max(3, len(own))
+    axes = [axis for axis in range(count) if axis != (count - 1 if at == 0 else count - 2)]
+    size = (sizes[at] or [None])[0]
+    row = [size if axis not in axes else 1 for axis in range(count)]
+    wide = _typed(builder.unsqueeze(vector, *axes), vector.dtype, row)
+    if len(own) < count:
+        matrix = _typed(builder.unsqueeze(matrix, 0), matrix.dtype, [1, *own])
+    whole = [*[1] * (count - len(own)), *own]
+    found = [*whole[:-2], 1, whole[-1]] if at == 0 else [*whole[:-1], 1]
+    product = _typed(
+        builder.op("MatMul", *((wide, matrix) if at == 0 else (matrix, wide))), output.dtype, found
+    )
+    gone = [*range(count - len(own)), count - 2 if at == 0 else count - 1]
+    return _like(builder, output, "Squeeze", product, builder.ints(*gone))
+
+
+def _einsum(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
+    """An einsum of a single query, which has no axis of queries, as one with such an axis."""
+    if (moved := _behind(node, builder)) is not None:
+        return moved
+    inputs, arrow, out = (node.attributes.get_string("equation") or "").replace(" ", "").partition("->")
+    texts, output = inputs.split(","), node.outputs[0]
+    if len(texts) != 2 or not arrow or "." in inputs or not all(map(_is_computed, node.inputs)):
+        return None
+    for at in (0, 1):
+        value, few, many = node.inputs[at], texts[at], texts[1 - at]
+        within = set(few) <= set(many) and set(out) <= set(many) and len(set(few)) == len(few)
+        if value is None or not within or not set(few) - set(out) or not set(many) - set(few):
+            continue
+        if not (_feeds_softmax(output) or _is_weights(value)):
+            continue
+        sizes, found = sizes_of(value), sizes_of(output)
+        letter = next(each for each in string.ascii_letters if each not in inputs)
+        if sizes is None or found is None:
+            return None
+        place = len(few) - 1
+        wide = _typed(builder.unsqueeze(value, place), value.dtype, [*sizes[:place], 1, *sizes[place:]])
+        texts[at] = few[:place] + letter + few[place:]
+        row = len(out) - 1
+        given = [wide if side == at else each for side, each in enumerate(node.inputs)]
+        equation = f"{','.join(texts)}->{out[:row]}{letter}{out[row:]}"
+        result = _typed(
+            builder.op("Einsum", *given, equation=equation), output.dtype, [*found[:row], 1, *found[row:]]
+        )
+        return _like(builder, output, "Squeeze", result, builder.ints(row))
+    return None
+
+
+def _folded_ints(value: ir.Value | None) -> list[int] | None:
+    """The integers that follow from constants alone, as TorchScript's exporter computes the sizes of pads."""
+    nodes = list(itertools.islice(nodes_behind([value]), _MOST_FOLDED + 1))
+    if value is None or len(nodes) > _MOST_FOLDED or any(node.domain or inner_graphs(node) for node in nodes):
+        return None
+    given = {each for node in nodes for each in node.inputs if each is not None and each.producer() is None}
+    tensors = {str(each.name): constant(each) for each in given}
+    if any(each is None for each in tensors.values()):
+        return None
+    graph = onnx.GraphProto(name="constants", output=[onnx.ValueInfoProto(name=str(value.name))])
+    graph.initializer.extend(
+        onnx.numpy_helper.from_array(each.numpy(), name) for name, each in tensors.items() if each is not None
+    )
+    made, pending = set(tensors), nodes
+    while pending:  # the nodes behind a value come in any order
+        ready = [node for node in pending if made.issuperset(str(each.name) for each in node.inputs if each)]
+        if not ready:
+            return None
+        graph.node.extend(ir.to_proto(node) for node in ready)
+        made.update(str(each.name) for node in ready for each in node.outputs)
+        pending = [node for node in pending if node not in ready]
+    opsets = [onnx.helper.make_opsetid("", _FOLDED_OPSET)]
+    try:
+        found = reference_evaluator(onnx.helper.make_model(graph, opset_imports=opsets)).run(None, {})
+    except (KeyError, NotImplementedError, RuntimeError, TypeError, ValueError):  # as the evaluator has it
+        return None
+    return [int(each) for each in np.ravel(cast("list[np.ndarray]", found)[0])]
+
+
+def _padded(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
+    """Scores with a constant beside them, as a softmax with one more in its denominator has it."""
+    scores, output = node.inputs[0], node.outputs[0]
+    axes = constant_ints(node, 3)
+    pads = constant_ints(node, 1) or (_folded_ints(node.inputs[1]) if _feeds_softmax(output) else None)
+    sizes, fill = sizes_of(scores), 0.0 if input_at(node, 2) is None else scalar_of(node.inputs[2])
+    if scores is None or scores.dtype is None or sizes is None or pads is None or fill is None:
+        return None
+    where = range(len(sizes)) if axes is None else [axis % len(sizes) for axis in axes]
+    ends = [(axis, pads[at], pads[at + len(where)]) for at, axis in enumerate(where)]
+    more = [each for each in ends if each[1:] != (0, 0)]
+    if node.attributes.get_string("mode", "constant") != "constant" or len(more) != 1:
+        return None
+    axis, before, after = more[0]
+    if min(before, after) != 0 or max(before, after) < 1 or axis != len(sizes) - 1:
+        return None
+    if not _feeds_softmax(output):
+        return None
+    shape = builder.op("Shape", scores, start=0, end=-1)
+    whole = builder.op("Concat", shape, builder.ints(before + after), axis=0)
+    beside = builder.op("Expand", builder.constant(fill, scores.dtype), whole)
+    beside = _typed(beside, scores.dtype, [*sizes[:-1], before + after])
+    pair = (beside, scores) if before else (scores, beside)
+    return _like(builder, output, "Concat", *pair, axis=-1)
 
 
 def _behind(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
@@ -717,7 +839,8 @@ _RULES: dict[str, Rule] = {
     "Gather": _only_one,
     "ReduceSum": _summed_product,
     "MatMul": _behind,
-    "Einsum": _behind,
+    "Einsum": _einsum,
+    "Pad": _padded,
 }
 # What is written as matrices keeps its form until the others are done.
 _RULES_OF_RANKS: dict[str, Rule] = {
