@@ -21,7 +21,7 @@ print("bundle:", bundle.path, "with golden cases", [case.name for case in bundle
 
 for version in ("8.6", "10.3", "10.14"):
     for found in md.check(bundle, target="tensorrt", version=version):
-        verdict = "fused" if found.fused_when_lowered else "not fused"
+        verdict = "fused" if found.fused_after_lowering else "not fused"
         print(f"TensorRT {version}: {found.node.name} is {verdict}")
 
 report = md.validate(bundle)

@@ -47,6 +47,6 @@ model = md.Deployable(
 bundle = md.export(model, Path(tempfile.mkdtemp()) / model.name, precision="fp16")
 print(f"{model.name}: {len(bundle.manifest.attention)} attentions fused")
 for found in md.check(bundle, target="tensorrt", version="10.14"):
-    print(f"{found.node.name}: {'fused' if found.fused_when_lowered else 'not fused'} by TensorRT 10.14")
+    print(f"{found.node.name}: {'fused' if found.fused_after_lowering else 'not fused'} by TensorRT 10.14")
 report = md.validate(bundle)
 print(f"{report.outcome}: {report.headline}")

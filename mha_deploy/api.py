@@ -416,7 +416,7 @@ def fuse_file(
     Args:
         source: The file, of opset 13 or newer.
         output: The file to write.
-        overwrite: Replace files that are there already.
+        overwrite: Replace existing files.
         verify: Compare every new node with the original on drawn inputs, and keep only equal ones.
 
     Returns:
@@ -443,11 +443,12 @@ def check(
         sm: Compute capabilities of the GPUs, as 9.0 or 89,120; default: any.
 
     Returns:
-        One record for each attention and target: `taken`, `fused`, both also `_when_lowered`, and `findings`.
+        One record for each attention and target: `supported`, `fused`, `supported_after_lowering`,
+        `fused_after_lowering` and `findings`.
 
     Examples:
         >>> for found in md.check("out/tiny", target="tensorrt", version="10.3"):
-        ...     print(found.taken, found.taken_when_lowered)
+        ...     print(found.supported, found.supported_after_lowering)
         False True
     """
     from mha_deploy.engine.inspection import check_target
@@ -477,8 +478,8 @@ def build_engine(
             ranges of the model.
         repeat: Number of builds. From 2 on, each starts without kernel timings, and what differs between them
             is reported: kernels, sizes, and on a GPU errors and latencies. The last one is kept.
-        save_onnx: A file for the graph that TensorRT gets, lowered from the bundle's; large weights go beside
-            it.
+        save_onnx: A file for the lowered graph that TensorRT parses; large weights go into a second file next
+            to it.
         on_step: Called as the builder reports progress.
         options: The fields of `mha_deploy.options.EngineOptions`.
 
@@ -956,7 +957,7 @@ def matrix(
         The `cells`, each with its `status` and `report`; `passed`, `headline`, `save(folder)`.
 
     Raises:
-        BackendUnavailable: Ray was asked for and is not there.
+        BackendUnavailable: Ray was requested and is not installed.
 
     Examples:
         >>> plan = {"models": ["tiny-mha"], "runtimes": [{"name": "rtx", "backend": "tensorrt-rtx"}]}
@@ -1013,7 +1014,8 @@ def analyze(
         model: What `load_model` takes, or a bundle. Your own module is exported for it.
         gpu: GPU whose peak figures are used: h200, h100, a100, b200, b300, gb200, l4, l40s, a10, rtx-4090,
             rtx-5090, rtx-pro-6000, orin or thor.
-        peak: Figures of another GPU in their place, as TFLOPS:GB/s; of the precision, dense, as 362:864.
+        peak: Peak figures of another GPU instead, as TFLOPS:GB/s: dense TFLOPS in this precision and
+            memory bandwidth, such as 362:864.
         precision: Precision of weights and activations: fp16, bf16 or fp32.
         at: Sizes, as B=1,S=2048, or of a layer with a KV cache prefill or decode; default: the optimum of
             every axis; with a KV cache, the decode step.
@@ -1166,7 +1168,7 @@ def init(path: StrPath = "mha-deploy.toml", *, overwrite: bool = False) -> Path:
 
     Args:
         path: The file.
-        overwrite: Replace a file that is there.
+        overwrite: Replace an existing file.
 
     Examples:
         >>> md.init("out/mha-deploy.toml").name
@@ -1183,7 +1185,7 @@ def doctor(*, load: bool = False) -> dict[str, Any]:
 
     Args:
         load: Import PyTorch, ONNX, onnxscript and matplotlib as well, to check that they work; default: they
-            are only looked up, since importing them takes seconds.
+            are only looked up.
 
     Returns:
         Plain data: `versions`, `runtimes`, `gpus` and `can`.

@@ -79,8 +79,7 @@ class ExportOptions:
     )
     quantize_attention: bool = option(
         False,
-        "With --precision int8 or fp8: quantize attention as well: Q, K, V and the weights behind the "
-        "softmax.",
+        "With --precision int8 or fp8: also quantize attention: Q, K, V and the weights after the softmax.",
     )
     max_loss: float | None = option(
         None,
@@ -216,7 +215,7 @@ class DeployKeywords(ExportKeywords, BuilderKeywords, total=False):
 
 
 OF_DEPLOY = tuple(BuilderKeywords.__annotations__)
-"""The options of an engine that `md.deploy` takes, besides those of an export."""
+"""The engine options that `md.deploy` takes, in addition to those of an export."""
 
 
 # -- Validation and timing -------------------------------------------------------------------------
@@ -262,13 +261,13 @@ class ValidateOptions(TimedOptions):
     )
     fresh: int = option(
         0,
-        "Number of random cases besides those of the bundle. Needs PyTorch. default: two small ones",
+        "Number of random cases in addition to those of the bundle. Needs PyTorch. default: two small ones",
         min=0,
         max=10**5,
     )
     steps: int = option(
         0,
-        "Decode steps besides those of the bundle, for a model with a KV cache. Needs PyTorch.",
+        "Decode steps in addition to those of the bundle, for a model with a KV cache. Needs PyTorch.",
         min=0,
         max=10**6,
     )
@@ -308,7 +307,7 @@ class ValidateOptions(TimedOptions):
     )
     engine_files: Sequence[Path] = option(
         (),
-        "Judge a TensorRT engine that anything built, such as trtexec, in place of the bundle's own.",
+        "Judge a TensorRT engine of any origin, such as trtexec's, in place of the bundle's own.",
         "--engine-file",
         metavar="FILE",
     )
@@ -321,7 +320,7 @@ class ValidateOptions(TimedOptions):
     data: Any | None = option(
         None,
         "Your own samples, each of which is judged as well: a .npz, .safetensors or .npy file, a folder of "
-        "them, or a function of yours that yields dictionaries of arrays. Needs the source of the model.",
+        "them, or your own function that yields dictionaries of arrays. Needs the source of the model.",
         metavar="FILE|FOLDER|file.py:samples",
     )
     metric: Any | None = option(

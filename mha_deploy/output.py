@@ -446,7 +446,7 @@ def check_folder(folder: Path, within: Path) -> None:
         problem = "A link leads out of the folder, and nothing is written outside of it."
         raise BundleError(problem, got=folder, hint=f"remove the link {folder}")
     if folder.exists() and not folder.is_dir():
-        raise BundleError("There is a file in the place of a folder.", got=folder, hint="move it elsewhere")
+        raise BundleError("A file is in the place of a folder.", got=folder, hint="move it elsewhere")
 
 
 def make_folder(folder: Path, within: Path) -> None:

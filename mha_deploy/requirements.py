@@ -241,7 +241,7 @@ def template() -> str:
         "# top1_agreement = 0.999     # of logits with the FP64 reference, on your --data",
         *(f"# {name} = true" for name in REQUIRED),
         "",
-        "# The same for one model, besides:",
+        "# The same for one model only:",
         '# [models."bert-base".require]',
         "# max_latency_p99 = 80.0",
         '# [models."bert-base".validate]',

@@ -145,22 +145,24 @@ MEASURES = {
 """What is measured of an error, by the name of its field, in the words of the tables."""
 
 
-def _out_of_budget(reason: Reason) -> str:
+def _out_of_budget(reason: Reason, share: float | None) -> str:
     measures = ", ".join(MEASURES.get(name, name) for name in reason.names)
-    return f"out of budget: {measures}{f'; largest in: {reason.where}' if reason.where else ''}"
+    much = "out of" if share is None or not 1 < share < math.inf else f"{share:,.1f}× over"
+    where = f", worst in {reason.where}" if reason.where and not reason.worst else ""
+    return f"{much} budget: {measures}{where}"
 
 
-def _subnormal(reason: Reason) -> str:
+def _subnormal(reason: Reason, _: float | None) -> str:
     least = f"the smallest normal number of {reason.got} is {reason.numbers['smallest_normal']:.2g}"
     return f"the oracle is at most {reason.numbers['largest']:.2g}, and {least}"
 
 
-def _differing(reason: Reason) -> str:
+def _differing(reason: Reason, _: float | None) -> str:
     wrong, of, samples = (f"{reason.numbers[name]:.0f}" for name in ("wrong", "of", "samples"))
     return f"{wrong} of {of} differ from the oracle and from all {samples} random roundings"
 
 
-_REASONS: Mapping[Kind, str | Callable[[Reason], str]] = {
+_REASONS: Mapping[Kind, str | Callable[[Reason, float | None], str]] = {
     Kind.MISSING: "missing from the result",
     Kind.UNEXPECTED: "not an output of the model",
     Kind.TYPE: "type {0.got}, not {0.wanted}",
@@ -186,10 +188,10 @@ _REASONS: Mapping[Kind, str | Callable[[Reason], str]] = {
 }
 
 
-def reason_text(reason: Reason) -> str:
-    """A reason in words."""
+def reason_text(reason: Reason, share: float | None = None) -> str:
+    """A reason in words; `share` is that of the budget, where it is known."""
     words = _REASONS[reason.kind]
-    text = words.format(reason) if isinstance(words, str) else words(reason)
+    text = words.format(reason) if isinstance(words, str) else words(reason, share)
     return f"{text}; worst at {reason.worst}" if reason.worst else text
 
 
@@ -243,19 +245,21 @@ def _span(axis: str | None, least: int | None, most: int | None) -> str:
     return f"{axis} = {least}" if least == most else f"{axis} = {least}–{most}"
 
 
-def reason_and_hint(reason: Reason | None, language: Language = Language.COMMAND_LINE) -> str:
+def reason_and_hint(
+    reason: Reason | None, language: Language = Language.COMMAND_LINE, share: float | None = None
+) -> str:
     """A reason in words, with what to try."""
     if reason is None:
         return "no reason is recorded"
     hint = hint_for(reason.kind, language)
-    return f"{reason_text(reason)}{f'; {hint}' if hint else ''}"
+    return f"{reason_text(reason, share)}{f'; {hint}' if hint else ''}"
 
 
 def _about_outputs(finding: Finding) -> str:
     place, count = finding.place, finding.numbers
     status = "wrong" if finding.kind is Kind.WRONG_OUTPUTS else "not verified"
     what = "attentions" if place.cases == "layers" else "outputs"
-    first = f"{place.case}/{place.output}: {reason_and_hint(finding.reason)}"
+    first = f"{place.case}/{place.output}: {reason_and_hint(finding.reason, share=count.get('share'))}"
     counts = f"{count['failed']:.0f} of {count['judged']:.0f} {what}"
     return f"{place.runner} is {status} on {counts} ({place.cases}; {first})"
 

@@ -230,8 +230,8 @@ def test_fusion_gives_the_type_that_it_got():
 def test_eligibility_is_checked(tiny, kind):
     given = {"bundle": tiny, "folder": str(tiny.path), "file": tiny.model_path}[kind]
     (old,) = md.check(given, target="tensorrt", version="10.3")
-    assert not old.taken
-    assert old.taken_when_lowered
+    assert not old.supported
+    assert old.supported_after_lowering
     assert len(md.check(given, "tensorrt-rtx", sm="89,120")) == 2
 
 

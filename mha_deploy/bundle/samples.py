@@ -94,9 +94,9 @@ def _plain(name: str, key: str, value: Any) -> np.ndarray:
         array = np.asarray(value)
     except Exception as error:
         got = f"{printable(text_of_error(error))[:300]}"
-        raise DeployError(f"{name}: {key} is no array of numbers.", got=got, hint=hint) from error
+        raise DeployError(f"{name}: {key} is not a numeric array.", got=got, hint=hint) from error
     if array.dtype.kind not in "biufV":
-        raise DeployError(f"{name}: {key} is no array of numbers.", got=array.dtype, hint=hint)
+        raise DeployError(f"{name}: {key} is not a numeric array.", got=array.dtype, hint=hint)
     return array
 
 

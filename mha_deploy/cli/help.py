@@ -22,7 +22,7 @@ ADVANCED = "Advanced"
 PANELS: dict[str, tuple[str, ...]] = {
     "Model": (
         "model", "hf", "layer", "weights", "prefix", "axis", "inputs", "cache", "projections", "bundle",
-        "bundles", "plan", "old", "new", "at",
+        "bundles", "plan", "old", "new", "at", "heads", "kv_heads",
     ),
     "Precision": ("precision", "calibration", "quantize_attention", "max_loss", "accumulate", "candidates"),
     "Engine": (
@@ -38,7 +38,7 @@ PANELS: dict[str, tuple[str, ...]] = {
         "fresh", "steps", "prompt", "batch", "sweep", "probe", "conformance", "require_run",
         "require_coverage", "require_fused", "require_precision", "trust_code", "golden", "golden_gflop",
         "golden_gib", "golden_mb", "samples", "kernels", "streams", "processes", "replay", "error", "size",
-        "build_time", "build_seconds", "coverage", "strict", "verify", "heads", "kv_heads", "load",
+        "build_time", "build_seconds", "coverage", "strict", "verify", "load",
         "opset",
     ),
     "Output": (

@@ -18,6 +18,7 @@ from mha_deploy.report import table as tables
 from mha_deploy.report.table import Cell, Data, Table, prompts_text, table
 from mha_deploy.status import Outcome
 from mha_deploy.text import (
+    budget_share,
     group_by,
     plural,
     reason_text,
@@ -216,16 +217,18 @@ def eligibility_renderable(answers: Sequence[Eligibility]) -> RenderableType:
         verb = "are" if several else "is"
         if answer.fused:
             return f"{verb} supported, and can be fused without lowering"
-        if answer.fused_when_lowered:
+        if answer.fused_after_lowering:
             return "can be fused after lowering"
-        return f"{verb} supported, but not fused" if answer.taken_when_lowered else f"{verb} not supported"
+        return (
+            f"{verb} supported, but not fused" if answer.supported_after_lowering else f"{verb} not supported"
+        )
 
     blocks: list[RenderableType] = []
     for alike in group_by(answers, lambda answer: (answer.target, answered(answer))):
         nodes = [answer.node.name for answer in alike]
         verdict = f"{alike[0].target}: {summarize_names(nodes)} {answered(alike[0], several=len(nodes) > 1)}"
-        taken = "yellow" if alike[0].taken_when_lowered else "red"
-        blocks.append(Text(verdict, style="green" if alike[0].fused_when_lowered else taken))
+        supported = "yellow" if alike[0].supported_after_lowering else "red"
+        blocks.append(Text(verdict, style="green" if alike[0].fused_after_lowering else supported))
         groups = group_findings(finding for answer in alike for finding in answer.findings)
         for finding, concerned in groups.items():
             about = "" if len(concerned) == len(nodes) else f"{summarize_names(concerned)}: "
@@ -380,17 +383,19 @@ def report_renderable(report: Data, *, verbose: bool = False, headed: bool = Tru
     """
     model = f"{report['model']['name']} {report['model']['precision']}"
     verdict = report["verdict"]
-    by_level = group_by(verdict["findings"], lambda finding: finding["level"])
+    by_level = group_by(tables.shown_findings(verdict), lambda finding: finding["level"])
     findings = {group[0]["level"]: _finding_lines(group) for group in by_level}
     blocks: list[RenderableType] = [verdict_renderable(report)] if headed else []
     blocks += findings.pop("failure", [])
     blocks.append(Text(f"{model}, errors against the FP64 oracle", style="bold"))
     blocks += [render(tables.subjects_table(report["subjects"]))] if report["subjects"] else []
-    blocks += [parity_renderable(run, verbose=verbose) for run in report["parity"]]
-    blocks += [decode_renderable(report["decode"])] if report["decode"] else []
+    runs = sorted(report["parity"], key=lambda run: not _not_passed(run))  # failures first
+    blocks += [parity_renderable(run, verbose=verbose) for run in runs]
+    blocks += [decode_renderable(report["decode"], verbose=verbose)] if report["decode"] else []
     blocks += map(_invariance, group_by(report["invariance"], lambda check: check["backend"]))
-    blocks += [_conformance(report["conformance"])] if report["conformance"] else []
-    blocks += [latency_renderable(report["latency"]["points"])] if report["latency"] else []
+    blocks += [_conformance(report["conformance"], verbose=verbose)] if report["conformance"] else []
+    if report["latency"]:
+        blocks.append(latency_renderable(report["latency"]["points"], kernels=verbose))
     blocks += [render(tables.serving_table(report["serving"]))] if report["serving"] else []
     if report["loss"]:
         blocks += loss_renderables(report["loss"])
@@ -433,17 +438,20 @@ def parity_renderable(run: Data, *, verbose: bool = True) -> RenderableType:
     if not verbose and (failures := _not_passed(run)) and len(failures) < len(run["verdicts"]):
         good = [verdict for verdict in run["verdicts"] if verdict not in failures]
         line = _passed_renderable({**run, "verdicts": good})
-        return Group(parity_renderable({**run, "verdicts": failures}), line)
+        return Group(render(_parity_table({**run, "verdicts": failures})), line)
+    built, noun, right = _parity_table(run), "outputs", "within budget"
     if run["cases"] == tables.LAYERS:
-        built, noun, right = _layers_table(run), "attentions", "right"
-    else:
-        built, noun, right = tables.parity_table([run]), "outputs", "within budget"
+        noun, right = "attentions", "right"
     count, failed = len(run["verdicts"]), _not_passed(run)
     is_wrong = run["outcome"] == Outcome.FAILED
     words = f"{count}/{count} {noun} {right}"
     if run["outcome"] != Outcome.PASSED:
         words = f"{len(failed)} of {count} {noun} are {'wrong' if is_wrong else 'not verified'}"
     return Group(render(built), head(run["outcome"], words))
+
+
+def _parity_table(run: Data) -> Table:
+    return _layers_table(run) if run["cases"] == tables.LAYERS else tables.parity_table([run])
 
 
 def _not_passed(run: Data) -> list[Data]:
@@ -469,11 +477,25 @@ def _layers_table(run: Data) -> Table:
     return replace(built, groups=[replace(group, rows=[*rows, last])])
 
 
-def decode_renderable(reports: Sequence[Data]) -> RenderableType:
-    """Errors at steps 1, 2, 4, … beside those of the module itself, then the verdicts and what is wrong."""
+def decode_renderable(reports: Sequence[Data], *, verbose: bool = True) -> RenderableType:
+    """Errors at steps 1, 2, 4, … beside those of the module itself, then the verdicts and what is wrong.
+
+    Without `verbose`, what passed is one line, and of what failed only the verdicts are listed.
+    """
+    if not verbose:
+        wrong = [report for report in reports if report["outcome"] != Outcome.PASSED]
+        lines = [_decoded_renderable(report) for report in reports if report not in wrong]
+        return Group(*([render(tables.decode_table(wrong, _SHOWN_FAILURES))] if wrong else []), *lines)
     by_trace = map(tables.steps_table, group_by(reports, lambda report: report["trace"]))
     errors = [render(built, title=True) for built in by_trace if built is not None]
     return Group(*errors, render(tables.decode_table(reports, _SHOWN_FAILURES)))
+
+
+def _decoded_renderable(report: Data) -> Text:
+    """A trace that was decoded without a mistake, in a line."""
+    within = "" if report["share"] is None else f" ≤ {budget_share(report['share'])} of the budget"
+    steps = f"{plural(report['steps'], 'decode step')} of trace {report['trace']}"
+    return Text(f"passed  {report['backend']}: {steps}{within}", style=_STYLES["good"])
 
 
 def _invariance(checks: Sequence[Data]) -> Text:
@@ -485,22 +507,33 @@ def _invariance(checks: Sequence[Data]) -> Text:
         found = [check["outcome"] == Outcome.PASSED for check in judged if check["check"] == name]
         parts.append(f"{name} {sum(found)}/{len(found)}" if found else f"{name}: not applicable")
     same = ", bitwise the same" if judged and all(check["bitwise"] for check in judged) else ""
-    return Text(f"{checks[0]['backend']}, batch elements in other slots: {', '.join(parts)}{same}")
+    status, style = "skipped", _STYLES["none"]
+    if judged:
+        outcome = Outcome.of(check["outcome"] for check in judged)
+        status = outcome.upper() if outcome is Outcome.FAILED else outcome.value
+        style = _STYLES[tables.MARKS[outcome]]
+    return Text(f"{status}  {checks[0]['backend']}: invariance: {', '.join(parts)}{same}", style=style)
 
 
-def _conformance(found: Data) -> RenderableType:
-    """How each runtime treats masks."""
+def _conformance(found: Data, *, verbose: bool) -> RenderableType:
+    """How each runtime treats masks; without `verbose`, those that all conform to are one line."""
     reasons = [name + words for name, words in tables.conformance_reasons(found) if name.endswith(", wrong")]
     below = [Text(line, style="red") for line in reasons]
-    return Group(render(tables.conformance_table(found), title=True), *below)
+    built = tables.conformance_table(found)
+    if verbose:
+        return Group(render(built, title=True), *below)
+    notable, quiet = tables.split_passed(built)
+    count = plural(sum(len(group.rows) for each in quiet for group in each.groups), "mask")
+    line = Text(f"passed  masks as ONNX defines them: {count}", style=_STYLES["good"])
+    return Group(*([render(notable, title=True)] if notable else []), *below, *([line] if quiet else []))
 
 
-def latency_renderable(points: Sequence[Data]) -> RenderableType:
+def latency_renderable(points: Sequence[Data], *, kernels: bool = True) -> RenderableType:
     """The latency of every backend at every size, and the longest kernels."""
     parts = [render(tables.latency_table(points))]
     if note := tables.without_graph(points):
         parts.append(Text(note, style="dim"))
-    for point in points:
+    for point in points if kernels else ():
         rows = [{**row, "kernels": row["kernels"][:_SHOWN_KERNELS]} for row in point["rows"]]
         if any(row["kernels"] for row in rows):
             parts.append(render(tables.kernels_table({**point, "rows": rows}), title=True))
@@ -597,7 +630,7 @@ def graph_analysis_renderable(analysis: GraphAnalysis) -> RenderableType:
         rows.append((f"and {left} more", *[" "] * 7))
     rows.append(row("total", " ", analysis.cost, analysis.seconds, " "))
     headings = ("node", "kind", "#params", "#GFLOP", "#MB", "#FLOP/byte", "#bound µs", "bound by")
-    closing = [("Other nodes", f"{analysis.others}, taken to be fused into these")]
+    closing = [("Other nodes", f"{analysis.others}, assumed to be fused into these")]
     if analysis.unknown:
         closing.append(("Not counted, of unknown sizes", ", ".join(analysis.unknown[:4])))
     closing.append(("Peak figures", analysis.gpu.source))

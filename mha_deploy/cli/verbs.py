@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from mha_deploy.report.table import Table
 
 OUT = ("-o", "--out")
-OVERWRITE = option(False, "Replace files there that mha-deploy did not write, too.")
+OVERWRITE = option(False, "Also replace files that mha-deploy did not write.")
 # Verbs that run no code that a bundle names need not trust it.
 RUN = {name: each for name, each in CONTROL.items() if name != "trust_code"}
 LIMIT = {"time_limit": CONTROL["time_limit"]}
@@ -205,11 +205,11 @@ def check(bundle: Path = BUNDLE, **options: Any) -> Result:
 
     answers, data = md.check(bundle, **options), []
     for answer in answers:
-        verdicts = ("taken", "fused", "taken_when_lowered", "fused_when_lowered")
+        verdicts = ("supported", "fused", "supported_after_lowering", "fused_after_lowering")
         found = {name: getattr(answer, name) for name in verdicts}
         findings = [asdict(finding) for finding in answer.findings]
         data.append({"node": answer.node.name, "target": str(answer.target), **found, "findings": findings})
-    passed = all(answer.fused_when_lowered for answer in answers)
+    passed = all(answer.fused_after_lowering for answer in answers)
     return Result(data, lambda: [tables.eligibility_renderable(answers)], Outcome.passing(passed))
 
 
@@ -516,7 +516,7 @@ def compare(
         "OLD", "The old result: a report.json, bench.json or matrix.json, a bundle, or an .engine file."
     ),
     new: str = argument("NEW", "The new result, of the same kind. matrix.json#NAME: one runtime of it."),
-    everything: bool = option(False, "List what is the same as well.", "--all"),
+    everything: bool = option(False, "Also list what is the same.", "--all"),
     markdown: bool = option(False, "Print Markdown for a pull request to stdout."),
     junit: Path | None = option(None, "Write JUnit XML.", metavar="FILE"),
     html: Path | None = option(None, "Write a page with both sides.", metavar="FILE"),
@@ -659,8 +659,7 @@ def analyze(
     ),
     heads: Path | None = option(
         None,
-        "Compare the heads as well, and write a heatmap to this PNG file. Needs PyTorch. Your own model is "
-        "analyzed by this alone.",
+        "Also compare the heads, and write a heatmap to this PNG file. Needs PyTorch.",
     ),
     overwrite: bool = OVERWRITE,
     **options: Any,

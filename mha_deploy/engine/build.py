@@ -110,7 +110,7 @@ def _free_path(bundle: Bundle, rt: TensorRT, options: EngineOptions) -> Path:
     """Where the engine goes in its bundle; refused where there is one that may not be overwritten."""
     path = engines.engine_path(bundle.path, options.name or rt.backend)
     if path.exists() and not options.overwrite:
-        raise BundleError("There is an engine of that name.", got=path, hint="another --name, or --overwrite")
+        raise BundleError("The engine already exists.", got=path, hint="another --name, or --overwrite")
     check_folder(path.parent, within=bundle.path)  # before a long build
     engines.refuse_foreign(path)
     return path

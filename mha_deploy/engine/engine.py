@@ -408,7 +408,7 @@ def open_engine(path: Path) -> Engine:
         problem = "There is no engine with a manifest here."
         raise BundleError(problem, got=path, hint="mha-deploy build-engine BUNDLE")
     if not path.is_file():
-        raise BundleError("The engine is missing beside its manifest.", got=path, hint="rebuild it")
+        raise BundleError("The engine file is missing, its manifest is not.", got=path, hint="rebuild it")
     plan = read_regular(path, _LARGEST_PLAN)
     manifest = _manifest_for(plan, beside)
     if plan[1:4] != PLAN_MAGIC:
@@ -880,7 +880,7 @@ def attention_summary(manifest: EngineManifest) -> str:
     for trial in attention.get("tried", ()):
         name = f"{trial['attention']} with {_PROJECTIONS.get(trial['accumulate'], trial['accumulate'])}"
         if trial["refused"]:
-            parts.append(f"{name} was not taken: {trial['refused']}")
+            parts.append(f"{name} was not chosen: {trial['refused']}")
         elif ratio is None:
             parts.append(f"{name} {trial['us']:,.1f} µs")
     return "; ".join(parts)

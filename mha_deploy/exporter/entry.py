@@ -149,7 +149,7 @@ def _open_original(
 def _refuse_inputs(inputs: Mapping[str, Any]) -> None:
     if inputs:
         raise DeployError(
-            "Only an ONNX file takes inputs.",
+            "Only an export of an ONNX file takes --input.",
             got=", ".join(inputs),
             hint="leave --input out, or export an .onnx file",
         )

@@ -233,7 +233,7 @@ class _Checker:
                 hint="the graph and its weights in one folder",
             )
         if not path.is_file():
-            raise refusal(f"the weights of {name} are not there: {path}")
+            raise refusal(f"the weights of {name} are missing: {path}")
         if self.files is not None and path.resolve().relative_to(self.folder).as_posix() not in self.files:
             what = "The graph reads a file that the manifest does not list."
             raise DeployError(what, got=path, hint="export again")
@@ -567,7 +567,7 @@ def _in_memory(tensor: ir.ExternalTensor) -> ir.TensorProtocol:
         raise DeployError(
             what,
             got=f"{tensor.name} in {tensor.path}: {error}",
-            hint="copy the file with the weights beside the graph again",
+            hint="copy the weights file into the folder of the graph again",
         ) from error
 
 

@@ -536,7 +536,7 @@ def reference_evaluator(model: onnx.ModelProto) -> ReferenceEvaluator:
                         f"{_MOST_ITERATIONS:,} iterations of its loops",
                         "a bound on them in the graph",
                     )
-                    raise DeployError("The graph does not come to an end.", got=got, hint=hint)
+                    raise DeployError("The graph does not terminate.", got=got, hint=hint)
                 return body(*arguments, **options)
 
             self.__dict__["_run_body"] = run_body

@@ -340,10 +340,10 @@ class Eligibility:
     node: AttentionNode
     target: Target
     findings: tuple[RuleFinding, ...]
-    taken: bool  # whether the node builds as it is, and computes what ONNX specifies
+    supported: bool  # whether the node builds as it is, and computes what ONNX specifies
     fused: bool  # whether the node as it is can become one fused kernel
-    taken_when_lowered: bool  # whether the node builds and is correct once lowered
-    fused_when_lowered: bool  # whether the node can become one fused kernel once lowered
+    supported_after_lowering: bool  # whether the node builds and is correct once lowered
+    fused_after_lowering: bool  # whether the node can become one fused kernel once lowered
 
     @property
     def options(self) -> dict[str, bool]:
@@ -364,10 +364,10 @@ def judge(nodes: Sequence[AttentionNode], target: Target) -> list[Eligibility]:
             node=node,
             target=target,
             findings=tuple(found),
-            taken=severities <= {NOT_FUSED, NOTE},
+            supported=severities <= {NOT_FUSED, NOTE},
             fused=severities <= {NOTE},
-            taken_when_lowered=not_cured <= {NOT_FUSED, NOTE},
-            fused_when_lowered=not_cured <= {NOTE},
+            supported_after_lowering=not_cured <= {NOT_FUSED, NOTE},
+            fused_after_lowering=not_cured <= {NOTE},
         )
         answers.append(answer)
     return answers

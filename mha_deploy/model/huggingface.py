@@ -79,7 +79,7 @@ def _indexed(path: Path) -> list[Path]:
         ) from error
     if strange:
         raise DeployError(
-            "The index names a file that is not beside it.",
+            "The index names a file that is not in its folder.",
             got=strange[0],
             hint="download the whole checkpoint",
         )

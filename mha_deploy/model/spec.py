@@ -275,14 +275,14 @@ class ModelSpec(NamedAxes):
         missing = not (taken >= set(self.cached) and made >= set(self.cached.values()))
         _refuse(
             missing,
-            "The KV cache names tensors that are not there.",
+            "The KV cache names tensors that do not exist.",
             dict(self.cached),
             hint="names of inputs and outputs of the model",
         )
         placing = {tensor.name: tensor for tensor in self.inputs if tensor.name in self.positions}
         wrong = len(placing) < len(self.positions) or not {*self.entries} <= {*self.cached}
         wrong = wrong or any(tensor.kind not in (INT32, "int64") for tensor in placing.values())
-        _refuse(wrong, "The inputs that place tokens are not there.", self.positions, "whole numbers")
+        _refuse(wrong, "The inputs named by positions do not exist.", self.positions, "whole numbers")
         ranks = {tensor.name: len(tensor.dims) for tensor in self.inputs}
         wrong = any(not 0 <= axis < ranks[name] for name, axis in self.entries.items())
         _refuse(wrong, "The KV cache has no such dimension.", dict(self.entries), "one of its dimensions")

@@ -388,7 +388,7 @@ def _measure_contents(result: ModelResult) -> Measured:
     """What is in a bundle, and the ranges of its axes."""
     if result.contents:
         for case in result.contents.cases:
-            yield "coverage", case, Measurement("text", "bundle", case, "there")
+            yield "coverage", case, Measurement("text", "bundle", case, "present")
         yield "coverage", "attention nodes in the graph", _count("bundle", result.contents.attention)
         yield "size", "graph", _bytes("bundle", result.contents.graph_bytes)
     axes = _spec(result).get("axes")
@@ -844,9 +844,9 @@ def compare(old: Any, new: Any, limits: Limits | None = None) -> Comparison:
             found = _changes(first, second, limits)
         elif first is not None:
             level = REGRESSION if limits.coverage else CHANGED
-            found = [Change("coverage", "model", level, "there", NOTHING, _GONE)]
+            found = [Change("coverage", "model", level, "present", "absent", _GONE)]
         else:
-            found = [Change("coverage", "model", IMPROVEMENT, NOTHING, "there", "new")]
+            found = [Change("coverage", "model", IMPROVEMENT, "absent", "present", "new")]
         either: Any = first or second
         name = f"{either.name} {either.precision}"
         name = f"{name}, {either.place}" if either.place else name
@@ -1018,7 +1018,7 @@ def _changes(old: ModelResult, new: ModelResult, limits: Limits) -> list[Change]
             found.append(Change("coverage", f"{section}: {subject}", lost, first.shown, NOTHING, _GONE))
         elif first.owner not in reported:
             reported.add(first.owner)
-            found.append(Change("coverage", first.owner, lost, "there", NOTHING, _GONE))
+            found.append(Change("coverage", first.owner, lost, "present", "absent", _GONE))
     for (section, subject), item in after.items():
         if (section, subject) not in before:
             level, why = _judge_alone(section, item)

@@ -131,7 +131,7 @@ def read_plan(source: Any) -> Plan:
                 "A runtime is installed in one place only.", got=name, hint="one of path, python and pip"
             )
         if place and not Path(place).exists():
-            raise DeployError("The runtime is not there.", got=f"{name}: {place}", hint=hint)
+            raise DeployError("The runtime does not exist.", got=f"{name}: {place}", hint=hint)
         names.add(name)
     for name, key in ((name, key) for name, options in plan.options.items() for key in options):
         if key not in _OPTIONS:

@@ -69,7 +69,10 @@ def _parity(data: Data) -> list[Part]:
     if not data["parity"]:
         reasons = [engine["why_not"] for engine in data["engines"] if engine["why_not"]]
         return [("text", f"No result was compared{f': {reasons[0]}' if reasons else ' in this run'}.")]
-    note = "Errors are relative to the FP64 oracle. A budget is a multiple of eager PyTorch's own error."
+    note = (
+        "Errors are relative to the FP64 oracle. A budget is three times the largest error that random "
+        "rounding causes in the source model."
+    )
     runs = [run for run in data["parity"] if run["cases"] != tables.LAYERS]
     inside = [run for run in data["parity"] if run["cases"] == tables.LAYERS and run["verdicts"]]
     whole = _checks(tables.parity_table(runs)) if runs else []
@@ -327,7 +330,6 @@ def key_figures(data: Data) -> list[tuple[str, str | list[str]]]:
     if any(verdict["share"] is None and verdict["outcome"] == Outcome.FAILED for verdict in every):
         largest = "not finite"
     fused = [f"{each['name']}: {tables.engine_summary(each)}" for each in data["engines"]]
-    gaps = [gap["text"] for gap in data["verdict"]["not_verified"]]
     return [
         ("attention", _attention(data["model"], runs)),
         ("checked", f"{right} of {plural(len(judged), 'output')} right" if judged else "nothing was run"),
@@ -335,7 +337,6 @@ def key_figures(data: Data) -> list[tuple[str, str | list[str]]]:
         ("fused", fused or ("not known of a server" if data["serving"] else "no engine")),
         ("fastest engine", _served_latency(data) or _fastest_engine(data["latency"])),
         ("GPU", gpu["name"] if gpu else "none"),
-        *([("not covered", gaps)] if gaps else []),
     ]
 
 
@@ -405,14 +406,12 @@ def report_page(data: Data) -> str:
     sections = [each for each in every if each.parts]
     levels, places = ("failure", "warning", "note"), {"precision": "fusion", "engine": "fusion"}
     places |= {each.name: each.name for each in sections}
-    findings = [
-        {**each, "place": places.get(each["section"], "")}
-        for each in sorted(data["verdict"]["findings"], key=lambda each: levels.index(each["level"]))
-    ]
+    shown = sorted(tables.shown_findings(data["verdict"]), key=lambda each: levels.index(each["level"]))
+    findings = [{**each, "place": places.get(each["section"], "")} for each in shown]
     model, figures = data["model"], key_figures(data)
     title = f"{data['verdict']['outcome'].upper()}: {model['name']} {model['precision']}"
-    shown = {"title": title, "report": data, "findings": findings, "figures": figures, "absent": absent}
-    return _rendered(data, sections=sections, look=look, **shown)
+    context = {"title": title, "report": data, "findings": findings, "figures": figures, "absent": absent}
+    return _rendered(data, sections=sections, look=look, **context)
 
 
 def bench_page(data: Data) -> str:

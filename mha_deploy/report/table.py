@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from mha_deploy.report.charts import decode_curves
-from mha_deploy.status import Outcome, Reason
+from mha_deploy.status import Kind, Outcome, Reason, Severity
 from mha_deploy.text import (
     NOTHING,
     budget_share,
@@ -177,7 +177,7 @@ COLUMNS = {
     "verdict": "passed, failed or not verified; of a comparison, what became of it",
     "what": "the property that was compared",
     "what must not matter": "batch slot, batch size or profile: results must agree within the budget",
-    "what was run instead": "the variant that tells the fault apart",
+    "what was run instead": "the variant that was run to locate the fault",
     "why": "the reason for the verdict",
     "worst vector": "rel. L2 of the worst vector along the last axis: one token, or one query's weights",
     "written in": "the type that the part is stored in",
@@ -241,6 +241,19 @@ def outcome_cell(outcome: str) -> Cell:
     """The verdict of one row; a failure is written so that it is seen."""
     found = Outcome(outcome)
     return Cell(text=found.upper() if found is Outcome.FAILED else found.value, status=MARKS[found])
+
+
+def shown_findings(verdict: Data) -> list[Data]:
+    """The findings of a verdict, without notes that repeat its headline or another finding."""
+    headline, kinds = verdict["headline"], {each["kind"] for each in verdict["findings"]}
+    repeated = {
+        Kind.NOT_COVERED: lambda each: all(name in headline for name in each["names"]),
+        Kind.ENGINE_PRECISION: lambda each: each["detail"] in headline,
+        Kind.NOT_RUN: lambda _: not kinds.isdisjoint((Kind.ENGINE_NOT_RUN, Kind.ENGINE_GONE)),
+    }
+    notes = (each for each in verdict["findings"] if each["level"] == Severity.NOTE)
+    dropped = [each for each in notes if repeated.get(each["kind"], lambda _: False)(each)]
+    return [each for each in verdict["findings"] if each not in dropped]
 
 
 _NOTABLE = ("bad", "doubt", "over", "problem")
@@ -336,20 +349,18 @@ def _verdict_rows(verdict: Data, name: Cell | str, *place: str) -> list[RawRow]:
 
 def problem_text(verdict: Data) -> str:
     """Why an output failed, and where it is worst."""
-    words, worst = reason_words(verdict["reason"]), verdict["deviation"]
-    if verdict["share"] is not None and verdict["share"] > 1:
-        words = f"{verdict['share']:,.1f}× the budget, {words}"
+    words, worst = reason_words(verdict["reason"], verdict["share"]), verdict["deviation"]
     if worst is not None and verdict["outcome"] == Outcome.FAILED:
         place = ", ".join(map(str, worst["worst_index"]))
         ends = (worst["worst_got"], worst["worst_want"])
         got, want = ("no finite number" if each is None else f"{each:.6g}" for each in ends)
-        words += f"; worst at [{place}]: got {got}, oracle {want}"
+        words += f"; worst element [{place}]: got {got}, oracle {want}"
     return f"{verdict['case']}/{verdict['output']}: {words}"
 
 
-def reason_words(reason: Data | None) -> str:
+def reason_words(reason: Data | None, share: float | None = None) -> str:
     """A reason in words, with what to try."""
-    return reason_and_hint(None if reason is None else msgspec.convert(reason, Reason))
+    return reason_and_hint(None if reason is None else msgspec.convert(reason, Reason), share=share)
 
 
 # -- Decode ----------------------------------------------------------------------------------------
@@ -379,7 +390,7 @@ def decode_problems(report: Data, most: int | None = None) -> list[str]:
     """The first checks that failed, and how many more there are."""
     lines = []
     for failure in report["failures"][:most]:
-        words = f"{failure['case']}/{failure['output']}: {reason_words(failure['reason'])}"
+        words = f"{failure['case']}/{failure['output']}: {reason_words(failure['reason'], failure['share'])}"
         worst = failure["deviation"]
         if worst is not None and worst["worst_got"] is not None and worst["worst_want"] is not None:
             words += f": got {worst['worst_got']:.6g}, oracle {worst['worst_want']:.6g}"

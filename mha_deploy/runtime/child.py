@@ -520,7 +520,7 @@ def _failure(error: BaseException) -> tuple[str, Any]:
         error = DeployError("The code that was run ended its process.", got=got, hint=hint)
     elif not isinstance(error, Exception):
         got, hint = f"{place_of_error(error)}: {text_of_error(error)}", "raise an Exception there, or return"
-        error = DeployError("The code that was run raised what is no Exception.", got=got, hint=hint)
+        error = DeployError("The code that was run raised what is not an Exception.", got=got, hint=hint)
     try:
         pickle.loads(pickle.dumps(error))
         # A class of a user's file cannot be found by the parent.

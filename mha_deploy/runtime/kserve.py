@@ -429,7 +429,7 @@ class _Http(_Connection):
             raise ServerError.of(ERROR, what, f"{response.length} bytes, expected at most {most_bytes}")
         encoding = response.headers.get("Content-Encoding", "identity")
         if encoding.strip().lower() not in ("", "identity"):
-            raise ServerError.of(ERROR, "The server compresses without being asked to.", encoding)
+            raise ServerError.of(ERROR, "The server compresses although that was not requested.", encoding)
         parts, size = [], 0
         while part := response.read(1 << 16):
             parts.append(part)

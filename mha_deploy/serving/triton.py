@@ -310,7 +310,7 @@ class Packaging:
 
     def _refuse_occupied(self, place: Path) -> None:
         if self.repository.exists() and not self.repository.is_dir():
-            hint = "--triton FOLDER, which is made if it is not there"
+            hint = "--triton FOLDER, which is created if it does not exist"
             raise DeployError("The model repository is not a folder.", got=self.repository, hint=hint)
         check_folder(place, within=place.parent)
         if not place.exists() or not any(place.iterdir()):

@@ -152,7 +152,7 @@ def fit(runner: Runner, name: str, spec: ModelSpec, precision: Precision, names:
     for by, to in names.items():
         if to not in types or (runner.outputs and by not in {*runner.inputs, *runner.outputs}):
             known = ", ".join(types) if to not in types else ", ".join({**runner.inputs, **runner.outputs})
-            raise DeployError("A name in the mapping is not there.", got=f"{by}={to}", hint=f"one of {known}")
+            raise DeployError("A name in the mapping is unknown.", got=f"{by}={to}", hint=f"one of {known}")
         groups = (runner.inputs, ours[0]), (runner.outputs, ours[1])
         if runner.outputs and not any(by in theirs and to in mine for theirs, mine in groups):
             problem, hint = (

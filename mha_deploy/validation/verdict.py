@@ -437,8 +437,10 @@ def _headline(report: Validation, evaluations: Sequence[Evaluation], missing: Se
             if ratio is not None and best is not None:
                 parts.append(f"{ratio:.2f} × the speed of the best PyTorch ({best.name})")
     sizes = [gap.text for gap in missing if gap.kind is not Kind.NOT_RUN]
-    more = f" and {len(sizes) - _SHOWN_MISSING} more" if len(sizes) > _SHOWN_MISSING else ""
-    parts += [f"not covered: {', '.join(sizes[:_SHOWN_MISSING])}{more}"] if sizes else []
+    if len(sizes) > _SHOWN_MISSING:
+        parts.append(f"{len(sizes)} gaps in coverage")
+    elif sizes:
+        parts.append(f"not covered: {', '.join(sizes)}")
     return ", ".join(parts)
 
 
@@ -473,9 +475,12 @@ def _about_runtimes(evaluations: Sequence[Evaluation], options: ValidateOptions)
         for report in each.parity:
             for outcome, kind in outputs.items():
                 if failed := [verdict for verdict in report.verdicts if verdict.outcome is outcome]:
-                    numbers = {"failed": len(failed), "judged": len(report.verdicts)}
+                    numbers: dict[str, float] = {"failed": len(failed), "judged": len(report.verdicts)}
+                    worst = max(failed, key=lambda verdict: verdict.share or 0.0)
+                    if worst.share is not None and math.isfinite(worst.share):
+                        numbers["share"] = worst.share
                     about = {"runner": each.label, "cases": report.cases, "numbers": numbers}
-                    yield _found(levels[outcome], Section.PARITY, kind, **about, **at(failed[0]))
+                    yield _found(levels[outcome], Section.PARITY, kind, **about, **at(worst))
     for each in evaluations:
         if each.not_decoded_because is not None:
             about = {"runner": each.label, "detail": each.not_decoded_because}

@@ -157,7 +157,7 @@ def test_check_prints_json_for_every_node(run_cli, bundles):
     done = run_cli("check", path, "--target", "tensorrt-rtx", "--json")
     (answer,) = json.loads(done.out)
     assert answer["node"] == "attention"
-    assert done.code == (0 if answer["fused_when_lowered"] else 1)
+    assert done.code == (0 if answer["fused_after_lowering"] else 1)
     assert not answer["fused"], "there is no fused kernel for float32"
     assert answer["findings"]
     assert all({"message", "remedy", "severity"} <= set(finding) for finding in answer["findings"])

@@ -102,7 +102,7 @@ def test_every_wrong_attention_is_listed_with_its_place():
     listed = [row[0] for row in rows_of(text) if "FAILED" in row]
     assert listed == [f"blocks.{i}.attention" for i in wrong]
     assert "17 more" in text
-    assert text.count("out of budget: rel. L2; worst at") == 4
+    assert text.count("budget: rel. L2; worst element") == 4
     assert "FAILED  4 of 24 attentions are wrong" in text
 
 
@@ -189,7 +189,7 @@ def test_check_names_the_nodes_of_a_finding(own_bundles):
     assert "blocks.0.attention and 2 more are supported" in text
     assert "blocks.1.attention: It is odd." in text
     handled = tuple(each for each in third.findings if each.cured_by)
-    cured = replace(third, findings=handled, fused_when_lowered=True)
+    cured = replace(third, findings=handled, fused_after_lowering=True)
     text = printed(eligibility_renderable([first, second, cured]))
     assert "blocks.0.attention and 1 more are supported, but not fused" in text
     assert "blocks.2.attention can be fused after lowering" in text

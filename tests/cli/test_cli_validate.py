@@ -103,8 +103,8 @@ def test_a_wrong_model_fails_though_every_hash_matches(run_cli, folder):
     open_bundle(folder)  # nothing to see from outside
     done = run_cli("validate", folder)
     assert done.code == 1
-    assert "out of budget" in done.out
-    assert "worst at [" in done.out
+    assert "over budget" in done.out
+    assert "worst element [" in done.out
     assert any(line.startswith("FAILED  ort-c") for line in done.out.splitlines())
     assert "error" not in done.err, "a wrong result is a verdict"
     assert 'data-verdict="failed"' in (folder / "report.html").read_text(encoding="utf-8")

@@ -135,7 +135,7 @@ def test_native_that_is_faster_is_reported():
 def test_why_a_candidate_was_not_taken_is_reported():
     trials = [trial(NATIVE, 30.0), trial(NARROW, refused="No such head size.")]
     words = attention_summary(SimpleNamespace(attention=attention_record(trials, trials[0], AUTO)))
-    assert "plugin with TensorRT's own projections was not taken: No such head size." in words
+    assert "plugin with TensorRT's own projections was not chosen: No such head size." in words
 
 
 # -- built, judged, timed ----------------------------------------------------------------------------

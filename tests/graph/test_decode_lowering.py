@@ -261,7 +261,7 @@ def test_8_6_reports_whether_a_mask_is_computed(model: ir.Model, computed: bool)
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_engine_is_fused_for_prompt_and_token(kind: str, dialect: str, options: dict[str, Any]) -> None:
     model = KINDS[kind](ENGINE)
-    assert all(answer.fused_when_lowered for answer in judge(attention_nodes(model), RTX))
+    assert all(answer.fused_after_lowering for answer in judge(attention_nodes(model), RTX))
     lowered = lower(model, dialect, **options)
     profiles = [shapes(lowered, sizes) for sizes in (PREFILL, DECODE)]
     built = build_rtx(lowered, profiles=profiles, targets="8.9")

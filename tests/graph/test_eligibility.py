@@ -44,7 +44,7 @@ def with_size(D: int) -> tuple[Any, ...]:
 @pytest.mark.parametrize("target", [RTX, TRT_11, TRT_10])
 def test_plain_attention_is_taken_and_fused(target: Target) -> None:
     (answer,) = judge([node(is_causal=1)], target)
-    assert (answer.findings, answer.taken, answer.fused) == ((), True, True)
+    assert (answer.findings, answer.supported, answer.fused) == ((), True, True)
 
 
 @pytest.mark.parametrize(
@@ -145,23 +145,31 @@ CURABLE = {
 def test_what_a_lowering_is_reported_to_cure_is_cured(name: str, target: Target) -> None:
     canonical = model(**CURABLE[name])
     (before,) = judge(attention_nodes(canonical), target)
-    assert before.taken_when_lowered
+    assert before.supported_after_lowering
     after = judge(attention_nodes(lower(canonical, "trt", **before.options)), target)
-    assert all(answer.taken for answer in after)
+    assert all(answer.supported for answer in after)
     assert {finding.severity for answer in after for finding in answer.findings} <= {"note"}
-    assert bool(after) == before.fused_when_lowered  # what cannot be fused is no Attention node any more
+    assert bool(after) == before.fused_after_lowering  # what cannot be fused is no Attention node any more
 
 
 def test_value_head_size_is_cured_by_padding() -> None:
     canonical = model(Q, K, ("B", 8, "S", 32))
     (before,) = judge(attention_nodes(canonical), RTX)
-    assert (before.taken, before.fused_when_lowered, before.options) == (False, True, {"pad_heads": True})
+    assert (before.supported, before.fused_after_lowering, before.options) == (
+        False,
+        True,
+        {"pad_heads": True},
+    )
     assert judge(attention_nodes(lower(canonical, "trt", **before.options)), RTX)[0].fused
 
 
 def test_old_tensorrt_is_cured_by_primitives() -> None:
     (answer,) = judge([node()], TRT_8)
-    assert (answer.taken, answer.taken_when_lowered, answer.fused_when_lowered) == (False, True, True)
+    assert (answer.supported, answer.supported_after_lowering, answer.fused_after_lowering) == (
+        False,
+        True,
+        True,
+    )
     assert answer.findings[0].cured_by == "primitives lowering"
 
 

@@ -146,7 +146,7 @@ def test_every_limit_is_known_before_the_build(name, form, target, rule):
 def test_what_is_within_the_limits_is_fused():
     for S in ("32:64:128", "1:1:1"):
         found, answer = rules_of(quantized("fp8", kind=TensorProto.FLOAT16), S=S)
-        assert answer.fused_when_lowered, found
+        assert answer.fused_after_lowering, found
 
 
 def test_other_quantizers_are_told_apart():

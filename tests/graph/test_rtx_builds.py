@@ -78,7 +78,7 @@ def test_lengths_left_in_the_graph_are_ignored_by_the_parser() -> None:
     model = attention(Q, CROSS, dtype="fp16", lengths=True)
     built = build(model, profile(model))
     assert built.unused_inputs
-    assert not judge(attention_nodes(model), RTX)[0].taken
+    assert not judge(attention_nodes(model), RTX)[0].supported
 
 
 AS_IT_IS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [

@@ -36,7 +36,7 @@ def plan_of(*models, **settings):
         ("models = []\nruntimes = [{name = 'a'}]", "empty"),
         ("models = ['tiny-mha']\nruntimes = []", "empty"),
         ("models = ['tiny-mha']\nruntimes = [{name = 'a'}, {name = 'a'}]", "same name"),
-        ("models = ['tiny-mha']\nruntimes = [{name = 'a', path = '/none'}]", "not there"),
+        ("models = ['tiny-mha']\nruntimes = [{name = 'a', path = '/none'}]", "does not exist"),
         ("models = ['tiny-mha']\nruntimes = [{name = 'a', path = '/', pip = ['b']}]", "one place"),
         ("models = ['tiny-mha']\nruntimes = [{name = 'a', backend = 'onnx'}]", "cannot be read"),
         ("models = ['tiny-mha']\nruntimes = [{name = 'a'}]\nspeed = 3", "cannot be read"),

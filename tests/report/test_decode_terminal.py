@@ -45,9 +45,9 @@ def test_the_terminal_shows_verdict_share_growth_and_errors():
 def test_the_terminal_lists_the_first_failures_with_their_place():
     report = decoded(wrong_from(3))
     text = printed(report, width=300)
-    assert "steps step 3/output: out of budget" in text
+    assert re.search(r"steps step 3/output: \S+ over budget", text)
     assert re.search(r"worst at [^:]*token 0: got", text)
-    assert text.count("out of budget") == 4
+    assert text.count("over budget") == 4
     assert f"and {STEPS - 2 - 4 + 1} more" in text  # and the verdict over all steps
     found = verdict_of(report)
     assert (found["verdict"], found["wrong at"], found["steps"]) == ("FAILED", "step 3", str(STEPS))

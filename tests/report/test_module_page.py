@@ -75,7 +75,7 @@ def test_attentions_have_a_table_of_their_own():
     folded = between(page.split("<caption>Every attention", 1)[1], "<details>", "</details>")
     assert re.findall(r"<code>([^<]+)</code>", folded) == [NAMES[0], NAMES[2]]
     assert folded.count("passed</span>") == 2
-    assert "out of budget: rel. L2, gain; worst at [0, 64, 511]" in table
+    assert "over budget: rel. L2, gain; worst element [0, 64, 511]" in table
     outputs = between(page, "Error of every output, and its share of the budget</caption>", "</details>")
     assert "blocks" not in outputs
 

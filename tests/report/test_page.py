@@ -164,7 +164,7 @@ def test_a_whole_report_has_every_section():
 
 def test_a_failure_is_reported_with_its_place():
     text = read("failing").text
-    assert "out of budget: rel. L2, gain; worst at [0, 64, 511]: got -3.75, oracle 1.2361" in text
+    assert "8.1× over budget: rel. L2, gain; worst element [0, 64, 511]: got -3.75, oracle 1.2361" in text
     assert "12 values are NaN or infinite, the first at (0, 3, 17)" in text
     assert "no number" in text
     assert "At fault: fusion . The unfused twin" in text

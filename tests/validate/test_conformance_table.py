@@ -334,7 +334,7 @@ def test_what_no_lowering_cures_is_refused_before_anything_is_built():
     cells = column_of(graph_column(builds, "primitives", TRT_86), BF16)
     assert builds.sizes == []
     assert {(cell.status, cell.detail) for cell in cells.values()} == {
-        ("refused", "There is no bf16 before TensorRT 10.")
+        ("refused", "bf16 is not supported before TensorRT 10.")
     }
 
 

@@ -582,7 +582,7 @@ def hide_behind(terms: list[Term], behind: Behind, dtype: ir.DataType | None) ->
         if apart and mask.fill <= max(_WEAKEST_FILL, 0.99 * float(dtype.min)):
             hidden = replace(mask, fill=-math.inf, added=False)
             return [hidden if each is term else each for each in terms]
-    what = "The weights are masked behind the softmax, and the scores are not masked in the same way."
+    what = "The weights are masked after the softmax, and the scores do not have the same mask."
     raise NotExpressible(what, got=behind.value.name)
 
 

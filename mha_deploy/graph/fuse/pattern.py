@@ -925,7 +925,7 @@ class Pattern:
             q, k, v = _operands(first, second, letters, at, alphabet.sizes)
         if behind is not None:
             if scores.sink is not None:
-                raise NotExpressible("The weights beside appended scores are masked.", got=behind.value.name)
+                raise NotExpressible("The weights next to appended scores are masked.", got=behind.value.name)
             axes, guarded = alphabet.resolved(behind.axes), True
             scores = scores.resolved()
             scores.terms = hide_behind(scores.terms, replace(behind, axes=axes), softmax.source.dtype)
