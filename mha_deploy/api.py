@@ -213,7 +213,7 @@ def from_transformers(
     Examples:
         >>> md.from_transformers(None)
         Traceback (most recent call last):
-        mha_deploy.errors.ExportError: This is no model of transformers...
+        mha_deploy.errors.ExportError: This is not a transformers model...
     """
     with needed("Exporting needs PyTorch and its ONNX exporter.", "export"):
         from mha_deploy.exporter.hugging_face import decoder_from_transformers

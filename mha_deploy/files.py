@@ -94,7 +94,7 @@ def _why_no_part(name: str) -> str | None:
     try:
         size = len(name.encode())
     except UnicodeEncodeError:
-        return "bytes that are no UTF-8"
+        return "bytes that are not UTF-8"
     refused = {
         "a separator": re.search(r"[/\\:]", name),
         "control characters": printable(name) != name or not name.isprintable(),

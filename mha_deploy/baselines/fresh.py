@@ -355,7 +355,7 @@ class FreshCases:
         ragged = ragged and self.spec.layer is not None
         name = f"fresh-{sizes_name(sizes)}-seed{seed}{'-ragged' if ragged else ''}"
         self._capture.change = self._probes[probe] if probe else dict
-        what = "There is no room to compute what is true at these sizes."
+        what = "Out of memory: the oracle cannot be computed at these sizes."
         no_room = DeployError(what, got=sizes_name(sizes), hint="smaller sizes")
         planned = PlannedCase(name=name, sizes=dict(sizes), ragged=ragged, past=past, probe=probe == "edges")
         with self._drawing(seed, no_room):
@@ -384,7 +384,7 @@ class FreshCases:
     def given(self, name: str, inputs: Mapping[str, np.ndarray], sizes: Mapping[str, int]) -> GoldenCase:
         """Compute what is true of inputs of a user's own."""
         self.spec.check_sizes(sizes)
-        what = "There is no room to compute what is true of a sample."
+        what = "Out of memory: the oracle of a sample cannot be computed."
         no_room = DeployError(what, got=f"{name}: {sizes_name(sizes)}", hint="smaller samples")
         with self._drawing(0, no_room):
             feeds = {key: tensor_from_numpy(array) for key, array in inputs.items()}

@@ -572,7 +572,7 @@ def bisection_renderable(found: Bisection) -> RenderableType:
     lines = [f"wrong output: {found.wrong}"]
     if found.attentions:
         last = f"the last right one is {found.last_right}" if found.last_right else "there is none before it"
-        first = found.first_wrong or "none: the fault is behind the last attention"
+        first = found.first_wrong or "none: the fault is after the last attention"
         lines.append(f"first wrong attention of {found.attentions}: {first} ({last})")
     node = found.first_node
     if node is not None:

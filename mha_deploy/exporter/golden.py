@@ -199,7 +199,7 @@ class Capture(ABC):
             GoldenCase(name=name, sizes={}, inputs={}, oracle=trace.oracle, eager=eager, baselines={})
         )
         what = "Decoding token by token gives something else than one call with all tokens."
-        hint = "let new tokens attend to cached ones and none behind them, at positions that continue theirs"
+        hint = "let new tokens attend to cached ones and none after them, at positions that continue theirs"
         hint += ", and to no entry that no token wrote" if cache.is_preallocated else ""
         hint += "; without kv_cache= decoding is not validated"
         same = all(eager[name].shape == array.shape for name, array in oracle.items())

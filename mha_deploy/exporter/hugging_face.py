@@ -30,7 +30,7 @@ def decoder_from_transformers(
         raise ExportError("transformers is not installed, or too old.", got=str(error), hint=hint) from error
     if not isinstance(model, PreTrainedModel):
         got, hint = type(model).__name__, "such as AutoModelForCausalLM.from_pretrained(...)"
-        raise ExportError("This is no model of transformers.", got=got, hint=hint)
+        raise ExportError("This is not a transformers model.", got=got, hint=hint)
     model.eval()
     config = model.config.get_text_config(decoder=True)
     ids = torch.randint(0, config.vocab_size, (2, _EXAMPLE), device=model.device)

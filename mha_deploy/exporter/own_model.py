@@ -132,7 +132,7 @@ def _check(given: Deployable, reference: str, name: str) -> UserModule:
     for key in given.inputs:
         if not isinstance(key, str) or not key.isidentifier():
             hint = "the name of a parameter of forward()"
-            raise ExportError("The name of an input is no identifier.", got=repr(key), hint=hint)
+            raise ExportError("The name of an input is not an identifier.", got=repr(key), hint=hint)
     placing = (given.positions,) if isinstance(given.positions, str) else given.positions
     if not isinstance(placing, Sequence) or not all(isinstance(each, str) for each in placing):
         got, hint = repr(given.positions), 'positions="cache_position"'

@@ -102,7 +102,7 @@ def _heads_of(node: ir.Node) -> _Heads:
     uses = [use.node for use in result.uses()]
     weight = constant(input_at(uses[0], 1)) if len(uses) == 1 and uses[0].op_type == "MatMul" else None
     if weight is None or len(weight.shape) != 2 or result.is_graph_output():
-        raise _refused(node, f"behind it is {', '.join(each.op_type for each in uses) or 'an output'}")
+        raise _refused(node, f"after it is {', '.join(each.op_type for each in uses) or 'an output'}")
     read = _projection if found.rank == 3 else _split_projection
     parts = [read(node, input_at(node, at)) for at in (an.Q, an.K, an.V)]
     return _Heads(
@@ -122,9 +122,9 @@ def _joined(node: ir.Node) -> ir.Value:
     for kind in ("Transpose", "Reshape"):
         users = [use.node for use in value.uses()]
         if len(users) != 1 or users[0].op_type != kind or value.is_graph_output():
-            raise _refused(node, f"behind it is {', '.join(each.op_type for each in users) or 'an output'}")
+            raise _refused(node, f"after it is {', '.join(each.op_type for each in users) or 'an output'}")
         if kind == "Transpose" and perm(users[0]) != _SPLIT:
-            raise _refused(node, f"{kind} {users[0].name} behind it")
+            raise _refused(node, f"{kind} {users[0].name} after it")
         value = users[0].outputs[0]
     return value
 

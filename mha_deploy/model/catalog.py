@@ -60,7 +60,7 @@ def refuse_what_is_no_model(model: str) -> None:
         raise SpecError("This is a bundle: it is exported already.", got=model, hint=hint)
     if path.is_file():
         hint = "file.py:factory for the module, and this file as --weights"
-        raise SpecError("This file is no model by itself.", got=model, hint=hint)
+        raise SpecError("This file is not a model by itself.", got=model, hint=hint)
     if _HUB_NAME.fullmatch(model) and not path.parent.is_dir():
         raise SpecError("This is not a model on this machine.", got=model, hint=how_to_download(model))
 

@@ -158,7 +158,7 @@ def _from_data(data: Any, name: str, runtime: str) -> Side:
         results = tuple(_with_shown_status(msgspec.convert(each, ModelResult)) for each in found)
         created = msgspec.convert(data.get("created", ""), str)
     except (msgspec.ValidationError, TypeError, AttributeError, KeyError) as failure:
-        problem, hint = f"The {kind} does not keep its format.", "docs/report.md, matrix.md"
+        problem, hint = f"The {kind} does not follow its format.", "docs/report.md, matrix.md"
         raise DeployError(problem, got=f"{name}: {failure}", hint=hint) from failure
     if runtime and not results:
         known = {cell.get("runtime", "") for cell in data["cells"]} if kind == "matrix" else set[str]()

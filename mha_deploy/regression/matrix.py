@@ -358,7 +358,7 @@ class LocalWorkers:
             if process.returncode < 0:
                 last = f"ended by {signal.Signals(-process.returncode).name}"
             status = "unavailable" if "No module named" in last else "crashed"
-            return {"status": status, "why": f"the worker gave no result: {last}"}
+            return {"status": status, "why": f"the worker returned no result: {last}"}
 
     def _install_packages(self, runtime: RuntimeEntry) -> str:
         """Install packages once, in a folder that is named by them."""

@@ -370,7 +370,7 @@ class ChildDecodeLoop(_Remote):
 
     def feed(self, x: np.ndarray, counts: np.ndarray | None = None) -> np.ndarray:
         """Run S new tokens of every batch element."""
-        step = f"decoding {x.shape[1]} new tokens behind {self.lengths.tolist()}"
+        step = f"decoding {x.shape[1]} new tokens after {self.lengths.tolist()}"
         output, self.lengths = self.apply(_feed, x, counts, step=step)
         return output
 

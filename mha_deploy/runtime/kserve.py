@@ -33,7 +33,7 @@ from mha_deploy.text import printable
 
 SCHEMES = ("grpc", "grpcs", "http", "https")
 INSTALL = 'pip install "mha-deploy[serving]"'
-_HINT = "grpc://HOST:PORT or http://HOST:PORT, with /MODEL and /VERSION behind it where needed"
+_HINT = "grpc://HOST:PORT or http://HOST:PORT, with /MODEL and /VERSION after it where needed"
 _START = "start the server, or name the model: SCHEME://HOST:PORT/MODEL"
 _PROTOCOL = "look into the log of the server; it must speak the KServe v2 protocol"
 
@@ -369,7 +369,7 @@ class _Http(_Connection):
                     values = msgspec.json.decode(each.data, type=list[Any])
                 found.append(_Output(each.name, each.datatype, each.shape, values))
             if len(rest):
-                raise ValueError(f"{len(rest)} bytes behind the last output")
+                raise ValueError(f"{len(rest)} bytes after the last output")
         return found
 
     def _path(self, model: str) -> str:

@@ -228,7 +228,7 @@ class SequenceCaches:
         S, room = _token_count(request.feeds, self._cache), self._cache.room - found.length
         if 1 <= S <= room:
             return None
-        got, hint = f"{S} tokens behind {found.length}", f"1 to {room} tokens, or end the sequence"
+        got, hint = f"{S} tokens after {found.length}", f"1 to {room} tokens, or end the sequence"
         return DeployError("The new tokens do not fit into the cache.", got=got, hint=hint)
 
     def _feed(self, requests: Sequence[ServedRequest]) -> list[Arrays | DeployError]:

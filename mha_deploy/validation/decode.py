@@ -230,7 +230,7 @@ class HostDecodeLoop:
         needed = [*cache.outputs, *(each.output for each in cache.tensors)]
         if missing := [name for name in needed if name not in results]:
             raise DeployError(
-                f"{self.name} gave no {', '.join(missing)}.",
+                f"{self.name} did not return {', '.join(missing)}.",
                 got=sorted(results),
                 hint="another --backend, or bisect to see where",
             )

@@ -72,7 +72,7 @@ class EnvironmentRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     driver: Annotated[str | None, means("version of the NVIDIA driver; null where there is none")]
     platform: Annotated[str, means("operating system and processor")]
     python: Annotated[str, means("version of Python")]
-    versions: Annotated[dict[str, str], means("versions of the packages that took part")]
+    versions: Annotated[dict[str, str], means("versions of the packages that were used")]
 
 
 class ModelRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -163,7 +163,7 @@ class LatencyRowRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ]
     tokens_per_s: Annotated[
         float | None,
-        means("tokens/s through this layer at p50, all batch elements; null where it is no decode step"),
+        means("tokens/s through this layer at p50, all batch elements; null where it is not a decode step"),
     ]
     roofline_share: Annotated[float | None, means("roofline bound over p50; null where there is none")]
     kernels: Annotated[
@@ -431,6 +431,6 @@ def _problems(data: Any, schema: type[Struct]) -> list[str]:
 def _plain(what: str, data: Any, schema: type[Struct]) -> dict[str, Any]:
     plain: dict[str, Any] = as_plain(data)
     if problems := _problems(plain, schema):
-        what, hint = f"The {what} does not keep its format.", "docs/report.md lists every field"
+        what, hint = f"The {what} does not follow its format.", "docs/report.md lists every field"
         raise DeployError(what, got="; ".join(problems), hint=hint)
     return plain

@@ -130,7 +130,7 @@ class Runtime:
                     return _measured_accumulation(backend)
             except DeployError:  # opening it reports why
                 pass
-            return Accumulation("fp16", f"what is behind {self.name} is not known")
+            return Accumulation("fp16", f"what computes {self.name} is not known")
         manifest = self.engine.manifest
         found = manifest.verdict.precision
         if narrow := found.accumulate_in_fp16:

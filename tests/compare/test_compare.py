@@ -224,7 +224,7 @@ def test_figures_that_cannot_be_are_refused(plant):
     """They would be improvements."""
     new = passing()
     plant(new)
-    with pytest.raises(md.DeployError, match="does not keep its format"):
+    with pytest.raises(md.DeployError, match="does not follow its format"):
         md.compare(passing(), new)
 
 

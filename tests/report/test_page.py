@@ -303,5 +303,5 @@ def test_a_benchmark_of_nothing_makes_a_page():
 
 
 def test_data_that_does_not_keep_the_format_makes_no_page():
-    with pytest.raises(DeployError, match="does not keep its format"):
+    with pytest.raises(DeployError, match="does not follow its format"):
         report_page({"format": 3})

@@ -139,6 +139,6 @@ def test_a_name_that_is_no_text_is_spelled_out():
 
 @pytest.mark.parametrize("make", [plain_report, plain_bench])
 def test_data_that_does_not_keep_the_format_is_refused(make):
-    with pytest.raises(DeployError, match="does not keep its format") as caught:
+    with pytest.raises(DeployError, match="does not follow its format") as caught:
         make({"format": 4})
     assert "missing" in caught.value.got

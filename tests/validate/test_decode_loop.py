@@ -296,7 +296,7 @@ def test_a_cache_that_cannot_be_compared_has_failed(cache, problem):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda results: {"output": results["output"]}, "gave no present_key, present_value"),
+        (lambda results: {"output": results["output"]}, "did not return present_key, present_value"),
         (lambda results: {**results, "present_key": results["present_key"][:, :, 1:]}, "cannot be the next"),
         (
             lambda results: {**results, "present_value": results["present_value"].astype(np.float32)},

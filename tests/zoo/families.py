@@ -608,7 +608,7 @@ class Additive(Projected):
         return x + self.out(merge(scores.softmax(-1) @ h))
 
 
-WHY["graph-attention-additive"] = (1, "its scores are a sum of two numbers behind a LeakyReLU, no product")
+WHY["graph-attention-additive"] = (1, "its scores are a sum of two numbers after a LeakyReLU, not a matmul")
 
 
 @written("set-transformer", "graph transformer", 2)
@@ -936,7 +936,7 @@ class Synthesizer(Projected):
         return x + self.out(self.scores(self.norm(x)).softmax(-1) @ self.v(x))
 
 
-WHY["synthesizer"] = (1, "its scores are the result of an MLP, and no product with keys")
+WHY["synthesizer"] = (1, "its scores are the result of an MLP, not a matmul with keys")
 
 
 @written("performer", "text encoder")

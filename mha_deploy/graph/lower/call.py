@@ -36,7 +36,7 @@ class LoweringError(DeployError):
 
     def __init__(self, feature: str, node: ir.Node | str, *, got: object = None, hint: str = "") -> None:
         self.feature, self.node = feature, node if isinstance(node, str) else node_name(node)
-        super().__init__(f"There is no {feature} (node {self.node!r}).", got=got, hint=hint)
+        super().__init__(f"Not supported: {feature} (node {self.node!r}).", got=got, hint=hint)
 
     def name_dialect(self, dialect: str) -> None:
         """Say which dialect it is."""

@@ -152,7 +152,7 @@ def obstacle_to_update_in_place(node: ir.Node) -> tuple[str, object] | None:
     if _is_circular(node):
         return "circular TensorScatter", "mode=circular"
     if cache is None or not cache.is_graph_input():
-        return "TensorScatter into a cache that is no graph input", cache and cache.name
+        return "TensorScatter into a cache that is not a graph input", cache and cache.name
     if rank(cache) != 4 or _axis(node, 4) != 2:
         return "TensorScatter other than along axis 2 of [B, H, T, D]", dims(cache)
     if cache.dtype not in (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16):
@@ -160,7 +160,7 @@ def obstacle_to_update_in_place(node: ir.Node) -> tuple[str, object] | None:
     if not isinstance(dim(cache, 2), int):
         return "TensorScatter into a cache of dynamic length", str(cache.shape)
     if not result.is_graph_output():
-        return "TensorScatter whose result is no graph output", result.name
+        return "TensorScatter whose result is not a graph output", result.name
     return None
 
 
