@@ -1008,7 +1008,7 @@ def analyze(
     """Count the parameters, FLOPs and bytes of a model, and its roofline bound on a GPU.
 
     Of a catalog layer by stages; of your own model, an ONNX file or a bundle, every attention and GEMM of the
-    graph. Its other nodes are taken to be fused into these.
+    graph. Its other nodes are assumed to be fused into these.
 
     Args:
         model: What `load_model` takes, or a bundle. Your own module is exported for it.

@@ -438,7 +438,7 @@ def _headline(report: Validation, evaluations: Sequence[Evaluation], missing: Se
                 parts.append(f"{ratio:.2f} × the speed of the best PyTorch ({best.name})")
     sizes = [gap.text for gap in missing if gap.kind is not Kind.NOT_RUN]
     if len(sizes) > _SHOWN_MISSING:
-        parts.append(f"{len(sizes)} gaps in coverage")
+        parts.append(f"not covered: {len(sizes)} items")
     elif sizes:
         parts.append(f"not covered: {', '.join(sizes)}")
     return ", ".join(parts)
@@ -476,7 +476,7 @@ def _about_runtimes(evaluations: Sequence[Evaluation], options: ValidateOptions)
             for outcome, kind in outputs.items():
                 if failed := [verdict for verdict in report.verdicts if verdict.outcome is outcome]:
                     numbers: dict[str, float] = {"failed": len(failed), "judged": len(report.verdicts)}
-                    worst = max(failed, key=lambda verdict: verdict.share or 0.0)
+                    worst = max(failed, key=lambda each: math.inf if each.share is None else each.share)
                     if worst.share is not None and math.isfinite(worst.share):
                         numbers["share"] = worst.share
                     about = {"runner": each.label, "cases": report.cases, "numbers": numbers}

@@ -209,7 +209,7 @@ def test_an_engine_is_replaced_only_on_request(run_cli, refused, folder):
     engine = folder / "engines" / "mine.engine"
     engine.write_bytes(b"old")
     arguments = ("build-engine", folder, "--backend", "tensorrt-rtx", "--name", "mine")
-    refused(*arguments, what="There is an engine of that name", got=str(engine), hint="--overwrite")
+    refused(*arguments, what="The engine already exists", got=str(engine), hint="--overwrite")
     refused(*arguments, "--overwrite", what="did not write", got=str(engine))
     assert engine.read_bytes() == b"old"  # no engine
     engine.write_bytes(b"ftrt, an old engine")

@@ -251,7 +251,7 @@ def test_an_onnx_file_is_exported_with_values_of_an_input(run_cli, bundles, tmp_
 
 @pytest.mark.parametrize(
     ("value", "what", "hint"),
-    [("x=x.npy", "Only an ONNX file takes inputs", ""), ("x", "--input", "--input input_ids=ids.npy")],
+    [("x=x.npy", "Only an export of an ONNX file takes", ""), ("x", "--input", "--input input_ids=ids.npy")],
 )
 def test_values_of_inputs_are_refused(refused, tmp_path, value, what, hint):
     refused("export", "tiny-mha", "-o", tmp_path / "bundle", "--input", value, what=what, hint=hint)

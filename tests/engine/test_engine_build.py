@@ -195,7 +195,7 @@ def test_an_engine_without_manifest_or_plan_is_refused(built, tmp_path):
         open_engine(path)
     path.unlink()
     shutil.copy(manifest_path(built.path), manifest_path(path))
-    with pytest.raises(BundleError, match="missing beside its manifest"):
+    with pytest.raises(BundleError, match="engine file is missing"):
         open_engine(path)
 
 

@@ -95,10 +95,10 @@ def test_a_ring_has_room_for_more_tokens_than_entries_and_prompts_of_one_length(
     [
         (lambda: spec(placing("S"), entries=False).kv_cache, "how many tokens"),
         (lambda: spec(placing("S"), longest=4).kv_cache, "more tokens than fit"),
-        (lambda: spec(placing("S", kind="float")), "place tokens"),
+        (lambda: spec(placing("S", kind="float")), "named by positions"),
         (lambda: spec(placing("S"), longest=-1), "whole number"),
         (lambda: replace(spec(placing("S")), entries={"keys": 7}), "no such dimension"),
-        (lambda: replace(spec(placing("S")), entries={"ids": 0}), "place tokens"),
+        (lambda: replace(spec(placing("S")), entries={"ids": 0}), "named by positions"),
     ],
 )
 def test_a_cache_that_cannot_be_decoded_with_is_refused(made, problem):

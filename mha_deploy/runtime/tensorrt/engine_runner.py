@@ -113,7 +113,7 @@ _ONNX_NAMES = {"HALF": "float16", "BF16": "bfloat16"}  # of the types that ONNX 
 
 
 def load_engine(rt: TensorRT, plan: bytes, *, host_code: bool = False) -> tuple[Any, Any]:
-    """Deserialise a plan on the GPU: the engine, and the runtime that it must not outlive.
+    """Deserialize a plan on the GPU: the engine, and the runtime that it must not outlive.
 
     `host_code` lets the code in a version-compatible engine run: only for plans of one's own.
     """
