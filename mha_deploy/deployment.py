@@ -20,13 +20,14 @@ from mha_deploy.exporter.entry import export_model
 from mha_deploy.graph.file import load_graph
 from mha_deploy.model.precision import EIGHT_BITS
 from mha_deploy.model.source import Model, find_model, is_onnx_file
+from mha_deploy.model.spec import AttentionSpec
 from mha_deploy.options import AUTO, EngineOptions, ExportOptions, ValidateOptions
 from mha_deploy.output import temporary_folder
 from mha_deploy.report.table import Cell, RawRow, Table, number, share_cell, table
 from mha_deploy.results import Report
 from mha_deploy.runtime.child import isolation
 from mha_deploy.runtime.tensorrt.builder import parse_targets
-from mha_deploy.runtime.tensorrt.versions import TensorRT, load
+from mha_deploy.runtime.tensorrt.versions import NotFusedError, TensorRT, load
 from mha_deploy.text import error as error_text
 from mha_deploy.validation.run import validate_bundle
 from mha_deploy.validation.verdict import Validation
@@ -106,7 +107,7 @@ def deploy_model(
         raise DeployError(what, got=got, hint="precision auto, with an engine")
     tried: dict[str, Any] = {}
     if engine is not None:
-        _refuse_builder(engine, export.precision)
+        _refuse_builder(model, engine, export.precision)
         if candidates is None and export.precision == AUTO:
             candidates = bool(gpus())
         if candidates:
@@ -171,9 +172,13 @@ def refit_bundle(
     return Deployment(bundle=bundle, engine=made, report=Report(report))
 
 
-def _refuse_builder(options: EngineOptions, precision: str) -> None:
+def _refuse_builder(model: Model, options: EngineOptions, precision: str) -> None:
     """Raise before an export what would prevent the build after it."""
     parse_targets(options.targets)
+    softcap = model.source.softcap if isinstance(model.source, AttentionSpec) else None
+    if softcap and not options.allow_decomposed:
+        hint = "--allow-decomposed writes it as matmuls: slower, not fused"
+        raise NotFusedError("softcap is not supported by any fused kernel.", got=softcap, hint=hint)
     rt = load(options.backend or default_backend())
     # `auto` is FP16 but for what overflows.
     candidates = candidates_for(rt, options, "fp16" if precision in (AUTO, *EIGHT_BITS) else precision)

@@ -98,11 +98,12 @@ def test_deploy_reports_the_graph_where_no_engine_can_be_built(run_cli, tmp_path
 
 
 @needs_rtx
-def test_deploy_refuses_what_no_kernel_takes_before_it_validates(run_cli, tmp_path):
+def test_deploy_refuses_what_no_kernel_supports_before_it_exports(run_cli, tmp_path):
     done = run_cli("deploy", "tiny-softcap", "-o", tmp_path / "b")
     assert done.code == 1
     assert "softcap" in done.err
     assert "ort-cpu" not in done.out + done.err
+    assert not (tmp_path / "b").exists()
 
 
 @pytest.mark.parametrize(

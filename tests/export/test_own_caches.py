@@ -190,7 +190,7 @@ def test_a_cache_of_transformers_goes_in_and_out_as_tensors(cache):
 
 def test_what_is_no_model_of_transformers_is_refused():
     pytest.importorskip("transformers", minversion="5")
-    with pytest.raises(ExportError, match="no model"):
+    with pytest.raises(ExportError, match="not a transformers model"):
         md.from_transformers(torch.nn.Linear(2, 2))
     with pytest.raises(ExportError, match="no such cache"):
         md.from_transformers(torch.nn.Linear(2, 2), cache="quantized")
