@@ -123,7 +123,7 @@ def test_a_target_without_the_type_is_refused_before_the_build(bundles):
 
 def test_an_engine_is_not_overwritten_unless_requested(built, tmp_path):
     opened = open_bundle(Path(shutil.copytree(built.path.parents[1], tmp_path / "bundle")))
-    with pytest.raises(BundleError, match="engine of that name"):
+    with pytest.raises(BundleError, match="engine already exists"):
         engine_from_bundle(opened, RTX)
     again = engine_from_bundle(opened, options(overwrite=True, weight_streaming=True))
     assert again.path.name == built.path.name

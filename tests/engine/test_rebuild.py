@@ -42,7 +42,7 @@ def test_builds_of_tensorrt_rtx_are_identical(bundles, tmp_path, run_cli):
     assert record.errors == record.times_us == {} or md.doctor()["gpus"]
     assert [each.name for each in (bundle / "engines").iterdir() if each.name.startswith(".")] == []
     assert md.compare(path, path).passed
-    with pytest.raises(md.DeployError, match="engine of that name"):
+    with pytest.raises(md.DeployError, match="engine already exists"):
         md.build_engine(bundle, backend="tensorrt-rtx", repeat=2)
     with pytest.raises(md.DeployError, match="at least two builds"):
         md.build_engine(bundle, backend="tensorrt-rtx", repeat=0, overwrite=True)

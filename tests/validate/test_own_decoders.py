@@ -127,7 +127,7 @@ def test_a_graph_that_shifts_positions_passes_no_step(bundle, tmp_path):
     ("name", "message"),
     [
         ("decoder_without_offset", "one call with all tokens"),
-        ("decoder_of_an_unknown_output", "not there"),
+        ("decoder_of_an_unknown_output", "do not exist"),
         ("decoder_of_an_unknown_input", "no input"),
         ("decoder_whose_cache_does_not_grow", "does not grow"),
     ],
