@@ -70,6 +70,24 @@ def padded_with_a_zero(g):
     return g.op("MatMul", own, "v")
 
 
+def over_a_power(g):
+    powers = g.op("Exp", g.scores())
+    inverse = g.op("Pow", total(g, powers), g.const(-1.0))
+    return g.op("MatMul", g.op("Mul", powers, inverse), "v")
+
+
+def several_added(g):
+    return g.attend(g.op("Sum", g.input("bias", (S, S)), g.scores(), hidden(g)))
+
+
+def split_from_a_sink(g):
+    sink = g.input("sink", (B, H, S, 1))
+    both = g.op("Softmax", g.op("Concat", g.scores(), sink, axis=-1), axis=-1)
+    own = g.op("Split", both, g.ints(S, 1), axis=3)
+    g.nodes[-1].output.append("rest")
+    return g.op("MatMul", own, "v")
+
+
 def divided_behind(g):
     powers = g.op("Exp", g.scores())
     return g.op("Div", g.op("MatMul", powers, "v"), total(g, powers))
@@ -205,6 +223,7 @@ SPELLINGS += [multiplied_behind, less_log_of_sum, less_log_of_written_sum, less_
 SPELLINGS += [zeroed_where_nothing_is_shown, divided_behind_an_einsum, learned_keys_and_values]
 SPELLINGS += [filled_with_a_tensor, powers_of_two, sums_of_products, blended_with_a_product_of_masks]
 SPELLINGS += [halved, less_an_input_of_queries, bounded_by_large_numbers, padded_with_a_zero]
+SPELLINGS += [over_a_power, several_added, split_from_a_sink]
 SPELLINGS += [tempered_behind_a_fill, tempered_behind_a_fill_of_learned_heads, triangle_of_ones]
 
 

@@ -32,6 +32,7 @@ from mha_deploy.graph.fuse.values import (
     array_of,
     factors_of,
     holds,
+    inverse_of,
     product,
     quotient,
     same_dims,
@@ -368,7 +369,7 @@ def softmax_at(node: ir.Node) -> Normalisation | None:
     # `Div(Exp(x), ReduceSum(Exp(x)))` or `Mul(Exp(x), Reciprocal(ReduceSum(Exp(x))))`.
     for powers, divisor in (node.inputs, node.inputs[::-1]) if is_op(node, "Mul") else (node.inputs,):
         if is_op(node, "Mul"):
-            divisor = input_at(made_by(divisor, "Reciprocal"), 0)
+            divisor = input_at(inverse_of(divisor), 0)
         power, total = made_by(powers, "Exp"), made_by(divisor, "ReduceSum")
         if powers is None or power is None or total is None or total.inputs[0] is not powers:
             continue
@@ -821,7 +822,7 @@ def _hidden(node: ir.Node, position: int) -> ir.Value | None:
 
 def _without_sink(node: ir.Node, axes: Axes, sink: Sink) -> Axes:
     """The axes of the weights behind a Slice that drops those of appended scores, and nothing else."""
-    starts, ends, at, steps = (constant_ints(node, place) for place in (1, 2, 3, 4))
+    starts, ends, at, steps = (_bounds(node, place) for place in (1, 2, 3, 4))
     key = axes.index(sink.outer) if sink.outer in axes else -1
     here = at is not None and [each % len(axes) for each in at] == [key] and (steps or (1,)) == (1,)
     begins = starts == ((sink.count,) if sink.first else (0,))
@@ -832,6 +833,12 @@ def _without_sink(node: ir.Node, axes: Axes, sink: Sink) -> Axes:
     if not here or not begins or not ended:
         raise NotFused("Slice stands between the softmax and the matmul with V.", got=node_name(node))
     return tuple(sink.inner if each == sink.outer else each for each in axes)
+
+
+def _bounds(node: ir.Node, place: int) -> tuple[int, ...] | None:
+    """The numbers of a bound of a Slice, which may be computed where it is a single one."""
+    number = scalar_of(input_at(node, place))
+    return constant_ints(node, place) if number is None else (int(number),)
 
 
 def _after_guard(value: ir.Value) -> ir.Value | None:

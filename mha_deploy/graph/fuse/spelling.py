@@ -19,7 +19,7 @@ import onnx
 import onnx_ir as ir
 
 from mha_deploy.graph.fuse.mask_pattern import same_value
-from mha_deploy.graph.fuse.values import array_of, holds, scalar_of, sizes_of
+from mha_deploy.graph.fuse.values import array_of, holds, inverse_of, scalar_of, sizes_of
 from mha_deploy.graph.ir import (
     NodeBuilder,
     constant,
@@ -447,7 +447,7 @@ def _normalised(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
     """`p / sum(p)` and `(p @ v) / sum(p)`, where p is an exponential or a softmax, masked or not."""
     first, second = node.inputs
     if is_op(node, "Mul"):  # by one over the sum
-        inverse = [made_by(each, "Reciprocal") for each in node.inputs]
+        inverse = [inverse_of(each) for each in node.inputs]
         if (inverse[0] is None) == (inverse[1] is None):
             return None
         first, second = (second, input_at(inverse[0], 0)) if inverse[0] else (first, input_at(inverse[1], 0))
@@ -468,6 +468,30 @@ def _normalised(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
     if values is None or not _is_plain(matmul) or (weights := _weights(powers, axis, builder)) is None:
         return None
     return _like(builder, node.outputs[0], "MatMul", weights, values)
+
+
+def _sum(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
+    """A sum of several tensors, as sums of two; what is added to the scores comes last."""
+    output = node.outputs[0]
+    given = sorted(filter(None, node.inputs), key=lambda each: sizes_of(each) != sizes_of(output))
+    if len(given) < 2 or sizes_of(given[0]) != sizes_of(output) or not _feeds_softmax(output):
+        return None
+    found = given[0]
+    for each in given[1:]:
+        found = _like(builder, output, "Add", found, each)
+    return found
+
+
+def _first_part(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
+    """The first of two parts of the weights, where the other is not used, as a Slice."""
+    weights, axis = node.inputs[0], node.attributes.get_int("axis", 0)
+    if weights is None or len(node.outputs) != 2 or made_by(weights, "Softmax") is None:
+        return None
+    rest, sizes = node.outputs[1], sizes_of(node.outputs[1])
+    if rest.uses() or rest.is_graph_output() or sizes is None or not isinstance(sizes[axis], int):
+        return None
+    bounds = [builder.ints(each) for each in (0, -int(sizes[axis] or 0), axis)]
+    return _like(builder, node.outputs[0], "Slice", weights, *bounds)
 
 
 def _is_plain(matmul: ir.Node) -> bool:
@@ -841,6 +865,8 @@ _RULES: dict[str, Rule] = {
     "MatMul": _behind,
     "Einsum": _einsum,
     "Pad": _padded,
+    "Sum": _sum,
+    "Split": _first_part,
 }
 # What is written as matrices keeps its form until the others are done.
 _RULES_OF_RANKS: dict[str, Rule] = {

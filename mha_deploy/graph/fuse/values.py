@@ -158,6 +158,12 @@ def _scalar(value: ir.Value, depth: int) -> np.ndarray | None:
     return _SCALAR_OPS[node.op_type](*numbers) if node.op_type in _SCALAR_OPS else numbers[0]
 
 
+def inverse_of(value: ir.Value | None) -> ir.Node | None:
+    """The node that takes one over its first input."""
+    power = made_by(value, "Pow")
+    return power if power is not None and scalar_of(power.inputs[1]) == -1.0 else made_by(value, "Reciprocal")
+
+
 def holds(wide: ir.DataType | None, narrow: ir.DataType | None) -> bool:
     """Whether a cast from one floating-point type to another keeps every value."""
     floats = [each for each in (wide, narrow) if each is not None and each.is_floating_point()]

@@ -43,6 +43,7 @@ _MAX_MASK_NODES = 64
 _MAX_SCORES = 2**28  # elements; a static graph larger than that takes minutes in the evaluator
 _MANY_SCORES = 2**22  # beyond that, one draw has to do
 _FOLDED = 2**16  # from here on, what is computed from constants alone is computed once, not for every draw
+_SMALL_SIZE, _BEYOND, _MAX_AXES = 256, 2**30, 8  # sizes of larger ones are made smaller, up to these
 _MAX_CONSTANT = 2**28  # elements of all that is computed from constants alone, such as a triangle of ones
 # What a mask is not cut open for: its numbers are as good as drawn ones.
 _MATMULS = (*MATMULS, "Attention", "LSTM", "GRU")
@@ -122,6 +123,7 @@ class Region:
         self.computed = list[ir.Value]()  # what its nodes compute
         self.fixed = set[str]()  # its constants, and what is computed from them alone
         self.made = 0  # how many numbers the latter are
+        self.from_constants = set[ir.Value]()  # the same as values
         results = [spelling.original(each) for each in results] if in_file else results
         names, symbols, pending = dict[ir.Value, str](), dict[str, str](), [(each, False) for each in results]
         fresh = (f"v{count}" for count in itertools.count())
@@ -169,6 +171,7 @@ class Region:
                 self.computed += node.outputs
                 if self.fixed.issuperset(filter(None, read)) and not is_op(node, *_RANDOM):
                     self.fixed.update(written)
+                    self.from_constants.update(node.outputs)
                     self.made += sum(math.prod(_shape(dims(each), {})) for each in node.outputs)
             elif node is not None:
                 if inner_graphs(node):
@@ -180,6 +183,15 @@ class Region:
                 pending.extend((each, False) for each in reversed(inputs) if each is not None)
         self._results = [names[each] for each in results]
         self.key = hashlib.sha256(repr((parts, self._results)).encode()).hexdigest()
+
+    def shrink(self) -> bool:
+        """Let large sizes that are constants be smaller ones; whether there are any.
+
+        A triangle of 12,000 rows is cut to the length of the scores, and so is one of 256.
+        """
+        before, self._constants = self._constants, [(name, _smaller(each)) for name, each in self._constants]
+        self.computed = [each for each in self.computed if each not in self.from_constants]
+        return any(one is not other for (_, one), (_, other) in zip(before, self._constants, strict=True))
 
     @functools.cached_property
     def graph(self) -> onnx.GraphProto:
@@ -206,6 +218,17 @@ def _text(attribute: ir.Attr) -> str:
     if attribute.type in (ir.AttributeType.INT, ir.AttributeType.INTS, ir.AttributeType.STRING):
         return repr((attribute.type, attribute.value))
     return ir.serde.serialize_attribute(attribute).SerializeToString(deterministic=True).hex()
+
+
+def _smaller(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
+    """The numbers of a constant with large sizes made small; ends of slices beyond every size stay."""
+    if tensor.dtype not in (ir.DataType.INT64, ir.DataType.INT32) or tensor.size > _MAX_AXES:
+        return tensor
+    numbers = tensor.numpy()
+    is_size = (numbers > _SMALL_SIZE) & (numbers < _BEYOND)
+    if not is_size.any():
+        return tensor
+    return ir.Tensor(np.where(is_size, _SMALL_SIZE, numbers).astype(numbers.dtype))
 
 
 def _default_of(value: ir.Value) -> ir.TensorProtocol | None:
@@ -243,7 +266,8 @@ def compare(old: Region, new: Region, boundary: Boundary, opset: int) -> bool:
 
     A NotFused where they differ, or the original cannot be run.
     """
-    if (made := max(old.made, new.made)) > _MAX_CONSTANT:
+    made = max(old.made, new.made)
+    if made > _MAX_CONSTANT and not (old.shrink() | new.shrink()):
         raise NotVerified("what is computed from constants is too large.", got=f"{made:,} numbers")
     first, second = _evaluator(old, opset), _evaluator(new, max(opset, ATTENTION_OPSET))
     inputs = {value: boundary.dims_of(value, drawn=True) for value in (*old.inputs, *new.inputs)}
