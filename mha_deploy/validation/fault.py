@@ -67,7 +67,7 @@ GRAPH, FUSION, PRECISION, LOWERING, UNKNOWN = AtFault
 _EXPLANATIONS = {
     GRAPH: "The bundle's own graph gives wrong results in a trusted runtime.",
     FUSION: "In the same precision the engine is right when attention is not fused: the fused kernel is "
-    "wrong, or the way in which attention is written for it.",
+    "wrong, or the form in which attention is written for it.",
     PRECISION: "Without fusion the engine is wrong as well; with attention in float32 it is right.",
     LOWERING: "The graph is right, but the engine is wrong even without fusion and in float32: the lowering "
     "or the runtime is at fault.",
