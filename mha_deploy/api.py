@@ -1,7 +1,7 @@
 """The public Python API: what `import mha_deploy as md` offers.
 
 Each function is a thin layer over the package that does the work, and the command line calls the same
-functions. Heavy packages are imported by the function that needs them. What cannot be done as asked is a
+functions. Heavy packages are imported by the function that needs them. What cannot be done is a
 `mha_deploy.DeployError`, with what happened, what was got and what to try; a function lists the subclasses
 that it raises.
 """
@@ -411,7 +411,7 @@ def fuse_file(
 ) -> FuseReport:
     """Write every attention of an ONNX file as one `Attention` node, into another file.
 
-    Large weights go to `OUTPUT.data` beside it. Both files are there in the end, or neither.
+    Large weights go to `OUTPUT.data` next to it. Either both files are written or neither.
 
     Args:
         source: The file, of opset 13 or newer.
@@ -484,7 +484,7 @@ def build_engine(
         options: The fields of `mha_deploy.options.EngineOptions`.
 
     Raises:
-        BackendUnavailable: The TensorRT that was asked for is not installed or cannot build here.
+        BackendUnavailable: The requested TensorRT is not installed or cannot build here.
 
     Examples:
         >>> engine = md.build_engine("out/tiny", backend="tensorrt-rtx")     # doctest: +SKIP
@@ -582,7 +582,7 @@ def open_engine(path: StrPath) -> Engine:
     """Open an engine that `build_engine` wrote.
 
     Args:
-        path: The `.engine` file; its manifest lies beside it.
+        path: The `.engine` file; its manifest is next to it.
 
     Raises:
         BundleError: It is missing, changed, or of another format.
@@ -603,7 +603,7 @@ def package(bundle: Bundle | StrPath, repository: StrPath, **options: Unpack[Pac
 
     Args:
         bundle: The bundle, or its folder.
-        repository: The folder of the repository; a model is added to one that is there.
+        repository: The folder of the repository; a model is added to an existing one.
         options: The fields of `mha_deploy.options.PackageOptions`.
 
     Raises:
@@ -666,14 +666,14 @@ def validate(
 
     Args:
         bundle: The bundle, or its folder, with or without engines.
-        runners: What is judged in place of the bundle's own graph and engines, beside `graphs` and
+        runners: What is judged in place of the bundle's own graph and engines, with `graphs` and
             `engine_files`: a `Runner` or a Polygraphy runner, or what else `open_runner` takes. A runner that
             is given open stays open.
         on_step: Called as each step begins.
         options: The fields of `mha_deploy.options.ValidateOptions`.
 
     Raises:
-        BackendUnavailable: A runtime that was asked for by name cannot run here, or there is no such server.
+        BackendUnavailable: A runtime that was requested by name cannot run here, or there is no such server.
 
     Examples:
         >>> report = md.validate("out/tiny", latency=False)
@@ -750,7 +750,7 @@ def bench(
         of several.
 
     Raises:
-        BackendUnavailable: There is no GPU, or a runtime that was asked for by name cannot run here.
+        BackendUnavailable: There is no GPU, or a runtime that was requested by name cannot run here.
 
     Examples:
         >>> timing = md.bench("out/tiny", at=["opt"])                        # doctest: +SKIP
@@ -873,7 +873,7 @@ def deploy(
             so, and there is a GPU.
         on_step: Called as each step begins.
         on_result: Called with the bundle, with the evaluation of its graph, and with the engine, as soon as
-            each is there: what was reached before a later step fails.
+            each exists: what was reached before a later step fails.
         options: The fields of `mha_deploy.options.ExportOptions`, and some of `EngineOptions`.
 
     Raises:

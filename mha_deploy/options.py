@@ -326,7 +326,7 @@ class ValidateOptions(TimedOptions):
     metric: Any | None = option(
         None,
         "With --data: your own figure, a function of the outputs and the sample, for the original model "
-        "beside every runtime.",
+        "and every runtime.",
         metavar="file.py:function",
     )
     data_limit: int = option(0, "With --data: most samples. default: all", min=0, max=10**9)
@@ -344,7 +344,7 @@ class ValidateOptions(TimedOptions):
     resume: Path | None = option(
         None,
         "With --data: the file in which results are kept, from which an interrupted run goes on. "
-        "default: data.jsonl beside the report",
+        "default: data.jsonl next to the report",
         metavar="FILE.jsonl",
     )
     requirements: Any | None = option(
@@ -425,7 +425,7 @@ _OF_THIS_MACHINE = (
 def refuse_contradictions(options: ValidateOptions, *, has_runners: bool) -> None:
     """Refuse options of a validation that ask for nothing without others, or for two things at once."""
     if options.data is None and (more := [name for name in _ABOUT_DATA if getattr(options, name)]):
-        what, hint = "These are about data, and there is none.", "give the samples, too: --data, or data="
+        what, hint = "These options need data.", "--data with your samples, or data="
         raise DeployError(what, got=", ".join(more), hint=hint)
     if options.names and not (options.graphs or options.engine_files or has_runners):
         what, hint = "There is nothing whose names could be mapped.", "with graphs, engine_files or runners"

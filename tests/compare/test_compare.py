@@ -473,6 +473,9 @@ def test_the_exit_code_is_the_verdict(run_cli, files, tmp_path):
     assert 'data-verdict="failed"' in page
     assert str(old) in page
     assert str(new) in page
+    columns = re.findall('<th scope="col"([^>]*)>[^<]', page)
+    assert columns
+    assert all("title=" in each for each in columns)
     headings = re.findall("<h2[^>]*>([^<]*)</h2>", page)
     assert headings[0] == "Regressions"
     assert f"compare {old} {new}" in page  # the command

@@ -180,6 +180,8 @@ def test_the_page_is_a_heat_map(bundles, tmp_path):
     cells[place] = replace(cells[place], report={"engines": [{**cells[place].engine, "seconds": 9.0}]})
     page = replace(done, cells=tuple(cells)).to_html()
     verdicts, *_, times = re.findall("<table.*?</table>", page, flags=re.DOTALL)
+    headings = re.findall('<th scope="col"([^>]*)>', page)
+    assert all("title=" in each for each in headings)
     heats = re.findall('<td class="heat ([^"]*)"><span class="status', verdicts)
     assert heats == ["hot-doubt"] * 2 + ["hot-bad"] * 2
     assert re.findall('<td class="heat ([^"]*)"[^>]*>([^<]*)', times) == [("q0", "2.00"), ("q5", "9.00")]
