@@ -52,7 +52,8 @@ _RESULT = -1
 _PARTS = {
     "queries": (("q_scaled", 0), ("scores", 0)),
     "keys": (("scores", 1),),
-    "scores": (("weights", 0),),
+    "scores": (("scores", _RESULT),),
+    "biased scores": (("weights", 0),),
     "softmax weights": (("weights", _RESULT),),
     "values": (("weighted_values", 1),),
     "heads": (("weighted_values", _RESULT),),
@@ -202,9 +203,21 @@ class _Search:
             yield f"BF16 arithmetic in {attention}", _together(parts)
             yield from ((f"{kind} in {attention}", edits) for kind, edits in off[attention].items())
             yield from ((f"{part} in BF16 in {attention}", edits) for part, edits in parts.items())
+        yield from self._others()
         for kind in kinds:
             for (node, i, weight), every in weights.items():
                 yield f"{weight} {kind}", {node: {i: every[kind]}}
+
+    def _others(self) -> Iterator[tuple[str, Edits]]:
+        """Softmax, and matmuls without a weight, that are of no attention node: of one that is not fused."""
+        known = {node for parts in self._parts.values() for edits in parts.values() for node in edits}
+        for name, node in self._nodes.items():
+            is_matmul = is_op(node, "MatMul", "Einsum") and not any(map(_constant, node.inputs))
+            if name in known or not (is_matmul or is_op(node, "Softmax")):
+                continue
+            for i in range(len(node.inputs)):
+                yield f"input {i} of {name} in BF16", {name: {i: in_bf16}}
+            yield f"result of {name} in BF16", {name: {_RESULT: in_bf16}}
 
     def _factors(self, attention: str) -> dict[str, Edits]:
         """An attention whose scale is off, and one whose result is."""
