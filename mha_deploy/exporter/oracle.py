@@ -245,12 +245,15 @@ class Float64(Intercept):
             args = (*args[:2], False)
         if packet is _aten.scaled_dot_product_attention:
             args, kwargs = _fully_masked_alike(args, kwargs)
-        own = torch.get_default_dtype()
-        torch.set_default_dtype(self.wide[torch.float16])  # of new tensors, and quotients of integers
-        try:
+        own, wide = torch.get_default_dtype(), self.wide[torch.float16]
+        if own is wide:
             result = func(*args, **kwargs)
-        finally:
-            torch.set_default_dtype(own)
+        else:
+            torch.set_default_dtype(wide)  # of new tensors, and quotients of integers
+            try:
+                result = func(*args, **kwargs)
+            finally:
+                torch.set_default_dtype(own)
         if packet in _SUMS_OF_TWO and isinstance(result, Tensor) and result.is_floating_point():
             result = torch.where(result <= ABSORBS_FLOAT32, result.float().to(result.dtype), result)
         if self.wide is not _WIDE:  # a module may ask for another type itself
@@ -433,6 +436,8 @@ class RandomRounding(Float64):
     def call(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """One call, rounded where kernels round."""
         name = getattr(getattr(func, "overloadpacket", func), "__name__", "")
+        if name == "__get__":  # an attribute, such as the shape
+            return func(*args, **kwargs)
         if name == "scaled_dot_product_attention" and self._bits is not None:
             args, kwargs = _changed((args, kwargs), self._operand)
             args, kwargs = _fully_masked_alike(args, kwargs)

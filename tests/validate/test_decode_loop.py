@@ -75,7 +75,7 @@ def test_the_layer_passes(cache, precision, path):
         assert report.errors == report.eager_errors
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("cache", "precision"),
     [
