@@ -136,8 +136,8 @@ class HeadSimilarity:
         axes.set_yticks(ticks)
         if Hq <= _CELL_TEXT_UP_TO:
             for (row, column), value in np.ndenumerate(self.matrix.round(2) + 0.0):  # + 0.0: no "-0.00"
-                colour = "white" if abs(value) > 0.6 else "black"
-                axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=8, color=colour)
+                color = "white" if abs(value) > 0.6 else "black"
+                axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=8, color=color)
         drawn = io.BytesIO()
         figure.savefig(drawn, format="png", dpi=150, metadata={"Software": f"{TOOL} {__version__}"})
         write_file(path, drawn.getvalue(), is_image, overwrite=overwrite, inputs=inputs)

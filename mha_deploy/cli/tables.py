@@ -191,7 +191,7 @@ def fuse_renderable(report: FuseReport) -> RenderableType:
         rows.append((each.name, heads, f"{each.scale:.4g}", mask, result))
     for left in report.unfused:
         where = f" ({left.place})" if left.place else ""
-        what = "not expressible" if left.recognised else "not recognized"
+        what = "not expressible" if left.recognized else "not recognized"
         rows.append((left.name, " ", " ", " ", f"not fused, {what}: {left.reason}{where}"))
     rows += [(name, " ", " ", " ", "was an Attention node already") for name in report.already]
     built = table("", ("attention", "Hq/Hkv×D", "scale", "mask", "result"), rows)
@@ -199,7 +199,7 @@ def fuse_renderable(report: FuseReport) -> RenderableType:
         Text(f"changed: {summarize_names([repair.name for repair in alike])}: {'; '.join(alike[0].changes)}")
         for alike in group_by(report.repairs, lambda repair: (without_numbers(repair.name), repair.changes))
     ]
-    count, known = len(report.fused), sum(each.recognised for each in report.unfused)
+    count, known = len(report.fused), sum(each.recognized for each in report.unfused)
     unknown = len(report.unfused) - known
     total = f"{count} fused, {known} recognized but not expressible, {unknown} not recognized"
     total += f", {len(report.already)} were Attention already" if report.already else ""

@@ -159,7 +159,7 @@ class _EngineBuild:
             engine_bytes=len(built.plan),
             seconds=round(built.seconds, 3),
             strongly_typed=built.strongly_typed,
-            verdict=engines.with_unrecognised(verdict, self.bundle.manifest, profiles=profiles),
+            verdict=engines.with_unrecognized(verdict, self.bundle.manifest, profiles=profiles),
             kernels=_kernel_records(built),
             options=request.record(),
             findings=[asdict(finding) for finding in findings],

@@ -304,7 +304,7 @@ def _misfit(engine: EngineManifest, bundle: Manifest) -> str | None:
     """Where an engine's manifest differs from the bundle that it was built from."""
     if (engine.model, engine.precision) != (bundle.spec.name, bundle.precision.name):
         return f"{engine.model} {engine.precision}, not {bundle.spec.name} {bundle.precision.name}"
-    names = {*(str(node.get("name")) for node in bundle.attention), *_unrecognised(bundle)}
+    names = {*(str(node.get("name")) for node in bundle.attention), *_unrecognized(bundle)}
     judged = {(node.node, node.profile) for node in engine.verdict.nodes}
     if judged != {(name, profile) for name in names for profile in range(len(engine.profiles))}:
         return f"a verdict on {len(judged)} attentions and profiles, not on {len(names)} attentions each"
@@ -612,7 +612,7 @@ def _has_their_sizes(kernels: Sequence[Kernel], graph: ir.Model) -> bool:
 # -- The attentions of a bundle that are no node of its graph, in the verdict on an engine ---------
 
 
-def _unrecognised(manifest: Manifest) -> dict[str, EngineReason]:
+def _unrecognized(manifest: Manifest) -> dict[str, EngineReason]:
     """The attentions of a bundle that are no node of its graph, by names of their own, with the reasons."""
     found, taken = dict[str, EngineReason](), {str(node["name"]) for node in manifest.attention}
     for index in range(manifest.spec.attention_count - len(manifest.attention)):
@@ -626,10 +626,10 @@ def _unrecognised(manifest: Manifest) -> dict[str, EngineReason]:
     return found
 
 
-def with_unrecognised(verdict: EngineVerdict, manifest: Manifest, *, profiles: int) -> EngineVerdict:
+def with_unrecognized(verdict: EngineVerdict, manifest: Manifest, *, profiles: int) -> EngineVerdict:
     """The verdict on all attentions of a bundle, from that on the attention nodes of its graph."""
     nodes = list(verdict.nodes)
-    for name, reason in _unrecognised(manifest).items():
+    for name, reason in _unrecognized(manifest).items():
         decomposed = NodeVerdict(
             node=name, profile=0, status=FusionStatus.DECOMPOSED, reasons=(reason,), source="graph"
         )

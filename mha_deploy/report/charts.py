@@ -69,14 +69,14 @@ FAMILIES = {"pytorch": "circle", "onnxruntime": "square", "tensorrt": "diamond",
 class Series(NamedTuple):
     """How one row looks."""
 
-    colour: int  # number of its color, from 0
+    color: int  # number of its color, from 0
     mark: str  # `circle`, `square` or `diamond`
     hollow: bool  # whether its mark is empty: a second round through the colors
 
     @property
     def css(self) -> str:
         """Its class in the style sheet."""
-        return f"s{self.colour}{' hollow' if self.hollow else ''}"
+        return f"s{self.color}{' hollow' if self.hollow else ''}"
 
 
 def series_of(latencies: Iterable[Mapping[str, Any] | None]) -> dict[str, Series]:
@@ -86,7 +86,7 @@ def series_of(latencies: Iterable[Mapping[str, Any] | None]) -> dict[str, Series
     for row in (row for point in points for row in point["rows"]):
         families.setdefault(row["name"], row["family"])
     return {
-        name: Series(colour=i % len(LIGHT), mark=FAMILIES[family], hollow=i // len(LIGHT) % 2 == 1)
+        name: Series(color=i % len(LIGHT), mark=FAMILIES[family], hollow=i // len(LIGHT) % 2 == 1)
         for i, (name, family) in enumerate(families.items())
     }
 
@@ -94,7 +94,7 @@ def series_of(latencies: Iterable[Mapping[str, Any] | None]) -> dict[str, Series
 def palette_css() -> str:
     """The colors as custom properties of the style sheet."""
     light, dark = (
-        ";".join(f"--{kind}{i}:{colour}" for kind in palette for i, colour in enumerate(palette[kind]))
+        ";".join(f"--{kind}{i}:{color}" for kind in palette for i, color in enumerate(palette[kind]))
         for palette in ({"s": LIGHT, "q": HEAT_LIGHT}, {"s": DARK, "q": HEAT_DARK})
     )
     used = [f".s{i}{{--c:var(--s{i})}}" for i in range(len(LIGHT))]
@@ -437,15 +437,15 @@ def decode_look(names: Sequence[str], latency: Data | None, look: Look) -> dict[
     known = {name: rows[name] for name in names if name in rows}
     if EAGER in names and "eager" in look:
         known[EAGER] = look["eager"]
-    taken = {(series.hollow, series.colour) for series in look.values()}
-    here = {series.colour for series in known.values()}
+    taken = {(series.hollow, series.color) for series in look.values()}
+    here = {series.color for series in known.values()}
     free = [each for each in product((False, True), range(len(LIGHT))) if each not in taken]
     order = iter(sorted(free, key=lambda each: each[1] in here))
     families = {EAGER: "pytorch", "torch": "pytorch", "tensorrt": "tensorrt", "onnx": "onnx"}
     for name in (each for each in names if each not in known):
-        hollow, colour = next(order, (True, 0))
+        hollow, color = next(order, (True, 0))
         family = next((families[each] for each in families if name.startswith(each)), "onnxruntime")
-        known[name] = Series(colour=colour, mark=FAMILIES[family], hollow=hollow)
+        known[name] = Series(color=color, mark=FAMILIES[family], hollow=hollow)
     return known
 
 

@@ -185,7 +185,7 @@ def test_a_computed_scale_is_the_number_that_the_graph_computes(scale):
 def test_a_scale_that_no_attribute_has_is_named(op_type, number):
     g = Hand()
     report = fused(g.model(g.attend(g.op(op_type, g.scores(), g.const(number)))))[1]
-    assert [(left.recognised, "not positive" in left.reason) for left in report.unfused] == [(True, True)]
+    assert [(left.recognized, "not positive" in left.reason) for left in report.unfused] == [(True, True)]
 
 
 @pytest.mark.parametrize("op_type", ["Mul", "Div"])
@@ -244,7 +244,7 @@ def test_attention_by_distance(spelled):
 def test_a_negative_scale_is_named():
     g = Hand()
     report = check_same(g.model(g.attend(g.op("Neg", g.scores()))))
-    assert [(left.recognised, "not positive" in left.reason) for left in report.unfused] == [(True, True)]
+    assert [(left.recognized, "not positive" in left.reason) for left in report.unfused] == [(True, True)]
 
 
 EINSUMS = {
@@ -407,7 +407,7 @@ def test_a_sink_that_is_scaled_later_is_named():
     both = g.op("Mul", g.op("Concat", g.scores(), sink, axis=-1), g.const(0.3))
     weights = g.op("Slice", g.op("Softmax", both), g.ints(0), g.ints(-1), g.ints(-1))
     report = check_same(g.model(g.op("MatMul", weights, "v")))
-    assert [left.recognised for left in report.unfused] == [True]
+    assert [left.recognized for left in report.unfused] == [True]
 
 
 def test_attentions_that_share_a_mask_in_any_order():

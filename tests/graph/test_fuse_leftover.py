@@ -106,7 +106,7 @@ def test_weights_without_a_softmax_are_counted(attend):
     plain = g.attend(g.scores())
     report = check_same(g.model(plain, attend(g, g.scores())))
     assert (len(report.fused), len(report.unfused)) == (1, 1)
-    assert report.unfused[0].recognised
+    assert report.unfused[0].recognized
     assert "in the place of the softmax" in report.unfused[0].reason
 
 
@@ -132,7 +132,7 @@ def test_linear_attention_is_counted_once(features, keys_first):
     total = g.op("MatMul", q, g.op("ReduceSum", kt, g.ints(-1), keepdims=1))
     report = check_same(g.model(g.op("Div", y, total), g.attend(g.scores())))
     assert (len(report.fused), len(report.unfused)) == (1, 1)
-    assert report.unfused[0].recognised
+    assert report.unfused[0].recognized
     assert "linear attention" in report.unfused[0].reason
 
 
@@ -140,7 +140,7 @@ def test_linear_attention_is_counted_once(features, keys_first):
 def test_other_operators_of_attention_are_counted(op):
     text = PARTS.replace('"own" : 1', '"own" : 1, "com.microsoft" : 1').replace("BODY", f"y = {op} (q, k, v)")
     _, report = fuse_attention(ir.from_proto(onnx.parser.parse_model(text)))
-    assert [(left.recognised, op.split(".")[-1] in left.reason) for left in report.unfused] == [(True, True)]
+    assert [(left.recognized, op.split(".")[-1] in left.reason) for left in report.unfused] == [(True, True)]
 
 
 # As ONNX Runtime's optimizer writes attention, and its quantizer.

@@ -136,7 +136,7 @@ def test_a_fill_that_other_scores_could_be_below_stays(causal, fill):
     g = Hand()
     shown = g.const(LOWER, bool) if causal else g.input("m", [2, 1, 1, S], TensorProto.BOOL)
     _, report = fused(g.model(g.attend(g.op("Where", shown, g.scores(), g.const(fill)))))
-    assert [left.recognised for left in report.unfused] == [True]
+    assert [left.recognized for left in report.unfused] == [True]
     assert f"{fill:g}" in report.unfused[0].reason
 
 

@@ -60,5 +60,5 @@ def test_a_runtime_looks_as_its_row_does_and_no_two_curves_alike():
     look = decode_look(names, latency, rows)
     assert look["tensorrt 8.6.1"] == rows["tensorrt"]
     assert look[EAGER] == rows["eager"]
-    assert len({series.colour for series in look.values()}) == len(names)
+    assert len({series.color for series in look.values()}) == len(names)
     assert [look[name].mark for name in names] == ["circle", "diamond", "square", "square"]

@@ -288,7 +288,7 @@ def test_a_benchmark_can_be_copied_without_a_script():
     assert {len(line) for line in lines} == {11}
 
 
-def test_a_row_has_one_colour_on_the_whole_page():
+def test_a_row_has_one_color_on_the_whole_page():
     found = set(
         re.findall(r'class="mark (s\d)[^"]*"[^>]*></\w+></svg> <span>([^<]+)</span>', page_of("bench"))
     )

@@ -232,35 +232,35 @@ CONES = np.array([[0.41222, 0.53633, 0.05145], [0.21190, 0.68070, 0.10740], [0.0
 OKLAB = np.array([[0.21045, 0.79362, -0.00407], [1.97800, -2.42859, 0.45059], [0.02590, 0.78277, -0.80868]])
 
 
-def linear(colour):
-    value = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)]) / 255
+def linear(color):
+    value = np.array([int(color[i : i + 2], 16) for i in (1, 3, 5)]) / 255
     return np.where(value <= 0.04045, value / 12.92, ((value + 0.055) / 1.055) ** 2.4)
 
 
 def contrast(a, b):
-    low, high = sorted(float(linear(colour) @ [0.2126, 0.7152, 0.0722]) for colour in (a, b))
+    low, high = sorted(float(linear(color) @ [0.2126, 0.7152, 0.0722]) for color in (a, b))
     return (high + 0.05) / (low + 0.05)
 
 
-def oklab(colour, sight):
-    return OKLAB @ np.cbrt(CONES @ np.clip(sight @ linear(colour), 0, 1))
+def oklab(color, sight):
+    return OKLAB @ np.cbrt(CONES @ np.clip(sight @ linear(color), 0, 1))
 
 
 @pytest.mark.parametrize("sight", SIGHTS)
-@pytest.mark.parametrize("colours", [LIGHT, DARK], ids=["light", "dark"])
-def test_colours_stay_apart_for_every_sight(colours, sight):
-    places = [oklab(colour, SIGHTS[sight]) for colour in colours]
+@pytest.mark.parametrize("colors", [LIGHT, DARK], ids=["light", "dark"])
+def test_colors_stay_apart_for_every_sight(colors, sight):
+    places = [oklab(color, SIGHTS[sight]) for color in colors]
     assert min(math.dist(a, b) for a, b in itertools.combinations(places, 2)) > 0.09
 
 
-@pytest.mark.parametrize(("colours", "page"), [(LIGHT, LIGHT_PAGE), (DARK, DARK_PAGE)], ids=["light", "dark"])
-def test_colours_stand_out_from_the_page(colours, page):
-    assert all(contrast(colour, page) >= 3 for colour in colours)
+@pytest.mark.parametrize(("colors", "page"), [(LIGHT, LIGHT_PAGE), (DARK, DARK_PAGE)], ids=["light", "dark"])
+def test_colors_stand_out_from_the_page(colors, page):
+    assert all(contrast(color, page) >= 3 for color in colors)
 
 
 @pytest.mark.parametrize(("steps", "sign"), [(HEAT_LIGHT, -1), (HEAT_DARK, 1)], ids=["light", "dark"])
 def test_the_steps_of_a_heatmap_are_even(steps, sign):
-    lightness = [sign * oklab(colour, SIGHTS["usual"])[0] for colour in steps]
+    lightness = [sign * oklab(color, SIGHTS["usual"])[0] for color in steps]
     gaps = np.diff(lightness)
     assert gaps.min() > 0
     assert gaps.max() < 1.25 * gaps.min()
@@ -269,13 +269,13 @@ def test_the_steps_of_a_heatmap_are_even(steps, sign):
 def test_a_row_keeps_its_look_in_every_latency():
     again = series_of([None, {"gpu": "x", "points": [LATENCY["points"][0]]}, LATENCY])
     assert again == LOOK
-    assert len({(series.colour, series.hollow) for series in LOOK.values()}) == 8
+    assert len({(series.color, series.hollow) for series in LOOK.values()}) == 8
 
 
-def test_a_second_round_of_colours_is_hollow():
+def test_a_second_round_of_colors_is_hollow():
     row = {"family": "pytorch"}
     rows = [{**row, "name": str(i)} for i in range(10)]
     look = series_of([{"points": [{"rows": rows}]}])
-    assert [look["0"].colour, look["8"].colour] == [0, 0]
+    assert [look["0"].color, look["8"].color] == [0, 0]
     assert not look["0"].hollow
     assert look["8"].hollow

@@ -79,7 +79,7 @@ class UnfusedSoftmax:
     name: str  # the module it came from, else the softmax node
     place: str | None  # source file and line, where the file says
     reason: str  # why it is not fused
-    recognised: bool = False  # whether it was recognized, and ONNX's `Attention` cannot express it
+    recognized: bool = False  # whether it was recognized, and ONNX's `Attention` cannot express it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +203,7 @@ class _Fusion:
                 name=values.module_of(node),
                 place=place_of(node),
                 reason=refusal.in_one_line,
-                recognised=isinstance(refusal, NotExpressible),
+                recognized=isinstance(refusal, NotExpressible),
             )
             for node in nodes_in(self._model.graph)
             if (refusal := refusals.get(node)) is not None

@@ -479,12 +479,12 @@ def build_engine(rt: TensorRT, request: BuildRequest, on_progress: OnProgress | 
         monitor = None
         if on_progress is not None and rt.can.progress_monitor:
             monitor = config.progress_monitor = _make_monitor(trt, on_progress)
-        serialised = builder.build_serialized_network(network, config)
+        serialized = builder.build_serialized_network(network, config)
         if monitor is not None and monitor.failure is not None:
             raise monitor.failure
-        if serialised is None:
+        if serialized is None:
             raise _build_failure(rt, messages, names)
-        plan, seconds = bytes(serialised), time.perf_counter() - started
+        plan, seconds = bytes(serialized), time.perf_counter() - started
         _refuse_ignored_inputs(rt, messages, names)
         kernels, problems = _kernels_by_source(rt, plan, messages, request)
         warnings = tuple(message.text for message in messages if message.severity == "WARNING")
