@@ -19,6 +19,7 @@ import copy
 import multiprocessing
 import os
 import random
+import subprocess
 import tempfile
 import textwrap
 import time
@@ -364,6 +365,14 @@ class Row(Struct):
     seeds: dict[str, tuple[int, int]] = field(default_factory=dict)  # how many failed, of how many
     found: dict[str, dict[str, tuple[str, float]]] = field(default_factory=dict)  # of every mistake
     seconds: float = 0.0
+    commit: str = ""  # what was measured
+
+
+def _commit() -> str:
+    """The commit of this checkout, with a + where it was changed; empty outside of one."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+", "--exclude=*"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    return found.stdout.strip()
 
 
 def validated(bundle: Any, runner: Runner, **options: Any) -> Validation:
@@ -382,7 +391,7 @@ def measure(name: str, seeds: int) -> tuple[str, Row]:
     """Every mistake in one model, for both kinds of accumulation."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    started, row = time.monotonic(), Row()
+    started, row = time.monotonic(), Row(commit=_commit())
     md.configure(trust_code=True)
     random.seed(0)
     with tempfile.TemporaryDirectory() as folder:
@@ -481,15 +490,16 @@ def lines_of(rows: Mapping[str, Row]) -> list[str]:
         f"--results FOLDER --out docs/sensitivity-own.md`; versions: {with_}."
     )
     lines = ["# Mistakes in models of your own", "", *textwrap.wrap(about, 100, break_on_hyphens=False), ""]
-    lines += ["| model | accumulation | right | failed, of seeds | mistakes | caught | named | missed |"]
-    lines += ["|---|---|---|---|---|---|---|---|"]
+    titles = "model | commit | accumulation | right | failed, of seeds | mistakes | caught | named | missed"
+    lines += [f"| {titles} |", f"|{'---|' * len(titles.split(' | '))}"]
     for name, row in rows.items():
         for kind in ("fp32", "fp16"):
             words = [word for word, _ in row.found[kind].values() if word != "rounding"]
             counts = " | ".join(str(words.count(word)) for word in ("caught", "named", "missed"))
             failed, of = row.seeds[kind]
             share = f"{row.right[kind]:.2f}"
-            lines.append(f"| {name} | {kind} | {share} | {failed} of {of} | {len(words)} | {counts} |")
+            about_it = f"{name} | {row.commit or 'unknown'}"
+            lines.append(f"| {about_it} | {kind} | {share} | {failed} of {of} | {len(words)} | {counts} |")
     for kind in ("fp32", "fp16"):
         found = [word for row in rows.values() for word, _ in row.found[kind].values()]
         words = [word for word in found if word != "rounding"]
