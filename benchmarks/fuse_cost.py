@@ -1,4 +1,4 @@
-"""Print what `fuse` costs on large graphs: nodes, seconds and peak memory, each in a process of its own.
+"""Print what passes cost on large graphs: nodes, seconds and peak memory, each in a process of its own.
 
     python benchmarks/fuse_cost.py [--profile] [KIND:NODES ...]
 
@@ -7,7 +7,8 @@ The kinds: `layers` (transformer layers whose attention is written out, dynamic 
 does not have), `long` (attentions whose scores come through a long chain of cheap steps), `shared` (all
 layers read one mask), `activations` (a long chain of them behind one matmul of two computed tensors),
 `softmaxes` (many that read one long chain), `respelled` (masks that multiply the scores, and in every second
-layer an operator that Attention does not have). The seconds are of the processor, on one core. `--profile`
+layer an operator that Attention does not have). All are fused, but for `planned` (elementwise operators),
+which is planned in mixed precision. The seconds are of the processor, on one core. `--profile`
 prints the functions that take most of them.
 """
 
@@ -27,7 +28,8 @@ import onnx
 import onnx_ir as ir
 from onnx import TensorProto, helper, numpy_helper
 
-from mha_deploy.graph.fuse import fuse_attention
+from mha_deploy.graph.fuse import FuseReport, fuse_attention
+from mha_deploy.runtime import plan_mixed_precision
 
 DEFAULT: tuple[str, ...] = (
     "layers:10000",
@@ -37,7 +39,7 @@ DEFAULT: tuple[str, ...] = (
     "unfusable:36001",
     "long:36001",
 )
-DEFAULT += ("activations:36001", "softmaxes:36001", "respelled:36001")
+DEFAULT += ("activations:36001", "softmaxes:36001", "respelled:36001", "planned:10000")
 H, D = 2, 8
 E = H * D
 
@@ -119,7 +121,7 @@ def model_of(kind: str, count: int) -> ir.Model:
             ends.append(g.op("MatMul", g.op("Softmax", g.op("Cos", x)), "projection"))
         return g.model(g.op("Sum", *ends))
     while len(g.nodes) < count:
-        if kind in ("chain", "activations"):
+        if kind in ("chain", "activations", "planned"):
             x = g.op(("Relu", "Tanh", "Neg", "Sigmoid")[len(g.nodes) % 4], x)
         elif kind == "unfusable":
             x = g.attention(x, "Sin")
@@ -132,6 +134,14 @@ def model_of(kind: str, count: int) -> ir.Model:
     return g.model(x)
 
 
+def planned(model: ir.Model) -> FuseReport:
+    """Plan mixed precision on two small inputs; nothing is fused."""
+    drawn = np.random.default_rng(0).standard_normal((2, 5, E)).astype(np.float32)
+    keep = np.ones((2, 1, 1, 5), np.float32)
+    plan_mixed_precision(model, {"one": {"x": drawn, "keep": keep}, "two": {"x": drawn / 2, "keep": keep}})
+    return FuseReport()
+
+
 def measure(kind: str, count: int, profile: bool) -> None:
     """Fuse one model, and print its line."""
     model = model_of(kind, count)
@@ -140,7 +150,7 @@ def measure(kind: str, count: int, profile: bool) -> None:
     begin = time.process_time()
     if profiler is not None:
         profiler.enable()
-    _, report = fuse_attention(model)
+    report = planned(model) if kind == "planned" else fuse_attention(model)[1]
     if profiler is not None:
         profiler.disable()
     seconds = time.process_time() - begin
