@@ -236,9 +236,20 @@ _idle: dict[str, list[Child]] = {}
 # One of a family: an idle child of PyTorch on a GPU occupies gigabytes. ONNX Runtime runs an original beside
 # what is made of it.
 _MOST_IDLE = {ONNX_RUNTIME: 2}
-# Children belong to the process that started them, and not to its forks.
-os.register_at_fork(after_in_child=_children.clear)
-os.register_at_fork(after_in_child=_idle.clear)
+_inherited: list[Child] = []
+
+
+def _leave_children() -> None:
+    """Children belong to the process that started them, and not to its forks, which only keep the objects.
+
+    To delete one that runs is a warning of Python's.
+    """
+    _inherited.extend(_children)
+    _children.clear()
+    _idle.clear()
+
+
+os.register_at_fork(after_in_child=_leave_children)
 
 
 @atexit.register
@@ -252,15 +263,16 @@ def end_children() -> None:
 def prepare_child(family: str) -> None:
     """Start a child in advance, so that it imports its runtime while this process works."""
     if isolation.enabled and not _idle.get(family):
-        _idle[family] = [Child(family)]
+        _idle.setdefault(family, []).append(Child(family))
 
 
 def _take_child(family: str) -> Child:
-    while idle := _idle.get(family):
-        child = idle.pop()
-        if child.is_alive:
-            return child
-        child.close()
+    with contextlib.suppress(IndexError):  # none is left; other threads take from the list, too
+        while True:
+            child = _idle.setdefault(family, []).pop()
+            if child.is_alive:
+                return child
+            child.close()
     return Child(family)
 
 
