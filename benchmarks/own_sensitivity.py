@@ -366,6 +366,7 @@ class Row(Struct):
     found: dict[str, dict[str, tuple[str, float]]] = field(default_factory=dict)  # of every mistake
     seconds: float = 0.0
     commit: str = ""  # what was measured
+    note: str = ""  # how, where it was not all at once
 
 
 def _commit() -> str:
@@ -500,6 +501,8 @@ def lines_of(rows: Mapping[str, Row]) -> list[str]:
             share = f"{row.right[kind]:.2f}"
             about_it = f"{name} | {row.commit or 'unknown'}"
             lines.append(f"| {about_it} | {kind} | {share} | {failed} of {of} | {len(words)} | {counts} |")
+    for note in dict.fromkeys(row.note for row in rows.values() if row.note):
+        lines += ["", *textwrap.wrap(note, 100, break_on_hyphens=False)]
     for kind in ("fp32", "fp16"):
         found = [word for row in rows.values() for word, _ in row.found[kind].values()]
         words = [word for word in found if word != "rounding"]

@@ -120,7 +120,7 @@ _SUSPECT_CHANCE = 0.7
 # the square of the ratio of their roundoffs, however many numbers there are.
 _TO_NEAREST = (2.0**-11 / 2.0**-8) ** 2
 # Of many mistakes that are looked for, chance leaves so many standard deviations of one in some sample.
-_DEVIATIONS = 2.0
+_DEVIATIONS = 2.5
 _OUTSTANDING = 3.0  # a head with so many times the error of the usual head is named
 
 Suspects = Mapping[str, tuple[np.ndarray, float | None]]
