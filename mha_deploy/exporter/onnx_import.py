@@ -321,13 +321,17 @@ class OnnxSource(ExportSource):
         own = [name for name in self.axes if name not in self._given]
         if not own or self._fails() is None:
             return
-        before = self.dims, self.axes
+        before, batches = (self.dims, self.axes), {name for name, axis in self.axes.items() if axis == _BATCH}
         weights = (each.shape for each in self.original.graph.initializers.values() if each.shape)
         numbers = sorted({size for shape in weights for size in shape if isinstance(size, int)})
         numbers = [each for each in numbers if 1 < each <= _LARGEST_TIE][:_MOST_TIES]
         tried: list[dict[str, str | int]] = []
-        tried += ({name: other} for name in reversed(own) for other in self.axes if other != name)
+        pairs = [(name, other) for name in reversed(own) for other in self.axes if other != name]
+        # A length is that of another, or of a weight, rather than the batch.
+        alike = [{name: other} for name, other in pairs if (self.axes[name] == _BATCH) == (other in batches)]
+        tried += alike
         tried += ({name: number} for name in own for number in numbers)
+        tried += ({name: other} for name, other in pairs if {name: other} not in alike)
         lengths = [name for name in own if self.axes[name] != _BATCH]
         if len(lengths) > 2:
             tried.append(dict.fromkeys(lengths[1:], lengths[0]))

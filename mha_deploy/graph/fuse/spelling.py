@@ -655,9 +655,9 @@ def _einsum(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
     """An einsum of a single query, which has no axis of queries, as one with such an axis."""
     if (moved := _behind(node, builder)) is not None:
         return moved
-    inputs, arrow, out = (node.attributes.get_string("equation") or "").replace(" ", "").partition("->")
+    inputs, _, out = (node.attributes.get_string("equation") or "").replace(" ", "").partition("->")
     texts, output = inputs.split(","), node.outputs[0]
-    if len(texts) != 2 or not arrow or "." in inputs or not all(map(_is_computed, node.inputs)):
+    if len(texts) != 2 or not out or "." in inputs or not all(map(_is_computed, node.inputs)):
         return None
     for at in (0, 1):
         value, few, many = node.inputs[at], texts[at], texts[1 - at]
@@ -718,9 +718,11 @@ def _padded(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
     axes = constant_ints(node, 3)
     pads = constant_ints(node, 1) or (_folded_ints(node.inputs[1]) if _feeds_softmax(output) else None)
     sizes, fill = sizes_of(scores), 0.0 if input_at(node, 2) is None else scalar_of(node.inputs[2])
-    if scores is None or scores.dtype is None or sizes is None or pads is None or fill is None:
+    if scores is None or scores.dtype is None or not sizes or pads is None or fill is None:
         return None
     where = range(len(sizes)) if axes is None else [axis % len(sizes) for axis in axes]
+    if (axes is None and input_at(node, 3) is not None) or len(pads) != 2 * len(where):
+        return None
     ends = [(axis, pads[at], pads[at + len(where)]) for at, axis in enumerate(where)]
     more = [each for each in ends if each[1:] != (0, 0)]
     if node.attributes.get_string("mode", "constant") != "constant" or len(more) != 1:
