@@ -328,10 +328,10 @@ class OnnxSource(ExportSource):
         tried: list[dict[str, str | int]] = []
         pairs = [(name, other) for name in reversed(own) for other in self.axes if other != name]
         # A length is that of another, or of a weight, rather than the batch.
-        alike = [{name: other} for name, other in pairs if (self.axes[name] == _BATCH) == (other in batches)]
-        tried += alike
+        alike = [pair for pair in pairs if (pair[0] in batches) == (pair[1] in batches)]
+        tried += ({name: other} for name, other in alike)
         tried += ({name: number} for name in own for number in numbers)
-        tried += ({name: other} for name, other in pairs if {name: other} not in alike)
+        tried += ({name: other} for name, other in pairs if (name, other) not in alike)
         lengths = [name for name in own if self.axes[name] != _BATCH]
         if len(lengths) > 2:
             tried.append(dict.fromkeys(lengths[1:], lengths[0]))
