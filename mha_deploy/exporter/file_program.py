@@ -187,6 +187,7 @@ class FileProgram:
         """The outputs, and the values that are kept, by name; floats in FP64."""
         self._mode = mode
         wide = {name: x if x.dtype.kind in "iub" else x.astype(np.float64) for name, x in feeds.items()}
-        with graph_code(self._title):
+        # A fully masked query is NaN before it becomes zero, which is no warning for anybody.
+        with graph_code(self._title), np.errstate(all="ignore"):
             results = self._evaluator.run(self._names, wide)
         return dict(zip(self._names, map(np.asarray, results), strict=True))

@@ -37,7 +37,8 @@ class OnnxReferenceRunner(Runner):
 
     def _run(self, feeds: Arrays) -> dict[str, np.ndarray]:
         names = list(self.outputs)
-        with foreign_errors("The reference evaluator failed on these inputs."):
+        # What is not finite is judged, and no warning.
+        with foreign_errors("The reference evaluator failed on these inputs."), np.errstate(all="ignore"):
             return dict(zip(names, self._evaluator.run(names, dict(feeds)), strict=True))
 
 

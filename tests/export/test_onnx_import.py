@@ -155,6 +155,24 @@ def test_what_cannot_be_imported_is_refused(file, tmp_path, options, message):
     assert not (tmp_path / "bundle").exists()
 
 
+def test_numbers_that_are_nan_on_the_way_are_no_warning(tmp_path, recwarn):
+    """A query that sees no key: its softmax is NaN, which the file replaces."""
+    text = """<ir_version: 8, opset_import: ["": 17]>
+    g (float[B, 4, 8] x) => (float[B, 4, 8] y) <float minus = {-inf}, float zero = {0.0}> {
+        turned = Transpose<perm = [0, 2, 1]>(x)
+        scores = MatMul(x, turned)
+        hidden = Add(scores, minus)
+        weights = Softmax<axis = -1>(hidden)
+        nan = IsNaN(weights)
+        kept = Where(nan, zero, weights)
+        seen = MatMul(kept, x)
+        y = Add(seen, x)
+    }"""
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "model.onnx")
+    md.import_onnx(tmp_path / "model.onnx", tmp_path / "bundle", precision="fp32", golden=("opt",))
+    assert [str(each.message) for each in recwarn if each.category is RuntimeWarning] == []
+
+
 def test_a_size_that_is_a_product_of_axes_is_refused(tmp_path):
     flat = helper.make_graph(
         [helper.make_node("Reshape", ["x", "shape"], ["y"])],
