@@ -34,11 +34,13 @@ from mha_deploy.options import (
     EngineOptions,
     ExportOptions,
     Limits,
+    OnStep,
     PackageOptions,
     ValidateOptions,
     in_python,
     options_of,
     refuse_contradictions,
+    silent,
 )
 from mha_deploy.output import check_file, is_nobodys, scratch_folder
 from mha_deploy.report import check_results
@@ -84,8 +86,6 @@ if TYPE_CHECKING:
 DeployError.in_python = staticmethod(in_python)  # here hints name keywords, not options of the command line
 
 StrPath = str | os.PathLike[str]
-OnStep = Callable[[str, int, int], None]
-"""Called as each step of a long job begins: its name, its number from 0, their count (0 if unknown)."""
 
 __all__ = [
     "BenchReport", "Inspection", "Model", "Report", "analyze", "bench", "bisect",
@@ -261,7 +261,7 @@ def export(
 
     found, settings = find_model(model, example_inputs=example_inputs, axes=axes), ExportOptions(**options)
     settings = replace(settings, **found.weight_options(weights, settings.prefix))
-    return export_model(found, Path(out), settings, inputs or {}, on_step or _silent)
+    return export_model(found, Path(out), settings, inputs or {}, on_step or silent)
 
 
 def prune(
@@ -327,7 +327,7 @@ def prune(
         metric=metric,
         **found.weight_options(weights, prefix),
     )
-    return prune_model(found, Path(out), options, heads=heads, kv_heads=kv_heads, on_step=on_step or _silent)
+    return prune_model(found, Path(out), options, heads=heads, kv_heads=kv_heads, on_step=on_step or silent)
 
 
 def import_onnx(
@@ -501,7 +501,7 @@ def build_engine(
     target = (
         None if save_onnx is None else check_file(Path(save_onnx), is_nobodys, overwrite=settings.overwrite)
     )
-    (on_step or _silent)("lower, parse and build", 0, 0)
+    (on_step or silent)("lower, parse and build", 0, 0)
     if repeat != 1:
         from mha_deploy.engine.build import rebuild_engine
 
@@ -575,7 +575,7 @@ def refit(
 
     found = open_engine(engine) if isinstance(engine, str | os.PathLike) else engine
     options = ExportOptions(prefix=prefix, overwrite=overwrite)
-    return refit_bundle(found, Path(weights), Path(out), options, latency=latency, on_step=on_step or _silent)
+    return refit_bundle(found, Path(weights), Path(out), options, latency=latency, on_step=on_step or silent)
 
 
 def open_engine(path: StrPath) -> Engine:
@@ -684,7 +684,7 @@ def validate(
     """
     settings = ValidateOptions(**options)
     graphs, engines = (tuple(map(Path, each)) for each in (settings.graphs, settings.engine_files))
-    settings, report = replace(settings, graphs=graphs, engine_files=engines), on_step or _silent
+    settings, report = replace(settings, graphs=graphs, engine_files=engines), on_step or silent
     refuse_contradictions(settings, has_runners=bool(runners))
     if settings.url is not None:
         from mha_deploy.validation.server import validate_server
@@ -809,7 +809,7 @@ def bisect(
     """
     from mha_deploy.validation.fault import bisect
 
-    return bisect(_open(bundle), backend, on_step or _silent)
+    return bisect(_open(bundle), backend, on_step or silent)
 
 
 def self_test(
@@ -832,7 +832,7 @@ def self_test(
     from mha_deploy.graph.mutate import mutations
     from mha_deploy.validation.self_test import self_test
 
-    names, report = mutations(), on_step or _silent
+    names, report = mutations(), on_step or silent
     return self_test(
         _open(bundle),
         backend,
@@ -902,7 +902,7 @@ def deploy(
         latency=latency,
         requirements=requirements,
         candidates=candidates,
-        on_step=on_step or _silent,
+        on_step=on_step or silent,
         on_result=on_result or (lambda result: None),
     )
 
@@ -1321,7 +1321,7 @@ def build_plugins(
 
     folder = build_folder() if out is None else Path(out)
     found = list(parts) or find_plugin_parts()
-    return compile_library(found, folder, architectures.replace(",", ";"), on_step or _silent)
+    return compile_library(found, folder, architectures.replace(",", ";"), on_step or silent)
 
 
 # -- Arguments -------------------------------------------------------------------------------------
@@ -1343,13 +1343,9 @@ def refuse_image(path: Path, *, overwrite: bool, inputs: Sequence[StrPath]) -> N
     refuse_image(path, overwrite=overwrite, inputs=inputs)
 
 
-def _silent(name: str, number: int, count: int) -> None:
-    """Report no progress."""
-
-
 def _without_count(on_step: OnStep | None) -> Callable[[str], None]:
     """For steps whose count is not known."""
-    return lambda name: (on_step or _silent)(name, 0, 0)
+    return lambda name: (on_step or silent)(name, 0, 0)
 
 
 def _open(bundle: Bundle | StrPath) -> Bundle:

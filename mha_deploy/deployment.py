@@ -21,7 +21,7 @@ from mha_deploy.graph.file import load_graph
 from mha_deploy.model.precision import EIGHT_BITS
 from mha_deploy.model.source import Model, find_model, is_onnx_file
 from mha_deploy.model.spec import AttentionSpec
-from mha_deploy.options import AUTO, EngineOptions, ExportOptions, ValidateOptions
+from mha_deploy.options import AUTO, EngineOptions, ExportOptions, OnStep, ValidateOptions, silent
 from mha_deploy.output import temporary_folder
 from mha_deploy.report.table import Cell, RawRow, Table, number, share_cell, table
 from mha_deploy.results import Report
@@ -31,8 +31,6 @@ from mha_deploy.runtime.tensorrt.versions import NotFusedError, TensorRT, load
 from mha_deploy.text import error as error_text
 from mha_deploy.validation.run import validate_bundle
 from mha_deploy.validation.verdict import Validation
-
-OnStep = Callable[[str, int, int], None]
 
 NEAR = 1.05
 """Latencies within this factor of the fastest count as equal; the smaller error decides."""
@@ -210,7 +208,7 @@ def _best_candidate(
             try:
                 on_step(f"candidate {shown}", len(trials), 0)
                 settings = replace(export, precision=precision)
-                bundle = export_model(model, folder / shown, settings, inputs, _silent)
+                bundle = export_model(model, folder / shown, settings, inputs, silent)
             except DeployError as error:
                 trials.append(PrecisionTrial(name=shown, precision=precision, refused=error.in_one_line))
                 continue
@@ -229,10 +227,6 @@ def _best_candidate(
                 trials += [judge_trial(name, precision, each, judged) for name, each in built.items()]
     best, why = choose(trials)
     return *options[best.name], {"candidates": tuple(trials), "chosen": best, "why": why}
-
-
-def _silent(name: str, number: int, count: int) -> None:
-    """Report no progress."""
 
 
 def _with_plugin_attention(rt: TensorRT, options: EngineOptions) -> EngineOptions:

@@ -8,7 +8,7 @@ type checkers know the keywords.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -19,9 +19,16 @@ from mha_deploy.errors import DeployError
 if TYPE_CHECKING:
     from mha_deploy.model.spec import Axis
 
+OnStep = Callable[[str, int, int], None]
+"""Called as each step of a long job begins: its name, its number from 0, their count (0 if unknown)."""
+
 AUTO = "auto"
 MOST_SECONDS = 1e7
 """The largest time limit: about four months."""
+
+
+def silent(name: str, number: int, count: int) -> None:
+    """Report no progress."""
 
 
 def option(default: Any, about: str, *flags: str, **details: Any) -> Any:

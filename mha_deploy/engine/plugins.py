@@ -24,6 +24,7 @@ from mha_deploy.bundle.folder import sha256
 from mha_deploy.environment import RUNTIMES, installed_version
 from mha_deploy.errors import BackendUnavailable
 from mha_deploy.files import read_regular
+from mha_deploy.options import OnStep
 from mha_deploy.output import temporary_folder, write_file
 from mha_deploy.process import find_program, python_command, run, start
 from mha_deploy.runtime.tensorrt.versions import EngineError, TensorRT
@@ -384,8 +385,6 @@ PARTS = (
 
 
 # -- From source to a library in its folder: CMake in a temporary folder, then one rename ----------
-
-OnStep = Callable[[str, int, int], None]
 
 # Ninja counts steps, Make reports a percentage.
 _PROGRESS = re.compile(r"^\[\s*(?:(\d+)/(\d+)|(\d+)%)\]")

@@ -25,7 +25,7 @@ from mha_deploy.bundle.manifest import LossLayer, LossMetric, LossOutput, LossPo
 from mha_deploy.bundle.samples import Sample, as_taken
 from mha_deploy.errors import DeployError, ExportError, LossExceeded, nearest
 from mha_deploy.exporter.file_program import FileProgram, FileRounding
-from mha_deploy.exporter.flow import OnStep, PlannedCase, export_bundle
+from mha_deploy.exporter.flow import PlannedCase, export_bundle
 from mha_deploy.exporter.onnx_import import OnnxSource
 from mha_deploy.graph.file import save_graph
 from mha_deploy.graph.fuse import fuse_attention
@@ -46,7 +46,7 @@ from mha_deploy.graph.quantize import (
 from mha_deploy.metrics import AgreementCounts, count_agreement, joined_agreement
 from mha_deploy.model.precision import Precision, find_precision
 from mha_deploy.model.spec import Axes, ModelSpec, are_within
-from mha_deploy.options import AUTO, ExportOptions
+from mha_deploy.options import AUTO, ExportOptions, OnStep
 from mha_deploy.output import copy_file, scratch_folder
 from mha_deploy.runtime.user_code import graph_code
 from mha_deploy.runtime.user_data import Metric, open_samples

@@ -17,14 +17,13 @@ from mha_deploy.files import open_regular
 from mha_deploy.model.precision import EIGHT_BITS, find_precision
 from mha_deploy.model.source import Model, find_model
 from mha_deploy.model.spec import AttentionSpec, ModelSpec
-from mha_deploy.options import AUTO, ExportOptions
+from mha_deploy.options import AUTO, ExportOptions, OnStep
 from mha_deploy.output import refuse_inside, refuse_occupied, scratch_folder
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
     from mha_deploy.exporter.compress import Original
-    from mha_deploy.exporter.flow import OnStep
 
 _OF_EIGHT_BITS = ("calibration", "quantize_attention", "max_loss", "data", "data_limit", "metric")
 

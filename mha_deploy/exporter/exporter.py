@@ -35,7 +35,7 @@ from mha_deploy.graph.upcast import retype
 from mha_deploy.model.deployable import Deployable
 from mha_deploy.model.precision import find_precision
 from mha_deploy.model.spec import AttentionSpec, Axes, ModelSpec
-from mha_deploy.options import AUTO, ExportOptions
+from mha_deploy.options import AUTO, ExportOptions, OnStep, silent
 from mha_deploy.output import scratch_folder
 from mha_deploy.reference import build_module
 from mha_deploy.reference.attention import Attention
@@ -53,7 +53,7 @@ def bundle_from_spec(
     spec: AttentionSpec,
     target: Path,
     options: ExportOptions | None = None,
-    on_step: flow.OnStep = lambda name, number, count: None,
+    on_step: OnStep = silent,
 ) -> Bundle:
     """Export a catalog layer and everything needed to check it elsewhere.
 
@@ -70,7 +70,7 @@ def bundle_from_factory(
     options: ExportOptions | None = None,
     *,
     axes: Axes | None = None,
-    on_step: flow.OnStep = lambda name, number, count: None,
+    on_step: OnStep = silent,
 ) -> Bundle:
     """Export a user's own module as `bundle_from_spec` does a layer; `axes` replace ranges of the factory.
 
@@ -87,7 +87,7 @@ def bundle_from_factory(
 
 
 def original_from_spec(
-    spec: AttentionSpec, options: ExportOptions, folder: Path, on_step: flow.OnStep
+    spec: AttentionSpec, options: ExportOptions, folder: Path, on_step: OnStep
 ) -> Original:
     """A catalog layer in float32, to be compressed; `folder` is where large files may lie meanwhile."""
     if spec.cache == "preallocated":
@@ -104,7 +104,7 @@ def original_from_spec(
 
 @user_code(timed=False, mixed=True)
 def original_from_factory(
-    reference: str | Deployable, options: ExportOptions, folder: Path, axes: Axes | None, on_step: flow.OnStep
+    reference: str | Deployable, options: ExportOptions, folder: Path, axes: Axes | None, on_step: OnStep
 ) -> Original:
     """A user's module in float32, to be compressed."""
     source = _ModuleSource(reference, replace(options, precision="fp32", golden=("opt",)), axes)
@@ -126,7 +126,7 @@ def _original(
     source: _LayerSource | _ModuleSource,
     draw: Callable[[flow.PlannedCase], Arrays],
     folder: Path,
-    on_step: flow.OnStep,
+    on_step: OnStep,
     name: str = "",
 ) -> Original:
     """The graph of a source, once it is known to compute what the source does."""
@@ -442,7 +442,7 @@ class _ModuleSource(flow.ExportSource):
 def open_graph(reference: str | Deployable, axes: Axes | None) -> tuple[ModelSpec, ir.Model]:
     """The graph of a module with its attention fused, to count its work; nothing is written."""
     source = _ModuleSource(reference, ExportOptions(precision="fp32"), axes)
-    source.on_step = lambda name, number, count: None
+    source.on_step = silent
     with scratch_folder() as folder:
         model = source.graph(folder)
     return source.spec, model

@@ -62,7 +62,7 @@ from mha_deploy.graph.valid import refuse_invalid
 from mha_deploy.metrics import relative_error
 from mha_deploy.model.precision import Precision
 from mha_deploy.model.spec import FLOAT, Axes, ModelSpec, Sizes, TensorSpec
-from mha_deploy.options import ExportOptions
+from mha_deploy.options import ExportOptions, OnStep
 from mha_deploy.output import temporary_folder
 from mha_deploy.runtime import plan_mixed_precision
 from mha_deploy.runtime.user_code import graph_code
@@ -313,8 +313,6 @@ def refuse_large_error(where: str, got: Arrays, oracle: Arrays, most: float, wha
 
 
 # -- The steps of an export, and what differs from one kind of model to another ---------------------
-
-OnStep = Callable[[str, int, int], None]
 
 _PLAN_LINES = 12
 _KINDS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}

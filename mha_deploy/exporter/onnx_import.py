@@ -28,7 +28,6 @@ from mha_deploy.exporter.file_program import FileProgram, FileRounding
 from mha_deploy.exporter.flow import (
     MODULE_CASES,
     ExportSource,
-    OnStep,
     PlannedCase,
     check_plausible,
     export_bundle,
@@ -44,7 +43,7 @@ from mha_deploy.graph.ir import infer_shapes, is_op, node_name, nodes_behind
 from mha_deploy.graph.valid import inline_functions
 from mha_deploy.model.precision import PRECISIONS, find_precision
 from mha_deploy.model.spec import FLOAT, Axes, Axis, Dim, ModelSpec, TensorSpec, size_of
-from mha_deploy.options import AUTO, ExportOptions
+from mha_deploy.options import AUTO, ExportOptions, OnStep, silent
 from mha_deploy.runtime import open_runner
 from mha_deploy.runtime.child import RuntimeCrash
 from mha_deploy.runtime.runner import Runner
@@ -70,7 +69,7 @@ def bundle_from_onnx(
     *,
     axes: Axes | None = None,
     inputs: Mapping[str, np.ndarray] | None = None,
-    on_step: OnStep = lambda name, number, count: None,
+    on_step: OnStep = silent,
 ) -> Bundle:
     """Make a bundle of an ONNX file of opset 13 or newer.
 

@@ -22,7 +22,7 @@ from mha_deploy.bundle.cases import DecodeTrace, GoldenCase, golden_cases
 from mha_deploy.bundle.folder import Bundle
 from mha_deploy.errors import DeployError
 from mha_deploy.judge import OutputVerdict, ParityReport, failed_to_run, judge_case, parity_from_verdicts
-from mha_deploy.options import ValidateOptions
+from mha_deploy.options import OnStep, ValidateOptions
 from mha_deploy.runtime.kserve import TIMEOUT, UNREACHABLE, ServerError, ServerRunner, joined, served_name
 from mha_deploy.runtime.runner import Arrays
 from mha_deploy.text import group_by, plural
@@ -34,7 +34,6 @@ from mha_deploy.validation.runtimes import SERVER, Runtime, Unavailable
 from mha_deploy.validation.verdict import Validation, conclude
 
 T = TypeVar("T")
-OnStep = Callable[[str, int, int], None]
 _KEPT_BYTES = 256 << 20  # results that are kept to be judged, of one number of clients
 
 
