@@ -630,9 +630,10 @@ def _judge_tail(old: Measurement, new: Measurement, limits: Limits) -> tuple[Lev
     (tail, before, middle), (_, after, new_middle) = old.value, new.value
     if abs(new_middle - middle) > limits.latency * min(middle, new_middle):
         return SAME, ""
-    growth, noise = after - before, max(old.noise, new.noise)
+    growth = after - before
     unclear, worse = (factor * limits.latency * before for factor in _TAILS[tail])
-    if abs(growth) <= max(unclear, noise):
+    # The spread of the larger side contains what it grew by: it explains nothing.
+    if abs(growth) <= max(unclear, old.noise if growth > 0 else new.noise):
         return SAME, ""
     why = f"{after / before:.2f} times the old {tail}"
     if growth < 0:

@@ -112,6 +112,7 @@ PLANTED = {
     "something else not verified": ("coverage", lambda d: d["verdict"]["not_verified"].__setitem__(0, GAP)),
     "more sizes not verified": ("coverage", lambda d: d["verdict"]["not_verified"][0].update(least=17)),
     "tail": ("latency", lambda d: timed(d)["timing"].update(p90_us=1.48 * timed(d)["timing"]["p90_us"])),
+    "longest tail": ("latency", lambda d: timed(d)["timing"].update(p99_us=5 * timed(d)["timing"]["p99_us"])),
     "twice the time, with a wide spread": ("latency", wide),
     "axis narrower": ("coverage", lambda d: d["model"]["spec"]["axes"]["S"].update(max=256)),
     "runtime missing": ("coverage", lambda d: d["parity"].pop(GRAPH)),
