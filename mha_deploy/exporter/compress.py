@@ -520,7 +520,9 @@ class CompressedSource(OnnxSource):
     def draw(self, planned: PlannedCase, scale: float = 1.0) -> dict[str, np.ndarray]:
         """The inputs of the original, whatever the scale."""
         types = self.file_types()
-        return {name: array.astype(types[name]) for name, array in self._before.draw(planned).items()}
+        usual = {name: axis.opt for name, axis in self._before.spec.axes.items()}  # fixed ones are no axes here
+        drawn = self._before.draw(replace(planned, sizes={**usual, **planned.sizes}))
+        return {name: array.astype(types[name]) for name, array in drawn.items()}
 
     def origin(self) -> str:
         """Where the weights came from, before they were compressed."""

@@ -133,6 +133,11 @@ def test_validation_fails_where_the_loss_is_larger_than_allowed(bundles):
     assert [each["kind"] for each in verdict[False]["findings"] if each["level"] == "failure"] == ["loss"]
 
 
+def test_a_layer_of_one_size_is_quantized(tmp_path):
+    bundle = md.export("tiny-mqa", tmp_path / "out", axes={"B": "2", "S": "8"}, precision="int8", golden=("opt",))
+    assert bundle.manifest.loss.outputs[0].relative_l2 > 0
+
+
 @pytest.mark.parametrize("name", ["int8", "fp8"])
 def test_calibration_in_parts_finds_the_range(name):
     """`max` keeps an outlier, `percentile` clips it, and `mse` errs least on the grid."""

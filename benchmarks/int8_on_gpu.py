@@ -1,0 +1,160 @@
+"""Which shapes does TensorRT run in INT8, how exact are they, and are they faster than FP16? On a GPU.
+
+    python benchmarks/int8_on_gpu.py FOLDER [--jobs 8] [--limit 240] [SHAPE ...]
+
+A shape is BATCH×LENGTH×HEADS×SIZE, as 8x128x12x64: one attention layer of that many tokens and heads. Each is
+exported in FP16, with its GEMMs in INT8, and with its attention in INT8 as well; built by the installed
+TensorRT; judged on its golden cases; and timed, one engine at a time. Exports and builds run side by side.
+What is in FOLDER is not made again, so that exports can be made elsewhere (`--only export`). FOLDER/int8.jsonl
+gets a line as soon as an engine was timed, FOLDER/int8.md the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import multiprocessing
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+import mha_deploy as md
+from mha_deploy.model.catalog import find_spec
+
+SHAPES = (
+    "8x128x12x64", "4x384x12x64", "2x512x4x64", "2x1024x4x64", "2x128x8x32", "2x128x8x16", "2x128x4x96",
+    "2x128x4x128",
+)  # fmt: skip
+KINDS: dict[str, dict[str, Any]] = {
+    "fp16": {"precision": "fp16"},
+    "int8": {"precision": "int8"},
+    "int8, attention too": {"precision": "int8", "quantize_attention": True},
+}
+
+
+def bundle_folder(folder: Path, shape: str, kind: str) -> Path:
+    """Where a bundle is."""
+    return folder / f"{shape}-{kind.replace(', ', '-').replace(' ', '-')}"
+
+
+def export(folder: Path, shape: str, kind: str) -> None:
+    """One layer in one precision."""
+    out = bundle_folder(folder, shape, kind)
+    if (out / "manifest.json").is_file():
+        return
+    batch, length, heads, size = map(int, shape.split("x"))
+    layer = dataclasses.replace(
+        find_spec("bert-base"), name=f"layer-{heads}x{size}", Hq=heads, Hkv=heads, D=size, E=heads * size
+    )
+    axes = {"B": f"{batch}", "S": f"{length}"}
+    md.export(layer, out, axes=axes, golden=("opt",), overwrite=True, **KINDS[kind])
+
+
+def build(folder: Path, shape: str, kind: str) -> None:
+    """An engine of it, by the installed TensorRT."""
+    md.configure(trust_code=True)
+    out = bundle_folder(folder, shape, kind)
+    if not (out / "engines" / "int8-trial.engine").is_file():
+        md.build_engine(out, backend="tensorrt", name="int8-trial", overwrite=True)
+
+
+def measured(folder: Path, shape: str, kind: str) -> dict[str, Any]:
+    """Verdicts, error, loss and p50."""
+    out = bundle_folder(folder, shape, kind)
+    bundle = md.open_bundle(out)
+    engine = md.open_engine(out / "engines" / "int8-trial.engine")
+    verdict = engine.manifest.verdict
+    report = md.validate(bundle, engines=["int8-trial"], runtimes=["tensorrt"], latency=True, sweep=False)
+    data = report.to_dict()
+    points = (data["latency"] or {"points": []})["points"]
+    rows = [row for point in points for row in point["rows"] if row["timing"]]
+    worst = max((each["share"] for each in data["parity"] if each.get("share") is not None), default=None)
+    loss = data.get("loss") or {}
+    fused, count = verdict.fused_count
+    return {
+        "shape": shape, "kind": kind, "tensorrt": engine.manifest.version, "gpu": engine.manifest.gpu,
+        "fused": f"{fused}/{count}", "precision": str(verdict.precision.status.value),
+        "gemms": verdict.precision.quantized, "attentions": verdict.precision.quantized_attentions,
+        "not_quantized": [each.what for each in verdict.precision.not_quantized],
+        "kernels": [name for node in verdict.nodes for name in node.kernels],
+        "outcome": str(report.outcome), "headline": report.headline, "share": worst, "loss": loss.get("loss"),
+        "p50_us": min((row["timing"]["p50_us"] for row in rows), default=None),
+    }  # fmt: skip
+
+
+def table(lines: list[dict[str, Any]]) -> str:
+    """As Markdown: a row for each shape and kind, the time beside that of FP16."""
+    times = {each["shape"]: each.get("p50_us") for each in lines if each["kind"] == "fp16"}
+    text = [
+        "| batch × length × heads × size | what is in INT8 | fused | GEMMs read | attention reads | outcome "
+        "| share of budget | loss | p50 µs | FP16 / this |",
+        "|---|---|---|---|---|---|---:|---:|---:|---:|",
+    ]
+    for each in lines:
+        if "error" in each:
+            text.append(f"| {each['shape']} | {each['kind']} | {each['error']} |  |  |  |  |  |  |  |")
+            continue
+        other = [f"{name} not" for name in each["not_quantized"]]
+        gemms = ", ".join([*(f"{dtype}: {n}" for dtype, n in each["gemms"].items()), *other]) or "–"
+        inside = ", ".join(f"{dtype}: {n}" for dtype, n in each["attentions"].items()) or "–"
+        base, own = times.get(each["shape"]), each["p50_us"]
+        ratio = f"{base / own:.2f}" if base and own else "–"
+        numbers = [
+            "–" if each[name] is None else format(each[name], how)
+            for name, how in (("share", ".2f"), ("loss", ".1e"), ("p50_us", ".1f"))
+        ]
+        text.append(
+            f"| {each['shape']} | {each['kind']} | {each['fused']} | {gemms} | {inside} | {each['outcome']} | "
+            f"{' | '.join(numbers)} | {ratio} |"
+        )
+    return "\n".join(text) + "\n"
+
+
+def main() -> None:
+    """Export, build, then measure one by one."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("shapes", nargs="*", default=SHAPES)
+    parser.add_argument("--jobs", type=int, default=8)
+    parser.add_argument("--limit", type=float, default=240.0, help="seconds after which nothing more begins")
+    parser.add_argument("--only", choices=("export", "all"), default="all")
+    chosen = parser.parse_intermixed_args()
+    md.configure(trust_code=True)
+    started = time.monotonic()
+    todo = [(chosen.folder, shape, kind) for shape in chosen.shapes for kind in KINDS]
+    failed: dict[tuple[Any, ...], str] = {}
+    with ProcessPoolExecutor(chosen.jobs, multiprocessing.get_context("spawn")) as pool:
+        for step in (export, build)[: 1 if chosen.only == "export" else 2]:
+            running = {pool.submit(step, *each): each for each in todo if each not in failed}
+            for done in as_completed(running):
+                if (error := done.exception()) is not None:
+                    failed[running[done]] = f"{step.__name__}: {getattr(error, 'in_one_line', error)}"
+                    print(running[done][1:], failed[running[done]], flush=True)
+            print(f"{step.__name__}: {time.monotonic() - started:.0f} s", flush=True)
+    if chosen.only == "export":
+        return
+    lines: list[dict[str, Any]] = []
+    for each in todo:
+        line: dict[str, Any] = {"shape": each[1], "kind": each[2]}
+        if each in failed:
+            line["error"] = failed[each]
+        elif time.monotonic() - started > chosen.limit:
+            line["error"] = "not measured: the limit was reached"
+        else:
+            try:
+                line = measured(*each)
+            except md.DeployError as error:
+                line["error"] = error.in_one_line
+        lines.append(line)
+        with (chosen.folder / "int8.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        (chosen.folder / "int8.md").write_text(table(lines), encoding="utf-8")
+    print(table(lines))
+
+
+if __name__ == "__main__":
+    main()
