@@ -5,8 +5,8 @@
 A shape is BATCH×LENGTH×HEADS×SIZE, as 8x128x12x64: one attention layer of that many tokens and heads. Each is
 exported in FP16, with its GEMMs in INT8, and with its attention in INT8 as well; built by the installed
 TensorRT; judged on its golden cases; and timed, one engine at a time. Exports and builds run side by side.
-What is in FOLDER is not made again, so that exports can be made elsewhere (`--only export`). FOLDER/int8.jsonl
-gets a line as soon as an engine was timed, FOLDER/int8.md the table.
+What is in FOLDER is not made again, so that exports can be made elsewhere (`--only export`).
+FOLDER/int8.jsonl gets a line as soon as an engine was timed, FOLDER/int8.md the table.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ def table(lines: list[dict[str, Any]]) -> str:
             for name, how in (("share", ".2f"), ("loss", ".1e"), ("p50_us", ".1f"))
         ]
         text.append(
-            f"| {each['shape']} | {each['kind']} | {each['fused']} | {gemms} | {inside} | {each['outcome']} | "
-            f"{' | '.join(numbers)} | {ratio} |"
+            f"| {each['shape']} | {each['kind']} | {each['fused']} | {gemms} | {inside} | "
+            f"{each['outcome']} | {' | '.join(numbers)} | {ratio} |"
         )
     return "\n".join(text) + "\n"
 

@@ -520,7 +520,8 @@ class CompressedSource(OnnxSource):
     def draw(self, planned: PlannedCase, scale: float = 1.0) -> dict[str, np.ndarray]:
         """The inputs of the original, whatever the scale."""
         types = self.file_types()
-        usual = {name: axis.opt for name, axis in self._before.spec.axes.items()}  # fixed ones are no axes here
+        # Fixed sizes are no axes here.
+        usual = {name: axis.opt for name, axis in self._before.spec.axes.items()}
         drawn = self._before.draw(replace(planned, sizes={**usual, **planned.sizes}))
         return {name: array.astype(types[name]) for name, array in drawn.items()}
 

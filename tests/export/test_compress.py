@@ -134,7 +134,9 @@ def test_validation_fails_where_the_loss_is_larger_than_allowed(bundles):
 
 
 def test_a_layer_of_one_size_is_quantized(tmp_path):
-    bundle = md.export("tiny-mqa", tmp_path / "out", axes={"B": "2", "S": "8"}, precision="int8", golden=("opt",))
+    bundle = md.export(
+        "tiny-mqa", tmp_path / "out", axes={"B": "2", "S": "8"}, precision="int8", golden=("opt",)
+    )
     assert bundle.manifest.loss.outputs[0].relative_l2 > 0
 
 
