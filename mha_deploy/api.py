@@ -345,7 +345,7 @@ def import_onnx(
     the CPU stands for the eager model.
 
     Args:
-        path: The file, of opset 13 or newer.
+        path: The file, of opset 7 or newer.
         out: The folder to write.
         axes: Ranges of its symbolic dimensions; default: 1:2:8 for a leading dimension, else 1:16:64.
         inputs: Arrays, or paths of `.npy` files, for inputs that are not to be drawn.
@@ -389,7 +389,7 @@ def fuse(model: AnyModel, *, verify: bool = True) -> tuple[AnyModel, FuseReport]
     """Write every attention of an ONNX model as one `Attention` node.
 
     Args:
-        model: The model, of opset 13 or newer: an `onnx.ModelProto` or an `onnx_ir.Model`. It is not changed.
+        model: The model, of opset 7 or newer: an `onnx.ModelProto` or an `onnx_ir.Model`. It is not changed.
         verify: Whether every new node is compared with the original on drawn inputs; what differs stays.
 
     Returns:
@@ -414,7 +414,7 @@ def fuse_file(
     Large weights go to `OUTPUT.data` next to it. Either both files are written or neither.
 
     Args:
-        source: The file, of opset 13 or newer.
+        source: The file, of opset 7 or newer.
         output: The file to write.
         overwrite: Replace existing files.
         verify: Compare every new node with the original on drawn inputs, and keep only equal ones.

@@ -186,7 +186,7 @@ def _default_folder(model: md.Model, named: str, cache: str | None, precision: s
 
 @verb(options_from(md.fuse_file, "overwrite", "verify"), LIMIT)
 def fuse(
-    source: Path = argument("IN.onnx", "An ONNX file, of opset 13 or newer."),
+    source: Path = argument("IN.onnx", "An ONNX file, of opset 7 or newer."),
     output: Path = option(MISSING, "The file to write.", "-o", "--output", metavar="OUT.onnx"),
     **options: Any,
 ) -> Result:

@@ -71,7 +71,7 @@ def bundle_from_onnx(
     inputs: Mapping[str, np.ndarray] | None = None,
     on_step: OnStep = silent,
 ) -> Bundle:
-    """Make a bundle of an ONNX file of opset 13 or newer.
+    """Make a bundle of an ONNX file of opset 7 or newer.
 
     With `auto` a float32 file becomes FP16, with FP32 where FP16 overflows; other files keep their precision.
     `axes` are ranges of symbolic dimensions; default: 1:2:8 for a leading dimension, else 1:16:64. Examples

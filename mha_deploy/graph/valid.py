@@ -19,8 +19,8 @@ from mha_deploy.errors import DeployError
 from mha_deploy.graph.ir import infer_shapes, inner_graphs, light_proto, with_weights_of
 from mha_deploy.text import printable
 
-OLDEST_OPSET = 13
-"""The oldest version of ONNX's operators that is read."""
+OLDEST_OPSET = 7
+"""The oldest version of ONNX's operators that is read; it is that of ONNX Runtime."""
 
 _ALIAS = "ai.onnx"
 _WEIGHTS_ARE_NO_INPUTS = 4  # since this version of ONNX's file format

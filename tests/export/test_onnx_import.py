@@ -203,12 +203,11 @@ def test_a_file_that_was_made_for_one_size_says_so(tmp_path):
     assert [tensor.dims for tensor in bundle.manifest.spec.outputs] == [(2, 6)]
 
 
-@pytest.mark.parametrize("opset", [12, 9])
-def test_an_old_opset_is_refused(file, tmp_path, opset):
+def test_an_old_opset_is_refused(file, tmp_path):
     model = onnx.load(file)
-    model.opset_import[0].version = opset
+    model.opset_import[0].version = 6
     onnx.save(model, tmp_path / "old.onnx")
-    with pytest.raises(md.DeployError, match="older than opset 13"):
+    with pytest.raises(md.DeployError, match="older than opset 7"):
         md.import_onnx(tmp_path / "old.onnx", tmp_path / "bundle")
 
 

@@ -188,6 +188,30 @@ def less_mean(g):
     return g.attend(g.op("Sub", scores, g.op("ReduceMean", scores, g.ints(-1))))
 
 
+def maximum_less_scores(g):
+    """Copied to the shape of the scores, as `expand_as` does."""
+    scores = g.scores()
+    highest = g.op("Expand", g.op("ReduceMax", scores, g.ints(-1)), g.op("Shape", scores))
+    return g.attend(g.op("Sub", highest, scores))
+
+
+def capped_with_a_sign(g):
+    bound = g.op("Tanh", g.op("Mul", g.scores(), g.const(-0.1)))
+    return g.attend(g.op("Mul", bound, g.const(-3.0)))
+
+
+def masked_behind_beside_positions(g):
+    """Two matmuls with tables of positions are added to the scores, and weights are masked once more."""
+    table = g.input("table", (B, H, S, D))
+    own = g.op("MatMul", "q", g.op("Transpose", table, perm=[0, 1, 3, 2]))
+    other = g.op(
+        "Transpose", g.op("MatMul", "k", g.op("Transpose", table, perm=[0, 1, 3, 2])), perm=[0, 1, 3, 2]
+    )
+    scores = g.op("Add", g.scores(), g.op("Add", own, g.op("Div", other, g.const(3.0))))
+    scores = g.op("Where", keep(g), scores, g.const(np.finfo(np.float32).min))
+    return g.op("MatMul", g.op("Where", keep(g), g.op("Softmax", scores), g.const(0.0)), "v")
+
+
 def temperature(g):
     return g.input("temperature", (1,))
 
@@ -223,7 +247,8 @@ SPELLINGS += [multiplied_behind, less_log_of_sum, less_log_of_written_sum, less_
 SPELLINGS += [zeroed_where_nothing_is_shown, divided_behind_an_einsum, learned_keys_and_values]
 SPELLINGS += [filled_with_a_tensor, powers_of_two, sums_of_products, blended_with_a_product_of_masks]
 SPELLINGS += [halved, less_an_input_of_queries, bounded_by_large_numbers, padded_with_a_zero]
-SPELLINGS += [over_a_power, several_added, split_from_a_sink]
+SPELLINGS += [over_a_power, several_added, split_from_a_sink, maximum_less_scores, capped_with_a_sign]
+SPELLINGS += [masked_behind_beside_positions]
 SPELLINGS += [tempered_behind_a_fill, tempered_behind_a_fill_of_learned_heads, triangle_of_ones]
 
 
@@ -362,6 +387,34 @@ def test_heads_in_the_batch_are_heads(batch):
     q, k, v = (g.op("Transpose", g.op("Reshape", name, g.ints(S, -1, D)), perm=[1, 0, 2]) for name in "qkv")
     scores = g.op("MatMul", q, g.op("Transpose", k, perm=[0, 2, 1]))
     check_heads(g, g.op("MatMul", g.op("Softmax", scores), v), (H, H))
+
+
+def test_windows_of_an_unknown_batch():
+    """Every fourth window has a mask of its own."""
+    g = axes_of({name: ("N", H, S, D) for name in "qkv"})
+    g.inputs["window"] = (FLOAT, (4, 1, S, S))
+    count = g.op("Div", g.op("Gather", g.op("Shape", "q"), g.ints(0)), g.ints(4))
+    apart = g.op("Reshape", g.scores(), g.op("Concat", count, g.ints(4, H, S, S), axis=0))
+    scores = g.op("Add", apart, g.op("Unsqueeze", "window", g.ints(0)))
+    y = g.attend(g.op("Reshape", scores, g.ints(-1, H, S, S)))
+    model = g.model(y)
+    new, report = fused(model)
+    assert [(each.Hq, each.mask) for each in report.fused] == [(H, "float")]
+    feeds = random_feeds(model)
+    feeds |= {name: np.tile(feeds[name], (2, 1, 1, 1))[:8] for name in "qkv"}
+    np.testing.assert_allclose(run(new, feeds)[0], run(model, feeds)[0], atol=2e-5)
+
+
+def test_rows_of_a_triangle_from_where_no_past_ends():
+    """`triangle[:, :, T - S : T, :T]`, where both sizes are that of Q."""
+    g = axes_of({name: (B, H, "S", D) for name in "qkv"})
+    rows, keys = (g.op("Gather", g.op("Shape", "q"), g.ints(2)) for _ in range(2))
+    triangle = g.const(np.tri(20, dtype=bool).reshape(1, 1, 20, 20), bool)
+    shown = g.op("Slice", triangle, g.op("Sub", keys, rows), keys, g.ints(2))
+    shown = g.op("Slice", shown, g.ints(0), keys, g.ints(3))
+    scores = g.op("Where", shown, g.scores(), g.const(np.finfo(np.float32).min))
+    report = check_same(g.model(g.attend(scores)))
+    assert [each.causal for each in report.fused] == [True]
 
 
 def test_one_query_by_sums_of_products():

@@ -63,7 +63,7 @@ class FusedAttention:
     Hq: int  # query heads; 1 where the heads are part of the batch
     Hkv: int  # key/value heads
     D: values.Size  # head size of queries and keys
-    scale: float  # factor on the scores, gathered from wherever it stood
+    scale: float  # factor on the scores, gathered from wherever it stood; Q is negated where it is negative
     mask: str  # `none`, `bool` or `float`
     causal: bool  # whether the triangle became the attribute `is_causal`
     softcap: float = 0.0  # bound of the scores; 0 for none
@@ -117,7 +117,7 @@ def fuse_attention(model: ir.Model, *, verify: bool = True) -> tuple[ir.Model, F
     the causal triangle as the attribute, masks that hide nothing left out.
 
     With `verify`, every new node is compared with the nodes that it stands for, on drawn inputs. Where they
-    differ, or cannot be compared, the attention stays as it was. The model has opset 13 or newer and is not
+    differ, or cannot be compared, the attention stays as it was. The model has opset 7 or newer and is not
     changed, the new one has 23 or newer; where nothing was fused, that of the model.
     """
     with paused_collections():
@@ -368,7 +368,7 @@ def _boundary(pattern: Pattern, spelling: Spelling) -> Boundary:
                 for axis, size in zip(each.axes[-len(known) :], known, strict=True)
             )
     depth = pattern.q.dim(pattern.letters.size)
-    spread = (2.0 / (pattern.scale * math.sqrt(depth if isinstance(depth, int) else 8))) ** 0.5
+    spread = (2.0 / (abs(pattern.scale) * math.sqrt(depth if isinstance(depth, int) else 8))) ** 0.5
     drawn = mask_stops([*(term.value for term in terms), *([scores.sink.value] if scores.sink else [])])
     drawn |= {pattern.q.value: spread, pattern.k.value: spread, pattern.v.value: 1.0}
     drawn |= dict.fromkeys((each.value for each in scores.multipliers), FACTOR)

@@ -234,12 +234,23 @@ def _follow(value: ir.Value, depth: int) -> _Found:
         kept = found._replace(visible=0.0) if upper else found._replace(hidden=0.0)
         return kept if offset == upper else None
     if node.op_type == "Slice":  # a piece that begins at the corner is a triangle as well, whatever its end
-        starts, steps = constant_ints(node, 1), constant_ints(node, 4) if len(node.inputs) > 4 else (1,)
-        corner = starts is not None and steps is not None and set(starts) <= {0} and set(steps) <= {1}
+        steps = constant_ints(node, 4) if len(node.inputs) > 4 else (1,)
+        corner = steps is not None and set(steps) <= {1} and _is_zero(node.inputs[1])
         return found if corner or found.visible == found.hidden else None
     if to == ir.DataType.BOOL:
         return Triangle(float(bool(found.visible)), float(bool(found.hidden)))
     return found if set(found) <= ({0.0, 1.0, -np.inf} if to.is_floating_point() else {0.0, 1.0}) else None
+
+
+@walk
+def _is_zero(value: ir.Value, depth: int) -> bool:
+    """Whether a tensor certainly is 0: a constant, or the difference of a number and itself."""
+    array, node = array_of(value), value.producer()
+    if array is not None:
+        return not array.any()
+    if is_op(node, "Sub") and node is not None:
+        return same_value(node.inputs[0], node.inputs[1])
+    return is_op(node, *_LAYOUT, "Cast") and node is not None and bool(_is_zero(node.inputs[0], depth + 1))
 
 
 def _from_array(array: np.ndarray) -> _Found:
@@ -576,7 +587,7 @@ def hide_behind(terms: list[Term], behind: Behind, dtype: ir.DataType | None) ->
         apart = all(
             (each.hides or each.fill > mask.fill / 2)
             if isinstance(each, Fill)
-            else mask.hides or _is_bounded(each.value) or _is_score(each.value)
+            else mask.hides or _is_bounded(each.value) or is_score(each.value)
             for each in others
         )
         if apart and mask.fill <= max(_WEAKEST_FILL, 0.99 * float(dtype.min)):
@@ -634,16 +645,21 @@ def _is_bounded(value: ir.Value, depth: int) -> bool:
 
 
 @walk
-def _is_score(value: ir.Value, depth: int) -> bool:
-    """Whether a tensor is a matmul that was only moved and scaled: as large as scores are, and no mask."""
+def is_score(value: ir.Value, depth: int) -> bool:
+    """Whether a tensor is a matmul that was only moved and scaled: as large as scores are, and no mask.
+
+    So are sums of such tensors.
+    """
     node = value.producer()
     if node is None or node.domain != "":
         return False
     if node.op_type in ("MatMul", "Einsum", "Gemm"):
         return True
+    if node.op_type in ("Add", "Sub"):
+        return all(is_score(each, depth + 1) or _is_bounded(each) for each in node.inputs)
     if node.op_type in ("Mul", "Div"):
-        return scalar_of(node.inputs[1]) is not None and bool(_is_score(node.inputs[0], depth + 1))
-    return node.op_type in (*_BOUNDED, "GatherElements") and bool(_is_score(node.inputs[0], depth + 1))
+        return scalar_of(node.inputs[1]) is not None and bool(is_score(node.inputs[0], depth + 1))
+    return node.op_type in (*_BOUNDED, "GatherElements") and bool(is_score(node.inputs[0], depth + 1))
 
 
 @walk

@@ -86,6 +86,26 @@ class Alphabet:
         """The axes of the same numbers in another shape; None where the sizes do not prove it."""
         if dims is None:
             return None
+        return self._from_the_left(axes, dims) or self._from_both_sides(axes, dims)
+
+    def _from_both_sides(self, axes: Axes, dims: Sequence[Size]) -> Axes | None:
+        """The same where a size is not known: what lies between equal axes is as large before as after."""
+        left, right = list("".join(self.resolved(axes))), list(dims)
+        ends = list[list[str]]()
+        for at in (0, -1):
+            ends.append([])
+            while left and right and right[at] is not None and self.sizes[left[at]] == right[at]:
+                ends[-1].append(left.pop(at))
+                right.pop(at)
+        if len(right) == 1 and left:
+            middle = ["".join(left)]
+        elif len(left) == 1 and len(right) > 1 and right.count(None) < 2:
+            self._parts[left[0]] = "".join(middle := [self.new(size) for size in right])
+        else:
+            return None
+        return (*ends[0], *middle, *reversed(ends[1]))
+
+    def _from_the_left(self, axes: Axes, dims: Sequence[Size]) -> Axes | None:
         left, result = list("".join(self.resolved(axes))), list[str]()
         for size in dims:
             rest, taken = size, ""
@@ -482,8 +502,9 @@ def read_scores(softmax: Normalisation, alphabet: Alphabet) -> tuple[Scores, Mat
             return scores, read_matmul(node, alphabet, 2, scores.axes)
         if node.domain != "" or node.op_type not in _STEPS:
             raise NotFused(f"{node.op_type} stands between the scores and the softmax.")
-        maximum = _subtracted_maximum(node, scores)
-        value = _STEPS[node.op_type](node, scores) if maximum is None else node.inputs[0]
+        found = _subtracted_maximum(node, scores)
+        maximum = None if found is None else found[0]
+        value = _STEPS[node.op_type](node, scores) if found is None else found[1]
     raise NotFused("Too many nodes lie between the scores and the softmax.")
 
 
@@ -491,10 +512,10 @@ _FAR = -1e8  # scores that are set to it stay far below others that are shifted
 _CANCELLED = ("ReduceMax", "ReduceMean", "ReduceMin", "ReduceLogSumExp")
 
 
-def _subtracted_maximum(node: ir.Node, scores: Scores) -> ir.Node | None:
+def _subtracted_maximum(node: ir.Node, scores: Scores) -> tuple[ir.Node, ir.Value] | None:
     """The node that takes the scores for their maximum over the keys, where this node subtracts it from them.
 
-    The same goes for their mean.
+    Then the scores, which may as well be subtracted from it. The same goes for their mean.
 
     What is the same for all keys cancels in the softmax. Between the two there must be no softcap, no bound,
     no appended scores, and no masked scores that are set to a number near to others: they are not shifted.
@@ -502,11 +523,21 @@ def _subtracted_maximum(node: ir.Node, scores: Scores) -> ir.Node | None:
     filled = any(isinstance(term, Fill) and term.nearest > _FAR for term in scores.terms)
     if not is_op(node, "Sub") or filled or scores.softcap or scores.clipped is not None or scores.sink:
         return None
-    inner, top = node.inputs
     axis = scores.axes.index(scores.key) - len(scores.axes) if scores.key in scores.axes else None
+    for inner, top in (node.inputs, node.inputs[::-1]):
+        if inner is not None and (first := _takes_maximum(top, inner, axis, len(scores.axes))) is not None:
+            scores.factor *= 1.0 if inner is node.inputs[0] else -1.0
+            return first, inner
+    return None
+
+
+def _takes_maximum(top: ir.Value | None, inner: ir.Value, axis: int | None, count: int) -> ir.Node | None:
+    """The node that takes a tensor for its maximum over an axis."""
+    if (copied := made_by(top, "Expand")) is not None:
+        top = copied.inputs[0]
     restored = made_by(top, "Unsqueeze")  # PyTorch's `amax` drops the axis
     if restored is not None:
-        if axis is None or constant_ints(restored, 1) not in ((axis,), (axis + len(scores.axes),)):
+        if axis is None or constant_ints(restored, 1) not in ((axis,), (axis + count,)):
             return None
         top = restored.inputs[0]
     rounded = made_by(top, "Cast")  # and computes in float32
@@ -569,7 +600,8 @@ def _scale(node: ir.Node, scores: Scores) -> ir.Value | None:
         return inner
     scores.factor *= factor if not divides else 1.0 / factor if factor else math.inf
     if not 0 < abs(scores.factor) < math.inf:
-        raise NotExpressible("The scores are scaled by a number that is not positive.", got=factor)
+        what = "The scores are scaled by zero, or by a number that is not finite."
+        raise NotExpressible(what, got=factor)
     return inner
 
 
@@ -674,11 +706,11 @@ def _concat(node: ir.Node, scores: Scores) -> ir.Value | None:
 
 
 def _tanh(node: ir.Node, scores: Scores) -> ir.Value | None:
-    if scores.softcap or scores.multipliers or scores.factor < 0:
-        what = "The scores pass two tanh, or are scaled by a tensor or a negative number after one."
-        raise NotExpressible(what)
-    # softcap · tanh(x / softcap): the factors so far are the softcap, those before it the scale over it.
-    scores.softcap = scores.factor
+    if scores.softcap or scores.multipliers:
+        raise NotExpressible("The scores pass two tanh, or are scaled by a tensor after one.")
+    # softcap · tanh(x / softcap): the factors so far are the softcap, those before it the scale over it. A
+    # sign may stand on either side.
+    scores.softcap = abs(scores.factor)
     return node.inputs[0]
 
 
@@ -968,8 +1000,8 @@ class Pattern:
             sink=scores.sink is not None,
         )
         self.scale = scores.factor * q.factor * k.factor
-        if not 0 < self.scale < math.inf:
-            what = "The scores are scaled by a number that is not positive."
+        if not 0 < abs(self.scale) < math.inf:
+            what = "The scores are scaled by zero, or by a number that is not finite."
             raise NotExpressible(what, got=self.scale)
         self.heads = _heads(q, k, v, letters.head)  # query heads, and key/value heads
 

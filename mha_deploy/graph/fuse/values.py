@@ -26,6 +26,7 @@ from mha_deploy.graph.ir import (
     constant,
     constant_ints,
     dims,
+    graph_of_node,
     graphs_in,
     infer_shapes,
     input_at,
@@ -207,6 +208,8 @@ def softmax_type_of(node: ir.Node) -> ir.DataType | None:
 
 ATTENTION_OPSET = 23
 _CONVERTED_TO = 18
+_SAMPLED_ANYWHERE = 11  # since this version Resize says which points it takes
+_BY_AXIS = 13  # since this version Hardmax and Softmax run over one axis
 # The same node means something else since this version.
 _CHANGED_SINCE = {"DFT": 20, "GroupNormalization": 21}
 # ONNX Runtime 1.31 has these on a CPU before opset 22 only: the newer version just takes BF16, too.
@@ -226,13 +229,15 @@ _GRID_MODES = {"bilinear": "linear", "bicubic": "cubic"}
 
 
 def from_old_opset(model: ir.Model) -> ir.Model:
-    """A model of opset 13 to 17 in opset 18, through ONNX's version converter; newer ones as they are."""
+    """A model of opset 7 to 17 in opset 18, through ONNX's version converter; newer ones as they are."""
     current = model.opset_imports.get("", 1)
     if current >= _CONVERTED_TO:
         return model
     if current < OLDEST_OPSET:
         what = f"The graph is older than opset {OLDEST_OPSET}."
         raise DeployError(what, got=f"opset {current}", hint="export it again")
+    nodes = list(nodes_in(model.graph))
+    sampled = _sampling_of(nodes, current)
     try:
         proto = onnx.version_converter.convert_version(light_proto(model), _CONVERTED_TO)
     except Exception as error:  # the converter raises RuntimeError and protobuf's own types
@@ -240,7 +245,15 @@ def from_old_opset(model: ir.Model) -> ir.Model:
         got, hint = f"opset {current}: {error}", "export it with a newer opset"
         raise DeployError(what, got=got, hint=hint) from error
     new = with_weights_of(proto, model)
-    known = {value.name: value.shape for node in nodes_in(model.graph) for value in node.outputs}
+    if current < _BY_AXIS:
+        infer_shapes(new)
+    for node in list(nodes_in(new.graph)) if current < _BY_AXIS else ():
+        if is_op(node, "Resize") and (mode := sampled.get(node.outputs[0].name)):
+            node.attributes.add(ir.AttrString("coordinate_transformation_mode", "asymmetric"))
+            node.attributes.add(ir.AttrString("nearest_mode", mode))
+        elif is_op(node, "Softmax", "LogSoftmax"):
+            _by_last_axis(node)
+    known = {value.name: value.shape for node in nodes for value in node.outputs}
 
     def is_made_up(size: int | ir.SymbolicDim) -> bool:
         """Whether a size is unknown, or has a name that shape inference gave it."""
@@ -255,6 +268,50 @@ def from_old_opset(model: ir.Model) -> ir.Model:
         elif value.shape is not None:  # the converter gives every size that it does not know a new name
             value.shape = ir.Shape([None if is_made_up(size) else size for size in value.shape])
     return new
+
+
+def _sampling_of(nodes: Iterable[ir.Node], opset: int) -> dict[str | None, str]:
+    """How the results of Upsample and Resize are rounded that have no attribute for it, by their names.
+
+    Refused is what ONNX's converter gets wrong and cannot be mended.
+    """
+    found, hint = dict[str | None, str](), "export it with a newer opset"
+    for node in nodes:
+        if is_op(node, "Hardmax") and opset < _BY_AXIS:
+            what = f"Hardmax means something else since opset {_BY_AXIS}."
+            raise DeployError(what, got=f"opset {opset}, {node_name(node)}", hint=hint)
+        if not is_op(node, "Upsample", "Resize") or opset >= _SAMPLED_ANYWHERE:
+            continue
+        scales = array_of(input_at(node, 1))
+        larger = is_op(node, "Upsample") or (scales is not None and bool((scales >= 1).all()))
+        smaller = scales is not None and bool((scales <= 1).all())
+        if not larger and not smaller and node.attributes.get_string("mode", "nearest") == "nearest":
+            what = f"Resize takes other points since opset {_SAMPLED_ANYWHERE}, and its scales are not known."
+            raise DeployError(what, got=f"opset {opset}, {node_name(node)}", hint=hint)
+        found[node.outputs[0].name] = "floor" if larger else "ceil"
+    return found
+
+
+def _by_last_axis(softmax: ir.Node) -> None:
+    """Take away the Flatten and the Reshape that the converter writes around a softmax over the last axis."""
+    flat, back = made_by(softmax.inputs[0], "Flatten"), [each for each, _ in softmax.outputs[0].uses()]
+    source, result = input_at(flat, 0), back[0].outputs[0] if back else None
+    shape = made_by(input_at(back[0], 1), "Shape") if len(back) == 1 and is_op(back[0], "Reshape") else None
+    count = rank(source)
+    if flat is None or source is None or result is None or not count or input_at(shape, 0) is not source:
+        return
+    if flat.attributes.get_int("axis", 1) % count != count - 1 or softmax.outputs[0].is_graph_output():
+        return
+    graph, name = graph_of_node(softmax), result.name
+    softmax.replace_input_with(0, source)
+    softmax.attributes.add(ir.AttrInt64("axis", -1))
+    own = softmax.outputs[0]
+    result.replace_all_uses_with(own, replace_graph_outputs=True)
+    graph.remove([back[0]], safe=True)
+    graph.remove(
+        [each for each in (flat, shape) if each is not None and not each.outputs[0].uses()], safe=True
+    )
+    own.name, own.type, own.shape = name, result.type, result.shape
 
 
 def why_opset_stays(model: ir.Model) -> NotFused | None:
@@ -294,7 +351,9 @@ def raise_opset(model: ir.Model) -> None:
 Size = int | str | None
 """A number, a product of names and sums such as `4*B*(P + S)`, or None where it is not known."""
 _NAME = re.compile(r"[\w.]+")
-_FACTOR = rf"(?:{_NAME.pattern}|\({_NAME.pattern}(?: \+ {_NAME.pattern})+\))"
+_WHOLE = r"floor\([^()*]+\)"
+_FACTOR = rf"(?:{_NAME.pattern}|{_WHOLE}|\({_NAME.pattern}(?: \+ {_NAME.pattern})+\))"
+_ATOM = re.compile(rf"{_NAME.pattern}|{_WHOLE}")
 _FACTORS = re.compile(rf"{_FACTOR}(?:\*{_FACTOR})*")
 
 
@@ -375,7 +434,8 @@ def factors_of(size: int | str) -> tuple[int, list[str]]:
     """The number and the names that a size is the product of."""
     if isinstance(size, int):
         return size, []
-    parts = [part.strip("()") for part in size.split("*")] if _FACTORS.fullmatch(size) else [size]
+    parts = size.split("*") if _FACTORS.fullmatch(size) else [size]
+    parts = [part.strip("()") if part.startswith("(") else part for part in parts]
     number = math.prod(int(part) for part in parts if part.isdecimal())
     return number, [part for part in parts if not part.isdecimal()]
 
@@ -385,7 +445,7 @@ def _text(number: int, names: list[str]) -> int | str:
         return number
     if number == 1 and len(names) == 1:
         return names[0]
-    parts = [name if _NAME.fullmatch(name) else f"({name})" for name in sorted(names)]
+    parts = [name if _ATOM.fullmatch(name) else f"({name})" for name in sorted(names)]
     return "*".join([*([str(number)] if number != 1 else []), *parts])
 
 
@@ -571,6 +631,8 @@ def _sliced(size: Size, begin: Size, end: Size) -> Size:
     """The size of an axis between two positions."""
     if isinstance(size, int) and isinstance(begin, int) and isinstance(end, int):
         return len(range(size)[begin:end])
+    if isinstance(begin, str) and isinstance(end, str) and isinstance(size, int) and size > 1:
+        return _difference(end, begin)  # `table[P : P + S]`, as below
     if begin != 0 or not isinstance(end, str):
         return None
     if size == end or size == 1:
@@ -596,15 +658,25 @@ def _sum(one: Size, other: Size) -> Size:
 
 
 def _difference(one: Size, other: Size) -> Size:
+    """A sum without some of its parts; any other difference could be negative, which no size is."""
     if isinstance(one, int) and isinstance(other, int):
         return one - other
-    return one if other == 0 else None
+    if one is None or other is None or other == 0 or "(" in f"{one}{other}":
+        return 0 if one is not None and one == other else one if other == 0 else None
+    parts, less = Counter(str(one).split(" + ")), Counter(str(other).split(" + "))
+    if not less <= parts:
+        return None
+    rest = " + ".join(sorted((parts - less).elements()))
+    return int(rest or 0) if rest.isdecimal() or not rest else _plain(rest)
 
 
 def _divided(one: Size, other: Size) -> Size:
     if isinstance(one, int) and isinstance(other, int) and one >= 0 < other:
         return one // other
-    return quotient(one, other)
+    whole = quotient(one, other)
+    if whole is not None or one is None or other is None or (isinstance(other, int) and other < 1):
+        return whole
+    return _plain(f"({one})//({other})")
 
 
 def _remainder(one: Size, other: Size) -> Size:
@@ -643,6 +715,6 @@ def _reshaped(source: list[Size], wanted: list[Size] | None, allow_zero: bool) -
     for open_size in (-1, None):
         if result.count(open_size) == 1:
             at = result.index(open_size)
-            result[at] = quotient(product(source), product(each for each in result if each != open_size))
+            result[at] = _divided(product(source), product(each for each in result if each != open_size))
             break
     return result

@@ -22,6 +22,7 @@ import onnx
 import onnx_ir as ir
 
 from mha_deploy.bundle.manifest import GENERATED
+from mha_deploy.graph.fuse.mask_pattern import is_score
 from mha_deploy.graph.fuse.spelling import Spelling
 from mha_deploy.graph.fuse.values import ATTENTION_OPSET, NotFused, in_words
 from mha_deploy.graph.ir import (
@@ -247,7 +248,7 @@ def mask_stops(masks: Iterable[ir.Value]) -> dict[ir.Value, float | None]:
         behind = nodes_behind([mask], lambda node: () if is_op(node, *_MATMULS, "Shape") else node.inputs)
         nodes = list(itertools.islice(behind, _MAX_MASK_NODES + 1))
         if len(nodes) > _MAX_MASK_NODES or any(node.domain != "" or graphs_in(node) for node in nodes):
-            stops[mask] = None
+            stops[mask] = 1.0 if is_score(mask) else None
         else:
             stops |= {value: 1.0 for node in nodes if is_op(node, *_MATMULS) for value in node.outputs}
     return stops

@@ -67,7 +67,9 @@ def write_attention(pattern: Pattern, builder: NodeBuilder, masks: Masks) -> lis
         q = builder.op("Div" if each.divides else "Mul", q, factor, name="scaled_q")
     if zero is not None:
         q = builder.op("Where", zero, builder.constant(0.0, dtype), q, name="zeroed_q")
-    scale = pattern.scale
+    scale = abs(pattern.scale)
+    if pattern.scale < 0:  # Attention takes the root of the attribute
+        q = builder.op("Neg", q, name="negated_q")
     if dtype == ir.DataType.DOUBLE:
         # The attribute is a float32.
         q, scale = builder.op("Mul", q, builder.constant(scale, ir.DataType.DOUBLE), name="scaled_q"), 1.0
