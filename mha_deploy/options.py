@@ -274,7 +274,8 @@ class ValidateOptions(TimedOptions):
     )
     steps: int = option(
         0,
-        "Decode steps in addition to those of the bundle, for a model with a KV cache. Needs PyTorch.",
+        "Decode steps in addition to those of the bundle, for a model with a KV cache. Needs PyTorch, "
+        "or the --source of an imported file.",
         min=0,
         max=10**6,
     )
@@ -345,7 +346,7 @@ class ValidateOptions(TimedOptions):
     )
     source: Path | None = option(
         None,
-        "With --data: the ONNX file that the bundle was imported from, which is its reference.",
+        "With --data or --steps: the ONNX file that the bundle was imported from, which is its reference.",
         metavar="FILE.onnx",
     )
     resume: Path | None = option(
@@ -413,7 +414,7 @@ class ValidateKeywords(TimedKeywords, total=False):
     timeout_s: float
 
 
-_ABOUT_DATA = ("metric", "data_limit", "logits", "source", "resume")
+_ABOUT_DATA = ("metric", "data_limit", "logits", "resume")
 _OF_THIS_MACHINE = (
     "backends",
     "engine",
@@ -434,6 +435,9 @@ def refuse_contradictions(options: ValidateOptions, *, has_runners: bool) -> Non
     if options.data is None and (more := [name for name in _ABOUT_DATA if getattr(options, name)]):
         what, hint = "These options need data.", "--data with your samples, or data="
         raise DeployError(what, got=", ".join(more), hint=hint)
+    if options.source and options.data is None and not options.steps:
+        what, hint = "The source of the model is needed for data or steps.", "--data, or --steps N"
+        raise DeployError(what, got=options.source, hint=hint)
     if options.names and not (options.graphs or options.engine_files or has_runners):
         what, hint = "There is nothing whose names could be mapped.", "with graphs, engine_files or runners"
         raise DeployError(what, got=options.names, hint=hint)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
-from mha_deploy.bundle.cases import GoldenCase
+from mha_deploy.bundle.cases import DecodeTrace, GoldenCase, PlannedTrace
 from mha_deploy.bundle.folder import SOURCE, Bundle, sha256
 from mha_deploy.bundle.samples import Sample
 from mha_deploy.errors import DeployError
@@ -34,10 +36,17 @@ class FileCases:
             what, got = "This is not the file that was imported.", f"{source}: SHA-256 {found[:16]}…"
             raise DeployError(what, got=f"{got}, not {wanted[:16]}…", hint=hint)
         options = ExportOptions(precision=AUTO if spec.mixed else bundle.manifest.precision.name)
-        self._source = OnnxSource(source, options, dict(spec.axes), {})
+        self._source = OnnxSource(source, options, {}, {})
+        self._source.dims, self._source.axes = {each.name: each.dims for each in spec.inputs}, dict(spec.axes)
         self._source.precision = bundle.manifest.precision
-        tensors = (*spec.inputs, *spec.outputs)
+        self._spec, tensors = spec, (*spec.inputs, *spec.outputs)
         self._types = {each.name: bundle.manifest.precision.numpy_of(each.kind) for each in tensors}
+
+    def trace(self, planned: PlannedTrace, seed: int) -> DecodeTrace:
+        """What decoding must give, of tokens that are drawn."""
+        self._source.options = replace(self._source.options, seed=seed)
+        with closing(self._source):
+            return self._source.trace_of(self._spec, planned, self._types)
 
     def case(self, sample: Sample) -> GoldenCase:
         """What is true of a sample."""

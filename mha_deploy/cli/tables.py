@@ -114,7 +114,8 @@ def bundle_renderable(bundle: Bundle, *, details: bool = False) -> RenderableTyp
     layer = spec.layer
     what = f"{spec.name}: "
     if layer is None:
-        what += f"{spec.factory or 'an object in memory'}, {spec.weight_bytes / 1e6:,.1f} MB of weights"
+        origin = spec.factory or spec.summary or "an object in memory"
+        what += f"{origin}, {spec.weight_bytes / 1e6:,.1f} MB of weights"
     else:
         what += f"{layer.kind} {layer.Hq}/{layer.Hkv} heads of {layer.D}, width {layer.E}"
     axes = "  ".join(f"{name} {axis}" for name, axis in spec.axes.items())

@@ -24,7 +24,9 @@ from msgspec import structs
 from mha_deploy.analysis import cost
 from mha_deploy.bundle.cases import (
     Arrays,
+    DecodeTrace,
     GoldenCase,
+    PlannedTrace,
     golden_cases,
     plan_trace,
     read_trace,
@@ -326,6 +328,7 @@ class ExportSource(ABC):
     auto: bool = False  # whether its precision is chosen node by node
     opset: int
     cache: str = "none"  # the KV cache of a catalog layer
+    declares_cache = True  # whether its user said so: one that was recognized need not be a cache
     spec: ModelSpec  # known once there is a graph, complete once the golden cases are captured
     attentions: int  # how many it computes, fused or not
     places: dict[str, str | None] | None = None  # where in the source code they are, where that is known
@@ -354,6 +357,11 @@ class ExportSource(ABC):
     def capture_case(self, planned: PlannedCase) -> GoldenCase:
         """One golden case."""
         return self.capture.capture(planned)
+
+    def trace(self, planned: PlannedTrace) -> DecodeTrace:
+        """What decoding must give, of a model with a KV cache."""
+        found: DecodeTrace = self.capture.trace(self.spec, planned)
+        return found
 
     def draw(self, planned: PlannedCase) -> Arrays:
         """The inputs of a case, of a model whose precision is chosen node by node."""
@@ -539,7 +547,13 @@ def _write_trace(source: ExportSource, folder: Path) -> list[TraceEntry]:
     if isinstance(planned, str):
         source.notes.append(planned)
         return []
-    trace = source.capture.trace(source.spec, planned)
+    try:
+        trace = source.trace(planned)
+    except ExportError as error:
+        if source.declares_cache:
+            raise
+        source.notes.append(f"no trace: {error.in_one_line}")
+        return []
     file = f"traces/{trace.name}.safetensors"
     write_trace(folder / file, trace)
     return [TraceEntry(name=trace.name, file=file, source=trace.oracle.source)]

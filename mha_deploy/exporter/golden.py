@@ -380,25 +380,19 @@ class ModuleCapture(Capture):
     def evaluate_sequence(
         self, spec: ModelSpec, cache: KVCache, planned: PlannedTrace
     ) -> tuple[Feeds, Evaluate]:
-        """The tokens through the program, behind an empty past.
+        """The tokens through the program, behind an empty past: as many in a call as their axis allows.
 
-        A preallocated cache takes as many of them in a call as its axis of new tokens allows. Where it does
-        not keep all of them in order, as a ring buffer, they come as in decoding: results may depend on it.
+        Where a preallocated cache does not keep all of them in order, as a ring buffer, they come as in
+        decoding: results may depend on it.
         """
         L = max(planned.prompt) + planned.steps
         sizes = cache.call_sizes(spec, len(planned.prompt), L, 0)
         feeds = self.draw(PlannedCase(name=planned.name, sizes=sizes, past=0))
-        results = {name: name for name in cache.outputs} | {each.name: each.output for each in cache.tensors}
-
-        def compute(mode: Float64) -> Arrays:
-            exact = arrays_of(self.evaluate_in_fp64(feeds, mode), exact=True)
-            return {name: exact[output] for name, output in results.items()}
-
-        if not cache.is_preallocated:
-            return dict(feeds), compute
         most, prompt = spec.axes[cache.new].max, int(max(planned.prompt))
         whole, in_two = [*range(0, L, most), L], [*range(0, prompt, most), *range(prompt, L, most), L]
         held = {each.input: feeds[each.input] for each in cache.tensors}
+        if not cache.is_preallocated:
+            return dict(feeds), partial(self._run_calls, cache, dict(feeds), held, whole)
         empty = {name: torch.zeros_like(tensor) for name, tensor in held.items()}
         if not cache.is_in_order:
             whole = in_two = [*range(0, prompt, most), *range(prompt, L + 1)]
@@ -428,6 +422,8 @@ class ModuleCapture(Capture):
             part = {name: each for name, each in feeds.items() if name not in held}
             for name, axis in cache.by_token.items():
                 part[name] = part[name].narrow(axis, start, stop - start)
+            for name, axis in cache.by_context.items():
+                part[name] = part[name].narrow(axis, 0, stop)
             made = position_inputs(cache, np.full(B, start), stop - start)
             part |= {name: torch.from_numpy(array) for name, array in made.items()}
             got = self.evaluate_in_fp64(part | held, mode)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
+from itertools import combinations, pairwise
 from pathlib import Path
 from zlib import crc32
 
@@ -13,7 +15,16 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveInitializersFromInputsPass
 
 from mha_deploy.analysis.cost import sizes_name
-from mha_deploy.bundle.cases import Arrays, GoldenCase, Reference, pack_baselines, write_arrays
+from mha_deploy.bundle.cases import (
+    Arrays,
+    DecodeTrace,
+    GoldenCase,
+    PlannedTrace,
+    Reference,
+    check_steps,
+    pack_baselines,
+    write_arrays,
+)
 from mha_deploy.bundle.folder import Bundle, sha256
 from mha_deploy.bundle.manifest import LayersEntry, Source
 from mha_deploy.errors import (
@@ -42,7 +53,7 @@ from mha_deploy.graph.fuse.values import RANDOM
 from mha_deploy.graph.ir import infer_shapes, is_op, node_name, nodes_behind
 from mha_deploy.graph.valid import inline_functions
 from mha_deploy.model.precision import PRECISIONS, find_precision
-from mha_deploy.model.spec import FLOAT, Axes, Axis, Dim, ModelSpec, TensorSpec, size_of
+from mha_deploy.model.spec import FLOAT, Axes, Axis, Dim, ModelSpec, TensorSpec, is_past, size_of
 from mha_deploy.options import AUTO, ExportOptions, OnStep, silent
 from mha_deploy.runtime import open_runner
 from mha_deploy.runtime.child import RuntimeCrash
@@ -55,6 +66,7 @@ _BATCH, _LENGTH = Axis(min=1, opt=2, max=8), Axis(min=1, opt=16, max=64)
 _LARGEST_ERROR = 0.25
 _LAYERS_BYTES = 1 << 30
 _MOST_HALVED = 4  # times that drawn numbers are halved
+_TOKEN_AXES = ("S", "tokens", "new_tokens")  # names for the axis of a token that comes alone
 _LARGEST_TIE, _MOST_TIES = 256, 8  # sizes of weights that an axis is tried at
 
 
@@ -130,6 +142,7 @@ class OnnxSource(ExportSource):
         model = self.fuse(self.original)
         self.step("output shapes")
         outputs = self._output_dims()
+        cached = self._find_cache(outputs)
         if self.auto:
             model = self.mixed(model, self.axes, folder)
         for value in model.graph.inputs:
@@ -141,6 +154,7 @@ class OnnxSource(ExportSource):
             outputs,
             name=self.title,
             axes=self.axes,
+            cached=cached,
             weight_bytes=sum(each.nbytes for each in weights),
             state_sha256=sha256(self.path),
             seed=self.options.seed,
@@ -150,10 +164,7 @@ class OnnxSource(ExportSource):
 
     def capture_case(self, planned: PlannedCase) -> GoldenCase:
         """One golden case, on inputs that are drawn."""
-        graph = self.model.graph if self.auto else self.original.graph
-        values = (*graph.inputs, *graph.outputs)
-        types = {str(value.name): value.dtype.numpy() for value in values if value.dtype is not None}
-        case = self._moderate_case(planned, types)
+        case = self._moderate_case(planned, self._graph_types())
         if case.name == "opt":
             self.spec = replace(self.spec, flops=case.flops)
         return case
@@ -218,6 +229,12 @@ class OnnxSource(ExportSource):
             baselines=baselines,
             flops=exact.flops,
         )
+
+    def _graph_types(self) -> dict[str, np.dtype]:
+        """The types of the inputs and outputs in the graph."""
+        graph = self.model.graph if self.auto else self.original.graph
+        values = (*graph.inputs, *graph.outputs)
+        return {str(value.name): value.dtype.numpy() for value in values if value.dtype is not None}
 
     def file_types(self) -> dict[str, np.dtype]:
         """The types of the inputs in the file."""
@@ -332,6 +349,12 @@ class OnnxSource(ExportSource):
         tried += ({name: number} for name in own for number in numbers)
         tried += ({name: other} for name, other in pairs if (name, other) not in alike)
         lengths = [name for name in own if self.axes[name] != _BATCH]
+        # All tokens are those in the cache and the new ones.
+        tried += (
+            {name: f"{first}+{second}"}
+            for name in lengths
+            for first, second in combinations([each for each in self.axes if each not in (name, *batches)], 2)
+        )
         if len(lengths) > 2:
             tried.append(dict.fromkeys(lengths[1:], lengths[0]))
         for ties in tried:
@@ -352,6 +375,8 @@ class OnnxSource(ExportSource):
         """The dimensions of the outputs as sums of axes and numbers, found by running the file."""
         self._tie_axes()
         measured = [self._run_at(start) for start in (0, 1)]
+        with suppress(ExportError):  # sizes that the user chose may have to agree
+            measured.append(self._run_at(0, reverse=True))
         dims = {}
         for value in self.original.graph.outputs:
             name = str(value.name)
@@ -361,6 +386,108 @@ class OnnxSource(ExportSource):
                 for axis in range(len(shapes[0][1]))
             )
         return dims
+
+    # -- a decoder's KV cache -------------------------------------------------------------------
+
+    def _find_cache(self, outputs: dict[str, tuple[Dim, ...]]) -> dict[str, str]:
+        """The inputs of a KV cache and the outputs that replace them: those that begin with what came in.
+
+        A file that takes one token at a time has no axis of new tokens: it is named, in `outputs` as well.
+        """
+        tried = [
+            (name, output, grown)
+            for output, made in outputs.items()
+            for name, taken in self.dims.items()
+            if (grown := _growth(taken, made)) is not None and (grown[2] in self.axes or grown[2] == "1")
+        ]
+        if not tried:
+            return {}
+        sizes, results = self._run_at(0)
+        drawn, cached, axes = self.draw(PlannedCase(name="shape 0", sizes=sizes)), dict[str, str](), set()
+        for name, output, (at, past, new) in tried:
+            begins = np.array_equal(results[output].take(range(sizes[past]), at), drawn[name])
+            if begins and drawn[name].dtype.kind == "f" and not {name, output} & {*cached, *cached.values()}:
+                cached[name] = output
+                axes.add((past, new))
+        if len(axes) != 1:
+            return {}
+        ((past, new),) = axes
+        if new == "1":
+            new = next(each for each in _TOKEN_AXES if each not in self.axes)
+            self.axes = {**self.axes, new: Axis(min=1, opt=1, max=1)}
+            for tensors in (self.dims, outputs):
+                for name, dims in tensors.items():
+                    dims = tuple(new if at == 1 and dim == 1 else dim for at, dim in enumerate(dims))
+                    tensors[name] = tuple(f"{past}+{new}" if dim == f"{past}+1" else dim for dim in dims)
+        if past not in self._given:
+            self._begin_empty(past)
+        self.steps, self.declares_cache = self.steps + 1, False
+        (first, then), count = next(iter(cached.items())), f"{len(cached)} tensors"
+        self.notes.append(f"KV cache of {count}: {then} is {first} of the next call, and so on")
+        return cached
+
+    def _begin_empty(self, past: str) -> None:
+        """Let a cache be empty, where the file runs with one that is."""
+        before, most = self.axes, self.axes[past].max
+        if not is_past(past):
+            self.notes.append(f"no empty KV cache: only an axis called P or past… may be 0, not {past}")
+            return
+        self.axes = {**before, past: replace(before[past], min=0, max=most - 1)}
+        sizes = {name: axis.min for name, axis in self.axes.items()}
+        try:
+            self._session.run(self.draw(PlannedCase(name="empty", sizes=sizes)))
+        except DeployError as error:
+            self.axes = before
+            self.notes.append(f"the file does not run with an empty cache: {error.in_one_line}")
+
+    def trace(self, planned: PlannedTrace) -> DecodeTrace:
+        """What decoding must give."""
+        return self.trace_of(self.spec, planned, self._graph_types())
+
+    def trace_of(self, spec: ModelSpec, planned: PlannedTrace, types: Mapping[str, np.dtype]) -> DecodeTrace:
+        """Tokens that are drawn, decoded by the file in ONNX Runtime, and by the same file in FP64."""
+        prompt, steps = np.array(planned.prompt, np.int32), planned.steps
+        cache, own = check_steps(spec, prompt, steps), self.file_types()
+        longest, most = int(prompt.max()), spec.axes[cache.new].max
+        L = longest + steps
+        drawn = self.draw(PlannedCase(name=planned.name, sizes=cache.call_sizes(spec, len(prompt), L, 0)))
+        empty = {each.input: drawn.pop(each.input) for each in cache.tensors}
+        trace = DecodeTrace(
+            name=planned.name,
+            cache=cache,
+            inputs={name: array.astype(types[name]) for name, array in drawn.items()},
+            prompt=prompt,
+            steps=steps,
+            oracle=Reference({}, Source.FILE),
+            eager={},
+            baselines={},
+        )
+
+        def decode(run: Callable[[Arrays], Arrays], cuts: Sequence[int]) -> dict[str, np.ndarray]:
+            """The results of calls with the tokens from each of the cuts to the next."""
+            held, parts = dict(empty), {name: list[np.ndarray]() for name in cache.outputs}
+            for start, stop in pairwise(cuts):
+                given = trace.call(np.tile(np.arange(start, stop), (trace.B, 1)))
+                got = run({name: x.astype(own[name]) for name, x in given.items()} | held)
+                held = {each.input: got[each.output] for each in cache.tensors}
+                for name, arrays in parts.items():
+                    arrays.append(got[name])
+            joined = {name: np.concatenate(arrays, cache.outputs[name]) for name, arrays in parts.items()}
+            return joined | {each.name: held[each.input] for each in cache.tensors}
+
+        together = [*range(0, L, most), L]
+        with graph_code(str(self.path)):
+            oracle, baselines, _ = sample_case(
+                FileRounding,
+                self.precision,
+                lambda mode: decode(lambda feeds: self._program.run(feeds, mode), together),
+            )
+        found = decode(self._session.run, [*range(0, longest, most), *range(longest, L + 1)])
+        eager = {name: array.astype(types[name]) for name, array in found.items()}
+        what = "Decoding token by token gives something else than the file in FP64 with many tokens at once."
+        hint = "a file that lets new tokens attend to cached ones and to none after them"
+        refuse_large_error(f"{trace.name}, after {steps} steps", eager, oracle, _LARGEST_ERROR, what, hint)
+        return replace(trace, oracle=Reference(oracle, Source.FILE), eager=eager, baselines=baselines)
 
 
 # -- The file --------------------------------------------------------------------------------------
@@ -458,6 +585,18 @@ def _dim(name: str, measured: list[tuple[dict[str, int], int]], axes: Axes) -> D
     got = "; ".join(f"{size} at {sizes_name(sizes)}" for sizes, size in measured)
     hint = "--axis NAME=N fixes an axis"
     raise ExportError(f"A size of output {name} is not a sum of axes and numbers.", got=got, hint=hint)
+
+
+def _growth(taken: tuple[Dim, ...], made: tuple[Dim, ...]) -> tuple[int, str, str] | None:
+    """Along which dimension a tensor grows, its axis, and by what; None where it does not, or otherwise."""
+    changed = [at for at, (x, y) in enumerate(zip(taken, made, strict=False)) if x != y]
+    if len(taken) != len(made) or len(changed) != 1:
+        return None
+    parts, past = str(made[changed[0]]).split("+"), str(taken[changed[0]])
+    if past not in parts or len(parts) != 2:
+        return None
+    parts.remove(past)
+    return changed[0], past, parts[0]
 
 
 # -- Inputs ----------------------------------------------------------------------------------------

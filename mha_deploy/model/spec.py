@@ -86,7 +86,13 @@ def are_within(sizes: Sizes, axes: Axes) -> bool:
 def check_axis(name: str, axis: Axis) -> None:
     """Refuse an axis of size 0, unless it is the past: a KV cache begins empty."""
     what, got = "An axis needs three whole numbers of at least 1.", f"{name} = {axis}" if name else axis
-    _refuse(axis.min < 1 and name != "P", what, got, "for example 1:128:512")
+    hint = "for example 1:128:512; the axis of a KV cache may begin at 0, and is called P or past…"
+    _refuse(axis.min < 1 and not is_past(name), what, got, hint)
+
+
+def is_past(name: str) -> bool:
+    """Whether an axis is called as that of the tokens in a KV cache: P, or as files name it."""
+    return name == "P" or name.lower().startswith("past")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -370,8 +376,7 @@ class ModelSpec(NamedAxes):
             ),
             new=new,
             past=past,
-            # The reference is one call with all tokens, so the axis of new tokens bounds them, too.
-            room=min(self.axes[past].max + 1, self.axes[new].max),
+            room=self.axes[past].max + 1,  # a last token behind a full past
             by_token=along(taken, new),
             by_context=along(taken, f"{past}+{new}", f"{new}+{past}"),
             outputs=along(made, new),

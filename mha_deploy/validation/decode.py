@@ -17,6 +17,7 @@ from mha_deploy.bundle.cases import (
     DecodeTrace,
     GoldenCase,
     KnownMistake,
+    PlannedTrace,
     check_trace,
     join_baselines,
     position_inputs,
@@ -25,6 +26,7 @@ from mha_deploy.bundle.cases import (
     without_padding,
 )
 from mha_deploy.bundle.folder import Bundle
+from mha_deploy.bundle.manifest import Source
 from mha_deploy.errors import BundleError, DeployError
 from mha_deploy.judge import OutputVerdict, Share
 from mha_deploy.metrics import Budget, ToHeads
@@ -562,7 +564,7 @@ def admits(runner: Runner, feeds: Arrays) -> bool:
 
 
 def traces_of(bundle: Bundle, options: ValidateOptions) -> list[DecodeTrace]:
-    """The traces of a bundle, and one more where the options ask for steps, which PyTorch computes."""
+    """The traces of a bundle, and one more where the options ask for steps, which the source computes."""
     spec, steps, found = bundle.manifest.spec, options.steps, list[DecodeTrace]()
     cache = spec.kv_cache
     if cache is None:
@@ -584,9 +586,17 @@ def traces_of(bundle: Bundle, options: ValidateOptions) -> list[DecodeTrace]:
             problem = f"The cache of {spec.name} has no room for a prompt and so many steps."
             most = f"{cache.room - 1} steps at most" if cache.room > 1 else "export it with a larger cache"
             raise DeployError(problem, got=f"--steps {steps}", hint=most)
+    if options.batch is not None and "B" not in spec.axes:
+        problem, got = f"{spec.name} has no axis B, so its batch is not known.", f"--batch {options.batch}"
+        raise DeployError(problem, got=got, hint=f"leave it out; the axes are {', '.join(spec.axes)}")
+    batch = spec.sizes("opt").get("B", 1) if options.batch is None else options.batch
+    if any(entry.source is Source.FILE for entry in bundle.manifest.golden):
+        from mha_deploy.baselines.imported import FileCases
+
+        planned = PlannedTrace(name="drawn", prompt=(prompt,) * batch, steps=steps)
+        return [*found, FileCases(bundle, options.source).trace(planned, options.seed)]
     refuse_without_torch("of fresh tokens")
     from mha_deploy.baselines.fresh import fresh_trace
 
-    batch = spec.sizes("opt").get("B", 1) if options.batch is None else options.batch
     about: dict[str, Any] = {"seed": options.seed, "device": torch_device()}
     return [*found, fresh_trace(bundle, batch=batch, prompt=prompt, steps=steps, **about)]

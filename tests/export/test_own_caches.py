@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import cached_models
 import numpy as np
+import own_models
 import pytest
 import torch
 
@@ -148,6 +149,15 @@ def test_a_preallocated_cache_is_decoded_token_by_token(form, tmp_path):
         wrong = md.validate(bundle, runners=[Late(runner, *bundle.manifest.spec.positions)])
     (trace,) = wrong.record.decode
     assert trace.outcome is Outcome.FAILED
+
+
+def test_a_dynamic_cache_grows_beyond_what_one_call_brings(tmp_path):
+    given = own_models.decoder(axes={"S": "1:2:4", "P": "0:8:31"})
+    bundle = md.export(given, tmp_path / "bundle", precision="fp16", golden=("min",))
+    report = md.validate(bundle, backends=["ort-cpu"])
+    assert report.passed, report.headline
+    (trace,) = report.record.decode
+    assert (max(trace.prompt), trace.steps) == (4, 28)
 
 
 @pytest.mark.slow
