@@ -59,7 +59,9 @@ class Hand:
             [helper.make_tensor_value_info(name, TensorProto.FLOAT, [None] * 4) for name in named],
             self.constants,
         )
-        made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10)
+        domains = {"": 23} | {node.domain: 1 for node in self.nodes if node.domain}
+        opsets = [helper.make_opsetid(*each) for each in domains.items()]
+        made = helper.make_model(graph, opset_imports=opsets, ir_version=10)
         onnx.checker.check_model(made, full_check=True)
         return made
 

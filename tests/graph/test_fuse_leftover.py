@@ -146,15 +146,15 @@ def test_other_operators_of_attention_are_counted(op):
 # As ONNX Runtime's optimizer writes attention, and its quantizer.
 FOREIGN = {
     "com.microsoft's FusedMatMul computes the scores": """
-   s = com.microsoft.FusedMatMul <transB = 1> (q, k)
+   s = com.microsoft.FusedMatMul <transB = 1, transBatchB = 1> (q, k)
    p = Softmax (s)
-   y = com.microsoft.FusedMatMul (p, v)
+   y = MatMul (p, v)
 """,
     "What stands between the softmax and the matmul with V is not recognized. FusedMatMul y": """
    kt = Transpose <perm = [0, 1, 3, 2]> (k)
    s = MatMul (q, kt)
    p = Softmax (s)
-   y = com.microsoft.FusedMatMul (p, v)
+   y = com.microsoft.FusedMatMul <transBatchA = 1> (p, v)
 """,
     "com.microsoft's BiasSoftmax is not ONNX's Softmax.": """
    kt = Transpose <perm = [0, 1, 3, 2]> (k)

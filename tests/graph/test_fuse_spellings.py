@@ -6,7 +6,7 @@ import pytest
 from hand_graphs import D, H, Hand, S, check_same, fused, random_feeds, run
 from onnx import TensorProto
 
-BOOL, FLOAT = TensorProto.BOOL, TensorProto.FLOAT
+BOOL, FLOAT, HALF = TensorProto.BOOL, TensorProto.FLOAT, TensorProto.FLOAT16
 B = 2
 
 
@@ -212,6 +212,22 @@ def masked_behind_beside_positions(g):
     return g.op("MatMul", g.op("Where", keep(g), g.op("Softmax", scores), g.const(0.0)), "v")
 
 
+def less_a_bounded_maximum(g):
+    """As JAX writes a softmax: without the axis of the keys, and never -inf."""
+    scores = g.scores()
+    highest = g.op("Max", g.op("ReduceMax", scores, g.ints(-1), keepdims=0), g.const(-np.inf))
+    powers = g.op("Exp", g.op("Sub", scores, g.op("Unsqueeze", highest, g.ints(3))))
+    sums = g.op("ReduceSum", powers, g.ints(-1), keepdims=0)
+    return g.op("MatMul", g.op("Div", powers, g.op("Unsqueeze", sums, g.ints(3))), "v")
+
+
+def less_a_finite_maximum(g):
+    scores = g.op("Where", keep(g), g.scores(), g.const(-np.inf))
+    highest = g.op("ReduceMax", scores, g.ints(-1), keepdims=1)
+    highest = g.op("Where", g.op("IsInf", highest), g.const(0.0), highest)
+    return g.attend(g.op("Sub", scores, highest))
+
+
 def temperature(g):
     return g.input("temperature", (1,))
 
@@ -248,7 +264,7 @@ SPELLINGS += [zeroed_where_nothing_is_shown, divided_behind_an_einsum, learned_k
 SPELLINGS += [filled_with_a_tensor, powers_of_two, sums_of_products, blended_with_a_product_of_masks]
 SPELLINGS += [halved, less_an_input_of_queries, bounded_by_large_numbers, padded_with_a_zero]
 SPELLINGS += [over_a_power, several_added, split_from_a_sink, maximum_less_scores, capped_with_a_sign]
-SPELLINGS += [masked_behind_beside_positions]
+SPELLINGS += [masked_behind_beside_positions, less_a_bounded_maximum, less_a_finite_maximum]
 SPELLINGS += [tempered_behind_a_fill, tempered_behind_a_fill_of_learned_heads, triangle_of_ones]
 
 
@@ -294,6 +310,11 @@ def blended_with_another(g):
     return g.attend(g.op("Add", g.op("Mul", g.scores(), other), hidden(g)))
 
 
+def less_the_maximum_of_queries(g):
+    scores = g.scores()
+    return g.attend(g.op("Sub", scores, g.op("ReduceMax", scores, g.ints(-2), keepdims=1)))
+
+
 def divided_by_another_sum(g):
     powers = g.op("Exp", g.scores())
     return g.op("Div", g.op("MatMul", powers, "v"), total(g, g.op("Exp", g.op("Mul", powers, powers))))
@@ -301,6 +322,7 @@ def divided_by_another_sum(g):
 
 OTHERS = [weakly_renormalised, not_renormalised, masked_behind_by_another, masked_behind_beside_another]
 OTHERS += [blended_with_numbers, blended_with_another, divided_by_another_sum]
+OTHERS += [less_the_maximum_of_queries]
 
 
 @pytest.mark.parametrize("spelled", OTHERS, ids=lambda each: each.__name__)
@@ -444,3 +466,18 @@ def test_matrices(operator):
     else:
         scores = g.op("MatMul", "q", g.op("Transpose", "k", perm=[1, 0]))
     check_heads(g, g.op(operator, g.op("Softmax", scores), "v"), (1, 1))
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_fused_matmuls_of_onnx_runtime(half):
+    """Both matrices of a product may be transposed; shape inference does not know the operator."""
+    own = {"domain": "com.microsoft"}
+    g = axes_of({"q": ("N", 2, D, "S"), "k": ("N", 2, D, "T"), "v": ("N", 2, "T", 5)})
+    q, k, v = (g.cast(name, HALF, *([] if half else [FLOAT])) for name in "qkv")
+    scores = g.op("FusedMatMul", k, q, alpha=0.25, transA=1, **own)
+    result = g.op("FusedMatMul", g.op("Softmax", scores, axis=2), v, transA=1, **own)
+    graph = g.model(g.cast(result, FLOAT))
+    new, report = fused(graph)
+    assert [(each.Hq, each.scale) for each in report.fused] == [(2, 0.25)]
+    feeds = random_feeds(graph)
+    np.testing.assert_allclose(run(new, feeds)[0], run(graph, feeds)[0], atol=2e-3 if half else 2e-5)

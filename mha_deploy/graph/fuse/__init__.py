@@ -125,11 +125,13 @@ def fuse_attention(model: ir.Model, *, verify: bool = True) -> tuple[ir.Model, F
         work = from_old_opset(inline_functions(copy))
         stated = [(each, each.type, each.shape) for node in nodes_in(work.graph) for each in node.outputs]
         unnamed = values.name_inputs(work)
+        own = values.without_fused_matmuls(work)
         values.infer_sizes(work)
+        values.as_matmuls(own)
         fusion = _Fusion(work, verify)
         fusion.run()
         if not (fusion.report.fused or fusion.report.repairs or fusion.renamed):
-            if work is not copy or fusion.respelled:
+            if work is not copy or own or fusion.respelled:
                 return model.clone(), fusion.report
             for value, kind, shape in stated:  # another copy would take as long as all this
                 value.type, value.shape = kind, shape

@@ -483,13 +483,13 @@ def read_scores(softmax: Normalisation, alphabet: Alphabet) -> tuple[Scores, Mat
     key = axes[softmax.axis] if -len(axes) <= softmax.axis < len(axes) else ""
     scores = Scores(alphabet=alphabet, axes=axes, key=key)
     value: ir.Value | None = softmax.source
-    maximum: ir.Node | None = None  # what else uses the scores, for the maximum that is subtracted from them
+    maximum = set[ir.Node]()  # what else uses the scores, for the maximum that is subtracted from them
     for _ in range(_MAX_STEPS):
         node = value.producer() if value is not None else None
         if value is None or node is None or not _matmul_behind(value):
             what = "Its input is not a matmul of two computed tensors, so it is not dot-product attention."
             raise NoScores(what)
-        users = [user for user, _ in value.uses() if not is_op(user, "Shape") and user is not maximum]
+        users = [user for user, _ in value.uses() if not is_op(user, "Shape") and user not in maximum]
         if value.is_graph_output() or len(users) > 1:
             names = [f"{user.op_type} {node_name(user)}" for user, _ in value.uses()]
             names += ["an output of the graph"] if value.is_graph_output() else []
@@ -503,17 +503,33 @@ def read_scores(softmax: Normalisation, alphabet: Alphabet) -> tuple[Scores, Mat
         if node.domain != "" or node.op_type not in _STEPS:
             raise NotFused(f"{node.op_type} stands between the scores and the softmax.")
         found = _subtracted_maximum(node, scores)
-        maximum = None if found is None else found[0]
+        maximum = set() if found is None else found[0]
         value = _STEPS[node.op_type](node, scores) if found is None else found[1]
     raise NotFused("Too many nodes lie between the scores and the softmax.")
 
 
 _FAR = -1e8  # scores that are set to it stay far below others that are shifted
-_CANCELLED = ("ReduceMax", "ReduceMean", "ReduceMin", "ReduceLogSumExp")
+_CANCELLED = ("ReduceMax", "ReduceMean", "ReduceMin", "ReduceLogSumExp", "TopK")
+# What may stand between those and the difference: bounds, and another number for one that is not finite.
+_SHIFTING = frozenset(
+    {*_CANCELLED, "Max", "Min", "Clip", "Where", "IsInf", "IsNaN", "Not", "Or", "And", "Abs"}
+)
+_SHIFTING |= {
+    "Cast",
+    "Identity",
+    "Unsqueeze",
+    "Squeeze",
+    "Reshape",
+    "Constant",
+    "Equal",
+    "Less",
+    "Greater",
+    "Shape",
+}
 
 
-def _subtracted_maximum(node: ir.Node, scores: Scores) -> tuple[ir.Node, ir.Value] | None:
-    """The node that takes the scores for their maximum over the keys, where this node subtracts it from them.
+def _subtracted_maximum(node: ir.Node, scores: Scores) -> tuple[set[ir.Node], ir.Value] | None:
+    """The nodes that take the scores for their maximum over the keys, where this node subtracts it from them.
 
     Then the scores, which may as well be subtracted from it. The same goes for their mean.
 
@@ -525,30 +541,26 @@ def _subtracted_maximum(node: ir.Node, scores: Scores) -> tuple[ir.Node, ir.Valu
         return None
     axis = scores.axes.index(scores.key) - len(scores.axes) if scores.key in scores.axes else None
     for inner, top in (node.inputs, node.inputs[::-1]):
-        if inner is not None and (first := _takes_maximum(top, inner, axis, len(scores.axes))) is not None:
+        if inner is not None and (takers := _takers_of(inner, top, axis)):
             scores.factor *= 1.0 if inner is node.inputs[0] else -1.0
-            return first, inner
+            return takers, inner
     return None
 
 
-def _takes_maximum(top: ir.Value | None, inner: ir.Value, axis: int | None, count: int) -> ir.Node | None:
-    """The node that takes a tensor for its maximum over an axis."""
+def _takers_of(inner: ir.Value, top: ir.Value | None, axis: int | None) -> set[ir.Node]:
+    """The nodes that take scores for what `top` is computed from, the same for all keys; else nothing."""
     if (copied := made_by(top, "Expand")) is not None:
         top = copied.inputs[0]
-    restored = made_by(top, "Unsqueeze")  # PyTorch's `amax` drops the axis
-    if restored is not None:
-        if axis is None or constant_ints(restored, 1) not in ((axis,), (axis + count,)):
-            return None
-        top = restored.inputs[0]
-    rounded = made_by(top, "Cast")  # and computes in float32
-    reduction = made_by(top if rounded is None else rounded.inputs[0], *_CANCELLED)
-    if reduction is None or axis is None:
-        return None
-    if _reduced_axis(reduction, keepdims=restored is None) != axis:
-        return None
-    upcast = made_by(reduction.inputs[0], "Cast")
-    first = reduction if upcast is None else upcast
-    return first if first.inputs[0] is inner else None
+    dims = sizes_of(top)
+    if axis is None or dims is None or top is None or (len(dims) >= -axis and dims[axis] != 1):
+        return set()
+    behind = nodes_behind([top], lambda node: () if inner in node.inputs else node.inputs)
+    nodes = list(itertools.islice(behind, _MAX_STEPS))
+    takers = {node for node in nodes if inner in node.inputs}
+    reductions = [node for node in nodes if is_op(node, *_CANCELLED)]
+    if not takers or not reductions or not all(is_op(node, *_SHIFTING) for node in nodes):
+        return set()
+    return takers
 
 
 def _transpose(node: ir.Node, scores: Scores) -> ir.Value | None:

@@ -19,6 +19,7 @@ import onnx
 import onnx_ir as ir
 
 from mha_deploy.graph.fuse.mask_pattern import same_value
+from mha_deploy.graph.fuse.pattern import softmax_at
 from mha_deploy.graph.fuse.values import array_of, holds, inverse_of, scalar_of, sizes_of
 from mha_deploy.graph.ir import (
     NodeBuilder,
@@ -459,8 +460,7 @@ def _normalised(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
     if powers.is_graph_output() or len(users) != 2:
         return None
     if first is powers:
-        zeroed = made_by(powers, "Exp") is None
-        return _weights(powers, axis, builder) if zeroed else None
+        return _weights(powers, axis, builder) if softmax_at(node) is None else None
     matmul = made_by(first, "MatMul", "Einsum")
     if matmul is None or matmul.inputs[0] is not powers or axis != -1 or len(first.uses()) != 1:
         return None

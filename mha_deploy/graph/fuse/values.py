@@ -23,6 +23,7 @@ import onnx_ir as ir
 from mha_deploy.bundle.manifest import GENERATED
 from mha_deploy.errors import DeployError
 from mha_deploy.graph.ir import (
+    NodeBuilder,
     constant,
     constant_ints,
     dims,
@@ -35,7 +36,10 @@ from mha_deploy.graph.ir import (
     made_by,
     node_name,
     nodes_in,
+    prefix_within,
+    prefixes_in,
     rank,
+    replace_node,
     same_size,
     with_weights_of,
 )
@@ -143,14 +147,14 @@ def _scalar(value: ir.Value, depth: int) -> np.ndarray | None:
         dims = (sizes_of(input_at(shape, 0)) if whole else None) or []
         size = dims[at[0]] if at and len(at) == 1 and -len(dims) <= at[0] < len(dims) else None
         return np.asarray(size, np.int64) if isinstance(size, int) else None
-    if node.op_type not in (*_SAME_SCALAR, "Cast", *_SCALAR_OPS):
+    if node.op_type not in (*_SAME_SCALAR, "Cast", "CastLike", *_SCALAR_OPS):
         return None
     given = node.inputs if node.op_type in _SCALAR_OPS else node.inputs[:1]
     numbers = [number for each in given if (number := _scalar(each, depth + 1)) is not None]
     if len(numbers) < len(given):
         return None
-    if node.op_type == "Cast":
-        to = ir.DataType(node.attributes.get_int("to", 0))
+    if node.op_type in ("Cast", "CastLike"):
+        to = value.dtype or ir.DataType(node.attributes.get_int("to", 0))
         if to in (ir.DataType.STRING, ir.DataType.UNDEFINED):
             return None
         # What becomes of numbers beyond the type differs between runtimes.
@@ -312,6 +316,55 @@ def _by_last_axis(softmax: ir.Node) -> None:
         [each for each in (flat, shape) if each is not None and not each.outputs[0].uses()], safe=True
     )
     own.name, own.type, own.shape = name, result.type, result.shape
+
+
+_FUSED_MATMUL = ("com.microsoft", "FusedMatMul")
+# How a matrix is read, by whether it is transposed.
+_LEFT, _RIGHT = {0: "...sd", 1: "...ds"}, {0: "...dt", 1: "...td"}
+
+
+def without_fused_matmuls(model: ir.Model) -> list[ir.Node]:
+    """Write ONNX Runtime's own matmuls in ONNX's operators: the einsums, which need no number of axes.
+
+    The number is not known before: ONNX's shape inference ends at the operators of others.
+    """
+    found = list[ir.Node]()
+    pending = [each for each in nodes_in(model.graph) if each.op_identifier()[:2] == _FUSED_MATMUL]
+    prefix = prefix_within("matmul", prefixes_in(model)) if pending else ""
+    for node in pending:
+        given = {name: int(node.attributes.get_int(name, 0) or 0) for name in ("transA", "transB")}
+        if any(node.attributes.get_int(name, 0) for name in ("transBatchA", "transBatchB")):
+            continue
+        builder = NodeBuilder(f"{prefix}/{len(found) + 1}")
+        equation = f"{_LEFT[given['transA']]},{_RIGHT[given['transB']]}->...st"
+        value = builder.op("Einsum", *node.inputs, equation=equation)
+        found.append(builder.nodes[-1])
+        alpha, dtype = node.attributes.get_float("alpha", 1.0), node.inputs[0].dtype  # type: ignore[union-attr]
+        if alpha != 1.0:
+            number = builder.constant(alpha, ir.DataType.FLOAT)
+            if dtype != ir.DataType.FLOAT:
+                number = builder.op("CastLike", number, node.inputs[0])
+            value = builder.op("Mul", value, number)
+        replace_node(node, builder, {0: value})
+    return found
+
+
+def as_matmuls(einsums: Iterable[ir.Node]) -> None:
+    """Write them as matmuls, now that their numbers of axes are known."""
+    for node in einsums:
+        inputs, _, _ = (node.attributes.get_string("equation") or "").partition("->")
+        ranks, texts = [rank(each) for each in node.inputs], inputs.split(",")
+        if None in ranks or min(filter(None, ranks)) < 2:
+            continue
+        builder, operands = NodeBuilder(str(node.name)), list[ir.Value]()
+        for value, text, count, plain in zip(node.inputs, texts, ranks, (_LEFT, _RIGHT), strict=True):
+            if value is not None and count is not None and text != plain[0]:
+                order, dims = [*range(count - 2), count - 1, count - 2], sizes_of(value) or []
+                kind, value = value.type, builder.transpose(value, *order)
+                value.type, value.shape = kind, ir.Shape([dims[axis] for axis in order])
+            if value is not None:
+                operands.append(value)
+        replace_node(node, builder, {0: builder.op("MatMul", *operands)})
 
 
 def why_opset_stays(model: ir.Model) -> NotFused | None:
