@@ -225,6 +225,7 @@ class UnfusedRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     name: str  # the module it came from, else the softmax node
     reason: str  # why it could not be written as one node
     place: str | None = None  # source file and line, where they are known
+    value: str = ""  # the value of the graph that has its weights, or what stands in their place
 
 
 class ShrunkRange(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -22,8 +22,10 @@ import onnx_ir as ir
 from onnx import AttributeProto
 
 from mha_deploy.bundle.cases import Arrays, GoldenCase, KnownMistake
+from mha_deploy.bundle.manifest import UnfusedRecord
 from mha_deploy.exporter.file_program import FileProgram, FileRounding
 from mha_deploy.graph.attention_node import is_attention
+from mha_deploy.graph.fuse.leftover import Core, constant_of, cores_of
 from mha_deploy.graph.ir import is_op
 from mha_deploy.graph.lower import lower
 from mha_deploy.graph.lower.call import copy_of
@@ -57,7 +59,6 @@ _PARTS = {
     "values": (("weighted_values", 1),),
     "heads": (("weighted_values", _RESULT),),
 }
-_MOVED = ("Cast", "Identity", "Reshape", "Transpose")
 
 
 def in_bf16(array: np.ndarray) -> np.ndarray:
@@ -132,14 +133,19 @@ class CoarseMistakes:
     applies: frozenset[str] = frozenset()  # attentions that must not compute in BF16
 
 
-def coarse_mistakes(model: ir.Model, cases: Sequence[GoldenCase], precision: Precision) -> CoarseMistakes:
+def coarse_mistakes(
+    model: ir.Model,
+    cases: Sequence[GoldenCase],
+    precision: Precision,
+    unfused: Sequence[UnfusedRecord] = (),
+) -> CoarseMistakes:
     """Compute the mistakes of a graph in FP16; in other precisions, and quantized, there are none to tell.
 
     BF16 is what BF16 bundles have, its error in an FP32 bundle is far beyond the budget, and a quantized
     model has coarser parts than these. What takes too long, or cannot be evaluated, is not tried.
     """
     halves = [node for node in model.graph.all_nodes() if is_attention(node) and not _is_in_bf16(node)]
-    names = frozenset(str(node.name) for node in halves)
+    names = frozenset(str(node.name) for node in halves) | {each.name for each in unfused}
     if precision.name != "fp16" or is_quantized(model):
         return CoarseMistakes()
     fitting = [case for case in cases if _LEAST_NUMBERS <= _numbers(case) <= _MOST_BYTES // 16]
@@ -147,7 +153,8 @@ def coarse_mistakes(model: ir.Model, cases: Sequence[GoldenCase], precision: Pre
     if case is None:
         return CoarseMistakes(applies=names)
     with suppress(Exception):  # ONNX's evaluator raises types that share no base
-        return _Search(lower(copy_of(model), "primitives", cache="copy"), case, precision, names).found()
+        lowered = lower(copy_of(model), "primitives", cache="copy")
+        return _Search(lowered, case, precision, names, cores_of(lowered, unfused)).found()
     return CoarseMistakes(applies=names)
 
 
@@ -163,23 +170,37 @@ class _Search:
     """The mistakes of one graph in one case."""
 
     def __init__(
-        self, model: ir.Model, case: GoldenCase, precision: Precision, attentions: frozenset[str]
+        self,
+        model: ir.Model,
+        case: GoldenCase,
+        precision: Precision,
+        attentions: frozenset[str],
+        cores: Mapping[str, Core],  # of the attentions that were no node
     ) -> None:
         self._deadline = time.process_time() + _MOST_SECONDS
         self._model, self._case, self._precision = model, case, precision
         self._nodes = {str(node.name): node for node in model.graph.all_nodes()}
-        self._parts = {name: found for name in sorted(attentions) if (found := self._parts_of(name))}
+        known = {name: self._places_of(name, cores.get(name)) for name in sorted(attentions)}
+        self._places = {name: found for name, found in known.items() if found}
+        self._parts: dict[str, dict[str, Edits]] = {
+            name: {part: {node: {at: in_bf16}} for part, (node, at) in places.items()}
+            for name, places in self._places.items()
+        }
         self._attentions, self._program = attentions, FileProgram(model)
 
-    def _parts_of(self, attention: str) -> dict[str, Edits]:
-        """The parts of an attention in BF16; none of one that is not written in primitive operators."""
-        found: dict[str, Edits] = {}
+    def _places_of(self, attention: str, core: Core | None) -> dict[str, tuple[str, int]]:
+        """Where the parts of an attention are; none of one that is not written in primitive operators."""
+        if core is not None:
+            nodes = {"q_scaled": None, "scores": core.scores, "weights": core.weights}
+            named = {role: node and node.name for role, node in nodes.items()}
+            named["weighted_values"] = core.heads and core.heads.name
+        found: dict[str, tuple[str, int]] = {}
         for part, places in _PARTS.items():
-            known = [(self._node_of(attention, node), at) for node, at in places]
-            there = [(name, at) for name, at in known if name is not None]
-            if there:
-                found[part] = {there[0][0]: {there[0][1]: in_bf16}}
-        return found if len(found) == len(_PARTS) else {}
+            for role, at in places:
+                node = self._node_of(attention, role) if core is None else named[role]
+                if node and part not in found:
+                    found[part] = node, core.values if core and part == "values" else at
+        return found if core is not None or len(found) == len(_PARTS) else {}
 
     def _node_of(self, attention: str, role: str) -> str | None:
         """The node that lowering made of an attention for a role, directly or in a rewrite of it."""
@@ -192,7 +213,7 @@ class _Search:
         """What they are, and the edits that make them; those of every place at once come first."""
         weights, off = dict(self._weights()), {name: self._factors(name) for name in self._parts}
         for part in _PARTS if len(self._parts) > 1 else ():
-            edits = [every[part] for every in self._parts.values()]
+            edits = [every[part] for every in self._parts.values() if part in every]
             yield f"{part} in BF16 in every attention", {n: e for each in edits for n, e in each.items()}
         kinds = list(dict.fromkeys(kind for every in weights.values() for kind in every))
         for kind in kinds if len(weights) > 1 else ():
@@ -211,7 +232,7 @@ class _Search:
         """Softmax, and matmuls without a weight, that are of no attention node: of one that is not fused."""
         known = {node for parts in self._parts.values() for edits in parts.values() for node in edits}
         for name, node in self._nodes.items():
-            is_matmul = is_op(node, "MatMul", "Einsum") and not any(map(_constant, node.inputs))
+            is_matmul = is_op(node, "MatMul", "Einsum") and not any(map(constant_of, node.inputs))
             if name in known or not (is_matmul or is_op(node, "Softmax")):
                 continue
             for i in range(len(node.inputs)):
@@ -220,9 +241,9 @@ class _Search:
 
     def _factors(self, attention: str) -> dict[str, Edits]:
         """An attention whose scale is off, and one whose result is."""
-        places = {"scale 2 % too large": _PARTS["keys"], "heads 2 % too large": _PARTS["heads"]}
-        found = {kind: (self._node_of(attention, node), at) for kind, ((node, at),) in places.items()}
-        return {kind: {node: {at: _too_large}} for kind, (node, at) in found.items() if node is not None}
+        parts = {"scale 2 % too large": "keys", "heads 2 % too large": "heads"}
+        found = {kind: self._places[attention].get(part) for kind, part in parts.items()}
+        return {kind: {at[0]: {at[1]: _too_large}} for kind, at in found.items() if at is not None}
 
     def _weights(self) -> Iterator[tuple[tuple[str, int, str], dict[str, Change]]]:
         """The weights of matmuls and convolutions: node, which input, name; and what may be done to them."""
@@ -230,7 +251,7 @@ class _Search:
             if not is_op(node, "MatMul", "Gemm", "Conv"):
                 continue
             for i, value in enumerate(node.inputs[:2]):
-                weight = _constant(value)
+                weight = constant_of(value)
                 if weight is None or weight.dtype == ir.DataType.BFLOAT16 or (i == 0 and is_op(node, "Conv")):
                     continue
                 rank = len(weight.shape) if weight.shape is not None else 0
@@ -316,13 +337,3 @@ def _together(parts: Mapping[str, Edits]) -> Edits:
         for node, changes in each.items():
             found[node] = found.get(node, {}) | changes
     return found
-
-
-def _constant(value: ir.Value | None) -> ir.Value | None:
-    """The initializer that a value is, or is a copy of in another layout."""
-    while value is not None and value.const_value is None:
-        node = value.producer()
-        if node is None or not is_op(node, *_MOVED):
-            return None
-        value = node.inputs[0]
-    return value

@@ -379,7 +379,7 @@ class _ModuleSource(flow.ExportSource):
             values = (*made, *model.graph.inputs)
             types = {str(each.name): each.dtype.numpy() for each in values if each.dtype is not None}
             self.capture = ModuleCapture(user, exported, self.precision, options.seed, types)
-        self.values = attention_values(model, lambda name: exported.node_of(name) is not None)
+        self.values = attention_values(model, lambda name: exported.node_of(name) is not None, self.unfused)
         known = {f.name: getattr(user, f.name) for f in fields(ModelSpec) if hasattr(user, f.name)}
         self.describe(model, exported.outputs, **known, cached=user.kv_cache)
         _ = self.spec.kv_cache  # raises where it is not one

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,7 @@ from mha_deploy.files import PathPart
 from mha_deploy.graph.attention_node import attention_nodes, is_attention, short_dtype
 from mha_deploy.graph.canonical import check_graph, check_module
 from mha_deploy.graph.file import load_graph, save_graph
-from mha_deploy.graph.fuse import fuse_attention, place_of
+from mha_deploy.graph.fuse import FuseReport, fuse_attention, place_of
 from mha_deploy.graph.ir import Dim, dims
 from mha_deploy.graph.mixed_precision import apply_plan
 from mha_deploy.graph.quantize import is_quantized, without_quantizers
@@ -390,7 +390,8 @@ class ExportSource(ABC):
             model, found = fuse_attention(original)
         self.attentions = len(found.fused) + len(found.already) + len(found.unfused)
         self.unfused = [
-            UnfusedRecord(name=each.name, reason=each.reason, place=each.place) for each in found.unfused
+            UnfusedRecord(name=name, reason=each.reason, place=each.place, value=each.value)
+            for name, each in zip(_names_of(found), found.unfused, strict=True)
         ]
         self.notes += [
             f"{each.name} is not fused: {each.reason}" + (f" ({each.place})" if each.place else "")
@@ -444,6 +445,15 @@ class ExportSource(ABC):
         return FLOAT if dtype == self.precision.name else _KINDS.get(dtype, dtype)
 
 
+def _names_of(report: FuseReport) -> list[str]:
+    """A name for every attention that is not fused, which no other attention has."""
+    found = list[str]()
+    for each in report.unfused:
+        numbered = (each.name if number == 1 else f"{each.name}_{number}" for number in count(1))
+        found.append(next(name for name in numbered if name not in (*report.layers, *found)))
+    return found
+
+
 def export_bundle(source: ExportSource, target: Path, on_step: OnStep) -> Bundle:
     """Write the bundle of a model; nothing is left at `target` if anything fails."""
     options, source.on_step = source.options, on_step
@@ -480,14 +490,14 @@ def export_bundle(source: ExportSource, target: Path, on_step: OnStep) -> Bundle
         source.step("what the outputs show")
         coarse = CoarseMistakes()
         if source.spec.layer is None:  # of catalog layers they are computed with the cases of a validation
-            coarse = coarse_mistakes(load_graph(folder / MODEL), cases, source.precision)
+            coarse = coarse_mistakes(load_graph(folder / MODEL), cases, source.precision, source.unfused)
         for index, case in enumerate(cases):
             if case.name == coarse.case and coarse.suspects:
                 cases[index] = replace(case, suspects=coarse.suspects)
                 write_case(folder / golden[index].file, cases[index])
                 outputs = {mistake: list(each.changes) for mistake, each in coarse.suspects.items()}
                 golden[index] = structs.replace(golden[index], suspects=outputs)
-        observed = observe(load_graph(folder / MODEL), cases, source.precision, coarse)
+        observed = observe(load_graph(folder / MODEL), cases, source.precision, source.unfused, coarse)
         source.step("hashes")
         attention = [node.describe() for node in attention_nodes(load_graph(folder / MODEL))]
         if source.places is not None:

@@ -7,21 +7,24 @@ them is perturbed in FP64, and what no output shows beyond its budget is remembe
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+from msgspec import structs
 
 from mha_deploy.analysis.cost import MASKS, PROBE
 from mha_deploy.bundle.cases import GoldenCase
-from mha_deploy.bundle.manifest import ObservedRecord, Perturbation
+from mha_deploy.bundle.manifest import ObservedRecord, Perturbation, UnfusedRecord
 from mha_deploy.errors import DeployError
 from mha_deploy.exporter.coarse import CoarseMistakes
 from mha_deploy.exporter.file_program import FileProgram, FileRounding
 from mha_deploy.graph.attention_node import heads_of, is_attention
+from mha_deploy.graph.fuse.leftover import cores_of
+from mha_deploy.graph.quantize import is_quantized
 from mha_deploy.judge import judge_case
 from mha_deploy.model.precision import Precision
 from mha_deploy.rounding import accumulations
@@ -30,26 +33,34 @@ _SCALE = 1.02
 _MASK, _LENGTHS = 3, 6  # inputs of an Attention
 _WEIGHTS = 2  # of its outputs behind the heads
 _LAYOUT = frozenset({"Transpose", "Reshape", "Identity", "Cast"})
+_MASKED = -1e3  # so far below the largest score of its query is one that a mask hides
 _MOST_SECONDS = 60.0
 
 
-def attention_values(model: ir.Model, is_known: Callable[[str], bool]) -> dict[str, str]:
-    """For every `Attention` node, by name, the nearest value behind it that the source computes, too.
+def attention_values(
+    model: ir.Model, is_known: Callable[[str], bool], unfused: Sequence[UnfusedRecord]
+) -> dict[str, str]:
+    """For every attention, by name, the nearest value behind it that the source computes, too.
 
-    It is the node's own result, or that in another layout: a fused node may have a Transpose behind it that
-    the source did in one step with the matmul. Nodes without such a value are left out, and so are those
-    whose weights are quantized: one of them that goes to another level changes a head more than the few
+    It is the attention's own result, or that in another layout: a fused node may have a Transpose behind it
+    that the source did in one step with the matmul. Attentions without such a value are left out, and so are
+    those whose weights are quantized: one of them that goes to another level changes a head more than the few
     samples of rounding show. These are judged by the outputs.
     """
+    results = {
+        str(node.name): node.outputs[0]
+        for node in filter(is_attention, model.graph.all_nodes())
+        if node.name is not None and heads_of(node) is node.outputs[0]
+    }
+    if not is_quantized(model):
+        results |= {name: core.result for name, core in cores_of(model, unfused).items()}
     found = {}
-    for node in filter(is_attention, model.graph.all_nodes()):
-        if heads_of(node) is not node.outputs[0]:
-            continue
-        pending = [node.outputs[0]]
+    for name, result in results.items():
+        pending = [result]
         while pending:
             each = pending.pop(0)
-            if node.name is not None and each.name is not None and is_known(each.name):
-                found[node.name] = each.name
+            if each.name is not None and is_known(each.name):
+                found[name] = each.name
                 break
             users = [use.node for use in each.uses()]
             pending += [user.outputs[0] for user in users if user.domain == "" and user.op_type in _LAYOUT]
@@ -57,16 +68,21 @@ def attention_values(model: ir.Model, is_known: Callable[[str], bool]) -> dict[s
 
 
 class _Perturbed(FileRounding):
-    """Computes a graph in FP64 with one of its attentions perturbed."""
+    """Computes a graph in FP64 with one of its attentions perturbed.
 
-    def __init__(self, name: str, kind: Perturbation) -> None:
+    Of one that is no node of the graph, `weights` is the value that has its weights.
+    """
+
+    def __init__(self, name: str, kind: Perturbation, weights: str | None = None) -> None:
         super().__init__(None)
-        self._name, self._kind = name, kind
+        self._name, self._kind, self._weights = name, kind, weights
         self.applied = False
 
     def call(self, node: Any, run: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
         """The outputs of one node."""
-        if node.op_type != "Attention" or node.onnx_node.name != self._name:
+        if self._weights is not None and self._weights in node.onnx_node.output:
+            return self._without_node(run, inputs)
+        if self._weights is not None or (node.op_type, node.onnx_node.name) != ("Attention", self._name):
             return super().call(node, run, inputs)
         self.applied = True
         if self._kind is Perturbation.SCALE:
@@ -79,6 +95,24 @@ class _Perturbed(FileRounding):
         if len(others) > _WEIGHTS and others[_WEIGHTS] is not None:
             others[_WEIGHTS] = self._zero(others[_WEIGHTS], count)
         return (self._zero(heads, count), *others)
+
+    def _without_node(self, run: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
+        """The weights of an attention that is no node: scores come in, by head on the second axis."""
+        scores, *others = inputs
+        self.applied = True
+        if self._kind is Perturbation.SCALE:
+            return run(scores * _SCALE, *others)
+        if self._kind is Perturbation.MASK:
+            # What the scores were before the mask is not known: masked keys get a usual one.
+            masked = scores < scores.max(-1, keepdims=True, initial=_MASKED) + _MASKED
+            self.applied = bool(masked.any())
+            usual = np.where(masked, 0.0, scores).sum(-1, keepdims=True)
+            return run(
+                np.where(masked, usual / np.maximum((~masked).sum(-1, keepdims=True), 1), scores), *others
+            )
+        weights, *more = run(*inputs)
+        self.applied = self._kind is Perturbation.ZERO or weights.ndim == 4
+        return (self._zero(weights, 0), *more)
 
     def _zero(self, heads: np.ndarray, count: int) -> np.ndarray:
         """The heads, or weights, as zeros: all, or of the first head."""
@@ -122,11 +156,12 @@ def observe(
     model: ir.Model,
     cases: Iterable[GoldenCase],
     precision: Precision,
+    unfused: Sequence[UnfusedRecord] = (),
     coarse: CoarseMistakes = CoarseMistakes(),  # noqa: B008  # a frozen record
 ) -> list[ObservedRecord]:
     """Which perturbations of every attention the outputs of the model show; `coarse` knows of BF16."""
     found = []
-    for record in _observe(model, cases, precision, (*_TELLING, coarse.case)):
+    for record in _observe(model, cases, precision, unfused, (*_TELLING, coarse.case)):
         shown, hidden = list(record.shown), list(record.hidden)
         for kind, perturbation in _IN_BF16.items() if record.name in coarse.applies else ():
             (shown if (record.name, kind) in coarse.shown else hidden).append(perturbation)
@@ -135,14 +170,19 @@ def observe(
 
 
 def _observe(
-    model: ir.Model, cases: Iterable[GoldenCase], precision: Precision, telling: Collection[str]
+    model: ir.Model,
+    cases: Iterable[GoldenCase],
+    precision: Precision,
+    unfused: Sequence[UnfusedRecord],
+    telling: Collection[str],
 ) -> list[ObservedRecord]:
     """Perturb every attention of a graph in FP64, and find out which of that the outputs of a case show.
 
     That is the smallest case; what it hides is tried in `telling` ones, since every runtime is judged on all.
     The graph must compute what is right, else nothing is known of it. What takes too long is not tried.
     """
-    names = [str(node.name) for node in model.graph.all_nodes() if is_attention(node)]
+    weights = {each.name: each.value for each in unfused}
+    names = [str(node.name) for node in model.graph.all_nodes() if is_attention(node)] + [*weights]
     kinds = [kind for kind in Perturbation if kind not in _IN_BF16.values()]
     found = {name: ObservedRecord(name=name, case="", shown=[], hidden=kinds) for name in names}
     # With a single query or key there is little to mask, and no score to scale.
@@ -150,7 +190,7 @@ def _observe(
     if not names or not known:
         return list(found.values())
     judged_as = replace(precision, accumulate=accumulations(precision)[-1])
-    deadline = time.monotonic() + _MOST_SECONDS
+    deadline, tried = time.monotonic() + _MOST_SECONDS, set[tuple[str, Perturbation]]()
 
     def is_wrong(case: GoldenCase, mode: FileRounding) -> bool:
         got = {name: x.astype(case.eager[name].dtype) for name, x in program.run(case.inputs, mode).items()}
@@ -166,12 +206,17 @@ def _observe(
                 for kind in before.hidden:
                     if time.monotonic() > deadline:
                         return list(found.values())
-                    mode = _Perturbed(name, kind)
+                    mode = _Perturbed(name, kind, weights.get(name))
                     wrong = is_wrong(case, mode)
-                    if mode.applied or before.case:  # else it has no mask, or no call of it
+                    tried |= {(name, kind)} if mode.applied else set()
+                    # Else it has no mask, or no call of it; of scores, another case may have masked ones.
+                    if mode.applied or before.case or name in weights:
                         (shown if wrong and mode.applied else hidden).append(kind)
                 if shown or hidden:  # else it did not run: it may be in a branch that was not taken
                     found[name] = ObservedRecord(
                         name=name, case=before.case or case.name, shown=shown, hidden=hidden
                     )
+        for name in (each for each in weights if any((each, kind) in tried for kind in kinds)):
+            left = [kind for kind in found[name].hidden if (name, kind) in tried]
+            found[name] = structs.replace(found[name], hidden=left)
     return list(found.values())

@@ -244,7 +244,7 @@ class OnnxSource(ExportSource):
         """The values of the file behind every attention, in the first case where they take little memory."""
         self.step("results of each attention")
         own = {str(value.name) for node in self.original.graph for value in node.outputs}
-        values = attention_values(self.model, own.__contains__)
+        values = attention_values(self.model, own.__contains__, self.unfused)
         kept = sorted(set(values.values()))
         types = {
             str(v.name): v.dtype.numpy() for n in self.model.graph for v in n.outputs if v.dtype is not None

@@ -80,6 +80,7 @@ class UnfusedSoftmax:
     place: str | None  # source file and line, where the file says
     reason: str  # why it is not fused
     recognized: bool = False  # whether it was recognized, and ONNX's `Attention` cannot express it
+    value: str = ""  # name of the weights, or of what stands in their place
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,6 +207,7 @@ class _Fusion:
                 place=place_of(node),
                 reason=refusal.in_one_line,
                 recognized=isinstance(refusal, NotExpressible),
+                value=node.outputs[0].name or "",
             )
             for node in nodes_in(self._model.graph)
             if (refusal := refusals.get(node)) is not None

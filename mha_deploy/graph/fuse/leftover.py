@@ -5,14 +5,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import onnx_ir as ir
 
+from mha_deploy.bundle.manifest import UnfusedRecord
 from mha_deploy.graph.attention_node import is_attention
 from mha_deploy.graph.fuse.pattern import softmax_at
 from mha_deploy.graph.fuse.values import NotExpressible, NotFused, module_of, sizes_of
-from mha_deploy.graph.ir import inner_graphs, is_op, made_by, node_name, rank
+from mha_deploy.graph.ir import inner_graphs, is_op, made_by, node_name, nodes_behind, rank
 
 _CHOICES = ("Gather", "GatherND", "GatherElements", "Slice")
 _NORMS = frozenset({"LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization"})
@@ -28,6 +30,7 @@ _BETWEEN = _ACTIVATIONS | frozenset(
     | {"Cast", "Identity", "Dropout", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Expand", "CumSum"}
     | {"Slice", "Split", "Concat", "Pad", "Log", "ScatterElements", "Sign"}
 )
+_MOVED = ("Cast", "Identity", "Reshape", "Transpose")
 # What changes the number of keys that scores are about.
 _LONGER = ("Concat", "Pad", "Slice", "Split")
 _NO_SOFTMAX = "Attention always has one."
@@ -61,6 +64,69 @@ class _Nodes:
 def _union(parts: Iterable[_Nodes | None]) -> _Nodes | None:
     some = list(dict.fromkeys(each for each in parts if each is not None))
     return some[0] if len(some) == 1 else _Nodes(None, *some) if some else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Core:
+    """What computes an attention that is no node of the graph."""
+
+    weights: ir.Node  # its softmax, what stands in its place, or an operator that is all of it
+    scores: ir.Node | None = None  # the matmul of queries and keys
+    heads: ir.Node | None = None  # the matmul of the weights and the values
+    values: int = 1  # which of its operands are the values
+
+    @property
+    def result(self) -> ir.Value:
+        """The heads, or what the operator gives that is all of it."""
+        return (self.heads or self.weights).outputs[0]
+
+
+_MOST_STEPS = 64  # from the weights to a matmul of their attention
+
+
+def _core(weights: ir.Value) -> Core | None:
+    """The attention whose weights are a value; matmuls with a constant beside them are not of its core."""
+    node = weights.producer()
+    if node is None:
+        return None
+    if "Attention" in node.op_type:
+        return Core(weights=node)
+    before = next(filter(_multiplies, islice(nodes_behind(node.inputs), _MOST_STEPS)), None)
+    if _multiplies(node):  # an attention without softmax
+        return Core(weights=node, scores=before)
+    pending, seen = [weights], {weights}
+    while pending and len(seen) < _MOST_STEPS:
+        value = pending.pop(0)
+        for user, at in value.uses():
+            if _multiplies(user):
+                return Core(weights=node, scores=before, heads=user, values=1 - at)
+            pending += [each for each in user.outputs if each not in seen]
+            seen.update(user.outputs)
+    return Core(weights=node, scores=before)
+
+
+def cores_of(model: ir.Model, unfused: Sequence[UnfusedRecord]) -> dict[str, Core]:
+    """By name, what computes the attentions that are no node; those without their weights are left out."""
+    nodes = model.graph.all_nodes() if unfused else ()
+    made = {value.name: value for node in nodes for value in node.outputs}
+    known = {each.name: _core(made[each.value]) for each in unfused if each.value in made}
+    return {name: core for name, core in known.items() if core is not None}
+
+
+def _multiplies(node: ir.Node) -> bool:
+    """Whether a node is a matmul of two tensors that are computed."""
+    is_matmul = is_op(node, "Einsum") or (node.op_type.endswith("MatMul") and len(node.inputs) == 2)
+    return is_matmul and len(node.inputs) == 2 and not any(map(constant_of, node.inputs))
+
+
+def constant_of(value: ir.Value | None) -> ir.Value | None:
+    """The initializer that a value is, or is a copy of in another layout."""
+    while value is not None and value.const_value is None:
+        node = value.producer()
+        if node is None or not is_op(node, *_MOVED):
+            return None
+        value = node.inputs[0]
+    return value
 
 
 @dataclass(frozen=True, kw_only=True)
