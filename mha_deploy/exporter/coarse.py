@@ -26,7 +26,7 @@ from mha_deploy.bundle.manifest import UnfusedRecord
 from mha_deploy.exporter.file_program import FileProgram, FileRounding
 from mha_deploy.graph.attention_node import is_attention
 from mha_deploy.graph.fuse.leftover import Core, constant_of, cores_of
-from mha_deploy.graph.ir import is_op
+from mha_deploy.graph.ir import input_at, is_op
 from mha_deploy.graph.lower import lower
 from mha_deploy.graph.lower.call import copy_of
 from mha_deploy.graph.quantize import is_quantized
@@ -74,6 +74,11 @@ def _in_int8(array: np.ndarray, axes: tuple[int, ...] | None) -> np.ndarray:
 
 def _too_large(array: np.ndarray) -> np.ndarray:
     return array * _FACTOR
+
+
+def _scaled_in_bf16(array: np.ndarray, scale: float) -> np.ndarray:
+    """Numbers that were rounded before they were scaled."""
+    return in_bf16(array / scale) * scale
 
 
 class _Exact(FileRounding):
@@ -186,6 +191,13 @@ class _Search:
             name: {part: {node: {at: in_bf16}} for part, (node, at) in places.items()}
             for name, places in self._places.items()
         }
+        for name, places in self._places.items():
+            scale = self._scale_of(name)
+            if scale is not None and np.frexp(scale)[0] not in (0.5, -0.5):  # else it is the same
+                node, at = places["scores"]
+                change = partial(_scaled_in_bf16, scale=scale)
+                unscaled: Edits = {node: {at: change}}
+                self._parts[name] = {"scores before their scale": unscaled, **self._parts[name]}
         self._attentions, self._program = attentions, FileProgram(model)
 
     def _places_of(self, attention: str, core: Core | None) -> dict[str, tuple[str, int]]:
@@ -202,6 +214,12 @@ class _Search:
                     found[part] = node, core.values if core and part == "values" else at
         return found if core is not None or len(found) == len(_PARTS) else {}
 
+    def _scale_of(self, attention: str) -> float | None:
+        """The factor on the queries, where it is a number."""
+        value = input_at(self._nodes.get(self._node_of(attention, "q_scaled") or ""), 1)
+        factor = None if value is None else ir.convenience.get_const_tensor(value)
+        return float(factor.numpy()) if factor is not None and factor.size == 1 else None
+
     def _node_of(self, attention: str, role: str) -> str | None:
         """The node that lowering made of an attention for a role, directly or in a rewrite of it."""
         found = [
@@ -212,7 +230,8 @@ class _Search:
     def _mistakes(self) -> Iterator[tuple[str, Edits]]:
         """What they are, and the edits that make them; those of every place at once come first."""
         weights, off = dict(self._weights()), {name: self._factors(name) for name in self._parts}
-        for part in _PARTS if len(self._parts) > 1 else ():
+        kinds_of_parts = dict.fromkeys(part for every in self._parts.values() for part in every)
+        for part in kinds_of_parts if len(self._parts) > 1 else ():
             edits = [every[part] for every in self._parts.values() if part in every]
             yield f"{part} in BF16 in every attention", {n: e for each in edits for n, e in each.items()}
         kinds = list(dict.fromkeys(kind for every in weights.values() for kind in every))

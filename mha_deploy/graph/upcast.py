@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from mha_deploy.errors import DeployError
 from mha_deploy.graph.attention_node import is_attention
-from mha_deploy.graph.ir import HALVES, MATMULS, graphs_in, infer_shapes, is_op
+from mha_deploy.graph.ir import HALVES, MATMULS, graphs_in, infer_shapes, is_op, node_name
 from mha_deploy.graph.lower import lower
 from mha_deploy.graph.lower.call import copy_of
 
@@ -35,7 +35,7 @@ def with_float32_matmuls(model: ir.Model, *others: str) -> ir.Model:
     for node in [node for node in copy.graph if is_op(node, *MATMULS, "Attention", *others)]:
         for position, value in enumerate(node.inputs):
             if value is not None and value.dtype in HALVES:
-                cast = _cast(value, ir.DataType.FLOAT, f"{node.name}/input_{position}")
+                cast = _cast(value, ir.DataType.FLOAT, f"{node_name(node)}/input_{position}")
                 copy.graph.insert_before(node, cast)
                 node.replace_input_with(position, cast.outputs[0])
         _round_outputs(copy.graph, node)
@@ -79,7 +79,7 @@ def _round_outputs(graph: ir.Graph, node: ir.Node) -> None:
         half, name = output.dtype, output.name
         if half is None or half not in HALVES or not name:
             continue
-        cast = _cast(output, half, f"{node.name}/{name}")
+        cast = _cast(output, half, f"{node_name(node)}/{name}")
         rounded = cast.outputs[0]
         output.replace_all_uses_with(rounded, replace_graph_outputs=True)
         cast.replace_input_with(0, output)

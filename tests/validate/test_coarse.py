@@ -16,6 +16,7 @@ from mha_deploy.bundle.manifest import Perturbation
 from mha_deploy.errors import BundleError
 
 QUICK = {"probe": False, "latency": False}
+SCALE = 8**-0.5
 
 
 class Layers(torch.nn.Module):
@@ -30,7 +31,7 @@ class Layers(torch.nn.Module):
 
     def forward(self, x):
         for projections in (self.first, self.second):
-            q, k, v = (each(x).unflatten(-1, (4, -1)).transpose(1, 2) for each in projections[:3])
+            q, k, v = (each(x).unflatten(-1, (8, -1)).transpose(1, 2) for each in projections[:3])
             heads = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
             x = x + projections[3](heads.transpose(1, 2).flatten(2))
         return x
@@ -77,7 +78,33 @@ def scale_too_large(graph):
     node = [each for each in graph.node if each.op_type == "Attention"][1]
     for each in [each for each in node.attribute if each.name == "scale"]:
         node.attribute.remove(each)
-    node.attribute.append(helper.make_attribute("scale", 1.0075 / 4))
+    node.attribute.append(helper.make_attribute("scale", 1.0075 * SCALE))
+
+
+def scores_in_bf16(graph):
+    """The second attention in primitive operators, whose scores are in BF16 before they are scaled."""
+    node = [each for each in graph.node if each.op_type == "Attention"][1]
+    (q, k, v), at = node.input[:3], list(graph.node).index(node)
+    low = numpy_helper.from_array(np.array([-1e4], np.float32))
+    graph.initializer.append(numpy_helper.from_array(np.array(SCALE, np.float16), "scale"))
+    graph.initializer.append(numpy_helper.from_array(np.array(1), "next"))
+    steps = [
+        helper.make_node("Transpose", [k], ["kt"], perm=[0, 1, 3, 2]),
+        helper.make_node("MatMul", [q, "kt"], ["raw"]),
+        helper.make_node("Cast", ["raw"], ["coarse"], to=TensorProto.BFLOAT16),
+        helper.make_node("Cast", ["coarse"], ["again"], to=TensorProto.FLOAT16),
+        helper.make_node("Mul", ["again", "scale"], ["scaled"]),
+        helper.make_node("Shape", ["raw"], ["sizes"], start=2),
+        helper.make_node("ConstantOfShape", ["sizes"], ["full"], value=low),
+        helper.make_node("Trilu", ["full", "next"], ["later"], upper=1),
+        helper.make_node("Cast", ["later"], ["bias"], to=TensorProto.FLOAT16),
+        helper.make_node("Add", ["scaled", "bias"], ["biased"]),
+        helper.make_node("Softmax", ["biased"], ["weights"], axis=-1),
+        helper.make_node("MatMul", ["weights", v], [node.output[0]]),
+    ]
+    graph.node.remove(node)
+    for step in reversed(steps):
+        graph.node.insert(at, step)
 
 
 @pytest.mark.parametrize(
@@ -86,6 +113,7 @@ def scale_too_large(graph):
         (lambda graph: None, ()),
         (operand_in_bf16(1), ("keys", "BF16")),
         (operand_in_bf16(2), ("values", "BF16")),
+        (scores_in_bf16, ("scores before their scale", "BF16")),
         (weight_in_int8, ("INT8",)),
         (scale_too_large, ("scale",)),
     ],
