@@ -28,6 +28,14 @@ def short(value: float | None) -> str:
     return text.replace("-", "−")
 
 
+def told_apart(value: float, other: float) -> tuple[str, str]:
+    """Two figures with as many digits as show that they differ, if they do."""
+    if value == other or short(value) != short(other):
+        return short(value), short(other)
+    pairs = ((f"{value:.{digits}g}", f"{other:.{digits}g}") for digits in range(4, 18))
+    return next((a, b) for a, b in pairs if a != b)
+
+
 def error(value: float | None) -> str:
     """An error: two digits and an exponent, so that a column of them can be compared at a glance."""
     if value is None:

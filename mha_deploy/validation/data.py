@@ -9,11 +9,11 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,7 +32,7 @@ from mha_deploy.metrics import Agreement, AgreementCounts, count_agreement, join
 from mha_deploy.model.spec import are_within
 from mha_deploy.options import ValidateOptions
 from mha_deploy.output import append_file, is_result, write_file
-from mha_deploy.runtime.child import RuntimeCrash
+from mha_deploy.runtime.child import RuntimeCrash, isolation
 from mha_deploy.runtime.runner import Runner
 from mha_deploy.runtime.user_data import Metric, open_samples
 from mha_deploy.status import EMPTY_ORACLE, Kind, Outcome, Reason, means
@@ -172,9 +172,14 @@ def _quantiles(values: Sequence[float]) -> Quantiles | None:
 # -- What is right for a sample ---------------------------------------------------------------------
 
 
+def is_imported(bundle: Bundle) -> bool:
+    """Whether the source of a bundle is an ONNX file."""
+    return any(entry.source is Source.FILE for entry in bundle.manifest.golden)
+
+
 def reference_of(bundle: Bundle, source: Path | None) -> Callable[[Sample], GoldenCase]:
     """What computes a case from a sample: with the source of the bundle, never with what is judged."""
-    if any(entry.source is Source.FILE for entry in bundle.manifest.golden):
+    if is_imported(bundle):
         from mha_deploy.baselines.imported import FileCases
 
         return FileCases(bundle, source).case
@@ -278,17 +283,41 @@ class DataPass:
     kept: Mapping[str, Sample]
 
 
+@dataclass(frozen=True, kw_only=True)
+class UserData:
+    """Samples that are ready to be run: the first one was read, and fits the model."""
+
+    title: str
+    samples: Iterator[Sample]
+    count: int  # 0 if nobody knows
+    measure: Metric | None
+
+
+def open_data(bundle: Bundle, options: ValidateOptions) -> UserData:
+    """Open the data and the metric, and refuse what cannot be judged, before anything is run."""
+    spec, measure = bundle.manifest.spec, None if options.metric is None else Metric(options.metric)
+    _logits_of(bundle, options)
+    title, samples, count = open_samples(options.data, spec)
+    first = next(samples, None)
+    if first is None:
+        raise DeployError("The data has no samples.", got=title, hint="at least one")
+    as_taken(first, spec, bundle.manifest.precision)
+    if is_imported(bundle):
+        reference_of(bundle, options.source)
+    elif spec.factory:
+        isolation.refuse_untrusted(spec.factory)
+    return UserData(title=title, samples=chain((first,), samples), count=count, measure=measure)
+
+
 def validate_data(
     bundle: Bundle,
-    given: Any,
+    data: UserData,
     runtimes: Sequence[Runtime],
     options: ValidateOptions,
     on_sample: OnSample = lambda name, number, count: None,
 ) -> DataPass:
     """Run every sample, and judge it against the reference that its source gives."""
-    spec, manifest = bundle.manifest.spec, bundle.manifest
-    measure = None if options.metric is None else Metric(options.metric)
-    title, samples, count = open_samples(given, spec)
+    spec, manifest, measure = bundle.manifest.spec, bundle.manifest, data.measure
     header = _Header(
         bundle_sha256=sha256(bundle.path / MANIFEST), metric="" if measure is None else measure.digest
     )
@@ -302,9 +331,9 @@ def validate_data(
             runner = owned.enter_context(runtime.open())
             tallies.append(_Tally(runtime, runner, _key_of(runtime, runner)))
         try:
-            for sample in islice(samples, options.data_limit or None):
+            for sample in islice(data.samples, options.data_limit or None):
                 read += 1
-                on_sample(f"data: {sample.name}", read - 1, count)
+                on_sample(f"data: {sample.name}", read - 1, data.count)
                 taken = as_taken(sample, spec, manifest.precision)
                 for axis, size in taken.sizes.items():
                     low, high = spans.get(axis, (size, size))
@@ -328,10 +357,8 @@ def validate_data(
                     tally.add(found, taken)
         finally:
             kept.flush()
-    if not read:
-        raise DeployError("The data has no samples.", got=title, hint="at least one")
     files: dict[str, Sample] = {}
-    about: dict[str, Any] = {"source": title, "samples": read, "resumed": resumed, "outside": outside}
+    about: dict[str, Any] = {"source": data.title, "samples": read, "resumed": resumed, "outside": outside}
     judged = tuple(_conclude(each, measure, files) for each in tallies)
     kept.finish()
     return DataPass(DataRecord(sizes=spans, runtimes=judged, **about), files)

@@ -25,7 +25,7 @@ from mha_deploy.analysis.cost import (
 from mha_deploy.bundle.cases import DecodeTrace, GoldenCase, golden_cases, plan_trace
 from mha_deploy.bundle.folder import Bundle
 from mha_deploy.engine.build import lowered_opener, twin_opener
-from mha_deploy.engine.engine import foreign_engines, gone_engines
+from mha_deploy.engine.engine import foreign_engines, gone_engines, reasons_not_to_run
 from mha_deploy.environment import can_import
 from mha_deploy.errors import BackendUnavailable, BundleError, DeployError
 from mha_deploy.graph.file import load_graph
@@ -39,7 +39,7 @@ from mha_deploy.runtime.runner import Runner
 from mha_deploy.runtime.timing import TimingPlan
 from mha_deploy.validation import evaluate, runtimes
 from mha_deploy.validation.conformance import conformance_table, mask_columns
-from mha_deploy.validation.data import DataPass, OnSample, validate_data
+from mha_deploy.validation.data import DataPass, OnSample, UserData, open_data, validate_data
 from mha_deploy.validation.decode import traces_of
 from mha_deploy.validation.error_map import output_projection
 from mha_deploy.validation.evaluate import Evaluation, EvaluationPlan, LatencyRow, OnStep
@@ -114,19 +114,25 @@ class _Validation:
         self.broken: list[Unavailable] = []
 
     def report(self, build: Build | None) -> Validation:
-        """Everything, in the order in which it is needed."""
+        """Everything, in the order in which it is needed; what cannot be done is refused first."""
+        given = None if self.options.data is None else open_data(self.bundle, self.options)
+        backends = () if self.subjects else dict.fromkeys(self.options.backends)
+        named = [self.finder.named(name) for name in backends]
+        for each in named:
+            if each.engine is not None and reasons_not_to_run(each.engine):
+                each.open().close()  # its own error says why not
         plan, options, manifest = self._plan(), self.options, self.bundle.manifest
         if self.subjects:
             judged, baselines = self._evaluate_subjects(plan), list[Runtime]()
         elif options.backends:
-            judged, baselines = self._evaluate_named(plan), list[Runtime]()
+            judged, baselines = self._evaluate_named(named, plan), list[Runtime]()
         else:
             judged = self._evaluate_graph_and_engines(plan, build)
             baselines = self.finder.baselines() if plan.timed else []
         # PyTorch's baselines are judged on the case that they are timed on, and no more.
         only_timed = replace(plan, cases={}, traces=())
         compared, rows = evaluate.evaluate_all(baselines, only_timed, self.on_step)
-        data = self._run_data(judged)
+        data = self._run_data(given, judged)
         rows += self.rows  # what is compared against comes first in a table
         ranges, fault, table = self._measure_ranges(), self._attribute_fault(judged), None
         if options.conformance:
@@ -151,14 +157,13 @@ class _Validation:
         )
         return conclude(report, judged, options, self.broken)
 
-    def _run_data(self, judged: Sequence[Evaluation]) -> DataPass | None:
+    def _run_data(self, given: UserData | None, judged: Sequence[Evaluation]) -> DataPass | None:
         """The user's own samples, in every runtime that was judged."""
-        options = self.options
-        if options.data is None:
+        if given is None:
             return None
         self.on_step("data")
         runtimes = [each.runtime for each in judged]
-        return validate_data(self.bundle, options.data, runtimes, options, self.on_sample)
+        return validate_data(self.bundle, given, runtimes, self.options, self.on_sample)
 
     # -- what is evaluated ----------------------------------------------------------------------
 
@@ -295,9 +300,8 @@ class _Validation:
         plan = self._with_drawn_cases(plan, ())
         return list(filter(None, [self._try_runtime(each.runtime, plan) for each in self.subjects]))
 
-    def _evaluate_named(self, plan: EvaluationPlan) -> list[Evaluation]:
+    def _evaluate_named(self, named: Sequence[Runtime], plan: EvaluationPlan) -> list[Evaluation]:
         """The runtimes that were requested; one that cannot run is an error."""
-        named = [self.finder.named(name) for name in dict.fromkeys(self.options.backends)]
         plan = self._with_drawn_cases(plan, [each for each in named if each.engine is not None])
         return list(filter(None, [self._try_runtime(runtime, plan) for runtime in named]))
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -122,7 +123,8 @@ def _pair(kind: str, name: str, ours: Iterable[str], theirs: Iterable[str], name
     if len(left) == 1 and len(free) == 1:
         return {**found, left[0]: free[0]}
     if left and (kind == "input" or free):
-        hint = " ".join(f"--map {free[0] if free else 'THEIRS'}={each}" for each in left)
+        others = chain(free, repeat("THEIRS"))
+        hint = " ".join(f"--map {other}={each}" for other, each in zip(others, left, strict=False))
         got = f"{', '.join(left)} of the bundle; it has {', '.join(taken) or 'none'}"
         raise DeployError(f"{name} has no {kind} for some of the model.", got=got, hint=hint)
     return found

@@ -107,8 +107,10 @@ def test_a_lean_runtime_that_is_requested_must_be_there_and_have_an_engine(
     for name in versions.LEAN["tensorrt-lean"]:
         monkeypatch.setitem(sys.modules, name, None)
     quick = {"probe": False, "backends": ["tensorrt-lean"]}
+    begun = []
     with pytest.raises(BackendUnavailable, match="cannot run here"):
-        md.validate(bundle, **quick)
+        md.validate(bundle, **quick, on_step=lambda name, *_: begun.append(name))
+    assert begun == [], "it is refused before anything is computed"
     bare = open_bundle(copy_of(bundles("tiny-gqa"), bundle.path.parent / "bare"))
     with pytest.raises(DeployError, match="version-compatible engine") as caught:
         md.validate(bare, **quick)

@@ -19,6 +19,7 @@ from mha_deploy.bundle.samples import as_taken, read_samples, samples_from
 from mha_deploy.errors import DeployError
 from mha_deploy.runtime.user_data import open_samples
 from mha_deploy.status import Kind
+from mha_deploy.text import told_apart
 from mha_deploy.validation.records import check_report
 
 QUICK = {"probe": False, "latency": False, "backends": ["ort-cpu"]}
@@ -208,6 +209,30 @@ def test_one_sample_without_a_result_does_not_end_the_run(bundles):
     assert (runtime.samples, runtime.failed, runtime.not_verified) == (3, 0, 1)
     assert report.outcome == "not verified"
     assert Kind.DATA_NOT_VERIFIED in [each.kind for each in report.findings]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"data": "missing.npz"},
+        {"data": [{"y": np.ones((1, 2, 64))}]},
+        {"data": [{"x": np.ones((1, 2, 64), complex)}]},
+        {"data": []},
+        {"data": layer_samples([3]), "metric": "missing.py:accuracy"},
+        {"data": layer_samples([3]), "logits": ["no output"]},
+    ],
+)
+def test_data_that_cannot_be_judged_is_refused_before_anything_is_run(given, bundles):
+    begun = []
+    with pytest.raises(DeployError):
+        md.validate(bundles("tiny-gqa"), **given, **QUICK, on_step=lambda name, *_: begun.append(name))
+    assert begun == []
+
+
+def test_figures_are_written_with_as_many_digits_as_tell_them_apart():
+    assert told_apart(0.9658, 0.9663) == ("0.9658", "0.9663")
+    assert told_apart(0.5, 0.25) == ("0.500", "0.250")
+    assert told_apart(1.0, 1.0) == ("1.00", "1.00")
 
 
 @pytest.mark.slow
