@@ -228,6 +228,61 @@ def less_a_finite_maximum(g):
     return g.attend(g.op("Sub", scores, highest))
 
 
+def less_a_logarithm_by_hand(g):
+    scores = g.scores()
+    highest = g.op("ReduceMax", scores, g.ints(-1), keepdims=1)
+    logarithm = g.op("Log", total(g, g.op("Exp", g.op("Sub", scores, highest))))
+    return g.op("MatMul", g.op("Exp", g.op("Sub", scores, g.op("Add", highest, logarithm))), "v")
+
+
+def shifted(g):
+    """Powers of which the largest is 1."""
+    scores = g.scores()
+    return g.op("Exp", g.op("Sub", scores, g.op("ReduceMax", scores, g.ints(-1), keepdims=1)))
+
+
+def over_a_bounded_sum(g):
+    powers = shifted(g)
+    return g.op("MatMul", g.op("Div", powers, g.op("Clip", total(g, powers), g.const(1e-9))), "v")
+
+
+def over_a_sum_and_nearly_nothing(g):
+    powers = shifted(g)
+    return g.op("Div", g.op("MatMul", powers, "v"), g.op("Add", total(g, powers), g.const(1e-9)))
+
+
+def over_one_more(g):
+    """`exp(s) / (1 + sum(exp(s)))`."""
+    powers = g.op("Exp", g.scores())
+    return g.op("MatMul", g.op("Div", powers, g.op("Add", g.const(1.0), total(g, powers))), "v")
+
+
+def over_one_more_and_less_a_maximum(g):
+    scores = g.scores()
+    highest = g.op("Max", g.op("ReduceMax", scores, g.ints(-1), keepdims=1), g.const(0.0))
+    powers = g.op("Exp", g.op("Sub", scores, highest))
+    sums = g.op("Add", total(g, powers), g.op("Exp", g.op("Neg", highest)))
+    return g.op("MatMul", g.op("Div", powers, sums), "v")
+
+
+def squared_weights(g):
+    return g.op("MatMul", over_sum(g, g.op("Pow", g.op("Softmax", g.scores()), g.const(2.0))), "v")
+
+
+def powers_times_gates(g):
+    gates = g.op("Sigmoid", g.input("gates", (B, 1, 1, S)))
+    return g.op("MatMul", over_sum(g, g.op("Mul", g.op("Exp", g.scores()), gates)), "v")
+
+
+def over_the_norm(g):
+    return g.op("MatMul", g.op("LpNormalization", g.op("Exp", g.scores()), p=1, axis=-1), "v")
+
+
+def capped_by_a_sigmoid(g):
+    twice = g.op("Mul", g.op("Sigmoid", g.op("Mul", g.scores(), g.const(0.2))), g.const(2.0))
+    return g.attend(g.op("Mul", g.op("Sub", twice, g.const(1.0)), g.const(10.0)))
+
+
 def temperature(g):
     return g.input("temperature", (1,))
 
@@ -265,6 +320,9 @@ SPELLINGS += [filled_with_a_tensor, powers_of_two, sums_of_products, blended_wit
 SPELLINGS += [halved, less_an_input_of_queries, bounded_by_large_numbers, padded_with_a_zero]
 SPELLINGS += [over_a_power, several_added, split_from_a_sink, maximum_less_scores, capped_with_a_sign]
 SPELLINGS += [masked_behind_beside_positions, less_a_bounded_maximum, less_a_finite_maximum]
+SPELLINGS += [less_a_logarithm_by_hand, over_a_bounded_sum, over_a_sum_and_nearly_nothing, over_one_more]
+SPELLINGS += [over_one_more_and_less_a_maximum, squared_weights, powers_times_gates, over_the_norm]
+SPELLINGS += [capped_by_a_sigmoid]
 SPELLINGS += [tempered_behind_a_fill, tempered_behind_a_fill_of_learned_heads, triangle_of_ones]
 
 
@@ -315,6 +373,21 @@ def less_the_maximum_of_queries(g):
     return g.attend(g.op("Sub", scores, g.op("ReduceMax", scores, g.ints(-2), keepdims=1)))
 
 
+def over_a_sum_with_a_large_bound(g):
+    powers = shifted(g)
+    return g.op("MatMul", g.op("Div", powers, g.op("Clip", total(g, powers), g.const(2.0))), "v")
+
+
+def over_a_sum_of_any_size_with_a_bound(g):
+    powers = g.op("Exp", g.scores())
+    return g.op("MatMul", g.op("Div", powers, g.op("Clip", total(g, powers), g.const(0.5))), "v")
+
+
+def powers_times_numbers(g):
+    numbers = g.input("numbers", (B, 1, 1, S))
+    return g.op("MatMul", over_sum(g, g.op("Mul", g.op("Exp", g.scores()), numbers)), "v")
+
+
 def divided_by_another_sum(g):
     powers = g.op("Exp", g.scores())
     return g.op("Div", g.op("MatMul", powers, "v"), total(g, g.op("Exp", g.op("Mul", powers, powers))))
@@ -322,7 +395,8 @@ def divided_by_another_sum(g):
 
 OTHERS = [weakly_renormalised, not_renormalised, masked_behind_by_another, masked_behind_beside_another]
 OTHERS += [blended_with_numbers, blended_with_another, divided_by_another_sum]
-OTHERS += [less_the_maximum_of_queries]
+OTHERS += [less_the_maximum_of_queries, over_a_sum_with_a_large_bound, over_a_sum_of_any_size_with_a_bound]
+OTHERS += [powers_times_numbers]
 
 
 @pytest.mark.parametrize("spelled", OTHERS, ids=lambda each: each.__name__)
@@ -395,6 +469,22 @@ def test_keys_that_one_axis_of_the_batch_shares():
     g = axes_of({"q": ("N", "M", 2, "S", D), "k": ("N", 1, 2, "T", D), "v": ("N", 1, 2, "T", D)})
     scores = g.op("MatMul", "q", g.op("Transpose", "k", perm=[0, 1, 2, 4, 3]))
     check_heads(g, g.attend(scores), (2, 2))
+
+
+@pytest.mark.parametrize("heads", [(H, 1, H), (H, H, 1), (1, H, H)], ids=["keys", "values", "queries"])
+def test_one_head_beside_several(heads):
+    g = axes_of({name: ("N", count, "S", D) for name, count in zip("qkv", heads, strict=True)})
+    check_heads(g, g.attend(g.scores()), (H, H))
+
+
+@pytest.mark.parametrize("op_type", ["Add", "Sub"])
+def test_the_weights_of_two_attentions_together(op_type):
+    g = Hand()
+    factor = g.input("factor", (1,))
+    second = g.op("Softmax", g.op("MatMul", "k", g.op("Transpose", "q", perm=[0, 1, 3, 2])))
+    weights = g.op(op_type, g.op("Softmax", g.scores()), g.op("Mul", second, factor))
+    report = check_same(g.model(g.op("MatMul", weights, "v")))
+    assert (len(report.fused), report.unfused) == (2, ())
 
 
 def test_heads_behind_the_queries_that_share_keys():

@@ -72,6 +72,30 @@ def _is_positive(value: ir.Value, depth: int) -> bool:
     return False
 
 
+@walk
+def is_not_negative(value: ir.Value, depth: int) -> bool:
+    """Whether certainly no number of a tensor is negative."""
+    array, node = array_of(value), value.producer()
+    if array is not None:
+        return bool((array >= 0).all())
+    if node is None or node.domain != "":
+        return False
+    if node.op_type in ("Relu", "Abs", "Softmax", "Sqrt", "HardSigmoid", "ReduceL1", "ReduceL2") or (
+        node.op_type == "Mul" and node.inputs[0] is node.inputs[1]
+    ):
+        return True
+    if node.op_type in ("Max", "Clip"):
+        return any(is_not_negative(each, depth + 1) for each in node.inputs[:2])
+    if node.op_type == "Cast" and node.inputs[0] is not None and node.inputs[0].dtype == ir.DataType.BOOL:
+        return True
+    if node.op_type in ("Mul", "Add", "ReduceSum", "ReduceMean"):
+        given = node.inputs if node.op_type in ("Mul", "Add") else node.inputs[:1]
+        return all(is_not_negative(each, depth + 1) for each in given)
+    if node.op_type in (*_LAYOUT, "Cast", "Transpose", "Slice", "Gather"):
+        return bool(is_not_negative(node.inputs[0], depth + 1))
+    return bool(_is_positive(value))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Fill:
     """Scores that are set to one number."""

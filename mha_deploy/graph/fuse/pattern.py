@@ -1165,6 +1165,9 @@ def _heads(q: Operand, k: Operand, v: Operand, head: str | None) -> tuple[int, i
     if head is None:
         return 1, 1
     Hq, Hk, Hv = (each.dim(head) for each in (q, k, v))
+    # One head is copied to all of the others.
+    Hk, Hv = (Hv if Hk == 1 else Hk), (Hk if Hv == 1 else Hv)
+    Hq = Hk * k.group if Hq == 1 and isinstance(Hk, int) else Hq
     if not isinstance(Hq, int) or not isinstance(Hk, int) or Hk != Hv:
         raise NotFused("The number of heads is not known, or K and V differ in it.", got=f"{Hq}, {Hk}, {Hv}")
     if Hq % Hk or (Hk > 1 and k.group * Hk != Hq):

@@ -18,7 +18,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from mha_deploy.graph.fuse.mask_pattern import same_value
+from mha_deploy.graph.fuse.mask_pattern import is_not_negative, same_value
 from mha_deploy.graph.fuse.pattern import softmax_at
 from mha_deploy.graph.fuse.values import array_of, holds, inverse_of, scalar_of, sizes_of
 from mha_deploy.graph.ir import (
@@ -333,8 +333,27 @@ def _masked(
 # -- Rules: each gives the value that a node may as well be ---------------------------------------------
 
 
+def _tanh(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
+    """`2 * sigmoid(x) - 1`."""
+    numbers = [scalar_of(each) for each in node.inputs]
+    less = -1.0 if is_op(node, "Add") else 1.0
+    at = 0 if numbers[1] == less else 1 if is_op(node, "Add") and numbers[0] == less else None
+    product = None if at is None else made_by(node.inputs[at], "Mul")
+    for side in (0, 1) if product is not None else ():
+        sigmoid = made_by(product.inputs[side], "Sigmoid") if product is not None else None
+        if sigmoid is None or product is None or scalar_of(product.inputs[1 - side]) != 2.0:
+            continue
+        source = sigmoid.inputs[0]
+        if source is not None and source.dtype is not None and _feeds_softmax(node.outputs[0]):
+            half = _like(builder, source, "Mul", source, builder.constant(0.5, source.dtype))
+            return _like(builder, node.outputs[0], "Tanh", half)
+    return None
+
+
 def _blend(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
-    """`s * m + (1 - m) * fill`, where m is of zeros and ones."""
+    """`s * m + (1 - m) * fill`, where m is of zeros and ones; a tanh."""
+    if (bounded := _tanh(node, builder)) is not None:
+        return bounded
     for at in (0, 1) if is_op(node, "Add") else (0,):
         product, rest = made_by(node.inputs[at], "Mul"), node.inputs[1 - at]
         if product is None or rest is None or scalar_of(rest) is not None:
@@ -428,20 +447,132 @@ def _summed_axis(node: ir.Node, count: int) -> int | None:
     return axes[0] % count if axes is not None and len(axes) == 1 else None
 
 
-def _weights(powers: ir.Value, axis: int, builder: NodeBuilder) -> ir.Value | None:
-    """The softmax that numbers over their sum along an axis are."""
+def _weights(
+    powers: ir.Value, axis: int, builder: NodeBuilder, sink: ir.Value | None = None
+) -> ir.Value | None:
+    """The softmax that numbers over their sum along an axis are; `sink` is the score of one more of them."""
     inner, condition, shown = _zeroed(powers, builder)
-    node = made_by(inner, "Exp", "Softmax")
+    node, factor = made_by(inner, "Exp", "Softmax"), None
+    if node is None:
+        node, factor = _times(powers)
     scores = input_at(node, 0)
     if node is None or scores is None or sizes_of(scores) != sizes_of(powers):
         return None
     if is_op(node, "Softmax"):
         own = node.attributes.get_int("axis", -1)
-        if condition is None or (own - (rank(scores) or 0) if own >= 0 else own) != axis:
+        changed = condition is not None or factor is not None
+        if not changed or sink is not None or (own - (rank(scores) or 0) if own >= 0 else own) != axis:
             return None
+    if sink is not None:
+        plain = condition is None and factor is None and axis == -1
+        return _beside(scores, sink, powers, builder) if plain else None
     if condition is not None:
-        scores = _masked(builder, scores, condition, shown, -math.inf)
-    return None if scores is None else _like(builder, powers, "Softmax", scores, axis=axis)
+        masked = _masked(builder, scores, condition, shown, -math.inf)
+        return None if masked is None else _like(builder, powers, "Softmax", masked, axis=axis)
+    if isinstance(factor, float):  # the power of weights
+        scores = _like(builder, scores, "Mul", scores, builder.constant(factor, scores.dtype))  # type: ignore[arg-type]
+    elif factor is not None:
+        exponent = made_by(factor, "Exp")
+        added = _like(builder, factor, "Log", factor) if exponent is None else exponent.inputs[0]
+        scores = _like(builder, scores, "Add", scores, added)  # type: ignore[arg-type]
+    return _like(builder, powers, "Softmax", scores, axis=axis)
+
+
+def _times(powers: ir.Value) -> tuple[ir.Node | None, ir.Value | float | None]:
+    """The exponential or softmax that numbers are a power of, or a product with what is not negative."""
+    node = made_by(powers, "Pow", "Mul")
+    if node is None or None in node.inputs:
+        return None, None
+    if is_op(node, "Pow"):
+        exponent = scalar_of(node.inputs[1])
+        whole = exponent is not None and 0.0 < exponent < math.inf
+        return made_by(node.inputs[0], "Softmax") if whole else None, exponent
+    if node.inputs[0] is node.inputs[1]:
+        return made_by(node.inputs[0], "Softmax"), 2.0
+    for at in (0, 1):
+        found = made_by(node.inputs[at], "Exp", "Softmax")
+        if found is not None and is_not_negative(node.inputs[1 - at]):
+            return found, node.inputs[1 - at]
+    return None, None
+
+
+def _beside(scores: ir.Value, sink: ir.Value, like: ir.Value, builder: NodeBuilder) -> ir.Value | None:
+    """The softmax of scores with one more beside them, which all queries have, without its weight."""
+    shift = _shift_of(scores)
+    scores = scores if shift is None else shift[0]
+    sizes = sizes_of(scores)
+    if sizes is None or scores.dtype is None:
+        return None
+    keys = sizes[-1] + 1 if isinstance(sizes[-1], int) else f"{sizes[-1]} + 1"
+    shape = builder.op("Concat", builder.op("Shape", scores, start=0, end=-1), builder.ints(1), axis=0)
+    more = _typed(builder.op("Expand", sink, shape), scores.dtype, [*sizes[:-1], 1])
+    both = _typed(builder.op("Concat", scores, more, axis=-1), scores.dtype, [*sizes[:-1], keys])
+    weights = _like(builder, both, "Softmax", both, axis=-1)
+    bounds = [builder.ints(each) for each in (0, -1, -1)]
+    return _like(builder, like, "Slice", weights, *bounds)
+
+
+def _shift_of(exponent: ir.Value | None) -> tuple[ir.Value, ir.Value] | None:
+    """Scores, and what is subtracted from them, the same for all keys."""
+    node = made_by(exponent, "Sub")
+    scores, shift = node.inputs if node is not None else (None, None)
+    same = (sizes_of(shift) or [None])[-1] == 1 and sizes_of(scores) == sizes_of(exponent)
+    return (scores, shift) if scores is not None and shift is not None and same else None
+
+
+def _reaches_one(powers: ir.Value, axis: int) -> bool:
+    """Whether the largest of some powers is 1: the maximum was subtracted."""
+    shift = _shift_of(input_at(made_by(powers, "Exp"), 0))
+    if shift is None:
+        return False
+    restored = made_by(shift[1], "Unsqueeze", "Reshape", "Identity")
+    reduction = made_by(shift[1] if restored is None else restored.inputs[0], "ReduceMax")
+    count = rank(shift[0]) or 0
+    whole = reduction is not None and reduction.inputs[0] is shift[0]
+    return whole and reduction is not None and _summed_axis(reduction, count) == axis + count
+
+
+def _denominator(
+    value: ir.Value | None, builder: NodeBuilder
+) -> tuple[ir.Value, int, ir.Value | None] | None:
+    """What a value is the sum of, along which axis, and the score of one more number in it.
+
+    A bound below the sum is none where one of the numbers is 1; nor is what is lost in rounding.
+    """
+    if (total := _total_of(value)) is not None:
+        return *total, None
+    node = made_by(value, "Max", "Clip", "Add")
+    if node is None or len(node.inputs) != 2:
+        return None
+    for at in (0, 1) if not is_op(node, "Clip") else (0,):
+        total, other = _total_of(node.inputs[at]), node.inputs[1 - at]
+        if total is None or other is None or other.dtype is None:
+            continue
+        number, one = scalar_of(other), _reaches_one(*total)
+        if number is not None and one:
+            least = 1.0 if not is_op(node, "Add") else float(np.finfo(other.dtype.numpy()).eps) / 2
+            return (*total, None) if -math.inf < number < least else None
+        sink = _sink_score(total[0], other, number, builder) if is_op(node, "Add") else None
+        return None if sink is None else (*total, sink)
+    return None
+
+
+def _sink_score(
+    powers: ir.Value, added: ir.Value, number: float | None, builder: NodeBuilder
+) -> ir.Value | None:
+    """The score of what is added to a sum of powers."""
+    shift = _shift_of(input_at(made_by(powers, "Exp"), 0))
+    if shift is None and number is not None and powers.dtype is not None:
+        return builder.constant(math.log(number), powers.dtype) if 0.0 < number < math.inf else None
+    exponent = input_at(made_by(added, "Exp"), 0)
+    if exponent is None or powers.dtype is None or (sizes_of(exponent) or [1])[-1] != 1:
+        return None
+    if shift is None:
+        return exponent
+    negated, difference = made_by(exponent, "Neg"), made_by(exponent, "Sub")
+    if negated is not None and negated.inputs[0] is shift[1]:
+        return builder.constant(0.0, powers.dtype)
+    return difference.inputs[0] if difference is not None and difference.inputs[1] is shift[1] else None
 
 
 def _normalised(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
@@ -452,22 +583,31 @@ def _normalised(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
         if (inverse[0] is None) == (inverse[1] is None):
             return None
         first, second = (second, input_at(inverse[0], 0)) if inverse[0] else (first, input_at(inverse[1], 0))
-    total = _total_of(second)
+    total = _denominator(second, builder)
     if total is None or first is None:
         return None
-    powers, axis = total
+    powers, axis, sink = total
     users = {user for user, _ in powers.uses() if not is_op(user, "Shape")}
     if powers.is_graph_output() or len(users) != 2:
         return None
     if first is powers:
-        return _weights(powers, axis, builder) if softmax_at(node) is None else None
+        return _weights(powers, axis, builder, sink) if softmax_at(node) is None else None
     matmul = made_by(first, "MatMul", "Einsum")
     if matmul is None or matmul.inputs[0] is not powers or axis != -1 or len(first.uses()) != 1:
         return None
     values = input_at(matmul, 1)
-    if values is None or not _is_plain(matmul) or (weights := _weights(powers, axis, builder)) is None:
+    if values is None or not _is_plain(matmul):
         return None
-    return _like(builder, node.outputs[0], "MatMul", weights, values)
+    weights = _weights(powers, axis, builder, sink)
+    return None if weights is None else _like(builder, node.outputs[0], "MatMul", weights, values)
+
+
+def _by_norm(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
+    """Exponentials over the sum of their absolute values."""
+    powers, axis = node.inputs[0], node.attributes.get_int("axis", -1)
+    if powers is None or node.attributes.get_int("p", 2) != 1 or len(powers.uses()) != 1:
+        return None
+    return _weights(powers, axis - (rank(powers) or 0) if axis >= 0 else axis, builder)
 
 
 def _sum(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
@@ -518,14 +658,34 @@ def _by_logarithm(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
     source, axis = input_at(reduction, 0), None
     if reduction is not None and sizes is not None:
         axis = _summed_axis(reduction, len(sizes))
-    elif (logarithm := made_by(total, "Log")) is not None and (found := _total_of(logarithm.inputs[0])):
-        power = made_by(found[0], "Exp")
-        source, axis = input_at(power, 0), found[1] + len(sizes or ())
+    elif found := _logarithm_of_sum(total, scores):
+        source, axis = found[0], found[1] + len(sizes or ())
     if axis is None or scores is None or source is not scores or sizes is None:
         return None
     if sizes_of(total) != [*sizes[:axis], 1, *sizes[axis + 1 :]]:
         return None
     return _like(builder, node.outputs[0], "Softmax", scores, axis=axis - len(sizes))
+
+
+def _logarithm_of_sum(value: ir.Value | None, scores: ir.Value | None) -> tuple[ir.Value, int] | None:
+    """Scores, where a value is the logarithm of the sum of their powers; the axis of the sum.
+
+    The same where something was subtracted from the scores before, and added behind the logarithm.
+    """
+    added = made_by(value, "Add")
+    pairs = [(value, None)] if added is None else [tuple(added.inputs), tuple(added.inputs)[::-1]]
+    for inner, shift in pairs:
+        logarithm = made_by(inner, "Log")
+        total = None if logarithm is None else _total_of(logarithm.inputs[0])
+        exponent = input_at(made_by(total[0], "Exp"), 0) if total is not None else None
+        if total is None or exponent is None:
+            continue
+        if shift is None:
+            return exponent, total[1]
+        before = _shift_of(exponent)
+        if before is not None and before[0] is scores and before[1] is shift:
+            return before[0], total[1]
+    return None
 
 
 def _power(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
@@ -742,9 +902,38 @@ def _padded(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
 
 def _behind(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
     """What all keys share, behind the matmul with V."""
-    steps = [made_by(each, "Where", "Mul", "Div") for each in node.inputs]
-    moved = (_moved_behind(node, step, builder) for step in steps if step is not None)
-    return next((each for each in moved if each is not None), None)
+    steps = [made_by(each, "Where", "Mul", "Div", "Add", "Sub") for each in node.inputs]
+    for step in filter(None, steps):
+        move = _distributed if is_op(step, "Add", "Sub") else _moved_behind
+        if (moved := move(node, step, builder)) is not None:
+            return moved
+    return None
+
+
+def _distributed(matmul: ir.Node, step: ir.Node, builder: NodeBuilder) -> ir.Value | None:
+    """The sum or the difference of the weights of two attentions with one V: that of their results."""
+    output, parts = matmul.outputs[0], list[ir.Value]()
+    if len(step.outputs[0].uses()) != 1:
+        return None
+    for value in step.inputs:
+        factor = made_by(value, "Mul", "Div")
+        sides = [value, None] if factor is None else list(factor.inputs)
+        at = next((at for at, each in enumerate(sides) if made_by(each, "Softmax") is not None), None)
+        if at is None or value is None or (at and is_op(factor, "Div")):
+            return None
+        weights, other = sides[at], sides[1 - at]
+        if weights is None or sizes_of(weights) != sizes_of(step.outputs[0]):
+            return None
+        given = [weights if each is step.outputs[0] else each for each in matmul.inputs]
+        result = builder.node(matmul.op_type, given, attributes=dict(matmul.attributes))[0]
+        _typed(result, output.dtype, sizes_of(output))
+        if factor is not None and other is not None:
+            if any(size != 1 for size in sizes_of(other) or ([None] if other.shape is None else [])):
+                return None
+            pair = (result, other) if at == 0 else (other, result)
+            result = _like(builder, output, factor.op_type, *pair)
+        parts.append(result)
+    return _like(builder, output, step.op_type, *parts)
 
 
 def _moved_behind(matmul: ir.Node, step: ir.Node, builder: NodeBuilder) -> ir.Value | None:
@@ -869,6 +1058,7 @@ _RULES: dict[str, Rule] = {
     "Pad": _padded,
     "Sum": _sum,
     "Split": _first_part,
+    "LpNormalization": _by_norm,
 }
 # What is written as matrices keeps its form until the others are done.
 _RULES_OF_RANKS: dict[str, Rule] = {

@@ -116,29 +116,35 @@ def _with_sink(sink: Sink, mask: ir.Value | None, place: ScorePlace, dtype: ir.D
 
 
 def _spread(pattern: Pattern, operand: Operand, builder: NodeBuilder) -> tuple[ir.Value, Axes]:
-    """Q, K or V copied along the axes of a batch of several that only the others have, and its axes."""
-    batch, value, axes = pattern.letters.batch, operand.value, operand.axes
-    if len(batch) == 1:
-        return value, axes
+    """Q, K or V copied along the axes of a batch of several that only the others have, and its axes.
+
+    The same for one head of K that V has more of, or the other way around, and for one of Q.
+    """
+    letters, value, axes = pattern.letters, operand.value, operand.axes
     operands = (pattern.q, pattern.k, pattern.v)
     thin = [
         letter
-        for letter in batch
+        for letter in letters.batch
         if operand.dim(letter) == 1 and any(each.dim(letter) != 1 for each in operands)
     ]
+    thin = thin if len(letters.batch) > 1 else []
+    count = pattern.heads[0 if operand is pattern.q else 1]
+    if letters.head is not None and operand.dim(letters.head) == 1 != count:
+        thin.append(letters.head)
     if not thin:
         return value, axes
     if missing := tuple(letter for letter in thin if letter not in "".join(axes)):
         value, kind, dims = builder.unsqueeze(value, *range(len(missing))), value.type, sizes_of(value) or []
         value.type, value.shape, axes = kind, ir.Shape([*(1 for _ in missing), *dims]), (*missing, *axes)
-    sizes = [pattern.sources.size(axis, builder) if axis in thin else 1 for axis in axes]
-    if None in sizes:
-        raise NotFused("Q, K, V and the mask have different batches.", got=", ".join(thin))
-    dims_before = sizes_of(value) or [None] * len(axes)
+    sizes = [1 if axis not in thin else pattern.sources.size(axis, builder) for axis in axes]
     dims = [
         pattern.q.sizes.get(axis) if axis in thin else size
-        for axis, size in zip(axes, dims_before, strict=True)
+        for axis, size in zip(axes, sizes_of(value) or [None] * len(axes), strict=True)
     ]
+    if letters.head in thin:
+        sizes[axes.index(letters.head)] = dims[axes.index(letters.head)] = count
+    if None in sizes:
+        raise NotFused("Q, K, V and the mask have different batches.", got=", ".join(thin))
     result = builder.expand(value, *(size for size in sizes if size is not None))
     result.type, result.shape = value.type, ir.Shape(dims)
     return result, axes
