@@ -1,6 +1,7 @@
 """Plant mistakes in a runtime of small models of one's own, and count which of them the verdict names.
 
     python benchmarks/own_sensitivity.py --results FOLDER [--out FILE.md] [--seeds 30] [MODEL ...]
+    python benchmarks/own_sensitivity.py --alarms 1000:1010 [MODEL ...]
 
 Each model (`small_models.py`) is exported with `--precision auto`. The runtime is PyTorch in FP16: GEMMs,
 attention, norms and activations compute in float32 and round once, or with `fp16` their GEMMs round partial
@@ -10,6 +11,9 @@ whose operands it changes, is NOT VERIFIED, else *missed*. One elsewhere that ma
 cases worse by half is within rounding, and not counted. The table has the right runtime's largest share of
 the budget, on the bundle's cases and on `--seeds` cases of other sizes and inputs, and how many of these
 failed.
+
+With `--alarms`, right runtimes are judged on cases with known mistakes instead: inputs of these seeds at the
+usual sizes, with the mistakes that the export would compute for them.
 """
 
 from __future__ import annotations
@@ -24,9 +28,9 @@ import tempfile
 import textwrap
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +45,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 import mha_deploy as md
+from mha_deploy.baselines.fresh import FreshCases
+from mha_deploy.baselines.imported import FileCases
 from mha_deploy.bundle.cases import golden_cases
+from mha_deploy.bundle.samples import Sample
 from mha_deploy.environment import versions
+from mha_deploy.exporter.coarse import coarse_mistakes
+from mha_deploy.exporter.file_program import FileProgram, FileRounding
+from mha_deploy.graph.file import load_graph
+from mha_deploy.judge import judge_case
 from mha_deploy.options import ValidateOptions
 from mha_deploy.reference.inputs import tensor_from_numpy, to_numpy
 from mha_deploy.runtime.runner import Runner, TensorInfo
@@ -320,6 +331,33 @@ class Kernels(TorchFunctionMode):
         return bad.heads(heads.float()).to(dtype) if bad.heads else heads
 
 
+class Tiles(Kernels):
+    """Attention as a flash kernel computes it: tile by tile, with the scale in the queries."""
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
+    ) -> Tensor:
+        """One attention, right."""
+        dtype, (k, v) = q.dtype, (k.float(), v.float())
+        q = (q.float() * q.shape[-1] ** -0.5).to(dtype).float()
+        mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril() if is_causal else attn_mask
+        top, total, sums = (
+            torch.full_like(q[..., :1], -1e30),
+            torch.zeros_like(q[..., :1]),
+            torch.zeros_like(q),
+        )
+        for i in range(0, k.shape[-2], _TERMS):
+            scores = q @ k[..., i : i + _TERMS, :].transpose(-1, -2)
+            if mask is not None:
+                scores = scores.masked_fill(~mask[..., i : i + _TERMS], -torch.inf)
+            before, top = top, torch.maximum(top, scores.amax(-1, keepdim=True))
+            weights, less = (scores - top).exp(), (before - top).exp()
+            total = total * less + weights.sum(-1, keepdim=True)
+            sums = sums * less + weights.to(dtype).float() @ v[..., i : i + _TERMS, :]
+        empty = v.mean(-2, keepdim=True) if self.masked_mean else torch.zeros(())
+        return torch.where(total > 0, sums / total, empty).to(dtype)
+
+
 class WrongRuntime(Runner):
     """A module in FP16 with a mistake."""
 
@@ -388,6 +426,20 @@ def _share(report: Validation) -> float:
     return max(shares, default=0.0)
 
 
+def _exported(name: str, folder: Path, golden: Sequence[str] = ()) -> tuple[Any, nn.Module, Any]:
+    """The bundle of a model and its module; of a file another bundle as well, which has other cases."""
+    torch.manual_seed(0)
+    if not name.endswith(".onnx"):
+        bundle = md.export(f"{Path(__file__).parent / 'small_models.py'}:{name}", folder / "b")
+        torch.manual_seed(0)
+        return bundle, getattr(small_models, name)().module, bundle
+    module, axes = small_models.encoder_file(folder / name), {"B": "1:4:8", "S": "2:33:96"}
+    bundle = more = md.export(folder / name, folder / "b", axes=axes)
+    if golden:
+        more = md.export(folder / name, folder / "more", axes=axes, golden=golden)
+    return bundle, module, more
+
+
 def measure(name: str, seeds: int) -> tuple[str, Row]:
     """Every mistake in one model, for both kinds of accumulation."""
     warnings.filterwarnings("ignore")
@@ -396,19 +448,8 @@ def measure(name: str, seeds: int) -> tuple[str, Row]:
     md.configure(trust_code=True)
     random.seed(0)
     with tempfile.TemporaryDirectory() as folder:
-        torch.manual_seed(0)
-        if name.endswith(".onnx"):
-            module = small_models.encoder_file(Path(folder) / name)
-            axes = {"B": "1:4:8", "S": "2:33:96"}
-            others = [f"B={random.randint(1, 8)},S={random.randint(2, 96)}" for _ in range(seeds)]
-            source: Any = Path(folder) / name
-            bundle = md.export(source, Path(folder) / "b", axes=axes)
-            more = md.export(source, Path(folder) / "more", axes=axes, golden=list(dict.fromkeys(others)))
-        else:
-            source = f"{Path(__file__).parent / 'small_models.py'}:{name}"
-            bundle = more = md.export(source, Path(folder) / "b")
-            torch.manual_seed(0)
-            module = getattr(small_models, name)().module
+        others = [f"B={random.randint(1, 8)},S={random.randint(2, 96)}" for _ in range(seeds)]
+        bundle, module, more = _exported(name, Path(folder), list(dict.fromkeys(others)))
         for accumulate in ("fp32", "fp16"):
             right = WrongRuntime(bundle, module, Mistake(), accumulate)
             report = validated(bundle, right)
@@ -451,6 +492,70 @@ def _how_much_worse(bundle: Any, right: Runner, wrong: Runner) -> float:
     return max(ratios, default=0.0)
 
 
+class Alarms(Struct):
+    """What right runtimes used of their budgets in cases with known mistakes: a share for each."""
+
+    mistakes: int  # known ones of a case
+    shares: dict[str, list[float]]
+
+
+def alarms(name: str, seeds: range) -> tuple[str, Alarms]:
+    """Judge right runtimes of one model."""
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    md.configure(trust_code=True)
+    with tempfile.TemporaryDirectory() as folder:
+        bundle, module, _ = _exported(name, Path(folder))
+        graph, precision = load_graph(bundle.model_path), bundle.manifest.precision
+        (usual,) = [case for case in golden_cases(bundle) if case.name == "opt"]
+        runners = {kind: WrongRuntime(bundle, module, Mistake(), kind) for kind in ("fp32", "fp16")}
+        tiles = WrongRuntime(bundle, module, Mistake(), "fp32")
+        tiles._kernels = Tiles(Mistake(), tiles._kernels.attentions, False, tiles._kernels.masked_mean)
+        program, found = FileProgram(graph), Alarms(0, {})
+        for seed in seeds:
+            if name.endswith(".onnx"):
+                dice = np.random.default_rng(seed)
+                given = {
+                    key: x if x.dtype.kind == "b" else dice.standard_normal(x.shape).astype(x.dtype)
+                    for key, x in usual.inputs.items()
+                }
+                sample = Sample(name="opt", sizes=dict(usual.sizes), inputs=given)
+                case = FileCases(bundle, Path(folder) / name).case(sample)
+            else:
+                case = replace(FreshCases(bundle, "cpu").case(usual.sizes, seed=seed), name="opt")
+            known = coarse_mistakes(graph, [case], precision, bundle.manifest.unfused)
+            case, found.mistakes = replace(case, suspects=known.suspects), len(known.suspects)
+            results = [(f"kernels, {kind}", kind, runners[kind].run(case.inputs)) for kind in runners]
+            results.append(("flash attention, fp32", "fp32", tiles.run(case.inputs)))
+            for kind in runners:
+                rounding = FileRounding(replace(precision, accumulate=kind), seed)
+                results.append((f"random rounding, {kind}", kind, program.run(case.inputs, rounding)))
+            for runtime, kind, got in results:
+                typed = {key: x.astype(case.eager[key].dtype) for key, x in got.items()}
+                verdicts = judge_case(case, typed, replace(precision, accumulate=kind))
+                found.shares.setdefault(runtime, []).append(max(v.share or 0.0 for v in verdicts))
+    return name, found
+
+
+def alarm_lines(found: Mapping[str, Alarms], seeds: range) -> list[str]:
+    """The table of right runtimes."""
+    every = [share for each in found.values() for shares in each.shares.values() for share in shares]
+    about = (
+        "Right runtimes on cases with known mistakes: inputs of the seeds "
+        f"{seeds.start} to {seeds.stop - 1}, by which nothing was chosen, at the usual sizes. Numbers are "
+        "the largest share of the budget, and how many failed; in all, "
+        f"{sum(share > 1 for share in every)} of {len(every)}. Written by `python "
+        f"benchmarks/own_sensitivity.py --alarms {seeds.start}:{seeds.stop}` at commit {_commit()}."
+    )
+    runtimes = list(dict.fromkeys(runtime for each in found.values() for runtime in each.shares))
+    lines = [*textwrap.wrap(about, 100, break_on_hyphens=False), ""]
+    lines += [f"| model | known mistakes | {' | '.join(runtimes)} |", f"|---|{'---|' * (1 + len(runtimes))}"]
+    for name, each in found.items():
+        cells = [f"{max(each.shares[key]):.2f}, {sum(x > 1 for x in each.shares[key])}" for key in runtimes]
+        lines.append(f"| {name} | {each.mistakes} | {' | '.join(cells)} |")
+    return lines
+
+
 def main() -> None:
     """Measure the models side by side, and write the table."""
     parser = argparse.ArgumentParser(
@@ -458,10 +563,20 @@ def main() -> None:
     )
     parser.add_argument("models", nargs="*", metavar="MODEL", default=None)
     parser.add_argument("--seeds", type=int, default=30, help="cases of other sizes for the right runtime")
-    parser.add_argument("--results", type=Path, required=True, help="a folder that keeps what was found")
+    parser.add_argument("--results", type=Path, help="a folder that keeps what was found")
     parser.add_argument("--out", type=Path, help="the Markdown file to write")
+    parser.add_argument(
+        "--alarms", metavar="FIRST:END", help="judge right runtimes with inputs of these seeds"
+    )
     arguments = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if arguments.alarms:
+        drawn = range(*map(int, arguments.alarms.split(":")))
+        found = dict(alarms(name, drawn) for name in arguments.models or MODELS)
+        print("\n".join(alarm_lines(found, drawn)))
+        return
+    if arguments.results is None:
+        parser.error("--results FOLDER, or --alarms FIRST:END")
     names, rows, folder = arguments.models or list(MODELS), dict[str, Row](), arguments.results
     folder.mkdir(parents=True, exist_ok=True)
     workers = min(len(names), os.cpu_count() or 1)
