@@ -96,7 +96,6 @@ def test_without_metadata_the_name_is_that_of_the_softmax():
     [
         ({"k": ("B", 4, 5, 8), "v": ("B", 4, 6, 8)}, "K and V have different lengths"),
         ({"q": ("B", "H", "S", 8)}, "Q, K, V and the mask have different batches"),
-        ({"k": ("B", 1, "S", 8)}, "The number of heads is not known, or K and V differ in it. 4, 1, 4"),
         ({"v": None}, "The file does not state the shapes of Q, K and V."),
     ],
 )

@@ -283,6 +283,14 @@ def capped_by_a_sigmoid(g):
     return g.attend(g.op("Mul", g.op("Sub", twice, g.const(1.0)), g.const(10.0)))
 
 
+def triangle_of_powers(g):
+    return g.op("MatMul", over_sum(g, g.op("Trilu", shifted(g), upper=0)), "v")
+
+
+def triangle_of_weights(g):
+    return g.op("MatMul", over_sum(g, g.op("Trilu", g.op("Softmax", g.scores()), upper=0)), "v")
+
+
 def temperature(g):
     return g.input("temperature", (1,))
 
@@ -322,7 +330,7 @@ SPELLINGS += [over_a_power, several_added, split_from_a_sink, maximum_less_score
 SPELLINGS += [masked_behind_beside_positions, less_a_bounded_maximum, less_a_finite_maximum]
 SPELLINGS += [less_a_logarithm_by_hand, over_a_bounded_sum, over_a_sum_and_nearly_nothing, over_one_more]
 SPELLINGS += [over_one_more_and_less_a_maximum, squared_weights, powers_times_gates, over_the_norm]
-SPELLINGS += [capped_by_a_sigmoid]
+SPELLINGS += [capped_by_a_sigmoid, triangle_of_powers, triangle_of_weights]
 SPELLINGS += [tempered_behind_a_fill, tempered_behind_a_fill_of_learned_heads, triangle_of_ones]
 
 
@@ -331,8 +339,8 @@ def test_one_node(spelled):
     g = Hand()
     report = check_same(g.model(spelled(g)))
     assert (len(report.fused), report.unfused) == (1, ())
-    triangular = spelled in (blended_with_a_buffer, bounded_by_a_buffer, triangle_of_ones)
-    assert report.fused[0].causal == triangular
+    triangles = (blended_with_a_buffer, bounded_by_a_buffer, triangle_of_ones)
+    assert report.fused[0].causal == (spelled in (*triangles, triangle_of_powers, triangle_of_weights))
 
 
 def weakly_renormalised(g):

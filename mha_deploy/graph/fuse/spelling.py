@@ -391,7 +391,10 @@ def _minimum(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
 
 def _zeroed(value: ir.Value | None, builder: NodeBuilder) -> tuple[ir.Value, ir.Value | None, bool]:
     """A tensor before some of it became 0, with the condition and its value where nothing did."""
-    node = made_by(value, "Mul", "Where")
+    node = made_by(value, "Mul", "Where", "Trilu")
+    powers = made_by(input_at(node, 0), "Exp", "Softmax")
+    if is_op(node, "Trilu") and node is not None and powers is not None and powers.inputs[0] is not None:
+        return powers.outputs[0], _triangle_like(node, powers.inputs[0], builder), True
     if is_op(node, "Mul") and node is not None:
         for at in (0, 1):
             inner, other = node.inputs[at], node.inputs[1 - at]
@@ -407,6 +410,16 @@ def _zeroed(value: ir.Value | None, builder: NodeBuilder) -> tuple[ir.Value, ir.
             if inner is not None and scalar_of(node.inputs[3 - at]) == 0.0:
                 return inner, node.inputs[0], at == 1
     return value, None, True  # type: ignore[return-value]
+
+
+def _triangle_like(node: ir.Node, scores: ir.Value, builder: NodeBuilder) -> ir.Value:
+    """True where a Trilu keeps numbers that are as many as the scores."""
+    sizes, one = (sizes_of(scores) or [None, None])[-2:], builder.constant(1.0, ir.DataType.FLOAT)
+    ones = builder.op("Expand", one, builder.op("Shape", scores, start=-2))
+    given = [_typed(ones, ir.DataType.FLOAT, sizes), *node.inputs[1:]]
+    kept = builder.node("Trilu", given, attributes=dict(node.attributes))[0]
+    shown = builder.op("Cast", _typed(kept, ir.DataType.FLOAT, sizes), to=int(ir.DataType.BOOL))
+    return _typed(shown, ir.DataType.BOOL, sizes)
 
 
 def _total_of(value: ir.Value | None) -> tuple[ir.Value, int] | None:
