@@ -66,7 +66,7 @@ def measured(folder: Path, shape: str, kind: str) -> dict[str, Any]:
     bundle = md.open_bundle(out)
     engine = md.open_engine(out / "engines" / "int8-trial.engine")
     verdict = engine.manifest.verdict
-    report = md.validate(bundle, engines=["int8-trial"], runtimes=["tensorrt"], latency=True, sweep=False)
+    report = md.validate(bundle, backends=["tensorrt"], latency=True, sweep=False)
     data = report.to_dict()
     points = (data["latency"] or {"points": []})["points"]
     rows = [row for point in points for row in point["rows"] if row["timing"]]
@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("shapes", nargs="*", default=SHAPES)
     parser.add_argument("--jobs", type=int, default=8)
     parser.add_argument("--limit", type=float, default=240.0, help="seconds after which nothing more begins")
-    parser.add_argument("--only", choices=("export", "all"), default="all")
+    parser.add_argument("--only", choices=("export", "build", "all"), default="all")
     chosen = parser.parse_intermixed_args()
     md.configure(trust_code=True)
     started = time.monotonic()
@@ -135,7 +135,7 @@ def main() -> None:
                     failed[running[done]] = f"{step.__name__}: {getattr(error, 'in_one_line', error)}"
                     print(running[done][1:], failed[running[done]], flush=True)
             print(f"{step.__name__}: {time.monotonic() - started:.0f} s", flush=True)
-    if chosen.only == "export":
+    if chosen.only != "all":
         return
     lines: list[dict[str, Any]] = []
     for each in todo:

@@ -73,6 +73,17 @@ def comparing_multiples() -> Iterator[None]:
         yield
 
 
+def without_shape_cache() -> contextlib.AbstractContextManager[None]:
+    """Let PyTorch compute the shapes of every operation: looking them up evaluates each size that varies.
+
+    Where a loop is unrolled, as in Qwen3-Next, the cache makes tracing five times as long; elsewhere it gains
+    nothing.
+    """
+    import torch._dynamo.config  # slow, and needed by PyTorch's exporter only
+
+    return torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
+
+
 def was_interrupted(error: BaseException | None) -> bool:
     """Whether the user pressed Ctrl-C, which the exporter takes for a failure of its own."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
@@ -85,7 +96,7 @@ def onnx_program(
 ) -> torch.onnx.ONNXProgram:
     """Call PyTorch's exporter; what it raises is explained."""
     try:
-        with silenced():
+        with silenced(), without_shape_cache():
             program = torch.onnx.export(module, (), dynamo=True, verbose=False, **options)
     except DeployError:
         raise

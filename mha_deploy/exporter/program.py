@@ -370,7 +370,7 @@ class _Tracer:
 
 def _try_trace(trace: Callable[[], ExportedProgram]) -> ExportedProgram | Exception:
     try:
-        with explain.silenced(), dense_flex_attention():
+        with explain.silenced(), explain.without_shape_cache(), dense_flex_attention():
             return trace()
     except Exception as error:  # whatever the user's module raises, or PyTorch
         if explain.was_interrupted(error):

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 from click.testing import CliRunner
 from onnx import numpy_helper
@@ -14,7 +15,8 @@ import mha_deploy as md
 from mha_deploy.cli import app
 from mha_deploy.exporter.compress import CALIBRATIONS, Magnitudes
 from mha_deploy.graph.file import load_graph
-from mha_deploy.graph.quantize import find_format
+from mha_deploy.graph.lower import lower
+from mha_deploy.graph.quantize import find_format, quantized_gemms
 from mha_deploy.runtime.tensorrt.engine_verdict import precision_verdict, written_types
 from mha_deploy.runtime.tensorrt.kernels import EngineTensor, Kernel
 
@@ -131,6 +133,19 @@ def test_validation_fails_where_the_loss_is_larger_than_allowed(bundles):
     assert verdict[True]["outcome"] == "passed"
     assert verdict[False]["outcome"] == "failed"
     assert [each["kind"] for each in verdict[False]["findings"] if each["level"] == "failure"] == ["loss"]
+
+
+def test_before_opset_19_the_same_gemms_are_quantized_from_wide_weights(bundles, tmp_path):
+    bundle = bundles["int8"]
+    lowered = lower(load_graph(bundle.model_path), "primitives", opset=17)
+    assert {name for name, kind in quantized_gemms(lowered) if kind == "int8"} == set(GEMMS)
+    stored = {each.name for each in lowered.graph.initializers.values() if each.dtype == ir.DataType.INT8}
+    assert not stored & {node.inputs[0].name for node in lowered.graph if node.op_type == "DequantizeLinear"}
+    with md.open_runner(bundle) as runner, md.open_runner(lowered) as older:
+        for sample in samples()[:3]:
+            feeds = {name: array.astype(runner.inputs[name].dtype) for name, array in sample.items()}
+            (true,), (got,) = (list(each.run(feeds).values()) for each in (runner, older))
+            assert relative(got.astype(float), true.astype(float)) < 0.02
 
 
 def test_a_layer_of_one_size_is_quantized(tmp_path):

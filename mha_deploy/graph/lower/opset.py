@@ -8,8 +8,18 @@ from collections.abc import Callable
 import numpy as np
 import onnx
 import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from mha_deploy.graph.ir import NodeBuilder, constant, constant_ints, input_at, is_op, node_name, replace_node
+from mha_deploy.graph.ir import (
+    NodeBuilder,
+    constant,
+    constant_ints,
+    input_at,
+    is_op,
+    made_by,
+    node_name,
+    replace_node,
+)
 from mha_deploy.graph.lower.call import LoweringError
 from mha_deploy.graph.valid import inline_functions
 
@@ -123,8 +133,60 @@ def _scale_in_float32(node: ir.Node, b: NodeBuilder) -> ir.Value | None:
     if node.op_type == "QuantizeLinear":
         numbers = b.op("Cast", x, to=int(single))
         return b.op("QuantizeLinear", numbers, wide, *node.inputs[2:], name="quantized", **attributes)
-    numbers = b.op("DequantizeLinear", x, wide, *node.inputs[2:], name="dequantized", **attributes)
-    return b.op("Cast", numbers, to=int(scale.dtype), name="dequantized_narrow")
+    weights = _dequantized_weights(node)
+    zero = list(node.inputs[2:])
+    if weights is not None and held is not None:
+        # TensorRT 8.6 takes no weights in INT8: it quantizes those that it is given, to the same numbers.
+        zero = [b.constant(np.zeros(held.shape.numpy()), ir.DataType.INT8)]
+        x = b.op("QuantizeLinear", b.constant(weights, single), wide, *zero, **attributes)
+    numbers = b.op("DequantizeLinear", x, wide, *zero, name="dequantized", **attributes)
+    return b.op("Cast", numbers, to=int(scale.dtype), name=_NARROW)
+
+
+_NARROW = "dequantized_narrow"
+
+
+def _dequantized_weights(node: ir.Node) -> np.ndarray | None:
+    """A constant in INT8 as the float32 numbers that it stands for: products of 8 and 11 bits, which are exact."""
+    stored, scale = (constant(value) for value in node.inputs[:2])
+    zero = None if input_at(node, 2) is None else constant(node.inputs[2])
+    if stored is None or scale is None or stored.dtype != ir.DataType.INT8:
+        return None
+    if zero is not None and zero.numpy().any():
+        return None
+    numbers, factor = stored.numpy().astype(np.float32), scale.numpy().astype(np.float32)
+    if factor.ndim == 1 and factor.size > 1:
+        factor = np.moveaxis(factor.reshape(-1, *[1] * (numbers.ndim - 1)), 0, node.attributes.get_int("axis", 1))
+    return numbers * factor if factor.ndim in (0, numbers.ndim) or factor.size == 1 else None
+
+
+_MOVED = ("Transpose", "Reshape", "Unsqueeze", "Squeeze", "Expand")
+
+
+def _multiply_dequantized(model: ir.Model) -> bool:
+    """Narrow what was dequantized behind the matmul, not before it: TensorRT 8.6 looks for Q/DQ beside it."""
+
+    def wide(value: ir.Value | None, b: NodeBuilder) -> ir.Value | None:
+        cast, move = (None, None) if value is None else (made_by(value, "Cast"), made_by(value, *_MOVED))
+        if cast is not None and str(cast.name).endswith(_NARROW):
+            return cast.inputs[0]
+        if move is None or (source := wide(move.inputs[0], b)) is None:
+            return None
+        attributes = {name: attribute.value for name, attribute in move.attributes.items()}
+        return b.op(move.op_type, source, *move.inputs[1:], **attributes)
+
+    changed = False
+    for node in [node for node in model.graph.all_nodes() if is_op(node, "MatMul")]:
+        b = NodeBuilder(node_name(node))
+        factors = [wide(value, b) for value in node.inputs]
+        if None in factors or (narrow := node.outputs[0].dtype) is None:
+            continue
+        y = b.op("MatMul", *factors, name=b.prefix)
+        replace_node(node, b, {0: b.op("Cast", y, to=int(narrow), name="narrow")})
+        changed = True
+    if changed:
+        RemoveUnusedNodesPass()(model)
+    return changed
 
 
 _REDUCED = "L1 L2 LogSum LogSumExp Max Mean Min Prod SumSquare"
@@ -177,6 +239,7 @@ def to_opset(model: ir.Model, version: int) -> bool:
                 if (y := rewrite(node, b)) is not None:
                     replace_node(node, b, {0: y})
                     changed = True
+    changed |= version < 19 and _multiply_dequantized(model)
     for node in model.graph.all_nodes():
         problem = _problem(node, current, version) if node.domain == "" else None
         if problem is not None:
