@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import io
+import math
 import os
 import resource
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -17,6 +18,7 @@ import onnx_ir as ir
 
 from mha_deploy.errors import BackendUnavailable, DeployError
 from mha_deploy.graph.file import graph_of, weights_folder
+from mha_deploy.graph.ir import infer_shapes
 from mha_deploy.graph.lower import lower
 from mha_deploy.graph.lower.cache import TOTAL_LENGTH
 from mha_deploy.graph.upcast import with_float32_inside
@@ -252,18 +254,28 @@ def nodes_on_cpu(session: Any) -> list[tuple[str, str]]:
 
 
 def refuse_work_on_cpu(nodes: Iterable[tuple[str, str]], graph: ir.Model) -> None:
-    """Refuse nodes on the CPU that do more than compute shapes, and name them."""
+    """Refuse nodes on the CPU that do more than compute shapes and single numbers, and name them."""
     # A node that ONNX Runtime made itself is not in our graph: its operator decides.
-    types = {node.name: [output.dtype for output in node.outputs if output.dtype] for node in graph.graph}
+    made = {node.name: node.outputs for node in graph.graph}
+    types = {name: [output.dtype for output in outputs if output.dtype] for name, outputs in made.items()}
     work = [
         (operator, name)
         for operator, name in nodes
         if operator not in _SHAPE_OPERATORS or any(t.is_floating_point() for t in types.get(name, ()))
     ]
     if work:
+        infer_shapes(graph)
+        work = [each for each in work if not all(map(_is_one_number, made.get(each[1], [None])))]
+    if work:
         problem = "ONNX Runtime would run nodes on the CPU: its CUDA provider has no kernels for them."
         got = ", ".join(f"{operator} {name}".strip() for operator, name in work)
         raise DeployError(problem, got=got, hint="another precision, another dialect, or --backend ort-cpu")
+
+
+def _is_one_number(value: ir.Value | None) -> bool:
+    """Whether it has one element, as the root of a head size that older exporters compute from a shape."""
+    shape = None if value is None else value.shape
+    return shape is not None and math.prod(size if isinstance(size, int) else 0 for size in shape) == 1
 
 
 # Changes the layout of nodes on the CPU, does nothing on a GPU, and crashes on x86-64 (1.31.1).

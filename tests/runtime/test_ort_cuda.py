@@ -124,6 +124,25 @@ def test_shapes_may_be_computed_on_the_cpu(bundles):
     refuse_work_on_cpu([("Cast", "made by ONNX Runtime")], graph)
 
 
+def test_a_number_that_is_computed_from_a_shape_is_no_work(tmp_path):
+    """As older exporters write the scale of attention: 1 / sqrt(the size of a head)."""
+    text = """<ir_version: 8, opset_import: ["": 17]>
+        scaled (float[N, 16] x) => (float[N, 16] y) {
+            [shape] shape = Shape(x)
+            last = Constant <value = int64 {-1}> ()
+            [size] size = Gather(shape, last)
+            [wide] wide = Cast <to = 1> (size)
+            [root] root = Sqrt(wide)
+            [y] y = Div(x, root)
+        }"""
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "scaled.onnx")
+    graph = load_graph(tmp_path / "scaled.onnx")
+    names = {node.op_type: node.name for node in graph.graph}
+    refuse_work_on_cpu([(kind, names[kind]) for kind in ("Gather", "Cast", "Sqrt")], graph)
+    with pytest.raises(DeployError, match="on the CPU"):
+        refuse_work_on_cpu([("Div", names["Div"])], graph)
+
+
 def test_an_operator_of_shapes_on_floats_is_work(bundles):
     graph = load_graph(bundles("tiny-padding").model_path)
     bias = next(node for node in graph.graph if node.op_type == "Add")

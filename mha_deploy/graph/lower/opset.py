@@ -147,7 +147,7 @@ _NARROW = "dequantized_narrow"
 
 
 def _dequantized_weights(node: ir.Node) -> np.ndarray | None:
-    """A constant in INT8 as the float32 numbers that it stands for: products of 8 and 11 bits, which are exact."""
+    """A constant in INT8 as the numbers that it stands for: products of 8 and 11 bits, exact in float32."""
     stored, scale = (constant(value) for value in node.inputs[:2])
     zero = None if input_at(node, 2) is None else constant(node.inputs[2])
     if stored is None or scale is None or stored.dtype != ir.DataType.INT8:
@@ -156,7 +156,9 @@ def _dequantized_weights(node: ir.Node) -> np.ndarray | None:
         return None
     numbers, factor = stored.numpy().astype(np.float32), scale.numpy().astype(np.float32)
     if factor.ndim == 1 and factor.size > 1:
-        factor = np.moveaxis(factor.reshape(-1, *[1] * (numbers.ndim - 1)), 0, node.attributes.get_int("axis", 1))
+        shape = [1] * numbers.ndim
+        shape[node.attributes.get_int("axis", 1)] = -1
+        factor = factor.reshape(shape)
     return numbers * factor if factor.ndim in (0, numbers.ndim) or factor.size == 1 else None
 
 
