@@ -136,6 +136,12 @@ def test_linear_attention_is_counted_once(features, keys_first):
     assert "linear attention" in report.unfused[0].reason
 
 
+def test_linear_attention_before_a_softmax_is_counted():
+    g = Hand()
+    y = g.op("Softmax", g.op("MatMul", g.scores(), "v"))
+    assert ["linear attention" in left.reason for left in check_same(g.model(y)).unfused] == [True]
+
+
 @pytest.mark.parametrize("op", ["own.LinearAttention", "com.microsoft.MultiHeadAttention"])
 def test_other_operators_of_attention_are_counted(op):
     text = PARTS.replace('"own" : 1', '"own" : 1, "com.microsoft" : 1').replace("BODY", f"y = {op} (q, k, v)")

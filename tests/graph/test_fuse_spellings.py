@@ -495,6 +495,46 @@ def test_the_weights_of_two_attentions_together(op_type):
     assert (len(report.fused), report.unfused) == (2, ())
 
 
+def test_the_mean_weights_of_heads_that_share_values():
+    g = axes_of({"q": ("N", H, "S", D), "k": ("N", H, "T", D), "v": ("N", "T", 5)})
+    weights = g.op("ReduceMean", g.op("Softmax", g.scores()), g.ints(1), keepdims=0)
+    check_heads(g, g.op("MatMul", weights, "v"), (H, H))
+
+
+@pytest.mark.parametrize("shape", [(H * D,), (H, D), (2, H // 2 * D)], ids=["joined", "apart", "otherwise"])
+def test_rows_of_queries_and_heads(shape):
+    """`[N, S * H, D]` times `[N, D, T]`, with a mask between: the heads share the keys."""
+    g = axes_of({"q": ("N", "S", *shape), "k": ("N", "T", D), "v": ("N", "T", D)})
+    g.inputs["shown"] = (BOOL, ("N", "S", 1, "T"))
+    rows = g.op("Reshape", "q", g.op("Concat", g.op("Shape", "q", end=1), g.ints(-1, D), axis=0))
+    scores = g.op("MatMul", rows, g.op("Transpose", "k", perm=[0, 2, 1]))
+    sizes = [g.op("Shape", "q", end=2), g.ints(H), g.op("Shape", "k", start=1, end=2)]
+    scores = g.op("Reshape", scores, g.op("Concat", *sizes, axis=0))
+    weights = g.op("Softmax", g.op("Where", "shown", scores, g.const(-1e9)))
+    weights = g.op(
+        "Reshape", weights, g.op("Concat", g.op("Shape", "q", end=1), g.ints(-1), sizes[2], axis=0)
+    )
+    check_heads(g, g.op("MatMul", weights, "v"), (1 if shape[0] == 2 else H, 1))
+
+
+@pytest.mark.parametrize("columns", [1, 3])
+def test_a_weight_as_the_query(columns):
+    """Pooling: a softmax over the rows of a projection."""
+    g = axes_of({"x": ("N", "T", D)})
+    weight = g.const(np.random.default_rng(0).standard_normal((D, columns)))
+    weights = g.op("Softmax", g.op("MatMul", "x", weight), axis=1)
+    check_heads(g, g.op("MatMul", g.op("Transpose", weights, perm=[0, 2, 1]), "x"), (1, 1))
+
+
+def test_a_softmax_over_the_columns_of_a_projection_is_none_of_attention():
+    """As the router of a mixture of experts."""
+    g = axes_of({"x": ("N", "T", D)})
+    weight = g.const(np.random.default_rng(0).standard_normal((D, 3)))
+    weights = g.op("Softmax", g.op("MatMul", "x", weight), axis=-1)
+    pooled = g.op("MatMul", g.op("Transpose", weights, perm=[0, 2, 1]), "x")
+    assert fused(g.model(g.op("Unsqueeze", pooled, g.ints(1))))[1].fused == ()
+
+
 def test_heads_behind_the_queries_that_share_keys():
     g = axes_of({"q": ("N", "S", H, D), "k": ("N", "T", D), "v": ("N", "T", 5)})
     scores = g.op("Einsum", "q", "k", equation="bshc,btc->bsht")

@@ -164,11 +164,16 @@ class Leftovers:
         self.features: set[ir.Node] = set()  # softmaxes that only make features of Q and K
         # The second matmul of an attention without softmax, and what stands between the two.
         self._linear: dict[ir.Node, ir.Node | None] = {}
+        # The same of those that a softmax follows, by the softmax.
+        self._followed: dict[ir.Node, dict[ir.Node, ir.Node | None]] = {}
         self._popped = 0  # how many were taken out of it
         # The sets whose nodes were taken in already, by what for.
         self._seen: dict[str, set[_Nodes]] = {"scores": set(), "found": set(), "features": set()}
         self._carried = {value: _COMPUTED for value in graph.inputs if not value.is_initializer()}
         self._follow(graph)
+        for softmax, matmuls in self._followed.items():
+            if softmax not in self.found:  # no matmul with V follows: its numbers are no scores
+                self._linear |= matmuls
         modules = set[str]()
         for matmul, activation in self._linear.items():  # once for each module
             node = activation or matmul
@@ -217,7 +222,7 @@ class Leftovers:
                 return replace(_COMPUTED, features=here)
             for matmul in self._new(joined.matmuls, "scores"):
                 if matmul in self._linear:  # it computes the scores of this softmax
-                    del self._linear[matmul]
+                    self._followed.setdefault(node, {})[matmul] = self._linear.pop(matmul)
                     self._popped += 1
             return replace(_COMPUTED, softmaxes=here)
         expanded = _expanded_matmul(node)

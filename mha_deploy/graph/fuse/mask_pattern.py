@@ -943,17 +943,20 @@ class ScorePlace:
         return rejoined(value, tuple(apart), self.order, apart, builder, self.sources)
 
     def _size(self, letter: str) -> int | ir.Value:
-        """The size of a letter of the batch, at run time if need be."""
+        """The size of a letter, at run time if need be."""
         size = self.sizes[letter]
         if isinstance(size, int):
             return size
         if (found := self.sources.size(letter, self.builder)) is not None:
             return found
-        others = product(self.sizes[each] for each in self.order[0] if each != letter)
+        at, axis = next((at, axis) for at, axis in enumerate(self.order) if letter in axis)
+        others = product(self.sizes[each] for each in axis if each != letter)
         if not isinstance(others, int):
-            raise NotFused("The batch of a mask has several sizes that are not known.", got=size)
-        whole = self.builder.as_tensor(self.builder.size(self.rows[0], 0))
-        return self.builder.op("Div", whole, self.builder.ints(others), name="size")
+            raise NotFused("The mask has an axis of several sizes that are not known.", got=size)
+        # The batch of Q, or the rows of Q or of K.
+        places = {0: (self.rows[0], 0), len(self.order) - 2: (self.rows[0], -2)}
+        whole = self.builder.size(*places.get(at, (self.rows[1], -2)))
+        return self.builder.op("Div", self.builder.as_tensor(whole), self.builder.ints(others), name="size")
 
 
 class Sources:

@@ -968,6 +968,9 @@ class Pattern:
             first, second = first.resolved(alphabet), second.resolved(alphabet)
             letters = _letters(alphabet.resolved(axes), softmax.axis, first, second, at, alphabet.sizes)
             q, k, v = _operands(first, second, letters, at, alphabet.sizes)
+        if letters.head is None and (apart := _heads_in_rows(q, letters)) is not None:
+            letters = apart
+            q, k, v = _operands(first, second, letters, at, alphabet.sizes)
         if letters.head is not None and not all(
             isinstance(each.dim(letters.head), int) for each in (q, k, v)
         ):
@@ -1112,6 +1115,19 @@ def _folded_heads(q: Operand, k: Operand, v: Operand, letters: Letters) -> tuple
         heads = next((each for each in (_heads_in(dims, whole, depth) for dims in before) if each), 1)
     rest = quotient(whole, heads)
     return (rest, heads) if rest is not None and 1 < heads <= _MOST_HEADS else None
+
+
+def _heads_in_rows(q: Operand, letters: Letters) -> Letters | None:
+    """The letters with heads, where the rows of Q are queries and their heads: all share one head of K."""
+    if len(letters.query) != 2:
+        return None
+    rows, head = letters.query[0], letters.query[1]
+    count, depth = q.sizes.get(head), q.dim(letters.size)
+    if not isinstance(count, int) or not 1 < count <= _MOST_HEADS:
+        return None
+    ends = [[product((count, depth))], [count, depth]]
+    shown = any(dims[-len(end) :] == end for dims in _before_reshape(q.value) for end in ends)
+    return replace(letters, query=rows, head=head) if shown and depth is not None else None
 
 
 def _before_reshape(value: ir.Value) -> Iterator[list[Size]]:

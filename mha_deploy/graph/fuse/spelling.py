@@ -792,10 +792,24 @@ def _matmul(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
     ranks = rank(first) or 0, rank(second) or 0
     if 1 in ranks:
         return _with_vector(node, builder)
+    if ranks[0] > 2 == ranks[1] and _is_learned_query(second, node.outputs[0]):
+        return _batched(first, second, node.outputs[0], builder)
     given = [value for value, axes in zip((first, second), ranks, strict=True) if axes == 2]
     if ranks[0] == ranks[1] != 2 or min(ranks) < 2 or not all(map(_is_computed, given)):
         return None
     return _batched(first, second, node.outputs[0], builder)
+
+
+def _is_learned_query(weight: ir.Value | None, scores: ir.Value) -> bool:
+    """Whether a weight is a query that all keys are multiplied with: a softmax runs over the rows then."""
+    columns = (sizes_of(weight) or [None])[-1]
+    if weight is None or constant(weight) is None or not isinstance(columns, int):
+        return False
+    if columns == 1:
+        return _feeds_softmax(scores)
+    count = rank(scores) or 0
+    softmaxes = [user for user, _ in scores.uses() if is_op(user, "Softmax")]
+    return any(each.attributes.get_int("axis", -1) in (-2, count - 2) for each in softmaxes)
 
 
 def _with_vector(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
@@ -915,9 +929,9 @@ def _padded(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
 
 def _behind(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
     """What all keys share, behind the matmul with V."""
-    steps = [made_by(each, "Where", "Mul", "Div", "Add", "Sub") for each in node.inputs]
+    steps = [made_by(each, *_MOVED) for each in node.inputs]
     for step in filter(None, steps):
-        move = _distributed if is_op(step, "Add", "Sub") else _moved_behind
+        move = _MOVED[step.op_type]
         if (moved := move(node, step, builder)) is not None:
             return moved
     return None
@@ -971,6 +985,30 @@ def _moved_behind(matmul: ir.Node, step: ir.Node, builder: NodeBuilder) -> ir.Va
     _typed(result, output.dtype, sizes_of(output))
     inputs = [result if each is weights else each for each in step.inputs if each is not None]
     return _like(builder, output, step.op_type, *inputs)
+
+
+def _reduced_behind(matmul: ir.Node, step: ir.Node, builder: NodeBuilder) -> ir.Value | None:
+    """Weights that are summed over heads which share V: the results are."""
+    weights, values = step.inputs[0], matmul.inputs[1]
+    whole, own = sizes_of(weights), sizes_of(values)
+    if not is_op(matmul, "MatMul") or matmul.inputs[0] is not step.outputs[0] or whole is None or own is None:
+        return None
+    axis, kept = _summed_axis(step, len(whole)), step.attributes.get_int("keepdims", 1)
+    if weights is None or values is None or axis is None or made_by(weights, "Softmax") is None:
+        return None
+    if axis >= len(whole) - 2 or len(own) != len(whole) - (0 if kept else 1) or (kept and own[axis] != 1):
+        return None
+    if len(step.outputs[0].uses()) != 1:
+        return None
+    if not kept:
+        values = _typed(builder.unsqueeze(values, axis), values.dtype, [*own[:axis], 1, *own[axis:]])
+    found = [*whole[:-1], own[-1]]
+    result = _typed(builder.op("MatMul", weights, values), matmul.outputs[0].dtype, found)
+    return _like(builder, matmul.outputs[0], step.op_type, result, builder.ints(axis), keepdims=kept)
+
+
+_MOVED = {"Where": _moved_behind, "Mul": _moved_behind, "Div": _moved_behind, "Add": _distributed}
+_MOVED |= {"Sub": _distributed, "ReduceMean": _reduced_behind, "ReduceSum": _reduced_behind}
 
 
 def _batched(

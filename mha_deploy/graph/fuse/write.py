@@ -95,6 +95,7 @@ def write_attention(pattern: Pattern, builder: NodeBuilder, masks: Masks) -> lis
     for value, order, wanted in results:
         if letters.head is None:
             value = builder.op("Squeeze", value, builder.ints(HEAD_AXIS))
+        value.type = ir.TensorType(dtype)
         if dtype == ir.DataType.DOUBLE and GUARDED in pattern.masking.notes:
             # Kernels give 0 for a fully masked query; float64 has none, and its definition gives NaN.
             value = builder.op("Where", builder.op("IsNaN", value), builder.constant(0.0, dtype), value)
