@@ -438,7 +438,7 @@ class NodeBuilder:
             node.resize_inputs(0)
         return [node for node in self.nodes if node in live]
 
-    def constant(self, value: float | Sequence[int], dtype: ir.DataType) -> ir.Value:
+    def constant(self, value: float | Sequence[int] | np.ndarray, dtype: ir.DataType) -> ir.Value:
         """A constant of a type; equal constants are one node."""
         array = np.array(value, dtype=dtype.numpy())
         key = (dtype, array.shape, array.tobytes())
