@@ -8,17 +8,21 @@ import linecache
 import logging
 import math
 import re
+import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.fx import Node
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils._sympy.functions import Min, MinMaxBase
 
@@ -26,6 +30,7 @@ from mha_deploy.errors import DeployError, ExportError, NoResult, UserCodeError
 from mha_deploy.exporter import oracle
 from mha_deploy.exporter.axes import TORCH_NAME
 from mha_deploy.exporter.oracle import Intercept, run_module, swapped, tensors_in
+from mha_deploy.runtime.child import isolation
 from mha_deploy.runtime.user_code import user_code, where_is
 
 # -- Around calls of PyTorch's exporter ------------------------------------------------------------
@@ -82,6 +87,63 @@ def without_shape_cache() -> contextlib.AbstractContextManager[None]:
     import torch._dynamo.config  # slow, and needed by PyTorch's exporter only
 
     return torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
+
+
+class UnrolledLoop(ExportError):
+    """A loop in Python of which most of a trace would consist."""
+
+
+class _Lines(TorchFunctionMode):
+    """Counts the operations of a trace by the line of the user's code that calls them.
+
+    A trace has every operation of a loop in Python once for each round. Where some hundred of them come from
+    one line, in one call of its function, and are most of the trace, tracing takes minutes, and so does all
+    that follows. It is refused when it has taken a 120th of the time limit.
+    """
+
+    _ROUNDS, _PART = 100, 120
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._begin, self._seconds = time.thread_time(), isolation.limit_s / self._PART
+        self._all, self._looped = 0, 0
+        self._lines: dict[tuple[CodeType, int], tuple[FrameType, int]] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        frame, self._all = _calling_frame(), self._all + 1
+        if frame is not None:
+            line = frame.f_code, frame.f_lineno
+            before, count = self._lines.get(line, (frame, 0))
+            count = count + 1 if before is frame else 1
+            self._lines[line] = frame, count
+            self._looped += self._ROUNDS if count == self._ROUNDS else count > self._ROUNDS
+            spent = time.thread_time() - self._begin
+            if count >= self._ROUNDS and spent > self._seconds and 2 * self._looped > self._all:
+                where = f"{frame.f_code.co_name}, {Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+                raise UnrolledLoop(
+                    "PyTorch unrolls a loop, and most of the graph would be its rounds.",
+                    got=f"{where}: {self._looped} of {self._all} operations so far, after {spent:.0f} s",
+                    hint="fixed sizes, such as --axis S=128, which are traced much faster; a module without this "
+                    f"loop; or --time-limit {10 * isolation.limit_s:.0f}",
+                )
+        return func(*args, **(kwargs or {}))
+
+
+def _calling_frame() -> FrameType | None:
+    """The user's code that calls an operation itself, not through a module of PyTorch."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith(str(_TORCH)):
+        if frame.f_code.co_name == "_call_impl":
+            return None
+        frame = frame.f_back
+    return frame
+
+
+def watching_loops() -> contextlib.AbstractContextManager[Any]:
+    """Refuse a trace that consists of the rounds of a loop, where it takes long; see `UnrolledLoop`."""
+    return _Lines()
 
 
 def was_interrupted(error: BaseException | None) -> bool:

@@ -364,7 +364,8 @@ class _Tracer:
         sizes = trace_sizes(self.inputs, self.dims, axes)
         example = draw_inputs(self.inputs, self.dims, sizes, seed=0)
         shapes = dynamic_shapes(self.dims, list(example), axes, sizes, kind=kind)
-        with explain.comparing_multiples(), _skip_needless_casts(), _kept_as_it_is(self.module):
+        watched = contextlib.nullcontext() if strict else explain.watching_loops()
+        with explain.comparing_multiples(), _skip_needless_casts(), _kept_as_it_is(self.module), watched:
             return torch.export.export(self.module, (), example, dynamic_shapes=shapes, strict=strict)
 
 
@@ -372,6 +373,8 @@ def _try_trace(trace: Callable[[], ExportedProgram]) -> ExportedProgram | Except
     try:
         with explain.silenced(), explain.without_shape_cache(), dense_flex_attention():
             return trace()
+    except explain.UnrolledLoop:
+        raise
     except Exception as error:  # whatever the user's module raises, or PyTorch
         if explain.was_interrupted(error):
             raise KeyboardInterrupt from error

@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import nn
 
+import mha_deploy as md
 from mha_deploy.errors import ExportError
 from mha_deploy.exporter import explain
 from mha_deploy.exporter.program import export_program
 from mha_deploy.model.spec import Axis
+from mha_deploy.runtime.child import isolation
 
 AXES = {"B": Axis(min=1, opt=2, max=8), "S": Axis(min=1, opt=6, max=64)}
 X = {"x": torch.randn(2, 6, 4)}
@@ -42,6 +44,13 @@ class EvenSizes(nn.Module):
     def forward(self, x):
         B, S, E = x.shape
         return x.view(B, S // 2, 2, E)  # half of them
+
+
+class Rounds(nn.Module):
+    def forward(self, x):
+        for at in range(60):
+            x = x + x[:, :1] * at  # again and again
+        return x
 
 
 class Short(nn.Module):
@@ -182,6 +191,17 @@ def test_a_module_is_left_as_it_was_also_after_a_failure():
     with pytest.raises(ExportError):
         export_program(module, {"input": X["x"]}, {"input": ("B", "S")}, AXES)
     assert [each.training for each in module.modules()] == [True, True, False, True]
+
+
+def test_a_loop_that_takes_long_to_unroll_is_refused_with_its_line():
+    usual = isolation.limit_s
+    md.configure(time_limit=12)  # a tenth of a second for what is mostly a loop
+    try:
+        with pytest.raises(ExportError) as caught:
+            export_program(Rounds(), X, {"x": ("B", "S")}, AXES)
+    finally:
+        md.configure(time_limit=usual)
+    assert line_of("x = x + x[:, :1] * at  # again and again") in caught.value.got
 
 
 def test_a_crash_of_the_optimizer_is_an_export_error_with_the_line():
