@@ -125,7 +125,7 @@ class _Lines(TorchFunctionMode):
                 raise UnrolledLoop(
                     "PyTorch unrolls a loop, and most of the graph would be its rounds.",
                     got=f"{where}: {self._looped} of {self._all} operations so far, after {spent:.0f} s",
-                    hint="fixed sizes, such as --axis S=128, which are traced much faster; a module without this "
+                    hint="fixed sizes, such as --axis S=128, which are traced faster; a module without the "
                     f"loop; or --time-limit {10 * isolation.limit_s:.0f}",
                 )
         return func(*args, **(kwargs or {}))
