@@ -94,7 +94,8 @@ def check_file(
             "Output and input are the same file.", got=f"{path}, {source}", hint="a name that no input has"
         )
     if not overwrite and not is_ours(real):
-        problem = f"A file of that name is there, which {TOOL} did not write."
+        unknown = "" if is_ours is is_nobodys else f", which {TOOL} did not write"
+        problem = f"A file of that name is there{unknown}."
         raise DeployError(problem, got=path, hint="move it elsewhere, another name, or --overwrite")
     return real
 

@@ -229,7 +229,7 @@ def build_engine(
 
     opened = md.open_bundle(bundle)
     with show_steps(f"build {opened.manifest.spec.name}") as on_step:
-        engine = md.build_engine(opened, on_step=on_step, **options)
+        engine = md.build_engine(opened, on_step=on_step, trtexec=trtexec, **options)
     manifest = engine.manifest
     in_precision = manifest.has_requested_types or not require_precision
     outcome = Outcome.passing((manifest.all_fused or not require_fused) and in_precision)
@@ -238,6 +238,7 @@ def build_engine(
         graph = options["save_onnx"] or "lowered.onnx"
         data["trtexec"] = md.trtexec(engine, graph, engine.path.name)
         lines.append(data["trtexec"])
+        lines += tables.trtexec_notes(engine, None if options["save_onnx"] else graph)
     return Result(data, lambda: lines, outcome)
 
 

@@ -26,11 +26,16 @@ class TrtexecCommand:
         return shlex.join(self.arguments)
 
 
+def refuse_rtx(backend: str) -> None:
+    """Refuse a backend whose engines trtexec does not build."""
+    if backend == RTX:
+        problem, hint = "trtexec builds for TensorRT, not for TensorRT-RTX.", "--backend tensorrt"
+        raise DeployError(problem, got=backend, hint=hint)
+
+
 def trtexec_command(manifest: EngineManifest, onnx: Path, engine: Path) -> TrtexecCommand:
     """The command for an engine, from its manifest; `onnx` is the graph that `--save-onnx` wrote."""
-    if manifest.backend == RTX:
-        problem, hint = "trtexec builds for TensorRT, not for TensorRT-RTX.", "--backend tensorrt"
-        raise DeployError(problem, got=manifest.backend, hint=hint)
+    refuse_rtx(manifest.backend)
     options, major = manifest.options, int(manifest.version.partition(".")[0])
     found = ["trtexec", f"--onnx={onnx}", f"--saveEngine={engine}"]
     notes = list[str]()

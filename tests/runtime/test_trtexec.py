@@ -94,6 +94,12 @@ def test_several_profiles_are_numbered_and_rtx_is_refused():
         trtexec_command(msgspec.structs.replace(manifest, backend="tensorrt-rtx"), Path("a"), Path("b"))
 
 
+def test_rtx_is_refused_before_the_build(bundles, tmp_path, refused):
+    folder = copy_of(bundles("tiny-gqa"), tmp_path / "bundle")
+    refused("build-engine", folder, "--backend", "tensorrt-rtx", "--trtexec", what="TensorRT-RTX")
+    assert not (folder / "engines").exists()
+
+
 @pytest.mark.slow
 def test_the_lowered_graph_is_saved_and_computes_the_model(bundles, tmp_path, run_cli, refused):
     pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")
@@ -103,4 +109,4 @@ def test_the_lowered_graph_is_saved_and_computes_the_model(bundles, tmp_path, ru
     assert run_cli("build-engine", bundle.path, *options, "--save-onnx", graph).code == 0
     assert md.validate(bundle, graphs=[graph], probe=False, backends=["onnx-reference"]).passed
     taken = options[:-1]
-    refused("build-engine", bundle.path, *taken, "--save-onnx", graph, what="did not write")
+    refused("build-engine", bundle.path, *taken, "--save-onnx", graph, what="is there")
