@@ -59,6 +59,21 @@ def test_the_work_of_a_file_is_that_of_its_matmuls(file):
     assert found["unknown_nodes"] == []
 
 
+def test_sizes_that_the_file_computes_are_followed(tmp_path):
+    """As older exporters write `chunk`: where a half ends is computed from the shape, at run time."""
+    text = """<ir_version: 8, opset_import: ["" : 18]> g (float[B,S,16] x) => (float[B,S,4] z)
+    <int64 two = {2}, int64[1] none = {0}, int64[1] last = {2}> {
+        shape = Shape (x) wide = Gather (shape, two) half = Div (wide, two) end = Unsqueeze (half, none)
+        y = Slice (x, none, end, last) z = MatMul (y, w)
+    }"""
+    model = onnx.parser.parse_model(text)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.ones((8, 4), np.float32), "w"))
+    onnx.save(model, tmp_path / "computed.onnx")
+    found = md.analyze(tmp_path / "computed.onnx", at="B=3,S=10", gpu="l4").to_dict()
+    assert [each["flops"] for each in found["stages"]] == [2 * 3 * 10 * 8 * 4]
+    assert found["unknown_nodes"] == []
+
+
 def test_a_bundle_is_counted_without_its_source(bundles):
     """The graph of a catalog layer does the work that its spec says."""
     from mha_deploy.analysis.graph import analyze_graph

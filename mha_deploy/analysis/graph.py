@@ -20,7 +20,8 @@ from mha_deploy.analysis.roofline import (
     roofline_bound,
 )
 from mha_deploy.errors import DeployError, SpecError
-from mha_deploy.graph.ir import MATMULS, light_proto
+from mha_deploy.graph.fuse.values import infer_sizes
+from mha_deploy.graph.ir import MATMULS, dims
 from mha_deploy.model.precision import find_precision
 from mha_deploy.model.spec import ModelSpec, Sizes, size_of
 
@@ -92,33 +93,35 @@ def analyze_graph(
 
 def concrete_shapes(model: ir.Model, sizes: Sizes) -> dict[str, tuple[int, ...]]:
     """The shape of every value whose sizes are known once its axes have these."""
-    proto = light_proto(model)
-    proto = onnx.ModelProto.FromString(proto.SerializeToString())
-    del proto.graph.value_info[:]
-    for value in proto.graph.input:
-        for dim in value.type.tensor_type.shape.dim:
-            if dim.HasField("dim_param"):
-                try:
-                    dim.dim_value = size_of(dim.dim_param, sizes)
-                except (KeyError, SpecError) as error:
-                    raise DeployError(
-                        "An axis of the graph has no size.",
-                        got=f"{dim.dim_param} of {value.name}",
-                        hint="--at with a size for every axis, as B=1,S=128",
-                    ) from error
-    for value in proto.graph.output:
-        value.type.tensor_type.ClearField("shape")
+    copy = model.clone()
+    for value in copy.graph.inputs:
+        found = list[int]()
+        for dim in dims(value):
+            try:
+                found.append(dim if isinstance(dim, int) else size_of(str(dim), sizes))
+            except (KeyError, SpecError) as error:
+                raise DeployError(
+                    "An axis of the graph has no size.",
+                    got=f"{dim} of {value.name}",
+                    hint="--at with a size for every axis, as B=1,S=128",
+                ) from error
+        value.shape = ir.Shape(found)
+    made = [value for node in copy.graph.all_nodes() for value in node.outputs]
+    for value in made:
+        value.shape = None  # sizes over axes are those of no axis now
     try:
-        inferred = onnx.shape_inference.infer_shapes(proto, data_prop=True)
+        infer_sizes(copy)
     except (onnx.shape_inference.InferenceError, RuntimeError, ValueError) as error:
         problem, hint = "The sizes of the graph cannot be followed.", "other sizes in --at"
         raise DeployError(problem, got=str(error).splitlines()[0], hint=hint) from error
-    found = {tensor.name: tuple(tensor.dims) for tensor in inferred.graph.initializer}
-    for value in (*inferred.graph.input, *inferred.graph.value_info, *inferred.graph.output):
-        dims = value.type.tensor_type.shape.dim
-        if value.type.tensor_type.HasField("shape") and all(dim.HasField("dim_value") for dim in dims):
-            found[value.name] = tuple(dim.dim_value for dim in dims)
-    return found
+    shapes = {
+        str(value.name): dims(value) for value in (*copy.graph.inputs, *made) if value.shape is not None
+    }
+    for name, held in copy.graph.initializers.items():
+        if held.const_value is not None:
+            shapes[name] = tuple(held.const_value.shape.numpy())
+    whole = {name: tuple(each for each in found if isinstance(each, int)) for name, found in shapes.items()}
+    return {name: found for name, found in whole.items() if len(found) == len(shapes[name])}
 
 
 def _cost(node: ir.Node, shapes: _Shapes, width: int) -> StageCost | None:
