@@ -4,7 +4,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 from hand_graphs import D, H, Hand, S, check_same, fused, random_feeds, run
-from onnx import TensorProto
+from onnx import TensorProto, helper
 
 BOOL, FLOAT, HALF = TensorProto.BOOL, TensorProto.FLOAT, TensorProto.FLOAT16
 B = 2
@@ -200,6 +200,16 @@ def capped_with_a_sign(g):
     return g.attend(g.op("Mul", bound, g.const(-3.0)))
 
 
+def masked_behind_beside_shifted_positions(g):
+    """Scores of positions, shifted by one column for every row."""
+    own = g.op("MatMul", "q", g.op("Transpose", g.input("table", (B, H, S, D)), perm=[0, 1, 3, 2]))
+    zeros = g.op("ConstantOfShape", g.ints(B, H, S, 1), value=onnx_tensor(0.0))
+    wide = g.op("Reshape", g.op("Concat", zeros, own, axis=-1), g.ints(B, H, S + 1, S))
+    own = g.op("Reshape", g.op("Slice", wide, g.ints(1), g.ints(S + 1), g.ints(2)), g.ints(B, H, S, S))
+    scores = g.op("Where", keep(g), g.op("Add", g.scores(), own), g.const(np.finfo(np.float32).min))
+    return g.op("MatMul", g.op("Where", keep(g), g.op("Softmax", scores), g.const(0.0)), "v")
+
+
 def masked_behind_beside_positions(g):
     """Two matmuls with tables of positions are added to the scores, and weights are masked once more."""
     table = g.input("table", (B, H, S, D))
@@ -327,6 +337,7 @@ SPELLINGS += [zeroed_where_nothing_is_shown, divided_behind_an_einsum, learned_k
 SPELLINGS += [filled_with_a_tensor, powers_of_two, sums_of_products, blended_with_a_product_of_masks]
 SPELLINGS += [halved, less_an_input_of_queries, bounded_by_large_numbers, padded_with_a_zero]
 SPELLINGS += [over_a_power, several_added, split_from_a_sink, maximum_less_scores, capped_with_a_sign]
+SPELLINGS += [masked_behind_beside_shifted_positions]
 SPELLINGS += [masked_behind_beside_positions, less_a_bounded_maximum, less_a_finite_maximum]
 SPELLINGS += [less_a_logarithm_by_hand, over_a_bounded_sum, over_a_sum_and_nearly_nothing, over_one_more]
 SPELLINGS += [over_one_more_and_less_a_maximum, squared_weights, powers_times_gates, over_the_norm]
@@ -518,12 +529,38 @@ def test_rows_of_queries_and_heads(shape):
 
 
 @pytest.mark.parametrize("columns", [1, 3])
-def test_a_weight_as_the_query(columns):
-    """Pooling: a softmax over the rows of a projection."""
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_weight_as_the_query(columns, rows):
+    """Pooling: a softmax over the rows of a projection, before they are transposed or after."""
     g = axes_of({"x": ("N", "T", D)})
     weight = g.const(np.random.default_rng(0).standard_normal((D, columns)))
-    weights = g.op("Softmax", g.op("MatMul", "x", weight), axis=1)
-    check_heads(g, g.op("MatMul", g.op("Transpose", weights, perm=[0, 2, 1]), "x"), (1, 1))
+    scores = g.op("Add", g.op("MatMul", "x", weight), g.const(np.arange(columns)))
+    if rows == 2:
+        weights = g.op("Softmax", g.op("Transpose", scores, perm=[0, 2, 1]), axis=2)
+    else:
+        weights = g.op("Transpose", g.op("Softmax", scores, axis=1), perm=[0, 2, 1])
+    check_heads(g, g.op("MatMul", weights, "x"), (1, 1))
+
+
+def test_a_size_whose_name_is_no_expression():
+    """As TorchScript's exporter names the sizes of outputs."""
+    g = axes_of({name: ("onnx::B", H, "onnx::S", D) for name in "qkv"})
+    k, v = (g.op("Concat", g.input(f"past_{name}", ("onnx::B", H, "P", D)), name, axis=2) for name in "kv")
+    scores = g.op("MatMul", "q", g.op("Transpose", k, perm=[0, 1, 3, 2]))
+    sizes = [g.op("Gather", g.op("Shape", each), g.ints(2)) for each in ("q", k)]
+    square = g.op("ConstantOfShape", g.op("Concat", *sizes, axis=0), value=onnx_tensor(1.0))
+    lower = g.op("Trilu", square, g.op("Squeeze", g.op("Sub", sizes[1], sizes[0])), upper=0)
+    scores = g.op("Where", g.cast(lower, BOOL), scores, g.const(np.finfo(np.float32).min))
+    model = g.model(g.op("MatMul", g.op("Softmax", scores), v))
+    model.graph.value_info.append(helper.make_tensor_value_info(k, FLOAT, ["onnx::B", H, "onnx::T", D]))
+    new, report = fused(model)
+    assert (len(report.fused), report.unfused) == (1, ())
+    feeds = random_feeds(model)
+    np.testing.assert_allclose(run(new, feeds)[0], run(model, feeds)[0], atol=2e-5)
+    assert [dim.dim_param for dim in new.graph.input[0].type.tensor_type.shape.dim][::2] == [
+        "onnx::B",
+        "onnx::S",
+    ]
 
 
 def test_a_softmax_over_the_columns_of_a_projection_is_none_of_attention():
@@ -533,6 +570,18 @@ def test_a_softmax_over_the_columns_of_a_projection_is_none_of_attention():
     weights = g.op("Softmax", g.op("MatMul", "x", weight), axis=-1)
     pooled = g.op("MatMul", g.op("Transpose", weights, perm=[0, 2, 1]), "x")
     assert fused(g.model(g.op("Unsqueeze", pooled, g.ints(1))))[1].fused == ()
+
+
+def test_the_weights_of_two_heads_together():
+    """Every second head of one softmax, less the others."""
+    g = axes_of({"q": ("N", H, "S", D), "k": ("N", H, "S", D), "v": ("N", H // 2, "S", D)})
+    size = g.op("Shape", "q", start=2, end=3)
+    pairs = g.op("Concat", g.op("Shape", "q", end=1), g.ints(H // 2, 2), size, size, axis=0)
+    weights = g.op("Reshape", g.op("Softmax", g.scores()), pairs)
+    first, second = (g.op("Gather", weights, g.const(at, np.int64), axis=2) for at in (0, 1))
+    both = g.op("Sub", first, g.op("Mul", g.const([0.4]), second))
+    report = check_same(g.model(g.op("MatMul", both, "v")))
+    assert (len(report.fused), report.unfused) == (1, ())
 
 
 def test_heads_behind_the_queries_that_share_keys():

@@ -658,9 +658,10 @@ def _needs_exact(terms: list[Term], dtype: ir.DataType) -> bool:
 @walk
 def _is_bounded(value: ir.Value, depth: int) -> bool:
     """Whether a tensor is made of constants far from the lowest number, such as a table of biases."""
-    array = array_of(value)
-    if array is not None:
-        return bool(np.abs(array.astype(np.float64)).max(initial=0.0) < _LARGEST_BIAS)
+    array, number = array_of(value), scalar_of(value)
+    if array is not None or number is not None:
+        numbers = np.asarray(number if array is None else array, np.float64)
+        return bool(np.abs(numbers).max(initial=0.0) < _LARGEST_BIAS)
     node = value.producer()
     if node is None or not is_op(node, "Add", *_BOUNDED):
         return False
@@ -672,18 +673,20 @@ def _is_bounded(value: ir.Value, depth: int) -> bool:
 def is_score(value: ir.Value, depth: int) -> bool:
     """Whether a tensor is a matmul that was only moved and scaled: as large as scores are, and no mask.
 
-    So are sums of such tensors.
+    So are sums of such tensors, and what is shifted beside zeros, as relative positions are.
     """
     node = value.producer()
     if node is None or node.domain != "":
         return False
     if node.op_type in ("MatMul", "Einsum", "Gemm"):
         return True
-    if node.op_type in ("Add", "Sub"):
+    if node.op_type in ("Add", "Sub", "Concat"):
         return all(is_score(each, depth + 1) or _is_bounded(each) for each in node.inputs)
     if node.op_type in ("Mul", "Div"):
         return scalar_of(node.inputs[1]) is not None and bool(is_score(node.inputs[0], depth + 1))
-    return node.op_type in (*_BOUNDED, "GatherElements") and bool(is_score(node.inputs[0], depth + 1))
+    if node.op_type == "Pad" and input_at(node, 2) is not None and not _is_bounded(node.inputs[2]):
+        return False
+    return node.op_type in (*_BOUNDED, "GatherElements", "Pad") and bool(is_score(node.inputs[0], depth + 1))
 
 
 @walk

@@ -32,6 +32,7 @@ from mha_deploy.graph.ir import (
     made_by,
     nodes_behind,
     nodes_in,
+    perm,
     rank,
     reference_evaluator,
 )
@@ -807,9 +808,20 @@ def _is_learned_query(weight: ir.Value | None, scores: ir.Value) -> bool:
         return False
     if columns == 1:
         return _feeds_softmax(scores)
-    count = rank(scores) or 0
-    softmaxes = [user for user, _ in scores.uses() if is_op(user, "Softmax")]
-    return any(each.attributes.get_int("axis", -1) in (-2, count - 2) for each in softmaxes)
+    count, value = rank(scores) or 0, scores
+    rows = count - 2
+    for _ in range(_MAX_DEPTH):
+        users = [user for user, _ in value.uses() if not is_op(user, "Shape")]
+        if len(users) != 1 or rank(users[0].outputs[0]) != count:
+            return False
+        if is_op(users[0], "Softmax"):
+            return users[0].attributes.get_int("axis", -1) % count == rows
+        if is_op(users[0], "Transpose"):
+            rows = perm(users[0]).index(rows)
+        elif not is_op(users[0], "Add", "Sub", "Mul", "Div", "Where", "Cast", "Identity"):
+            return False
+        value = users[0].outputs[0]
+    return False
 
 
 def _with_vector(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
@@ -939,21 +951,20 @@ def _behind(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
 
 def _distributed(matmul: ir.Node, step: ir.Node, builder: NodeBuilder) -> ir.Value | None:
     """The sum or the difference of the weights of two attentions with one V: that of their results."""
-    output, parts = matmul.outputs[0], list[ir.Value]()
+    output, parts, known = matmul.outputs[0], list[ir.Value](), dict[ir.Value, ir.Value]()
     if len(step.outputs[0].uses()) != 1:
         return None
     for value in step.inputs:
         factor = made_by(value, "Mul", "Div")
         sides = [value, None] if factor is None else list(factor.inputs)
-        at = next((at for at, each in enumerate(sides) if made_by(each, "Softmax") is not None), None)
+        at = next((at for at, each in enumerate(sides) if _has_weights(each)), None)
         if at is None or value is None or (at and is_op(factor, "Div")):
             return None
         weights, other = sides[at], sides[1 - at]
         if weights is None or sizes_of(weights) != sizes_of(step.outputs[0]):
             return None
-        given = [weights if each is step.outputs[0] else each for each in matmul.inputs]
-        result = builder.node(matmul.op_type, given, attributes=dict(matmul.attributes))[0]
-        _typed(result, output.dtype, sizes_of(output))
+        if (result := _times_values(matmul, step, weights, known, builder)) is None:
+            return None
         if factor is not None and other is not None:
             if any(size != 1 for size in sizes_of(other) or ([None] if other.shape is None else [])):
                 return None
@@ -961,6 +972,41 @@ def _distributed(matmul: ir.Node, step: ir.Node, builder: NodeBuilder) -> ir.Val
             result = _like(builder, output, factor.op_type, *pair)
         parts.append(result)
     return _like(builder, output, step.op_type, *parts)
+
+
+def _has_weights(value: ir.Value | None) -> bool:
+    """Whether a value is a softmax, or some of its heads."""
+    chosen = made_by(value, "Gather")
+    if chosen is not None:
+        value = chosen.inputs[0]
+        value = input_at(made_by(value, "Reshape"), 0) or value
+    return made_by(value, "Softmax") is not None
+
+
+def _times_values(
+    matmul: ir.Node,
+    step: ir.Node,
+    weights: ir.Value,
+    known: dict[ir.Value, ir.Value],
+    builder: NodeBuilder,
+) -> ir.Value | None:
+    """Weights times V. Where they are some heads of others, those of the result, which is computed once."""
+    output, chosen = matmul.outputs[0], made_by(weights, "Gather")
+    if chosen is None:
+        given = [weights if each is step.outputs[0] else each for each in matmul.inputs]
+        result = builder.node(matmul.op_type, given, attributes=dict(matmul.attributes))[0]
+        return _typed(result, output.dtype, sizes_of(output))
+    whole, index = chosen.inputs
+    values, sizes, own = matmul.inputs[1], sizes_of(whole), sizes_of(matmul.inputs[1])
+    if whole is None or values is None or sizes is None or own is None or not is_op(matmul, "MatMul"):
+        return None
+    axis = chosen.attributes.get_int("axis", 0) % len(sizes)
+    if axis >= len(sizes) - 2 or len(own) != len(sizes) - 1 or rank(index) != 0 or values is step.outputs[0]:
+        return None
+    if whole not in known:
+        wide = _typed(builder.unsqueeze(values, axis), values.dtype, [*own[:axis], 1, *own[axis:]])
+        known[whole] = _typed(builder.op("MatMul", whole, wide), output.dtype, [*sizes[:-1], own[-1]])
+    return _like(builder, output, "Gather", known[whole], index, axis=axis)  # type: ignore[arg-type]
 
 
 def _moved_behind(matmul: ir.Node, step: ir.Node, builder: NodeBuilder) -> ir.Value | None:

@@ -509,14 +509,36 @@ _SAME_CONTENT = frozenset({"Identity", "Cast", "Unsqueeze", "Squeeze", "Reshape"
 
 
 def name_inputs(model: ir.Model) -> dict[ir.Value, ir.Shape]:
-    """Name the sizes of inputs that have none: they are equal wherever they come to. The shapes before."""
+    """Name the sizes of inputs that have none: they are equal wherever they come to. The shapes before.
+
+    A name that no expression can have, such as `onnx::Shape_33_dim_0`, gets other characters; where a node
+    gives such a size, it is not known.
+    """
     before = dict[ir.Value, ir.Shape]()
     for index, value in enumerate(model.graph.inputs):
         dims = sizes_of(value)
-        if dims is not None and None in dims:
-            named = [f"input{index}.{at}" if size is None else size for at, size in enumerate(dims)]
+        if dims is not None and any(map(_is_unnamed, dims)):
+            named = [
+                f"input{index}.{at}"
+                if size is None
+                else _ODD.sub("_", size)
+                if isinstance(size, str)
+                else size
+                for at, size in enumerate(dims)
+            ]
             before[value], value.shape = ir.Shape(dims), ir.Shape(named)
+    for value in (each for node in nodes_in(model.graph) for each in node.outputs):
+        dims = sizes_of(value)
+        if dims is not None and any(size is not None and _is_unnamed(size) for size in dims):
+            value.shape = ir.Shape([None if _is_unnamed(size) else size for size in dims])
     return before
+
+
+_ODD = re.compile(r"[^\w\s.+*/(),-]")
+
+
+def _is_unnamed(size: Size) -> bool:
+    return size is None or (isinstance(size, str) and _ODD.search(size) is not None)
 
 
 def _is_generated(size: Size) -> bool:
