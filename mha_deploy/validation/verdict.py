@@ -202,6 +202,10 @@ def findings(
     report: Validation, options: ValidateOptions, broken: Sequence[Unavailable] = ()
 ) -> Iterator[Finding]:
     """Everything in a report that is worth a sentence."""
+    served = report.served_sha256
+    if served is not None and served != (own := sha256(report.bundle.path / MANIFEST)):
+        names = (served, own)
+        yield _found(Severity.FAILURE, Section.SERVING, Kind.OTHER_BUNDLE, names=names)
     yield from _about_runtimes(report.evaluations, options)
     for gone in broken:
         about: dict[str, Any] = {"runner": gone.name, "detail": gone.reason}
@@ -221,10 +225,6 @@ def findings(
     yield from _about_latency(report.points)
     for point in report.serving:
         yield from _about_load(point, options)
-    served = report.served_sha256
-    if served is not None and served != (own := sha256(report.bundle.path / MANIFEST)):
-        names = (served, own)
-        yield _found(Severity.FAILURE, Section.SERVING, Kind.OTHER_BUNDLE, names=names)
     yield from _about_data(report.data)
     yield from loss_findings(report.bundle.manifest, options)
     for demand in report.requirements:
