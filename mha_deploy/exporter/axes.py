@@ -70,6 +70,10 @@ def shape_of(example: Tensor, dims: Sequence[str | int | None], sizes: Sizes) ->
 # -- A module that was exported: its graph, and the program that the graph was made from -----------
 
 
+_ATEN = torch.ops.aten
+_MOVES = frozenset({_ATEN.view.default, _ATEN.unsqueeze.default, _ATEN._to_copy.default, _ATEN.clone.default})
+
+
 @dataclass(frozen=True, kw_only=True)
 class ExportedModule:
     """A module as a graph and as a program."""
@@ -90,6 +94,24 @@ class ExportedModule:
         """The FX node that computes a value of the graph; None where there is none."""
         name = self.nodes.get(value, value)
         return name if name in self._computed else None
+
+    @cached_property
+    def tables(self) -> dict[str, int]:
+        """The rows of the smallest table, by input that does nothing but choose such rows: token ids."""
+        placed = {node.name: node for node in self.program.graph.nodes if node.op == "placeholder"}
+        found = dict[str, int]()
+        for name in self.inputs:
+            pending, rows = [placed.get(self.nodes.get(name, name))], list[int]()
+            while pending and (node := pending.pop()) is not None:
+                for user in node.users:
+                    if user.target in _MOVES:
+                        pending.append(user)
+                    elif user.target is not _ATEN.sym_size.int:  # which is the same for all values
+                        is_table = user.target is _ATEN.embedding.default and user.args[1] is node
+                        rows.append(int(user.args[0].meta["val"].shape[0]) if is_table else 0)
+            if rows and all(rows):
+                found[name] = min(rows)
+        return found
 
     @cached_property
     def _computed(self) -> frozenset[str]:

@@ -51,6 +51,7 @@ from mha_deploy.reference.inputs import (
     clear_decisions,
     fed_to,
     random_inputs,
+    seeded_generator,
     tensor_from_numpy,
     to_numpy,
 )
@@ -338,7 +339,14 @@ class ModuleCapture(Capture):
     def draw(self, planned: PlannedCase) -> Feeds:
         """Drawn by the user's own function, or after the example: the numbers that a mixed graph takes."""
         draw = partial(draw_user_inputs, self.user, past=planned.past, ragged=planned.ragged)
-        drawn = self.change(draw(planned.name, planned.sizes, self.seed))
+        drawn = draw(planned.name, planned.sizes, self.seed)
+        # Any row of a table may be chosen; what repeats the example would make batch elements equal.
+        for key, rows in self.exported.tables.items():
+            if self.user.inputs[key].draw is None and key not in self.user.positions:
+                random = seeded_generator(self.seed, f"{planned.name}/{key}")
+                chosen = torch.randint(rows, drawn[key].shape, generator=random)
+                drawn[key] = chosen.to(drawn[key].device, drawn[key].dtype)
+        drawn = self.change(drawn)
         taken = {
             key: array if self.user.inputs[key].draw else planned.change(key, array, self.user.dims[key])
             for key, array in self.as_stored(arrays_of(drawn)).items()

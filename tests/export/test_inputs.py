@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 
+from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.exporter.flow import PlannedCase, plan_golden
 from mha_deploy.exporter.golden import LayerCapture
 from mha_deploy.model.catalog import catalog_names, find_spec
@@ -158,3 +159,12 @@ def test_a_ragged_golden_case_holds_a_batch_element_without_keys():
     assert empty.any()
     bias = build_module(PADDING, dtype=torch.float16).o.bias.double().numpy()
     assert (case.oracle["output"][empty] == bias).all()
+
+
+def test_token_ids_are_drawn_from_the_whole_embedding_and_other_integers_from_the_example(own_bundles):
+    (case,) = golden_cases(own_bundles("encoder", golden=("opt",)))
+    tokens, mask = case.inputs["tokens"], case.inputs["mask"]
+    assert np.unique(tokens).size > 24  # those of the example
+    assert set(tokens.ravel()) <= set(range(100))
+    assert len(np.unique(tokens, axis=0)) == len(tokens)
+    assert np.array_equal(mask[3], mask[0])
