@@ -216,7 +216,10 @@ class Spread:
         self._decided = (~undecided).reshape(*shape[:-1], 1)
         self.undecided = float(undecided.mean()) if len(undecided) else 0.0
         centre = np.median(o, axis=0) if len(o) >= 8 else np.zeros(o.shape[1])
-        self._signal = ((o - centre).reshape(shape) / self._expected).astype(np.float32)
+        # A zero among large numbers is exact: it must not outweigh them.
+        most = 1 / (_RESULT_ROUNDING * self._roundoff)
+        signal = ((o - centre).reshape(shape) / self._expected).clip(-most, most)
+        self._signal = signal.astype(np.float32)
         everything = tuple(range(len(shape)))
         self._slices = [(), *((axis,) for axis in everything)]
         self._slices += [everything[:-1], everything] if len(shape) > 1 else []

@@ -51,6 +51,19 @@ def test_each_measure_is_what_its_name_says(oracle):
     assert deviation.worst_vector == pytest.approx(3.0 / np.linalg.norm(oracle[1, 2]))
 
 
+@pytest.mark.filterwarnings("error")
+def test_exact_zeros_do_not_hide_a_gain(oracle):
+    precision, true = PRECISIONS["fp32"], oracle + 3
+    true[:, 3:] = 0  # as padded positions give
+    bits = precision.significand_bits
+    samples = np.stack([rounded(true * (1 + 1e-7), bits, seed) - true for seed in range(8)])
+    spread = budget_from_samples(samples, true, precision).spread
+    wrong = true.copy()
+    wrong[1] *= 1 + 1e-5
+    assert measure(true, true, spread).local_gain == 0
+    assert measure(wrong, true, spread).local_gain > 12
+
+
 def test_gain_sees_a_common_factor_and_not_noise(oracle):
     noise = np.random.default_rng(1).standard_normal(oracle.shape) * 0.01
     assert measure(oracle * 1.01, oracle).gain == pytest.approx(0.01)
