@@ -6,7 +6,7 @@ import ast
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ class Sample:
     inputs: Arrays
     labels: Arrays = field(default_factory=dict)
     sizes: Mapping[str, int] = field(default_factory=dict)  # of the axes
+    of: int = 0  # how many there are, where its file says so
 
     @property
     def digest(self) -> str:
@@ -59,7 +60,9 @@ def read_samples(source: Path, spec: ModelSpec) -> Iterator[Sample]:
     """The samples of a file or a folder, in the order of their names; see docs/bring-your-own.md."""
     check_name(str(source))
     if source.is_dir():
-        return _in_folder(source, spec)
+        whole = any((source / f"{tensor.name}.npy").is_file() for tensor in spec.inputs)
+        found = _in_folder(source, spec)
+        return found if whole else (replace(each, of=0) for each in found)
     return _in_file(source, source.name, spec)
 
 
@@ -191,7 +194,7 @@ def _cut(path: Path, title: str, arrays: Mapping[str, _Stored], spec: ModelSpec)
                 key: stored.get(index if index is not None and stored.shape[:1] == (count,) else None)
                 for key, stored in arrays.items()
             }
-        yield _sample(name, taken, spec)
+        yield replace(_sample(name, taken, spec), of=count or 1)
 
 
 def _in_folder(folder: Path, spec: ModelSpec) -> Iterator[Sample]:

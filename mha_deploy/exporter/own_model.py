@@ -438,7 +438,7 @@ def state_digest(module: nn.Module) -> str:
 
 def _load_weights(module: nn.Module, path: Path, prefix: str) -> tuple[str, ...]:
     """Load the weights of a file or checkpoint; returns what of it is not needed."""
-    state, renamed = match_names(module, read_state(path, prefix), path)
+    state, renamed = match_names(module, read_state(path, prefix), path, prefix)
     try:
         missing, unknown = module.load_state_dict(state, strict=False)
     except RuntimeError as error:  # shapes that do not fit
@@ -461,7 +461,7 @@ def _load_weights(module: nn.Module, path: Path, prefix: str) -> tuple[str, ...]
 
 
 def match_names(
-    module: nn.Module, state: Mapping[str, Tensor], path: Path
+    module: nn.Module, state: Mapping[str, Tensor], path: Path, prefix: str = ""
 ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     """A state under the names of a module that wraps, or is a part of, the model it was saved from.
 
@@ -494,5 +494,6 @@ def match_names(
             raise ExportError(what, got=f"{path}: {got}", hint=f"--prefix {found[0].removesuffix('.')}")
         (start,) = found
         taken = {name: state[f"{start}{name.removeprefix(mine)}"] for name in own}
-        return taken, (f"weights of {mine}* from {start}* of {path.name}",)
+        begin = f"{prefix.removesuffix('.')}." if prefix else ""
+        return taken, (f"weights of {mine}* from {begin}{start}* of {path.name}",)
     return dict(state), ()

@@ -306,6 +306,8 @@ def open_data(bundle: Bundle, options: ValidateOptions) -> UserData:
         reference_of(bundle, options.source)
     elif spec.factory:
         isolation.refuse_untrusted(spec.factory)
+    count = count or first.of
+    count = min(count, options.data_limit or count)
     return UserData(title=title, samples=chain((first,), samples), count=count, measure=measure)
 
 

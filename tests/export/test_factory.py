@@ -159,6 +159,8 @@ def test_a_module_around_the_model_takes_its_weights(tmp_path):
     outer.load_state_dict(state)
     assert state_digest(outer["wrapped"]) == state_digest(inner)
     assert "wrapped.*" in notes[0]
+    (note,) = match_names(outer, inner.state_dict(), tmp_path / "weights.pt", "model.7")[1]
+    assert " model.7.* " in note, "what the file calls them"
     other = {name: tensor[:1] for name, tensor in inner.state_dict().items()}
     assert match_names(outer, other, tmp_path / "weights.pt")[1] == (), "of other shapes"
 

@@ -229,6 +229,20 @@ def test_data_that_cannot_be_judged_is_refused_before_anything_is_run(given, bun
     assert begun == []
 
 
+def test_how_many_samples_a_file_has_is_known_while_they_are_run(bundles, tmp_path):
+    random, seen = np.random.default_rng(0), []
+    np.savez(tmp_path / "many.npz", x=random.standard_normal((5, 1, 3, 64)))
+    for most in (0, 2):
+        md.validate(
+            bundles("tiny-gqa"),
+            data=tmp_path / "many.npz",
+            data_limit=most,
+            **QUICK,
+            on_step=lambda name, number, count: seen.append((number, count)) if "many" in name else None,
+        )
+    assert seen == [(at, 5) for at in range(5)] + [(at, 2) for at in range(2)]
+
+
 def test_figures_are_written_with_as_many_digits_as_tell_them_apart():
     assert told_apart(0.9658, 0.9663) == ("0.9658", "0.9663")
     assert told_apart(0.5, 0.25) == ("0.500", "0.250")
