@@ -584,6 +584,29 @@ def test_the_weights_of_two_heads_together():
     assert (len(report.fused), report.unfused) == (1, ())
 
 
+def test_one_head_in_the_batch_and_beside_it():
+    """Scores of `[N * 1, S, T]`, weights and values of `[N, 1, S, T]`."""
+    g = axes_of({"q": ("N", "S", D), "k": ("N", "T", D), "v": ("N", 1, "T", D)})
+    scores = g.op("MatMul", "q", g.op("Transpose", "k", perm=[0, 2, 1]))
+    size = [g.op("Shape", name, start=start, end=start + 1) for name, start in (("q", 0), ("q", 1), ("k", 1))]
+    scores = g.op("Reshape", scores, g.op("Concat", size[0], g.ints(1), *size[1:], axis=0))
+    check_heads(g, g.attend(g.op("Add", scores, g.input("bias", ("S", "T")))), (1, 1))
+
+
+def test_groups_of_one_head_that_the_values_do_not_have():
+    """Scores of `[N, 2, 1, S, T]`, weights and values of `[N, 2, S, T]`, with a mask between."""
+    g = axes_of({"q": ("N", 2, 1, "S", D), "k": ("N", 2, 1, "T", D), "v": ("N", 2, "T", D)})
+    scores = g.op("MatMul", "q", g.op("Transpose", "k", perm=[0, 1, 2, 4, 3]))
+    sizes = [
+        g.op("Shape", "q", end=2),
+        g.op("Shape", "q", start=3, end=4),
+        g.op("Shape", "k", start=3, end=4),
+    ]
+    scores = g.op("Reshape", scores, g.op("Concat", *sizes, axis=0))
+    shown = g.input("shown", ("N", 1, 1, "T"), BOOL)
+    check_heads(g, g.attend(g.op("Where", shown, scores, g.const(-1e9))), (2, 2))
+
+
 def test_heads_behind_the_queries_that_share_keys():
     g = axes_of({"q": ("N", "S", H, D), "k": ("N", "T", D), "v": ("N", "T", 5)})
     scores = g.op("Einsum", "q", "k", equation="bshc,btc->bsht")

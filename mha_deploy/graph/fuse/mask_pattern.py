@@ -938,8 +938,9 @@ class ScorePlace:
             apart |= {letter: size if whole else self.sizes[letter] for letter in axis}
         value = reshaped(value, axes, tuple(apart), apart, builder, self.sources)
         # What is joined with a larger axis must be copied along it before.
-        joined = [axis for axis in self.order if len(axis) > 1 and any(apart[each] != 1 for each in axis)]
-        full = "".join(joined)
+        large = {letter for letter, size in apart.items() if size != 1}
+        full = "".join(axis for axis in self.order if len(axis) > 1 and large & set(axis))
+        full = "".join(letter for letter in full if letter in apart)
         if any(apart[each] == 1 != self.sizes[each] for each in full):
             value = builder.expand(value, *(self._size(each) if each in full else 1 for each in apart))
             apart |= {letter: self.sizes[letter] for letter in full}
@@ -994,6 +995,12 @@ def rejoined(
 ) -> ir.Value:
     """A value with its axes joined in another way and in another order."""
     own = dict(zip(axes, sizes_of(value) or (), strict=False))
+    # An axis of size 1 that is joined with others is none.
+    gone = {letter for axis in axes if len(axis) > 1 for letter in axis if sizes.get(letter) == 1}
+    gone -= set("".join(order))
+    if gone:
+        axes = tuple("".join(each for each in axis if each not in gone) or axis for axis in axes)
+        own = dict(zip(axes, sizes_of(value) or (), strict=False))
     if missing := [letter for letter in "".join(order) if letter not in "".join(axes)]:
         axes, kind = (*missing, *axes), value.type
         own |= dict.fromkeys(missing, 1)

@@ -115,6 +115,9 @@ class Alphabet:
                 if rest is None or not left:
                     return None
                 letter = left.pop(0)
+                if self.sizes[letter] == 1 and result and not taken:  # one head is part of the batch
+                    result[-1] += letter
+                    continue
                 smaller = quotient(rest, self.sizes[letter])
                 if smaller is None:  # the axis is larger than what is missing
                     more = quotient(self.sizes[letter], rest)
@@ -1066,9 +1069,12 @@ def _letters(
     if not batches or not set(apart) <= {*batches, *queries[0], *heads}:
         raise NotFused("The two matmuls are not those of attention.", got=f"{first} and {second}")
     wanted, missing = {*batches, *heads, *queries[0], sizes_v[0]}, set(batches) & set(apart)
-    if {*values, *missing, *heads} != {*batches, *heads, *keys, sizes_v[0]} or set(result) != wanted:
+    single = {letter for letter in batches if sizes.get(letter) == 1}  # V may have such an axis or not
+    found = {*values, *missing, *heads, *single}
+    if found != {*batches, *heads, *keys, sizes_v[0]} or {*result, *single} != wanted:
         raise NotFused("The matmul with V is not that of attention.", got=str(second))
     own = [letter for letter in batches if isinstance(sizes.get(letter), int)]
+    own = [letter for letter in own if letter not in single] or own
     head = heads or (None if len(batches) == 1 else own[-1] if own else batches[-1])
     batch = "".join(letter for letter in batches if letter != head)
     key = next((each for each in second.axes[1 - position] if set(each) == keys), axes[axis])
