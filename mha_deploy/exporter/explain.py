@@ -89,6 +89,31 @@ def without_shape_cache() -> contextlib.AbstractContextManager[None]:
     return torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
 
 
+@contextlib.contextmanager
+def matching_by_operator() -> Iterator[None]:
+    """Let onnxscript try a pattern of several outputs only at nodes of its first operator.
+
+    It lists the whole graph for each node before it looks at its operator: that is quadratic, and in a graph
+    of some thousand nodes most of the export.
+    """
+    try:
+        from onnxscript.rewriter._matcher import SimplePatternMatcher
+    except ImportError:  # another version, which may match otherwise
+        yield
+        return
+    whole = vars(SimplePatternMatcher)["match"]
+
+    def match(self: Any, model: Any, graph: Any, node: Any, **options: Any) -> Any:
+        if not self.pattern.has_single_output_node:
+            wanted = self.pattern.output_nodes[0].op_identifier()
+            if wanted is not None and wanted != node.op_identifier():
+                return None
+        return whole(self, model, graph, node, **options)
+
+    with swapped(SimplePatternMatcher, "match", match):
+        yield
+
+
 class UnrolledLoop(ExportError):
     """A loop in Python of which most of a trace would consist."""
 
@@ -158,7 +183,7 @@ def onnx_program(
 ) -> torch.onnx.ONNXProgram:
     """Call PyTorch's exporter; what it raises is explained."""
     try:
-        with silenced(), without_shape_cache():
+        with silenced(), without_shape_cache(), matching_by_operator():
             program = torch.onnx.export(module, (), dynamo=True, verbose=False, **options)
     except DeployError:
         raise
