@@ -29,8 +29,8 @@ def run(tmp_path, monkeypatch, capsys):
     return run_script
 
 
-def test_there_are_five_of_one_screen_each():
-    assert [name[:2] for name in sorted(SCRIPTS)] == ["01", "02", "03", "04", "05"]
+def test_there_are_six_of_one_screen_each():
+    assert [name[:2] for name in sorted(SCRIPTS)] == ["01", "02", "03", "04", "05", "06"]
     for name, path in SCRIPTS.items():
         assert len(path.read_text(encoding="utf-8").splitlines()) <= _ONE_SCREEN, name
 
@@ -81,3 +81,10 @@ def test_decode(run, name):
     printed = run("05_decode", name)
     assert printed.count(": passed\n") == 3  # the golden cases, and two traces
     assert "passed: " in printed
+
+
+@pytest.mark.slow
+def test_an_own_cache(run):
+    printed = run("06_own_cache")
+    assert "passed: " in printed
+    assert " 0 of " in printed
