@@ -92,11 +92,13 @@ def test_sizes_that_are_missing_are_named(file):
 
 
 def test_two_profiles_are_proposed_where_they_gain(file):
-    samples = [{"x": np.zeros((1, n, 16))} for n in (7, 8, 9, 60, 64)]
+    sizes = ((1, 7), (2, 8), (4, 9), (3, 60), (3, 64))
+    samples = [{"x": np.zeros((B, n, 16))} for B, n in sizes]
     found = md.propose_profiles(file, samples, peak="1:100000")
     assert found.split == ("S", 9)
     assert found.exact_seconds < found.two_seconds < found.one_seconds
-    assert [str(each["S"]) for each in found.profiles] == ["7:8:9", "60:64:64"]
+    assert [str(each["S"]) for each in found.profiles] == ["7:8:9", "10:64:64"], "none in between is left out"
+    assert [str(each["B"]) for each in found.profiles] == ["1:2:4", "1:3:3"]
 
 
 def test_one_profile_is_proposed_where_all_samples_are_alike():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mha_deploy.model.spec import Axis, Sizes
@@ -87,9 +87,13 @@ def propose_profiles(found: Sequence[Sizes], seconds: Callable[[Sizes], float]) 
     if best is None or best[0] > (1 - _LEAST_GAIN) * one:
         return ProfileProposal(**about, profiles=(ranges,))
     both, name, cut = best
+    groups = ([s for s in found if s[name] <= cut], [s for s in found if s[name] > cut])
+    # Smaller sizes cost a profile nothing, and those between the two groups may come another time.
+    least = [{each: axis.min for each, axis in ranges.items()} for _ in groups]
+    least[1][name] = cut + 1
     profiles = tuple(
-        ranges_of([sizes for sizes in found if (sizes[name] <= cut) == is_small])
-        for is_small in (True, False)
+        {each: replace(axis, min=low[each]) for each, axis in ranges_of(group).items()}
+        for group, low in zip(groups, least, strict=True)
     )
     return ProfileProposal(**about, split=(name, cut), two_seconds=both, profiles=profiles)
 

@@ -225,7 +225,7 @@ def findings(
     yield from _about_latency(report.points)
     for point in report.serving:
         yield from _about_load(point, options)
-    yield from _about_data(report.data)
+    yield from _about_data(report.data, report.bundle.manifest.spec.axes)
     yield from loss_findings(report.bundle.manifest, options)
     for demand in report.requirements:
         if demand.outcome is not Outcome.PASSED:
@@ -560,13 +560,17 @@ def _about_subjects(report: Validation, options: ValidateOptions) -> Iterator[Fi
             yield _found(level, Section.PRECISION, Kind.ENGINE_PRECISION, **about)
 
 
-def _about_data(data: DataRecord | None) -> Iterator[Finding]:
+def _about_data(data: DataRecord | None, axes: Mapping[str, Axis]) -> Iterator[Finding]:
     """Samples of the user's own that are wrong, show nothing, or were not run."""
     if data is None:
         return
     if data.outside:
         numbers = {"outside": data.outside, "samples": data.samples}
-        about: dict[str, Any] = {"numbers": numbers, "detail": "the axes of the bundle"}
+        spans = ((name, axes[name], *span) for name, span in data.sizes.items() if name in axes)
+        beyond = [f"{n} is {low}–{high}" for n, axis, low, high in spans if low < axis.min or high > axis.max]
+        ranges = ", ".join(f"{name} {axis.min}–{axis.max}" for name, axis in axes.items())
+        where = f"the axes of the bundle, {ranges}: in the data, {', '.join(beyond)}"
+        about: dict[str, Any] = {"numbers": numbers, "detail": where}
         yield _found(Severity.WARNING, Section.DATA, Kind.DATA_OUTSIDE, **about)
     for each in data.runtimes:
         if each.outside:
@@ -580,7 +584,7 @@ def _about_data(data: DataRecord | None) -> Iterator[Finding]:
         if each.failed:
             about = {"runner": each.runtime, "numbers": {"failed": each.failed, "samples": each.samples}}
             yield _found(Severity.FAILURE, Section.DATA, Kind.WRONG_ON_DATA, **about, **place)
-        elif each.not_verified or not each.samples:
+        elif each.not_verified or not (each.samples or data.outside or each.outside):
             numbers = {"failed": each.not_verified, "samples": each.samples}
             about = {"runner": each.runtime, "numbers": numbers}
             yield _found(Severity.WARNING, Section.DATA, Kind.DATA_NOT_VERIFIED, **about, **place)

@@ -195,7 +195,8 @@ def test_a_metric_that_fails_is_an_error_of_its_line(bundles, tmp_path):
         assert what == "no number" or "metrics.py:7" in str(caught.value.got)
     report = md.validate(bundle, data=data, metric=lambda outputs, sample: 2.0, **QUICK)
     assert report.outcome == "not verified"
-    assert Kind.DATA_OUTSIDE in [each.kind for each in report.findings]
+    (outside,) = [each for each in report.findings if each.kind is Kind.DATA_OUTSIDE]
+    assert "S is 2–65" in outside.text, "which axis it is"
     found = report.record.data
     assert (found.outside, found.sizes) == (1, {"B": (1, 1), "S": (2, 65)})
     assert found.runtimes[0].metric.value == 2.0
@@ -241,6 +242,12 @@ def test_how_many_samples_a_file_has_is_known_while_they_are_run(bundles, tmp_pa
             on_step=lambda name, number, count: seen.append((number, count)) if "many" in name else None,
         )
     assert seen == [(at, 5) for at in range(5)] + [(at, 2) for at in range(2)]
+
+
+def test_data_of_which_nothing_was_run_is_one_warning(bundles):
+    report = md.validate(bundles("tiny-gqa"), data=layer_samples([65]), **QUICK)
+    assert report.outcome == "not verified"
+    assert [each.kind for each in report.findings if each.section == "data"] == [Kind.DATA_OUTSIDE]
 
 
 def test_figures_are_written_with_as_many_digits_as_tell_them_apart():
