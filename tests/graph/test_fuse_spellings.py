@@ -301,6 +301,12 @@ def triangle_of_weights(g):
     return g.op("MatMul", over_sum(g, g.op("Trilu", g.op("Softmax", g.scores()), upper=0)), "v")
 
 
+def a_bias_beside_a_mask_that_rounds_scores(g):
+    """Of a fully masked query, scores near -10000 are rounded, in the file in another order."""
+    scores = g.op("Div", g.scores(), g.const(2.5))
+    return g.attend(g.op("Add", g.op("Add", scores, g.input("bias", (S, S))), hidden(g, -1e4)))
+
+
 def temperature(g):
     return g.input("temperature", (1,))
 
@@ -337,7 +343,7 @@ SPELLINGS += [zeroed_where_nothing_is_shown, divided_behind_an_einsum, learned_k
 SPELLINGS += [filled_with_a_tensor, powers_of_two, sums_of_products, blended_with_a_product_of_masks]
 SPELLINGS += [halved, less_an_input_of_queries, bounded_by_large_numbers, padded_with_a_zero]
 SPELLINGS += [over_a_power, several_added, split_from_a_sink, maximum_less_scores, capped_with_a_sign]
-SPELLINGS += [masked_behind_beside_shifted_positions]
+SPELLINGS += [masked_behind_beside_shifted_positions, a_bias_beside_a_mask_that_rounds_scores]
 SPELLINGS += [masked_behind_beside_positions, less_a_bounded_maximum, less_a_finite_maximum]
 SPELLINGS += [less_a_logarithm_by_hand, over_a_bounded_sum, over_a_sum_and_nearly_nothing, over_one_more]
 SPELLINGS += [over_one_more_and_less_a_maximum, squared_weights, powers_times_gates, over_the_norm]
