@@ -512,8 +512,9 @@ def alarms(name: str, seeds: range) -> tuple[str, Alarms]:
         tiles = WrongRuntime(bundle, module, Mistake(), "fp32")
         tiles._kernels = Tiles(Mistake(), tiles._kernels.attentions, False, tiles._kernels.masked_mean)
         program, found = FileProgram(graph), Alarms(0, {})
+        fresh = None if name.endswith(".onnx") else FreshCases(bundle, "cpu")
         for seed in seeds:
-            if name.endswith(".onnx"):
+            if fresh is None:
                 dice = np.random.default_rng(seed)
                 given = {
                     key: x if x.dtype.kind == "b" else dice.standard_normal(x.shape).astype(x.dtype)
@@ -522,7 +523,7 @@ def alarms(name: str, seeds: range) -> tuple[str, Alarms]:
                 sample = Sample(name="opt", sizes=dict(usual.sizes), inputs=given)
                 case = FileCases(bundle, Path(folder) / name).case(sample)
             else:
-                case = replace(FreshCases(bundle, "cpu").case(usual.sizes, seed=seed), name="opt")
+                case = replace(fresh.case(usual.sizes, seed=seed), name="opt")
             known = coarse_mistakes(graph, [case], precision, bundle.manifest.unfused)
             case, found.mistakes = replace(case, suspects=known.suspects), len(known.suspects)
             results = [(f"kernels, {kind}", kind, runners[kind].run(case.inputs)) for kind in runners]
