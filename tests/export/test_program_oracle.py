@@ -155,7 +155,7 @@ def test_every_attention_of_the_fused_graph_has_its_value(name, attention):
     given = exported(name, attention, False)
     fused, report = fuse_attention(given.model)
     assert report.unfused == ()
-    values = attention_values(fused, lambda name: given.node_of(name) is not None)
+    values = attention_values(fused, lambda name: given.node_of(name) is not None, ())
     assert list(values) == [node.name for node in attention_nodes(fused)]
     assert len(set(values.values())) == 2
     session = with_outputs(fused, values.values())
@@ -181,7 +181,7 @@ def test_an_attention_behind_a_transpose_is_found_by_the_value_behind_it():
     given = export_program(LengthFirst(), inputs, dict.fromkeys("qkv", ("B", "S")), AXES)
     fused, _ = fuse_attention(given.model)
     (node,) = attention_nodes(fused)
-    ((name, value),) = attention_values(fused, lambda name: given.node_of(name) is not None).items()
+    ((name, value),) = attention_values(fused, lambda name: given.node_of(name) is not None, ()).items()
     assert name == node.name
     _, kept = run_program(given, inputs, keep=[value])
     heads_first = [each.double().transpose(1, 2) for each in inputs.values()]
