@@ -1065,7 +1065,7 @@ def propose_profiles(
         >>> lengths = [7, 8, 9, 60, 64]
         >>> found = md.propose_profiles("tiny-mha", [{"x": np.zeros((1, n, 64))} for n in lengths])
         >>> found.split, found.options
-        (('S', 9), ['--profile B=1:1:1,S=7:8:9', '--profile B=1:1:1,S=60:64:64'])
+        (('S', 9), ['--profile B=1:1:1,S=7:8:9', '--profile B=1:1:1,S=10:64:64'])
     """
     from mha_deploy.analysis.graph import analyze_at
     from mha_deploy.analysis.profiles import propose_profiles as propose

@@ -179,7 +179,9 @@ class Leftovers:
             node = activation or matmul
             if module_of(node) not in modules:
                 modules.add(module_of(node))
-                what = f"{node.op_type} stands in the place of the softmax; {_NO_SOFTMAX}"
+                more = ", and nothing proves that its numbers are only divided by their sum"
+                more = more if is_op(node, "Exp") else ""
+                what = f"{node.op_type} stands in the place of the softmax{more}; {_NO_SOFTMAX}"
                 if activation is None:
                     what = f"No softmax stands between its matmuls (linear attention); {_NO_SOFTMAX}"
                 self.found[node] = NotExpressible(what)
