@@ -1,6 +1,7 @@
 """An ONNX file of another origin becomes a bundle without PyTorch, and is validated like any other."""
 
 import json
+import re
 
 import numpy as np
 import onnx
@@ -218,7 +219,8 @@ def test_the_command_line_deploys_a_file(file, tmp_path, run_cli):
     options = ("--axis", "sequence=1:6:12", "--input", f"input_ids={tmp_path / 'ids.npy'}", "--no-engine")
     done = run_cli("deploy", file, "-o", out, *options)
     assert done.code == 0, done.err
-    assert "3/3 outputs within budget" in " ".join(done.out.split())
+    (right, judged), *_ = re.findall(r"(\d+)/(\d+) outputs within budget", " ".join(done.out.split()))
+    assert right == judged
     assert (out / "report.html").is_file()
     refused = run_cli("export", file, "-o", tmp_path / "other", "--input", "input_ids")
     assert refused.code == 2

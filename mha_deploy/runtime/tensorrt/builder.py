@@ -256,11 +256,12 @@ def _refuse_unsupported(rt: TensorRT, request: BuildRequest) -> None:
     weakly = can.precision_constraints and not can.strongly_typed_flag
     fits = HARDWARE_LEVELS.get(level or "") in can.hardware_compatibility
     has_cache = request.timing_cache is not None
+    compatible = "--backend tensorrt" if can.builds_without_gpu else "build on each version"
     for option, requested, supported, hint in (
         ("precision='bf16'", request.precision == "bf16", can.bf16_type, "export in fp16"),
         ("precision_constraints", request.precision_constraints, weakly, typed),
         ("timing_cache", has_cache, can.timing_cache, "it has no effect: leave it out"),
-        ("version_compatible", options.version_compatible, can.version_compatible, "build on each version"),
+        ("version_compatible", options.version_compatible, can.version_compatible, compatible),
         ("weight_streaming", options.weight_streaming, can.weight_streaming, "use TensorRT 10 or later"),
         ("refit='all'", options.refit == "all", can.refit, "build again with the new weights"),
         ("refit='identical'", options.refit == "identical", can.refit_identical, "use TensorRT 10 or later"),
