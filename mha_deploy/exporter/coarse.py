@@ -159,12 +159,21 @@ def coarse_mistakes(
         return CoarseMistakes(applies=names)
     with suppress(Exception):  # ONNX's evaluator raises types that share no base
         lowered = lower(copy_of(model), "primitives", cache="copy")
-        return _Search(lowered, case, precision, names, cores_of(lowered, unfused)).found()
+        search = _Search(lowered, case, precision, names, cores_of(lowered, unfused))
+        for node in (each for each in halves if not _changes_scores(each)):
+            search.forget(str(node.name), "biased scores")
+        return search.found()
     return CoarseMistakes(applies=names)
 
 
 def _is_in_bf16(node: ir.Node) -> bool:
     return any(value is not None and value.dtype == ir.DataType.BFLOAT16 for value in node.inputs[:3])
+
+
+def _changes_scores(node: ir.Node) -> bool:
+    """Whether something is added to the scores of an attention, or bounds them; a boolean mask does not."""
+    mask, cap = input_at(node, 3), node.attributes.get("softcap")
+    return (mask is not None and mask.dtype != ir.DataType.BOOL) or (cap is not None and cap.as_float() != 0)
 
 
 def _numbers(case: GoldenCase) -> int:
@@ -213,6 +222,10 @@ class _Search:
                 if node and part not in found:
                     found[part] = node, core.values if core and part == "values" else at
         return found if core is not None or len(found) == len(_PARTS) else {}
+
+    def forget(self, attention: str, part: str) -> None:
+        """Leave a part out that is the same as another."""
+        self._parts.get(attention, {}).pop(part, None)
 
     def _scale_of(self, attention: str) -> float | None:
         """The factor on the queries, where it is a number."""
