@@ -225,7 +225,8 @@ def findings(
     yield from _about_latency(report.points)
     for point in report.serving:
         yield from _about_load(point, options)
-    yield from _about_data(report.data, report.bundle.manifest.spec.axes)
+    if report.data is not None:
+        yield from _about_data(report.data, report.bundle.manifest.spec.axes)
     yield from loss_findings(report.bundle.manifest, options)
     for demand in report.requirements:
         if demand.outcome is not Outcome.PASSED:
@@ -560,10 +561,8 @@ def _about_subjects(report: Validation, options: ValidateOptions) -> Iterator[Fi
             yield _found(level, Section.PRECISION, Kind.ENGINE_PRECISION, **about)
 
 
-def _about_data(data: DataRecord | None, axes: Mapping[str, Axis]) -> Iterator[Finding]:
+def _about_data(data: DataRecord, axes: Mapping[str, Axis]) -> Iterator[Finding]:
     """Samples of the user's own that are wrong, show nothing, or were not run."""
-    if data is None:
-        return
     if data.outside:
         numbers = {"outside": data.outside, "samples": data.samples}
         spans = ((name, axes[name], *span) for name, span in data.sizes.items() if name in axes)

@@ -943,8 +943,7 @@ def _behind(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
     """What all keys share, behind the matmul with V."""
     steps = [made_by(each, *_MOVED) for each in node.inputs]
     for step in filter(None, steps):
-        move = _MOVED[step.op_type]
-        if (moved := move(node, step, builder)) is not None:
+        if (moved := _MOVED[step.op_type](node, step, builder)) is not None:
             return moved
     return None
 
