@@ -118,8 +118,8 @@ class UnrolledLoop(ExportError):
     """A loop in Python of which most of a trace would consist."""
 
 
-class _Lines(TorchFunctionMode):
-    """Counts the operations of a trace by the line of the user's code that calls them.
+class WatchedLoops(TorchFunctionMode):
+    """Counts the operations of a trace by the line of the user's code that calls them; see `UnrolledLoop`.
 
     A trace has every operation of a loop in Python once for each round. Where some hundred of them come from
     one line, in one call of its function, and are most of the trace, tracing takes minutes, and so does all
@@ -164,11 +164,6 @@ def _calling_frame() -> FrameType | None:
             return None
         frame = frame.f_back
     return frame
-
-
-def watching_loops() -> contextlib.AbstractContextManager[Any]:
-    """Refuse a trace that consists of the rounds of a loop, where it takes long; see `UnrolledLoop`."""
-    return _Lines()
 
 
 def was_interrupted(error: BaseException | None) -> bool:

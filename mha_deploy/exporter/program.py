@@ -364,7 +364,7 @@ class _Tracer:
         sizes = trace_sizes(self.inputs, self.dims, axes)
         example = draw_inputs(self.inputs, self.dims, sizes, seed=0)
         shapes = dynamic_shapes(self.dims, list(example), axes, sizes, kind=kind)
-        watched = contextlib.nullcontext() if strict else explain.watching_loops()
+        watched = contextlib.nullcontext() if strict else explain.WatchedLoops()
         with explain.comparing_multiples(), _skip_needless_casts(), _kept_as_it_is(self.module), watched:
             return torch.export.export(self.module, (), example, dynamic_shapes=shapes, strict=strict)
 

@@ -360,7 +360,7 @@ def without_quantizers(model: ir.Model) -> ir.Model:
             if new.dtype == scale.dtype and not old.is_graph_output():
                 old.replace_all_uses_with(new)
                 copy.graph.remove(node, safe=True)
-        elif (array := _dequantized(node)) is not None and not node.outputs[0].is_graph_output():
+        elif (array := dequantized_constant(node)) is not None and not node.outputs[0].is_graph_output():
             folded = new_initializer(copy.graph, f"{node.outputs[0].name}/folded", array)
             node.outputs[0].replace_all_uses_with(folded)
             copy.graph.remove(node, safe=True)
@@ -370,18 +370,22 @@ def without_quantizers(model: ir.Model) -> ir.Model:
     return copy
 
 
-def _dequantized(node: ir.Node) -> np.ndarray | None:
-    """The numbers of a constant that is dequantized; None where it is not one, or has scales of blocks."""
+def dequantized_constant(node: ir.Node, dtype: type[np.floating] | None = None) -> np.ndarray | None:
+    """The numbers of a constant that is dequantized; None where it is not one, or has scales of blocks.
+
+    In the type of the scale, or another one.
+    """
     tensors = [None if value is None else constant(value) for value in node.inputs]
     if tensors[0] is None or tensors[1] is None or (len(node.inputs) > 2 and tensors[2] is None):
         return None
     numbers, scale = tensors[0].numpy().astype(np.float64), tensors[1].numpy()
     zero = tensors[2].numpy().astype(np.float64) if len(tensors) > 2 and tensors[2] is not None else 0.0
+    wanted = scale.dtype if dtype is None else dtype
     if scale.ndim > 1:
         return None
     if scale.ndim == 1 and scale.size != 1:
         shape = [1] * numbers.ndim
         shape[node.attributes.get_int("axis", 1)] = -1
         zero = zero.reshape(shape) if isinstance(zero, np.ndarray) and zero.ndim else zero
-        return np.asarray((numbers - zero) * scale.astype(np.float64).reshape(shape)).astype(scale.dtype)
-    return np.asarray((numbers - zero) * float(scale.reshape(-1)[0])).astype(scale.dtype)
+        return np.asarray((numbers - zero) * scale.astype(np.float64).reshape(shape)).astype(wanted)
+    return np.asarray((numbers - zero) * float(scale.reshape(-1)[0])).astype(wanted)

@@ -21,6 +21,7 @@ from mha_deploy.graph.ir import (
     replace_node,
 )
 from mha_deploy.graph.lower.call import LoweringError
+from mha_deploy.graph.quantize import dequantized_constant
 from mha_deploy.graph.valid import inline_functions
 
 # -- How an operator is written before an opset: its new output, or None where it stays ------------
@@ -133,10 +134,12 @@ def _scale_in_float32(node: ir.Node, b: NodeBuilder) -> ir.Value | None:
     if node.op_type == "QuantizeLinear":
         numbers = b.op("Cast", x, to=int(single))
         return b.op("QuantizeLinear", numbers, wide, *node.inputs[2:], name="quantized", **attributes)
-    weights = _dequantized_weights(node)
-    zero = list(node.inputs[2:])
+    zero, offset = list(node.inputs[2:]), constant(input_at(node, 2))
+    plain = x.dtype == ir.DataType.INT8 and (offset is None or not offset.numpy().any())
+    weights = dequantized_constant(node, np.float32) if plain else None
     if weights is not None and held is not None:
         # TensorRT 8.6 takes no weights in INT8: it quantizes those that it is given, to the same numbers.
+        # Products of 8 and 11 bits are exact in float32.
         zero = [b.constant(np.zeros(held.shape.numpy()), ir.DataType.INT8)]
         x = b.op("QuantizeLinear", b.constant(weights, single), wide, *zero, **attributes)
     numbers = b.op("DequantizeLinear", x, wide, *zero, name="dequantized", **attributes)
@@ -144,22 +147,6 @@ def _scale_in_float32(node: ir.Node, b: NodeBuilder) -> ir.Value | None:
 
 
 _NARROW = "dequantized_narrow"
-
-
-def _dequantized_weights(node: ir.Node) -> np.ndarray | None:
-    """A constant in INT8 as the numbers that it stands for: products of 8 and 11 bits, exact in float32."""
-    stored, scale = (constant(value) for value in node.inputs[:2])
-    zero = None if input_at(node, 2) is None else constant(node.inputs[2])
-    if stored is None or scale is None or stored.dtype != ir.DataType.INT8:
-        return None
-    if zero is not None and zero.numpy().any():
-        return None
-    numbers, factor = stored.numpy().astype(np.float32), scale.numpy().astype(np.float32)
-    if factor.ndim == 1 and factor.size > 1:
-        shape = [1] * numbers.ndim
-        shape[node.attributes.get_int("axis", 1)] = -1
-        factor = factor.reshape(shape)
-    return numbers * factor if factor.ndim in (0, numbers.ndim) or factor.size == 1 else None
 
 
 _MOVED = ("Transpose", "Reshape", "Unsqueeze", "Squeeze", "Expand")
