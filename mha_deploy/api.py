@@ -467,6 +467,7 @@ def build_engine(
     profiles: Sequence[str | Axes] = (),
     repeat: int = 1,
     save_onnx: StrPath | None = None,
+    trtexec: bool = False,
     on_step: OnStep | None = None,
     **options: Unpack[EngineKeywords],
 ) -> Engine:
@@ -480,6 +481,7 @@ def build_engine(
             is reported: kernels, sizes, and on a GPU errors and latencies. The last one is kept.
         save_onnx: A file for the lowered graph that TensorRT parses; large weights go into a second file next
             to it.
+        trtexec: Whether trtexec is to build the same engine, which refuses TensorRT-RTX before the build.
         on_step: Called as the builder reports progress.
         options: The fields of `mha_deploy.options.EngineOptions`.
 
@@ -492,12 +494,15 @@ def build_engine(
         True
     """
     from mha_deploy.engine.build import engine_from_bundle
-    from mha_deploy.engine.engine import parse_ranges
+    from mha_deploy.engine.engine import default_backend, parse_ranges
+    from mha_deploy.engine.trtexec import refuse_rtx
 
     opened = _open(bundle)
     texts = [each if isinstance(each, str) else _profile_text(each) for each in profiles]
     ranges = [parse_ranges(text, opened.manifest.spec) for text in texts]
     settings = EngineOptions(profiles=ranges, **options)
+    if trtexec:
+        refuse_rtx(settings.backend or default_backend())
     target = (
         None if save_onnx is None else check_file(Path(save_onnx), is_nobodys, overwrite=settings.overwrite)
     )

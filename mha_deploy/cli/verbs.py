@@ -228,13 +228,8 @@ def build_engine(
     from mha_deploy.cli import tables
 
     opened = md.open_bundle(bundle)
-    if trtexec:
-        from mha_deploy.engine.engine import default_backend
-        from mha_deploy.engine.trtexec import refuse_rtx
-
-        refuse_rtx(options["backend"] or default_backend())  # before the build
     with show_steps(f"build {opened.manifest.spec.name}") as on_step:
-        engine = md.build_engine(opened, on_step=on_step, **options)
+        engine = md.build_engine(opened, on_step=on_step, trtexec=trtexec, **options)
     manifest = engine.manifest
     in_precision = manifest.has_requested_types or not require_precision
     outcome = Outcome.passing((manifest.all_fused or not require_fused) and in_precision)
