@@ -12,6 +12,9 @@ import numpy as np
 from mha_deploy.model.precision import Precision
 
 _SAMPLES, _LEAST_SAMPLES = 8, 4
+# A number that goes to the next level of a grid changes a vector by more than rounding does. That is rare:
+# few samples of a small output may have none of it.
+_ON_GRID, _GRID_NUMBERS, _GRID_FLOPS = 32, 1 << 19, 1 << 36
 _FEWER_FROM = 1 << 18  # numbers of an output: above it, each sample shows more by itself
 _SIGNIFICAND = 53  # bits of FP64
 # A decision is changed where its margin is below so many standard deviations of what rounding does to it.
@@ -33,9 +36,11 @@ def accumulation_roundoff(precision: Precision | None) -> float:
     return roundoff if precision and roundoff > precision.roundoff / 64 else 0.0
 
 
-def sample_count(numbers: int, accumulate: str = "fp32") -> int:
-    """How many samples a case of so many numbers gets."""
+def sample_count(numbers: int, accumulate: str = "fp32", grid_flops: int = 0) -> int:
+    """How many samples a case of so many numbers gets; `grid_flops` is the work of a quantized model."""
     count = max(_LEAST_SAMPLES, min(_SAMPLES, _SAMPLES * _FEWER_FROM // max(numbers, 1)))
+    if grid_flops:
+        count = max(count, min(_ON_GRID, _GRID_NUMBERS // max(numbers, 1), _GRID_FLOPS // grid_flops))
     return count if accumulate == "fp32" else max(_LEAST_SAMPLES, count * 2 // 3)
 
 

@@ -513,7 +513,10 @@ class CompressedSource(OnnxSource):
         """The graph; the file that it is made of becomes a part of the bundle."""
         for file in self.path.parent.glob(f"{self.path.name}*"):  # weights may be beside it
             copy_file(file, folder / file.name)
-        return super().graph(folder)
+        model = super().graph(folder)
+        if self._before.spec.cached and self.spec.kv_cache is None:
+            self.notes.append("the KV cache was not recognized: decoding token by token is not validated")
+        return model
 
     draws_numbers = False  # those of the original
 

@@ -109,12 +109,9 @@ def original_from_factory(
     """A user's module in float32, to be compressed."""
     source = _ModuleSource(reference, replace(options, precision="fp32", golden=("opt",)), axes)
     found = _original(source, source.draw, folder, on_step)
-    notes = [*source.notes]
-    if source.user.kv_cache:
-        notes.append("decoding token by token is not validated for a compressed model")
     samples = source.user.samples
     given = None if isinstance(samples, tuple) and not samples else samples
-    return replace(found, samples=given, notes=tuple(notes))
+    return replace(found, samples=given)
 
 
 # A graph in FP64 differs from its source by constants in float32.

@@ -60,6 +60,12 @@ class FileRounding:
         self.decisions: list[np.ndarray | None] = []
         self.changed = False
         self.flops = 0  # of the GEMMs
+        self._on_grid = False
+
+    @property
+    def grid_flops(self) -> int:
+        """The work of a file that rounds to a grid, once it was run; 0 of others."""
+        return max(self.flops, 1) if self._on_grid else 0
 
     def rounded_array(self, array: Any) -> Any:
         """FP64 numbers, rounded; others as they are."""
@@ -108,6 +114,7 @@ class FileRounding:
             return run(*inputs)
         noted, unit = operand, np.ones(())
         if operator == "QuantizeLinear":
+            self._on_grid = True
             unit = _along(inputs[1], operand, 1 if axis is None else axis)
             noted = operand / unit
             if self._bits is not None:  # kernels divide in float32, or multiply with a rounded reciprocal

@@ -24,7 +24,6 @@ from mha_deploy.exporter.coarse import CoarseMistakes
 from mha_deploy.exporter.file_program import FileProgram, FileRounding
 from mha_deploy.graph.attention_node import heads_of, is_attention
 from mha_deploy.graph.fuse.leftover import cores_of
-from mha_deploy.graph.quantize import is_quantized
 from mha_deploy.judge import judge_case
 from mha_deploy.model.precision import Precision
 from mha_deploy.rounding import accumulations
@@ -43,17 +42,14 @@ def attention_values(
     """For every attention, by name, the nearest value behind it that the source computes, too.
 
     It is the attention's own result, or that in another layout: a fused node may have a Transpose behind it
-    that the source did in one step with the matmul. Attentions without such a value are left out, and so are
-    those whose weights are quantized: one of them that goes to another level changes a head more than the few
-    samples of rounding show. These are judged by the outputs.
+    that the source did in one step with the matmul. Attentions without such a value are left out.
     """
     results = {
-        str(node.name): node.outputs[0]
+        str(node.name): heads_of(node)
         for node in filter(is_attention, model.graph.all_nodes())
-        if node.name is not None and heads_of(node) is node.outputs[0]
+        if node.name is not None
     }
-    if not is_quantized(model):
-        results |= {name: core.result for name, core in cores_of(model, unfused).items()}
+    results |= {name: core.result for name, core in cores_of(model, unfused).items()}
     found = {}
     for name, result in results.items():
         pending = [result]

@@ -409,6 +409,7 @@ class RandomRounding(Float64):
             self.wide = _NARROWER
         self.decisions: list[np.ndarray | None] = []
         self.changed = False
+        self.grid_flops = 0  # a quantized model is a file
 
     def rounded(self, tensor: Tensor) -> Tensor:
         """A tensor of wide numbers, rounded."""

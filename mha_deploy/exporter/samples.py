@@ -26,6 +26,10 @@ class RoundingMode(Protocol):
     decisions: Operands
     changed: bool  # whether a decision was taken otherwise
 
+    @property
+    def grid_flops(self) -> int:
+        """The work of a model that rounds to a grid; 0 of others."""
+
     def __init__(
         self,
         precision: Precision | None,
@@ -64,7 +68,7 @@ def sample_case(
         return {**got, **{name: error.astype(np.float32) for name, error in floats.items()}}
 
     for kind in accumulations(precision):
-        rounding, count = replace(precision, accumulate=kind), sample_count(numbers, kind)
+        rounding, count = replace(precision, accumulate=kind), sample_count(numbers, kind, exact.grid_flops)
         modes = [make_mode(rounding, seed) for seed in range(1, count + 1)]
         found = [errors(mode) for mode in modes]
         changes = decision_spread(exact.decisions, [mode.decisions for mode in modes])

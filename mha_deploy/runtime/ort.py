@@ -101,6 +101,9 @@ def first_line(error: BaseException) -> str:
     return line.rpartition(" was false. ")[2] or line
 
 
+# Gives out the quantized number of an output that a Transpose before a QuantizeLinear reads as well (1.31.1).
+MOVES_TRANSPOSES = "TransposeOptimizer"
+
 _NO_KERNEL = "ONNX Runtime has no CPU kernel for a node of this graph."
 _NO_BFLOAT16 = "--backend onnx-reference (ONNX Runtime's CPU kernels have no bfloat16)"
 
@@ -116,7 +119,12 @@ class OrtCpuRunner(Runner):
         # It is not timed: threads that spin between calls take the cores from everything else.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         try:
-            self._session = ort.InferenceSession(upcast, options, providers=["CPUExecutionProvider"])
+            self._session = ort.InferenceSession(
+                upcast,
+                options,
+                providers=["CPUExecutionProvider"],
+                disabled_optimizers=[MOVES_TRANSPOSES],
+            )
         except Exception as error:  # ONNX Runtime raises types of its own that share no base
             if "NOT_IMPLEMENTED" in str(error):
                 raise BackendUnavailable(_NO_KERNEL, got=first_line(error), hint=_NO_BFLOAT16) from error

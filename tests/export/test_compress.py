@@ -1,6 +1,7 @@
 """Models in eight bits: the loss is what differs in FP64, the error is judged as for any other model."""
 
 import json
+from functools import partial
 
 import numpy as np
 import onnx
@@ -9,16 +10,19 @@ import pytest
 from click.testing import CliRunner
 from onnx import numpy_helper
 from onnx.reference import ReferenceEvaluator
-from quantized_models import GEMMS, samples, transformer
+from quantized_models import GEMMS, samples, transformer, weights
 
 import mha_deploy as md
 from mha_deploy.cli import app
 from mha_deploy.exporter.compress import CALIBRATIONS, Magnitudes
 from mha_deploy.graph.file import load_graph
+from mha_deploy.graph.ir import new_initializer
 from mha_deploy.graph.lower import lower
 from mha_deploy.graph.quantize import find_format, quantized_gemms
+from mha_deploy.runtime import open_runner
 from mha_deploy.runtime.tensorrt.engine_verdict import precision_verdict, written_types
 from mha_deploy.runtime.tensorrt.kernels import EngineTensor, Kernel
+from mha_deploy.validation.fault import layer_parity
 
 OPTIONS = {"golden": ("opt",), "axes": {"B": "1:2:2", "S": "1:8:16"}}
 
@@ -228,6 +232,34 @@ def test_the_kernel_of_quantized_attention_reads_eight_bits(model, tmp_path, nam
     assert manifest.all_fused
     assert manifest.has_requested_types
     assert (found.quantized_attentions, found.quantized) == ({name: 1}, {name: len(GEMMS)})
+
+
+@pytest.fixture(scope="module")
+def hidden(tmp_path_factory):
+    """By format, a bundle with a quantized attention that the outputs do not show."""
+    folder = tmp_path_factory.mktemp("hidden")
+    path = transformer(folder / "small.onnx", split=True, changed={"out": 1e-4 * weights()["out"]})
+    options = {**OPTIONS, "data": samples(), "quantize_attention": True}
+    return {name: md.export(path, folder / name, precision=name, **options) for name in ("int8", "fp8")}
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_a_quantized_attention_that_no_output_shows_is_judged_by_its_own_result(hidden, name):
+    (observed,) = hidden[name].manifest.observed
+    assert observed.hidden
+    report = md.validate(hidden[name], latency=False).to_dict()
+    assert report["verdict"]["outcome"] == "passed", report["verdict"]
+    assert [each["cases"] for each in report["parity"]] == ["golden", "layers"]
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_a_mistake_in_a_quantized_attention_fails_by_its_own_result(hidden, name):
+    broken = load_graph(hidden[name].model_path)
+    (node,) = [node for node in broken.graph if node.name == "attention/v_dequantize"]
+    wrong = node.inputs[1].const_value.numpy() * np.float16(1.04)
+    node.replace_input_with(1, new_initializer(broken.graph, "wrong", wrong))
+    found = layer_parity(hidden[name], partial(open_runner, "ort-cpu"), model=broken)
+    assert [each.is_wrong for each in found.verdicts] == [True]
 
 
 @pytest.mark.slow

@@ -86,6 +86,22 @@ def test_a_graph_that_fails_while_it_runs_is_an_error_not_a_trace(tmp_path):
             runner.run({"a": np.ones(2, np.float32), "b": np.ones(3, np.float32)})
 
 
+def test_an_output_that_is_quantized_on_its_way_elsewhere_is_given_as_it_is(tmp_path):
+    model = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["": 23]>
+    quantized (float[2, 3] x) => (float[2, 3] y, float[3, 2] z)
+    <float scale = {0.5}, int8 zero = {0}> {
+        y = Sin(x)
+        turned = Transpose(y)
+        levels = QuantizeLinear(turned, scale, zero)
+        z = DequantizeLinear(levels, scale, zero)
+    }""")
+    x = np.linspace(-1, 1, 6, dtype=np.float32).reshape(2, 3)
+    with OrtCpuRunner(saved(model, tmp_path)) as runner:
+        got = runner.run({"x": x})
+    np.testing.assert_allclose(got["y"], np.sin(x), rtol=1e-5)
+    np.testing.assert_array_equal(got["z"], np.rint(np.sin(x).T * 2) / 2)
+
+
 def test_a_tensor_of_a_type_that_is_not_ours_is_refused(tmp_path):
     model = graph([onnx.helper.make_node("Identity", ["a"], ["b"])], ["a"], ["b"])
     for value in (model.graph.input[0], model.graph.output[0]):

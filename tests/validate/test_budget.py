@@ -573,3 +573,37 @@ def test_rounding_to_nearest_is_no_trace_of_a_coarser_type():
     assert 0.1 < right.local_gain / budget.local_gain < 0.5
     assert wrong.local_gain / budget.local_gain > 10
     assert "BF16" in wrong.local_at
+
+
+# -- a model that rounds to a grid of eight bits ----------------------------------------------------
+
+_ROUNDS = "".join(
+    f"""
+    inner{at} = MatMul(h{at}, a)
+    bent{at} = Tanh(inner{at})
+    level{at} = QuantizeLinear(bent{at}, scale, zero)
+    h{at + 1} = DequantizeLinear(level{at}, scale, zero)"""
+    for at in range(3)
+)
+ON_GRID = f"""<ir_version: 10, opset_import: ["": 23]>
+grid (float16[2, 32] x, float16[32, 32] a, float16[32, 32] b, float16 scale) => (float16[2, 32] y)
+<float8e4m3fn zero = {{0}}> {{
+    h0 = Identity(x){_ROUNDS}
+    y = MatMul(h3, b)
+}}"""
+
+
+@pytest.mark.parametrize("seed", [1, 2, 7])
+def test_a_right_result_on_a_grid_passes_and_a_wrong_scale_does_not(seed):
+    program, dice = FileProgram(ir.from_onnx_text(ON_GRID)), np.random.default_rng(seed)
+    feeds = {"x": dice.standard_normal((2, 32)).astype("e")}
+    feeds |= {name: (dice.standard_normal((32, 32)) / np.sqrt(32)).astype("e") for name in "ab"}
+    feeds["scale"] = np.array(1 / 448, "e")
+    oracle, baselines, _ = sample_case(FileRounding, FP16, lambda mode: program.run(feeds, mode))
+    case = made_case(oracle, inputs=feeds, baselines=baselines)
+    for other in range(1000, 1100):
+        mode = FileRounding(FP16, other)
+        got = mode.rounded_array(program.run(feeds, mode)["y"]).astype("e")
+        assert judge_case(case, {"y": got}, FP16)[0].passed, other
+    wrong = program.run({**feeds, "scale": np.array(1.04 / 448, "e")}, FileRounding(None))
+    assert judge_case(case, {"y": wrong["y"].astype("e")}, FP16)[0].is_wrong
