@@ -184,39 +184,50 @@ def perm(node: ir.Node) -> tuple[int, ...]:
 # -- Change a graph --------------------------------------------------------------------------------
 
 
-def infer_shapes(model: ir.Model) -> ir.Model:
-    """Import the operator sets of new nodes, and fill in the shapes that follow from the others."""
+def infer_shapes(
+    model: ir.Model, plain: Callable[[tuple[Dim, ...]], tuple[Dim, ...]] = lambda sizes: sizes
+) -> ir.Model:
+    """Import the operator sets of new nodes, and fill in the shapes that follow from the others.
+
+    `plain` says how the sizes are written that ONNX finds for the result of a node.
+    """
     for domain in {node.domain for node in nodes_in(model.graph)}:
         model.opset_imports.setdefault(domain, 1)
     try:
-        inferred = onnx.shape_inference.infer_shapes(light_proto(model), data_prop=True)
+        inferred = onnx.shape_inference.infer_shapes(light_proto(model, bare=True), data_prop=True)
     except (onnx.shape_inference.InferenceError, RuntimeError, ValueError) as error:
         # ONNX cannot follow the graph, which keeps what it states.
         _LOG.info("Shapes are not inferred: %s", error)
         return model
-    _take_types(model.graph, inferred.graph)
+    _take_types(model.graph, inferred.graph, plain)
     return model
 
 
-def _take_types(graph: ir.Graph, inferred: onnx.GraphProto) -> None:
+def _take_types(
+    graph: ir.Graph, inferred: onnx.GraphProto, plain: Callable[[tuple[Dim, ...]], tuple[Dim, ...]]
+) -> None:
     """Give the values of a graph, and of those in it, the types and shapes of its inferred copy."""
     known = {each.name: each.type for each in (*inferred.value_info, *inferred.input, *inferred.output)}
-    own = [*graph.inputs, *graph.initializers.values()]
+    made = list[ir.Value]()
     for node, copy in zip(graph, inferred.node, strict=True):
-        own += node.outputs
+        made += node.outputs
         for attribute in copy.attribute if inner_graphs(node) else ():
             inner = [attribute.g] if attribute.HasField("g") else attribute.graphs
             if inner:
                 held = node.attributes[attribute.name]
                 graphs = [held.as_graph()] if attribute.HasField("g") else held.as_graphs()
                 for one, other in zip(graphs, inner, strict=True):
-                    _take_types(one, other)
-    read = dict[bytes, tuple[ir.DataType, tuple[Dim, ...] | None] | None]()  # a graph has few different ones
-    for value in own:
-        if (proto := known.get(str(value.name))) is not None:
+                    _take_types(one, other, plain)
+    for values, write in (([*graph.inputs, *graph.initializers.values()], None), (made, plain)):
+        read = dict[bytes, tuple[ir.DataType, tuple[Dim, ...] | None] | None]()  # there are few different ones
+        for value in values:
+            if (proto := known.get(str(value.name))) is None:
+                continue
             key = proto.SerializeToString()
             if key not in read:
-                read[key] = _read_tensor_type(proto)
+                dtype, sizes = _read_tensor_type(proto) or (None, None)
+                sizes = sizes if sizes is None or write is None else write(sizes)
+                read[key] = None if dtype is None else (dtype, sizes)
             if (found := read[key]) is None:
                 _take_type(value, proto)
             else:
@@ -259,8 +270,11 @@ def _take_tensor_type(value: ir.Value, dtype: ir.DataType, sizes: tuple[Dim, ...
 _SMALL = 1 << 10
 
 
-def light_proto(model: ir.Model) -> onnx.ModelProto:
-    """The model without its large weights: inputs of the same names, after its own, stand for them."""
+def light_proto(model: ir.Model, *, bare: bool = False) -> onnx.ModelProto:
+    """The model without its large weights: inputs of the same names, after its own, stand for them.
+
+    With `bare` nodes and values have no descriptions either, which is quicker: what they are is left.
+    """
     graph = model.graph
     weights, count = dict(graph.initializers), len(graph.inputs)
     tensors = {name: value.const_value for name, value in weights.items()}
@@ -277,7 +291,7 @@ def light_proto(model: ir.Model) -> onnx.ModelProto:
             del graph.initializers[name]
             if not value.is_graph_input():
                 graph.inputs.append(value)
-        proto = ir.to_proto(model)
+        proto = _bare_proto(model) if bare and not model.functions else ir.to_proto(model)
     finally:
         _keep_inputs(graph, count)
         for name in list(graph.initializers):
@@ -288,6 +302,50 @@ def light_proto(model: ir.Model) -> onnx.ModelProto:
     outside = (each for each in _tensors_inside(model) if isinstance(each, ir.ExternalTensor))
     if (first := next(outside, None)) is not None:
         onnx.load_external_data_for_model(proto, str(first.base_dir))
+    return proto
+
+
+_SCALARS = frozenset({ir.AttributeType.INT, ir.AttributeType.FLOAT, ir.AttributeType.STRING})
+
+
+def _bare_proto(model: ir.Model) -> onnx.ModelProto:
+    """The model without what describes its nodes; attributes and types that many have are written once."""
+    graph = model.graph
+    opsets = (onnx.helper.make_opsetid(name, version) for name, version in model.opset_imports.items())
+    proto = onnx.ModelProto(ir_version=model.ir_version, opset_import=opsets)
+    around = ir.GraphView(
+        graph.inputs, graph.outputs, nodes=(), initializers=tuple(graph.initializers.values()), name=graph.name
+    )
+    ir.serde.serialize_graph_into(proto.graph, around)
+    add_node, add_info = proto.graph.node.add, proto.graph.value_info.add
+    attributes, types = dict[Any, onnx.AttributeProto](), dict[Any, onnx.TypeProto]()
+
+    def written(each: ir.Attr) -> onnx.AttributeProto:
+        if each.is_ref() or (each.type not in _SCALARS and each.type != ir.AttributeType.INTS):
+            return ir.serde.serialize_attribute(each)
+        key = (each.name, each.type, each.value if each.type in _SCALARS else tuple(each.value))
+        if key not in attributes:
+            attributes[key] = ir.serde.serialize_attribute(each)
+        return attributes[key]
+
+    for node in graph:
+        add_node(
+            op_type=node.op_type,
+            domain=node.domain,
+            overload=node.overload,
+            name=node.name,
+            input=["" if each is None else each.name for each in node.inputs],
+            output=[each.name or "" for each in node.outputs],
+            attribute=map(written, node.attributes.values()),
+        )
+        for value in node.outputs:
+            if (value.type is None and value.shape is None) or not value.name or value.is_graph_output():
+                continue
+            plain = isinstance(value.type, ir.TensorType)
+            key = (value.dtype, None if value.shape is None else dims(value)) if plain else value
+            if key not in types:
+                types[key] = ir.serde.serialize_value(value).type
+            add_info(name=value.name, type=types[key])
     return proto
 
 

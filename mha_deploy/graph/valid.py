@@ -204,7 +204,7 @@ def why_invalid(model: ir.Model, *, full: bool = False) -> str | None:
 
     Large weights are not checked: they are those of the file.
     """
-    proto = light_proto(model)
+    proto = light_proto(model, bare=True)
     graph = proto.graph
     # The checker wants the rank of every input and output, which no runtime needs.
     unranked = [each.name for each in graph.input if not _has_rank(each)]

@@ -32,6 +32,7 @@ from mha_deploy.graph.ir import (
     infer_shapes,
     input_at,
     is_op,
+    is_tensor,
     light_proto,
     made_by,
     node_name,
@@ -551,19 +552,26 @@ def infer_sizes(model: ir.Model, *, only_missing: bool = False) -> None:
     before = {value: sizes_of(value) for node in nodes for value in node.outputs}
     missing = {value for value in before if value.name and (value.dtype is None or value.shape is None)}
     if missing or (not only_missing and any(None in (sizes or ()) for sizes in before.values())):
-        infer_shapes(model)
+        infer_shapes(model, _of_any_run)
         for value, known in before.items():
-            # Names that ONNX makes up for unknown sizes are those of one run only.
-            found = [None if _is_generated(each) else each for each in sizes_of(value) or ()]
+            if value.shape is None or (known is None and is_tensor(value)):
+                continue
+            found = list(_of_any_run(dims(value)))
             if known is not None and len(known) == len(found):
                 pairs = zip(known, found, strict=True)
                 found = [new if isinstance(new, int) or old is None else old for old, new in pairs]
-            if value.shape is not None and tuple(found) != dims(value):
+            if tuple(found) != dims(value):
                 value.shape = ir.Shape(found)
     following = _Walk(model)
     for node in nodes:
         if not only_missing or not missing.isdisjoint(node.outputs):
             following.visit(node)
+
+
+def _of_any_run(sizes: tuple[Size, ...]) -> tuple[Size, ...]:
+    """Sizes without the names that ONNX makes up for unknown ones: those are of one run only."""
+    found = (each if isinstance(each, int) else _plain(each) for each in sizes)
+    return tuple(None if _is_generated(each) else each for each in found)
 
 
 _INVALID = (IndexError, onnx.defs.SchemaError, onnx.shape_inference.InferenceError)
@@ -575,6 +583,7 @@ class _Walk:
     def __init__(self, model: ir.Model) -> None:
         self._opsets, self._contents = model.opset_imports, dict[ir.Value, list[Size]]()
         self._own = {str(each) for value in model.graph.inputs for each in sizes_of(value) or ()}
+        self._complete = dict[tuple[Size, ...], bool]()  # whether all of some sizes are known
 
     def visit(self, node: ir.Node) -> None:
         """Take in one node: the numbers of its result, and the sizes that are not known yet."""
@@ -585,6 +594,8 @@ class _Walk:
             content = self._content_after(node)
             if content is not None and len(content) <= _MAX_CONTENT:
                 self._contents[output] = content
+        if all(map(self._is_complete, node.outputs)):
+            return
         before = [sizes_of(each) for each in node.outputs]
         missing = any(known is None or not all(map(self._is_known, known)) for known in before)
         try:
@@ -598,6 +609,15 @@ class _Walk:
             sizes = [old if new is None or self._is_known(old) else new for old, new in pairs]
             if value.shape is None or sizes != list(dims(value)):
                 value.shape = ir.Shape(sizes)
+
+    def _is_complete(self, value: ir.Value) -> bool:
+        if value.shape is None:
+            return False
+        given = dims(value)
+        if given not in self._complete:
+            plain = [_plain(each) if isinstance(each, str) else each for each in given]
+            self._complete[given] = plain == list(given) and all(map(self._is_known, plain))
+        return self._complete[given]
 
     def _is_known(self, size: Size) -> bool:
         return isinstance(size, int) or (size is not None and (size in self._own or GENERATED not in size))
