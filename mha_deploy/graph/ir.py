@@ -219,7 +219,9 @@ def _take_types(
                 for one, other in zip(graphs, inner, strict=True):
                     _take_types(one, other, plain)
     for values, write in (([*graph.inputs, *graph.initializers.values()], None), (made, plain)):
-        read = dict[bytes, tuple[ir.DataType, tuple[Dim, ...] | None] | None]()  # there are few different ones
+        read = dict[
+            bytes, tuple[ir.DataType, tuple[Dim, ...] | None] | None
+        ]()  # there are few different ones
         for value in values:
             if (proto := known.get(str(value.name))) is None:
                 continue
@@ -314,9 +316,13 @@ def _bare_proto(model: ir.Model) -> onnx.ModelProto:
     opsets = (onnx.helper.make_opsetid(name, version) for name, version in model.opset_imports.items())
     proto = onnx.ModelProto(ir_version=model.ir_version, opset_import=opsets)
     around = ir.GraphView(
-        graph.inputs, graph.outputs, nodes=(), initializers=tuple(graph.initializers.values()), name=graph.name
+        graph.inputs,
+        graph.outputs,
+        nodes=(),
+        initializers=tuple(graph.initializers.values()),
+        name=graph.name,
     )
-    ir.serde.serialize_graph_into(proto.graph, around)
+    ir.serde.serialize_graph_into(proto.graph, around)  # type: ignore[arg-type]
     add_node, add_info = proto.graph.node.add, proto.graph.value_info.add
     attributes, types = dict[Any, onnx.AttributeProto](), dict[Any, onnx.TypeProto]()
 

@@ -67,7 +67,7 @@ def by_hand(q=("B", 4, "S", 8), k=("B", 4, "S", 8), v=("B", 4, "S", 8), *, opset
 
 @pytest.mark.parametrize("fusible", [True, False])
 def test_the_module_and_the_source_line_come_from_the_exporter(fusible):
-    model = by_hand(extra=() if fusible else ELSEWHERE, scores="s" if fusible else "s2")
+    model = by_hand(extra=() if fusible else BOTH_WAYS, scores="s" if fusible else "s2")
     (softmax,) = (node for node in model.graph if node.op_type == "Softmax")
     frames = 'File "own.py", line 7, in forward\nFile "/x/site-packages/torch/nn.py", line 3, in softmax'
     softmax.metadata_props["pkg.torch.onnx.name_scopes"] = "['', 'layers.0.attn', 'softmax']"
@@ -104,7 +104,7 @@ def test_shapes_that_do_not_prove_it(shapes, reason):
     assert report.unfused[0].reason.startswith(reason)
 
 
-ELSEWHERE = [helper.make_node("Identity", ["s"], ["s2"]), helper.make_node("Relu", ["s"], ["z"])]
+BOTH_WAYS = [helper.make_node("Relu", ["s"], ["z"]), helper.make_node("Add", ["s", "z"], ["s2"])]
 SECOND = [helper.make_node("MatMul", ["q", "kt"], ["r"]), helper.make_node("Mul", ["s", "r"], ["s2"])]
 
 
@@ -117,7 +117,7 @@ SECOND = [helper.make_node("MatMul", ["q", "kt"], ["r"]), helper.make_node("Mul"
             [helper.make_node("Max", ["s", "q", "k"], ["s2"])],
             "Max stands between the scores and the softmax.",
         ),
-        (ELSEWHERE, "The scores before the softmax are used elsewhere too. Identity s2, Relu z"),
+        (BOTH_WAYS, "The scores come to the softmax in several ways. Relu z, Add s2"),
         (SECOND, "The scores are made of two matmuls"),
     ],
 )

@@ -444,9 +444,9 @@ def test_what_was_rewritten_twice_stays_as_it_is():
 
 
 def test_what_is_not_fused_is_as_in_the_file_beside_what_is():
-    """The first attention is spelled in another way and used once more, so that it is not fused."""
+    """The first attention is spelled in another way, and has a step that keeps it from being fused."""
     g = Hand()
-    scores = g.op("Add", g.op("Mul", g.scores(), ones(g)), hidden(g))
+    scores = g.op("Sin", g.op("Add", g.op("Mul", g.scores(), ones(g)), hidden(g)))
     first = g.attend(scores)
     second = g.attend(g.op("MatMul", first, g.op("Transpose", "k", perm=[0, 1, 3, 2])))
     model = g.model(second, scores)
@@ -673,15 +673,80 @@ def test_a_vector_as_the_query():
     check_heads(g, g.op("MatMul", g.op("Softmax", g.op("MatMul", "k", "q"), axis=-1), "v"), (1, 1))
 
 
-@pytest.mark.parametrize("operator", ["MatMul", "Gemm"])
+@pytest.mark.parametrize("operator", ["MatMul", "Gemm", "Einsum"])
 def test_matrices(operator):
     g = axes_of({"q": ("S", D), "k": ("T", D), "v": ("T", D)})
     if operator == "Gemm":
         bias = g.input("bias", ("S", "T"))
         scores = g.op("Gemm", "q", "k", bias, transB=1, alpha=0.5, beta=2.0)
+    elif operator == "Einsum":
+        weights = g.op("Softmax", g.op("Einsum", "q", "k", equation="sd,td->st"))
+        return check_heads(g, g.op("Einsum", weights, "v", equation="st,td->sd"), (1, 1))
     else:
         scores = g.op("MatMul", "q", g.op("Transpose", "k", perm=[1, 0]))
-    check_heads(g, g.op(operator, g.op("Softmax", scores), "v"), (1, 1))
+    return check_heads(g, g.op(operator, g.op("Softmax", scores), "v"), (1, 1))
+
+
+def test_an_einsum_with_the_projection_behind():
+    g = axes_of({name: ("N", "S", H, D) for name in "qkv"})
+    weights = g.op("Softmax", g.op("Einsum", "q", "k", equation="bqhd,bkhd->bhqk"))
+    out = g.const(np.random.default_rng(0).standard_normal((H, D, 5)))
+    check_heads(g, g.op("Einsum", weights, "v", out, equation="bhqk,bkhd,hde->bqe"), (H, H))
+
+
+@pytest.mark.parametrize("spelled", ["logarithm", "by hand", "quotient"])
+def test_a_softmax_over_two_axes(spelled):
+    """As Keras attends to a map."""
+    g = axes_of({name: ("N", "X", "Y", H, D) for name in "qkv"})
+    scores, axes = g.op("Einsum", "q", "k", equation="bxyhd,bzwhd->bhxyzw"), g.ints(4, 5)
+    top = g.op("ReduceMax", scores, axes)
+    powers = g.op("Exp", g.op("Sub", scores, top))
+    if spelled == "quotient":
+        weights = g.op("Div", powers, g.op("ReduceSum", powers, axes))
+    else:
+        by_hand = g.op("Add", g.op("Log", g.op("ReduceSum", powers, axes)), top)
+        total = by_hand if spelled == "by hand" else g.op("ReduceLogSumExp", scores, axes)
+        weights = g.op("Exp", g.op("Sub", scores, total))
+    check_heads(g, g.op("Einsum", weights, "v", equation="bhxyzw,bzwhd->bxyhd"), (H, H))
+
+
+def test_a_batch_that_only_a_reshape_states():
+    """A file was traced with a batch of 5, and says that any is possible."""
+    g = axes_of({"q": ("N", S, H, D), "k": ("N", S, 2, D), "v": ("N", S, 2, D)})
+    apart = g.op("Reshape", "q", g.ints(5, S, 2, H // 2, D))
+    scores = g.op("Reshape", g.op("Einsum", apart, "k", equation="btkgd,bskd->bkgts"), g.ints(5, H, S, S))
+    weights = g.op("Reshape", g.op("Softmax", scores), g.ints(5, 2, H // 2, S, S))
+    y = g.op("Einsum", weights, "v", equation="bkgts,bskd->btkgd")
+    model = g.model(g.op("Reshape", y, g.ints(1, 1, 5, -1)))
+    report = check_same(model)
+    assert (len(report.fused), report.unfused) == (1, ())
+    assert fused(model)[0].graph.input == model.graph.input
+
+
+def test_a_mask_that_an_einsum_copies_a_single_key_to():
+    g = axes_of({name: ("N", "S", H, D) for name in "qkv"})
+    scores = g.op("Einsum", "q", "k", equation="bqhd,bkhd->bhqk")
+    bias = np.random.default_rng(0).standard_normal((1, H, 5, 5))
+    weights = g.op("Softmax", g.op("Add", scores, g.const(bias)))
+    model = g.model(g.op("Einsum", weights, "v", equation="bhqk,bkhd->bqhd"))
+    new, report = fused(model)
+    assert (len(report.fused), report.unfused) == (1, ())
+    for length in (5, 1):
+        feeds = {name: each[:, :length] for name, each in random_feeds(model).items()}
+        np.testing.assert_allclose(run(new, feeds)[0], run(model, feeds)[0], atol=2e-5)
+
+
+@pytest.mark.parametrize("used", ["as an output", "by another softmax"])
+def test_scores_that_are_used_elsewhere_are_computed_once_more(used):
+    g = Hand()
+    scores = g.op("Mul", g.scores(), g.const(0.5))
+    if used == "as an output":
+        y = g.op("MatMul", g.op("Softmax", g.op("Where", keep(g), scores, g.const(-1e9))), "v")
+        report = check_same(g.model(y, scores))
+    else:  # both sides attend to each other
+        turned = g.op("Transpose", scores, perm=[0, 1, 3, 2])
+        report = check_same(g.model(g.attend(scores), g.op("MatMul", g.op("Softmax", turned), "q")))
+    assert (len(report.fused), report.unfused) == (1 if used == "as an output" else 2, ())
 
 
 @pytest.mark.parametrize("half", [False, True])

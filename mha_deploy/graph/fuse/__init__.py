@@ -51,6 +51,7 @@ from mha_deploy.graph.valid import inline_functions, refuse_invalid, sort
 __all__ = ["FuseReport", "FusedAttention", "NotFused", "Repair", "UnfusedSoftmax"]
 __all__ += ["from_old_opset", "fuse_attention", "place_of", "share_tied_weights"]
 
+TWICE = "the scores are computed once more: the file uses them elsewhere, too"
 EXPANDED = "Q, K and V are expanded to each other and to the mask: the file does not state equal sizes"
 
 
@@ -128,6 +129,8 @@ def fuse_attention(model: ir.Model, *, verify: bool = True) -> tuple[ir.Model, F
         unnamed = values.name_inputs(work)
         own = values.without_fused_matmuls(work)
         values.infer_sizes(work)
+        stated_results = [each.shape for each in work.graph.outputs]
+        fixed = values.fix_sizes(work)
         values.as_matmuls(own)
         fusion = _Fusion(work, verify)
         fusion.run()
@@ -136,12 +139,15 @@ def fuse_attention(model: ir.Model, *, verify: bool = True) -> tuple[ir.Model, F
                 return model.clone(), fusion.report
             for value, kind, shape in stated:  # another copy would take as long as all this
                 value.type, value.shape = kind, shape
-            for value, shape in unnamed.items():
+            for value, shape in (fixed | unnamed).items():
                 value.shape = shape
             return work, fusion.report
         values.raise_opset(work)
         values.infer_sizes(work, only_missing=True)
-        for value, shape in unnamed.items():
+        if fixed:
+            for value, shape in zip(work.graph.outputs, stated_results, strict=True):
+                value.shape = shape
+        for value, shape in (fixed | unnamed).items():
             value.shape = shape
         return refuse_invalid(work, model, "The graph with its attentions fused"), fusion.report
 
@@ -226,7 +232,8 @@ class _Fusion:
             notes = self._compare(old, new, border)
         self._loose |= write.insert_attention(pattern, builder, new)
         wider = any(each.axis != pattern.letters.key for each in pattern.scores.wider)
-        expanded = [EXPANDED] if pattern.batches or wider else []
+        more = [EXPANDED] if pattern.batches or wider else []
+        more += [TWICE] if pattern.scores.elsewhere else []
         record = FusedAttention(
             name=builder.prefix,
             place=place_of(pattern.softmax),
@@ -238,7 +245,7 @@ class _Fusion:
             causal=pattern.masking.causal,
             softcap=pattern.scores.softcap,
             weights=pattern.weights is not None,
-            notes=tuple(dict.fromkeys((*pattern.masking.notes, *expanded, *notes))),
+            notes=tuple(dict.fromkeys((*pattern.masking.notes, *more, *notes))),
             verified=self._verify,
         )
         self._fused.append(record)

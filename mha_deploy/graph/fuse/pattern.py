@@ -420,6 +420,7 @@ def _reduced_axis(node: ir.Node, *, keepdims: bool = True) -> int | None:
 # -- What stands between the matmul of Q and K and the softmax -------------------------------------
 
 _MAX_STEPS = 32
+_MAX_BETWEEN = 200  # nodes that are searched for other ways from the scores to the softmax
 MAX_NEAR = 64  # nodes that are searched for what a message names
 
 
@@ -459,6 +460,7 @@ class Scores:
     wider: list[Wider] = field(default_factory=list)
     sink: Sink | None = None  # scores that are appended
     shifts: list[ir.Value] = field(default_factory=list)  # what was added to all keys alike, and cancels
+    elsewhere: bool = False  # whether the file uses them, or what they are before a mask, for something else
     clipped: ir.DataType | None = None  # the type whose lowest number bounds the masked scores, if one does
 
     def resolved(self) -> Scores:
@@ -494,10 +496,10 @@ def read_scores(softmax: Normalisation, alphabet: Alphabet) -> tuple[Scores, Mat
             raise NoScores(what)
         users = [user for user, _ in value.uses() if not is_op(user, "Shape") and user not in maximum]
         if value.is_graph_output() or len(users) > 1:
-            names = [f"{user.op_type} {node_name(user)}" for user, _ in value.uses()]
-            names += ["an output of the graph"] if value.is_graph_output() else []
-            what = "The scores before the softmax are used elsewhere too."
-            raise NotExpressible(what, got=", ".join(names))
+            if len(set(users).intersection(_nodes_between(value, softmax.source))) > 1:
+                names = ", ".join(f"{user.op_type} {node_name(user)}" for user in users)
+                raise NotExpressible("The scores come to the softmax in several ways.", got=names)
+            scores.elsewhere = True
         if not key or len(scores.axes) != (rank(value) or 0):
             raise NotFused("The file does not state the shape of the scores.")
         if is_matmul(node):
@@ -509,6 +511,12 @@ def read_scores(softmax: Normalisation, alphabet: Alphabet) -> tuple[Scores, Mat
         maximum = set() if found is None else found[0]
         value = _STEPS[node.op_type](node, scores) if found is None else found[1]
     raise NotFused("Too many nodes lie between the scores and the softmax.")
+
+
+def _nodes_between(first: ir.Value, last: ir.Value) -> Iterator[ir.Node]:
+    """The nodes that a value is computed by, those behind another value left out, as far as they are near."""
+    behind = nodes_behind([last], lambda node: [each for each in node.inputs if each is not first])
+    return itertools.islice(behind, _MAX_BETWEEN)
 
 
 _FAR = -1e8  # scores that are set to it stay far below others that are shifted

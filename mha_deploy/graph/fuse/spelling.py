@@ -20,7 +20,7 @@ import onnx_ir as ir
 
 from mha_deploy.graph.fuse.mask_pattern import is_not_negative, same_value
 from mha_deploy.graph.fuse.pattern import softmax_at
-from mha_deploy.graph.fuse.values import array_of, holds, inverse_of, scalar_of, sizes_of
+from mha_deploy.graph.fuse.values import array_of, holds, inverse_of, product, scalar_of, sizes_of
 from mha_deploy.graph.ir import (
     NodeBuilder,
     constant,
@@ -452,7 +452,7 @@ def _total_of(value: ir.Value | None) -> tuple[ir.Value, int] | None:
 
 def _summed_axis(node: ir.Node, count: int) -> int | None:
     if is_op(node, "Einsum"):
-        given, _, out = (node.attributes.get_string("equation") or "").replace(" ", "").partition("->")
+        (given, *_), out = _equation(node)
         gone = [at for at, letter in enumerate(given) if letter not in out]
         plain = len(node.inputs) == 1 and "." not in given and len(set(given)) == len(given)
         kept = "".join(letter for letter in given if letter in out) == out
@@ -599,7 +599,7 @@ def _normalised(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
         first, second = (second, input_at(inverse[0], 0)) if inverse[0] else (first, input_at(inverse[1], 0))
     total = _denominator(second, builder)
     if total is None or first is None:
-        return None
+        return _over_several_axes(node, builder) if is_op(node, "Div") else None
     powers, axis, sink = total
     users = {user for user, _ in powers.uses() if not is_op(user, "Shape")}
     if powers.is_graph_output() or len(users) != 2:
@@ -652,8 +652,7 @@ def _is_plain(matmul: ir.Node) -> bool:
     """Whether a matmul or an einsum multiplies the last two axes, with the same axes before them."""
     if is_op(matmul, "MatMul"):
         return True
-    inputs, _, out = (matmul.attributes.get_string("equation") or "").replace(" ", "").partition("->")
-    left, _, right = inputs.partition(",")
+    (left, right, *_), out = _equation(matmul)
     ends = f"{left[-2:]}{right[-2:]}"
     plain = left[:-2] == right[:-2] == out[:-2] and len(ends) == 4 and ends[1] == ends[2]
     return plain and out[-2:] == ends[0] + ends[3] and ends[0] != ends[1] != ends[3] != ends[0]
@@ -675,10 +674,54 @@ def _by_logarithm(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
     elif found := _logarithm_of_sum(total, scores):
         source, axis = found[0], found[1] + len(sizes or ())
     if axis is None or scores is None or source is not scores or sizes is None:
-        return None
+        return _over_several_axes(node, builder)
     if sizes_of(total) != [*sizes[:axis], 1, *sizes[axis + 1 :]]:
         return None
     return _like(builder, node.outputs[0], "Softmax", scores, axis=axis - len(sizes))
+
+
+def _over_several_axes(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
+    """`exp(s - logsumexp(s))` or `exp(s) / sum(exp(s))` over the last axes, as of a map of keys."""
+    if is_op(node, "Div"):
+        powers = made_by(node.inputs[0], "Exp")
+        reduction, summed = made_by(node.inputs[1], "ReduceSum"), node.inputs[0]
+        scores = input_at(powers, 0)
+    else:
+        scores, total = made_by(node.inputs[0], "Sub").inputs  # type: ignore[union-attr]
+        added = made_by(total, "Add")
+        parts = [total] if added is None else list(added.inputs)
+        reduction, summed = made_by(total, "ReduceLogSumExp"), scores
+        for each in parts if reduction is None else ():
+            reduction = reduction or made_by(input_at(made_by(each, "Log"), 0), "ReduceSum")
+        if is_op(reduction, "ReduceSum"):
+            summed = input_at(reduction, 0)
+            exponent = input_at(made_by(summed, "Exp"), 0)
+            shift = made_by(exponent, "Sub")
+            same = exponent is scores if added is None else shift is not None and shift.inputs[1] in parts
+            if not same or (shift is not None and added is not None and shift.inputs[0] is not scores):
+                return None
+    count = _joined_axes(reduction)
+    if reduction is None or scores is None or input_at(reduction, 0) is not summed or count < 2:
+        return None
+    shift, sizes = made_by(scores, "Sub"), sizes_of(scores) or []
+    source, less = (None, None) if shift is None else shift.inputs
+    if source is not None and sizes_of(source) == sizes and (sizes_of(less) or [])[-count:] == [1] * count:
+        scores = source  # what is subtracted is the same for all keys
+    rows = builder.op("Shape", scores, start=0, end=-count)
+    flat = builder.op("Reshape", scores, builder.op("Concat", rows, builder.ints(-1), axis=0))
+    _typed(flat, scores.dtype, [*sizes[:-count], product(sizes[-count:])])
+    weights = _like(builder, flat, "Softmax", flat, axis=-1)
+    return _like(builder, node.outputs[0], "Reshape", weights, builder.op("Shape", scores))
+
+
+def _joined_axes(reduction: ir.Node | None) -> int:
+    """How many of the last axes a reduction runs over, where it keeps their places; else 0."""
+    count = rank(input_at(reduction, 0))
+    if reduction is None or count is None or reduction.attributes.get_int("keepdims", 1) != 1:
+        return 0
+    axes = constant_ints(reduction, 1) if len(reduction.inputs) > 1 else reduction.attributes.get_ints("axes")
+    found = sorted(axis % count for axis in axes or ())
+    return len(found) if found == list(range(count - len(found), count)) else 0
 
 
 def _logarithm_of_sum(value: ir.Value | None, scores: ir.Value | None) -> tuple[ir.Value, int] | None:
@@ -850,12 +893,79 @@ def _with_vector(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
     return _like(builder, output, "Squeeze", product, builder.ints(*gone))
 
 
+def _equation(node: ir.Node) -> tuple[list[str], str]:
+    """The letters of the operands of an einsum, and of its result."""
+    inputs, _, out = (node.attributes.get_string("equation") or "").replace(" ", "").partition("->")
+    return inputs.split(","), out
+
+
+def _einsum_of_several(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
+    """An einsum of three tensors or more: that of two whose product is summed, and then the others.
+
+    Computed ones come first: a weight may be multiplied with the result of attention as well.
+    """
+    (texts, out), given = _equation(node), [each for each in node.inputs if each is not None]
+    if len(given) < len(texts) or not out or any("." in each for each in texts):
+        return None
+    if not (_feeds_softmax(node.outputs[0]) or any(map(_is_weights, given))):
+        return None
+    pairs = list(itertools.combinations(range(len(given)), 2))
+    for pair in sorted(pairs, key=lambda pair: sum(not _is_computed(given[at]) for at in pair)):
+        one, other = (texts[at] for at in pair)
+        rest = [at for at in range(len(given)) if at not in pair]
+        wanted = {*out, *(letter for at in rest for letter in texts[at])}
+        if not (set(one) & set(other)) - wanted:
+            continue
+        kept = "".join(letter for letter in dict.fromkeys(one + other) if letter in wanted)
+        sizes = {
+            letter: size
+            for at in pair
+            for letter, size in zip(texts[at], sizes_of(given[at]) or (), strict=False)
+        }
+        product = builder.op("Einsum", *(given[at] for at in pair), equation=f"{one},{other}->{kept}")
+        _typed(product, node.outputs[0].dtype, [sizes.get(letter) for letter in kept])
+        equation = f"{','.join([kept, *(texts[at] for at in rest)])}->{out}"
+        return _like(
+            builder, node.outputs[0], "Einsum", product, *(given[at] for at in rest), equation=equation
+        )
+    return None
+
+
+def _einsum_of_matrices(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
+    """An einsum of two matrices, as one of batches."""
+    (texts, out), output = _equation(node), node.outputs[0]
+    first, second, *_ = (*node.inputs, None)
+    sizes, letter = (
+        sizes_of(output),
+        next(each for each in string.ascii_letters if each not in "".join(texts)),
+    )
+    if (
+        [len(each) for each in texts] != [2, 2]
+        or "." in out
+        or sizes is None
+        or first is None
+        or second is None
+    ):
+        return None
+    if not (_feeds_softmax(output) or _is_weights(first) or _is_weights(second)):
+        return None
+    wide = [
+        _typed(builder.unsqueeze(each, 0), each.dtype, [1, *(sizes_of(each) or (None, None))])
+        for each in (first, second)
+    ]
+    equation = f"{letter}{texts[0]},{letter}{texts[1]}->{letter}{out}"
+    product = _typed(builder.op("Einsum", *wide, equation=equation), output.dtype, [1, *sizes])
+    return _like(builder, output, "Squeeze", product, builder.ints(0))
+
+
 def _einsum(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
     """An einsum of a single query, which has no axis of queries, as one with such an axis."""
     if (moved := _behind(node, builder)) is not None:
         return moved
-    inputs, _, out = (node.attributes.get_string("equation") or "").replace(" ", "").partition("->")
-    texts, output = inputs.split(","), node.outputs[0]
+    (texts, out), output = _equation(node), node.outputs[0]
+    inputs = ",".join(texts)
+    if len(texts) > 2:
+        return _einsum_of_several(node, builder)
     if len(texts) != 2 or not out or "." in inputs or not all(map(_is_computed, node.inputs)):
         return None
     for at in (0, 1):
@@ -1160,4 +1270,5 @@ _RULES: dict[str, Rule] = {
 _RULES_OF_RANKS: dict[str, Rule] = {
     "MatMul": _matmul,
     "Gemm": _without_gemm,
+    "Einsum": _einsum_of_matrices,
 }

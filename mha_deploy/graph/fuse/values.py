@@ -535,6 +535,37 @@ def name_inputs(model: ir.Model) -> dict[ir.Value, ir.Shape]:
     return before
 
 
+def fix_sizes(model: ir.Model) -> dict[ir.Value, ir.Shape]:
+    """Let sizes be numbers that a Reshape to constant ones allows no others for. The shapes of inputs before.
+
+    A traced file may have the batch of its example there, and state any.
+    """
+    given = {size for value in model.graph.inputs for size in sizes_of(value) or ()}
+    numbers = dict[str, int]()
+    for node in model.graph:
+        target = constant_ints(node, 1) if is_op(node, "Reshape") else None
+        whole = None if not target or min(target) < 1 else product(sizes_of(node.inputs[0]) or [None])
+        if isinstance(whole, str):
+            number, names = factors_of(whole)
+            size, rest = divmod(math.prod(target or ()), number)
+            if len(names) == 1 and names[0] in given and not rest:
+                numbers[names[0]] = size
+    if not numbers:
+        return {}
+    name = re.compile("|".join(rf"(?<![\w.]){re.escape(each)}(?![\w.])" for each in numbers))
+    before = {value: value.shape for value in model.graph.inputs if value.shape is not None}
+    for value in (*model.graph.inputs, *(each for node in nodes_in(model.graph) for each in node.outputs)):
+        dims = sizes_of(value) or []
+        found = [
+            _plain(name.sub(lambda each: str(numbers[each[0]]), size)) if isinstance(size, str) else size
+            for size in dims
+        ]
+        if found != dims:
+            value.shape = ir.Shape([int(each) if str(each).isdecimal() else each for each in found])  # type: ignore[arg-type]
+    infer_sizes(model)
+    return before
+
+
 _ODD = re.compile(r"[^\w\s.+*/(),-]")
 
 

@@ -165,6 +165,10 @@ def _broadcast(
     for each in pattern.scores.wider:
         if each.axis == pattern.letters.query:
             q = builder.expand(q, *more[1:], builder.size(each.value, each.at), 1)
+        elif each.axis == pattern.letters.key and is_op(pattern.last.node, "Einsum"):
+            # An einsum copies a single key and value to as many as the mask has.
+            size = builder.size(each.value, each.at)
+            k, v = (builder.expand(value, *more[1:], size, 1) for value in (k, v))
     if pattern.lengths:
         k = builder.expand(k, *more[1:], builder.size(v, -2), 1)
     return q, k, v
