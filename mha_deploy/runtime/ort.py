@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import io
-import math
 import os
 import resource
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -18,7 +17,7 @@ import onnx_ir as ir
 
 from mha_deploy.errors import BackendUnavailable, DeployError
 from mha_deploy.graph.file import graph_of, weights_folder
-from mha_deploy.graph.ir import infer_shapes
+from mha_deploy.graph.ir import constant, infer_shapes, is_op, nodes_behind, rank
 from mha_deploy.graph.lower import lower
 from mha_deploy.graph.lower.cache import TOTAL_LENGTH
 from mha_deploy.graph.upcast import with_float32_inside
@@ -273,17 +272,31 @@ def refuse_work_on_cpu(nodes: Iterable[tuple[str, str]], graph: ir.Model) -> Non
     ]
     if work:
         infer_shapes(graph)
-        work = [each for each in work if not all(map(_is_one_number, made.get(each[1], [None])))]
+        work = [each for each in work if not all(map(_is_of_shapes, made.get(each[1], [None])))]
     if work:
         problem = "ONNX Runtime would run nodes on the CPU: its CUDA provider has no kernels for them."
         got = ", ".join(f"{operator} {name}".strip() for operator, name in work)
         raise DeployError(problem, got=got, hint="another precision, another dialect, or --backend ort-cpu")
 
 
-def _is_one_number(value: ir.Value | None) -> bool:
-    """Whether it has one element, as the root of a head size that older exporters compute from a shape."""
-    shape = None if value is None else value.shape
-    return shape is not None and math.prod(size if isinstance(size, int) else 0 for size in shape) == 1
+def _is_of_shapes(value: ir.Value | None) -> bool:
+    """Whether it is computed from shapes and constants alone, and no longer than a shape.
+
+    As the root of a head size, which older exporters compute. ONNX does not infer that this is one number
+    where it does not infer the rank before.
+    """
+    if value is None or rank(value) not in (0, 1):
+        return False
+    for node in nodes_behind([value], lambda node: () if is_op(node, *_SHAPES) else node.inputs):
+        given = [each for each in node.inputs if each is not None and each.producer() is None]
+        if is_op(node, *_LONGER) or (
+            not is_op(node, *_SHAPES) and any(constant(each) is None for each in given)
+        ):
+            return False
+    return value.producer() is not None
+
+
+_SHAPES, _LONGER = ("Shape", "Size"), ("Range", "ConstantOfShape", "Expand", "Tile")
 
 
 # Changes the layout of nodes on the CPU, does nothing on a GPU, and crashes on x86-64 (1.31.1).

@@ -143,6 +143,33 @@ def test_a_number_that_is_computed_from_a_shape_is_no_work(tmp_path):
         refuse_work_on_cpu([("Div", names["Div"])], graph)
 
 
+def test_numbers_that_are_computed_from_shapes_of_unknown_rank_are_no_work(tmp_path):
+    """As TorchScript writes the scale behind a reshape to sizes that are computed."""
+    text = """<ir_version: 8, opset_import: ["": 17]>
+        scaled (float[N, 16] x, int64[K] sizes, float[K] more) => (float[M] y, float[M] z, float[L] w) {
+            [apart] apart = Reshape(x, sizes)
+            [shape] shape = Shape(apart)
+            last = Constant <value = int64 {-1}> ()
+            end = Constant <value = int64 {9223372036854775807}> ()
+            [size] size = Slice(shape, last, end)
+            [wide] wide = Cast <to = 1> (size)
+            [root] y = Sqrt(wide)
+            [mixed] z = Add(wide, more)
+            zero = Constant <value = int64 {0}> ()
+            one = Constant <value = int64 {1}> ()
+            [number] number = Squeeze(size)
+            [long] long = Range(zero, number, one)
+            [spread] w = Cast <to = 1> (long)
+        }"""
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "scaled.onnx")
+    graph = load_graph(tmp_path / "scaled.onnx")
+    kinds = {node.name: node.op_type for node in graph.graph}
+    refuse_work_on_cpu([(kinds[name], name) for name in ("size", "wide", "root")], graph)
+    for name in ("mixed", "spread"):
+        with pytest.raises(DeployError, match="on the CPU"):
+            refuse_work_on_cpu([(kinds[name], name)], graph)
+
+
 def test_an_operator_of_shapes_on_floats_is_work(bundles):
     graph = load_graph(bundles("tiny-padding").model_path)
     bias = next(node for node in graph.graph if node.op_type == "Add")
