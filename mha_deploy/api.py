@@ -24,9 +24,9 @@ from mha_deploy.environment import can_import, examine
 from mha_deploy.errors import DeployError, needed
 from mha_deploy.model.catalog import catalog_names, find_spec
 from mha_deploy.model.deployable import Deployable
+from mha_deploy.model.layer import AttentionSpec
 from mha_deploy.model.precision import find_precision
 from mha_deploy.model.source import Model, find_checkpoint_layer, find_model, range_text
-from mha_deploy.model.spec import AttentionSpec
 from mha_deploy.options import (
     MOST_SECONDS,
     OF_DEPLOY,

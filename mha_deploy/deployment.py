@@ -18,9 +18,9 @@ from mha_deploy.environment import gpus
 from mha_deploy.errors import DeployError
 from mha_deploy.exporter.entry import export_model
 from mha_deploy.graph.file import load_graph
+from mha_deploy.model.layer import AttentionSpec
 from mha_deploy.model.precision import EIGHT_BITS
 from mha_deploy.model.source import Model, find_model, is_onnx_file
-from mha_deploy.model.spec import AttentionSpec
 from mha_deploy.options import AUTO, EngineOptions, ExportOptions, OnStep, ValidateOptions, silent
 from mha_deploy.output import temporary_folder
 from mha_deploy.report.table import Cell, RawRow, Table, number, share_cell, table
@@ -150,16 +150,13 @@ def refit_bundle(
     spec = old.manifest.spec
     options = replace(options, precision=AUTO if spec.mixed else old.manifest.precision.name)
     ranges = {name: str(axis) for name, axis in spec.axes.items()}
-    if spec.layer is not None:
-        model = find_model(spec.layer)
-    elif spec.factory:
-        isolation.refuse_untrusted(spec.factory)
-        model = find_model(spec.factory, axes=ranges)
-    elif is_onnx_file(str(weights)):
-        model = find_model(str(weights), axes=ranges)
-    else:
+    source = spec.source or (str(weights) if is_onnx_file(str(weights)) else None)
+    if source is None:
         problem = f"{spec.name} was not made by a factory: nothing here can give it other weights."
         raise DeployError(problem, got=weights, hint="--weights model.onnx, the file with other weights")
+    if spec.factory:
+        isolation.refuse_untrusted(spec.factory)
+    model = find_model(source, axes=ranges)
     if model.onnx_file is None:
         options = replace(options, **model.weight_options(weights, options.prefix))
     bundle = export_model(model, out, options, {}, on_step)

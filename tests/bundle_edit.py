@@ -24,7 +24,7 @@ SIZES = {"B": 2, "S": 3}
 def manifest(name="tiny-mha", precision="fp16"):
     """A manifest with one golden case of SIZES."""
     return Manifest(
-        spec=find_spec(name).model,
+        spec=find_spec(name),
         precision=PRECISIONS[precision],
         opset=23,
         weights="made by hand",

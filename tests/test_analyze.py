@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from mha_deploy.analysis.cost import kv_cache_bytes_per_token, layer_cost, parameter_count
 from mha_deploy.analysis.roofline import (
     GpuPeaks,
     analyze_layer,
@@ -21,7 +20,15 @@ from mha_deploy.analysis.roofline import (
 from mha_deploy.cli.tables import analysis_renderable
 from mha_deploy.errors import DeployError, SpecError
 from mha_deploy.model.catalog import catalog_names, find_spec
-from mha_deploy.model.spec import AttentionSpec, Axis, GroupedMlp, SparseHeads
+from mha_deploy.model.layer import (
+    AttentionSpec,
+    GroupedMlp,
+    SparseHeads,
+    kv_cache_bytes_per_token,
+    layer_cost,
+    parameter_count,
+)
+from mha_deploy.model.spec import Axis
 
 WIDE = Axis(min=1, opt=4, max=100_000)
 

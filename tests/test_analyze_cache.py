@@ -4,21 +4,17 @@ from dataclasses import replace
 
 import pytest
 
-from mha_deploy.analysis.cost import (
-    SizeLimit,
+from mha_deploy.analysis.roofline import analyze_layer
+from mha_deploy.bundle.sizes import SizeLimit, points_from_text, shrunk, usual_points
+from mha_deploy.errors import SpecError
+from mha_deploy.model.layer import (
+    AttentionSpec,
     key_length,
     kv_cache_bytes_per_token,
     layer_cost,
-    oracle_bytes,
-    oracle_cache_bytes,
     parameter_count,
-    points_from_text,
-    shrunk,
-    usual_points,
 )
-from mha_deploy.analysis.roofline import analyze_layer
-from mha_deploy.errors import SpecError
-from mha_deploy.model.spec import AttentionSpec, Axis
+from mha_deploy.model.spec import Axis
 
 B, S, P, T = (Axis(min=low, opt=8, max=100_000) for low in (1, 1, 0, 1))
 CAPACITY = 16
@@ -155,21 +151,21 @@ def test_rope_and_softcap_cost_no_matmul():
 def test_the_oracle_holds_the_cache_twice_in_fp64():
     sizes = {"B": 3, "S": 2, "P": 7}
     spec = make("dynamic")
-    assert oracle_cache_bytes(spec, sizes) == 2 * (2 * 3 * 1 * 9 * 2) * 8
+    assert spec.oracle_cache_bytes(sizes) == 2 * (2 * 3 * 1 * 9 * 2) * 8
     assert (
-        oracle_cache_bytes(make("preallocated"), {"B": 3, "S": 2, "T": CAPACITY}) == 2 * (2 * 3 * 16 * 2) * 8
+        make("preallocated").oracle_cache_bytes({"B": 3, "S": 2, "T": CAPACITY}) == 2 * (2 * 3 * 16 * 2) * 8
     )
-    assert oracle_cache_bytes(make(), {"B": 3, "S": 2}) == 0
+    assert make().oracle_cache_bytes({"B": 3, "S": 2}) == 0
     scores, activations = 2 * 3 * 2 * 2 * 9, 4 * 3 * 9 * 4
-    assert oracle_bytes(spec, sizes) == 8 * (scores + activations) + oracle_cache_bytes(spec, sizes)
+    assert spec.oracle_bytes(sizes) == 8 * (scores + activations) + spec.oracle_cache_bytes(sizes)
 
 
 def test_a_cache_alone_can_be_too_much_for_a_limit():
     spec = make("dynamic", Hkv=2, D=64)
     sizes = {"B": 1, "S": 1, "P": 4000}
-    room = oracle_bytes(spec, sizes) / 2**30
+    room = spec.oracle_bytes(sizes) / 2**30
     assert SizeLimit(gib=room).allows(spec, sizes)
-    assert not SizeLimit(gib=room - oracle_cache_bytes(spec, sizes) / 2**30 / 2).allows(spec, sizes)
+    assert not SizeLimit(gib=room - spec.oracle_cache_bytes(sizes) / 2**30 / 2).allows(spec, sizes)
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "preallocated"])

@@ -20,7 +20,8 @@ from mha_deploy.analysis.similarity import (
 )
 from mha_deploy.cli.tables import similarity_renderable
 from mha_deploy.errors import BackendUnavailable, DeployError
-from mha_deploy.model.spec import AttentionSpec, Axis
+from mha_deploy.model.layer import AttentionSpec
+from mha_deploy.model.spec import Axis
 
 TO_64 = Axis(min=1, opt=8, max=64)
 SELF = AttentionSpec(name="self", Hq=4, Hkv=4, D=8, E=32, axes={"B": TO_64, "S": TO_64})

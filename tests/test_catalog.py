@@ -6,7 +6,7 @@ import pytest
 
 from mha_deploy.errors import SpecError
 from mha_deploy.model.catalog import catalog_folder, catalog_names, find_spec, read_spec
-from mha_deploy.model.spec import ATTENDS, MASKS, PROJECTIONS, VARIANTS, AttentionSpec
+from mha_deploy.model.layer import ATTENDS, MASKS, PROJECTIONS, VARIANTS, AttentionSpec
 
 NAMES = catalog_names()
 TINY = [name for name in NAMES if name.startswith("tiny-")]

@@ -14,11 +14,11 @@ from mha_deploy.bundle.cases import (
     write_case,
 )
 from mha_deploy.bundle.folder import open_bundle
+from mha_deploy.bundle.sizes import plan_golden
 from mha_deploy.errors import BundleError
-from mha_deploy.exporter.flow import plan_golden
 from mha_deploy.exporter.golden import LayerCapture
+from mha_deploy.model.layer import AttentionSpec
 from mha_deploy.model.precision import find_precision
-from mha_deploy.model.spec import AttentionSpec
 from mha_deploy.reference import build_module
 
 CACHED = ("tiny-dynamic", "tiny-preallocated")
@@ -36,7 +36,7 @@ def moved(bundle, folder):
 @pytest.mark.parametrize("name", CACHED)
 def test_what_is_read_is_what_was_captured(bundles, tmp_path, name):
     bundle, wanted = bundles(name), find_precision("fp16")
-    module = build_module(bundle.manifest.spec.layer, dtype=getattr(torch, wanted.torch_name), path="plain")
+    module = build_module(bundle.manifest.spec, dtype=getattr(torch, wanted.torch_name), path="plain")
     capture = LayerCapture(module, wanted, seed=0)
     planned = {case.name: case for case in plan_golden(bundle.manifest.spec).cases}
     other = moved(bundle, tmp_path / "bundle")
@@ -55,7 +55,7 @@ def test_what_is_read_is_what_was_captured(bundles, tmp_path, name):
 def test_a_file_holds_no_old_entry_twice(bundles, name):
     bundle = bundles(name)
     for entry in bundle.manifest.golden:
-        layer = bundle.manifest.spec.layer
+        layer = bundle.manifest.spec
         S, Hkv, D = entry.sizes["S"], layer.Hkv, layer.D
         arrays = read_arrays(bundle.file(entry.file))
         shapes = {key: arrays[key].shape for key in arrays if "oracle/" in key and "/output" not in key}

@@ -261,7 +261,7 @@ def test_the_doctor_does_not_load_what_takes_seconds(loading):
 
 
 def test_a_spec_needs_only_the_standard_library():
-    own = {"mha_deploy.model.spec", "mha_deploy.errors"}
+    own = {"mha_deploy.model.spec", "mha_deploy.model.layer", "mha_deploy.errors"}
     for name in own:
         strangers = {
             module

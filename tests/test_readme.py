@@ -17,7 +17,7 @@ import pytest
 
 from mha_deploy.cli import app, main
 from mha_deploy.model.catalog import find_spec, read_spec
-from mha_deploy.model.spec import AttentionSpec
+from mha_deploy.model.layer import AttentionSpec
 from mha_deploy.runtime.cuda import find_gpu
 
 ROOT = Path(__file__).resolve().parents[1]

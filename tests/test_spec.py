@@ -7,7 +7,8 @@ from dataclasses import FrozenInstanceError
 import pytest
 
 from mha_deploy.errors import EXIT_BAD_INPUT, SpecError
-from mha_deploy.model.spec import FLOAT, INT32, AttentionSpec, Axis, Rope, TensorSpec
+from mha_deploy.model.layer import AttentionSpec, Rope
+from mha_deploy.model.spec import FLOAT, INT32, Axis, TensorSpec
 
 B = {"min": 1, "opt": 2, "max": 4}
 S = {"min": 1, "opt": 16, "max": 64}

@@ -10,7 +10,6 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 
-from mha_deploy.analysis.cost import USUAL, StageCost, cost_of, points_from_text
 from mha_deploy.analysis.roofline import (
     Analysis,
     GpuPeaks,
@@ -19,11 +18,13 @@ from mha_deploy.analysis.roofline import (
     find_peaks,
     roofline_bound,
 )
+from mha_deploy.bundle.sizes import USUAL, points_from_text
 from mha_deploy.errors import DeployError, SpecError
 from mha_deploy.graph.fuse.values import infer_sizes
 from mha_deploy.graph.ir import MATMULS, dims
+from mha_deploy.model.layer import AttentionSpec
 from mha_deploy.model.precision import find_precision
-from mha_deploy.model.spec import ModelSpec, Sizes, size_of
+from mha_deploy.model.spec import ModelSpec, Sizes, StageCost, cost_of, size_of
 
 # What is multiplied; all other nodes are taken to be fused into these, so the bound stays one.
 _GEMMS = (*MATMULS, "MatMulInteger", "ConvInteger", "FusedMatMul")
@@ -48,14 +49,14 @@ def analyze_at(
     spec: ModelSpec, graph: ir.Model | None, at: str | None, precision: str, gpu: str | GpuPeaks
 ) -> Analysis | GraphAnalysis:
     """The roofline at sizes as a user names them: of a catalog layer, or of a graph."""
-    if spec.layer is None and graph is not None:
-        sizes = spec.sizes("opt") if at in (None, USUAL) else spec.parse_sizes(str(at))
-        return analyze_graph(spec.name, graph, sizes, precision, gpu)
-    if spec.layer is None:
+    if isinstance(spec, AttentionSpec):
+        point = points_from_text(spec, at or USUAL)[-1]
+        lengths = None if point.past is None else [point.past] * point.sizes["B"]
+        return analyze_layer(spec, point.sizes, precision, gpu, lengths=lengths)
+    if graph is None:
         raise DeployError("There is no graph to count.", got=spec.name, hint="a bundle, or an ONNX file")
-    point = points_from_text(spec, at or USUAL)[-1]
-    lengths = None if point.past is None else [point.past] * point.sizes["B"]
-    return analyze_layer(spec.layer, point.sizes, precision, gpu, lengths=lengths)
+    sizes = spec.sizes("opt") if at in (None, USUAL) else spec.parse_sizes(str(at))
+    return analyze_graph(spec.name, graph, sizes, precision, gpu)
 
 
 def analyze_graph(

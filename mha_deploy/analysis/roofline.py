@@ -9,11 +9,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from mha_deploy.analysis import cost as costs
-from mha_deploy.analysis.cost import LayerCost, Lengths, StageCost
 from mha_deploy.errors import DeployError, nearest
+from mha_deploy.model.layer import AttentionSpec, key_length, kv_cache_bytes_per_token, layer_cost
 from mha_deploy.model.precision import find_precision
-from mha_deploy.model.spec import AttentionSpec, Sizes
+from mha_deploy.model.spec import LayerCost, Lengths, Sizes, StageCost
 
 _FIGURES = Path(__file__).resolve().parent / "gpus.toml"
 
@@ -164,12 +163,12 @@ class Analysis(Roofline):
     @property
     def kv_bytes_per_token(self) -> int:
         """KV-cache bytes of one token."""
-        return costs.kv_cache_bytes_per_token(self.spec, find_precision(self.precision).bytes)
+        return kv_cache_bytes_per_token(self.spec, find_precision(self.precision).bytes)
 
     @property
     def kv_bytes(self) -> int:
         """KV-cache bytes at these sizes."""
-        return self.sizes["B"] * costs.key_length(self.spec, self.sizes) * self.kv_bytes_per_token
+        return self.sizes["B"] * key_length(self.spec, self.sizes) * self.kv_bytes_per_token
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; times in seconds, sizes in bytes."""
@@ -193,6 +192,6 @@ def analyze_layer(
     `gpu` is a name from `gpu_names()`, or the figures of another GPU.
     """
     gpu = gpu if isinstance(gpu, GpuPeaks) else find_peaks(gpu)
-    cost = costs.layer_cost(spec, sizes, find_precision(precision).bytes, lengths=lengths)
+    cost = layer_cost(spec, sizes, find_precision(precision).bytes, lengths=lengths)
     bound = roofline_bound(cost, gpu, precision)
     return Analysis(spec=spec, sizes=dict(sizes), precision=precision, gpu=gpu, cost=cost, bound=bound)

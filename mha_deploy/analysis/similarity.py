@@ -14,7 +14,8 @@ import numpy as np
 from mha_deploy import __version__
 from mha_deploy.bundle.cases import read_npz
 from mha_deploy.errors import DeployError, needed
-from mha_deploy.model.spec import INT32, AttentionSpec, Sizes, TensorSpec
+from mha_deploy.model.layer import AttentionSpec
+from mha_deploy.model.spec import INT32, Sizes, TensorSpec
 from mha_deploy.output import TOOL, check_file, is_image, write_file
 
 # -- Inputs from an .npz file, checked against the spec --------------------------------------------

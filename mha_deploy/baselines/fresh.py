@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import partial, singledispatch
 from itertools import product
 from typing import Any
 
@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mha_deploy.analysis.cost import oracle_bytes, past_keys, sizes_name
 from mha_deploy.bundle.cases import (
     DecodeTrace,
     GoldenCase,
@@ -26,15 +25,16 @@ from mha_deploy.bundle.cases import (
     read_case,
 )
 from mha_deploy.bundle.folder import Bundle
+from mha_deploy.bundle.sizes import LOUDNESS, PlannedCase, sizes_name
 from mha_deploy.errors import BackendUnavailable, BundleError, DeployError
 from mha_deploy.exporter.exporter import export_user_module
-from mha_deploy.exporter.flow import LOUDNESS, PlannedCase
-from mha_deploy.exporter.golden import LayerCapture, ModuleCapture
+from mha_deploy.exporter.golden import Capture, LayerCapture, ModuleCapture
 from mha_deploy.exporter.oracle import Float64, Intercept, run_in_float64, run_program
 from mha_deploy.exporter.own_model import reopen_user_module
 from mha_deploy.graph.file import load_graph
+from mha_deploy.model.layer import AttentionSpec
 from mha_deploy.model.precision import find_precision
-from mha_deploy.model.spec import AttentionSpec
+from mha_deploy.model.spec import ModelSpec
 from mha_deploy.reference import build_module
 from mha_deploy.reference.attention import Attention, causal_mask, split_heads
 from mha_deploy.reference.inputs import tensor_from_numpy, to_numpy
@@ -68,14 +68,14 @@ def module_from_bundle(
 
 def attention_spec(bundle: Bundle) -> AttentionSpec:
     """The spec of a bundle of one of our own layers; not for a user's module."""
-    layer = bundle.manifest.spec.layer
-    if layer is None:
+    spec = bundle.manifest.spec
+    if not isinstance(spec, AttentionSpec):
         raise BundleError(
             "The bundle is not that of a catalog layer.",
-            got=bundle.manifest.spec.name,
+            got=spec.name,
             hint="a bundle of a layer from `mha-deploy models`",
         )
-    return layer
+    return spec
 
 
 def check_device(device: str) -> None:
@@ -103,7 +103,7 @@ def run_in_blocks(
     for name, axis, dim in (("past_key", "P", 2), ("key_cache", "T", 2), ("key", "T", 1)):
         if name in arguments:
             sizes[axis] = arguments[name].shape[dim]
-    each = oracle_bytes(spec.model, sizes)
+    each = spec.oracle_bytes(sizes)
     count = max(1, limit_bytes // each)
     # Where all of it fits, no call is intercepted: at small sizes that takes as long as the calls.
     fits = _COPIES_OF_SCORES * each * min(count, batch) <= limit_bytes
@@ -304,6 +304,36 @@ _GIB = 1 << 30
 ORACLE_BYTES = {"cpu": 2 * _GIB, "cuda": 16 * _GIB}
 
 
+Probes = Mapping[str, Callable[..., dict[str, Tensor]]]
+"""What changes inputs that were drawn, by the name of the probe."""
+
+
+@singledispatch
+def open_capture(
+    spec: ModelSpec, bundle: Bundle, device: str, oracle_bytes: int | None
+) -> tuple[Capture, str, Probes]:
+    """What captures cases of a bundle's model, the device that it runs on, and its probes."""
+    program, manifest = ProgramValues(bundle), bundle.manifest
+    smallest = min(manifest.golden, key=lambda entry: math.prod(entry.sizes.values()))
+    program.at(read_case(bundle, smallest), ())  # it must still be what it was
+    own, tensors = manifest.precision, (*spec.inputs, *spec.outputs)
+    types = {each.name: own.numpy_of(each.kind) for each in tensors} if spec.mixed else {}
+    return ModuleCapture(program.user, program.exported, own, 0, types), "cpu", {"edges": dict}
+
+
+@open_capture.register(AttentionSpec)
+def _(
+    spec: AttentionSpec, bundle: Bundle, device: str, oracle_bytes: int | None
+) -> tuple[Capture, str, Probes]:
+    module = module_from_bundle(bundle, path="plain", device=device)
+    limit = oracle_bytes or ORACLE_BYTES[torch.device(device).type]
+    run_oracle = partial(run_in_blocks, limit_bytes=limit)
+    capture = LayerCapture(module, bundle.manifest.precision, 0, run_oracle=run_oracle)
+    capture.most_tokens = _CHUNK
+    edges = partial(layer_probe, spec, layer=module)
+    return capture, device, {"edges": edges, "coarse": dict, "steps": _loud_steps}
+
+
 class FreshCases:
     """Makes cases for the model of a bundle, with its own weights.
 
@@ -312,26 +342,8 @@ class FreshCases:
     """
 
     def __init__(self, bundle: Bundle, device: str, *, oracle_bytes: int | None = None) -> None:
-        self.spec, manifest = bundle.manifest.spec, bundle.manifest
-        self._capture: LayerCapture | ModuleCapture
-        self._probes: dict[str, Callable[[Mapping[str, Tensor]], dict[str, Tensor]]]
-        if self.spec.layer is not None:
-            module = module_from_bundle(bundle, path="plain", device=device)
-            limit = oracle_bytes or ORACLE_BYTES[torch.device(device).type]
-            run_oracle = partial(run_in_blocks, limit_bytes=limit)
-            layer = LayerCapture(module, manifest.precision, 0, run_oracle=run_oracle)
-            layer.most_tokens = _CHUNK
-            edges = partial(layer_probe, self.spec.layer, layer=module)
-            self._probes = {"edges": edges, "coarse": dict}
-            self._capture = layer
-        else:
-            program = ProgramValues(bundle)
-            smallest = min(manifest.golden, key=lambda entry: math.prod(entry.sizes.values()))
-            program.at(read_case(bundle, smallest), ())  # it must still be what it was
-            own, tensors = manifest.precision, (*self.spec.inputs, *self.spec.outputs)
-            types = {each.name: own.numpy_of(each.kind) for each in tensors} if self.spec.mixed else {}
-            self._probes = {"edges": dict}
-            self._capture = ModuleCapture(program.user, program.exported, own, 0, types)
+        self.spec = bundle.manifest.spec
+        self._capture, self.device, self.probes = open_capture(self.spec, bundle, device, oracle_bytes)
 
     def case(
         self,
@@ -344,23 +356,21 @@ class FreshCases:
     ) -> GoldenCase:
         """Draw inputs and compute what is true of them; the same seed at the same sizes draws the same.
 
-        Ragged lengths of a catalog layer go down to 1 and 0. `past` entries of a preallocated cache are valid
+        Ragged lengths go down to 1 and 0. `past` entries of a preallocated cache are valid
         in every batch element; default: drawn. The probe `edges` has large tokens where masks, windows and
         caches end; `coarse` finds out what parts of attention in BF16, and weights in INT8, would change, of
         catalog layers alone.
         """
         self.spec.check_sizes(sizes)
-        if past is not None and self.spec.layer is not None:
-            past_keys(self.spec.layer, sizes, [past] * sizes["B"])  # raises where they do not fit
-        ragged = ragged and self.spec.layer is not None
+        self.spec.check_past(sizes, past)
         name = f"fresh-{sizes_name(sizes)}-seed{seed}{'-ragged' if ragged else ''}"
-        self._capture.change = self._probes[probe] if probe else dict
+        self._capture.change = self.probes[probe] if probe else dict
         what = "Out of memory: the oracle cannot be computed at these sizes."
         no_room = DeployError(what, got=sizes_name(sizes), hint="smaller sizes")
         planned = PlannedCase(name=name, sizes=dict(sizes), ragged=ragged, past=past, probe=probe == "edges")
         with self._drawing(seed, no_room):
             case = self._capture.capture(planned)
-            if probe != "coarse" or not isinstance(self._capture, LayerCapture):
+            if probe != "coarse":
                 return case
             oracle, feeds = case.oracle["output"], self._capture.draw(planned)
             tokens = {name: each.bfloat16().to(each.dtype) for name, each in feeds.items() if each.dim() == 3}
@@ -390,12 +400,13 @@ class FreshCases:
             feeds = {key: tensor_from_numpy(array) for key, array in inputs.items()}
             return self._capture.capture(PlannedCase(name=name, sizes=dict(sizes)), feeds)
 
-    def trace(self, planned: PlannedTrace, *, seed: int, probe: bool = False) -> DecodeTrace:
+    def trace(self, planned: PlannedTrace, *, seed: int, probe: str | None = None) -> DecodeTrace:
         """Draw tokens, decode with the module, and compute the whole sequence in FP64.
 
-        With `probe`, some tokens of a catalog layer are large: at the ends of the prompt, among the steps.
+        With the probe `steps`, some tokens of a catalog layer are large: at the ends of the prompt, among the
+        steps.
         """
-        self._capture.change = partial(_loud_steps, planned) if probe else dict
+        self._capture.change = partial(self.probes[probe], planned) if probe else dict
         what, hint = "The tokens do not fit the device's memory.", "a smaller batch, or a shorter prompt"
         no_room = DeployError(what, got=planned.name, hint=hint)
         with self._drawing(seed, no_room):

@@ -21,8 +21,9 @@ from mha_deploy.bundle.folder import Bundle
 from mha_deploy.errors import BackendUnavailable, DeployError, is_user_error, nearest, text_of_error
 from mha_deploy.exporter.oracle import Intercept, tensors_in
 from mha_deploy.exporter.own_model import reopen_user_module
+from mha_deploy.model.layer import AttentionSpec
 from mha_deploy.model.precision import Precision
-from mha_deploy.model.spec import CACHES, LENGTHS, PAST, ModelSpec, TensorSpec, refuse_overflow
+from mha_deploy.model.spec import CACHES, LENGTHS, PAST, TensorSpec, refuse_overflow
 from mha_deploy.reference import build_module
 from mha_deploy.reference.attention import (
     Attention,
@@ -272,10 +273,10 @@ class TorchModels:
 class UserModels:
     """A user's module on one device, made by its factory once for all the baselines to run it."""
 
-    def __init__(self, spec: ModelSpec, precision: Precision, device: str = "cuda") -> None:
+    def __init__(self, bundle: Bundle, device: str = "cuda") -> None:
         check_device(device)
-        self.spec, self.precision, self.device = spec, precision, device
-        self._user = reopen_user_module(spec, precision, device=device)
+        self.spec, self.precision, self.device = bundle.manifest.spec, bundle.manifest.precision, device
+        self._user = reopen_user_module(self.spec, self.precision, device=device)
 
     def in_service(self, baseline: TorchBaseline) -> nn.Module:
         """The module as it is run and timed."""
@@ -350,8 +351,7 @@ _SHAPES_COMPILED = 256  # past its own limit of 8, torch.compile gives up on a f
 
 def models_of(bundle: Bundle) -> Models:
     """PyTorch's side of a bundle on the GPU: one of our own layers, or a user's module."""
-    spec = bundle.manifest.spec
-    return TorchModels(bundle) if spec.layer else UserModels(spec, bundle.manifest.precision)
+    return (TorchModels if isinstance(bundle.manifest.spec, AttentionSpec) else UserModels)(bundle)
 
 
 def open_torch_runner(baseline: str, source: Bundle | Models) -> TorchRunner:

@@ -13,8 +13,9 @@ from msgspec import Meta, Struct, field
 
 from mha_deploy.errors import BundleError, DeployError
 from mha_deploy.files import PathPart
+from mha_deploy.model.layer import AttentionSpec
 from mha_deploy.model.precision import find_precision
-from mha_deploy.model.spec import ON_DISK, AttentionSpec, ModelSpec, axes_from, refuse_unknown, require
+from mha_deploy.model.spec import ON_DISK, ModelSpec, ModuleSpec, axes_from, refuse_unknown, require
 from mha_deploy.status import means
 
 if TYPE_CHECKING:
@@ -380,13 +381,13 @@ _REQUIRED = (
 
 
 def _spec_from(data: Mapping[str, Any]) -> ModelSpec:
-    """Read what `ModelSpec.to_dict` wrote, refusing what it does not know."""
+    """Read what `to_dict` of a spec wrote, refusing what it does not know."""
     if "factory" not in data:
-        return AttentionSpec.from_dict(data).model
-    names = {ON_DISK.get(item.name, item.name): item.name for item in fields(ModelSpec)}
-    refuse_unknown("the spec", data, tuple(name for name in names if name != "layer"))
+        return AttentionSpec.from_dict(data)
+    names = {ON_DISK.get(item.name, item.name): item.name for item in fields(ModuleSpec)}
+    refuse_unknown("the spec", data, tuple(names))
     require("the spec", data, _REQUIRED)
     for tensor in (*data["tensors_in"], *data["tensors_out"]):
         refuse_unknown("a tensor", tensor, ("name", "kind", "dims"))
     plain = {names[key]: value for key, value in data.items()}
-    return msgspec.convert({**plain, "axes": axes_from(data["axes"])}, ModelSpec)
+    return msgspec.convert({**plain, "axes": axes_from(data["axes"])}, ModuleSpec)

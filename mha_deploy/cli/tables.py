@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import singledispatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,8 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from mha_deploy.files import as_plain
+from mha_deploy.model.layer import AttentionSpec, kv_cache_bytes_per_token, parameter_count
+from mha_deploy.model.spec import ModelSpec
 from mha_deploy.report import table as tables
 from mha_deploy.report.table import Cell, Data, Table, prompts_text, table
 from mha_deploy.status import Outcome
@@ -40,7 +43,7 @@ if TYPE_CHECKING:  # a verb that has no such result to show does not load what m
     from mha_deploy.engine.plugins import Found
     from mha_deploy.graph.fuse import FuseReport
     from mha_deploy.graph.rules import Eligibility
-    from mha_deploy.model.spec import AttentionSpec
+    from mha_deploy.model.layer import AttentionSpec
     from mha_deploy.regression.matrix import MatrixCell
     from mha_deploy.runtime.tensorrt.engine_verdict import (
         Disagreement,
@@ -111,18 +114,11 @@ def head(outcome: str, words: str) -> Text:
 def bundle_renderable(bundle: Bundle, *, details: bool = False) -> RenderableType:
     """A bundle in a few lines; with `details`, everything in its manifest."""
     manifest, spec = bundle.manifest, bundle.manifest.spec
-    layer = spec.layer
-    what = f"{spec.name}: "
-    if layer is None:
-        origin = spec.factory or spec.summary or "an object in memory"
-        what += f"{origin}, {spec.weight_bytes / 1e6:,.1f} MB of weights"
-    else:
-        what += f"{layer.kind} {layer.Hq}/{layer.Hkv} heads of {layer.D}, width {layer.E}"
     axes = "  ".join(f"{name} {axis}" for name, axis in spec.axes.items())
     total = sum(entry.bytes for entry in manifest.files.values())
     cases = "  ".join(f"{entry.name} {sizes_text(entry.sizes)}" for entry in manifest.golden)
     fused = f"{len(manifest.attention)}/{spec.attention_count} attention as one ONNX Attention node"
-    lines = [("bundle", str(bundle.path)), ("model", what)]
+    lines = [("bundle", str(bundle.path)), ("model", f"{spec.name}: {_about(spec)}")]
     lines.append(("graph", f"{manifest.precision.name}, opset {manifest.opset}, axes {axes}"))
     lines += [("fused", fused), ("golden", cases.replace(", ", ","))]
     for entry in manifest.traces:
@@ -148,6 +144,18 @@ def bundle_renderable(bundle: Bundle, *, details: bool = False) -> RenderableTyp
     made = "made with " + ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
     about = (Text(line, style="dim") for line in (checks, made))
     return Group(_pairs(lines), *loss, attention_renderable(manifest.attention), files, *about)
+
+
+@singledispatch
+def _about(spec: ModelSpec) -> str:
+    """What a model is, in a few words."""
+    origin = spec.factory or spec.summary or "an object in memory"
+    return f"{origin}, {spec.weight_bytes / 1e6:,.1f} MB of weights"
+
+
+@_about.register(AttentionSpec)
+def _(spec: AttentionSpec) -> str:
+    return f"{spec.kind} {spec.Hq}/{spec.Hkv} heads of {spec.D}, width {spec.E}"
 
 
 def attention_renderable(nodes: Sequence[Mapping[str, Any]]) -> RenderableType:
@@ -611,7 +619,6 @@ def models_renderable(models: Iterable[Mapping[str, Any]]) -> RenderableType:
 
 def model_row(spec: AttentionSpec) -> dict[str, Any]:
     """The attributes of one model, for the table and for JSON."""
-    from mha_deploy.analysis.cost import kv_cache_bytes_per_token, parameter_count
     from mha_deploy.model.precision import PRECISIONS
 
     known = ("name", "kind", "variant", "attends", "mask", "causal", "Hq", "Hkv", "D", "E")

@@ -678,7 +678,7 @@ def analyze(
     model: Any = None
     if (Path(options["model"]) / "manifest.json").is_file():
         model = md.open_bundle(options["model"])
-        name, is_layer = model.manifest.spec.name, model.manifest.spec.layer is not None
+        name, is_layer = model.manifest.spec.name, model.manifest.spec.kind != "module"
         for key in ("model", "hf", "layer", "axis"):
             options.pop(key, None)
     else:

@@ -17,9 +17,9 @@ import msgspec
 import numpy as np
 import onnx_ir as ir
 
-from mha_deploy.analysis.cost import TIMED_CASES
 from mha_deploy.bundle.cases import GoldenCase, golden_cases
 from mha_deploy.bundle.folder import MANIFEST, Bundle, sha256
+from mha_deploy.bundle.sizes import TIMED_CASES
 from mha_deploy.engine import engine as engines
 from mha_deploy.engine import lowered as lowering
 from mha_deploy.engine.engine import Engine, first_gpu, open_engine_runner, reasons_not_to_run

@@ -23,9 +23,10 @@ from mha_deploy.bundle.cases import Arrays
 from mha_deploy.bundle.folder import SOURCE, Bundle, sha256
 from mha_deploy.bundle.manifest import LossLayer, LossMetric, LossOutput, LossPoint, LossRecord
 from mha_deploy.bundle.samples import Sample, as_taken
+from mha_deploy.bundle.sizes import PlannedCase
 from mha_deploy.errors import DeployError, ExportError, LossExceeded, nearest
 from mha_deploy.exporter.file_program import FileProgram, FileRounding
-from mha_deploy.exporter.flow import PlannedCase, export_bundle
+from mha_deploy.exporter.flow import export_bundle
 from mha_deploy.exporter.onnx_import import OnnxSource
 from mha_deploy.graph.file import save_graph
 from mha_deploy.graph.fuse import fuse_attention

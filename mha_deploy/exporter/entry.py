@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 from mha_deploy.bundle.folder import MANIFEST, Bundle, open_bundle
 from mha_deploy.errors import DeployError, needed
 from mha_deploy.files import open_regular
+from mha_deploy.model.layer import AttentionSpec
 from mha_deploy.model.precision import EIGHT_BITS, find_precision
 from mha_deploy.model.source import Model, find_model
-from mha_deploy.model.spec import AttentionSpec, ModelSpec
+from mha_deploy.model.spec import ModelSpec
 from mha_deploy.options import AUTO, ExportOptions, OnStep
 from mha_deploy.output import refuse_inside, refuse_occupied, scratch_folder
 
@@ -101,10 +102,10 @@ def open_counted(model: Any, axes: Mapping[str, Any] | None) -> tuple[ModelSpec,
         from mha_deploy.graph.file import load_graph
 
         spec = model.manifest.spec
-        return spec, load_graph(model.model_path) if spec.layer is None else None
+        return spec, None if isinstance(spec, AttentionSpec) else load_graph(model.model_path)
     found = find_model(model, axes=axes)
     if isinstance(found.source, AttentionSpec):
-        return found.source.model, None
+        return found.source, None
     if (file := found.onnx_file) is not None:
         from mha_deploy.exporter.onnx_import import open_graph
 

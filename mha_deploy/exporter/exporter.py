@@ -18,6 +18,7 @@ from mha_deploy.bundle.cases import Arrays, GoldenCase, pack_baselines, write_ar
 from mha_deploy.bundle.folder import Bundle, sha256
 from mha_deploy.bundle.manifest import LayersEntry, ShrunkRange
 from mha_deploy.bundle.samples import as_taken, read_samples, samples_from
+from mha_deploy.bundle.sizes import MODULE_CASES, golden_budget, golden_names, plan_golden
 from mha_deploy.errors import ExportError, nearest
 from mha_deploy.exporter import flow
 from mha_deploy.exporter.axes import ExportedModule
@@ -28,13 +29,13 @@ from mha_deploy.exporter.golden import LayerCapture, ModuleCapture, arrays_of
 from mha_deploy.exporter.observe import attention_values
 from mha_deploy.exporter.own_model import UserModule, draw_user_inputs, open_user_module, state_digest
 from mha_deploy.exporter.program import export_program
-from mha_deploy.graph.canonical import check_canonical
 from mha_deploy.graph.file import save_graph
 from mha_deploy.graph.fuse import share_tied_weights
 from mha_deploy.graph.upcast import retype
 from mha_deploy.model.deployable import Deployable
+from mha_deploy.model.layer import AttentionSpec
 from mha_deploy.model.precision import find_precision
-from mha_deploy.model.spec import AttentionSpec, Axes, ModelSpec
+from mha_deploy.model.spec import Axes, ModelSpec, ModuleSpec
 from mha_deploy.options import AUTO, ExportOptions, OnStep, silent
 from mha_deploy.output import scratch_folder
 from mha_deploy.reference import build_module
@@ -174,15 +175,16 @@ class _LayerSource(flow.ExportSource):
     """A catalog layer: its graph is canonical as the reference layer emits it."""
 
     module: Attention
+    spec: AttentionSpec
 
     def __init__(self, layer: AttentionSpec, options: ExportOptions) -> None:
-        self.layer, self.spec, self.options, self.cache = layer, layer.model, options, layer.cache
+        self.spec, self.options, self.cache = layer, options, layer.cache
         self.precision = find_precision("fp16" if options.precision == AUTO else options.precision)
         self.opset = choose_opset(layer, options.opset)
         self.notes, self.checks = [], {}
         # Refuses what cannot be.
-        plan = flow.plan_golden(self.spec, options.golden, flow.golden_budget(options))
-        self.steps = 6 + len(plan.cases) + (layer.cache != "none")
+        plan = plan_golden(layer, options.golden, golden_budget(options))
+        self.steps, self.planned = 6 + len(plan.cases) + (layer.cache != "none"), golden_names(layer)
 
     def graph(self, folder: Path) -> ir.Model:
         self.step("weights")
@@ -194,23 +196,23 @@ class _LayerSource(flow.ExportSource):
         state = None
         if options.weights is not None:
             given = options.weights
-            state, self.notes = read_weights(given, self.layer, prefix=options.prefix, layer=options.layer)
+            state, self.notes = read_weights(given, self.spec, prefix=options.prefix, layer=options.layer)
         dtype = getattr(torch, self.precision.torch_name)
         # The eager result is the textbook's: an engine that does not fuse rounds like it.
         self.module = build_module(
-            self.layer, seed=options.seed, weights=state, dtype=dtype, device=options.device, path="plain"
+            self.spec, seed=options.seed, weights=state, dtype=dtype, device=options.device, path="plain"
         )
         self.step("ONNX graph")
         return canonical_from_module(self.module, opset=self.opset)
 
     def check(self, path: Path) -> None:
         """Check the graph, and that its dynamic axes are dynamic: run it at two sizes."""
-        self.checks["graph"] = check_canonical(path, self.layer, self.precision)
+        super().check(path)
         self.step("run at two shapes")
-        every = [case.sizes for case in flow.plan_golden(self.spec, ("min", "odd")).cases]
+        every = [case.sizes for case in plan_golden(self.spec, ("min", "odd")).cases]
         with open_runner(available_cpu_backend(self.precision), path) as runner:
             for sizes in every:
-                feeds = fed_to(self.module, random_inputs(self.layer, sizes, seed=0))
+                feeds = fed_to(self.module, random_inputs(self.spec, sizes, seed=0))
                 got = runner.run({name: to_numpy(tensor) for name, tensor in feeds.items()})
                 for tensor in self.spec.outputs:
                     if (shape := got[tensor.name].shape) != tensor.shape(sizes):
@@ -324,6 +326,7 @@ class _ModuleSource(flow.ExportSource):
     """A user's module: its program is exported, and its attentions are recognized in the graph."""
 
     user: UserModule
+    spec: ModuleSpec
     capture: ModuleCapture
 
     def __init__(self, reference: str | Deployable, options: ExportOptions, axes: Axes | None) -> None:
@@ -337,7 +340,7 @@ class _ModuleSource(flow.ExportSource):
         self.auto, self.opset = options.precision == AUTO, choose_opset(None, options.opset)
         self.precision = find_precision("fp16" if self.auto else options.precision)
         self.notes, self.checks = [], {}
-        self.steps = 6 + self.auto + len(options.golden or flow.MODULE_CASES)
+        self.steps = 6 + self.auto + len(options.golden or MODULE_CASES)
 
     def graph(self, folder: Path) -> ir.Model:
         options, reference, axes = self.options, self.reference, self.axes
@@ -377,7 +380,7 @@ class _ModuleSource(flow.ExportSource):
             types = {str(each.name): each.dtype.numpy() for each in values if each.dtype is not None}
             self.capture = ModuleCapture(user, exported, self.precision, options.seed, types)
         self.values = attention_values(model, lambda name: exported.node_of(name) is not None, self.unfused)
-        known = {f.name: getattr(user, f.name) for f in fields(ModelSpec) if hasattr(user, f.name)}
+        known = {f.name: getattr(user, f.name) for f in fields(ModuleSpec) if hasattr(user, f.name)}
         self.describe(model, exported.outputs, **known, cached=user.kv_cache)
         _ = self.spec.kv_cache  # raises where it is not one
         _drop_exporter_metadata(model)

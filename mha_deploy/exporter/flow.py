@@ -5,14 +5,12 @@ PyTorch is not imported here: an ONNX file becomes a bundle without it.
 
 from __future__ import annotations
 
-import enum
 import gc
 import math
-import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,6 @@ import numpy as np
 import onnx_ir as ir
 from msgspec import structs
 
-from mha_deploy.analysis import cost
 from mha_deploy.bundle.cases import (
     Arrays,
     DecodeTrace,
@@ -32,7 +29,6 @@ from mha_deploy.bundle.cases import (
     read_trace,
     refuse_implausible,
     refuse_polygraphy,
-    stored_bytes,
     write_case,
     write_polygraphy,
     write_trace,
@@ -48,13 +44,23 @@ from mha_deploy.bundle.manifest import (
     TraceEntry,
     UnfusedRecord,
 )
+from mha_deploy.bundle.sizes import (
+    MODULE_CASES,
+    MaskFill,
+    PlannedCase,
+    golden_budget,
+    golden_names,
+    odd_sizes,
+    planned_cases,
+    refuse_unknown_case,
+)
 from mha_deploy.environment import versions
-from mha_deploy.errors import ExportError, NoResult, SpecError, nearest
+from mha_deploy.errors import ExportError, NoResult
 from mha_deploy.exporter.coarse import CoarseMistakes, coarse_mistakes
 from mha_deploy.exporter.observe import observe
 from mha_deploy.files import PathPart
 from mha_deploy.graph.attention_node import attention_nodes, is_attention, short_dtype
-from mha_deploy.graph.canonical import check_graph, check_module
+from mha_deploy.graph.canonical import check_canonical, check_graph
 from mha_deploy.graph.file import load_graph, save_graph
 from mha_deploy.graph.fuse import FuseReport, fuse_attention, place_of
 from mha_deploy.graph.ir import Dim, dims
@@ -63,233 +69,11 @@ from mha_deploy.graph.quantize import is_quantized, without_quantizers
 from mha_deploy.graph.valid import refuse_invalid
 from mha_deploy.metrics import relative_error
 from mha_deploy.model.precision import Precision
-from mha_deploy.model.spec import FLOAT, Axes, ModelSpec, Sizes, TensorSpec
+from mha_deploy.model.spec import FLOAT, Axes, ModelSpec, ModuleSpec, TensorSpec
 from mha_deploy.options import ExportOptions, OnStep
 from mha_deploy.output import temporary_folder
 from mha_deploy.runtime import plan_mixed_precision
 from mha_deploy.runtime.user_code import graph_code
-
-# -- Which golden cases an export gets: the corners of the axes, within a budget -------------------
-
-MASK_OF_ONE = "mask-of-one"
-RANDOM_SIZES = ("random-1", "random-2")
-CASES = ("min", "opt", "odd", "ragged", "large")
-CACHE_CASES = ("min", "prefill", "decode", "odd", "ragged", "large", cost.LONG_PAST)
-MODULE_CASES = ("opt", "min", "odd", "large")  # opt first: its work bounds that of the others
-ALL_CASES = (*CASES, *CACHE_CASES, cost.PROBE, *RANDOM_SIZES, cost.MASKS, MASK_OF_ONE)
-_RAGGED_BATCH = 4
-_RAGGED_LENGTH = 24
-# A key this many times as large dominates the heads in which it is attended: whether a query attends to it,
-# and at which position, shows in the output at any length. Among random keys it is one of thousands.
-LOUDNESS = 4.0
-_CACHE_BYTES = 1 << 30  # of the FP64 oracle's
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlannedCase:
-    """One case to capture."""
-
-    name: str
-    sizes: dict[str, int]
-    ragged: bool = False  # whether the batch elements have lengths of their own, the extreme ones included
-    past: int | None = None  # valid entries of a preallocated cache in every batch element; None: drawn
-    probe: bool = False  # whether some tokens are large: what a mask hides wrongly shows then
-    # What the boolean masks of a user's model are, by batch element, in turn
-    masks: tuple[MaskFill, ...] = ()
-    given: Mapping[str, np.ndarray] | None = None  # inputs of a user's own, where they are not drawn
-
-    def change(self, name: str, array: np.ndarray, dims: Sequence[Dim]) -> np.ndarray:
-        """An input of a user's model, as this case has it: with large tokens, or as a mask."""
-        if self.masks and dims and is_mask(name, array.dtype.name):
-            kept = [mask.of(array.shape[-1]) for mask in self.masks]
-            if array.ndim == 1:
-                return kept[0].astype(array.dtype)
-            made = [np.broadcast_to(kept[b % len(kept)], row.shape) for b, row in enumerate(array)]
-            return np.array(made, array.dtype).reshape(array.shape)
-        at = {3: 1, 4: 2}.get(array.ndim)  # hidden states [B, S, E]; keys and values [B, Hkv, P, D]
-        if not self.probe or array.dtype.kind not in "fV" or at is None or not isinstance(dims[at], str):
-            return array
-        loud, length = array.copy(), array.shape[at]
-        edges = sorted({each for each in (0, (length - 1) // 2, length - 1) if each >= 0})
-        loud[(slice(None),) * at + (edges,)] *= np.asarray(LOUDNESS, array.dtype)
-        return loud
-
-
-class MaskFill(enum.Enum):
-    """A boolean mask over positions, whichever of its two values hides them."""
-
-    TAIL = "the second half"
-    HEAD = "the first half"
-    NONE = "none"
-    ALL = "all"
-
-    def of(self, length: int) -> np.ndarray:
-        """Whether each position is kept."""
-        at = np.arange(length)
-        kept = {MaskFill.TAIL: at < -(-length // 2), MaskFill.HEAD: at >= length // 2, MaskFill.NONE: at >= 0}
-        return kept.get(self, at < 0)
-
-
-def is_mask(name: str, kind: str) -> bool:
-    """Whether an input of a user's model is a mask over positions: boolean, or integers of such a name."""
-    return kind == "bool" or ("mask" in name.lower() and kind.startswith(("int", "uint")))
-
-
-@dataclass(frozen=True, kw_only=True)
-class GoldenBudget(cost.SizeLimit):
-    """What the large case may cost; the others are as large as the spec says."""
-
-    mb: float = 25.0  # on disk, in 10⁶ bytes; as much as the opt case takes is always allowed
-
-    def __str__(self) -> str:
-        return f"{self.gflop:g} GFLOP, {self.gib:g} GiB and {self.mb:g} MB on disk"
-
-    def allows(self, spec: ModelSpec, sizes: Sizes) -> bool:
-        """Whether a case of these sizes stays below the limit."""
-        room = max(self.mb * 1e6, stored_bytes(spec, spec.sizes("opt")))
-        return super().allows(spec, sizes) and stored_bytes(spec, sizes) <= room
-
-
-def golden_budget(options: ExportOptions) -> GoldenBudget:
-    """The limit of the large case that was requested."""
-    return GoldenBudget(gflop=options.golden_gflop, gib=options.golden_gib, mb=options.golden_mb)
-
-
-@dataclass(frozen=True, kw_only=True)
-class GoldenPlan:
-    """The cases to capture, and why others were left out."""
-
-    cases: tuple[PlannedCase, ...]
-    notes: tuple[str, ...] = ()
-
-
-def plan_golden(
-    spec: ModelSpec, wanted: Sequence[str] = (), budget: GoldenBudget | None = None
-) -> GoldenPlan:
-    """Choose the cases: those wanted by name, or by sizes such as `B=2,S=33`; default: all that suit."""
-    notes: list[str] = []
-    cases = tuple(planned_cases(lambda: spec, wanted or golden_names(spec), budget or GoldenBudget(), notes))
-    if not cases:
-        known = ", ".join(golden_names(spec))
-        raise SpecError(f"No golden case is left for {spec.name}.", got=", ".join(wanted), hint=known)
-    return GoldenPlan(cases=cases, notes=tuple(notes))
-
-
-def golden_names(spec: ModelSpec) -> tuple[str, ...]:
-    """The cases that a model may have, by name."""
-    if spec.layer is None:
-        masked = any(each.dims and is_mask(each.name, each.kind) for each in spec.inputs)
-        return (
-            *MODULE_CASES,
-            cost.PROBE,
-            *(RANDOM_SIZES if cost.has_inside(spec.axes) else ()),
-            *((cost.MASKS, MASK_OF_ONE) if masked else ()),
-            *((cost.LONG_PAST,) if spec.cached else ()),
-            *(("ragged",) if (cache := spec.kv_cache) is not None and cache.is_ragged else ()),
-        )
-    return CASES if spec.cache == "none" else CACHE_CASES
-
-
-def refuse_unknown_case(name: str, known: Sequence[str] = ALL_CASES) -> None:
-    """Refuse a case that is neither known by name nor given by its sizes."""
-    if "=" not in name and name not in known and name != "opt":
-        hint = f"{nearest(name, known)} Or sizes, such as B=2,S=33."
-        raise SpecError("No such golden case.", got=name, hint=hint)
-
-
-def planned_cases(
-    model: Callable[[], ModelSpec], names: Sequence[str], budget: GoldenBudget, notes: list[str]
-) -> Iterator[PlannedCase]:
-    """Each case that suits a model, whose cost may be known only once others ran; notes get the others."""
-    cases: list[PlannedCase] = []
-    for name in names:
-        spec = model()
-        found = _plan_one(spec, name, budget)
-        if isinstance(found, str):
-            notes.append(f"no {name} case: {found}")
-        elif any(replace(found, name=other.name) == other for other in cases):
-            notes.append(f"no {found.name} case: its sizes are those of another")
-        else:
-            cases.append(found)
-            largest = spec.sizes("max")
-            less = [f"{axis} = {most}" for axis, most in largest.items() if found.sizes[axis] < most]
-            if name == cost.LONG_PAST and spec.kv_cache is not None:
-                less = [each for each in less if each.startswith(f"{spec.kv_cache.past} = ")]
-            if name in ("large", cost.LONG_PAST) and less:
-                text = ",".join(f"{axis}={size}" for axis, size in found.sizes.items())
-                notes.append(f"the {name} case has {text}: the axes allow {', '.join(less)}, beyond {budget}")
-            yield found
-
-
-def _plan_one(spec: ModelSpec, name: str, budget: GoldenBudget) -> PlannedCase | str:
-    """One case, or why there is none."""
-    if "=" in name:
-        sizes = spec.parse_sizes(name)
-        return PlannedCase(name=cost.sizes_name(sizes), sizes=sizes)
-    refuse_unknown_case(name, (*golden_names(spec), cost.PROBE))
-    if name in RANDOM_SIZES:
-        dice = random.Random(f"{spec.seed} {name}")
-        return PlannedCase(name=name, sizes=cost.random_sizes(spec, spec.axes, dice))
-    if name in (cost.MASKS, MASK_OF_ONE):
-        sizes = {axis: cost.first_allowed(each, (_RAGGED_LENGTH,)) for axis, each in spec.axes.items()}
-        batch = _RAGGED_BATCH if name == cost.MASKS else 1
-        first = {str(tensor.dims[0]) for tensor in spec.inputs if tensor.dims} & {*spec.axes}
-        sizes |= {axis: cost.first_allowed(spec.axes[axis], (batch,)) for axis in first}
-        masks = tuple(MaskFill) if name == cost.MASKS else (MaskFill.HEAD,)
-        return PlannedCase(name=name, sizes=sizes, masks=masks)
-    if name == cost.PROBE:
-        return PlannedCase(name=name, sizes=spec.sizes("opt"), probe=True)
-    if name in ("min", "opt"):
-        # The least that a dynamic cache holds is nothing, too.
-        cache = spec.kv_cache if name == "min" else None
-        past = 0 if cache is not None and cache.is_preallocated else None
-        return PlannedCase(name=name, sizes=spec.sizes(name), past=past)
-    if name == "odd":
-        return PlannedCase(name=name, sizes=_with_small_batch(spec, cost.odd_sizes(spec.axes)))
-    if name == "ragged":
-        return _ragged_case(spec)
-    if name == "large":
-        if spec.layer is None and not spec.flops:
-            return "its cost is not known without the case opt before it"
-        sizes, usual = cost.shrunk(spec, spec.sizes("max"), spec.sizes("min"), budget), spec.sizes("opt")
-        if all(sizes[axis] <= usual[axis] for axis in sizes):
-            return f"nothing larger than opt fits {budget}"
-        return PlannedCase(name=name, sizes=sizes)
-    if name == cost.LONG_PAST:
-        found = cost.long_past(spec, spec.axes, budget)
-        if not found:
-            return "the model has no KV cache"
-        if not budget.allows(spec, found[0].sizes):
-            return f"no past as long as the optimum fits {budget}"
-        return PlannedCase(name=name, sizes=dict(found[0].sizes), past=found[0].past)
-    # A prompt into an empty cache, or the token that fills it: as timed.
-    for point in cost.usual_points(spec):
-        if point.name == name:
-            return PlannedCase(name=name, sizes=dict(point.sizes), past=point.past)
-    single = "the layer takes single tokens only"
-    return single if spec.axes["S"].max == 1 else "its usual call is the shortest"
-
-
-def _ragged_case(spec: ModelSpec) -> PlannedCase | str:
-    cache = spec.kv_cache if spec.layer is None or spec.cache == "preallocated" else None
-    padded = spec.layer is not None and spec.layer.mask == "padding"
-    if not padded and (cache is None or not cache.is_ragged):
-        return "the layer takes no lengths"
-    sizes = {name: cost.first_allowed(axis, (_RAGGED_LENGTH,)) for name, axis in spec.axes.items()}
-    sizes["B"] = max(spec.axes["B"].min, min(_RAGGED_BATCH, spec.axes["B"].max))
-    if cache is not None:  # lengths differ by what the new tokens leave free
-        new = cache.new
-        sizes[new] = max(spec.axes[new].min, min(sizes[new], cache.room // 2))
-        if sizes[new] == cache.room:
-            return "new tokens leave no room for lengths in the cache"
-    return PlannedCase(name="ragged", sizes=_with_small_batch(spec, sizes), ragged=True)
-
-
-def _with_small_batch(spec: ModelSpec, sizes: dict[str, int]) -> dict[str, int]:
-    """A smaller batch where the caches would make up most of a bundle."""
-    while cost.oracle_cache_bytes(spec, sizes) > _CACHE_BYTES and sizes["B"] > spec.axes["B"].min:
-        sizes = {**sizes, "B": sizes["B"] - 1}
-    return sizes
 
 
 def check_plausible(case: GoldenCase, precision: Precision) -> None:
@@ -328,6 +112,7 @@ class ExportSource(ABC):
     auto: bool = False  # whether its precision is chosen node by node
     opset: int
     cache: str = "none"  # the KV cache of a catalog layer
+    planned: Sequence[str] = MODULE_CASES  # the golden cases among its steps
     declares_cache = True  # whether its user said so: one that was recognized need not be a cache
     spec: ModelSpec  # known once there is a graph, complete once the golden cases are captured
     attentions: int  # how many it computes, fused or not
@@ -373,7 +158,7 @@ class ExportSource(ABC):
 
     def check(self, path: Path) -> None:
         """Check the graph that was written."""
-        self.checks["graph"] = check_module(path, self.spec, self.precision)
+        self.checks["graph"] = check_canonical(path, self.spec, self.precision)
 
     def layers(self, cases: list[GoldenCase], folder: Path) -> LayersEntry | None:
         """The expected result of every attention in one golden case, where that is known."""
@@ -403,7 +188,7 @@ class ExportSource(ABC):
         """A float32 graph in FP16 where that holds the numbers that are drawn; what is wider is noted."""
         self.step("ranges")
         sizes = {at: {name: getattr(axis, at) for name, axis in axes.items()} for at in ("opt", "min")}
-        sizes["odd"] = cost.odd_sizes(axes)
+        sizes["odd"] = odd_sizes(axes)
         drawn = {name: self.draw(PlannedCase(name=name, sizes=at)) for name, at in sizes.items()}
         with temporary_folder(folder / "float32") as scratch:
             # Rounding to FP16 moves numbers across the levels of a grid, whichever node does it: what FP16
@@ -430,7 +215,7 @@ class ExportSource(ABC):
         self.places = {str(n.name): place_of(n) for n in model.graph.all_nodes() if is_attention(n)}
         tensors = {"inputs": model.graph.inputs, "outputs": model.graph.outputs}
         known |= {name: tuple(map(self._tensor, values)) for name, values in tensors.items()}
-        self.spec = ModelSpec(**known, attention_count=self.attentions, mixed=self.auto)
+        self.spec = ModuleSpec(**known, attention_count=self.attentions, mixed=self.auto)
 
     def _tensor(self, value: ir.Value) -> TensorSpec:
         sizes = (None,) if value.shape is None else dims(value)
@@ -468,8 +253,7 @@ def export_bundle(source: ExportSource, target: Path, on_step: OnStep) -> Bundle
         source.check(folder / MODEL)
         cases, golden = list[GoldenCase](), list[GoldenEntry]()
         names, budget = options.golden or golden_names(source.spec), golden_budget(options)
-        if source.spec.layer is None:
-            source.steps += len(names) - len(options.golden or MODULE_CASES)
+        source.steps += len(names) - len(options.golden or source.planned)
         drawn = planned_cases(lambda: source.spec, names, budget, source.notes)
         for planned in chain(drawn, source.sample_cases()):
             source.step(f"golden case {planned.name}")
@@ -489,7 +273,7 @@ def export_bundle(source: ExportSource, target: Path, on_step: OnStep) -> Bundle
         layers, traces = source.layers(cases, folder), _write_trace(source, folder)
         source.step("what the outputs show")
         coarse = CoarseMistakes()
-        if source.spec.layer is None:  # of catalog layers they are computed with the cases of a validation
+        if not source.spec.draws_probes:
             coarse = coarse_mistakes(load_graph(folder / MODEL), cases, source.precision, source.unfused)
         for index, case in enumerate(cases):
             if case.name == coarse.case and coarse.suspects:

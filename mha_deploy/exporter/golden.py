@@ -29,10 +29,11 @@ from mha_deploy.bundle.cases import (
     take_tokens,
 )
 from mha_deploy.bundle.manifest import Source
+from mha_deploy.bundle.sizes import PlannedCase
 from mha_deploy.errors import ExportError
 from mha_deploy.exporter.axes import ExportedModule
 from mha_deploy.exporter.explain import overflow_error, run_explained
-from mha_deploy.exporter.flow import PlannedCase, refuse_large_error
+from mha_deploy.exporter.flow import refuse_large_error
 from mha_deploy.exporter.oracle import (
     Float32Accumulation,
     Float64,
@@ -264,7 +265,7 @@ class LayerCapture(Capture):
     ) -> None:
         super().__init__(module, precision, seed, [tensor.name for tensor in module.spec.outputs])
         self._run_oracle, self.oracle = run_oracle, module.variation(path="sdpa")
-        self.cached = cached_outputs(module.spec.model)
+        self.cached = cached_outputs(module.spec)
 
     def draw(self, planned: PlannedCase) -> Feeds:
         """Drawn from the seed, without tokens at which rounding decides."""

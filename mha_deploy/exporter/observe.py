@@ -16,9 +16,9 @@ import numpy as np
 import onnx_ir as ir
 from msgspec import structs
 
-from mha_deploy.analysis.cost import MASKS, PROBE
 from mha_deploy.bundle.cases import GoldenCase
 from mha_deploy.bundle.manifest import ObservedRecord, Perturbation, UnfusedRecord
+from mha_deploy.bundle.sizes import MASKS, PROBE
 from mha_deploy.errors import DeployError
 from mha_deploy.exporter.coarse import CoarseMistakes
 from mha_deploy.exporter.file_program import FileProgram, FileRounding

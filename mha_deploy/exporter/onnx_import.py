@@ -14,7 +14,6 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveInitializersFromInputsPass
 
-from mha_deploy.analysis.cost import sizes_name
 from mha_deploy.bundle.cases import (
     Arrays,
     DecodeTrace,
@@ -27,6 +26,7 @@ from mha_deploy.bundle.cases import (
 )
 from mha_deploy.bundle.folder import Bundle, sha256
 from mha_deploy.bundle.manifest import LayersEntry, Source
+from mha_deploy.bundle.sizes import MODULE_CASES, PlannedCase, sizes_name
 from mha_deploy.errors import (
     BackendUnavailable,
     BundleError,
@@ -36,14 +36,7 @@ from mha_deploy.errors import (
     nearest,
 )
 from mha_deploy.exporter.file_program import FileProgram, FileRounding
-from mha_deploy.exporter.flow import (
-    MODULE_CASES,
-    ExportSource,
-    PlannedCase,
-    check_plausible,
-    export_bundle,
-    refuse_large_error,
-)
+from mha_deploy.exporter.flow import ExportSource, check_plausible, export_bundle, refuse_large_error
 from mha_deploy.exporter.observe import attention_values
 from mha_deploy.exporter.samples import sample_case
 from mha_deploy.graph.attention_node import short_dtype
@@ -53,7 +46,7 @@ from mha_deploy.graph.fuse.values import RANDOM
 from mha_deploy.graph.ir import infer_shapes, is_op, node_name, nodes_behind
 from mha_deploy.graph.valid import inline_functions
 from mha_deploy.model.precision import PRECISIONS, find_precision
-from mha_deploy.model.spec import FLOAT, Axes, Axis, Dim, ModelSpec, TensorSpec, is_past, size_of
+from mha_deploy.model.spec import FLOAT, Axes, Axis, Dim, ModelSpec, ModuleSpec, TensorSpec, is_past, size_of
 from mha_deploy.options import AUTO, ExportOptions, OnStep, silent
 from mha_deploy.runtime import open_runner
 from mha_deploy.runtime.child import RuntimeCrash
@@ -95,6 +88,7 @@ def bundle_from_onnx(
 class OnnxSource(ExportSource):
     """An ONNX file: its result in ONNX Runtime stands for the eager model, its FP64 copy is the oracle."""
 
+    spec: ModuleSpec
     draws_numbers = True  # whether inputs without an example are drawn
 
     def __init__(
@@ -134,7 +128,7 @@ class OnnxSource(ExportSource):
             TensorSpec(name=name, kind=self.kind_of(kind), dims=self.dims[name])
             for name, kind in kinds.items()
         )
-        return ModelSpec(name=self.title, axes=self.axes, inputs=inputs, outputs=(), attention_count=0)
+        return ModuleSpec(name=self.title, axes=self.axes, inputs=inputs, outputs=(), attention_count=0)
 
     def graph(self, folder: Path) -> ir.Model:
         """The graph of the file, with its attention fused."""

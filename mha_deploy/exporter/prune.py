@@ -22,10 +22,11 @@ from msgspec.structs import replace as changed
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from mha_deploy.bundle.manifest import LossLayer, LossPoint, LossRecord
+from mha_deploy.bundle.sizes import PlannedCase
 from mha_deploy.errors import DeployError, ExportError, LossExceeded
 from mha_deploy.exporter.compress import FEW, Compression, LossSums, Original, Samples, measure_loss, prepared
 from mha_deploy.exporter.file_program import FileProgram, FileRounding
-from mha_deploy.exporter.flow import PlannedCase, refuse_large_error
+from mha_deploy.exporter.flow import refuse_large_error
 from mha_deploy.exporter.head_layout import in_plain_form
 from mha_deploy.graph import attention_node as an
 from mha_deploy.graph.attention_node import is_attention, read_attention

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import singledispatch
 from pathlib import Path
 
 import msgspec
@@ -16,8 +17,9 @@ from mha_deploy.graph import attention_node as an
 from mha_deploy.graph.attention_node import attention_nodes, is_attention, short_dtype
 from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.ir import dims, input_at, is_op, made_by, nodes_behind, output_at
+from mha_deploy.model.layer import AttentionSpec
 from mha_deploy.model.precision import Precision
-from mha_deploy.model.spec import FLOAT, AttentionSpec, ModelSpec
+from mha_deploy.model.spec import FLOAT, ModelSpec
 
 # What may be between a projection and its attention: layout, and the rotary embedding.
 _LAYOUT_OPS = frozenset(
@@ -32,11 +34,27 @@ _CACHE_CHECKS = {
 _FLOATS = frozenset({ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.FLOAT, ir.DataType.DOUBLE})
 
 
-def check_canonical(path: Path, spec: AttentionSpec, precision: Precision) -> list[str]:
+def check_canonical(path: Path, spec: ModelSpec, precision: Precision) -> list[str]:
     """Check that a file is the canonical graph of a spec, else an ExportError; return what was checked."""
-    check_layer(_load_checked(path), spec, precision)
+    model = _load_checked(path)
+    return ["onnx.checker with strict shape inference", *check_described(spec, model, precision)]
+
+
+@singledispatch
+def check_described(spec: ModelSpec, model: ir.Model, precision: Precision) -> list[str]:
+    """Check that a graph is what a spec describes, else an ExportError; return what was checked."""
+    _check_interface(model, spec, precision)
     return [
-        "onnx.checker with strict shape inference",
+        f"{len(attention_nodes(model))} of {spec.attention_count} attention(s) are one Attention node",
+        "inputs and outputs have the names, types and dynamic dimensions of the factory",
+    ]
+
+
+@check_described.register(AttentionSpec)
+def _check_layer(spec: AttentionSpec, model: ir.Model, precision: Precision) -> list[str]:
+    """Check that a graph is the canonical one of a catalog layer."""
+    _check_nodes(model, spec, precision)
+    return [
         f"{spec.attention_count} fused Attention node(s), K and V not repeated",
         "no Cast, Expand, Tile or Gather before or after attention",
         "inputs and outputs have the spec's names, types and dynamic dimensions",
@@ -46,8 +64,7 @@ def check_canonical(path: Path, spec: AttentionSpec, precision: Precision) -> li
     ]
 
 
-def check_layer(model: ir.Model, spec: AttentionSpec, precision: Precision) -> None:
-    """Check that a graph is the canonical one of a catalog layer; see `check_canonical`."""
+def _check_nodes(model: ir.Model, spec: AttentionSpec, precision: Precision) -> None:
     found = attention_nodes(model)
     if len(found) != spec.attention_count:
         what = f"{spec.name} must have {spec.attention_count} fused attention node(s)."
@@ -103,7 +120,7 @@ def check_layer(model: ir.Model, spec: AttentionSpec, precision: Precision) -> N
             got=cache,
             hint="export it again with this version",
         )
-    check_interface(model, spec.model, precision)
+    _check_interface(model, spec, precision)
     gate_types = {precision.name, "fp32"} if spec.variant == "sparse-heads" else {precision.name}
     for node in model.graph:
         allowed = {precision.name} if node.op_type in _IN_PRECISION else gate_types
@@ -146,18 +163,6 @@ def _cache_of(attention: ir.Node) -> str:
     return "preallocated" if counted and are(caches, updated) else "none"
 
 
-def check_module(path: Path, spec: ModelSpec, precision: Precision) -> list[str]:
-    """Check that a file is the module that a spec describes, else an ExportError; return what was checked."""
-    model = _load_checked(path)
-    check_interface(model, spec, precision)
-    fused = len(attention_nodes(model))
-    return [
-        "onnx.checker with strict shape inference",
-        f"{fused} of {spec.attention_count} attention(s) are one Attention node",
-        "inputs and outputs have the names, types and dynamic dimensions of the factory",
-    ]
-
-
 def _load_checked(path: Path) -> ir.Model:
     try:
         onnx.checker.check_model(str(path), full_check=True)
@@ -170,7 +175,7 @@ def _load_checked(path: Path) -> ir.Model:
     return load_graph(path)
 
 
-def check_interface(model: ir.Model, spec: ModelSpec, precision: Precision) -> None:
+def _check_interface(model: ir.Model, spec: ModelSpec, precision: Precision) -> None:
     """Check that a graph has the inputs and outputs of a spec: names, types and dimensions."""
     kinds = {FLOAT: precision.name, "float32": "fp32", "float64": "fp64"}
     for values, tensors in ((model.graph.inputs, spec.inputs), (model.graph.outputs, spec.outputs)):
@@ -212,10 +217,7 @@ def check_graph(bundle: Bundle) -> ir.Model:
                 raise _misfit(f"{key} = {record.get(key)} of {record['name']}, not {found.get(key)}")
     spec = manifest.spec
     try:
-        if spec.layer is not None:
-            check_layer(model, spec.layer, manifest.precision)
-        else:
-            check_interface(model, spec, manifest.precision)
+        check_described(spec, model, manifest.precision)
     except ExportError as error:
         raise _misfit(error.in_one_line) from error
     if spec.attention_count < len(derived):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import singledispatch
 from typing import TypeVar
 
 import ml_dtypes
@@ -22,7 +23,8 @@ from mha_deploy.graph.ir import (
     new_initializer,
     rank,
 )
-from mha_deploy.model.spec import AttentionSpec
+from mha_deploy.model.layer import AttentionSpec
+from mha_deploy.model.spec import ModelSpec
 
 # -- The attention that is mutated -----------------------------------------------------------------
 
@@ -501,10 +503,10 @@ def mutations() -> list[str]:
     return [*_MUTATIONS, *_OF_PAIRS]
 
 
-def mutated(model: ir.Model, mutation: str, spec: AttentionSpec | None = None) -> ir.Model | None:
+def mutated(model: ir.Model, mutation: str, spec: ModelSpec | None = None) -> ir.Model | None:
     """A copy of the model with one of `mutations()`; None where it does not apply.
 
-    With a spec, None also for a mutation that has no effect within the axes of that layer.
+    With the spec of a catalog layer, None also for a mutation that has no effect within its axes.
     """
     if spec is not None and mutation in without_effect(spec):
         return None
@@ -519,8 +521,14 @@ def mutated(model: ir.Model, mutation: str, spec: AttentionSpec | None = None) -
     return copy
 
 
-def without_effect(spec: AttentionSpec) -> frozenset[str]:
-    """The names of the mutations that leave a layer correct at every size that its axes allow."""
+@singledispatch
+def without_effect(spec: ModelSpec) -> frozenset[str]:
+    """The names of the mutations that leave a model correct at every size that its axes allow."""
+    return frozenset()  # of a module that is not known
+
+
+@without_effect.register(AttentionSpec)
+def _without_effect_on(spec: AttentionSpec) -> frozenset[str]:
     most, least = spec.sizes("max"), spec.sizes("min")
     # The most new tokens of one call, tokens before them, keys, and keys that one query attends to.
     new, past, keys = most["S"], 0, most["T"] if spec.is_cross else most["S"]

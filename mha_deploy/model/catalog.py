@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mha_deploy.errors import SpecError, nearest
 from mha_deploy.files import check_plain, read_regular
-from mha_deploy.model.spec import AttentionSpec
+from mha_deploy.model.layer import AttentionSpec
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -12,7 +12,8 @@ from typing import Any
 from mha_deploy.errors import DeployError, SpecError
 from mha_deploy.files import open_regular, read_json
 from mha_deploy.model.catalog import how_to_download
-from mha_deploy.model.spec import AttentionSpec, Axis, Rope
+from mha_deploy.model.layer import AttentionSpec, Rope
+from mha_deploy.model.spec import Axis
 
 # -- The files of a checkpoint ---------------------------------------------------------------------
 

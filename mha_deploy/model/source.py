@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Union
 from mha_deploy.errors import DeployError
 from mha_deploy.model.catalog import find_spec, is_factory
 from mha_deploy.model.deployable import Deployable, Example
-from mha_deploy.model.spec import AttentionSpec, Axis
+from mha_deploy.model.layer import AttentionSpec
+from mha_deploy.model.spec import Axis
 
 if TYPE_CHECKING:
     from torch import Tensor, nn  # noqa: TID251 (types only)

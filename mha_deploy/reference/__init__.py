@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from mha_deploy.errors import DeployError
-from mha_deploy.model.spec import AttentionSpec
+from mha_deploy.model.layer import AttentionSpec
 from mha_deploy.reference.attention import Attention
 from mha_deploy.reference.rotary import rotary_tables
 from mha_deploy.reference.variants import GroupedMlpAttention, HeadMixAttention, SparseHeadAttention

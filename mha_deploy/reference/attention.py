@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mha_deploy.errors import DeployError
-from mha_deploy.model.spec import AttentionSpec, refuse_overflow
+from mha_deploy.model.layer import AttentionSpec
+from mha_deploy.model.spec import refuse_overflow
 from mha_deploy.reference.rotary import rotary_tables, rotate
 
 # -- Which keys a query attends to -----------------------------------------------------------------

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from mha_deploy.errors import ExportError
-from mha_deploy.model.spec import AttentionSpec, TensorSpec
+from mha_deploy.model.layer import AttentionSpec
+from mha_deploy.model.spec import TensorSpec
 from mha_deploy.reference.attention import Attention, alibi_bias
 from mha_deploy.reference.variants import SparseHeadAttention
 

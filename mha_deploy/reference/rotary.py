@@ -27,7 +27,7 @@ import math
 import torch
 from torch import Tensor
 
-from mha_deploy.model.spec import Rope
+from mha_deploy.model.layer import Rope
 
 
 def frequencies(rope: Rope, dims: int) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mha_deploy.model.spec import GroupedMlp, SparseHeads
+from mha_deploy.model.layer import GroupedMlp, SparseHeads
 from mha_deploy.reference.attention import Attention, Heads, attend
 
 # -- Grouped heads: a linear layer in each group, then an MLP over the groups -----------------------

@@ -13,7 +13,7 @@ from torch import Tensor
 from mha_deploy.errors import DeployError
 from mha_deploy.files import open_regular
 from mha_deploy.model.huggingface import checkpoint_files, find_attention
-from mha_deploy.model.spec import AttentionSpec
+from mha_deploy.model.layer import AttentionSpec
 
 # -- Drawn from a seed, or converted between the two forms of the projections ----------------------
 

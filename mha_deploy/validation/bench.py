@@ -8,12 +8,11 @@ from typing import Any
 
 from msgspec import structs
 
-from mha_deploy.analysis import cost
 from mha_deploy.bundle.cases import GoldenCase, golden_cases
 from mha_deploy.bundle.folder import Bundle
+from mha_deploy.bundle.sizes import TimedPoint, bench_points, points_from_text
 from mha_deploy.engine.engine import Engine
 from mha_deploy.errors import DeployError
-from mha_deploy.model.spec import Axis, ModelSpec
 from mha_deploy.options import BenchOptions
 from mha_deploy.runtime import child
 from mha_deploy.runtime.cuda import open_gpu
@@ -32,9 +31,6 @@ from mha_deploy.validation.records import (
 )
 from mha_deploy.validation.runtimes import Runtime, RuntimeFinder, Unavailable
 from mha_deploy.validation.verdict import engines_in, latency_record
-
-_MOST_STEPS = 6  # a grid has at most this many batches and as many lengths
-_ORACLE_CACHE_BYTES = 16 << 30  # what the cache of a grid's point may take in the memory of an FP64 oracle
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,8 +150,8 @@ def _cases(bundle: Bundle, options: BenchOptions) -> list[GoldenCase]:
     def key(sizes: Mapping[str, int], lengths: Iterable[int]) -> Hashable:
         return tuple(sorted(sizes.items())), tuple(map(int, lengths))
 
-    spec, wanted = bundle.manifest.spec, dict[Hashable, cost.TimedPoint]()
-    asked = [point for text in options.at for point in cost.points_from_text(spec, text)]
+    spec, wanted = bundle.manifest.spec, dict[Hashable, TimedPoint]()
+    asked = [point for text in options.at for point in points_from_text(spec, text)]
     for point in asked if options.at else bench_points(spec):
         lengths = () if point.past is None else (point.past,) * point.sizes["B"]
         wanted.setdefault(key(point.sizes, lengths), point)
@@ -172,36 +168,3 @@ def _cases(bundle: Bundle, options: BenchOptions) -> list[GoldenCase]:
                 drawn = fresh.case(point.sizes, seed=options.seed, past=point.past)
                 known[place] = replace(drawn, name=point.name)
     return [known[place] for place in wanted]
-
-
-def bench_points(spec: ModelSpec) -> tuple[cost.TimedPoint, ...]:
-    """A grid of batches and lengths to time, powers of two, with the usual points always in it.
-
-    A layer with a cache is timed at its decode step: over batches and past lengths of a dynamic cache, over
-    batches alone of a preallocated one, which is full. Cross attention has S and T of the same length where
-    both vary. Points whose cache an FP64 oracle has no room for are left out.
-    """
-    usual = cost.usual_points(spec)
-    found = {(point.past, *point.sizes.items()): point for point in usual}
-    # The axes that a length is for: those that vary, or all where none does; for a step, the cache's own.
-    lengths = [name for name in spec.axes if name != "B"]
-    names = [name for name in lengths if spec.axes[name].is_dynamic] or lengths
-    names = {"none": names, "dynamic": ["P"]}.get(spec.cache, ["T"])
-    axes = [spec.axes[name] for name in names]
-    smallest, largest = min(axis.min for axis in axes), max(axis.max for axis in axes)
-    for B in _powers(spec.axes["B"]):
-        for length in _powers(Axis(min=smallest, opt=axes[0].opt, max=largest)):
-            clipped = {name: max(spec.axes[name].min, min(length, spec.axes[name].max)) for name in names}
-            sizes = {**usual[-1].sizes, "B": B, **clipped}
-            spec.check_sizes(sizes)
-            if cost.oracle_cache_bytes(spec, sizes) <= _ORACLE_CACHE_BYTES:
-                point = cost.with_full_cache(spec, cost.sizes_name(sizes), sizes)
-                found.setdefault((point.past, *point.sizes.items()), point)
-    short_first = sorted(found.values(), key=lambda each: ([each.sizes[x] for x in lengths], each.sizes["B"]))
-    return tuple(short_first)
-
-
-def _powers(axis: Axis) -> list[int]:
-    """Powers of two in a range, thinned to a few; the usual size where there is none."""
-    powers = [2**k for k in range(axis.max.bit_length()) if axis.min <= 2**k <= axis.max] or [axis.opt]
-    return cost.spread(powers, _MOST_STEPS)

@@ -11,14 +11,13 @@ from typing import Any
 from msgspec import structs
 
 from mha_deploy import judge
-from mha_deploy.analysis.cost import LayerCost, StageCost, cost_of, layer_cost
 from mha_deploy.analysis.roofline import find_peaks, roofline_bound
 from mha_deploy.bundle.cases import DecodeTrace, GoldenCase
 from mha_deploy.bundle.folder import Bundle
 from mha_deploy.errors import DeployError
 from mha_deploy.judge import OutputVerdict, ParityReport
 from mha_deploy.model.precision import Precision
-from mha_deploy.model.spec import ModelSpec
+from mha_deploy.model.spec import LayerCost, ModelSpec
 from mha_deploy.runtime.child import RuntimeCrash
 from mha_deploy.runtime.runner import Runner
 from mha_deploy.runtime.timing import KernelTime, Timing, TimingPlan
@@ -127,11 +126,8 @@ def latency_point(
     The work behind a preallocated cache is that of the case's own lengths.
     """
     lengths = case.inputs["lengths"].tolist() if spec.cache == "preallocated" else None
-    if spec.layer is not None:
-        cost = layer_cost(spec.layer, case.sizes, precision.bytes, lengths=lengths)
-    else:  # all that PyTorch counts, with every weight read once
-        moved = spec.weight_bytes + sum(x.nbytes for x in (*case.inputs.values(), *case.eager.values()))
-        cost = cost_of(StageCost(name=spec.name, growth="", parameters=0, flops=case.flops, bytes=moved))
+    moved = sum(each.nbytes for each in (*case.inputs.values(), *case.eager.values()))
+    cost = spec.call_cost(case.sizes, precision.bytes, lengths=lengths, flops=case.flops, moved=moved)
     gpus = {row.timing.gpu for row in rows if row.timing}
     return LatencyPoint(
         case=case.name,

@@ -410,7 +410,7 @@ def reference_for(bundle: Bundle, case: GoldenCase, backend: str) -> TrustedValu
     bundle's own graph on a CPU, in another runtime than the one that is doubted. Where that graph is itself
     wrong on the case, a fault in it is in both, and cannot be found.
     """
-    if bundle.manifest.spec.layer is None and can_import("torch"):
+    if bundle.manifest.spec.factory and can_import("torch"):
         from mha_deploy.baselines.fresh import ProgramValues
 
         try:

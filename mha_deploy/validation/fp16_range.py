@@ -344,9 +344,8 @@ def _node_range(meter: Meter, spec: ModelSpec, precision: str) -> NodeRange:
     most += [dim for dim in lengths if isinstance(dim, int)]
     measured = max((each.keys for each in figures.sums), default=1)
     max_keys = sum(most) if len(most) == len(lengths) else measured
-    window = None if spec.layer is None else spec.layer.window
-    if window is not None and node.mask != "none":
-        max_keys = min(max_keys, window)
+    if spec.window is not None and node.mask != "none":
+        max_keys = min(max_keys, spec.window)
     peaks = [abs(peak.value) for peak in (figures.matmul, figures.score, figures.logit) if peak]
     largest = max(*figures.tensors.values(), *peaks, *(each.largest for each in figures.sums))
     headroom = FP16_MAX / largest if largest else None

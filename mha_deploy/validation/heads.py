@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from mha_deploy import runtime
-from mha_deploy.analysis.cost import USUAL, key_length, points_from_text
 from mha_deploy.analysis.similarity import (
     HeadSimilarity,
     head_similarity,
@@ -17,17 +16,18 @@ from mha_deploy.analysis.similarity import (
 )
 from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.bundle.folder import Bundle
+from mha_deploy.bundle.sizes import USUAL, points_from_text
 from mha_deploy.errors import DeployError, nearest
 from mha_deploy.graph.attention_node import by_head, is_attention, read_attention
 from mha_deploy.graph.file import load_graph, with_outputs
-from mha_deploy.model.spec import AttentionSpec
+from mha_deploy.model.layer import AttentionSpec, key_length
 
 
 def compare_layer_heads(
     spec: AttentionSpec, at: str | None, inputs: Path | None, *, seed: int, **weights: Any
 ) -> HeadSimilarity:
     """Compare the heads of a catalog layer, on random inputs or those of an .npz file."""
-    sizes = points_from_text(spec.model, at or USUAL)[-1].sizes
+    sizes = points_from_text(spec, at or USUAL)[-1].sizes
     if spec.cache != "none":  # the heads of the whole sequence that the KV cache comes from
         sizes = {"B": sizes["B"], "S": key_length(spec, sizes)}
         spec = spec.without_cache()

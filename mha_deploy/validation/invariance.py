@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 import numpy as np
 from msgspec import Struct, structs
 
-from mha_deploy.analysis.cost import SizeLimit, shrunk, spread
 from mha_deploy.bundle.cases import GoldenCase
+from mha_deploy.bundle.sizes import SizeLimit, shrunk, spread
 from mha_deploy.errors import DeployError
 from mha_deploy.judge import OutputVerdict, judge_case, largest_share, same_bits
 from mha_deploy.model.deployable import LARGEST_ACTIVATION

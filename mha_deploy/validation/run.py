@@ -9,21 +9,18 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
-from mha_deploy.analysis.cost import (
+from mha_deploy.bundle.cases import DecodeTrace, GoldenCase, golden_cases, plan_trace
+from mha_deploy.bundle.folder import Bundle
+from mha_deploy.bundle.sizes import (
     LONG_PAST,
     PROBE,
     TIMED_CASES,
     SizeLimit,
-    TimedPoint,
-    has_inside,
-    long_past,
-    odd_sizes,
-    random_sizes,
+    interior_sizes,
     shrunk,
+    sweep_points,
     usual_points,
 )
-from mha_deploy.bundle.cases import DecodeTrace, GoldenCase, golden_cases, plan_trace
-from mha_deploy.bundle.folder import Bundle
 from mha_deploy.engine.build import lowered_opener, twin_opener
 from mha_deploy.engine.engine import foreign_engines, gone_engines, reasons_not_to_run
 from mha_deploy.environment import can_import
@@ -58,7 +55,6 @@ Build = Callable[[Evaluation], None]
 ONNX_REFERENCE = "onnx-reference"
 
 _COARSE_NUMBERS = 1 << 14  # of an output: enough to tell a part in BF16 from chance
-_INTERIOR = 2  # random sizes of each profile
 _PROBE_STEPS = 8  # the decode steps with large tokens among them
 
 
@@ -263,7 +259,7 @@ class _Validation:
             sizes = shrunk(spec, point.sizes, spec.sizes("min"), limit)
             draw = partial(fresh.case, seed=self.options.seed, past=point.past)
             cases.append(replace(draw(sizes, probe="edges"), name=f"probe-{point.name}"))
-            if spec.layer is not None and point in usual and manifest.precision.name == "fp16":
+            if "coarse" in fresh.probes and point in usual and manifest.precision.name == "fp16":
                 more = {**sizes, "B": _batch_for_coarse(spec, sizes, profiles)}
                 cases.append(replace(draw(more, probe="coarse"), name=f"coarse-{point.name}"))
         return cases
@@ -273,21 +269,23 @@ class _Validation:
         """Whether the bundle of a user's model holds probe inputs, and others were not requested."""
         manifest = self.bundle.manifest
         stored = any(entry.name == PROBE for entry in manifest.golden)
-        return manifest.spec.layer is None and stored and not self.options.probe
+        return not manifest.spec.draws_probes and stored and not self.options.probe
 
     @cached_property
     def _probe_trace(self) -> list[DecodeTrace]:
-        """Large tokens among those that a layer with a KV cache decodes; none without PyTorch."""
+        """Large tokens among those that a layer with a KV cache decodes."""
         spec = self.bundle.manifest.spec
         planned = plan_trace(spec, _PROBE_STEPS)
-        if isinstance(planned, str) or spec.layer is None or not can_import("torch"):
+        if isinstance(planned, str) or "steps" not in self._fresh.probes:
             return []
-        return [self._fresh.trace(replace(planned, name="probe-steps"), seed=self.options.seed, probe=True)]
+        return [
+            self._fresh.trace(replace(planned, name="probe-steps"), seed=self.options.seed, probe="steps")
+        ]
 
     @property
     def _oracle_limit(self) -> SizeLimit:
         """What an oracle may cost: on the GPU where there is one; a user's module is computed on the CPU."""
-        gpu = find_gpu() if self.bundle.manifest.spec.layer is not None else None
+        gpu = find_gpu() if self._fresh.device != "cpu" else None
         if gpu is None:
             return SizeLimit(gflop=250.0)
         # The module itself keeps all scores; the oracle is computed in blocks.
@@ -422,79 +420,3 @@ def _batch_for_coarse(spec: ModelSpec, sizes: Sizes, profiles: Sequence[Mapping[
     most = max((axes["B"].max for axes in profiles if are_within(sizes, axes)), default=spec.axes["B"].max)
     in_one = math.prod(spec.outputs[0].shape({**sizes, "B": 1}))
     return max(sizes["B"], min(most, math.ceil(_COARSE_NUMBERS / in_one)))
-
-
-# -- which sizes to try: the corners of every optimization profile, or any ---------------------------
-
-
-def sweep_points(
-    spec: ModelSpec, profiles: Sequence[Mapping[str, Axis]] = (), *, limit: SizeLimit | None = None
-) -> tuple[TimedPoint, ...]:
-    """Choose the corners of every profile, or of the spec's axes, each set of sizes once.
-
-    What costs more than the limit is shrunk, down to the usual sizes, and a note says so.
-    """
-    limit = limit or SizeLimit()
-    points: dict[tuple[int | None, ...], TimedPoint] = {}
-    for index, axes in enumerate(profiles or [spec.axes]):
-        prefix = f"profile-{index}-" if len(profiles) > 1 else ""
-        for corner, (wanted, sizes) in _corners(spec, axes, limit).items():
-            text, left = (",".join(f"{name}={n}" for name, n in each.items()) for each in (wanted, sizes))
-            note = f"{text} was shrunk to stay within {limit}" if sizes != wanted else ""
-            if not limit.allows(spec, sizes):
-                note = f"{text} was shrunk to {left}, which " if sizes != wanted else ""
-                note += f"costs more than {limit}"
-            key = (*(sizes[axis] for axis in spec.axes), None)
-            if key not in points:
-                points[key] = TimedPoint(name=prefix + corner, sizes=sizes, note=note)
-            elif note:  # another corner of the same sizes: what was shrunk to get there stays noted
-                notes = [points[key].note, f"{prefix}{corner}: {note}"]
-                points[key] = replace(points[key], note="; ".join(filter(None, notes)))
-        for point in long_past(spec, axes, limit):
-            key = (*(point.sizes[axis] for axis in spec.axes), point.past)
-            points.setdefault(key, replace(point, name=prefix + point.name))
-    return tuple(points.values())
-
-
-def interior_sizes(
-    spec: ModelSpec, profiles: Sequence[Mapping[str, Axis]] = (), *, seed: int = 0
-) -> list[dict[str, int]]:
-    """A few sizes from inside every profile, or the spec's axes, at random; none where nothing varies."""
-    found: list[dict[str, int]] = []
-    dice = random.Random(seed)
-    for axes in profiles or [spec.axes]:
-        for _ in range(_INTERIOR if has_inside(axes) else 0):
-            sizes = random_sizes(spec, axes, dice)
-            if sizes not in found:
-                found.append(sizes)
-    return found
-
-
-def _corners(spec: ModelSpec, axes: Mapping[str, Axis], limit: SizeLimit) -> dict[str, tuple[Sizes, Sizes]]:
-    """The sizes wanted at each corner, and those that the limit leaves of them."""
-    smallest, usual, largest = (
-        {name: getattr(axis, bound) for name, axis in axes.items()} for bound in ("min", "opt", "max")
-    )
-    batch = [name for name in axes if name == "B"]  # not every model of a user has one
-    wanted: dict[str, Sizes] = {
-        "max": largest,
-        "odd": odd_sizes(axes),
-        "small-batch-long": largest | {name: smallest[name] for name in batch},
-        "large-batch-short": smallest | {name: largest[name] for name in batch},
-    }
-    if {"S", "T"} <= set(axes):
-        wanted["few-queries-many-keys"] = {**usual, "S": smallest["S"], "T": largest["T"]}
-        wanted["many-queries-few-keys"] = {**usual, "S": largest["S"], "T": smallest["T"]}
-    if (cache := spec.kv_cache) is not None and cache.past is not None:
-        new, past = cache.new, cache.past
-        wanted["long-prompt"] = {**usual, new: largest[new], past: smallest[past]}
-    # The usual sizes are run anyway: nothing is shrunk below them, or the largest would be the smaller.
-    corners: dict[str, tuple[Sizes, Sizes]] = {"min": (smallest, smallest), "opt": (usual, usual)}
-    for name, sizes in wanted.items():
-        least = {axis: min(size, usual[axis]) for axis, size in sizes.items()}
-        corners[name] = (sizes, shrunk(spec, sizes, least, limit))
-    # Odd lengths: one element is missing from the last tile.
-    long = corners["small-batch-long"][1]
-    odd = {name: max(axis.min, (long[name] - 1) | 1) for name, axis in axes.items()}
-    odd |= {name: long[name] for name in batch}
-    return {**corners, "largest-odd": (odd, odd)}

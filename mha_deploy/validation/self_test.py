@@ -117,7 +117,7 @@ def self_test(
 
     results = []
     for mistake in mutations():  # which of them have no effect is known of catalog layers only
-        if (graph := mutated(model, mistake, manifest.spec.layer)) is not None:
+        if (graph := mutated(model, mistake, manifest.spec)) is not None:
             on_mutation(mistake)
             report = judged(graph, mistake in IN_CACHES, inside=mistake not in OF_QUANTIZATION)
             share, caught = judge.largest_share(report.verdicts), report.outcome is Outcome.FAILED

@@ -8,7 +8,7 @@ from mha_deploy.baselines.torch import ServedLayer, TorchModels, find_baseline, 
 from mha_deploy.errors import DeployError
 from mha_deploy.exporter.oracle import run_module
 from mha_deploy.model.catalog import find_spec
-from mha_deploy.model.spec import AttentionSpec
+from mha_deploy.model.layer import AttentionSpec
 from mha_deploy.reference import build_module
 from mha_deploy.reference.attention import Attention, merge_heads
 from mha_deploy.reference.inputs import call_arguments, fed_to, random_inputs, to_numpy

@@ -21,7 +21,7 @@ def test_every_option_reaches_the_bundle(run_cli, tmp_path):
     )
     assert done.code == 0, done.err
     bundle = open_bundle(target)
-    manifest, spec = bundle.manifest, bundle.manifest.spec.layer
+    manifest, spec = bundle.manifest, bundle.manifest.spec
     assert json.loads(done.out) == {"bundle": str(target), **manifest.to_dict()}
     assert (spec.name, spec.projections, manifest.precision.name) == ("mine", "packed", "fp32")
     assert {name: str(axis) for name, axis in spec.axes.items()} == {"B": "3:3:3", "S": "2:8:32"}
@@ -199,7 +199,7 @@ def test_a_cache_can_be_removed_from_a_layer(run_cli, tmp_path):
     target = tmp_path / "bundle"
     done = run_cli("export", "tiny-dynamic", "-o", target, "--cache", "none", "--golden", "min")
     assert done.code == 0, done.err
-    spec = open_bundle(target).manifest.spec.layer
+    spec = open_bundle(target).manifest.spec
     assert (spec.cache, spec.longest, [tensor.name for tensor in spec.inputs]) == ("none", 64, ["x"])
 
 

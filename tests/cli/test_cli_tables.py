@@ -5,9 +5,9 @@ import json
 import pytest
 from bundle_edit import copy_of, edit_manifest, rehash
 
-from mha_deploy.analysis.cost import kv_cache_bytes_per_token, parameter_count
 from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.model.catalog import catalog_names, find_spec
+from mha_deploy.model.layer import kv_cache_bytes_per_token, parameter_count
 
 FULL_SIZE = [name for name in catalog_names() if not name.startswith("tiny-")]
 

@@ -17,7 +17,8 @@ from mha_deploy.exporter.exporter import canonical_from_module
 from mha_deploy.graph.file import save_graph
 from mha_deploy.graph.lower import lower
 from mha_deploy.model.catalog import find_spec
-from mha_deploy.model.spec import AttentionSpec, Axis
+from mha_deploy.model.layer import AttentionSpec
+from mha_deploy.model.spec import Axis
 from mha_deploy.options import EngineOptions
 from mha_deploy.reference import build_module
 from mha_deploy.runtime.tensorrt.builder import BuildRequest, BuiltEngine, build_engine

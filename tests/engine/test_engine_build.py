@@ -162,7 +162,7 @@ def test_what_this_version_does_not_have_is_refused_by_name(bundles, changes, te
 
 
 def test_profiles_outside_the_export_are_refused():
-    spec = find_spec("tiny-gqa").model
+    spec = find_spec("tiny-gqa")
     with pytest.raises(SpecError, match="exported for S from 1 to 64"):
         parse_ranges("S=1:64:128", spec)
     with pytest.raises(SpecError, match="no axis"):
@@ -172,7 +172,7 @@ def test_profiles_outside_the_export_are_refused():
 
 
 def test_a_profile_gives_every_input_its_shapes():
-    spec = find_spec("tiny-cross-padding").model
+    spec = find_spec("tiny-cross-padding")
     shapes = profile_shapes(spec, parse_ranges("B=2,S=1:2:3,T=4:5:6", spec))
     assert shapes["query"] == ((2, 1, 64), (2, 2, 64), (2, 3, 64))
     assert shapes["key"] == ((2, 4, 64), (2, 5, 64), (2, 6, 64))

@@ -9,9 +9,9 @@ import onnx_ir as ir
 import pytest
 
 from mha_deploy.bundle.cases import golden_cases
+from mha_deploy.bundle.sizes import plan_golden
 from mha_deploy.errors import ExportError, SpecError
 from mha_deploy.exporter.exporter import bundle_from_spec, canonical_from_module, choose_opset
-from mha_deploy.exporter.flow import plan_golden
 from mha_deploy.graph.attention_node import attention_nodes
 from mha_deploy.graph.canonical import check_canonical
 from mha_deploy.graph.file import load_graph

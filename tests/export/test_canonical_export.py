@@ -17,8 +17,8 @@ from mha_deploy.exporter.exporter import canonical_from_module
 from mha_deploy.graph.canonical import check_canonical
 from mha_deploy.graph.file import save_graph
 from mha_deploy.model.catalog import find_spec
+from mha_deploy.model.layer import AttentionSpec
 from mha_deploy.model.precision import PRECISIONS
-from mha_deploy.model.spec import AttentionSpec
 from mha_deploy.reference import build_module, random_weights
 
 # Every spec in every precision; opset 23 throughout, but for bf16 and fp32 of every other spec in turn, and

@@ -17,7 +17,7 @@ from mha_deploy.errors import EXIT_BAD_INPUT, BundleError, DeployError, ExportEr
 from mha_deploy.exporter.exporter import bundle_from_spec, canonical_from_module
 from mha_deploy.graph import file as graph_file
 from mha_deploy.model.catalog import find_spec
-from mha_deploy.model.spec import AttentionSpec
+from mha_deploy.model.layer import AttentionSpec
 from mha_deploy.options import ExportOptions
 from mha_deploy.reference import random_weights
 from mha_deploy.reference.weights import pack_projections, read_weights
@@ -53,7 +53,7 @@ def assert_same_golden(a, b):
 def test_the_bundle_holds_what_was_asked_for(bundles):
     bundle = open_bundle(bundles("tiny-padding").path)
     manifest = bundle.manifest
-    assert manifest.spec == find_spec("tiny-padding").model
+    assert manifest.spec == find_spec("tiny-padding")
     assert (manifest.precision.name, manifest.opset, manifest.weights) == ("fp16", 23, "random, seed 0")
     assert [entry.name for entry in manifest.golden] == ["min", "opt", "odd", "ragged", "large"]
     assert [node["Hq"] for node in manifest.attention] == [4]

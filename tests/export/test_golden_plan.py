@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from mha_deploy.analysis.cost import layer_cost, oracle_bytes
 from mha_deploy.bundle.cases import Baseline, pack_baselines, plan_trace, stored_bytes, stored_outputs
+from mha_deploy.bundle.sizes import CACHE_CASES, CASES, GoldenBudget, plan_golden
 from mha_deploy.errors import SpecError
-from mha_deploy.exporter.flow import CACHE_CASES, CASES, GoldenBudget, plan_golden
 from mha_deploy.model.catalog import catalog_names, find_spec
+from mha_deploy.model.layer import layer_cost
 from mha_deploy.model.precision import PRECISIONS
 from mha_deploy.model.spec import Axis
 from mha_deploy.rounding import accumulations, sample_count
@@ -60,7 +60,7 @@ def test_every_shipped_spec_gets_cases_inside_its_axes_and_budget_or_a_reason(na
     assert all(odd[axis] % 2 == 1 or axis == "B" or not spec.axes[axis].is_dynamic for axis in odd)
     for case in (case for case in plan.cases if case.name == "large"):
         assert flops(spec, case.sizes) <= budget.gflop * 1e9
-        assert oracle_bytes(spec, case.sizes) <= budget.gib * 2**30
+        assert spec.oracle_bytes(case.sizes) <= budget.gib * 2**30
         assert stored_bytes(spec, case.sizes) <= max(budget.mb * 1e6, stored_bytes(spec, spec.sizes("opt")))
         assert any(case.sizes[axis] > usual for axis, usual in spec.sizes("opt").items())
         (note,) = [note for note in plan.notes if note.startswith("the large case has ")] or [""]
@@ -182,7 +182,7 @@ def test_a_published_model_that_generates_gets_every_case(name, cache):
     for case in plan.cases:
         spec.check_sizes(case.sizes)
         if case.name == "large":
-            assert oracle_bytes(spec, case.sizes) <= budget.gib * 2**30
+            assert spec.oracle_bytes(case.sizes) <= budget.gib * 2**30
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "preallocated"])
@@ -220,7 +220,7 @@ def test_a_smaller_budget_gives_a_smaller_case(budget):
     sizes = only(spec, "large", budget).sizes
     assert flops(spec, sizes) < flops(spec, spec.sizes("max"))
     assert flops(spec, sizes) <= budget.gflop * 1e9
-    assert oracle_bytes(spec, sizes) <= budget.gib * 2**30
+    assert spec.oracle_bytes(sizes) <= budget.gib * 2**30
     assert stored_bytes(spec, sizes) <= budget.mb * 1e6
     assert sizes["B"] == 1, "the batch shrinks before the length does"
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mha_deploy.bundle.cases import golden_cases
-from mha_deploy.exporter.flow import PlannedCase, plan_golden
+from mha_deploy.bundle.sizes import PlannedCase, plan_golden
 from mha_deploy.exporter.golden import LayerCapture
 from mha_deploy.model.catalog import catalog_names, find_spec
 from mha_deploy.model.precision import PRECISIONS

@@ -11,7 +11,7 @@ import torch
 import mha_deploy as md
 from mha_deploy.bundle.cases import plan_trace, position_inputs
 from mha_deploy.errors import DeployError, ExportError, SpecError
-from mha_deploy.model.spec import Axis, ModelSpec, TensorSpec
+from mha_deploy.model.spec import Axis, ModuleSpec, TensorSpec
 from mha_deploy.runtime.runner import Runner
 from mha_deploy.status import Outcome
 
@@ -23,7 +23,7 @@ def spec(*positions, longest=0, entries=True, **more):
     """A decoder with a preallocated cache of 16 entries, and inputs that place its tokens."""
     inputs = [TensorSpec(name="ids", kind="int64", dims=("B", "S")), *positions]
     inputs.append(TensorSpec(name="keys", kind="float", dims=CACHE))
-    return ModelSpec(
+    return ModuleSpec(
         name="own",
         axes=AXES,
         inputs=tuple(inputs),

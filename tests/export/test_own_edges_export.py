@@ -1,7 +1,6 @@
 """What an export of a user's module must refuse in words, and what it must not lose."""
 
 import json
-from dataclasses import replace
 
 import edge_models
 import msgspec
@@ -19,7 +18,7 @@ from mha_deploy.exporter.own_model import load_factory, open_user_module, state_
 from mha_deploy.exporter.program import export_program
 from mha_deploy.model.catalog import find_spec
 from mha_deploy.model.precision import find_precision
-from mha_deploy.model.spec import Axis
+from mha_deploy.model.spec import Axis, ModuleSpec
 from mha_deploy.options import ExportOptions
 from mha_deploy.reference.weights import read_state
 
@@ -206,7 +205,9 @@ def test_a_manifest_that_cannot_be_read_is_not_put_in_place(tmp_path):
 )
 def test_a_manifest_of_wrong_kinds_is_refused(tmp_path, where, wrong):
     folder = tmp_path / "bundle"
-    own = replace(find_spec("tiny-mha").model, layer=None, factory="own.py:layer")
+    spec = find_spec("tiny-mha")
+    same = {name: getattr(spec, name) for name in ("name", "axes", "inputs", "outputs", "attention_count")}
+    own = ModuleSpec(**same, factory="own.py:layer")
     with BundleWriter(folder) as writer:
         fill(writer.path)
         writer.finish(msgspec.structs.replace(manifest(), spec=own))

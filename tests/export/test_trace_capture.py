@@ -45,7 +45,7 @@ def captured(cache, precision="fp16", seed=0, name="decode", **changes):
 def decoded(module, precision="fp16", *, seed=0, name="decode", prompt=None, steps=STEPS, **options):
     capture = LayerCapture(module, PRECISIONS[precision], seed, **options)
     planned = PlannedTrace(name=name, prompt=prompt or PROMPTS[module.spec.cache], steps=steps)
-    return capture.trace(module.spec.model, planned)
+    return capture.trace(module.spec, planned)
 
 
 def valid(trace, name, row):

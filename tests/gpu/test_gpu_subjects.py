@@ -49,7 +49,7 @@ def test_a_plan_of_any_origin_is_run_judged_and_timed(bundle, plan):
 
 
 def test_a_plan_of_a_wrong_graph_fails(bundle, tmp_path):
-    graph = mutated(load_graph(bundle.model_path), "scale missing", bundle.manifest.spec.layer)
+    graph = mutated(load_graph(bundle.model_path), "scale missing", bundle.manifest.spec)
     assert graph is not None
     rt, spec = load("tensorrt"), bundle.manifest.spec
     lowered, _ = lower_for(rt, graph, EngineOptions(backend="tensorrt", allow_decomposed=True))

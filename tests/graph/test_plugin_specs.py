@@ -17,7 +17,7 @@ from mha_deploy.graph.lower.call import LoweringError
 from mha_deploy.graph.plugin_node import is_plugin_attention
 from mha_deploy.judge import judge_case
 from mha_deploy.model.catalog import catalog_names, find_spec
-from mha_deploy.model.spec import AttentionSpec
+from mha_deploy.model.layer import AttentionSpec
 
 # By layer: sources, offsets, causal, and what else the first attention has.
 EXPECTED: dict[str, tuple[tuple[int, ...], tuple[int, ...], int, set[str]]] = {

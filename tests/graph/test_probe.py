@@ -44,7 +44,7 @@ TOLERANCE = {"fp16": 4e-3, "bf16": 3e-2, "fp32": 1e-5}
 
 def exact_inputs(bundle, case):
     """Q, K, V and mask of each attention, from the PyTorch layer in float64."""
-    spec, precision = bundle.manifest.spec.layer, bundle.manifest.precision
+    spec, precision = bundle.manifest.spec, bundle.manifest.precision
     rounded = build_module(spec, seed=0, dtype=getattr(torch, precision.torch_name))
     layer = build_module(spec, weights=rounded.state_dict(), dtype=torch.float64)
     feeds = {

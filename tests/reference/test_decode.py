@@ -17,7 +17,7 @@ from rotary_formula import published_frequencies, turned
 
 from mha_deploy.errors import DeployError
 from mha_deploy.exporter.exporter import canonical_from_module
-from mha_deploy.model.spec import AttentionSpec
+from mha_deploy.model.layer import AttentionSpec
 from mha_deploy.reference import build_module
 from mha_deploy.reference.attention import Attention, split_heads
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mha_deploy.model.catalog import catalog_names, find_spec
-from mha_deploy.model.spec import AttentionSpec, SparseHeads
+from mha_deploy.model.layer import AttentionSpec, SparseHeads
 from mha_deploy.reference import build_module, random_weights
 from mha_deploy.reference.inputs import call_arguments, random_inputs
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mha_deploy.model.catalog import find_spec
-from mha_deploy.model.spec import AttentionSpec
+from mha_deploy.model.layer import AttentionSpec
 from mha_deploy.reference import build_module
 from mha_deploy.reference.inputs import call_arguments, fed_to, random_inputs
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from rotary_formula import published_frequencies, turned
 
-from mha_deploy.model.spec import AttentionSpec, Rope
+from mha_deploy.model.layer import AttentionSpec, Rope
 from mha_deploy.reference import build_module
 from mha_deploy.reference.rotary import frequencies, rotary_tables, rotate
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mha_deploy.model.catalog import find_spec
-from mha_deploy.model.spec import AttentionSpec, SparseHeads
+from mha_deploy.model.layer import AttentionSpec, SparseHeads
 from mha_deploy.reference import build_module
 from mha_deploy.reference.inputs import clear_decisions, random_inputs
 

@@ -8,7 +8,7 @@ import torch
 
 from mha_deploy.errors import DeployError
 from mha_deploy.model.catalog import catalog_names, find_spec
-from mha_deploy.model.spec import AttentionSpec
+from mha_deploy.model.layer import AttentionSpec
 from mha_deploy.reference import build_module, random_weights
 from mha_deploy.reference.inputs import call_arguments, fed_to, random_inputs
 from mha_deploy.reference.weights import SCORE_STD, in_form_of, pack_projections, unpack_projections

@@ -12,12 +12,12 @@ from torch import nn
 import mha_deploy as md
 from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.bundle.manifest import ObservedRecord, Perturbation
+from mha_deploy.bundle.sizes import sweep_points
 from mha_deploy.cli import app
 from mha_deploy.judge import Accumulation
 from mha_deploy.model.catalog import find_spec
 from mha_deploy.model.spec import Axis
 from mha_deploy.status import Kind, Severity
-from mha_deploy.validation.run import sweep_points
 from mha_deploy.validation.verdict import find_uncovered
 
 

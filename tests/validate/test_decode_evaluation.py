@@ -339,7 +339,7 @@ def test_a_wrong_cache_is_mapped_by_its_new_rows(static, rest):
     ((place, heat),) = maps(static, after, "prefill").items()
     assert place == ("prefill", "key_cache_out")
     values = np.array(heat.values)
-    assert values.shape == (static.manifest.spec.layer.Hkv, 16)
+    assert values.shape == (static.manifest.spec.Hkv, 16)
     assert np.isfinite(values).all()
     assert np.unravel_index(np.argmax(values), values.shape) == (1, 2)
     assert heat.note == "the entries of the cache that the call wrote"

@@ -37,7 +37,7 @@ def captured(cache, precision="fp16"):
 def trace_of(module, precision, prompt=None, steps=STEPS):
     """The decode trace of a layer."""
     planned = PlannedTrace(name="decode", prompt=prompt or PROMPTS[module.spec.cache], steps=steps)
-    return LayerCapture(module, precision, 0).trace(module.spec.model, planned)
+    return LayerCapture(module, precision, 0).trace(module.spec, planned)
 
 
 def judged(runner, cache, precision="fp16", loop=HostDecodeLoop, **options):

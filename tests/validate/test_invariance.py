@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from golden_made import made_case
 
-from mha_deploy.analysis.cost import SizeLimit
 from mha_deploy.bundle.cases import golden_cases
+from mha_deploy.bundle.sizes import SizeLimit
 from mha_deploy.errors import DeployError
 from mha_deploy.model.catalog import find_spec
 from mha_deploy.model.precision import PRECISIONS

@@ -8,12 +8,12 @@ import pytest
 from golden_made import made_case
 from rich.console import Console
 
-from mha_deploy.analysis.cost import layer_cost
 from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.cli.tables import latency_renderable
 from mha_deploy.errors import BackendUnavailable, DeployError
 from mha_deploy.files import as_plain
 from mha_deploy.model.catalog import find_spec
+from mha_deploy.model.layer import layer_cost
 from mha_deploy.model.precision import find_precision
 from mha_deploy.runtime.cuda import Conditions
 from mha_deploy.runtime.runner import Runner, TensorInfo

@@ -8,15 +8,14 @@ import pytest
 from golden_made import made_case
 
 import mha_deploy as md
-from mha_deploy.analysis.cost import usual_points
 from mha_deploy.baselines.fresh import FreshCases, layer_probe
 from mha_deploy.bundle.cases import Baseline, KnownMistake
+from mha_deploy.bundle.sizes import interior_sizes, usual_points
 from mha_deploy.judge import judge_case
 from mha_deploy.model.catalog import find_spec
 from mha_deploy.model.precision import PRECISIONS
 from mha_deploy.reference.inputs import tensor_from_numpy
 from mha_deploy.runtime import cpu_backend, open_runner
-from mha_deploy.validation.run import interior_sizes
 
 
 def probes(bundle, probe="edges"):

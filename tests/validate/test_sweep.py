@@ -2,12 +2,19 @@
 
 import pytest
 
-from mha_deploy.analysis.cost import SizeLimit, odd_sizes, shrunk, usual_points
-from mha_deploy.exporter.flow import RANDOM_SIZES, plan_golden
+from mha_deploy.bundle.sizes import (
+    RANDOM_SIZES,
+    SizeLimit,
+    bench_points,
+    interior_sizes,
+    odd_sizes,
+    plan_golden,
+    shrunk,
+    sweep_points,
+    usual_points,
+)
 from mha_deploy.model.catalog import catalog_names, find_spec
-from mha_deploy.model.spec import Axis, ModelSpec, TensorSpec
-from mha_deploy.validation.bench import bench_points
-from mha_deploy.validation.run import interior_sizes, sweep_points
+from mha_deploy.model.spec import Axis, ModuleSpec, TensorSpec
 
 MHA, CROSS, LLAMA = find_spec("tiny-mha"), find_spec("tiny-cross"), find_spec("llama-3-8b")
 DYNAMIC, PREALLOCATED = find_spec("tiny-dynamic"), find_spec("tiny-preallocated")
@@ -92,7 +99,7 @@ def test_random_sizes_are_inside_the_axes_and_follow_the_seed(spec):
 
 
 def own_model(**axes):
-    return ModelSpec(
+    return ModuleSpec(
         name="own",
         axes=ranges(**axes),
         inputs=tuple(TensorSpec(name=name.lower(), kind="float", dims=(name, 4)) for name in axes),
