@@ -515,7 +515,7 @@ class CompressedSource(OnnxSource):
         for file in self.path.parent.glob(f"{self.path.name}*"):  # weights may be beside it
             copy_file(file, folder / file.name)
         model = super().graph(folder)
-        if self._before.spec.cached and self.spec.kv_cache is None:
+        if self._before.spec.kv_cache is not None and self.spec.kv_cache is None:
             self.notes.append("the KV cache was not recognized: decoding token by token is not validated")
         return model
 
