@@ -194,7 +194,9 @@ def infer_shapes(
     for domain in {node.domain for node in nodes_in(model.graph)}:
         model.opset_imports.setdefault(domain, 1)
     try:
-        inferred = onnx.shape_inference.infer_shapes(light_proto(model, bare=True), data_prop=True)
+        proto = light_proto(model, bare=True)
+        _stand_in(proto.graph)
+        inferred = onnx.shape_inference.infer_shapes(proto, data_prop=True)
     except (onnx.shape_inference.InferenceError, RuntimeError, ValueError) as error:
         # ONNX cannot follow the graph, which keeps what it states.
         _LOG.info("Shapes are not inferred: %s", error)
@@ -203,15 +205,40 @@ def infer_shapes(
     return model
 
 
+# ONNX Runtime's own operators whose results have the type and the sizes of their first input.
+_LIKE_FIRST = frozenset(
+    {"RotaryEmbedding", "SimplifiedLayerNormalization", "SkipLayerNormalization", "Gelu", "FastGelu"}
+    | {"SkipSimplifiedLayerNormalization", "QuickGelu", "BiasGelu", "BiasAdd", "BiasDropout", "GroupNorm"}
+)
+_ALIKE = (0, 3)  # which results those are; the others of a normalization are its statistics
+
+
+def _stand_in(graph: onnx.GraphProto) -> None:
+    """Let copies stand in the place of those operators, which ONNX does not know."""
+    own = [at for at, node in enumerate(graph.node) if node.op_type in _LIKE_FIRST]
+    for at in reversed(own):
+        node = graph.node[at]
+        known = node.domain == "" and onnx.defs.has(node.op_type)
+        results = [node.output[place] for place in _ALIKE if place < len(node.output)]
+        if known or node.domain not in ("", "com.microsoft"):
+            continue
+        for result in filter(None, results):
+            graph.node.insert(at, onnx.helper.make_node("Identity", node.input[:1], [result]))
+        del graph.node[at + len(list(filter(None, results)))]
+
+
 def _take_types(
     graph: ir.Graph, inferred: onnx.GraphProto, plain: Callable[[tuple[Dim, ...]], tuple[Dim, ...]]
 ) -> None:
     """Give the values of a graph, and of those in it, the types and shapes of its inferred copy."""
     known = {each.name: each.type for each in (*inferred.value_info, *inferred.input, *inferred.output)}
-    made = list[ir.Value]()
-    for node, copy in zip(graph, inferred.node, strict=True):
+    made, copies = list[ir.Value](), dict[tuple[str, ...], onnx.NodeProto]()
+    for node in graph:
         made += node.outputs
-        for attribute in copy.attribute if inner_graphs(node) else ():
+        if not inner_graphs(node):
+            continue
+        copies = copies or {tuple(filter(None, copy.output)): copy for copy in inferred.node}
+        for attribute in copies[tuple(each.name for each in node.outputs if each.name)].attribute:
             inner = [attribute.g] if attribute.HasField("g") else attribute.graphs
             if inner:
                 held = node.attributes[attribute.name]

@@ -136,6 +136,15 @@ def test_linear_attention_is_counted_once(features, keys_first):
     assert "linear attention" in report.unfused[0].reason
 
 
+def test_linear_attention_with_a_state_of_all_keys_before_is_counted():
+    g = Hand()
+    q, k = positive(g, "q"), positive(g, "k")
+    outer = g.op("Mul", g.op("Unsqueeze", k, g.ints(4)), g.op("Unsqueeze", "v", g.ints(3)))
+    state = g.op("CumSum", outer, g.const(2, np.int64))
+    y = g.op("Squeeze", g.op("MatMul", g.op("Unsqueeze", q, g.ints(3)), state), g.ints(3))
+    assert ["linear attention" in left.reason for left in check_same(g.model(y)).unfused] == [True]
+
+
 def test_linear_attention_before_a_softmax_is_counted():
     g = Hand()
     y = g.op("Softmax", g.op("MatMul", g.scores(), "v"))

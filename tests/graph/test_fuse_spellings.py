@@ -723,6 +723,44 @@ def test_a_batch_that_only_a_reshape_states():
     assert fused(model)[0].graph.input == model.graph.input
 
 
+def test_a_mask_of_the_size_of_an_example():
+    """A cache of any length, and a mask of a fixed one."""
+    g = axes_of({"q": ("N", H, 1, D), "k": ("N", H, "P", D), "v": ("N", H, "P", D)})
+    k, v = (g.op("Concat", name, g.input(f"new_{name}", ("N", H, 1, D)), axis=2) for name in "kv")
+    scores = g.op("MatMul", "q", g.op("Transpose", k, perm=[0, 1, 3, 2]))
+    shown = g.input("shown", ("N", 1, 1, 4), BOOL)
+    model = g.model(g.op("MatMul", g.op("Softmax", g.op("Where", shown, scores, g.const(-1e9))), v))
+    new, report = fused(model)
+    assert (len(report.fused), report.unfused) == (1, ())
+    feeds = random_feeds(model)
+    feeds |= {name: feeds[name][:, :, :3] for name in "kv"}
+    np.testing.assert_allclose(run(new, feeds)[0], run(model, feeds)[0], atol=2e-5)
+
+
+def test_a_bias_of_the_last_query():
+    g = axes_of({"q": ("N", H, 1, D), "k": ("N", H, "T", D), "v": ("N", H, "T", D)})
+    bias = g.op("Slice", g.input("bias", (1, H, "T", "T")), g.ints(-1), g.ints(2**63 - 1), g.ints(2))
+    check_heads(g, g.attend(g.op("Add", g.scores(), bias)), (H, H))
+
+
+def test_between_operators_of_onnx_runtime():
+    """ONNX's shape inference ends at them."""
+    own = {"domain": "com.microsoft"}
+    g = axes_of({name: ("N", "S", D) for name in "xr"})
+    tables = [g.const(each((16, D // 2)).astype(np.float32)) for each in (np.ones, np.zeros)]
+    g.inputs["places"] = (TensorProto.INT64, ("N", "S"))
+    normed = g.op("SkipSimplifiedLayerNormalization", "x", "r", g.const(np.ones(D)), epsilon=1e-6, **own)
+    g.nodes[-1].output.extend(["", "", "total"])
+    q = g.op("RotaryEmbedding", g.op("Unsqueeze", normed, g.ints(1)), "places", *tables, **own)
+    k = g.op("Unsqueeze", "total", g.ints(1))
+    scores = g.op("MatMul", q, g.op("Transpose", k, perm=[0, 1, 3, 2]))
+    model = g.model(g.op("MatMul", g.op("Softmax", scores), k))
+    new, report = fused(model)
+    assert (len(report.fused), report.unfused) == (1, ())
+    feeds = random_feeds(model) | {"places": np.tile(np.arange(5), (5, 1))}
+    np.testing.assert_allclose(run(new, feeds)[0], run(model, feeds)[0], atol=2e-5)
+
+
 def test_a_mask_that_an_einsum_copies_a_single_key_to():
     g = axes_of({name: ("N", "S", H, D) for name in "qkv"})
     scores = g.op("Einsum", "q", "k", equation="bqhd,bkhd->bhqk")

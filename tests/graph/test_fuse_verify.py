@@ -134,10 +134,21 @@ def test_several_finite_fills(fills):
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_fill_that_other_scores_could_be_below_stays(causal, fill):
     g = Hand()
-    shown = g.const(LOWER, bool) if causal else g.input("m", [2, 1, 1, S], TensorProto.BOOL)
+    shown = g.const(LOWER, bool) if causal else g.input("m", [2, 1, S, S], TensorProto.BOOL)
     _, report = fused(g.model(g.attend(g.op("Where", shown, g.scores(), g.const(fill)))))
     assert [left.recognized for left in report.unfused] == [True]
     assert f"{fill:g}" in report.unfused[0].reason
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_keys_that_are_filled_for_all_queries_may_be_above_others(shown):
+    """Many scores are below the fill."""
+    g = Hand()
+    scores, number = g.op("Mul", g.scores(), g.const(1e5)), g.const(-1e4)
+    mask = g.input("m", [2, 1, 1, S], TensorProto.BOOL)
+    y = g.attend(g.op("Where", mask, *((scores, number) if shown else (number, scores))))
+    report = compare(g, y, m=LEFT_PADDED if shown else ~LEFT_PADDED)
+    assert len(report.fused) == 1
 
 
 def test_below_a_softcap_a_weak_fill_is_strong():

@@ -308,8 +308,11 @@ def _fixed_sizes(node: ir.Node) -> frozenset[int]:
 
 
 def _expanded_matmul(node: ir.Node) -> ir.Node | None:
-    """The Mul of `ReduceSum(Mul(x, y))`, where each is copied along an axis of the other: a GEMM."""
-    inner = made_by(node.inputs[0], "Mul") if is_op(node, "ReduceSum") else None
+    """The Mul of `ReduceSum(Mul(x, y))`, where each is copied along an axis of the other: a GEMM.
+
+    The same for a sum over all positions up to each, the state of a linear attention.
+    """
+    inner = made_by(node.inputs[0], "Mul") if is_op(node, "ReduceSum", "CumSum") else None
     if inner is None or None in inner.inputs:
         return None
     one, other = (sizes_of(value) for value in inner.inputs)

@@ -39,6 +39,7 @@ from mha_deploy.graph.ir import (
 
 _MAX_DEPTH = 12  # of the nodes that a mask of zeros and ones is read through
 _NO_SCORE = 1e30
+_FILLS = (-1e5, -1e3)  # what masked scores are set to, though others could be below
 _MOST_FOLDED, _FOLDED_OPSET = 32, 18
 _LAYOUT = ("Identity", "Unsqueeze", "Squeeze", "Reshape", "Expand", "Transpose", "Slice", "Gather", "Tile")
 
@@ -372,6 +373,57 @@ def _blend(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
             if kept == 0.0 and fill:
                 return _masked(builder, scores, ones.condition, shown, -fill if is_op(node, "Sub") else fill)
     return None
+
+
+def _filled_keys(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
+    """Scores of some keys, of all queries alike, that are set to a number which others could be below.
+
+    With zeros in the place of those keys their scores are 0, and the number is added.
+    """
+    condition, output = node.inputs[0], node.outputs[0]
+    numbers = [scalar_of(each) for each in node.inputs[1:]]
+    if condition is None or numbers.count(None) != 1 or not _feeds_softmax(output) or output.dtype is None:
+        return None
+    shown = numbers[0] is None
+    scores, fill = node.inputs[1 if shown else 2], next(each for each in numbers if each is not None)
+    steps = list[ir.Node]()
+    while (step := made_by(scores, "Mul", "Div")) is not None and scalar_of(step.inputs[1]) is not None:
+        steps.append(step)
+        scores = step.inputs[0]
+    matmul = made_by(scores, "MatMul")
+    keys, rows = input_at(matmul, 1), sizes_of(condition)
+    if (
+        matmul is None
+        or keys is None
+        or not _is_computed(keys)
+        or rows is None
+        or not _FILLS[0] < fill <= _FILLS[1]
+    ):
+        return None
+    # The mask is aligned to the transposed keys as to the scores, where it is the same for all queries.
+    turned = made_by(keys, "Transpose")
+    sizes, own = sizes_of(keys) or [], [*[1] * ((rank(keys) or 0) - len(rows)), *rows]
+    fits = len(own) == len(sizes) > 1 and own[-2] == 1 and own[-1] == sizes[-1]
+    if not fits or any(size not in (1, other) for size, other in zip(own, sizes, strict=True)):
+        return None
+    order = list(range(len(own))) if turned is None else list(perm(turned))
+    places = [order.index(axis) for axis in range(len(order))]
+    mask = condition
+    if len(own) > len(rows):
+        mask = _typed(builder.unsqueeze(mask, *range(len(own) - len(rows))), ir.DataType.BOOL, own)
+    if turned is not None:
+        mask = _typed(builder.transpose(mask, *places), ir.DataType.BOOL, [own[axis] for axis in places])
+        keys = cast("ir.Value", turned.inputs[0])
+    zero = builder.constant(0.0, output.dtype)
+    found = _like(builder, keys, "Where", mask, *((keys, zero) if shown else (zero, keys)))
+    if turned is not None:
+        found = _typed(builder.transpose(found, *order), keys.dtype, sizes)
+    found = _like(builder, matmul.outputs[0], "MatMul", cast("ir.Value", matmul.inputs[0]), found)
+    for step in reversed(steps):
+        found = _like(builder, step.outputs[0], step.op_type, found, cast("ir.Value", step.inputs[1]))
+    number = builder.constant(fill, output.dtype)
+    added = builder.op("Where", condition, *((zero, number) if shown else (number, zero)))
+    return _like(builder, output, "Add", found, _typed(added, output.dtype, rows))
 
 
 def _minimum(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
@@ -1253,6 +1305,7 @@ _RULES: dict[str, Rule] = {
     "Add": _blend,
     "Sub": _blend,
     "Min": _minimum,
+    "Where": _filled_keys,
     "Div": _normalised,
     "Mul": _product,
     "Exp": _by_logarithm,

@@ -506,6 +506,7 @@ def _text(number: int, names: list[str]) -> int | str:
 # -- Symbolic shape inference ----------------------------------------------------------------------
 
 _MAX_CONTENT = 32
+_BEYOND = 2**31 - 1  # where a slice ends that has no end
 _SAME_CONTENT = frozenset({"Identity", "Cast", "Unsqueeze", "Squeeze", "Reshape"})
 
 
@@ -759,6 +760,8 @@ def _sliced(size: Size, begin: Size, end: Size) -> Size:
         return len(range(size)[begin:end])
     if isinstance(begin, str) and isinstance(end, str) and isinstance(size, int) and size > 1:
         return _difference(end, begin)  # `table[P : P + S]`, as below
+    if begin == -1 and isinstance(end, int) and end >= _BEYOND:
+        return 1  # the last one
     if begin != 0 or not isinstance(end, str):
         return None
     if size == end or size == 1:

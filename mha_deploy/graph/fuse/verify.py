@@ -51,7 +51,8 @@ _MATMULS = (*MATMULS, "Attention", "LSTM", "GRU")
 # Sizes of the dynamic axes, in the order of their names: distinct odd ones first. A graph may need sizes that
 # divide each other, that are equal, or of which some are 1.
 _SIZES: list[tuple[int, ...]] = [(3, 5, 7, 2, 9, 11), (2, 7, 5, 3, 11, 9), (1, 4, 4, 4, 4, 4)]
-_SIZES += [(4, 1, 4, 4, 4, 4), (4,), (12,), (2,), (1,)]
+_SIZES += [(4, 1, 4, 4, 4, 4), (4,), (12,)]
+_SIZES += [(size,) for size in (3, *range(5, 12), *range(13, 17), 2, 1)]  # as the mask of an example may need
 _ENOUGH = 2  # choices of sizes that must run, where so many do
 _ENLARGED = 6  # attempts at making sizes positive that follow from others, each with four times the others
 # Rounding of both sides, relative to the largest result; scores far from 0 are rounded more coarsely.
