@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from mha_deploy.bundle.folder import Bundle, open_bundle
-from mha_deploy.engine.build import engine_from_bundle, refitted_engine, refuse_fixed_weights
+from mha_deploy.engine.build import (
+    Trial,
+    engine_from_bundle,
+    refitted_engine,
+    refuse_fixed_weights,
+    run_trials,
+)
 from mha_deploy.engine.engine import Engine, default_backend, reasons_not_to_run
 from mha_deploy.engine.lowered import PLUGIN, candidates_for, refuse_unsupported
 from mha_deploy.engine.plugins import PluginError, library_for
@@ -37,8 +43,8 @@ NEAR = 1.05
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrecisionTrial:
-    """One candidate and its result."""
+class TrialRecord:
+    """One candidate for the precision and its result."""
 
     name: str  # the precision, and the accumulation of the plugin where it is used
     precision: str
@@ -54,7 +60,7 @@ class PrecisionTrial:
         """How many attentions are not fused."""
         return 0 if self.fused is None else self.fused[1] - self.fused[0]
 
-    def beats(self, other: PrecisionTrial) -> bool:
+    def beats(self, other: TrialRecord) -> bool:
         """Whether it is nowhere worse than another candidate, and better in something."""
         mine, theirs = ((each.unfused, each.error or 0.0, each.p50 or 0.0) for each in (self, other))
         return mine != theirs and all(a <= b for a, b in zip(mine, theirs, strict=True))
@@ -76,8 +82,8 @@ class Deployment:
     bundle: Bundle
     engine: Engine | None
     report: Report
-    candidates: tuple[PrecisionTrial, ...] = ()
-    chosen: PrecisionTrial | None = None
+    candidates: tuple[TrialRecord, ...] = ()
+    chosen: TrialRecord | None = None
     why: str = ""
 
     def candidates_table(self) -> Table | None:
@@ -197,33 +203,39 @@ def _best_candidate(
     """Export, build and judge every candidate: the precision and the options of the best one, and all."""
     rt = load(engine.backend or default_backend())
     engine = _with_plugin_attention(rt, engine)
-    trials: list[PrecisionTrial] = []
-    options: dict[str, tuple[str, EngineOptions]] = {}
+    found, options = list[TrialRecord](), dict[str, tuple[str, EngineOptions]]()
     with temporary_folder(Path(os.path.realpath(out))) as folder:
         for precision in _precisions_to_try(model, rt):
             shown = "mixed" if precision == AUTO else precision
             try:
-                on_step(f"candidate {shown}", len(trials), 0)
+                on_step(f"candidate {shown}", len(found), 0)
                 settings = replace(export, precision=precision)
                 bundle = export_model(model, folder / shown, settings, inputs, silent)
             except DeployError as error:
-                trials.append(PrecisionTrial(name=shown, precision=precision, refused=error.in_one_line))
+                found.append(TrialRecord(name=shown, precision=precision, refused=error.in_one_line))
                 continue
-            built = {}
+            trials = list[Trial]()
             for candidate in candidates_for(rt, engine, bundle.manifest.precision.name):
                 name = shown if candidate.name == "native" else f"{shown}, {candidate.name}"
                 applied = candidate.applied_to(engine)
-                try:
-                    on_step(f"candidate {name}", len(trials), 0)
-                    built[name] = engine_from_bundle(bundle, replace(applied, name=candidate.name))
-                    options[name] = precision, applied
-                except DeployError as error:
-                    trials.append(PrecisionTrial(name=name, precision=precision, refused=error.in_one_line))
-            if built:
+                options[name] = precision, applied
+                trials.append(Trial(name=name, options=replace(applied, name=candidate.name)))
+
+            def build(trial: Trial, bundle: Bundle = bundle) -> Engine:
+                on_step(f"candidate {trial.name}", len(found), 0)
+                return engine_from_bundle(bundle, trial.options)
+
+            def judge(built: Sequence[Trial], bundle: Bundle = bundle, precision: str = precision) -> None:
                 judged = validate_bundle(bundle, ValidateOptions(latency=latency, sweep=False))
-                trials += [judge_trial(name, precision, each, judged) for name, each in built.items()]
-    best, why = choose(trials)
-    return *options[best.name], {"candidates": tuple(trials), "chosen": best, "why": why}
+                for trial in built:
+                    trial.judged = judged_trial(trial, precision, judged)
+
+            run_trials(trials, build, judge, raises=())
+            for each in trials:
+                refused = TrialRecord(name=each.name, precision=precision, refused=each.refused)
+                found.append(each.judged or refused)
+    best, why = choose(found)
+    return *options[best.name], {"candidates": tuple(found), "chosen": best, "why": why}
 
 
 def _with_plugin_attention(rt: TensorRT, options: EngineOptions) -> EngineOptions:
@@ -243,9 +255,10 @@ def _precisions_to_try(model: Model, rt: TensorRT) -> list[str]:
     return narrow if model.is_layer else [*narrow, AUTO]
 
 
-def judge_trial(name: str, precision: str, engine: Engine, report: Validation) -> PrecisionTrial:
-    """The result of a candidate from the validation of its bundle."""
-    stem, found = engine.path.stem, report.evaluations
+def judged_trial(trial: Trial, precision: str, report: Validation) -> TrialRecord:
+    """The result of a candidate whose engine was built, from the validation of its bundle."""
+    engine, found = trial.built, report.evaluations
+    stem = engine.path.stem
     mine = [each for each in found if each.runtime.engine is not None and each.runtime.name == stem]
     judged, refused = mine or [each for each in found if each.runtime.engine is None], ""
     if not mine and not reasons_not_to_run(engine):
@@ -255,8 +268,8 @@ def judge_trial(name: str, precision: str, engine: Engine, report: Validation) -
     rows = [row for point in report.points for row in point.rows if row.name == stem]
     verdicts = [verdict for each in judged for run in each.parity for verdict in run.verdicts]
     errors = [verdict.deviation.relative_l2 for verdict in verdicts if verdict.deviation is not None]
-    return PrecisionTrial(
-        name=name,
+    return TrialRecord(
+        name=trial.name,
         precision=precision,
         refused=refused,
         share=max((each.share for each in judged if each.share is not None), default=None),
@@ -267,7 +280,7 @@ def judge_trial(name: str, precision: str, engine: Engine, report: Validation) -
     )
 
 
-def choose(trials: Sequence[PrecisionTrial]) -> tuple[PrecisionTrial, str]:
+def choose(trials: Sequence[TrialRecord]) -> tuple[TrialRecord, str]:
     """The candidate to keep, and why."""
     right = [trial for trial in trials if not trial.refused]
     if not right:
@@ -283,7 +296,7 @@ def choose(trials: Sequence[PrecisionTrial]) -> tuple[PrecisionTrial, str]:
     return min(near, key=lambda trial: (trial.unfused, trial.error or 0.0)), why
 
 
-def candidates_table(trials: Sequence[PrecisionTrial], chosen: PrecisionTrial) -> Table:
+def candidates_table(trials: Sequence[TrialRecord], chosen: TrialRecord) -> Table:
     """Every candidate: fusion, error and latency; which are on the Pareto front, and which was chosen."""
     right = [trial for trial in trials if not trial.refused]
     rows: list[RawRow] = []

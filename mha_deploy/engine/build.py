@@ -373,7 +373,7 @@ def _run_profiles(rt: TensorRT, plan: bytes, names: Sequence[str], options: Mapp
     return FirstRun(ran=tuple(ran), failed=failed, skipped=skipped)
 
 
-# -- Several candidates: each is built, judged and timed beside the others, and one is kept --------
+# -- The trial loop: options → engine → judged → chosen ---------------------------------------------
 
 _ROUNDS = 2
 
@@ -381,14 +381,25 @@ FP32_SLOWDOWN = 1.05
 """How much more time FP32 accumulation may take before TensorRT's own matmuls are used instead."""
 
 
-@dataclass
-class CandidateTrial:
-    """One candidate, its engine where it could be built, why it is refused, and microseconds of each case."""
+@dataclass(kw_only=True)
+class Trial:
+    """One thing that is tried: the options of an engine, the engine where it can be built, what it gave."""
 
-    candidate: Candidate
+    name: str
+    options: EngineOptions
     engine: Engine | None = None
-    refused: str = ""
-    times: dict[str, float] = field(default_factory=dict)
+    refused: str = ""  # why it is not kept
+    times: dict[str, float] = field(default_factory=dict)  # µs of each case that was timed
+    judged: Any = None  # what the judge made of it besides
+
+    @property
+    def built(self) -> Engine:
+        """Its engine, of a trial that is judged or kept."""
+        if self.engine is None:
+            raise EngineError(
+                "There is no engine.", got=f"{self.name}: {self.refused}", hint="build it again"
+            )
+        return self.engine
 
     @property
     def is_right(self) -> bool:
@@ -400,30 +411,39 @@ class CandidateTrial:
         """The geometric mean over the cases: each has the same weight, however long it is."""
         return math.exp(sum(math.log(time) for time in self.times.values()) / len(self.times))
 
-    def attempt(self, work: Callable[..., T], *arguments: Any) -> T | None:
-        """Do a part of the work; what fails for this candidate alone is the reason to refuse it."""
+    def attempt(self, work: Callable[..., T], *arguments: Any, raises: Any = BackendUnavailable) -> T | None:
+        """Do a part of the work; what fails for this trial alone is the reason to refuse it.
+
+        What is of the kind `raises` is not specific to it, and to be fixed by the user.
+        """
         try:
             return work(*arguments)
-        except BackendUnavailable:
-            raise  # not specific to this candidate, and to be fixed by the user
         except DeployError as error:
+            if isinstance(error, raises):
+                raise
             self.refused = error.in_one_line
             return None
 
-    def time(self, runner: Runner, case: GoldenCase, precision: Precision) -> None:
-        """Time it on one case, judged with the type that the candidate's projections accumulate in."""
-        accumulate = self.candidate.accumulate if precision.name == FP16 else FP32
-        try:
-            once, timing = runner.run(case.inputs), runner.time(case.inputs)
-        except DeployError as error:
-            self.refused = f"{case.name}: {error.in_one_line}"
-            return
-        for result in (once, *timing.results):
-            for verdict in judge_case(case, result, replace(precision, accumulate=accumulate)):
-                if verdict.is_wrong:
-                    self.refused = f"wrong output in {case.name}, {verdict.output}: {verdict.problem}"
-                    return
-        self.times[case.name] = min(timing.p50, self.times.get(case.name, math.inf))
+
+Judge = Callable[[Sequence[Trial]], None]
+"""Runs the engines of trials, and writes down what each gave."""
+
+
+def run_trials(
+    trials: Sequence[Trial],
+    build: Callable[[Trial], Engine],
+    judge: Judge,
+    *,
+    raises: Any = BackendUnavailable,
+) -> None:
+    """Build the engine of every trial, and judge those that could be built."""
+    for trial in trials:
+        trial.engine = trial.attempt(build, trial, raises=raises)
+    if built := [trial for trial in trials if trial.engine is not None]:
+        judge(built)
+
+
+# -- Several candidates: the faster right one is kept -----------------------------------------------
 
 
 def build_fastest_engine(
@@ -435,9 +455,7 @@ def build_fastest_engine(
 ) -> Engine:
     """Build every candidate in a temporary folder, time them, and keep one at the path.
 
-    The engines are loaded together and timed alternately, twice, so that a change of the clocks affects all
-    of them; the better of both times counts. A candidate that cannot be built or whose outputs are wrong is
-    refused, and the manifest records why.
+    A candidate that cannot be built or whose outputs are wrong is refused, and the manifest records why.
     """
     try:
         open_gpu()
@@ -447,39 +465,62 @@ def build_fastest_engine(
         hint = "name one candidate: --attention plugin --accumulate fp32, or --attention native"
         raise BackendUnavailable(problem, got=got, hint=hint) from error
     make_folder(path.parent, within=bundle.path)
-    with temporary_folder(path.parent / "trying") as folder, ExitStack() as owned:
-        trials = [CandidateTrial(candidate=candidate) for candidate in candidates]
-        running: list[tuple[CandidateTrial, Runner]] = []
+    with temporary_folder(path.parent / "trying") as folder:
+        trials = [Trial(name=each.name, options=each.applied_to(options)) for each in candidates]
+
+        def build_one(trial: Trial) -> Engine:
+            return build(folder / "engines" / f"{trial.name}.engine", trial.options)
+
+        run_trials(trials, build_one, lambda built: _race(built, bundle))
+        best = choose_trial(trials)
+        record = attention_record(trials, best, options)
+        manifest, plan = best.built.manifest, best.built.path.read_bytes()
+        manifest = msgspec.structs.replace(manifest, attention=record)
+        return engines.write_engine(path, plan, manifest, overwrite=options.overwrite)
+
+
+def _race(trials: Sequence[Trial], bundle: Bundle) -> None:
+    """Time engines on the usual cases, and refuse those that are wrong.
+
+    They are loaded together and timed alternately, twice, so that a change of the clocks affects all of them;
+    the better of both times counts.
+    """
+    with ExitStack() as owned:
+        running: list[tuple[Trial, Runner]] = []
         for trial in trials:
-            place = folder / "engines" / f"{trial.candidate.name}.engine"
-            trial.engine = trial.attempt(build, place, trial.candidate.applied_to(options))
-        for trial in trials:
-            runner = None if trial.engine is None else trial.attempt(open_engine_runner, trial.engine)
+            runner = trial.attempt(open_engine_runner, trial.engine)
             if runner is not None:
                 owned.callback(runner.close)
                 running.append((trial, runner))
         for case in timed_cases(golden_cases(bundle), [each for _, each in running]) if running else ():
             for trial, runner in running * _ROUNDS:
                 if not trial.refused:
-                    trial.time(runner, case, bundle.manifest.precision)
-        owned.close()
-        best = choose_trial(trials)
-        if best.engine is None:
-            raise EngineError("The chosen engine is missing.", hint="build it again")
-        manifest = msgspec.structs.replace(
-            best.engine.manifest, attention=attention_record(trials, best, options)
-        )
-        plan = best.engine.path.read_bytes()
-        return engines.write_engine(path, plan, manifest, overwrite=options.overwrite)
+                    _time(trial, runner, case, bundle.manifest.precision)
 
 
-def choose_trial(trials: Sequence[CandidateTrial]) -> CandidateTrial:
+def _time(trial: Trial, runner: Runner, case: GoldenCase, precision: Precision) -> None:
+    """Time a trial on one case, judged with the type that its projections accumulate in."""
+    accumulate = trial.options.accumulate if precision.name == FP16 else FP32
+    try:
+        once, timing = runner.run(case.inputs), runner.time(case.inputs)
+    except DeployError as error:
+        trial.refused = f"{case.name}: {error.in_one_line}"
+        return
+    for result in (once, *timing.results):
+        for verdict in judge_case(case, result, replace(precision, accumulate=accumulate)):
+            if verdict.is_wrong:
+                trial.refused = f"wrong output in {case.name}, {verdict.output}: {verdict.problem}"
+                return
+    trial.times[case.name] = min(timing.p50, trial.times.get(case.name, math.inf))
+
+
+def choose_trial(trials: Sequence[Trial]) -> Trial:
     """The trial to keep.
 
     Of the plugin's, the one that accumulates in FP32 unless it takes more than `FP32_SLOWDOWN` times the
     other's time; of that one and the native one, the faster.
     """
-    right = {trial.candidate.name: trial for trial in trials if trial.is_right}
+    right = {trial.name: trial for trial in trials if trial.is_right}
     wide = right.get(Candidate(attention=PLUGIN, accumulate=FP32).name)
     narrow = right.get(Candidate(attention=PLUGIN, accumulate=FP16).name)
     plugin = wide or narrow
@@ -487,33 +528,32 @@ def choose_trial(trials: Sequence[CandidateTrial]) -> CandidateTrial:
         plugin = narrow
     found = [trial for trial in (right.get(NATIVE), plugin) if trial is not None]
     if not found:
-        got = "; ".join(f"{trial.candidate.name}: {trial.refused}" for trial in trials)
+        got = "; ".join(f"{trial.name}: {trial.refused}" for trial in trials)
         hint = "see the reason of each; --attention native builds without timing"
         raise EngineError("No candidate for this engine is right.", got=got, hint=hint)
     return min(found, key=lambda trial: trial.microseconds)
 
 
-def attention_record(
-    trials: Sequence[CandidateTrial], best: CandidateTrial, options: EngineOptions
-) -> engines.AttentionChoice:
+def attention_record(trials: Sequence[Trial], best: Trial, options: EngineOptions) -> engines.AttentionChoice:
     """The choice as the manifest records it. The plugin's time is that of its better candidate."""
 
     def fastest(kind: str) -> float | None:
-        found = [best] if best.candidate.attention == kind else trials
-        right = [each for each in found if each.is_right and each.candidate.attention == kind]
+        found = [best] if best.options.attention == kind else trials
+        right = [each for each in found if each.is_right and each.options.attention == kind]
         return min((each.microseconds for each in right), default=None)
 
     native, plugin = fastest(NATIVE), fastest(PLUGIN)
     return {
         "requested": options.attention,
-        "chosen": best.candidate.attention,
-        "accumulate": best.candidate.accumulate,
+        "chosen": best.options.attention,
+        "accumulate": best.options.accumulate,
         "native_us": native and round(native, 3),
         "plugin_us": plugin and round(plugin, 3),
         "ratio": round(native / plugin, 3) if native and plugin else None,
         "tried": [
             {
-                **vars(trial.candidate),
+                "attention": trial.options.attention,
+                "accumulate": trial.options.accumulate,
                 "us": round(trial.microseconds, 3) if trial.is_right else None,
                 "cases": {name: round(time, 3) for name, time in trial.times.items()},
                 "refused": trial.refused,
@@ -634,19 +674,24 @@ def rebuild_engine(
     rt = load(options.backend or engines.default_backend())
     path = _free_path(bundle, rt, options)
     make_folder(path.parent, within=bundle.path)
+    fresh = replace(options, timing_cache=False, overwrite=True)
+    trials = [Trial(name=f"{number + 1} of {builds}", options=fresh) for number in range(builds)]
+    last = Trial(name="from the timing cache", options=replace(fresh, timing_cache=True))
     with temporary_folder(path.parent / "trying") as folder:
 
-        def build(name: str, *, timing_cache: bool) -> Engine:
+        def build(trial: Trial) -> Engine:
             if on_progress is not None:
-                on_progress(f"build {name}", 0, 0)
-            settings = replace(options, timing_cache=timing_cache, overwrite=True)
-            return engine_from_bundle(
-                bundle, settings, on_progress, path=folder / "engines" / f"{name}.engine"
-            )
+                on_progress(f"build {trial.name}", 0, 0)
+            place = folder / "engines" / f"{trial.name}.engine"
+            return engine_from_bundle(bundle, trial.options, on_progress, path=place)
 
-        built = [build(f"{number + 1} of {builds}", timing_cache=False) for number in range(builds)]
-        cached = build("from the timing cache", timing_cache=True) if rt.can.timing_cache else None
-        errors, times = _measure_builds(built, bundle, on_progress)
+        run_trials(
+            [*trials, *([last] if rt.can.timing_cache else [])],
+            build,
+            lambda _: measure_builds(trials, bundle, on_progress),
+            raises=DeployError,
+        )
+        built = [trial.built for trial in trials]
         manifests = [each.manifest for each in built]
         rebuilds = engines.RebuildRecord(
             builds=builds,
@@ -655,9 +700,9 @@ def rebuild_engine(
             fused=[each.fused_count for each in manifests],
             seconds=[each.seconds for each in manifests],
             engine_bytes=[each.engine_bytes for each in manifests],
-            errors=errors,
-            times_us=times,
-            timing_cache=None if cached is None else not differing_kernels([built[-1], cached]),
+            errors=_by_build(trial.judged or {} for trial in trials),
+            times_us=_by_build(trial.times for trial in trials),
+            timing_cache=None if last.engine is None else not differing_kernels([built[-1], last.engine]),
         )
         manifest = msgspec.structs.replace(manifests[-1], rebuilds=rebuilds)
         return engines.write_engine(path, built[-1].path.read_bytes(), manifest)
@@ -677,24 +722,32 @@ def differing_kernels(built: Sequence[Engine]) -> list[dict[str, Any]]:
     ]
 
 
-def _measure_builds(
-    built: Sequence[Engine], bundle: Bundle, on_progress: OnProgress | None
-) -> tuple[dict[str, list[float | None]], dict[str, list[float]]]:
+def measure_builds(trials: Sequence[Trial], bundle: Bundle, on_progress: OnProgress | None = None) -> None:
     """Shares of the error budget, and times, of every build; nothing where the engines cannot run here."""
-    errors, times = defaultdict[str, list[float | None]](list), defaultdict[str, list[float]](list)
-    for number, engine in enumerate([] if reasons_not_to_run(built[0]) else built):
+    for number, trial in enumerate(trials):
+        if reasons_not_to_run(trial.built):
+            continue
         if on_progress is not None:
-            on_progress("run and time", number, len(built))
-        with open_engine_runner(engine) as runner:
+            on_progress("run and time", number, len(trials))
+        trial.judged = {}
+        with open_engine_runner(trial.built) as runner:
             timed = [case.name for case in timed_cases(golden_cases(bundle), [runner])]
             for case in golden_cases(bundle):
                 if not runner.profiles_for(case.inputs):  # type: ignore[attr-defined]
                     continue
                 for verdict in judge_case(case, runner.run(case.inputs), bundle.manifest.precision):
-                    errors[f"{case.name}/{verdict.output}"].append(verdict.share)
+                    trial.judged[f"{case.name}/{verdict.output}"] = verdict.share
                 if case.name in timed:
-                    times[case.name].append(runner.time(case.inputs).p50)
-    return dict(errors), dict(times)
+                    trial.times[case.name] = runner.time(case.inputs).p50
+
+
+def _by_build(found: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """The figures of every build, by what was measured."""
+    figures = defaultdict[str, list[Any]](list)
+    for each in found:
+        for name, figure in each.items():
+            figures[name].append(figure)
+    return dict(figures)
 
 
 # -- Temporary engines: variations of a graph for comparison, and mask cases -----------------------

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -28,9 +29,9 @@ import msgspec
 from msgspec import Meta, Struct, field
 
 from mha_deploy import __version__
-from mha_deploy.bundle.folder import MANIFEST, open_bundle, sha256
-from mha_deploy.engine.build import engine_from_bundle
-from mha_deploy.engine.engine import first_gpu, parse_ranges, reasons_not_to_run
+from mha_deploy.bundle.folder import MANIFEST, Bundle, open_bundle, sha256
+from mha_deploy.engine.build import Trial, engine_from_bundle, run_trials
+from mha_deploy.engine.engine import Engine, first_gpu, parse_ranges, reasons_not_to_run
 from mha_deploy.errors import BackendUnavailable, DeployError, nearest
 from mha_deploy.files import PathPart, as_plain, check_plain, read_json, read_regular
 from mha_deploy.model.catalog import find_spec, is_factory
@@ -240,7 +241,8 @@ def run_cell(request: Mapping[str, Any], files: Mapping[str, bytes] | None = Non
     `files` is that bundle, where workers do not share a file system. Without a GPU the report has only the
     model, its engine and its environment.
     """
-    started, report, plan = time.monotonic(), None, ""
+    started, report = time.monotonic(), None
+    trial = Trial(name=request["backend"], options=EngineOptions())
     isolation.limit_s = request["time_limit"]
     try:
         with scratch_folder() as folder:
@@ -254,19 +256,10 @@ def run_cell(request: Mapping[str, Any], files: Mapping[str, bytes] | None = Non
                     put_file(target / name, content)
             bundle, chosen = open_bundle(target), dict(request["options"])
             ranges = [parse_ranges(text, bundle.manifest.spec) for text in chosen.pop("profiles", ())]
-            options = EngineOptions(backend=request["backend"], profiles=ranges, **chosen)
-            engine = engine_from_bundle(bundle, options)
-            plan, why = engine.manifest.engine_sha256, "; ".join(reasons_not_to_run(engine))
-            if why:
-                status, engines = (
-                    CellStatus.NOT_VERIFIED,
-                    engine_records([engine], (), {engine.path.stem: why}),
-                )
-                report = as_plain({**report_header(), "model": model_record(bundle), "engines": engines})
-            else:  # the graph is the same in every cell: only the engine is judged, and timed
-                found = validate_bundle(bundle, ValidateOptions(backends=(engine.path.stem,), sweep=False))
-                status = CellStatus(found.outcome.value)
-                why, report = found.headline, as_plain(found.record)
+            trial.options = EngineOptions(backend=request["backend"], profiles=ranges, **chosen)
+            judge = partial(_judge_cell, bundle)
+            run_trials([trial], partial(_build_cell, bundle), judge, raises=DeployError)
+            status, why, report = trial.judged
     except DeployError as error:
         kinds = {
             RuntimeCrash: CellStatus.CRASHED,
@@ -275,7 +268,25 @@ def run_cell(request: Mapping[str, Any], files: Mapping[str, bytes] | None = Non
         }
         status, why = next(kinds[kind] for kind in kinds if isinstance(error, kind)), error.in_one_line
     seconds = round(time.monotonic() - started, 3)
+    plan = "" if trial.engine is None else trial.engine.manifest.engine_sha256
     return {"status": status, "why": why, "seconds": seconds, "engine_sha256": plan, "report": report}
+
+
+def _build_cell(bundle: Bundle, trial: Trial) -> Engine:
+    return engine_from_bundle(bundle, trial.options)
+
+
+def _judge_cell(bundle: Bundle, trials: Sequence[Trial]) -> None:
+    """The status of an engine, why, and the report on it."""
+    for trial in trials:
+        engine = trial.built
+        if why := "; ".join(reasons_not_to_run(engine)):
+            engines = engine_records([engine], (), {engine.path.stem: why})
+            report = as_plain({**report_header(), "model": model_record(bundle), "engines": engines})
+            trial.judged = CellStatus.NOT_VERIFIED, why, report
+        else:  # the graph is the same in every cell: only the engine is judged, and timed
+            found = validate_bundle(bundle, ValidateOptions(backends=(engine.path.stem,), sweep=False))
+            trial.judged = CellStatus(found.outcome.value), found.headline, as_plain(found.record)
 
 
 def _bundle_files(path: Path) -> dict[str, bytes]:

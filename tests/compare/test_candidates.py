@@ -5,11 +5,11 @@ import json
 import pytest
 
 import mha_deploy as md
-from mha_deploy.deployment import PrecisionTrial, candidates_table, choose
+from mha_deploy.deployment import TrialRecord, candidates_table, choose
 
 
 def trial(name, error=1e-3, p50=None, fused=(1, 1), refused=""):
-    return PrecisionTrial(
+    return TrialRecord(
         name=name, precision=name, error=error, share=0.5, p50=p50, fused=fused, refused=refused, ran=True
     )
 

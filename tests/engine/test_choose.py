@@ -10,7 +10,7 @@ from bundle_edit import copy_of
 from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.bundle.folder import MANIFEST, open_bundle, sha256
 from mha_deploy.engine import build as choose
-from mha_deploy.engine.build import CandidateTrial, attention_record, build_fastest_engine, choose_trial
+from mha_deploy.engine.build import Trial, attention_record, build_fastest_engine, choose_trial
 from mha_deploy.engine.engine import Engine, EngineManifest, attention_summary, engine_path, write_engine
 from mha_deploy.engine.lowered import Candidate, candidates_for
 from mha_deploy.engine.plugins import PluginError
@@ -25,9 +25,8 @@ AUTO = EngineOptions(attention="auto")
 
 
 def trial(candidate, *times, refused=""):
-    return CandidateTrial(
-        candidate=candidate, refused=refused, times={str(n): time for n, time in enumerate(times)}
-    )
+    measured = {str(n): time for n, time in enumerate(times)}
+    return Trial(name=candidate.name, options=candidate.applied_to(AUTO), refused=refused, times=measured)
 
 
 # -- which candidates are open -----------------------------------------------------------------------------
@@ -83,17 +82,17 @@ def test_the_plugins_projections_need_room(mib, fits):
 )
 def test_the_faster_is_kept_and_fp32_may_cost_five_percent(native, wide, narrow, expected):
     trials = [trial(NATIVE, native), trial(WIDE, wide), trial(NARROW, narrow)]
-    assert choose_trial(trials).candidate == expected
+    assert choose_trial(trials).name == expected.name
 
 
 def test_every_case_counts_alike_however_long_it_is():
     # Ten times faster in the short case, a third slower in the long one.
-    assert choose_trial([trial(NATIVE, 10.0, 1000.0), trial(NARROW, 1.0, 1333.0)]).candidate == NARROW
+    assert choose_trial([trial(NATIVE, 10.0, 1000.0), trial(NARROW, 1.0, 1333.0)]).name == NARROW.name
 
 
 def test_who_answers_wrongly_is_out_however_fast():
     kept = choose_trial([trial(NATIVE, 100.0), trial(NARROW, 1.0, refused="wrong output in opt")])
-    assert kept.candidate == NATIVE
+    assert kept.name == NATIVE.name
 
 
 def test_where_no_candidate_is_right_all_reasons_are_reported():

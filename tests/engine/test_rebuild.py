@@ -9,6 +9,7 @@ import mha_deploy as md
 from mha_deploy.engine import build as rebuild
 from mha_deploy.engine.build import differing_kernels
 from mha_deploy.engine.engine import RebuildRecord, rebuild_summary
+from mha_deploy.options import EngineOptions
 
 
 def built(*tactics):
@@ -77,11 +78,13 @@ def test_errors_and_times_of_every_build_are_recorded(bundles, monkeypatch):
     bundle = bundles("tiny-gqa")
     monkeypatch.setattr(rebuild, "reasons_not_to_run", lambda engine: [])
     monkeypatch.setattr(rebuild, "open_engine_runner", lambda engine: OnTheCpu(engine, bundle))
-    errors, times = rebuild._measure_builds([None, None], bundle, None)
-    assert times == {"opt": [10.0, 20.0]}
+    trials = [rebuild.Trial(name=name, options=EngineOptions(), engine=built()) for name in "ab"]
+    rebuild.measure_builds(trials, bundle)
+    assert [trial.times for trial in trials] == [{"opt": 10.0}, {"opt": 20.0}]
     cases = {f"{case.name}/output" for case in bundle.manifest.golden}
-    assert set(errors) == cases
-    assert all(len(shares) == 2 and 0 < max(shares) < 1 for shares in errors.values())
+    for trial in trials:
+        assert set(trial.judged) == cases
+        assert all(0 < share < 1 for share in trial.judged.values())
 
 
 def test_what_differs_is_said_in_sentences():
