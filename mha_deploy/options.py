@@ -286,7 +286,7 @@ class ValidateOptions(TimedOptions):
         max=2**31 - 1,
     )
     batch: int | None = option(
-        None, "Batch size of these steps. default: the opt value of axis B", min=1, max=2**31 - 1
+        None, "Batch size of these steps. default: the opt value of its axis", min=1, max=2**31 - 1
     )
     layers: bool = option(
         False,

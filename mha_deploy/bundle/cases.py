@@ -674,7 +674,7 @@ def plan_trace(spec: ModelSpec, steps: int = STEPS) -> PlannedTrace | str:
         return f"no trace: the cache cannot be empty, {cache.past} begins at {spec.axes[cache.past].min}"
     if cache.room < 2:
         return "no trace: the cache has no room for a second token"
-    batch = spec.axes.get("B")
+    batch = None if spec.batch is None else spec.axes[spec.batch]
     B = 1 if batch is None else min(max(_BATCH, batch.min), batch.max)
     longest = min(_PROMPT, spec.axes[cache.new].max, cache.room // 2)
     prompts = [longest] * B
@@ -710,7 +710,7 @@ def check_steps(spec: ModelSpec, prompt: np.ndarray, steps: int) -> KVCache:
         hint = "prompts of one length, or a preallocated cache with positions by batch element"
         raise DeployError(problem, got=got, hint=hint)
     longest = int(prompt.max())
-    sizes = [("B", len(prompt)), (cache.new, longest), (cache.new, 1)]
+    sizes = [(spec.batch or "B", len(prompt)), (cache.new, longest), (cache.new, 1)]
     for name, size in sizes if cache.past is None else [*sizes, (cache.past, 0)]:
         axis = spec.axes.get(name)
         if axis is not None and not axis.min <= size <= axis.max:

@@ -47,7 +47,8 @@ def shrunk(spec: ModelSpec, sizes: Sizes, smallest: Sizes, limit: SizeLimit) -> 
         shrinkable = [name for name in found if found[name] > smallest[name]]
         if not shrinkable:
             break
-        name = "B" if "B" in shrinkable else max(shrinkable, key=lambda axis: found[axis])
+        longest = max(shrinkable, key=lambda axis: found[axis])
+        name = longest if spec.batch not in shrinkable else spec.batch
         found[name] = max(smallest[name], found[name] // 2)
     return found
 
@@ -149,7 +150,7 @@ def long_past(spec: ModelSpec, axes: Mapping[str, Axis], limit: SizeLimit) -> tu
     wanted = {name: each.opt for name, each in axes.items()} | {cache.new: S}
     wanted |= {axis: axes[axis].max} if axis in axes else {}
     least = {name: min(size, axes[name].opt) for name, size in wanted.items()}
-    least |= {name: axes[name].min for name in ("B",) if name in axes}
+    least |= {name: each.min for name, each in axes.items() if name == spec.batch}
     sizes = shrunk(spec, wanted, least, limit)
     text = ",".join(f"{name}={size}" for name, size in wanted.items())
     note = f"{text} was shrunk to stay within {limit}" if sizes != wanted else ""
@@ -458,7 +459,7 @@ def _corners(spec: ModelSpec, axes: Mapping[str, Axis], limit: SizeLimit) -> dic
     smallest, usual, largest = (
         {name: getattr(axis, bound) for name, axis in axes.items()} for bound in ("min", "opt", "max")
     )
-    batch = [name for name in axes if name == "B"]  # not every model of a user has one
+    batch = [name for name in axes if name == spec.batch]  # not every model of a user has one
     wanted: dict[str, Sizes] = {
         "max": largest,
         "odd": odd_sizes(axes),
@@ -499,21 +500,22 @@ def bench_points(spec: ModelSpec) -> tuple[TimedPoint, ...]:
     usual = usual_points(spec)
     found = {(point.past, *point.sizes.items()): point for point in usual}
     # The axes that a length is for: those that vary, or all where none does; for a step, the cache's own.
-    lengths = [name for name in spec.axes if name != "B"]
+    lengths = [name for name in spec.axes if name != spec.batch]
     names = [name for name in lengths if spec.axes[name].is_dynamic] or lengths
     names = {"none": names, "dynamic": ["P"]}.get(spec.cache, ["T"])
-    axes = [spec.axes[name] for name in names]
+    axes = [spec.axes[name] for name in names] or [Axis(min=1, opt=1, max=1)]
     smallest, largest = min(axis.min for axis in axes), max(axis.max for axis in axes)
-    for B in _powers(spec.axes["B"]):
+    batches = [{}] if spec.batch is None else [{spec.batch: B} for B in _powers(spec.axes[spec.batch])]
+    for batch in batches:
         for length in _powers(Axis(min=smallest, opt=axes[0].opt, max=largest)):
             clipped = {name: max(spec.axes[name].min, min(length, spec.axes[name].max)) for name in names}
-            sizes = {**usual[-1].sizes, "B": B, **clipped}
+            sizes = {**usual[-1].sizes, **batch, **clipped}
             spec.check_sizes(sizes)
             if spec.oracle_cache_bytes(sizes) <= _ORACLE_CACHE_BYTES:
                 point = with_full_cache(spec, sizes_name(sizes), sizes)
                 found.setdefault((point.past, *point.sizes.items()), point)
-    short_first = sorted(found.values(), key=lambda each: ([each.sizes[x] for x in lengths], each.sizes["B"]))
-    return tuple(short_first)
+    by_length = [*lengths, *batches[0]]
+    return tuple(sorted(found.values(), key=lambda each: [each.sizes[name] for name in by_length]))
 
 
 def _powers(axis: Axis) -> list[int]:

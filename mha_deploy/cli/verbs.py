@@ -281,6 +281,7 @@ def package(
     """Write a bundle into a Triton model repository."""
     found = md.package(bundle, triton, **options)
     batch = f"batches up to {found.max_batch}" if found.max_batch else "no batching"
+    batch += f" ({found.unbatched})" if found.unbatched else ""
     lines = [f"{found.path}: {found.variant}, run by {', '.join(found.backends)}, {batch}"]
     lines += [f"  {file}" for file in found.files]
     lines.append(f"start: {found.command} (the whole line is in README.md)")

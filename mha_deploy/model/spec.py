@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from operator import add, floordiv, mod, mul, sub
@@ -185,8 +186,8 @@ class KVCache:
     def call_sizes(self, spec: ModelSpec, B: int, S: int, past: int) -> dict[str, int]:
         """The size of every axis in a call with S new tokens behind `past` ones."""
         sizes = {**spec.sizes("opt"), self.new: S}
-        if "B" in sizes:
-            sizes["B"] = B
+        if spec.batch is not None:
+            sizes[spec.batch] = B
         if self.past is None:
             return {**sizes, **({"T": spec.axes["T"].max} if "T" in spec.axes else {})}
         return {**sizes, self.past: past}
@@ -259,6 +260,11 @@ class NamedAxes:
     def sizes(self, bound: str) -> dict[str, int]:
         """The size of every axis at `min`, `opt` or `max`."""
         return {name: getattr(axis, bound) for name, axis in self.axes.items()}
+
+    @property
+    def batch(self) -> str | None:
+        """The axis of batch elements that do not know of each other, where that is known."""
+        return "B" if "B" in self.axes else None
 
     def with_axes(self: _Spec, changed: Axes) -> _Spec:
         """The same model over other axis ranges."""
@@ -373,6 +379,18 @@ class ModelSpec(NamedAxes):
     def to_dict(self) -> dict[str, Any]:
         """Plain data for a manifest."""
         raise NotImplementedError
+
+    @property
+    def leading(self) -> str | None:
+        """The axis that comes first in every output and in some input, and in no other place."""
+        first = {tensor.dims[:1] for tensor in self.outputs}
+        (name,) = next(iter(first)) if len(first) == 1 and () not in first else (None,)
+        if not isinstance(name, str) or name not in self.axes:
+            return None
+        tensors = (*self.inputs, *self.outputs)
+        elsewhere = (name in str(dim).split("+") for tensor in tensors for dim in tensor.dims[1:])
+        taken = any(tensor.dims[:1] == (name,) for tensor in self.inputs)
+        return name if taken and not any(elsewhere) else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -503,6 +521,16 @@ class ModuleSpec(ModelSpec):
             positions=placed,
         )
 
+    @property
+    def batch(self) -> str | None:
+        """The axis of batch elements that do not know of each other, where that is known.
+
+        It is called B, or it is `leading` and named as one, or there is a KV cache, of sequences.
+        """
+        name = self.leading
+        is_known = name is not None and (bool(self.cached) or _BATCH_NAME.match(name) is not None)
+        return super().batch or (name if is_known else None)
+
     def _has_batch(self, tensor: TensorSpec) -> bool:
         """Whether an input has an entry for every batch element; a fixed axis is a number in the graph."""
         batch = self.axes.get("B")
@@ -512,7 +540,7 @@ class ModuleSpec(ModelSpec):
     def flops_at(self, sizes: Sizes) -> int:
         """At most the work of a module at other sizes: it grows with every axis, attention with one twice."""
         ratios = {name: sizes[name] / max(axis.opt, 1) for name, axis in self.axes.items()}
-        longest = max([1.0, *(ratio for name, ratio in ratios.items() if name != "B")])
+        longest = max([1.0, *(ratio for name, ratio in ratios.items() if name != self.batch)])
         return int(self.flops * math.prod(ratios.values()) * longest)
 
     def call_cost(
@@ -526,6 +554,8 @@ class ModuleSpec(ModelSpec):
         """Plain data for a manifest."""
         return {ON_DISK.get(key, key): value for key, value in asdict(self).items()}
 
+
+_BATCH_NAME = re.compile(r"(?i)(n|bs|b|.*batch.*)$")
 
 # The names of these fields in a manifest.
 ON_DISK = {"inputs": "tensors_in", "outputs": "tensors_out", "attention_count": "attentions"}

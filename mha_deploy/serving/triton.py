@@ -22,6 +22,7 @@ from mha_deploy.engine.plugins import library_needed
 from mha_deploy.environment import can_import
 from mha_deploy.errors import BackendUnavailable, DeployError, nearest
 from mha_deploy.files import PathPart, read_json, read_regular
+from mha_deploy.metrics import relative_error
 from mha_deploy.model.spec import ModelSpec, TensorSpec
 from mha_deploy.options import PackageOptions
 from mha_deploy.output import (
@@ -36,7 +37,7 @@ from mha_deploy.output import (
     replace_keeping,
     temporary_folder,
 )
-from mha_deploy.runtime import GPU_RUNNERS, RUNNERS, available_cpu_backend
+from mha_deploy.runtime import GPU_RUNNERS, RUNNERS, available_cpu_backend, open_runner
 from mha_deploy.runtime.cuda import find_gpu
 from mha_deploy.runtime.kserve import BUNDLE_PARAMETER, INSTALL, RUNS_PARAMETER, served_name
 from mha_deploy.serving.backend import BUNDLE, PLUGINS
@@ -49,6 +50,7 @@ _TYPES = {"float16": "FP16", "bfloat16": "BF16", "float32": "FP32", "float64": "
 _OWNER = BUNDLE_PARAMETER  # the parameter by which a model of this tool is known
 _CONFIG, _FILES = "config.pbtxt", "mha-deploy.json"
 _IDLE_US = 60_000_000
+_OTHER_RESULT = 0.1  # the relative error of an element that is alone, and does not depend on others
 _MODEL_PY = '''"""A bundle of mha-deploy, for the Python backend of Triton."""
 
 from mha_deploy.serving.backend import TritonPythonModel
@@ -95,7 +97,10 @@ after {_IDLE_US // 1_000_000} s without a request.
 
 @dataclass(frozen=True)
 class Package:
-    """A model in a repository; `command` starts the server, `max_batch` is 0 without dynamic batching."""
+    """A model in a repository; `command` starts the server.
+
+    `max_batch` is 0 without dynamic batching, and `unbatched` says why.
+    """
 
     path: Path
     variant: str
@@ -103,6 +108,7 @@ class Package:
     max_batch: int
     command: str
     files: tuple[str, ...] = ()
+    unbatched: str = ""
 
 
 class Packaging:
@@ -144,6 +150,7 @@ class Packaging:
             kept = {each.input for each in cache.tensors} | {each.name for each in cache.positions}
             self.inputs = tuple(each for each in self.inputs if each.name not in kept)
             self.outputs = tuple(each for each in self.outputs if each.name in cache.outputs)
+        self.batch, self._no_batch = self._find_batch()
         self.max_batch = self._max_batch()
 
     # -- what runs it ----------------------------------------------------------------------------
@@ -208,20 +215,43 @@ class Packaging:
                 problem, got=", ".join(sorted(versions)), hint="build the engines with one version"
             )
 
+    def _find_batch(self) -> tuple[str | None, str]:
+        """The axis of the batch, or why there is none; where no name tells, a golden case is tried."""
+        axis = self.spec.batch or self.spec.leading
+        if axis is None:
+            first = ", ".join(f"{each.name} {each.dims}" for each in (*self.inputs, *self.outputs))
+            return None, f"no axis comes first in every output: {first}"
+        if axis == self.spec.batch:
+            return axis, ""
+        cases = sorted(golden_cases(self.bundle), key=lambda case: sum(x.size for x in case.oracle.values()))
+        case = next((each for each in cases if each.sizes[axis] > 1), None)
+        if case is None:
+            return None, f"no golden case has two elements of axis {axis}, which comes first"
+        alone = {tensor.name for tensor in self.spec.inputs if tensor.dims[:1] == (axis,)}
+        precision = self.bundle.manifest.precision
+        with open_runner(available_cpu_backend(precision), self.bundle.model_path) as runner:
+            for at in range(case.sizes[axis]):
+                part = {key: x[at : at + 1] if key in alone else x for key, x in case.inputs.items()}
+                for name, got in runner.run(part).items():
+                    true = case.oracle[name][at : at + 1]
+                    if got.shape != true.shape or relative_error(got, true) > _OTHER_RESULT:
+                        return None, f"output {name} of element {at} of axis {axis} depends on the others"
+        return axis, ""
+
     def _max_batch(self) -> int:
         """The largest batch that the server may put together; 0 where it must not."""
-        most = None
-        if "B" in self.spec.axes:
+        most, batch = None, self.batch
+        if batch is not None:
             # A request is served by the profile that fits it, so the widest one of an engine counts.
-            widest = [max(ranges["B"].max for ranges in each.manifest.ranges) for each in self.engines]
-            most = min([self.spec.axes["B"].max, *widest])
+            widest = [max(ranges[batch].max for ranges in each.manifest.ranges) for each in self.engines]
+            most = min([self.spec.axes[batch].max, *widest])
         return self._batch_of_requests(most) if self.cache is None else self._batch_of_sequences(most)
 
     def _batch_of_requests(self, most: int | None) -> int:
         wanted, reason = self.options.max_batch, self._why_unbatched()
         if reason is not None or most is None:
             if wanted is not None and wanted > 0:
-                hint = "leave --max-batch out, or export it with a dynamic axis B"
+                hint = "leave --max-batch out, or export it with a dynamic axis that comes first everywhere"
                 raise DeployError("The server cannot batch requests of this model.", got=reason, hint=hint)
             return 0
         if wanted is not None and wanted > most:
@@ -244,28 +274,31 @@ class Packaging:
             hint = "return the outputs of all tokens, not only of the last one"
             raise DeployError(problem, got=", ".join(lost) or "no output", hint=hint)
         for tensor in (*self.inputs, *self.outputs):
-            if not tensor.dims or tensor.dims[0] not in ("B", 1):
+            if not tensor.dims or tensor.dims[0] not in (self.batch, 1):
                 problem = "A sequence is one batch element, and this model has no batch."
-                hint = "export it with B as the first dimension of every input and output"
+                hint = "export it with the batch as the first dimension of every input and output"
                 raise DeployError(problem, got=f"{tensor.name}: {tensor.dims}", hint=hint)
         count = self.options.sequences
         if most is not None and count > most and self.engines:
-            got = f"{count} sequences, B up to {most}"
-            hint = f"--sequences {most}, or export with --axis B=1:{most}:{count}"
+            got = f"{count} sequences, {self.batch} up to {most}"
+            hint = f"--sequences {most}, or export with --axis {self.batch}=1:{most}:{count}"
             raise DeployError("The model takes fewer batch elements than sequences.", got=got, hint=hint)
         return count
 
     def _why_unbatched(self) -> str | None:
+        batch = self.batch
+        if batch is None:
+            return self._no_batch
         for tensor in (*self.spec.inputs, *self.spec.outputs):
-            if not tensor.dims or tensor.dims[0] != "B":
-                return f"the first dimension of {tensor.name} is not the batch B: {tensor.dims}"
-            if any(isinstance(dim, str) and re.search(r"\bB\b", dim) for dim in tensor.dims[1:]):
+            if not tensor.dims or tensor.dims[0] != batch:
+                return f"the first dimension of {tensor.name} is not the batch {batch}: {tensor.dims}"
+            if any(batch in str(dim).split("+") for dim in tensor.dims[1:]):
                 return f"the batch is not only the first dimension of {tensor.name}: {tensor.dims}"
         profiles = [(each, *profile) for each in self.engines for profile in enumerate(each.manifest.ranges)]
         for engine, index, ranges in profiles:
-            if ranges["B"].min > 1:
+            if ranges[batch].min > 1:
                 name = engine.manifest.profile_name(index)
-                return f"profile {name} of engine {engine.path.stem} begins with a batch of {ranges['B']}"
+                return f"profile {name} of engine {engine.path.stem} begins with a batch of {ranges[batch]}"
         return None
 
     # -- what is written -------------------------------------------------------------------------
@@ -306,7 +339,9 @@ class Packaging:
             self._refuse_changed(place, files)
             replace_keeping(new, place, replaced)
         shown = self.repository / self.name
-        return Package(shown, self.options.variant, self.backends, self.max_batch, command, tuple(files))
+        why = "" if self.max_batch else self._why_unbatched() or ""
+        about = (shown, self.options.variant, self.backends, self.max_batch, command, tuple(files))
+        return Package(*about, unbatched=why)
 
     def _refuse_occupied(self, place: Path) -> None:
         if self.repository.exists() and not self.repository.is_dir():
@@ -422,8 +457,8 @@ class Packaging:
             if case.name not in ("min", "opt") or not all(admits(each, case.sizes) for each in self.engines):
                 continue
             warmup = config.model_warmup.add(name=case.name, batch_size=1)
-            if self.max_batch:  # the server repeats one batch element
-                warmup.batch_size = min(case.sizes["B"], self.max_batch)
+            if self.max_batch and self.batch is not None:  # the server repeats one batch element
+                warmup.batch_size = min(case.sizes[self.batch], self.max_batch)
             for index, tensor in enumerate(self.spec.inputs):
                 array = np.ascontiguousarray(case.inputs[tensor.name][: 1 if self.max_batch else None])
                 file = f"{case.name}-{index}"  # a name of a tensor may be no name of a file

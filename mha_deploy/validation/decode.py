@@ -586,10 +586,10 @@ def traces_of(bundle: Bundle, options: ValidateOptions) -> list[DecodeTrace]:
             problem = f"The cache of {spec.name} has no room for a prompt and so many steps."
             most = f"{cache.room - 1} steps at most" if cache.room > 1 else "export it with a larger cache"
             raise DeployError(problem, got=f"--steps {steps}", hint=most)
-    if options.batch is not None and "B" not in spec.axes:
-        problem, got = f"{spec.name} has no axis B, so its batch is not known.", f"--batch {options.batch}"
+    if options.batch is not None and spec.batch is None:
+        problem, got = f"The axis of the batch of {spec.name} is not known.", f"--batch {options.batch}"
         raise DeployError(problem, got=got, hint=f"leave it out; the axes are {', '.join(spec.axes)}")
-    batch = spec.sizes("opt").get("B", 1) if options.batch is None else options.batch
+    batch = spec.sizes("opt").get(spec.batch or "B", 1) if options.batch is None else options.batch
     if any(entry.source is Source.FILE for entry in bundle.manifest.golden):
         from mha_deploy.baselines.imported import FileCases
 

@@ -56,21 +56,25 @@ def invariance_from_runner(
     limit: SizeLimit | None = None,
 ) -> tuple[InvarianceCheck, ...]:
     """Run the batch elements of every case in other places, and judge what comes out."""
-    # Whether batch elements do not know of each other: of a module, its axis B says so.
-    has_batch = "B" in spec.axes and all(_is_batched(tensor, spec) for tensor in spec.outputs)
+    # Whether batch elements do not know of each other: of a module, the name of its axis says so.
+    batch = None if spec.batch is None else spec.axes[spec.batch]
+    has_batch = batch is not None and all(_is_batched(tensor, spec) for tensor in spec.outputs)
     found: list[InvarianceCheck] = []
     for case in cases if has_batch else ():
         moved = _MovedCase(runner, case, spec, precision)
         found += [moved.check(*planned) for planned in moved.plan(limit or SizeLimit())]
-    is_fixed = has_batch and not spec.axes["B"].is_dynamic
     profiled = isinstance(runner, ProfiledRunner)
     why = {
         SLOT: "no case has two batch elements",
-        SIZE: f"the batch is fixed at {spec.axes['B'].min}" if is_fixed else "no other batch is allowed",
+        SIZE: "no other batch is allowed"
+        if batch is None or batch.is_dynamic
+        else f"the batch is fixed at {batch.min}",
         PROFILE: "no case fits two profiles" if profiled else "the runtime has no profiles",
     }
     for check in (each for each in CHECKS if all(other.check != each for other in found)):
-        detail = f"not applicable: {why[check] if has_batch else 'no axis B comes first in every output'}"
+        detail = (
+            f"not applicable: {why[check] if has_batch else 'no axis of a batch comes first in every output'}"
+        )
         about: dict[str, Any] = {"backend": runner.name, "case": "", "check": check, "detail": detail}
         found.append(InvarianceCheck(outcome=Outcome.NOT_VERIFIED, **about))
     return tuple(found)
@@ -78,8 +82,9 @@ def invariance_from_runner(
 
 def _is_batched(tensor: TensorSpec, spec: ModelSpec) -> bool:
     """Whether the batch is the first axis of a tensor; a fixed batch stands there as its number."""
-    batch = spec.axes["B"]
-    return bool(tensor.dims) and tensor.dims[0] == ("B" if batch.is_dynamic else batch.min)
+    name = spec.batch or "B"
+    batch = spec.axes[name]
+    return bool(tensor.dims) and tensor.dims[0] == (name if batch.is_dynamic else batch.min)
 
 
 class _Trial(NamedTuple):
@@ -103,6 +108,7 @@ class _MovedCase:
 
     def __init__(self, runner: Runner, case: GoldenCase, spec: ModelSpec, precision: Precision) -> None:
         self.runner, self.case, self.spec, self.precision = runner, case, spec, precision
+        self.batch = spec.batch or "B"
 
     @cached_property
     def plain(self) -> dict[str, np.ndarray]:
@@ -115,7 +121,7 @@ class _MovedCase:
 
     def plan(self, limit: SizeLimit) -> Iterator[tuple[str, str, Iterable[_Trial]]]:
         """Every check with what it varies and its trials."""
-        B, axis = self.case.sizes["B"], self.spec.axes["B"]
+        B, axis = self.case.sizes[self.batch], self.spec.axes[self.batch]
         if B > 1:
             shifts, kept = (spread(range(first, B), _MOST_PLACES) for first in (1, 0))
             moved = (self._rearranged([(slot - shift) % B for slot in range(B)]) for shift in shifts)
@@ -123,7 +129,8 @@ class _MovedCase:
             alone = (self._among_strangers(element) for element in kept)
             yield SLOT, f"batch element {', '.join(map(str, kept))} among other neighbors", alone
         if axis.is_dynamic:
-            largest = shrunk(self.spec, {**self.case.sizes, "B": axis.max}, self.case.sizes, limit)["B"]
+            wanted = {**self.case.sizes, self.batch: axis.max}
+            largest = shrunk(self.spec, wanted, self.case.sizes, limit)[self.batch]
             for size in sorted({1, 2, B - 1, B + 1, axis.min, axis.opt, largest} - {B}):
                 if not axis.min <= size <= max(B, largest):
                     continue
@@ -154,7 +161,7 @@ class _MovedCase:
             is_signed = tensor.kind == FLOAT and np.abs(array).max(initial=0.0) <= LARGEST_ACTIVATION
             feeds[name] = -strange if is_signed else strange
             feeds[name][element] = array[element]
-        return _Trial(feeds, [i if i == element else None for i in range(self.case.sizes["B"])])
+        return _Trial(feeds, [i if i == element else None for i in range(self.case.sizes[self.batch])])
 
     def check(self, check: str, detail: str, trials: Iterable[_Trial]) -> InvarianceCheck:
         """Run the trials of one check and judge all answers."""
@@ -193,7 +200,7 @@ class _MovedCase:
 
         Gives the first problem, whether all is the same to the bit, and the largest share of the budget.
         """
-        given = [[each for each in answers if each.element == i] for i in range(self.case.sizes["B"])]
+        given = [[each for each in answers if each.element == i] for i in range(self.case.sizes[self.batch])]
         problem, bitwise, verdicts = None, True, list[OutputVerdict]()
         for attempt in range(max(map(len, given))):
             chosen = [each[min(attempt, len(each) - 1)] if each else None for each in given]

@@ -137,9 +137,10 @@ class _ServerValidation:
         """The batch elements of every case, where the server batches them; else whole cases."""
         units = []
         for case in cases:
-            arrays, B = (*case.inputs.values(), *case.oracle.values()), case.sizes.get("B", 0)
-            whole = not self.runner.max_batch or any(array.shape[:1] != (B,) for array in arrays)
-            parts = [slice(None)] if whole else [slice(b, b + 1) for b in range(B)]
+            arrays = (*case.inputs.values(), *case.oracle.values())
+            batches = {array.shape[:1] for array in arrays}  # a server that batches has one everywhere
+            whole = not self.runner.max_batch or len(batches) != 1 or () in batches
+            parts = [slice(None)] if whole else [slice(b, b + 1) for (B,) in batches for b in range(B)]
             for part in parts:
                 feeds: Arrays = {name: array[part] for name, array in case.inputs.items()}
                 units.append(_Unit(case, len(parts), 1, partial(iter, [(feeds, {})])))

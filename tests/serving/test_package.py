@@ -9,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 
 import mha_deploy as md
@@ -93,6 +94,48 @@ def test_an_input_without_a_batch_prevents_batching(package):
     assert made.max_batch == found.max_batch_size == 0
     assert not found.HasField("dynamic_batching")
     assert [len(each.dims) for each in found.input] == [3, 4]
+
+
+@pytest.fixture(scope="module")
+def named(tmp_path_factory):
+    """An ONNX file whose first axis has another name, as a bundle."""
+    folder = tmp_path_factory.mktemp("named")
+
+    def make(name, shape, *, second=False):
+        path, axes = folder / f"{name}.onnx", {name: "1:2:4"}
+        dims = [onnx.helper.make_tensor_value_info(each, onnx.TensorProto.FLOAT, shape) for each in "xy"]
+        mean = onnx.helper.make_node("ReduceMean", ["x", "axis"], ["mean"], keepdims=1)
+        graph = onnx.helper.make_graph(
+            [mean, onnx.helper.make_node("Sub", ["x", "mean"], ["y"])],
+            "centered",
+            dims[:1],
+            dims[1:],
+            [onnx.numpy_helper.from_array(np.array([0 if second else 1]), "axis")],
+        )
+        opset = [onnx.helper.make_opsetid("", 23)]
+        onnx.save(onnx.helper.make_model(graph, opset_imports=opset, ir_version=10), path)
+        return md.export(path, folder / f"{name}{second}", golden=("opt",), axes=axes)
+
+    return make
+
+
+@pytest.mark.parametrize("axis", ["batch_size", "documents"])
+def test_the_batch_may_have_any_name(named, tmp_path, axis):
+    made = md.package(named(axis, [axis, 6]), tmp_path / "models", backends=["ort-cpu"])
+    found = config_of(made)
+    assert (made.max_batch, found.max_batch_size, made.unbatched) == (4, 4, "")
+    assert [list(each.dims) for each in (*found.input, *found.output)] == [[6], [6]]
+    assert found.model_warmup[0].batch_size == 2
+
+
+def test_elements_that_depend_on_each_other_are_no_batch(named, tmp_path):
+    bundle = named("tokens", ["tokens", 6], second=True)
+    made = md.package(bundle, tmp_path / "models", backends=["ort-cpu"])
+    assert made.max_batch == config_of(made).max_batch_size == 0
+    assert "tokens" in made.unbatched
+    with pytest.raises(md.DeployError, match="cannot batch") as caught:
+        md.package(bundle, tmp_path / "others", backends=["ort-cpu"], max_batch=2)
+    assert "tokens" in caught.value.got
 
 
 @pytest.mark.parametrize("name", ["tiny-dynamic", "tiny-preallocated"])

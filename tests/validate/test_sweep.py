@@ -200,6 +200,21 @@ def test_a_grid_has_powers_of_two_from_the_smallest_to_the_largest():
     assert all(size & (size - 1) == 0 for pair in grid for size in pair)
 
 
+@pytest.mark.parametrize(
+    ("axes", "sizes"),
+    [
+        ({"batch_size": "1:2:4", "S": "1:1:2"}, {(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (4, 2)}),
+        ({"batch_size": "1:2:4"}, {(1,), (2,), (4,)}),
+        ({"tokens": "1:2:2"}, {(1,), (2,)}),
+    ],
+)
+def test_the_grid_of_a_module_has_every_size_of_its_axes_whatever_their_names(axes, sizes):
+    tensors = tuple(TensorSpec(name=name, kind="float", dims=tuple(axes)) for name in "xy")
+    about = {"inputs": tensors[:1], "outputs": tensors[1:], "attention_count": 1}
+    spec = ModuleSpec(name="mine", axes=ranges(**axes), **about)
+    assert {tuple(point.sizes.values()) for point in bench_points(spec)} == sizes
+
+
 def test_cross_attention_takes_both_lengths_alike_and_leaves_a_fixed_one():
     sizes = {tuple(point.sizes.values()) for point in bench_points(CROSS)}
     assert (1, 4, 4) in sizes
