@@ -11,7 +11,6 @@ from mha_deploy.bundle.folder import SOURCE, Bundle, sha256
 from mha_deploy.bundle.samples import Sample
 from mha_deploy.errors import DeployError
 from mha_deploy.exporter.onnx_import import OnnxSource
-from mha_deploy.options import AUTO, ExportOptions
 
 
 class FileCases:
@@ -35,10 +34,7 @@ class FileCases:
         if (found := sha256(source)) != wanted:
             what, got = "This is not the file that was imported.", f"{source}: SHA-256 {found[:16]}…"
             raise DeployError(what, got=f"{got}, not {wanted[:16]}…", hint=hint)
-        options = ExportOptions(precision=AUTO if spec.mixed else bundle.manifest.precision.name)
-        self._source = OnnxSource(source, options, {}, {})
-        self._source.dims, self._source.axes = {each.name: each.dims for each in spec.inputs}, dict(spec.axes)
-        self._source.precision = bundle.manifest.precision
+        self._source = OnnxSource.reopened(source, bundle.manifest)
         self._spec, tensors = spec, (*spec.inputs, *spec.outputs)
         self._types = {each.name: bundle.manifest.precision.numpy_of(each.kind) for each in tensors}
 

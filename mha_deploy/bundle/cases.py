@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ml_dtypes
 import msgspec
@@ -637,6 +637,28 @@ def prefill_calls(prompt: np.ndarray, most: int | None) -> Iterator[tuple[slice,
         stop = min(start + (most or longest), longest)
         counts = np.clip(prompt - start, 0, stop - start).astype(np.int32)
         yield slice(start, stop), None if (counts == stop - start).all() else counts
+
+
+_Value = TypeVar("_Value")
+
+
+def run_calls(
+    cache: KVCache,
+    held: Mapping[str, _Value],
+    calls: Iterable[Mapping[str, _Value]],
+    run: Callable[[dict[str, _Value]], Mapping[str, _Value]],
+) -> tuple[dict[str, list[_Value]], dict[str, _Value]]:
+    """Run calls with the KV cache that each leaves to the next: outputs by token in parts, the last cache.
+
+    `held` are the cached inputs of the first call, and each call has the others; arrays or tensors.
+    """
+    parts, held = {name: list[_Value]() for name in cache.outputs}, dict(held)
+    for call in calls:
+        got = run({**call, **held})
+        held = {each.input: got[each.output] for each in cache.tensors}
+        for name, found in parts.items():
+            found.append(got[name])
+    return parts, held
 
 
 # -- Which tokens a bundle is decoded with: a prompt and as many steps as fit ----------------------

@@ -11,11 +11,12 @@ import onnx
 import onnx_ir as ir
 
 from mha_deploy.bundle.cases import Arrays
+from mha_deploy.exporter.samples import RoundingMode
 from mha_deploy.graph.file import with_outputs
 from mha_deploy.graph.ir import MATMULS
 from mha_deploy.graph.upcast import LAYOUT, in_float64
 from mha_deploy.model.precision import PRECISIONS, Precision
-from mha_deploy.rounding import ACCUMULATED, MARGIN, accumulation_roundoff, normal, rounded
+from mha_deploy.rounding import ACCUMULATED, MARGIN, normal, rounded
 from mha_deploy.runtime.onnx_reference import evaluator_of
 from mha_deploy.runtime.user_code import graph_code
 
@@ -38,27 +39,19 @@ _DECISION_ELEMENTS = 1 << 22
 _FLOAT32_BITS = PRECISIONS["fp32"].significand_bits
 
 
-class FileRounding:
-    """How the nodes of a file are computed: in FP64, rounded at random where kernels round.
-
-    Without a precision nothing is rounded; the operands of decisions are noted. `changes` are added to these
-    operands, so that decisions within rounding are taken otherwise.
-    """
+class FileRounding(RoundingMode):
+    """How the nodes of a file are computed."""
 
     def __init__(
         self,
-        precision: Precision | None,
+        precision: Precision | None = None,
         seed: int = 0,
         changes: Sequence[np.ndarray | None] = (),
         sign: int = 1,
     ) -> None:
-        self._bits = precision.significand_bits if precision else None
-        self._accumulated = accumulation_roundoff(precision)
+        super().__init__(precision, seed, changes, sign)
         # No kernel computes in more than float32: there, what is fused is rounded as well.
         self._everywhere = precision is not None and precision.name == "fp32"
-        self._seed, self._changes, self._sign = seed, changes, sign
-        self.decisions: list[np.ndarray | None] = []
-        self.changed = False
         self.flops = 0  # of the GEMMs
         self._on_grid = False
 
@@ -66,12 +59,6 @@ class FileRounding:
     def grid_flops(self) -> int:
         """The work of a file that rounds to a grid, once it was run; 0 of others."""
         return max(self.flops, 1) if self._on_grid else 0
-
-    def rounded_array(self, array: Any) -> Any:
-        """FP64 numbers, rounded; others as they are."""
-        if self._bits is None or not isinstance(array, np.ndarray):
-            return array
-        return rounded(array, self._bits, self._seed)
 
     def call(self, node: Any, run: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
         """The outputs of one node of ONNX's evaluator."""

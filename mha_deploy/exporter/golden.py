@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import chain, pairwise
+from itertools import chain, count, pairwise
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from mha_deploy.bundle.cases import (
     first_new_entries,
     position_inputs,
     prefill_calls,
+    run_calls,
     take_tokens,
 )
 from mha_deploy.bundle.manifest import Source
@@ -211,22 +212,25 @@ class Capture(ABC):
 
     def _decode(self, trace: DecodeTrace, held: Feeds) -> Arrays:
         """The module in its own precision: the prefill in as few calls as it takes, then one token a call."""
-        cache, lengths = trace.cache, np.zeros(trace.B, np.int32)
-        parts: dict[str, list[np.ndarray]] = {name: [] for name in cache.outputs}
-        prefill = prefill_calls(trace.prompt, self.most_tokens)
-        calls = chain(
-            ((trace.prefill(part), counts, part.stop - part.start) for part, counts in prefill),
-            ((trace.tokens(step), None, 1) for step in range(1, trace.steps + 1)),
-        )
-        for number, (tokens, counts, S) in enumerate(calls):
-            given = tokens | position_inputs(cache, lengths, S)
-            feeds = self.as_taken({name: tensor_from_numpy(array) for name, array in given.items()})
-            got = self.run_eager(feeds | held, f"{trace.name}, call {number}")
-            held = {each.input: got[each.output] for each in cache.tensors}
-            lengths = lengths + (np.int32(S) if counts is None else counts)
-            for name, arrays in parts.items():
-                arrays.append(to_numpy(got[name]))
-        joined = {name: np.concatenate(arrays, cache.outputs[name]) for name, arrays in parts.items()}
+        cache, number = trace.cache, count()
+
+        def calls() -> Iterator[Feeds]:
+            lengths, prefill = np.zeros(trace.B, np.int32), prefill_calls(trace.prompt, self.most_tokens)
+            several = ((trace.prefill(part), counts, part.stop - part.start) for part, counts in prefill)
+            single = ((trace.tokens(step), None, 1) for step in range(1, trace.steps + 1))
+            for tokens, counts, S in chain(several, single):
+                given = tokens | position_inputs(cache, lengths, S)
+                yield self.as_taken({name: tensor_from_numpy(array) for name, array in given.items()})
+                lengths = lengths + (np.int32(S) if counts is None else counts)
+
+        def run(feeds: Feeds) -> Feeds:
+            return self.run_eager(feeds, f"{trace.name}, call {next(number)}")
+
+        parts, held = run_calls(cache, held, calls(), run)
+        joined = {
+            name: np.concatenate(list(map(to_numpy, tensors)), cache.outputs[name])
+            for name, tensors in parts.items()
+        }
         eager = self.as_stored(joined | {each.name: to_numpy(held[each.input]) for each in cache.tensors})
         if not cache.is_preallocated:
             return eager
@@ -425,20 +429,19 @@ class ModuleCapture(Capture):
         self, cache: KVCache, feeds: Feeds, held: Feeds, cuts: Sequence[int], mode: Float64
     ) -> Arrays:
         """The results of calls with the tokens from each of the cuts to the next, in FP64."""
-        parts: dict[str, list[Tensor]] = {name: [] for name in cache.outputs}
-        B = next(iter(held.values())).shape[0]
-        for start, stop in pairwise(cuts):
-            part = {name: each for name, each in feeds.items() if name not in held}
+        B, cached = next(iter(held.values())).shape[0], {*held}
+
+        def call(start: int, stop: int) -> Feeds:
+            part = {name: each for name, each in feeds.items() if name not in cached}
             for name, axis in cache.by_token.items():
                 part[name] = part[name].narrow(axis, start, stop - start)
             for name, axis in cache.by_context.items():
                 part[name] = part[name].narrow(axis, 0, stop)
             made = position_inputs(cache, np.full(B, start), stop - start)
-            part |= {name: torch.from_numpy(array) for name, array in made.items()}
-            got = self.evaluate_in_fp64(part | held, mode)
-            held = {each.input: got[each.output] for each in cache.tensors}
-            for name, tensors in parts.items():
-                tensors.append(got[name])
+            return part | {name: torch.from_numpy(array) for name, array in made.items()}
+
+        calls = (call(*ends) for ends in pairwise(cuts))
+        parts, held = run_calls(cache, held, calls, lambda part: self.evaluate_in_fp64(part, mode))
         joined = {name: torch.cat(tensors, cache.outputs[name]) for name, tensors in parts.items()}
         for each in cache.tensors:
             whole = held[each.input]

@@ -22,10 +22,11 @@ from mha_deploy.bundle.cases import (
     Reference,
     check_steps,
     pack_baselines,
+    run_calls,
     write_arrays,
 )
 from mha_deploy.bundle.folder import Bundle, sha256
-from mha_deploy.bundle.manifest import LayersEntry, Source
+from mha_deploy.bundle.manifest import LayersEntry, Manifest, Source
 from mha_deploy.bundle.sizes import MODULE_CASES, PlannedCase, sizes_name
 from mha_deploy.errors import (
     BackendUnavailable,
@@ -116,6 +117,15 @@ class OnnxSource(ExportSource):
         self.dims, self.axes = _named_axes(self._inputs, axes)
         self._given = frozenset(axes)  # the axes that the user chose
         self.steps = 6 + self.auto + len(options.golden or MODULE_CASES)
+
+    @classmethod
+    def reopened(cls, path: Path, manifest: Manifest) -> OnnxSource:
+        """The file that a bundle was imported from, over the axes and in the precision of the bundle."""
+        spec = manifest.spec
+        source = cls(path, ExportOptions(precision=AUTO if spec.mixed else manifest.precision.name), {}, {})
+        source.dims, source.axes = {each.name: each.dims for each in spec.inputs}, dict(spec.axes)
+        source.precision = manifest.precision
+        return source
 
     @cached_property
     def _inputs(self) -> dict[str, ir.Value]:
@@ -459,13 +469,9 @@ class OnnxSource(ExportSource):
 
         def decode(run: Callable[[Arrays], Arrays], cuts: Sequence[int]) -> dict[str, np.ndarray]:
             """The results of calls with the tokens from each of the cuts to the next."""
-            held, parts = dict(empty), {name: list[np.ndarray]() for name in cache.outputs}
-            for start, stop in pairwise(cuts):
-                given = trace.call(np.tile(np.arange(start, stop), (trace.B, 1)))
-                got = run({name: x.astype(own[name]) for name, x in given.items()} | held)
-                held = {each.input: got[each.output] for each in cache.tensors}
-                for name, arrays in parts.items():
-                    arrays.append(got[name])
+            given = (trace.call(np.tile(np.arange(*ends), (trace.B, 1))) for ends in pairwise(cuts))
+            calls = ({name: x.astype(own[name]) for name, x in each.items()} for each in given)
+            parts, held = run_calls(cache, empty, calls, run)
             joined = {name: np.concatenate(arrays, cache.outputs[name]) for name, arrays in parts.items()}
             return joined | {each.name: held[each.input] for each in cache.tensors}
 

@@ -21,9 +21,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mha_deploy.errors import ExportError
 from mha_deploy.exporter.axes import ExportedModule
+from mha_deploy.exporter.samples import RoundingMode
 from mha_deploy.model.masking import ABSORBS_FLOAT32
 from mha_deploy.model.precision import Precision
-from mha_deploy.rounding import ACCUMULATED, MARGIN, MIX, accumulation_roundoff, rounded
+from mha_deploy.rounding import ACCUMULATED, MARGIN, MIX
 
 # -- In its own precision, also where the CPU has no fast arithmetic for it ------------------------
 
@@ -385,31 +386,25 @@ def _by_chunks(change: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
     return result
 
 
-class RandomRounding(Float64):
+class RandomRounding(Float64, RoundingMode):
     """Round at random where kernels round: one sample of what a precision costs.
 
     A number goes to one of its two neighbors with so many bits of significand, with a probability that
     makes the mean exact. Its range is that of float32, in which a precision of 16 bits is computed here:
-    what that loses is far less. Others are computed in FP64. Without bits it is exact, and only notes the
-    operands of decisions. `changes` are added to these, so that decisions within rounding are changed.
+    what that loses is far less. Others are computed in FP64.
     """
 
     def __init__(
         self,
-        precision: Precision | None,
+        precision: Precision | None = None,
         seed: int = 0,
         changes: Sequence[np.ndarray | None] = (),
         sign: int = 1,
     ) -> None:
-        super().__init__()
-        self._bits = precision.significand_bits if precision else None
-        self._accumulated = accumulation_roundoff(precision)
-        self._seed, self._changes, self._sign = seed, changes, sign
+        Float64.__init__(self)
+        RoundingMode.__init__(self, precision, seed, changes, sign)
         if precision and precision.bytes == 2:
             self.wide = _NARROWER
-        self.decisions: list[np.ndarray | None] = []
-        self.changed = False
-        self.grid_flops = 0  # a quantized model is a file
 
     def rounded(self, tensor: Tensor) -> Tensor:
         """A tensor of wide numbers, rounded."""
@@ -429,10 +424,6 @@ class RandomRounding(Float64):
             return tensor
         wide = self.upcast(tensor)
         return wide if tensor.dtype in _HALVES else self.rounded(wide)
-
-    def rounded_array(self, array: np.ndarray) -> np.ndarray:
-        """An array of FP64 numbers, rounded."""
-        return array if self._bits is None else rounded(array, self._bits, self._seed)
 
     def call(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """One call, rounded where kernels round."""

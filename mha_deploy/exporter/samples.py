@@ -4,42 +4,48 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from mha_deploy.bundle.cases import Arrays, Baseline
 from mha_deploy.model.precision import Precision
-from mha_deploy.rounding import accumulations, sample_count
+from mha_deploy.rounding import accumulation_roundoff, accumulations, rounded, sample_count
 
 Operands = list[np.ndarray | None]
 """The operands of the decisions of one run, in their order; None for one that is too large to keep."""
 
 
-class RoundingMode(Protocol):
+class RoundingMode:
     """How a model is computed: in FP64, or rounded at random where kernels round.
 
-    Made from a precision, or None for an exact run, a seed, and what is added to the operands of decisions,
-    with a sign, so that those within rounding are taken otherwise.
+    Without a precision nothing is rounded; the operands of decisions are noted. `changes` are added to these
+    operands, with a sign, so that decisions within rounding are taken otherwise.
     """
 
-    decisions: Operands
-    changed: bool  # whether a decision was taken otherwise
+    def __init__(
+        self,
+        precision: Precision | None = None,
+        seed: int = 0,
+        changes: Sequence[np.ndarray | None] = (),
+        sign: int = 1,
+    ) -> None:
+        self._bits = precision.significand_bits if precision else None
+        self._accumulated = accumulation_roundoff(precision)
+        self._seed, self._changes, self._sign = seed, changes, sign
+        self.decisions: Operands = []
+        self.changed = False  # whether a decision was taken otherwise
 
     @property
     def grid_flops(self) -> int:
         """The work of a model that rounds to a grid; 0 of others."""
+        return 0
 
-    def __init__(
-        self,
-        precision: Precision | None,
-        seed: int = 0,
-        changes: Sequence[np.ndarray | None] = (),
-        sign: int = 1,
-    ) -> None: ...
-
-    def rounded_array(self, array: np.ndarray) -> np.ndarray:
-        """An array of FP64 numbers, rounded."""
+    def rounded_array(self, array: Any) -> Any:
+        """FP64 numbers, rounded; others as they are."""
+        if self._bits is None or not isinstance(array, np.ndarray):
+            return array
+        return rounded(array, self._bits, self._seed)
 
 
 Mode = TypeVar("Mode", bound=RoundingMode)
