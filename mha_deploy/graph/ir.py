@@ -210,21 +210,29 @@ _LIKE_FIRST = frozenset(
     {"RotaryEmbedding", "SimplifiedLayerNormalization", "SkipLayerNormalization", "Gelu", "FastGelu"}
     | {"SkipSimplifiedLayerNormalization", "QuickGelu", "BiasGelu", "BiasAdd", "BiasDropout", "GroupNorm"}
 )
+_MATMULS_OF_BITS = ("MatMulNBits", "MatMulBnb4")  # with quantized weights of K rows and N columns
+_STANDS_IN = "mha_deploy.weight"
 _ALIKE = (0, 3)  # which results those are; the others of a normalization are its statistics
 
 
 def _stand_in(graph: onnx.GraphProto) -> None:
-    """Let copies stand in the place of those operators, which ONNX does not know."""
-    own = [at for at, node in enumerate(graph.node) if node.op_type in _LIKE_FIRST]
+    """Let operators of ONNX, which have results of the same sizes, stand for those that it does not know."""
+    own = [at for at, node in enumerate(graph.node) if node.op_type in (*_LIKE_FIRST, *_MATMULS_OF_BITS)]
     for at in reversed(own):
         node = graph.node[at]
-        known = node.domain == "" and onnx.defs.has(node.op_type)
-        results = [node.output[place] for place in _ALIKE if place < len(node.output)]
-        if known or node.domain not in ("", "com.microsoft"):
+        if node.domain not in ("", "com.microsoft") or (node.domain == "" and onnx.defs.has(node.op_type)):
             continue
-        for result in filter(None, results):
-            graph.node.insert(at, onnx.helper.make_node("Identity", node.input[:1], [result]))
-        del graph.node[at + len(list(filter(None, results)))]
+        if node.op_type in _MATMULS_OF_BITS:
+            numbers = {each.name: each.i for each in node.attribute}
+            sizes, name = [numbers.get("K"), numbers.get("N")], f"{_STANDS_IN}/{at}"
+            graph.input.append(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, sizes))
+            others = [onnx.helper.make_node("MatMul", [node.input[0], name], node.output[:1])]
+        else:
+            results = [node.output[place] for place in _ALIKE if place < len(node.output)]
+            others = [onnx.helper.make_node("Identity", node.input[:1], [each]) for each in results if each]
+        del graph.node[at]
+        for each in others:
+            graph.node.insert(at, each)
 
 
 def _take_types(

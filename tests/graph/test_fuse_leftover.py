@@ -362,6 +362,32 @@ FUSED_INSIDE = {
            {PLAIN.replace("(q, kt)", "(q0, kt)")}
            q1 = MatMul (p, v) }}>
 """,
+    "a loop without sizes": f"""
+   n = Constant <value_int = 3> ()
+   y = Loop (n, c, q) <body = b (int64 i, bool go, float[] q0) => (bool go2, float[] q1) {{
+           go2 = Identity (go)
+           {PLAIN.replace("(q, kt)", "(q0, kt)")}
+           q1 = MatMul (p, v) }}>
+""",
+    "a loop with a cache": f"""
+   n = Constant <value_int = 3> ()
+   y, ke, ve = Loop (n, c, q, k, v) <body = b (int64 i, bool go, float[] q0, float[] k0, float[] v0)
+           => (bool go2, float[] q1, float[] k1, float[] v1) {{
+           go2 = Identity (go)
+           k1 = Concat <axis = 2> (k0, q0)
+           v1 = Concat <axis = 2> (v0, q0)
+           {PLAIN.replace("(k)", "(k1)").replace("(q, kt)", "(q0, kt)")}
+           q1 = MatMul (p, v1) }}>
+""",
+    "a loop in a loop": f"""
+   n = Constant <value_int = 2> ()
+   y = Loop (n, c, q) <body = b (int64 i, bool go, float[] q0) => (bool go2, float[] q1) {{
+           go2 = Identity (go)
+           q1 = Loop (n, c, q0) <body = d (int64 j, bool on, float[] q2) => (bool on2, float[] q3) {{
+               on2 = Identity (on)
+               {PLAIN.replace("(q, kt)", "(q2, kt)")}
+               q3 = MatMul (p, v) }}> }}>
+""",
     "a function": "y = own.plain (q, k, v)",
 }
 
@@ -379,6 +405,39 @@ def test_attention_inside_is_fused(name):
     feeds = {each: random.standard_normal((2, 4, 5, 8)).astype(np.float32) for each in "qkv"}
     feeds["c"] = np.array(True)
     np.testing.assert_allclose(run(new, feeds)[0], run(model, feeds)[0], atol=2e-5)
+
+
+def test_a_mask_of_branches():
+    body = """
+   sizes = Shape (q)
+   two = Constant <value_int = 2> ()
+   count = Gather (sizes, two)
+   zero = Constant <value_ints = [0]> ()
+   far = Constant <value_float = -1e9> ()
+   m = If (c) <then_branch = a () => (float[] ma) {
+                   first = Unsqueeze (count, zero)
+                   square = Concat <axis = 0> (first, first)
+                   full = Expand (far, square)
+                   one = Constant <value_int = 1> ()
+                   ma = Trilu <upper = 1> (full, one) },
+               else_branch = b () => (float[] mb) {
+                   second = Unsqueeze (count, zero)
+                   even = Concat <axis = 0> (second, second)
+                   mb = ConstantOfShape (even) }>
+   kt = Transpose <perm = [0, 1, 3, 2]> (k)
+   s = MatMul (q, kt)
+   masked = Add (s, m)
+   p = Softmax (masked)
+   y = MatMul (p, v)
+"""
+    model = onnx.parser.parse_model(PARTS.replace("BODY", body))
+    new, report = md.fuse(model)
+    assert [(each.mask, each.verified) for each in report.fused] == [("float", True)]
+    random = np.random.default_rng(0)
+    feeds = {name: random.standard_normal((2, 4, 5, 8)).astype(np.float32) for name in "qkv"}
+    for chosen in (True, False):
+        given = {**feeds, "c": np.array(chosen)}
+        np.testing.assert_allclose(run(new, given)[0], run(model, given)[0], atol=2e-5)
 
 
 @pytest.mark.parametrize("name", ["a branch", "a loop"])

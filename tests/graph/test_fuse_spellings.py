@@ -737,6 +737,43 @@ def test_a_mask_of_the_size_of_an_example():
     np.testing.assert_allclose(run(new, feeds)[0], run(model, feeds)[0], atol=2e-5)
 
 
+def test_queries_between_unknown_bounds():
+    g = axes_of({name: ("N", H, "S", D) for name in "qkv"})
+    g.inputs |= {name: (TensorProto.INT64, (1,)) for name in ("first", "last")}
+    some = g.op("Slice", "q", "first", "last", g.ints(2))
+    scores = g.op("MatMul", some, g.op("Transpose", "k", perm=[0, 1, 3, 2]))
+    model = g.model(g.op("MatMul", g.op("Softmax", scores), "v"))
+    new, report = fused(model)
+    assert [each.Hq for each in report.fused] == [H]
+    feeds = random_feeds(model) | {"first": np.array([1]), "last": np.array([4])}
+    np.testing.assert_allclose(run(new, feeds)[0], run(model, feeds)[0], atol=2e-5)
+
+
+def test_steps_that_do_nothing():
+    g = axes_of({name: ("N", H, "S", D) for name in "qkv"})
+    whole = g.op("Slice", g.scores(), g.ints(0), g.ints(2**63 - 1), g.ints(2))
+    weights = g.op("Concat", g.op("Softmax", g.op("Concat", whole, axis=1)), axis=2)
+    check_heads(g, g.op("MatMul", weights, "v"), (H, H))
+
+
+def test_windows_behind_a_pad_that_is_computed():
+    """As TorchScript's exporter writes a pad: its sizes are turned around as a matrix."""
+    g = axes_of({"x": ("N", 3, 6, D)})
+    pairs = g.op("Reshape", g.ints(0, 0, 0, 2, 0, 1, 0, 0), g.ints(4, 2))
+    turned = g.op("Slice", pairs, g.ints(-1), g.ints(-(2**63) + 1), g.ints(0), g.ints(-1))
+    pads = g.op("Reshape", g.op("Transpose", turned, perm=[1, 0]), g.ints(-1))
+    padded = g.op("Pad", "x", pads)
+    sizes = [g.op("Shape", padded, start=at, end=at + 1) for at in range(4)]
+    windows = [g.op("Div", sizes[1], g.ints(2)), g.op("Div", sizes[2], g.ints(2))]
+    shape = g.op("Concat", sizes[0], windows[0], g.ints(2), windows[1], g.ints(2), sizes[3], axis=0)
+    apart = g.op("Transpose", g.op("Reshape", padded, shape), perm=[0, 1, 3, 2, 4, 5])
+    rows = g.op("Reshape", apart, g.op("Concat", g.ints(-1, 4), sizes[3], axis=0))
+    heads = g.op("Concat", g.op("Shape", rows, end=2), g.ints(-1, D // 2), axis=0)
+    x = g.op("Transpose", g.op("Reshape", rows, heads), perm=[0, 2, 1, 3])
+    weights = g.op("Softmax", g.op("MatMul", x, g.op("Transpose", x, perm=[0, 1, 3, 2])))
+    check_heads(g, g.op("MatMul", weights, x), (2, 2))
+
+
 def test_a_bias_of_the_last_query():
     g = axes_of({"q": ("N", H, 1, D), "k": ("N", H, "T", D), "v": ("N", H, "T", D)})
     bias = g.op("Slice", g.input("bias", (1, H, "T", "T")), g.ints(-1), g.ints(2**63 - 1), g.ints(2))
@@ -749,7 +786,9 @@ def test_between_operators_of_onnx_runtime():
     g = axes_of({name: ("N", "S", D) for name in "xr"})
     tables = [g.const(each((16, D // 2)).astype(np.float32)) for each in (np.ones, np.zeros)]
     g.inputs["places"] = (TensorProto.INT64, ("N", "S"))
-    normed = g.op("SkipSimplifiedLayerNormalization", "x", "r", g.const(np.ones(D)), epsilon=1e-6, **own)
+    packed, scales = g.const(np.full((D, 1, 8), 0x97), np.uint8), g.const(np.full(D, 0.1))
+    x = g.op("MatMulNBits", "x", packed, scales, K=D, N=D, bits=4, block_size=16, **own)
+    normed = g.op("SkipSimplifiedLayerNormalization", x, "r", g.const(np.ones(D)), epsilon=1e-6, **own)
     g.nodes[-1].output.extend(["", "", "total"])
     q = g.op("RotaryEmbedding", g.op("Unsqueeze", normed, g.ints(1)), "places", *tables, **own)
     k = g.op("Unsqueeze", "total", g.ints(1))

@@ -128,7 +128,7 @@ def fuse_attention(model: ir.Model, *, verify: bool = True) -> tuple[ir.Model, F
         stated = [(each, each.type, each.shape) for node in nodes_in(work.graph) for each in node.outputs]
         unnamed = values.name_inputs(work)
         own = values.without_fused_matmuls(work)
-        values.infer_sizes(work)
+        entered = values.infer_sizes(work)
         stated_results = [each.shape for each in work.graph.outputs]
         fixed = values.fix_sizes(work)
         values.as_matmuls(own)
@@ -139,7 +139,7 @@ def fuse_attention(model: ir.Model, *, verify: bool = True) -> tuple[ir.Model, F
                 return model.clone(), fusion.report
             for value, kind, shape in stated:  # another copy would take as long as all this
                 value.type, value.shape = kind, shape
-            for value, shape in (fixed | unnamed).items():
+            for value, shape in (fixed | unnamed | dict.fromkeys(entered)).items():
                 value.shape = shape
             return work, fusion.report
         values.raise_opset(work)
@@ -147,7 +147,7 @@ def fuse_attention(model: ir.Model, *, verify: bool = True) -> tuple[ir.Model, F
         if fixed:
             for value, shape in zip(work.graph.outputs, stated_results, strict=True):
                 value.shape = shape
-        for value, shape in (fixed | unnamed).items():
+        for value, shape in (fixed | unnamed | dict.fromkeys(entered)).items():
             value.shape = shape
         return refuse_invalid(work, model, "The graph with its attentions fused"), fusion.report
 

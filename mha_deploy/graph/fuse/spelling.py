@@ -39,6 +39,7 @@ from mha_deploy.graph.ir import (
 
 _MAX_DEPTH = 12  # of the nodes that a mask of zeros and ones is read through
 _NO_SCORE = 1e30
+_NO_END = 2**31 - 1  # where a Slice ends that has no end
 _FILLS = (-1e5, -1e3)  # what masked scores are set to, though others could be below
 _MOST_FOLDED, _FOLDED_OPSET = 32, 18
 _LAYOUT = ("Identity", "Unsqueeze", "Squeeze", "Reshape", "Expand", "Transpose", "Slice", "Gather", "Tile")
@@ -688,6 +689,14 @@ def _sum(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
     return found
 
 
+def _of_one(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
+    """A Concat of one tensor, and a Slice of all of it, as optimizers leave them."""
+    starts, ends, steps = (constant_ints(node, at) for at in (1, 2, 4))
+    all_of_it = set(starts or (1,)) == {0} and min(ends or (0,)) >= _NO_END and set(steps or (1,)) == {1}
+    value, same = node.inputs[0], all_of_it if is_op(node, "Slice") else len(node.inputs) == 1
+    return _like(builder, node.outputs[0], "Identity", value) if same and value is not None else None
+
+
 def _first_part(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
     """The first of two parts of the weights, where the other is not used, as a Slice."""
     weights, axis = node.inputs[0], node.attributes.get_int("axis", 0)
@@ -1315,6 +1324,8 @@ _RULES: dict[str, Rule] = {
     "MatMul": _behind,
     "Einsum": _einsum,
     "Pad": _padded,
+    "Concat": _of_one,
+    "Slice": _of_one,
     "Sum": _sum,
     "Split": _first_part,
     "LpNormalization": _by_norm,

@@ -30,6 +30,7 @@ from mha_deploy.graph.ir import (
     graph_of_node,
     graphs_in,
     infer_shapes,
+    inner_graphs,
     input_at,
     is_op,
     is_tensor,
@@ -37,6 +38,7 @@ from mha_deploy.graph.ir import (
     made_by,
     node_name,
     nodes_in,
+    perm,
     prefix_within,
     prefixes_in,
     rank,
@@ -506,6 +508,7 @@ def _text(number: int, names: list[str]) -> int | str:
 # -- Symbolic shape inference ----------------------------------------------------------------------
 
 _MAX_CONTENT = 32
+_MAX_ROUNDS = 4  # through a loop
 _BEYOND = 2**31 - 1  # where a slice ends that has no end
 _SAME_CONTENT = frozenset({"Identity", "Cast", "Unsqueeze", "Squeeze", "Reshape"})
 
@@ -578,8 +581,11 @@ def _is_generated(size: Size) -> bool:
     return isinstance(size, str) and GENERATED in size
 
 
-def infer_sizes(model: ir.Model, *, only_missing: bool = False) -> None:
-    """Give every value of a model its type and the sizes that follow from those of the inputs."""
+def infer_sizes(model: ir.Model, *, only_missing: bool = False) -> list[ir.Value]:
+    """Give every value of a model its type and the sizes that follow from those of the inputs.
+
+    The inputs of loops that had no shape before.
+    """
     nodes = list(nodes_in(model.graph))
     before = {value: sizes_of(value) for node in nodes for value in node.outputs}
     missing = {value for value in before if value.name and (value.dtype is None or value.shape is None)}
@@ -594,10 +600,9 @@ def infer_sizes(model: ir.Model, *, only_missing: bool = False) -> None:
                 found = [new if isinstance(new, int) or old is None else old for old, new in pairs]
             if tuple(found) != dims(value):
                 value.shape = ir.Shape(found)
-    following = _Walk(model)
-    for node in nodes:
-        if not only_missing or not missing.isdisjoint(node.outputs):
-            following.visit(node)
+    following = _Walk(model, missing if only_missing else None)
+    following.follow(model.graph)
+    return following.entered
 
 
 def _of_any_run(sizes: tuple[Size, ...]) -> tuple[Size, ...]:
@@ -612,10 +617,68 @@ _INVALID = (IndexError, onnx.defs.SchemaError, onnx.shape_inference.InferenceErr
 class _Walk:
     """The contents of small integer tensors so far."""
 
-    def __init__(self, model: ir.Model) -> None:
+    def __init__(self, model: ir.Model, wanted: set[ir.Value] | None) -> None:
         self._opsets, self._contents = model.opset_imports, dict[ir.Value, list[Size]]()
+        self._wanted = wanted  # the results whose nodes are visited; None for all
+        self.entered = list[ir.Value]()  # inputs of loops that were given a shape
         self._own = {str(each) for value in model.graph.inputs for each in sizes_of(value) or ()}
         self._complete = dict[tuple[Size, ...], bool]()  # whether all of some sizes are known
+
+    def follow(self, graph: ir.Graph) -> None:
+        """Visit the nodes of a graph, those of branches and loops first."""
+        for node in graph:
+            inner = inner_graphs(node)
+            if inner and is_op(node, "Loop") and self._wanted is None:
+                self._follow_loop(node, inner[0])
+            else:
+                for each in inner:
+                    self.follow(each)
+            if self._wanted is None or not self._wanted.isdisjoint(node.outputs):
+                self.visit(node)
+
+    def _follow_loop(self, node: ir.Node, body: ir.Graph) -> None:
+        """Follow a loop: a value that it carries has the sizes at its begin where these are those at its end.
+
+        Any others get a name, which is a size of one iteration.
+        """
+        pairs = zip(body.inputs[2:], node.inputs[2:], strict=False)
+        carried = {
+            value: (given, body.outputs[at])
+            for at, (value, given) in enumerate(pairs, 1)
+            if given is not None and value.shape is None and given.shape is not None and is_tensor(value)
+        }
+        nodes = list(nodes_in(body))
+        made = [each for inner in nodes for each in inner.outputs]
+        made += [each for inner in nodes for graph in inner_graphs(inner) for each in graph.inputs]
+        stated = [(each, each.shape) for each in made]
+        sizes = {value: sizes_of(given) or [] for value, (given, _) in carried.items()}
+        for _ in range(_MAX_ROUNDS):
+            for value, found in sizes.items():
+                value.shape = ir.Shape(found)
+            self.follow(body)
+            ends = {value: sizes_of(carried[value][1]) or [] for value in sizes}
+            own = f"loop{len(self.entered)}"
+            wanted = {
+                value: [
+                    size if same_size(size, end) or str(size).startswith(own) else f"{own}.{at}.{axis}"
+                    for axis, (size, end) in enumerate(zip(found, ends[value], strict=True))
+                ]
+                for at, (value, found) in enumerate(sizes.items())
+                if len(found) == len(ends[value])
+            }
+            if wanted == sizes:
+                break
+            sizes = wanted
+            for each, shape in (*dict.fromkeys(carried).items(), *stated):
+                each.shape = shape
+                self._contents.pop(each, None)
+        else:
+            return
+        self.entered += carried
+        results = [sizes.get(value) for value in body.inputs[2:]]
+        for value, known in zip(node.outputs, results, strict=False):
+            if value.shape is None and known is not None:
+                value.shape = ir.Shape([None if str(each).startswith(own) else each for each in known])
 
     def visit(self, node: ir.Node) -> None:
         """Take in one node: the numbers of its result, and the sizes that are not known yet."""
@@ -681,10 +744,8 @@ class _Walk:
         if is_op(node, "Gather"):
             data, at = given
             return [data[each] for each in at if isinstance(each, int) and -len(data) <= each < len(data)]
-        if is_op(node, "Slice") and len(given) >= 3:
-            bounds = [part[0] for part in given[1:] if part and isinstance(part[0], int)]
-            step = bounds[3] if len(bounds) > 3 else 1
-            return given[0][bounds[0] : bounds[1] : step] if len(bounds) == len(given) - 1 and step else None
+        if is_op(node, "Slice", "Transpose"):
+            return self._rearranged(node, given)
         if is_op(node, "ConstantOfShape"):
             count, fill = next(iter(given[0]), None), node.attributes.get("value")
             number = int(fill.as_tensor().numpy().ravel()[0]) if fill is not None else 0
@@ -698,10 +759,36 @@ class _Walk:
             return None
         return [_CONTENT_OPS[node.op_type](*(part[at % len(part)] for part in given)) for at in range(length)]
 
+    def _rearranged(self, node: ir.Node, given: list[list[Size]]) -> list[Size] | None:
+        """The numbers behind a Slice or a Transpose, by which TorchScript's exporter computes pads."""
+        sizes = [size for size in sizes_of(node.inputs[0]) or () if isinstance(size, int)]
+        numbers = np.array(given[0], object)
+        if len(sizes) != rank(node.inputs[0]) or math.prod(sizes) != numbers.size:
+            return None
+        numbers = numbers.reshape(sizes)
+        if is_op(node, "Transpose"):
+            return list(numbers.transpose(perm(node)).ravel())
+        bounds = [[each for each in part if isinstance(each, int)] for part in given[1:]]
+        if bounds != given[1:] or len(bounds) < 2:
+            return None
+        starts, ends, *more = bounds
+        axes, steps = (
+            more[0] if more else list(range(len(starts))),
+            more[1] if len(more) > 1 else [1] * len(starts),
+        )
+        cuts = [slice(None)] * len(sizes)
+        for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
+            # Backwards, Python has no number for an end before the first one.
+            cuts[axis] = slice(start, None if step < 0 and end < -sizes[axis] else end, step)
+        return list(numbers[tuple(cuts)].ravel())
+
     def _sizes_after(self, node: ir.Node) -> Sequence[list[Size] | None]:
         """The sizes of the results of a node."""
         first, given = sizes_of(input_at(node, 0)), [self.content(each) for each in node.inputs]
         second = given[1] if len(given) > 1 else None
+        if is_op(node, "If"):
+            one, other = (graph.outputs for graph in graphs_in(node))
+            return [_merged(sizes_of(first), sizes_of(each)) for first, each in zip(one, other, strict=True)]
         if is_op(node, "ConstantOfShape"):
             return given[:1]
         if is_op(node, "Range"):
@@ -720,6 +807,10 @@ class _Walk:
             return [[*first[:axis], part, *first[axis:][1:]] for part in second or [each] * count]
         if is_op(node, "Slice"):
             starts, ends, chosen, steps = (*given[1:], None, None)[:4]
+            if chosen is not None and not (starts and ends):
+                gone = [each % len(first) for each in chosen if isinstance(each, int)]
+                rest = [None if at in gone else size for at, size in enumerate(first)]
+                return [rest if len(gone) == len(chosen) else None]
             for each, (begin, end) in enumerate(zip(starts or (), ends or (), strict=False)):
                 place = each if chosen is None else chosen[each]
                 if not isinstance(place, int):
@@ -754,14 +845,21 @@ class _Walk:
         return [_sizes(ir.serde.deserialize_type_proto_for_shape(each)) for each in kinds]
 
 
+def _merged(one: list[Size] | None, other: list[Size] | None) -> list[Size] | None:
+    """The sizes that two branches have in common."""
+    if one is None or other is None or len(one) != len(other):
+        return None
+    return [first if same_size(first, second) else None for first, second in zip(one, other, strict=True)]
+
+
 def _sliced(size: Size, begin: Size, end: Size) -> Size:
     """The size of an axis between two positions."""
     if isinstance(size, int) and isinstance(begin, int) and isinstance(end, int):
         return len(range(size)[begin:end])
     if isinstance(begin, str) and isinstance(end, str) and isinstance(size, int) and size > 1:
         return _difference(end, begin)  # `table[P : P + S]`, as below
-    if begin == -1 and isinstance(end, int) and end >= _BEYOND:
-        return 1  # the last one
+    if begin in (0, -1) and isinstance(end, int) and end >= _BEYOND:
+        return size if begin == 0 else 1  # all, or the last one
     if begin != 0 or not isinstance(end, str):
         return None
     if size == end or size == 1:
