@@ -21,13 +21,14 @@ from mha_deploy.analysis.roofline import (
 from mha_deploy.bundle.sizes import USUAL, points_from_text
 from mha_deploy.errors import DeployError, SpecError
 from mha_deploy.graph.fuse.values import infer_sizes
-from mha_deploy.graph.ir import MATMULS, dims
+from mha_deploy.graph.ir import dims
+from mha_deploy.graph.roles import FUSED_MATMULS, MATMULS
 from mha_deploy.model.layer import AttentionSpec
 from mha_deploy.model.precision import find_precision
 from mha_deploy.model.spec import ModelSpec, Sizes, StageCost, cost_of, size_of
 
 # What is multiplied; all other nodes are taken to be fused into these, so the bound stays one.
-_GEMMS = (*MATMULS, "MatMulInteger", "ConvInteger", "FusedMatMul")
+_GEMMS = (*MATMULS, "MatMulInteger", "ConvInteger", *FUSED_MATMULS)
 _Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -171,7 +172,7 @@ def _gemm_flops(node: ir.Node, taken: list[tuple[ir.Value, Any]], made: tuple[in
     first, second = taken[0][1], taken[1][1]
     if node.op_type == "ConvTranspose":  # every number of the input goes into every place of the kernel
         return 2 * math.prod(first) * math.prod(second[1:])
-    if node.op_type in ("Conv", "ConvInteger"):
+    if node.op_type in ("Conv", "ConvInteger", "FusedConv"):
         return 2 * math.prod(made) * math.prod(second[1:])
     if node.op_type == "Gemm":
         turned = node.attributes.get("transA")

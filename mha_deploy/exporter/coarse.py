@@ -25,8 +25,8 @@ from mha_deploy.bundle.cases import Arrays, GoldenCase, KnownMistake
 from mha_deploy.bundle.manifest import UnfusedRecord
 from mha_deploy.exporter.file_program import FileProgram, FileRounding
 from mha_deploy.graph.attention_node import is_attention
-from mha_deploy.graph.fuse.leftover import Core, constant_of, cores_of
-from mha_deploy.graph.ir import input_at, is_op
+from mha_deploy.graph.fuse.leftover import Core, cores_of
+from mha_deploy.graph.ir import input_at, is_op, weight_behind
 from mha_deploy.graph.lower import lower
 from mha_deploy.graph.lower.call import copy_of
 from mha_deploy.graph.quantize import is_quantized
@@ -264,7 +264,7 @@ class _Search:
         """Softmax, and matmuls without a weight, that are of no attention node: of one that is not fused."""
         known = {node for parts in self._parts.values() for edits in parts.values() for node in edits}
         for name, node in self._nodes.items():
-            is_matmul = is_op(node, "MatMul", "Einsum") and not any(map(constant_of, node.inputs))
+            is_matmul = is_op(node, "MatMul", "Einsum") and not any(map(weight_behind, node.inputs))
             if name in known or not (is_matmul or is_op(node, "Softmax")):
                 continue
             for i in range(len(node.inputs)):
@@ -283,7 +283,7 @@ class _Search:
             if not is_op(node, "MatMul", "Gemm", "Conv"):
                 continue
             for i, value in enumerate(node.inputs[:2]):
-                weight = constant_of(value)
+                weight = weight_behind(value)
                 if weight is None or weight.dtype == ir.DataType.BFLOAT16 or (i == 0 and is_op(node, "Conv")):
                     continue
                 rank = len(weight.shape) if weight.shape is not None else 0

@@ -13,8 +13,8 @@ import onnx_ir as ir
 from mha_deploy.bundle.cases import Arrays
 from mha_deploy.exporter.samples import RoundingMode
 from mha_deploy.graph.file import with_outputs
-from mha_deploy.graph.ir import MATMULS
-from mha_deploy.graph.upcast import LAYOUT, in_float64
+from mha_deploy.graph.roles import FUSED_MATMULS, LAYOUT, MATMULS, NORMS, QUANTIZERS, SOFTMAXES
+from mha_deploy.graph.upcast import in_float64
 from mha_deploy.model.precision import PRECISIONS, Precision
 from mha_deploy.rounding import ACCUMULATED, MARGIN, normal, rounded
 from mha_deploy.runtime.onnx_reference import evaluator_of
@@ -23,16 +23,14 @@ from mha_deploy.runtime.user_code import graph_code
 # Where kernels round: what a GEMM reads and writes, what norms, softmax and activations write. Elementwise
 # operators are fused into these, but for sums of two tensors: a residual stream is written after each.
 _MATMULS = frozenset(MATMULS) | {"Attention", "MultiHeadAttention", "GroupQueryAttention", "RotaryEmbedding"}
-_MATMULS |= {"FusedMatMul", "FusedConv"}
-_ROUNDED = frozenset(
-    {"Softmax", "LogSoftmax", "LayerNormalization", "RMSNormalization", "Gelu", "Tanh", "Sigmoid"}
-)
-_ROUNDED |= {"SimplifiedLayerNormalization", "SkipLayerNormalization", "GroupNormalization", "Swish", "Mish"}
-_ROUNDED |= {"InstanceNormalization", "BatchNormalization", "MeanVarianceNormalization", "Elu", "HardSwish"}
+_MATMULS |= {*FUSED_MATMULS}
+_ROUNDED = frozenset({*SOFTMAXES, *NORMS, "BatchNormalization", "MeanVarianceNormalization"})
+_ROUNDED |= {"SimplifiedLayerNormalization", "SkipLayerNormalization", "Gelu", "Tanh", "Sigmoid", "Swish"}
+_ROUNDED |= {"Mish", "Elu", "HardSwish"}
 _ROUNDED |= {"Softplus", "LeakyRelu", "FastGelu", "BiasGelu", "Gather", "DequantizeLinear"}
 _SUMS = frozenset({"Add", "Sub", "Sum"})
 _ORDERED = {"TopK": -1, "ArgMax": 0, "ArgMin": 0}  # with the axis by default
-_QUANTIZED = frozenset({"QuantizeLinear", "DequantizeLinear"})  # their scales are in the precision, too
+_QUANTIZED = frozenset(QUANTIZERS)  # their scales are in the precision, too
 _COMPARED = frozenset({"Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Round", "Floor", "Ceil", "Sign"})
 _COMPARED |= {"QuantizeLinear", "DynamicQuantizeLinear"}
 _DECISION_ELEMENTS = 1 << 22

@@ -20,8 +20,9 @@ from mha_deploy.exporter.file_program import FileProgram, FileRounding
 from mha_deploy.graph import attention_node as an
 from mha_deploy.graph.attention_node import read_attention
 from mha_deploy.graph.ir import NodeBuilder, constant, infer_shapes, input_at, is_op, made_by, rank
+from mha_deploy.graph.roles import MOVES
 
-_MOVES = ("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Gather", "Split", "Slice", "Identity", "Flatten")
+_MOVES = (*MOVES, "Gather", "Split", "Slice", "Flatten")
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from mha_deploy.exporter.coarse import CoarseMistakes
 from mha_deploy.exporter.file_program import FileProgram, FileRounding
 from mha_deploy.graph.attention_node import heads_of, is_attention
 from mha_deploy.graph.fuse.leftover import cores_of
+from mha_deploy.graph.roles import MOVES
 from mha_deploy.judge import judge_case
 from mha_deploy.model.precision import Precision
 from mha_deploy.rounding import accumulations
@@ -31,7 +32,7 @@ from mha_deploy.rounding import accumulations
 _SCALE = 1.02
 _MASK, _LENGTHS = 3, 6  # inputs of an Attention
 _WEIGHTS = 2  # of its outputs behind the heads
-_LAYOUT = frozenset({"Transpose", "Reshape", "Identity", "Cast"})
+_LAYOUT = frozenset({*MOVES, "Cast"})
 _MASKED = -1e3  # so far below the largest score of its query is one that a mask hides
 _MOST_SECONDS = 60.0
 

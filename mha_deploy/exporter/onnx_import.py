@@ -43,8 +43,8 @@ from mha_deploy.exporter.samples import sample_case
 from mha_deploy.graph.attention_node import short_dtype
 from mha_deploy.graph.file import load_graph, with_outputs
 from mha_deploy.graph.fuse import from_old_opset
-from mha_deploy.graph.fuse.values import RANDOM
 from mha_deploy.graph.ir import infer_shapes, is_op, node_name, nodes_behind
+from mha_deploy.graph.roles import RANDOM
 from mha_deploy.graph.valid import inline_functions
 from mha_deploy.model.precision import PRECISIONS, find_precision
 from mha_deploy.model.spec import FLOAT, Axes, Axis, Dim, ModelSpec, ModuleSpec, TensorSpec, is_past, size_of

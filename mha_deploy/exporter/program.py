@@ -37,6 +37,7 @@ from mha_deploy.exporter.axes import (
     trace_sizes,
 )
 from mha_deploy.exporter.oracle import Float32Accumulation, dense_flex_attention, run_program, swapped
+from mha_deploy.graph.roles import MOVES
 from mha_deploy.model.spec import Axes, Axis, Sizes, size_of
 
 # -- Names for what a module returns: a tensor, a tuple, a dictionary, or these in each other ------
@@ -797,4 +798,4 @@ def _name_outputs(model: ir.Model, names: list[str]) -> dict[str, str]:
 # -- Which value of the program is the expected result of an `Attention` node of the graph ---------
 
 # Operators behind an attention that only change its layout.
-_LAYOUT = frozenset({"Transpose", "Reshape", "Squeeze", "Unsqueeze", "Identity", "Cast"})
+_LAYOUT = frozenset({*MOVES, "Cast"})

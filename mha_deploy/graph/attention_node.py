@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 from mha_deploy.bundle.manifest import AttentionNode
 from mha_deploy.graph.ir import Dim, dim, dims, input_at, is_op, made_by, node_name, output_at, rank
+from mha_deploy.graph.roles import MOVES
 
 # -- The attributes and inputs of one ONNX `Attention` node, read into a record --------------------
 
@@ -78,7 +79,6 @@ def read_attention(node: ir.Node, *, opset: int | None = None, graph: str = "") 
 # -- Attention in eight bits: Q/DQ before it, and between its weights and the values -----------------
 
 _EIGHT_BITS = {ir.DataType.INT8: "int8", ir.DataType.FLOAT8E4M3FN: "fp8"}
-_LAYOUT = ("Reshape", "Transpose", "Expand", "Unsqueeze")
 _WEIGHTS = 3  # of `qk_matmul_output_mode`: behind the softmax
 
 
@@ -136,7 +136,7 @@ def _quantized_weights(node: ir.Node) -> tuple[ir.Node | None, ir.Node | None]:
             return None, None
         steps, value = [*steps, users[0]], users[0].outputs[0]
     values = input_at(steps[-1], 1)
-    while (layout := made_by(values, *_LAYOUT)) is not None and values is not input_at(node, V):
+    while (layout := made_by(values, *MOVES, "Expand")) is not None and values is not input_at(node, V):
         values = layout.inputs[0]
     return (steps[1], steps[2]) if values is input_at(node, V) else (None, None)
 

@@ -17,14 +17,13 @@ from mha_deploy.graph import attention_node as an
 from mha_deploy.graph.attention_node import attention_nodes, is_attention, short_dtype
 from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.ir import dims, input_at, is_op, made_by, nodes_behind, output_at
+from mha_deploy.graph.roles import MOVES
 from mha_deploy.model.layer import AttentionSpec
 from mha_deploy.model.precision import Precision
 from mha_deploy.model.spec import FLOAT, ModelSpec
 
 # What may be between a projection and its attention: layout, and the rotary embedding.
-_LAYOUT_OPS = frozenset(
-    {"RotaryEmbedding", "Reshape", "Transpose", "Split", "Slice", "Squeeze", "Unsqueeze", "Identity"}
-)
+_LAYOUT_OPS = frozenset({*MOVES, "RotaryEmbedding", "Split", "Slice"})
 _STRAY_OPS = frozenset({"Cast", "Expand", "Tile", "Gather"})
 _IN_PRECISION = ("MatMul", "Gemm", "Attention", "Gelu")
 _CACHE_CHECKS = {

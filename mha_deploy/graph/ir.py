@@ -15,6 +15,7 @@ import onnx_ir as ir
 
 from mha_deploy.bundle.manifest import Dim
 from mha_deploy.errors import DeployError
+from mha_deploy.graph.roles import MOVES
 
 if TYPE_CHECKING:
     from onnx.reference import ReferenceEvaluator
@@ -26,8 +27,6 @@ _LOG = logging.getLogger(__name__)
 _MOST_ITERATIONS = 10**6  # of loops, in one call of the reference evaluator
 
 HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
-MATMULS = ("MatMul", "Gemm", "Einsum", "Conv", "ConvTranspose")
-"""The operators that sum products of floating-point numbers, besides Attention."""
 
 
 # -- Read nodes and values -------------------------------------------------------------------------
@@ -162,6 +161,14 @@ def constant(value: ir.Value | None) -> ir.TensorProtocol | None:
         return ir.convenience.get_const_tensor(value)
     except ValueError:  # a Constant in a form that onnx_ir does not read, such as a sparse one
         return None
+
+
+def weight_behind(value: ir.Value | None) -> ir.Value | None:
+    """The initializer that a value is, or is a copy of in another layout or type."""
+    while value is not None and value.const_value is None:
+        node = made_by(value, *MOVES, "Cast")
+        value = None if node is None else node.inputs[0]
+    return value
 
 
 def constant_ints(node: ir.Node, position: int) -> tuple[int, ...] | None:

@@ -25,7 +25,6 @@ from mha_deploy.errors import DeployError, nearest
 from mha_deploy.graph import attention_node as an
 from mha_deploy.graph.attention_node import AttentionNode, is_attention, read_attention, short_dtype
 from mha_deploy.graph.ir import (
-    MATMULS,
     NodeBuilder,
     constant,
     constant_ints,
@@ -38,6 +37,7 @@ from mha_deploy.graph.ir import (
     new_initializer,
     nodes_behind,
 )
+from mha_deploy.graph.roles import MATMULS, NORMS, SOFTMAXES
 from mha_deploy.graph.upcast import in_type, retype, retype_attributes
 from mha_deploy.model.masking import ABSORBS_FLOAT32
 
@@ -241,13 +241,11 @@ def accepted_type(
 _SCORE_ROLES = ("Q", "K", "V", "past", "lengths")
 _SUMS = ("ReduceSum", "ReduceMean", "ReduceL1", "GlobalAveragePool")
 _SQUARES = ("ReduceSumSquare", "ReduceL2", "LpNormalization")
-_SOFTMAX = ("Softmax", "LogSoftmax")
-_NORMS = ("LayerNormalization", "RMSNormalization", "InstanceNormalization", "GroupNormalization")
 
 WORDS = {
-    **dict.fromkeys((*_SUMS, *_SOFTMAX, "ReduceLogSumExp"), "its accumulated values reach"),
+    **dict.fromkeys((*_SUMS, *SOFTMAXES, "ReduceLogSumExp"), "its accumulated values reach"),
     **dict.fromkeys(_SQUARES, "its accumulated squares reach"),
-    **dict.fromkeys(_NORMS, "the squares that it averages reach"),
+    **dict.fromkeys(NORMS, "the squares that it averages reach"),
     "Attention": "its scores Q·Kᵀ·scale reach",
 }
 """What the largest intermediate number of an operator is, as text."""
@@ -278,16 +276,16 @@ def largest_intermediate(node: ir.Node, inputs: Mapping[str, np.ndarray]) -> flo
         if not x.size:
             return 0.0
         size = np.abs(x, dtype=np.float32)
-        if node.op_type in _NORMS:
+        if node.op_type in NORMS:
             return float(size.max()) ** 2
         if node.op_type == "GlobalAveragePool":
             axes: tuple[int, ...] = tuple(range(2, x.ndim))
-        elif node.op_type in (*_SOFTMAX, "LpNormalization"):
+        elif node.op_type in (*SOFTMAXES, "LpNormalization"):
             axes = (node.attributes.get_int("axis", -1),)
         else:  # all of them where the graph does not state them
             stated = node.attributes.get_ints("axes", None) or constant_ints(node, 1)
             axes = tuple(range(x.ndim)) if stated is None else tuple(stated)
-        if node.op_type in _SOFTMAX:
+        if node.op_type in SOFTMAXES:
             size = np.exp(x - np.maximum(x.max(axis=axes, keepdims=True), np.finfo(np.float32).min))
         elif node.op_type == "ReduceLogSumExp":
             size = np.exp(x)

@@ -42,7 +42,8 @@ from mha_deploy.graph.mixed_precision import (
     tensor_key,
     write_plan,
 )
-from mha_deploy.graph.upcast import LAYOUT, with_float64_inside, with_rounded_results
+from mha_deploy.graph.roles import LAYOUT, RANDOM
+from mha_deploy.graph.upcast import with_float64_inside, with_rounded_results
 
 ROUNDING = 2.0**-12
 """The relative L2 error of a tensor that is rounded to FP16, about: half of the largest error of a number."""
@@ -61,9 +62,6 @@ _FIRST = 256  # the share of the nodes that is upcast first; then twice as many,
 _MOST_PRUNINGS = 12
 _LARGE = 2048  # nodes; each further trial takes as long as one on every node, and larger graphs get fewer
 _FAILED = 1e6  # the error of what is not finite
-_RANDOM = frozenset(
-    {"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Bernoulli", "Multinomial"}
-)
 
 
 def plan_by_loss(
@@ -91,7 +89,7 @@ def plan_by_loss(
         ranges = measure_prepared(run, work, cases)
         planner = Planner(work, ranges, margin)
         plan = planner.plan(wide)
-        if any(node.op_type in _RANDOM for node in work.graph.all_nodes()) or not work.graph.outputs:
+        if any(node.op_type in RANDOM for node in work.graph.all_nodes()) or not work.graph.outputs:
             return plan  # two runs would differ anyway
         measured = _Measured(run, work, cases, limit)
         if not measured.limits:

@@ -26,8 +26,8 @@ from mha_deploy.graph.ir import (
     new_initializer,
     rank,
 )
+from mha_deploy.graph.roles import MOVES, QUANTIZERS
 
-_QUANTIZERS = ("QuantizeLinear", "DequantizeLinear")
 _LEAST_OPSET = 19  # the first with scales in FP16, and with FP8
 _SMALLEST_SCALE = float(np.finfo(np.float16).smallest_subnormal)
 
@@ -317,10 +317,9 @@ def _quantized_weight(
 
 def is_quantized(model: ir.Model) -> bool:
     """Whether a graph quantizes anything."""
-    return any(is_op(node, *_QUANTIZERS) for node in model.graph)
+    return any(is_op(node, *QUANTIZERS) for node in model.graph)
 
 
-_MOVES = ("Reshape", "Transpose", "Expand", "Unsqueeze", "Cast")
 OPERATOR = "TRT_QuantizedAttention"
 """TensorRT's operator for attention that quantizes its weights."""
 
@@ -330,7 +329,7 @@ def quantized_gemms(model: ir.Model) -> Iterator[tuple[str, str]]:
     names = {each.type: each.name for each in FORMATS.values()}
 
     def dequantized(value: ir.Value | None) -> ir.Node | None:
-        while (layout := made_by(value, *_MOVES)) is not None:
+        while (layout := made_by(value, *MOVES, "Expand", "Cast")) is not None:
             value = layout.inputs[0]
         return made_by(value, "DequantizeLinear")
 

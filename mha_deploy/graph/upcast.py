@@ -13,13 +13,13 @@ import onnx_ir as ir
 
 from mha_deploy.errors import DeployError
 from mha_deploy.graph.attention_node import is_attention
-from mha_deploy.graph.ir import HALVES, MATMULS, graphs_in, infer_shapes, is_op, node_name
+from mha_deploy.graph.ir import HALVES, graphs_in, infer_shapes, is_op, node_name
 from mha_deploy.graph.lower import lower
 from mha_deploy.graph.lower.call import copy_of
+from mha_deploy.graph.roles import LAYOUT, MATMULS, NORMS
 
-_NORMS = tuple(f"{kind}Normalization" for kind in ("Layer", "RMS", "Batch", "Group", "Instance"))
 _REDUCTIONS = ("ReduceMean", "ReduceSum", "ReduceL2", "AveragePool", "GlobalAveragePool", "Softmax")
-_OTHERS_IN_FLOAT32 = (*_NORMS, *_REDUCTIONS, "Gelu", "Erf", "Tanh", "Sigmoid")
+_OTHERS_IN_FLOAT32 = (*NORMS, "BatchNormalization", *_REDUCTIONS, "Gelu", "Erf", "Tanh", "Sigmoid")
 
 
 def with_float32_inside(model: ir.Model) -> ir.Model:
@@ -40,13 +40,6 @@ def with_float32_matmuls(model: ir.Model, *others: str) -> ir.Model:
                 node.replace_input_with(position, cast.outputs[0])
         _round_outputs(copy.graph, node)
     return copy
-
-
-# Operators that only move numbers: they round nothing, and have kernels for every type.
-LAYOUT = frozenset(
-    {"Cast", "Concat", "ConstantOfShape", "Expand", "Flatten", "Gather", "GatherElements", "GatherND"}
-    | {"Identity", "Reshape", "Shape", "Size", "Slice", "Split", "Squeeze", "Tile", "Transpose", "Unsqueeze"}
-)
 
 
 def with_rounded_results(model: ir.Model) -> ir.Model:

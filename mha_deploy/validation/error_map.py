@@ -20,6 +20,7 @@ from mha_deploy.bundle.cases import GoldenCase
 from mha_deploy.errors import DeployError
 from mha_deploy.graph.attention_node import is_attention, read_attention
 from mha_deploy.graph.ir import constant, made_by
+from mha_deploy.graph.roles import MOVES
 from mha_deploy.metrics import ToHeads
 from mha_deploy.status import means
 
@@ -38,7 +39,7 @@ _LARGEST_AMPLIFICATION = 1000.0  # beyond it, the rounding of FP16 outputs would
 _DAMPING, _LEAST_BACK = 0.01, 0.9
 
 # What may stand between the heads and their projection without mixing them: layout, and gates on heads.
-_KEEPS_HEADS = frozenset({"Reshape", "Transpose", "Identity", "Cast", "Mul"})
+_KEEPS_HEADS = frozenset({*MOVES, "Cast", "Mul"})
 
 
 @dataclass(frozen=True, kw_only=True)

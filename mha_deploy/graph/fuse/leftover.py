@@ -14,7 +14,7 @@ from mha_deploy.bundle.manifest import UnfusedRecord
 from mha_deploy.graph.attention_node import is_attention
 from mha_deploy.graph.fuse.pattern import softmax_at
 from mha_deploy.graph.fuse.values import NotExpressible, NotFused, module_of, sizes_of
-from mha_deploy.graph.ir import inner_graphs, is_op, made_by, node_name, nodes_behind, rank
+from mha_deploy.graph.ir import inner_graphs, is_op, made_by, node_name, nodes_behind, rank, weight_behind
 
 _CHOICES = ("Gather", "GatherND", "GatherElements", "Slice")
 _NORMS = frozenset({"LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization"})
@@ -30,7 +30,6 @@ _BETWEEN = _ACTIVATIONS | frozenset(
     | {"Cast", "Identity", "Dropout", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Expand", "CumSum"}
     | {"Slice", "Split", "Concat", "Pad", "Log", "ScatterElements", "Sign"}
 )
-_MOVED = ("Cast", "Identity", "Reshape", "Transpose")
 # What changes the number of keys that scores are about.
 _LONGER = ("Concat", "Pad", "Slice", "Split")
 _NO_SOFTMAX = "Attention always has one."
@@ -116,17 +115,7 @@ def cores_of(model: ir.Model, unfused: Sequence[UnfusedRecord]) -> dict[str, Cor
 def _multiplies(node: ir.Node) -> bool:
     """Whether a node is a matmul of two tensors that are computed."""
     is_matmul = is_op(node, "Einsum") or (node.op_type.endswith("MatMul") and len(node.inputs) == 2)
-    return is_matmul and len(node.inputs) == 2 and not any(map(constant_of, node.inputs))
-
-
-def constant_of(value: ir.Value | None) -> ir.Value | None:
-    """The initializer that a value is, or is a copy of in another layout."""
-    while value is not None and value.const_value is None:
-        node = value.producer()
-        if node is None or not is_op(node, *_MOVED):
-            return None
-        value = node.inputs[0]
-    return value
+    return is_matmul and len(node.inputs) == 2 and not any(map(weight_behind, node.inputs))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,6 @@ import numpy as np
 import onnx_ir as ir
 
 from mha_deploy.graph.fuse.values import (
-    RANDOM,
     NotExpressible,
     NotFused,
     Size,
@@ -28,6 +27,7 @@ from mha_deploy.graph.fuse.values import (
     walk,
 )
 from mha_deploy.graph.ir import NodeBuilder, constant_ints, input_at, is_op, made_by, same_size
+from mha_deploy.graph.roles import IN_ORDER, MOVES, RANDOM
 from mha_deploy.model.masking import ABSORBS_ANY, ABSORBS_FLOAT32, WRITTEN_HALF, absorbs
 
 Axes = tuple[str, ...]
@@ -218,7 +218,7 @@ _ELEMENTWISE = _COMPARISONS | {"Add": operator.add, "Sub": operator.sub, "Mul": 
 _ELEMENTWISE |= {"Neg": operator.neg, "Not": operator.not_, "Equal": operator.eq}
 _ELEMENTWISE |= {"And": lambda x, y: bool(x and y), "Or": lambda x, y: bool(x or y)}
 _ELEMENTWISE |= {"Where": lambda condition, x, y: x if condition else y}
-_LAYOUT = frozenset({"Identity", "Unsqueeze", "Reshape", "Squeeze", "Expand"})
+_LAYOUT = frozenset({*IN_ORDER, "Expand"})
 
 
 def triangle_of(value: ir.Value | None) -> Triangle | None:
@@ -515,7 +515,7 @@ def _absorbs(number: float, term: Bias, dtype: ir.DataType) -> bool:
 _WEAKEST_FILL = -1e5
 _FAR_BELOW = 100.0  # the weight of a score that far below another is 0
 _LARGEST_BIAS = 1e4
-_BOUNDED = ("Identity", "Cast", "Unsqueeze", "Squeeze", "Reshape", "Transpose", "Expand", "Slice", "Gather")
+_BOUNDED = (*MOVES, "Cast", "Expand", "Slice", "Gather")
 
 FULLY_MASKED = "fully masked queries: NaN in PyTorch, 0 in ONNX's Attention"
 FULLY_MASKED_HALF = "fully masked queries: the mean of V where scores stay below 16, as in PyTorch"

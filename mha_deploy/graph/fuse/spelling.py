@@ -36,13 +36,14 @@ from mha_deploy.graph.ir import (
     rank,
     reference_evaluator,
 )
+from mha_deploy.graph.roles import MOVES
 
 _MAX_DEPTH = 12  # of the nodes that a mask of zeros and ones is read through
 _NO_SCORE = 1e30
 _NO_END = 2**31 - 1  # where a Slice ends that has no end
 _FILLS = (-1e5, -1e3)  # what masked scores are set to, though others could be below
 _MOST_FOLDED, _FOLDED_OPSET = 32, 18
-_LAYOUT = ("Identity", "Unsqueeze", "Squeeze", "Reshape", "Expand", "Transpose", "Slice", "Gather", "Tile")
+_LAYOUT = (*MOVES, "Expand", "Slice", "Gather", "Tile")
 
 
 Rule = Callable[[ir.Node, NodeBuilder], ir.Value | None]

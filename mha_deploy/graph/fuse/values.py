@@ -46,6 +46,7 @@ from mha_deploy.graph.ir import (
     same_size,
     with_weights_of,
 )
+from mha_deploy.graph.roles import IN_ORDER, RANDOM
 from mha_deploy.graph.valid import OLDEST_OPSET
 
 
@@ -108,7 +109,7 @@ _SCALAR_OPS: dict[str, Callable[..., np.ndarray]] = {
     ),
     "Pow": lambda x, y: np.power(x.astype(np.float64), y.astype(np.float64)).astype(x.dtype),
 }
-_SAME_SCALAR = frozenset({"Identity", "Expand", "Reshape", "Squeeze", "Unsqueeze"})
+_SAME_SCALAR = frozenset({*IN_ORDER, "Expand"})
 
 
 def array_of(value: ir.Value | None) -> np.ndarray | None:
@@ -220,16 +221,6 @@ _BY_AXIS = 13  # since this version Hardmax and Softmax run over one axis
 # The same node means something else since this version.
 _CHANGED_SINCE = {"DFT": 20, "GroupNormalization": 21}
 # ONNX Runtime 1.31 has these on a CPU before opset 22 only: the newer version just takes BF16, too.
-RANDOM = (
-    "Bernoulli",
-    "Multinomial",
-    "RandomNormal",
-    "RandomNormalLike",
-    "RandomUniform",
-    "RandomUniformLike",
-)
-"""Operators that draw numbers."""
-
 _LOST, _LOST_SINCE = (*RANDOM, "GlobalLpPool", "MaxRoiPool", "RoiAlign"), 22
 # Other names of the same modes since opset 20.
 _GRID_MODES = {"bilinear": "linear", "bicubic": "cubic"}
@@ -510,7 +501,7 @@ def _text(number: int, names: list[str]) -> int | str:
 _MAX_CONTENT = 32
 _MAX_ROUNDS = 4  # through a loop
 _BEYOND = 2**31 - 1  # where a slice ends that has no end
-_SAME_CONTENT = frozenset({"Identity", "Cast", "Unsqueeze", "Squeeze", "Reshape"})
+_SAME_CONTENT = frozenset({*IN_ORDER, "Cast"})
 
 
 def name_inputs(model: ir.Model) -> dict[ir.Value, ir.Shape]:

@@ -26,7 +26,6 @@ from mha_deploy.graph.fuse.mask_pattern import is_score
 from mha_deploy.graph.fuse.spelling import Spelling
 from mha_deploy.graph.fuse.values import ATTENTION_OPSET, NotFused, in_words
 from mha_deploy.graph.ir import (
-    MATMULS,
     constant,
     dims,
     graphs_in,
@@ -35,6 +34,7 @@ from mha_deploy.graph.ir import (
     nodes_behind,
     reference_evaluator,
 )
+from mha_deploy.graph.roles import MATMULS, RANDOM
 
 Dims = tuple[int | str, ...]
 """The sizes of a tensor; a dynamic one as the expression that the file gives for it."""
@@ -63,14 +63,6 @@ _NOISE_FACTOR, _MOST_NOISE = 4.0, 1e-3
 _EXTREME = 5e4  # scores of the last draw: far from each other, and above any fill
 _EXTREME_ROUNDING = 0.1
 FACTOR = 0.0  # the spread of what the scores are multiplied by or divided by: numbers around 1
-_RANDOM = (
-    "RandomNormal",
-    "RandomUniform",
-    "RandomNormalLike",
-    "RandomUniformLike",
-    "Bernoulli",
-    "Multinomial",
-)
 _NAME = re.compile(r"[A-Za-z_][\w.]*")
 _CALL = re.compile(r"(\w+)\(")
 _FUNCTIONS = frozenset({"Min", "Max", "floor", "ceiling", "Mod"})
@@ -173,7 +165,7 @@ class Region:
                 parts += sorted((name, _text(each)) for name, each in node.attributes.items())
                 names |= {each: name for each, name in new.items() if each not in names}  # one may be drawn
                 self.computed += node.outputs
-                if self.fixed.issuperset(filter(None, read)) and not is_op(node, *_RANDOM):
+                if self.fixed.issuperset(filter(None, read)) and not is_op(node, *RANDOM):
                     self.fixed.update(written)
                     self.from_constants.update(node.outputs)
                     self.made += sum(math.prod(_shape(dims(each), {})) for each in node.outputs)

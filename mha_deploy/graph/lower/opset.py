@@ -22,6 +22,7 @@ from mha_deploy.graph.ir import (
 )
 from mha_deploy.graph.lower.call import LoweringError
 from mha_deploy.graph.quantize import dequantized_constant
+from mha_deploy.graph.roles import MOVES
 from mha_deploy.graph.valid import inline_functions
 
 # -- How an operator is written before an opset: its new output, or None where it stays ------------
@@ -149,14 +150,11 @@ def _scale_in_float32(node: ir.Node, b: NodeBuilder) -> ir.Value | None:
 _NARROW = "dequantized_narrow"
 
 
-_MOVED = ("Transpose", "Reshape", "Unsqueeze", "Squeeze", "Expand")
-
-
 def _multiply_dequantized(model: ir.Model) -> bool:
     """Narrow what was dequantized behind the matmul, not before it: TensorRT 8.6 looks for Q/DQ beside it."""
 
     def wide(value: ir.Value | None, b: NodeBuilder) -> ir.Value | None:
-        cast, move = (None, None) if value is None else (made_by(value, "Cast"), made_by(value, *_MOVED))
+        cast, move = made_by(value, "Cast"), made_by(value, *MOVES, "Expand")
         if cast is not None and str(cast.name).endswith(_NARROW):
             return cast.inputs[0]
         if move is None or (source := wide(move.inputs[0], b)) is None:

@@ -44,6 +44,7 @@ from mha_deploy.graph.lower import masks
 from mha_deploy.graph.lower.call import AttentionCall, OperatorRules, Outputs, split_heads
 from mha_deploy.graph.lower.operators import RMS_NORM, ROTARY, Rotary, read_rotary
 from mha_deploy.graph.lower.to_primitives import OPERATOR_RULES as PRIMITIVE_RULES
+from mha_deploy.graph.roles import IN_ORDER
 
 # -- What the node cannot express, or has no kernels for -------------------------------------------
 
@@ -179,7 +180,6 @@ def _taken_from_first_axis(value: ir.Value) -> HeadsPlace | None:
 # -- Padding masks: key lengths that were compared with positions ----------------------------------
 
 # Operators that keep the elements of their first input in their order.
-_LAYOUT = ("Identity", "Reshape", "Squeeze", "Unsqueeze")
 _INTEGERS = (ir.DataType.INT32, ir.DataType.INT64)
 # What is not ≥ is <, and what is not ≤ is >.
 _OPPOSITE = {"GreaterOrEqual": "Less", "LessOrEqual": "Greater"}
@@ -215,7 +215,7 @@ def _before_layout(mask: ir.Value) -> ir.Value:
     """A mask before it was reshaped or expanded: `[B, 1 …, T]`, in the same order."""
     value, expanded = mask, True
     while True:
-        node = made_by(value, *_LAYOUT, *(["Expand"] if expanded else []))
+        node = made_by(value, *IN_ORDER, *(["Expand"] if expanded else []))
         source = input_at(node, 0)
         if node is None or source is None:
             return value
@@ -246,7 +246,7 @@ def _one_axis(lengths: ir.Value) -> ir.Value | None:
     while value is not None and value.dtype in _INTEGERS:
         if len(dims(value)) == 1:
             return value
-        value = input_at(made_by(value, "Cast", *_LAYOUT), 0)
+        value = input_at(made_by(value, "Cast", *IN_ORDER), 0)
     return None
 
 

@@ -13,8 +13,8 @@ import onnx_ir as ir
 from msgspec import Struct
 from msgspec.structs import replace
 
-from mha_deploy.graph.ir import MATMULS
 from mha_deploy.graph.quantize import quantized_gemms
+from mha_deploy.graph.roles import MATMULS, QUANTIZERS, SOFTMAXES
 from mha_deploy.runtime.tensorrt.kernels import FLOATING, UNKNOWN, EngineTensor, Kernel, dtype_of
 from mha_deploy.status import Word, means
 
@@ -93,8 +93,8 @@ class EngineReason(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 # -- The types of the nodes in the graph: what a builder changed is not what the graph requests ----
 
 _MATMULS = frozenset({*MATMULS, "MhaDeployLinear"})
-_SOFTMAXES = frozenset({"Softmax", "LogSoftmax", "ReduceLogSumExp"})
-_QUANTIZERS = frozenset({"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear"})
+_SOFTMAXES = frozenset({*SOFTMAXES, "ReduceLogSumExp"})
+_QUANTIZERS = frozenset({*QUANTIZERS, "DynamicQuantizeLinear"})
 _DOMAINS = ("", "ai.onnx")
 
 # Numbers that were quantized: of a matmul also UINT8, which elsewhere is an image or a mask.

@@ -1,0 +1,40 @@
+"""ONNX's operators by what they do to numbers: the one list, of which every pass takes what it follows.
+
+All are of ONNX's own operator set but for those that say so.
+"""
+
+from __future__ import annotations
+
+# -- What only moves numbers -------------------------------------------------------------------------
+
+IN_ORDER = ("Identity", "Reshape", "Squeeze", "Unsqueeze")
+"""The same numbers in the same order."""
+
+MOVES = (*IN_ORDER, "Transpose")
+"""The same numbers, each once."""
+
+LAYOUT = frozenset(
+    {*MOVES, "Flatten", "Expand", "Tile", "Concat", "Slice", "Split", "Gather", "GatherElements", "GatherND"}
+    | {"Cast", "ConstantOfShape", "Shape", "Size"}
+)
+"""What rounds nothing, and has kernels for every type."""
+
+# -- What accumulates --------------------------------------------------------------------------------
+
+MATMULS = ("MatMul", "Gemm", "Einsum", "Conv", "ConvTranspose")
+"""GEMMs of floating-point numbers, besides Attention."""
+
+FUSED_MATMULS = ("FusedMatMul", "FusedConv")
+"""The same of ONNX Runtime's own operator set."""
+
+SOFTMAXES = ("Softmax", "LogSoftmax")
+NORMS = ("LayerNormalization", "RMSNormalization", "InstanceNormalization", "GroupNormalization")
+
+# -- What makes other numbers ------------------------------------------------------------------------
+
+QUANTIZERS = ("QuantizeLinear", "DequantizeLinear")
+RANDOM = (
+    *("RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"),
+    *("Bernoulli", "Multinomial"),
+)
+"""What draws numbers anew in every call."""
