@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from mha_deploy.deployment import Deployment
     from mha_deploy.engine.engine import Engine
     from mha_deploy.engine.plugins import Compiled, Found, PluginLibrary
+    from mha_deploy.engine.trtexec import TrtexecCommand
     from mha_deploy.graph.fuse import FuseReport
     from mha_deploy.graph.rules import Eligibility
     from mha_deploy.judge import ParityReport
@@ -521,8 +522,12 @@ def build_engine(
     return engine
 
 
-def trtexec(engine: Engine | StrPath, onnx: StrPath = "lowered.onnx", plan: StrPath = "model.engine") -> str:
+def trtexec(
+    engine: Engine | StrPath, onnx: StrPath = "lowered.onnx", plan: StrPath = "model.engine"
+) -> TrtexecCommand:
     """The `trtexec` command that builds the same engine from the graph that `save_onnx` wrote.
+
+    It is text; its `notes` are what of the build it cannot say.
 
     Args:
         engine: The engine, or its file.
@@ -541,7 +546,7 @@ def trtexec(engine: Engine | StrPath, onnx: StrPath = "lowered.onnx", plan: StrP
     from mha_deploy.engine.trtexec import trtexec_command
 
     opened = engine if isinstance(engine, Engine) else open_engine(engine)
-    return str(trtexec_command(opened.manifest, Path(onnx), Path(plan)))
+    return trtexec_command(opened.manifest, Path(onnx), Path(plan))
 
 
 def refit(

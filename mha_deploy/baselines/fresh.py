@@ -27,6 +27,7 @@ from mha_deploy.bundle.cases import (
 from mha_deploy.bundle.folder import Bundle
 from mha_deploy.bundle.sizes import LOUDNESS, PlannedCase, sizes_name
 from mha_deploy.errors import BackendUnavailable, BundleError, DeployError
+from mha_deploy.exporter.coarse import in_fewer_bits
 from mha_deploy.exporter.exporter import export_user_module
 from mha_deploy.exporter.golden import Capture, LayerCapture, ModuleCapture
 from mha_deploy.exporter.oracle import Float64, Intercept, run_in_float64, run_program
@@ -181,22 +182,6 @@ class ProgramValues:
 
 _CANDIDATES = 64
 COARSE = ("scores", "softmax weights", "queries and keys", "values", "heads")
-_INT8_MOST = 127
-
-
-def _in_int8(weight: Tensor, dim: int | None) -> Tensor:
-    """A weight in INT8, with one scale for each output channel (`dim` 1: the inputs share it) or for all."""
-    wide = weight.double()
-    largest = wide.abs().max() if dim is None else wide.abs().amax(dim, keepdim=True)
-    scale = (largest / _INT8_MOST).clamp(min=torch.finfo(weight.dtype).tiny)
-    return (wide / scale).round() * scale
-
-
-_WEIGHTS_IN: dict[str, Callable[[Tensor], Tensor]] = {
-    "BF16": Tensor.bfloat16,
-    "INT8, a scale for each channel": partial(_in_int8, dim=1),
-    "INT8, one scale": partial(_in_int8, dim=None),
-}
 _SMALL = 1 << 18  # numbers of an output: every weight by itself takes long for more
 
 
@@ -382,10 +367,11 @@ class FreshCases:
             changed = {f"{part} in BF16": each for part, each in changed.items()}
             parameters = dict(self._capture.module.named_parameters()) if oracle.size <= _SMALL else {}
             matrices = {part: weight for part, weight in parameters.items() if weight.dim() == 2}
-            for (part, weight), (kind, rounded) in product(matrices.items(), _WEIGHTS_IN.items()):
-                own, weight.data = weight.data, rounded(weight.data).to(weight.dtype)
+            for (part, weight), (kind, change) in product(matrices.items(), in_fewer_bits((1,)).items()):
+                own = weight.data
+                weight.data = torch.from_numpy(change(to_numpy(own.double()))).to(own)
                 try:
-                    changed[f"{part} in {kind}"] = to_numpy(self._capture.evaluate_in_fp64(feeds)["output"])
+                    changed[f"{part} {kind}"] = to_numpy(self._capture.evaluate_in_fp64(feeds)["output"])
                 finally:
                     weight.data = own
         added = {name: KnownMistake({"output": each - oracle}) for name, each in changed.items()}

@@ -254,15 +254,6 @@ def eligibility_renderable(answers: Sequence[Eligibility]) -> RenderableType:
 _NAME_WIDTH = 40
 
 
-def trtexec_notes(engine: Engine, graph: str | None) -> list[Text]:
-    """What the command for an engine cannot say, and what writes its graph, where nothing did."""
-    from mha_deploy.engine.trtexec import trtexec_command
-
-    found = list(trtexec_command(engine.manifest, Path("a"), Path("b")).notes)
-    found += [] if graph is None else [f"--save-onnx {graph} writes the graph that it reads"]
-    return [Text(f"note: {each}") for each in found]
-
-
 def engine_renderable(engine: Engine, *, details: bool = False) -> RenderableType:
     """An engine in a few lines with its verdict; with `details`, its kernels too."""
     from mha_deploy.engine.engine import attention_summary, libraries_summary, rebuild_summary, where_built

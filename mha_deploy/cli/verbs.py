@@ -236,9 +236,9 @@ def build_engine(
     data, lines = engine_to_dict(engine), [tables.engine_renderable(engine)]
     if trtexec:
         graph = options["save_onnx"] or "lowered.onnx"
-        data["trtexec"] = md.trtexec(engine, graph, engine.path.name)
-        lines.append(data["trtexec"])
-        lines += tables.trtexec_notes(engine, None if options["save_onnx"] else graph)
+        data["trtexec"] = command = md.trtexec(engine, graph, engine.path.name)
+        unwritten = [] if options["save_onnx"] else [f"--save-onnx {graph} writes the graph that it reads"]
+        lines += [command, *(f"note: {each}" for each in (*command.notes, *unwritten))]
     return Result(data, lambda: lines, outcome)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +14,17 @@ _HARDWARE = {"ampere-plus": "ampere+", "same-compute-capability": "sameComputeCa
 _EXTERNAL = ("CUBLAS", "CUBLAS_LT", "CUDNN")  # libraries with kernels, which this tool switches off up to 10
 
 
-@dataclass(frozen=True)
-class TrtexecCommand:
+class TrtexecCommand(str):
     """The command, and what of the build it cannot say."""
 
     arguments: tuple[str, ...]
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...]
 
-    def __str__(self) -> str:
-        return shlex.join(self.arguments)
+    def __new__(cls, arguments: Sequence[str], notes: Sequence[str] = ()) -> TrtexecCommand:
+        """A command of these arguments."""
+        made = super().__new__(cls, shlex.join(arguments))
+        made.arguments, made.notes = tuple(arguments), tuple(notes)
+        return made
 
 
 def refuse_rtx(backend: str) -> None:
@@ -68,7 +69,7 @@ def trtexec_command(manifest: EngineManifest, onnx: Path, engine: Path) -> Trtex
     if options.get("allow_decomposed"):
         notes.append("trtexec cannot allow attention without a fused kernel to be built from several")
     found += [f"--dynamicPlugins={library['library']}" for library in manifest.plugins]
-    return TrtexecCommand((*found, "--profilingVerbosity=detailed", "--skipInference"), tuple(notes))
+    return TrtexecCommand([*found, "--profilingVerbosity=detailed", "--skipInference"], notes)
 
 
 def _profiles(profiles: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -72,6 +72,15 @@ def _in_int8(array: np.ndarray, axes: tuple[int, ...] | None) -> np.ndarray:
     return np.asarray(np.round(array / scale) * scale)
 
 
+def in_fewer_bits(per_channel: tuple[int, ...]) -> dict[str, Change]:
+    """What may be done to a weight by mistake; its channels have a scale of their own along these axes."""
+    return {
+        "in BF16": in_bf16,
+        "in INT8, a scale for each channel": partial(_in_int8, axes=per_channel),
+        "in INT8, one scale": partial(_in_int8, axes=None),
+    }
+
+
 def _too_large(array: np.ndarray) -> np.ndarray:
     return array * _FACTOR
 
@@ -292,15 +301,8 @@ class _Search:
                 transposed = "transB" in node.attributes and node.attributes["transB"].as_int()
                 per_channel: tuple[int, ...] = (-2,) if i == 1 and not transposed else (-1,)
                 per_channel = tuple(range(1, rank)) if is_op(node, "Conv") else per_channel
-                yield (
-                    (name, i, str(weight.name)),
-                    {
-                        "in BF16": in_bf16,
-                        "in INT8, a scale for each channel": partial(_in_int8, axes=per_channel),
-                        "in INT8, one scale": partial(_in_int8, axes=None),
-                        "2 % too large": _too_large,
-                    },
-                )
+                changes = in_fewer_bits(per_channel) | {"2 % too large": _too_large}
+                yield (name, i, str(weight.name)), changes
 
     def _run(self, mode: FileRounding) -> Arrays:
         return self._program.run(self._case.inputs, mode)

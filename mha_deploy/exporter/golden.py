@@ -246,7 +246,7 @@ class Capture(ABC):
 
 # -- Of a catalog layer, which runs in FP64 itself -------------------------------------------------
 
-# In units of the precision's roundoff: a gate is a sum of E matmuls of size one over √E, and engines that
+# In units of the precision's roundoff: a gate adds E numbers of size one over √E, and engines that
 # accumulate in half precision lose several bits of it.
 _DECISION_MARGIN = 16.0
 
