@@ -108,6 +108,7 @@ _PRIOR = 8.0
 _BRANCH = 6.0
 # Such a vector must be near one of the samples: nearer than this share of how far they are apart.
 _BETWEEN = 0.6
+_OF_OPEN = 1.25  # of the error that a decision costs a vector, where that is less than a branch
 _OF_BRANCH = 2.0  # times the largest error of a branch as a whole
 # A GPU's exponential is good to about two ulps of float32 and errs to one side, as does rounding of the scale
 # or of the softmax weights: a gain of this share of the roundoff is no mistake of a kernel.
@@ -196,11 +197,13 @@ class Spread:
         self._branches = samples.reshape(len(samples), *shape)
         power = np.mean(np.square(plain, dtype=np.float64), axis=0)
         by_value = np.square(_RESULT_ROUNDING * self._roundoff * o)
-        undecided = np.zeros(len(o), bool)
+        undecided = is_open = np.zeros(len(o), bool)
         if branches:
             sizes = np.sqrt(np.square(samples, dtype=np.float64).mean(2))  # [N, V]
             usual = np.maximum(np.median(sizes[: len(plain)], axis=0), np.median(sizes))
             undecided = sizes.max(0) > _BRANCH * usual
+            # Less than that, and more than the other samples allow: none of them took the decision so.
+            is_open = ~undecided & (sizes[len(plain) :].max(0) > FACTOR * sizes[: len(plain)].max(0))
         if undecided.any() and not undecided.all():  # which say nothing of a channel, nor of rounding
             own, channels = _separated(power[~undecided], len(plain))
             vectors = np.full(len(o), float(np.median(own)))
@@ -208,10 +211,10 @@ class Spread:
         else:
             vectors, channels = _separated(power, len(plain))
         expected = np.sqrt(np.outer(vectors, channels))
-        if undecided.any():
+        if branches:
             # Several decisions upstream may be taken in any combination: the samples have some of them.
-            apart = np.sqrt(np.square(samples[:, undecided], dtype=np.float64).mean(2).max(0))
-            expected[undecided] = np.maximum(expected[undecided], _BETWEEN / FACTOR * apart[:, None])
+            share = np.where(undecided, _BETWEEN, np.where(is_open, _OF_OPEN, 0.0))
+            expected = np.maximum(expected, (share / FACTOR * sizes.max(0))[:, None])
         self._expected = np.sqrt(np.maximum(np.square(expected), by_value) + tiny**2).reshape(shape)
         self._decided = (~undecided).reshape(*shape[:-1], 1)
         self.undecided = float(undecided.mean()) if len(undecided) else 0.0

@@ -607,3 +607,23 @@ def test_a_right_result_on_a_grid_passes_and_a_wrong_scale_does_not(seed):
         assert judge_case(case, {"y": got}, FP16)[0].passed, other
     wrong = program.run({**feeds, "scale": np.array(1.04 / 448, "e")}, FileRounding(None))
     assert judge_case(case, {"y": wrong["y"].astype("e")}, FP16)[0].is_wrong
+
+
+def test_a_decision_that_costs_a_vector_less_than_a_branch_is_open_there_and_nowhere_else():
+    dice = np.random.default_rng(0)
+    oracle, usual, open_ = dice.standard_normal((64, 32)), 4e-3, 32
+    plain = usual * dice.standard_normal((8, 64, 32))
+    plain[:, open_:] /= 2  # one half of the vectors is the quieter one
+    step = usual / 2 * 5 * np.sign(dice.standard_normal(32))
+    branches = usual * dice.standard_normal((2, 64, 32))
+    branches[:, open_:] /= 2
+    branches[:, open_] += step
+    samples = np.concatenate((plain, branches)).astype(np.float32)
+
+    def with_step(at):
+        got = oracle + plain[0]
+        got[at] += step
+        return judged(oracle, samples, got, branches=2)
+
+    assert with_step(open_).passed
+    assert with_step(open_ + 1).is_wrong
