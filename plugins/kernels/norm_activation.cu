@@ -2,6 +2,8 @@
 #include "../src/norm_activation_kernels.h"
 #include "numbers.cuh"
 
+#include <cuda_fp8.h>
+
 namespace {
 
 using mha_deploy::ActivationCall;
@@ -26,6 +28,17 @@ __device__ void store(uint4* address, float const (&values)[8]) {
         from_float(values[i], each[i]);
     }
     *address = bytes;
+}
+
+// Eight numbers in FP8; beyond its range the last ones.
+__device__ void store_fp8(uint2* address, float const (&values)[8], float factor) {
+    unsigned short pairs[4];
+    for (int i = 0; i < 4; ++i) {
+        float2 const two = make_float2(values[2 * i] * factor, values[2 * i + 1] * factor);
+        pairs[i] = __nv_cvt_float2_to_fp8x2(two, __NV_SATFINITE, __NV_E4M3);
+    }
+    *address = make_uint2(pairs[0] | static_cast<unsigned>(pairs[1]) << 16U,
+        pairs[2] | static_cast<unsigned>(pairs[3]) << 16U);
 }
 
 // The sum over all threads of a block, in every thread. The number of threads is a multiple of 32.
@@ -105,7 +118,12 @@ __device__ void normalise(NormCall const& call) {
         for (int j = 0; j < 8; ++j) {
             values[i][j] = (values[i][j] - mean) * factor * scale[j] + bias[j];
         }
-        store<T>(call.y + begin + piece, values[i]);
+        if (call.y != nullptr) {
+            store<T>(call.y + begin + piece, values[i]);
+        }
+        if (call.fp8 != nullptr) {
+            store_fp8(call.fp8 + begin + piece, values[i], call.fp8_factor);
+        }
     }
 }
 
@@ -122,18 +140,23 @@ __device__ void activate(ActivationCall const& call) {
         load<T>(call.gate + piece, gate);
     }
     for (int i = 0; i < 8; ++i) {
-        float y = 0.0F;
+        float y = x[i];
         if (call.kind == 2) {
             y = 0.5F * x[i] * (1.0F + erff(x[i] * 0.70710678118654752F));
         } else if (call.kind == 3) {
             float const inner = 0.79788456080286536F * (x[i] + 0.044715F * x[i] * x[i] * x[i]);
             y = 0.5F * x[i] * (1.0F + tanhf(inner));
-        } else {
+        } else if (call.kind == 4) {
             y = x[i] / (1.0F + expf(-x[i]));
         }
         x[i] = y * gate[i];
     }
-    store<T>(call.y + piece, x);
+    if (call.y != nullptr) {
+        store<T>(call.y + piece, x);
+    }
+    if (call.fp8 != nullptr) {
+        store_fp8(call.fp8 + piece, x, call.fp8_factor);
+    }
 }
 
 }  // namespace

@@ -23,7 +23,7 @@ namespace mha_deploy {
 namespace {
 
 constexpr uint32_t kMagic = 0x4c41484d;  // "MHAL"
-constexpr uint32_t kVersion = 2;
+constexpr uint32_t kVersion = 3;
 
 constexpr uint32_t kFullAlignment = 256;                   // bytes: what CUDA's and TensorRT's memory has
 constexpr uint64_t kWorkspaceLimit = uint64_t{32} << 20;  // what cuBLAS takes for itself on Hopper, too
@@ -35,6 +35,14 @@ constexpr std::size_t kPlans = 32;
 // what these projections are here to avoid.
 constexpr uint32_t kReductions = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
 
+// Names of cuBLASLt 12.9; headers before it do not have them.
+constexpr auto kWeightScaleMode = static_cast<cublasLtMatmulDescAttributes_t>(31);
+constexpr auto kInputScaleMode = static_cast<cublasLtMatmulDescAttributes_t>(32);
+constexpr int32_t kScalePerOutput = 3;  // ..._SCALE_OUTER_VEC_32F: of both factors, or of none
+
+constexpr int64_t kFp8Step = 16;  // inputs and outputs of a GEMM in FP8 are multiples of it
+constexpr uint32_t kOne = 0x3f800000U;  // 1.0F
+
 std::string matrix(int64_t rows, int64_t columns) {
     return "[" + std::to_string(rows) + ", " + std::to_string(columns) + "]";
 }
@@ -45,11 +53,16 @@ class Matmul {
 public:
     // Needs a GPU, launches nothing. Takes the given algorithm where there is one that still fits, else the
     // one that the library proposes first.
-    Status make(CublasLt const& library, cublasLtHandle_t handle, LinearProblem const& problem,
-        cublasLtMatmulAlgo_t const* algorithm) {
+    Status make(Driver const& driver, CublasLt const& library, cublasLtHandle_t handle,
+        LinearProblem const& problem, cublasLtMatmulAlgo_t const* algorithm) {
         library_ = &library;
         handle_ = handle;
         problem_ = problem;
+        if (problem.parameters.quantized == Quantized::kPerOutput) {
+            // The scale of x is in those of the outputs, but each row is to have one.
+            RETURN_IF_FAILED(ones_.allocate(driver, static_cast<std::size_t>(problem.shape.rows) * sizeof(float)));
+            RETURN_IF_FAILED(ones_.fill(kOne));
+        }
         RETURN_IF_FAILED(describe());
         cublasLtMatmulHeuristicResult_t result{};
         bool const fits = algorithm != nullptr
@@ -95,6 +108,7 @@ public:
 
     Status launch(LinearPointers const& pointers, void* workspace, CUstream stream) {
         RETURN_IF_FAILED(set_bias(pointers.bias));
+        RETURN_IF_FAILED(set_scale(pointers.scale));
         float const one = 1.0F;
         float const zero = 0.0F;
         cublasStatus_t const status = library_->multiply(handle_, operation_.get(), &one, pointers.weight,
@@ -108,6 +122,7 @@ public:
 
     LinearProblem const& problem() const { return problem_; }
     std::size_t workspace_bytes() const { return workspace_bytes_; }
+    bool has_memory() const { return ones_.address() != 0; }
 
 private:
     // cuBLASLt's matrices are column-major: a row-major matrix is its transpose to it, so it is asked for
@@ -132,22 +147,40 @@ private:
                 library_->set_operation(made, CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue, sizeof(epilogue)),
                 "add a bias to a GEMM");
         }
+        cudaDataType_t const wide = problem_.type == Type::kHalf ? CUDA_R_16F : CUDA_R_16BF;
+        cudaDataType_t const narrow = problem_.parameters.in_fp8() ? CUDA_R_8F_E4M3 : wide;
         if (status.ok()) {
-            status = make_layout(weight_, transposed ? inputs : outputs, transposed ? outputs : inputs);
+            status = make_layout(weight_, narrow, transposed ? inputs : outputs, transposed ? outputs : inputs);
         }
         if (status.ok()) {
-            status = make_layout(x_, inputs, rows);
+            status = make_layout(x_, narrow, inputs, rows);
         }
         if (status.ok()) {
-            status = make_layout(y_, outputs, rows);
+            status = make_layout(y_, wide, outputs, rows);
         }
-        // The library reads the alignment of the bias from its address, and no more: any such number does.
-        return status.ok() ? set_bias(reinterpret_cast<void const*>(uintptr_t{problem_.alignment})) : status;
+        if (status.ok() && problem_.parameters.quantized == Quantized::kPerOutput) {
+            status = scale_each_output();
+        }
+        // The library reads the alignment of these from their addresses, and no more: any such number does.
+        auto const* const aligned = reinterpret_cast<void const*>(uintptr_t{problem_.alignment});
+        if (status.ok()) {
+            status = set_bias(aligned);
+        }
+        return status.ok() ? set_scale(aligned) : status;
     }
 
-    Status make_layout(LtLayout& layout, int64_t rows, int64_t columns) const {
+    Status scale_each_output() {
+        auto const set = [this](cublasLtMatmulDescAttributes_t attribute, auto const& value) {
+            return status_of(library_->set_operation(operation_.get(), attribute, &value, sizeof(value)),
+                "scale each output of a GEMM in FP8, which needs cuBLASLt 12.9");
+        };
+        RETURN_IF_FAILED(set(kWeightScaleMode, kScalePerOutput));
+        RETURN_IF_FAILED(set(kInputScaleMode, kScalePerOutput));
+        return set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, reinterpret_cast<void const*>(ones_.address()));
+    }
+
+    Status make_layout(LtLayout& layout, cudaDataType_t type, int64_t rows, int64_t columns) const {
         cublasLtMatrixLayout_t made = nullptr;
-        cudaDataType_t const type = problem_.type == Type::kHalf ? CUDA_R_16F : CUDA_R_16BF;
         cublasStatus_t const status = library_->create_layout(
             &made, type, static_cast<uint64_t>(rows), static_cast<uint64_t>(columns), rows);
         if (status == CUBLAS_STATUS_SUCCESS) {
@@ -176,15 +209,23 @@ private:
     }
 
     Status set_bias(void const* bias) {
-        if (!problem_.parameters.has_bias || bias == bias_) {
+        return problem_.parameters.has_bias ? set_address(CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias, bias_)
+                                            : Status();
+    }
+    Status set_scale(void const* scale) {
+        return problem_.parameters.in_fp8() ? set_address(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, scale, scale_)
+                                            : Status();
+    }
+    Status set_address(cublasLtMatmulDescAttributes_t attribute, void const* address, void const*& known) {
+        if (address == known) {
             return Status();
         }
-        cublasStatus_t const status = library_->set_operation(
-            operation_.get(), CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias, sizeof(bias));
+        cublasStatus_t const status =
+            library_->set_operation(operation_.get(), attribute, &address, sizeof(address));
         if (status != CUBLAS_STATUS_SUCCESS) {
-            return status_of(status, "set the bias");
+            return status_of(status, "set the bias or the scale");
         }
-        bias_ = bias;
+        known = address;
         return Status();
     }
 
@@ -196,6 +237,8 @@ private:
     LtLayout x_{nullptr, nullptr};
     LtLayout y_{nullptr, nullptr};
     void const* bias_ = nullptr;  // the one that is written into the operation
+    void const* scale_ = nullptr;
+    DeviceMemory ones_;
     cublasLtMatmulAlgo_t algorithm_{};
     std::size_t workspace_bytes_ = 0;
 };
@@ -290,16 +333,18 @@ public:
         }
     }
 
-    bool open(LinearShape const& most) {
-        auto const bytes = [](int64_t rows, int64_t columns) {
-            return static_cast<std::size_t>(rows * columns * 2 + kFullAlignment - 1) / kFullAlignment
+    bool open(LinearShape const& most, bool in_fp8) {
+        auto const bytes = [](int64_t rows, int64_t columns, int64_t each) {
+            return static_cast<std::size_t>(rows * columns * each + kFullAlignment - 1) / kFullAlignment
                    * kFullAlignment;
         };
-        weight_bytes_ = bytes(most.inputs, most.outputs);
+        int64_t const each = in_fp8 ? 1 : 2;
+        weight_bytes_ = bytes(most.inputs, most.outputs, each);
         weights_ = std::clamp<std::size_t>(kRotatedBytes / weight_bytes_, 1, 8);
         return driver_.create_stream(&stream_, CU_STREAM_NON_BLOCKING) == CUDA_SUCCESS
-               && fill(x_, bytes(most.rows, most.inputs)) && fill(weight_, weights_ * weight_bytes_)
-               && fill(bias_, bytes(1, most.outputs)) && fill(y_, bytes(most.rows, most.outputs))
+               && fill(x_, bytes(most.rows, most.inputs, each)) && fill(weight_, weights_ * weight_bytes_)
+               && fill(bias_, bytes(1, most.outputs, 2)) && fill(y_, bytes(most.rows, most.outputs, 2))
+               && scale_.allocate(driver_, bytes(1, most.outputs, 4)).ok() && scale_.fill(kOne).ok()
                && workspace_.allocate(driver_, kWorkspaceLimit).ok();
     }
 
@@ -347,7 +392,7 @@ private:
     bool record_all(LinearProblem const& problem, std::vector<cublasLtMatmulHeuristicResult_t>& proposals,
         std::vector<Launches>& launches) {
         Matmul matmul;
-        if (!matmul.make(library_, handle_, problem, nullptr).ok()
+        if (!matmul.make(driver_, library_, handle_, problem, nullptr).ok()
             || !matmul.propose(kProposals, proposals).ok()) {
             return false;
         }
@@ -360,7 +405,7 @@ private:
                     auto const weight = weight_.address() + i % weights_ * weight_bytes_;
                     LinearPointers const pointers{reinterpret_cast<void*>(x_.address()),
                         reinterpret_cast<void*>(weight), reinterpret_cast<void*>(bias_.address()),
-                        reinterpret_cast<void*>(y_.address())};
+                        reinterpret_cast<void*>(y_.address()), reinterpret_cast<void*>(scale_.address())};
                     ok = matmul.launch(pointers, reinterpret_cast<void*>(workspace_.address()), stream_).ok();
                 }
                 return ok;
@@ -395,13 +440,14 @@ private:
         return ok ? all : std::vector<float>();
     }
 
-    // Numbers between 1 and 2, of either sign: with zeros a GPU takes less power, and runs faster.
+    // Numbers between 1 and 2 in FP16, and in FP8, of either sign: with zeros a GPU takes less power, and runs
+    // faster.
     bool fill(DeviceMemory& memory, std::size_t bytes) {
         std::vector<uint16_t> numbers(std::min<std::size_t>(bytes, std::size_t{1} << 20) / 2);
         uint32_t state = 1;
         for (uint16_t& number : numbers) {
             state = state * 1664525U + 1013904223U;
-            number = static_cast<uint16_t>((state >> 16U & 0x83ffU) | 0x3c00U);
+            number = static_cast<uint16_t>((state >> 16U & 0x8383U) | 0x3c38U);
         }
         std::size_t done = numbers.size() * 2;
         if (!memory.allocate(driver_, bytes).ok()
@@ -425,21 +471,21 @@ private:
     std::vector<CUevent> events_;
     std::size_t weight_bytes_ = 0;
     std::size_t weights_ = 1;
-    DeviceMemory x_, weight_, bias_, y_, workspace_;
+    DeviceMemory x_, weight_, bias_, scale_, y_, workspace_;
 };
 
 // What was measured. Layers of one model have the same sizes, so it is kept for the process; and for others
 // of the same machine where MHA_DEPLOY_GEMM_CACHE names a file.
 class Measured {
 public:
-    // Machine, rows, inputs, outputs, type, bias, transposed.
+    // Machine, rows, inputs, outputs, type, bias, transposed and quantized.
     using Key = std::array<uint64_t, 7>;
 
     static Key key_of(uint64_t machine, LinearProblem const& problem) {
         auto const [rows, inputs, outputs] = problem.shape;
         return {machine, static_cast<uint64_t>(rows), static_cast<uint64_t>(inputs),
             static_cast<uint64_t>(outputs), static_cast<uint64_t>(problem.type), problem.parameters.has_bias,
-            problem.parameters.transposed};
+            (problem.parameters.transposed ? 1U : 0U) + 2 * static_cast<uint64_t>(problem.parameters.quantized)};
     }
 
     // Null where it was not measured; nothing where it was left to cuBLASLt.
@@ -530,14 +576,26 @@ bool LinearShape::operator==(LinearShape const& other) const noexcept {
 
 bool LinearProblem::operator==(LinearProblem const& other) const noexcept {
     return shape == other.shape && type == other.type && parameters.has_bias == other.parameters.has_bias
-           && parameters.transposed == other.parameters.transposed && alignment == other.alignment;
+           && parameters.transposed == other.parameters.transposed
+           && parameters.quantized == other.parameters.quantized && alignment == other.alignment;
 }
 
 std::string LinearProblem::text() const {
     return matrix(shape.rows, shape.inputs) + " x " + matrix(shape.inputs, shape.outputs) + " in "
-           + (type == Type::kHalf ? "FP16" : "BF16")
+           + (parameters.in_fp8() ? "FP8 to " : "") + (type == Type::kHalf ? "FP16" : "BF16")
+           + (parameters.quantized == Quantized::kPerOutput ? " with a scale for each output" : "")
            + (parameters.has_bias ? " with bias" : " without bias")
            + (parameters.transposed ? ", weight transposed" : "");
+}
+
+Status LinearParameters::check() const {
+    if (quantized < Quantized::kNone || quantized > Quantized::kLast) {
+        return Status::failed("quantized must be 0 to 2, got " + std::to_string(static_cast<int32_t>(quantized)));
+    }
+    if (in_fp8() && !transposed) {
+        return Status::failed("a GEMM in FP8 reads the weight as [N, K]; got transposed = 0; transpose it");
+    }
+    return Status();
 }
 
 void LinearTuning::measure(LinearParameters const& parameters, LinearShape const& most, Type type) {
@@ -575,7 +633,7 @@ void LinearTuning::measure(LinearParameters const& parameters, LinearShape const
         if (known == nullptr) {
             // What does not fit into the time is left to cuBLASLt, and not tried again for the next layer.
             std::chrono::duration<double> const spent = std::chrono::steady_clock::now() - begin;
-            opened = opened.has_value() ? opened : bench.open(most);
+            opened = opened.has_value() ? opened : bench.open(most, parameters.in_fp8());
             bool const in_time = *opened && spent.count() < kMeasuringSeconds;
             known = &measured.add(key, in_time ? bench.fastest(problem) : std::nullopt);
         }
@@ -605,6 +663,7 @@ std::vector<std::byte> serialize(LinearParameters const& parameters, LinearTunin
     BlobWriter writer(kMagic, kVersion);
     writer.add(parameters.has_bias);
     writer.add(parameters.transposed);
+    writer.add(parameters.quantized);
     writer.add(tuning.machine);
     writer.add(static_cast<uint32_t>(tuning.choices.size()));
     for (LinearTuning::Choice const& choice : tuning.choices) {
@@ -626,6 +685,7 @@ Status deserialize(
     uint32_t count = 0;
     reader.take(parameters.has_bias);
     reader.take(parameters.transposed);
+    reader.take(parameters.quantized);
     reader.take(tuning.machine);
     reader.take(count);
     tuning.choices.resize(std::min<std::size_t>(count, size / sizeof(cublasLtMatmulAlgo_t)));
@@ -640,7 +700,8 @@ Status deserialize(
         }
         choice.type = static_cast<Type>(type);
     }
-    return reader.finish();
+    RETURN_IF_FAILED(reader.finish());
+    return parameters.check();
 }
 
 namespace {
@@ -651,7 +712,7 @@ struct Plan {
     bool pinned = false;  // a graph was recorded that uses the memory
 };
 
-Status check(LinearShape const& shape, Type type) {
+Status check(LinearParameters const& parameters, LinearShape const& shape, Type type) {
     constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
     auto const between = [](int64_t size, int64_t least) { return size >= least && size <= kMost; };
     if (!between(shape.rows, 0) || !between(shape.inputs, 1) || !between(shape.outputs, 1)) {
@@ -659,6 +720,11 @@ Status check(LinearShape const& shape, Type type) {
                               + std::to_string(shape.rows) + " rows, " + std::to_string(shape.inputs)
                               + " inputs, " + std::to_string(shape.outputs)
                               + " outputs; try other sizes of x and of the weight");
+    }
+    if (parameters.in_fp8() && (type != Type::kHalf || shape.inputs % kFp8Step != 0 || shape.outputs % kFp8Step != 0)) {
+        return Status::failed("a GEMM in FP8 gives FP16 and has inputs and outputs that are multiples of 16; got "
+                              + std::to_string(shape.inputs) + " inputs, " + std::to_string(shape.outputs)
+                              + " outputs; leave this one in FP16");
     }
     if (type != Type::kHalf && type != Type::kBFloat16) {
         return Status::failed("a projection is in FP16 or BF16; got type "
@@ -669,12 +735,13 @@ Status check(LinearShape const& shape, Type type) {
 }
 
 // The alignment in three steps, so that oddly placed tensors do not have a plan for every address.
-Status alignment_of(LinearPointers const& pointers, bool has_bias, uint32_t& alignment) {
+Status alignment_of(LinearPointers const& pointers, LinearParameters const& parameters, uint32_t& alignment) {
     uintptr_t bits = 0;
     for (auto const& [name, address, used] :
         {std::tuple<char const*, void const*, bool>{"x", pointers.x, true},
             {"the weight", pointers.weight, true}, {"y", pointers.y, true},
-            {"the bias", pointers.bias, has_bias}}) {
+            {"the bias", pointers.bias, parameters.has_bias},
+            {"the scale", pointers.scale, parameters.in_fp8()}}) {
         if (used && address == nullptr) {
             return Status::failed(std::string("a projection got no address of ") + name
                                   + "; try setting the addresses of all inputs and outputs");
@@ -682,12 +749,13 @@ Status alignment_of(LinearPointers const& pointers, bool has_bias, uint32_t& ali
         bits |= used ? reinterpret_cast<uintptr_t>(address) : 0;
     }
     for (uint32_t const step : {kFullAlignment, 16U, 2U}) {
-        if (bits % step == 0) {
+        if (bits % step == 0 && (step > 2U || !parameters.in_fp8())) {
             alignment = step;
             return Status();
         }
     }
-    return Status::failed("a projection got an odd address; try tensors aligned to 256 bytes");
+    return Status::failed("a projection got an odd address, or in FP8 one that is no multiple of 16; try tensors "
+                          "aligned to 256 bytes");
 }
 
 }  // namespace
@@ -740,7 +808,7 @@ struct LinearWork::State {
         }
         std::list<Plan> made(1);
         Status status = made.front().matmul.make(
-            *library, handle, problem, measured.has_value() ? &*measured : nullptr);
+            *driver, *library, handle, problem, measured.has_value() ? &*measured : nullptr);
         if (status.ok()) {
             plans.splice(plans.begin(), made);
             plan = &plans.front();
@@ -750,6 +818,7 @@ struct LinearWork::State {
 
     // `workspace` is the caller's on the way in, and the one to use on the way out.
     Status take_workspace(Plan& plan, bool capturing, void*& workspace, std::size_t given) const {
+        plan.pinned = plan.pinned || (capturing && plan.matmul.has_memory());
         std::size_t const wanted = plan.matmul.workspace_bytes();
         bool const aligned = reinterpret_cast<uintptr_t>(workspace) % kFullAlignment == 0;
         if (wanted == 0 || (workspace != nullptr && given >= wanted && aligned)) {
@@ -782,7 +851,7 @@ Status LinearWork::prepare(LinearShape const& shape, Type type) {
         if (state_ == nullptr) {
             return Status::failed("out of memory");
         }
-        if (Status status = check(shape, type); !status.ok() || shape.rows == 0) {
+        if (Status status = check(state_->parameters, shape, type); !status.ok() || shape.rows == 0) {
             return status;
         }
         RETURN_IF_FAILED(load_driver(state_->driver));
@@ -801,11 +870,11 @@ Status LinearWork::run(LinearShape const& shape, Type type, LinearPointers const
         if (state_ == nullptr) {
             return Status::failed("out of memory");
         }
-        if (Status status = check(shape, type); !status.ok() || shape.rows == 0) {
+        if (Status status = check(state_->parameters, shape, type); !status.ok() || shape.rows == 0) {
             return status;
         }
         LinearProblem problem{shape, type, state_->parameters, kFullAlignment};
-        RETURN_IF_FAILED(alignment_of(pointers, problem.parameters.has_bias, problem.alignment));
+        RETURN_IF_FAILED(alignment_of(pointers, problem.parameters, problem.alignment));
         RETURN_IF_FAILED(load_driver(state_->driver));
         bool const capturing = is_capturing(*state_->driver, stream);
         Plan* plan = nullptr;

@@ -1,4 +1,5 @@
-// y = x W + b accumulated in FP32, through cuBLASLt: a projection beside attention, or any linear layer.
+// y = x W + b accumulated in FP32, through cuBLASLt: a projection beside attention, or any linear layer. In FP8
+// the sums are multiplied by the scales of x and of the weight before the bias is added.
 #pragma once
 
 #include "attention.h"
@@ -18,17 +19,25 @@
 
 namespace mha_deploy {
 
+// Whether x and the weight are FP8 (E4M3), four numbers in a word of 32 bits, and whether one scale is for all
+// outputs or each has its own.
+enum class Quantized : int32_t { kNone = 0, kPerTensor = 1, kPerOutput = 2, kLast = kPerOutput };
+
 struct LinearParameters {
     bool has_bias = false;
     bool transposed = false;  // the weight is [N, K], as PyTorch keeps it, instead of ONNX's [K, N]
+    Quantized quantized = Quantized::kNone;
 
-    int32_t inputs() const noexcept { return has_bias ? 3 : 2; }  // x, W, b
-    static Status check() { return Status(); }                    // every combination is right
+    bool in_fp8() const noexcept { return quantized != Quantized::kNone; }
+    // x, W, b, and what sums of FP8 are multiplied by: those there are
+    int32_t inputs() const noexcept { return 2 + static_cast<int32_t>(has_bias) + static_cast<int32_t>(in_fp8()); }
+    Status check() const;
 
     template <typename Self, typename Visit>
     static void visit_fields(Self& p, Visit const& visit) {
         visit("has_bias", p.has_bias);
         visit("transposed", p.transposed);
+        visit("quantized", p.quantized);
     }
 };
 
@@ -93,6 +102,7 @@ struct LinearPointers {
     void const* weight = nullptr;
     void const* bias = nullptr;
     void* y = nullptr;
+    void const* scale = nullptr;  // FP32, of FP8 alone: [1] or [N]
 };
 
 // Of one execution context; see AttentionWork.

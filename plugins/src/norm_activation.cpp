@@ -13,7 +13,7 @@ namespace mha_deploy {
 namespace {
 
 constexpr uint32_t kMagic = 0x5241484dU;  // "MHAR"
-constexpr uint32_t kVersion = 1;
+constexpr uint32_t kVersion = 2;
 constexpr int64_t kElementsOfLoad = 8;
 constexpr int64_t kMostThreads = 1024;
 constexpr int64_t kMostPieces = 4;  // of one thread
@@ -34,8 +34,17 @@ unsigned threads_for(int64_t pieces) {
 
 Status NormActivationParameters::check() const {
     auto const number = static_cast<int32_t>(operation);
-    if (number < 0 || number > static_cast<int32_t>(Operation::kSilu)) {
-        return Status::failed("norm or activation: operation must be 0 to 4, got " + std::to_string(number));
+    if (number < 0 || number > static_cast<int32_t>(Operation::kLast)) {
+        return Status::failed("norm or activation: operation must be 0 to 5, got " + std::to_string(number));
+    }
+    if (fp8 < Fp8Output::kNone || fp8 > Fp8Output::kLast) {
+        return Status::failed("fp8 must be 0 to 2, got " + std::to_string(static_cast<int32_t>(fp8)));
+    }
+    if (operation == Operation::kCopy && (has_second || fp8 != Fp8Output::kOnly)) {
+        return Status::failed("a copy is in FP8 and has one input; set fp8 to 2 and has_second to 0");
+    }
+    if (fp8 != Fp8Output::kNone && !(std::isfinite(fp8_scale) && fp8_scale > 0.0F)) {
+        return Status::failed("a scale must be a number above 0, got " + std::to_string(fp8_scale));
     }
     if (!is_norm() && (has_bias || keeps_sum)) {
         return Status::failed("an activation has no bias and no second output; set both to 0");
@@ -77,12 +86,18 @@ Status run_norm_activation(NormActivationParameters const& parameters, int64_t r
         bool const half = type == Type::kHalf;
         auto const piece = [](void const* address) { return static_cast<uint4 const*>(address); };
         int64_t const pieces = width / kElementsOfLoad;
+        bool const only = parameters.fp8 == Fp8Output::kOnly;
+        auto* const y = only ? nullptr : static_cast<uint4*>(outputs[0]);
+        void* const last = outputs[only ? 0 : parameters.outputs() - 1];
+        auto* const fp8 = parameters.fp8 == Fp8Output::kNone ? nullptr : static_cast<uint2*>(last);
         CUfunction kernel = nullptr;
         if (!parameters.is_norm()) {
             ActivationCall call{};
             call.x = piece(inputs[0]);
             call.gate = parameters.has_second ? piece(inputs[1]) : nullptr;
-            call.y = static_cast<uint4*>(outputs[0]);
+            call.y = y;
+            call.fp8 = fp8;
+            call.fp8_factor = 1.0F / parameters.fp8_scale;
             call.pieces = rows * pieces;
             call.kind = static_cast<int>(parameters.operation);
             RETURN_IF_FAILED(slot.find(*driver, kActivations[half ? 0 : 1], kernel));
@@ -99,7 +114,9 @@ Status run_norm_activation(NormActivationParameters const& parameters, int64_t r
         call.residual = parameters.has_second ? piece(inputs[next++]) : nullptr;
         call.scale = piece(inputs[next++]);
         call.bias = parameters.has_bias ? piece(inputs[next++]) : nullptr;
-        call.y = static_cast<uint4*>(outputs[0]);
+        call.y = y;
+        call.fp8 = fp8;
+        call.fp8_factor = 1.0F / parameters.fp8_scale;
         call.sum = parameters.keeps_sum ? static_cast<uint4*>(outputs[1]) : nullptr;
         call.pieces = static_cast<int>(pieces);
         call.is_rms = parameters.operation == Operation::kRmsNorm ? 1 : 0;

@@ -19,8 +19,12 @@ enum class Operation : int32_t {
     kGelu = 2,
     kGeluTanh = 3,
     kSilu = 4,
-    kLast = kSilu
+    kCopy = 5,  // nothing, before it is written in FP8
+    kLast = kCopy
 };
+
+// Whether the result is written in FP8 (E4M3), four numbers in a word of 32 bits: not, besides, or instead.
+enum class Fp8Output : int32_t { kNone = 0, kBesides = 1, kOnly = 2, kLast = kOnly };
 
 struct NormActivationParameters {
     Operation operation = Operation::kLayerNorm;
@@ -28,13 +32,21 @@ struct NormActivationParameters {
     bool has_bias = false;    // of a norm
     bool keeps_sum = false;   // x + residual is the second output
     float epsilon = 0.0F;
+    Fp8Output fp8 = Fp8Output::kNone;
+    float fp8_scale = 1.0F;  // what one in FP8 stands for
 
     bool is_norm() const noexcept { return operation <= Operation::kRmsNorm; }
     // x, residual or factor, scale, bias: those there are
     int32_t inputs() const noexcept {
         return 1 + static_cast<int32_t>(has_second) + (is_norm() ? 1 + static_cast<int32_t>(has_bias) : 0);
     }
-    int32_t outputs() const noexcept { return keeps_sum ? 2 : 1; }
+    // The result, in FP8 where it is in FP8 only; the sum; the result in FP8: those there are
+    int32_t outputs() const noexcept {
+        return 1 + static_cast<int32_t>(keeps_sum) + static_cast<int32_t>(fp8 == Fp8Output::kBesides);
+    }
+    bool is_fp8(int32_t output) const noexcept {
+        return fp8 == Fp8Output::kOnly ? output == 0 : fp8 == Fp8Output::kBesides && output == outputs() - 1;
+    }
     Status check() const;
 
     template <typename Self, typename Visit>
@@ -44,6 +56,8 @@ struct NormActivationParameters {
         visit("has_bias", p.has_bias);
         visit("keeps_sum", p.keeps_sum);
         visit("epsilon", p.epsilon);
+        visit("fp8", p.fp8);
+        visit("fp8_scale", p.fp8_scale);
     }
 };
 

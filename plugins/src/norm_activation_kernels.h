@@ -11,20 +11,24 @@ struct NormCall {
     uint4 const* residual;  // may be null
     uint4 const* scale;     // [pieces]
     uint4 const* bias;      // may be null
-    uint4* y;
-    uint4* sum;  // may be null
+    uint4* y;      // may be null
+    uint4* sum;    // may be null
+    uint2* fp8;    // y divided by its scale; may be null
     int pieces;
     int is_rms;
     float epsilon;
+    float fp8_factor;  // one by the scale
 };
 
 // y = activation(x), times `gate` where that is not null.
 struct ActivationCall {
     uint4 const* x;
     uint4 const* gate;
-    uint4* y;
+    uint4* y;    // may be null
+    uint2* fp8;  // may be null
     long long pieces;
     int kind;  // as Operation
+    float fp8_factor;
 };
 
 }  // namespace mha_deploy

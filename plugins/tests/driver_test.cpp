@@ -322,19 +322,32 @@ double activation(int32_t operation, double x) {
     if (operation == 3) {
         return 0.5 * x * (1.0 + std::tanh(std::sqrt(2.0 / 3.14159265358979) * (x + 0.044715 * x * x * x)));
     }
-    return x / (1.0 + std::exp(-x));
+    return operation == 4 ? x / (1.0 + std::exp(-x)) : x;
+}
+
+// The numbers of an output in FP8, and whether each is the nearest to what is wanted, but where rounding to FP16
+// or FP32 decides between two neighbours.
+bool nearest_in_fp8(Buffer const& words, double scale, std::vector<double> const& want) {
+    std::vector<uint8_t> const bytes = words.download<uint8_t>();
+    bool near = bytes.size() == want.size();
+    for (std::size_t i = 0; near && i < want.size(); ++i) {
+        double const wanted = std::clamp(want[i], -448.0 * scale, 448.0 * scale);
+        double const half_step = std::max(std::fabs(wanted) / 16.0, std::ldexp(scale, -10));
+        near = std::fabs(number_of_fp8(bytes[i]) * scale - wanted) <= half_step * 1.02;
+    }
+    return near;
 }
 
 void check_norm_activation(Tally& tally, int32_t operation, int64_t rows, int64_t width, bool second,
-    bool bias, DataType data_type) {
+    bool bias, DataType data_type, int32_t fp8 = 0) {
     Type const type = data_type == DataType::kHALF ? Type::kHalf : Type::kBFloat16;
     bool const norm = operation < 2;
-    FieldList fields;
-    fields.set("operation", {operation});
+    FieldList fields = norm_fields(operation, fp8);
     fields.set("has_second", {second ? 1 : 0});
     fields.set("has_bias", {bias ? 1 : 0});
     fields.set("keeps_sum", {norm && second ? 1 : 0});
-    fields.set_float("epsilon", 1e-5F);
+    constexpr float kScale = 0.005F;  // some are beyond the range
+    fields.set_float("fp8_scale", kScale);
     auto const count = elements({rows, width});
     std::vector<std::vector<uint16_t>> values{random_bits(type, count, 1)};
     Sizes sizes{{rows, width}};
@@ -355,9 +368,14 @@ void check_norm_activation(Tally& tally, int32_t operation, int64_t rows, int64_
     }
     Buffer const y(count * 2);
     Buffer const sum(count * 2);
-    std::vector<void*> const outputs{y.get(), sum.get()};
+    Buffer const words(count);
+    std::vector<void*> outputs{fp8 == 2 ? words.get() : y.get()};
+    if (norm && second) {
+        outputs.push_back(sum.get());
+    }
+    outputs.push_back(words.get());
     std::vector<DataType> const types(sizes.size(), data_type);
-    Node node(*creators()[2], fields, sizes, types);
+    Node node(norm_activation(), fields, sizes, types);
     Buffer const space(256);
     Stream const stream;
     bool const ran = node.run(sizes, types, inputs, outputs, space, stream);
@@ -384,14 +402,15 @@ void check_norm_activation(Tally& tally, int32_t operation, int64_t rows, int64_
                                 : activation(operation, x[i]) * (second ? at(1, row * columns + i) : 1.0));
         }
     }
-    double error = ran ? relative_error(numbers_of(type, y.download<uint16_t>()), want) : 1.0;
+    double error = ran && fp8 != 2 ? relative_error(numbers_of(type, y.download<uint16_t>()), want) : ran ? 0.0 : 1.0;
+    bool const near = fp8 == 0 || (ran && nearest_in_fp8(words, static_cast<double>(kScale), want));
     if (norm && second && ran) {
         error = std::max(error, relative_error(numbers_of(type, sum.download<uint16_t>()), sums));
     }
-    note(tally, ran && error < tolerance(type) && y.intact() && sum.intact(),
+    note(tally, ran && near && error < tolerance(type) && y.intact() && sum.intact() && words.intact(),
         "norm or activation " + std::to_string(operation) + ", " + std::to_string(rows) + "x"
             + std::to_string(width) + (second ? " second" : "") + (bias ? " bias" : "")
-            + (type == Type::kHalf ? "" : " bf16"),
+            + (type == Type::kHalf ? "" : " bf16") + (fp8 == 0 ? "" : near ? " fp8" : " wrong in fp8"),
         error);
 }
 
@@ -437,6 +456,44 @@ void check_linear(Tally& tally, int64_t rows, bool transposed, DataType data_typ
         "linear " + std::to_string(rows) + (transposed ? " transposed" : "")
             + (type == Type::kHalf ? "" : " bf16"),
         error);
+}
+
+// Words of FP8 as TensorRT hands them over, with a scale for each output.
+void check_fp8_linear(Tally& tally) {
+    constexpr int64_t kRows = 40;
+    constexpr int64_t kInputs = 1024;
+    constexpr int64_t kOutputs = 528;
+    Sizes const sizes{{1, kRows, kInputs / 4}, {kOutputs, kInputs / 4}, {kOutputs}, {kOutputs}};
+    std::vector<DataType> const types{DataType::kINT32, DataType::kINT32, DataType::kHALF, DataType::kFLOAT};
+    std::vector<uint8_t> const x = random_fp8(elements({kRows, kInputs}), 1);
+    std::vector<uint8_t> const w = random_fp8(elements({kOutputs, kInputs}), 2);
+    std::vector<uint16_t> const bias = random_bits(Type::kHalf, kOutputs, 3);
+    std::vector<float> scales(kOutputs);
+    for (std::size_t i = 0; i < scales.size(); ++i) {
+        scales[i] = 1e-3F * static_cast<float>(1 + i % 5);
+    }
+    Buffer const device_x(x);
+    Buffer const device_w(w);
+    Buffer const device_bias(bias);
+    Buffer const device_scales(scales);
+    Buffer const y(elements({kRows, kOutputs}) * 2);
+    Node node(linear(), fp8_fields(1), sizes, types);
+    Buffer const space(node.workspace_bytes + 256);
+    Stream const stream;
+    bool const ran = node.run(sizes, types,
+        {device_x.get(), device_w.get(), device_bias.get(), device_scales.get()}, {y.get()}, space, stream);
+    std::vector<double> want;
+    for (std::size_t row = 0; row < kRows; ++row) {
+        for (std::size_t n = 0; n < kOutputs; ++n) {
+            double sum = 0.0;
+            for (std::size_t k = 0; k < kInputs; ++k) {
+                sum += number_of_fp8(x[row * kInputs + k]) * number_of_fp8(w[n * kInputs + k]);
+            }
+            want.push_back(sum * static_cast<double>(scales[n]) + number_of_bits(Type::kHalf, bias[n]));
+        }
+    }
+    double const error = ran ? relative_error(numbers_of(Type::kHalf, y.download<uint16_t>()), want) : 1.0;
+    note(tally, ran && error < tolerance(Type::kHalf) && y.intact() && space.intact(), "linear in fp8", error);
 }
 
 void check_aliases(Tally& tally) {
@@ -498,6 +555,9 @@ int main(int count, char** arguments) {
     Tally tally;
     check_aliases(tally);
     if (!own) {
+        check_fp8_linear(tally);
+    }
+    if (!own) {
         check_handles(tally);
     }
     std::vector<DataType> types{DataType::kHALF};
@@ -525,6 +585,12 @@ int main(int count, char** arguments) {
         }
         for (int i = 0; !own && i < 2; ++i) {
             check_linear(tally, small ? 8 : 48, i == 1, type);
+            check_norm_activation(tally, 5, 3, 776, false, false, type, 2);
+            for (int32_t fp8 = 1; fp8 <= 2; ++fp8) {
+                check_norm_activation(tally, 0, 3, 768, true, true, type, fp8);
+                check_norm_activation(tally, 1, 2, 8200, false, false, type, fp8);
+                check_norm_activation(tally, 4, 5, 64, true, false, type, fp8);
+            }
         }
     }
     return tally.finish();

@@ -24,7 +24,7 @@ struct Case {
     std::size_t shift = 0;  // elements by which every tensor is moved away from where memory begins
     bool transposed = false;
 
-    LinearParameters parameters() const { return {has_bias, transposed}; }
+    LinearParameters parameters() const { return {has_bias, transposed, Quantized::kNone}; }
     std::string name() const {
         return std::to_string(shape.rows) + "x" + std::to_string(shape.inputs) + "x"
                + std::to_string(shape.outputs) + (type == Type::kHalf ? " fp16" : " bf16")
@@ -53,7 +53,7 @@ public:
         std::size_t const shift = case_.shift;
         auto const at = [shift](Buffer const& of) { return static_cast<uint16_t*>(of.get()) + shift; };
         void const* const bias = case_.has_bias ? at(device_bias_) : nullptr;
-        return {at(device_x_), at(device_weight_), bias, at(device_y_)};
+        return {at(device_x_), at(device_weight_), bias, at(device_y_), nullptr};
     }
     Status run(LinearWork& work, Stream const& stream, Buffer const* workspace = nullptr) const {
         void* const memory = workspace != nullptr ? workspace->get() : nullptr;
@@ -201,7 +201,7 @@ void check_capture(Tally& tally, Case const& c, bool prepared) {
 void check_threads(Tally& tally) {
     auto const work_on = [](int64_t rows, int& wrong) {
         (void)gpu();  // makes the context current in this thread
-        LinearWork work(LinearParameters{true, false});
+        LinearWork work(LinearParameters{true, false, Quantized::kNone});
         Stream const stream;
         for (int64_t i = 0; i < 12; ++i) {
             Data const data({{rows + i % 3, 512, 768}, i % 2 == 0 ? Type::kHalf : Type::kBFloat16, true});
@@ -225,7 +225,7 @@ void check_refusals(Tally& tally) {
     Case const c{{4, 64, 64}};
     Data const data(c);
     Stream const stream;
-    LinearWork work(LinearParameters{true, false});
+    LinearWork work(LinearParameters{true, false, Quantized::kNone});
     auto const refuses = [&](char const* name, LinearShape const& shape, Type type, LinearPointers const& p) {
         Status const status = work.run(shape, type, p, nullptr, 0, stream.get());
         tally.note(!status.ok(), std::string("refuses ") + name, status.reason());
@@ -237,9 +237,9 @@ void check_refusals(Tally& tally) {
         bad.*input = nullptr;
         refuses("a null input", c.shape, c.type, bad);
     }
-    refuses("a null y", c.shape, c.type, {good.x, good.weight, good.bias, nullptr});
+    refuses("a null y", c.shape, c.type, {good.x, good.weight, good.bias, nullptr, nullptr});
     void const* const odd = static_cast<char const*>(good.x) + 1;
-    refuses("an odd address", c.shape, c.type, {odd, good.weight, good.bias, good.y});
+    refuses("an odd address", c.shape, c.type, {odd, good.weight, good.bias, good.y, nullptr});
     refuses("negative rows", {-1, 64, 64}, c.type, good);
     refuses("no inputs", {4, 0, 64}, c.type, good);
     refuses("no outputs", {4, 64, 0}, c.type, good);
@@ -284,6 +284,94 @@ void check_tuning(Tally& tally, Case const& c) {
         std::to_string(measured) + " sizes, " + format("error %.2e", worst));
 }
 
+// In FP8: right with the first and with the fastest algorithm, with one scale and one for each output, and in a
+// graph that outlives the sizes of other calls.
+void check_fp8(Tally& tally, LinearShape const& shape, bool has_bias, Quantized quantized) {
+    LinearParameters const parameters{has_bias, true, quantized};
+    auto const [rows, inputs, outputs] = shape;
+    std::vector<uint8_t> const x = random_fp8(count(rows, inputs), 1);
+    std::vector<uint8_t> const weight = random_fp8(count(outputs, inputs), 2);
+    std::vector<uint16_t> const bias = random_bits(Type::kHalf, count(1, outputs), 3);
+    std::vector<float> scales(quantized == Quantized::kPerOutput ? count(1, outputs) : 1);
+    for (std::size_t i = 0; i < scales.size(); ++i) {
+        scales[i] = 1e-3F * static_cast<float>(1 + i % 7);
+    }
+    Buffer const device_x(x);
+    Buffer const device_weight(weight);
+    Buffer const device_bias(bias);
+    Buffer const device_scales(scales);
+    Buffer const y(2 * count(rows, outputs));
+    LinearPointers const pointers{device_x.get(), device_weight.get(), has_bias ? device_bias.get() : nullptr,
+        y.get(), device_scales.get()};
+    Stream const stream;
+    auto const worst = [&]() {
+        std::vector<uint16_t> const bits = y.download<uint16_t>();
+        std::vector<double> got;
+        std::vector<double> want;
+        for (std::size_t row = 0; row < count(rows, 1); row += 1 + count(rows, 1) / kSampledRows) {
+            for (std::size_t n = 0; n < count(outputs, 1); n += 1 + count(outputs, 1) / kSampledColumns) {
+                double sum = 0.0;
+                for (std::size_t k = 0; k < count(inputs, 1); ++k) {
+                    sum += number_of_fp8(x[row * count(inputs, 1) + k])
+                           * number_of_fp8(weight[n * count(inputs, 1) + k]);
+                }
+                sum *= static_cast<double>(scales[scales.size() == 1 ? 0 : n]);
+                want.push_back(sum + (has_bias ? number_of_bits(Type::kHalf, bias[n]) : 0.0));
+                got.push_back(number_of_bits(Type::kHalf, bits[row * count(outputs, 1) + n]));
+            }
+        }
+        return relative_error(got, want);
+    };
+    auto const tuning = std::make_shared<LinearTuning>();
+    double error = 0.0;
+    std::string reason;
+    for (bool const tuned : {false, true}) {
+        if (tuned) {
+            tuning->measure(parameters, shape, Type::kHalf);
+        }
+        LinearWork work(parameters, tuning);
+        Status const status = work.run(shape, Type::kHalf, pointers, nullptr, 0, stream.get());
+        stream.wait();
+        reason += status.reason();
+        error = std::max(error, status.ok() ? worst() : 1.0);
+        if (status.ok()) {
+            Graph const graph(stream, [&] {
+                return work.run(shape, Type::kHalf, pointers, nullptr, 0, stream.get());
+            });
+            for (int64_t more = 1; more <= 70; ++more) {
+                reason += work.run({1 + more % rows, inputs, outputs}, Type::kHalf, pointers, nullptr, 0, stream.get()).reason();
+                stream.wait();
+            }
+            graph.launch();
+            stream.wait();
+            reason += graph.status.reason();
+            error = std::max(error, worst());
+        }
+    }
+    std::string const name = "fp8 " + std::to_string(rows) + "x" + std::to_string(inputs) + "x"
+                             + std::to_string(outputs) + (has_bias ? " bias" : "")
+                             + (quantized == Quantized::kPerOutput ? " scale of each output" : "");
+    // Tensor cores of Hopper keep 14 bits of a sum in FP8 between additions to FP32.
+    tally.note(reason.empty() && error < 2e-3 && y.intact(), name,
+        format("error %.2e ", error) + std::to_string(tuning->record().choices.size()) + " measured " + reason);
+}
+
+void check_fp8_refusals(Tally& tally) {
+    Buffer const memory(std::size_t{1} << 20);
+    Stream const stream;
+    LinearWork work(LinearParameters{false, true, Quantized::kPerTensor});
+    void* const good = memory.get();
+    auto const refuses = [&](char const* name, LinearShape const& shape, Type type, void const* x, void const* scale) {
+        Status const status = work.run(shape, type, {x, good, nullptr, good, scale}, nullptr, 0, stream.get());
+        tally.note(!status.ok(), std::string("fp8 refuses ") + name, status.reason());
+    };
+    refuses("24 inputs", {16, 24, 64}, Type::kHalf, good, good);
+    refuses("40 outputs", {16, 64, 40}, Type::kHalf, good, good);
+    refuses("BF16", {16, 64, 64}, Type::kBFloat16, good, good);
+    refuses("no scale", {16, 64, 64}, Type::kHalf, good, nullptr);
+    refuses("an address that is no multiple of 16", {16, 64, 64}, Type::kHalf, static_cast<char*>(good) + 8, good);
+}
+
 void check_small(Tally& tally) {
     check_case(tally, {{7, 128, 384}, Type::kHalf, true});
     check_case(tally, {{65, 256, 512}, Type::kBFloat16, true, 8});
@@ -311,6 +399,14 @@ void check_all(Tally& tally) {
         check_capture(tally, {{48, 2048, 1024}, type, true}, true);
         check_capture(tally, {{49, 4096, 512}, type, true}, false);
     }
+    for (Quantized const quantized : {Quantized::kPerTensor, Quantized::kPerOutput}) {
+        for (bool const has_bias : {false, true}) {
+            check_fp8(tally, {333, 512, 1536}, has_bias, quantized);
+            check_fp8(tally, {1, 4096, 6144}, has_bias, quantized);
+            check_fp8(tally, {80, 64, 48}, has_bias, quantized);
+        }
+    }
+    check_fp8_refusals(tally);
     check_threads(tally);
     check_refusals(tally);
 }

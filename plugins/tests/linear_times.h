@@ -41,10 +41,12 @@ public:
         : shape_(shape),
           x_(bytes(shape.rows, shape.inputs)),
           bias_(bytes(1, shape.outputs)),
+          scale_(2 * bytes(1, shape.outputs)),
           y_(bytes(shape.rows, shape.outputs)) {
         std::vector<uint16_t> const numbers = random_bits(Type::kHalf, std::size_t{1} << 20, 5, 0.05);
         fill_with(x_, numbers);
         fill_with(bias_, numbers);
+        fill_with(scale_, numbers);
         std::size_t const one = bytes(shape.inputs, shape.outputs);
         std::size_t const count = std::min<std::size_t>(16, (kRotated + one - 1) / one);
         for (std::size_t i = 0; i < count; ++i) {
@@ -56,7 +58,7 @@ public:
     // Every weight once.
     Status run_all(LinearWork& work, CUstream stream) const {
         for (Buffer const& weight : weights_) {
-            LinearPointers const pointers{x_.get(), weight.get(), bias_.get(), y_.get()};
+            LinearPointers const pointers{x_.get(), weight.get(), bias_.get(), y_.get(), scale_.get()};
             Status status = work.run(shape_, Type::kHalf, pointers, nullptr, 0, stream);
             if (!status.ok()) {
                 return status;
@@ -73,15 +75,16 @@ private:
     }
 
     LinearShape shape_;
-    Buffer x_, bias_, y_;
+    Buffer x_, bias_, scale_, y_;
     std::vector<Buffer> weights_;
 };
 
 // As cuBLASLt proposes it, or the fastest of its proposals.
-inline void time_linear(TimedLinear const& timed, bool transposed, bool tuned) {
+inline void time_linear(
+    TimedLinear const& timed, bool transposed, bool tuned, Quantized quantized = Quantized::kNone) {
     TimedData const data(timed.shape);
     Stream const stream;
-    LinearParameters const parameters{true, transposed};
+    LinearParameters const parameters{true, transposed, quantized};
     auto const tuning = std::make_shared<LinearTuning>();
     auto const begin = std::chrono::steady_clock::now();
     if (tuned) {
@@ -100,8 +103,11 @@ inline void time_linear(TimedLinear const& timed, bool transposed, bool tuned) {
     double const bound = bound_microseconds(timed.shape);
     std::string const sizes = std::to_string(timed.shape.rows) + "x" + std::to_string(timed.shape.inputs)
                               + "x" + std::to_string(timed.shape.outputs);
-    std::printf("time %-25s %-16s %s %s %8.1f us  bound %8.1f us  %.2fx  measured in %.2f s %s\n", timed.name,
-        sizes.c_str(), transposed ? "[N, K]" : "[K, N]", tuned ? "tuned" : "first", time, bound, time / bound,
+    char const* const format = quantized == Quantized::kNone        ? "fp16"
+                               : quantized == Quantized::kPerTensor ? "fp8"
+                                                                    : "fp8 of each output";
+    std::printf("time %-25s %-16s %s %s %s %8.1f us  bound %8.1f us  %.2fx  measured in %.2f s %s\n", timed.name,
+        sizes.c_str(), transposed ? "[N, K]" : "[K, N]", format, tuned ? "tuned" : "first", time, bound, time / bound,
         measuring.count(), reason.c_str());
     std::fflush(stdout);
 }
@@ -129,7 +135,7 @@ inline void time_host() {
     double const others = since(begin) / 64.0;
     Buffer const memory(std::size_t{4} << 20);
     Stream const stream;
-    LinearPointers const pointers{memory.get(), memory.get(), nullptr, memory.get()};
+    LinearPointers const pointers{memory.get(), memory.get(), nullptr, memory.get(), nullptr};
     begin = Clock::now();
     for (int i = 0; i < 200; ++i) {
         (void)works.front()->run(shape, Type::kHalf, pointers, nullptr, 0, stream.get());
@@ -154,6 +160,8 @@ inline void time_all() {
                 time_linear(timed, transposed, tuned);
             }
         }
+        time_linear(timed, true, true, Quantized::kPerTensor);
+        time_linear(timed, true, true, Quantized::kPerOutput);
     }
     time_host();
 }

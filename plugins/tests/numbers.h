@@ -57,6 +57,28 @@ inline double number_of_bits(Type type, uint16_t bits) {
     return (bits & 0x8000U) != 0U ? -size : size;
 }
 
+// FP8, E4M3: no infinities, and one NaN of each sign.
+inline double number_of_fp8(uint8_t bits) {
+    int const exponent = (bits >> 3U) & 0xf;
+    double const fraction = static_cast<double>(bits & 7U);
+    double size = exponent == 0 ? std::ldexp(fraction, -9) : std::ldexp(8.0 + fraction, exponent - 10);
+    if ((bits & 0x7fU) == 0x7fU) {
+        size = std::numeric_limits<double>::quiet_NaN();
+    }
+    return (bits & 0x80U) != 0U ? -size : size;
+}
+
+// Bytes that are numbers up to 15 in FP8, the same for the same seed.
+inline std::vector<uint8_t> random_fp8(std::size_t count, uint32_t seed) {
+    std::mt19937 engine(seed);
+    std::vector<uint8_t> bits(count);
+    for (uint8_t& each : bits) {
+        uint32_t const drawn = engine() >> 8U;
+        each = static_cast<uint8_t>((drawn & 0x80U) | (drawn % 0x58U));
+    }
+    return bits;
+}
+
 inline std::vector<double> numbers_of(Type type, std::vector<uint16_t> const& bits) {
     std::vector<double> numbers(bits.size());
     for (std::size_t i = 0; i < bits.size(); ++i) {

@@ -59,7 +59,32 @@ inline FieldList linear_fields(int32_t has_bias) {
     FieldList fields;
     fields.set("has_bias", {has_bias});
     fields.set("transposed", {0});
+    fields.set("quantized", {0});
     return fields;
+}
+
+// A GEMM in FP8: words of four numbers, and a scale for each output.
+inline FieldList fp8_fields(int32_t has_bias) {
+    FieldList fields = linear_fields(has_bias);
+    fields.set("transposed", {1});
+    fields.set("quantized", {2});
+    return fields;
+}
+
+inline FieldList norm_fields(int32_t operation, int32_t fp8 = 0) {
+    FieldList fields;
+    fields.set("operation", {operation});
+    for (char const* const name : {"has_second", "has_bias", "keeps_sum"}) {
+        fields.set(name, {0});
+    }
+    fields.set_float("epsilon", 1e-5F);
+    fields.set("fp8", {fp8});
+    fields.set_float("fp8_scale", 0.03125F);
+    return fields;
+}
+
+inline Creator& norm_activation() {
+    return *creators()[2];
 }
 
 inline FieldList packed_fields() {

@@ -74,9 +74,10 @@ private:
         nvinfer1::IDimensionExpr const* constant(SizeNumber value) noexcept override {
             return expressions.size(value);
         }
-        nvinfer1::IDimensionExpr const* operation(nvinfer1::DimensionOperation,
-            nvinfer1::IDimensionExpr const&, nvinfer1::IDimensionExpr const&) noexcept override {
-            return nullptr;
+        nvinfer1::IDimensionExpr const* operation(nvinfer1::DimensionOperation kind,
+            nvinfer1::IDimensionExpr const& one, nvinfer1::IDimensionExpr const& other) noexcept override {
+            bool const known = kind == nvinfer1::DimensionOperation::kFLOOR_DIV && other.getConstantValue() > 0;
+            return known ? expressions.size(one.getConstantValue() / other.getConstantValue()) : nullptr;
         }
 #if NV_TENSORRT_MAJOR >= 10
         nvinfer1::IDimensionExpr const* declareSizeTensor(

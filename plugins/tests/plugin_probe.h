@@ -19,7 +19,7 @@ public:
     std::vector<std::byte> parameter_bytes() const override { return {}; }
     int32_t inputs() const noexcept override { return 1; }
     int32_t outputs() const noexcept override { return 1; }
-    bool is_integer(int32_t) const noexcept override { return false; }
+    Holds holds(int32_t) const noexcept override { return Holds::kNumbers; }
     Status output_dims(
         int32_t, nvinfer1::DimsExprs const*, nvinfer1::IExprBuilder&, nvinfer1::DimsExprs&) const override {
         throw std::bad_alloc();

@@ -18,8 +18,8 @@ void test_names() {
         expect(std::string(creator->getPluginNamespace()) == "mha_deploy", "plugin namespace");
     }
     expect(attention().getFieldNames()->nbFields == 17, "17 fields of attention");
-    expect(linear().getFieldNames()->nbFields == 2, "2 fields of linear");
-    expect(creators()[2]->getFieldNames()->nbFields == 5, "5 fields of norm and activation");
+    expect(linear().getFieldNames()->nbFields == 3, "3 fields of linear");
+    expect(creators()[2]->getFieldNames()->nbFields == 7, "7 fields of norm and activation");
     std::string const info = mha_deploy_plugins_info();
     for (char const* const part :
         {"\"library\": \"mha_deploy_plugins\"", "\"interface\": \"IPluginV", "\"tensorrt\": \"",
@@ -27,6 +27,20 @@ void test_names() {
             "\"architectures\": ["}) {
         expect(info.find(part) != std::string::npos, std::string("the library describes itself: ") + part);
     }
+}
+
+void test_fp8_fields() {
+    FieldList untransposed = fp8_fields(0);
+    untransposed.set("transposed", {0});
+    expect_refused(create(linear(), untransposed) == nullptr, "transposed", "FP8 with a weight [K, N]");
+    FieldList unknown = fp8_fields(0);
+    unknown.set("quantized", {3});
+    expect_refused(create(linear(), unknown) == nullptr, "quantized", "another way to quantize");
+    FieldList copy = norm_fields(5);
+    expect_refused(create(norm_activation(), copy) == nullptr, "FP8", "a copy that is not in FP8");
+    FieldList without_scale = norm_fields(0, 1);
+    without_scale.set_float("fp8_scale", 0.0F);
+    expect_refused(create(norm_activation(), without_scale) == nullptr, "scale", "a scale of zero");
 }
 
 void test_fields() {
@@ -154,6 +168,16 @@ void test_sizes() {
     expect_sizes(cached, attention(), {{2, 1, 512}, {2, 1, 128}, {2, 1, 128}, caches[0], caches[1], {2}},
         {{2, 1, 512}, caches[0], caches[1]}, "cache");
     expect_sizes(linear_fields(1), linear(), {{2, 5, 64}, {64, 32}, {32}}, {{2, 5, 32}}, "linear");
+    expect_sizes(
+        fp8_fields(1), linear(), {{2, 5, 16}, {32, 16}, {32}, {32}}, {{2, 5, 32}}, "linear in FP8");
+    expect_sizes_refused(
+        fp8_fields(0), linear(), {{2, 5, 16}, {32, 16}, {1}}, "[1]", "one scale for all outputs in FP8");
+    FieldList besides = norm_fields(0, 1);
+    besides.set("has_second", {1});
+    besides.set("keeps_sum", {1});
+    expect_sizes(besides, norm_activation(), {{2, 5, 64}, {2, 5, 64}, {64}},
+        {{2, 5, 64}, {2, 5, 64}, {2, 5, 16}}, "a norm in FP8 besides");
+    expect_sizes(norm_fields(5, 2), norm_activation(), {{2, 5, 64}}, {{2, 5, 16}}, "a copy in FP8");
     expect_sizes_refused(three, attention(), {{2, 512}, {2, 128}, {2, 128}}, "[2, 512]", "rank 2");
     expect_sizes_refused(packed, attention(), {{kUnknown, 768}}, "rank", "unknown sizes of rank 2");
     expect_sizes_refused(packed, attention(), {{2, 5, 760}}, "760", "offsets outside of a row");
@@ -294,6 +318,7 @@ int main() {
     setLoggerFinder(&logger);
     test_names();
     test_fields();
+    test_fp8_fields();
     test_refused_values();
     test_sizes();
     test_types();

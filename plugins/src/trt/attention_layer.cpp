@@ -22,7 +22,9 @@ public:
     int32_t inputs() const noexcept override { return parameters_.inputs(); }
     int32_t outputs() const noexcept override { return parameters_.outputs(); }
 
-    bool is_integer(int32_t input) const noexcept override { return places_.is_integer(input); }
+    Holds holds(int32_t position) const noexcept override {
+        return position < inputs() && places_.is_integer(position) ? Holds::kWords : Holds::kNumbers;
+    }
     int32_t aliased_input(int32_t output) const noexcept override {
         return output == 1 ? places_.past_key : output == 2 ? places_.past_value : -1;
     }

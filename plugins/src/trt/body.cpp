@@ -112,10 +112,21 @@ bool PluginBody::supports(
     if (tensor.format != nvinfer1::TensorFormat::kLINEAR) {
         return false;
     }
-    if (position < layer_->inputs() && layer_->is_integer(position)) {
-        return tensor.type == DataType::kINT32;
+    Holds const holds = layer_->holds(position);
+    return tensor.type == type_for(holds, first.type) && (holds != Holds::kNumbers || is_floating(tensor.type));
+}
+
+DataType PluginBody::type_for(Holds holds, DataType first) const noexcept {
+    switch (holds) {
+        case Holds::kWords: return DataType::kINT32;
+        case Holds::kScales: return DataType::kFLOAT;
+        case Holds::kNumbers: break;
     }
-    return is_floating(tensor.type) && tensor.type == first.type;
+    return layer_->typed_by_input() ? first : DataType::kHALF;
+}
+
+DataType PluginBody::output_type(int32_t output, DataType first) const noexcept {
+    return type_for(layer_->holds(layer_->inputs() + output), first);
 }
 
 Status PluginBody::check_count(std::size_t inputs) const {
@@ -165,13 +176,13 @@ Status PluginBody::configure(nvinfer1::DynamicPluginTensorDesc const* inputs, in
 Status PluginBody::prepare(PluginTensorDesc const* inputs, int32_t count) {
     Type type = Type::kHalf;
     RETURN_IF_FAILED(resize(sizes_of(inputs, count)));
-    RETURN_IF_FAILED(type_of(inputs[0].type, type));
+    RETURN_IF_FAILED(type_of(type_for(Holds::kNumbers, inputs[0].type), type));
     return has_gpu() ? layer_->prepare(type) : Status();
 }
 
 void PluginBody::tune(std::vector<Dims> const& inputs, DataType from) {
     Type type = Type::kHalf;
-    if (record_->building && has_gpu() && resize(inputs).ok() && type_of(from, type).ok()) {
+    if (record_->building && has_gpu() && resize(inputs).ok() && type_of(type_for(Holds::kNumbers, from), type).ok()) {
         layer_->tune(type);
     }
 }
@@ -180,7 +191,7 @@ std::size_t PluginBody::workspace_bytes(std::vector<Dims> const& inputs, DataTyp
     Type type = Type::kHalf;
     std::size_t bytes = 0;
     tune(inputs, from);
-    if (resize(inputs).ok() && type_of(from, type).ok()) {
+    if (resize(inputs).ok() && type_of(type_for(Holds::kNumbers, from), type).ok()) {
         if (has_gpu()) {
             // Logged here: a kernel that is missing would only show at the first call.
             logged_ok(layer_->name(), layer_->prepare(type));
@@ -201,7 +212,7 @@ Status PluginBody::run(PluginTensorDesc const* inputs, CallMemory memory) {
         RETURN_IF_FAILED(resize(sizes_of(inputs, layer_->inputs())));
     }
     Type type = Type::kHalf;
-    RETURN_IF_FAILED(type_of(inputs[0].type, type));
+    RETURN_IF_FAILED(type_of(type_for(Holds::kNumbers, inputs[0].type), type));
     memory.workspace_bytes = memory.workspace == nullptr ? 0 : static_cast<std::size_t>(record_->workspace());
     return layer_->run(type, memory);
 }

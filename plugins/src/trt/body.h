@@ -44,7 +44,10 @@ public:
     std::unique_ptr<PluginBody> clone() const;
     Layer const& layer() const noexcept { return *layer_; }
 
-    // Whether the tensor at this position, inputs first, may be so. The first input sets the type.
+    // The type of an output, given that of the first input.
+    nvinfer1::DataType output_type(int32_t output, nvinfer1::DataType first) const noexcept;
+
+    // Whether the tensor at this position, inputs first, may be so.
     bool supports(int32_t position, nvinfer1::PluginTensorDesc const& tensor,
         nvinfer1::PluginTensorDesc const& first) const noexcept;
 
@@ -71,6 +74,7 @@ public:
 private:
     Status check_count(std::size_t inputs) const;
     Status resize(std::vector<Dims> sizes);
+    nvinfer1::DataType type_for(Holds holds, nvinfer1::DataType first) const noexcept;
 
     std::unique_ptr<Layer> layer_;
     std::shared_ptr<EngineRecord> record_;

@@ -27,7 +27,11 @@ struct CallMemory {
     CUstream stream = nullptr;
 };
 
-// One node with its work. The floating point inputs and all outputs have one type, that of the first input.
+// What a tensor of a node holds: FP16 or BF16, the same type for all such tensors of a node; INT32 for lengths,
+// positions and words of four FP8 numbers; FP32 for scales of these.
+enum class Holds { kNumbers, kWords, kScales };
+
+// One node with its work.
 class Layer {
 public:
     Layer() = default;
@@ -41,7 +45,9 @@ public:
 
     virtual int32_t inputs() const noexcept = 0;
     virtual int32_t outputs() const noexcept = 0;
-    virtual bool is_integer(int32_t input) const noexcept = 0;  // lengths: INT32
+    virtual Holds holds(int32_t position) const noexcept = 0;  // inputs first, then outputs
+    // Whether the first input is of the type of all numbers; else they are FP16.
+    bool typed_by_input() const noexcept { return holds(0) == Holds::kNumbers; }
 
     virtual Status output_dims(int32_t output, nvinfer1::DimsExprs const* inputs,
         nvinfer1::IExprBuilder& builder, nvinfer1::DimsExprs& dims) const = 0;

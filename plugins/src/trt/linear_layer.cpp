@@ -25,7 +25,12 @@ public:
     std::vector<std::byte> parameter_bytes() const override { return serialize(parameters_, tuning_->record()); }
     int32_t inputs() const noexcept override { return parameters_.inputs(); }
     int32_t outputs() const noexcept override { return 1; }
-    bool is_integer(int32_t) const noexcept override { return false; }
+    Holds holds(int32_t position) const noexcept override {
+        if (!parameters_.in_fp8() || position >= inputs()) {
+            return Holds::kNumbers;
+        }
+        return position < 2 ? Holds::kWords : position == inputs() - 1 ? Holds::kScales : Holds::kNumbers;
+    }
 
     Status output_dims(
         int32_t, DimsExprs const* inputs, nvinfer1::IExprBuilder&, DimsExprs& dims) const override {
@@ -51,9 +56,13 @@ public:
         if (parameters_.has_bias && inputs[2] != Dims{outputs}) {
             return Status::failed("the bias is " + text_of(inputs[2]) + "; give it " + text_of({outputs}));
         }
+        Dims const scales{parameters_.quantized == Quantized::kPerOutput ? outputs : 1};
+        if (parameters_.in_fp8() && inputs.back() != scales) {
+            return Status::failed("the scale is " + text_of(inputs.back()) + "; give it " + text_of(scales));
+        }
         int64_t rows = 0;
         Status status = rows_of(x, rows);
-        shape_ = LinearShape{rows, x.back(), outputs};
+        shape_ = LinearShape{rows, x.back() * (parameters_.in_fp8() ? 4 : 1), outputs};
         return status;
     }
 
@@ -63,12 +72,15 @@ public:
 
     Status run(Type type, CallMemory const& memory) override {
         LinearPointers const pointers{memory.inputs[0], memory.inputs[1],
-            parameters_.has_bias ? memory.inputs[2] : nullptr, memory.outputs[0]};
+            parameters_.has_bias ? memory.inputs[2] : nullptr, memory.outputs[0],
+            parameters_.in_fp8() ? memory.inputs[inputs() - 1] : nullptr};
         return work_.run(shape_, type, pointers, memory.workspace, memory.workspace_bytes, memory.stream);
     }
 
 private:
-    char const* weight_text() const { return parameters_.transposed ? "[N, K]" : "[K, N]"; }
+    char const* weight_text() const {
+        return parameters_.in_fp8() ? "[N, K], four numbers in a word" : parameters_.transposed ? "[N, K]" : "[K, N]";
+    }
 
     LinearParameters parameters_;
     std::shared_ptr<LinearTuning> tuning_;  // of all clones

@@ -12,6 +12,7 @@ using nvinfer1::DimsExprs;
 namespace {
 
 constexpr char const* kName = "MhaDeployNormActivation";
+constexpr int32_t kNumbersOfWord = 4;
 
 class NormActivationLayer final : public Layer {
 public:
@@ -24,11 +25,19 @@ public:
     std::vector<std::byte> parameter_bytes() const override { return serialize(parameters_); }
     int32_t inputs() const noexcept override { return parameters_.inputs(); }
     int32_t outputs() const noexcept override { return parameters_.outputs(); }
-    bool is_integer(int32_t) const noexcept override { return false; }
+    Holds holds(int32_t position) const noexcept override {
+        bool const words = position >= inputs() && parameters_.is_fp8(position - inputs());
+        return words ? Holds::kWords : Holds::kNumbers;
+    }
 
-    Status output_dims(int32_t, DimsExprs const* inputs, nvinfer1::IExprBuilder&,
+    Status output_dims(int32_t output, DimsExprs const* inputs, nvinfer1::IExprBuilder& builder,
         DimsExprs& dims) const override {
         dims = inputs[0];
+        if (dims.nbDims > 0 && parameters_.is_fp8(output)) {
+            nvinfer1::IDimensionExpr const*& width = dims.d[dims.nbDims - 1];
+            width = builder.operation(
+                nvinfer1::DimensionOperation::kFLOOR_DIV, *width, *builder.constant(kNumbersOfWord));
+        }
         return Status();
     }
     Status resize(std::vector<Dims> const& inputs) override;

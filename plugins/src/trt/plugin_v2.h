@@ -41,8 +41,8 @@ public:
             getPluginType(), nullptr, [&] { return new PluginV2(body_->clone(), namespace_); });
     }
 
-    DataType getOutputDataType(int32_t, DataType const* input_types, int32_t) const noexcept override {
-        return input_types[0];
+    DataType getOutputDataType(int32_t output, DataType const* input_types, int32_t) const noexcept override {
+        return body_->output_type(output, input_types[0]);
     }
     DimsExprs getOutputDimensions(int32_t output, DimsExprs const* inputs, int32_t count,
         nvinfer1::IExprBuilder& builder) noexcept override {

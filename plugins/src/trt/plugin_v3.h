@@ -69,7 +69,9 @@ public:
     int32_t getNbOutputs() const noexcept override { return body_->layer().outputs(); }
     int32_t getOutputDataTypes(DataType* output_types, int32_t outputs, DataType const* input_types,
         int32_t) const noexcept override {
-        std::fill_n(output_types, outputs, input_types[0]);
+        for (int32_t i = 0; i < outputs; ++i) {
+            output_types[i] = body_->output_type(i, input_types[0]);
+        }
         return 0;
     }
     int32_t getOutputShapes(DimsExprs const* inputs, int32_t input_count, DimsExprs const*, int32_t,
