@@ -84,6 +84,11 @@ class ExportOptions:
         "max",
         "With --precision int8 or fp8: how the range of an activation is found: max, percentile or mse.",
     )
+    weight_scales: str = option(
+        "channel",
+        "With --precision int8 or fp8: channel, a scale for each output channel of a weight, or tensor, one "
+        "for all. One is less exact; in FP8 the plugin's GEMMs are faster with it where tokens are few.",
+    )
     quantize_attention: bool = option(
         False,
         "With --precision int8 or fp8: also quantize attention: Q, K, V and the weights after the softmax.",
@@ -125,6 +130,7 @@ class ExportKeywords(TypedDict, total=False):
     prefix: str
     golden: Sequence[str]
     calibration: str
+    weight_scales: str
     quantize_attention: bool
     max_loss: float | None
     data: Any

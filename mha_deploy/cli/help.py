@@ -24,7 +24,10 @@ PANELS: dict[str, tuple[str, ...]] = {
         "model", "hf", "layer", "weights", "prefix", "axis", "inputs", "cache", "projections", "bundle",
         "bundles", "plan", "old", "new", "at", "heads", "kv_heads",
     ),
-    "Precision": ("precision", "calibration", "quantize_attention", "max_loss", "accumulate", "candidates"),
+    "Precision": (
+        "precision", "calibration", "weight_scales", "quantize_attention", "max_loss", "accumulate",
+        "candidates",
+    ),
     "Engine": (
         "backend", "backends", "engine", "engine_files", "graphs", "attention", "allow_decomposed",
         "profiles", "name", "targets", "target", "version", "sm", "gqa", "optimization_level",
@@ -48,7 +51,8 @@ PANELS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 RARE = frozenset(
     (
-        "projections", "prefix", "candidates", "accumulate", "targets", "gqa", "optimization_level",
+        "projections", "prefix", "candidates", "weight_scales", "accumulate", "targets", "gqa",
+        "optimization_level",
         "workspace_mib", "version_compatible", "hardware_compatible",
         "weight_streaming", "refit",
         "timing_cache", "repeat", "instances", "queue_delay_us", "sequences", "clients", "requests",
@@ -62,6 +66,7 @@ RARE = frozenset(
 CHOICES: dict[str, tuple[str, ...]] = {
     "precision": ("auto", "fp16", "bf16", "fp32", "int8", "fp8"),
     "calibration": ("max", "percentile", "mse"),
+    "weight_scales": ("channel", "tensor"),
     "cache": ("none", "dynamic", "preallocated"),
     "projections": ("separate", "packed"),
     "backend": ("tensorrt", "tensorrt-rtx"),

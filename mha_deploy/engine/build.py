@@ -289,16 +289,23 @@ def _with_plugin_roles(built: BuiltEngine, lowered: ir.Model) -> BuiltEngine:
         node = next((nodes[name] for name in kernel.onnx_nodes if name in nodes), None)
         if not kernel.is_plugin or node is None:
             return kernel
-        values = (value for value in (*node.inputs, *node.outputs) if value is not None)
+        values, words = [each for each in (*node.inputs, *node.outputs) if each], plugin_node.fp8_values(node)
         types = {value.name or "": layers.dtype_of(value.dtype.name) for value in values if value.dtype}
+        types |= {value.name or "": "fp8" for value in words}
         usual = next((dtype for dtype in types.values() if dtype in layers.FLOATING), layers.UNKNOWN)
 
-        def typed(tensor: layers.EngineTensor) -> layers.EngineTensor:
+        def typed(tensor: layers.EngineTensor, value: ir.Value | None) -> layers.EngineTensor:
             # 8.6 does not report the types of dynamic sizes, and the library takes no others.
-            known = tensor.dtype != layers.UNKNOWN
-            return tensor if known else replace(tensor, dtype=types.get(tensor.name, usual))
+            name = tensor.name if value is None or value.name is None else value.name
+            known = tensor.dtype != layers.UNKNOWN and value not in words
+            return tensor if known else replace(tensor, dtype=types.get(name, usual))
 
-        inputs, outputs = (tuple(map(typed, tensors)) for tensors in (kernel.inputs, kernel.outputs))
+        # Constants have names of TensorRT's own, at the same places.
+        places = ((kernel.inputs, node.inputs), (kernel.outputs, node.outputs))
+        inputs, outputs = (
+            tuple(map(typed, tensors, values if len(values) == len(tensors) else [None] * len(tensors)))
+            for tensors, values in places
+        )
         return replace(kernel, plugin_role=_PLUGIN_ROLES[node.op_type], inputs=inputs, outputs=outputs)
 
     return replace(built, kernels={source: tuple(map(marked, ks)) for source, ks in built.kernels.items()})

@@ -55,6 +55,7 @@ from mha_deploy.runtime.user_data import Metric, open_samples
 Part = GemmLayer | AttentionLayer
 """What can be quantized, or stay as it is."""
 
+WEIGHT_SCALES = ("channel", "tensor")
 CALIBRATIONS = ("max", "percentile", "mse")
 _BINS = 2048
 _PERCENTILE = 0.9999
@@ -354,6 +355,10 @@ def quantize(
 ) -> Compression:
     """The model in eight bits: as many of its parts as the loss that is allowed permits."""
     format, limit = find_format(options.precision), options.max_loss
+    if options.weight_scales not in WEIGHT_SCALES:
+        hint = nearest(options.weight_scales, WEIGHT_SCALES)
+        raise DeployError("No such scales of weights.", got=options.weight_scales, hint=hint)
+    format = replace(format, per_tensor=options.weight_scales == "tensor")
     if options.calibration not in CALIBRATIONS:
         hint = nearest(options.calibration, CALIBRATIONS)
         raise DeployError("No such calibration.", got=options.calibration, hint=hint)

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
     from mha_deploy.exporter.compress import Original
 
-_OF_EIGHT_BITS = ("calibration", "quantize_attention", "max_loss", "data", "data_limit", "metric")
+_OF_EIGHT_BITS = (
+    "calibration", "weight_scales", "quantize_attention", "max_loss", "data", "data_limit", "metric",
+)  # fmt: skip
 
 
 def export_model(

@@ -15,8 +15,20 @@ DOMAIN: Final = "mha_deploy"
 VERSION: Final = "1"
 """The version of both nodes: their attributes, inputs and meaning. Another meaning is another version."""
 
-LAYER_NORM, RMS_NORM, GELU, GELU_TANH, SILU = range(5)
-"""Values of the attribute `operation` of a node of norm or activation."""
+LAYER_NORM, RMS_NORM, GELU, GELU_TANH, SILU, COPY = range(6)
+"""Values of the attribute `operation` of a node of norm or activation; a copy is written in FP8."""
+
+NOT_FP8, FP8_BESIDES, FP8_ONLY = range(3)
+"""Values of its attribute `fp8`: whether the result is written in FP8, too or instead."""
+
+UNQUANTIZED, PER_TENSOR, PER_OUTPUT = range(3)
+"""Values of the attribute `quantized` of a linear node: not, or FP8 with one scale or one for each output."""
+
+FP8_STEP: Final = 16
+"""Inputs and outputs of a GEMM in FP8 are multiples of it."""
+
+FP8_OF_WORD: Final = 4
+"""TensorRT 8.6 has no FP8: nodes hand it on as INT32, four numbers in each."""
 
 NONE, TOP_LEFT, BOTTOM_RIGHT = range(3)
 """Values of the attribute `causal`: no diagonal, or the corner that the causal diagonal is aligned to."""
@@ -31,6 +43,16 @@ NO_WINDOW: Final = -1
 def is_plugin_attention(node: ir.Node) -> bool:
     """Whether a node is one whole attention of the plugin."""
     return (node.domain, node.op_type) == (DOMAIN, OP_TYPE)
+
+
+def fp8_values(node: ir.Node) -> set[ir.Value]:
+    """The inputs and outputs of a node of the plugin that hold FP8, as words."""
+    quantized, fp8 = (node.attributes.get_int(name, 0) for name in ("quantized", "fp8"))
+    if node.op_type == LINEAR and quantized != UNQUANTIZED:
+        return {value for value in node.inputs[:2] if value is not None}
+    if node.op_type == NORM_ACTIVATION and fp8 != NOT_FP8:
+        return {node.outputs[0 if fp8 == FP8_ONLY else -1]}
+    return set()
 
 
 def lookup_attributes() -> dict[str, Any]:

@@ -1,13 +1,14 @@
 """Write GEMMs of a graph in eight bits: Q/DQ nodes in ONNX's own operators, and the numbers they stand for.
 
-Weights have one scale for each output channel, activations one for the tensor; both are symmetric. Scales are
-numbers of FP16, so that a graph in FP16 has the very same ones.
+Weights have one scale for each output channel or for the tensor, activations one for the tensor; all are
+symmetric. Scales are numbers of FP16, so that a graph in FP16 has the very same ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -15,6 +16,7 @@ import onnx_ir as ir
 
 from mha_deploy.errors import DeployError, nearest
 from mha_deploy.graph import attention_node as an
+from mha_deploy.graph import plugin_node as plugin
 from mha_deploy.graph.attention_node import is_attention, read_attention, read_quantized
 from mha_deploy.graph.ir import (
     NodeBuilder,
@@ -39,6 +41,7 @@ class EightBits:
     name: str
     type: ir.DataType
     largest: float  # the largest magnitude that weights and calibrated activations have
+    per_tensor: bool = False  # whether a weight has one scale, not one for each output channel
 
     def on_grid(self, values: np.ndarray) -> np.ndarray:
         """The nearest numbers of the format, beyond its range the last ones, as `QuantizeLinear` has them."""
@@ -90,6 +93,7 @@ class GemmLayer:
     output: str
     weight: np.ndarray
     axis: int  # of the output channels in the weight
+    largest: float  # of the weights of all GEMMs with this activation, which may be packed into one
 
     @property
     def size(self) -> int:
@@ -102,20 +106,22 @@ class GemmLayer:
         return (self.activation,)
 
     def weight_scale(self, format: EightBits) -> np.ndarray:
-        """The scale of every output channel."""
+        """The scale of every output channel, or one number."""
+        if format.per_tensor:
+            return fp16_scale(self.largest / format.largest)
         largest = np.abs(self.weight.astype(np.float64)).max(axis=1 - self.axis)
         return fp16_scale(largest / format.largest)
 
     def quantized_weight(self, format: EightBits) -> tuple[np.ndarray, np.ndarray]:
         """The weight on the grid, and its scales."""
         scale = self.weight_scale(format)
-        across = np.expand_dims(scale, 1 - self.axis)
+        across = np.expand_dims(scale, 1 - self.axis) if scale.ndim else scale
         return np.clip(format.on_grid(self.weight / across), -format.largest, format.largest), scale
 
     def rounded_weight(self, format: EightBits) -> np.ndarray:
         """The weight as it is once it is quantized and dequantized."""
         numbers, scale = self.quantized_weight(format)
-        return numbers * np.expand_dims(scale, 1 - self.axis)
+        return numbers * (np.expand_dims(scale, 1 - self.axis) if scale.ndim else scale)
 
 
 _FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
@@ -200,7 +206,11 @@ def named_nodes(model: ir.Model) -> ir.Model:
 
 def gemm_layers(model: ir.Model) -> list[GemmLayer]:
     """The GEMMs of the main graph that can be quantized, in the order of the graph."""
-    return [found for node in model.graph if (found := _gemm(node)) is not None]
+    found = [layer for node in model.graph if (layer := _gemm(node)) is not None]
+    largest: dict[str, float] = {}
+    for each in found:
+        largest[each.activation] = max(largest.get(each.activation, 0.0), each.largest)
+    return [replace(each, largest=largest[each.activation]) for each in found]
 
 
 def _gemm(node: ir.Node) -> GemmLayer | None:
@@ -215,8 +225,11 @@ def _gemm(node: ir.Node) -> GemmLayer | None:
     if rank(activation) in (0, 1):
         return None
     axis = 0 if node.attributes.get_int("transB", 0) else 1
-    names = (str(node.name), str(activation.name), str(node.outputs[0].name))
-    return GemmLayer(name=names[0], activation=names[1], output=names[2], weight=tensor.numpy(), axis=axis)
+    names, numbers = (str(node.name), str(activation.name), str(node.outputs[0].name)), tensor.numpy()
+    largest = float(np.abs(numbers).max(initial=0.0))
+    return GemmLayer(
+        name=names[0], activation=names[1], output=names[2], weight=numbers, axis=axis, largest=largest
+    )
 
 
 # -- Q/DQ nodes in a graph --------------------------------------------------------------------------
@@ -299,10 +312,10 @@ def _quantized_weight(
     dtype = weight.dtype or ir.DataType.FLOAT
     stored = new_initializer(graph, f"{layer.name}/w_quantized", format.stored(numbers), format.type)
     factor = new_initializer(graph, f"{layer.name}/w_scale", scale.astype(dtype.numpy()))
-    zeros = format.stored(np.zeros(len(scale)))
+    zeros = format.stored(np.zeros(scale.shape))
     zero = new_initializer(graph, f"{layer.name}/w_zero", zeros, format.type)
     up = ir.node(
-        "DequantizeLinear", [stored, factor, zero], attributes={"axis": layer.axis},
+        "DequantizeLinear", [stored, factor, zero], attributes={"axis": layer.axis} if scale.ndim else {},
         name=f"{layer.name}/w_dequantize",
     )  # fmt: skip
     up.outputs[0].name = f"{layer.name}/w_dequantized"
@@ -310,6 +323,39 @@ def _quantized_weight(
     up.outputs[0].shape = ir.Shape(layer.weight.shape)
     graph.insert_before(node, up)
     return up.outputs[0]
+
+
+class Fp8Gemm(NamedTuple):
+    """A GEMM whose factors are both quantized to FP8."""
+
+    x: ir.Value  # before it is quantized
+    x_scale: float
+    weight: np.ndarray  # [inputs, outputs], in FP8
+    scales: np.ndarray  # [1] or [outputs]
+
+
+def read_fp8_gemm(node: ir.Node) -> Fp8Gemm | None:
+    """Read a MatMul of two dequantized factors in FP8; None for another one."""
+    if not is_op(node, "MatMul"):
+        return None
+    sources = [made_by(value, "DequantizeLinear") for value in node.inputs]
+    down = None if sources[0] is None else made_by(sources[0].inputs[0], "QuantizeLinear")
+    x, x_scale = input_at(down, 0), constant(input_at(down, 1))
+    weight, scales = (constant(input_at(sources[1], at)) for at in (0, 1))
+    if x is None or x_scale is None or weight is None or scales is None:
+        return None
+    same = constant(input_at(sources[0], 1))
+    kinds = {input_at(sources[0], 0).dtype, weight.dtype}  # type: ignore[union-attr]
+    if kinds != {FORMATS["fp8"].type} or x_scale.size != 1 or same is None or same.size != 1:
+        return None
+    axis = 0 if sources[1] is None else sources[1].attributes.get_int("axis", 1) % len(weight.shape)
+    per_output = scales.size == 1 or (axis == 1 and list(scales.shape) == [weight.shape[1]])
+    zeros = [constant(each) for s in (down, *sources) if (each := input_at(s, 2)) is not None]
+    plain = all(zero is not None and not zero.numpy().astype(np.float32).any() for zero in zeros)
+    numbers = (float(x_scale.numpy().reshape(())), float(same.numpy().reshape(())))
+    if len(weight.shape) != 2 or not per_output or not plain or numbers[0] != numbers[1]:
+        return None
+    return Fp8Gemm(x, numbers[0], weight.numpy(), scales.numpy().astype(np.float64).reshape(-1))
 
 
 # -- The graph that was quantized -------------------------------------------------------------------
@@ -336,6 +382,8 @@ def quantized_gemms(model: ir.Model) -> Iterator[tuple[str, str]]:
     for node in model.graph:
         if is_attention(node) and (found := read_quantized(node)) is not None:
             yield str(node.name), found.type
+        if node.op_type == plugin.LINEAR and plugin.fp8_values(node):
+            yield str(node.name), "fp8"
         if not is_op(node, "MatMul", "Gemm") and node.op_type != OPERATOR:
             continue
         sources = [dequantized(value) for value in node.inputs[:2]]

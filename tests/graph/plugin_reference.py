@@ -6,18 +6,23 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from onnx.reference.op_run import OpRun
 
 from mha_deploy.graph.plugin_node import (
     BOTTOM_RIGHT,
+    COPY,
     DOMAIN,
+    FP8_ONLY,
+    FP8_STEP,
     FROM_STARTS,
     GELU,
     GELU_TANH,
     GIVEN,
     LAYER_NORM,
     NONE,
+    NOT_FP8,
     PER_TOKEN,
     RMS_NORM,
     NodeSizes,
@@ -57,13 +62,25 @@ class MhaDeployLinear(OpRun):
     op_domain = DOMAIN
 
     def _run(
-        self, x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None, **attributes: Any
+        self, x: np.ndarray, weight: np.ndarray, *others: np.ndarray, **attributes: Any
     ) -> tuple[np.ndarray]:
+        quantized, dtype = attributes["quantized"], x.dtype
+        if len(others) != attributes["has_bias"] + bool(quantized):
+            raise ValueError("The attributes do not agree with the inputs.")
+        factor: np.ndarray | float = 1.0
+        if quantized:
+            x, weight, dtype = (
+                *(each.view(ml_dtypes.float8_e4m3fn) for each in (x, weight)),
+                np.dtype(np.float16),
+            )
+            if x.shape[-1] % FP8_STEP or len(weight) % FP8_STEP or not attributes["transposed"]:
+                raise ValueError(f"The plugin has no GEMM in FP8 of {x.shape} and {weight.shape}.")
+            if others[-1].dtype != np.float32 or len(others[-1]) != (len(weight) if quantized == 2 else 1):
+                raise ValueError(f"The plugin wants other scales than {others[-1].shape}.")
+            factor = others[-1].astype(np.float64)
         wide = weight.astype(np.float64)
-        y = x.astype(np.float64) @ (wide.T if attributes["transposed"] else wide)
-        if attributes["has_bias"] != (bias is not None):
-            raise ValueError("has_bias does not agree with the inputs.")
-        return ((y if bias is None else y + bias.astype(np.float64)).astype(x.dtype),)
+        y = x.astype(np.float64) @ (wide.T if attributes["transposed"] else wide) * factor
+        return ((y + others[0].astype(np.float64) if attributes["has_bias"] else y).astype(dtype),)
 
 
 class MhaDeployNormActivation(OpRun):
@@ -72,6 +89,16 @@ class MhaDeployNormActivation(OpRun):
     op_domain = DOMAIN
 
     def _run(self, x: np.ndarray, *others: np.ndarray, **attributes: Any) -> tuple[np.ndarray, ...]:
+        y, *sums = self._computed(x, *others, **attributes)
+        kept = [y.astype(x.dtype), *(each.astype(x.dtype) for each in sums)][: 1 + attributes["keeps_sum"]]
+        if attributes["fp8"] == NOT_FP8:
+            return tuple(kept)
+        clipped = np.clip(y / attributes["fp8_scale"], -448, 448)
+        words = clipped.astype(ml_dtypes.float8_e4m3fn).view(np.int32)
+        return (words, *kept[1:]) if attributes["fp8"] == FP8_ONLY else (*kept, words)
+
+    @staticmethod
+    def _computed(x: np.ndarray, *others: np.ndarray, **attributes: Any) -> tuple[np.ndarray, ...]:
         rest, wide, operation = iter(others), x.astype(np.float64), attributes["operation"]
         second = next(rest).astype(np.float64) if attributes["has_second"] else None
         if operation <= RMS_NORM:
@@ -80,14 +107,14 @@ class MhaDeployNormActivation(OpRun):
             y = centred / np.sqrt(np.mean(centred**2, -1, keepdims=True) + attributes["epsilon"])
             y = y * next(rest).astype(np.float64)
             y = y + next(rest).astype(np.float64) if attributes["has_bias"] else y
-            return (y.astype(x.dtype), total.astype(x.dtype))[: 1 + attributes["keeps_sum"]]
+            return y, total
         if operation == GELU:
             y = 0.5 * wide * (1 + np.vectorize(math.erf, otypes=[np.float64])(wide / math.sqrt(2)))
         elif operation == GELU_TANH:
             y = 0.5 * wide * (1 + np.tanh(math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3)))
         else:
-            y = wide / (1 + np.exp(-wide))
-        return ((y if second is None else y * second).astype(x.dtype),)
+            y = wide if operation == COPY else wide / (1 + np.exp(-wide))
+        return (y if second is None else y * second,)
 
 
 REFERENCE_OPERATORS: list[type[OpRun]] = [MhaDeployAttention, MhaDeployLinear, MhaDeployNormActivation]

@@ -55,6 +55,7 @@ def test_attributes_and_bias() -> None:
         assert {name: attribute.value for name, attribute in each.attributes.items()} == {
             "has_bias": bias,
             "transposed": 1,
+            "quantized": 0,
             "plugin_version": "1",
             "plugin_namespace": "mha_deploy",
         }

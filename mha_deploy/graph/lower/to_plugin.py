@@ -41,9 +41,10 @@ from mha_deploy.graph.ir import (
 )
 from mha_deploy.graph.lower import cache as kv
 from mha_deploy.graph.lower import masks
-from mha_deploy.graph.lower.call import AttentionCall, OperatorRules, Outputs, split_heads
+from mha_deploy.graph.lower.call import AttentionCall, LoweringError, OperatorRules, Outputs, split_heads
 from mha_deploy.graph.lower.operators import RMS_NORM, ROTARY, Rotary, read_rotary
 from mha_deploy.graph.lower.to_primitives import OPERATOR_RULES as PRIMITIVE_RULES
+from mha_deploy.graph.quantize import Fp8Gemm, read_fp8_gemm
 from mha_deploy.graph.roles import IN_ORDER
 
 # -- What the node cannot express, or has no kernels for -------------------------------------------
@@ -606,9 +607,13 @@ def finish(model: ir.Model, options: PluginOptions) -> None:
     for node in attentions:
         if take_gates(node):
             cancel_transposes(node)
-    if options.linear:
-        write_linear(model)
+    has_fp8 = any(read_fp8_gemm(node) is not None for node in model.graph.all_nodes())
+    if options.linear or has_fp8:
+        write_linear(model, fp8_only=not options.linear)
         write_norms_and_activations(model)
+        RemoveUnusedNodesPass()(model)  # what was quantized is still read there
+        write_fp8_with_what_computes_it(model)
+    refuse_other_fp8(model)
     taken = prefixes_in(model)
     for node in [each for each in model.graph.all_nodes() if is_op(each, ROTARY, RMS_NORM)]:
         b = NodeBuilder(prefix_within(node.name or node.op_type, taken))
@@ -632,6 +637,12 @@ class Projection:
     x: ir.Value
     weight: ir.Value
     bias: ir.Value | None
+    fp8: Fp8Gemm | None = None  # where the weight is dequantized from FP8, and x as well
+
+    @property
+    def columns(self) -> int:
+        """The number of its outputs."""
+        return int((_numbers(self.weight) if self.fp8 is None else self.fp8.weight).shape[1])
 
     @property
     def y(self) -> ir.Value:
@@ -657,19 +668,20 @@ def pack_in_place(model: ir.Model) -> bool:
 def projection_at(matmul: ir.Node) -> Projection | None:
     """Read a MatMul as a projection; None where its weights are not constant."""
     x, weight = matmul.inputs if is_op(matmul, "MatMul") else (None, None)
-    if x is None or weight is None or not _is_constant(weight, 2):
+    fp8 = read_fp8_gemm(matmul)
+    if x is None or weight is None or (fp8 is None and not _is_constant(weight, 2)):
         return None
     uses, add, bias = list(matmul.outputs[0].uses()), None, None
     if len(uses) == 1 and uses[0].node.op_type == "Add" and not matmul.outputs[0].is_graph_output():
         added = uses[0].node.inputs[1 - uses[0].idx]
         if added is not None and _is_constant(added, 1):
             add, bias = uses[0].node, added
-    return Projection(matmul=matmul, add=add, x=x, weight=weight, bias=bias)
+    return Projection(matmul=matmul, add=add, x=x, weight=weight, bias=bias, fp8=fp8)
 
 
 def _groups(attention: ir.Node) -> list[list[Projection]]:
     """The projections of Q, K and V that share an input, two or more together."""
-    groups: dict[tuple[ir.Value, ir.Graph | ir.Function | None], list[Projection]] = {}
+    groups: dict[tuple[ir.Value, ir.Graph | ir.Function | None, bool], list[Projection]] = {}
     seen: set[ir.Node] = set()
     for position in (Q, K, V):
         up_to_matmuls = nodes_behind(
@@ -679,7 +691,8 @@ def _groups(attention: ir.Node) -> list[list[Projection]]:
             projection = None if node in seen else projection_at(node)
             seen.add(node)
             if projection is not None:
-                groups.setdefault((projection.x, node.graph), []).append(projection)
+                key = (projection.x, node.graph, projection.fp8 is not None)
+                groups.setdefault(key, []).append(projection)
     types = {
         key: {each.dtype for p in group for each in (p.weight, p.bias) if each is not None}
         for key, group in groups.items()
@@ -696,16 +709,16 @@ def _pack(group: list[Projection], attention: ir.Node) -> None:
     name = f"{attention.name or attention.outputs[0].name}_qkv"
     names = chain([name], (f"{name}{number}" for number in count(2)))
     b = NodeBuilder(next(each for each in names if f"{each}_weight" not in graph.initializers))
-    weights = [_numbers(projection.weight) for projection in group]
+    columns = [projection.columns for projection in group]
+    dtype = (group[0].weight.dtype or ir.DataType.FLOAT16).numpy()
     biases = [
-        np.zeros(weight.shape[1], weight.dtype) if each.bias is None else _numbers(each.bias)
-        for each, weight in zip(group, weights, strict=True)
+        np.zeros(size, dtype) if each.bias is None else _numbers(each.bias)
+        for each, size in zip(group, columns, strict=True)
     ]
-    packed = new_initializer(graph, f"{b.prefix}_weight", np.concatenate(weights, axis=1))
-    y = b.op("MatMul", group[0].x, packed)
+    y = b.op("MatMul", group[0].x, _packed_weight(b, graph, group))
     if any(projection.bias is not None for projection in group):
         y = b.op("Add", y, new_initializer(graph, f"{b.prefix}_bias", np.concatenate(biases)))
-    sizes = b.ints(*(weight.shape[1] for weight in weights))
+    sizes = b.ints(*columns)
     parts = b.node("Split", [y, sizes], outputs=len(group), attributes={"axis": -1})
     members = {projection.matmul for projection in group}
     graph.insert_before(next(node for node in graph if node in members), b.nodes)
@@ -715,6 +728,22 @@ def _pack(group: list[Projection], attention: ir.Node) -> None:
         for value in (projection.weight, projection.bias):
             if value is not None and value.is_initializer() and not value.uses() and value.name:
                 graph.initializers.pop(value.name)
+
+
+def _packed_weight(b: NodeBuilder, graph: ir.Graph, group: Sequence[Projection]) -> ir.Value:
+    """The weights side by side; those in FP8 with all of their scales."""
+    name, parts = f"{b.prefix}_weight", [projection.fp8 for projection in group]
+    stored = [part for part in parts if part is not None]
+    if not stored:
+        return new_initializer(graph, name, np.concatenate([_numbers(each.weight) for each in group], axis=1))
+    dtype = group[0].weight.dtype or ir.DataType.FLOAT16
+    numbers = np.concatenate([part.weight for part in stored], axis=1)
+    scales = np.concatenate([np.broadcast_to(part.scales, part.weight.shape[1]) for part in stored])
+    packed = new_initializer(graph, name, numbers, ir.DataType.FLOAT8E4M3FN)
+    factor = new_initializer(graph, f"{name}_scale", scales.astype(dtype.numpy()))
+    up = b.node("DequantizeLinear", [packed, factor], attributes={"axis": 1})[0]
+    up.dtype, up.shape = dtype, ir.Shape(numbers.shape)
+    return up
 
 
 def _is_constant(value: ir.Value, rank: int) -> bool:
@@ -808,27 +837,44 @@ def _only_reader(value: ir.Value, op_type: str) -> ir.Node | None:
 # -- Projections as nodes that accumulate in FP32; TensorRT 8.6 picks kernels that do so in FP16 ---
 
 
-def write_linear(model: ir.Model) -> None:
-    """Write every matmul with constant weights, biases included, as a node of the plugin.
+def write_linear(model: ir.Model, *, fp8_only: bool = False) -> None:
+    """Write every matmul with constant weights, biases included, as a node of the plugin; or those in FP8.
 
-    The weight is stored as PyTorch keeps it, `[N, K]`: on an H200 cuBLASLt's GEMMs took up to 7 % less.
+    The weight is stored as PyTorch keeps it, `[N, K]`: on an H200 cuBLASLt's GEMMs took up to 7 % less, and
+    in FP8 there are no others.
     """
     taken, weights = prefixes_in(model), dict[ir.Value, ir.Value]()
+    words = dict[tuple[ir.Value, float], ir.Value]()
     for matmul in [node for node in model.graph.all_nodes() if is_op(node, "MatMul")]:
         projection = projection_at(matmul)
         if projection is None or not dims(projection.x) or not has_linear_kernel(projection):
+            continue
+        if fp8_only and projection.fp8 is None:
             continue
         b = NodeBuilder(prefix_within(matmul.name or projection.y.name or plugin.LINEAR, taken))
         weight, bias, add = projection.weight, projection.bias, projection.add
         if bias is not None and dims(bias) != dims(weight)[1:]:
             bias = add = None  # not one number for each column: it stays an Add
-        tensor = constant(weight)
-        if weight not in weights and tensor is not None:
-            array = np.ascontiguousarray(tensor.numpy().T)
+        fp8 = projection.fp8
+        if weight not in weights:
+            array = np.ascontiguousarray((_numbers(weight) if fp8 is None else fp8.weight).T)
+            array = array if fp8 is None else array.view(np.int32)
             name = prefix_within(f"{weight.name}/transposed", taken)
-            weights[weight] = new_initializer(model.graph, name, array, weight.dtype)
-        inputs = [projection.x, weights[weight], *([] if bias is None else [bias])]
-        attributes = {"has_bias": int(bias is not None), "transposed": 1, **plugin.lookup_attributes()}
+            weights[weight] = new_initializer(model.graph, name, array, weight.dtype if fp8 is None else None)
+        x, scales, quantized = projection.x, list[ir.Value](), plugin.UNQUANTIZED
+        if fp8 is not None:
+            key = (fp8.x, fp8.x_scale)
+            if key not in words:
+                words[key] = _write_words(matmul, taken, *key)
+            factor = np.unique(fp8.scales) if len(np.unique(fp8.scales)) == 1 else fp8.scales
+            quantized = plugin.PER_TENSOR if len(factor) == 1 else plugin.PER_OUTPUT
+            name = prefix_within(f"{weight.name}/scale_of_sums", taken)
+            array = (factor * fp8.x_scale).astype(np.float32)
+            x, scales = words[key], [new_initializer(model.graph, name, array)]
+        inputs = [x, weights[weight], *([] if bias is None else [bias]), *scales]
+        has_bias = int(bias is not None)
+        attributes = {"has_bias": has_bias, "transposed": 1, "quantized": quantized}
+        attributes |= plugin.lookup_attributes()
         y = b.node(plugin.LINEAR, inputs, domain=plugin.DOMAIN, name=b.prefix, attributes=attributes)[0]
         graph = graph_of_node(matmul)
         replace_node(add or matmul, b, {0: y})
@@ -837,8 +883,71 @@ def write_linear(model: ir.Model) -> None:
 
 
 def has_linear_kernel(projection: Projection) -> bool:
-    """Whether the plugin has a GEMM for the types of a projection."""
+    """Whether the plugin has a GEMM for the types and, in FP8, the sizes of a projection."""
+    if projection.fp8 is not None:
+        sizes = (*projection.fp8.weight.shape, dims(projection.fp8.x)[-1:] == projection.fp8.weight.shape[:1])
+        fits = all(size % plugin.FP8_STEP == 0 for size in sizes[:2]) and sizes[2]
+        return fits and projection.fp8.x.dtype == ir.DataType.FLOAT16 and _has_kernel(projection.fp8.x)
     return projection.x.dtype == projection.weight.dtype and projection.x.dtype in HALVES
+
+
+# -- FP8: written by the kernel that computes a tensor, read by GEMMs -------------------------------
+
+
+def _write_words(before: ir.Node, taken: set[str], x: ir.Value, scale: float) -> ir.Value:
+    """A tensor in FP8 as words, by a node of its own that another one may take in."""
+    b = NodeBuilder(prefix_within(f"{x.name}/fp8", taken))
+    values = {**_NO_NORM, "operation": plugin.COPY, "fp8": plugin.FP8_ONLY, "fp8_scale": scale}
+    values |= plugin.lookup_attributes()
+    made = b.node(plugin.NORM_ACTIVATION, [x], domain=plugin.DOMAIN, name=b.prefix, attributes=values)[0]
+    made.dtype, made.shape = ir.DataType.INT32, _shape_of_words(x)
+    graph_of_node(before).insert_before(before, b.nodes)
+    return made
+
+
+def _shape_of_words(x: ir.Value) -> ir.Shape:
+    *leading, width = dims(x)
+    return ir.Shape([*leading, int(width or 0) // plugin.FP8_OF_WORD])
+
+
+def write_fp8_with_what_computes_it(model: ir.Model) -> None:
+    """Let norms and activations write FP8 themselves, where a copy of their result does no more than that."""
+    kind = plugin.NORM_ACTIVATION
+    written = [node for node in model.graph.all_nodes() if node.op_type == kind]
+    for copy in [node for node in written if node.attributes.get_int("operation", 0) == plugin.COPY]:
+        y, words = copy.inputs[0], copy.outputs[0]
+        source = None if y is None else y.producer()
+        if y is None or source is None or source.op_type != kind or y is not source.outputs[0]:
+            continue
+        own = source.attributes
+        if own.get_int("fp8", plugin.NOT_FP8):
+            continue  # with another scale
+        alone = len(list(y.uses())) == 1 and not y.is_graph_output()
+        own.add(ir.AttrInt64("fp8", plugin.FP8_ONLY if alone else plugin.FP8_BESIDES))
+        own.add(ir.AttrFloat32("fp8_scale", copy.attributes.get_float("fp8_scale", 1.0) or 1.0))
+        if not alone:
+            source.resize_outputs(len(source.outputs) + 1)
+            source.outputs[-1].name = f"{words.name}/besides"
+        made, shape = source.outputs[0 if alone else -1], words.shape
+        words.replace_all_uses_with(made)
+        made.type, made.shape = ir.TensorType(ir.DataType.INT32), shape
+        graph_of_node(copy).remove(copy, safe=True)
+
+
+def refuse_other_fp8(model: ir.Model) -> None:
+    """Refuse what is quantized to FP8 and not multiplied by a GEMM of the plugin."""
+    for node in model.graph.all_nodes():
+        if is_op(node, "DequantizeLinear") and (x := node.inputs[0]) is not None and x.dtype in _FP8:
+            readers = [use.node for use in node.outputs[0].uses()]
+            sizes = ", ".join(str(list(dims(each))) for each in (node.outputs[0], *readers[:1][0].outputs))
+            hint = f"keep it in FP16: GEMMs in FP8 have FP16 around them and multiples of {plugin.FP8_STEP}"
+            raise LoweringError("this GEMM in FP8", (readers or [node])[0], got=sizes, hint=hint)
+
+
+_FP8 = (ir.DataType.FLOAT8E4M3FN, ir.DataType.FLOAT8E5M2)
+_NO_NORM: Mapping[str, Any] = {
+    "has_second": 0, "has_bias": 0, "keeps_sum": 0, "epsilon": 0.0, "fp8": plugin.NOT_FP8, "fp8_scale": 1.0,
+}  # fmt: skip
 
 
 # -- What stands between the GEMMs: residual and normalization, activations ------------------------
@@ -922,8 +1031,7 @@ def _write_node(
 ) -> list[ir.Value]:
     """Replace a node; `own` are the attributes that are not zero."""
     b = NodeBuilder(prefix_within(node.name or plugin.NORM_ACTIVATION, taken))
-    none = {"has_second": 0, "has_bias": 0, "keeps_sum": 0, "epsilon": 0.0}
-    values = {"operation": operation, **none, **own, **plugin.lookup_attributes()}
+    values = {"operation": operation, **_NO_NORM, **own, **plugin.lookup_attributes()}
     count, op_type = 1 + int(own.get("keeps_sum", 0)), plugin.NORM_ACTIVATION
     outputs = b.node(op_type, inputs, outputs=count, domain=plugin.DOMAIN, name=b.prefix, attributes=values)
     for output in outputs:

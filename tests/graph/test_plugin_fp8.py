@@ -1,0 +1,140 @@
+"""GEMMs in FP8 as nodes of the plugin: words of four numbers, which the kernel before them writes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from conformance import run_in_reference
+from plugin_layers import FP16, model_of, node, operators, random_inputs, weights
+
+from mha_deploy.exporter.file_program import FileProgram, FileRounding
+from mha_deploy.graph.ir import new_initializer
+from mha_deploy.graph.lower import LoweringError, lower
+from mha_deploy.graph.plugin_node import COPY, FP8_BESIDES, FP8_ONLY, PER_OUTPUT, PER_TENSOR
+from mha_deploy.graph.quantize import FORMATS, gemm_layers, named_nodes, quantized_gemms, with_quantized
+
+SHAPE = (FP16, ["B", "S", 64])
+FP8 = FORMATS["fp8"]
+
+
+def block() -> ir.Model:
+    """A norm before attention with its projections, one before a feed-forward part, and residuals."""
+    nodes = [
+        node("LayerNormalization", "x scale bias", "n", axis=-1),
+        *(node("MatMul", f"n w{name}", f"x{name}") for name in "qkv"),
+        node("Attention", "xq xk xv", "h", q_num_heads=4, kv_num_heads=2),
+        node("MatMul", "h wo", "p"),
+        node("Add", "p bias", "z"),
+        node("Add", "z x", "sum"),
+        node("LayerNormalization", "sum scale bias", "m", axis=-1),
+        node("MatMul", "m up", "u"),
+        node("Gelu", "u", "g", approximate="tanh"),
+        node("MatMul", "g down", "d"),
+        node("Add", "d m", "y"),
+    ]
+    constants = {
+        f"w{name}": weights(64, size, seed=at)
+        for at, (name, size) in enumerate(zip("qkvo", (64, 32, 32, 64), strict=True))
+    }
+    constants |= {"up": weights(64, 128), "down": weights(128, 64), "bias": weights(64, 1)[:, 0]}
+    constants["scale"] = constants["bias"] + np.float16(1)
+    return named_nodes(model_of(nodes, {"x": SHAPE}, {"y": SHAPE}, constants))
+
+
+def quantized(model: ir.Model, *, per_tensor: bool = False, kept: Any = ()) -> ir.Model:
+    scales = {each.activation: 0.01 for each in gemm_layers(model)}
+    return with_quantized(model, replace(FP8, per_tensor=per_tensor), scales, kept)
+
+
+def own(model: ir.Model, op_type: str) -> list[dict[str, Any]]:
+    return [
+        {name: attribute.value for name, attribute in each.attributes.items()}
+        for each in model.graph
+        if each.op_type == op_type
+    ]
+
+
+def relative(model: ir.Model, lowered: ir.Model, inputs: dict[str, np.ndarray] | None = None) -> float:
+    """How far a lowered graph is from the graph in FP64."""
+    given = random_inputs(model, {"B": 2, "S": 5}) if inputs is None else inputs
+    (want,) = FileProgram(model).run(given, FileRounding(None)).values()
+    (got,) = run_in_reference(ir.to_proto(lowered), given)
+    return float(np.linalg.norm(got.astype(np.float64) - want) / np.linalg.norm(want))
+
+
+# A value near the middle of two neighbors may fall on either, which changes it by up to 6 %.
+NEAR = 0.016
+
+
+@pytest.mark.parametrize("linear", [False, True])
+@pytest.mark.parametrize("per_tensor", [False, True])
+def test_all_gemms_are_the_plugins_and_right(linear: bool, per_tensor: bool) -> None:
+    model = quantized(block(), per_tensor=per_tensor)
+    lowered = lower(model, "plugin", linear=linear)
+    assert not {"MatMul", "QuantizeLinear", "DequantizeLinear"} & set(operators(lowered))
+    wanted = PER_TENSOR if per_tensor else PER_OUTPUT
+    gemms = own(lowered, "MhaDeployLinear")
+    assert [each["quantized"] for each in gemms] == [wanted] * 4  # Q, K and V are one
+    assert sorted(dict(quantized_gemms(lowered)).values()) == ["fp8"] * 4
+    assert relative(model, lowered) < NEAR < relative(model, lower(block(), "plugin"))
+
+
+@pytest.mark.parametrize("per_tensor", [False, True])
+def test_numbers_that_fp8_has_are_multiplied_exactly(per_tensor: bool) -> None:
+    nodes = [node("MatMul", "x w", "p"), node("Add", "p b", "y")]
+    constants = {"w": weights(64, 32), "b": weights(32)}
+    wanted = {"y": (FP16, ["B", "S", 32])}
+    model = quantized(named_nodes(model_of(nodes, {"x": SHAPE}, wanted, constants)), per_tensor=per_tensor)
+    drawn = random_inputs(model, {"B": 2, "S": 5})["x"].astype(np.float64)
+    scale = float(np.float16(0.01))
+    assert relative(model, lower(model, "plugin"), {"x": FP8.rounded(drawn, scale).astype(np.float16)}) < 4e-4
+
+
+def test_the_kernel_before_a_gemm_writes_fp8() -> None:
+    lowered = lower(quantized(block()), "plugin")
+    made = [(each["operation"], each["fp8"]) for each in own(lowered, "MhaDeployNormActivation")]
+    # The result of attention alone is written by a copy; the second norm is read by a residual, too.
+    assert made == [(0, FP8_ONLY), (COPY, FP8_ONLY), (0, FP8_BESIDES), (3, FP8_ONLY)]
+    assert not [each for each in lowered.graph.initializers.values() if each.dtype == FP8.type]
+
+
+def test_gemms_that_stay_in_fp16_are_not_the_plugins_unless_asked() -> None:
+    model = block()
+    kept = [each.name for each in gemm_layers(model)][:4]  # the projections of attention
+    mixed = quantized(model, kept=kept)
+    assert operators(lower(mixed, "plugin")).count("MatMul") == 2
+    lowered = lower(mixed, "plugin", linear=True)
+    assert [each["quantized"] for each in own(lowered, "MhaDeployLinear")] == [0, 0, PER_OUTPUT, PER_OUTPUT]
+    assert relative(mixed, lowered) < NEAR
+
+
+def test_two_scales_of_one_tensor_are_two_tensors() -> None:
+    model = block()
+    copy = quantized(model)
+    up = next(each for each in copy.graph if each.outputs[0].name == "u")
+    down = up.inputs[0].producer().inputs[0].producer()
+    other = new_initializer(copy.graph, "other", np.array(0.02, np.float16))
+    for each in (down, up.inputs[0].producer()):
+        each.replace_input_with(1, other)
+    assert relative(copy, lower(copy, "plugin")) < NEAR
+
+
+@pytest.mark.parametrize("size", [24, 40])
+def test_sizes_without_a_kernel_are_refused(size: int) -> None:
+    nodes = [
+        *(node("MatMul", f"x w{name}", f"x{name}") for name in "qkv"),
+        node("Attention", "xq xk xv", "h", q_num_heads=4, kv_num_heads=4),
+        node("MatMul", "h up", "y"),
+    ]
+    constants = {f"w{name}": weights(64, 64, seed=at) for at, name in enumerate("qkv")}
+    constants["up"] = weights(64, size)
+    model = named_nodes(model_of(nodes, {"x": SHAPE}, {"y": (FP16, ["B", "S", size])}, constants))
+    with pytest.raises(LoweringError, match="FP8") as caught:
+        lower(quantized(model), "plugin")
+    assert str(size) in caught.value.got
+    kept = [each.name for each in gemm_layers(model) if each.weight.shape[1] == size]
+    assert "QuantizeLinear" not in operators(lower(quantized(model, kept=kept), "plugin"))
