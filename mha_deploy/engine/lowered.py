@@ -159,7 +159,13 @@ def check_eligibility(model: ir.Model, target: Target) -> list[Eligibility]:
     """Can the target take and fuse every attention of a graph?"""
     refuse_foreign_operators(model)
     _refuse_without_attention(model, hint="export it with mha-deploy")
-    return rules.judge(attention_nodes(model), target)
+    # What no lowering cures stops the build of the whole graph, once for each rule.
+    around = {
+        each.rule: each
+        for each in rules.check_operators(model, target)
+        if each.cured_by is None and each.severity == rules.REFUSED
+    }
+    return rules.judge(attention_nodes(model), target, list(around.values()))
 
 
 def refuse_foreign_operators(model: ir.Model) -> None:

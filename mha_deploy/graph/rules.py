@@ -17,6 +17,7 @@ from mha_deploy.graph.attention_node import AttentionNode, is_attention
 from mha_deploy.graph.ir import Dim, input_at, is_op, node_name, same_size
 from mha_deploy.graph.lower.cache import entries_name, read_cache
 from mha_deploy.graph.lower.operators import obstacle_to_update_in_place
+from mha_deploy.graph.quantize import read_fp8_gemm
 from mha_deploy.model.spec import Axis
 
 # -- Targets, rules and findings -------------------------------------------------------------------
@@ -189,6 +190,7 @@ _OPERATORS: dict[str, Callable[[ir.Node], bool]] = {
     "no-decode-operator-primitives": lambda node: True,
     "no-decode-operator": lambda node: True,
     "no-operator": lambda node: True,
+    "fp8-gemm": lambda node: read_fp8_gemm(node) is not None,
     "integer-cumsum": _sums_integers,
     "cache-update": lambda node: obstacle_to_update_in_place(node) is not None,
     "cache-in-place": lambda node: obstacle_to_update_in_place(node) is None,
@@ -351,13 +353,15 @@ class Eligibility:
         return operator_options(self.findings)
 
 
-def judge(nodes: Sequence[AttentionNode], target: Target) -> list[Eligibility]:
-    """The answer for each node."""
+def judge(
+    nodes: Sequence[AttentionNode], target: Target, around: Sequence[RuleFinding] = ()
+) -> list[Eligibility]:
+    """The answer for each node; `around` are findings about operators, which every node shares."""
     covering = {name: applies for name, applies in _ATTENTIONS.items() if RULES[name].covers(target)}
     answers = []
     for node in nodes:
         applying = [name for name, applies in covering.items() if applies(node, target)]
-        found = _worst_first(node.name, applying, node.describe() if applying else {})
+        found = [*around, *_worst_first(node.name, applying, node.describe() if applying else {})]
         severities = {finding.severity for finding in found}
         not_cured = {finding.severity for finding in found if finding.cured_by is None}
         answer = Eligibility(

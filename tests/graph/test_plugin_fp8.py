@@ -11,6 +11,7 @@ import pytest
 from conformance import run_in_reference
 from plugin_layers import FP16, model_of, node, operators, random_inputs, weights
 
+import mha_deploy as md
 from mha_deploy.exporter.file_program import FileProgram, FileRounding
 from mha_deploy.graph.ir import new_initializer
 from mha_deploy.graph.lower import LoweringError, lower
@@ -138,3 +139,15 @@ def test_sizes_without_a_kernel_are_refused(size: int) -> None:
     assert str(size) in caught.value.got
     kept = [each.name for each in gemm_layers(model) if each.weight.shape[1] == size]
     assert "QuantizeLinear" not in operators(lower(quantized(model, kept=kept), "plugin"))
+
+
+def test_a_check_and_the_refusal_of_the_native_lowering_name_the_plugin(tmp_path) -> None:
+    model = quantized(block())
+    ir.save(model, tmp_path / "model.onnx")
+    (old,), (new,) = (md.check(tmp_path / "model.onnx", "tensorrt", version) for version in ("8.6", "11.0"))
+    assert "fp8-gemm" in {each.rule for each in old.findings}
+    assert not old.supported_after_lowering
+    assert "fp8-gemm" not in {each.rule for each in new.findings}
+    with pytest.raises(LoweringError) as caught:
+        lower(model, "primitives")
+    assert "--attention plugin" in caught.value.hint
