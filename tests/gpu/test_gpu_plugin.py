@@ -9,8 +9,10 @@ import shutil
 import pytest
 from gpu_evaluations import TINY, assert_right, evaluated
 
+import mha_deploy as md
 from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.engine.build import engine_from_bundle
+from mha_deploy.engine.engine import first_gpu
 from mha_deploy.engine.plugins import PluginError, library_for
 from mha_deploy.errors import DeployError
 from mha_deploy.options import EngineOptions
@@ -64,6 +66,21 @@ def test_the_plugin_is_right(prepared, name, tmp_path):
 def test_the_plugin_is_right_between_projections_of_tensorrt(prepared, name, tmp_path):
     bundle, engine = built(prepared, name, "fp16", tmp_path, accumulate="fp16")
     assert engine.manifest.all_fused, engine.manifest.verdict
+    assert_right(evaluated(RuntimeFinder(bundle), "plugin"))
+
+
+@pytest.mark.parametrize("scales", ["channel", "tensor"])
+def test_gemms_in_fp8_are_right_and_read_fp8(scales, tmp_path):
+    """It is judged by the quantized model, as tightly as in FP16; its verdict names what is in FP8."""
+    if first_gpu()["compute_cap"] < "8.9":
+        pytest.skip("this GPU has no FP8")
+    options = {"precision": "fp8", "weight_scales": scales, "golden": ("min", "opt")}
+    bundle = md.export("tiny-rope", tmp_path / "bundle", **options)
+    chosen = EngineOptions(backend="tensorrt", name="plugin", attention="plugin", optimization_level=1)
+    engine = engine_from_bundle(bundle, chosen)
+    assert engine.manifest.all_fused, engine.manifest.verdict
+    assert engine.manifest.verdict.precision.quantized == {"fp8": 2}
+    assert engine.manifest.verdict.precision.ok
     assert_right(evaluated(RuntimeFinder(bundle), "plugin"))
 
 

@@ -1,0 +1,225 @@
+"""Layers with their GEMMs in FP8 by the plugin, beside FP16 and beside PyTorch in both. On a GPU.
+
+    python benchmarks/fp8_on_gpu.py FOLDER [--jobs 4] [--limit 300] [ROW ...]
+
+Each row is exported in FP16, in FP8 with a scale for each output channel, and with one for a weight; built
+with the plugin, sums in FP32; judged on its golden cases; and timed, one runtime at a time, with inputs that
+are read from memory. PyTorch is compiled, with cuDNN's attention: in FP16, and with `torch._scaled_mm` in
+place of each linear layer, with the export's scales of activations. What is in FOLDER is not made again.
+FOLDER/fp8.jsonl gets a line as soon as something was timed, FOLDER/fp8.md the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import time
+from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import mha_deploy as md
+from mha_deploy.bundle.cases import golden_cases
+from mha_deploy.bundle.folder import Bundle
+
+ENGINE = "plugin32"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A layer, and the lengths that it is timed at beside that of its golden case."""
+
+    model: str
+    axes: Mapping[str, str] = field(default_factory=dict)
+    lengths: tuple[int, ...] = ()
+    build: Mapping[str, Any] = field(default_factory=dict)
+
+
+ROWS = {
+    "bert-base": Row(model="bert-base"),
+    "bert-large": Row(model="bert-large"),
+    "llama": Row(model="llama-3-8b", axes={"B": "1", "S": "1:2048:8192"}, lengths=(8192,)),
+    "gpt3": Row(model="gpt3-175b", axes={"B": "1"}, build={"profiles": ["B=1,S=512"], "refit": "all"}),
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "fp16": {"precision": "fp16"},
+    "fp8": {"precision": "fp8"},
+    "fp8, one scale": {"precision": "fp8", "weight_scales": "tensor"},
+}
+
+
+def folder_of(folder: Path, name: str, kind: str) -> Path:
+    """Where a bundle is."""
+    return folder / f"{name}-{kind.replace(', ', '-').replace(' ', '-')}"
+
+
+def export(folder: Path, name: str, kind: str) -> None:
+    """One layer in one precision."""
+    row, out = ROWS[name], folder_of(folder, name, kind)
+    if not (out / "manifest.json").is_file():
+        options = {"golden": ("opt",), "device": "cuda", "overwrite": True}
+        md.export(md.load_model(row.model, axes=row.axes), out, **options, **KINDS[kind])
+
+
+def build(folder: Path, name: str, kind: str) -> None:
+    """The engine of it."""
+    out = folder_of(folder, name, kind)
+    if not (out / "engines" / f"{ENGINE}.engine").is_file():
+        chosen = {"backend": "tensorrt", "name": ENGINE, "attention": "plugin", "accumulate": "fp32"}
+        md.build_engine(out, overwrite=True, **chosen, **ROWS[name].build)
+
+
+def inputs_of(bundle: Bundle, row: Row) -> dict[str, dict[str, np.ndarray]]:
+    """The inputs that are timed, by their sizes: those of the case, and longer ones made of it."""
+    case = next(each for each in golden_cases(bundle) if each.name == "opt")
+    found = {",".join(f"{axis}={size}" for axis, size in case.sizes.items()): dict(case.inputs)}
+    for length in row.lengths:
+        batch, _, width = case.inputs["x"].shape
+        found[f"B={batch},S={length}"] = {"x": np.resize(case.inputs["x"], (batch, length, width))}
+    return found
+
+
+def torch_in_fp8(bundle: Bundle, quantized: Bundle) -> Any:
+    """A runner of PyTorch whose linear layers multiply in FP8."""
+    import onnx_ir as ir
+    import torch
+    from torch import nn
+
+    from mha_deploy.baselines.torch import TorchModels, TorchRunner
+    from mha_deploy.graph.quantize import read_fp8_gemm
+
+    gemms = [read_fp8_gemm(node) for node in ir.load(quantized.model_path).graph]
+    # The activations of Q, K and V are one tensor; that of the output projection is the other.
+    first, last = ([each for each in gemms if each is not None][at].x_scale for at in (0, -1))
+
+    class Fp8Linear(nn.Module):
+        def __init__(self, linear: nn.Linear, scale: float) -> None:
+            super().__init__()
+            weight_scale = linear.weight.abs().max().float() / 448
+            stored = (linear.weight / weight_scale).to(torch.float8_e4m3fn)
+            self.weight, self.bias = nn.Buffer(stored), linear.bias
+            self.x_scale = nn.Buffer(torch.tensor(scale, device=linear.weight.device))
+            self.weight_scale = nn.Buffer(weight_scale)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            narrow = (x / self.x_scale).clamp(-448, 448).to(torch.float8_e4m3fn).flatten(0, -2)
+            one, other = self.x_scale, self.weight_scale
+            made = torch._scaled_mm(narrow, self.weight.t(), one, other, self.bias, out_dtype=x.dtype)
+            return made.unflatten(0, x.shape[:-1])
+
+    class Fp8Models(TorchModels):
+        def in_service(self, baseline: Any) -> nn.Module:
+            module = super().in_service(baseline)
+            for name, child in list(module.named_modules()):
+                if isinstance(child, nn.Linear):
+                    owner, _, own = name.rpartition(".")
+                    scale = last if own == "o" else first
+                    setattr(module.get_submodule(owner), own, Fp8Linear(child, scale))
+            return module
+
+    return TorchRunner(Fp8Models(bundle), "compile-cudnn")
+
+
+def measured(folder: Path, name: str, kind: str) -> list[dict[str, Any]]:
+    """Verdict, error and loss of an engine, and its times."""
+    row, bundle = ROWS[name], md.open_bundle(folder_of(folder, name, kind))
+    engine = md.open_engine(bundle.path / "engines" / f"{ENGINE}.engine")
+    report = md.validate(bundle, backends=[ENGINE], latency=False, sweep=False)
+    found = engine.manifest.verdict.precision
+    line = {
+        "row": name, "runtime": f"engine {kind}", "version": engine.manifest.version,
+        "outcome": str(report.outcome), "headline": report.headline, "gemms": found.quantized,
+        "precision": str(found.status.value), "fused": engine.manifest.all_fused,
+    }  # fmt: skip
+    lines = []
+    with md.open_runner(bundle, backend=ENGINE) as runner:
+        for sizes, feeds in inputs_of(bundle, row).items():
+            lines.append({**line, "sizes": sizes, "p50_us": runner.time(feeds).p50})
+    return lines
+
+
+def in_torch(folder: Path, name: str) -> list[dict[str, Any]]:
+    """Times of compiled PyTorch, in FP16 and in FP8."""
+    from mha_deploy.baselines.torch import open_torch_runner
+
+    row = ROWS[name]
+    bundle, other = (md.open_bundle(folder_of(folder, name, kind)) for kind in ("fp16", "fp8"))
+    lines = []
+    for title, make in (
+        ("PyTorch fp16", lambda: open_torch_runner("compile-cudnn", bundle)),
+        ("PyTorch fp8", lambda: torch_in_fp8(bundle, other)),
+    ):
+        with make() as runner:
+            for sizes, feeds in inputs_of(bundle, row).items():
+                lines.append(
+                    {"row": name, "runtime": title, "sizes": sizes, "p50_us": runner.time(feeds).p50}
+                )
+    return lines
+
+
+def table(lines: list[dict[str, Any]]) -> str:
+    """As Markdown."""
+    text = ["| row | sizes | runtime | GEMMs read | outcome | p50 µs |", "|---|---|---|---|---|---:|"]
+    for each in lines:
+        if "error" in each:
+            text.append(f"| {each['row']} | | {each['runtime']} | | {each['error']} | |")
+            continue
+        gemms = ", ".join(f"{dtype}: {n}" for dtype, n in each.get("gemms", {}).items()) or "–"
+        outcome = each.get("headline", "not judged")
+        cells = (each["row"], each["sizes"], each["runtime"], gemms, outcome, f"{each['p50_us']:.1f}")
+        text.append(f"| {' | '.join(cells)} |")
+    return "\n".join(text) + "\n"
+
+
+def main() -> None:
+    """Export side by side, build and time one by one."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("rows", nargs="*", default=list(ROWS))
+    parser.add_argument("--jobs", type=int, default=4)
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds after which nothing more begins")
+    parser.add_argument("--only", choices=("export", "all"), default="all")
+    chosen = parser.parse_intermixed_args()
+    md.configure(trust_code=True)
+    chosen.folder.mkdir(parents=True, exist_ok=True)
+    started, lines = time.monotonic(), list[dict[str, Any]]()
+
+    def note(found: list[dict[str, Any]]) -> None:
+        lines.extend(found)
+        with (chosen.folder / "fp8.jsonl").open("a") as file:
+            file.writelines(json.dumps(each) + "\n" for each in found)
+        (chosen.folder / "fp8.md").write_text(table(lines))
+        print(f"{time.monotonic() - started:.0f} s", *found, flush=True)
+
+    def tried(work: Any, name: str, runtime: str, *arguments: Any) -> None:
+        if time.monotonic() - started > chosen.limit:
+            note([{"row": name, "runtime": runtime, "error": "not measured: the limit was reached"}])
+            return
+        try:
+            note(work(chosen.folder, name, *arguments) or [])
+        except Exception as error:  # noqa: BLE001 - the other rows are measured all the same
+            note([{"row": name, "runtime": runtime, "error": getattr(error, "in_one_line", repr(error))}])
+
+    todo = [(name, kind) for name in chosen.rows for kind in KINDS]
+    with ProcessPoolExecutor(chosen.jobs, multiprocessing.get_context("spawn")) as pool:
+        running = {pool.submit(export, chosen.folder, *each): each for each in todo}
+        for done in as_completed(running):
+            error = done.exception()
+            print(f"{time.monotonic() - started:.0f} s", running[done], error or "exported", flush=True)
+    for name, kind in todo if chosen.only == "all" else ():
+        tried(build, name, f"engine {kind}", kind)
+    for name in chosen.rows if chosen.only == "all" else ():
+        for kind in KINDS:
+            tried(measured, name, f"engine {kind}", kind)
+        tried(in_torch, name, "PyTorch")
+
+
+if __name__ == "__main__":
+    main()
