@@ -297,7 +297,9 @@ def _with_plugin_roles(built: BuiltEngine, lowered: ir.Model) -> BuiltEngine:
         def typed(tensor: layers.EngineTensor, value: ir.Value | None) -> layers.EngineTensor:
             # 8.6 does not report the types of dynamic sizes, and the library takes no others.
             name = tensor.name if value is None or value.name is None else value.name
-            known = tensor.dtype != layers.UNKNOWN and value not in words
+            if words and tensor.dtype == "int32":  # nothing else of such a node is
+                return replace(tensor, dtype="fp8")
+            known = tensor.dtype != layers.UNKNOWN
             return tensor if known else replace(tensor, dtype=types.get(name, usual))
 
         # Constants have names of TensorRT's own, at the same places.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -12,11 +13,15 @@ from conformance import run_in_reference
 from plugin_layers import FP16, model_of, node, operators, random_inputs, weights
 
 import mha_deploy as md
+from mha_deploy.engine.build import judge_engine
 from mha_deploy.exporter.file_program import FileProgram, FileRounding
 from mha_deploy.graph.ir import new_initializer
 from mha_deploy.graph.lower import LoweringError, lower
 from mha_deploy.graph.plugin_node import COPY, FP8_BESIDES, FP8_ONLY, PER_OUTPUT, PER_TENSOR
 from mha_deploy.graph.quantize import FORMATS, gemm_layers, named_nodes, quantized_gemms, with_quantized
+from mha_deploy.runtime.tensorrt.builder import BuiltEngine
+from mha_deploy.runtime.tensorrt.engine_verdict import PrecisionVerdict
+from mha_deploy.runtime.tensorrt.kernels import kernels_from_inspector
 
 SHAPE = (FP16, ["B", "S", 64])
 FP8 = FORMATS["fp8"]
@@ -151,3 +156,49 @@ def test_a_check_and_the_refusal_of_the_native_lowering_name_the_plugin(tmp_path
     with pytest.raises(LoweringError) as caught:
         lower(model, "primitives")
     assert "--attention plugin" in caught.value.hint
+
+
+TOLD = {ir.DataType.FLOAT16: "FP16", ir.DataType.INT32: "INT32", ir.DataType.FLOAT: "FP32"}
+
+
+def layers_of(lowered: ir.Model, *, told: bool) -> str:
+    """What the inspector of TensorRT 8.6 says of such an engine: constants have names of its own."""
+    layers = []
+    for each in lowered.graph:
+        tensors = {
+            key: [
+                {
+                    "Name": f"(Unnamed Layer* {at}) [Constant]_output"
+                    if value.is_initializer()
+                    else value.name,
+                    "Dimensions": [-1],
+                    "Format/Datatype": f"Row major linear {TOLD[value.dtype]} format (kLINEAR)"
+                    if told
+                    else "N/A due to dynamic shapes",
+                }
+                for at, value in enumerate(values)
+            ]
+            for key, values in (("Inputs", each.inputs), ("Outputs", each.outputs))
+        }
+        kind = "PluginV2" if each.domain else "PointWiseV2"
+        layers.append(
+            {"Name": each.name, "LayerType": kind, "Metadata": f"[ONNX Layer: {each.name}]", **tensors}
+        )
+    return json.dumps({"Layers": layers, "Bindings": []})
+
+
+def precision_of(lowered: ir.Model, canonical: ir.Model, *, told: bool) -> PrecisionVerdict:
+    kernels = {"inspector": tuple(kernels_from_inspector(layers_of(lowered, told=told)))}
+    built = BuiltEngine(plan=b"", seconds=0.0, strongly_typed=False, kernels=kernels)
+    return judge_engine(built, lowered, canonical, "fp16", 1).precision
+
+
+def test_the_verdict_of_an_engine_names_gemms_in_fp8() -> None:
+    model, plain = quantized(block()), block()
+    lowered = lower(model, "plugin", linear=True)
+    for told in (False, True):
+        found = precision_of(lowered, model, told=told)
+        assert found.quantized == {"fp8": 4}
+        assert (found.offenders, found.not_quantized) == ((), ())
+        assert found.ok == told  # the last sum is TensorRT's own, and its types are not told
+        assert precision_of(lower(plain, "plugin", linear=True), plain, told=told).quantized == {}

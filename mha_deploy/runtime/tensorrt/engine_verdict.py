@@ -13,6 +13,7 @@ import onnx_ir as ir
 from msgspec import Struct
 from msgspec.structs import replace
 
+from mha_deploy.graph.plugin_node import fp8_values
 from mha_deploy.graph.quantize import quantized_gemms
 from mha_deploy.graph.roles import MATMULS, QUANTIZERS, SOFTMAXES
 from mha_deploy.runtime.tensorrt.kernels import FLOATING, UNKNOWN, EngineTensor, Kernel, dtype_of
@@ -113,7 +114,8 @@ class WrittenTypes:
     is_attention: bool = False
     is_constant: bool = False  # all of its inputs are constants: a builder computes it
     is_custom: bool = False  # not an operator of ONNX
-    # Of a matmul, the type from which both its factors are dequantized; of Q/DQ nodes, their type.
+    # Of a matmul, the type from which both its factors are dequantized; of Q/DQ nodes, and of nodes of the
+    # plugin that write FP8, their type.
     quantized: str | None = None
 
 
@@ -135,6 +137,8 @@ def written_types(model: ir.Model) -> dict[str, WrittenTypes]:
     gemms = dict(quantized_gemms(model))
 
     def quantized(node: ir.Node) -> str | None:
+        if fp8_values(node):
+            return "fp8"  # as words of INT32
         at = {"QuantizeLinear": node.outputs, "DequantizeLinear": node.inputs}.get(node.op_type)
         dtype = at[0].dtype if at and at[0] is not None else None
         return gemms.get(str(node.name)) if dtype is None else dtype_of(dtype.name)
