@@ -57,9 +57,9 @@ class ExportOptions:
 
     precision: str = option(
         AUTO,
-        "Types in the graph: fp16, bf16, fp32 or auto. auto is fp16; your own model and a float32 .onnx file "
-        "have FP32 where fp16 overflows. Other .onnx files keep their types. With int8 or fp8 the GEMMs are "
-        "quantized, and the rest is as with auto.",
+        "Types in the graph: fp16, bf16, fp32, auto, int8 or fp8. auto is fp16; your own model and a float32 "
+        ".onnx file have FP32 where fp16 overflows. Other .onnx files keep their types. With int8 or fp8 the "
+        "GEMMs are quantized, and the rest is as with auto.",
     )
     opset: int | None = option(None, "ONNX operator set: 23 or 24. default: the lowest that suffices")
     seed: int = option(0, "Seed of random weights and inputs.", min=0, max=2**32 - 1)

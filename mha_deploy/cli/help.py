@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from inspect import getdoc
+from itertools import pairwise
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
@@ -339,6 +340,16 @@ class Command(click.Command):
             help="Explain every option.",
         )  # fmt: skip
         return [*self._make_params(), everything]
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the command line; an option without its value does not take the next option for one."""
+        options = [each for each in self.params if isinstance(each, click.Option)]
+        names = {name for each in options for name in (*each.opts, *each.secondary_opts)}
+        valued = {name for each in options if not each.is_flag and not each.count for name in each.opts}
+        for given, follows in pairwise(args[: args.index("--") if "--" in args else None]):
+            if given in valued and follows in names:
+                raise click.BadOptionUsage(given, f"Option {given!r} needs a value, not {follows!r}.", ctx)
+        return super().parse_args(ctx, args)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help for most people."""

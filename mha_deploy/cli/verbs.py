@@ -234,6 +234,7 @@ def build_engine(
     in_precision = manifest.has_requested_types or not require_precision
     outcome = Outcome.passing((manifest.all_fused or not require_fused) and in_precision)
     data, lines = engine_to_dict(engine), [tables.engine_renderable(engine)]
+    lines += [f"lowered graph: {options['save_onnx']}"] if options["save_onnx"] else []
     if trtexec:
         graph = options["save_onnx"] or "lowered.onnx"
         data["trtexec"] = command = md.trtexec(engine, graph, engine.path.name)

@@ -588,7 +588,8 @@ def timed_cases(cases: Iterable[GoldenCase], runners: Sequence[Any]) -> list[Gol
 def refuse_fixed_weights(engine: Engine) -> None:
     """Refuse an engine whose weights cannot be replaced, or not on this machine."""
     if engine.manifest.options.get("refit") != "all":
-        got = f"{engine.path.name}, built with refit={engine.manifest.options.get('refit')}"
+        refit = engine.manifest.options.get("refit")
+        got = f"{engine.path.name}, built {f'with --refit {refit}' if refit else 'without --refit'}"
         raise EngineError("The weights of this engine cannot be replaced.", got=got, hint=REFITTABLE)
     if reasons := reasons_not_to_run(engine):
         problem, hint = "The engine cannot be loaded here, so it cannot be refitted.", "mha-deploy doctor"

@@ -87,6 +87,14 @@ def test_a_wrong_command_line_is_bad_input(run_cli, arguments):
     assert "Usage: " in done.err
 
 
+def test_an_option_without_its_value_does_not_take_the_next_option_for_one(run_cli, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = run_cli("export", "tiny-mha", "-o", "--precision", "fp16")
+    assert done.code == 2
+    assert "'-o' needs a value" in done.err
+    assert not any(tmp_path.iterdir())
+
+
 def test_a_module_run_is_the_same_command(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["mha_deploy", "--version"])
     with pytest.raises(SystemExit) as stop:
