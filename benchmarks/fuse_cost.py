@@ -8,19 +8,23 @@ does not have), `long` (attentions whose scores come through a long chain of che
 layers read one mask), `activations` (a long chain of them behind one matmul of two computed tensors),
 `softmaxes` (many that read one long chain), `respelled` (masks that multiply the scores, and in every second
 layer an operator that Attention does not have). All are fused, but for `planned` (elementwise operators),
-which is planned in mixed precision. The seconds are of the processor, on one core. `--profile`
-prints the functions that take most of them.
+which is planned in mixed precision. `file` is `layers` from file to file, as the command does it: read and
+checked, fused, written. The seconds are of the processor, on one core. `--profile` prints the functions
+that take most of them.
 """
 
 from __future__ import annotations
 
 import argparse
 import cProfile
+import gc
 import pstats
 import resource
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,12 +32,14 @@ import onnx
 import onnx_ir as ir
 from onnx import TensorProto, helper, numpy_helper
 
+import mha_deploy as md
 from mha_deploy.graph.fuse import FuseReport, fuse_attention
 from mha_deploy.runtime import plan_mixed_precision
 
 DEFAULT: tuple[str, ...] = (
     "layers:10000",
     "layers:100000",
+    "file:100000",
     "shared:36001",
     "chain:36001",
     "unfusable:36001",
@@ -144,20 +150,34 @@ def planned(model: ir.Model) -> FuseReport:
 
 def measure(kind: str, count: int, profile: bool) -> None:
     """Fuse one model, and print its line."""
+    with tempfile.TemporaryDirectory() as folder:
+        measure_in(Path(folder), kind, count, profile)
+
+
+def measure_in(folder: Path, kind: str, count: int, profile: bool) -> None:
+    """The same; a folder for files."""
     model = model_of(kind, count)
+    nodes = len(model.graph)
+    if kind == "file":
+        ir.save(model, folder / "model.onnx")
+        del model
+        gc.collect()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     profiler = cProfile.Profile() if profile else None
     begin = time.process_time()
     if profiler is not None:
         profiler.enable()
-    report = planned(model) if kind == "planned" else fuse_attention(model)[1]
+    if kind == "file":
+        report = md.fuse_file(folder / "model.onnx", folder / "fused.onnx")
+    else:
+        report = planned(model) if kind == "planned" else fuse_attention(model)[1]
     if profiler is not None:
         profiler.disable()
     seconds = time.process_time() - begin
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     found = f"{len(report.fused):6d} {len(report.unfused):8d}"
     mib = f"{before / 1024:8.0f} {peak / 1024:8.0f}"
-    print(f"{kind:<12} {sum(1 for _ in model.graph):7d} {found} {seconds:8.1f} {mib}", flush=True)
+    print(f"{kind:<12} {nodes:7d} {found} {seconds:8.1f} {mib}", flush=True)
     if profiler is not None:
         pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
 

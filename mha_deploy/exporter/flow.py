@@ -205,7 +205,7 @@ class ExportSource(ABC):
             head += f"; loss {plan.worst_loss:.2g} of the float32 model (limit {plan.limit:.2g})"
         more = len(lines) - _PLAN_LINES
         self.notes += [head, *lines[:_PLAN_LINES], *([f"and {more} more: see the manifest"] * (more > 0))]
-        return refuse_invalid(apply_plan(model, plan), model, "The graph in mixed precision")
+        return refuse_invalid(apply_plan(model, plan), lambda: model, "The graph in mixed precision")
 
     def describe(self, model: ir.Model, outputs: Mapping[str, Sequence[Dim]], /, **known: Any) -> None:
         """Make the spec from the graph, whose outputs get their dimensions, and from what else is known."""

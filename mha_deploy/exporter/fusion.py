@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -11,6 +12,7 @@ import onnx_ir as ir
 from mha_deploy.errors import DeployError
 from mha_deploy.graph.file import commit_graph, graph_from_proto, load_graph, weight_files
 from mha_deploy.graph.fuse import FuseReport, fuse_attention
+from mha_deploy.graph.ir import paused_collections
 from mha_deploy.graph.valid import normalize
 from mha_deploy.model.source import describe
 from mha_deploy.output import check_file, is_nobodys
@@ -23,14 +25,16 @@ if TYPE_CHECKING:
 def fuse_model(model: AnyModel, *, verify: bool) -> tuple[AnyModel, FuseReport]:
     """A model with its attention fused, of the same type, and the report."""
     if isinstance(model, onnx.ModelProto):
-        made, report = _fused(graph_from_proto(model), verify=verify)
-        return ir.to_proto(made), report
+        with paused_collections():
+            made, report = _fused(lambda: graph_from_proto(model), verify=verify)
+            return ir.to_proto(made), report
     if isinstance(model, ir.Model):
-        return _fused(normalize(model.clone()), verify=verify)
+        return _fused(lambda: normalize(model.clone()), verify=verify)
     what, hint = "This is not an ONNX model.", "onnx.load(path), or onnx_ir.load(path)"
     raise DeployError(what, got=describe(model), hint=hint)
 
 
+@paused_collections()
 def fuse_file(source: Path, output: Path, *, overwrite: bool, verify: bool) -> FuseReport:
     """Fuse the attention of a file into another one; large weights go to `OUTPUT.data` beside it."""
     if output.is_file() and not overwrite:
@@ -49,11 +53,14 @@ def fuse_file(source: Path, output: Path, *, overwrite: bool, verify: bool) -> F
         raise DeployError("The file for the weights already exists.", got=beside, hint="--overwrite")
     for path in (real, beside):
         check_file(path, is_nobodys, overwrite=overwrite, inputs=[source, *needed], within=real.parent)
-    model, report = fuse_model(original, verify=verify)
+    model, report = _fused(lambda: load_graph(source), original, verify=verify)
     commit_graph(model, real)
     return report
 
 
-def _fused(graph: ir.Model, *, verify: bool) -> tuple[ir.Model, FuseReport]:
+def _fused(
+    read: Callable[[], ir.Model], graph: ir.Model | None = None, *, verify: bool
+) -> tuple[ir.Model, FuseReport]:
+    graph = read() if graph is None else graph
     with graph_code(f"graph {graph.graph.name or 'without a name'}"):
-        return fuse_attention(graph, verify=verify)
+        return fuse_attention(graph, verify=verify, again=read)

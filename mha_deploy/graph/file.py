@@ -19,7 +19,7 @@ from onnx import AttributeProto, FunctionProto, GraphProto, NodeProto, TensorPro
 from mha_deploy.errors import DeployError, way_to_write
 from mha_deploy.files import read_regular
 from mha_deploy.graph.attention_node import attention_nodes
-from mha_deploy.graph.ir import infer_shapes
+from mha_deploy.graph.ir import HOLD_TENSORS, graphs_of, infer_shapes, nodes_in
 from mha_deploy.graph.valid import has_sparse_tensors, normalize, refusal, write_out_sparse_tensors
 from mha_deploy.output import commit_files, make_folder, temporary_folder
 from mha_deploy.text import printable
@@ -60,7 +60,7 @@ _COMBINED: Mapping[str, Callable[[float, float], float]] = {
 }
 _ONNX = ("", "ai.onnx")
 _MOST_DIMS, _MOST_NUMBERS = 64, 1024
-_TEXTS = ("producer_name", "producer_version", "domain", "name", "overload", "ref_attr_name")
+_TEXTS = ("doc_string", "producer_name", "producer_version", "domain", "name", "overload", "ref_attr_name")
 
 Body = GraphProto | FunctionProto
 _Numbers = tuple[float, ...]
@@ -253,6 +253,8 @@ def _refuse_cycle(body: Body) -> None:
         at: {makers[name] for name in _names_read(node) if name in makers}
         for at, node in enumerate(body.node)
     }
+    if all(max(each, default=-1) < at for at, each in needs.items()):
+        return  # in the order of execution
     try:
         TopologicalSorter(needs).prepare()
     except CycleError as error:
@@ -273,12 +275,21 @@ def _check_names(names: Iterable[str]) -> None:
 
 def _check_texts(part: Any) -> None:
     """Refuse descriptions that are not UTF-8, in a model or a part of one."""
-    texts = [part.doc_string, *(getattr(part, name, "") for name in _TEXTS)]
-    texts += [text for each in getattr(part, "metadata_props", ()) for text in (each.key, each.value)]
-    for each in getattr(part, "opset_import", ()):
-        texts.append(each.domain)
-    if any(isinstance(text, bytes) for text in texts):
+    names, has_metadata, has_opsets = _texts_of(part.DESCRIPTOR)
+    texts = [getattr(part, name) for name in names]
+    if has_metadata:
+        texts += [text for each in part.metadata_props for text in (each.key, each.value)]
+    if has_opsets:
+        texts += [each.domain for each in part.opset_import]
+    if bytes in map(type, texts):
         raise refusal("a text is not UTF-8")
+
+
+@functools.cache
+def _texts_of(kind: Any) -> tuple[list[str], bool, bool]:
+    """The texts that a part of a model has, and whether it has metadata and operator sets."""
+    fields = kind.fields_by_name
+    return [name for name in _TEXTS if name in fields], "metadata_props" in fields, "opset_import" in fields
 
 
 def _check_type(kind: TypeProto, name: str, depth: int = 0) -> None:
@@ -449,7 +460,9 @@ def graph_from_proto(
             hint="export it again; onnx.checker.check_model names what is wrong",
         ) from error
     if folder is not None:
-        ir.external_data.set_base_dir(model.graph, folder)
+        outside = any(isinstance(each, ir.ExternalTensor) for each in _tensors(model))
+        if outside or any(node.domain for node in nodes_in(model.graph)):  # which may have lists of tensors
+            ir.external_data.set_base_dir(model.graph, folder)
     _forget_negative_sizes(model)
     model = normalize(model, proto)
     for node in attention_nodes(model):
@@ -463,7 +476,7 @@ def graph_from_proto(
 
 def _forget_negative_sizes(model: ir.Model) -> None:
     """A dimension of -1 is one that is not known, as ONNX Runtime reads it."""
-    for graph in model.graphs():
+    for graph in graphs_of(model):
         for value in (*graph.inputs, *graph.outputs, *(value for node in graph for value in node.outputs)):
             if value.shape is not None and any(isinstance(dim, int) and dim < 0 for dim in value.shape):
                 sizes = (None if isinstance(dim, int) and dim < 0 else dim for dim in value.shape)
@@ -474,7 +487,7 @@ def foreign_domains(model: ir.Model) -> list[str]:
     """The domains of operators that neither ONNX, ONNX Runtime nor the functions of the model define."""
     known = {*_ONNX, "ai.onnx.ml", "com.microsoft"}
     defined = {(each.domain, each.name) for each in model.functions.values()}
-    parts = [*model.graphs(), *model.functions.values()]
+    parts = [*graphs_of(model), *model.functions.values()]
     used = {(node.domain, node.op_type) for part in parts for node in part} - defined
     return sorted({domain for domain, _ in used} - known)
 
@@ -485,7 +498,7 @@ def graph_of(model: Path | ir.Model) -> ir.Model:
 
 
 def _weights(model: ir.Model) -> list[ir.TensorProtocol]:
-    values = [value for graph in model.graphs() for value in graph.initializers.values()]
+    values = [value for graph in graphs_of(model) for value in graph.initializers.values()]
     return [value.const_value for value in values if value.const_value is not None]
 
 
@@ -519,12 +532,16 @@ class PackedModel:
 
 def weight_files(model: ir.Model) -> set[Path]:
     """The files of the external weights and constants of a graph and its subgraphs."""
-    tensors = [*_weights(model), *(attribute.as_tensor() for _, attribute in _constants(model))]
-    return {Path(each.path).resolve() for each in tensors if isinstance(each, ir.ExternalTensor)}
+    return {Path(each.path).resolve() for each in _tensors(model) if isinstance(each, ir.ExternalTensor)}
+
+
+def _tensors(model: ir.Model) -> list[ir.TensorProtocol]:
+    return [*_weights(model), *(attribute.as_tensor() for _, attribute in _constants(model))]
 
 
 def _constants(model: ir.Model) -> Iterator[tuple[ir.Node, ir.Attr]]:
-    for node in (node for graph in model.graphs() for node in graph):
+    holders = (node for node in nodes_in(model.graph) if node.op_type in HOLD_TENSORS or node.domain != "")
+    for node in holders:
         for attribute in node.attributes.values():
             if attribute.type == ir.AttributeType.TENSOR and not attribute.is_ref():
                 yield node, attribute
@@ -537,8 +554,11 @@ def save_graph(model: ir.Model, path: Path) -> None:
     """
     size = sum(tensor.nbytes for tensor in _weights(model))
     external = f"{path.name}.data" if size > EXTERNAL_DATA_FROM else None
+    if not any(isinstance(each, ir.ExternalTensor) for each in _tensors(model)):
+        ir.save(model, path, external_data=external)
+        return
     copy = model.clone()  # weights are shared
-    for value in (each for graph in copy.graphs() for each in graph.initializers.values()):
+    for value in (each for graph in graphs_of(copy) for each in graph.initializers.values()):
         if external is None and isinstance(tensor := value.const_value, ir.ExternalTensor):
             value.const_value = _in_memory(tensor)
     for node, attribute in list(_constants(copy)):

@@ -76,7 +76,8 @@ def graphs_in(node: ir.Node) -> list[ir.Graph]:
 
 
 _CONTROL_FLOW = frozenset({"If", "Loop", "Scan", "SequenceMap"})
-_HOLD_TENSORS = frozenset({"Constant", "ConstantOfShape"})  # in attributes, of ONNX's own operators
+HOLD_TENSORS = frozenset({"Constant", "ConstantOfShape"})
+"""The operators of ONNX's own that have tensors as attributes."""
 
 
 def inner_graphs(node: ir.Node) -> Sequence[ir.Graph]:
@@ -399,11 +400,12 @@ def _bare_proto(model: ir.Model) -> onnx.ModelProto:
 
 def _tensors_inside(model: ir.Model) -> Iterator[ir.TensorProtocol]:
     """The constants of nodes, and the weights of inner graphs."""
-    for graph in graphs_of(model):
-        if graph is not model.graph:
+    for node in nodes_in(model.graph):
+        if node.op_type not in HOLD_TENSORS and node.op_type not in _CONTROL_FLOW and node.domain == "":
+            continue
+        for graph in graphs_in(node):
             yield from (value.const_value for value in graph.initializers.values() if value.const_value)
-        holders = (node for node in graph if node.op_type in _HOLD_TENSORS or node.domain != "")
-        for attribute in (each for node in holders for each in node.attributes.values()):
+        for attribute in node.attributes.values():
             if attribute.type == ir.AttributeType.TENSOR and not attribute.is_ref():
                 yield attribute.as_tensor()
 
@@ -605,13 +607,19 @@ class NodeBuilder:
 
 @contextlib.contextmanager
 def paused_collections() -> Iterator[None]:
-    """No garbage collection but where it is asked for: it would search all nodes again and again."""
+    """No garbage collection but where it is asked for: it would search all nodes again and again.
+
+    In the end they are old objects, which are searched when as many others are.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if enabled:
+            if not gc.get_freeze_count():  # else a caller keeps objects out of all collections
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()
 
 

@@ -7,6 +7,7 @@ opset. What can be written in the plain form is, on loading; the rest is refused
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import onnx
@@ -231,16 +232,16 @@ def _problem(proto: onnx.ModelProto, *, full: bool = False) -> str | None:
     return None
 
 
-def refuse_invalid(result: ir.Model, source: ir.Model, what: str) -> ir.Model:
-    """The result of a pass, which must be as valid as what it was made of.
+def refuse_invalid(result: ir.Model, source: Callable[[], ir.Model], what: str) -> ir.Model:
+    """The result of a pass, which must be as valid as what it was made of, which `source` gives.
 
     A file may state a shape that is not the inferred one, which every runtime accepts: then its result must
     follow the rest of the specification only.
     """
     problem = why_invalid(result, full=True)
-    if problem is not None and why_invalid(source, full=True) is not None:
+    if problem is not None and why_invalid(given := source(), full=True) is not None:
         problem = why_invalid(result)
-        if problem is not None and (own := why_invalid(source)) is not None:
+        if problem is not None and (own := why_invalid(given)) is not None:
             raise refusal(own)
     if problem is not None:
         hint = "report it with the file; onnx.checker.check_model says the same"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -112,7 +112,9 @@ class FuseReport:
         return {"complete": self.complete, **asdict(self)}
 
 
-def fuse_attention(model: ir.Model, *, verify: bool = True) -> tuple[ir.Model, FuseReport]:
+def fuse_attention(
+    model: ir.Model, *, verify: bool = True, again: Callable[[], ir.Model] | None = None
+) -> tuple[ir.Model, FuseReport]:
     """Write every attention of a model as one `Attention` node, named by the module that it came from.
 
     Nodes that the exporter fused are brought into the same form: keys and values before they were repeated,
@@ -120,10 +122,12 @@ def fuse_attention(model: ir.Model, *, verify: bool = True) -> tuple[ir.Model, F
 
     With `verify`, every new node is compared with the nodes that it stands for, on drawn inputs. Where they
     differ, or cannot be compared, the attention stays as it was. The model has opset 7 or newer and is not
-    changed, the new one has 23 or newer; where nothing was fused, that of the model.
+    changed, the new one has 23 or newer; where nothing was fused, that of the model. With `again`, which
+    gives the model once more, it is changed: a copy takes as long as other passes.
     """
     with paused_collections():
-        copy = model.clone()
+        copy = model if again is not None else model.clone()
+        again = again or model.clone
         work = from_old_opset(inline_functions(copy))
         stated = [(each, each.type, each.shape) for node in nodes_in(work.graph) for each in node.outputs]
         unnamed = values.name_inputs(work)
@@ -136,7 +140,7 @@ def fuse_attention(model: ir.Model, *, verify: bool = True) -> tuple[ir.Model, F
         fusion.run()
         if not (fusion.report.fused or fusion.report.repairs or fusion.renamed):
             if work is not copy or own or fusion.respelled:
-                return model.clone(), fusion.report
+                return again(), fusion.report
             for value, kind, shape in stated:  # another copy would take as long as all this
                 value.type, value.shape = kind, shape
             for value, shape in (fixed | unnamed | dict.fromkeys(entered)).items():
@@ -149,7 +153,7 @@ def fuse_attention(model: ir.Model, *, verify: bool = True) -> tuple[ir.Model, F
                 value.shape = shape
         for value, shape in (fixed | unnamed | dict.fromkeys(entered)).items():
             value.shape = shape
-        return refuse_invalid(work, model, "The graph with its attentions fused"), fusion.report
+        return refuse_invalid(work, again, "The graph with its attentions fused"), fusion.report
 
 
 class _Fusion:
@@ -215,7 +219,7 @@ class _Fusion:
                 recognized=isinstance(refusal, NotExpressible),
                 value=node.outputs[0].name or "",
             )
-            for node in nodes_in(self._model.graph)
+            for node in (nodes_in(self._model.graph) if refusals else ())
             if (refusal := refusals.get(node)) is not None
         )
 

@@ -577,9 +577,11 @@ def infer_sizes(model: ir.Model, *, only_missing: bool = False) -> list[ir.Value
 
     The inputs of loops that had no shape before.
     """
-    nodes = list(nodes_in(model.graph))
-    before = {value: sizes_of(value) for node in nodes for value in node.outputs}
-    missing = {value for value in before if value.name and (value.dtype is None or value.shape is None)}
+    made = [value for node in nodes_in(model.graph) for value in node.outputs]
+    missing = {value for value in made if value.name and (value.dtype is None or value.shape is None)}
+    if only_missing and not missing:
+        return []
+    before = {value: sizes_of(value) for value in made}
     if missing or (not only_missing and any(None in (sizes or ()) for sizes in before.values())):
         infer_shapes(model, _of_any_run)
         for value, known in before.items():

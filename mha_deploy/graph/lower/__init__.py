@@ -139,7 +139,7 @@ def lower(model: ir.Model, dialect: str, **options: Any) -> ir.Model:
         raise
     if changed or chosen.finish is not None:
         infer_shapes(lowered)
-    return refuse_invalid(lowered, model, f"The graph in the {dialect} dialect")
+    return refuse_invalid(lowered, lambda: model, f"The graph in the {dialect} dialect")
 
 
 def _write_quantized(lowered: ir.Model, chosen: Dialect, settings: Any) -> None:
