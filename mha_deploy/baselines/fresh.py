@@ -355,6 +355,8 @@ class FreshCases:
         planned = PlannedCase(name=name, sizes=dict(sizes), ragged=ragged, past=past, probe=probe == "edges")
         with self._drawing(seed, no_room):
             case = self._capture.capture(planned)
+            if self.device != "cpu":
+                dict(case.baselines)  # now: later the memory may be an engine's
             if probe != "coarse":
                 return case
             oracle, feeds = case.oracle["output"], self._capture.draw(planned)

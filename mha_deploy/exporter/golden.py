@@ -195,7 +195,7 @@ class Capture(ABC):
             steps=steps,
             oracle=Reference(oracle, self.source),
             eager={},
-            baselines=baselines,
+            baselines=dict(baselines),
         )
         eager = self._decode(trace, held)
         self.refuse_overflow(
@@ -461,4 +461,4 @@ class ModuleCapture(Capture):
 
         oracle, baselines, _ = sample_case(RandomRounding, self.precision, compute)
         own = arrays_of(run_program(self.exported, inputs, mode=Float32Accumulation(), keep=values)[1])
-        return Reference(oracle, self.source), self.as_stored(own), baselines
+        return Reference(oracle, self.source), self.as_stored(own), dict(baselines)

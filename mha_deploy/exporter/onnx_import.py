@@ -208,7 +208,8 @@ class OnnxSource(ExportSource):
         try:
             compute = partial(self._program.run, given)
             with graph_code(str(self.path)):
-                oracle, baselines, exact = sample_case(FileRounding, self.precision, compute)
+                oracle, lazy, exact = sample_case(FileRounding, self.precision, compute)
+                baselines = dict(lazy)
             eager = {key: array.astype(types[key]) for key, array in self._session.run(drawn).items()}
         except DeployError:
             raise
@@ -264,7 +265,8 @@ class OnnxSource(ExportSource):
                 return {name: found[name] for name in kept}
 
             with graph_code(str(self.path)):
-                oracle, baselines, _ = sample_case(FileRounding, self.precision, compute)
+                oracle, lazy, _ = sample_case(FileRounding, self.precision, compute)
+                baselines = dict(lazy)
             with open_runner("ort-cpu", with_outputs(typed, kept)) as runner:
                 given = {str(v.name): case.inputs[str(v.name)] for v in self.original.graph.inputs}
                 got = runner.run({k: x.astype(self._inputs[k].dtype.numpy()) for k, x in given.items()})  # type: ignore[union-attr]
@@ -477,11 +479,12 @@ class OnnxSource(ExportSource):
 
         together = [*range(0, L, most), L]
         with graph_code(str(self.path)):
-            oracle, baselines, _ = sample_case(
+            oracle, lazy, _ = sample_case(
                 FileRounding,
                 self.precision,
                 lambda mode: decode(lambda feeds: self._program.run(feeds, mode), together),
             )
+            baselines = dict(lazy)
         found = decode(self._session.run, [*range(0, longest, most), *range(longest, L + 1)])
         eager = {name: array.astype(types[name]) for name, array in found.items()}
         what = "Decoding token by token gives something else than the file in FP64 with many tokens at once."

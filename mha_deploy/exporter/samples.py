@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -51,19 +51,39 @@ class RoundingMode:
 Mode = TypeVar("Mode", bound=RoundingMode)
 
 
+class Baselines(Mapping[str, Baseline]):
+    """Baselines by the type of accumulation, each computed when it is first asked for: few need all."""
+
+    def __init__(self, kinds: Sequence[str], make: Callable[[str], Baseline]) -> None:
+        self._kinds, self._make, self._made = tuple(kinds), make, dict[str, Baseline]()
+
+    def __getitem__(self, kind: str) -> Baseline:
+        if kind not in self._kinds:
+            raise KeyError(kind)
+        if kind not in self._made:
+            self._made[kind] = self._make(kind)
+        return self._made[kind]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._kinds)
+
+    def __len__(self) -> int:
+        return len(self._kinds)
+
+
 def sample_case(
     make_mode: type[Mode],
     precision: Precision,
     compute: Callable[[Mode], Arrays],
     kept: Callable[[Arrays], Arrays] = dict,
-) -> tuple[Arrays, dict[str, Baseline], Mode]:
+) -> tuple[Arrays, Baselines, Mode]:
     """What is right, by the type of accumulation what random rounding makes of it, and the exact mode.
 
     `kept` is the part of the results that samples are taken of.
     """
     exact = make_mode(None)
     oracle = compute(exact)
-    true, baselines = kept(oracle), dict[str, Baseline]()
+    true = kept(oracle)
     numbers = sum(array.size for array in true.values())
 
     def errors(mode: Mode) -> Arrays:
@@ -73,7 +93,7 @@ def sample_case(
         }
         return {**got, **{name: error.astype(np.float32) for name, error in floats.items()}}
 
-    for kind in accumulations(precision):
+    def sampled(kind: str) -> Baseline:
         rounding, count = replace(precision, accumulate=kind), sample_count(numbers, kind, exact.grid_flops)
         modes = [make_mode(rounding, seed) for seed in range(1, count + 1)]
         found = [errors(mode) for mode in modes]
@@ -83,8 +103,9 @@ def sample_case(
         # Where no decision was near enough to change, the two say nothing new.
         others = [each for each, mode in zip(taken, pair, strict=True) if mode.changed]
         stacked = {name: np.stack([each[name] for each in (*found, *others)]) for name in true}
-        baselines[kind] = Baseline(stacked, len(others))
-    return oracle, baselines, exact
+        return Baseline(stacked, len(others))
+
+    return oracle, Baselines(accumulations(precision), sampled), exact
 
 
 def decision_spread(exact: Operands, samples: Sequence[Operands]) -> Operands:
