@@ -194,8 +194,8 @@ def from_transformers(
     *,
     cache: str = "static",
     batch: str = "1:1:8",
-    tokens: str = "1:128:512",
-    length: int = 1024,
+    tokens: str | None = None,
+    length: int | None = None,
     name: str = "",
 ) -> Deployable:
     """A causal language model of Hugging Face transformers, with its KV cache as inputs and outputs.
@@ -207,8 +207,8 @@ def from_transformers(
         model: The model, such as `AutoModelForCausalLM.from_pretrained(...)`.
         cache: `static`, for a cache of `length` entries, or `dynamic`, for one that grows.
         batch: The range of the batch, `min:opt:max`.
-        tokens: The range of new tokens in one call.
-        length: How many tokens a sequence may have.
+        tokens: The range of new tokens in one call; default: 1:128:512, or less where `length` is.
+        length: How many tokens a sequence may have; default: 1024, or as many as the model has positions for.
         name: Name of the model; default: its type, such as llama.
 
     Examples:

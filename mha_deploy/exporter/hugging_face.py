@@ -11,16 +11,17 @@ from mha_deploy.errors import ExportError, nearest
 from mha_deploy.model.deployable import Deployable, Example
 
 CACHES = ("dynamic", "static")
+_LENGTH, _TOKENS = 1024, (128, 512)  # of a sequence, and of a call: usual and at most
 _EXAMPLE = 5  # tokens, new and cached alike
 
 
 def decoder_from_transformers(
-    model: Any, *, cache: str, batch: str, tokens: str, length: int, name: str
+    model: Any, *, cache: str, batch: str, tokens: str | None, length: int | None, name: str
 ) -> Deployable:
     """See `mha_deploy.from_transformers`."""
     if cache not in CACHES:
         raise ExportError("There is no such cache.", got=cache, hint=nearest(str(cache), CACHES))
-    if type(length) is not int or length < 2:
+    if length is not None and (type(length) is not int or length < 2):
         raise ExportError("length is not a number of tokens.", got=repr(length), hint="length=1024")
     try:
         from transformers import DynamicCache, PreTrainedModel
@@ -33,6 +34,9 @@ def decoder_from_transformers(
         raise ExportError("This is not a transformers model.", got=got, hint=hint)
     model.eval()
     config = model.config.get_text_config(decoder=True)
+    positions = getattr(config, "max_position_embeddings", None)
+    length = length or min(_LENGTH, positions if isinstance(positions, int) and positions > 1 else _LENGTH)
+    usual, most = (min(size, length) for size in _TOKENS)
     ids = torch.randint(0, config.vocab_size, (2, _EXAMPLE), device=model.device)
     held = DynamicCache()
     with torch.inference_mode():
@@ -61,7 +65,7 @@ def decoder_from_transformers(
     return Deployable(
         module=_Decoder(model, len(pairs), is_static),
         inputs=inputs,
-        axes={"B": batch, "S": tokens, **past},
+        axes={"B": batch, "S": tokens or f"1:{usual}:{most}", **past},
         kv_cache=cached,
         positions="cache_position" if is_static else (),
         name=name or config.model_type,

@@ -210,6 +210,11 @@ def _entries(given: Deployable, axes: Axes, dims: _Dims, new: str) -> dict[str, 
         own = [i for i, dim in enumerate(dims[name]) if dim in axes and dim not in ("B", new)]
         if len(own) == 1:
             found[name] = own[0]
+            room, most = axes[str(dims[name][own[0]])].max, axes[new].max
+            if most > room and not given.longest:
+                what = f"One call may bring more tokens than cache {name} has entries."
+                got, hint = f"{new} up to {most}, {room} entries", f"{new} up to {room}, or a larger cache"
+                raise ExportError(what, got=got, hint=f"{hint}; of a ring buffer longest=")
     return found
 
 

@@ -198,6 +198,22 @@ def test_a_cache_of_transformers_goes_in_and_out_as_tensors(cache):
             held = {name: got[output] for name, output in made.kv_cache.items()}
 
 
+@pytest.mark.parametrize(("length", "tokens", "entries"), [(None, 24, 24), (8, 8, 8)])
+def test_no_call_of_a_transformers_model_has_more_tokens_than_its_cache(length, tokens, entries):
+    transformers = pytest.importorskip("transformers", minversion="5")
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 20}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_positions=24, **sizes))
+    made = md.from_transformers(model, length=length)
+    assert Axis.parse(made.axes["S"]).max == tokens
+    assert Axis.parse(made.axes["T"]).max == entries
+
+
+def test_a_call_that_brings_more_tokens_than_entries_is_refused_before_the_export(tmp_path):
+    made = cached_models.in_place()
+    with pytest.raises(ExportError, match="more tokens than cache"):
+        md.export(replace(made, axes={**made.axes, "S": "1:8:64"}), tmp_path / "bundle")
+
+
 def test_what_is_no_model_of_transformers_is_refused():
     pytest.importorskip("transformers", minversion="5")
     with pytest.raises(ExportError, match="not a transformers model"):
