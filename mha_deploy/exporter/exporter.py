@@ -91,9 +91,6 @@ def original_from_spec(
     spec: AttentionSpec, options: ExportOptions, folder: Path, on_step: OnStep
 ) -> Original:
     """A catalog layer in float32, to be compressed; `folder` is where large files may lie meanwhile."""
-    if spec.cache == "preallocated":
-        what, hint = "A layer with a preallocated KV cache is not compressed.", "--cache dynamic, or none"
-        raise ExportError(what, got=spec.name, hint=hint)
     source = _LayerSource(spec, replace(options, precision="fp32", golden=("opt",)))
 
     def draw(planned: flow.PlannedCase) -> Arrays:

@@ -300,3 +300,13 @@ def test_a_quantized_gemm_is_judged_by_what_its_kernel_reads(bundles, reads, wei
     found = precision_verdict(kernels, "fp16", written)
     assert found.status == status
     assert found.quantized["int8"] == len(GEMMS) - (status != "verified")
+
+
+@pytest.mark.slow
+def test_a_layer_with_a_preallocated_cache(tmp_path):
+    """Its calls are judged; its cache is not recognized in the file, and that is told."""
+    bundle = md.export("tiny-preallocated", tmp_path / "out", precision="fp8", golden=("min", "opt"))
+    assert {each.name for each in bundle.manifest.spec.inputs} >= {"key_cache", "value_cache", "lengths"}
+    assert any("KV cache" in note for note in bundle.manifest.notes)
+    report = md.validate(bundle, sweep=False)
+    assert report.passed, report.headline
