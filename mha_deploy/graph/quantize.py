@@ -21,6 +21,7 @@ from mha_deploy.graph.attention_node import is_attention, read_attention, read_q
 from mha_deploy.graph.ir import (
     NodeBuilder,
     constant,
+    constant_number,
     infer_shapes,
     input_at,
     is_op,
@@ -338,24 +339,22 @@ def read_fp8_gemm(node: ir.Node) -> Fp8Gemm | None:
     """Read a MatMul of two dequantized factors in FP8; None for another one."""
     if not is_op(node, "MatMul"):
         return None
-    sources = [made_by(value, "DequantizeLinear") for value in node.inputs]
-    down = None if sources[0] is None else made_by(sources[0].inputs[0], "QuantizeLinear")
-    x, x_scale = input_at(down, 0), constant(input_at(down, 1))
-    weight, scales = (constant(input_at(sources[1], at)) for at in (0, 1))
-    if x is None or x_scale is None or weight is None or scales is None:
+    up, up_weight = (made_by(value, "DequantizeLinear") for value in node.inputs)
+    down = made_by(input_at(up, 0), "QuantizeLinear")
+    x, weight, scales = input_at(down, 0), constant(input_at(up_weight, 0)), constant(input_at(up_weight, 1))
+    if x is None or down is None or up_weight is None or weight is None or scales is None:
         return None
-    same = constant(input_at(sources[0], 1))
-    kinds = {input_at(sources[0], 0).dtype, weight.dtype}  # type: ignore[union-attr]
-    if kinds != {FORMATS["fp8"].type} or x_scale.size != 1 or same is None or same.size != 1:
+    if {down.outputs[0].dtype, weight.dtype} != {FORMATS["fp8"].type} or len(weight.shape) != 2:
         return None
-    axis = 0 if sources[1] is None else sources[1].attributes.get_int("axis", 1) % len(weight.shape)
-    per_output = scales.size == 1 or (axis == 1 and list(scales.shape) == [weight.shape[1]])
-    zeros = [constant(each) for s in (down, *sources) if (each := input_at(s, 2)) is not None]
+    x_scales = {constant_number(input_at(each, 1)) for each in (down, up)}
+    zeros = [constant(each) for s in (down, up, up_weight) if (each := input_at(s, 2)) is not None]
     plain = all(zero is not None and not zero.numpy().astype(np.float32).any() for zero in zeros)
-    numbers = (float(x_scale.numpy().reshape(())), float(same.numpy().reshape(())))
-    if len(weight.shape) != 2 or not per_output or not plain or numbers[0] != numbers[1]:
+    by_output = up_weight.attributes.get_int("axis", 1) in (1, -1) and scales.shape == weight.shape[1:]
+    if len(x_scales) != 1 or (x_scale := x_scales.pop()) is None or not plain:
         return None
-    return Fp8Gemm(x, numbers[0], weight.numpy(), scales.numpy().astype(np.float64).reshape(-1))
+    if scales.size != 1 and not by_output:
+        return None
+    return Fp8Gemm(x, x_scale, weight.numpy(), scales.numpy().astype(np.float64).reshape(-1))
 
 
 # -- The graph that was quantized -------------------------------------------------------------------

@@ -866,8 +866,11 @@ def write_linear(model: ir.Model, *, fp8_only: bool = False) -> None:
             key = (fp8.x, fp8.x_scale)
             if key not in words:
                 words[key] = _write_words(matmul, taken, *key)
-            factor = np.unique(fp8.scales) if len(np.unique(fp8.scales)) == 1 else fp8.scales
-            quantized = plugin.PER_TENSOR if len(factor) == 1 else plugin.PER_OUTPUT
+            same = len(set(fp8.scales)) == 1
+            factor, quantized = (
+                fp8.scales[: 1 if same else None],
+                plugin.PER_TENSOR if same else plugin.PER_OUTPUT,
+            )
             name = prefix_within(f"{weight.name}/scale_of_sums", taken)
             array = (factor * fp8.x_scale).astype(np.float32)
             x, scales = words[key], [new_initializer(model.graph, name, array)]
@@ -884,10 +887,9 @@ def write_linear(model: ir.Model, *, fp8_only: bool = False) -> None:
 
 def has_linear_kernel(projection: Projection) -> bool:
     """Whether the plugin has a GEMM for the types and, in FP8, the sizes of a projection."""
-    if projection.fp8 is not None:
-        sizes = (*projection.fp8.weight.shape, dims(projection.fp8.x)[-1:] == projection.fp8.weight.shape[:1])
-        fits = all(size % plugin.FP8_STEP == 0 for size in sizes[:2]) and sizes[2]
-        return fits and projection.fp8.x.dtype == ir.DataType.FLOAT16 and _has_kernel(projection.fp8.x)
+    if (fp8 := projection.fp8) is not None:
+        fits = all(size % plugin.FP8_STEP == 0 for size in fp8.weight.shape)
+        return fits and fp8.x.dtype == ir.DataType.FLOAT16 and _has_kernel(fp8.x)
     return projection.x.dtype == projection.weight.dtype and projection.x.dtype in HALVES
 
 
@@ -938,10 +940,10 @@ def refuse_other_fp8(model: ir.Model) -> None:
     """Refuse what is quantized to FP8 and not multiplied by a GEMM of the plugin."""
     for node in model.graph.all_nodes():
         if is_op(node, "DequantizeLinear") and (x := node.inputs[0]) is not None and x.dtype in _FP8:
-            readers = [use.node for use in node.outputs[0].uses()]
-            sizes = ", ".join(str(list(dims(each))) for each in (node.outputs[0], *readers[:1][0].outputs))
+            reader = next((use.node for use in node.outputs[0].uses()), node)
+            sizes = ", ".join(str(list(dims(each))) for each in (node.outputs[0], *reader.outputs))
             hint = f"keep it in FP16: GEMMs in FP8 have FP16 around them and multiples of {plugin.FP8_STEP}"
-            raise LoweringError("this GEMM in FP8", (readers or [node])[0], got=sizes, hint=hint)
+            raise LoweringError("this GEMM in FP8", reader, got=sizes, hint=hint)
 
 
 _FP8 = (ir.DataType.FLOAT8E4M3FN, ir.DataType.FLOAT8E5M2)
