@@ -53,14 +53,17 @@ def shrunk(spec: ModelSpec, sizes: Sizes, smallest: Sizes, limit: SizeLimit) -> 
     return found
 
 
-def random_sizes(spec: ModelSpec, axes: Mapping[str, Axis], dice: random.Random) -> dict[str, int]:
+def random_sizes(
+    spec: ModelSpec, axes: Mapping[str, Axis], dice: random.Random, limit: SizeLimit | None = None
+) -> dict[str, int]:
     """Sizes from inside of axes, at random; one that runs in a moment."""
+    limit = replace(limit or _QUICK, gflop=_QUICK.gflop, gib=_QUICK.gib)
     inside = {
         name: sorted((min(axis.min + 1, axis.max), max(axis.max - 1, axis.min)))
         for name, axis in axes.items()
     }
     drawn = {name: dice.randint(*ends) for name, ends in inside.items()}
-    return shrunk(spec, drawn, {name: axis.min for name, axis in axes.items()}, _QUICK)
+    return shrunk(spec, drawn, {name: axis.min for name, axis in axes.items()}, limit)
 
 
 def has_inside(axes: Mapping[str, Axis]) -> bool:
@@ -198,6 +201,9 @@ _RAGGED_LENGTH = 24
 # and at which position, shows in the output at any length. Among random keys it is one of thousands.
 LOUDNESS = 4.0
 _CACHE_BYTES = 1 << 30  # of the FP64 oracle's
+# What a golden case takes for each number of its largest tensor, as measured: some are held in FP64 and with
+# random rounding at once.
+_BYTES_OF_A_NUMBER = 72
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,6 +261,8 @@ class GoldenBudget(SizeLimit):
     """What the large case may cost; the others are as large as the spec says."""
 
     mb: float = 25.0  # on disk, in 10⁶ bytes; as much as the opt case takes is always allowed
+    # how many numbers the largest tensor of a module has at given sizes; of a layer that is known
+    numbers: Callable[[Sizes], int] = lambda sizes: 0
 
     def __str__(self) -> str:
         return f"{self.gflop:g} GFLOP, {self.gib:g} GiB and {self.mb:g} MB on disk"
@@ -262,7 +270,8 @@ class GoldenBudget(SizeLimit):
     def allows(self, spec: ModelSpec, sizes: Sizes) -> bool:
         """Whether a case of these sizes stays below the limit."""
         room = max(self.mb * 1e6, stored_bytes(spec, spec.sizes("opt")))
-        return super().allows(spec, sizes) and stored_bytes(spec, sizes) <= room
+        fits = self.numbers(sizes) * _BYTES_OF_A_NUMBER <= self.gib * 2**30
+        return fits and super().allows(spec, sizes) and stored_bytes(spec, sizes) <= room
 
 
 def golden_budget(options: ExportOptions) -> GoldenBudget:
@@ -344,7 +353,7 @@ def _plan_one(spec: ModelSpec, name: str, budget: GoldenBudget) -> PlannedCase |
     refuse_unknown_case(name, (*golden_names(spec), PROBE))
     if name in RANDOM_SIZES:
         dice = random.Random(f"{spec.seed} {name}")
-        return PlannedCase(name=name, sizes=random_sizes(spec, spec.axes, dice))
+        return PlannedCase(name=name, sizes=random_sizes(spec, spec.axes, dice, budget))
     if name in (MASKS, MASK_OF_ONE):
         sizes = {axis: first_allowed(each, (_RAGGED_LENGTH,)) for axis, each in spec.axes.items()}
         batch = _RAGGED_BATCH if name == MASKS else 1

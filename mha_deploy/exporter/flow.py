@@ -63,6 +63,7 @@ from mha_deploy.graph.attention_node import attention_nodes, is_attention, short
 from mha_deploy.graph.canonical import check_canonical, check_graph
 from mha_deploy.graph.file import load_graph, save_graph
 from mha_deploy.graph.fuse import FuseReport, fuse_attention, place_of
+from mha_deploy.graph.fuse.values import largest_tensor
 from mha_deploy.graph.ir import Dim, dims
 from mha_deploy.graph.mixed_precision import apply_plan
 from mha_deploy.graph.quantize import is_quantized, without_quantizers
@@ -253,6 +254,8 @@ def export_bundle(source: ExportSource, target: Path, on_step: OnStep) -> Bundle
         source.check(folder / MODEL)
         cases, golden = list[GoldenCase](), list[GoldenEntry]()
         names, budget = options.golden or golden_names(source.spec), golden_budget(options)
+        if not source.spec.draws_probes:
+            budget = replace(budget, numbers=largest_tensor(load_graph(folder / MODEL)))
         source.steps += len(names) - len(options.golden or source.planned)
         drawn = planned_cases(lambda: source.spec, names, budget, source.notes)
         for planned in chain(drawn, source.sample_cases()):

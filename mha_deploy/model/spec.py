@@ -538,9 +538,15 @@ class ModuleSpec(ModelSpec):
         return "B" in tensor.dims or (fixed is not None and tensor.dims[:1] == (fixed,))
 
     def flops_at(self, sizes: Sizes) -> int:
-        """At most the work of a module at other sizes: it grows with every axis, attention with one twice."""
+        """At most the work of a module at other sizes: it grows with every axis, attention with tokens twice.
+
+        Axes that only come together in an input, such as height and width, may count tokens together.
+        """
         ratios = {name: sizes[name] / max(axis.opt, 1) for name, axis in self.axes.items()}
-        longest = max([1.0, *(ratio for name, ratio in ratios.items() if name != self.batch)])
+        tokens = {frozenset(map(str, each.dims)) & ratios.keys() - {self.batch} for each in self.inputs}
+        apart = [each for each in tokens if not any(other < each for other in tokens if other)]
+        apart += [frozenset({name}) for name in ratios.keys() - {self.batch}]
+        longest = max([1.0, *(math.prod(max(ratios[name], 1.0) for name in each) for each in apart)])
         return int(self.flops * math.prod(ratios.values()) * longest)
 
     def call_cost(

@@ -372,3 +372,35 @@ def test_a_level_that_rounding_decides_is_no_mistake(tmp_path):
     options = {"axes": {"S": "2:6:8"}, "golden": ["opt"], "precision": "fp32", "inputs": {"x": halves}}
     bundle = md.import_onnx(path, tmp_path / "bundle", **options)
     assert md.validate(bundle, backends=["ort-cpu"]).outcome != "failed"
+
+
+MAP = """
+<ir_version: 10, opset_import: ["" : 18]>
+g (float[1,8,h,w] x) => (float[1,8,h,w] y) <int64[3] rows = {1, 8, -1}> {
+   size = Shape (x)
+   flat = Reshape (x, rows)
+   t = Transpose <perm = [0, 2, 1]> (flat)
+   s = MatMul (t, flat)
+   p = Softmax (s)
+   a = MatMul (p, t)
+   back = Transpose <perm = [0, 2, 1]> (a)
+   y = Reshape (back, size)
+}
+"""
+
+
+@pytest.mark.parametrize("limit", [{"golden_gflop": 0.01}, {"golden_gib": 0.04}])
+def test_the_large_case_of_a_map_is_bounded_by_its_scores(limit, tmp_path):
+    """Height and width are tokens together: their attention grows with both twice."""
+    onnx.save(onnx.parser.parse_model(MAP), tmp_path / "map.onnx")
+    axes = {"h": "1:4:64", "w": "1:4:64"}
+    bundle = md.import_onnx(
+        tmp_path / "map.onnx", tmp_path / "b", axes=axes, golden=("opt", "large"), precision="fp32", **limit
+    )
+    sizes = bundle.manifest.golden[1].sizes
+    tokens = sizes["h"] * sizes["w"]
+    assert tokens > 16
+    if "golden_gib" in limit:
+        assert tokens**2 * 8 < 0.04 * 2**30
+    else:
+        assert tokens**2 * 4 * 8 < 0.01e9

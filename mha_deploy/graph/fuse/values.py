@@ -11,7 +11,7 @@ import functools
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import TypeVar
 
@@ -602,6 +602,37 @@ def _of_any_run(sizes: tuple[Size, ...]) -> tuple[Size, ...]:
     """Sizes without the names that ONNX makes up for unknown ones: those are of one run only."""
     found = (each if isinstance(each, int) else _plain(each) for each in sizes)
     return tuple(None if _is_generated(each) else each for each in found)
+
+
+def largest_tensor(model: ir.Model) -> Callable[[Mapping[str, int]], int]:
+    """How many numbers the largest tensor of a model has, as a function of its axes.
+
+    The scores of its attentions are among them. The model gets the sizes that follow from its inputs.
+    """
+    infer_sizes(model)
+    found = set[tuple[Size, ...]]()
+    for node in nodes_in(model.graph):
+        found.update(tuple(dims) for each in node.outputs if (dims := sizes_of(each)) and None not in dims)
+        if is_op(node, "Attention"):
+            q, k = (sizes_of(input_at(node, at)) or [] for at in (0, 1))
+            heads = q[1:2] if len(q) == 4 else [node.attributes.get_int("q_num_heads", 1)]
+            found.add((*q[:1], *heads, *q[-2:-1], *k[-2:-1]))
+
+    texts = {each for dims in found for each in dims if isinstance(each, str)}
+
+    def count(sizes: Mapping[str, int]) -> int:
+        known = {each: ir.SymbolicDim(each).evaluate(sizes) for each in texts}
+        whole = {each: size for each, size in known.items() if isinstance(size, int)}
+        # One that is not known makes a tensor that does not count.
+        return max(
+            (
+                math.prod(each if isinstance(each, int) else whole.get(str(each), 0) for each in dims)
+                for dims in found
+            ),
+            default=0,
+        )
+
+    return count
 
 
 _INVALID = (IndexError, onnx.defs.SchemaError, onnx.shape_inference.InferenceError)
