@@ -310,3 +310,15 @@ def test_a_layer_with_a_preallocated_cache(tmp_path):
     assert any("KV cache" in note for note in bundle.manifest.notes)
     report = md.validate(bundle, sweep=False)
     assert report.passed, report.headline
+
+
+def test_an_activation_behind_a_quantized_gemm_is_not_taken_for_it(bundles):
+    """Of a GELU, TensorRT-RTX names the GEMM before it as well: it multiplies by the scales."""
+    written = written_types(load_graph(bundles["int8"].model_path))
+    kernels = [kernel(name, ["int8"], ["int8"]) for name in GEMMS] + [kernel("attention", ["fp16"], [])]
+    half = (EngineTensor(name="up.y", dtype="fp16"),)
+    name, nodes = "__myl_MulAddDivCastErfCastAddMulMulMulCast_myl0_12", ("up", "relu")
+    gelu = Kernel(name=name, inputs=half, outputs=half, onnx_nodes=nodes, source="log")
+    found = precision_verdict([*kernels, gelu], "fp16", written)
+    assert (found.status, found.not_quantized) == ("verified", ())
+    assert found.quantized == {"int8": len(GEMMS)}

@@ -59,7 +59,10 @@ _GEMM = re.compile(
 )
 _CONVOLUTION = re.compile(r"convolution|correlation|corrltn", re.IGNORECASE)
 _CONVOLUTION_TACTIC = re.compile(r"fprop|winograd|cudnn_|conv(?!ert)", re.IGNORECASE)
-_GENERATED_MATMUL = re.compile(r"^__(my[le]_\w*?)?(fc|corr|matmul|gemm|gemv|dot(?![a-z]))", re.IGNORECASE)
+# Words of their own: `fc` is also in the middle of `ErfCast`.
+_GENERATED_MATMUL = re.compile(
+    r"^__(my[le]_(\w*?[_\d])?)?(fc|corr|matmul|gemm|gemv|dot(?![a-z]))", re.IGNORECASE
+)
 # Myelin names the kernels that it generates after their operators, in four letters or (8.6) in three.
 _GENERATED_NAME = re.compile(r"^__my[le]_(?:bb\d+_\d+_)?([A-Za-z0-9]*?)(?:_0x[0-9a-f]+\w*|_myl\d+_\d+|\d*)?$")
 _MATMUL_OPERATORS = " fc corr matm matmul mat gemm gem gemv dot bmm mm eins "
