@@ -115,6 +115,21 @@ class Experts(nn.Module):
         return x + (weights[..., None] * taken).sum(-2)
 
 
+class Massive(nn.Module):
+    """An encoder whose first token has a massive element, and all of them a large channel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = Encoder(1)
+        self.register_buffer("channel", 300.0 * (torch.arange(E) == 3))
+        self.register_buffer("element", 3000.0 * (torch.arange(E) == 5))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        """[B, S, E], [B, S] -> [B, S, E]."""
+        first = (torch.arange(x.shape[1], device=x.device) == 0)[:, None]
+        return self.encoder(x, mask) + self.channel + first * self.element
+
+
 class Decoder(nn.Module):
     """Two causal blocks with a KV cache."""
 
@@ -161,6 +176,11 @@ def residual() -> Deployable:
 def experts() -> Deployable:
     """A mixture of experts."""
     return _of(Experts())
+
+
+def massive() -> Deployable:
+    """A large channel and a massive element, as language models have them."""
+    return _of(Massive(), mask=_mask())
 
 
 def twelve_layers() -> Deployable:

@@ -99,6 +99,9 @@ _AXES = {
 }
 EVERYWHERE = "everywhere"
 
+# Where no other benchmark is named, `benchmarks/judge_constants.py` measures a constant, or counts what
+# another number would cost: right results that fail, and wrong ones that pass.
+
 # Rounding a number at random to p bits of significand costs between 0.41 and 0.82 of its roundoff 2^-p.
 _RESULT_ROUNDING = 0.6
 _MASSIVE = 25.0  # so many times the usual mean square is that of a massive element
@@ -111,16 +114,19 @@ _BETWEEN = 0.6
 _OF_OPEN = 1.25  # of the error that a decision costs a vector, where that is less than a branch
 _OF_BRANCH = 2.0  # times the largest error of a branch as a whole
 # A GPU's exponential is good to about two ulps of float32 and errs to one side, as does rounding of the scale
-# or of the softmax weights: a gain of this share of the roundoff is no mistake of a kernel.
+# or of the softmax weights: a gain of this share of the roundoff is no mistake of a kernel. The exponential
+# of a GPU is judged by `benchmarks/sensitivity.py --tensorrt`.
 _FAST_EXPONENTIAL, _ONE_SIDED = 2.0**-23, 0.1
-# Of few samples the largest is not the largest of many: the 1e-4 quantile of Student's t over that of 8.
+# Of few samples the largest is not the largest of many: the 1e-4 quantile of Student's t over that of 8. One
+# and two samples, which no export makes, have a number by hand.
 _FEW_SAMPLES = {1: 60.0, 2: 15.0, 3: 3.5, 4: 2.1, 5: 1.5, 6: 1.25, 7: 1.1}
 # An error has the direction of a known mistake where chance leaves at most so much of one.
 _SUSPECT_CHANCE = 0.7
 # A kernel rounds to nearest, not at random: of the error of the same number in BF16, its error in FP16 holds
-# the square of the ratio of their roundoffs, however many numbers there are.
+# half the square of the ratio of their roundoffs, however many numbers there are. Twice that is allowed.
 _TO_NEAREST = (2.0**-11 / 2.0**-8) ** 2
-# Of many mistakes that are looked for, chance leaves so many standard deviations of one in some sample.
+# Of many mistakes that are looked for, chance leaves so many standard deviations of one in some sample: right
+# runtimes in `benchmarks/own_sensitivity.py --alarms`.
 _DEVIATIONS = 2.5
 _OUTSTANDING = 3.0  # a head with so many times the error of the usual head is named
 
@@ -374,7 +380,7 @@ class Spread:
 FACTOR = 3.0
 """The budget is this many times the largest error of any sample, measure by measure."""
 
-_FLOAT32 = 4.0
+_FLOAT32 = 4.0  # the factor of float32 over that of other precisions
 
 
 def factor_of(precision: Precision) -> float:

@@ -13,13 +13,14 @@ from mha_deploy.model.precision import Precision
 
 _SAMPLES, _LEAST_SAMPLES = 8, 4
 # A number that goes to the next level of a grid changes a vector by more than rounding does. That is rare:
-# few samples of a small output may have none of it.
+# few samples of a small output may have none of it (`benchmarks/quantized_sensitivity.py`).
 _ON_GRID, _GRID_NUMBERS, _GRID_FLOPS = 32, 1 << 19, 1 << 36
 _FEWER_FROM = 1 << 18  # numbers of an output: above it, each sample shows more by itself
 _SIGNIFICAND = 53  # bits of FP64
 # A decision is changed where its margin is below so many standard deviations of what rounding does to it.
 MARGIN = 6.0
-# GEMMs that accumulate K terms in a type err by 0.22 √K of its roundoffs of their partial sums.
+# GEMMs that accumulate K terms in a type, two at a time, err by 0.22 √K of its roundoffs of partial sums;
+# measured by `benchmarks/judge_constants.py`.
 ACCUMULATED = 0.22
 ROUNDOFFS = {"fp16": 2.0**-11, "fp32": 2.0**-24}
 MIX = (0x1E3779B97F4A7C15, 0x2545F4914F6CDD1D, 0x369DEA0F31A53F85)  # odd, as in hashes of integers

@@ -70,7 +70,7 @@ def fuse(path, *, overwrite=False):
 # A file by its name: how it is written, and whether a second time needs a request.
 FILES = {
     "page.html": lambda path, **rules: comparison().save_html(path, **rules),
-    "junit.xml": lambda path, **rules: comparison().save_junit(path, **rules),
+    "junit.xml": lambda path, **rules: comparison().save_files(junit=path, **rules),
     "heads.png": lambda path, **rules: similarity().save_png(path, **rules),
     "bench.json": lambda path, **rules: md.BenchReport(()).save(path.parent, **rules),
     "bench.html": lambda path, **rules: md.BenchReport(()).save(path.parent, **rules),

@@ -35,6 +35,7 @@ from mha_deploy.metrics import Spread, budget_from_samples, is_telling
 from mha_deploy.model.precision import Precision
 from mha_deploy.rounding import accumulations
 
+# By right runtimes in `benchmarks/own_sensitivity.py --alarms`, and by the mistakes that it plants.
 _SAMPLES = 12  # further roundings, besides those of the case: of the share of a mistake that chance leaves
 _MOST, _MOST_BYTES = 256, 1 << 23  # mistakes, and what they take in a file
 _LEAST_NUMBERS = 512  # of the outputs: fewer do not tell these mistakes from chance

@@ -52,18 +52,6 @@ def check_described(spec: ModelSpec, model: ir.Model, precision: Precision) -> l
 @check_described.register(AttentionSpec)
 def _check_layer(spec: AttentionSpec, model: ir.Model, precision: Precision) -> list[str]:
     """Check that a graph is the canonical one of a catalog layer."""
-    _check_nodes(model, spec, precision)
-    return [
-        f"{spec.attention_count} fused Attention node(s), K and V not repeated",
-        "no Cast, Expand, Tile or Gather before or after attention",
-        "inputs and outputs have the spec's names, types and dynamic dimensions",
-        f"every matmul and weight of the graph is {precision.name}",
-        *(["queries and keys each pass one RotaryEmbedding node"] if spec.rope is not None else []),
-        *([_CACHE_CHECKS[spec.cache]] if spec.cache != "none" else []),
-    ]
-
-
-def _check_nodes(model: ir.Model, spec: AttentionSpec, precision: Precision) -> None:
     found = attention_nodes(model)
     if len(found) != spec.attention_count:
         what = f"{spec.name} must have {spec.attention_count} fused attention node(s)."
@@ -131,6 +119,14 @@ def _check_nodes(model: ir.Model, spec: AttentionSpec, precision: Precision) -> 
                     got=other,
                     hint="--precision of the graph, or export it again",
                 )
+    return [
+        f"{spec.attention_count} fused Attention node(s), K and V not repeated",
+        "no Cast, Expand, Tile or Gather before or after attention",
+        "inputs and outputs have the spec's names, types and dynamic dimensions",
+        f"every matmul and weight of the graph is {precision.name}",
+        *(["queries and keys each pass one RotaryEmbedding node"] if spec.rope is not None else []),
+        *([_CACHE_CHECKS[spec.cache]] if spec.cache != "none" else []),
+    ]
 
 
 def _neighbours(attention: ir.Node) -> Iterator[ir.Node]:

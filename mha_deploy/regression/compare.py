@@ -790,10 +790,6 @@ class Comparison(SavableResult):
         names = (self.old.name, self.new.name)
         return tuple({*names, *(name.partition("#")[0] for name in names)})
 
-    def save_junit(self, path: Path, *, overwrite: bool = False) -> None:
-        """Write the JUnit XML to a file."""
-        self.save_files(junit=path, overwrite=overwrite)
-
     def save_files(
         self, *, html: Path | None = None, junit: Path | None = None, overwrite: bool = False
     ) -> None:
