@@ -152,10 +152,14 @@ def same_size(one: Dim, other: Dim) -> bool:
 
 def constant(value: ir.Value | None) -> ir.TensorProtocol | None:
     """The tensor of a `Constant` node, or of an initializer that is no graph input; else None."""
-    if value is None or value.is_graph_input():
+    if value is None:
         return None
-    node = made_by(value, "Constant")
-    held = None if node is None else node.attributes.get("value")
+    node = value.producer()
+    if node is not None and node.op_type != "Constant":
+        return value.const_value
+    if value.is_graph_input():
+        return None
+    held = node.attributes.get("value") if is_op(node, "Constant") and node is not None else None
     if held is not None and not held.is_ref():
         return held.as_tensor()  # onnx_ir's reader would name the tensor, which copies of a model share
     try:

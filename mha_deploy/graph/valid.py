@@ -7,7 +7,7 @@ opset. What can be written in the plain form is, on loading; the rest is refused
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import onnx
@@ -85,14 +85,15 @@ def sort(body: ir.Graph | ir.Function) -> None:
 def _is_sorted(body: ir.Graph | ir.Function, before: set[ir.Node]) -> bool:
     """Whether every node stands behind what it reads; `before` are the nodes that stand before the body."""
     for node in body:
-        read = list(node.inputs)
+        read: Sequence[ir.Value | None] = node.inputs
         for inner in inner_graphs(node):
             if not _is_sorted(inner, before):
                 return False
-            read += list(inner.outputs)
-        made = (value.producer() for value in read if value is not None)
-        if any(each is not None and each not in before for each in made):
-            return False
+            read = [*read, *inner.outputs]
+        for value in read:
+            made = None if value is None else value.producer()
+            if made is not None and made not in before:
+                return False
         before.add(node)
     return True
 

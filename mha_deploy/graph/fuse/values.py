@@ -222,6 +222,7 @@ _BY_AXIS = 13  # since this version Hardmax and Softmax run over one axis
 _CHANGED_SINCE = {"DFT": 20, "GroupNormalization": 21}
 # ONNX Runtime 1.31 has these on a CPU before opset 22 only: the newer version just takes BF16, too.
 _LOST, _LOST_SINCE = (*RANDOM, "GlobalLpPool", "MaxRoiPool", "RoiAlign"), 22
+_STAYING = {*_CHANGED_SINCE, *_LOST}
 # Other names of the same modes since opset 20.
 _GRID_MODES = {"bilinear": "linear", "bicubic": "cubic"}
 
@@ -323,7 +324,7 @@ def without_fused_matmuls(model: ir.Model) -> list[ir.Node]:
     The number is not known before: ONNX's shape inference ends at the operators of others.
     """
     found = list[ir.Node]()
-    pending = [each for each in nodes_in(model.graph) if each.op_identifier()[:2] == _FUSED_MATMUL]
+    pending = [node for node in nodes_in(model.graph) if (node.domain, node.op_type) == _FUSED_MATMUL]
     prefix = prefix_within("matmul", prefixes_in(model)) if pending else ""
     for node in pending:
         given = {name: int(node.attributes.get_int(name, 0) or 0) for name in ("transA", "transB")}
@@ -367,7 +368,7 @@ def why_opset_stays(model: ir.Model) -> NotFused | None:
     A node of it has another meaning there, or no kernel in ONNX Runtime on a CPU, which had one before.
     """
     current, hint = model.opset_imports.get("", 1), f"export the module at opset {ATTENTION_OPSET}"
-    for node in nodes_in(model.graph):
+    for node in (each for each in nodes_in(model.graph) if each.op_type in _STAYING):
         if node.domain == "" and current < _CHANGED_SINCE.get(node.op_type, 0):
             what = f"{node.op_type} means something else in opset {ATTENTION_OPSET}, which has Attention."
             return NotFused(what, got=node_name(node), hint=hint)
