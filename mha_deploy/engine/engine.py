@@ -577,7 +577,8 @@ def _holds_weights(plan: bytes, graph: ir.Model) -> bool:
     tensors = [each.const_value for each in graph.graph.initializers.values() if each.const_value is not None]
     searched = False
     for tensor in sorted(tensors, key=lambda tensor: tensor.nbytes):
-        if tensor.size < _LEAST_NUMBERS or not tensor.dtype.is_floating_point():
+        is_weight = tensor.dtype.is_floating_point() or tensor.dtype in (ir.DataType.INT8, ir.DataType.UINT8)
+        if tensor.size < _LEAST_NUMBERS or not is_weight:
             continue
         data = tensor.tobytes()
         if len(np.unique(np.frombuffer(data, dtype=np.uint8))) < _LEAST_DIFFERENT:

@@ -403,9 +403,16 @@ def without_quantizers(model: ir.Model) -> ir.Model:
             continue
         if (source := made_by(numbers, "QuantizeLinear")) is not None and source.inputs[0] is not None:
             old, new = node.outputs[0], source.inputs[0]
-            if new.dtype == scale.dtype and not old.is_graph_output():
-                old.replace_all_uses_with(new)
-                copy.graph.remove(node, safe=True)
+            if new.dtype not in (None, scale.dtype):  # a file need not state types
+                continue
+            if old.is_graph_output():  # of its name and type
+                same = ir.node("Identity", [new], name=f"{node.name}/same")
+                same.outputs[0].type, same.outputs[0].shape = old.type, old.shape
+                copy.graph.insert_before(node, same)
+                new, name, old.name = same.outputs[0], old.name, f"{old.name}/quantized"
+                new.name = name
+            old.replace_all_uses_with(new, replace_graph_outputs=True)
+            copy.graph.remove(node, safe=True)
         elif (array := dequantized_constant(node)) is not None and not node.outputs[0].is_graph_output():
             folded = new_initializer(copy.graph, f"{node.outputs[0].name}/folded", array)
             node.outputs[0].replace_all_uses_with(folded)

@@ -207,6 +207,8 @@ def test_kernels_of_an_engine_read_eight_bits(bundles, name):
     assert engine.manifest.has_requested_types
     assert found.quantized == {name: len(GEMMS)}
     assert not found.not_quantized
+    shown = md.open_engine(engine.path).shown  # the plan holds the weights of the graph
+    assert (shown.verdict.nodes, shown.all_fused) == (engine.manifest.verdict.nodes, True)
 
 
 @pytest.mark.parametrize("name", ["fp8", pytest.param("int8", marks=pytest.mark.slow)])
@@ -322,3 +324,22 @@ def test_an_activation_behind_a_quantized_gemm_is_not_taken_for_it(bundles):
     found = precision_verdict([*kernels, gelu], "fp16", written)
     assert (found.status, found.not_quantized) == ("verified", ())
     assert found.quantized == {"int8": len(GEMMS)}
+
+
+def test_a_file_that_onnx_runtime_quantized_comes_in_as_it_is(model, tmp_path):
+    """Its outputs are quantized as well, which takes nothing out of FP16."""
+    quantization = pytest.importorskip("onnxruntime.quantization")
+
+    class Reader(quantization.CalibrationDataReader):
+        left = iter(samples())
+
+        def get_next(self):
+            return next(self.left, None)
+
+    kind, symmetric = quantization.QuantType.QInt8, {"ActivationSymmetric": True, "WeightSymmetric": True}
+    about = {"activation_type": kind, "weight_type": kind, "per_channel": True, "extra_options": symmetric}
+    quantization.quantize_static(str(model), str(tmp_path / "q.onnx"), Reader(), **about)
+    bundle = md.export(tmp_path / "q.onnx", tmp_path / "out", golden=("opt",))
+    assert bundle.manifest.checks["mixed precision"]["kept"] == []
+    assert {name for name, _ in quantized_gemms(load_graph(bundle.model_path))} == {*GEMMS, "attention"}
+    assert md.validate(bundle, latency=False).passed

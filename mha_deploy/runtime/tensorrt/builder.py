@@ -194,11 +194,12 @@ def parse_into(rt: TensorRT, parser: Any, path: Path, names: NodeNames) -> None:
             node, operator = parser_error.node_name() or node, parser_error.node_operator()
         text = f"{operator}: {parser_error.desc()}" if operator else str(parser_error.desc())
         found.append(_with_nodes([node] if node else [], text))
-    raise EngineError(
-        f"The ONNX parser of {rt.title} refuses the graph.",
-        got="; ".join(dict.fromkeys(found)) or "no reason reported",
-        hint="lower the graph for this target, or check which of its nodes the target takes",
-    )
+    got = "; ".join(dict.fromkeys(found)) or "no reason reported"
+    hint = "lower the graph for this target, or check which of its nodes the target takes"
+    if "zero point" in got.lower():
+        hint = "quantize symmetrically: of ONNX Runtime's quantize_static, extra_options="
+        hint += '{"ActivationSymmetric": True, "WeightSymmetric": True} with QInt8 for both'
+    raise EngineError(f"The ONNX parser of {rt.title} refuses the graph.", got=got, hint=hint)
 
 
 def constrain_types(rt: TensorRT, network: Any, types: Mapping[str, str], precision: str) -> None:
