@@ -298,3 +298,27 @@ def test_a_file_that_states_no_shapes_is_followed_through_its_slices(tmp_path):
     del model.graph.value_info[:]
     _, report = md.fuse(model)
     assert len(report.fused) == 1, report
+
+
+class RepeatedHeads(nn.Module):
+    """PyTorch's attention over heads that are repeated by `expand` and `reshape`, sizes read from tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.kv = nn.Linear(32, 32), nn.Linear(32, 16)
+
+    def forward(self, x):
+        q, kv = (each(x).view(x.shape[0], x.shape[1], -1, 8).transpose(1, 2) for each in (self.q, self.kv))
+        B, heads, S, D = kv.shape
+        kv = kv[:, :, None].expand(B, heads, 2, S, D).reshape(B, heads * 2, S, D)
+        return nn.functional.scaled_dot_product_attention(q, kv, kv, is_causal=True)
+
+
+def test_repeated_heads_behind_a_scale_that_is_computed_are_shared_ones(tmp_path):
+    """The older exporter reads the head size from the shape of Q, and scales Q and the repeated K by it."""
+    about = {"dynamo": False, "opset_version": 17, "input_names": ["x"]}
+    path = str(tmp_path / "model.onnx")
+    axes = {"x": {0: "B", 1: "S"}}
+    torch.onnx.export(RepeatedHeads().eval(), (torch.randn(2, 5, 32),), path, dynamic_axes=axes, **about)
+    _, report = md.fuse(onnx.load(path))
+    assert [(each.Hq, each.Hkv, each.D, each.causal) for each in report.fused] == [(4, 2, 8, True)]

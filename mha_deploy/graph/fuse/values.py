@@ -145,12 +145,17 @@ def _scalar(value: ir.Value, depth: int) -> np.ndarray | None:
     if node.op_type == "ConstantOfShape":
         fill = node.attributes.get("value")
         return np.zeros((), np.float32) if fill is None else fill.as_tensor().numpy().reshape(())
-    if node.op_type == "Gather":  # of `Shape(x)`: a fixed size
+    if node.op_type in ("Gather", "Slice"):  # of `Shape(x)`: a fixed size
         shape, at = made_by(node.inputs[0], "Shape"), constant_ints(node, 1)
         whole = shape is not None and not set(shape.attributes) & {"start", "end"}
         dims = (sizes_of(input_at(shape, 0)) if whole else None) or []
-        size = dims[at[0]] if at and len(at) == 1 and -len(dims) <= at[0] < len(dims) else None
-        return np.asarray(size, np.int64) if isinstance(size, int) else None
+        part: list[int | str | None] = []
+        if node.op_type == "Slice" and at and len(at) == 1 and (end := constant_ints(node, 2)) is not None:
+            steps = [1] if input_at(node, 4) is None else constant_ints(node, 4)
+            part = list(dims[at[0] : end[0]]) if steps == [1] else []
+        elif node.op_type == "Gather" and at and len(at) == 1 and -len(dims) <= at[0] < len(dims):
+            part = [dims[at[0]]]
+        return np.asarray(part[0], np.int64) if len(part) == 1 and isinstance(part[0], int) else None
     if node.op_type not in (*_SAME_SCALAR, "Cast", "CastLike", *_SCALAR_OPS):
         return None
     given = node.inputs if node.op_type in _SCALAR_OPS else node.inputs[:1]
