@@ -159,6 +159,21 @@ def test_below_a_softcap_a_weak_fill_is_strong():
     assert len(report.fused) == 1
 
 
+def test_a_batch_element_without_keys_in_float16():
+    """Its mask is the lowest number everywhere: in the file that gives the mean of V."""
+    g = Hand()
+    q, k, v = (g.cast(name, TensorProto.FLOAT16) for name in "qkv")
+    scores = g.op("MatMul", q, g.op("Transpose", k, perm=[0, 1, 3, 2]))
+    ones = g.cast(g.input("m", [2, 1, 1, S], TensorProto.INT64), TensorProto.FLOAT16)
+    hidden = g.op("Sub", g.const(1.0, np.float16), ones)
+    scores = g.op("Add", scores, g.op("Mul", hidden, g.const(-65504.0, np.float16)))
+    model = g.model(g.cast(g.op("MatMul", g.op("Softmax", scores), v), TensorProto.FLOAT))
+    new, report = fused(model)
+    assert (len(report.fused), report.unfused) == (1, ())
+    feeds = random_feeds(model) | {"m": np.arange(2).reshape(2, 1, 1, 1).repeat(S, -1)}
+    np.testing.assert_allclose(run(new, feeds)[0], run(model, feeds)[0], atol=5e-3)
+
+
 @pytest.mark.parametrize("spelled", ["input", "computed", "table"])
 def test_a_query_whose_mask_is_the_lowest_number_everywhere(spelled):
     """ONNX Runtime takes the lowest number for -inf in Attention; in the file it gives the mean of V."""

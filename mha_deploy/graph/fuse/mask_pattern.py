@@ -762,9 +762,10 @@ def _visible_keys(terms: Iterable[Term], builder: NodeBuilder) -> ir.Value:
 def _above_lowest(bias: ir.Value, term: Bias, builder: NodeBuilder, dtype: ir.DataType) -> ir.Value:
     """A mask with the next number in the place of the lowest, which ONNX Runtime takes for -inf.
 
-    A query with nothing else would be 0 there. Beside a score the two are the same, but for float16.
+    A query with nothing else would be 0 there. Beside a score the two are the same; in float16, beside one
+    below 16.
     """
-    if dtype == ir.DataType.FLOAT16 or _is_bounded(term.value):
+    if _is_bounded(term.value):
         return bias
     lowest, kind = float(dtype.min), dtype.numpy().type
     above = float(np.nextafter(kind(lowest), kind(0)))
