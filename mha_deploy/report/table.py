@@ -128,6 +128,7 @@ COLUMNS = {
     "names": "tensors that have other names in what was judged",
     "new": "the value in the new result",
     "node": "the Attention node in the graph",
+    "now": "what became of the part",
     "of p50": "share of the median latency that the kernel takes",
     "of roofline": "the roofline bound as a share of p50",
     "of the weights": "share of the weights that are compressed",
@@ -473,11 +474,15 @@ def sensitivity_table(found: Data) -> Table:
     """What each part of a model costs: alone, and its own result in the compressed model."""
     rows: list[RawRow] = []
     parts = sorted(found["layers"], key=lambda each: -(each["alone"] or 0.0))
+    done, left = {"heads": ("removed", "kept"), "kv-heads": ("pooled", "kept")}.get(
+        found["what"], (found["what"], "as it was")
+    )
     for each in parts:
-        status = found["what"] if each["is_compressed"] else "as it was"
+        status = done if each["is_compressed"] else left
         own = number(each["relative_l2"], error)
         rows.append((each["name"], status, number(each["alone"], error), own))
-    headings = ("part", "written in", "#loss of it alone|alone", "#its own result|own")
+    became = "now" if done in ("removed", "pooled") else "written in"
+    headings = ("part", became, "#loss of it alone|alone", "#its own result|own")
     return table("Sensitivity: the loss of compressing one part alone", headings, rows)
 
 

@@ -75,7 +75,7 @@ def open_samples(given: Any, spec: ModelSpec) -> tuple[str, Iterator[Sample], in
             given = given()
         count = len(given) if hasattr(given, "__len__") else 0
         iterator = iter(given)
-    return type(given).__name__, _as_samples(iterator, spec, "sample", ""), count
+    return f"a {type(given).__name__} in memory", _as_samples(iterator, spec, "sample", ""), count
 
 
 def _as_samples(items: Iterator[Any], spec: ModelSpec, title: str, place: str) -> Iterator[Sample]:
