@@ -723,6 +723,15 @@ def test_a_batch_that_only_a_reshape_states():
     assert fused(model)[0].graph.input == model.graph.input
 
 
+def test_a_reshape_that_nothing_needs_states_no_batch():
+    g = axes_of({name: ("N", H, S, D) for name in "qkv"})
+    g.op("Reshape", "q", g.ints(5, H * S * D))
+    new, report = fused(g.model(g.attend(g.scores())))
+    assert len(report.fused) == 1
+    stated = [[dim.dim_value for dim in each.type.tensor_type.shape.dim] for each in new.graph.value_info]
+    assert not any(5 in each for each in stated if len(each) == 4)
+
+
 def test_a_mask_of_the_size_of_an_example():
     """A cache of any length, and a mask of a fixed one."""
     g = axes_of({"q": ("N", H, 1, D), "k": ("N", H, "P", D), "v": ("N", H, "P", D)})

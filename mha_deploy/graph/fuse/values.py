@@ -37,6 +37,7 @@ from mha_deploy.graph.ir import (
     light_proto,
     made_by,
     node_name,
+    nodes_behind,
     nodes_in,
     perm,
     prefix_within,
@@ -542,7 +543,7 @@ def fix_sizes(model: ir.Model) -> dict[ir.Value, ir.Shape]:
     A traced file may have the batch of its example there, and state any.
     """
     given = {size for value in model.graph.inputs for size in sizes_of(value) or ()}
-    numbers = dict[str, int]()
+    found = list[tuple[ir.Node, str, int]]()
     for node in model.graph:
         target = constant_ints(node, 1) if is_op(node, "Reshape") else None
         whole = None if not target or min(target) < 1 else product(sizes_of(node.inputs[0]) or [None])
@@ -550,19 +551,21 @@ def fix_sizes(model: ir.Model) -> dict[ir.Value, ir.Shape]:
             number, names = factors_of(whole)
             size, rest = divmod(math.prod(target or ()), number)
             if len(names) == 1 and names[0] in given and not rest:
-                numbers[names[0]] = size
+                found.append((node, names[0], size))
+    run = set(nodes_behind(model.graph.outputs)) if found else set()  # what nothing needs is not run
+    numbers = {text: size for node, text, size in found if node in run}
     if not numbers:
         return {}
     name = re.compile("|".join(rf"(?<![\w.]){re.escape(each)}(?![\w.])" for each in numbers))
     before = {value: value.shape for value in model.graph.inputs if value.shape is not None}
     for value in (*model.graph.inputs, *(each for node in nodes_in(model.graph) for each in node.outputs)):
         dims = sizes_of(value) or []
-        found = [
+        fixed = [
             _plain(name.sub(lambda each: str(numbers[each[0]]), size)) if isinstance(size, str) else size
             for size in dims
         ]
-        if found != dims:
-            value.shape = ir.Shape([int(each) if str(each).isdecimal() else each for each in found])  # type: ignore[arg-type]
+        if fixed != dims:
+            value.shape = ir.Shape([int(each) if str(each).isdecimal() else each for each in fixed])  # type: ignore[arg-type]
     infer_sizes(model)
     return before
 
