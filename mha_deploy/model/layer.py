@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from typing import Any, Literal
 
 from mha_deploy.errors import SpecError, nearest
@@ -208,7 +209,7 @@ class AttentionSpec(ModelSpec):
 
     # -- tensors -------------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def inputs(self) -> tuple[TensorSpec, ...]:
         """The inputs of the layer, in the order of the graph."""
         if self.is_cross:
@@ -227,7 +228,7 @@ class AttentionSpec(ModelSpec):
             tensors.append(self._tensor(LENGTHS, "B", kind=INT32))
         return tuple(tensors)
 
-    @property
+    @cached_property
     def outputs(self) -> tuple[TensorSpec, ...]:
         """The outputs of the layer, in the order of the graph."""
         tensors = [self._tensor("output", "B", "S", self.E)]
