@@ -136,7 +136,10 @@ def _split_projection(node: ir.Node, value: ir.Value | None) -> _Projection:
     def follow(each: ir.Node) -> list[ir.Value | None]:
         return list(each.inputs) if each.domain == "" and each.op_type in _ALIKE else []
 
-    for each in nodes_behind([value], follow):
+    behind = list(nodes_behind([value], follow))
+    if any(x is not None and x.is_graph_input() and rank(x) == 4 for each in behind for x in each.inputs):
+        raise _refused(node, "a KV cache, whose shape would change")
+    for each in behind:
         reshape = made_by(each.inputs[0], "Reshape") if each.op_type == "Transpose" else None
         if reshape is not None and perm(each) == _SPLIT and not each.outputs[0].is_graph_output():
             return replace(_projection(node, reshape.inputs[0]), entry=each.outputs[0])

@@ -3,6 +3,7 @@
 import numpy as np
 import onnx
 import pytest
+from onnx import helper
 from onnx.reference import ReferenceEvaluator
 from quantized_models import HEADS, WIDTH, multihead, samples, transformer, weights
 
@@ -109,3 +110,19 @@ def test_pooling_that_costs_too_much_is_refused(tmp_path):
         with pytest.raises(md.DeployError) as refused:
             md.prune(model, tmp_path / "out", data=samples(2), **wrong, **OPTIONS)
         assert refused.value.exit_code == 2
+
+
+def test_keys_beside_those_of_an_input_are_a_cache_whose_heads_stay(tmp_path):
+    model = onnx.load(transformer(tmp_path / "model.onnx", split=True))
+    (node,) = [each for each in model.graph.node if each.op_type == "Attention"]
+    place = list(model.graph.node).index(node)
+    for at, name in ((1, "keys"), (2, "values")):
+        past = helper.make_tensor_value_info(f"past_{name}", onnx.TensorProto.FLOAT, ["B", HEADS, "P", SIZE])
+        model.graph.input.append(past)
+        joined = helper.make_node("Concat", [past.name, node.input[at]], [name], axis=2)
+        node.input[at] = name
+        model.graph.node.insert(place, joined)
+    onnx.save(model, tmp_path / "cached.onnx")
+    with pytest.raises(md.DeployError, match="cannot be removed") as refused:
+        md.prune(tmp_path / "cached.onnx", tmp_path / "out", heads=2)
+    assert "KV cache" in refused.value.got
