@@ -92,10 +92,10 @@ class Spelling:
 
     @property
     def expressible(self) -> bool | None:
-        """Whether ONNX's Attention can express it; None where unknown sizes might prevent it."""
-        # A sum of products over the values is a matmul, and below a softcap no fill is weak.
-        below = (self.refused, self.extra) == ("weak fill", "softcap")
-        if self.refused not in ("none", "sum over values") and not below:
+        """Whether ONNX's Attention can express it; None where its sizes might prevent it."""
+        if self.refused == "sum over values":
+            return None  # a matmul, where the sizes say that its axes are those of weights and values
+        if self.refused not in ("none", "weak fill") or (self.refused != "none" and self.extra != "softcap"):
             return False
         apart = self.layout in ("windows", "flat") or self.between in ("flat softmax", "flat weights")
         return None if self.sizes == "unknown" and (self.matmul == "einsum" or apart) else True
