@@ -27,6 +27,7 @@ _LOG = logging.getLogger(__name__)
 _MOST_ITERATIONS = 10**6  # of loops, in one call of the reference evaluator
 
 HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+FP8 = (ir.DataType.FLOAT8E4M3FN, ir.DataType.FLOAT8E5M2)
 
 
 # -- Read nodes and values -------------------------------------------------------------------------

@@ -116,13 +116,16 @@ class GemmLayer:
     def quantized_weight(self, format: EightBits) -> tuple[np.ndarray, np.ndarray]:
         """The weight on the grid, and its scales."""
         scale = self.weight_scale(format)
-        across = np.expand_dims(scale, 1 - self.axis) if scale.ndim else scale
-        return np.clip(format.on_grid(self.weight / across), -format.largest, format.largest), scale
+        levels = format.on_grid(self.weight / self._across(scale))
+        return np.clip(levels, -format.largest, format.largest), scale
 
     def rounded_weight(self, format: EightBits) -> np.ndarray:
         """The weight as it is once it is quantized and dequantized."""
         numbers, scale = self.quantized_weight(format)
-        return numbers * (np.expand_dims(scale, 1 - self.axis) if scale.ndim else scale)
+        return numbers * self._across(scale)
+
+    def _across(self, scale: np.ndarray) -> np.ndarray:
+        return np.expand_dims(scale, 1 - self.axis) if scale.ndim else scale
 
 
 _FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)

@@ -465,17 +465,11 @@ void check_fp8_linear(Tally& tally) {
     constexpr int64_t kOutputs = 528;
     Sizes const sizes{{1, kRows, kInputs / 4}, {kOutputs, kInputs / 4}, {kOutputs}, {kOutputs}};
     std::vector<DataType> const types{DataType::kINT32, DataType::kINT32, DataType::kHALF, DataType::kFLOAT};
-    std::vector<uint8_t> const x = random_fp8(elements({kRows, kInputs}), 1);
-    std::vector<uint8_t> const w = random_fp8(elements({kOutputs, kInputs}), 2);
-    std::vector<uint16_t> const bias = random_bits(Type::kHalf, kOutputs, 3);
-    std::vector<float> scales(kOutputs);
-    for (std::size_t i = 0; i < scales.size(); ++i) {
-        scales[i] = 1e-3F * static_cast<float>(1 + i % 5);
-    }
-    Buffer const device_x(x);
-    Buffer const device_w(w);
-    Buffer const device_bias(bias);
-    Buffer const device_scales(scales);
+    Fp8Projection const host(kRows, kInputs, kOutputs, true, true);
+    Buffer const device_x(host.x);
+    Buffer const device_w(host.weight);
+    Buffer const device_bias(host.bias);
+    Buffer const device_scales(host.scales);
     Buffer const y(elements({kRows, kOutputs}) * 2);
     Node node(linear(), fp8_fields(1), sizes, types);
     Buffer const space(node.workspace_bytes + 256);
@@ -485,11 +479,7 @@ void check_fp8_linear(Tally& tally) {
     std::vector<double> want;
     for (std::size_t row = 0; row < kRows; ++row) {
         for (std::size_t n = 0; n < kOutputs; ++n) {
-            double sum = 0.0;
-            for (std::size_t k = 0; k < kInputs; ++k) {
-                sum += number_of_fp8(x[row * kInputs + k]) * number_of_fp8(w[n * kInputs + k]);
-            }
-            want.push_back(sum * static_cast<double>(scales[n]) + number_of_bits(Type::kHalf, bias[n]));
+            want.push_back(host.exact(row, n));
         }
     }
     double const error = ran ? relative_error(numbers_of(Type::kHalf, y.download<uint16_t>()), want) : 1.0;

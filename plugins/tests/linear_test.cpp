@@ -289,17 +289,12 @@ void check_tuning(Tally& tally, Case const& c) {
 void check_fp8(Tally& tally, LinearShape const& shape, bool has_bias, Quantized quantized) {
     LinearParameters const parameters{has_bias, true, quantized};
     auto const [rows, inputs, outputs] = shape;
-    std::vector<uint8_t> const x = random_fp8(count(rows, inputs), 1);
-    std::vector<uint8_t> const weight = random_fp8(count(outputs, inputs), 2);
-    std::vector<uint16_t> const bias = random_bits(Type::kHalf, count(1, outputs), 3);
-    std::vector<float> scales(quantized == Quantized::kPerOutput ? count(1, outputs) : 1);
-    for (std::size_t i = 0; i < scales.size(); ++i) {
-        scales[i] = 1e-3F * static_cast<float>(1 + i % 7);
-    }
-    Buffer const device_x(x);
-    Buffer const device_weight(weight);
-    Buffer const device_bias(bias);
-    Buffer const device_scales(scales);
+    Fp8Projection const host(
+        count(rows, 1), count(inputs, 1), count(outputs, 1), has_bias, quantized == Quantized::kPerOutput);
+    Buffer const device_x(host.x);
+    Buffer const device_weight(host.weight);
+    Buffer const device_bias(host.bias);
+    Buffer const device_scales(host.scales);
     Buffer const y(2 * count(rows, outputs));
     LinearPointers const pointers{device_x.get(), device_weight.get(), has_bias ? device_bias.get() : nullptr,
         y.get(), device_scales.get()};
@@ -310,13 +305,7 @@ void check_fp8(Tally& tally, LinearShape const& shape, bool has_bias, Quantized 
         std::vector<double> want;
         for (std::size_t row = 0; row < count(rows, 1); row += 1 + count(rows, 1) / kSampledRows) {
             for (std::size_t n = 0; n < count(outputs, 1); n += 1 + count(outputs, 1) / kSampledColumns) {
-                double sum = 0.0;
-                for (std::size_t k = 0; k < count(inputs, 1); ++k) {
-                    sum += number_of_fp8(x[row * count(inputs, 1) + k])
-                           * number_of_fp8(weight[n * count(inputs, 1) + k]);
-                }
-                sum *= static_cast<double>(scales[scales.size() == 1 ? 0 : n]);
-                want.push_back(sum + (has_bias ? number_of_bits(Type::kHalf, bias[n]) : 0.0));
+                want.push_back(host.exact(row, n));
                 got.push_back(number_of_bits(Type::kHalf, bits[row * count(outputs, 1) + n]));
             }
         }

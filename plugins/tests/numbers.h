@@ -100,6 +100,33 @@ inline std::vector<uint16_t> random_bits(
     return bits;
 }
 
+// A projection in FP8 on the host: factors, bias in FP16, one scale or one for each output, and what is right.
+struct Fp8Projection {
+    std::size_t inputs, outputs;
+    bool has_bias;
+    std::vector<uint8_t> x, weight;  // [rows, inputs] and [outputs, inputs]
+    std::vector<uint16_t> bias;
+    std::vector<float> scales;
+
+    Fp8Projection(std::size_t rows, std::size_t width, std::size_t columns, bool with_bias, bool scale_each)
+        : inputs(width), outputs(columns), has_bias(with_bias), x(random_fp8(rows * width, 1)),
+          weight(random_fp8(columns * width, 2)), bias(random_bits(Type::kHalf, columns, 3)),
+          scales(scale_each ? columns : 1) {
+        for (std::size_t i = 0; i < scales.size(); ++i) {
+            scales[i] = 1e-3F * static_cast<float>(1 + i % 7);
+        }
+    }
+
+    double exact(std::size_t row, std::size_t column) const {
+        double sum = 0.0;
+        for (std::size_t k = 0; k < inputs; ++k) {
+            sum += number_of_fp8(x[row * inputs + k]) * number_of_fp8(weight[column * inputs + k]);
+        }
+        sum *= static_cast<double>(scales[scales.size() == 1 ? 0 : column]);
+        return sum + (has_bias ? number_of_bits(Type::kHalf, bias[column]) : 0.0);
+    }
+};
+
 // ||got - want|| / ||want||; infinite where a number is not finite or the counts differ; absolute where want
 // is zero.
 inline double relative_error(std::vector<double> const& got, std::vector<double> const& want) {

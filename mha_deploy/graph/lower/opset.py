@@ -11,6 +11,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from mha_deploy.graph.ir import (
+    FP8,
     NodeBuilder,
     constant,
     constant_ints,
@@ -208,9 +209,6 @@ _NEWER_VALUES = {
 }
 
 
-_FP8 = (ir.DataType.FLOAT8E4M3FN, ir.DataType.FLOAT8E5M2)
-
-
 def to_opset(model: ir.Model, version: int) -> bool:
     """Let a model, which is changed, need no opset newer than `version`; whether it has new nodes."""
     current = model.opset_imports.get("", version)
@@ -234,7 +232,7 @@ def to_opset(model: ir.Model, version: int) -> bool:
         problem = _problem(node, current, version) if node.domain == "" else None
         if problem is not None:
             hint = f"opset=None keeps the model's own opset, for a target newer than opset {version}"
-            if any(value is not None and value.dtype in _FP8 for value in (*node.inputs, *node.outputs)):
+            if any(value is not None and value.dtype in FP8 for value in (*node.inputs, *node.outputs)):
                 hint = f"dialect plugin, whose GEMMs read FP8 (--attention plugin); or {hint}"
             raise LoweringError(f"{node.op_type} in opset {version}", node, got=problem, hint=hint)
         node.version = None

@@ -15,6 +15,7 @@ from onnx_ir.passes.common import CommonSubexpressionEliminationPass, RemoveUnus
 from mha_deploy.graph import plugin_node as plugin
 from mha_deploy.graph.attention_node import PRESENT_KEY, PRESENT_VALUE, K, Q, V, Y, is_attention
 from mha_deploy.graph.ir import (
+    FP8,
     HALVES,
     Dim,
     NodeBuilder,
@@ -611,6 +612,7 @@ def finish(model: ir.Model, options: PluginOptions) -> None:
     if options.linear or has_fp8:
         write_linear(model, fp8_only=not options.linear)
         write_norms_and_activations(model)
+    if has_fp8:
         RemoveUnusedNodesPass()(model)  # what was quantized is still read there
         write_fp8_with_what_computes_it(model)
     refuse_other_fp8(model)
@@ -899,17 +901,12 @@ def has_linear_kernel(projection: Projection) -> bool:
 def _write_words(before: ir.Node, taken: set[str], x: ir.Value, scale: float) -> ir.Value:
     """A tensor in FP8 as words, by a node of its own that another one may take in."""
     b = NodeBuilder(prefix_within(f"{x.name}/fp8", taken))
-    values = {**_NO_NORM, "operation": plugin.COPY, "fp8": plugin.FP8_ONLY, "fp8_scale": scale}
-    values |= plugin.lookup_attributes()
-    made = b.node(plugin.NORM_ACTIVATION, [x], domain=plugin.DOMAIN, name=b.prefix, attributes=values)[0]
-    made.dtype, made.shape = ir.DataType.INT32, _shape_of_words(x)
+    made = _new_node(b, [x], plugin.COPY, fp8=plugin.FP8_ONLY, fp8_scale=scale)[0]
+    *leading, width = dims(x)
+    made.dtype = ir.DataType.INT32
+    made.shape = ir.Shape([*leading, int(width or 0) // plugin.FP8_OF_WORD])
     graph_of_node(before).insert_before(before, b.nodes)
     return made
-
-
-def _shape_of_words(x: ir.Value) -> ir.Shape:
-    *leading, width = dims(x)
-    return ir.Shape([*leading, int(width or 0) // plugin.FP8_OF_WORD])
 
 
 def write_fp8_with_what_computes_it(model: ir.Model) -> None:
@@ -939,17 +936,11 @@ def write_fp8_with_what_computes_it(model: ir.Model) -> None:
 def refuse_other_fp8(model: ir.Model) -> None:
     """Refuse what is quantized to FP8 and not multiplied by a GEMM of the plugin."""
     for node in model.graph.all_nodes():
-        if is_op(node, "DequantizeLinear") and (x := node.inputs[0]) is not None and x.dtype in _FP8:
+        if is_op(node, "DequantizeLinear") and (x := node.inputs[0]) is not None and x.dtype in FP8:
             reader = next((use.node for use in node.outputs[0].uses()), node)
             sizes = ", ".join(str(list(dims(each))) for each in (node.outputs[0], *reader.outputs))
             hint = f"keep it in FP16: GEMMs in FP8 have FP16 around them and multiples of {plugin.FP8_STEP}"
             raise LoweringError("this GEMM in FP8", reader, got=sizes, hint=hint)
-
-
-_FP8 = (ir.DataType.FLOAT8E4M3FN, ir.DataType.FLOAT8E5M2)
-_NO_NORM: Mapping[str, Any] = {
-    "has_second": 0, "has_bias": 0, "keeps_sum": 0, "epsilon": 0.0, "fp8": plugin.NOT_FP8, "fp8_scale": 1.0,
-}  # fmt: skip
 
 
 # -- What stands between the GEMMs: residual and normalization, activations ------------------------
@@ -1031,15 +1022,27 @@ def _same_shape(one: ir.Value, other: ir.Value) -> bool:
 def _write_node(
     node: ir.Node, taken: set[str], inputs: Sequence[ir.Value | None], operation: int, **own: float
 ) -> list[ir.Value]:
-    """Replace a node; `own` are the attributes that are not zero."""
+    """Replace a node; `own` are the attributes that are not those of a plain activation."""
     b = NodeBuilder(prefix_within(node.name or plugin.NORM_ACTIVATION, taken))
-    values = {"operation": operation, **_NO_NORM, **own, **plugin.lookup_attributes()}
-    count, op_type = 1 + int(own.get("keeps_sum", 0)), plugin.NORM_ACTIVATION
-    outputs = b.node(op_type, inputs, outputs=count, domain=plugin.DOMAIN, name=b.prefix, attributes=values)
+    outputs = _new_node(b, inputs, operation, **own)
     for output in outputs:
         output.type, output.shape = node.outputs[0].type, node.outputs[0].shape
     replace_node(node, b, {0: outputs[0]})
-    return list(outputs)
+    return outputs
+
+
+_PLAIN: Mapping[str, float] = {
+    "has_second": 0, "has_bias": 0, "keeps_sum": 0, "epsilon": 0.0, "fp8": plugin.NOT_FP8, "fp8_scale": 1.0,
+}  # fmt: skip
+
+
+def _new_node(
+    b: NodeBuilder, inputs: Sequence[ir.Value | None], operation: int, **own: float
+) -> list[ir.Value]:
+    values = {"operation": operation, **_PLAIN, **own, **plugin.lookup_attributes()}
+    count, op_type = 1 + int(own.get("keeps_sum", 0)), plugin.NORM_ACTIVATION
+    made = b.node(op_type, inputs, outputs=count, domain=plugin.DOMAIN, name=b.prefix, attributes=values)
+    return list(made)
 
 
 # -- Reshapes and transposes after the node that cancel --------------------------------------------
