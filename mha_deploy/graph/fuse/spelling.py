@@ -20,7 +20,7 @@ import onnx_ir as ir
 
 from mha_deploy.graph.fuse.mask_pattern import is_not_negative, same_value
 from mha_deploy.graph.fuse.pattern import softmax_at
-from mha_deploy.graph.fuse.values import array_of, holds, inverse_of, product, scalar_of, sizes_of
+from mha_deploy.graph.fuse.values import NO_END, array_of, holds, inverse_of, product, scalar_of, sizes_of
 from mha_deploy.graph.ir import (
     NodeBuilder,
     constant,
@@ -40,7 +40,6 @@ from mha_deploy.graph.roles import MOVES
 
 _MAX_DEPTH = 12  # of the nodes that a mask of zeros and ones is read through
 _NO_SCORE = 1e30
-_NO_END = 2**31 - 1  # where a Slice ends that has no end
 _FILLS = (-1e5, -1e3)  # what masked scores are set to, though others could be below
 _MOST_FOLDED, _FOLDED_OPSET = 32, 18
 _LAYOUT = (*MOVES, "Expand", "Slice", "Gather", "Tile")
@@ -342,10 +341,10 @@ def _tanh(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
     numbers = [scalar_of(each) for each in node.inputs]
     less = -1.0 if is_op(node, "Add") else 1.0
     at = 0 if numbers[1] == less else 1 if is_op(node, "Add") and numbers[0] == less else None
-    product = None if at is None else made_by(node.inputs[at], "Mul")
-    for side in (0, 1) if product is not None else ():
-        sigmoid = made_by(product.inputs[side], "Sigmoid") if product is not None else None
-        if sigmoid is None or product is None or scalar_of(product.inputs[1 - side]) != 2.0:
+    mul = None if at is None else made_by(node.inputs[at], "Mul")
+    for side in (0, 1) if mul is not None else ():
+        sigmoid = made_by(mul.inputs[side], "Sigmoid") if mul is not None else None
+        if sigmoid is None or mul is None or scalar_of(mul.inputs[1 - side]) != 2.0:
             continue
         source = sigmoid.inputs[0]
         if source is not None and source.dtype is not None and _feeds_softmax(node.outputs[0]):
@@ -359,11 +358,11 @@ def _blend(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
     if (bounded := _tanh(node, builder)) is not None:
         return bounded
     for at in (0, 1) if is_op(node, "Add") else (0,):
-        product, rest = made_by(node.inputs[at], "Mul"), node.inputs[1 - at]
-        if product is None or rest is None or scalar_of(rest) is not None:
+        mul, rest = made_by(node.inputs[at], "Mul"), node.inputs[1 - at]
+        if mul is None or rest is None or scalar_of(rest) is not None:
             continue
         for side in (0, 1):
-            scores, mask = product.inputs[side], product.inputs[1 - side]
+            scores, mask = mul.inputs[side], mul.inputs[1 - side]
             if scores is None or sizes_of(scores) != sizes_of(node.outputs[0]):
                 continue
             if (ones := _choice(mask, builder)) is None or (shown := _kept(ones, (1.0, 0.0))) is None:
@@ -693,7 +692,7 @@ def _sum(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
 def _of_one(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
     """A Concat of one tensor, and a Slice of all of it, as optimizers leave them."""
     starts, ends, steps = (constant_ints(node, at) for at in (1, 2, 4))
-    all_of_it = set(starts or (1,)) == {0} and min(ends or (0,)) >= _NO_END and set(steps or (1,)) == {1}
+    all_of_it = set(starts or (1,)) == {0} and min(ends or (0,)) >= NO_END and set(steps or (1,)) == {1}
     value, same = node.inputs[0], all_of_it if is_op(node, "Slice") else len(node.inputs) == 1
     return _like(builder, node.outputs[0], "Identity", value) if same and value is not None else None
 
@@ -870,10 +869,10 @@ def _summed_with_vector(
         else:
             continue
         sizes = [1 if axis == summed else size for axis, size in enumerate(other)]
-        product = _typed(builder.op("MatMul", *pair), total.dtype, sizes)
+        gemm = _typed(builder.op("MatMul", *pair), total.dtype, sizes)
         if node.attributes.get_int("keepdims", 1):
-            return product
-        return _like(builder, total, "Squeeze", product, builder.ints(summed or 0))
+            return gemm
+        return _like(builder, total, "Squeeze", gemm, builder.ints(summed or 0))
     return None
 
 
@@ -948,11 +947,9 @@ def _with_vector(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
         matrix = _typed(builder.unsqueeze(matrix, 0), matrix.dtype, [1, *own])
     whole = [*[1] * (count - len(own)), *own]
     found = [*whole[:-2], 1, whole[-1]] if at == 0 else [*whole[:-1], 1]
-    product = _typed(
-        builder.op("MatMul", *((wide, matrix) if at == 0 else (matrix, wide))), output.dtype, found
-    )
+    gemm = _typed(builder.op("MatMul", *((wide, matrix) if at == 0 else (matrix, wide))), output.dtype, found)
     gone = [*range(count - len(own)), count - 2 if at == 0 else count - 1]
-    return _like(builder, output, "Squeeze", product, builder.ints(*gone))
+    return _like(builder, output, "Squeeze", gemm, builder.ints(*gone))
 
 
 def _equation(node: ir.Node) -> tuple[list[str], str]:
@@ -984,12 +981,10 @@ def _einsum_of_several(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
             for at in pair
             for letter, size in zip(texts[at], sizes_of(given[at]) or (), strict=False)
         }
-        product = builder.op("Einsum", *(given[at] for at in pair), equation=f"{one},{other}->{kept}")
-        _typed(product, node.outputs[0].dtype, [sizes.get(letter) for letter in kept])
+        gemm = builder.op("Einsum", *(given[at] for at in pair), equation=f"{one},{other}->{kept}")
+        _typed(gemm, node.outputs[0].dtype, [sizes.get(letter) for letter in kept])
         equation = f"{','.join([kept, *(texts[at] for at in rest)])}->{out}"
-        return _like(
-            builder, node.outputs[0], "Einsum", product, *(given[at] for at in rest), equation=equation
-        )
+        return _like(builder, node.outputs[0], "Einsum", gemm, *(given[at] for at in rest), equation=equation)
     return None
 
 
@@ -1016,8 +1011,8 @@ def _einsum_of_matrices(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
         for each in (first, second)
     ]
     equation = f"{letter}{texts[0]},{letter}{texts[1]}->{letter}{out}"
-    product = _typed(builder.op("Einsum", *wide, equation=equation), output.dtype, [1, *sizes])
-    return _like(builder, output, "Squeeze", product, builder.ints(0))
+    gemm = _typed(builder.op("Einsum", *wide, equation=equation), output.dtype, [1, *sizes])
+    return _like(builder, output, "Squeeze", gemm, builder.ints(0))
 
 
 def _einsum(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
@@ -1243,8 +1238,8 @@ def _batched(
     )
     if count == len(sizes):
         return _like(builder, like, "MatMul", one, other)
-    product = _typed(builder.op("MatMul", one, other), like.dtype, [1, *sizes])
-    return _like(builder, like, "Squeeze", product, builder.ints(0))
+    gemm = _typed(builder.op("MatMul", one, other), like.dtype, [1, *sizes])
+    return _like(builder, like, "Squeeze", gemm, builder.ints(0))
 
 
 _STEPS = frozenset(

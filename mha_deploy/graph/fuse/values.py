@@ -507,7 +507,7 @@ def _text(number: int, names: list[str]) -> int | str:
 
 _MAX_CONTENT = 32
 _MAX_ROUNDS = 4  # through a loop
-_BEYOND = 2**31 - 1  # where a slice ends that has no end
+NO_END = 2**31 - 1  # where a slice ends that has no end
 _SAME_CONTENT = frozenset({*IN_ORDER, "Cast"})
 
 
@@ -891,7 +891,7 @@ def _sliced(size: Size, begin: Size, end: Size) -> Size:
         return len(range(size)[begin:end])
     if isinstance(begin, str) and isinstance(end, str) and isinstance(size, int) and size > 1:
         return _difference(end, begin)  # `table[P : P + S]`, as below
-    if begin in (0, -1) and isinstance(end, int) and end >= _BEYOND:
+    if begin in (0, -1) and isinstance(end, int) and end >= NO_END:
         return size if begin == 0 else 1  # all, or the last one
     if begin != 0 or not isinstance(end, str):
         return None
