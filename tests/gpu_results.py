@@ -6,10 +6,12 @@ with workers, their reports arrive there.
 
 import json
 import os
+from itertools import islice
 from pathlib import Path
 
 import pytest
 
+SECONDS = Path(__file__).parent / "gpu" / "seconds.json"  # of the longest tests, as `results.jsonl` had them
 OUT = Path(os.environ["MHA_DEPLOY_GPU_RESULTS"])
 _WORST = ("passed", "xfailed", "skipped", "failed", "error")
 _found: dict[str, tuple[str, float]] = {}
@@ -31,12 +33,24 @@ def pytest_collection_modifyitems(config, items):
     ended = set(json.loads((OUT / "ended.json").read_text(encoding="utf-8")))
     left = [item for item in items if item.nodeid in ended]
     config.hook.pytest_deselected(items=left)
-    items[:] = [item for item in items if item.nodeid not in ended]
+    items[:] = _longest_first([item for item in items if item.nodeid not in ended])
     if os.environ.get("PYTEST_XDIST_WORKER", "gw0") == "gw0":
         planned = json.dumps(sorted({*ended, *(item.nodeid for item in items)}))
         temporary = OUT / f"planned.{os.getpid()}"
         temporary.write_text(planned, encoding="utf-8")
         temporary.replace(OUT / "planned.json")
+
+
+def _longest_first(items):
+    """Each worker begins with its share of the longest: workers get equal parts of the list, in its order."""
+    seconds = json.loads(SECONDS.read_text(encoding="utf-8"))
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    longest = sorted((i for i in items if i.nodeid in seconds), key=lambda i: -seconds[i.nodeid])
+    others, ordered = iter([item for item in items if item.nodeid not in seconds]), []
+    for at in range(workers):
+        mine, end = longest[at::workers], (at + 1) * len(items) // workers
+        ordered += [*mine, *islice(others, max(0, end - len(ordered) - len(mine)))]
+    return [*ordered, *others]
 
 
 def _outcome(report):

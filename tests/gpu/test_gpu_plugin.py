@@ -75,7 +75,7 @@ def test_gemms_in_fp8_are_right_and_read_fp8(scales, tmp_path):
     if first_gpu()["compute_cap"] < "8.9":
         pytest.skip("this GPU has no FP8")
     options = {"precision": "fp8", "weight_scales": scales, "golden": ("opt",)}
-    bundle = md.export("tiny-rope", tmp_path / "bundle", **options)
+    bundle = md.export("tiny-gqa", tmp_path / "bundle", **options)
     chosen = {"attention": "plugin", "accumulate": "fp32", "optimization_level": 1}
     engine = engine_from_bundle(bundle, EngineOptions(backend="tensorrt", name="plugin", **chosen))
     assert engine.manifest.all_fused, engine.manifest.verdict

@@ -240,6 +240,21 @@ def test_sources_that_disagree_on_precision_say_so_and_the_worse_holds():
     assert verdict.disagreements[-1].claims[0].source == "profile"
 
 
+@pytest.mark.parametrize("first", ["log", "plan"])
+def test_one_source_that_knows_what_is_in_eight_bits_is_enough(first):
+    """A plan has no types of plugins, and finds nothing wrong: it comes before the log, or behind it."""
+    narrow = tuple(EngineTensor(name=name, dtype="fp8", shape=(4, 4)) for name in "xw")
+    matmul = replace(FUSED, name="p", tactic="", layer_type="gemm", onnx_nodes=("p",), inputs=narrow)
+    written = WrittenTypes(
+        reads=frozenset({"fp8"}), writes=frozenset({"fp16"}), is_matmul=True, quantized="fp8"
+    )
+    sources = {"log": [FUSED, matmul], "plan": [replace(FUSED, source="plan")]}
+    ordered = {name: sources[name] for name in sorted(sources, reverse=first == "plan")}
+    verdict = engine_verdict(ordered, ["att0"], "fp16", written={"p": written})
+    assert verdict.precision.ok
+    assert verdict.precision.quantized == {"fp8": 1}
+
+
 def test_without_sources_everything_is_unknown():
     verdict = engine_verdict({"log": [], "plan": []}, ["att0"], "fp16", profiles=2)
     assert [node.status for node in verdict.nodes] == ["unknown", "unknown"]

@@ -920,10 +920,10 @@ def _merge_precision(
     if not ranked:
         reasons = (EngineReason(kind=ReasonKind.NO_SOURCE),)
         return PrecisionVerdict(requested=precision, status=unknown, counts={}, reasons=reasons), []
+    name, worst = ranked[0][0], _with_eight_bits(ranked[0][1], verdicts.values())
     untyped = [each for each in verdicts.values() if each.status == unknown and _is_unjudged(each)]
-    if untyped and ranked[0][1].has_requested_types:
-        return replace(ranked[0][1], status=unknown, reasons=untyped[0].reasons), []
-    name, worst = ranked[0]
+    if untyped and worst.has_requested_types:
+        return replace(worst, status=unknown, reasons=untyped[0].reasons), []
     doubts = [
         Disagreement(
             claims=(
@@ -936,6 +936,22 @@ def _merge_precision(
         if worst.status == PrecisionStatus.MIXED and verdict.has_requested_types and other != "profile"
     ]
     return worst, doubts
+
+
+def _with_eight_bits(verdict: PrecisionVerdict, all_: Iterable[PrecisionVerdict]) -> PrecisionVerdict:
+    """A verdict with what is in eight bits by the source that knows most: a plan has no types of plugins."""
+
+    def known(each: PrecisionVerdict) -> tuple[int, int]:
+        proven = (*each.quantized.values(), *each.quantized_attentions.values())
+        return len(each.not_quantized), sum(proven)
+
+    most = max(all_, key=known)
+    return replace(
+        verdict,
+        quantized=most.quantized,
+        not_quantized=most.not_quantized,
+        quantized_attentions=most.quantized_attentions,
+    )
 
 
 def _is_unjudged(verdict: PrecisionVerdict) -> bool:
