@@ -293,7 +293,7 @@ FAILURES = {
     "generator exit": "raised(GeneratorExit)",
     "odd exception": "raised(Odd())",
     "recursion": "deep()",
-    "memory": "torch.zeros(1 << 45)",
+    "memory": "torch.zeros(1 << 60)",
     "memory error": "raised(MemoryError())",
     "exit": "sys.exit(0)",
     "exit text": "sys.exit('bye')",

@@ -1,5 +1,6 @@
 """A server on this machine that does one thing wrong; it ends with the test, whatever its client does."""
 
+import functools
 import gzip
 import json
 import socket
@@ -132,7 +133,12 @@ class Client:
 
 OK = b"HTTP/1.1 200 OK\r\n"
 CHUNKED = OK + b"Transfer-Encoding: chunked\r\n\r\n"
-BOMB = gzip.compress(bytes(64 << 20), 1)
+
+
+@functools.cache
+def bomb():
+    return gzip.compress(bytes(64 << 20), 1)
+
 
 # Anywhere: what the transport of an answer can do.
 TRANSPORT = {
@@ -181,10 +187,10 @@ TRANSPORT = {
         b" " * (1 << 18), OK + b"Content-Length: -5\r\n\r\n"
     ),
     "a length of letters": lambda c, _: (c.answer(b"", length="abc"), c.wait()),
-    "gzip": lambda c, _: c.answer(BOMB, "Content-Encoding: gzip"),
-    "deflate": lambda c, _: c.answer(BOMB, "Content-Encoding: deflate"),
-    "brotli": lambda c, _: c.answer(BOMB, "Content-Encoding: br"),
-    "gzip of gzip": lambda c, _: c.answer(gzip.compress(BOMB), "Content-Encoding: gzip, gzip"),
+    "gzip": lambda c, _: c.answer(bomb(), "Content-Encoding: gzip"),
+    "deflate": lambda c, _: c.answer(bomb(), "Content-Encoding: deflate"),
+    "brotli": lambda c, _: c.answer(bomb(), "Content-Encoding: br"),
+    "gzip of gzip": lambda c, _: c.answer(gzip.compress(bomb()), "Content-Encoding: gzip, gzip"),
     "redirect": lambda c, _: c.answer(b"", "Location: http://127.0.0.1:1/", status="302 Found"),
     "redirect to a file": lambda c, _: c.answer(b"", "Location: file:///etc/hostname", status="301 Moved"),
     "redirect to itself": lambda c, _: c.answer(b"", "Location: /v2", status="307 Temporary Redirect"),
@@ -218,6 +224,10 @@ def _tensor(**changes):
     return {"name": "output", "datatype": "FP16", "shape": [-1, -1, 64], **changes}
 
 
+def _many_tensors(**changes):
+    return [_tensor(name=f"y{at}", **changes) for at in range(100_000)]
+
+
 SERVER = {
     "a name of another type": says({"name": [], "version": "1"}),
     "a name with an escape": says({"name": "\x1b[2J", "version": "1"}),
@@ -236,7 +246,7 @@ MODEL = {
     "an empty name": _model(outputs=[_tensor(name="")]),
     "a name with an escape": _model(outputs=[_tensor(name="\x1b[2J")]),
     "a name twice": _model(outputs=[_tensor(), _tensor()]),
-    "100,000 tensors": _model(outputs=[_tensor(name=f"y{at}") for at in range(100_000)]),
+    "100,000 tensors": lambda c, body: _model(outputs=_many_tensors())(c, body),
     "an unknown type": _model(outputs=[_tensor(datatype="FP7")]),
     "text": _model(outputs=[_tensor(datatype="BYTES")]),
     "a type of another type": _model(outputs=[_tensor(datatype=16)]),
@@ -351,7 +361,7 @@ ANSWER = {
     "numbers null": _gives(b"", parameters={}, data=None),
     "an object of numbers": _gives(b"", parameters={}, data={"a": 1}),
     "an output twice": _gives(b"", outputs=[_tensor(shape=[0, 0, 64], **_parameters(0))] * 2),
-    "100,000 outputs": _gives(b"", outputs=[_tensor(shape=[0], name=f"y{at}") for at in range(100_000)]),
+    "100,000 outputs": lambda c, body: _gives(b"", outputs=_many_tensors(shape=[0]))(c, body),
 }
 
 
