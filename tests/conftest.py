@@ -99,6 +99,12 @@ def pytest_collection_finish(session):
     gc.freeze()
 
 
+def pytest_runtest_logfinish(nodeid, location):
+    """And what a test leaves, once its own garbage is gone: so a collection searches one test's objects."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def quick_exporter():
     """Let PyTorch's exporter make its tables of operators once a session: two thirds of a small export.

@@ -612,20 +612,33 @@ class NodeBuilder:
 
 @contextlib.contextmanager
 def paused_collections() -> Iterator[None]:
-    """No garbage collection but where it is asked for: it would search all nodes again and again.
+    """No garbage collection but where it is asked for, and then of what is new: not all is searched again.
 
-    In the end they are old objects, which are searched when as many others are.
+    In the end these are old objects, which are searched when as many others are.
     """
     enabled = gc.isenabled()
     gc.disable()
+    alone = enabled and not _are_objects_frozen()  # else a caller keeps them out of all collections
+    if alone:
+        gc.freeze()
     try:
         yield
     finally:
+        if alone:
+            gc.freeze()
+            gc.unfreeze()
         if enabled:
-            if not gc.get_freeze_count():  # else a caller keeps objects out of all collections
-                gc.freeze()
-                gc.unfreeze()
             gc.enable()
+
+
+_frozen = False  # whether objects ever were
+
+
+def _are_objects_frozen() -> bool:
+    """Whether a caller froze objects; to count many of them each time takes longer than most graphs."""
+    global _frozen
+    _frozen = _frozen or gc.get_freeze_count() > 0
+    return _frozen
 
 
 # -- Run a graph -----------------------------------------------------------------------------------

@@ -84,6 +84,7 @@ def plan_by_loss(
         limit: The largest relative L2 error of an output; default: four times what rounding the inputs and
             the results of the nodes usually costs, between 0.002 and 0.02.
     """
+    gc.collect()  # what an exporter left; from here on only what is new is searched
     with paused_collections():
         work = prepare(model)
         ranges = measure_prepared(run, work, cases)
