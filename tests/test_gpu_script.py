@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+QUICK = "-p no:hypothesispytest -p no:anyio"  # neither is used, and to import them takes seconds
 SCRIPT = Path(__file__).parents[1] / ".ci" / "gpu"
 TESTS = """
 import os, time
@@ -38,7 +39,7 @@ def suite(tmp_path):
 
     def run(ending, *options):
         file.write_text(TESTS.format(mended=mended, ending=ending))
-        environment = {**os.environ, "MHA_DEPLOY_PYTHON": sys.executable}
+        environment = {**os.environ, "MHA_DEPLOY_PYTHON": sys.executable, "PYTEST_ADDOPTS": QUICK}
         environment.pop("PYTEST_XDIST_WORKER", None)
         command = [sys.executable, SCRIPT, "--out", out, "--workers", "1", *options, file]
         done = subprocess.run(

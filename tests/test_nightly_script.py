@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+QUICK = "-p no:hypothesispytest -p no:anyio"  # neither is used, and to import them takes seconds
 SCRIPT = Path(__file__).parents[1] / ".ci" / "nightly"
 RIGHT = """
 import pytest
@@ -38,7 +39,7 @@ def test_shards_are_run_and_only_what_is_not_done_again(tmp_path):
     (tests / "conftest.py").write_text(SELECTS_SLOW)  # as the one of these tests does
 
     def run(*options):
-        environment = {**os.environ, "MHA_DEPLOY_PYTHON": sys.executable}
+        environment = {**os.environ, "MHA_DEPLOY_PYTHON": sys.executable, "PYTEST_ADDOPTS": QUICK}
         environment.pop("PYTEST_XDIST_WORKER", None)
         command = [sys.executable, SCRIPT, "--tests", tests, "--out", out, "--workers", "0", *options]
         done = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True)
