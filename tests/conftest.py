@@ -118,6 +118,7 @@ def quick_exporter():
         return
     import torch._dynamo.config as dynamo
     import torch._export.utils as export_utils
+    import torch._ops
     from torch.onnx._internal.exporter import _decomp, _registration
 
     gc.freeze()
@@ -130,11 +131,23 @@ def quick_exporter():
             patch.setattr(_decomp, make_table.__name__, lambda operators: dict(table(frozenset(operators))))
         if find_operators := getattr(export_utils, "_materialize_cpp_cia_ops", None):
             patch.setattr(export_utils, find_operators.__name__, _made_once(find_operators))
+        if hasattr(torch._ops, "Callable"):
+            patch.setattr(torch._ops, "Callable", KindOfCallable("Callable", (), {}))
         if hasattr(dynamo, "fake_tensor_cache_enabled"):
             patch.setattr(dynamo, "fake_tensor_cache_enabled", False)
         if exporter := sys.modules.get("mha_deploy.exporter.exporter"):
             patch.setattr(exporter, "canonical_from_module", _traced_once(exporter.canonical_from_module))
         yield
+
+
+class KindOfCallable(type):
+    """What `Callable` is, but for its arguments: PyTorch writes them a thousand times an export."""
+
+    def __instancecheck__(cls, thing):
+        return callable(thing)
+
+    def __getitem__(cls, arguments):
+        return cls
 
 
 def _made_once(make):

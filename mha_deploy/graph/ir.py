@@ -412,7 +412,7 @@ def _tensors_inside(model: ir.Model) -> Iterator[ir.TensorProtocol]:
             yield from (value.const_value for value in graph.initializers.values() if value.const_value)
         for attribute in node.attributes.values():
             if attribute.type == ir.AttributeType.TENSOR and not attribute.is_ref():
-                yield attribute.as_tensor()
+                yield attribute.value
 
 
 def _keep_inputs(graph: ir.Graph, count: int) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
+import io
 import zipfile
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -29,6 +31,17 @@ def wheel_name() -> str:
 
 def write_wheel(folder: Path) -> Path | None:
     """Write the wheel to a folder; None where nobody knows what this package needs: it was not installed."""
+    content = _content()
+    if content is None:
+        return None
+    target = folder / wheel_name()
+    put_file(target, content)
+    return target
+
+
+@functools.cache
+def _content() -> bytes | None:
+    """The wheel; of all files, to compress it takes longest, and it is the same for every package."""
     try:
         known = distribution("mha-deploy")
     except PackageNotFoundError:
@@ -44,12 +57,11 @@ def write_wheel(folder: Path) -> Path | None:
         files[f"{about}/entry_points.txt"] = entries.encode()
     lines = [f"{name},sha256={_digest(data)},{len(data)}" for name, data in files.items()]
     files[f"{about}/RECORD"] = ("\n".join([*lines, f"{about}/RECORD,,"]) + "\n").encode()
-    target = folder / wheel_name()
-    put_file(target, b"")  # makes the folder, and owns the place
-    with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, data in files.items():
             archive.writestr(zipfile.ZipInfo(name, _EPOCH), data, zipfile.ZIP_DEFLATED)
-    return target
+    return buffer.getvalue()
 
 
 def _files(root: Path, left_out: tuple[str, ...] = ("__pycache__",)) -> list[tuple[str, Path]]:

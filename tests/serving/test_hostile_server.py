@@ -56,35 +56,52 @@ def against(path, act):
         server.close()
 
 
-@pytest.mark.sweep(3)
-@pytest.mark.parametrize("group", WRONG)
-def test_a_server_that_misbehaves_is_an_error_of_the_server(group):
-    path, acts = WRONG[group]
+def at_once(ask, names):
+    """The result of every name; most of the time servers make their clients wait."""
     with ThreadPoolExecutor(8) as pool:
-        done = list(pool.map(lambda act: against(path, act), acts.values()))
-    for name, (error, seconds) in zip(acts, done, strict=True):
+        return dict(zip(names, pool.map(ask, names), strict=True))
+
+
+def check_all(done):
+    for name, (error, seconds) in done.items():
         try:
             check(error, seconds)
         except AssertionError as wrong:
             raise AssertionError(f"{name}: {wrong}") from wrong
 
 
-@pytest.mark.parametrize("name", hostile.GRPC)
-def test_so_it_is_with_grpc(name):
-    pytest.importorskip("tritonclient.grpc", reason="tritonclient is not installed")
-    method, act = hostile.GRPC[name]
-    with grpc_server(**{method: act}) as url:
-        check(*asked(url))
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize("group", WRONG)
+def test_a_server_that_misbehaves_is_an_error_of_the_server(group):
+    path, acts = WRONG[group]
+    check_all(at_once(lambda name: against(path, acts[name]), acts))
 
 
-@pytest.mark.parametrize("name", ["nothing", "garbage", "endless body", "a flood of continue", "closes"])
-def test_a_server_that_does_not_speak_grpc_ends_within_the_time(name):
+def test_so_it_is_with_grpc():
     pytest.importorskip("tritonclient.grpc", reason="tritonclient is not installed")
-    server = RawServer(hostile.TRANSPORT[name])
-    error, seconds = asked(server.url)
-    server.close()
-    assert error.exit_code in (1, 3), error
-    assert seconds < TIMEOUT + 5
+
+    def ask(name):
+        method, act = hostile.GRPC[name]
+        with grpc_server(**{method: act}) as url:
+            return asked(url)
+
+    check_all(at_once(ask, hostile.GRPC))
+
+
+def test_a_server_that_does_not_speak_grpc_ends_within_the_time():
+    pytest.importorskip("tritonclient.grpc", reason="tritonclient is not installed")
+
+    def ask(name):
+        server = RawServer(hostile.TRANSPORT[name])
+        try:
+            return asked(server.url)
+        finally:
+            server.close()
+
+    names = ("nothing", "garbage", "endless body", "a flood of continue", "closes")
+    for name, (error, seconds) in at_once(ask, names).items():
+        assert error.exit_code in (1, 3), (name, error)
+        assert seconds < TIMEOUT + 5, name
 
 
 # -- The command -----------------------------------------------------------------------------------
@@ -123,12 +140,17 @@ def test_a_server_or_model_that_is_not_there_is_unavailable(path, status):
 
 def test_a_server_with_another_certificate_is_unavailable():
     """Or with none at all: nothing is sent to it."""
-    for name in ("garbage", "nothing", "closes"):
+
+    def ask(name):
         server = HostileServer(hostile.SERVER_PATH, hostile.TRANSPORT[name])
-        error, seconds = asked(server.url.replace("http", "https"))
-        server.close()
-        assert error.exit_code == 3, error
-        assert seconds < TIMEOUT + 5
+        try:
+            return asked(server.url.replace("http", "https"))
+        finally:
+            server.close()
+
+    for name, (error, seconds) in at_once(ask, ("garbage", "nothing", "closes")).items():
+        assert error.exit_code == 3, (name, error)
+        assert seconds < TIMEOUT + 5, name
 
 
 def test_a_server_without_the_extension_for_configurations_is_one():
