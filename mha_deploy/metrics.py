@@ -128,6 +128,7 @@ _TO_NEAREST = (2.0**-11 / 2.0**-8) ** 2
 # Of many mistakes that are looked for, chance leaves so many standard deviations of one in some sample: right
 # runtimes in `benchmarks/own_sensitivity.py --alarms`.
 _DEVIATIONS = 2.5
+_ALIKE = (0.5, 2.0)  # an error that holds a known mistake so many times is named after it
 _OUTSTANDING = 3.0  # a head with so many times the error of the usual head is named
 
 Suspects = Mapping[str, tuple[np.ndarray, float | None]]
@@ -292,6 +293,12 @@ class Spread:
         along = change / self._expected * self._decided
         return float((along * (error / self._expected)).sum()) / max(float(np.square(along).sum()), 1e-300)
 
+    def _is_most_of(self, change: np.ndarray, error: np.ndarray) -> bool:
+        """Whether an error is little else than a known mistake, in any amount."""
+        whole = np.square(error / self._expected * self._decided).sum()
+        part = self._share(change, error) ** 2 * np.square(change / self._expected * self._decided).sum()
+        return bool(part > 0.5 * whole)
+
     def worst_slice(
         self, error: np.ndarray, suspects: Suspects = MappingProxyType({})
     ) -> tuple[float, float, str]:
@@ -311,8 +318,12 @@ class Spread:
             local, gain = max(local, head_local), max(gain, head_gain)
         for name, (change, known) in suspects.items():
             if is_telling(chance := self._chance_in_samples(name, change) if known is None else known):
-                share = abs(self._share(change, error)) / chance
-                place = f"an error as from {name}" if share > max(local, gain) else place
+                amount = abs(self._share(change, error))
+                share = amount / chance
+                if share > max(local, gain) and (
+                    _ALIKE[0] < amount < _ALIKE[1] or self._is_most_of(change, error)
+                ):
+                    place = f"the pattern of {name}"
                 gain = max(gain, share)
         return local, gain, place
 

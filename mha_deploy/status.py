@@ -235,7 +235,9 @@ class Place(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_
     cases: Annotated[str | None, means("the kind of cases, as in `parity`")] = None
     case: Annotated[str | None, means("name of the case")] = None
     output: Annotated[str | None, means("name of the output, or of the attention")] = None
-    check: Annotated[str | None, means("the check of `invariance`, or the mask of `conformance`")] = None
+    check: Annotated[
+        str | None, means("the check of `invariance`, the mask of `conformance`, or the clients")
+    ] = None
     sizes: Annotated[Mapping[str, int] | None, means("axis sizes")] = None
 
 

@@ -154,10 +154,12 @@ MEASURES = {
 
 
 def _out_of_budget(reason: Reason, share: float | None) -> str:
-    measures = ", ".join(MEASURES.get(name, name) for name in reason.names)
+    measures = f": {', '.join(MEASURES.get(name, name) for name in reason.names)}"
+    if set(reason.names) >= set(MEASURES):
+        measures = " in every measure"
     much = "out of" if share is None or not 1 < share < math.inf else f"{share:,.1f}× over"
     where = f", worst in {reason.where}" if reason.where and not reason.worst else ""
-    return f"{much} budget: {measures}{where}"
+    return f"{much} budget{measures}{where}"
 
 
 def _subnormal(reason: Reason, _: float | None) -> str:
@@ -235,14 +237,14 @@ def gap_text(gap: Gap) -> str:
     if gap.kind is Kind.STEPS_NOT_COVERED:
         return f"decode steps in {gap.name}"
     if gap.kind is Kind.ATTENTION_NOT_OBSERVED:
-        return f"attention {gap.attention} in {gap.name}"
+        return f"{gap.attention} in {gap.name} (no output shows this attention)"
     if gap.kind is Kind.OUTPUTS_NOT_JUDGED:
         return f"further outputs of {gap.name}"
     if gap.kind is Kind.PROBES_NOT_RUN:
         return "probe inputs"
     profile = f"profile {gap.profile} of {gap.name}"
     if gap.kind is Kind.PROFILE_NOT_COVERED:
-        return profile
+        return f"every size of {gap.name}" if gap.profile is None else profile
     sizes = _span(gap.axis, gap.least, gap.most)
     if gap.other_axis is not None:
         sizes += f" with {_span(gap.other_axis, gap.other_least, gap.other_most)}"
@@ -280,8 +282,10 @@ def _about_decoding(finding: Finding) -> str:
 
 def _about_profiles(finding: Finding) -> str:
     if finding.numbers["judged"]:
-        return f"{finding.place.runner} was not run on {', '.join(finding.names)}: outside its profiles"
-    return f"{finding.place.runner} was compared with nothing: every case is outside its profiles"
+        return (
+            f"{finding.place.runner} was not run on {', '.join(finding.names)}: it does not take their sizes"
+        )
+    return f"{finding.place.runner} was compared with nothing: it takes the sizes of no case"
 
 
 def _about_graph(finding: Finding) -> str:
@@ -290,7 +294,7 @@ def _about_graph(finding: Finding) -> str:
 
 
 def _about_requests(finding: Finding) -> str:
-    count, clients = finding.numbers, plural(int(finding.numbers["clients"]), "client")
+    count, clients = finding.numbers, finding.place.check
     if finding.kind is Kind.REQUESTS_NOT_SENT:
         answered = f"{count['answered']:.0f} of {count['requests']:.0f} requests"
         return f"{clients}: the limit of {count['limit_s']:g} s was reached after {answered}"
@@ -315,7 +319,7 @@ _FINDINGS: Mapping[Kind, str | Callable[[Finding], str]] = {
     Kind.UNVERIFIED_DECODING: _about_decoding,
     Kind.NOT_INVARIANT: "{0.place.runner}: {0.place.check} changes the answer ({0.place.case}, {0.detail})",
     Kind.RUNTIME_FAILED: "{0.place.runner} fits this machine and failed to run the model: {0.detail}",
-    Kind.NO_ENGINE: "the bundle has no engine that could be fused or in its precision",
+    Kind.NO_ENGINE: "the bundle has no engine, and {0.detail} asks for one: run build-engine first",
     Kind.RANGE_SHRUNK: "{0.names[0]} was requested from {0.numbers[requested_min]:.0f} to "
     "{0.numbers[requested_max]:.0f}, and is exported from {0.numbers[min]:.0f} to {0.numbers[max]:.0f}: "
     "{0.detail}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import singledispatch
@@ -392,14 +393,19 @@ def report_renderable(report: Data, *, verbose: bool = False, headed: bool = Tru
     """
     model = f"{report['model']['name']} {report['model']['precision']}"
     verdict = report["verdict"]
-    by_level = group_by(tables.shown_findings(verdict), lambda finding: finding["level"])
+    # The first failure is the headline.
+    said = [
+        each for each in tables.shown_findings(verdict) if not verdict["headline"].startswith(each["text"])
+    ]
+    by_level = group_by(said, lambda finding: finding["level"])
     findings = {group[0]["level"]: _finding_lines(group) for group in by_level}
     blocks: list[RenderableType] = [verdict_renderable(report)] if headed else []
     blocks += findings.pop("failure", [])
     blocks.append(Text(f"{model}, errors against the FP64 oracle", style="bold"))
     blocks += [render(tables.subjects_table(report["subjects"]))] if report["subjects"] else []
     runs = sorted(report["parity"], key=lambda run: not _not_passed(run))  # failures first
-    blocks += [parity_renderable(run, verbose=verbose) for run in runs]
+    alike = [[run] for run in runs] if verbose else group_by(runs, _mistakes)
+    blocks += [block for group in alike for block in _alike_renderables(group, verbose=verbose)]
     blocks += [decode_renderable(report["decode"], verbose=verbose)] if report["decode"] else []
     blocks += map(_invariance, group_by(report["invariance"], lambda check: check["backend"]))
     blocks += [_conformance(report["conformance"], verbose=verbose)] if report["conformance"] else []
@@ -444,10 +450,10 @@ def parity_renderable(run: Data, *, verbose: bool = True) -> RenderableType:
     run = as_plain(run)
     if not verbose and run["outcome"] == Outcome.PASSED:
         return _passed_renderable(run)
-    if not verbose and (failures := _not_passed(run)) and len(failures) < len(run["verdicts"]):
+    if not verbose and (failures := _not_passed(run)):
         good = [verdict for verdict in run["verdicts"] if verdict not in failures]
-        line = _passed_renderable({**run, "verdicts": good})
-        return Group(render(_parity_table({**run, "verdicts": failures})), line)
+        lines = [_passed_renderable({**run, "verdicts": good})] if good else []
+        return Group(_failed_renderable({**run, "verdicts": failures}), *lines)
     built, noun, right = _parity_table(run), "outputs", "within budget"
     if run["cases"] == tables.LAYERS:
         noun, right = "attentions", "right"
@@ -457,6 +463,48 @@ def parity_renderable(run: Data, *, verbose: bool = True) -> RenderableType:
     if run["outcome"] != Outcome.PASSED:
         words = f"{len(failed)} of {count} {noun} are {'wrong' if is_wrong else 'not verified'}"
     return Group(render(built), head(run["outcome"], words))
+
+
+def _failed_renderable(run: Data) -> RenderableType:
+    """What did not pass: a table with sentences about the worst; a line where nothing ran for one reason."""
+    reasons = {tables.reason_words(verdict["reason"]) for verdict in run["verdicts"]}
+    if len(reasons) == 1 and all(verdict["deviation"] is None for verdict in run["verdicts"]):
+        what = f"{plural(len(run['verdicts']), 'output')} of {run['cases']} cases"
+        words = f"{Outcome(run['outcome']).upper()}  {run['backend']}: {what}: {reasons.pop()}"
+        return Text(words, style=_STYLES[tables.MARKS[Outcome(run["outcome"])]])
+    built = _parity_table(run)
+    worst = sorted(run["verdicts"], key=lambda verdict: -(verdict["share"] or math.inf))[:_SHOWN_FAILURES]
+    kept = {tables.problem_text(verdict) for verdict in worst}
+    groups, dropped = [], 0
+    for group in built.groups:
+        rows = [row for row in group.rows if row[-1].span == 1 or row[-1].text in kept]
+        dropped += len(group.rows) - len(rows)
+        groups.append(replace(group, rows=rows))
+    more = [Text(f"and {plural(dropped, 'more output')}: -v", style="red")] if dropped else []
+    return Group(render(replace(built, groups=groups)), *more)
+
+
+def _mistakes(run: Data) -> Hashable:
+    """What is the same for all runs that one table shows; runs that passed are never alike."""
+    failed = [
+        (each["case"], each["output"], each["outcome"], reason and reason["kind"], (reason or {}).get("got"))
+        for each in _not_passed(run)
+        for reason in (each["reason"],)
+    ]
+    return tuple(failed) or id(run)
+
+
+def _alike_renderables(runs: Sequence[Data], *, verbose: bool) -> list[RenderableType]:
+    """The first of runs with the same mistakes, and a line for each of the others."""
+    first, *others = runs
+    lines: list[RenderableType] = [parity_renderable(first, verbose=verbose)]
+    for run in others:
+        status, what = run["outcome"], plural(len(_not_passed(run)), "output")
+        words = f"{run['backend']}: the same {what} of {run['cases']} cases"
+        lines.append(
+            Text(f"{Outcome(status).upper()}  {words}", style=_STYLES[tables.MARKS[Outcome(status)]])
+        )
+    return lines
 
 
 def _parity_table(run: Data) -> Table:

@@ -61,6 +61,8 @@ class ServerError(DeployError):
 
 
 _LARGEST_DESCRIPTION = 4 << 20
+_BRIEF_S = 2.0  # for a question whose answer only improves a hint
+_SETTINGS = "\0\0"  # how HTTP/2 begins, and so gRPC, where a line of HTTP/1.1 is expected
 _NO_SERVER = (502, 503, 504)  # what a proxy answers for a server that is not there
 
 
@@ -163,6 +165,13 @@ class _ConfigData(msgspec.Struct):
     parameters: Annotated[dict[_Name, _ConfigParameter], msgspec.Meta(max_length=4096)] = {}
 
 
+class _IndexData(msgspec.Struct):
+    """A model in the index of a server."""
+
+    name: _Name
+    state: str = ""
+
+
 class _Parameters(msgspec.Struct):
     binary_data_size: _Size | None = None
 
@@ -247,6 +256,10 @@ class _Connection(Closing, ABC):
         """The configuration of a model."""
 
     @abstractmethod
+    def index(self) -> Any:
+        """Its models, an extension of Triton."""
+
+    @abstractmethod
     def infer(
         self, model: str, feeds: Arrays, outputs: Sequence[str], place: Mapping[str, int]
     ) -> list[_Output]:
@@ -328,6 +341,10 @@ class _Http(_Connection):
 
     def config(self, name: str) -> Any:
         return self._json(self._path(name) + "/config")
+
+    def index(self) -> Any:
+        _, content = self._request("POST", "/v2/repository/index", _LARGEST_DESCRIPTION, b"{}")
+        return msgspec.json.decode(content)
 
     def infer(
         self, model: str, feeds: Arrays, outputs: Sequence[str], place: Mapping[str, int]
@@ -417,7 +434,11 @@ class _Http(_Connection):
             raise ServerError.of(ERROR, what, error_line(error)) from error
         except Exception as error:  # of ssl and http.client, whose parser raises many kinds
             self.close()
-            raise ServerError.of(ERROR, "The server's answer is not HTTP.", error_line(error)) from error
+            problem = ServerError.of(ERROR, "The server's answer is not HTTP.", error_line(error))
+            if isinstance(error, http.client.BadStatusLine) and str(error.args[0]).startswith(_SETTINGS):
+                scheme = self.url.scheme.replace("http", "grpc")
+                problem.hint = f"{scheme}://{self.url.address}: it speaks gRPC"
+            raise problem from error
         if response.will_close or not response.isclosed():
             self.close()
         self._check_status(response, content)
@@ -530,6 +551,10 @@ class _Grpc(_Connection):
         request = self._schema.ModelConfigRequest(name=name, version=self.url.version)
         return self._plain(self._call("ModelConfig", request).config)
 
+    def index(self) -> Any:
+        found = self._call("RepositoryIndex", self._schema.RepositoryIndexRequest())
+        return self._plain(found).get("models", [])
+
     def infer(
         self, model: str, feeds: Arrays, outputs: Sequence[str], place: Mapping[str, int]
     ) -> list[_Output]:
@@ -618,8 +643,13 @@ class ServerRunner(Runner):
     def _describe(self) -> None:
         """Ask the server for its name and for the inputs and outputs of the model."""
         link = self._connection()
-        with self._needed("The server cannot be reached."), _understood("does not describe itself"):
-            server = _described_as(_ServerData, link.server())
+        try:
+            with self._needed("The server cannot be reached."), _understood("does not describe itself"):
+                server = _described_as(_ServerData, link.server())
+        except BackendUnavailable as error:
+            if isinstance(link, _Grpc) and self._speaks_http():
+                error.hint = f"{self.url.scheme.replace('grpc', 'http')}://{self.url.address}: it speaks HTTP"
+            raise
         with self._needed("The server has no such model ready."), _understood("does not describe its model"):
             found = _described_as(_ModelData, link.model(self.model))
         config = _ConfigData()
@@ -655,7 +685,25 @@ class ServerRunner(Runner):
             if error.kind != UNREACHABLE and not error.refused:
                 raise
             got = f"{self.url.scheme}://{self.url.address} {self.model}: {error.in_one_line}"
-            raise BackendUnavailable(what, got=got, hint=_START) from error
+            raise BackendUnavailable(what, got=got, hint=self._ready_models() or _START) from error
+
+    def _ready_models(self) -> str:
+        """The models of a server that has an index of them, an extension of Triton; else nothing."""
+        with suppress(Exception):
+            listed = msgspec.convert(self._connection().index(), list[_IndexData])
+            names = [printable(each.name)[:_LONGEST_NAME] for each in listed if each.state == "READY"]
+            url = f"{self.url.scheme}://{self.url.address}"
+            return f"one that is ready: {', '.join(f'{url}/{name}' for name in names[:8])}" if names else ""
+        return ""
+
+    def _speaks_http(self) -> bool:
+        """Whether a server that does not speak gRPC describes itself in HTTP."""
+        scheme = self.url.scheme.replace("grpc", "http")
+        url, limit = self.url._replace(scheme=scheme), min(self.timeout_s, _BRIEF_S)
+        with suppress(DeployError, OSError, ValueError), _Http(url, limit, _LARGEST_DESCRIPTION) as link:
+            _described_as(_ServerData, link.server())
+            return True
+        return False
 
     def _tensors(self, found: Sequence[_TensorData]) -> dict[str, TensorInfo]:
         described = {}

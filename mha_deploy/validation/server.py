@@ -55,8 +55,20 @@ class _ServerValidation:
         self.spec, self.precision = bundle.manifest.spec, bundle.manifest.precision
         name = served_name(self.spec.name)
         self.runner = ServerRunner(options.url or "", model=name, timeout_s=options.timeout_s)
+        self._check_inputs()
         self._answered = False
         self._silent: DeployError | None = None  # why nothing more is sent: it has never answered
+
+    def _check_inputs(self) -> None:
+        """Another model is known by its inputs before anything is sent; one with its own cache has fewer."""
+        own, theirs = {each.name for each in self.spec.inputs}, set(self.runner.inputs)
+        if theirs <= own if self.runner.keeps_cache else theirs == own:
+            return
+        self.runner.close()
+        taken, wanted = (", ".join(sorted(names)) for names in (theirs, own))
+        got = f"{taken} in {self.runner.name}; {wanted} in the bundle of {self.spec.name}"
+        hint = "validate the bundle that is served, or name its model: SCHEME://HOST:PORT/MODEL"
+        raise ServerError("The served model has other inputs than the bundle.", got=got, hint=hint)
 
     def report(self) -> Validation:
         on_step, runner, options = self.on_step, self.runner, self.options

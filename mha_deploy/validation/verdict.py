@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
@@ -15,7 +16,7 @@ from mha_deploy.bundle.manifest import Manifest, ObservedRecord
 from mha_deploy.bundle.samples import Sample
 from mha_deploy.engine.engine import Engine
 from mha_deploy.errors import DeployError
-from mha_deploy.judge import OutputVerdict
+from mha_deploy.judge import OutputVerdict, ParityReport
 from mha_deploy.model.spec import Axis, are_within
 from mha_deploy.options import ValidateOptions
 from mha_deploy.requirements import REQUIRED, Demands, Requirement, demands_of
@@ -223,8 +224,8 @@ def findings(
         about = {"runner": column, "check": row.case, "detail": cell.detail}
         yield _found(Severity.WARNING, Section.CONFORMANCE, Kind.WRONG_MASK, **about)
     yield from _about_latency(report.points)
-    for point in report.serving:
-        yield from _about_load(point, options)
+    for points in group_by(report.serving, lambda point: (point.first_error, *point.errors)):
+        yield from _about_load(points, options)
     if report.data is not None:
         yield from _about_data(report.data, report.bundle.manifest.spec.axes)
     yield from loss_findings(report.bundle.manifest, options)
@@ -340,7 +341,8 @@ def find_uncovered(
         for index, profile in enumerate(ranges):
             ran_there = [one for one in sizes if are_within(one, profile)]
             if not ran_there:
-                found.append(Gap(kind=Kind.PROFILE_NOT_COVERED, name=name, profile=index))
+                profile_index = None if engine is None else index
+                found.append(Gap(kind=Kind.PROFILE_NOT_COVERED, name=name, profile=profile_index))
                 continue
             place: dict[str, Any] = {"name": name, "profile": index} if len(ranges) > 1 else {}
             found += [Gap(kind=Kind.SIZES_NOT_COVERED, **span, **place) for span in _gaps(ran_there, profile)]
@@ -473,15 +475,23 @@ def _about_runtimes(evaluations: Sequence[Evaluation], options: ValidateOptions)
     outputs = {Outcome.FAILED: Kind.WRONG_OUTPUTS, Outcome.NOT_VERIFIED: Kind.UNVERIFIED_OUTPUTS}
     decoding = {Outcome.FAILED: Kind.WRONG_DECODING, Outcome.NOT_VERIFIED: Kind.UNVERIFIED_DECODING}
     for each in evaluations:
-        for report in each.parity:
-            for outcome, kind in outputs.items():
-                if failed := [verdict for verdict in report.verdicts if verdict.outcome is outcome]:
-                    numbers: dict[str, float] = {"failed": len(failed), "judged": len(report.verdicts)}
-                    worst = max(failed, key=lambda each: math.inf if each.share is None else each.share)
-                    if worst.share is not None and math.isfinite(worst.share):
-                        numbers["share"] = worst.share
-                    about = {"runner": each.label, "cases": report.cases, "numbers": numbers}
-                    yield _found(levels[outcome], Section.PARITY, kind, **about, **at(worst))
+        worst_first = [
+            (report, outcome, sorted(failed, key=_share, reverse=True))
+            for report in each.parity
+            for outcome in outputs
+            if (failed := [verdict for verdict in report.verdicts if verdict.outcome is outcome])
+        ]
+        for alike in group_by(worst_first, lambda one: (one[1], *_place(one[0], one[2][0]))):
+            (_, outcome, (worst, *_)), reports = alike[0], [report for report, *_ in alike]
+            numbers: dict[str, float] = {
+                "failed": sum(len(failed) for *_, failed in alike),
+                "judged": sum(len(report.verdicts) for report in reports),
+            }
+            if math.isfinite(_share(worst)):
+                numbers["share"] = _share(worst)
+            cases = " and ".join(dict.fromkeys(report.cases for report in reports))
+            about = {"runner": each.label, "cases": cases, "numbers": numbers}
+            yield _found(levels[outcome], Section.PARITY, outputs[outcome], **about, **at(worst))
     for each in evaluations:
         if each.not_decoded_because is not None:
             about = {"runner": each.label, "detail": each.not_decoded_because}
@@ -500,6 +510,16 @@ def _about_runtimes(evaluations: Sequence[Evaluation], options: ValidateOptions)
                 yield _found(Severity.FAILURE, Section.INVARIANCE, Kind.NOT_INVARIANT, detail=detail, **about)
 
 
+def _share(verdict: OutputVerdict) -> float:
+    return math.inf if verdict.share is None else verdict.share
+
+
+def _place(report: ParityReport, worst: OutputVerdict) -> tuple[object, ...]:
+    """What all reports of one sentence share: where the worst output is, and what is wrong there."""
+    why = None if worst.reason is None else worst.reason.kind
+    return report.cases == LAYERS, worst.case, worst.output, why
+
+
 def _about_engines(
     report: Validation, absent: Sequence[Unavailable], options: ValidateOptions
 ) -> Iterator[Finding]:
@@ -508,7 +528,8 @@ def _about_engines(
     for name in report.foreign:
         yield _found(Severity.WARNING, Section.ENGINE, Kind.FOREIGN_ENGINE, engine=name)
     if not engines and required and not report.subjects:
-        yield _found(Severity.FAILURE, Section.FUSION, Kind.NO_ENGINE)
+        asks = [name for name in ("require_fused", "require_precision") if getattr(options, name)]
+        yield _found(Severity.FAILURE, Section.FUSION, Kind.NO_ENGINE, detail=" and ".join(asks))
     for name in report.gone:
         yield _found(Severity.WARNING, Section.ENGINE, Kind.ENGINE_GONE, engine=name)
     for name, manifest in ((engine.path.stem, engine.manifest) for engine in engines):
@@ -628,13 +649,17 @@ def _about_latency(points: Sequence[LatencyPoint]) -> Iterator[Finding]:
                 yield _found(Severity.WARNING, Section.LATENCY, Kind.NOT_SETTLED, **about)
 
 
-def _about_load(point: ServingRecord, options: ValidateOptions) -> Iterator[Finding]:
-    """What a server under load shows besides wrong results."""
-    failed = dict(point.errors)
-    numbers: dict[str, float] = {"clients": point.clients, "requests": point.requests}
-    numbers |= {"answered": point.answered, "unsent": failed.pop(NOT_SENT, 0)}
+def _about_load(points: Sequence[ServingRecord], options: ValidateOptions) -> Iterator[Finding]:
+    """What a server under load shows besides wrong results, at all numbers of clients that show the same."""
+    failed = Counter[str]()
+    for point in points:
+        failed.update(point.errors)
+    clients = ", ".join(str(point.clients) for point in points)
+    numbers: dict[str, float] = {"requests": sum(point.requests for point in points)}
+    numbers |= {"answered": sum(point.answered for point in points), "unsent": failed.pop(NOT_SENT, 0)}
     numbers |= {"failed": sum(failed.values()), "limit_s": options.limit_s}
-    about: dict[str, Any] = {"numbers": numbers, "detail": point.first_error or ""}
+    about: dict[str, Any] = {"numbers": numbers, "detail": points[0].first_error or ""}
+    about["check"] = f"{clients} client{'' if clients == '1' else 's'}"
     about["names"] = tuple(f"{count} {kind}" for kind, count in failed.items())
     if failed:
         yield _found(Severity.FAILURE, Section.SERVING, Kind.REQUESTS_FAILED, **about)

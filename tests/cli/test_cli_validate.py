@@ -112,6 +112,9 @@ def test_a_wrong_model_fails_though_every_hash_matches(run_cli, folder):
     levels = [finding["level"] for finding in report["verdict"]["findings"]]
     assert levels == sorted(levels, key=("failure", "warning", "note").index)
     assert levels[0] == "failure"
+    printed = " ".join(done.out.split())
+    assert printed.count(report["verdict"]["findings"][0]["text"]) == 1, "the headline is not repeated"
+    assert printed.count("worst element [") <= 4 * len(report["parity"])
     assert report["fault"]["at_fault"] == "graph"
     failed = [row for row in report["parity"][0]["verdicts"] if row["outcome"] == "failed"]
     assert {row["case"] for row in failed} >= {"opt", "odd", "large"}, "one key leaves nothing to scale"

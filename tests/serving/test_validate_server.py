@@ -2,6 +2,7 @@
 
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -97,6 +98,52 @@ def test_a_server_of_another_bundle_fails_though_its_results_are_right(served, b
     assert [each.kind for each in report.findings if each.level == "failure"] == [Kind.OTHER_BUNDLE]
     del server.config["parameters"]["mha_deploy_bundle_sha256"]
     assert md.validate(bundles("tiny-gqa"), **options).passed, "other servers do not say"
+
+
+def test_a_model_with_other_inputs_is_refused_before_anything_is_sent(served, bundles):
+    server = served("tiny-padding")
+    with pytest.raises(md.DeployError) as refused:
+        md.validate(bundles("tiny-gqa"), url=f"{server.url}/tiny-padding", clients=(1,), requests=1)
+    assert refused.value.exit_code == 1
+    assert "key_lengths" in refused.value.got
+    assert server.count == 0
+
+
+def test_of_a_model_that_is_not_served_those_that_are_ready_are_named(served, bundles):
+    server = served("tiny-gqa")
+    with pytest.raises(md.DeployError) as refused:
+        md.validate(bundles("tiny-padding"), url=server.url)
+    assert refused.value.exit_code == 3
+    assert f"{server.url}/tiny-gqa" in refused.value.hint
+
+
+def test_a_server_that_speaks_the_other_protocol_is_named_with_it(served, bundles):
+    server = served("tiny-gqa")
+    with pytest.raises(md.DeployError) as refused:
+        md.validate(bundles("tiny-gqa"), url=server.url.replace("http", "grpc"))
+    assert server.url in refused.value.hint
+    grpc = pytest.importorskip("grpc")
+    with ThreadPoolExecutor(1) as pool:
+        other = grpc.server(pool)
+        port = other.add_insecure_port("127.0.0.1:0")
+        other.start()
+        with pytest.raises(md.DeployError) as refused:
+            md.validate(bundles("tiny-gqa"), url=f"http://127.0.0.1:{port}")
+        other.stop(None)
+    assert f"grpc://127.0.0.1:{port}" in refused.value.hint
+
+
+def test_one_cause_is_one_failure_for_all_clients(served, bundles):
+    def before(number):
+        raise RuntimeError("the connection is dropped")
+
+    server = served("tiny-gqa", before=before)
+    report = md.validate(bundles("tiny-gqa"), url=server.url, clients=(1, 2, 3), requests=4, probe=False)
+    failures = [each for each in report.findings if each.level == "failure"]
+    assert [each.kind for each in failures].count(Kind.REQUESTS_FAILED) == 1
+    assert [each.kind for each in failures].count(Kind.WRONG_OUTPUTS) <= 2
+    requests = next(each for each in failures if each.kind is Kind.REQUESTS_FAILED)
+    assert requests.numbers["failed"] == sum(each["requests"] for each in load_of(report))
 
 
 def test_only_what_happens_under_load_is_wrong_is_caught(served, bundles):

@@ -573,6 +573,10 @@ def test_rounding_to_nearest_is_no_trace_of_a_coarser_type():
     assert 0.1 < right.local_gain / budget.local_gain < 0.5
     assert wrong.local_gain / budget.local_gain > 10
     assert "BF16" in wrong.local_at
+    mistake = coarse.astype(np.float64) - oracle
+    beside = random.standard_normal(oracle.shape) * 1e-2
+    for far, is_named in ((oracle + 30 * mistake, True), (oracle + 3 * mistake + beside, False)):
+        assert ("BF16" in measure(far, oracle, budget.spread, suspects).local_at) is is_named
 
 
 # -- a model that rounds to a grid of eight bits ----------------------------------------------------
