@@ -216,10 +216,10 @@ def test_a_factor_on_q_that_makes_the_batch_larger_stays_on_q():
 
 
 @pytest.mark.parametrize(
-    ("shape", "count"), [((2, 1, 1, S), 1), ((2, 1, S, 1), 0), ((S,), 1), ((2, H, S, S), 0)]
+    ("shape", "count"), [((2, 1, 1, S), 1), ((2, 1, S, 1), 1), ((S,), 1), ((2, H, S, S), 0)]
 )
 def test_a_temperature_beside_scores_of_keys_and_queries(shape, count):
-    """Scores `[K, Q]`: the last axis is that of the queries, and each may have a temperature of its own."""
+    """Scores `[K, Q]`: the last axis is that of the queries. Each, or each key, may have a temperature."""
     g = Hand()
     scores = g.op("MatMul", "k", g.op("Transpose", "q", perm=[0, 1, 3, 2]))
     weights = g.op("Softmax", g.op("Mul", scores, g.input("temperature", shape)), axis=2)

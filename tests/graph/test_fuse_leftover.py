@@ -269,9 +269,9 @@ def test_every_one_is_counted_in_the_order_of_the_graph():
     assert [left.name for left in report.unfused] == names
 
 
-def test_gemm_of_matrices_that_are_scaled_by_keys():
+def test_gemm_of_matrices_that_are_scaled_by_queries_and_keys():
     g = Hand(shape=(S, D))
-    scores = g.op("Mul", g.op("Gemm", "q", "k", transB=1), g.input("factors", (1, S)))
+    scores = g.op("Mul", g.op("Gemm", "q", "k", transB=1), g.input("factors", (S, S)))
     y = g.op("Gemm", g.op("Softmax", scores), "v")
     model = g.model(g.op("Unsqueeze", y, g.ints(0, 1)))
     new, report = fused(model)

@@ -26,8 +26,8 @@ REFUSED = {
     "Dropout of the weights is active: export the module in eval mode.": lambda g: g.op(
         "MatMul", g.op("Dropout", g.op("Softmax", g.scores()), g.const(0.5), g.const(True, bool)), "v"
     ),
-    "The scores are scaled by something that is not the same for all keys.": lambda g: g.attend(
-        g.op("Mul", g.scores(), g.input("temperature", [2, 1, 1, S]))
+    "The scores are scaled by something that is not the same for all keys, nor for all queries.": lambda g: (
+        g.attend(g.op("Mul", g.scores(), g.input("temperature", [2, 1, S, S])))
     ),
 }
 
@@ -112,7 +112,13 @@ SECOND = [helper.make_node("MatMul", ["q", "kt"], ["r"]), helper.make_node("Mul"
     ("nodes", "reason"),
     [
         ([helper.make_node("Relu", ["s"], ["s2"])], "Relu stands between the scores and the softmax. s2"),
-        ([helper.make_node("Clip", ["s"], ["s2"])], "Clip stands between the scores and the softmax."),
+        (
+            [
+                helper.make_node("Constant", [], ["low"], value_float=-5.0),
+                helper.make_node("Clip", ["s", "low"], ["s2"]),
+            ],
+            "Clip stands between the scores and the softmax.",
+        ),
         (
             [helper.make_node("Max", ["s", "q", "k"], ["s2"])],
             "Max stands between the scores and the softmax.",

@@ -336,6 +336,98 @@ def onnx_tensor(number):
     return ir.serde.serialize_tensor(ir.tensor(np.array([number], np.float32)))
 
 
+def filled_with_a_constant_of_all_scores(g):
+    return g.attend(g.op("Where", keep(g), g.scores(), g.const(np.full((B, H, S, S), -1e9))))
+
+
+def blended_with_numbers_of_keys(g):
+    mask = g.input("mask", (B, 1, 1, S))
+    far = g.op("Mul", g.op("Sub", g.const(1.0), mask), g.const(-10.0))
+    return g.attend(g.op("Add", g.op("Mul", g.scores(), mask), far))
+
+
+def softmax_of_logarithms(g):
+    return g.attend(g.op("LogSoftmax", g.op("Add", g.scores(), hidden(g)), axis=-1))
+
+
+def flattened(g):
+    weights = g.op("Softmax", g.op("Flatten", g.scores(), axis=3), axis=1)
+    return g.op("MatMul", g.op("Reshape", weights, g.ints(B, H, S, S)), "v")
+
+
+def tempered_keys(g):
+    scores = g.op("Mul", g.op("Add", g.scores(), g.input("bias", (S, S))), g.input("factors", (B, H, 1, S)))
+    return g.attend(scores)
+
+
+def over_a_copied_sum(g):
+    powers = shifted(g)
+    return g.op("MatMul", g.op("Div", powers, g.op("Expand", total(g, powers), g.ints(B, H, S, S))), "v")
+
+
+def over_a_sum_by_ones(g):
+    """Of powers that something else uses, too."""
+    powers = shifted(g)
+    g.op("Identity", powers)
+    sums = g.op("MatMul", powers, g.const(np.ones((S, 1))))
+    return g.op("Div", g.op("MatMul", powers, "v"), sums)
+
+
+def over_a_sum_of_squares(g):
+    powers = g.op("Exp", g.op("Mul", g.scores(), g.const(0.25)))
+    inverse = g.op("Reciprocal", g.op("ReduceSumSquare", powers, g.ints(-1)))
+    return g.op("MatMul", g.op("Mul", g.op("Mul", powers, powers), inverse), "v")
+
+
+def less_reduced_logarithm(g):
+    scores = g.scores()
+    scores = g.op("Sub", scores, g.op("ReduceMax", scores, g.ints(-1)))
+    logarithm = g.op("ReduceLogSum", g.op("Exp", scores), g.ints(-1))
+    return g.op("MatMul", g.op("Exp", g.op("Sub", scores, logarithm)), "v")
+
+
+def divided_behind_moves(g, *, turned=True):
+    """Heads of `[B, S, H, D]` over sums of `[B, S, H, 1]`, from `[B, H, S, 1]`; a projection between."""
+    powers, weight = shifted(g), g.const(np.random.default_rng(0).standard_normal((D, D)))
+    y = g.op("MatMul", g.op("Transpose", g.op("MatMul", powers, "v"), perm=[0, 2, 1, 3]), weight)
+    if turned:
+        return g.op("Div", y, g.op("Transpose", total(g, powers), perm=[0, 2, 1, 3]))
+    return g.op("Div", y, g.op("Reshape", total(g, powers), g.ints(B, S, H, 1)))
+
+
+def queries_without_weights(g):
+    """A factor of queries that was copied to all keys."""
+    factors = g.op("Tile", g.input("factors", (B, H, S, 1)), g.ints(1, 1, 1, S))
+    return g.op("MatMul", g.op("Mul", g.op("Softmax", g.scores()), factors), "v")
+
+
+def parts_of_keys(g):
+    """The scores of a past, and those of the present, and the values of both apart."""
+    bounds = (g.ints(0), g.ints(2)), (g.ints(2), g.ints(S))
+    k, v = ([g.op("Slice", name, *each, g.ints(2)) for each in bounds] for name in "kv")
+    bias = [g.op("Slice", g.input("bias", (1, 1, S, S)), *each, g.ints(3)) for each in bounds]
+    scores = [g.op("MatMul", "q", g.op("Transpose", each, perm=[0, 1, 3, 2])) for each in k]
+    scores = [
+        g.op("Add", g.op("Mul", one, g.const(0.5)), other) for one, other in zip(scores, bias, strict=True)
+    ]
+    weights = g.op("Softmax", g.op("Concat", *scores, axis=-1))
+    own = [
+        g.op("Slice", weights, *each, g.ints(3))
+        for each in ((g.ints(0), g.ints(2)), (g.ints(2), g.ints(2**63 - 1)))
+    ]
+    return g.op("Add", *(g.op("MatMul", one, other) for one, other in zip(own, v, strict=True)))
+
+
+def steps_that_change_nothing(g):
+    scores = g.op("Clip", g.op("Where", g.const(True, bool), g.scores(), g.const(0.0)))
+    scores = g.op("Max", g.op("Pow", g.op("Sum", scores), g.const(1.0)), g.const(-np.inf))
+    weights = g.op("Sub", g.op("Div", g.op("Softmax", scores), g.const([1.0])), g.const(0.0))
+    weights = g.op("Expand", g.op("Mean", g.op("Pad", weights, g.ints(*[0] * 8))), g.ints(B, H, S, S))
+    for _ in range(2):
+        weights = g.op("Transpose", g.cast(weights, FLOAT), perm=[0, 2, 1, 3])
+    return g.op("MatMul", weights, "v")
+
+
 SPELLINGS = [blended, blended_by_difference, blended_with_a_buffer, bounded, bounded_by_a_buffer]
 SPELLINGS += [divided_behind, masked_powers, masked_powers_divided_behind, renormalised, masked_behind]
 SPELLINGS += [multiplied_behind, less_log_of_sum, less_log_of_written_sum, less_mean, tempered_behind_a_bias]
@@ -348,6 +440,10 @@ SPELLINGS += [masked_behind_beside_positions, less_a_bounded_maximum, less_a_fin
 SPELLINGS += [less_a_logarithm_by_hand, over_a_bounded_sum, over_a_sum_and_nearly_nothing, over_one_more]
 SPELLINGS += [over_one_more_and_less_a_maximum, squared_weights, powers_times_gates, over_the_norm]
 SPELLINGS += [capped_by_a_sigmoid, triangle_of_powers, triangle_of_weights]
+SPELLINGS += [filled_with_a_constant_of_all_scores, softmax_of_logarithms, flattened, tempered_keys]
+SPELLINGS += [blended_with_numbers_of_keys]
+SPELLINGS += [over_a_copied_sum, over_a_sum_by_ones, over_a_sum_of_squares, less_reduced_logarithm]
+SPELLINGS += [divided_behind_moves, queries_without_weights, parts_of_keys, steps_that_change_nothing]
 SPELLINGS += [tempered_behind_a_fill, tempered_behind_a_fill_of_learned_heads, triangle_of_ones]
 
 
@@ -382,14 +478,14 @@ def masked_behind_beside_another(g):
 
 
 def blended_with_numbers(g):
-    """Not of zeros and ones."""
-    mask = g.input("mask", (B, 1, 1, S))
+    """Not of zeros and ones, nor the same for all queries."""
+    mask = g.input("mask", (B, 1, S, S))
     far = g.op("Mul", g.op("Sub", g.const(1.0), mask), g.const(-1e9))
     return g.attend(g.op("Add", g.op("Mul", g.scores(), mask), far))
 
 
 def blended_with_another(g):
-    other = g.cast(g.input("other", (B, 1, 1, S), BOOL), FLOAT)
+    other = g.cast(g.input("other", (B, 1, S, S), BOOL), FLOAT)
     return g.attend(g.op("Add", g.op("Mul", g.scores(), other), hidden(g)))
 
 
@@ -418,7 +514,17 @@ def divided_by_another_sum(g):
     return g.op("Div", g.op("MatMul", powers, "v"), total(g, g.op("Exp", g.op("Mul", powers, powers))))
 
 
-OTHERS = [weakly_renormalised, not_renormalised, masked_behind_by_another, masked_behind_beside_another]
+def squared_and_not_renormalised(g):
+    weights = g.op("Softmax", g.scores())
+    return g.op("MatMul", g.op("Mul", weights, weights), "v")
+
+
+def divided_by_sums_of_other_queries(g):
+    return divided_behind_moves(g, turned=False)
+
+
+OTHERS = [squared_and_not_renormalised, divided_by_sums_of_other_queries]
+OTHERS += [weakly_renormalised, not_renormalised, masked_behind_by_another, masked_behind_beside_another]
 OTHERS += [blended_with_numbers, blended_with_another, divided_by_another_sum]
 OTHERS += [less_the_maximum_of_queries, over_a_sum_with_a_large_bound, over_a_sum_of_any_size_with_a_bound]
 OTHERS += [powers_times_numbers]
@@ -435,7 +541,7 @@ def test_what_is_another_function_stays_as_it_is(spelled):
 
 def test_what_was_rewritten_twice_stays_as_it_is():
     g = Hand(shape=(S, D))
-    powers = g.op("Exp", g.op("Mul", g.op("Gemm", "q", "k", transB=1), g.input("factors", (1, S))))
+    powers = g.op("Exp", g.op("Mul", g.op("Gemm", "q", "k", transB=1), g.input("factors", (S, S))))
     y = g.op("Div", g.op("MatMul", powers, "v"), total(g, powers))
     model = g.model(g.op("Unsqueeze", y, g.ints(0, 1)))
     new, report = fused(model)
@@ -687,6 +793,25 @@ def test_matrices(operator):
     return check_heads(g, g.op(operator, g.op("Softmax", scores), "v"), (1, 1))
 
 
+def test_einsums_of_several_tensors():
+    """Projections and a scale are part of the einsums; all heads share the values."""
+    g = axes_of({name: ("N", "S", 5) for name in "xy"})
+    random = np.random.default_rng(0)
+    wq, wk, out = (g.const(random.standard_normal(shape)) for shape in ((5, H, D), (5, H, D), (H, 5, 3)))
+    scores = g.op("Einsum", "x", wq, g.const(np.full(D, 0.5)), wk, "y", equation="bie,ehd,d,fhd,bjf->bhij")
+    result = g.op("Einsum", g.op("Softmax", scores), "y", out, equation="bhij,bjf,hfo->bio")
+    check_heads(g, g.op("Unsqueeze", result, g.ints(1)), (H, H))
+
+
+def test_learned_queries_before_the_keys():
+    """`W @ tanh(V @ x.T)`, whose rows attend to x."""
+    g = axes_of({"x": ("N", "T", D)})
+    random = np.random.default_rng(0)
+    inner, queries = (g.const(random.standard_normal(shape)) for shape in ((5, D), (3, 5)))
+    keys = g.op("Tanh", g.op("MatMul", inner, g.op("Transpose", "x", perm=[0, 2, 1])))
+    check_heads(g, g.op("MatMul", g.op("Softmax", g.op("MatMul", queries, keys)), "x"), (1, 1))
+
+
 def test_an_einsum_with_the_projection_behind():
     g = axes_of({name: ("N", "S", H, D) for name in "qkv"})
     weights = g.op("Softmax", g.op("Einsum", "q", "k", equation="bqhd,bkhd->bhqk"))
@@ -835,14 +960,16 @@ def test_scores_that_are_used_elsewhere_are_computed_once_more(used):
     assert (len(report.fused), report.unfused) == (1 if used == "as an output" else 2, ())
 
 
-@pytest.mark.parametrize("half", [False, True])
-def test_fused_matmuls_of_onnx_runtime(half):
+@pytest.mark.parametrize(
+    ("operator", "half"), [("FusedMatMul", False), ("FusedMatMul", True), ("TransposeMatMul", False)]
+)
+def test_fused_matmuls_of_onnx_runtime(operator, half):
     """Both matrices of a product may be transposed; shape inference does not know the operator."""
     own = {"domain": "com.microsoft"}
     g = axes_of({"q": ("N", 2, D, "S"), "k": ("N", 2, D, "T"), "v": ("N", 2, "T", 5)})
     q, k, v = (g.cast(name, HALF, *([] if half else [FLOAT])) for name in "qkv")
-    scores = g.op("FusedMatMul", k, q, alpha=0.25, transA=1, **own)
-    result = g.op("FusedMatMul", g.op("Softmax", scores, axis=2), v, transA=1, **own)
+    scores = g.op(operator, k, q, alpha=0.25, transA=1, **own)
+    result = g.op(operator, g.op("Softmax", scores, axis=2), v, transA=1, **own)
     graph = g.model(g.cast(result, FLOAT))
     new, report = fused(graph)
     assert [(each.Hq, each.scale) for each in report.fused] == [(2, 0.25)]

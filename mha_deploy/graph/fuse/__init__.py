@@ -12,7 +12,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import onnx_ir as ir
@@ -169,6 +169,7 @@ class _Fusion:
         self._masks = Masks()
         # Why a structure is left as it was, or what differs on purpose.
         self._compared: dict[str, NotFused | tuple[str, ...]] = {}
+        self._proved = set[ir.Value]()  # where rewrites end that were compared with the file
         self._loose = set[ir.Value]()  # constants that a fused attention read
         self.report, self.renamed = FuseReport(), False
         # What the report gets in the end: a tuple that grows would be copied each time.
@@ -233,7 +234,7 @@ class _Fusion:
         old = [pattern.last.node.outputs[0], *([pattern.weights.value] if pattern.weights else [])]
         with self._discarded_on_failure(builder):
             new = write.write_attention(pattern, builder, self._masks)
-            notes = self._compare(old, new, border)
+            notes = self._compare(old, new, border, softmax.node.outputs[0])
         self._loose |= write.insert_attention(pattern, builder, new)
         wider = any(each.axis != pattern.letters.key for each in pattern.scores.wider)
         more = [EXPANDED] if pattern.batches or wider else []
@@ -255,16 +256,31 @@ class _Fusion:
         self._fused.append(record)
         self._add_layer(record.name)
 
-    def _compare(self, old: list[ir.Value], new: list[ir.Value], border: Boundary) -> tuple[str, ...]:
-        """What new nodes compute differently on purpose; refused where they do not compute the same."""
+    def _compare(
+        self, old: list[ir.Value], new: list[ir.Value], border: Boundary, weights: ir.Value | None = None
+    ) -> tuple[str, ...]:
+        """What new nodes compute differently on purpose; refused where they do not compute the same.
+
+        Values that only a rewrite has are compared where it ends, once. What else it takes is drawn there,
+        all but the weights.
+        """
         if not self._verify:
             return ()
-        region = Region(old, border, self._spelling, in_file=True)
+        results, others = list[ir.Value](), dict[ir.Value, float | None]()
+        for value in old:
+            ends, taken = self._spelling.ends_of(value)
+            proved = self._proved.issuperset(ends)
+            results += [value] if proved else ends
+            others |= {} if proved else {each: 1.0 for each in taken if each is not weights}
+        if results != old:
+            border = replace(border, drawn={**self._spelling.drawn_in_file(others), **border.drawn})
+        region = Region(results, border, self._spelling, in_file=True)
         if region.key not in self._compared:
             try:
                 with _failures_as_refusals():
                     opset = self._model.opset_imports.get("", 1)
-                    other = Region(new, border, self._spelling, in_file=False)
+                    instead = dict(zip(old, new, strict=True))
+                    other = Region(results, border, self._spelling, in_file=False, instead=instead)
                     filled = compare(region, other, border, opset)
                     self._compared[region.key] = (FULLY_MASKED,) if filled else ()
             except NotFused as refusal:
@@ -272,6 +288,7 @@ class _Fusion:
         known = self._compared[region.key]
         if isinstance(known, NotFused):
             raise known
+        self._proved.update(results)
         return known
 
     @contextlib.contextmanager

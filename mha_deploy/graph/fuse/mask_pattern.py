@@ -36,11 +36,12 @@ Axes = tuple[str, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Multiplier:
-    """A tensor that the scores are multiplied with, the same for all keys."""
+    """A tensor that the scores are multiplied with, the same for all keys, or for all queries."""
 
     value: ir.Value  # the tensor
     axes: Axes  # the axes of the scores there; the tensor is aligned to the last of them
     divides: bool  # whether the scores are divided by it
+    of_keys: bool = False  # whether it has a number for each key
 
     def bounds(self) -> tuple[float, float] | None:
         """The smallest and the largest number that it multiplies with, where it is certainly positive."""

@@ -463,6 +463,17 @@ class Scores:
     elsewhere: bool = False  # whether the file uses them, or what they are before a mask, for something else
     clipped: ir.DataType | None = None  # the type whose lowest number bounds the masked scores, if one does
 
+    @property
+    def ignore_shifts(self) -> bool:
+        """Whether what is added to all keys of a query alike cancels in the softmax.
+
+        Between the two there must be no softcap, no bound, no appended scores, no factors of single keys, and
+        no masked scores that are set to a number near to others: they are not shifted.
+        """
+        filled = any(isinstance(term, Fill) and term.nearest > _FAR for term in self.terms)
+        uneven = any(each.of_keys for each in self.multipliers)
+        return not (filled or uneven or self.softcap or self.clipped is not None or self.sink)
+
     def resolved(self) -> Scores:
         """The same in letters that were not split."""
         whole = self.alphabet.resolved
@@ -543,12 +554,8 @@ def _subtracted_maximum(node: ir.Node, scores: Scores) -> tuple[set[ir.Node], ir
     """The nodes that take the scores for their maximum over the keys, where this node subtracts it from them.
 
     Then the scores, which may as well be subtracted from it. The same goes for their mean.
-
-    What is the same for all keys cancels in the softmax. Between the two there must be no softcap, no bound,
-    no appended scores, and no masked scores that are set to a number near to others: they are not shifted.
     """
-    filled = any(isinstance(term, Fill) and term.nearest > _FAR for term in scores.terms)
-    if not is_op(node, "Sub") or filled or scores.softcap or scores.clipped is not None or scores.sink:
+    if not is_op(node, "Sub") or not scores.ignore_shifts:
         return None
     axis = scores.axes.index(scores.key) - len(scores.axes) if scores.key in scores.axes else None
     for inner, top in (node.inputs, node.inputs[::-1]):
@@ -615,11 +622,14 @@ def _scale(node: ir.Node, scores: Scores) -> ir.Value | None:
     if factor is None:
         dims = sizes_of(other)
         places = [at for at, axis in enumerate(scores.axes, -len(scores.axes)) if scores.key in axis]
-        same = dims is not None and len(places) == 1 and (len(dims) < -places[0] or dims[places[0]] == 1)
-        if not same or other.dtype != inner.dtype:
-            what = "The scores are scaled by something that is not the same for all keys."
-            raise NotFused(what, got=other.name)
-        scores.multipliers.append(Multiplier(value=other, axes=scores.axes, divides=divides))
+        if dims is None or len(places) != 1 or other.dtype != inner.dtype:
+            raise NotFused(
+                "The scores are scaled by a tensor of another type, or of unknown sizes.", got=other.name
+            )
+        same = len(dims) < -places[0] or dims[places[0]] == 1
+        scores.multipliers.append(
+            Multiplier(value=other, axes=scores.axes, divides=divides, of_keys=not same)
+        )
         return inner
     scores.factor *= factor if not divides else 1.0 / factor if factor else math.inf
     if not 0 < abs(scores.factor) < math.inf:
@@ -652,9 +662,8 @@ def _add(node: ir.Node, scores: Scores) -> ir.Value | None:
         sizes_of(other),
         len(scores.axes) - scores.axes.index(scores.key) if scores.key in scores.axes else 0,
     )
-    filled = any(isinstance(term, Fill) and term.nearest > _FAR for term in scores.terms)
-    plain = not (filled or scores.softcap or scores.clipped is not None or scores.sink)
-    if dims is not None and at and plain and (len(dims) < at or dims[-at] == 1) and scalar_of(other) is None:
+    alike = dims is not None and at and (len(dims) < at or dims[-at] == 1) and scalar_of(other) is None
+    if alike and scores.ignore_shifts:
         _check_spread(node, inner, other, scores)
         scores.shifts.append(other)
         return inner
@@ -728,6 +737,14 @@ def _concat(node: ir.Node, scores: Scores) -> ir.Value | None:
     return inner[0]
 
 
+def _log_softmax(node: ir.Node, scores: Scores) -> ir.Value | None:
+    """The scores without the logarithm of a sum that is the same for all keys."""
+    axis, count = node.attributes.get_int("axis", -1), len(scores.axes)
+    if not scores.ignore_shifts or scores.axes[axis % count] != scores.key:
+        raise NotFused("LogSoftmax stands between the scores and the softmax.", got=node_name(node))
+    return node.inputs[0]
+
+
 def _tanh(node: ir.Node, scores: Scores) -> ir.Value | None:
     if scores.softcap or scores.multipliers:
         raise NotExpressible("The scores pass two tanh, or are scaled by a tensor after one.")
@@ -738,9 +755,10 @@ def _tanh(node: ir.Node, scores: Scores) -> ir.Value | None:
 
 
 _STEPS = {"Cast": _cast, "Where": _where, "Tanh": _tanh, "Concat": _concat, "Max": _clip}
+_STEPS |= {"LogSoftmax": _log_softmax}
 _STEPS |= dict.fromkeys(("Mul", "Div", "Neg"), _scale) | dict.fromkeys(("Add", "Sub"), _add)
 _STEPS |= dict.fromkeys(("Identity", "Transpose"), _transpose)
-_STEPS |= dict.fromkeys(("Reshape", "Squeeze", "Unsqueeze"), _reshape)
+_STEPS |= dict.fromkeys(("Reshape", "Squeeze", "Unsqueeze", "Flatten"), _reshape)
 _PASSED = frozenset({*_STEPS, "Slice", "Min", "Clip"})
 
 
@@ -783,20 +801,21 @@ def _is_behind_matmul(node: ir.Node) -> bool:
 # What a candidate's weights may pass before the matmul: more than can be fused, so that it is named.
 _PASSED_WEIGHTS = frozenset(
     {"Cast", "Identity", "Dropout", "Where", "Mul", "Div", "Pow", "Transpose", "Reshape", "Slice", "Squeeze"}
-    | {"Unsqueeze", "Expand", "Gather"}
+    | {"Unsqueeze", "Flatten", "Expand", "Gather"}
 )
-_MAX_STEPS_WEIGHTS = 8
+_MAX_STEPS_WEIGHTS = 12
 
 
 def comes_to_matmul(weights: ir.Value) -> bool:
     """Whether the result of a softmax comes to a matmul of two computed tensors."""
-    pending = [(weights, 0)]
+    pending, seen = [(weights, 0)], set[ir.Node]()
     while pending:
-        value, steps = pending.pop()
+        value, steps = pending.pop(0)
         for node, _ in value.uses():
             if is_matmul(node):
                 return True
-            if is_op(node, *_PASSED_WEIGHTS) and steps < _MAX_STEPS_WEIGHTS:
+            if is_op(node, *_PASSED_WEIGHTS) and steps < _MAX_STEPS_WEIGHTS and node not in seen:
+                seen.add(node)
                 pending.append((node.outputs[0], steps + 1))
     return False
 
@@ -845,7 +864,7 @@ def _read_weights(
             return read_matmul(node, alphabet, position, axes), position, guarded, used, behind
         if is_op(node, "Transpose"):
             axes = tuple(axes[axis] for axis in perm(node))
-        elif is_op(node, "Reshape", "Squeeze", "Unsqueeze") and position == 0:
+        elif is_op(node, "Reshape", "Squeeze", "Unsqueeze", "Flatten") and position == 0:
             moved = alphabet.regrouped(axes, sizes_of(node.outputs[0]))
             if moved is None:
                 what = f"{node.op_type} stands between the softmax and the matmul with V, of unknown sizes."
@@ -1030,6 +1049,14 @@ class Pattern:
             what = "The scores are scaled by zero, or by a number that is not finite."
             raise NotExpressible(what, got=self.scale)
         self.heads = _heads(q, k, v, letters.head)  # query heads, and key/value heads
+        shared = {*letters.query, *(letters.head or "")} if len(set(self.heads)) > 1 else set(letters.query)
+        for each in self.scores.multipliers:  # what differs between keys is applied to K
+            sizes = sizes_of(each.value) or []
+            large = {axis for axis, size in zip(each.axes[-len(sizes) :], sizes, strict=False) if size != 1}
+            if each.of_keys and shared & set("".join(large)):
+                what = "The scores are scaled by something that is not the same for all keys"
+                what += ", nor for all queries."
+                raise NotFused(what, got=each.value.name)
 
     def size(self, axis: str) -> int | str:
         """The size of an axis of the scores, as Q and K have it; its own letters where that is not known."""
@@ -1078,7 +1105,8 @@ def _letters(
         raise NotFused("The two matmuls are not those of attention.", got=f"{first} and {second}")
     wanted, missing = {*batches, *heads, *queries[0], sizes_v[0]}, set(batches) & set(apart)
     single = {letter for letter in batches if sizes.get(letter) == 1}  # V may have such an axis or not
-    found = {*values, *missing, *heads, *single}
+    copied = {letter for letter in batches if letter in result and letter not in values}  # V is, along these
+    found = {*values, *missing, *heads, *single, *copied}
     if found != {*batches, *heads, *keys, sizes_v[0]} or {*result, *single} != wanted:
         raise NotFused("The matmul with V is not that of attention.", got=str(second))
     own = [letter for letter in batches if isinstance(sizes.get(letter), int)]

@@ -18,9 +18,18 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from mha_deploy.graph.fuse.mask_pattern import is_not_negative, same_value
-from mha_deploy.graph.fuse.pattern import softmax_at
-from mha_deploy.graph.fuse.values import NO_END, array_of, holds, inverse_of, product, scalar_of, sizes_of
+from mha_deploy.graph.fuse.mask_pattern import Axes, is_not_negative, same_value
+from mha_deploy.graph.fuse.pattern import Alphabet, read_matmul, softmax_at
+from mha_deploy.graph.fuse.values import (
+    NO_END,
+    NotFused,
+    array_of,
+    holds,
+    inverse_of,
+    product,
+    scalar_of,
+    sizes_of,
+)
 from mha_deploy.graph.ir import (
     NodeBuilder,
     constant,
@@ -72,13 +81,16 @@ class Spelling:
         for rules in (_RULES, _RULES_OF_RANKS):
             self._apply(rules, prefix)
 
-    def _apply(self, rules: Mapping[str, Rule], prefix: str) -> None:
+    def _apply(self, rules: Mapping[str, Sequence[Rule]], prefix: str) -> None:
         ruled = [node for node in nodes_in(self._model.graph) if node.op_type in rules and node.domain == ""]
         for node in ruled:
             if node in self._inputs:
                 continue
             builder = NodeBuilder(f"{prefix}/{len(self._old) + 1}")
-            new = rules[node.op_type](node, builder)
+            new = None
+            for rule in rules[node.op_type]:
+                if (new := rule(node, builder)) is not None:
+                    break
             if new is not None:
                 self._put(node, new, builder)
             elif builder.nodes:
@@ -115,6 +127,25 @@ class Spelling:
             else:
                 found[self.original(value)] = spread
         return found
+
+    def ends_of(self, value: ir.Value) -> tuple[list[ir.Value], set[ir.Value]]:
+        """The values of the file that a rewrite makes of one that only it has; of any other value itself.
+
+        Then what else it takes for them, without integers: those are sizes.
+        """
+        ends, others, pending, seen = list[ir.Value](), set[ir.Value](), [value], {value}
+        while pending:
+            each = pending.pop()
+            made = self.original(each).producer()
+            if made is None or made not in self._new:
+                ends.append(each)
+                continue
+            for user, _ in each.uses():
+                others.update(other for other in user.inputs if other is not None)
+                pending += [result for result in user.outputs if result not in seen]
+                seen.update(user.outputs)
+        taken = (each for each in others - seen if constant(each) is None)
+        return ends, {each for each in taken if each.dtype is not None and not each.dtype.is_integer()}
 
     def digest(self, tensor: ir.TensorProtocol) -> str:
         """A hash of the numbers of a constant, which many attentions may read."""
@@ -354,9 +385,7 @@ def _tanh(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
 
 
 def _blend(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
-    """`s * m + (1 - m) * fill`, where m is of zeros and ones; a tanh."""
-    if (bounded := _tanh(node, builder)) is not None:
-        return bounded
+    """`s * m + (1 - m) * fill`, where m is of zeros and ones."""
     for at in (0, 1) if is_op(node, "Add") else (0,):
         mul, rest = made_by(node.inputs[at], "Mul"), node.inputs[1 - at]
         if mul is None or rest is None or scalar_of(rest) is not None:
@@ -476,11 +505,21 @@ def _triangle_like(node: ir.Node, scores: ir.Value, builder: NodeBuilder) -> ir.
     return _typed(shown, ir.DataType.BOOL, sizes)
 
 
+def _before_copies(value: ir.Value | None) -> ir.Value | None:
+    """A tensor before it was copied along axes of size 1, as broadcasting would do."""
+    source = input_at(made_by(value, "Expand", "Tile"), 0)
+    before, after = sizes_of(source), sizes_of(value)
+    if before is None or after is None or len(before) != len(after):
+        return value
+    return source if all(one in (1, size) for one, size in zip(before, after, strict=True)) else value
+
+
 def _total_of(value: ir.Value | None) -> tuple[ir.Value, int] | None:
     """What a value is the sum of, along which axis; the axis is kept with size 1.
 
     PyTorch's exporter adds up float16 in float32.
     """
+    value = _before_copies(value)
     result = sizes_of(value)
     if (rounded := made_by(value, "Cast")) is not None:
         wide = made_by(input_at(made_by(rounded.inputs[0], "ReduceSum"), 0), "Cast")
@@ -650,23 +689,101 @@ def _normalised(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
         if (inverse[0] is None) == (inverse[1] is None):
             return None
         first, second = (second, input_at(inverse[0], 0)) if inverse[0] else (first, input_at(inverse[1], 0))
-    total = _denominator(second, builder)
+    total, moves = _denominator(second, builder), list[ir.Node]()
+    while total is None and (move := made_by(second, *MOVES)) is not None and len(moves) < _MAX_DEPTH:
+        moves.append(move)
+        second = move.inputs[0]
+        total = _denominator(second, builder)
     if total is None or first is None:
         return _over_several_axes(node, builder) if is_op(node, "Div") else None
     powers, axis, sink = total
-    users = {user for user, _ in powers.uses() if not is_op(user, "Shape")}
-    if powers.is_graph_output() or len(users) != 2:
+    if same_value(first, powers):
+        return _weights(powers, axis, builder, sink) if not moves and softmax_at(node) is None else None
+    found = _linear_steps(first, powers)
+    if found is None or not _divides_rows(powers, axis, *found, moves):
         return None
-    if first is powers:
-        return _weights(powers, axis, builder, sink) if softmax_at(node) is None else None
-    matmul = made_by(first, "MatMul", "Einsum")
-    if matmul is None or matmul.inputs[0] is not powers or axis != -1 or len(first.uses()) != 1:
-        return None
-    values = input_at(matmul, 1)
-    if values is None or not _is_plain(matmul):
-        return None
-    weights = _weights(powers, axis, builder, sink)
-    return None if weights is None else _like(builder, node.outputs[0], "MatMul", weights, values)
+    (matmul, at), steps = found
+    value = _weights(powers, axis, builder, sink)
+    for each, place in ((matmul, at), *((step, 0) for step in reversed(steps))):
+        if value is None:
+            return None
+        given = [value if side == place else other for side, other in enumerate(each.inputs)]
+        result = builder.node(each.op_type, given, attributes=dict(each.attributes))[0]
+        value = _typed(result, each.outputs[0].dtype, sizes_of(each.outputs[0]))
+    return value
+
+
+def _linear_steps(value: ir.Value, powers: ir.Value) -> tuple[tuple[ir.Node, int], list[ir.Node]] | None:
+    """The matmul of powers, with their place in it, that a value is computed from, and the steps from it on.
+
+    Each is linear in every row of what it takes first; the last one comes first.
+    """
+    steps = list[ir.Node]()
+    for _ in range(_MAX_DEPTH):
+        node = made_by(value, *MOVES, "MatMul", "Einsum")
+        source = input_at(node, 0)
+        if node is None or source is None:
+            return None
+        if is_op(node, "MatMul", "Einsum"):
+            for at, each in enumerate(node.inputs):
+                if len(node.inputs) == 2 and each is not None and same_value(each, powers):
+                    return (node, at), steps
+            weight = node.inputs[-1]
+            if is_op(node, "Einsum") or _is_computed(weight) or rank(weight) != 2:
+                return None
+        steps.append(node)
+        value = source
+    return None
+
+
+def _divides_rows(
+    powers: ir.Value,
+    axis: int,
+    found: tuple[ir.Node, int],
+    steps: Sequence[ir.Node],
+    moves: Sequence[ir.Node],
+) -> bool:
+    """Whether sums of powers, moved, lie beside the rows that the powers give behind a matmul and steps."""
+    matmul, at = found
+    alphabet, dims = Alphabet(), sizes_of(powers) or []
+    axes = tuple(map(alphabet.new, dims))
+    try:
+        rows: Axes | None = read_matmul(matmul, alphabet, at, axes).out
+    except NotFused:
+        return False
+    if (
+        rows is None
+        or axes[axis] in rows
+        or [alphabet.sizes[each] for each in rows] != sizes_of(matmul.outputs[0])
+    ):
+        return False
+    sums: Axes | None = tuple(alphabet.new(1) if each == axes[axis] else each for each in axes)
+    rows, sums = _behind_moves(rows, steps, alphabet), _behind_moves(sums, moves, alphabet)
+    if rows is None or sums is None or len(sums) > len(rows):
+        return False
+
+    def large(several: Axes) -> list[str]:
+        whole = alphabet.resolved(several)
+        return ["".join(letter for letter in each if alphabet.sizes[letter] != 1) for each in whole]
+
+    beside = zip(large(sums), large(rows[len(rows) - len(sums) :]), strict=True)
+    own = "".join(large(tuple(each for each in axes if each != axes[axis])))
+    return set(own) == set("".join(large(sums))) and all(one in ("", other) for one, other in beside)
+
+
+def _behind_moves(axes: Axes | None, steps: Sequence[ir.Node], alphabet: Alphabet) -> Axes | None:
+    """The axes behind some steps, the last of which comes first; a matmul gives another last one."""
+    for step in reversed(steps):
+        if axes is None:
+            return None
+        sizes = sizes_of(step.outputs[0])
+        if is_op(step, "Transpose"):
+            axes = tuple(axes[axis] for axis in perm(step))
+        elif is_op(step, "MatMul"):
+            axes = (*axes[:-1], alphabet.new((sizes or [None])[-1]))
+        else:
+            axes = alphabet.regrouped(axes, sizes)
+    return axes
 
 
 def _by_norm(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
@@ -689,12 +806,37 @@ def _sum(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
     return found
 
 
-def _of_one(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
-    """A Concat of one tensor, and a Slice of all of it, as optimizers leave them."""
-    starts, ends, steps = (constant_ints(node, at) for at in (1, 2, 4))
-    all_of_it = set(starts or (1,)) == {0} and min(ends or (0,)) >= NO_END and set(steps or (1,)) == {1}
-    value, same = node.inputs[0], all_of_it if is_op(node, "Slice") else len(node.inputs) == 1
-    return _like(builder, node.outputs[0], "Identity", value) if same and value is not None else None
+def _unchanged(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
+    """What a node changes nothing of, as exporters leave it: `x + 0`, a Concat of one tensor."""
+    output, given = node.outputs[0], list(node.inputs)
+    if node.op_type in _NEUTRAL and len(given) == 2:
+        number = _NEUTRAL[node.op_type]
+        sides = (given, given[::-1]) if is_op(node, "Add", "Mul", "Max", "Min") else (given,)
+        given = [one for one, other in sides if constant(other) is not None and scalar_of(other) == number]
+    elif is_op(node, "Clip"):
+        bounds = zip(given[1:], (-math.inf, math.inf), strict=False)
+        given = given[:1] if all(each is None or scalar_of(each) == number for each, number in bounds) else []
+    elif is_op(node, "Where"):
+        chosen = scalar_of(given[0])
+        given = [] if chosen is None else given[1:2] if chosen else given[2:]
+    elif is_op(node, "Pad"):
+        given = given[:1] if not any(constant_ints(node, 1) or (1,)) else []
+    elif is_op(node, "Slice"):
+        starts, ends, steps = (constant_ints(node, at) for at in (1, 2, 4))
+        whole = set(starts or (1,)) == {0} and min(ends or (0,)) >= NO_END and set(steps or (1,)) == {1}
+        given = given[:1] if whole else []
+    elif is_op(node, "Cast", "Expand"):
+        given = given[:1]
+    value, sizes = given[0] if given else None, sizes_of(output)
+    if value is None or (len(given) > 1 and not is_op(node, *_NEUTRAL)):
+        return None
+    same = (
+        sizes is not None and None not in sizes and sizes_of(value) == sizes and value.dtype == output.dtype
+    )
+    return _like(builder, output, "Identity", value) if same else None
+
+
+_NEUTRAL = {"Add": 0.0, "Sub": 0.0, "Mul": 1.0, "Div": 1.0, "Pow": 1.0, "Max": -math.inf, "Min": math.inf}
 
 
 def _first_part(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
@@ -707,16 +849,6 @@ def _first_part(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
         return None
     bounds = [builder.ints(each) for each in (0, -int(sizes[axis] or 0), axis)]
     return _like(builder, node.outputs[0], "Slice", weights, *bounds)
-
-
-def _is_plain(matmul: ir.Node) -> bool:
-    """Whether a matmul or an einsum multiplies the last two axes, with the same axes before them."""
-    if is_op(matmul, "MatMul"):
-        return True
-    (left, right, *_), out = _equation(matmul)
-    ends = f"{left[-2:]}{right[-2:]}"
-    plain = left[:-2] == right[:-2] == out[:-2] and len(ends) == 4 and ends[1] == ends[2]
-    return plain and out[-2:] == ends[0] + ends[3] and ends[0] != ends[1] != ends[3] != ends[0]
 
 
 def _by_logarithm(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
@@ -804,6 +936,37 @@ def _logarithm_of_sum(value: ir.Value | None, scores: ir.Value | None) -> tuple[
         if before is not None and before[0] is scores and before[1] is shift:
             return before[0], total[1]
     return None
+
+
+def _other_sum(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
+    """The logarithm of a sum of powers, and the sum of their squares, by the names of plain operators."""
+    powers, output = node.inputs[0], node.outputs[0]
+    exponent = input_at(made_by(powers, "Exp"), 0)
+    if powers is None or exponent is None:
+        return None
+    if is_op(node, "ReduceSumSquare"):
+        powers = _squared(exponent, builder)
+    attributes = {name: each for name, each in node.attributes.items() if name != "axes"}
+    axes = node.inputs[1] if len(node.inputs) > 1 else builder.ints(*node.attributes.get_ints("axes", ()))
+    total = builder.node("ReduceSum", [powers, axes], attributes=attributes)[0]
+    _typed(total, output.dtype, sizes_of(output))
+    return total if is_op(node, "ReduceSumSquare") else _like(builder, output, "Log", total)
+
+
+def _by_ones(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
+    """A matmul with a column of ones, as a sum."""
+    powers, ones = node.inputs
+    shape = None if ones is None else ones.shape
+    if shape is None or len(shape) != 2 or shape[1] != 1 or powers is None:
+        return None
+    if scalar_of(ones) != 1.0 or not _is_weights(powers):
+        return None
+    return _like(builder, node.outputs[0], "ReduceSum", powers, builder.ints(-1), keepdims=1)
+
+
+def _squared(exponent: ir.Value, builder: NodeBuilder) -> ir.Value:
+    two = builder.constant(2.0, exponent.dtype or ir.DataType.FLOAT)
+    return _like(builder, exponent, "Exp", _like(builder, exponent, "Mul", exponent, two))
 
 
 def _power(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
@@ -897,7 +1060,7 @@ def _matmul(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
     ranks = rank(first) or 0, rank(second) or 0
     if 1 in ranks:
         return _with_vector(node, builder)
-    if ranks[0] > 2 == ranks[1] and _is_learned_query(second, node.outputs[0]):
+    if min(ranks) == 2 < max(ranks) and _is_learned_query(node, ranks.index(2)):
         return _batched(first, second, node.outputs[0], builder)
     given = [value for value, axes in zip((first, second), ranks, strict=True) if axes == 2]
     if ranks[0] == ranks[1] != 2 or min(ranks) < 2 or not all(map(_is_computed, given)):
@@ -905,15 +1068,16 @@ def _matmul(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
     return _batched(first, second, node.outputs[0], builder)
 
 
-def _is_learned_query(weight: ir.Value | None, scores: ir.Value) -> bool:
-    """Whether a weight is a query that all keys are multiplied with: a softmax runs over the rows then."""
-    columns = (sizes_of(weight) or [None])[-1]
-    if weight is None or constant(weight) is None or not isinstance(columns, int):
+def _is_learned_query(matmul: ir.Node, at: int) -> bool:
+    """Whether an operand is a weight of queries that keys are multiplied with, and normalized over."""
+    weight, scores = matmul.inputs[at], matmul.outputs[0]
+    queries = (sizes_of(weight) or [None])[-at]
+    if weight is None or constant(weight) is None or not isinstance(queries, int):
         return False
-    if columns == 1:
+    if queries == 1:
         return _feeds_softmax(scores)
     count, value = rank(scores) or 0, scores
-    rows = count - 2
+    rows = count - 1 - at
     for _ in range(_MAX_DEPTH):
         users = [user for user, _ in value.uses() if not is_op(user, "Shape")]
         if len(users) != 1 or rank(users[0].outputs[0]) != count:
@@ -959,33 +1123,43 @@ def _equation(node: ir.Node) -> tuple[list[str], str]:
 
 
 def _einsum_of_several(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
-    """An einsum of three tensors or more: that of two whose product is summed, and then the others.
+    """An einsum of three tensors or more, as einsums of two of them, one after the other.
 
-    Computed ones come first: a weight may be multiplied with the result of attention as well.
+    First come two whose product is summed. Computed ones come before weights: those may be multiplied with
+    the result of attention as well. Where nothing is summed, one is multiplied with one that has its axes.
     """
     (texts, out), given = _equation(node), [each for each in node.inputs if each is not None]
     if len(given) < len(texts) or not out or any("." in each for each in texts):
         return None
     if not (_feeds_softmax(node.outputs[0]) or any(map(_is_weights, given))):
         return None
-    pairs = list(itertools.combinations(range(len(given)), 2))
-    for pair in sorted(pairs, key=lambda pair: sum(not _is_computed(given[at]) for at in pair)):
-        one, other = (texts[at] for at in pair)
+    sizes = {
+        letter: size
+        for text, each in zip(texts, given, strict=True)
+        for letter, size in zip(text, sizes_of(each) or (), strict=False)
+    }
+    while len(given) > 2:
+        pairs = sorted(
+            itertools.combinations(range(len(given)), 2),
+            key=lambda pair: sum(not _is_computed(given[at]) for at in pair),
+        )
+        kept = [
+            {*out, *(letter for at, text in enumerate(texts) if at not in pair for letter in text)}
+            for pair in pairs
+        ]
+        shared = [set(texts[one]) & set(texts[other]) for one, other in pairs]
+        ways = [at for at in range(len(pairs)) if shared[at] - kept[at]]
+        ways += [at for at, pair in enumerate(pairs) if any(shared[at] == set(texts[each]) for each in pair)]
+        if not ways:
+            return None
+        pair, wanted = pairs[ways[0]], kept[ways[0]]
+        letters = "".join(dict.fromkeys(letter for at in pair for letter in texts[at] if letter in wanted))
+        equation = f"{','.join(texts[at] for at in pair)}->{letters}"
+        made = builder.op("Einsum", *(given[at] for at in pair), equation=equation)
+        _typed(made, node.outputs[0].dtype, [sizes.get(letter) for letter in letters])
         rest = [at for at in range(len(given)) if at not in pair]
-        wanted = {*out, *(letter for at in rest for letter in texts[at])}
-        if not (set(one) & set(other)) - wanted:
-            continue
-        kept = "".join(letter for letter in dict.fromkeys(one + other) if letter in wanted)
-        sizes = {
-            letter: size
-            for at in pair
-            for letter, size in zip(texts[at], sizes_of(given[at]) or (), strict=False)
-        }
-        gemm = builder.op("Einsum", *(given[at] for at in pair), equation=f"{one},{other}->{kept}")
-        _typed(gemm, node.outputs[0].dtype, [sizes.get(letter) for letter in kept])
-        equation = f"{','.join([kept, *(texts[at] for at in rest)])}->{out}"
-        return _like(builder, node.outputs[0], "Einsum", gemm, *(given[at] for at in rest), equation=equation)
-    return None
+        given, texts = [*(given[at] for at in rest), made], [*(texts[at] for at in rest), letters]
+    return _like(builder, node.outputs[0], "Einsum", *given, equation=f"{','.join(texts)}->{out}")
 
 
 def _einsum_of_matrices(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
@@ -1017,8 +1191,6 @@ def _einsum_of_matrices(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
 
 def _einsum(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
     """An einsum of a single query, which has no axis of queries, as one with such an axis."""
-    if (moved := _behind(node, builder)) is not None:
-        return moved
     (texts, out), output = _equation(node), node.outputs[0]
     inputs = ",".join(texts)
     if len(texts) > 2:
@@ -1106,6 +1278,100 @@ def _padded(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
     return _like(builder, output, "Concat", *pair, axis=-1)
 
 
+def _scores_together(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
+    """The scores of a past and of the present, or of other parts of the keys, as scores of all keys."""
+    count = rank(node.outputs[0]) or 0
+    if not count or node.attributes.get_int("axis", 0) % count != count - 1 or len(node.inputs) < 2:
+        return None
+    return _all_keys(list(node.inputs), node.outputs[0], builder) if _feeds_softmax(node.outputs[0]) else None
+
+
+def _all_keys(parts: Sequence[ir.Value | None], like: ir.Value, builder: NodeBuilder) -> ir.Value | None:
+    """The scores that parts of them are, where each is computed in the same way."""
+    nodes = [node for each in parts if (node := made_by(each, "MatMul", "Mul", "Div", "Add")) is not None]
+    if len(nodes) < len(parts) or any(node.op_type != nodes[0].op_type for node in nodes):
+        return None
+    first, second = ([node.inputs[at] for node in nodes] for at in (0, 1))
+    if None in (*first, *second):
+        return None
+    if is_op(nodes[0], "Add"):  # each with its mask
+        inner = _all_keys(first, like, builder)
+        masks = _joined(second, -1, builder, [node.outputs[0] for node in nodes])
+        return None if inner is None or masks is None else _like(builder, like, "Add", inner, masks)
+    if is_op(nodes[0], "MatMul"):
+        keys = _joined(second, -1, builder)
+        same = keys is not None and all(same_value(each, first[0]) for each in first)
+        return _like(builder, like, "MatMul", first[0], keys) if same else None  # type: ignore[arg-type]
+    inner = _all_keys(first, like, builder) if all(same_value(each, second[0]) for each in second) else None
+    if inner is None or scalar_of(second[0]) is None:
+        return None
+    return _like(builder, like, nodes[0].op_type, inner, second[0])  # type: ignore[arg-type]
+
+
+def _joined(
+    parts: Sequence[ir.Value | None], axis: int, builder: NodeBuilder, wanted: Sequence[ir.Value | None] = ()
+) -> ir.Value | None:
+    """Tensors one after the other along an axis; each has all of it, as the wanted ones have."""
+    shapes = [list(sizes_of(each) or ()) for each in parts]
+    if not all(shapes) or any(len(each) != len(shapes[0]) for each in shapes):
+        return None
+    if any(
+        shape[axis] != (sizes_of(each) or [None])[axis] for shape, each in zip(shapes, wanted, strict=False)
+    ):
+        return None
+    numbers = [shape[axis] for shape in shapes]
+    whole = sum(each for each in numbers if isinstance(each, int))
+    named = [str(each) for each in numbers if not isinstance(each, int)]
+    size = " + ".join([*named, *([str(whole)] if whole else [])]) if named else whole
+    others = [[each for at, each in enumerate(shape) if at != axis % len(shape)] for shape in shapes]
+    if None in numbers or any(each != others[0] for each in others):
+        return None
+    shapes[0][axis] = size
+    joined = builder.op("Concat", *(each for each in parts if each is not None), axis=axis)
+    return _typed(joined, parts[0].dtype if parts[0] else None, shapes[0])
+
+
+def _values_together(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
+    """The sum of weights of some keys times their values, and of the others times theirs."""
+    matmuls = [each for value in node.inputs if (each := made_by(value, "MatMul")) is not None]
+    if len(matmuls) != 2:
+        return None
+    cuts = [made_by(each.inputs[0], "Slice", "Split") for each in matmuls]
+    sources = [input_at(each, 0) for each in cuts]
+    if None in cuts or sources[0] is not sources[1] or sources[0] is None or not _is_weights(sources[0]):
+        return None
+    order = _halves([each.inputs[0] for each in matmuls], rank(sources[0]) or 0)
+    values = None if order is None else _joined([matmuls[at].inputs[1] for at in order], -2, builder)
+    return None if values is None else _like(builder, node.outputs[0], "MatMul", sources[0], values)
+
+
+def _halves(parts: Sequence[ir.Value | None], count: int) -> Sequence[int] | None:
+    """Which of two parts of a tensor is the first along its last axis, where they are all of it."""
+    first, second = (each.producer() for each in parts if each is not None)
+    if first is None or second is None or first.op_type != second.op_type:
+        return None
+    if is_op(first, "Split"):
+        whole = first is second and len(first.outputs) == 2 and parts[0] is not parts[1]
+        axis = first.attributes.get_int("axis", 0) % count
+        return (
+            (0, 1)
+            if whole and axis == count - 1 and parts[0] is first.outputs[0]
+            else (1, 0)
+            if whole
+            else None
+        )
+    for order in ((0, 1), (1, 0)):
+        one, other = (((first, second)[at]) for at in order)
+        axes = [constant_ints(each, 3) for each in (one, other)]
+        plain = all(each is not None and [at % count for at in each] == [count - 1] for each in axes)
+        steps = [constant_ints(each, 4) if input_at(each, 4) is not None else (1,) for each in (one, other)]
+        begins = constant_ints(one, 1) == (0,) and same_value(input_at(one, 2), input_at(other, 1))
+        ends = constant_ints(other, 2) or (0,)
+        if plain and begins and ends[0] >= NO_END and all(tuple(each or ()) == (1,) for each in steps):
+            return order
+    return None
+
+
 def _behind(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
     """What all keys share, behind the matmul with V."""
     steps = [made_by(each, *_MOVED) for each in node.inputs]
@@ -1182,8 +1448,11 @@ def _moved_behind(matmul: ir.Node, step: ir.Node, builder: NodeBuilder) -> ir.Va
     weights = None if at is None else step.inputs[at]
     if weights is None or sizes_of(weights) != sizes_of(step.outputs[0]) or (at and is_op(step, "Div")):
         return None
-    others = [each for each in step.inputs if each is not None and each is not weights]
+    inputs = [each if each is weights else _before_copies(each) for each in step.inputs]
+    others = [each for each in inputs if each is not None and each is not weights]
     shapes = [sizes_of(each) for each in others]
+    if len(others) < len(step.inputs) - 1:
+        return None
     if len(step.outputs[0].uses()) != 1 or any(
         each is None or len(each) > (rank(output) or 0) for each in shapes
     ):
@@ -1195,8 +1464,8 @@ def _moved_behind(matmul: ir.Node, step: ir.Node, builder: NodeBuilder) -> ir.Va
     given = [weights if each is step.outputs[0] else each for each in matmul.inputs if each is not None]
     result = builder.node(matmul.op_type, given, attributes=dict(matmul.attributes))[0]
     _typed(result, output.dtype, sizes_of(output))
-    inputs = [result if each is weights else each for each in step.inputs if each is not None]
-    return _like(builder, output, step.op_type, *inputs)
+    given = [result if each is weights else each for each in inputs if each is not None]
+    return _like(builder, output, step.op_type, *given)
 
 
 def _reduced_behind(matmul: ir.Node, step: ir.Node, builder: NodeBuilder) -> ir.Value | None:
@@ -1293,7 +1562,10 @@ def _without_gemm(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
 
 
 def _product(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
-    """Weights times a mask of zeros and ones, or by one over their sum."""
+    """Weights times a mask of zeros and ones, or a power times itself."""
+    exponent = input_at(made_by(node.inputs[0], "Exp"), 0) if node.inputs[0] is node.inputs[1] else None
+    if exponent is not None:
+        return _squared(exponent, builder)
     for at in (0, 1):
         weights = node.inputs[at]
         softmax = made_by(weights, "Softmax")
@@ -1303,32 +1575,35 @@ def _product(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
         shown = None if mask is None else _kept(mask, (1.0, 0.0))
         if mask is not None and shown is not None and len(node.outputs[0].uses()) == 1:
             return _masked(builder, weights, mask.condition, shown, 0.0)
-    return _normalised(node, builder)
+    return None
 
 
-_RULES: dict[str, Rule] = {
-    "Add": _blend,
-    "Sub": _blend,
-    "Min": _minimum,
-    "Where": _filled_keys,
-    "Div": _normalised,
-    "Mul": _product,
-    "Exp": _by_logarithm,
-    "Pow": _power,
-    "Gather": _only_one,
-    "ReduceSum": _summed_product,
-    "MatMul": _behind,
-    "Einsum": _einsum,
-    "Pad": _padded,
-    "Concat": _of_one,
-    "Slice": _of_one,
-    "Sum": _sum,
-    "Split": _first_part,
-    "LpNormalization": _by_norm,
+# The first one that gives a value is applied.
+_RULES: dict[str, Sequence[Rule]] = {
+    "Add": (_unchanged, _tanh, _values_together, _blend),
+    "Sub": (_unchanged, _tanh, _blend),
+    "Min": (_unchanged, _minimum),
+    "Where": (_unchanged, _filled_keys),
+    "Div": (_unchanged, _normalised),
+    "Mul": (_unchanged, _product, _normalised),
+    "Exp": (_by_logarithm,),
+    "Pow": (_unchanged, _power),
+    "Gather": (_only_one,),
+    "ReduceSum": (_summed_product,),
+    "MatMul": (_by_ones, _behind),
+    "Einsum": (_behind, _einsum),
+    "Pad": (_unchanged, _padded),
+    "Concat": (_unchanged, _scores_together),
+    "Sum": (_unchanged, _sum),
+    "Split": (_first_part,),
+    "LpNormalization": (_by_norm,),
+    "ReduceLogSum": (_other_sum,),
+    "ReduceSumSquare": (_other_sum,),
 }
+_RULES |= dict.fromkeys(("Max", "Clip", "Slice", "Cast", "Expand", "Mean"), (_unchanged,))
 # What is written as matrices keeps its form until the others are done.
-_RULES_OF_RANKS: dict[str, Rule] = {
-    "MatMul": _matmul,
-    "Gemm": _without_gemm,
-    "Einsum": _einsum_of_matrices,
+_RULES_OF_RANKS: dict[str, Sequence[Rule]] = {
+    "MatMul": (_matmul,),
+    "Gemm": (_without_gemm,),
+    "Einsum": (_einsum_of_matrices,),
 }

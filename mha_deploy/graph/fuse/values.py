@@ -111,6 +111,7 @@ _SCALAR_OPS: dict[str, Callable[..., np.ndarray]] = {
     "Pow": lambda x, y: np.power(x.astype(np.float64), y.astype(np.float64)).astype(x.dtype),
 }
 _SAME_SCALAR = frozenset({*IN_ORDER, "Expand"})
+_MOST_EQUAL = 2**20  # numbers of a constant that are compared with each other
 
 
 def array_of(value: ir.Value | None) -> np.ndarray | None:
@@ -138,8 +139,13 @@ def _scalar(value: ir.Value, depth: int) -> np.ndarray | None:
     """The number as an array without axes, in the type of the value."""
     tensor = constant(value)
     if tensor is not None:
-        known = tensor.size == 1 and tensor.dtype != ir.DataType.STRING
-        return tensor.numpy().reshape(()) if known else None
+        if tensor.size == 1:
+            return None if tensor.dtype == ir.DataType.STRING else tensor.numpy().reshape(())
+        if not 0 < tensor.size <= _MOST_EQUAL or not tensor.dtype.is_floating_point():
+            return None
+        array = tensor.numpy().ravel()
+        # The last one tells most others apart.
+        return array[0].reshape(()) if array[0] == array[-1] and (array == array[0]).all() else None
     node = value.producer()
     if node is None or node.domain != "":
         return None
@@ -319,7 +325,9 @@ def _by_last_axis(softmax: ir.Node) -> None:
     own.name, own.type, own.shape = name, result.type, result.shape
 
 
-_FUSED_MATMUL = ("com.microsoft", "FusedMatMul")
+_FUSED_MATMULS = [
+    ("com.microsoft", name) for name in ("FusedMatMul", "TransposeMatMul")
+]  # the second is older
 # How a matrix is read, by whether it is transposed.
 _LEFT, _RIGHT = {0: "...sd", 1: "...ds"}, {0: "...dt", 1: "...td"}
 
@@ -330,7 +338,7 @@ def without_fused_matmuls(model: ir.Model) -> list[ir.Node]:
     The number is not known before: ONNX's shape inference ends at the operators of others.
     """
     found = list[ir.Node]()
-    pending = [node for node in nodes_in(model.graph) if (node.domain, node.op_type) == _FUSED_MATMUL]
+    pending = [node for node in nodes_in(model.graph) if (node.domain, node.op_type) in _FUSED_MATMULS]
     prefix = prefix_within("matmul", prefixes_in(model)) if pending else ""
     for node in pending:
         given = {name: int(node.attributes.get_int(name, 0) or 0) for name in ("transA", "transB")}

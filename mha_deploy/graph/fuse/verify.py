@@ -107,9 +107,16 @@ class Region:
     """The nodes that compute some values from a boundary. Equal structures have equal names and keys."""
 
     def __init__(
-        self, results: Sequence[ir.Value], boundary: Boundary, spelling: Spelling, *, in_file: bool
+        self,
+        results: Sequence[ir.Value],
+        boundary: Boundary,
+        spelling: Spelling,
+        *,
+        in_file: bool,
+        instead: Mapping[ir.Value, ir.Value] | None = None,
     ) -> None:
-        """Cut it out of the graph as it is, or as the file has it (`in_file`)."""
+        """Cut it out of the graph as it is, with some values `instead` of others, or as the file has it."""
+        instead = instead or {}
         # Its parts in order, which say what it computes: inputs, constants and nodes, by the names here.
         parts = list[object]()
         self._constants = list[tuple[str, ir.TensorProtocol]]()
@@ -120,7 +127,7 @@ class Region:
         self.fixed = set[str]()  # its constants, and what is computed from them alone
         self.made = 0  # how many numbers the latter are
         self.from_constants = set[ir.Value]()  # the same as values
-        results = [spelling.original(each) for each in results] if in_file else results
+        results = [spelling.original(each) if in_file else instead.get(each, each) for each in results]
         names, symbols, pending = dict[ir.Value, str](), dict[str, str](), [(each, False) for each in results]
         fresh = (f"v{count}" for count in itertools.count())
 
@@ -133,6 +140,12 @@ class Region:
             value, visited = pending.pop()
             own = spelling.original(value)
             if value in names:
+                continue
+            if (other := instead.get(value)) is not None:
+                if other in names:
+                    names[value] = names[other]
+                else:
+                    pending += [(value, False), (other, False)]
                 continue
             if own is not value and (in_file or own in boundary.drawn):
                 if own not in names:

@@ -57,14 +57,20 @@ def write_attention(pattern: Pattern, builder: NodeBuilder, masks: Masks) -> lis
         mask = _with_sink(sink, mask, place, dtype)
     if letters.head is None:
         q, k, v = (builder.unsqueeze(each, HEAD_AXIS) for each in (q, k, v))
+    for each in pattern.scores.multipliers:
+        # The same for all keys or for all queries, so it can as well be applied to Q or K.
+        factor, step = (
+            builder.cast(place.aligned(each.value, each.axes), dtype),
+            "Div" if each.divides else "Mul",
+        )
+        if each.of_keys:
+            k = builder.op(step, k, builder.transpose(factor, 0, 1, 3, 2), name="scaled_k")
+        else:
+            q = builder.op(step, q, factor, name="scaled_q")
     if sink is not None:
         # A key of zeros has the appended score, and a value of zeros drops its weight.
         pads = builder.ints(0, 0, 0, 0, 0, 0, sink.count, 0)
         k, v = (builder.op("Pad", each, pads, name="with_sink") for each in (k, v))
-    for each in pattern.scores.multipliers:
-        # The same for all keys, so it can as well be applied to Q.
-        factor = builder.cast(place.aligned(each.value, each.axes), dtype)
-        q = builder.op("Div" if each.divides else "Mul", q, factor, name="scaled_q")
     if zero is not None:
         q = builder.op("Where", zero, builder.constant(0.0, dtype), q, name="zeroed_q")
     scale = abs(pattern.scale)
