@@ -323,6 +323,23 @@ def test_masked_scores_that_are_bounded_by_the_lowest_number(spelled):
     np.testing.assert_allclose(run(new, feeds)[0], run(model, feeds)[0], atol=2e-5)
 
 
+def test_masked_scores_of_float16_that_are_bounded_by_its_lowest_number():
+    g = Hand()
+    mask = g.input("m", [2, 1, S, S])
+    q, k, v, mask = (g.cast(name, TensorProto.FLOAT16) for name in ("q", "k", "v", mask))
+    scores = g.op("Add", g.op("MatMul", q, g.op("Transpose", k, perm=[0, 1, 3, 2])), mask)
+    scores = g.op("Max", scores, g.const(-65504.0, np.float16))
+    weights = g.cast(g.op("Softmax", g.cast(scores, TensorProto.FLOAT)), TensorProto.FLOAT16)
+    model = g.model(g.cast(g.op("MatMul", weights, v), TensorProto.FLOAT))
+    new, report = fused(model)
+    assert [len(each.notes) for each in report.fused] == [1]  # a query without keys and scores beyond 16
+    feeds = random_feeds(model)
+    feeds["m"] = np.where(feeds["m"] < 0, np.float32(-65504), np.float32(0))
+    feeds["m"][:, :, 2] = -65504
+    feeds["m"][:, :, 3] = -np.inf
+    np.testing.assert_allclose(run(new, feeds)[0], run(model, feeds)[0], atol=5e-3)
+
+
 PARTS = ["pattern.read_scores", "_boundary", "write.write_attention", "mask_pattern._visible_keys"]
 
 

@@ -871,6 +871,39 @@ def test_a_mask_of_the_size_of_an_example():
     np.testing.assert_allclose(run(new, feeds)[0], run(model, feeds)[0], atol=2e-5)
 
 
+def test_a_bias_of_the_two_sizes_of_an_example():
+    """A past and new tokens of any length, and a bias of 4 queries and 7 keys."""
+    g = axes_of({"q": ("N", H, "S", D), "k": ("N", H, "S", D), "past": ("N", H, "P", D)})
+    k = g.op("Concat", "past", "k", axis=2)
+    scores = g.op("MatMul", "q", g.op("Transpose", k, perm=[0, 1, 3, 2]))
+    scores = g.op("Add", scores, g.input("bias", (1, H, 4, 7)))
+    model = g.model(g.op("MatMul", g.op("Softmax", scores), k))
+    new, report = fused(model)
+    assert (len(report.fused), report.unfused) == (1, ())
+    feeds = random_feeds(model)
+    feeds |= {name: feeds[name][:, :, :size] for name, size in (("q", 4), ("k", 4), ("past", 3))}
+    np.testing.assert_allclose(run(new, feeds)[0], run(model, feeds)[0], atol=2e-5)
+
+
+def test_keys_whose_length_has_another_name_as_a_result():
+    """A present is a result, and the mask is of the past and the new ones."""
+    g = axes_of({"q": ("N", H, "S", D), "past": ("N", H, "P", D), "k": ("N", H, "S", D)})
+    k = g.op("Concat", "past", "k", axis=2)
+    rows, keys = (g.op("Shape", each, start=2, end=3) for each in ("q", k))
+    past = g.op("ConstantOfShape", g.op("Concat", rows, g.op("Shape", "past", start=2, end=3), axis=0))
+    mask = g.op("Concat", past, g.input("own", ("S", "S")), axis=1)
+    scores = g.op("Add", g.op("MatMul", "q", g.op("Transpose", k, perm=[0, 1, 3, 2])), mask)
+    flat = g.op("Softmax", g.op("Reshape", scores, g.op("Concat", g.ints(-1), rows, keys, axis=0)))
+    model = g.model(g.op("MatMul", g.op("Reshape", flat, g.op("Shape", scores)), k), k)
+    del model.graph.node[-1:]
+    model.graph.output[1].name = k
+    for dim, name in zip(model.graph.output[1].type.tensor_type.shape.dim, "abcd", strict=True):
+        dim.dim_param = name
+    new, report = fused(model)
+    assert (len(report.fused), report.unfused) == (1, ())
+    assert new.graph.output[1] == model.graph.output[1]
+
+
 def test_queries_between_unknown_bounds():
     g = axes_of({name: ("N", H, "S", D) for name in "qkv"})
     g.inputs |= {name: (TensorProto.INT64, (1,)) for name in ("first", "last")}

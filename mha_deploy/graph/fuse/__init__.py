@@ -131,6 +131,7 @@ def fuse_attention(
         work = from_old_opset(inline_functions(copy))
         stated = [(each, each.type, each.shape) for node in nodes_in(work.graph) for each in node.outputs]
         unnamed = values.name_inputs(work)
+        named = [each.shape if values.own_names(work) else None for each in work.graph.outputs]
         own = values.without_fused_matmuls(work)
         entered = values.infer_sizes(work)
         stated_results = [each.shape for each in work.graph.outputs]
@@ -148,9 +149,8 @@ def fuse_attention(
             return work, fusion.report
         values.raise_opset(work)
         values.infer_sizes(work, only_missing=True)
-        if fixed:
-            for value, shape in zip(work.graph.outputs, stated_results, strict=True):
-                value.shape = shape
+        for value, own_shape, shape in zip(work.graph.outputs, named, stated_results, strict=True):
+            value.shape = own_shape if own_shape is not None else shape if fixed else value.shape
         for value, shape in (fixed | unnamed | dict.fromkeys(entered)).items():
             value.shape = shape
         return refuse_invalid(work, again, "The graph with its attentions fused"), fusion.report

@@ -575,7 +575,12 @@ def decide_masking(
     hides = all(isinstance(term, Fill) and term.hides for term in rest)
     if hides and not guarded:
         notes = (FULLY_MASKED,)
-    elif any(isinstance(term, Fill) and term.added and term.fill > ABSORBS_ANY for term in rest):
+    elif any(
+        term.clipped and dtype == ir.DataType.FLOAT16
+        if isinstance(term, Bias)
+        else term.added and term.fill > ABSORBS_ANY
+        for term in rest
+    ):
         notes = (FULLY_MASKED_HALF, *notes)
     _check_types(rest, dtype)
     kind = "bool" if hides or even else "float"

@@ -703,13 +703,13 @@ def _mask(node: ir.Node, inner: ir.Value, term: Term, scores: Scores) -> ir.Valu
 
 
 def _clip(node: ir.Node, scores: Scores) -> ir.Value | None:
-    """`Max(scores, lowest)`: masked scores are not -inf. In float16 the lowest number absorbs no score."""
+    """`Max(scores, lowest)`: masked scores are not -inf."""
     if len(node.inputs) != 2:
         raise NotFused(f"{node.op_type} stands between the scores and the softmax.")
     inner, other = _split(node)
     plain = scores.factor == 1.0 and not (scores.terms or scores.multipliers or scores.softcap)
     dtype = inner.dtype
-    if not plain or dtype in (None, ir.DataType.FLOAT16) or scalar_of(other) != float(dtype.min):
+    if not plain or dtype is None or scalar_of(other) != float(dtype.min):
         raise NotFused(f"{node.op_type} stands between the scores and the softmax.")
     scores.clipped = dtype
     return inner

@@ -545,6 +545,20 @@ def name_inputs(model: ir.Model) -> dict[ir.Value, ir.Shape]:
     return before
 
 
+def own_names(model: ir.Model) -> set[str]:
+    """Names of sizes that only results of a model have: most follow from those of its inputs."""
+    given, made = (
+        {name for value in several for size in sizes_of(value) or () for name in _names_in(size)}
+        for several in (model.graph.inputs, model.graph.outputs)
+    )
+    return made - given
+
+
+def _names_in(size: Size) -> list[str]:
+    """The names of which a size is made."""
+    return [each for each in _NAME.findall(size) if not each.isdecimal()] if isinstance(size, str) else []
+
+
 def fix_sizes(model: ir.Model) -> dict[ir.Value, ir.Shape]:
     """Let sizes be numbers that a Reshape to constant ones allows no others for. The shapes of inputs before.
 
@@ -663,6 +677,7 @@ class _Walk:
         self._wanted = wanted  # the results whose nodes are visited; None for all
         self.entered = list[ir.Value]()  # inputs of loops that were given a shape
         self._own = {str(each) for value in model.graph.inputs for each in sizes_of(value) or ()}
+        self._of_results = own_names(model)  # names that others are better than
         self._complete = dict[tuple[Size, ...], bool]()  # whether all of some sizes are known
 
     def follow(self, graph: ir.Graph) -> None:
@@ -756,7 +771,10 @@ class _Walk:
         return self._complete[given]
 
     def _is_known(self, size: Size) -> bool:
-        return isinstance(size, int) or (size is not None and (size in self._own or GENERATED not in size))
+        if not isinstance(size, str):
+            return size is not None
+        own = not self._of_results or self._of_results.isdisjoint(_names_in(size))
+        return own and (size in self._own or GENERATED not in size)
 
     def content(self, value: ir.Value | None) -> list[Size] | None:
         """The numbers of a small integer tensor."""

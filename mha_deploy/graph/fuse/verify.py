@@ -53,6 +53,7 @@ _MATMULS = (*MATMULS, "Attention", "LSTM", "GRU")
 _SIZES: list[tuple[int, ...]] = [(3, 5, 7, 2, 9, 11), (2, 7, 5, 3, 11, 9), (1, 4, 4, 4, 4, 4)]
 _SIZES += [(4, 1, 4, 4, 4, 4), (4,), (12,)]
 _SIZES += [(size,) for size in (3, *range(5, 12), *range(13, 17), 2, 1)]  # as the mask of an example may need
+_PAIRS = list(itertools.product(range(12, 0, -1), repeat=2))  # where none of those runs, as of a traced file
 _ENOUGH = 2  # choices of sizes that must run, where so many do
 _ENLARGED = 6  # attempts at making sizes positive that follow from others, each with four times the others
 # Rounding of both sides, relative to the largest result; scores far from 0 are rounded more coarsely.
@@ -287,8 +288,8 @@ def compare(old: Region, new: Region, boundary: Boundary, opset: int) -> bool:
     choices = [(choice, False) for choice in _SIZES]
     if any(_is_sum(size) for each in wanted for size in each):
         choices = [(choice, True) for choice in _SIZES[:_ENOUGH]] + choices
-    enough = _ENOUGH + len(choices) - len(_SIZES)
-    for choice, joined in choices:
+    enough, few = _ENOUGH + len(choices) - len(_SIZES), len(choices)
+    for tried, (choice, joined) in enumerate((*choices, *((pair, False) for pair in _PAIRS)), 1):
         try:
             numbers = _numbers(wanted, choice, joined)
         except ValueError as error:
@@ -330,7 +331,7 @@ def compare(old: Region, new: Region, boundary: Boundary, opset: int) -> bool:
                 compared |= not np.isnan(pair[0].astype(np.float64)).all()
         else:
             ran += 1
-        if ran == enough or (ran and not numbers):
+        if ran == enough or not numbers or (ran and tried >= few):
             break
     if not ran or not compared:
         what = "the original nodes could not be run on drawn inputs."
