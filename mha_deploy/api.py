@@ -494,7 +494,7 @@ def build_engine(
         >>> engine.manifest.all_fused                                        # doctest: +SKIP
         True
     """
-    from mha_deploy.engine.build import engine_from_bundle
+    from mha_deploy.engine.build import BUILDING, engine_from_bundle
     from mha_deploy.engine.engine import default_backend, parse_ranges
     from mha_deploy.engine.trtexec import refuse_rtx
 
@@ -507,7 +507,7 @@ def build_engine(
     target = (
         None if save_onnx is None else check_file(Path(save_onnx), is_nobodys, overwrite=settings.overwrite)
     )
-    (on_step or silent)("lower, parse and build", 0, 0)
+    (on_step or silent)(BUILDING, 0, 0)
     if repeat != 1:
         from mha_deploy.engine.build import rebuild_engine
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from mha_deploy.bundle.folder import Bundle, open_bundle
 from mha_deploy.engine.build import (
+    BUILDING,
     Trial,
     engine_from_bundle,
     refitted_engine,
@@ -126,7 +127,7 @@ def deploy_model(
 
     def build(graph: Any) -> None:
         on_result(graph)
-        on_step("lower, parse and build", 0, 0)
+        on_step(BUILDING, 0, 0)
         built.append(engine_from_bundle(bundle, engine, on_step))
         on_result(built[0])
 

@@ -95,7 +95,7 @@ def check_file(
         )
     if not overwrite and not is_ours(real):
         unknown = "" if is_ours is is_nobodys else f", which {TOOL} did not write"
-        problem = f"A file of that name is there{unknown}."
+        problem = f"The output already exists{unknown}."
         raise DeployError(problem, got=path, hint="move it elsewhere, another name, or --overwrite")
     return real
 

@@ -139,6 +139,20 @@ def _checked(path: str, verb: str, options: Any) -> dict[str, Any]:
     return {name.replace("-", "_"): value for name, value in options.items()}
 
 
+def _invalid(path: str, table: Any, error: msgspec.ValidationError) -> DeployError:
+    """A demand that is unknown, or one whose value is not possible."""
+    if not isinstance(table, Mapping):
+        return DeployError("[require] is not a table.", got=f"{path}: {table!r}", hint="[require]")
+    known = Demands.__struct_fields__
+    if unknown := [name for name in table if name not in known]:
+        got = f"{path}: {unknown[0]}"
+        return DeployError("There is no such demand.", got=got, hint=nearest(unknown[0], known))
+    words, _, place = str(error).partition(" - at `$.")
+    name = place.rstrip("`")
+    what, given = f"The value of {name or 'a demand'} is not possible.", f"{name} = {table.get(name)!r}"
+    return DeployError(what, got=f"{path}: {given}", hint=f"what was {words.lower().replace('`', '')}")
+
+
 class Requirements:
     """What a file of requirements says."""
 
@@ -157,10 +171,7 @@ class Requirements:
                 try:
                     demands = msgspec.convert(table, Demands)
                 except msgspec.ValidationError as error:
-                    hint = f"one of {', '.join(Demands.__struct_fields__)}"
-                    raise DeployError(
-                        "A demand is not valid.", got=f"{self.path}: {error}", hint=hint
-                    ) from error
+                    raise _invalid(self.path, table, error) from error
             elif name in _RECORDS:
                 verbs[name] = _checked(self.path, name, table)
             else:

@@ -94,6 +94,18 @@ def test_what_could_loosen_a_verdict_run_code_or_is_not_valid_is_refused(text, p
     assert "mha-deploy.toml" in done.err
 
 
+@pytest.mark.parametrize(
+    ("text", "got", "hint"),
+    [
+        ("[require]\nmax_budget_share = 2.0", "max_budget_share = 2.0", "1.0"),
+        ("[require]\nmax_budget = 0.5", "max_budget", "max_budget_share"),
+    ],
+)
+def test_a_demand_that_is_not_valid_is_named_with_what_is(text, got, hint, project, bundles, refused):
+    project(text)
+    refused("validate", bundles("tiny-gqa").path, "--no-report", what="", got=got, hint=hint)
+
+
 def test_pyproject_and_files_elsewhere(project, tmp_path):
     assert find_requirements(tmp_path) is None
     project("[project]\nname = 'x'\n", "pyproject.toml")

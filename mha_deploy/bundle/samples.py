@@ -15,6 +15,7 @@ import numpy as np
 from mha_deploy.bundle.cases import read_npz
 from mha_deploy.errors import DeployError, text_of_error
 from mha_deploy.files import LARGEST_TEXT, check_name, open_regular, refuse_duplicates
+from mha_deploy.model.catalog import functions_in
 from mha_deploy.model.precision import Precision
 from mha_deploy.model.spec import ModelSpec, TensorSpec, size_of
 from mha_deploy.output import TOOL, is_sample, write_file
@@ -128,7 +129,8 @@ def _arrays_of(path: Path, spec: ModelSpec) -> dict[str, _Stored]:
             found = _in_safetensors(path)
         else:
             open_regular(path).close()  # what is not there is reported as such
-            raise DeployError("Data of this kind cannot be read.", got=path, hint=_HINT)
+            known = " or ".join(f"{path}:{name}" for name in functions_in(path))
+            raise DeployError("Data of this kind cannot be read.", got=path, hint=known or _HINT)
     inputs = [tensor.name for tensor in spec.inputs]
     if len(inputs) == 1 and len(found) == 1 and inputs[0] not in found:
         return {inputs[0]: next(iter(found.values()))}

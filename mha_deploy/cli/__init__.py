@@ -8,6 +8,7 @@ Everything heavier than the standard library is imported by the verb that needs 
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import re
@@ -32,6 +33,11 @@ from mha_deploy.text import printable
 
 EXIT_INTERNAL_ERROR = 70
 EXIT_INTERRUPTED = 130
+# The sizes of a layer, which are in its spec.
+_SIZES = (
+    "--heads", "--num-heads", "--kv-heads", "--num-kv-heads", "--head-dim", "--head-size", "--hidden-size",
+    "--embed-dim", "--d-model", "--width", "--dim",
+)  # fmt: skip
 _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 _SAME_SIGNAL_S = 0.5
 
@@ -124,9 +130,10 @@ def _run_app() -> _Ending:
             ),
         )
     except click.ClickException as error:
-        error.show()
-        problem = DeployError("The command line is not valid.", got=error.message, hint="--help")
-        return _Ending(EXIT_BAD_INPUT, problem, is_printed=True)
+        if isinstance(error, click.exceptions.NoArgsIsHelpError):
+            error.show()
+            return _Ending(EXIT_BAD_INPUT)
+        return _Ending(EXIT_BAD_INPUT, _usage_error(error))
     except KeyboardInterrupt:
         return _Ending(EXIT_INTERRUPTED)
     except SystemExit as stop:
@@ -142,6 +149,23 @@ def _run_app() -> _Ending:
         return _Ending(EXIT_INTERNAL_ERROR, DeployError("This is a bug in mha-deploy.", got=got, hint=hint))
     finally:
         environment.command_line.clear()
+
+
+def _usage_error(error: click.ClickException) -> DeployError:
+    """What is wrong with the command line, and what was probably meant."""
+    context = getattr(error, "ctx", None)
+    path = context.command_path if context is not None else "mha-deploy"
+    verb, got = path.partition(" ")[2], error.format_message()
+    hint = f"{path} --help-all" if verb else f"{path} --help"
+    if isinstance(error, click.NoSuchOption):
+        got = error.message
+        known = [name for each in context.command.params for name in each.opts] if context is not None else []
+        # Two options that begin alike are alike; `--h` and `--help` are not.
+        close = difflib.get_close_matches(error.option_name, known, n=1, cutoff=0.75)
+        hint = f"{close[0]}, or {hint} for every option" if close else f"{hint} lists every option"
+        if verb in ("export", "deploy", "analyze") and error.option_name in _SIZES:
+            hint = "a .toml file in place of the name, with Hq, Hkv, D, E and the axes: a layer spec"
+    return DeployError("The command line is not valid.", got=got, hint=hint)
 
 
 # What Rich writes to a terminal: styles and movements of the cursor.

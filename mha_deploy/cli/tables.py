@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import singledispatch
@@ -41,6 +42,7 @@ if TYPE_CHECKING:  # a verb that has no such result to show does not load what m
     from mha_deploy.analysis.similarity import HeadSimilarity
     from mha_deploy.bundle.folder import Bundle
     from mha_deploy.engine.engine import Engine, EngineManifest
+    from mha_deploy.engine.inspection import Inspection
     from mha_deploy.engine.plugins import Found
     from mha_deploy.graph.fuse import FuseReport
     from mha_deploy.graph.rules import Eligibility
@@ -118,9 +120,15 @@ def bundle_renderable(bundle: Bundle, *, details: bool = False) -> RenderableTyp
     axes = "  ".join(f"{name} {axis}" for name, axis in spec.axes.items())
     total = sum(entry.bytes for entry in manifest.files.values())
     cases = "  ".join(f"{entry.name} {sizes_text(entry.sizes)}" for entry in manifest.golden)
-    fused = f"{len(manifest.attention)}/{spec.attention_count} attention as one ONNX Attention node"
+    count = f"{len(manifest.attention)}/{spec.attention_count}"
+    each = "" if spec.attention_count == 1 else "each "
+    fused = f"{count} {'attention' if each == '' else 'attentions'}, {each}one ONNX Attention node"
     lines = [("bundle", str(bundle.path)), ("model", f"{spec.name}: {_about(spec)}")]
-    lines.append(("graph", f"{manifest.precision.name}, opset {manifest.opset}, axes {axes}"))
+    types = manifest.precision.name
+    if manifest.loss is not None and "heads" not in manifest.loss.what:
+        parts = f"{manifest.loss.compressed}/{len(manifest.loss.layers)} GEMMs"
+        types = f"{manifest.loss.what} in {parts}, else {types}"
+    lines.append(("graph", f"{types}, opset {manifest.opset}, axes {axes}"))
     lines += [("fused", fused), ("golden", cases.replace(", ", ","))]
     for entry in manifest.traces:
         from mha_deploy.bundle.cases import read_trace
@@ -132,7 +140,7 @@ def bundle_renderable(bundle: Bundle, *, details: bool = False) -> RenderableTyp
         count = plural(len(manifest.layers.values), "attention")
         lines.append(("layers", f"the results of {count} in {manifest.layers.case}"))
     lines.append(("weights", manifest.weights))
-    lines.append(("size", f"{total / 1e6:,.1f} MB in {len(manifest.files)} files"))
+    lines.append(("size", f"{size(total)} in {len(manifest.files)} files"))
     lines += [("note", note) for note in manifest.notes]
     loss: list[RenderableType] = []
     if manifest.loss is not None:
@@ -151,12 +159,20 @@ def bundle_renderable(bundle: Bundle, *, details: bool = False) -> RenderableTyp
 def _about(spec: ModelSpec) -> str:
     """What a model is, in a few words."""
     origin = spec.factory or spec.summary or "an object in memory"
-    return f"{origin}, {spec.weight_bytes / 1e6:,.1f} MB of weights"
+    return f"{origin}, {size(spec.weight_bytes)} of weights"
 
 
 @_about.register(AttentionSpec)
 def _(spec: AttentionSpec) -> str:
     return f"{spec.kind} {spec.Hq}/{spec.Hkv} heads of {spec.D}, width {spec.E}"
+
+
+def tensors_renderable(found: Inspection) -> RenderableType:
+    """The inputs and outputs of an ONNX file; names among the sizes are the axes that `--axis` takes."""
+    tensors = [("input", each) for each in found.inputs] + [("output", each) for each in found.outputs]
+    rows = [(kind, each["name"], each["type"], each["shape"]) for kind, each in tensors]
+    title = f"opset {found.opset}"
+    return render(table(title, ("!", "tensor", "!type", "shape"), rows), title=True)
 
 
 def attention_renderable(nodes: Sequence[Mapping[str, Any]]) -> RenderableType:
@@ -282,10 +298,15 @@ def engine_renderable(engine: Engine, *, details: bool = False) -> RenderableTyp
         title = plural(len(manifest.kernels), "kernel")
         kernels = table(title, ("#profile", "kernel", "!type", "!types", "nodes"), rows)
         blocks.append(render(kernels, title=True))
+    return Group(*blocks, *_doubts(manifest), engine_verdict_renderable(manifest))
+
+
+def engine_verdict_renderable(manifest: EngineManifest) -> Text:
+    """Whether an engine is fused, and in its precision."""
     reason = _why(manifest.verdict.precision.reasons)
     text = f"{manifest.fusion_summary}, {manifest.precision_summary}" + (f": {reason}" if reason else "")
     good = manifest.all_fused and manifest.has_requested_types
-    return Group(*blocks, *_doubts(manifest), Text(text, style="bold green" if good else "bold yellow"))
+    return Text(text, style="bold green" if good else "bold yellow")
 
 
 def _why(reasons: Sequence[EngineReason]) -> str:
@@ -412,8 +433,12 @@ def report_renderable(report: Data, *, verbose: bool = False, headed: bool = Tru
     if report["latency"]:
         blocks.append(latency_renderable(report["latency"]["points"], kernels=verbose))
     blocks += [render(tables.serving_table(report["serving"]))] if report["serving"] else []
-    if report["loss"]:
-        blocks += loss_renderables(report["loss"])
+    if report["loss"] and (verbose or headed):
+        blocks += (
+            loss_renderables(report["loss"])
+            if verbose
+            else [render(tables.loss_table(report["loss"]), title=True)]
+        )
     if report["data"]:
         blocks += [render(tables.data_table(report["data"])), render(tables.worst_table(report["data"]))]
     return Group(*blocks, *(line for lines in findings.values() for line in lines))
@@ -614,9 +639,14 @@ def self_test_renderable(result: SelfTest) -> RenderableType:
     right = result.right.passed
     rows = [row("as exported", result.right.share, right, ("passed", "FAILED"))]
     rows += [row(each.mistake, each.share, each.caught, ("detected", "MISSED")) for each in result.mutations]
+    return Group(render(table("", ("!model", "#× budget", "verdict"), rows)), self_test_verdict(result))
+
+
+def self_test_verdict(result: SelfTest) -> Text:
+    """How many mutations were detected."""
     found = f"{sum(each.caught for each in result.mutations)}/{len(result.mutations)} mutations detected"
-    found += "" if right else ", but the graph as exported is wrong itself"
-    return Group(render(table("", ("!model", "#× budget", "verdict"), rows)), head(result.outcome, found))
+    found += "" if result.right.passed else ", but the graph as exported is wrong itself"
+    return head(result.outcome, found)
 
 
 def bisection_renderable(found: Bisection) -> RenderableType:
@@ -645,14 +675,18 @@ def bisection_renderable(found: Bisection) -> RenderableType:
 # -- The catalog, costs, this machine, a matrix ----------------------------------------------------
 
 
-def models_renderable(models: Iterable[Mapping[str, Any]]) -> RenderableType:
-    """The table of known models."""
+def models_renderable(models: Iterable[Mapping[str, Any]], *, verbose: bool) -> RenderableType:
+    """The table of known models; with `verbose` or in a wide terminal, what they cost as well."""
+    costs = verbose or shutil.get_terminal_size().columns >= _WIDE
+    counts = {"E": "#E", "parameters": "#parameters", "kv_bytes_per_token": "#KV B/token"}
+    counts = counts if costs else {"E": "#E"}
     rows = []
     for row in models:
-        heads, counts = f"{row['Hq']}/{row['Hkv']}×{row['D']}", ("E", "parameters", "kv_bytes_per_token")
+        heads = f"{row['Hq']}/{row['Hkv']}×{row['D']}"
         rows.append((row["name"], row["kind"], heads, *(f"{row[key]:,}" for key in counts), row["summary"]))
-    headings = ("!model", "!kind", "#Hq/Hkv×D", "#E", "#parameters", "#KV B/token", "!description")
-    note = Text("One layer each; KV-cache bytes per token for FP16 or BF16.", style="dim")
+    headings = ("!model", "!kind", "#Hq/Hkv×D", *counts.values(), "description")
+    words = "KV-cache bytes per token for FP16 or BF16" if costs else "-v: parameters and KV-cache bytes"
+    note = Text(f"One layer each; {words}. Other sizes: a .toml file, see the README.", style="dim")
     return Group(render(table("", headings, rows), fill="description"), note)
 
 
@@ -742,6 +776,7 @@ def analysis_renderable(analysis: Analysis | GraphAnalysis) -> RenderableType:
 
 
 _SHOWN_NODES = 24
+_WIDE = 120  # columns of a terminal that has room for every column
 
 
 def similarity_renderable(similarity: HeadSimilarity) -> RenderableType:

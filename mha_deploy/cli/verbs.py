@@ -59,15 +59,19 @@ LIMIT = {"time_limit": CONTROL["time_limit"]}
 @verb(MODEL, options_from(md.export), RUN)
 def export(out: Path = option(MISSING, "The folder to write.", *OUT), **options: Any) -> Result:
     """Export an attention layer, your own model or an ONNX file to an ONNX bundle with fused attention."""
-    from mha_deploy.cli import tables
-
     files = parse_pairs(options.pop("inputs"), "--input", "input_ids=ids.npy")
     model = pop_model(options)
     with show_steps(f"export {model.name}") as on_step:
         bundle = md.export(model, out, inputs=files, on_step=on_step, **options)
     _report_removed(bundle)
+    return _exported(bundle)
+
+
+def _exported(bundle: Bundle) -> Result:
+    from mha_deploy.cli import tables
+
     data = {"bundle": str(bundle.path), **bundle.manifest.to_dict()}
-    return Result(data, lambda: [tables.bundle_renderable(bundle)])
+    return Result(data, lambda: [tables.bundle_renderable(bundle)], verdict=f"bundle {bundle.path}")
 
 
 @verb(
@@ -83,15 +87,12 @@ def export(out: Path = option(MISSING, "The folder to write.", *OUT), **options:
 )  # fmt: skip
 def prune(out: Path = option(MISSING, "The folder to write.", *OUT), **options: Any) -> Result:
     """Export a model with fewer heads: those that your data needs least are removed from its weights."""
-    from mha_deploy.cli import tables
-
     options.pop("inputs")
     model = pop_model(options)
     with show_steps(f"prune {model.name}") as on_step:
         bundle = md.prune(model, out, on_step=on_step, **options)
     _report_removed(bundle)
-    data = {"bundle": str(bundle.path), **bundle.manifest.to_dict()}
-    return Result(data, lambda: [tables.bundle_renderable(bundle)])
+    return _exported(bundle)
 
 
 def _report_removed(bundle: Bundle) -> None:
@@ -240,7 +241,7 @@ def build_engine(
         data["trtexec"] = command = md.trtexec(engine, graph, engine.path.name)
         unwritten = [] if options["save_onnx"] else [f"--save-onnx {graph} writes the graph that it reads"]
         lines += [command, *(f"note: {each}" for each in (*command.notes, *unwritten))]
-    return Result(data, lambda: lines, outcome)
+    return Result(data, lambda: lines, outcome, verdict=tables.engine_verdict_renderable(manifest))
 
 
 @verb(options_from(md.refit, "weights", "prefix", "latency", "overwrite"), CONTROL)
@@ -285,7 +286,7 @@ def package(
     batch += f" ({found.unbatched})" if found.unbatched else ""
     lines = [f"{found.path}: {found.variant}, run by {', '.join(found.backends)}, {batch}"]
     lines += [f"  {file}" for file in found.files]
-    lines.append(f"start: {found.command} (the whole line is in README.md)")
+    lines.append(f"start: {found.path / 'README.md'} has the commands, with Docker and without")
     return Result({**vars(found), "path": str(found.path)}, lambda: lines)
 
 
@@ -396,7 +397,10 @@ def validate(
             tested = md.self_test(opened, next(iter(options["backends"]), None), on_step=on_step)
 
         return Result(
-            to_builtins(tested), lambda: [tables.self_test_renderable(tested)], outcome=tested.outcome
+            to_builtins(tested),
+            lambda: [tables.self_test_renderable(tested)],
+            outcome=tested.outcome,
+            verdict=tables.self_test_verdict(tested),
         )
     folder = out or opened.path
     if report:
@@ -531,7 +535,7 @@ def compare(
     found.save_files(html=html, junit=junit, overwrite=overwrite)
 
     shown = partial(_table_or_markdown, markdown, found, found.table(everything=everything))
-    return Result(found.to_dict(), shown, outcome=found.outcome)
+    return Result(found.to_dict(), shown, outcome=found.outcome, verdict=_verdict(found, markdown))
 
 
 def _table_or_markdown(markdown: bool, found: Any, table: Table, *reasons: str) -> list[RenderableType]:
@@ -563,7 +567,15 @@ def matrix(
 
     reasons = [": ".join(reason) for reason in found.reasons()]
     shown = partial(_table_or_markdown, markdown, found, found.tables()[0], *reasons)
-    return Result(found.to_dict(), shown, outcome=found.outcome, save=lambda: page)
+    about: dict[str, Any] = {"save": lambda: page, "verdict": _verdict(found, markdown)}
+    return Result(found.to_dict(), shown, outcome=found.outcome, **about)
+
+
+def _verdict(found: Any, markdown: bool) -> RenderableType | None:
+    """The verdict of a comparison or a matrix for `--quiet`; Markdown that was asked for is printed whole."""
+    from mha_deploy.cli import tables
+
+    return None if markdown else tables.head(found.outcome, found.headline)
 
 
 @contextmanager
@@ -610,7 +622,8 @@ def inspect(
         data = engine_to_dict(found.engines[0]) | here
     else:
         data = {"file": str(path), "attention": list(found.attention), "foreign": list(found.foreign)}
-        data["unfused"] = list(found.unfused)
+        data |= {"unfused": list(found.unfused), "inputs": found.inputs, "outputs": found.outputs}
+        data |= {"opset": found.opset}
 
     def lines() -> Iterator[RenderableType]:
         if found.bundle is not None:
@@ -628,11 +641,12 @@ def inspect(
             if not found.engines[0].is_confirmed:
                 yield "Fusion and precision are not verified: only TensorRT can read this plan, on its GPU."
         else:
+            yield tables.tensors_renderable(found)
             yield tables.attention_renderable(found.attention)
             if found.unfused:
                 count = plural(len(found.unfused), "attention")
-                yield f"{count} not fused: {', '.join(found.unfused)}"
-                yield f"mha-deploy fuse {path} -o fused.onnx makes one Attention node of each that it can"
+                yield f"{count} in other nodes: {', '.join(found.unfused)}"
+                yield f"to fuse what can be fused: mha-deploy fuse {path} -o fused.onnx"
             if found.foreign:
                 yield f"No engine is built of it: {', '.join(found.foreign)} are not ONNX's operators."
 
@@ -645,7 +659,7 @@ def models(every: bool = option(False, "Include the small layers of the tests.",
     from mha_deploy.cli import tables
 
     rows = [tables.model_row(spec) for spec in md.models(tiny=every)]
-    return Result(rows, lambda: [tables.models_renderable(rows)])
+    return Result(rows, lambda: [tables.models_renderable(rows, verbose=is_verbose())])
 
 
 @verb(

@@ -196,7 +196,9 @@ class _EngineBuild:
 
     def _build(self, request: BuildRequest) -> BuiltEngine:
         """Build in a child process: parsers and builders can crash."""
-        rt, on_progress = self.rt, self.on_progress
+        rt, report = self.rt, self.on_progress
+        # The builder's own phases nest, and each has its own count: they are details of one step.
+        on_progress = None if report is None else lambda name, *count: report(f"{BUILDING}: {name}", *count)
         if not isolation.enabled:
             return _build(rt, request, self.plugins, on_progress)
         on_message = None if on_progress is None else lambda progress: on_progress(*progress)
@@ -317,6 +319,9 @@ def _with_plugin_roles(built: BuiltEngine, lowered: ir.Model) -> BuiltEngine:
 
 # Seen with TensorRT 8.6: an engine that was built on a busy GPU has no execution context in any process. The
 # same graph, built once more, has one.
+BUILDING = "lower, parse and build"
+"""The step of a build, whose details are the phases of TensorRT's builder."""
+
 _MOST_BUILDS = 3
 _BUILD_AGAIN = "build it again while nothing else uses the GPU"
 

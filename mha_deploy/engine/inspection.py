@@ -30,6 +30,9 @@ class Inspection:
         attention: Of an ONNX file: its attention nodes.
         foreign: Of an ONNX file: domains of operators that are not ONNX's. No engine is built of them.
         unfused: Of an ONNX file: its attentions that are not `Attention` nodes.
+        inputs: Of an ONNX file: name, type and shape of every input; names in a shape are its axes.
+        outputs: The same of its outputs.
+        opset: Of an ONNX file: the version of ONNX's operators.
     """
 
     path: Path
@@ -40,6 +43,9 @@ class Inspection:
     attention: tuple[Mapping[str, Any], ...] = ()
     foreign: tuple[str, ...] = ()
     unfused: tuple[str, ...] = ()
+    inputs: tuple[Mapping[str, str], ...] = ()
+    outputs: tuple[Mapping[str, str], ...] = ()
+    opset: int | None = None
 
 
 def inspect_path(path: Path, *, verify: bool) -> Inspection:
@@ -55,7 +61,10 @@ def inspect_path(path: Path, *, verify: bool) -> Inspection:
         nodes = tuple(node.describe() for node in attention_nodes(graph))
         foreign = tuple(foreign_domains(graph))
         left = () if foreign else tuple(_unfused(graph))
-        return Inspection(path=path, attention=nodes, foreign=foreign, unfused=left)
+        tensors = {"inputs": graph.graph.inputs, "outputs": graph.graph.outputs}
+        about: dict[str, Any] = {name: tuple(map(_tensor, values)) for name, values in tensors.items()}
+        about["opset"] = graph.opset_imports.get("")
+        return Inspection(path=path, attention=nodes, foreign=foreign, unfused=left, **about)
     if path.suffix == ".engine":
         from mha_deploy.engine.engine import open_engine, reasons_not_to_run
 
@@ -80,6 +89,14 @@ def inspect_path(path: Path, *, verify: bool) -> Inspection:
     return Inspection(path=path, bundle=bundle, verified=verify, engines=tuple(engines))
 
 
+def _tensor(value: ir.Value) -> dict[str, str]:
+    """An input or output of a graph: `float16`, `[batch, 16, ?]`."""
+    dims = value.shape if value.shape is not None else ()
+    shown = ", ".join(str(dim) if isinstance(dim, int) else dim.value or "?" for dim in dims)
+    kind = "?" if value.dtype is None else str(value.dtype.numpy())
+    return {"name": str(value.name), "type": kind, "shape": f"[{shown}]" if value.shape is not None else "?"}
+
+
 def check_target(source: Bundle | Path, target: str, version: str | None, sm: str) -> list[Eligibility]:
     """What a target would make of every attention of a bundle, or of an ONNX file; see `md.check`."""
     from mha_deploy.engine.engine import default_profiles
@@ -98,7 +115,8 @@ def check_target(source: Bundle | Path, target: str, version: str | None, sm: st
     if not isinstance(source, Bundle) and (left := _unfused(graph)):
         count, names = plural(len(left), "attention"), ", ".join(left[:3]) + (", …" if left[3:] else "")
         hint = f"mha-deploy fuse {source} -o fused.onnx, then check that; or export it"
-        raise NotFusedError(f"{count} of this file not fused yet.", got=names, hint=hint)
+        verb = "is" if len(left) == 1 else "are"
+        raise NotFusedError(f"{count} of this file {verb} not fused yet.", got=names, hint=hint)
     return [found for each in targets for found in check_eligibility(graph, each)]
 
 

@@ -30,7 +30,8 @@ class TrtexecCommand(str):
 def refuse_rtx(backend: str) -> None:
     """Refuse a backend whose engines trtexec does not build."""
     if backend == RTX:
-        problem, hint = "trtexec builds for TensorRT, not for TensorRT-RTX.", "--backend tensorrt"
+        problem = "trtexec builds for TensorRT, not for TensorRT-RTX."
+        hint = "--backend tensorrt; or --save-onnx alone, and TensorRT-RTX's own tool, tensorrt_rtx"
         raise DeployError(problem, got=backend, hint=hint)
 
 

@@ -201,9 +201,10 @@ class ExportSource(ABC):
         plain = {name: list(each) if isinstance(each, tuple) else each for name, each in asdict(plan).items()}
         self.checks["mixed precision"] = plain
         lines = plan.lines()
-        head = f"mixed precision: {len(plan.kept)} of {plan.nodes} nodes are wider than fp16"
+        kept = f"{len(plan.kept)} of {plan.nodes} nodes stay" if plan.kept else "no node has to stay"
+        head = f"mixed precision: {kept} wider than fp16"
         if plan.worst_loss is not None:
-            head += f"; loss {plan.worst_loss:.2g} of the float32 model (limit {plan.limit:.2g})"
+            head += f"; the loss against the float32 model is {plan.worst_loss:.2g} (limit {plan.limit:.2g})"
         more = len(lines) - _PLAN_LINES
         self.notes += [head, *lines[:_PLAN_LINES], *([f"and {more} more: see the manifest"] * (more > 0))]
         return refuse_invalid(apply_plan(model, plan), lambda: model, "The graph in mixed precision")
@@ -322,7 +323,8 @@ def _capture(source: ExportSource, planned: PlannedCase) -> GoldenCase | None:
         if partly == planned.masks:
             source.notes.append(f"no {planned.name} case: {error.in_one_line}")
             return None
-        source.notes.append(f"the {planned.name} case has no full masks: {error.in_one_line}")
+        why = f"the model itself has no finite result for one ({error.got})"
+        source.notes.append(f"no fully masked query in the {planned.name} case: {why}")
         return _capture(source, replace(planned, masks=partly))
 
 

@@ -133,7 +133,7 @@ def _check(given: Deployable, reference: str, name: str) -> UserModule:
         if not isinstance(key, str) or not key.isidentifier():
             hint = "the name of a parameter of forward()"
             raise ExportError("The name of an input is not an identifier.", got=repr(key), hint=hint)
-    placing = (given.positions,) if isinstance(given.positions, str) else given.positions
+    placing = (given.positions,) if isinstance(given.positions, str) and given.positions else given.positions
     if not isinstance(placing, Sequence) or not all(isinstance(each, str) for each in placing):
         got, hint = repr(given.positions), 'positions="cache_position"'
         raise ExportError("positions is not a name of an input.", got=got, hint=hint)

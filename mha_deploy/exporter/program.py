@@ -740,7 +740,7 @@ def _refuse_changes(program: ExportedProgram) -> None:
     kinds = {OutputKind.BUFFER_MUTATION: "its buffer", OutputKind.USER_INPUT_MUTATION: "its input"}
     written = [spec for spec in program.graph_signature.output_specs if spec.kind in kinds]
     if changed := ", ".join(f"{kinds[spec.kind]} {spec.target}" for spec in written):
-        hint = "copy it before changing it in place"
+        hint = "make a KV cache an input, with kv_cache= and positions=; copy what else is changed in place"
         raise ExportError("The module changes its own inputs or buffers.", got=changed, hint=hint)
 
 

@@ -83,15 +83,16 @@ class _Heads:
         return self.Hq // self.Hkv
 
 
-def _refused(node: ir.Node, why: str) -> ExportError:
-    return ExportError(f"The heads of {node.name} cannot be removed.", got=why, hint=_HINT)
+def _refused(node: ir.Node, why: str, hint: str = "") -> ExportError:
+    return ExportError(f"The heads of {node.name} cannot be removed.", got=why, hint=hint or _HINT)
 
 
 def _heads_of(node: ir.Node) -> _Heads:
     """Read an attention and its projections, or say what is in the way."""
     found = read_attention(node)
     if found.has_past or found.has_present or found.has_nonpad_kv_seqlen:
-        raise _refused(node, "a KV cache, whose shape would change")
+        hint = "prune the model without its cache, then write the smaller one with a cache"
+        raise _refused(node, "a KV cache, whose shape would change", hint)
     if found.rank not in (3, 4) or not isinstance(found.Hq, int) or not isinstance(found.Hkv, int):
         raise _refused(node, f"inputs of rank {found.rank}")
     if found.has_qk_output:

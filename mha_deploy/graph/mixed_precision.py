@@ -40,6 +40,7 @@ from mha_deploy.graph.ir import (
 from mha_deploy.graph.roles import MATMULS, NORMS, SOFTMAXES
 from mha_deploy.graph.upcast import in_type, retype, retype_attributes
 from mha_deploy.model.masking import ABSORBS_FLOAT32
+from mha_deploy.text import group_by, summarize_names
 
 # -- Records: measured ranges, and the plan --------------------------------------------------------
 
@@ -150,9 +151,14 @@ class PrecisionPlan:
 
     def lines(self) -> list[str]:
         """The plan as text, one sentence a line."""
-        written = ((each, f"{each.found:.6g} is written as {each.written:.6g}") for each in self.clamped)
+        written = ((each, f"{each.found:.6g} becomes {each.written:.6g}") for each in self.clamped)
+        kept = group_by(self.kept, lambda each: (each.precision, each.reason))
         return [
-            *(f"{each.name} ({each.op_type}) stays {each.precision}: {each.reason}" for each in self.kept),
+            *(
+                f"{summarize_names([f'{each.name} ({each.op_type})' for each in alike])} "
+                f"{'stays' if len(alike) == 1 else 'stay'} {alike[0].precision}: {alike[0].reason}"
+                for alike in kept
+            ),
             *(f"input {each.name} stays fp32: {each.reason}" for each in self.inputs),
             *(f"output {each.name} stays fp32: {each.reason}" for each in self.outputs),
             *(f"{each.name}: {numbers}: {each.reason}" for each, numbers in written),
@@ -698,7 +704,11 @@ class Planner:
         found += [value for value in self._graph.inputs if value.name in float32_inputs]
         for value in found:
             if number := self._sentinel(value):
-                reason = "it masks keys, and so does this" if value in self._masks else "it means no bound"
+                reason = (
+                    "a mask value, which hides keys as before"
+                    if value in self._masks
+                    else "it means no bound"
+                )
                 yield Clamped(str(value.name), number, math.copysign(FP16_MAX, number), reason)
 
     def _reasons(self, node: ir.Node) -> Iterator[KeptReason]:

@@ -54,7 +54,10 @@ def refuse_what_is_no_model(model: str) -> None:
         problem = "A Python file needs the name of a factory in it."
         raise SpecError(problem, got=model, hint=" or ".join(known) or hint)
     if (path / "config.json").is_file():
-        raise SpecError("This is the folder of a checkpoint.", got=model, hint=f"--hf {model} --layer 0")
+        hint = (
+            f"--hf {model} --layer 0 for one layer; for the whole model a factory with md.from_transformers"
+        )
+        raise SpecError("This is the folder of a checkpoint.", got=model, hint=hint)
     if (path / "manifest.json").is_file():
         hint = f"mha-deploy validate {model}, or build-engine"
         raise SpecError("This is a bundle: it is exported already.", got=model, hint=hint)
@@ -71,17 +74,26 @@ def how_to_download(name: str) -> str:
     return f"hf download {name} --local-dir {folder}, then --hf {folder} --layer 0"
 
 
+def functions_in(path: Path) -> list[str]:
+    """The functions of a Python file by their names; nothing of it is run."""
+    return [each.name for each in _parsed(path) if isinstance(each, ast.FunctionDef)]
+
+
+def _parsed(path: Path) -> list[ast.stmt]:
+    """The statements of a Python file; none where it cannot be read as one."""
+    try:
+        return ast.parse(read_regular(path, _LARGEST_SOURCE)).body if path.suffix == ".py" else []
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return []
+
+
 def factories_in(path: Path) -> list[tuple[str, str]]:
     """The functions of a Python file that may be factories, with their first sentence; nothing is run.
 
     A factory takes no arguments and returns something. Where some mention a `Deployable`, in their annotation
     or in a call, only these are.
     """
-    try:
-        tree = ast.parse(read_regular(path, _LARGEST_SOURCE).decode("utf-8"))
-    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
-        return []
-    possible = [each for each in tree.body if isinstance(each, ast.FunctionDef) and _needs_nothing(each)]
+    possible = [each for each in _parsed(path) if isinstance(each, ast.FunctionDef) and _needs_nothing(each)]
     certain = [each for each in possible if "Deployable" in ast.dump(each)]
     named = certain or [each for each in possible if not each.name.startswith("_")]
     return [(each.name, ast.get_docstring(each) or "") for each in named]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -80,3 +80,11 @@ class Deployable:
     samples: Any = ()
     name: str = ""
     summary: str = ""
+
+    def __post_init__(self) -> None:
+        """None is the default of what may be left out."""
+        for each in fields(self):
+            if getattr(self, each.name) is None and each.default is not MISSING:
+                object.__setattr__(self, each.name, each.default)
+            elif getattr(self, each.name) is None and each.default_factory is not MISSING:
+                object.__setattr__(self, each.name, each.default_factory())

@@ -481,9 +481,13 @@ def sensitivity_table(found: Data) -> Table:
         status = done if each["is_compressed"] else left
         own = number(each["relative_l2"], error)
         rows.append((each["name"], status, number(each["alone"], error), own))
-    became = "now" if done in ("removed", "pooled") else "written in"
-    headings = ("part", became, "#loss of it alone|alone", "#its own result|own")
-    return table("Sensitivity: the loss of compressing one part alone", headings, rows)
+    if done in ("removed", "pooled"):
+        title = "Sensitivity: the loss without one head alone; a head that took over another one stays"
+        title = title if done == "removed" else "Sensitivity: the loss of pooling the heads of one attention"
+        headings = ("part", "now", "#loss of it alone|alone")
+        return table(title, headings, [row[:3] for row in rows])
+    title = "Sensitivity: the loss where one part alone is compressed, and of its own result in the end"
+    return table(title, ("part", "written in", "#loss of it alone|alone", "#its own result|own"), rows)
 
 
 def search_table(found: Data) -> Table:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -77,7 +78,9 @@ def open_gpu() -> Gpu:
         count = _call("cudaGetDeviceCount")
     except CudaError as error:
         if error.got == "cudaErrorInsufficientDriver":
-            hint = "an NVIDIA driver, or cuda-bindings 12 where the driver is older than CUDA 13"
+            hint = "a machine with an NVIDIA GPU and its driver"
+            if shutil.which("nvidia-smi"):
+                hint = "a newer NVIDIA driver, or cuda-bindings 12 where the driver is older than CUDA 13"
         raise BackendUnavailable(problem, got=error.got, hint=hint) from error
     if not count:
         raise BackendUnavailable(problem, got="0 devices", hint=hint)

@@ -36,6 +36,7 @@ from mha_deploy.errors import (
     place_of_error,
     text_of_error,
 )
+from mha_deploy.model.catalog import functions_in
 from mha_deploy.runtime.child import is_child, isolation
 from mha_deploy.supervisor import MODEL_CODE, interruptions
 
@@ -253,9 +254,9 @@ def load_function(reference: str, what: str, example: str) -> Callable[..., obje
     """The function of `path/to/file.py:name` or `package.module:name`; `what` it is for, in messages."""
     place, _, name = reference.rpartition(":")
     if not place or not name.isidentifier():
-        raise ExportError(
-            f"This names no function for {what}.", got=reference, hint="path/to/file.py:function"
-        )
+        known = [f"{reference}:{each}" for each in functions_in(Path(reference))]
+        hint = " or ".join(known) or "path/to/file.py:function"
+        raise ExportError(f"This names no function for {what}.", got=reference, hint=hint)
     hint = "import it in Python by itself, and correct what that shows"
     with user_code(place, f"The file of {what} cannot be imported.", hint=hint):
         module = import_user_module(place)

@@ -30,7 +30,7 @@ def test_deploy_exports_and_validates(run_cli, tmp_path, monkeypatch):
     assert done.code == 0, done.err
     assert open_bundle(tmp_path / "bundles" / "tiny-mqa-fp16").manifest.spec.name == "tiny-mqa"
     assert re.match("PASSED|NOT VERIFIED", done.out), "the verdict comes first"
-    assert done.out.index("1/1 attention as one ONNX Attention node") < done.out.index("4 outputs of golden")
+    assert done.out.index("1/1 attention, one ONNX Attention node") < done.out.index("4 outputs of golden")
     assert "deploy tiny-mqa: 1/10 weights" in done.err
     assert "deploy tiny-mqa: ort-c" in done.err
     assert "deploy tiny-mqa:" not in done.out
@@ -179,6 +179,9 @@ def test_an_engine_is_built_and_can_be_inspected(run_cli, folder):
     )
     assert done.code == 0, done.err
     assert "1/1 fused" in done.out
+    assert len(done.err.splitlines()) == 1, "the phases of the builder are details of one step"
+    quiet = run_cli("build-engine", folder, "--backend", "tensorrt-rtx", "--overwrite", "-q")
+    assert (quiet.out.strip(), quiet.err) == (done.out.splitlines()[-1], ""), "the verdict alone"
     engine = folder / "engines" / "tensorrt-rtx.engine"
     found = json.loads(run_cli("inspect", engine, "--json").out)
     assert (found["model"], found["precision"]) == ("tiny-gqa", "fp16")

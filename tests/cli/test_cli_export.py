@@ -52,7 +52,7 @@ def test_a_bundle_is_replaced_only_on_request_and_without_files_of_others(run_cl
     assert "export tiny-mha" not in done.out
     assert "tiny-mha: MHA 4/4 heads of 16, width 64" in done.out
     assert "fp16, opset 23, axes B 1:2:4  S 1:16:64" in done.out
-    assert "1/1 attention as one ONNX Attention node" in done.out
+    assert "1/1 attention, one ONNX Attention node" in done.out
     assert "min B=1,S=1" in done.out
     assert not (target / "report.json").exists()
     assert open_bundle(target).manifest.spec.name == "tiny-mha"

@@ -34,7 +34,7 @@ def test_models_leaves_out_the_small_layers_of_the_tests(run_cli):
 
 def test_the_table_of_models_fits_a_terminal(run_cli, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    done = run_cli("models")
+    done = run_cli("models", "-v")
     assert done.code == 0
     lines = done.out.splitlines()
     assert max(map(len, lines)) <= 80

@@ -220,3 +220,9 @@ def test_what_is_no_model_of_transformers_is_refused():
         md.from_transformers(torch.nn.Linear(2, 2))
     with pytest.raises(ExportError, match="no such cache"):
         md.from_transformers(torch.nn.Linear(2, 2), cache="quantized")
+
+
+def test_none_is_the_default_of_what_may_be_left_out():
+    given = {"module": torch.nn.Identity(), "inputs": {"x": md.Example(torch.ones(1))}}
+    names = ("axes", "outputs", "kv_cache", "positions", "longest", "samples", "name", "summary")
+    assert md.Deployable(**given, **dict.fromkeys(names)) == md.Deployable(**given)

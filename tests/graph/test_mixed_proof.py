@@ -1,6 +1,7 @@
 """Mixed precision is needed, is enough, and touches nothing else: shown on models that overflow."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import onnx
@@ -85,6 +86,14 @@ def test_scores_that_overflow_keep_only_their_attention_float32():
     assert count(mixed, "Cast") == 4
     with open_runner("ort-cpu", mixed) as runner:
         assert distance(next(iter(runner.run(OTHER).values())), exact) < 5e-2
+
+
+def test_nodes_that_stay_wide_for_one_reason_are_one_line():
+    plan = planned(encoder({"0.up": 300.0, "0.down": 2000.0}))
+    alike = [replace(plan.kept[0], name=f"copy-{index}") for index in range(3)]
+    lines = replace(plan, kept=(*plan.kept, *alike)).lines()
+    assert len(lines) == len(plan.lines())
+    assert sum("and 3 more" in line for line in lines) == 1
 
 
 def test_attention_may_be_kept_in_bfloat16():

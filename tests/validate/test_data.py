@@ -186,6 +186,15 @@ def fails(outputs, sample):
 """
 
 
+def test_a_file_without_a_function_lists_its_functions(bundles, tmp_path):
+    (tmp_path / "metrics.py").write_text(METRICS, encoding="utf-8")
+    path = str(tmp_path / "metrics.py")
+    for options in ({"metric": path, "data": layer_samples([2])}, {"data": path}):
+        with pytest.raises(DeployError) as caught:
+            md.validate(bundles("tiny-gqa"), **options, **QUICK)
+        assert f"{path}:no_number or {path}:fails" in caught.value.hint
+
+
 def test_a_metric_that_fails_is_an_error_of_its_line(bundles, tmp_path):
     (tmp_path / "metrics.py").write_text(METRICS, encoding="utf-8")
     bundle, data = bundles("tiny-gqa"), layer_samples([65, 2])

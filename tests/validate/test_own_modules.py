@@ -272,7 +272,7 @@ def test_deploy_of_an_own_model(run_cli, tmp_path):
     out = tmp_path / "bundle"
     result = run_cli("deploy", f"{OWN}:one_layer", "-o", str(out), "--axis", "S=1:16:40", "--sm", "89")
     assert result.code == 0, result.err
-    assert "1/1 attention as one ONNX Attention node" in result.out
+    assert "1/1 attention, one ONNX Attention node" in result.out
     assert "1/1 attentions right" in " ".join(result.out.split())
     assert json.loads((out / "manifest.json").read_text())["spec"]["axes"]["S"]["max"] == 40
     assert (out / "report.html").is_file()
