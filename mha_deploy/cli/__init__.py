@@ -130,7 +130,7 @@ def _run_app() -> _Ending:
             ),
         )
     except click.ClickException as error:
-        if isinstance(error, click.exceptions.NoArgsIsHelpError):
+        if isinstance(error, getattr(click.exceptions, "NoArgsIsHelpError", ())):  # from 8.2 on
             error.show()
             return _Ending(EXIT_BAD_INPUT)
         return _Ending(EXIT_BAD_INPUT, _usage_error(error))

@@ -576,7 +576,7 @@ def decode_renderable(reports: Sequence[Data], *, verbose: bool = True) -> Rende
 def _decoded_renderable(report: Data) -> Text:
     """A trace that was decoded without a mistake, in a line."""
     within = "" if report["share"] is None else f" ≤ {budget_share(report['share'])} of the budget"
-    steps = f"{plural(report['steps'], 'decode step')} of trace {report['trace']}"
+    steps = f"{plural(report['steps'], 'decode step')} in trace {report['trace']!r}"
     return Text(f"passed  {report['backend']}: {steps}{within}", style=_STYLES["good"])
 
 

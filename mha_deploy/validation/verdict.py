@@ -22,7 +22,7 @@ from mha_deploy.options import ValidateOptions
 from mha_deploy.requirements import REQUIRED, Demands, Requirement, demands_of
 from mha_deploy.runtime.tensorrt.engine_verdict import FusionStatus, PrecisionStatus
 from mha_deploy.status import Finding, Gap, Kind, Outcome, Place, Section, Severity
-from mha_deploy.text import finding_text, gap_text, group_by
+from mha_deploy.text import finding_text, gap_text, group_by, plural
 from mha_deploy.validation.conformance import ConformanceTable
 from mha_deploy.validation.data import DataRecord
 from mha_deploy.validation.evaluate import Evaluation, LatencyPoint
@@ -454,7 +454,7 @@ def _outputs(evaluation: Evaluation) -> str:
     )
     text = f"{evaluation.label}: {sum(outputs)}/{len(outputs)} outputs within budget"
     if attentions:
-        text += f", {sum(attentions)}/{len(attentions)} attentions right"
+        text += f", {sum(attentions)}/{plural(len(attentions), 'attention')} right"
     if evaluation.not_decoded_because is not None:
         return f"{text}, not decoded"
     steps = sum(report.steps for report in evaluation.decode_reports)

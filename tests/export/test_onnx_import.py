@@ -69,7 +69,7 @@ def test_attention_is_fused_and_the_graph_is_right_in_fp16(imported):
     report = md.validate(imported)
     assert report.passed, report.headline
     cases = len(manifest.golden)
-    assert f"{cases}/{cases} outputs within budget, 1/1 attentions right" in report.headline
+    assert f"{cases}/{cases} outputs within budget, 1/1 attention right" in report.headline
 
 
 def test_an_engine_is_built_of_it(imported):
