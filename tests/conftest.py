@@ -3,6 +3,7 @@
 import copy
 import functools
 import gc
+import importlib
 import importlib.util
 import os
 import shutil
@@ -29,6 +30,16 @@ def pytest_configure(config):
         share = str(max(1, (os.cpu_count() or 1) // workers))
         for name in ("TORCHINDUCTOR_COMPILE_THREADS", "OMP_NUM_THREADS"):
             os.environ.setdefault(name, share)
+    if os.environ.get("PYTEST_XDIST_WORKER", "gw0") != "gw0":
+        _import_what_is_not_compiled()
+
+
+def _import_what_is_not_compiled():
+    """In a new environment, begin with other packages than the first worker, so that not both compile all."""
+    for name in ("sympy", "onnx_ir", "transformers", "hypothesis", "mha_deploy.cli", "mha_deploy.deployment"):
+        found = importlib.util.find_spec(name)
+        if found and found.cached and not Path(found.cached).exists():
+            importlib.import_module(name)
 
 
 @pytest.hookimpl(tryfirst=True)
