@@ -6,15 +6,13 @@ import sys
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from itertools import islice
-from pathlib import Path
 
 import pytest
 from fresh_python import RUNTIMES, run_all
+from source_trees import PACKAGE, nodes_of, source_trees
 
-import mha_deploy
 from mha_deploy.cli import app
 
-PACKAGE = Path(mha_deploy.__file__).parent
 FILES = {
     ".".join(("mha_deploy", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): path
     for path in sorted(PACKAGE.rglob("*.py"))
@@ -27,21 +25,19 @@ EXPORT_SIDE = {name for name in FILES if name.startswith(TORCH_PACKAGES)} - TORC
 DEPLOY_SIDE = [name for name in FILES if name not in EXPORT_SIDE]
 
 
-@cache
-def text_of(name):
-    """A module of the project as a tree."""
-    return ast.parse(FILES[name].read_text(encoding="utf-8"))
+def path_of(name):
+    return FILES[name].relative_to(PACKAGE).as_posix()
 
 
 @cache
 def imported_modules(name):
     """The modules that a module of the project imports anywhere in its text, as absolute names."""
-    return modules_of(name, ast.walk(text_of(name)))
+    return modules_of(name, nodes_of(path_of(name)))
 
 
 def imported_at_once(name):
     """Those that it imports while it is itself imported, not later in a function."""
-    return modules_of(name, run_on_import(text_of(name).body))
+    return modules_of(name, run_on_import(source_trees()[path_of(name)].body))
 
 
 def run_on_import(nodes):
