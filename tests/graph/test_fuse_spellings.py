@@ -112,6 +112,18 @@ def masked_behind(g):
     return g.op("MatMul", g.op("Where", keep(g), g.op("Softmax", scores), g.const(0.0)), "v")
 
 
+def masked_behind_a_number_near_to_scores(g):
+    scores = g.op("Where", keep(g), g.scores(), g.const(-1e4))
+    return g.op("MatMul", g.op("Where", keep(g), g.op("Softmax", scores), g.const(0.0)), "v")
+
+
+def masked_behind_a_number_among_scores(g):
+    """Hidden keys of each query count in its sum."""
+    hidden = g.input("hidden", (B, 1, S, S), BOOL)
+    scores = g.op("Where", hidden, g.const(-0.5), g.op("Mul", g.scores(), g.const(0.3)))
+    return g.op("MatMul", g.op("Where", hidden, g.const(0.0), g.op("Softmax", scores)), "v")
+
+
 def multiplied_behind(g):
     weights = g.op("Softmax", g.op("Add", g.scores(), hidden(g)))
     return g.op("MatMul", g.op("Mul", weights, ones(g)), "v")
@@ -340,6 +352,14 @@ def filled_with_a_constant_of_all_scores(g):
     return g.attend(g.op("Where", keep(g), g.scores(), g.const(np.full((B, H, S, S), -1e9))))
 
 
+def filled_with_zeros_like_the_scores(g):
+    """And the weights are multiplied by the mask, which is cast there and back for the scores."""
+    scores = g.scores()
+    far = g.op("Mul", g.op("Add", g.op("Mul", scores, g.const(0.0)), g.const(1.0)), g.const(-1e18))
+    weights = g.op("Softmax", g.op("Where", g.cast(ones(g), BOOL), scores, far))
+    return g.op("MatMul", g.op("Mul", weights, ones(g)), "v")
+
+
 def blended_with_numbers_of_keys(g):
     mask = g.input("mask", (B, 1, 1, S))
     far = g.op("Mul", g.op("Sub", g.const(1.0), mask), g.const(-10.0))
@@ -441,7 +461,8 @@ SPELLINGS += [less_a_logarithm_by_hand, over_a_bounded_sum, over_a_sum_and_nearl
 SPELLINGS += [over_one_more_and_less_a_maximum, squared_weights, powers_times_gates, over_the_norm]
 SPELLINGS += [capped_by_a_sigmoid, triangle_of_powers, triangle_of_weights]
 SPELLINGS += [filled_with_a_constant_of_all_scores, softmax_of_logarithms, flattened, tempered_keys]
-SPELLINGS += [blended_with_numbers_of_keys]
+SPELLINGS += [blended_with_numbers_of_keys, masked_behind_a_number_near_to_scores]
+SPELLINGS += [masked_behind_a_number_among_scores, filled_with_zeros_like_the_scores]
 SPELLINGS += [over_a_copied_sum, over_a_sum_by_ones, over_a_sum_of_squares, less_reduced_logarithm]
 SPELLINGS += [divided_behind_moves, queries_without_weights, parts_of_keys, steps_that_change_nothing]
 SPELLINGS += [tempered_behind_a_fill, tempered_behind_a_fill_of_learned_heads, triangle_of_ones]

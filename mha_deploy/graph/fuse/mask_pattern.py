@@ -611,7 +611,7 @@ def hide_behind(terms: list[Term], behind: Behind, dtype: ir.DataType | None) ->
                     mask = Fill(value=choice[0], shown=shown, fill=fill, axes=term.axes, added=True)
         if isinstance(mask, Bias) or mask.times or mask.axes != behind.axes or dtype is None:
             continue
-        if not _same_condition((mask.value, mask.shown), (behind.value, behind.shown)):
+        if not same_condition((mask.value, mask.shown), (behind.value, behind.shown)):
             continue
         others = [each for each in terms if each is not term]
         apart = all(
@@ -627,7 +627,7 @@ def hide_behind(terms: list[Term], behind: Behind, dtype: ir.DataType | None) ->
     raise NotExpressible(what, got=behind.value.name)
 
 
-def _same_condition(one: tuple[ir.Value, bool], other: tuple[ir.Value, bool]) -> bool:
+def same_condition(one: tuple[ir.Value, bool], other: tuple[ir.Value, bool]) -> bool:
     """Whether two conditions certainly have given values in the same places."""
     (first, second), (third, fourth) = map(_without_not, (one, other))
     return second == fourth and same_value(first, third)

@@ -18,7 +18,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from mha_deploy.graph.fuse.mask_pattern import Axes, is_not_negative, same_value
+from mha_deploy.graph.fuse.mask_pattern import Axes, is_not_negative, same_condition, same_value
 from mha_deploy.graph.fuse.pattern import Alphabet, read_matmul, softmax_at
 from mha_deploy.graph.fuse.values import (
     NO_END,
@@ -414,6 +414,9 @@ def _filled_keys(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
     numbers = [scalar_of(each) for each in node.inputs[1:]]
     if condition is None or numbers.count(None) != 1 or not _feeds_softmax(output) or output.dtype is None:
         return None
+    after = (user for softmax, _ in output.uses() for each in softmax.outputs for user, _ in each.uses())
+    if any(is_op(user, "Where") and same_value(user.inputs[0], condition) for user in after):
+        return None  # `_hidden_behind` reads both
     shown = numbers[0] is None
     scores, fill = node.inputs[1 if shown else 2], next(each for each in numbers if each is not None)
     steps = list[ir.Node]()
@@ -616,6 +619,42 @@ def _beside(scores: ir.Value, sink: ir.Value, like: ir.Value, builder: NodeBuild
     weights = _like(builder, both, "Softmax", both, axis=-1)
     bounds = [builder.ints(each) for each in (0, -1, -1)]
     return _like(builder, like, "Slice", weights, *bounds)
+
+
+def _hidden_behind(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
+    """Weights that are 0 where their scores were set to a number which others could be below.
+
+    Those keys only add to the sum, as one more key does whose score is that number and the logarithm of how
+    many there are.
+    """
+    zeros = [scalar_of(each) == 0.0 for each in node.inputs[1:]]
+    condition, at = node.inputs[0], 1 if zeros[1] else 2
+    softmax = made_by(node.inputs[at], "Softmax") if zeros.count(True) == 1 else None
+    filled = made_by(input_at(softmax, 0), "Where")
+    if softmax is None or filled is None or condition is None or filled.inputs[0] is None:
+        return None
+    if not same_condition((filled.inputs[0], True), (condition, True)):
+        return None
+    scores, fill, sizes = filled.inputs[at], scalar_of(filled.inputs[3 - at]), sizes_of(filled.outputs[0])
+    dims, dtype = sizes_of(condition), filled.outputs[0].dtype
+    if (
+        fill is None
+        or not _FILLS[0] < fill < math.inf
+        or scores is None
+        or dtype is None
+        or not dims
+        or not sizes
+    ):
+        return None
+    last = softmax.attributes.get_int("axis", -1) % len(sizes) == len(sizes) - 1
+    if not last or dims[-1] != sizes[-1] or sizes_of(scores) != sizes:
+        return None
+    hidden = builder.op("Not", condition) if at == 1 else condition
+    count = builder.op("ReduceSum", builder.cast(hidden, dtype), builder.ints(-1), keepdims=1)
+    sink = builder.op("Add", builder.op("Log", count), builder.constant(fill, dtype))
+    masked = _masked(builder, scores, condition, at == 1, -math.inf)
+    sink = _typed(sink, dtype, [*dims[:-1], 1])
+    return None if masked is None else _beside(masked, sink, node.outputs[0], builder)
 
 
 def _shift_of(exponent: ir.Value | None) -> tuple[ir.Value, ir.Value] | None:
@@ -825,8 +864,12 @@ def _unchanged(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
         starts, ends, steps = (constant_ints(node, at) for at in (1, 2, 4))
         whole = set(starts or (1,)) == {0} and min(ends or (0,)) >= NO_END and set(steps or (1,)) == {1}
         given = given[:1] if whole else []
-    elif is_op(node, "Cast", "Expand"):
+    elif is_op(node, "Expand"):
         given = given[:1]
+    elif is_op(node, "Cast"):
+        before = input_at(made_by(given[0], "Cast"), 0)  # there and back
+        back = before is not None and before.dtype == ir.DataType.BOOL == output.dtype
+        given = [before if back else given[0]]
     value, sizes = given[0] if given else None, sizes_of(output)
     if value is None or (len(given) > 1 and not is_op(node, *_NEUTRAL)):
         return None
@@ -837,6 +880,18 @@ def _unchanged(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
 
 
 _NEUTRAL = {"Add": 0.0, "Sub": 0.0, "Mul": 1.0, "Div": 1.0, "Pow": 1.0, "Max": -math.inf, "Min": math.inf}
+
+
+def _zeros_like(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
+    """`x * 0`, as converters write zeros of the shape of a tensor that is used elsewhere."""
+    output = node.outputs[0]
+    for one, other in (node.inputs, node.inputs[::-1]):
+        if constant(other) is None or scalar_of(other) != 0.0 or one is None or output.dtype is None:
+            continue
+        if len(one.uses()) > 1 and sizes_of(one) == sizes_of(output):
+            zero = builder.constant(0.0, output.dtype)
+            return _like(builder, output, "Expand", zero, builder.op("Shape", one))
+    return None
 
 
 def _first_part(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
@@ -1583,9 +1638,9 @@ _RULES: dict[str, Sequence[Rule]] = {
     "Add": (_unchanged, _tanh, _values_together, _blend),
     "Sub": (_unchanged, _tanh, _blend),
     "Min": (_unchanged, _minimum),
-    "Where": (_unchanged, _filled_keys),
+    "Where": (_unchanged, _hidden_behind, _filled_keys),
     "Div": (_unchanged, _normalised),
-    "Mul": (_unchanged, _product, _normalised),
+    "Mul": (_unchanged, _zeros_like, _product, _normalised),
     "Exp": (_by_logarithm,),
     "Pow": (_unchanged, _power),
     "Gather": (_only_one,),

@@ -103,6 +103,8 @@ _SCALAR_OPS: dict[str, Callable[..., np.ndarray]] = {
     "Sqrt": np.sqrt,
     "Reciprocal": lambda x: np.ones_like(x) / x,
     "Neg": np.negative,
+    "Add": np.add,
+    "Sub": np.subtract,
     "Mul": np.multiply,
     # ONNX rounds a quotient of integers towards zero.
     "Div": lambda x, y: (
