@@ -237,7 +237,7 @@ def gap_text(gap: Gap) -> str:
     if gap.kind is Kind.STEPS_NOT_COVERED:
         return f"decode steps in {gap.name}"
     if gap.kind is Kind.ATTENTION_NOT_OBSERVED:
-        return f"{gap.attention} in {gap.name} (no output shows this attention)"
+        return f"{gap.attention} in {gap.name} (the outputs do not show every mistake in it)"
     if gap.kind is Kind.OUTPUTS_NOT_JUDGED:
         return f"further outputs of {gap.name}"
     if gap.kind is Kind.PROBES_NOT_RUN:

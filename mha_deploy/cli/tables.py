@@ -441,7 +441,9 @@ def report_renderable(report: Data, *, verbose: bool = False, headed: bool = Tru
         )
     if report["data"]:
         blocks += [render(tables.data_table(report["data"])), render(tables.worst_table(report["data"]))]
-    return Group(*blocks, *(line for lines in findings.values() for line in lines))
+    engines = {each["place"].get("engine") for each in verdict["findings"]}
+    notes = [Text(f"note: {each}", style="dim") for each in report["notes"] if each.split()[0] not in engines]
+    return Group(*blocks, *(line for lines in findings.values() for line in lines), *notes)
 
 
 def loss_renderables(found: Data) -> list[RenderableType]:

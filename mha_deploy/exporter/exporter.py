@@ -295,7 +295,10 @@ def _name_by_module(model: ir.Model) -> None:
             node.name = f"{node.inputs[0].name}.update"
         elif node.op_type == "MatMul":
             scope = ast.literal_eval(node.metadata_props["pkg.torch.onnx.name_scopes"])[-2]
-            node.name, name, value = f"{scope}.matmul", f"{scope}.weight.T", node.inputs[1]
+            node.name, name, value = f"{scope}.matmul", f"{scope}.weight.T", _unshared(model, node, 1, scope)
+            for use in node.outputs[0].uses():
+                if use.node.op_type == "Add":
+                    _unshared(model, use.node, 1 - use.idx, f"{scope}.bias")
             if value is not None and value.is_initializer() and value.const_value is not None:
                 # The constant that the exporter folded `weight.T` into, laid out as it reads: a transposed
                 # view would be written to disk number by number, which takes minutes for gigabytes.
@@ -304,6 +307,20 @@ def _name_by_module(model: ir.Model) -> None:
                 model.graph.initializers[name] = value
                 array = np.ascontiguousarray(value.const_value.numpy())
                 value.const_value = ir.Tensor(array, dtype=value.const_value.dtype, name=name)
+
+
+def _unshared(model: ir.Model, node: ir.Node, index: int, name: str) -> ir.Value | None:
+    """An input of a node; of a weight that others have as well, since it is equal to theirs, its own copy."""
+    value = node.inputs[index]
+    if value is None or not value.is_initializer() or value.const_value is None or len(value.uses()) == 1:
+        return value
+    if value.name == name:  # the others get copies
+        return value
+    tensor = ir.Tensor(value.const_value.numpy().copy(), dtype=value.const_value.dtype, name=name)
+    own = ir.Value(name=name, shape=value.shape, type=value.type, const_value=tensor)
+    model.graph.register_initializer(own)
+    node.replace_input_with(index, own)
+    return own
 
 
 def _drop_exporter_metadata(model: ir.Model) -> None:

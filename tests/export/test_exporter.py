@@ -19,7 +19,7 @@ from mha_deploy.graph import file as graph_file
 from mha_deploy.model.catalog import find_spec
 from mha_deploy.model.layer import AttentionSpec
 from mha_deploy.options import ExportOptions
-from mha_deploy.reference import random_weights
+from mha_deploy.reference import build_module, random_weights
 from mha_deploy.reference.weights import pack_projections, read_weights
 
 GQA = find_spec("tiny-gqa")
@@ -153,6 +153,16 @@ def test_a_truncated_weight_file_is_refused(tmp_path):
 
 def test_a_folder_without_weights_is_refused(tmp_path):
     assert "The folder has no safetensors file" in refused_file(tmp_path, tmp_path)
+
+
+@pytest.mark.parametrize("part", ["bias", "weight"])
+def test_equal_weights_keep_their_names(part):
+    """PyTorch's exporter stores what is equal once; the layer of a bundle is read by name."""
+    spec = find_spec("tiny-mha")
+    weights = dict(random_weights(spec, 0))
+    weights |= {name: torch.full_like(value, 0.125) for name, value in weights.items() if part in name}
+    graph = canonical_from_module(build_module(spec, weights=weights)).graph
+    assert {name.removesuffix(".T") for name in graph.initializers} >= set(weights)
 
 
 def test_weights_that_are_whole_numbers_are_refused(tmp_path):

@@ -42,3 +42,8 @@ def test_what_is_not_covered_is_listed_once(headline):
     data["verdict"]["headline"] = headline
     data["verdict"]["findings"].append(note | {"section": "coverage", "kind": "not covered", "names": [GAP]})
     assert printed(data).count(GAP) == 1
+
+
+def test_what_was_skipped_is_printed_with_its_reason():
+    reason = "probe inputs skipped: PyTorch is not installed"
+    assert f"note: {reason}" in printed({**fresh("passing"), "notes": [reason]})

@@ -85,20 +85,20 @@ def test_a_kv_cache_that_no_token_was_decoded_with_is_not_verified():
 def test_an_attention_that_no_output_shows_is_not_verified_unless_it_was_judged_itself():
     ran = judged(*CORNERS)
     assert words(ran, hidden=["a", "b"]) == [
-        "a in e (no output shows this attention)",
-        "b in e (no output shows this attention)",
+        "a in e (the outputs do not show every mistake in it)",
+        "b in e (the outputs do not show every mistake in it)",
     ]
     about = {"cases": "layers", "accumulation": Accumulation()}
     inside = SimpleNamespace(verdicts=[SimpleNamespace(output="a")], **about)
     both = SimpleNamespace(**{**vars(ran), "parity": (*ran.parity, inside)})
-    assert words(both, hidden=["a", "b"]) == ["b in e (no output shows this attention)"]
+    assert words(both, hidden=["a", "b"]) == ["b in e (the outputs do not show every mistake in it)"]
 
 
 def test_what_accumulation_in_fp16_hides_is_named_where_a_runtime_accumulates_so():
     kind = Perturbation.BF16_IN_HALF
     assert words(judged(*CORNERS), hidden=["a"], kind=kind) == []
     assert words(judged(*CORNERS, accumulate="fp16"), hidden=["a"], kind=kind) == [
-        "a in e (no output shows this attention)"
+        "a in e (the outputs do not show every mistake in it)"
     ]
 
 
