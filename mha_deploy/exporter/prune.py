@@ -42,6 +42,7 @@ from mha_deploy.graph.ir import (
     perm,
     rank,
 )
+from mha_deploy.graph.mixed_precision import TYPE_BLIND
 from mha_deploy.runtime.user_code import graph_code
 from mha_deploy.runtime.user_data import Metric
 
@@ -101,7 +102,7 @@ def _heads_of(node: ir.Node) -> _Heads:
     if mask is not None and (rank(mask) or 0) > 2 and dims(mask)[-3] not in (1, None):
         raise _refused(node, "a mask for each head")
     result = node.outputs[0] if found.rank == 3 else _joined(node)
-    uses = [use.node for use in result.uses()]
+    uses = _users(result)
     weight = constant(input_at(uses[0], 1)) if len(uses) == 1 and uses[0].op_type == "MatMul" else None
     if weight is None or len(weight.shape) != 2 or result.is_graph_output():
         raise _refused(node, f"after it is {', '.join(each.op_type for each in uses) or 'an output'}")
@@ -118,11 +119,28 @@ _ALIKE = frozenset({"RotaryEmbedding", "Add", "Mul", "Sub", "Neg", "Slice", "Spl
 _ALIKE |= {"Identity", "RMSNormalization", "LayerNormalization"}
 
 
+def _users(value: ir.Value) -> list[ir.Node]:
+    """What reads the numbers of a value; its sizes are those of a Reshape that is written anew."""
+    return [use.node for use in value.uses() if use.node.op_type not in TYPE_BLIND]
+
+
+def _drop_views(model: ir.Model) -> ir.Model:
+    """Drop what changes nothing: Identity, which exporters write for equal weights, and such a Reshape."""
+    for node in model.graph:
+        if node.op_type not in ("Identity", "Reshape") or node.outputs[0].is_graph_output():
+            continue
+        source, before, after = node.inputs[0], dims(node.inputs[0]), dims(node.outputs[0])
+        is_same = node.op_type == "Identity" or (before and None not in before and before == after)
+        if source is not None and is_same:
+            node.outputs[0].replace_all_uses_with(source)
+    return model
+
+
 def _joined(node: ir.Node) -> ir.Value:
     """The result of an attention of rank 4 as [B, S, heads * size]."""
     value = node.outputs[0]
     for kind in ("Transpose", "Reshape"):
-        users = [use.node for use in value.uses()]
+        users = _users(value)
         if len(users) != 1 or users[0].op_type != kind or value.is_graph_output():
             raise _refused(node, f"after it is {', '.join(each.op_type for each in users) or 'an output'}")
         if kind == "Transpose" and perm(users[0]) != _SPLIT:
@@ -335,7 +353,7 @@ def prune(
 def _opened(original: Original, data: Any, limit: int) -> tuple[Original, dict[str, _Heads], Samples]:
     """The model with fused attention, all its attentions with their projections, and its samples."""
     fused, _ = fuse_attention(original.model)
-    original = replace(original, model=_in_plain_form(original, prepared(fused)))
+    original = replace(original, model=_in_plain_form(original, _drop_views(prepared(fused))))
     found = {str(n.name): _heads_of(n) for n in original.model.graph if is_attention(n)}
     if not found:
         what, hint = "The model has no attention.", "`mha-deploy fuse` lists what is not fused, and why"

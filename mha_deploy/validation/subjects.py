@@ -125,8 +125,8 @@ def _pair(kind: str, name: str, ours: Iterable[str], theirs: Iterable[str], name
     if left and (kind == "input" or free):
         others = chain(free, repeat("THEIRS"))
         hint = " ".join(f"--map {other}={each}" for other, each in zip(others, left, strict=False))
-        got = f"{', '.join(left)} of the bundle; it has {', '.join(taken) or 'none'}"
-        raise DeployError(f"{name} has no {kind} for some of the model.", got=got, hint=hint)
+        got = f"{', '.join(left)}; its {kind}s are {', '.join(taken) or 'none'}"
+        raise DeployError(f"{name} lacks {kind}s of the bundle.", got=got, hint=hint)
     return found
 
 

@@ -46,6 +46,36 @@ def test_one_of_two_equal_heads_goes_without_loss(tmp_path, form):
         assert md.validate(bundle, latency=False).passed
 
 
+def as_the_older_exporter_writes_it(path):
+    """Equal weights through Identity, and views with sizes that the graph computes."""
+    model = onnx.load(path)
+    kept = [each for each in model.graph.node if each.name != "attention"]
+    (attention,) = (each for each in model.graph.node if each.name == "attention")
+    at = next(i for i, each in enumerate(kept) if "apart" in each.input)
+    attention.output[0] = "heads.before"
+    views = [
+        helper.make_node("Shape", ["heads.before"], ["heads.sizes"]),
+        helper.make_node("Reshape", ["heads.before", "heads.view"], ["apart"]),
+    ]
+    same = helper.make_node("Identity", ["q.w"], ["q.same"])
+    kept[0].input[1] = "q.same"
+    del model.graph.node[:]
+    model.graph.node.extend([same, *kept[:at], attention, *views, *kept[at:]])
+    sizes = np.array([0, HEADS, 0, SIZE])
+    model.graph.initializer.append(onnx.numpy_helper.from_array(sizes, "heads.view"))
+    onnx.save(model, path)
+    return path
+
+
+def test_what_changes_nothing_is_in_no_way(tmp_path):
+    model = as_the_older_exporter_writes_it(
+        transformer(tmp_path / "twins.onnx", changed=with_twins(), split=True)
+    )
+    bundle = md.prune(model, tmp_path / "out", heads="auto", max_loss=1e-4, data=samples(3), **OPTIONS)
+    assert bundle.manifest.attention[0]["Hq"] == HEADS - 1
+    np.testing.assert_allclose(outputs(bundle.path / "source.onnx"), outputs(model), atol=1e-4)
+
+
 def test_columns_are_found_in_any_layout(tmp_path):
     """In that of `nn.MultiheadAttention`: lengths first, and heads as a part of the batch."""
     model = multihead(tmp_path / "twins.onnx", changed=with_twins())

@@ -138,7 +138,7 @@ def test_names_that_do_not_fit_are_refused_until_they_are_mapped(bundles, tmp_pa
     path = tmp_path / "theirs.onnx"
     onnx.save(model, path)
     judge = ("validate", bundle.path, "--no-probe", "--no-report", "--graph", path)
-    refused(*judge, what="has no input", got="x, key_lengths", hint="--map a=x --map b=key_lengths")
+    refused(*judge, what="lacks inputs", got="x, key_lengths", hint="--map a=x --map b=key_lengths")
     refused(*judge, "--map", "a=x", "--map", "nothing=key_lengths", what="is unknown", hint="a, b")
     refused(*judge, "--map", "a=output", "--map", "b=x", what="joins an input and an output")
     refused(*judge, "--map", "a", what="--map needs a name and a value")
