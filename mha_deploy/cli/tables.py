@@ -225,6 +225,11 @@ def fuse_renderable(report: FuseReport) -> RenderableType:
         Text(f"changed: {summarize_names([repair.name for repair in alike])}: {'; '.join(alike[0].changes)}")
         for alike in group_by(report.repairs, lambda repair: (without_numbers(repair.name), repair.changes))
     ]
+    return Group(render(built, fill="result"), *repairs, fuse_verdict(report))
+
+
+def fuse_verdict(report: FuseReport) -> Text:
+    """How many attentions were fused, and how many not."""
     count, known = len(report.fused), sum(each.recognized for each in report.unfused)
     unknown = len(report.unfused) - known
     total = f"{count} fused, {known} recognized but not expressible, {unknown} not recognized"
@@ -232,11 +237,14 @@ def fuse_renderable(report: FuseReport) -> RenderableType:
     if count:
         checked = sum(each.verified for each in report.fused)
         total += f"; {checked} of {count} verified against the original on drawn inputs"
-    return Group(render(built, fill="result"), *repairs, Text(total))
+    return Text(total)
 
 
-def eligibility_renderable(answers: Sequence[Eligibility]) -> RenderableType:
-    """A block for all attentions of one answer: the answer, then what was found, the worst first."""
+def eligibility_renderable(answers: Sequence[Eligibility], *, brief: bool = False) -> RenderableType:
+    """A block for all attentions of one answer: the answer, then what was found, the worst first.
+
+    In `brief`, the answers alone.
+    """
     from mha_deploy.graph.rules import group_findings
 
     def answered(answer: Eligibility, *, several: bool = False) -> str:
@@ -255,7 +263,8 @@ def eligibility_renderable(answers: Sequence[Eligibility]) -> RenderableType:
         verdict = f"{alike[0].target}: {summarize_names(nodes)} {answered(alike[0], several=len(nodes) > 1)}"
         supported = "yellow" if alike[0].supported_after_lowering else "red"
         blocks.append(Text(verdict, style="green" if alike[0].fused_after_lowering else supported))
-        groups = group_findings(finding for answer in alike for finding in answer.findings)
+        found = (finding for answer in alike for finding in answer.findings)
+        groups = group_findings(() if brief else found)
         for finding, concerned in groups.items():
             about = "" if len(concerned) == len(nodes) else f"{summarize_names(concerned)}: "
             # What a lowering cures is no obstacle.
@@ -526,7 +535,8 @@ def _alike_renderables(runs: Sequence[Data], *, verbose: bool) -> list[Renderabl
     first, *others = runs
     lines: list[RenderableType] = [parity_renderable(first, verbose=verbose)]
     for run in others:
-        status, what = run["outcome"], plural(len(_not_passed(run)), "output")
+        status, count = run["outcome"], len(_not_passed(run))
+        what = "output" if count == 1 else f"{count} outputs"
         words = f"{run['backend']}: the same {what} of {run['cases']} cases"
         lines.append(
             Text(f"{Outcome(status).upper()}  {words}", style=_STYLES[tables.MARKS[Outcome(status)]])

@@ -196,7 +196,10 @@ def fuse(
 
     report = md.fuse_file(source, output, **options)
     data = {"file": str(output), **report.to_dict()}
-    return Result(data, lambda: [tables.fuse_renderable(report)], Outcome.passing(report.complete))
+    about: dict[str, Any] = {"outcome": Outcome.passing(report.complete)}
+    return Result(
+        data, lambda: [tables.fuse_renderable(report)], verdict=tables.fuse_verdict(report), **about
+    )
 
 
 @verb(options_from(md.check, "target", "version", "sm"))
@@ -211,7 +214,9 @@ def check(bundle: Path = BUNDLE, **options: Any) -> Result:
         findings = [asdict(finding) for finding in answer.findings]
         data.append({"node": answer.node.name, "target": str(answer.target), **found, "findings": findings})
     passed = all(answer.fused_after_lowering for answer in answers)
-    return Result(data, lambda: [tables.eligibility_renderable(answers)], Outcome.passing(passed))
+    verdict = tables.eligibility_renderable(answers, brief=True)
+    about: dict[str, Any] = {"outcome": Outcome.passing(passed), "verdict": verdict}
+    return Result(data, lambda: [tables.eligibility_renderable(answers)], **about)
 
 
 @verb(
@@ -287,7 +292,7 @@ def package(
     lines = [f"{found.path}: {found.variant}, run by {', '.join(found.backends)}, {batch}"]
     lines += [f"  {file}" for file in found.files]
     lines.append(f"start: {found.path / 'README.md'} has the commands, with Docker and without")
-    return Result({**vars(found), "path": str(found.path)}, lambda: lines)
+    return Result({**vars(found), "path": str(found.path)}, lambda: lines, verdict=lines[0])
 
 
 plugins = CommandGroup(

@@ -38,6 +38,20 @@ def test_a_command_line_that_is_not_valid_has_what_was_meant(refused, arguments,
     refused(*arguments, what="command line", got=got, hint=hint)
 
 
+def test_quiet_is_the_verdict_alone(run_cli, bundles, tmp_path):
+    folder = bundles("tiny-mha").path
+    pytest.importorskip("tritonclient.grpc", reason="tritonclient is not installed")
+    for arguments in (
+        ("export", "tiny-mha", "-o", tmp_path / "bundle", "--golden", "min"),
+        ("fuse", folder / "model.onnx", "-o", tmp_path / "fused.onnx"),
+        ("check", folder, "--target", "tensorrt", "--version", "8.6"),
+        ("package", folder, "--triton", tmp_path / "models"),
+        ("compare", folder, folder),
+    ):
+        done = run_cli(*arguments, "-q")
+        assert (len(done.out.splitlines()), done.err) == (1, ""), arguments
+
+
 @pytest.mark.parametrize("columns", ["80", "120"])
 def test_the_catalog_is_cut_in_no_terminal(run_cli, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", columns)
