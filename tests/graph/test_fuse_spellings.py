@@ -800,6 +800,12 @@ def test_a_vector_as_the_query():
     check_heads(g, g.op("MatMul", g.op("Softmax", g.op("MatMul", "k", "q"), axis=-1), "v"), (1, 1))
 
 
+def test_matrices_divided_behind():
+    g = axes_of({"q": ("S", D), "k": ("T", D), "v": ("T", D)})
+    powers = g.op("Exp", g.op("MatMul", "q", g.op("Transpose", "k", perm=[1, 0])))
+    check_heads(g, g.op("Div", g.op("MatMul", powers, "v"), total(g, powers)), (1, 1))
+
+
 @pytest.mark.parametrize("operator", ["MatMul", "Gemm", "Einsum"])
 def test_matrices(operator):
     g = axes_of({"q": ("S", D), "k": ("T", D), "v": ("T", D)})

@@ -786,10 +786,12 @@ def _divides_rows(
     matmul, at = found
     alphabet, dims = Alphabet(), sizes_of(powers) or []
     axes = tuple(map(alphabet.new, dims))
-    try:
-        rows: Axes | None = read_matmul(matmul, alphabet, at, axes).out
-    except NotFused:
-        return False
+    rows: Axes | None = (*axes[:1], alphabet.new((sizes_of(matmul.outputs[0]) or [None])[-1]))
+    if len(axes) != 2 or at or is_op(matmul, "Einsum"):  # else they are matrices
+        try:
+            rows = read_matmul(matmul, alphabet, at, axes).out
+        except NotFused:
+            return False
     if (
         rows is None
         or axes[axis] in rows
