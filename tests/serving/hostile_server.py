@@ -37,10 +37,14 @@ class HostileServer:
         self.longest = 0.0  # seconds that a client stayed while the server misbehaved
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
-        threading.Thread(target=self._accept, daemon=True).start()
+        self.thread = threading.Thread(target=self._accept, daemon=True)
+        self.thread.start()
 
     def close(self):
         self.closed.set()
+        with suppress(OSError):
+            self.listener.shutdown(socket.SHUT_RDWR)  # ends `accept`: else it may take clients of the next
+        self.thread.join(1)
         self.listener.close()
 
     def _accept(self):
