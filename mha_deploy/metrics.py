@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -280,7 +280,10 @@ class Spread:
             strength = np.maximum(power.sum(away, dtype=np.float64), 1e-30)
             noise = np.hypot(1 / np.sqrt(strength), least)
             self._families.append((kept, away, by_vector, count, strength, noise))
-        found = [self._statistics(each) for each in self._samples]
+        found = [
+            [(float(sizes.max()), float(gains.max())) for _, sizes, gains in self._of_slices(each)]
+            for each in self._samples
+        ]
         return [
             (max(1.0, *(each[k][0] for each in found)), few * max(1.0, *(each[k][1] for each in found)))
             for k in range(len(self._slices))
@@ -362,22 +365,28 @@ class Spread:
         found[open_] = rest[nearest, np.arange(len(rows))]
         return found
 
-    def _statistics(self, error: np.ndarray) -> list[tuple[float, float, str, str]]:
-        """By family of slices: the largest error, the largest gain, and where they are."""
+    def _of_slices(self, error: np.ndarray) -> Iterator[tuple[tuple[int, ...], np.ndarray, np.ndarray]]:
+        """By family of slices: which axes they keep, the error of each, and its gain."""
         z = self._from_nearest_branch(error) / self._expected
-        names = _AXES.get(z.ndim, tuple(f"axis {axis}" for axis in range(z.ndim)))
         squares, along = np.square(z), self._weighted(z * self._signal)
         weighted = self._weighted(squares)
-        found = []
         for kept, away, by_vector, count, strength, noise in self._families:
             if away:
                 sizes = np.sqrt((squares if by_vector else weighted).sum(away) / count)
                 gains = np.abs(along.sum(away)) / strength / noise
             else:
                 sizes, gains = np.sqrt(weighted), np.zeros(())
+            yield kept, sizes, gains
+
+    def _statistics(self, error: np.ndarray) -> list[tuple[float, float, str, str]]:
+        """By family of slices: the largest error, the largest gain, and where they are."""
+        rank = self._expected.ndim
+        names = _AXES.get(rank, tuple(f"axis {axis}" for axis in range(rank)))
+        found = []
+        for kept, *both in self._of_slices(error):
             row: list[Any] = []
             places = []
-            for values in (sizes, gains):
+            for values in both:
                 at = np.unravel_index(int(np.argmax(values)), np.shape(values))
                 place = ", ".join(f"{names[axis]} {int(i)}" for axis, i in zip(kept, at, strict=False))
                 row.append(float(values[at]))
