@@ -50,7 +50,7 @@ def test_outputs_of_every_kind_and_rank_and_operands_by_keyword(edge_bundles):
     }
     report = validate_bundle(bundle, QUICK)
     assert report.passed, report.headline
-    assert "1/1 attentions right" in report.headline
+    assert "1/1 attention right" in report.headline
     assert all(case.oracle["logits"].dtype == np.float64 for case in golden_cases(bundle))
 
 
@@ -81,7 +81,7 @@ def test_draws_of_the_user_and_an_empty_past(edge_bundles):
     # The draw gives other numbers each time: what lies inside must belong to the inputs that were kept.
     report = validate_bundle(edge_bundles("picks"), QUICK)
     assert report.passed, report.headline
-    assert "1/1 attentions right" in report.headline
+    assert "1/1 attention right" in report.headline
 
 
 @pytest.mark.slow
