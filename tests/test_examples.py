@@ -56,7 +56,7 @@ def test_an_own_module(run):
     printed = run("02_own_module")
     assert printed.count("attention: ") == 1
     assert "passed: " in printed
-    assert "1/1 attentions right" in printed
+    assert "1/1 attention right" in printed
 
 
 @pytest.mark.slow

@@ -131,7 +131,7 @@ def test_the_graph_and_every_attention_are_right(own_bundles, name, precision, c
     report = validate_bundle(bundle)
     assert report.passed, report.headline
     outputs = len(bundle.manifest.golden) * len(bundle.manifest.spec.outputs)
-    assert f"{outputs}/{outputs} outputs within budget, {count}/{count} attentions right" in report.headline
+    assert f"{outputs}/{outputs} outputs within budget, {count}/{count} attention" in report.headline
     layers = judged(report).parity[-1]
     assert [verdict.output for verdict in layers.verdicts] == ATTENTIONS[:count]
 
@@ -273,7 +273,7 @@ def test_deploy_of_an_own_model(run_cli, tmp_path):
     result = run_cli("deploy", f"{OWN}:one_layer", "-o", str(out), "--axis", "S=1:16:40", "--sm", "89")
     assert result.code == 0, result.err
     assert "1/1 attention, one ONNX Attention node" in result.out
-    assert "1/1 attentions right" in " ".join(result.out.split())
+    assert "1/1 attention right" in " ".join(result.out.split())
     assert json.loads((out / "manifest.json").read_text())["spec"]["axes"]["S"]["max"] == 40
     assert (out / "report.html").is_file()
 

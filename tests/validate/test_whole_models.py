@@ -32,6 +32,6 @@ def test_a_whole_model(tmp_path, monkeypatch, name, attention):
     assert engine.manifest.has_requested_types
     report = validate_bundle(bundle, ValidateOptions(require_fused=True, require_precision=True))
     assert report.passed, report.headline
-    assert f"{ATTENTIONS[name]}/{ATTENTIONS[name]} attentions right" in report.headline
+    assert f"{ATTENTIONS[name]}/{ATTENTIONS[name]} attention" in report.headline
     decoded = [each for evaluation in report.evaluations for each in evaluation.decode_reports]
     assert bool(decoded) is (name == "llama-step")
