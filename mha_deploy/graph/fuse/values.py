@@ -113,6 +113,8 @@ _SCALAR_OPS: dict[str, Callable[..., np.ndarray]] = {
     "Pow": lambda x, y: np.power(x.astype(np.float64), y.astype(np.float64)).astype(x.dtype),
 }
 _SAME_SCALAR = frozenset({*IN_ORDER, "Expand"})
+_COMPUTED = frozenset({*_SAME_SCALAR, *_SCALAR_OPS, "Cast", "CastLike"})
+_FOLLOWED = _COMPUTED | {"Constant", "ConstantOfShape", "Gather", "Slice"}
 _MOST_EQUAL = 2**20  # numbers of a constant that are compared with each other
 
 
@@ -165,9 +167,11 @@ def _scalar(value: ir.Value, depth: int) -> np.ndarray | None:
         elif node.op_type == "Gather" and at and len(at) == 1 and -len(dims) <= at[0] < len(dims):
             part = [dims[at[0]]]
         return np.asarray(part[0], np.int64) if len(part) == 1 and isinstance(part[0], int) else None
-    if node.op_type not in (*_SAME_SCALAR, "Cast", "CastLike", *_SCALAR_OPS):
-        return None
     given = node.inputs if node.op_type in _SCALAR_OPS else node.inputs[:1]
+    makers = [made for each in given if each and each.const_value is None and (made := each.producer())]
+    # Before any walk: residuals are long chains.
+    if node.op_type not in _COMPUTED or any(made.op_type not in _FOLLOWED for made in makers):
+        return None
     numbers = [number for each in given if (number := _scalar(each, depth + 1)) is not None]
     if len(numbers) < len(given):
         return None
