@@ -128,7 +128,7 @@ _TO_NEAREST = (2.0**-11 / 2.0**-8) ** 2
 # Of many mistakes that are looked for, chance leaves so many standard deviations of one in some sample: right
 # runtimes in `benchmarks/own_sensitivity.py --alarms`.
 _DEVIATIONS = 2.5
-_ALIKE = (0.5, 2.0)  # an error that holds a known mistake so many times is named after it
+_ALIKE = (0.25, 2.0)  # an error that holds a known mistake so many times is named after it
 _OUTSTANDING = 3.0  # a head with so many times the error of the usual head is named
 
 Suspects = Mapping[str, tuple[np.ndarray, float | None]]

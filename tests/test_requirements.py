@@ -127,7 +127,7 @@ def test_init_writes_a_file_in_which_every_line_can_be_used(project, tmp_path, r
     assert run_cli("init").code == 0
     path = tmp_path / "mha-deploy.toml"
     assert read_requirements(path).options("validate") == {}, "all of it is commented out"
-    refused("init", what="is there", hint="--overwrite")
+    refused("init", what="exists", hint="--overwrite")
     lines = [line.removeprefix("# ") for line in template().splitlines()]
     known = {name for verb in ("export", "build-engine", "validate", "bench") for name in settable(verb)}
     known |= {"max_budget_share", "max_latency_p99", "top1_agreement"}

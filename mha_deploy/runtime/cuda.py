@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -79,7 +79,7 @@ def open_gpu() -> Gpu:
     except CudaError as error:
         if error.got == "cudaErrorInsufficientDriver":
             hint = "a machine with an NVIDIA GPU and its driver"
-            if shutil.which("nvidia-smi"):
+            if Path("/proc/driver/nvidia").exists():
                 hint = "a newer NVIDIA driver, or cuda-bindings 12 where the driver is older than CUDA 13"
         raise BackendUnavailable(problem, got=error.got, hint=hint) from error
     if not count:
