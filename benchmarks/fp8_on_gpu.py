@@ -50,7 +50,7 @@ ROWS = {
         model="llama-3-8b",
         axes={"B": "1", "S": "1:64:8192"},
         lengths=(2048, 8192),
-        build={"profiles": ["B=1,S=1:2048:8192"]},
+        build={"profiles": ["S=1:2048:8192"]},
     ),
     "decode": Row(
         model="llama-3-8b",

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from golden_made import made_case
 
+import mha_deploy
 from mha_deploy.bundle.cases import Baseline, golden_cases
 from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.errors import BundleError
@@ -93,6 +94,7 @@ def test_a_mixed_graph_is_fed_what_was_drawn_first(tmp_path):
 @pytest.mark.slow
 def test_a_factory_that_computes_something_else_is_no_oracle(edge_bundles, tmp_path):
     # The weights are the same: their hash does not tell.
+    mha_deploy.configure(trust_code=True)
     bundle = edge_bundles("picks")
     other = tmp_path / "edge_models.py"
     other.write_text(Path(FILE).read_text().replace("self.a(x) * SCALE", "self.a(x) * 1.1"))
