@@ -69,6 +69,10 @@ Plugins = Sequence[Mapping[str, Any]]  # the libraries that an engine needs, as 
 _LARGEST_WORKSPACE_MIB = 1 << 20  # 1 TiB
 
 
+BUILDING = "lower, parse and build"
+"""The step of a build, whose details are the phases of TensorRT's builder."""
+
+
 def engine_from_bundle(
     bundle: Bundle,
     options: EngineOptions | None = None,
@@ -319,9 +323,6 @@ def _with_plugin_roles(built: BuiltEngine, lowered: ir.Model) -> BuiltEngine:
 
 # Seen with TensorRT 8.6: an engine that was built on a busy GPU has no execution context in any process. The
 # same graph, built once more, has one.
-BUILDING = "lower, parse and build"
-"""The step of a build, whose details are the phases of TensorRT's builder."""
-
 _MOST_BUILDS = 3
 _BUILD_AGAIN = "build it again while nothing else uses the GPU"
 
