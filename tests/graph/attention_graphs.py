@@ -49,6 +49,7 @@ CHOICES = {
         "arithmetic",
         "bias",
         "bias and fill",
+        "weak fill",
         "alibi",
     ),
     "softmax": ("softmax", "softmax", "softmax", "softmax", "exp", "reciprocal", "log", "shifted"),
@@ -67,8 +68,7 @@ CHOICES = {
         "cross",
         "weights used",
     ),
-    "refused": ("none",) * 12
-    + ("over queries", "relu", "talking heads", "int scores", "weak fill", "sum over values"),
+    "refused": ("none",) * 12 + ("over queries", "relu", "talking heads", "int scores", "sum over values"),
 }
 
 
@@ -95,7 +95,7 @@ class Spelling:
         """Whether ONNX's Attention can express it; None where its sizes might prevent it."""
         if self.refused == "sum over values":
             return None  # a matmul, where the sizes say that its axes are those of weights and values
-        if self.refused not in ("none", "weak fill") or (self.refused != "none" and self.extra != "softcap"):
+        if self.refused != "none":
             return False
         apart = self.layout in ("windows", "flat") or self.between in ("flat softmax", "flat weights")
         return None if self.sizes == "unknown" and (self.matmul == "einsum" or apart) else True
@@ -391,10 +391,10 @@ class Graph(Hand):
         def put(shown, inner, value):
             return self.op("Where", shown, inner, number(value))
 
-        if self.spelling.refused == "weak fill":
-            return put(self.mask_input("m", "B", 1, "S", "T"), scores, -1e4)
         if kind == "none":
             return scores
+        if kind == "weak fill":
+            return put(self.mask_input("m", "B", 1, "S", "T"), scores, -1e4)
         if kind.startswith("bool"):
             value = {"bool -inf": infinite, "bool fill": fill, "bool lowest": lowest}
             return put(self.mask_input("m", "B", 1, "S", "T"), scores, value[kind])

@@ -272,6 +272,8 @@ class Spelled:
             return self.op("Add", *self._swapped(scores, self.input(alike)))
         shown = self._condition()
         far = float(self.random.choice([-1e9, -1e30, float(np.finfo(np.float32).min), -math.inf]))
+        if kind.startswith("filled") and self.chance(0.3):
+            far = float(self.random.choice([-1e4, -2.0]))  # other scores could be below
         if kind == "filled":
             return self.op("Where", shown, scores, self.number(far))
         if kind == "filled not":
@@ -298,15 +300,13 @@ class Spelled:
     def _strange(self, scores: str) -> str:
         """What Attention does not have."""
         self.expressible = False
-        kind = self.pick("sine", "bounded", "by keys", "weak fill")
+        kind = self.pick("sine", "bounded", "by keys")
         alike = "".join(axis if axis == "t" else "1" for axis in self.axes)
         if kind == "sine":
             return self.op("Sin", scores)
         if kind == "bounded":
             return self.op("Clip", scores, self.const(-0.5), self.const(0.5))
-        if kind == "by keys":
-            return self.op("Mul", scores, self.input(alike))
-        return self.op("Where", self.input(alike, BOOL), scores, self.const(-2.0))
+        return self.op("Mul", scores, self.input(alike))
 
     # -- from the softmax on
 

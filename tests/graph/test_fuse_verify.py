@@ -4,7 +4,7 @@ import numpy as np
 import onnx
 import onnx.reference
 import pytest
-from hand_graphs import D, H, Hand, S, check_same, fused, random_feeds, run
+from hand_graphs import B, D, H, Hand, S, check_same, fused, random_feeds, run
 from onnx import TensorProto, helper, numpy_helper
 
 import mha_deploy as md
@@ -130,25 +130,38 @@ def test_several_finite_fills(fills):
     assert len(report.fused) == 1
 
 
-@pytest.mark.parametrize("fill", [-1e4, -65504.0])
-@pytest.mark.parametrize("causal", [False, True])
-def test_a_fill_that_other_scores_could_be_below_stays(causal, fill):
-    g = Hand()
-    shown = g.const(LOWER, bool) if causal else g.input("m", [2, 1, S, S], TensorProto.BOOL)
-    _, report = fused(g.model(g.attend(g.op("Where", shown, g.scores(), g.const(fill)))))
-    assert [left.recognized for left in report.unfused] == [True]
-    assert f"{fill:g}" in report.unfused[0].reason
+FILLED = np.arange(B * S * S).reshape(B, 1, S, S) % 7 > 2
+FILLED[0, :, 3], FILLED[1, :, 2] = False, True
 
 
-@pytest.mark.parametrize("shown", [True, False])
-def test_keys_that_are_filled_for_all_queries_may_be_above_others(shown):
-    """Many scores are below the fill."""
+@pytest.mark.parametrize("times", [1.0, 1e5])
+@pytest.mark.parametrize("mask", [FILLED, LOWER, LEFT_PADDED, np.ones((H, 1, S), bool)])
+@pytest.mark.parametrize("fill", [-1e4, -65504.0, 0.5])
+def test_scores_that_are_set_to_a_number_which_others_are_below(fill, mask, times):
+    """Keys of zeros have the number, beside the others or in their place; some queries have no other."""
     g = Hand()
-    scores, number = g.op("Mul", g.scores(), g.const(1e5)), g.const(-1e4)
-    mask = g.input("m", [2, 1, 1, S], TensorProto.BOOL)
-    y = g.attend(g.op("Where", mask, *((scores, number) if shown else (number, scores))))
-    report = compare(g, y, m=LEFT_PADDED if shown else ~LEFT_PADDED)
-    assert len(report.fused) == 1
+    scores, number = g.op("Mul", g.scores(), g.const(times)), g.const(fill)
+    shown = g.input("m", mask.shape, TensorProto.BOOL)
+    report = compare(g, g.attend(g.op("Where", shown, scores, number)), m=mask)
+    twice = mask.shape[-2] > 1 or mask.ndim == 3
+    assert [bool(each.notes) for each in report.fused] == [twice]  # keys stand there twice
+
+
+@pytest.mark.parametrize("outer", [-1e9, -np.inf])
+def test_such_a_number_among_biases_and_other_masks(outer):
+    """The number is what a query without keys compares with the biases that are added behind it."""
+    g = Hand()
+    scores = g.op("Add", g.op("Mul", g.scores(), g.const(3e3)), g.input("near", [B, 1, S, S]))
+    scores = g.op("Where", g.input("m", [B, 1, S, S], TensorProto.BOOL), scores, g.const(-1e3))
+    scores = g.op("Add", scores, g.input("bias", [H, 1, S]))
+    padded = g.op("Where", g.input("pad", [B, 1, 1, S], TensorProto.BOOL), scores, g.const(outer))
+    weights = g.op("Softmax", padded)
+    model = g.model(g.op("MatMul", weights, "v"), weights)
+    new, report = fused(model)
+    feeds = random_feeds(model) | {"m": FILLED, "pad": LEFT_PADDED}
+    for want, got in zip(run(model, feeds), run(new, feeds), strict=True):
+        np.testing.assert_allclose(got, want, atol=2e-5)
+    assert [each.weights for each in report.fused] == [True]
 
 
 def test_below_a_softcap_a_weak_fill_is_strong():

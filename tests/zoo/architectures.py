@@ -53,7 +53,6 @@ ZOO: dict[str, Entry] = {}
 # Where not every attention becomes one node, and one kernel of TensorRT-RTX; and what is refused.
 _LINEAR = "linear attention has no softmax, which ONNX's Attention always has"
 _SMALL_HEADS = "TensorRT-RTX decomposes heads of 8 numbers"
-_WEAK_FILL = "masked scores are set to -10000, which is not below every other score"
 NOT_ALL: dict[str, dict[str, Any]] = {
     "gemma2": {"engine": 0, "why": "TensorRT-RTX decomposes attention with softcap"},
     "minimax": {"fused": 1, "inexpressible": 1, "why": _LINEAR},
@@ -83,8 +82,6 @@ NOT_ALL: dict[str, dict[str, Any]] = {
     "jetmoe": {"engine": 0, "passes": False, "why": "its experts add to slices, which TensorRT-RTX does not "
                "build and ONNX Runtime on the CPU does not run in FP16"},
     "vaultgemma": {"engine": 0, "why": "TensorRT-RTX decomposes attention with softcap"},
-    "temporal-fusion": {"fused": 0, "engine": 0, "why": _WEAK_FILL},
-    "transformer-xl-memory": {"fused": 0, "engine": 0, "why": _WEAK_FILL},
     "pointer-network": {"engine": 0, "why": "TensorRT-RTX decomposes it"},
     "timm-maxvit": {"engine": 2, "why": "TensorRT-RTX decomposes two of them"},
 }  # fmt: skip

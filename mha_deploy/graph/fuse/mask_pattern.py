@@ -7,7 +7,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -513,13 +513,14 @@ def _absorbs(number: float, term: Bias, dtype: ir.DataType) -> bool:
 # -- Decide what the masks of an attention become --------------------------------------------------
 
 # A weaker fill could be above the score of a key that is not masked.
-_WEAKEST_FILL = -1e5
+WEAKEST_FILL = -1e5
 _FAR_BELOW = 100.0  # the weight of a score that far below another is 0
 _LARGEST_BIAS = 1e4
 _BOUNDED = (*MOVES, "Cast", "Expand", "Slice", "Gather")
 
 FULLY_MASKED = "fully masked queries: NaN in PyTorch, 0 in ONNX's Attention"
 FULLY_MASKED_HALF = "fully masked queries: the mean of V where scores stay below 16, as in PyTorch"
+TWICE = "keys and values stand there twice: masked scores are {:g}, which others could be below; use -inf"
 GUARDED = "NaN in Q or K gives NaN; the file replaces NaN weights by 0"
 
 
@@ -533,6 +534,8 @@ class Masking:
     notes: tuple[str, ...]  # what a user should know
     even: bool = False  # whether queries whose keys are all filled must become zero, see `_even_mask`
     exact: bool = False  # whether the masks are applied one after the other as in the file, see `_exact_mask`
+    # how keys get a number for their score which others could be below: keys of `zeros`, or keys `twice`
+    filled: str = ""
 
 
 def decide_masking(
@@ -544,24 +547,23 @@ def decide_masking(
     # The axes of queries and keys. Where they are not the last two of the scores, a triangle in the last two
     # axes of a mask is not the causal one, and stays a mask.
     order: Axes,
+    head: str | None = None,  # the axis of heads, if there is one
     softcap: float = 0.0,  # bound of the scores; 0 for none
     sink: bool = False,  # whether every query has a score that nothing masks: it is never fully masked
 ) -> Masking:
     """Choose the strongest form that is certainly the same."""
     lowest = float(dtype.min)
     plain = _plain_terms(terms, dtype)
-    weakest = -softcap - _FAR_BELOW if softcap else max(_WEAKEST_FILL, 0.99 * lowest)
+    weakest = -softcap - _FAR_BELOW if softcap else max(WEAKEST_FILL, 0.99 * lowest)
     at = _causal_at(plain, (lowest, weakest), sizes[0], order) if same_size(*sizes) else None
     rest = [term for index, term in enumerate(plain) if index != at]
     put = [each.nearest for each in plain if isinstance(each, Fill) and each.is_put]
     highest = max(put, default=-math.inf)
     notes = (GUARDED,) if guarded else ()
     if not highest <= weakest:
-        what = "Masked scores are set to a number that other scores could be below."
-        raise NotExpressible(what, got=f"{highest:g}", hint=f"fill with the lowest number, {lowest:g}")
+        return _filled_masking(terms, highest, dtype, {*order[0], *(head or "")}, notes)
     if sink:
-        nothing: dict[str, Any] = {"fill": -math.inf, "times": ()}
-        hidden = [replace(each, **nothing) if isinstance(each, Fill) else each for each in plain]
+        hidden = [_hiding(each) for each in plain]
         _check_types(hidden, dtype)
         return Masking(causal=False, terms=tuple(hidden), kind="float", notes=notes)
     if not rest:
@@ -585,6 +587,31 @@ def decide_masking(
     _check_types(rest, dtype)
     kind = "bool" if hides or even else "float"
     return Masking(causal=at is not None, terms=tuple(rest), kind=kind, notes=notes, even=even)
+
+
+def _filled_masking(
+    terms: list[Term], highest: float, dtype: ir.DataType, rows: set[str], notes: tuple[str, ...]
+) -> Masking:
+    """Masked scores that are set to a number which others could be below.
+
+    A key of zeros has a score of 0, to which the mask adds the number. Where the same keys are masked for all
+    rows (queries and heads), they become zeros. Else there are as many more, of zeros, with the same values:
+    for each query, either a key or the one of zeros in its place is hidden.
+    """
+    last = max(at for at, each in enumerate(terms) if isinstance(each, Fill))
+    if dtype == ir.DataType.FLOAT16 and any(isinstance(each, Bias) for each in terms[:last]):
+        what = "Masked scores are set to a number that others could be below, and a tensor is added to it."
+        raise NotExpressible(what, got=f"{highest:g}", hint=f"fill with the lowest number, {dtype.min:g}")
+    _check_types(terms, dtype)
+    alike = all(
+        size == 1 or not rows & set(axis)
+        for each in terms
+        if isinstance(each, Fill)
+        for axis, size in zip(reversed(each.axes), reversed(sizes_of(each.value) or [None]), strict=False)
+    )
+    more = () if alike else (TWICE.format(highest),)
+    filled = "zeros" if alike else "twice"
+    return Masking(causal=False, terms=tuple(terms), kind="float", notes=(*notes, *more), filled=filled)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -620,7 +647,7 @@ def hide_behind(terms: list[Term], behind: Behind, dtype: ir.DataType | None) ->
             else mask.hides or _is_bounded(each.value) or is_score(each.value)
             for each in others
         )
-        if apart and mask.fill <= max(_WEAKEST_FILL, 0.99 * float(dtype.min)):
+        if apart and mask.fill <= max(WEAKEST_FILL, 0.99 * float(dtype.min)):
             hidden = replace(mask, fill=-math.inf, added=False)
             return [hidden if each is term else each for each in terms]
     what = "The weights are masked after the softmax, and the scores do not have the same mask."
@@ -759,6 +786,18 @@ def _float_mask(terms: Sequence[Term], builder: NodeBuilder, dtype: ir.DataType)
     return total
 
 
+def _applied(terms: Sequence[Term], builder: NodeBuilder, dtype: ir.DataType, score: float) -> ir.Value:
+    """What the masks make of a score, one after the other as in the file."""
+    total = first = builder.constant(score, dtype)
+    for term in reversed(terms):
+        if isinstance(term, Fill):
+            total = term.applied(total, term.number(builder, dtype, term.fill), builder)
+        else:
+            bias = term.scaled(builder, dtype)
+            total = bias if total is first else builder.op("Add", total, bias, name="mask")
+    return total
+
+
 def _visible_keys(terms: Iterable[Term], builder: NodeBuilder) -> ir.Value:
     """True where no condition masks the key; there must be one."""
     shown = [term.keys(builder) for term in terms if isinstance(term, Fill)]
@@ -828,12 +867,7 @@ def _exact_mask(terms: Sequence[Term], builder: NodeBuilder, dtype: ir.DataType)
     fills = [term for term in reversed(terms) if isinstance(term, Fill)]
     if any(term.fill < float(wide.min) for term in fills if not term.hides):
         wide = ir.DataType.FLOAT
-    total = builder.constant(0.0, wide)
-    for term in reversed(terms):
-        if isinstance(term, Bias):
-            total = builder.op("Add", total, term.scaled(builder, wide))
-        else:
-            total = term.applied(total, term.number(builder, wide, term.fill), builder)
+    total = _applied(terms, builder, wide, 0.0)
     # Reductions of float16 and bfloat16 are missing in some runtimes.
     reduced = wide if wide == ir.DataType.DOUBLE else ir.DataType.FLOAT
     total = builder.op("Cast", total, to=int(reduced))
@@ -864,12 +898,20 @@ def _exact_mask(terms: Sequence[Term], builder: NodeBuilder, dtype: ir.DataType)
 HEAD_AXIS = 1
 
 
+class WrittenMask(NamedTuple):
+    """The masks of an attention as one tensor."""
+
+    value: ir.Value | None = None  # `[B or 1, Hq or 1, S, T]`
+    zero: ir.Value | None = None  # `[B or 1, Hq or 1, S or 1, 1]`: True for queries that must become zero
+    shown: ir.Value | None = None  # `[B or 1, 1, 1, T or 1]`: False for keys that must
+
+
 class Masks:
     """The masks that were written so far. Attentions must come in the order of the graph."""
 
     def __init__(self) -> None:
         # The key holds the values themselves, so that no id is used again for another.
-        self._written: dict[tuple[object, ...], tuple[ir.Value, ir.Value | None, NodeBuilder]] = {}
+        self._written: dict[tuple[object, ...], tuple[WrittenMask, NodeBuilder]] = {}
 
     def forget(self, builder: NodeBuilder) -> None:
         """Drop the masks of a builder whose nodes do not come into the graph."""
@@ -877,17 +919,18 @@ class Masks:
 
     def write(
         self, masking: Masking, place: ScorePlace, dtype: ir.DataType, sizes: tuple[Size, Size], graph: object
-    ) -> tuple[ir.Value | None, ir.Value | None]:
-        """The mask `[B or 1, Hq or 1, S, T]`, and `[B or 1, Hq or 1, S or 1, 1]`: queries to become zero.
+    ) -> WrittenMask:
+        """The masks as one tensor.
 
         `graph` holds the attention: a mask of a subgraph is unknown outside of it.
         """
         if not masking.terms:
-            return None, None
-        key = (masking.terms, masking.kind, masking.exact, dtype, place.order, sizes, id(graph))
+            return WrittenMask()
+        how = (masking.kind, masking.even, masking.exact, masking.filled)
+        key = (masking.terms, *how, dtype, place.order, sizes, id(graph))
         if key in self._written:
-            return self._written[key][:2]
-        builder, zero = place.builder, None
+            return self._written[key][0]
+        builder, zero, shown = place.builder, None, None
         terms = [_aligned(each, place) for each in masking.terms]
         if masking.even:
             mask, zero = _even_mask(terms, builder)
@@ -895,15 +938,29 @@ class Masks:
             mask, zero = _exact_mask(terms, builder, dtype)
         elif masking.kind == "bool":
             mask = _visible_keys(terms, builder)
+        elif masking.filled == "zeros":
+            mask, shown = _applied(terms, builder, dtype, 0.0), _visible_keys(terms, builder)
         else:
-            mask = _float_mask(terms, builder, dtype)
+            plain = [_hiding(each) for each in terms] if masking.filled else terms
+            mask = _float_mask(plain, builder, dtype)
         if any(each.axes != place.order for each in masking.terms) or not spans(masking.terms, sizes):
             q, k = place.rows
             mask = builder.expand(mask, 1, 1, builder.size(q, -2), builder.size(k, -2))
+        if masking.filled == "twice":
+            last = max(at for at, each in enumerate(terms) if isinstance(each, Fill))
+            filled = _applied(terms[: last + 1], builder, dtype, -math.inf)
+            filled = builder.op("Expand", filled, builder.op("Shape", mask))
+            mask = builder.op("Concat", mask, filled, axis=-1, name="mask")
+        found = WrittenMask(mask, zero, shown)
         # An axis that is joined from others has the batch of one attention.
         if None not in sizes and len(place.order[0]) == 1:
-            self._written[key] = mask, zero, builder
-        return mask, zero
+            self._written[key] = found, builder
+        return found
+
+
+def _hiding(term: Term) -> Term:
+    """A mask whose keys have no weight."""
+    return replace(term, fill=-math.inf, times=()) if isinstance(term, Fill) else term
 
 
 def _aligned(term: Term, place: ScorePlace) -> Term:

@@ -1041,6 +1041,7 @@ class Pattern:
             sizes=self.sizes,
             guarded=guarded,
             order=(letters.query, letters.key),
+            head=letters.head,
             softcap=scores.softcap,
             sink=scores.sink is not None,
         )

@@ -18,7 +18,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from mha_deploy.graph.fuse.mask_pattern import Axes, is_not_negative, same_condition, same_value
+from mha_deploy.graph.fuse.mask_pattern import WEAKEST_FILL, Axes, is_not_negative, same_condition, same_value
 from mha_deploy.graph.fuse.pattern import Alphabet, read_matmul, softmax_at
 from mha_deploy.graph.fuse.values import (
     NO_END,
@@ -49,7 +49,6 @@ from mha_deploy.graph.roles import MOVES
 
 _MAX_DEPTH = 12  # of the nodes that a mask of zeros and ones is read through
 _NO_SCORE = 1e30
-_FILLS = (-1e5, -1e3)  # what masked scores are set to, though others could be below
 _MOST_FOLDED, _FOLDED_OPSET = 32, 18
 _LAYOUT = (*MOVES, "Expand", "Slice", "Gather", "Tile")
 
@@ -405,60 +404,6 @@ def _blend(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
     return None
 
 
-def _filled_keys(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
-    """Scores of some keys, of all queries alike, that are set to a number which others could be below.
-
-    With zeros in the place of those keys their scores are 0, and the number is added.
-    """
-    condition, output = node.inputs[0], node.outputs[0]
-    numbers = [scalar_of(each) for each in node.inputs[1:]]
-    if condition is None or numbers.count(None) != 1 or not _feeds_softmax(output) or output.dtype is None:
-        return None
-    after = (user for softmax, _ in output.uses() for each in softmax.outputs for user, _ in each.uses())
-    if any(is_op(user, "Where") and same_value(user.inputs[0], condition) for user in after):
-        return None  # `_hidden_behind` reads both
-    shown = numbers[0] is None
-    scores, fill = node.inputs[1 if shown else 2], next(each for each in numbers if each is not None)
-    steps = list[ir.Node]()
-    while (step := made_by(scores, "Mul", "Div")) is not None and scalar_of(step.inputs[1]) is not None:
-        steps.append(step)
-        scores = step.inputs[0]
-    matmul = made_by(scores, "MatMul")
-    keys, rows = input_at(matmul, 1), sizes_of(condition)
-    if (
-        matmul is None
-        or keys is None
-        or not _is_computed(keys)
-        or rows is None
-        or not _FILLS[0] < fill <= _FILLS[1]
-    ):
-        return None
-    # The mask is aligned to the transposed keys as to the scores, where it is the same for all queries.
-    turned = made_by(keys, "Transpose")
-    sizes, own = sizes_of(keys) or [], [*[1] * ((rank(keys) or 0) - len(rows)), *rows]
-    fits = len(own) == len(sizes) > 1 and own[-2] == 1 and own[-1] == sizes[-1]
-    if not fits or any(size not in (1, other) for size, other in zip(own, sizes, strict=True)):
-        return None
-    order = list(range(len(own))) if turned is None else list(perm(turned))
-    places = [order.index(axis) for axis in range(len(order))]
-    mask = condition
-    if len(own) > len(rows):
-        mask = _typed(builder.unsqueeze(mask, *range(len(own) - len(rows))), ir.DataType.BOOL, own)
-    if turned is not None:
-        mask = _typed(builder.transpose(mask, *places), ir.DataType.BOOL, [own[axis] for axis in places])
-        keys = cast("ir.Value", turned.inputs[0])
-    zero = builder.constant(0.0, output.dtype)
-    found = _like(builder, keys, "Where", mask, *((keys, zero) if shown else (zero, keys)))
-    if turned is not None:
-        found = _typed(builder.transpose(found, *order), keys.dtype, sizes)
-    found = _like(builder, matmul.outputs[0], "MatMul", cast("ir.Value", matmul.inputs[0]), found)
-    for step in reversed(steps):
-        found = _like(builder, step.outputs[0], step.op_type, found, cast("ir.Value", step.inputs[1]))
-    number = builder.constant(fill, output.dtype)
-    added = builder.op("Where", condition, *((zero, number) if shown else (number, zero)))
-    return _like(builder, output, "Add", found, _typed(added, output.dtype, rows))
-
-
 def _minimum(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
     """`min(s, limit)`, where the limit is a large number or a small one."""
     if len(node.inputs) != 2:
@@ -639,7 +584,7 @@ def _hidden_behind(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
     dims, dtype = sizes_of(condition), filled.outputs[0].dtype
     if (
         fill is None
-        or not _FILLS[0] < fill < math.inf
+        or not WEAKEST_FILL < fill < math.inf
         or scores is None
         or dtype is None
         or not dims
@@ -1640,7 +1585,7 @@ _RULES: dict[str, Sequence[Rule]] = {
     "Add": (_unchanged, _tanh, _values_together, _blend),
     "Sub": (_unchanged, _tanh, _blend),
     "Min": (_unchanged, _minimum),
-    "Where": (_unchanged, _hidden_behind, _filled_keys),
+    "Where": (_unchanged, _hidden_behind),
     "Div": (_unchanged, _normalised),
     "Mul": (_unchanged, _zeros_like, _product, _normalised),
     "Exp": (_by_logarithm,),

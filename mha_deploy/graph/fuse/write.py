@@ -52,7 +52,8 @@ def write_attention(pattern: Pattern, builder: NodeBuilder, masks: Masks) -> lis
         order=scores, sizes=pattern.q.sizes, rows=(q, k), builder=builder, sources=pattern.sources
     )
     sink = pattern.scores.sink
-    mask, zero = masks.write(pattern.masking, place, dtype, pattern.sizes, pattern.last.node.graph)
+    masking = pattern.masking
+    mask, zero, shown = masks.write(masking, place, dtype, pattern.sizes, pattern.last.node.graph)
     if sink is not None:
         mask = _with_sink(sink, mask, place, dtype)
     if letters.head is None:
@@ -67,12 +68,18 @@ def write_attention(pattern: Pattern, builder: NodeBuilder, masks: Masks) -> lis
             k = builder.op(step, k, builder.transpose(factor, 0, 1, 3, 2), name="scaled_k")
         else:
             q = builder.op(step, q, factor, name="scaled_q")
+    nothing = builder.constant(0.0, dtype)
+    if shown is not None:
+        k = builder.op("Where", builder.transpose(shown, 0, 1, 3, 2), k, nothing, name="zeroed_k")
+    if masking.filled == "twice":
+        zeros = builder.op("Expand", nothing, builder.op("Shape", k))
+        k, v = (builder.op("Concat", *pair, axis=-2, name="with_filled") for pair in ((k, zeros), (v, v)))
     if sink is not None:
         # A key of zeros has the appended score, and a value of zeros drops its weight.
         pads = builder.ints(0, 0, 0, 0, 0, 0, sink.count, 0)
         k, v = (builder.op("Pad", each, pads, name="with_sink") for each in (k, v))
     if zero is not None:
-        q = builder.op("Where", zero, builder.constant(0.0, dtype), q, name="zeroed_q")
+        q = builder.op("Where", zero, nothing, q, name="zeroed_q")
     scale = abs(pattern.scale)
     if pattern.scale < 0:  # Attention takes the root of the attribute
         q = builder.op("Neg", q, name="negated_q")
@@ -86,7 +93,7 @@ def write_attention(pattern: Pattern, builder: NodeBuilder, masks: Masks) -> lis
         name=builder.prefix,
         attributes={
             "scale": scale,
-            "is_causal": int(pattern.masking.causal),
+            "is_causal": int(masking.causal),
             "softcap": pattern.scores.softcap or None,
             "softmax_precision": None if pattern.softmax_dtype is None else int(pattern.softmax_dtype),
             "qk_matmul_output_mode": None if weights is None else _WEIGHTS,
@@ -96,13 +103,17 @@ def write_attention(pattern: Pattern, builder: NodeBuilder, masks: Masks) -> lis
     results = [(outputs[0], letters.order(letters.query, letters.value_size), pattern.last.out)]
     if weights is not None:
         outputs[1].name = outputs[2].name = ""  # present keys and values are not used
-        results.append((outputs[3], scores, weights.axes))
+        used = outputs[3]
+        if masking.filled == "twice":  # of a key and of the one of zeros in its place
+            halves = builder.node("Split", [used], outputs=2, attributes={"axis": -1, "num_outputs": 2})
+            used = builder.op("Add", *halves, name="weights")
+        results.append((used, scores, weights.axes))
     found = list[ir.Value]()
     for value, order, wanted in results:
         if letters.head is None:
             value = builder.op("Squeeze", value, builder.ints(HEAD_AXIS))
         value.type = ir.TensorType(dtype)
-        if dtype == ir.DataType.DOUBLE and GUARDED in pattern.masking.notes:
+        if dtype == ir.DataType.DOUBLE and GUARDED in masking.notes:
             # Kernels give 0 for a fully masked query; float64 has none, and its definition gives NaN.
             value = builder.op("Where", builder.op("IsNaN", value), builder.constant(0.0, dtype), value)
         found.append(rejoined(value, order, wanted, pattern.q.sizes, builder, pattern.sources))
