@@ -2,7 +2,7 @@
 
 import gc
 
-from mha_deploy.process import forget_working_folder
+from mha_deploy.process import defer_imports, forget_working_folder
 
 
 def main() -> None:
@@ -17,6 +17,7 @@ def _run() -> None:
     # PyTorch and its exporter are a million objects that stay: to look for garbage among them while they are
     # imported takes an eighth of the time.
     gc.set_threshold(50_000, 20, 100)
+    defer_imports()
     from mha_deploy.cli import main
 
     main()

@@ -13,6 +13,9 @@ import site
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from importlib.machinery import PathFinder
+from importlib.util import LazyLoader
+from types import ModuleType
 from typing import Any
 
 # Lists of folders in which an empty or a relative entry is the working folder or a part of it.
@@ -46,6 +49,29 @@ def forget_working_folder() -> None:
     kept = {os.path.abspath(each) for each in entries if os.path.isabs(each)} | {_ROOT}
     found = {os.path.abspath(each) for each in entries if not os.path.isabs(each)} - kept
     sys.path[:] = [each for each in sys.path if os.path.isabs(each) and os.path.abspath(each) not in found]
+
+
+# Libraries that another imports and that few commands use. SymPy, of ONNX's IR, takes a third of a second.
+_DEFERRED = {"sympy", "onnx_ir._symbolic_shapes"}
+
+
+class _Deferred:
+    """Finds those modules as others are found, and lets each run when something of it is first used."""
+
+    @staticmethod
+    def find_spec(name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
+        if name not in _DEFERRED:
+            return None
+        _DEFERRED.discard(name)
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = LazyLoader(spec.loader)
+        return spec
+
+
+def defer_imports() -> None:
+    """Import large libraries that few commands use when they are used; for processes of this tool alone."""
+    sys.meta_path.insert(0, _Deferred)  # type: ignore[arg-type]
 
 
 def find_program(name: str | os.PathLike[str]) -> str | None:

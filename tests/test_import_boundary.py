@@ -8,7 +8,7 @@ from graphlib import CycleError, TopologicalSorter
 from itertools import islice
 
 import pytest
-from fresh_python import RUNTIMES, run_all
+from fresh_python import RUNTIMES, python, run_all
 from source_trees import PACKAGE, nodes_of, source_trees
 
 from mha_deploy.cli import app
@@ -251,6 +251,27 @@ def test_the_doctor_does_not_load_what_takes_seconds(loading):
     assert step.code == 0, step
     assert "doctor --load" in step.out
     assert {"torch", "onnx", "onnx_ir", "onnxscript", "sympy", "matplotlib"}.isdisjoint(step.packages)
+
+
+READS_A_GRAPH = """
+import sys
+from mha_deploy.__main__ import main
+
+sys.argv = ["mha-deploy", "validate", sys.argv[1], "--no-report", "--no-probe", "--in-process"]
+try:
+    main()
+except SystemExit as stop:
+    assert not stop.code
+import onnx_ir as ir
+print("sympy.core" in sys.modules, (ir.SymbolicDim("S") + 1).value, file=sys.stderr)
+"""
+
+
+def test_a_verb_that_reads_a_graph_runs_no_symbolic_algebra(bundles):
+    """The library of graphs imports it; it is still there for whoever computes with sizes."""
+    done = python(READS_A_GRAPH, bundles("tiny-gqa").path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines()[-1] == "False S + 1"
 
 
 # -- who may import whom -------------------------------------------------------------------------

@@ -24,7 +24,6 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils._sympy.functions import Min, MinMaxBase
 
 from mha_deploy.errors import DeployError, ExportError, NoResult, UserCodeError
 from mha_deploy.exporter import oracle
@@ -60,6 +59,8 @@ def comparing_multiples() -> Iterator[None]:
 
     It asks so where a group's keys are repeated for its heads, and takes what it cannot see for a limit of S.
     """
+    from torch.utils._sympy.functions import Min, MinMaxBase
+
     if hasattr(MinMaxBase, "_collapse_known_multiplicative_terms"):
         yield
         return

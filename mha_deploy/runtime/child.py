@@ -47,7 +47,7 @@ from mha_deploy.errors import (
     place_of_error,
     text_of_error,
 )
-from mha_deploy.process import python_command, start
+from mha_deploy.process import defer_imports, python_command, start
 from mha_deploy.runtime.runner import Arrays, Closing, ProfiledRunner, Runner
 from mha_deploy.supervisor import user_line
 
@@ -478,6 +478,7 @@ def serve(handle: int, preload: tuple[str, ...], parent: int) -> None:
     _limit_memory()
     gc.set_threshold(50_000, 20, 100)  # modules stay: it is of no use to look for garbage among them
     threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
+    defer_imports()
     for name in preload:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)

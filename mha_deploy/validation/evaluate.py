@@ -266,8 +266,8 @@ def evaluate(runtime: Runtime, plan: EvaluationPlan, on_step: OnStep = lambda na
 
     One that is wrong anywhere has no time at all: in a case, a decode step, or where a batch element stands.
     """
+    accumulation = runtime.accumulation(plan.precision)  # before it occupies the child that measures this
     with runtime.open() as runner:
-        accumulation = runtime.accumulation(plan.precision)
         plan = replace(plan, precision=replace(plan.precision, accumulate=accumulation.type))
         heatmaps: list[Heatmap] = []
         cases, outside, parity = dict[str, list[GoldenCase]](), list[str](), list[ParityReport]()
