@@ -24,7 +24,7 @@ from mha_deploy.engine import engine as engines
 from mha_deploy.engine import lowered as lowering
 from mha_deploy.engine.engine import Engine, first_gpu, open_engine_runner, reasons_not_to_run
 from mha_deploy.engine.lowered import FP16, FP32, NATIVE, PLUGIN, Candidate
-from mha_deploy.engine.plugins import find_plugins, load_needed
+from mha_deploy.engine.plugins import find_plugins, fp8_attentions, load_needed
 from mha_deploy.errors import BackendUnavailable, BundleError, DeployError
 from mha_deploy.graph import plugin_node
 from mha_deploy.graph.attention_node import attention_nodes
@@ -144,7 +144,7 @@ class _EngineBuild:
             request = self._request(folder / "model.onnx", lowered)
             built, first = self._build_running(request)
         built = _with_plugin_roles(built, lowered)
-        verdict = judge_engine(built, lowered, model, self.precision, profiles)
+        verdict = judge_engine(built, lowered, model, self.precision, profiles, first.attends_in_fp8)
         findings = dict.fromkeys(finding for answer in answers for finding in answer.findings)
         names = engines.profile_names(self.spec, self.ranges)
         in_place = noted_caches(lowered, IN_PLACE_NOTE) if self.plugins else {}
@@ -267,10 +267,19 @@ def _report(*progress: Any) -> None:
 
 
 def judge_engine(
-    built: BuiltEngine, lowered: ir.Model, canonical: ir.Model, precision: str, profiles: int
+    built: BuiltEngine,
+    lowered: ir.Model,
+    canonical: ir.Model,
+    precision: str,
+    profiles: int,
+    attends_in_fp8: bool = False,
 ) -> EngineVerdict:
-    """Was every attention fused, and is the engine in the requested precision?"""
-    kernels = _with_plugin_roles(built, lowered).kernels
+    """Was every attention fused, and is the engine in the requested precision?
+
+    A node of the plugin rounds its queries, keys and values to FP8 itself. Whether its kernel then reads FP8
+    is known once it ran: `attends_in_fp8`.
+    """
+    kernels = _with_plugin_roles(built, lowered, attends_in_fp8).kernels
     names = [node.name or "" for node in lowered.graph.all_nodes()]
     attention = group_by_attention(names, [node.name for node in attention_nodes(canonical)])
     return engine_verdict(kernels, attention, precision, profiles=profiles, written=written_types(lowered))
@@ -283,7 +292,9 @@ _PLUGIN_ROLES = {
 }
 
 
-def _with_plugin_roles(built: BuiltEngine, lowered: ir.Model) -> BuiltEngine:
+def _with_plugin_roles(
+    built: BuiltEngine, lowered: ir.Model, attends_in_fp8: bool = False
+) -> BuiltEngine:
     """An engine whose plugin layers have types and a purpose, of which TensorRT reports only their names."""
     nodes = {
         node.name or "": node
@@ -296,6 +307,7 @@ def _with_plugin_roles(built: BuiltEngine, lowered: ir.Model) -> BuiltEngine:
         if not kernel.is_plugin or node is None:
             return kernel
         values, words = [each for each in (*node.inputs, *node.outputs) if each], plugin_node.fp8_values(node)
+        rounded = plugin_node.operands_in_fp8(node) if attends_in_fp8 else set()
         types = {value.name or "": layers.dtype_of(value.dtype.name) for value in values if value.dtype}
         types |= {value.name or "": "fp8" for value in words}
         usual = next((dtype for dtype in types.values() if dtype in layers.FLOATING), layers.UNKNOWN)
@@ -303,7 +315,7 @@ def _with_plugin_roles(built: BuiltEngine, lowered: ir.Model) -> BuiltEngine:
         def typed(tensor: layers.EngineTensor, value: ir.Value | None) -> layers.EngineTensor:
             # 8.6 does not report the types of dynamic sizes, and the library takes no others.
             name = tensor.name if value is None or value.name is None else value.name
-            if words and tensor.dtype == "int32":  # nothing else of such a node is
+            if value in rounded or (tensor.dtype == "int32" and (value in words or (words and not value))):
                 return replace(tensor, dtype="fp8")
             known = tensor.dtype != layers.UNKNOWN
             return tensor if known else replace(tensor, dtype=types.get(name, usual))
@@ -314,7 +326,8 @@ def _with_plugin_roles(built: BuiltEngine, lowered: ir.Model) -> BuiltEngine:
             tuple(map(typed, tensors, values if len(values) == len(tensors) else [None] * len(tensors)))
             for tensors, values in places
         )
-        return replace(kernel, plugin_role=_PLUGIN_ROLES[node.op_type], inputs=inputs, outputs=outputs)
+        role, multiplies = _PLUGIN_ROLES[node.op_type], "fp8" if rounded else layers.UNKNOWN
+        return replace(kernel, plugin_role=role, inputs=inputs, outputs=outputs, multiplies_in=multiplies)
 
     return replace(built, kernels={source: tuple(map(marked, ks)) for source, ks in built.kernels.items()})
 
@@ -334,6 +347,7 @@ class FirstRun:
     ran: tuple[str, ...] = ()  # the profiles, by name
     failed: Mapping[str, str] = field(default_factory=dict)  # why the others did not
     skipped: Mapping[str, str] = field(default_factory=dict)  # not tried at a size that TensorRT cannot hold
+    attends_in_fp8: bool = False  # whether the plugin's kernels of all attentions in FP8 did
 
     @property
     def is_useless(self) -> bool:
@@ -371,6 +385,7 @@ def _run_profiles(rt: TensorRT, plan: bytes, names: Sequence[str], options: Mapp
     except DeployError as error:
         return FirstRun(failed=dict.fromkeys(names, error.in_one_line))
     ran, failed, skipped = list[str](), dict[str, str](), dict[str, str]()
+    before = fp8_attentions(rt)
     with runner:
         for name, (index, profile) in zip(names, enumerate(runner.profiles), strict=False):
             usual = {tensor: shapes[1] for tensor, shapes in profile.items()}
@@ -385,7 +400,9 @@ def _run_profiles(rt: TensorRT, plan: bytes, names: Sequence[str], options: Mapp
                 ran.append(name)
             except DeployError as error:
                 failed[name] = f"{error.got or error.what} try: {error.hint or _BUILD_AGAIN}"
-    return FirstRun(ran=tuple(ran), failed=failed, skipped=skipped)
+    narrow, others = (now - then for now, then in zip(fp8_attentions(rt), before, strict=True))
+    in_fp8 = narrow > 0 and not others
+    return FirstRun(ran=tuple(ran), failed=failed, skipped=skipped, attends_in_fp8=in_fp8)
 
 
 # -- The trial loop: options → engine → judged → chosen ---------------------------------------------

@@ -491,6 +491,15 @@ def load_needed(rt: TensorRT, records: Sequence[Mapping[str, Any]]) -> None:
             raise PluginError(problem, got=f"{earlier}, then {path}", hint="use one library in a process")
 
 
+def fp8_attentions(rt: TensorRT) -> tuple[int, int]:
+    """How many attentions in FP8 this process has prepared with a kernel in FP8, and with another one."""
+    path = _loaded.get(rt.module.__name__)
+    if path is None:
+        return 0, 0
+    count = ctypes.CDLL(os.fspath(path)).mha_deploy_fp8_attentions
+    return int(count(1)), int(count(0))
+
+
 def load_library(rt: TensorRT, path: Path) -> None:
     """Let a library register its plugins with the TensorRT of this process.
 

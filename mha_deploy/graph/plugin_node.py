@@ -30,6 +30,11 @@ FP8_STEP: Final = 16
 FP8_OF_WORD: Final = 4
 """TensorRT 8.6 has no FP8: nodes hand it on as INT32, four numbers in each."""
 
+IN_FP16: Final = {
+    "fp8": 0, "query_scale": 1.0, "key_scale": 1.0, "value_scale": 1.0, "weights_scale": 1.0, "output_scale": 1.0,
+}  # fmt: skip
+"""The attributes for FP8 of an attention that has none."""
+
 NONE, TOP_LEFT, BOTTOM_RIGHT = range(3)
 """Values of the attribute `causal`: no diagonal, or the corner that the causal diagonal is aligned to."""
 
@@ -52,7 +57,15 @@ def fp8_values(node: ir.Node) -> set[ir.Value]:
         return {value for value in node.inputs[:2] if value is not None}
     if node.op_type == NORM_ACTIVATION and fp8 != NOT_FP8:
         return {node.outputs[0 if fp8 == FP8_ONLY else -1]}
-    return set()
+    return {node.outputs[0]} if node.op_type == OP_TYPE and fp8 else set()
+
+
+def operands_in_fp8(node: ir.Node) -> set[ir.Value]:
+    """The inputs of an attention that it rounds to FP8 itself: those with Q, K and V."""
+    if node.op_type != OP_TYPE or not node.attributes.get_int("fp8", 0):
+        return set()
+    count = 1 + max(node.attributes.get_ints("sources", (0,)) or (0,))
+    return {value for value in node.inputs[:count] if value is not None}
 
 
 def lookup_attributes() -> dict[str, Any]:
@@ -131,6 +144,13 @@ def _rules(own: Mapping[str, Any], sizes: NodeSizes | None, aligned: int) -> Ite
     else:
         yield bool(size % aligned or value % aligned), "head sizes that are not multiples of 8"
         yield max(size, value) > LARGEST_HEAD, f"head sizes above {LARGEST_HEAD}"
+    if own["fp8"]:
+        others = own["has_bias"] or own["has_gates"] or own["has_cache"]
+        yield bool(others), "FP8 together with a mask of numbers, gates or a cache"
+        step = 2 * aligned
+        yield bool(size % step or value % step), "FP8 with head sizes that are not multiples of 16"
+        scales = [own[name] for name in IN_FP16 if name != "fp8"]
+        yield not all(math.isfinite(scale) and scale > 0 for scale in scales), "FP8 without scales"
     yield any(offset % aligned for offset in own["offsets"]), "offsets that are not multiples of 8"
     if sizes is not None:
         yield from _rules_of_sizes(own, sizes, aligned)

@@ -2,13 +2,12 @@
 #include "../src/norm_activation_kernels.h"
 #include "numbers.cuh"
 
-#include <cuda_fp8.h>
-
 namespace {
 
 using mha_deploy::ActivationCall;
 using mha_deploy::NormCall;
 using mha_deploy::from_float;
+using mha_deploy::to_fp8;
 using mha_deploy::to_float;
 
 template <typename T>
@@ -28,17 +27,6 @@ __device__ void store(uint4* address, float const (&values)[8]) {
         from_float(values[i], each[i]);
     }
     *address = bytes;
-}
-
-// Eight numbers in FP8; beyond its range the last ones.
-__device__ void store_fp8(uint2* address, float const (&values)[8], float factor) {
-    unsigned short pairs[4];
-    for (int i = 0; i < 4; ++i) {
-        float2 const two = make_float2(values[2 * i] * factor, values[2 * i + 1] * factor);
-        pairs[i] = __nv_cvt_float2_to_fp8x2(two, __NV_SATFINITE, __NV_E4M3);
-    }
-    *address = make_uint2(pairs[0] | static_cast<unsigned>(pairs[1]) << 16U,
-        pairs[2] | static_cast<unsigned>(pairs[3]) << 16U);
 }
 
 // The sum over all threads of a block, in every thread. The number of threads is a multiple of 32.
@@ -122,7 +110,7 @@ __device__ void normalise(NormCall const& call) {
             store<T>(call.y + begin + piece, values[i]);
         }
         if (call.fp8 != nullptr) {
-            store_fp8(call.fp8 + begin + piece, values[i], call.fp8_factor);
+            call.fp8[begin + piece] = to_fp8(values[i], call.fp8_factor);
         }
     }
 }
@@ -155,7 +143,7 @@ __device__ void activate(ActivationCall const& call) {
         store<T>(call.y + piece, x);
     }
     if (call.fp8 != nullptr) {
-        store_fp8(call.fp8 + piece, x, call.fp8_factor);
+        call.fp8[piece] = to_fp8(x, call.fp8_factor);
     }
 }
 

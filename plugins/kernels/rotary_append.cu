@@ -9,6 +9,8 @@ using mha_deploy::HeadCopy;
 using mha_deploy::RotaryAppendCall;
 using mha_deploy::Rotary;
 using mha_deploy::from_float;
+using mha_deploy::from_fp8;
+using mha_deploy::to_fp8;
 using mha_deploy::to_float;
 
 template <typename T>
@@ -22,9 +24,25 @@ __device__ Eight<T> load(uint4 const* address) {
     return *reinterpret_cast<Eight<T> const*>(&bytes);
 }
 
+// Eight numbers at a place of the target: as they are, in FP8, or rounded to its grid.
 template <typename T>
-__device__ void store(uint4* address, Eight<T> const& eight) {
-    *address = *reinterpret_cast<uint4 const*>(&eight);
+__device__ void put(HeadCopy const& copy, long long piece, Eight<T> eight) {
+    if (copy.fp8_scale != 0.0F) {
+        float values[8];
+        for (int i = 0; i < 8; ++i) {
+            values[i] = to_float(eight.of[i]);
+        }
+        uint2 const narrow = to_fp8(values, 1.0F / copy.fp8_scale);
+        if (copy.narrow != 0) {
+            reinterpret_cast<uint2*>(copy.target)[piece] = narrow;
+            return;
+        }
+        from_fp8(narrow, values);
+        for (int i = 0; i < 8; ++i) {
+            from_float(values[i] * copy.fp8_scale, eight.of[i]);
+        }
+    }
+    copy.target[piece] = *reinterpret_cast<uint4 const*>(&eight);
 }
 
 // The row of the tables that belongs to a token; one outside of them is taken from their end.
@@ -51,21 +69,21 @@ __device__ void move(RotaryAppendCall const& call, HeadCopy const& copy, int bat
     int const unit = unit_of_all % copy.units;
     uint4 const* const from = copy.source + batch * copy.batch_stride + head * copy.head_stride
                               + row * copy.row_stride;
-    uint4* const to = copy.target + batch * copy.target_batch_stride
-                      + head * copy.target_head_stride + target * copy.target_row_stride;
+    long long const to = batch * copy.target_batch_stride + head * copy.target_head_stride
+                         + target * copy.target_row_stride;
     int const rotating = copy.rotates ? (rotary.interleaved ? rotary.pieces : rotary.pieces / 2) : 0;
     int const half = rotary.pieces / 2;
     if (row >= call.rows) {  // behind the last token: kernels read whole tiles, and zero times NaN is NaN
-        uint4 const zero = make_uint4(0, 0, 0, 0);
-        to[unit >= rotating ? unit - rotating + (copy.rotates ? rotary.pieces : 0) : unit] = zero;
+        Eight<T> const zero{};
+        put(copy, to + (unit >= rotating ? unit - rotating + (copy.rotates ? rotary.pieces : 0) : unit), zero);
         if (unit < rotating && !rotary.interleaved) {
-            to[unit + half] = zero;
+            put(copy, to + unit + half, zero);
         }
         return;
     }
     if (unit >= rotating) {
         int const piece = unit - rotating + (copy.rotates ? rotary.pieces : 0);
-        to[piece] = from[piece];
+        put(copy, to + piece, load<T>(from + piece));
         return;
     }
     long long const pairs = table_row(call, batch, row) * rotary.pieces * 4;  // R/2 numbers in a row
@@ -81,7 +99,7 @@ __device__ void move(RotaryAppendCall const& call, HeadCopy const& copy, int bat
             from_float(a * c - b * s, x.of[2 * i]);
             from_float(a * s + b * c, x.of[2 * i + 1]);
         }
-        store(to + unit, x);
+        put(copy, to + unit, x);
         return;
     }
     Eight<T> one = load<T>(from + unit);
@@ -94,8 +112,8 @@ __device__ void move(RotaryAppendCall const& call, HeadCopy const& copy, int bat
         from_float(a * to_float(c.of[i]) - b * to_float(s.of[i]), one.of[i]);
         from_float(a * to_float(s.of[i]) + b * to_float(c.of[i]), other.of[i]);
     }
-    store(to + unit, one);
-    store(to + unit + half, other);
+    put(copy, to + unit, one);
+    put(copy, to + unit + half, other);
 }
 
 // A grid of (filled rows, units of all heads, batch).

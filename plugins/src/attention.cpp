@@ -14,7 +14,7 @@ namespace mha_deploy {
 namespace {
 
 constexpr uint32_t kMagic = 0x4141484dU;  // "MHAA"
-constexpr uint32_t kVersion = 3;
+constexpr uint32_t kVersion = 4;
 
 // 16 bytes: what one load of the attention kernels takes.
 constexpr int32_t kElementsOfLoad = 8;
@@ -124,6 +124,30 @@ Status check_rotary(AttentionParameters const& parameters) {
     return Status();
 }
 
+Status check_fp8(AttentionParameters const& p) {
+    if (!p.fp8) {
+        return Status();
+    }
+    if (p.has_bias || p.has_gates || p.has_cache) {
+        return refused("FP8 must come without bias, gates and cache", "one of them",
+            "cuDNN has no such kernel; leave this attention in FP16");
+    }
+    for (int32_t const size : {p.head_size, p.value_size}) {
+        if (size % (2 * kElementsOfLoad) != 0) {
+            return refused("head_size and value_size must be multiples of 16 in FP8", std::to_string(size),
+                "the kernels load 16 bytes at once; leave this attention in FP16");
+        }
+    }
+    for (float const scale :
+        {p.query_scale, p.key_scale, p.value_scale, p.weights_scale, p.output_scale}) {
+        if (!std::isfinite(scale) || scale <= 0.0F) {
+            return refused(
+                "scales of FP8 must be numbers above 0", std::to_string(scale), "take those of the export");
+        }
+    }
+    return Status();
+}
+
 // What cuDNN's fused attention takes in no version.
 Status check_cudnn(AttentionParameters const& parameters) {
     for (int32_t const size : {parameters.head_size, parameters.value_size}) {
@@ -156,7 +180,8 @@ int32_t AttentionParameters::outputs() const noexcept {
 }
 
 Status AttentionParameters::check() const {
-    for (auto const check_some : {check_heads, check_masks, check_places, check_extras, check_rotary}) {
+    for (auto const check_some :
+        {check_heads, check_masks, check_places, check_extras, check_rotary, check_fp8}) {
         RETURN_IF_FAILED(check_some(*this));
     }
     return has_gates ? check_sparse_heads(*this) : check_cudnn(*this);

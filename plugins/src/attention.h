@@ -59,6 +59,13 @@ struct AttentionParameters {
     RotaryPairs rotary = RotaryPairs::kNone;
     int32_t rotary_size = 0;  // R: the first elements of a head
     RotaryPositions rotary_positions = RotaryPositions::kFromZero;
+    // Q, K, V and the weights after the softmax in FP8 (E4M3), and y, too, four numbers in a word of 32 bits
+    bool fp8 = false;
+    float query_scale = 1.0F;
+    float key_scale = 1.0F;
+    float value_scale = 1.0F;
+    float weights_scale = 1.0F;
+    float output_scale = 1.0F;
 
     bool rotates() const noexcept { return rotary != RotaryPairs::kNone; }
     int32_t operands() const noexcept;  // how many inputs hold Q, K and V: 1 to 3
@@ -90,6 +97,12 @@ struct AttentionParameters {
         visit("rotary", p.rotary);
         visit("rotary_size", p.rotary_size);
         visit("rotary_positions", p.rotary_positions);
+        visit("fp8", p.fp8);
+        visit("query_scale", p.query_scale);
+        visit("key_scale", p.key_scale);
+        visit("value_scale", p.value_scale);
+        visit("weights_scale", p.weights_scale);
+        visit("output_scale", p.output_scale);
     }
 };
 
@@ -201,8 +214,11 @@ Mask stated_mask(AttentionParameters const& parameters);
 //
 // The first few sizes get plans of their own. Others share plans for sizes rounded up, through copies of
 // queries, keys and values in scratch memory with counts of both: a plan takes tens of milliseconds, a copy
-// some microseconds, and a cache that grows has new sizes at every step. With a bias or gates there is
+// some microseconds, and a cache that grows has new sizes at every step. With a bias, gates or FP8 there is
 // a plan for every size.
+//
+// In FP8, Q, K and V are rounded to its grid as they are staged. cuDNN's kernel in FP8 then reads them where
+// there is one and it is the faster one; else the one in FP16 or BF16, with the weights as they are.
 class AttentionWork {
 public:
     static constexpr std::size_t kMostPlans = 128;

@@ -27,7 +27,7 @@ namespace {
 namespace fe = cudnn_frontend;
 
 // The numbers by which a launch names its tensors.
-enum Name : int64_t { kQuery = 1, kKey, kValue, kBias, kQueryCounts, kKeyCounts, kOutput };
+enum Name : int64_t { kQuery = 1, kKey, kValue, kBias, kQueryCounts, kKeyCounts, kOutput, kScales };  // kScales: as many as kFp8Numbers
 
 // cuDNN, found once. Not closed: plans and handles of other objects may outlive whoever loaded it.
 Status load_cudnn() {
@@ -97,7 +97,9 @@ void add_mask(fe::graph::SDPA_attributes& attributes, Mask const& mask) {
 }
 
 void describe_attention(fe::graph::Graph& graph, CudnnProblem const& problem) {
-    auto const data = problem.type == Type::kHalf ? fe::DataType_t::HALF : fe::DataType_t::BFLOAT16;
+    auto const data = problem.fp8                   ? fe::DataType_t::FP8_E4M3
+                      : problem.type == Type::kHalf ? fe::DataType_t::HALF
+                                                    : fe::DataType_t::BFLOAT16;
     graph.set_io_data_type(data)
         .set_intermediate_data_type(fe::DataType_t::FLOAT)
         .set_compute_data_type(fe::DataType_t::FLOAT);
@@ -115,15 +117,29 @@ void describe_attention(fe::graph::Graph& graph, CudnnProblem const& problem) {
             .set_seq_len_q(graph.tensor(describe(counts, kQueryCounts, fe::DataType_t::INT32)))
             .set_seq_len_kv(graph.tensor(describe(counts, kKeyCounts, fe::DataType_t::INT32)));
     }
-    auto const outputs = graph.sdpa(graph.tensor(describe(problem.query, kQuery, data)),
-        graph.tensor(describe(problem.key, kKey, data)), graph.tensor(describe(problem.value, kValue, data)),
-        attributes);
-    View const& view = problem.output;
-    outputs[0]->set_output(true)
-        .set_uid(kOutput)
-        .set_dim(std::vector<int64_t>(view.sizes.begin(), view.sizes.end()))
-        .set_stride(std::vector<int64_t>(view.strides.begin(), view.strides.end()))
-        .set_data_type(data);
+    auto const query = graph.tensor(describe(problem.query, kQuery, data));
+    auto const key = graph.tensor(describe(problem.key, kKey, data));
+    auto const value = graph.tensor(describe(problem.value, kValue, data));
+    auto const give = [](auto const& tensor, View const& view, int64_t name, fe::DataType_t type) {
+        tensor->set_output(true)
+            .set_uid(name)
+            .set_dim(std::vector<int64_t>(view.sizes.begin(), view.sizes.end()))
+            .set_stride(std::vector<int64_t>(view.strides.begin(), view.strides.end()))
+            .set_data_type(type);
+    };
+    if (!problem.fp8) {
+        give(graph.sdpa(query, key, value, attributes)[0], problem.output, kOutput, data);
+        return;
+    }
+    View const one = dense_view(1, 1, 1, 1);
+    auto const scale = [&](int64_t place) {
+        return graph.tensor(describe(one, static_cast<Name>(kScales + place), fe::DataType_t::FLOAT));
+    };
+    auto const outputs = graph.sdpa_fp8(
+        query, key, value, scale(0), scale(1), scale(2), scale(3), scale(4), scale(5), attributes);
+    give(outputs[0], problem.output, kOutput, data);
+    give(outputs[2], one, kScales + 6, fe::DataType_t::FLOAT);
+    give(outputs[3], one, kScales + 7, fe::DataType_t::FLOAT);
 }
 
 // Whether the rows of a head fit one tile, and there are few heads. cuDNN's first proposal for Hopper counts
@@ -136,6 +152,7 @@ bool fits_one_tile(CudnnProblem const& problem, Driver const& driver) {
     CUdevice device = 0;
     int major = 0;
     return queries > 1 && queries <= kRows && problem.key.sizes[2] <= kRows && problem.bias.empty()
+           && !problem.fp8
            && batch * heads * queries * size <= kElements
            && driver.current_device(&device) == CUDA_SUCCESS
            && driver.device_attribute(&major, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device)
@@ -197,6 +214,7 @@ struct CudnnAttention::Graph {
     Context context;  // the one that its kernels were loaded into
     fe::graph::Graph graph;
     int64_t plan = 0;  // of the proposals of cuDNN
+    bool fp8 = false;
     std::size_t workspace_bytes = 0;
 };
 
@@ -218,6 +236,7 @@ Status CudnnAttention::build(CudnnProblem const& problem, std::shared_ptr<CudnnA
         static std::mutex& building = *new std::mutex;
         std::lock_guard<std::mutex> const lock(building);
         describe_attention(graph->graph, problem);
+        graph->fp8 = problem.fp8;
         int64_t bytes = 0;
         bool const one_tile = fits_one_tile(problem, *graph->driver);
         RETURN_IF_FAILED(status_of_frontend(
@@ -232,6 +251,10 @@ std::size_t CudnnAttention::workspace_bytes() const noexcept {
     return graph_->workspace_bytes;
 }
 
+bool CudnnAttention::in_fp8() const noexcept {
+    return graph_->fp8;
+}
+
 Status CudnnAttention::launch(
     void* handle, CudnnAddresses const& addresses, void* workspace, CUstream stream) const {
     return guarded("launch this attention", [&] {
@@ -243,6 +266,10 @@ Status CudnnAttention::launch(
         std::unordered_map<int64_t, void*> tensors = {{kQuery, addresses.query}, {kKey, addresses.key},
             {kValue, addresses.value}, {kOutput, addresses.output}, {kBias, addresses.bias},
             {kQueryCounts, addresses.query_counts}, {kKeyCounts, addresses.key_counts}};
+        for (std::size_t i = 0; graph_->fp8 && i < kFp8Numbers; ++i) {
+            tensors[kScales + static_cast<int64_t>(i)] =
+                static_cast<char*>(addresses.scales) + i * kFp8NumberBytes;
+        }
         auto const error = graph_->graph.execute_plan_at_index(cudnn, tensors, workspace, graph_->plan);
         return status_of_frontend(error, "launch this attention");
     });

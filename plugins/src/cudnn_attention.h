@@ -24,7 +24,14 @@ struct CudnnAddresses {
     void* bias = nullptr;
     void* query_counts = nullptr;  // int32 [B]: S, or 0 for a batch row without keys
     void* key_counts = nullptr;    // int32 [B]
+    void* scales = nullptr;        // kFp8Numbers, of a plan in FP8
 };
+
+// FP32 numbers on the device, each at a multiple of 16 bytes, that a plan in FP8 reads: the scales of queries,
+// keys, values and weights, and what weights and output are multiplied with before they are rounded. It writes
+// two behind them: the largest weight and output.
+inline constexpr std::size_t kFp8Numbers = 8;
+inline constexpr std::size_t kFp8NumberBytes = 16;
 
 // One attention as cuDNN sees it: tensors as they lie in memory, so that nothing is moved before.
 struct CudnnProblem {
@@ -33,6 +40,7 @@ struct CudnnProblem {
     Dims bias;  // empty: none
     float scale = 1.0F;
     Type type = Type::kHalf;
+    bool fp8 = false;  // all four tensors are E4M3
 };
 
 // Never changes after it was built; threads with handles of their own may launch it at the same time.
@@ -46,6 +54,7 @@ public:
     CudnnAttention& operator=(CudnnAttention const&) = delete;
 
     std::size_t workspace_bytes() const noexcept;
+    bool in_fp8() const noexcept;
     Status launch(void* handle, CudnnAddresses const& addresses, void* workspace, CUstream stream) const;
 
 private:

@@ -62,6 +62,9 @@ struct Counters {
     std::atomic<int> allocations{0};
     std::atomic<int> synchronisations{0};
     std::atomic<int> handles{0};
+    // Attentions in FP8 that were prepared with a kernel in FP8, and with another one: what a builder asks for.
+    std::atomic<int> fp8{0};
+    std::atomic<int> not_fp8{0};
 
     int all() const noexcept { return plans + allocations + synchronisations + handles; }
 };

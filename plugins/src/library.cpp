@@ -1,5 +1,6 @@
 #include "library.h"
 
+#include "driver.h"
 #include "trt/layer.h"
 #include "trt/log.h"
 #include "trt/process.h"
@@ -114,6 +115,10 @@ extern "C" char const* mha_deploy_register_plugins() {
     } catch (...) {
         return "there is too little memory to register plugins";
     }
+}
+
+extern "C" int32_t mha_deploy_fp8_attentions(int32_t with_fp8_kernel) {
+    return with_fp8_kernel != 0 ? mha_deploy::counters.fp8 : mha_deploy::counters.not_fp8;
 }
 
 // MHA_DEPLOY_VERSION and MHA_DEPLOY_ARCHITECTURES come from the build, the other versions from the headers.

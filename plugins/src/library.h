@@ -28,4 +28,7 @@ MHA_DEPLOY_EXPORT char const* mha_deploy_register_plugins();
 // JSON: name, version, plugin interface, versions it was built with, plugins, GPU architectures of its
 // kernels.
 MHA_DEPLOY_EXPORT char const* mha_deploy_plugins_info();
+
+// How many attentions in FP8 this process has prepared with a kernel in FP8, or, for 0, with another one.
+MHA_DEPLOY_EXPORT int32_t mha_deploy_fp8_attentions(int32_t with_fp8_kernel);
 }

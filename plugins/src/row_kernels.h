@@ -18,6 +18,8 @@ struct HeadCopy {
     int heads;  // 0: nothing moves
     int units;  // threads for one head of one token
     int rotates;
+    float fp8_scale;  // 0: numbers stay as they are
+    int narrow;       // whether they are written in FP8, or rounded to its grid
 };
 
 struct Rotary {

@@ -31,6 +31,7 @@ struct Case {
     std::vector<int32_t> lengths{};  // of the keys
     std::vector<int32_t> starts{};   // of a cache with `keys` rows
     bool in_place = true;            // present and past are the same memory
+    bool fp8 = false;
 };
 
 // Inputs and parameters of one call. The 16-bit tensors are kept as bits.
@@ -146,6 +147,12 @@ inline HostCall make_call(Case const& given, uint32_t seed) {
     p.has_bias = given.bias != Bias::kNone;
     p.has_key_lengths = !given.lengths.empty();
     p.has_cache = !given.starts.empty();
+    p.fp8 = given.fp8;
+    p.query_scale = 0.01F;
+    p.key_scale = 0.0125F;
+    p.value_scale = 0.009F;
+    p.weights_scale = 1.0F / 448.0F;
+    p.output_scale = 0.008F;
     call.type = given.type;
     call.key_lengths = given.lengths;
     call.starts = given.starts;
@@ -201,6 +208,12 @@ struct Rows {
             numbers = numbers_of(call.type, present_of(call, part));
         } else {
             numbers = numbers_of(call.type, operand_of(const_cast<HostCall&>(call), part));
+        }
+        AttentionParameters const& p = call.parameters;
+        float const scales[] = {p.query_scale, p.key_scale, p.value_scale};
+        auto const scale = static_cast<double>(scales[static_cast<std::size_t>(part)]);
+        for (double& number : numbers) {
+            number = p.fp8 ? rounded_to_fp8(number / scale) * scale : number;
         }
     }
     double const* row(int64_t b, int64_t h, int64_t at) const {

@@ -44,6 +44,17 @@ inline void check_fields(Tally& tally) {
         {"negative offset", [](AttentionParameters& p) { p.offsets = {0, 0, -8}; }},
         {"offset 4", [](AttentionParameters& p) { p.offsets = {0, 0, 4}; }},
         {"cache with lengths", [](AttentionParameters& p) { p.has_cache = p.has_key_lengths = true; }},
+        {"fp8 with a bias", [](AttentionParameters& p) { p.fp8 = true; }},
+        {"fp8, head size 24", [](AttentionParameters& p) {
+             p.fp8 = true;
+             p.has_bias = false;
+             p.head_size = 24;
+         }},
+        {"fp8, no scale", [](AttentionParameters& p) {
+             p.fp8 = true;
+             p.has_bias = false;
+             p.value_scale = 0.0F;
+         }},
         {"cache, top left", [](AttentionParameters& p) {
              p.has_cache = true;
              p.causal = Causal::kTopLeft;

@@ -135,9 +135,32 @@ inline std::vector<Case> lengths_and_caches() {
     };
 }
 
+inline void fp8(Case& c) {
+    c.fp8 = true;
+}
+
+// From 1024 keys on cuDNN's kernel in FP8 computes them.
+inline std::vector<Case> in_fp8() {
+    Causal const top = Causal::kTopLeft;
+    Layout const packed = Layout::kPacked;
+    return {
+        with("fp8, few keys", fp8, laid(packed), rows(77, 77), masked(top)),
+        with("fp8, few keys, lengths", fp8, laid(packed), rows(100, 100), lengths({100, 0, 1, 37})),
+        with("fp8, decode", fp8, rows(1, 1100), heads(8, 2), sizes(128)),
+        with("fp8, causal", fp8, laid(packed), rows(1024, 1024), heads(4, 1), sizes(128), masked(top)),
+        with("fp8, causal, odd rows", fp8, laid(packed), rows(1031, 1031), heads(2, 1), sizes(128), masked(top)),
+        with("fp8, heads of 64", fp8, rows(1024, 1024), heads(2, 2)),
+        with("fp8, heads of 96", fp8, rows(1024, 1024), heads(2, 2), sizes(96)),
+        with("fp8, bf16, cross", fp8, rows(40, 1100), heads(2, 1), sizes(128), bf16),
+        with("fp8, lengths", fp8, laid(packed), rows(1100, 1100), heads(2, 1), sizes(128), masked(top),
+            lengths({1100, 0, 700})),
+        with("fp8, window", fp8, laid(packed), rows(1100, 1100), heads(2, 1), sizes(128), masked(top, 100)),
+    };
+}
+
 inline std::vector<Case> attention_list() {
     std::vector<Case> all = layouts_and_sizes();
-    for (std::vector<Case> const& more : {masks(), lengths_and_caches()}) {
+    for (std::vector<Case> const& more : {masks(), lengths_and_caches(), in_fp8()}) {
         all.insert(all.end(), more.begin(), more.end());
     }
     return all;

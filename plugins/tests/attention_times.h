@@ -102,6 +102,20 @@ inline void time_attention(Tally& tally, std::string const& only) {
         timed("decode 1x32/8 T 4096 cache", 1, 32, 8, 1, 4096, 128, causal, packed),
         timed("decode 32x32/8 T 4096 cache", 32, 32, 8, 1, 4096, 128, causal, packed),
     };
+    std::vector<Case> narrow;
+    for (int64_t const rows : {1024, 2048, 4096, 8192}) {
+        narrow.push_back(timed("fp8 1x32/8x" + std::to_string(rows) + "x128 causal", 1, 32, 8, rows, rows, 128,
+            Causal::kTopLeft, packed));
+        narrow.push_back(timed("1x32/8x" + std::to_string(rows) + "x128 top left", 1, 32, 8, rows, rows, 128,
+            Causal::kTopLeft, packed));
+    }
+    narrow.push_back(timed("fp8 8x16x1024x64", 8, 16, 16, 1024, 1024, 64, none, packed));
+    narrow.push_back(timed("8x16x1024x64", 8, 16, 16, 1024, 1024, 64, none, packed));
+    narrow.push_back(timed("fp8 8x16x384x64", 8, 16, 16, 384, 384, 64, none, packed));
+    for (Case& given : narrow) {
+        given.fp8 = given.name.find("fp8") == 0;
+    }
+    cases.insert(cases.end(), narrow.begin(), narrow.end());
     cases[2].lengths.assign(8, 128);
     cases[10].starts.assign(1, 4095);
     cases[11].starts.assign(32, 4095);

@@ -68,6 +68,13 @@ inline double number_of_fp8(uint8_t bits) {
     return (bits & 0x80U) != 0U ? -size : size;
 }
 
+// The nearest number of FP8; beyond its range the last one.
+inline double rounded_to_fp8(double number) {
+    double const size = std::fabs(number);
+    double const step = std::ldexp(1.0, std::max(size > 0.0 ? std::ilogb(size) : -6, -6) - 3);
+    return std::copysign(std::min(std::nearbyint(size / step) * step, 448.0), number);
+}
+
 // Bytes that are numbers up to 15 in FP8, the same for the same seed.
 inline std::vector<uint8_t> random_fp8(std::size_t count, uint32_t seed) {
     std::mt19937 engine(seed);

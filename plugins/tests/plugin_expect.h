@@ -34,7 +34,7 @@ inline Creator& linear() {
 inline FieldList attention_fields() {
     FieldList fields;
     for (char const* const name : {"causal", "has_bias", "has_key_lengths", "has_gates", "has_cache",
-             "rotary", "rotary_size", "rotary_positions"}) {
+             "rotary", "rotary_size", "rotary_positions", "fp8"}) {
         fields.set(name, {0});
     }
     fields.set("query_heads", {8});
@@ -44,6 +44,10 @@ inline FieldList attention_fields() {
     fields.set("left_window", {-1});
     fields.set("right_window", {-1});
     fields.set_float("scale", 0.125F);
+    for (char const* const name :
+        {"query_scale", "key_scale", "value_scale", "weights_scale", "output_scale"}) {
+        fields.set_float(name, 0.03125F);
+    }
     fields.set("sources", {0, 1, 2});
     fields.set("offsets", {0, 0, 0});
     return fields;

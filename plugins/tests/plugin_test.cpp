@@ -163,6 +163,8 @@ void test_sizes() {
     expect_sizes(
         values, attention(), {{2, 5, 512}, {2, 7, 128}, {2, 7, 256}}, {{2, 5, 1024}}, "other value size");
     expect_sizes(packed, attention(), {{2, 5, 768}}, {{2, 5, 512}}, "packed");
+    expect_sizes(changed("fp8", {1}), attention(), {{2, 5, 512}, {2, 7, 128}, {2, 7, 128}}, {{2, 5, 128}},
+        "attention in FP8");
     expect_sizes(
         packed, attention(), {{kUnknown, kUnknown, 768}}, {{kUnknown, kUnknown, 512}}, "unknown sizes");
     expect_sizes(cached, attention(), {{2, 1, 512}, {2, 1, 128}, {2, 1, 128}, caches[0], caches[1], {2}},

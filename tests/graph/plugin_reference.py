@@ -41,6 +41,9 @@ class MhaDeployAttention(OpRun):
         S, T = q.shape[2], k.shape[2]
         if attributes["rotary"]:
             q, k = (node.rotated(heads) for heads in (q, k))
+        if attributes["fp8"]:
+            scales = (attributes[f"{name}_scale"] for name in ("query", "key", "value"))
+            q, k, v = (_on_grid(x, scale) * scale for x, scale in zip((q, k, v), scales, strict=True))
         if not node.past:
             lengths = np.full(len(q), T) if node.key_lengths is None else np.clip(node.key_lengths, 0, T)
             return (_attend(node, q, k, v, lengths),)
@@ -223,13 +226,23 @@ def _attend(node: NodeInputs, q: np.ndarray, k: np.ndarray, v: np.ndarray, lengt
     top = scores.max(axis=-1, keepdims=True, initial=-np.inf)
     weights = np.exp(scores - np.where(np.isneginf(top), 0.0, top))
     total = weights.sum(axis=-1, keepdims=True)
+    if attributes["fp8"]:  # before they are divided by their sum, as the kernel does
+        weights = _on_grid(weights, attributes["weights_scale"]) * attributes["weights_scale"]
     weights = weights / np.where(total == 0, 1.0, total)
     # Values that no query attends to may be NaN here; the plugin requires finite numbers there.
     used = np.any(visible, axis=1).reshape(B, 1, -1, 1)
     y = np.einsum("bhst,bhtd->bshd", weights, np.where(used, v, 0.0))
     if node.gates is not None:
         y = y * node.gates.astype(np.float64)[..., None]
+    if attributes["fp8"]:
+        narrow = _on_grid(y.reshape(B, S, -1), attributes["output_scale"])
+        return narrow.astype(ml_dtypes.float8_e4m3fn).view(np.int32)
     return y.reshape(B, S, -1).astype(node.operands[0].dtype)
+
+
+def _on_grid(x: np.ndarray, scale: float) -> np.ndarray:
+    """Numbers divided by a scale and rounded to FP8."""
+    return np.clip(x / scale, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
 
 
 def _visible(attributes: dict[str, Any], S: int, T: int, length: int) -> np.ndarray:

@@ -18,7 +18,14 @@ from mha_deploy.exporter.file_program import FileProgram, FileRounding
 from mha_deploy.graph.ir import new_initializer
 from mha_deploy.graph.lower import LoweringError, lower
 from mha_deploy.graph.plugin_node import COPY, FP8_BESIDES, FP8_ONLY, PER_OUTPUT, PER_TENSOR
-from mha_deploy.graph.quantize import FORMATS, gemm_layers, named_nodes, quantized_gemms, with_quantized
+from mha_deploy.graph.quantize import (
+    FORMATS,
+    attention_layers,
+    gemm_layers,
+    named_nodes,
+    quantized_gemms,
+    with_quantized,
+)
 from mha_deploy.runtime.tensorrt.builder import BuiltEngine
 from mha_deploy.runtime.tensorrt.engine_verdict import PrecisionVerdict
 from mha_deploy.runtime.tensorrt.kernels import kernels_from_inspector
@@ -158,6 +165,59 @@ def test_a_check_and_the_refusal_of_the_native_lowering_name_the_plugin(tmp_path
     assert "--attention plugin" in caught.value.hint
 
 
+# -- Attention, too ---------------------------------------------------------------------------------
+
+SCALES = {"xq": 0.008, "xk": 0.009, "xv": 0.01, "h": 0.006}
+
+
+def attended(model: ir.Model, kept: Any = ()) -> ir.Model:
+    layers = attention_layers(model)
+    scales = {each.activation: 0.01 for each in gemm_layers(model)} | SCALES
+    return with_quantized(model, FP8, scales, kept, layers)
+
+
+def test_attention_in_fp8_is_one_node_that_writes_what_the_projection_reads() -> None:
+    model = attended(block())
+    lowered = lower(model, "plugin", linear=True)
+    assert not {"MatMul", "QuantizeLinear", "DequantizeLinear"} & set(operators(lowered))
+    (found,) = own(lowered, "MhaDeployAttention")
+    written = [found[f"{name}_scale"] for name in ("query", "key", "value", "output")]
+    assert written == [float(np.float16(scale)) for scale in SCALES.values()]
+    assert found["fp8"] == 1
+    assert found["weights_scale"] == pytest.approx(1 / 448, rel=2e-3)
+    assert COPY not in [each["operation"] for each in own(lowered, "MhaDeployNormActivation")]
+    # The kernel rounds its weights before it divides them by their sum.
+    assert relative(model, lowered) < 0.05 < relative(model, lower(block(), "plugin"))
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_the_verdict_of_attention_in_fp8_is_what_its_kernel_read(told: bool) -> None:
+    model = attended(block())
+    lowered = lower(model, "plugin", linear=True)
+    found = precision_of(lowered, model, told=told, in_fp8=True)
+    assert (found.quantized, found.quantized_attentions) == ({"fp8": 4}, {"fp8": 1})
+    assert (found.offenders, found.not_quantized) == ((), ())
+    other = precision_of(lowered, model, told=told)  # the kernel for these sizes reads FP16
+    assert (other.quantized, other.quantized_attentions) == ({"fp8": 4}, {})
+    (wrong,) = other.not_quantized
+    assert wrong.dtype == "fp16"
+    assert not other.ok
+
+
+def test_attention_in_fp8_without_a_gemm_in_fp8_behind_it_is_refused() -> None:
+    model = block()
+    (last,) = [each.name for each in gemm_layers(model) if each.activation == "h"]
+    with pytest.raises(LoweringError, match="attention in FP8"):
+        lower(attended(model, kept=[last]), "plugin")
+
+
+def test_attention_in_int8_is_refused() -> None:
+    model = block()
+    scales = {each.activation: 0.05 for each in gemm_layers(model)} | SCALES
+    with pytest.raises(LoweringError, match="attention in int8"):
+        lower(with_quantized(model, FORMATS["int8"], scales, (), attention_layers(model)), "plugin")
+
+
 TOLD = {ir.DataType.FLOAT16: "FP16", ir.DataType.INT32: "INT32", ir.DataType.FLOAT: "FP32"}
 
 
@@ -187,10 +247,12 @@ def layers_of(lowered: ir.Model, *, told: bool) -> str:
     return json.dumps({"Layers": layers, "Bindings": []})
 
 
-def precision_of(lowered: ir.Model, canonical: ir.Model, *, told: bool) -> PrecisionVerdict:
+def precision_of(
+    lowered: ir.Model, canonical: ir.Model, *, told: bool, in_fp8: bool = False
+) -> PrecisionVerdict:
     kernels = {"inspector": tuple(kernels_from_inspector(layers_of(lowered, told=told)))}
     built = BuiltEngine(plan=b"", seconds=0.0, strongly_typed=False, kernels=kernels)
-    return judge_engine(built, lowered, canonical, "fp16", 1).precision
+    return judge_engine(built, lowered, canonical, "fp16", 1, in_fp8).precision
 
 
 def test_the_verdict_of_an_engine_names_gemms_in_fp8() -> None:

@@ -71,6 +71,9 @@ def drawn(rng):
         "rotary": pick([0, 0, 1, 2]),
         "rotary_size": pick([size, size, 8, 16, 24, 0]),
         "rotary_positions": pick([0, 1, 2, 3]),
+        "fp8": pick([0, 0, 0, 1]),
+        **dict.fromkeys(("query_scale", "key_scale", "value_scale", "weights_scale"), 0.01),
+        "output_scale": pick([0.01] * 8 + [0.0, -1.0]),
     }
     B, S = pick([1, 2, 3]), pick([0, 1, 2, 5])
     new = S if own["has_cache"] or rng.random() < 0.6 else pick([1, 3, 7])

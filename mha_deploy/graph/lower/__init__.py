@@ -99,6 +99,7 @@ DIALECTS = {
         options=to_plugin.PluginOptions,
         operators=to_plugin.operator_rules,
         caches=to_plugin.prepare,
+        quantized=to_plugin.quantized_to_plugin,
         finish=to_plugin.finish,
     ),
 }

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, count, product
+from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -13,7 +14,16 @@ import onnx_ir as ir
 from onnx_ir.passes.common import CommonSubexpressionEliminationPass, RemoveUnusedNodesPass
 
 from mha_deploy.graph import plugin_node as plugin
-from mha_deploy.graph.attention_node import PRESENT_KEY, PRESENT_VALUE, K, Q, V, Y, is_attention
+from mha_deploy.graph.attention_node import (
+    PRESENT_KEY,
+    PRESENT_VALUE,
+    K,
+    Q,
+    QuantizedAttention,
+    V,
+    Y,
+    is_attention,
+)
 from mha_deploy.graph.ir import (
     FP8,
     HALVES,
@@ -491,6 +501,30 @@ def lower_to_plugin(call: AttentionCall, b: NodeBuilder, options: PluginOptions)
     return {Y: y, PRESENT_KEY: heads.k, PRESENT_VALUE: heads.v}
 
 
+def quantized_to_plugin(
+    call: AttentionCall, b: NodeBuilder, found: QuantizedAttention, options: PluginOptions
+) -> ir.Value:
+    """The heads of an attention in FP8, in 4-D; the node rounds queries, keys, values and weights itself."""
+    leave = "leave this attention in FP16"
+    if found.type != "fp8" or found.weights is None:
+        raise call.refuse(f"attention in {found.type}", got=found.type, hint=f"dialect primitives, or {leave}")
+    scales, sources = list[float](), list[ir.Value]()
+    for up in (*found.inputs, found.weights):
+        down = made_by(input_at(up, 0), "QuantizeLinear")
+        x, scale, zero = input_at(down, 0), constant_number(input_at(up, 1)), input_at(up, 2)
+        if x is None or scale is None or (zero is not None and constant_number(zero) != 0.0):
+            raise call.refuse("these scales of attention in FP8", got=up.name, hint=leave)
+        scales, sources = [*scales, scale], [*sources, x]
+    names = ("query_scale", "key_scale", "value_scale", "weights_scale")
+    q, k, v, _ = sources
+    call = replace(call, q=q, k=k, v=v, attention=replace(call.attention, qk_output_mode=None))
+    refuse_what_is_missing(call)
+    key, value = place_of(k, call.Hkv, call.D), place_of(v, call.Hkv, call.Dv)
+    fp8 = {"fp8": 1, **dict(zip(names, scales, strict=True))}
+    y = _write_attention(b, call, key, value, fp8=fp8)[0]
+    return y if call.attention.rank == 4 else split_heads(b, y, call.Hq, call.Dv)
+
+
 def prepare(model: ir.Model, options: PluginOptions) -> None:
     """Pack projections, and write every attention with a preallocated cache as one node that appends to it.
 
@@ -517,10 +551,11 @@ def _write_attention(
     key: HeadsPlace,
     value: HeadsPlace,
     cache: kv.CachedAttention | None = None,
+    fp8: Mapping[str, float] = MappingProxyType({}),
 ) -> list[ir.Value]:
     """Write the node; its outputs, the first one in the rank that the attention was written in.
 
-    With a preallocated cache, which the node updates, K and V are its new entries.
+    With a preallocated cache, which the node updates, K and V are its new entries; `fp8` has its scales.
     """
     query, rotary, mode = place_of(call.q, call.Hq, call.D), None, plugin.FROM_ZERO
     starts = None if cache is None else cache.starts
@@ -558,6 +593,8 @@ def _write_attention(
         "rotary": 0 if rotary is None else 2 if rotary.interleaved else 1,
         "rotary_size": 0 if rotary is None else rotary.rotated,
         "rotary_positions": mode,
+        **plugin.IN_FP16,
+        **fp8,
     }
     _refuse_what_the_plugin_refuses(call, own)
     y, *states = b.node(
@@ -910,18 +947,23 @@ def _write_words(before: ir.Node, taken: set[str], x: ir.Value, scale: float) ->
 
 
 def write_fp8_with_what_computes_it(model: ir.Model) -> None:
-    """Let norms and activations write FP8 themselves, where a copy of their result does no more than that."""
+    """Let norms, activations and attention in FP8 write it themselves, where a copy does no more than that."""
     kind = plugin.NORM_ACTIVATION
     written = [node for node in model.graph.all_nodes() if node.op_type == kind]
     for copy in [node for node in written if node.attributes.get_int("operation", 0) == plugin.COPY]:
         y, words = copy.inputs[0], copy.outputs[0]
         source = None if y is None else y.producer()
-        if y is None or source is None or source.op_type != kind or y is not source.outputs[0]:
+        if y is None or source is None or y is not source.outputs[0]:
             continue
-        own = source.attributes
-        if own.get_int("fp8", plugin.NOT_FP8):
+        own, alone = source.attributes, len(list(y.uses())) == 1 and not y.is_graph_output()
+        if plugin.operands_in_fp8(source) and alone:
+            own.add(ir.AttrFloat32("output_scale", copy.attributes.get_float("fp8_scale", 1.0) or 1.0))
+            replace_value(copy.outputs[0], y)
+            y.type, y.shape = copy.outputs[0].type, copy.outputs[0].shape
+            graph_of_node(copy).remove(copy, safe=True)
+            continue
+        if source.op_type != kind or own.get_int("fp8", plugin.NOT_FP8):
             continue  # with another scale
-        alone = len(list(y.uses())) == 1 and not y.is_graph_output()
         own.add(ir.AttrInt64("fp8", plugin.FP8_ONLY if alone else plugin.FP8_BESIDES))
         own.add(ir.AttrFloat32("fp8_scale", copy.attributes.get_float("fp8_scale", 1.0) or 1.0))
         if not alone:
@@ -934,8 +976,12 @@ def write_fp8_with_what_computes_it(model: ir.Model) -> None:
 
 
 def refuse_other_fp8(model: ir.Model) -> None:
-    """Refuse what is quantized to FP8 and not multiplied by a GEMM of the plugin."""
+    """Refuse what is quantized to FP8 and not multiplied by the plugin, or given out in another type."""
     for node in model.graph.all_nodes():
+        if plugin.operands_in_fp8(node) and node.outputs[0].dtype != ir.DataType.INT32:
+            hint = "quantize the output projection as well, or leave this attention in FP16"
+            got = "a result that is read in FP16"
+            raise LoweringError("attention in FP8 without a GEMM in FP8 behind it", node, got=got, hint=hint)
         if is_op(node, "DequantizeLinear") and (x := node.inputs[0]) is not None and x.dtype in FP8:
             reader = next((use.node for use in node.outputs[0].uses()), node)
             sizes = ", ".join(str(list(dims(each))) for each in (node.outputs[0], *reader.outputs))

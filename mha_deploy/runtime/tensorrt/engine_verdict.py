@@ -548,6 +548,8 @@ def _data(kernel: Kernel) -> list[EngineTensor]:
 
 def _named_type(kernel: Kernel) -> str:
     # Names of generated kernels are made from operators; only those of matmuls and plugins contain types.
+    if kernel.multiplies_in != UNKNOWN:
+        return kernel.multiplies_in
     named = kernel.is_gemm or kernel.is_convolution or kernel.is_fused_attention or kernel.is_plugin
     return math_type(kernel.tactic) if named else UNKNOWN
 

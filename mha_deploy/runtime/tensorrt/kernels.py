@@ -113,6 +113,7 @@ class Kernel:
     profile: int = 0
     source: str = ""  # that reports it: `log`, `plan`, `inspector` or `profile`
     plugin_role: str = ""  # what a plugin layer computes: attention, matmul or elementwise
+    multiplies_in: str = UNKNOWN  # what it says to multiply in, where it rounds its inputs itself
     is_traced: bool = False  # whether the source keeps a record of all nodes that a kernel computes
 
     @property

@@ -23,7 +23,9 @@ public:
     int32_t outputs() const noexcept override { return parameters_.outputs(); }
 
     Holds holds(int32_t position) const noexcept override {
-        return position < inputs() && places_.is_integer(position) ? Holds::kWords : Holds::kNumbers;
+        bool const words = position < inputs() ? places_.is_integer(position)
+                                               : parameters_.fp8 && position == inputs();
+        return words ? Holds::kWords : Holds::kNumbers;
     }
     int32_t aliased_input(int32_t output) const noexcept override {
         return output == 1 ? places_.past_key : output == 2 ? places_.past_value : -1;
@@ -63,7 +65,8 @@ Status AttentionLayer::output_dims(
     dims.nbDims = 3;
     dims.d[0] = query.d[0];
     dims.d[1] = query.nbDims == 3 ? query.d[1] : query.d[2];
-    dims.d[2] = builder.constant(parameters_.query_heads * parameters_.value_size);
+    int32_t const width = parameters_.query_heads * parameters_.value_size;
+    dims.d[2] = builder.constant(parameters_.fp8 ? width / 4 : width);
     return Status();
 }
 
