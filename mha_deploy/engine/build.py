@@ -292,9 +292,7 @@ _PLUGIN_ROLES = {
 }
 
 
-def _with_plugin_roles(
-    built: BuiltEngine, lowered: ir.Model, attends_in_fp8: bool = False
-) -> BuiltEngine:
+def _with_plugin_roles(built: BuiltEngine, lowered: ir.Model, attends_in_fp8: bool = False) -> BuiltEngine:
     """An engine whose plugin layers have types and a purpose, of which TensorRT reports only their names."""
     nodes = {
         node.name or "": node

@@ -12,11 +12,12 @@ import onnx_ir as ir
 
 from mha_deploy.bundle.cases import Arrays
 from mha_deploy.exporter.samples import RoundingMode
+from mha_deploy.graph.attention_node import QK_OUTPUT
 from mha_deploy.graph.file import with_outputs
 from mha_deploy.graph.roles import FUSED_MATMULS, LAYOUT, MATMULS, NORMS, QUANTIZERS, SOFTMAXES
 from mha_deploy.graph.upcast import in_float64
 from mha_deploy.model.precision import PRECISIONS, Precision
-from mha_deploy.rounding import ACCUMULATED, MARGIN, normal, rounded
+from mha_deploy.rounding import ACCUMULATED, MARGIN, hashed, normal, rounded
 from mha_deploy.runtime.onnx_reference import evaluator_of
 from mha_deploy.runtime.user_code import graph_code
 
@@ -64,7 +65,9 @@ class FileRounding(RoundingMode):
         if operator in _MATMULS or operator in _QUANTIZED:
             inputs = tuple(map(self.rounded_array, inputs))
         if operator in _ORDERED or operator in _COMPARED:
-            return self._decide(operator, getattr(node, "axis", None), run, inputs)
+            return self._decide(node, run, inputs)
+        if operator == "DequantizeLinear" and inputs[0].dtype == np.float64:  # softmax weights of a sample
+            return (inputs[0] * _along(inputs[1], inputs[0], getattr(node, "axis", 1)),)
         outputs = run(*inputs)
         if operator in _MATMULS:
             self.flops += _flops(operator, inputs, outputs[0])
@@ -90,10 +93,9 @@ class FileRounding(RoundingMode):
         noise = ACCUMULATED * math.sqrt(terms) * self._accumulated * np.sqrt(np.square(result) / 3 + walk / 2)
         return result + noise * normal(result, self._seed)
 
-    def _decide(
-        self, operator: str, axis: int | None, run: Callable[..., Any], inputs: tuple[Any, ...]
-    ) -> Any:
+    def _decide(self, node: Any, run: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
         """A decision, whose operand is noted, and changed where that was requested."""
+        operator, axis = node.op_type, getattr(node, "axis", None)
         operand, index = inputs[0], len(self.decisions)
         if not isinstance(operand, np.ndarray) or operand.dtype != np.float64:
             return run(*inputs)
@@ -105,6 +107,8 @@ class FileRounding(RoundingMode):
             if self._bits is not None:  # kernels divide in float32, or multiply with a rounded reciprocal
                 noted = rounded(noted, _FLOAT32_BITS, self._seed)
                 operand = noted * unit
+                if node.quantizes_softmax:
+                    run = self._before_the_sum(run)
         outputs = run(operand, *inputs[1:])
         if operator in _COMPARED - {"QuantizeLinear"} and len(inputs) > 1:
             noted = operand - inputs[1]
@@ -124,6 +128,24 @@ class FileRounding(RoundingMode):
             return outputs
         self.changed = True
         return others
+
+    def _before_the_sum(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Quantizes the weights of a softmax to FP8 as a fused kernel may.
+
+        The graph has weights that were divided by their sum; a kernel rounds them before that, relative to
+        the largest so far. FP8 has as many digits everywhere, so either is as good, but other numbers come of
+        it. Each row is rounded relative to a number from the one to the other, which is drawn.
+        """
+
+        def quantize(weights: np.ndarray, *others: Any) -> Any:
+            largest = weights.max(-1, keepdims=True, initial=0.0)
+            drawn = (hashed(np.ascontiguousarray(largest).view(np.int64), self._seed) & 0xFFFF) / 0xFFFF
+            factor = np.where(largest > 0, largest, 1.0) ** -drawn
+            (narrow,) = run(weights * factor, *others)
+            is_integer = narrow.dtype.kind in "iu"  # fewer digits for small numbers
+            return run(weights, *others) if is_integer else (narrow.astype(np.float64) / factor,)
+
+        return quantize
 
 
 def _along(scale: np.ndarray, operand: np.ndarray, axis: int) -> np.ndarray:
@@ -159,12 +181,16 @@ class FileProgram:
         self._names = [str(value.name) for value in model.graph.outputs]
         self._names += [name for name in keep if name not in self._names]
         self._mode = FileRounding(None)
+        self._weights: set[str] = set()  # of softmaxes, by name
         for node in self._evaluator.rt_nodes_:
             self._follow(node)
 
     def _follow(self, node: Any) -> None:
         """Let a node of the evaluator, and those of its subgraphs, be computed by the mode."""
-        own = node.run
+        own, (inputs, outputs) = node.run, (node.onnx_node.input, node.onnx_node.output)
+        self._weights.update(outputs[:1] if node.op_type == "Softmax" else ())
+        self._weights.update(outputs[QK_OUTPUT:] if node.op_type == "Attention" else ())
+        node.quantizes_softmax = node.op_type == "QuantizeLinear" and inputs[0] in self._weights
         for attribute in node.onnx_node.attribute:
             if attribute.type == onnx.AttributeProto.GRAPH:
                 for inner in getattr(node, attribute.name).rt_nodes_:

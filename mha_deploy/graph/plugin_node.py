@@ -31,8 +31,9 @@ FP8_OF_WORD: Final = 4
 """TensorRT 8.6 has no FP8: nodes hand it on as INT32, four numbers in each."""
 
 IN_FP16: Final = {
-    "fp8": 0, "query_scale": 1.0, "key_scale": 1.0, "value_scale": 1.0, "weights_scale": 1.0, "output_scale": 1.0,
-}  # fmt: skip
+    "fp8": 0,
+    **dict.fromkeys(("query_scale", "key_scale", "value_scale", "weights_scale", "output_scale"), 1.0),
+}
 """The attributes for FP8 of an attention that has none."""
 
 NONE, TOP_LEFT, BOTTOM_RIGHT = range(3)

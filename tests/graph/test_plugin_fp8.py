@@ -26,6 +26,7 @@ from mha_deploy.graph.quantize import (
     quantized_gemms,
     with_quantized,
 )
+from mha_deploy.model.precision import PRECISIONS
 from mha_deploy.runtime.tensorrt.builder import BuiltEngine
 from mha_deploy.runtime.tensorrt.engine_verdict import PrecisionVerdict
 from mha_deploy.runtime.tensorrt.kernels import kernels_from_inspector
@@ -188,6 +189,24 @@ def test_attention_in_fp8_is_one_node_that_writes_what_the_projection_reads() ->
     assert COPY not in [each["operation"] for each in own(lowered, "MhaDeployNormActivation")]
     # The kernel rounds its weights before it divides them by their sum.
     assert relative(model, lowered) < 0.05 < relative(model, lower(block(), "plugin"))
+
+
+def test_samples_of_rounding_show_weights_that_are_rounded_before_their_sum() -> None:
+    plain = block()
+    kept = [each.name for each in gemm_layers(plain) if each.activation != "h"]
+    model = attended(plain, kept)
+    program, inputs = FileProgram(model), random_inputs(model, {"B": 2, "S": 200})
+    (exact,) = program.run(inputs, FileRounding(None)).values()
+
+    def apart(given: np.ndarray) -> float:
+        return float(np.linalg.norm(given.astype(np.float64) - exact) / np.linalg.norm(exact))
+
+    def sample(seed: int) -> np.ndarray:
+        return next(iter(program.run(inputs, FileRounding(PRECISIONS["fp16"], seed)).values()))
+
+    (kernel,) = run_in_reference(ir.to_proto(lower(model, "plugin", linear=True)), inputs)
+    samples = [apart(sample(seed)) for seed in range(1, 5)]
+    assert 0.8 * min(samples) < apart(kernel) < 1.2 * max(samples)
 
 
 @pytest.mark.parametrize("told", [False, True])

@@ -507,7 +507,9 @@ def quantized_to_plugin(
     """The heads of an attention in FP8, in 4-D; the node rounds queries, keys, values and weights itself."""
     leave = "leave this attention in FP16"
     if found.type != "fp8" or found.weights is None:
-        raise call.refuse(f"attention in {found.type}", got=found.type, hint=f"dialect primitives, or {leave}")
+        raise call.refuse(
+            f"attention in {found.type}", got=found.type, hint=f"dialect primitives, or {leave}"
+        )
     scales, sources = list[float](), list[ir.Value]()
     for up in (*found.inputs, found.weights):
         down = made_by(input_at(up, 0), "QuantizeLinear")
@@ -947,7 +949,7 @@ def _write_words(before: ir.Node, taken: set[str], x: ir.Value, scale: float) ->
 
 
 def write_fp8_with_what_computes_it(model: ir.Model) -> None:
-    """Let norms, activations and attention in FP8 write it themselves, where a copy does no more than that."""
+    """Let norms, activations and attention in FP8 write it themselves, where a copy does only that."""
     kind = plugin.NORM_ACTIVATION
     written = [node for node in model.graph.all_nodes() if node.op_type == kind]
     for copy in [node for node in written if node.attributes.get_int("operation", 0) == plugin.COPY]:
@@ -955,20 +957,18 @@ def write_fp8_with_what_computes_it(model: ir.Model) -> None:
         source = None if y is None else y.producer()
         if y is None or source is None or y is not source.outputs[0]:
             continue
-        own, alone = source.attributes, len(list(y.uses())) == 1 and not y.is_graph_output()
+        own, scale = source.attributes, copy.attributes.get_float("fp8_scale", 1.0) or 1.0
+        alone = len(list(y.uses())) == 1 and not y.is_graph_output()
         if plugin.operands_in_fp8(source) and alone:
-            own.add(ir.AttrFloat32("output_scale", copy.attributes.get_float("fp8_scale", 1.0) or 1.0))
-            replace_value(copy.outputs[0], y)
-            y.type, y.shape = copy.outputs[0].type, copy.outputs[0].shape
-            graph_of_node(copy).remove(copy, safe=True)
-            continue
-        if source.op_type != kind or own.get_int("fp8", plugin.NOT_FP8):
-            continue  # with another scale
-        own.add(ir.AttrInt64("fp8", plugin.FP8_ONLY if alone else plugin.FP8_BESIDES))
-        own.add(ir.AttrFloat32("fp8_scale", copy.attributes.get_float("fp8_scale", 1.0) or 1.0))
-        if not alone:
-            source.resize_outputs(len(source.outputs) + 1)
-            source.outputs[-1].name = f"{words.name}/besides"
+            own.add(ir.AttrFloat32("output_scale", scale))
+        elif source.op_type == kind and not own.get_int("fp8", 0):
+            own.add(ir.AttrInt64("fp8", plugin.FP8_ONLY if alone else plugin.FP8_BESIDES))
+            own.add(ir.AttrFloat32("fp8_scale", scale))
+            if not alone:
+                source.resize_outputs(len(source.outputs) + 1)
+                source.outputs[-1].name = f"{words.name}/besides"
+        else:
+            continue  # of another kind, or with another scale
         made, shape = source.outputs[0 if alone else -1], words.shape
         words.replace_all_uses_with(made)
         made.type, made.shape = ir.TensorType(ir.DataType.INT32), shape
