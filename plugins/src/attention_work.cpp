@@ -26,9 +26,11 @@ constexpr int64_t kMostBatches = 65535;  // of a launch grid
 constexpr unsigned kThreads = 128;
 constexpr long long kUnbounded = std::numeric_limits<int64_t>::max() / 4;
 constexpr int64_t kTileRows = 256;  // no kernel of cuDNN reads further behind the last key
-// cuDNN's kernel in FP8 is the faster one on an H200 from here on: heads of 128, causal, take 29.3 us at 512
-// keys in place of 29.4, 57.5 at 2048 in place of 85.1; heads of 64 take 31.1 at 384 in place of 19.9.
+// Where cuDNN's kernel in FP8 is the faster one, rounding to FP8 included. An H200 takes, in microseconds and
+// in place of FP16: 32 heads of 128, causal, at 1024 keys 27 and 31, at 2048 64 and 85, at 8192 663 and 1048;
+// 16 heads of 64 at 1024 keys and a batch of 8, 108 and 82.
 constexpr int64_t kLeastKeysInFp8 = 1024;
+constexpr int32_t kLeastSizeInFp8 = 128;
 constexpr std::size_t kMostStagedBytes = std::size_t{512} << 20;
 constexpr std::size_t kNowhere = std::numeric_limits<std::size_t>::max();
 constexpr std::array<Part, 3> kParts{Part::kQuery, Part::kKey, Part::kValue};
@@ -566,7 +568,7 @@ Status AttentionWork::State::make_dense(AttentionShapes const& shapes, Type type
         CudnnProblem problem{made.attended[0], made.attended[1], made.attended[2], made.output, made.mask,
             shapes.bias, p.scale, type};
         std::shared_ptr<CudnnAttention> plan;
-        problem.fp8 = p.fp8 && shapes.keys(p) >= kLeastKeysInFp8;
+        problem.fp8 = p.fp8 && shapes.keys(p) >= kLeastKeysInFp8 && p.head_size >= kLeastSizeInFp8;
         if (problem.fp8 && !CudnnAttention::build(problem, plan).ok()) {
             problem.fp8 = false;  // there is none of these sizes, or on this GPU
         }
