@@ -139,3 +139,20 @@ MISTAKES = {
     "Q/DQ missing",
 }
 """The mutations of the self-test for graphs with Q/DQ; in FP8 also `E5M2 for E4M3`."""
+
+
+def long_attention(path, *, width=256, length=1024):
+    """Write a file with one causal attention, two heads of 128, and its projections; the path."""
+    dice, names = np.random.default_rng(0), ("q", "k", "v", "out")
+    held = [
+        numpy_helper.from_array(dice.normal(0, width**-0.5, (width, width)).astype("f"), f"{n}.w")
+        for n in names
+    ]
+    nodes = [helper.make_node("MatMul", ["x", f"{each}.w"], [f"{each}.y"], name=each) for each in "qkv"]
+    heads = {"q_num_heads": width // 128, "kv_num_heads": width // 128, "is_causal": 1}
+    nodes.append(helper.make_node("Attention", ["q.y", "k.y", "v.y"], ["heads"], name="attention", **heads))
+    nodes.append(helper.make_node("MatMul", ["heads", "out.w"], ["y"], name="out"))
+    x, y = (helper.make_tensor_value_info(n, TensorProto.FLOAT, [1, length, width]) for n in "xy")
+    graph = helper.make_graph(nodes, "long", [x], [y], held)
+    save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10), path)
+    return path

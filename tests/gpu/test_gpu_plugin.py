@@ -8,6 +8,7 @@ import shutil
 
 import pytest
 from gpu_evaluations import TINY, assert_right, evaluated
+from quantized_models import long_attention
 
 import mha_deploy as md
 from mha_deploy.bundle.folder import open_bundle
@@ -81,6 +82,20 @@ def test_gemms_in_fp8_are_right_and_read_fp8(scales, tmp_path):
     assert engine.manifest.all_fused, engine.manifest.verdict
     assert engine.manifest.verdict.precision.quantized == {"fp8": 2}
     assert engine.manifest.verdict.precision.ok
+    assert_right(evaluated(RuntimeFinder(bundle), "plugin"))
+
+
+def test_attention_in_fp8_is_right_and_reads_fp8(tmp_path):
+    """Two heads of 128 over 1024 keys: there cuDNN's kernel in FP8 is the faster one."""
+    if first_gpu()["compute_cap"] < "9.0":
+        pytest.skip("this GPU has no attention in FP8")
+    options = {"precision": "fp8", "weight_scales": "tensor", "quantize_attention": True, "golden": ("opt",)}
+    bundle = md.export(long_attention(tmp_path / "long.onnx"), tmp_path / "bundle", **options)
+    chosen = {"attention": "plugin", "accumulate": "fp32", "optimization_level": 1}
+    engine = engine_from_bundle(bundle, EngineOptions(backend="tensorrt", name="plugin", **chosen))
+    assert engine.manifest.all_fused, engine.manifest.verdict
+    found = engine.manifest.verdict.precision
+    assert (found.quantized, found.quantized_attentions) == ({"fp8": 2}, {"fp8": 1}), found
     assert_right(evaluated(RuntimeFinder(bundle), "plugin"))
 
 
