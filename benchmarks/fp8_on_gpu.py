@@ -2,11 +2,12 @@
 
     python benchmarks/fp8_on_gpu.py FOLDER [--jobs 4] [--limit 300] [ROW ...]
 
-Each row is exported in FP16, in FP8 with a scale for each output channel, and with one for a weight; built
-with the plugin, sums in FP32; judged on its golden cases; and timed, one runtime at a time, with inputs that
-are read from memory. PyTorch is compiled, with cuDNN's attention: in FP16, and with `torch._scaled_mm` in
-place of each linear layer, with the export's scales of activations. What is in FOLDER is not made again.
-FOLDER/fp8.jsonl gets a line as soon as something was timed, FOLDER/fp8.md the table.
+Each row is exported in FP16, in FP8 with a scale for each output channel, with one for a weight, and with
+attention in FP8, too; built with the plugin, sums in FP32; judged on its golden cases; and timed, one runtime
+at a time and each engine in three processes, with inputs that are read from memory. PyTorch is compiled, with
+cuDNN's attention: in FP16, and with `torch._scaled_mm` in place of each linear layer, with scales of the
+export. What is in FOLDER is not made again. FOLDER/fp8.jsonl gets a line as soon as something was timed,
+FOLDER/fp8.md the table.
 """
 
 from __future__ import annotations
@@ -164,16 +165,26 @@ def torch_in_fp8(bundle: Bundle, quantized: Bundle) -> Any:
             for name, child in list(module.named_modules()):
                 if isinstance(child, nn.Linear):
                     owner, _, own = name.rpartition(".")
-                    scale = last if own == "o" else first
+                    scale = last if own.startswith("o") else first
                     setattr(module.get_submodule(owner), own, Fp8Linear(child, scale))
             return module
 
     return TorchRunner(Fp8Models(bundle), "compile-cudnn")
 
 
-def measured(folder: Path, name: str, kind: str) -> list[dict[str, Any]]:
-    """Verdict, error and loss of an engine, and its times."""
-    row, bundle = ROWS[name], md.open_bundle(folder_of(folder, name, kind))
+def timed(folder: Path, name: str, kind: str) -> dict[str, float]:
+    """Microseconds of an engine by sizes, in a process of its own."""
+    md.configure(trust_code=True)
+    bundle = md.open_bundle(folder_of(folder, name, kind))
+    with md.open_runner(bundle, backend=ENGINE) as runner:
+        return {sizes: runner.time(feeds).p50 for sizes, feeds in inputs_of(bundle, ROWS[name]).items()}
+
+
+def measured(folder: Path, name: str, kind: str, processes: int) -> list[dict[str, Any]]:
+    """Verdict, error and loss of an engine, and its times in so many processes."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
+        times = list(pool.map(timed, *zip(*[(folder, name, kind)] * processes, strict=True)))
+    bundle = md.open_bundle(folder_of(folder, name, kind))
     engine = md.open_engine(bundle.path / "engines" / f"{ENGINE}.engine")
     report = md.validate(bundle, backends=[ENGINE], latency=False, sweep=False)
     found = engine.manifest.verdict.precision
@@ -181,12 +192,14 @@ def measured(folder: Path, name: str, kind: str) -> list[dict[str, Any]]:
         "row": name, "runtime": f"engine {kind}", "version": engine.manifest.version,
         "outcome": str(report.outcome), "headline": report.headline, "gemms": found.quantized,
         "precision": str(found.status.value), "fused": engine.manifest.all_fused,
+        "attentions": found.quantized_attentions,
+        "loss": None if bundle.manifest.loss is None else bundle.manifest.loss.worst,
     }  # fmt: skip
-    lines = []
-    with md.open_runner(bundle, backend=ENGINE) as runner:
-        for sizes, feeds in inputs_of(bundle, row).items():
-            lines.append({**line, "sizes": sizes, "p50_us": runner.time(feeds).p50})
-    return lines
+    return [
+        {**line, "sizes": sizes, "p50_us": float(np.median(each)), "processes_us": each}
+        for sizes in times[0]
+        for each in [[found[sizes] for found in times]]
+    ]
 
 
 def in_torch(folder: Path, name: str) -> list[dict[str, Any]]:
@@ -211,14 +224,19 @@ def in_torch(folder: Path, name: str) -> list[dict[str, Any]]:
 
 def table(lines: list[dict[str, Any]]) -> str:
     """As Markdown."""
-    text = ["| row | sizes | runtime | GEMMs read | outcome | p50 µs |", "|---|---|---|---|---|---:|"]
+    text = ["| row | sizes | runtime | reads | loss | outcome | p50 µs |", "|---|---|---|---|---:|---|---:|"]
     for each in lines:
         if "error" in each:
             text.append(f"| {each['row']} | | {each['runtime']} | | {each['error']} | |")
             continue
-        gemms = ", ".join(f"{dtype}: {n}" for dtype, n in each.get("gemms", {}).items()) or "–"
+        counts = {
+            **each.get("gemms", {}),
+            **{f"{t} attention": n for t, n in each.get("attentions", {}).items()},
+        }
+        gemms = ", ".join(f"{dtype}: {n}" for dtype, n in counts.items()) or "–"
+        loss = "–" if each.get("loss") is None else f"{each['loss']:.3f}"
         outcome = each.get("headline", "not judged")
-        cells = (each["row"], each["sizes"], each["runtime"], gemms, outcome, f"{each['p50_us']:.1f}")
+        cells = (each["row"], each["sizes"], each["runtime"], gemms, loss, outcome, f"{each['p50_us']:.1f}")
         text.append(f"| {' | '.join(cells)} |")
     return "\n".join(text) + "\n"
 
@@ -233,6 +251,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=4)
     parser.add_argument("--limit", type=float, default=300.0, help="seconds after which nothing more begins")
     parser.add_argument("--kind", choices=tuple(KINDS), action="append", help="default: all of them")
+    parser.add_argument("--processes", type=int, default=3, help="in which each engine is timed")
     parser.add_argument("--only", choices=("export", "all"), default="all")
     chosen = parser.parse_intermixed_args()
     md.configure(trust_code=True)
@@ -266,7 +285,7 @@ def main() -> None:
         tried(build, name, f"engine {kind}", kind)
     for name in chosen.rows if chosen.only == "all" else ():
         for kind in kinds:
-            tried(measured, name, f"engine {kind}", kind)
+            tried(measured, name, f"engine {kind}", kind, chosen.processes)
         tried(in_torch, name, "PyTorch")
 
 

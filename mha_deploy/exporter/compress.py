@@ -387,6 +387,7 @@ def quantize(
             alone[each.name] = None if late else trials.loss([each.name])
         ranked = _ranked(layers, alone)
         kept, points = _search(trials, layers, ranked, limit, on_step)
+        del trials  # its weights in FP64, before two other models are
         places = {each.name: each.output for each in layers}
         while True:  # what a few samples allow, others may not
             model = with_quantized(original.model, format, scales, kept, attentions)
