@@ -30,7 +30,7 @@ from mha_deploy.errors import BackendUnavailable, BundleError, DeployError
 from mha_deploy.exporter.coarse import in_fewer_bits
 from mha_deploy.exporter.exporter import export_user_module
 from mha_deploy.exporter.golden import Capture, LayerCapture, ModuleCapture
-from mha_deploy.exporter.oracle import Float64, Intercept, run_in_float64, run_program
+from mha_deploy.exporter.oracle import Float64, Intercept, Repeated, run_in_float64, run_program
 from mha_deploy.exporter.own_model import reopen_user_module
 from mha_deploy.graph.file import load_graph
 from mha_deploy.model.layer import AttentionSpec
@@ -363,9 +363,12 @@ class FreshCases:
             tokens = {name: each.bfloat16().to(each.dtype) for name, each in feeds.items() if each.dim() == 3}
             changed = {"outputs": to_numpy(torch.from_numpy(oracle).bfloat16().double())}
             changed["inputs"] = to_numpy(self._capture.evaluate_in_fp64({**feeds, **tokens})["output"])
+            repeated = Repeated()  # the projections before attention
             for part in COARSE:
+                mode = Float64()
+                mode.repeated = repeated
                 with CoarseAttention(part):
-                    changed[part] = to_numpy(self._capture.evaluate_in_fp64(feeds)["output"])
+                    changed[part] = to_numpy(self._capture.evaluate_in_fp64(feeds, mode)["output"])
             changed = {f"{part} in BF16": each for part, each in changed.items()}
             parameters = dict(self._capture.module.named_parameters()) if oracle.size <= _SMALL else {}
             matrices = {part: weight for part, weight in parameters.items() if weight.dim() == 2}

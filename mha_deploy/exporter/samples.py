@@ -35,6 +35,11 @@ class RoundingMode:
         self._seed, self._changes, self._sign = seed, changes, sign
         self.decisions: Operands = []
         self.changed = False  # whether a decision was taken otherwise
+        self.repeated: Any = None  # what other runs on the same inputs have computed
+
+    @staticmethod
+    def remember() -> Any:
+        """What runs on the same inputs share, so that none computes again what all have in common."""
 
     @property
     def grid_flops(self) -> int:
@@ -95,7 +100,9 @@ def sample_case(
 
     def sampled(kind: str) -> Baseline:
         rounding, count = replace(precision, accumulate=kind), sample_count(numbers, kind, exact.grid_flops)
-        modes = [make_mode(rounding, seed) for seed in range(1, count + 1)]
+        modes, shared = [make_mode(rounding, seed) for seed in range(1, count + 1)], make_mode.remember()
+        for mode in modes:
+            mode.repeated = shared
         found = [errors(mode) for mode in modes]
         changes = decision_spread(exact.decisions, [mode.decisions for mode in modes])
         pair = [make_mode(rounding, count + 1, changes, sign) for sign in (1, -1)] if changes else []

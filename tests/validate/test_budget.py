@@ -556,6 +556,27 @@ def test_random_rounding_of_a_large_tensor_is_that_of_its_parts(accumulate):
         assert torch.equal(product, alone)
 
 
+def test_a_sample_is_what_it_is_alone():
+    """Samples share the GEMMs of inputs and weights, also where the module changes their results."""
+    draw = torch.Generator().manual_seed(0)
+    x, a, b = (torch.randn(24, 24, generator=draw).half() for _ in range(3))
+
+    def compute(mode):
+        with mode:
+            inner = torch.nn.functional.linear(x, a)
+            inner += inner.square()
+            y = torch.nn.functional.linear(inner, b)
+        return {"y": y.double().numpy()}
+
+    oracle, baselines, _ = sample_case(RandomRounding, FP16, compute)
+    for kind, baseline in baselines.items():
+        precision = dataclasses.replace(FP16, accumulate=kind)
+        for seed, shared in enumerate(baseline.samples["y"], 1):
+            mode = RandomRounding(precision, seed)
+            alone = mode.rounded_array(compute(mode)["y"]) - oracle["y"]
+            assert np.array_equal(shared, alone.astype(np.float32))
+
+
 def test_rounding_to_nearest_is_no_trace_of_a_coarser_type():
     """Random roundings have no part of what BF16 would add; in many numbers rounding to nearest shows one."""
     random = np.random.default_rng(0)
