@@ -160,16 +160,16 @@ def test_other_operators_of_attention_are_counted(op):
 
 # As ONNX Runtime's optimizer writes attention, and its quantizer.
 FOREIGN = {
-    "com.microsoft's FusedMatMul computes the scores": """
-   s = com.microsoft.FusedMatMul <transB = 1, transBatchB = 1> (q, k)
+    "com.microsoft's FusedMatMulActivation computes the scores": """
+   s = com.microsoft.FusedMatMulActivation <transB = 1, activation = "Relu"> (q, k)
    p = Softmax (s)
    y = MatMul (p, v)
 """,
-    "What stands between the softmax and the matmul with V is not recognized. FusedMatMul y": """
+    "What stands between the softmax and the matmul with V is not recognized. FusedMatMulActivation y": """
    kt = Transpose <perm = [0, 1, 3, 2]> (k)
    s = MatMul (q, kt)
    p = Softmax (s)
-   y = com.microsoft.FusedMatMul <transBatchA = 1> (p, v)
+   y = com.microsoft.FusedMatMulActivation <activation = "Relu"> (p, v)
 """,
     "com.microsoft's BiasSoftmax is not ONNX's Softmax.": """
    kt = Transpose <perm = [0, 1, 3, 2]> (k)

@@ -448,6 +448,97 @@ def steps_that_change_nothing(g):
     return g.op("MatMul", weights, "v")
 
 
+def less_a_maximum_of_another_shape(g):
+    """As JAX adds an axis: by the sizes of the maximum, and 1."""
+    scores = g.scores()
+    highest = g.op("Max", g.const(-np.inf), g.op("ReduceMax", scores, g.ints(-1), keepdims=0))
+    shape = g.op("Concat", g.op("Shape", highest), g.ints(1), axis=0)
+    return g.attend(g.op("Sub", scores, g.op("Reshape", highest, shape)))
+
+
+def bounded_far_out(g):
+    """Less the largest score of all, as Grounding DINO has it."""
+    scores = g.scores()
+    scores = g.op("Sub", scores, g.op("ReduceMax", scores, keepdims=0))
+    scores = g.op("Clip", g.op("Clip", scores, g.const(-5e4)), "", g.const(5e4))
+    return g.attend(g.op("Where", keep(g), scores, g.const(-np.inf)))
+
+
+def ones_beside_values(g):
+    """The sum of powers is another column of their matmul."""
+    shape = g.op("Concat", g.op("Shape", "v", end=-1), g.ints(1), axis=0)
+    wide = g.op("Concat", "v", g.op("Expand", g.const(1.0), shape), axis=-1)
+    both = g.op("MatMul", g.op("Exp", g.scores()), wide)
+    first = g.op("Slice", both, g.ints(0), g.ints(D), g.ints(3))
+    return g.op("Div", first, g.op("Slice", both, g.ints(-1), g.ints(2**63 - 1), g.ints(3)))
+
+
+def over_the_mean(g):
+    powers = shifted(g)
+    weights = g.op("Div", powers, g.op("ReduceMean", powers, g.ints(-1), keepdims=1))
+    return g.op("Div", g.op("MatMul", weights, "v"), g.const(float(S)))
+
+
+def in_chunks(g):
+    """Three chunks of keys, as flash attention has them; the maximum has no axis of the keys."""
+    sums = result = highest = g.const(0.0)
+    for at in range(3):
+        k, v, shown = (
+            g.op("Slice", each, g.ints(2 * at), g.ints(2 * at + 2), g.ints(axis))
+            for each, axis in (("k", 2), ("v", 2), (keep(g), 3))
+        )
+        scores = g.op("Mul", g.op("MatMul", "q", g.op("Transpose", k, perm=[0, 1, 3, 2])), g.const(0.4))
+        scores = g.op("Where", shown, scores, g.const(-1e9))
+        own = g.op("ReduceMax", scores, g.ints(-1), keepdims=0)
+        top = g.op("Max", highest, own) if at else own
+        powers = g.op("Exp", g.op("Sub", scores, g.op("Unsqueeze", top, g.ints(3))))
+        more = g.op("ReduceSum", powers, g.ints(-1), keepdims=0), g.op("MatMul", powers, v)
+        if at:
+            before = g.op("Exp", g.op("Sub", highest, top))
+            sums = g.op("Add", more[0], g.op("Mul", before, sums))
+            result = g.op("Add", g.op("Mul", result, g.op("Unsqueeze", before, g.ints(3))), more[1])
+        else:
+            sums, result = more
+        highest = top
+    return g.op("Div", result, g.op("Unsqueeze", sums, g.ints(3)))
+
+
+def weights_times_numbers_of_keys(g):
+    numbers = g.input("numbers", (B, 1, 1, S))
+    return g.op("MatMul", g.op("Mul", numbers, g.op("Softmax", g.scores())), "v")
+
+
+def normed_scores(g):
+    """A factor and a shift for each head."""
+    numbers = [g.const(np.arange(1, H + 1) * each) for each in (0.5, 0.3, 0.1, 0.7)]
+    return g.attend(g.op("BatchNormalization", g.scores(), *numbers, epsilon=1e-3))
+
+
+def powers_times_numbers(g):
+    """As far as the file says, the numbers may be negative."""
+    numbers = g.op("Add", g.input("numbers", (B, 1, 1, S)), g.const(4.0))
+    return g.op("MatMul", over_sum(g, g.op("Mul", g.op("Exp", g.scores()), numbers)), "v")
+
+
+def powers_times_numbers_divided_behind(g):
+    numbers = g.op("Add", g.input("numbers", (S,)), g.const(4.0))
+    powers = g.op("Mul", numbers, g.op("Softmax", g.scores()))
+    return g.op("Div", g.op("MatMul", powers, "v"), total(g, powers))
+
+
+def weights_beside_others(g):
+    """As of a query that keeps some of its own value."""
+    weights = g.op("Mul", g.op("Softmax", g.scores()), g.const(0.7))
+    return g.op("MatMul", g.op("Add", weights, g.const(0.3 * np.eye(S))), "v")
+
+
+def weights_less_their_mean(g):
+    """The rest is scaled for each head, and the mean added again."""
+    mean, factors = g.const(1 / S), g.const(np.arange(H).reshape(H, 1, 1))
+    rest = g.op("Mul", g.op("Sub", g.op("Softmax", g.scores()), mean), factors)
+    return g.op("MatMul", g.op("Add", mean, rest), "v")
+
+
 SPELLINGS = [blended, blended_by_difference, blended_with_a_buffer, bounded, bounded_by_a_buffer]
 SPELLINGS += [divided_behind, masked_powers, masked_powers_divided_behind, renormalised, masked_behind]
 SPELLINGS += [multiplied_behind, less_log_of_sum, less_log_of_written_sum, less_mean, tempered_behind_a_bias]
@@ -465,6 +556,9 @@ SPELLINGS += [blended_with_numbers_of_keys, masked_behind_a_number_near_to_score
 SPELLINGS += [masked_behind_a_number_among_scores, filled_with_zeros_like_the_scores]
 SPELLINGS += [over_a_copied_sum, over_a_sum_by_ones, over_a_sum_of_squares, less_reduced_logarithm]
 SPELLINGS += [divided_behind_moves, queries_without_weights, parts_of_keys, steps_that_change_nothing]
+SPELLINGS += [less_a_maximum_of_another_shape, bounded_far_out, ones_beside_values, over_the_mean, in_chunks]
+SPELLINGS += [weights_times_numbers_of_keys, normed_scores, powers_times_numbers, weights_beside_others]
+SPELLINGS += [powers_times_numbers_divided_behind, weights_less_their_mean]
 SPELLINGS += [tempered_behind_a_fill, tempered_behind_a_fill_of_learned_heads, triangle_of_ones]
 
 
@@ -525,9 +619,14 @@ def over_a_sum_of_any_size_with_a_bound(g):
     return g.op("MatMul", g.op("Div", powers, g.op("Clip", total(g, powers), g.const(0.5))), "v")
 
 
-def powers_times_numbers(g):
-    numbers = g.input("numbers", (B, 1, 1, S))
+def powers_times_numbers_of_pairs(g):
+    """They may be negative, and are not the same for all queries."""
+    numbers = g.input("numbers", (B, 1, S, S))
     return g.op("MatMul", over_sum(g, g.op("Mul", g.op("Exp", g.scores()), numbers)), "v")
+
+
+def bounded_near(g):
+    return g.attend(g.op("Clip", g.scores(), g.const(-50.0), g.const(50.0)))
 
 
 def divided_by_another_sum(g):
@@ -548,7 +647,7 @@ OTHERS = [squared_and_not_renormalised, divided_by_sums_of_other_queries]
 OTHERS += [weakly_renormalised, not_renormalised, masked_behind_by_another, masked_behind_beside_another]
 OTHERS += [blended_with_numbers, blended_with_another, divided_by_another_sum]
 OTHERS += [less_the_maximum_of_queries, over_a_sum_with_a_large_bound, over_a_sum_of_any_size_with_a_bound]
-OTHERS += [powers_times_numbers]
+OTHERS += [powers_times_numbers_of_pairs, bounded_near]
 
 
 @pytest.mark.parametrize("spelled", OTHERS, ids=lambda each: each.__name__)
@@ -1035,3 +1134,79 @@ def test_fused_matmuls_of_onnx_runtime(operator, half):
     assert [(each.Hq, each.scale) for each in report.fused] == [(2, 0.25)]
     feeds = random_feeds(graph)
     np.testing.assert_allclose(run(new, feeds)[0], run(graph, feeds)[0], atol=2e-3 if half else 2e-5)
+
+
+def test_fused_matmuls_of_onnx_runtime_with_rows_before_the_batch():
+    own = {"domain": "com.microsoft"}
+    g = axes_of({"q": ("S", "N", 2, D), "k": ("T", "N", 2, D), "v": ("T", "N", 2, 5)})
+    scores = g.op("FusedMatMul", "q", "k", alpha=0.25, transB=1, transBatchA=1, transBatchB=1, **own)
+    check_heads(g, g.op("FusedMatMul", g.op("Softmax", scores), "v", transBatchB=1, **own), (2, 2))
+
+
+def test_einsums_that_do_not_name_their_result():
+    g = axes_of({"q": ("N", H, "S", D), "k": ("N", H, "T", D), "v": ("N", H, "T", 5)})
+    weights = g.op("Softmax", g.op("Einsum", "q", "k", equation="...id, ...jd"))
+    turned = g.op("Einsum", weights, "v", equation="...ij, ...jd")  # the letters of the result are sorted
+    check_heads(g, g.op("Transpose", turned, perm=[0, 1, 3, 2]), (H, H))
+
+
+def test_matrices_whose_columns_are_rows():
+    g = axes_of({"q": (D, "S"), "k": (D, "T"), "v": (5, "T")})
+    scores = g.op("Gemm", "q", "k", transA=1, alpha=0.3)
+    check_heads(g, g.op("Gemm", "v", g.op("Softmax", scores), transB=1), (1, 1))
+
+
+def test_convolutions_with_keys_and_values():
+    """Their groups are heads."""
+    g = axes_of({"q": (1, H * D, "S", 1), "k": (1, H * D, 5), "v": (1, H * D, 5)})
+    keys = g.op("Transpose", g.op("Reshape", "k", g.ints(H, D, 5)), perm=[0, 2, 1])
+    scores = g.op("Conv", "q", g.op("Reshape", keys, g.ints(H * 5, D, 1, 1)), group=H)
+    weights = g.op("Softmax", g.op("Reshape", scores, g.ints(H, 5, -1)), axis=1)
+    weights = g.op("Reshape", weights, g.ints(1, H * 5, -1, 1))
+    values = g.op("Reshape", "v", g.ints(H * D, 5, 1, 1))
+    check_heads(g, g.op("Conv", weights, values, group=H), (H, H))
+
+
+def test_keys_that_are_padded_to_a_number():
+    g = axes_of({name: ("N", 2, "S", D) for name in "qkv"})
+    length = g.op("Shape", "q", start=2, end=3)
+    more = g.op("Concat", g.ints(0, 0, 0, 0, 0, 0), g.op("Sub", g.ints(16), length), g.ints(0), axis=0)
+    q, k, v = (g.op("Pad", name, more) for name in "qkv")
+    hidden = g.op("Mul", g.cast(g.op("GreaterOrEqual", g.ints(*range(16)), length), FLOAT), g.const(-1e4))
+    scores = g.op("Add", g.op("MatMul", q, g.op("Transpose", k, perm=[0, 1, 3, 2])), hidden)
+    whole = g.op("MatMul", g.op("Softmax", scores), v)
+    check_heads(g, g.op("Slice", whole, g.ints(0), length, g.ints(2)), (2, 2))
+
+
+def test_keys_that_another_attention_gives():
+    g = axes_of({name: ("N", "S", H * D) for name in "qkv"})
+    past = [g.input(f"past_{name}", ("N", H, "P", D)) for name in "kv"]
+    y = g.op("Attention", "q", "k", "v", "", *past, q_num_heads=H, kv_num_heads=H)
+    g.nodes[-1].output.extend(["keys", "values"])
+    other = g.input("other", ("N", H, "T", D))
+    scores = g.op("MatMul", other, g.op("Transpose", "keys", perm=[0, 1, 3, 2]))
+    result = g.op("MatMul", g.op("Softmax", scores), "values")
+    report = check_same(g.model(result, g.op("Unsqueeze", y, g.ints(1))))
+    assert (len(report.already), len(report.fused), report.unfused) == (1, 1, ())
+
+
+@pytest.mark.parametrize("other", ["Mul", "Sin"])
+def test_one_softmax_of_two_attentions(other):
+    """Where the second one is no attention, it is computed as in the file, with the scores of the first."""
+    g = Hand()
+    second = g.op("MatMul", "k", g.op("Transpose", "v", perm=[0, 1, 3, 2]))
+    second = g.op("Mul", second, g.const(0.5)) if other == "Mul" else g.op("Sin", second)
+    both = g.op("Add", g.op("Concat", g.scores(), second, axis=1), g.input("bias", (1, 1, S, S)))
+    first = g.op("Split", g.op("Softmax", both), g.ints(H, H), axis=1)
+    g.nodes[-1].output.append("second")
+    report = check_same(g.model(g.op("MatMul", first, "v"), g.op("MatMul", "second", "q")))
+    assert (len(report.fused), len(report.unfused)) == ((2, 0) if other == "Mul" else (1, 1))
+
+
+def test_weights_whose_shape_is_read():
+    """The softmax stays for it, beside the new node."""
+    g = Hand()
+    weights = g.op("Softmax", g.scores())
+    shape = g.op("Reshape", g.cast(g.op("Shape", weights), FLOAT), g.ints(1, 1, 1, 4))
+    report = check_same(g.model(g.op("MatMul", weights, "v"), shape))
+    assert (len(report.fused), report.unfused) == (1, ())

@@ -32,7 +32,7 @@ from mha_deploy.graph.fuse.pattern import (
 )
 from mha_deploy.graph.fuse.spelling import Spelling
 from mha_deploy.graph.fuse.values import NoScores, NotExpressible, NotFused, from_old_opset, place_of
-from mha_deploy.graph.fuse.verify import FACTOR, Boundary, Region, compare, mask_stops
+from mha_deploy.graph.fuse.verify import EXTREME, FACTOR, Boundary, Region, compare, mask_stops
 from mha_deploy.graph.fuse.write import share_tied_weights
 from mha_deploy.graph.ir import (
     NodeBuilder,
@@ -52,6 +52,7 @@ __all__ = ["FuseReport", "FusedAttention", "NotFused", "Repair", "UnfusedSoftmax
 __all__ += ["from_old_opset", "fuse_attention", "place_of", "share_tied_weights"]
 
 TWICE = "the scores are computed once more: the file uses them elsewhere, too"
+UNBOUNDED = "scores beyond {:g} are not bounded as in the file"
 EXPANDED = "Q, K and V are expanded to each other and to the mask: the file does not state equal sizes"
 
 
@@ -235,10 +236,13 @@ class _Fusion:
         with self._discarded_on_failure(builder):
             new = write.write_attention(pattern, builder, self._masks)
             notes = self._compare(old, new, border, softmax.node.outputs[0])
-        self._loose |= write.insert_attention(pattern, builder, new)
+        self._loose |= write.insert_attention(pattern, builder, new, self._spelling.remember)
+        if softmax.node.graph is not None:  # its shape is still read
+            softmax.node.name = self._free_prefix(f"{builder.prefix}_of_file")
         wider = any(each.axis != pattern.letters.key for each in pattern.scores.wider)
         more = [EXPANDED] if pattern.batches or wider else []
         more += [TWICE] if pattern.scores.elsewhere else []
+        more += [UNBOUNDED.format(pattern.scores.bound)] if pattern.scores.bound < math.inf else []
         record = FusedAttention(
             name=builder.prefix,
             place=place_of(pattern.softmax),
@@ -400,9 +404,11 @@ def _boundary(pattern: Pattern, spelling: Spelling) -> Boundary:
                 for axis, size in zip(each.axes[-len(known) :], known, strict=True)
             )
     depth = pattern.q.dim(pattern.letters.size)
-    spread = (2.0 / (abs(pattern.scale) * math.sqrt(depth if isinstance(depth, int) else 8))) ** 0.5
+    root = math.sqrt(depth if isinstance(depth, int) else 8)
+    spread = (2.0 / (abs(pattern.scale) * root)) ** 0.5
     drawn = mask_stops([*(term.value for term in terms), *([scores.sink.value] if scores.sink else [])])
     drawn |= {pattern.q.value: spread, pattern.k.value: spread, pattern.v.value: 1.0}
     drawn |= dict.fromkeys((each.value for each in scores.multipliers), FACTOR)
     drawn |= dict.fromkeys(scores.shifts, 1.0)
-    return Boundary(drawn=spelling.drawn_in_file(drawn), dims=dims)
+    extreme = min(EXTREME, scores.bound / (4.0 * root))  # no two of them are further apart than it
+    return Boundary(drawn=spelling.drawn_in_file(drawn), dims=dims, extreme=extreme)

@@ -30,6 +30,7 @@ from mha_deploy.graph.fuse.values import (
     NotFused,
     Size,
     array_of,
+    equation_of,
     factors_of,
     holds,
     inverse_of,
@@ -52,6 +53,7 @@ from mha_deploy.graph.ir import (
     rank,
     same_size,
 )
+from mha_deploy.graph.roles import MOVES
 
 # -- Axes: letters as in an einsum, several for an axis that joins others --------------------------
 
@@ -187,15 +189,16 @@ def read_matmul(node: ir.Node, alphabet: Alphabet, at: int, axes: Axes) -> Matmu
         batch = string.ascii_uppercase[: ranks[0] - 2]
         texts = [f"{batch}sd", f"{batch}dt", f"{batch}st"]
     else:
-        equation = (node.attributes.get_string("equation") or "").replace(" ", "")
-        inputs, arrow, out = equation.partition("->")
-        texts = [*inputs.split(","), out]
-        if not arrow or len(texts) != 3:
-            raise NotFused(f"The einsum {name} is not a matmul of two tensors with a named result.")
+        inputs, out = equation_of(node)
+        texts = [*inputs, out]
+        if len(texts) != 3:
+            raise NotFused(f"The einsum {name} is not a matmul of two tensors.")
         # The axes that an ellipsis stands for.
         hidden = [count - len(text.replace("...", "")) for text, count in zip(texts, ranks, strict=False)]
         hidden.append(max(*hidden, 0))
-        dots = "".join(letter for letter in string.ascii_letters if letter not in equation)[: hidden[-1]]
+        dots = "".join(letter for letter in string.ascii_letters if letter not in "".join(texts))[
+            : hidden[-1]
+        ]
         pairs = zip(texts, hidden, strict=True)
         texts = [text.replace("...", dots[len(dots) - here :] if here else "") for text, here in pairs]
     if any(len(set(text)) != len(text) for text in texts):
@@ -462,6 +465,7 @@ class Scores:
     shifts: list[ir.Value] = field(default_factory=list)  # what was added to all keys alike, and cancels
     elsewhere: bool = False  # whether the file uses them, or what they are before a mask, for something else
     clipped: ir.DataType | None = None  # the type whose lowest number bounds the masked scores, if one does
+    bound: float = math.inf  # of scores that none is expected to reach
 
     @property
     def ignore_shifts(self) -> bool:
@@ -530,24 +534,14 @@ def _nodes_between(first: ir.Value, last: ir.Value) -> Iterator[ir.Node]:
     return itertools.islice(behind, _MAX_BETWEEN)
 
 
+_FAR_OUT = 1e4  # no score is expected to be as large
 _FAR = -1e8  # scores that are set to it stay far below others that are shifted
 _CANCELLED = ("ReduceMax", "ReduceMean", "ReduceMin", "ReduceLogSumExp", "TopK")
 # What may stand between those and the difference: bounds, and another number for one that is not finite.
 _SHIFTING = frozenset(
     {*_CANCELLED, "Max", "Min", "Clip", "Where", "IsInf", "IsNaN", "Not", "Or", "And", "Abs"}
 )
-_SHIFTING |= {
-    "Cast",
-    "Identity",
-    "Unsqueeze",
-    "Squeeze",
-    "Reshape",
-    "Constant",
-    "Equal",
-    "Less",
-    "Greater",
-    "Shape",
-}
+_SHIFTING |= {*MOVES, "Cast", "Identity", "Constant", "Equal", "Less", "Greater", "Shape"}
 
 
 def _subtracted_maximum(node: ir.Node, scores: Scores) -> tuple[set[ir.Node], ir.Value] | None:
@@ -572,7 +566,11 @@ def _takers_of(inner: ir.Value, top: ir.Value | None, axis: int | None) -> set[i
     dims = sizes_of(top)
     if axis is None or dims is None or top is None or (len(dims) >= -axis and dims[axis] != 1):
         return set()
-    behind = nodes_behind([top], lambda node: () if inner in node.inputs else node.inputs)
+
+    def given(node: ir.Node) -> Sequence[ir.Value | None]:
+        return () if inner in node.inputs else node.inputs[:1] if is_op(node, *MOVES) else node.inputs
+
+    behind = nodes_behind([top], given)
     nodes = list(itertools.islice(behind, _MAX_STEPS))
     takers = {node for node in nodes if inner in node.inputs}
     reductions = [node for node in nodes if is_op(node, *_CANCELLED)]
@@ -685,6 +683,8 @@ def _mask(node: ir.Node, inner: ir.Value, term: Term, scores: Scores) -> ir.Valu
     _check_spread(node, inner, term.value, scores)
     if scores.softcap:
         raise NotExpressible("A mask is applied before the softcap; Attention applies it after.")
+    if scores.bound < math.inf:
+        raise NotFused("A mask is applied before the scores are bounded.", got=term.value.name)
     if scores.multipliers:
         term = replace(term, times=tuple(scores.multipliers))
     if isinstance(term, Fill) and inner.dtype is not None and term.fill < float(inner.dtype.min):
@@ -703,15 +703,26 @@ def _mask(node: ir.Node, inner: ir.Value, term: Term, scores: Scores) -> ir.Valu
 
 
 def _clip(node: ir.Node, scores: Scores) -> ir.Value | None:
-    """`Max(scores, lowest)`: masked scores are not -inf."""
-    if len(node.inputs) != 2:
-        raise NotFused(f"{node.op_type} stands between the scores and the softmax.")
-    inner, other = _split(node)
+    """`Max(scores, lowest)`, so that masked ones are not -inf; bounds that no score is expected to reach."""
+    inner, bounds = node.inputs[0], [-math.inf, math.inf]
+    if is_op(node, "Clip"):
+        for at, each in enumerate(node.inputs[1:]):
+            bounds[at] = bounds[at] if each is None else scalar_of(each) or 0.0
+    elif len(node.inputs) == 2:
+        inner, other = _split(node)
+        bounds[is_op(node, "Min")] = scalar_of(other) or 0.0
+    what = f"{node.op_type} stands between the scores and the softmax."
+    dtype, (low, high) = None if inner is None else inner.dtype, bounds
+    if dtype is None or sizes_of(inner) != sizes_of(node.outputs[0]):
+        raise NotFused(what)
     plain = scores.factor == 1.0 and not (scores.terms or scores.multipliers or scores.softcap)
-    dtype = inner.dtype
-    if not plain or dtype is None or scalar_of(other) != float(dtype.min):
-        raise NotFused(f"{node.op_type} stands between the scores and the softmax.")
-    scores.clipped = dtype
+    if plain and (low, high) == (float(dtype.min), math.inf):
+        scores.clipped = dtype
+        return inner
+    reach = min(-low, high) * abs(scores.factor)
+    if reach < _FAR_OUT or scores.multipliers or scores.softcap:
+        raise NotFused(what, got=node_name(node))
+    scores.bound = min(scores.bound, reach)
     return inner
 
 
@@ -754,12 +765,12 @@ def _tanh(node: ir.Node, scores: Scores) -> ir.Value | None:
     return node.inputs[0]
 
 
-_STEPS = {"Cast": _cast, "Where": _where, "Tanh": _tanh, "Concat": _concat, "Max": _clip}
-_STEPS |= {"LogSoftmax": _log_softmax}
+_STEPS = {"Cast": _cast, "Where": _where, "Tanh": _tanh, "Concat": _concat, "LogSoftmax": _log_softmax}
+_STEPS |= dict.fromkeys(("Clip", "Max", "Min"), _clip)
 _STEPS |= dict.fromkeys(("Mul", "Div", "Neg"), _scale) | dict.fromkeys(("Add", "Sub"), _add)
 _STEPS |= dict.fromkeys(("Identity", "Transpose"), _transpose)
 _STEPS |= dict.fromkeys(("Reshape", "Squeeze", "Unsqueeze", "Flatten"), _reshape)
-_PASSED = frozenset({*_STEPS, "Slice", "Min", "Clip"})
+_PASSED = frozenset({*_STEPS, "Slice"})
 
 
 def _split(node: ir.Node) -> tuple[ir.Value, ir.Value]:

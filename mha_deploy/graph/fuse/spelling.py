@@ -10,7 +10,9 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
+import operator
 import string
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -24,8 +26,10 @@ from mha_deploy.graph.fuse.values import (
     NO_END,
     NotFused,
     array_of,
+    equation_of,
     holds,
     inverse_of,
+    is_pointwise,
     product,
     scalar_of,
     sizes_of,
@@ -45,9 +49,10 @@ from mha_deploy.graph.ir import (
     rank,
     reference_evaluator,
 )
-from mha_deploy.graph.roles import MOVES
+from mha_deploy.graph.roles import IN_ORDER, MOVES
 
 _MAX_DEPTH = 12  # of the nodes that a mask of zeros and ones is read through
+_MOST_IN_CHUNKS = 256  # nodes that add up the chunks of a softmax
 _NO_SCORE = 1e30
 _MOST_FOLDED, _FOLDED_OPSET = 32, 18
 _LAYOUT = (*MOVES, "Expand", "Slice", "Gather", "Tile")
@@ -73,6 +78,7 @@ class Spelling:
         self._old: dict[ir.Value, ir.Value] = {}  # by the new value
         self._inputs: dict[ir.Node, tuple[ir.Value | None, ...]] = {}  # of nodes that were taken out
         self._graphs: dict[ir.Node, ir.Graph | ir.Function] = {}  # where those were
+        self._fused = set[ir.Node]()  # those that were taken out with an attention
         # what the graph has in the end, by graph and name, and by name alone
         self._named: dict[tuple[int | None, str | None], ir.Value] = {}
         self._new: dict[ir.Node, list[ir.Node]] = {}  # nodes that rewrites wrote, and what they replaced
@@ -122,7 +128,8 @@ class Spelling:
             value, spread = pending.pop()
             node = value.producer()
             if value not in self._old and node is not None and node in self._new:
-                pending += [(each, spread) for each in node.inputs if each and constant(each) is None]
+                given = () if is_op(node, "Shape") else node.inputs
+                pending += [(each, spread) for each in given if each and constant(each) is None]
             else:
                 found[self.original(value)] = spread
         return found
@@ -154,6 +161,12 @@ class Spelling:
         return self._digests[key][0]
 
     # -- Rewrite and restore
+
+    def remember(self, node: ir.Node) -> None:
+        """Keep what a node is that goes with an attention: another may be compared with it, or restored."""
+        if self:
+            self._inputs[node], self._graphs[node] = tuple(node.inputs), graph_of_node(node)
+            self._fused.add(node)
 
     def _put(self, node: ir.Node, new: ir.Value, builder: NodeBuilder) -> None:
         """Let a new value stand for the result of a node."""
@@ -209,7 +222,8 @@ class Spelling:
     def _current(self, value: ir.Value | None, graph: ir.Graph | ir.Function) -> ir.Value | None:
         """A value as it is in the graph now: what is fused took over its name."""
         node = None if value is None else value.producer()
-        if value is None or node is None or node.graph is not None or node in self._inputs:
+        taken = node in self._inputs and node not in self._fused
+        if value is None or node is None or node.graph is not None or taken:
             if value is not None and node is None and value.const_value is not None:
                 _register(value, graph)
             return value
@@ -492,7 +506,7 @@ def _total_of(value: ir.Value | None) -> tuple[ir.Value, int] | None:
 
 def _summed_axis(node: ir.Node, count: int) -> int | None:
     if is_op(node, "Einsum"):
-        (given, *_), out = _equation(node)
+        (given, *_), out = equation_of(node)
         gone = [at for at, letter in enumerate(given) if letter not in out]
         plain = len(node.inputs) == 1 and "." not in given and len(set(given)) == len(given)
         kept = "".join(letter for letter in given if letter in out) == out
@@ -513,9 +527,8 @@ def _weights(
     if node is None or scores is None or sizes_of(scores) != sizes_of(powers):
         return None
     if is_op(node, "Softmax"):
-        own = node.attributes.get_int("axis", -1)
         changed = condition is not None or factor is not None
-        if not changed or sink is not None or (own - (rank(scores) or 0) if own >= 0 else own) != axis:
+        if not changed or sink is not None or _axis_of(node) != axis:
             return None
     if sink is not None:
         plain = condition is None and factor is None and axis == -1
@@ -530,6 +543,12 @@ def _weights(
         added = _like(builder, factor, "Log", factor) if exponent is None else exponent.inputs[0]
         scores = _like(builder, scores, "Add", scores, added)  # type: ignore[arg-type]
     return _like(builder, powers, "Softmax", scores, axis=axis)
+
+
+def _axis_of(softmax: ir.Node | None) -> int:
+    """The axis of a softmax, counted from the end."""
+    axis = -1 if softmax is None else softmax.attributes.get_int("axis", -1)
+    return axis - (rank(input_at(softmax, 0)) or 0) if axis >= 0 else axis
 
 
 def _times(powers: ir.Value) -> tuple[ir.Node | None, ir.Value | float | None]:
@@ -591,8 +610,7 @@ def _hidden_behind(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
         or not sizes
     ):
         return None
-    last = softmax.attributes.get_int("axis", -1) % len(sizes) == len(sizes) - 1
-    if not last or dims[-1] != sizes[-1] or sizes_of(scores) != sizes:
+    if _axis_of(softmax) != -1 or dims[-1] != sizes[-1] or sizes_of(scores) != sizes:
         return None
     hidden = builder.op("Not", condition) if at == 1 else condition
     count = builder.op("ReduceSum", builder.cast(hidden, dtype), builder.ints(-1), keepdims=1)
@@ -770,6 +788,114 @@ def _behind_moves(axes: Axes | None, steps: Sequence[ir.Node], alphabet: Alphabe
         else:
             axes = alphabet.regrouped(axes, sizes)
     return axes
+
+
+class Summand(NamedTuple):
+    """A matmul of powers, or their sum, that is multiplied by other powers and added to its like."""
+
+    node: ir.Node  # the MatMul or ReduceSum
+    powers: ir.Value  # what it takes
+    scores: ir.Value  # their scores
+    # what else the exponents add up to, the same for all keys: values, and how often each is added
+    shift: frozenset[tuple[ir.Value | None, int]]
+
+
+def _summands(value: ir.Value | None) -> list[Summand]:
+    """What a softmax chunk by chunk adds up: each time, the sum so far is corrected by the new maximum."""
+    found, pending = list[Summand](), [(value, tuple[ir.Value, ...]())]
+    for _ in range(_MOST_IN_CHUNKS):
+        if not pending:
+            return found
+        value, times = pending.pop()
+        node = made_by(value, "Add", "Mul", "MatMul", "ReduceSum", *IN_ORDER)
+        if scalar_of(value) == 0.0:
+            continue
+        if is_op(node, "Add", *IN_ORDER) and node is not None:
+            given = node.inputs if is_op(node, "Add") else node.inputs[:1]
+            pending += [(each, times) for each in reversed(given)]
+            continue
+        if is_op(node, "Mul") and node is not None:
+            exponents = [input_at(made_by(_bare(each), "Exp"), 0) for each in node.inputs]
+            at = 0 if exponents[0] is not None else 1
+            if (exponent := exponents[at]) is None:
+                return []
+            pending.append((node.inputs[1 - at], (*times, exponent)))
+            continue
+        powers = input_at(node, 0)
+        shift = _shift_of(input_at(made_by(powers, "Exp"), 0))
+        if node is None or powers is None or shift is None:
+            return []
+        total = Counter[ir.Value | None]()
+        for exponent, sign in ((shift[1], -1), *((each, 1) for each in times)):
+            _add_up(exponent, sign, total)
+        rest: frozenset[tuple[ir.Value | None, int]] = frozenset(
+            (each, count) for each, count in total.items() if count
+        )
+        found.append(Summand(node, powers, shift[0], rest))
+    return []
+
+
+def _add_up(exponent: ir.Value | None, sign: int, total: Counter[ir.Value | None]) -> None:
+    """Count what is added and subtracted in an exponent."""
+    difference = made_by(_bare(exponent), "Sub")
+    if difference is None:
+        total[_bare(exponent)] += sign
+        return
+    for each, side in zip(difference.inputs, (1, -1), strict=True):
+        _add_up(each, sign * side, total)
+
+
+def _bare(value: ir.Value | None) -> ir.Value | None:
+    """A value before axes of size 1 were added or dropped."""
+    while (node := made_by(value, *IN_ORDER)) is not None:
+        value = node.inputs[0]
+    return value
+
+
+def _in_chunks(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
+    """A softmax chunk by chunk of keys, as flash attention computes it."""
+    first, second = node.inputs
+    if is_op(node, "Mul"):
+        inverse = [inverse_of(each) for each in node.inputs]
+        first, second = (second, input_at(inverse[0], 0)) if inverse[0] else (first, input_at(inverse[1], 0))
+    if made_by(first, "Add") is None or made_by(_bare(second), "Add") is None:
+        return None
+    matmuls, sums = _summands(first), _summands(second)
+    of_keys = [
+        _summed_axis(each.node, rank(each.powers) or 0) for each in sums if is_op(each.node, "ReduceSum")
+    ]
+    whole = of_keys == [(rank(each.powers) or 0) - 1 for each in sums]
+    same = len(matmuls) == len(sums) > 1 and {each[1:] for each in matmuls} == {each[1:] for each in sums}
+    if not (whole and same) or len({each.shift for each in matmuls}) != 1:
+        return None
+    if not all(is_op(each.node, "MatMul") for each in matmuls):
+        return None
+    values = _joined([each.node.inputs[1] for each in matmuls], -2, builder)
+    sizes, lengths = sizes_of(matmuls[0].scores), sizes_of(values)
+    if values is None or sizes is None or lengths is None:
+        return None
+    like = _typed(ir.Value(), matmuls[0].scores.dtype, [*sizes[:-1], lengths[-2]])
+    scores = _all_keys([each.scores for each in matmuls], like, builder)
+    weights = None if scores is None else _like(builder, scores, "Softmax", scores, axis=-1)
+    return None if weights is None else _like(builder, node.outputs[0], "MatMul", weights, values)
+
+
+def _over_mean(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
+    """Exponentials over their mean: weights times the number of keys."""
+    powers, mean = node.inputs[0], made_by(node.inputs[1], "ReduceMean")
+    sizes, dtype = sizes_of(powers), None if powers is None else powers.dtype
+    if powers is None or sizes is None or dtype is None or mean is None or mean.inputs[0] is not powers:
+        return None
+    scores: ir.Value | None = powers
+    while (step := made_by(scores, "Exp", "Sub", "Mul", "Div", "Add")) is not None:
+        scores = step.inputs[0]
+    keys = input_at(made_by(scores, "MatMul"), 1)
+    if keys is None or (sizes_of(keys) or [None])[-1] != sizes[-1] or _joined_axes(mean) != 1:
+        return None
+    if (weights := _weights(powers, -1, builder)) is None:
+        return None
+    count = builder.cast(builder.op("Shape", keys, start=-1), dtype)
+    return _like(builder, powers, "Mul", weights, _typed(count, dtype, [1]))
 
 
 def _by_norm(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
@@ -1118,19 +1244,13 @@ def _with_vector(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
     return _like(builder, output, "Squeeze", gemm, builder.ints(*gone))
 
 
-def _equation(node: ir.Node) -> tuple[list[str], str]:
-    """The letters of the operands of an einsum, and of its result."""
-    inputs, _, out = (node.attributes.get_string("equation") or "").replace(" ", "").partition("->")
-    return inputs.split(","), out
-
-
 def _einsum_of_several(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
     """An einsum of three tensors or more, as einsums of two of them, one after the other.
 
     First come two whose product is summed. Computed ones come before weights: those may be multiplied with
     the result of attention as well. Where nothing is summed, one is multiplied with one that has its axes.
     """
-    (texts, out), given = _equation(node), [each for each in node.inputs if each is not None]
+    (texts, out), given = equation_of(node), [each for each in node.inputs if each is not None]
     if len(given) < len(texts) or not out or any("." in each for each in texts):
         return None
     if not (_feeds_softmax(node.outputs[0]) or any(map(_is_weights, given))):
@@ -1166,7 +1286,7 @@ def _einsum_of_several(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
 
 def _einsum_of_matrices(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
     """An einsum of two matrices, as one of batches."""
-    (texts, out), output = _equation(node), node.outputs[0]
+    (texts, out), output = equation_of(node), node.outputs[0]
     first, second, *_ = (*node.inputs, None)
     sizes, letter = (
         sizes_of(output),
@@ -1193,7 +1313,7 @@ def _einsum_of_matrices(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
 
 def _einsum(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
     """An einsum of a single query, which has no axis of queries, as one with such an axis."""
-    (texts, out), output = _equation(node), node.outputs[0]
+    (texts, out), output = equation_of(node), node.outputs[0]
     inputs = ",".join(texts)
     if len(texts) > 2:
         return _einsum_of_several(node, builder)
@@ -1288,14 +1408,26 @@ def _scores_together(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
     return _all_keys(list(node.inputs), node.outputs[0], builder) if _feeds_softmax(node.outputs[0]) else None
 
 
+_WITH_KEYS = ("MatMul", "Mul", "Div", "Add", "Where")
+
+
 def _all_keys(parts: Sequence[ir.Value | None], like: ir.Value, builder: NodeBuilder) -> ir.Value | None:
     """The scores that parts of them are, where each is computed in the same way."""
-    nodes = [node for each in parts if (node := made_by(each, "MatMul", "Mul", "Div", "Add")) is not None]
+    nodes = [node for each in parts if (node := made_by(each, *_WITH_KEYS)) is not None]
     if len(nodes) < len(parts) or any(node.op_type != nodes[0].op_type for node in nodes):
         return None
-    first, second = ([node.inputs[at] for node in nodes] for at in (0, 1))
+    first, second, *third = zip(*(node.inputs for node in nodes), strict=True)
     if None in (*first, *second):
         return None
+    if is_op(nodes[0], "Where"):
+        numbers, shown = [scalar_of(each) for each in (*second, *third[0])], scalar_of(second[0]) is None
+        numbers = numbers[len(nodes) :] if shown else numbers[: len(nodes)]
+        inner = _all_keys(second if shown else third[0], like, builder)
+        masks = _joined(first, -1, builder, [node.outputs[0] for node in nodes])
+        if inner is None or masks is None or numbers[0] is None or len(set(numbers)) != 1:
+            return None
+        other = (third[0] if shown else second)[0]
+        return _like(builder, like, "Where", masks, *((inner, other) if shown else (other, inner)))
     if is_op(nodes[0], "Add"):  # each with its mask
         inner = _all_keys(first, like, builder)
         masks = _joined(second, -1, builder, [node.outputs[0] for node in nodes])
@@ -1374,6 +1506,105 @@ def _halves(parts: Sequence[ir.Value | None], count: int) -> Sequence[int] | Non
     return None
 
 
+class Cut(NamedTuple):
+    """A part of a tensor."""
+
+    source: ir.Value  # the tensor
+    axis: int  # along which axis, counted from the end
+    begin: int  # where it begins there
+    end: int  # where it ends
+
+
+def _cut_of(value: ir.Value | None) -> Cut | None:
+    """The part of another tensor that a value is, by a Slice or a Split."""
+    node = made_by(value, "Slice", "Split")
+    source = input_at(node, 0)
+    sizes = sizes_of(source)
+    if value is None or node is None or source is None or not sizes:
+        return None
+    if is_op(node, "Split"):
+        axis = node.attributes.get_int("axis", 0) % len(sizes)
+        counts = [(sizes_of(each) or [None] * len(sizes))[axis] for each in node.outputs]
+        known = [each for each in counts if isinstance(each, int)]
+        at = node.outputs.index(value)
+        if len(known) < len(counts):
+            return None
+        return Cut(source, axis - len(sizes), sum(known[:at]), sum(known[: at + 1]))
+    begins, ends, axes, steps = (constant_ints(node, at) for at in (1, 2, 3, 4))
+    if not begins or not ends or not axes or len(axes) != 1 or (input_at(node, 4) and steps != (1,)):
+        return None
+    size = sizes[axes[0]] if -len(sizes) <= axes[0] < len(sizes) else None
+    if not isinstance(size, int):
+        return None
+    return Cut(source, axes[0] % len(sizes) - len(sizes), *slice(begins[0], ends[0]).indices(size)[:2])
+
+
+def _part(value: ir.Value, cut: Cut, builder: NodeBuilder, depth: int = 0) -> ir.Value | None:
+    """A part of what is computed from tensors one after the other, by the one that it is."""
+    sizes, node = sizes_of(value), made_by(value, "Concat", *_EACH)
+    if sizes is None or node is None or depth > _MAX_DEPTH:
+        return None
+    if is_op(node, "Concat"):
+        begin = 0
+        for each in (
+            node.inputs if node.attributes.get_int("axis", 0) % len(sizes) - len(sizes) == cut.axis else ()
+        ):
+            size = (sizes_of(each) or [None] * len(sizes))[cut.axis]
+            if not isinstance(size, int) or begin > cut.begin:
+                return None
+            if (begin, begin + size) == (cut.begin, cut.end):
+                return each
+            begin += size
+        return None
+    given = list[ir.Value | None]()
+    for each in node.inputs:
+        own = sizes_of(each) or []
+        whole = len(own) < -cut.axis or own[cut.axis] == 1
+        given.append(each if whole or each is None else _part(each, cut, builder, depth + 1))
+    if None in given or all(map(operator.is_, given, node.inputs)):
+        return None
+    result = builder.node(node.op_type, given, attributes=dict(node.attributes))[0]
+    sizes[cut.axis] = cut.end - cut.begin
+    return _typed(result, value.dtype, sizes)
+
+
+def _part_of_weights(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
+    """The matmul of V with a part of the weights of several attentions: with a softmax of its own."""
+    for at, each in enumerate(node.inputs):
+        cut = _cut_of(each)
+        softmax = None if cut is None else made_by(cut.source, "Softmax")
+        scores = input_at(softmax, 0)
+        if each is None or cut is None or softmax is None or scores is None:
+            continue
+        axis = _axis_of(softmax)
+        own = _part(scores, cut, builder) if axis != cut.axis else None
+        if own is None:
+            continue
+        given = list(node.inputs)
+        given[at] = _like(builder, each, "Softmax", own, axis=axis)
+        result = builder.node(node.op_type, given, attributes=dict(node.attributes))[0]
+        return _typed(result, node.outputs[0].dtype, sizes_of(node.outputs[0]))
+    return None
+
+
+def _columns(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
+    """Some columns of a matmul of weights, where V has them beside others, as ones that give their sum."""
+    cut = _cut_of(node.outputs[0])
+    matmul = None if cut is None else made_by(cut.source, "MatMul")
+    weights, values = (input_at(matmul, at) for at in (0, 1))
+    if cut is None or weights is None or values is None or cut.axis != -1 or not _is_weights(weights):
+        return None
+    own = _part(values, cut, builder)
+    if own is None:
+        return None
+    if scalar_of(own) == 1.0 and cut.end - cut.begin == 1:
+        return _like(builder, node.outputs[0], "ReduceSum", weights, builder.ints(-1), keepdims=1)
+    return _like(builder, node.outputs[0], "MatMul", weights, own)
+
+
+_EACH = ("Add", "Sub", "Mul", "Div", "Neg", "Cast", "Where", "Tanh", "Identity")
+
+
 def _behind(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
     """What all keys share, behind the matmul with V."""
     steps = [made_by(each, *_MOVED) for each in node.inputs]
@@ -1384,28 +1615,65 @@ def _behind(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
 
 
 def _distributed(matmul: ir.Node, step: ir.Node, builder: NodeBuilder) -> ir.Value | None:
-    """The sum or the difference of the weights of two attentions with one V: that of their results."""
-    output, parts, known = matmul.outputs[0], list[ir.Value](), dict[ir.Value, ir.Value]()
-    if len(step.outputs[0].uses()) != 1:
+    """Sums and differences of weights, or of weights and something else, times V: those of the products."""
+    if len(step.outputs[0].uses()) != 1 or not all(map(_is_computed, matmul.inputs)):
         return None
-    for value in step.inputs:
-        factor = made_by(value, "Mul", "Div")
-        sides = [value, None] if factor is None else list(factor.inputs)
-        at = next((at for at, each in enumerate(sides) if _has_weights(each)), None)
-        if at is None or value is None or (at and is_op(factor, "Div")):
-            return None
-        weights, other = sides[at], sides[1 - at]
-        if weights is None or sizes_of(weights) != sizes_of(step.outputs[0]):
-            return None
-        if (result := _times_values(matmul, step, weights, known, builder)) is None:
-            return None
-        if factor is not None and other is not None:
-            if any(size != 1 for size in sizes_of(other) or ([None] if other.shape is None else [])):
-                return None
-            pair = (result, other) if at == 0 else (other, result)
-            result = _like(builder, output, factor.op_type, *pair)
-        parts.append(result)
-    return _like(builder, output, step.op_type, *parts)
+    if not _reaches_weights(step.outputs[0]):
+        return None
+    return _linear(step.outputs[0], matmul, step, {}, builder)
+
+
+def _linear(
+    value: ir.Value | None,
+    matmul: ir.Node,
+    step: ir.Node,
+    known: dict[ir.Value, ir.Value],
+    builder: NodeBuilder,
+) -> ir.Value | None:
+    """What is linear in weights, times V."""
+    node, output = made_by(value, "Add", "Sub", "Mul", "Div"), matmul.outputs[0]
+    if value is None or not _reaches_weights(value):
+        return None if value is None else _other_times_values(value, matmul, step, builder)
+    if _has_weights(value):
+        whole = sizes_of(value) == sizes_of(step.outputs[0])
+        return _times_values(matmul, step, value, known, builder) if whole else None
+    if node is None or None in node.inputs:
+        return None
+    if is_op(node, "Add", "Sub"):
+        parts = [_linear(each, matmul, step, known, builder) for each in node.inputs]
+        found = [each for each in parts if each is not None]
+        return _like(builder, output, node.op_type, *found) if len(found) == 2 else None
+    at = 0 if _reaches_weights(node.inputs[0]) else 1
+    factor, sizes = node.inputs[1 - at], sizes_of(node.inputs[1 - at])
+    if factor is None or sizes is None or (at and is_op(node, "Div")) or _reaches_weights(factor):
+        return None
+    if any(size != 1 for size in (sizes[-1:] if is_op(matmul, "MatMul") else sizes)):
+        return None
+    inner = _linear(node.inputs[at], matmul, step, known, builder)
+    if inner is None:
+        return None
+    return _like(builder, output, node.op_type, *((inner, factor) if at == 0 else (factor, inner)))
+
+
+def _other_times_values(
+    value: ir.Value, matmul: ir.Node, step: ir.Node, builder: NodeBuilder
+) -> ir.Value | None:
+    """What is added to weights, times V; where it is the same for all keys, times their sum."""
+    sizes, own, values = sizes_of(value), sizes_of(step.outputs[0]) or [], matmul.inputs[1]
+    if not is_op(matmul, "MatMul") or matmul.inputs[0] is not step.outputs[0] or sizes is None or not own:
+        return None
+    if values is None or len(sizes_of(values) or ()) != len(own):
+        return None
+    if sizes[-1:] in ([], [1]):
+        total = builder.op("ReduceSum", values, builder.ints(-2), keepdims=1)
+        return builder.op("Mul", value, total)
+    return builder.op("MatMul", value, values) if sizes[-2:] == own[-2:] else None
+
+
+def _reaches_weights(value: ir.Value | None) -> bool:
+    """Whether a value is computed from weights by sums and products."""
+    near = nodes_behind([value], lambda node: node.inputs if is_op(node, "Add", "Sub", "Mul", "Div") else ())
+    return any(_has_weights(each) for node in itertools.islice(near, 16) for each in node.outputs)
 
 
 def _has_weights(value: ir.Value | None) -> bool:
@@ -1459,6 +1727,8 @@ def _moved_behind(matmul: ir.Node, step: ir.Node, builder: NodeBuilder) -> ir.Va
         each is None or len(each) > (rank(output) or 0) for each in shapes
     ):
         return None
+    if is_op(step, "Mul") and (scaled := _times_of_keys(matmul, step, weights, others[0], builder)):
+        return scaled
     alike = is_op(matmul, "MatMul") and all((each or [1])[-1] == 1 for each in shapes)
     single = all(size == 1 for each in shapes for size in each or ())
     if not (alike or single) or (is_op(step, "Where") and scalar_of(others[-1]) != 0.0):
@@ -1468,6 +1738,72 @@ def _moved_behind(matmul: ir.Node, step: ir.Node, builder: NodeBuilder) -> ir.Va
     _typed(result, output.dtype, sizes_of(output))
     given = [result if each is weights else each for each in inputs if each is not None]
     return _like(builder, output, step.op_type, *given)
+
+
+def _times_of_keys(
+    matmul: ir.Node, step: ir.Node, weights: ir.Value, factor: ir.Value, builder: NodeBuilder
+) -> ir.Value | None:
+    """Weights that are multiplied by something that is the same for all queries: V is."""
+    values = matmul.inputs[1]
+    if not is_op(matmul, "MatMul") or matmul.inputs[0] is not step.outputs[0] or values is None:
+        return None
+    if (column := _as_column(factor, values, rank(weights) or 0, builder)) is None:
+        return None
+    scaled = _like(builder, values, "Mul", values, column)
+    return _like(builder, matmul.outputs[0], "MatMul", weights, scaled)
+
+
+def _over_weighted_sum(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
+    """`(p * m / sum(p * m)) @ v` and `(p * m) @ v / sum(p * m)`, where m is the same for all queries.
+
+    V is multiplied by m, and m is one more column of it, which gives the sum.
+    """
+    behind = is_op(node, "Div")
+    matmul, quotient = made_by(node.inputs[0], "MatMul") if behind else node, node
+    if not behind:
+        quotient = made_by(node.inputs[0], "Div") or node
+    values, numbers = input_at(matmul, 1), input_at(matmul if behind else quotient, 0)
+    total = None if matmul is quotient else _total_of(quotient.inputs[1])
+    product = None if total is None else made_by(total[0], "Mul")
+    if matmul is None or values is None or total is None or product is None:
+        return None
+    if total[1] != -1 or numbers is not total[0]:
+        return None
+    for at in (0, 1):
+        powers, factor = made_by(product.inputs[at], "Exp", "Softmax"), product.inputs[1 - at]
+        scores, wide = input_at(powers, 0), sizes_of(values)
+        if scores is None or factor is None or wide is None or sizes_of(scores) != sizes_of(total[0]):
+            continue
+        if is_op(powers, "Softmax") and _axis_of(powers) != -1:
+            continue
+        if (column := _as_column(factor, values, rank(scores) or 0, builder)) is None:
+            continue
+        weights = _like(builder, scores, "Softmax", scores, axis=-1)
+        scaled = _like(builder, values, "Mul", values, column)
+        lengths = builder.op("Concat", builder.op("Shape", values, end=-1), builder.ints(1), axis=0)
+        own = _typed(builder.op("Expand", column, lengths), values.dtype, [*wide[:-1], 1])
+        both = _joined([scaled, own], -1, builder)
+        dims, size = sizes_of(matmul.outputs[0]) or [], (sizes_of(both) or [None])[-1]
+        if both is None:
+            return None
+        sums = _typed(builder.op("MatMul", weights, both), values.dtype, [*dims[:-1], size])
+        first = builder.op("Slice", sums, *map(builder.ints, (0, -1, -1)))
+        last = builder.op("Slice", sums, *map(builder.ints, (-1, NO_END, -1)))
+        return _like(builder, node.outputs[0], "Div", first, last)
+    return None
+
+
+def _as_column(factor: ir.Value, values: ir.Value, count: int, builder: NodeBuilder) -> ir.Value | None:
+    """What multiplies weights, the same for all queries, as what multiplies the rows of V."""
+    own, wide = sizes_of(factor) or [], sizes_of(values)
+    if wide is None or not own or own[-1] == 1 or (len(own) > 1 and own[-2] != 1):
+        return None
+    before = [*[1] * (count - len(own)), *own][:-2]
+    if len(wide) != count or any(one not in (1, other) for one, other in zip(before, wide, strict=False)):
+        return None
+    if len(own) == 1:
+        return builder.unsqueeze(factor, -1)
+    return builder.transpose(factor, *range(len(own) - 2), len(own) - 1, len(own) - 2)
 
 
 def _reduced_behind(matmul: ir.Node, step: ir.Node, builder: NodeBuilder) -> ir.Value | None:
@@ -1498,7 +1834,9 @@ def _batched(
     first: ir.Value | None, second: ir.Value | None, like: ir.Value, builder: NodeBuilder
 ) -> ir.Value | None:
     sizes = sizes_of(like)
-    if first is None or second is None or sizes is None or not (_feeds_softmax(like) or _is_weights(first)):
+    if first is None or second is None or sizes is None:
+        return None
+    if not (_feeds_softmax(like) or _is_weights(first) or _is_weights(second)):
         return None
     count = max(3, len(sizes))
     one, other = (
@@ -1580,20 +1918,64 @@ def _product(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
     return None
 
 
+def _normed_scores(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
+    """Scores behind a BatchNormalization: a factor and a shift for each head."""
+    scores, output, count = node.inputs[0], node.outputs[0], rank(node.inputs[0]) or 0
+    numbers = [array_of(each) for each in node.inputs[1:]]
+    arrays = [each.astype(np.float64) for each in numbers if each is not None]
+    if scores is None or len(arrays) != 4 or count < 3 or not _feeds_softmax(output) or output.dtype is None:
+        return None
+    if node.attributes.get_int("training_mode", 0):
+        return None
+    scale, shift, mean, variance = arrays
+    factor = scale / np.sqrt(variance + (node.attributes.get_float("epsilon", 1e-5) or 0.0))
+    shape = (-1, *[1] * (count - 2))
+    times, more = (
+        builder.constant(each.reshape(shape), output.dtype) for each in (factor, shift - mean * factor)
+    )
+    return _like(builder, output, "Add", _like(builder, output, "Mul", scores, times), more)
+
+
+def _convolved(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
+    """A convolution of single points with computed weights, as a matmul; its groups are heads."""
+    value, weights, output = node.inputs[0], node.inputs[1], node.outputs[0]
+    sizes, own = sizes_of(value) or [], sizes_of(weights) or []
+    groups = node.attributes.get_int("group", 1)
+    if not _is_computed(value) or not _is_computed(weights) or input_at(node, 2) is not None:
+        return None
+    fixed = [each for each in (*sizes[1:2], *own[:2]) if isinstance(each, int)]
+    if value is None or weights is None or not is_pointwise(node) or len(fixed) != 3:
+        return None
+    shape = [each if isinstance(each, int) else -1 for each in sizes[2:]]
+    if shape.count(-1) > 1:
+        return None
+    channels, rows, points = fixed[0] // groups, fixed[1] // groups, product(sizes[2:])
+    flat = builder.reshape(value, 0, groups, channels, -1)
+    flat = _typed(flat, value.dtype, [sizes[0], groups, channels, points])
+    kernel = _typed(
+        builder.reshape(weights, 1, groups, rows, channels), value.dtype, [1, groups, rows, channels]
+    )
+    gemm = _typed(builder.op("MatMul", kernel, flat), value.dtype, [sizes[0], groups, rows, points])
+    return _like(builder, output, "Reshape", gemm, builder.ints(0, fixed[1], *shape))
+
+
 # The first one that gives a value is applied.
 _RULES: dict[str, Sequence[Rule]] = {
     "Add": (_unchanged, _tanh, _values_together, _blend),
     "Sub": (_unchanged, _tanh, _blend),
     "Min": (_unchanged, _minimum),
     "Where": (_unchanged, _hidden_behind),
-    "Div": (_unchanged, _normalised),
-    "Mul": (_unchanged, _zeros_like, _product, _normalised),
+    "Div": (_unchanged, _normalised, _over_mean, _in_chunks, _over_weighted_sum),
+    "Mul": (_unchanged, _zeros_like, _product, _normalised, _in_chunks),
     "Exp": (_by_logarithm,),
     "Pow": (_unchanged, _power),
     "Gather": (_only_one,),
     "ReduceSum": (_summed_product,),
-    "MatMul": (_by_ones, _behind),
-    "Einsum": (_behind, _einsum),
+    "MatMul": (_by_ones, _part_of_weights, _over_weighted_sum, _behind),
+    "Einsum": (_part_of_weights, _behind, _einsum),
+    "Slice": (_unchanged, _columns),
+    "Conv": (_convolved,),
+    "BatchNormalization": (_normed_scores,),
     "Pad": (_unchanged, _padded),
     "Concat": (_unchanged, _scores_together),
     "Sum": (_unchanged, _sum),
@@ -1602,7 +1984,7 @@ _RULES: dict[str, Sequence[Rule]] = {
     "ReduceLogSum": (_other_sum,),
     "ReduceSumSquare": (_other_sum,),
 }
-_RULES |= dict.fromkeys(("Max", "Clip", "Slice", "Cast", "Expand", "Mean"), (_unchanged,))
+_RULES |= dict.fromkeys(("Max", "Clip", "Cast", "Expand", "Mean"), (_unchanged,))
 # What is written as matrices keeps its form until the others are done.
 _RULES_OF_RANKS: dict[str, Sequence[Rule]] = {
     "MatMul": (_matmul,),

@@ -335,7 +335,9 @@ _FUSED_MATMULS = [
     ("com.microsoft", name) for name in ("FusedMatMul", "TransposeMatMul")
 ]  # the second is older
 # How a matrix is read, by whether it is transposed.
-_LEFT, _RIGHT = {0: "...sd", 1: "...ds"}, {0: "...dt", 1: "...td"}
+# By whether the matrix is transposed, and whether its rows come before the batch.
+_LEFT: dict[tuple[int, ...], str] = {(0, 0): "...sd", (1, 0): "...ds", (0, 1): "s...d", (1, 1): "d...s"}
+_RIGHT: dict[tuple[int, ...], str] = {(0, 0): "...dt", (1, 0): "...td", (0, 1): "d...t", (1, 1): "t...d"}
 
 
 def without_fused_matmuls(model: ir.Model) -> list[ir.Node]:
@@ -347,11 +349,12 @@ def without_fused_matmuls(model: ir.Model) -> list[ir.Node]:
     pending = [node for node in nodes_in(model.graph) if (node.domain, node.op_type) in _FUSED_MATMULS]
     prefix = prefix_within("matmul", prefixes_in(model)) if pending else ""
     for node in pending:
-        given = {name: int(node.attributes.get_int(name, 0) or 0) for name in ("transA", "transB")}
-        if any(node.attributes.get_int(name, 0) for name in ("transBatchA", "transBatchB")):
-            continue
+        left, right = (
+            tuple(bool(node.attributes.get_int(name + side, 0)) for name in ("trans", "transBatch"))
+            for side in "AB"
+        )
         builder = NodeBuilder(f"{prefix}/{len(found) + 1}")
-        equation = f"{_LEFT[given['transA']]},{_RIGHT[given['transB']]}->...st"
+        equation = f"{_LEFT[left]},{_RIGHT[right]}->...st"
         value = builder.op("Einsum", *node.inputs, equation=equation)
         found.append(builder.nodes[-1])
         alpha, dtype = node.attributes.get_float("alpha", 1.0), node.inputs[0].dtype  # type: ignore[union-attr]
@@ -364,17 +367,27 @@ def without_fused_matmuls(model: ir.Model) -> list[ir.Node]:
     return found
 
 
+def equation_of(einsum: ir.Node) -> tuple[list[str], str]:
+    """The letters of the operands of an einsum, and of its result, whether it names those or not."""
+    equation = (einsum.attributes.get_string("equation") or "").replace(" ", "")
+    inputs, arrow, out = equation.partition("->")
+    letters = inputs.replace(",", "").replace(".", "")
+    once = "".join(sorted(letter for letter in letters if letters.count(letter) == 1))
+    return inputs.split(","), out if arrow else ("..." if "." in inputs else "") + once
+
+
 def as_matmuls(einsums: Iterable[ir.Node]) -> None:
     """Write them as matmuls, now that their numbers of axes are known."""
     for node in einsums:
-        inputs, _, _ = (node.attributes.get_string("equation") or "").partition("->")
-        ranks, texts = [rank(each) for each in node.inputs], inputs.split(",")
+        ranks, (texts, _) = [rank(each) for each in node.inputs], equation_of(node)
         if None in ranks or min(filter(None, ranks)) < 2:
             continue
         builder, operands = NodeBuilder(str(node.name)), list[ir.Value]()
         for value, text, count, plain in zip(node.inputs, texts, ranks, (_LEFT, _RIGHT), strict=True):
-            if value is not None and count is not None and text != plain[0]:
-                order, dims = [*range(count - 2), count - 1, count - 2], sizes_of(value) or []
+            if value is not None and count is not None and text != plain[0, 0]:
+                places = text.replace("...", "." * (count - 2))
+                dots = [at for at, letter in enumerate(places) if letter == "."]
+                order, dims = [*dots, *map(places.index, plain[0, 0][-2:])], sizes_of(value) or []
                 kind, value = value.type, builder.transpose(value, *order)
                 value.type, value.shape = kind, ir.Shape([dims[axis] for axis in order])
             if value is not None:
@@ -883,11 +896,34 @@ class _Walk:
                 dense = steps is None or steps[each] == 1
                 first[place] = _sliced(first[place], begin, end) if dense else None
             return [first if starts and ends else None]
+        if is_op(node, "Pad") and second is not None:
+            places = list(range(len(first))) if input_at(node, 3) is None else given[3] or []
+            if len(second) != 2 * len(places):
+                return []
+            for place, *pads in zip(places, second, second[len(places) :], strict=False):
+                if not isinstance(place, int) or not -len(first) <= place < len(first):
+                    return []
+                first[place] = first[place] if pads == [0, 0] else functools.reduce(_sum, pads, first[place])
+            return [first]
         found = self._by_onnx(node)
         if is_op(node, "Concat") and found[0] is not None:
             axis, shapes = node.attributes.get_int("axis", 0), [sizes_of(each) for each in node.inputs]
             found[0][axis] = functools.reduce(_sum, (shape[axis] if shape else None for shape in shapes))
+        if is_op(node, "Conv") and found[0] is not None and is_pointwise(node):
+            found[0][2:] = first[2:]
+        if is_op(node, "Attention") and len(node.outputs) > 1:
+            found[1:3] = [self._present(node, at) for at in (1, 2)]
         return found
+
+    def _present(self, attention: ir.Node, at: int) -> list[Size] | None:
+        """The sizes of all keys, or all values, that an attention gives."""
+        new, past = sizes_of(attention.inputs[at]), sizes_of(input_at(attention, at + 3))
+        if new is not None and len(new) == 3:
+            heads = attention.attributes.get_int("kv_num_heads", None)
+            new = None if heads is None else [new[0], heads, new[1], quotient(new[2], heads)]
+        if new is None or past is None:
+            return new
+        return [*new[:2], _sum(past[2], new[2]), new[3]]
 
     def _by_onnx(self, node: ir.Node) -> list[list[Size] | None]:
         """The sizes of the results by ONNX's own rules, for which a product of names is one name."""
@@ -908,6 +944,14 @@ class _Walk:
         )
         kinds = [found.get(str(value.name), onnx.TypeProto()) for value in node.outputs]
         return [_sizes(ir.serde.deserialize_type_proto_for_shape(each)) for each in kinds]
+
+
+def is_pointwise(conv: ir.Node) -> bool:
+    """Whether a convolution computes each point from that point alone."""
+    names = ("strides", "dilations", "pads")
+    strides, dilations, pads = (node_ints or () for node_ints in map(conv.attributes.get_ints, names))
+    padded = any(pads) or conv.attributes.get_string("auto_pad", "NOTSET") not in ("NOTSET", "VALID")
+    return {1} == {1, *strides, *dilations, *(sizes_of(conv.inputs[1]) or (None,) * 3)[2:]} and not padded
 
 
 def _merged(one: list[Size] | None, other: list[Size] | None) -> list[Size] | None:

@@ -61,7 +61,7 @@ _ROUNDING = {np.dtype(np.float64): 1e-11, np.dtype(np.float32): 3e-5, np.dtype(n
 _SHARP, _SHARP_HALF = 20.0, 1.5
 # The rounding of the file itself, as of scores beside a mask of -10000: so much of it may be between the two.
 _NOISE_FACTOR, _MOST_NOISE = 4.0, 1e-3
-_EXTREME = 5e4  # scores of the last draw: far from each other, and above any fill
+EXTREME = 5e4  # scores of the last draw: far from each other, and above any fill
 _EXTREME_ROUNDING = 0.1
 FACTOR = 0.0  # the spread of what the scores are multiplied by or divided by: numbers around 1
 _NAME = re.compile(r"[A-Za-z_][\w.]*")
@@ -87,6 +87,7 @@ class Boundary:
     # what is drawn, with the standard deviation of its numbers; `FACTOR` for positive ones, None for a mask
     drawn: Mapping[ir.Value, float | None]
     dims: Mapping[ir.Value, Dims]  # sizes of Q, K, V and masks
+    extreme: float = EXTREME  # scores of the last draw are multiples of about this
 
     def dims_of(self, value: ir.Value, *, drawn: bool = False) -> Dims | None:
         """The sizes of a value; None where the file does not know one of them.
@@ -304,7 +305,7 @@ def compare(old: Region, new: Region, boundary: Boundary, opset: int) -> bool:
         for draw in (0, 1, 2, 3) if count < _MANY_SCORES else (1,):
             random = np.random.default_rng(draw)
             drawn = {
-                value: _draw(random, draw, value, shape, boundary.drawn.get(value))
+                value: _draw(random, draw, value, shape, boundary.drawn.get(value), boundary.extreme)
                 for value, shape in shapes.items()
             }
             try:
@@ -439,7 +440,12 @@ def _folded(
 
 
 def _draw(
-    random: np.random.Generator, draw: int, value: ir.Value, shape: tuple[int, ...], spread: float | None
+    random: np.random.Generator,
+    draw: int,
+    value: ir.Value,
+    shape: tuple[int, ...],
+    spread: float | None,
+    extreme: float,
 ) -> np.ndarray:
     """Numbers for one input: plain ones, masks with fully masked queries, sharp scores, extreme ones."""
     dtype = (value.dtype or ir.DataType.FLOAT).numpy()
@@ -466,7 +472,7 @@ def _draw(
         sharp = _SHARP_HALF if dtype == np.float16 else _SHARP
         if draw == 3 and dtype.itemsize > 2 and spread != 1.0:
             # Whole multiples of one number: rounding cannot part equal scores, nor bring others together.
-            return (random.integers(-1, 2, shape) * spread * _EXTREME**0.5).astype(dtype)
+            return (random.integers(-1, 2, shape) * spread * extreme**0.5).astype(dtype)
         return (random.standard_normal(shape) * spread * (1.0, 1.0, sharp**0.5, 1.0)[draw]).astype(dtype)
     if draw == 2:
         return (random.random(shape) < max(few, 0.35)).astype(dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import onnx_ir as ir
@@ -191,22 +191,29 @@ def _broadcast(
     return q, k, v
 
 
-def insert_attention(pattern: Pattern, builder: NodeBuilder, results: list[ir.Value]) -> set[ir.Value]:
+def insert_attention(
+    pattern: Pattern, builder: NodeBuilder, results: list[ir.Value], before: Callable[[ir.Node], None]
+) -> set[ir.Value]:
     """Put the built nodes into the graph, and remove what only the old ones needed; see `remove_unused`."""
     operands = list(pattern.last.node.inputs)
     replace_node(pattern.last.node, builder, {0: results[0]}, keep=results[1:])
-    left = remove_unused(operands)
+    left = remove_unused(operands, before=before)
     if pattern.weights is not None:
         replace_value(pattern.weights.value, results[1])
-        left |= remove_unused([pattern.weights.value])
+        left |= remove_unused([pattern.weights.value], before=before)
     return left
 
 
-def remove_unused(values: Iterable[ir.Value | None], *, constants: bool = False) -> set[ir.Value]:
+def remove_unused(
+    values: Iterable[ir.Value | None],
+    *,
+    constants: bool = False,
+    before: Callable[[ir.Node], None] | None = None,
+) -> set[ir.Value]:
     """Remove the nodes that led only to these values, and with `constants` those as well.
 
     Else the constants are returned: they are removed in the end, since all layers of a model may share one,
-    and each time onnx_ir would list all uses that are left.
+    and each time onnx_ir would list all uses that are left. `before` is called with each node.
     """
     pending, left = list(values), set[ir.Value]()
     while pending:
@@ -222,6 +229,8 @@ def remove_unused(values: Iterable[ir.Value | None], *, constants: bool = False)
                 del value.graph.initializers[value.name]
         elif node.graph is not None and not any(out.uses() or out.is_graph_output() for out in node.outputs):
             pending.extend(node.inputs)
+            if before is not None:
+                before(node)
             node.graph.remove(node, safe=True)
     return left
 
