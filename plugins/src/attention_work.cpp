@@ -14,6 +14,7 @@
 #include <cstring>
 #include <iterator>
 #include <limits>
+#include <mutex>
 #include <string>
 #include <utility>
 
@@ -51,6 +52,7 @@ struct Prepared {
     CUfunction to_fp8 = nullptr;         // the output of a plan that writes no FP8
     CUfunction key_counts_kernel = nullptr;
     CUfunction empty_rows = nullptr;
+    SparseHeadsKernels sparse_heads;  // with gates
     // Where things lie in the scratch memory, behind cuDNN's part.
     std::size_t key_counts_at = kNowhere;
     std::size_t query_counts_at = kNowhere;
@@ -72,17 +74,34 @@ int64_t elements_of(View const& view) {
 }
 
 // cuDNN's plans for the whole process: contexts of one engine share them. Kept until the process is gone.
-PlanCache<CudnnAttention>& shared_plans() {
-    static PlanCache<CudnnAttention>& plans = *new PlanCache<CudnnAttention>(AttentionWork::kMostPlans);
-    return plans;
+struct SharedPlans {
+    std::mutex mutex;
+    PlanCache<CudnnAttention> plans{AttentionWork::kMostPlans};
+};
+SharedPlans& shared_plans() {
+    static SharedPlans& shared = *new SharedPlans;
+    return shared;
 }
 
-PlanKey key_of(AttentionParameters const& p, AttentionShapes const& shapes, Type type, Context const& context,
-    bool rounded) {
+std::shared_ptr<CudnnAttention> find_shared(PlanKey const& key) {
+    std::lock_guard<std::mutex> const lock(shared_plans().mutex);
+    return shared_plans().plans.find(key);
+}
+
+std::shared_ptr<CudnnAttention> share(PlanKey const& key, std::shared_ptr<CudnnAttention> plan) {
+    // Whoever still works with an evicted plan holds it, so these can go at once, behind the lock.
+    std::vector<std::shared_ptr<CudnnAttention>> evicted;
+    std::lock_guard<std::mutex> const lock(shared_plans().mutex);
+    return shared_plans().plans.insert(key, std::move(plan), evicted);
+}
+
+// Into `key`, whose memory is used again: a call that meets sizes once more takes none.
+void set_key(PlanKey& key, AttentionParameters const& p, AttentionShapes const& shapes, Type type,
+    Context const& context, bool rounded) {
     uint32_t scale = 0;
     std::memcpy(&scale, &p.scale, sizeof(scale));
     // Where the rotary tables are looked up is the same plan.
-    PlanKey key = {p.query_heads, p.key_heads, p.head_size, p.value_size, scale,
+    key = {p.query_heads, p.key_heads, p.head_size, p.value_size, scale,
         static_cast<int64_t>(p.causal), p.left_window, p.right_window, p.has_bias, p.has_key_lengths,
         p.has_gates, p.has_cache, p.fp8, static_cast<int64_t>(type), static_cast<int64_t>(context.number),
         shapes.cache_rows, p.rotates(), rounded};
@@ -94,7 +113,6 @@ PlanKey key_of(AttentionParameters const& p, AttentionShapes const& shapes, Type
     };
     add(shapes.bias);
     std::for_each(shapes.operands.begin(), shapes.operands.end(), add);
-    return key;
 }
 
 int64_t rounded_up(int64_t size, int64_t least) {
@@ -461,6 +479,7 @@ struct AttentionWork::State {
     AttentionShapes last_shapes;
     Type last_type = Type::kHalf;
     PlanKey last_key;
+    PlanKey next_key;  // of the sizes that are looked up
     std::shared_ptr<Prepared> last;
 };
 
@@ -474,13 +493,13 @@ Status AttentionWork::State::find(AttentionShapes const& shapes, Type type, bool
     }
     context = current;
     if (last == nullptr || type != last_type || !(shapes == last_shapes)) {
-        PlanKey key = key_of(parameters, shapes, type, context, false);
-        std::shared_ptr<Prepared> entry = prepared.find(key);
+        set_key(next_key, parameters, shapes, type, context, false);
+        std::shared_ptr<Prepared> entry = prepared.find(next_key);
         if (entry == nullptr) {
             RETURN_IF_FAILED(check_shapes(parameters, shapes));
             auto const rounded = exact_left == 0 ? rounded_shapes(parameters, shapes) : std::nullopt;
             Status status =
-                entry_of(rounded.value_or(shapes), type, rounded.has_value(), capturing, key, entry);
+                entry_of(rounded.value_or(shapes), type, rounded.has_value(), capturing, next_key, entry);
             if (!status.ok()) {
                 return status;
             }
@@ -488,7 +507,7 @@ Status AttentionWork::State::find(AttentionShapes const& shapes, Type type, bool
         }
         last_shapes = shapes;
         last_type = type;
-        last_key = std::move(key);
+        last_key.swap(next_key);
         last = std::move(entry);
     }
     found = last;
@@ -497,7 +516,7 @@ Status AttentionWork::State::find(AttentionShapes const& shapes, Type type, bool
 
 Status AttentionWork::State::entry_of(AttentionShapes const& shapes, Type type, bool rounded, bool capturing,
     PlanKey& key, std::shared_ptr<Prepared>& entry) {
-    key = key_of(parameters, shapes, type, context, rounded);
+    set_key(key, parameters, shapes, type, context, rounded);
     entry = prepared.find(key);
     if (entry != nullptr) {
         return Status();
@@ -533,7 +552,7 @@ Status AttentionWork::State::make(AttentionShapes const& shapes, Type type, Plan
     Prepared& made) {
     if (parameters.has_gates) {
         made.scratch_bytes = sparse_heads_workspace(parameters, shapes);
-        return prepare_sparse_heads(parameters, shapes, type);
+        return prepare_sparse_heads(parameters, shapes, type, made.sparse_heads);
     }
     made.batch = shapes.batch();
     made.narrow = parameters.fp8;
@@ -563,7 +582,7 @@ Status AttentionWork::State::make_dense(AttentionShapes const& shapes, Type type
                                : staged[index] ? rows_view(batch, heads, rows, size)
                                                : view;
     }
-    made.plan = shared_plans().find(key);
+    made.plan = find_shared(key);
     if (made.plan == nullptr) {
         CudnnProblem problem{made.attended[0], made.attended[1], made.attended[2], made.output, made.mask,
             shapes.bias, p.scale, type};
@@ -575,9 +594,7 @@ Status AttentionWork::State::make_dense(AttentionShapes const& shapes, Type type
         if (!problem.fp8) {
             RETURN_IF_FAILED(CudnnAttention::build(problem, plan));
         }
-        // Whoever still works with an evicted plan holds it, so these can go at once.
-        std::vector<std::shared_ptr<CudnnAttention>> evicted;
-        made.plan = shared_plans().insert(key, std::move(plan), evicted);
+        made.plan = share(key, std::move(plan));
     }
     made.narrow = made.plan->in_fp8();
     if (p.fp8) {
@@ -707,7 +724,8 @@ Status AttentionWork::run(AttentionShapes const& shapes, Type type, AttentionPoi
         }
         entry->launched = true;
         if (state.parameters.has_gates) {
-            return run_sparse_heads(state.parameters, shapes, type, pointers, workspace, stream);
+            return run_sparse_heads(
+                state.parameters, shapes, entry->sparse_heads, pointers, workspace, stream);
         }
         Call const call{*state.driver, state.parameters, shapes, *entry, pointers,
             static_cast<char*>(workspace), stream, InputPlaces(state.parameters)};

@@ -10,9 +10,12 @@
 
 #include <dlfcn.h>
 
+#include <algorithm>
+#include <array>
 #include <map>
 #include <mutex>
 #include <string>
+#include <type_traits>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -27,7 +30,18 @@ namespace {
 namespace fe = cudnn_frontend;
 
 // The numbers by which a launch names its tensors.
-enum Name : int64_t { kQuery = 1, kKey, kValue, kBias, kQueryCounts, kKeyCounts, kOutput, kScales };  // kScales: as many as kFp8Numbers
+enum Name : int64_t {
+    kQuery = 1,
+    kKey,
+    kValue,
+    kBias,
+    kQueryCounts,
+    kKeyCounts,
+    kOutput,
+    kScales,  // as many as kFp8Numbers
+    kFirst = kQuery,
+    kLast = kScales + static_cast<int64_t>(kFp8Numbers) - 1
+};
 
 // cuDNN, found once. Not closed: plans and handles of other objects may outlive whoever loaded it.
 Status load_cudnn() {
@@ -45,20 +59,60 @@ Status load_cudnn() {
                           + "; install it and put its folder into LD_LIBRARY_PATH");
 }
 
-Status status_of_cudnn(cudnnStatus_t status, std::string const& tried) {
+Status status_of_cudnn(cudnnStatus_t status, char const* tried) {
     if (status == CUDNN_STATUS_SUCCESS) {
         return Status();
     }
-    return Status::failed("could not " + tried + ": cuDNN says " + fe::detail::get_error_string(status));
+    return Status::failed(
+        std::string("could not ") + tried + ": cuDNN says " + fe::detail::get_error_string(status));
 }
 
-Status status_of_frontend(fe::error_t error, std::string const& tried) {
+Status status_of_frontend(fe::error_t error, char const* tried) {
     if (error.is_good()) {
         return Status();
     }
     std::string const version = std::to_string(fe::detail::get_backend_version());
-    return Status::failed("could not " + tried + ": cuDNN " + version + " says " + error.get_message());
+    return Status::failed(
+        std::string("could not ") + tried + ": cuDNN " + version + " says " + error.get_message());
 }
+
+// Launches by addresses in the order of their names. cudnn-frontend takes an array of them since it keeps a
+// template of each graph's tensors; before that it takes a map, which is made anew for every launch.
+template <typename Graph, typename = void>
+struct Launcher {
+    fe::error_t prepare(Graph&) { return {fe::error_code_t::OK, ""}; }
+    fe::error_t launch(
+        Graph const& graph, cudnnHandle_t handle, void* const* named, void* workspace, int64_t plan) const {
+        std::unordered_map<int64_t, void*> tensors;
+        for (int64_t name = kFirst; name <= kLast; ++name) {
+            tensors.emplace(name, named[name]);
+        }
+        return graph.execute_plan_at_index(handle, tensors, workspace, plan);
+    }
+};
+
+template <typename Graph>
+struct Launcher<Graph, std::void_t<decltype(std::declval<Graph&>().prepare_variant_pack_template()),
+                           decltype(std::declval<Graph const&>().get_variant_pack_uids_sorted())>> {
+    std::vector<int64_t> names;  // those that the graph has
+
+    fe::error_t prepare(Graph& graph) {
+        fe::error_t error = graph.prepare_variant_pack_template();
+        names = graph.get_variant_pack_uids_sorted();
+        bool const ours = names.size() <= kLast && std::all_of(names.begin(), names.end(), [](int64_t name) {
+            return name >= kFirst && name <= kLast;
+        });
+        return ours || error.is_bad()
+                   ? error
+                   : fe::error_t{fe::error_code_t::INVALID_VARIANT_PACK, "the graph has tensors of others"};
+    }
+    fe::error_t launch(
+        Graph const& graph, cudnnHandle_t handle, void* const* named, void* workspace, int64_t plan) const {
+        void* sorted[kLast] = {};
+        std::transform(names.begin(), names.end(), sorted, [named](int64_t name) { return named[name]; });
+        return graph.execute_plan_at_index(handle, sorted, static_cast<int>(names.size()), workspace, plan);
+    }
+};
 
 // A handle for building plans in the current context, which is given: kept forever, so that no plan outlives
 // the one that built it.
@@ -160,9 +214,21 @@ bool fits_one_tile(CudnnProblem const& problem, Driver const& driver) {
            && major == 9;
 }
 
+// A graph that a caller records points into its plan, which stays as long as the execution context that it was
+// recorded from. Else cudnn-frontend would ask CUDA at every launch whether one is being recorded, by a function
+// that it looks up by name, under a lock; versions that do not ask have no such setting.
+template <typename Graph>
+auto keep_plans_ourselves(Graph& graph, int) -> decltype(graph.set_cuda_graph_retention({}), void()) {
+    using Retention = decltype(graph.get_cuda_graph_retention());
+    graph.set_cuda_graph_retention(Retention::NONE);
+}
+template <typename Graph>
+void keep_plans_ourselves(Graph&, long) {}
+
 // Builds the plan that `plan` then names; `bytes` is the workspace that it wants.
 fe::error_t build_plan(
     fe::graph::Graph& graph, cudnnHandle_t handle, bool one_tile, int64_t& plan, int64_t& bytes) {
+    keep_plans_ourselves(graph, 0);
     fe::error_t error = graph.validate();
     if (error.is_good()) {
         error = graph.build_operation_graph(handle);
@@ -213,6 +279,7 @@ struct CudnnAttention::Graph {
     Driver const* driver = nullptr;
     Context context;  // the one that its kernels were loaded into
     fe::graph::Graph graph;
+    Launcher<fe::graph::Graph> launcher;
     int64_t plan = 0;  // of the proposals of cuDNN
     bool fp8 = false;
     std::size_t workspace_bytes = 0;
@@ -241,6 +308,8 @@ Status CudnnAttention::build(CudnnProblem const& problem, std::shared_ptr<CudnnA
         bool const one_tile = fits_one_tile(problem, *graph->driver);
         RETURN_IF_FAILED(status_of_frontend(
             build_plan(graph->graph, handle, one_tile, graph->plan, bytes), "plan this attention"));
+        RETURN_IF_FAILED(
+            status_of_frontend(graph->launcher.prepare(graph->graph), "name the tensors of this attention"));
         graph->workspace_bytes = bytes > 0 ? static_cast<std::size_t>(bytes) : 0;
         plan.reset(new CudnnAttention(std::move(graph)));
         return Status();
@@ -263,14 +332,18 @@ Status CudnnAttention::launch(
         if (!status.ok()) {
             return status;
         }
-        std::unordered_map<int64_t, void*> tensors = {{kQuery, addresses.query}, {kKey, addresses.key},
-            {kValue, addresses.value}, {kOutput, addresses.output}, {kBias, addresses.bias},
-            {kQueryCounts, addresses.query_counts}, {kKeyCounts, addresses.key_counts}};
+        std::array<void*, kLast + 1> named{};
+        named[kQuery] = addresses.query;
+        named[kKey] = addresses.key;
+        named[kValue] = addresses.value;
+        named[kBias] = addresses.bias;
+        named[kQueryCounts] = addresses.query_counts;
+        named[kKeyCounts] = addresses.key_counts;
+        named[kOutput] = addresses.output;
         for (std::size_t i = 0; graph_->fp8 && i < kFp8Numbers; ++i) {
-            tensors[kScales + static_cast<int64_t>(i)] =
-                static_cast<char*>(addresses.scales) + i * kFp8NumberBytes;
+            named[kScales + i] = static_cast<char*>(addresses.scales) + i * kFp8NumberBytes;
         }
-        auto const error = graph_->graph.execute_plan_at_index(cudnn, tensors, workspace, graph_->plan);
+        auto const error = graph_->launcher.launch(graph_->graph, cudnn, named.data(), workspace, graph_->plan);
         return status_of_frontend(error, "launch this attention");
     });
 }

@@ -46,28 +46,41 @@ Status Handles::cublas_lt(CublasLt const*& library, cublasLtHandle_t& handle) {
 }
 
 Status Handles::take_cudnn(void*& handle) {
-    return guarded("take a cuDNN handle", [&] {
-        std::lock_guard<std::mutex> const lock(mutex_);
-        if (idle_cudnn_.empty()) {
-            OutsideCapture const outside(driver_);
-            idle_cudnn_.reserve(cudnn_.size() + 1);  // so that giving back cannot fail
-            cudnn_.reserve(cudnn_.size() + 1);
-            RETURN_IF_FAILED(create_cudnn_handle(handle));
-            ++counters.handles;
-            cudnn_.push_back(handle);
+    for (std::atomic<void*>& idle : idle_cudnn_) {
+        handle = idle.load(std::memory_order_relaxed) == nullptr ? nullptr : idle.exchange(nullptr);
+        if (handle != nullptr) {
             return Status();
         }
-        handle = idle_cudnn_.back();
-        idle_cudnn_.pop_back();
+    }
+    return guarded("take a cuDNN handle", [&] {
+        std::lock_guard<std::mutex> const lock(mutex_);
+        if (!more_idle_cudnn_.empty()) {
+            handle = more_idle_cudnn_.back();
+            more_idle_cudnn_.pop_back();
+            return Status();
+        }
+        OutsideCapture const outside(driver_);
+        more_idle_cudnn_.reserve(cudnn_.size() + 1);  // so that giving back cannot fail
+        cudnn_.reserve(cudnn_.size() + 1);
+        RETURN_IF_FAILED(create_cudnn_handle(handle));
+        ++counters.handles;
+        cudnn_.push_back(handle);
         return Status();
     });
 }
 
 void Handles::give_cudnn_back(void* handle) noexcept {
-    if (handle != nullptr) {
-        std::lock_guard<std::mutex> const lock(mutex_);
-        idle_cudnn_.push_back(handle);
+    if (handle == nullptr) {
+        return;
     }
+    for (std::atomic<void*>& idle : idle_cudnn_) {
+        void* none = nullptr;
+        if (idle.compare_exchange_strong(none, handle)) {
+            return;
+        }
+    }
+    std::lock_guard<std::mutex> const lock(mutex_);
+    more_idle_cudnn_.push_back(handle);
 }
 
 }  // namespace mha_deploy

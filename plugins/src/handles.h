@@ -5,6 +5,8 @@
 #include "driver.h"
 #include "status.h"
 
+#include <array>
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -35,8 +37,11 @@ private:
     std::mutex mutex_;
     CublasLt const* library_ = nullptr;
     LtHandle cublas_lt_{nullptr, nullptr};
-    std::vector<void*> cudnn_;       // all of them
-    std::vector<void*> idle_cudnn_;  // those that no launch uses now
+    std::vector<void*> cudnn_;  // all of them
+    // Those that no launch uses now. Taken and given back without a lock; where more than so many threads
+    // launch at once, the others' handles wait in the list behind.
+    std::array<std::atomic<void*>, 32> idle_cudnn_{};
+    std::vector<void*> more_idle_cudnn_;
 };
 
 // A cuDNN handle for one launch. It has a stream, so a thread that launches meanwhile gets another one; there

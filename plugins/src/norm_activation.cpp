@@ -30,6 +30,18 @@ unsigned threads_for(int64_t pieces) {
     return static_cast<unsigned>((pieces + 31) / 32 * 32);
 }
 
+// Pieces of one thread of a norm.
+int64_t pieces_of_thread(int64_t pieces) {
+    return pieces <= kMostThreads ? 1 : pieces <= 2 * kMostThreads ? 2 : 4;
+}
+
+Status find_kernel(Driver const& driver, NormActivationParameters const& parameters, int64_t width, Type type,
+    KernelSlot& slot, CUfunction& kernel) {
+    std::size_t const column = type == Type::kHalf ? 0 : 1;
+    auto const row = static_cast<std::size_t>(pieces_of_thread(width / kElementsOfLoad) / 2);
+    return slot.find(driver, parameters.is_norm() ? kNorms[row][column] : kActivations[column], kernel);
+}
+
 }  // namespace
 
 Status NormActivationParameters::check() const {
@@ -75,6 +87,14 @@ Status check_width(int64_t width) {
                           + std::to_string(width) + "; leave this node to TensorRT");
 }
 
+Status prepare_norm_activation(
+    NormActivationParameters const& parameters, int64_t width, Type type, KernelSlot& slot) {
+    Driver const* driver = nullptr;
+    CUfunction kernel = nullptr;
+    RETURN_IF_FAILED(load_driver(driver));
+    return find_kernel(*driver, parameters, width, type, slot, kernel);
+}
+
 Status run_norm_activation(NormActivationParameters const& parameters, int64_t rows, int64_t width, Type type,
     void const* const* inputs, void* const* outputs, KernelSlot& slot, CUstream stream) {
     return guarded("run a normalisation or activation", [&]() -> Status {
@@ -83,7 +103,6 @@ Status run_norm_activation(NormActivationParameters const& parameters, int64_t r
         }
         Driver const* driver = nullptr;
         RETURN_IF_FAILED(load_driver(driver));
-        bool const half = type == Type::kHalf;
         auto const piece = [](void const* address) { return static_cast<uint4 const*>(address); };
         int64_t const pieces = width / kElementsOfLoad;
         bool const only = parameters.fp8 == Fp8Output::kOnly;
@@ -91,6 +110,7 @@ Status run_norm_activation(NormActivationParameters const& parameters, int64_t r
         void* const last = outputs[only ? 0 : parameters.outputs() - 1];
         auto* const fp8 = parameters.fp8 == Fp8Output::kNone ? nullptr : static_cast<uint2*>(last);
         CUfunction kernel = nullptr;
+        RETURN_IF_FAILED(find_kernel(*driver, parameters, width, type, slot, kernel));
         if (!parameters.is_norm()) {
             ActivationCall call{};
             call.x = piece(inputs[0]);
@@ -100,7 +120,6 @@ Status run_norm_activation(NormActivationParameters const& parameters, int64_t r
             call.fp8_factor = 1.0F / parameters.fp8_scale;
             call.pieces = rows * pieces;
             call.kind = static_cast<int>(parameters.operation);
-            RETURN_IF_FAILED(slot.find(*driver, kActivations[half ? 0 : 1], kernel));
             void* arguments[] = {&call};
             constexpr unsigned threads = 256;
             auto const blocks = static_cast<unsigned>((call.pieces + threads - 1) / threads);
@@ -121,8 +140,7 @@ Status run_norm_activation(NormActivationParameters const& parameters, int64_t r
         call.pieces = static_cast<int>(pieces);
         call.is_rms = parameters.operation == Operation::kRmsNorm ? 1 : 0;
         call.epsilon = parameters.epsilon;
-        int64_t const each = pieces <= kMostThreads ? 1 : pieces <= 2 * kMostThreads ? 2 : 4;
-        RETURN_IF_FAILED(slot.find(*driver, kNorms[each / 2][half ? 0 : 1], kernel));
+        int64_t const each = pieces_of_thread(pieces);
         void* arguments[] = {&call};
         unsigned const threads = threads_for((pieces + each - 1) / each);
         return status_of(driver->launch(kernel, static_cast<unsigned>(rows), 1, 1, threads, 1, 1, 0, stream,

@@ -67,6 +67,10 @@ Status deserialize(void const* bytes, std::size_t size, NormActivationParameters
 // x is [rows, width]. Whether there is a kernel for the width.
 Status check_width(int64_t width);
 
+// Load the kernel for these sizes into the caller's slot, so that a call only launches.
+Status prepare_norm_activation(
+    NormActivationParameters const& parameters, int64_t width, Type type, KernelSlot& slot);
+
 // Launch; no scratch memory is needed. `slot` is the caller's, who keeps it from call to call.
 Status run_norm_activation(NormActivationParameters const& parameters, int64_t rows, int64_t width, Type type,
     void const* const* inputs, void* const* outputs, KernelSlot& slot, CUstream stream);

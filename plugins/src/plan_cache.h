@@ -1,5 +1,5 @@
 // A bounded store of what was expensive to make. The longest unused leaves first; what is pinned stays, and
-// takes no place from the others.
+// takes no place from the others. Of one thread at a time: who shares one locks it.
 #pragma once
 
 #include <cstddef>
@@ -8,7 +8,6 @@
 #include <list>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <utility>
 #include <vector>
 
@@ -24,7 +23,6 @@ public:
 
     // The plan, now the most recently used one; null where there is none.
     std::shared_ptr<Plan> find(PlanKey const& key) {
-        std::lock_guard<std::mutex> const lock(mutex_);
         auto const known = places_.find(key);
         if (known == places_.end()) {
             return nullptr;
@@ -33,11 +31,10 @@ public:
         return known->second->plan;
     }
 
-    // Keeps the plan and returns it, or the one that another thread kept under this key meanwhile. What had
-    // to leave is handed out: the caller knows when it is no longer in use, and letting go may take long.
+    // Keeps the plan and returns it, or the one that is kept under this key already. What had to leave is
+    // handed out: the caller knows when it is no longer in use, and letting go may take long.
     std::shared_ptr<Plan> insert(
         PlanKey const& key, std::shared_ptr<Plan> plan, std::vector<std::shared_ptr<Plan>>& evicted) {
-        std::lock_guard<std::mutex> const lock(mutex_);
         if (auto const known = places_.find(key); known != places_.end()) {
             return known->second->plan;
         }
@@ -49,17 +46,13 @@ public:
 
     // A captured graph points into the plan from now on: it must outlive any eviction.
     void pin(PlanKey const& key) {
-        std::lock_guard<std::mutex> const lock(mutex_);
         if (auto const known = places_.find(key); known != places_.end()) {
             pinned_ += known->second->pinned ? 0 : 1;
             known->second->pinned = true;
         }
     }
 
-    std::size_t size() const {
-        std::lock_guard<std::mutex> const lock(mutex_);
-        return entries_.size();
-    }
+    std::size_t size() const { return entries_.size(); }
 
 private:
     struct Entry {
@@ -82,7 +75,6 @@ private:
         }
     }
 
-    mutable std::mutex mutex_;
     std::size_t capacity_;
     std::size_t pinned_ = 0;
     std::list<Entry> entries_;

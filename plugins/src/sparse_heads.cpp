@@ -40,14 +40,6 @@ int64_t tiles_of(int64_t queries, int tile) {
     return (queries + tile - 1) / tile;
 }
 
-// The kernels of one call, and what they are launched with.
-struct Launch {
-    CUfunction list = nullptr;  // null where the tokens are found on the way
-    CUfunction attend = nullptr;
-    int tile = 0;
-    int shared_bytes = 0;
-};
-
 Status choose_tile(Driver const& driver, int64_t heads, int64_t queries, int& tile) {
     CUdevice device = 0;
     int processors = 0;
@@ -61,7 +53,7 @@ Status choose_tile(Driver const& driver, int64_t heads, int64_t queries, int& ti
 }
 
 Status find_kernels(Driver const& driver, AttentionParameters const& parameters,
-    AttentionShapes const& shapes, Type type, Launch& launch) {
+    AttentionShapes const& shapes, Type type, SparseHeadsKernels& launch) {
     int64_t const queries = shapes.queries(parameters);
     int64_t const heads = shapes.batch() * parameters.query_heads;
     RETURN_IF_FAILED(choose_tile(driver, heads, queries, launch.tile));
@@ -198,16 +190,16 @@ std::size_t sparse_heads_workspace(AttentionParameters const& parameters, Attent
     return static_cast<std::size_t>(heads * (queries + 1)) * sizeof(int32_t);
 }
 
-Status prepare_sparse_heads(AttentionParameters const& parameters, AttentionShapes const& shapes, Type type) {
+Status prepare_sparse_heads(AttentionParameters const& parameters, AttentionShapes const& shapes, Type type,
+    SparseHeadsKernels& kernels) {
     Driver const* driver = nullptr;
     RETURN_IF_FAILED(check_sparse_heads(parameters, shapes));
     RETURN_IF_FAILED(load_driver(driver));
-    Launch launch;
-    return find_kernels(*driver, parameters, shapes, type, launch);
+    return find_kernels(*driver, parameters, shapes, type, kernels);
 }
 
-Status run_sparse_heads(AttentionParameters const& parameters, AttentionShapes const& shapes, Type type,
-    AttentionPointers const& pointers, void* workspace, CUstream stream) {
+Status run_sparse_heads(AttentionParameters const& parameters, AttentionShapes const& shapes,
+    SparseHeadsKernels const& kernels, AttentionPointers const& pointers, void* workspace, CUstream stream) {
     RETURN_IF_FAILED(check_sparse_heads(parameters, shapes));
     if (shapes.batch() == 0 || shapes.queries(parameters) == 0) {
         return {};
@@ -216,19 +208,17 @@ Status run_sparse_heads(AttentionParameters const& parameters, AttentionShapes c
     RETURN_IF_FAILED(check_memory(arguments));
     Driver const* driver = nullptr;
     RETURN_IF_FAILED(load_driver(driver));
-    Launch launch;
-    RETURN_IF_FAILED(find_kernels(*driver, parameters, shapes, type, launch));
     void* given[] = {&arguments};
     auto const batch = static_cast<unsigned>(shapes.batch());
     auto const heads = static_cast<unsigned>(parameters.query_heads);
-    if (launch.list != nullptr) {
+    if (kernels.list != nullptr) {
         CUresult const result = driver->launch(
-            launch.list, heads, batch, 1, kSparseHeadsListThreads, 1, 1, 0, stream, given, nullptr);
+            kernels.list, heads, batch, 1, kSparseHeadsListThreads, 1, 1, 0, stream, given, nullptr);
         RETURN_IF_FAILED(status_of(result, "list the tokens of sparse heads"));
     }
-    auto const tiles = static_cast<unsigned>(tiles_of(shapes.queries(parameters), launch.tile));
-    CUresult const result = driver->launch(launch.attend, tiles, heads, batch, kSparseHeadsThreads, 1, 1,
-        static_cast<unsigned>(launch.shared_bytes), stream, given, nullptr);
+    auto const tiles = static_cast<unsigned>(tiles_of(shapes.queries(parameters), kernels.tile));
+    CUresult const result = driver->launch(kernels.attend, tiles, heads, batch, kSparseHeadsThreads, 1, 1,
+        static_cast<unsigned>(kernels.shared_bytes), stream, given, nullptr);
     return status_of(result, "attend with sparse heads");
 }
 

@@ -257,13 +257,4 @@ inline void check_comparator(Tally& tally) {
     }
 }
 
-inline void check_host(Tally& tally) {
-    check_fields(tally);
-    check_bytes(tally);
-    check_sizes(tally);
-    check_masks(tally);
-    check_plan_cache(tally);
-    check_comparator(tally);
-}
-
 }  // namespace mha_deploy::check

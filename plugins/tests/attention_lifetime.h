@@ -101,11 +101,4 @@ inline void check_lengths_anywhere(Tally& tally) {
     tally.note(right, "lengths between two pieces of 16 bytes", figures + status.reason());
 }
 
-inline void check_lifetime(Tally& tally) {
-    check_freed_elsewhere(tally);
-    check_gone_context(tally);
-    check_let_go_beside_recording(tally);
-    check_lengths_anywhere(tally);
-}
-
 }  // namespace mha_deploy::check

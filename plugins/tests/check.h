@@ -1,10 +1,11 @@
-// Small things that the GPU tests share: device memory, streams, graphs, and a tally of what passed.
+// Small things that the GPU tests share: device memory, streams, graphs, and their main function.
 #pragma once
 
 #include "../src/driver.h"
 #include "numbers.h"
 
 #include <dlfcn.h>
+#include <gtest/gtest.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -219,31 +220,45 @@ private:
     CUgraphExec executable_ = nullptr;
 };
 
-// One line for each case, and the exit code at the end.
+// What a check found, told to GoogleTest, and printed with its figures where it passed, too.
 class Tally {
 public:
     void note(bool passed, std::string const& name, std::string const& figures = "") {
         std::printf("%s %s %s\n", passed ? "ok" : "FAILED", name.c_str(), figures.c_str());
         std::fflush(stdout);
-        (passed ? passed_ : failed_) += 1;
+        EXPECT_TRUE(passed) << name << " " << figures;
     }
     // Not a failure: the library said before any work was done that it has no kernel, and why.
     void refused(std::string const& name, std::string const& reason) {
-        std::printf("refused %s %s\n", name.c_str(), reason.c_str());
-        refused_.push_back(name + ": " + reason);
+        ::testing::Test::RecordProperty("refused", reason);
+        [&] { GTEST_SKIP() << "refused " << name << " " << reason; }();
     }
-    int finish() const {
-        for (std::string const& line : refused_) {
-            std::printf("  refused %s\n", line.c_str());
-        }
-        std::printf("%d ok, %d failed, %zu refused\n", passed_, failed_, refused_.size());
-        return failed_ == 0 ? 0 : 1;
-    }
-
-private:
-    int passed_ = 0;
-    int failed_ = 0;
-    std::vector<std::string> refused_;
 };
+
+// What a program for a GPU was asked for, beside GoogleTest's own options.
+struct Options {
+    bool small = false;  // few and small sizes, for compute-sanitizer
+    std::string only;    // of what is timed: names with this text in them
+};
+inline Options options;
+
+// The main function of such a program: it ends with 3 where there is no GPU. `--time` runs what is disabled
+// otherwise, the suite `Times`.
+inline int run_gpu_tests(int count, char** arguments) {
+    ::testing::InitGoogleTest(&count, arguments);
+    for (int i = 1; i < count; ++i) {
+        std::string const argument = arguments[i];
+        options.small = options.small || argument == "--small";
+        options.only = argument == "--only" && i + 1 < count ? arguments[i + 1] : options.only;
+        if (argument == "--time") {
+            GTEST_FLAG_SET(filter, "Times.*");
+            GTEST_FLAG_SET(also_run_disabled_tests, true);
+        }
+    }
+    if (!GTEST_FLAG_GET(list_tests)) {
+        gpu();
+    }
+    return RUN_ALL_TESTS();
+}
 
 }  // namespace mha_deploy::check

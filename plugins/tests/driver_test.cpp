@@ -1,13 +1,13 @@
 // This program plays TensorRT's part on a GPU, with the headers that the library is built against: create
 // from fields, configure, ask for workspace, save, load, attach to a context, announce sizes, enqueue. What
-// the plugins compute is compared with sums in double. `driver_test --small` keeps to sizes for
-// compute-sanitizer, `driver_test --own` also to layers without GEMMs: racecheck 2025.3 does not survive
-// cuBLASLt's kernels on Hopper.
+// the plugins compute is compared with sums in double. `--small` keeps to sizes for compute-sanitizer. The
+// tests of GEMMs have `Linear` in their names: racecheck 2025.3 does not survive cuBLASLt's kernels on Hopper.
 #include "../src/driver.h"
 #include "../src/linear.h"
 #include "../src/norm_activation.h"
 #include "check.h"
 #include "plugin_expect.h"
+#include "plugin_node.h"
 
 #include <cmath>
 #include <cstring>
@@ -26,74 +26,19 @@ extern "C" __attribute__((visibility("default"))) nvinfer1::IPluginRegistry* get
 
 namespace {
 
-using Sizes = std::vector<std::vector<int64_t>>;
-
-std::size_t elements(std::vector<int64_t> const& sizes) {
-    std::size_t count = 1;
-    for (int64_t const size : sizes) {
-        count *= static_cast<std::size_t>(size);
-    }
-    return count;
+// A call, and one more of the same sizes, which must take neither memory of the host nor a lock.
+bool run(Node& node, Sizes const& sizes, std::vector<DataType> const& types,
+    std::vector<void const*> const& inputs, std::vector<void*> const& outputs, Buffer const& memory,
+    Stream const& stream) {
+    bool ok = node.announce(sizes, types)
+              && node.enqueue(sizes, types, inputs, outputs, memory.get(), stream.get());
+    stream.wait();
+    Taken const again = node.taken_by_enqueue(sizes, types, inputs, outputs, memory.get(), stream.get(), ok);
+    stream.wait();
+    EXPECT_EQ(again.allocations, 0) << "of the host's memory, by a call that came before";
+    EXPECT_EQ(again.locks, 0) << "by a call that came before";
+    return ok;
 }
-
-// A plugin from its fields to an object that may be enqueued: as an engine that is built, saved and loaded.
-struct Node {
-    PluginPointer plugin;
-    std::size_t workspace_bytes = 0;
-
-    // The largest sizes, and those of a call.
-    Node(Creator& creator, FieldList fields, Sizes const& largest, std::vector<DataType> const& types) {
-        PluginPointer const built = create(creator, fields);
-        if (built == nullptr) {
-            return;
-        }
-        auto const inputs = typed(largest, types);
-        auto dynamic = inputs;
-        for (auto& tensor : dynamic) {
-            tensor.min.d[0] = 1;
-            tensor.desc.dims.d[0] = -1;
-        }
-#if NV_TENSORRT_MAJOR >= 10
-        bool const fits =
-            built->configurePlugin(dynamic.data(), static_cast<int32_t>(dynamic.size()), nullptr, 0) == 0;
-#else
-        built->configurePlugin(dynamic.data(), static_cast<int32_t>(dynamic.size()), nullptr, 0);
-        bool const fits = true;
-        dynamic = inputs;  // this interface is asked for workspace with the largest sizes
-#endif
-        workspace_bytes = workspace(*built, dynamic);
-        PluginPointer const loaded = fits ? load(creator, save(*built)) : nullptr;
-        plugin = loaded == nullptr ? nullptr : attach(*loaded);
-    }
-
-    static std::vector<nvinfer1::DynamicPluginTensorDesc> typed(
-        Sizes const& sizes, std::vector<DataType> const& types) {
-        auto tensors_of = tensors(sizes);
-        for (std::size_t i = 0; i < types.size(); ++i) {
-            tensors_of[i].desc.type = types[i];
-        }
-        return tensors_of;
-    }
-
-    bool run(Sizes const& sizes, std::vector<DataType> const& types, std::vector<void const*> const& inputs,
-        std::vector<void*> const& outputs, Buffer const& memory, Stream const& stream) {
-        if (plugin == nullptr) {
-            return false;
-        }
-        auto const described = plain(typed(sizes, types));
-#if NV_TENSORRT_MAJOR >= 10
-        if (plugin->onShapeChange(described.data(), static_cast<int32_t>(described.size()), nullptr, 0)
-            != 0) {
-            return false;
-        }
-#endif
-        bool const ok = plugin->enqueue(described.data(), nullptr, inputs.data(), outputs.data(),
-                            memory.get(), stream.get())
-                        == 0;
-        stream.wait();
-        return ok;
-    }
-};
 
 void note(Tally& tally, bool passed, std::string const& name, double error) {
     tally.note(passed, name, format("error %.1e ", error) + (passed ? "" : logger.last));
@@ -281,7 +226,7 @@ void check_rotary(Tally& tally, RotaryCase const& c, DataType data_type, bool se
     Node node(attention(), fields, sizes, types);
     Buffer const space(node.workspace_bytes + 256);
     Stream const stream;
-    bool const ran = node.run(sizes, types, inputs, outputs, space, stream);
+    bool const ran = run(node, sizes, types, inputs, outputs, space, stream);
     std::string const name = std::string("rotary ") + (c.pairs == 1 ? "halves" : "neighbours") + " of "
                              + std::to_string(c.size) + ", positions " + std::to_string(c.positions)
                              + (c.cache ? separate ? ", cache copied" : ", cache in place" : "") + ", "
@@ -378,7 +323,7 @@ void check_norm_activation(Tally& tally, int32_t operation, int64_t rows, int64_
     Node node(norm_activation(), fields, sizes, types);
     Buffer const space(256);
     Stream const stream;
-    bool const ran = node.run(sizes, types, inputs, outputs, space, stream);
+    bool const ran = run(node, sizes, types, inputs, outputs, space, stream);
     std::vector<double> want;
     std::vector<double> sums;
     auto const at = [&](std::size_t which, std::size_t i) { return number_of_bits(type, values[which][i]); };
@@ -436,7 +381,7 @@ void check_linear(Tally& tally, int64_t rows, bool transposed, DataType data_typ
     Node node(linear(), fields, sizes, types);
     Buffer const space(node.workspace_bytes + 256);
     Stream const stream;
-    bool const ran = node.run(
+    bool const ran = run(node,
         sizes, types, {device_x.get(), device_w.get(), device_bias.get()}, {y.get()}, space, stream);
     std::vector<double> want;
     for (int64_t row = 0; row < rows; ++row) {
@@ -474,7 +419,7 @@ void check_fp8_linear(Tally& tally) {
     Node node(linear(), fp8_fields(1), sizes, types);
     Buffer const space(node.workspace_bytes + 256);
     Stream const stream;
-    bool const ran = node.run(sizes, types,
+    bool const ran = run(node, sizes, types,
         {device_x.get(), device_w.get(), device_bias.get(), device_scales.get()}, {y.get()}, space, stream);
     std::vector<double> want;
     for (std::size_t row = 0; row < kRows; ++row) {
@@ -517,7 +462,7 @@ void check_handles(Tally& tally) {
     for (int i = 0; i < 4; ++i) {
         nodes.push_back(std::make_unique<Node>(linear(), linear_fields(1), sizes, types));
         Buffer const space(nodes.back()->workspace_bytes + 256);
-        ran = nodes.back()->run(sizes, types, {inputs[0].get(), inputs[1].get(), inputs[2].get()}, {y.get()},
+        ran = run(*nodes.back(), sizes, types, {inputs[0].get(), inputs[1].get(), inputs[2].get()}, {y.get()},
                   space, stream)
               && ran;
         // The first one is made while the engine is built, where nothing is attached yet.
@@ -535,53 +480,78 @@ void check_handles(Tally& tally) {
 #endif
 }
 
+TEST(Driver, Aliases) {
+    Tally tally;
+    check_aliases(tally);
+}
+
+TEST(Driver, LinearInFp8) {
+    Tally tally;
+    check_fp8_linear(tally);
+}
+
+TEST(Driver, LinearLayersShareHandles) {
+    Tally tally;
+    check_handles(tally);
+}
+
+class OfType : public ::testing::TestWithParam<DataType> {
+protected:
+    DataType const type = GetParam();
+    Tally tally;
+};
+
+TEST_P(OfType, Rotary) {
+    int64_t const rows = options.small ? 5 : 33;
+    for (int32_t const pairs : {1, 2}) {
+        check_rotary(tally, {pairs, 0, 64, false, 2, rows, 0}, type, false);
+        check_rotary(tally, {pairs, 2, 32, false, 2, rows, 0}, type, false);
+        check_rotary(tally, {pairs, 3, 64, true, 3, rows, 80}, type, false);
+        check_rotary(tally, {pairs, 1, 32, true, 3, 1, 70}, type, true);
+    }
+    check_rotary(tally, {1, 1, 64, true, 2, rows, 80}, type, false);
+    check_rotary(tally, {1, 1, 64, true, 2, 4, 16, true}, type, false);
+}
+
+TEST_P(OfType, Norm) {
+    for (int32_t const operation : {0, 1}) {
+        check_norm_activation(tally, operation, 3, 768, true, operation == 0, type);
+        check_norm_activation(tally, operation, 2, 8, false, false, type);
+        check_norm_activation(tally, operation, options.small ? 1 : 5, 8200, true, true, type);
+        check_norm_activation(tally, operation, options.small ? 1 : 3, 32768, false, false, type);
+    }
+}
+
+TEST_P(OfType, Activation) {
+    for (int32_t const operation : {2, 3, 4}) {
+        check_norm_activation(tally, operation, 7, 776, operation != 2, false, type);
+    }
+}
+
+TEST_P(OfType, WrittenInFp8) {
+    check_norm_activation(tally, 5, 3, 776, false, false, type, 2);
+    for (int32_t fp8 = 1; fp8 <= 2; ++fp8) {
+        check_norm_activation(tally, 0, 3, 768, true, true, type, fp8);
+        check_norm_activation(tally, 1, 2, 8200, false, false, type, fp8);
+        check_norm_activation(tally, 4, 5, 64, true, false, type, fp8);
+    }
+}
+
+TEST_P(OfType, Linear) {
+    for (bool const transposed : {false, true}) {
+        check_linear(tally, options.small ? 8 : 48, transposed, type);
+    }
+}
+
+#if NV_TENSORRT_MAJOR >= 10
+INSTANTIATE_TEST_SUITE_P(All, OfType, ::testing::Values(DataType::kHALF, DataType::kBF16));
+#else
+INSTANTIATE_TEST_SUITE_P(All, OfType, ::testing::Values(DataType::kHALF));
+#endif
+
 }  // namespace
 
 int main(int count, char** arguments) {
-    bool const own = count > 1 && std::strcmp(arguments[1], "--own") == 0;
-    bool const small = own || (count > 1 && std::strcmp(arguments[1], "--small") == 0);
     setLoggerFinder(&logger);
-    (void)gpu();
-    Tally tally;
-    check_aliases(tally);
-    if (!own) {
-        check_fp8_linear(tally);
-    }
-    if (!own) {
-        check_handles(tally);
-    }
-    std::vector<DataType> types{DataType::kHALF};
-#if NV_TENSORRT_MAJOR >= 10
-    types.push_back(DataType::kBF16);
-#endif
-    for (DataType const type : types) {
-        int64_t const rows = small ? 5 : 33;
-        for (int32_t const pairs : {1, 2}) {
-            check_rotary(tally, {pairs, 0, 64, false, 2, rows, 0}, type, false);
-            check_rotary(tally, {pairs, 2, 32, false, 2, rows, 0}, type, false);
-            check_rotary(tally, {pairs, 3, 64, true, 3, rows, 80}, type, false);
-            check_rotary(tally, {pairs, 1, 32, true, 3, 1, 70}, type, true);
-        }
-        check_rotary(tally, {1, 1, 64, true, 2, rows, 80}, type, false);
-        check_rotary(tally, {1, 1, 64, true, 2, 4, 16, true}, type, false);
-        for (int32_t const operation : {0, 1}) {
-            check_norm_activation(tally, operation, 3, 768, true, operation == 0, type);
-            check_norm_activation(tally, operation, 2, 8, false, false, type);
-            check_norm_activation(tally, operation, small ? 1 : 5, 8200, true, true, type);
-            check_norm_activation(tally, operation, small ? 1 : 3, 32768, false, false, type);
-        }
-        for (int32_t const operation : {2, 3, 4}) {
-            check_norm_activation(tally, operation, 7, 776, operation != 2, false, type);
-        }
-        for (int i = 0; !own && i < 2; ++i) {
-            check_linear(tally, small ? 8 : 48, i == 1, type);
-            check_norm_activation(tally, 5, 3, 776, false, false, type, 2);
-            for (int32_t fp8 = 1; fp8 <= 2; ++fp8) {
-                check_norm_activation(tally, 0, 3, 768, true, true, type, fp8);
-                check_norm_activation(tally, 1, 2, 8200, false, false, type, fp8);
-                check_norm_activation(tally, 4, 5, 64, true, false, type, fp8);
-            }
-        }
-    }
-    return tally.finish();
+    return run_gpu_tests(count, arguments);
 }

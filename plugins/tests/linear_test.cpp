@@ -361,55 +361,92 @@ void check_fp8_refusals(Tally& tally) {
     refuses("an address that is no multiple of 16", {16, 64, 64}, Type::kHalf, static_cast<char*>(good) + 8, good);
 }
 
-void check_small(Tally& tally) {
-    check_case(tally, {{7, 128, 384}, Type::kHalf, true});
-    check_case(tally, {{65, 256, 512}, Type::kBFloat16, true, 8});
-    check_tuning(tally, {{16, 768, 1024}, Type::kHalf, false, 0, true});
-    check_capture(tally, {{5, 64, 64}, Type::kHalf, true}, true);
+class Linear : public ::testing::TestWithParam<Type> {
+protected:
+    Type const type = GetParam();
+    Tally tally;
+};
+
+TEST_P(Linear, AgreesWithDouble) {
+    std::vector<LinearShape> shapes{{7, 128, 384}, {100, 96, 200}};
+    if (!options.small) {
+        shapes.insert(shapes.end(), {{1, 4096, 6144}, {8, 768, 2304}, {1024, 768, 768}, {3072, 1024, 3072},
+                                        {1, 64, 64}, {333, 512, 1536}, {129, 1024, 1000}});
+        check_case(tally, {{129, 1024, 1000}, type, true, 0, true});
+        check_case(tally, {{1, 4096, 6144}, type, false, 0, true});
+    }
+    for (LinearShape const& shape : shapes) {
+        check_case(tally, {shape, type, true});
+        check_case(tally, {shape, type, false});
+    }
+    check_case(tally, {{65, 256, 512}, type, true, 8});
 }
 
-void check_all(Tally& tally) {
-    LinearShape const shapes[] = {{1, 4096, 6144}, {8, 768, 2304}, {1024, 768, 768}, {100, 96, 200},
-        {3072, 1024, 3072}, {1, 64, 64}, {7, 128, 384}, {333, 512, 1536}, {129, 1024, 1000}};
-    for (Type const type : {Type::kHalf, Type::kBFloat16}) {
-        for (LinearShape const& shape : shapes) {
-            check_case(tally, {shape, type, true});
-            check_case(tally, {shape, type, false});
-        }
-        check_case(tally, {{65, 256, 512}, type, true, 8});
+TEST_P(Linear, OddPlacesAndSizesAreRightOrRefused) {
+    if (!options.small) {
         check_case(tally, {{65, 256, 512}, type, true, 1}, true);
         check_case(tally, {{5, 97, 33}, type, true}, true);
         check_case(tally, {{6, 100, 36}, type, false}, true);
-        check_case(tally, {{129, 1024, 1000}, type, true, 0, true});
-        check_case(tally, {{1, 4096, 6144}, type, false, 0, true});
+    }
+}
+
+TEST_P(Linear, Measured) {
+    check_tuning(tally, {{options.small ? 16 : 64, 768, 1024}, type, false, 0, true});
+    if (!options.small) {
         check_tuning(tally, {{300, 512, 768}, type, true, 0, false});
-        check_tuning(tally, {{64, 768, 1024}, type, false, 0, true});
-        check_accumulation(tally, type);
+    }
+}
+
+TEST_P(Linear, SumsInFp32) {
+    check_accumulation(tally, type);
+}
+
+TEST_P(Linear, Captured) {
+    check_capture(tally, {{5, 64, 64}, type, true}, true);
+    if (!options.small) {
         check_capture(tally, {{48, 2048, 1024}, type, true}, true);
         check_capture(tally, {{49, 4096, 512}, type, true}, false);
     }
-    for (Quantized const quantized : {Quantized::kPerTensor, Quantized::kPerOutput}) {
-        for (bool const has_bias : {false, true}) {
-            check_fp8(tally, {333, 512, 1536}, has_bias, quantized);
-            check_fp8(tally, {1, 4096, 6144}, has_bias, quantized);
-            check_fp8(tally, {80, 64, 48}, has_bias, quantized);
+}
+
+INSTANTIATE_TEST_SUITE_P(All, Linear, ::testing::Values(Type::kHalf, Type::kBFloat16));
+
+class InFp8 : public ::testing::TestWithParam<Quantized> {};
+
+TEST_P(InFp8, AgreesWithDouble) {
+    Tally tally;
+    for (bool const has_bias : {false, true}) {
+        check_fp8(tally, {80, 64, 48}, has_bias, GetParam());
+        if (!options.small) {
+            check_fp8(tally, {333, 512, 1536}, has_bias, GetParam());
+            check_fp8(tally, {1, 4096, 6144}, has_bias, GetParam());
         }
     }
+}
+
+INSTANTIATE_TEST_SUITE_P(All, InFp8, ::testing::Values(Quantized::kPerTensor, Quantized::kPerOutput));
+
+TEST(LinearCalls, Fp8Refusals) {
+    Tally tally;
     check_fp8_refusals(tally);
+}
+
+TEST(LinearCalls, Threads) {
+    Tally tally;
     check_threads(tally);
+}
+
+TEST(LinearCalls, Refusals) {
+    Tally tally;
     check_refusals(tally);
+}
+
+TEST(Times, DISABLED_Linear) {
+    time_all();
 }
 
 }  // namespace
 
-int main(int argc, char** argv) {
-    (void)gpu();
-    std::string const only = argc > 1 ? argv[1] : "";
-    if (only == "--time") {
-        time_all();
-        return 0;
-    }
-    Tally tally;
-    only == "--small" ? check_small(tally) : check_all(tally);
-    return tally.finish();
+int main(int count, char** arguments) {
+    return run_gpu_tests(count, arguments);
 }

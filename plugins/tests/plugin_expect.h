@@ -1,19 +1,15 @@
-// What every part of the plugin test uses: the tally, and fields to start from.
+// What every test of the plugins uses: the logger, what to expect, and fields to start from.
 #pragma once
 
 #include "plugin_asked.h"
 
-#include <cstdio>
+#include <gtest/gtest.h>
 
 namespace host {
 
 inline Logger logger;
-inline int failures = 0;
-
 inline void expect(bool good, std::string const& what) {
-    std::printf("%s %s%s\n", good ? "ok" : "FAILED", what.c_str(),
-        good ? "" : (" (last reason logged: " + logger.last + ")").c_str());
-    failures += good ? 0 : 1;
+    EXPECT_TRUE(good) << what << "; last reason logged: " << logger.last;
 }
 
 // That something was refused, and that the reason says the word.

@@ -40,7 +40,7 @@ inline mha_deploy::AttentionPointers pointers_but(
     return pointers;
 }
 
-inline void test_pointers() {
+inline void expect_pointers() {
     constexpr std::size_t kNone = 99;
     alignas(16) static char memory[64];
     auto const right = [](mha_deploy::AttentionParameters const& p, mha_deploy::AttentionShapes const& shapes,

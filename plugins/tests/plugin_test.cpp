@@ -9,7 +9,7 @@ using namespace host;
 
 namespace {
 
-void test_names() {
+TEST(Plugin, Names) {
     expect(creators().size() == 3, "three plugins");
     expect(std::string(attention().getPluginName()) == "MhaDeployAttention", "name of the attention plugin");
     expect(std::string(linear().getPluginName()) == "MhaDeployLinear", "name of the linear plugin");
@@ -17,7 +17,7 @@ void test_names() {
         expect(std::string(creator->getPluginVersion()) == "1", "plugin version");
         expect(std::string(creator->getPluginNamespace()) == "mha_deploy", "plugin namespace");
     }
-    expect(attention().getFieldNames()->nbFields == 17, "17 fields of attention");
+    expect(attention().getFieldNames()->nbFields == 23, "23 fields of attention");
     expect(linear().getFieldNames()->nbFields == 3, "3 fields of linear");
     expect(creators()[2]->getFieldNames()->nbFields == 7, "7 fields of norm and activation");
     std::string const info = mha_deploy_plugins_info();
@@ -29,7 +29,7 @@ void test_names() {
     }
 }
 
-void test_fp8_fields() {
+TEST(Plugin, Fp8Fields) {
     FieldList untransposed = fp8_fields(0);
     untransposed.set("transposed", {0});
     expect_refused(create(linear(), untransposed) == nullptr, "transposed", "FP8 with a weight [K, N]");
@@ -43,7 +43,7 @@ void test_fp8_fields() {
     expect_refused(create(norm_activation(), without_scale) == nullptr, "scale", "a scale of zero");
 }
 
-void test_fields() {
+TEST(Plugin, Fields) {
     FieldList good = attention_fields();
     PluginPointer const plugin = create(attention(), good);
     expect(plugin != nullptr && name_of(*plugin) == "MhaDeployAttention" && plugin->getNbOutputs() == 1,
@@ -64,7 +64,7 @@ void test_fields() {
     expect_refused(create(attention(), broken_heads) == nullptr, "query_heads", "a float as heads");
 }
 
-void test_refused_values() {
+TEST(Plugin, RefusedValues) {
     struct Case {
         char const* name;
         std::vector<int32_t> values;
@@ -151,7 +151,7 @@ void expect_sizes_refused(FieldList const& fields, Creator& creator, Sizes const
     expect_refused(!ask_sizes(fields, creator, inputs, got), word, "sizes: " + what);
 }
 
-void test_sizes() {
+TEST(Plugin, Sizes) {
     FieldList const three = attention_fields();
     FieldList const packed = packed_fields();
     FieldList values = changed("value_size", {128});
@@ -199,7 +199,7 @@ void test_sizes() {
         linear_fields(1), linear(), {{2, 5, 64}, {64, 32}, {31}}, "[31]", "a bias that does not fit");
 }
 
-void test_types() {
+TEST(Plugin, Types) {
     FieldList fields = changed("has_key_lengths", {1});
     PluginPointer const plugin = create(attention(), fields);
     auto const asked = [&](int32_t position, DataType first, DataType type, TensorFormat format) {
@@ -226,7 +226,7 @@ void test_types() {
 #endif
 }
 
-void test_bytes() {
+TEST(Plugin, Bytes) {
     FieldList fields = packed_fields();
     Bytes const bytes = save(*create(attention(), fields));
     PluginPointer const loaded = load(attention(), bytes);
@@ -250,7 +250,7 @@ void test_bytes() {
     expect_refused(load(attention(), of_linear) == nullptr, "something else", "bytes of the other plugin");
 }
 
-void test_clones() {
+TEST(Plugin, Clones) {
     FieldList fields = packed_fields();
     PluginPointer plugin = create(attention(), fields);
     Bytes const bytes = save(*plugin);
@@ -262,15 +262,14 @@ void test_clones() {
         of_context != nullptr && of_context != copy && save(*of_context) == bytes, "a clone for a context");
 }
 
-void test_without_gpu() {
+TEST(Plugin, WithoutGpu) {
     FieldList fields = packed_fields();
     PluginPointer const plugin = create(attention(), fields);
     auto const inputs = tensors({{2, 5, 768}});
     expect(workspace(*plugin, inputs) % 256 == 0, "the workspace is whole lines of memory");
     mha_deploy::Driver const* driver = nullptr;
     if (mha_deploy::load_driver(driver).ok()) {
-        std::printf("skipped what needs a machine without a GPU\n");
-        return;
+        GTEST_SKIP() << "this machine has a GPU";
     }
     logger.last.clear();
     expect(configure(*plugin, inputs) && logger.last.empty(), "sizes are taken without a GPU");
@@ -283,7 +282,7 @@ void test_without_gpu() {
     expect_refused(answer != 0, "driver", "a call without a GPU");
 }
 
-void test_workspace_and_exceptions() {
+TEST(Plugin, WorkspaceAndExceptions) {
     Creator creator(mha_deploy::trt::probe_kind());
     FieldList nothing;
     PluginPointer const plugin = create(creator, nothing);
@@ -308,28 +307,20 @@ void test_workspace_and_exceptions() {
         !output_dims(*plugin, {builder.sizes({1})}, builder, dims), "bad_alloc", "no memory for sizes");
 }
 
-void test_registration() {
+TEST(Plugin, Registration) {
     char const* const reason = mha_deploy_register_plugins();
     bool const reported = reason != nullptr && std::strstr(reason, "libnvinfer") != nullptr;
     expect(reported, "registering without a TensorRT in the process says what is missing");
 }
 
+TEST(Plugin, Pointers) {
+    expect_pointers();
+}
+
 }  // namespace
 
-int main() {
+int main(int count, char** arguments) {
+    ::testing::InitGoogleTest(&count, arguments);
     setLoggerFinder(&logger);
-    test_names();
-    test_fields();
-    test_fp8_fields();
-    test_refused_values();
-    test_sizes();
-    test_types();
-    test_bytes();
-    test_clones();
-    test_without_gpu();
-    test_workspace_and_exceptions();
-    test_registration();
-    test_pointers();
-    std::printf(failures == 0 ? "all passed\n" : "%d FAILED\n", failures);
-    return failures == 0 ? 0 : 1;
+    return RUN_ALL_TESTS();
 }

@@ -74,8 +74,11 @@ public:
         device_.emplace_back(sparse_heads_workspace(parameters, shapes));
     }
 
-    Status run(Stream const& stream) const {
-        return run_sparse_heads(parameters, shapes, c.type, pointers_, device_.back().get(), stream.get());
+    Status run(Stream const& stream) {
+        if (kernels_.attend == nullptr) {
+            RETURN_IF_FAILED(prepare_sparse_heads(parameters, shapes, c.type, kernels_));
+        }
+        return run_sparse_heads(parameters, shapes, kernels_, pointers_, device_.back().get(), stream.get());
     }
     std::vector<uint16_t> y() const { return output().download<uint16_t>(); }
     // Another number of heads for every token; everything else stays.
@@ -240,6 +243,7 @@ private:
     std::vector<int32_t> lengths_;
     std::vector<Buffer> device_;  // operands, lengths, gates; the output; the workspace
     AttentionPointers pointers_;
+    SparseHeadsKernels kernels_;
 };
 
 }  // namespace mha_deploy::check

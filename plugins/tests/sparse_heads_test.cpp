@@ -175,22 +175,30 @@ void time_cases(Stream const& stream) {
     }
 }
 
+class SparseHeads : public ::testing::TestWithParam<Case> {};
+
+TEST_P(SparseHeads, AgreeWithDouble) {
+    Case const& c = GetParam();
+    if (options.small && (c.queries > 150 || c.batch * c.query_heads > 64)) {
+        GTEST_SKIP() << "large";
+    }
+    Tally tally;
+    check_case(tally, Stream(), c);
+}
+
+INSTANTIATE_TEST_SUITE_P(All, SparseHeads, ::testing::ValuesIn(cases()));
+
+TEST(SparseHeadsRefused, All) {
+    Tally tally;
+    check_refusals(tally);
+}
+
+TEST(Times, DISABLED_SparseHeads) {
+    time_cases(Stream());
+}
+
 }  // namespace
 
 int main(int count, char** arguments) {
-    gpu();
-    Stream const stream;
-    if (count > 1 && std::string(arguments[1]) == "--time") {
-        time_cases(stream);
-        return 0;
-    }
-    bool const small = count > 1 && std::string(arguments[1]) == "--small";
-    Tally tally;
-    for (Case const& c : cases()) {
-        if (!small || (c.queries <= 150 && c.batch * c.query_heads <= 64)) {
-            check_case(tally, stream, c);
-        }
-    }
-    check_refusals(tally);
-    return tally.finish();
+    return run_gpu_tests(count, arguments);
 }

@@ -42,7 +42,7 @@ public:
     }
     Status resize(std::vector<Dims> const& inputs) override;
 
-    Status prepare(Type) override { return Status(); }
+    Status prepare(Type type) override { return prepare_norm_activation(parameters_, width_, type, kernel_); }
     std::size_t workspace_bytes(Type, bool) override { return 0; }
     Status run(Type type, CallMemory const& memory) override {
         return run_norm_activation(
