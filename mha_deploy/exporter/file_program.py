@@ -36,6 +36,7 @@ _COMPARED = frozenset({"Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Roun
 _COMPARED |= {"QuantizeLinear", "DynamicQuantizeLinear"}
 _DECISION_ELEMENTS = 1 << 22
 _FLOAT32_BITS = PRECISIONS["fp32"].significand_bits
+_FP8_LEAST, _FP8_FRACTION = -6, 3  # the least exponent of E4M3, and the bits behind the point
 
 
 class FileRounding(RoundingMode):
@@ -53,6 +54,7 @@ class FileRounding(RoundingMode):
         self._everywhere = precision is not None and precision.name == "fp32"
         self.flops = 0  # of the GEMMs
         self._on_grid = False
+        self._drew_weights = False  # of a softmax, in FP8
 
     @property
     def grid_flops(self) -> int:
@@ -108,7 +110,7 @@ class FileRounding(RoundingMode):
                 noted = rounded(noted, _FLOAT32_BITS, self._seed)
                 operand = noted * unit
                 if node.quantizes_softmax:
-                    run = self._before_the_sum(run)
+                    run, self._drew_weights = self._before_the_sum(run), True
         outputs = run(operand, *inputs[1:])
         if operator in _COMPARED - {"QuantizeLinear"} and len(inputs) > 1:
             noted = operand - inputs[1]
@@ -117,6 +119,9 @@ class FileRounding(RoundingMode):
         if change is None or change.shape != noted.shape:
             return outputs
         moved = self._sign * MARGIN * change
+        if self._drew_weights and operator == "QuantizeLinear":
+            # What goes to another level in many samples is in them already.
+            moved = np.where(np.abs(moved) > _fp8_steps(noted) / 2, 0.0, moved)
         if operator in _ORDERED:  # neighbors in order go towards each other in this sample or its counterpart
             along = _ORDERED[operator] if axis is None else axis
             ranks = noted.argsort(along).argsort(along)
@@ -146,6 +151,12 @@ class FileRounding(RoundingMode):
             return run(weights, *others) if is_integer else (narrow.astype(np.float64) / factor,)
 
         return quantize
+
+
+def _fp8_steps(numbers: np.ndarray) -> np.ndarray:
+    """How far the neighbors of numbers are apart in FP8."""
+    exponents = np.frexp(numbers)[1] - 1
+    return np.ldexp(1.0, np.maximum(exponents, _FP8_LEAST) - _FP8_FRACTION)
 
 
 def _along(scale: np.ndarray, operand: np.ndarray, axis: int) -> np.ndarray:

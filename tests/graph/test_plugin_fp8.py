@@ -15,6 +15,7 @@ from plugin_layers import FP16, model_of, node, operators, random_inputs, weight
 import mha_deploy as md
 from mha_deploy.engine.build import judge_engine
 from mha_deploy.exporter.file_program import FileProgram, FileRounding
+from mha_deploy.exporter.samples import sample_case
 from mha_deploy.graph.ir import new_initializer
 from mha_deploy.graph.lower import LoweringError, lower
 from mha_deploy.graph.plugin_node import COPY, FP8_BESIDES, FP8_ONLY, PER_OUTPUT, PER_TENSOR
@@ -207,6 +208,18 @@ def test_samples_of_rounding_show_weights_that_are_rounded_before_their_sum() ->
     (kernel,) = run_in_reference(ir.to_proto(lower(model, "plugin", linear=True)), inputs)
     samples = [apart(sample(seed)) for seed in range(1, 5)]
     assert 0.8 * min(samples) < apart(kernel) < 1.2 * max(samples)
+
+
+def test_levels_that_many_samples_change_are_not_all_changed_at_once() -> None:
+    model = attended(block())
+    program, inputs = FileProgram(model), random_inputs(model, {"B": 1, "S": 40})
+    exact, baselines, _ = sample_case(
+        FileRounding, PRECISIONS["fp16"], lambda mode: program.run(inputs, mode)
+    )
+    found = baselines["fp32"]
+    sizes = [float(np.linalg.norm(each) / np.linalg.norm(exact["y"])) for each in found.samples["y"]]
+    assert found.branches == 2
+    assert max(sizes[-2:]) < 2 * max(sizes[:-2])
 
 
 @pytest.mark.parametrize("told", [False, True])
