@@ -255,6 +255,9 @@ class Finding(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     names: Annotated[tuple[str, ...], means("the nodes, cases or sizes that it is about")] = ()
     numbers: Annotated[Mapping[str, float], means("counts and figures by name")] = {}
     detail: Annotated[str, means("what another part of the report, or another program, says of it")] = ""
+    in_headline: Annotated[
+        bool, means("whether it is the headline, or a note that the headline holds: readers are told it once")
+    ] = False
     text: Annotated[str, means("the same in a sentence, for people")] = ""
 
 

@@ -255,6 +255,11 @@ def _span(axis: str | None, least: int | None, most: int | None) -> str:
     return f"{axis} = {least}" if least == most else f"{axis} = {least}–{most}"
 
 
+def absent_text(name: str, reason: str) -> str:
+    """A runtime that could not be run, and why."""
+    return f"{name} skipped: {reason}"
+
+
 def reason_and_hint(
     reason: Reason | None, language: Language = Language.COMMAND_LINE, share: float | None = None
 ) -> str:

@@ -115,6 +115,7 @@ class TimedPoint:
     sizes: Mapping[str, int]
     past: int | None = None
     note: str = ""  # what had to be made smaller
+    probed: bool = False  # whether large tokens are run there as well
 
 
 def usual_points(spec: ModelSpec) -> tuple[TimedPoint, ...]:
@@ -167,9 +168,10 @@ def long_past(spec: ModelSpec, axes: Mapping[str, Axis], limit: SizeLimit) -> tu
     for past in dict.fromkeys((longest, *(each for each in around if least_past <= each <= longest))):
         name = LONG_PAST if past == longest else f"past-{past}"
         if cache.is_preallocated:
-            points.append(TimedPoint(name=name, sizes=sizes, past=past, note=note))
+            point = TimedPoint(name=name, sizes=sizes, past=past, note=note)
         else:
-            points.append(TimedPoint(name=name, sizes={**sizes, axis: past}, note=note))
+            point = TimedPoint(name=name, sizes={**sizes, axis: past}, note=note)
+        points.append(replace(point, probed=past == longest))
         note = ""
     return tuple(points)
 
@@ -336,9 +338,9 @@ def planned_cases(
         else:
             cases.append(found)
             largest = spec.sizes("max")
-            less = [f"{axis} = {most}" for axis, most in largest.items() if found.sizes[axis] < most]
             if name == LONG_PAST and spec.kv_cache is not None:
-                less = [each for each in less if each.startswith(f"{spec.kv_cache.past} = ")]
+                largest = {axis: most for axis, most in largest.items() if axis == spec.kv_cache.past}
+            less = [f"{axis} = {most}" for axis, most in largest.items() if found.sizes[axis] < most]
             if name in ("large", LONG_PAST) and less:
                 text = ",".join(f"{axis}={size}" for axis, size in found.sizes.items())
                 notes.append(f"the {name} case has {text}: the axes allow {', '.join(less)}, beyond {budget}")
@@ -418,6 +420,8 @@ def _with_small_batch(spec: ModelSpec, sizes: dict[str, int]) -> dict[str, int]:
 # -- The corners of every optimization profile, or any sizes -----------------------------------------
 
 _INTERIOR = 2  # random sizes of each profile
+# The corners with the most keys or queries, which are run with large tokens as well.
+_PROBED = {"max", "small-batch-long", "few-queries-many-keys", "many-queries-few-keys", "largest-odd"}
 
 
 def sweep_points(
@@ -439,7 +443,8 @@ def sweep_points(
                 note += f"costs more than {limit}"
             key = (*(sizes[axis] for axis in spec.axes), None)
             if key not in points:
-                points[key] = TimedPoint(name=prefix + corner, sizes=sizes, note=note)
+                about = TimedPoint(name=prefix + corner, sizes=sizes, note=note, probed=corner in _PROBED)
+                points[key] = about
             elif note:  # another corner of the same sizes: what was shrunk to get there stays noted
                 notes = [points[key].note, f"{prefix}{corner}: {note}"]
                 points[key] = replace(points[key], note="; ".join(filter(None, notes)))

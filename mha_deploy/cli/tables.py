@@ -423,10 +423,7 @@ def report_renderable(report: Data, *, verbose: bool = False, headed: bool = Tru
     """
     model = f"{report['model']['name']} {report['model']['precision']}"
     verdict = report["verdict"]
-    # The first failure is the headline.
-    said = [
-        each for each in tables.shown_findings(verdict) if not verdict["headline"].startswith(each["text"])
-    ]
+    said = [each for each in tables.shown_findings(verdict) if not each.get("in_headline")]
     by_level = group_by(said, lambda finding: finding["level"])
     findings = {group[0]["level"]: _finding_lines(group) for group in by_level}
     blocks: list[RenderableType] = [verdict_renderable(report)] if headed else []
@@ -450,8 +447,8 @@ def report_renderable(report: Data, *, verbose: bool = False, headed: bool = Tru
         )
     if report["data"]:
         blocks += [render(tables.data_table(report["data"])), render(tables.worst_table(report["data"]))]
-    engines = {each["place"].get("engine") for each in verdict["findings"]}
-    notes = [Text(f"note: {each}", style="dim") for each in report["notes"] if each.split()[0] not in engines]
+    engines = {each["place"].get("engine") for each in verdict["findings"]}  # their findings say why
+    notes = [Text(f"note: {each}", style="dim") for each in tables.shown_notes(report, without=engines)]
     return Group(*blocks, *(line for lines in findings.values() for line in lines), *notes)
 
 
@@ -508,16 +505,10 @@ def _failed_renderable(run: Data) -> RenderableType:
         what = f"{plural(len(run['verdicts']), 'output')} of {run['cases']} cases"
         words = f"{Outcome(run['outcome']).upper()}  {run['backend']}: {what}: {reasons.pop()}"
         return Text(words, style=_STYLES[tables.MARKS[Outcome(run["outcome"])]])
-    built = _parity_table(run)
-    worst = sorted(run["verdicts"], key=lambda verdict: -(verdict["share"] or math.inf))[:_SHOWN_FAILURES]
-    kept = {tables.problem_text(verdict) for verdict in worst}
-    groups, dropped = [], 0
-    for group in built.groups:
-        rows = [row for row in group.rows if row[-1].span == 1 or row[-1].text in kept]
-        dropped += len(group.rows) - len(rows)
-        groups.append(replace(group, rows=rows))
-    more = [Text(f"and {plural(dropped, 'more output')}: -v", style="red")] if dropped else []
-    return Group(render(replace(built, groups=groups)), *more)
+    worst = sorted(run["verdicts"], key=lambda verdict: -(verdict["share"] or math.inf))
+    worst, others = worst[:_SHOWN_FAILURES], worst[_SHOWN_FAILURES:]
+    more = [Text(f"and {plural(len(others), 'more output')}: -v", style="red")] if others else []
+    return Group(render(_parity_table(run, worst)), *more)
 
 
 def _mistakes(run: Data) -> Hashable:
@@ -544,19 +535,20 @@ def _alike_renderables(runs: Sequence[Data], *, verbose: bool) -> list[Renderabl
     return lines
 
 
-def _parity_table(run: Data) -> Table:
-    return _layers_table(run) if run["cases"] == tables.LAYERS else tables.parity_table([run])
+def _parity_table(run: Data, explained: Sequence[Data] | None = None) -> Table:
+    is_inside = run["cases"] == tables.LAYERS
+    return _layers_table(run, explained) if is_inside else tables.parity_table([run], explained)
 
 
 def _not_passed(run: Data) -> list[Data]:
     return [verdict for verdict in run["verdicts"] if verdict["outcome"] != Outcome.PASSED]
 
 
-def _layers_table(run: Data) -> Table:
+def _layers_table(run: Data, explained: Sequence[Data] | None = None) -> Table:
     """All attentions; of many that pass, the first, the worst and the last, and how good the others are."""
     good = [verdict for verdict in run["verdicts"] if verdict["outcome"] == Outcome.PASSED]
     if len(good) <= _MOST_LAYERS:
-        return tables.layers_table([run])
+        return tables.layers_table([run], explained)
     kept = (good[0], max(good, key=lambda verdict: verdict["share"] or 0.0), good[-1])
     others = [verdict for verdict in good if verdict not in kept]
     listed = [verdict for verdict in run["verdicts"] if verdict not in others]
@@ -611,7 +603,7 @@ def _invariance(checks: Sequence[Data]) -> Text:
 
 def _conformance(found: Data, *, verbose: bool) -> RenderableType:
     """How each runtime treats masks; without `verbose`, those that all conform to are one line."""
-    reasons = [name + words for name, words in tables.conformance_reasons(found) if name.endswith(", wrong")]
+    reasons = [name + words for name, words in tables.conformance_reasons(found, ("wrong",))]
     below = [Text(line, style="red") for line in reasons]
     built = tables.conformance_table(found)
     if verbose:

@@ -396,7 +396,7 @@ def report_page(data: Data) -> str:
         PageSection("fusion", "Engines and fusion", _fusion(data)),
         PageSection("latency", "Latency", _latency(data, look)),
         section("serving", "Serving", lambda points: [("table", tables.serving_table(points))]),
-        section("notes", "Notes", lambda notes: [("list", notes)]),
+        PageSection("notes", "Notes", [("list", notes)] if (notes := tables.shown_notes(data)) else []),
         section("environment", "Reproduce", lambda found: environment(data["tool"], found, data["model"])),
     ]
     optional = {"fault", "notes", "serving", "data", "loss"} | (

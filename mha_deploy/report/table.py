@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from mha_deploy.report.charts import decode_curves
 from mha_deploy.status import Kind, Outcome, Reason, Severity
 from mha_deploy.text import (
     NOTHING,
+    absent_text,
     budget_share,
     error,
     plural,
@@ -247,15 +248,20 @@ def outcome_cell(outcome: str) -> Cell:
 
 def shown_findings(verdict: Data) -> list[Data]:
     """The findings of a verdict, without notes that repeat its headline or another finding."""
-    headline, kinds = verdict["headline"], {each["kind"] for each in verdict["findings"]}
-    repeated = {
-        Kind.NOT_COVERED: lambda each: all(name in headline for name in each["names"]),
-        Kind.ENGINE_PRECISION: lambda each: each["detail"] in headline,
-        Kind.NOT_RUN: lambda _: not kinds.isdisjoint((Kind.ENGINE_NOT_RUN, Kind.ENGINE_GONE)),
-    }
-    notes = (each for each in verdict["findings"] if each["level"] == Severity.NOTE)
-    dropped = [each for each in notes if repeated.get(each["kind"], lambda _: False)(each)]
-    return [each for each in verdict["findings"] if each not in dropped]
+    kinds = {each["kind"] for each in verdict["findings"]}
+    listed = not kinds.isdisjoint((Kind.ENGINE_NOT_RUN, Kind.ENGINE_GONE))  # each engine that was not run
+
+    def is_repeated(each: Data) -> bool:
+        return bool(each.get("in_headline")) or (each["kind"] == Kind.NOT_RUN and listed)
+
+    findings: list[Data] = verdict["findings"]
+    return [each for each in findings if each["level"] != Severity.NOTE or not is_repeated(each)]
+
+
+def shown_notes(report: Data, *, without: Collection[str] = ()) -> list[str]:
+    """What was not run here, but what is named in `without`, and what else a reader should know."""
+    absent = (each for each in report.get("absent", ()) if each["name"] not in without)
+    return [*(absent_text(each["name"], each["reason"]) for each in absent), *report["notes"]]
 
 
 _NOTABLE = ("bad", "doubt", "over", "problem")
@@ -304,14 +310,18 @@ LAYERS = "layers"
 _ERRORS = ("#rel. L2", "#worst vector|vector", "#slice", "#gain", "+#1 − cos", "#budget used|used")
 
 
-def parity_table(runs: Sequence[Data]) -> Table:
-    """A row for every output of every case, in a group for every run."""
+def parity_table(runs: Sequence[Data], explained: Sequence[Data] | None = None) -> Table:
+    """A row for every output of every case, in a group for every run.
+
+    `explained` are the verdicts whose reasons are told; default: all that did not pass.
+    """
     several = len({verdict["output"] for run in runs for verdict in run["verdicts"]}) > 1
     groups = []
     for run in runs:
         rows: list[RawRow] = []
         for verdict in run["verdicts"]:
-            rows += _verdict_rows(verdict, verdict["case"], sizes_text(verdict["sizes"]), verdict["output"])
+            made = _verdict_rows(verdict, verdict["case"], sizes_text(verdict["sizes"]), verdict["output"])
+            rows += made if explained is None or verdict in explained else made[:1]
         kind = run["accumulation"]["type"].upper()
         title = f"{run['backend']}, {run['cases']} cases, budget for {kind} accumulation"
         groups.append(Group(title=title, rows=rows))
@@ -319,13 +329,14 @@ def parity_table(runs: Sequence[Data]) -> Table:
     return table("Error of every output, and its share of the budget", headings, groups=groups)
 
 
-def layers_table(runs: Sequence[Data]) -> Table:
-    """A row for every attention of a user's module."""
+def layers_table(runs: Sequence[Data], explained: Sequence[Data] | None = None) -> Table:
+    """A row for every attention of a user's module; `explained` as of `parity_table`."""
     groups = []
     for run in runs:
         rows: list[RawRow] = []
         for verdict in run["verdicts"]:
-            rows += _verdict_rows(verdict, Cell(text=verdict["output"], status="code"))
+            made = _verdict_rows(verdict, Cell(text=verdict["output"], status="code"))
+            rows += made if explained is None or verdict in explained else made[:1]
         sizes = f" at {sizes_text(run['verdicts'][0]['sizes'])}" if run["verdicts"] else ""
         groups.append(Group(title=f"{run['backend']}{sizes}", rows=rows))
     headings = ("attention", "verdict", _ERRORS[0], *(f"+{name}" for name in _ERRORS[1:-1]), _ERRORS[-1])
@@ -346,10 +357,10 @@ def _verdict_rows(verdict: Data, name: Cell | str, *place: str) -> list[RawRow]:
     rest = number(None if cosine is None else 1.0 - cosine, error)
     share = share_cell(verdict["share"], failed=not is_right)
     row = (name, result, *place, *figures, rest, share)
-    return [row] if is_right else [row, problem_text(verdict)]
+    return [row] if is_right else [row, _problem_text(verdict)]
 
 
-def problem_text(verdict: Data) -> str:
+def _problem_text(verdict: Data) -> str:
     """Why an output failed, and where it is worst."""
     words, worst = reason_words(verdict["reason"], verdict["share"]), verdict["deviation"]
     if worst is not None and verdict["outcome"] == Outcome.FAILED:
@@ -375,7 +386,7 @@ def decode_table(reports: Sequence[Data], most: int | None = None) -> Table:
     rows: list[RawRow] = []
     for report in reports:
         planned, run = f"{report['steps']:,}", len(report["errors"])
-        prompts = prompts_text(report["prompt"]).removeprefix("prompts of ")
+        prompts = prompts_text(report["prompt"], noun=False)
         steps = f"{run:,} of {planned}" if run < report["steps"] else planned
         wrong = place_text(report["first_failed"], report["failed"])
         share = share_cell(report["share"], failed=report["outcome"] != Outcome.PASSED)
@@ -416,14 +427,14 @@ def steps_table(reports: Sequence[Data]) -> Table | None:
     return table(title, ("#step", *(f"#{curve}" for curve in curves)), rows, css="compact", others=words)
 
 
-def prompts_text(prompt: Sequence[int]) -> str:
-    """The lengths of the prompts in a few words."""
+def prompts_text(prompt: Sequence[int], *, noun: bool = True) -> str:
+    """The lengths of the prompts in a few words; a list of them without the `noun` under its heading."""
     if len(prompt) == 1:
         return f"a prompt of {prompt[0]}"
     if len(set(prompt)) == 1:
         return f"{len(prompt)} prompts of {prompt[0]}"
     if 0 < len(prompt) <= _LISTED_PROMPTS:
-        return f"prompts of {', '.join(map(str, prompt[:-1]))} and {prompt[-1]}"
+        return f"{'prompts of ' * noun}{', '.join(map(str, prompt[:-1]))} and {prompt[-1]}"
     return f"{len(prompt)} prompts of {min(prompt)} to {max(prompt)}" if prompt else "no prompt"
 
 
@@ -612,8 +623,11 @@ def conformance_table(found: Data) -> Table:
     return table(title, headings, css="matrix", groups=groups, others=words)
 
 
-def conformance_reasons(found: Data) -> list[tuple[str, str]]:
-    """Every reason with the runtime and the masks that it is about, wrong results first."""
+_MASK_STATUSES = ("wrong", "refused", "conforms", "absent")  # what a runtime does with a mask
+
+
+def conformance_reasons(found: Data, statuses: Sequence[str] = _MASK_STATUSES) -> list[tuple[str, str]]:
+    """Every reason of these statuses with the runtime and the masks that it is about."""
     reasons: dict[tuple[str, str, str], list[str]] = {}
     for row in found["rows"]:
         for name in found["columns"]:
@@ -621,7 +635,7 @@ def conformance_reasons(found: Data) -> list[tuple[str, str]]:
             if cell["detail"]:
                 reasons.setdefault((name, cell["status"], cell["detail"]), []).append(row["case"])
     lines = []
-    for status in ("wrong", "refused", "conforms", "absent"):
+    for status in statuses:
         for (name, _, detail), masks in (item for item in reasons.items() if item[0][1] == status):
             about = "every mask" if len(masks) == len(found["rows"]) else ", ".join(masks)
             lines.append((f"{name}, {status}", f" ({about}): {detail}"))

@@ -102,6 +102,7 @@ class DecodeReport:
     # One for each output of the prefill, of every step that was run and of all steps, and for each cached
     # tensor at the end; more where the lengths went wrong
     verdicts: tuple[OutputVerdict, ...]
+    of_prefill: int  # how many of them, from the first, are on the prefill
     first_failed: int | None  # the step that failed first, 0 for the prefill; the cache may still be wrong
     errors: tuple[float | None, ...]  # relative L2 of every step; None where it could not be measured
     eager_errors: tuple[float | None, ...]  # the module's own
@@ -455,6 +456,7 @@ class _DecodeRun:
             prompt=tuple(trace.prompt.tolist()),
             steps=trace.steps,
             verdicts=(*(verdict for found in self.found for verdict in found), *self.afterwards),
+            of_prefill=len(self.found[0]) if self.found else 0,
             first_failed=next(failed, None),
             errors=tuple(each.relative_l2 if each else None for each in deviations),
             eager_errors=tuple(own),

@@ -36,7 +36,7 @@ from mha_deploy.validation.error_map import Heatmap
 from mha_deploy.validation.fault import FaultReport
 from mha_deploy.validation.fp16_range import RangeReport
 from mha_deploy.validation.invariance import InvarianceCheck
-from mha_deploy.validation.runtimes import Family
+from mha_deploy.validation.runtimes import Family, Unavailable
 from mha_deploy.validation.subjects import SubjectRecord
 
 REPORT_FORMAT = 4
@@ -300,6 +300,10 @@ class ReportRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         tuple[ServingRecord, ...],
         means("how a server did, one for every number of clients; empty without one"),
     ]
+    absent: Annotated[
+        tuple[Unavailable, ...],
+        means("runtimes and engines that could not be run here"),
+    ] = ()
     notes: Annotated[tuple[str, ...], means("what else a reader should know")]
 
 

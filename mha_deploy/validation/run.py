@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from mha_deploy.bundle.cases import DecodeTrace, GoldenCase, golden_cases, plan_trace
 from mha_deploy.bundle.folder import Bundle
 from mha_deploy.bundle.sizes import (
-    LONG_PAST,
     PROBE,
     TIMED_CASES,
     SizeLimit,
@@ -254,8 +253,7 @@ class _Validation:
         fresh = self._fresh
         usual, cases = () if self._has_probe else usual_points(spec), list[GoldenCase]()
         corners = sweep_points(spec, profiles, limit=limit) if profiles else ()
-        ends = ("max", "-long", "-keys", "largest-odd", LONG_PAST)
-        for point in (*usual, *(corner for corner in corners if corner.name.endswith(ends))):
+        for point in (*usual, *(corner for corner in corners if corner.probed)):
             sizes = shrunk(spec, point.sizes, spec.sizes("min"), limit)
             draw = partial(fresh.case, seed=self.options.seed, past=point.past)
             cases.append(replace(draw(sizes, probe="edges"), name=f"probe-{point.name}"))

@@ -7,11 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import onnx
 import onnx_ir as ir
+from msgspec import Struct
 
 from mha_deploy.bundle.cases import GoldenCase
 from mha_deploy.bundle.folder import Bundle, open_bundle
@@ -37,7 +38,7 @@ from mha_deploy.runtime.polygraphy import PolygraphyRunner, is_polygraphy_runner
 from mha_deploy.runtime.runner import Arrays, Runner
 from mha_deploy.runtime.tensorrt.versions import LEAN, MODULES
 from mha_deploy.runtime.timing import KernelTime
-from mha_deploy.status import Word
+from mha_deploy.status import Word, means
 from mha_deploy.text import plural
 
 # -- What only PyTorch can do in a validation: compute what is right for fresh inputs --------------
@@ -167,17 +168,11 @@ def _measured_accumulation(backend: str) -> Accumulation:
     return Accumulation(kind, why)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Unavailable:
+class Unavailable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A runtime that could not be opened, and why."""
 
-    name: str
-    reason: str
-
-    @property
-    def sentence(self) -> str:
-        """For the notes of a report."""
-        return f"{self.name} skipped: {self.reason}"
+    name: Annotated[str, means("the runtime or the engine")]
+    reason: Annotated[str, means("why it could not take part")]
 
 
 class RuntimeFinder:

@@ -173,7 +173,7 @@ class _ServerValidation:
             if isinstance(subject, DecodeTrace):
                 recorded = _Recorded(self.runner.name, subject, parts)
                 reports.append(run_decode_loop(recorded, subject, self.spec, self.precision))
-                verdicts += [each for each in reports[-1].verdicts if each.case.endswith(" prefill")]
+                verdicts += reports[-1].verdicts[: reports[-1].of_prefill]
             elif error := next((part.error for part in parts if part.error is not None), None):
                 verdicts += failed_to_run(subject, error.in_one_line)
             else:

@@ -122,7 +122,8 @@ class Validation:
             data=self.data,
             loss=self.bundle.manifest.loss,
             serving=self.serving,
-            notes=(*(each.sentence for each in self.absent), *self.notes),
+            absent=self.absent,
+            notes=self.notes,
         )
 
 
@@ -196,7 +197,9 @@ def conclude(
         ]
     ranked = tuple(sorted(found, key=lambda finding: list(Severity).index(finding.level)))
     report = replace(report, findings=ranked, not_verified=missing)
-    return replace(report, headline=_headline(report, judged, missing))
+    headline, told = _headline(report, judged, missing)
+    ranked = tuple(msgspec.structs.replace(each, in_headline=each in told) for each in ranked)
+    return replace(report, findings=ranked, headline=headline)
 
 
 def findings(
@@ -405,14 +408,20 @@ def coverage_findings(missing: Sequence[Gap], options: ValidateOptions) -> Itera
             yield _found(level, Section.COVERAGE, kind, names=names)
 
 
-def _headline(report: Validation, evaluations: Sequence[Evaluation], missing: Sequence[Gap]) -> str:
-    """The verdict in one line: is it right, is it fused, is it in its precision, is it fast."""
-    failures = [each.text for each in report.findings if each.level is Severity.FAILURE]
-    if first := failures or [each.text for each in report.findings if each.kind in _UNVERIFIED]:
-        return first[0] if len(first) == 1 else f"{first[0]} (and {len(first) - 1} more)"
+def _headline(
+    report: Validation, evaluations: Sequence[Evaluation], missing: Sequence[Gap]
+) -> tuple[str, list[Finding]]:
+    """The verdict in one line: is it right, is it fused, is it in its precision, is it fast.
+
+    With the finding that it is, or the notes that it holds.
+    """
+    failures = [each for each in report.findings if each.level is Severity.FAILURE]
+    if first := failures or [each for each in report.findings if each.kind in _UNVERIFIED]:
+        more = "" if len(first) == 1 else f" (and {len(first) - 1} more)"
+        return f"{first[0].text}{more}", first[:1]
     judged = [each for each in evaluations if each.parity]
     if not judged:
-        return "nothing was checked"
+        return "nothing was checked", []
     ran = [each for each in judged if each.runtime.engine is not None]
     parts = ["; ".join(_outputs(each) for each in ran or judged)]
     not_run = [each for each in report.engines if all(each is not other.runtime.engine for other in ran)]
@@ -427,11 +436,13 @@ def _headline(report: Validation, evaluations: Sequence[Evaluation], missing: Se
         parts += [finding.text for finding in report.findings if finding.section is Section.FUSION]
     if (loss := report.bundle.manifest.loss) is not None:
         parts.append(f"loss of {loss.what} {loss.worst:.2g}")
+    told = list[tuple[Kind, str | None]]()  # which notes, by kind and engine
     for engine in [each.runtime.engine for each in ran] or not_run:
         if engine is not None and not ran and not engine.is_confirmed:
             parts.append("fusion and precision not verified")
         elif engine is not None:
             parts += [engine.manifest.fusion_summary, engine.manifest.precision_summary]
+            told.append((Kind.ENGINE_PRECISION, engine.path.stem))
     for point in report.points[:1]:
         rows = [row for row in point.rows if row.name == (ran or judged)[0].runtime.name]
         for p50, row in ((row.timing.p50, row) for row in rows if row.timing):
@@ -444,7 +455,9 @@ def _headline(report: Validation, evaluations: Sequence[Evaluation], missing: Se
         parts.append(f"not covered: {len(sizes)} items")
     elif sizes:
         parts.append(f"not covered: {', '.join(sizes)}")
-    return ", ".join(parts)
+        told.append((Kind.NOT_COVERED, None))
+    notes = (each for each in report.findings if each.level is Severity.NOTE)
+    return ", ".join(parts), [each for each in notes if (each.kind, each.place.engine) in told]
 
 
 def _outputs(evaluation: Evaluation) -> str:

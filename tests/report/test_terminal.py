@@ -35,15 +35,29 @@ def test_a_group_that_passed_is_one_line():
     assert "rel. L2" in printed(data, verbose=True)
 
 
-@pytest.mark.parametrize("headline", [f"right, not covered: {GAP}", "right, not covered: 4 items"])
-def test_what_is_not_covered_is_listed_once(headline):
+@pytest.mark.parametrize("told", [True, False])
+def test_what_is_not_covered_is_listed_once(told):
     data = fresh("passing")
     note = finding("note", "range", f"not covered: {GAP}")
-    data["verdict"]["headline"] = headline
-    data["verdict"]["findings"].append(note | {"section": "coverage", "kind": "not covered", "names": [GAP]})
+    data["verdict"]["headline"] = f"right, not covered: {GAP if told else '4 items'}"
+    about = {"section": "coverage", "kind": "not covered", "names": [GAP], "in_headline": told}
+    data["verdict"]["findings"].append(note | about)
     assert printed(data).count(GAP) == 1
 
 
 def test_what_was_skipped_is_printed_with_its_reason():
-    reason = "probe inputs skipped: PyTorch is not installed"
-    assert f"note: {reason}" in printed({**fresh("passing"), "notes": [reason]})
+    absent = [{"name": "probe inputs", "reason": "PyTorch is not installed"}]
+    assert "note: probe inputs skipped: PyTorch is not installed" in printed(
+        {**fresh("passing"), "absent": absent}
+    )
+
+
+def test_an_engine_that_was_not_run_is_reported_once():
+    data = fresh("passing")
+    data["absent"] = [{"name": "engine-a", "reason": "there is no GPU"}]
+    note = finding("note", "engine", "engine engine-a was built and inspected, but not run: there is no GPU")
+    place = {"engine": "engine-a"}
+    data["verdict"]["findings"].append(note | {"kind": "engine not run", "place": place})
+    data["notes"] = ["engine-a is the name of a file, too"]  # a sentence decides nothing
+    assert printed(data).count("there is no GPU") == 1
+    assert data["notes"][0] in printed(data)

@@ -382,6 +382,7 @@ def report_of(errors):
         prompt=(1,),
         steps=len(errors),
         verdicts=(),
+        of_prefill=0,
         first_failed=None,
         errors=tuple(errors),
         eager_errors=(),

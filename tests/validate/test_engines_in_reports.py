@@ -86,6 +86,10 @@ def test_a_right_engine_passes_and_speaks_in_the_headline(running, bundle):
     assert report.passed, report.findings
     start = "tensorrt-rtx 1.7: 4/4 outputs within budget, 1/1 fused, precision: fp16 (I/O types verified"
     assert report.headline.startswith(start)
+    # What the headline says of precision and coverage is not told again.
+    told = {finding.kind for finding in report.findings if finding.in_headline}
+    assert told == {finding.kind for finding in report.findings if finding.level == "note"}
+    assert "engine precision" in told
     (engine,) = as_plain(report.record)["engines"]
     assert (engine["ran"], engine["why_not"]) == (True, None)
 
@@ -104,6 +108,9 @@ def test_a_wrong_engine_fails_and_the_fault_is_attributed(running, bundle, monke
     report = running(lambda: Stand(bundle, factor=1.5))
     assert not report.passed
     assert report.headline.startswith("tensorrt-rtx 1.7 is wrong on 4 of 4 outputs (golden; ")
+    assert [finding.in_headline for finding in report.findings] == [True] + [False] * (
+        len(report.findings) - 1
+    )
     assert seen == [case.name for case in golden_cases(bundle)]
     assert any(finding.text.startswith("at fault: fusion") for finding in report.findings)
 
@@ -175,8 +182,8 @@ def test_a_graph_that_the_gpu_runtime_refuses_is_judged_on_the_cpu(bundle, monke
     report = validate_bundle(bundle)
     assert report.outcome == "not verified"
     assert [each.runtime.name for each in report.evaluations] == ["ort-cpu"]
-    notes = as_plain(report.record)["notes"]
-    assert any("ort-cuda skipped: ONNX Runtime would run" in note for note in notes)
+    absent = {each["name"]: each["reason"] for each in as_plain(report.record)["absent"]}
+    assert absent["ort-cuda"].startswith("ONNX Runtime would run")
 
 
 def test_an_engine_named_with_an_option_must_run(bundle):
