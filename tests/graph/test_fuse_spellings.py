@@ -1210,3 +1210,34 @@ def test_weights_whose_shape_is_read():
     shape = g.op("Reshape", g.cast(g.op("Shape", weights), FLOAT), g.ints(1, 1, 1, 4))
     report = check_same(g.model(g.op("MatMul", weights, "v"), shape))
     assert (len(report.fused), report.unfused) == (1, ())
+
+
+PADDED = np.array([[1, 1, 1, 1, 0], [1, 0, 1, 0, 1], [1] * 5, [1] * 5, [1, 0, 0, 0, 0]], np.int32)
+
+
+@pytest.mark.parametrize("past", [False, True])
+@pytest.mark.parametrize("causal", [0, 1])
+def test_attentions_of_onnx_runtime(past, causal):
+    """Two layers of its two operators, between which ONNX's shape inference knows nothing."""
+    own = {"domain": "com.microsoft", "num_heads": H, "unidirectional": causal}
+    g = axes_of({"x": ("N", "S", H * D)})
+    random = np.random.default_rng(0)
+    weight, bias = (g.const(random.standard_normal((*rows, 3 * H * D)) * 0.2) for rows in ((H * D,), ()))
+    mask = "" if past else g.input("mask", ("N", "S"), TensorProto.INT32)
+    both, k, v = ("", "", "")
+    if past:
+        both, k, v = (
+            g.input(name, (*two, "N", H, "P", D)) for name, two in zip("bkv", ((2,), (), ()), strict=True)
+        )
+    x = g.op("Attention", "x", weight, bias, mask, both, **own)
+    g.nodes[-1].output.append("present")
+    added = "" if past else g.input("added", (1, H, "S", "S"))
+    y = g.op("MultiHeadAttention", x, "x", x, bias, mask, added, k, v, **own, scale=0.3)
+    g.nodes[-1].output.extend(["keys", "values"] if past else [])
+    results = [g.op("Unsqueeze", y, g.ints(1)), *(["keys", "values"] if past else [])]
+    model = g.model(*results)
+    new, report = fused(model)
+    assert ([each.Hq for each in report.fused], report.unfused) == ([H, H], ())
+    feeds = random_feeds(model) | ({} if past else {"mask": PADDED})
+    for want, got in zip(run(model, feeds), run(new, feeds), strict=True):
+        np.testing.assert_allclose(got, want, atol=2e-5)

@@ -19,7 +19,7 @@ import onnx_ir as ir
 
 from mha_deploy.bundle.manifest import GENERATED
 from mha_deploy.graph.attention_node import is_attention
-from mha_deploy.graph.fuse import values, write
+from mha_deploy.graph.fuse import foreign, values, write
 from mha_deploy.graph.fuse.leftover import Leftovers
 from mha_deploy.graph.fuse.mask_pattern import FULLY_MASKED, Masks
 from mha_deploy.graph.fuse.pattern import (
@@ -133,15 +133,18 @@ def fuse_attention(
         stated = [(each, each.type, each.shape) for node in nodes_in(work.graph) for each in node.outputs]
         unnamed = values.name_inputs(work)
         named = [each.shape if values.own_names(work) else None for each in work.graph.outputs]
-        own = values.without_fused_matmuls(work)
+        own = foreign.without_fused_matmuls(work)
         entered = values.infer_sizes(work)
+        written_out = foreign.without_attentions(work)
+        if written_out:
+            values.infer_sizes(work)
         stated_results = [each.shape for each in work.graph.outputs]
         fixed = values.fix_sizes(work)
-        values.as_matmuls(own)
+        foreign.as_matmuls(own)
         fusion = _Fusion(work, verify)
         fusion.run()
         if not (fusion.report.fused or fusion.report.repairs or fusion.renamed):
-            if work is not copy or own or fusion.respelled:
+            if work is not copy or own or written_out or fusion.respelled:
                 return again(), fusion.report
             for value, kind, shape in stated:  # another copy would take as long as all this
                 value.type, value.shape = kind, shape

@@ -23,7 +23,6 @@ import onnx_ir as ir
 from mha_deploy.bundle.manifest import GENERATED
 from mha_deploy.errors import DeployError
 from mha_deploy.graph.ir import (
-    NodeBuilder,
     constant,
     constant_ints,
     dims,
@@ -40,10 +39,7 @@ from mha_deploy.graph.ir import (
     nodes_behind,
     nodes_in,
     perm,
-    prefix_within,
-    prefixes_in,
     rank,
-    replace_node,
     same_size,
     with_weights_of,
 )
@@ -331,42 +327,6 @@ def _by_last_axis(softmax: ir.Node) -> None:
     own.name, own.type, own.shape = name, result.type, result.shape
 
 
-_FUSED_MATMULS = [
-    ("com.microsoft", name) for name in ("FusedMatMul", "TransposeMatMul")
-]  # the second is older
-# How a matrix is read, by whether it is transposed.
-# By whether the matrix is transposed, and whether its rows come before the batch.
-_LEFT: dict[tuple[int, ...], str] = {(0, 0): "...sd", (1, 0): "...ds", (0, 1): "s...d", (1, 1): "d...s"}
-_RIGHT: dict[tuple[int, ...], str] = {(0, 0): "...dt", (1, 0): "...td", (0, 1): "d...t", (1, 1): "t...d"}
-
-
-def without_fused_matmuls(model: ir.Model) -> list[ir.Node]:
-    """Write ONNX Runtime's own matmuls in ONNX's operators: the einsums, which need no number of axes.
-
-    The number is not known before: ONNX's shape inference ends at the operators of others.
-    """
-    found = list[ir.Node]()
-    pending = [node for node in nodes_in(model.graph) if (node.domain, node.op_type) in _FUSED_MATMULS]
-    prefix = prefix_within("matmul", prefixes_in(model)) if pending else ""
-    for node in pending:
-        left, right = (
-            tuple(bool(node.attributes.get_int(name + side, 0)) for name in ("trans", "transBatch"))
-            for side in "AB"
-        )
-        builder = NodeBuilder(f"{prefix}/{len(found) + 1}")
-        equation = f"{_LEFT[left]},{_RIGHT[right]}->...st"
-        value = builder.op("Einsum", *node.inputs, equation=equation)
-        found.append(builder.nodes[-1])
-        alpha, dtype = node.attributes.get_float("alpha", 1.0), node.inputs[0].dtype  # type: ignore[union-attr]
-        if alpha != 1.0:
-            number = builder.constant(alpha, ir.DataType.FLOAT)
-            if dtype != ir.DataType.FLOAT:
-                number = builder.op("CastLike", number, node.inputs[0])
-            value = builder.op("Mul", value, number)
-        replace_node(node, builder, {0: value})
-    return found
-
-
 def equation_of(einsum: ir.Node) -> tuple[list[str], str]:
     """The letters of the operands of an einsum, and of its result, whether it names those or not."""
     equation = (einsum.attributes.get_string("equation") or "").replace(" ", "")
@@ -374,25 +334,6 @@ def equation_of(einsum: ir.Node) -> tuple[list[str], str]:
     letters = inputs.replace(",", "").replace(".", "")
     once = "".join(sorted(letter for letter in letters if letters.count(letter) == 1))
     return inputs.split(","), out if arrow else ("..." if "." in inputs else "") + once
-
-
-def as_matmuls(einsums: Iterable[ir.Node]) -> None:
-    """Write them as matmuls, now that their numbers of axes are known."""
-    for node in einsums:
-        ranks, (texts, _) = [rank(each) for each in node.inputs], equation_of(node)
-        if None in ranks or min(filter(None, ranks)) < 2:
-            continue
-        builder, operands = NodeBuilder(str(node.name)), list[ir.Value]()
-        for value, text, count, plain in zip(node.inputs, texts, ranks, (_LEFT, _RIGHT), strict=True):
-            if value is not None and count is not None and text != plain[0, 0]:
-                places = text.replace("...", "." * (count - 2))
-                dots = [at for at, letter in enumerate(places) if letter == "."]
-                order, dims = [*dots, *map(places.index, plain[0, 0][-2:])], sizes_of(value) or []
-                kind, value = value.type, builder.transpose(value, *order)
-                value.type, value.shape = kind, ir.Shape([dims[axis] for axis in order])
-            if value is not None:
-                operands.append(value)
-        replace_node(node, builder, {0: builder.op("MatMul", *operands)})
 
 
 def why_opset_stays(model: ir.Model) -> NotFused | None:
