@@ -160,8 +160,12 @@ def parity_from_verdicts(
 def failed_to_run(case: GoldenCase, message: str) -> list[OutputVerdict]:
     """The verdicts on a case that a runtime gave up on."""
     reason = Reason(kind=Kind.DID_NOT_RUN, got=message)
-    about: dict[str, Any] = {"case": case.name, "sizes": dict(case.sizes), "reason": reason}
-    return [OutputVerdict(output=name, outcome=Outcome.FAILED, **about) for name in case.oracle]
+    return [
+        OutputVerdict(
+            output=name, outcome=Outcome.FAILED, case=case.name, sizes=dict(case.sizes), reason=reason
+        )
+        for name in case.oracle
+    ]
 
 
 def largest_share(verdicts: Iterable[OutputVerdict]) -> float | None:

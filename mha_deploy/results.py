@@ -44,15 +44,10 @@ class Report(SavableResult):
         """What is stored, as a record: its fields are those of `report.json`."""
         return self.validation.record  # with the time and the machine: the same every time
 
-    @cached_property
-    def _data(self) -> dict[str, Any]:
+    def _stored(self) -> dict[str, Any]:
         from mha_deploy.validation.records import plain_report
 
         return plain_report(self.record)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The report as plain data, as docs/report.md describes it."""
-        return self._data
 
     def to_html(self) -> str:
         """A self-contained HTML page."""
@@ -97,8 +92,7 @@ class BenchReport(SavableResult):
         """Whether engines were timed, and none gave a wrong result at any size."""
         return self.outcome is Outcome.PASSED
 
-    def to_dict(self) -> dict[str, Any]:
-        """The times as plain data, as docs/report.md describes them."""
+    def _stored(self) -> dict[str, Any]:
         from mha_deploy.validation.bench import bench_record
         from mha_deploy.validation.records import plain_bench
 

@@ -81,9 +81,15 @@ def parse_peaks(text: str) -> GpuPeaks:
     except ValueError as error:
         hint = "the dense rate in TFLOP/s and the memory bandwidth in GB/s, as 362:864"
         raise DeployError("The peak figures are not two numbers.", got=text, hint=hint) from error
-    rates = dict.fromkeys(("fp16_tflops", "bf16_tflops", "fp32_tflops"), tflops)
-    about = {"compute_capability": "", "source": "as given", "memory_gb_per_s": bandwidth}
-    return GpuPeaks(name=f"{tflops:g} TFLOP/s, {bandwidth:g} GB/s", **rates, **about)  # type: ignore[arg-type]
+    return GpuPeaks(
+        name=f"{tflops:g} TFLOP/s, {bandwidth:g} GB/s",
+        compute_capability="",
+        source="as given",
+        fp16_tflops=tflops,
+        bf16_tflops=tflops,
+        fp32_tflops=tflops,
+        memory_gb_per_s=bandwidth,
+    )
 
 
 # -- The roofline bound: the least time that FLOPs and bytes need ----------------------------------

@@ -732,7 +732,7 @@ def check_steps(spec: ModelSpec, prompt: np.ndarray, steps: int) -> KVCache:
         hint = "prompts of one length, or a preallocated cache with positions by batch element"
         raise DeployError(problem, got=got, hint=hint)
     longest = int(prompt.max())
-    sizes = [(spec.batch or "B", len(prompt)), (cache.new, longest), (cache.new, 1)]
+    sizes = [(spec.batch_name, len(prompt)), (cache.new, longest), (cache.new, 1)]
     for name, size in sizes if cache.past is None else [*sizes, (cache.past, 0)]:
         axis = spec.axes.get(name)
         if axis is not None and not axis.min <= size <= axis.max:

@@ -196,9 +196,11 @@ def fuse(
 
     report = md.fuse_file(source, output, **options)
     data = {"file": str(output), **report.to_dict()}
-    about: dict[str, Any] = {"outcome": Outcome.passing(report.complete)}
     return Result(
-        data, lambda: [tables.fuse_renderable(report)], verdict=tables.fuse_verdict(report), **about
+        data,
+        lambda: [tables.fuse_renderable(report)],
+        verdict=tables.fuse_verdict(report),
+        outcome=Outcome.passing(report.complete),
     )
 
 
@@ -215,8 +217,12 @@ def check(bundle: Path = BUNDLE, **options: Any) -> Result:
         data.append({"node": answer.node.name, "target": str(answer.target), **found, "findings": findings})
     passed = all(answer.fused_after_lowering for answer in answers)
     verdict = tables.eligibility_renderable(answers, brief=True)
-    about: dict[str, Any] = {"outcome": Outcome.passing(passed), "verdict": verdict}
-    return Result(data, lambda: [tables.eligibility_renderable(answers)], **about)
+    return Result(
+        data,
+        lambda: [tables.eligibility_renderable(answers)],
+        outcome=Outcome.passing(passed),
+        verdict=verdict,
+    )
 
 
 @verb(
@@ -572,8 +578,9 @@ def matrix(
 
     reasons = [": ".join(reason) for reason in found.reasons()]
     shown = partial(_table_or_markdown, markdown, found, found.tables()[0], *reasons)
-    about: dict[str, Any] = {"save": lambda: page, "verdict": _verdict(found, markdown)}
-    return Result(found.to_dict(), shown, outcome=found.outcome, **about)
+    return Result(
+        found.to_dict(), shown, outcome=found.outcome, save=lambda: page, verdict=_verdict(found, markdown)
+    )
 
 
 def _verdict(found: Any, markdown: bool) -> RenderableType | None:

@@ -206,8 +206,17 @@ class _EngineBuild:
         if not isolation.enabled:
             return _build(rt, request, self.plugins, on_progress)
         on_message = None if on_progress is None else lambda progress: on_progress(*progress)
-        about = {"title": rt.title, "step": "building the engine", "on_message": on_message}
-        return call_isolated(rt.backend, _build, rt, request, self.plugins, _report, **about)
+        return call_isolated(
+            rt.backend,
+            _build,
+            rt,
+            request,
+            self.plugins,
+            _report,
+            title=rt.title,
+            step="building the engine",
+            on_message=on_message,
+        )
 
     def _build_running(self, request: BuildRequest) -> tuple[BuiltEngine, FirstRun]:
         """Build until the engine runs, where that can be tried: one that cannot is not done."""
@@ -632,9 +641,9 @@ def refitted_engine(engine: Engine, old: Bundle, new: Bundle) -> Engine:
         isolation.refuse_untrusted(manifest.engine_sha256)
     with scratch_folder() as folder:
         save_graph(after, folder / "model.onnx")
-        about = {"title": rt.title, "step": "replacing the weights of the engine"}
         given = (rt, plan, folder / "model.onnx", host_code, manifest.plugins)
-        made = call_isolated(rt.backend, _refit, *given, **about)
+        step = "replacing the weights of the engine"
+        made = call_isolated(rt.backend, _refit, *given, title=rt.title, step=step)
     first = run_first(rt, made, manifest.profile_names, host_code=host_code)
     if first.is_useless:
         got = next(iter(first.failed.values()))

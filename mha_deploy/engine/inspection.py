@@ -61,10 +61,15 @@ def inspect_path(path: Path, *, verify: bool) -> Inspection:
         nodes = tuple(node.describe() for node in attention_nodes(graph))
         foreign = tuple(foreign_domains(graph))
         left = () if foreign else tuple(_unfused(graph))
-        tensors = {"inputs": graph.graph.inputs, "outputs": graph.graph.outputs}
-        about: dict[str, Any] = {name: tuple(map(_tensor, values)) for name, values in tensors.items()}
-        about["opset"] = graph.opset_imports.get("")
-        return Inspection(path=path, attention=nodes, foreign=foreign, unfused=left, **about)
+        return Inspection(
+            path=path,
+            attention=nodes,
+            foreign=foreign,
+            unfused=left,
+            inputs=tuple(map(_tensor, graph.graph.inputs)),
+            outputs=tuple(map(_tensor, graph.graph.outputs)),
+            opset=graph.opset_imports.get(""),
+        )
     if path.suffix == ".engine":
         from mha_deploy.engine.engine import open_engine, reasons_not_to_run
 

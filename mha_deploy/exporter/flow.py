@@ -268,8 +268,15 @@ def export_bundle(source: ExportSource, target: Path, on_step: OnStep) -> Bundle
             check_plausible(case, source.precision)
             write_case(folder / file, case)
             cases.append(case)
-            about: dict[str, Any] = {"source": case.oracle.source, "flops": case.flops}
-            golden.append(GoldenEntry(name=case.name, file=file, sizes=dict(case.sizes), **about))
+            golden.append(
+                GoldenEntry(
+                    name=case.name,
+                    file=file,
+                    sizes=dict(case.sizes),
+                    source=case.oracle.source,
+                    flops=case.flops,
+                )
+            )
         if not cases:
             raise ExportError("No golden case is left.", got="; ".join(source.notes), hint="--golden opt")
         if options.polygraphy:

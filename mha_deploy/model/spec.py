@@ -266,6 +266,11 @@ class NamedAxes:
         """The axis of batch elements that do not know of each other, where that is known."""
         return "B" if "B" in self.axes else None
 
+    @property
+    def batch_name(self) -> str:
+        """The axis of the batch; its usual name where there is none, or none that is known."""
+        return self.batch or "B"
+
     def with_axes(self: _Spec, changed: Axes) -> _Spec:
         """The same model over other axis ranges."""
         for name in changed:
@@ -378,7 +383,7 @@ class ModelSpec(NamedAxes):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for a manifest."""
-        raise NotImplementedError
+        return {ON_DISK.get(key, key): value for key, value in asdict(self).items()}  # type: ignore[call-overload]
 
     @property
     def leading(self) -> str | None:
@@ -555,10 +560,6 @@ class ModuleSpec(ModelSpec):
         """All that PyTorch counts, with every weight read once."""
         moved += self.weight_bytes
         return cost_of(StageCost(name=self.name, growth="", parameters=0, flops=flops, bytes=moved))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for a manifest."""
-        return {ON_DISK.get(key, key): value for key, value in asdict(self).items()}
 
 
 _BATCH_NAME = re.compile(r"(?i)(n|bs|b|.*batch.*)$")

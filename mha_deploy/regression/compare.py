@@ -494,8 +494,17 @@ def _share(owner: str, found: Any, noise: float = 0.0) -> Measurement:
     shown = {Outcome.FAILED: f"wrong ({shown})", Outcome.NOT_VERIFIED: "not verified"}.get(
         found.outcome, shown
     )
-    about: dict[str, Any] = {"errors": errors, "budget": limits, "sizes": getattr(found, "sizes", None) or {}}
-    return Measurement("share", owner, used, shown, noise, found.outcome, **about)
+    return Measurement(
+        "share",
+        owner,
+        used,
+        shown,
+        noise,
+        found.outcome,
+        errors=errors,
+        budget=limits,
+        sizes=getattr(found, "sizes", None) or {},
+    )
 
 
 def _time(owner: str, row: LatencyRowRecord, rebuild_noise: float) -> Measurement:
@@ -709,14 +718,14 @@ class Comparison(SavableResult):
         words += [plural(counts[IMPROVEMENT], "improvement")] if counts[IMPROVEMENT] else []
         return ", ".join([*words, f"{counts[SAME]} the same"])
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; see docs/compare.md."""
+    def _stored(self) -> dict[str, Any]:
+        """See docs/compare.md."""
         data = {**report_header(), "outcome": self.outcome, "headline": self.headline}
         del data["environment"]
         for key, side in (("old", self.old), ("new", self.new)):
             data[key] = {"name": side.name, "kind": side.kind, "created": side.created}
         changes = [vars(change) for change in self.changes]
-        return dict(as_plain({**data, "limits": vars(self.limits), "changes": changes}))
+        return {**data, "limits": vars(self.limits), "changes": changes}
 
     def table(self, *, everything: bool = False) -> Table:
         """What changed, regressions before everything; with `everything` also what is the same."""

@@ -511,11 +511,11 @@ class Matrix(SavableResult):
         done = sum(cell.is_new for cell in self.cells)
         return f"{plural(len(self.cells), 'cell')}: {', '.join(found)}; {done} done in this run"
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; see docs/matrix.md."""
+    def _stored(self) -> dict[str, Any]:
+        """See docs/matrix.md."""
         verdict = {"outcome": self.outcome, "headline": self.headline}
-        plan, cells = msgspec.to_builtins(self.plan), [vars(cell) for cell in self.cells]
-        return dict(as_plain({**report_header(), **verdict, "plan": plan, "cells": cells}))
+        cells = [vars(cell) for cell in self.cells]
+        return {**report_header(), **verdict, "plan": self.plan, "cells": cells}
 
     def tables(self) -> list[Table]:
         """A heat map of the results; then errors, latencies, sizes and build times, where there are any."""

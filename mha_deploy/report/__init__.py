@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import json
 import os
+from functools import cached_property
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from mha_deploy.errors import DeployError
+from mha_deploy.files import as_plain
 from mha_deploy.output import check_file, is_page, is_result, write_file, write_files
 
 
 class SavableResult:
     """A result that is plain data and a page; a notebook shows the page."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """The result as plain data."""
+    def _stored(self) -> Any:
+        """What is stored of it: records, or their data."""
         raise NotImplementedError
+
+    @cached_property
+    def _data(self) -> dict[str, Any]:
+        return dict(as_plain(self._stored()))  # with the time and the machine: the same every time
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as plain data, which is what its file holds; the documentation lists every field."""
+        return self._data
 
     def to_html(self) -> str:
         """The result as a self-contained HTML page."""

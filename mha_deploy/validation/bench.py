@@ -102,8 +102,9 @@ def bench_bundle(
     loads = list[ThroughputRecord]()
     for runtime, timed in zip(found, rows, strict=True) if options.streams else ():
         for case in plan.timed:
-            about: dict[str, Any] = {"case": case.name, "sizes": dict(case.sizes)}
-            row = ThroughputRecord(**about, name=runtime.name, family=runtime.family)
+            row = ThroughputRecord(
+                case=case.name, sizes=dict(case.sizes), name=runtime.name, family=runtime.family
+            )
             if refused := timed[case.name].refused:
                 loads.append(_refused(row, refused))
                 continue

@@ -480,8 +480,9 @@ def _conclude(tally: _Tally, measure: Metric | None, files: dict[str, Sample]) -
     metric = None
     if measure is not None and figures:
         value, original, reference = (float(x) for x in np.mean(figures, axis=0))
-        about: dict[str, Any] = {"value": value, "original": original, "reference": reference}
-        metric = DataMetric(name=measure.name, samples=len(figures), **about)
+        metric = DataMetric(
+            name=measure.name, samples=len(figures), value=value, original=original, reference=reference
+        )
     worst = []
     for rank, (_, _, result, sample) in enumerate(sorted(tally.worst, key=lambda e: e[:2], reverse=True), 1):
         file = f"worst/{_slug(tally.runtime.name)}-{rank}.safetensors"

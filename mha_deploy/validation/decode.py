@@ -591,7 +591,7 @@ def traces_of(bundle: Bundle, options: ValidateOptions) -> list[DecodeTrace]:
     if options.batch is not None and spec.batch is None:
         problem, got = f"The axis of the batch of {spec.name} is not known.", f"--batch {options.batch}"
         raise DeployError(problem, got=got, hint=f"leave it out; the axes are {', '.join(spec.axes)}")
-    batch = spec.sizes("opt").get(spec.batch or "B", 1) if options.batch is None else options.batch
+    batch = spec.sizes("opt").get(spec.batch_name, 1) if options.batch is None else options.batch
     if any(entry.source is Source.FILE for entry in bundle.manifest.golden):
         from mha_deploy.baselines.imported import FileCases
 
@@ -600,5 +600,9 @@ def traces_of(bundle: Bundle, options: ValidateOptions) -> list[DecodeTrace]:
     refuse_without_torch("of fresh tokens")
     from mha_deploy.baselines.fresh import fresh_trace
 
-    about: dict[str, Any] = {"seed": options.seed, "device": torch_device()}
-    return [*found, fresh_trace(bundle, batch=batch, prompt=prompt, steps=steps, **about)]
+    return [
+        *found,
+        fresh_trace(
+            bundle, batch=batch, prompt=prompt, steps=steps, seed=options.seed, device=torch_device()
+        ),
+    ]

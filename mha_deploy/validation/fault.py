@@ -373,8 +373,9 @@ class _FaultSearch:
             untried = [each for each in untried if each in suspects and each not in problems]
         unseen = [str(node.name) for node in suspects if node not in problems]
         for node in (node for node in suspects if node in problems):
-            about = {"node": str(node.name), "operator": node.op_type, "value": results[node]}
-            return Suspect(**about, problem=problems[node]), unseen
+            return Suspect(
+                node=str(node.name), operator=node.op_type, value=results[node], problem=problems[node]
+            ), unseen
         return None, unseen
 
     def _problem(self, name: str, wanted: Mapping[str, np.ndarray], limit: float | None) -> str | None:

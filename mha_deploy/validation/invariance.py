@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import cached_property
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 from msgspec import Struct, structs
@@ -19,7 +19,11 @@ from mha_deploy.model.spec import FLOAT, ModelSpec, TensorSpec
 from mha_deploy.runtime.runner import Arrays, ProfiledRunner, Runner
 from mha_deploy.status import Outcome, means
 
-SLOT, SIZE, PROFILE = CHECKS = "batch slot", "batch size", "profile"
+Check = Literal["batch slot", "batch size", "profile"]
+SLOT: Check = "batch slot"
+SIZE: Check = "batch size"
+PROFILE: Check = "profile"
+CHECKS = SLOT, SIZE, PROFILE
 # Enough to put a batch element into every part of a batch; more would only take longer.
 _MOST_PLACES = 8
 
@@ -29,7 +33,7 @@ class InvarianceCheck(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     backend: Annotated[str, means("the runtime with its version")]
     case: Annotated[str, means("name of the case")]
-    check: Annotated[Literal["batch slot", "batch size", "profile"], means("what must not matter")]
+    check: Annotated[Check, means("what must not matter")]
     detail: Annotated[str, means("what was compared")]
     outcome: Annotated[
         Outcome,
@@ -75,16 +79,18 @@ def invariance_from_runner(
         detail = (
             f"not applicable: {why[check] if has_batch else 'no axis of a batch comes first in every output'}"
         )
-        about: dict[str, Any] = {"backend": runner.name, "case": "", "check": check, "detail": detail}
-        found.append(InvarianceCheck(outcome=Outcome.NOT_VERIFIED, **about))
+        found.append(
+            InvarianceCheck(
+                outcome=Outcome.NOT_VERIFIED, backend=runner.name, case="", check=check, detail=detail
+            )
+        )
     return tuple(found)
 
 
 def _is_batched(tensor: TensorSpec, spec: ModelSpec) -> bool:
     """Whether the batch is the first axis of a tensor; a fixed batch stands there as its number."""
-    name = spec.batch or "B"
-    batch = spec.axes[name]
-    return bool(tensor.dims) and tensor.dims[0] == (name if batch.is_dynamic else batch.min)
+    batch = spec.axes[spec.batch_name]
+    return bool(tensor.dims) and tensor.dims[0] == (spec.batch_name if batch.is_dynamic else batch.min)
 
 
 class _Trial(NamedTuple):
@@ -108,7 +114,7 @@ class _MovedCase:
 
     def __init__(self, runner: Runner, case: GoldenCase, spec: ModelSpec, precision: Precision) -> None:
         self.runner, self.case, self.spec, self.precision = runner, case, spec, precision
-        self.batch = spec.batch or "B"
+        self.batch = spec.batch_name
 
     @cached_property
     def plain(self) -> dict[str, np.ndarray]:
@@ -119,7 +125,7 @@ class _MovedCase:
         """The profiles that admit inputs; None for a runtime without profiles."""
         return self.runner.profiles_for(feeds) if isinstance(self.runner, ProfiledRunner) else None
 
-    def plan(self, limit: SizeLimit) -> Iterator[tuple[str, str, Iterable[_Trial]]]:
+    def plan(self, limit: SizeLimit) -> Iterator[tuple[Check, str, Iterable[_Trial]]]:
         """Every check with what it varies and its trials."""
         B, axis = self.case.sizes[self.batch], self.spec.axes[self.batch]
         if B > 1:
@@ -163,15 +169,11 @@ class _MovedCase:
             feeds[name][element] = array[element]
         return _Trial(feeds, [i if i == element else None for i in range(self.case.sizes[self.batch])])
 
-    def check(self, check: str, detail: str, trials: Iterable[_Trial]) -> InvarianceCheck:
+    def check(self, check: Check, detail: str, trials: Iterable[_Trial]) -> InvarianceCheck:
         """Run the trials of one check and judge all answers."""
-        about: dict[str, Any] = {
-            "backend": self.runner.name,
-            "case": self.case.name,
-            "check": check,
-            "detail": detail,
-        }
-        found = InvarianceCheck(outcome=Outcome.FAILED, **about)
+        found = InvarianceCheck(
+            outcome=Outcome.FAILED, backend=self.runner.name, case=self.case.name, check=check, detail=detail
+        )
         try:
             problem, bitwise, share = self._judge([each for trial in trials for each in self._answers(trial)])
         except DeployError as error:

@@ -129,8 +129,13 @@ class _ServerValidation:
         return self.runner.name + (f", {clients} clients" if clients > 1 else "")
 
     def _parity(self, verdicts: Sequence[OutputVerdict], cases: str, clients: int = 1) -> ParityReport:
-        about: dict[str, Any] = {"model": self.spec.name, "precision": self.precision, "cases": cases}
-        return parity_from_verdicts(verdicts, backend=self._label(clients), **about)
+        return parity_from_verdicts(
+            verdicts,
+            backend=self._label(clients),
+            model=self.spec.name,
+            precision=self.precision,
+            cases=cases,
+        )
 
     def _run_and_judge(self, case: GoldenCase) -> list[OutputVerdict]:
         if self._silent is not None:

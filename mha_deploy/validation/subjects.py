@@ -365,8 +365,9 @@ def plan_verdict(
             source: [replace(kernel, onnx_nodes=()) for kernel in kernels]
             for source, kernels in sources.items()
         }
-    about: dict[str, Any] = {"profiles": profiles, "written": written_types(graph)}
-    found = engine_verdict(sources, names, manifest.precision.name, **about)
+    found = engine_verdict(
+        sources, names, manifest.precision.name, profiles=profiles, written=written_types(graph)
+    )
     best = next(filter(None, (sources.get(source) for source in ("inspector", "plan"))), ())
     return PlanVerdict(
         fusion=_fusion(found, manifest.spec.attention_count),
@@ -408,15 +409,23 @@ def subjects_of(bundle: Bundle, options: ValidateOptions, runners: Sequence[Runn
         for backend in graphs or [_graph_backend(bundle)]:
             title = named(path.name if len(graphs) < 2 else f"{path.name} in {backend}")
             open_ = partial(open_runner, backend, path)
-            about: dict[str, Any] = {"file": path, "backend": backend}
-            found.append(Subject(bundle, SubjectKind.GRAPH, title, open_, names, **about))
+            found.append(Subject(bundle, SubjectKind.GRAPH, title, open_, names, file=path, backend=backend))
     for path in options.engine_files:
         open_ = partial(open_plan, path, engines)
         found.append(Subject(bundle, SubjectKind.ENGINE, named(path.name), open_, names, file=path))
     for runner in runners:
         kept = partial(_given, runner)
-        about = {"keep_open": True, "accumulate": runner.accumulate}
-        found.append(Subject(bundle, SubjectKind.RUNNER, named(runner.name), kept, names, **about))
+        found.append(
+            Subject(
+                bundle,
+                SubjectKind.RUNNER,
+                named(runner.name),
+                kept,
+                names,
+                keep_open=True,
+                accumulate=runner.accumulate,
+            )
+        )
     return found
 
 
