@@ -25,6 +25,11 @@ COMMANDS = (
     ("models", ("models",), 5, 0.4),
     ("export tiny-gqa", ("export", "tiny-gqa", "-o", "tiny", "--overwrite"), 2, 8.0),
     ("validate tiny", ("validate", "tiny"), 2, 4.0),
+    ("inspect tiny", ("inspect", "tiny"), 3, 0.4),
+    ("analyze bert-base", ("analyze", "bert-base"), 3, 0.4),
+    ("check tiny", ("check", "tiny"), 3, 0.8),
+    ("inspect tiny/model.onnx", ("inspect", "tiny/model.onnx"), 3, 0.8),
+    ("compare tiny tiny", ("compare", "tiny", "tiny"), 3, 0.8),
     ("deploy bert-base", ("deploy", "bert-base", "-o", "bert", "--overwrite"), 1, 15.0),
 )
 

@@ -199,6 +199,7 @@ def loading(bundles, tmp_path_factory):
         "models": [["models"], ["models", "--json"]],
         "refused": [[verb, "-o", there / "new", *each] for verb in ("export", "deploy") for each in wrong],
         "inspect": [["inspect", bundle], ["inspect", bundle, "--json"]],
+        "analyze": [["analyze", "bert-base"], ["analyze", "bert-base", "--json"]],
         "doctor": [["doctor"]],
     }
     steps = [("mha-deploy", *command) for each in commands.values() for command in each]
@@ -244,6 +245,12 @@ def test_inspect_loads_neither_onnx_nor_a_runtime(loading):
     assert "not compared with the graph" in as_text.out
     assert '"graph": "not compared"' in as_json.out
     assert (HEAVY - {"numpy", "ml_dtypes"}).isdisjoint(as_json.packages)
+
+
+def test_the_work_of_a_catalog_layer_is_counted_without_onnx(loading):
+    for step in loading["analyze"]:
+        assert step.code == 0, step
+        assert (HEAVY - {"numpy", "ml_dtypes"}).isdisjoint(step.packages)
 
 
 def test_the_doctor_does_not_load_what_takes_seconds(loading):

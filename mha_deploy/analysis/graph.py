@@ -5,10 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
-
-import onnx
-import onnx_ir as ir
+from typing import TYPE_CHECKING, Any
 
 from mha_deploy.analysis.roofline import (
     Analysis,
@@ -20,12 +17,13 @@ from mha_deploy.analysis.roofline import (
 )
 from mha_deploy.bundle.sizes import USUAL, points_from_text
 from mha_deploy.errors import DeployError, SpecError
-from mha_deploy.graph.fuse.values import infer_sizes
-from mha_deploy.graph.ir import dims
 from mha_deploy.graph.roles import FUSED_MATMULS, MATMULS
 from mha_deploy.model.layer import AttentionSpec
 from mha_deploy.model.precision import find_precision
 from mha_deploy.model.spec import ModelSpec, Sizes, StageCost, cost_of, size_of
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
 # What is multiplied; all other nodes are taken to be fused into these, so the bound stays one.
 _GEMMS = (*MATMULS, "MatMulInteger", "ConvInteger", *FUSED_MATMULS)
@@ -95,6 +93,12 @@ def analyze_graph(
 
 def concrete_shapes(model: ir.Model, sizes: Sizes) -> dict[str, tuple[int, ...]]:
     """The shape of every value whose sizes are known once its axes have these."""
+    import onnx  # a catalog layer needs none of it
+    import onnx_ir as ir
+
+    from mha_deploy.graph.fuse.values import infer_sizes
+    from mha_deploy.graph.ir import dims
+
     copy = model.clone()
     for value in copy.graph.inputs:
         found = list[int]()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -97,7 +99,12 @@ def open_gpu() -> Gpu:
 
 
 def find_gpu() -> Gpu | None:
-    """The GPU; None where `open_gpu` refuses."""
+    """The GPU; None where `open_gpu` refuses, which takes longer than to see that there is no driver."""
+    try:
+        if sys.platform == "linux":
+            ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
     try:
         return open_gpu()
     except BackendUnavailable:
