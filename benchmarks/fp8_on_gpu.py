@@ -12,17 +12,13 @@ FOLDER/fp8.md the table.
 
 from __future__ import annotations
 
-import argparse
-import json
-import multiprocessing
-import time
 from collections.abc import Mapping
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from on_gpu import Results, bundle_folder, parser_of, processes, side_by_side
 
 import mha_deploy as md
 from mha_deploy.bundle.cases import golden_cases
@@ -94,14 +90,9 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def folder_of(folder: Path, name: str, kind: str) -> Path:
-    """Where a bundle is."""
-    return folder / f"{name}-{kind.replace(', ', '-').replace(' ', '-')}"
-
-
 def export(folder: Path, name: str, kind: str) -> None:
     """One layer in one precision."""
-    row, out = ROWS[name], folder_of(folder, name, kind)
+    row, out = ROWS[name], bundle_folder(folder, name, kind)
     if not (out / "manifest.json").is_file():
         options = {"golden": (row.golden,), "overwrite": True}
         model = md.load_model(row.model, axes=row.axes, cache=row.cache)
@@ -110,7 +101,7 @@ def export(folder: Path, name: str, kind: str) -> None:
 
 def build(folder: Path, name: str, kind: str) -> None:
     """The engine of it."""
-    out = folder_of(folder, name, kind)
+    out = bundle_folder(folder, name, kind)
     if not (out / "engines" / f"{ENGINE}.engine").is_file():
         chosen = {"backend": "tensorrt", "name": ENGINE, "attention": "plugin", "accumulate": "fp32"}
         md.build_engine(out, overwrite=True, **chosen, **ROWS[name].build)
@@ -175,16 +166,16 @@ def torch_in_fp8(bundle: Bundle, quantized: Bundle) -> Any:
 def timed(folder: Path, name: str, kind: str) -> dict[str, float]:
     """Microseconds of an engine by sizes, in a process of its own."""
     md.configure(trust_code=True)
-    bundle = md.open_bundle(folder_of(folder, name, kind))
+    bundle = md.open_bundle(bundle_folder(folder, name, kind))
     with md.open_runner(bundle, backend=ENGINE) as runner:
         return {sizes: runner.time(feeds).p50 for sizes, feeds in inputs_of(bundle, ROWS[name]).items()}
 
 
-def measured(folder: Path, name: str, kind: str, processes: int) -> list[dict[str, Any]]:
+def measured(folder: Path, name: str, kind: str, count: int) -> list[dict[str, Any]]:
     """Verdict, error and loss of an engine, and its times in so many processes."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
-        times = list(pool.map(timed, *zip(*[(folder, name, kind)] * processes, strict=True)))
-    bundle = md.open_bundle(folder_of(folder, name, kind))
+    with processes(1, max_tasks_per_child=1) as pool:
+        times = list(pool.map(timed, *zip(*[(folder, name, kind)] * count, strict=True)))
+    bundle = md.open_bundle(bundle_folder(folder, name, kind))
     engine = md.open_engine(bundle.path / "engines" / f"{ENGINE}.engine")
     report = md.validate(bundle, backends=[ENGINE], latency=False, sweep=False)
     found = engine.manifest.verdict.precision
@@ -207,8 +198,8 @@ def in_torch(folder: Path, name: str) -> list[dict[str, Any]]:
     from mha_deploy.baselines.torch import open_torch_runner
 
     row = ROWS[name]
-    quantized = next(kind for kind in KINDS if kind != "fp16" and folder_of(folder, name, kind).is_dir())
-    bundle, other = (md.open_bundle(folder_of(folder, name, kind)) for kind in ("fp16", quantized))
+    quantized = next(kind for kind in KINDS if kind != "fp16" and bundle_folder(folder, name, kind).is_dir())
+    bundle, other = (md.open_bundle(bundle_folder(folder, name, kind)) for kind in ("fp16", quantized))
     lines = []
     for title, make in (
         ("PyTorch fp16", lambda: open_torch_runner("compile-cudnn", bundle)),
@@ -243,44 +234,25 @@ def table(lines: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Export side by side, build and time one by one."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("folder", type=Path)
+    parser = parser_of(__doc__, jobs=4, limit=300.0)
     parser.add_argument("rows", nargs="*", default=list(ROWS))
-    parser.add_argument("--jobs", type=int, default=4)
-    parser.add_argument("--limit", type=float, default=300.0, help="seconds after which nothing more begins")
     parser.add_argument("--kind", choices=tuple(KINDS), action="append", help="default: all of them")
     parser.add_argument("--processes", type=int, default=3, help="in which each engine is timed")
     parser.add_argument("--only", choices=("export", "engines", "all"), default="all")
     chosen = parser.parse_intermixed_args()
     md.configure(trust_code=True)
     chosen.folder.mkdir(parents=True, exist_ok=True)
-    started, lines = time.monotonic(), list[dict[str, Any]]()
-
-    def note(found: list[dict[str, Any]]) -> None:
-        lines.extend(found)
-        with (chosen.folder / "fp8.jsonl").open("a") as file:
-            file.writelines(json.dumps(each) + "\n" for each in found)
-        (chosen.folder / "fp8.md").write_text(table(lines))
-        print(f"{time.monotonic() - started:.0f} s", *found, flush=True)
+    results = Results(chosen.folder, "fp8", table, chosen.limit)
 
     def tried(work: Any, name: str, runtime: str, *arguments: Any) -> None:
-        if time.monotonic() - started > chosen.limit:
-            note([{"row": name, "runtime": runtime, "error": "not measured: the limit was reached"}])
-            return
-        try:
-            note(work(chosen.folder, name, *arguments) or [])
-        except Exception as error:  # noqa: BLE001 - the other rows are measured all the same
-            note([{"row": name, "runtime": runtime, "error": getattr(error, "in_one_line", repr(error))}])
+        found = results.measure({"row": name, "runtime": runtime}, work, chosen.folder, name, *arguments)
+        print(f"{results.seconds:.0f} s", *found, flush=True)
 
     kinds = chosen.kind or list(KINDS)
     todo = [(name, kind) for name in chosen.rows for kind in kinds]
-    with ProcessPoolExecutor(chosen.jobs, multiprocessing.get_context("spawn")) as pool:
-        running = {pool.submit(export, chosen.folder, *each): each for each in todo}
-        for done in as_completed(running):
-            error = done.exception()
-            print(f"{time.monotonic() - started:.0f} s", running[done], error or "exported", flush=True)
+    with processes(chosen.jobs) as pool:
+        for each, error in side_by_side(pool, export, [(chosen.folder, *each) for each in todo]):
+            print(f"{results.seconds:.0f} s", each[1:], error or "exported", flush=True)
     for name, kind in todo if chosen.only != "export" else ():
         tried(build, name, f"engine {kind}", kind)
     for name in chosen.rows if chosen.only != "export" else ():

@@ -11,14 +11,11 @@ FOLDER/int8.jsonl gets a line as soon as an engine was timed, FOLDER/int8.md the
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
-import multiprocessing
-import time
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
+
+from on_gpu import Results, bundle_folder, parser_of, processes, side_by_side
 
 import mha_deploy as md
 from mha_deploy.model.catalog import find_spec
@@ -32,11 +29,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "int8": {"precision": "int8"},
     "int8, attention too": {"precision": "int8", "quantize_attention": True},
 }
-
-
-def bundle_folder(folder: Path, shape: str, kind: str) -> Path:
-    """Where a bundle is."""
-    return folder / f"{shape}-{kind.replace(', ', '-').replace(' ', '-')}"
 
 
 def export(folder: Path, shape: str, kind: str) -> None:
@@ -60,7 +52,7 @@ def build(folder: Path, shape: str, kind: str) -> None:
         md.build_engine(out, backend="tensorrt", name="int8-trial", overwrite=True)
 
 
-def measured(folder: Path, shape: str, kind: str) -> dict[str, Any]:
+def measured(folder: Path, shape: str, kind: str) -> list[dict[str, Any]]:
     """Verdicts, error, loss and p50."""
     out = bundle_folder(folder, shape, kind)
     bundle = md.open_bundle(out)
@@ -73,7 +65,7 @@ def measured(folder: Path, shape: str, kind: str) -> dict[str, Any]:
     worst = max((each["share"] for each in data["parity"] if each.get("share") is not None), default=None)
     loss = data.get("loss") or {}
     fused, count = verdict.fused_count
-    return {
+    line = {
         "shape": shape, "kind": kind, "tensorrt": engine.manifest.version, "gpu": engine.manifest.gpu,
         "fused": f"{fused}/{count}", "precision": str(verdict.precision.status.value),
         "gemms": verdict.precision.quantized, "attentions": verdict.precision.quantized_attentions,
@@ -82,6 +74,7 @@ def measured(folder: Path, shape: str, kind: str) -> dict[str, Any]:
         "outcome": str(report.outcome), "headline": report.headline, "share": worst, "loss": loss.get("loss"),
         "p50_us": min((row["timing"]["p50_us"] for row in rows), default=None),
     }  # fmt: skip
+    return [line]
 
 
 def table(lines: list[dict[str, Any]]) -> str:
@@ -114,46 +107,30 @@ def table(lines: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Export, build, then measure one by one."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("folder", type=Path)
+    parser = parser_of(__doc__, jobs=8, limit=240.0)
     parser.add_argument("shapes", nargs="*", default=SHAPES)
-    parser.add_argument("--jobs", type=int, default=8)
-    parser.add_argument("--limit", type=float, default=240.0, help="seconds after which nothing more begins")
     parser.add_argument("--only", choices=("export", "build", "all"), default="all")
     chosen = parser.parse_intermixed_args()
     md.configure(trust_code=True)
-    started = time.monotonic()
+    results = Results(chosen.folder, "int8", table, chosen.limit)
     todo = [(chosen.folder, shape, kind) for shape in chosen.shapes for kind in KINDS]
     failed: dict[tuple[Any, ...], str] = {}
-    with ProcessPoolExecutor(chosen.jobs, multiprocessing.get_context("spawn")) as pool:
+    with processes(chosen.jobs) as pool:
         for step in (export, build)[: 1 if chosen.only == "export" else 2]:
-            running = {pool.submit(step, *each): each for each in todo if each not in failed}
-            for done in as_completed(running):
-                if (error := done.exception()) is not None:
-                    failed[running[done]] = f"{step.__name__}: {getattr(error, 'in_one_line', error)}"
-                    print(running[done][1:], failed[running[done]], flush=True)
-            print(f"{step.__name__}: {time.monotonic() - started:.0f} s", flush=True)
+            for each, error in side_by_side(pool, step, [each for each in todo if each not in failed]):
+                if error is not None:
+                    failed[each] = f"{step.__name__}: {getattr(error, 'in_one_line', error)}"
+                    print(each[1:], failed[each], flush=True)
+            print(f"{step.__name__}: {results.seconds:.0f} s", flush=True)
     if chosen.only != "all":
         return
-    lines: list[dict[str, Any]] = []
     for each in todo:
-        line: dict[str, Any] = {"shape": each[1], "kind": each[2]}
+        about = {"shape": each[1], "kind": each[2]}
         if each in failed:
-            line["error"] = failed[each]
-        elif time.monotonic() - started > chosen.limit:
-            line["error"] = "not measured: the limit was reached"
+            results.add([{**about, "error": failed[each]}])
         else:
-            try:
-                line = measured(*each)
-            except md.DeployError as error:
-                line["error"] = error.in_one_line
-        lines.append(line)
-        with (chosen.folder / "int8.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
-        (chosen.folder / "int8.md").write_text(table(lines), encoding="utf-8")
-    print(table(lines))
+            results.measure(about, measured, *each)
+    print(table(results.lines))
 
 
 if __name__ == "__main__":
