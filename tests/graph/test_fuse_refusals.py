@@ -146,6 +146,19 @@ def test_an_axis_that_a_tensor_lacks(node):
     assert [each.reason.startswith("The file does not state") for each in report.unfused] == [True]
 
 
+@pytest.mark.parametrize("verify", [True, False])
+def test_sums_of_products_and_gemms_of_unknown_shapes(verify):
+    text = """<ir_version: 10, opset_import: ["" : 18]>
+    g (float q, float k, float[8,"S"] kt, float[2,"S"] v) => (float y, float z)
+    <int64[1] last = {-1}>
+    { qk = Mul (q, k) s = ReduceSum (qk, last) p = Softmax (s) pv = Mul (p, v) y = ReduceSum (pv, last)
+      t = Gemm <transA = 1> (q, kt) w = Softmax (t) z = Gemm <transB = 1> (w, v) }"""
+    model = onnx.parser.parse_model(text)
+    new, report = md.fuse(model, verify=verify)
+    assert report.fused == ()
+    assert [node.op_type for node in new.graph.node] == [node.op_type for node in model.graph.node]
+
+
 def test_a_mask_that_makes_the_batch_larger_stays():
     """Attention has the batch of Q; the matmuls have that of the mask."""
     mask = helper.make_tensor("m", TensorProto.FLOAT, [3, 1, 1, 1], [0.0, 1.0, 2.0])

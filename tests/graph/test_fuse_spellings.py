@@ -6,6 +6,8 @@ import pytest
 from hand_graphs import D, H, Hand, S, check_same, fused, random_feeds, run
 from onnx import TensorProto, helper
 
+import mha_deploy as md
+
 BOOL, FLOAT, HALF = TensorProto.BOOL, TensorProto.FLOAT, TensorProto.FLOAT16
 B = 2
 
@@ -1201,6 +1203,19 @@ def test_one_softmax_of_two_attentions(other):
     g.nodes[-1].output.append("second")
     report = check_same(g.model(g.op("MatMul", first, "v"), g.op("MatMul", "second", "q")))
     assert (len(report.fused), len(report.unfused)) == ((2, 0) if other == "Mul" else (1, 1))
+
+
+@pytest.mark.parametrize("between", [False, True])
+def test_values_that_are_computed_from_the_weights(between):
+    """Whether it is verified or not: an attention cannot take its own weights."""
+    g = Hand()
+    weights = g.op("Softmax", g.scores())
+    twice = g.op("MatMul", weights, g.op("Relu", weights) if between else weights)
+    model = g.model(g.op("MatMul", twice, "v"))
+    for verify in (True, False):
+        new, report = md.fuse(model, verify=verify)
+        assert report.fused == ()
+        assert list(new.graph.node) == list(model.graph.node)
 
 
 def test_weights_whose_shape_is_read():

@@ -872,6 +872,10 @@ def _read_weights(
                 raise NotExpressible(what, got=", ".join(lossy))
             if sink is not None and (used is not None or sink.outer in "".join(axes)):
                 raise NotExpressible("The weights of appended scores are used.", got=value.name)
+            others = {use.node for use in used.value.uses() if use.node is not node} if used else set()
+            values = [each for at, each in enumerate(node.inputs) if at != position]
+            if value in values or (others and softmax.node in nodes_behind(values)):
+                raise NotExpressible("V is computed from the attention weights.", got=node_name(node))
             return read_matmul(node, alphabet, position, axes), position, guarded, used, behind
         if is_op(node, "Transpose"):
             axes = tuple(axes[axis] for axis in perm(node))

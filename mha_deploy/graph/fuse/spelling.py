@@ -512,7 +512,7 @@ def _summed_axis(node: ir.Node, count: int) -> int | None:
         kept = "".join(letter for letter in given if letter in out) == out
         return gone[0] if plain and kept and len(gone) == 1 else None
     axes = constant_ints(node, 1) if len(node.inputs) > 1 else node.attributes.get_ints("axes")
-    return axes[0] % count if axes is not None and len(axes) == 1 else None
+    return axes[0] % count if count and axes is not None and len(axes) == 1 else None
 
 
 def _weights(
@@ -1764,13 +1764,13 @@ def _over_weighted_sum(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
         quotient = made_by(node.inputs[0], "Div") or node
     values, numbers = input_at(matmul, 1), input_at(matmul if behind else quotient, 0)
     total = None if matmul is quotient else _total_of(quotient.inputs[1])
-    product = None if total is None else made_by(total[0], "Mul")
-    if matmul is None or values is None or total is None or product is None:
+    times = None if total is None else made_by(total[0], "Mul")
+    if matmul is None or values is None or total is None or times is None:
         return None
     if total[1] != -1 or numbers is not total[0]:
         return None
     for at in (0, 1):
-        powers, factor = made_by(product.inputs[at], "Exp", "Softmax"), product.inputs[1 - at]
+        powers, factor = made_by(times.inputs[at], "Exp", "Softmax"), times.inputs[1 - at]
         scores, wide = input_at(powers, 0), sizes_of(values)
         if scores is None or factor is None or wide is None or sizes_of(scores) != sizes_of(total[0]):
             continue
@@ -1834,7 +1834,7 @@ def _batched(
     first: ir.Value | None, second: ir.Value | None, like: ir.Value, builder: NodeBuilder
 ) -> ir.Value | None:
     sizes = sizes_of(like)
-    if first is None or second is None or sizes is None:
+    if first is None or second is None or sizes is None or None in (rank(first), rank(second)):
         return None
     if not (_feeds_softmax(like) or _is_weights(first) or _is_weights(second)):
         return None
@@ -1901,7 +1901,7 @@ def _without_gemm(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
     return value
 
 
-def _product(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
+def _masked_or_squared(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
     """Weights times a mask of zeros and ones, or a power times itself."""
     exponent = input_at(made_by(node.inputs[0], "Exp"), 0) if node.inputs[0] is node.inputs[1] else None
     if exponent is not None:
@@ -1966,7 +1966,7 @@ _RULES: dict[str, Sequence[Rule]] = {
     "Min": (_unchanged, _minimum),
     "Where": (_unchanged, _hidden_behind),
     "Div": (_unchanged, _normalised, _over_mean, _in_chunks, _over_weighted_sum),
-    "Mul": (_unchanged, _zeros_like, _product, _normalised, _in_chunks),
+    "Mul": (_unchanged, _zeros_like, _masked_or_squared, _normalised, _in_chunks),
     "Exp": (_by_logarithm,),
     "Pow": (_unchanged, _power),
     "Gather": (_only_one,),
