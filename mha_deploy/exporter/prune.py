@@ -56,7 +56,7 @@ _HINT = "Q, K and V from GEMMs with constant weights, [B, S, heads * size], and 
 
 
 @dataclass(frozen=True)
-class _Projection:
+class _HeadColumns:
     """Columns of a GEMM that become queries, keys or values."""
 
     source: ir.Value
@@ -67,14 +67,14 @@ class _Projection:
 
 
 @dataclass(frozen=True)
-class _Heads:
+class _PrunableHeads:
     """An attention whose heads can be removed."""
 
     name: str
     node: ir.Node
     Hq: int
     Hkv: int
-    projections: tuple[_Projection, _Projection, _Projection]
+    projections: tuple[_HeadColumns, _HeadColumns, _HeadColumns]
     output: ir.Node  # the GEMM behind it
     output_weight: np.ndarray
 
@@ -88,7 +88,7 @@ def _refused(node: ir.Node, why: str, hint: str = "") -> ExportError:
     return ExportError(f"The heads of {node.name} cannot be removed.", got=why, hint=hint or _HINT)
 
 
-def _heads_of(node: ir.Node) -> _Heads:
+def _heads_of(node: ir.Node) -> _PrunableHeads:
     """Read an attention and its projections, or say what is in the way."""
     found = read_attention(node)
     if found.has_past or found.has_present or found.has_nonpad_kv_seqlen:
@@ -108,7 +108,7 @@ def _heads_of(node: ir.Node) -> _Heads:
         raise _refused(node, f"after it is {', '.join(each.op_type for each in uses) or 'an output'}")
     read = _projection if found.rank == 3 else _split_projection
     parts = [read(node, input_at(node, at)) for at in (an.Q, an.K, an.V)]
-    return _Heads(
+    return _PrunableHeads(
         str(node.name), node, found.Hq, found.Hkv, (parts[0], parts[1], parts[2]), uses[0], weight.numpy()
     )
 
@@ -149,7 +149,7 @@ def _joined(node: ir.Node) -> ir.Value:
     return value
 
 
-def _split_projection(node: ir.Node, value: ir.Value | None) -> _Projection:
+def _split_projection(node: ir.Node, value: ir.Value | None) -> _HeadColumns:
     """A projection whose heads are an axis of their own before attention."""
 
     def follow(each: ir.Node) -> list[ir.Value | None]:
@@ -165,7 +165,7 @@ def _split_projection(node: ir.Node, value: ir.Value | None) -> _Projection:
     raise _refused(node, "heads that are not split by Reshape and Transpose")
 
 
-def _projection(node: ir.Node, value: ir.Value | None) -> _Projection:
+def _projection(node: ir.Node, value: ir.Value | None) -> _HeadColumns:
     rotary = made_by(value, "RotaryEmbedding")
     value = value if rotary is None else rotary.inputs[0]
     columns, split = slice(None), made_by(value, "Split")
@@ -190,7 +190,7 @@ def _projection(node: ir.Node, value: ir.Value | None) -> _Projection:
         before = None if value is None else value.producer()
         got = "an input of the model" if before is None else f"{before.op_type} {before.name} before it"
         raise _refused(node, got)
-    return _Projection(matmul.inputs[0], weight.numpy()[:, columns], bias, rotary)
+    return _HeadColumns(matmul.inputs[0], weight.numpy()[:, columns], bias, rotary)
 
 
 # -- The loss of removing heads ---------------------------------------------------------------------
@@ -202,7 +202,7 @@ Unit = tuple[str, int]
 class _Gram(FileRounding):
     """Computes a graph in FP64 and adds up how alike the results of the heads of each attention are."""
 
-    def __init__(self, heads: Mapping[str, _Heads], sums: dict[str, np.ndarray]) -> None:
+    def __init__(self, heads: Mapping[str, _PrunableHeads], sums: dict[str, np.ndarray]) -> None:
         super().__init__(None)
         self._heads, self._sums = heads, sums
 
@@ -230,7 +230,7 @@ class _Removed(FileRounding):
     """Computes a graph in FP64 with some heads replaced by what others make of them."""
 
     def __init__(
-        self, heads: Mapping[str, _Heads], partners: Mapping[str, Mapping[int, tuple[int, float]]]
+        self, heads: Mapping[str, _PrunableHeads], partners: Mapping[str, Mapping[int, tuple[int, float]]]
     ) -> None:
         super().__init__(None)
         self._heads, self._partners = heads, partners
@@ -350,7 +350,7 @@ def prune(
     return Compression(model=model, record=record)
 
 
-def _opened(original: Original, data: Any, limit: int) -> tuple[Original, dict[str, _Heads], Samples]:
+def _opened(original: Original, data: Any, limit: int) -> tuple[Original, dict[str, _PrunableHeads], Samples]:
     """The model with fused attention, all its attentions with their projections, and its samples."""
     fused, _ = fuse_attention(original.model)
     original = replace(original, model=_in_plain_form(original, _drop_views(prepared(fused))))
@@ -382,12 +382,14 @@ def _in_plain_form(original: Original, model: ir.Model) -> ir.Model:
     return plain
 
 
-def _allowed(found: Mapping[str, _Heads], removed: Sequence[Unit], unit: Unit) -> bool:
+def _allowed(found: Mapping[str, _PrunableHeads], removed: Sequence[Unit], unit: Unit) -> bool:
     """Whether another head of this attention may go: one stays."""
     return sum(name == unit[0] for name, _ in removed) < found[unit[0]].Hkv - 1
 
 
-def _greedy(found: Mapping[str, _Heads], order: Sequence[Unit], gram: Mapping[str, np.ndarray]) -> list[Unit]:
+def _greedy(
+    found: Mapping[str, _PrunableHeads], order: Sequence[Unit], gram: Mapping[str, np.ndarray]
+) -> list[Unit]:
     """The order in which heads go: the cheapest first, and none that another one has just taken over from."""
     left, removed = list(order), list[Unit]()
     postponed: list[Unit] = []
@@ -405,7 +407,7 @@ def _greedy(found: Mapping[str, _Heads], order: Sequence[Unit], gram: Mapping[st
 
 
 def _down_to(
-    found: Mapping[str, _Heads], order: Sequence[Unit], heads: int, gram: Mapping[str, np.ndarray]
+    found: Mapping[str, _PrunableHeads], order: Sequence[Unit], heads: int, gram: Mapping[str, np.ndarray]
 ) -> list[Unit]:
     """The heads that go so that each attention has so many query heads."""
     removed: list[Unit] = []
@@ -419,7 +421,7 @@ def _down_to(
 
 
 def _fewest(
-    found: Mapping[str, _Heads],
+    found: Mapping[str, _PrunableHeads],
     order: Sequence[Unit],
     loss: Callable[[Sequence[Unit]], float],
     limit: float,
@@ -518,7 +520,7 @@ def _means(groups: list[list[int]], order: list[int], array: np.ndarray, at: int
     return np.stack([array[..., group, :].astype(np.float64).mean(-2) for group in groups], axis=-2)
 
 
-def _alike(heads: _Heads, count: int) -> list[list[int]]:
+def _alike(heads: _PrunableHeads, count: int) -> list[list[int]]:
     """The key/value heads in groups of equal size.
 
     Each group begins with the first that is left, and takes those whose keys and values are nearest to it.
@@ -568,7 +570,7 @@ _Choose = Callable[[np.ndarray, int], np.ndarray]
 
 
 def _write(
-    copy: ir.Model, heads: _Heads, choose: _Choose, counts: tuple[int, int, int], rows: np.ndarray
+    copy: ir.Model, heads: _PrunableHeads, choose: _Choose, counts: tuple[int, int, int], rows: np.ndarray
 ) -> None:
     """Give an attention other projections, with so many heads each, and other output rows."""
     node, name = heads.node, heads.name
@@ -612,7 +614,7 @@ def _cleaned(copy: ir.Model) -> ir.Model:
     return infer_shapes(copy)
 
 
-def _projected(graph: ir.Graph, node: ir.Node, part: _Projection, at: int, count: int) -> ir.Value:
+def _projected(graph: ir.Graph, node: ir.Node, part: _HeadColumns, at: int, count: int) -> ir.Value:
     """The nodes of a projection of so many heads."""
     name, weight = f"{node.name}/{'qkv'[at]}", part.weight
     held = new_initializer(graph, f"{name}_weight", np.ascontiguousarray(weight))

@@ -136,7 +136,7 @@ class DataRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 # -- One sample in one runtime ---------------------------------------------------------------------
 
 
-class _Result(Struct, frozen=True, kw_only=True):
+class _SampleRecord(Struct, frozen=True, kw_only=True):
     """What came of one sample in one runtime: a line of the file that a run goes on from."""
 
     sample: str
@@ -208,16 +208,16 @@ class _Kept:
 
     def __init__(self, path: Path | None, header: _Header) -> None:
         self._path, self._header = path, header
-        self._pending: list[_Result] = []
+        self._pending: list[_SampleRecord] = []
         self._written = time.monotonic()
-        self.known: dict[tuple[str, str], _Result] = {}
+        self.known: dict[tuple[str, str], _SampleRecord] = {}
         if path is None:
             return
         lines = self._lines(path)
         if lines and lines[0] == msgspec.json.encode(header):
             for line in lines[1:]:
                 try:
-                    found = msgspec.json.decode(line, type=_Result)
+                    found = msgspec.json.decode(line, type=_SampleRecord)
                 except (msgspec.DecodeError, ValueError):
                     break  # cut short
                 self.known[found.digest, found.runtime] = found
@@ -231,7 +231,7 @@ class _Kept:
         except OSError:
             return []
 
-    def add(self, result: _Result) -> None:
+    def add(self, result: _SampleRecord) -> None:
         """Keep a result; it is written with others, every few seconds."""
         self._pending.append(result)
         if time.monotonic() - self._written > _FLUSH_S:
@@ -259,10 +259,10 @@ class _Tally:
     runtime: Runtime
     runner: Runner
     key: str
-    results: list[_Result] = field(default_factory=list)
-    worst: list[tuple[float, int, _Result, Sample]] = field(default_factory=list)
+    results: list[_SampleRecord] = field(default_factory=list)
+    worst: list[tuple[float, int, _SampleRecord, Sample]] = field(default_factory=list)
 
-    def add(self, result: _Result, sample: Sample) -> None:
+    def add(self, result: _SampleRecord, sample: Sample) -> None:
         self.results.append(msgspec.structs.replace(result, digest=""))
         if result.is_outside:
             return
@@ -352,7 +352,9 @@ def validate_data(
                         make = make or reference_of(bundle, options.source)
                         case = case or _case_of(make, taken)
                         if isinstance(case, Reason):
-                            found = _Result(sample=taken.name, digest=digest, runtime=tally.key, reason=case)
+                            found = _SampleRecord(
+                                sample=taken.name, digest=digest, runtime=tally.key, reason=case
+                            )
                         else:
                             found = _judged(tally, case, taken, digest, bundle, options, measure)
                         kept.add(found)
@@ -388,9 +390,9 @@ def _judged(
     bundle: Bundle,
     options: ValidateOptions,
     measure: Metric | None,
-) -> _Result:
+) -> _SampleRecord:
     """One sample in one runtime."""
-    result = _Result(sample=sample.name, digest=digest, runtime=tally.key)
+    result = _SampleRecord(sample=sample.name, digest=digest, runtime=tally.key)
     change = partial(msgspec.structs.replace, result)
     if not admits(tally.runner, case.inputs):
         return change(is_outside=True)

@@ -93,7 +93,7 @@ def _is_batched(tensor: TensorSpec, spec: ModelSpec) -> bool:
     return bool(tensor.dims) and tensor.dims[0] == (spec.batch_name if batch.is_dynamic else batch.min)
 
 
-class _Trial(NamedTuple):
+class _Arrangement(NamedTuple):
     """One run: its inputs, and the batch element of the case in each slot, None for a stranger."""
 
     feeds: Arrays
@@ -125,7 +125,7 @@ class _MovedCase:
         """The profiles that admit inputs; None for a runtime without profiles."""
         return self.runner.profiles_for(feeds) if isinstance(self.runner, ProfiledRunner) else None
 
-    def plan(self, limit: SizeLimit) -> Iterator[tuple[Check, str, Iterable[_Trial]]]:
+    def plan(self, limit: SizeLimit) -> Iterator[tuple[Check, str, Iterable[_Arrangement]]]:
         """Every check with what it varies and its trials."""
         B, axis = self.case.sizes[self.batch], self.spec.axes[self.batch]
         if B > 1:
@@ -147,18 +147,20 @@ class _MovedCase:
                     yield SIZE, f"batch {size} instead of {B}", trials
         profiles = self.profiles(self.case.inputs) or []
         if len(profiles) > 1:
-            under = [_Trial(self.case.inputs, [*range(B)], profile) for profile in profiles]
+            under = [_Arrangement(self.case.inputs, [*range(B)], profile) for profile in profiles]
             yield PROFILE, f"profile {', '.join(map(str, profiles))}", under
 
     def _batched(self) -> dict[str, TensorSpec]:
         return {tensor.name: tensor for tensor in self.spec.inputs if _is_batched(tensor, self.spec)}
 
-    def _rearranged(self, elements: list[int]) -> _Trial:
+    def _rearranged(self, elements: list[int]) -> _Arrangement:
         """The given batch elements of the case, in that order."""
         inputs = self.case.inputs
-        return _Trial({**inputs, **{name: inputs[name][elements] for name in self._batched()}}, [*elements])
+        return _Arrangement(
+            {**inputs, **{name: inputs[name][elements] for name in self._batched()}}, [*elements]
+        )
 
-    def _among_strangers(self, element: int) -> _Trial:
+    def _among_strangers(self, element: int) -> _Arrangement:
         """One batch element where it was, among neighbors that change places and sign."""
         feeds = dict(self.case.inputs)
         for name, tensor in self._batched().items():
@@ -167,9 +169,9 @@ class _MovedCase:
             is_signed = tensor.kind == FLOAT and np.abs(array).max(initial=0.0) <= LARGEST_ACTIVATION
             feeds[name] = -strange if is_signed else strange
             feeds[name][element] = array[element]
-        return _Trial(feeds, [i if i == element else None for i in range(self.case.sizes[self.batch])])
+        return _Arrangement(feeds, [i if i == element else None for i in range(self.case.sizes[self.batch])])
 
-    def check(self, check: Check, detail: str, trials: Iterable[_Trial]) -> InvarianceCheck:
+    def check(self, check: Check, detail: str, trials: Iterable[_Arrangement]) -> InvarianceCheck:
         """Run the trials of one check and judge all answers."""
         found = InvarianceCheck(
             outcome=Outcome.FAILED, backend=self.runner.name, case=self.case.name, check=check, detail=detail
@@ -181,7 +183,7 @@ class _MovedCase:
         outcome = Outcome.passing(problem is None)
         return structs.replace(found, outcome=outcome, bitwise=bitwise, share=share, problem=problem)
 
-    def _answers(self, trial: _Trial) -> Iterator[_Answer]:
+    def _answers(self, trial: _Arrangement) -> Iterator[_Answer]:
         if trial.profile is not None and isinstance(self.runner, ProfiledRunner):
             got = self.runner.run_in_profile(trial.feeds, trial.profile)
         else:

@@ -74,7 +74,7 @@ def validate_bundle(
     are judged in place of the bundle's own.
     """
     before = bundle.state()
-    validation = _Validation(bundle, options or ValidateOptions(), on_step, runners)
+    validation = _ValidationRun(bundle, options or ValidateOptions(), on_step, runners)
     validation.on_sample = on_sample
     report = validation.report(build)
     if bundle.state() != before:
@@ -87,13 +87,13 @@ def draw_cases(
     bundle: Bundle, options: ValidateOptions, on_step: OnStep
 ) -> tuple[dict[str, Sequence[GoldenCase]], tuple[Unavailable, ...]]:
     """The cases that are drawn besides the golden ones, by kind; and what could not be drawn."""
-    validation = _Validation(bundle, options, on_step)
+    validation = _ValidationRun(bundle, options, on_step)
     manifest = bundle.manifest
     plan = EvaluationPlan(spec=manifest.spec, precision=manifest.precision, cases={})
     return dict(validation._with_drawn_cases(plan, ()).cases), tuple(validation.finder.absent)
 
 
-class _Validation:
+class _ValidationRun:
     """One validation, step by step."""
 
     def __init__(

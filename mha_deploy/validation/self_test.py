@@ -50,7 +50,7 @@ def parity_from_runner(
 # -- Mutations of the bundle's own graph: each of them must fail the validation --------------------
 
 
-class MutationResult(Struct, frozen=True, kw_only=True):
+class MutationTrial(Struct, frozen=True, kw_only=True):
     """One mutation of the graph, and whether it was detected."""
 
     mistake: str  # what was done to the model
@@ -58,7 +58,7 @@ class MutationResult(Struct, frozen=True, kw_only=True):
     share: float | None  # the largest share of an error budget it used; None where there was no number
 
 
-class RightResult(Struct, frozen=True, kw_only=True):
+class RightVerdict(Struct, frozen=True, kw_only=True):
     """The verdict on the graph as it is."""
 
     outcome: Outcome
@@ -75,8 +75,8 @@ class SelfTest(Struct, frozen=True, kw_only=True):
 
     # That of the right model, and of the mutations: each must be caught, and there must be some
     outcome: Outcome = Outcome.NOT_VERIFIED
-    right: RightResult
-    mutations: tuple[MutationResult, ...] = field(name="mistakes")
+    right: RightVerdict
+    mutations: tuple[MutationTrial, ...] = field(name="mistakes")
 
     def __post_init__(self) -> None:
         caught = Outcome.of(Outcome.passing(each.caught) for each in self.mutations)
@@ -121,7 +121,7 @@ def self_test(
             on_mutation(mistake)
             report = judged(graph, mistake in IN_CACHES, inside=mistake not in OF_QUANTIZATION)
             share, caught = judge.largest_share(report.verdicts), report.outcome is Outcome.FAILED
-            results.append(MutationResult(mistake=mistake, caught=caught, share=share))
+            results.append(MutationTrial(mistake=mistake, caught=caught, share=share))
     right = judged(model, True)
     share = judge.largest_share(right.verdicts)
-    return SelfTest(right=RightResult(outcome=right.outcome, share=share), mutations=tuple(results))
+    return SelfTest(right=RightVerdict(outcome=right.outcome, share=share), mutations=tuple(results))

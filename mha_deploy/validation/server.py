@@ -205,7 +205,7 @@ class _Unit:
 
 
 @dataclass
-class _Part:
+class _Replies:
     """What came back of a unit: outputs and times of every request, up to the first that failed."""
 
     outputs: list[Arrays] = field(default_factory=list)
@@ -239,7 +239,7 @@ class _Load:
         random.Random(clients).shuffle(self._work)
         self._requests, self._lock = rounds * each, threading.Lock()
         self.gone = threading.Event()  # the server could no longer be reached, or has not answered anything
-        self._parts: dict[tuple[int, int], _Part] = {}
+        self._parts: dict[tuple[int, int], _Replies] = {}
         self._seconds, self._kept = 0.0, 0
 
     def run(self) -> None:
@@ -256,7 +256,7 @@ class _Load:
         round, index = place = self._work[at]
         with self._lock:
             self._on_step(at, len(self._work))
-            part = self._parts[place] = _Part()
+            part = self._parts[place] = _Replies()
         try:
             for feeds, where in self._units[index].requests():
                 started = time.perf_counter()
@@ -273,11 +273,11 @@ class _Load:
                 part.outputs, part.is_kept = [], False
             self._kept += sum(array.nbytes for each in part.outputs for array in each.values())
 
-    def _done(self) -> list[_Part]:
+    def _done(self) -> list[_Replies]:
         with self._lock:
             return list(self._parts.values())
 
-    def results(self) -> Iterator[tuple[GoldenCase | DecodeTrace, list[_Part]]]:
+    def results(self) -> Iterator[tuple[GoldenCase | DecodeTrace, list[_Replies]]]:
         """Every case and trace of which all parts were sent and kept."""
         sent = [(round, self._units[index], part) for (round, index), part in sorted(self._parts.items())]
         for group in group_by(sent, lambda each: (each[0], id(each[1].of))):
@@ -314,7 +314,7 @@ class _Recorded:
     most_tokens: int | None = None
     hides_cache = True
 
-    def __init__(self, name: str, trace: DecodeTrace, parts: Sequence[_Part]) -> None:
+    def __init__(self, name: str, trace: DecodeTrace, parts: Sequence[_Replies]) -> None:
         self.name, self._trace, self._parts, self._call = name, trace, parts, 0
         self.lengths = np.zeros(trace.B, np.int32)
 

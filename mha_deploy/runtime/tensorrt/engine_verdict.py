@@ -195,7 +195,7 @@ def group_by_attention(names: Sequence[str], attention: Iterable[str]) -> dict[s
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Core:
+class _CoreNodes:
     """The nodes that do the work of one attention: all of it in one node, or its matmuls and softmaxes."""
 
     whole: frozenset[str]
@@ -217,7 +217,7 @@ class _Core:
         return self.whole | self.scores | self.values | self.softmaxes
 
 
-def _core(node: str, names: Sequence[str], written: Written) -> _Core:
+def _core(node: str, names: Sequence[str], written: Written) -> _CoreNodes:
     """The nodes that do the work, by what the graph says of them, else by their names."""
 
     def spelled(found: Iterable[str]) -> frozenset[str]:
@@ -237,7 +237,7 @@ def _core(node: str, names: Sequence[str], written: Written) -> _Core:
         first = names.index(softmaxes[0])
         scores = [name for name in matmuls if names.index(name) < first or _SCORES.search(name)]
         values = [name for name in matmuls if name not in scores]
-    return _Core(
+    return _CoreNodes(
         whole=spelled(whole), scores=spelled(scores), values=spelled(values), softmaxes=spelled(softmaxes)
     )
 
@@ -283,7 +283,7 @@ class ReportedKernels:
         self.stray = _stray(strays, graph if written is not None else None, owners, seen)
 
     def _count(
-        self, kernel: Kernel, node: str, core: _Core, elsewhere: set[str], written: Written | None
+        self, kernel: Kernel, node: str, core: _CoreNodes, elsewhere: set[str], written: Written | None
     ) -> None:
         """Put a kernel that names a part of an attention where it belongs."""
         names = frozenset(kernel.onnx_nodes)
