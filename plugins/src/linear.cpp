@@ -23,7 +23,7 @@ namespace mha_deploy {
 namespace {
 
 constexpr uint32_t kMagic = 0x4c41484d;  // "MHAL"
-constexpr uint32_t kVersion = 3;
+constexpr uint32_t kVersion = 4;
 
 constexpr uint32_t kFullAlignment = 256;                   // bytes: what CUDA's and TensorRT's memory has
 constexpr uint64_t kWorkspaceLimit = uint64_t{32} << 20;  // what cuBLAS takes for itself on Hopper, too
@@ -598,25 +598,52 @@ Status LinearParameters::check() const {
     return Status();
 }
 
-void LinearTuning::measure(LinearParameters const& parameters, LinearShape const& most, Type type) {
-    int64_t const bytes = 2 * (most.rows * (most.inputs + most.outputs) + most.inputs * most.outputs);
+namespace {
+
+// What measuring and proposing need of a GPU, or none where there is none.
+struct Opened {
     Driver const* driver = nullptr;
-    Context context;
     std::shared_ptr<Handles> handles;
     CublasLt const* library = nullptr;
     cublasLtHandle_t handle = nullptr;
-    if (most.rows < 1 || bytes < kSmallBytes || !load_driver(driver).ok()
-        || !current_context(*driver, context).ok() || !Handles::open(*driver, context, handles).ok()
-        || !handles->cublas_lt(library, handle).ok()) {
+
+    bool open() {
+        Context context;
+        return load_driver(driver).ok() && current_context(*driver, context).ok()
+               && Handles::open(*driver, context, handles).ok() && handles->cublas_lt(library, handle).ok();
+    }
+};
+
+// Where every algorithm takes about as long as its launch, there is nothing to choose.
+bool is_small(LinearShape const& shape) {
+    return shape.rows < 1
+           || 2 * (shape.rows * (shape.inputs + shape.outputs) + shape.inputs * shape.outputs) < kSmallBytes;
+}
+
+template <typename Entry>
+auto find_in(std::vector<Entry>& entries, LinearShape const& shape, Type type) {
+    return std::find_if(entries.begin(), entries.end(),
+        [&](Entry const& each) { return each.shape == shape && each.type == type; });
+}
+
+}  // namespace
+
+void LinearTuning::begin_on(uint64_t machine) {
+    if (machine != record_.machine) {
+        record_ = Record{machine, {}, {}};
+    }
+}
+
+void LinearTuning::measure(LinearParameters const& parameters, LinearShape const& most, Type type) {
+    Opened opened_here;
+    if (is_small(most) || !opened_here.open()) {
         return;  // cuBLASLt's own choice will do
     }
+    auto const& [driver, handles, library, handle] = opened_here;
     OutsideCapture const outside(*driver);
     std::lock_guard<std::mutex> const lock(mutex_);
     uint64_t const here = machine_of(*driver, *library);
-    if (here != record_.machine) {
-        record_ = Record{here, {}};
-    }
-    std::vector<Choice>& choices = record_.choices;
+    begin_on(here);
     Measured& measured = shared_measurements();
     std::lock_guard<std::mutex> const one_at_a_time(measured.mutex);
     auto const begin = std::chrono::steady_clock::now();
@@ -624,8 +651,9 @@ void LinearTuning::measure(LinearParameters const& parameters, LinearShape const
     std::optional<bool> opened;
     for (int64_t const rows : measured_rows(most.rows)) {
         LinearProblem const problem{{rows, most.inputs, most.outputs}, type, parameters, kFullAlignment};
-        if (std::any_of(choices.begin(), choices.end(),
-                [&](Choice const& each) { return each.shape == problem.shape && each.type == type; })) {
+        auto const tactics = find_in(record_.tactics, problem.shape, type);
+        if (find_in(record_.choices, problem.shape, type) != record_.choices.end()
+            || (tactics != record_.tactics.end() && tactics->offered)) {
             continue;
         }
         Measured::Key const key = Measured::key_of(here, problem);
@@ -638,26 +666,115 @@ void LinearTuning::measure(LinearParameters const& parameters, LinearShape const
             known = &measured.add(key, in_time ? bench.fastest(problem) : std::nullopt);
         }
         if (known->has_value()) {
-            choices.push_back({problem.shape, type, **known});
+            record_.choices.push_back({problem.shape, type, **known});
         }
     }
 }
 
-std::optional<cublasLtMatmulAlgo_t> LinearTuning::find(
-    uint64_t machine, LinearShape const& shape, Type type) const {
+int32_t LinearTuning::propose(LinearParameters const& parameters, LinearShape const& shape, Type type) {
+    Opened opened;
+    if (is_small(shape) || !opened.open()) {
+        return 0;
+    }
+    OutsideCapture const outside(*opened.driver);
     std::lock_guard<std::mutex> const lock(mutex_);
-    auto const found = std::find_if(record_.choices.begin(), record_.choices.end(),
-        [&](Choice const& each) { return each.shape == shape && each.type == type; });
-    if (machine != record_.machine || found == record_.choices.end()) {
+    begin_on(machine_of(*opened.driver, *opened.library));
+    auto known = find_in(record_.tactics, shape, type);
+    if (known == record_.tactics.end()) {
+        LinearProblem const problem{shape, type, parameters, kFullAlignment};
+        std::vector<cublasLtMatmulHeuristicResult_t> proposals;
+        Matmul matmul;
+        if (!matmul.make(*opened.driver, *opened.library, opened.handle, problem, nullptr).ok()
+            || !matmul.propose(kProposals, proposals).ok() || proposals.size() < 2) {
+            return 0;
+        }
+        Tactics made{shape, type, {}, false};
+        for (auto const& proposal : proposals) {
+            made.algorithms.push_back(proposal.algo);
+        }
+        known = record_.tactics.insert(record_.tactics.end(), std::move(made));
+    }
+    return static_cast<int32_t>(known->algorithms.size());
+}
+
+void LinearTuning::offer(LinearShape const& shape, Type type) {
+    std::lock_guard<std::mutex> const lock(mutex_);
+    if (auto const known = find_in(record_.tactics, shape, type); known != record_.tactics.end()) {
+        known->offered = true;
+    }
+}
+
+std::optional<cublasLtMatmulAlgo_t> LinearTuning::find(
+    uint64_t machine, LinearShape const& shape, Type type, int32_t tactic) const {
+    std::lock_guard<std::mutex> const lock(mutex_);
+    if (machine != record_.machine) {
         return std::nullopt;
     }
-    return found->algorithm;
+    for (Tactics const& each : record_.tactics) {
+        if (tactic > 0 && each.shape == shape && each.type == type
+            && static_cast<std::size_t>(tactic) <= each.algorithms.size()) {
+            return each.algorithms[static_cast<std::size_t>(tactic) - 1];
+        }
+    }
+    for (Choice const& each : record_.choices) {
+        if (each.shape == shape && each.type == type) {
+            return each.algorithm;
+        }
+    }
+    return std::nullopt;
 }
 
 LinearTuning::Record LinearTuning::record() const {
     std::lock_guard<std::mutex> const lock(mutex_);
-    return record_;
+    Record kept = record_;
+    kept.tactics.erase(std::remove_if(kept.tactics.begin(), kept.tactics.end(),
+                           [](Tactics const& each) { return !each.offered; }),
+        kept.tactics.end());
+    return kept;
 }
+
+std::string timing_key(LinearParameters const& parameters) {
+    Opened opened;
+    if (!opened.open()) {
+        return "";
+    }
+    return "mha_deploy_linear_" + std::to_string(parameters.has_bias ? 1 : 0)
+           + std::to_string(parameters.transposed ? 1 : 0)
+           + std::to_string(static_cast<int32_t>(parameters.quantized)) + "_"
+           + std::to_string(machine_of(*opened.driver, *opened.library));
+}
+
+namespace {
+
+void add_place(BlobWriter& writer, LinearShape const& shape, Type type) {
+    writer.add(shape.rows);
+    writer.add(shape.inputs);
+    writer.add(shape.outputs);
+    writer.add(static_cast<int32_t>(type));
+}
+
+void take_place(BlobReader& reader, LinearShape& shape, Type& type) {
+    int32_t number = 0;
+    reader.take(shape.rows);
+    reader.take(shape.inputs);
+    reader.take(shape.outputs);
+    reader.take(number);
+    type = static_cast<Type>(number);
+}
+
+void add_algorithm(BlobWriter& writer, cublasLtMatmulAlgo_t const& algorithm) {
+    for (uint64_t const word : algorithm.data) {
+        writer.add(word);
+    }
+}
+
+void take_algorithm(BlobReader& reader, cublasLtMatmulAlgo_t& algorithm) {
+    for (uint64_t& word : algorithm.data) {
+        reader.take(word);
+    }
+}
+
+}  // namespace
 
 std::vector<std::byte> serialize(LinearParameters const& parameters, LinearTuning::Record const& tuning) {
     BlobWriter writer(kMagic, kVersion);
@@ -667,12 +784,15 @@ std::vector<std::byte> serialize(LinearParameters const& parameters, LinearTunin
     writer.add(tuning.machine);
     writer.add(static_cast<uint32_t>(tuning.choices.size()));
     for (LinearTuning::Choice const& choice : tuning.choices) {
-        writer.add(choice.shape.rows);
-        writer.add(choice.shape.inputs);
-        writer.add(choice.shape.outputs);
-        writer.add(static_cast<int32_t>(choice.type));
-        for (uint64_t const word : choice.algorithm.data) {
-            writer.add(word);
+        add_place(writer, choice.shape, choice.type);
+        add_algorithm(writer, choice.algorithm);
+    }
+    writer.add(static_cast<uint32_t>(tuning.tactics.size()));
+    for (LinearTuning::Tactics const& tactics : tuning.tactics) {
+        add_place(writer, tactics.shape, tactics.type);
+        writer.add(static_cast<uint32_t>(tactics.algorithms.size()));
+        for (cublasLtMatmulAlgo_t const& algorithm : tactics.algorithms) {
+            add_algorithm(writer, algorithm);
         }
     }
     return writer.finish();
@@ -688,17 +808,22 @@ Status deserialize(
     reader.take(parameters.quantized);
     reader.take(tuning.machine);
     reader.take(count);
-    tuning.choices.resize(std::min<std::size_t>(count, size / sizeof(cublasLtMatmulAlgo_t)));
+    std::size_t const most = size / sizeof(cublasLtMatmulAlgo_t);  // of damaged numbers
+    tuning.choices.resize(std::min<std::size_t>(count, most));
     for (LinearTuning::Choice& choice : tuning.choices) {
-        int32_t type = 0;
-        reader.take(choice.shape.rows);
-        reader.take(choice.shape.inputs);
-        reader.take(choice.shape.outputs);
-        reader.take(type);
-        for (uint64_t& word : choice.algorithm.data) {
-            reader.take(word);
+        take_place(reader, choice.shape, choice.type);
+        take_algorithm(reader, choice.algorithm);
+    }
+    reader.take(count = 0);
+    tuning.tactics.resize(std::min<std::size_t>(count, most));
+    for (LinearTuning::Tactics& tactics : tuning.tactics) {
+        take_place(reader, tactics.shape, tactics.type);
+        reader.take(count = 0);
+        tactics.algorithms.resize(std::min<std::size_t>(count, most));
+        for (cublasLtMatmulAlgo_t& algorithm : tactics.algorithms) {
+            take_algorithm(reader, algorithm);
         }
-        choice.type = static_cast<Type>(type);
+        tactics.offered = true;
     }
     RETURN_IF_FAILED(reader.finish());
     return parameters.check();
@@ -710,6 +835,7 @@ struct Plan {
     Matmul matmul;
     DeviceMemory memory;  // where no workspace was given
     bool pinned = false;  // a graph was recorded that uses the memory
+    int32_t tactic = 0;
 };
 
 Status check(LinearParameters const& parameters, LinearShape const& shape, Type type) {
@@ -769,6 +895,7 @@ struct LinearWork::State {
     CublasLt const* library = nullptr;
     cublasLtHandle_t handle = nullptr;
     std::list<Plan> plans;  // the last used first
+    int32_t tactic = 0;
 
     // Once; later only a look at whether the context is still the same.
     Status open() {
@@ -788,7 +915,7 @@ struct LinearWork::State {
     Status find(LinearProblem const& problem, bool capturing, Plan*& plan) {
         RETURN_IF_FAILED(open());
         for (auto known = plans.begin(); known != plans.end(); ++known) {
-            if (known->matmul.problem() == problem) {
+            if (known->tactic == tactic && known->matmul.problem() == problem) {
                 plans.splice(plans.begin(), plans, known);
                 plan = &plans.front();
                 return Status();
@@ -804,9 +931,10 @@ struct LinearWork::State {
         OutsideCapture const outside(*driver);
         std::optional<cublasLtMatmulAlgo_t> measured;
         if (problem.alignment == kFullAlignment) {
-            measured = tuning->find(machine_of(*driver, *library), problem.shape, problem.type);
+            measured = tuning->find(machine_of(*driver, *library), problem.shape, problem.type, tactic);
         }
         std::list<Plan> made(1);
+        made.front().tactic = tactic;
         Status status = made.front().matmul.make(
             *driver, *library, handle, problem, measured.has_value() ? &*measured : nullptr);
         if (status.ok()) {
@@ -844,6 +972,12 @@ LinearWork::LinearWork(LinearParameters const& parameters, std::shared_ptr<Linea
 
 LinearWork::~LinearWork() {
     release_in_context(state_);
+}
+
+void LinearWork::set_tactic(int32_t tactic) noexcept {
+    if (state_ != nullptr) {
+        state_->tactic = tactic;
+    }
 }
 
 Status LinearWork::prepare(LinearShape const& shape, Type type) {

@@ -60,9 +60,9 @@ struct LinearProblem {
     std::string text() const;  // as in "[8, 768] x [768, 2304] in FP16 with bias"
 };
 
-// Algorithms that were measured while an engine was built, for the GPU and the cuBLASLt that they were
-// measured with. All clones of a plugin share one; an engine keeps it. Elsewhere cuBLASLt's first proposal
-// is taken, and nothing is ever measured at run time.
+// Algorithms that were chosen while an engine was built, for the GPU and the cuBLASLt that they were measured
+// with. All clones of a plugin share one; an engine keeps it. Elsewhere cuBLASLt's first proposal is taken, and
+// nothing is ever measured at run time.
 class LinearTuning {
 public:
     struct Choice {
@@ -70,28 +70,51 @@ public:
         Type type = Type::kHalf;
         cublasLtMatmulAlgo_t algorithm{};
     };
-    // What was measured at one time, as an engine keeps it.
+    // What TensorRT times itself: its tactics are the places of this list, from 1 on.
+    struct Tactics {
+        LinearShape shape;
+        Type type = Type::kHalf;
+        std::vector<cublasLtMatmulAlgo_t> algorithms;
+        bool offered = false;  // TensorRT has been given their numbers
+    };
+    // What was chosen at one time, as an engine keeps it.
     struct Record {
         uint64_t machine = 0;  // GPU and library as one number: the choices of another machine are ignored
         std::vector<Choice> choices;
+        std::vector<Tactics> tactics;  // those that were offered
     };
 
     LinearTuning() = default;
     explicit LinearTuning(Record record) : record_(std::move(record)) {}
 
     // Measure the proposals of cuBLASLt at all powers of two, and three quarters of them, up to the most
-    // rows, and at these. Needs a GPU; what is small, fails or takes too long keeps the first proposal.
+    // rows, and at these. Needs a GPU; what is small, fails or takes too long keeps the first proposal, and what
+    // TensorRT was offered is left to it.
     void measure(LinearParameters const& parameters, LinearShape const& most, Type type);
 
-    // The algorithm that was fastest on this machine, or none. A copy: another clone may be measuring.
-    std::optional<cublasLtMatmulAlgo_t> find(uint64_t machine, LinearShape const& shape, Type type) const;
+    // How many tactics there are for these sizes: the proposals of cuBLASLt, or none where one is as good as
+    // another.
+    int32_t propose(LinearParameters const& parameters, LinearShape const& shape, Type type);
+    // TensorRT times those tactics from now on.
+    void offer(LinearShape const& shape, Type type);
+
+    // The algorithm of this tactic, or with 0 the one that was fastest here; on another machine none. A copy:
+    // another clone may be measuring.
+    std::optional<cublasLtMatmulAlgo_t> find(
+        uint64_t machine, LinearShape const& shape, Type type, int32_t tactic = 0) const;
 
     Record record() const;
 
 private:
+    void begin_on(uint64_t machine);
+
     mutable std::mutex mutex_;
     Record record_;
 };
+
+// What tells the times of one projection from those of another, beside its sizes: as a timing cache keeps them.
+// Empty without a GPU.
+std::string timing_key(LinearParameters const& parameters);
 
 std::vector<std::byte> serialize(LinearParameters const& parameters, LinearTuning::Record const& tuning);
 Status deserialize(
@@ -114,6 +137,8 @@ public:
     LinearWork(LinearWork const&) = delete;
     LinearWork& operator=(LinearWork const&) = delete;
 
+    // Which of the tactics to use where the sizes are those that they were proposed for; 0: none.
+    void set_tactic(int32_t tactic) noexcept;
     Status prepare(LinearShape const& shape, Type type);
     // The same for all sizes: few rows may want more than many, since they are split, and TensorRT asks for
     // the most rows only.

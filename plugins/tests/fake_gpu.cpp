@@ -21,8 +21,17 @@
 namespace {
 
 std::atomic<int> launches{0};
-std::atomic<uint64_t> algorithm{0};
+thread_local uint64_t algorithm = 0;
 thread_local CUcontext current = reinterpret_cast<CUcontext>(0x10);
+
+// Time passes where a graph is launched, by the algorithm that was recorded in it, for the thread that does so.
+thread_local double clock_ms = 0.0;
+struct Graph {
+    uint64_t algorithm;
+};
+struct Event {
+    double at = 0.0;
+};
 
 template <typename Handle>
 void make(Handle* handle) {
@@ -36,7 +45,7 @@ SHOWN int fake_gpu_launches() {
     return launches.load();
 }
 SHOWN uint64_t fake_gpu_algorithm() {
-    return algorithm.load();
+    return algorithm;
 }
 
 // ---- the driver
@@ -104,19 +113,42 @@ SHOWN CUresult cuStreamIsCapturing(CUstream, CUstreamCaptureStatus* status) {
 }
 SHOWN CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode*) { return CUDA_SUCCESS; }
 SHOWN CUresult cuStreamBeginCapture(CUstream, CUstreamCaptureMode) { return CUDA_SUCCESS; }
-SHOWN CUresult cuStreamEndCapture(CUstream, CUgraph* graph) { return make(graph), CUDA_SUCCESS; }
-SHOWN CUresult cuGraphInstantiateWithFlags(CUgraphExec* made, CUgraph, unsigned long long) {
-    return make(made), CUDA_SUCCESS;
+SHOWN CUresult cuStreamEndCapture(CUstream, CUgraph* graph) {
+    *graph = reinterpret_cast<CUgraph>(new Graph{algorithm});
+    return CUDA_SUCCESS;
 }
-SHOWN CUresult cuGraphLaunch(CUgraphExec, CUstream) { return CUDA_SUCCESS; }
-SHOWN CUresult cuGraphExecDestroy(CUgraphExec) { return CUDA_SUCCESS; }
-SHOWN CUresult cuGraphDestroy(CUgraph) { return CUDA_SUCCESS; }
-SHOWN CUresult cuEventCreate(CUevent* event, unsigned) { return make(event), CUDA_SUCCESS; }
-SHOWN CUresult cuEventRecord(CUevent, CUstream) { return CUDA_SUCCESS; }
-SHOWN CUresult cuEventDestroy(CUevent) { return CUDA_SUCCESS; }
+SHOWN CUresult cuGraphInstantiateWithFlags(CUgraphExec* made, CUgraph graph, unsigned long long) {
+    *made = reinterpret_cast<CUgraphExec>(new Graph(*reinterpret_cast<Graph*>(graph)));
+    return CUDA_SUCCESS;
+}
+SHOWN CUresult cuGraphLaunch(CUgraphExec graph, CUstream) {
+    clock_ms += reinterpret_cast<Graph*>(graph)->algorithm == kFakeFastest ? 0.5 : 1.0;
+    return CUDA_SUCCESS;
+}
+SHOWN CUresult cuGraphExecDestroy(CUgraphExec graph) {
+    delete reinterpret_cast<Graph*>(graph);
+    return CUDA_SUCCESS;
+}
+SHOWN CUresult cuGraphDestroy(CUgraph graph) {
+    delete reinterpret_cast<Graph*>(graph);
+    return CUDA_SUCCESS;
+}
+SHOWN CUresult cuEventCreate(CUevent* event, unsigned) {
+    *event = reinterpret_cast<CUevent>(new Event);
+    return CUDA_SUCCESS;
+}
+SHOWN CUresult cuEventRecord(CUevent event, CUstream) {
+    reinterpret_cast<Event*>(event)->at = clock_ms;
+    return CUDA_SUCCESS;
+}
+SHOWN CUresult cuEventDestroy(CUevent event) {
+    delete reinterpret_cast<Event*>(event);
+    return CUDA_SUCCESS;
+}
 #undef cuEventElapsedTime
-SHOWN CUresult cuEventElapsedTime(float* milliseconds, CUevent, CUevent) {
-    return *milliseconds = 1.0F, CUDA_SUCCESS;
+SHOWN CUresult cuEventElapsedTime(float* milliseconds, CUevent begin, CUevent end) {
+    *milliseconds = static_cast<float>(reinterpret_cast<Event*>(end)->at - reinterpret_cast<Event*>(begin)->at);
+    return CUDA_SUCCESS;
 }
 SHOWN CUresult cuGetErrorString(CUresult, char const** text) { return *text = "a fake error", CUDA_SUCCESS; }
 

@@ -194,6 +194,82 @@ TEST(Counting, SeesMemoryAndLocks) {
     EXPECT_EQ(taken_by([&mutex] { std::lock_guard<std::mutex> const lock(mutex); }).locks, 1);
 }
 
+// ---- the algorithms of GEMMs
+
+uint64_t algorithm_of(Node& node, int64_t rows) {
+    Call call = calls()[8];
+    call.sizes[0] = {1, rows, 1024};
+    Memory memory(call, node.workspace_bytes, 0);
+    EXPECT_TRUE(node.announce(call.sizes, call.types) && enqueue(node, call, memory)) << logger.last;
+    return fake_gpu_algorithm();
+}
+
+TEST(Algorithms, TheFastestIsMeasuredAndKeptInTheEngine) {
+    Call call = calls()[8];
+    call.sizes[0] = {1, 80, 1024};
+    Node node(linear(), call.fields, call.sizes, call.types);
+    EXPECT_EQ(algorithm_of(node, 80), kFakeFastest);
+    EXPECT_EQ(algorithm_of(node, 64), kFakeFastest) << "a power of two below the most rows";
+    EXPECT_EQ(algorithm_of(node, 77), 1U) << "cuBLASLt's first proposal, where nothing was measured";
+}
+
+#if NV_TENSORRT_MAJOR >= 10
+// TensorRT is given cuBLASLt's proposals for the usual sizes as tactics, and times them itself.
+TEST(Algorithms, AreTacticsThatTensorRTTimes) {
+    Call call = calls()[8];
+    call.sizes[0] = {1, 80, 1024};
+    auto const inputs = typed(call.sizes, call.types);
+    auto const count = static_cast<int32_t>(inputs.size());
+    Node node(linear(), call.fields, call.sizes, call.types);  // for its workspace
+    PluginPointer const built = create(linear(), call.fields);
+    EXPECT_EQ(built->getNbTactics(), 0) << "no sizes are known";
+    ASSERT_EQ(built->configurePlugin(inputs.data(), count, nullptr, 0), 0);
+    std::vector<int32_t> tactics(static_cast<std::size_t>(built->getNbTactics()));
+    ASSERT_EQ(tactics.size(), static_cast<std::size_t>(kFakeAlgorithms));
+    ASSERT_EQ(built->getValidTactics(tactics.data(), kFakeAlgorithms), 0);
+    EXPECT_EQ(std::set<int32_t>(tactics.begin(), tactics.end()).size(), tactics.size());
+    workspace(*built, inputs);
+    node.loaded = load(linear(), save(*built));
+    std::set<uint64_t> used;
+    for (int32_t const tactic : tactics) {
+        EXPECT_NE(tactic, 0);
+        // TensorRT may choose before or behind the clone for an execution context.
+        PluginPointer const chosen(node.loaded->clone());
+        EXPECT_EQ(chosen->setTactic(tactic), 0);
+        node.plugin = attach(*chosen);
+        uint64_t const before = algorithm_of(node, 80);
+        used.insert(before);
+        EXPECT_EQ(algorithm_of(node, 64), kFakeFastest) << "of sizes that TensorRT did not time";
+        node.plugin = attach(*node.loaded);
+        algorithm_of(node, 80);
+        EXPECT_EQ(node.plugin->setTactic(tactic), 0);
+        EXPECT_EQ(algorithm_of(node, 80), before);
+    }
+    EXPECT_EQ(used.size(), tactics.size()) << "each tactic is an algorithm of its own";
+}
+
+TEST(Algorithms, TimesAreToldApartInTensorRTsTimingCache) {
+    std::set<std::string> keys;
+    for (int32_t const has_bias : {0, 1}) {
+        FieldList fields = linear_fields(has_bias);
+        PluginPointer const plugin = create(linear(), fields);
+        ASSERT_NE(plugin->getTimingCacheID(), nullptr);
+        keys.insert(plugin->getTimingCacheID());
+    }
+    EXPECT_EQ(keys.size(), 2U);
+    FieldList fields = packed_fields();
+    EXPECT_EQ(create(attention(), fields)->getTimingCacheID(), nullptr) << "nothing is timed";
+}
+
+TEST(Algorithms, SmallLayersHaveNoTactics) {
+    FieldList fields = linear_fields(0);
+    PluginPointer const plugin = create(linear(), fields);
+    auto const inputs = tensors({{1, 4, 64}, {64, 64}});
+    ASSERT_EQ(plugin->configurePlugin(inputs.data(), 2, nullptr, 0), 0);
+    EXPECT_EQ(plugin->getNbTactics(), 0);
+}
+#endif
+
 // ---- attention before it reaches a device
 
 template <void (*Check)(mha_deploy::check::Tally&)>

@@ -187,6 +187,23 @@ void PluginBody::tune(std::vector<Dims> const& inputs, DataType from) {
     }
 }
 
+int32_t PluginBody::propose_tactics(std::vector<Dims> const& inputs, DataType from) {
+    proposed_.clear();
+    bool const can = record_->building && has_gpu()
+                     && type_of(type_for(Holds::kNumbers, from), proposed_type_).ok() && resize(inputs).ok();
+    int32_t const count = can ? layer_->tactics(proposed_type_) : 0;
+    if (count > 0) {
+        proposed_ = inputs;
+    }
+    return count;
+}
+
+void PluginBody::offer_tactics() {
+    if (!proposed_.empty() && resize(proposed_).ok()) {
+        layer_->offer_tactics(proposed_type_);
+    }
+}
+
 std::size_t PluginBody::workspace_bytes(std::vector<Dims> const& inputs, DataType from) {
     Type type = Type::kHalf;
     std::size_t bytes = 0;

@@ -64,6 +64,12 @@ public:
     Status prepare(nvinfer1::PluginTensorDesc const* inputs, int32_t count);
 
     void tune(std::vector<Dims> const& inputs, nvinfer1::DataType type);
+
+    // Tactics for the usual sizes, where TensorRT can time them: how many, what they are timed for, and the one
+    // to use from now on.
+    int32_t propose_tactics(std::vector<Dims> const& inputs, nvinfer1::DataType type);
+    void offer_tactics();
+    void set_tactic(int32_t tactic) noexcept { layer_->set_tactic(tactic); }
     std::size_t workspace_bytes(std::vector<Dims> const& inputs, nvinfer1::DataType type);
     Status run(nvinfer1::PluginTensorDesc const* inputs, CallMemory memory);
 
@@ -79,6 +85,8 @@ private:
     std::unique_ptr<Layer> layer_;
     std::shared_ptr<EngineRecord> record_;
     std::vector<Dims> sizes_;  // those that the layer works with now; empty: none
+    std::vector<Dims> proposed_;  // those that tactics were proposed for
+    Type proposed_type_ = Type::kHalf;
 };
 
 Status body_from_fields(LayerKind const& kind, nvinfer1::PluginFieldCollection const* collection,

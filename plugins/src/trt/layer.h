@@ -11,6 +11,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <vector>
 
 namespace mha_deploy::trt {
@@ -58,8 +59,16 @@ public:
     // The input whose memory an output uses, or -1.
     virtual int32_t aliased_input(int32_t) const noexcept { return -1; }
 
-    // While an engine is built, on a machine with a GPU: measure what there is to choose from.
+    // While an engine is built, on a machine with a GPU: measure what TensorRT does not.
     virtual void tune(Type) {}
+
+    // Ways to compute these sizes that TensorRT is to time, as numbers from 1 on: how many there are, that it
+    // took them, which one to use (0: none of them), and what tells their times from those of other layers.
+    virtual int32_t tactics(Type) { return 0; }
+    virtual void offer_tactics(Type) {}
+    virtual void set_tactic(int32_t) noexcept {}
+    virtual std::string timing_key() const { return ""; }
+
     virtual Status prepare(Type type) = 0;
     virtual std::size_t workspace_bytes(Type type, bool dynamic) = 0;
     virtual Status run(Type type, CallMemory const& memory) = 0;

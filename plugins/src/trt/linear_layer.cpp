@@ -20,7 +20,9 @@ public:
 
     char const* name() const noexcept override { return kName; }
     std::unique_ptr<Layer> clone() const override {
-        return std::make_unique<LinearLayer>(parameters_, tuning_);
+        auto made = std::make_unique<LinearLayer>(parameters_, tuning_);
+        made->set_tactic(tactic_);
+        return made;
     }
     std::vector<std::byte> parameter_bytes() const override { return serialize(parameters_, tuning_->record()); }
     int32_t inputs() const noexcept override { return parameters_.inputs(); }
@@ -67,6 +69,13 @@ public:
     }
 
     void tune(Type type) override { tuning_->measure(parameters_, shape_, type); }
+    int32_t tactics(Type type) override { return tuning_->propose(parameters_, shape_, type); }
+    void offer_tactics(Type type) override { tuning_->offer(shape_, type); }
+    void set_tactic(int32_t tactic) noexcept override {
+        tactic_ = tactic;
+        work_.set_tactic(tactic);
+    }
+    std::string timing_key() const override { return mha_deploy::timing_key(parameters_); }
     Status prepare(Type type) override { return work_.prepare(shape_, type); }
     std::size_t workspace_bytes(Type type, bool) override { return work_.workspace_bytes(shape_, type); }
 
@@ -86,6 +95,7 @@ private:
     std::shared_ptr<LinearTuning> tuning_;  // of all clones
     LinearWork work_;
     LinearShape shape_;
+    int32_t tactic_ = 0;
 };
 
 Status from_fields(Fields& fields, std::unique_ptr<Layer>& layer) {

@@ -10,6 +10,8 @@
 
 #include <algorithm>
 #include <memory>
+#include <numeric>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -90,7 +92,36 @@ public:
     }
     int32_t configurePlugin(DynamicPluginTensorDesc const* inputs, int32_t count,
         DynamicPluginTensorDesc const*, int32_t) noexcept override {
-        return answered([&] { return body_->configure(inputs, count); });
+        return answered([&] {
+            tactics_ = 0;
+            RETURN_IF_FAILED(body_->configure(inputs, count));
+            std::vector<Dims> const usual = sizes_of(inputs, count, &DynamicPluginTensorDesc::opt);
+            bool const known = std::all_of(inputs, inputs + count,
+                [](DynamicPluginTensorDesc const& input) { return is_concrete(input.opt); });
+            tactics_ = known ? body_->propose_tactics(usual, inputs[0].desc.type) : 0;
+            return Status();
+        });
+    }
+
+    // TensorRT times these at the usual sizes, and keeps the times in its timing cache; other sizes of a dynamic
+    // layer are measured in getWorkspaceSize, since it does not ask for them.
+    int32_t getNbTactics() noexcept override { return tactics_; }
+    int32_t getValidTactics(int32_t* tactics, int32_t count) noexcept override {
+        return answered([&] {
+            std::iota(tactics, tactics + count, 1);  // 0 is TensorRT's own
+            body_->offer_tactics();
+            return Status();
+        });
+    }
+    char const* getTimingCacheID() noexcept override {
+        return guarded<char const*>(getPluginName(), nullptr, [&]() -> char const* {
+            timing_key_ = body_->layer().timing_key();
+            return timing_key_.empty() ? nullptr : timing_key_.c_str();
+        });
+    }
+    int32_t setTactic(int32_t tactic) noexcept override {
+        body_->set_tactic(tactic);
+        return 0;
     }
     size_t getWorkspaceSize(DynamicPluginTensorDesc const* inputs, int32_t count,
         DynamicPluginTensorDesc const*, int32_t) const noexcept override {
@@ -133,6 +164,8 @@ private:
 
     AttachedHandles handles_;
     std::unique_ptr<PluginBody> body_;
+    int32_t tactics_ = 0;
+    std::string timing_key_;
     // What getFieldsToSerialize points to has to outlive the call.
     std::vector<std::byte> bytes_;
     nvinfer1::PluginField field_;
