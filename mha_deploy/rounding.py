@@ -62,6 +62,15 @@ def rounded(values: np.ndarray, bits: int, seed: int) -> np.ndarray:
     return ((whole + (hashed(whole, seed) & mask)) & ~mask).view(np.float64).reshape(values.shape)
 
 
+def nearest(values: np.ndarray, bits: int) -> np.ndarray:
+    """FP64 numbers, each as the nearest one with so many bits of significand; others stay as they are."""
+    if not isinstance(values, np.ndarray) or values.dtype != np.float64:
+        return values
+    whole, cut = np.ascontiguousarray(values).view(np.int64), _SIGNIFICAND - bits
+    half, mask = np.int64(1 << (cut - 1)), np.int64((1 << cut) - 1)
+    return ((whole + half) & ~mask).view(np.float64).reshape(values.shape)
+
+
 def normal(values: np.ndarray, seed: int) -> np.ndarray:
     """Numbers that are nearly normal, and depend on FP64 numbers alone."""
     bits = hashed(np.ascontiguousarray(values).view(np.int64), seed ^ 0x5DEECE66D)

@@ -9,15 +9,18 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from mha_deploy.bundle.cases import Arrays
 from mha_deploy.exporter.samples import RoundingMode
 from mha_deploy.graph.attention_node import QK_OUTPUT
 from mha_deploy.graph.file import with_outputs
+from mha_deploy.graph.ir import new_initializer
+from mha_deploy.graph.quantize import dequantized_constant
 from mha_deploy.graph.roles import FUSED_MATMULS, LAYOUT, MATMULS, NORMS, QUANTIZERS, SOFTMAXES
 from mha_deploy.graph.upcast import in_float64
 from mha_deploy.model.precision import PRECISIONS, Precision
-from mha_deploy.rounding import ACCUMULATED, MARGIN, hashed, normal, rounded
+from mha_deploy.rounding import ACCUMULATED, MARGIN, hashed, nearest, normal, rounded
 from mha_deploy.runtime.onnx_reference import evaluator_of
 from mha_deploy.runtime.user_code import graph_code
 
@@ -54,7 +57,6 @@ class FileRounding(RoundingMode):
         self._everywhere = precision is not None and precision.name == "fp32"
         self.flops = 0  # of the GEMMs
         self._on_grid = False
-        self._drew_weights = False  # of a softmax, in FP8
 
     @property
     def grid_flops(self) -> int:
@@ -65,7 +67,7 @@ class FileRounding(RoundingMode):
         """The outputs of one node of ONNX's evaluator."""
         operator = node.op_type
         if operator in _MATMULS or operator in _QUANTIZED:
-            inputs = tuple(map(self.rounded_array, inputs))
+            inputs = tuple(self._operand(node, at, each) for at, each in enumerate(inputs))
         if operator in _ORDERED or operator in _COMPARED:
             return self._decide(node, run, inputs)
         if operator == "DequantizeLinear" and inputs[0].dtype == np.float64:  # softmax weights of a sample
@@ -73,14 +75,30 @@ class FileRounding(RoundingMode):
         outputs = run(*inputs)
         if operator in _MATMULS:
             self.flops += _flops(operator, inputs, outputs[0])
-            return tuple(self.rounded_array(self._accumulate(operator, inputs, each)) for each in outputs)
+            return tuple(self.rounded_array(self._accumulate(node, inputs, each)) for each in outputs)
         written = operator in _ROUNDED or (self._everywhere and operator not in LAYOUT)
         if operator in _SUMS and not written:
             written = all(np.shape(each) == np.shape(outputs[0]) for each in inputs)
         return tuple(map(self.rounded_array, outputs)) if written else outputs
 
-    def _accumulate(self, operator: str, inputs: tuple[Any, ...], result: Any) -> Any:
+    def _operand(self, node: Any, at: int, array: Any) -> Any:
+        """What a GEMM reads, rounded: constants once for all samples where every runtime has the same.
+
+        Those are numbers of the precision, and weights that are dequantized, which go to the nearest ones.
+        """
+        if self._bits is None or array is not node.constants.get(at):  # another one in place of it
+            return self.rounded_array(array)
+        key = (at, self._bits)
+        if key not in node.memory:
+            near = nearest(array, self._bits)
+            is_exact = array.dtype == np.float64 and np.array_equal(near, array)
+            node.memory[key] = array if is_exact else near if at in node.dequantized else None
+        kept = node.memory[key]
+        return self.rounded_array(array) if kept is None else kept
+
+    def _accumulate(self, node: Any, inputs: tuple[Any, ...], result: Any) -> Any:
         """The result of a GEMM with what its accumulation loses."""
+        operator = node.op_type
         if not self._accumulated or operator not in ("MatMul", "Gemm") or result.dtype != np.float64:
             return result
         a, b = inputs[:2]
@@ -110,7 +128,7 @@ class FileRounding(RoundingMode):
                 noted = rounded(noted, _FLOAT32_BITS, self._seed)
                 operand = noted * unit
                 if node.quantizes_softmax:
-                    run, self._drew_weights = self._before_the_sum(run), True
+                    run = self._before_the_sum(run)
         outputs = run(operand, *inputs[1:])
         if operator in _COMPARED - {"QuantizeLinear"} and len(inputs) > 1:
             noted = operand - inputs[1]
@@ -119,9 +137,10 @@ class FileRounding(RoundingMode):
         if change is None or change.shape != noted.shape:
             return outputs
         moved = self._sign * MARGIN * change
-        if self._drew_weights and operator == "QuantizeLinear":
+        if operator == "QuantizeLinear":
             # What goes to another level in many samples is in them already.
-            moved = np.where(np.abs(moved) > _fp8_steps(noted) / 2, 0.0, moved)
+            steps = 1.0 if outputs[0].dtype.kind in "iu" else _fp8_steps(noted)
+            moved = np.where(np.abs(moved) > steps / 2, 0.0, moved)
         if operator in _ORDERED:  # neighbors in order go towards each other in this sample or its counterpart
             along = _ORDERED[operator] if axis is None else axis
             ranks = noted.argsort(along).argsort(along)
@@ -183,11 +202,26 @@ def _flops(operator: str, inputs: tuple[Any, ...], result: np.ndarray) -> int:
     return 2 * result.size
 
 
+def _fold_weights(model: ir.Model) -> set[str]:
+    """Dequantize the weights of a graph in FP64, which is changed; their names."""
+    found = set[str]()
+    for node in [node for node in model.graph if node.op_type == "DequantizeLinear"]:
+        array, old = dequantized_constant(node, np.float64), node.outputs[0]
+        if array is not None and not old.is_graph_output():
+            name = f"{old.name}/folded"
+            old.replace_all_uses_with(new_initializer(model.graph, name, array))
+            model.graph.remove(node, safe=True)
+            found.add(name)
+    RemoveUnusedNodesPass()(model)  # what they were dequantized from
+    return found
+
+
 class FileProgram:
     """Evaluates an ONNX file in FP64, node by node; `keep` are further values of it that are wanted."""
 
     def __init__(self, model: ir.Model, keep: Sequence[str] = ()) -> None:
         wide, self._title = in_float64(model), f"graph {model.graph.name or 'without a name'}"
+        self._dequantized = _fold_weights(wide)
         self._evaluator = evaluator_of(with_outputs(wide, keep) if keep else wide)
         self._names = [str(value.name) for value in model.graph.outputs]
         self._names += [name for name in keep if name not in self._names]
@@ -199,6 +233,10 @@ class FileProgram:
     def _follow(self, node: Any) -> None:
         """Let a node of the evaluator, and those of its subgraphs, be computed by the mode."""
         own, (inputs, outputs) = node.run, (node.onnx_node.input, node.onnx_node.output)
+        fixed = self._evaluator.rt_inits_
+        node.memory = {}  # of what is the same in all runs
+        node.constants = {at: fixed[name] for at, name in enumerate(inputs) if name in fixed}
+        node.dequantized = frozenset(at for at, name in enumerate(inputs) if name in self._dequantized)
         self._weights.update(outputs[:1] if node.op_type == "Softmax" else ())
         self._weights.update(outputs[QK_OUTPUT:] if node.op_type == "Attention" else ())
         node.quantizes_softmax = node.op_type == "QuantizeLinear" and inputs[0] in self._weights

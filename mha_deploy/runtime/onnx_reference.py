@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from onnx.reference import ReferenceEvaluator
 
 
+_AS_THEY_ARE = (ir.DataType.DOUBLE, ir.DataType.FLOAT)
+_LARGE = 1 << 12  # numbers
+
+
 class OnnxReferenceRunner(Runner):
     """A graph in ONNX's reference evaluator."""
 
@@ -43,10 +47,21 @@ class OnnxReferenceRunner(Runner):
 
 
 def evaluator_of(model: ir.Model) -> ReferenceEvaluator:
-    """ONNX's reference evaluator of a graph, with its external weights."""
+    """ONNX's reference evaluator of a graph, with its external weights; the graph is used up.
+
+    Large weights are handed over as they are: in a serialized graph there would be two of each.
+    """
+    held: dict[str, np.ndarray] = {}
+    for name, value in list(model.graph.initializers.items()):
+        tensor = value.const_value
+        if tensor is not None and tensor.dtype in _AS_THEY_ARE and tensor.size > _LARGE:
+            held[name] = tensor.numpy()
+            del model.graph.initializers[name]
     proto = ir.to_proto(model)
     onnx.load_external_data_for_model(proto, str(weights_folder(model) or "."))
-    return reference_evaluator(proto)
+    evaluator = reference_evaluator(proto)
+    evaluator.rt_inits_.update(held)
+    return evaluator
 
 
 def _tensor_info(value: onnx.ValueInfoProto) -> TensorInfo:
