@@ -112,7 +112,8 @@ def inputs_of(bundle: Bundle, row: Row) -> dict[str, dict[str, np.ndarray]]:
     case = next(each for each in golden_cases(bundle) if each.name == row.golden)
     inputs = dict(case.inputs)
     if row.cache is not None:  # one token behind a full cache
-        inputs["lengths"] = np.full_like(inputs["lengths"], case.sizes["T"] - 1)
+        rows = max(array.shape[2] for array in inputs.values() if array.ndim == 4)
+        inputs["lengths"] = np.full_like(inputs["lengths"], rows - 1)
     found = {",".join(f"{axis}={size}" for axis, size in case.sizes.items()): inputs}
     for length in row.lengths:  # tokens are repeated; those of a mask are all there
         found[f"B={row.batch},S={length}"] = {
