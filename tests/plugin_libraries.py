@@ -44,7 +44,10 @@ def write_library(folder: Path, *, comment: str = "", code: str | None = None, *
     """Compile a library that tells this of itself."""
     info = {**INFO, **changes}
     text = json.dumps(json.dumps(info))  # a JSON text is a C text, too
-    source = code or f"char const* mha_deploy_plugins_info(void) {{ return {text}; }}\n"
+    source = code or (
+        f"char const* mha_deploy_plugins_info(void) {{ return {text}; }}\n"
+        "int mha_deploy_fp8_attentions(int with_fp8_kernel) { return 0 * with_fp8_kernel; }\n"
+    )
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / file_name(str(info["tensorrt"]).split(".")[0])
     path.unlink(missing_ok=True)  # a loaded one must not change

@@ -248,14 +248,6 @@ class EngineManifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return self.verdict.all_fused
 
     @property
-    def is_in_precision(self) -> bool:
-        """Whether the engine was verified to be in the requested precision.
-
-        It cannot be where its matmuls are selected when it is loaded: see `has_requested_types`.
-        """
-        return self.verdict.precision.ok
-
-    @property
     def has_requested_types(self) -> bool:
         """Whether all types are the requested ones, as far as that can be known before it is loaded."""
         return self.verdict.precision.has_requested_types

@@ -368,8 +368,7 @@ class LocalWorkers:
             last = next((line for line in reversed(err.splitlines()) if line.strip()), "no output")
             if process.returncode < 0:
                 last = f"ended by {signal.Signals(-process.returncode).name}"
-            status = "unavailable" if "No module named" in last else "crashed"
-            return {"status": status, "why": f"the worker returned no result: {last}"}
+            return {"status": "crashed", "why": f"the worker returned no result: {last}"}
 
     def _install_packages(self, runtime: RuntimeEntry) -> str:
         """Install packages once, in a folder that is named by them."""

@@ -550,7 +550,7 @@ def _about_engines(
             level = Severity.FAILURE if options.require_fused else Severity.WARNING
             about: dict[str, Any] = {"engine": name, "detail": manifest.fusion_summary}
             yield _found(level, Section.FUSION, Kind.ENGINE_NOT_FUSED, **about)
-        if not manifest.is_in_precision:
+        if not manifest.verdict.precision.ok:
             level = Severity.FAILURE if options.require_precision else Severity.WARNING
             # What the device chooses cannot be known before the engine is loaded.
             level = Severity.NOTE if manifest.has_requested_types else level

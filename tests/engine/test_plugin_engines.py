@@ -215,7 +215,7 @@ def test_the_plugins_layers_are_known_by_the_nodes_they_were(place, built, monke
     _, engine = built(accumulate="fp32")
     manifest = open_engine(engine.path).manifest
     assert manifest.all_fused
-    assert manifest.is_in_precision
+    assert manifest.verdict.precision.ok
     assert manifest.verdict.nodes[0].kernels == ("attention (plugin)",)
     fused = {kernel["name"]: kernel["fused_attention"] for kernel in manifest.kernels}
     assert fused == {"attention": True, "attention_qkv/matmul": False}

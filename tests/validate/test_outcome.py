@@ -37,9 +37,9 @@ def evaluation(name, outcomes, engine=None):
 
 
 def engine_named(name):
-    verdict = SimpleNamespace(precision=SimpleNamespace(narrowed=()))
+    verdict = SimpleNamespace(precision=SimpleNamespace(narrowed=(), ok=True))
     summaries = {"fusion_summary": "1/1 fused", "precision_summary": "precision: fp16 (verified)"}
-    manifest = SimpleNamespace(all_fused=True, is_in_precision=True, verdict=verdict, ranges=[], **summaries)
+    manifest = SimpleNamespace(all_fused=True, verdict=verdict, ranges=[], **summaries)
     return SimpleNamespace(path=SimpleNamespace(stem=name), manifest=manifest, is_confirmed=True)
 
 
