@@ -164,6 +164,23 @@ def test_such_a_number_among_biases_and_other_masks(outer):
     assert [each.weights for each in report.fused] == [True]
 
 
+@pytest.mark.parametrize("pairs", [False, True])
+@pytest.mark.parametrize("low", [LOWEST, -1e9])
+def test_such_a_number_beside_the_lowest(low, pairs):
+    """ONNX Runtime takes the lowest number for -inf; a query that has it only attends to all keys alike."""
+    g = Hand()
+    whole = g.input("whole", [B, 1, 1, 1], TensorProto.BOOL)
+    scores = g.op("Where", whole, g.scores(), g.const(low))
+    shape = [B, 1, S if pairs else 1, S]
+    scores = g.op("Where", g.input("m", shape, TensorProto.BOOL), scores, g.const(-2.0))
+    scores = g.op("Add", scores, g.input("bias", [B, 1, S, S]))
+    bias = np.zeros((B, 1, S, S), np.float32)
+    bias[1, :, 4] = low
+    feeds = {"m": np.ones(shape, bool), "whole": np.array([False, True]).reshape(B, 1, 1, 1), "bias": bias}
+    report = compare(g, g.attend(scores), **feeds)
+    assert len(report.fused) == 1
+
+
 def test_below_a_softcap_a_weak_fill_is_strong():
     g = Hand()
     capped = g.op("Mul", g.op("Tanh", g.op("Div", g.scores(), g.const(30.0))), g.const(30.0))

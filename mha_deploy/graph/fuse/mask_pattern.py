@@ -786,14 +786,24 @@ def _float_mask(terms: Sequence[Term], builder: NodeBuilder, dtype: ir.DataType)
     return total
 
 
-def _applied(terms: Sequence[Term], builder: NodeBuilder, dtype: ir.DataType, score: float) -> ir.Value:
-    """What the masks make of a score, one after the other as in the file."""
+def _applied(
+    terms: Sequence[Term], builder: NodeBuilder, dtype: ir.DataType, score: float, *, raised: bool = False
+) -> ir.Value:
+    """What the masks make of a score, one after the other as in the file.
+
+    With `raised`, another number stands for the lowest, which ONNX Runtime takes for -inf.
+    """
     total = first = builder.constant(score, dtype)
+    # Beside a bias, which may have the lowest number as well, the two must stay alike.
+    near = dtype == ir.DataType.FLOAT16 or any(isinstance(each, Bias) for each in terms)
+    low = _next_to_lowest(dtype) if near else ABSORBS_ANY
     for term in reversed(terms):
         if isinstance(term, Fill):
-            total = term.applied(total, term.number(builder, dtype, term.fill), builder)
+            fill = max(term.fill, low) if raised and not term.hides else term.fill
+            total = term.applied(total, term.number(builder, dtype, fill), builder)
         else:
             bias = term.scaled(builder, dtype)
+            bias = _above_lowest(bias, term, builder, dtype) if raised else bias
             total = bias if total is first else builder.op("Add", total, bias, name="mask")
     return total
 
@@ -804,6 +814,12 @@ def _visible_keys(terms: Iterable[Term], builder: NodeBuilder) -> ir.Value:
     return functools.reduce(lambda one, other: builder.op("And", one, other, name="visible"), shown)
 
 
+def _next_to_lowest(dtype: ir.DataType) -> float:
+    """The number after the lowest of a type."""
+    kind = dtype.numpy().type
+    return float(np.nextafter(kind(dtype.min), kind(0)))
+
+
 def _above_lowest(bias: ir.Value, term: Bias, builder: NodeBuilder, dtype: ir.DataType) -> ir.Value:
     """A mask with the next number in the place of the lowest, which ONNX Runtime takes for -inf.
 
@@ -812,8 +828,7 @@ def _above_lowest(bias: ir.Value, term: Bias, builder: NodeBuilder, dtype: ir.Da
     """
     if _is_bounded(term.value):
         return bias
-    lowest, kind = float(dtype.min), dtype.numpy().type
-    above = float(np.nextafter(kind(lowest), kind(0)))
+    lowest, above = float(dtype.min), _next_to_lowest(dtype)
     node = made_by(bias, "Mul")
     if node is not None and bias is term.value:
         for value, other in (node.inputs, node.inputs[::-1]):
@@ -939,7 +954,8 @@ class Masks:
         elif masking.kind == "bool":
             mask = _visible_keys(terms, builder)
         elif masking.filled == "zeros":
-            mask, shown = _applied(terms, builder, dtype, 0.0), _visible_keys(terms, builder)
+            mask = _applied(terms, builder, dtype, 0.0, raised=True)
+            shown = _visible_keys(terms, builder)
         else:
             plain = [_hiding(each) for each in terms] if masking.filled else terms
             mask = _float_mask(plain, builder, dtype)
@@ -948,7 +964,7 @@ class Masks:
             mask = builder.expand(mask, 1, 1, builder.size(q, -2), builder.size(k, -2))
         if masking.filled == "twice":
             last = max(at for at, each in enumerate(terms) if isinstance(each, Fill))
-            filled = _applied(terms[: last + 1], builder, dtype, -math.inf)
+            filled = _applied(terms[: last + 1], builder, dtype, -math.inf, raised=True)
             filled = builder.op("Expand", filled, builder.op("Shape", mask))
             mask = builder.op("Concat", mask, filled, axis=-1, name="mask")
         found = WrittenMask(mask, zero, shown)
