@@ -496,8 +496,8 @@ def fp8_attentions(rt: TensorRT) -> tuple[int, int]:
     path = _loaded.get(rt.module.__name__)
     if path is None:
         return 0, 0
-    count = ctypes.CDLL(os.fspath(path)).mha_deploy_fp8_attentions
-    return int(count(1)), int(count(0))
+    count = getattr(ctypes.CDLL(os.fspath(path)), "mha_deploy_fp8_attentions", None)
+    return (0, 0) if count is None else (int(count(1)), int(count(0)))  # an older library has none in FP8
 
 
 def load_library(rt: TensorRT, path: Path) -> None:
