@@ -194,24 +194,19 @@ def measured(folder: Path, name: str, kind: str, count: int) -> list[dict[str, A
     ]
 
 
-def in_torch(folder: Path, name: str) -> list[dict[str, Any]]:
-    """Times of compiled PyTorch, in FP16 and in FP8."""
+def in_torch(folder: Path, name: str, precision: str) -> list[dict[str, Any]]:
+    """Times of compiled PyTorch, in FP16 or in FP8."""
     from mha_deploy.baselines.torch import open_torch_runner
 
-    row = ROWS[name]
+    row, title = ROWS[name], f"PyTorch {precision}"
     quantized = next(kind for kind in KINDS if kind != "fp16" and bundle_folder(folder, name, kind).is_dir())
     bundle, other = (md.open_bundle(bundle_folder(folder, name, kind)) for kind in ("fp16", quantized))
-    lines = []
-    for title, make in (
-        ("PyTorch fp16", lambda: open_torch_runner("compile-cudnn", bundle)),
-        ("PyTorch fp8", lambda: torch_in_fp8(bundle, other)),
-    ):
-        with make() as runner:
-            for sizes, feeds in inputs_of(bundle, row).items():
-                lines.append(
-                    {"row": name, "runtime": title, "sizes": sizes, "p50_us": runner.time(feeds).p50}
-                )
-    return lines
+    made = open_torch_runner("compile-cudnn", bundle) if precision == "fp16" else torch_in_fp8(bundle, other)
+    with made as runner:
+        return [
+            {"row": name, "runtime": title, "sizes": sizes, "p50_us": runner.time(feeds).p50}
+            for sizes, feeds in inputs_of(bundle, row).items()
+        ]
 
 
 def table(lines: list[dict[str, Any]]) -> str:
@@ -239,7 +234,7 @@ def main() -> None:
     parser.add_argument("rows", nargs="*", default=list(ROWS))
     parser.add_argument("--kind", choices=tuple(KINDS), action="append", help="default: all of them")
     parser.add_argument("--processes", type=int, default=3, help="in which each engine is timed")
-    parser.add_argument("--only", choices=("export", "engines", "all"), default="all")
+    parser.add_argument("--only", choices=("export", "engines", "torch", "all"), default="all")
     chosen = parser.parse_intermixed_args()
     md.configure(trust_code=True)
     chosen.folder.mkdir(parents=True, exist_ok=True)
@@ -254,13 +249,14 @@ def main() -> None:
     with processes(chosen.jobs) as pool:
         for each, error in side_by_side(pool, export, [(chosen.folder, *each) for each in todo]):
             print(f"{results.seconds:.0f} s", each[1:], error or "exported", flush=True)
-    for name, kind in todo if chosen.only != "export" else ():
+    engines, torch = chosen.only in ("engines", "all"), chosen.only in ("torch", "all")
+    for name, kind in todo if engines else ():
         tried(build, name, f"engine {kind}", kind)
-    for name in chosen.rows if chosen.only != "export" else ():
-        for kind in kinds:
+    for name in chosen.rows:
+        for kind in kinds if engines else ():
             tried(measured, name, f"engine {kind}", kind, chosen.processes)
-        if chosen.only == "all":
-            tried(in_torch, name, "PyTorch")
+        for precision in ("fp16", "fp8") if torch else ():
+            tried(in_torch, name, f"PyTorch {precision}", precision)
 
 
 if __name__ == "__main__":
