@@ -250,7 +250,7 @@ def eligibility_renderable(answers: Sequence[Eligibility], *, brief: bool = Fals
     def answered(answer: Eligibility, *, several: bool = False) -> str:
         verb = "are" if several else "is"
         if answer.fused:
-            return f"{verb} supported, and can be fused without lowering"
+            return f"{verb} supported, and can be fused"
         if answer.fused_after_lowering:
             return "can be fused after lowering"
         return (
