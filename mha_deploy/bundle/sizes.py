@@ -443,8 +443,8 @@ def sweep_points(
                 note += f"costs more than {limit}"
             key = (*(sizes[axis] for axis in spec.axes), None)
             if key not in points:
-                about = TimedPoint(name=prefix + corner, sizes=sizes, note=note, probed=corner in _PROBED)
-                points[key] = about
+                probed = corner in _PROBED
+                points[key] = TimedPoint(name=prefix + corner, sizes=sizes, note=note, probed=probed)
             elif note:  # another corner of the same sizes: what was shrunk to get there stays noted
                 notes = [points[key].note, f"{prefix}{corner}: {note}"]
                 points[key] = replace(points[key], note="; ".join(filter(None, notes)))

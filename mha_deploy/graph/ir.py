@@ -231,19 +231,24 @@ _ALIKE = (0, 3)  # which results those are; the others of a normalization are it
 def _stand_in(graph: onnx.GraphProto) -> None:
     """Let operators of ONNX, which have results of the same sizes, stand for those that it does not know."""
     known = {*_LIKE_FIRST, *_MATMULS_OF_BITS, "MultiHeadAttention", "Attention"}
-    own = [at for at, node in enumerate(graph.node) if node.op_type in known]
+    own = [
+        at
+        for at, node in enumerate(graph.node)
+        if node.op_type in known
+        and (node.domain == "com.microsoft" or (node.domain == "" and not onnx.defs.has(node.op_type)))
+    ]
+    held = {each.name: list(each.dims) for each in graph.initializer} if own else {}
+    if own:  # a weight may be an input as well: what that states comes first
+        stated = {each.name: each.type.tensor_type.shape.dim for each in graph.input}
+        held |= {name: [each.dim_value for each in dims] for name, dims in stated.items() if dims}
     for at in reversed(own):
         node = graph.node[at]
-        if node.domain not in ("", "com.microsoft") or (node.domain == "" and onnx.defs.has(node.op_type)):
-            continue
         if node.op_type in (*_MATMULS_OF_BITS, "Attention"):
             numbers = {each.name: each.i for each in node.attribute}
             sizes, name = [numbers.get("K"), numbers.get("N")], f"{_STANDS_IN}/{at}"
             if node.op_type == "Attention":  # with the weights of Q, K and V beside each other
                 parts = next((each.ints for each in node.attribute if each.name == "qkv_hidden_sizes"), ())
-                shapes = {each.name: each.type.tensor_type.shape.dim for each in graph.input}
-                held = [list(each.dims) for each in graph.initializer if each.name == node.input[1]]
-                dims = [each.dim_value for each in shapes.get(node.input[1], ())] or [*held, []][0]
+                dims = held.get(node.input[1], [])
                 sizes = [dims[0], parts[-1] if parts else dims[1] // 3] if len(dims) == 2 else [None, None]
             graph.input.append(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, sizes))
             others = [onnx.helper.make_node("MatMul", [node.input[0], name], node.output[:1])]

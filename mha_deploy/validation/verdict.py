@@ -197,8 +197,8 @@ def conclude(
         ]
     ranked = tuple(sorted(found, key=lambda finding: list(Severity).index(finding.level)))
     report = replace(report, findings=ranked, not_verified=missing)
-    headline, told = _headline(report, judged, missing)
-    ranked = tuple(msgspec.structs.replace(each, in_headline=each in told) for each in ranked)
+    headline, named = _headline(report, judged, missing)
+    ranked = tuple(msgspec.structs.replace(each, in_headline=each in named) for each in ranked)
     return replace(report, findings=ranked, headline=headline)
 
 
@@ -436,13 +436,13 @@ def _headline(
         parts += [finding.text for finding in report.findings if finding.section is Section.FUSION]
     if (loss := report.bundle.manifest.loss) is not None:
         parts.append(f"loss of {loss.what} {loss.worst:.2g}")
-    told = list[tuple[Kind, str | None]]()  # which notes, by kind and engine
+    named = list[tuple[Kind, str | None]]()  # which notes, by kind and engine
     for engine in [each.runtime.engine for each in ran] or not_run:
         if engine is not None and not ran and not engine.is_confirmed:
             parts.append("fusion and precision not verified")
         elif engine is not None:
             parts += [engine.manifest.fusion_summary, engine.manifest.precision_summary]
-            told.append((Kind.ENGINE_PRECISION, engine.path.stem))
+            named.append((Kind.ENGINE_PRECISION, engine.path.stem))
     for point in report.points[:1]:
         rows = [row for row in point.rows if row.name == (ran or judged)[0].runtime.name]
         for p50, row in ((row.timing.p50, row) for row in rows if row.timing):
@@ -455,9 +455,9 @@ def _headline(
         parts.append(f"not covered: {len(sizes)} items")
     elif sizes:
         parts.append(f"not covered: {', '.join(sizes)}")
-        told.append((Kind.NOT_COVERED, None))
+        named.append((Kind.NOT_COVERED, None))
     notes = (each for each in report.findings if each.level is Severity.NOTE)
-    return ", ".join(parts), [each for each in notes if (each.kind, each.place.engine) in told]
+    return ", ".join(parts), [each for each in notes if (each.kind, each.place.engine) in named]
 
 
 def _outputs(evaluation: Evaluation) -> str:

@@ -196,9 +196,8 @@ def read_matmul(node: ir.Node, alphabet: Alphabet, at: int, axes: Axes) -> Matmu
         # The axes that an ellipsis stands for.
         hidden = [count - len(text.replace("...", "")) for text, count in zip(texts, ranks, strict=False)]
         hidden.append(max(*hidden, 0))
-        dots = "".join(letter for letter in string.ascii_letters if letter not in "".join(texts))[
-            : hidden[-1]
-        ]
+        named = {*itertools.chain(*texts)}
+        dots = "".join(letter for letter in string.ascii_letters if letter not in named)[: hidden[-1]]
         pairs = zip(texts, hidden, strict=True)
         texts = [text.replace("...", dots[len(dots) - here :] if here else "") for text, here in pairs]
     if any(len(set(text)) != len(text) for text in texts):
