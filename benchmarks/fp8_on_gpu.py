@@ -12,7 +12,7 @@ FOLDER/fp8.md the table.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -123,18 +123,17 @@ def inputs_of(bundle: Bundle, row: Row) -> dict[str, dict[str, np.ndarray]]:
     return found
 
 
-def torch_in_fp8(bundle: Bundle, quantized: Bundle) -> Any:
+def torch_in_fp8(bundle: Bundle, quantized: Bundle, baseline: str) -> Any:
     """A runner of PyTorch whose linear layers multiply in FP8."""
     import onnx_ir as ir
     import torch
     from torch import nn
 
-    from mha_deploy.baselines.torch import TorchModels, TorchRunner
+    from mha_deploy.baselines.torch import TorchRunner, models_of
     from mha_deploy.graph.quantize import read_fp8_gemm
 
-    gemms = [read_fp8_gemm(node) for node in ir.load(quantized.model_path).graph]
-    # The activations of Q, K and V are one tensor; that of the output projection is the other.
-    first, last = ([each for each in gemms if each is not None][at].x_scale for at in (0, -1))
+    read = [read_fp8_gemm(node) for node in ir.load(quantized.model_path).graph]
+    gemms = [each for each in read if each is not None]
 
     class Fp8Linear(nn.Module):
         def __init__(self, linear: nn.Linear, scale: float) -> None:
@@ -151,17 +150,27 @@ def torch_in_fp8(bundle: Bundle, quantized: Bundle) -> Any:
             made = torch._scaled_mm(narrow, self.weight.t(), one, other, self.bias, out_dtype=x.dtype)
             return made.unflatten(0, x.shape[:-1])
 
-    class Fp8Models(TorchModels):
+    class Fp8Models:
+        """The models of a bundle; both graph and module have their linear layers in the order of calls."""
+
+        def __init__(self) -> None:
+            self._models = models_of(bundle)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._models, name)
+
         def in_service(self, baseline: Any) -> nn.Module:
-            module = super().in_service(baseline)
-            for name, child in list(module.named_modules()):
-                if isinstance(child, nn.Linear):
-                    owner, _, own = name.rpartition(".")
-                    scale = last if own.startswith("o") else first
-                    setattr(module.get_submodule(owner), own, Fp8Linear(child, scale))
+            module = self._models.in_service(baseline)
+            linears = {name: each for name, each in module.named_modules() if isinstance(each, nn.Linear)}
+            scales = [each.x_scale for each in gemms]
+            if len(linears) < len(scales):  # Q, K and V are packed
+                scales = list({each.x.name: each.x_scale for each in gemms}.values())
+            for (name, linear), scale in zip(linears.items(), scales, strict=True):
+                owner, _, own = name.rpartition(".")
+                setattr(module.get_submodule(owner), own, Fp8Linear(linear, scale))
             return module
 
-    return TorchRunner(Fp8Models(bundle), "compile-cudnn")
+    return TorchRunner(Fp8Models(), baseline)
 
 
 def timed(folder: Path, name: str, kind: str) -> dict[str, float]:
@@ -172,10 +181,20 @@ def timed(folder: Path, name: str, kind: str) -> dict[str, float]:
         return {sizes: runner.time(feeds).p50 for sizes, feeds in inputs_of(bundle, ROWS[name]).items()}
 
 
+def by_sizes(time: Callable[..., dict[str, float]], *arguments: Any, count: int) -> list[dict[str, Any]]:
+    """The times in so many processes, one after the other: a line for each of the sizes."""
+    with processes(1, max_tasks_per_child=1) as pool:
+        times = [pool.submit(time, *arguments).result() for _ in range(count)]
+    found = {sizes: [each[sizes] for each in times] for sizes in times[0]}
+    return [
+        {"sizes": sizes, "p50_us": float(np.median(each)), "processes_us": each}
+        for sizes, each in found.items()
+    ]
+
+
 def measured(folder: Path, name: str, kind: str, count: int) -> list[dict[str, Any]]:
     """Verdict, error and loss of an engine, and its times in so many processes."""
-    with processes(1, max_tasks_per_child=1) as pool:
-        times = list(pool.map(timed, *zip(*[(folder, name, kind)] * count, strict=True)))
+    times = by_sizes(timed, folder, name, kind, count=count)
     bundle = md.open_bundle(bundle_folder(folder, name, kind))
     engine = md.open_engine(bundle.path / "engines" / f"{ENGINE}.engine")
     report = md.validate(bundle, backends=[ENGINE], latency=False, sweep=False)
@@ -187,26 +206,30 @@ def measured(folder: Path, name: str, kind: str, count: int) -> list[dict[str, A
         "attentions": found.quantized_attentions,
         "loss": None if bundle.manifest.loss is None else bundle.manifest.loss.worst,
     }  # fmt: skip
-    return [
-        {**line, "sizes": sizes, "p50_us": float(np.median(each)), "processes_us": each}
-        for sizes in times[0]
-        for each in [[found[sizes] for found in times]]
-    ]
+    return [{**line, **each} for each in times]
 
 
-def in_torch(folder: Path, name: str, precision: str) -> list[dict[str, Any]]:
-    """Times of compiled PyTorch, in FP16 or in FP8."""
+def timed_in_torch(folder: Path, name: str, precision: str) -> dict[str, float]:
+    """Microseconds of compiled PyTorch by sizes, in a process of its own."""
     from mha_deploy.baselines.torch import open_torch_runner
+    from mha_deploy.model.layer import AttentionSpec
 
-    row, title = ROWS[name], f"PyTorch {precision}"
+    md.configure(trust_code=True)
     quantized = next(kind for kind in KINDS if kind != "fp16" and bundle_folder(folder, name, kind).is_dir())
     bundle, other = (md.open_bundle(bundle_folder(folder, name, kind)) for kind in ("fp16", quantized))
-    made = open_torch_runner("compile-cudnn", bundle) if precision == "fp16" else torch_in_fp8(bundle, other)
+    # The fastest ones in FP16: a layer is written anew with Q, K and V packed, a whole model is as it is.
+    baseline = "compile-cudnn" if isinstance(bundle.manifest.spec, AttentionSpec) else "compile"
+    made = (
+        open_torch_runner(baseline, bundle) if precision == "fp16" else torch_in_fp8(bundle, other, baseline)
+    )
     with made as runner:
-        return [
-            {"row": name, "runtime": title, "sizes": sizes, "p50_us": runner.time(feeds).p50}
-            for sizes, feeds in inputs_of(bundle, row).items()
-        ]
+        return {sizes: runner.time(feeds).p50 for sizes, feeds in inputs_of(bundle, ROWS[name]).items()}
+
+
+def in_torch(folder: Path, name: str, precision: str, count: int) -> list[dict[str, Any]]:
+    """Times of compiled PyTorch, in FP16 or in FP8, in so many processes."""
+    line = {"row": name, "runtime": f"PyTorch {precision}"}
+    return [{**line, **each} for each in by_sizes(timed_in_torch, folder, name, precision, count=count)]
 
 
 def table(lines: list[dict[str, Any]]) -> str:
@@ -256,7 +279,7 @@ def main() -> None:
         for kind in kinds if engines else ():
             tried(measured, name, f"engine {kind}", kind, chosen.processes)
         for precision in ("fp16", "fp8") if torch else ():
-            tried(in_torch, name, f"PyTorch {precision}", precision)
+            tried(in_torch, name, f"PyTorch {precision}", precision, chosen.processes)
 
 
 if __name__ == "__main__":
