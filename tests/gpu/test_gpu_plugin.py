@@ -7,6 +7,8 @@ import importlib.util
 import shutil
 
 import pytest
+import small_transformers
+import torch
 from gpu_evaluations import TINY, assert_right, evaluated
 from quantized_models import long_attention
 
@@ -82,6 +84,23 @@ def test_gemms_in_fp8_are_right_and_read_fp8(scales, tmp_path):
     assert engine.manifest.all_fused, engine.manifest.verdict
     assert engine.manifest.verdict.precision.quantized == {"fp8": 2}
     assert engine.manifest.verdict.precision.ok
+    assert_right(evaluated(RuntimeFinder(bundle), "plugin"))
+
+
+def test_a_model_that_is_partly_fp32_has_its_gemms_in_fp8(tmp_path):
+    """Its angles stay in FP32, and TensorRT must keep the types of the graph; scales are in FP32, too."""
+    if first_gpu()["compute_cap"] < "8.9":
+        pytest.skip("this GPU has no FP8")
+    module = small_transformers.module_of("llama", torch.float32)
+    inputs = {"input_ids": md.Example(torch.arange(32).reshape(2, 16), "B", "S")}
+    model = md.Deployable(module=module, inputs=inputs, axes={"B": "1:2:2", "S": "1:16:16"})
+    options = {"precision": "fp8", "weight_scales": "tensor", "golden": ("opt",)}
+    bundle = md.export(model, tmp_path / "bundle", **options)
+    assert bundle.manifest.checks["mixed precision"]["kept"]
+    chosen = {"attention": "plugin", "accumulate": "fp32", "optimization_level": 1}
+    engine = engine_from_bundle(bundle, EngineOptions(backend="tensorrt", name="plugin", **chosen))
+    assert engine.manifest.all_fused, engine.manifest.verdict
+    assert engine.manifest.verdict.precision.quantized == {"fp8": 5 * small_transformers.DEPTH}
     assert_right(evaluated(RuntimeFinder(bundle), "plugin"))
 
 

@@ -55,7 +55,7 @@ def own_attributes(model: ir.Model, op_type: str) -> list[dict[str, Any]]:
     return [{key: attribute.value for key, attribute in node.attributes.items()} for node in nodes]
 
 
-def rotated(name: str) -> list[Any]:
+def rotated(name: str, tables: str) -> list[Any]:
     """`x cos + rotate_half(x) sin` of heads [B, 4, S, 16], written out as Hugging Face does."""
     return [
         node("Reshape", f"{name} apart", f"{name}_apart"),
@@ -64,22 +64,31 @@ def rotated(name: str) -> list[Any]:
         node("Slice", f"{name}4 half size last", f"{name}_second"),
         node("Neg", f"{name}_second", f"{name}_negative"),
         node("Concat", f"{name}_negative {name}_first", f"{name}_crossed", axis=-1),
-        node("Mul", f"{name}4 cos", f"{name}_one"),
-        node("Mul", f"{name}_crossed sin", f"{name}_other"),
+        node("Mul", f"{name}4 cos{tables}", f"{name}_one"),
+        node("Mul", f"{name}_crossed sin{tables}", f"{name}_other"),
         node("Add", f"{name}_one {name}_other", f"{name}_rotated"),
     ]
 
 
-def test_a_block_with_rotary_embedding_norm_and_gate() -> None:
+def tables_of(name: str) -> list[Any]:
+    """Cosines and sines of the angles, [1, 1, S, 16]."""
+    return [
+        node("Concat", "angles angles", f"both{name}", axis=-1),
+        *(node(each.title(), f"both{name}", f"{each}{name}_3") for each in ("cos", "sin")),
+        *(node("Unsqueeze", f"{each}{name}_3 one", f"{each}{name}") for each in ("cos", "sin")),
+    ]
+
+
+@pytest.mark.parametrize("tables", [("_qk", "_qk"), ("_q", "_k")], ids=["shared", "computed twice"])
+def test_a_block_with_rotary_embedding_norm_and_gate(tables: tuple[str, str]) -> None:
+    of_queries, of_keys = tables
     nodes = [
         node("Add", "x residual", "sum"),
         node("RMSNormalization", "sum scale", "n", axis=-1, epsilon=1e-5),
         *(node("MatMul", f"n w{name}", name) for name in "qkv"),
-        node("Concat", "angles angles", "both", axis=-1),
-        *(node(name.title(), "both", f"{name}_3") for name in ("cos", "sin")),
-        *(node("Unsqueeze", f"{name}_3 one", name) for name in ("cos", "sin")),
-        *rotated("q"),
-        *rotated("k"),
+        *(each for name in dict.fromkeys(tables) for each in tables_of(name)),
+        *rotated("q", of_queries),
+        *rotated("k", of_keys),
         node("Reshape", "v apart", "v_apart"),
         node("Transpose", "v_apart", "v4", perm=[0, 2, 1, 3]),
         node("Attention", "q_rotated k_rotated v4", "h4", is_causal=1),

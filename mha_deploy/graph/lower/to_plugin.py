@@ -532,6 +532,7 @@ def prepare(model: ir.Model, options: PluginOptions) -> None:
 
     A cache of another pattern is updated with ScatterND before the attention. The model is changed.
     """
+    CommonSubexpressionEliminationPass()(model)  # tables of Q and of K are the same ones then
     if pack_in_place(model):
         infer_shapes(model)
 

@@ -231,7 +231,8 @@ def constrain_types(rt: TensorRT, network: Any, types: Mapping[str, str], precis
             continue  # the layers that read it decide its type
         constraints = [dtypes.get(dtype) for dtype in wanted]
         if None not in constraints:
-            layer.precision = constraints[0]
+            if not layer.type.name.startswith("PLUGIN"):  # it may read scales in FP32, whatever it writes
+                layer.precision = constraints[0]
             for place, dtype in enumerate(constraints):
                 layer.set_output_type(place, dtype)
 
