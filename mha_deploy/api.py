@@ -879,8 +879,9 @@ def deploy(
         latency: Measure latency; default: if there is a GPU.
         requirements: A TOML file of demands on the verdict, or a mapping of them; see `init`.
         candidates: Whether to export and build FP16, BF16, FP16 with FP32 where it overflows, and with the
-            plugin's accumulations, and to keep the best; the precision must be `auto`. None: where that is
-            so, and there is a GPU.
+            plugin's accumulations, and to keep the best; the precision must be `auto`. With `int8` or `fp8`,
+            on a GPU: 16 bits, both kinds of scales, and attention in eight bits. None: with `auto`, where
+            there is a GPU.
         on_step: Called as each step begins.
         on_result: Called with the bundle, with the evaluation of its graph, and with the engine, as soon as
             each exists: what was reached before a later step fails.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,8 @@ from mha_deploy.engine.engine import Engine, default_backend, reasons_not_to_run
 from mha_deploy.engine.lowered import PLUGIN, candidates_for, refuse_unsupported
 from mha_deploy.engine.plugins import PluginError, library_for
 from mha_deploy.environment import gpus
-from mha_deploy.errors import DeployError
-from mha_deploy.exporter.entry import export_model
+from mha_deploy.errors import BackendUnavailable, DeployError
+from mha_deploy.exporter.entry import OF_EIGHT_BITS, export_model
 from mha_deploy.graph.file import load_graph
 from mha_deploy.model.layer import AttentionSpec
 from mha_deploy.model.precision import EIGHT_BITS
@@ -47,11 +47,12 @@ NEAR = 1.05
 class TrialRecord:
     """One candidate for the precision and its result."""
 
-    name: str  # the precision, and the accumulation of the plugin where it is used
+    name: str  # the precision, what is quantized, and the accumulation of the plugin where it is used
     precision: str
     refused: str = ""  # why; empty where it is right
     share: float | None = None  # largest share of its error budget
     error: float | None = None  # largest relative L2 error against the FP64 oracle
+    loss: float | None = None  # of eight bits
     p50: float | None = None  # of the first point that was timed, µs
     fused: tuple[int, int] | None = None  # attentions that are fused, of how many
     ran: bool = False  # else the errors are those of its graph
@@ -61,9 +62,14 @@ class TrialRecord:
         """How many attentions are not fused."""
         return 0 if self.fused is None else self.fused[1] - self.fused[0]
 
+    @property
+    def cost(self) -> tuple[int, float, float]:
+        """What is given up for speed, the gravest first: fused attentions, then loss, then exactness."""
+        return self.unfused, self.loss or 0.0, self.error or 0.0
+
     def beats(self, other: TrialRecord) -> bool:
         """Whether it is nowhere worse than another candidate, and better in something."""
-        mine, theirs = ((each.unfused, each.error or 0.0, each.p50 or 0.0) for each in (self, other))
+        mine, theirs = ((*each.cost, each.p50 or 0.0) for each in (self, other))
         return mine != theirs and all(a <= b for a, b in zip(mine, theirs, strict=True))
 
 
@@ -106,10 +112,13 @@ def deploy_model(
     on_result: Callable[[Any], None],
 ) -> Deployment:
     """Export a model, build an engine once its graph is right, and validate both; see `md.deploy`."""
-    if candidates and (export.precision != AUTO or engine is None):
+    if candidates and (export.precision not in (AUTO, *EIGHT_BITS) or engine is None):
         what, got = "Candidates are engines in several precisions.", f"precision {export.precision}"
         got += "" if engine else ", no engine"
-        raise DeployError(what, got=got, hint="precision auto, with an engine")
+        raise DeployError(what, got=got, hint=f"precision auto, {' or '.join(EIGHT_BITS)}, with an engine")
+    if candidates and export.precision in EIGHT_BITS and not gpus():
+        what, hint = "Candidates in eight bits are compared by latency.", "a GPU, or leave candidates out"
+        raise BackendUnavailable(what, got="no GPU", hint=hint)
     tried: dict[str, Any] = {}
     if engine is not None:
         _refuse_builder(model, engine, export.precision)
@@ -117,8 +126,7 @@ def deploy_model(
             candidates = bool(gpus())
         if candidates:
             given: dict[str, Any] = {"inputs": inputs, "latency": latency, "on_step": on_step}
-            precision, engine, tried = _best_candidate(model, out, export, engine, **given)
-            export = replace(export, precision=precision)
+            export, engine, tried = _best_candidate(model, out, export, engine, **given)
     bundle = export_model(model, out, export, inputs, on_step)
     on_result(bundle)
     if engine is not None:  # before its graph is validated: attention that no kernel takes
@@ -200,17 +208,16 @@ def _best_candidate(
     inputs: Mapping[str, Any],
     latency: bool | None,
     on_step: OnStep,
-) -> tuple[str, EngineOptions, dict[str, Any]]:
-    """Export, build and judge every candidate: the precision and the options of the best one, and all."""
+) -> tuple[ExportOptions, EngineOptions, dict[str, Any]]:
+    """Export, build and judge every candidate: the options of the best one, and all of them."""
     rt = load(engine.backend or default_backend())
     engine = _with_plugin_attention(rt, engine)
-    found, options = list[TrialRecord](), dict[str, tuple[str, EngineOptions]]()
+    found, options = list[TrialRecord](), dict[str, tuple[ExportOptions, EngineOptions]]()
     with temporary_folder(Path(os.path.realpath(out))) as folder:
-        for precision in _precisions_to_try(model, rt):
-            shown = "mixed" if precision == AUTO else precision
+        for shown, settings in _exports_to_try(model, rt, export).items():
+            precision = settings.precision
             try:
                 on_step(f"candidate {shown}", len(found), 0)
-                settings = replace(export, precision=precision)
                 bundle = export_model(model, folder / shown, settings, inputs, silent)
             except DeployError as error:
                 found.append(TrialRecord(name=shown, precision=precision, refused=error.in_one_line))
@@ -219,7 +226,7 @@ def _best_candidate(
             for candidate in candidates_for(rt, engine, bundle.manifest.precision.name):
                 name = shown if candidate.name == "native" else f"{shown}, {candidate.name}"
                 applied = candidate.applied_to(engine)
-                options[name] = precision, applied
+                options[name] = settings, applied
                 trials.append(Trial(name=name, options=replace(applied, name=candidate.name)))
 
             def build(trial: Trial, bundle: Bundle = bundle) -> Engine:
@@ -228,8 +235,9 @@ def _best_candidate(
 
             def judge(built: Sequence[Trial], bundle: Bundle = bundle, precision: str = precision) -> None:
                 judged = validate_bundle(bundle, ValidateOptions(latency=latency, sweep=False))
+                loss = None if bundle.manifest.loss is None else bundle.manifest.loss.worst
                 for trial in built:
-                    trial.judged = judged_trial(trial, precision, judged)
+                    trial.judged = replace(judged_trial(trial, precision, judged), loss=loss)
 
             run_trials(trials, build, judge, raises=())
             for each in trials:
@@ -248,12 +256,28 @@ def _with_plugin_attention(rt: TensorRT, options: EngineOptions) -> EngineOption
     return options
 
 
-def _precisions_to_try(model: Model, rt: TensorRT) -> list[str]:
-    """The precisions of the candidates; an ONNX file has its types, and a catalog layer nothing to mix."""
+def _exports_to_try(model: Model, rt: TensorRT, export: ExportOptions) -> dict[str, ExportOptions]:
+    """The options of the candidates, by name.
+
+    An ONNX file has its types, and a catalog layer nothing to mix. Eight bits are compared with none: with
+    each kind of scales, and with attention in eight bits, too.
+    """
+    if export.precision in EIGHT_BITS:
+        unset: dict[str, Any] = {
+            each.name: each.default for each in fields(export) if each.name in OF_EIGHT_BITS
+        }
+        one_scale = replace(export, weight_scales="tensor", quantize_attention=False)
+        return {
+            "16 bits": replace(export, precision=AUTO, **unset),
+            export.precision: replace(one_scale, weight_scales="channel"),
+            f"{export.precision}, one scale": one_scale,
+            f"{export.precision}, one scale, attention": replace(one_scale, quantize_attention=True),
+        }
     if model.onnx_file is not None:
-        return [AUTO]
+        return {"mixed": export}
     narrow = ["fp16", "bf16"] if rt.can.bf16_type else ["fp16"]
-    return narrow if model.is_layer else [*narrow, AUTO]
+    tried = {name: replace(export, precision=name) for name in narrow}
+    return tried if model.is_layer else {**tried, "mixed": export}
 
 
 def judged_trial(trial: Trial, precision: str, report: Validation) -> TrialRecord:
@@ -289,17 +313,18 @@ def choose(trials: Sequence[TrialRecord]) -> tuple[TrialRecord, str]:
         hint = "--precision fp32, or `mha-deploy bisect` on one of them"
         raise DeployError("No candidate is right.", got=got, hint=hint)
     quickest = min((trial.p50 for trial in right if trial.p50 is not None), default=None)
-    near, why = right, "no latency was measured: the most fused, then the smallest error"
+    smallest = "smallest loss" if any(trial.loss for trial in right) else "smallest error"
+    near, why = right, f"no latency was measured: the most fused, then the {smallest}"
     if quickest is not None:
         near = [trial for trial in right if trial.p50 is not None and trial.p50 <= NEAR * quickest]
-        alike = f"the smallest error of {len(near)} candidates within {NEAR - 1:.0%} of the fastest"
+        alike = f"the {smallest} of {len(near)} candidates within {NEAR - 1:.0%} of the fastest"
         why = alike if len(near) > 1 else "the fastest"
-    return min(near, key=lambda trial: (trial.unfused, trial.error or 0.0)), why
+    return min(near, key=lambda trial: trial.cost), why
 
 
 def candidates_table(trials: Sequence[TrialRecord], chosen: TrialRecord) -> Table:
     """Every candidate: fusion, error and latency; which are on the Pareto front, and which was chosen."""
-    right = [trial for trial in trials if not trial.refused]
+    right, lossy = [trial for trial in trials if not trial.refused], any(trial.loss for trial in trials)
     rows: list[RawRow] = []
     for trial in trials:
         front = not trial.refused and not any(other.beats(trial) for other in right)
@@ -310,8 +335,10 @@ def candidates_table(trials: Sequence[TrialRecord], chosen: TrialRecord) -> Tabl
             status = Cell(text="graph right, not run", status="doubt")
         name = Cell(text=trial.name, status="best" if trial == chosen else "")
         fused = None if trial.fused is None else f"{trial.fused[0]}/{trial.fused[1]}"
-        error, share = number(trial.error, error_text), share_cell(trial.share, failed=bool(trial.refused))
+        cells = [number(trial.error, error_text), share_cell(trial.share, failed=bool(trial.refused))]
+        cells += [number(trial.loss, error_text)] if lossy else []
         why = "yes" if trial == chosen else trial.refused
-        rows.append((name, status, fused, error, share, number(trial.p50), "yes" if front else None, why))
-    figures = ("fused", "#relative L2", "#budget used|used", "#p50 µs", "Pareto", "chosen")
+        rows.append((name, status, fused, *cells, number(trial.p50), "yes" if front else None, why))
+    loss = ("#loss",) if lossy else ()
+    figures = ("fused", "#relative L2", "#budget used|used", *loss, "#p50 µs", "Pareto", "chosen")
     return table("Candidates for the precision", ("candidate", "verdict", *figures), rows)

@@ -127,8 +127,9 @@ def deploy(
     candidates: bool | None = option(
         None,
         "With --precision auto: build FP16, BF16, FP16 with FP32 where it overflows, and the plugin's "
-        "accumulations, compare error, latency and fusion, and keep the best. default: if --precision auto "
-        "is given, and there is a GPU",
+        "accumulations, compare error, latency and fusion, and keep the best. With int8 or fp8: 16 bits, "
+        "both kinds of scales, and attention in eight bits. default: if --precision auto is given, and "
+        "there is a GPU",
     ),
     json: bool = JSON,
     **options: Any,

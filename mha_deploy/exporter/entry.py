@@ -26,9 +26,10 @@ if TYPE_CHECKING:
 
     from mha_deploy.exporter.compress import Original
 
-_OF_EIGHT_BITS = (
+OF_EIGHT_BITS = (
     "calibration", "weight_scales", "quantize_attention", "max_loss", "data", "data_limit", "metric",
 )  # fmt: skip
+"""The fields of `ExportOptions` that only a quantized model has."""
 
 
 def export_model(
@@ -85,7 +86,7 @@ def prune_model(
     limits: dict[str, Any] = {name: getattr(options, name) for name in ("max_loss", "data", "data_limit")}
     limits["metric"] = options.metric
     limits["on_step"] = lambda name: on_step(name, 0, 0)
-    options = replace(options, **{name: vars(ExportOptions())[name] for name in _OF_EIGHT_BITS})
+    options = replace(options, **{name: vars(ExportOptions())[name] for name in OF_EIGHT_BITS})
     refuse_export(out, options)
     with scratch_folder() as folder:
         original = _open_original(model, options, folder, {}, on_step)
@@ -125,7 +126,7 @@ def refuse_export(out: Path, options: ExportOptions) -> None:
     if options.precision != AUTO:
         find_precision(options.precision)
     usual = vars(ExportOptions())
-    if given := [name for name in _OF_EIGHT_BITS if getattr(options, name) != usual[name]]:
+    if given := [name for name in OF_EIGHT_BITS if getattr(options, name) != usual[name]]:
         flag = f"--{given[0].replace('_', '-')}"
         hint = "--precision int8 or fp8, or leave it out"
         got = f"--precision {options.precision}"

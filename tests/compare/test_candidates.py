@@ -6,11 +6,12 @@ import pytest
 
 import mha_deploy as md
 from mha_deploy.deployment import TrialRecord, candidates_table, choose
+from mha_deploy.environment import gpus
 
 
-def trial(name, error=1e-3, p50=None, fused=(1, 1), refused=""):
+def trial(name, error=1e-3, p50=None, fused=(1, 1), **more):
     return TrialRecord(
-        name=name, precision=name, error=error, share=0.5, p50=p50, fused=fused, refused=refused, ran=True
+        name=name, precision=name, error=error, share=0.5, p50=p50, fused=fused, ran=True, **more
     )
 
 
@@ -23,6 +24,9 @@ def trial(name, error=1e-3, p50=None, fused=(1, 1), refused=""):
         ([trial("fp16"), trial("bf16", error=8e-3)], "fp16"),
         ([trial("fp16", fused=(0, 1)), trial("bf16", error=8e-3)], "bf16"),
         ([trial("fp16", refused="overflows"), trial("mixed")], "mixed"),
+        ([trial("fp16", p50=10.0), trial("fp8", p50=9.7, loss=0.02, error=1e-4)], "fp16"),  # nothing gained
+        ([trial("fp16", p50=10.0), trial("fp8", p50=5.0, loss=0.02)], "fp8"),
+        ([trial("scales", p50=5.0, loss=0.02), trial("attention", p50=4.9, loss=0.04)], "scales"),
     ],
 )
 def test_the_best_candidate_is_chosen_with_a_reason(trials, best):
@@ -60,6 +64,18 @@ def test_candidates_need_the_precision_auto(tmp_path, refused):
         "--candidates",
         what="several precisions",
     )
+
+
+def test_losses_are_in_the_table_where_there_are_any():
+    trials = [trial("fp16", p50=10.0), trial("fp8", p50=5.0, loss=0.02)]
+    with_loss, without = (candidates_table(trials[:count], trials[0]).columns for count in (2, 1))
+    assert len(with_loss) == len(without) + 1
+
+
+@pytest.mark.skipif(bool(gpus()), reason="there is a GPU")
+def test_candidates_in_eight_bits_need_a_gpu(tmp_path, refused):
+    command = ("deploy", "tiny-gqa", "-o", tmp_path / "x", "--precision", "fp8", "--candidates")
+    refused(*command, what="compared by latency", code=3)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import shutil
 import pytest
 
 import mha_deploy as md
+from mha_deploy.engine.engine import first_gpu
 
 pytestmark = pytest.mark.gpu
 
@@ -49,3 +50,18 @@ def test_candidates_are_ranked_by_latency(tmp_path):
     assert done.chosen in right
     assert all(trial.ran and trial.p50 for trial in right)
     assert done.chosen.p50 <= 1.06 * min(trial.p50 for trial in right)
+
+
+def test_eight_bits_are_compared_with_sixteen(tmp_path):
+    """Among both kinds of scales, and attention in eight bits."""
+    pytest.importorskip("tensorrt")
+    if first_gpu()["compute_cap"] < "9.0":
+        pytest.skip("this GPU has no attention in FP8")
+    chosen = {"attention": "plugin", "accumulate": "fp32", "backend": "tensorrt", "golden": ("opt",)}
+    done = md.deploy("tiny-gqa", tmp_path / "x", precision="fp8", candidates=True, **chosen)
+    right = [trial for trial in done.candidates if not trial.refused]
+    assert len(right) == len(done.candidates) == 4, done.candidates
+    assert [trial.loss is None for trial in right] == [True, False, False, False]
+    assert all(trial.ran and trial.p50 for trial in right)
+    assert done.chosen.p50 <= 1.06 * min(trial.p50 for trial in right)
+    assert done.report.passed
